@@ -117,7 +117,7 @@ mod training {
         params.push(AdamWParam::new("norm.weight", &norm).in_group(1));    // group 1: without weight decay
         let groups = [group, GroupOptions { weight_decay: 0.0, ..group }];
         let mut adam = candle::AdamW::over_ranks(&device, comm, params, options, &groups)?;
-        moe.reduce_gradients(&mut gradients)?;                        // and finish_sharded_in_f32, where experts are shards
+        moe.reduce_gradients(&mut gradients)?;                        // and finish_sharded, where experts are shards
         adam.step(&gradients)?;
         adam.save("run/optimizer")?;                                  // another run: adam.load("run/optimizer")?
         Ok(())
@@ -189,7 +189,7 @@ mod checkpoints {
 mod etp {
     use candle_core::Tensor;
     use candle_nn::{AdamW, Optimizer, ParamsAdamW, VarBuilder};
-    use moebius::candle::{DeviceGroup, ExpertParallelMoE, finish_sharded};
+    use moebius::candle::{DeviceGroup, ExpertParallelMoE, ShardGradients, finish_sharded};
     use moebius::comm::Communicator;
     use moebius::cpu::Cpu;
     use moebius::etp::{Chain, Payload, Phase};
@@ -213,7 +213,7 @@ mod etp {
         let mut adam = AdamW::new(moe.vars(), params)?;
         chain.begin(Phase::Forward)?;   let loss = model(&x)?;                   chain.end()?;
         chain.begin(Phase::Backward)?;  let mut gradients = loss.backward()?;    chain.end()?;
-        finish_sharded(&chain, replicas, &moe.shards(), &mut gradients)?;
+        finish_sharded(&chain, replicas, &moe.shards(), &mut gradients, ShardGradients::InVariableType)?;
         adam.step(&gradients)?;
         Ok(())
     }

@@ -6,7 +6,7 @@ use candle_core::Var;
 use candle_core::backprop::GradStore;
 use candle_nn::VarBuilder;
 use moebius::Tensor;
-use moebius::candle::{DeviceGroup, ExpertParallelMoE, Host, finish_sharded};
+use moebius::candle::{DeviceGroup, ExpertParallelMoE, Host, ShardGradients, finish_sharded};
 use moebius::comm::Communicator;
 use moebius::cpu::Cpu;
 use moebius::etp::{self, Chain, EtpOptions, Payload, Phase, Reduction, ShardDevice, WeightId};
@@ -103,7 +103,13 @@ impl<D: Host> Experts for Sharded<D> {
     }
 
     fn finish(&mut self, gradients: &mut GradStore) -> Result<(), Failure> {
-        Ok(finish_sharded(&self.chain, Some(&mut *self.replicas), &self.vars, gradients)?)
+        Ok(finish_sharded(
+            &self.chain,
+            Some(&mut *self.replicas),
+            &self.vars,
+            gradients,
+            ShardGradients::InVariableType,
+        )?)
     }
 
     fn cost(&self, passes: usize) -> Cost {

@@ -1,10 +1,13 @@
-//! Code that the adapters of candle and burn share: a rank's group whose device is known at run time only, and the
-//! collectives that an adapter runs itself.
+//! Code that the adapters of candle and burn share: a rank's group whose device is known at run time only, the
+//! collectives that an adapter runs itself, the cotangents that backward brings, and how a module is loaded.
 
 mod collectives;
 mod group;
 #[cfg(feature = "burn")]
 mod host_tensor;
+mod load_as;
+mod outputs;
+mod selection_bias;
 
 pub(crate) use collectives::ParamCollective;
 #[cfg(feature = "candle")]
@@ -12,3 +15,6 @@ pub(crate) use collectives::exchange;
 pub use group::{AnyGroup, FrameworkDevice};
 #[cfg(feature = "burn")]
 pub(crate) use host_tensor::HostTensor;
+pub use load_as::LoadAs;
+pub(crate) use outputs::{LayerOutput, OutputCotangents};
+pub(crate) use selection_bias::moved_selection_bias;

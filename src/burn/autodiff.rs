@@ -20,6 +20,7 @@ use burn::tensor::TensorMetadata;
 use burn::tensor::backend::AutodiffBackend;
 use burn::tensor::ops::FloatTensor;
 
+use crate::adapter::{LayerOutput, OutputCotangents};
 use crate::ep::GroupConfig;
 use crate::error::{Error, Result};
 use crate::layer::{Context, ParamKind, PerParam};
@@ -30,7 +31,7 @@ use super::backend::{
 };
 use super::dispatch_autodiff::{self, TrackedDispatch};
 use super::group::DeviceGroup;
-use super::run::{OutputCotangents, Tracked, run_backward, run_forward};
+use super::run::{Tracked, run_backward, run_forward};
 
 const CALL: &str = "ExpertParallelMoE::backward";
 
@@ -82,7 +83,7 @@ impl<B: NativeMemory> Backward<B, PARENTS> for Run {
         let Some(context) = context else { call.group.unwind(consumed(&call)) };
         let params_tracked = PerParam::from_fn(|kind| ops.parents[1 + kind as usize].is_some());
         let tracked = Tracked { x: ops.parents[0].is_some(), params: params_tracked };
-        let arrived = OutputCotangents { dy: arrived.dy.map(B::contiguous), d_aux: arrived.d_aux.map(B::contiguous) };
+        let arrived = OutputCotangents { d_y: arrived.d_y.map(B::contiguous), d_aux: arrived.d_aux.map(B::contiguous) };
         match run_backward::<B>(&call, &Operands { x, params }, context, arrived, tracked) {
             Err(error) => call.group.unwind(error),
             Ok(gradients) => {
@@ -97,20 +98,17 @@ impl<B: NativeMemory> Backward<B, PARENTS> for Run {
     }
 }
 
-/// An output of the layer: a child of [`Run`].
-#[derive(Debug, Clone, Copy)]
-enum LayerOutput {
-    Y,
-    Aux,
-}
-
 #[derive(Debug, Clone)]
 struct OutputState<B: NativeMemory> {
     call: LayerCall,
     pending: SharedPending<B>,
 }
 
-impl<B: NativeMemory> Backward<B, 1> for LayerOutput {
+/// An output as a child of [`Run`].
+#[derive(Debug, Clone, Copy)]
+struct OutputNode(LayerOutput);
+
+impl<B: NativeMemory> Backward<B, 1> for OutputNode {
     type State = OutputState<B>;
 
     fn backward(self, ops: Ops<OutputState<B>, 1>, grads: &mut Gradients, _checkpointer: &mut Checkpointer) {
@@ -118,10 +116,7 @@ impl<B: NativeMemory> Backward<B, 1> for LayerOutput {
         let gradient = grads.consume::<B>(&ops.node);
         let alive = {
             let mut pending = locked(&pending);
-            match self {
-                LayerOutput::Y => pending.arrived.dy = Some(gradient),
-                LayerOutput::Aux => pending.arrived.d_aux = Some(gradient),
-            }
+            pending.arrived.set(self.0, gradient);
             pending.context.is_some()
         };
         if !alive {
@@ -167,7 +162,8 @@ impl<B: NativeBackend, C: CheckpointStrategy> LayerBackend for Autodiff<B, C> {
         drop(alive);
 
         let child = |output: LayerOutput, value| {
-            let prepared = Backward::<B, 1>::prepare::<C>(output, [root.node.clone()]).compute_bound().stateful();
+            let prepared =
+                Backward::<B, 1>::prepare::<C>(OutputNode(output), [root.node.clone()]).compute_bound().stateful();
             match prepared {
                 OpsKind::Tracked(p) => p.finish(OutputState { call: call.clone(), pending: pending.clone() }, value),
                 OpsKind::UnTracked(p) => p.finish(value),

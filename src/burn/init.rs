@@ -1,6 +1,5 @@
 //! Where a module's parameters come from: drawn, or a checkpoint; and the way back.
 
-use std::fmt;
 use std::sync::Arc;
 
 use burn::module::{Param, ParamId};
@@ -8,8 +7,8 @@ use burn::tensor::backend::Backend;
 use burn::tensor::ops::FloatTensor;
 use burn::tensor::{Shape, Tensor, TensorData, TensorMetadata, TensorPrimitive};
 
-use crate::adapter::{HostTensor, ParamCollective};
-use crate::checkpoint::{Block, BlockParams, Checkpoint, LoadOptions, Progress};
+use crate::adapter::{self, HostTensor, ParamCollective};
+use crate::checkpoint::{Block, BlockParams, Checkpoint, LoadOptions};
 use crate::comm::Op;
 use crate::config::MoeConfig;
 use crate::cpu::Cpu;
@@ -62,29 +61,7 @@ impl ExpertParallelMoEConfig {
 }
 
 /// How [`ExpertParallelMoE::from_checkpoint`] loads; the default: in the types that are stored.
-#[derive(Default)]
-pub struct LoadAs<'a> {
-    dtype: Option<DType>,
-    progress: Option<&'a mut dyn FnMut(Progress<'_>)>,
-}
-
-impl fmt::Debug for LoadAs<'_> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("LoadAs").field("dtype", &self.dtype).finish_non_exhaustive()
-    }
-}
-
-impl<'a> LoadAs<'a> {
-    /// In this floating type, as [`LoadOptions::dtype`] says.
-    pub fn dtype(self, dtype: DType) -> Self {
-        Self { dtype: Some(dtype), ..self }
-    }
-
-    /// Tells after each tensor how far it has come.
-    pub fn progress(self, progress: &'a mut dyn FnMut(Progress<'_>)) -> Self {
-        Self { progress: Some(progress), ..self }
-    }
-}
+pub type LoadAs<'a> = adapter::LoadAs<'a, DType>;
 
 impl<B: Backend> ExpertParallelMoE<B> {
     /// A module with the parameters of a checkpoint's block, in their types; trainable but for the selection bias
@@ -148,11 +125,7 @@ impl<B: Backend> ExpertParallelMoE<B> {
     ) -> Result<Self> {
         let group = group.into();
         let options = LoadOptions { rank: group.rank(), ranks: group.ranks(), dtype: load.dtype };
-        let block = match load.progress {
-            Some(progress) => checkpoint.load_block_with(layer, options, progress),
-            None => checkpoint.load_block(layer, options),
-        };
-        Self::from_block(block?, layer as u32, group, device)
+        Self::from_block(load.read(checkpoint, layer, options)?, layer as u32, group, device)
     }
 }
 

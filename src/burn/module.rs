@@ -8,7 +8,7 @@ use burn::tensor::backend::{AutodiffBackend, Backend};
 use burn::tensor::ops::FloatTensor;
 use burn::tensor::{Int, Shape, Tensor, TensorData, TensorPrimitive};
 
-use crate::adapter::{HostTensor, ParamCollective};
+use crate::adapter::{HostTensor, ParamCollective, moved_selection_bias};
 use crate::error::{Error, Result};
 use crate::layer::{AuxValue, Layer, Noise, ParamKind, PerParam};
 use crate::lazy::Lazy;
@@ -151,12 +151,11 @@ impl<B: Backend> ExpertParallelMoE<B> {
     /// A router without a selection bias; what the formula refuses.
     pub fn update_selection_bias(&mut self, load: &Load, u: f32) -> Result<()> {
         const CALL: &str = "ExpertParallelMoE::update_selection_bias";
-        let Some(bias) = &mut self.router.selection_bias else {
-            return Err(Error::invalid(CALL, ParamKind::SelectionBias.name(), "a tensor", "none"));
-        };
+        let bias = self.router.selection_bias.as_mut();
+        let values = bias.as_ref().map(|bias| bias.val().into_data().iter::<f32>().collect());
+        let values = moved_selection_bias(CALL, values, load, u)?;
+        let Some(bias) = bias else { return Ok(()) };
         let (device, dtype) = (bias.device(), bias.dtype());
-        let mut values: Vec<f32> = bias.val().into_data().iter::<f32>().collect();
-        crate::balance::update_selection_bias(&mut values, &load.tokens_per_expert, u)?;
         let data = TensorData::new(values, bias.shape()).convert_dtype(dtype);
         *bias = Param::initialized(bias.id, Tensor::from_data(data, (&device, dtype)));
         Ok(())

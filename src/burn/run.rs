@@ -3,6 +3,7 @@
 use burn::tensor::TensorMetadata;
 use burn::tensor::ops::FloatTensor;
 
+use crate::adapter::OutputCotangents;
 use crate::device::Device;
 use crate::dtype::DType;
 use crate::error::Result;
@@ -117,19 +118,6 @@ impl<T> TensorGradients<T> {
     }
 }
 
-/// Cotangents of the outputs that a loss reaches.
-#[derive(Debug)]
-pub(super) struct OutputCotangents<T> {
-    pub(super) dy: Option<T>,
-    pub(super) d_aux: Option<T>,
-}
-
-impl<T> Default for OutputCotangents<T> {
-    fn default() -> Self {
-        Self { dy: None, d_aux: None }
-    }
-}
-
 /// Gradients that somebody tracks.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Tracked {
@@ -156,7 +144,7 @@ pub(super) fn run_backward<B: NativeMemory>(
     call: &LayerCall,
     operands: &Operands<FloatTensor<B>>,
     context: Context<B::Core>,
-    OutputCotangents { dy, d_aux }: OutputCotangents<FloatTensor<B>>,
+    OutputCotangents { d_y, d_aux }: OutputCotangents<FloatTensor<B>>,
     tracked: Tracked,
 ) -> Result<TensorGradients<FloatTensor<B>>> {
     let device = B::float_device(&operands.x);
@@ -166,7 +154,7 @@ pub(super) fn run_backward<B: NativeMemory>(
     let made = RefusalGuard::backward(&call.layer, &mut group).run(|entry| {
         let views = Views::<B>::new(&core, operands)?;
         let view = |name, tensor| B::view(&core, Named { name, tensor });
-        let y = dy.as_ref().map(|tensor| view("gradient of y", tensor)).transpose()?;
+        let y = d_y.as_ref().map(|tensor| view("gradient of y", tensor)).transpose()?;
         let aux = d_aux.as_ref().map(|tensor| view("gradient of aux", tensor)).transpose()?;
         let like = |tensor: TensorRef<'_, B::Core>| {
             B::output(&core, &operands.x, ResultSpec { dtype: tensor.dtype(), dims: tensor.dims() })

@@ -12,6 +12,7 @@ use burn::tensor::TensorData;
 use burn::tensor::backend::AutodiffBackend;
 use burn::tensor::ops::{FloatTensor, FloatTensorOps, IntTensor};
 
+use crate::adapter::OutputCotangents;
 use crate::cpu::{Cpu, ThreadWorld};
 use crate::device::Waited;
 use crate::ep::{EpGroup, Group, GroupConfig};
@@ -21,7 +22,7 @@ use crate::tensor::{TensorMut, TensorRef};
 use crate::{MoeConfig, Tensor as CoreTensor};
 
 use super::backend::{LayerCall, Named, NativeMemory, Operands, ResultSpec};
-use super::run::{OutputCotangents, Tracked, run_backward, run_forward};
+use super::run::{Tracked, run_backward, run_forward};
 
 /// Flex, under a name that nothing else uses.
 type Failing = Autodiff<Flex, BalancedCheckpointing>;
@@ -124,7 +125,7 @@ fn run(call: &LayerCall, at: Option<(At, bool)>) -> [Result<()>; 2] {
     let operands = Operands { x: float(&[TOKENS, HIDDEN]), params };
     let tracked = Tracked { x: true, params: operands.params.as_ref().map(|_, t| t.is_some()) };
     let backward = |context| {
-        let arrived = OutputCotangents { dy: Some(float(&[TOKENS, HIDDEN])), d_aux: None };
+        let arrived = OutputCotangents { d_y: Some(float(&[TOKENS, HIDDEN])), d_aux: None };
         run_backward::<Failing>(call, &operands, context, arrived, tracked).map(drop)
     };
     let forward = || run_forward::<Failing>(call, &operands, true).map(|(_, context)| context.expect("kept"));

@@ -75,7 +75,7 @@ impl ExpertParallelMoE {
     /// use candle_core::{DType, Device, Module, Tensor};
     /// use candle_nn::optim::{AdamW, Optimizer, ParamsAdamW};
     /// use candle_nn::{VarBuilder, VarMap};
-    /// use moebius::candle::{EpGroup, ExpertParallelMoE, finish_sharded};
+    /// use moebius::candle::{EpGroup, ExpertParallelMoE, ShardGradients, finish_sharded};
     /// use moebius::comm::Solo;
     /// use moebius::cpu::Cpu;
     /// use moebius::etp::{Chain, Comms, EtpOptions, Payload, Phase};
@@ -99,7 +99,7 @@ impl ExpertParallelMoE {
     ///     chain.begin(Phase::Backward)?;
     ///     let mut gradients = loss.backward()?;
     ///     chain.end()?;
-    ///     finish_sharded(&chain, None, &moe.shards(), &mut gradients)?;
+    ///     finish_sharded(&chain, None, &moe.shards(), &mut gradients, ShardGradients::InVariableType)?;
     ///     adam.step(&gradients)?;
     /// }
     /// # Ok(()) }
@@ -216,12 +216,8 @@ impl ExpertParallelMoE {
         load: impl Into<LoadAs<'a>>,
     ) -> Result<Self> {
         let (group, load) = (group.into(), load.into());
-        let options = load.options(&group)?;
-        let block = match load.progress {
-            Some(progress) => checkpoint.load_block_with(layer, options, progress),
-            None => checkpoint.load_block(layer, options),
-        };
-        Self::from_block(block?, layer as u32, group, load.params)
+        let (params, options) = (load.params, load.options(&group)?);
+        Self::from_block(load.read(checkpoint, layer, options)?, layer as u32, group, params)
     }
 }
 

@@ -49,8 +49,17 @@ impl<D: Host> ShardSource<D> for VarShard<D> {
     }
 }
 
-/// [`Chain::finish`] into candle's gradients: each shard's gradient, in its variable's type, where the optimizer looks
-/// for it. Weights without a variable in `vars` are frozen: their gradients are dropped.
+/// Element type in which candle's optimizers want the gradients of shards.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum ShardGradients {
+    /// The variable's: candle-nn's optimizers.
+    InVariableType,
+    /// As the chain has added them up, f32 for f32, bf16 and f16: [`AdamW`](super::AdamW), which takes them so.
+    AsSummed,
+}
+
+/// [`Chain::finish`] into candle's gradients: each shard's gradient, where the optimizer looks for it. Weights without
+/// a variable in `vars` are frozen: their gradients are dropped.
 ///
 /// # Errors
 /// As [`Chain::finish`]; a variable of another shape than its shard.
@@ -59,43 +68,18 @@ pub fn finish_sharded<D: Host>(
     replicas: Option<&mut dyn Communicator<D>>,
     vars: &[(WeightId, Var)],
     gradients: &mut GradStore,
+    of: ShardGradients,
 ) -> Result<()> {
-    finish(chain, replicas, vars, &mut |var, gradient| {
-        let gradient = gradient.to_dtype(var.dtype()).map_err(framework(CALL))?;
-        gradients.insert(var, gradient);
-        Ok(())
-    })
-}
-
-/// [`finish_sharded`] with gradients as the chain has added them up, in f32 for f32, bf16 and f16: for
-/// [`AdamW`](super::AdamW), which takes them so. candle-nn's optimizers want the variable's type.
-///
-/// # Errors
-/// As [`finish_sharded`].
-pub fn finish_sharded_in_f32<D: Host>(
-    chain: &Chain<D>,
-    replicas: Option<&mut dyn Communicator<D>>,
-    vars: &[(WeightId, Var)],
-    gradients: &mut GradStore,
-) -> Result<()> {
-    finish(chain, replicas, vars, &mut |var, gradient| {
-        gradients.insert(var, gradient);
-        Ok(())
-    })
-}
-
-const CALL: &str = "finish_sharded";
-
-/// Gives each variable its gradient, in the accumulator type.
-fn finish<D: Host>(
-    chain: &Chain<D>,
-    replicas: Option<&mut dyn Communicator<D>>,
-    vars: &[(WeightId, Var)],
-    give: &mut dyn FnMut(&Var, Tensor) -> Result<()>,
-) -> Result<()> {
+    const CALL: &str = "finish_sharded";
     chain.finish(replicas, |id, gradient| {
         let Some((_, var)) = vars.iter().find(|(other, _)| *other == id) else { return Ok(()) };
         crate::Error::check_shape(CALL, "variable", gradient.dims(), var.dims())?;
-        give(var, into_candle(copy_of(chain.device(), gradient)?, gradient.dims(), var.device())?)
+        let summed = into_candle(copy_of(chain.device(), gradient)?, gradient.dims(), var.device())?;
+        let gradient = match of {
+            ShardGradients::InVariableType => summed.to_dtype(var.dtype()).map_err(framework(CALL))?,
+            ShardGradients::AsSummed => summed,
+        };
+        gradients.insert(var, gradient);
+        Ok(())
     })
 }

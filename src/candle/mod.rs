@@ -135,7 +135,7 @@ pub use build::moe;
 pub use cuda::cuda;
 pub use dispatch_combine::{DispatchCombine, Dispatched};
 pub use error::error_of;
-pub use etp::{VarShard, finish_sharded, finish_sharded_in_f32};
+pub use etp::{ShardGradients, VarShard, finish_sharded};
 pub use group::DeviceGroup;
 pub use host::{Host, routing_ids};
 pub use main_gradients::{MainGradients, backward};

@@ -5,6 +5,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, CudaStorage, CustomOp1, CustomOp2, Device, Layout, Result, Shape, Storage, Tensor};
 
+use crate::adapter::{LayerOutput, OutputCotangents};
 use crate::ep::EpGroup;
 use crate::error::Error;
 use crate::kernels::Scalar;
@@ -39,26 +40,12 @@ pub(super) struct PendingBackward<D: Host> {
 /// State of a step between forward and its gradients.
 pub(super) enum BackwardState<D: Host> {
     /// Forward is done; cotangents arrive.
-    Ready { context: Box<Context<D>>, arrived: OutputCotangents },
+    Ready { context: Box<Context<D>>, arrived: OutputCotangents<Tensor> },
     /// Backward is done: gradients of x and the parameters wait to be handed out, but for those that were written
     /// elsewhere: experts' into [`MainGradients`](super::MainGradients), shards' into their chain.
     Done { x: Option<Tensor>, params: PerParam<Option<Tensor>>, elsewhere: PerParam<bool> },
     /// Backward failed, or is running.
     Consumed,
-}
-
-/// Cotangents of the outputs that a loss reaches.
-#[derive(Debug, Default)]
-pub(super) struct OutputCotangents {
-    d_y: Option<Tensor>,
-    d_aux: Option<Tensor>,
-}
-
-/// Which output of the layer a cotangent belongs to.
-#[derive(Debug, Clone, Copy)]
-pub(super) enum LayerOutput {
-    Y,
-    Aux,
 }
 
 impl<D: Host> PendingBackward<D> {
@@ -71,9 +58,8 @@ impl<D: Host> PendingBackward<D> {
     }
 
     fn keep(&self, output: LayerOutput, gradient: &Tensor) -> Result<()> {
-        match (&mut *self.state(), output) {
-            (BackwardState::Ready { arrived, .. }, LayerOutput::Y) => arrived.d_y = Some(gradient.clone()),
-            (BackwardState::Ready { arrived, .. }, LayerOutput::Aux) => arrived.d_aux = Some(gradient.clone()),
+        match &mut *self.state() {
+            BackwardState::Ready { arrived, .. } => arrived.set(output, gradient.clone()),
             _ => return Err(self.consumed().into()),
         }
         Ok(())
@@ -109,7 +95,7 @@ impl<D: Host> PendingBackward<D> {
         &self,
         entry: &mut RefusalGuard<'_, D>,
         context: Context<D>,
-        OutputCotangents { d_y, d_aux }: OutputCotangents,
+        OutputCotangents { d_y, d_aux }: OutputCotangents<Tensor>,
     ) -> crate::Result<(Gradients<D>, PerParam<bool>)> {
         let d_y = d_y.map(|d| d.reshape(self.x.shape())?.contiguous()).transpose().map_err(framework(CALL))?;
         let d_aux = d_aux.filter(|_| !self.layer.config().aux.is_off());

@@ -160,7 +160,7 @@ impl AdamW {
     /// An optimizer over ranks: `comm` is of all ranks that hold parts of the parameters, each rank once
     /// (collective). It carries the norm's sums alone: gradients that all ranks hold are summed by
     /// [`reduce_gradients`](ExpertParallelMoE::reduce_gradients) before, those of shards by
-    /// [`finish_sharded_in_f32`](super::finish_sharded_in_f32).
+    /// [`finish_sharded`](super::finish_sharded).
     ///
     /// # Errors
     /// As [`with_groups`](Self::with_groups).

@@ -1,10 +1,9 @@
 //! How a module's parameters are loaded.
 
-use std::fmt;
-
 use candle_core::DType;
 
-use crate::checkpoint::{LoadOptions, Progress};
+use crate::adapter;
+use crate::checkpoint::LoadOptions;
 use crate::error::{Error, Result};
 
 use super::group::DeviceGroup;
@@ -29,18 +28,7 @@ pub enum Parameters {
 /// let mut report = |p: moebius::checkpoint::Progress| eprintln!("{}: {} of {} bytes", p.tensor, p.done, p.total);
 /// let options = LoadAs::new(Parameters::Trainable).dtype(DType::F32).progress(&mut report);
 /// ```
-#[derive(Default)]
-pub struct LoadAs<'a> {
-    pub(super) params: Parameters,
-    dtype: Option<DType>,
-    pub(super) progress: Option<&'a mut dyn FnMut(Progress<'_>)>,
-}
-
-impl fmt::Debug for LoadAs<'_> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("LoadAs").field("params", &self.params).field("dtype", &self.dtype).finish_non_exhaustive()
-    }
-}
+pub type LoadAs<'a> = adapter::LoadAs<'a, DType, Parameters>;
 
 impl From<Parameters> for LoadAs<'_> {
     fn from(params: Parameters) -> Self {
@@ -48,20 +36,10 @@ impl From<Parameters> for LoadAs<'_> {
     }
 }
 
-impl<'a> LoadAs<'a> {
+impl LoadAs<'_> {
     /// In the types that are stored.
     pub fn new(params: Parameters) -> Self {
-        Self { params, ..Self::default() }
-    }
-
-    /// In this floating type, as [`LoadOptions::dtype`] says.
-    pub fn dtype(self, dtype: DType) -> Self {
-        Self { dtype: Some(dtype), ..self }
-    }
-
-    /// Tells after each tensor how far it has come.
-    pub fn progress(self, progress: &'a mut dyn FnMut(Progress<'_>)) -> Self {
-        Self { progress: Some(progress), ..self }
+        Self::of(params)
     }
 
     /// The same for a rank of a group.

@@ -4,14 +4,14 @@ use std::sync::{Arc, Mutex};
 
 use candle_core::{Result, Shape, Tensor};
 
-use crate::adapter::AnyGroup;
+use crate::adapter::{AnyGroup, LayerOutput, OutputCotangents};
 use crate::layer::{AuxValue, Forward, Layer, Mode, ParamKind, PerParam, RefusalGuard};
 use crate::lazy::Lazy;
 use crate::metrics::Load;
 
 use super::group::{DeviceGroup, On};
 use super::host::{Host, copy_of, into_candle, with_views};
-use super::op::{BackwardState, Emit, Join, LayerOutput, OutputCotangents, PendingBackward};
+use super::op::{BackwardState, Emit, Join, PendingBackward};
 use super::params::{contiguous, named, views_of};
 use super::sharded::{Chained, Sharded, with_sources};
 

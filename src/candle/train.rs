@@ -6,6 +6,7 @@ use std::sync::Arc;
 use candle_core::backprop::GradStore;
 use candle_core::{Module, Result, Tensor, Var};
 
+use crate::adapter::moved_selection_bias;
 use crate::error::Error;
 use crate::layer::{AuxValue, Noise, ParamKind};
 use crate::lazy::Lazy;
@@ -75,13 +76,14 @@ impl ExpertParallelMoE {
     /// A router without a selection bias, or one that is no variable; what the formula refuses.
     pub fn update_selection_bias(&self, load: &Load, u: f32) -> Result<()> {
         const CALL: &str = "ExpertParallelMoE::update_selection_bias";
-        let named = |expected, found| Error::invalid(CALL, ParamKind::SelectionBias.name(), expected, found);
-        let Some(bias) = self.param(ParamKind::SelectionBias) else { return Err(named("a tensor", "none").into()) };
-        if !bias.is_variable() {
-            return Err(named("a variable", "a constant").into());
+        let bias = self.param(ParamKind::SelectionBias);
+        if bias.is_some_and(|bias| !bias.is_variable()) {
+            let name = ParamKind::SelectionBias.name();
+            return Err(Error::invalid(CALL, name, "a variable", "a constant").into());
         }
-        let mut values = bias.to_dtype(candle_core::DType::F32)?.to_vec1::<f32>()?;
-        crate::balance::update_selection_bias(&mut values, &load.tokens_per_expert, u)?;
+        let values = bias.map(|bias| bias.to_dtype(candle_core::DType::F32)?.to_vec1::<f32>()).transpose()?;
+        let values = moved_selection_bias(CALL, values, load, u)?;
+        let Some(bias) = bias else { return Ok(()) };
         let values = Tensor::from_vec(values, bias.dims(), bias.device())?.to_dtype(bias.dtype())?;
         Var::from_tensor(bias)?.set(&values)
     }

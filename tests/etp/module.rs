@@ -5,7 +5,7 @@ use std::thread;
 
 use candle_core::{Device, Result as CandleResult, Tensor, Var};
 use candle_nn::VarBuilder;
-use moebius::candle::{DeviceGroup, EpGroup, ExpertParallelMoE, finish_sharded};
+use moebius::candle::{DeviceGroup, EpGroup, ExpertParallelMoE, ShardGradients, finish_sharded};
 use moebius::comm::{Communicator, Op, Tag};
 use moebius::config::SharedConfig;
 use moebius::cpu::Cpu;
@@ -185,7 +185,7 @@ fn the_module_gives_what_whole_weights_give() {
                 }
                 let shards: Vec<_> = sharded.iter().flat_map(ExpertParallelMoE::shards).collect();
                 assert_eq!(shards.len(), 2 * LAYERS);
-                finish_sharded(&rank.chain, None, &shards, &mut found)?;
+                finish_sharded(&rank.chain, None, &shards, &mut found, ShardGradients::InVariableType)?;
                 let weights =
                     whole.iter().flat_map(|w| [ParamKind::Up, ParamKind::Down].map(|kind| w.param(kind).unwrap()));
                 for (weight, (_, shard)) in weights.zip(&shards) {
@@ -242,7 +242,7 @@ fn adamw_on_shards_is_adamw_on_whole_weights() {
                 let mut found = found.backward()?;
                 chain.end()?;
                 let shards: Vec<_> = sharded.iter().flat_map(ExpertParallelMoE::shards).collect();
-                finish_sharded(&chain, None, &shards, &mut found)?;
+                finish_sharded(&chain, None, &shards, &mut found, ShardGradients::InVariableType)?;
                 for (w, s) in whole.iter().zip(&sharded) {
                     for ((name, w), (_, s)) in w.params().into_iter().zip(s.params()) {
                         let own = flat(expected.get(w).unwrap());
@@ -345,7 +345,7 @@ fn all_ranks_hear_of_one_ranks_error_and_recover() {
                 let mut gradients = y.sqr()?.sum_all()?.backward()?;
                 drop(taken);
                 rank.chain.end()?;
-                finish_sharded(&rank.chain, None, &shards, &mut gradients)?;
+                finish_sharded(&rank.chain, None, &shards, &mut gradients, ShardGradients::InVariableType)?;
                 Ok(shards.iter().flat_map(|(_, shard)| bits(&flat(gradients.get(shard).unwrap()))).collect())
             };
             let expected = step(None)?;

@@ -1,0 +1,51 @@
+//! How an adapter's module is loaded from a checkpoint.
+
+use std::fmt;
+
+use crate::checkpoint::{Block, Checkpoint, LoadOptions, Progress};
+use crate::error::Result;
+
+/// How a module is loaded from a checkpoint, with `T` as the framework's element types and `P` as its kinds of
+/// parameters; the default: in the types that are stored.
+pub struct LoadAs<'a, T, P = ()> {
+    pub(crate) params: P,
+    pub(crate) dtype: Option<T>,
+    progress: Option<&'a mut dyn FnMut(Progress<'_>)>,
+}
+
+impl<T, P: Default> Default for LoadAs<'_, T, P> {
+    fn default() -> Self {
+        Self::of(P::default())
+    }
+}
+
+impl<T: fmt::Debug, P: fmt::Debug> fmt::Debug for LoadAs<'_, T, P> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("LoadAs").field("params", &self.params).field("dtype", &self.dtype).finish_non_exhaustive()
+    }
+}
+
+impl<'a, T, P> LoadAs<'a, T, P> {
+    /// In the types that are stored.
+    pub(crate) fn of(params: P) -> Self {
+        Self { params, dtype: None, progress: None }
+    }
+
+    /// In this floating type, as [`LoadOptions::dtype`] says.
+    pub fn dtype(self, dtype: T) -> Self {
+        Self { dtype: Some(dtype), ..self }
+    }
+
+    /// Tells after each tensor how far it has come.
+    pub fn progress(self, progress: &'a mut dyn FnMut(Progress<'_>)) -> Self {
+        Self { progress: Some(progress), ..self }
+    }
+
+    /// Reads a layer's block, one rank's experts of it.
+    pub(crate) fn read(self, checkpoint: &Checkpoint, layer: usize, options: LoadOptions) -> Result<Block> {
+        match self.progress {
+            Some(progress) => checkpoint.load_block_with(layer, options, progress),
+            None => checkpoint.load_block(layer, options),
+        }
+    }
+}
