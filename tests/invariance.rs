@@ -18,7 +18,7 @@ use moebius::layer::ParamKind;
 use moebius::quant::WeightFormat;
 use moebius::{DType, MoeConfig};
 
-cases!(dense_experts, nvfp4_experts, mxfp4_experts, fp8_block_experts);
+cases!(dense_experts, dense_experts_of_long_sums, nvfp4_experts, mxfp4_experts, fp8_block_experts);
 
 /// Tokens of all batches. Half of them choose an expert on average: more than one task of rows.
 const TOKENS: usize = 600;
@@ -30,37 +30,69 @@ const RANDOM_BATCHES: usize = 250;
 /// 32), tiles of 8 to 256.
 const THRESHOLDS: [usize; 13] = [1, 2, 3, 4, 5, 6, 8, 12, 24, 32, 64, 128, 256];
 
+/// Experts under test.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Experts {
+    /// Dense, of sizes that are no multiple of a register.
+    Dense,
+    /// Dense, of sizes whose sums are cut into parts on the CPU, and that Hopper's kernels serve: see
+    /// [`long_sums`].
+    DenseOfLongSums,
+    /// In codes, multiplied as they are.
+    Quantized(WeightFormat),
+}
+
+impl Experts {
+    fn format(self) -> Option<WeightFormat> {
+        match self {
+            Experts::Dense | Experts::DenseOfLongSums => None,
+            Experts::Quantized(format) => Some(format),
+        }
+    }
+}
+
+/// Of the batches of experts of long sums, whose weights take longest, one in so many.
+pub const LONG_SUMS_SHARE: usize = 8;
+
 fn dense_experts<D: Target>(device: &D) {
-    hold(device, None);
+    hold(device, Experts::Dense, 1);
+}
+
+fn dense_experts_of_long_sums<D: Target>(device: &D) {
+    hold(device, Experts::DenseOfLongSums, LONG_SUMS_SHARE);
 }
 
 fn nvfp4_experts<D: Target>(device: &D) {
-    hold(device, Some(WeightFormat::Nvfp4));
+    hold(device, Experts::Quantized(WeightFormat::Nvfp4), 1);
 }
 
 fn mxfp4_experts<D: Target>(device: &D) {
-    hold(device, Some(WeightFormat::Mxfp4));
+    hold(device, Experts::Quantized(WeightFormat::Mxfp4), 1);
 }
 
 fn fp8_block_experts<D: Target>(device: &D) {
-    hold(device, Some(WeightFormat::Fp8Block));
+    hold(device, Experts::Quantized(WeightFormat::Fp8Block), 1);
 }
 
-/// Holds the promise for experts of one kind, in every type and over every number of ranks.
-fn hold<D: Target>(device: &D, experts: Option<WeightFormat>) {
+/// Holds the promise for experts of one kind, in every type and over every number of ranks, with one in `share` of the
+/// batches.
+fn hold<D: Target>(device: &D, experts: Experts, share: usize) {
     // On a GPU quantized experts keep a token's bits only where that is asked for.
-    let device = &if experts.is_some() { device.batch_invariant() } else { device.clone() };
+    let device = &if experts.format().is_some() { device.batch_invariant() } else { device.clone() };
     let mut over = vec![(1, DispatcherKind::Local)];
     // Rank threads are the CPU's; several GPUs have a suite of their own.
     if D::has_f64() {
         let several = [2, 4].into_iter().flat_map(|r| [(r, DispatcherKind::AllToAll), (r, DispatcherKind::AllGather)]);
         over.extend(several);
+    } else if experts == Experts::DenseOfLongSums {
+        // Every type meets both sizes.
+        over.push((1, DispatcherKind::Local));
     }
-    hold_over(device, experts, &over, 1);
+    hold_over(device, experts, &over, share);
 }
 
 /// The same over these numbers of ranks and dispatchers, with one in `share` of the batches.
-pub fn hold_over<D: Target>(device: &D, experts: Option<WeightFormat>, over: &[(usize, DispatcherKind)], share: usize) {
+pub fn hold_over<D: Target>(device: &D, experts: Experts, over: &[(usize, DispatcherKind)], share: usize) {
     let settings: Vec<_> = over.iter().flat_map(|over| D::FLOATS.iter().map(move |dtype| (*over, *dtype))).collect();
     for (at, &(over, dtype)) in settings.iter().enumerate() {
         let layer = LayerUnderTest::new(device, at, experts, dtype, over);
@@ -135,15 +167,9 @@ struct LayerUnderTest<'a, D: Target> {
 }
 
 impl<'a, D: Target> LayerUnderTest<'a, D> {
-    fn new(
-        device: &'a D,
-        at: usize,
-        experts: Option<WeightFormat>,
-        dtype: DType,
-        (ranks, kind): (usize, DispatcherKind),
-    ) -> Self {
+    fn new(device: &'a D, at: usize, experts: Experts, dtype: DType, (ranks, kind): (usize, DispatcherKind)) -> Self {
         // Another turn of sizes for each number of ranks, so that every type meets every size.
-        let config = config(at + at / D::FLOATS.len(), experts.is_some());
+        let config = config(at + at / D::FLOATS.len(), sizes::<D>(at, experts));
         let mut random = Random::new(seed::seed(600 + at as u64));
         let mut params = Params::new();
         for kind in ParamKind::ALL {
@@ -153,13 +179,13 @@ impl<'a, D: Target> LayerUnderTest<'a, D> {
             }
         }
         // Quantized weights are not scaled to their sums' lengths: smaller tokens keep those in the range of f16.
-        let std = if experts.is_some() { 0.25 } else { 1.0 };
+        let std = if experts.format().is_some() { 0.25 } else { 1.0 };
         let mut tokens = || random.tensor(&[TOKENS, config.hidden], std).expect("tokens");
         let (x, d_y) = (tokens(), tokens());
         let (h, i, rows) = (config.hidden, config.intermediate, config.up_rows());
         let mut setup = Setup::new(&config, &[]);
         setup.dispatcher = kind;
-        setup.quantized = experts.map(|format| {
+        setup.quantized = experts.format().map(|format| {
             let mut stack = |[rows, columns]: [usize; 2], parts| {
                 stacks::random(&mut || random.bits(), format, [EXPERTS / ranks, rows, columns], parts)
             };
@@ -185,14 +211,34 @@ impl<'a, D: Target> LayerUnderTest<'a, D> {
     }
 }
 
-fn config(at: usize, quantized: bool) -> MoeConfig {
-    let (hidden, inner) = match quantized {
+/// Hidden and intermediate size of setting `at`.
+fn sizes<D: Target>(at: usize, experts: Experts) -> (usize, usize) {
+    let over = at / D::FLOATS.len();
+    let at = at + over;
+    match experts {
         // Sizes that are no multiple of a register, and for x·w sums longer than a chunk (256). Those of x·wᵀ stay
         // within one (1024).
-        false => ([40, 72][at % 2], [36, 300][at / 2 % 2]),
+        Experts::Dense => ([40, 72][at % 2], [36, 300][at / 2 % 2]),
+        Experts::DenseOfLongSums => long_sums(over, D::has_f64()),
         // Whole blocks of 32, for fp8 one block and several, the last not full.
-        true => ([64, 320][at % 2], [96, 192][at / 2 % 2]),
-    };
+        Experts::Quantized(_) => ([64, 320][at % 2], [96, 192][at / 2 % 2]),
+    }
+}
+
+/// On the CPU x·wᵀ with sums of three chunks (1024), of the hidden size (the router and up) or of the intermediate one
+/// (down), the last chunk not full.
+///
+/// On a GPU whole words of 16 bytes, so that in 16 bits Hopper's kernels serve all products of experts; once with sums
+/// and columns from which down and the rows' gradient have wider tiles, and rows behind a map are first brought into
+/// the order of slots (`WIDE_SUM` and `ORDER_ROWS_COLUMNS` in `src/cuda/heuristics.rs`: 8192 both).
+fn long_sums(over: usize, on_cpu: bool) -> (usize, usize) {
+    match on_cpu {
+        true => [(2 * 1024 + 40, 36), (40, 2 * 1024 + 40)][over % 2],
+        false => [(64, 8192), (128, 72)][over % 2],
+    }
+}
+
+fn config(at: usize, (hidden, inner): (usize, usize)) -> MoeConfig {
     let mut config = MoeConfig::new(hidden, inner, EXPERTS, 2);
     config.shared = Some(SharedConfig { intermediate: 20, gated: true });
     config.weight_at = [WeightAt::Output, WeightAt::Input, WeightAt::Activation][at % 3];

@@ -37,6 +37,7 @@ use moebius::cuda::Cuda;
 use moebius::ep::DispatcherKind;
 
 use conformance::{later, over};
+use invariance::{Experts, LONG_SUMS_SHARE};
 use several::{Body, Case};
 
 const KINDS: [DispatcherKind; 2] = [DispatcherKind::AllToAll, DispatcherKind::AllGather];
@@ -64,8 +65,11 @@ fn over_ranks(ranks: usize) -> Vec<(String, Body)> {
         }
     }
     for kind in KINDS {
-        let run = move |cuda: &Cuda| invariance::hold_over(cuda, None, &[(ranks, kind)], 4);
+        let run = move |cuda: &Cuda| invariance::hold_over(cuda, Experts::Dense, &[(ranks, kind)], 4);
         all.push((format!("invariance::{kind:?}::dense_experts"), body(run)));
+        let share = 4 * LONG_SUMS_SHARE;
+        let run = move |cuda: &Cuda| invariance::hold_over(cuda, Experts::DenseOfLongSums, &[(ranks, kind); 2], share);
+        all.push((format!("invariance::{kind:?}::dense_experts_of_long_sums"), body(run)));
     }
     for own in conformance::communicator_bodies().into_iter().filter(|own| (own.ranks)(ranks)) {
         all.push((format!("communicator::{}", own.name), body(move |cuda| (own.run)(cuda, ranks))));
