@@ -1,19 +1,56 @@
-//! The examples as programs: what they print, how they end. `cargo test` builds them first; a run of this test alone
-//! (`--test examples`) takes them as they are.
+//! The examples as programs: what they print, how they end.
 
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
+use std::sync::LazyLock;
 
-/// A program of `examples/`, beside this one.
-fn example(name: &str) -> Command {
+/// This build's features: an example of others is another program under the same name.
+const FEATURES: [(&str, bool); 7] = [
+    ("default", cfg!(feature = "default")),
+    ("candle", cfg!(feature = "candle")),
+    ("burn", cfg!(feature = "burn")),
+    ("cuda", cfg!(feature = "cuda")),
+    ("nccl", cfg!(feature = "nccl")),
+    ("nccl-ep", cfg!(feature = "nccl-ep")),
+    ("burn-cuda", cfg!(feature = "burn-cuda")),
+];
+
+/// Folder of the examples, built from these sources with this test's features and profile: `cargo test --test
+/// examples` alone would run what an earlier build has left, maybe with other features.
+static FOLDER: LazyLock<PathBuf> = LazyLock::new(|| {
     let this = std::env::current_exe().unwrap();
-    let folder: PathBuf = this.parent().and_then(|deps| deps.parent()).unwrap().join("examples");
-    let program = folder.join(name).with_extension(std::env::consts::EXE_EXTENSION);
-    assert!(program.exists(), "{}: not built; `cargo build --examples` in this profile does", program.display());
+    let profile = this.ancestors().nth(2).unwrap();
+    let profile_name = match profile.file_name().and_then(|name| name.to_str()).unwrap() {
+        "debug" => "dev",
+        other => other,
+    };
+    let on: Vec<&str> = FEATURES.iter().filter(|(_, on)| *on).map(|(name, _)| *name).collect();
+    let mut command = Command::new(env!("CARGO"));
+    command.current_dir(env!("CARGO_MANIFEST_DIR")).args(["build", "--quiet", "--examples", "--no-default-features"]);
+    command.args(["--profile", profile_name, "--features", &on.join(",")]).stdin(Stdio::null());
+    command.arg("--target-dir").arg(profile.parent().unwrap());
+    let done = command.output().unwrap();
+    assert!(done.status.success(), "{command:?}: {}", String::from_utf8_lossy(&done.stderr));
+    profile.join("examples")
+});
+
+/// A program of `examples/`.
+fn example(name: &str) -> Command {
+    let program = FOLDER.join(name).with_extension(std::env::consts::EXE_EXTENSION);
+    assert!(program.exists(), "{}: not where `cargo build --examples` puts it", program.display());
     let mut command = Command::new(program);
     command.stdin(Stdio::null()).env_remove("MOEBIUS_EP");
     command
+}
+
+#[test]
+fn all_features_are_known() {
+    let manifest = include_str!("../Cargo.toml");
+    let (_, rest) = manifest.split_once("\n[features]\n").unwrap();
+    let names = rest.lines().take_while(|line| !line.starts_with('[')).filter_map(|line| line.split_once(" = "));
+    let names: Vec<&str> = names.map(|(name, _)| name).filter(|name| !name.starts_with('#')).collect();
+    assert_eq!(names, FEATURES.map(|(name, _)| name));
 }
 
 fn run(name: &str, arguments: &[&str]) -> Output {
