@@ -30,6 +30,20 @@ struct NumberSlots {
     }
 };
 
+// Raises the fault of rank `odd`'s record; of one whose fault is a bad id also the words that name it.
+__device__ void raise_odd_record(const RecordsPlanParams& p, int64_t odd, bool bad_id) {
+    const int64_t detail = odd << ORIGIN_BITS | p.origin;
+    raise_fault(p.fault, FAULT_RECORD, detail);
+    volatile unsigned long long* status = p.fault;
+    const unsigned long long own = fault_word(FAULT_RECORD, detail);
+    // Of an earlier call's fault the same words were told already.
+    if (!bad_id || status[STATUS_FAULT] != own || status[STATUS_RECORD] == own) return;
+    status[STATUS_RECORD] = own;
+    for (int i = 0; i < FIELD - BAD; i++) status[STATUS_RECORD_BAD + i] = word_of(p, odd, BAD + i);
+    status[STATUS_RECORD_LAYER] = word_of(p, odd, BAD_LAYER);
+    status[STATUS_RECORD_EXPERTS] = p.experts;
+}
+
 // Keeps the records' headers where one has failed, has masked an id or differs from this rank's, and nothing is kept
 // yet. A host that waits sees to all but the masked ids itself. By a whole block.
 __device__ void check_headers(const RecordsPlanParams& p) {
@@ -52,7 +66,7 @@ __device__ void check_headers(const RecordsPlanParams& p) {
     masked = __syncthreads_or(masked);
     if (threadIdx.x == 0) p.stats[p.experts + p.experts / p.ranks + 2] = troubled;
     if (!masked && (!troubled || p.host_waits)) return;
-    if (threadIdx.x == 0) raise_fault(p.fault, FAULT_RECORD, static_cast<long long>(first_odd));
+    if (threadIdx.x == 0) raise_odd_record(p, static_cast<int64_t>(first_odd), masked && !troubled);
     const bool kept = p.errors[0] != 0;
     __syncthreads();
     if (kept) return;

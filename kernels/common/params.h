@@ -22,19 +22,21 @@ enum Fault : unsigned long long {
     FAULT_SUMS = 5,      // auxiliary sums over no tokens: 0
     FAULT_CHOICE = 6,    // an id that is no expert, or twice in a token: the choice, above its origin
     FAULT_CAPACITY = 7,  // a layout of too few rows: these; need and rank in words of their own
-    FAULT_RECORD = 8,    // records that are odd: the first such rank
+    FAULT_RECORD = 8,    // records that are odd: the first such rank, above the origin
     FAULT_END = 9,       // no code
 };
 // Words of the status: the fault, its code above a detail that is inverted; the first NaN logit, token above expert
 // above origin; rows that a layout would have needed, above its rank and above what is left of those there are; of the
 // first bad choice the fault that it raised, the id, one more than the column that has it too (0: none) and experts
-// above top k.
+// above top k; of the first record with a bad id the fault that it raised, its rank, token, column, id, one more than
+// the column that has it too, layer and experts.
 enum StatusWord : int {
     STATUS_FAULT = 0, STATUS_NAN = 1, STATUS_NEEDED_RANK = 2, STATUS_NEEDED_ROWS = 3, STATUS_CHOICE = 4, STATUS_CHOICE_ID = 5,
-    STATUS_CHOICE_FIRST = 6, STATUS_CHOICE_SIZES = 7, STATUS_WORDS = 8
+    STATUS_CHOICE_FIRST = 6, STATUS_CHOICE_SIZES = 7, STATUS_RECORD = 8, STATUS_RECORD_BAD = 9, STATUS_RECORD_LAYER = 14,
+    STATUS_RECORD_EXPERTS = 15, STATUS_WORDS = 16
 };
 // An origin is the host's number for the rank and layer that a call is made for. It stands below the token and expert
-// of a NaN logit, and below the choice in the detail of a bad one.
+// of a NaN logit, and below the choice in the detail of a bad one or the rank of an odd record.
 constexpr uint32_t FAULT_DETAIL_BITS = 48, NAN_EXPERT_BITS = 22, ORIGIN_BITS = 11;
 
 // A matrix product over groups of rows, with its epilogue. Null pointers mean "none".
@@ -192,6 +194,7 @@ struct RecordsPlanParams {
     int32_t* send_tokens;
     int32_t* send_choices;
     int32_t* return_slots;
+    int64_t origin;
 };
 
 // The layout that another library made of all ranks' choices.

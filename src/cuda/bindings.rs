@@ -83,7 +83,11 @@ pub const STATUS_CHOICE: StatusWord = 4;
 pub const STATUS_CHOICE_ID: StatusWord = 5;
 pub const STATUS_CHOICE_FIRST: StatusWord = 6;
 pub const STATUS_CHOICE_SIZES: StatusWord = 7;
-pub const STATUS_WORDS: StatusWord = 8;
+pub const STATUS_RECORD: StatusWord = 8;
+pub const STATUS_RECORD_BAD: StatusWord = 9;
+pub const STATUS_RECORD_LAYER: StatusWord = 14;
+pub const STATUS_RECORD_EXPERTS: StatusWord = 15;
+pub const STATUS_WORDS: StatusWord = 16;
 pub type StatusWord = ::core::ffi::c_int;
 pub const FAULT_DETAIL_BITS: u32 = 48;
 pub const NAN_EXPERT_BITS: u32 = 22;
@@ -367,10 +371,11 @@ pub struct RecordsPlanParams {
     pub send_tokens: u64,
     pub send_choices: u64,
     pub return_slots: u64,
+    pub origin: i64,
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of RecordsPlanParams"][::core::mem::size_of::<RecordsPlanParams>() - 264usize];
+    ["Size of RecordsPlanParams"][::core::mem::size_of::<RecordsPlanParams>() - 272usize];
     ["Alignment of RecordsPlanParams"][::core::mem::align_of::<RecordsPlanParams>() - 8usize];
     ["Offset of field: RecordsPlanParams::records"][::core::mem::offset_of!(RecordsPlanParams, records) - 0usize];
     ["Offset of field: RecordsPlanParams::size"][::core::mem::offset_of!(RecordsPlanParams, size) - 8usize];
@@ -414,6 +419,7 @@ const _: () = {
         [::core::mem::offset_of!(RecordsPlanParams, send_choices) - 248usize];
     ["Offset of field: RecordsPlanParams::return_slots"]
         [::core::mem::offset_of!(RecordsPlanParams, return_slots) - 256usize];
+    ["Offset of field: RecordsPlanParams::origin"][::core::mem::offset_of!(RecordsPlanParams, origin) - 264usize];
 };
 #[repr(C)]
 #[derive(Debug, Copy, Clone, Default)]
@@ -1272,6 +1278,7 @@ pub const BACKWARD: RecordLayout = 2;
 pub const BAD: RecordLayout = 4;
 pub const FIELD: RecordLayout = 9;
 pub const PENDING: RecordLayout = 23;
+pub const BAD_LAYER: RecordLayout = 24;
 pub type RecordLayout = ::core::ffi::c_int;
 pub const ERRORS_FIRST_BAD: ErrorsLayout = 4;
 pub const ERRORS_TICKET: ErrorsLayout = 5;

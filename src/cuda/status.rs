@@ -13,6 +13,7 @@ use std::sync::PoisonError;
 
 use crate::error::{Error, IdProblem, Result};
 use crate::kernels::Origin;
+use crate::plan::routing_record::BadId;
 
 use super::device::Cuda;
 use super::launch::Grid;
@@ -137,7 +138,7 @@ impl Raised<'_> {
             }
             params::FAULT_CHOICE => self.choice(fault, detail),
             params::FAULT_CAPACITY => self.capacity(),
-            params::FAULT_RECORD => Error::OddRecord { call: self.call, peer: detail as usize },
+            params::FAULT_RECORD => self.record(fault, detail),
             code => Error::UnknownFault { call: self.call, code, detail },
         })
     }
@@ -163,6 +164,25 @@ impl Raised<'_> {
         };
         let id = self.word(params::STATUS_CHOICE_ID) as i64;
         Error::ExpertId { rank, layer, token: choice / k, k: choice % k, id, problem }
+    }
+
+    /// A bad id that a rank has masked, as that rank's own prepare would tell it; else a record with another problem.
+    fn record(&self, fault: u64, detail: u64) -> Error {
+        let Origin { rank, layer } = self.origin(detail % ORIGINS as u64);
+        if self.word(params::STATUS_RECORD) != fault {
+            let peer = (detail >> params::ORIGIN_BITS) as usize;
+            return Error::OddRecord { call: self.call, rank, layer, peer };
+        }
+        let [rank, token, k, id, first] = std::array::from_fn(|i| self.words[params::STATUS_RECORD_BAD as usize + i]);
+        BadId {
+            rank: rank as usize,
+            layer: self.word(params::STATUS_RECORD_LAYER) as u32,
+            token: token as usize,
+            k: k as usize,
+            id: id as i64,
+            first: first.checked_sub(1).map(|first| first as usize),
+        }
+        .error(self.word(params::STATUS_RECORD_EXPERTS) as usize)
     }
 
     fn capacity(&self) -> Error {
@@ -255,11 +275,13 @@ mod tests {
         assert_eq!(error_of(&words).map(|e| e.to_string()), None);
         let named =
             ["segment 5", "map[5]", "out.map[5]", "ids, token 5", "aux.sums", "topk_ids", "rows", "record of rank 5"];
+        let record = 5 << params::ORIGIN_BITS | 1;
         assert_eq!(named.len() as u64 + 1, params::FAULT_END, "a name for each code");
         for (code, name) in (1..params::FAULT_END).zip(named) {
             let error = match code {
                 params::FAULT_CHOICE => met(&[choosing(Choice { at: 5, origin: 0, id: 99, first: None })]),
                 params::FAULT_CAPACITY => met(&[Box::new(|words| capacity(words, [9, 0, 8]))]),
+                params::FAULT_RECORD => met(&[of(code, record)]),
                 code => met(&[of(code, 5)]),
             };
             assert!(error.contains(name), "{code}: {error}");
@@ -272,6 +294,8 @@ mod tests {
             let error = error_of(&words);
             assert!(matches!(error, Some(Error::UnknownFault { code, detail: 5, .. }) if code == unknown), "{error:?}");
         }
+        let error = met(&[of(params::FAULT_RECORD, record)]);
+        assert!(error.starts_with("check on rank 2, layer 9: record of rank 5"), "{error}");
         // Code 0 is raised by nobody.
         words = CLEAR;
         words[FAULT] = 1;
@@ -311,6 +335,43 @@ mod tests {
         let nan: Raise = Box::new(|words| nan(words, 3, 4, 1));
         let text = met(&[nan]);
         assert_eq!(text, Error::NanLogits { call: "route", rank: 2, layer: 9, token: 3, expert: 4 }.to_string());
+    }
+
+    /// As `raise_odd_record` of `routing_records.cu` does: a record with a bad id of its rank's.
+    fn bad_record(words: &mut [u64; WORDS], origin: u64, bad: BadId) {
+        let own = params::FAULT_RECORD << params::FAULT_DETAIL_BITS
+            | (DETAIL - ((bad.rank as u64) << params::ORIGIN_BITS | origin));
+        fault(words, params::FAULT_RECORD, (bad.rank as u64) << params::ORIGIN_BITS | origin);
+        if words[FAULT] == own && words[params::STATUS_RECORD as usize] != own {
+            words[params::STATUS_RECORD as usize] = own;
+            let first = bad.first.map_or(0, |first| first as u64 + 1);
+            let named = [bad.rank as u64, bad.token as u64, bad.k as u64, bad.id as u64, first];
+            words[params::STATUS_RECORD_BAD as usize..][..5].copy_from_slice(&named);
+            words[params::STATUS_RECORD_LAYER as usize] = u64::from(bad.layer);
+            words[params::STATUS_RECORD_EXPERTS as usize] = 16;
+        }
+    }
+
+    #[test]
+    fn a_bad_id_in_a_record_is_told_as_its_own_rank_tells_it() {
+        let late = BadId { rank: 3, layer: 9, token: 7, k: 1, id: -5, first: None };
+        let early = BadId { rank: 1, layer: 4, token: 2, k: 3, id: 6, first: Some(0) };
+        let raised = |origin, bad: BadId| -> Raise { Box::new(move |words| bad_record(words, origin, bad)) };
+        for bad in [late, early] {
+            assert_eq!(met(&[raised(1, bad)]), bad.error(16).to_string());
+        }
+        // The first rank's, whatever was raised before or behind it.
+        let met = met(&[raised(0, late), raised(1, early), of(params::FAULT_MAP, 0)]);
+        assert_eq!(met, early.error(16).to_string());
+        // Of several prepares with a bad id of the same rank the first stays.
+        let mut words = CLEAR;
+        for id in [1000, 2000] {
+            bad_record(&mut words, 1, BadId { id, ..late });
+        }
+        assert!(matches!(error_of(&words), Some(Error::ExpertId { rank: 3, layer: 9, id: 1000, .. })));
+        // A record with another problem of a rank before it.
+        fault(&mut words, params::FAULT_RECORD, 1);
+        assert!(matches!(error_of(&words), Some(Error::OddRecord { rank: 2, layer: 9, peer: 0, .. })));
     }
 
     #[test]

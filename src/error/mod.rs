@@ -121,12 +121,16 @@ pub enum Error {
     /// A device has found an inconsistency in what a rank sent in a prepare that the host did not wait for, and has not
     /// kept what.
     #[error(
-        "{call}: record of rank {peer}: expected ids that are experts or -1, none twice in a token, and a spec like the \
+        "{call} on rank {rank}, layer {layer}: record of rank {peer}: expected ids that are experts or -1, none twice in a token, and a spec like the \
          other ranks', found others (seen by a kernel)"
     )]
     OddRecord {
         /// The call that was told.
         call: &'static str,
+        /// Rank that found it.
+        rank: usize,
+        /// Layer of the prepare.
+        layer: u32,
         /// The first rank that sent such.
         peer: usize,
     },

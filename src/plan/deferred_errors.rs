@@ -84,7 +84,8 @@ fn is_same_fault(raised: &Error, kept: &Error) -> bool {
     let of_capacity = matches!(kept, Error::Capacity { .. });
     match raised {
         Error::Capacity { .. } => of_capacity,
-        Error::OddRecord { .. } => !of_capacity,
+        // Of a bad id in a record; one that another call has met is forgotten, as that of a later prepare is.
+        Error::OddRecord { .. } | Error::ExpertId { .. } => !of_capacity,
         _ => false,
     }
 }
@@ -92,6 +93,7 @@ fn is_same_fault(raised: &Error, kept: &Error) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::error::IdProblem;
 
     const KEPT: Error = Error::Capacity { rank: 1, needed: 9, capacity: 8 };
 
@@ -101,7 +103,7 @@ mod tests {
     }
 
     fn record() -> Error {
-        Error::OddRecord { call: "check", peer: 0 }
+        Error::OddRecord { call: "check", rank: 1, layer: 2, peer: 0 }
     }
 
     #[test]
@@ -126,5 +128,9 @@ mod tests {
         }
         let bad = || Error::Peer { call: "prepare", rank: 1, peer: 0, reason: "its records".into() };
         assert_eq!(reported(Err(record()), Some(bad())), (Some(bad().to_string()), None));
+        let problem = IdProblem::OutOfRange { num_experts: 4 };
+        let id = || Error::ExpertId { rank: 0, layer: 2, token: 1, k: 0, id: 9, problem };
+        assert_eq!(reported(Err(id()), Some(id())), (Some(id().to_string()), None));
+        assert_eq!(reported(Err(id()), Some(KEPT)), (Some(KEPT.to_string()), Some(id().to_string())));
     }
 }

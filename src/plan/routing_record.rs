@@ -28,7 +28,7 @@ const _: () = assert!(BAD_LAYER < WORDS);
 /// Word that says that a rank still holds an error of an earlier call.
 pub(crate) const PENDING: usize = FIRST_FIELD + FIELDS.len();
 /// Layer of a bad id, behind whether an error is pending.
-const BAD_LAYER: usize = PENDING + 1;
+pub(crate) const BAD_LAYER: usize = PENDING + 1;
 
 /// Numbers of a spec that all ranks must agree on; `backward` is each rank's own. `layer` is in the tag too, which
 /// ranks that are processes do not compare unless asked to.

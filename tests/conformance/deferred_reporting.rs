@@ -17,6 +17,7 @@ pub fn cases<D: Target>() -> Vec<Case<D>> {
         case!(a_step_is_the_same, 1, OWN),
         case!(a_spec_that_differs_is_told_everywhere, 2, WAITS_FOR_NOTHING),
         case!(a_bad_id_is_told_everywhere, 1, WAITS_FOR_NOTHING),
+        case!(a_bad_id_is_one_error, 1, WAITS_FOR_NOTHING),
         case!(a_capacity_too_small_is_told_everywhere, 1, WAITS_FOR_NOTHING),
         case!(the_first_error_is_kept, 1, WAITS_FOR_NOTHING),
         case!(an_error_that_another_rank_still_holds_is_told, 2, WAITS_FOR_NOTHING),
@@ -221,6 +222,31 @@ fn a_bad_id_is_told_everywhere<D: Target>(s: &Setup<D>) {
             r.works();
         });
     }
+}
+
+/// A device that is waited for without the group tells it too, as the same error.
+fn a_bad_id_is_one_error<D: Target>(s: &Setup<D>) {
+    let experts = s.experts(4);
+    let (culprit, id) = (s.ranks - 1, experts as i64);
+    let spec = later(DispatchSpec { capacity: Capacity::Static(256), ..training(0, K) });
+    s.run(GroupConfig { max_rows: 256, ..GroupConfig::new(experts, T) }, |r| {
+        let mut ids = [1, 2, 3].repeat(T);
+        if r.rank == culprit {
+            ids[2 * K + 2] = id;
+        }
+        let h = r.prepare(&ids, &spec).expect("masked");
+        let problem = IdProblem::OutOfRange { num_experts: experts };
+        let expected = Error::ExpertId { rank: culprit, layer: spec.layer, token: 2, k: 2, id, problem }.to_string();
+        // Only kernels tell a device; the CPU's prepare tells the group alone.
+        if let Err(error) = r.group.device().check() {
+            assert_eq!(error.to_string(), expected);
+        }
+        let error = r.group.dispatcher().check().expect_err("a bad id");
+        assert_eq!(error.to_string(), expected);
+        through(r, &h);
+        r.group.dispatcher().check().expect("told once");
+        r.works();
+    });
 }
 
 fn a_capacity_too_small_is_told_everywhere<D: Target>(s: &Setup<D>) {

@@ -24,6 +24,7 @@ const _: () =
 const _: () = assert!(
     routing_record::FIRST_FIELD == params::FIELD as usize && routing_record::PENDING == params::PENDING as usize
 );
+const _: () = assert!(routing_record::BAD_LAYER == params::BAD_LAYER as usize);
 const _: () = assert!(deferred_errors::WORDS == params::ERRORS_WORDS as usize);
 const _: () =
     assert!(deferred_errors::RECORDS == params::ERRORS_RECORDS && deferred_errors::CAPACITY == params::ERRORS_CAPACITY);

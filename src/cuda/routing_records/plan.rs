@@ -9,7 +9,7 @@ use crate::cuda::layout::{at, check_number};
 use crate::cuda::params;
 use crate::dtype::DType;
 use crate::error::{Error, Result};
-use crate::kernels::Segments;
+use crate::kernels::{Origin, Segments};
 use crate::plan::{Capacity, DevicePlan, HostCounts, MessageMaps, Overflow, Plan, PlanRecords, RowOrder};
 use crate::tensor::Tensor;
 
@@ -114,6 +114,7 @@ impl PlanInProgress {
             kept: at(&mut kept_ids),
             errors: errors.into_data().ptr,
             fault: device.inner.status,
+            origin: device.origin(CALL, Origin { rank, layer: spec.layer })?,
             ..Default::default()
         };
         if let Capacity::Static(rows) = spec.capacity {
