@@ -46,7 +46,7 @@ pub(super) fn read(path: &Path, file: &File, file_len: u64) -> Result<Header, Ch
         path: path.display().to_string(),
         problem: problem.chars().take(MAX_PROBLEM).collect(),
     };
-    let read = |out: &mut [u8], at| super::reader::read_exact_at(file, out, at).map_err(|e| io_error(path, e));
+    let read = |out: &mut [u8], at| read_exact_at(file, out, at).map_err(|e| io_error(path, e));
     let mut prefix = [0; LENGTH as usize];
     if file_len >= LENGTH {
         read(&mut prefix, 0)?;
@@ -104,4 +104,25 @@ pub(super) fn write(tensors: Vec<(String, TensorInfo)>) -> Result<Vec<u8>, Strin
     let mut bytes = (json.len() as u64).to_le_bytes().to_vec();
     bytes.append(&mut json);
     Ok(bytes)
+}
+
+/// Reads by position, without moving a cursor that threads would share.
+#[cfg(unix)]
+pub(super) fn read_exact_at(file: &File, out: &mut [u8], offset: u64) -> std::io::Result<()> {
+    std::os::unix::fs::FileExt::read_exact_at(file, out, offset)
+}
+
+/// Reads by position.
+#[cfg(windows)]
+pub(super) fn read_exact_at(file: &File, mut out: &mut [u8], mut offset: u64) -> std::io::Result<()> {
+    while !out.is_empty() {
+        match std::os::windows::fs::FileExt::seek_read(file, out, offset)? {
+            0 => return Err(std::io::ErrorKind::UnexpectedEof.into()),
+            n => {
+                out = &mut out[n..];
+                offset += n as u64;
+            }
+        }
+    }
+    Ok(())
 }

@@ -153,7 +153,7 @@ impl Files {
                 found: format!("{} bytes in all", entry.bytes),
             });
         }
-        read_exact_at(&shard.file, out, entry.start + offset).map_err(|e| match e.kind() {
+        header::read_exact_at(&shard.file, out, entry.start + offset).map_err(|e| match e.kind() {
             std::io::ErrorKind::UnexpectedEof => CheckpointError::Truncated {
                 path: self.path_of(entry),
                 tensor: name.to_string(),
@@ -196,25 +196,4 @@ fn shard_path(folder: &Folder, index: &Path, entry: &str) -> Result<PathBuf, Che
         problem: "not a plain file name".to_string(),
     })?;
     folder.require(name)
-}
-
-/// Reads by position, without moving a cursor that threads would share.
-#[cfg(unix)]
-pub(super) fn read_exact_at(file: &File, out: &mut [u8], offset: u64) -> std::io::Result<()> {
-    std::os::unix::fs::FileExt::read_exact_at(file, out, offset)
-}
-
-/// Reads by position.
-#[cfg(windows)]
-pub(super) fn read_exact_at(file: &File, mut out: &mut [u8], mut offset: u64) -> std::io::Result<()> {
-    while !out.is_empty() {
-        match std::os::windows::fs::FileExt::seek_read(file, out, offset)? {
-            0 => return Err(std::io::ErrorKind::UnexpectedEof.into()),
-            n => {
-                out = &mut out[n..];
-                offset += n as u64;
-            }
-        }
-    }
-    Ok(())
 }

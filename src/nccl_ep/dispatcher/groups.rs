@@ -10,9 +10,9 @@ use crate::nccl_ep::EpError;
 use crate::nccl_ep::high_throughput::{self, GroupOptions, HandleOptions, HighThroughputGroup, UpdateCounters};
 use crate::tensor::{Tensor, TensorRef};
 
-use super::join::gather_reports;
 use super::low_latency::LowLatencyState;
 use super::prepare::plans_on_device;
+use super::reports::gather_reports;
 use super::{Algorithm, LibraryHandle, NcclEp, around};
 
 /// Mark before the error text of a rank that fails.

@@ -1,27 +1,21 @@
-//! Whether every rank can have the dispatcher, and what ranks tell each other of themselves.
+//! Whether every rank can have the dispatcher.
 
 use std::collections::HashMap;
 
-use crate::comm::{Op, Tag};
 use crate::cuda::Cuda;
-use crate::dtype::DType;
 use crate::ep::dispatcher_state::DispatcherState;
 use crate::ep::{DispatcherKind, LibraryDispatchers, NcclEpOrReason};
 use crate::error::{Error, Result};
-use crate::kernels::Kernels;
 use crate::nccl::SharedComm;
 use crate::nccl_ep::EpLibrary;
 use crate::nccl_ep::rules::{check_domain, check_experts, check_gpu, check_tokens};
 use crate::nccl_ep::tensor::WindowRanges;
-use crate::tensor::Tensor;
 
+use super::reports::gather_reports;
 use super::windows::WindowPool;
 use super::{Algorithm, NcclEp, nccl};
 
 const CALL: &str = "Group::new";
-
-/// Most bytes of a reason that ranks tell each other.
-const REASON: usize = 512;
 
 impl LibraryDispatchers for Cuda {
     fn library_dispatcher(core: DispatcherState<Cuda>, _: &'static str) -> Result<NcclEpOrReason<Cuda>> {
@@ -87,24 +81,4 @@ fn examine(core: &mut DispatcherState<Cuda>) -> Result<(EpLibrary, SharedComm)> 
         check_domain(CALL, &shared, experts)?;
     }
     Ok((EpLibrary::open(comm.library())?, shared))
-}
-
-/// The text of every rank.
-pub(super) fn gather_reports(core: &mut DispatcherState<Cuda>, text: &str) -> Result<Vec<String>> {
-    let mut bytes = [0; REASON];
-    let end = (0..=text.len().min(REASON)).rev().find(|i| text.is_char_boundary(*i)).unwrap_or(0);
-    bytes[..end].copy_from_slice(&text.as_bytes()[..end]);
-    let tag = Tag { layer: 0, op: Op::Init, sequence: 0 };
-    let buffers = || {
-        let mut send = Tensor::empty(&core.device, DType::U8, &[REASON])?;
-        core.device.upload(&bytes, send.view_mut())?;
-        Ok((send, Tensor::empty(&core.device, DType::U8, &[core.ranks(), REASON])?))
-    };
-    let buffers = buffers();
-    let (send, mut recv) = core.check_or_refuse(tag, buffers)?;
-    core.comm.all_gather(tag, send.view(), recv.view_mut())?;
-    let all = core.device.download(recv.view());
-    let all = core.check_or_refuse(tag, all)?;
-    let one = |bytes: &[u8]| String::from_utf8_lossy(bytes).trim_end_matches('\0').to_string();
-    Ok(all.chunks_exact(REASON).map(one).collect())
 }

@@ -15,6 +15,7 @@ mod groups;
 mod join;
 mod low_latency;
 mod prepare;
+mod reports;
 mod steps;
 mod windows;
 

@@ -21,7 +21,7 @@ use crate::nccl_ep::EpError;
 use crate::nccl_ep::tensor::WindowRange;
 use crate::tensor::{Tensor, TensorRef};
 
-use super::join::gather_reports;
+use super::reports::gather_reports;
 use super::steps::DispatcherCall;
 use super::{Algorithm, NcclEp, nccl};
 

@@ -9,9 +9,8 @@ use std::time::UNIX_EPOCH;
 
 use crate::nccl_ep::EpError;
 
-use super::search::{Env, SearchPaths, above, cache, shown};
+use super::search::{CACHE, Env, SearchPaths, above, cache, shown};
 
-pub(super) const CACHE: &str = "NCCL_EP_JIT_CACHE_DIR";
 const NVCC: &str = "NCCL_EP_JIT_NVCC";
 const SOURCES: &str = "NCCL_EP_JIT_SOURCE_DIR";
 const NCCL_HEADERS: &str = "NCCL_EP_JIT_BUILD_INCLUDE_DIR";

@@ -7,7 +7,8 @@ use std::path::{Path, PathBuf};
 
 use crate::nccl_ep::EpError;
 
-use super::compiler::CACHE;
+/// Folder of what the library compiles.
+pub(super) const CACHE: &str = "NCCL_EP_JIT_CACHE_DIR";
 
 /// Where to look, in order: a folder or file, and who names it.
 pub(super) struct SearchPaths(Vec<(String, PathBuf)>);
