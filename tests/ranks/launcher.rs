@@ -196,6 +196,17 @@ fn ranks_do_not_outlive_the_launcher() {
     running.end();
 }
 
+/// Also not one that has left the ranks' process group: the kernel ends it with the launcher.
+#[test]
+fn a_rank_that_has_left_the_group_does_not_outlive_the_launcher() {
+    let mut running = Running::start(&["-n", "2"], "exec setsid sh -c 'echo $$; exec sleep 600'");
+    let pids: Vec<String> = running.lines(2).iter().map(|line| line[4..].to_string()).collect();
+    assert!(pids.iter().all(|pid| runs(pid)));
+    running.child.kill().unwrap();
+    until("ranks outside the group are gone", || !pids.iter().any(|pid| runs(pid)));
+    running.end();
+}
+
 #[test]
 fn odd_output() {
     let script = "printf 'no end'; printf '\\377\\n' >&2";
