@@ -62,6 +62,11 @@ pub trait Communicator<D: Device>: fmt::Debug + Send {
     }
     /// Gathers `send` of every rank, in rank order, on every rank. `recv` has `size` times the bytes of `send`,
     /// whose size is the same on all ranks.
+    ///
+    /// # Errors
+    /// [`CommError`](crate::CommError): calls, tags, arguments or sizes of the ranks differ, a rank refused, is gone or
+    /// has not come in time, or the communicator has ended before; buffers whose sizes do not fit each other; the
+    /// device's.
     fn all_gather(&mut self, tag: Tag, send: TensorRef<'_, D>, recv: TensorMut<'_, D>) -> Result<()>;
     /// The same of parts that lie in their places: this rank's is block `rank` of `buffer` (`[size, …]`). For
     /// communicators with memory of their own ([`uses_copy_engines`](Self::uses_copy_engines)).
@@ -74,20 +79,38 @@ pub trait Communicator<D: Device>: fmt::Debug + Send {
     }
     /// Sums `send` (`[size, …]`) over the ranks in rank order, in `f32` for types below it, and leaves row block
     /// `rank` in `recv` (`[…]`).
+    ///
+    /// # Errors
+    /// As [`all_gather`](Self::all_gather); a type that cannot be added.
     fn reduce_scatter(&mut self, tag: Tag, send: TensorRef<'_, D>, recv: TensorMut<'_, D>) -> Result<()>;
     /// Joins `buffer` of every rank, in place; the result is the same on all ranks.
+    ///
+    /// # Errors
+    /// As [`all_gather`](Self::all_gather); a type that cannot be joined so.
     fn all_reduce(&mut self, tag: Tag, op: ReduceOp, buffer: TensorMut<'_, D>) -> Result<()>;
     /// Sends `send_bytes[p]` bytes to each rank p and receives `recv_bytes[p]` from it. Both buffers hold the
     /// pieces back to back in rank order; their dtype is [`DType::U8`].
+    ///
+    /// # Errors
+    /// As [`all_gather`](Self::all_gather); another type than U8, or counts that do not fit the buffers or the peers'.
     fn all_to_all_v(&mut self, tag: Tag, exchange: Exchange<'_, D>) -> Result<()>;
     /// Sends row block p of `send` (`[size, …]`) to each other rank p, and receives in `recv` (`[size − 1, …]`) what
     /// these send to this one, in rank order. This rank's own block stays where it is, and nothing of it is copied.
     /// `recv` lies in [`memory`](Self::memory) of the communicator's, at the same place, on all ranks or on none: peers
     /// write there.
+    ///
+    /// # Errors
+    /// As [`all_gather`](Self::all_gather).
     fn exchange_blocks(&mut self, tag: Tag, send: TensorRef<'_, D>, recv: TensorMut<'_, D>) -> Result<()>;
     /// Copies `buffer` of `root` to every rank.
+    ///
+    /// # Errors
+    /// As [`all_gather`](Self::all_gather); a root that is no rank.
     fn broadcast(&mut self, tag: Tag, root: usize, buffer: TensorMut<'_, D>) -> Result<()>;
     /// Waits for every rank.
+    ///
+    /// # Errors
+    /// As [`all_gather`](Self::all_gather).
     fn barrier(&mut self, tag: Tag) -> Result<()>;
     /// Takes part in whatever collective the other ranks call next, as a failure: nothing is exchanged, each of them
     /// gets [`CommError::Refused`](crate::CommError::Refused) with this rank and `reason` at once, and the

@@ -52,21 +52,51 @@ pub trait SymmetricMemory<D: Device>: Communicator<D> {
     type Window: fmt::Debug + Send;
 
     /// Makes a window of `bytes` on every rank (collective; the same number on all). Its content is unspecified.
+    ///
+    /// # Errors
+    /// As [`Communicator::all_gather`]; [`Error::OutOfMemory`](crate::Error::OutOfMemory) or a device's, which the
+    /// other ranks are told; a library without windows.
     fn allocate(&mut self, tag: Tag, bytes: usize) -> Result<Self::Window>;
     /// Gives it up (collective).
+    ///
+    /// # Errors
+    /// As [`Communicator::all_gather`].
     fn release(&mut self, tag: Tag, window: Self::Window) -> Result<()>;
     /// Ranks whose parts this rank's device can address, this one among them: those of one host's fast links.
+    ///
+    /// # Errors
+    /// The communicator has ended; the library's.
     fn team(&self, window: &Self::Window) -> Result<Vec<usize>>;
     /// Address of a peer's part as this rank's device sees it; `None` where it cannot.
+    ///
+    /// # Errors
+    /// A peer that is no rank; the communicator has ended; the library's.
     fn address(&self, window: &Self::Window, peer: usize) -> Result<Option<u64>>;
     /// Copies a tensor's bytes into the own part.
+    ///
+    /// # Errors
+    /// Bytes past the end of the window; the device's.
     fn store(&mut self, window: &mut Self::Window, offset: usize, from: TensorRef<'_, D>) -> Result<()>;
     /// Copies bytes of the own part into a tensor.
+    ///
+    /// # Errors
+    /// As [`store`](Self::store).
     fn load(&mut self, window: &Self::Window, offset: usize, to: TensorMut<'_, D>) -> Result<()>;
     /// Copies into the part of another rank, and signals it.
+    ///
+    /// # Errors
+    /// A peer that is no rank, over NCCL this rank itself; bytes past the end of either window; the communicator has
+    /// ended, or has copy engines exchange its blocks; no memory; the library's.
     fn put(&mut self, tag: Tag, put: Put<'_, Self::Window>) -> Result<()>;
     /// Signals another rank, behind the puts to it so far.
+    ///
+    /// # Errors
+    /// A peer that is no rank, over NCCL this rank itself; the communicator has ended, or has copy engines exchange its
+    /// blocks; the library's.
     fn signal(&mut self, tag: Tag, peer: usize) -> Result<()>;
     /// Waits for so many signals of each rank named.
+    ///
+    /// # Errors
+    /// As [`signal`](Self::signal); [`CommError::Timeout`](crate::CommError::Timeout) where the signals do not come.
     fn wait(&mut self, tag: Tag, signals: &[(usize, usize)]) -> Result<()>;
 }

@@ -119,6 +119,9 @@ impl<D: Kernels> Handle<D> {
     }
 
     /// Refuses backward where not all ranks asked for it, before any collective.
+    ///
+    /// # Errors
+    /// [`Error::BackwardNotAgreed`] with the ranks that did not ask for it.
     pub fn check_backward(&self, call: &'static str) -> Result<()> {
         if self.agreement.absent.is_empty() {
             return Ok(());

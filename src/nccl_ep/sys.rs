@@ -3,7 +3,7 @@
 //! Enums are integers with names, so a value that a newer library adds is no undefined behavior.
 #![allow(missing_docs, reason = "the library's own documentation is its header")]
 #![allow(non_camel_case_types, non_snake_case, non_upper_case_globals, reason = "the library's names")]
-#![allow(clippy::all, clippy::undocumented_unsafe_blocks, reason = "generated")]
+#![allow(clippy::all, clippy::missing_errors_doc, clippy::undocumented_unsafe_blocks, reason = "generated")]
 
 pub type cudaError_t = ::std::ffi::c_int;
 

@@ -10,6 +10,9 @@ use super::sys::{self, Library};
 use shim::*;
 
 /// The library's version: 0.2.0 is 200.
+///
+/// # Errors
+/// [`EpError`]: the library's status, or what it threw.
 pub fn get_version(library: &Library) -> Result<i32, EpError> {
     let mut version = 0;
     // SAFETY: the function is the library's of that name; the result is a local.
@@ -21,6 +24,9 @@ pub fn get_version(library: &Library) -> Result<i32, EpError> {
 
 /// # Safety
 /// The communicator lives; its GPU is the calling thread's; the configuration is one that the library takes.
+///
+/// # Errors
+/// As [`get_version`].
 pub unsafe fn create_group(
     library: &Library,
     comm: sys::ncclComm_t,
@@ -36,6 +42,9 @@ pub unsafe fn create_group(
 
 /// # Safety
 /// The group lives, as does its communicator, and is not used again; its handles are gone.
+///
+/// # Errors
+/// As [`get_version`].
 pub unsafe fn group_destroy(library: &Library, group: sys::ncclEpGroup_t) -> Result<(), EpError> {
     // SAFETY: as the caller promises.
     guarded("ncclEpGroupDestroy", |message, capacity| unsafe {
@@ -45,6 +54,9 @@ pub unsafe fn group_destroy(library: &Library, group: sys::ncclEpGroup_t) -> Res
 
 /// # Safety
 /// The handle lives and is not used again.
+///
+/// # Errors
+/// As [`get_version`].
 pub unsafe fn handle_destroy(library: &Library, handle: sys::ncclEpHandle_t) -> Result<(), EpError> {
     // SAFETY: as the caller promises.
     guarded("ncclEpHandleDestroy", |message, capacity| unsafe {
@@ -65,6 +77,9 @@ pub struct RawHandleSizes<'a> {
 
 /// # Safety
 /// The group lives; the shape is one that the library takes.
+///
+/// # Errors
+/// As [`get_version`].
 pub unsafe fn handle_mem_size(
     library: &Library,
     group: sys::ncclEpGroup_t,
@@ -91,6 +106,9 @@ pub unsafe fn handle_mem_size(
 /// # Safety
 /// The group lives; the shape is one that the library takes; the memory is as large as it asked for and outlives the
 /// handle.
+///
+/// # Errors
+/// As [`get_version`].
 pub unsafe fn init_handle(
     library: &Library,
     group: sys::ncclEpGroup_t,
@@ -110,6 +128,9 @@ pub unsafe fn init_handle(
 /// # Safety
 /// The handle lives; tensors are of the sizes that the library documents, in memory that stays until the stream has
 /// passed the call.
+///
+/// # Errors
+/// As [`get_version`].
 pub unsafe fn update_handle(
     library: &Library,
     handle: sys::ncclEpHandle_t,
@@ -138,6 +159,9 @@ pub struct Dispatch {
 
 /// # Safety
 /// As [`update_handle`], for a handle that has been updated.
+///
+/// # Errors
+/// As [`get_version`].
 pub unsafe fn dispatch(
     library: &Library,
     handle: sys::ncclEpHandle_t,
@@ -165,6 +189,9 @@ pub struct Combine {
 
 /// # Safety
 /// As [`dispatch`].
+///
+/// # Errors
+/// As [`get_version`].
 pub unsafe fn combine(
     library: &Library,
     handle: sys::ncclEpHandle_t,
@@ -183,6 +210,9 @@ pub unsafe fn combine(
 ///
 /// # Safety
 /// As [`dispatch`]; the call's tensors and structs are still there.
+///
+/// # Errors
+/// As [`get_version`].
 pub unsafe fn complete(
     library: &Library,
     handle: sys::ncclEpHandle_t,
@@ -199,6 +229,9 @@ pub unsafe fn complete(
 ///
 /// # Safety
 /// The group lives and was made with masks; `to` has room for a number a rank, on the GPU.
+///
+/// # Errors
+/// As [`get_version`].
 pub unsafe fn mask_query(
     library: &Library,
     group: sys::ncclEpGroup_t,
@@ -215,6 +248,9 @@ pub unsafe fn mask_query(
 ///
 /// # Safety
 /// As [`mask_query`]; `from` has a number a rank.
+///
+/// # Errors
+/// As [`get_version`].
 pub unsafe fn mask_update(
     library: &Library,
     group: sys::ncclEpGroup_t,
@@ -231,6 +267,9 @@ pub unsafe fn mask_update(
 ///
 /// # Safety
 /// As [`mask_query`]; nothing of the group runs.
+///
+/// # Errors
+/// As [`get_version`].
 pub unsafe fn mask_clean(
     library: &Library,
     group: sys::ncclEpGroup_t,
@@ -246,6 +285,9 @@ pub unsafe fn mask_clean(
 ///
 /// # Safety
 /// As [`mask_query`].
+///
+/// # Errors
+/// As [`get_version`].
 pub unsafe fn async_error(library: &Library, group: sys::ncclEpGroup_t) -> Result<c_int, EpError> {
     let mut error = 0;
     // SAFETY: as the caller promises; the result is a local.
@@ -259,6 +301,9 @@ pub unsafe fn async_error(library: &Library, group: sys::ncclEpGroup_t) -> Resul
 ///
 /// # Safety
 /// As [`mask_query`].
+///
+/// # Errors
+/// As [`get_version`].
 pub unsafe fn error_clear(library: &Library, group: sys::ncclEpGroup_t) -> Result<(), EpError> {
     // SAFETY: as the caller promises.
     guarded("ncclEpErrorClear", |message, capacity| unsafe {
