@@ -16,5 +16,5 @@ pub use group::{AnyGroup, FrameworkDevice};
 #[cfg(feature = "burn")]
 pub(crate) use host_tensor::HostTensor;
 pub use load_as::LoadAs;
-pub(crate) use outputs::{LayerOutput, OutputCotangents};
+pub(crate) use outputs::{DispatchedCotangents, DispatchedPart, LayerOutput, OutputCotangents};
 pub(crate) use selection_bias::moved_selection_bias;

@@ -5,6 +5,7 @@ use std::ops::Range;
 use burn::tensor::TensorMetadata;
 use burn::tensor::ops::FloatTensor;
 
+use crate::adapter::DispatchedCotangents;
 use crate::comm::Op;
 use crate::dtype::DType;
 use crate::error::Result;
@@ -41,19 +42,6 @@ pub(super) struct NativeOutputs<B: NativeMemory> {
     pub(super) rows: FloatTensor<B>,
     pub(super) weights: FloatTensor<B>,
     pub(super) dispatch: NativeDispatch<B>,
-}
-
-/// Gradients of a dispatch's outputs that a loss reaches.
-#[derive(Debug)]
-pub(super) struct Arrived<T> {
-    pub(super) rows: Option<T>,
-    pub(super) weights: Option<T>,
-}
-
-impl<T> Default for Arrived<T> {
-    fn default() -> Self {
-        Self { rows: None, weights: None }
-    }
 }
 
 /// Tokens with their elements in row-major order.
@@ -144,7 +132,7 @@ impl<B: NativeMemory> NativeDispatch<B> {
     }
 
     /// Gradients of x `[T, H]` and of the routing weights `[T, K]`, of contiguous ones of what dispatch brought.
-    pub(super) fn backward(&self, arrived: &Arrived<FloatTensor<B>>) -> Result<[FloatTensor<B>; 2]> {
+    pub(super) fn backward(&self, arrived: &DispatchedCotangents<FloatTensor<B>>) -> Result<[FloatTensor<B>; 2]> {
         let Self { call, context, beside } = self;
         let (handle, dtype) = (context.handle(), context.dtype());
         handle.check_backward(DISPATCH_BWD)?;

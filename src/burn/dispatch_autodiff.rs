@@ -18,10 +18,11 @@ use burn::tensor::TensorMetadata;
 use burn::tensor::backend::AutodiffBackend;
 use burn::tensor::ops::{FloatTensor, FloatTensorOps};
 
+use crate::adapter::{DispatchedCotangents, DispatchedPart};
 use crate::error::{Error, Result};
 
 use super::backend::{DispatchOperands, DispatchOutputs, LayerCall, NativeBackend, NativeMemory, RouteOutputs};
-use super::dispatch::{Arrived, NativeDispatch, NativeOutputs, contiguous, route_backward, run_dispatch, run_route};
+use super::dispatch::{NativeDispatch, NativeOutputs, contiguous, route_backward, run_dispatch, run_route};
 
 const CALL: &str = "DispatchCombine, backward";
 
@@ -38,11 +39,11 @@ pub struct TrackedDispatch<B: NativeMemory> {
 struct PendingDispatch<B: NativeMemory> {
     native: NativeDispatch<B>,
     /// Gradients of what dispatch brought, as they arrive; none once backward has run.
-    arrived: Mutex<Option<Arrived<FloatTensor<B>>>>,
+    arrived: Mutex<Option<DispatchedCotangents<FloatTensor<B>>>>,
 }
 
 impl<B: NativeMemory> PendingDispatch<B> {
-    fn arrived(&self) -> MutexGuard<'_, Option<Arrived<FloatTensor<B>>>> {
+    fn arrived(&self) -> MutexGuard<'_, Option<DispatchedCotangents<FloatTensor<B>>>> {
         // Every holder leaves the fields whole, so a panic elsewhere does not matter.
         self.arrived.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -67,8 +68,8 @@ impl<B: NativeMemory> Backward<B, 3> for Token {
     fn backward(self, ops: Ops<Self::State, 3>, grads: &mut Gradients, _: &mut Checkpointer) {
         let pending = ops.state;
         let arrived = pending.arrived().take();
-        let Some(Arrived { rows, weights }) = arrived else { pending.consumed() };
-        let arrived = Arrived { rows: rows.map(B::contiguous), weights: weights.map(B::contiguous) };
+        let Some(DispatchedCotangents { rows, weights }) = arrived else { pending.consumed() };
+        let arrived = DispatchedCotangents { rows: rows.map(B::contiguous), weights: weights.map(B::contiguous) };
         // Made whether wanted or not: the other ranks are in the collective.
         let gradients = pending.native.backward(&arrived).unwrap_or_else(|error| pending.fail(error));
         for (parent, gradient) in ops.parents.into_iter().skip(1).zip(gradients) {
@@ -81,21 +82,15 @@ impl<B: NativeMemory> Backward<B, 3> for Token {
 
 /// An output of a dispatch: a child of the token.
 #[derive(Debug, Clone, Copy)]
-enum DispatchedPart {
-    Rows,
-    Weights,
-}
+struct DispatchedNode(DispatchedPart);
 
-impl<B: NativeMemory> Backward<B, 1> for DispatchedPart {
+impl<B: NativeMemory> Backward<B, 1> for DispatchedNode {
     type State = Arc<PendingDispatch<B>>;
 
     fn backward(self, ops: Ops<Self::State, 1>, grads: &mut Gradients, _: &mut Checkpointer) {
         let pending = ops.state;
         let gradient = grads.consume::<B>(&ops.node);
-        let kept = pending.arrived().as_mut().map(|arrived| match self {
-            DispatchedPart::Rows => arrived.rows = Some(gradient),
-            DispatchedPart::Weights => arrived.weights = Some(gradient),
-        });
+        let kept = pending.arrived().as_mut().map(|arrived| arrived.set(self.0, gradient));
         if kept.is_none() {
             pending.consumed();
         }
@@ -142,14 +137,15 @@ pub(super) fn dispatch<B: NativeBackend, C: CheckpointStrategy>(
     let tracked = matches!(prepared, OpsKind::Tracked(_));
     let NativeOutputs { rows, weights, dispatch: native } = run_dispatch::<B>(call, &inner, tracked)?;
     let load = native.load();
-    let pending = Arc::new(PendingDispatch { native, arrived: Mutex::new(Some(Arrived::default())) });
+    let pending = Arc::new(PendingDispatch { native, arrived: Mutex::new(Some(DispatchedCotangents::default())) });
     let token = match prepared {
         OpsKind::Tracked(p) => p.finish(pending.clone(), anchor.primitive),
         OpsKind::UnTracked(p) => p.finish(anchor.primitive),
     };
     drop(alive);
     let child = |part: DispatchedPart, value| {
-        let prepared = Backward::<B, 1>::prepare::<C>(part, [token.node.clone()]).compute_bound().stateful();
+        let prepared = Backward::<B, 1>::prepare::<C>(DispatchedNode(part), [token.node.clone()]);
+        let prepared = prepared.compute_bound().stateful();
         match prepared {
             OpsKind::Tracked(p) => p.finish(pending.clone(), value),
             OpsKind::UnTracked(p) => p.finish(value),

@@ -12,6 +12,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, CudaStorage, CustomOp1, CustomOp2, CustomOp3, Device, Layout, Result, Shape, Tensor};
 
+use crate::adapter::{DispatchedCotangents, DispatchedPart};
 use crate::comm::Op;
 use crate::ep::EpGroup;
 use crate::error::Error;
@@ -72,14 +73,7 @@ struct PendingDispatch<D: Host> {
     device: Device,
     context: DispatchContext<D>,
     /// Gradients of what dispatch brought, as they arrive; none once backward has run.
-    arrived: Mutex<Option<Arrived>>,
-}
-
-/// Gradients of a dispatch's outputs that a loss reaches.
-#[derive(Debug, Default)]
-struct Arrived {
-    rows: Option<Tensor>,
-    weights: Option<Tensor>,
+    arrived: Mutex<Option<DispatchedCotangents<Tensor>>>,
 }
 
 impl<D: Host> Debug for PendingDispatch<D> {
@@ -118,7 +112,7 @@ pub(super) fn dispatch<D: Host>(on: On<'_, D>, call: &DispatchCall<'_>) -> Resul
         group: on.group.clone(),
         device: on.device.clone(),
         context,
-        arrived: Mutex::new(Some(Arrived::default())),
+        arrived: Mutex::new(Some(DispatchedCotangents::default())),
     });
     let Some(anchor) = anchor else {
         let [rows, weights] = [rows, slot_weights].map(|t| {
@@ -163,7 +157,7 @@ impl<D: Host> DispatchRouting for PendingDispatch<D> {
 }
 
 impl<D: Host> PendingDispatch<D> {
-    fn arrived(&self) -> std::sync::MutexGuard<'_, Option<Arrived>> {
+    fn arrived(&self) -> std::sync::MutexGuard<'_, Option<DispatchedCotangents<Tensor>>> {
         self.arrived.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -204,7 +198,7 @@ impl<D: Host> PendingDispatch<D> {
     }
 
     /// Gradients of x and of the routing weights.
-    fn dispatch_backward(&self, arrived: Arrived) -> crate::Result<[crate::Tensor<D>; 2]> {
+    fn dispatch_backward(&self, arrived: DispatchedCotangents<Tensor>) -> crate::Result<[crate::Tensor<D>; 2]> {
         let (layer, context) = (&self.layer, &self.context);
         context.handle().check_backward(DISPATCH_BWD)?;
         let mut group = self.group.lock();
@@ -291,13 +285,6 @@ impl<D: Host> CustomOp3 for DispatchOp<D> {
     }
 }
 
-/// Which output of a dispatch.
-#[derive(Debug, Clone, Copy)]
-enum DispatchedPart {
-    Rows,
-    Weights,
-}
-
 /// Gives an output of a dispatch a place in the graph.
 struct ReceivedOp<D: Host> {
     step: Arc<PendingDispatch<D>>,
@@ -319,10 +306,9 @@ impl<D: Host> CustomOp1 for ReceivedOp<D> {
     }
 
     fn bwd(&self, token: &Tensor, _: &Tensor, gradient: &Tensor) -> Result<Option<Tensor>> {
-        match (&mut *self.step.arrived(), self.output) {
-            (Some(arrived), DispatchedPart::Rows) => arrived.rows = Some(gradient.clone()),
-            (Some(arrived), DispatchedPart::Weights) => arrived.weights = Some(gradient.clone()),
-            (None, _) => return Err(self.step.consumed(DISPATCH_BWD).into()),
+        match &mut *self.step.arrived() {
+            Some(arrived) => arrived.set(self.output, gradient.clone()),
+            None => return Err(self.step.consumed(DISPATCH_BWD).into()),
         }
         Ok(Some(token.zeros_like()?))
     }

@@ -3,7 +3,7 @@
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use candle_core::backend::BackendStorage;
-use candle_core::{CpuStorage, CudaStorage, CustomOp1, CustomOp2, Device, Layout, Result, Shape, Storage, Tensor};
+use candle_core::{CpuStorage, CudaStorage, CustomOp1, CustomOp2, Device, Layout, Result, Shape, Tensor};
 
 use crate::adapter::{LayerOutput, OutputCotangents};
 use crate::ep::EpGroup;
@@ -17,6 +17,7 @@ use super::error::framework;
 use super::host::{Host, into_candle, with_views};
 use super::main_gradients::{EXPERTS, expert_gradients};
 use super::params::{contiguous, named, views_of};
+use super::precomputed::Precomputed;
 use super::sharded::{Backward, Chained};
 use super::views_mut::with_views_mut;
 
@@ -195,16 +196,8 @@ impl<D: Host> CustomOp2 for Join<D> {
 pub(super) struct Emit<D: Host> {
     pub(super) step: Arc<PendingBackward<D>>,
     pub(super) output: LayerOutput,
-    pub(super) value: Mutex<Option<(Storage, Shape)>>,
+    pub(super) value: Precomputed,
 }
-
-impl<D: Host> Emit<D> {
-    fn take(&self) -> Option<(Storage, Shape)> {
-        self.value.lock().unwrap_or_else(PoisonError::into_inner).take()
-    }
-}
-
-const TWICE: &str = "moebius-emit ran twice";
 
 impl<D: Host> CustomOp1 for Emit<D> {
     fn name(&self) -> &'static str {
@@ -212,17 +205,11 @@ impl<D: Host> CustomOp1 for Emit<D> {
     }
 
     fn cpu_fwd(&self, _: &CpuStorage, _: &Layout) -> Result<(CpuStorage, Shape)> {
-        match self.take() {
-            Some((Storage::Cpu(value), shape)) => Ok((value, shape)),
-            _ => Err(candle_core::Error::msg(TWICE)),
-        }
+        self.value.on_cpu()
     }
 
     fn cuda_fwd(&self, _: &CudaStorage, _: &Layout) -> Result<(CudaStorage, Shape)> {
-        match self.take() {
-            Some((Storage::Cuda(value), shape)) => Ok((value, shape)),
-            _ => Err(candle_core::Error::msg(TWICE)),
-        }
+        self.value.on_cuda()
     }
 
     fn bwd(&self, token: &Tensor, _: &Tensor, gradient: &Tensor) -> Result<Option<Tensor>> {

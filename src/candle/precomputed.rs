@@ -14,6 +14,11 @@ pub(super) struct Precomputed(Mutex<Option<(Storage, Shape)>>);
 impl Precomputed {
     pub(super) fn new<D: Host>(value: crate::Tensor<D>, device: &Device) -> Result<Self> {
         let shape = Shape::from(value.dims());
+        Self::shaped(value, shape, device)
+    }
+
+    /// A value of as many elements in another shape.
+    pub(super) fn shaped<D: Host>(value: crate::Tensor<D>, shape: Shape, device: &Device) -> Result<Self> {
         Ok(Self(Mutex::new(Some((D::storage(value, device)?, shape)))))
     }
 

@@ -13,6 +13,7 @@ use super::group::{DeviceGroup, On};
 use super::host::{Host, copy_of, into_candle, with_views};
 use super::op::{BackwardState, Emit, Join, PendingBackward};
 use super::params::{contiguous, named, views_of};
+use super::precomputed::Precomputed;
 use super::sharded::{Chained, Sharded, with_sources};
 
 const CALL: &str = "ExpertParallelMoE::forward";
@@ -94,7 +95,7 @@ fn forward_on<D: Host>(on: On<'_, D>, call: &ForwardInputs<'_>, mode: Mode) -> R
                 token = token.apply_op2(t, Join { step: step.clone(), input: Some(kind) })?;
             }
             let emit = |output, value: crate::Tensor<D>, shape: &Shape| {
-                let value = Mutex::new(Some((D::storage(value, on.device)?, shape.clone())));
+                let value = Precomputed::shaped(value, shape.clone(), on.device)?;
                 token.apply_op1(Emit { step: step.clone(), output, value })
             };
             (emit(LayerOutput::Y, y, call.shape)?, emit(LayerOutput::Aux, aux, &Shape::from(()))?)
