@@ -38,7 +38,10 @@ fn gpus() -> &'static Result<Mutex<Gpus>, String> {
     })
 }
 
-/// Number of GPUs that tests may use, or why there is none.
+/// Number of GPUs that tests may use.
+///
+/// # Errors
+/// Why there is none: no NCCL, no driver, no GPU.
 pub fn available() -> Result<usize, String> {
     let gpus = gpus().as_ref().map_err(Clone::clone)?;
     Ok(gpus.lock().unwrap_or_else(PoisonError::into_inner).gpus.len())
