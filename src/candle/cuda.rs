@@ -54,16 +54,16 @@ impl Host for Cuda {
         }
     }
 
-    /// A graph would outlive candle's tensors, which it cannot hold.
+    /// A graph would outlive candle's tensors, unless `Capture` sees to them.
     fn ready(&self, call: &'static str) -> Result<()> {
-        match self.is_capturing()? {
-            false => Ok(()),
-            true => Err(Error::Device {
+        match self.captures_with_framework() || !self.is_capturing()? {
+            true => Ok(()),
+            false => Err(Error::Device {
                 call,
                 operation: "capture into a CUDA graph".to_string(),
                 message:
-                    "candle frees its tensors while the graph lives; capture Layer::forward_into and backward_into \
-                          over moebius tensors instead (Cuda::capture)"
+                    "candle frees its tensors while the graph lives; capture with candle::Capture, and name every \
+                          group and optimizer of the step to it"
                         .to_string(),
             }),
         }
@@ -117,6 +117,10 @@ impl Host for Cuda {
             DType::I32 => storage::<u32>(buffer, device)?,
             DType::U8 => storage::<u8>(buffer, device)?,
         }))
+    }
+
+    fn cuda(&self) -> Option<Cuda> {
+        Some(self.clone())
     }
 
     fn hide(chain: Arc<Chain<Self>>) -> DeviceChain {

@@ -58,6 +58,13 @@ pub trait Host: ShardDevice + FrameworkDevice + OptimizerDevice {
     #[doc(hidden)]
     fn storage(tensor: crate::Tensor<Self>, device: &Device) -> Result<Storage>;
 
+    /// The device, if it is a GPU.
+    #[doc(hidden)]
+    #[cfg(feature = "cuda")]
+    fn cuda(&self) -> Option<Cuda> {
+        None
+    }
+
     /// A chain of this device, for a module that does not know its device.
     #[doc(hidden)]
     fn hide(chain: Arc<Chain<Self>>) -> DeviceChain;

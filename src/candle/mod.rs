@@ -104,6 +104,8 @@
 //! layer's backward once.
 
 mod build;
+#[cfg(feature = "cuda")]
+mod capture;
 mod cpu;
 #[cfg(feature = "cuda")]
 mod cuda;
@@ -131,6 +133,8 @@ mod views_mut;
 /// A rank's group as its layers share it, of the CPU unless said otherwise.
 pub type EpGroup<D = crate::cpu::Cpu> = crate::ep::EpGroup<D>;
 pub use build::moe;
+#[cfg(feature = "cuda")]
+pub use capture::{Capture, CapturedStep, device_for_capture};
 #[cfg(feature = "cuda")]
 pub use cuda::cuda;
 pub use dispatch_combine::{DispatchCombine, Dispatched};

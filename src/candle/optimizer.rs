@@ -231,6 +231,24 @@ impl AdamW {
         Ok(())
     }
 
+    /// Has the device read the groups' options as they are now, which [`step`](Optimizer::step) does itself: for a
+    /// captured step, which reads them there at each replay.
+    ///
+    /// # Errors
+    /// Options out of range; the device's.
+    pub fn write_options(&mut self) -> Result<()> {
+        for (group, options) in self.groups.iter().enumerate() {
+            self.inner.set_group(group, *options)?;
+        }
+        Ok(())
+    }
+
+    /// The device, if it is a GPU.
+    #[cfg(feature = "cuda")]
+    pub(super) fn cuda(&self) -> Option<crate::cuda::Cuda> {
+        self.inner.cuda()
+    }
+
     /// Takes the variables' values as main weights: after somebody else has changed them.
     ///
     /// # Errors
@@ -271,9 +289,7 @@ impl Optimizer for AdamW {
 
     /// Every rank calls it, with gradients that have been summed over the ranks.
     fn step(&mut self, gradients: &GradStore) -> Result<()> {
-        for (group, options) in self.groups.iter().enumerate() {
-            self.inner.set_group(group, *options)?;
-        }
+        self.write_options()?;
         self.inner.step(gradients)
     }
 
@@ -306,6 +322,8 @@ fn specs(params: &[AdamWParam]) -> Result<Vec<ParamSpec>> {
 /// An optimizer, whatever its device.
 trait DeviceAdamW: Debug + Send {
     fn options(&self) -> AdamWOptions;
+    #[cfg(feature = "cuda")]
+    fn cuda(&self) -> Option<crate::cuda::Cuda>;
     fn set_group(&mut self, group: usize, options: GroupOptions) -> crate::Result<()>;
     fn read_params(&mut self) -> Result<()>;
     fn step(&mut self, gradients: &GradStore) -> Result<()>;
@@ -326,6 +344,11 @@ struct OnDevice<D: Host> {
 impl<D: Host> DeviceAdamW for OnDevice<D> {
     fn options(&self) -> AdamWOptions {
         *self.optimizer.options()
+    }
+
+    #[cfg(feature = "cuda")]
+    fn cuda(&self) -> Option<crate::cuda::Cuda> {
+        self.optimizer.device().cuda()
     }
 
     fn set_group(&mut self, group: usize, options: GroupOptions) -> crate::Result<()> {

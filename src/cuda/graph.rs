@@ -9,7 +9,7 @@ use crate::error::{Error, Result};
 
 use super::device::Cuda;
 use super::driver::driver;
-use super::memory::Arena;
+use super::memory::{Arena, ArenaKind};
 
 const CALL: &str = "Cuda::capture";
 
@@ -24,9 +24,9 @@ pub struct Captured<T> {
     exec: sys::CUgraphExec,
     output: T,
     cuda: Cuda,
-    /// Blocks of the graph itself; tensors in `output` are among them.
-    arena: Arc<Arena>,
-    _hold: ArenaHold,
+    /// Blocks of the graph itself, for each device that took part; tensors in `output` are among them.
+    arenas: Vec<Arc<Arena>>,
+    _holds: Vec<ArenaHold>,
 }
 
 /// Keeps the blocks that were in use in an arena when it was made from changing hands.
@@ -48,20 +48,54 @@ impl Drop for ArenaHold {
     }
 }
 
-/// A capture under way. However it ends, the stream is out of it afterwards, and the device has its memory again.
-struct ActiveCapture<'a> {
-    cuda: &'a Cuda,
+/// A device in a capture: until this is dropped its memory comes from an arena of the graph's.
+struct Member {
+    cuda: Cuda,
+    /// The workspace.
     shared: Arc<Arena>,
+    arena: Arc<Arena>,
+}
+
+impl Member {
+    /// Enters the capture; what is in use in the workspace from here on is held.
+    fn enter(cuda: &Cuda, kind: ArenaKind) -> Result<(Self, ArenaHold)> {
+        if !cuda.inner.capture_state.begin() {
+            return Err(Error::invalid(CALL, "device", "no capture under way", "one"));
+        }
+        let shared = cuda.inner.arena();
+        // From here on, so that what the calls themselves free stays as it is too.
+        let hold = ArenaHold::new(&shared);
+        let arena = shared.private(kind);
+        cuda.inner.exchange_arena(Arc::clone(&arena));
+        cuda.inner.capture_state.count();
+        Ok((Self { cuda: cuda.clone(), shared, arena }, hold))
+    }
+}
+
+impl Drop for Member {
+    fn drop(&mut self) {
+        self.cuda.inner.exchange_arena(Arc::clone(&self.shared));
+        self.cuda.inner.capture_state.end();
+    }
+}
+
+/// A capture under way. However it ends, the stream is out of it afterwards, and the devices have their memory again.
+struct ActiveCapture {
+    /// The first device's stream is the one that is captured.
+    members: Vec<Member>,
     /// Begun on the stream and not ended.
     open: bool,
 }
 
-impl ActiveCapture<'_> {
+impl ActiveCapture {
+    fn stream(&self) -> sys::CUstream {
+        self.members[0].cuda.inner.stream.cu_stream()
+    }
+
     fn run<T>(&mut self, calls: impl FnOnce() -> Result<T>) -> Result<(Graph, T)> {
         let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
         // SAFETY: the stream is alive.
-        unsafe { result::stream::begin_capture(self.cuda.inner.stream.cu_stream(), mode) }
-            .map_err(driver(CALL, "begin capture"))?;
+        unsafe { result::stream::begin_capture(self.stream(), mode) }.map_err(driver(CALL, "begin capture"))?;
         self.open = true;
         let output = calls();
         let graph = self.end(output.is_err());
@@ -72,23 +106,22 @@ impl ActiveCapture<'_> {
 
     fn end(&mut self, failed: bool) -> Result<Graph> {
         self.open = false;
-        let inner = &self.cuda.inner;
-        let whole = inner.capture_state.hooks().iter().map(|ending| ending(failed)).fold(Ok(()), Result::and);
+        let hooks = self.members.iter().flat_map(|member| member.cuda.inner.capture_state.hooks());
+        let whole = hooks.map(|ending| ending(failed)).fold(Ok(()), Result::and);
+        self.members.iter().for_each(|member| member.arena.end_capture());
         // SAFETY: capture was begun on this stream, and not ended.
-        let graph = unsafe { result::stream::end_capture(inner.stream.cu_stream()) };
+        let graph = unsafe { result::stream::end_capture(self.stream()) };
         let graph = graph.map(Graph).map_err(driver(CALL, "end capture"));
         whole.and(graph)
     }
 }
 
-impl Drop for ActiveCapture<'_> {
+impl Drop for ActiveCapture {
     fn drop(&mut self) {
         if self.open {
             // The calls panicked.
             let _ = self.end(true);
         }
-        self.cuda.inner.exchange_arena(Arc::clone(&self.shared));
-        self.cuda.inner.capture_state.end();
     }
 }
 
@@ -100,6 +133,30 @@ impl Graph {
         // SAFETY: the graph is alive.
         unsafe { result::graph::instantiate(self.0, sys::CUgraphInstantiate_flags(0)) }
             .map_err(driver(CALL, "make the graph executable"))
+    }
+
+    /// Blocks that the graph allocates, less those that it frees.
+    fn blocks_left(&self) -> Result<isize> {
+        let ask = || driver(CALL, "list the graph's nodes");
+        let mut count = 0;
+        // SAFETY: the graph is alive; without room for nodes the driver gives their number.
+        unsafe { sys::cuGraphGetNodes(self.0, std::ptr::null_mut(), &raw mut count) }.result().map_err(ask())?;
+        let mut nodes: Vec<sys::CUgraphNode> = vec![std::ptr::null_mut(); count];
+        // SAFETY: as above; there is room for `count` nodes.
+        unsafe { sys::cuGraphGetNodes(self.0, nodes.as_mut_ptr(), &raw mut count) }.result().map_err(ask())?;
+        nodes.truncate(count);
+        let mut left = 0;
+        for node in nodes {
+            let mut kind = sys::CUgraphNodeType::CU_GRAPH_NODE_TYPE_EMPTY;
+            // SAFETY: the node is the graph's.
+            unsafe { sys::cuGraphNodeGetType(node, &raw mut kind) }.result().map_err(ask())?;
+            left += match kind {
+                sys::CUgraphNodeType::CU_GRAPH_NODE_TYPE_MEM_ALLOC => 1,
+                sys::CUgraphNodeType::CU_GRAPH_NODE_TYPE_MEM_FREE => -1,
+                _ => 0,
+            };
+        }
+        Ok(left)
     }
 }
 
@@ -126,19 +183,23 @@ impl Cuda {
     /// Errors of `calls`; [`Error::NotCapturable`] where one of them waits for the device or copies from the host, or
     /// where they end within a pass of a chain; a driver's error.
     pub fn capture<T>(&self, calls: impl FnOnce() -> Result<T>) -> Result<Captured<T>> {
-        self.bind(CALL)?;
-        if !self.inner.capture_state.begin() {
-            return Err(Error::invalid(CALL, "device", "no capture under way", "one"));
-        }
-        let shared = self.inner.arena();
-        // From here on, so that what the calls themselves free stays as it is too.
-        let hold = ArenaHold::new(&shared);
-        let arena = shared.private();
-        self.inner.exchange_arena(Arc::clone(&arena));
-        self.inner.capture_state.count();
-        let (graph, output) = ActiveCapture { cuda: self, shared, open: false }.run(calls)?;
-        let exec = graph.executable()?;
-        Ok(Captured { exec, output, cuda: self.clone(), arena, _hold: hold })
+        Captured::of(std::slice::from_ref(self), ArenaKind::BesideGraph, calls)
+    }
+
+    /// As [`capture`](Self::capture), of calls that the host framework enqueues too, on the stream that all of `devices`
+    /// are on. Their memory comes from the graph's own, as the framework's does, and may go to the framework.
+    ///
+    /// # Errors
+    /// As [`capture`](Self::capture); devices on several streams; memory that the calls took and did not free.
+    #[cfg(feature = "candle")]
+    pub(crate) fn capture_with_framework(devices: &[Self], calls: impl FnOnce() -> Result<()>) -> Result<Captured<()>> {
+        Captured::of(devices, ArenaKind::InGraph, calls)
+    }
+
+    /// Whether what the host framework enqueues may be recorded with this device's calls.
+    #[cfg(feature = "candle")]
+    pub(crate) fn captures_with_framework(&self) -> bool {
+        self.inner.capture_state.is_under_way() && self.inner.arena().kind() == ArenaKind::InGraph
     }
 
     /// Number of the capture under way.
@@ -172,6 +233,35 @@ impl Cuda {
 }
 
 impl<T> Captured<T> {
+    /// Captures what `calls` enqueue on the stream of all `devices`, of which there is one at least.
+    fn of(devices: &[Cuda], kind: ArenaKind, calls: impl FnOnce() -> Result<T>) -> Result<Self> {
+        let Some(cuda) = devices.first() else { return Err(Error::invalid(CALL, "devices", "one or more", "none")) };
+        cuda.bind(CALL)?;
+        let mut capture = ActiveCapture { members: Vec::new(), open: false };
+        let (mut holds, mut arenas) = (Vec::new(), Vec::new());
+        for device in devices {
+            if !device.is_on(&cuda.inner.stream) {
+                return Err(Error::invalid(CALL, "devices", "devices on one stream", "another stream's"));
+            }
+            if capture.members.iter().any(|member| Arc::ptr_eq(&member.cuda.inner, &device.inner)) {
+                continue;
+            }
+            let (member, hold) = Member::enter(device, kind)?;
+            arenas.push(Arc::clone(&member.arena));
+            capture.members.push(member);
+            holds.push(hold);
+        }
+        let (graph, output) = capture.run(calls)?;
+        drop(capture);
+        if kind == ArenaKind::InGraph && graph.blocks_left()? != 0 {
+            let expected = "calls that free all memory that they take, but for what they return";
+            let found = "a tensor made in the capture that outlives it, or one from before it that was dropped in it";
+            return Err(Error::invalid(CALL, "calls", expected, found));
+        }
+        let exec = graph.executable()?;
+        Ok(Self { exec, output, cuda: cuda.clone(), arenas, _holds: holds })
+    }
+
     /// Enqueues the captured calls.
     ///
     /// # Errors
@@ -191,7 +281,7 @@ impl<T> Captured<T> {
 
     /// Bytes that the graph has taken for itself, and all other memory of its device.
     pub fn memory(&self) -> super::Memory {
-        self.arena.memory()
+        self.arenas[0].memory()
     }
 }
 

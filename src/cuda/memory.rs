@@ -96,10 +96,23 @@ pub(super) struct MemoryBlock {
     serial: u64,
 }
 
+/// Whose an arena's blocks are.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum ArenaKind {
+    /// The workspace's.
+    Workspace,
+    /// A graph's, which lie beside it: it uses them in every replay.
+    BesideGraph,
+    /// A graph's, which it allocates and frees itself, as it does what the host framework takes in a capture: blocks
+    /// may go from one to the other.
+    #[cfg_attr(not(feature = "candle"), allow(dead_code, reason = "candle alone records with us"))]
+    InGraph,
+}
+
 /// Blocks that change hands among the tensors of one stream.
 pub(super) struct Arena {
     pool: Arc<Pool>,
-    captured: bool,
+    kind: ArenaKind,
     state: Mutex<ArenaState>,
 }
 
@@ -128,11 +141,12 @@ impl Pool {
         lock(&self.memory)
     }
 
-    fn take(&self, size: usize, captured: bool) -> std::result::Result<CUdeviceptr, DriverError> {
-        let stream = if captured { self.side.cu_stream() } else { self.stream.cu_stream() };
+    fn take(&self, size: usize, kind: ArenaKind) -> std::result::Result<CUdeviceptr, DriverError> {
+        let beside = kind == ArenaKind::BesideGraph;
+        let stream = if beside { self.side.cu_stream() } else { self.stream.cu_stream() };
         // SAFETY: pool and streams are alive.
         let ptr = unsafe { result::mem_pool::alloc_async(self.handle, size, stream) }?;
-        if captured {
+        if beside {
             // SAFETY: as above. What runs on the other stream may use the block from here on.
             unsafe { result::stream::synchronize(stream) }?;
         }
@@ -165,12 +179,24 @@ impl Arena {
         let handle = create_pool(&context)?;
         let (stream, stuck) = (Arc::clone(stream), stuck.clone());
         let pool = Pool { handle, stream, side, context, memory: Mutex::default(), given_away: false.into(), stuck };
-        Ok(Arc::new(Self { pool: Arc::new(pool), captured: false, state: Mutex::default() }))
+        Ok(Arc::new(Self { pool: Arc::new(pool), kind: ArenaKind::Workspace, state: Mutex::default() }))
     }
 
     /// An arena for one graph, over the same pool.
-    pub(super) fn private(&self) -> Arc<Self> {
-        Arc::new(Self { pool: Arc::clone(&self.pool), captured: true, state: Mutex::default() })
+    pub(super) fn private(&self, kind: ArenaKind) -> Arc<Self> {
+        Arc::new(Self { pool: Arc::clone(&self.pool), kind, state: Mutex::default() })
+    }
+
+    #[cfg(feature = "candle")]
+    pub(super) fn kind(&self) -> ArenaKind {
+        self.kind
+    }
+
+    /// Before a capture ends: has the graph free what it allocated for this arena.
+    pub(super) fn end_capture(&self) {
+        if self.kind == ArenaKind::InGraph {
+            self.pool.give_back(std::mem::take(&mut lock(&self.state).free).into_iter());
+        }
     }
 
     pub(super) fn memory(&self) -> Memory {
@@ -188,7 +214,7 @@ impl Arena {
     }
 
     fn give_back(&self, state: &mut ArenaState) {
-        if !self.captured {
+        if self.kind == ArenaKind::Workspace {
             self.pool.give_back(std::mem::take(&mut state.free).into_iter());
         }
     }
@@ -203,12 +229,12 @@ impl Arena {
                 state.free.remove(&block);
                 block
             }
-            None => match self.pool.take(size, self.captured) {
+            None => match self.pool.take(size, self.kind) {
                 Ok(ptr) => (size, ptr),
                 Err(_) => {
                     // Free blocks of other sizes may hold the memory that is missing.
                     self.give_back(&mut state);
-                    let again = self.pool.take(size, self.captured);
+                    let again = self.pool.take(size, self.kind);
                     (size, again.map_err(driver(call, &format!("allocate {bytes} bytes")))?)
                 }
             },
@@ -273,12 +299,15 @@ impl Arena {
 impl Drop for Arena {
     fn drop(&mut self) {
         let state = std::mem::take(self.state.get_mut().unwrap_or_else(PoisonError::into_inner));
-        if self.pool.stuck.is() {
-            // A stream takes only so much that it does not come to, and then has the caller wait.
-            return;
-        }
         let limbo = state.limbo.into_iter().map(|b| (b.size, b.ptr));
-        self.pool.give_back(state.free.into_iter().chain(limbo));
+        let blocks = state.free.into_iter().chain(limbo);
+        if self.kind == ArenaKind::InGraph {
+            // The capture failed, and these were never allocated.
+            self.pool.counts().reserved -= blocks.map(|(size, _)| size).sum::<usize>();
+        } else if !self.pool.stuck.is() {
+            // A stuck stream takes only so much that it does not come to, and then has the caller wait.
+            self.pool.give_back(blocks);
+        }
     }
 }
 

@@ -3,6 +3,8 @@
 
 #[cfg(feature = "cuda")]
 mod ahead;
+#[cfg(feature = "cuda")]
+mod capture;
 mod dispatch;
 mod facade;
 #[path = "../common/goldens.rs"]
@@ -57,7 +59,7 @@ fn main() -> ExitCode {
         }
     }
     #[cfg(feature = "cuda")]
-    for (file, cases) in suites().into_iter().chain([("gpu", gpu::cases())]) {
+    for (file, cases) in suites().into_iter().chain([("capture", capture::cases()), ("gpu", gpu::cases())]) {
         for (name, body) in cases {
             // A device of its own for each: they run side by side.
             trials.add_gpu(format!("{file}::{name}, GPU"), move || {

@@ -1,0 +1,235 @@
+//! Steps of whole small models, captured with candle's own operations among them, against the same steps run eagerly.
+//! Each body makes its own device, with candle's event tracking off.
+
+use std::cell::RefCell;
+
+use candle_core::{D, DType, Device, IndexOp, Module, Result, Tensor};
+use candle_nn::{Embedding, Linear, Optimizer, RmsNorm, VarBuilder, VarMap, ops};
+use moebius::MoeConfig;
+use moebius::candle::{AdamW, Capture, DeviceGroup, ExpertParallelMoE, MainGradients, device_for_capture, error_of};
+use moebius::ep::GroupConfig;
+use moebius::optim::{AdamWOptions, GroupOptions};
+
+use crate::support::{AnyResult, EXPERTS, H, config, flat, redraw, seeded, tokens};
+use crate::trials::tests;
+
+const VOCABULARY: usize = 32;
+const TOKENS: usize = 12;
+
+/// A decoder of one block: embedding, attention over the tokens given, experts, output.
+struct Model {
+    embedding: Embedding,
+    norms: [RmsNorm; 2],
+    query: Linear,
+    moe: ExpertParallelMoE,
+    output: Linear,
+}
+
+impl Model {
+    fn new(group: &DeviceGroup, vb: VarBuilder<'_>) -> Result<Self> {
+        let norm = |name: &str| candle_nn::rms_norm(H, 1e-6, vb.pp(name));
+        Ok(Self {
+            embedding: candle_nn::embedding(VOCABULARY, H, vb.pp("embedding"))?,
+            norms: [norm("first")?, norm("second")?],
+            query: candle_nn::linear_no_bias(H, H, vb.pp("query"))?,
+            moe: ExpertParallelMoE::new(MoeConfig::new(H, 24, EXPERTS, 2), group, vb.pp("moe"))?,
+            output: candle_nn::linear(H, VOCABULARY, vb.pp("output"))?,
+        })
+    }
+
+    /// Logits `[T, VOCABULARY]` of ids `[T]`.
+    fn forward(&self, ids: &Tensor) -> Result<Tensor> {
+        let x = self.embedding.forward(ids)?;
+        let h = self.norms[0].forward_diff(&x)?;
+        let scores = (self.query.forward(&h)?.matmul(&h.t()?)? * (H as f64).powf(-0.5))?;
+        let x = (x + ops::softmax(&scores, D::Minus1)?.matmul(&h)?)?;
+        let x = (self.moe.forward(&self.norms[1].forward_diff(&x)?)? + x)?;
+        self.output.forward(&x)
+    }
+}
+
+/// A model with weights that depend on the seed alone.
+fn model(device: &Device, dtype: DType) -> AnyResult<(Model, VarMap)> {
+    let vars = VarMap::new();
+    let group = DeviceGroup::single(GroupConfig::new(EXPERTS, TOKENS), device)?;
+    let model = Model::new(&group, VarBuilder::from_varmap(&vars, dtype, device))?;
+    redraw(&vars, 77)?;
+    Ok((model, vars))
+}
+
+/// Ids of step `at`.
+fn ids(at: usize, device: &Device) -> AnyResult<Tensor> {
+    let ids = (0..TOKENS).map(|i| ((at * 131 + i * i * 17 + i * 7 + 3) % VOCABULARY) as u32);
+    Ok(Tensor::from_iter(ids, &Device::Cpu)?.to_device(device)?)
+}
+
+fn bits(t: &Tensor) -> AnyResult<Vec<u32>> {
+    Ok(flat(t)?.into_iter().map(f32::to_bits).collect())
+}
+
+/// 10,000 replays of a decode step, each with other tokens and so another routing, against as many eager results.
+fn replayed_decode_steps_have_the_eager_ones_bits(_: &Device) -> AnyResult<()> {
+    let device = device_for_capture(0)?;
+    for dtype in [DType::F32, DType::BF16] {
+        let (model, _) = model(&device, dtype)?;
+        let inputs = (0..VOCABULARY).map(|at| ids(at, &device)).collect::<AnyResult<Vec<_>>>()?;
+        let expected = inputs.iter().map(|ids| bits(&model.forward(ids)?)).collect::<AnyResult<Vec<_>>>()?;
+        assert!(expected.windows(2).all(|pair| pair[0] != pair[1]), "inputs differ");
+        let current = inputs[0].copy()?;
+        let capture = Capture::new(&device)?.group(model.moe.group())?;
+        let mut step = capture.run(|| Ok(vec![model.forward(&current)?]))?;
+        for replay in 0..10_000 {
+            let at = replay * 7 % inputs.len();
+            current.slice_set(&inputs[at], 0, 0)?;
+            step.replay()?;
+            if replay % 997 == 0 {
+                // Eager work between replays takes nothing of the graph's.
+                assert_eq!(bits(&model.forward(&inputs[at])?)?, expected[at], "eager beside the graph");
+            }
+            assert_eq!(bits(&step.outputs()[0])?, expected[at], "{dtype:?}, replay {replay}");
+        }
+    }
+    Ok(())
+}
+
+/// A model in training: forward, backward and the optimizer's step.
+struct Training {
+    model: Model,
+    vars: VarMap,
+    state: RefCell<(MainGradients, AdamW)>,
+    input: Tensor,
+    target: Tensor,
+}
+
+impl Training {
+    fn new(device: &Device, dtype: DType) -> AnyResult<Self> {
+        let (model, vars) = model(device, dtype)?;
+        let group = GroupOptions { lr: 0.01, ..Default::default() };
+        let adam = AdamW::new(vars.all_vars(), AdamWOptions { group, max_norm: Some(1.0), ..Default::default() })?;
+        let (input, target) = (ids(0, device)?, ids(1, device)?);
+        Ok(Self { model, vars, state: RefCell::new((MainGradients::new(), adam)), input, target })
+    }
+
+    fn step(&self) -> Result<Tensor> {
+        let (gradients, adam) = &mut *self.state.borrow_mut();
+        let logits = self.model.forward(&self.input)?.to_dtype(DType::F32)?;
+        let loss = candle_nn::loss::cross_entropy(&logits, &self.target)?;
+        gradients.backward(&loss)?;
+        adam.step(gradients.store())?;
+        gradients.reset();
+        Ok(loss.detach())
+    }
+
+    fn give(&self, at: usize) -> AnyResult<()> {
+        self.input.slice_set(&ids(at, self.input.device())?, 0, 0)?;
+        self.target.slice_set(&ids(at + 1, self.input.device())?, 0, 0)?;
+        Ok(())
+    }
+
+    fn weights(&self) -> AnyResult<Vec<(String, Vec<u32>)>> {
+        let vars = self.vars.data().lock().map_err(|e| e.to_string())?;
+        let mut all = vars.iter().map(|(n, v)| Ok((n.clone(), bits(v)?))).collect::<AnyResult<Vec<_>>>()?;
+        all.sort();
+        Ok(all)
+    }
+}
+
+/// 10,000 replayed steps give the bits of as many eager ones: every loss, and the weights at the end; the learning rate
+/// changes on the way.
+fn replayed_training_steps_have_the_eager_ones_bits(_: &Device) -> AnyResult<()> {
+    let device = device_for_capture(0)?;
+    for (dtype, steps) in [(DType::F32, 2_000), (DType::BF16, 10_000)] {
+        let (eager, captured) = (Training::new(&device, dtype)?, Training::new(&device, dtype)?);
+        let expected = bits(&eager.step()?)?;
+        let capture = Capture::new(&device)?.group(captured.model.moe.group())?;
+        let capture = capture.optimizer(&captured.state.borrow().1)?;
+        // The first run is a step.
+        let mut graph = capture.run(|| Ok(vec![captured.step()?]))?;
+        assert_eq!(bits(&graph.outputs()[0])?, expected, "{dtype:?}, the first step");
+        for at in 1..steps {
+            eager.give(at)?;
+            captured.give(at)?;
+            if at % 100 == 0 {
+                for training in [&eager, &captured] {
+                    let adam = &mut training.state.borrow_mut().1;
+                    adam.set_learning_rate(0.01 / (at / 100) as f64);
+                    adam.write_options()?;
+                }
+            }
+            let expected = bits(&eager.step()?)?;
+            graph.replay()?;
+            assert_eq!(bits(&graph.outputs()[0])?, expected, "{dtype:?}, step {at}");
+        }
+        assert_eq!(captured.weights()?, eager.weights()?, "{dtype:?}");
+        let counted = |training: &Training| Ok::<_, candle_core::Error>(training.state.borrow().1.stats()?.steps);
+        assert_eq!((counted(&captured)?, counted(&eager)?), (steps as u64, steps as u64));
+    }
+    Ok(())
+}
+
+/// What a capture cannot hold is refused with what to do instead, and everything works on afterwards.
+fn refusals_say_what_to_do(_: &Device) -> AnyResult<()> {
+    let tracked = Device::new_cuda_with_stream(0)?;
+    for wrong in [&tracked, &Device::Cpu] {
+        let error = Capture::new(wrong).map(drop).expect_err("a device that tracks");
+        assert!(error_of(&error).is_some() && error.to_string().contains("device_for_capture"), "{error}");
+    }
+    let device = device_for_capture(0)?;
+    let moe = seeded(crate::support::group(&device)?, config())?;
+    let x = tokens(0..4, &device)?;
+    let expected = flat(&moe.forward(&x)?)?;
+    let elsewhere = seeded(crate::support::group(&tracked)?, config())?;
+    for other in [elsewhere.group(), &crate::support::group(&Device::Cpu)?] {
+        let error = Capture::new(&device)?.group(other).map(drop).expect_err("a group elsewhere");
+        assert!(error.to_string().contains("capture's device"), "{error}");
+    }
+    let works = |what: &str| -> AnyResult<()> {
+        assert_eq!(flat(&moe.forward(&x)?)?, expected, "eagerly, after {what}");
+        let mut step = Capture::new(&device)?.group(moe.group())?.run(|| Ok(vec![moe.forward(&x)?]))?;
+        step.replay()?;
+        assert_eq!(flat(&step.outputs()[0])?, expected, "replayed, after {what}");
+        Ok(())
+    };
+    let refused = |what: &str, capture: Capture, calls: &mut dyn FnMut() -> Result<Vec<Tensor>>| -> AnyResult<String> {
+        let error = capture.run(calls).map(drop).expect_err(what);
+        works(what)?;
+        Ok(error.to_string())
+    };
+    let all = || Capture::new(&device)?.group(moe.group());
+    let text = refused("a group that is not named", Capture::new(&device)?, &mut || Ok(vec![moe.forward(&x)?]))?;
+    assert!(text.contains("candle::Capture"), "{text}");
+    let text = refused("a wait", all()?, &mut || {
+        let y = moe.forward(&x)?;
+        y.i((0, 0))?.to_scalar::<f32>()?;
+        Ok(vec![y])
+    })?;
+    assert!(text.contains("capture"), "{text}");
+    let mut large = 0f32;
+    let text = refused("a large copy from the host", all()?, &mut || {
+        large += 1.0;
+        moe.forward(&x)?.broadcast_add(&Tensor::new(vec![large; 4096], &device)?.narrow(0, 0, H)?).map(|y| vec![y])
+    })?;
+    assert!(text.contains("host data"), "{text}");
+    let kept = RefCell::new(Vec::new());
+    let text = refused("a tensor that stays", all()?, &mut || {
+        kept.borrow_mut().push(moe.forward(&x)?);
+        Ok(vec![])
+    })?;
+    assert!(text.contains("outlives"), "{text}");
+    kept.borrow_mut().truncate(1);
+    assert_eq!(flat(&kept.borrow()[0])?, expected);
+    let mut sizes = [4usize, 5].into_iter();
+    let text = refused("another size", all()?, &mut || {
+        let rows = sizes.next().unwrap_or(1);
+        Ok(vec![moe.forward(&Tensor::zeros((rows, H), DType::F32, &device)?)?])
+    })?;
+    assert!(text.contains("an output"), "{text}");
+    Ok(())
+}
+
+tests! {
+    fn(&Device) -> AnyResult<()>;
+    replayed_decode_steps_have_the_eager_ones_bits,
+    replayed_training_steps_have_the_eager_ones_bits,
+    refusals_say_what_to_do,
+}
