@@ -9,7 +9,7 @@ use moebius::MoeConfig;
 use moebius::burn::{DeviceGroup, ExpertParallelMoE, ExpertParallelMoEConfig, cuda};
 use moebius::ep::{EpGroup, GroupConfig};
 
-use super::{Result, Workload, time};
+use super::{Result, Workload, asked, time};
 
 type Inner = burn::backend::Cuda<f32, i32>;
 type B = Autodiff<Inner>;
@@ -42,17 +42,21 @@ pub fn run(workload: &Workload, gpu: &str) -> Result<()> {
     let (x, c) = (random::<2>([t, h], 1), random::<2>([t, h], 1));
     let frozen = moe.clone().no_grad();
     let input = Tensor::<B, 2>::from_inner(x.clone());
-    let fwd = time(sync, || {
-        frozen.forward(input.clone())?;
-        Ok(())
-    })?;
-    workload.report("moebius-burn", "fwd", fwd, gpu);
+    if asked("fwd") {
+        let fwd = time(sync, || {
+            frozen.forward(input.clone())?;
+            Ok(())
+        })?;
+        workload.report("moebius-burn", "fwd", fwd, gpu);
+    }
     let c = Tensor::<B, 2>::from_inner(c);
-    let step = time(sync, || {
-        let x = Tensor::<B, 2>::from_inner(x.clone()).require_grad();
-        drop((moe.forward(x)? * c.clone()).sum().backward());
-        Ok(())
-    })?;
-    workload.report("moebius-burn", "fwd+bwd", step, gpu);
+    if asked("fwd+bwd") {
+        let step = time(sync, || {
+            let x = Tensor::<B, 2>::from_inner(x.clone()).require_grad();
+            drop((moe.forward(x)? * c.clone()).sum().backward());
+            Ok(())
+        })?;
+        workload.report("moebius-burn", "fwd+bwd", step, gpu);
+    }
     Ok(core.check()?)
 }

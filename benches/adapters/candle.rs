@@ -1,18 +1,42 @@
 //! On candle's CUDA device.
 
-use candle_core::{DType, Device, Module, Tensor, Var};
+use candle_core::backend::BackendStorage;
+use candle_core::{CpuStorage, CudaStorage, CustomOp1, DType, Device, Layout, Module, Shape, Tensor, Var};
 use candle_nn::{VarBuilder, VarMap};
 use moebius::MoeConfig;
-use moebius::candle::{DeviceGroup, ExpertParallelMoE, MainGradients, cuda};
+use moebius::candle::{Capture, DeviceGroup, ExpertParallelMoE, MainGradients, cuda, device_for_capture};
 use moebius::ep::GroupConfig;
 use moebius::layer::{Layer, ParamKind};
 
 use super::core::time_queued;
-use super::{Result, Workload, time};
+use super::{Result, Workload, asked, time};
 
 /// Random values in bf16.
 fn random(dims: &[usize], scale: usize, device: &Device) -> Result<Tensor> {
     Ok(Tensor::randn(0f32, (scale as f32).powf(-0.5), dims, device)?.to_dtype(DType::BF16)?)
+}
+
+/// x as the output of a layer below, to which its gradient goes: a variable's would be a parameter's, which is kept.
+struct LayerBelow(Tensor);
+
+impl CustomOp1 for LayerBelow {
+    fn name(&self) -> &'static str {
+        "layer-below"
+    }
+
+    fn cpu_fwd(&self, _: &CpuStorage, _: &Layout) -> candle_core::Result<(CpuStorage, Shape)> {
+        candle_core::bail!("a GPU's")
+    }
+
+    fn cuda_fwd(&self, _: &CudaStorage, _: &Layout) -> candle_core::Result<(CudaStorage, Shape)> {
+        let (storage, layout) = self.0.storage_and_layout();
+        let candle_core::Storage::Cuda(storage) = &*storage else { candle_core::bail!("a GPU's") };
+        Ok((storage.try_clone(layout)?, self.0.shape().clone()))
+    }
+
+    fn bwd(&self, arg: &Tensor, _: &Tensor, _: &Tensor) -> candle_core::Result<Option<Tensor>> {
+        Ok(Some(arg.zeros_like()?))
+    }
 }
 
 pub fn run(workload: &Workload, gpu: &str) -> Result<()> {
@@ -42,24 +66,28 @@ pub fn run(workload: &Workload, gpu: &str) -> Result<()> {
     let frozen = ExpertParallelMoE::new(layer(1)?, group, VarBuilder::from_tensors(values, DType::BF16, &device))?;
     let (x, c) = (random(&[t, h], 1, &device)?, random(&[t, h], 1, &device)?);
     let sync = || Ok(device.synchronize()?);
-    let fwd = time(sync, || {
-        frozen.forward(&x)?;
-        Ok(())
-    })?;
-    workload.report("moebius-candle", "fwd", fwd, gpu);
+    if asked("fwd") {
+        let fwd = time(sync, || {
+            frozen.forward(&x)?;
+            Ok(())
+        })?;
+        workload.report("moebius-candle", "fwd", fwd, gpu);
+    }
     let x = Var::from_tensor(&x)?;
-    let step = time(sync, || {
-        // Row by row first: candle sums a whole tensor in one block.
-        drop((moe.forward(x.as_tensor())? * &c)?.sum(1)?.sum_all()?.backward()?);
-        Ok(())
-    })?;
-    workload.report("moebius-candle", "fwd+bwd", step, gpu);
+    if asked("fwd+bwd") {
+        let step = time(sync, || {
+            // Row by row first: candle sums a whole tensor in one block.
+            drop((moe.forward(x.as_tensor())? * &c)?.sum(1)?.sum_all()?.backward()?);
+            Ok(())
+        })?;
+        workload.report("moebius-candle", "fwd+bwd", step, gpu);
+    }
     let core = cuda(&device)?;
-    for (phase, mut main, add) in
-        [("fwd+bwd-stored", MainGradients::new(), false), ("fwd+bwd-f32-add", MainGradients::in_f32(), true)]
-    {
+    let below = Var::zeros((), DType::F32, &device)?.apply_op1(LayerBelow(x.as_detached_tensor()))?;
+    let forms = [("fwd+bwd-stored", MainGradients::new(), false), ("fwd+bwd-f32-add", MainGradients::in_f32(), true)];
+    for (phase, mut main, add) in forms.into_iter().filter(|(phase, ..)| asked(phase)) {
         let step = time_queued(&core, || {
-            main.backward_with(&moe.forward(x.as_tensor())?, &c)?;
+            main.backward_with(&moe.forward(&below)?, &c)?;
             if !add {
                 main.reset();
             }
@@ -67,10 +95,37 @@ pub fn run(workload: &Workload, gpu: &str) -> Result<()> {
         })?;
         workload.report("moebius-candle", phase, step, gpu);
     }
-    let plain = time_queued(&core, || {
-        drop((moe.forward(x.as_tensor())? * &c)?.sum(1)?.sum_all()?.backward()?);
-        Ok(())
-    })?;
-    workload.report("moebius-candle", "fwd+bwd-plain", plain, gpu);
+    if asked("fwd+bwd-plain") {
+        let plain = time_queued(&core, || {
+            drop((moe.forward(x.as_tensor())? * &c)?.sum(1)?.sum_all()?.backward()?);
+            Ok(())
+        })?;
+        workload.report("moebius-candle", "fwd+bwd-plain", plain, gpu);
+    }
+    core.check()?;
+    drop((moe, frozen, map, core));
+    if asked("fwd-graph") { graph(workload, gpu) } else { Ok(()) }
+}
+
+/// The layer's forward as a graph that is replayed.
+fn graph(workload: &Workload, gpu: &str) -> Result<()> {
+    let Workload { tokens: t, hidden: h, inner: i, experts: e, top_k: k, .. } = *workload;
+    let device = device_for_capture(0)?;
+    let given = [
+        (ParamKind::Router, vec![e, h], h),
+        (ParamKind::Up, vec![e, 2 * i, h], h),
+        (ParamKind::Down, vec![e, h, i], i),
+    ];
+    let draw = |(kind, dims, scale): (ParamKind, Vec<usize>, usize)| {
+        Ok::<_, Box<dyn std::error::Error>>((kind.name().to_string(), random(&dims, scale, &device)?))
+    };
+    let weights = given.map(draw).into_iter().collect::<Result<_>>()?;
+    let group = DeviceGroup::single(GroupConfig::new(e, t), &device)?;
+    let vb = VarBuilder::from_tensors(weights, DType::BF16, &device);
+    let moe = ExpertParallelMoE::new(Layer::new(MoeConfig::new(h, i, e, k), 0)?, group, vb)?;
+    let x = random(&[t, h], 1, &device)?;
+    let mut step = Capture::new(&device)?.group(moe.group())?.run(|| Ok(vec![moe.forward(&x)?]))?;
+    let core = cuda(&device)?;
+    workload.report("moebius-candle", "fwd-graph", time_queued(&core, || Ok(step.replay()?))?, gpu);
     Ok(core.check()?)
 }

@@ -8,7 +8,7 @@ use moebius::layer::{Cotangents, GradientsMut, Inputs, Layer, Mode, ParamKind, P
 use moebius::{DType, MoeConfig, Tensor};
 
 use super::data::Random;
-use super::{Result, Workload};
+use super::{Result, Workload, asked};
 
 /// Steps before the first that counts, and those that count.
 const WARM_UP: usize = 3;
@@ -74,7 +74,8 @@ pub fn run(cuda: &Cuda, workload: &Workload, gpu: &str) -> Result<()> {
     let empty = |like: &Tensor<Cuda>, dtype| Tensor::zeros(cuda, dtype, like.dims());
     let mut core = Core { layer, group, params, x: &x, d_y: &d_y, y: empty(&x, DType::BF16)? };
     let (mut d_x, mut d_router) = (empty(&x, DType::BF16)?, empty(&router, DType::BF16)?);
-    for (phase, dtype, accumulate) in [("fwd+bwd-stored", DType::BF16, false), ("fwd+bwd-f32-add", DType::F32, true)] {
+    let forms = [("fwd+bwd-stored", DType::BF16, false), ("fwd+bwd-f32-add", DType::F32, true)];
+    for (phase, dtype, accumulate) in forms.into_iter().filter(|(phase, ..)| asked(phase)) {
         let (mut d_up, mut d_down) = (empty(&up, dtype)?, empty(&down, dtype)?);
         let ms = time_queued(cuda, || {
             core.step(GradientsMut {
@@ -89,6 +90,16 @@ pub fn run(cuda: &Cuda, workload: &Workload, gpu: &str) -> Result<()> {
             })
         })?;
         workload.report("moebius", phase, ms, gpu);
+    }
+    if asked("fwd-graph") {
+        let mut forward = || {
+            let params = core.params.params();
+            let inputs = Inputs { x: core.x.view(), params: &params };
+            core.layer.forward_into(&mut core.group, Mode::default(), inputs, core.y.view_mut()).map(drop)
+        };
+        forward()?;
+        let mut graph = cuda.capture(forward)?;
+        workload.report("moebius", "fwd-graph", time_queued(cuda, || Ok(graph.replay()?))?, gpu);
     }
     Ok(())
 }

@@ -2,11 +2,11 @@
 //! line a measurement, keys as `benches/cuda`. `fwd` and `fwd+bwd`: wall clock from an idle GPU to an idle GPU with the
 //! loss Σ y ∘ c, which both frameworks' programs share. `fwd+bwd-stored`: steps queued one behind the other, timed by
 //! events, with the gradient of y given and no loss, gradients in the weights' type; `-f32-add` adds the experts' in f32.
-//! These the layer itself (`moebius`) does as well.
+//! These the layer itself (`moebius`) does as well, and `fwd-graph`, replays of a captured forward.
 //!
 //! ```text
-//! cargo bench -p moebius --no-default-features --features candle,cuda --bench adapters -- [WORKLOAD …]
-//! cargo bench --no-default-features --features burn-cuda --bench adapters -- [WORKLOAD …]
+//! cargo bench -p moebius --no-default-features --features candle,cuda --bench adapters -- [--phase=PHASE …] [WORKLOAD …]
+//! cargo bench --no-default-features --features burn-cuda --bench adapters -- [--phase=PHASE …] [WORKLOAD …]
 //! ```
 
 #![cfg_attr(
@@ -75,6 +75,12 @@ fn time(sync: impl Fn() -> Result<()>, mut call: impl FnMut() -> Result<()>) -> 
     Ok(times[times.len() / 2])
 }
 
+/// Whether a phase is to be timed: all, or those named.
+fn asked(phase: &str) -> bool {
+    let named = || std::env::args().filter_map(|a| Some(a.strip_prefix("--phase=")?.to_string()));
+    named().next().is_none() || named().any(|name| name == phase)
+}
+
 impl Workload {
     /// Rows of the experts' buffers.
     fn slots(&self) -> usize {
@@ -83,7 +89,7 @@ impl Workload {
 
     fn report(&self, who: &str, phase: &str, ms: f64, gpu: &str) {
         let Self { name, tokens, hidden, inner, top_k, .. } = *self;
-        let passes = if phase == "fwd" { 1.0 } else { 3.0 };
+        let passes = if phase.starts_with("fwd+bwd") { 3.0 } else { 1.0 };
         let flop = passes * 6.0 * (tokens * top_k) as f64 * hidden as f64 * inner as f64;
         say(format_args!(
             "{{\"impl\":\"{who}\",\"workload\":\"{name}\",\"phase\":\"{phase}\",\"ms\":{ms:.4},\"tflops\":{:.1},\

@@ -196,7 +196,7 @@ impl Cuda {
         Captured::of(devices, ArenaKind::InGraph, calls)
     }
 
-    /// Whether what the host framework enqueues may be recorded with this device's calls.
+    /// Whether what the host framework enqueues may be captured with this device's calls.
     #[cfg(feature = "candle")]
     pub(crate) fn captures_with_framework(&self) -> bool {
         self.inner.capture_state.is_under_way() && self.inner.arena().kind() == ArenaKind::InGraph

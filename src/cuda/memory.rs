@@ -105,7 +105,7 @@ pub(super) enum ArenaKind {
     BesideGraph,
     /// A graph's, which it allocates and frees itself, as it does what the host framework takes in a capture: blocks
     /// may go from one to the other.
-    #[cfg_attr(not(feature = "candle"), allow(dead_code, reason = "candle alone records with us"))]
+    #[cfg_attr(not(feature = "candle"), allow(dead_code, reason = "candle alone captures with us"))]
     InGraph,
 }
 

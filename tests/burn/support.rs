@@ -24,6 +24,8 @@ pub type B = Autodiff<Flex>;
 pub trait Subject: NativeBackend {
     /// Numbers of ranks that it can have in one process.
     const RANKS: &'static [usize];
+    /// Relative error of a factor in burn's own products of f32.
+    const ROUNDING: f64;
 
     /// Runs `rank` for each of R ranks with its group; results in rank order.
     fn on_ranks<T: Send>(ranks: usize, rank: impl Fn(usize, DeviceGroup) -> T + Sync) -> Vec<T>;
@@ -36,6 +38,7 @@ pub trait Subject: NativeBackend {
 
 impl Subject for Flex {
     const RANKS: &'static [usize] = &[1, 2, 4];
+    const ROUNDING: f64 = 0.0;
 
     fn on_ranks<T: Send>(ranks: usize, rank: impl Fn(usize, DeviceGroup) -> T + Sync) -> Vec<T> {
         on_ranks(ranks, LONG, |r, group| rank(r, group.into()))
