@@ -114,6 +114,7 @@ impl Dispatcher {
 
 /// Every dispatcher that is measured.
 const DISPATCHERS: &[Dispatcher] = &[
+    Dispatcher::new("auto", "auto", DispatcherKind::Auto),
     Dispatcher::new("all_to_all", "nccl", DispatcherKind::AllToAll),
     Dispatcher::new("all_gather", "nccl", DispatcherKind::AllGather),
     #[cfg(feature = "nccl-ep")]

@@ -3,13 +3,39 @@
 use crate::comm::Solo;
 #[cfg(not(feature = "nccl-ep"))]
 use crate::ep::LibraryDispatchers;
-use crate::ep::{Group, GroupConfig};
+use crate::ep::{DispatcherKind, Group, GroupConfig};
 use crate::error::Result;
 
 use super::device::Cuda;
 
 #[cfg(not(feature = "nccl-ep"))]
-impl LibraryDispatchers for Cuda {}
+impl LibraryDispatchers for Cuda {
+    fn preferred_dispatchers(config: &GroupConfig, ranks: usize) -> &'static [DispatcherKind] {
+        preferred_dispatchers(config, ranks)
+    }
+}
+
+/// Most tokens of a rank with which all-gather is the quickest on up to [`LINKED`] ranks.
+const FEW_TOKENS: usize = 512;
+/// GPUs of a host, between which a row that nobody asked for costs least.
+const LINKED: usize = 8;
+
+/// `Auto`'s table, of whole layers' times on H200s (`docs/benchmarks-gpus.md`). On two ranks most tokens visit both, and
+/// all-gather is the quickest or within 3 % of it; so it is with few tokens, whose time is that of calls. With more, NCCL
+/// EP sends each row once to the ranks that it visits. Measured were two and four ranks, 128 and 4096 tokens and more; up
+/// to a host's GPUs and to [`FEW_TOKENS`] the table goes on from these, and beyond a host all-gather's rows, which grow
+/// with the ranks, leave all-to-all as what remains.
+pub(crate) fn preferred_dispatchers(config: &GroupConfig, ranks: usize) -> &'static [DispatcherKind] {
+    use DispatcherKind::{AllGather, AllToAll, NcclEp};
+    match ranks {
+        // Windows are NCCL EP's.
+        _ if config.windows > 0 => &[NcclEp, AllToAll],
+        ..=2 => &[AllGather],
+        ..=LINKED if config.max_tokens_per_rank <= FEW_TOKENS => &[AllGather],
+        ..=LINKED => &[NcclEp, AllGather],
+        _ => &[NcclEp, AllToAll],
+    }
+}
 
 impl Cuda {
     /// A group of one rank on this GPU.
@@ -18,5 +44,24 @@ impl Cuda {
     /// As [`Group::new`].
     pub fn group(&self, config: GroupConfig) -> Result<Group<Cuda>> {
         Group::new(self.clone(), Box::new(Solo::new(self.clone())), config)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use DispatcherKind::{AllGather, AllToAll, NcclEp};
+
+    #[test]
+    fn auto_takes_what_was_measured_to_be_quickest() {
+        let first = |ranks, tokens| preferred_dispatchers(&GroupConfig::new(256, tokens), ranks)[0];
+        assert_eq!([first(2, 128), first(2, 4096), first(2, 8192)], [AllGather; 3]);
+        assert_eq!([first(4, 128), first(4, 4096), first(4, 8192)], [AllGather, NcclEp, NcclEp]);
+        assert_eq!([first(16, 128), first(64, 4096)], [NcclEp; 2]);
+        let windows = GroupConfig { windows: 3, ..GroupConfig::new(256, 4096) };
+        assert_eq!(preferred_dispatchers(&windows, 2), [NcclEp, AllToAll]);
+        for ranks in 2..100 {
+            assert_ne!(preferred_dispatchers(&GroupConfig::new(256, 4096), ranks).last(), Some(&NcclEp));
+        }
     }
 }

@@ -80,4 +80,6 @@ pub use device::{Cuda, Event};
 #[cfg(feature = "nccl")]
 pub(crate) use failure::{FailureSource, StuckFlag};
 pub use graph::Captured;
+#[cfg(feature = "nccl-ep")]
+pub(crate) use group::preferred_dispatchers;
 pub use memory::Memory;

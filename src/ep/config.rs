@@ -26,7 +26,9 @@ pub struct GroupConfig {
 #[non_exhaustive]
 pub enum DispatcherKind {
     /// The dispatcher that `MOEBIUS_EP` names ([`DISPATCHER_VARIABLE`](super::DISPATCHER_VARIABLE)); where that is not
-    /// set, local for one rank, NCCL EP where it is built in and its checks pass on every rank, else all-to-all.
+    /// set, local for one rank, all-to-all between CPU ranks, and between GPUs what a table of measured times names for
+    /// the number of ranks and of tokens: all-gather for two ranks and for few tokens, NCCL EP where it is built in and
+    /// its checks pass on every rank, else all-gather within a host's eight GPUs, and all-to-all.
     #[default]
     Auto,
     /// One rank: tokens stay where they are.

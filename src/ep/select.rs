@@ -7,7 +7,7 @@ use crate::error::{Error, Result};
 use crate::kernels::Kernels;
 
 use super::dispatcher_state::DispatcherState;
-use super::{AllGather, AllToAll, DispatcherKind, Local, TokenDispatcher};
+use super::{AllGather, AllToAll, DispatcherKind, GroupConfig, Local, TokenDispatcher};
 
 /// Names the dispatcher of groups that leave it to `Auto`: `auto`, `local`, `all_to_all`, `all_gather`, `nccl_ep` or
 /// `nccl_ep_ll` (low latency); `-` counts as `_`. What cannot be had is an error then, as it is where the
@@ -55,21 +55,44 @@ pub(super) fn dispatcher<D: LibraryDispatchers>(
             Ok(dispatcher) => (dispatcher, reason("asked for")),
             Err(refused) => return Err(refused.1),
         },
-        (DispatcherKind::Auto, _) => match D::library_dispatcher(core, source)? {
-            Ok(dispatcher) => (dispatcher, reason("NCCL EP's checks pass on every rank")),
-            Err(refused) => {
-                let (core, refusal) = *refused;
-                (Box::new(AllToAll { core }), format!("not NCCL EP: {refusal}"))
-            }
-        },
+        (DispatcherKind::Auto, _) => automatic(core, source)?,
+    })
+}
+
+/// The first of the device's preferred dispatchers that every rank can have.
+fn automatic<D: LibraryDispatchers>(core: DispatcherState<D>, source: &'static str) -> Result<SelectedDispatcher<D>> {
+    let (ranks, tokens) = (core.ranks(), core.config.max_tokens_per_rank);
+    let preferred = D::preferred_dispatchers(&core.config, ranks);
+    let table = format!("preferred for {ranks} ranks of up to {tokens} tokens");
+    if preferred.first() != Some(&DispatcherKind::NcclEp) {
+        return Ok(match preferred.first() {
+            Some(DispatcherKind::AllGather) => (Box::new(AllGather { core }), table),
+            _ => (Box::new(AllToAll { core }), table),
+        });
+    }
+    let (core, refusal) = match D::library_dispatcher(core, source)? {
+        Ok(dispatcher) => return Ok((dispatcher, format!("{table}, and its checks pass on every rank"))),
+        Err(refused) => *refused,
+    };
+    let next = format!("next to NCCL EP, which cannot be had: {refusal}");
+    Ok(match preferred.get(1) {
+        Some(DispatcherKind::AllGather) => (Box::new(AllGather { core }), next),
+        _ => (Box::new(AllToAll { core }), next),
     })
 }
 
 /// A library's dispatcher, or the state it was to have and the reason why not, the same on all ranks.
 pub type NcclEpOrReason<D> = std::result::Result<Box<dyn TokenDispatcher<D>>, Box<(DispatcherState<D>, Error)>>;
 
-/// The dispatchers that a library brings to a device: NCCL EP's for GPUs, where it is built in.
+/// A device's dispatchers: which `Auto` takes, and those that a library brings: NCCL EP's for GPUs, where it is built in.
 pub trait LibraryDispatchers: Kernels {
+    /// The dispatchers that [`DispatcherKind::Auto`] takes the first of that can be had, for two ranks or more. The same on
+    /// all ranks, as it depends on what they have compared.
+    #[doc(hidden)]
+    fn preferred_dispatchers(_config: &GroupConfig, _ranks: usize) -> &'static [DispatcherKind] {
+        &[DispatcherKind::AllToAll]
+    }
+
     /// The one that the group's configuration asks for; a device without any gives the reason. `source`: what has asked,
     /// the field or the variable.
     ///

@@ -2,9 +2,9 @@
 
 use std::collections::HashMap;
 
-use crate::cuda::Cuda;
+use crate::cuda::{Cuda, preferred_dispatchers};
 use crate::ep::dispatcher_state::DispatcherState;
-use crate::ep::{DispatcherKind, LibraryDispatchers, NcclEpOrReason};
+use crate::ep::{DispatcherKind, GroupConfig, LibraryDispatchers, NcclEpOrReason};
 use crate::error::{Error, Result};
 use crate::nccl::SharedComm;
 use crate::nccl_ep::EpLibrary;
@@ -18,6 +18,10 @@ use super::{Algorithm, NcclEp, nccl};
 const CALL: &str = "Group::new";
 
 impl LibraryDispatchers for Cuda {
+    fn preferred_dispatchers(config: &GroupConfig, ranks: usize) -> &'static [DispatcherKind] {
+        preferred_dispatchers(config, ranks)
+    }
+
     fn library_dispatcher(core: DispatcherState<Cuda>, _: &'static str) -> Result<NcclEpOrReason<Cuda>> {
         NcclEp::join(core)
     }
