@@ -292,6 +292,17 @@ mod one_gpu {
         Ok(())
     }
 
+    fn captured(moe: moebius::candle::ExpertParallelMoE, x: candle_core::Tensor, next: candle_core::Tensor) -> super::Result<()> {
+        use candle_core::Module; // …
+        use moebius::candle; // …
+        let device = candle::device_for_capture(0)?;
+        let mut step = candle::Capture::new(&device)?.group(moe.group())?.run(|| Ok(vec![(moe.forward(&x)? + &x)?]))?;
+        x.slice_set(&next, 0, 0)?; // an input changes in place
+        step.replay()?;
+        println!("{}", step.outputs()[0]);
+        Ok(())
+    }
+
     fn invariant() -> super::Result<()> {
         use moebius::cuda::Cuda; // …
         use moebius::ep::{EpGroup, GroupConfig}; // …
