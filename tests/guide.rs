@@ -296,7 +296,9 @@ mod one_gpu {
         use candle_core::Module; // …
         use moebius::candle; // …
         let device = candle::device_for_capture(0)?;
-        let mut step = candle::Capture::new(&device)?.group(moe.group())?.run(|| Ok(vec![(moe.forward(&x)? + &x)?]))?;
+        let capture = candle::Capture::new(&device)?.group(moe.group())?;
+        // SAFETY: nothing replaces x or a weight of the layer while the step lives.
+        let mut step = unsafe { capture.run(|| Ok(vec![(moe.forward(&x)? + &x)?])) }?;
         x.slice_set(&next, 0, 0)?; // an input changes in place
         step.replay()?;
         println!("{}", step.outputs()[0]);

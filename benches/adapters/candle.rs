@@ -124,7 +124,9 @@ fn graph(workload: &Workload, gpu: &str) -> Result<()> {
     let vb = VarBuilder::from_tensors(weights, DType::BF16, &device);
     let moe = ExpertParallelMoE::new(Layer::new(MoeConfig::new(h, i, e, k), 0)?, group, vb)?;
     let x = random(&[t, h], 1, &device)?;
-    let mut step = Capture::new(&device)?.group(moe.group())?.run(|| Ok(vec![moe.forward(&x)?]))?;
+    let capture = Capture::new(&device)?.group(moe.group())?;
+    // SAFETY: nothing replaces the layer's weights or x.
+    let mut step = unsafe { capture.run(|| Ok(vec![moe.forward(&x)?])) }?;
     let core = cuda(&device)?;
     workload.report("moebius-candle", "fwd-graph", time_queued(&core, || Ok(step.replay()?))?, gpu);
     Ok(core.check()?)

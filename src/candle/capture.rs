@@ -42,7 +42,9 @@ pub fn device_for_capture(ordinal: usize) -> Result<Device> {
 /// let vb = VarBuilder::from_varmap(&VarMap::new(), DType::BF16, &device);
 /// let moe = candle::moe(MoeConfig::new(2048, 768, 128, 8), vb)?;
 /// let x = Tensor::zeros((16, 2048), DType::BF16, &device)?;
-/// let mut step = candle::Capture::new(&device)?.group(moe.group())?.run(|| Ok(vec![(moe.forward(&x)? + &x)?]))?;
+/// let capture = candle::Capture::new(&device)?.group(moe.group())?;
+/// // SAFETY: nothing replaces x or a weight of the layer while the step lives.
+/// let mut step = unsafe { capture.run(|| Ok(vec![(moe.forward(&x)? + &x)?])) }?;
 /// for _token in 0..100 {
 ///     x.slice_set(&Tensor::randn(0f32, 1., (16, 2048), &device)?.to_dtype(DType::BF16)?, 0, 0)?; // in place
 ///     step.replay()?;
@@ -56,10 +58,11 @@ pub fn device_for_capture(ordinal: usize) -> Result<Device> {
 /// replays.
 ///
 /// A replay launches the same kernels on the same memory. So what the calls read from the host is what it was in the
-/// capture: numbers in operations (candle-nn's own optimizers take a learning rate and a step count so), random numbers,
-/// the sizes of tensors, choices made in Rust. Inputs change in place, by [`Tensor::slice_set`]. Refused are a wait for
-/// the device (`to_vec`, `to_scalar`, `Lazy::get`), a copy of more than 4096 bytes from the host, and an
-/// expert capacity that the host plans.
+/// capture: numbers in operations (candle-nn's own optimizers take a learning rate and a step count so), the step of a
+/// router's jitter, the sizes of tensors, choices made in Rust. Inputs change in place, by [`Tensor::slice_set`]. Refused
+/// are a wait for the device (`to_vec`, `to_scalar`, `Lazy::get`), a copy from the host of more than 4096 bytes or of
+/// others than in the first run, and an expert capacity that the host plans. A module's `last_load` and `last_aux` have
+/// nothing of a captured forward.
 #[derive(Debug)]
 pub struct Capture {
     device: Device,
@@ -120,18 +123,30 @@ impl Capture {
     }
 
     /// Runs `calls` once, as any step (a training step counts), and captures them when they are called a second time;
-    /// what they return is the step's output. They keep, or borrow, whatever the graph reads and writes.
+    /// what they return is the step's output. The step keeps them, and so what they own or borrow.
+    ///
+    /// Until it returns, no other thread uses the device, makes another of this GPU, or waits for the GPU's context.
+    ///
+    /// # Safety
+    /// The memory of every tensor from before that `calls` read or write stays theirs for as long as the step lives: a
+    /// tensor that they reach through a cell or a lock is not replaced, and [`MainGradients`](super::MainGradients) that
+    /// they write are reset by them alone.
     ///
     /// # Errors
     /// Errors of `calls`; what a capture cannot hold: a wait for the device, a larger copy from the host, outputs of
     /// other sizes in the second call, a tensor made by the calls that they leave elsewhere than among the outputs, a
-    /// tensor from before that they drop. Nothing of a capture that fails has run.
-    pub fn run<F: FnMut() -> Result<Vec<Tensor>>>(self, calls: F) -> Result<CapturedStep<F>> {
+    /// tensor from before that they drop. Nothing of a capture that fails has run; a tensor that its calls have left
+    /// somewhere has no memory, and is to be dropped unread.
+    pub unsafe fn run<F: FnMut() -> Result<Vec<Tensor>>>(self, calls: F) -> Result<CapturedStep<F>> {
         let mut calls = calls;
         let device = self.device.as_cuda_device()?.clone();
-        // Sizes and strides that candle's kernels read come from this thread's cache, filled by the first run.
+        // Numbers that candle's kernels read from the host come from a cache of this thread's, filled by the first run.
         let _cache = device.enable_cuda_graph_htod_cache();
-        let outputs: Vec<Tensor> = calls()?.iter().map(Tensor::copy).map(|t| Ok(t?.detach())).collect::<Result<_>>()?;
+        let first = calls()?;
+        let outputs: Vec<Tensor> = first.iter().map(|t| t.detach().force_contiguous()).collect::<Result<_>>()?;
+        // Once eagerly too, for the kernels that it takes.
+        write(&outputs, &first)?;
+        drop(first);
         let mut failed = None;
         let captured = Cuda::capture_with_framework(&self.devices, || {
             let made = calls().and_then(|made| write(&outputs, &made));
@@ -166,7 +181,7 @@ fn write(outputs: &[Tensor], made: &[Tensor]) -> Result<()> {
 
 /// A captured step, with its calls, which hold what it touches.
 ///
-/// It stays on the thread that captured it: sizes that its kernels read are in a cache of that thread.
+/// It stays on the thread that captured it: small data of the host that its kernels read are in a cache of that thread.
 pub struct CapturedStep<F> {
     graph: Captured<()>,
     outputs: Vec<Tensor>,

@@ -76,6 +76,15 @@ impl DeviceGroup {
         self.group.membership().local_experts
     }
 
+    /// Whether a step that has calls of this group is being captured.
+    pub(super) fn in_capture(&self) -> bool {
+        match &self.group {
+            AnyGroup::Cpu(_) => false,
+            #[cfg(feature = "cuda")]
+            AnyGroup::Cuda(group) => group.lock().device().captures_with_framework(),
+        }
+    }
+
     /// The group, whatever its device.
     pub(super) fn any(&self) -> &AnyGroup {
         &self.group

@@ -14,6 +14,7 @@ use crate::metrics::Load;
 
 use super::module::ExpertParallelMoE;
 use super::reduce::over_group;
+use super::run::MoeOutput;
 use super::training_state::TrainingState;
 
 impl ExpertParallelMoE {
@@ -46,15 +47,20 @@ impl ExpertParallelMoE {
             return self.forward(x);
         }
         let out = self.pass(x, Some(self.training.next_noise()), Some(self.training.aux_scale()))?;
-        self.training.keep(&out);
+        self.keep(&out);
         Ok(out.y)
+    }
+
+    /// Keeps a forward's figures; a captured one's would be memory of the graph, outside of it.
+    fn keep(&self, out: &MoeOutput) {
+        if self.group.in_capture() { self.training.forget() } else { self.training.keep(out) }
     }
 
     /// Auxiliary losses of the last [`forward_t`](Self::forward_t) or [`forward`](Module::forward) of this module or a
     /// clone of it, coefficients included.
     ///
     /// # Errors
-    /// No forward yet.
+    /// No forward yet, or the last was captured.
     pub fn last_aux(&self) -> Result<Lazy<AuxValue>> {
         Ok(self.training.last("ExpertParallelMoE::last_aux")?.losses)
     }
@@ -62,7 +68,7 @@ impl ExpertParallelMoE {
     /// Load of the experts over all ranks in that forward.
     ///
     /// # Errors
-    /// No forward yet.
+    /// No forward yet, or the last was captured.
     pub fn last_load(&self) -> Result<Lazy<Load>> {
         Ok(self.training.last("ExpertParallelMoE::last_load")?.load)
     }
@@ -103,7 +109,7 @@ impl ExpertParallelMoE {
 impl Module for ExpertParallelMoE {
     fn forward(&self, x: &Tensor) -> Result<Tensor> {
         let out = self.pass(x, None, None)?;
-        self.training.keep(&out);
+        self.keep(&out);
         Ok(out.y)
     }
 }

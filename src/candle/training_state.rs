@@ -66,9 +66,14 @@ impl TrainingState {
         *self.last.lock().unwrap_or_else(PoisonError::into_inner) = Some(last);
     }
 
+    /// Forgets the figures of the last forward: one that is captured leaves none.
+    pub(super) fn forget(&self) {
+        *self.last.lock().unwrap_or_else(PoisonError::into_inner) = None;
+    }
+
     /// The last forward's figures.
     pub(super) fn last(&self, call: &'static str) -> Result<LastForward> {
         let last = self.last.lock().unwrap_or_else(PoisonError::into_inner).clone();
-        last.ok_or_else(|| Error::invalid(call, "forward", "one before this call", "none"))
+        last.ok_or_else(|| Error::invalid(call, "forward", "one before this call, not captured", "none"))
     }
 }

@@ -27,6 +27,8 @@ pub struct Captured<T> {
     /// Blocks of the graph itself, for each device that took part; tensors in `output` are among them.
     arenas: Vec<Arc<Arena>>,
     _holds: Vec<ArenaHold>,
+    /// Every device that took part: its kernels and the words that they report in are the graph's.
+    _devices: Vec<Cuda>,
 }
 
 /// Keeps the blocks that were in use in an arena when it was made from changing hands.
@@ -135,8 +137,9 @@ impl Graph {
             .map_err(driver(CALL, "make the graph executable"))
     }
 
-    /// Blocks that the graph allocates, less those that it frees.
-    fn blocks_left(&self) -> Result<isize> {
+    /// Refuses a graph that leaves memory allocated, frees what it has not allocated, or copies between the GPU and the
+    /// host, whose memory it does not hold.
+    fn check_self_contained(&self) -> Result<()> {
         let ask = || driver(CALL, "list the graph's nodes");
         let mut count = 0;
         // SAFETY: the graph is alive; without room for nodes the driver gives their number.
@@ -145,19 +148,41 @@ impl Graph {
         // SAFETY: as above; there is room for `count` nodes.
         unsafe { sys::cuGraphGetNodes(self.0, nodes.as_mut_ptr(), &raw mut count) }.result().map_err(ask())?;
         nodes.truncate(count);
-        let mut left = 0;
+        let mut left = 0_isize;
         for node in nodes {
             let mut kind = sys::CUgraphNodeType::CU_GRAPH_NODE_TYPE_EMPTY;
             // SAFETY: the node is the graph's.
             unsafe { sys::cuGraphNodeGetType(node, &raw mut kind) }.result().map_err(ask())?;
-            left += match kind {
-                sys::CUgraphNodeType::CU_GRAPH_NODE_TYPE_MEM_ALLOC => 1,
-                sys::CUgraphNodeType::CU_GRAPH_NODE_TYPE_MEM_FREE => -1,
-                _ => 0,
-            };
+            match kind {
+                sys::CUgraphNodeType::CU_GRAPH_NODE_TYPE_MEM_ALLOC => left += 1,
+                sys::CUgraphNodeType::CU_GRAPH_NODE_TYPE_MEM_FREE => left -= 1,
+                sys::CUgraphNodeType::CU_GRAPH_NODE_TYPE_MEMCPY => check_copy(node)?,
+                _ => {}
+            }
         }
-        Ok(left)
+        if left != 0 {
+            let expected = "calls that free all memory that they take, but for what they return";
+            let found = "a tensor made in the capture that outlives it, or one from before it that was dropped in it";
+            return Err(Error::invalid(CALL, "calls", expected, found));
+        }
+        Ok(())
     }
+}
+
+/// Refuses a copy from or to the host's memory.
+fn check_copy(node: sys::CUgraphNode) -> Result<()> {
+    let mut copy: std::mem::MaybeUninit<sys::CUDA_MEMCPY3D> = std::mem::MaybeUninit::zeroed();
+    // SAFETY: the node is one of copies, of a graph that is alive.
+    unsafe { sys::cuGraphMemcpyNodeGetParams(node, copy.as_mut_ptr()) }
+        .result()
+        .map_err(driver(CALL, "read a copy of the graph"))?;
+    // SAFETY: the driver has written it.
+    let copy = unsafe { copy.assume_init() };
+    if [copy.srcMemoryType, copy.dstMemoryType].contains(&sys::CUmemorytype::CU_MEMORYTYPE_HOST) {
+        let found = "a copy between the GPU and the host, which may be another thread's";
+        return Err(Error::invalid(CALL, "calls", "calls on the GPU's memory alone", found));
+    }
+    Ok(())
 }
 
 impl Drop for Graph {
@@ -253,13 +278,11 @@ impl<T> Captured<T> {
         }
         let (graph, output) = capture.run(calls)?;
         drop(capture);
-        if kind == ArenaKind::InGraph && graph.blocks_left()? != 0 {
-            let expected = "calls that free all memory that they take, but for what they return";
-            let found = "a tensor made in the capture that outlives it, or one from before it that was dropped in it";
-            return Err(Error::invalid(CALL, "calls", expected, found));
+        if kind == ArenaKind::InGraph {
+            graph.check_self_contained()?;
         }
         let exec = graph.executable()?;
-        Ok(Self { exec, output, cuda: cuda.clone(), arenas, _holds: holds })
+        Ok(Self { exec, output, cuda: cuda.clone(), arenas, _holds: holds, _devices: devices.to_vec() })
     }
 
     /// Enqueues the captured calls.

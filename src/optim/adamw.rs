@@ -227,13 +227,16 @@ impl<D: StepDevice> AdamW<D> {
     pub fn set_group(&mut self, group: usize, options: GroupOptions) -> Result<()> {
         options.check()?;
         let count = self.groups.len();
-        let own = self.groups.get_mut(group);
-        let own = own.ok_or_else(|| Error::invalid(CALL, "group", format!("one of {count}"), group))?;
-        if *own != options {
+        let own = self.groups.get(group);
+        let own = *own.ok_or_else(|| Error::invalid(CALL, "group", format!("one of {count}"), group))?;
+        if own != options {
             let betas = own.betas;
-            *own = options;
-            let fresh = settings(&self.device, &self.groups)?;
+            let mut groups = self.groups.clone();
+            groups[group] = options;
+            let fresh = settings(&self.device, &groups)?;
             self.device.copy(fresh.view().data(), self.settings.view_mut().into_data())?;
+            // Only what the device has been given counts as set.
+            self.groups = groups;
             if betas != options.betas {
                 let counts = self.counts()?;
                 self.restart(&counts)?;

@@ -7,10 +7,11 @@ use candle_core::{D, DType, Device, IndexOp, Module, Result, Tensor};
 use candle_nn::{Embedding, Linear, Optimizer, RmsNorm, VarBuilder, VarMap, ops};
 use moebius::MoeConfig;
 use moebius::candle::{AdamW, Capture, DeviceGroup, ExpertParallelMoE, MainGradients, device_for_capture, error_of};
+use moebius::cuda::Cuda;
 use moebius::ep::GroupConfig;
 use moebius::optim::{AdamWOptions, GroupOptions};
 
-use crate::support::{AnyResult, EXPERTS, H, config, flat, redraw, seeded, tokens};
+use crate::support::{AnyResult, EXPERTS, H, config, flat, group, redraw, seeded, tokens};
 use crate::trials::tests;
 
 const VOCABULARY: usize = 32;
@@ -77,7 +78,8 @@ fn replayed_decode_steps_have_the_eager_ones_bits(_: &Device) -> AnyResult<()> {
         assert!(expected.windows(2).all(|pair| pair[0] != pair[1]), "inputs differ");
         let current = inputs[0].copy()?;
         let capture = Capture::new(&device)?.group(model.moe.group())?;
-        let mut step = capture.run(|| Ok(vec![model.forward(&current)?]))?;
+        // SAFETY: nothing replaces the model's tensors or `current`.
+        let mut step = unsafe { capture.run(|| Ok(vec![model.forward(&current)?])) }?;
         for replay in 0..10_000 {
             let at = replay * 7 % inputs.len();
             current.slice_set(&inputs[at], 0, 0)?;
@@ -144,7 +146,8 @@ fn replayed_training_steps_have_the_eager_ones_bits(_: &Device) -> AnyResult<()>
         let capture = Capture::new(&device)?.group(captured.model.moe.group())?;
         let capture = capture.optimizer(&captured.state.borrow().1)?;
         // The first run is a step.
-        let mut graph = capture.run(|| Ok(vec![captured.step()?]))?;
+        // SAFETY: nothing replaces what `captured` has, and its gradients are reset by the step alone.
+        let mut graph = unsafe { capture.run(|| Ok(vec![captured.step()?])) }?;
         assert_eq!(bits(&graph.outputs()[0])?, expected, "{dtype:?}, the first step");
         for at in 1..steps {
             eager.give(at)?;
@@ -175,23 +178,25 @@ fn refusals_say_what_to_do(_: &Device) -> AnyResult<()> {
         assert!(error_of(&error).is_some() && error.to_string().contains("device_for_capture"), "{error}");
     }
     let device = device_for_capture(0)?;
-    let moe = seeded(crate::support::group(&device)?, config())?;
+    let moe = seeded(group(&device)?, config())?;
     let x = tokens(0..4, &device)?;
     let expected = flat(&moe.forward(&x)?)?;
-    let elsewhere = seeded(crate::support::group(&tracked)?, config())?;
-    for other in [elsewhere.group(), &crate::support::group(&Device::Cpu)?] {
+    let elsewhere = seeded(group(&tracked)?, config())?;
+    for other in [elsewhere.group(), &group(&Device::Cpu)?] {
         let error = Capture::new(&device)?.group(other).map(drop).expect_err("a group elsewhere");
         assert!(error.to_string().contains("capture's device"), "{error}");
     }
     let works = |what: &str| -> AnyResult<()> {
         assert_eq!(flat(&moe.forward(&x)?)?, expected, "eagerly, after {what}");
-        let mut step = Capture::new(&device)?.group(moe.group())?.run(|| Ok(vec![moe.forward(&x)?]))?;
+        // SAFETY: nothing replaces the layer's weights or x.
+        let mut step = unsafe { Capture::new(&device)?.group(moe.group())?.run(|| Ok(vec![moe.forward(&x)?])) }?;
         step.replay()?;
         assert_eq!(flat(&step.outputs()[0])?, expected, "replayed, after {what}");
         Ok(())
     };
     let refused = |what: &str, capture: Capture, calls: &mut dyn FnMut() -> Result<Vec<Tensor>>| -> AnyResult<String> {
-        let error = capture.run(calls).map(drop).expect_err(what);
+        // SAFETY: it is not captured.
+        let error = unsafe { capture.run(calls) }.map(drop).expect_err(what);
         works(what)?;
         Ok(error.to_string())
     };
@@ -216,7 +221,9 @@ fn refusals_say_what_to_do(_: &Device) -> AnyResult<()> {
         Ok(vec![])
     })?;
     assert!(text.contains("outlives"), "{text}");
+    // What the capture left has no memory, which the driver says at its drop, and candle at its next call.
     kept.borrow_mut().truncate(1);
+    assert!(device.as_cuda_device()?.cuda_stream().context().check_err().is_err());
     assert_eq!(flat(&kept.borrow()[0])?, expected);
     let mut sizes = [4usize, 5].into_iter();
     let text = refused("another size", all()?, &mut || {
@@ -227,9 +234,27 @@ fn refusals_say_what_to_do(_: &Device) -> AnyResult<()> {
     Ok(())
 }
 
+/// A capture of the core's alone cannot hold candle's tensors.
+fn the_cores_own_capture_is_refused(device: &Device) -> AnyResult<()> {
+    let moe = seeded(group(device)?, config())?;
+    let x = tokens(0..4, device)?;
+    let expected = flat(&moe.forward(&x)?)?;
+    let own = moe.group().on::<Cuda>().ok_or("no GPU")?.lock().device().clone();
+    let failed = |e: candle_core::Error| moebius::Error::Device {
+        call: "test",
+        operation: "forward".to_string(),
+        message: e.to_string(),
+    };
+    let text = own.capture(|| moe.forward(&x).map(drop).map_err(failed)).map(drop).expect_err("a capture").to_string();
+    assert!(text.contains("candle::Capture"), "{text}");
+    assert!(flat(&moe.forward(&x)?)? == expected, "and the layer works on");
+    Ok(())
+}
+
 tests! {
     fn(&Device) -> AnyResult<()>;
     replayed_decode_steps_have_the_eager_ones_bits,
     replayed_training_steps_have_the_eager_ones_bits,
     refusals_say_what_to_do,
+    the_cores_own_capture_is_refused,
 }

@@ -247,22 +247,6 @@ fn wrong_devices_are_refused(device: &Device) -> AnyResult<()> {
     Ok(())
 }
 
-fn a_capture_is_refused(device: &Device) -> AnyResult<()> {
-    let moe = seeded(group(device)?, config())?;
-    let x = tokens(0..4, device)?;
-    let expected = flat(&moe.forward(&x)?)?;
-    let own = moe.group().on::<Cuda>().ok_or("no GPU")?.lock().device().clone();
-    let failed = |e: candle_core::Error| moebius::Error::Device {
-        call: "test",
-        operation: "forward".to_string(),
-        message: e.to_string(),
-    };
-    let text = own.capture(|| moe.forward(&x).map(drop).map_err(failed)).map(drop).expect_err("a capture").to_string();
-    assert!(text.contains("candle::Capture"), "{text}");
-    assert!(flat(&moe.forward(&x)?)? == expected, "and the layer works on");
-    Ok(())
-}
-
 tests! {
     fn(&Device) -> AnyResult<()>;
     a_gpu_gives_what_the_cpu_gives,
@@ -275,5 +259,4 @@ tests! {
     nan_logits_are_told_at_once_or_later,
     wrong_devices_are_refused,
     ids_come_from_the_gpu,
-    a_capture_is_refused,
 }

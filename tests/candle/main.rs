@@ -27,7 +27,7 @@ use std::sync::{PoisonError, RwLock};
 use candle_core::Device;
 use trials::Trials;
 
-/// Held by every test of the GPU; by one that measures what the host waits for, alone.
+/// Held by every test of the GPU; alone by one that captures, or that measures what the host waits for.
 #[cfg(feature = "cuda")]
 static CONTEXT: RwLock<()> = RwLock::new(());
 
@@ -59,7 +59,7 @@ fn main() -> ExitCode {
         }
     }
     #[cfg(feature = "cuda")]
-    for (file, cases) in suites().into_iter().chain([("capture", capture::cases()), ("gpu", gpu::cases())]) {
+    for (file, cases) in suites().into_iter().chain([("gpu", gpu::cases())]) {
         for (name, body) in cases {
             // A device of its own for each: they run side by side.
             trials.add_gpu(format!("{file}::{name}, GPU"), move || {
@@ -68,12 +68,15 @@ fn main() -> ExitCode {
             });
         }
     }
+    // A capture ends where another thread makes a device of the same GPU.
     #[cfg(feature = "cuda")]
-    for (name, body) in ahead::cases() {
-        trials.add_gpu(format!("ahead::{name}, GPU"), move || {
-            let _alone = CONTEXT.write().unwrap_or_else(PoisonError::into_inner);
-            body(&Device::new_cuda_with_stream(0)?)
-        });
+    for (file, cases) in [("ahead", ahead::cases()), ("capture", capture::cases())] {
+        for (name, body) in cases {
+            trials.add_gpu(format!("{file}::{name}, GPU"), move || {
+                let _alone = CONTEXT.write().unwrap_or_else(PoisonError::into_inner);
+                body(&Device::new_cuda_with_stream(0)?)
+            });
+        }
     }
     trials.run()
 }
