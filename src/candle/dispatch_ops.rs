@@ -26,6 +26,7 @@ use crate::tensor::TensorRef;
 use super::error::framework;
 use super::group::On;
 use super::host::{Host, copy_of, into_candle, routing_ids, with_views};
+use super::pending::{BackwardStage, PendingCollectives, remember};
 use super::precomputed::Precomputed;
 
 const DISPATCH: &str = "DispatchCombine::dispatch";
@@ -74,6 +75,8 @@ struct PendingDispatch<D: Host> {
     context: DispatchContext<D>,
     /// Gradients of what dispatch brought, as they arrive; none once backward has run.
     arrived: Mutex<Option<DispatchedCotangents<Tensor>>>,
+    /// A backward, of this or of a combine, has failed; the other ranks know.
+    failed: AtomicBool,
 }
 
 impl<D: Host> Debug for PendingDispatch<D> {
@@ -113,6 +116,7 @@ pub(super) fn dispatch<D: Host>(on: On<'_, D>, call: &DispatchCall<'_>) -> Resul
         device: on.device.clone(),
         context,
         arrived: Mutex::new(Some(DispatchedCotangents::default())),
+        failed: AtomicBool::new(false),
     });
     let Some(anchor) = anchor else {
         let [rows, weights] = [rows, slot_weights].map(|t| {
@@ -122,6 +126,7 @@ pub(super) fn dispatch<D: Host>(on: On<'_, D>, call: &DispatchCall<'_>) -> Resul
         return Ok(DispatchOutput { rows: rows?, weights: weights?, load, token: None, routing: step });
     };
     let token = anchor.apply_op3(x, weights, DispatchOp { step: step.clone() })?;
+    remember(&token, &step);
     let received = |output, value| {
         let value = Precomputed::new(value, on.device)?;
         token.apply_op1(ReceivedOp { step: step.clone(), output, value })
@@ -159,6 +164,13 @@ impl<D: Host> DispatchRouting for PendingDispatch<D> {
 impl<D: Host> PendingDispatch<D> {
     fn arrived(&self) -> std::sync::MutexGuard<'_, Option<DispatchedCotangents<Tensor>>> {
         self.arrived.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn noting_failure<T>(&self, result: crate::Result<T>) -> crate::Result<T> {
+        if result.is_err() {
+            self.failed.store(true, Ordering::Release);
+        }
+        result
     }
 
     fn consumed(&self, call: &'static str) -> Error {
@@ -231,6 +243,25 @@ impl<D: Host> PendingDispatch<D> {
     }
 }
 
+impl<D: Host> PendingCollectives for PendingDispatch<D> {
+    fn stage(&self) -> BackwardStage {
+        match *self.arrived() {
+            _ if self.failed.load(Ordering::Acquire) => BackwardStage::Reported,
+            Some(_) => BackwardStage::Waiting,
+            None => BackwardStage::Over,
+        }
+    }
+
+    fn group(&self) -> usize {
+        self.group.address()
+    }
+
+    fn refuse(&self, reason: &str) {
+        let reason = Error::Framework { call: COMBINE_BWD, framework: "candle", message: reason.to_string() };
+        self.layer.refuse_backward(&mut self.group.lock(), reason);
+    }
+}
+
 /// The token of a dispatch: of the anchor, x and the routing weights.
 struct DispatchOp<D: Host> {
     step: Arc<PendingDispatch<D>>,
@@ -276,7 +307,7 @@ impl<D: Host> CustomOp3 for DispatchOp<D> {
         let step = &self.step;
         let Some(arrived) = step.arrived().take() else { return Err(step.consumed(DISPATCH_BWD).into()) };
         // Made whether wanted or not: the other ranks are in the collective.
-        let [d_x, d_weights] = step.dispatch_backward(arrived)?;
+        let [d_x, d_weights] = step.noting_failure(step.dispatch_backward(arrived))?;
         let own = |g, like: &Tensor| match like.track_op() {
             true => into_candle(g, like.dims(), &step.device).map(Some),
             false => Ok(None),
@@ -345,7 +376,7 @@ impl<D: Host> CustomOp2 for CombineOp<D> {
         if self.ran.swap(true, Ordering::AcqRel) || self.step.arrived().is_none() {
             return Err(self.step.consumed(COMBINE_BWD).into());
         }
-        let d_outputs = self.step.combine_backward(d_y)?;
+        let d_outputs = self.step.noting_failure(self.step.combine_backward(d_y))?;
         let d_outputs = match outputs.track_op() {
             true => Some(into_candle(d_outputs, outputs.dims(), &self.step.device)?),
             false => None,

@@ -11,6 +11,9 @@ use crate::error::Error;
 use crate::layer::{ParamKind, PerParam};
 
 use super::host::{Host, dtype_of, into_candle, location};
+use super::pending::{reason, refuse_backward};
+
+const CALL: &str = "MainGradients::backward";
 
 /// Parameters of the routed experts: those whose gradients the layer's kernels write where they are told to.
 pub(super) const EXPERTS: [ParamKind; 4] = [ParamKind::Up, ParamKind::UpBias, ParamKind::Down, ParamKind::DownBias];
@@ -58,8 +61,8 @@ struct ExpertMemory {
     /// Whether gradients of 16-bit variables are in f32.
     wide: bool,
     of: HashMap<TensorId, MainGradient>,
-    /// A backward has taken memory from here and is not known to have done its work.
-    taken: bool,
+    /// The backward that runs has begun to write to this memory.
+    written: bool,
 }
 
 #[derive(Debug)]
@@ -90,21 +93,33 @@ impl MainGradients {
     /// The backward runs on this thread, and every expert layer in its graph, of whatever group, adds to these.
     ///
     /// # Errors
-    /// Errors of candle and of the layers. Where a layer had begun to write, the sums before are lost, and the step
-    /// begins anew, on every rank: [`reset`](Self::reset) has been done. A backward behind
+    /// What candle and the layers find, on every rank: the ranks that wait in a layer which this one does not reach are
+    /// told ([`refuse_backward`]). Where a layer had begun to write, the sums before are lost, and the step begins anew,
+    /// on every rank: [`reset`](Self::reset) has been done. Else they are as they were. A backward behind
     /// [`store_mut`](Self::store_mut).
     pub fn backward(&mut self, loss: &Tensor) -> Result<()> {
-        if self.changed {
-            let expected = "a reset after `store_mut` has lent the sums";
-            return Err(Error::invalid("MainGradients::backward", "gradients", expected, "none").into());
-        }
-        let made = Running::during(&mut self.experts, || loss.backward());
+        let made = match self.changed {
+            true => {
+                Err(Error::invalid(CALL, "gradients", "a reset after `store_mut` has lent the sums", "none").into())
+            }
+            false => Running::during(&mut self.experts, || loss.backward()),
+        };
+        let made = made.inspect_err(|error| refuse_backward(loss, &reason(error)));
         let done = made.and_then(|gradients| self.add(loss, gradients));
-        if done.is_err() && self.experts.taken {
-            self.reset();
+        if done.is_err() {
+            self.fail();
         }
-        self.experts.taken = false;
+        self.experts.written = false;
         done
+    }
+
+    /// Leaves what was before a failed backward, where that is whole.
+    fn fail(&mut self) {
+        if self.experts.written {
+            return self.reset();
+        }
+        // Memory that it was to write first.
+        self.experts.of.values_mut().filter(|main| !main.shown).for_each(|main| main.holds = false);
     }
 
     /// Adds the gradients of Σ y ∘ d_y: of an output whose gradient is known, without a loss.
@@ -113,18 +128,8 @@ impl MainGradients {
     /// A `d_y` of another shape, type or device than y's; a y that no variable leads to; as
     /// [`backward`](Self::backward).
     pub fn backward_with(&mut self, y: &Tensor, d_y: &Tensor) -> Result<()> {
-        const CALL: &str = "MainGradients::backward_with";
-        Error::check_shape(CALL, "d_y", y.dims(), d_y.dims())?;
-        if y.dtype() != d_y.dtype() {
-            return Err(Error::invalid(CALL, "d_y", y.dtype().as_str(), d_y.dtype().as_str()).into());
-        }
-        if !y.device().same_device(d_y.device()) {
-            return Err(Error::invalid(CALL, "d_y", location(y.device()), location(d_y.device())).into());
-        }
-        if !y.track_op() {
-            return Err(Error::invalid(CALL, "y", "an output of variables", "a constant").into());
-        }
-        self.backward(&y.apply_op1(Product { d_y: d_y.detach() })?)
+        let product = product(y, d_y).inspect_err(|error| refuse_backward(y, &reason(error)));
+        self.backward(&product?)
     }
 
     /// The sums since the last reset, by variable, as optimizers take them. Those of experts change in place with the
@@ -214,6 +219,15 @@ thread_local! {
     static RUNNING: RefCell<Option<ExpertMemory>> = const { RefCell::new(None) };
 }
 
+/// The backward that runs on this thread has begun to write the experts' gradients.
+pub(super) fn writes_experts() {
+    RUNNING.with_borrow_mut(|memory| {
+        if let Some(memory) = memory {
+            memory.written = true;
+        }
+    });
+}
+
 /// Lends memory to the backward that runs on this thread.
 struct Running<'a> {
     owner: &'a mut ExpertMemory,
@@ -283,7 +297,6 @@ impl ExpertMemory {
         if plain || twice || trained().next().is_none() || trained().any(|(_, t)| !t.is_variable()) {
             return Ok(None);
         }
-        self.taken = true;
         let accumulate = trained().any(|(_, t)| self.of.get(&t.id()).is_some_and(|main| main.holds));
         let mut tensors = PerParam::none();
         for (kind, t) in trained() {
@@ -302,6 +315,22 @@ impl ExpertMemory {
         }
         Ok(Some(ExpertGradients { tensors, accumulate }))
     }
+}
+
+/// Σ y ∘ d_y, for its gradient.
+fn product(y: &Tensor, d_y: &Tensor) -> Result<Tensor> {
+    const CALL: &str = "MainGradients::backward_with";
+    Error::check_shape(CALL, "d_y", y.dims(), d_y.dims())?;
+    if y.dtype() != d_y.dtype() {
+        return Err(Error::invalid(CALL, "d_y", y.dtype().as_str(), d_y.dtype().as_str()).into());
+    }
+    if !y.device().same_device(d_y.device()) {
+        return Err(Error::invalid(CALL, "d_y", location(y.device()), location(d_y.device())).into());
+    }
+    if !y.track_op() {
+        return Err(Error::invalid(CALL, "y", "an output of variables", "a constant").into());
+    }
+    y.apply_op1(Product { d_y: d_y.detach() })
 }
 
 /// Σ y ∘ d_y, of which only the gradient is wanted: the value is 0.

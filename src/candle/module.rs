@@ -104,6 +104,13 @@ impl ExpertParallelMoE {
         self.refuse(Op::Prepare, reason);
     }
 
+    /// The same for the other ranks' backward of this layer: for a model that fails behind its forward, before or in a
+    /// backward that has not come to it. [`refuse_backward`](super::refuse_backward) finds the layers of a loss by
+    /// itself.
+    pub fn refuse_backward(&self, reason: &str) {
+        self.refuse(Op::CombineBwd, reason);
+    }
+
     pub(super) fn refuse(&self, op: Op, reason: &str) {
         self.group.any().refuse(self.layer.number(), op, reason);
     }

@@ -10,14 +10,16 @@ use crate::ep::EpGroup;
 use crate::error::Error;
 use crate::kernels::Scalar;
 use crate::layer::{
-    Context, Cotangents, Gradients, GradientsMut, Inputs, Layer, ParamKind, PerParam, RefusalGuard, Wanted,
+    BackwardProgress, Context, Cotangents, Gradients, GradientsMut, Inputs, Layer, ParamKind, PerParam, RefusalGuard,
+    Wanted,
 };
 
 use super::error::framework;
 use super::host::{Host, into_candle, with_views};
-use super::main_gradients::{EXPERTS, expert_gradients};
+use super::main_gradients::{EXPERTS, expert_gradients, writes_experts};
 use super::params::{contiguous, named, views_of};
 use super::precomputed::Precomputed;
+use super::pending::{BackwardStage, PendingCollectives};
 use super::sharded::{Backward, Chained};
 use super::views_mut::with_views_mut;
 
@@ -35,6 +37,7 @@ pub(super) struct PendingBackward<D: Host> {
     pub(super) experts: Option<Chained<D>>,
     /// Gradient of the auxiliary losses that comes with y's.
     pub(super) aux_scale: f64,
+    pub(super) progress: Arc<BackwardProgress>,
     pub(super) state: Mutex<BackwardState<D>>,
 }
 
@@ -142,8 +145,11 @@ impl<D: Host> PendingBackward<D> {
                 let mut given = GradientsMut { accumulate: main.accumulate, ..GradientsMut::none() };
                 kinds.iter().zip(memory).for_each(|(kind, memory)| given.set(*kind, memory));
                 self.layer.backward_with(entry.enter(), context, inputs, cotangents, wanted, given)
-            })?;
-            Ok((gradients, PerParam::from_fn(|kind| kinds.contains(&kind))))
+            });
+            if self.progress.has_rows() {
+                writes_experts();
+            }
+            Ok((gradients?, PerParam::from_fn(|kind| kinds.contains(&kind))))
         })
     }
 
@@ -161,6 +167,26 @@ impl<D: Host> PendingBackward<D> {
             None => like.zeros_like().map(Some),
             some => Ok(some),
         }
+    }
+}
+
+impl<D: Host> PendingCollectives for PendingBackward<D> {
+    fn stage(&self) -> BackwardStage {
+        match *self.state() {
+            BackwardState::Ready { .. } => BackwardStage::Waiting,
+            BackwardState::Done { .. } => BackwardStage::Over,
+            BackwardState::Consumed if self.progress.has_exchanged_all() => BackwardStage::Over,
+            BackwardState::Consumed => BackwardStage::Reported,
+        }
+    }
+
+    fn group(&self) -> usize {
+        self.group.address()
+    }
+
+    fn refuse(&self, reason: &str) {
+        let reason = Error::Framework { call: CALL, framework: "candle", message: reason.to_string() };
+        self.layer.refuse_backward(&mut self.group.lock(), reason);
     }
 }
 

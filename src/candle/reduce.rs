@@ -22,7 +22,8 @@ pub const BUCKET_BYTES: usize = 64 << 20;
 
 /// Sums the gradients of variables that every rank of the group holds, such as those of a model around its expert
 /// layers, over the ranks: in f32 (f64 for f64) whatever their types, in buckets of [`BUCKET_BYTES`], in rank order. An
-/// absent gradient counts as zeros. A gradient keeps its type.
+/// absent gradient counts as zeros. A gradient keeps its type, and one that was absent gets the other ranks': f32 where
+/// any of them has a 16-bit variable's in f32, which reads one number of the device.
 ///
 /// Expert weights are not among them: each rank has its own. Call it on every rank with the same variables in the same
 /// order, after a step's last backward, so that microbatches before it communicate nothing. Nothing to do for one rank.
@@ -83,13 +84,13 @@ impl Reduction<'_> {
         for (sequence, bucket) in self.buckets().into_iter().enumerate() {
             let tag = Tag { layer: self.layer, op: Op::GradReduce, sequence: sequence as u64 };
             // The others are in the collective, and are told of an error that is this rank's alone.
-            let sums = flat(bucket, gradients).inspect_err(|error| {
+            let sums = Bucket(bucket).flat(gradients).inspect_err(|error| {
                 let _ = comm.refuse(tag, &error.to_string());
             })?;
             with_views_mut(device, CALL, &[("gradients", &sums)], |views| {
                 views.into_iter().try_for_each(|sums| comm.all_reduce(tag, ReduceOp::Sum, sums))
             })?;
-            split(bucket, &sums, gradients).map_err(framework(CALL))?;
+            Bucket(bucket).split(&sums, gradients).map_err(framework(CALL))?;
         }
         Ok(())
     }
@@ -119,32 +120,51 @@ fn size(of: &Tensor) -> usize {
     of.elem_count() * wide(of).size_in_bytes()
 }
 
-/// The gradients of a bucket, one behind the other, in memory of their own.
-fn flat(bucket: &[&Tensor], gradients: &GradStore) -> Result<Tensor> {
-    let of = |of: &&Tensor| match gradients.get(of) {
-        Some(gradient) => {
-            Error::check_shape(CALL, "gradient", of.dims(), gradient.dims())?;
-            gradient.to_dtype(wide(of)).and_then(|t| t.flatten_all()).map_err(framework(CALL))
-        }
-        None => Tensor::zeros(of.elem_count(), wide(of), of.device()).map_err(framework(CALL)),
-    };
-    let parts = bucket.iter().map(of).collect::<Result<Vec<_>>>()?;
-    match &parts[..] {
-        // Not the gradient itself, which others may hold.
-        [alone] => alone.copy(),
-        parts => Tensor::cat(parts, 0),
-    }
-    .map_err(framework(CALL))
-}
+/// Parameters whose gradients are summed at once.
+struct Bucket<'a>(&'a [&'a Tensor]);
 
-/// Takes a bucket's sums apart, each in its gradient's type.
-fn split(bucket: &[&Tensor], sums: &Tensor, gradients: &mut GradStore) -> candle_core::Result<()> {
-    let mut start = 0;
-    for of in bucket {
-        let dtype = gradients.get(of).map_or(of.dtype(), Tensor::dtype);
-        let sum = sums.narrow(0, start, of.elem_count())?.reshape(of.dims())?.to_dtype(dtype)?;
-        gradients.insert(of, sum);
-        start += of.elem_count();
+impl Bucket<'_> {
+    /// The gradients, one behind the other, in memory of their own; behind them, for each 16-bit variable, a 1 where its
+    /// gradient here is wider.
+    fn flat(&self, gradients: &GradStore) -> Result<Tensor> {
+        let of = |of: &&Tensor| match gradients.get(of) {
+            Some(gradient) => {
+                Error::check_shape(CALL, "gradient", of.dims(), gradient.dims())?;
+                gradient.to_dtype(wide(of)).and_then(|t| t.flatten_all()).map_err(framework(CALL))
+            }
+            None => Tensor::zeros(of.elem_count(), wide(of), of.device()).map_err(framework(CALL)),
+        };
+        let flag = |of: &Tensor| {
+            let make = match gradients.get(of).is_some_and(|gradient| gradient.dtype() != of.dtype()) {
+                true => Tensor::ones,
+                false => Tensor::zeros,
+            };
+            make(1, wide(of), of.device()).map_err(framework(CALL))
+        };
+        let flags = self.0.iter().filter(|of| wide(of) != of.dtype()).map(|of| flag(of));
+        let parts = self.0.iter().map(of).chain(flags).collect::<Result<Vec<_>>>()?;
+        match &parts[..] {
+            // Not the gradient itself, which others may hold.
+            [alone] => alone.copy(),
+            parts => Tensor::cat(parts, 0),
+        }
+        .map_err(framework(CALL))
     }
-    Ok(())
+
+    /// Takes the sums apart, each in its gradient's type.
+    fn split(&self, sums: &Tensor, gradients: &mut GradStore) -> candle_core::Result<()> {
+        let (mut start, mut flag) = (0, self.0.iter().map(|of| of.elem_count()).sum());
+        for of in self.0 {
+            let dtype = match gradients.get(of) {
+                Some(gradient) => gradient.dtype(),
+                None if wide(of) != of.dtype() && sums.get(flag)?.to_scalar::<f32>()? > 0.0 => wide(of),
+                None => of.dtype(),
+            };
+            let sum = sums.narrow(0, start, of.elem_count())?.reshape(of.dims())?.to_dtype(dtype)?;
+            gradients.insert(of, sum);
+            start += of.elem_count();
+            flag += usize::from(wide(of) != of.dtype());
+        }
+        Ok(())
+    }
 }

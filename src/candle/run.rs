@@ -14,6 +14,7 @@ use super::host::{Host, copy_of, into_candle, with_views};
 use super::op::{BackwardState, Emit, Join, PendingBackward};
 use super::params::{contiguous, named, views_of};
 use super::precomputed::Precomputed;
+use super::pending::remember;
 use super::sharded::{Chained, Sharded, with_sources};
 
 const CALL: &str = "ExpertParallelMoE::forward";
@@ -83,6 +84,7 @@ fn forward_on<D: Host>(on: On<'_, D>, call: &ForwardInputs<'_>, mode: Mode) -> R
                 params: call.params.clone(),
                 experts,
                 aux_scale: call.aux_scale.unwrap_or(0.0),
+                progress: context.progress(),
                 state: Mutex::new(BackwardState::Ready {
                     context: Box::new(context),
                     arrived: OutputCotangents::default(),
@@ -94,6 +96,7 @@ fn forward_on<D: Host>(on: On<'_, D>, call: &ForwardInputs<'_>, mode: Mode) -> R
             for (kind, t) in call.params.present().filter(|(kind, _)| *kind != ParamKind::SelectionBias) {
                 token = token.apply_op2(t, Join { step: step.clone(), input: Some(kind) })?;
             }
+            remember(&token, &step);
             let emit = |output, value: crate::Tensor<D>, shape: &Shape| {
                 let value = Precomputed::shaped(value, shape.clone(), on.device)?;
                 token.apply_op1(Emit { step: step.clone(), output, value })

@@ -49,6 +49,11 @@ impl Sharded {
         let spec = |kind: ParamKind, shard: &Tensor| -> Result<_> {
             let missing = || Error::invalid("ExpertParallelMoE::sharded", kind.name(), "a weight", "none");
             let dims = kind.dims(layer.config(), local).ok_or_else(missing)?;
+            // The chain keeps the gradient, so there is none for the variables that a shard is computed from.
+            if shard.track_op() && !shard.is_variable() {
+                let expected = "a variable, or a constant";
+                return Err(Error::invalid("ExpertParallelMoE::sharded", kind.name(), expected, "a computed shard"));
+            }
             let source = VarShard::on(chain.device(), shard);
             let name = format!("layer {} {}", layer.number(), kind.name());
             let mut spec = WeightSpec::new(name, layer.number(), &dims, source.dtype()?);
@@ -132,6 +137,7 @@ impl<D: Host> Backward<'_, D> {
         cotangents: Cotangents<'_, D, Scalar<'_, D>>,
     ) -> Result<Gradients<D>> {
         let Self { layer, context, wanted, submit } = self;
+        let progress = context.progress();
         let sources = experts.sources()?;
         let mut gradient_buffers = if wanted.experts { Some(experts.gradient_buffers()?) } else { None };
         let mut given = GradientsMut::none();
@@ -147,7 +153,10 @@ impl<D: Host> Backward<'_, D> {
             for (gradient, wanted) in [(down, submit[1]), (up, submit[0])] {
                 if wanted {
                     // The other ranks of the layer are on their way to its next collective.
-                    experts.chain.submit(gradient).map_err(|e| layer.refuse_backward(entry.enter(), e))?;
+                    experts.chain.submit(gradient).map_err(|e| {
+                        progress.refused();
+                        layer.refuse_backward(entry.enter(), e)
+                    })?;
                 }
             }
         }

@@ -85,6 +85,12 @@ impl<D: Kernels> EpGroup<D> {
         self.membership.take_failure()
     }
 
+    /// The same for all that share the group, and for nobody else while it lives.
+    #[cfg(feature = "candle")]
+    pub(crate) fn address(&self) -> usize {
+        Arc::as_ptr(&self.group).addr()
+    }
+
     /// The group apart from its device.
     #[cfg(any(feature = "candle", feature = "burn"))]
     pub(crate) fn membership(&self) -> &Membership {

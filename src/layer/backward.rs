@@ -14,7 +14,10 @@ use crate::tensor::{Tensor, TensorMut, TensorRef};
 
 use super::forward::{RoutedExperts, borrow};
 use super::refuse::refuse_on_error;
-use super::{Context, Cotangents, Gradients, GradientsMut, Inputs, Layer, Wanted, check, payload, shared_expert};
+use super::{
+    BackwardProgress, Context, Cotangents, Gradients, GradientsMut, Inputs, Layer, Wanted, check, payload,
+    shared_expert,
+};
 
 const CALL: &str = "Layer::backward";
 
@@ -73,6 +76,7 @@ pub(super) fn backward_into<D: Kernels>(
     };
 
     let d_out = trace_span!("combine_bwd").in_scope(|| group.dispatcher().combine_bwd_rows(&context.handle, d_y))?;
+    context.progress.set(BackwardProgress::ROWS);
     let place = group.dispatcher().place_for_return(&context.handle, context.dtype, layer.config.hidden);
     let computed = trace_span!("experts_bwd").in_scope(|| {
         experts(
@@ -106,6 +110,7 @@ pub(super) fn backward_into<D: Kernels>(
         d_weights: Some(d_weights.view_mut()),
     };
     trace_span!("dispatch_bwd").in_scope(|| group.dispatcher().dispatch_bwd(&context.handle, grads))?;
+    context.progress.set(BackwardProgress::ALL);
     drop((d_rows, d_slot_weights));
 
     let router = trace_span!("route_bwd").in_scope(|| {

@@ -108,6 +108,7 @@ pub(super) fn forward_into<D: Kernels>(
         received,
         pre,
         shared,
+        progress: Arc::default(),
     });
     Ok(ForwardInfo { aux, routing, context })
 }

@@ -32,6 +32,7 @@ pub(crate) use refuse::RefusalGuard;
 pub use spec::LayerSpec;
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU8, Ordering};
 
 use crate::config::{Fingerprint, MoeConfig};
 use crate::dtype::DType;
@@ -168,6 +169,39 @@ pub struct Context<D: Kernels> {
     received: Received<D>,
     pre: Option<Tensor<D>>,
     shared: Option<shared_expert::SharedContext<D>>,
+    progress: Arc<BackwardProgress>,
+}
+
+/// How far a context's backward has come.
+#[derive(Debug, Default)]
+pub(crate) struct BackwardProgress(AtomicU8);
+
+impl BackwardProgress {
+    const ROWS: u8 = 1;
+    const ALL: u8 = 2;
+    const REFUSED: u8 = 3;
+
+    /// The rows have come, on every rank: from here on the experts' gradients are written.
+    #[cfg(feature = "candle")]
+    pub(crate) fn has_rows(&self) -> bool {
+        self.0.load(Ordering::Acquire) >= Self::ROWS
+    }
+
+    /// No collective is left, so that the other ranks do not hear of what fails from here on.
+    #[cfg(feature = "candle")]
+    pub(crate) fn has_exchanged_all(&self) -> bool {
+        self.0.load(Ordering::Acquire) == Self::ALL
+    }
+
+    /// The other ranks have been told of a failure after the last collective.
+    #[cfg(feature = "candle")]
+    pub(crate) fn refused(&self) {
+        self.set(Self::REFUSED);
+    }
+
+    fn set(&self, to: u8) {
+        self.0.store(to, Ordering::Release);
+    }
 }
 
 impl<D: Kernels> Context<D> {
@@ -188,6 +222,12 @@ impl<D: Kernels> Context<D> {
     /// The routing that forward made.
     pub fn handle(&self) -> &Handle<D> {
         &self.handle
+    }
+
+    /// How far its backward has come, to be asked when it has failed.
+    #[cfg(feature = "candle")]
+    pub(crate) fn progress(&self) -> Arc<BackwardProgress> {
+        Arc::clone(&self.progress)
     }
 }
 

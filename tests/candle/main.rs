@@ -14,6 +14,7 @@ mod gpu;
 mod main_gradients;
 mod module;
 mod optimizer;
+mod rank_gradients;
 mod ranks;
 mod support;
 #[path = "../common/trials.rs"]
@@ -50,8 +51,10 @@ fn main() -> ExitCode {
     #[cfg(not(feature = "cuda"))]
     let device: Result<Device, &str> = Err("built without the feature `cuda`");
     let mut trials = Trials::new(device.as_ref().map(drop));
-    for (name, body) in ranks::cases() {
-        trials.add(format!("ranks::{name}"), body);
+    for (file, cases) in [("ranks", ranks::cases()), ("rank_gradients", rank_gradients::cases())] {
+        for (name, body) in cases {
+            trials.add(format!("{file}::{name}"), body);
+        }
     }
     for (file, cases) in suites() {
         for (name, body) in cases {

@@ -17,7 +17,11 @@ use crate::support::{AnyResult, EXPERTS, H, Part, close, config, seeded, step, t
 use crate::trials::{seed, tests};
 
 /// Runs one closure a rank, each on its own thread, and returns what they give in rank order.
-fn ranks<R: Send>(count: usize, timeout: Duration, run: impl Fn(EpGroup) -> AnyResult<R> + Sync) -> Vec<AnyResult<R>> {
+pub fn ranks<R: Send>(
+    count: usize,
+    timeout: Duration,
+    run: impl Fn(EpGroup) -> AnyResult<R> + Sync,
+) -> Vec<AnyResult<R>> {
     std::thread::scope(|scope| {
         let threads: Vec<_> = ThreadWorld::create(count, timeout)
             .into_iter()

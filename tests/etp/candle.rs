@@ -130,3 +130,44 @@ fn sums_of_bf16_gradients_stay_in_f32() {
         }
     });
 }
+
+/// A chain keeps a shard's gradient: variables that a shard is computed from would get none.
+#[test]
+fn a_computed_shard_is_refused() {
+    use candle_nn::VarBuilder;
+    use moebius::MoeConfig;
+    use moebius::candle::{EpGroup, ExpertParallelMoE, error_of};
+    use moebius::comm::Solo;
+    use moebius::etp::{Chain, Comms, Payload};
+    use moebius::layer::ParamKind;
+
+    let config = MoeConfig::new(4, 8, 2, 1);
+    let comms = Comms::<Cpu> { gather: Box::new(Solo::new(Cpu::new())), reduce: Box::new(Solo::new(Cpu::new())) };
+    let chain = Arc::new(Chain::new(Cpu::new(), comms, EtpOptions::default()).unwrap());
+    let module = |computed: Option<ParamKind>| {
+        let roles = [ParamKind::Router, ParamKind::Up, ParamKind::Down].into_iter();
+        let tensors = roles.map(|role| {
+            let mut dims = role.dims(&config, 2).unwrap();
+            if role != ParamKind::Router {
+                dims = chain.shards(&dims).unwrap().shard_dims().to_vec();
+            }
+            let var = Var::ones(dims, candle_core::DType::F32, &Device::Cpu).unwrap();
+            let half = || (var.as_tensor() * 0.5).unwrap();
+            (role.name().to_string(), if computed == Some(role) { half() } else { var.as_tensor().clone() })
+        });
+        let vb = VarBuilder::from_tensors(tensors.collect(), candle_core::DType::F32, &Device::Cpu);
+        let group = EpGroup::single(&config).unwrap();
+        ExpertParallelMoE::sharded(config.clone(), group, &chain, Payload::Plain, vb)
+    };
+    for role in [ParamKind::Up, ParamKind::Down] {
+        let error = module(Some(role)).unwrap_err();
+        match error_of(&error) {
+            Some(moebius::Error::Invalid { name, found, .. }) => {
+                assert_eq!((&name[..], &found[..]), (role.name(), "a computed shard"));
+            }
+            other => panic!("{other:?}"),
+        }
+    }
+    // Neither shard of a refused module has been added.
+    module(None).unwrap();
+}

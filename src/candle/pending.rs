@@ -1,0 +1,74 @@
+//! Backwards that are still to run: a rank whose backward fails on the way to one tells the ranks that wait in it.
+
+use std::cell::RefCell;
+use std::collections::HashSet;
+use std::sync::{Arc, Weak};
+
+use candle_core::{Tensor, TensorId};
+
+/// How far the backward of an operation with collectives has come.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum BackwardStage {
+    /// It has not met the other ranks, or is still to do so.
+    Waiting,
+    /// It has run, or has failed where no rank waits for this one.
+    Over,
+    /// It has failed, and the other ranks know.
+    Reported,
+}
+
+/// An operation whose backward meets the other ranks of a group.
+pub(super) trait PendingCollectives: Send + Sync {
+    fn stage(&self) -> BackwardStage;
+    /// The same for all operations of one group.
+    fn group(&self) -> usize;
+    /// Meets the other ranks, which wait in this backward or are on their way to it, as a failure.
+    fn refuse(&self, reason: &str);
+}
+
+thread_local! {
+    /// Operations of this thread that live, by a node of the graph that every loss of theirs reaches. candle does not
+    /// show a graph's operations, so they are looked up here.
+    static PENDING: RefCell<Vec<(TensorId, Weak<dyn PendingCollectives>)>> = const { RefCell::new(Vec::new()) };
+}
+
+/// Remembers an operation whose outputs hang from `node`.
+pub(super) fn remember<P: PendingCollectives + 'static>(node: &Tensor, operation: &Arc<P>) {
+    let operation: Weak<dyn PendingCollectives> = Arc::downgrade(operation) as _;
+    PENDING.with_borrow_mut(|all| {
+        all.retain(|(_, operation)| operation.strong_count() > 0);
+        all.push((node.id(), operation));
+    });
+}
+
+/// Meets the other ranks of `loss`'s layers as a failure: for a rank that cannot run the backward of `loss`, or whose
+/// `loss.backward()` has failed, while the others wait in a layer for it. They get `reason` at once, and where the layers'
+/// errors say so the group stays usable. Nothing happens where no layer is left to run, or where it was a layer that
+/// failed: that has told them. [`backward`](super::backward) and [`MainGradients`](super::MainGradients) do this
+/// themselves.
+///
+/// Of layers whose forward has run on this thread; for others there is
+/// [`ExpertParallelMoE::refuse_backward`](super::ExpertParallelMoE::refuse_backward).
+pub fn refuse_backward(loss: &Tensor, reason: &str) {
+    let nodes: HashSet<TensorId> = loss.sorted_nodes().into_iter().map(Tensor::id).collect();
+    // In the order of backward: the last forward first.
+    let operations: Vec<_> = PENDING.with_borrow(|all| {
+        let reached = all.iter().rev().filter(|(node, _)| nodes.contains(node));
+        reached.filter_map(|(_, operation)| operation.upgrade()).collect()
+    });
+    let in_stage = |stage| operations.iter().filter(move |operation| operation.stage() == stage);
+    let mut told: HashSet<usize> = in_stage(BackwardStage::Reported).map(|operation| operation.group()).collect();
+    for operation in in_stage(BackwardStage::Waiting) {
+        if told.insert(operation.group()) {
+            operation.refuse(reason);
+        }
+    }
+}
+
+/// An error as others are told of it: without the backtrace, which is this rank's.
+pub(super) fn reason(error: &candle_core::Error) -> String {
+    match error {
+        candle_core::Error::WithBacktrace { inner, .. } => inner.to_string(),
+        other => other.to_string(),
+    }
+}
