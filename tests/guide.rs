@@ -95,6 +95,30 @@ mod training {
         Ok(())
     }
 
+    struct Reduced {
+        moe: ExpertParallelMoE,
+        others: Vec<candle_core::Var>,
+        device: Cpu,
+        sums: ThreadComm,
+        replicas: ThreadComm,
+        microbatches: (Vec<Tensor>, Tensor),
+    }
+
+    fn reduced(reduced: Reduced, mut gradients: MainGradients, mut adam: AdamW, loss: Loss) -> Result<()> {
+        use moebius::candle::{GradientReducer, ReduceComms};
+
+        let Reduced { moe, others, device, sums, replicas, microbatches: (first, last) } = reduced;
+        let comms = ReduceComms { group: Box::new(sums), replicas: Some(Box::new(replicas)) };
+        let reducer = GradientReducer::new(&device, comms)?.with_layer(&moe).with_vars(&others);
+        for microbatch in first {
+            gradients.backward(&loss(&moe, microbatch)?)?; // communicates no gradient
+        }
+        gradients.backward_reduced(&loss(&moe, last)?, &reducer)?; // or backward, and then gradients.reduce(&reducer)
+        adam.step(gradients.store())?;
+        gradients.reset();
+        Ok(())
+    }
+
     struct Optimized {
         moe: ExpertParallelMoE,
         norm: candle_core::Var,

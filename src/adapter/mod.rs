@@ -2,6 +2,8 @@
 //! collectives that an adapter runs itself, the cotangents that backward brings, and how a module is loaded.
 
 mod collectives;
+#[cfg(feature = "candle")]
+mod gradient_sums;
 mod group;
 #[cfg(feature = "burn")]
 mod host_tensor;
@@ -12,6 +14,10 @@ mod selection_bias;
 pub(crate) use collectives::ParamCollective;
 #[cfg(feature = "candle")]
 pub(crate) use collectives::exchange;
+#[cfg(feature = "candle")]
+pub use gradient_sums::ReduceComms;
+#[cfg(feature = "candle")]
+pub(crate) use gradient_sums::{GradientSum, GradientSums, PendingSum};
 pub use group::{AnyGroup, FrameworkDevice};
 #[cfg(feature = "burn")]
 pub(crate) use host_tensor::HostTensor;

@@ -10,7 +10,9 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use candle_core::backend::BackendStorage;
-use candle_core::{CpuStorage, CudaStorage, CustomOp1, CustomOp2, CustomOp3, Device, Layout, Result, Shape, Tensor};
+use candle_core::{
+    CpuStorage, CudaStorage, CustomOp1, CustomOp2, CustomOp3, Device, Layout, Result, Shape, Tensor, TensorId,
+};
 
 use crate::adapter::{DispatchedCotangents, DispatchedPart};
 use crate::comm::Op;
@@ -254,6 +256,10 @@ impl<D: Host> PendingCollectives for PendingDispatch<D> {
 
     fn group(&self) -> usize {
         self.group.address()
+    }
+
+    fn replicated_vars(&self) -> Vec<TensorId> {
+        Vec::new()
     }
 
     fn refuse(&self, reason: &str) {

@@ -53,6 +53,8 @@ pub struct MainGradients {
     sums: GradStore,
     /// The caller may have changed `sums`: they are no more what the kernels would add to.
     changed: bool,
+    /// Backwards that `sums` holds.
+    microbatches: u64,
 }
 
 /// Memory of the experts' gradients, by their variables.
@@ -98,6 +100,11 @@ impl MainGradients {
     /// on every rank: [`reset`](Self::reset) has been done. Else they are as they were. A backward behind
     /// [`store_mut`](Self::store_mut).
     pub fn backward(&mut self, loss: &Tensor) -> Result<()> {
+        self.run(loss, |_| Ok(()))
+    }
+
+    /// The same; `complete` adds gradients that layers have left elsewhere.
+    pub(super) fn run(&mut self, loss: &Tensor, complete: impl FnOnce(&mut GradStore) -> Result<()>) -> Result<()> {
         let made = match self.changed {
             true => {
                 Err(Error::invalid(CALL, "gradients", "a reset after `store_mut` has lent the sums", "none").into())
@@ -105,9 +112,13 @@ impl MainGradients {
             false => Running::during(&mut self.experts, || loss.backward()),
         };
         let made = made.inspect_err(|error| refuse_backward(loss, &reason(error)));
-        let done = made.and_then(|gradients| self.add(loss, gradients));
-        if done.is_err() {
-            self.fail();
+        let done = made.and_then(|mut gradients| {
+            complete(&mut gradients)?;
+            self.add(loss, gradients)
+        });
+        match &done {
+            Ok(()) => self.microbatches += 1,
+            Err(_) => self.fail(),
         }
         self.experts.written = false;
         done
@@ -146,6 +157,21 @@ impl MainGradients {
         &mut self.sums
     }
 
+    /// Backwards that they are the sums of.
+    pub fn microbatches(&self) -> u64 {
+        self.microbatches
+    }
+
+    /// The sums, for those who see to it themselves that the next backward does not add to what they leave.
+    pub(super) fn sums_mut(&mut self) -> &mut GradStore {
+        &mut self.sums
+    }
+
+    /// The type of a sum of gradients of some type.
+    pub(super) fn type_of(&self) -> fn(DType) -> DType {
+        if self.experts.wide { widened } else { |own| own }
+    }
+
     /// The sums alone.
     pub fn into_store(self) -> GradStore {
         self.sums
@@ -166,7 +192,7 @@ impl MainGradients {
 
     /// Begins a step: no gradients. The memory of the last step's stays for those to come.
     pub fn reset(&mut self) {
-        (self.sums, self.changed) = (GradStore::default(), false);
+        (self.sums, self.changed, self.microbatches) = (GradStore::default(), false, 0);
         // Gradients that the last step has not used belong to variables that may be gone.
         self.experts.of.retain(|_, main| main.holds);
         for main in self.experts.of.values_mut() {
@@ -188,17 +214,29 @@ impl MainGradients {
         }
         for var in loss.sorted_nodes().into_iter().filter(|node| node.is_variable()) {
             let Some(new) = gradients.remove(var) else { continue };
-            let new = new.to_dtype(self.experts.type_of(new.dtype()))?;
-            let sum = match self.sums.get(var) {
-                Some(before) => (before + new)?.detach(),
-                None => new.detach(),
-            };
+            let sum = added(self.sums.get(var), &new, self.type_of())?;
             if let Some(main) = self.experts.of.get_mut(&var.id()).filter(|main| main.holds) {
                 main.tensor = sum.clone();
             }
             self.sums.insert(var, sum);
         }
         Ok(())
+    }
+}
+
+/// The sum of a variable's gradients with one more.
+pub(super) fn added(before: Option<&Tensor>, new: &Tensor, type_of: fn(DType) -> DType) -> Result<Tensor> {
+    let new = new.to_dtype(type_of(new.dtype()))?;
+    match before {
+        Some(before) => Ok((before + new)?.detach()),
+        None => Ok(new.detach()),
+    }
+}
+
+fn widened(dtype: DType) -> DType {
+    match dtype {
+        DType::BF16 | DType::F16 => DType::F32,
+        own => own,
     }
 }
 
@@ -273,14 +311,6 @@ pub(super) fn expert_gradients<D: Host>(
 }
 
 impl ExpertMemory {
-    /// The type of a gradient of this type's.
-    fn type_of(&self, dtype: DType) -> DType {
-        match dtype {
-            DType::BF16 | DType::F16 if self.wide => DType::F32,
-            own => own,
-        }
-    }
-
     fn of_layer<D: Host>(
         &mut self,
         device: &D,
@@ -300,7 +330,7 @@ impl ExpertMemory {
         let accumulate = trained().any(|(_, t)| self.of.get(&t.id()).is_some_and(|main| main.holds));
         let mut tensors = PerParam::none();
         for (kind, t) in trained() {
-            let dtype = dtype_of("MainGradients", kind.name(), self.type_of(t.dtype()))?;
+            let dtype = dtype_of("MainGradients", kind.name(), if self.wide { widened(t.dtype()) } else { t.dtype() })?;
             let main = match self.of.remove(&t.id()) {
                 Some(main) if main.holds || !accumulate => MainGradient { holds: true, ..main },
                 _ => {

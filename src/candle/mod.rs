@@ -115,6 +115,7 @@ mod error;
 mod etp;
 mod group;
 mod host;
+mod leaving;
 mod main_gradients;
 mod module;
 mod op;
@@ -124,6 +125,7 @@ mod params;
 mod pending;
 mod precomputed;
 mod reduce;
+mod reducer;
 mod route_op;
 mod run;
 mod sharded;
@@ -133,6 +135,7 @@ mod views_mut;
 
 /// A rank's group as its layers share it, of the CPU unless said otherwise.
 pub type EpGroup<D = crate::cpu::Cpu> = crate::ep::EpGroup<D>;
+pub use crate::adapter::ReduceComms;
 pub use build::moe;
 #[cfg(feature = "cuda")]
 pub use capture::{Capture, CapturedStep, device_for_capture};
@@ -149,5 +152,6 @@ pub use optimizer::{AdamW, AdamWParam};
 pub use options::{LoadAs, Parameters};
 pub use pending::refuse_backward;
 pub use reduce::{BUCKET_BYTES, reduce_gradients, reduce_gradients_over};
+pub use reducer::GradientReducer;
 pub use route_op::Routed;
 pub use run::MoeOutput;

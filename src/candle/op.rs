@@ -3,7 +3,7 @@
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use candle_core::backend::BackendStorage;
-use candle_core::{CpuStorage, CudaStorage, CustomOp1, CustomOp2, Device, Layout, Result, Shape, Tensor};
+use candle_core::{CpuStorage, CudaStorage, CustomOp1, CustomOp2, Device, Layout, Result, Shape, Tensor, TensorId};
 
 use crate::adapter::{LayerOutput, OutputCotangents};
 use crate::ep::EpGroup;
@@ -16,10 +16,11 @@ use crate::layer::{
 
 use super::error::framework;
 use super::host::{Host, into_candle, with_views};
+use super::leaving::offer;
 use super::main_gradients::{EXPERTS, expert_gradients, writes_experts};
 use super::params::{contiguous, named, views_of};
-use super::precomputed::Precomputed;
 use super::pending::{BackwardStage, PendingCollectives};
+use super::precomputed::Precomputed;
 use super::sharded::{Backward, Chained};
 use super::views_mut::with_views_mut;
 
@@ -86,10 +87,12 @@ impl<D: Host> PendingBackward<D> {
         let (mut gradients, elsewhere) = made?;
         let own = |g, like: &Tensor| into_candle(g, like.dims(), &self.device);
         let x = gradients.x.take().map(|g| own(g, &self.x)).transpose()?;
-        let params = self.params.as_ref().try_map(|kind, t| {
+        let mut params = self.params.as_ref().try_map(|kind, t| {
             let of = t.as_ref().and_then(|t| Some(own(gradients.take(kind)?, t)));
             of.transpose()
         })?;
+        let left = offer(self.layer.number(), &self.params, &mut params)?;
+        let elsewhere = PerParam::from_fn(|kind| elsewhere[kind] || left[kind]);
         *state = BackwardState::Done { x, params, elsewhere };
         Ok(())
     }
@@ -182,6 +185,11 @@ impl<D: Host> PendingCollectives for PendingBackward<D> {
 
     fn group(&self) -> usize {
         self.group.address()
+    }
+
+    fn replicated_vars(&self) -> Vec<TensorId> {
+        let trained = self.params.present().filter(|(kind, t)| kind.is_replicated() && t.is_variable());
+        trained.filter(|(kind, _)| *kind != ParamKind::SelectionBias).map(|(_, t)| t.id()).collect()
     }
 
     fn refuse(&self, reason: &str) {

@@ -1,7 +1,7 @@
 //! Backwards that are still to run: a rank whose backward fails on the way to one tells the ranks that wait in it.
 
 use std::cell::RefCell;
-use std::collections::HashSet;
+use std::collections::{HashMap, HashSet};
 use std::sync::{Arc, Weak};
 
 use candle_core::{Tensor, TensorId};
@@ -22,6 +22,8 @@ pub(super) trait PendingCollectives: Send + Sync {
     fn stage(&self) -> BackwardStage;
     /// The same for all operations of one group.
     fn group(&self) -> usize;
+    /// Variables that all ranks of the group hold whose gradients this backward gives, once for each use.
+    fn replicated_vars(&self) -> Vec<TensorId>;
     /// Meets the other ranks, which wait in this backward or are on their way to it, as a failure.
     fn refuse(&self, reason: &str);
 }
@@ -50,12 +52,7 @@ pub(super) fn remember<P: PendingCollectives + 'static>(node: &Tensor, operation
 /// Of layers whose forward has run on this thread; for others there is
 /// [`ExpertParallelMoE::refuse_backward`](super::ExpertParallelMoE::refuse_backward).
 pub fn refuse_backward(loss: &Tensor, reason: &str) {
-    let nodes: HashSet<TensorId> = loss.sorted_nodes().into_iter().map(Tensor::id).collect();
-    // In the order of backward: the last forward first.
-    let operations: Vec<_> = PENDING.with_borrow(|all| {
-        let reached = all.iter().rev().filter(|(node, _)| nodes.contains(node));
-        reached.filter_map(|(_, operation)| operation.upgrade()).collect()
-    });
+    let operations = operations_of(loss);
     let in_stage = |stage| operations.iter().filter(move |operation| operation.stage() == stage);
     let mut told: HashSet<usize> = in_stage(BackwardStage::Reported).map(|operation| operation.group()).collect();
     for operation in in_stage(BackwardStage::Waiting) {
@@ -71,4 +68,24 @@ pub(super) fn reason(error: &candle_core::Error) -> String {
         candle_core::Error::WithBacktrace { inner, .. } => inner.to_string(),
         other => other.to_string(),
     }
+}
+
+/// How often the backward of `loss` will give a gradient of a variable that all ranks hold, by layers.
+pub(super) fn calls_of(loss: &Tensor) -> HashMap<TensorId, usize> {
+    let mut calls = HashMap::new();
+    for operation in operations_of(loss).iter().filter(|operation| operation.stage() == BackwardStage::Waiting) {
+        for var in operation.replicated_vars() {
+            *calls.entry(var).or_default() += 1;
+        }
+    }
+    calls
+}
+
+/// The operations that `loss` reaches, in the order of backward: the last forward first.
+fn operations_of(loss: &Tensor) -> Vec<Arc<dyn PendingCollectives>> {
+    let nodes: HashSet<TensorId> = loss.sorted_nodes().into_iter().map(Tensor::id).collect();
+    PENDING.with_borrow(|all| {
+        let reached = all.iter().rev().filter(|(node, _)| nodes.contains(node));
+        reached.filter_map(|(_, operation)| operation.upgrade()).collect()
+    })
 }

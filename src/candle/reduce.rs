@@ -14,7 +14,7 @@ use super::views_mut::with_views_mut;
 
 const CALL: &str = "reduce_gradients";
 /// The tag's layer of what belongs to none.
-const NO_LAYER: u32 = u32::MAX;
+pub(super) const NO_LAYER: u32 = u32::MAX;
 
 /// Bytes of sums that one collective takes, unless told otherwise: far more than a collective's latency costs, and little
 /// beside a model.
@@ -81,10 +81,10 @@ impl Reduction<'_> {
         if comm.size() == 1 {
             return Ok(());
         }
-        for (sequence, bucket) in self.buckets().into_iter().enumerate() {
+        for (sequence, bucket) in buckets(self.of, self.bucket_bytes).into_iter().enumerate() {
             let tag = Tag { layer: self.layer, op: Op::GradReduce, sequence: sequence as u64 };
             // The others are in the collective, and are told of an error that is this rank's alone.
-            let sums = Bucket(bucket).flat(gradients).inspect_err(|error| {
+            let sums = Bucket(bucket).flat(&|of| gradients.get(of).cloned()).inspect_err(|error| {
                 let _ = comm.refuse(tag, &error.to_string());
             })?;
             with_views_mut(device, CALL, &[("gradients", &sums)], |views| {
@@ -94,20 +94,20 @@ impl Reduction<'_> {
         }
         Ok(())
     }
+}
 
-    /// The parameters in order, cut where the sums' type changes or a bucket is full.
-    fn buckets(&self) -> Vec<&[&Tensor]> {
-        let mut bytes = 0;
-        let together = |before: &&Tensor, next: &&Tensor| {
-            bytes += size(before);
-            let fits = wide(before) == wide(next) && bytes + size(next) <= self.bucket_bytes;
-            if !fits {
-                bytes = 0;
-            }
-            fits
-        };
-        self.of.chunk_by(together).collect()
-    }
+/// The parameters in order, cut where the sums' type changes or a bucket is full.
+pub(super) fn buckets<'a, 't>(of: &'a [&'t Tensor], bucket_bytes: usize) -> Vec<&'a [&'t Tensor]> {
+    let mut bytes = 0;
+    let together = |before: &&Tensor, next: &&Tensor| {
+        bytes += size(before);
+        let fits = wide(before) == wide(next) && bytes + size(next) <= bucket_bytes;
+        if !fits {
+            bytes = 0;
+        }
+        fits
+    };
+    of.chunk_by(together).collect()
 }
 
 /// The type of a parameter's sum.
@@ -121,13 +121,13 @@ fn size(of: &Tensor) -> usize {
 }
 
 /// Parameters whose gradients are summed at once.
-struct Bucket<'a>(&'a [&'a Tensor]);
+pub(super) struct Bucket<'a>(pub(super) &'a [&'a Tensor]);
 
 impl Bucket<'_> {
     /// The gradients, one behind the other, in memory of their own; behind them, for each 16-bit variable, a 1 where its
     /// gradient here is wider.
-    fn flat(&self, gradients: &GradStore) -> Result<Tensor> {
-        let of = |of: &&Tensor| match gradients.get(of) {
+    pub(super) fn flat(&self, gradient: &dyn Fn(&Tensor) -> Option<Tensor>) -> Result<Tensor> {
+        let of = |of: &&Tensor| match gradient(of) {
             Some(gradient) => {
                 Error::check_shape(CALL, "gradient", of.dims(), gradient.dims())?;
                 gradient.to_dtype(wide(of)).and_then(|t| t.flatten_all()).map_err(framework(CALL))
@@ -135,7 +135,7 @@ impl Bucket<'_> {
             None => Tensor::zeros(of.elem_count(), wide(of), of.device()).map_err(framework(CALL)),
         };
         let flag = |of: &Tensor| {
-            let make = match gradients.get(of).is_some_and(|gradient| gradient.dtype() != of.dtype()) {
+            let make = match gradient(of).is_some_and(|gradient| gradient.dtype() != of.dtype()) {
                 true => Tensor::ones,
                 false => Tensor::zeros,
             };
@@ -152,7 +152,7 @@ impl Bucket<'_> {
     }
 
     /// Takes the sums apart, each in its gradient's type.
-    fn split(&self, sums: &Tensor, gradients: &mut GradStore) -> candle_core::Result<()> {
+    pub(super) fn split(&self, sums: &Tensor, gradients: &mut GradStore) -> candle_core::Result<()> {
         let (mut start, mut flag) = (0, self.0.iter().map(|of| of.elem_count()).sum());
         for of in self.0 {
             let dtype = match gradients.get(of) {

@@ -13,8 +13,8 @@ use super::group::{DeviceGroup, On};
 use super::host::{Host, copy_of, into_candle, with_views};
 use super::op::{BackwardState, Emit, Join, PendingBackward};
 use super::params::{contiguous, named, views_of};
-use super::precomputed::Precomputed;
 use super::pending::remember;
+use super::precomputed::Precomputed;
 use super::sharded::{Chained, Sharded, with_sources};
 
 const CALL: &str = "ExpertParallelMoE::forward";

@@ -511,7 +511,7 @@ fn reduce<D: Device>(
 
 /// Ranks that are still in an earlier collective meet this as a mismatch, and are one collective further. After as many
 /// meetings as the longest collective thread has collectives, all ranks are here.
-fn recover<D: Device>(comm: &mut dyn Communicator<D>, tag: Tag, reason: Option<String>) -> Result<()> {
+pub(crate) fn recover<D: Device>(comm: &mut dyn Communicator<D>, tag: Tag, reason: Option<String>) -> Result<()> {
     use CommError::{ArgumentMismatch, Refused, SizeMismatch, TagMismatch};
     let mut met = match reason {
         Some(reason) => comm.refuse(tag, &reason).and_then(|()| comm.barrier(tag)),

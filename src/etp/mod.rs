@@ -46,6 +46,8 @@ pub use chain::collective_state::{ChainTraffic, CollectiveState};
 pub use chain::gather::ShardedWeight;
 pub use chain::reduce::GradientBuffer;
 pub use chain::report::ChainMemory;
+#[cfg(feature = "candle")]
+pub(crate) use collective_thread::recover;
 pub use shards::Shards;
 pub use source::{Shard, ShardSource};
 pub(crate) use stream_pair::StreamPair;

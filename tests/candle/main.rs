@@ -7,6 +7,8 @@ mod ahead;
 mod capture;
 mod dispatch;
 mod facade;
+#[path = "../common/faulty_comm.rs"]
+mod faulty_comm;
 #[path = "../common/goldens.rs"]
 mod goldens;
 #[cfg(feature = "cuda")]
@@ -16,6 +18,7 @@ mod module;
 mod optimizer;
 mod rank_gradients;
 mod ranks;
+mod reducer;
 mod support;
 #[path = "../common/trials.rs"]
 mod trials;
@@ -51,7 +54,9 @@ fn main() -> ExitCode {
     #[cfg(not(feature = "cuda"))]
     let device: Result<Device, &str> = Err("built without the feature `cuda`");
     let mut trials = Trials::new(device.as_ref().map(drop));
-    for (file, cases) in [("ranks", ranks::cases()), ("rank_gradients", rank_gradients::cases())] {
+    for (file, cases) in
+        [("ranks", ranks::cases()), ("rank_gradients", rank_gradients::cases()), ("reducer", reducer::cases())]
+    {
         for (name, body) in cases {
             trials.add(format!("{file}::{name}"), body);
         }

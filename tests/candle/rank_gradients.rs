@@ -64,7 +64,7 @@ impl Model {
     fn new(group: &EpGroup, dtype: DType, shared: &[ParamKind]) -> AnyResult<Self> {
         let first = of_type(group.clone(), full(), dtype)?;
         let tensors = first.params().into_iter().map(|(name, t)| {
-            let is_shared = shared.iter().any(|role| role.name() == name);
+            let is_shared = shared.iter().any(|kind| kind.name() == name);
             let own = if is_shared { t.clone() } else { Var::from_tensor(&(t * 0.5)?)?.into_inner() };
             Ok((name.to_string(), own))
         });
