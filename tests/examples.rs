@@ -183,3 +183,42 @@ fn one_token_is_in_the_guide() {
     let drawn = fs::read_to_string(picture).unwrap();
     assert_eq!(drawn, include_str!("../docs/images/one-token.svg"), "docs/images/one-token.svg");
 }
+
+/// Losses of a run that was ended, and gone on with by another process, are the unbroken run's to the last bit.
+#[test]
+fn train_lm_goes_on_where_it_ended() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = |name: &str| folder.path().join(name).to_str().unwrap().to_string();
+    let (state, out) = (path("state"), path("plots"));
+    let train = |losses: &str, more: &[&str]| {
+        let sizes = ["--steps", "4", "--batch", "4", "--experts", "4", "--layer-dtype", "bf16", "--clip", "0.5"];
+        let arguments = [&sizes[..], &["--out", &out, "--losses", losses], more].concat();
+        run("train_lm", &arguments)
+    };
+    let losses = |name: &str, more: &[&str]| {
+        let done = train(&path(name), more);
+        assert!(done.status.success(), "{done:?}");
+        fs::read_to_string(path(name)).unwrap()
+    };
+    let unbroken = losses("unbroken", &[]);
+    assert_eq!(unbroken.lines().count(), 4);
+    let first = losses("first", &["--until", "2", "--save", &state]);
+    let second = losses("second", &["--resume", &state]);
+    assert_eq!(format!("{first}{second}"), unbroken);
+    // At another number of ranks gradients are summed in another order: where one is about 0, its step of at most 8e-4
+    // (4e-3 of the fourth step of 20) may turn around, which moves the loss by far less than that times ten.
+    let number = |line: &str| line.split(' ').nth(1).unwrap().parse::<f64>().unwrap();
+    for (found, expected) in losses("alone", &["--resume", &state, "--ranks", "1"]).lines().zip(second.lines()) {
+        assert!((number(found) - number(expected)).abs() < 0.01, "{found} and {expected}");
+    }
+    // Another run's, one that has ended, and none.
+    let refused = |more: &[&str], words: &[&str], status| {
+        let done = train(&path("none"), more);
+        let errors = String::from_utf8_lossy(&done.stderr);
+        assert_eq!(done.status.code(), Some(status), "{errors}");
+        assert!(words.iter().all(|word| errors.contains(word)), "{errors}");
+    };
+    refused(&["--resume", &state, "--seed", "2"], &["another run", "seed", "expected 2, found 1"], 1);
+    refused(&["--resume", &state, "--until", "2"], &["--until"], 2);
+    refused(&["--resume", "/no/such/folder"], &["/no/such/folder"], 1);
+}

@@ -3,6 +3,7 @@
 //! allow between threads.
 
 use std::collections::BTreeMap;
+use std::path::Path;
 
 use burn::backend::{Autodiff, Flex};
 use burn::module::{Module, ModuleMapper, ModuleVisitor, Param as BurnParam};
@@ -272,7 +273,11 @@ impl<Bk: MoeBackend + NativeBackend> Worker for Rank<Bk> {
         // Read last: on a GPU the host has nothing left to enqueue.
         let loss = loss.into_data().iter::<f64>().sum();
         let load = load.iter().map(|load| Ok(load.get()?.tokens_per_expert.clone())).collect::<moebius::Result<_>>()?;
-        Ok(Report { loss, load, norm: None, cost: None, check })
+        Ok(Report { loss, load, norm: None, scale: None, cost: None, check })
+    }
+
+    fn save(&mut self, _: &Path, _: usize) -> Result<(), Failure> {
+        Err("the state of a run in burn is not saved".into())
     }
 }
 

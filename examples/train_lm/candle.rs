@@ -1,22 +1,27 @@
 //! A rank's training in candle.
 
 use std::collections::BTreeMap;
+use std::path::Path;
 
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, Tensor, Var};
-use candle_nn::optim::{AdamW, Optimizer, ParamsAdamW};
+use candle_nn::optim::Optimizer;
 use candle_nn::{VarBuilder, VarMap};
-use moebius::candle::ExpertParallelMoE;
+use moebius::candle::{AdamW, AdamWParam, ExpertParallelMoE, MainGradients};
+use moebius::comm::{Op, Tag};
+use moebius::cpu::Cpu;
 use moebius::etp::{Payload, Phase};
 use moebius::layer::Layer;
+use moebius::optim::{AdamWOptions, GroupOptions, LossScaling};
 
 use crate::Failure;
-use crate::clip::Gradients;
 use crate::dense::{Loss, Model};
-use crate::lm::{Param, Settings, is_share};
-use crate::mesh::Place;
+use crate::lm::{Param, Scale, Settings, initial, is_of_layer, is_share};
+use crate::mesh::{AllRanks, Place};
+use crate::rank_results::RankResults;
 use crate::ranks::{Check, Report, Values, Worker, group_config, moe_config};
 use crate::sharded::{Experts, Parts, pass};
+use crate::state;
 use crate::world::World;
 
 /// A rank: the model of plain operations, with the experts' layers in it.
@@ -27,6 +32,9 @@ pub struct Rank {
     layers: Vec<ExpertParallelMoE>,
     sharded: Option<Box<dyn Experts>>,
     optimizer: AdamW,
+    /// Sums over a step's microbatches, in f32.
+    gradients: MainGradients,
+    number: usize,
 }
 
 impl Rank {
@@ -49,14 +57,15 @@ impl Rank {
             if let Some(sharded) = &mut sharded {
                 own = sharded.cut(param, own)?;
             }
-            let tensor = Tensor::from_vec(own.1, own.0, device)?;
+            let dtype = if is_of_layer(&param.name) { settings.layer_dtype } else { DType::F32 };
+            let tensor = Tensor::from_vec(own.1, own.0, device)?.to_dtype(dtype)?;
             vars.insert(param.name.clone(), Var::from_tensor(&tensor)?);
         }
         let model = Model::new(settings, vars, device)?;
         // The layers find their parameters under their own names, and share them with the model.
         let map = VarMap::new();
         map.data().lock().map_err(|e| e.to_string())?.extend(model.vars().clone());
-        let vb = VarBuilder::from_varmap(&map, DType::F32, device);
+        let vb = VarBuilder::from_varmap(&map, settings.layer_dtype, device);
         let mut layers = Vec::new();
         for number in 0..settings.layers {
             let layer = Layer::new(moe_config(settings), number as u32)?;
@@ -69,9 +78,18 @@ impl Rank {
         if let Some(sharded) = &mut sharded {
             sharded.adopt(&layers);
         }
-        let vars = model.vars().values().cloned().collect();
-        let optimizer = AdamW::new(vars, ParamsAdamW { lr: settings.learning_rate, ..ParamsAdamW::default() })?;
-        Ok(Self { settings: settings.clone(), world, model, layers, sharded, optimizer })
+        let others = model.vars().iter().filter(|(name, _)| !is_of_layer(name));
+        let mut params: Vec<_> = others.map(|(name, var)| AdamWParam::new(name.clone(), var)).collect();
+        for (number, layer) in layers.iter().enumerate() {
+            params.extend(layer.optimizer_params(&format!("layers.{number}.moe"))?);
+        }
+        let mut optimizer = optimizer(settings, place.optimizer, params)?;
+        if let Some(dir) = &settings.resume {
+            let taken = optimizer.load(state::optimizer(dir))?;
+            state::check_step(dir, settings.range.start, taken + optimizer.stats()?.skipped)?;
+        }
+        let (settings, gradients) = (settings.clone(), MainGradients::in_f32());
+        Ok(Self { settings, world, model, layers, sharded, optimizer, gradients, number: rank })
     }
 
     /// All ranks.
@@ -80,10 +98,10 @@ impl Rank {
     }
 
     /// Forward and backward of a part of a step's sequences.
-    fn microbatch(&self, bytes: &[u8], rows: usize, seen: &mut Seen) -> Result<GradStore, Failure> {
+    fn microbatch(&mut self, bytes: &[u8], rows: usize, seen: &mut Seen) -> Result<(), Failure> {
         let mut forward = || -> Result<Loss, Failure> {
             Ok(self.model.loss(bytes, rows, |layer, x| {
-                let out = self.layers[layer].forward_full(x, None)?;
+                let out = self.layers[layer].forward_full(&x.to_dtype(self.settings.layer_dtype)?, None)?;
                 for (sum, tokens) in seen.load[layer].iter_mut().zip(&out.load.get()?.tokens_per_expert) {
                     *sum += tokens;
                 }
@@ -93,7 +111,7 @@ impl Rank {
                 if let Some(ids) = &mut seen.ids {
                     ids[layer].extend(out.ids.to_device(&Device::Cpu)?.to_vec2::<u32>()?);
                 }
-                Ok((out.y, out.aux))
+                Ok((out.y.to_dtype(DType::F32)?, out.aux))
             })?)
         };
         let Loss { sum, aux } = match &self.sharded {
@@ -105,26 +123,18 @@ impl Rank {
         let mean = (sum / (self.settings.batch * self.settings.context) as f64)?;
         seen.loss += f64::from(mean.to_scalar::<f32>()?);
         let total = (mean + (aux / self.settings.microbatches as f64)?)?;
+        let total = self.optimizer.scale_loss(&total)?;
+        let gradients = &mut self.gradients;
+        let mut backward = || Ok(gradients.backward(&total)?);
         match &self.sharded {
-            Some(sharded) => pass(&**sharded, Phase::Backward, || Ok(total.backward()?)),
-            None => Ok(total.backward()?),
+            Some(sharded) => pass(&**sharded, Phase::Backward, backward),
+            None => backward(),
         }
-    }
-
-    /// Adds a microbatch's gradients to those before it.
-    fn add(&self, sum: Option<GradStore>, gradients: GradStore) -> Result<GradStore, Failure> {
-        let Some(mut sum) = sum else { return Ok(gradients) };
-        for var in self.model.vars().values() {
-            if let (Some(a), Some(b)) = (sum.get(var), gradients.get(var)) {
-                let both = (a + b)?;
-                sum.insert(var, both);
-            }
-        }
-        Ok(sum)
     }
 
     /// Sums the gradients over the ranks: those of parameters that all ranks hold in one collective.
-    fn reduce(&mut self, step: usize, grads: &mut GradStore) -> Result<(), Failure> {
+    fn reduce(&mut self, step: usize) -> Result<(), Failure> {
+        let grads = self.gradients.store_mut();
         if let Some(sharded) = &mut self.sharded {
             sharded.finish(grads)?;
         }
@@ -149,16 +159,6 @@ impl Rank {
         Ok(())
     }
 
-    /// Clips by the norm of all ranks' gradients, and returns it.
-    fn clip(&mut self, step: usize, most: f64, store: &mut GradStore) -> Result<f64, Failure> {
-        let (shares, replicated): (Vec<_>, Vec<_>) = self.model.vars().iter().partition(|(name, _)| is_share(name));
-        let vars = |named: Vec<(_, _)>| named.into_iter().map(|(_, var)| var).collect();
-        let mut gradients = Gradients { replicated: vars(replicated), shares: vars(shares), store };
-        let norm = gradients.norm(&mut self.world, self.settings.mesh, step)?;
-        gradients.clip(norm, most)?;
-        Ok(norm)
-    }
-
     fn snapshot(&self, grads: &GradStore) -> Result<BTreeMap<String, Values>, Failure> {
         let flat = |t: &Tensor| t.flatten_all()?.to_vec1::<f32>();
         let mut params = BTreeMap::new();
@@ -168,6 +168,24 @@ impl Rank {
         }
         Ok(params)
     }
+}
+
+/// Whether the loss is scaled: gradients of f16 would vanish.
+fn is_scaled(settings: &Settings) -> bool {
+    settings.layer_dtype == DType::F16
+}
+
+/// The optimizer of a rank's parameters.
+fn optimizer(settings: &Settings, ranks: AllRanks, params: Vec<AdamWParam>) -> Result<AdamW, Failure> {
+    let group = GroupOptions { lr: settings.learning_rate, ..Default::default() };
+    let loss_scaling = is_scaled(settings).then(LossScaling::default);
+    let options = AdamWOptions { group, max_norm: settings.clip, loss_scaling, ..Default::default() };
+    Ok(match ranks {
+        AllRanks::Alone => AdamW::with_groups(params, options, &[group])?,
+        AllRanks::Cpu(comm) => AdamW::over_ranks(&Cpu::new(), Box::new(comm), params, options, &[group])?,
+        #[cfg(feature = "nccl")]
+        AllRanks::Gpus(comm) => AdamW::over_ranks(&comm.cuda().clone(), Box::new(comm), params, options, &[group])?,
+    })
 }
 
 /// Figures of the microbatches of a step.
@@ -187,23 +205,47 @@ impl Worker for Rank {
         let ids = check.then(|| vec![Vec::new(); settings.layers]);
         let (load, tokens) = (vec![vec![0; settings.experts]; settings.layers], vec![Vec::new(); settings.layers]);
         let mut seen = Seen { loss: 0.0, load, ids, tokens };
-        let mut sum = None;
         for number in 0..settings.microbatches {
             let (first, rows) = settings.microbatch(rows, number);
-            let gradients = self.microbatch(&bytes[first * length..(first + rows) * length], rows, &mut seen)?;
-            sum = Some(self.add(sum, gradients)?);
+            self.microbatch(&bytes[first * length..(first + rows) * length], rows, &mut seen)?;
         }
-        let mut grads = sum.ok_or("a step without microbatches")?;
-        self.reduce(step, &mut grads)?;
+        self.reduce(step)?;
         let check = match seen.ids {
-            Some(ids) => Some(Check { params: self.snapshot(&grads)?, ids, tokens: seen.tokens }),
+            Some(ids) => Some(Check { params: self.snapshot(self.gradients.store())?, ids, tokens: seen.tokens }),
             None => None,
         };
-        let norm = settings.clip.map(|most| self.clip(step, most, &mut grads)).transpose()?;
         self.optimizer.set_learning_rate(settings.learning_rate_at(step));
-        self.optimizer.step(&grads)?;
-        let passes = (step + 1) * settings.microbatches;
+        self.optimizer.step(self.gradients.store())?;
+        self.gradients.reset();
+        let stats = self.optimizer.stats()?;
+        let norm = settings.clip.map(|_| stats.norm);
+        let scale = is_scaled(&settings).then_some(Scale { factor: stats.loss_scale, skipped: stats.skipped });
+        let passes = (step + 1 - settings.range.start) * settings.microbatches;
         let cost = self.sharded.as_ref().map(|sharded| sharded.cost(passes));
-        Ok(Report { loss: seen.loss, load: seen.load, norm, cost, check })
+        Ok(Report { loss: seen.loss, load: seen.load, norm, scale, cost, check })
+    }
+
+    fn save(&mut self, dir: &Path, steps: usize) -> Result<(), Failure> {
+        let mut own = RankResults::default();
+        for (name, var) in self.model.vars() {
+            let values = var.to_dtype(DType::F32)?.flatten_all()?.to_vec1::<f32>()?;
+            own.put(name.clone(), &[values.len()], values.into_iter().map(f64::from));
+        }
+        let told = self.world.tell(Tag { layer: 0, op: Op::User, sequence: steps as u64 }, &own.pack()?)?;
+        std::fs::create_dir_all(dir).map_err(|error| state::StateError::Io { path: dir.to_path_buf(), error })?;
+        self.optimizer.save(state::optimizer(dir))?;
+        if self.number > 0 {
+            return Ok(());
+        }
+        let ranks = told.iter().map(|bytes| RankResults::unpack(bytes)).collect::<Result<Vec<_>, _>>()?;
+        let mut weights = BTreeMap::new();
+        for param in initial(&self.settings) {
+            let part = |rank: &RankResults| -> Result<Vec<f32>, Failure> {
+                Ok(rank.get(&param.name)?.1.iter().map(|v| *v as f32).collect())
+            };
+            let parts = ranks.iter().map(part).collect::<Result<Vec<_>, _>>()?;
+            weights.insert(param.name.clone(), state::whole(self.settings.mesh, &param, &parts));
+        }
+        state::write(dir, &self.settings, steps, &weights)
     }
 }

@@ -1,5 +1,9 @@
 //! Parts common to the frameworks' language models: sizes, first weights, the report of a step.
 
+use std::ops::Range;
+use std::path::PathBuf;
+
+use candle_core::DType;
 use moebius::etp::Payload;
 use rand::SeedableRng;
 use rand::rngs::StdRng;
@@ -24,6 +28,14 @@ pub struct Settings {
     /// Largest norm of all gradients.
     pub clip: Option<f64>,
     pub steps: usize,
+    /// Steps that are behind this run, and the step that it ends before.
+    pub range: Range<usize>,
+    /// Folder of the state that it goes on from.
+    pub resume: Option<PathBuf>,
+    /// Folder that its state is left in.
+    pub save: Option<PathBuf>,
+    /// Type of the layers' parameters and tokens; the model around them is in f32.
+    pub layer_dtype: DType,
     pub seed: u64,
     /// Sequences of a step, over all ranks.
     pub batch: usize,
@@ -88,6 +100,11 @@ pub struct Param {
     pub values: Vec<f32>,
 }
 
+/// Whether a parameter is a layer's: router and experts.
+pub fn is_of_layer(name: &str) -> bool {
+    name.contains(".moe.")
+}
+
 /// Whether a parameter's first dimension counts experts: each rank holds its share only, and has the whole gradient of
 /// it. Of all others every rank holds the whole, and has a share of the gradient.
 pub fn is_share(name: &str) -> bool {
@@ -141,6 +158,15 @@ pub fn initial(s: &Settings) -> Vec<Param> {
     params
 }
 
+/// Loss scaling after a step.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Scale {
+    /// Factor of the next step's loss.
+    pub factor: f64,
+    /// Steps skipped so far.
+    pub skipped: u64,
+}
+
 /// Report of one step.
 #[derive(Debug, Clone)]
 pub struct Step {
@@ -151,6 +177,8 @@ pub struct Step {
     pub load: Vec<Vec<usize>>,
     /// Norm of all gradients, where they are clipped.
     pub norm: Option<f64>,
+    /// Where the loss is scaled.
+    pub scale: Option<Scale>,
     /// Of each rank, where experts are sharded.
     pub costs: Vec<Cost>,
     /// Comparison with the dense reference model, at the steps that make one.

@@ -8,7 +8,6 @@
 #[cfg(feature = "burn")]
 mod burn;
 mod candle;
-mod clip;
 mod corpus;
 mod dense;
 #[path = "../support/device.rs"]
@@ -27,6 +26,7 @@ mod quantized_payload;
 mod rank_results;
 mod ranks;
 mod sharded;
+mod state;
 #[cfg(test)]
 mod tests;
 mod twin;
@@ -37,12 +37,13 @@ use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::Instant;
 
+use candle_core::DType;
 use clap::{Parser, ValueEnum};
 use indicatif::{ProgressBar, ProgressStyle};
 
 use corpus::Corpus;
 use device::Place;
-use lm::{Settings, Step, fingerprint, shares};
+use lm::{Scale, Settings, Step, fingerprint, shares};
 use mesh::Mesh;
 use moebius::etp::Payload;
 use output::{Usage, say};
@@ -109,6 +110,22 @@ struct Args {
     /// Training steps.
     #[arg(long, default_value_t = MAX_LOSS_STEPS)]
     steps: usize,
+    /// Folder of a run's state (--save) to go on from, with other numbers of ranks if need be (candle).
+    #[arg(long)]
+    resume: Option<PathBuf>,
+    /// Folder to leave the run's state in, when it ends (candle).
+    #[arg(long)]
+    save: Option<PathBuf>,
+    /// End after so many of the --steps, those of the resumed run counted: learning rates are those of --steps (candle).
+    #[arg(long)]
+    until: Option<usize>,
+    /// Type of router and experts, whose optimizer has main weights in f32; f16 has its loss scaled. Not compared with
+    /// the dense reference model but in f32 (candle).
+    #[arg(long, value_enum, default_value = "f32")]
+    layer_dtype: LayerType,
+    /// File for the losses, one line a step, to the last bit.
+    #[arg(long)]
+    losses: Option<PathBuf>,
     /// Text to train on [default: this crate's own sources].
     #[arg(long)]
     text: Option<PathBuf>,
@@ -153,6 +170,23 @@ enum Form {
     Mxfp8,
 }
 
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+enum LayerType {
+    F32,
+    Bf16,
+    F16,
+}
+
+impl LayerType {
+    fn dtype(self) -> DType {
+        match self {
+            LayerType::F32 => DType::F32,
+            LayerType::Bf16 => DType::BF16,
+            LayerType::F16 => DType::F16,
+        }
+    }
+}
+
 impl Form {
     fn payload(self) -> Payload {
         match self {
@@ -166,7 +200,8 @@ impl Form {
 impl Args {
     /// Bound that the loss must be below at the end, where that can be asked of a run of this length.
     fn loss_bound(&self) -> Option<f64> {
-        self.max_loss.or((self.steps >= MAX_LOSS_STEPS).then_some(MAX_LOSS))
+        let ends = self.until.is_none_or(|until| until >= self.steps);
+        self.max_loss.or((self.steps >= MAX_LOSS_STEPS && ends).then_some(MAX_LOSS))
     }
 
     fn mesh(&self) -> Result<Mesh, Usage> {
@@ -213,6 +248,13 @@ impl Args {
         }
         let candle_only =
             self.etp.is_some() || self.microbatches > 1 || self.clip.is_some() || self.token_payload != Form::Plain;
+        let state = self.resume.is_some() || self.save.is_some() || self.until.is_some();
+        if (state || self.layer_dtype != LayerType::F32) && self.framework != Framework::Candle {
+            return Err("--resume, --save, --until and --layer-dtype: give --framework candle".into());
+        }
+        if self.until.is_some_and(|until| !(1..=self.steps).contains(&until)) {
+            return Err(format!("--until: expected a step in 1..={}", self.steps).into());
+        }
         if candle_only && self.framework != Framework::Candle {
             return Err("--etp, --microbatches, --clip and --token-payload: give --framework candle".into());
         }
@@ -254,6 +296,10 @@ impl Args {
             microbatches: self.microbatches,
             clip: self.clip,
             steps: self.steps,
+            range: 0..self.until.unwrap_or(self.steps),
+            resume: self.resume.clone(),
+            save: self.save.clone(),
+            layer_dtype: self.layer_dtype.dtype(),
             seed: self.seed,
             batch: self.batch,
             context: 64,
@@ -292,7 +338,7 @@ fn run(args: &Args) -> Result<bool, Failure> {
     if args.processes {
         return run_process(args);
     }
-    let settings = args.settings()?;
+    let settings = resumed(args.settings()?)?;
     check_out(&args.out)?;
     let devices = match args.framework {
         Framework::Candle => args.device.open(settings.mesh.ranks)?,
@@ -329,7 +375,8 @@ fn run_process(args: &Args) -> Result<bool, Failure> {
         return Err(format!("--ranks {ranks}: the launcher has started {}", process.world).into());
     }
     let settings = Args { ranks: Some(process.world), ..args.clone() }.settings()?;
-    let (corpus, params) = (Corpus::load(args.text.as_deref())?, lm::initial(&settings));
+    let settings = resumed(settings)?;
+    let (corpus, params) = (Corpus::load(args.text.as_deref())?, state::params(&settings)?);
     let speaks = process.rank == 0;
     if speaks {
         check_out(&args.out)?;
@@ -344,6 +391,17 @@ fn run_process(args: &Args) -> Result<bool, Failure> {
     let rank = candle::Rank::new(&settings, &params, (place, process.rank))?;
     process::train(&settings, (rank, process.rank), (&corpus, args.check_every), &params, on_step)?;
     if speaks { conclude(args, &settings, progress) } else { Ok(true) }
+}
+
+/// The settings of a run that goes on where a saved one ended.
+fn resumed(settings: Settings) -> Result<Settings, Failure> {
+    let Some(dir) = &settings.resume else { return Ok(settings) };
+    let (first, end) = (state::steps_of(dir, &settings)?, settings.range.end);
+    if first >= end {
+        let text = format!("--resume {}: {first} steps are made; give --until or --steps above that", dir.display());
+        return Err(Usage::from(text).into());
+    }
+    Ok(Settings { range: first..end, ..settings })
 }
 
 /// Whether the plots can be written, before there is anything to plot.
@@ -393,7 +451,7 @@ struct Progress {
 
 impl Progress {
     fn start(settings: &Settings) -> Result<Self, Failure> {
-        let bar = ProgressBar::new(settings.steps as u64)
+        let bar = ProgressBar::new(settings.range.len() as u64)
             .with_style(ProgressStyle::with_template("{bar:40} {pos}/{len} {elapsed} {msg}")?);
         Ok(Self { bar, started: Instant::now(), steps: Vec::new() })
     }
@@ -411,6 +469,10 @@ fn conclude(args: &Args, settings: &Settings, progress: Progress) -> Result<bool
     let Progress { bar, started, steps } = progress;
     bar.finish_and_clear();
     say(format_args!("{} steps in {:.1} s", steps.len(), started.elapsed().as_secs_f64()));
+    if let Some(path) = &args.losses {
+        let lines: String = steps.iter().map(|step| format!("{} {:?}\n", step.step, step.loss)).collect();
+        std::fs::write(path, lines).map_err(|e| format!("--losses: {}: {e}", path.display()))?;
+    }
     let [loss, load] = PLOTS.map(|name| args.out.join(name));
     plot::loss(&loss, &steps, args.loss_bound())?;
     plot::expert_load(&load, &steps, LEAST_SHARE)?;
@@ -452,6 +514,10 @@ fn verdict(args: &Args, settings: &Settings, steps: &[Step]) -> bool {
     }
     let loss = tail.iter().map(|s| s.loss).sum::<f64>() / tail.len().max(1) as f64;
     let first = steps.first().map_or(f64::NAN, |s| s.loss);
+    if let Some(scale) = steps.last().and_then(|s| s.scale) {
+        let Scale { factor, skipped } = scale;
+        say(format_args!("       the loss is scaled by {factor}; {skipped} steps were skipped"));
+    }
     let text = format!("loss went from {first:.3} to {loss:.3}");
     match args.loss_bound() {
         Some(bound) => line(loss < bound, format!("{text}; bound {bound}")),

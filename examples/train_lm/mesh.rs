@@ -70,6 +70,17 @@ pub struct Place {
     pub experts: Seat,
     /// Where experts are sharded.
     pub sharded: Option<Comms>,
+    /// All ranks, for the optimizer.
+    pub optimizer: AllRanks,
+}
+
+/// A communicator of all ranks.
+pub enum AllRanks {
+    /// There is one.
+    Alone,
+    Cpu(ThreadComm),
+    #[cfg(feature = "nccl")]
+    Gpus(moebius::nccl::NcclComm),
 }
 
 /// Communicators of a rank with sharded experts.
@@ -106,9 +117,9 @@ impl Comms {
 
 /// Each rank's place; `devices` has as many as there are ranks.
 pub fn places(mesh: Mesh, devices: &[Device], timeout: Duration) -> Result<Vec<Place>, Failure> {
-    let whole = |experts| Place { experts, sharded: None };
     if mesh.etp.is_none() {
-        return Ok(seats(devices, timeout)?.into_iter().map(whole).collect());
+        let places = seats(devices, timeout)?.into_iter().zip(all_ranks(devices, timeout)?);
+        return Ok(places.map(|(experts, optimizer)| Place { experts, sharded: None, optimizer }).collect());
     }
     match devices {
         [Device::Cpu, ..] if mesh.engines => Err("copy engines are GPUs', over NCCL".into()),
@@ -120,10 +131,24 @@ pub fn places(mesh: Mesh, devices: &[Device], timeout: Duration) -> Result<Vec<P
     }
 }
 
+/// A communicator of all ranks, for each.
+fn all_ranks(devices: &[Device], timeout: Duration) -> Result<Vec<AllRanks>, Failure> {
+    match devices {
+        [_] => Ok(vec![AllRanks::Alone]),
+        [Device::Cpu, ..] => Ok(ThreadWorld::create(devices.len(), timeout).into_iter().map(AllRanks::Cpu).collect()),
+        #[cfg(feature = "nccl")]
+        several => gpus::all_ranks(several, timeout),
+        #[cfg(not(feature = "nccl"))]
+        several => Err(format!("{} GPUs want a build with --features nccl", several.len()).into()),
+    }
+}
+
 /// The place of one rank of several processes; `seat` reaches all of them.
 pub fn of_process(mesh: Mesh, rank: usize, seat: Seat) -> Result<Place, Failure> {
     match (mesh.etp, seat) {
-        (None, experts) => Ok(Place { experts, sharded: None }),
+        #[cfg(feature = "nccl")]
+        (None, Seat::Gpus(device, world)) if mesh.ranks > 1 => gpus::whole_of_process(rank, (device, world)),
+        (None, experts) => Ok(Place { experts, sharded: None, optimizer: AllRanks::Alone }),
         #[cfg(feature = "nccl")]
         (Some(_), Seat::Gpus(device, world)) => gpus::of_process(mesh, rank, (device, world)),
         _ => Err(format!("rank {rank}: --processes with --etp wants ranks on GPUs, over NCCL").into()),
@@ -138,10 +163,11 @@ fn on_threads(mesh: Mesh, timeout: Duration) -> Vec<Place> {
     let lanes = lane().zip(lane()).map(|(gather, reduce)| etp::Comms { gather, reduce });
     let experts = split(&|w| mesh.expert(w)).into_iter().map(Seat::Cpu);
     let world = ThreadWorld::create(mesh.ranks, timeout).into_iter();
-    let places = experts.zip(world).zip(lanes).zip(replicas);
-    let place = |(((experts, world), shards), replicas)| {
+    let optimizers = ThreadWorld::create(mesh.ranks, timeout).into_iter().map(AllRanks::Cpu);
+    let places = experts.zip(world).zip(lanes).zip(replicas).zip(optimizers);
+    let place = |((((experts, world), shards), replicas), optimizer)| {
         let comms = Of { device: Cpu::new(), world, shards, replicas };
-        Place { experts, sharded: Some(Comms::Cpu(comms)) }
+        Place { experts, sharded: Some(Comms::Cpu(comms)), optimizer }
     };
     places.map(place).collect()
 }
@@ -173,9 +199,26 @@ mod gpus {
     use moebius::etp;
     use moebius::nccl::{NcclComm, NcclLibrary, NcclWorld};
 
-    use super::{Comms, Mesh, Of, Place, split};
+    use super::{AllRanks, Comms, Mesh, Of, Place, split};
     use crate::Failure;
     use crate::device::Seat;
+
+    pub fn all_ranks(devices: &[Device], timeout: Duration) -> Result<Vec<AllRanks>, Failure> {
+        if devices.len() == 1 {
+            return Ok(vec![AllRanks::Alone]);
+        }
+        let gpus = devices.iter().map(moebius::candle::cuda).collect::<moebius::Result<Vec<_>>>()?;
+        let comms = NcclComm::threads(&NcclLibrary::open()?, &gpus, timeout)?;
+        Ok(comms.into_iter().map(AllRanks::Gpus).collect())
+    }
+
+    /// The place of one rank of several processes with whole weights, which all ranks call.
+    pub fn whole_of_process(rank: usize, (gpu, mut world): (Device, NcclComm)) -> Result<Place, Failure> {
+        let (tag, cuda) = (Tag { layer: 0, op: Op::User, sequence: 0 }, world.cuda().clone());
+        let all = world.split_on(tag, Some(0), rank, &cuda)?;
+        let all = all.ok_or_else(|| Failure::from("a split without a part for this rank"))?;
+        Ok(Place { experts: Seat::Gpus(gpu, world), sharded: None, optimizer: AllRanks::Gpus(all) })
+    }
 
     pub fn places(mesh: Mesh, devices: &[Device], timeout: Duration) -> Result<Vec<Place>, Failure> {
         let library = NcclLibrary::open()?;
@@ -218,9 +261,11 @@ mod gpus {
         let experts = split(mesh.ranks, |w| mesh.expert(w), seat)?;
         let world = among(&gpus, &(0..mesh.ranks).collect::<Vec<_>>())?;
         let places = experts.into_iter().zip(world).zip(lanes).zip(replicas).zip(gpus.clone());
-        let place = |((((experts, world), shards), replicas), device)| Place {
+        let places = places.zip(all_ranks(devices, timeout)?);
+        let place = |(((((experts, world), shards), replicas), device), optimizer)| Place {
             experts,
             sharded: Some(Comms::Gpus(Of { device, world, shards, replicas })),
+            optimizer,
         };
         Ok(places.map(place).collect())
     }
@@ -244,6 +289,10 @@ mod gpus {
         };
         let experts = part((1, false), mesh.expert(rank), &device)?;
         let replicas = boxed(part((2, false), mesh.replica(rank), &device)?);
+        let optimizer = match mesh.ranks {
+            1 => AllRanks::Alone,
+            _ => AllRanks::Gpus(part((5, false), (0, rank), &device)?),
+        };
         let gather = boxed(part((3, mesh.engines), mesh.shard(rank), &device.with_new_stream()?)?);
         let reduce = boxed(part((4, mesh.engines), mesh.shard(rank), &device.with_new_stream()?)?);
         let experts = match experts.size() {
@@ -251,6 +300,6 @@ mod gpus {
             _ => Seat::Gpus(gpu, experts),
         };
         let shards = etp::Comms { gather, reduce };
-        Ok(Place { experts, sharded: Some(Comms::Gpus(Of { device, world, shards, replicas })) })
+        Ok(Place { experts, sharded: Some(Comms::Gpus(Of { device, world, shards, replicas })), optimizer })
     }
 }

@@ -5,9 +5,9 @@ use std::collections::BTreeMap;
 use crate::Failure;
 use crate::candle::Rank;
 use crate::corpus::Corpus;
-use crate::lm::{Param, Settings, Step};
+use crate::lm::{Param, Scale, Settings, Step};
 use crate::rank_results::RankResults;
-use crate::ranks::{Check, Report, Values, joined, own_step};
+use crate::ranks::{Check, Report, Values, Worker, joined, own_step};
 use crate::sharded::Cost;
 use crate::twin::Twin;
 
@@ -20,7 +20,7 @@ pub fn train(
     mut on_step: impl FnMut(Step) -> Result<(), Failure>,
 ) -> Result<(), Failure> {
     let twin = (number == 0).then(|| Twin::new(settings, params)).transpose()?;
-    for step in 0..settings.steps {
+    for step in settings.range.clone() {
         let report = own_step(&mut rank, settings, (corpus, check_every), number, step)?;
         let told = rank.world().tell(crate::ranks::gradients(step), &packed(&report).pack()?)?;
         if let Some(twin) = &twin {
@@ -29,7 +29,10 @@ pub fn train(
             on_step(joined(settings, corpus, twin, (step, reports))?)?;
         }
     }
-    Ok(())
+    match &settings.save {
+        Some(dir) => rank.save(dir, settings.range.end),
+        None => Ok(()),
+    }
 }
 
 /// A report as others get it.
@@ -41,6 +44,9 @@ fn packed(report: &Report) -> RankResults {
     }
     if let Some(norm) = report.norm {
         parcel.put("norm", &[1], [norm]);
+    }
+    if let Some(Scale { factor, skipped }) = report.scale {
+        parcel.put("scale", &[2], [factor, skipped as f64]);
     }
     if let Some(cost) = report.cost {
         let numbers = cost.numbers();
@@ -93,6 +99,7 @@ fn unpacked(settings: &Settings, parcel: &RankResults) -> Result<Report, Failure
         loss: first(parcel.get("loss")?.1),
         load: layers().map(load).collect::<Result<_, Failure>>()?,
         norm: parcel.find("norm").map(|(_, norm)| first(norm)),
+        scale: parcel.find("scale").map(|(_, v)| Scale { factor: v[0], skipped: v[1] as u64 }),
         cost: match parcel.find("cost") {
             Some((_, numbers)) => Some(Cost::of(numbers.try_into()?)),
             None => None,

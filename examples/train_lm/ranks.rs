@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 use std::error::Error;
 use std::fmt;
+use std::path::Path;
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::thread;
 use std::time::Duration;
@@ -14,8 +15,9 @@ use moebius::{DType, MoeConfig, TensorMut};
 
 use crate::Failure;
 use crate::corpus::Corpus;
-use crate::lm::{Param, Settings, Step, initial};
+use crate::lm::{Param, Scale, Settings, Step};
 use crate::sharded::Cost;
+use crate::state;
 use crate::twin::Twin;
 
 /// How long a rank waits for its peers.
@@ -25,6 +27,9 @@ pub const TIMEOUT: Duration = Duration::from_secs(60);
 pub trait Worker {
     /// Trains on `rows` sequences of context + 1 bytes; with `check`, tells the twin what it needs.
     fn step(&mut self, step: usize, bytes: &[u8], rows: usize, check: bool) -> Result<Report, Failure>;
+
+    /// Leaves the state after so many steps in a folder; every rank calls it.
+    fn save(&mut self, dir: &Path, steps: usize) -> Result<(), Failure>;
 }
 
 /// Report of a rank on a step.
@@ -35,6 +40,8 @@ pub struct Report {
     pub load: Vec<Vec<usize>>,
     /// Norm of all ranks' gradients, where they are clipped.
     pub norm: Option<f64>,
+    /// Where the loss is scaled.
+    pub scale: Option<Scale>,
     /// Where experts are sharded.
     pub cost: Option<Cost>,
     pub check: Option<Check>,
@@ -94,7 +101,7 @@ pub fn train<S: Send, W: Worker>(
     make: impl Fn(&[Param], S, usize) -> Result<W, Failure> + Sync,
     mut on_step: impl FnMut(Step) -> Result<(), Failure>,
 ) -> Result<(), Failure> {
-    let params = initial(settings);
+    let params = state::params(settings)?;
     let twin = Twin::new(settings, &params)?;
     thread::scope(|scope| {
         let (mut reports, mut threads) = (Vec::new(), Vec::new());
@@ -134,14 +141,17 @@ fn work(
     rank: usize,
     reports: &SyncSender<Report>,
 ) -> Result<(), Failure> {
-    for step in 0..settings.steps {
+    for step in settings.range.clone() {
         let report = own_step(worker, settings, (corpus, check_every), rank, step)?;
         if reports.send(report).is_err() {
             // Nobody listens any more.
-            break;
+            return Ok(());
         }
     }
-    Ok(())
+    match &settings.save {
+        Some(dir) => worker.save(dir, settings.range.end),
+        None => Ok(()),
+    }
 }
 
 /// A step of this rank's part of the batch.
@@ -155,7 +165,9 @@ pub fn own_step(
     let length = settings.context + 1;
     let (first, rows) = settings.rows_of(rank);
     let bytes = corpus.batch(settings.seed, step, settings.batch, length)?;
-    worker.step(step, &bytes[first * length..(first + rows) * length], rows, step.is_multiple_of(check_every))
+    // The twin computes in f32.
+    let check = settings.layer_dtype == candle_core::DType::F32 && step.is_multiple_of(check_every);
+    worker.step(step, &bytes[first * length..(first + rows) * length], rows, check)
 }
 
 /// Joins the ranks' reports of each step.
@@ -166,7 +178,7 @@ fn follow(
     reports: &[Receiver<Report>],
     on_step: &mut impl FnMut(Step) -> Result<(), Failure>,
 ) -> Result<(), Failure> {
-    for step in 0..settings.steps {
+    for step in settings.range.clone() {
         let mut of_step = Vec::new();
         for receiver in reports {
             of_step.push(receiver.recv().map_err(|_| RankEnded)?);
@@ -188,11 +200,12 @@ pub fn joined(
     let sum = |layer: usize, expert: usize| groups.iter().map(|r| r.load[layer][expert]).sum();
     let load = (0..settings.layers).map(|l| (0..settings.experts).map(|e| sum(l, e)).collect()).collect();
     let norm = of_step.first().and_then(|r| r.norm);
+    let scale = of_step.first().and_then(|r| r.scale);
     let costs = of_step.iter().filter_map(|r| r.cost).collect();
     let checks: Option<Vec<Check>> = of_step.into_iter().map(|r| r.check).collect();
     let bytes = corpus.batch(settings.seed, step, settings.batch, settings.context + 1)?;
     let twin = checks.map(|c| twin.compare(&bytes, &c)).transpose()?;
-    Ok(Step { step, loss, load, norm, costs, twin })
+    Ok(Step { step, loss, load, norm, scale, costs, twin })
 }
 
 /// A rank's thread ended early; its own error says why.

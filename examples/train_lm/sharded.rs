@@ -103,20 +103,17 @@ impl<D: Host> Experts for Sharded<D> {
     }
 
     fn finish(&mut self, gradients: &mut GradStore) -> Result<(), Failure> {
-        Ok(finish_sharded(
-            &self.chain,
-            Some(&mut *self.replicas),
-            &self.vars,
-            gradients,
-            ShardGradients::InVariableType,
-        )?)
+        Ok(finish_sharded(&self.chain, Some(&mut *self.replicas), &self.vars, gradients, ShardGradients::AsSummed)?)
     }
 
     fn cost(&self, passes: usize) -> Cost {
         let (memory, traffic) = (self.chain.memory(), self.chain.traffic());
         let shards: usize = self.vars.iter().map(|(_, var)| var.elem_count() * var.dtype().size_in_bytes()).sum();
         let moved = traffic.gathered_bytes + traffic.reduced_bytes;
-        Cost { shards, memory, moved: moved as f64 / (self.elements * passes) as f64 }
+        // Two moments in f32, and main weights where the shards are not in f32.
+        let state = |var: &Var| if var.dtype() == candle_core::DType::F32 { 8 } else { 12 };
+        let optimizer = self.vars.iter().map(|(_, var)| var.elem_count() * state(var)).sum();
+        Cost { shards, optimizer, memory, moved: moved as f64 / (self.elements * passes) as f64 }
     }
 }
 
@@ -133,6 +130,8 @@ pub fn pass<R>(experts: &dyn Experts, phase: Phase, run: impl FnOnce() -> Result
 pub struct Cost {
     /// Bytes of the shards.
     pub shards: usize,
+    /// Bytes of the optimizer's state.
+    pub optimizer: usize,
     /// Bytes of the chain.
     pub memory: etp::ChainMemory,
     /// Bytes moved for each element of the experts' weights in a forward and its backward.
@@ -141,18 +140,18 @@ pub struct Cost {
 
 impl Cost {
     /// As numbers, exact below 2⁵³.
-    pub fn numbers(&self) -> [f64; 8] {
+    pub fn numbers(&self) -> [f64; 9] {
         let etp::ChainMemory { main, gathered, quantized, arrived, gradients, reduced } = self.memory;
-        let [a, b, c, d, e, f, g] =
-            [self.shards, main, gathered, quantized, arrived, gradients, reduced].map(|n| n as f64);
-        [a, b, c, d, e, f, g, self.moved]
+        let [a, b, c, d, e, f, g, h] =
+            [self.shards, self.optimizer, main, gathered, quantized, arrived, gradients, reduced].map(|n| n as f64);
+        [a, b, c, d, e, f, g, h, self.moved]
     }
 
     /// From these.
-    pub fn of([shards, rest @ .., moved]: [f64; 8]) -> Self {
+    pub fn of([shards, optimizer, rest @ .., moved]: [f64; 9]) -> Self {
         let [main, gathered, quantized, arrived, gradients, reduced] = rest.map(|n| n as usize);
         let memory = etp::ChainMemory { main, gathered, quantized, arrived, gradients, reduced };
-        Self { shards: shards as usize, memory, moved }
+        Self { shards: shards as usize, optimizer: optimizer as usize, memory, moved }
     }
 }
 
@@ -162,9 +161,8 @@ pub fn print(costs: &[Cost]) {
     say("rank  shards  AdamW  main gradients  quantized  gathered  gradients  reduced  total  bytes/element");
     for (rank, cost) in costs.iter().enumerate() {
         let m = &cost.memory;
-        // Two moments in the shards' own type.
         let quantized = m.quantized + m.arrived;
-        let parts = [cost.shards, 2 * cost.shards, m.main, quantized, m.gathered, m.gradients, m.reduced];
+        let parts = [cost.shards, cost.optimizer, m.main, quantized, m.gathered, m.gradients, m.reduced];
         let total = parts.iter().sum::<usize>();
         let [shards, adam, main, quantized, gathered, gradients, reduced] = parts.map(|bytes| bytes as f64 / 1024.0);
         say(format_args!(

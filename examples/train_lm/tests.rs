@@ -7,6 +7,7 @@ use moebius::etp::Payload;
 use crate::corpus::Corpus;
 use crate::lm::{Settings, Step, initial};
 use crate::mesh::{self, Mesh};
+use crate::state::{self, StateError};
 use crate::{Args, TOLERANCE, candle, process, ranks};
 
 fn settings(ep: usize, etp: Option<usize>) -> Settings {
@@ -17,6 +18,10 @@ fn settings(ep: usize, etp: Option<usize>) -> Settings {
         microbatches: 1,
         clip: None,
         steps: 4,
+        range: 0..4,
+        resume: None,
+        save: None,
+        layer_dtype: candle_core::DType::F32,
         seed: 3,
         batch: 8,
         context: 16,
@@ -108,7 +113,8 @@ fn tokens_that_are_sent_quantized() {
 #[test]
 fn a_twin_that_reads_other_tokens_is_found() {
     // A second layer would choose other experts, which is found before.
-    let settings = Settings { token_payload: Payload::Nvfp4, hidden: 32, steps: 1, layers: 1, ..settings(1, Some(1)) };
+    let settings =
+        Settings { token_payload: Payload::Nvfp4, hidden: 32, range: 0..1, layers: 1, ..settings(1, Some(1)) };
     let corpus = Corpus::load(None).unwrap();
     let plain = Settings { token_payload: Payload::Plain, ..settings.clone() };
     let places = mesh::places(settings.mesh, &vec![Device::Cpu; 4], ranks::TIMEOUT).unwrap();
@@ -193,6 +199,8 @@ fn arguments_that_cannot_be() {
         (&["--microbatches", "0"], "--microbatches: expected at least 1, found 0"),
         (&["--etp", "0"], "--etp: expected at least 1, found 0"),
         (&["--clip", "NaN"], "--clip"),
+        (&["--until", "501"], "--until: expected a step in 1..=500"),
+        (&["--layer-dtype", "f64"], "--layer-dtype"),
         (&["--copy-engines"], "--etp"),
         (&["--copy-engines", "--etp", "2"], "--copy-engines: give --device cuda"),
         (&["--token-payload", "fp4"], "--token-payload"),
@@ -308,4 +316,125 @@ fn what_burn_cannot_do_is_refused() {
     assert_eq!(refused(&["--ranks", "2"]).contains("--features burn"), !cfg!(feature = "burn"));
     assert!(!refused(&["--clip", "1"]).is_empty());
     assert!(refused(&["--token-payload", "nvfp4"]).contains("--framework candle"));
+}
+
+/// A run in two parts, the second from the first's state.
+fn in_two_parts(settings: &Settings, then: Mesh, dir: &std::path::Path) -> Vec<Step> {
+    let mut steps = train(&Settings { range: 0..2, save: Some(dir.to_path_buf()), ..settings.clone() });
+    let resumed = Settings { range: 2..4, resume: Some(dir.to_path_buf()), mesh: then, ..settings.clone() };
+    assert_eq!(state::steps_of(dir, &resumed).unwrap(), 2);
+    steps.extend(train(&resumed));
+    steps
+}
+
+/// Losses, norms and weights are those of the unbroken run to the bit; at another number of ranks where these decide no
+/// bit.
+#[test]
+fn a_resumed_run_is_the_unbroken_one() {
+    let folder = tempfile::tempdir().unwrap();
+    let dir = folder.path();
+    let with_clip = |ep, etp| Settings { clip: Some(0.5), ..settings(ep, etp) };
+    for (number, settings) in [with_clip(4, None), with_clip(2, Some(2)), with_clip(1, Some(4))].into_iter().enumerate()
+    {
+        let expected = train(&settings);
+        assert_eq!(bits(&in_two_parts(&settings, settings.mesh, &dir.join(number.to_string()))), bits(&expected));
+    }
+    // Other numbers of shards, and none.
+    let settings = with_clip(1, Some(4));
+    let expected = bits(&train(&settings));
+    for etp in [1, 2] {
+        let then = Mesh { etp: Some(etp), ..settings.mesh };
+        assert_eq!(bits(&in_two_parts(&settings, then, &dir.join(format!("etp {etp}")))), expected);
+    }
+    // Another number of ranks sums in another order: as far apart as in `several_microbatches_and_whole_weights`.
+    let then = Mesh { ranks: 2, ep: 2, etp: None, engines: false };
+    let one_balance = Settings { balance: 0.0, ..settings };
+    let expected = train(&one_balance);
+    for (found, expected) in in_two_parts(&one_balance, then, &dir.join("whole")).iter().zip(&expected) {
+        assert!((found.loss - expected.loss).abs() <= 2e-5, "{} and {}", found.loss, expected.loss);
+    }
+}
+
+/// Main weights are in the optimizer's state: a run in 16 bits goes on with those, not with what they were rounded to.
+#[test]
+fn a_resumed_run_in_16_bits_is_the_unbroken_one() {
+    let folder = tempfile::tempdir().unwrap();
+    for (number, dtype) in [candle_core::DType::BF16, candle_core::DType::F16].into_iter().enumerate() {
+        for (ep, etp) in [(4, None), (2, Some(2))] {
+            let settings = Settings { layer_dtype: dtype, clip: Some(0.5), ..settings(ep, etp) };
+            let losses =
+                |steps: &[Step]| -> Vec<_> { steps.iter().map(|s| (s.loss.to_bits(), s.norm, s.scale)).collect() };
+            let expected = unchecked(&settings);
+            assert!(expected.iter().all(|s| s.loss.is_finite() && s.scale.is_some() == (number == 1)));
+            let dir = folder.path().join(format!("{number} {ep}"));
+            let mut found = unchecked(&Settings { range: 0..2, save: Some(dir.clone()), ..settings.clone() });
+            found.extend(unchecked(&Settings { range: 2..4, resume: Some(dir), ..settings.clone() }));
+            assert_eq!(losses(&found), losses(&expected), "{dtype:?}");
+        }
+    }
+}
+
+/// Trains without a dense reference model.
+fn unchecked(settings: &Settings) -> Vec<Step> {
+    let corpus = Corpus::load(None).unwrap();
+    let mut steps = Vec::new();
+    let places = mesh::places(settings.mesh, &vec![Device::Cpu; settings.mesh.ranks], ranks::TIMEOUT).unwrap();
+    let make = |params: &[_], place, rank| candle::Rank::new(settings, params, (place, rank));
+    let on_step = |step: Step| {
+        assert!(step.twin.is_none());
+        steps.push(step);
+        Ok(())
+    };
+    ranks::train(settings, (places, 1), &corpus, make, on_step).unwrap();
+    steps
+}
+
+#[test]
+fn states_that_do_not_fit_are_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    let [first, second] = ["first", "second"].map(|name| folder.path().join(name));
+    let settings = Settings { layers: 1, ..settings(4, None) };
+    train(&Settings { range: 0..1, save: Some(first.clone()), ..settings.clone() });
+    train(&Settings { range: 0..2, save: Some(second.clone()), ..settings.clone() });
+    // Of another model, and of another training.
+    let refused = |settings: Settings| match state::steps_of(&first, &settings) {
+        Err(StateError::OtherRun { field, expected, found, .. }) => (field, expected, found),
+        other => panic!("{other:?}"),
+    };
+    let hidden = refused(Settings { hidden: 32, ..settings.clone() });
+    assert_eq!(hidden, ("hidden", "32".to_string(), "16".to_string()));
+    assert_eq!(refused(Settings { seed: 4, ..settings.clone() }).0, "seed");
+    assert_eq!(refused(Settings { layer_dtype: candle_core::DType::BF16, ..settings.clone() }).0, "layer_dtype");
+    // None, and one that is cut off.
+    let nowhere = state::steps_of(&folder.path().join("nowhere"), &settings);
+    assert!(matches!(nowhere, Err(StateError::Io { .. })), "{nowhere:?}");
+    let resumed = Settings { range: 1..4, resume: Some(first.clone()), ..settings.clone() };
+    assert!(state::params(&resumed).is_ok());
+    let weights = first.join("weights.safetensors");
+    let whole = std::fs::read(&weights).unwrap();
+    std::fs::write(&weights, &whole[..whole.len() / 2]).unwrap();
+    assert!(matches!(state::params(&resumed), Err(StateError::Damaged { .. })));
+    std::fs::write(&weights, &whole).unwrap();
+    // Weights of one step with the optimizer of another, on every rank.
+    for file in std::fs::read_dir(second.join("optimizer")).unwrap() {
+        let file = file.unwrap();
+        std::fs::copy(file.path(), first.join("optimizer").join(file.file_name())).unwrap();
+    }
+    let places = mesh::places(resumed.mesh, &vec![Device::Cpu; 4], ranks::TIMEOUT).unwrap();
+    let params = state::params(&resumed).unwrap();
+    std::thread::scope(|scope| {
+        let threads: Vec<_> = places
+            .into_iter()
+            .enumerate()
+            .map(|(rank, place)| {
+                let (settings, params) = (&resumed, &params);
+                scope.spawn(move || candle::Rank::new(settings, params, (place, rank)).map(drop).unwrap_err())
+            })
+            .collect();
+        for thread in threads {
+            let error = thread.join().unwrap();
+            let own = error.downcast_ref::<StateError>();
+            assert!(matches!(own, Some(StateError::OtherStep { weights: 1, optimizer: 2, .. })), "{error}");
+        }
+    });
 }

@@ -1,9 +1,9 @@
 //! Collectives of all ranks beside the layers' own.
 
+use moebius::TensorMut;
 use moebius::candle::DeviceGroup;
 use moebius::comm::{Communicator, ReduceOp, Tag};
 use moebius::cpu::{Cpu, ThreadComm};
-use moebius::{TensorMut, TensorRef};
 
 use crate::Failure;
 use crate::rank_results;
@@ -59,48 +59,12 @@ impl World {
             }
         }
     }
-
-    /// Every rank's values, in rank order.
-    pub fn gather(&mut self, tag: Tag, own: &[f64]) -> Result<Vec<f64>, Failure> {
-        let ranks = match self {
-            World::Group(group) => group.ranks(),
-            World::Threads(comm) => Communicator::<Cpu>::size(comm),
-            #[cfg(feature = "nccl")]
-            World::Gpus(comm) => comm.size(),
-        };
-        if ranks == 1 {
-            return Ok(own.to_vec());
-        }
-        let mut all = vec![0f64; own.len() * ranks];
-        let dims = [all.len()];
-        let send = TensorRef::<Cpu>::from_slice(own, &[own.len()])?;
-        let recv = TensorMut::<Cpu>::from_slice(&mut all, &dims)?;
-        match self {
-            World::Threads(comm) => comm.all_gather(tag, send, recv)?,
-            #[cfg(feature = "nccl")]
-            World::Gpus(comm) => return gpus::gather(&comm.cuda().clone(), comm, tag, own),
-            World::Group(group) => {
-                if let Some(group) = group.on::<Cpu>() {
-                    group.lock().dispatcher().communicator().all_gather(tag, send, recv)?;
-                    return Ok(all);
-                }
-                #[cfg(feature = "nccl")]
-                if let Some(group) = group.on::<moebius::cuda::Cuda>() {
-                    let mut group = group.lock();
-                    let cuda = group.device().clone();
-                    return gpus::gather(&cuda, group.dispatcher().communicator(), tag, own);
-                }
-                return Err("values are gathered over threads, and over GPUs with --features nccl".into());
-            }
-        }
-        Ok(all)
-    }
 }
 
 #[cfg(feature = "nccl")]
 mod gpus {
     use moebius::Tensor;
-    use moebius::comm::{Communicator, ReduceOp, Tag};
+    use moebius::comm::{Communicator, ReduceOp};
     use moebius::cuda::Cuda;
 
     use crate::Failure;
@@ -116,12 +80,5 @@ mod gpus {
         let mut values = Tensor::from_vec(flat, &[count])?.to(cuda)?;
         comm.all_reduce(gradients(step), ReduceOp::Sum, values.view_mut())?;
         Ok(cuda.to_host(values.view())?.as_slice::<f32>()?.to_vec())
-    }
-
-    pub fn gather(cuda: &Cuda, comm: &mut dyn Communicator<Cuda>, tag: Tag, own: &[f64]) -> Result<Vec<f64>, Failure> {
-        let send = Tensor::from_vec(own.to_vec(), &[own.len()])?.to(cuda)?;
-        let mut all = Tensor::empty(cuda, moebius::DType::F64, &[own.len() * comm.size()])?;
-        comm.all_gather(tag, send.view(), all.view_mut())?;
-        Ok(cuda.to_host(all.view())?.as_slice::<f64>()?.to_vec())
     }
 }

@@ -1,0 +1,175 @@
+//! A run's state on disk: `training.json` says of which run and after how many steps, `weights.safetensors` has the
+//! whole parameters, and `optimizer/` what the optimizer keeps beside them, so that any number of ranks goes on from it.
+
+use std::collections::BTreeMap;
+use std::error::Error;
+use std::fmt;
+use std::io;
+use std::path::{Path, PathBuf};
+
+use safetensors::tensor::{Dtype, TensorView};
+use safetensors::{SafeTensors, serialize};
+use serde_json::{Value, json};
+
+use crate::Failure;
+use crate::lm::{Param, Settings, initial, is_share};
+use crate::mesh::Mesh;
+
+const RUN: &str = "training.json";
+const WEIGHTS: &str = "weights.safetensors";
+
+/// Why a run cannot go on from a state.
+#[derive(Debug)]
+pub enum StateError {
+    /// A file cannot be read or written.
+    Io { path: PathBuf, error: io::Error },
+    /// A file is not what it should be.
+    Damaged { path: PathBuf, reason: String },
+    /// It is that of another model, or of another training of it.
+    OtherRun { path: PathBuf, field: &'static str, expected: String, found: String },
+    /// Its parts are from different steps.
+    OtherStep { path: PathBuf, weights: u64, optimizer: u64 },
+}
+
+impl fmt::Display for StateError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Io { path, error } => write!(f, "{}: {error}", path.display()),
+            Self::Damaged { path, reason } => write!(f, "{}: {reason}", path.display()),
+            Self::OtherRun { path, field, expected, found } => {
+                write!(f, "{}: the state of another run: {field}: expected {expected}, found {found}", path.display())
+            }
+            Self::OtherStep { path, weights, optimizer } => {
+                let path = path.display();
+                write!(f, "{path}: weights after step {weights}, but an optimizer after step {optimizer}")
+            }
+        }
+    }
+}
+
+impl Error for StateError {}
+
+/// What makes a run this run: numbers that decide the bits of its steps, whatever the ranks.
+fn run(settings: &Settings) -> [(&'static str, String); 14] {
+    let s = settings;
+    [
+        ("seed", s.seed.to_string()),
+        ("steps", s.steps.to_string()),
+        ("batch", s.batch.to_string()),
+        ("context", s.context.to_string()),
+        ("hidden", s.hidden.to_string()),
+        ("heads", s.heads.to_string()),
+        ("layers", s.layers.to_string()),
+        ("experts", s.experts.to_string()),
+        ("top_k", s.top_k.to_string()),
+        ("intermediate", s.intermediate.to_string()),
+        ("balance", s.balance.to_string()),
+        ("learning_rate", s.learning_rate.to_string()),
+        ("clip", s.clip.map_or("none".to_string(), |clip| clip.to_string())),
+        ("layer_dtype", s.layer_dtype.as_str().to_string()),
+    ]
+}
+
+fn read(path: PathBuf) -> Result<Vec<u8>, StateError> {
+    std::fs::read(&path).map_err(|error| StateError::Io { path, error })
+}
+
+/// Number of steps that a saved run has made.
+///
+/// # Errors
+/// The state of another run than that of these settings, or none.
+pub fn steps_of(dir: &Path, settings: &Settings) -> Result<usize, StateError> {
+    let path = dir.join(RUN);
+    let damaged = |reason: String| StateError::Damaged { path: path.clone(), reason };
+    let saved: Value = serde_json::from_slice(&read(path.clone())?).map_err(|e| damaged(e.to_string()))?;
+    for (field, expected) in run(settings) {
+        let found = saved.get(field).and_then(Value::as_str).unwrap_or("nothing").to_string();
+        if found != expected {
+            return Err(StateError::OtherRun { path, field, expected, found });
+        }
+    }
+    let step = saved.get("step").and_then(Value::as_u64).and_then(|step| usize::try_from(step).ok());
+    step.ok_or_else(|| damaged("no number of steps".to_string()))
+}
+
+/// The parameters that a run begins with.
+///
+/// # Errors
+/// Those of a state, where it goes on from one.
+pub fn params(settings: &Settings) -> Result<Vec<Param>, StateError> {
+    let mut params = initial(settings);
+    let Some(dir) = &settings.resume else { return Ok(params) };
+    let path = dir.join(WEIGHTS);
+    let damaged = |reason: String| StateError::Damaged { path: path.clone(), reason };
+    let bytes = read(path.clone())?;
+    let saved = SafeTensors::deserialize(&bytes).map_err(|e| damaged(e.to_string()))?;
+    for param in &mut params {
+        let view = saved.tensor(&param.name).map_err(|e| damaged(e.to_string()))?;
+        if view.dtype() != Dtype::F32 || view.shape() != param.dims {
+            let found = format!("{:?} {:?}", view.dtype(), view.shape());
+            return Err(damaged(format!("{}: expected F32 {:?}, found {found}", param.name, param.dims)));
+        }
+        param.values = view.data().as_chunks().0.iter().map(|v| f32::from_le_bytes(*v)).collect();
+    }
+    Ok(params)
+}
+
+/// Refuses an optimizer that is not of the weights' step.
+pub fn check_step(dir: &Path, weights: usize, optimizer: u64) -> Result<(), StateError> {
+    let weights = weights as u64;
+    match weights == optimizer {
+        true => Ok(()),
+        false => Err(StateError::OtherStep { path: dir.to_path_buf(), weights, optimizer }),
+    }
+}
+
+/// Where the optimizer's state is.
+pub fn optimizer(dir: &Path) -> PathBuf {
+    dir.join("optimizer")
+}
+
+/// A whole parameter from what the ranks hold of it.
+pub fn whole(mesh: Mesh, param: &Param, parts: &[Vec<f32>]) -> Vec<f32> {
+    if !is_share(&param.name) {
+        return parts[0].clone();
+    }
+    let mut whole = Vec::with_capacity(param.values.len());
+    for p in 0..mesh.ep {
+        for n in 0..mesh.shards() {
+            whole.extend_from_slice(&parts[mesh.rank(p, n, 0)]);
+        }
+        // Padding is at the end of what the ranks hold.
+        whole.truncate((p + 1) * param.values.len() / mesh.ep);
+    }
+    whole
+}
+
+/// Writes weights and what they are of, behind the optimizer's state. Each file takes its place as one; a state whose
+/// files are from different steps is refused as it is read.
+///
+/// # Errors
+/// A file that cannot be written.
+pub fn write(
+    dir: &Path,
+    settings: &Settings,
+    step: usize,
+    weights: &BTreeMap<String, Vec<f32>>,
+) -> Result<(), Failure> {
+    let params = initial(settings);
+    let bytes = |values: &Vec<f32>| values.iter().flat_map(|v| v.to_le_bytes()).collect::<Vec<u8>>();
+    let all: BTreeMap<&String, Vec<u8>> = weights.iter().map(|(name, values)| (name, bytes(values))).collect();
+    let view = |param: &Param| -> Result<_, Failure> {
+        let bytes = all.get(&param.name).ok_or_else(|| format!("no weights of {}", param.name))?;
+        Ok((param.name.clone(), TensorView::new(Dtype::F32, param.dims.clone(), bytes)?))
+    };
+    let weights = serialize(params.iter().map(view).collect::<Result<Vec<_>, Failure>>()?, None)?;
+    let mut of: serde_json::Map<String, Value> =
+        run(settings).into_iter().map(|(field, value)| (field.to_string(), Value::String(value))).collect();
+    of.insert("step".to_string(), json!(step));
+    for (name, bytes) in [(WEIGHTS, weights), (RUN, serde_json::to_vec_pretty(&of)?)] {
+        let (path, new) = (dir.join(name), dir.join(format!("{name}.new")));
+        let written = std::fs::write(&new, bytes).and_then(|()| std::fs::rename(&new, &path));
+        written.map_err(|error| StateError::Io { path, error })?;
+    }
+    Ok(())
+}
