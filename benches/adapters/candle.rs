@@ -5,6 +5,7 @@ use candle_core::{CpuStorage, CudaStorage, CustomOp1, DType, Device, Layout, Mod
 use candle_nn::{VarBuilder, VarMap};
 use moebius::MoeConfig;
 use moebius::candle::{Capture, DeviceGroup, ExpertParallelMoE, MainGradients, cuda, device_for_capture};
+use moebius::cuda::Cuda;
 use moebius::ep::GroupConfig;
 use moebius::layer::{Layer, ParamKind};
 
@@ -102,6 +103,20 @@ pub fn run(workload: &Workload, gpu: &str) -> Result<()> {
         })?;
         workload.report("moebius-candle", "fwd+bwd-plain", plain, gpu);
     }
+    if asked("memory") {
+        let memory = |way: &str, step: &mut dyn FnMut() -> Result<()>| -> Result<()> {
+            let bytes = most_memory(&core, step)?;
+            workload.report_memory("moebius-candle", way, bytes, gpu);
+            Ok(())
+        };
+        memory("plain", &mut || {
+            drop((moe.forward(x.as_tensor())? * &c)?.sum(1)?.sum_all()?.backward()?);
+            Ok(())
+        })?;
+        for (way, mut main) in [("stored", MainGradients::new()), ("f32-add", MainGradients::in_f32())] {
+            memory(way, &mut || Ok(main.backward_with(&moe.forward(&below)?, &c)?))?;
+        }
+    }
     core.check()?;
     drop((moe, frozen, map, core));
     if asked("fwd-graph") { graph(workload, gpu) } else { Ok(()) }
@@ -130,4 +145,16 @@ fn graph(workload: &Workload, gpu: &str) -> Result<()> {
     let core = cuda(&device)?;
     workload.report("moebius-candle", "fwd-graph", time_queued(&core, || Ok(step.replay()?))?, gpu);
     Ok(core.check()?)
+}
+
+/// Bytes by which a step has the GPU's free memory fall: its queued work's, as pools give nothing back before the host
+/// waits.
+fn most_memory(cuda: &Cuda, step: &mut dyn FnMut() -> Result<()>) -> Result<usize> {
+    cuda.check()?;
+    cuda.trim();
+    let before = cuda.free_memory()?;
+    step()?;
+    let after = cuda.free_memory()?;
+    cuda.check()?;
+    Ok(before.saturating_sub(after))
 }

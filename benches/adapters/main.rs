@@ -2,7 +2,8 @@
 //! line a measurement, keys as `benches/cuda`. `fwd` and `fwd+bwd`: wall clock from an idle GPU to an idle GPU with the
 //! loss Σ y ∘ c, which both frameworks' programs share. `fwd+bwd-stored`: steps queued one behind the other, timed by
 //! events, with the gradient of y given and no loss, gradients in the weights' type; `-f32-add` adds the experts' in f32.
-//! These the layer itself (`moebius`) does as well, and `fwd-graph`, replays of a captured forward.
+//! These the layer itself (`moebius`) does as well, and `fwd-graph`, replays of a captured forward. `memory`: bytes that
+//! one step takes of the GPU's free memory, with candle's gradients (`plain`) and with main gradients as above.
 //!
 //! ```text
 //! cargo bench -p moebius --no-default-features --features candle,cuda --bench adapters -- [--phase=PHASE …] [WORKLOAD …]
@@ -95,6 +96,15 @@ impl Workload {
             "{{\"impl\":\"{who}\",\"workload\":\"{name}\",\"phase\":\"{phase}\",\"ms\":{ms:.4},\"tflops\":{:.1},\
              \"gpu\":\"{gpu}\"}}",
             flop / ms / 1e9,
+        ));
+    }
+
+    #[cfg(feature = "candle")]
+    fn report_memory(&self, who: &str, way: &str, bytes: usize, gpu: &str) {
+        let name = self.name;
+        say(format_args!(
+            "{{\"impl\":\"{who}\",\"workload\":\"{name}\",\"phase\":\"memory\",\"way\":\"{way}\",\"bytes\":{bytes},\
+             \"gpu\":\"{gpu}\"}}"
         ));
     }
 }
