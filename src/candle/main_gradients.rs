@@ -105,12 +105,8 @@ impl MainGradients {
 
     /// The same; `complete` adds gradients that layers have left elsewhere.
     pub(super) fn run(&mut self, loss: &Tensor, complete: impl FnOnce(&mut GradStore) -> Result<()>) -> Result<()> {
-        let made = match self.changed {
-            true => {
-                Err(Error::invalid(CALL, "gradients", "a reset after `store_mut` has lent the sums", "none").into())
-            }
-            false => Running::during(&mut self.experts, || loss.backward()),
-        };
+        self.check_not_lent()?;
+        let made = Running::during(&mut self.experts, || loss.backward());
         let made = made.inspect_err(|error| refuse_backward(loss, &reason(error)));
         let done = made.and_then(|mut gradients| {
             complete(&mut gradients)?;
@@ -122,6 +118,17 @@ impl MainGradients {
         }
         self.experts.written = false;
         done
+    }
+
+    /// Refuses to add to sums that have been lent: on every rank of a program alike, so that nobody waits for another.
+    pub(super) fn check_not_lent(&self) -> Result<()> {
+        match self.changed {
+            false => Ok(()),
+            true => {
+                let expected = "a reset after `store_mut` has lent the sums";
+                Err(Error::invalid(CALL, "gradients", expected, "none").into())
+            }
+        }
     }
 
     /// Leaves what was before a failed backward, where that is whole.

@@ -286,6 +286,7 @@ impl MainGradients {
             self.store_mut();
             return Ok(());
         }
+        self.check_not_lent()?;
         // The backward to come is counted.
         let microbatches = self.microbatches() + 1;
         reducer.compare(microbatches)?;

@@ -302,6 +302,31 @@ fn a_rank_with_one_microbatch_more() -> AnyResult<()> {
     Ok(())
 }
 
+/// What every rank of a program does wrong alike costs no collective, which may end a communicator.
+fn a_backward_behind_lent_sums_communicates_nothing() -> AnyResult<()> {
+    ranks(2, PATIENCE, |group| {
+        let model = Model::new(&group, DType::F32, &[])?;
+        let x = tokens(&group, 0, DType::F32)?;
+        let mut main = MainGradients::new();
+        main.backward(&model.loss(&x, Fault::Nowhere)?)?;
+        main.store_mut();
+        let (loss, before) = (model.loss(&x, Fault::Nowhere)?, model.values(main.store())?);
+        let calls = || group.lock().dispatcher().communicator().calls();
+        let first = calls();
+        let error = main.backward(&loss).expect_err("a backward behind lent sums");
+        assert!(matches!(error_of(&error), Some(Error::Invalid { .. })), "{error}");
+        assert_eq!(calls(), first);
+        // The forward is still good.
+        main.reset();
+        main.backward(&loss)?;
+        assert_eq!(model.values(main.store())?, before);
+        Ok(())
+    })
+    .into_iter()
+    .collect::<AnyResult<Vec<_>>>()?;
+    Ok(())
+}
+
 /// Sums in f32 of bf16 variables where a rank has no gradient of one: every rank has the sum in f32.
 fn an_absent_gradient_has_the_other_ranks_type() -> AnyResult<()> {
     let types = [DType::BF16, DType::F32, DType::F16, DType::F64];
@@ -370,6 +395,7 @@ tests! {
     a_first_backward_that_fails_leaves_no_gradient,
     experts_of_ones_own_that_fail_in_backward,
     a_rank_with_one_microbatch_more,
+    a_backward_behind_lent_sums_communicates_nothing,
     an_absent_gradient_has_the_other_ranks_type,
     a_main_gradient_of_a_frozen_weight,
 }
