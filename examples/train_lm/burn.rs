@@ -3,7 +3,6 @@
 //! allow between threads.
 
 use std::collections::BTreeMap;
-use std::path::Path;
 
 use burn::backend::{Autodiff, Flex};
 use burn::module::{Module, ModuleMapper, ModuleVisitor, Param as BurnParam};
@@ -276,7 +275,7 @@ impl<Bk: MoeBackend + NativeBackend> Worker for Rank<Bk> {
         Ok(Report { loss, load, norm: None, scale: None, cost: None, check })
     }
 
-    fn save(&mut self, _: &Path, _: usize) -> Result<(), Failure> {
+    fn save(&mut self, _: &std::path::Path, _: usize) -> Result<(), Failure> {
         Err("the state of a run in burn is not saved".into())
     }
 }

@@ -179,6 +179,7 @@ pub(crate) struct BackwardProgress(AtomicU8);
 impl BackwardProgress {
     const ROWS: u8 = 1;
     const ALL: u8 = 2;
+    #[cfg(feature = "candle")]
     const REFUSED: u8 = 3;
 
     /// The rows have come, on every rank: from here on the experts' gradients are written.
