@@ -343,7 +343,7 @@ pub trait Kernels: Codec {
     /// [`Route`]. Fails on a NaN logit, at once or as [`Route::reporting`] says.
     ///
     /// # Errors
-    /// As [`linear`](Self::linear); [`Error::NanLogits`](crate::Error::NanLogits), at once or as [`Route::reporting`]
+    /// As [`linear`](Self::linear); [`Error::NanLogits`], at once or as [`Route::reporting`]
     /// says.
     fn route(&self, call: Route<'_, Self>) -> Result<()>;
     /// [`RouteBwd`].
@@ -369,7 +369,7 @@ pub trait Kernels: Codec {
     /// Slots for all ranks' choices, which the host has, as seen from one rank.
     ///
     /// # Errors
-    /// As [`linear`](Self::linear); [`Error::Capacity`](crate::Error::Capacity).
+    /// As [`linear`](Self::linear); [`Error::Capacity`].
     fn plan(&self, call: HostPlanRequest<'_>) -> Result<Plan<Self>>;
     /// The plan of a group of one rank ([`RowOrder::Local`](crate::ep::RowOrder::Local)) from ids `[T, K]` (I32 or
     /// I64) that nobody has checked, without waiting for the device: bad ids count as −1, and [`check`](Self::check)
