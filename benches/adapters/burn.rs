@@ -6,9 +6,10 @@ use burn::module::{Module, Param};
 use burn::tensor::backend::Backend;
 use burn::tensor::{DType, Distribution, Shape, Tensor};
 use moebius::MoeConfig;
-use moebius::burn::{DeviceGroup, ExpertParallelMoE, ExpertParallelMoEConfig, cuda};
+use moebius::burn::{DeviceGroup, ExpertParallelMoE, ExpertParallelMoEConfig, backward_with, cuda};
 use moebius::ep::{EpGroup, GroupConfig};
 
+use super::core::time_queued;
 use super::{Result, Workload, asked, time};
 
 type Inner = burn::backend::Cuda<f32, i32>;
@@ -49,6 +50,15 @@ pub fn run(workload: &Workload, gpu: &str) -> Result<()> {
         })?;
         workload.report("moebius-burn", "fwd", fwd, gpu);
     }
+    if asked("fwd+bwd-stored") {
+        // Their gradients lie in memory that burn gives anew at each step.
+        let given = time_queued(&core, || {
+            let y = moe.forward(Tensor::<B, 2>::from_inner(x.clone()).require_grad())?;
+            drop(backward_with(y, c.clone())?);
+            Ok(())
+        })?;
+        workload.report("moebius-burn", "fwd+bwd-stored", given, gpu);
+    }
     let c = Tensor::<B, 2>::from_inner(c);
     if asked("fwd+bwd") {
         let step = time(sync, || {
@@ -57,6 +67,14 @@ pub fn run(workload: &Workload, gpu: &str) -> Result<()> {
             Ok(())
         })?;
         workload.report("moebius-burn", "fwd+bwd", step, gpu);
+    }
+    if asked("fwd+bwd-plain") {
+        let plain = time_queued(&core, || {
+            let x = Tensor::<B, 2>::from_inner(x.clone()).require_grad();
+            drop((moe.forward(x)? * c.clone()).sum().backward());
+            Ok(())
+        })?;
+        workload.report("moebius-burn", "fwd+bwd-plain", plain, gpu);
     }
     Ok(core.check()?)
 }

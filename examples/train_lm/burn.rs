@@ -1,17 +1,21 @@
-//! A rank's training in burn, on its CPU back end or, alone, on its CUDA back end. Every module of a rank is made on
+//! A rank's training in burn, on its CPU back end or on its CUDA back end. Every module of a rank is made on
 //! that rank's thread, so that ranks share no leaf, and there is one backward a step: more, burn's graph lock does not
 //! allow between threads.
 
 use std::collections::BTreeMap;
 
 use burn::backend::{Autodiff, Flex};
-use burn::module::{Module, ModuleMapper, ModuleVisitor, Param as BurnParam};
+use burn::module::{Module, ModuleMapper, ModuleVisitor, Param as BurnParam, ParamId};
 use burn::optim::adaptor::OptimizerAdaptor;
 use burn::optim::{AdamW, AdamWConfig, GradientsParams, Optimizer};
 use burn::tensor::activation::{log_softmax, softmax};
 use burn::tensor::backend::{AutodiffBackend, Backend};
 use burn::tensor::{Int, Tensor, TensorData};
-use moebius::burn::{DeviceGroup, ExpertParallelMoE, ExpertParallelMoEConfig, MoeBackend, NativeBackend};
+use moebius::burn::{
+    CoreDevice, DeviceGroup, ExpertParallelMoE, ExpertParallelMoEConfig, MoeBackend, NativeBackend, ReduceOptions,
+    reduce_gradients,
+};
+use moebius::comm::Tag;
 use moebius::cpu::{Cpu, ThreadWorld};
 use moebius::ep::{EpGroup, Group};
 use moebius::metrics::Load;
@@ -19,8 +23,9 @@ use moebius::metrics::Load;
 use crate::Failure;
 use crate::corpus::Corpus;
 use crate::device::Place;
-use crate::lm::{Param, Settings, Step, VOCABULARY, is_share};
-use crate::ranks::{self, Check, Report, TIMEOUT, Values, Worker, group_config, moe_config, sum_over_ranks};
+use crate::lm::{Param, Settings, Step, VOCABULARY};
+use crate::rank_results;
+use crate::ranks::{self, Check, Peer, Report, TIMEOUT, Values, Worker, group_config, moe_config};
 
 /// A decoder of pre-norm attention and expert layers over bytes, with learned positions. Parameters' paths are their
 /// names.
@@ -160,44 +165,6 @@ impl<B: Backend> ModuleMapper<B> for Fill<'_> {
     }
 }
 
-/// Gradients of parameters that all ranks hold, one behind the other; then back from there.
-struct Flat<'a> {
-    path: Path,
-    gradients: &'a mut GradientsParams,
-    values: Vec<f32>,
-    /// Where to read the next parameter's sum; `None` while gathering.
-    next: Option<usize>,
-}
-
-impl<A: AutodiffBackend> ModuleVisitor<A> for Flat<'_> {
-    fn enter_module(&mut self, name: &str, _: &str) {
-        self.path.0.push(name.into());
-    }
-    fn exit_module(&mut self, _: &str, _: &str) {
-        self.path.0.pop();
-    }
-    fn visit_float<const D: usize>(&mut self, param: &BurnParam<Tensor<A, D>>) {
-        if is_share(&self.path.name()) {
-            return;
-        }
-        let (dims, device) = (param.dims(), param.device());
-        let count = dims.iter().product::<usize>();
-        match &mut self.next {
-            None => match self.gradients.get::<A::InnerBackend, D>(param.id) {
-                Some(gradient) => self.values.extend(gradient.into_data().iter::<f32>()),
-                None => self.values.resize(self.values.len() + count, 0.0),
-            },
-            Some(next) => {
-                let sum = self.values[*next..*next + count].to_vec();
-                *next += count;
-                self.gradients.remove::<A::InnerBackend, D>(param.id);
-                let sum = Tensor::<A::InnerBackend, D>::from_data(TensorData::new(sum, dims), &device);
-                self.gradients.register::<A::InnerBackend, D>(param.id, sum);
-            }
-        }
-    }
-}
-
 /// Copies weights and gradients for the twin.
 struct Snapshot<'a> {
     path: Path,
@@ -255,18 +222,16 @@ impl<Bk: MoeBackend + NativeBackend> Worker for Rank<Bk> {
         let loss = mean.clone().inner();
         // burn's backward returns nothing: a collective's error unwinds, and ends this rank's thread.
         let mut gradients = GradientsParams::from_grads((mean + aux).backward(), &model);
-        if self.group.ranks() > 1 {
-            let group = self.group.on::<Cpu>().ok_or("gradients are summed between ranks on the CPU")?;
-            let mut flat = Flat { path: Path::default(), gradients: &mut gradients, values: Vec::new(), next: None };
-            model.visit(&mut flat);
-            sum_over_ranks(group, step, &mut flat.values)?;
-            flat.next = Some(0);
-            model.visit(&mut flat);
-        }
+        let own: Vec<ParamId> = model.layers.iter().flat_map(|layer| layer.moe.expert_ids()).collect();
+        reduce_gradients(&self.group, &model, ReduceOptions::except(&own), &mut gradients)?;
         let check = check.then(|| {
             let mut snapshot = Snapshot { path: Path::default(), gradients: &gradients, params: BTreeMap::new() };
             model.visit(&mut snapshot);
-            Check { params: snapshot.params, ids: ids.into_iter().map(rows_of).collect(), tokens: Vec::new() }
+            Check {
+                params: snapshot.params,
+                ids: ids.into_iter().map(rows_of).collect(),
+                tokens: vec![Vec::new(); self.settings.layers],
+            }
         });
         self.model = Some(self.optimizer.step(self.settings.learning_rate_at(step), model, gradients));
         // Read last: on a GPU the host has nothing left to enqueue.
@@ -284,6 +249,15 @@ fn rows_of<B: Backend>(ids: Tensor<B, 2, Int>) -> Vec<Vec<u32>> {
     let k = ids.dims()[1];
     let flat: Vec<u32> = ids.into_data().iter::<i64>().map(|id| id as u32).collect();
     flat.chunks(k).map(<[u32]>::to_vec).collect()
+}
+
+impl<Bk: NativeBackend> Peer for Rank<Bk> {
+    fn tell(&mut self, tag: Tag, own: &[u8]) -> Result<Vec<Vec<u8>>, Failure> {
+        let group = self.group.on::<CoreDevice<Bk>>().ok_or("a group of another device")?;
+        let mut group = group.lock();
+        let device = group.device().clone();
+        rank_results::gather_over(&device, group.dispatcher().communicator(), tag, own)
+    }
 }
 
 /// Trains, with `on_step` after each step.
@@ -304,13 +278,94 @@ pub fn train(
         }
         #[cfg(feature = "burn-cuda")]
         Place::Cuda => {
-            type Gpu = burn::backend::Cuda<f32, i32>;
-            // Before burn, which panics where there is no GPU.
-            let group = DeviceGroup::single::<Gpu>(group_config(settings), &Default::default())?;
-            let make = |params: &[_], group, _: usize| Rank::<Gpu>::new(settings, params, (group, &Default::default()));
-            ranks::train(settings, (vec![group], check_every), corpus, make, on_step)
+            let seats = gpus::seats(settings)?;
+            let make = |params: &[_], (device, group): gpus::Seat, _: usize| {
+                Rank::<gpus::Gpu>::new(settings, params, (group, &device))
+            };
+            ranks::train(settings, (seats, check_every), corpus, make, on_step)
         }
         #[cfg(not(feature = "burn-cuda"))]
         Place::Cuda => Err("this build has no burn on CUDA".into()),
     }
 }
+
+#[cfg(feature = "burn-cuda")]
+mod gpus {
+    use burn::backend::cuda::CudaDevice;
+    use moebius::burn::DeviceGroup;
+
+    use crate::Failure;
+    use crate::lm::Settings;
+    use crate::ranks::group_config;
+
+    pub type Gpu = burn::backend::Cuda<f32, i32>;
+    pub type Seat = (CudaDevice, DeviceGroup);
+
+    /// Each rank's GPU and group. The groups are made first: burn panics where there is no GPU.
+    pub fn seats(settings: &Settings) -> Result<Vec<Seat>, Failure> {
+        if settings.mesh.ranks == 1 {
+            let device = CudaDevice::new(0);
+            let group = DeviceGroup::single::<Gpu>(group_config(settings), &device)?;
+            return Ok(vec![(device, group)]);
+        }
+        over_nccl(settings)
+    }
+
+    #[cfg(feature = "nccl")]
+    fn over_nccl(settings: &Settings) -> Result<Vec<Seat>, Failure> {
+        use moebius::nccl::{NcclComm, NcclLibrary};
+        let devices = || (0..settings.mesh.ranks).map(CudaDevice::new);
+        let gpus = devices().map(|device| moebius::burn::cuda(&device)).collect::<moebius::Result<Vec<_>>>()?;
+        let comms = NcclComm::threads(&NcclLibrary::open()?, &gpus, crate::ranks::TIMEOUT)?;
+        devices().zip(comms).map(|(device, comm)| Ok((device, group(settings, comm)?))).collect()
+    }
+
+    #[cfg(not(feature = "nccl"))]
+    fn over_nccl(_: &Settings) -> Result<Vec<Seat>, Failure> {
+        Err("several GPUs want a build with --features nccl".into())
+    }
+
+    #[cfg(feature = "nccl")]
+    fn group(settings: &Settings, comm: moebius::nccl::NcclComm) -> Result<DeviceGroup, Failure> {
+        let cuda = comm.cuda().clone();
+        Ok(moebius::ep::Group::new(cuda, Box::new(comm), group_config(settings))?.into())
+    }
+
+    /// This process, as one rank of several, on the GPU of its number on its host.
+    #[cfg(feature = "nccl")]
+    pub struct Process {
+        identity: moebius::ranks::Identity,
+        comm: moebius::nccl::NcclComm,
+    }
+
+    #[cfg(feature = "nccl")]
+    impl Process {
+        /// Joins the ranks that the launcher's environment tells of.
+        pub fn join() -> Result<Self, Failure> {
+            use moebius::nccl::{NcclComm, NcclLibrary};
+            use moebius::ranks::{Bootstrap, Identity};
+            let identity = Identity::from_env()?;
+            let cuda = moebius::burn::cuda(&CudaDevice::new(identity.local_rank))?;
+            let job = Bootstrap::from_env(crate::ranks::TIMEOUT)?;
+            let comm = NcclComm::join(&NcclLibrary::open()?, &job, &cuda)?;
+            Ok(Self { identity, comm })
+        }
+
+        pub fn rank(&self) -> usize {
+            self.identity.rank
+        }
+
+        pub fn world(&self) -> usize {
+            self.identity.world
+        }
+
+        /// The rank's worker.
+        pub fn worker(self, settings: &Settings, params: &[crate::lm::Param]) -> Result<super::Rank<Gpu>, Failure> {
+            let device = CudaDevice::new(self.identity.local_rank);
+            super::Rank::new(settings, params, (group(settings, self.comm)?, &device))
+        }
+    }
+}
+
+#[cfg(all(feature = "burn-cuda", feature = "nccl"))]
+pub use gpus::Process;

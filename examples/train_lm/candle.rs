@@ -19,7 +19,7 @@ use crate::dense::{Loss, Model};
 use crate::lm::{Param, Scale, Settings, initial, is_of_layer, is_share};
 use crate::mesh::{AllRanks, Place};
 use crate::rank_results::RankResults;
-use crate::ranks::{Check, Report, Values, Worker, group_config, moe_config};
+use crate::ranks::{Check, Peer, Report, Values, Worker, group_config, moe_config};
 use crate::sharded::{Experts, Parts, pass};
 use crate::state;
 use crate::world::World;
@@ -90,11 +90,6 @@ impl Rank {
         }
         let (settings, gradients) = (settings.clone(), MainGradients::in_f32());
         Ok(Self { settings, world, model, layers, sharded, optimizer, gradients, number: rank })
-    }
-
-    /// All ranks.
-    pub fn world(&mut self) -> &mut World {
-        &mut self.world
     }
 
     /// Forward and backward of a part of a step's sequences.
@@ -196,6 +191,12 @@ struct Seen {
     ids: Option<Vec<Vec<Vec<u32>>>>,
     /// Tokens by layer, where these are asked for and travel quantized.
     tokens: Vec<Vec<f32>>,
+}
+
+impl Peer for Rank {
+    fn tell(&mut self, tag: Tag, own: &[u8]) -> Result<Vec<Vec<u8>>, Failure> {
+        self.world.tell(tag, own)
+    }
 }
 
 impl Worker for Rank {

@@ -104,7 +104,7 @@ struct Args {
     /// Be one rank of several that a launcher has started as processes, one GPU each (docs/ranks.md); rank 0 speaks.
     #[arg(long)]
     processes: bool,
-    /// Where the ranks train; the twin stays on the CPU. With burn a GPU is one rank.
+    /// Where the ranks train; the twin stays on the CPU.
     #[arg(long, value_enum, default_value = "cpu")]
     device: Place,
     /// Training steps.
@@ -236,6 +236,22 @@ impl Args {
         Ok(Mesh { ranks, ep, etp: self.etp, engines: self.copy_engines })
     }
 
+    /// Refuses what the framework has not.
+    fn check_framework(&self) -> Result<(), Usage> {
+        let candle_only =
+            self.etp.is_some() || self.microbatches > 1 || self.clip.is_some() || self.token_payload != Form::Plain;
+        let state = self.resume.is_some() || self.save.is_some() || self.until.is_some();
+        match self.framework {
+            Framework::Burn if state || self.layer_dtype != LayerType::F32 => {
+                Err("--resume, --save, --until and --layer-dtype: give --framework candle".into())
+            }
+            Framework::Burn if candle_only => {
+                Err("--etp, --microbatches, --clip and --token-payload: give --framework candle".into())
+            }
+            _ => Ok(()),
+        }
+    }
+
     fn settings(&self) -> Result<Settings, Usage> {
         let mesh = self.mesh()?;
         if self.microbatches == 0 {
@@ -246,17 +262,9 @@ impl Args {
             let each = format!("one for each of {} ranks and {} microbatches", mesh.ranks, self.microbatches);
             return Err(format!("--batch {}: expected at least {least} sequences, {each}", self.batch).into());
         }
-        let candle_only =
-            self.etp.is_some() || self.microbatches > 1 || self.clip.is_some() || self.token_payload != Form::Plain;
-        let state = self.resume.is_some() || self.save.is_some() || self.until.is_some();
-        if (state || self.layer_dtype != LayerType::F32) && self.framework != Framework::Candle {
-            return Err("--resume, --save, --until and --layer-dtype: give --framework candle".into());
-        }
+        self.check_framework()?;
         if self.until.is_some_and(|until| !(1..=self.steps).contains(&until)) {
             return Err(format!("--until: expected a step in 1..={}", self.steps).into());
-        }
-        if candle_only && self.framework != Framework::Candle {
-            return Err("--etp, --microbatches, --clip and --token-payload: give --framework candle".into());
         }
         if self.framework == Framework::Burn {
             let (on_gpu, ranks) = (self.device == Place::Cuda, mesh.ranks);
@@ -265,10 +273,9 @@ impl Args {
                 (_, false) if on_gpu => {
                     return Err("--framework burn --device cuda: build with --features burn-cuda".into());
                 }
-                _ if on_gpu && ranks != 1 => {
-                    let text =
-                        "--framework burn --device cuda: a GPU is one rank; give --framework candle, or --ranks 1";
-                    return Err(format!("{text} instead of {ranks}").into());
+                _ if on_gpu && ranks != 1 && !cfg!(feature = "nccl") => {
+                    let text = "--framework burn --device cuda: several GPUs want a build with --features nccl";
+                    return Err(format!("{text}, or give --ranks 1 instead of {ranks}").into());
                 }
                 _ => {}
             }
@@ -367,17 +374,43 @@ fn run(args: &Args) -> Result<bool, Failure> {
 
 /// The same as one rank of several processes.
 fn run_process(args: &Args) -> Result<bool, Failure> {
-    if args.framework != Framework::Candle || args.device != Place::Cuda {
-        return Err(Usage::from("--processes: give --framework candle and --device cuda").into());
+    if args.device != Place::Cuda {
+        return Err(Usage::from("--processes: give --device cuda").into());
     }
-    let process = processes::Process::join(ranks::TIMEOUT)?;
-    if let Some(ranks) = args.ranks.filter(|ranks| *ranks != process.world) {
-        return Err(format!("--ranks {ranks}: the launcher has started {}", process.world).into());
+    args.check_framework()?;
+    match args.framework {
+        Framework::Candle => {
+            let process = processes::Process::join(ranks::TIMEOUT)?;
+            let of = (process.rank, process.world);
+            run_rank(args, of, |settings, params| {
+                let place = mesh::of_process(settings.mesh, process.rank, process.seat)?;
+                candle::Rank::new(settings, params, (place, process.rank))
+            })
+        }
+        #[cfg(all(feature = "burn-cuda", feature = "nccl"))]
+        Framework::Burn => {
+            let process = burn::Process::join()?;
+            run_rank(args, (process.rank(), process.world()), |settings, params| process.worker(settings, params))
+        }
+        #[cfg(not(all(feature = "burn-cuda", feature = "nccl")))]
+        Framework::Burn => {
+            Err(Usage::from("--framework burn --processes: build with --features burn-cuda,nccl").into())
+        }
     }
-    let settings = Args { ranks: Some(process.world), ..args.clone() }.settings()?;
-    let settings = resumed(settings)?;
+}
+
+/// Trains as rank `rank` of `world` processes.
+fn run_rank<W: ranks::Peer>(
+    args: &Args,
+    (rank, world): (usize, usize),
+    make: impl FnOnce(&Settings, &[lm::Param]) -> Result<W, Failure>,
+) -> Result<bool, Failure> {
+    if let Some(ranks) = args.ranks.filter(|ranks| *ranks != world) {
+        return Err(format!("--ranks {ranks}: the launcher has started {world}").into());
+    }
+    let settings = resumed(Args { ranks: Some(world), ..args.clone() }.settings()?)?;
     let (corpus, params) = (Corpus::load(args.text.as_deref())?, state::params(&settings)?);
-    let speaks = process.rank == 0;
+    let speaks = rank == 0;
     if speaks {
         check_out(&args.out)?;
         print_header(&settings, &corpus);
@@ -387,9 +420,8 @@ fn run_process(args: &Args) -> Result<bool, Failure> {
         progress.push(step);
         Ok(())
     };
-    let place = mesh::of_process(settings.mesh, process.rank, process.seat)?;
-    let rank = candle::Rank::new(&settings, &params, (place, process.rank))?;
-    process::train(&settings, (rank, process.rank), (&corpus, args.check_every), &params, on_step)?;
+    let worker = make(&settings, &params)?;
+    process::train(&settings, (worker, rank), (&corpus, args.check_every), &params, on_step)?;
     if speaks { conclude(args, &settings, progress) } else { Ok(true) }
 }
 

@@ -3,18 +3,17 @@
 use std::collections::BTreeMap;
 
 use crate::Failure;
-use crate::candle::Rank;
 use crate::corpus::Corpus;
 use crate::lm::{Param, Scale, Settings, Step};
 use crate::rank_results::RankResults;
-use crate::ranks::{Check, Report, Values, Worker, joined, own_step};
+use crate::ranks::{Check, Peer, Report, Values, joined, own_step};
 use crate::sharded::Cost;
 use crate::twin::Twin;
 
 /// Trains as rank `number`, and calls `on_step` after each step on rank 0.
 pub fn train(
     settings: &Settings,
-    (mut rank, number): (Rank, usize),
+    (mut rank, number): (impl Peer, usize),
     (corpus, check_every): (&Corpus, usize),
     params: &[Param],
     mut on_step: impl FnMut(Step) -> Result<(), Failure>,
@@ -22,7 +21,7 @@ pub fn train(
     let twin = (number == 0).then(|| Twin::new(settings, params)).transpose()?;
     for step in settings.range.clone() {
         let report = own_step(&mut rank, settings, (corpus, check_every), number, step)?;
-        let told = rank.world().tell(crate::ranks::gradients(step), &packed(&report).pack()?)?;
+        let told = rank.tell(crate::ranks::gradients(step), &packed(&report).pack()?)?;
         if let Some(twin) = &twin {
             let reports = told.iter().map(|bytes| unpacked(settings, &RankResults::unpack(bytes)?));
             let reports = reports.collect::<Result<_, Failure>>()?;

@@ -32,6 +32,12 @@ pub trait Worker {
     fn save(&mut self, dir: &Path, steps: usize) -> Result<(), Failure>;
 }
 
+/// A worker that reaches the others' processes.
+pub trait Peer: Worker {
+    /// Bytes that every rank tells, in rank order.
+    fn tell(&mut self, tag: Tag, own: &[u8]) -> Result<Vec<Vec<u8>>, Failure>;
+}
+
 /// Report of a rank on a step.
 pub struct Report {
     /// This rank's share of the mean cross-entropy.

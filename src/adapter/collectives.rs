@@ -1,6 +1,8 @@
 //! Collectives that an adapter runs itself, beside its layers'.
 
-use crate::comm::{Op, ReduceOp, Tag};
+#[cfg(feature = "candle")]
+use crate::comm::ReduceOp;
+use crate::comm::{Op, Tag};
 #[cfg(feature = "candle")]
 use crate::dtype::DType;
 use crate::ep::EpGroup;
@@ -8,46 +10,23 @@ use crate::error::Result;
 use crate::kernels::Kernels;
 use crate::tensor::Tensor;
 
-/// A collective of a module over one of its parameters.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum ParamCollective {
-    /// Rank 0's parameter to all.
-    Weights,
-    /// The sum of a gradient over the ranks.
-    #[cfg_attr(not(feature = "burn"), allow(dead_code, reason = "candle sums many at once"))]
-    Gradient,
-}
-
-impl ParamCollective {
-    fn op(self) -> Op {
-        match self {
-            ParamCollective::Weights => Op::Weights,
-            ParamCollective::Gradient => Op::GradReduce,
-        }
-    }
-}
-
 fn tag(layer: u32, op: Op) -> Tag {
     Tag { layer, op, sequence: 0 }
 }
 
-/// Runs a collective over this rank's `values`; where they cannot be had, the other ranks are told.
-pub(crate) fn exchange<D: Kernels>(
+/// Rank 0's parameter to all, of this rank's `values`; where they cannot be had, the other ranks are told.
+pub(crate) fn broadcast<D: Kernels>(
     group: &EpGroup<D>,
     layer: u32,
-    collective: ParamCollective,
     values: impl FnOnce(&D) -> Result<Tensor<D>>,
 ) -> Result<Tensor<D>> {
     let mut group = group.lock();
-    let (device, tag) = (group.device().clone(), tag(layer, collective.op()));
+    let (device, tag) = (group.device().clone(), tag(layer, Op::Weights));
     let comm = group.dispatcher().communicator();
     let mut values = values(&device).inspect_err(|error| {
         let _ = comm.refuse(tag, &error.to_string());
     })?;
-    match collective {
-        ParamCollective::Weights => comm.broadcast(tag, 0, values.view_mut())?,
-        ParamCollective::Gradient => comm.all_reduce(tag, ReduceOp::Sum, values.view_mut())?,
-    }
+    comm.broadcast(tag, 0, values.view_mut())?;
     Ok(values)
 }
 

@@ -14,11 +14,11 @@ use crate::etp::{ShardDevice, StreamPair, recover};
 use crate::kernels::Kernels;
 use crate::tensor::Tensor;
 
+use super::buckets::NO_LAYER;
+
 const CALL: &str = "GradientReducer";
 /// Longest wait for the end of the thread: of one that waits for ranks which do not come, what is late is late.
 const END: Duration = Duration::from_millis(200);
-/// The tag's layer of what belongs to none.
-const NO_LAYER: u32 = u32::MAX;
 
 /// Communicators that a rank's gradients are summed over, for this alone: one thread drives them beside the layers'
 /// own. On a GPU each is made with a `Cuda` of its own beside the layers' (`Cuda::with_new_stream`), or nothing runs

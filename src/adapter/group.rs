@@ -1,5 +1,7 @@
 //! A rank's group as a module holds it: host frameworks know at run time only which device they work on.
 
+use std::sync::Arc;
+
 use crate::comm::Op;
 #[cfg(feature = "candle")]
 use crate::comm::Tag;
@@ -9,7 +11,7 @@ use crate::cuda::Cuda;
 use crate::ep::{EpGroup, Membership};
 #[cfg(feature = "candle")]
 use crate::error::Result;
-use crate::kernels::Kernels;
+use crate::etp::{Chain, ShardDevice};
 
 use super::collectives;
 
@@ -22,8 +24,17 @@ pub enum AnyGroup {
     Cuda(EpGroup<Cuda>),
 }
 
+/// A chain of sharded weights, on whichever device.
+#[doc(hidden)]
+#[derive(Debug, Clone)]
+pub enum AnyChain {
+    Cpu(Arc<Chain<Cpu>>),
+    #[cfg(feature = "cuda")]
+    Cuda(Arc<Chain<Cuda>>),
+}
+
 /// A device that the host frameworks have too: [`Cpu`], and with the `cuda` feature `Cuda`.
-pub trait FrameworkDevice: Kernels {
+pub trait FrameworkDevice: ShardDevice {
     /// A group of this device, for a module that does not know its device.
     #[doc(hidden)]
     fn any(group: EpGroup<Self>) -> AnyGroup;
@@ -31,6 +42,14 @@ pub trait FrameworkDevice: Kernels {
     /// The group again, if it is one of this device.
     #[doc(hidden)]
     fn group(any: &AnyGroup) -> Option<&EpGroup<Self>>;
+
+    /// A chain of this device, for a module that does not know its device.
+    #[doc(hidden)]
+    fn any_chain(chain: Arc<Chain<Self>>) -> AnyChain;
+
+    /// The chain again, if it is one of this device.
+    #[doc(hidden)]
+    fn chain(any: &AnyChain) -> Option<&Arc<Chain<Self>>>;
 }
 
 impl FrameworkDevice for Cpu {
@@ -45,6 +64,18 @@ impl FrameworkDevice for Cpu {
             AnyGroup::Cuda(_) => None,
         }
     }
+
+    fn any_chain(chain: Arc<Chain<Self>>) -> AnyChain {
+        AnyChain::Cpu(chain)
+    }
+
+    fn chain(any: &AnyChain) -> Option<&Arc<Chain<Self>>> {
+        match any {
+            AnyChain::Cpu(chain) => Some(chain),
+            #[cfg(feature = "cuda")]
+            AnyChain::Cuda(_) => None,
+        }
+    }
 }
 
 #[cfg(feature = "cuda")]
@@ -57,6 +88,17 @@ impl FrameworkDevice for Cuda {
         match any {
             AnyGroup::Cuda(group) => Some(group),
             AnyGroup::Cpu(_) => None,
+        }
+    }
+
+    fn any_chain(chain: Arc<Chain<Self>>) -> AnyChain {
+        AnyChain::Cuda(chain)
+    }
+
+    fn chain(any: &AnyChain) -> Option<&Arc<Chain<Self>>> {
+        match any {
+            AnyChain::Cuda(chain) => Some(chain),
+            AnyChain::Cpu(_) => None,
         }
     }
 }

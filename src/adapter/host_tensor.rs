@@ -6,7 +6,7 @@ use crate::error::Result;
 use crate::kernels::Kernels;
 use crate::tensor::Tensor;
 
-use super::collectives::{ParamCollective, exchange};
+use super::collectives::broadcast;
 use super::group::AnyGroup;
 
 /// A tensor of the host.
@@ -18,18 +18,18 @@ pub(crate) struct HostTensor<'a> {
 }
 
 impl HostTensor<'_> {
-    /// Runs a collective of a layer over it, in place.
-    pub(crate) fn exchange(self, group: &AnyGroup, layer: u32, collective: ParamCollective) -> Result<()> {
+    /// Makes it rank 0's, over the ranks of a layer's group.
+    pub(crate) fn broadcast(self, group: &AnyGroup, layer: u32) -> Result<()> {
         match group {
-            AnyGroup::Cpu(group) => self.exchange_on(group, layer, collective),
+            AnyGroup::Cpu(group) => self.broadcast_on(group, layer),
             #[cfg(feature = "cuda")]
-            AnyGroup::Cuda(group) => self.exchange_on(group, layer, collective),
+            AnyGroup::Cuda(group) => self.broadcast_on(group, layer),
         }
     }
 
-    fn exchange_on<D: Kernels>(self, group: &EpGroup<D>, layer: u32, collective: ParamCollective) -> Result<()> {
+    fn broadcast_on<D: Kernels>(self, group: &EpGroup<D>, layer: u32) -> Result<()> {
         let Self { bytes, dtype, dims } = self;
-        let made = exchange(group, layer, collective, |device| {
+        let made = broadcast(group, layer, |device| {
             let mut values = Tensor::empty(device, dtype, dims)?;
             device.upload(bytes, values.view_mut())?;
             Ok(values)

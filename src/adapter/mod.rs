@@ -1,6 +1,7 @@
 //! Code that the adapters of candle and burn share: a rank's group whose device is known at run time only, the
 //! collectives that an adapter runs itself, the cotangents that backward brings, and how a module is loaded.
 
+mod buckets;
 mod collectives;
 #[cfg(feature = "candle")]
 mod gradient_sums;
@@ -10,10 +11,12 @@ mod host_tensor;
 mod load_as;
 mod outputs;
 mod selection_bias;
+mod sharded;
 
-pub(crate) use collectives::ParamCollective;
+pub use buckets::BUCKET_BYTES;
+pub(crate) use buckets::{NO_LAYER, Summand, buckets};
 #[cfg(feature = "candle")]
-pub(crate) use collectives::exchange;
+pub(crate) use collectives::broadcast;
 #[cfg(feature = "candle")]
 pub use gradient_sums::ReduceComms;
 #[cfg(feature = "candle")]
@@ -24,3 +27,4 @@ pub(crate) use host_tensor::HostTensor;
 pub use load_as::LoadAs;
 pub(crate) use outputs::{DispatchedCotangents, DispatchedPart, LayerOutput, OutputCotangents};
 pub(crate) use selection_bias::moved_selection_bias;
+pub(crate) use sharded::{Chained, Shard, Sharded, with_sources};

@@ -26,8 +26,8 @@ use crate::error::{Error, Result};
 use crate::layer::{Context, ParamKind, PerParam};
 
 use super::backend::{
-    DispatchOperands, DispatchOutputs, LayerBackend, LayerCall, NativeBackend, NativeMemory, Operands, Outputs,
-    RouteOutputs, RoutingData,
+    Details, DispatchOperands, DispatchOutputs, LayerBackend, LayerCall, NativeBackend, NativeMemory, Operands,
+    Outputs, RouteOutputs, RoutingData,
 };
 use super::dispatch_autodiff::{self, TrackedDispatch};
 use super::group::DeviceGroup;
@@ -98,6 +98,22 @@ impl<B: NativeMemory> Backward<B, PARENTS> for Run {
     }
 }
 
+/// Σ y ∘ d_y, of which only the gradient is wanted: its state is d_y.
+#[derive(Debug)]
+struct Product;
+
+impl<B: NativeMemory> Backward<B, 1> for Product {
+    type State = FloatTensor<B>;
+
+    fn backward(self, ops: Ops<FloatTensor<B>, 1>, grads: &mut Gradients, _checkpointer: &mut Checkpointer) {
+        let _ = grads.consume::<B>(&ops.node);
+        let [parent] = ops.parents;
+        if let Some(parent) = parent {
+            grads.register::<B>(parent.id, ops.state);
+        }
+    }
+}
+
 #[derive(Debug, Clone)]
 struct OutputState<B: NativeMemory> {
     call: LayerCall,
@@ -127,11 +143,21 @@ impl<B: NativeMemory> Backward<B, 1> for OutputNode {
 }
 
 impl<B: NativeBackend, C: CheckpointStrategy> LayerBackend for Autodiff<B, C> {
+    type Native = B;
+
+    fn to_native(tensor: FloatTensor<Self>) -> FloatTensor<B> {
+        tensor.primitive
+    }
+
+    fn from_native(tensor: FloatTensor<B>) -> FloatTensor<Self> {
+        <Self as AutodiffBackend>::from_inner(tensor)
+    }
+
     fn moe_forward(call: &LayerCall, operands: Operands<FloatTensor<Self>>) -> Result<Outputs<Self>> {
         let device = B::float_device(&operands.x.primitive);
         // Stands for operands that the layer has not, so that the number of parents is fixed.
-        let zero = B::float_zeros(Shape::new([1]), &device, operands.x.dtype().into());
-        let absent = <Self as AutodiffBackend>::from_inner(zero);
+        let nothing = B::float_empty(Shape::new([1]), &device, operands.x.dtype().into());
+        let absent = <Self as AutodiffBackend>::from_inner(nothing);
         let nodes = std::array::from_fn(|i| match i {
             0 => operands.x.node.clone(),
             _ => operands.params.get(ParamKind::ALL[i - 1]).unwrap_or(&absent).node.clone(),
@@ -141,9 +167,13 @@ impl<B: NativeBackend, C: CheckpointStrategy> LayerBackend for Autodiff<B, C> {
         let mut run = match Backward::<B, PARENTS>::prepare::<C>(Run, nodes).compute_bound().stateful() {
             OpsKind::UnTracked(_) => {
                 let (out, _) = run_forward::<B>(call, &inner(operands), false)?;
-                let (y, aux) =
-                    (<Self as AutodiffBackend>::from_inner(out.y), <Self as AutodiffBackend>::from_inner(out.aux));
-                return Ok(Outputs { y, aux, losses: out.losses, routing: detached(out.routing) });
+                let constant = <Self as AutodiffBackend>::from_inner;
+                let details = out.details.map(|Details { aux, losses, routing }| Details {
+                    aux: constant(aux),
+                    losses,
+                    routing: detached(routing),
+                });
+                return Ok(Outputs { y: constant(out.y), details });
             }
             OpsKind::Tracked(run) => run,
         };
@@ -170,12 +200,15 @@ impl<B: NativeBackend, C: CheckpointStrategy> LayerBackend for Autodiff<B, C> {
             }
         };
         let y = child(LayerOutput::Y, out.y);
-        // Without auxiliary losses the zero is a constant.
-        let aux = match call.layer.config().aux.is_off() {
-            true => <Self as AutodiffBackend>::from_inner(out.aux),
-            false => child(LayerOutput::Aux, out.aux),
-        };
-        Ok(Outputs { y, aux, losses: out.losses, routing: detached(out.routing) })
+        let details = out.details.map(|Details { aux, losses, routing }| {
+            // Without auxiliary losses the zero is a constant.
+            let aux = match call.layer.config().aux.is_off() {
+                true => <Self as AutodiffBackend>::from_inner(aux),
+                false => child(LayerOutput::Aux, aux),
+            };
+            Details { aux, losses, routing: detached(routing) }
+        });
+        Ok(Outputs { y, details })
     }
 
     type Dispatch = TrackedDispatch<B>;
@@ -198,6 +231,14 @@ impl<B: NativeBackend, C: CheckpointStrategy> LayerBackend for Autodiff<B, C> {
 
     fn moe_segments(dispatch: &Self::Dispatch) -> Result<Vec<Range<usize>>> {
         dispatch.segments()
+    }
+
+    fn moe_product(y: FloatTensor<Self>, d_y: FloatTensor<B>) -> FloatTensor<Self> {
+        let value = B::float_empty(Shape::new([1]), &B::float_device(&y.primitive), y.dtype().into());
+        match Backward::<B, 1>::prepare::<C>(Product, [y.node.clone()]).compute_bound().stateful() {
+            OpsKind::Tracked(product) => product.finish(d_y, value),
+            OpsKind::UnTracked(product) => product.finish(value),
+        }
     }
 
     fn group_of_one(config: GroupConfig, device: &Self::Device) -> Result<DeviceGroup> {

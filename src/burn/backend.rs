@@ -8,7 +8,7 @@ use burn::tensor::backend::Backend;
 use burn::tensor::ops::{FloatTensor, IntTensor};
 use burn::tensor::{Shape, TensorData};
 
-use crate::adapter::FrameworkDevice;
+use crate::adapter::{FrameworkDevice, Sharded};
 use crate::cpu::{Cpu, Element};
 use crate::device::Waited;
 use crate::dtype::DType;
@@ -49,6 +49,15 @@ impl<B: MoeBackend + NativeMemory> NativeBackend for B {}
     note = "see `moebius::burn::MoeBackend`"
 )]
 pub trait LayerBackend: Backend {
+    /// The back end whose memory the layer works on: itself, or what `Autodiff` goes over.
+    type Native: NativeBackend;
+
+    /// The tensor in that memory, detached.
+    fn to_native(tensor: FloatTensor<Self>) -> FloatTensor<Self::Native>;
+
+    /// The tensor again, a constant.
+    fn from_native(tensor: FloatTensor<Self::Native>) -> FloatTensor<Self>;
+
     /// Forward over all ranks; keeps what backward needs where an operand tracks gradients.
     fn moe_forward(call: &LayerCall, operands: Operands<FloatTensor<Self>>) -> Result<Outputs<Self>>;
 
@@ -71,9 +80,15 @@ pub trait LayerBackend: Backend {
     /// Slots of each local expert.
     fn moe_segments(dispatch: &Self::Dispatch) -> Result<Vec<Range<usize>>>;
 
+    /// A scalar whose gradient by `y` is the given one; it has no value.
+    fn moe_product(y: FloatTensor<Self>, d_y: FloatTensor<Self::Native>) -> FloatTensor<Self>;
+
     /// A group of one rank on a device.
     fn group_of_one(config: GroupConfig, device: &Self::Device) -> Result<DeviceGroup>;
 }
+
+/// The core's device that the layer works on for a back end.
+pub type CoreDevice<B> = <<B as LayerBackend>::Native as NativeMemory>::Core;
 
 /// Requirements of the adapter on a [`NativeBackend`].
 #[diagnostic::on_unimplemented(
@@ -84,7 +99,15 @@ pub trait NativeMemory: Backend {
     /// The core's device.
     type Core: FrameworkDevice;
     /// Memory of the back end that the core fills.
-    type Output;
+    type Output: Send;
+    /// A tensor that the core reads on any thread.
+    type Shared: Debug + Send + Sync + 'static;
+
+    /// Runs calls of these as one where each would wait for a thread of the back end's; beside a tensor of the device.
+    fn together<R: Send>(beside: &FloatTensor<Self>, calls: impl FnOnce() -> Result<R> + Send) -> Result<R> {
+        let _ = beside;
+        calls()
+    }
 
     /// The tensor with its elements in row-major order: itself where they are so already, else a copy.
     fn contiguous(tensor: FloatTensor<Self>) -> FloatTensor<Self>;
@@ -92,7 +115,13 @@ pub trait NativeMemory: Backend {
     /// Borrows a contiguous tensor; fails for another device, or an element type that the core has not.
     fn view<'a>(core: &Self::Core, tensor: Named<'a, FloatTensor<Self>>) -> Result<TensorRef<'a, Self::Core>>;
 
-    /// The same of integers.
+    /// Lends a contiguous tensor to other threads for as long as the result lives; fails as [`view`](Self::view).
+    fn share(core: &Self::Core, tensor: Named<'_, FloatTensor<Self>>) -> Result<Self::Shared>;
+
+    /// Borrows such a tensor.
+    fn view_shared<'a>(core: &Self::Core, shared: &'a Self::Shared) -> Result<TensorRef<'a, Self::Core>>;
+
+    /// As [`contiguous`](Self::contiguous), of integers.
     fn contiguous_ids(tensor: IntTensor<Self>) -> IntTensor<Self>;
 
     /// Borrows contiguous ids, I32, I64 or U32 as I32; fails for another device or type.
@@ -155,6 +184,10 @@ pub struct LayerCall {
     pub group: DeviceGroup,
     /// Seed and step of the router's jitter, where it is to be applied.
     pub noise: Option<Noise>,
+    /// Whether a forward gives [`Details`].
+    pub(super) details: bool,
+    /// Where `up` and `down` are gathered from, if their parameters are shards.
+    pub(super) experts: Option<Sharded>,
 }
 
 /// Tensors of one call.
@@ -177,6 +210,13 @@ impl<T> Operands<T> {
 pub struct Outputs<B: Backend> {
     /// `[T, H]`.
     pub y: FloatTensor<B>,
+    /// The rest, where the call asks for it.
+    pub details: Option<Details<B>>,
+}
+
+/// What a forward knows beside its output.
+#[derive(Debug)]
+pub struct Details<B: Backend> {
     /// Auxiliary losses' sum, `[1]`, accumulator type.
     pub aux: FloatTensor<B>,
     /// The losses apart, for the host.

@@ -65,8 +65,8 @@ fn address(name: &str, tensor: &Primitive, bytes: usize) -> Result<u64> {
     }
 }
 
-/// Elements of a contiguous tensor, of this type as the core names it.
-fn view<'a>(core: &Cuda, Named { name, tensor }: Named<'a, Primitive>, dtype: DType) -> Result<TensorRef<'a, Cuda>> {
+/// Address of a contiguous tensor on the core's GPU, and its bytes; elements are of this type as the core names it.
+fn locate(core: &Cuda, Named { name, tensor }: Named<'_, Primitive>, dtype: DType) -> Result<(u64, usize)> {
     let named = |expected: &str, found: String| Error::invalid(CALL, format!("tensor {name}"), expected, found);
     if tensor.device.index != core.ordinal() {
         let expected = format!("one on the group's GPU {}", core.ordinal());
@@ -75,18 +75,41 @@ fn view<'a>(core: &Cuda, Named { name, tensor }: Named<'a, Primitive>, dtype: DT
     if !tensor.is_contiguous() {
         return Err(named("a contiguous tensor", "a strided one".to_string()));
     }
-    let shape = tensor.shape();
-    let bytes = shape.num_elements() * dtype.size();
-    let ptr = address(name, tensor, bytes)?;
+    let bytes = tensor.shape().num_elements() * dtype.size();
+    Ok((address(name, tensor, bytes)?, bytes))
+}
+
+/// Elements of a contiguous tensor, of this type as the core names it.
+fn view<'a>(core: &Cuda, Named { name, tensor }: Named<'a, Primitive>, dtype: DType) -> Result<TensorRef<'a, Cuda>> {
+    let (ptr, bytes) = locate(core, Named { name, tensor }, dtype)?;
     // SAFETY: the memory has that many bytes from `ptr` on and stays burn's tensor's for 'a; between `begin` and
     // `end` nothing else writes it, and burn frees and reuses it behind the work before `end`.
     let data = unsafe { DeviceRef::from_raw(ptr, bytes) };
-    TensorRef::new(data, dtype, &shape)
+    TensorRef::new(data, dtype, &tensor.shape())
+}
+
+/// A tensor whose address other threads need not ask burn for: it would give them a stream of their own.
+#[derive(Debug)]
+pub struct CudaShared {
+    tensor: Primitive,
+    ptr: u64,
+    dtype: DType,
 }
 
 impl<F: FloatElement, I: IntElement, T: BoolElement> NativeMemory for CubeBackend<CudaRuntime, F, I, T> {
     type Core = Cuda;
     type Output = CudaOutput;
+    type Shared = CudaShared;
+
+    fn together<R: Send>(beside: &Primitive, calls: impl FnOnce() -> Result<R> + Send) -> Result<R> {
+        let mut made = None;
+        // On the thread that all calls of burn's client go through, which they then do not wait for.
+        let ran = beside.client.exclusive(|| made = Some(calls()));
+        made.unwrap_or_else(|| {
+            let found = ran.err().map_or_else(|| "nothing".to_string(), |e| e.to_string());
+            Err(Error::invalid(CALL, "burn's client", "one that runs calls", found))
+        })
+    }
 
     fn contiguous(tensor: Primitive) -> Primitive {
         kernel::into_contiguous(tensor)
@@ -95,6 +118,22 @@ impl<F: FloatElement, I: IntElement, T: BoolElement> NativeMemory for CubeBacken
     fn view<'a>(core: &Cuda, Named { name, tensor }: Named<'a, Primitive>) -> Result<TensorRef<'a, Cuda>> {
         let dtype = core_dtype(CALL, name, tensor.dtype)?;
         view(core, Named { name, tensor }, dtype)
+    }
+
+    fn share(core: &Cuda, Named { name, tensor }: Named<'_, Primitive>) -> Result<CudaShared> {
+        let dtype = core_dtype(CALL, name, tensor.dtype)?;
+        let (ptr, _) = locate(core, Named { name, tensor }, dtype)?;
+        Ok(CudaShared { tensor: tensor.clone(), ptr, dtype })
+    }
+
+    fn view_shared<'a>(_: &Cuda, shared: &'a CudaShared) -> Result<TensorRef<'a, Cuda>> {
+        let CudaShared { tensor, ptr, dtype } = shared;
+        let shape = tensor.shape();
+        // SAFETY: `share` found that many bytes there, which stay burn's tensor's while `shared` holds it: nobody
+        // writes a tensor that is held twice. What reads it waits for what wrote it (`begin`), and burn's later work,
+        // which may get the memory once it is given back, for what read it (`end`).
+        let data = unsafe { DeviceRef::from_raw(*ptr, shape.num_elements() * dtype.size()) };
+        TensorRef::new(data, *dtype, &shape)
     }
 
     fn contiguous_ids(tensor: Primitive) -> Primitive {

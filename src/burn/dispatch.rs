@@ -57,19 +57,24 @@ pub(super) fn run_dispatch<B: NativeMemory>(
     backward: bool,
 ) -> Result<NativeOutputs<B>> {
     let device = B::float_device(&tokens.x);
-    let beside = B::float_zeros([1].into(), &device, tokens.weights.dtype().into());
+    let beside = B::float_empty([1].into(), &device, tokens.weights.dtype().into());
     let (layer, x) = (&call.layer, &tokens.x);
     let mut group = call.group.expect::<B, B::Core>(DISPATCH, &device)?.lock();
     let core = group.device().clone();
     let done = RefusalGuard::forward(layer, &mut group).run(|entry| {
-        let view = |name, tensor| B::view(&core, Named { name, tensor });
-        let ids = B::view_ids(&core, Named { name: "ids", tensor: &tokens.ids })?;
-        let tokens = RoutedTokens { x: view("x", x)?, ids, weights: view("weights", &tokens.weights)? };
+        let tokens = B::together(x, || {
+            let view = |name, tensor| B::view(&core, Named { name, tensor });
+            let ids = B::view_ids(&core, Named { name: "ids", tensor: &tokens.ids })?;
+            Ok(RoutedTokens { x: view("x", x)?, ids, weights: view("weights", &tokens.weights)? })
+        })?;
         let context = ordered::<B, _>(call, &core, || layer.prepare_dispatch(entry.enter(), &tokens, backward))?;
         RefusalGuard::of(layer, entry.enter(), Op::Dispatch).run(|entry| {
             let (dtype, slots) = (context.dtype(), [context.handle().rows(), layer.config().hidden]);
-            let mut rows = B::output(&core, x, ResultSpec { dtype, dims: &slots })?;
-            let mut weights = B::output(&core, x, ResultSpec { dtype: dtype.accumulator(), dims: &slots[..1] })?;
+            let (mut rows, mut weights) = B::together(x, || {
+                let weights = ResultSpec { dtype: dtype.accumulator(), dims: &slots[..1] };
+                let rows = B::output(&core, x, ResultSpec { dtype, dims: &slots })?;
+                Ok((rows, B::output(&core, x, weights)?))
+            })?;
             ordered::<B, _>(call, &core, || {
                 let into = DispatchedRowsMut { rows: B::view_mut(&mut rows)?, weights: B::view_mut(&mut weights)? };
                 layer.dispatch_into(entry.enter(), &context, &tokens, into)

@@ -125,8 +125,8 @@ pub(super) fn dispatch<B: NativeBackend, C: CheckpointStrategy>(
 ) -> Result<DispatchOutputs<Autodiff<B, C>>> {
     let DispatchOperands { x, ids, weights } = tokens;
     let device = B::float_device(&x.primitive);
-    let zero = B::float_zeros([1].into(), &device, weights.dtype().into());
-    let anchor = <Autodiff<B, C> as AutodiffBackend>::from_inner(zero);
+    let nothing = B::float_empty([1].into(), &device, weights.dtype().into());
+    let anchor = <Autodiff<B, C> as AutodiffBackend>::from_inner(nothing);
     let anchor = <Autodiff<B, C> as FloatTensorOps<_>>::float_set_require_grad(anchor, true);
     let nodes = [anchor.node.clone(), x.node.clone(), weights.node.clone()];
     let prepared = Backward::<B, 3>::prepare::<C>(Token, nodes).compute_bound().stateful();

@@ -20,6 +20,7 @@ const CALL: &str = "ExpertParallelMoE";
 impl NativeMemory for Flex {
     type Core = Cpu;
     type Output = Tensor<Cpu>;
+    type Shared = FlexTensor;
 
     fn contiguous(tensor: FlexTensor) -> FlexTensor {
         if tensor.is_contiguous() { tensor } else { tensor.to_contiguous() }
@@ -33,6 +34,15 @@ impl NativeMemory for Flex {
             DType::BF16 => slice::<half::bf16>(name, tensor),
             other => Err(core_dtype(CALL, name, other).err().unwrap_or_else(|| not_contiguous(name))),
         }
+    }
+
+    fn share(core: &Cpu, Named { name, tensor }: Named<'_, FlexTensor>) -> Result<FlexTensor> {
+        Self::view(core, Named { name, tensor })?;
+        Ok(tensor.clone())
+    }
+
+    fn view_shared<'a>(core: &Cpu, shared: &'a FlexTensor) -> Result<TensorRef<'a, Cpu>> {
+        Self::view(core, Named { name: "shard", tensor: shared })
     }
 
     fn contiguous_ids(tensor: FlexTensor) -> FlexTensor {

@@ -7,7 +7,7 @@ use burn::tensor::backend::Backend;
 use burn::tensor::ops::FloatTensor;
 use burn::tensor::{Shape, Tensor, TensorData, TensorMetadata, TensorPrimitive};
 
-use crate::adapter::{self, HostTensor, ParamCollective};
+use crate::adapter::{self, HostTensor};
 use crate::checkpoint::{Block, BlockParams, Checkpoint, LoadOptions};
 use crate::comm::Op;
 use crate::config::MoeConfig;
@@ -134,9 +134,12 @@ impl<B: Backend> ExpertParallelMoE<B> {
     /// [`gather_blocks`](crate::checkpoint::gather_blocks) joins all ranks'.
     ///
     /// # Errors
-    /// Parameters of types that the layer has not.
+    /// Parameters of types that the layer has not; experts that are shards.
     pub fn to_block(&self) -> Result<Block> {
         const CALL: &str = "ExpertParallelMoE::to_block";
+        if self.sharded.is_some() {
+            return Err(Error::invalid(CALL, "experts", "whole weights", "shards"));
+        }
         let own = |kind: ParamKind| -> Result<_> {
             let Some(primitive) = self.param(kind) else { return Ok(None) };
             let dims = primitive.shape().to_vec();
@@ -182,7 +185,7 @@ fn assemble<B: Backend>(
             gate: params.get(ParamKind::SharedGate)?,
         }),
     };
-    Ok(ExpertParallelMoE { router, experts, shared, layer: Arc::new(layer), group: group.clone() })
+    Ok(ExpertParallelMoE { router, experts, shared, layer: Arc::new(layer), group: group.clone(), sharded: None })
 }
 
 /// Parameters as the module holds them.
@@ -270,7 +273,7 @@ impl<B: Backend> Draw<'_, B> {
         let mut data: TensorData = weight.into_data();
         let dtype = core_dtype(INIT, "weight", data.dtype)?;
         let on = HostTensor { bytes: &mut data.bytes[..], dtype, dims: &[rows, columns] };
-        on.exchange(self.group.any(), self.number, ParamCollective::Weights)?;
+        on.broadcast(self.group.any(), self.number)?;
         let dtype = data.dtype;
         Ok(Tensor::from_data(data, (self.device, dtype)))
     }

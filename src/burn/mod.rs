@@ -138,7 +138,18 @@
 //! rank's share, so a record is one rank's too. The group is not part of the record: it is given to
 //! [`init_on`](ExpertParallelMoEConfig::init_on), and [`load_record`](burn::module::Module::load_record) keeps it.
 //! Parameters that every rank holds (router, shared expert) get this rank's share of the gradient:
-//! [`ExpertParallelMoE::reduce_gradients`] sums it over the ranks before an optimizer's step.
+//! [`ExpertParallelMoE::reduce_gradients`] sums it over the ranks before an optimizer's step, [`reduce_gradients`] that of
+//! a whole model, and [`reduce_gradients_over`] over the ranks of another communicator, such as data-parallel replicas'.
+//! Over several GPUs a rank's device is `CudaDevice::new(rank)`, and its group one over a communicator of
+//! `moebius::nccl`.
+//!
+//! # Sharded experts
+//! Where experts do not fit a rank's memory, [`ShardedParams`] shares their weights, gradients and optimizer state among
+//! the ranks that hold the same ones; each weight is gathered ahead of its use.
+//!
+//! # Optimizers
+//! burn's own step element by element on whatever a rank holds: experts, shards, replicated parameters. They keep
+//! moments in the parameter's type and no main weights beside 16-bit ones.
 //!
 //! # Threads as ranks, and burn's graph lock
 //! `backward()` of burn 0.21 holds the lock of its autodiff graph throughout, and at its end takes the lock of every
@@ -176,32 +187,38 @@
 
 mod autodiff;
 mod backend;
+mod backward;
 mod config;
 #[cfg(feature = "burn-cuda")]
 mod cuda;
 mod dispatch;
 mod dispatch_autodiff;
 mod dispatch_combine;
+mod etp;
 mod flex;
 mod group;
 mod init;
 mod module;
 mod native;
+mod reduce;
 mod run;
 #[cfg(test)]
 mod tests;
 
 /// A rank's group as its layers share it, of the CPU unless said otherwise.
 pub type EpGroup<D = crate::cpu::Cpu> = crate::ep::EpGroup<D>;
-pub use crate::adapter::FrameworkDevice;
-pub use backend::{MoeBackend, NativeBackend};
+pub use crate::adapter::{BUCKET_BYTES, FrameworkDevice};
+pub use backend::{CoreDevice, MoeBackend, NativeBackend};
+pub use backward::backward_with;
 pub use config::ExpertParallelMoEConfig;
 #[cfg(feature = "burn-cuda")]
 pub use cuda::cuda;
 pub use dispatch_combine::{DispatchCombine, Dispatched, Routed};
+pub use etp::ShardedParams;
 pub use group::{DeviceGroup, Waits};
 pub use init::LoadAs;
 pub use module::{
     ExpertParallelMoE, ExpertParallelMoERecord, Experts, ExpertsRecord, MoeOutput, Router, RouterRecord, SharedExpert,
     SharedExpertRecord,
 };
+pub use reduce::{ReduceOptions, reduce_gradients, reduce_gradients_over};

@@ -1,21 +1,23 @@
 //! The module.
 
+use std::marker::PhantomData;
 use std::sync::Arc;
 
-use burn::module::{Content, DisplaySettings, Module, ModuleDisplay, Param};
+use burn::module::{Content, DisplaySettings, Module, ModuleDisplay, Param, ParamId};
 use burn::optim::GradientsParams;
 use burn::tensor::backend::{AutodiffBackend, Backend};
 use burn::tensor::ops::FloatTensor;
 use burn::tensor::{Int, Shape, Tensor, TensorData, TensorPrimitive};
 
-use crate::adapter::{HostTensor, ParamCollective, moved_selection_bias};
+use crate::adapter::{Sharded, moved_selection_bias};
 use crate::error::{Error, Result};
 use crate::layer::{AuxValue, Layer, Noise, ParamKind, PerParam};
 use crate::lazy::Lazy;
 use crate::metrics::Load;
 
-use super::backend::{LayerCall, MoeBackend, Operands, core_dtype};
+use super::backend::{Details, LayerCall, MoeBackend, Operands, Outputs};
 use super::group::DeviceGroup;
+use super::reduce::{ReduceOptions, Reduction, over_group};
 
 /// A Mixture-of-Experts layer over the ranks of a group. Made by
 /// [`ExpertParallelMoEConfig::init`](super::ExpertParallelMoEConfig::init), [`from_block`](Self::from_block) or
@@ -36,6 +38,9 @@ pub struct ExpertParallelMoE<B: Backend> {
     pub(super) layer: Arc<Layer>,
     #[module(skip)]
     pub(super) group: DeviceGroup,
+    /// The experts' chain, where their parameters are shards.
+    #[module(skip)]
+    pub(super) sharded: Option<Sharded>,
 }
 
 impl<B: Backend> ModuleDisplay for ExpertParallelMoE<B> {
@@ -76,11 +81,11 @@ pub struct Router<B: Backend> {
 /// Parameters of a rank's routed experts.
 #[derive(Module, Debug)]
 pub struct Experts<B: Backend> {
-    /// `[L, G·I, H]`.
+    /// `[L, G·I, H]`; where experts are [sharded](ExpertParallelMoE::into_sharded) `[1, S, C]`, this rank's shard.
     pub up: Param<Tensor<B, 3>>,
     /// `[L, G·I]`.
     pub up_bias: Option<Param<Tensor<B, 2>>>,
-    /// `[L, H, I]`.
+    /// `[L, H, I]`; its shard as that of `up`.
     pub down: Param<Tensor<B, 3>>,
     /// `[L, H]`.
     pub down_bias: Option<Param<Tensor<B, 2>>>,
@@ -175,7 +180,7 @@ impl<B: MoeBackend> ExpertParallelMoE<B> {
     /// # Errors
     /// As [`Layer::forward`].
     pub fn forward<const D: usize>(&self, x: Tensor<B, D>) -> Result<Tensor<B, D>> {
-        Ok(self.forward_full(x, None)?.y)
+        Ok(self.run(x, None, false)?.0)
     }
 
     /// As [`forward`](Self::forward), with everything that the layer knows; `noise`: seed and step of the router's
@@ -184,67 +189,64 @@ impl<B: MoeBackend> ExpertParallelMoE<B> {
     /// # Errors
     /// As [`Layer::forward`].
     pub fn forward_full<const D: usize>(&self, x: Tensor<B, D>, noise: Option<Noise>) -> Result<MoeOutput<B, D>> {
+        let (y, details) = self.run(x, noise, true)?;
+        let Some(Details { aux, losses, routing }) = details else {
+            return Err(Error::invalid("ExpertParallelMoE::forward", "routing", "a forward's", "none"));
+        };
+        Ok(MoeOutput {
+            y,
+            aux: float(aux),
+            losses,
+            logits: float(routing.logits),
+            ids: Tensor::from_primitive(routing.ids),
+            weights: float(routing.weights),
+            load: routing.load,
+        })
+    }
+
+    fn run<const D: usize>(
+        &self,
+        x: Tensor<B, D>,
+        noise: Option<Noise>,
+        details: bool,
+    ) -> Result<(Tensor<B, D>, Option<Details<B>>)> {
         let dims: [usize; D] = x.dims();
         let Some((&hidden, leading)) = dims.split_last() else {
             return Err(Error::invalid("ExpertParallelMoE::forward", "tensor x", "[.., H]", "a scalar"));
         };
         // Not `Tensor::reshape`, which reads a 0 as "as before".
-        let tokens = B::float_reshape(primitive(x), Shape::from(vec![leading.iter().product(), hidden]));
-        let call = LayerCall { layer: self.layer.clone(), group: self.group.clone(), noise };
+        let reshaped = |t, dims: Vec<usize>| if D == 2 { t } else { B::float_reshape(t, Shape::from(dims)) };
+        let x = reshaped(primitive(x), vec![leading.iter().product(), hidden]);
+        let (layer, group, experts) = (self.layer.clone(), self.group.clone(), self.sharded.clone());
+        let call = LayerCall { layer, group, noise, details, experts };
         let params = PerParam::from_fn(|kind| self.param(kind));
-        let out = B::moe_forward(&call, Operands { x: tokens, params })?;
-        Ok(MoeOutput {
-            y: float(B::float_reshape(out.y, Shape::from(dims.to_vec()))),
-            aux: float(out.aux),
-            losses: out.losses,
-            logits: float(out.routing.logits),
-            ids: Tensor::from_primitive(out.routing.ids),
-            weights: float(out.routing.weights),
-            load: out.routing.load,
-        })
+        let Outputs { y, details } = B::moe_forward(&call, Operands { x, params })?;
+        Ok((float(reshaped(y, dims.to_vec())), details))
     }
 }
 
-impl<B: AutodiffBackend> ExpertParallelMoE<B> {
-    /// Sums the gradients of the parameters that every rank holds (router, shared expert) over the ranks, one
-    /// collective each; an absent gradient counts as zeros. Call it on every rank before the optimizer's step.
+impl<B: Backend> ExpertParallelMoE<B> {
+    /// The parameters of the routed experts: those that each rank has of its own.
+    pub fn expert_ids(&self) -> Vec<ParamId> {
+        let Experts { up, up_bias, down, down_bias } = &self.experts;
+        let biases = [up_bias, down_bias].into_iter().flatten().map(|bias| bias.id);
+        [up.id, down.id].into_iter().chain(biases).collect()
+    }
+}
+
+impl<B: AutodiffBackend + MoeBackend> ExpertParallelMoE<B> {
+    /// Sums the gradients of the parameters that every rank holds (router, shared expert) over the ranks, in one
+    /// collective for all; an absent gradient counts as zeros. Call it on every rank before the optimizer's step. For
+    /// more than one layer, and for what is around them, [`reduce_gradients`](super::reduce_gradients) takes a whole
+    /// model at once.
     ///
     /// # Errors
-    /// A communicator's error.
+    /// As [`reduce_gradients`](super::reduce_gradients).
     pub fn reduce_gradients(&self, gradients: &mut GradientsParams) -> Result<()> {
-        self.reduce(gradients, &self.router.weight)?;
-        if let Some(bias) = &self.router.bias {
-            self.reduce(gradients, bias)?;
-        }
-        if let Some(shared) = &self.shared {
-            for weight in [Some(&shared.up), Some(&shared.down), shared.gate.as_ref()].into_iter().flatten() {
-                self.reduce(gradients, weight)?;
-            }
-        }
-        Ok(())
-    }
-
-    fn reduce<const D: usize>(&self, gradients: &mut GradientsParams, param: &Param<Tensor<B, D>>) -> Result<()> {
-        const CALL: &str = "ExpertParallelMoE::reduce_gradients";
-        if !param.is_require_grad() {
-            return Ok(());
-        }
-        let device = param.device();
-        let gradient = match gradients.remove::<B::InnerBackend, D>(param.id) {
-            Some(gradient) => gradient,
-            None => Tensor::zeros(param.dims(), (&device, param.dtype())),
-        };
-        if self.group.ranks() == 1 {
-            gradients.register::<B::InnerBackend, D>(param.id, gradient);
-            return Ok(());
-        }
-        let mut data = gradient.into_data();
-        let dtype = core_dtype(CALL, "gradient", data.dtype)?;
-        let on = HostTensor { bytes: &mut data.bytes[..], dtype, dims: &data.shape };
-        on.exchange(self.group.any(), self.layer.number(), ParamCollective::Gradient)?;
-        let dtype = data.dtype;
-        gradients.register::<B::InnerBackend, D>(param.id, Tensor::from_data(data, (&device, dtype)));
-        Ok(())
+        let experts = self.expert_ids();
+        let options = ReduceOptions::except(&experts);
+        let reduction = Reduction { layer: self.layer.number(), module: self, options, backend: PhantomData };
+        over_group(&self.group, reduction, gradients)
     }
 }
 

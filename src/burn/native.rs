@@ -3,6 +3,7 @@
 use std::ops::Range;
 use std::sync::Arc;
 
+use burn::tensor::TensorMetadata;
 use burn::tensor::ops::FloatTensor;
 
 use crate::ep::GroupConfig;
@@ -27,6 +28,16 @@ pub trait NativeGroup: NativeMemory {
 
 /// Nothing is kept for a backward.
 impl<B: NativeGroup> LayerBackend for B {
+    type Native = B;
+
+    fn to_native(tensor: FloatTensor<B>) -> FloatTensor<B> {
+        tensor
+    }
+
+    fn from_native(tensor: FloatTensor<B>) -> FloatTensor<B> {
+        tensor
+    }
+
     fn moe_forward(call: &LayerCall, operands: Operands<FloatTensor<B>>) -> Result<Outputs<B>> {
         Ok(run_forward::<B>(call, &operands.map(B::contiguous), false)?.0)
     }
@@ -52,6 +63,10 @@ impl<B: NativeGroup> LayerBackend for B {
 
     fn moe_segments(dispatch: &Self::Dispatch) -> Result<Vec<Range<usize>>> {
         dispatch.segments()
+    }
+
+    fn moe_product(y: FloatTensor<B>, _: FloatTensor<B>) -> FloatTensor<B> {
+        B::float_empty([1].into(), &B::float_device(&y), y.dtype().into())
     }
 
     fn group_of_one(config: GroupConfig, device: &B::Device) -> Result<DeviceGroup> {

@@ -3,15 +3,17 @@
 use burn::tensor::TensorMetadata;
 use burn::tensor::ops::FloatTensor;
 
-use crate::adapter::OutputCotangents;
+use crate::adapter::{Chained, OutputCotangents, with_sources};
 use crate::device::Device;
 use crate::dtype::DType;
 use crate::error::Result;
-use crate::kernels::Scalar;
-use crate::layer::{Context, Cotangents, GradientsMut, Inputs, Mode, ParamKind, ParamViews, PerParam, RefusalGuard};
-use crate::tensor::TensorRef;
+use crate::kernels::{Kernels, Scalar};
+use crate::layer::{
+    Context, Cotangents, ForwardInfo, GradientsMut, Inputs, Mode, ParamKind, ParamViews, PerParam, RefusalGuard,
+};
+use crate::tensor::{TensorMut, TensorRef};
 
-use super::backend::{LayerCall, Named, NativeMemory, Operands, Outputs, ResultSpec, RoutingData, core_dtype};
+use super::backend::{Details, LayerCall, Named, NativeMemory, Operands, Outputs, ResultSpec, RoutingData, core_dtype};
 
 const FORWARD: &str = "ExpertParallelMoE::forward";
 const BACKWARD: &str = "ExpertParallelMoE::backward";
@@ -19,6 +21,10 @@ const BACKWARD: &str = "ExpertParallelMoE::backward";
 /// Outputs of a forward, in the back end's memory.
 struct Results<B: NativeMemory> {
     y: B::Output,
+    details: Option<DetailResults<B>>,
+}
+
+struct DetailResults<B: NativeMemory> {
     logits: B::Output,
     ids: B::Output,
     weights: B::Output,
@@ -31,13 +37,45 @@ impl<B: NativeMemory> Results<B> {
         let shape = x.shape();
         let (tokens, router) = (shape.first().copied().unwrap_or(0), &call.layer.config().router);
         let of = |dtype: DType, dims: &[usize]| B::output(core, x, ResultSpec { dtype, dims });
-        Ok(Self {
-            y: of(dtype, &shape)?,
-            logits: of(dtype.accumulator(), &[tokens, router.num_experts])?,
-            ids: of(DType::I32, &[tokens, router.top_k])?,
-            weights: of(dtype.accumulator(), &[tokens, router.top_k])?,
-            aux: of(dtype.accumulator(), &[1])?,
+        let details = || -> Result<_> {
+            Ok(DetailResults {
+                logits: of(dtype.accumulator(), &[tokens, router.num_experts])?,
+                ids: of(DType::I32, &[tokens, router.top_k])?,
+                weights: of(dtype.accumulator(), &[tokens, router.top_k])?,
+                aux: of(dtype.accumulator(), &[1])?,
+            })
+        };
+        Ok(Self { y: of(dtype, &shape)?, details: call.details.then(details).transpose()? })
+    }
+}
+
+/// The same, lent to be filled.
+struct DetailsMut<'a, D: Device> {
+    logits: TensorMut<'a, D>,
+    ids: TensorMut<'a, D>,
+    weights: TensorMut<'a, D>,
+    aux: TensorMut<'a, D>,
+}
+
+impl<B: NativeMemory> DetailResults<B> {
+    fn view_mut(&mut self) -> Result<DetailsMut<'_, B::Core>> {
+        Ok(DetailsMut {
+            logits: B::view_mut(&mut self.logits)?,
+            ids: B::view_mut(&mut self.ids)?,
+            weights: B::view_mut(&mut self.weights)?,
+            aux: B::view_mut(&mut self.aux)?,
         })
+    }
+}
+
+impl<D: Kernels> DetailsMut<'_, D> {
+    fn fill(self, core: &D, made: &ForwardInfo<D>) -> Result<()> {
+        let Self { logits, ids, weights, aux } = self;
+        let routing = &made.routing;
+        for (from, to) in [(&routing.logits, logits), (&routing.ids, ids), (&routing.weights, weights)] {
+            core.copy(from.view().data(), to.into_data())?;
+        }
+        made.aux.write(aux)
     }
 }
 
@@ -54,6 +92,11 @@ pub(super) fn ordered<B: NativeMemory, R>(
     done
 }
 
+/// The experts, where they are gathered.
+fn experts<B: NativeMemory>(call: &LayerCall, name: &'static str) -> Result<Option<Chained<B::Core>>> {
+    call.experts.as_ref().map(|sharded| sharded.experts(name)).transpose()
+}
+
 /// Outputs, and what backward needs where it will follow.
 type Forwarded<B> = (Outputs<B>, Option<Context<<B as NativeMemory>::Core>>);
 
@@ -68,39 +111,33 @@ pub(super) fn run_forward<B: NativeMemory>(
     let core = group.device().clone();
     let mode = Mode { backward, noise: call.noise };
     let done = RefusalGuard::forward(&call.layer, &mut group).run(|entry| {
-        let views = Views::<B>::new(&core, operands)?;
-        let mut results = Results::<B>::allocate(call, &core, &operands.x)?;
+        let experts = experts::<B>(call, FORWARD)?;
+        let (views, mut results) = B::together(&operands.x, || {
+            Ok((Views::<B>::new(&core, operands)?, Results::<B>::allocate(call, &core, &operands.x)?))
+        })?;
         let made = ordered::<B, _>(call, &core, || {
             // Before the call: nothing of the back end's fails behind it.
             let y = B::view_mut(&mut results.y)?;
-            let [logits, ids, weights] = [&mut results.logits, &mut results.ids, &mut results.weights].map(B::view_mut);
-            let (logits, ids, weights, aux) = (logits?, ids?, weights?, B::view_mut(&mut results.aux)?);
-            let params = views.params.params();
+            let details = results.details.as_mut().map(DetailResults::view_mut).transpose()?;
+            let sources = experts.as_ref().map(Chained::sources).transpose()?;
+            let params = with_sources(&views.params, sources.as_ref());
             let inputs = Inputs { x: views.x.borrow(), params: &params };
             let made = call.layer.forward_into(entry.enter(), mode, inputs, y)?;
-            for (from, to) in
-                [(&made.routing.logits, logits), (&made.routing.ids, ids), (&made.routing.weights, weights)]
-            {
-                core.copy(from.view().data(), to.into_data())?;
+            if let Some(details) = details {
+                details.fill(&core, &made)?;
             }
-            made.aux.write(aux)?;
             Ok(made)
         })?;
         Ok((results, made))
     });
     let (results, made) = done?;
-    let outputs = Outputs {
-        y: B::float(results.y)?,
-        aux: B::float(results.aux)?,
-        losses: made.aux.value().clone(),
-        routing: RoutingData {
-            logits: B::float(results.logits)?,
-            ids: B::int(results.ids)?,
-            weights: B::float(results.weights)?,
-            load: made.routing.load,
-        },
+    let routed = |DetailResults { logits, ids, weights, aux }: DetailResults<B>| -> Result<_> {
+        let (logits, ids, weights) = (B::float(logits)?, B::int(ids)?, B::float(weights)?);
+        let routing = RoutingData { logits, ids, weights, load: made.routing.load.clone() };
+        Ok(Details { aux: B::float(aux)?, losses: made.aux.value().clone(), routing })
     };
-    Ok((outputs, made.context))
+    let details = results.details.map(routed).transpose()?;
+    Ok((Outputs { y: B::float(results.y)?, details }, made.context))
 }
 
 /// Gradients of one backward.
@@ -152,22 +189,32 @@ pub(super) fn run_backward<B: NativeMemory>(
     let mut group = call.group.expect::<B, B::Core>(BACKWARD, &device)?.lock();
     let core = group.device().clone();
     let made = RefusalGuard::backward(&call.layer, &mut group).run(|entry| {
-        let views = Views::<B>::new(&core, operands)?;
-        let view = |name, tensor| B::view(&core, Named { name, tensor });
-        let y = d_y.as_ref().map(|tensor| view("gradient of y", tensor)).transpose()?;
-        let aux = d_aux.as_ref().map(|tensor| view("gradient of aux", tensor)).transpose()?;
-        let like = |tensor: TensorRef<'_, B::Core>| {
-            B::output(&core, &operands.x, ResultSpec { dtype: tensor.dtype(), dims: tensor.dims() })
-        };
-        let mut made = TensorGradients { x: None, params: PerParam::none() };
-        if tracked.x {
-            made.x = Some(like(views.x)?);
-        }
-        for kind in ParamKind::ALL.into_iter().filter(|&kind| tracked.makes(kind)) {
-            made.params[kind] = views.params.get(kind).map(like).transpose()?;
-        }
+        let experts = experts::<B>(call, BACKWARD)?;
+        // The gradients of shards come from their chain.
+        let elsewhere = |kind: ParamKind| experts.is_some() && matches!(kind, ParamKind::Up | ParamKind::Down);
+        let (views, y, aux, mut made) = B::together(&operands.x, || {
+            let views = Views::<B>::new(&core, operands)?;
+            let view = |name, tensor| B::view(&core, Named { name, tensor });
+            let y = d_y.as_ref().map(|tensor| view("gradient of y", tensor)).transpose()?;
+            let aux = d_aux.as_ref().map(|tensor| view("gradient of aux", tensor)).transpose()?;
+            let like = |tensor: TensorRef<'_, B::Core>| {
+                B::output(&core, &operands.x, ResultSpec { dtype: tensor.dtype(), dims: tensor.dims() })
+            };
+            let mut made = TensorGradients { x: None, params: PerParam::none() };
+            if tracked.x {
+                made.x = Some(like(views.x)?);
+            }
+            for kind in ParamKind::ALL.into_iter().filter(|&kind| tracked.makes(kind) && !elsewhere(kind)) {
+                made.params[kind] = views.params.get(kind).map(like).transpose()?;
+            }
+            Ok((views, y, aux, made))
+        })?;
         let cotangents = Cotangents { y, aux: aux.map_or(Scalar::Host(0.0), Scalar::Device) };
+        let trained = tracked.makes(ParamKind::Up) || tracked.makes(ParamKind::Down);
         ordered::<B, _>(call, &core, || {
+            let sources = experts.as_ref().map(Chained::sources).transpose()?;
+            let mut shards =
+                experts.as_ref().filter(|_| trained).map(|experts| experts.gradients(&context)).transpose()?;
             let mut into = GradientsMut::none();
             into.x = made.x.as_mut().map(B::view_mut).transpose()?;
             for (kind, output) in made.params.as_mut() {
@@ -175,9 +222,16 @@ pub(super) fn run_backward<B: NativeMemory>(
                     into.set(kind, B::view_mut(output)?);
                 }
             }
-            let params = views.params.params();
+            if let Some(shards) = &mut shards {
+                shards.lend(&mut into)?;
+            }
+            let params = with_sources(&views.params, sources.as_ref());
             let inputs = Inputs { x: views.x.borrow(), params: &params };
-            call.layer.backward_into(entry.enter(), context, inputs, cotangents, into)
+            call.layer.backward_into(entry.enter(), context, inputs, cotangents, into)?;
+            match shards {
+                Some(shards) => shards.submit(&call.layer, entry, [tracked.params.up, tracked.params.down]),
+                None => Ok(()),
+            }
         })?;
         Ok(made)
     });

@@ -54,6 +54,7 @@ fn fails(at: At) -> Result<()> {
 impl NativeMemory for Failing {
     type Core = Cpu;
     type Output = CoreTensor<Cpu>;
+    type Shared = FloatTensor<Self>;
 
     fn contiguous(tensor: FloatTensor<Self>) -> FloatTensor<Self> {
         tensor
@@ -61,6 +62,14 @@ impl NativeMemory for Failing {
 
     fn view<'a>(core: &Cpu, Named { name, tensor }: Named<'a, FloatTensor<Self>>) -> Result<TensorRef<'a, Cpu>> {
         Flex::view(core, Named { name, tensor: &tensor.primitive })
+    }
+
+    fn share(_: &Cpu, Named { tensor, .. }: Named<'_, FloatTensor<Self>>) -> Result<FloatTensor<Self>> {
+        Ok(tensor.clone())
+    }
+
+    fn view_shared<'a>(core: &Cpu, shared: &'a FloatTensor<Self>) -> Result<TensorRef<'a, Cpu>> {
+        Self::view(core, Named { name: "shard", tensor: shared })
     }
 
     fn contiguous_ids(tensor: IntTensor<Self>) -> IntTensor<Self> {
@@ -156,7 +165,13 @@ fn what_fails_before_the_layer_is_told() {
                 scope.spawn(move || {
                     let group = Group::new(Cpu::new(), Box::new(comm), GroupConfig::new(4, 8)).unwrap();
                     let layer = Arc::new(Layer::new(MoeConfig::new(HIDDEN, 2, 4, 2), 7).unwrap());
-                    let call = LayerCall { layer, group: EpGroup::new(group).into(), noise: None };
+                    let call = LayerCall {
+                        layer,
+                        group: EpGroup::new(group).into(),
+                        noise: None,
+                        details: true,
+                        experts: None,
+                    };
                     run(&call, (rank == 1).then_some(case))
                 })
             };

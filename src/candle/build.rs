@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use candle_core::{Device, Result, Tensor, Var};
 
-use crate::adapter::ParamCollective;
+use crate::adapter::Sharded;
 use crate::checkpoint::{Block, Checkpoint};
 use crate::comm::Op;
 use crate::cpu::Cpu;
@@ -12,11 +12,11 @@ use crate::error::Error;
 use crate::etp::{Chain, Payload};
 use crate::layer::{Layer, LayerSpec, ParamKind, PerParam};
 
+use super::etp::VarShard;
 use super::group::DeviceGroup;
 use super::host::{Host, into_candle};
 use super::module::ExpertParallelMoE;
 use super::options::{LoadAs, Parameters};
-use super::sharded::{Sharded, ShardedParams};
 
 /// A layer of one rank, on the device and in the type of `vb`, of any number of tokens a call: the common case. For
 /// several ranks, and for layers that share a workspace on a GPU, see [`ExpertParallelMoE::new`].
@@ -136,7 +136,7 @@ impl ExpertParallelMoE {
             // All ranks take part, whatever their parameters are.
             for kind in ParamKind::ALL.into_iter().filter(|kind| kind.is_replicated()) {
                 let Some(t) = &mut moe.params[kind] else { continue };
-                let first = group.exchange(number, ParamCollective::Weights, t)?;
+                let first = group.broadcast(number, t)?;
                 match t.is_variable() {
                     true => Var::from_tensor(t)?.set(&first)?,
                     // Tensors computed from variables stay so: the variables are the caller's.
@@ -251,7 +251,18 @@ fn variables<D: Host>(
         return Err(Error::invalid("ExpertParallelMoE::sharded", "group", "the chain's device", found).into());
     }
     let sharded = match (&params.up, &params.down) {
-        (Some(up), Some(down)) => Some(Sharded::new(chain, payload, layer, local, ShardedParams { up, down })?),
+        (Some(up), Some(down)) => {
+            let shard = |kind: ParamKind, shard: &Tensor| {
+                // The chain keeps the gradient, so there is none for the variables that a shard is computed from.
+                if shard.track_op() && !shard.is_variable() {
+                    const CALL: &str = "ExpertParallelMoE::sharded";
+                    return Err(Error::invalid(CALL, kind.name(), "a variable, or a constant", "a computed shard"));
+                }
+                VarShard::on(chain.device(), shard).into_shard()
+            };
+            let shards = [shard(ParamKind::Up, up)?, shard(ParamKind::Down, down)?];
+            Some(Sharded::new(chain, payload, layer, local, shards)?)
+        }
         _ => None,
     };
     Ok((params, sharded))

@@ -1,15 +1,12 @@
 //! candle's host tensors as ours, and back.
 
-use std::sync::Arc;
-
 use candle_core::{CpuStorage, Device, Storage};
 
 use crate::cpu::{Cpu, HostBuffer};
 use crate::error::Result;
-use crate::etp::Chain;
 use crate::tensor::{TensorMut, TensorRef};
 
-use super::host::{DeviceChain, Host, StorageMut, StorageSlice, StorageSliceMut};
+use super::host::{Host, StorageMut, StorageSlice, StorageSliceMut};
 
 impl Host for Cpu {
     type Hold<'a> = ();
@@ -69,17 +66,5 @@ impl Host for Cpu {
             HostBuffer::I32(v) => CpuStorage::U32(bytemuck::cast_vec(v)),
             HostBuffer::U8(v) => CpuStorage::U8(v),
         }))
-    }
-
-    fn hide(chain: Arc<Chain<Self>>) -> DeviceChain {
-        DeviceChain::Cpu(chain)
-    }
-
-    fn chain(of: &DeviceChain) -> Option<&Arc<Chain<Self>>> {
-        match of {
-            DeviceChain::Cpu(chain) => Some(chain),
-            #[cfg(feature = "cuda")]
-            DeviceChain::Cuda(_) => None,
-        }
     }
 }

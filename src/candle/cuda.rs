@@ -1,7 +1,5 @@
 //! candle's tensors on a GPU as ours, and back: one context, one stream, the same memory.
 
-use std::sync::Arc;
-
 use candle_core::backend::BackendStorage;
 use candle_core::cuda_backend::{CudaDType, CudaDevice};
 use candle_core::{CudaStorage, Device, Storage};
@@ -11,11 +9,10 @@ use half::{bf16, f16};
 use crate::cuda::{Cuda, DeviceBuffer, DeviceMut, DeviceRef};
 use crate::dtype::DType;
 use crate::error::{Error, Result};
-use crate::etp::Chain;
 use crate::tensor::{TensorMut, TensorRef};
 
 use super::error::framework;
-use super::host::{DeviceChain, Host, StorageMut, StorageSlice, StorageSliceMut, location};
+use super::host::{Host, StorageMut, StorageSlice, StorageSliceMut, location};
 
 /// Where a tensor without elements lies: no kernel reads it, and null means "none" to some.
 const NOWHERE: u64 = 256;
@@ -121,17 +118,6 @@ impl Host for Cuda {
 
     fn cuda(&self) -> Option<Cuda> {
         Some(self.clone())
-    }
-
-    fn hide(chain: Arc<Chain<Self>>) -> DeviceChain {
-        DeviceChain::Cuda(chain)
-    }
-
-    fn chain(of: &DeviceChain) -> Option<&Arc<Chain<Self>>> {
-        match of {
-            DeviceChain::Cuda(chain) => Some(chain),
-            DeviceChain::Cpu(_) => None,
-        }
     }
 }
 

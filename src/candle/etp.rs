@@ -1,11 +1,13 @@
 //! Sharded weights whose shards are candle's variables.
 
+use std::sync::Arc;
+
 use candle_core::backprop::GradStore;
 use candle_core::{Tensor, Var};
 
+use crate::adapter::Shard;
 use crate::comm::Communicator;
 use crate::cpu::Cpu;
-use crate::dtype::DType;
 use crate::error::Result;
 use crate::etp::{Chain, ShardSource, WeightId};
 use crate::tensor::TensorRef;
@@ -33,13 +35,14 @@ impl<D: Host> VarShard<D> {
         Self { device: device.clone(), shard: shard.clone() }
     }
 
-    pub(super) fn dtype(&self) -> Result<DType> {
+    pub(super) fn into_shard(self) -> Result<Shard<D>> {
         let mut dtype = None;
         self.read(&mut |shard| {
             dtype = Some(shard.dtype());
             Ok(())
         })?;
-        dtype.ok_or_else(|| crate::Error::invalid("VarShard", "shard", "a tensor", "none"))
+        let dtype = dtype.ok_or_else(|| crate::Error::invalid("VarShard", "shard", "a tensor", "none"))?;
+        Ok(Shard { dtype, source: Arc::new(self) })
     }
 }
 

@@ -2,7 +2,7 @@
 
 use candle_core::{Device, Tensor};
 
-use crate::adapter::{AnyGroup, ParamCollective, exchange};
+use crate::adapter::{AnyGroup, broadcast};
 use crate::cpu::Cpu;
 use crate::ep::{EpGroup, Group, GroupConfig};
 use crate::error::{Error, Result};
@@ -90,13 +90,13 @@ impl DeviceGroup {
         &self.group
     }
 
-    /// Runs a collective of layer `layer` over a tensor's values, which are not changed; gives the result.
-    pub(super) fn exchange(&self, layer: u32, collective: ParamCollective, t: &Tensor) -> Result<Tensor> {
+    /// Rank 0's values of a parameter of layer `layer`; the tensor is not changed.
+    pub(super) fn broadcast(&self, layer: u32, t: &Tensor) -> Result<Tensor> {
         let device = &self.device;
         match &self.group {
-            AnyGroup::Cpu(group) => On { group, device }.exchange(layer, collective, t),
+            AnyGroup::Cpu(group) => On { group, device }.broadcast(layer, t),
             #[cfg(feature = "cuda")]
-            AnyGroup::Cuda(group) => On { group, device }.exchange(layer, collective, t),
+            AnyGroup::Cuda(group) => On { group, device }.broadcast(layer, t),
         }
     }
 }
@@ -109,9 +109,9 @@ pub(super) struct On<'a, D: Host> {
 }
 
 impl<D: Host> On<'_, D> {
-    fn exchange(self, layer: u32, collective: ParamCollective, t: &Tensor) -> Result<Tensor> {
+    fn broadcast(self, layer: u32, t: &Tensor) -> Result<Tensor> {
         const CALL: &str = "ExpertParallelMoE";
-        let made = exchange(self.group, layer, collective, |device| {
+        let made = broadcast(self.group, layer, |device| {
             let t = t.contiguous().map_err(framework(CALL))?;
             with_views(device, CALL, &[("of a replicated parameter", &t)], |views| copy_of(device, views[0]))
         })?;

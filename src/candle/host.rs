@@ -1,26 +1,20 @@
 //! Requirements of the adapter on a device: candle's tensors as ours and back, without a copy of what is contiguous.
 //! One file a device implements it.
 
-use std::sync::Arc;
-
 use candle_core::backend::BackendStorage;
 use candle_core::op::BackpropOp;
 use candle_core::{CpuStorage, CudaStorage, Device, DeviceLocation, Storage, Tensor};
 
 use crate::adapter::FrameworkDevice;
-use crate::cpu::Cpu;
-#[cfg(feature = "cuda")]
-use crate::cuda::Cuda;
 use crate::dtype::DType;
 use crate::error::{Error, Result};
-use crate::etp::{Chain, ShardDevice};
 use crate::kernels::optimizer::OptimizerDevice;
 use crate::tensor::{TensorMut, TensorRef};
 
 use super::error::framework;
 
-/// A device whose memory candle and this crate share: [`Cpu`], and with the `cuda` feature `Cuda`.
-pub trait Host: ShardDevice + FrameworkDevice + OptimizerDevice {
+/// A device whose memory candle and this crate share: [`Cpu`](crate::cpu::Cpu), and with the `cuda` feature `Cuda`.
+pub trait Host: FrameworkDevice + OptimizerDevice {
     /// Owner of memory that must live until the work that reads a view is enqueued.
     #[doc(hidden)]
     type Hold<'a>;
@@ -61,26 +55,9 @@ pub trait Host: ShardDevice + FrameworkDevice + OptimizerDevice {
     /// The device, if it is a GPU.
     #[doc(hidden)]
     #[cfg(feature = "cuda")]
-    fn cuda(&self) -> Option<Cuda> {
+    fn cuda(&self) -> Option<crate::cuda::Cuda> {
         None
     }
-
-    /// A chain of this device, for a module that does not know its device.
-    #[doc(hidden)]
-    fn hide(chain: Arc<Chain<Self>>) -> DeviceChain;
-
-    /// The chain again, if it is one of this device.
-    #[doc(hidden)]
-    fn chain(of: &DeviceChain) -> Option<&Arc<Chain<Self>>>;
-}
-
-/// A chain on one of the devices that candle has.
-#[doc(hidden)]
-#[derive(Clone)]
-pub enum DeviceChain {
-    Cpu(Arc<Chain<Cpu>>),
-    #[cfg(feature = "cuda")]
-    Cuda(Arc<Chain<Cuda>>),
 }
 
 /// Elements of a storage, one behind the other.

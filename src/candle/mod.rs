@@ -128,14 +128,13 @@ mod reduce;
 mod reducer;
 mod route_op;
 mod run;
-mod sharded;
 mod train;
 mod training_state;
 mod views_mut;
 
 /// A rank's group as its layers share it, of the CPU unless said otherwise.
 pub type EpGroup<D = crate::cpu::Cpu> = crate::ep::EpGroup<D>;
-pub use crate::adapter::ReduceComms;
+pub use crate::adapter::{BUCKET_BYTES, ReduceComms};
 pub use build::moe;
 #[cfg(feature = "cuda")]
 pub use capture::{Capture, CapturedStep, device_for_capture};
@@ -151,7 +150,7 @@ pub use module::ExpertParallelMoE;
 pub use optimizer::{AdamW, AdamWParam};
 pub use options::{LoadAs, Parameters};
 pub use pending::refuse_backward;
-pub use reduce::{BUCKET_BYTES, reduce_gradients, reduce_gradients_over};
+pub use reduce::{reduce_gradients, reduce_gradients_over};
 pub use reducer::GradientReducer;
 pub use route_op::Routed;
 pub use run::MoeOutput;

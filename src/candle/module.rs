@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use candle_core::{Device, Result, Tensor, Var};
 
+use crate::adapter::Sharded;
 #[cfg(doc)]
 use crate::checkpoint::Checkpoint;
 use crate::checkpoint::{Block, BlockParams};
@@ -16,7 +17,6 @@ use crate::layer::{Layer, Mode, Noise, ParamKind, PerParam};
 use super::group::DeviceGroup;
 use super::host::{copy_of, with_views};
 use super::run::{self, ForwardInputs, MoeOutput};
-use super::sharded::Sharded;
 use super::training_state::TrainingState;
 
 /// A Mixture-of-Experts layer over the ranks of a group, as a candle module. See the [module](super) for use.

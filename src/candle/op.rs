@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, CudaStorage, CustomOp1, CustomOp2, Device, Layout, Result, Shape, Tensor, TensorId};
 
-use crate::adapter::{LayerOutput, OutputCotangents};
+use crate::adapter::{Chained, LayerOutput, OutputCotangents, with_sources};
 use crate::ep::EpGroup;
 use crate::error::Error;
 use crate::kernels::Scalar;
@@ -21,7 +21,6 @@ use super::main_gradients::{EXPERTS, expert_gradients, writes_experts};
 use super::params::{contiguous, named, views_of};
 use super::pending::{BackwardStage, PendingCollectives};
 use super::precomputed::Precomputed;
-use super::sharded::{Backward, Chained};
 use super::views_mut::with_views_mut;
 
 const CALL: &str = "ExpertParallelMoE::backward";
@@ -131,9 +130,18 @@ impl<D: Host> PendingBackward<D> {
             let aux = left.next().map_or(Scalar::Host(self.aux_scale), Scalar::Device);
             let cotangents = Cotangents { y, aux };
             if let Some(experts) = &self.experts {
-                let submit = [ParamKind::Up, ParamKind::Down].map(tracks);
-                let call = Backward { layer: &self.layer, context, wanted, submit };
-                let gradients = call.run(entry, experts, views[0].borrow(), &weights, cotangents)?;
+                let sources = experts.sources()?;
+                let mut shards = if wanted.experts { Some(experts.gradients(&context)?) } else { None };
+                let mut given = GradientsMut::none();
+                if let Some(shards) = &mut shards {
+                    shards.lend(&mut given)?;
+                }
+                let params = with_sources(&weights, Some(&sources));
+                let inputs = Inputs { x: views[0].borrow(), params: &params };
+                let gradients = self.layer.backward_with(entry.enter(), context, inputs, cotangents, wanted, given)?;
+                if let Some(shards) = shards {
+                    shards.submit(&self.layer, entry, [ParamKind::Up, ParamKind::Down].map(tracks))?;
+                }
                 return Ok((gradients, PerParam::from_fn(|kind| matches!(kind, ParamKind::Up | ParamKind::Down))));
             }
             let weights = weights.params();

@@ -3,7 +3,7 @@
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Tensor, Var};
 
-use crate::adapter::AnyGroup;
+use crate::adapter::{AnyGroup, BUCKET_BYTES, NO_LAYER, Summand, buckets};
 use crate::comm::{Communicator, Op, ReduceOp, Tag};
 use crate::error::{Error, Result};
 
@@ -13,12 +13,6 @@ use super::host::Host;
 use super::views_mut::with_views_mut;
 
 const CALL: &str = "reduce_gradients";
-/// The tag's layer of what belongs to none.
-pub(super) const NO_LAYER: u32 = u32::MAX;
-
-/// Bytes of sums that one collective takes, unless told otherwise: far more than a collective's latency costs, and little
-/// beside a model.
-pub const BUCKET_BYTES: usize = 64 << 20;
 
 /// Sums the gradients of variables that every rank of the group holds, such as those of a model around its expert
 /// layers, over the ranks: in f32 (f64 for f64) whatever their types, in buckets of [`BUCKET_BYTES`], in rank order. An
@@ -81,7 +75,7 @@ impl Reduction<'_> {
         if comm.size() == 1 {
             return Ok(());
         }
-        for (sequence, bucket) in buckets(self.of, self.bucket_bytes).into_iter().enumerate() {
+        for (sequence, bucket) in buckets(self.of, self.bucket_bytes, summand).into_iter().enumerate() {
             let tag = Tag { layer: self.layer, op: Op::GradReduce, sequence: sequence as u64 };
             // The others are in the collective, and are told of an error that is this rank's alone.
             let sums = Bucket(bucket).flat(&|of| gradients.get(of).cloned()).inspect_err(|error| {
@@ -96,28 +90,13 @@ impl Reduction<'_> {
     }
 }
 
-/// The parameters in order, cut where the sums' type changes or a bucket is full.
-pub(super) fn buckets<'a, 't>(of: &'a [&'t Tensor], bucket_bytes: usize) -> Vec<&'a [&'t Tensor]> {
-    let mut bytes = 0;
-    let together = |before: &&Tensor, next: &&Tensor| {
-        bytes += size(before);
-        let fits = wide(before) == wide(next) && bytes + size(next) <= bucket_bytes;
-        if !fits {
-            bytes = 0;
-        }
-        fits
-    };
-    of.chunk_by(together).collect()
-}
-
 /// The type of a parameter's sum.
 fn wide(of: &Tensor) -> DType {
     if of.dtype() == DType::F64 { DType::F64 } else { DType::F32 }
 }
 
-/// Bytes of a parameter's sum.
-fn size(of: &Tensor) -> usize {
-    of.elem_count() * wide(of).size_in_bytes()
+pub(super) fn summand(of: &&Tensor) -> Summand {
+    Summand { count: of.elem_count(), double: wide(of) == DType::F64 }
 }
 
 /// Parameters whose gradients are summed at once.

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Result, Tensor, TensorId, Var};
 
-use crate::adapter::{GradientSum, GradientSums, PendingSum, ReduceComms};
+use crate::adapter::{BUCKET_BYTES, GradientSum, GradientSums, NO_LAYER, PendingSum, ReduceComms, buckets};
 use crate::comm::{Op, Tag};
 use crate::error::{CommError, Error};
 use crate::layer::{ParamKind, PerParam};
@@ -20,7 +20,7 @@ use super::leaving::{LayerGradients, during};
 use super::main_gradients::{MainGradients, added};
 use super::module::ExpertParallelMoE;
 use super::pending::calls_of;
-use super::reduce::{BUCKET_BYTES, Bucket, NO_LAYER, buckets};
+use super::reduce::{Bucket, summand};
 
 const CALL: &str = "MainGradients::reduce";
 
@@ -355,7 +355,8 @@ impl MainGradients {
             BegunSum::begin(sums, (tag, over_group), bucket, &|of| gradients.get(of).cloned())
         };
         let others: Vec<&Tensor> = reducer.replicated.iter().filter(|t| !is_early(t)).collect();
-        let others = buckets(&others, reducer.bucket_bytes).into_iter().map(|of| begin(of, true, self.store()));
+        let others =
+            buckets(&others, reducer.bucket_bytes, summand).into_iter().map(|of| begin(of, true, self.store()));
         let all = others.collect::<crate::Result<Vec<_>>>().and_then(|others| {
             let all = begun.into_iter().chain(others).map(|begun| begun.finish(sums));
             all.collect::<crate::Result<Vec<_>>>()
@@ -369,7 +370,7 @@ impl MainGradients {
         }
         // Nearly all of a model's bytes: a bucket at a time.
         let experts: Vec<&Tensor> = reducer.experts.iter().collect();
-        for of in buckets(&experts, reducer.bucket_bytes) {
+        for of in buckets(&experts, reducer.bucket_bytes, summand) {
             let sum = begin(of, false, self.store()).and_then(|begun| begun.finish(sums));
             if let Err(error) = sum.and_then(|sum| sum.take(self.sums_mut())) {
                 self.reset();

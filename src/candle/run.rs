@@ -4,7 +4,7 @@ use std::sync::{Arc, Mutex};
 
 use candle_core::{Result, Shape, Tensor};
 
-use crate::adapter::{AnyGroup, LayerOutput, OutputCotangents};
+use crate::adapter::{AnyGroup, Chained, LayerOutput, OutputCotangents, Sharded, with_sources};
 use crate::layer::{AuxValue, Forward, Layer, Mode, ParamKind, PerParam, RefusalGuard};
 use crate::lazy::Lazy;
 use crate::metrics::Load;
@@ -15,7 +15,6 @@ use super::op::{BackwardState, Emit, Join, PendingBackward};
 use super::params::{contiguous, named, views_of};
 use super::pending::remember;
 use super::precomputed::Precomputed;
-use super::sharded::{Chained, Sharded, with_sources};
 
 const CALL: &str = "ExpertParallelMoE::forward";
 

@@ -179,7 +179,7 @@ pub(crate) struct BackwardProgress(AtomicU8);
 impl BackwardProgress {
     const ROWS: u8 = 1;
     const ALL: u8 = 2;
-    #[cfg(feature = "candle")]
+    #[cfg(any(feature = "candle", feature = "burn"))]
     const REFUSED: u8 = 3;
 
     /// The rows have come, on every rank: from here on the experts' gradients are written.
@@ -195,7 +195,7 @@ impl BackwardProgress {
     }
 
     /// The other ranks have been told of a failure after the last collective.
-    #[cfg(feature = "candle")]
+    #[cfg(any(feature = "candle", feature = "burn"))]
     pub(crate) fn refused(&self) {
         self.set(Self::REFUSED);
     }
@@ -226,7 +226,7 @@ impl<D: Kernels> Context<D> {
     }
 
     /// How far its backward has come, to be asked when it has failed.
-    #[cfg(feature = "candle")]
+    #[cfg(any(feature = "candle", feature = "burn"))]
     pub(crate) fn progress(&self) -> Arc<BackwardProgress> {
         Arc::clone(&self.progress)
     }

@@ -139,7 +139,7 @@ pub fn leading_dimensions_and_strides<S: Subject>() {
     assert_eq!(floats(model.forward(wide.narrow(0, 6, 6)).unwrap()), y);
     for dims in [[0, 3, H], [2, 0, H]] {
         // Not `zeros`: burn's CUDA back end launches its fill over no block, which the driver refuses.
-        let nothing = Tensor::<S, 3>::empty(dims, &Default::default());
+        let nothing = Tensor::<S, 3>::empty(dims, &here::<S>());
         assert_eq!(model.forward(nothing).unwrap().dims(), dims);
     }
 }

@@ -15,10 +15,10 @@ use moebius::layer::ParamKind;
 use moebius::{Error, MoeConfig, Waited};
 
 use super::support::*;
-use super::{dense, dispatch, exact, faults};
+use super::{dense, dispatch, exact, faults, gradients};
 use crate::trials::tests;
 
-type Gpu = burn::backend::Cuda<f32, i32>;
+pub type Gpu = burn::backend::Cuda<f32, i32>;
 type A = Autodiff<Gpu>;
 
 /// The GPU for one test alone, as a call is ordered with all of the context's work, also other tests'.
@@ -32,13 +32,17 @@ fn group(config: GroupConfig) -> DeviceGroup {
 }
 
 impl Subject for Gpu {
-    const RANKS: &'static [usize] = &[1];
     // burn may multiply on tensor cores, which read f32 as TF32: ten bits behind the point.
     const ROUNDING: f64 = 1.0 / 2048.0;
 
     fn on_ranks<T: Send>(ranks: usize, rank: impl Fn(usize, DeviceGroup) -> T + Sync) -> Vec<T> {
-        assert_eq!(ranks, 1, "one GPU, one rank");
-        vec![rank(0, Self::alone())]
+        match ranks {
+            1 => vec![rank(0, Self::alone())],
+            #[cfg(feature = "nccl")]
+            _ => crate::gpus::on_ranks(ranks, rank),
+            #[cfg(not(feature = "nccl"))]
+            _ => panic!("{ranks} ranks want NCCL"),
+        }
     }
 
     /// Every buffer of the crate's own starts as NaN.
@@ -53,7 +57,7 @@ fn device_of(group: &DeviceGroup) -> Cuda {
 
 fn matches_a_dense_model() {
     let _alone = gpu();
-    dense::matches_a_dense_model::<Gpu>();
+    dense::matches_a_dense_model::<Gpu>(&[1]);
 }
 
 fn each_output_alone_gives_its_part() {
@@ -86,19 +90,29 @@ fn bad_tokens_are_refused() {
     faults::bad_tokens::<Gpu>();
 }
 
+fn gradients_are_those_of_finite_differences() {
+    let _alone = gpu();
+    gradients::finite_differences::<Gpu>(1);
+}
+
+fn a_given_gradient_is_a_products() {
+    let _alone = gpu();
+    gradients::given::<Gpu>();
+}
+
 fn dispatch_and_combine_with_identity_experts() {
     let _alone = gpu();
-    dispatch::identity_experts::<Gpu>();
+    dispatch::identity_experts::<Gpu>(&[1]);
 }
 
 fn dispatch_and_combine_make_the_module() {
     let _alone = gpu();
-    dispatch::as_the_module::<Gpu>();
+    dispatch::as_the_module::<Gpu>(&[1]);
 }
 
 fn several_dispatches_in_flight() {
     let _alone = gpu();
-    dispatch::several_in_flight::<Gpu>();
+    dispatch::several_in_flight::<Gpu>(&[1]);
 }
 
 /// x, the gradient of y and the parameters of a case, rounded to its type.
@@ -399,6 +413,8 @@ tests! {
     recomputed_input,
     a_second_backward_is_refused,
     bad_tokens_are_refused,
+    gradients_are_those_of_finite_differences,
+    a_given_gradient_is_a_products,
     dispatch_and_combine_with_identity_experts,
     dispatch_and_combine_make_the_module,
     several_dispatches_in_flight,

@@ -10,9 +10,18 @@ mod faults;
 mod faulty_comm;
 #[cfg(feature = "burn-cuda")]
 mod gpu;
+#[cfg(all(feature = "burn-cuda", feature = "nccl"))]
+mod gpus;
+mod gradients;
 mod module;
+#[cfg(all(feature = "burn-cuda", feature = "nccl"))]
+#[path = "../devices/gpus.rs"]
+#[allow(dead_code, reason = "a suite takes a part")]
+mod nccl_gpus;
 #[cfg(feature = "burn-cuda")]
 mod order;
+mod reduce;
+mod sharded;
 mod support;
 #[path = "../common/trials.rs"]
 mod trials;
@@ -34,7 +43,10 @@ fn main() -> ExitCode {
         ("exact", exact::cases()),
         ("facade", facade::cases()),
         ("faults", faults::cases()),
+        ("gradients", gradients::cases()),
         ("module", module::cases()),
+        ("reduce", reduce::cases()),
+        ("sharded", sharded::cases()),
         ("user", user::cases()),
     ];
     for (file, cases) in files {
@@ -52,5 +64,18 @@ fn main() -> ExitCode {
         }
         trials.add_inner("gpu::a_bf16_back_end_alone".to_string(), gpu::a_bf16_back_end_alone);
     }
-    trials.run()
+    #[cfg(all(feature = "burn-cuda", feature = "nccl"))]
+    gpus::add(&mut trials);
+    let code = trials.run();
+    #[cfg(all(feature = "burn-cuda", feature = "nccl"))]
+    nccl_gpus::close();
+    code
+}
+
+/// A rank's device, and how it reaches the others.
+#[cfg(all(feature = "burn-cuda", feature = "nccl"))]
+#[allow(dead_code, reason = "other suites read it")]
+struct Seat<D: moebius::kernels::Kernels> {
+    device: D,
+    comm: Box<dyn moebius::comm::Communicator<D>>,
 }

@@ -9,10 +9,8 @@ use burn::optim::{AdamWConfig, GradientsParams, Optimizer};
 use burn::record::{BinBytesRecorder, FullPrecisionSettings, NamedMpkFileRecorder, Recorder};
 use burn::tensor::backend::Backend;
 use burn::tensor::{Int, Tensor};
-use moebius::TensorMut;
-use moebius::burn::{EpGroup, ExpertParallelMoE, ExpertParallelMoEConfig, LoadAs};
+use moebius::burn::{DeviceGroup, ExpertParallelMoE, ExpertParallelMoEConfig, LoadAs, ReduceOptions, reduce_gradients};
 use moebius::checkpoint::Checkpoint;
-use moebius::comm::{Op, ReduceOp, Tag};
 use moebius::layer::ParamKind;
 
 use super::support::*;
@@ -102,6 +100,7 @@ fn training_lowers_the_loss_and_keeps_the_ranks_together() {
 
     Flex::seed(&device(), crate::trials::seed::seed(8));
     let runs = on_ranks(2, LONG, |rank, group| {
+        let group = DeviceGroup::from(group);
         let moe = config.init_on::<B>(&group, &device()).unwrap();
         // Equal on both ranks: values are given, not drawn.
         let mut first = burn::nn::LinearConfig::new(H, H).with_bias(false).init::<B>(&device());
@@ -116,8 +115,8 @@ fn training_lowers_the_loss_and_keeps_the_ranks_together() {
             let loss = (out.y - target.clone()).powi_scalar(2).mean();
             losses.push(floats(loss.clone())[0]);
             let mut gradients = GradientsParams::from_grads((loss + out.aux).backward(), &model);
-            model.moe.reduce_gradients(&mut gradients).unwrap();
-            all_reduce(&group, &mut gradients, &model.first.weight);
+            let experts = model.moe.expert_ids();
+            reduce_gradients(&group, &model, ReduceOptions::except(&experts), &mut gradients).unwrap();
             model = optimizer.step(1e-2, model, gradients);
         }
         let replicated = (floats(model.moe.router.weight.val()), floats(model.moe.shared.unwrap().up.val()));
@@ -128,15 +127,6 @@ fn training_lowers_the_loss_and_keeps_the_ranks_together() {
     }
     assert_eq!(runs[0].1, runs[1].1, "router and shared expert stay equal");
     assert_eq!(runs[0].2, runs[1].2);
-}
-
-/// The user's own data-parallel step.
-fn all_reduce(group: &EpGroup, gradients: &mut GradientsParams, param: &Param<Tensor<B, 2>>) {
-    let mut data = gradients.remove::<Flex, 2>(param.id).unwrap().into_data();
-    let tag = Tag { layer: u32::MAX, op: Op::User, sequence: 0 };
-    let buffer = TensorMut::new(&mut data.bytes[..], moebius::DType::F32, &[H, H]).unwrap();
-    group.lock().dispatcher().communicator().all_reduce(tag, ReduceOp::Sum, buffer).unwrap();
-    gradients.register::<Flex, 2>(param.id, Tensor::from_data(data, &device()));
 }
 
 fn an_absent_gradient_of_a_replicated_parameter_counts_as_zeros() {

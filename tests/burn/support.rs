@@ -1,12 +1,14 @@
 //! A block with every part that has a gradient, its values, and ranks to run it on.
 
+use std::cell::Cell;
 use std::thread;
 use std::time::Duration;
 
 use burn::backend::flex::FlexDevice;
 use burn::backend::{Autodiff, Flex};
 use burn::module::{Module, ModuleVisitor, Param};
-use burn::tensor::backend::{AutodiffBackend, Backend};
+use burn::prelude::DeviceOps;
+use burn::tensor::backend::{AutodiffBackend, Backend, DeviceId};
 use burn::tensor::{Tensor, TensorData};
 use moebius::MoeConfig;
 use moebius::burn::{DeviceGroup, EpGroup, ExpertParallelMoE, NativeBackend};
@@ -22,8 +24,6 @@ pub type B = Autodiff<Flex>;
 
 /// A back end that the suite runs on.
 pub trait Subject: NativeBackend {
-    /// Numbers of ranks that it can have in one process.
-    const RANKS: &'static [usize];
     /// Relative error of a factor in burn's own products of f32.
     const ROUNDING: f64;
 
@@ -36,8 +36,10 @@ pub trait Subject: NativeBackend {
     }
 }
 
+/// Numbers of ranks that a process has on the CPU.
+pub const RANKS: [usize; 3] = [1, 2, 4];
+
 impl Subject for Flex {
-    const RANKS: &'static [usize] = &[1, 2, 4];
     const ROUNDING: f64 = 0.0;
 
     fn on_ranks<T: Send>(ranks: usize, rank: impl Fn(usize, DeviceGroup) -> T + Sync) -> Vec<T> {
@@ -55,6 +57,23 @@ pub const TOKENS: [usize; 4] = [5, 3, 0, 6];
 /// Sums of at most a few hundred f32 products of values below 4: a few units of 2⁻²⁴ relative to the result's norm.
 pub const FORWARD: f64 = 2e-6;
 pub const BACKWARD: f64 = 1e-5;
+
+thread_local! {
+    /// The device of this thread's rank, where there are several.
+    static DEVICE: Cell<u16> = const { Cell::new(0) };
+}
+
+/// Has this thread work on the device of that number.
+#[allow(dead_code, reason = "a build may have one device")]
+pub fn work_on(device: u16) {
+    DEVICE.set(device);
+}
+
+/// The device that this thread works on.
+pub fn here<Bk: Backend>() -> Bk::Device {
+    let first = <Bk::Device>::default().to_id();
+    <Bk::Device>::from_id(DeviceId::new(first.type_id, DEVICE.get()))
+}
 
 pub fn device() -> FlexDevice {
     FlexDevice
@@ -133,7 +152,7 @@ pub fn inputs_of(rank: usize, hidden: usize) -> (Vec<f32>, Vec<f32>) {
 }
 
 pub fn tensor<Bk: Backend, const D: usize>(values: Vec<f32>, dims: [usize; D]) -> Tensor<Bk, D> {
-    Tensor::from_data(TensorData::new(values, dims), &Default::default())
+    Tensor::from_data(TensorData::new(values, dims), &here::<Bk>())
 }
 
 pub fn floats<Bk: Backend, const D: usize>(t: Tensor<Bk, D>) -> Vec<f32> {
@@ -189,7 +208,7 @@ pub const LONG: Duration = Duration::from_secs(60);
 pub fn module<Bk: Backend>(config: &MoeConfig, group: impl Into<DeviceGroup>) -> ExpertParallelMoE<Bk> {
     let group = group.into();
     let block = block(config, group.rank(), group.ranks());
-    ExpertParallelMoE::from_block(block, 3, group, &Default::default()).unwrap()
+    ExpertParallelMoE::from_block(block, 3, group, &here::<Bk>()).unwrap()
 }
 
 /// y, aux, gradient of x and of every parameter, of one rank.

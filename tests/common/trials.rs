@@ -61,6 +61,23 @@ impl Trials {
         }));
     }
 
+    /// Adds a test for so many GPUs, of which there are `found`.
+    #[allow(dead_code, reason = "not every suite has one")]
+    pub fn add_gpus<O: Outcome>(
+        &mut self,
+        name: String,
+        (least, found): (usize, usize),
+        body: impl FnOnce() -> O + Send + 'static,
+    ) {
+        self.all.push(Trial::ignorable_test(name, move || {
+            if found < least {
+                return Ok(Completion::ignored_with(format!("skipped: {found} GPUs")));
+            }
+            body().result()?;
+            Ok(Completion::Completed)
+        }));
+    }
+
     /// Adds a test that another one runs, in a process of its own.
     #[allow(dead_code, reason = "not every suite has one")]
     pub fn add_inner<O: Outcome>(&mut self, name: String, body: impl FnOnce() -> O + Send + 'static) {

@@ -1,0 +1,53 @@
+//! Which gradients travel together where they are summed over ranks.
+
+/// Bytes of sums that one collective takes, unless told otherwise: far more than a collective's latency costs, and little
+/// beside a model.
+pub const BUCKET_BYTES: usize = 64 << 20;
+
+/// The tag's layer of what belongs to none.
+pub(crate) const NO_LAYER: u32 = u32::MAX;
+
+/// A gradient that is summed, in f32 or f64.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Summand {
+    /// Elements.
+    pub(crate) count: usize,
+    /// Whether they are summed in f64.
+    pub(crate) double: bool,
+}
+
+impl Summand {
+    fn bytes(self) -> usize {
+        self.count * if self.double { size_of::<f64>() } else { size_of::<f32>() }
+    }
+}
+
+/// The parameters in order, cut where the sums' type changes or a bucket is full.
+pub(crate) fn buckets<T>(of: &[T], bucket_bytes: usize, summand: impl Fn(&T) -> Summand) -> Vec<&[T]> {
+    let mut bytes = 0;
+    let together = |before: &T, next: &T| {
+        let (before, next) = (summand(before), summand(next));
+        bytes += before.bytes();
+        let fits = before.double == next.double && bytes + next.bytes() <= bucket_bytes;
+        if !fits {
+            bytes = 0;
+        }
+        fits
+    };
+    of.chunk_by(together).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn cut_where_the_type_changes_or_a_bucket_is_full() {
+        let of = |count, double| Summand { count, double };
+        let all = [of(2, false), of(1, false), of(1, false), of(1, true), of(9, false), of(0, false)];
+        let lengths = |bytes| buckets(&all, bytes, |s| *s).into_iter().map(<[Summand]>::len).collect::<Vec<_>>();
+        assert_eq!(lengths(12), [2, 1, 1, 1, 1], "a bucket of three f32");
+        assert_eq!(lengths(1 << 20), [3, 1, 2]);
+        assert_eq!(lengths(0), [1; 6], "what does not fit travels alone");
+    }
+}

@@ -1,0 +1,146 @@
+//! A module whose experts are shards of a chain: the layer takes gathered weights, the chain takes their gradients.
+
+use std::fmt::{self, Debug};
+use std::sync::Arc;
+
+use crate::dtype::DType;
+use crate::error::{Error, Result};
+use crate::etp::{Chain, GradientBuffer, Payload, ShardDevice, ShardSource, ShardedWeight, WeightId, WeightSpec};
+use crate::layer::{BackwardProgress, Context, GradientsMut, Layer, ParamKind, ParamViews, Params, RefusalGuard};
+
+use super::group::{AnyChain, FrameworkDevice};
+
+/// This rank's shard of a weight.
+pub(crate) struct Shard<D: ShardDevice> {
+    pub(crate) dtype: DType,
+    pub(crate) source: Arc<dyn ShardSource<D>>,
+}
+
+/// The experts of a module, whatever their device.
+#[derive(Clone)]
+pub(crate) struct Sharded {
+    chain: AnyChain,
+    /// Of `up` and `down`.
+    pub(crate) ids: [WeightId; 2],
+}
+
+impl Debug for Sharded {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Sharded<{:?}>", self.ids)
+    }
+}
+
+impl Sharded {
+    /// Adds a layer's shards of `up` and `down` to a chain.
+    pub(crate) fn new<D: FrameworkDevice>(
+        chain: &Arc<Chain<D>>,
+        payload: Payload,
+        layer: &Layer,
+        local: usize,
+        shards: [Shard<D>; 2],
+    ) -> Result<Self> {
+        let spec = |kind: ParamKind, dtype: DType| -> Result<_> {
+            let missing = || Error::invalid("ExpertParallelMoE::sharded", kind.name(), "a weight", "none");
+            let dims = kind.dims(layer.config(), local).ok_or_else(missing)?;
+            let name = format!("layer {} {}", layer.number(), kind.name());
+            let mut spec = WeightSpec::new(name, layer.number(), &dims, dtype);
+            spec.recompute = kind == ParamKind::Up && layer.config().recompute;
+            spec.payload = payload;
+            Ok(spec)
+        };
+        let [up, down] = shards;
+        // Both are known to be sound before either is added.
+        let specs = (spec(ParamKind::Up, up.dtype)?, spec(ParamKind::Down, down.dtype)?);
+        let ids = [chain.add(specs.0, up.source)?, chain.add(specs.1, down.source)?];
+        Ok(Self { chain: D::any_chain(Arc::clone(chain)), ids })
+    }
+
+    /// The cut of a weight of these sizes, and this rank's place in the chain.
+    #[cfg(feature = "candle")]
+    pub(crate) fn cut(&self, dims: &[usize]) -> Result<(crate::etp::Shards, usize)> {
+        match &self.chain {
+            AnyChain::Cpu(chain) => Ok((chain.shards(dims)?, chain.rank())),
+            #[cfg(feature = "cuda")]
+            AnyChain::Cuda(chain) => Ok((chain.shards(dims)?, chain.rank())),
+        }
+    }
+
+    /// The experts, for a layer that works on a `D`.
+    pub(crate) fn experts<D: FrameworkDevice>(&self, call: &'static str) -> Result<Chained<D>> {
+        match D::chain(&self.chain) {
+            Some(chain) => Ok(Chained { chain: Arc::clone(chain), ids: self.ids }),
+            None => Err(Error::invalid(call, "chain", "one of the group's device", "another")),
+        }
+    }
+}
+
+/// Weights of a chain.
+#[derive(Debug)]
+pub(crate) struct Chained<D: ShardDevice> {
+    chain: Arc<Chain<D>>,
+    ids: [WeightId; 2],
+}
+
+impl<D: FrameworkDevice> Chained<D> {
+    /// `up` and `down` as a layer takes them.
+    pub(crate) fn sources(&self) -> Result<[ShardedWeight<'_, D>; 2]> {
+        let [up, down] = self.ids;
+        Ok([self.chain.source(up)?, self.chain.source(down)?])
+    }
+
+    /// Memory for the gradients that a backward of `context` makes of them.
+    pub(crate) fn gradients(&self, context: &Context<D>) -> Result<ShardGradients<'_, D>> {
+        let [up, down] = self.ids;
+        Ok(ShardGradients {
+            chain: &self.chain,
+            progress: context.progress(),
+            up: self.chain.gradient_buffer(up)?,
+            down: self.chain.gradient_buffer(down)?,
+        })
+    }
+}
+
+/// Memory of a chain for the gradients of whole weights, of which each rank gets its shard's.
+pub(crate) struct ShardGradients<'a, D: ShardDevice> {
+    chain: &'a Chain<D>,
+    progress: Arc<BackwardProgress>,
+    up: GradientBuffer<'a, D>,
+    down: GradientBuffer<'a, D>,
+}
+
+impl<D: FrameworkDevice> ShardGradients<'_, D> {
+    /// Has a backward write there.
+    pub(crate) fn lend<'b>(&'b mut self, into: &mut GradientsMut<'b, D>) -> Result<()> {
+        into.set(ParamKind::Up, self.up.view_mut()?);
+        into.set(ParamKind::Down, self.down.view_mut()?);
+        Ok(())
+    }
+
+    /// Sends the gradients that are wanted, of `up` and of `down`, on their way to the ranks' main gradients.
+    pub(crate) fn submit(self, layer: &Layer, entry: &mut RefusalGuard<'_, D>, wanted: [bool; 2]) -> Result<()> {
+        let Self { chain, progress, up, down } = self;
+        // In the order in which backward uses the weights.
+        for (gradient, wanted) in [(down, wanted[1]), (up, wanted[0])] {
+            if wanted {
+                // The other ranks of the layer are on their way to its next collective.
+                chain.submit(gradient).map_err(|e| {
+                    progress.refused();
+                    layer.refuse_backward(entry.enter(), e)
+                })?;
+            }
+        }
+        Ok(())
+    }
+}
+
+/// The parameters, with experts from elsewhere if there are sources of them.
+pub(crate) fn with_sources<'a, D: FrameworkDevice>(
+    views: &'a ParamViews<'_, D>,
+    sources: Option<&'a [ShardedWeight<'_, D>; 2]>,
+) -> Params<'a, D> {
+    let params = views.params();
+    match sources {
+        None => params,
+        Some([up, down]) => Params { up, down, ..params },
+    }
+}

@@ -1,0 +1,269 @@
+//! Sums of gradients over ranks, many parameters to a collective.
+
+use std::marker::PhantomData;
+use std::ops::Range;
+
+use burn::module::{Module, ModuleVisitor, Param, ParamId};
+use burn::optim::GradientsParams;
+use burn::tensor::backend::AutodiffBackend;
+use burn::tensor::ops::FloatTensor;
+use burn::tensor::{FloatDType, Shape, Tensor, TensorMetadata, TensorPrimitive};
+
+use crate::adapter::{BUCKET_BYTES, NO_LAYER, Summand, buckets};
+use crate::comm::{Communicator, Op, ReduceOp, Tag};
+use crate::device::Device;
+use crate::dtype::DType;
+use crate::error::{Error, Result};
+
+use super::backend::{CoreDevice, MoeBackend, Named, NativeMemory, ResultSpec};
+use super::group::DeviceGroup;
+
+const CALL: &str = "reduce_gradients";
+
+/// Which gradients of a module are summed, and how.
+#[derive(Debug, Clone, Copy)]
+pub struct ReduceOptions<'a> {
+    /// Parameters that are left out: those that each rank has of its own, as
+    /// [`ExpertParallelMoE::expert_ids`](super::ExpertParallelMoE::expert_ids) lists them.
+    pub except: &'a [ParamId],
+    /// Bytes of sums that one collective takes.
+    pub bucket_bytes: usize,
+}
+
+impl Default for ReduceOptions<'_> {
+    /// All parameters, in buckets of [`BUCKET_BYTES`].
+    fn default() -> Self {
+        Self { except: &[], bucket_bytes: BUCKET_BYTES }
+    }
+}
+
+impl<'a> ReduceOptions<'a> {
+    /// All parameters but these.
+    pub fn except(except: &'a [ParamId]) -> Self {
+        Self { except, ..Self::default() }
+    }
+
+    fn takes<B: AutodiffBackend, const D: usize>(&self, param: &Param<Tensor<B, D>>) -> bool {
+        let elements = param.dims().iter().product::<usize>();
+        elements > 0 && param.is_require_grad() && !self.except.contains(&param.id)
+    }
+}
+
+/// Sums the gradients of a module's trainable parameters over the ranks of a group: in f32 (f64 for f64) whatever their
+/// types, in buckets, in rank order. An absent gradient counts as zeros. A gradient keeps its type.
+///
+/// The module may be a whole model; what each rank has of its own, the experts, is left out by
+/// [`ReduceOptions::except`]. Call it on every rank with the same module after a step's last backward, so that
+/// microbatches before it ([`GradientsAccumulator`](burn::optim::GradientsAccumulator)) communicate nothing. Nothing to
+/// do for one rank.
+///
+/// # Errors
+/// A communicator's error, on every rank; parameters of other sizes on another rank; a gradient of another shape than
+/// its parameter's; a group of another device.
+pub fn reduce_gradients<B: AutodiffBackend + MoeBackend, M: Module<B>>(
+    group: &DeviceGroup,
+    module: &M,
+    options: ReduceOptions<'_>,
+    gradients: &mut GradientsParams,
+) -> Result<()> {
+    over_group(group, Reduction { layer: NO_LAYER, module, options, backend: PhantomData }, gradients)
+}
+
+/// The same over the ranks of any communicator, for example of data-parallel replicas, whose experts are among the
+/// parameters: `device` is the communicator's, and the module lies on it.
+///
+/// # Errors
+/// As [`reduce_gradients`].
+pub fn reduce_gradients_over<B: AutodiffBackend + MoeBackend, M: Module<B>>(
+    comm: &mut dyn Communicator<CoreDevice<B>>,
+    device: &CoreDevice<B>,
+    module: &M,
+    options: ReduceOptions<'_>,
+    gradients: &mut GradientsParams,
+) -> Result<()> {
+    Reduction { layer: NO_LAYER, module, options, backend: PhantomData }.run(comm, device, gradients)
+}
+
+/// Sums over the ranks of a group, of a layer's parameters or of others.
+pub(super) fn over_group<B: AutodiffBackend + MoeBackend, M: Module<B>>(
+    group: &DeviceGroup,
+    reduction: Reduction<'_, B, M>,
+    gradients: &mut GradientsParams,
+) -> Result<()> {
+    let on = group.on::<CoreDevice<B>>().ok_or_else(|| {
+        let found = format!("one of {}", group.any().device());
+        Error::invalid(CALL, "group", "one of the parameters' device", found)
+    })?;
+    let mut group = on.lock();
+    let device = group.device().clone();
+    reduction.run(group.dispatcher().communicator(), &device, gradients)
+}
+
+/// Gradients to be summed.
+pub(super) struct Reduction<'a, B, M> {
+    /// The tag's.
+    pub(super) layer: u32,
+    pub(super) module: &'a M,
+    pub(super) options: ReduceOptions<'a>,
+    pub(super) backend: PhantomData<B>,
+}
+
+impl<B: AutodiffBackend + MoeBackend, M: Module<B>> Reduction<'_, B, M> {
+    fn run(
+        self,
+        comm: &mut dyn Communicator<CoreDevice<B>>,
+        device: &CoreDevice<B>,
+        gradients: &mut GradientsParams,
+    ) -> Result<()> {
+        if comm.size() == 1 {
+            return Ok(());
+        }
+        let mut collect = Collect::<B> { options: self.options, gradients, parts: Vec::new() };
+        self.module.visit(&mut collect);
+        let parts = collect.parts;
+        let mut sums = Vec::with_capacity(parts.len());
+        for (sequence, bucket) in buckets(&parts, self.options.bucket_bytes, Part::summand).into_iter().enumerate() {
+            let tag = Tag { layer: self.layer, op: Op::GradReduce, sequence: sequence as u64 };
+            // What this rank alone cannot do is told to the others, which are in the collective.
+            let flat = Bucket::<B::Native>::new(device, bucket).inspect_err(|error| {
+                let _ = comm.refuse(tag, &error.to_string());
+            })?;
+            let flat: Tensor<B, 1> = float(B::from_native(flat.sum(comm, device, tag)?));
+            let mut start = 0;
+            for part in bucket {
+                let range = start..start + part.count;
+                start = range.end;
+                sums.push(Sum { flat: flat.clone().inner(), range });
+            }
+        }
+        self.module.visit(&mut Give::<B> { options: self.options, gradients, sums: sums.into_iter() });
+        Ok(())
+    }
+}
+
+/// A parameter's gradient.
+struct Part<B: NativeMemory> {
+    gradient: Option<FloatTensor<B>>,
+    /// Shows the back end where sums are to lie.
+    param: FloatTensor<B>,
+    count: usize,
+}
+
+impl<B: NativeMemory> Part<B> {
+    fn summand(&self) -> Summand {
+        Summand { count: self.count, double: self.param.dtype() == burn::tensor::DType::F64 }
+    }
+}
+
+/// Takes the gradients of a module's parameters, in the parameters' order.
+struct Collect<'a, B: MoeBackend> {
+    options: ReduceOptions<'a>,
+    gradients: &'a GradientsParams,
+    parts: Vec<Part<B::Native>>,
+}
+
+impl<B: AutodiffBackend + MoeBackend> ModuleVisitor<B> for Collect<'_, B> {
+    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<B, D>>) {
+        if !self.options.takes(param) {
+            return;
+        }
+        let native = |t: Tensor<B, D>| B::to_native(t.into_primitive().tensor());
+        let gradient = self.gradients.get::<B::InnerBackend, D>(param.id);
+        self.parts.push(Part {
+            gradient: gradient.map(|gradient| native(Tensor::from_inner(gradient))),
+            param: native(param.val()),
+            count: param.dims().iter().product(),
+        });
+    }
+}
+
+/// The gradients of a bucket, and memory for their sums.
+struct Bucket<B: NativeMemory> {
+    gradients: Vec<(usize, Option<FloatTensor<B>>)>,
+    sums: B::Output,
+}
+
+impl<B: NativeMemory> Bucket<B> {
+    fn new(device: &B::Core, parts: &[Part<B>]) -> Result<Self> {
+        let Some(first) = parts.first() else {
+            return Err(Error::invalid(CALL, "parameters", "at least one", 0));
+        };
+        let (dtype, cast) = match first.summand().double {
+            true => (DType::F64, FloatDType::F64),
+            false => (DType::F32, FloatDType::F32),
+        };
+        let of = |part: &Part<B>| -> Result<_> {
+            let Some(gradient) = &part.gradient else { return Ok((part.count * dtype.size(), None)) };
+            Error::check_shape(CALL, "gradient", &part.param.shape(), &gradient.shape())?;
+            let wide = match gradient.dtype() == cast.into() {
+                true => gradient.clone(),
+                false => B::float_cast(gradient.clone(), cast),
+            };
+            Ok((part.count * dtype.size(), Some(B::contiguous(wide))))
+        };
+        let gradients = parts.iter().map(of).collect::<Result<Vec<_>>>()?;
+        let count = parts.iter().map(|part| part.count).sum();
+        let sums = B::output(device, &first.param, ResultSpec { dtype, dims: &[count] })?;
+        Ok(Self { gradients, sums })
+    }
+
+    /// Sums `[N]` of the gradients, one behind the other.
+    fn sum(mut self, comm: &mut dyn Communicator<B::Core>, device: &B::Core, tag: Tag) -> Result<FloatTensor<B>> {
+        let begun = B::begin(device).and_then(|_| self.gather(device));
+        let summed = match begun {
+            Ok(()) => B::view_mut(&mut self.sums).and_then(|sums| comm.all_reduce(tag, ReduceOp::Sum, sums)),
+            Err(error) => {
+                let _ = comm.refuse(tag, &error.to_string());
+                Err(error)
+            }
+        };
+        // Also behind a failure: what was enqueued may still use the back end's memory.
+        B::end(device)?;
+        summed?;
+        B::float(self.sums)
+    }
+
+    fn gather(&mut self, device: &B::Core) -> Result<()> {
+        let mut rest = B::view_mut(&mut self.sums)?.into_data();
+        for (bytes, gradient) in &self.gradients {
+            let (own, after) = B::Core::split_mut(rest, *bytes);
+            match gradient {
+                Some(tensor) => device.copy(B::view(device, Named { name: "gradient", tensor })?.data(), own)?,
+                None => device.zero(own)?,
+            }
+            rest = after;
+        }
+        Ok(())
+    }
+}
+
+/// A parameter's sum, within its bucket's.
+struct Sum<B: AutodiffBackend> {
+    flat: Tensor<B::InnerBackend, 1>,
+    range: Range<usize>,
+}
+
+/// Gives the sums to a module's parameters, in the parameters' order, each in its gradient's type.
+struct Give<'a, B: AutodiffBackend> {
+    options: ReduceOptions<'a>,
+    gradients: &'a mut GradientsParams,
+    sums: std::vec::IntoIter<Sum<B>>,
+}
+
+impl<B: AutodiffBackend + MoeBackend> ModuleVisitor<B> for Give<'_, B> {
+    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<B, D>>) {
+        if !self.options.takes(param) {
+            return;
+        }
+        let Some(Sum { flat, range }) = self.sums.next() else { return };
+        let before = self.gradients.remove::<B::InnerBackend, D>(param.id);
+        let dtype = before.map_or_else(|| param.dtype(), |before| before.dtype());
+        let sum = flat.slice([range]).reshape(Shape::from(param.dims().to_vec()));
+        let sum: Tensor<B::InnerBackend, D> = if sum.dtype() == dtype { sum } else { sum.cast(dtype) };
+        self.gradients.register::<B::InnerBackend, D>(param.id, sum);
+    }
+}
+
+fn float<B: burn::tensor::backend::Backend, const D: usize>(primitive: FloatTensor<B>) -> Tensor<B, D> {
+    Tensor::from_primitive(TensorPrimitive::Float(primitive))
+}
