@@ -174,7 +174,6 @@ impl Cuda {
     }
 
     /// Whether work on `stream` is in the order of this device's.
-    #[cfg(feature = "candle")]
     pub(crate) fn is_on(&self, stream: &CudaStream) -> bool {
         stream.cu_stream() == self.inner.stream.cu_stream() && stream.context() == &self.inner.context
     }

@@ -31,8 +31,8 @@ pub(crate) fn preferred_dispatchers(config: &GroupConfig, ranks: usize) -> &'sta
         // Windows are NCCL EP's.
         _ if config.windows > 0 => &[NcclEp, AllToAll],
         ..=2 => &[AllGather],
-        ..=LINKED if config.max_tokens_per_rank <= FEW_TOKENS => &[AllGather],
-        ..=LINKED => &[NcclEp, AllGather],
+        3..=LINKED if config.max_tokens_per_rank <= FEW_TOKENS => &[AllGather],
+        3..=LINKED => &[NcclEp, AllGather],
         _ => &[NcclEp, AllToAll],
     }
 }
