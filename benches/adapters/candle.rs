@@ -1,20 +1,35 @@
 //! On candle's CUDA device.
 
 use candle_core::backend::BackendStorage;
+use candle_core::op::BackpropOp;
 use candle_core::{CpuStorage, CudaStorage, CustomOp1, DType, Device, Layout, Module, Shape, Tensor, Var};
 use candle_nn::{VarBuilder, VarMap};
 use moebius::MoeConfig;
-use moebius::candle::{Capture, DeviceGroup, ExpertParallelMoE, MainGradients, cuda, device_for_capture};
+use moebius::candle::{Capture, DeviceGroup, ExpertParallelMoE, Host, MainGradients, cuda, device_for_capture};
 use moebius::cuda::Cuda;
 use moebius::ep::GroupConfig;
 use moebius::layer::{Layer, ParamKind};
 
-use super::core::time_queued;
+use super::core::{SEED, time_queued};
+use super::data::Random;
 use super::{Result, Workload, asked, time};
 
-/// Random values in bf16.
-fn random(dims: &[usize], scale: usize, device: &Device) -> Result<Tensor> {
-    Ok(Tensor::randn(0f32, (scale as f32).powf(-0.5), dims, device)?.to_dtype(DType::BF16)?)
+/// The layer's own inputs: as it draws them, one after the other, so that both have the same values and routing.
+struct Draws<'a> {
+    random: Random,
+    cuda: Cuda,
+    device: &'a Device,
+}
+
+impl<'a> Draws<'a> {
+    fn new(device: &'a Device) -> Result<Self> {
+        Ok(Self { random: Random(SEED), cuda: cuda(device)?, device })
+    }
+
+    fn draw(&mut self, dims: &[usize], scale: usize) -> Result<Tensor> {
+        let values = self.random.tensor(&self.cuda, dims, (scale as f64).powf(-0.5))?;
+        Ok(Tensor::from_storage(Cuda::storage(values, self.device)?, dims, BackpropOp::none(), false))
+    }
 }
 
 /// x as the output of a layer below, to which its gradient goes: a variable's would be a parameter's, which is kept.
@@ -50,8 +65,9 @@ pub fn run(workload: &Workload, gpu: &str) -> Result<()> {
         (ParamKind::Up, vec![e, 2 * i, h], h),
         (ParamKind::Down, vec![e, h, i], i),
     ];
+    let mut draws = Draws::new(&device)?;
     for (kind, dims, scale) in given {
-        let value = Var::from_tensor(&random(&dims, scale, &device)?)?;
+        let value = Var::from_tensor(&draws.draw(&dims, scale)?)?;
         map.data().lock().map_err(|e| e.to_string())?.insert(kind.name().to_string(), value);
     }
     let layer = |number| Layer::new(MoeConfig::new(h, i, e, k), number);
@@ -65,7 +81,7 @@ pub fn run(workload: &Workload, gpu: &str) -> Result<()> {
         .map(|(n, v)| (n.clone(), v.as_detached_tensor()))
         .collect();
     let frozen = ExpertParallelMoE::new(layer(1)?, group, VarBuilder::from_tensors(values, DType::BF16, &device))?;
-    let (x, c) = (random(&[t, h], 1, &device)?, random(&[t, h], 1, &device)?);
+    let (x, c) = (draws.draw(&[t, h], 1)?, draws.draw(&[t, h], 1)?);
     let sync = || Ok(device.synchronize()?);
     if asked("fwd") {
         let fwd = time(sync, || {
@@ -131,14 +147,15 @@ fn graph(workload: &Workload, gpu: &str) -> Result<()> {
         (ParamKind::Up, vec![e, 2 * i, h], h),
         (ParamKind::Down, vec![e, h, i], i),
     ];
-    let draw = |(kind, dims, scale): (ParamKind, Vec<usize>, usize)| {
-        Ok::<_, Box<dyn std::error::Error>>((kind.name().to_string(), random(&dims, scale, &device)?))
+    let mut draws = Draws::new(&device)?;
+    let draw = |(kind, dims, scale): (ParamKind, Vec<usize>, usize)| -> Result<(String, Tensor)> {
+        Ok((kind.name().to_string(), draws.draw(&dims, scale)?))
     };
     let weights = given.map(draw).into_iter().collect::<Result<_>>()?;
     let group = DeviceGroup::single(GroupConfig::new(e, t), &device)?;
     let vb = VarBuilder::from_tensors(weights, DType::BF16, &device);
     let moe = ExpertParallelMoE::new(Layer::new(MoeConfig::new(h, i, e, k), 0)?, group, vb)?;
-    let x = random(&[t, h], 1, &device)?;
+    let x = draws.draw(&[t, h], 1)?;
     let capture = Capture::new(&device)?.group(moe.group())?;
     // SAFETY: nothing replaces the layer's weights or x.
     let mut step = unsafe { capture.run(|| Ok(vec![moe.forward(&x)?])) }?;
