@@ -1,10 +1,6 @@
 //! Collectives that an adapter runs itself, beside its layers'.
 
-#[cfg(feature = "candle")]
-use crate::comm::ReduceOp;
 use crate::comm::{Op, Tag};
-#[cfg(feature = "candle")]
-use crate::dtype::DType;
 use crate::ep::EpGroup;
 use crate::error::Result;
 use crate::kernels::Kernels;
@@ -34,20 +30,4 @@ pub(crate) fn broadcast<D: Kernels>(
 pub(super) fn refuse<D: Kernels>(group: &EpGroup<D>, layer: u32, op: Op, reason: &str) {
     // The rank returns its own error, whatever becomes of the refusal.
     let _ = group.lock().dispatcher().communicator().refuse(tag(layer, op), reason);
-}
-
-/// Meets the other ranks of a group, which are to come with the same tag. Nothing is brought, and the host waits for no
-/// device.
-#[cfg(feature = "candle")]
-pub(super) fn meet<D: Kernels>(group: &EpGroup<D>, tag: Tag) -> Result<()> {
-    if group.ranks() == 1 {
-        return Ok(());
-    }
-    let mut group = group.lock();
-    let device = group.device().clone();
-    let comm = group.dispatcher().communicator();
-    let mut nothing = Tensor::zeros(&device, DType::F32, &[1]).inspect_err(|error| {
-        let _ = comm.refuse(tag, &error.to_string());
-    })?;
-    comm.all_reduce(tag, ReduceOp::Sum, nothing.view_mut())
 }

@@ -9,6 +9,7 @@ use std::thread;
 use std::time::Duration;
 
 use crate::comm::{Communicator, Op, ReduceOp, Tag};
+use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::etp::{ShardDevice, StreamPair, recover};
 use crate::kernels::Kernels;
@@ -21,8 +22,9 @@ const CALL: &str = "GradientReducer";
 const END: Duration = Duration::from_millis(200);
 
 /// Communicators that a rank's gradients are summed over, for this alone: one thread drives them beside the layers'
-/// own. On a GPU each is made with a `Cuda` of its own beside the layers' (`Cuda::with_new_stream`), or nothing runs
-/// beside the computation.
+/// own. On a GPU each is made with a `Cuda` of its own beside the layers' (`Cuda::with_new_stream`): on the computation's
+/// stream its collectives would stand among the layers' in another order on every rank, and these would wait for each
+/// other.
 #[derive(Debug)]
 pub struct ReduceComms<D: Kernels> {
     /// The ranks of the layers' group: sums of what all of them hold.
@@ -45,11 +47,46 @@ pub(crate) struct GradientSum<D: ShardDevice> {
 #[derive(Debug)]
 pub(crate) struct PendingSum<D: ShardDevice>(Receiver<SumResult<D>>);
 
-/// The summed values, and the end of the work on them.
-type SumResult<D> = Result<(Tensor<D>, Option<<D as crate::device::Device>::Event>)>;
+type SumResult<D> = Result<ValuesInUse<D>>;
+
+/// Values that are the computation's, and that a communicator's stream may still write. Whoever drops them, their memory
+/// comes back to the computation behind that.
+#[derive(Debug)]
+struct ValuesInUse<D: ShardDevice> {
+    values: Option<Tensor<D>>,
+    /// The end of the work on them.
+    ready: Option<D::Event>,
+    compute: D,
+}
+
+impl<D: ShardDevice> ValuesInUse<D> {
+    /// The values; on a GPU, the computation waits for them.
+    fn take(mut self) -> Result<Tensor<D>> {
+        self.compute.wait(self.ready.as_ref())?;
+        self.values.take().ok_or_else(thread_ended)
+    }
+
+    /// Nobody gets the memory: what another stream still does with it is not known.
+    fn keep_for_ever(mut self) {
+        let values = self.values.take();
+        if D::ENQUEUES {
+            std::mem::forget(values);
+        }
+    }
+}
+
+impl<D: ShardDevice> Drop for ValuesInUse<D> {
+    fn drop(&mut self) {
+        let Some(values) = self.values.take() else { return };
+        if D::ENQUEUES && self.compute.wait(self.ready.as_ref()).is_err() {
+            std::mem::forget(values);
+        }
+    }
+}
 
 enum Job<D: ShardDevice> {
     Sum { sum: GradientSum<D>, after: Result<Option<D::Event>>, reply: SyncSender<SumResult<D>> },
+    Compare { tag: Tag, reply: SyncSender<Result<()>> },
     Recover { reason: String, reply: SyncSender<Result<()>> },
 }
 
@@ -67,7 +104,7 @@ impl<D: ShardDevice> GradientSums<D> {
     /// Starts the thread.
     ///
     /// # Errors
-    /// On a GPU, a communicator that does not tell its device; no thread.
+    /// On a GPU, a communicator that does not tell its device, or whose stream is the computation's; no thread.
     pub(crate) fn start(compute: &D, comms: ReduceComms<D>) -> Result<Self> {
         let all = [Some(comms.group), comms.replicas];
         let size = |comm: &Option<Box<dyn Communicator<D>>>| comm.as_ref().map_or(1, |comm| comm.size());
@@ -75,6 +112,10 @@ impl<D: ShardDevice> GradientSums<D> {
         if D::ENQUEUES && all.iter().flatten().any(|comm| comm.device().is_none()) {
             let expected = "one that tells its device (Communicator::device)";
             return Err(Error::invalid(CALL, "communicator", expected, "one that does not"));
+        }
+        if all.iter().flatten().any(|comm| comm.device().is_some_and(|device| device.shares_stream_with(compute))) {
+            let expected = "one of a stream of its own (Cuda::with_new_stream)";
+            return Err(Error::invalid(CALL, "communicator", expected, "one of the computation's stream"));
         }
         for comm in all.iter().flatten() {
             // What fails there is to be heard of here.
@@ -131,14 +172,18 @@ impl<D: ShardDevice> GradientSums<D> {
     /// # Errors
     /// A communicator's; an earlier sum's.
     pub(crate) fn finish(&self, pending: PendingSum<D>) -> Result<Tensor<D>> {
-        let (values, ready) = pending.0.recv().unwrap_or_else(|_| Err(thread_ended()))?;
-        match self.compute.wait(ready.as_ref()) {
-            Ok(()) => Ok(values),
-            Err(error) => {
-                keep_for_ever(values);
-                Err(error)
-            }
-        }
+        pending.0.recv().unwrap_or_else(|_| Err(thread_ended()))?.take()
+    }
+
+    /// Compares a call with that of all other ranks, of the group and then of the replicas: with another tag there, or
+    /// after a failure, it fails on all of them. On a GPU the host does not wait for it.
+    ///
+    /// # Errors
+    /// A communicator's; an earlier sum's.
+    pub(crate) fn compare(&self, tag: Tag) -> Result<()> {
+        let (reply, result) = sync_channel(1);
+        self.send(Job::Compare { tag, reply });
+        result.recv().unwrap_or_else(|_| Err(thread_ended()))
     }
 
     /// Meets the other ranks after a failure, each of which calls this for one of its own or for what it hears: whatever
@@ -165,13 +210,6 @@ fn thread_ended() -> Error {
     Error::Device { call: CALL, operation: "sum".to_string(), message: "its thread has ended".to_string() }
 }
 
-/// Where calls enqueue, what another stream still does with the memory is not known: nobody gets it.
-fn keep_for_ever<D: ShardDevice>(values: Tensor<D>) {
-    if D::ENQUEUES {
-        std::mem::forget(values);
-    }
-}
-
 struct Worker<D: ShardDevice> {
     compute: D,
     /// Of the group and of the replicas, where these are several ranks.
@@ -188,6 +226,11 @@ impl<D: ShardDevice> Worker<D> {
                 self.failed |= result.is_err();
                 let _ = reply.send(result);
             }
+            Job::Compare { tag, reply } => {
+                let result = self.compare(tag);
+                self.failed |= result.is_err();
+                let _ = reply.send(result);
+            }
             Job::Recover { reason, reply } => {
                 let result = self.recover(&reason);
                 self.failed &= result.is_err();
@@ -197,26 +240,45 @@ impl<D: ShardDevice> Worker<D> {
     }
 
     fn sum(&mut self, sum: GradientSum<D>, after: Result<Option<D::Event>>) -> SumResult<D> {
-        let GradientSum { tag, over_group, mut values } = sum;
-        if self.failed {
-            return Err(Error::invalid(CALL, "sum", "one behind sums that were made", "one behind a sum that failed"));
-        }
+        let GradientSum { tag, over_group, values } = sum;
+        self.check_not_failed()?;
+        let mut all = ValuesInUse { values: Some(values), ready: after?, compute: self.compute.clone() };
         let [group, replicas] = &mut self.comms;
         let comms = [group.as_deref_mut().filter(|_| over_group), replicas.as_deref_mut()];
-        let mut ready = after?;
         for comm in comms.into_iter().flatten() {
             let device = comm.device().unwrap_or(&self.compute).clone();
-            device.wait(ready.as_ref())?;
+            device.wait(all.ready.as_ref())?;
+            let Some(values) = &mut all.values else { continue };
             let summed = comm.all_reduce(tag, ReduceOp::Sum, values.view_mut()).and_then(|()| device.record_event());
             match summed {
-                Ok(event) => ready = event,
+                Ok(event) => all.ready = event,
                 Err(error) => {
-                    keep_for_ever(values);
+                    all.keep_for_ever();
                     return Err(error);
                 }
             }
         }
-        Ok((values, ready))
+        Ok(all)
+    }
+
+    fn compare(&mut self, tag: Tag) -> Result<()> {
+        self.check_not_failed()?;
+        for comm in self.comms.iter_mut().flatten() {
+            let device = comm.device().unwrap_or(&self.compute).clone();
+            let mut nothing = Tensor::zeros(&device, DType::F32, &[1])?;
+            comm.all_reduce(tag, ReduceOp::Max, nothing.view_mut())?;
+        }
+        Ok(())
+    }
+
+    fn check_not_failed(&self) -> Result<()> {
+        match self.failed {
+            false => Ok(()),
+            true => {
+                let expected = "one behind calls that were made";
+                Err(Error::invalid(CALL, "call", expected, "one behind a call that failed"))
+            }
+        }
     }
 
     fn recover(&mut self, reason: &str) -> Result<()> {

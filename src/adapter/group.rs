@@ -4,13 +4,11 @@ use std::sync::Arc;
 
 use crate::comm::Op;
 #[cfg(feature = "candle")]
-use crate::comm::Tag;
 use crate::cpu::Cpu;
 #[cfg(feature = "cuda")]
 use crate::cuda::Cuda;
 use crate::ep::{EpGroup, Membership};
 #[cfg(feature = "candle")]
-use crate::error::Result;
 use crate::etp::{Chain, ShardDevice};
 
 use super::collectives;
@@ -119,26 +117,6 @@ impl AnyGroup {
             AnyGroup::Cpu(group) => collectives::refuse(group, layer, op, reason),
             #[cfg(feature = "cuda")]
             AnyGroup::Cuda(group) => collectives::refuse(group, layer, op, reason),
-        }
-    }
-
-    /// Meets the other ranks, which are to come with the same tag; nothing for one rank.
-    #[cfg(feature = "candle")]
-    pub(crate) fn meet(&self, tag: Tag) -> Result<()> {
-        match self {
-            AnyGroup::Cpu(group) => collectives::meet(group, tag),
-            #[cfg(feature = "cuda")]
-            AnyGroup::Cuda(group) => collectives::meet(group, tag),
-        }
-    }
-
-    /// As [`EpGroup::address`].
-    #[cfg(feature = "candle")]
-    pub(crate) fn address(&self) -> usize {
-        match self {
-            AnyGroup::Cpu(group) => group.address(),
-            #[cfg(feature = "cuda")]
-            AnyGroup::Cuda(group) => group.address(),
         }
     }
 

@@ -53,6 +53,8 @@ pub struct MainGradients {
     sums: GradStore,
     /// The caller may have changed `sums`: they are no more what the kernels would add to.
     changed: bool,
+    /// They are sums over the ranks.
+    reduced: bool,
     /// Backwards that `sums` holds.
     microbatches: u64,
 }
@@ -95,17 +97,18 @@ impl MainGradients {
     /// The backward runs on this thread, and every expert layer in its graph, of whatever group, adds to these.
     ///
     /// # Errors
-    /// What candle and the layers find, on every rank: the ranks that wait in a layer which this one does not reach are
-    /// told ([`refuse_backward`]). Where a layer had begun to write, the sums before are lost, and the step begins anew,
-    /// on every rank: [`reset`](Self::reset) has been done. Else they are as they were. A backward behind
-    /// [`store_mut`](Self::store_mut).
+    /// What candle and the layers find. The ranks that wait in a layer which this one does not reach are told
+    /// ([`refuse_backward`]) and fail as well; those of whose layers none is left go on, and hear of it where they next
+    /// meet this rank ([`GradientReducer::refuse`](super::GradientReducer::refuse)). Where a layer had begun to write,
+    /// the sums before are lost on this rank: [`reset`](Self::reset) has been done, and the step begins anew. Else they
+    /// are as they were. A backward behind [`store_mut`](Self::store_mut).
     pub fn backward(&mut self, loss: &Tensor) -> Result<()> {
         self.run(loss, |_| Ok(()))
     }
 
     /// The same; `complete` adds gradients that layers have left elsewhere.
     pub(super) fn run(&mut self, loss: &Tensor, complete: impl FnOnce(&mut GradStore) -> Result<()>) -> Result<()> {
-        self.check_not_lent()?;
+        self.check_unchanged()?;
         let made = Running::during(&mut self.experts, || loss.backward());
         let made = made.inspect_err(|error| refuse_backward(loss, &reason(error)));
         let done = made.and_then(|mut gradients| {
@@ -121,7 +124,7 @@ impl MainGradients {
     }
 
     /// Refuses to add to sums that have been lent: on every rank of a program alike, so that nobody waits for another.
-    pub(super) fn check_not_lent(&self) -> Result<()> {
+    pub(super) fn check_unchanged(&self) -> Result<()> {
         match self.changed {
             false => Ok(()),
             true => {
@@ -129,6 +132,22 @@ impl MainGradients {
                 Err(Error::invalid(CALL, "gradients", expected, "none").into())
             }
         }
+    }
+
+    /// Refuses to sum over the ranks what has been: on every rank of a program alike.
+    pub(super) fn check_not_reduced(&self) -> Result<()> {
+        match self.reduced {
+            false => Ok(()),
+            true => {
+                let expected = "a reset after they have been summed over the ranks";
+                Err(Error::invalid("MainGradients::reduce", "gradients", expected, "none").into())
+            }
+        }
+    }
+
+    /// They are sums over the ranks from here on: no backward adds to them, and nobody sums them again.
+    pub(super) fn set_reduced(&mut self) {
+        (self.changed, self.reduced) = (true, true);
     }
 
     /// Leaves what was before a failed backward, where that is whole.
@@ -199,7 +218,8 @@ impl MainGradients {
 
     /// Begins a step: no gradients. The memory of the last step's stays for those to come.
     pub fn reset(&mut self) {
-        (self.sums, self.changed, self.microbatches) = (GradStore::default(), false, 0);
+        (self.sums, self.microbatches) = (GradStore::default(), 0);
+        (self.changed, self.reduced) = (false, false);
         // Gradients that the last step has not used belong to variables that may be gone.
         self.experts.of.retain(|_, main| main.holds);
         for main in self.experts.of.values_mut() {

@@ -84,7 +84,10 @@ impl Reduction<'_> {
             with_views_mut(device, CALL, &[("gradients", &sums)], |views| {
                 views.into_iter().try_for_each(|sums| comm.all_reduce(tag, ReduceOp::Sum, sums))
             })?;
-            Bucket(bucket).split(&sums, gradients).map_err(framework(CALL))?;
+            let all = Bucket(bucket).split(&sums, gradients).map_err(framework(CALL))?;
+            for (of, sum) in bucket.iter().zip(all) {
+                gradients.insert(of, sum);
+            }
         }
         Ok(())
     }
@@ -131,19 +134,19 @@ impl Bucket<'_> {
     }
 
     /// Takes the sums apart, each in its gradient's type.
-    pub(super) fn split(&self, sums: &Tensor, gradients: &mut GradStore) -> candle_core::Result<()> {
+    pub(super) fn split(&self, sums: &Tensor, gradients: &GradStore) -> candle_core::Result<Vec<Tensor>> {
         let (mut start, mut flag) = (0, self.0.iter().map(|of| of.elem_count()).sum());
-        for of in self.0 {
+        let split = self.0.iter().map(|of| {
             let dtype = match gradients.get(of) {
                 Some(gradient) => gradient.dtype(),
                 None if wide(of) != of.dtype() && sums.get(flag)?.to_scalar::<f32>()? > 0.0 => wide(of),
                 None => of.dtype(),
             };
             let sum = sums.narrow(0, start, of.elem_count())?.reshape(of.dims())?.to_dtype(dtype)?;
-            gradients.insert(of, sum);
             start += of.elem_count();
             flag += usize::from(wide(of) != of.dtype());
-        }
-        Ok(())
+            Ok(sum)
+        });
+        split.collect()
     }
 }

@@ -14,7 +14,6 @@ use crate::error::{CommError, Error};
 use crate::layer::{ParamKind, PerParam};
 
 use super::error::framework;
-use super::group::DeviceGroup;
 use super::host::{Host, copy_of, into_candle, with_views};
 use super::leaving::{LayerGradients, during};
 use super::main_gradients::{MainGradients, added};
@@ -68,8 +67,8 @@ pub struct GradientReducer<D: Host> {
     replicated: Vec<Tensor>,
     /// Variables that the replicas hold.
     experts: Vec<Tensor>,
-    /// The layers' groups, each once.
-    groups: Vec<DeviceGroup>,
+    /// Parameters of layers that differ from rank to rank of the group: experts, and shards of them.
+    of_one_rank: HashSet<TensorId>,
     bucket_bytes: usize,
 }
 
@@ -78,11 +77,11 @@ impl<D: Host> GradientReducer<D> {
     /// same variables in the same order.
     ///
     /// # Errors
-    /// On a GPU, a communicator that does not tell its device; no thread to be had.
+    /// On a GPU, a communicator that does not tell its device, or whose stream is the layers' own; no thread to be had.
     pub fn new(device: &D, comms: ReduceComms<D>) -> Result<Self> {
         let sums = Arc::new(GradientSums::start(device, comms)?);
-        let (replicated, experts, groups) = Default::default();
-        Ok(Self { sums, replicated, experts, groups, bucket_bytes: BUCKET_BYTES })
+        let (replicated, experts, of_one_rank) = Default::default();
+        Ok(Self { sums, replicated, experts, of_one_rank, bucket_bytes: BUCKET_BYTES })
     }
 
     /// Sums a layer's gradients too: of router and shared expert over the group, and over replicas of all its variables.
@@ -90,22 +89,27 @@ impl<D: Host> GradientReducer<D> {
     pub fn with_layer(mut self, moe: &ExpertParallelMoE) -> Self {
         for (kind, t) in moe.trainable().filter(|(_, t)| t.is_variable()) {
             let is_shard = moe.sharded.is_some() && matches!(kind, ParamKind::Up | ParamKind::Down);
+            if !kind.is_replicated() {
+                self.of_one_rank.insert(t.id());
+            }
             let all = if kind.is_replicated() { &mut self.replicated } else { &mut self.experts };
             if !is_shard && !all.iter().any(|other| other.id() == t.id()) {
                 all.push(t.clone());
             }
         }
-        let address = |group: &DeviceGroup| group.any().address();
-        if !self.groups.iter().any(|other| address(other) == address(moe.group())) {
-            self.groups.push(moe.group().clone());
-        }
+        let of_one_rank = &self.of_one_rank;
+        self.replicated.retain(|t| !of_one_rank.contains(&t.id()));
         self
     }
 
-    /// Sums the gradients of other variables too, which all ranks hold: of the model around the layers.
+    /// Sums the gradients of other variables too, which all ranks hold: of the model around the layers. The layers'
+    /// experts and shards, which ranks hold different ones of, are left out, before [`with_layer`](Self::with_layer) and
+    /// behind it, so that all variables of the model may be given. Their order is to be the same on every rank, which
+    /// that of `VarMap::all_vars` is not: sort by name.
     pub fn with_vars(mut self, vars: &[Var]) -> Self {
         for var in vars {
-            if !self.replicated.iter().any(|other| other.id() == var.id()) {
+            let known = self.replicated.iter().any(|other| other.id() == var.id());
+            if !known && !self.of_one_rank.contains(&var.id()) {
                 self.replicated.push(var.as_tensor().clone());
             }
         }
@@ -126,17 +130,17 @@ impl<D: Host> GradientReducer<D> {
         Ok(self.sums.recover(reason)?)
     }
 
-    /// Compares the number of microbatches with the other ranks of the layers' groups, which may be in another forward.
+    /// Compares the number of microbatches with all other ranks.
     fn compare(&self, microbatches: u64) -> crate::Result<()> {
-        let tag = tag(NO_LAYER, microbatches, 0);
-        self.groups.iter().try_for_each(|group| group.any().meet(tag)).map_err(counted)
+        self.sums.compare(tag(NO_LAYER, microbatches, 0)).map_err(|error| self.fail(error))
     }
 
     /// Ends a reduction that has failed, on every rank; gives its error.
     fn fail(&self, error: crate::Error) -> crate::Error {
-        // The first error is the one to report, whatever becomes of the meeting.
+        let error = counted(error);
+        // It is the one to report, whatever becomes of the meeting.
         let _ = self.sums.recover(&error.to_string());
-        counted(error)
+        error
     }
 }
 
@@ -174,12 +178,28 @@ struct BucketSum<D: Host> {
 }
 
 impl<D: Host> BucketSum<D> {
-    /// Puts them in their gradients' places.
-    fn take(self, gradients: &mut GradStore) -> crate::Result<()> {
-        let Some(first) = self.bucket.first() else { return Ok(()) };
+    /// Each variable with its sum, in its gradient's type.
+    fn split(self, gradients: &GradStore) -> crate::Result<Vec<(Tensor, Tensor)>> {
+        let Some(first) = self.bucket.first() else { return Ok(Vec::new()) };
         let count = self.values.view().count();
         let values = into_candle(self.values, &[count], first.device())?;
-        Bucket(&self.bucket.iter().collect::<Vec<_>>()).split(&values, gradients).map_err(framework(CALL))
+        let split =
+            Bucket(&self.bucket.iter().collect::<Vec<_>>()).split(&values, gradients).map_err(framework(CALL))?;
+        Ok(self.bucket.into_iter().zip(split).collect())
+    }
+}
+
+/// Tags of a reduction's calls.
+struct Tags {
+    microbatches: u64,
+    /// Number of the next call.
+    next: usize,
+}
+
+impl Tags {
+    fn next(&mut self) -> Tag {
+        self.next += 1;
+        tag(NO_LAYER, self.microbatches, self.next - 1)
     }
 }
 
@@ -199,7 +219,7 @@ fn counted(error: Error) -> Error {
 }
 
 /// Gradients of a running backward that leave for their sums as soon as they are whole.
-struct Leaving<D: Host> {
+struct SumsDuringBackward<D: Host> {
     sums: Arc<GradientSums<D>>,
     microbatches: u64,
     /// Calls of layers that are still to run, by the variable that they use.
@@ -212,7 +232,7 @@ struct Leaving<D: Host> {
     begun: Vec<BegunSum<D>>,
 }
 
-impl<D: Host> LayerGradients for Leaving<D> {
+impl<D: Host> LayerGradients for SumsDuringBackward<D> {
     fn take(
         &mut self,
         layer: u32,
@@ -255,21 +275,23 @@ impl<D: Host> LayerGradients for Leaving<D> {
 }
 
 impl MainGradients {
-    /// Sums the gradients over the ranks, behind the step's last backward. Every rank calls it. The next backward is
-    /// refused until a [`reset`](Self::reset).
+    /// Sums the gradients over the ranks, behind the step's last backward. Every rank calls it. The next backward, and
+    /// another sum, are refused until a [`reset`](Self::reset).
     ///
     /// # Errors
-    /// A communicator's, on every rank: of a rank that has failed, or, where ranks compare their calls
-    /// ([`comm`](crate::comm)), that has summed another number of microbatches.
-    /// The gradients are as they were (but for experts, where their sums over replicas had begun: the step begins anew,
-    /// [`reset`](Self::reset) has been done), and where the communicators survive, groups and reducer work on.
+    /// Gradients that have been summed already. A communicator's, on every rank of the group and of its replicas: of a
+    /// rank that has failed, or, where ranks compare their calls ([`comm`](crate::comm)), that is here after another
+    /// number of microbatches. The gradients are as they were on all of them, or, where the experts' sums over replicas
+    /// had begun, on none: the step begins anew, [`reset`](Self::reset) has been done. Where the communicators survive,
+    /// the reducer works on.
     pub fn reduce<D: Host>(&mut self, reducer: &GradientReducer<D>) -> Result<()> {
-        if !reducer.sums.is_alone() {
-            reducer.compare(self.microbatches())?;
-            self.reduce_rest(reducer, Vec::new(), &HashSet::new())?;
+        self.check_not_reduced()?;
+        if reducer.sums.is_alone() {
+            self.set_reduced();
+            return Ok(());
         }
-        self.store_mut();
-        Ok(())
+        reducer.compare(self.microbatches())?;
+        Ok(self.reduce_rest(reducer, Vec::new(), &HashSet::new())?)
     }
 
     /// [`backward`](Self::backward) of a step's last microbatch and [`reduce`](Self::reduce), with the same bits: the
@@ -283,10 +305,10 @@ impl MainGradients {
     pub fn backward_reduced<D: Host>(&mut self, loss: &Tensor, reducer: &GradientReducer<D>) -> Result<()> {
         if reducer.sums.is_alone() {
             self.backward(loss)?;
-            self.store_mut();
+            self.set_reduced();
             return Ok(());
         }
-        self.check_not_lent()?;
+        self.check_unchanged()?;
         // The backward to come is counted.
         let microbatches = self.microbatches() + 1;
         reducer.compare(microbatches)?;
@@ -299,7 +321,7 @@ impl MainGradients {
                 before.insert(t, sum.clone());
             }
         }
-        let leaving = Rc::new(RefCell::new(Leaving {
+        let during_backward = Rc::new(RefCell::new(SumsDuringBackward {
             sums: Arc::clone(&reducer.sums),
             microbatches,
             remaining,
@@ -308,13 +330,13 @@ impl MainGradients {
             new: HashMap::new(),
             begun: Vec::new(),
         }));
-        let mut elsewhere = HashSet::new();
-        let done = during(leaving.clone(), || {
+        let mut used_elsewhere = HashSet::new();
+        let done = during(during_backward.clone(), || {
             self.run(loss, |gradients| {
-                for (var, new) in leaving.borrow().new.values() {
+                for (var, new) in during_backward.borrow().new.values() {
                     let all = match gradients.get(var) {
                         Some(other) => {
-                            elsewhere.insert(var.id());
+                            used_elsewhere.insert(var.id());
                             (other + new)?
                         }
                         None => new.clone(),
@@ -324,59 +346,79 @@ impl MainGradients {
                 Ok(())
             })
         });
-        let begun = std::mem::take(&mut leaving.borrow_mut().begun);
+        let begun = std::mem::take(&mut during_backward.borrow_mut().begun);
         if let Err(error) = done {
             // The others are in these sums, or on their way to those that follow.
             let _ = reducer.sums.recover(&error.to_string());
             return Err(error);
         }
-        self.reduce_rest(reducer, begun, &elsewhere)?;
-        self.store_mut();
-        Ok(())
+        Ok(self.reduce_rest(reducer, begun, &used_elsewhere)?)
     }
 
-    /// Sums what has not begun to be summed, and takes all sums. `elsewhere`: variables whose gradients were not whole
-    /// when their sums began.
+    /// Sums what has not begun to be summed, and takes all sums. `used_elsewhere`: variables whose gradients were not
+    /// whole when their sums began.
     fn reduce_rest<D: Host>(
         &mut self,
         reducer: &GradientReducer<D>,
         begun: Vec<BegunSum<D>>,
-        elsewhere: &HashSet<TensorId>,
+        used_elsewhere: &HashSet<TensorId>,
     ) -> crate::Result<()> {
+        let mut tags = Tags { microbatches: self.microbatches(), next: begun.len() };
+        let replicated = self.replicated_sums(reducer, &mut tags, (begun, used_elsewhere));
+        let replicated = replicated.map_err(|error| reducer.fail(error))?;
+        if reducer.sums.has_replicas() {
+            let experts = self.sum_experts(reducer, &mut tags);
+            experts.map_err(|error| {
+                self.reset();
+                reducer.fail(error)
+            })?;
+        }
+        for (of, sum) in &replicated {
+            self.sums_mut().insert(of, sum.clone());
+        }
+        self.set_reduced();
+        Ok(())
+    }
+
+    /// The sums of what all ranks of the group hold, which every rank has when one returns them.
+    fn replicated_sums<D: Host>(
+        &self,
+        reducer: &GradientReducer<D>,
+        tags: &mut Tags,
+        (begun, used_elsewhere): (Vec<BegunSum<D>>, &HashSet<TensorId>),
+    ) -> crate::Result<Vec<(Tensor, Tensor)>> {
         let sums = &reducer.sums;
         let early: HashSet<TensorId> = begun.iter().flat_map(|begun| &begun.bucket).map(Tensor::id).collect();
-        let is_early = |t: &Tensor| early.contains(&t.id()) && !elsewhere.contains(&t.id());
-        let mut number = begun.len();
-        let microbatches = self.microbatches();
-        let mut begin = |of: &[&Tensor], over_group: bool, gradients: &GradStore| {
-            let tag = tag(NO_LAYER, microbatches, number);
-            number += 1;
-            let bucket = of.iter().map(|t| (*t).clone()).collect();
-            BegunSum::begin(sums, (tag, over_group), bucket, &|of| gradients.get(of).cloned())
-        };
+        let is_early = |t: &Tensor| early.contains(&t.id()) && !used_elsewhere.contains(&t.id());
         let others: Vec<&Tensor> = reducer.replicated.iter().filter(|t| !is_early(t)).collect();
-        let others =
-            buckets(&others, reducer.bucket_bytes, summand).into_iter().map(|of| begin(of, true, self.store()));
-        let all = others.collect::<crate::Result<Vec<_>>>().and_then(|others| {
-            let all = begun.into_iter().chain(others).map(|begun| begun.finish(sums));
-            all.collect::<crate::Result<Vec<_>>>()
-        });
-        // All of them are there before the first takes its place.
-        for sum in all.map_err(|error| reducer.fail(error))? {
-            sum.take(self.sums_mut())?;
+        let mut all = begun;
+        for of in buckets(&others, reducer.bucket_bytes, summand) {
+            all.push(self.begin(sums, (tags.next(), true), of)?);
         }
-        if !sums.has_replicas() {
-            return Ok(());
+        let mut split = Vec::new();
+        for begun in all {
+            split.extend(begun.finish(sums)?.split(self.store())?);
         }
-        // Nearly all of a model's bytes: a bucket at a time.
+        sums.compare(tags.next())?;
+        Ok(split)
+    }
+
+    /// Sums the experts' gradients over the replicas, nearly all of a model's bytes, a bucket at a time: each takes its
+    /// gradients' place. When one rank returns, every rank has them.
+    fn sum_experts<D: Host>(&mut self, reducer: &GradientReducer<D>, tags: &mut Tags) -> crate::Result<()> {
+        let sums = &reducer.sums;
         let experts: Vec<&Tensor> = reducer.experts.iter().collect();
         for of in buckets(&experts, reducer.bucket_bytes, summand) {
-            let sum = begin(of, false, self.store()).and_then(|begun| begun.finish(sums));
-            if let Err(error) = sum.and_then(|sum| sum.take(self.sums_mut())) {
-                self.reset();
-                return Err(reducer.fail(error));
+            let sum = self.begin(sums, (tags.next(), false), of)?.finish(sums)?;
+            for (of, sum) in sum.split(self.store())? {
+                self.sums_mut().insert(&of, sum);
             }
         }
-        Ok(())
+        sums.compare(tags.next())
+    }
+
+    fn begin<D: Host>(&self, sums: &GradientSums<D>, place: (Tag, bool), of: &[&Tensor]) -> crate::Result<BegunSum<D>> {
+        let bucket = of.iter().map(|t| (*t).clone()).collect();
+        BegunSum::begin(sums, place, bucket, &|of| self.store().get(of).cloned())
     }
 }

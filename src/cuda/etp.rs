@@ -58,6 +58,10 @@ impl ShardDevice for Cuda {
         self.adopt_failure_sources(other);
     }
 
+    fn shares_stream_with(&self, other: &Self) -> bool {
+        self.inner.stream.cu_stream() == other.inner.stream.cu_stream()
+    }
+
     fn capture_number(&self) -> Option<u64> {
         self.capture_number()
     }

@@ -76,6 +76,12 @@ pub trait ShardDevice: Kernels + Codec {
         let _ = other;
     }
 
+    /// Whether calls of the two are enqueued in one order; not where calls run to their end.
+    fn shares_stream_with(&self, other: &Self) -> bool {
+        let _ = other;
+        false
+    }
+
     /// Number of the capture, none twice, if calls are captured, to be repeated later.
     fn capture_number(&self) -> Option<u64> {
         None

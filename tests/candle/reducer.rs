@@ -32,8 +32,10 @@ struct Place {
     replica: usize,
     group: EpGroup,
     comms: ReduceComms<Cpu>,
+    /// Collectives of its layers.
+    of_layers: Entered,
     /// Collectives of its sums over the group.
-    entered: Entered,
+    of_sums: Entered,
 }
 
 /// Runs a closure a rank, replica by replica.
@@ -50,12 +52,12 @@ fn places<R: Send>([replicas, ranks]: [usize; 2], run: impl Fn(Place) -> AnyResu
         let run = &run;
         let threads = all.into_iter().map(|(replica, layers, sums, across)| {
             scope.spawn(move || {
+                let [layers, sums] = [layers, sums].map(|comm| Changed::<Cpu>::new(Box::new(comm)));
+                let [of_layers, of_sums] = [&layers, &sums].map(|comm| comm.entered.clone());
                 let group = Group::new(Cpu::new(), Box::new(layers), GroupConfig::new(EXPERTS, 1024))?;
-                let sums = Changed::<Cpu>::new(Box::new(sums));
-                let entered = sums.entered.clone();
                 let replicas = (replicas > 1).then(|| Box::new(across) as Box<_>);
                 let comms = ReduceComms { group: Box::new(sums), replicas };
-                run(Place { replica, group: EpGroup::new(group), comms, entered })
+                run(Place { replica, group: EpGroup::new(group), comms, of_layers, of_sums })
             })
         });
         let threads: Vec<_> = threads.collect();
@@ -104,7 +106,13 @@ impl Model {
         self.layers.iter().flat_map(of_layer).chain(own).collect()
     }
 
+    /// Sums over the ranks.
     fn values(&self, main: &MainGradients) -> AnyResult<Vec<Vec<f32>>> {
+        self.vars().iter().map(|(_, t)| flat(main.get(t)?)).collect()
+    }
+
+    /// A rank's own.
+    fn own_values(&self, main: &MainGradients) -> AnyResult<Vec<Vec<f32>>> {
         // candle forgets a variable that stands on the right of an empty tensor: a rank without tokens has none of it.
         let of = |t: &Tensor| main.get(t).cloned().or_else(|_| t.zeros_like());
         self.vars().iter().map(|(_, t)| flat(&of(t)?)).collect()
@@ -197,7 +205,7 @@ fn sums_beside_backward_are_those_after_it() -> AnyResult<()> {
             beside.reset();
             assert_eq!(beside.microbatches(), 0);
             let kinds: Vec<_> = model.vars().into_iter().map(|(kind, _)| kind).collect();
-            Ok((kinds, model.values(&own)?, found))
+            Ok((kinds, model.own_values(&own)?, found))
         })?;
         // In rank order, first over the group, in f32.
         let add = |a: Vec<f32>, b: &Vec<f32>| a.iter().zip(b).map(|(a, b)| a + b).collect::<Vec<f32>>();
@@ -225,7 +233,7 @@ fn sums_beside_backward_are_those_after_it() -> AnyResult<()> {
 /// Sums of the second layer are over before the first layer's backward begins; microbatches before communicate nothing.
 fn sums_of_a_layer_begin_while_backward_runs() -> AnyResult<()> {
     places([1, 2], |place| {
-        let Place { replica, group, comms, entered } = place;
+        let Place { replica, group, comms, of_layers, of_sums } = place;
         let model = Model::new(&group, DType::F32)?;
         let reducer = model.reducer(comms)?;
         let x = tokens((replica, &group), 0, DType::F32)?;
@@ -235,12 +243,13 @@ fn sums_of_a_layer_begin_while_backward_runs() -> AnyResult<()> {
         };
         let mut main = MainGradients::new();
         main.backward(&model.loss(&x, Nothing)?)?;
-        assert_eq!(count(&entered), 0);
+        assert_eq!((count(&of_sums), count(&of_layers)), (0, 0));
         let seen = Arc::new(Mutex::new(0));
-        let (own, seen_there) = (entered.clone(), seen.clone());
+        let (own, seen_there) = (of_sums.clone(), seen.clone());
         let wait = move || {
             let limit = Instant::now() + PATIENCE;
-            while count(&own) == 0 && Instant::now() < limit {
+            // The comparison of microbatches, and the sum.
+            while count(&own) < 2 && Instant::now() < limit {
                 std::thread::sleep(Duration::from_millis(1));
             }
             *seen_there.lock().expect("a count") = count(&own);
@@ -248,7 +257,8 @@ fn sums_of_a_layer_begin_while_backward_runs() -> AnyResult<()> {
         };
         main.backward_reduced(&model.loss(&x, Doing(wait))?, &reducer)?;
         let seen = *seen.lock().expect("a count");
-        assert!(seen == 1 && count(&entered) > 2, "{seen} of {}", count(&entered));
+        assert!(seen == 2 && count(&of_sums) > 3, "{seen} of {}", count(&of_sums));
+        assert_eq!(count(&of_layers), 0);
         Ok(())
     })?;
     Ok(())
@@ -291,65 +301,180 @@ fn a_rank_that_fails_among_sums() -> AnyResult<()> {
     Ok(())
 }
 
-/// A rank of another replica does not come to the sums: it has no layer in common with these.
+/// A rank does not come to the sums: the others hear of it at once, those of another replica too.
 fn a_rank_that_does_not_come_to_sums() -> AnyResult<()> {
-    places([2, 1], |place| {
-        let Place { replica, group, comms, .. } = place;
-        let model = Model::new(&group, DType::F32)?;
-        let reducer = model.reducer(comms)?;
-        let x = tokens((replica, &group), 0, DType::F32)?;
-        let mut main = MainGradients::new();
-        main.backward(&model.loss(&x, Nothing)?)?;
-        let before = model.values(&main)?;
-        match replica {
-            0 => reducer.refuse("a loss of the user's own")?,
-            _ => {
-                let error = main.reduce(&reducer).expect_err("a rank that does not come");
-                match error_of(&error) {
-                    Some(Error::Comm(CommError::Refused { peer: 0, rank: 1, reason, .. })) => {
-                        assert!(reason.contains("the user's own"), "{reason}");
-                    }
-                    other => panic!("{other:?} {error}"),
-                }
-            }
-        }
-        assert_eq!(model.values(&main)?, before);
-        main.reduce(&reducer)?;
-        assert_ne!(model.values(&main)?, before);
-        Ok(())
-    })?;
-    Ok(())
-}
-
-/// One rank sums after one microbatch more, or less.
-fn another_number_of_microbatches_is_an_error_on_every_rank() -> AnyResult<()> {
-    for (ranks, beside) in [2, 4].into_iter().flat_map(|ranks| [(ranks, false), (ranks, true)]) {
-        places([1, ranks], |place| {
+    let meshes = [[2, 1], [1, 2], [1, 4], [2, 2]];
+    for (mesh, beside) in meshes.into_iter().flat_map(|mesh| [(mesh, false), (mesh, true)]) {
+        places(mesh, |place| {
             let Place { replica, group, comms, .. } = place;
             let model = Model::new(&group, DType::F32)?;
             let reducer = model.reducer(comms)?;
             let x = tokens((replica, &group), 0, DType::F32)?;
             let mut main = MainGradients::new();
             main.backward(&model.loss(&x, Nothing)?)?;
-            if group.rank() == CULPRIT {
+            let before = model.own_values(&main)?;
+            let last = model.loss(&x, Nothing)?;
+            let reduce = |main: &mut MainGradients| match beside {
+                true => main.backward_reduced(&last, &reducer),
+                false => main.reduce(&reducer),
+            };
+            match (replica, group.rank()) == (0, mesh[1] - 1) {
+                true => reducer.refuse("a loss of the user's own")?,
+                false => {
+                    let error = reduce(&mut main).expect_err("a rank that does not come");
+                    match error_of(&error) {
+                        Some(Error::Comm(CommError::Refused { reason, .. })) => {
+                            assert!(reason.contains("the user's own"), "{reason}");
+                        }
+                        other => panic!("{other:?} {error}"),
+                    }
+                }
+            }
+            assert_eq!(model.own_values(&main)?, before);
+            reduce(&mut main)?;
+            assert_ne!(model.values(&main)?, before);
+            Ok(())
+        })?;
+    }
+    Ok(())
+}
+
+/// What has been summed is not summed again.
+fn sums_are_summed_once() -> AnyResult<()> {
+    for (mesh, beside) in [([1, 1], false), ([1, 2], false), ([1, 2], true), ([2, 1], false)] {
+        places(mesh, |place| {
+            let Place { replica, group, comms, .. } = place;
+            let model = Model::new(&group, DType::F32)?;
+            let reducer = model.reducer(comms)?;
+            let x = tokens((replica, &group), 0, DType::F32)?;
+            let loss = model.loss(&x, Nothing)?;
+            let mut main = MainGradients::new();
+            match beside {
+                true => main.backward_reduced(&loss, &reducer)?,
+                false => {
+                    main.backward(&loss)?;
+                    main.reduce(&reducer)?;
+                }
+            }
+            let sums = model.values(&main)?;
+            for _ in 0..2 {
+                let error = main.reduce(&reducer).expect_err("a second sum");
+                assert!(matches!(error_of(&error), Some(Error::Invalid { .. })), "{error}");
+                assert_eq!(model.values(&main)?, sums);
+            }
+            main.reset();
+            main.backward(&model.loss(&x, Nothing)?)?;
+            // As the caller has changed them.
+            main.store_mut();
+            main.reduce(&reducer)?;
+            assert_eq!(model.values(&main)?, sums);
+            Ok(())
+        })?;
+    }
+    Ok(())
+}
+
+/// The layers' own variables given once more: experts stay each rank's, whichever call comes first.
+fn all_variables_of_a_model() -> AnyResult<()> {
+    for mesh in [[1, 2], [2, 2]] {
+        places(mesh, |place| {
+            let Place { replica, group, comms, .. } = place;
+            let model = Model::new(&group, DType::F32)?;
+            let others: Vec<Var> = model.layers.iter().flat_map(ExpertParallelMoE::vars).collect();
+            let x = tokens((replica, &group), 0, DType::F32)?;
+            let mut main = MainGradients::new();
+            main.backward(&model.loss(&x, Nothing)?)?;
+            let own = model.own_values(&main)?;
+            let reducer = GradientReducer::new(&Cpu::new(), comms)?.with_vars(&others[..others.len() / 2]);
+            let reducer = model.layers.iter().fold(reducer, GradientReducer::with_layer);
+            main.reduce(&reducer.with_vars(&others).with_vars(&model.own))?;
+            for (((kind, _), own), sum) in model.vars().iter().zip(&own).zip(model.values(&main)?) {
+                match mesh[0] == 1 && kind.is_some_and(|kind| !kind.is_replicated()) {
+                    true => assert_eq!(*own, sum, "{kind:?}"),
+                    false => assert_eq!(own.len(), sum.len()),
+                }
+            }
+            Ok(())
+        })?;
+    }
+    Ok(())
+}
+
+/// One rank's gradient has another shape: of what all ranks hold nothing changes, and of experts, whose sums have begun,
+/// nothing is left, on any rank.
+fn a_rank_whose_gradient_cannot_be_summed() -> AnyResult<()> {
+    let cases = [([1, 2], false), ([2, 2], false), ([2, 1], true), ([2, 2], true)];
+    for (mesh, is_expert) in cases {
+        places(mesh, |place| {
+            let Place { replica, group, comms, .. } = place;
+            let model = Model::new(&group, DType::F32)?;
+            let reducer = model.reducer(comms)?;
+            let x = tokens((replica, &group), 0, DType::F32)?;
+            let mut main = MainGradients::new();
+            main.backward(&model.loss(&x, Nothing)?)?;
+            let is_culprit = (replica, group.rank()) == (0, 0);
+            let of = match is_expert {
+                true => model.layers[1].param(ParamKind::Down).ok_or("a parameter")?,
+                false => model.own[1].as_tensor(),
+            };
+            if is_culprit {
+                main.store_mut().insert(of, Tensor::zeros(3, DType::F32, &Device::Cpu)?);
+            }
+            let before = model.own_values(&main)?;
+            let error = main.reduce(&reducer).expect_err("a gradient of another shape");
+            match error_of(&error) {
+                Some(Error::Shape { .. }) if is_culprit => {}
+                Some(Error::Comm(CommError::Refused { .. })) if !is_culprit => {}
+                other => panic!("{other:?} {error}"),
+            }
+            match is_expert {
+                true => assert_eq!(main.microbatches(), 0),
+                false => assert_eq!(model.own_values(&main)?, before),
+            }
+            main.reset();
+            main.backward_reduced(&model.loss(&x, Nothing)?, &reducer)?;
+            model.values(&main)?;
+            Ok(())
+        })?;
+    }
+    Ok(())
+}
+
+/// One rank sums after one microbatch more, or less.
+fn another_number_of_microbatches_is_an_error_on_every_rank() -> AnyResult<()> {
+    let meshes = [[1, 2], [1, 4], [2, 2]];
+    for (mesh, beside) in meshes.into_iter().flat_map(|mesh| [(mesh, false), (mesh, true)]) {
+        places(mesh, |place| {
+            let Place { replica, group, comms, .. } = place;
+            let is_culprit = (replica, group.rank()) == (0, CULPRIT);
+            let model = Model::new(&group, DType::F32)?;
+            let reducer = model.reducer(comms)?;
+            let x = tokens((replica, &group), 0, DType::F32)?;
+            let mut main = MainGradients::new();
+            main.backward(&model.loss(&x, Nothing)?)?;
+            if is_culprit {
                 // Of a loss without a layer, of which nobody else knows.
                 main.backward(&model.own[0].sqr()?.sum_all()?)?;
             }
-            let before = model.values(&main)?;
+            let before = model.own_values(&main)?;
             let loss = model.loss(&x, Nothing)?;
             let done = if beside { main.backward_reduced(&loss, &reducer) } else { main.reduce(&reducer) };
             let error = done.expect_err("another number");
-            let own = 1 + u64::from(group.rank() == CULPRIT) + u64::from(beside);
-            match error_of(&error) {
-                Some(Error::Invalid { name, expected, found, .. }) => {
+            let own = 1 + u64::from(is_culprit) + u64::from(beside);
+            match (replica, error_of(&error)) {
+                (0, Some(Error::Invalid { name, expected, found, .. })) => {
                     assert_eq!((&name[..], found.clone()), ("microbatches", own.to_string()));
-                    assert!(group.rank() == CULPRIT || expected.contains(&format!("rank {CULPRIT}")), "{expected}");
+                    assert!(is_culprit || expected.contains(&format!("rank {CULPRIT}")), "{expected}");
                 }
-                other => panic!("rank {}: {other:?} {error}", group.rank()),
+                // Of the other replica, which hears of it.
+                (1, Some(Error::Comm(CommError::Refused { reason, .. }))) => {
+                    assert!(reason.contains("microbatches"), "{reason}");
+                }
+                (_, other) => panic!("replica {replica}, rank {}: {other:?} {error}", group.rank()),
             }
             // Nothing is lost, and nothing stands in the way of the missing microbatch.
-            assert_eq!(model.values(&main)?, before);
-            if group.rank() != CULPRIT {
+            assert_eq!(model.own_values(&main)?, before);
+            if !is_culprit {
                 main.backward(&model.own[0].sqr()?.sum_all()?)?;
             }
             match beside {
@@ -368,5 +493,8 @@ tests! {
     sums_of_a_layer_begin_while_backward_runs,
     a_rank_that_fails_among_sums,
     a_rank_that_does_not_come_to_sums,
+    sums_are_summed_once,
+    all_variables_of_a_model,
+    a_rank_whose_gradient_cannot_be_summed,
     another_number_of_microbatches_is_an_error_on_every_rank,
 }
