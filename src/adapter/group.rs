@@ -3,12 +3,10 @@
 use std::sync::Arc;
 
 use crate::comm::Op;
-#[cfg(feature = "candle")]
 use crate::cpu::Cpu;
 #[cfg(feature = "cuda")]
 use crate::cuda::Cuda;
 use crate::ep::{EpGroup, Membership};
-#[cfg(feature = "candle")]
 use crate::etp::{Chain, ShardDevice};
 
 use super::collectives;
