@@ -219,6 +219,8 @@ fn train_lm_goes_on_where_it_ended() {
         assert!(words.iter().all(|word| errors.contains(word)), "{errors}");
     };
     refused(&["--resume", &state, "--seed", "2"], &["another run", "seed", "expected 2, found 1"], 1);
+    let text = concat!(env!("CARGO_MANIFEST_DIR"), "/Cargo.toml");
+    refused(&["--resume", &state, "--text", text], &["another run", "text: expected"], 1);
     refused(&["--resume", &state, "--until", "2"], &["--until"], 2);
     refused(&["--resume", "/no/such/folder"], &["/no/such/folder"], 1);
 }

@@ -227,13 +227,34 @@ impl Worker for Rank {
     }
 
     fn save(&mut self, dir: &Path, steps: usize) -> Result<(), Failure> {
+        let tag = Tag { layer: 0, op: Op::User, sequence: steps as u64 };
+        // Before the optimizers of all ranks meet, and behind what one rank alone does.
+        let made = std::fs::create_dir_all(dir);
+        self.agreed(tag, made.map_err(|error| state::StateError::Io { path: dir.to_path_buf(), error }.into()))?;
+        let written = self.write(dir, steps, tag);
+        self.agreed(tag, written)
+    }
+}
+
+impl Rank {
+    /// A rank's result, or that of another rank which has failed.
+    fn agreed(&mut self, tag: Tag, own: Result<(), Failure>) -> Result<(), Failure> {
+        let text = own.as_ref().map_or_else(ToString::to_string, |()| String::new());
+        let told = self.world.tell(tag, text.as_bytes())?;
+        own?;
+        match told.iter().enumerate().find(|(_, text)| !text.is_empty()) {
+            Some((rank, text)) => Err(format!("rank {rank}: {}", String::from_utf8_lossy(text)).into()),
+            None => Ok(()),
+        }
+    }
+
+    fn write(&mut self, dir: &Path, steps: usize, tag: Tag) -> Result<(), Failure> {
         let mut own = RankResults::default();
         for (name, var) in self.model.vars() {
             let values = var.to_dtype(DType::F32)?.flatten_all()?.to_vec1::<f32>()?;
             own.put(name.clone(), &[values.len()], values.into_iter().map(f64::from));
         }
-        let told = self.world.tell(Tag { layer: 0, op: Op::User, sequence: steps as u64 }, &own.pack()?)?;
-        std::fs::create_dir_all(dir).map_err(|error| state::StateError::Io { path: dir.to_path_buf(), error })?;
+        let told = self.world.tell(tag, &own.pack()?)?;
         self.optimizer.save(state::optimizer(dir))?;
         if self.number > 0 {
             return Ok(());

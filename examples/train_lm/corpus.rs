@@ -6,6 +6,8 @@ use std::path::{Path, PathBuf};
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 
+use crate::lm::fingerprint;
+
 /// A text to train on.
 pub struct Corpus {
     bytes: Vec<u8>,
@@ -34,6 +36,11 @@ impl Corpus {
     /// Bytes in all.
     pub fn len(&self) -> usize {
         self.bytes.len()
+    }
+
+    /// A number that another text has another of.
+    pub fn fingerprint(&self) -> u64 {
+        fingerprint(self.bytes.iter().map(|byte| u64::from(*byte)))
     }
 
     /// `rows` pieces of `length` bytes each, row-major, from places that seed and step alone decide.

@@ -37,6 +37,8 @@ pub struct Settings {
     /// Type of the layers' parameters and tokens; the model around them is in f32.
     pub layer_dtype: DType,
     pub seed: u64,
+    /// Fingerprint of the text.
+    pub text: u64,
     /// Sequences of a step, over all ranks.
     pub batch: usize,
     /// Tokens of a sequence.

@@ -308,6 +308,7 @@ impl Args {
             save: self.save.clone(),
             layer_dtype: self.layer_dtype.dtype(),
             seed: self.seed,
+            text: 0,
             batch: self.batch,
             context: 64,
             hidden: 64,
@@ -345,13 +346,14 @@ fn run(args: &Args) -> Result<bool, Failure> {
     if args.processes {
         return run_process(args);
     }
-    let settings = resumed(args.settings()?)?;
+    let settings = args.settings()?;
+    let corpus = Corpus::load(args.text.as_deref())?;
+    let settings = resumed(Settings { text: corpus.fingerprint(), ..settings })?;
     check_out(&args.out)?;
     let devices = match args.framework {
         Framework::Candle => args.device.open(settings.mesh.ranks)?,
         Framework::Burn => Vec::new(),
     };
-    let corpus = Corpus::load(args.text.as_deref())?;
     print_header(&settings, &corpus);
     let mut progress = Progress::start(&settings)?;
     let on_step = |step| {
@@ -408,8 +410,10 @@ fn run_rank<W: ranks::Peer>(
     if let Some(ranks) = args.ranks.filter(|ranks| *ranks != world) {
         return Err(format!("--ranks {ranks}: the launcher has started {world}").into());
     }
-    let settings = resumed(Args { ranks: Some(world), ..args.clone() }.settings()?)?;
-    let (corpus, params) = (Corpus::load(args.text.as_deref())?, state::params(&settings)?);
+    let settings = Args { ranks: Some(world), ..args.clone() }.settings()?;
+    let corpus = Corpus::load(args.text.as_deref())?;
+    let settings = resumed(Settings { text: corpus.fingerprint(), ..settings })?;
+    let params = state::params(&settings)?;
     let speaks = rank == 0;
     if speaks {
         check_out(&args.out)?;

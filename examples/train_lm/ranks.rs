@@ -134,6 +134,8 @@ pub fn train<S: Send, W: Worker>(
         }
         match result {
             Err(e) if e.is::<RankEnded>() => Err(failures.join("; ").into()),
+            // Behind the last report, as the state is saved.
+            Ok(()) if !failures.is_empty() => Err(failures.join("; ").into()),
             other => other,
         }
     })

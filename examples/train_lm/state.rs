@@ -50,7 +50,7 @@ impl fmt::Display for StateError {
 impl Error for StateError {}
 
 /// What makes a run this run: numbers that decide the bits of its steps, whatever the ranks.
-fn run(settings: &Settings) -> [(&'static str, String); 14] {
+fn run(settings: &Settings) -> [(&'static str, String); 18] {
     let s = settings;
     [
         ("seed", s.seed.to_string()),
@@ -67,6 +67,10 @@ fn run(settings: &Settings) -> [(&'static str, String); 14] {
         ("learning_rate", s.learning_rate.to_string()),
         ("clip", s.clip.map_or("none".to_string(), |clip| clip.to_string())),
         ("layer_dtype", s.layer_dtype.as_str().to_string()),
+        ("microbatches", s.microbatches.to_string()),
+        ("shard_payload", format!("{:?}", s.shard_payload)),
+        ("token_payload", format!("{:?}", s.token_payload)),
+        ("text", format!("{:016x}", s.text)),
     ]
 }
 

@@ -23,6 +23,7 @@ fn settings(ep: usize, etp: Option<usize>) -> Settings {
         save: None,
         layer_dtype: candle_core::DType::F32,
         seed: 3,
+        text: 0,
         batch: 8,
         context: 16,
         hidden: 16,
@@ -438,6 +439,21 @@ fn unchecked(settings: &Settings) -> Vec<Step> {
 }
 
 #[test]
+fn a_rank_that_cannot_save_fails_the_run_on_all() {
+    let folder = tempfile::tempdir().unwrap();
+    std::fs::create_dir(folder.path().join("weights.safetensors")).unwrap();
+    let settings = Settings { range: 0..1, layers: 1, save: Some(folder.path().to_path_buf()), ..settings(4, None) };
+    let places = mesh::places(settings.mesh, &vec![Device::Cpu; settings.mesh.ranks], ranks::TIMEOUT).unwrap();
+    let make = |params: &[_], place, rank| candle::Rank::new(&settings, params, (place, rank));
+    let done = ranks::train(&settings, (places, 1), &Corpus::load(None).unwrap(), make, |_| Ok(()));
+    let error = done.unwrap_err().to_string();
+    assert!(error.contains("rank 0: ") && error.contains("weights.safetensors"), "{error}");
+    for rank in 1..4 {
+        assert!(error.contains(&format!("rank {rank}: rank 0: ")), "{error}");
+    }
+}
+
+#[test]
 fn states_that_do_not_fit_are_refused() {
     let folder = tempfile::tempdir().unwrap();
     let [first, second] = ["first", "second"].map(|name| folder.path().join(name));
@@ -452,6 +468,10 @@ fn states_that_do_not_fit_are_refused() {
     let hidden = refused(Settings { hidden: 32, ..settings.clone() });
     assert_eq!(hidden, ("hidden", "32".to_string(), "16".to_string()));
     assert_eq!(refused(Settings { seed: 4, ..settings.clone() }).0, "seed");
+    assert_eq!(refused(Settings { text: 1, ..settings.clone() }).0, "text");
+    assert_eq!(refused(Settings { microbatches: 2, ..settings.clone() }).0, "microbatches");
+    assert_eq!(refused(Settings { token_payload: Payload::Mxfp8, ..settings.clone() }).0, "token_payload");
+    assert_eq!(refused(Settings { shard_payload: Payload::Mxfp8, ..settings.clone() }).0, "shard_payload");
     assert_eq!(refused(Settings { layer_dtype: candle_core::DType::BF16, ..settings.clone() }).0, "layer_dtype");
     // None, and one that is cut off.
     let nowhere = state::steps_of(&folder.path().join("nowhere"), &settings);

@@ -85,6 +85,7 @@ impl<D: ShardDevice> Drop for ValuesInUse<D> {
 }
 
 enum Job<D: ShardDevice> {
+    Agree { tag: Tag, microbatches: u64, reply: SyncSender<Result<()>> },
     Sum { sum: GradientSum<D>, after: Result<Option<D::Event>>, reply: SyncSender<SumResult<D>> },
     Compare { tag: Tag, reply: SyncSender<Result<()>> },
     Recover { reason: String, reply: SyncSender<Result<()>> },
@@ -175,8 +176,19 @@ impl<D: ShardDevice> GradientSums<D> {
         pending.0.recv().unwrap_or_else(|_| Err(thread_ended()))?.take()
     }
 
-    /// Compares a call with that of all other ranks, of the group and then of the replicas: with another tag there, or
-    /// after a failure, it fails on all of them. On a GPU the host does not wait for it.
+    /// Compares the number of backwards that a reduction sums with all other ranks', of the group and then of the
+    /// replicas. The host waits for them.
+    ///
+    /// # Errors
+    /// Another number on another rank; a communicator's; an earlier sum's.
+    pub(crate) fn agree(&self, tag: Tag, microbatches: u64) -> Result<()> {
+        let (reply, result) = sync_channel(1);
+        self.send(Job::Agree { tag, microbatches, reply });
+        result.recv().unwrap_or_else(|_| Err(thread_ended()))
+    }
+
+    /// Meets all other ranks, of the group and then of the replicas: after a failure of one of them it fails on all. On a
+    /// GPU the host does not wait for it.
     ///
     /// # Errors
     /// A communicator's; an earlier sum's.
@@ -210,6 +222,11 @@ fn thread_ended() -> Error {
     Error::Device { call: CALL, operation: "sum".to_string(), message: "its thread has ended".to_string() }
 }
 
+/// Ranks sum after other numbers of backwards.
+fn other_microbatches((peer, theirs): (usize, u64), own: u64) -> Error {
+    Error::invalid(CALL, "microbatches", format!("{theirs}, as on rank {peer}"), own)
+}
+
 struct Worker<D: ShardDevice> {
     compute: D,
     /// Of the group and of the replicas, where these are several ranks.
@@ -221,6 +238,11 @@ impl<D: ShardDevice> Worker<D> {
     fn run(&mut self, job: Job<D>) {
         // Whoever asked may be gone.
         match job {
+            Job::Agree { tag, microbatches, reply } => {
+                let result = self.agree(tag, microbatches);
+                self.failed |= result.is_err();
+                let _ = reply.send(result);
+            }
             Job::Sum { sum, after, reply } => {
                 let result = self.sum(sum, after);
                 self.failed |= result.is_err();
@@ -259,6 +281,24 @@ impl<D: ShardDevice> Worker<D> {
             }
         }
         Ok(all)
+    }
+
+    fn agree(&mut self, tag: Tag, microbatches: u64) -> Result<()> {
+        self.check_not_failed()?;
+        for comm in self.comms.iter_mut().flatten() {
+            let device = comm.device().unwrap_or(&self.compute).clone();
+            let bytes = size_of::<u64>();
+            let mut own = Tensor::empty(&device, DType::U8, &[bytes])?;
+            device.upload(&microbatches.to_le_bytes(), own.view_mut())?;
+            let mut all = Tensor::empty(&device, DType::U8, &[comm.size() * bytes])?;
+            comm.all_gather(tag, own.view(), all.view_mut())?;
+            let all = device.download(all.view())?;
+            let of_rank = all.as_chunks().0.iter().map(|number| u64::from_le_bytes(*number));
+            if let Some((peer, theirs)) = of_rank.enumerate().find(|(_, theirs)| *theirs != microbatches) {
+                return Err(other_microbatches((peer, theirs), microbatches));
+            }
+        }
+        Ok(())
     }
 
     fn compare(&mut self, tag: Tag) -> Result<()> {

@@ -15,9 +15,10 @@ use super::views_mut::with_views_mut;
 const CALL: &str = "reduce_gradients";
 
 /// Sums the gradients of variables that every rank of the group holds, such as those of a model around its expert
-/// layers, over the ranks: in f32 (f64 for f64) whatever their types, in buckets of [`BUCKET_BYTES`], in rank order. An
-/// absent gradient counts as zeros. A gradient keeps its type, and one that was absent gets the other ranks': f32 where
-/// any of them has a 16-bit variable's in f32, which reads one number of the device.
+/// layers, over the ranks: in f32 (f64 for f64) whatever their types, in buckets of [`BUCKET_BYTES`], in rank order. A
+/// gradient that is absent on some ranks counts as zeros there, which reads a number or two of the device; one that is
+/// absent on all stays so, and an optimizer leaves the variable alone. A gradient keeps its type, and one that was absent
+/// gets the other ranks': f32 where any of them has a 16-bit variable's in f32.
 ///
 /// Expert weights are not among them: each rank has its own. Call it on every rank with the same variables in the same
 /// order, after a step's last backward, so that microbatches before it communicate nothing. Nothing to do for one rank.
@@ -86,7 +87,9 @@ impl Reduction<'_> {
             })?;
             let all = Bucket(bucket).split(&sums, gradients).map_err(framework(CALL))?;
             for (of, sum) in bucket.iter().zip(all) {
-                gradients.insert(of, sum);
+                if let Some(sum) = sum {
+                    gradients.insert(of, sum);
+                }
             }
         }
         Ok(())
@@ -106,46 +109,50 @@ pub(super) fn summand(of: &&Tensor) -> Summand {
 pub(super) struct Bucket<'a>(pub(super) &'a [&'a Tensor]);
 
 impl Bucket<'_> {
-    /// The gradients, one behind the other, in memory of their own; behind them, for each 16-bit variable, a 1 where its
-    /// gradient here is wider.
+    /// The gradients, one behind the other, in memory of their own; behind them, for each variable, a 1 where there is a
+    /// gradient here, and then, for each, a 1 where that is wider than the variable.
     pub(super) fn flat(&self, gradient: &dyn Fn(&Tensor) -> Option<Tensor>) -> Result<Tensor> {
-        let of = |of: &&Tensor| match gradient(of) {
-            Some(gradient) => {
-                Error::check_shape(CALL, "gradient", of.dims(), gradient.dims())?;
-                gradient.to_dtype(wide(of)).and_then(|t| t.flatten_all()).map_err(framework(CALL))
-            }
-            None => Tensor::zeros(of.elem_count(), wide(of), of.device()).map_err(framework(CALL)),
+        let Some(first) = self.0.first() else {
+            return Err(Error::invalid(CALL, "variables", "at least one", "none"));
         };
-        let flag = |of: &Tensor| {
-            let make = match gradient(of).is_some_and(|gradient| gradient.dtype() != of.dtype()) {
-                true => Tensor::ones,
-                false => Tensor::zeros,
+        let (mut parts, mut present, mut wider) = (Vec::new(), Vec::new(), Vec::new());
+        for of in self.0 {
+            let gradient = gradient(of);
+            present.push(f64::from(u8::from(gradient.is_some())));
+            wider.push(f64::from(u8::from(gradient.as_ref().is_some_and(|gradient| gradient.dtype() != of.dtype()))));
+            let part = match gradient {
+                Some(gradient) => {
+                    Error::check_shape(CALL, "gradient", of.dims(), gradient.dims())?;
+                    gradient.to_dtype(wide(of)).and_then(|t| t.flatten_all())
+                }
+                None => Tensor::zeros(of.elem_count(), wide(of), of.device()),
             };
-            make(1, wide(of), of.device()).map_err(framework(CALL))
-        };
-        let flags = self.0.iter().filter(|of| wide(of) != of.dtype()).map(|of| flag(of));
-        let parts = self.0.iter().map(of).chain(flags).collect::<Result<Vec<_>>>()?;
-        match &parts[..] {
-            // Not the gradient itself, which others may hold.
-            [alone] => alone.copy(),
-            parts => Tensor::cat(parts, 0),
+            parts.push(part.map_err(framework(CALL))?);
         }
-        .map_err(framework(CALL))
+        let flags =
+            Tensor::new([present, wider].concat(), first.device()).and_then(|flags| flags.to_dtype(wide(first)));
+        parts.push(flags.map_err(framework(CALL))?);
+        Tensor::cat(&parts, 0).map_err(framework(CALL))
     }
 
-    /// Takes the sums apart, each in its gradient's type.
-    pub(super) fn split(&self, sums: &Tensor, gradients: &GradStore) -> candle_core::Result<Vec<Tensor>> {
-        let (mut start, mut flag) = (0, self.0.iter().map(|of| of.elem_count()).sum());
-        let split = self.0.iter().map(|of| {
+    /// Takes the sums apart, each in its gradient's type; `None` for one that no rank has.
+    pub(super) fn split(&self, sums: &Tensor, gradients: &GradStore) -> candle_core::Result<Vec<Option<Tensor>>> {
+        let count = self.0.len();
+        let flags = self.0.iter().map(|of| of.elem_count()).sum::<usize>();
+        let flag = |at: usize| {
+            Ok::<_, candle_core::Error>(sums.get(flags + at)?.to_dtype(DType::F32)?.to_scalar::<f32>()? > 0.0)
+        };
+        let mut start = 0;
+        let split = self.0.iter().enumerate().map(|(number, of)| {
+            let part = start..start + of.elem_count();
+            start = part.end;
             let dtype = match gradients.get(of) {
                 Some(gradient) => gradient.dtype(),
-                None if wide(of) != of.dtype() && sums.get(flag)?.to_scalar::<f32>()? > 0.0 => wide(of),
+                None if !flag(number)? => return Ok(None),
+                None if flag(count + number)? => wide(of),
                 None => of.dtype(),
             };
-            let sum = sums.narrow(0, start, of.elem_count())?.reshape(of.dims())?.to_dtype(dtype)?;
-            start += of.elem_count();
-            flag += usize::from(wide(of) != of.dtype());
-            Ok(sum)
+            Ok(Some(sums.narrow(0, part.start, part.len())?.reshape(of.dims())?.to_dtype(dtype)?))
         });
         split.collect()
     }

@@ -10,7 +10,7 @@ use candle_core::{DType, Result, Tensor, TensorId, Var};
 
 use crate::adapter::{BUCKET_BYTES, GradientSum, GradientSums, NO_LAYER, PendingSum, ReduceComms, buckets};
 use crate::comm::{Op, Tag};
-use crate::error::{CommError, Error};
+use crate::error::Error;
 use crate::layer::{ParamKind, PerParam};
 
 use super::error::framework;
@@ -69,6 +69,8 @@ pub struct GradientReducer<D: Host> {
     experts: Vec<Tensor>,
     /// Parameters of layers that differ from rank to rank of the group: experts, and shards of them.
     of_one_rank: HashSet<TensorId>,
+    /// Variables whose sums wait for the end of backward.
+    late: HashSet<TensorId>,
     bucket_bytes: usize,
 }
 
@@ -80,8 +82,8 @@ impl<D: Host> GradientReducer<D> {
     /// On a GPU, a communicator that does not tell its device, or whose stream is the layers' own; no thread to be had.
     pub fn new(device: &D, comms: ReduceComms<D>) -> Result<Self> {
         let sums = Arc::new(GradientSums::start(device, comms)?);
-        let (replicated, experts, of_one_rank) = Default::default();
-        Ok(Self { sums, replicated, experts, of_one_rank, bucket_bytes: BUCKET_BYTES })
+        let (replicated, experts, of_one_rank, late) = Default::default();
+        Ok(Self { sums, replicated, experts, of_one_rank, late, bucket_bytes: BUCKET_BYTES })
     }
 
     /// Sums a layer's gradients too: of router and shared expert over the group, and over replicas of all its variables.
@@ -116,6 +118,13 @@ impl<D: Host> GradientReducer<D> {
         self
     }
 
+    /// Has the sums of these wait for the end of backward: layers' parameters that other operations of the model use as
+    /// well, such as a penalty on a router's weight. The same on every rank.
+    pub fn with_late_vars(mut self, vars: &[Var]) -> Self {
+        self.late.extend(vars.iter().map(|var| var.id()));
+        self
+    }
+
     /// Bytes of sums that one collective takes, [`BUCKET_BYTES`] without this.
     pub fn with_bucket_bytes(self, bucket_bytes: usize) -> Self {
         Self { bucket_bytes, ..self }
@@ -131,13 +140,12 @@ impl<D: Host> GradientReducer<D> {
     }
 
     /// Compares the number of microbatches with all other ranks.
-    fn compare(&self, microbatches: u64) -> crate::Result<()> {
-        self.sums.compare(tag(NO_LAYER, microbatches, 0)).map_err(|error| self.fail(error))
+    fn agree(&self, microbatches: u64) -> crate::Result<()> {
+        self.sums.agree(tag(NO_LAYER, 0), microbatches).map_err(|error| self.fail(error))
     }
 
     /// Ends a reduction that has failed, on every rank; gives its error.
     fn fail(&self, error: crate::Error) -> crate::Error {
-        let error = counted(error);
         // It is the one to report, whatever becomes of the meeting.
         let _ = self.sums.recover(&error.to_string());
         error
@@ -178,20 +186,19 @@ struct BucketSum<D: Host> {
 }
 
 impl<D: Host> BucketSum<D> {
-    /// Each variable with its sum, in its gradient's type.
+    /// Each variable that any rank has a gradient of, with the sum in its gradient's type.
     fn split(self, gradients: &GradStore) -> crate::Result<Vec<(Tensor, Tensor)>> {
         let Some(first) = self.bucket.first() else { return Ok(Vec::new()) };
         let count = self.values.view().count();
         let values = into_candle(self.values, &[count], first.device())?;
         let split =
             Bucket(&self.bucket.iter().collect::<Vec<_>>()).split(&values, gradients).map_err(framework(CALL))?;
-        Ok(self.bucket.into_iter().zip(split).collect())
+        Ok(self.bucket.into_iter().zip(split).filter_map(|(of, sum)| Some((of, sum?))).collect())
     }
 }
 
 /// Tags of a reduction's calls.
 struct Tags {
-    microbatches: u64,
     /// Number of the next call.
     next: usize,
 }
@@ -199,29 +206,18 @@ struct Tags {
 impl Tags {
     fn next(&mut self) -> Tag {
         self.next += 1;
-        tag(NO_LAYER, self.microbatches, self.next - 1)
+        tag(NO_LAYER, self.next - 1)
     }
 }
 
-/// Tag of a sum: ranks that sum after other numbers of microbatches have none in common.
-fn tag(layer: u32, microbatches: u64, bucket: usize) -> Tag {
-    Tag { layer, op: Op::GradReduce, sequence: microbatches << 32 | bucket as u64 }
-}
-
-/// Where ranks disagree about their tags because they sum after other numbers of microbatches, says so.
-fn counted(error: Error) -> Error {
-    let Error::Comm(CommError::TagMismatch { tag, peer, peer_tag, .. }) = &error else { return error };
-    let (own, theirs) = (tag.sequence >> 32, peer_tag.sequence >> 32);
-    if [tag.op, peer_tag.op] != [Op::GradReduce; 2] || own == theirs {
-        return error;
-    }
-    Error::invalid(CALL, "microbatches", format!("{theirs}, as on rank {peer}"), own)
+/// Tag of a reduction's call.
+fn tag(layer: u32, number: usize) -> Tag {
+    Tag { layer, op: Op::GradReduce, sequence: number as u64 }
 }
 
 /// Gradients of a running backward that leave for their sums as soon as they are whole.
 struct SumsDuringBackward<D: Host> {
     sums: Arc<GradientSums<D>>,
-    microbatches: u64,
     /// Calls of layers that are still to run, by the variable that they use.
     remaining: HashMap<TensorId, usize>,
     /// The sums before this backward, and the type of those to come.
@@ -266,7 +262,7 @@ impl<D: Host> LayerGradients for SumsDuringBackward<D> {
                 let sum = added(self.before.get(t), new, self.type_of).map_err(framework(CALL))?;
                 sums.insert(t.id(), sum);
             }
-            let tag = tag(layer, self.microbatches, self.begun.len());
+            let tag = tag(layer, self.begun.len());
             let gradient = |of: &Tensor| sums.get(&of.id()).cloned();
             self.begun.push(BegunSum::begin(&self.sums, (tag, true), whole, &gradient)?);
         }
@@ -279,29 +275,28 @@ impl MainGradients {
     /// another sum, are refused until a [`reset`](Self::reset).
     ///
     /// # Errors
-    /// Gradients that have been summed already. A communicator's, on every rank of the group and of its replicas: of a
-    /// rank that has failed, or, where ranks compare their calls ([`comm`](crate::comm)), that is here after another
-    /// number of microbatches. The gradients are as they were on all of them, or, where the experts' sums over replicas
-    /// had begun, on none: the step begins anew, [`reset`](Self::reset) has been done. Where the communicators survive,
-    /// the reducer works on.
+    /// Gradients that have been summed already. On every rank of the group and of its replicas: a rank that has failed, or
+    /// that is here after another number of microbatches; a communicator's. The gradients are as they were on all of
+    /// them, or, where the experts' sums over replicas had begun, on none: the step begins anew, [`reset`](Self::reset)
+    /// has been done. Where the communicators survive, the reducer works on.
     pub fn reduce<D: Host>(&mut self, reducer: &GradientReducer<D>) -> Result<()> {
         self.check_not_reduced()?;
         if reducer.sums.is_alone() {
             self.set_reduced();
             return Ok(());
         }
-        reducer.compare(self.microbatches())?;
-        Ok(self.reduce_rest(reducer, Vec::new(), &HashSet::new())?)
+        reducer.agree(self.microbatches())?;
+        Ok(self.reduce_rest(reducer, Vec::new())?)
     }
 
     /// [`backward`](Self::backward) of a step's last microbatch and [`reduce`](Self::reduce), with the same bits: the
     /// sums of a layer's router and shared expert begin as soon as the layer's last backward in this graph has made them
-    /// whole, and go on beside the rest of backward; the others follow. A variable that other operations use as well is
-    /// among these.
+    /// whole, and go on beside the rest of backward; the others follow.
     ///
     /// # Errors
     /// As [`backward`](Self::backward) and [`reduce`](Self::reduce). After one of `reduce` the microbatch is part of the
-    /// gradients.
+    /// gradients. Another operation's gradient of a variable whose sum had begun: name it to
+    /// [`with_late_vars`](GradientReducer::with_late_vars).
     pub fn backward_reduced<D: Host>(&mut self, loss: &Tensor, reducer: &GradientReducer<D>) -> Result<()> {
         if reducer.sums.is_alone() {
             self.backward(loss)?;
@@ -310,10 +305,10 @@ impl MainGradients {
         }
         self.check_unchanged()?;
         // The backward to come is counted.
-        let microbatches = self.microbatches() + 1;
-        reducer.compare(microbatches)?;
+        reducer.agree(self.microbatches() + 1)?;
         let mut remaining = calls_of(loss);
-        let known: HashSet<TensorId> = reducer.replicated.iter().map(Tensor::id).collect();
+        let early = reducer.replicated.iter().map(Tensor::id).filter(|id| !reducer.late.contains(id));
+        let known: HashSet<TensorId> = early.collect();
         remaining.retain(|id, _| known.contains(id));
         let mut before = GradStore::default();
         for t in &reducer.replicated {
@@ -323,20 +318,20 @@ impl MainGradients {
         }
         let during_backward = Rc::new(RefCell::new(SumsDuringBackward {
             sums: Arc::clone(&reducer.sums),
-            microbatches,
             remaining,
             before,
             type_of: self.type_of(),
             new: HashMap::new(),
             begun: Vec::new(),
         }));
-        let mut used_elsewhere = HashSet::new();
+        // Of variables whose sums have begun, one that another operation has given a gradient of.
+        let mut in_part = None;
         let done = during(during_backward.clone(), || {
             self.run(loss, |gradients| {
                 for (var, new) in during_backward.borrow().new.values() {
                     let all = match gradients.get(var) {
                         Some(other) => {
-                            used_elsewhere.insert(var.id());
+                            in_part = Some(var.dims().to_vec());
                             (other + new)?
                         }
                         None => new.clone(),
@@ -352,19 +347,18 @@ impl MainGradients {
             let _ = reducer.sums.recover(&error.to_string());
             return Err(error);
         }
-        Ok(self.reduce_rest(reducer, begun, &used_elsewhere)?)
+        if let Some(dims) = in_part {
+            let expected = "one that only layers use, or that `GradientReducer::with_late_vars` names";
+            let found = format!("one of {dims:?} that another operation uses");
+            return Err(reducer.fail(Error::invalid(CALL, "variable", expected, found)).into());
+        }
+        Ok(self.reduce_rest(reducer, begun)?)
     }
 
-    /// Sums what has not begun to be summed, and takes all sums. `used_elsewhere`: variables whose gradients were not
-    /// whole when their sums began.
-    fn reduce_rest<D: Host>(
-        &mut self,
-        reducer: &GradientReducer<D>,
-        begun: Vec<BegunSum<D>>,
-        used_elsewhere: &HashSet<TensorId>,
-    ) -> crate::Result<()> {
-        let mut tags = Tags { microbatches: self.microbatches(), next: begun.len() };
-        let replicated = self.replicated_sums(reducer, &mut tags, (begun, used_elsewhere));
+    /// Sums what has not begun to be summed, and takes all sums.
+    fn reduce_rest<D: Host>(&mut self, reducer: &GradientReducer<D>, begun: Vec<BegunSum<D>>) -> crate::Result<()> {
+        let mut tags = Tags { next: begun.len() };
+        let replicated = self.replicated_sums(reducer, &mut tags, begun);
         let replicated = replicated.map_err(|error| reducer.fail(error))?;
         if reducer.sums.has_replicas() {
             let experts = self.sum_experts(reducer, &mut tags);
@@ -385,12 +379,11 @@ impl MainGradients {
         &self,
         reducer: &GradientReducer<D>,
         tags: &mut Tags,
-        (begun, used_elsewhere): (Vec<BegunSum<D>>, &HashSet<TensorId>),
+        begun: Vec<BegunSum<D>>,
     ) -> crate::Result<Vec<(Tensor, Tensor)>> {
         let sums = &reducer.sums;
         let early: HashSet<TensorId> = begun.iter().flat_map(|begun| &begun.bucket).map(Tensor::id).collect();
-        let is_early = |t: &Tensor| early.contains(&t.id()) && !used_elsewhere.contains(&t.id());
-        let others: Vec<&Tensor> = reducer.replicated.iter().filter(|t| !is_early(t)).collect();
+        let others: Vec<&Tensor> = reducer.replicated.iter().filter(|t| !early.contains(&t.id())).collect();
         let mut all = begun;
         for of in buckets(&others, reducer.bucket_bytes, summand) {
             all.push(self.begin(sums, (tags.next(), true), of)?);

@@ -86,14 +86,24 @@ impl Model {
         let h = (first.forward(&h)? + h)?.apply_op1(before)?;
         let h = (second.forward(&h)? + h)?;
         let h = (second.forward(&h)? + h)?.broadcast_mul(&self.own[1])?;
-        // Another use of a layer's parameter.
-        let penalty = first.param(ParamKind::RouterBias).ok_or("a bias")?.to_dtype(DType::F32)?.sqr()?.sum_all()?;
+        let penalty = self.penalized()?.to_dtype(DType::F32)?.sqr()?.sum_all()?;
         Ok((h.to_dtype(DType::F32)?.sqr()?.sum_all()? + penalty)?)
     }
 
-    fn reducer(&self, comms: ReduceComms<Cpu>) -> AnyResult<GradientReducer<Cpu>> {
+    /// A layer's parameter that has another use.
+    fn penalized(&self) -> AnyResult<&Tensor> {
+        Ok(self.layers[0].param(ParamKind::RouterBias).ok_or("a bias")?)
+    }
+
+    /// Which does not know of that use.
+    fn reducer_of_layers(&self, comms: ReduceComms<Cpu>) -> AnyResult<GradientReducer<Cpu>> {
         let reducer = GradientReducer::new(&Cpu::new(), comms)?.with_vars(&self.own).with_bucket_bytes(300);
         Ok(self.layers.iter().fold(reducer, GradientReducer::with_layer))
+    }
+
+    fn reducer(&self, comms: ReduceComms<Cpu>) -> AnyResult<GradientReducer<Cpu>> {
+        let reducer = self.reducer_of_layers(comms)?;
+        Ok(reducer.with_late_vars(&[Var::from_tensor(self.penalized()?)?]))
     }
 
     /// Every variable with its parameter, if it is a layer's.
@@ -487,8 +497,74 @@ fn another_number_of_microbatches_is_an_error_on_every_rank() -> AnyResult<()> {
     Ok(())
 }
 
+/// A layer's parameter has another use of which the reducer does not know, on ranks with tokens and without.
+fn a_variable_with_another_use_is_named() -> AnyResult<()> {
+    for mesh in [[1, 2], [1, 4], [2, 2]] {
+        places(mesh, |place| {
+            let Place { replica, group, comms, .. } = place;
+            let model = Model::new(&group, DType::F32)?;
+            let reducer = model.reducer_of_layers(comms)?;
+            let x = tokens((replica, &group), 0, DType::F32)?;
+            // A rank without tokens has no gradient of it, as candle forgets what stands on the right of an empty tensor.
+            let loss = || -> AnyResult<Tensor> {
+                let (penalty, y) = (model.penalized()?.sqr()?.sum_all()?, model.layers[0].forward(&x)?);
+                Ok(if x.dims()[0] == 0 { y.sum_all()? } else { (y.sum_all()? + penalty)? })
+            };
+            let mut main = MainGradients::new();
+            let error = main.backward_reduced(&loss()?, &reducer).expect_err("sums that have begun too soon");
+            match error_of(&error) {
+                Some(Error::Invalid { name, expected, .. }) if x.dims()[0] > 0 => {
+                    assert!(name == "variable" && expected.contains("with_late_vars"), "{error}");
+                }
+                Some(Error::Comm(CommError::Refused { reason, .. })) => {
+                    assert!(reason.contains("with_late_vars"), "{reason}")
+                }
+                other => panic!("{other:?} {error}"),
+            }
+            main.reset();
+            let reducer = reducer.with_late_vars(&[Var::from_tensor(model.penalized()?)?]);
+            main.backward_reduced(&loss()?, &reducer)?;
+            let mut after = MainGradients::new();
+            after.backward(&loss()?)?;
+            after.reduce(&reducer)?;
+            assert_eq!(flat(main.get(model.penalized()?)?)?, flat(after.get(model.penalized()?)?)?);
+            Ok(())
+        })?;
+    }
+    Ok(())
+}
+
+/// What no rank has a gradient of stays without one; what one rank has, all get.
+fn variables_without_gradients() -> AnyResult<()> {
+    for dtype in [DType::F32, DType::BF16, DType::F64] {
+        places([2, 2], |place| {
+            let Place { replica, group, comms, .. } = place;
+            let of = |seed| normal(seed, 5, dtype, &Device::Cpu).and_then(|t| Ok(Var::from_tensor(&t)?));
+            let (nobodys, somebodys) = (of(1)?, of(2)?);
+            let reducer = GradientReducer::new(&Cpu::new(), comms)?.with_vars(&[nobodys.clone(), somebodys.clone()]);
+            let mut main = MainGradients::in_f32();
+            let of = if (replica, group.rank()) == (1, 0) {
+                somebodys.sqr()?
+            } else {
+                Tensor::zeros(1, dtype, &Device::Cpu)?
+            };
+            main.backward(&of.sum_all()?)?;
+            main.reduce(&reducer)?;
+            assert!(main.store().get(&nobodys).is_none());
+            let expected =
+                (somebodys.as_tensor() * 2.0)?.to_dtype(if dtype == DType::F64 { dtype } else { DType::F32 })?;
+            let found = main.get(&somebodys)?;
+            assert_eq!((found.dtype(), flat(found)?), (expected.dtype(), flat(&expected)?));
+            Ok(())
+        })?;
+    }
+    Ok(())
+}
+
 tests! {
     fn() -> AnyResult<()>;
+    a_variable_with_another_use_is_named,
+    variables_without_gradients,
     sums_beside_backward_are_those_after_it,
     sums_of_a_layer_begin_while_backward_runs,
     a_rank_that_fails_among_sums,
