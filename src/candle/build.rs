@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use candle_core::{Device, Result, Tensor, Var};
+use candle_core::{DType, Device, Result, Tensor, Var};
 
 use crate::adapter::Sharded;
 use crate::checkpoint::{Block, Checkpoint};
@@ -47,7 +47,8 @@ struct InChain<'a, D: Host> {
 
 impl ExpertParallelMoE {
     /// From variables named as [`ParamKind::name`] says (`router.weight`, `experts.up`, …), with this rank's experts
-    /// only. Missing ones are initialized: weights uniform in ±1/√fan-in, biases zero. A configuration gets the group's
+    /// only. Missing ones are initialized: weights uniform in ±1/√fan-in, biases zero, in the type of `vb`, but for a
+    /// selection bias, which is in f32 beside 16-bit weights. A configuration gets the group's
     /// next layer number, a [`Layer`] has its own.
     ///
     /// Over several ranks this is a collective: the parameters that all ranks hold (router, shared expert) become
@@ -243,7 +244,12 @@ fn variables<D: Host>(
             }
             None => candle_nn::Init::Const(0.0),
         };
-        vb.get_with_hints(dims, kind.name(), init).map(Some)
+        let dtype = match (kind, vb.dtype()) {
+            // Its small steps would be rounded away, as no other copy of it is kept.
+            (ParamKind::SelectionBias, DType::BF16 | DType::F16) => DType::F32,
+            (_, dtype) => dtype,
+        };
+        vb.get_with_hints_dtype(dims, kind.name(), init, dtype).map(Some)
     })?;
     let Some(InChain { chain, payload }) = chain else { return Ok((params, None)) };
     if !chain.device().is(group.device()) {

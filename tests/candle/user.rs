@@ -295,6 +295,28 @@ fn a_loaded_selection_bias_moves_if_the_block_trains(device: &Device) -> AnyResu
     Ok(())
 }
 
+/// Steps far below the last place of 16 bits at 1 add up: the bias of a 16-bit module is in f32.
+fn a_selection_bias_of_a_16_bit_module_keeps_small_steps(device: &Device) -> AnyResult<()> {
+    let load = moebius::metrics::Load::new(vec![8, 0, 0, 0, 0, 0, 0, 0], 0);
+    for dtype in [DType::BF16, DType::F16] {
+        let vb = VarBuilder::from_varmap(&VarMap::new(), dtype, device);
+        let moe = ExpertParallelMoE::new(full(), group(device)?, vb)?;
+        for _ in 0..3000 {
+            moe.update_selection_bias(&load, 0.001)?;
+        }
+        let bias = moe.param(ParamKind::SelectionBias).ok_or("no selection bias")?;
+        assert_eq!(bias.dtype(), DType::F32);
+        for (expert, bias) in flat(bias)?.into_iter().enumerate() {
+            // 3000 sums in f32 of up to 3: 3000 · 3 · 2^-24 at most.
+            let expected = if expert == 0 { -3.0 } else { 3.0 };
+            assert!((bias - expected).abs() <= 6e-4, "{bias} of expert {expert} in {dtype:?}");
+        }
+        let x = tokens(0..40, device)?.to_dtype(dtype)?;
+        assert_eq!(moe.forward(&x)?.dtype(), dtype);
+    }
+    Ok(())
+}
+
 fn text<T>(result: candle_core::Result<T>) -> String {
     result.err().map(|e| e.to_string()).unwrap_or_default()
 }
@@ -346,5 +368,6 @@ tests! {
     one_output_in_two_losses,
     a_trained_checkpoint_is_saved_under_its_published_names,
     a_loaded_selection_bias_moves_if_the_block_trains,
+    a_selection_bias_of_a_16_bit_module_keeps_small_steps,
     what_does_not_fit_is_named_at_once,
 }
