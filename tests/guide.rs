@@ -163,13 +163,15 @@ mod training {
 
     fn ranks() {
         use candle_core::{DType, Device, Result};
+        use moebius::ep::EpGroup; // …
         use candle_nn::VarMap;
 
         fn rank(comm: ThreadComm) -> Result<()> {
             let config = MoeConfig::new(16, 32, 8, 2);
             let group = Group::new(Cpu::new(), Box::new(comm), GroupConfig::of(&config, 64))?; // at most 64 tokens a rank
             let vb = VarBuilder::from_varmap(&VarMap::new(), DType::F32, &Device::Cpu); // …
-            let moe = ExpertParallelMoE::new(config, group, vb)?;
+            let group = EpGroup::new(group);                                                   // one for all layers
+            let moe = ExpertParallelMoE::new(config, &group, vb)?;
             Ok(()) // …
         }
         let ranks = ThreadWorld::create(2, Duration::from_secs(60)).into_iter();
@@ -378,7 +380,8 @@ mod nccl {
         }
     }
 
-    fn processes(tag: moebius::comm::Tag) -> super::Result<()> {
+    fn processes() -> super::Result<()> {
+        use moebius::comm::{Op, Tag}; // …
         use std::time::Duration; // …
         use moebius::cuda::Cuda; // …
         use moebius::nccl::{NcclComm, NcclLibrary}; // …
@@ -388,6 +391,7 @@ mod nccl {
         let cuda = Cuda::new(me.local_rank)?;
         let mut world = NcclComm::join(&NcclLibrary::open()?, &job, &cuda)?;
         let mesh = Mesh::new(me.world, &[(Axis::Data, 2), (Axis::Expert, me.world / 2)])?;
+        let tag = Tag { layer: 0, op: Op::User, sequence: 0 };   // names the call in errors
         let experts = world.group(tag, &mesh, Axis::Expert)?; // ncclCommSplit
         Ok(())
     }
