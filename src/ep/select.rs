@@ -114,7 +114,7 @@ fn no_library(_: &str, source: &'static str) -> Error {
 #[cfg(feature = "nccl-ep")]
 fn no_library(device: &str, _: &'static str) -> Error {
     let found = device.rsplit("::").next().unwrap_or_default();
-    crate::error::EpError::Communicator { found: format!("one of the device {found}") }.into()
+    crate::error::NcclEpError::Communicator { found: format!("one of the device {found}") }.into()
 }
 
 #[cfg(test)]

@@ -17,7 +17,7 @@ pub use comm::CommError;
 #[cfg(feature = "nccl")]
 pub use nccl::NcclError;
 #[cfg(feature = "nccl-ep")]
-pub use nccl_ep::EpError;
+pub use nccl_ep::NcclEpError;
 pub use ranks::{Launcher, RankError, Refusal};
 pub use text::printable;
 
@@ -219,7 +219,7 @@ pub enum Error {
     /// NCCL EP is not there, is not usable for what was asked, or refused a call.
     #[cfg(feature = "nccl-ep")]
     #[error(transparent)]
-    NcclEp(#[from] EpError),
+    NcclEp(#[from] NcclEpError),
     /// This build's kernels lack one that it launches.
     #[cfg(feature = "cuda")]
     #[error("Cuda::on: {cubin} has no kernel {kernel}")]

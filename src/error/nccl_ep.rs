@@ -3,7 +3,7 @@
 /// NCCL EP is not there, is not usable for what was asked, or refused a call.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
-pub enum EpError {
+pub enum NcclEpError {
     /// The library cannot be loaded, or lacks a function.
     #[error("NCCL EP: {path} ({source_of_path}) cannot be loaded: {message}")]
     Load {

@@ -142,7 +142,7 @@ pub enum Refusal {
     Malformed,
     /// Another token than rank 0's.
     #[error("wrong token")]
-    Token,
+    JobToken,
     /// Another round than rank 0's.
     #[error("rank 0 is in round {0}")]
     Round(u32),

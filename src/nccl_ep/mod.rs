@@ -30,13 +30,13 @@ mod rules;
 pub mod sys;
 mod tensor;
 
-pub use crate::error::EpError;
+pub use crate::error::NcclEpError;
 pub use dispatcher::NcclEp;
 pub use high_throughput::{
-    CombineArgs, DispatchArgs, GroupOptions, HandleOptions, HighThroughputGroup, HighThroughputHandle, PassDirection,
-    UpdateCounters,
+    CombineArgs, DispatchArgs, HandleOptions, HighThroughputGroup, HighThroughputHandle, HighThroughputOptions,
+    PassDirection, UpdateCounters,
 };
-pub use library::{Compiler, EP_LIBRARY_VARIABLE, EpLibrary};
+pub use library::{Compiler, NCCL_EP_LIBRARY_VARIABLE, NcclEpLibrary};
 pub use low_latency::{
     LowLatencyCombineArgs, LowLatencyDispatchArgs, LowLatencyGroup, LowLatencyHandle, LowLatencyLayout,
     LowLatencyOptions, LowLatencyReceiveArgs,

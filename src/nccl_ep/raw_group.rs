@@ -6,12 +6,12 @@ use crate::cuda::Cuda;
 use crate::error::Result;
 use crate::nccl::SharedComm;
 
-use super::rules::EpResult;
-use super::{EpError, EpLibrary, result, sys};
+use super::rules::NcclEpResult;
+use super::{NcclEpError, NcclEpLibrary, result, sys};
 
 /// The library's group of either mode, and the values that it needs.
 pub(super) struct RawGroup {
-    pub(super) library: EpLibrary,
+    pub(super) library: NcclEpLibrary,
     pub(super) cuda: Cuda,
     comm: SharedComm,
     pub(super) ranks: usize,
@@ -27,7 +27,7 @@ impl RawGroup {
     /// Joins (collective), with a configuration that was checked.
     pub(super) fn join(
         call: &'static str,
-        library: &EpLibrary,
+        library: &NcclEpLibrary,
         (cuda, comm): (Cuda, SharedComm),
         mut config: sys::ncclEpGroupConfig_t,
     ) -> Result<Arc<Self>> {
@@ -38,7 +38,7 @@ impl RawGroup {
             // SAFETY: the communicator lives while `with` runs; its GPU was bound above; the options were checked.
             unsafe { result::create_group(library.functions(), comm.cast(), &config) }
         });
-        let raw = made.ok_or(EpError::Ended { call })??;
+        let raw = made.ok_or(NcclEpError::Ended { call })??;
         let (library, ranks) = (library.clone(), comm.size());
         Ok(Arc::new(Self { library, cuda, comm, ranks, raw }))
     }
@@ -47,13 +47,13 @@ impl RawGroup {
     pub(super) fn with<T>(
         &self,
         call: &'static str,
-        calls: impl FnOnce(&sys::Library, sys::cudaStream_t) -> EpResult<T>,
+        calls: impl FnOnce(&sys::Library, sys::cudaStream_t) -> NcclEpResult<T>,
     ) -> Result<T> {
         self.cuda.bind(call)?;
         let stream: sys::cudaStream_t = self.cuda.stream().cu_stream().cast();
         match self.comm.with(|_| calls(self.library.functions(), stream)) {
             Some(done) => Ok(done?),
-            None => Err(EpError::Ended { call }.into()),
+            None => Err(NcclEpError::Ended { call }.into()),
         }
     }
 }

@@ -10,7 +10,7 @@ use crate::tensor::{Tensor, TensorRef};
 
 use super::raw_group::RawGroup;
 use super::result::{self, blank};
-use super::rules::EpResult;
+use super::rules::NcclEpResult;
 use super::sys;
 use super::tensor::TensorDescriptor;
 
@@ -68,7 +68,7 @@ impl RawHandle {
     pub(super) fn with<T>(
         &mut self,
         call: &'static str,
-        calls: impl FnOnce(&sys::Library, sys::ncclEpHandle_t, sys::cudaStream_t) -> EpResult<T>,
+        calls: impl FnOnce(&sys::Library, sys::ncclEpHandle_t, sys::cudaStream_t) -> NcclEpResult<T>,
     ) -> Result<T> {
         let raw = self.raw;
         self.raw_group.with(call, |library, stream| calls(library, raw, stream))

@@ -4,10 +4,10 @@ use crate::cuda::Cuda;
 use crate::error::Result;
 use crate::nccl::SharedComm;
 
-use super::EpError;
+use super::NcclEpError;
 
 /// A result of this module alone.
-pub(super) type EpResult<T> = std::result::Result<T, EpError>;
+pub(super) type NcclEpResult<T> = std::result::Result<T, NcclEpError>;
 
 /// Most tokens that the library's kernels are made for.
 pub(super) const MOST_TOKENS: usize = 8192;
@@ -16,8 +16,8 @@ pub(super) const MOST_CHOICES: usize = 32;
 pub(super) const SHARED: usize = 227 << 10;
 
 /// Most that the library's 32-bit fields hold.
-pub(super) fn narrow(call: &'static str, name: &'static str, value: usize) -> EpResult<u32> {
-    u32::try_from(value).map_err(|_| EpError::Argument {
+pub(super) fn narrow(call: &'static str, name: &'static str, value: usize) -> NcclEpResult<u32> {
+    u32::try_from(value).map_err(|_| NcclEpError::Argument {
         call,
         name,
         expected: format!("at most {}", u32::MAX),
@@ -26,21 +26,21 @@ pub(super) fn narrow(call: &'static str, name: &'static str, value: usize) -> Ep
 }
 
 /// The rule for tokens of a rank.
-pub(super) fn check_tokens(call: &'static str, tokens: usize) -> EpResult<()> {
+pub(super) fn check_tokens(call: &'static str, tokens: usize) -> NcclEpResult<()> {
     if tokens.is_multiple_of(4) && tokens <= MOST_TOKENS {
         return Ok(());
     }
     let (expected, found) = (format!("a multiple of 4, at most {MOST_TOKENS}"), tokens.to_string());
-    Err(EpError::Argument { call, name: "max_tokens", expected, found })
+    Err(NcclEpError::Argument { call, name: "max_tokens", expected, found })
 }
 
 /// The rules for experts and ranks.
-pub(super) fn check_experts(experts: usize, ranks: usize) -> EpResult<()> {
+pub(super) fn check_experts(experts: usize, ranks: usize) -> NcclEpResult<()> {
     if ranks < 2 {
-        return Err(EpError::Ranks { found: ranks });
+        return Err(NcclEpError::Ranks { found: ranks });
     }
     if !experts.is_multiple_of(ranks) {
-        return Err(EpError::Experts { experts, ranks });
+        return Err(NcclEpError::Experts { experts, ranks });
     }
     Ok(())
 }
@@ -66,13 +66,13 @@ fn domain(comm: crate::nccl::sys::CommPtr) -> Option<usize> {
 }
 
 /// The rule for experts of a domain.
-pub(super) fn check_domain(call: &'static str, comm: &SharedComm, experts: usize) -> EpResult<()> {
+pub(super) fn check_domain(call: &'static str, comm: &SharedComm, experts: usize) -> NcclEpResult<()> {
     let ranks = comm.size();
-    let domain = comm.with(domain).ok_or(EpError::Ended { call })?.unwrap_or(ranks);
+    let domain = comm.with(domain).ok_or(NcclEpError::Ended { call })?.unwrap_or(ranks);
     let local = experts / ranks;
     match (local * domain).is_multiple_of(4) {
         true => Ok(()),
-        false => Err(EpError::Fours { local, domain }),
+        false => Err(NcclEpError::Fours { local, domain }),
     }
 }
 
@@ -81,6 +81,6 @@ pub(super) fn check_gpu(cuda: &Cuda) -> Result<()> {
     let (major, minor) = cuda.capability()?;
     match major >= 9 {
         true => Ok(()),
-        false => Err(EpError::Architecture { major, minor }.into()),
+        false => Err(NcclEpError::Architecture { major, minor }.into()),
     }
 }

@@ -8,7 +8,7 @@ use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::tensor::{TensorMut, TensorRef};
 
-use super::{EpError, sys};
+use super::{NcclEpError, sys};
 
 /// A window of NCCL's, by its addresses.
 #[derive(Debug, Clone, Copy)]
@@ -92,7 +92,7 @@ impl<'a> TensorDescriptor<'a> {
     pub(super) fn in_window(mut self, call: &'static str, places: Option<&WindowRanges>) -> Result<Self> {
         let Some(places) = places else { return Ok(self) };
         let address = self.raw.data as u64;
-        let place = places.of(address).ok_or(EpError::NoWindow { call })?;
+        let place = places.of(address).ok_or(NcclEpError::NoWindow { call })?;
         self.raw.win_hdl = place.window.cast();
         self.raw.win_offset = address - place.base;
         Ok(self)

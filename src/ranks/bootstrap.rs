@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use super::MAX_WORLD;
 use super::env::Identity;
-use super::token::Token;
+use super::token::JobToken;
 use crate::error::{Error, RankError, Result};
 
 /// One rank's part in handing out an id. All ranks need the same world, address, token and round.
@@ -17,7 +17,7 @@ pub struct Bootstrap {
     /// `host:port` that rank 0 binds and the others connect to.
     pub address: String,
     /// The job's secret.
-    pub token: Token,
+    pub token: JobToken,
     /// Rank 0 waits this long for the others; they wait two seconds longer for its answer, to hear who was missing.
     pub timeout: Duration,
     /// Counts the groups that the world makes one after another: a latecomer of an earlier one is refused.
@@ -32,7 +32,7 @@ impl Bootstrap {
     pub fn from_env(timeout: Duration) -> Result<Self> {
         let me = Identity::from_env()?;
         // One rank has nobody to prove itself to.
-        let token = if me.world == 1 { Token::random()? } else { Token::from_env()? };
+        let token = if me.world == 1 { JobToken::random()? } else { JobToken::from_env()? };
         Self::new(&me, token, timeout)
     }
 
@@ -40,7 +40,7 @@ impl Bootstrap {
     ///
     /// # Errors
     /// [`RankError::NoAddress`] where there is more than one rank and no address.
-    pub fn new(me: &Identity, token: Token, timeout: Duration) -> Result<Self> {
+    pub fn new(me: &Identity, token: JobToken, timeout: Duration) -> Result<Self> {
         let address = match &me.address {
             Some(address) => address.clone(),
             None if me.world == 1 => String::new(),

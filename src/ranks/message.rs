@@ -7,7 +7,7 @@
 //!
 //! The body is the id, or what a failure has to say: a bit for each missing rank below 1024, or text.
 
-use super::token::{TOKEN_BYTES, Token};
+use super::token::{JobToken, TOKEN_BYTES};
 use crate::error::Refusal;
 
 /// Id that a communicator is made from (NCCL's `ncclUniqueId`); opaque here.
@@ -21,7 +21,7 @@ const MAGIC: [u8; 8] = *b"moebius\x01";
 /// First and only message of a rank to rank 0.
 #[derive(Debug, Clone)]
 pub(super) struct Hello {
-    pub token: Token,
+    pub token: JobToken,
     pub round: u32,
     pub world: u32,
     pub rank: u32,
@@ -46,7 +46,7 @@ impl Hello {
         if bytes[52..].iter().any(|byte| *byte != 0) {
             return Err("unused bytes are not zero");
         }
-        let token = Token::from_bytes(token);
+        let token = JobToken::from_bytes(token);
         Ok(Self { token, round: word(bytes, 40), world: word(bytes, 44), rank: word(bytes, 48) })
     }
 }
@@ -92,7 +92,7 @@ impl Reply {
                 (0, 0)
             }
             Reply::Refused(Refusal::Malformed) => (1, 0),
-            Reply::Refused(Refusal::Token) => (2, 0),
+            Reply::Refused(Refusal::JobToken) => (2, 0),
             Reply::Refused(Refusal::Round(round)) => (3, *round),
             Reply::Refused(Refusal::World(world)) => (4, *world),
             Reply::Refused(Refusal::OutOfRange(rank)) => (5, *rank),
@@ -121,7 +121,7 @@ impl Reply {
         let reply = match word(bytes, 8) {
             0 => Reply::Id(body),
             1 => Reply::Refused(Refusal::Malformed),
-            2 => Reply::Refused(Refusal::Token),
+            2 => Reply::Refused(Refusal::JobToken),
             3 => Reply::Refused(Refusal::Round(detail)),
             4 => Reply::Refused(Refusal::World(detail)),
             5 => Reply::Refused(Refusal::OutOfRange(detail)),
@@ -163,7 +163,7 @@ mod tests {
 
     #[test]
     fn hello_returns() {
-        let token = Token::random().unwrap();
+        let token = JobToken::random().unwrap();
         let hello = Hello { token: token.clone(), round: 1, world: 0x0102_0304, rank: u32::MAX };
         let bytes = hello.encode();
         let back = Hello::parse(&bytes).unwrap();
@@ -182,7 +182,7 @@ mod tests {
         let all = [
             Reply::Id([0xa5; 128]),
             Reply::Refused(Refusal::Malformed),
-            Reply::Refused(Refusal::Token),
+            Reply::Refused(Refusal::JobToken),
             Reply::Refused(Refusal::Round(7)),
             Reply::Refused(Refusal::World(8)),
             Reply::Refused(Refusal::OutOfRange(9)),

@@ -6,7 +6,7 @@
 //!
 //! # What is trusted
 //! The bootstrap is for that one id and never for payload. Rank 0 answers a connection only if it shows the job's
-//! [`Token`], which keeps out strangers and other jobs that can connect; it travels in the clear and does not keep out
+//! [`JobToken`], which keeps out strangers and other jobs that can connect; it travels in the clear and does not keep out
 //! whoever can read the network. NCCL itself, which takes over from there, authenticates nobody: its ports must be
 //! reachable by the job's own machines only.
 
@@ -30,7 +30,7 @@ pub use env::{Identity, VARIABLES};
 pub use mesh::{Axis, Member, Mesh};
 pub use message::UniqueId;
 pub use root::Root;
-pub use token::Token;
+pub use token::JobToken;
 
 /// The page's example compiles.
 #[cfg(doctest)]

@@ -184,7 +184,7 @@ impl Connections<'_> {
     fn check_hello(&mut self, connection: PendingConnection) {
         let verdict = match Hello::parse(&connection.bytes) {
             Err(_) => Err(Refusal::Malformed),
-            Ok(hello) if !hello.token.matches(&self.job.token) => Err(Refusal::Token),
+            Ok(hello) if !hello.token.matches(&self.job.token) => Err(Refusal::JobToken),
             Ok(hello) if hello.round != self.job.round => Err(Refusal::Round(self.job.round)),
             Ok(hello) if hello.world as usize != self.job.world => Err(Refusal::World(self.job.world as u32)),
             Ok(hello) if hello.rank as usize >= self.job.world => Err(Refusal::OutOfRange(hello.rank)),

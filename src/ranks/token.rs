@@ -12,17 +12,17 @@ const VARIABLE: &str = "MOEBIUS_TOKEN";
 
 /// A job's secret: 32 random bytes, 64 hexadecimal digits as text. `Debug` does not show it.
 ///
-/// Compared in constant time, by [`Token::matches`] alone: there is deliberately no `==`.
+/// Compared in constant time, by [`JobToken::matches`] alone: there is deliberately no `==`.
 #[derive(Clone)]
-pub struct Token([u8; TOKEN_BYTES]);
+pub struct JobToken([u8; TOKEN_BYTES]);
 
-impl fmt::Debug for Token {
+impl fmt::Debug for JobToken {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("Token(..)")
+        f.write_str("JobToken(..)")
     }
 }
 
-impl Token {
+impl JobToken {
     /// A new one, from the operating system's generator.
     ///
     /// # Errors
@@ -30,7 +30,7 @@ impl Token {
     pub fn random() -> Result<Self> {
         let mut bytes = [0; TOKEN_BYTES];
         File::open("/dev/urandom").and_then(|mut file| file.read_exact(&mut bytes)).map_err(|error| Error::Device {
-            call: "ranks::Token::random",
+            call: "ranks::JobToken::random",
             operation: "read /dev/urandom".to_string(),
             message: error.to_string(),
         })?;
@@ -61,7 +61,7 @@ impl Token {
         let digits: Vec<u8> = hex.chars().map_while(|c| c.to_digit(16)).map(|digit| digit as u8).collect();
         if digits.len() != 2 * TOKEN_BYTES || hex.len() != digits.len() {
             let found = format!("{} bytes, {} digits at their start", hex.len(), digits.len());
-            return Err(Error::invalid("ranks::Token::parse", "token", "64 hexadecimal digits", found));
+            return Err(Error::invalid("ranks::JobToken::parse", "token", "64 hexadecimal digits", found));
         }
         let mut bytes = [0; TOKEN_BYTES];
         for (byte, pair) in bytes.iter_mut().zip(digits.chunks_exact(2)) {
@@ -76,7 +76,7 @@ impl Token {
     }
 
     /// Whether both are the same, in a time that does not tell where they differ.
-    pub fn matches(&self, other: &Token) -> bool {
+    pub fn matches(&self, other: &JobToken) -> bool {
         // Kept opaque, or the compiler may leave the loop at the first difference.
         let differing = self.0.iter().zip(&other.0).fold(0u8, |sum, (a, b)| std::hint::black_box(sum | (a ^ b)));
         std::hint::black_box(differing) == 0
@@ -97,27 +97,27 @@ mod tests {
 
     #[test]
     fn every_bit_counts() {
-        let token = Token::random().unwrap();
-        assert!(token.matches(&Token::parse(&token.to_hex()).unwrap()));
-        assert!(token.matches(&Token::parse(&token.to_hex().to_uppercase()).unwrap()));
+        let token = JobToken::random().unwrap();
+        assert!(token.matches(&JobToken::parse(&token.to_hex()).unwrap()));
+        assert!(token.matches(&JobToken::parse(&token.to_hex().to_uppercase()).unwrap()));
         for bit in 0..8 * TOKEN_BYTES {
             let mut other = token.clone();
             other.0[bit / 8] ^= 1 << (bit % 8);
             assert!(!token.matches(&other) && !other.matches(&token), "bit {bit}");
         }
-        assert!(!token.matches(&Token::random().unwrap()));
+        assert!(!token.matches(&JobToken::random().unwrap()));
     }
 
     #[test]
     fn text_is_checked_and_not_repeated() {
         let good = "0123456789abcdef".repeat(4);
-        assert_eq!(Token::parse(&good).unwrap().to_hex(), good);
+        assert_eq!(JobToken::parse(&good).unwrap().to_hex(), good);
         for bad in ["", "12", &good[1..], &format!("{good}0"), &format!("{}g", &good[1..]), &format!("{}é", &good[2..])]
         {
-            let error = Token::parse(bad).unwrap_err().to_string();
+            let error = JobToken::parse(bad).unwrap_err().to_string();
             assert!(error.contains("64 hexadecimal digits"), "{error}");
             assert!(!error.contains("abcdef"), "{error}");
         }
-        assert_eq!(format!("{:?}", Token::parse(&good).unwrap()), "Token(..)");
+        assert_eq!(format!("{:?}", JobToken::parse(&good).unwrap()), "JobToken(..)");
     }
 }

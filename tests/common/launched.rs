@@ -8,7 +8,7 @@ use moebius::comm::{Op, Tag};
 use moebius::cuda::Cuda;
 use moebius::kernels::Kernels;
 use moebius::nccl::{NcclComm, NcclLibrary};
-use moebius::ranks::{Bootstrap, Identity, Token};
+use moebius::ranks::{Bootstrap, Identity, JobToken};
 use moebius::{DType, Tensor};
 
 /// Which body a child runs; its rank and job are in the variables of `moebius-run`.
@@ -28,7 +28,7 @@ pub struct Said {
 pub fn start(body: &str, ranks: usize, environment: &[(&str, &str)]) -> Vec<Said> {
     // The port is free when it is asked for; the next to ask is a child a moment later.
     let port = TcpListener::bind("127.0.0.1:0").and_then(|l| l.local_addr()).expect("a port").port();
-    let token = Token::random().expect("a token").to_hex();
+    let token = JobToken::random().expect("a token").to_hex();
     let me = std::env::current_exe().expect("this program");
     let children: Vec<Child> = (0..ranks)
         .map(|rank| {
@@ -71,7 +71,7 @@ pub fn join(round: u32) -> NcclComm {
 
 pub fn join_within(round: u32, limit: Duration) -> NcclComm {
     let me = Identity::from_env().expect("an identity");
-    let mut job = Bootstrap::new(&me, Token::from_env().expect("a token"), limit).expect("a job");
+    let mut job = Bootstrap::new(&me, JobToken::from_env().expect("a token"), limit).expect("a job");
     job.round = round;
     let cuda = Cuda::new(me.local_rank).expect("a GPU").poisoning();
     NcclComm::join(&NcclLibrary::open().expect("NCCL"), &job, &cuda).expect("a communicator")

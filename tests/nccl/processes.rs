@@ -8,7 +8,7 @@ use moebius::cuda::Cuda;
 use moebius::ep::{Capacity, DispatchSpec, DispatcherKind, Group, GroupConfig, Reporting};
 use moebius::kernels::Kernels;
 use moebius::nccl::{NcclComm, NcclLibrary};
-use moebius::ranks::{Axis, Bootstrap, Identity, Mesh, Token};
+use moebius::ranks::{Axis, Bootstrap, Identity, JobToken, Mesh};
 use moebius::{CommError, DType, Error, Tensor};
 
 use crate::launched::{AT_ONCE, join, start, succeed, tag, word};
@@ -225,7 +225,7 @@ fn compared() {
 
 fn compared_by_one() {
     let me = Identity::from_env().expect("an identity");
-    let job = Bootstrap::new(&me, Token::from_env().expect("a token"), AT_ONCE).expect("a job");
+    let job = Bootstrap::new(&me, JobToken::from_env().expect("a token"), AT_ONCE).expect("a job");
     let (cuda, library) = (Cuda::new(me.local_rank).expect("a GPU"), NcclLibrary::open().expect("NCCL"));
     let comm = if me.rank == 0 { NcclComm::join_checked } else { NcclComm::join };
     let mut comm = comm(&library, &job, &cuda).expect("a communicator");

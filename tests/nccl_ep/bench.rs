@@ -11,8 +11,8 @@ use cudarc::driver::sys::CUevent_flags;
 use moebius::comm::Communicator;
 use moebius::cuda::{Cuda, cudarc};
 use moebius::nccl_ep::{
-    CombineArgs, DispatchArgs, GroupOptions, HandleOptions, HighThroughputGroup, HighThroughputHandle, PassDirection,
-    UpdateCounters, sys,
+    CombineArgs, DispatchArgs, HandleOptions, HighThroughputGroup, HighThroughputHandle, HighThroughputOptions,
+    PassDirection, UpdateCounters, sys,
 };
 use moebius::{DType, Error, Result, Tensor};
 
@@ -306,7 +306,7 @@ fn measure(seat: &mut Seat<'_>, run: &Run) -> Result<()> {
     let free = || cuda.stream().context().mem_get_info().map(|(free, _)| free).map_err(|e| problem(&e.to_string()));
     let before = free()?;
     let most = if run.zipf { ranks * run.tokens * k } else { ranks * run.tokens * k * 3 / 2 / ranks };
-    let options = GroupOptions {
+    let options = HighThroughputOptions {
         num_experts: experts,
         max_tokens: run.tokens,
         capacity: run.fixed.then_some(most),

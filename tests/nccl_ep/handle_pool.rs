@@ -11,7 +11,7 @@ use moebius::ep::{
 };
 use moebius::kernels::Kernels;
 use moebius::nccl::NcclComm;
-use moebius::nccl_ep::EpError;
+use moebius::nccl_ep::NcclEpError;
 use moebius::{DType, Device, Error, Result, Tensor};
 
 use crate::launched::{AT_ONCE, start, succeed};
@@ -189,7 +189,7 @@ pub fn child(body: &str) -> Option<()> {
         seat.cuda.check()?;
         barrier.wait();
         match (seat.rank == late, seat.prepare().map(drop)) {
-            (false, Err(Error::NcclEp(EpError::Late { rank, late: ranks }))) => {
+            (false, Err(Error::NcclEp(NcclEpError::Late { rank, late: ranks }))) => {
                 assert_eq!((rank, ranks), (seat.rank, vec![late]));
             }
             (true, Err(Error::Peer { peer, .. })) => assert_ne!(peer, late),

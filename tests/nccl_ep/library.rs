@@ -5,7 +5,7 @@ use std::process::Command;
 
 use moebius::ep::{DispatcherKind, Group, GroupConfig};
 use moebius::nccl::NcclLibrary;
-use moebius::nccl_ep::{EP_LIBRARY_VARIABLE, EpLibrary};
+use moebius::nccl_ep::{NCCL_EP_LIBRARY_VARIABLE, NcclEpLibrary};
 
 pub fn cases() -> Vec<(&'static str, fn())> {
     vec![
@@ -19,7 +19,7 @@ pub const CHILD: &str = "MOEBIUS_TEST_OPENS_NCCL_EP";
 
 /// Work of such a child.
 pub fn child() {
-    match NcclLibrary::open().map(|nccl| EpLibrary::open(&nccl)) {
+    match NcclLibrary::open().map(|nccl| NcclEpLibrary::open(&nccl)) {
         Ok(Ok(library)) => println!("{} {}", library.path(), library.version()),
         Ok(Err(error)) => println!("{error}"),
         Err(error) => println!("{error}"),
@@ -29,7 +29,7 @@ pub fn child() {
 /// In a process of its own: this one's environment is all threads'. Without NCCL its absence is the error.
 fn a_wrong_path_in_the_environment_is_final() {
     let me = std::env::current_exe().expect("this program");
-    let out = Command::new(me).env(EP_LIBRARY_VARIABLE, "/nowhere/ep").env(CHILD, "1").output().expect("a child");
+    let out = Command::new(me).env(NCCL_EP_LIBRARY_VARIABLE, "/nowhere/ep").env(CHILD, "1").output().expect("a child");
     let text = String::from_utf8_lossy(&out.stdout).into_owned();
     let named = text.contains("/nowhere/ep (MOEBIUS_NCCL_EP) cannot be loaded");
     let old = text.contains("needs NCCL 2.30.4") || text.contains("libnccl.so.2");

@@ -6,8 +6,8 @@ use moebius::comm::Communicator;
 use moebius::cuda::Cuda;
 use moebius::kernels::Kernels;
 use moebius::nccl_ep::{
-    EpError, LowLatencyCombineArgs, LowLatencyDispatchArgs, LowLatencyGroup, LowLatencyHandle, LowLatencyLayout,
-    LowLatencyOptions, LowLatencyReceiveArgs,
+    LowLatencyCombineArgs, LowLatencyDispatchArgs, LowLatencyGroup, LowLatencyHandle, LowLatencyLayout,
+    LowLatencyOptions, LowLatencyReceiveArgs, NcclEpError,
 };
 use moebius::{DType, Error, Result, Tensor};
 
@@ -416,20 +416,20 @@ fn rules_are_checked_before_the_library_is_called(ranks: usize) {
         };
         let experts = 4 * ranks + 1;
         let uneven = LowLatencyOptions { num_experts: experts, ..good };
-        assert_eq!(refused(uneven), EpError::Experts { experts, ranks });
+        assert_eq!(refused(uneven), NcclEpError::Experts { experts, ranks });
         let none = refused(LowLatencyOptions { max_tokens: 0, ..good });
-        assert!(matches!(none, EpError::Argument { name: "max_tokens", .. }), "{none}");
+        assert!(matches!(none, NcclEpError::Argument { name: "max_tokens", .. }), "{none}");
         let group = LowLatencyGroup::new(&seat.library, &seat.comm, good)?;
         let many = LowLatencyHandle::new(&group, LowLatencyLayout::RankMajor, 4 * ranks + 1).map(|_| ());
-        assert!(matches!(many, Err(Error::NcclEp(EpError::Argument { name: "top_k", .. }))), "{many:?}");
+        assert!(matches!(many, Err(Error::NcclEp(NcclEpError::Argument { name: "top_k", .. }))), "{many:?}");
         let unmasked = group.was_late();
-        assert!(matches!(unmasked, Err(Error::NcclEp(EpError::Argument { name: "patience", .. }))), "{unmasked:?}");
+        assert!(matches!(unmasked, Err(Error::NcclEp(NcclEpError::Argument { name: "patience", .. }))), "{unmasked:?}");
         let mut step = Step::new(seat, PLAIN, &group)?;
         step.x = Tensor::zeros(seat.cuda(), DType::BF16, &[step.x.dims()[0], 128])?;
         step.rows = Tensor::zeros(seat.cuda(), DType::BF16, &[step.handle.rows(), 128])?;
         let narrow = step.dispatch(None);
         assert!(
-            matches!(narrow, Err(Error::NcclEp(EpError::LowLatencyWidth { lanes: 256, width: 128, .. }))),
+            matches!(narrow, Err(Error::NcclEp(NcclEpError::LowLatencyWidth { lanes: 256, width: 128, .. }))),
             "{narrow:?}"
         );
         Ok(())

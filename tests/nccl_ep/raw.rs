@@ -10,8 +10,8 @@ use moebius::cuda::Cuda;
 use moebius::kernels::Kernels;
 use moebius::nccl::NcclComm;
 use moebius::nccl_ep::{
-    CombineArgs, DispatchArgs, EpError, EpLibrary, GroupOptions, HandleOptions, HighThroughputGroup,
-    HighThroughputHandle, PassDirection, UpdateCounters,
+    CombineArgs, DispatchArgs, HandleOptions, HighThroughputGroup, HighThroughputHandle, HighThroughputOptions,
+    NcclEpError, NcclEpLibrary, PassDirection, UpdateCounters,
 };
 use moebius::{DType, Error, Result, Tensor};
 
@@ -33,7 +33,7 @@ const PATIENCE: Duration = Duration::from_secs(60);
 
 /// One rank of a test.
 pub struct Seat<'a> {
-    pub library: EpLibrary,
+    pub library: NcclEpLibrary,
     pub comm: NcclComm,
     pub together: &'a Barrier,
 }
@@ -63,7 +63,7 @@ impl Seat<'_> {
 /// Every rank's body on a thread.
 pub fn each(ranks: usize, body: impl Fn(&mut Seat<'_>) -> Result<()> + Sync) {
     let (nccl, _) = gpus::first(1);
-    let library = EpLibrary::open(&nccl).expect("NCCL EP");
+    let library = NcclEpLibrary::open(&nccl).expect("NCCL EP");
     let (body, together) = (&body, &Barrier::new(ranks));
     thread::scope(|scope| {
         let threads: Vec<_> = gpus::communicators(ranks, PATIENCE)
@@ -171,7 +171,7 @@ pub fn value(rank: usize, token: usize, column: usize) -> f64 {
 }
 
 fn group(seat: &Seat<'_>, trip: &Trip) -> Result<HighThroughputGroup> {
-    let options = GroupOptions {
+    let options = HighThroughputOptions {
         num_experts: trip.experts,
         max_tokens: 32,
         capacity: trip.capacity,
@@ -439,7 +439,7 @@ fn past_the_capacity_rows_are_dropped_and_counted(ranks: usize) {
 
 fn rules_are_checked_before_the_library_is_called(ranks: usize) {
     each(ranks, |seat| {
-        let good = GroupOptions {
+        let good = HighThroughputOptions {
             num_experts: 4 * ranks,
             max_tokens: 32,
             capacity: None,
@@ -447,26 +447,33 @@ fn rules_are_checked_before_the_library_is_called(ranks: usize) {
             max_top_k: 2,
             trap: false,
         };
-        let refused = |options: GroupOptions| match HighThroughputGroup::new(&seat.library, &seat.comm, options) {
-            Err(Error::NcclEp(error)) => error,
-            other => panic!("{options:?}: {other:?}"),
-        };
+        let refused =
+            |options: HighThroughputOptions| match HighThroughputGroup::new(&seat.library, &seat.comm, options) {
+                Err(Error::NcclEp(error)) => error,
+                other => panic!("{options:?}: {other:?}"),
+            };
         let experts = 4 * ranks + 1;
-        assert_eq!(refused(GroupOptions { num_experts: experts, ..good }), EpError::Experts { experts, ranks });
         assert_eq!(
-            refused(GroupOptions { max_row_bytes: 40, ..good }),
-            EpError::RowBytes { what: "max_row_bytes", bytes: 40 }
+            refused(HighThroughputOptions { num_experts: experts, ..good }),
+            NcclEpError::Experts { experts, ranks }
         );
-        let odd = refused(GroupOptions { max_tokens: 33, ..good });
-        assert!(matches!(odd, EpError::Argument { name: "max_tokens", .. }), "{odd}");
-        let small = refused(GroupOptions { capacity: Some(31), ..good });
-        assert_eq!(small, EpError::Capacity { expected: "at least 32 rows (max_tokens)".into(), found: 31 });
+        assert_eq!(
+            refused(HighThroughputOptions { max_row_bytes: 40, ..good }),
+            NcclEpError::RowBytes { what: "max_row_bytes", bytes: 40 }
+        );
+        let odd = refused(HighThroughputOptions { max_tokens: 33, ..good });
+        assert!(matches!(odd, NcclEpError::Argument { name: "max_tokens", .. }), "{odd}");
+        let small = refused(HighThroughputOptions { capacity: Some(31), ..good });
+        assert_eq!(small, NcclEpError::Capacity { expected: "at least 32 rows (max_tokens)".into(), found: 31 });
         if ranks == 2 {
-            assert_eq!(refused(GroupOptions { num_experts: 2, ..good }), EpError::Fours { local: 1, domain: 2 });
+            assert_eq!(
+                refused(HighThroughputOptions { num_experts: 2, ..good }),
+                NcclEpError::Fours { local: 1, domain: 2 }
+            );
         }
         let group = HighThroughputGroup::new(&seat.library, &seat.comm, good)?;
         let unaligned = HighThroughputHandle::new(&group, HandleOptions { top_k: 2, alignment: 12 }).map(|_| ());
-        assert!(matches!(unaligned, Err(Error::NcclEp(EpError::Alignment { found: 12 }))), "{unaligned:?}");
+        assert!(matches!(unaligned, Err(Error::NcclEp(NcclEpError::Alignment { found: 12 }))), "{unaligned:?}");
         Ok(())
     });
 }

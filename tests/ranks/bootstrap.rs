@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicU16, Ordering};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
-use moebius::ranks::{Bootstrap, Identity, RankError, Refusal, Root, Token, UniqueId};
+use moebius::ranks::{Bootstrap, Identity, JobToken, RankError, Refusal, Root, UniqueId};
 use moebius::{Error, Result};
 
 use super::limits::in_time;
@@ -27,7 +27,7 @@ impl Job {
     pub fn new(world: usize, timeout: Duration) -> Self {
         let root = Root::bind("127.0.0.1:0", timeout).unwrap();
         let address = root.address();
-        let token = Token::random().unwrap();
+        let token = JobToken::random().unwrap();
         let template = Bootstrap { rank: 0, world, address: address.to_string(), token, timeout, round: 0 };
         Self { template, root: Some(root), address }
     }
@@ -69,7 +69,7 @@ fn all_get_the_id() {
 #[test]
 fn one_rank_needs_no_network() {
     let me = Identity::new(0, 1, 0, None).unwrap();
-    let job = Bootstrap::new(&me, Token::random().unwrap(), LONG).unwrap();
+    let job = Bootstrap::new(&me, JobToken::random().unwrap(), LONG).unwrap();
     assert_eq!(job.exchange(|| Ok(ID)).unwrap(), ID);
 }
 
@@ -111,7 +111,7 @@ fn rounds() {
 }
 
 fn rounds_at(free: SocketAddr, short: Duration) -> Option<()> {
-    let token = Token::random().unwrap();
+    let token = JobToken::random().unwrap();
     let job = |rank, round, timeout| {
         let address = free.to_string();
         Bootstrap { rank, world: 3, address, token: token.clone(), timeout, round }
@@ -189,10 +189,10 @@ fn others_hear_that_rank_0_failed() {
 fn wrong_token() {
     let mut job = Job::new(2, LONG);
     let root = job.serve();
-    let stranger = Bootstrap { rank: 1, token: Token::random().unwrap(), ..job.template.clone() };
+    let stranger = Bootstrap { rank: 1, token: JobToken::random().unwrap(), ..job.template.clone() };
     let error = failure(spawn(stranger));
     let address = job.address.to_string();
-    assert_eq!(error, RankError::Refused { rank: 1, address, reason: Refusal::Token });
+    assert_eq!(error, RankError::Refused { rank: 1, address, reason: Refusal::JobToken });
     // And the job goes on without it.
     assert_eq!(job.join(1).join().unwrap().unwrap(), ID);
     assert_eq!(root.join().unwrap().unwrap(), ID);
@@ -265,6 +265,6 @@ fn impossible_jobs() {
         assert_eq!(name, field);
     }
     let me = Identity::new(1, 2, 1, None).unwrap();
-    let error = Bootstrap::new(&me, Token::random().unwrap(), SHORT).unwrap_err();
+    let error = Bootstrap::new(&me, JobToken::random().unwrap(), SHORT).unwrap_err();
     assert!(error.to_string().contains("MOEBIUS_ADDRESS"), "{error}");
 }

@@ -6,7 +6,7 @@ use std::process::{Child, ChildStdout, Command, ExitStatus, Output, Stdio};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use moebius::ranks::{Bootstrap, Token, UniqueId};
+use moebius::ranks::{Bootstrap, JobToken, UniqueId};
 
 use super::bootstrap::{LONG, free};
 
@@ -103,10 +103,10 @@ fn one_secret_a_job() {
     assert!(jobs.iter().all(|job| job.len() == 1), "{jobs:?}");
     assert_ne!(jobs[0], jobs[1]);
     let (token, address) = jobs[0].iter().next().unwrap().split_once(' ').unwrap();
-    assert_eq!(Token::parse(token).unwrap().to_hex(), token);
+    assert_eq!(JobToken::parse(token).unwrap().to_hex(), token);
     assert!(address.starts_with("127.0.0.1:"), "{address}");
     let printed = launcher(&["--print-token"]).output().unwrap();
-    Token::parse(str::from_utf8(&printed.stdout).unwrap().trim_end()).unwrap();
+    JobToken::parse(str::from_utf8(&printed.stdout).unwrap().trim_end()).unwrap();
     // A command line is for everybody to read.
     let shown = shell(&["-n", "1"], "cat /proc/$PPID/cmdline /proc/$$/cmdline | tr '\\0' ' ' | grep -c $MOEBIUS_TOKEN");
     assert_eq!(lines(&shown.stdout), ["[0] 0"]);
@@ -308,7 +308,7 @@ fn processes_exchange() {
     let done = launcher(&[&["-n", "4"], &rank[..]].concat()).output().unwrap();
     (0..4).for_each(|rank| has(&done, rank, 4));
     // Two hosts, both of them this one: the second launcher's ranks wait for the first's.
-    let token = Token::random().unwrap().to_hex();
+    let token = JobToken::random().unwrap().to_hex();
     let address = free().to_string();
     let host = |first: &str| {
         let options = ["-n", "2", "--world", "4", "--first-rank", first, "--address", &address];

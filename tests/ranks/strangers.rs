@@ -5,12 +5,12 @@ use std::io::{Read, Write};
 use std::net::{Shutdown, TcpListener, TcpStream};
 use std::thread;
 
-use moebius::ranks::{Bootstrap, RankError, Token};
+use moebius::ranks::{Bootstrap, JobToken, RankError};
 
 use super::bootstrap::{ID, Job, LONG, SHORT, failure, spawn, tried};
 use super::limits::in_time;
 
-fn hello(token: &Token, round: u32, world: u32, rank: u32) -> Vec<u8> {
+fn hello(token: &JobToken, round: u32, world: u32, rank: u32) -> Vec<u8> {
     let hex = token.to_hex();
     let token = (0..32).map(|i| u8::from_str_radix(&hex[2 * i..2 * i + 2], 16).unwrap());
     let mut bytes = b"moebius\x01".to_vec();
@@ -55,9 +55,9 @@ fn each_refusal() {
         (vec![b'x'; 64], (1, 0)),
         (other_version, (1, 0)),
         (trailing, (1, 0)),
-        (hello(&Token::random().unwrap(), 0, 2, 1), (2, 0)),
+        (hello(&JobToken::random().unwrap(), 0, 2, 1), (2, 0)),
         // The token is looked at before anything that would tell about the job.
-        (hello(&Token::random().unwrap(), 9, 9, 9), (2, 0)),
+        (hello(&JobToken::random().unwrap(), 9, 9, 9), (2, 0)),
         (hello(&token, 7, 2, 1), (3, 0)),
         (hello(&token, 0, 3, 1), (4, 2)),
         (hello(&token, 0, 2, 2), (5, 2)),
@@ -78,7 +78,7 @@ fn refusals_are_told_of_on_timeout() {
         let mut job = Job::new(2, short);
         let address = job.template.address.clone();
         let root = job.serve();
-        let stranger = Bootstrap { rank: 1, token: Token::random().unwrap(), ..job.template.clone() };
+        let stranger = Bootstrap { rank: 1, token: JobToken::random().unwrap(), ..job.template.clone() };
         let stranger = failure(spawn(stranger));
         let RankError::Missing { missing, refused, .. } = failure(root) else { panic!() };
         assert_eq!(missing, [1]);

@@ -27,7 +27,7 @@ fn main() -> ExitCode {
             }
         },
         Ok(args::Request::Help) => print(args::HELP),
-        Ok(args::Request::PrintToken) => match moebius::ranks::Token::random() {
+        Ok(args::Request::PrintToken) => match moebius::ranks::JobToken::random() {
             Ok(token) => print(&format!("{}\n", token.to_hex())),
             Err(error) => {
                 say(&error.to_string());

@@ -4,7 +4,7 @@ use std::net::TcpListener;
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-use moebius::ranks::{Identity, Token, VARIABLES};
+use moebius::ranks::{Identity, JobToken, VARIABLES};
 
 use super::args::Options;
 use super::group::{Ended, RankGroup};
@@ -48,7 +48,7 @@ pub fn run(options: &Options) -> Result<u8, RunError> {
     // Before any thread, so that all of them have the signals blocked.
     let signals = Signals::block().map_err(|error| RunError::System { operation: "block signals", error })?;
     // Several hosts share one from outside; a host of its own needs nobody else's.
-    let token = if options.world.is_some() { Token::from_env()? } else { Token::random()? };
+    let token = if options.world.is_some() { JobToken::from_env()? } else { JobToken::random()? };
     let address = match &options.address {
         Some(address) => address.clone(),
         None => free_address(&token)?,
@@ -133,7 +133,7 @@ fn watch(group: &mut RankGroup, signals: &Signals, output: &OutputForwarder, gra
 }
 
 /// A free port on loopback. Rank 0 binds it a moment later; should another process be faster, it fails and says so.
-fn free_address(token: &Token) -> Result<String, RunError> {
+fn free_address(token: &JobToken) -> Result<String, RunError> {
     let random = token.to_hex().bytes().fold(0u32, |sum, byte| sum.wrapping_mul(31).wrapping_add(u32::from(byte)));
     let count = u32::from(PORTS.end - PORTS.start);
     (0..count)

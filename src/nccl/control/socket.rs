@@ -261,7 +261,7 @@ pub(in crate::nccl) mod tests {
     use crate::error::CommError;
     use crate::nccl::control::message::CollectiveId;
     use crate::nccl::control::peer_events::CollectiveInfo;
-    use crate::ranks::{Bootstrap, Root, Token};
+    use crate::ranks::{Bootstrap, JobToken, Root};
     use std::time::Instant;
 
     const PATIENCE: Duration = Duration::from_secs(20);
@@ -281,7 +281,7 @@ pub(in crate::nccl) mod tests {
     pub(in crate::nccl) fn sockets(checked: [bool; 3]) -> Vec<Arc<ControlSocket>> {
         let root = Root::bind("127.0.0.1:0", PATIENCE).unwrap();
         let address = root.address().to_string();
-        let token = Token::random().unwrap();
+        let token = JobToken::random().unwrap();
         let job = |rank| Bootstrap {
             rank,
             world: 3,

@@ -6,8 +6,10 @@ use crate::dtype::DType;
 use crate::ep::dispatcher_state::DispatcherState;
 use crate::ep::{Capacity, DispatchSpec, Handle};
 use crate::error::{Error, Result};
-use crate::nccl_ep::EpError;
-use crate::nccl_ep::high_throughput::{self, GroupOptions, HandleOptions, HighThroughputGroup, UpdateCounters};
+use crate::nccl_ep::NcclEpError;
+use crate::nccl_ep::high_throughput::{
+    self, HandleOptions, HighThroughputGroup, HighThroughputOptions, UpdateCounters,
+};
 use crate::tensor::{Tensor, TensorRef};
 
 use super::low_latency::LowLatencyState;
@@ -30,7 +32,7 @@ impl NcclEp {
         match spec.capacity {
             Capacity::Static(found) if !found.is_multiple_of(spec.alignment.max(1)) => {
                 let expected = format!("a multiple of the alignment {}", spec.alignment);
-                Err(EpError::Capacity { expected, found }.into())
+                Err(NcclEpError::Capacity { expected, found }.into())
             }
             _ => Ok(()),
         }
@@ -64,7 +66,7 @@ impl NcclEp {
         // The host's plan fits, so the library need not look for rows to drop, nor clear memory for them.
         let trap = !plans_on_device(spec);
         let windows = capacity.is_some() && self.core.config.windows > 0;
-        let fits = |o: &GroupOptions| {
+        let fits = |o: &HighThroughputOptions| {
             let policy = capacity.is_none() || o.trap == trap;
             o.capacity == capacity && policy && o.max_row_bytes >= row_bytes && o.max_top_k >= spec.top_k
         };
@@ -73,8 +75,9 @@ impl NcclEp {
             return Ok(group.clone());
         }
         self.core.device.not_captured("prepare", "create an EP group")?;
-        let known = |of: fn(&GroupOptions) -> usize| self.groups.iter().map(|g| of(g.options())).max().unwrap_or(0);
-        let options = GroupOptions {
+        let known =
+            |of: fn(&HighThroughputOptions) -> usize| self.groups.iter().map(|g| of(g.options())).max().unwrap_or(0);
+        let options = HighThroughputOptions {
             num_experts: self.core.config.num_experts,
             max_tokens: self.max_tokens(),
             capacity,
@@ -98,7 +101,7 @@ impl NcclEp {
         &mut self,
         spec: &DispatchSpec,
         (bytes, top_k): (usize, usize),
-        checked: std::result::Result<(), EpError>,
+        checked: std::result::Result<(), NcclEpError>,
     ) -> Result<()> {
         let own = format!("{bytes:?} bytes, top_k {top_k}");
         // A failed rank's report begins with a mark.

@@ -7,7 +7,7 @@ use crate::ep::dispatcher_state::DispatcherState;
 use crate::ep::{DispatcherKind, GroupConfig, LibraryDispatchers, NcclEpOrReason};
 use crate::error::{Error, Result};
 use crate::nccl::SharedComm;
-use crate::nccl_ep::EpLibrary;
+use crate::nccl_ep::NcclEpLibrary;
 use crate::nccl_ep::rules::{check_domain, check_experts, check_gpu, check_tokens};
 use crate::nccl_ep::tensor::WindowRanges;
 
@@ -73,7 +73,7 @@ fn mode(core: &DispatcherState<Cuda>) -> Algorithm {
 }
 
 /// The library and the communicator, where this rank can have them.
-fn examine(core: &mut DispatcherState<Cuda>) -> Result<(EpLibrary, SharedComm)> {
+fn examine(core: &mut DispatcherState<Cuda>) -> Result<(NcclEpLibrary, SharedComm)> {
     let experts = core.config.num_experts;
     check_experts(experts, core.ranks())?;
     check_tokens(CALL, core.config.max_tokens_per_rank.next_multiple_of(4))?;
@@ -84,5 +84,5 @@ fn examine(core: &mut DispatcherState<Cuda>) -> Result<(EpLibrary, SharedComm)> 
     if high {
         check_domain(CALL, &shared, experts)?;
     }
-    Ok((EpLibrary::open(comm.library())?, shared))
+    Ok((NcclEpLibrary::open(comm.library())?, shared))
 }

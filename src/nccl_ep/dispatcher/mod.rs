@@ -35,7 +35,7 @@ use windows::WindowPool;
 
 use super::high_throughput;
 use super::tensor::WindowRanges;
-use super::{EpError, EpLibrary};
+use super::{NcclEpError, NcclEpLibrary};
 
 /// Dispatcher over NCCL EP, high throughput: rows arrive in the order of experts, and sums are made on the way back.
 ///
@@ -61,7 +61,7 @@ pub struct NcclEp {
     outgrown: Vec<WindowPool>,
     places: WindowRanges,
     mode: Algorithm,
-    library: EpLibrary,
+    library: NcclEpLibrary,
     shared: SharedComm,
     /// Layers and specs that all ranks have met with.
     agreed: Vec<(u32, routing_record::SpecFields)>,
@@ -114,7 +114,7 @@ fn around<T>(
 
 /// NCCL's communicator, which the library builds on.
 fn nccl(core: &mut DispatcherState<Cuda>) -> Result<&mut NcclComm> {
-    core.comm.native().ok_or_else(|| EpError::Communicator { found: "another".to_string() }.into())
+    core.comm.native().ok_or_else(|| NcclEpError::Communicator { found: "another".to_string() }.into())
 }
 
 impl Drop for NcclEp {

@@ -11,7 +11,7 @@ use crate::ep::dispatcher_state::DispatcherState;
 use crate::ep::row_transport::{check_float, check_inputs, written};
 use crate::ep::{DispatchInputs, DispatchOutputs, Handle};
 use crate::error::{Error, Result};
-use crate::nccl_ep::EpError;
+use crate::nccl_ep::NcclEpError;
 use crate::nccl_ep::high_throughput::{self, DispatchArgs, PassDirection};
 use crate::tensor::{Tensor, TensorMut, TensorRef};
 
@@ -99,11 +99,11 @@ impl NcclEp {
         }
         let (bytes, width) = (row + scale, (row + scale) / dtype.size());
         if bytes == 0 || !bytes.is_multiple_of(16) {
-            return Err(EpError::RowBytes { what: "a row", bytes }.into());
+            return Err(NcclEpError::RowBytes { what: "a row", bytes }.into());
         }
         match dtype == DType::U8 || width.is_multiple_of(8) {
             true => Ok(()),
-            false => Err(EpError::Width { width }.into()),
+            false => Err(NcclEpError::Width { width }.into()),
         }
     }
 

@@ -17,7 +17,7 @@ use crate::ep::dispatcher_state::DispatcherState;
 use crate::ep::{Capacity, Handle};
 use crate::error::Result;
 use crate::nccl::NcclWindow;
-use crate::nccl_ep::EpError;
+use crate::nccl_ep::NcclEpError;
 use crate::nccl_ep::tensor::WindowRange;
 use crate::tensor::{Tensor, TensorRef};
 
@@ -51,7 +51,7 @@ impl WindowRing {
 
     /// The same, which nobody has.
     fn free(&self, call: &'static str) -> Result<&CountedWindow> {
-        let busy = || EpError::Windows { call, windows: self.windows.len() };
+        let busy = || NcclEpError::Windows { call, windows: self.windows.len() };
         Ok(self.current().filter(|w| w.loans.load(Ordering::Acquire) == 0).ok_or_else(busy)?)
     }
 }

@@ -10,16 +10,16 @@ use crate::nccl_ep::raw_group::RawGroup;
 use crate::nccl_ep::result::blank;
 use crate::nccl_ep::rules::{check_domain, check_gpu, narrow};
 use crate::nccl_ep::tensor::WindowRanges;
-use crate::nccl_ep::{EpLibrary, sys};
+use crate::nccl_ep::{NcclEpLibrary, sys};
 
-use super::GroupOptions;
+use super::HighThroughputOptions;
 
 /// A rank's membership in an EP group. Cheap to clone; destroyed with its last clone and handle, when all ranks must be
 /// done with it: a peer may still read what this rank has finished with.
 #[derive(Clone)]
 pub struct HighThroughputGroup {
     raw_group: Arc<RawGroup>,
-    options: GroupOptions,
+    options: HighThroughputOptions,
     /// Where rows must lie; `None`: anywhere.
     places: Option<WindowRanges>,
 }
@@ -34,16 +34,16 @@ impl HighThroughputGroup {
     /// Joins a group (collective).
     ///
     /// # Errors
-    /// [`EpError`](crate::nccl_ep::EpError) names the rule that the options, the GPU or the ranks break, before the
+    /// [`NcclEpError`](crate::nccl_ep::NcclEpError) names the rule that the options, the GPU or the ranks break, before the
     /// library is called.
-    pub fn new(library: &EpLibrary, comm: &NcclComm, options: GroupOptions) -> Result<Self> {
+    pub fn new(library: &NcclEpLibrary, comm: &NcclComm, options: HighThroughputOptions) -> Result<Self> {
         Self::on(library, (comm.cuda().clone(), comm.shared()), (options, None))
     }
 
     pub(in crate::nccl_ep) fn on(
-        library: &EpLibrary,
+        library: &NcclEpLibrary,
         (cuda, shared): (Cuda, SharedComm),
-        (options, places): (GroupOptions, Option<WindowRanges>),
+        (options, places): (HighThroughputOptions, Option<WindowRanges>),
     ) -> Result<Self> {
         const CALL: &str = "HighThroughputGroup::new";
         options.check(shared.size())?;
@@ -67,7 +67,7 @@ impl HighThroughputGroup {
     }
 
     /// Options that the group was made with.
-    pub fn options(&self) -> &GroupOptions {
+    pub fn options(&self) -> &HighThroughputOptions {
         &self.options
     }
 
@@ -96,7 +96,7 @@ impl HighThroughputGroup {
     }
 
     /// The library.
-    pub fn library(&self) -> &EpLibrary {
+    pub fn library(&self) -> &NcclEpLibrary {
         &self.raw_group.library
     }
 

@@ -8,7 +8,7 @@ use crate::error::{Error, Result};
 use crate::nccl_ep::raw_handle::{HandleSizes, RawHandle, check_ids};
 use crate::nccl_ep::result::blank;
 use crate::nccl_ep::tensor::{TensorDescriptor, check, check_scales, on_wire, pointer};
-use crate::nccl_ep::{EpError, result, sys};
+use crate::nccl_ep::{NcclEpError, result, sys};
 use crate::tensor::TensorRef;
 
 use super::rows::pass;
@@ -43,17 +43,17 @@ impl HighThroughputHandle {
     /// A handle that waits for its first update.
     ///
     /// # Errors
-    /// [`EpError`] names what the options break.
+    /// [`NcclEpError`] names what the options break.
     pub fn new(group: &HighThroughputGroup, options: HandleOptions) -> Result<Self> {
         const CALL: &str = "HighThroughputHandle::new";
         let most = group.options().max_top_k;
         if !(1..=most).contains(&options.top_k) {
             let expected = format!("1..={most} (the group's max_top_k)");
             let found = options.top_k.to_string();
-            return Err(EpError::Argument { call: CALL, name: "top_k", expected, found }.into());
+            return Err(NcclEpError::Argument { call: CALL, name: "top_k", expected, found }.into());
         }
         if !options.alignment.is_power_of_two() {
-            return Err(EpError::Alignment { found: options.alignment }.into());
+            return Err(NcclEpError::Alignment { found: options.alignment }.into());
         }
         let layout = sys::ncclEpLayout_t::NCCL_EP_LAYOUT_EXPERT_MAJOR;
         let raw_handle = RawHandle::new(
@@ -142,14 +142,14 @@ impl HighThroughputHandle {
     fn check_bytes(&self, row: usize, scale: usize) -> Result<()> {
         for (what, bytes) in [("a row", row), ("a row of scales", scale)] {
             if !bytes.is_multiple_of(16) {
-                return Err(EpError::RowBytes { what, bytes }.into());
+                return Err(NcclEpError::RowBytes { what, bytes }.into());
             }
         }
         let most = self.group.options().max_row_bytes;
         if row == 0 || row + scale > most {
             let (expected, found) =
                 (format!("1..={most} bytes (the group's max_row_bytes)"), (row + scale).to_string());
-            return Err(EpError::Argument { call: "dispatch", name: "row", expected, found }.into());
+            return Err(NcclEpError::Argument { call: "dispatch", name: "row", expected, found }.into());
         }
         Ok(())
     }
@@ -222,7 +222,7 @@ impl HighThroughputHandle {
         }
         let width = out.dims()[1];
         if !width.is_multiple_of(8) {
-            return Err(EpError::Width { width }.into());
+            return Err(NcclEpError::Width { width }.into());
         }
         let (t, n, k) = (out.dims()[0], rows.rows(), self.options.top_k);
         let backward = direction == PassDirection::Backward;

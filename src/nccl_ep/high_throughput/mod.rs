@@ -7,5 +7,5 @@ mod rows;
 
 pub use group::HighThroughputGroup;
 pub use handle::{HandleOptions, HighThroughputHandle};
-pub use options::GroupOptions;
+pub use options::HighThroughputOptions;
 pub use rows::{CombineArgs, DispatchArgs, PassDirection, UpdateCounters};

@@ -1,7 +1,7 @@
 //! Options of a group for high throughput, and the rules for them.
 
-use crate::nccl_ep::EpError;
-use crate::nccl_ep::rules::{EpResult, MOST_CHOICES, SHARED, check_experts, check_tokens};
+use crate::nccl_ep::NcclEpError;
+use crate::nccl_ep::rules::{MOST_CHOICES, NcclEpResult, SHARED, check_experts, check_tokens};
 
 const CALL: &str = "HighThroughputGroup::new";
 /// Rows that its kernels keep in shared memory, unless a variable says otherwise.
@@ -10,7 +10,7 @@ const STAGE_VARIABLES: [&str; 2] = ["NCCL_EP_DISPATCH_NUM_STAGES", "NCCL_EP_COMB
 
 /// Options of a group; the same on all ranks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct GroupOptions {
+pub struct HighThroughputOptions {
     /// Experts E over all ranks.
     pub num_experts: usize,
     /// Most tokens of a rank in a call; a multiple of 4, at most 8192.
@@ -26,18 +26,18 @@ pub struct GroupOptions {
     pub trap: bool,
 }
 
-impl GroupOptions {
+impl HighThroughputOptions {
     /// Whether the rows that a block has in flight fit its shared memory; `set` reads a variable.
-    fn check_shared(&self, set: impl Fn(&str) -> Option<usize>) -> EpResult<()> {
+    fn check_shared(&self, set: impl Fn(&str) -> Option<usize>) -> NcclEpResult<()> {
         let stages = STAGE_VARIABLES.map(|name| set(name).unwrap_or(STAGES)).into_iter().max().unwrap_or(STAGES);
         match stages.saturating_mul(self.max_row_bytes) <= SHARED {
             true => Ok(()),
-            false => Err(EpError::SharedMemory { stages, bytes: self.max_row_bytes, limit: SHARED }),
+            false => Err(NcclEpError::SharedMemory { stages, bytes: self.max_row_bytes, limit: SHARED }),
         }
     }
 
     /// Checks options for which the library would end the process, or which it would find wrong too late.
-    pub(in crate::nccl_ep) fn check(&self, ranks: usize) -> EpResult<()> {
+    pub(in crate::nccl_ep) fn check(&self, ranks: usize) -> NcclEpResult<()> {
         let positive = [
             ("num_experts", self.num_experts),
             ("max_tokens", self.max_tokens),
@@ -46,26 +46,26 @@ impl GroupOptions {
         ];
         if let Some((name, _)) = positive.into_iter().find(|(_, value)| *value == 0) {
             let (expected, found) = ("at least 1".to_string(), "0".to_string());
-            return Err(EpError::Argument { call: CALL, name, expected, found });
+            return Err(NcclEpError::Argument { call: CALL, name, expected, found });
         }
         check_experts(self.num_experts, ranks)?;
         if self.max_top_k > self.num_experts {
             let (expected, found) = (format!("at most {} (num_experts)", self.num_experts), self.max_top_k.to_string());
-            return Err(EpError::Argument { call: CALL, name: "max_top_k", expected, found });
+            return Err(NcclEpError::Argument { call: CALL, name: "max_top_k", expected, found });
         }
         if !self.max_row_bytes.is_multiple_of(16) {
-            return Err(EpError::RowBytes { what: "max_row_bytes", bytes: self.max_row_bytes });
+            return Err(NcclEpError::RowBytes { what: "max_row_bytes", bytes: self.max_row_bytes });
         }
         check_tokens(CALL, self.max_tokens)?;
         if self.max_top_k > MOST_CHOICES {
             let (expected, found) = (format!("at most {MOST_CHOICES}"), self.max_top_k.to_string());
-            return Err(EpError::Argument { call: CALL, name: "max_top_k", expected, found });
+            return Err(NcclEpError::Argument { call: CALL, name: "max_top_k", expected, found });
         }
         self.check_shared(|name| std::env::var(name).ok().and_then(|v| v.trim().parse().ok()))?;
         match self.capacity {
             Some(found) if found < self.max_tokens => {
                 let expected = format!("at least {} rows (max_tokens)", self.max_tokens);
-                Err(EpError::Capacity { expected, found })
+                Err(NcclEpError::Capacity { expected, found })
             }
             _ => Ok(()),
         }
@@ -76,8 +76,8 @@ impl GroupOptions {
 mod tests {
     use super::*;
 
-    fn good() -> GroupOptions {
-        GroupOptions {
+    fn good() -> HighThroughputOptions {
+        HighThroughputOptions {
             num_experts: 8,
             max_tokens: 32,
             capacity: Some(64),
@@ -90,27 +90,27 @@ mod tests {
     #[test]
     fn each_rule_has_its_own_error() {
         assert_eq!(good().check(2), Ok(()));
-        assert_eq!(good().check(1), Err(EpError::Ranks { found: 1 }));
-        assert_eq!(good().check(3), Err(EpError::Experts { experts: 8, ranks: 3 }));
-        let bytes = EpError::RowBytes { what: "max_row_bytes", bytes: 24 };
-        assert_eq!(GroupOptions { max_row_bytes: 24, ..good() }.check(2), Err(bytes));
-        let named = |options: GroupOptions| match options.check(2) {
-            Err(EpError::Argument { name, .. }) => name,
+        assert_eq!(good().check(1), Err(NcclEpError::Ranks { found: 1 }));
+        assert_eq!(good().check(3), Err(NcclEpError::Experts { experts: 8, ranks: 3 }));
+        let bytes = NcclEpError::RowBytes { what: "max_row_bytes", bytes: 24 };
+        assert_eq!(HighThroughputOptions { max_row_bytes: 24, ..good() }.check(2), Err(bytes));
+        let named = |options: HighThroughputOptions| match options.check(2) {
+            Err(NcclEpError::Argument { name, .. }) => name,
             other => panic!("{options:?}: {other:?}"),
         };
-        assert_eq!(named(GroupOptions { max_tokens: 30, ..good() }), "max_tokens");
-        assert_eq!(named(GroupOptions { max_tokens: 8196, capacity: None, ..good() }), "max_tokens");
-        assert_eq!(named(GroupOptions { max_tokens: 0, ..good() }), "max_tokens");
-        assert_eq!(named(GroupOptions { max_top_k: 9, ..good() }), "max_top_k");
-        assert_eq!(named(GroupOptions { num_experts: 64, max_top_k: 33, ..good() }), "max_top_k");
-        let small = EpError::Capacity { expected: "at least 32 rows (max_tokens)".into(), found: 28 };
-        assert_eq!(GroupOptions { capacity: Some(28), ..good() }.check(2), Err(small));
+        assert_eq!(named(HighThroughputOptions { max_tokens: 30, ..good() }), "max_tokens");
+        assert_eq!(named(HighThroughputOptions { max_tokens: 8196, capacity: None, ..good() }), "max_tokens");
+        assert_eq!(named(HighThroughputOptions { max_tokens: 0, ..good() }), "max_tokens");
+        assert_eq!(named(HighThroughputOptions { max_top_k: 9, ..good() }), "max_top_k");
+        assert_eq!(named(HighThroughputOptions { num_experts: 64, max_top_k: 33, ..good() }), "max_top_k");
+        let small = NcclEpError::Capacity { expected: "at least 32 rows (max_tokens)".into(), found: 28 };
+        assert_eq!(HighThroughputOptions { capacity: Some(28), ..good() }.check(2), Err(small));
     }
 
     #[test]
     fn rows_in_flight_must_fit_unless_a_variable_lowers_their_number() {
-        let long = GroupOptions { max_row_bytes: 28_672, ..good() };
-        let error = EpError::SharedMemory { stages: 12, bytes: 28_672, limit: SHARED };
+        let long = HighThroughputOptions { max_row_bytes: 28_672, ..good() };
+        let error = NcclEpError::SharedMemory { stages: 12, bytes: 28_672, limit: SHARED };
         assert_eq!(long.check_shared(|_| None), Err(error));
         assert_eq!(long.check_shared(|_| Some(6)), Ok(()));
         // One of the two kernels still has too many.

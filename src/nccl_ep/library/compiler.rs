@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::UNIX_EPOCH;
 
-use crate::nccl_ep::EpError;
+use crate::nccl_ep::NcclEpError;
 
 use super::search::{CACHE, Env, SearchPaths, above, cache, shown};
 
@@ -42,12 +42,12 @@ impl Compiler {
     /// then what lies beside it.
     ///
     /// # Errors
-    /// [`EpError::Environment`] names what is missing and where it was looked for; [`EpError::Cache`].
-    pub fn find(library: &Path) -> Result<Self, EpError> {
+    /// [`NcclEpError::Environment`] names what is missing and where it was looked for; [`NcclEpError::Cache`].
+    pub fn find(library: &Path) -> Result<Self, NcclEpError> {
         Self::find_with(library, &|name| std::env::var_os(name))
     }
 
-    fn find_with(library: &Path, get: Env<'_>) -> Result<Self, EpError> {
+    fn find_with(library: &Path, get: Env<'_>) -> Result<Self, NcclEpError> {
         let usual = PathBuf::from("/usr/local/cuda");
         let search: Vec<PathBuf> = get("PATH").map(|p| std::env::split_paths(&p).collect()).unwrap_or_default();
         let on_path = search.iter().map(|folder| folder.join("nvcc")).find(|p| p.is_file());
@@ -87,9 +87,9 @@ impl Compiler {
     /// Tries the compiler unless that has been done, removes what its earlier failures left, and tells the library.
     ///
     /// # Errors
-    /// [`EpError::Compile`] with the compiler's output; [`EpError::Cache`].
-    pub fn prepare(&self) -> Result<(), EpError> {
-        let refused = |e: std::io::Error| EpError::Cache { path: shown(&self.cache), problem: e.to_string() };
+    /// [`NcclEpError::Compile`] with the compiler's output; [`NcclEpError::Cache`].
+    pub fn prepare(&self) -> Result<(), NcclEpError> {
+        let refused = |e: std::io::Error| NcclEpError::Cache { path: shown(&self.cache), problem: e.to_string() };
         // Ranks take turns, be they threads or processes.
         let lock = File::create(self.cache.join("lock")).map_err(refused)?;
         lock.lock().map_err(refused)?;
@@ -115,8 +115,8 @@ impl Compiler {
     }
 
     /// Compiles the device code as the library would, to nothing.
-    fn compile(&self, file: &Path) -> Result<(), EpError> {
-        let refused = |e: std::io::Error| EpError::Cache { path: shown(&self.cache), problem: e.to_string() };
+    fn compile(&self, file: &Path) -> Result<(), NcclEpError> {
+        let refused = |e: std::io::Error| NcclEpError::Cache { path: shown(&self.cache), problem: e.to_string() };
         std::fs::write(file, format!("#include \"{KERNELS}\"\n")).map_err(refused)?;
         let include = |path: PathBuf| format!("-I{}", path.display());
         let mut command = Command::new(&self.nvcc);
@@ -126,7 +126,7 @@ impl Compiler {
         command.args([self.nccl.join("nccl_device"), self.cuda.clone(), self.cuda.join("cccl")].map(include));
         command.arg(file).arg("-o").arg(file.with_extension("cubin"));
         let shown = format!("{command:?}");
-        let failed = |status: String, output: String| EpError::Compile { status, command: shown.clone(), output };
+        let failed = |status: String, output: String| NcclEpError::Compile { status, command: shown.clone(), output };
         let output = command.output().map_err(|e| failed("not started".to_string(), e.to_string()))?;
         if output.status.success() {
             return Ok(());
@@ -157,7 +157,7 @@ impl Compiler {
         ];
         for (name, value) in pairs {
             if std::env::var_os(name).as_deref() != Some(value.as_os_str()) {
-                // SAFETY: other threads of Rust are kept apart by the standard library; of C, `EpLibrary::open` asks
+                // SAFETY: other threads of Rust are kept apart by the standard library; of C, `NcclEpLibrary::open` asks
                 // its callers to call it first.
                 unsafe { std::env::set_var(name, value) };
             }
@@ -224,7 +224,7 @@ mod tests {
         let others = variables(root.path());
         let wrong = |name: &str| if name == NVCC { Some("/nowhere/nvcc".into()) } else { others(name) };
         let tried = "/nowhere/nvcc (NCCL_EP_JIT_NVCC)".to_string();
-        let expected = EpError::Environment { what: "nvcc", tried, variable: NVCC };
+        let expected = NcclEpError::Environment { what: "nvcc", tried, variable: NVCC };
         assert_eq!(Compiler::find_with(&library, &wrong), Err(expected));
         Ok(())
     }
@@ -237,11 +237,11 @@ mod tests {
         std::fs::create_dir(&folder)?;
         std::fs::set_permissions(&folder, Permissions::from_mode(0o777))?;
         let found = Compiler::find_with(&library, &variables(root.path()));
-        assert!(matches!(&found, Err(EpError::Cache { problem, .. }) if problem.contains("777")), "{found:?}");
+        assert!(matches!(&found, Err(NcclEpError::Cache { problem, .. }) if problem.contains("777")), "{found:?}");
         std::fs::remove_dir(&folder)?;
         std::os::unix::fs::symlink(root.path(), &folder)?;
         let found = Compiler::find_with(&library, &variables(root.path()));
-        assert!(matches!(&found, Err(EpError::Cache { problem, .. }) if problem.contains("link")), "{found:?}");
+        assert!(matches!(&found, Err(NcclEpError::Cache { problem, .. }) if problem.contains("link")), "{found:?}");
         Ok(())
     }
 
@@ -251,7 +251,10 @@ mod tests {
         let library = installed(root.path(), "#!/bin/sh\necho no such header >&2; exit 3\n")?;
         let compiler = Compiler::find_with(&library, &variables(root.path()))?;
         let found = compiler.prepare();
-        assert!(matches!(&found, Err(EpError::Compile { output, .. }) if output == "no such header\n"), "{found:?}");
+        assert!(
+            matches!(&found, Err(NcclEpError::Compile { output, .. }) if output == "no such header\n"),
+            "{found:?}"
+        );
         let mark = compiler.cache.join("kernel").join(FAILED);
         std::fs::create_dir(compiler.cache.join("kernel"))?;
         std::fs::write(&mark, "")?;

@@ -14,10 +14,10 @@ use crate::nccl::{NcclLibrary, reason};
 
 pub use compiler::Compiler;
 
-use super::{EpError, result, sys};
+use super::{NcclEpError, result, sys};
 
 /// Names the library's file; goes before the system's search.
-pub const EP_LIBRARY_VARIABLE: &str = "MOEBIUS_NCCL_EP";
+pub const NCCL_EP_LIBRARY_VARIABLE: &str = "MOEBIUS_NCCL_EP";
 const NAME: &str = "libnccl_ep.so.0";
 const OLDEST_NCCL: i32 = 23004;
 /// 0.2.x: what was looked at. Later ones may have another interface, or keep other promises behind the same (see the
@@ -26,7 +26,7 @@ const VERSIONS: std::ops::Range<i32> = 200..300;
 
 /// NCCL EP, loaded, with the NCCL that it calls and a compiler for its kernels. Cheap to clone; never unloaded.
 #[derive(Clone)]
-pub struct EpLibrary(Arc<LoadedNcclEp>);
+pub struct NcclEpLibrary(Arc<LoadedNcclEp>);
 
 struct LoadedNcclEp {
     functions: sys::Library,
@@ -35,9 +35,9 @@ struct LoadedNcclEp {
     version: i32,
 }
 
-impl fmt::Debug for EpLibrary {
+impl fmt::Debug for NcclEpLibrary {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "EpLibrary {{ path: {:?}, version: {} }}", self.0.path, self.version())
+        write!(f, "NcclEpLibrary {{ path: {:?}, version: {} }}", self.0.path, self.version())
     }
 }
 
@@ -56,10 +56,10 @@ const SIZES: [(&str, usize, u32); 11] = [
     ("ncclEpCompleteConfig_t", size_of::<sys::ncclEpCompleteConfig_t>(), sys::NCCL_EP_COMPLETE_CONFIG_V1_SIZE),
 ];
 
-fn check_sizes(sizes: &[(&'static str, usize, u32)]) -> Result<(), EpError> {
+fn check_sizes(sizes: &[(&'static str, usize, u32)]) -> Result<(), NcclEpError> {
     match sizes.iter().find(|(_, found, stated)| *found != *stated as usize) {
         None => Ok(()),
-        Some((name, found, stated)) => Err(EpError::StructSize { name, expected: *stated as usize, found: *found }),
+        Some((name, found, stated)) => Err(NcclEpError::StructSize { name, expected: *stated as usize, found: *found }),
     }
 }
 
@@ -67,17 +67,17 @@ fn text(version: i32) -> String {
     format!("{}.{}.{}", version / 10_000, version / 100 % 100, version % 100)
 }
 
-impl EpLibrary {
+impl NcclEpLibrary {
     /// The library that `MOEBIUS_NCCL_EP` names, else `libnccl_ep.so.0` as the system finds it. The first call of a
     /// process also finds a compiler for its kernels and tells the library through environment variables, so it
     /// belongs before threads of other libraries that read them.
     ///
     /// # Errors
-    /// [`EpError`]: it cannot be loaded, it or NCCL is too old, or its kernels would not compile. A path that is given
+    /// [`NcclEpError`]: it cannot be loaded, it or NCCL is too old, or its kernels would not compile. A path that is given
     /// is the only one tried.
-    pub fn open(nccl: &NcclLibrary) -> Result<Self, EpError> {
-        match std::env::var_os(EP_LIBRARY_VARIABLE).filter(|path| !path.is_empty()) {
-            Some(path) => Self::load(nccl, path, EP_LIBRARY_VARIABLE),
+    pub fn open(nccl: &NcclLibrary) -> Result<Self, NcclEpError> {
+        match std::env::var_os(NCCL_EP_LIBRARY_VARIABLE).filter(|path| !path.is_empty()) {
+            Some(path) => Self::load(nccl, path, NCCL_EP_LIBRARY_VARIABLE),
             None => Self::load(nccl, NAME.into(), "as the system searches; MOEBIUS_NCCL_EP is not set"),
         }
     }
@@ -85,19 +85,20 @@ impl EpLibrary {
     /// The library in this file.
     ///
     /// # Errors
-    /// As [`EpLibrary::open`].
-    pub fn at(nccl: &NcclLibrary, path: impl AsRef<Path>) -> Result<Self, EpError> {
+    /// As [`NcclEpLibrary::open`].
+    pub fn at(nccl: &NcclLibrary, path: impl AsRef<Path>) -> Result<Self, NcclEpError> {
         Self::load(nccl, path.as_ref().into(), "the caller's path")
     }
 
-    fn load(nccl: &NcclLibrary, path: OsString, source_of_path: &'static str) -> Result<Self, EpError> {
+    fn load(nccl: &NcclLibrary, path: OsString, source_of_path: &'static str) -> Result<Self, NcclEpError> {
         check_sizes(&SIZES)?;
         // The library finds NCCL's functions in what is loaded already.
         if nccl.version_code() < OLDEST_NCCL {
-            return Err(EpError::NcclVersion { path: nccl.path().to_string(), found: nccl.version() });
+            return Err(NcclEpError::NcclVersion { path: nccl.path().to_string(), found: nccl.version() });
         }
         let name = path.to_string_lossy().into_owned();
-        let refused = |e: &libloading::Error| EpError::Load { path: name.clone(), source_of_path, message: reason(e) };
+        let refused =
+            |e: &libloading::Error| NcclEpError::Load { path: name.clone(), source_of_path, message: reason(e) };
         // SAFETY: its initializers only prepare its own state. What else a caller names by a path of theirs is, as with
         // any library path, code that they trust.
         let library = unsafe { Library::open(Some(&path), RTLD_NOW | RTLD_LOCAL) }.map_err(|e| refused(&e))?;
@@ -105,7 +106,7 @@ impl EpLibrary {
         let functions = unsafe { sys::Library::from_library(library) }.map_err(|e| refused(&e))?;
         let version = result::get_version(&functions)?;
         if !VERSIONS.contains(&version) {
-            return Err(EpError::Version { path: name, found: text(version) });
+            return Err(NcclEpError::Version { path: name, found: text(version) });
         }
         let file = loaded_file().unwrap_or_else(|| PathBuf::from(&path));
         Compiler::find(&file)?.prepare()?;
@@ -148,7 +149,7 @@ mod tests {
     #[test]
     fn the_bindings_have_the_sizes_that_the_interface_states() {
         assert_eq!(check_sizes(&SIZES), Ok(()));
-        let wrong = EpError::StructSize { name: "s", expected: 8, found: 4 };
+        let wrong = NcclEpError::StructSize { name: "s", expected: 8, found: 4 };
         assert_eq!(check_sizes(&[("t", 8, 8), ("s", 4, 8)]), Err(wrong));
     }
 

@@ -5,7 +5,7 @@ use std::fs::DirBuilder;
 use std::os::unix::fs::{DirBuilderExt, MetadataExt};
 use std::path::{Path, PathBuf};
 
-use crate::nccl_ep::EpError;
+use crate::nccl_ep::NcclEpError;
 
 /// Folder of what the library compiles.
 pub(super) const CACHE: &str = "NCCL_EP_JIT_CACHE_DIR";
@@ -34,7 +34,10 @@ impl SearchPaths {
     }
 
     /// The first that has `file`. One that the library's own variable names is the only one tried.
-    pub(super) fn find(self, (what, variable, file): (&'static str, &'static str, &str)) -> Result<PathBuf, EpError> {
+    pub(super) fn find(
+        self,
+        (what, variable, file): (&'static str, &'static str, &str),
+    ) -> Result<PathBuf, NcclEpError> {
         let fixed = self.0.iter().any(|(who, _)| who == variable);
         let candidates = || self.0.iter().filter(|(who, _)| !fixed || who == variable);
         let is_there = |p: &&(String, PathBuf)| match file {
@@ -44,7 +47,7 @@ impl SearchPaths {
         candidates().find(is_there).map(|(_, p)| p.clone()).ok_or_else(|| {
             let shown: Vec<String> = candidates().map(|(who, p)| format!("{} ({who})", p.display())).collect();
             let tried = if shown.is_empty() { "nothing".to_string() } else { shown.join(", ") };
-            EpError::Environment { what, tried, variable }
+            NcclEpError::Environment { what, tried, variable }
         })
     }
 }
@@ -62,7 +65,7 @@ pub(super) fn shown(path: &Path) -> String {
 }
 
 /// The folder for compiled kernels, made if need be, refused unless it is this user's alone to write.
-pub(super) fn cache(get: Env<'_>) -> Result<PathBuf, EpError> {
+pub(super) fn cache(get: Env<'_>) -> Result<PathBuf, NcclEpError> {
     // SAFETY: no arguments, cannot fail.
     let user = unsafe { libc::geteuid() };
     let given = |name: &str| get(name).filter(|v| !v.is_empty()).map(PathBuf::from);
@@ -71,7 +74,7 @@ pub(super) fn cache(get: Env<'_>) -> Result<PathBuf, EpError> {
         .or_else(|| given("XDG_CACHE_HOME").map(|home| below(home, "")))
         .or_else(|| given("HOME").map(|home| below(home, ".cache")))
         .unwrap_or_else(|| std::env::temp_dir().join(format!("moebius-nccl-ep-{user}")));
-    let refused = |problem: String| EpError::Cache { path: shown(&folder), problem };
+    let refused = |problem: String| NcclEpError::Cache { path: shown(&folder), problem };
     DirBuilder::new().recursive(true).mode(0o700).create(&folder).map_err(|e| refused(e.to_string()))?;
     let found = std::fs::symlink_metadata(&folder).map_err(|e| refused(e.to_string()))?;
     if !found.is_dir() {

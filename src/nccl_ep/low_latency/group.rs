@@ -10,7 +10,7 @@ use crate::nccl::{NcclComm, SharedComm};
 use crate::nccl_ep::raw_group::RawGroup;
 use crate::nccl_ep::result::blank;
 use crate::nccl_ep::rules::{check_gpu, narrow};
-use crate::nccl_ep::{EpLibrary, sys};
+use crate::nccl_ep::{NcclEpLibrary, sys};
 
 use super::LowLatencyOptions;
 
@@ -36,14 +36,14 @@ impl LowLatencyGroup {
     /// Joins a group (collective).
     ///
     /// # Errors
-    /// [`EpError`](crate::nccl_ep::EpError) names the rule that the options, the GPU or the ranks break, before the
+    /// [`NcclEpError`](crate::nccl_ep::NcclEpError) names the rule that the options, the GPU or the ranks break, before the
     /// library is called.
-    pub fn new(library: &EpLibrary, comm: &NcclComm, options: LowLatencyOptions) -> Result<Self> {
+    pub fn new(library: &NcclEpLibrary, comm: &NcclComm, options: LowLatencyOptions) -> Result<Self> {
         Self::on(library, (comm.cuda().clone(), comm.shared()), options)
     }
 
     pub(in crate::nccl_ep) fn on(
-        library: &EpLibrary,
+        library: &NcclEpLibrary,
         (cuda, shared): (Cuda, SharedComm),
         options: LowLatencyOptions,
     ) -> Result<Self> {

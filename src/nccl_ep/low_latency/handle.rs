@@ -43,7 +43,7 @@ impl LowLatencyHandle {
     /// Otherwise it is each rank's own affair. Both as of NCCL EP 0.2.0.
     ///
     /// # Errors
-    /// [`EpError`](crate::nccl_ep::EpError) names what `top_k` breaks; a graph being captured.
+    /// [`NcclEpError`](crate::nccl_ep::NcclEpError) names what `top_k` breaks; a graph being captured.
     pub fn new(group: &LowLatencyGroup, layout: LowLatencyLayout, top_k: usize) -> Result<Self> {
         const CALL: &str = "LowLatencyHandle::new";
         group.options().check_top_k(top_k, group.processors())?;

@@ -3,18 +3,18 @@
 use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::kernels::Kernels;
-use crate::nccl_ep::rules::EpResult;
-use crate::nccl_ep::{EpError, result};
+use crate::nccl_ep::rules::NcclEpResult;
+use crate::nccl_ep::{NcclEpError, result};
 use crate::tensor::Tensor;
 
 use super::LowLatencyGroup;
 
 impl LowLatencyGroup {
     /// Refuses what only groups with a patience have.
-    fn masked(&self, call: &'static str) -> EpResult<()> {
+    fn masked(&self, call: &'static str) -> NcclEpResult<()> {
         match self.options.patience {
             Some(_) => Ok(()),
-            None => Err(EpError::Argument {
+            None => Err(NcclEpError::Argument {
                 call,
                 name: "patience",
                 expected: "some, in the group's options".to_string(),

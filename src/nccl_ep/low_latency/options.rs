@@ -3,8 +3,8 @@
 use std::time::Duration;
 
 use crate::dtype::DType;
-use crate::nccl_ep::EpError;
-use crate::nccl_ep::rules::{EpResult, MOST_CHOICES, MOST_TOKENS, SHARED, check_experts};
+use crate::nccl_ep::NcclEpError;
+use crate::nccl_ep::rules::{MOST_CHOICES, MOST_TOKENS, NcclEpResult, SHARED, check_experts};
 
 const CALL: &str = "LowLatencyGroup::new";
 /// Warps of a block of its kernels, and the most groups that they are divided into.
@@ -32,9 +32,9 @@ fn warp_groups(experts: usize, processors: usize) -> usize {
 
 impl LowLatencyOptions {
     /// Checks options for which the library would end the process, or which it would find wrong too late.
-    pub(in crate::nccl_ep) fn check(&self, ranks: usize, processors: usize) -> EpResult<()> {
+    pub(in crate::nccl_ep) fn check(&self, ranks: usize, processors: usize) -> NcclEpResult<()> {
         let argument = |name, expected: String, found: usize| {
-            Err(EpError::Argument { call: CALL, name, expected, found: found.to_string() })
+            Err(NcclEpError::Argument { call: CALL, name, expected, found: found.to_string() })
         };
         for (name, value) in [("num_experts", self.num_experts), ("max_row_bytes", self.max_row_bytes)] {
             if value == 0 {
@@ -46,7 +46,7 @@ impl LowLatencyOptions {
             return argument("max_tokens", format!("1..={MOST_TOKENS}"), self.max_tokens);
         }
         if !self.max_row_bytes.is_multiple_of(16) {
-            return Err(EpError::RowBytes { what: "max_row_bytes", bytes: self.max_row_bytes });
+            return Err(NcclEpError::RowBytes { what: "max_row_bytes", bytes: self.max_row_bytes });
         }
         match warp_groups(self.num_experts, processors) {
             1..=MOST_GROUPS => Ok(()),
@@ -58,26 +58,26 @@ impl LowLatencyOptions {
     }
 
     /// The rules for choices of a token: each has a warp, and one more directs them.
-    pub(in crate::nccl_ep) fn check_top_k(&self, top_k: usize, processors: usize) -> EpResult<()> {
+    pub(in crate::nccl_ep) fn check_top_k(&self, top_k: usize, processors: usize) -> NcclEpResult<()> {
         let groups = warp_groups(self.num_experts, processors);
         let most = (groups * (WARPS / groups) - 1).min(MOST_CHOICES).min(self.num_experts);
         match (1..=most).contains(&top_k) {
             true => Ok(()),
             false => {
                 let (expected, found) = (format!("1..={most}"), top_k.to_string());
-                Err(EpError::Argument { call: "LowLatencyHandle::new", name: "top_k", expected, found })
+                Err(NcclEpError::Argument { call: "LowLatencyHandle::new", name: "top_k", expected, found })
             }
         }
     }
 
     /// The rules for a row of so many bytes and its scales on their way out: opaque rows travel as 16-bit numbers, or
     /// with scales in words of 16 bytes; every lane of a warp has a word.
-    pub(in crate::nccl_ep) fn check_sent(&self, (dtype, row): (DType, usize), scale: usize) -> EpResult<()> {
+    pub(in crate::nccl_ep) fn check_sent(&self, (dtype, row): (DType, usize), scale: usize) -> NcclEpResult<()> {
         let lanes = WARPS * 16;
         match scale {
             0 if !row.is_multiple_of(lanes) => {
                 let size = if dtype == DType::U8 { 1 } else { dtype.size() };
-                return Err(EpError::LowLatencyWidth {
+                return Err(NcclEpError::LowLatencyWidth {
                     lanes: lanes / size,
                     dtype: dtype.to_string(),
                     width: row / size,
@@ -85,7 +85,7 @@ impl LowLatencyOptions {
             }
             0 => {}
             _ if row.is_multiple_of(16) && scale.is_multiple_of(16) => {}
-            _ => return Err(EpError::RowBytes { what: "a row or its scales", bytes: row + scale }),
+            _ => return Err(NcclEpError::RowBytes { what: "a row or its scales", bytes: row + scale }),
         }
         let most = self.max_row_bytes;
         match (1..=most).contains(&(row + scale)) && row > 0 {
@@ -93,23 +93,23 @@ impl LowLatencyOptions {
             false => {
                 let expected = format!("1..={most} bytes (the group's max_row_bytes)");
                 let found = (row + scale).to_string();
-                Err(EpError::Argument { call: "dispatch", name: "row", expected, found })
+                Err(NcclEpError::Argument { call: "dispatch", name: "row", expected, found })
             }
         }
     }
 
     /// The rules for a row of numbers that are added: whole steps of a warp, whole words of what travels beside it, and
     /// room on chip.
-    pub(in crate::nccl_ep) fn check_added(&self, dtype: DType, width: usize, processors: usize) -> EpResult<()> {
+    pub(in crate::nccl_ep) fn check_added(&self, dtype: DType, width: usize, processors: usize) -> NcclEpResult<()> {
         if width == 0 || !width.is_multiple_of(ADDED) {
-            return Err(EpError::LowLatencyWidth { lanes: ADDED, dtype: dtype.to_string(), width });
+            return Err(NcclEpError::LowLatencyWidth { lanes: ADDED, dtype: dtype.to_string(), width });
         }
         let groups = warp_groups(self.num_experts, processors);
         let fits =
             (2..=WARPS / groups).any(|warps| on_chip(width, dtype.size(), groups * warps).is_some_and(|n| n <= SHARED));
         match fits {
             true => Ok(()),
-            false => Err(EpError::SharedMemory { stages: STAGES, bytes: width * dtype.size(), limit: SHARED }),
+            false => Err(NcclEpError::SharedMemory { stages: STAGES, bytes: width * dtype.size(), limit: SHARED }),
         }
     }
 }
@@ -147,10 +147,10 @@ mod tests {
     fn each_rule_has_its_own_error() {
         let check = |options: LowLatencyOptions| options.check(2, PROCESSORS);
         assert_eq!(check(good()), Ok(()));
-        assert_eq!(good().check(1, PROCESSORS), Err(EpError::Ranks { found: 1 }));
-        assert_eq!(good().check(3, PROCESSORS), Err(EpError::Experts { experts: 256, ranks: 3 }));
+        assert_eq!(good().check(1, PROCESSORS), Err(NcclEpError::Ranks { found: 1 }));
+        assert_eq!(good().check(3, PROCESSORS), Err(NcclEpError::Experts { experts: 256, ranks: 3 }));
         let named = |options: LowLatencyOptions| match check(options) {
-            Err(EpError::Argument { name, .. }) => name,
+            Err(NcclEpError::Argument { name, .. }) => name,
             other => panic!("{options:?}: {other:?}"),
         };
         assert_eq!(named(LowLatencyOptions { max_tokens: 0, ..good() }), "max_tokens");
@@ -159,7 +159,7 @@ mod tests {
         // 14 groups of warps in 132 blocks.
         assert_eq!(check(LowLatencyOptions { num_experts: 1848, ..good() }), Ok(()));
         assert_eq!(named(LowLatencyOptions { num_experts: 1850, ..good() }), "num_experts");
-        let bytes = EpError::RowBytes { what: "max_row_bytes", bytes: 24 };
+        let bytes = NcclEpError::RowBytes { what: "max_row_bytes", bytes: 24 };
         assert_eq!(check(LowLatencyOptions { max_row_bytes: 24, ..good() }), Err(bytes));
     }
 
@@ -182,14 +182,14 @@ mod tests {
         assert_eq!(added(DType::BF16, 7168), Ok(()));
         assert_eq!(added(DType::F32, 512), Ok(()));
         let dtype = DType::BF16.to_string();
-        assert_eq!(added(DType::BF16, 256), Err(EpError::LowLatencyWidth { lanes: 512, dtype, width: 256 }));
-        assert!(matches!(added(DType::F32, 16_384), Err(EpError::SharedMemory { .. })));
+        assert_eq!(added(DType::BF16, 256), Err(NcclEpError::LowLatencyWidth { lanes: 512, dtype, width: 256 }));
+        assert!(matches!(added(DType::F32, 16_384), Err(NcclEpError::SharedMemory { .. })));
         let sent = |dtype, row, scale| good().check_sent((dtype, row), scale);
         assert_eq!(sent(DType::BF16, 512, 0), Ok(()));
-        assert!(matches!(sent(DType::BF16, 256, 0), Err(EpError::LowLatencyWidth { lanes: 256, width: 128, .. })));
-        assert!(matches!(sent(DType::U8, 256, 0), Err(EpError::LowLatencyWidth { lanes: 512, width: 256, .. })));
+        assert!(matches!(sent(DType::BF16, 256, 0), Err(NcclEpError::LowLatencyWidth { lanes: 256, width: 128, .. })));
+        assert!(matches!(sent(DType::U8, 256, 0), Err(NcclEpError::LowLatencyWidth { lanes: 512, width: 256, .. })));
         assert_eq!(sent(DType::U8, 256, 32), Ok(()));
-        assert!(matches!(sent(DType::U8, 256, 8), Err(EpError::RowBytes { bytes: 264, .. })));
-        assert!(matches!(sent(DType::BF16, 14_848, 0), Err(EpError::Argument { name: "row", .. })));
+        assert!(matches!(sent(DType::U8, 256, 8), Err(NcclEpError::RowBytes { bytes: 264, .. })));
+        assert!(matches!(sent(DType::BF16, 14_848, 0), Err(NcclEpError::Argument { name: "row", .. })));
     }
 }

@@ -4,7 +4,7 @@ mod shim;
 
 use std::ffi::c_int;
 
-use super::EpError;
+use super::NcclEpError;
 use super::sys::{self, Library};
 
 use shim::*;
@@ -12,8 +12,8 @@ use shim::*;
 /// The library's version: 0.2.0 is 200.
 ///
 /// # Errors
-/// [`EpError`]: the library's status, or what it threw.
-pub fn get_version(library: &Library) -> Result<i32, EpError> {
+/// [`NcclEpError`]: the library's status, or what it threw.
+pub fn get_version(library: &Library) -> Result<i32, NcclEpError> {
     let mut version = 0;
     // SAFETY: the function is the library's of that name; the result is a local.
     guarded("ncclEpGetVersion", |message, capacity| unsafe {
@@ -31,7 +31,7 @@ pub unsafe fn create_group(
     library: &Library,
     comm: sys::ncclComm_t,
     config: &sys::ncclEpGroupConfig_t,
-) -> Result<sys::ncclEpGroup_t, EpError> {
+) -> Result<sys::ncclEpGroup_t, NcclEpError> {
     let mut group = std::ptr::null_mut();
     // SAFETY: as the caller promises; the result is a local.
     guarded("ncclEpCreateGroup", |message, capacity| unsafe {
@@ -45,7 +45,7 @@ pub unsafe fn create_group(
 ///
 /// # Errors
 /// As [`get_version`].
-pub unsafe fn group_destroy(library: &Library, group: sys::ncclEpGroup_t) -> Result<(), EpError> {
+pub unsafe fn group_destroy(library: &Library, group: sys::ncclEpGroup_t) -> Result<(), NcclEpError> {
     // SAFETY: as the caller promises.
     guarded("ncclEpGroupDestroy", |message, capacity| unsafe {
         moebius_ep_object(message, capacity, library.ncclEpGroupDestroy as Object, group.cast())
@@ -57,7 +57,7 @@ pub unsafe fn group_destroy(library: &Library, group: sys::ncclEpGroup_t) -> Res
 ///
 /// # Errors
 /// As [`get_version`].
-pub unsafe fn handle_destroy(library: &Library, handle: sys::ncclEpHandle_t) -> Result<(), EpError> {
+pub unsafe fn handle_destroy(library: &Library, handle: sys::ncclEpHandle_t) -> Result<(), NcclEpError> {
     // SAFETY: as the caller promises.
     guarded("ncclEpHandleDestroy", |message, capacity| unsafe {
         moebius_ep_object(message, capacity, library.ncclEpHandleDestroy as Object, handle.cast())
@@ -84,7 +84,7 @@ pub unsafe fn handle_mem_size(
     library: &Library,
     group: sys::ncclEpGroup_t,
     shape: RawHandleSizes<'_>,
-) -> Result<usize, EpError> {
+) -> Result<usize, NcclEpError> {
     let mut size = 0;
     // SAFETY: as the caller promises; the result is a local.
     guarded("ncclEpHandleMemSize", |message, capacity| unsafe {
@@ -114,7 +114,7 @@ pub unsafe fn init_handle(
     group: sys::ncclEpGroup_t,
     shape: RawHandleSizes<'_>,
     memory: *const sys::ncclEpTensor_t,
-) -> Result<sys::ncclEpHandle_t, EpError> {
+) -> Result<sys::ncclEpHandle_t, NcclEpError> {
     let mut handle = std::ptr::null_mut();
     // SAFETY: as the caller promises; the result is a local.
     guarded("ncclEpInitHandle", |message, capacity| unsafe {
@@ -137,7 +137,7 @@ pub unsafe fn update_handle(
     ids: *const sys::ncclEpTensor_t,
     info: *const sys::ncclEpLayoutInfo_t,
     stream: sys::cudaStream_t,
-) -> Result<(), EpError> {
+) -> Result<(), NcclEpError> {
     // SAFETY: as the caller promises.
     guarded("ncclEpUpdateHandle", |message, capacity| unsafe {
         moebius_ep_update_handle(message, capacity, library.ncclEpUpdateHandle as Object, handle, ids, info, stream)
@@ -167,7 +167,7 @@ pub unsafe fn dispatch(
     handle: sys::ncclEpHandle_t,
     call: &Dispatch,
     stream: sys::cudaStream_t,
-) -> Result<(), EpError> {
+) -> Result<(), NcclEpError> {
     let Dispatch { inputs, outputs, info, config } = call;
     // SAFETY: as the caller promises.
     guarded("ncclEpDispatch", |message, capacity| unsafe {
@@ -197,7 +197,7 @@ pub unsafe fn combine(
     handle: sys::ncclEpHandle_t,
     call: &Combine,
     stream: sys::cudaStream_t,
-) -> Result<(), EpError> {
+) -> Result<(), NcclEpError> {
     let Combine { inputs, outputs, config } = call;
     // SAFETY: as the caller promises.
     guarded("ncclEpCombine", |message, capacity| unsafe {
@@ -218,7 +218,7 @@ pub unsafe fn complete(
     handle: sys::ncclEpHandle_t,
     config: &sys::ncclEpCompleteConfig_t,
     stream: sys::cudaStream_t,
-) -> Result<(), EpError> {
+) -> Result<(), NcclEpError> {
     // SAFETY: as the caller promises.
     guarded("ncclEpComplete", |message, capacity| unsafe {
         moebius_ep_complete(message, capacity, library.ncclEpComplete as Object, handle, config, stream)
@@ -237,7 +237,7 @@ pub unsafe fn mask_query(
     group: sys::ncclEpGroup_t,
     to: *mut c_int,
     stream: sys::cudaStream_t,
-) -> Result<(), EpError> {
+) -> Result<(), NcclEpError> {
     // SAFETY: as the caller promises.
     guarded("ncclEpMaskQuery", |message, capacity| unsafe {
         moebius_ep_mask(message, capacity, library.ncclEpMaskQuery as Object, group, to, stream)
@@ -256,7 +256,7 @@ pub unsafe fn mask_update(
     group: sys::ncclEpGroup_t,
     from: &[c_int],
     stream: sys::cudaStream_t,
-) -> Result<(), EpError> {
+) -> Result<(), NcclEpError> {
     // SAFETY: as the caller promises; the library only reads.
     guarded("ncclEpMaskUpdate", |message, capacity| unsafe {
         moebius_ep_mask(message, capacity, library.ncclEpMaskUpdate as Object, group, from.as_ptr().cast_mut(), stream)
@@ -274,7 +274,7 @@ pub unsafe fn mask_clean(
     library: &Library,
     group: sys::ncclEpGroup_t,
     stream: sys::cudaStream_t,
-) -> Result<(), EpError> {
+) -> Result<(), NcclEpError> {
     // SAFETY: as the caller promises.
     guarded("ncclEpMaskClean", |message, capacity| unsafe {
         moebius_ep_mask_clean(message, capacity, library.ncclEpMaskClean as Object, group, stream)
@@ -288,7 +288,7 @@ pub unsafe fn mask_clean(
 ///
 /// # Errors
 /// As [`get_version`].
-pub unsafe fn async_error(library: &Library, group: sys::ncclEpGroup_t) -> Result<c_int, EpError> {
+pub unsafe fn async_error(library: &Library, group: sys::ncclEpGroup_t) -> Result<c_int, NcclEpError> {
     let mut error = 0;
     // SAFETY: as the caller promises; the result is a local.
     guarded("ncclEpGetAsyncError", |message, capacity| unsafe {
@@ -304,7 +304,7 @@ pub unsafe fn async_error(library: &Library, group: sys::ncclEpGroup_t) -> Resul
 ///
 /// # Errors
 /// As [`get_version`].
-pub unsafe fn error_clear(library: &Library, group: sys::ncclEpGroup_t) -> Result<(), EpError> {
+pub unsafe fn error_clear(library: &Library, group: sys::ncclEpGroup_t) -> Result<(), NcclEpError> {
     // SAFETY: as the caller promises.
     guarded("ncclEpErrorClear", |message, capacity| unsafe {
         moebius_ep_object(message, capacity, library.ncclEpErrorClear as Object, group.cast())

@@ -2,7 +2,7 @@
 
 use std::ffi::{CStr, c_char, c_int, c_void};
 
-use crate::nccl_ep::{EpError, sys};
+use crate::nccl_ep::{NcclEpError, sys};
 
 pub(super) type Object = *mut c_void;
 
@@ -111,15 +111,18 @@ unsafe extern "C" {
 const ROOM: usize = 2048;
 
 /// Runs one function of the shim.
-pub(super) fn guarded(function: &'static str, call: impl FnOnce(*mut c_char, usize) -> c_int) -> Result<(), EpError> {
+pub(super) fn guarded(
+    function: &'static str,
+    call: impl FnOnce(*mut c_char, usize) -> c_int,
+) -> Result<(), NcclEpError> {
     let mut message = [0 as c_char; ROOM];
     match call(message.as_mut_ptr(), ROOM) {
         0 => Ok(()),
-        code if code > 0 => Err(EpError::Call { function, code, name: status(code) }),
+        code if code > 0 => Err(NcclEpError::Call { function, code, name: status(code) }),
         _ => {
             // SAFETY: the shim ends what it writes with a zero, and what it does not write is zero.
             let message = unsafe { CStr::from_ptr(message.as_ptr()) }.to_string_lossy().into_owned();
-            Err(EpError::Thrown { function, message })
+            Err(NcclEpError::Thrown { function, message })
         }
     }
 }
@@ -143,18 +146,18 @@ fn status(code: c_int) -> &'static str {
 mod tests {
     use super::*;
 
-    fn test(kind: c_int) -> Result<(), EpError> {
+    fn test(kind: c_int) -> Result<(), NcclEpError> {
         // SAFETY: the function throws, which the shim catches, or returns its argument.
         guarded("test", |message, capacity| unsafe { moebius_ep_test(message, capacity, kind) })
     }
 
     #[test]
     fn exceptions_and_statuses_become_errors() {
-        assert_eq!(test(0), Err(EpError::Thrown { function: "test", message: "thrown on purpose".into() }));
+        assert_eq!(test(0), Err(NcclEpError::Thrown { function: "test", message: "thrown on purpose".into() }));
         let other = "something that is no std::exception".to_string();
-        assert_eq!(test(1), Err(EpError::Thrown { function: "test", message: other }));
-        assert_eq!(test(4), Err(EpError::Call { function: "test", code: 4, name: "invalid argument" }));
+        assert_eq!(test(1), Err(NcclEpError::Thrown { function: "test", message: other }));
+        assert_eq!(test(4), Err(NcclEpError::Call { function: "test", code: 4, name: "invalid argument" }));
         let unknown = "a status that this version does not know";
-        assert_eq!(test(77), Err(EpError::Call { function: "test", code: 77, name: unknown }));
+        assert_eq!(test(77), Err(NcclEpError::Call { function: "test", code: 77, name: unknown }));
     }
 }

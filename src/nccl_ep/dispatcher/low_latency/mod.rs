@@ -8,7 +8,7 @@
 //!
 //! That relies on what the library does as of 0.2.0: it sizes a group's buffers by layout and choices, makes them anew
 //! only where these grow, and numbers calls for the group, so that which of a rank's handles is used does not matter.
-//! So [`EpLibrary`](crate::nccl_ep::EpLibrary) takes no later 0.x before somebody has looked.
+//! So [`NcclEpLibrary`](crate::nccl_ep::NcclEpLibrary) takes no later 0.x before somebody has looked.
 
 mod handle_pool;
 mod rows;
@@ -21,7 +21,7 @@ use crate::cuda::low_latency_sort::{self, SegmentStarts};
 use crate::dtype::DType;
 use crate::ep::{Capacity, DispatchSpec};
 use crate::error::{Error, Result};
-use crate::nccl_ep::EpError;
+use crate::nccl_ep::NcclEpError;
 use crate::nccl_ep::low_latency::{LowLatencyGroup, LowLatencyHandle, LowLatencyLayout, LowLatencyOptions};
 use crate::tensor::{Tensor, TensorRef};
 
@@ -79,16 +79,16 @@ impl NcclEp {
     /// Checks a specification against low latency's rules.
     pub(super) fn low_rules(&self, spec: &DispatchSpec) -> Result<()> {
         if spec.backward {
-            return Err(EpError::LowLatency { what: "there is no backward" }.into());
+            return Err(NcclEpError::LowLatency { what: "there is no backward" }.into());
         }
         let options = self.low_options(16);
         let processors = self.core.device.sm_count();
         options.check(self.core.ranks(), processors)?;
         options.check_top_k(Self::wide(spec), processors).map_err(|error| match error {
             // In terms of the caller's choices: one more travels.
-            EpError::Argument { .. } => {
+            NcclEpError::Argument { .. } => {
                 let what = "so large a top_k: one choice more than a token has travels, and the library takes no more";
-                EpError::LowLatency { what }.into()
+                NcclEpError::LowLatency { what }.into()
             }
             other => other.into(),
         })
@@ -107,10 +107,10 @@ impl NcclEp {
                     // Who it was is worth less than that somebody was.
                     let active = low.group.active().unwrap_or_default();
                     let late = (0..active.len()).filter(|rank| !active[*rank]).collect();
-                    return Err(EpError::Late { rank: self.core.rank(), late }.into());
+                    return Err(NcclEpError::Late { rank: self.core.rank(), late }.into());
                 }
                 // A communicator that has ended says so itself.
-                Err(Error::NcclEp(EpError::Ended { .. })) => {}
+                Err(Error::NcclEp(NcclEpError::Ended { .. })) => {}
                 Err(error) => return Err(error),
             }
         }
