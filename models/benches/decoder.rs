@@ -18,7 +18,7 @@ use criterion::Criterion;
 use moebius::candle::EpGroup;
 use moebius::checkpoint::Checkpoint;
 use moebius::ep::GroupConfig;
-use moebius_models::{LoadOptions, Qwen3Moe};
+use moebius_models::{LoadOptions, Model};
 
 use checkpoint::Sizes;
 use output::say;
@@ -51,12 +51,12 @@ const FLOPS: f64 = (2 * TOKENS * TOP_K * 3 * HIDDEN * INNER
     + 2 * TOKENS * HIDDEN * HEAD_DIM * (2 * HEADS + 2 * KV_HEADS)
     + 2 * TOKENS * TOKENS * HEADS * HEAD_DIM) as f64;
 
-fn load(dir: &Path) -> Result<(Qwen3Moe, qwen3_moe::Model), Box<dyn Error>> {
+fn load(dir: &Path) -> Result<(Model, qwen3_moe::Model), Box<dyn Error>> {
     let (weights, config) = (SIZES.weights(DType::F32, &Device::Cpu)?, SIZES.config(DType::F32));
     std::fs::write(dir.join("config.json"), config.to_string())?;
     candle_core::safetensors::save(&weights, dir.join("model.safetensors"))?;
     let group = EpGroup::single(GroupConfig::new(EXPERTS, TOKENS))?;
-    let ours = Qwen3Moe::load(&Checkpoint::open(dir)?, &group, LoadOptions::default())?;
+    let ours = Model::load_on(&Checkpoint::open(dir)?, &group, LoadOptions::default())?;
     let config: qwen3_moe::Config = serde_json::from_value(config)?;
     let theirs = qwen3_moe::Model::new(&config, VarBuilder::from_tensors(weights, DType::F32, &Device::Cpu))?;
     Ok((ours, theirs))

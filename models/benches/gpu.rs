@@ -29,7 +29,7 @@ use checkpoint::Sizes;
 use moebius::candle::DeviceGroup;
 use moebius::checkpoint::Checkpoint;
 use moebius::ep::GroupConfig;
-use moebius_models::{Cache, LoadOptions, Qwen3Moe};
+use moebius_models::{Cache, LoadOptions, Model};
 use output::say;
 
 /// Qwen3-30B-A3B's, but for its 48 layers and its 151936 tokens: the projection to them is left out.
@@ -63,9 +63,9 @@ type Result<T> = std::result::Result<T, Box<dyn Error>>;
 
 /// The decoders, and ours in f32.
 struct Decoders {
-    ours: Qwen3Moe,
+    ours: Model,
     theirs: qwen3_moe::Model,
-    reference: Qwen3Moe,
+    reference: Model,
 }
 
 fn load(dir: &Path, device: &Device) -> Result<Decoders> {
@@ -78,7 +78,7 @@ fn load(dir: &Path, device: &Device) -> Result<Decoders> {
     let group = DeviceGroup::single(GroupConfig::new(SIZES.experts, SEQUENCES * CONTEXT), device)?;
     let ours = |dtype| {
         let options = LoadOptions { dtype: Some(dtype), trainable: false };
-        Qwen3Moe::load(&Checkpoint::open(dir)?, &group, options).map_err(Box::<dyn Error>::from)
+        Model::load_on(&Checkpoint::open(dir)?, &group, options).map_err(Box::<dyn Error>::from)
     };
     let (ours, reference) = (ours(DType::BF16)?, ours(DType::F32)?);
     let config: qwen3_moe::Config = serde_json::from_value(SIZES.config(DType::BF16))?;
@@ -92,7 +92,7 @@ fn load(dir: &Path, device: &Device) -> Result<Decoders> {
 
 /// Compares the decoders in f32.
 fn agree(
-    reference: &Qwen3Moe,
+    reference: &Model,
     config: &qwen3_moe::Config,
     weights: &HashMap<String, Tensor>,
     device: &Device,

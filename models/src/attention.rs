@@ -1,14 +1,11 @@
-//! Grouped-query attention with normalized queries and keys.
+//! Attention: who sees whom, and the weighted sums of values.
 
-use candle_core::{D, DType, Device, Module, Tensor};
-use candle_nn::Linear;
-use candle_nn::kv_cache::ConcatKvCache;
+use std::cell::RefCell;
+use std::collections::HashMap;
 
-use crate::blocks::{Norm, linear};
-use crate::config::Config;
-use crate::error::Result;
-use crate::params::Params;
-use crate::rotary::Angles;
+use candle_core::{D, Device, Result, Tensor};
+
+use crate::rotary::wide;
 
 /// Queries handled at a time: scores of a block stay in a CPU's cache, and the half of the score matrix above the
 /// diagonal is never made.
@@ -16,121 +13,137 @@ fn block(device: &Device) -> usize {
     if device.is_cuda() { 512 } else { 64 }
 }
 
-/// `[n, n]` for the first n positions of a block: −∞ above the diagonal, else 0. Earlier positions are seen by all.
-#[derive(Debug)]
-pub(crate) struct Mask(Tensor);
+/// Which keys a query sees, of those at its position and before, and how their scores are made.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Visible<'a> {
+    /// Position of the first query.
+    pub first: usize,
+    /// The last so many positions, its own included.
+    pub window: Option<usize>,
+    /// Those of its own chunk of so many positions.
+    pub chunk: Option<usize>,
+    /// A logit for each head `[heads]` that takes part in the softmax and has no value.
+    pub sinks: Option<&'a Tensor>,
+    /// Factor of the scores.
+    pub scale: f64,
+    /// Masks of this forward.
+    pub masks: &'a Masks,
+}
 
-impl Mask {
-    /// For calls of `len` positions.
-    pub fn new(len: usize, dtype: DType, device: &Device) -> candle_core::Result<Self> {
-        let n = block(device).min(len);
-        let values = (0..n * n).map(|i| if i % n > i / n { f32::NEG_INFINITY } else { 0.0 });
-        Tensor::from_vec(values.collect::<Vec<f32>>(), (n, n), device)?.to_dtype(dtype).map(Self)
+/// Masks of a forward, which its layers share.
+#[derive(Debug, Default)]
+pub(crate) struct Masks(RefCell<HashMap<Block, Tensor>>);
+
+/// A block of queries and the keys before its last one's.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+struct Block {
+    window: Option<usize>,
+    chunk: Option<usize>,
+    /// Position of the first query.
+    start: usize,
+    rows: usize,
+    /// Position of the first key; the last is that of the last query.
+    low: usize,
+}
+
+impl Visible<'_> {
+    /// First position that a query at `position` sees.
+    fn low(&self, position: usize) -> usize {
+        let window = self.window.map_or(0, |n| (position + 1).saturating_sub(n));
+        window.max(self.chunk.map_or(0, |n| position / n * n))
+    }
+
+    /// Keys of the last positions that a later query can see, of `len` positions so far.
+    pub fn kept(&self, len: usize) -> usize {
+        len - self.low(len).min(len)
     }
 }
 
-#[derive(Debug)]
-pub(crate) struct Attention {
-    q_proj: Linear,
-    k_proj: Linear,
-    v_proj: Linear,
-    o_proj: Linear,
-    q_norm: Norm,
-    k_norm: Norm,
-    heads: usize,
-    kv_heads: usize,
-    head_dim: usize,
-    differentiable: bool,
-}
-
-impl Attention {
-    pub fn load(p: &mut Params<'_>, prefix: &str, config: &Config) -> Result<Self> {
-        let (h, d, eps) = (config.hidden_size, config.head_dim(), config.rms_norm_eps);
-        let (heads, kv_heads, bias) = (config.num_attention_heads, config.num_key_value_heads, config.attention_bias);
-        let name = |part: &str| format!("{prefix}.{part}");
-        Ok(Self {
-            q_proj: linear(p, &name("q_proj"), [heads * d, h], bias)?,
-            k_proj: linear(p, &name("k_proj"), [kv_heads * d, h], bias)?,
-            v_proj: linear(p, &name("v_proj"), [kv_heads * d, h], bias)?,
-            o_proj: linear(p, &name("o_proj"), [h, heads * d], bias)?,
-            q_norm: Norm::load(p, &name("q_norm"), d, eps)?,
-            k_norm: Norm::load(p, &name("k_norm"), d, eps)?,
-            heads,
-            kv_heads,
-            head_dim: d,
-            differentiable: p.trainable(),
-        })
-    }
-
-    /// `x` is `[B·S, H]`; the angles are those of the S positions after what the cache holds.
-    pub fn forward(
-        &self,
-        x: &Tensor,
-        (b, s): (usize, usize),
-        (angles, mask): (&Angles, &Mask),
-        cache: Option<&mut ConcatKvCache>,
-    ) -> Result<Tensor> {
-        let split = |y: Tensor, heads: usize| y.reshape((b, s, heads, self.head_dim))?.transpose(1, 2);
-        // The norm works on rows of D, before the transpose, where they are contiguous.
-        let normed = |y: Tensor, heads: usize, norm: &Norm| {
-            norm.forward(&y.reshape((b * s * heads, self.head_dim))?)?.reshape((b * s, heads * self.head_dim))
+impl Masks {
+    /// `[rows, keys]`: −∞ where a query does not see a key, else 0.
+    fn get(&self, visible: &Visible<'_>, block: Block, like: &Tensor) -> Result<Tensor> {
+        // Without window and chunk a mask depends on the distance alone.
+        let key = match (visible.window, visible.chunk) {
+            (None, None) => Block { start: block.start - block.low, low: 0, ..block },
+            _ => block,
         };
-        let q = split(normed(self.q_proj.forward(x)?, self.heads, &self.q_norm)?, self.heads)?;
-        let k = split(normed(self.k_proj.forward(x)?, self.kv_heads, &self.k_norm)?, self.kv_heads)?;
-        let v = split(self.v_proj.forward(x)?, self.kv_heads)?.contiguous()?;
-        let q = (angles.apply(&q, self.differentiable)? * (self.head_dim as f64).powf(-0.5))?;
-        let k = angles.apply(&k, self.differentiable)?;
-        let (k, v) = match cache {
-            Some(cache) => cache.append(&k, &v)?,
-            None => (k, v),
-        };
-        let y = self.attend(&q, &k, &v, mask)?;
-        Ok(self.o_proj.forward(&y.reshape((b * s, self.heads * self.head_dim))?)?)
-    }
-
-    /// Causal attention of `q [B, heads, S, D]`, scaled, to the N ≥ S keys of which the last S are its own
-    /// positions; gives `[B, S, heads, D]`.
-    fn attend(&self, q: &Tensor, k: &Tensor, v: &Tensor, mask: &Mask) -> Result<Tensor> {
-        let (b, _, s, d) = q.dims4()?;
-        let past = k.dim(2)? - s;
-        let groups = self.heads / self.kv_heads;
-        let q = q.reshape((b, self.kv_heads, groups, s, d))?;
-        let block = block(q.device());
-        let mut blocks = Vec::with_capacity(s.div_ceil(block));
-        for start in (0..s).step_by(block) {
-            let rows = block.min(s - start);
-            let (own, end) = (past + start, past + start + rows);
-            // Queries that share a key head become rows of one product.
-            let q = q.narrow(3, start, rows)?.contiguous()?.reshape((b, self.kv_heads, groups * rows, d))?;
-            let scores = |first: usize, len: usize| q.matmul(&k.narrow(2, first, len)?.transpose(2, 3)?);
-            let scores = match rows {
-                1 => scores(0, end)?,
-                _ => {
-                    let mask = mask.0.narrow(0, 0, rows)?.narrow(1, 0, rows)?;
-                    let last = scores(own, rows)?.reshape((b, self.kv_heads, groups, rows, rows))?;
-                    let last = last.broadcast_add(&mask)?.reshape((b, self.kv_heads, groups * rows, rows))?;
-                    if own == 0 { last } else { Tensor::cat(&[scores(0, own)?, last], 3)? }
-                }
-            };
-            let y = self.softmax(&scores)?.matmul(&v.narrow(2, 0, end)?)?;
-            blocks.push(y.reshape((b, self.heads, rows, d))?.transpose(1, 2)?);
+        if let Some(mask) = self.0.borrow().get(&key) {
+            return Ok(mask.clone());
         }
-        Ok(match &blocks[..] {
-            [one] => one.contiguous()?,
-            many => Tensor::cat(many, 1)?,
-        })
+        let end = block.start + block.rows;
+        let mut values = Vec::with_capacity(block.rows * (end - block.low));
+        for query in block.start..end {
+            let low = visible.low(query);
+            let sees = |key: usize| if (low..=query).contains(&key) { 0.0 } else { f32::NEG_INFINITY };
+            values.extend((block.low..end).map(sees));
+        }
+        let mask = Tensor::from_vec(values, (block.rows, end - block.low), like.device())?;
+        let mask = mask.to_dtype(wide(like.dtype()))?;
+        self.0.borrow_mut().insert(key, mask.clone());
+        Ok(mask)
     }
+}
 
-    /// Softmax over the last dimension, in f32 for types below it, as transformers' plain attention does: with that,
-    /// a bf16 decoder's first hidden states equal transformers' bit for bit. candle's own on a GPU rounds the exponents
-    /// to bf16, which costs percents.
-    fn softmax(&self, scores: &Tensor) -> candle_core::Result<Tensor> {
-        let dtype = scores.dtype();
-        let wide = if dtype == DType::F64 { scores.clone() } else { scores.to_dtype(DType::F32)? };
-        let p = match self.differentiable {
-            true => candle_nn::ops::softmax(&wide, D::Minus1),
-            false => candle_nn::ops::softmax_last_dim(&wide),
+/// Causal attention of `q [B, heads, S, D]` over `k [B, key heads, N, D]` and `v [B, key heads, N, V]`, of which the
+/// last S are the queries' own positions and all are of positions one after the other. Query heads are groups of
+/// neighbors over a key head. Gives `[B, S, heads, V]`.
+pub(crate) fn attention(q: &Tensor, k: &Tensor, v: &Tensor, visible: &Visible<'_>) -> Result<Tensor> {
+    let (b, heads, s, d) = q.dims4()?;
+    let (_, keys, n, _) = k.dims4()?;
+    let groups = heads / keys;
+    // Position of the first key that is there.
+    let there = visible.first + s - n;
+    let q = (q * visible.scale)?.reshape((b, keys, groups, s, d))?;
+    let (k, v) = (k.contiguous()?, v.contiguous()?);
+    let block = block(q.device());
+    let mut blocks = Vec::with_capacity(s.div_ceil(block));
+    for start in (0..s).step_by(block) {
+        let rows = block.min(s - start);
+        let (first, last) = (visible.first + start, visible.first + start + rows - 1);
+        let low = visible.low(first).max(there);
+        let edge = visible.low(last).max(there) > low;
+        // Queries that share a key head become rows of one product.
+        let q = q.narrow(3, start, rows)?.contiguous()?.reshape((b, keys, groups * rows, d))?;
+        let scores = |from: usize, len: usize| {
+            let scores = q.matmul(&k.narrow(2, from - there, len)?.transpose(2, 3)?)?;
+            scores.to_dtype(wide(q.dtype()))
         };
-        p?.to_dtype(dtype)
+        let masked = |scores: Tensor, low: usize| {
+            let at = Block { window: visible.window, chunk: visible.chunk, start: first, rows, low };
+            let mask = visible.masks.get(visible, at, &scores)?;
+            let len = scores.dim(3)?;
+            let scores = scores.reshape((b, keys, groups, rows, len))?.broadcast_add(&mask)?;
+            scores.reshape((b, keys, groups * rows, len))
+        };
+        let len = last + 1 - low;
+        let scores = match rows {
+            1 => scores(low, len)?,
+            _ if edge || low == first => masked(scores(low, len)?, low)?,
+            // Only the queries' own positions need a mask: all see what is before.
+            _ => Tensor::cat(&[scores(low, first - low)?, masked(scores(first, rows)?, first)?], 3)?,
+        };
+        let p = match visible.sinks {
+            None => softmax(&scores)?,
+            Some(sinks) => {
+                let sinks = sinks.to_dtype(scores.dtype())?.reshape((1, keys, groups, 1))?;
+                let sinks = sinks.broadcast_as((b, keys, groups, rows))?.reshape((b, keys, groups * rows, 1))?;
+                softmax(&Tensor::cat(&[scores, sinks], 3)?)?.narrow(3, 0, len)?.contiguous()?
+            }
+        };
+        let y = p.to_dtype(v.dtype())?.matmul(&v.narrow(2, low - there, len)?.contiguous()?)?;
+        blocks.push(y.reshape((b, heads, rows, v.dim(3)?))?.transpose(1, 2)?);
+    }
+    match &blocks[..] {
+        [one] => one.contiguous(),
+        many => Tensor::cat(many, 1),
+    }
+}
+
+/// Softmax over the last dimension, of scores in f32 for types below it, as transformers' plain attention does: with
+/// that, a bf16 decoder's first hidden states equal transformers' bit for bit. The fused one has no gradient.
+fn softmax(scores: &Tensor) -> Result<Tensor> {
+    match scores.track_op() {
+        true => candle_nn::ops::softmax(scores, D::Minus1),
+        false => candle_nn::ops::softmax_last_dim(scores),
     }
 }

@@ -1,134 +1,142 @@
-//! The part of `config.json` that concerns the decoder around the experts; the experts' own part is
+//! The part of `config.json` that families share; each family's own part stands in its file, and the experts' part is
 //! [`moebius::checkpoint::Checkpoint::block_config`].
-
-use moebius::checkpoint::Checkpoint;
 
 use serde::Deserialize;
 
 use crate::error::{Error, Result};
-
-/// Sizes and constants of a Qwen3-MoE decoder, from its `config.json`.
-#[derive(Debug, Clone, PartialEq, Deserialize)]
-pub struct Config {
-    /// Tokens in the vocabulary.
-    pub vocab_size: usize,
-    /// Hidden size H.
-    pub hidden_size: usize,
-    /// Inner size of the dense layers.
-    pub intermediate_size: usize,
-    /// Decoder layers.
-    pub num_hidden_layers: usize,
-    /// Query heads.
-    pub num_attention_heads: usize,
-    /// Key and value heads; a divisor of the query heads.
-    pub num_key_value_heads: usize,
-    /// Size of a head; where absent, H / query heads.
-    #[serde(default)]
-    head_dim: Option<usize>,
-    /// The four projections of attention have biases.
-    #[serde(default)]
-    pub attention_bias: bool,
-    /// Longest sequence.
-    pub max_position_embeddings: usize,
-    /// ε of the RMS norms.
-    pub rms_norm_eps: f64,
-    /// The output projection is the embedding.
-    #[serde(default)]
-    pub tie_word_embeddings: bool,
-    #[serde(default)]
-    rope_theta: Option<f64>,
-    /// transformers 5 writes `rope_parameters`, older versions `rope_theta` beside `rope_scaling`.
-    #[serde(default, alias = "rope_scaling")]
-    rope_parameters: Option<Rope>,
-    hidden_act: String,
-    #[serde(default)]
-    use_sliding_window: bool,
-}
-
-#[derive(Debug, Clone, PartialEq, Deserialize)]
-struct Rope {
-    #[serde(default)]
-    rope_theta: Option<f64>,
-    #[serde(default, alias = "type")]
-    rope_type: Option<String>,
-}
+use crate::rotary::{RopeParameters, Rotary, RotaryConfig};
 
 /// Bound on every size, far above published models, so that products of two of them cannot overflow.
 const MAX_SIZE: usize = 1 << 28;
 
-impl Config {
-    /// Of a checkpoint: what its `config.json` said when it was opened.
-    ///
-    /// # Errors
-    /// [`Error::Config`], naming the field.
-    pub fn of(checkpoint: &Checkpoint) -> Result<Self> {
-        let path = checkpoint.dir().join("config.json").display().to_string();
-        let config: Self = Deserialize::deserialize(checkpoint.config()).map_err(|e| Error::Config {
-            path: path.clone(),
-            field: "(file)",
-            expected: "a Qwen3-MoE config".into(),
-            found: e.to_string(),
-        })?;
-        config.check(&path)?;
-        Ok(config)
-    }
+/// Sizes and constants of a decoder under the names that most families use.
+#[derive(Debug, Clone, Deserialize)]
+pub(crate) struct Base {
+    pub vocab_size: usize,
+    pub hidden_size: usize,
+    /// Inner size of the dense layers; of the experts in families without dense layers.
+    #[serde(default)]
+    pub intermediate_size: Option<usize>,
+    pub num_hidden_layers: usize,
+    pub num_attention_heads: usize,
+    /// As many as query heads where absent.
+    #[serde(default)]
+    pub num_key_value_heads: Option<usize>,
+    /// H / query heads where absent.
+    #[serde(default)]
+    pub head_dim: Option<usize>,
+    pub max_position_embeddings: usize,
+    pub rms_norm_eps: f64,
+    #[serde(default)]
+    pub tie_word_embeddings: Option<bool>,
+    #[serde(default)]
+    pub hidden_act: Option<String>,
+    #[serde(default)]
+    pub rope_theta: Option<f64>,
+    /// transformers 5 writes `rope_parameters`, older versions `rope_theta` beside `rope_scaling`.
+    #[serde(default)]
+    pub rope_parameters: Option<RopeParameters>,
+    #[serde(default)]
+    pub rope_scaling: Option<RopeParameters>,
+    #[serde(default)]
+    pub partial_rotary_factor: Option<f64>,
+    #[serde(default)]
+    pub original_max_position_embeddings: Option<usize>,
+}
 
+/// Heads of an attention.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(crate) struct Heads {
+    /// Hidden size H.
+    pub hidden: usize,
+    /// Query heads.
+    pub queries: usize,
+    /// Key and value heads; a divisor of the query heads.
+    pub keys: usize,
     /// Size of a head D.
-    pub fn head_dim(&self) -> usize {
-        self.head_dim.unwrap_or(self.hidden_size / self.num_attention_heads.max(1))
+    pub dim: usize,
+}
+
+/// Makes errors of one file.
+#[derive(Debug, Clone)]
+pub(crate) struct ConfigFile(pub String);
+
+impl ConfigFile {
+    pub fn refuse<T>(&self, field: &'static str, expected: impl ToString, found: impl ToString) -> Result<T> {
+        Err(Error::Config { path: self.0.clone(), field, expected: expected.to_string(), found: found.to_string() })
     }
 
-    /// Base of the rotary frequencies.
-    pub fn rope_theta(&self) -> f64 {
-        let nested = self.rope_parameters.as_ref().and_then(|r| r.rope_theta);
-        nested.or(self.rope_theta).unwrap_or(10_000.0)
+    /// A size of at least 1 that leaves room for products.
+    pub fn size(&self, field: &'static str, size: usize) -> Result<usize> {
+        if size == 0 || size > MAX_SIZE { self.refuse(field, "1..=2^28", size) } else { Ok(size) }
     }
 
-    fn check(&self, path: &str) -> Result<()> {
-        let fail = |field, expected: &str, found: String| {
-            Err(Error::Config { path: path.into(), field, expected: expected.into(), found })
-        };
+    /// A finite number above 0.
+    pub fn positive(&self, field: &'static str, number: f64) -> Result<f64> {
+        if number.is_finite() && number > 0.0 { Ok(number) } else { self.refuse(field, "a finite number > 0", number) }
+    }
+
+    /// A window or chunk of attention: `None`, and transformers' 0, mean that there is none.
+    pub fn span(&self, field: &'static str, span: Option<usize>) -> Result<Option<usize>> {
+        span.filter(|n| *n > 0).map(|n| self.size(field, n)).transpose()
+    }
+
+    /// A list of one entry a layer.
+    pub fn per_layer<'a, T>(&self, field: &'static str, list: &'a [T], layers: usize) -> Result<&'a [T]> {
+        if list.len() < layers { self.refuse(field, format!("{layers} entries"), list.len()) } else { Ok(list) }
+    }
+}
+
+impl Base {
+    /// Checks what every family needs.
+    pub fn check(&self, file: &ConfigFile) -> Result<()> {
         for (field, size) in [
             ("vocab_size", self.vocab_size),
             ("hidden_size", self.hidden_size),
-            ("intermediate_size", self.intermediate_size),
             ("num_hidden_layers", self.num_hidden_layers),
             ("num_attention_heads", self.num_attention_heads),
-            ("num_key_value_heads", self.num_key_value_heads),
             ("max_position_embeddings", self.max_position_embeddings),
-            ("head_dim", self.head_dim()),
         ] {
-            if size == 0 || size > MAX_SIZE {
-                return fail(field, "1..=2^28", size.to_string());
-            }
-        }
-        if !self.head_dim().is_multiple_of(2) {
-            return fail("head_dim", "an even number", self.head_dim().to_string());
-        }
-        if !self.num_attention_heads.is_multiple_of(self.num_key_value_heads) {
-            return fail(
-                "num_key_value_heads",
-                "a divisor of num_attention_heads",
-                self.num_key_value_heads.to_string(),
-            );
+            file.size(field, size)?;
         }
         if !(self.rms_norm_eps.is_finite() && self.rms_norm_eps >= 0.0) {
-            return fail("rms_norm_eps", "a finite number >= 0", self.rms_norm_eps.to_string());
+            return file.refuse("rms_norm_eps", "a finite number >= 0", self.rms_norm_eps);
         }
-        let theta = self.rope_theta();
-        if !(theta.is_finite() && theta > 0.0) {
-            return fail("rope_theta", "a finite number > 0", theta.to_string());
+        match self.hidden_act.as_deref() {
+            None | Some("silu" | "swish") => Ok(()),
+            Some(other) => file.refuse("hidden_act", "\"silu\"", format!("{other:?}")),
         }
-        let kind = self.rope_parameters.as_ref().and_then(|r| r.rope_type.as_deref()).unwrap_or("default");
-        if kind != "default" {
-            return fail("rope_parameters.rope_type", "\"default\"", format!("{kind:?}"));
+    }
+
+    /// The heads.
+    pub fn heads(&self, file: &ConfigFile) -> Result<Heads> {
+        let queries = self.num_attention_heads;
+        let keys = file.size("num_key_value_heads", self.num_key_value_heads.unwrap_or(queries))?;
+        let dim = file.size("head_dim", self.head_dim.unwrap_or(self.hidden_size / queries))?;
+        if !queries.is_multiple_of(keys) {
+            return file.refuse("num_key_value_heads", "a divisor of num_attention_heads", keys);
         }
-        if self.hidden_act != "silu" {
-            return fail("hidden_act", "\"silu\"", format!("{:?}", self.hidden_act));
+        file.size("num_attention_heads times head_dim", queries.saturating_mul(dim))?;
+        Ok(Heads { hidden: self.hidden_size, queries, keys, dim })
+    }
+
+    /// The rotary embedding of heads of `head_dim`, whole or in part as the configuration says; `theta`: the family's
+    /// base where the configuration has none.
+    pub fn rotary(&self, file: &ConfigFile, head_dim: usize, theta: f64) -> Result<Rotary> {
+        let nested = self.rope_parameters.as_ref().or(self.rope_scaling.as_ref());
+        let part = nested.and_then(|r| r.partial_rotary_factor).or(self.partial_rotary_factor).unwrap_or(1.0);
+        if !(part > 0.0 && part <= 1.0) {
+            return file.refuse("partial_rotary_factor", "a number in (0, 1]", part);
         }
-        if self.use_sliding_window {
-            return fail("use_sliding_window", "false", "true".into());
+        let dim = (head_dim as f64 * part) as usize;
+        if dim == 0 || !dim.is_multiple_of(2) {
+            return file.refuse("head_dim", "an even number of rotated entries", dim);
         }
-        Ok(())
+        let parameters = nested.cloned().unwrap_or_default();
+        let theta = parameters.rope_theta.or(self.rope_theta).unwrap_or(theta);
+        let theta = file.positive("rope_theta", theta)?;
+        let original = parameters.original_max_position_embeddings.or(self.original_max_position_embeddings);
+        let max_positions = self.max_position_embeddings;
+        Rotary::new(file, RotaryConfig { parameters, dim, theta, max_positions, original })
     }
 }

@@ -7,6 +7,16 @@ pub type Result<T> = std::result::Result<T, Error>;
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
+    /// The layer knows the family's experts, but there is no decoder around them.
+    #[error("{path}: field model_type: expected one of {known}, found {found:?}")]
+    Family {
+        /// The file.
+        path: String,
+        /// Value that is there.
+        found: String,
+        /// The families with a decoder.
+        known: String,
+    },
     /// `config.json` cannot be read, or holds what this decoder does not do.
     #[error("{path}: field {field}: expected {expected}, found {found}")]
     Config {
@@ -38,6 +48,20 @@ pub enum Error {
         call: &'static str,
         /// The problem, and how to mend it.
         problem: String,
+    },
+    /// A token's id is none of the vocabulary's.
+    #[error("{call}: sequence {row}, position {position}: expected an id in 0..{vocabulary}, found {id}")]
+    TokenId {
+        /// The call that refused.
+        call: &'static str,
+        /// Row of the ids.
+        row: usize,
+        /// Column of the ids.
+        position: usize,
+        /// The id.
+        id: i64,
+        /// Size of the vocabulary.
+        vocabulary: usize,
     },
     /// The checkpoint or the layer failed.
     #[error(transparent)]

@@ -1,18 +1,27 @@
 //! Whole decoders around [`moebius`]'s Mixture-of-Experts layer, on candle.
 //!
-//! [`Qwen3Moe`] is Qwen3-MoE: everything but the experts is replicated on every rank of a
-//! group, and each rank runs sequences of its own. The group's device, a CPU or a GPU, is where the decoder lives
-//! ([`DeviceGroup`](moebius::candle::DeviceGroup)).
+//! [`Model::load`] reads a published folder: `config.json` says which family it is. Everything but the experts is
+//! replicated on every rank of a group, and each rank runs sequences of its own. The group's device, a CPU or a GPU, is
+//! where the decoder lives ([`DeviceGroup`](moebius::candle::DeviceGroup)).
 
 mod attention;
-mod blocks;
+mod cache;
 mod config;
+mod decoder;
 mod error;
+mod family;
+mod loss;
+mod mlp;
+mod model;
+mod norm;
 mod params;
-mod qwen3_moe;
 mod rotary;
+mod self_attention;
 
-pub use config::Config;
+pub use cache::Cache;
+pub use decoder::{Point, Tap};
 pub use error::{Error, Result};
+pub use family::families;
+pub use loss::Loss;
+pub use model::Model;
 pub use params::LoadOptions;
-pub use qwen3_moe::{Cache, Qwen3Moe};

@@ -1,10 +1,16 @@
-//! Reading replicated parameters from a checkpoint into candle.
+//! Reading a checkpoint into candle.
 
 use candle_core::{DType, Device, Tensor, Var};
-use moebius::checkpoint::Checkpoint;
+use candle_nn::Linear;
+use moebius::candle::{DeviceGroup, ExpertParallelMoE, Parameters};
+use moebius::checkpoint::{self, Checkpoint};
 use moebius::cpu::{Cpu, HostBuffer};
+use serde::de::DeserializeOwned;
 
+use crate::config::ConfigFile;
 use crate::error::{Error, Result};
+
+const CALL: &str = "Model::load";
 
 /// How to load a decoder.
 #[derive(Debug, Clone, Copy, Default)]
@@ -18,7 +24,7 @@ pub struct LoadOptions {
 
 impl LoadOptions {
     /// The type in this crate's terms.
-    pub(crate) fn moe_dtype(&self) -> Result<Option<moebius::DType>> {
+    fn moe_dtype(&self) -> Result<Option<moebius::DType>> {
         Ok(match self.dtype {
             None => None,
             Some(DType::F32) => Some(moebius::DType::F32),
@@ -27,49 +33,65 @@ impl LoadOptions {
             Some(DType::F64) => Some(moebius::DType::F64),
             Some(other) => {
                 let problem = format!("option dtype: expected f64, f32, bf16 or f16, found {other:?}");
-                return Err(Error::Usage { call: "Qwen3Moe::load", problem });
+                return Err(Error::Usage { call: CALL, problem });
             }
         })
     }
 }
 
-/// Loads tensors by name, and remembers those that train.
+/// Loads a rank's parameters by name, and remembers those that train.
 #[derive(Debug)]
-pub(crate) struct Params<'a> {
+pub(crate) struct Loader<'a> {
     checkpoint: &'a Checkpoint,
+    group: &'a DeviceGroup,
     options: LoadOptions,
-    device: Device,
+    dtype: Option<moebius::DType>,
     vars: Vec<(String, Var)>,
 }
 
-impl<'a> Params<'a> {
-    pub fn new(checkpoint: &'a Checkpoint, options: LoadOptions, device: Device) -> Self {
-        Self { checkpoint, options, device, vars: Vec::new() }
+impl<'a> Loader<'a> {
+    pub fn new(checkpoint: &'a Checkpoint, group: &'a DeviceGroup, options: LoadOptions) -> Result<Self> {
+        Ok(Self { checkpoint, group, options, dtype: options.moe_dtype()?, vars: Vec::new() })
     }
 
     pub fn checkpoint(&self) -> &'a Checkpoint {
         self.checkpoint
     }
 
-    pub fn options(&self) -> LoadOptions {
-        self.options
+    /// The configuration's file, for errors.
+    pub fn file(&self) -> ConfigFile {
+        ConfigFile(self.checkpoint.dir().join("config.json").display().to_string())
     }
 
-    pub fn trainable(&self) -> bool {
-        self.options.trainable
+    /// The configuration of the text model, which multimodal wrappers keep in an object of its own.
+    pub fn config<T: DeserializeOwned>(&self) -> Result<T> {
+        let root = self.checkpoint.config();
+        let text = root.get("text_config").filter(|text| text.is_object()).unwrap_or(root);
+        T::deserialize(text).or_else(|e| {
+            let expected = format!("a configuration of {}", self.checkpoint.family());
+            self.file().refuse("(file)", expected, e)
+        })
     }
 
+    /// Prefix of the model's own tensors: that of a layer without `layers.0.`.
+    pub fn root(&self) -> String {
+        let layer = self.checkpoint.layer_prefix(0);
+        let parts: Vec<&str> = layer.trim_end_matches('.').split('.').collect();
+        parts[..parts.len().saturating_sub(2)].iter().map(|part| format!("{part}.")).collect()
+    }
+
+    /// A tensor of this shape, on the group's device.
     pub fn get(&mut self, name: &str, dims: &[usize]) -> Result<Tensor> {
-        let tensor = to_candle(self.checkpoint.tensor(name, self.options.moe_dtype()?)?)?;
+        let tensor = to_candle(self.checkpoint.tensor(name, self.dtype)?)?;
         if tensor.dims() != dims {
             return Err(Error::Shape {
-                call: "Qwen3Moe::load",
+                call: CALL,
                 tensor: name.into(),
                 expected: format!("{dims:?}"),
                 found: tensor.dims().to_vec(),
             });
         }
-        let tensor = tensor.to_device(&self.device)?;
+        let tensor = tensor.to_device(self.group.device())?;
         if !self.options.trainable {
             return Ok(tensor);
         }
@@ -77,6 +99,24 @@ impl<'a> Params<'a> {
         let tensor = var.as_tensor().clone();
         self.vars.push((name.into(), var));
         Ok(tensor)
+    }
+
+    /// Matrix product with a weight `[out, in]`, and a bias where there is one.
+    pub fn linear(&mut self, prefix: &str, dims: [usize; 2], bias: bool) -> Result<Linear> {
+        let weight = self.get(&format!("{prefix}.weight"), &dims)?;
+        let bias = if bias { Some(self.get(&format!("{prefix}.bias"), &dims[..1])?) } else { None };
+        Ok(Linear::new(weight, bias))
+    }
+
+    /// This rank's experts of a layer; `None` where the layer is dense.
+    pub fn experts(&self, layer: usize) -> Result<Option<ExpertParallelMoE>> {
+        if !self.checkpoint.moe_layers().contains(&layer) {
+            return Ok(None);
+        }
+        let options = checkpoint::LoadOptions { rank: self.group.rank(), ranks: self.group.ranks(), dtype: self.dtype };
+        let block = self.checkpoint.load_block(layer, options)?;
+        let trainable = if self.options.trainable { Parameters::Trainable } else { Parameters::Frozen };
+        Ok(Some(ExpertParallelMoE::from_block(block, layer as u32, self.group, trainable)?))
     }
 
     pub fn into_vars(self) -> Vec<(String, Var)> {

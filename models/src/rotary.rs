@@ -1,42 +1,324 @@
-//! Rotary position embedding, the half-split form.
+//! Rotary position embedding: frequencies with every scaling that published configurations name, whole heads or their
+//! first entries, halves or interleaved pairs.
 
-use candle_core::{DType, Device, Result, Tensor};
-use candle_nn::rotary_emb::{rope, rope_slow};
+use std::f64::consts::TAU;
 
-/// Frequencies of one model.
-#[derive(Debug, Clone)]
-pub(crate) struct Rotary {
-    inverse_frequencies: Tensor,
+use candle_core::{DType, Device, Result as CandleResult, Tensor};
+use candle_nn::rotary_emb::{rope, rope_i, rope_i_slow, rope_slow};
+use serde::Deserialize;
+
+use crate::config::ConfigFile;
+use crate::error::Result;
+
+/// `rope_parameters`, or `rope_scaling`, as it stands in `config.json`.
+#[derive(Debug, Clone, Default, Deserialize)]
+pub(crate) struct RopeParameters {
+    pub rope_theta: Option<f64>,
+    pub rope_type: Option<String>,
+    /// What older versions call `rope_type`.
+    #[serde(rename = "type")]
+    pub old_type: Option<String>,
+    pub partial_rotary_factor: Option<f64>,
+    pub factor: Option<f64>,
+    pub original_max_position_embeddings: Option<usize>,
+    /// Hunyuan's.
+    pub alpha: Option<f64>,
+    pub attention_factor: Option<f64>,
+    pub beta_fast: Option<f64>,
+    pub beta_slow: Option<f64>,
+    pub mscale: Option<f64>,
+    pub mscale_all_dim: Option<f64>,
+    pub truncate: Option<bool>,
+    pub low_freq_factor: Option<f64>,
+    pub high_freq_factor: Option<f64>,
+    pub short_factor: Option<Vec<f64>>,
+    pub long_factor: Option<Vec<f64>>,
+    /// Phi's, in the place of `attention_factor`.
+    pub short_mscale: Option<f64>,
+    pub long_mscale: Option<f64>,
 }
 
-/// Cosines and sines of a range of positions, `[S, D/2]`.
+/// What a rotary embedding is made from.
+#[derive(Debug)]
+pub(crate) struct RotaryConfig {
+    pub parameters: RopeParameters,
+    /// Rotated entries of a head, an even number.
+    pub dim: usize,
+    pub theta: f64,
+    /// `max_position_embeddings`.
+    pub max_positions: usize,
+    /// `original_max_position_embeddings`, wherever it stands.
+    pub original: Option<usize>,
+}
+
+/// Inverse frequencies, and the factor of cosines and sines.
+#[derive(Debug, Clone, PartialEq)]
+struct Frequencies {
+    inverse: Vec<f32>,
+    scale: f64,
+}
+
+/// How frequencies depend on the length of the sequence.
+#[derive(Debug, Clone)]
+enum Scaling {
+    Fixed(Frequencies),
+    /// NTK scaling: beyond `original` positions theta grows with the length.
+    Dynamic {
+        theta: f64,
+        factor: f64,
+        original: usize,
+    },
+    /// Other frequencies beyond `original` positions.
+    Long {
+        short: Frequencies,
+        long: Frequencies,
+        original: usize,
+    },
+}
+
+/// Rotary embedding of one model.
+#[derive(Debug, Clone)]
+pub(crate) struct Rotary {
+    scaling: Scaling,
+    dim: usize,
+    /// Pairs are entries 2i and 2i + 1 rather than i and dim/2 + i.
+    interleaved: bool,
+    /// Longest sequence.
+    context: usize,
+    /// What yarn multiplies the softmax scale with in DeepSeek's models.
+    softmax_factor: f64,
+}
+
+/// Cosines and sines of a range of positions, `[S, dim/2]`.
 #[derive(Debug)]
 pub(crate) struct Angles {
     cos: Tensor,
     sin: Tensor,
+    interleaved: bool,
+}
+
+/// `0.1 · m · ln(scale) + 1`, yarn's growth of attention; 1 where nothing is stretched.
+fn yarn_growth(scale: f64, m: f64) -> f64 {
+    if scale <= 1.0 { 1.0 } else { 0.1 * m * scale.ln() + 1.0 }
+}
+
+/// `theta^(-2i/dim)` for i in `0..dim/2`, each divided by `divisor(i)`.
+fn powers(theta: f64, dim: usize, divisor: impl Fn(usize) -> f64) -> Vec<f32> {
+    (0..dim / 2).map(|i| (theta.powf(-((2 * i) as f64) / dim as f64) / divisor(i)) as f32).collect()
 }
 
 impl Rotary {
-    /// `theta^(-2i/D)` for i in `0..D/2`.
-    pub fn new(head_dim: usize, theta: f64, device: &Device) -> Result<Self> {
-        let f: Vec<f32> = (0..head_dim / 2).map(|i| theta.powf(-((2 * i) as f64) / head_dim as f64) as f32).collect();
-        Ok(Self { inverse_frequencies: Tensor::new(f, device)?.unsqueeze(0)? })
+    pub fn new(file: &ConfigFile, config: RotaryConfig) -> Result<Self> {
+        let RotaryConfig { ref parameters, dim, theta, max_positions, original } = config;
+        let r = parameters;
+        let kind = r.rope_type.as_deref().or(r.old_type.as_deref()).unwrap_or("default");
+        let known = "default, linear, dynamic, yarn, llama3 or longrope";
+        let need = |field: &'static str, value: Option<f64>| match value {
+            Some(value) => file.positive(field, value),
+            None => file.refuse(field, "a number", "nothing"),
+        };
+        let factor = || need("rope_parameters.factor", r.factor);
+        let first = file.size("original_max_position_embeddings", original.unwrap_or(max_positions))?;
+        let plain = |inverse| Scaling::Fixed(Frequencies { inverse, scale: 1.0 });
+        // Configurations whose sequences may be longer than `max_position_embeddings` say so by a factor.
+        let stretched = |factor: f64| max_positions.max((first as f64 * factor).min((1u64 << 28) as f64) as usize);
+        let (mut context, mut softmax_factor) = (max_positions, 1.0);
+        let scaling = match kind {
+            "default" | "mrope" => plain(powers(theta, dim, |_| 1.0)),
+            "linear" => {
+                let factor = factor()?;
+                context = stretched(factor);
+                plain(powers(theta, dim, |_| factor))
+            }
+            "dynamic" if dim <= 2 => return file.refuse("head_dim", "more than 2 rotated entries", dim),
+            "dynamic" => match r.alpha {
+                Some(alpha) => {
+                    let alpha = file.positive("rope_parameters.alpha", alpha)?;
+                    let theta = theta * alpha.powf(dim as f64 / (dim as f64 - 2.0));
+                    plain(powers(theta, dim, |_| 1.0))
+                }
+                None => {
+                    let factor = factor()?;
+                    context = stretched(factor);
+                    Scaling::Dynamic { theta, factor, original: max_positions }
+                }
+            },
+            "yarn" => {
+                let factor = match r.factor {
+                    Some(_) => factor()?,
+                    None => max_positions as f64 / first as f64,
+                };
+                context = stretched(factor);
+                if let Some(all) = r.mscale_all_dim.filter(|m| *m != 0.0) {
+                    softmax_factor = yarn_growth(factor, all).powi(2);
+                }
+                Scaling::Fixed(yarn(&config, factor, first))
+            }
+            "llama3" => {
+                let (low, high) = (
+                    need("rope_parameters.low_freq_factor", r.low_freq_factor)?,
+                    need("rope_parameters.high_freq_factor", r.high_freq_factor)?,
+                );
+                if high <= low {
+                    return file.refuse("rope_parameters.high_freq_factor", "more than low_freq_factor", high);
+                }
+                let factor = factor()?;
+                plain(llama3(powers(theta, dim, |_| 1.0), LlamaBands { low, high, factor, original: first }))
+            }
+            "longrope" | "su" => long(file, &config, first)?,
+            other => return file.refuse("rope_parameters.rope_type", known, format!("{other:?}")),
+        };
+        Ok(Self { scaling, dim, interleaved: false, context, softmax_factor })
     }
 
-    /// Angles of positions `start..start + len`. They are made for each forward: their cost is that of one row of
-    /// one head, and no table need be as long as the longest sequence that the configuration allows.
-    pub fn angles(&self, start: usize, len: usize, dtype: DType) -> Result<Angles> {
-        let positions: Vec<f32> = (start..start + len).map(|p| p as f32).collect();
-        let positions = Tensor::from_vec(positions, (len, 1), self.inverse_frequencies.device())?;
-        let angles = positions.matmul(&self.inverse_frequencies)?;
-        Ok(Angles { cos: angles.cos()?.to_dtype(dtype)?, sin: angles.sin()?.to_dtype(dtype)? })
+    /// With pairs of neighbors.
+    pub fn interleaved(self) -> Self {
+        Self { interleaved: true, ..self }
+    }
+
+    /// With `dim` rotated entries of each head.
+    pub fn dim(&self) -> usize {
+        self.dim
+    }
+
+    /// Longest sequence.
+    pub fn context(&self) -> usize {
+        self.context
+    }
+
+    /// What yarn multiplies the softmax scale with in DeepSeek's models; 1 without `mscale_all_dim`.
+    pub fn softmax_factor(&self) -> f64 {
+        self.softmax_factor
+    }
+
+    /// Whether the angles of a position depend on the sequence's length, so that a cache must hold keys as they were
+    /// before the rotation.
+    pub fn depends_on_length(&self) -> bool {
+        !matches!(self.scaling, Scaling::Fixed(_))
+    }
+
+    /// Frequencies in a sequence of `len` positions.
+    fn frequencies(&self, len: usize) -> Frequencies {
+        match &self.scaling {
+            Scaling::Fixed(f) => f.clone(),
+            Scaling::Dynamic { theta, factor, original } => {
+                let grown = factor * len.max(*original) as f64 / *original as f64 - (factor - 1.0);
+                let theta = theta * grown.powf(self.dim as f64 / (self.dim as f64 - 2.0));
+                Frequencies { inverse: powers(theta, self.dim, |_| 1.0), scale: 1.0 }
+            }
+            Scaling::Long { short, long, original } => if len > *original { long } else { short }.clone(),
+        }
+    }
+
+    /// Angles of the positions `range` of a sequence that ends with them. They are made for each forward: their cost is
+    /// that of one row of one head, and no table need be as long as the longest sequence.
+    pub fn angles(&self, range: std::ops::Range<usize>, dtype: DType, device: &Device) -> CandleResult<Angles> {
+        let Frequencies { inverse, scale } = self.frequencies(range.end);
+        let positions: Vec<f32> = range.map(|p| p as f32).collect();
+        let positions = Tensor::from_vec(positions, ((), 1), device)?;
+        let angles = positions.matmul(&Tensor::new(inverse, device)?.unsqueeze(0)?)?;
+        // Interleaved pairs are rotated in f32, as the references do.
+        let dtype = if self.interleaved { wide(dtype) } else { dtype };
+        let finish = |t: Tensor| if scale == 1.0 { t.to_dtype(dtype) } else { (t * scale)?.to_dtype(dtype) };
+        Ok(Angles { cos: finish(angles.cos()?)?, sin: finish(angles.sin()?)?, interleaved: self.interleaved })
     }
 }
 
+/// f32 for narrower types.
+pub(crate) fn wide(dtype: DType) -> DType {
+    if dtype == DType::F64 { dtype } else { DType::F32 }
+}
+
+fn yarn(config: &RotaryConfig, factor: f64, original: usize) -> Frequencies {
+    let (r, dim, theta) = (&config.parameters, config.dim, config.theta);
+    let set = |m: Option<f64>| m.filter(|m| *m != 0.0);
+    let scale = r.attention_factor.unwrap_or(match (set(r.mscale), set(r.mscale_all_dim)) {
+        (Some(m), Some(all)) => yarn_growth(factor, m) / yarn_growth(factor, all),
+        _ => yarn_growth(factor, 1.0),
+    });
+    // The pair whose frequency turns this often over the original length.
+    let pair = |turns: f64| dim as f64 * (original as f64 / (turns * TAU)).ln() / (2.0 * theta.ln());
+    let (mut low, mut high) = (pair(set(r.beta_fast).unwrap_or(32.0)), pair(set(r.beta_slow).unwrap_or(1.0)));
+    if r.truncate.unwrap_or(true) {
+        (low, high) = (low.floor(), high.ceil());
+    }
+    (low, high) = (low.max(0.0), high.min(dim as f64 - 1.0));
+    if low == high {
+        high += 0.001;
+    }
+    // From frequencies as they were (fast pairs) to frequencies divided by the factor (slow pairs).
+    let inverse = (0..dim / 2).map(|i| {
+        let kept = theta.powf(-((2 * i) as f64) / dim as f64);
+        let ramp = ((i as f64 - low) / (high - low)).clamp(0.0, 1.0);
+        (kept / factor * ramp + kept * (1.0 - ramp)) as f32
+    });
+    Frequencies { inverse: inverse.collect(), scale }
+}
+
+/// Bands of wavelengths, in parts of the original length.
+struct LlamaBands {
+    low: f64,
+    high: f64,
+    factor: f64,
+    original: usize,
+}
+
+fn llama3(inverse: Vec<f32>, bands: LlamaBands) -> Vec<f32> {
+    let LlamaBands { low, high, factor, original } = bands;
+    let scaled = |f: f32| {
+        let f = f64::from(f);
+        // Turns over the original length: many stay as they are, few are divided by the factor.
+        let turns = original as f64 * f / TAU;
+        let kept = ((turns - low) / (high - low)).clamp(0.0, 1.0);
+        ((1.0 - kept) * f / factor + kept * f) as f32
+    };
+    inverse.into_iter().map(scaled).collect()
+}
+
+fn long(file: &ConfigFile, config: &RotaryConfig, original: usize) -> Result<Scaling> {
+    let (r, dim) = (&config.parameters, config.dim);
+    let factor = r.factor.unwrap_or(config.max_positions as f64 / original as f64);
+    let scale = r.attention_factor.unwrap_or(match factor <= 1.0 {
+        true => 1.0,
+        false => (1.0 + factor.ln() / (original as f64).ln()).sqrt(),
+    });
+    let of = |field: &'static str, factors: &Option<Vec<f64>>, mscale: Option<f64>| {
+        let factors = factors.as_deref().unwrap_or_default();
+        if factors.len() != dim / 2 || !factors.iter().all(|f| f.is_finite() && *f > 0.0) {
+            return file.refuse(field, format!("{} numbers > 0", dim / 2), format!("{} numbers", factors.len()));
+        }
+        let inverse = powers(config.theta, dim, |i| factors[i]);
+        Ok(Frequencies { inverse, scale: mscale.unwrap_or(scale) })
+    };
+    Ok(Scaling::Long {
+        short: of("rope_parameters.short_factor", &r.short_factor, r.short_mscale)?,
+        long: of("rope_parameters.long_factor", &r.long_factor, r.long_mscale)?,
+        original,
+    })
+}
+
 impl Angles {
-    /// Rotates `[B, heads, S, D]`; the fused operation has no gradient.
-    pub fn apply(&self, x: &Tensor, differentiable: bool) -> Result<Tensor> {
-        let x = x.contiguous()?;
-        if differentiable { rope_slow(&x, &self.cos, &self.sin) } else { rope(&x, &self.cos, &self.sin) }
+    /// Rotates the first entries of `[B, heads, S, D]`; the fused operations have no gradient.
+    pub fn apply(&self, x: &Tensor) -> CandleResult<Tensor> {
+        let (dim, d) = (self.cos.dim(1)? * 2, x.dim(3)?);
+        if dim < d {
+            let rotated = self.apply(&x.narrow(3, 0, dim)?)?;
+            return Tensor::cat(&[rotated, x.narrow(3, dim, d - dim)?], 3);
+        }
+        let dtype = x.dtype();
+        let x = x.contiguous()?.to_dtype(self.cos.dtype())?;
+        let rotate = match (self.interleaved, x.track_op()) {
+            (false, false) => rope,
+            (false, true) => rope_slow,
+            (true, false) => rope_i,
+            (true, true) => rope_i_slow,
+        };
+        rotate(&x, &self.cos, &self.sin)?.to_dtype(dtype)
+    }
+
+    /// The last `len` positions.
+    pub fn last(&self, len: usize) -> CandleResult<Self> {
+        let of = |t: &Tensor| t.narrow(0, t.dim(0)? - len, len)?.contiguous();
+        Ok(Self { cos: of(&self.cos)?, sin: of(&self.sin)?, interleaved: self.interleaved })
     }
 }

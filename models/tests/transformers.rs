@@ -10,7 +10,7 @@ use candle_transformers::models::qwen3_moe;
 use moebius::candle::DeviceGroup;
 use moebius::checkpoint::Checkpoint;
 use moebius::ep::GroupConfig;
-use moebius_models::{LoadOptions, Qwen3Moe};
+use moebius_models::{LoadOptions, Model};
 use serde_json::{Value, json};
 
 #[path = "../../tests/common/seed.rs"]
@@ -99,9 +99,9 @@ fn weights(tied: bool) -> Result<HashMap<String, Tensor>> {
     Ok(w.0)
 }
 
-fn ours(dir: &Path, device: &Device, options: LoadOptions) -> Qwen3Moe {
+fn ours(dir: &Path, device: &Device, options: LoadOptions) -> Model {
     let group = DeviceGroup::single(GroupConfig::new(EXPERTS, TOKENS), device).expect("a group");
-    Qwen3Moe::load(&Checkpoint::open(dir).expect("a checkpoint"), &group, options).expect("a model")
+    Model::load_on(&Checkpoint::open(dir).expect("a checkpoint"), &group, options).expect("a model")
 }
 
 fn train() -> LoadOptions {
@@ -122,7 +122,7 @@ fn ids(device: &Device) -> Result<Tensor> {
 }
 
 /// Logits of the whole sequence, given in two pieces: blocks of queries begin elsewhere.
-fn pieces(model: &Qwen3Moe, ids: &Tensor) -> Tensor {
+fn pieces(model: &Model, ids: &Tensor) -> Tensor {
     let mut cache = model.cache();
     let part = |start: usize, len: usize| ids.narrow(1, start, len).expect("tokens");
     let first = model.decode(&part(0, 70), &mut cache).expect("logits");

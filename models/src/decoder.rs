@@ -1,0 +1,340 @@
+//! The decoder that all families are: an embedding, layers of a mixer (attention, or a recurrence) and a feed-forward
+//! block, each behind a norm and beside the residual stream, a last norm, and a projection to the vocabulary.
+
+use std::fmt::Debug;
+
+use candle_core::{DType, Device, Module, Result as CandleResult, Tensor};
+use candle_nn::Linear;
+use moebius::candle::ExpertParallelMoE;
+
+use crate::attention::Masks;
+use crate::cache::{Cache, LayerCache};
+use crate::config::Base;
+use crate::error::Result;
+use crate::mlp::Mlp;
+use crate::norm::{Norm, NormKind};
+use crate::params::Loader;
+use crate::rotary::{Angles, Rotary};
+
+/// A place in a forward where a [`Tap`] sees a tensor.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Point {
+    /// What enters the experts of a layer, `[T, H]`: the tokens behind the norm.
+    MoeInput {
+        /// The layer.
+        layer: usize,
+    },
+    /// What leaves them, before the residual.
+    MoeOutput {
+        /// The layer.
+        layer: usize,
+    },
+}
+
+/// Sees tensors of a forward and may put others in their places, of the same shape and type.
+pub type Tap<'a> = dyn FnMut(Point, Tensor) -> CandleResult<Tensor> + 'a;
+
+/// The tokens of a call, and where they stand in their sequences.
+#[derive(Debug)]
+pub(crate) struct Step<'a> {
+    pub sequences: usize,
+    /// Tokens of each.
+    pub len: usize,
+    /// Tokens before them.
+    pub past: usize,
+    /// Angles of the tokens.
+    pub angles: Angles,
+    /// Angles depend on the sequence's length.
+    pub late_rotation: bool,
+    pub masks: Masks,
+    rotary: &'a Rotary,
+    dtype: DType,
+    device: &'a Device,
+}
+
+impl Step<'_> {
+    /// Angles of the last `len` positions.
+    pub fn key_angles(&self, len: usize) -> CandleResult<Angles> {
+        let end = self.past + self.len;
+        match len == self.len {
+            true => self.angles.last(len),
+            false => self.rotary.angles(end - len..end, self.dtype, self.device),
+        }
+    }
+}
+
+/// Mixes tokens of a sequence.
+pub(crate) trait Mixer: Debug + Send + Sync {
+    /// `x` is `[B·S, H]`, as is the result.
+    fn forward(&self, x: &Tensor, step: &Step<'_>, cache: Option<&mut LayerCache>) -> Result<Tensor>;
+}
+
+/// The feed-forward block of a layer.
+#[derive(Debug)]
+enum FeedForward {
+    Dense(Mlp),
+    Experts(Box<ExpertParallelMoE>),
+}
+
+/// A layer.
+#[derive(Debug)]
+struct Layer {
+    input_norm: Norm,
+    mixer: Box<dyn Mixer>,
+    post_norm: Norm,
+    feed_forward: FeedForward,
+}
+
+/// A rank's copy of a decoder: all of it but for the experts, of which the rank holds its E / R.
+#[derive(Debug)]
+pub(crate) struct Decoder {
+    embedding: Tensor,
+    layers: Vec<Layer>,
+    norm: Norm,
+    head: Linear,
+    rotary: Rotary,
+    scales: Scales,
+}
+
+/// Factors of a decoder.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Scales {
+    pub embedding: f64,
+    /// Of what a block adds to the residual stream.
+    pub residual: f64,
+    pub logits: f64,
+}
+
+/// Names of a decoder's own tensors.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Names {
+    /// In the model.
+    pub embedding: &'static str,
+    pub norm: &'static str,
+    /// In a layer.
+    pub input_norm: &'static str,
+    pub post_norm: &'static str,
+    pub dense: &'static str,
+}
+
+/// What a family's decoder has around its mixers.
+#[derive(Debug, Clone)]
+pub(crate) struct Frame {
+    pub norm: (NormKind, f64),
+    pub names: Names,
+    pub scales: Scales,
+    /// The output projection is the embedding.
+    pub tied: bool,
+    pub head_bias: bool,
+    /// Dense feed-forward blocks have biases.
+    pub dense_bias: bool,
+    /// Inner size of the dense blocks.
+    pub dense: Option<usize>,
+    /// Vocabulary, H, layers.
+    pub sizes: [usize; 3],
+}
+
+impl Frame {
+    /// The frame that most families have.
+    pub fn of(base: &Base) -> Self {
+        Self {
+            norm: (NormKind::Rms, base.rms_norm_eps),
+            names: Names {
+                embedding: "embed_tokens",
+                norm: "norm",
+                input_norm: "input_layernorm",
+                post_norm: "post_attention_layernorm",
+                dense: "mlp",
+            },
+            scales: Scales { embedding: 1.0, residual: 1.0, logits: 1.0 },
+            tied: base.tie_word_embeddings.unwrap_or(false),
+            head_bias: false,
+            dense_bias: false,
+            dense: base.intermediate_size,
+            sizes: [base.vocab_size, base.hidden_size, base.num_hidden_layers],
+        }
+    }
+
+    /// Loads a decoder; `mixer` loads that of a layer, from its prefix and number.
+    pub fn load(
+        &self,
+        p: &mut Loader<'_>,
+        rotary: Rotary,
+        mut mixer: impl FnMut(&mut Loader<'_>, &str, usize) -> Result<Box<dyn Mixer>>,
+    ) -> Result<Decoder> {
+        let [vocabulary, hidden, count] = self.sizes;
+        let (root, names) = (p.root(), self.names);
+        let embedding = p.get(&format!("{root}{}.weight", names.embedding), &[vocabulary, hidden])?;
+        // Not reserved ahead: the number of layers is the checkpoint's claim until its tensors are there.
+        let mut layers = Vec::new();
+        for number in 0..count {
+            let prefix = p.checkpoint().layer_prefix(number);
+            let input_norm = Norm::load(p, &format!("{prefix}{}", names.input_norm), hidden, self.norm)?;
+            let mixer = mixer(p, &prefix, number)?;
+            let post_norm = Norm::load(p, &format!("{prefix}{}", names.post_norm), hidden, self.norm)?;
+            let feed_forward = match (p.experts(number)?, self.dense) {
+                (Some(moe), _) => FeedForward::Experts(Box::new(moe)),
+                (None, Some(inner)) => {
+                    let inner = p.file().size("intermediate_size", inner)?;
+                    let name = format!("{prefix}{}", names.dense);
+                    FeedForward::Dense(Mlp::load(p, &name, [hidden, inner], self.dense_bias)?)
+                }
+                (None, None) => return p.file().refuse("intermediate_size", "a size", "nothing"),
+            };
+            layers.push(Layer { input_norm, mixer, post_norm, feed_forward });
+        }
+        let norm = Norm::load(p, &format!("{root}{}", names.norm), hidden, self.norm)?;
+        let head = match self.tied {
+            true => Linear::new(embedding.clone(), None),
+            false => {
+                let names = ["lm_head", "language_model.lm_head"];
+                let there = |name: &&str| p.checkpoint().has(&format!("{name}.weight"));
+                let name = names.into_iter().find(there).unwrap_or(names[0]);
+                p.linear(name, [vocabulary, hidden], self.head_bias)?
+            }
+        };
+        Ok(Decoder { embedding, layers, norm, head, rotary, scales: self.scales })
+    }
+}
+
+/// How far a rank has come in a forward.
+#[derive(Debug, Clone, Copy, Default)]
+pub(crate) struct Progress {
+    /// Layers whose collectives, if any, are behind it, or some fewer without any.
+    layers: usize,
+    /// Within a layer with experts, which tells the other ranks of its errors itself.
+    inside: bool,
+}
+
+impl Decoder {
+    pub fn vocabulary(&self) -> usize {
+        self.embedding.dims()[0]
+    }
+
+    pub fn hidden_size(&self) -> usize {
+        self.embedding.dims()[1]
+    }
+
+    pub fn device(&self) -> &Device {
+        self.embedding.device()
+    }
+
+    pub fn context(&self) -> usize {
+        self.rotary.context()
+    }
+
+    pub fn cache(&self) -> Cache {
+        Cache::new(self.layers.len())
+    }
+
+    pub fn num_layers(&self) -> usize {
+        self.layers.len()
+    }
+
+    pub fn moe(&self, layer: usize) -> Option<&ExpertParallelMoE> {
+        match &self.layers.get(layer)?.feed_forward {
+            FeedForward::Dense(_) => None,
+            FeedForward::Experts(moe) => Some(moe),
+        }
+    }
+
+    /// Tells the ranks that are in a later layer with experts, or will be, that this one is not coming.
+    pub fn refuse(&self, at: Progress, reason: &str) {
+        if let Some(moe) = (at.layers..self.layers.len()).find_map(|layer| self.moe(layer))
+            && !at.inside
+        {
+            moe.refuse_forward(reason);
+        }
+    }
+
+    /// Hidden states `[B, S, H]` behind the last norm, of `ids [B, S]` that have been checked.
+    pub fn hidden(
+        &self,
+        ids: &Tensor,
+        mut cache: Option<&mut Cache>,
+        tap: &mut Option<&mut Tap<'_>>,
+        at: &mut Progress,
+    ) -> Result<Tensor> {
+        let (sequences, len) = ids.dims2()?;
+        let past = cache.as_ref().map_or(0, |cache| cache.len);
+        let mut x = self.embedding.index_select(&ids.flatten_all()?, 0)?;
+        if self.scales.embedding != 1.0 {
+            x = (x * self.scales.embedding)?;
+        }
+        let (dtype, device) = (x.dtype(), self.device());
+        let step = Step {
+            sequences,
+            len,
+            past,
+            angles: self.rotary.angles(past..past + len, dtype, device)?,
+            late_rotation: cache.is_some() && self.rotary.depends_on_length(),
+            masks: Masks::default(),
+            rotary: &self.rotary,
+            dtype,
+            device,
+        };
+        for (number, layer) in self.layers.iter().enumerate() {
+            let cache = cache.as_mut().map(|cache| &mut cache.layers[number]);
+            if sequences * len > 0 {
+                let y = layer.mixer.forward(&layer.input_norm.forward(&x)?, &step, cache)?;
+                x = self.add(x, y)?;
+            }
+            x = self.feed_forward(number, x, tap, at)?;
+        }
+        if sequences * len > 0 {
+            x = self.norm.forward(&x)?;
+        }
+        if let Some(cache) = cache {
+            cache.len += len;
+            cache.sequences = Some(sequences);
+        }
+        Ok(x.reshape((sequences, len, self.hidden_size()))?)
+    }
+
+    /// `x` and what a block adds to it.
+    fn add(&self, x: Tensor, y: Tensor) -> CandleResult<Tensor> {
+        if self.scales.residual == 1.0 { x + y } else { x + (y * self.scales.residual)? }
+    }
+
+    fn feed_forward(
+        &self,
+        number: usize,
+        x: Tensor,
+        tap: &mut Option<&mut Tap<'_>>,
+        at: &mut Progress,
+    ) -> Result<Tensor> {
+        let layer = &self.layers[number];
+        // A rank without tokens still takes part in the experts' collectives, backward too. Candle's norms and softmax
+        // refuse empty tensors, and its sum `x + y` of empty tensors is `x`, without a way back to y.
+        let empty = x.elem_count() == 0;
+        let x = match &layer.feed_forward {
+            FeedForward::Dense(_) if empty => x,
+            FeedForward::Dense(mlp) => {
+                let y = mlp.forward(&layer.post_norm.forward(&x)?)?;
+                self.add(x, y)?
+            }
+            FeedForward::Experts(moe) => {
+                let mut h = if empty { x.clone() } else { layer.post_norm.forward(&x)? };
+                if let Some(tap) = tap {
+                    h = tap(Point::MoeInput { layer: number }, h)?;
+                }
+                at.inside = true;
+                let mut y = moe.forward_full(&h, None)?.y;
+                *at = Progress { layers: number + 1, inside: false };
+                if let Some(tap) = tap {
+                    y = tap(Point::MoeOutput { layer: number }, y)?;
+                }
+                if empty { y } else { self.add(x, y)? }
+            }
+        };
+        at.layers = number + 1;
+        Ok(x)
+    }
+
+    /// Logits `[T, V]` of hidden states `[T, H]`.
+    pub fn logits(&self, hidden: &Tensor) -> CandleResult<Tensor> {
+        let logits = self.head.forward(hidden)?;
+        if self.scales.logits == 1.0 { Ok(logits) } else { logits * self.scales.logits }
+    }
+}

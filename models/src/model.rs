@@ -1,0 +1,250 @@
+//! A decoder of any family.
+
+use std::path::Path;
+
+use candle_core::{DType, Device, Tensor, Var};
+use moebius::candle::{DeviceGroup, ExpertParallelMoE};
+use moebius::checkpoint::Checkpoint;
+use moebius::ep::GroupConfig;
+
+use crate::cache::Cache;
+use crate::decoder::{Decoder, Progress, Tap};
+use crate::error::{Error, Result};
+use crate::family;
+use crate::loss::{self, Loss};
+use crate::params::{LoadOptions, Loader};
+
+/// One rank's copy of a decoder of any [supported family](crate::families): all of it but for the experts, of which the
+/// rank holds its E / R.
+#[derive(Debug)]
+pub struct Model {
+    family: String,
+    decoder: Decoder,
+    vars: Vec<(String, Var)>,
+    trainable: bool,
+}
+
+impl Model {
+    /// Loads a published folder for one rank on `device`. `config.json` alone says which family it is.
+    ///
+    /// ```
+    /// use candle_core::{Device, Tensor};
+    /// use moebius_models::{LoadOptions, Model};
+    ///
+    /// # fn main() -> Result<(), Box<dyn std::error::Error>> {
+    /// # let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/../tests/golden/mixtral");
+    /// let model = Model::load(folder, &Device::Cpu, LoadOptions::default())?;
+    /// let prompt = Tensor::new(&[[3u32, 14, 15]], &Device::Cpu)?;
+    /// let mut cache = model.cache();
+    /// let logits = model.decode(&prompt, &mut cache)?; // [1, 3, vocabulary]
+    /// let next = logits.get(0)?.get(2)?.argmax(0)?.reshape((1, 1))?;
+    /// let logits = model.decode(&next, &mut cache)?; // [1, 1, vocabulary]
+    /// # assert_eq!(logits.dims(), [1, 1, model.vocabulary()]);
+    /// # Ok(()) }
+    /// ```
+    ///
+    /// # Errors
+    /// A folder of an unknown family, a configuration that the decoder does not do, missing or mis-shaped tensors.
+    pub fn load(folder: impl AsRef<Path>, device: &Device, options: LoadOptions) -> Result<Self> {
+        let checkpoint = Checkpoint::open(folder)?;
+        let group = match checkpoint.moe_layers().first() {
+            Some(&layer) => DeviceGroup::single(&checkpoint.block_config(layer)?, device)?,
+            None => DeviceGroup::single(GroupConfig::one_rank(1), device)?,
+        };
+        Self::load_on(&checkpoint, group, options)
+    }
+
+    /// Loads this rank's part of a checkpoint to the group's device. No collective; every rank loads for itself. The
+    /// group is one for the checkpoint's number of experts.
+    ///
+    /// # Errors
+    /// As [`load`](Self::load).
+    pub fn load_on(checkpoint: &Checkpoint, group: impl Into<DeviceGroup>, options: LoadOptions) -> Result<Self> {
+        let group = group.into();
+        let mut p = Loader::new(checkpoint, &group, options)?;
+        let decoder = family::load(&mut p)?;
+        let family = checkpoint.family().to_string();
+        Ok(Self { family, decoder, vars: p.into_vars(), trainable: options.trainable })
+    }
+
+    /// The `model_type` that named the family.
+    pub fn family(&self) -> &str {
+        &self.family
+    }
+
+    /// Number of tokens V.
+    pub fn vocabulary(&self) -> usize {
+        self.decoder.vocabulary()
+    }
+
+    /// Hidden size H.
+    pub fn hidden_size(&self) -> usize {
+        self.decoder.hidden_size()
+    }
+
+    /// Number of layers.
+    pub fn num_layers(&self) -> usize {
+        self.decoder.num_layers()
+    }
+
+    /// Most tokens of a sequence.
+    pub fn context(&self) -> usize {
+        self.decoder.context()
+    }
+
+    /// Where the decoder lives.
+    pub fn device(&self) -> &Device {
+        self.decoder.device()
+    }
+
+    /// Logits `[B, S, V]` of `ids` (integers, `[B, S]`, on any device). Collective: every rank calls with sequences of
+    /// its own, of any number and length; a rank without any gives `[0, S]`.
+    ///
+    /// # Errors
+    /// Mis-shaped ids, empty sequences, ids outside the vocabulary, sequences longer than [`context`](Self::context),
+    /// and what the layer reports. The other ranks get an error too.
+    pub fn forward(&self, ids: &Tensor) -> Result<Tensor> {
+        self.logits(&self.hidden(ids)?)
+    }
+
+    /// Hidden states that [`forward`](Self::forward) projects to logits, after the last norm: `[B, S, H]`.
+    ///
+    /// # Errors
+    /// As [`forward`](Self::forward).
+    pub fn hidden(&self, ids: &Tensor) -> Result<Tensor> {
+        self.run("Model::forward", ids, None, None)
+    }
+
+    /// As [`forward`](Self::forward), with a tap.
+    ///
+    /// # Errors
+    /// As [`forward`](Self::forward), and the tap's.
+    pub fn forward_tapped(&self, ids: &Tensor, tap: &mut Tap<'_>) -> Result<Tensor> {
+        self.logits(&self.run("Model::forward_tapped", ids, None, Some(tap))?)
+    }
+
+    /// Logits `[B, S, V]` of hidden states `[B, S, H]`: of the last position alone, say.
+    ///
+    /// # Errors
+    /// candle's, for another shape.
+    pub fn logits(&self, hidden: &Tensor) -> Result<Tensor> {
+        let (b, s, h) = hidden.dims3()?;
+        let logits = self.decoder.logits(&hidden.reshape((b * s, h))?)?;
+        Ok(logits.reshape((b, s, self.vocabulary()))?)
+    }
+
+    /// Cross-entropy of each next token of `ids`, as [`forward`](Self::forward) takes them. Logits are made for some
+    /// hundred tokens at a time.
+    ///
+    /// # Errors
+    /// As [`forward`](Self::forward).
+    pub fn loss(&self, ids: &Tensor) -> Result<Loss> {
+        self.loss_of("Model::loss", ids, None)
+    }
+
+    /// As [`loss`](Self::loss), with a tap.
+    ///
+    /// # Errors
+    /// As [`loss`](Self::loss), and the tap's.
+    pub fn loss_tapped(&self, ids: &Tensor, tap: &mut Tap<'_>) -> Result<Loss> {
+        self.loss_of("Model::loss_tapped", ids, Some(tap))
+    }
+
+    fn loss_of(&self, call: &'static str, ids: &Tensor, tap: Option<&mut Tap<'_>>) -> Result<Loss> {
+        let hidden = self.run(call, ids, None, tap)?;
+        let ids = ids.to_device(self.device())?;
+        Ok(loss::next_token(&hidden, &ids, |rows| self.decoder.logits(rows))?)
+    }
+
+    /// An empty cache for [`decode`](Self::decode).
+    pub fn cache(&self) -> Cache {
+        self.decoder.cache()
+    }
+
+    /// Logits `[B, S, V]` of `ids` as continuation of what the cache holds, and keeps them there. Collective.
+    ///
+    /// # Errors
+    /// As [`forward`](Self::forward); a cache of another model or of other sequences; a trainable model, because a
+    /// cache cuts the gradient's way. After an error the cache must be cleared.
+    pub fn decode(&self, ids: &Tensor, cache: &mut Cache) -> Result<Tensor> {
+        self.logits(&self.decode_hidden(ids, cache)?)
+    }
+
+    /// Hidden states that [`decode`](Self::decode) projects to logits, after the last norm: `[B, S, H]`.
+    ///
+    /// # Errors
+    /// As [`decode`](Self::decode).
+    pub fn decode_hidden(&self, ids: &Tensor, cache: &mut Cache) -> Result<Tensor> {
+        self.run("Model::decode", ids, Some(cache), None)
+    }
+
+    /// Replicated parameters with their names on disk, where the model is trainable. Their gradients are this
+    /// rank's share: sum them over the ranks.
+    pub fn vars(&self) -> &[(String, Var)] {
+        &self.vars
+    }
+
+    /// The experts of a layer, with parameters of their own; `None` for dense layers.
+    pub fn moe(&self, layer: usize) -> Option<&ExpertParallelMoE> {
+        self.decoder.moe(layer)
+    }
+
+    /// Runs all layers. A failure on one rank is told to the others, which go on to the next layer with experts and
+    /// would wait there.
+    fn run(
+        &self,
+        call: &'static str,
+        ids: &Tensor,
+        cache: Option<&mut Cache>,
+        mut tap: Option<&mut Tap<'_>>,
+    ) -> Result<Tensor> {
+        let mut at = Progress::default();
+        self.checked(call, ids, cache.as_deref())
+            .and_then(|ids| self.decoder.hidden(&ids, cache, &mut tap, &mut at))
+            .inspect_err(|error| self.decoder.refuse(at, &error.to_string()))
+    }
+
+    /// The ids as U32 on the model's device, if the call can be made.
+    fn checked(&self, call: &'static str, ids: &Tensor, cache: Option<&Cache>) -> Result<Tensor> {
+        let fail = |problem: String| Err(Error::Usage { call, problem });
+        let &[sequences, len] = ids.dims() else {
+            return Err(Error::Shape {
+                call,
+                tensor: "ids".into(),
+                expected: "[B, S]".into(),
+                found: ids.dims().to_vec(),
+            });
+        };
+        if !matches!(ids.dtype(), DType::U8 | DType::U32 | DType::I64) {
+            return fail(format!("ids: expected integers, found {:?}", ids.dtype()));
+        }
+        if let Some(cache) = cache {
+            if self.trainable {
+                return fail("the model was loaded as trainable; load another".into());
+            }
+            if cache.layers.len() != self.num_layers() {
+                let (theirs, ours) = (cache.layers.len(), self.num_layers());
+                return fail(format!("the cache has {theirs} layers, the model {ours}"));
+            }
+            if cache.sequences.is_some_and(|held| held != sequences) {
+                let held = cache.sequences.unwrap_or(0);
+                return fail(format!("the cache holds {held} sequences, the call has {sequences}"));
+            }
+        }
+        if sequences > 0 && len == 0 {
+            return fail("an empty prompt: a sequence has at least one token".into());
+        }
+        let past = cache.map_or(0, |cache| cache.len);
+        if past + len > self.context() {
+            let most = self.context();
+            return fail(format!("sequences of {past} cached and {len} new tokens; the context is {most}"));
+        }
+        let values = ids.flatten_all()?.to_dtype(DType::I64)?.to_vec1::<i64>()?;
+        let vocabulary = self.vocabulary();
+        if let Some(wrong) = values.iter().position(|id| !(0..vocabulary as i64).contains(id)) {
+            let (row, position) = (wrong / len, wrong % len);
+            return Err(Error::TokenId { call, row, position, id: values[wrong], vocabulary });
+        }
+        Ok(ids.to_dtype(DType::U32)?.to_device(self.device())?)
+    }
+}

@@ -1,0 +1,77 @@
+//! Norms over the last dimension. Tokens are rows, `[T, H]`.
+
+use candle_core::{D, DType, Result as CandleResult, Tensor};
+
+use crate::error::Result;
+use crate::params::Loader;
+use crate::rotary::wide;
+
+/// Which norm a family has.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(crate) enum NormKind {
+    /// `x / √(mean x² + ε) · w`.
+    Rms,
+    /// The same with `1 + w`.
+    RmsPlusOne,
+    /// `(x − mean) / √(var + ε) · w`, and a bias where there is one.
+    Layer { bias: bool },
+}
+
+/// A norm.
+#[derive(Debug)]
+pub(crate) struct Norm {
+    kind: NormKind,
+    weight: Tensor,
+    bias: Option<Tensor>,
+    eps: f64,
+}
+
+impl Norm {
+    pub fn load(p: &mut Loader<'_>, name: &str, size: usize, (kind, eps): (NormKind, f64)) -> Result<Self> {
+        let weight = p.get(&format!("{name}.weight"), &[size])?;
+        let bias = match kind {
+            NormKind::Layer { bias: true } => Some(p.get(&format!("{name}.bias"), &[size])?),
+            _ => None,
+        };
+        Ok(Self { kind, weight, bias, eps })
+    }
+
+    /// Of `[…, size]`, contiguous.
+    pub fn forward(&self, x: &Tensor) -> CandleResult<Tensor> {
+        let dtype = x.dtype();
+        match self.kind {
+            NormKind::Rms if self.fused(x) => {
+                candle_nn::ops::rms_norm(x, &self.weight.to_dtype(dtype)?, self.eps as f32)
+            }
+            NormKind::Rms => unit_rms(x, self.eps)?.broadcast_mul(&self.weight.to_dtype(dtype)?),
+            NormKind::RmsPlusOne => {
+                let x = unit_rms(&x.to_dtype(wide(dtype))?, self.eps)?;
+                x.broadcast_mul(&(self.weight.to_dtype(wide(dtype))? + 1.0)?)?.to_dtype(dtype)
+            }
+            NormKind::Layer { .. } => {
+                let x = x.to_dtype(wide(dtype))?;
+                let x = x.broadcast_sub(&x.mean_keepdim(D::Minus1)?)?;
+                let x = unit_rms(&x, self.eps)?.broadcast_mul(&self.weight.to_dtype(wide(dtype))?)?;
+                match &self.bias {
+                    Some(bias) => x.broadcast_add(&bias.to_dtype(wide(dtype))?)?.to_dtype(dtype),
+                    None => x.to_dtype(dtype),
+                }
+            }
+        }
+    }
+
+    /// candle's fused norm has no gradient. On the CPU it rounds the root mean square to the tokens' type: in bf16 that
+    /// scales whole rows by up to 1 ± 2⁻⁹. Ours computes in f32, as the fused one does on a GPU.
+    fn fused(&self, x: &Tensor) -> bool {
+        let exact = x.device().is_cuda() || matches!(x.dtype(), DType::F32);
+        exact && !x.track_op() && !self.weight.track_op()
+    }
+}
+
+/// `x / √(mean x² + ε)` over the last dimension, computed in f32 or wider, in x's type.
+pub(crate) fn unit_rms(x: &Tensor, eps: f64) -> CandleResult<Tensor> {
+    let dtype = x.dtype();
+    let x = x.to_dtype(wide(dtype))?;
+    let mean = x.sqr()?.mean_keepdim(D::Minus1)?;
+    x.broadcast_div(&(mean + eps)?.sqrt()?)?.to_dtype(dtype)
+}

@@ -1,0 +1,258 @@
+//! Attention with projections of queries, keys and values, in the variants that families have.
+
+use candle_core::{Module, Result as CandleResult, Tensor};
+use candle_nn::Linear;
+
+use crate::attention::{Visible, attention};
+use crate::cache::LayerCache;
+use crate::config::Heads;
+use crate::decoder::{Mixer, Step};
+use crate::error::Result;
+use crate::norm::{Norm, NormKind, unit_rms};
+use crate::params::Loader;
+
+/// Which of an attention's projections have biases.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(crate) struct Biases {
+    pub qkv: bool,
+    pub output: bool,
+}
+
+impl Biases {
+    pub const NONE: Self = Self { qkv: false, output: false };
+
+    /// All four projections, or none.
+    pub fn all(bias: bool) -> Self {
+        Self { qkv: bias, output: bias }
+    }
+}
+
+/// How queries, keys and values are made of tokens.
+#[derive(Debug)]
+pub(crate) enum Projection {
+    Apart {
+        q: Linear,
+        k: Linear,
+        v: Linear,
+    },
+    /// One product, of queries, then keys, then values.
+    Fused(Linear),
+}
+
+/// Norms of queries and keys.
+#[derive(Debug)]
+pub(crate) enum QkNorm {
+    None,
+    /// Over all heads of a token at once, before the rotation.
+    Whole {
+        q: Norm,
+        k: Norm,
+    },
+    /// Over each head, before the rotation.
+    Head {
+        q: Norm,
+        k: Norm,
+    },
+    /// Over each head, after the rotation.
+    RotatedHead {
+        q: Norm,
+        k: Norm,
+    },
+    /// Over each head, after the rotation, without a weight.
+    RotatedUnit {
+        eps: f64,
+    },
+}
+
+/// Queries grow with their position p: times `1 + factor · ln(1 + ⌊(p + 1) / floor⌋)`.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Temperature {
+    pub floor: f64,
+    pub factor: f64,
+}
+
+/// Causal grouped-query attention. [`load`](Self::load) gives the plain one; families set the other fields.
+#[derive(Debug)]
+pub(crate) struct SelfAttention {
+    pub heads: Heads,
+    pub projection: Projection,
+    pub output: Linear,
+    pub norm: QkNorm,
+    /// Bound on queries, keys and values.
+    pub clip: Option<f64>,
+    /// Queries and keys are rotated.
+    pub rotary: bool,
+    /// The query projection gives a gate beside each head's query: the sums of values are multiplied by its sigmoid.
+    pub gated: bool,
+    /// Of layers without rotation.
+    pub temperature: Option<Temperature>,
+    pub window: Option<usize>,
+    pub chunk: Option<usize>,
+    /// `[heads]`
+    pub sinks: Option<Tensor>,
+    /// Factor of the scores.
+    pub scale: f64,
+}
+
+impl SelfAttention {
+    /// Attention with projections `q_proj`, `k_proj`, `v_proj` and `o_proj`.
+    pub fn load(p: &mut Loader<'_>, prefix: &str, heads: Heads, biases: Biases) -> Result<Self> {
+        Self::load_gated(p, prefix, heads, biases, false)
+    }
+
+    /// The same; with gates where `gated`.
+    pub fn load_gated(p: &mut Loader<'_>, prefix: &str, heads: Heads, biases: Biases, gated: bool) -> Result<Self> {
+        let Heads { hidden, queries, keys, dim } = heads;
+        let name = |part: &str| format!("{prefix}.{part}");
+        let projection = Projection::Apart {
+            q: p.linear(&name("q_proj"), [queries * dim * if gated { 2 } else { 1 }, hidden], biases.qkv)?,
+            k: p.linear(&name("k_proj"), [keys * dim, hidden], biases.qkv)?,
+            v: p.linear(&name("v_proj"), [keys * dim, hidden], biases.qkv)?,
+        };
+        let output = p.linear(&name("o_proj"), [hidden, queries * dim], biases.output)?;
+        Ok(Self { gated, ..Self::of(heads, projection, output) })
+    }
+
+    /// Attention with these projections.
+    pub fn of(heads: Heads, projection: Projection, output: Linear) -> Self {
+        Self {
+            heads,
+            projection,
+            output,
+            norm: QkNorm::None,
+            clip: None,
+            rotary: true,
+            gated: false,
+            temperature: None,
+            window: None,
+            chunk: None,
+            sinks: None,
+            scale: (heads.dim as f64).powf(-0.5),
+        }
+    }
+
+    /// Queries, their gates `[T, heads · D]`, keys and values of `x [T, H]`: `[T, heads · D]` each.
+    fn project(&self, x: &Tensor) -> CandleResult<(Tensor, Option<Tensor>, Tensor, Tensor)> {
+        let Heads { queries, keys, dim, .. } = self.heads;
+        let (q, k, v) = match &self.projection {
+            Projection::Apart { q, k, v } => (q.forward(x)?, k.forward(x)?, v.forward(x)?),
+            Projection::Fused(qkv) => {
+                let y = qkv.forward(x)?;
+                let part = |from: usize, heads: usize| y.narrow(1, from * dim, heads * dim)?.contiguous();
+                (part(0, queries)?, part(queries, keys)?, part(queries + keys, keys)?)
+            }
+        };
+        let bounded = |t: Tensor| match self.clip {
+            Some(bound) => t.clamp(-bound, bound),
+            None => Ok(t),
+        };
+        let (q, gate) = match self.gated {
+            false => (q, None),
+            true => {
+                let rows = q.dim(0)?;
+                let both = q.reshape((rows, queries, 2 * dim))?;
+                let half = |from: usize| both.narrow(2, from, dim)?.contiguous()?.reshape((rows, queries * dim));
+                (half(0)?, Some(half(dim)?))
+            }
+        };
+        Ok((bounded(q)?, gate, bounded(k)?, bounded(v)?))
+    }
+
+    /// `[B·S, heads · D]` as `[B, heads, S, D]`, normalized where that comes before the rotation.
+    fn split(&self, y: Tensor, which: Side, step: &Step<'_>) -> CandleResult<Tensor> {
+        let dim = self.heads.dim;
+        let heads = y.dim(1)? / dim;
+        let (b, s) = (step.sequences, step.len);
+        // Norms work on rows of D, before the transpose, where they are contiguous.
+        let y = match (&self.norm, which) {
+            (QkNorm::Whole { q, .. }, Side::Query) => q.forward(&y)?,
+            (QkNorm::Whole { k, .. }, Side::Key) => k.forward(&y)?,
+            (QkNorm::Head { q, .. }, Side::Query) => q.forward(&y.reshape((b * s * heads, dim))?)?,
+            (QkNorm::Head { k, .. }, Side::Key) => k.forward(&y.reshape((b * s * heads, dim))?)?,
+            _ => y,
+        };
+        y.reshape((b, s, heads, dim))?.transpose(1, 2)
+    }
+
+    /// Rotation, and the norm that comes after it.
+    fn turn(&self, y: &Tensor, which: Side, step: &Step<'_>) -> CandleResult<Tensor> {
+        let y = match self.rotary {
+            true => match which {
+                Side::Query => step.angles.apply(y)?,
+                Side::Key => step.key_angles(y.dim(2)?)?.apply(y)?,
+            },
+            false => y.contiguous()?,
+        };
+        match (&self.norm, which) {
+            (QkNorm::RotatedHead { q, .. }, Side::Query) => q.forward(&y),
+            (QkNorm::RotatedHead { k, .. }, Side::Key) => k.forward(&y),
+            (QkNorm::RotatedUnit { eps }, _) => unit_rms(&y, *eps),
+            _ => Ok(y),
+        }
+    }
+
+    fn warm(&self, q: Tensor, step: &Step<'_>) -> CandleResult<Tensor> {
+        let Some(Temperature { floor, factor }) = self.temperature else { return Ok(q) };
+        let of = |p: usize| ((((p + 1) as f64 / floor).floor().ln_1p()) * factor + 1.0) as f32;
+        let growth: Vec<f32> = (step.past..step.past + step.len).map(of).collect();
+        let growth = Tensor::from_vec(growth, (1, 1, step.len, 1), q.device())?;
+        q.broadcast_mul(&growth.to_dtype(q.dtype())?)
+    }
+}
+
+/// Queries or keys.
+#[derive(Debug, Clone, Copy)]
+enum Side {
+    Query,
+    Key,
+}
+
+impl Mixer for SelfAttention {
+    fn forward(&self, x: &Tensor, step: &Step<'_>, cache: Option<&mut LayerCache>) -> Result<Tensor> {
+        let visible = Visible {
+            first: step.past,
+            window: self.window,
+            chunk: self.chunk,
+            sinks: self.sinks.as_ref(),
+            scale: self.scale,
+            masks: &step.masks,
+        };
+        let (q, gate, k, v) = self.project(x)?;
+        let q = self.split(q, Side::Query, step)?;
+        let q = self.warm(self.turn(&q, Side::Query, step)?, step)?;
+        let k = self.split(k, Side::Key, step)?;
+        let v = v.reshape((step.sequences, step.len, self.heads.keys, self.heads.dim))?.transpose(1, 2)?;
+        // Where rotations change with the length, the cache has keys from before them.
+        let late = self.rotary && step.late_rotation;
+        let k = if late { k } else { self.turn(&k, Side::Key, step)? };
+        let (k, v) = match cache {
+            None => (k, v),
+            Some(cache) => {
+                let both = cache.append(&k, &v)?;
+                cache.keep(visible.kept(step.past + step.len))?;
+                both
+            }
+        };
+        let k = if late { self.turn(&k, Side::Key, step)? } else { k };
+        let y = attention(&q, &k, &v, &visible)?;
+        let y = y.reshape((step.sequences * step.len, self.heads.queries * self.heads.dim))?;
+        let y = match gate {
+            None => y,
+            Some(gate) => (y * candle_nn::ops::sigmoid(&gate)?)?,
+        };
+        Ok(self.output.forward(&y)?)
+    }
+}
+
+/// Loads norms of queries and keys: `names` in the attention, each of `sizes`.
+pub(crate) fn qk_norms(
+    p: &mut Loader<'_>,
+    prefix: &str,
+    names: [&str; 2],
+    sizes: [usize; 2],
+    kind: (NormKind, f64),
+) -> Result<(Norm, Norm)> {
+    let q = Norm::load(p, &format!("{prefix}.{}", names[0]), sizes[0], kind)?;
+    let k = Norm::load(p, &format!("{prefix}.{}", names[1]), sizes[1], kind)?;
+    Ok((q, k))
+}

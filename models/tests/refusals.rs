@@ -1,0 +1,127 @@
+//! Bad input is a typed error, on every rank.
+
+mod support;
+
+use candle_core::{DType, Device, Tensor};
+use moebius::candle::error_of;
+use moebius_models::{Error, LoadOptions, Model};
+
+use support::{Golden, on_ranks, shipped};
+
+/// A rank that fails before its layers with experts, or in one, tells the others, which would wait for it there; all go
+/// on.
+#[test]
+fn what_fails_on_a_rank_is_told_to_the_others() {
+    let golden = Golden::named("qwen3_moe");
+    let ids = |value: u32, dims: &[usize]| Tensor::full(value, dims, &Device::Cpu).expect("ids");
+    for (wrong, word) in [
+        (ids(0, &[1, 300]), "300"),
+        (ids(0, &[300]), "[300]"),
+        (ids(97, &[1, 1]), "97"),
+        (ids(0, &[1, 0]), "empty prompt"),
+        // Of this the layer itself tells.
+        (ids(0, &[5, 250]), "1250"),
+    ] {
+        on_ranks(2, golden.experts, |rank, group| {
+            let model = golden.load(&group, golden.options());
+            let token = ids(0, &[1, 1]);
+            let error = model.forward(if rank == 1 { &wrong } else { &token }).expect_err("a failure on rank 1");
+            assert!(error.to_string().contains(word), "rank {rank}: {error}");
+            if rank == 0 {
+                let Error::Candle(theirs) = &error else { panic!("{error:?}") };
+                let own = error_of(theirs);
+                assert!(matches!(own, Some(moebius::Error::Peer { rank: 0, peer: 1, .. })), "{error:?}");
+            }
+            model.forward(&token).expect("logits");
+            // A cache that holds two sequences continues two.
+            let mut cache = model.cache();
+            model.decode(&ids(0, &[2, 3]), &mut cache).expect("logits");
+            let next = ids(0, if rank == 1 { &[1, 1] } else { &[2, 1] });
+            model.decode(&next, &mut cache).expect_err("a failure on rank 1");
+            cache.clear();
+            model.decode(&next, &mut cache).expect("logits");
+        });
+    }
+}
+
+#[test]
+fn bad_calls_are_typed_errors() {
+    let golden = Golden::named("qwen3_moe");
+    on_ranks(1, golden.experts, |_, group| {
+        let model = golden.load(&group, LoadOptions { trainable: true, ..golden.options() });
+        let ids = Tensor::zeros((1, 300), DType::U32, &Device::Cpu).expect("ids");
+        let message = model.forward(&ids).expect_err("too long").to_string();
+        assert!(message.contains("300") && message.contains("256"), "{message}");
+        let message = model.forward(&ids.flatten_all().expect("flat")).expect_err("one dimension").to_string();
+        assert!(message.contains("[B, S]") && message.contains("[300]"), "{message}");
+        let token = ids.narrow(1, 0, 1).expect("a token");
+        let message = model.decode(&token, &mut model.cache()).expect_err("trainable").to_string();
+        assert!(message.contains("trainable"), "{message}");
+        for id in [97i64, -1, i64::MAX] {
+            let unknown = Tensor::full(id, (2, 3), &Device::Cpu).expect("ids");
+            let error = model.loss(&unknown).expect_err("not in the vocabulary");
+            let named =
+                matches!(error, Error::TokenId { row: 0, position: 0, id: found, vocabulary: 97, .. } if found == id);
+            assert!(named, "{error:?}");
+        }
+        let floats = Tensor::zeros((1, 2), DType::F32, &Device::Cpu).expect("floats");
+        let error = model.forward(&floats).expect_err("no integers");
+        assert!(matches!(&error, Error::Usage { problem, .. } if problem.contains("integers")), "{error:?}");
+        let integer = LoadOptions { dtype: Some(DType::U8), ..LoadOptions::default() };
+        let message = Model::load_on(&golden.checkpoint, &group, integer).expect_err("no float").to_string();
+        assert!(message.contains("U8"), "{message}");
+    });
+}
+
+/// A copy of a shipped folder with another configuration.
+fn changed(name: &str, change: impl FnOnce(&mut serde_json::Value)) -> tempfile::TempDir {
+    let (from, to) = (shipped().join(name), tempfile::tempdir().expect("a folder"));
+    let text = std::fs::read(from.join("config.json")).expect("a config");
+    let mut config: serde_json::Value = serde_json::from_slice(&text).expect("JSON");
+    change(&mut config);
+    std::fs::write(to.path().join("config.json"), config.to_string()).expect("a config");
+    std::fs::copy(from.join("model.safetensors"), to.path().join("model.safetensors")).expect("weights");
+    to
+}
+
+fn refused(dir: &std::path::Path) -> Error {
+    Model::load(dir, &Device::Cpu, LoadOptions::default()).expect_err("a refusal")
+}
+
+#[test]
+fn bad_folders_are_typed_errors() {
+    let error = refused(&shipped().join("jamba"));
+    assert!(matches!(&error, Error::Family { found, .. } if found == "jamba"), "{error:?}");
+    let dir = changed("mixtral", |c| c["model_type"] = "nobody".into());
+    let error = refused(dir.path());
+    assert!(matches!(&error, Error::Moebius(_)) && error.to_string().contains("nobody"), "{error:?}");
+    let error = refused(std::path::Path::new("/nowhere/at/all"));
+    assert!(matches!(error, Error::Moebius(_)), "{error:?}");
+
+    // Sizes that the tensors do not have.
+    let dir = changed("mixtral", |c| c["num_key_value_heads"] = 4.into());
+    let error = refused(dir.path());
+    assert!(matches!(&error, Error::Shape { tensor, .. } if tensor.contains("k_proj")), "{error:?}");
+    // Layers that are not there.
+    let dir = changed("mixtral", |c| c["num_hidden_layers"] = 3.into());
+    let error = refused(dir.path());
+    assert!(error.to_string().contains("layers.2."), "{error:?}");
+
+    type Change = (&'static str, fn(&mut serde_json::Value), &'static str);
+    let changes: [Change; 9] = [
+        ("mixtral", |c| c["vocab_size"] = 0.into(), "vocab_size"),
+        ("mixtral", |c| c["num_attention_heads"] = 0.into(), "num_attention_heads"),
+        ("mixtral", |c| c["num_key_value_heads"] = 3.into(), "num_key_value_heads"),
+        ("mixtral", |c| c["head_dim"] = 15.into(), "head_dim"),
+        ("mixtral", |c| c["hidden_size"] = "many".into(), "hidden_size"),
+        ("mixtral", |c| c["rope_parameters"]["rope_type"] = "spiral".into(), "rope_type"),
+        ("mixtral", |c| c["rope_parameters"]["rope_theta"] = (-1.0).into(), "rope_theta"),
+        ("mixtral", |c| c["rope_parameters"]["rope_type"] = "linear".into(), "factor"),
+        ("qwen2_moe", |c| c["layer_types"] = serde_json::json!(["full_attention"]), "layer_types"),
+    ];
+    for (name, change, field) in changes {
+        let error = refused(changed(name, change).path());
+        let typed = matches!(error, Error::Config { .. } | Error::Moebius(_));
+        assert!(typed && error.to_string().contains(field), "{field}: {error:?}");
+    }
+}

@@ -1,0 +1,157 @@
+//! Folders with what Hugging Face transformers computed on them, and ranks that are threads.
+#![allow(dead_code, reason = "every suite takes a part")]
+
+use std::collections::HashMap;
+use std::path::{Path, PathBuf};
+use std::thread;
+use std::time::Duration;
+
+use candle_core::{DType, Device, Result as CandleResult, Tensor};
+use moebius::candle::EpGroup;
+use moebius::checkpoint::Checkpoint;
+use moebius::cpu::{Cpu, ThreadWorld};
+use moebius::ep::{Group, GroupConfig};
+use moebius_models::{LoadOptions, Model, families};
+
+/// Most tokens that a rank brings to a call here.
+pub const TOKENS: usize = 1024;
+
+/// The repository's folders.
+pub fn shipped() -> PathBuf {
+    PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../tests/golden")
+}
+
+/// A folder of a checkpoint and what the reference computed on it.
+#[derive(Debug)]
+pub struct Golden {
+    pub name: String,
+    pub checkpoint: Checkpoint,
+    /// No de-quantization, weights in bf16: the reference computed in bf16.
+    pub bf16: bool,
+    pub experts: usize,
+    pub tensors: HashMap<String, Tensor>,
+}
+
+impl Golden {
+    /// `None` where the folder is of a family without a decoder, or its golden of a block alone.
+    pub fn open(dir: &Path) -> Option<Self> {
+        let text = std::fs::read(dir.join("config.json")).ok()?;
+        let config: serde_json::Value = serde_json::from_slice(&text).expect("a config");
+        let checkpoint = Checkpoint::open(dir).expect("a checkpoint");
+        if !families().any(|family| family == checkpoint.family()) {
+            return None;
+        }
+        let quantized = config.get("quantization_config").is_some() || dir.join("hf_quant_config.json").exists();
+        let dtype = config.get("dtype").or(config.get("torch_dtype"));
+        let first = *checkpoint.moe_layers().first().expect("a layer with experts");
+        let tensors = candle_core::safetensors::load(dir.join("golden.safetensors"), &Device::Cpu).expect("a golden");
+        if !tensors.contains_key("input_ids") {
+            return None;
+        }
+        Some(Self {
+            name: dir.file_name()?.to_string_lossy().into_owned(),
+            bf16: !quantized && dtype.is_some_and(|d| d == "bfloat16"),
+            experts: checkpoint.block_config(first).expect("a block").router.num_experts,
+            checkpoint,
+            tensors,
+        })
+    }
+
+    pub fn named(name: &str) -> Self {
+        Self::open(&shipped().join(name)).expect("a shipped folder")
+    }
+
+    /// Every folder under `MOEBIUS_GOLDEN`, the repository's own by default.
+    pub fn all() -> Vec<Self> {
+        // Relative paths count from the repository's root, as for the other suites.
+        let root = std::env::var_os("MOEBIUS_GOLDEN")
+            .filter(|root| !root.is_empty())
+            .map_or_else(shipped, |root| PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("..").join(root));
+        let mut dirs: Vec<PathBuf> =
+            std::fs::read_dir(&root).expect("the folder of folders").map(|e| e.expect("an entry").path()).collect();
+        dirs.sort();
+        dirs.iter().filter_map(|dir| Self::open(dir)).collect()
+    }
+
+    pub fn ids(&self) -> &Tensor {
+        &self.tensors["input_ids"]
+    }
+
+    /// The first layer with experts, of which the goldens of a block are.
+    pub fn layer(&self) -> usize {
+        self.checkpoint.moe_layers()[0]
+    }
+
+    /// As stored, but de-quantized weights in f32, as the reference ran them.
+    pub fn options(&self) -> LoadOptions {
+        LoadOptions { dtype: Some(if self.bf16 { DType::BF16 } else { DType::F32 }), trainable: false }
+    }
+
+    pub fn load(&self, group: &EpGroup, options: LoadOptions) -> Model {
+        Model::load_on(&self.checkpoint, group, options).unwrap_or_else(|e| panic!("{}: {e}", self.name))
+    }
+
+    /// Ways to split the sequences over 1, 2, 4 and 8 ranks, as far as the experts divide: evenly, which leaves some
+    /// ranks of many without any, and all on the last rank.
+    pub fn splits(&self) -> Vec<Vec<usize>> {
+        let rows = self.ids().dim(0).expect("rows");
+        let ranks = [1, 2, 4, 8].into_iter().filter(|r| self.experts.is_multiple_of(*r));
+        let even = |r: usize| (0..r).map(|i| rows / r + usize::from(i < rows % r)).collect::<Vec<_>>();
+        let last = |r: usize| (0..r).map(|i| if i + 1 == r { rows } else { 0 }).collect();
+        ranks.flat_map(|r| if r == 1 { vec![even(r)] } else { vec![even(r), last(r)] }).collect()
+    }
+
+    /// The sequences of each rank, of a split.
+    pub fn shares(&self, split: &[usize]) -> Vec<Tensor> {
+        let mut start = 0;
+        let part = |&rows: &usize| {
+            start += rows;
+            self.ids().narrow(0, start - rows, rows).expect("rows")
+        };
+        split.iter().map(part).collect()
+    }
+}
+
+pub fn scalar(t: &Tensor) -> f64 {
+    t.to_dtype(DType::F64).and_then(|t| t.to_scalar()).expect("a scalar")
+}
+
+/// Runs `work(rank, group)` on one thread a rank, results in rank order.
+pub fn on_ranks<T: Send>(ranks: usize, experts: usize, work: impl Fn(usize, EpGroup) -> T + Sync) -> Vec<T> {
+    let comms = ThreadWorld::create(ranks, Duration::from_secs(60));
+    thread::scope(|scope| {
+        let work = &work;
+        let threads: Vec<_> = comms
+            .into_iter()
+            .enumerate()
+            .map(|(rank, comm)| {
+                scope.spawn(move || {
+                    let config = GroupConfig::new(experts, TOKENS);
+                    let group = Group::new(Cpu::new(), Box::new(comm), config).expect("a group");
+                    work(rank, EpGroup::new(group))
+                })
+            })
+            .collect();
+        threads.into_iter().map(|t| t.join().expect("a rank")).collect()
+    })
+}
+
+/// ‖a − b‖ / ‖b‖.
+pub fn relative(a: &Tensor, b: &Tensor) -> f64 {
+    let f = |t: &Tensor| -> CandleResult<Vec<f64>> { t.to_dtype(DType::F64)?.flatten_all()?.to_vec1() };
+    assert_eq!(a.dims(), b.dims());
+    let (a, b) = (f(a).expect("values"), f(b).expect("values"));
+    let (mut error, mut norm) = (0.0, 0.0);
+    for (a, b) in a.iter().zip(&b) {
+        error += (a - b) * (a - b);
+        norm += b * b;
+    }
+    assert!(norm > 0.0, "the reference is zero");
+    (error / norm).sqrt()
+}
+
+/// Prints past the test harness, which keeps the output of tests that pass to itself.
+pub fn say(line: &str) {
+    use std::io::Write;
+    let _ = writeln!(std::io::stdout().lock(), "{line}");
+}
