@@ -10,6 +10,8 @@ mod config;
 mod decoder;
 mod error;
 mod family;
+mod gated_delta;
+mod latent_attention;
 mod loss;
 mod mlp;
 mod model;

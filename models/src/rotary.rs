@@ -176,11 +176,6 @@ impl Rotary {
         Self { interleaved: true, ..self }
     }
 
-    /// With `dim` rotated entries of each head.
-    pub fn dim(&self) -> usize {
-        self.dim
-    }
-
     /// Longest sequence.
     pub fn context(&self) -> usize {
         self.context

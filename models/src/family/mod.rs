@@ -1,12 +1,21 @@
 //! The families: one file each, which reads the family's part of `config.json` and says how the decoder is put together
 //! from the shared pieces.
 
+mod dbrx;
+mod deepseek;
+mod ernie4_5_moe;
+mod glm4_moe;
+mod gpt_oss;
 mod granitemoe;
+mod hunyuan_v1_moe;
+mod llama4;
+mod minimax_m2;
 mod mixtral;
 mod olmoe;
 mod phimoe;
 mod qwen2_moe;
 mod qwen3_moe;
+mod qwen3_next;
 
 use crate::decoder::Decoder;
 use crate::error::{Error, Result};
@@ -23,6 +32,16 @@ const FAMILIES: &[(&[&str], Load)] = &[
     (&["olmoe"], olmoe::load),
     (&["phimoe"], phimoe::load),
     (&["granitemoe", "granitemoeshared"], granitemoe::load),
+    (&["deepseek_v2", "deepseek_v3", "kimi_k2", "kimi_k25"], deepseek::load),
+    (&["glm4_moe"], glm4_moe::load),
+    (&["gpt_oss"], gpt_oss::load),
+    (&["minimax_m2"], minimax_m2::load),
+    (&["llama4_text", "llama4"], llama4::load),
+    (&["ernie4_5_moe"], ernie4_5_moe::load),
+    (&["hunyuan_v1_moe"], hunyuan_v1_moe::load),
+    (&["dbrx"], dbrx::load),
+    (&["qwen3_next"], qwen3_next::load),
+    (&["qwen3_5_moe", "qwen3_5_moe_text"], qwen3_next::load_qwen3_5),
 ];
 
 /// The values of `model_type` that [`Model::load`](crate::Model::load) takes.

@@ -146,8 +146,8 @@ pub fn relative(a: &Tensor, b: &Tensor) -> f64 {
         error += (a - b) * (a - b);
         norm += b * b;
     }
-    assert!(norm > 0.0, "the reference is zero");
-    (error / norm).sqrt()
+    // An expert whose tokens have no next token has no gradient: a reference of zeros is met by zeros alone.
+    if error == 0.0 { 0.0 } else { (error / norm).sqrt() }
 }
 
 /// Prints past the test harness, which keeps the output of tests that pass to itself.

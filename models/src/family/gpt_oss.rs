@@ -1,0 +1,53 @@
+//! gpt-oss: sinks in the softmax, a sliding window on every other layer, biases on all projections.
+
+use serde::Deserialize;
+
+use crate::config::Base;
+use crate::decoder::{Decoder, Frame};
+use crate::error::Result;
+use crate::params::Loader;
+use crate::rotary::RopeParameters;
+use crate::self_attention::{Biases, SelfAttention};
+
+#[derive(Debug, Deserialize)]
+struct Config {
+    #[serde(flatten)]
+    base: Base,
+    #[serde(default)]
+    attention_bias: Option<bool>,
+    #[serde(default)]
+    sliding_window: Option<usize>,
+    /// Even layers slide where it does not say.
+    #[serde(default)]
+    layer_types: Option<Vec<String>>,
+}
+
+pub(super) fn load(p: &mut Loader<'_>) -> Result<Decoder> {
+    let (mut config, file) = (p.config::<Config>()?, p.file());
+    config.base.check(&file)?;
+    if config.base.rope_parameters.is_none() && config.base.rope_scaling.is_none() {
+        config.base.rope_parameters = Some(RopeParameters {
+            rope_type: Some("yarn".into()),
+            factor: Some(32.0),
+            original_max_position_embeddings: Some(4096),
+            truncate: Some(false),
+            ..RopeParameters::default()
+        });
+    }
+    let heads = config.base.heads(&file)?;
+    let window = file.span("sliding_window", config.sliding_window)?;
+    let kinds = config.layer_types.as_deref();
+    let kinds = kinds.map(|kinds| file.per_layer("layer_types", kinds, config.base.num_hidden_layers)).transpose()?;
+    let slides = |layer: usize| match kinds {
+        Some(kinds) => kinds[layer] == "sliding_attention",
+        None => layer.is_multiple_of(2),
+    };
+    let biases = Biases::all(config.attention_bias.unwrap_or(true));
+    let rotary = config.base.rotary(&file, heads.dim, 1.5e5)?;
+    Frame::of(&config.base).load(p, rotary, |p, prefix, layer| {
+        let prefix = format!("{prefix}self_attn");
+        let attention = SelfAttention::load(p, &prefix, heads, biases)?;
+        let sinks = Some(p.get(&format!("{prefix}.sinks"), &[heads.queries])?);
+        Ok(Box::new(SelfAttention { window: window.filter(|_| slides(layer)), sinks, ..attention }))
+    })
+}

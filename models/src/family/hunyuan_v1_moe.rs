@@ -1,0 +1,33 @@
+//! Hunyuan V1 MoE: queries and keys are normalized head by head, after the rotation.
+
+use serde::Deserialize;
+
+use crate::config::Base;
+use crate::decoder::{Decoder, Frame};
+use crate::error::Result;
+use crate::norm::NormKind;
+use crate::params::Loader;
+use crate::self_attention::{Biases, QkNorm, SelfAttention, qk_norms};
+
+#[derive(Debug, Deserialize)]
+struct Config {
+    #[serde(flatten)]
+    base: Base,
+    #[serde(default)]
+    attention_bias: Option<bool>,
+}
+
+pub(super) fn load(p: &mut Loader<'_>) -> Result<Decoder> {
+    let (config, file) = (p.config::<Config>()?, p.file());
+    config.base.check(&file)?;
+    let heads = config.base.heads(&file)?;
+    let biases = Biases::all(config.attention_bias.unwrap_or(false));
+    let rotary = config.base.rotary(&file, heads.dim, 1e4)?;
+    let norm = (NormKind::Rms, config.base.rms_norm_eps);
+    Frame::of(&config.base).load(p, rotary, |p, prefix, _| {
+        let prefix = format!("{prefix}self_attn");
+        let attention = SelfAttention::load(p, &prefix, heads, biases)?;
+        let (q, k) = qk_norms(p, &prefix, ["query_layernorm", "key_layernorm"], [heads.dim; 2], norm)?;
+        Ok(Box::new(SelfAttention { norm: QkNorm::RotatedHead { q, k }, ..attention }))
+    })
+}

@@ -1,0 +1,294 @@
+//! The gated delta rule: a recurrent layer whose state is a matrix for each head. A step forgets a part of the state and
+//! corrects what the state gives for the step's key:
+//!
+//! ```text
+//! S := exp(g) · S;   δ = β · (v − Sᵀ k);   S := S + k δᵀ;   o = Sᵀ q
+//! ```
+//!
+//! Tokens are handled in chunks: within one, all δ follow from one triangular system.
+
+use candle_core::{D, DType, Device, Module, Result as CandleResult, Tensor};
+use candle_nn::Linear;
+
+use crate::cache::LayerCache;
+use crate::decoder::{Mixer, Step};
+use crate::error::Result;
+use crate::norm::{Norm, NormKind};
+use crate::params::Loader;
+use crate::rotary::wide;
+
+/// Tokens of a chunk.
+const CHUNK: usize = 64;
+/// ε of the norms of queries and keys, which configurations do not have.
+const UNIT_EPS: f64 = 1e-6;
+
+/// Sizes.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct DeltaSizes {
+    /// Hidden size H.
+    pub hidden: usize,
+    pub key_heads: usize,
+    /// A multiple of the key heads.
+    pub value_heads: usize,
+    pub key_dim: usize,
+    pub value_dim: usize,
+    /// Tokens that the convolution sees.
+    pub kernel: usize,
+}
+
+impl DeltaSizes {
+    fn keys(&self) -> usize {
+        self.key_heads * self.key_dim
+    }
+
+    fn values(&self) -> usize {
+        self.value_heads * self.value_dim
+    }
+
+    /// Entries of queries, keys and values.
+    fn mixed(&self) -> usize {
+        2 * self.keys() + self.values()
+    }
+}
+
+/// How a token's queries, keys, values, gates z, rates b and decays a are made.
+#[derive(Debug)]
+enum Projection {
+    /// One product for queries, keys, values and gates, one for rates and decays, both key head by key head.
+    ByHead { qkvz: Linear, ba: Linear },
+    /// One after the other.
+    Apart { qkv: Linear, z: Linear, b: Linear, a: Linear },
+}
+
+/// What a token's projections are: `[B, S, …]`.
+struct Projected {
+    /// Queries, then keys, then values.
+    qkv: Tensor,
+    z: Tensor,
+    /// `[B, S, value heads]`
+    b: Tensor,
+    a: Tensor,
+}
+
+/// A recurrent layer with the gated delta rule.
+#[derive(Debug)]
+pub(crate) struct GatedDelta {
+    sizes: DeltaSizes,
+    projection: Projection,
+    /// `[mixed, 1, kernel]`
+    convolution: Tensor,
+    /// `[value heads]` each.
+    decay_bias: Tensor,
+    decay_log: Tensor,
+    norm: Norm,
+    output: Linear,
+}
+
+impl GatedDelta {
+    /// `by_head`: projections lie key head by key head, as Qwen3-Next has them.
+    pub fn load(p: &mut Loader<'_>, prefix: &str, sizes: DeltaSizes, eps: f64, by_head: bool) -> Result<Self> {
+        let name = |part: &str| format!("{prefix}.{part}");
+        let (hidden, heads) = (sizes.hidden, sizes.value_heads);
+        let projection = if by_head {
+            Projection::ByHead {
+                qkvz: p.linear(&name("in_proj_qkvz"), [sizes.mixed() + sizes.values(), hidden], false)?,
+                ba: p.linear(&name("in_proj_ba"), [2 * heads, hidden], false)?,
+            }
+        } else {
+            Projection::Apart {
+                qkv: p.linear(&name("in_proj_qkv"), [sizes.mixed(), hidden], false)?,
+                z: p.linear(&name("in_proj_z"), [sizes.values(), hidden], false)?,
+                b: p.linear(&name("in_proj_b"), [heads, hidden], false)?,
+                a: p.linear(&name("in_proj_a"), [heads, hidden], false)?,
+            }
+        };
+        Ok(Self {
+            sizes,
+            projection,
+            convolution: p.get(&name("conv1d.weight"), &[sizes.mixed(), 1, sizes.kernel])?,
+            decay_bias: p.get(&name("dt_bias"), &[heads])?,
+            decay_log: p.get(&name("A_log"), &[heads])?,
+            norm: Norm::load(p, &name("norm"), sizes.value_dim, (NormKind::Rms, eps))?,
+            output: p.linear(&name("out_proj"), [hidden, sizes.values()], false)?,
+        })
+    }
+
+    fn project(&self, x: &Tensor, (b, s): (usize, usize)) -> CandleResult<Projected> {
+        let sizes = &self.sizes;
+        match &self.projection {
+            Projection::Apart { qkv, z, b: rate, a } => Ok(Projected {
+                qkv: qkv.forward(x)?.reshape((b, s, sizes.mixed()))?,
+                z: z.forward(x)?.reshape((b, s, sizes.values()))?,
+                b: rate.forward(x)?.reshape((b, s, sizes.value_heads))?,
+                a: a.forward(x)?.reshape((b, s, sizes.value_heads))?,
+            }),
+            Projection::ByHead { qkvz, ba } => {
+                let group = sizes.value_heads / sizes.key_heads;
+                let (k, v) = (sizes.key_dim, group * sizes.value_dim);
+                let qkvz = qkvz.forward(x)?.reshape((b, s, sizes.key_heads, 2 * k + 2 * v))?;
+                let ba = ba.forward(x)?.reshape((b, s, sizes.key_heads, 2 * group))?;
+                let part = |t: &Tensor, from: usize, len: usize| {
+                    t.narrow(3, from, len)?.contiguous()?.reshape((b, s, sizes.key_heads * len))
+                };
+                let mixed = [part(&qkvz, 0, k)?, part(&qkvz, k, k)?, part(&qkvz, 2 * k, v)?];
+                Ok(Projected {
+                    qkv: Tensor::cat(&mixed, 2)?,
+                    z: part(&qkvz, 2 * k + v, v)?,
+                    b: part(&ba, 0, group)?,
+                    a: part(&ba, group, group)?,
+                })
+            }
+        }
+    }
+
+    /// A causal convolution of each entry over the last tokens, and silu. `before`: the tokens before, `[B, kernel − 1,
+    /// mixed]`; gives those of the next call too.
+    fn convolve(&self, qkv: &Tensor, before: Option<&Tensor>) -> CandleResult<(Tensor, Tensor)> {
+        let (b, s, mixed) = qkv.dims3()?;
+        let held = self.sizes.kernel - 1;
+        let before = match before {
+            Some(before) => before.clone(),
+            None => Tensor::zeros((b, held, mixed), qkv.dtype(), qkv.device())?,
+        };
+        let all = if held == 0 { qkv.clone() } else { Tensor::cat(&[&before, qkv], 1)? };
+        let weight = self.convolution.squeeze(1)?.t()?.contiguous()?;
+        let mut sum = all.narrow(1, 0, s)?.broadcast_mul(&weight.narrow(0, 0, 1)?)?;
+        for tap in 1..self.sizes.kernel {
+            sum = (sum + all.narrow(1, tap, s)?.broadcast_mul(&weight.narrow(0, tap, 1)?)?)?;
+        }
+        Ok((sum.silu()?, all.narrow(1, s, held)?.force_contiguous()?))
+    }
+
+    /// Heads of queries, keys and values, `[B · value heads, S, D]`, in f32 or wider.
+    fn heads(&self, mixed: &Tensor) -> CandleResult<[Tensor; 3]> {
+        let (b, s, _) = mixed.dims3()?;
+        let DeltaSizes { key_heads, value_heads, key_dim, value_dim, .. } = self.sizes;
+        let mixed = mixed.to_dtype(wide(mixed.dtype()))?;
+        let unit = |from: usize| -> CandleResult<Tensor> {
+            let t = mixed.narrow(2, from, self.sizes.keys())?.contiguous()?.reshape((b, s, key_heads, key_dim))?;
+            let norm = (t.sqr()?.sum_keepdim(D::Minus1)? + UNIT_EPS)?.sqrt()?;
+            let t = t.broadcast_div(&norm)?.transpose(1, 2)?.unsqueeze(2)?;
+            // Value heads are groups of neighbors over a key head.
+            let t = t.broadcast_as((b, key_heads, value_heads / key_heads, s, key_dim))?.contiguous()?;
+            t.reshape((b * value_heads, s, key_dim))
+        };
+        let v = mixed.narrow(2, 2 * self.sizes.keys(), self.sizes.values())?.contiguous()?;
+        let v = v.reshape((b, s, value_heads, value_dim))?.transpose(1, 2)?.contiguous()?;
+        let q = (unit(0)? * (key_dim as f64).powf(-0.5))?;
+        Ok([q, unit(self.sizes.keys())?, v.reshape((b * value_heads, s, value_dim))?])
+    }
+
+    /// β and g, `[B · value heads, S, 1]`, in f32 or wider.
+    fn rates(&self, b: &Tensor, a: &Tensor) -> CandleResult<(Tensor, Tensor)> {
+        let (sequences, s, heads) = b.dims3()?;
+        let dtype = wide(b.dtype());
+        let by_head = |t: Tensor| t.transpose(1, 2)?.contiguous()?.reshape((sequences * heads, s, 1));
+        let beta = candle_nn::ops::sigmoid(&b.to_dtype(dtype)?)?;
+        let x = a.to_dtype(dtype)?.broadcast_add(&self.decay_bias.to_dtype(dtype)?)?;
+        // softplus, without overflow: max(x, 0) + ln(1 + exp(−|x|)).
+        let softplus = (x.relu()? + (x.abs()?.neg()?.exp()? + 1.0)?.log()?)?;
+        let g = softplus.broadcast_mul(&self.decay_log.to_dtype(dtype)?.exp()?.neg()?)?;
+        Ok((by_head(beta)?, by_head(g)?))
+    }
+}
+
+/// Queries, keys, values, β and g of some tokens, `[N, n, …]`.
+struct Tokens<'a> {
+    q: &'a Tensor,
+    k: &'a Tensor,
+    v: &'a Tensor,
+    beta: &'a Tensor,
+    g: &'a Tensor,
+}
+
+impl Tokens<'_> {
+    /// Outputs `[N, n, value dim]` of a chunk, and the state `[N, key dim, value dim]` behind it.
+    fn chunk(&self, from: usize, n: usize, state: &Tensor) -> CandleResult<(Tensor, Tensor)> {
+        let part = |t: &Tensor| t.narrow(1, from, n)?.contiguous();
+        let (q, k, v, beta) = (part(self.q)?, part(self.k)?, part(self.v)?, part(self.beta)?);
+        let triangle = Triangle { n, dtype: k.dtype(), device: k.device() };
+        // Decay from the chunk's start to the end of each step, and from each step to each later one.
+        let decay = triangle.mask(|row, column| column <= row)?.broadcast_matmul(&part(self.g)?)?;
+        let beyond = triangle.fill(|row, column| if column <= row { 0.0 } else { f64::NEG_INFINITY })?;
+        let between = decay.broadcast_sub(&decay.transpose(1, 2)?)?.broadcast_add(&beyond)?.exp()?;
+        let decay_from_start = decay.exp()?;
+        // (I + L) δ = β (v − exp(decay) k S), L strictly below the diagonal.
+        let seen = k.matmul(&k.transpose(1, 2)?.contiguous()?)?.mul(&between)?.broadcast_mul(&beta)?;
+        let given = k.broadcast_mul(&decay_from_start)?.matmul(state)?;
+        let delta = triangle.inverse(&seen)?.matmul(&(v - given)?.broadcast_mul(&beta)?)?;
+        let y = q.broadcast_mul(&decay_from_start)?.matmul(state)?;
+        let y = (y + q.matmul(&k.transpose(1, 2)?.contiguous()?)?.mul(&between)?.matmul(&delta)?)?;
+        let to_end = between.narrow(1, n - 1, 1)?.transpose(1, 2)?;
+        let added = k.broadcast_mul(&to_end)?.transpose(1, 2)?.contiguous()?.matmul(&delta)?;
+        let state = (state.broadcast_mul(&decay_from_start.narrow(1, n - 1, 1)?)? + added)?;
+        Ok((y, state))
+    }
+}
+
+/// Matrices of a chunk of n tokens.
+struct Triangle<'a> {
+    n: usize,
+    dtype: DType,
+    device: &'a Device,
+}
+
+impl Triangle<'_> {
+    /// `[1, n, n]`
+    fn fill(&self, value: impl Fn(usize, usize) -> f64) -> CandleResult<Tensor> {
+        let n = self.n;
+        let values: Vec<f64> = (0..n * n).map(|i| value(i / n, i % n)).collect();
+        Tensor::from_vec(values, (1, n, n), &Device::Cpu)?.to_dtype(self.dtype)?.to_device(self.device)
+    }
+
+    fn mask(&self, there: impl Fn(usize, usize) -> bool) -> CandleResult<Tensor> {
+        self.fill(|row, column| if there(row, column) { 1.0 } else { 0.0 })
+    }
+
+    /// `(I + L)⁻¹` for the part L of `lower [N, n, n]` that lies strictly below the diagonal. Inverses of blocks along
+    /// the diagonal double in size: that of `[[A, 0], [B, D]]` is `[[A⁻¹, 0], [−D⁻¹ B A⁻¹, D⁻¹]]`, as stable as a
+    /// substitution row by row.
+    fn inverse(&self, lower: &Tensor) -> CandleResult<Tensor> {
+        let mut inverse = self.mask(|row, column| row == column)?.broadcast_as(lower.shape())?.contiguous()?;
+        let mut size = 1;
+        while size < self.n {
+            let below =
+                |row: usize, column: usize| row / size == column / size + 1 && row / (2 * size) == column / (2 * size);
+            let b = lower.broadcast_mul(&self.mask(below)?)?;
+            inverse = (&inverse - inverse.matmul(&b)?.matmul(&inverse)?)?;
+            size *= 2;
+        }
+        Ok(inverse)
+    }
+}
+
+impl Mixer for GatedDelta {
+    fn forward(&self, x: &Tensor, step: &Step<'_>, cache: Option<&mut LayerCache>) -> Result<Tensor> {
+        let (b, s) = (step.sequences, step.len);
+        let DeltaSizes { value_heads, key_dim, value_dim, .. } = self.sizes;
+        let Projected { qkv, z, b: rate, a } = self.project(x, (b, s))?;
+        let held = cache.as_ref().and_then(|cache| cache.state());
+        let (mixed, before) = self.convolve(&qkv, held.map(|(before, _)| before))?;
+        let [q, k, v] = self.heads(&mixed)?;
+        let (beta, g) = self.rates(&rate, &a)?;
+        let mut state = match held {
+            Some((_, state)) => state.clone(),
+            None => Tensor::zeros((b * value_heads, key_dim, value_dim), q.dtype(), q.device())?,
+        };
+        let tokens = Tokens { q: &q, k: &k, v: &v, beta: &beta, g: &g };
+        let mut chunks = Vec::with_capacity(s.div_ceil(CHUNK));
+        for from in (0..s).step_by(CHUNK) {
+            let (y, next) = tokens.chunk(from, CHUNK.min(s - from), &state)?;
+            chunks.push(y);
+            state = next;
+        }
+        if let Some(cache) = cache {
+            cache.set_state((before, state));
+        }
+        let y = Tensor::cat(&chunks, 1)?.reshape((b, value_heads, s, value_dim))?.transpose(1, 2)?.contiguous()?;
+        let y = y.reshape((b * s * value_heads, value_dim))?.to_dtype(x.dtype())?;
+        let wide = wide(x.dtype());
+        let gate = z.reshape((b * s * value_heads, value_dim))?.to_dtype(wide)?.silu()?;
+        let y = (self.norm.forward(&y)?.to_dtype(wide)? * gate)?.to_dtype(x.dtype())?;
+        Ok(self.output.forward(&y.reshape((b * s, self.sizes.values()))?)?)
+    }
+}

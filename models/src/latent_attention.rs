@@ -1,0 +1,143 @@
+//! Multi-head latent attention: keys and values are made of a latent of few entries a token, which is all that a cache
+//! holds, and of a rotated key that all heads share.
+
+use candle_core::{Module, Result as CandleResult, Tensor};
+use candle_nn::Linear;
+
+use crate::attention::{Visible, attention};
+use crate::cache::LayerCache;
+use crate::decoder::{Mixer, Step};
+use crate::error::Result;
+use crate::norm::{Norm, NormKind};
+use crate::params::Loader;
+
+/// Most new tokens for which attention runs over the latents themselves: with more, making keys and values of the
+/// latents once costs less than the longer products.
+const ABSORBED: usize = 4;
+
+/// Sizes.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct LatentSizes {
+    /// Hidden size H.
+    pub hidden: usize,
+    pub heads: usize,
+    /// Of the latent that queries are made of; `None`: of the token itself.
+    pub query_latent: Option<usize>,
+    /// Of the latent that keys and values are made of.
+    pub latent: usize,
+    /// Entries of a query and key without position.
+    pub plain: usize,
+    /// Entries with one.
+    pub rotated: usize,
+    /// Entries of a value.
+    pub value: usize,
+}
+
+/// Attention over latents.
+#[derive(Debug)]
+pub(crate) struct LatentAttention {
+    sizes: LatentSizes,
+    query: Query,
+    /// To latent and rotated key.
+    down: Linear,
+    norm: Norm,
+    /// From the latent to each head's key without position and value: `[heads · (plain + value), latent]`.
+    up: Tensor,
+    output: Linear,
+    scale: f64,
+}
+
+/// How queries are made.
+#[derive(Debug)]
+enum Query {
+    Whole(Linear),
+    Latent { down: Linear, norm: Norm, up: Linear },
+}
+
+impl LatentAttention {
+    /// `bias`: on the projections from and to the hidden size, but for that of whole queries.
+    pub fn load(
+        p: &mut Loader<'_>,
+        prefix: &str,
+        sizes: LatentSizes,
+        (bias, eps, scale): (bool, f64, f64),
+    ) -> Result<Self> {
+        let LatentSizes { hidden, heads, query_latent, latent, plain, rotated, value } = sizes;
+        let name = |part: &str| format!("{prefix}.{part}");
+        let queries = heads * (plain + rotated);
+        let norm = (NormKind::Rms, eps);
+        let query = match query_latent {
+            None => Query::Whole(p.linear(&name("q_proj"), [queries, hidden], false)?),
+            Some(latent) => Query::Latent {
+                down: p.linear(&name("q_a_proj"), [latent, hidden], bias)?,
+                norm: Norm::load(p, &name("q_a_layernorm"), latent, norm)?,
+                up: p.linear(&name("q_b_proj"), [queries, latent], false)?,
+            },
+        };
+        Ok(Self {
+            sizes,
+            query,
+            down: p.linear(&name("kv_a_proj_with_mqa"), [latent + rotated, hidden], bias)?,
+            norm: Norm::load(p, &name("kv_a_layernorm"), latent, norm)?,
+            up: p.get(&name("kv_b_proj.weight"), &[heads * (plain + value), latent])?,
+            output: p.linear(&name("o_proj"), [hidden, heads * value], bias)?,
+            scale,
+        })
+    }
+
+    /// `[B, heads, S, plain]` and, rotated, `[B, heads, S, rotated]`.
+    fn queries(&self, x: &Tensor, step: &Step<'_>) -> CandleResult<(Tensor, Tensor)> {
+        let LatentSizes { heads, plain, rotated, .. } = self.sizes;
+        let q = match &self.query {
+            Query::Whole(q) => q.forward(x)?,
+            Query::Latent { down, norm, up } => up.forward(&norm.forward(&down.forward(x)?)?)?,
+        };
+        let q = q.reshape((step.sequences, step.len, heads, plain + rotated))?.transpose(1, 2)?;
+        Ok((q.narrow(3, 0, plain)?.contiguous()?, step.angles.apply(&q.narrow(3, plain, rotated)?)?))
+    }
+
+    /// The matrices of each head that make a key `[heads, plain, latent]` and a value `[heads, value, latent]`.
+    fn head_matrices(&self) -> CandleResult<(Tensor, Tensor)> {
+        let LatentSizes { heads, latent, plain, value, .. } = self.sizes;
+        let up = self.up.reshape((heads, plain + value, latent))?;
+        Ok((up.narrow(1, 0, plain)?.contiguous()?, up.narrow(1, plain, value)?.contiguous()?))
+    }
+}
+
+impl Mixer for LatentAttention {
+    fn forward(&self, x: &Tensor, step: &Step<'_>, cache: Option<&mut LayerCache>) -> Result<Tensor> {
+        let LatentSizes { heads, latent, plain, rotated, value, .. } = self.sizes;
+        let (b, s) = (step.sequences, step.len);
+        let visible =
+            Visible { first: step.past, window: None, chunk: None, sinks: None, scale: self.scale, masks: &step.masks };
+        let (q, q_rotated) = self.queries(x, step)?;
+        let both = self.down.forward(x)?;
+        let c = self.norm.forward(&both.narrow(1, 0, latent)?.contiguous()?)?.reshape((b, 1, s, latent))?;
+        let k = both.narrow(1, latent, rotated)?.contiguous()?.reshape((b, 1, s, rotated))?;
+        let late = step.late_rotation;
+        let k = if late { k } else { step.angles.apply(&k)? };
+        let absorbed = cache.is_some() && s <= ABSORBED;
+        let (c, k) = match cache {
+            None => (c, k),
+            Some(cache) => cache.append(&c, &k)?,
+        };
+        let n = c.dim(2)?;
+        let k = if late { step.key_angles(n)?.apply(&k)? } else { k };
+        let y = if absorbed {
+            // One key head, the latent and the rotated key; queries go through the matrix that would have made keys.
+            let (keys, values) = self.head_matrices()?;
+            let q = q.broadcast_matmul(&keys.unsqueeze(0)?)?;
+            let q = Tensor::cat(&[q, q_rotated], 3)?;
+            let y = attention(&q, &Tensor::cat(&[&c, &k], 3)?, &c, &visible)?;
+            let y = y.transpose(1, 2)?.contiguous()?.broadcast_matmul(&values.transpose(1, 2)?.unsqueeze(0)?)?;
+            y.transpose(1, 2)?
+        } else {
+            let made = c.reshape((b * n, latent))?.matmul(&self.up.t()?)?;
+            let made = made.reshape((b, n, heads, plain + value))?.transpose(1, 2)?;
+            let keys = [made.narrow(3, 0, plain)?, k.broadcast_as((b, heads, n, rotated))?.contiguous()?];
+            let q = Tensor::cat(&[q, q_rotated], 3)?;
+            attention(&q, &Tensor::cat(&keys, 3)?, &made.narrow(3, plain, value)?, &visible)?
+        };
+        Ok(self.output.forward(&y.reshape((b * s, heads * value))?)?)
+    }
+}
