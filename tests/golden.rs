@@ -345,7 +345,7 @@ fn check_folder<D: Target>(device: &D, dir: &Path) -> AnyResult<(String, Vec<Str
     };
     let line = format!(
         "{name:26} {:4} layer {} E {e:<3} K {k}  R {ranks:?}: {compared} tensors, forward {:.1e}, {backward}; \
-         whole model: needs models/: {}",
+         whole model: in models/: {}",
         suite.folder.dtype.name(),
         suite.layer,
         forward.relative,

@@ -207,10 +207,13 @@ impl Tokens<'_> {
         let part = |t: &Tensor| t.narrow(1, from, n)?.contiguous();
         let (q, k, v, beta) = (part(self.q)?, part(self.k)?, part(self.v)?, part(self.beta)?);
         let triangle = Triangle { n, dtype: k.dtype(), device: k.device() };
-        // Decay from the chunk's start to the end of each step, and from each step to each later one.
-        let decay = triangle.mask(|row, column| column <= row)?.broadcast_matmul(&part(self.g)?)?;
+        // Decay from the chunk's start to the end of each step, and from each step to each later one: sums of g over the
+        // steps between, since a difference of sums from the start would cancel.
+        let (upto, g) = (triangle.mask(|row, column| column <= row)?, part(self.g)?);
+        let decay = upto.broadcast_matmul(&g)?;
+        let after = triangle.mask(|row, column| row > column)?;
         let beyond = triangle.fill(|row, column| if column <= row { 0.0 } else { f64::NEG_INFINITY })?;
-        let between = decay.broadcast_sub(&decay.transpose(1, 2)?)?.broadcast_add(&beyond)?.exp()?;
+        let between = upto.broadcast_matmul(&after.broadcast_mul(&g)?)?.broadcast_add(&beyond)?.exp()?;
         let decay_from_start = decay.exp()?;
         // (I + L) δ = β (v − exp(decay) k S), L strictly below the diagonal.
         let seen = k.matmul(&k.transpose(1, 2)?.contiguous()?)?.mul(&between)?.broadcast_mul(&beta)?;

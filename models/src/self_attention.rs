@@ -78,7 +78,7 @@ pub(crate) struct SelfAttention {
     pub projection: Projection,
     pub output: Linear,
     pub norm: QkNorm,
-    /// Bound on queries, keys and values.
+    /// Bound on queries, keys and values, behind a norm that comes before the rotation.
     pub clip: Option<f64>,
     /// Queries and keys are rotated.
     pub rotary: bool,
@@ -142,10 +142,6 @@ impl SelfAttention {
                 (part(0, queries)?, part(queries, keys)?, part(queries + keys, keys)?)
             }
         };
-        let bounded = |t: Tensor| match self.clip {
-            Some(bound) => t.clamp(-bound, bound),
-            None => Ok(t),
-        };
         let (q, gate) = match self.gated {
             false => (q, None),
             true => {
@@ -155,10 +151,17 @@ impl SelfAttention {
                 (half(0)?, Some(half(dim)?))
             }
         };
-        Ok((bounded(q)?, gate, bounded(k)?, bounded(v)?))
+        Ok((q, gate, k, v))
     }
 
-    /// `[B·S, heads · D]` as `[B, heads, S, D]`, normalized where that comes before the rotation.
+    fn bounded(&self, t: Tensor) -> CandleResult<Tensor> {
+        match self.clip {
+            Some(bound) => t.clamp(-bound, bound),
+            None => Ok(t),
+        }
+    }
+
+    /// `[B·S, heads · D]` as `[B, heads, S, D]`, bounded, and normalized where that comes before the rotation.
     fn split(&self, y: Tensor, which: Side, step: &Step<'_>) -> CandleResult<Tensor> {
         let dim = self.heads.dim;
         let heads = y.dim(1)? / dim;
@@ -171,7 +174,7 @@ impl SelfAttention {
             (QkNorm::Head { k, .. }, Side::Key) => k.forward(&y.reshape((b * s * heads, dim))?)?,
             _ => y,
         };
-        y.reshape((b, s, heads, dim))?.transpose(1, 2)
+        self.bounded(y)?.reshape((b, s, heads, dim))?.transpose(1, 2)
     }
 
     /// Rotation, and the norm that comes after it.
@@ -221,7 +224,8 @@ impl Mixer for SelfAttention {
         let q = self.split(q, Side::Query, step)?;
         let q = self.warm(self.turn(&q, Side::Query, step)?, step)?;
         let k = self.split(k, Side::Key, step)?;
-        let v = v.reshape((step.sequences, step.len, self.heads.keys, self.heads.dim))?.transpose(1, 2)?;
+        let v =
+            self.bounded(v)?.reshape((step.sequences, step.len, self.heads.keys, self.heads.dim))?.transpose(1, 2)?;
         // Where rotations change with the length, the cache has keys from before them.
         let late = self.rotary && step.late_rotation;
         let k = if late { k } else { self.turn(&k, Side::Key, step)? };

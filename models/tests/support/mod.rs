@@ -61,16 +61,27 @@ impl Golden {
         Self::open(&shipped().join(name)).expect("a shipped folder")
     }
 
-    /// Every folder under `MOEBIUS_GOLDEN`, the repository's own by default.
+    /// Every folder under `MOEBIUS_GOLDEN`; the repository's own and this crate's by default.
     pub fn all() -> Vec<Self> {
         // Relative paths count from the repository's root, as for the other suites.
-        let root = std::env::var_os("MOEBIUS_GOLDEN")
-            .filter(|root| !root.is_empty())
-            .map_or_else(shipped, |root| PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("..").join(root));
-        let mut dirs: Vec<PathBuf> =
-            std::fs::read_dir(&root).expect("the folder of folders").map(|e| e.expect("an entry").path()).collect();
+        let crate_dir = PathBuf::from(env!("CARGO_MANIFEST_DIR"));
+        let roots = match std::env::var_os("MOEBIUS_GOLDEN").filter(|root| !root.is_empty()) {
+            Some(root) => vec![crate_dir.join("..").join(root)],
+            None => vec![shipped(), crate_dir.join("tests/golden")],
+        };
+        let of = |root: &PathBuf| std::fs::read_dir(root).expect("the folder of folders");
+        let mut dirs: Vec<PathBuf> = roots.iter().flat_map(of).map(|e| e.expect("an entry").path()).collect();
         dirs.sort();
         dirs.iter().filter_map(|dir| Self::open(dir)).collect()
+    }
+
+    /// The configuration's rotary part.
+    pub fn rope(&self) -> &serde_json::Value {
+        &self.checkpoint.config()["rope_parameters"]
+    }
+
+    pub fn rope_type(&self) -> &str {
+        self.rope()["rope_type"].as_str().unwrap_or("default")
     }
 
     pub fn ids(&self) -> &Tensor {
