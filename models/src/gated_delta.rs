@@ -295,3 +295,95 @@ impl Mixer for GatedDelta {
         Ok(self.output.forward(&y.reshape((b * s, self.sizes.values()))?)?)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::testing::{check_gradients, difference, random, values};
+
+    const HEADS: usize = 2;
+    const KEY: usize = 5;
+    const VALUE: usize = 3;
+
+    /// q, k, v, β in (0, 1), g ≤ 0, and a state.
+    fn inputs(s: usize) -> Vec<Tensor> {
+        let like = |own, width| random(own, &[HEADS, s, width]);
+        let unit = |t: Tensor| t.broadcast_div(&t.sqr()?.sum_keepdim(2)?.sqrt()?);
+        let beta = candle_nn::ops::sigmoid(&like(4, 1)).expect("rates");
+        let g = (like(5, 1).abs().expect("sizes") * -2.0).expect("decays");
+        let state = random(6, &[HEADS, KEY, VALUE]);
+        vec![unit(like(1, KEY)).expect("q"), unit(like(2, KEY)).expect("k"), like(3, VALUE), beta, g, state]
+    }
+
+    fn chunked(t: &[Tensor], chunk: usize) -> CandleResult<(Tensor, Tensor)> {
+        let tokens = Tokens { q: &t[0], k: &t[1], v: &t[2], beta: &t[3], g: &t[4] };
+        let (s, mut state, mut parts) = (t[0].dim(1)?, t[5].clone(), Vec::new());
+        for from in (0..s).step_by(chunk) {
+            let (y, next) = tokens.chunk(from, chunk.min(s - from), &state)?;
+            parts.push(y);
+            state = next;
+        }
+        Ok((Tensor::cat(&parts, 1)?, state))
+    }
+
+    /// The rule, step by step.
+    fn stepwise(t: &[Tensor], s: usize) -> (Tensor, Tensor) {
+        let [q, k, v, beta, g, mut state] = [0, 1, 2, 3, 4, 5].map(|i| values(&t[i]));
+        let mut out = Vec::new();
+        for head in 0..HEADS {
+            let state = &mut state[head * KEY * VALUE..][..KEY * VALUE];
+            for step in (0..s).map(|step| head * s + step) {
+                state.iter_mut().for_each(|x| *x *= g[step].exp());
+                let (q, k) = (&q[step * KEY..][..KEY], &k[step * KEY..][..KEY]);
+                for column in 0..VALUE {
+                    let given: f64 = (0..KEY).map(|row| state[row * VALUE + column] * k[row]).sum();
+                    let delta = beta[step] * (v[step * VALUE + column] - given);
+                    (0..KEY).for_each(|row| state[row * VALUE + column] += k[row] * delta);
+                }
+                let y = |column: usize| (0..KEY).map(|row| state[row * VALUE + column] * q[row]).sum::<f64>();
+                out.extend((0..VALUE).map(y));
+            }
+        }
+        let tensor = |values: Vec<f64>, n| Tensor::from_vec(values, (HEADS, n, VALUE), &Device::Cpu).expect("a tensor");
+        (tensor(out, s), tensor(state, KEY))
+    }
+
+    #[test]
+    fn chunks_are_the_rule_step_by_step() {
+        for s in [1, 2, 3, 17, 64, 65, 150] {
+            let t = inputs(s);
+            let (y, state) = stepwise(&t, s);
+            for chunk in [1, 7, CHUNK] {
+                let (found, end) = chunked(&t, chunk).expect("outputs");
+                // f64, some hundred terms below 1 one behind the other.
+                let error = difference(&found, &y).max(difference(&end, &state));
+                assert!(error < 1e-13, "{s} tokens in chunks of {chunk}: differs by {error:e}");
+            }
+        }
+    }
+
+    #[test]
+    fn has_the_gradients_of_differences() {
+        check_gradients(&inputs(20), &|t| {
+            let (y, state) = chunked(t, 8).expect("outputs");
+            Tensor::cat(&[y, state], 1).expect("all of it")
+        });
+    }
+
+    /// Ones below the diagonal, the same key again and again: the powers of this matrix reach 1e18, its inverse has
+    /// entries of 1 and −1 beside the diagonal alone.
+    #[test]
+    fn the_triangular_inverse_is_stable() {
+        for n in [1, 2, 3, 5, 64] {
+            let triangle = Triangle { n, dtype: DType::F64, device: &Device::Cpu };
+            let ones = Tensor::ones((1, n, n), DType::F64, &Device::Cpu).expect("ones");
+            let expected = triangle.fill(|row, column| match row.wrapping_sub(column) {
+                0 => 1.0,
+                1 => -1.0,
+                _ => 0.0,
+            });
+            let error = difference(&triangle.inverse(&ones).expect("an inverse"), &expected.expect("a matrix"));
+            assert!(error == 0.0, "{n}: differs by {error:e}");
+        }
+    }
+}

@@ -19,6 +19,8 @@ mod norm;
 mod params;
 mod rotary;
 mod self_attention;
+#[cfg(test)]
+mod testing;
 
 pub use cache::Cache;
 pub use decoder::{Point, Tap};

@@ -77,6 +77,29 @@ fn logits_and_loss_by_differentiable_operations() {
     }
 }
 
+/// In f64 a decoder is nearer to the exact one than the reference; in 16 bits, and as stored, it runs in that type.
+/// (In 16 bits a token may choose another expert than in f32, so logits have no common bound there.)
+#[test]
+fn every_type_runs() {
+    for golden in Golden::all() {
+        let logits = |dtype| {
+            on_ranks(1, golden.experts, |_, group| {
+                let options = LoadOptions { dtype, trainable: false };
+                golden.load(&group, options).forward(golden.ids()).expect("logits")
+            })
+            .remove(0)
+        };
+        let error = relative(&logits(Some(DType::F64)), &golden.tensors["logits"]);
+        assert!(error <= tolerance(&golden), "{}: logits in f64 differ by {error:e}", golden.name);
+        for dtype in [Some(DType::BF16), Some(DType::F16), None] {
+            let logits = logits(dtype);
+            assert!(dtype.is_none_or(|dtype| logits.dtype() == dtype), "{}: {:?}", golden.name, logits.dtype());
+            let error = relative(&logits, &golden.tensors["logits"]);
+            assert!(error < 0.5, "{} in {dtype:?}: logits differ by {error:e}", golden.name);
+        }
+    }
+}
+
 #[test]
 fn every_rank_may_run_the_same_sequences() {
     let golden = Golden::named("qwen3_moe");
@@ -252,7 +275,7 @@ fn gradients_of_the_first_block() {
             assert_eq!(given, 0, "{}: gradients without a parameter", golden.name);
             let worst = errors.iter().max_by(|a, b| a.1.total_cmp(&b.1)).expect("errors");
             line += &format!(" R={} {:.1e}", split.len(), worst.1);
-            if !(worst.1 <= F32_GRADIENT) {
+            if worst.1.is_nan() || worst.1 > F32_GRADIENT {
                 wrong.push(format!("{} over {split:?}: gradient of {} differs by {:e}", golden.name, worst.0, worst.1));
             }
         }

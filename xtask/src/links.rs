@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 
 /// Where documents are, beside the root's own.
-const FOLDERS: [&str; 4] = ["docs", "kernels", "tests", "benches/results"];
+const FOLDERS: [&str; 5] = ["docs", "kernels", "models", "tests", "benches/results"];
 
 /// Folders by which a name in backticks is known as a path of the repository.
 const PLACES: [&str; 11] = [
