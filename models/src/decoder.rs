@@ -7,12 +7,12 @@ use candle_core::{DType, Device, Module, Result as CandleResult, Tensor};
 use candle_nn::Linear;
 use moebius::candle::ExpertParallelMoE;
 
-use crate::attention::Masks;
 use crate::cache::{Cache, LayerCache};
 use crate::config::Base;
 use crate::error::Result;
 use crate::mlp::Mlp;
 use crate::norm::{Norm, NormKind};
+use crate::ops::{Head, Masks};
 use crate::params::Loader;
 use crate::rotary::{Angles, Rotary};
 
@@ -330,6 +330,12 @@ impl Decoder {
         };
         at.layers = number + 1;
         Ok(x)
+    }
+
+    /// What makes logits of hidden states.
+    pub fn head(&self) -> Head {
+        let bias = self.head.bias().cloned();
+        Head { weight: self.head.weight().clone(), bias, scale: self.scales.logits }
     }
 
     /// Logits `[T, V]` of hidden states `[T, H]`.

@@ -14,8 +14,8 @@ use crate::cache::LayerCache;
 use crate::decoder::{Mixer, Step};
 use crate::error::Result;
 use crate::norm::{Norm, NormKind};
+use crate::ops::wide;
 use crate::params::Loader;
-use crate::rotary::wide;
 
 /// Tokens of a chunk.
 const CHUNK: usize = 64;

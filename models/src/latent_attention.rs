@@ -4,11 +4,11 @@
 use candle_core::{Module, Result as CandleResult, Tensor};
 use candle_nn::Linear;
 
-use crate::attention::{Visible, attention};
 use crate::cache::LayerCache;
 use crate::decoder::{Mixer, Step};
 use crate::error::Result;
 use crate::norm::{Norm, NormKind};
+use crate::ops::{Visible, attention};
 use crate::params::Loader;
 
 /// Most new tokens for which attention runs over the latents themselves: with more, making keys and values of the

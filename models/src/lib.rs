@@ -4,7 +4,6 @@
 //! replicated on every rank of a group, and each rank runs sequences of its own. The group's device, a CPU or a GPU, is
 //! where the decoder lives ([`DeviceGroup`](moebius::candle::DeviceGroup)).
 
-mod attention;
 mod cache;
 mod config;
 mod decoder;
@@ -16,6 +15,7 @@ mod loss;
 mod mlp;
 mod model;
 mod norm;
+mod ops;
 mod params;
 mod rotary;
 mod self_attention;

@@ -1,11 +1,8 @@
 //! Cross-entropy of the next token.
 
-use candle_core::{D, DType, Result as CandleResult, Tensor};
+use candle_core::{DType, Result as CandleResult, Tensor};
 
-use crate::rotary::wide;
-
-/// Rows whose logits are there at a time.
-const ROWS: usize = 512;
+use crate::ops::{Head, cross_entropy, wide};
 
 /// Cross-entropy of each next token of this rank's sequences.
 #[derive(Debug, Clone)]
@@ -27,12 +24,8 @@ impl Loss {
     }
 }
 
-/// Of `hidden [B, S, H]` and the ids that they are of; `logits` makes `[T, V]` of `[T, H]`.
-pub(crate) fn next_token(
-    hidden: &Tensor,
-    ids: &Tensor,
-    logits: impl Fn(&Tensor) -> CandleResult<Tensor>,
-) -> CandleResult<Loss> {
+/// Of `hidden [B, S, H]` and the ids that they are of.
+pub(crate) fn next_token(hidden: &Tensor, ids: &Tensor, head: &Head) -> CandleResult<Loss> {
     let (b, s, h) = hidden.dims3()?;
     let count = b * s.saturating_sub(1);
     if count == 0 {
@@ -42,17 +35,6 @@ pub(crate) fn next_token(
         return Ok(Loss { sum, count });
     }
     let rows = hidden.narrow(1, 0, s - 1)?.contiguous()?.reshape((count, h))?;
-    let next = ids.narrow(1, 1, s - 1)?.contiguous()?.reshape((count, 1))?.to_dtype(DType::U32)?;
-    let part = |start: usize| {
-        let len = ROWS.min(count - start);
-        let logits = logits(&rows.narrow(0, start, len)?)?;
-        let logits = logits.to_dtype(wide(logits.dtype()))?;
-        let chosen = logits.gather(&next.narrow(0, start, len)?.contiguous()?, 1)?.squeeze(1)?;
-        (logits.log_sum_exp(D::Minus1)? - chosen)?.sum_all()
-    };
-    let mut sum = part(0)?;
-    for start in (ROWS..count).step_by(ROWS) {
-        sum = (sum + part(start)?)?;
-    }
-    Ok(Loss { sum, count })
+    let next = ids.narrow(1, 1, s - 1)?.contiguous()?.reshape(count)?.to_dtype(DType::U32)?;
+    Ok(Loss { sum: cross_entropy(&rows, head, &next)?, count })
 }

@@ -153,7 +153,7 @@ impl Model {
     fn loss_of(&self, call: &'static str, ids: &Tensor, tap: Option<&mut Tap<'_>>) -> Result<Loss> {
         let hidden = self.run(call, ids, None, tap)?;
         let ids = ids.to_device(self.device())?;
-        Ok(loss::next_token(&hidden, &ids, |rows| self.decoder.logits(rows))?)
+        Ok(loss::next_token(&hidden, &ids, &self.decoder.head())?)
     }
 
     /// An empty cache for [`decode`](Self::decode).

@@ -1,10 +1,10 @@
 //! Norms over the last dimension. Tokens are rows, `[T, H]`.
 
-use candle_core::{D, DType, Result as CandleResult, Tensor};
+use candle_core::{D, Result as CandleResult, Tensor};
 
 use crate::error::Result;
+use crate::ops::{rms_norm, wide};
 use crate::params::Loader;
-use crate::rotary::wide;
 
 /// Which norm a family has.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -40,10 +40,7 @@ impl Norm {
     pub fn forward(&self, x: &Tensor) -> CandleResult<Tensor> {
         let dtype = x.dtype();
         match self.kind {
-            NormKind::Rms if self.fused(x) => {
-                candle_nn::ops::rms_norm(x, &self.weight.to_dtype(dtype)?, self.eps as f32)
-            }
-            NormKind::Rms => unit_rms(x, self.eps)?.broadcast_mul(&self.weight.to_dtype(dtype)?),
+            NormKind::Rms => rms_norm(x, &self.weight.to_dtype(dtype)?, self.eps),
             NormKind::RmsPlusOne => {
                 let x = unit_rms(&x.to_dtype(wide(dtype))?, self.eps)?;
                 x.broadcast_mul(&(self.weight.to_dtype(wide(dtype))? + 1.0)?)?.to_dtype(dtype)
@@ -58,13 +55,6 @@ impl Norm {
                 }
             }
         }
-    }
-
-    /// candle's fused norm has no gradient. On the CPU it rounds the root mean square to the tokens' type: in bf16 that
-    /// scales whole rows by up to 1 ± 2⁻⁹. Ours computes in f32, as the fused one does on a GPU.
-    fn fused(&self, x: &Tensor) -> bool {
-        let exact = x.device().is_cuda() || matches!(x.dtype(), DType::F32);
-        exact && !x.track_op() && !self.weight.track_op()
     }
 }
 

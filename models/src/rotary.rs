@@ -4,11 +4,11 @@
 use std::f64::consts::TAU;
 
 use candle_core::{DType, Device, Result as CandleResult, Tensor};
-use candle_nn::rotary_emb::{rope, rope_i, rope_i_slow, rope_slow};
 use serde::Deserialize;
 
 use crate::config::ConfigFile;
 use crate::error::Result;
+use crate::ops::{rotate, wide};
 
 /// `rope_parameters`, or `rope_scaling`, as it stands in `config.json`.
 #[derive(Debug, Clone, Default, Deserialize)]
@@ -219,11 +219,6 @@ impl Rotary {
     }
 }
 
-/// f32 for narrower types.
-pub(crate) fn wide(dtype: DType) -> DType {
-    if dtype == DType::F64 { dtype } else { DType::F32 }
-}
-
 fn yarn(config: &RotaryConfig, factor: f64, original: usize) -> Frequencies {
     let (r, dim, theta) = (&config.parameters, config.dim, config.theta);
     let set = |m: Option<f64>| m.filter(|m| *m != 0.0);
@@ -293,7 +288,7 @@ fn long(file: &ConfigFile, config: &RotaryConfig, original: usize) -> Result<Sca
 }
 
 impl Angles {
-    /// Rotates the first entries of `[B, heads, S, D]`; the fused operations have no gradient.
+    /// Rotates the first entries of `[B, heads, S, D]`.
     pub fn apply(&self, x: &Tensor) -> CandleResult<Tensor> {
         let (dim, d) = (self.cos.dim(1)? * 2, x.dim(3)?);
         if dim < d {
@@ -302,13 +297,7 @@ impl Angles {
         }
         let dtype = x.dtype();
         let x = x.contiguous()?.to_dtype(self.cos.dtype())?;
-        let rotate = match (self.interleaved, x.track_op()) {
-            (false, false) => rope,
-            (false, true) => rope_slow,
-            (true, false) => rope_i,
-            (true, true) => rope_i_slow,
-        };
-        rotate(&x, &self.cos, &self.sin)?.to_dtype(dtype)
+        rotate(&x, [&self.cos, &self.sin], self.interleaved)?.to_dtype(dtype)
     }
 
     /// The last `len` positions.

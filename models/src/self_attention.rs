@@ -3,12 +3,12 @@
 use candle_core::{Module, Result as CandleResult, Tensor};
 use candle_nn::Linear;
 
-use crate::attention::{Visible, attention};
 use crate::cache::LayerCache;
 use crate::config::Heads;
 use crate::decoder::{Mixer, Step};
 use crate::error::Result;
 use crate::norm::{Norm, NormKind, unit_rms};
+use crate::ops::{Visible, attention};
 use crate::params::Loader;
 
 /// Which of an attention's projections have biases.

@@ -1,0 +1,112 @@
+//! Attention with a backward that makes the scores of a block of queries again.
+
+use std::sync::{Arc, Mutex, PoisonError};
+
+use candle_core::{D, Result, Tensor};
+
+use super::super::{wide, with_backward};
+use super::{Masks, Operands, Output, Sizes, Visible, forward};
+
+/// [`Visible`] for as long as a backward may come.
+#[derive(Debug, Clone)]
+struct Kept {
+    first: usize,
+    window: Option<usize>,
+    chunk: Option<usize>,
+    sinks: Option<Tensor>,
+    scale: f64,
+    masks: Masks,
+}
+
+impl Kept {
+    fn of(visible: &Visible<'_>) -> Self {
+        let Visible { first, window, chunk, sinks, scale, masks } = *visible;
+        Self { first, window, chunk, sinks: sinks.map(Tensor::detach), scale, masks: masks.clone() }
+    }
+
+    fn visible(&self) -> Visible<'_> {
+        let Self { first, window, chunk, ref sinks, scale, ref masks } = *self;
+        Visible { first, window, chunk, sinks: sinks.as_ref(), scale, masks }
+    }
+}
+
+/// Gradient of the sinks, which the attention's backward leaves for the operation that hands in the sinks: an operation of
+/// candle has three inputs.
+type SinksGradient = Arc<Mutex<Option<Tensor>>>;
+
+pub(super) fn attention(q: &Tensor, k: &Tensor, v: &Tensor, visible: &Visible<'_>) -> Result<Tensor> {
+    let kept = Kept::of(visible);
+    let of_sinks = SinksGradient::default();
+    let v = match visible.sinks.filter(|sinks| sinks.track_op()) {
+        None => v.clone(),
+        Some(sinks) => beside_sinks(v, sinks, &of_sinks)?,
+    };
+    let (y, log_sums) = {
+        let visible = kept.visible();
+        let operands = Operands::new(&q.detach(), &k.detach(), &v.detach(), &visible)?;
+        let Output { y, log_sums } = forward(&operands, &visible, true)?;
+        (y, log_sums.ok_or_else(|| candle_core::Error::msg("attention: no sums of exponentials"))?)
+    };
+    with_backward("attention", &[q, k, &v], y, move |inputs, y, of| {
+        let [q, k, v] = inputs else { return Ok(Vec::new()) };
+        let visible = kept.visible();
+        let operands = Operands::new(q, k, v, &visible)?;
+        let (gradients, sinks) = gradients(&operands, &visible, [y, of, &log_sums])?;
+        *of_sinks.lock().unwrap_or_else(PoisonError::into_inner) = sinks;
+        let [d_q, d_k, d_v] = gradients;
+        Ok(vec![Some(d_q.to_dtype(q.dtype())?), Some(d_k.to_dtype(k.dtype())?), Some(d_v.to_dtype(v.dtype())?)])
+    })
+}
+
+/// `v` as it is. In backward, the attention over it has run before.
+fn beside_sinks(v: &Tensor, sinks: &Tensor, of_sinks: &SinksGradient) -> Result<Tensor> {
+    let of_sinks = Arc::clone(of_sinks);
+    with_backward("attention sinks", &[v, sinks], v.detach().copy()?, move |inputs, _, of| {
+        let gradient = of_sinks.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let gradient = gradient.map(|gradient| gradient.to_dtype(inputs[1].dtype())).transpose()?;
+        Ok(vec![Some(of.clone()), gradient])
+    })
+}
+
+/// Gradients of queries, keys and values in f32 (f64 for f64), and of the sinks, from the output, its gradient (both
+/// `[B, S, heads, V]`) and the logarithms of the rows' sums.
+fn gradients(
+    operands: &Operands,
+    visible: &Visible<'_>,
+    [y, of, log_sums]: [&Tensor; 3],
+) -> Result<([Tensor; 3], Option<Tensor>)> {
+    let Sizes { sequences, keys, groups, queries, dim, value, .. } = operands.sizes;
+    let (k, v, dtype) = (&operands.k, &operands.v, wide(operands.q.dtype()));
+    let heads_first = |t: &Tensor| t.transpose(1, 2)?.reshape((sequences, keys, groups, queries, value));
+    let (y, of) = (heads_first(y)?, heads_first(of)?);
+    // Sums over a head's entries of y and its gradient.
+    let along = (y.to_dtype(dtype)? * of.to_dtype(dtype)?)?.sum_keepdim(D::Minus1)?;
+    let (d_k, d_v) = (Tensor::zeros(k.dims(), dtype, k.device())?, Tensor::zeros(v.dims(), dtype, v.device())?);
+    let mut d_q = Vec::new();
+    for block in operands.blocks(visible) {
+        let rows = |t: &Tensor| operands.rows(t, block);
+        let (q, of, along, log_sums) = (rows(&operands.q)?, rows(&of)?, rows(&along)?, rows(log_sums)?);
+        let p = operands.scores(&q, block, visible)?.broadcast_sub(&log_sums)?.exp()?;
+        let add = |sums: &Tensor, new: Tensor| {
+            let start = block.low - operands.sizes.first_key;
+            let sum = (sums.narrow(2, start, block.len())? + new.to_dtype(dtype)?)?;
+            sums.slice_set(&sum.contiguous()?, 2, start)
+        };
+        add(&d_v, p.to_dtype(v.dtype())?.transpose(2, 3)?.contiguous()?.matmul(&of)?)?;
+        let d_p = of.matmul(&operands.seen(v, block)?.transpose(2, 3)?)?.to_dtype(dtype)?;
+        let d_scores = (p * d_p.broadcast_sub(&along)?)?.to_dtype(k.dtype())?;
+        add(&d_k, d_scores.transpose(2, 3)?.contiguous()?.matmul(&q)?)?;
+        let d_rows = (d_scores.matmul(&operands.seen(k, block)?)? * visible.scale)?;
+        d_q.push(d_rows.reshape((sequences, keys, groups, block.rows, dim))?);
+    }
+    let d_q = Tensor::cat(&d_q, 3)?.reshape((sequences, keys * groups, queries, dim))?;
+    let d_sinks = match visible.sinks {
+        None => None,
+        Some(sinks) => {
+            let sinks = sinks.to_dtype(dtype)?.reshape((1, keys, groups, 1, 1))?;
+            let p = sinks.broadcast_sub(log_sums)?.exp()?;
+            Some((p * along)?.neg()?.sum((0, 3, 4))?.flatten_all()?)
+        }
+    };
+    Ok(([d_q, d_k, d_v], d_sinks))
+}

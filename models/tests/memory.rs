@@ -1,0 +1,71 @@
+//! Memory of a step by the length of its sequences, counted at the allocator.
+#![allow(unsafe_code, reason = "an allocator")]
+
+use std::alloc::{GlobalAlloc, Layout, System};
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use candle_core::{Device, Tensor};
+use moebius_models::{LoadOptions, Model};
+
+/// The system's, with the bytes that are allocated, and the most since the last look.
+struct Counting;
+
+static NOW: AtomicUsize = AtomicUsize::new(0);
+static MOST: AtomicUsize = AtomicUsize::new(0);
+
+// SAFETY: every call is the system allocator's, with the caller's arguments; the counters allocate nothing.
+unsafe impl GlobalAlloc for Counting {
+    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        let now = NOW.fetch_add(layout.size(), Ordering::SeqCst) + layout.size();
+        MOST.fetch_max(now, Ordering::SeqCst);
+        // SAFETY: the caller's promises are the system's demands.
+        unsafe { System.alloc(layout) }
+    }
+
+    unsafe fn dealloc(&self, memory: *mut u8, layout: Layout) {
+        NOW.fetch_sub(layout.size(), Ordering::SeqCst);
+        // SAFETY: as above; `memory` is of `alloc`, which is the system's.
+        unsafe { System.dealloc(memory, layout) }
+    }
+}
+
+#[global_allocator]
+static COUNTING: Counting = Counting;
+
+/// A checkpoint of the repository whose sequences may be longer.
+fn with_context(name: &str, context: usize, to: &Path) {
+    let from = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../tests/golden").join(name);
+    std::fs::copy(from.join("model.safetensors"), to.join("model.safetensors")).expect("weights");
+    let config = std::fs::read(from.join("config.json")).expect("a config");
+    let mut config: serde_json::Value = serde_json::from_slice(&config).expect("JSON");
+    config["max_position_embeddings"] = context.into();
+    std::fs::write(to.join("config.json"), config.to_string()).expect("a config");
+}
+
+/// Most bytes of a forward and backward of one sequence beside the model's.
+fn of_step(model: &Model, tokens: usize) -> usize {
+    let ids: Vec<u32> = (0..tokens as u32).map(|t| t * 31 % 97).collect();
+    let ids = Tensor::from_vec(ids, (1, tokens), &Device::Cpu).expect("ids");
+    let before = NOW.load(Ordering::SeqCst);
+    MOST.store(before, Ordering::SeqCst);
+    let loss = model.loss(&ids).expect("a loss").mean().expect("a mean");
+    drop(loss.backward().expect("gradients"));
+    MOST.load(Ordering::SeqCst) - before
+}
+
+/// No matrix of all scores, and no logits of all tokens: twice the tokens take twice the memory, where scores would take
+/// four times as much. Half as much again is room for what lists and pools grow by.
+#[test]
+fn memory_of_a_step_grows_as_its_tokens() {
+    let folder = tempfile::tempdir().expect("a folder");
+    with_context("qwen3_moe", 4096, folder.path());
+    let options = LoadOptions { trainable: true, ..LoadOptions::default() };
+    let model = Model::load(folder.path(), &Device::Cpu, options).expect("a model");
+    of_step(&model, 64);
+    let [short, long] = [2048, 4096].map(|tokens| of_step(&model, tokens));
+    println!("Most bytes of a step: {short} for 2048 tokens, {long} for 4096");
+    assert!(2 * long <= 5 * short, "{short} and {long}");
+    // Scores of one layer's four heads alone.
+    assert!(long < 4 * 4096 * 4096 * size_of::<f32>(), "{long}");
+}
