@@ -11,6 +11,7 @@ use super::support::*;
 use crate::trials::tests;
 
 fn a_configuration_makes_a_layer_of_any_number_of_tokens() {
+    let _alone = generator();
     let config = ExpertParallelMoEConfig::new(config());
     let moe = config.init::<B>(&device()).unwrap();
     assert_eq!((moe.group().ranks(), moe.layer().number()), (1, 0));
@@ -22,6 +23,7 @@ fn a_configuration_makes_a_layer_of_any_number_of_tokens() {
 }
 
 fn layers_are_numbered_in_the_order_of_their_making() {
+    let _alone = generator();
     let group = DeviceGroup::single::<Flex>(&config(), &device()).unwrap();
     let config = ExpertParallelMoEConfig::new(config());
     let number = |config: &ExpertParallelMoEConfig| config.init_on::<Flex>(&group, &device()).unwrap().layer().number();
@@ -32,6 +34,7 @@ fn layers_are_numbered_in_the_order_of_their_making() {
 
 /// The other rank hears of it at once, and both number their next layer alike.
 fn a_layer_that_one_rank_cannot_make_fails_on_both() {
+    let _alone = generator();
     let outcomes = on_ranks(2, LONG, |rank, group| {
         let moe = if rank == 1 { MoeConfig::new(H, I, E, E + 1) } else { config() };
         let error = ExpertParallelMoEConfig::new(moe).init_on::<Flex>(&group, &device()).err();
@@ -50,6 +53,7 @@ fn a_layer_that_one_rank_cannot_make_fails_on_both() {
 }
 
 fn a_module_shows_its_sizes() {
+    let _alone = generator();
     let moe = ExpertParallelMoEConfig::new(config()).init::<Flex>(&device()).unwrap();
     let shown = moe.to_string();
     for part in ["ExpertParallelMoE", "hidden: 12", "intermediate: 10", "experts: 8", "top_k: 3", "shared: 6"] {

@@ -1,6 +1,7 @@
 //! Refusals, and how failures inside burn's backward end.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Barrier, Mutex, MutexGuard, PoisonError, mpsc};
 use std::thread;
 use std::time::Duration;
@@ -13,6 +14,7 @@ use moebius::comm::Op;
 use moebius::{CommError, Error, MoeConfig};
 
 use super::support::*;
+use crate::limits::{Countdown, in_time};
 use crate::trials::tests;
 
 fn message(panic: Box<dyn std::any::Any + Send>) -> String {
@@ -79,7 +81,7 @@ fn a_second_backward_of_one_rank_is_refused() {
     second_backward::<Flex>();
 }
 
-/// Long enough for a loaded machine to bring both ranks to a collective.
+/// First limit of what is to reach its limit: `in_time` gives ranks that were late more.
 const SHORT: Duration = Duration::from_secs(6);
 
 /// A rank that waits in its backward keeps its graph locked, and burn's table of graphs with it once another thread
@@ -92,48 +94,67 @@ fn waiting() -> MutexGuard<'static, ()> {
 fn a_backward_that_never_comes_is_a_typed_timeout() {
     let _alone = waiting();
     let config = config();
-    let finished = Barrier::new(2);
-    let failures = on_ranks(2, SHORT, |rank, group| {
-        let model = module::<B>(&config, &group);
-        let y = model.forward(tensor::<B, 2>(inputs(rank).0, [TOKENS[rank], H])).unwrap();
-        if rank == 0 {
-            assert!(catch_unwind(AssertUnwindSafe(|| y.sum().backward())).is_err());
-        }
-        finished.wait();
-        group.take_failure()
+    let failure = in_time(SHORT, |limit| {
+        let finished = Countdown::new(1);
+        let found = on_ranks(2, limit, |rank, group| {
+            let counted = (rank == 0).then(|| finished.counted());
+            let model = module::<B>(&config, &group);
+            // A rank that came late has failed here.
+            let y = model.forward(tensor::<B, 2>(inputs(rank).0, [TOKENS[rank], H])).ok();
+            if let (0, Some(y)) = (rank, &y) {
+                assert!(catch_unwind(AssertUnwindSafe(|| y.clone().sum().backward())).is_err());
+            }
+            drop(counted);
+            finished.wait();
+            y.map(|_| group.take_failure())
+        });
+        found.into_iter().collect::<Option<Vec<_>>>().map(|mut failures| failures.remove(0))
     });
-    assert!(matches!(failures[0], Some(Error::Comm(CommError::Timeout { .. }))), "{:?}", failures[0]);
+    assert!(matches!(failure, Some(Error::Comm(CommError::Timeout { .. }))), "{failure:?}");
 }
 
 /// Each rank's error of its backward; `before` is what rank 1 does meanwhile.
 fn locked_out(shared: bool, before: fn()) {
     let _alone = waiting();
     let config = config();
-    let (done, finished) = mpsc::channel();
-    thread::spawn(move || {
-        let about_to = Barrier::new(2);
-        let leaf = tensor::<B, 1>(vec![1.5], [1]).require_grad();
-        let failures = on_watched_ranks(2, SHORT, |rank, group, entered| {
-            let model = module::<B>(&config, &group);
-            let mut x = tensor::<B, 2>(inputs(rank).0, [TOKENS[rank], H]);
-            if shared {
-                x = x * leaf.clone().unsqueeze();
-            }
-            let loss = model.forward(x).unwrap().sum();
-            about_to.wait();
-            if rank == 1 {
-                // Until rank 0 is inside its backward, where it waits for this rank.
-                while !entered[0].lock().unwrap().contains(&Op::CombineBwd) {
-                    thread::sleep(Duration::from_millis(1));
+    let failures = in_time(SHORT, |limit| {
+        let (done, finished) = mpsc::channel();
+        let config = config.clone();
+        thread::spawn(move || {
+            let (about_to, joining, late) = (Barrier::new(2), Mutex::new(()), AtomicBool::new(false));
+            let leaf = tensor::<B, 1>(vec![1.5], [1]).require_grad();
+            let failures = on_watched_ranks(2, limit, |rank, group, entered| {
+                let model = module::<B>(&config, &group);
+                let y = model.forward(tensor::<B, 2>(inputs(rank).0, [TOKENS[rank], H]));
+                late.fetch_or(y.is_err(), Ordering::SeqCst);
+                let loss = y.ok().map(|y| y.sum());
+                let loss = loss.map(|loss| match shared {
+                    true => {
+                        // One behind the other: burn loses a node that is registered while another thread joins its
+                        // graph to a third.
+                        let _turn = joining.lock().unwrap();
+                        loss + leaf.clone()
+                    }
+                    false => loss,
+                });
+                about_to.wait();
+                let loss = loss.filter(|_| !late.load(Ordering::SeqCst))?;
+                if rank == 1 {
+                    // Until rank 0 is inside its backward, where it waits for this rank.
+                    while !entered[0].lock().unwrap().contains(&Op::CombineBwd) {
+                        thread::sleep(Duration::from_millis(1));
+                    }
+                    before();
                 }
-                before();
-            }
-            let result = catch_unwind(AssertUnwindSafe(|| loss.backward()));
-            (result.is_err(), group.take_failure())
+                let result = catch_unwind(AssertUnwindSafe(|| loss.backward()));
+                Some((result.is_err(), group.take_failure()))
+            });
+            // Nobody listens any more behind a hang.
+            let _ = done.send(failures);
         });
-        done.send(failures).unwrap();
+        finished.recv_timeout(limit * 10).expect("a hang").into_iter().collect::<Option<Vec<_>>>()
     });
-    for (unwound, failure) in finished.recv_timeout(Duration::from_secs(60)).expect("a hang") {
+    for (unwound, failure) in failures {
         assert!(unwound && matches!(failure, Some(Error::Comm(_))), "{failure:?}");
     }
 }

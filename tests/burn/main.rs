@@ -13,6 +13,8 @@ mod gpu;
 #[cfg(all(feature = "burn-cuda", feature = "nccl"))]
 mod gpus;
 mod gradients;
+#[path = "../common/limits.rs"]
+mod limits;
 mod module;
 #[cfg(all(feature = "burn-cuda", feature = "nccl"))]
 #[path = "../devices/gpus.rs"]

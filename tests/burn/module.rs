@@ -1,7 +1,5 @@
 //! The module's configuration, records, outputs and training.
 
-use std::sync::{Mutex, MutexGuard, PoisonError};
-
 use burn::backend::Flex;
 use burn::config::Config;
 use burn::module::{Module, ModuleVisitor, Param};
@@ -15,12 +13,6 @@ use moebius::layer::ParamKind;
 
 use super::support::*;
 use crate::trials::tests;
-
-/// The back end's generator is the process's: who draws from it does so alone.
-fn generator() -> MutexGuard<'static, ()> {
-    static ALONE: Mutex<()> = Mutex::new(());
-    ALONE.lock().unwrap_or_else(PoisonError::into_inner)
-}
 
 fn a_record_holds_the_parameters_under_the_crates_names() {
     let _alone = generator();

@@ -1,6 +1,7 @@
 //! A block with every part that has a gradient, its values, and ranks to run it on.
 
 use std::cell::Cell;
+use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::Duration;
 
@@ -91,6 +92,13 @@ pub fn config() -> MoeConfig {
 /// The same with a selection bias.
 pub fn biased() -> MoeConfig {
     config().with_router(|router| router.with_selection_bias(true))
+}
+
+/// burn's generator is the process's: who draws from it, as `init` and `init_on` do, does so alone. Another's draws would
+/// be missing from those behind a seed.
+pub fn generator() -> MutexGuard<'static, ()> {
+    static ALONE: Mutex<()> = Mutex::new(());
+    ALONE.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// Reproducible values in ±scale, another sequence for each seed.
