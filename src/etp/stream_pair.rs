@@ -42,11 +42,12 @@ impl<D: ShardDevice> StreamPair<D> {
         self.compute.wait(self.transfer.record_event()?.as_ref())
     }
 
-    /// Runs work there between the work here before it and after it.
+    /// Runs work there between the work here before it and after it; the work's own error comes first.
     pub fn run_on_transfer<R>(&self, work: impl FnOnce() -> Result<R>) -> Result<R> {
         self.fork()?;
         let done = work();
-        self.rejoin().and(done)
+        let rejoined = self.rejoin();
+        done.and_then(|done| rejoined.map(|()| done))
     }
 }
 

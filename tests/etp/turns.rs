@@ -3,7 +3,7 @@
 use std::sync::mpsc::{Sender, channel};
 use std::sync::{Arc, Mutex};
 
-use moebius::comm::Solo;
+use moebius::comm::{Communicator, Solo};
 use moebius::etp::{Chain, CollectiveState, Comms, EtpOptions, Phase, Shard, ShardSource, WeightSpec};
 use moebius::weights::WeightSource;
 use moebius::{Error, Result, TensorRef};
@@ -18,6 +18,7 @@ bodies! {
     2 a_gradient_arrives_one_step_late,
     2 only_what_others_need_is_moved,
     2 draining_in_every_state,
+    2 a_finish_that_fails_keeps_every_gradient,
     2 a_recomputed_weight_is_gathered_once_a_backward,
     2 a_weight_used_twice_in_a_pass,
     2 a_step_of_the_optimizer_shows_in_the_next_pass,
@@ -179,6 +180,55 @@ fn only_what_others_need_is_moved<D: Chained>(device: &D) {
             assert_eq!(rig.chain.memory().reduced, rows * 2 * 4);
         });
     }
+}
+
+/// What a rank's finish could not give its next one gives, with the replicas' gradients in it once; in between none can
+/// be added. The other replica goes on meanwhile.
+fn a_finish_that_fails_keeps_every_gradient<D: Chained>(device: &D) {
+    let replicas = device.among(&[0, 1], "replicas", MINUTE).into_iter().map(Some).collect::<Vec<_>>();
+    let replicas = Mutex::new(replicas);
+    ranks(device, 2, MINUTE, |rank, mut place| {
+        let mut comm = replicas.lock().unwrap()[rank].take().unwrap();
+        let own = |name| device.among(&[rank], name, MINUTE).remove(0);
+        place.comms = Comms { gather: own("gather"), reduce: own("reduce") };
+        let rig = place.rig(EtpOptions { replicas: 2, ..ON }, 2, false).unwrap();
+        rig.pass(Phase::Forward, &[0, 1]).unwrap();
+        let finish = |comm: &mut dyn Communicator<D>, fails: bool| -> Result<Vec<Vec<f32>>> {
+            let mut found = Vec::new();
+            rig.chain.finish(Some(comm), |id, gradient| {
+                if fails && id == rig.ids[1] {
+                    let (operation, message) = ("copy".to_string(), "as told".to_string());
+                    return Err(Error::Device { call: "test", operation, message });
+                }
+                found.push(rig.device.floats(gradient));
+                Ok(())
+            })?;
+            Ok(found)
+        };
+        for step in 0..2 {
+            let of = |rank: usize, weight: usize| (10 * step + rank + 3 * weight + 1) as f32;
+            rig.gradient(1, of(rank, 1)).unwrap();
+            rig.gradient(0, of(rank, 0)).unwrap();
+            if rank == 1 {
+                let error = finish(&mut *comm, true).unwrap_err();
+                assert!(error.to_string().contains("as told"), "{error}");
+                let error = text(rig.gradient(0, 5.0).unwrap_err());
+                assert!(error.contains("Chain::finish again"), "{error}");
+            }
+            let found = finish(&mut *comm, false).unwrap();
+            let expected = [0, 1].map(|weight| vec![of(0, weight) + of(1, weight); COUNT]);
+            assert_eq!(found, expected, "rank {rank}, step {step}");
+        }
+        // Nothing is left of them.
+        assert_eq!(finish(&mut *comm, false).unwrap(), [vec![0.0; COUNT], vec![0.0; COUNT]]);
+        // Given up as a whole.
+        rig.gradient(1, 1.0).unwrap();
+        assert!(finish(&mut *comm, true).is_err());
+        rig.chain.recover(None).unwrap();
+        rig.gradient(1, 4.0).unwrap();
+        let found = finish(&mut *comm, false).unwrap();
+        assert_eq!(found, [vec![8.0; COUNT]]);
+    });
 }
 
 fn draining_in_every_state<D: Chained>(device: &D) {

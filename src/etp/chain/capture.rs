@@ -51,8 +51,8 @@ impl<D: ShardDevice> Chain<D> {
             return Err(not_capturable_error(CALL, "capture what copy engines move"));
         }
         inner.drop_gathers().and(inner.finish_reductions(self))?;
-        for MainGradient { sums, first } in inner.weights.iter_mut().filter_map(|weight| weight.main.as_mut()) {
-            if *first {
+        for MainGradient { sums, first, summed } in inner.weights.iter_mut().filter_map(|weight| weight.main.as_mut()) {
+            if *first && !*summed {
                 self.device.zero(sums.view_mut().into_data())?;
                 *first = false;
             }

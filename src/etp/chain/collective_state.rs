@@ -89,6 +89,8 @@ pub(in crate::etp) struct MainGradient<D: ShardDevice> {
     pub sums: Tensor<D>,
     /// Nothing has been added since it was last given: what it holds is the last step's.
     pub first: bool,
+    /// Its replicas' are in it, but it has not been given: a `finish` failed in between.
+    pub summed: bool,
 }
 
 /// A reduce-scatter under way.

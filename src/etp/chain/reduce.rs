@@ -57,8 +57,8 @@ impl<D: ShardDevice> Chain<D> {
     /// together.
     ///
     /// # Errors
-    /// Room that was asked for before and not submitted; no forward before; the collective's, where an earlier gradient
-    /// has to leave first.
+    /// Room that was asked for before and not submitted; no forward before; a [`finish`](Self::finish) over replicas that
+    /// failed and was not repeated; the collective's, where an earlier gradient has to leave first.
     pub fn gradient_buffer(&self, id: WeightId) -> Result<GradientBuffer<'_, D>> {
         let mut inner = self.enter(CALL)?;
         let weight = inner.weight(id)?;
@@ -66,6 +66,10 @@ impl<D: ShardDevice> Chain<D> {
         let Some(buffer_id) = weight.gradient else {
             return Err(inner.order_error(&weight.spec.name, "a forward before its gradient", "none"));
         };
+        if weight.main.as_ref().is_some_and(|main| main.summed) {
+            let expected = "Chain::finish again, or Chain::recover";
+            return Err(inner.order_error(&weight.spec.name, expected, "a gradient behind a finish that failed"));
+        }
         if !inner.cache.is_free(buffer_id) {
             // The order of a backward keeps its buffers apart; another order waits here.
             inner.finish_reductions(self)?;
@@ -117,8 +121,9 @@ impl<D: ShardDevice> Chain<D> {
     /// and starts the next step's from zero. Weights that have had no gradient yet are left out.
     ///
     /// # Errors
-    /// Those of the collectives and of `enqueue`; a communicator of another size than
-    /// [`EtpOptions::replicas`](crate::etp::EtpOptions::replicas).
+    /// Those of the collectives, of which every rank recovers; those of `enqueue`, after which all gradients are there
+    /// still: a second call gives them all, and sums over the replicas what the first has not; a communicator of another
+    /// size than [`EtpOptions::replicas`](crate::etp::EtpOptions::replicas).
     pub fn finish(
         &self,
         mut replicas: Option<&mut dyn Communicator<D>>,
@@ -131,22 +136,29 @@ impl<D: ShardDevice> Chain<D> {
         let mut inner = self.enter("Chain::finish")?;
         inner.finish_reductions(self)?;
         let capturable = inner.capturable;
-        // The optimizer's step follows.
-        inner.epoch += 1;
         for (i, weight) in inner.weights.iter_mut().enumerate() {
-            let Some(MainGradient { sums, first }) = &mut weight.main else { continue };
-            if *first {
+            let Some(main) = weight.main.as_mut().filter(|main| !main.summed) else { continue };
+            if main.first {
                 // No gradient since the last time.
-                self.device.zero(sums.view_mut().into_data())?;
+                self.device.zero(main.sums.view_mut().into_data())?;
             }
             if let Some(comm) = replicas.as_deref_mut().filter(|comm| comm.size() > 1) {
                 let tag = Tag { layer: weight.spec.layer, op: Op::GradReduce, sequence: u64::MAX - 1 - i as u64 };
-                self.over_replicas(comm, tag, sums)?;
+                self.over_replicas(comm, tag, &mut main.sums)?;
+                main.summed = true;
             }
-            enqueue(WeightId(i), sums.view())?;
+        }
+        for (i, weight) in inner.weights.iter().enumerate() {
+            let Some(main) = &weight.main else { continue };
+            enqueue(WeightId(i), main.sums.view())?;
+        }
+        // All have been given, and the optimizer's step follows.
+        inner.epoch += 1;
+        for main in inner.weights.iter_mut().filter_map(|weight| weight.main.as_mut()) {
+            main.summed = false;
             match capturable {
-                true => self.device.zero(sums.view_mut().into_data())?,
-                false => *first = true,
+                true => self.device.zero(main.sums.view_mut().into_data())?,
+                false => main.first = true,
             }
         }
         Ok(())
@@ -292,6 +304,7 @@ impl<D: ShardDevice> ChainState<D> {
         for weight in &mut self.weights {
             let main = weight.main.take().filter(|_| self.capturable);
             weight.main = main.and_then(|mut main| {
+                main.summed = false;
                 let zeroed = chain.device.zero(main.sums.view_mut().into_data());
                 zeroed.is_ok().then_some(main)
             });
@@ -308,7 +321,7 @@ fn add<'a, D: ShardDevice>(
     reduced: TensorRef<'a, D>,
 ) -> Result<()> {
     let (shards, dtype) = (&weight.shards, weight.spec.dtype);
-    let MainGradient { sums, first } = match &mut weight.main {
+    let MainGradient { sums, first, .. } = match &mut weight.main {
         Some(main) => main,
         empty => {
             if chain.capture_number().is_some() {
@@ -316,7 +329,8 @@ fn add<'a, D: ShardDevice>(
             }
             let dims = shards.shard_dims();
             let make = if capturable { Tensor::zeros } else { Tensor::empty };
-            empty.insert(MainGradient { sums: make(&chain.device, dtype.accumulator(), &dims)?, first: !capturable })
+            let sums = make(&chain.device, dtype.accumulator(), &dims)?;
+            empty.insert(MainGradient { sums, first: !capturable, summed: false })
         }
     };
     let shares = match chain.options.reduction {
