@@ -1,6 +1,14 @@
 //! The guide's pieces of programs: each stands here too, so that it compiles as it is shown. Lines with an ellipsis are
 //! the reader's to fill.
-#![allow(dead_code, unused_variables, unused_mut, unused_imports, clippy::redundant_closure, reason = "shown, not run")]
+#![allow(
+    dead_code,
+    unused_variables,
+    unused_mut,
+    unused_imports,
+    unused_assignments,
+    clippy::redundant_closure,
+    reason = "shown, not run"
+)]
 
 use std::error::Error;
 
@@ -242,6 +250,44 @@ mod etp {
         finish_sharded(&chain, replicas, &moe.shards(), &mut gradients, ShardGradients::InVariableType)?;
         adam.step(&gradients)?;
         Ok(())
+    }
+
+    #[cfg(feature = "burn")]
+    mod from_burn {
+        use burn::backend::{Autodiff, Flex};
+        use burn::optim::adaptor::OptimizerAdaptor;
+        use burn::optim::{AdamW, GradientsParams, Optimizer};
+        use burn::tensor::Tensor;
+        use moebius::Result;
+        use moebius::burn::{ExpertParallelMoE, ReduceOptions, ShardedParams, reduce_gradients_over};
+        use moebius::comm::Communicator;
+        use moebius::cpu::Cpu;
+        use moebius::etp::{Payload, Phase};
+
+        type Moe = ExpertParallelMoE<Autodiff<Flex>>;
+
+        struct Parts<'a> {
+            moe: Moe,
+            shards: ShardedParams<Flex>,
+            adam: OptimizerAdaptor<AdamW, Moe, Autodiff<Flex>>,
+            device: Cpu,
+            model: fn(&Moe) -> Result<Tensor<Autodiff<Flex>, 1>>,
+            world: &'a mut dyn Communicator<Cpu>,
+            same_experts: &'a mut dyn Communicator<Cpu>,
+        }
+
+        fn step(Parts { moe, shards, mut adam, device, model, world, same_experts }: Parts<'_>) -> Result<()> {
+            let mut moe = moe.into_sharded(&shards, Payload::Plain)?;
+            shards.begin(Phase::Forward, [&moe])?;   let loss = model(&moe)?;      shards.end()?;
+            shards.begin(Phase::Backward, [&moe])?;  let all = loss.backward();    shards.end()?;
+            let mut gradients = GradientsParams::from_grads(all, &moe);
+            let (experts, biases) = (moe.expert_ids(), moe.expert_bias_ids());
+            reduce_gradients_over(world, &device, &moe, ReduceOptions::except(&experts), &mut gradients)?;
+            reduce_gradients_over(same_experts, &device, &moe, ReduceOptions::only(&biases), &mut gradients)?;
+            shards.finish(None, [&moe], &mut gradients)?;
+            moe = adam.step(1e-3, moe, gradients);
+            Ok(())
+        }
     }
 
     #[cfg(feature = "nccl")]

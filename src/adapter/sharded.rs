@@ -55,6 +55,12 @@ impl Sharded {
         Ok(Self { chain: D::any_chain(Arc::clone(chain)), ids })
     }
 
+    /// Whether the experts are weights of this chain.
+    #[cfg(feature = "burn")]
+    pub(crate) fn are_of<D: FrameworkDevice>(&self, chain: &Arc<Chain<D>>) -> bool {
+        D::chain(&self.chain).is_some_and(|own| Arc::ptr_eq(own, chain))
+    }
+
     /// The cut of a weight of these sizes, and this rank's place in the chain.
     #[cfg(feature = "candle")]
     pub(crate) fn cut(&self, dims: &[usize]) -> Result<(crate::etp::Shards, usize)> {

@@ -29,6 +29,7 @@ use super::backend::{
     Details, DispatchOperands, DispatchOutputs, LayerBackend, LayerCall, NativeBackend, NativeMemory, Operands,
     Outputs, RouteOutputs, RoutingData,
 };
+use super::backward::untracked;
 use super::dispatch_autodiff::{self, TrackedDispatch};
 use super::group::DeviceGroup;
 use super::run::{Tracked, run_backward, run_forward};
@@ -233,11 +234,11 @@ impl<B: NativeBackend, C: CheckpointStrategy> LayerBackend for Autodiff<B, C> {
         dispatch.segments()
     }
 
-    fn moe_product(y: FloatTensor<Self>, d_y: FloatTensor<B>) -> FloatTensor<Self> {
+    fn moe_product(y: FloatTensor<Self>, d_y: FloatTensor<B>) -> Result<FloatTensor<Self>> {
         let value = B::float_empty(Shape::new([1]), &B::float_device(&y.primitive), y.dtype().into());
         match Backward::<B, 1>::prepare::<C>(Product, [y.node.clone()]).compute_bound().stateful() {
-            OpsKind::Tracked(product) => product.finish(d_y, value),
-            OpsKind::UnTracked(product) => product.finish(value),
+            OpsKind::Tracked(product) => Ok(product.finish(d_y, value)),
+            OpsKind::UnTracked(_) => Err(untracked()),
         }
     }
 

@@ -80,8 +80,8 @@ pub trait LayerBackend: Backend {
     /// Slots of each local expert.
     fn moe_segments(dispatch: &Self::Dispatch) -> Result<Vec<Range<usize>>>;
 
-    /// A scalar whose gradient by `y` is the given one; it has no value.
-    fn moe_product(y: FloatTensor<Self>, d_y: FloatTensor<Self::Native>) -> FloatTensor<Self>;
+    /// A scalar whose gradient by `y` is the given one; it has no value. Fails for a `y` that tracks no gradients.
+    fn moe_product(y: FloatTensor<Self>, d_y: FloatTensor<Self::Native>) -> Result<FloatTensor<Self>>;
 
     /// A group of one rank on a device.
     fn group_of_one(config: GroupConfig, device: &Self::Device) -> Result<DeviceGroup>;
@@ -269,6 +269,20 @@ pub struct DispatchOutputs<B: LayerBackend> {
     pub load: Lazy<Load>,
     /// The routing.
     pub dispatch: B::Dispatch,
+}
+
+/// Runs the core's work between the back end's: what it reads was enqueued before, what reads its results comes behind.
+/// `count` gets what either wait was. The work's own error comes before that of the wait behind it.
+pub(super) fn between<B: NativeMemory, R>(
+    core: &B::Core,
+    mut count: impl FnMut(Waited),
+    work: impl FnOnce() -> Result<R>,
+) -> Result<R> {
+    count(B::begin(core)?);
+    let done = work();
+    // Also behind a failure: what the work enqueued may still use the back end's memory.
+    let ended = B::end(core).map(count);
+    done.and_then(|done| ended.map(|()| done))
 }
 
 /// A tensor of the core on the host as burn's data, without a copy.

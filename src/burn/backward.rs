@@ -7,22 +7,33 @@ use crate::error::{Error, Result};
 
 use super::backend::MoeBackend;
 
+const CALL: &str = "backward_with";
+const GRADIENT: &str = "gradient of y";
+
 /// [`Tensor::backward`] of `y` with its gradient given: for a loss whose gradient is known, for a stage of a pipeline.
 /// The gradients are those of `(y * d_y).sum().backward()`, without the product.
 ///
 /// # Errors
-/// A gradient of another shape or type than `y`'s.
+/// A gradient of another shape or type than `y`'s, or on another device; a `y` that tracks no gradients.
 pub fn backward_with<B: AutodiffBackend + MoeBackend, const D: usize>(
     y: Tensor<B, D>,
     d_y: Tensor<B::InnerBackend, D>,
 ) -> Result<B::Gradients> {
-    const CALL: &str = "backward_with";
-    Error::check_shape(CALL, "gradient of y", &y.dims(), &d_y.dims())?;
+    Error::check_shape(CALL, GRADIENT, &y.dims(), &d_y.dims())?;
     if y.dtype() != d_y.dtype() {
         let found = format!("{:?}", d_y.dtype());
-        return Err(Error::invalid(CALL, "gradient of y", format!("{:?}", y.dtype()), found));
+        return Err(Error::invalid(CALL, GRADIENT, format!("{:?}", y.dtype()), found));
+    }
+    if y.device() != d_y.device() {
+        let found = format!("one on {:?}", d_y.device());
+        return Err(Error::invalid(CALL, GRADIENT, format!("one on {:?}", y.device()), found));
     }
     let d_y = B::to_native(Tensor::<B, D>::from_inner(d_y).into_primitive().tensor());
-    let product = B::moe_product(y.into_primitive().tensor(), d_y);
+    let product = B::moe_product(y.into_primitive().tensor(), d_y)?;
     Ok(Tensor::<B, 1>::from_primitive(TensorPrimitive::Float(product)).backward())
+}
+
+/// The error for a tensor that no backward can begin at.
+pub(super) fn untracked() -> Error {
+    Error::invalid(CALL, "y", "a tensor that tracks gradients", "a constant")
 }

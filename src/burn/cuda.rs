@@ -65,15 +65,20 @@ fn address(name: &str, tensor: &Primitive, bytes: usize) -> Result<u64> {
     }
 }
 
+/// Refuses a tensor of another GPU than the core's.
+fn check_gpu(core: &Cuda, Named { name, tensor }: Named<'_, Primitive>) -> Result<()> {
+    if tensor.device.index == core.ordinal() {
+        return Ok(());
+    }
+    let expected = format!("one on the group's GPU {}", core.ordinal());
+    Err(Error::invalid(CALL, format!("tensor {name}"), expected, format!("one on GPU {}", tensor.device.index)))
+}
+
 /// Address of a contiguous tensor on the core's GPU, and its bytes; elements are of this type as the core names it.
 fn locate(core: &Cuda, Named { name, tensor }: Named<'_, Primitive>, dtype: DType) -> Result<(u64, usize)> {
-    let named = |expected: &str, found: String| Error::invalid(CALL, format!("tensor {name}"), expected, found);
-    if tensor.device.index != core.ordinal() {
-        let expected = format!("one on the group's GPU {}", core.ordinal());
-        return Err(named(&expected, format!("one on GPU {}", tensor.device.index)));
-    }
+    check_gpu(core, Named { name, tensor })?;
     if !tensor.is_contiguous() {
-        return Err(named("a contiguous tensor", "a strided one".to_string()));
+        return Err(Error::invalid(CALL, format!("tensor {name}"), "a contiguous tensor", "a strided one"));
     }
     let bytes = tensor.shape().num_elements() * dtype.size();
     Ok((address(name, tensor, bytes)?, bytes))
@@ -149,7 +154,8 @@ impl<F: FloatElement, I: IntElement, T: BoolElement> NativeMemory for CubeBacken
         view(core, Named { name, tensor }, dtype)
     }
 
-    fn output(_: &Cuda, beside: &Primitive, ResultSpec { dtype, dims }: ResultSpec<'_>) -> Result<CudaOutput> {
+    fn output(core: &Cuda, beside: &Primitive, ResultSpec { dtype, dims }: ResultSpec<'_>) -> Result<CudaOutput> {
+        check_gpu(core, Named { name: "beside a result", tensor: beside })?;
         let shape = Shape::from(dims.to_vec());
         let bytes = shape.num_elements() * dtype.size();
         let handle = beside.client.empty(bytes.max(LEAST_BYTES));

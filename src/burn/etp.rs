@@ -5,21 +5,25 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 
 use burn::module::Param;
 use burn::optim::GradientsParams;
-use burn::tensor::backend::{AutodiffBackend, Backend};
+use burn::tensor::backend::AutodiffBackend;
 use burn::tensor::ops::FloatTensor;
-use burn::tensor::{Tensor, TensorMetadata, TensorPrimitive};
+use burn::tensor::{Tensor, TensorPrimitive};
 
 use crate::adapter::{Shard, Sharded};
-use crate::comm::Communicator;
+use crate::comm::{Communicator, Op, Tag};
 use crate::device::Device;
 use crate::dtype::DType;
 use crate::error::{Error, Result};
-use crate::etp::{Chain, Payload, Phase, ShardSource, WeightId};
+use crate::etp::{Chain, Payload, Phase, ShardDevice, ShardSource, WeightId};
 use crate::layer::ParamKind;
-use crate::tensor::TensorRef;
+use crate::tensor::{TensorMut, TensorRef};
 
-use super::backend::{CoreDevice, MoeBackend, Named, NativeBackend, NativeMemory, ResultSpec, core_dtype};
+use super::backend::{CoreDevice, MoeBackend, Named, NativeBackend, NativeMemory, ResultSpec, between, core_dtype};
+use super::group::DeviceGroup;
 use super::module::ExpertParallelMoE;
+
+const BEGIN: &str = "ShardedParams::begin";
+const FINISH: &str = "ShardedParams::finish";
 
 /// A [`Chain`] whose shards are parameters of burn modules, of a back end without autodiff.
 ///
@@ -62,7 +66,14 @@ use super::module::ExpertParallelMoE;
 /// ```
 pub struct ShardedParams<B: NativeBackend> {
     chain: Arc<Chain<B::Core>>,
-    shards: Mutex<Vec<(WeightId, Arc<ParamShard<B>>)>>,
+    registered: Mutex<Registered<B>>,
+}
+
+/// Experts that were added to a chain.
+struct Registered<B: NativeBackend> {
+    shards: Vec<(WeightId, Arc<ParamShard<B>>)>,
+    /// Group and number of the first layer.
+    first: Option<(DeviceGroup, u32)>,
 }
 
 impl<B: NativeBackend> fmt::Debug for ShardedParams<B> {
@@ -74,6 +85,7 @@ impl<B: NativeBackend> fmt::Debug for ShardedParams<B> {
 /// This rank's shard of a weight, as the last [`ShardedParams::begin`] found it.
 struct ParamShard<B: NativeMemory> {
     device: B::Core,
+    dtype: DType,
     /// `[S, C]`.
     dims: [usize; 2],
     tensor: RwLock<B::Shared>,
@@ -93,20 +105,30 @@ impl<B: NativeMemory> ShardSource<B::Core> for ParamShard<B> {
 }
 
 impl<B: NativeMemory> ParamShard<B> {
-    /// Takes another tensor of `[1, S, C]`; gives back the one before.
-    fn replace(&self, tensor: FloatTensor<B>) -> Result<B::Shared> {
+    /// Refuses a parameter that is not `[1, S, C]` of the shard's type.
+    fn check(&self, call: &'static str, shape: &[usize], dtype: burn::tensor::DType) -> Result<()> {
         let [rows, width] = self.dims;
-        Error::check_shape("ShardedParams::begin", "shard", &[1, rows, width], &tensor.shape())?;
-        let tensor = B::contiguous(tensor);
-        let shared = B::share(&self.device, Named { name: "shard", tensor: &tensor })?;
-        Ok(std::mem::replace(&mut *self.tensor.write().unwrap_or_else(PoisonError::into_inner), shared))
+        Error::check_shape(call, "shard", &[1, rows, width], shape)?;
+        Error::check_dtype(call, "shard", self.dtype, core_dtype(call, "shard", dtype)?)
     }
+
+    /// Takes another tensor; gives back the one before.
+    fn replace(&self, tensor: B::Shared) -> B::Shared {
+        std::mem::replace(&mut *self.tensor.write().unwrap_or_else(PoisonError::into_inner), tensor)
+    }
+}
+
+/// A parameter of a module with the shard that it is.
+struct ShardParam<'m, M: MoeBackend> {
+    id: WeightId,
+    shard: Arc<ParamShard<M::Native>>,
+    param: &'m Param<Tensor<M, 3>>,
 }
 
 impl<B: NativeBackend> ShardedParams<B> {
     /// Over a chain, to which [`ExpertParallelMoE::into_sharded`] adds experts.
     pub fn new(chain: Arc<Chain<B::Core>>) -> Self {
-        Self { chain, shards: Mutex::default() }
+        Self { chain, registered: Mutex::new(Registered { shards: Vec::new(), first: None }) }
     }
 
     /// The chain.
@@ -114,34 +136,26 @@ impl<B: NativeBackend> ShardedParams<B> {
         &self.chain
     }
 
-    /// Begins a pass over modules: one forward, or one backward, of the whole model, whose sharded layers are all given.
-    /// A forward gathers their parameters as they are now. See [`Chain::begin`]; parameters that have changed otherwise
-    /// than by a step after [`finish`](Self::finish), and are sent quantized, are told of by
-    /// [`Chain::invalidate_casts`].
+    /// Begins a pass over modules: one forward, or one backward, of the whole model, whose sharded layers are all given,
+    /// each once. A forward gathers their parameters as they are now: those of all modules, or after an error none. See
+    /// [`Chain::begin`]; parameters that have changed otherwise than by a step after [`finish`](Self::finish), and are
+    /// sent quantized, are told of by [`Chain::invalidate_casts`].
+    ///
+    /// A rank whose modules are refused tells the others, which do not wait for it: the ranks of its chain where they
+    /// gather the first weight, those of its group where they are in the model's first layer. Every rank gets a typed
+    /// error, this one its own, and every rank of the chains goes on by [`Chain::recover`].
     ///
     /// # Errors
-    /// As [`Chain::begin`]; a weight of the chain that no module has; a shard of another shape than that which was added,
-    /// of another device, or of another chain.
+    /// As [`Chain::begin`]; a weight of the chain that no module has, or two have; a shard of another shape or type than
+    /// that which was added, of another device, or of another chain.
     pub fn begin<'m, M: MoeBackend<Native = B>>(
         &self,
         phase: Phase,
         modules: impl IntoIterator<Item = &'m ExpertParallelMoE<M>>,
     ) -> Result<()> {
-        if phase == Phase::Forward {
-            let mut given = Vec::new();
-            for (id, param) in modules.into_iter().flat_map(weights) {
-                given.push((self.shard(id)?, native(param)));
-            }
-            let all = self.shards().iter().all(|(_, shard)| given.iter().any(|(other, _)| Arc::ptr_eq(shard, other)));
-            if !all {
-                let (expected, found) = (self.shards().len(), given.len());
-                return Err(Error::invalid("ShardedParams::begin", "weights", format!("all {expected}"), found));
-            }
-            let before = given.into_iter().map(|(shard, tensor)| shard.replace(tensor)).collect::<Result<Vec<_>>>()?;
-            // Gathers wait for what wrote the shards; what gets the memory of those before, for what has read them.
-            B::begin(self.chain.device())?;
-            B::end(self.chain.device())?;
-            drop(before);
+        // A pass that was not ended goes on with the parameters that it has.
+        if phase == Phase::Forward && !self.chain.in_pass() {
+            self.take(BEGIN, modules).inspect_err(|error| self.tell(error))?;
         }
         self.chain.begin(phase)
     }
@@ -155,38 +169,127 @@ impl<B: NativeBackend> ShardedParams<B> {
     }
 
     /// [`Chain::finish`] into burn's gradients: each shard's gradient, `[1, S, C]` in its parameter's type, where the
-    /// optimizer looks for it. `modules` are those of the passes; a frozen shard has none.
+    /// optimizer looks for it. `modules` are those of the passes, all of them; a frozen shard has no gradient.
     ///
     /// # Errors
-    /// As [`Chain::finish`].
+    /// As [`Chain::finish`]; what [`begin`](Self::begin) refuses of modules. The chain has the sums still then, and a
+    /// second call gives them; `replicas`, if there are any, are told of what this rank refuses, and call again too.
     pub fn finish<'m, M: AutodiffBackend + MoeBackend<Native = B>>(
         &self,
-        replicas: Option<&mut dyn Communicator<B::Core>>,
+        mut replicas: Option<&mut dyn Communicator<B::Core>>,
         modules: impl IntoIterator<Item = &'m ExpertParallelMoE<M>>,
         gradients: &mut GradientsParams,
     ) -> Result<()> {
+        let mut entered = false;
+        let given = self.give(modules, |enqueue| {
+            entered = true;
+            let replicas = replicas.as_mut().map(|comm| &mut **comm as &mut dyn Communicator<B::Core>);
+            self.chain.finish(replicas, enqueue)
+        });
+        if let (Err(error), false, Some(comm)) = (&given, entered, replicas) {
+            // They wait for this rank in the first sum.
+            let tag = Tag { layer: 0, op: Op::GradReduce, sequence: u64::MAX };
+            let _ = comm.refuse(tag, &error.to_string());
+        }
+        given?.into_iter().try_for_each(|output| output.register(gradients))
+    }
+
+    /// Has the modules' parameters gathered from here on: those of all weights, or none.
+    pub(super) fn take<'m, M: MoeBackend<Native = B>>(
+        &self,
+        call: &'static str,
+        modules: impl IntoIterator<Item = &'m ExpertParallelMoE<M>>,
+    ) -> Result<()> {
+        let device = self.chain.device();
+        let share = |ShardParam { shard, param, .. }: ShardParam<'m, M>| -> Result<_> {
+            let tensor = B::contiguous(native(param));
+            Ok((shard, B::share(device, Named { name: "shard", tensor: &tensor })?))
+        };
+        let shared = self.params(call, modules)?.into_iter().map(share).collect::<Result<Vec<_>>>()?;
+        // Gathers wait for what wrote the shards; what gets the memory of those before, for what has read them.
+        between::<B, _>(device, |_| (), || Ok(()))?;
+        shared.into_iter().for_each(|(shard, tensor)| drop(shard.replace(tensor)));
+        Ok(())
+    }
+
+    /// Tells the other ranks, which are in the pass or in the model's first layer, why this one is not.
+    fn tell(&self, error: &Error) {
+        self.chain.refuse_pass(error);
+        let first = self.registered().first.clone();
+        if let Some((group, layer)) = first.filter(|(group, _)| group.ranks() > 1) {
+            group.any().refuse(layer, Op::Prepare, &error.to_string());
+        }
+    }
+
+    /// Memory of burn's with the gradients of the modules' parameters that track them, which `finish` hands to its
+    /// argument.
+    fn give<'m, M: AutodiffBackend + MoeBackend<Native = B>>(
+        &self,
+        modules: impl IntoIterator<Item = &'m ExpertParallelMoE<M>>,
+        finish: impl FnOnce(&mut dyn FnMut(WeightId, TensorRef<'_, B::Core>) -> Result<()>) -> Result<()>,
+    ) -> Result<Vec<ShardOutput<'m, M>>> {
         let device = self.chain.device();
         // Before the chain's work is put behind burn's, as burn may have work to do on their memory first.
-        let outputs = modules.into_iter().flat_map(weights).filter(|(_, param)| param.is_require_grad());
-        let mut outputs = outputs.map(|(id, param)| ShardOutput::new(device, id, param)).collect::<Result<Vec<_>>>()?;
-        B::begin(device)?;
-        let finished = self.chain.finish(replicas, |id, gradient| {
-            let Some(output) = outputs.iter_mut().find(|output| output.id == id) else { return Ok(()) };
-            output.fill(device, gradient)
-        });
-        // Also behind a failure: what was enqueued may still use burn's memory.
-        B::end(device)?;
-        finished?;
-        outputs.into_iter().filter(|output| output.filled).try_for_each(|output| output.register(gradients))
+        let params = self.params(FINISH, modules)?;
+        let (tracked, frozen): (Vec<_>, Vec<_>) = params.into_iter().partition(|p| p.param.is_require_grad());
+        let mut outputs = tracked.into_iter().map(|p| ShardOutput::new(device, p)).collect::<Result<Vec<_>>>()?;
+        let filled = between::<B, _>(
+            device,
+            |_| (),
+            || {
+                // All of them before any sum is given: nothing of burn's fails behind it.
+                let mut memory = outputs.iter_mut().map(ShardOutput::lend).collect::<Result<Vec<_>>>()?;
+                let mut filled = Vec::new();
+                finish(&mut |id, gradient| match memory.iter().position(|(own, _)| *own == id) {
+                    Some(at) => {
+                        filled.push(id);
+                        device.copy(gradient.data(), memory.swap_remove(at).1.into_data())
+                    }
+                    None if frozen.iter().any(|p| p.id == id) => Ok(()),
+                    None => Err(Error::invalid(FINISH, "weight of the chain", "one of a module", format!("{id:?}"))),
+                })?;
+                Ok(filled)
+            },
+        )?;
+        outputs.retain(|output| filled.contains(&output.id));
+        Ok(outputs)
     }
 
-    fn shards(&self) -> MutexGuard<'_, Vec<(WeightId, Arc<ParamShard<B>>)>> {
-        self.shards.lock().unwrap_or_else(PoisonError::into_inner)
+    /// The modules' parameters that are shards: those of all weights, each once.
+    fn params<'m, M: MoeBackend<Native = B>>(
+        &self,
+        call: &'static str,
+        modules: impl IntoIterator<Item = &'m ExpertParallelMoE<M>>,
+    ) -> Result<Vec<ShardParam<'m, M>>> {
+        let registered = self.registered();
+        let mut params: Vec<ShardParam<'m, M>> = Vec::new();
+        for module in modules {
+            let Some(sharded) = &module.sharded else { continue };
+            if !sharded.are_of(&self.chain) {
+                return Err(Error::invalid(call, "module", "one of this chain", "one of another"));
+            }
+            for (id, param) in sharded.ids.into_iter().zip([&module.experts.up, &module.experts.down]) {
+                let shard =
+                    registered.shards.iter().find(|(other, _)| *other == id).map(|(_, shard)| Arc::clone(shard));
+                let other = || Error::invalid(call, "module", "one that these parameters were made with", "another");
+                let shard = shard.ok_or_else(other)?;
+                if params.iter().any(|other| other.id == id) {
+                    let found = format!("layer {} twice", module.layer.number());
+                    return Err(Error::invalid(call, "modules", "each once", found));
+                }
+                shard.check(call, &param.dims(), param.dtype())?;
+                params.push(ShardParam { id, shard, param });
+            }
+        }
+        match registered.shards.len() {
+            all if all == params.len() => Ok(params),
+            all => Err(Error::invalid(call, "weights", format!("all {all}"), params.len())),
+        }
     }
 
-    fn shard(&self, id: WeightId) -> Result<Arc<ParamShard<B>>> {
-        let found = self.shards().iter().find(|(other, _)| *other == id).map(|(_, shard)| Arc::clone(shard));
-        found.ok_or_else(|| Error::invalid("ShardedParams::begin", "module", "one of this chain", "one of another"))
+    /// Holders leave it whole, so a panic elsewhere does not matter.
+    fn registered(&self) -> MutexGuard<'_, Registered<B>> {
+        self.registered.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -195,23 +298,17 @@ struct ShardOutput<'m, M: MoeBackend> {
     id: WeightId,
     param: &'m Param<Tensor<M, 3>>,
     memory: <M::Native as NativeMemory>::Output,
-    filled: bool,
 }
 
 impl<'m, M: MoeBackend> ShardOutput<'m, M> {
-    fn new(device: &CoreDevice<M>, id: WeightId, param: &'m Param<Tensor<M, 3>>) -> Result<Self> {
-        let dtype = core_dtype("ShardedParams::finish", "shard", param.dtype())?.accumulator();
-        let spec = ResultSpec { dtype, dims: &param.dims() };
-        let memory = M::Native::output(device, &native(param), spec)?;
-        Ok(Self { id, param, memory, filled: false })
+    fn new(device: &CoreDevice<M>, ShardParam { id, shard, param }: ShardParam<'m, M>) -> Result<Self> {
+        let spec = ResultSpec { dtype: shard.dtype.accumulator(), dims: &param.dims() };
+        Ok(Self { id, param, memory: M::Native::output(device, &native(param), spec)? })
     }
 
-    fn fill(&mut self, device: &CoreDevice<M>, gradient: TensorRef<'_, CoreDevice<M>>) -> Result<()> {
-        let [_, rows, width] = self.param.dims();
-        Error::check_shape("ShardedParams::finish", "shard", gradient.dims(), &[rows, width])?;
-        device.copy(gradient.data(), M::Native::view_mut(&mut self.memory)?.into_data())?;
-        self.filled = true;
-        Ok(())
+    /// Its memory, to be filled.
+    fn lend(&mut self) -> Result<(WeightId, TensorMut<'_, CoreDevice<M>>)> {
+        Ok((self.id, M::Native::view_mut(&mut self.memory)?))
     }
 
     /// Gives it to the parameter, in the parameter's type.
@@ -238,22 +335,60 @@ impl<B: MoeBackend> ExpertParallelMoE<B> {
     /// gradients are not among backward's, but come with [`ShardedParams::finish`].
     ///
     /// # Errors
-    /// Experts that are sharded already; a group on another device than the chain's; a chain that is in use. After an
-    /// error of a pass every rank of the chain calls [`Chain::recover`].
-    pub fn into_sharded(mut self, shards: &ShardedParams<B::Native>, payload: Payload) -> Result<Self> {
+    /// Experts that are sharded already; a group on another device than the chain's, or on a GPU on another stream, whose
+    /// work would be in no order with the chain's; a chain that is in use. After an error of a pass every rank of the
+    /// chain calls [`Chain::recover`].
+    pub fn into_sharded(self, shards: &ShardedParams<B::Native>, payload: Payload) -> Result<Self> {
         const CALL: &str = "ExpertParallelMoE::into_sharded";
         if self.sharded.is_some() {
             return Err(Error::invalid(CALL, "experts", "whole weights", "shards"));
         }
-        if self.group.on::<CoreDevice<B>>().is_none() {
-            let found = format!("one of {}", self.group.any().device());
-            return Err(Error::invalid(CALL, "group", "one of the chain's device", found));
-        }
+        self.check_chain(CALL, shards)?;
         let up = Cut::new(shards, ParamKind::Up, &self.experts.up)?;
         let down = Cut::new(shards, ParamKind::Down, &self.experts.down)?;
+        self.with_cuts(shards, payload, [up, down])
+    }
+
+    /// The same of a module whose `experts.up` and `experts.down` are this rank's shards already, `[1, S, C]`.
+    pub(super) fn with_shards(self, shards: &ShardedParams<B::Native>, payload: Payload) -> Result<Self> {
+        const CALL: &str = "ShardedParams::load";
+        self.check_chain(CALL, shards)?;
+        let cut = |kind: ParamKind, param: &Param<Tensor<B, 3>>| {
+            let dims = kind.dims(self.layer.config(), self.group.local_experts()).unwrap_or_default();
+            let [rows, width] = shards.chain.shards(&dims)?.shard_dims();
+            Error::check_shape(CALL, kind.name(), &[1, rows, width], &param.dims())?;
+            Cut::shared(shards.chain.device(), kind, [rows, width], param.clone())
+        };
+        let cuts = [cut(ParamKind::Up, &self.experts.up)?, cut(ParamKind::Down, &self.experts.down)?];
+        self.with_cuts(shards, payload, cuts)
+    }
+
+    /// Refuses a chain whose work is in no order with the group's.
+    fn check_chain(&self, call: &'static str, shards: &ShardedParams<B::Native>) -> Result<()> {
+        let Some(group) = self.group.on::<CoreDevice<B>>() else {
+            let found = format!("one of {}", self.group.any().device());
+            return Err(Error::invalid(call, "group", "one of the chain's device", found));
+        };
+        if CoreDevice::<B>::ENQUEUES && !shards.chain.device().shares_stream_with(group.lock().device()) {
+            let expected = "one on the chain's device, stream and all (a clone of it)";
+            return Err(Error::invalid(call, "group", expected, "one on another stream, or another GPU"));
+        }
+        Ok(())
+    }
+
+    /// Adds the experts to the chain.
+    fn with_cuts(
+        mut self,
+        shards: &ShardedParams<B::Native>,
+        payload: Payload,
+        [up, down]: [Cut<B>; 2],
+    ) -> Result<Self> {
         let local = self.group.local_experts();
         let sharded = Sharded::new(&shards.chain, payload, &self.layer, local, [up.shard(), down.shard()])?;
-        shards.shards().extend(sharded.ids.into_iter().zip([up.source, down.source]));
+        let mut registered = shards.registered();
+        registered.shards.extend(sharded.ids.into_iter().zip([up.source, down.source]));
+        registered.first.get_or_insert_with(|| (self.group.clone(), self.layer.number()));
+        drop(registered);
         (self.experts.up, self.experts.down) = (up.param, down.param);
         self.sharded = Some(sharded);
         Ok(self)
@@ -262,7 +397,6 @@ impl<B: MoeBackend> ExpertParallelMoE<B> {
 
 /// This rank's shard of a whole weight.
 struct Cut<B: MoeBackend> {
-    dtype: DType,
     source: Arc<ParamShard<B::Native>>,
     param: Param<Tensor<B, 3>>,
 }
@@ -276,31 +410,28 @@ impl<B: MoeBackend> Cut<B> {
         let view = B::Native::view(device, Named { name: kind.name(), tensor: &whole })?;
         let dtype = view.dtype();
         let mut output = B::Native::output(device, &whole, ResultSpec { dtype, dims: &[1, rows, width] })?;
-        B::Native::begin(device)?;
-        let shard = shards.cut(device, view, chain.rank());
-        let copied = shard.and_then(|shard| {
+        let cut = || {
+            let shard = shards.cut(device, view, chain.rank())?;
             device.copy(shard.view().data(), B::Native::view_mut(&mut output)?.into_data())?;
             Ok(shard)
-        });
-        // Also behind a failure: what was enqueued may still use burn's memory.
-        B::Native::end(device)?;
-        drop(copied?);
-        let shard = B::Native::float(output)?;
-        let shared = B::Native::share(device, Named { name: kind.name(), tensor: &shard })?;
-        let source = ParamShard { device: device.clone(), dims: [rows, width], tensor: RwLock::new(shared) };
-        let tensor = tensor::<B>(shard).set_require_grad(param.is_require_grad());
-        Ok(Self { dtype, source: Arc::new(source), param: Param::initialized(param.id, tensor) })
+        };
+        drop(between::<B::Native, _>(device, |_| (), cut)?);
+        let shard = tensor::<B>(B::Native::float(output)?).set_require_grad(param.is_require_grad());
+        Self::shared(device, kind, [rows, width], Param::initialized(param.id, shard))
+    }
+
+    /// Of a parameter that is the shard, of so many rows and columns.
+    fn shared(device: &CoreDevice<B>, kind: ParamKind, dims: [usize; 2], param: Param<Tensor<B, 3>>) -> Result<Self> {
+        let tensor = B::Native::contiguous(native(&param));
+        let named = || Named { name: kind.name(), tensor: &tensor };
+        let dtype = B::Native::view(device, named())?.dtype();
+        let tensor = RwLock::new(B::Native::share(device, named())?);
+        Ok(Self { source: Arc::new(ParamShard { device: device.clone(), dtype, dims, tensor }), param })
     }
 
     fn shard(&self) -> Shard<CoreDevice<B>> {
-        Shard { dtype: self.dtype, source: Arc::clone(&self.source) as Arc<dyn ShardSource<CoreDevice<B>>> }
+        Shard { dtype: self.source.dtype, source: Arc::clone(&self.source) as Arc<dyn ShardSource<CoreDevice<B>>> }
     }
-}
-
-/// The shards of a module, with their weights in the chain.
-fn weights<B: Backend>(module: &ExpertParallelMoE<B>) -> Vec<(WeightId, &Param<Tensor<B, 3>>)> {
-    let Some(sharded) = &module.sharded else { return Vec::new() };
-    sharded.ids.into_iter().zip([&module.experts.up, &module.experts.down]).collect()
 }
 
 fn native<B: MoeBackend>(param: &Param<Tensor<B, 3>>) -> FloatTensor<B::Native> {

@@ -8,17 +8,19 @@ use burn::tensor::ops::FloatTensor;
 use burn::tensor::{Shape, Tensor, TensorData, TensorMetadata, TensorPrimitive};
 
 use crate::adapter::{self, HostTensor};
-use crate::checkpoint::{Block, BlockParams, Checkpoint, LoadOptions};
+use crate::checkpoint::{Block, BlockParams, Checkpoint, LoadOptions, ShardOptions};
 use crate::comm::Op;
-use crate::config::MoeConfig;
+use crate::config::{MoeConfig, Payload};
 use crate::cpu::Cpu;
 use crate::dtype::DType;
 use crate::error::{Error, Result};
+use crate::kernels::Kernels;
 use crate::layer::{Layer, ParamKind, PerParam};
 use crate::tensor;
 
-use super::backend::{MoeBackend, core_dtype, float};
+use super::backend::{MoeBackend, NativeBackend, core_dtype, float};
 use super::config::ExpertParallelMoEConfig;
+use super::etp::ShardedParams;
 use super::group::DeviceGroup;
 use super::module::{ExpertParallelMoE, Experts, Router, SharedExpert};
 
@@ -134,23 +136,121 @@ impl<B: Backend> ExpertParallelMoE<B> {
     /// [`gather_blocks`](crate::checkpoint::gather_blocks) joins all ranks'.
     ///
     /// # Errors
-    /// Parameters of types that the layer has not; experts that are shards.
+    /// Parameters of types that the layer has not; experts that are shards ([`ShardedParams::to_blocks`] takes them).
     pub fn to_block(&self) -> Result<Block> {
         const CALL: &str = "ExpertParallelMoE::to_block";
         if self.sharded.is_some() {
             return Err(Error::invalid(CALL, "experts", "whole weights", "shards"));
         }
+        self.block(CALL, |_| Ok(None))
+    }
+
+    /// The parameters on the host, but for those that are whole elsewhere.
+    fn block(
+        &self,
+        call: &'static str,
+        mut whole: impl FnMut(ParamKind) -> Result<Option<tensor::Tensor<Cpu>>>,
+    ) -> Result<Block> {
         let own = |kind: ParamKind| -> Result<_> {
+            if let Some(whole) = whole(kind)? {
+                return Ok(Some(whole));
+            }
             let Some(primitive) = self.param(kind) else { return Ok(None) };
             let dims = primitive.shape().to_vec();
             let flat = B::float_reshape(primitive, Shape::from(vec![dims.iter().product::<usize>()]));
             let data = Tensor::<B, 1>::from_primitive(TensorPrimitive::Float(flat)).into_data();
-            let mut own = tensor::Tensor::empty(&Cpu::new(), core_dtype(CALL, kind.name(), data.dtype)?, &dims)?;
+            let mut own = tensor::Tensor::empty(&Cpu::new(), core_dtype(call, kind.name(), data.dtype)?, &dims)?;
             own.as_bytes_mut().copy_from_slice(data.as_bytes());
             Ok(Some(own))
         };
-        let params = BlockParams::of(CALL, PerParam::try_from_fn(own)?)?;
+        let params = BlockParams::of(call, PerParam::try_from_fn(own)?)?;
         Ok(Block { config: self.layer.config().clone(), params })
+    }
+}
+
+impl<B: NativeBackend> ShardedParams<B> {
+    /// The modules' parameters on the host with whole experts, in the modules' order, as
+    /// [`ExpertParallelMoE::to_block`] has those of modules that are not sharded: to be saved under the published names,
+    /// and loaded by any number of ranks. All sharded modules of the chain are given, between passes; a collective of the
+    /// chain's ranks, of which each gets the whole.
+    ///
+    /// # Errors
+    /// A pass that runs; what [`begin`](Self::begin) refuses of modules, which the chain's other ranks are told;
+    /// parameters of types that the layer has not; the collectives'. Every rank then calls
+    /// [`Chain::recover`](crate::etp::Chain::recover).
+    pub fn to_blocks<'m, M: MoeBackend<Native = B>>(
+        &self,
+        modules: impl IntoIterator<Item = &'m ExpertParallelMoE<M>>,
+    ) -> Result<Vec<Block>> {
+        const CALL: &str = "ShardedParams::to_blocks";
+        let (chain, modules) = (self.chain(), modules.into_iter().collect::<Vec<_>>());
+        if chain.in_pass() {
+            return Err(Error::invalid(CALL, "pass", "none", "one that runs"));
+        }
+        self.take(CALL, modules.iter().copied()).inspect_err(|error| chain.refuse_pass(error))?;
+        let block = |module: &ExpertParallelMoE<M>| {
+            module.block(CALL, |kind| {
+                let id = module.sharded.as_ref().and_then(|sharded| match kind {
+                    ParamKind::Up => Some(sharded.ids[0]),
+                    ParamKind::Down => Some(sharded.ids[1]),
+                    _ => None,
+                });
+                let Some(id) = id else { return Ok(None) };
+                let whole = chain.whole(id)?;
+                let mut own = tensor::Tensor::empty(&Cpu::new(), whole.dtype(), whole.dims())?;
+                own.as_bytes_mut().copy_from_slice(&chain.device().download(whole.view())?);
+                Ok(Some(own))
+            })
+        };
+        modules.into_iter().map(block).collect()
+    }
+}
+
+/// A layer of a checkpoint, whose experts a chain's ranks load as shards.
+#[derive(Debug, Clone, Copy)]
+pub struct ShardedLoad<'a> {
+    /// The checkpoint.
+    pub checkpoint: &'a Checkpoint,
+    /// The layer in it, and the module's number.
+    pub layer: usize,
+    /// Floating type of the parameters, as [`LoadOptions::dtype`] says.
+    pub dtype: Option<DType>,
+    /// How shards travel.
+    pub payload: Payload,
+}
+
+impl<B: NativeBackend> ShardedParams<B> {
+    /// [`ExpertParallelMoE::from_checkpoint`], sharded as by [`ExpertParallelMoE::into_sharded`], which reads this rank's
+    /// shard of its experts' weights and nothing else of them: whole weights are nowhere. The number of ranks that share
+    /// experts may be any, whatever it was when the checkpoint was saved.
+    ///
+    /// # Errors
+    /// Errors of [`Checkpoint::load_shard`], of [`ExpertParallelMoE::from_block`] and of
+    /// [`ExpertParallelMoE::into_sharded`].
+    pub fn load<M: MoeBackend<Native = B>>(
+        &self,
+        from: ShardedLoad<'_>,
+        group: impl Into<DeviceGroup>,
+        device: &M::Device,
+    ) -> Result<ExpertParallelMoE<M>> {
+        const CALL: &str = "ShardedParams::load";
+        let (group, chain) = (group.into(), self.chain());
+        let options = LoadOptions { rank: group.rank(), ranks: group.ranks(), dtype: from.dtype };
+        let cut = ShardOptions { rank: chain.rank(), ranks: chain.ranks(), pad: chain.options().pad };
+        let Block { config, params } = from.checkpoint.load_shard(from.layer, options, cut)?;
+        let number = group.any().membership().number_layer(Some(from.layer as u32));
+        group.any().membership().check_experts(CALL, config.router.num_experts)?;
+        let layer = Layer::new(config, number)?;
+        let mut params = params.into_per_param();
+        for kind in [ParamKind::Up, ParamKind::Down] {
+            let shard = params[kind].take();
+            let cubed = |shard: tensor::Tensor<Cpu>| {
+                let dims = [&[1], shard.dims()].concat();
+                shard.reshape(&dims)
+            };
+            params[kind] = shard.map(cubed).transpose()?;
+        }
+        assemble(&mut Loaded::<M> { params, device }, layer, &group)?.with_shards(self, from.payload)
     }
 }
 

@@ -145,7 +145,8 @@
 //!
 //! # Sharded experts
 //! Where experts do not fit a rank's memory, [`ShardedParams`] shares their weights, gradients and optimizer state among
-//! the ranks that hold the same ones; each weight is gathered ahead of its use.
+//! the ranks that hold the same ones; each weight is gathered ahead of its use. [`ShardedParams::load`] loads shards of a
+//! published checkpoint, [`ShardedParams::to_blocks`] gives them whole to be saved.
 //!
 //! # Optimizers
 //! burn's own step element by element on whatever a rank holds: experts, shards, replicated parameters. They keep
@@ -216,7 +217,7 @@ pub use cuda::cuda;
 pub use dispatch_combine::{DispatchCombine, Dispatched, Routed};
 pub use etp::ShardedParams;
 pub use group::{DeviceGroup, Waits};
-pub use init::LoadAs;
+pub use init::{LoadAs, ShardedLoad};
 pub use module::{
     ExpertParallelMoE, ExpertParallelMoERecord, Experts, ExpertsRecord, MoeOutput, Router, RouterRecord, SharedExpert,
     SharedExpertRecord,

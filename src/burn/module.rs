@@ -228,9 +228,15 @@ impl<B: MoeBackend> ExpertParallelMoE<B> {
 impl<B: Backend> ExpertParallelMoE<B> {
     /// The parameters of the routed experts: those that each rank has of its own.
     pub fn expert_ids(&self) -> Vec<ParamId> {
-        let Experts { up, up_bias, down, down_bias } = &self.experts;
-        let biases = [up_bias, down_bias].into_iter().flatten().map(|bias| bias.id);
-        [up.id, down.id].into_iter().chain(biases).collect()
+        let Experts { up, down, .. } = &self.experts;
+        [up.id, down.id].into_iter().chain(self.expert_bias_ids()).collect()
+    }
+
+    /// Those of them that are biases, which stay whole where experts are [sharded](Self::into_sharded): their gradients
+    /// are to be summed over the ranks that hold the same experts.
+    pub fn expert_bias_ids(&self) -> Vec<ParamId> {
+        let Experts { up_bias, down_bias, .. } = &self.experts;
+        [up_bias, down_bias].into_iter().flatten().map(|bias| bias.id).collect()
     }
 }
 

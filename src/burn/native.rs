@@ -3,7 +3,6 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use burn::tensor::TensorMetadata;
 use burn::tensor::ops::FloatTensor;
 
 use crate::ep::GroupConfig;
@@ -12,6 +11,7 @@ use crate::error::Result;
 use super::backend::{
     DispatchOperands, DispatchOutputs, LayerBackend, LayerCall, NativeMemory, Operands, Outputs, RouteOutputs,
 };
+use super::backward::untracked;
 use super::dispatch::{NativeDispatch, NativeOutputs, contiguous, run_dispatch, run_route};
 use super::group::DeviceGroup;
 use super::run::run_forward;
@@ -65,8 +65,8 @@ impl<B: NativeGroup> LayerBackend for B {
         dispatch.segments()
     }
 
-    fn moe_product(y: FloatTensor<B>, _: FloatTensor<B>) -> FloatTensor<B> {
-        B::float_empty([1].into(), &B::float_device(&y), y.dtype().into())
+    fn moe_product(_: FloatTensor<B>, _: FloatTensor<B>) -> Result<FloatTensor<B>> {
+        Err(untracked())
     }
 
     fn group_of_one(config: GroupConfig, device: &B::Device) -> Result<DeviceGroup> {

@@ -14,8 +14,9 @@ use crate::comm::{Communicator, Op, ReduceOp, Tag};
 use crate::device::Device;
 use crate::dtype::DType;
 use crate::error::{Error, Result};
+use crate::etp::{ShardDevice, StreamPair};
 
-use super::backend::{CoreDevice, MoeBackend, Named, NativeMemory, ResultSpec};
+use super::backend::{CoreDevice, MoeBackend, Named, NativeMemory, ResultSpec, between};
 use super::group::DeviceGroup;
 
 const CALL: &str = "reduce_gradients";
@@ -26,6 +27,9 @@ pub struct ReduceOptions<'a> {
     /// Parameters that are left out: those that each rank has of its own, as
     /// [`ExpertParallelMoE::expert_ids`](super::ExpertParallelMoE::expert_ids) lists them.
     pub except: &'a [ParamId],
+    /// Parameters that are taken, if not all: for example a layer's
+    /// [experts' biases](super::ExpertParallelMoE::expert_bias_ids).
+    pub only: Option<&'a [ParamId]>,
     /// Bytes of sums that one collective takes.
     pub bucket_bytes: usize,
 }
@@ -33,7 +37,7 @@ pub struct ReduceOptions<'a> {
 impl Default for ReduceOptions<'_> {
     /// All parameters, in buckets of [`BUCKET_BYTES`].
     fn default() -> Self {
-        Self { except: &[], bucket_bytes: BUCKET_BYTES }
+        Self { except: &[], only: None, bucket_bytes: BUCKET_BYTES }
     }
 }
 
@@ -43,9 +47,15 @@ impl<'a> ReduceOptions<'a> {
         Self { except, ..Self::default() }
     }
 
+    /// These parameters alone.
+    pub fn only(only: &'a [ParamId]) -> Self {
+        Self { only: Some(only), ..Self::default() }
+    }
+
     fn takes<B: AutodiffBackend, const D: usize>(&self, param: &Param<Tensor<B, D>>) -> bool {
         let elements = param.dims().iter().product::<usize>();
-        elements > 0 && param.is_require_grad() && !self.except.contains(&param.id)
+        let chosen = self.only.is_none_or(|only| only.contains(&param.id)) && !self.except.contains(&param.id);
+        elements > 0 && param.is_require_grad() && chosen
     }
 }
 
@@ -59,7 +69,7 @@ impl<'a> ReduceOptions<'a> {
 ///
 /// # Errors
 /// A communicator's error, on every rank; parameters of other sizes on another rank; a gradient of another shape than
-/// its parameter's; a group of another device.
+/// its parameter's; a group of another device; on a GPU, a communicator that does not tell its device.
 pub fn reduce_gradients<B: AutodiffBackend + MoeBackend, M: Module<B>>(
     group: &DeviceGroup,
     module: &M,
@@ -70,10 +80,11 @@ pub fn reduce_gradients<B: AutodiffBackend + MoeBackend, M: Module<B>>(
 }
 
 /// The same over the ranks of any communicator, for example of data-parallel replicas, whose experts are among the
-/// parameters: `device` is the communicator's, and the module lies on it.
+/// parameters. The module lies on `device`; the communicator's own may have another stream of the same GPU, whose work
+/// is then put between this one's.
 ///
 /// # Errors
-/// As [`reduce_gradients`].
+/// As [`reduce_gradients`]; a communicator of another GPU.
 pub fn reduce_gradients_over<B: AutodiffBackend + MoeBackend, M: Module<B>>(
     comm: &mut dyn Communicator<CoreDevice<B>>,
     device: &CoreDevice<B>,
@@ -118,6 +129,9 @@ impl<B: AutodiffBackend + MoeBackend, M: Module<B>> Reduction<'_, B, M> {
         if comm.size() == 1 {
             return Ok(());
         }
+        check_device(comm, device).inspect_err(|error| {
+            let _ = comm.refuse(Tag { layer: self.layer, op: Op::GradReduce, sequence: 0 }, &error.to_string());
+        })?;
         let mut collect = Collect::<B> { options: self.options, gradients, parts: Vec::new() };
         self.module.visit(&mut collect);
         let parts = collect.parts;
@@ -138,6 +152,16 @@ impl<B: AutodiffBackend + MoeBackend, M: Module<B>> Reduction<'_, B, M> {
         }
         self.module.visit(&mut Give::<B> { options: self.options, gradients, sums: sums.into_iter() });
         Ok(())
+    }
+}
+
+/// Refuses a communicator whose work cannot be put in order with the device's.
+fn check_device<D: ShardDevice>(comm: &dyn Communicator<D>, device: &D) -> Result<()> {
+    let refused = |expected: &str, found: &str| Err(Error::invalid(CALL, "communicator", expected, found));
+    match comm.device() {
+        None if D::ENQUEUES => refused("one that tells its device (Communicator::device)", "one that does not"),
+        Some(own) if !own.shares_memory_with(device) => refused("one of the parameters' GPU", "one of another"),
+        _ => Ok(()),
     }
 }
 
@@ -209,16 +233,23 @@ impl<B: NativeMemory> Bucket<B> {
 
     /// Sums `[N]` of the gradients, one behind the other.
     fn sum(mut self, comm: &mut dyn Communicator<B::Core>, device: &B::Core, tag: Tag) -> Result<FloatTensor<B>> {
-        let begun = B::begin(device).and_then(|_| self.gather(device));
-        let summed = match begun {
-            Ok(()) => B::view_mut(&mut self.sums).and_then(|sums| comm.all_reduce(tag, ReduceOp::Sum, sums)),
-            Err(error) => {
-                let _ = comm.refuse(tag, &error.to_string());
-                Err(error)
-            }
-        };
-        // Also behind a failure: what was enqueued may still use the back end's memory.
-        B::end(device)?;
+        let mut entered = false;
+        let summed = between::<B, _>(
+            device,
+            |_| (),
+            || {
+                self.gather(device)?;
+                let sums = B::view_mut(&mut self.sums)?;
+                StreamPair::new(device, comm.device()).run_on_transfer(|| {
+                    entered = true;
+                    comm.all_reduce(tag, ReduceOp::Sum, sums)
+                })
+            },
+        );
+        // The other ranks are in the collective.
+        if let (Err(error), false) = (&summed, entered) {
+            let _ = comm.refuse(tag, &error.to_string());
+        }
         summed?;
         B::float(self.sums)
     }

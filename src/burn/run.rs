@@ -13,7 +13,9 @@ use crate::layer::{
 };
 use crate::tensor::{TensorMut, TensorRef};
 
-use super::backend::{Details, LayerCall, Named, NativeMemory, Operands, Outputs, ResultSpec, RoutingData, core_dtype};
+use super::backend::{
+    Details, LayerCall, Named, NativeMemory, Operands, Outputs, ResultSpec, RoutingData, between, core_dtype,
+};
 
 const FORWARD: &str = "ExpertParallelMoE::forward";
 const BACKWARD: &str = "ExpertParallelMoE::backward";
@@ -79,17 +81,13 @@ impl<D: Kernels> DetailsMut<'_, D> {
     }
 }
 
-/// Runs the core's work between the back end's: what it reads was enqueued before, what reads its results comes behind.
+/// [`between`] of a call, whose waits its group counts.
 pub(super) fn ordered<B: NativeMemory, R>(
     call: &LayerCall,
     core: &B::Core,
     work: impl FnOnce() -> Result<R>,
 ) -> Result<R> {
-    call.group.count(B::begin(core)?);
-    let done = work();
-    // Also behind a failure: what it enqueued may still use the back end's memory.
-    call.group.count(B::end(core)?);
-    done
+    between::<B, R>(core, |waited| call.group.count(waited), work)
 }
 
 /// The experts, where they are gathered.

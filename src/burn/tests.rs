@@ -21,7 +21,7 @@ use crate::layer::{Layer, PerParam};
 use crate::tensor::{TensorMut, TensorRef};
 use crate::{MoeConfig, Tensor as CoreTensor};
 
-use super::backend::{LayerCall, Named, NativeMemory, Operands, ResultSpec};
+use super::backend::{LayerCall, Named, NativeMemory, Operands, ResultSpec, between};
 use super::run::{Tracked, run_backward, run_forward};
 
 /// Flex, under a name that nothing else uses.
@@ -31,6 +31,8 @@ type Failing = Autodiff<Flex, BalancedCheckpointing>;
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum At {
     Begin,
+    /// The wait behind the core's work.
+    End,
     /// The view of a result that comes behind so many others.
     ViewMut(usize),
 }
@@ -107,6 +109,7 @@ impl NativeMemory for Failing {
     }
 
     fn end(_: &Cpu) -> Result<Waited> {
+        fails(At::End)?;
         Ok(Waited::Nothing)
     }
 }
@@ -192,4 +195,18 @@ fn what_fails_before_the_layer_is_told() {
         assert!(matches!(own, Err(Error::Invalid { .. })), "{case:?}: {own:?}");
         assert!(after.is_ok() && again.is_ok(), "{case:?}: {after:?}, {again:?}");
     }
+}
+
+/// What fails behind a failure does not hide it; alone it is told.
+#[test]
+fn the_first_error_is_kept() {
+    let work = |outcome: Result<u32>| between::<Failing, _>(&Cpu::new(), |_| (), || outcome);
+    let failed = || Err(Error::invalid("test", "work", "some", "none"));
+    let text = |outcome: Result<u32>| outcome.err().map(|e| e.to_string()).unwrap_or_default();
+    FAILS.set(Some(At::End));
+    assert!(text(work(failed())).contains("work"));
+    assert!(text(work(Ok(1))).contains("End"));
+    FAILS.set(None);
+    assert!(text(work(failed())).contains("work"));
+    assert_eq!(work(Ok(1)).ok(), Some(1));
 }

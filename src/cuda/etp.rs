@@ -59,7 +59,11 @@ impl ShardDevice for Cuda {
     }
 
     fn shares_stream_with(&self, other: &Self) -> bool {
-        self.inner.stream.cu_stream() == other.inner.stream.cu_stream()
+        self.is_on(&other.inner.stream)
+    }
+
+    fn shares_memory_with(&self, other: &Self) -> bool {
+        self.ordinal() == other.ordinal()
     }
 
     fn capture_number(&self) -> Option<u64> {

@@ -82,6 +82,12 @@ pub trait ShardDevice: Kernels + Codec {
         false
     }
 
+    /// Whether the memory of one is the other's: on GPUs, whether both are the same GPU.
+    fn shares_memory_with(&self, other: &Self) -> bool {
+        let _ = other;
+        true
+    }
+
     /// Number of the capture, none twice, if calls are captured, to be repeated later.
     fn capture_number(&self) -> Option<u64> {
         None

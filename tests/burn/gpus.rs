@@ -1,12 +1,19 @@
 //! The suite's cases over several GPUs: a rank each, on threads, over NCCL. Each is there for every number of ranks, and
 //! ignored where there are not as many GPUs.
 
+use std::sync::Arc;
 use std::thread;
 
-use moebius::burn::DeviceGroup;
+use burn::backend::Autodiff;
+use burn::nn::LinearConfig;
+use burn::optim::GradientsParams;
+use burn::tensor::Tensor;
+use moebius::burn::{DeviceGroup, ReduceOptions, ShardedParams, reduce_gradients_over};
 use moebius::comm::{Communicator, Solo};
+use moebius::config::Payload;
 use moebius::cuda::Cuda;
 use moebius::ep::{Group, GroupConfig};
+use moebius::etp::{Chain, Comms, EtpOptions};
 
 use super::gpu::{Gpu, gpu};
 use super::sharded::{Links, Mesh, Meshed};
@@ -58,18 +65,110 @@ impl Meshed for Gpu {
 /// A test over so many ranks.
 type Case = (&'static str, fn(usize));
 
-const CASES: [Case; 8] = [
+/// Half of the ranks divide the experts, and each half holds the same.
+fn square(world: usize) -> Mesh {
+    Mesh { world, ep: world / 2 }
+}
+
+const CASES: [Case; 16] = [
     ("matches_a_dense_model", |ranks| dense::matches_a_dense_model::<Gpu>(&[ranks])),
     ("each_output_alone_gives_its_part", |ranks| dense::each_output_alone::<Gpu>(ranks)),
     ("gradients_are_those_of_finite_differences", |ranks| gradients::finite_differences::<Gpu>(ranks)),
     ("dispatch_and_combine_with_identity_experts", |ranks| dispatch::identity_experts::<Gpu>(&[ranks])),
     ("dispatch_and_combine_make_the_module", |ranks| dispatch::as_the_module::<Gpu>(&[ranks])),
     ("several_dispatches_in_flight", |ranks| dispatch::several_in_flight::<Gpu>(&[ranks])),
-    ("sharded_experts_train_as_whole_ones", |world| {
-        sharded::as_whole_ones::<Gpu>(Mesh { world, ep: world / 2 }, false, true);
+    ("sharded_experts_train_as_whole_ones", |world| sharded::as_whole_ones::<Gpu>(square(world), false, true)),
+    ("sharded_experts_train_as_whole_ones_recomputed", |world| {
+        sharded::as_whole_ones::<Gpu>(square(world), true, false);
+    }),
+    ("shards_sent_quantized_give_what_a_rank_alone_does", |ranks| sharded::sent_quantized::<Gpu>(&[ranks])),
+    ("frozen_shards_have_no_gradient", |world| sharded::frozen::<Gpu>(Mesh { world, ep: 1 })),
+    ("sums_are_kept_until_all_modules_are_given", |world| sharded::sums_are_kept::<Gpu>(square(world))),
+    ("a_rank_that_cannot_begin_tells_those_that_share_shards", |world| {
+        sharded::begin_is_told::<Gpu>(Mesh { world, ep: 1 });
+    }),
+    ("a_rank_that_cannot_begin_tells_those_with_other_experts", |world| {
+        sharded::begin_is_told::<Gpu>(Mesh { world, ep: world });
     }),
     ("gradients_are_summed_over_the_ranks", |ranks| reduce::of_a_layer::<Gpu>(ranks)),
+    ("gradients_are_summed_over_a_communicator_of_another_stream", over_another_stream),
+    ("sums_over_another_gpu_and_groups_of_another_stream_are_refused", elsewhere),
 ];
+
+/// Ranks with a communicator each, whose device is a stream of its own beside the module's.
+fn beside<T: Send>(ranks: usize, rank: impl Fn(usize, Cuda, Box<dyn Communicator<Cuda>>) -> T + Sync) -> Vec<T> {
+    let members: Vec<usize> = (0..ranks).collect();
+    let comms = nccl_gpus::among(&members, "beside", LONG);
+    thread::scope(|s| {
+        let run = &rank;
+        let start = |(number, comm): (usize, moebius::nccl::NcclComm)| {
+            s.spawn(move || {
+                work_on(u16::try_from(number).unwrap());
+                let module = comm.cuda().with_new_stream().unwrap();
+                run(number, module, Box::new(comm))
+            })
+        };
+        let threads: Vec<_> = comms.into_iter().enumerate().map(start).collect();
+        threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+    })
+}
+
+type A = Autodiff<Gpu>;
+
+/// A gradient that burn writes late is read after that, and its sum before burn writes its memory again.
+fn over_another_stream(ranks: usize) {
+    let (rows, width) = (1024, 1024);
+    let found = beside(ranks, |rank, cuda, mut comm| {
+        let device = here::<Gpu>();
+        let layer = LinearConfig::new(width, rows).with_bias(false).init::<A>(&device);
+        let big = Tensor::<Gpu, 2>::zeros([4096, 4096], &device);
+        let mut sums = Vec::new();
+        for step in 0..10 {
+            let value = (10 * step + rank + 1) as f32;
+            let late = (0..8).fold(big.clone(), |product, _| product.matmul(big.clone()));
+            let gradient =
+                Tensor::<Gpu, 2>::full([width, rows], value, &device) + late.slice([0..1, 0..1]).expand([width, rows]);
+            let mut gradients = GradientsParams::new();
+            gradients.register(layer.weight.id, gradient);
+            reduce_gradients_over(&mut *comm, &cuda, &layer, ReduceOptions::default(), &mut gradients).unwrap();
+            let sum = gradients.remove::<Gpu, 2>(layer.weight.id).unwrap();
+            let copy = sum.add_scalar(0.0);
+            let _overwrites = Tensor::<Gpu, 2>::full([width, rows], f32::NAN, &device);
+            sums.push(floats(copy));
+        }
+        sums
+    });
+    for (rank, sums) in found.iter().enumerate() {
+        for (step, sum) in sums.iter().enumerate() {
+            // Whole numbers below 2^24.
+            let expected = (0..ranks).map(|rank| (10 * step + rank + 1) as f32).sum::<f32>();
+            assert!(sum.iter().all(|v| *v == expected), "rank {rank}, step {step}: {} for {expected}", sum[0]);
+        }
+    }
+}
+
+/// Each rank gets its own error, before anything runs, or hears the other's.
+fn elsewhere(ranks: usize) {
+    let texts = beside(ranks, |rank, cuda, mut comm| {
+        let device = here::<Gpu>();
+        let layer = LinearConfig::new(8, 8).init::<A>(&device);
+        let mut gradients = GradientsParams::new();
+        let other = Cuda::new((rank + 1) % ranks).unwrap();
+        let error = reduce_gradients_over(&mut *comm, &other, &layer, ReduceOptions::default(), &mut gradients);
+        let wrong = error.err().map(|e| e.to_string()).unwrap_or_default();
+        // A chain on the group's GPU, with another stream.
+        let solo = || Box::new(Solo::new(cuda.with_new_stream().unwrap())) as Box<dyn Communicator<Cuda>>;
+        let comms = Comms { gather: solo(), reduce: solo() };
+        let chain = Chain::new(cuda.with_new_stream().unwrap(), comms, EtpOptions::default()).unwrap();
+        let group = <Gpu as Meshed>::group(cuda.clone(), solo());
+        let moe = module::<Gpu>(&config(), group).into_sharded(&ShardedParams::new(Arc::new(chain)), Payload::Plain);
+        (wrong, moe.err().map(|e| e.to_string()).unwrap_or_default())
+    });
+    for (wrong, stream) in texts {
+        assert!(wrong.contains("one of another"), "{wrong}");
+        assert!(stream.contains("another stream"), "{stream}");
+    }
+}
 
 /// Adds them all.
 pub fn add(trials: &mut Trials) {

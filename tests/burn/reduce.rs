@@ -76,7 +76,7 @@ fn gradients_of_a_model_are_summed_in_buckets() {
             own.push(give(&mut gradients, of(4), &model.last));
             let kept = give(&mut gradients, of(5), &model.own);
             let except = [model.own.id];
-            let options = ReduceOptions { except: &except, bucket_bytes: bytes };
+            let options = ReduceOptions { bucket_bytes: bytes, ..ReduceOptions::except(&except) };
             let mut group = group.lock();
             let comm = group.dispatcher().communicator();
             reduce_gradients_over(comm, &Cpu::new(), &model, options, &mut gradients).unwrap();
@@ -133,6 +133,25 @@ fn gradients_that_do_not_fit_are_errors_on_every_rank() {
     }
 }
 
+/// Of the parameters that are named, those that are not left out.
+fn named_gradients_alone_are_summed() {
+    on_ranks(2, LONG, |rank, group| {
+        let (group, model) = (DeviceGroup::from(group), Model::new(3));
+        let mut gradients = GradientsParams::new();
+        let single = give(&mut gradients, 90 + rank as u64, &model.single);
+        let own = give(&mut gradients, 92 + rank as u64, &model.own);
+        give(&mut gradients, 94 + rank as u64, &model.last);
+        let of = |rank: u64| values(94 + rank, 4, 1.0);
+        let sum: Vec<f64> = of(0).iter().zip(of(1)).map(|(a, b)| f64::from(a + b)).collect();
+        let (only, except) = ([model.last.id, model.own.id], [model.own.id]);
+        let options = ReduceOptions { except: &except, ..ReduceOptions::only(&only) };
+        reduce_gradients(&group, &model, options, &mut gradients).unwrap();
+        assert_eq!(get(&gradients, &model.last), Some(sum));
+        assert_eq!((get(&gradients, &model.single), get(&gradients, &model.own)), (Some(single), Some(own)));
+        assert_eq!(get(&gradients, &model.absent), None);
+    });
+}
+
 /// The sums of a layer's replicated parameters, over a model's `reduce_gradients` and over the layer's own.
 pub fn of_a_layer<S: Subject>(ranks: usize) {
     let config = config();
@@ -187,4 +206,5 @@ tests! {
     gradients_of_a_layer_are_summed_over_the_ranks,
     gradients_of_a_model_are_summed_in_buckets,
     gradients_that_do_not_fit_are_errors_on_every_rank,
+    named_gradients_alone_are_summed,
 }

@@ -1,11 +1,15 @@
 //! A GPU against the CPU, tensors of which nobody made a copy, and devices used wrongly.
 
+use std::sync::Arc;
+
 use candle_core::{DType, Device, Module, Tensor};
 use candle_nn::{AdamW, Optimizer, ParamsAdamW, VarBuilder, VarMap};
 use moebius::candle::{DeviceGroup, ExpertParallelMoE, cuda, error_of, moe, routing_ids};
+use moebius::comm::{Communicator, Solo};
 use moebius::config::{SharedConfig, WeightAt};
 use moebius::cuda::Cuda;
 use moebius::ep::{EpGroup, GroupConfig, Reporting};
+use moebius::etp::{Chain, Comms, EtpOptions, Payload};
 use moebius::kernels::Kernels;
 use moebius::layer::{DispatchOptions, ParamKind};
 use moebius::{Error, MoeConfig};
@@ -242,6 +246,16 @@ fn wrong_devices_are_refused(device: &Device) -> AnyResult<()> {
         let text = DeviceGroup::new(other()?, wrong).map(drop).expect_err("another stream").to_string();
         assert!(text.contains("the group's own"), "{text}");
     }
+    // Experts of a chain whose stream is another one: nothing would order its gathers with the layer's kernels.
+    let own = Cuda::new(0)?;
+    let solo = || -> AnyResult<Box<dyn Communicator<Cuda>>> { Ok(Box::new(Solo::new(own.with_new_stream()?))) };
+    let comms = Comms { gather: solo()?, reduce: solo()? };
+    let chain = Arc::new(Chain::new(own.clone(), comms, EtpOptions::default())?);
+    let vb = VarBuilder::from_varmap(&VarMap::new(), DType::F32, device);
+    let config = MoeConfig::new(16, 8, EXPERTS, 2);
+    let sharded = ExpertParallelMoE::sharded(config, group(device)?, &chain, Payload::Plain, vb);
+    let text = sharded.map(drop).expect_err("another stream").to_string();
+    assert!(text.contains("the chain's device"), "{text}");
     assert!(group(device)?.on::<Cuda>().is_some());
     assert!(group(device)?.on::<moebius::cpu::Cpu>().is_none());
     Ok(())

@@ -73,6 +73,24 @@ impl<D: ShardDevice> Chain<D> {
         if inner.capture.is_some() { inner.finish_reductions(self) } else { Ok(()) }
     }
 
+    /// Whether a pass runs.
+    #[cfg(feature = "burn")]
+    pub(crate) fn in_pass(&self) -> bool {
+        self.lock().active.is_some()
+    }
+
+    /// In place of a pass's first gather, where this rank cannot begin the pass: the others, which gather for it, are
+    /// told. Nobody waits for them here; every rank then [recovers](Self::recover).
+    #[cfg(feature = "burn")]
+    pub(crate) fn refuse_pass(&self, error: &Error) {
+        if self.capture_number().is_some() {
+            return;
+        }
+        let inner = self.lock();
+        let tag = Tag { layer: 0, op: Op::Weights, sequence: (inner.passes + 1) << 32 };
+        drop(inner.gathers.refuse(tag, error.clone()));
+    }
+
     /// Forgets the ordered order, for a model that has changed; the next forward links anew.
     ///
     /// # Errors
