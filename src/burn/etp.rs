@@ -141,9 +141,10 @@ impl<B: NativeBackend> ShardedParams<B> {
     /// [`Chain::begin`]; parameters that have changed otherwise than by a step after [`finish`](Self::finish), and are
     /// sent quantized, are told of by [`Chain::invalidate_casts`].
     ///
-    /// A rank whose modules are refused tells the others, which do not wait for it: the ranks of its chain where they
-    /// gather the first weight, those of its group where they are in the model's first layer. Every rank gets a typed
-    /// error, this one its own, and every rank of the chains goes on by [`Chain::recover`].
+    /// A rank whose modules are refused tells the others, and does not wait for its chain's: the ranks of its chain where
+    /// they gather the first weight, those of its group where they are in the model's first layer. Each of them gets a
+    /// typed error, as this one has its own, and every rank goes on by [`Chain::recover`], which tells those that still
+    /// wait for one of them.
     ///
     /// # Errors
     /// As [`Chain::begin`]; a weight of the chain that no module has, or two have; a shard of another shape or type than

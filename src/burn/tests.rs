@@ -201,12 +201,12 @@ fn what_fails_before_the_layer_is_told() {
 #[test]
 fn the_first_error_is_kept() {
     let work = |outcome: Result<u32>| between::<Failing, _>(&Cpu::new(), |_| (), || outcome);
-    let failed = || Err(Error::invalid("test", "work", "some", "none"));
+    let failed = || Err(Error::invalid("test", "outcome", "some", "none"));
     let text = |outcome: Result<u32>| outcome.err().map(|e| e.to_string()).unwrap_or_default();
     FAILS.set(Some(At::End));
-    assert!(text(work(failed())).contains("work"));
+    assert!(text(work(failed())).contains("outcome"));
     assert!(text(work(Ok(1))).contains("End"));
     FAILS.set(None);
-    assert!(text(work(failed())).contains("work"));
+    assert!(text(work(failed())).contains("outcome"));
     assert_eq!(work(Ok(1)).ok(), Some(1));
 }

@@ -1,6 +1,6 @@
 //! Experts sharded over ranks beside whole ones, on a mesh of EP by ETP: outputs, gradients and whole training steps.
 
-use std::sync::Arc;
+use std::sync::{Arc, Barrier};
 use std::thread;
 
 use burn::backend::{Autodiff, Flex};
@@ -500,6 +500,9 @@ fn replicas_hear_of_a_finish_that_one_refuses() {
 /// The last rank's modules are refused: it has its own error, every other rank one that is no timeout, and all go on.
 pub fn begin_is_told<S: Meshed>(mesh: Mesh) {
     let config = config();
+    // Where all are in the collective in which the last is missing, none waits for another's recovery.
+    let together = mesh.ep == 1 || mesh.ep == mesh.world;
+    let told = Barrier::new(if together { mesh.world } else { 1 });
     let y = |wrong: bool| {
         on_mesh::<S, _>(mesh, true, |place| {
             let Place { rank, group, shards, .. } = place;
@@ -514,7 +517,9 @@ pub fn begin_is_told<S: Meshed>(mesh: Mesh) {
             for pass in 0..2 {
                 if wrong {
                     let last = rank + 1 == mesh.world;
-                    let error = forward(if last { &model.layers[..1] } else { &model.layers }).unwrap_err();
+                    let outcome = forward(if last { &model.layers[..1] } else { &model.layers });
+                    told.wait();
+                    let error = outcome.unwrap_err();
                     let as_meant = match &error {
                         Error::Invalid { .. } => last && error.to_string().contains("all 4"),
                         Error::Peer { reason, .. } | Error::Comm(CommError::Refused { reason, .. }) => {
