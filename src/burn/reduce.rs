@@ -15,6 +15,8 @@ use crate::device::Device;
 use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::etp::{ShardDevice, StreamPair};
+use crate::kernels::Kernels;
+use crate::tensor::TensorMut;
 
 use super::backend::{CoreDevice, MoeBackend, Named, NativeMemory, ResultSpec, between};
 use super::group::DeviceGroup;
@@ -60,7 +62,8 @@ impl<'a> ReduceOptions<'a> {
 }
 
 /// Sums the gradients of a module's trainable parameters over the ranks of a group: in f32 (f64 for f64) whatever their
-/// types, in buckets, in rank order. An absent gradient counts as zeros. A gradient keeps its type.
+/// types, in buckets, in rank order. A gradient keeps its type. One that is absent on some ranks counts as zeros there, which reads
+/// a number of the device; one that is absent on all stays so, and an optimizer leaves the parameter alone.
 ///
 /// The module may be a whole model; what each rank has of its own, the experts, is left out by
 /// [`ReduceOptions::except`]. Call it on every rank with the same module after a step's last backward, so that
@@ -143,11 +146,11 @@ impl<B: AutodiffBackend + MoeBackend, M: Module<B>> Reduction<'_, B, M> {
                 let _ = comm.refuse(tag, &error.to_string());
             })?;
             let flat: Tensor<B, 1> = float(B::from_native(flat.sum(comm, device, tag)?));
-            let mut start = 0;
-            for part in bucket {
+            let (mut start, flags) = (0, bucket.iter().map(|part| part.count).sum::<usize>());
+            for (number, part) in bucket.iter().enumerate() {
                 let range = start..start + part.count;
                 start = range.end;
-                sums.push(Sum { flat: flat.clone().inner(), range });
+                sums.push(Sum { flat: flat.clone().inner(), range, flag: flags + number });
             }
         }
         self.module.visit(&mut Give::<B> { options: self.options, gradients, sums: sums.into_iter() });
@@ -204,6 +207,8 @@ impl<B: AutodiffBackend + MoeBackend> ModuleVisitor<B> for Collect<'_, B> {
 /// The gradients of a bucket, and memory for their sums.
 struct Bucket<B: NativeMemory> {
     gradients: Vec<(usize, Option<FloatTensor<B>>)>,
+    /// The sums'.
+    dtype: DType,
     sums: B::Output,
 }
 
@@ -226,12 +231,12 @@ impl<B: NativeMemory> Bucket<B> {
             Ok((part.count * dtype.size(), Some(B::contiguous(wide))))
         };
         let gradients = parts.iter().map(of).collect::<Result<Vec<_>>>()?;
-        let count = parts.iter().map(|part| part.count).sum();
+        let count = parts.iter().map(|part| part.count).sum::<usize>() + parts.len();
         let sums = B::output(device, &first.param, ResultSpec { dtype, dims: &[count] })?;
-        Ok(Self { gradients, sums })
+        Ok(Self { gradients, dtype, sums })
     }
 
-    /// Sums `[N]` of the gradients, one behind the other.
+    /// Sums `[N]` of the gradients, one behind the other, and behind them for each the number of ranks that have it.
     fn sum(mut self, comm: &mut dyn Communicator<B::Core>, device: &B::Core, tag: Tag) -> Result<FloatTensor<B>> {
         let mut entered = false;
         let summed = between::<B, _>(
@@ -264,7 +269,12 @@ impl<B: NativeMemory> Bucket<B> {
             }
             rest = after;
         }
-        Ok(())
+        let present = self.gradients.iter().map(|(_, gradient)| gradient.is_some());
+        let flags: Vec<u8> = match self.dtype {
+            DType::F64 => present.flat_map(|is| f64::from(u8::from(is)).to_le_bytes()).collect(),
+            _ => present.flat_map(|is| f32::from(u8::from(is)).to_le_bytes()).collect(),
+        };
+        device.upload(&flags, TensorMut::new(rest, self.dtype, &[self.gradients.len()])?)
     }
 }
 
@@ -272,6 +282,8 @@ impl<B: NativeMemory> Bucket<B> {
 struct Sum<B: AutodiffBackend> {
     flat: Tensor<B::InnerBackend, 1>,
     range: Range<usize>,
+    /// Where the number of ranks is that have the gradient.
+    flag: usize,
 }
 
 /// Gives the sums to a module's parameters, in the parameters' order, each in its gradient's type.
@@ -286,8 +298,12 @@ impl<B: AutodiffBackend + MoeBackend> ModuleVisitor<B> for Give<'_, B> {
         if !self.options.takes(param) {
             return;
         }
-        let Some(Sum { flat, range }) = self.sums.next() else { return };
+        let Some(Sum { flat, range, flag }) = self.sums.next() else { return };
         let before = self.gradients.remove::<B::InnerBackend, D>(param.id);
+        let any_has = || flat.clone().slice([flag..flag + 1]).into_data().iter::<f64>().any(|ranks| ranks > 0.0);
+        if before.is_none() && !any_has() {
+            return;
+        }
         let dtype = before.map_or_else(|| param.dtype(), |before| before.dtype());
         let sum = flat.slice([range]).reshape(Shape::from(param.dims().to_vec()));
         let sum: Tensor<B::InnerBackend, D> = if sum.dtype() == dtype { sum } else { sum.cast(dtype) };

@@ -18,6 +18,8 @@ type Inner = burn::backend::Flex;
 struct Model<B: Backend> {
     single: Param<Tensor<B, 2>>,
     absent: Param<Tensor<B, 1>>,
+    /// Only the first rank has a gradient of it.
+    of_one_rank: Param<Tensor<B, 1>>,
     half: Vec<Param<Tensor<B, 3>>>,
     double: Param<Tensor<B, 1>>,
     own: Param<Tensor<B, 2>>,
@@ -34,6 +36,7 @@ impl Model<B> {
         Self {
             single: param([rows, 4], DType::F32),
             absent: param([5], DType::F32),
+            of_one_rank: param([2], DType::BF16),
             half: vec![param([7, 1, 2], DType::BF16), param([2, 3, 3], DType::F16)],
             double: param([3], DType::F64),
             own: param([2, 2], DType::F32),
@@ -64,6 +67,7 @@ fn rounded(values: Vec<f64>, dtype: DType) -> Vec<f64> {
 }
 
 fn gradients_of_a_model_are_summed_in_buckets() {
+    let of_one_rank = |model: &Model<B>, gradients: &mut GradientsParams| give(gradients, 79, &model.of_one_rank);
     const TYPES: [DType; 5] = [DType::F32, DType::BF16, DType::F16, DType::F64, DType::F32];
     let run = |count: usize, bytes: usize| {
         let results = on_ranks(count, LONG, |rank, group| {
@@ -75,6 +79,9 @@ fn gradients_of_a_model_are_summed_in_buckets() {
             own.push(give(&mut gradients, of(3), &model.double));
             own.push(give(&mut gradients, of(4), &model.last));
             let kept = give(&mut gradients, of(5), &model.own);
+            if rank == 0 {
+                of_one_rank(&model, &mut gradients);
+            }
             let except = [model.own.id];
             let options = ReduceOptions { bucket_bytes: bytes, ..ReduceOptions::except(&except) };
             let mut group = group.lock();
@@ -82,8 +89,10 @@ fn gradients_of_a_model_are_summed_in_buckets() {
             reduce_gradients_over(comm, &Cpu::new(), &model, options, &mut gradients).unwrap();
             assert_eq!(get(&gradients, &model.own), Some(kept), "left out");
             assert_eq!(get(&gradients, &model.constant), None);
-            // One rank has nothing to do.
-            assert_eq!(get(&gradients, &model.absent), (count > 1).then(|| vec![0.0; 5]));
+            assert_eq!(get(&gradients, &model.absent), None);
+            if rank == 0 || count > 1 {
+                assert_eq!(get(&gradients, &model.of_one_rank), Some(of_one_rank(&model, &mut GradientsParams::new())));
+            }
             let half = model.half.iter().map(|half| get(&gradients, half));
             let sums = std::iter::once(get(&gradients, &model.single)).chain(half);
             let sums = sums.chain([get(&gradients, &model.double), get(&gradients, &model.last)]);
