@@ -4,8 +4,7 @@
 /// beside a model.
 pub const BUCKET_BYTES: usize = 64 << 20;
 
-/// The tag's layer of what belongs to none.
-pub(crate) const NO_LAYER: u32 = u32::MAX;
+pub(crate) use crate::etp::NO_LAYER;
 
 /// A gradient that is summed, in f32 or f64.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -12,6 +12,9 @@ mod load_as;
 mod outputs;
 mod selection_bias;
 mod sharded;
+#[cfg(feature = "candle")]
+mod sharded_held;
+mod submit;
 
 pub use buckets::BUCKET_BYTES;
 pub(crate) use buckets::{NO_LAYER, Summand, buckets};
@@ -28,3 +31,5 @@ pub use load_as::LoadAs;
 pub(crate) use outputs::{DispatchedCotangents, DispatchedPart, LayerOutput, OutputCotangents};
 pub(crate) use selection_bias::moved_selection_bias;
 pub(crate) use sharded::{Chained, Shard, Sharded, with_sources};
+#[cfg(feature = "candle")]
+pub(crate) use sharded_held::{HeldGradients, HeldGuards, HeldId, HeldWeight, acquire, sources, view};

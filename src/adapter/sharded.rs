@@ -6,9 +6,14 @@ use std::sync::Arc;
 use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::etp::{Chain, GradientBuffer, Payload, ShardDevice, ShardSource, ShardedWeight, WeightId, WeightSpec};
+#[cfg(feature = "candle")]
+use crate::layer::PerParam;
 use crate::layer::{BackwardProgress, Context, GradientsMut, Layer, ParamKind, ParamViews, Params, RefusalGuard};
 
 use super::group::{AnyChain, FrameworkDevice};
+#[cfg(feature = "candle")]
+use super::sharded_held::{HeldId, HeldWeight};
+use super::submit::submit;
 
 /// This rank's shard of a weight.
 pub(crate) struct Shard<D: ShardDevice> {
@@ -16,12 +21,15 @@ pub(crate) struct Shard<D: ShardDevice> {
     pub(crate) source: Arc<dyn ShardSource<D>>,
 }
 
-/// The experts of a module, whatever their device.
+/// The experts of a module, whatever their device, and what else of it is shards.
 #[derive(Clone)]
 pub(crate) struct Sharded {
     chain: AnyChain,
     /// Of `up` and `down`.
     pub(crate) ids: [WeightId; 2],
+    /// Of others, each in its chain.
+    #[cfg(feature = "candle")]
+    pub(crate) held: PerParam<Option<HeldId>>,
 }
 
 impl Debug for Sharded {
@@ -52,7 +60,18 @@ impl Sharded {
         // Both are known to be sound before either is added.
         let specs = (spec(ParamKind::Up, up.dtype)?, spec(ParamKind::Down, down.dtype)?);
         let ids = [chain.add(specs.0, up.source)?, chain.add(specs.1, down.source)?];
-        Ok(Self { chain: D::any_chain(Arc::clone(chain)), ids })
+        Ok(Self {
+            chain: D::any_chain(Arc::clone(chain)),
+            ids,
+            #[cfg(feature = "candle")]
+            held: PerParam::none(),
+        })
+    }
+
+    /// Whether a parameter is a shard.
+    #[cfg(feature = "candle")]
+    pub(crate) fn has(&self, kind: ParamKind) -> bool {
+        matches!(kind, ParamKind::Up | ParamKind::Down) || self.held.get(kind).is_some()
     }
 
     /// Whether the experts are weights of this chain.
@@ -74,7 +93,12 @@ impl Sharded {
     /// The experts, for a layer that works on a `D`.
     pub(crate) fn experts<D: FrameworkDevice>(&self, call: &'static str) -> Result<Chained<D>> {
         match D::chain(&self.chain) {
-            Some(chain) => Ok(Chained { chain: Arc::clone(chain), ids: self.ids }),
+            Some(chain) => Ok(Chained {
+                chain: Arc::clone(chain),
+                ids: self.ids,
+                #[cfg(feature = "candle")]
+                held: super::sharded_held::held_on(&self.held, call)?,
+            }),
             None => Err(Error::invalid(call, "chain", "one of the group's device", "another")),
         }
     }
@@ -85,9 +109,17 @@ impl Sharded {
 pub(crate) struct Chained<D: ShardDevice> {
     chain: Arc<Chain<D>>,
     ids: [WeightId; 2],
+    #[cfg(feature = "candle")]
+    pub(crate) held: PerParam<Option<HeldWeight<D>>>,
 }
 
 impl<D: FrameworkDevice> Chained<D> {
+    /// Whether a parameter is a shard.
+    #[cfg(feature = "candle")]
+    pub(crate) fn has(&self, kind: ParamKind) -> bool {
+        matches!(kind, ParamKind::Up | ParamKind::Down) || self.held.get(kind).is_some()
+    }
+
     /// `up` and `down` as a layer takes them.
     pub(crate) fn sources(&self) -> Result<[ShardedWeight<'_, D>; 2]> {
         let [up, down] = self.ids;
@@ -128,11 +160,7 @@ impl<D: FrameworkDevice> ShardGradients<'_, D> {
         // In the order in which backward uses the weights.
         for (gradient, wanted) in [(down, wanted[1]), (up, wanted[0])] {
             if wanted {
-                // The other ranks of the layer are on their way to its next collective.
-                chain.submit(gradient).map_err(|e| {
-                    progress.refused();
-                    layer.refuse_backward(entry.enter(), e)
-                })?;
+                submit(chain, gradient, &progress, layer, entry)?;
             }
         }
         Ok(())

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use candle_core::{DType, Device, Result, Tensor, Var};
 
-use crate::adapter::Sharded;
+use crate::adapter::{HeldId, Sharded};
 use crate::checkpoint::{Block, Checkpoint};
 use crate::comm::Op;
 use crate::cpu::Cpu;
@@ -17,6 +17,7 @@ use super::group::DeviceGroup;
 use super::host::{Host, into_candle};
 use super::module::ExpertParallelMoE;
 use super::options::{LoadAs, Parameters};
+use super::sharded_weights::{ShardedTensor, ShardedWeights, Use, check_shard};
 
 /// A layer of one rank, on the device and in the type of `vb`, of any number of tokens a call: the common case. For
 /// several ranks, and for layers that share a workspace on a GPU, see [`ExpertParallelMoE::new`].
@@ -43,6 +44,8 @@ fn number_in(path: &str) -> u32 {
 struct InChain<'a, D: Host> {
     chain: &'a Arc<Chain<D>>,
     payload: Payload,
+    /// Where router and shared expert are shards too.
+    weights: Option<&'a ShardedWeights<'a, D>>,
 }
 
 impl ExpertParallelMoE {
@@ -116,7 +119,28 @@ impl ExpertParallelMoE {
         payload: Payload,
         vb: candle_nn::VarBuilder<'_>,
     ) -> Result<Self> {
-        Self::build(layer.into(), group.into(), vb, Some(InChain { chain, payload }))
+        Self::build(layer.into(), group.into(), vb, Some(InChain { chain, payload, weights: None }))
+    }
+
+    /// [`sharded`](Self::sharded) with all else sharded too: the experts' biases in the experts' chain, and router and
+    /// shared expert, which all ranks hold, as weights of `weights`, whose chain is one of all ranks. With one rank a
+    /// group the two chains are one. Variables are those of `weights`' builder: of what is not an expert's weight this
+    /// rank's shard of its [lines](crate::etp::Shards::lines). The selection bias has no gradient and stays whole.
+    ///
+    /// Gradients come with [`finish_sharded`](super::finish_sharded), the experts' with [`shards`](Self::shards), and
+    /// those of router and shared expert with [`ShardedWeights::shards`].
+    ///
+    /// # Errors
+    /// As [`sharded`](Self::sharded).
+    pub fn all_sharded<D: Host>(
+        layer: impl Into<LayerSpec>,
+        group: impl Into<DeviceGroup>,
+        chain: &Arc<Chain<D>>,
+        payload: Payload,
+        weights: &ShardedWeights<'_, D>,
+    ) -> Result<Self> {
+        let vb = weights.builder().clone();
+        Self::build(layer.into(), group.into(), vb, Some(InChain { chain, payload, weights: Some(weights) }))
     }
 
     fn build<D: Host>(
@@ -135,7 +159,9 @@ impl ExpertParallelMoE {
             made.inspect_err(|e: &candle_core::Error| group.any().refuse(number, Op::Weights, &e.to_string()))?;
         if group.ranks() > 1 {
             // All ranks take part, whatever their parameters are.
-            for kind in ParamKind::ALL.into_iter().filter(|kind| kind.is_replicated()) {
+            let sharded = moe.sharded.clone();
+            let whole = |kind: &ParamKind| !sharded.as_ref().is_some_and(|sharded| sharded.has(*kind));
+            for kind in ParamKind::ALL.into_iter().filter(|kind| kind.is_replicated()).filter(whole) {
                 let Some(t) = &mut moe.params[kind] else { continue };
                 let first = group.broadcast(number, t)?;
                 match t.is_variable() {
@@ -229,13 +255,27 @@ fn variables<D: Host>(
     vb: candle_nn::VarBuilder<'_>,
     chain: Option<InChain<'_, D>>,
 ) -> Result<(PerParam<Option<Tensor>>, Option<Sharded>)> {
+    const CALL: &str = "ExpertParallelMoE::sharded";
     let (config, local) = (layer.config(), group.local_experts());
     group.any().membership().check_experts("ExpertParallelMoE::new", config.router.num_experts)?;
+    if let Some(InChain { chain, .. }) = &chain
+        && !chain.device().is(group.device())
+    {
+        let found = D::other(group.device());
+        return Err(Error::invalid(CALL, "group", "the chain's device", found).into());
+    }
     let params = PerParam::try_from_fn(|kind| -> Result<Option<Tensor>> {
         let Some(mut dims) = kind.dims(config, local) else { return Ok(None) };
-        if let Some(InChain { chain, .. }) = chain.as_ref().filter(|_| matches!(kind, ParamKind::Up | ParamKind::Down))
-        {
-            dims = chain.shards(&dims)?.shard_dims().to_vec();
+        match &chain {
+            Some(InChain { chain, .. }) if is_expert_weight(kind) => {
+                dims = chain.shards(&dims)?.shard_dims().to_vec();
+            }
+            Some(in_chain) => {
+                if let Some(chain) = in_chain.of(kind) {
+                    dims = ShardedTensor::cut(chain, &dims)?.shard_dims().to_vec();
+                }
+            }
+            None => {}
         }
         let init = match kind.fan_in(config) {
             Some(n) => {
@@ -251,25 +291,45 @@ fn variables<D: Host>(
         };
         vb.get_with_hints_dtype(dims, kind.name(), init, dtype).map(Some)
     })?;
-    let Some(InChain { chain, payload }) = chain else { return Ok((params, None)) };
-    if !chain.device().is(group.device()) {
-        let found = D::other(group.device());
-        return Err(Error::invalid("ExpertParallelMoE::sharded", "group", "the chain's device", found).into());
-    }
-    let sharded = match (&params.up, &params.down) {
-        (Some(up), Some(down)) => {
-            let shard = |kind: ParamKind, shard: &Tensor| {
-                // The chain keeps the gradient, so there is none for the variables that a shard is computed from.
-                if shard.track_op() && !shard.is_variable() {
-                    const CALL: &str = "ExpertParallelMoE::sharded";
-                    return Err(Error::invalid(CALL, kind.name(), "a variable, or a constant", "a computed shard"));
-                }
-                VarShard::on(chain.device(), shard).into_shard()
-            };
-            let shards = [shard(ParamKind::Up, up)?, shard(ParamKind::Down, down)?];
-            Some(Sharded::new(chain, payload, layer, local, shards)?)
-        }
-        _ => None,
+    let sharded = match chain {
+        Some(in_chain) => in_chain.add(layer, local, &params)?,
+        None => None,
     };
     Ok((params, sharded))
+}
+
+fn is_expert_weight(kind: ParamKind) -> bool {
+    matches!(kind, ParamKind::Up | ParamKind::Down)
+}
+
+impl<D: Host> InChain<'_, D> {
+    /// The chain that a parameter beside the experts' weights is cut for.
+    fn of(&self, kind: ParamKind) -> Option<&Arc<Chain<D>>> {
+        let weights = self.weights.filter(|_| kind != ParamKind::SelectionBias && !is_expert_weight(kind))?;
+        Some(if kind.is_replicated() { weights.chain() } else { self.chain })
+    }
+
+    /// Adds a module's shards.
+    fn add(self, layer: &Layer, local: usize, params: &PerParam<Option<Tensor>>) -> crate::Result<Option<Sharded>> {
+        let (Some(up), Some(down)) = (&params.up, &params.down) else { return Ok(None) };
+        // All are known to be sound before any is added.
+        for (kind, t) in params.present().filter(|(kind, _)| is_expert_weight(*kind) || self.of(*kind).is_some()) {
+            check_shard(kind.name(), t)?;
+        }
+        let mut held = PerParam::none();
+        for (kind, t) in params.present() {
+            let (Some(weights), Some(chain)) = (self.weights, self.of(kind)) else { continue };
+            let dims = kind.dims(layer.config(), local).unwrap_or_default();
+            let of = Use { layer: layer.number(), held: true };
+            let shard = ShardedTensor::new(chain, weights.full_name(kind.name()), &dims, t.clone(), of)?;
+            held[kind] = Some(HeldId { chain: D::any_chain(Arc::clone(chain)), id: shard.id, dims });
+            if kind.is_replicated() {
+                weights.keep(shard);
+            }
+        }
+        let shard = |t: &Tensor| VarShard::on(self.chain.device(), t).into_shard();
+        let mut sharded = Sharded::new(self.chain, self.payload, layer, local, [shard(up)?, shard(down)?])?;
+        sharded.held = held;
+        Ok(Some(sharded))
+    }
 }

@@ -68,6 +68,11 @@ impl ExpertParallelMoE {
         self.params.present().filter(|(kind, t)| t.track_op() && *kind != ParamKind::SelectionBias)
     }
 
+    /// Whether a parameter is this rank's shard.
+    pub(super) fn is_shard(&self, kind: ParamKind) -> bool {
+        self.sharded.as_ref().is_some_and(|sharded| sharded.has(kind))
+    }
+
     /// The same module without gradients, for evaluation: it shares the parameters, sees what an optimizer makes of
     /// them, and keeps nothing for a backward. Where there are several ranks, all of them evaluate, or none.
     pub fn detached(&self) -> Self {
@@ -87,15 +92,19 @@ impl ExpertParallelMoE {
         Ok(Block { config: self.layer.config().clone(), params: on_host(&self.params)? })
     }
 
-    /// The variables that are shards, with their weights in the chain, as [`finish_sharded`](super::finish_sharded)
-    /// takes them; none where experts are whole.
+    /// The variables that are shards of the experts' chain, with their weights there, as
+    /// [`finish_sharded`](super::finish_sharded) takes them; none where experts are whole. Router and shared expert of
+    /// [`all_sharded`](Self::all_sharded) are among [`ShardedWeights::shards`](super::ShardedWeights::shards).
     pub fn shards(&self) -> Vec<(WeightId, Var)> {
         let Some(sharded) = &self.sharded else { return Vec::new() };
+        let biases = [ParamKind::UpBias, ParamKind::DownBias].into_iter();
+        let biases = biases.filter_map(|kind| Some((kind, sharded.held.get(kind)?.id)));
+        let weights = [ParamKind::Up, ParamKind::Down].into_iter().zip(sharded.ids);
         let shard = |(kind, id)| {
             let t = self.param(kind).filter(|t| t.is_variable())?;
             Some((id, Var::from_tensor(t).ok()?))
         };
-        [ParamKind::Up, ParamKind::Down].into_iter().zip(sharded.ids).filter_map(shard).collect()
+        weights.chain(biases).filter_map(shard).collect()
     }
 
     /// Meets the other ranks' forward of this layer as a failure: for a model that fails before it, where they would

@@ -5,7 +5,9 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, CudaStorage, CustomOp1, CustomOp2, Device, Layout, Result, Shape, Tensor, TensorId};
 
-use crate::adapter::{Chained, LayerOutput, OutputCotangents, with_sources};
+use crate::adapter::{
+    Chained, HeldGradients, LayerOutput, OutputCotangents, acquire, sources as held_sources, with_sources,
+};
 use crate::ep::EpGroup;
 use crate::error::Error;
 use crate::kernels::Scalar;
@@ -124,7 +126,10 @@ impl<D: Host> PendingBackward<D> {
         tensors.extend(d_y.as_ref().map(|d| ("gradient of y", d)));
         tensors.extend(d_aux.as_ref().map(|d| ("gradient of aux", d)));
         with_views(&device, CALL, &tensors, |views| {
-            let weights = views_of(&params, &views[1..first])?;
+            let held = self.experts.as_ref().map(|experts| &experts.held);
+            let sources = held.map(held_sources).transpose()?;
+            let guards = sources.as_ref().map(|sources| acquire(&device, sources)).transpose()?;
+            let weights = views_of(&params, &views[1..first], held.zip(guards.as_ref()))?;
             let mut left = views[first..].iter().copied();
             let y = d_y.as_ref().and_then(|_| left.next());
             let aux = left.next().map_or(Scalar::Host(self.aux_scale), Scalar::Device);
@@ -132,17 +137,20 @@ impl<D: Host> PendingBackward<D> {
             if let Some(experts) = &self.experts {
                 let sources = experts.sources()?;
                 let mut shards = if wanted.experts { Some(experts.gradients(&context)?) } else { None };
+                let mut others = HeldGradients::new(&experts.held, tracks)?;
                 let mut given = GradientsMut::none();
                 if let Some(shards) = &mut shards {
                     shards.lend(&mut given)?;
                 }
+                others.lend(&mut given)?;
                 let params = with_sources(&weights, Some(&sources));
                 let inputs = Inputs { x: views[0].borrow(), params: &params };
                 let gradients = self.layer.backward_with(entry.enter(), context, inputs, cotangents, wanted, given)?;
                 if let Some(shards) = shards {
                     shards.submit(&self.layer, entry, [ParamKind::Up, ParamKind::Down].map(tracks))?;
                 }
-                return Ok((gradients, PerParam::from_fn(|kind| matches!(kind, ParamKind::Up | ParamKind::Down))));
+                others.submit(&self.layer, &self.progress, entry)?;
+                return Ok((gradients, PerParam::from_fn(|kind| experts.has(kind))));
             }
             let weights = weights.params();
             let inputs = Inputs { x: views[0].borrow(), params: &weights };
@@ -196,7 +204,9 @@ impl<D: Host> PendingCollectives for PendingBackward<D> {
     }
 
     fn replicated_vars(&self) -> Vec<TensorId> {
-        let trained = self.params.present().filter(|(kind, t)| kind.is_replicated() && t.is_variable());
+        let is_shard = |kind| self.experts.as_ref().is_some_and(|experts| experts.has(kind));
+        let trained =
+            self.params.present().filter(|(kind, t)| kind.is_replicated() && t.is_variable() && !is_shard(*kind));
         trained.filter(|(kind, _)| *kind != ParamKind::SelectionBias).map(|(_, t)| t.id()).collect()
     }
 

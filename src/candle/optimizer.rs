@@ -10,6 +10,7 @@ use candle_nn::Optimizer;
 use crate::comm::{Communicator, Op, Tag};
 use crate::cpu::Cpu;
 use crate::error::Error;
+use crate::etp::Shards;
 use crate::layer::ParamKind;
 use crate::optim::{self, AdamWOptions, GroupOptions, ParamShard, ParamSpec, StepStats, StepTensor};
 
@@ -72,14 +73,16 @@ impl AdamWParam {
 
 impl ExpertParallelMoE {
     /// The trainable parameters for [`AdamW::over_ranks`], named `{prefix}.router.weight`, `{prefix}.experts.up`, …:
-    /// experts are this rank's part of all experts, and shards their part of these.
+    /// experts are this rank's part of all experts, and shards their part of these. Router and shared expert of
+    /// [`all_sharded`](Self::all_sharded) are among [`ShardedWeights::optimizer_params`](super::ShardedWeights::optimizer_params).
     ///
     /// # Errors
     /// None for a module that was built.
     pub fn optimizer_params(&self, prefix: &str) -> Result<Vec<AdamWParam>> {
         let (rank, ranks) = (self.group.rank(), self.group.ranks());
         let local = self.group.local_experts();
-        let variables = self.trainable().filter(|(_, t)| t.is_variable());
+        let elsewhere = |kind: ParamKind| kind.is_replicated() && self.is_shard(kind);
+        let variables = self.trainable().filter(|(kind, t)| t.is_variable() && !elsewhere(*kind));
         let params = variables.map(|(kind, t)| {
             let name = if prefix.is_empty() { kind.name().to_string() } else { format!("{prefix}.{}", kind.name()) };
             let param = AdamWParam::new(name, &Var::from_tensor(t)?);
@@ -88,15 +91,12 @@ impl ExpertParallelMoE {
             }
             let missing = || Error::invalid(CALL, kind.name(), "a parameter of the configuration", "another");
             let dims = kind.dims(self.layer.config(), local).ok_or_else(missing)?;
-            let shard = ParamShard::of_experts(&dims, rank, ranks)?;
-            let sharded = self.sharded.as_ref().filter(|_| matches!(kind, ParamKind::Up | ParamKind::Down));
-            Ok(param.with_shard(match sharded {
-                None => shard,
-                Some(sharded) => {
-                    let (shards, rank) = sharded.cut(&dims)?;
-                    shard.shard(&shards, rank)?
-                }
-            }))
+            let Some(sharded) = self.sharded.as_ref().filter(|_| self.is_shard(kind)) else {
+                return Ok(param.with_shard(ParamShard::of_experts(&dims, rank, ranks)?));
+            };
+            let weight = matches!(kind, ParamKind::Up | ParamKind::Down);
+            let (cut, place) = sharded.cut(&if weight { dims } else { Shards::lines(&dims).to_vec() })?;
+            Ok(param.with_shard(ParamShard::of_experts(cut.dims(), rank, ranks)?.shard(&cut, place)?))
         });
         params.collect()
     }

@@ -2,6 +2,7 @@
 
 use candle_core::Tensor;
 
+use crate::adapter::{HeldGuards, HeldWeight, view};
 use crate::error::Result;
 use crate::layer::{ParamViews, PerParam};
 use crate::tensor::TensorRef;
@@ -20,11 +21,19 @@ pub(super) fn named<'a>(x: &'a Tensor, params: &'a PerParam<Option<Tensor>>) -> 
     std::iter::once(("x", x)).chain(params.present().map(|(kind, t)| (kind.name(), t))).collect()
 }
 
-/// Views of parameters, given in the parameters' order.
+/// Views of parameters, given in the parameters' order; of those that are gathered, the whole weights.
 pub(super) fn views_of<'a, D: Host>(
     params: &PerParam<Option<Tensor>>,
-    views: &[TensorRef<'a, D>],
+    views: &'a [TensorRef<'_, D>],
+    gathered: Option<Gathered<'a, '_, D>>,
 ) -> Result<ParamViews<'a, D>> {
-    let mut views = views.iter().copied();
-    ParamViews::collect(|kind| Ok(params.get(kind).and_then(|_| views.next())))
+    let mut views = views.iter().map(TensorRef::borrow);
+    ParamViews::collect(|kind| {
+        let own = params.get(kind).and_then(|_| views.next());
+        let held = gathered.and_then(|(held, guards)| held.get(kind).zip(guards.get(kind)));
+        held.map(|(held, guard)| view(held, guard)).transpose().map(|whole| whole.or(own))
+    })
 }
+
+/// Weights that the layer holds, gathered.
+pub(super) type Gathered<'a, 'g, D> = (&'a PerParam<Option<HeldWeight<D>>>, &'a HeldGuards<'g, D>);

@@ -2,7 +2,7 @@
 
 use std::sync::{Mutex, PoisonError};
 
-use candle_core::{CpuStorage, CudaStorage, Device, Error, Result, Shape, Storage};
+use candle_core::{CpuStorage, CudaStorage, Device, Error, Result, Shape, Storage, Tensor};
 
 use super::host::Host;
 
@@ -20,6 +20,14 @@ impl Precomputed {
     /// A value of as many elements in another shape.
     pub(super) fn shaped<D: Host>(value: crate::Tensor<D>, shape: Shape, device: &Device) -> Result<Self> {
         Ok(Self(Mutex::new(Some((D::storage(value, device)?, shape)))))
+    }
+
+    /// A copy of a tensor of candle's.
+    pub(super) fn copy_of(value: &Tensor) -> Result<Self> {
+        let value = value.force_contiguous()?;
+        let (storage, layout) = value.storage_and_layout();
+        let copy = storage.try_clone(layout)?;
+        Ok(Self(Mutex::new(Some((copy, value.shape().clone())))))
     }
 
     fn take(&self) -> Option<(Storage, Shape)> {

@@ -11,7 +11,7 @@ use candle_core::{DType, Result, Tensor, TensorId, Var};
 use crate::adapter::{BUCKET_BYTES, GradientSum, GradientSums, NO_LAYER, PendingSum, ReduceComms, buckets};
 use crate::comm::{Op, Tag};
 use crate::error::Error;
-use crate::layer::{ParamKind, PerParam};
+use crate::layer::PerParam;
 
 use super::error::framework;
 use super::host::{Host, copy_of, into_candle, with_views};
@@ -90,8 +90,8 @@ impl<D: Host> GradientReducer<D> {
     /// Experts that are shards are their chain's ([`finish_sharded`](super::finish_sharded)).
     pub fn with_layer(mut self, moe: &ExpertParallelMoE) -> Self {
         for (kind, t) in moe.trainable().filter(|(_, t)| t.is_variable()) {
-            let is_shard = moe.sharded.is_some() && matches!(kind, ParamKind::Up | ParamKind::Down);
-            if !kind.is_replicated() {
+            let is_shard = moe.is_shard(kind);
+            if is_shard || !kind.is_replicated() {
                 self.of_one_rank.insert(t.id());
             }
             let all = if kind.is_replicated() { &mut self.replicated } else { &mut self.experts };

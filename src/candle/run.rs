@@ -4,7 +4,9 @@ use std::sync::{Arc, Mutex};
 
 use candle_core::{Result, Shape, Tensor};
 
-use crate::adapter::{AnyGroup, Chained, LayerOutput, OutputCotangents, Sharded, with_sources};
+use crate::adapter::{
+    AnyGroup, Chained, LayerOutput, OutputCotangents, Sharded, acquire, sources as held_sources, with_sources,
+};
 use crate::layer::{AuxValue, Forward, Layer, Mode, ParamKind, PerParam, RefusalGuard};
 use crate::lazy::Lazy;
 use crate::metrics::Load;
@@ -132,7 +134,10 @@ fn layer<D: Host>(
     RefusalGuard::forward(call.layer, &mut group).run(|entry| {
         let params = contiguous(CALL, call.params)?;
         with_views(&device, CALL, &named(call.flat, &params), |views| {
-            let weights = views_of(&params, &views[1..])?;
+            let held = experts.map(|experts| held_sources(&experts.held)).transpose()?;
+            let guards = held.as_ref().map(|held| acquire(&device, held)).transpose()?;
+            let gathered = experts.map(|experts| &experts.held).zip(guards.as_ref());
+            let weights = views_of(&params, &views[1..], gathered)?;
             let sources = experts.map(Chained::sources).transpose()?;
             let params = with_sources(&weights, sources.as_ref());
             call.layer.forward(entry.enter(), mode, views[0].borrow(), &params)

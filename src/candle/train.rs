@@ -96,12 +96,14 @@ impl ExpertParallelMoE {
 
     /// Sums the gradients of the variables that every rank holds (router, shared expert) over the ranks, in one
     /// collective, as [`reduce_gradients`](super::reduce_gradients) does for others; an absent gradient counts as zeros.
-    /// Call it on every rank before the optimizer's step. Nothing to do for one rank.
+    /// Call it on every rank before the optimizer's step. Nothing to do for one rank, nor of shards, which
+    /// [`finish_sharded`](super::finish_sharded) sums.
     ///
     /// # Errors
     /// A communicator's error.
     pub fn reduce_gradients(&self, gradients: &mut GradStore) -> Result<()> {
-        let of: Vec<_> = self.trainable().filter(|(kind, _)| kind.is_replicated()).map(|(_, t)| t).collect();
+        let whole = self.trainable().filter(|(kind, _)| kind.is_replicated() && !self.is_shard(*kind));
+        let of: Vec<_> = whole.map(|(_, t)| t).collect();
         Ok(over_group(&self.group, self.layer.number(), &of, gradients)?)
     }
 }

@@ -238,12 +238,15 @@ pub enum Phase {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct WeightId(pub(crate) usize);
 
+/// [`WeightSpec::layer`] of a weight that belongs to no layer: it is in use by itself.
+pub const NO_LAYER: u32 = u32::MAX;
+
 /// Description of a weight for a chain; the same on all ranks.
 #[derive(Debug, Clone)]
 pub struct WeightSpec {
     /// For errors.
     pub name: String,
-    /// Number of its layer. Weights of a layer follow each other, and their gradients are made together.
+    /// Number of its layer, or [`NO_LAYER`]. Weights of a layer follow each other, and their gradients are made together.
     pub layer: u32,
     /// Sizes of the whole weight, such as `[L, G·I, H]`.
     pub dims: Vec<usize>,
@@ -252,6 +255,8 @@ pub struct WeightSpec {
     /// Backward reads it twice: first to recompute what forward did not keep, before the layer's other weights. It is
     /// gathered once and kept between.
     pub recompute: bool,
+    /// It is acquired before the layer's other weights, in backward too, and let go after them: a router.
+    pub held: bool,
     /// How its shards are sent. A quantized shard is cast, in the computation's order, before the first gather after a
     /// [`Chain::finish`], a [`Chain::replace`] or [`Chain::invalidate_casts`], and the cast serves until the next: all
     /// microbatches of a step, forward and backward; from [`Chain::prepare_capture`] on, one forward and its backward.
@@ -264,7 +269,8 @@ pub struct WeightSpec {
 impl WeightSpec {
     /// A weight that is sent as it is and is read once a pass.
     pub fn new(name: impl Into<String>, layer: u32, dims: &[usize], dtype: DType) -> Self {
-        Self { name: name.into(), layer, dims: dims.to_vec(), dtype, recompute: false, payload: Payload::Plain }
+        let (name, dims) = (name.into(), dims.to_vec());
+        Self { name, layer, dims, dtype, recompute: false, held: false, payload: Payload::Plain }
     }
 }
 

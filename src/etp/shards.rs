@@ -7,6 +7,8 @@ use crate::error::{Error, Result};
 use crate::tensor::{Shape, Tensor, TensorRef};
 
 const CALL: &str = "Shards::new";
+/// Rows of a dense weight whose padding is of no account beside them.
+const FEW: usize = 1024;
 
 /// The cut of one weight over N ranks.
 ///
@@ -51,6 +53,20 @@ impl Shards {
             return Err(Error::invalid(CALL, "pad", "padded rows that fit the address space", pad));
         };
         Ok(Self { dims: dims.to_vec(), ranks, rows, width, shard_rows })
+    }
+
+    /// Lines that a dense weight is cut into, `[lines, width]`, the same at any number of ranks: its rows, in halves
+    /// while they are fewer than 1024 and of an even width, or else its elements. So little padding goes with a bias or
+    /// a router.
+    pub fn lines(dims: &[usize]) -> [usize; 2] {
+        let (mut width, rows) =
+            (dims.last().copied().unwrap_or(1), dims.split_last().map_or(1, |(_, outer)| outer.iter().product()));
+        let mut lines: usize = rows;
+        while lines < FEW && width > 1 {
+            let parts = if width.is_multiple_of(2) { 2 } else { width };
+            (lines, width) = (lines.saturating_mul(parts), width / parts);
+        }
+        [lines, width]
     }
 
     /// Sizes of the weight.
@@ -138,6 +154,17 @@ mod tests {
         // Alone: as it is, whatever the padding.
         let s = Shards::new(&[3, 5, 2], 1, 16).unwrap();
         assert_eq!((s.shard_dims(), s.padding(), s.rows_of(0)), ([15, 2], 0, 0..15));
+    }
+
+    #[test]
+    fn lines_are_the_rows_unless_they_are_few() {
+        assert_eq!(Shards::lines(&[1024, 24]), [1024, 24]);
+        assert_eq!(Shards::lines(&[8, 2048]), [1024, 16]);
+        assert_eq!(Shards::lines(&[3, 24]), [72, 1]);
+        assert_eq!(Shards::lines(&[4096]), [1024, 4]);
+        assert_eq!(Shards::lines(&[50257]), [50257, 1]);
+        assert_eq!(Shards::lines(&[1, 6]), [6, 1]);
+        assert_eq!(Shards::lines(&[]), [1, 1]);
     }
 
     #[test]

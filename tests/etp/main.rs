@@ -5,6 +5,8 @@
 #[cfg(feature = "candle")]
 mod candle;
 mod copy_engines;
+#[cfg(feature = "candle")]
+mod dense;
 #[path = "../devices/mod.rs"]
 mod devices;
 mod exact;

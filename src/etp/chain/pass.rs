@@ -9,7 +9,7 @@ use crate::etp::chain::collective_state::ActivePass;
 use crate::etp::chain::schedule::{WeightUse, arrival_parities, gather_parities, gradient_parities, schedule};
 use crate::etp::chain::{Chain, ChainState, UseState};
 use crate::etp::collective_thread::Collective;
-use crate::etp::{Phase, ShardDevice};
+use crate::etp::{NO_LAYER, Phase, ShardDevice};
 
 impl<D: ShardDevice> Chain<D> {
     /// Says, on every rank before the same pass, that shards have changed otherwise than after
@@ -158,7 +158,8 @@ impl<D: ShardDevice> ChainState<D> {
     fn set_order(&mut self, ahead: usize) {
         let of = |node: &UseState<D>| {
             let spec = &self.weights[node.weight].spec;
-            WeightUse { weight: node.weight, layer: spec.layer, recompute: spec.recompute }
+            let layer = Some(spec.layer).filter(|layer| *layer != NO_LAYER);
+            WeightUse { weight: node.weight, layer, recompute: spec.recompute, held: spec.held }
         };
         let links: Vec<WeightUse> = self.uses.iter().map(of).collect();
         let same = |a: usize, b: usize| {

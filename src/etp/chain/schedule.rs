@@ -6,8 +6,11 @@ use crate::etp::Phase;
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(in crate::etp) struct WeightUse {
     pub weight: usize,
-    pub layer: u32,
+    /// `None`: it belongs to no layer, and is in use by itself.
+    pub layer: Option<u32>,
     pub recompute: bool,
+    /// It is in use until the layer's last weight is let go, in both directions.
+    pub held: bool,
 }
 
 /// One acquisition in a pass.
@@ -26,7 +29,7 @@ fn layers(uses: &[WeightUse]) -> Vec<std::ops::Range<usize>> {
     let mut runs: Vec<std::ops::Range<usize>> = Vec::new();
     for (i, used) in uses.iter().enumerate() {
         match runs.last_mut() {
-            Some(run) if uses[run.start].layer == used.layer => run.end = i + 1,
+            Some(run) if used.layer.is_some() && uses[run.start].layer == used.layer => run.end = i + 1,
             _ => runs.push(i..i + 1),
         }
     }
@@ -40,22 +43,33 @@ pub(in crate::etp) fn schedule(uses: &[WeightUse], phase: Phase) -> Vec<Acquisit
     }
     let mut steps = Vec::new();
     for run in layers(uses).into_iter().rev() {
-        let recomputed = run.clone().filter(|node| uses[*node].recompute);
+        let held = run.clone().filter(|node| uses[*node].held);
+        steps.extend(held.map(|node| Acquisition { node, fetch: true, keep: false }));
+        let recomputed = run.clone().filter(|node| uses[*node].recompute && !uses[*node].held);
         steps.extend(recomputed.map(|node| Acquisition { node, fetch: true, keep: true }));
-        steps.extend(run.rev().map(|node| Acquisition { node, fetch: !uses[node].recompute, keep: false }));
+        let rest = run.rev().filter(|node| !uses[*node].held);
+        steps.extend(rest.map(|node| Acquisition { node, fetch: !uses[node].recompute, keep: false }));
     }
     steps
 }
 
-/// Pairs of links that are in memory at the same time: what is in use, what is kept, and what comes next, `ahead` steps
-/// of it.
-fn together(schedules: [&[Acquisition]; 2], ahead: usize) -> Vec<(usize, usize)> {
+/// Pairs of links that are in memory at the same time: what is in use, what is kept or held, and what comes next,
+/// `ahead` steps of it.
+fn together(uses: &[WeightUse], schedules: [&[Acquisition]; 2], ahead: usize) -> Vec<(usize, usize)> {
+    let mut run_of = vec![0; uses.len()];
+    for (number, run) in layers(uses).into_iter().enumerate() {
+        run.for_each(|node| run_of[node] = number);
+    }
     let mut pairs = Vec::new();
     for steps in schedules {
-        let mut kept: Vec<usize> = Vec::new();
+        let (mut kept, mut held): (Vec<usize>, Vec<usize>) = (Vec::new(), Vec::new());
         for (i, step) in steps.iter().enumerate() {
-            let mut live = kept.clone();
+            held.retain(|node| run_of[*node] == run_of[step.node]);
+            let mut live: Vec<usize> = kept.iter().chain(&held).copied().collect();
             live.push(step.node);
+            if uses[step.node].held {
+                held.push(step.node);
+            }
             live.extend(steps[i + 1..].iter().take(ahead).filter(|next| next.fetch).map(|next| next.node));
             for a in &live {
                 pairs.extend(live.iter().filter(|b| a != *b).map(|b| (*a, *b)));
@@ -88,7 +102,7 @@ pub(in crate::etp) fn gather_parities(
     same: impl Fn(usize, usize) -> bool,
 ) -> Vec<usize> {
     let (forward, backward) = (schedule(uses, Phase::Forward), schedule(uses, Phase::Backward));
-    parities(uses.len(), &together([&forward, &backward], ahead), same)
+    parities(uses.len(), &together(uses, [&forward, &backward], ahead), same)
 }
 
 /// Parity of each link's buffer for what arrives, which is free once the link's turn comes.
@@ -135,8 +149,9 @@ mod tests {
 
     fn model(layers: u32, recompute: bool) -> Vec<WeightUse> {
         let two = |l| {
-            let up = WeightUse { weight: 2 * l as usize, layer: l, recompute };
-            let down = WeightUse { weight: 2 * l as usize + 1, layer: l, recompute: false };
+            let up = WeightUse { weight: 2 * l as usize, layer: Some(l), recompute, held: false };
+            let weight = 2 * l as usize + 1;
+            let down = WeightUse { weight, layer: Some(l), recompute: false, held: false };
             [up, down]
         };
         (0..layers).flat_map(two).collect()
@@ -156,6 +171,38 @@ mod tests {
         assert_eq!(recomputed, [layer(2, 3), layer(0, 1)].concat());
     }
 
+    /// A router, `up` and `down`, a linear of no layer before and behind.
+    fn with_dense(recompute: bool) -> Vec<WeightUse> {
+        let of = |weight, layer, held| WeightUse { weight, layer, recompute: recompute && weight == 2, held };
+        vec![of(0, None, false), of(1, Some(7), true), of(2, Some(7), false), of(3, Some(7), false), of(4, None, false)]
+    }
+
+    #[test]
+    fn what_is_held_comes_first_in_both_directions() {
+        let uses = with_dense(true);
+        assert_eq!(order(&uses, Phase::Forward), [0, 1, 2, 3, 4].map(|n| (n, true, false)));
+        let layer = [(1, true, false), (2, true, true), (3, true, false), (2, false, false)];
+        let expected = [&[(4, true, false)][..], &layer, &[(0, true, false)]].concat();
+        assert_eq!(order(&uses, Phase::Backward), expected);
+        // Weights of no layer are no layer of their own together.
+        let dense = [0, 1].map(|weight| WeightUse { weight, layer: None, recompute: false, held: true });
+        assert_eq!(order(&dense, Phase::Backward), [1, 0].map(|n| (n, true, false)));
+    }
+
+    /// What is held shares memory with nothing of its layer, nor with what is gathered ahead of the next.
+    #[test]
+    fn what_is_held_has_memory_of_its_own() {
+        for recompute in [false, true] {
+            let uses = with_dense(recompute);
+            let parity = gather_parities(&uses, 1, |_, _| true);
+            for other in [0, 2, 3, 4] {
+                assert_ne!(parity[1], parity[other], "{recompute}: {parity:?}");
+            }
+            // The present one, the next and the held one; with recompute the kept one too.
+            assert_eq!(parity.iter().max(), Some(&(2 + usize::from(recompute))), "{parity:?}");
+        }
+    }
+
     #[test]
     fn uses_in_memory_together_differ_in_parity() {
         for recompute in [false, true] {
@@ -164,7 +211,7 @@ mod tests {
                 let same = |a: usize, b: usize| same_shape || a % 2 == b % 2;
                 let parity = gather_parities(&uses, 1, same);
                 let (forward, backward) = (schedule(&uses, Phase::Forward), schedule(&uses, Phase::Backward));
-                for (a, b) in together([&forward, &backward], 1) {
+                for (a, b) in together(&uses, [&forward, &backward], 1) {
                     assert!(!same(a, b) || parity[a] != parity[b], "{a} and {b}: {parity:?}");
                 }
                 // Two buffers serve where all are of one shape, and one of each shape where neighbors differ.
