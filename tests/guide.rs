@@ -290,6 +290,71 @@ mod etp {
         }
     }
 
+    mod dense {
+        use std::sync::Arc;
+
+        use candle_core::backprop::GradStore;
+        use candle_core::{Device, Tensor};
+        use candle_nn::{Init, Optimizer, VarBuilder};
+        use moebius::candle::{AdamW, DeviceGroup, ExpertParallelMoE, Parameters, ShardGradients, ShardedIn, ShardedWeights, finish_sharded};
+        use moebius::checkpoint::{Checkpoint, RankModel, SaveOptions};
+        use moebius::comm::Communicator;
+        use moebius::cpu::Cpu;
+        use moebius::etp::{Chain, Payload};
+        use moebius::optim::AdamWOptions;
+        use moebius::MoeConfig;
+
+        use super::super::Result;
+
+        struct Parts<'a> {
+            config: MoeConfig,
+            group: DeviceGroup,
+            chain: Arc<Chain<Cpu>>,
+            experts: Arc<Chain<Cpu>>,
+            vb: VarBuilder<'a>,
+            comm: Box<dyn Communicator<Cpu>>,
+            world: Box<dyn Communicator<Cpu>>,
+            replicas: Option<&'a mut dyn Communicator<Cpu>>,
+            gradients: GradStore,
+            checkpoint: Checkpoint,
+            sizes: [usize; 2],
+        }
+
+        fn rms_norm(x: &Tensor, weights: &[Tensor]) -> candle_core::Result<Tensor> {
+            candle_nn::ops::rms_norm_slow(x, &weights[0], 1e-6)
+        }
+
+        fn train(Parts { config, group, chain, experts, vb, comm, replicas, mut gradients, sizes: [vocabulary, hidden], .. }: Parts<'_>) -> Result<()> {
+            let (cpu, options) = (Cpu::new(), AdamWOptions::default());
+            let weights = ShardedWeights::new(&chain, vb);                      // a chain of all ranks
+            let embed = weights.pp("embed").embedding(vocabulary, hidden)?;
+            let norm = weights.pp("norm").function(&[("weight", &[hidden], Init::Const(1.0))], rms_norm)?;
+            let moe = ExpertParallelMoE::all_sharded(config, &group, &experts, Payload::Plain, &weights.pp("moe"))?;
+            let output = embed.tied_output(); // …
+            let params = [weights.optimizer_params(), moe.optimizer_params("moe")?].concat();
+            let mut adam = AdamW::over_ranks(&cpu, comm, params, options, &[options.group])?;
+            // passes of both chains around forward and backward, then
+            finish_sharded(&chain, None, &weights.shards(), &mut gradients, ShardGradients::AsSummed)?;
+            finish_sharded(&experts, replicas, &moe.shards(), &mut gradients, ShardGradients::AsSummed)?;
+            adam.step(&gradients)?;
+            Ok(())
+        }
+
+        fn stored(Parts { group, chain, experts, checkpoint, mut world, sizes: [vocabulary, hidden], .. }: Parts<'_>) -> Result<()> {
+            let (cpu, device) = (Cpu::new(), Device::Cpu);
+            let weights = ShardedWeights::from_checkpoint(&chain, &checkpoint, &device, Parameters::Trainable, None)?;
+            let embed = weights.pp("model.embed_tokens").embedding(vocabulary, hidden)?;
+            let layer = weights.pp("model.layers.0.mlp");                      // names for the optimizer
+            let shards = ShardedIn { chain: &experts, payload: Payload::Plain, weights: Some(&layer) };
+            let moe = ExpertParallelMoE::from_checkpoint_sharded(&checkpoint, 0, &group, shards, Parameters::Trainable)?;
+            // … train …
+            let (blocks, tensors) = ([moe.to_parts()?], weights.to_parts()?);
+            let model = RankModel { blocks: &blocks, tensors: &tensors };
+            checkpoint.save_parts("out", model, &cpu, &mut *world, SaveOptions::default())?;
+            Ok(())
+        }
+    }
+
     #[cfg(feature = "nccl")]
     fn on_gpus(gpus: Vec<moebius::cuda::Cuda>, library: moebius::nccl::NcclLibrary, timeout: std::time::Duration) -> moebius::Result<()> {
         use moebius::cuda::Cuda;

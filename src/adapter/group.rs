@@ -29,6 +29,18 @@ pub enum AnyChain {
     Cuda(Arc<Chain<Cuda>>),
 }
 
+#[cfg(feature = "candle")]
+impl AnyChain {
+    /// The cut of a weight of these sizes, and this rank's place in the chain.
+    pub(crate) fn cut(&self, dims: &[usize]) -> crate::Result<(crate::etp::Shards, usize)> {
+        match self {
+            Self::Cpu(chain) => Ok((chain.shards(dims)?, chain.rank())),
+            #[cfg(feature = "cuda")]
+            Self::Cuda(chain) => Ok((chain.shards(dims)?, chain.rank())),
+        }
+    }
+}
+
 /// A device that the host frameworks have too: [`Cpu`], and with the `cuda` feature `Cuda`.
 pub trait FrameworkDevice: ShardDevice {
     /// A group of this device, for a module that does not know its device.

@@ -2,6 +2,8 @@
 
 use std::fmt;
 
+#[cfg(feature = "candle")]
+use crate::checkpoint::BlockShards;
 use crate::checkpoint::{Block, Checkpoint, LoadOptions, Progress};
 use crate::error::Result;
 
@@ -46,6 +48,21 @@ impl<'a, T, P> LoadAs<'a, T, P> {
         match self.progress {
             Some(progress) => checkpoint.load_block_with(layer, options, progress),
             None => checkpoint.load_block(layer, options),
+        }
+    }
+
+    /// The same of this rank's shards.
+    #[cfg(feature = "candle")]
+    pub(crate) fn read_shards(
+        self,
+        checkpoint: &Checkpoint,
+        layer: usize,
+        options: LoadOptions,
+        shards: BlockShards,
+    ) -> Result<Block> {
+        match self.progress {
+            Some(progress) => checkpoint.load_shards(layer, options, shards, progress),
+            None => checkpoint.load_shards(layer, options, shards, &mut |_| {}),
         }
     }
 }

@@ -80,13 +80,12 @@ impl Sharded {
         D::chain(&self.chain).is_some_and(|own| Arc::ptr_eq(own, chain))
     }
 
-    /// The cut of a weight of these sizes, and this rank's place in the chain.
+    /// The cut of the weight of a parameter that is a shard, of these sizes, and this rank's place in it.
     #[cfg(feature = "candle")]
-    pub(crate) fn cut(&self, dims: &[usize]) -> Result<(crate::etp::Shards, usize)> {
-        match &self.chain {
-            AnyChain::Cpu(chain) => Ok((chain.shards(dims)?, chain.rank())),
-            #[cfg(feature = "cuda")]
-            AnyChain::Cuda(chain) => Ok((chain.shards(dims)?, chain.rank())),
+    pub(crate) fn cut(&self, kind: ParamKind, dims: &[usize]) -> Result<(crate::etp::Shards, usize)> {
+        match self.held.get(kind) {
+            Some(held) => held.chain.cut(&crate::etp::Shards::lines(dims)),
+            None => self.chain.cut(dims),
         }
     }
 

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use candle_core::{DType, Device, Result, Tensor, Var};
 
 use crate::adapter::{HeldId, Sharded};
-use crate::checkpoint::{Block, Checkpoint};
+use crate::checkpoint::{Block, BlockParams, BlockShards, Checkpoint};
 use crate::comm::Op;
 use crate::cpu::Cpu;
 use crate::error::Error;
@@ -14,9 +14,9 @@ use crate::layer::{Layer, LayerSpec, ParamKind, PerParam};
 
 use super::etp::VarShard;
 use super::group::DeviceGroup;
-use super::host::{Host, into_candle};
+use super::host::Host;
 use super::module::ExpertParallelMoE;
-use super::options::{LoadAs, Parameters};
+use super::options::{LoadAs, Parameters, place_in, tensor};
 use super::sharded_weights::{ShardedTensor, ShardedWeights, Use, check_shard};
 
 /// A layer of one rank, on the device and in the type of `vb`, of any number of tokens a call: the common case. For
@@ -40,12 +40,16 @@ fn number_in(path: &str) -> u32 {
     path.rsplit('.').find_map(|part| part.parse().ok()).unwrap_or(0)
 }
 
-/// A chain that experts are added to, and how their shards travel.
-struct InChain<'a, D: Host> {
-    chain: &'a Arc<Chain<D>>,
-    payload: Payload,
-    /// Where router and shared expert are shards too.
-    weights: Option<&'a ShardedWeights<'a, D>>,
+/// Where a layer's shards are: the chain that its experts are added to, and more.
+#[derive(Debug)]
+pub struct ShardedIn<'a, D: Host = Cpu> {
+    /// Over the ranks that hold the same experts.
+    pub chain: &'a Arc<Chain<D>>,
+    /// How the experts' shards travel.
+    pub payload: Payload,
+    /// Whose chain router and shared expert are shards of, too, and whose names theirs stand behind; the experts' biases
+    /// are sharded with the experts then.
+    pub weights: Option<&'a ShardedWeights<'a, D>>,
 }
 
 impl ExpertParallelMoE {
@@ -119,7 +123,7 @@ impl ExpertParallelMoE {
         payload: Payload,
         vb: candle_nn::VarBuilder<'_>,
     ) -> Result<Self> {
-        Self::build(layer.into(), group.into(), vb, Some(InChain { chain, payload, weights: None }))
+        Self::build(layer.into(), group.into(), vb, Some(ShardedIn { chain, payload, weights: None }))
     }
 
     /// [`sharded`](Self::sharded) with all else sharded too: the experts' biases in the experts' chain, and router and
@@ -140,14 +144,14 @@ impl ExpertParallelMoE {
         weights: &ShardedWeights<'_, D>,
     ) -> Result<Self> {
         let vb = weights.builder().clone();
-        Self::build(layer.into(), group.into(), vb, Some(InChain { chain, payload, weights: Some(weights) }))
+        Self::build(layer.into(), group.into(), vb, Some(ShardedIn { chain, payload, weights: Some(weights) }))
     }
 
     fn build<D: Host>(
         spec: LayerSpec,
         group: DeviceGroup,
         vb: candle_nn::VarBuilder<'_>,
-        chain: Option<InChain<'_, D>>,
+        chain: Option<ShardedIn<'_, D>>,
     ) -> Result<Self> {
         let number = group.any().membership().number_layer(spec.number());
         let made = spec.layer(number).map_err(Into::into).and_then(|layer| {
@@ -193,16 +197,7 @@ impl ExpertParallelMoE {
         let layer = Layer::new(block.config.clone(), group.any().membership().number_layer(number.into()))?;
         group.any().membership().check_experts(CALL, layer.config().router.num_experts)?;
         block.check(CALL, group.local_experts())?;
-        let params = block.params.into_per_param().try_map(|_, t| -> Result<_> {
-            let Some(t) = t else { return Ok(None) };
-            let dims = t.dims().to_vec();
-            let t = into_candle(t, &dims, &Device::Cpu)?.to_device(group.device())?;
-            let t = match params {
-                Parameters::Trainable => Var::from_tensor(&t)?.into_inner(),
-                Parameters::Frozen => t,
-            };
-            Ok(Some(t))
-        })?;
+        let params = tensors(block.params, group.device(), params)?;
         Ok(Self { layer, group, params, sharded: None, training: Arc::default() })
     }
 
@@ -246,6 +241,40 @@ impl ExpertParallelMoE {
         let (params, options) = (load.params, load.options(&group)?);
         Self::from_block(load.read(checkpoint, layer, options)?, layer as u32, group, params)
     }
+
+    /// As [`from_checkpoint`](Self::from_checkpoint), of the module of [`sharded`](Self::sharded), or, where there are
+    /// `weights`, of [`all_sharded`](Self::all_sharded): reads this rank's shards only, at whatever number of ranks the
+    /// checkpoint was saved ([`Checkpoint::load_shards`] says which rows). [`to_parts`](Self::to_parts) is the way back.
+    ///
+    /// # Errors
+    /// Errors of [`Checkpoint::load_shards`]; as [`sharded`](Self::sharded).
+    pub fn from_checkpoint_sharded<'a, D: Host>(
+        checkpoint: &Checkpoint,
+        layer: usize,
+        group: impl Into<DeviceGroup>,
+        shards: ShardedIn<'_, D>,
+        load: impl Into<LoadAs<'a>>,
+    ) -> Result<Self> {
+        const CALL: &str = "ExpertParallelMoE::from_checkpoint_sharded";
+        let (group, load) = (group.into(), load.into());
+        let (params, options) = (load.params, load.options(&group)?);
+        shards.check_device(&group)?;
+        let cut = BlockShards {
+            experts: place_in(shards.chain),
+            dense: shards.weights.map(|weights| place_in(weights.chain())),
+        };
+        let block = load.read_shards(checkpoint, layer, options, cut)?;
+        let layer = Layer::new(block.config, group.any().membership().number_layer(Some(layer as u32)))?;
+        group.any().membership().check_experts(CALL, layer.config().router.num_experts)?;
+        let params = tensors(block.params, group.device(), params)?;
+        let sharded = shards.add(&layer, group.local_experts(), &params)?;
+        Ok(Self { layer, group, params, sharded, training: Arc::default() })
+    }
+}
+
+/// Parameters as candle's tensors.
+fn tensors(block: BlockParams, device: &Device, params: Parameters) -> Result<PerParam<Option<Tensor>>> {
+    block.into_per_param().try_map(|_, t| t.map(|t| tensor(t, device, params)).transpose())
 }
 
 /// Variables of a module, and their place in a chain if there is one.
@@ -253,21 +282,17 @@ fn variables<D: Host>(
     layer: &Layer,
     group: &DeviceGroup,
     vb: candle_nn::VarBuilder<'_>,
-    chain: Option<InChain<'_, D>>,
+    chain: Option<ShardedIn<'_, D>>,
 ) -> Result<(PerParam<Option<Tensor>>, Option<Sharded>)> {
-    const CALL: &str = "ExpertParallelMoE::sharded";
     let (config, local) = (layer.config(), group.local_experts());
     group.any().membership().check_experts("ExpertParallelMoE::new", config.router.num_experts)?;
-    if let Some(InChain { chain, .. }) = &chain
-        && !chain.device().is(group.device())
-    {
-        let found = D::other(group.device());
-        return Err(Error::invalid(CALL, "group", "the chain's device", found).into());
+    if let Some(chain) = &chain {
+        chain.check_device(group)?;
     }
     let params = PerParam::try_from_fn(|kind| -> Result<Option<Tensor>> {
         let Some(mut dims) = kind.dims(config, local) else { return Ok(None) };
         match &chain {
-            Some(InChain { chain, .. }) if is_expert_weight(kind) => {
+            Some(ShardedIn { chain, .. }) if is_expert_weight(kind) => {
                 dims = chain.shards(&dims)?.shard_dims().to_vec();
             }
             Some(in_chain) => {
@@ -302,7 +327,15 @@ fn is_expert_weight(kind: ParamKind) -> bool {
     matches!(kind, ParamKind::Up | ParamKind::Down)
 }
 
-impl<D: Host> InChain<'_, D> {
+impl<D: Host> ShardedIn<'_, D> {
+    fn check_device(&self, group: &DeviceGroup) -> crate::Result<()> {
+        if self.chain.device().is(group.device()) {
+            return Ok(());
+        }
+        let found = D::other(group.device());
+        Err(Error::invalid("ExpertParallelMoE::sharded", "group", "the chain's device", found))
+    }
+
     /// The chain that a parameter beside the experts' weights is cut for.
     fn of(&self, kind: ParamKind) -> Option<&Arc<Chain<D>>> {
         let weights = self.weights.filter(|_| kind != ParamKind::SelectionBias && !is_expert_weight(kind))?;

@@ -137,7 +137,7 @@ mod views_mut;
 /// A rank's group as its layers share it, of the CPU unless said otherwise.
 pub type EpGroup<D = crate::cpu::Cpu> = crate::ep::EpGroup<D>;
 pub use crate::adapter::{BUCKET_BYTES, ReduceComms};
-pub use build::moe;
+pub use build::{ShardedIn, moe};
 #[cfg(feature = "cuda")]
 pub use capture::{Capture, CapturedStep, device_for_capture};
 #[cfg(feature = "cuda")]

@@ -7,15 +7,17 @@ use candle_core::{Device, Result, Tensor, Var};
 use crate::adapter::Sharded;
 #[cfg(doc)]
 use crate::checkpoint::Checkpoint;
-use crate::checkpoint::{Block, BlockParams};
+use crate::checkpoint::{Block, BlockParams, RankBlock, RankPart};
 use crate::comm::Op;
 use crate::cpu::Cpu;
 use crate::error::Error;
 use crate::etp::WeightId;
 use crate::layer::{Layer, Mode, Noise, ParamKind, PerParam};
+use crate::optim::ParamShard;
 
+use super::error::framework;
 use super::group::DeviceGroup;
-use super::host::{copy_of, with_views};
+use super::host::{copy_of, dtype_of, with_views};
 use super::run::{self, ForwardInputs, MoeOutput};
 use super::training_state::TrainingState;
 
@@ -73,6 +75,36 @@ impl ExpertParallelMoE {
         self.sharded.as_ref().is_some_and(|sharded| sharded.has(kind))
     }
 
+    /// What this rank holds of a parameter.
+    pub(super) fn param_shard(&self, kind: ParamKind) -> crate::Result<ParamShard> {
+        let missing =
+            || Error::invalid("ExpertParallelMoE", kind.name(), "a parameter of the configuration", "another");
+        let dims = kind.dims(self.layer.config(), self.group.local_experts()).ok_or_else(missing)?;
+        let of_ranks = |dims: &[usize]| match kind.is_replicated() {
+            true => Ok(ParamShard::whole(dims)),
+            false => ParamShard::of_experts(dims, self.group.rank(), self.group.ranks()),
+        };
+        match self.sharded.as_ref().filter(|sharded| sharded.has(kind)) {
+            None => of_ranks(&dims),
+            Some(sharded) => {
+                let (cut, place) = sharded.cut(kind, &dims)?;
+                of_ranks(cut.dims())?.shard(&cut, place)
+            }
+        }
+    }
+
+    /// What this rank holds of the layer, for [`Checkpoint::save_parts`]: nothing is copied before it is written.
+    ///
+    /// # Errors
+    /// None for a module that was built.
+    pub fn to_parts(&self) -> Result<RankBlock<'static>> {
+        let params = self.params.as_ref().try_map(|kind, t| -> Result<_> {
+            let Some(t) = t else { return Ok(None) };
+            Ok(Some(part_of(kind.name(), t, self.param_shard(kind)?)?))
+        })?;
+        Ok(RankBlock { layer: self.layer.number() as usize, params })
+    }
+
     /// The same module without gradients, for evaluation: it shares the parameters, sees what an optimizer makes of
     /// them, and keeps nothing for a backward. Where there are several ranks, all of them evaluate, or none.
     pub fn detached(&self) -> Self {
@@ -81,7 +113,8 @@ impl ExpertParallelMoE {
     }
 
     /// This rank's parameters on the host, as [`Checkpoint::save`] takes them; over several ranks,
-    /// [`gather_blocks`](crate::checkpoint::gather_blocks) joins all ranks'.
+    /// [`gather_blocks`](crate::checkpoint::gather_blocks) joins all ranks'. Of shards there is
+    /// [`to_parts`](Self::to_parts).
     ///
     /// # Errors
     /// Experts that are shards; a device's error.
@@ -149,6 +182,19 @@ impl ExpertParallelMoE {
         let call = ForwardInputs { layer, params, sharded, flat: &flat, shape, aux_scale };
         run::forward(&self.group, &call, Mode { backward: tracks, noise })
     }
+}
+
+/// A tensor that a save reads piece by piece.
+pub(super) fn part_of(name: &str, t: &Tensor, shard: ParamShard) -> crate::Result<RankPart<'static>> {
+    const CALL: &str = "Checkpoint::save_parts";
+    let dtype = dtype_of(CALL, name, t.dtype())?;
+    let (name, t) = (name.to_string(), t.detach());
+    let read = move |range: std::ops::Range<usize>| {
+        let piece = t.flatten_all().and_then(|t| t.narrow(0, range.start, range.len()));
+        let piece = piece.and_then(|t| t.contiguous()?.to_device(&Device::Cpu)).map_err(framework(CALL))?;
+        with_views(&Cpu::new(), CALL, &[(&name, &piece)], |views| Ok(views[0].data().to_vec()))
+    };
+    Ok(RankPart::new(dtype, shard, read))
 }
 
 /// Copies of parameters.

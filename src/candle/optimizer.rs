@@ -10,7 +10,6 @@ use candle_nn::Optimizer;
 use crate::comm::{Communicator, Op, Tag};
 use crate::cpu::Cpu;
 use crate::error::Error;
-use crate::etp::Shards;
 use crate::layer::ParamKind;
 use crate::optim::{self, AdamWOptions, GroupOptions, ParamShard, ParamSpec, StepStats, StepTensor};
 
@@ -79,24 +78,11 @@ impl ExpertParallelMoE {
     /// # Errors
     /// None for a module that was built.
     pub fn optimizer_params(&self, prefix: &str) -> Result<Vec<AdamWParam>> {
-        let (rank, ranks) = (self.group.rank(), self.group.ranks());
-        let local = self.group.local_experts();
         let elsewhere = |kind: ParamKind| kind.is_replicated() && self.is_shard(kind);
         let variables = self.trainable().filter(|(kind, t)| t.is_variable() && !elsewhere(*kind));
         let params = variables.map(|(kind, t)| {
             let name = if prefix.is_empty() { kind.name().to_string() } else { format!("{prefix}.{}", kind.name()) };
-            let param = AdamWParam::new(name, &Var::from_tensor(t)?);
-            if kind.is_replicated() {
-                return Ok(param);
-            }
-            let missing = || Error::invalid(CALL, kind.name(), "a parameter of the configuration", "another");
-            let dims = kind.dims(self.layer.config(), local).ok_or_else(missing)?;
-            let Some(sharded) = self.sharded.as_ref().filter(|_| self.is_shard(kind)) else {
-                return Ok(param.with_shard(ParamShard::of_experts(&dims, rank, ranks)?));
-            };
-            let weight = matches!(kind, ParamKind::Up | ParamKind::Down);
-            let (cut, place) = sharded.cut(&if weight { dims } else { Shards::lines(&dims).to_vec() })?;
-            Ok(param.with_shard(ParamShard::of_experts(cut.dims(), rank, ranks)?.shard(&cut, place)?))
+            Ok(AdamWParam::new(name, &Var::from_tensor(t)?).with_shard(self.param_shard(kind)?))
         });
         params.collect()
     }

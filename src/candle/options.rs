@@ -1,12 +1,15 @@
 //! How a module's parameters are loaded.
 
-use candle_core::DType;
+use candle_core::{DType, Device, Result as CandleResult, Tensor, Var};
 
 use crate::adapter;
-use crate::checkpoint::LoadOptions;
+use crate::checkpoint::{LoadOptions, ShardOptions};
+use crate::cpu::Cpu;
 use crate::error::{Error, Result};
+use crate::etp::Chain;
 
 use super::group::DeviceGroup;
+use super::host::{Host, into_candle};
 
 /// Kind of a module's parameters.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -57,4 +60,19 @@ fn own_dtype(dtype: DType) -> Result<crate::DType> {
         DType::BF16 => Ok(crate::DType::BF16),
         other => Err(Error::invalid("LoadAs", "dtype", "f64, f32, f16 or bf16", other.as_str())),
     }
+}
+
+/// A tensor from a checkpoint as candle's.
+pub(super) fn tensor(t: crate::Tensor<Cpu>, device: &Device, params: Parameters) -> CandleResult<Tensor> {
+    let dims = t.dims().to_vec();
+    let t = into_candle(t, &dims, &Device::Cpu)?.to_device(device)?;
+    match params {
+        Parameters::Trainable => Ok(Var::from_tensor(&t)?.into_inner()),
+        Parameters::Frozen => Ok(t),
+    }
+}
+
+/// This rank's place in a chain, as a checkpoint cuts for it.
+pub(super) fn place_in<D: Host>(chain: &Chain<D>) -> ShardOptions {
+    ShardOptions { rank: chain.rank(), ranks: chain.ranks(), pad: chain.options().pad }
 }

@@ -4,9 +4,11 @@
 use std::fmt::{self, Debug};
 use std::sync::{Arc, Mutex, PoisonError};
 
-use candle_core::{CpuStorage, CudaStorage, CustomOp2, Layout, Module, Result, Shape, Tensor, Var};
+use candle_core::{CpuStorage, CudaStorage, CustomOp2, DType, Device, Layout, Module, Result, Shape, Tensor, Var};
+use candle_nn::var_builder::SimpleBackend;
 use candle_nn::{Init, VarBuilder};
 
+use crate::checkpoint::{Checkpoint, RankTensor, ShardOptions};
 use crate::cpu::Cpu;
 use crate::error::Error;
 use crate::etp::{Chain, NO_LAYER, Shards, WeightId, WeightSpec};
@@ -16,7 +18,9 @@ use crate::weights::{Weight, WeightSource};
 use super::error::framework;
 use super::etp::VarShard;
 use super::host::{Host, copy_of, dtype_of, into_candle, with_views};
+use super::module::part_of;
 use super::optimizer::AdamWParam;
+use super::options::{Parameters, place_in, tensor};
 use super::precomputed::Precomputed;
 use super::sharded_functions::{EmbeddingFunction, LinearFunction, ShardedFunction};
 
@@ -30,6 +34,8 @@ pub(super) struct ShardedTensor<D: Host> {
     pub(super) name: String,
     pub(super) dims: Vec<usize>,
     pub(super) shard: Tensor,
+    /// A layer's.
+    held: bool,
     /// This rank's part.
     pub(super) part: ParamShard,
 }
@@ -80,7 +86,7 @@ impl<D: Host> ShardedTensor<D> {
         let mut spec = WeightSpec::new(name.clone(), of.layer, cut.dims(), dtype);
         spec.held = of.held;
         let id = chain.add(spec, Arc::new(VarShard::on(chain.device(), &shard)))?;
-        Ok(Self { chain: Arc::clone(chain), id, name, dims: dims.to_vec(), shard, part })
+        Ok(Self { chain: Arc::clone(chain), id, name, dims: dims.to_vec(), shard, held: of.held, part })
     }
 
     /// The whole weight, in memory of candle's (collective).
@@ -179,6 +185,24 @@ impl<'a, D: Host> ShardedWeights<'a, D> {
         Self { chain: Arc::clone(chain), vb, all: Arc::default() }
     }
 
+    /// Weights whose shards are read of a checkpoint, where they have the same names, on `device`, the chain's; `dtype` as
+    /// [`LoadOptions::dtype`](crate::checkpoint::LoadOptions::dtype).
+    ///
+    /// # Errors
+    /// Another type than f64, f32, f16 or bf16. What cannot be read is found when a weight is made.
+    pub fn from_checkpoint(
+        chain: &Arc<Chain<D>>,
+        checkpoint: &'a Checkpoint,
+        device: &Device,
+        params: Parameters,
+        dtype: Option<DType>,
+    ) -> Result<Self> {
+        let as_dtype = dtype.map(|dtype| dtype_of(CALL, "dtype", dtype)).transpose()?;
+        let stored = StoredShards { checkpoint, cut: place_in(chain), params, dtype: as_dtype };
+        let vb = VarBuilder::from_backend(Box::new(stored), dtype.unwrap_or(DType::F32), device.clone());
+        Ok(Self::new(chain, vb))
+    }
+
     /// The same with a name before those of the weights.
     pub fn pp(&self, name: impl ToString) -> Self {
         Self { chain: Arc::clone(&self.chain), vb: self.vb.pp(name), all: Arc::clone(&self.all) }
@@ -265,10 +289,50 @@ impl<'a, D: Host> ShardedWeights<'a, D> {
         self.all().iter().filter_map(|weight| Some((weight.id, weight.var()?))).collect()
     }
 
+    /// What this rank holds of the weights, but for those of [`ExpertParallelMoE`](super::ExpertParallelMoE)s
+    /// ([`to_parts`](super::ExpertParallelMoE::to_parts) has these), for [`Checkpoint::save_parts`].
+    ///
+    /// # Errors
+    /// None for weights that were made.
+    pub fn to_parts(&self) -> Result<Vec<RankTensor<'static>>> {
+        let all = self.all();
+        let alone = all.iter().filter(|weight| !weight.held);
+        let part = |weight: &Arc<ShardedTensor<D>>| {
+            let (name, dims) = (weight.name.clone(), weight.dims.clone());
+            let part = part_of(&name, &weight.shard, weight.part.clone())?;
+            Ok(RankTensor { name, dims, part })
+        };
+        alone.map(part).collect()
+    }
+
     /// The same variables by their full names, with what this rank holds of each, for
     /// [`AdamW::over_ranks`](super::AdamW::over_ranks).
     pub fn optimizer_params(&self) -> Vec<AdamWParam> {
         self.all().iter().filter_map(|weight| weight.optimizer_param(weight.name.clone())).collect()
+    }
+}
+
+/// Shards of a checkpoint's tensors.
+struct StoredShards<'a> {
+    checkpoint: &'a Checkpoint,
+    cut: ShardOptions,
+    params: Parameters,
+    dtype: Option<crate::DType>,
+}
+
+impl SimpleBackend for StoredShards<'_> {
+    fn get(&self, shape: Shape, name: &str, _: Init, dtype: DType, device: &Device) -> Result<Tensor> {
+        let shard = self.get_unchecked(name, dtype, device)?;
+        Error::check_shape("ShardedWeights::from_checkpoint", name, shape.dims(), shard.dims())?;
+        Ok(shard)
+    }
+
+    fn get_unchecked(&self, name: &str, _: DType, device: &Device) -> Result<Tensor> {
+        tensor(self.checkpoint.tensor_shard(name, self.dtype, self.cut)?, device, self.params)
+    }
+
+    fn contains_tensor(&self, name: &str) -> bool {
+        self.checkpoint.has(name)
     }
 }
 

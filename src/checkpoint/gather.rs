@@ -9,7 +9,7 @@ use crate::config::MoeConfig;
 use crate::cpu::Cpu;
 use crate::dtype::DType;
 use crate::error::{Error, Result};
-use crate::layer::ParamKind;
+use crate::layer::{ParamKind, PerParam};
 use crate::tensor::Tensor;
 
 /// Joins the ranks' shares of a block, in rank order: experts are concatenated, replicated parameters are the first
@@ -100,7 +100,7 @@ impl PlannedTensor {
 }
 
 /// One matrix as it lies on disk, of `local` experts' parameters.
-pub(super) fn disk_bytes(part: &DiskMatrix, params: &BlockParams, expert: usize, local: usize) -> Result<Vec<u8>> {
+fn disk_bytes(part: &DiskMatrix, params: &BlockParams, expert: usize, local: usize) -> Result<Vec<u8>> {
     let missing = || Error::invalid("Checkpoint::save", part.kind.name(), "a tensor", "none");
     let tensor = params.get(part.kind).ok_or_else(missing)?;
     let matrix = match part.kind.is_replicated() {
@@ -156,7 +156,7 @@ impl Checkpoint {
     }
 
     /// The tensors on disk that all ranks' parameters make, by name, of the types of one rank's.
-    pub(super) fn plan_whole(
+    fn plan_whole(
         &self,
         call: &'static str,
         layer: usize,
@@ -166,22 +166,32 @@ impl Checkpoint {
         let config = self.block(layer)?;
         let experts = options.experts(call, config.router.num_experts)?;
         params.check(call, config, experts.len())?;
+        Ok(self.plan_all(layer, config, &params.per_param().map(|_, t| t.map(Tensor::dtype))))
+    }
+
+    /// The same of parameters of these types.
+    pub(super) fn plan_all(
+        &self,
+        layer: usize,
+        config: &MoeConfig,
+        dtypes: &PerParam<Option<DType>>,
+    ) -> Vec<PlannedTensor> {
         let layout = self.layout(layer, config);
         let mut tensors: BTreeMap<String, PlannedTensor> = BTreeMap::new();
         let replicated = layout.replicated().into_iter().map(|part| (0, part));
         let routed =
             (0..config.router.num_experts).flat_map(|e| layout.expert(e).into_iter().map(move |part| (e, part)));
         for (expert, part) in replicated.chain(routed) {
-            let Some(tensor) = params.get(part.kind) else { continue };
+            let Some(dtype) = dtypes[part.kind] else { continue };
             let planned = tensors.entry(part.name.clone()).or_insert_with(|| PlannedTensor {
                 name: part.name.clone(),
-                dtype: tensor.dtype(),
+                dtype,
                 dims: part.dims.clone(),
                 parts: Vec::new(),
             });
             planned.parts.push(ExpertMatrix { expert, part });
         }
-        Ok(tensors.into_values().collect())
+        tensors.into_values().collect()
     }
 
     pub(super) fn measure(&self, layer: usize, options: LoadOptions) -> Result<BlockBytes> {

@@ -1,14 +1,16 @@
 //! Reads a rank's share of a block: all names, shapes and types are checked before anything is allocated.
 
 use std::collections::{HashMap, HashSet};
+use std::ops::Range;
 
 use super::layout::{BlockLayout, DiskMatrix, DiskRows};
 use super::matrix::{MatrixLayout, read_matrix, read_window};
 use super::stored::{Form, Scratch, Stored};
-use super::{Block, BlockParams, Checkpoint, LoadOptions, Progress, ShardOptions};
+use super::{Block, BlockParams, BlockShards, Checkpoint, LoadOptions, Progress, ShardOptions};
 use crate::cpu::Cpu;
 use crate::dtype::DType;
 use crate::error::{CheckpointError, Error, Result};
+use crate::etp::Shards;
 use crate::layer::ParamKind;
 use crate::tensor::Tensor;
 
@@ -23,6 +25,63 @@ pub(super) struct CheckedBlock {
     pub names: HashSet<String>,
     /// Bytes on disk of the routed experts, and of the rest.
     pub disk: [u64; 2],
+}
+
+/// The rows of a parameter that a rank's shard of its lines lies in.
+struct ShardWindow {
+    /// Of the parameter's own width.
+    rows: Range<usize>,
+    /// Rows of one expert.
+    rows_of_one: usize,
+    width: usize,
+    /// Elements before the shard's first.
+    before: usize,
+    count: usize,
+    shard_dims: [usize; 2],
+}
+
+impl ShardWindow {
+    /// Of a parameter of so many experts with rows of `width` elements.
+    fn new((shards, rank): (Shards, usize), width: usize, experts: usize) -> Self {
+        let ([lines, line], own) = (
+            [shards.dims()[0..shards.dims().len() - 1].iter().product::<usize>(), shards.shard_dims()[1]],
+            shards.rows_of(rank),
+        );
+        let elements = own.start * line..own.end * line;
+        let rows = elements.start / width..elements.end.div_ceil(width);
+        Self {
+            rows_of_one: lines * line / width / experts,
+            width,
+            before: elements.start - rows.start * width,
+            count: elements.len(),
+            shard_dims: shards.shard_dims(),
+            rows,
+        }
+    }
+
+    /// Whether lines are rows.
+    fn is_shard(&self) -> bool {
+        self.shard_dims[1] == self.width
+    }
+
+    /// Memory to read the rows to.
+    fn memory(&self, dtype: DType) -> Result<Tensor<Cpu>> {
+        let dims = if self.is_shard() { self.shard_dims } else { [self.rows.len(), self.width] };
+        Tensor::zeros(&Cpu::new(), dtype, &dims)
+    }
+
+    /// Makes the shard of the rows.
+    fn trim(&self, rows: &mut Tensor<Cpu>) -> Result<()> {
+        if self.is_shard() {
+            return Ok(());
+        }
+        let size = rows.dtype().size();
+        let mut shard = Tensor::zeros(&Cpu::new(), rows.dtype(), &self.shard_dims)?;
+        let (from, len) = (self.before * size, self.count * size);
+        shard.as_bytes_mut()[..len].copy_from_slice(&rows.as_bytes()[from..from + len]);
+        *rows = shard;
+        Ok(())
+    }
 }
 
 impl LoadOptions {
@@ -128,11 +187,11 @@ impl Checkpoint {
         Ok(())
     }
 
-    /// Loads a block; with a cut, of the routed experts' weights this rank's shards only.
+    /// Loads a block; with a cut, this rank's shards only.
     pub(super) fn load(
         &self,
         layer: usize,
-        (options, cut): (LoadOptions, Option<&ShardOptions>),
+        (options, cut): (LoadOptions, Option<&BlockShards>),
         progress: &mut dyn FnMut(Progress<'_>),
     ) -> Result<Block> {
         const CALL: &str = "Checkpoint::load_block";
@@ -141,15 +200,19 @@ impl Checkpoint {
         let layout = self.layout(layer, &config);
         let checked = self.check_block(&layout, options.dtype.is_none())?;
         let (mut tensors, mut cuts) = (HashMap::new(), HashMap::new());
+        let parts = layout.replicated().into_iter().chain(layout.expert(experts.start));
+        let widths: HashMap<ParamKind, usize> = parts.map(|part| (part.kind, part.inn)).collect();
         for (kind, natural) in &checked.natural {
             let dtype = self.param_dtype(*kind, *natural, options.dtype);
             let dims = kind.dims(&config, experts.len()).unwrap_or_default();
-            let tensor = match cut.filter(|_| matches!(kind, ParamKind::Up | ParamKind::Down)) {
+            let shard = cut.map(|cut| cut.of(*kind, &dims)).transpose()?.flatten();
+            let tensor = match shard {
                 None => Tensor::<Cpu>::empty(&Cpu::new(), dtype, &dims)?,
-                Some(cut) => {
-                    let shards = cut.shards(&dims)?;
-                    let tensor = Tensor::<Cpu>::zeros(&Cpu::new(), dtype, &shards.shard_dims())?;
-                    cuts.insert(*kind, (shards.rows_of(cut.rank), dims[1]));
+                Some(shard) => {
+                    let local = if kind.is_replicated() { 1 } else { experts.len() };
+                    let window = ShardWindow::new(shard, widths.get(kind).copied().unwrap_or(1), local);
+                    let tensor = window.memory(dtype)?;
+                    cuts.insert(*kind, window);
                     tensor
                 }
             };
@@ -163,11 +226,11 @@ impl Checkpoint {
         for (e, part) in shared.chain(routed) {
             let Some(tensor) = tensors.get_mut(&part.kind) else { continue };
             let dtype = tensor.dtype();
-            if let Some((own, rows)) = cuts.get(&part.kind) {
-                let first = (e - experts.start) * rows;
+            if let Some(window) = cuts.get(&part.kind) {
+                let first = if part.kind.is_replicated() { 0 } else { (e - experts.start) * window.rows_of_one };
                 let bytes = tensor.as_bytes_mut();
                 let find = || self.stored(&part.name)?.ok_or_else(|| self.missing(&part).into());
-                done += read_window(&find, &part, first, own.clone(), bytes, dtype, &mut scratch)? as u64;
+                done += read_window(&find, &part, first, window.rows.clone(), bytes, dtype, &mut scratch)? as u64;
                 progress(Progress { layer, tensor: &part.name, done, total });
                 continue;
             }
@@ -184,7 +247,54 @@ impl Checkpoint {
             done += (part.out * part.inn * dtype.size()) as u64;
             progress(Progress { layer, tensor: &part.name, done, total });
         }
+        for (kind, window) in &cuts {
+            if let Some(tensor) = tensors.get_mut(kind) {
+                window.trim(tensor)?;
+            }
+        }
         Ok(Block { params: BlockParams::of(CALL, tensors.into_iter().collect())?, config })
+    }
+
+    /// A rank's shard of the lines of any tensor.
+    pub(super) fn load_tensor_shard(&self, name: &str, dtype: Option<DType>, cut: ShardOptions) -> Result<Tensor<Cpu>> {
+        let find = || {
+            self.stored(name)?.ok_or_else(|| {
+                let (path, tensor) = (self.files.dir().display().to_string(), name.to_string());
+                CheckpointError::Missing { path, tensor, expected: "one of this name".to_string() }.into()
+            })
+        };
+        let stored = find()?;
+        let natural = self.natural(stored.form);
+        let dtype = dtype.unwrap_or(natural);
+        if !dtype.is_float() || !natural.is_float() {
+            return Err(stored.mismatch(format!("{dtype}, or another floating type"), natural).into());
+        }
+        let lines = cut.shards(&Shards::lines(&stored.dims))?;
+        let (rows, inn) = match stored.dims.as_slice() {
+            [rows] => (*rows, 1),
+            [rows, columns] => (*rows, *columns),
+            // Several matrices behind one another, which may be quantized each by itself.
+            _ => {
+                let whole = self.load_tensor(name, Some(dtype))?.reshape(lines.dims())?;
+                return lines.cut(&Cpu::new(), whole.view(), cut.rank);
+            }
+        };
+        let window = ShardWindow::new((lines, cut.rank), inn, 1);
+        let mut tensor = window.memory(dtype)?;
+        let part = DiskMatrix {
+            kind: ParamKind::Router,
+            name: name.to_string(),
+            dims: stored.dims.clone(),
+            slice: 0,
+            out: rows,
+            inn,
+            transposed: false,
+            rows: DiskRows::From(0),
+        };
+        let bytes = tensor.as_bytes_mut();
+        read_window(&find, &part, 0, window.rows.clone(), bytes, dtype, &mut Scratch::default())?;
+        window.trim(&mut tensor)?;
+        Ok(tensor)
     }
 
     /// The type a parameter gets: what decides routing keeps its precision.

@@ -23,6 +23,7 @@ mod model;
 mod nvfp4;
 mod optimizer;
 mod params;
+mod parts;
 mod quantize;
 mod quantized;
 mod rank_params;
@@ -32,6 +33,7 @@ mod stored;
 
 use std::path::Path;
 
+use crate::comm::Communicator;
 use crate::config::MoeConfig;
 use crate::cpu::Cpu;
 use crate::dtype::DType;
@@ -39,15 +41,16 @@ use crate::ep::Group;
 use crate::error::{CheckpointError, Error, Result};
 use crate::etp::Shards;
 use crate::kernels::Kernels;
-#[cfg(any(feature = "candle", feature = "burn"))]
 use crate::layer::ParamKind;
 use crate::tensor::Tensor;
+use rank_params::{RankParams, Ranks};
 
 /// How often a folder is opened anew that is replaced meanwhile.
 const ATTEMPTS: usize = 100;
 const REPLACED: &str = "the checkpoint is replaced again and again while it is opened";
 
 pub use gather::gather_blocks;
+pub use parts::{RankBlock, RankModel, RankPart, RankTensor};
 pub use quantized::QuantizedBlock;
 pub use stored::Form;
 
@@ -137,6 +140,30 @@ impl ShardOptions {
             return Err(Error::invalid("ShardOptions", "rank", format!("0..{}", self.ranks), self.rank));
         }
         Shards::new(dims, self.ranks, self.pad)
+    }
+}
+
+/// Which shards of a block to load.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct BlockShards {
+    /// Of the routed experts' weights, over the ranks that hold the same experts.
+    pub experts: ShardOptions,
+    /// Of router and shared expert, over all ranks; the experts' biases are cut with the experts then. The selection
+    /// bias is whole. `None`: all of them are.
+    pub dense: Option<ShardOptions>,
+}
+
+impl BlockShards {
+    /// The cut of a parameter, and this rank's place in it, if it is cut.
+    fn of(&self, kind: ParamKind, dims: &[usize]) -> Result<Option<(Shards, usize)>> {
+        let lines = Shards::lines(dims);
+        let (cut, dims) = match (kind, self.dense) {
+            (ParamKind::Up | ParamKind::Down, _) => (self.experts, dims),
+            (ParamKind::SelectionBias, _) | (_, None) => return Ok(None),
+            (ParamKind::UpBias | ParamKind::DownBias, Some(_)) => (self.experts, &lines[..]),
+            (_, Some(dense)) => (dense, &lines[..]),
+        };
+        Ok(Some((cut.shards(dims)?, cut.rank)))
     }
 }
 
@@ -360,7 +387,22 @@ impl Checkpoint {
     /// # Errors
     /// As [`load_block`](Self::load_block) and [`Shards::new`].
     pub fn load_shard(&self, layer: usize, options: LoadOptions, shard: ShardOptions) -> Result<Block> {
-        self.load(layer, (options, Some(&shard)), &mut |_| {})
+        self.load_shards(layer, options, BlockShards { experts: shard, dense: None }, &mut |_| {})
+    }
+
+    /// As [`load_shard`](Self::load_shard), with a cut of the other parameters too, and telling how far it has come.
+    /// Those come as shards of their [lines](Shards::lines).
+    ///
+    /// # Errors
+    /// As [`load_shard`](Self::load_shard).
+    pub fn load_shards(
+        &self,
+        layer: usize,
+        options: LoadOptions,
+        shards: BlockShards,
+        progress: &mut dyn FnMut(Progress<'_>),
+    ) -> Result<Block> {
+        self.load(layer, (options, Some(&shards)), progress)
     }
 
     /// Form in which the routed experts of a block are stored.
@@ -386,6 +428,14 @@ impl Checkpoint {
     /// [`CheckpointError`] for a missing tensor, or one that cannot be converted.
     pub fn tensor(&self, name: &str, dtype: Option<DType>) -> Result<Tensor<Cpu>> {
         self.load_tensor(name, dtype)
+    }
+
+    /// A rank's shard of any tensor's [lines](Shards::lines), padding zeros: of a matrix it reads these rows.
+    ///
+    /// # Errors
+    /// As [`tensor`](Self::tensor) and [`Shards::new`].
+    pub fn tensor_shard(&self, name: &str, dtype: Option<DType>, shard: ShardOptions) -> Result<Tensor<Cpu>> {
+        self.load_tensor_shard(name, dtype, shard)
     }
 
     /// One rank's parameters, or their gradients, as named tensors of the published layout, in the types that they have.
@@ -437,10 +487,8 @@ impl Checkpoint {
         blocks: &[(usize, &BlockParams)],
         options: SaveOptions,
     ) -> Result<()> {
-        let mut shares = rank_params::RankParams::own(blocks);
-        self.check_target(dir.as_ref(), Some(options.replace_source))?;
-        let plan = self.plan_save(&shares, options)?;
-        self.write_plan(dir.as_ref(), &plan, &mut shares)
+        self.check_shares(blocks, 1)?;
+        self.save_from(dir.as_ref(), RankParams::of_experts(blocks, 0, 1), options)
     }
 
     /// As [`save_with`](Self::save_with), of blocks whose experts lie on the ranks of a group. Collective: every rank
@@ -456,18 +504,54 @@ impl Checkpoint {
         group: &mut Group<D>,
         options: SaveOptions,
     ) -> Result<()> {
-        let dir = dir.as_ref();
-        let mut shares = rank_params::RankParams::over(shares, group);
-        let planned = match shares.writes() {
+        let (rank, ranks) = (group.rank(), group.ranks());
+        let mut link = Ranks { device: group.device().clone(), comm: group.dispatcher().communicator() };
+        let mut parts = RankParams::of_experts(shares, rank, ranks).over(&mut link);
+        parts.refuse_on_error(self.check_shares(shares, ranks))?;
+        self.save_from(dir.as_ref(), parts, options)
+    }
+
+    /// As [`save_over_ranks`](Self::save_over_ranks), of a model whose parts lie on the ranks of any communicator,
+    /// however they are cut: blocks, and tensors beside them in place of this checkpoint's own. Collective: every rank
+    /// gives what it holds of the same blocks and tensors in the same order; where several hold the same, the lowest
+    /// rank gives it. The first rank writes, and holds a matrix, or 16 Mi elements of another tensor, at a time.
+    ///
+    /// # Errors
+    /// As [`save_over_ranks`](Self::save_over_ranks); parts that do not make a tensor whole, on every rank.
+    pub fn save_parts<D: Kernels>(
+        &self,
+        dir: impl AsRef<Path>,
+        model: RankModel<'_>,
+        device: &D,
+        comm: &mut dyn Communicator<D>,
+        options: SaveOptions,
+    ) -> Result<()> {
+        let mut link = Ranks { comm, device: device.clone() };
+        self.save_from(dir.as_ref(), RankParams::parts(model).over(&mut link), options)
+    }
+
+    fn save_from(&self, dir: &Path, mut parts: RankParams<'_>, options: SaveOptions) -> Result<()> {
+        let planned = match parts.writes() {
             true => self.check_target(dir, Some(options.replace_source)),
             false => Ok(()),
         };
-        let planned = planned.and_then(|()| self.plan_save(&shares, options));
-        let plan = shares.refuse_on_error(planned)?;
-        let fingerprint = plan.fingerprint(&shares);
-        shares.agree(fingerprint)?;
-        let written = self.write_plan(dir, &plan, &mut shares);
-        shares.refuse_on_error(written)
+        let planned = planned.and_then(|()| self.plan_save(&parts, options));
+        let plan = parts.refuse_on_error(planned)?;
+        let fingerprint = plan.fingerprint(&parts);
+        parts.agree(fingerprint)?;
+        parts.exchange_ranges()?;
+        let written = self.write_plan(dir, &plan, &mut parts);
+        parts.refuse_on_error(written)
+    }
+
+    /// Refuses tensors that do not fit the configurations of their blocks.
+    fn check_shares(&self, shares: &[(usize, &BlockParams)], ranks: usize) -> Result<()> {
+        const CALL: &str = "Checkpoint::save";
+        shares.iter().try_for_each(|(layer, params)| {
+            let config = self.block(*layer)?;
+            let experts = LoadOptions { rank: 0, ranks, dtype: None }.experts(CALL, config.router.num_experts)?;
+            params.check(CALL, config, experts.len())
+        })
     }
 }
 

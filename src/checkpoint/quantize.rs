@@ -45,7 +45,7 @@ impl Checkpoint {
         }
         let others = vec![(CONFIG, config), (QUANTIZATION, sidecar)];
         let plan = self.plan_files(items, others, options)?;
-        self.write_plan(dir, &plan, &mut RankParams::own(&[]))?;
+        self.write_plan(dir, &plan, &mut RankParams::none())?;
         drop(plan);
         Ok(tensors)
     }

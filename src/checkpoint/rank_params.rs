@@ -2,46 +2,113 @@
 //! come to the first one as it writes.
 
 use std::borrow::Cow;
+use std::ops::Range;
 
 use super::BlockParams;
-use super::gather::{ExpertMatrix, disk_bytes};
-use crate::comm::{Exchange, Op, Tag};
+use super::convert::RowPlacement;
+use super::gather::ExpertMatrix;
+use super::layout::DiskRows;
+use super::parts::{RankBlock, RankModel, RankPart, RankTensor};
+use crate::comm::{Communicator, Exchange, Op, Tag};
+use crate::config::MoeConfig;
 use crate::dtype::DType;
-use crate::ep::Group;
 use crate::error::{Error, Result};
 use crate::kernels::Kernels;
+use crate::layer::{ParamKind, PerParam};
+use crate::optim::ParamShard;
 use crate::tensor::Tensor;
 
+const CALL: &str = "Checkpoint::save_over_ranks";
 /// The other ranks wait for the first one in collectives, whose time is bounded: it meets them at least once in so many
 /// bytes.
 const BARRIER_BYTES: usize = 256 << 20;
 
-/// Parameters of blocks, by layer, and the ranks that hold them.
+/// Parameters of blocks and other tensors, and the ranks that hold them.
 pub(super) struct RankParams<'a> {
-    pub blocks: &'a [(usize, &'a BlockParams)],
+    blocks: Cow<'a, [RankBlock<'a>]>,
+    tensors: &'a [RankTensor<'a>],
     /// The ranks, where there are several.
     link: Option<&'a mut dyn RankExchange>,
+    /// Elements that each rank holds of each item.
+    held: Vec<(Item, Vec<Range<usize>>)>,
     /// Bytes written since the ranks met.
     since: usize,
 }
 
+/// A tensor that ranks hold parts of.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Item {
+    /// A parameter of the block with this index.
+    Block(usize, ParamKind),
+    /// Another tensor.
+    Other(usize),
+}
+
 impl<'a> RankParams<'a> {
-    /// Whole blocks.
-    pub fn own(blocks: &'a [(usize, &'a BlockParams)]) -> Self {
-        Self { blocks, link: None, since: 0 }
+    /// Nothing.
+    pub fn none() -> Self {
+        Self { blocks: Cow::Borrowed(&[]), tensors: &[], link: None, held: Vec::new(), since: 0 }
     }
 
-    /// Each rank's experts.
-    pub fn over(blocks: &'a [(usize, &'a BlockParams)], link: &'a mut dyn RankExchange) -> Self {
-        Self { blocks, link: Some(link), since: 0 }
+    /// Parts of a rank, and the other ranks.
+    pub fn parts(model: RankModel<'a>) -> Self {
+        Self { blocks: Cow::Borrowed(model.blocks), tensors: model.tensors, ..Self::none() }
+    }
+
+    /// The experts of rank `rank` of `ranks`, and what all hold.
+    pub fn of_experts(blocks: &[(usize, &'a BlockParams)], rank: usize, ranks: usize) -> Self {
+        let blocks = blocks.iter().map(|(layer, params)| {
+            let part = |kind: ParamKind, t: Option<&'a Tensor<crate::cpu::Cpu>>| {
+                let shard = |t: &Tensor<crate::cpu::Cpu>| match kind.is_replicated() {
+                    true => ParamShard::whole(t.dims()),
+                    false => ParamShard::experts(t.dims(), rank, ranks),
+                };
+                t.map(|t| RankPart::of(shard(t), t))
+            };
+            RankBlock { layer: *layer, params: params.per_param().map(part) }
+        });
+        Self { blocks: Cow::Owned(blocks.collect()), ..Self::none() }
+    }
+
+    /// With the other ranks.
+    pub fn over(self, link: &'a mut dyn RankExchange) -> Self {
+        Self { link: Some(link), ..self }
+    }
+
+    /// Layers of the blocks, and the types of their parameters.
+    pub fn blocks(&self) -> impl Iterator<Item = (usize, PerParam<Option<DType>>)> {
+        self.blocks.iter().map(|block| {
+            let dtypes = block.params.as_ref().map(|_, part| part.as_ref().map(|part| part.dtype()));
+            (block.layer, dtypes)
+        })
+    }
+
+    /// The layer of a block.
+    pub fn layer(&self, index: usize) -> usize {
+        self.blocks[index].layer
+    }
+
+    /// Refuses parts of other sizes than the configuration's parameters.
+    pub fn check_block(&self, index: usize, config: &MoeConfig) -> Result<()> {
+        for (kind, part) in self.blocks[index].params.present() {
+            let dims = kind.dims(config, config.router.num_experts);
+            let count = dims.map_or(0, |dims| dims.iter().product());
+            if part.count() != count || !part.dtype().is_float() {
+                let found = format!("{} {} elements", part.count(), part.dtype());
+                let name = self.name(Item::Block(index, kind));
+                return Err(Error::invalid(CALL, name, format!("parts of {count} floating elements"), found));
+            }
+        }
+        Ok(())
+    }
+
+    /// Other tensors than the blocks'.
+    pub fn tensors(&self) -> &'a [RankTensor<'a>] {
+        self.tensors
     }
 
     pub fn rank(&self) -> usize {
         self.link.as_ref().map_or(0, |link| link.rank())
-    }
-
-    pub fn ranks(&self) -> usize {
-        self.link.as_ref().map_or(1, |link| link.ranks())
     }
 
     /// Whether this rank writes.
@@ -49,29 +116,98 @@ impl<'a> RankParams<'a> {
         self.rank() == 0
     }
 
+    fn items(&self) -> Vec<Item> {
+        let blocks = self.blocks.iter().enumerate();
+        let params =
+            blocks.flat_map(|(index, block)| block.params.present().map(move |(kind, _)| Item::Block(index, kind)));
+        params.chain((0..self.tensors.len()).map(Item::Other)).collect()
+    }
+
+    fn part(&self, item: Item) -> Result<&RankPart<'a>> {
+        let part = match item {
+            Item::Block(index, kind) => self.blocks[index].params.get(kind),
+            Item::Other(index) => self.tensors.get(index).map(|tensor| &tensor.part),
+        };
+        part.ok_or_else(|| Error::invalid(CALL, format!("{item:?}"), "a tensor", "none"))
+    }
+
+    fn name(&self, item: Item) -> String {
+        match item {
+            Item::Block(index, kind) => format!("layer {}: {}", self.layer(index), kind.name()),
+            Item::Other(index) => self.tensors.get(index).map_or_else(String::new, |tensor| tensor.name.clone()),
+        }
+    }
+
+    /// Learns which rank holds what (collective), and refuses what no rank holds.
+    pub fn exchange_ranges(&mut self) -> Result<()> {
+        let items = self.items();
+        let mut own = Vec::with_capacity(2 * items.len());
+        for item in &items {
+            let Range { start, end } = self.part(*item)?.elements();
+            own.extend([start as u64, end as u64]);
+        }
+        let all = match &mut self.link {
+            Some(link) => link.gather(&own)?,
+            None => vec![own],
+        };
+        let range = |numbers: &Vec<u64>, at: usize| numbers[2 * at] as usize..numbers[2 * at + 1] as usize;
+        let held = |(at, item)| (item, all.iter().map(|numbers| range(numbers, at)).collect());
+        self.held = items.into_iter().enumerate().map(held).collect();
+        for (item, held) in &self.held {
+            let count = self.part(*item)?.count();
+            owners(held, 0..count).map_err(|missing| {
+                let found = format!("none that holds element {missing} of {count}");
+                Error::invalid(CALL, self.name(*item), "ranks whose parts make it whole", found)
+            })?;
+        }
+        Ok(())
+    }
+
     /// A matrix as it lies on disk: on the first rank; elsewhere nothing.
-    pub fn matrix(
-        &mut self,
-        index: usize,
-        matrix: &ExpertMatrix,
-        dtype: DType,
-        experts: usize,
-    ) -> Result<Cow<'static, [u8]>> {
+    pub fn matrix(&mut self, index: usize, matrix: &ExpertMatrix, config: &MoeConfig) -> Result<Vec<u8>> {
         let ExpertMatrix { expert, part } = matrix;
-        let (local, rank) = (experts / self.ranks(), self.rank());
-        let owner = if part.kind.is_replicated() { 0 } else { expert / local };
-        let count = part.out * part.inn * dtype.size();
-        let own = (owner == rank).then(|| disk_bytes(part, self.blocks[index].1, expert % local, local));
-        let own = own.transpose()?.unwrap_or_default();
+        let experts = config.router.num_experts;
+        let all: usize = part.kind.dims(config, experts).unwrap_or_default().iter().product();
+        let first = if part.kind.is_replicated() { 0 } else { expert * (all / experts) };
+        let (start, rows, place) = match part.rows {
+            DiskRows::From(start) => (start, part.out, DiskRows::From(0)),
+            DiskRows::Alternate(half) => (0, 2 * half, part.rows),
+        };
+        let window = first + start * part.inn..first + (start + rows) * part.inn;
+        let (values, size) = self.elements(Item::Block(index, part.kind), window)?;
+        if values.is_empty() {
+            return Ok(values);
+        }
+        let mut disk = vec![0; part.out * part.inn * size];
+        let columns = if part.transposed { part.out } else { part.inn };
+        let place = RowPlacement { first: 0, columns, transposed: part.transposed, rows: place, inn: part.inn };
+        place.extract(&values, &mut disk, size);
+        Ok(disk)
+    }
+
+    /// Elements of a tensor: on the first rank; elsewhere nothing. With the bytes of each.
+    pub fn elements(&mut self, item: Item, window: Range<usize>) -> Result<(Vec<u8>, usize)> {
+        let (rank, size) = (self.rank(), self.part(item)?.dtype().size());
+        let bytes = window.len() * size;
+        let held = self.held.iter().find(|(other, _)| *other == item).map_or(&[][..], |(_, held)| held);
+        let owners = owners(held, window).map_err(|missing| {
+            Error::invalid(CALL, self.name(item), "ranks whose parts make it whole", format!("no element {missing}"))
+        })?;
+        let own = owners.iter().find(|(owner, _)| *owner == rank);
+        let own = match own {
+            Some((_, range)) => self.part(item)?.read(range.clone())?,
+            None => Vec::new(),
+        };
+        let lengths: Vec<(usize, usize)> = owners.iter().map(|(owner, range)| (*owner, range.len() * size)).collect();
         match &mut self.link {
-            Some(link) if owner != 0 => {
-                let received = link.fetch(owner, &own, count)?;
+            Some(link) if owners.iter().any(|(owner, _)| *owner != 0) => {
+                let received = link.fetch(&own, &lengths)?;
                 self.since = 0;
-                Ok(received.into())
+                Ok((received, size))
             }
             _ => {
-                self.wrote(count)?;
-                Ok(own.into())
+                self.wrote(bytes)?;
+                Ok((own, size))
             }
         }
     }
@@ -102,11 +238,11 @@ impl<'a> RankParams<'a> {
     /// Refuses numbers that are not the same on every rank.
     pub fn agree(&mut self, number: u64) -> Result<()> {
         let Some(link) = &mut self.link else { return Ok(()) };
-        let numbers = link.gather(number)?;
+        let numbers = link.gather(&[number])?;
         match numbers.iter().position(|other| *other != numbers[0]) {
             None => Ok(()),
             Some(rank) => Err(Error::invalid(
-                "Checkpoint::save_over_ranks",
+                CALL,
                 "shares",
                 "the same layers, types and files on every rank",
                 format!("others on rank {rank} than on rank 0"),
@@ -115,40 +251,62 @@ impl<'a> RankParams<'a> {
     }
 }
 
+/// Ranks that hold the elements of a window, with what each of them gives, by what each rank holds; or the first element
+/// that none holds.
+fn owners(held: &[Range<usize>], window: Range<usize>) -> std::result::Result<Vec<(usize, Range<usize>)>, usize> {
+    let mut owners = Vec::new();
+    let mut next = window.start;
+    while next < window.end {
+        let holder = held.iter().position(|held| held.contains(&next)).ok_or(next)?;
+        let end = held[holder].end.min(window.end);
+        owners.push((holder, next..end));
+        next = end;
+    }
+    Ok(owners)
+}
+
 /// The collectives that a save needs.
 pub(super) trait RankExchange {
     fn rank(&self) -> usize;
     fn ranks(&self) -> usize;
-    /// Bytes of `owner`'s, to rank 0; nothing on the others.
-    fn fetch(&mut self, owner: usize, own: &[u8], count: usize) -> Result<Vec<u8>>;
-    /// Every rank's number.
-    fn gather(&mut self, number: u64) -> Result<Vec<u64>>;
+    /// Bytes of several ranks, to rank 0, one behind the other in the order of `lengths` (rank and bytes, each rank
+    /// once); nothing on the others. `own` is what this rank gives.
+    fn fetch(&mut self, own: &[u8], lengths: &[(usize, usize)]) -> Result<Vec<u8>>;
+    /// Every rank's numbers.
+    fn gather(&mut self, numbers: &[u64]) -> Result<Vec<Vec<u64>>>;
     fn barrier(&mut self) -> Result<()>;
     fn refuse(&mut self, reason: &str) -> Result<()>;
 }
 
 const TAG: Tag = Tag { layer: 0, op: Op::Weights, sequence: 0 };
 
-impl<D: Kernels> RankExchange for Group<D> {
+/// The ranks of a communicator.
+pub(super) struct Ranks<'a, D: Kernels> {
+    pub comm: &'a mut dyn Communicator<D>,
+    pub device: D,
+}
+
+impl<D: Kernels> RankExchange for Ranks<'_, D> {
     fn rank(&self) -> usize {
-        Group::rank(self)
+        self.comm.rank()
     }
 
     fn ranks(&self) -> usize {
-        Group::ranks(self)
+        self.comm.size()
     }
 
-    fn fetch(&mut self, owner: usize, own: &[u8], count: usize) -> Result<Vec<u8>> {
-        let device = self.device().clone();
-        let (rank, ranks) = (Group::rank(self), Group::ranks(self));
-        let mut send = Tensor::<D>::empty(&device, DType::U8, &[own.len()])?;
+    fn fetch(&mut self, own: &[u8], lengths: &[(usize, usize)]) -> Result<Vec<u8>> {
+        let (device, rank, ranks) = (&self.device, self.rank(), self.ranks());
+        let mut send = Tensor::<D>::empty(device, DType::U8, &[own.len()])?;
         if !own.is_empty() {
             device.upload(own, send.view_mut())?;
         }
         let (mut send_bytes, mut recv_bytes) = (vec![0; ranks], vec![0; ranks]);
         send_bytes[0] = own.len();
-        recv_bytes[owner] = if rank == 0 { count } else { 0 };
-        let mut recv = Tensor::<D>::empty(&device, DType::U8, &[recv_bytes[owner]])?;
+        for (owner, bytes) in lengths.iter().filter(|_| rank == 0) {
+            recv_bytes[*owner] = *bytes;
+        }
+        let mut recv = Tensor::<D>::empty(device, DType::U8, &[recv_bytes.iter().sum()])?;
         let exchange = Exchange {
             send: send.view(),
             send_bytes: &send_bytes,
@@ -156,25 +314,36 @@ impl<D: Kernels> RankExchange for Group<D> {
             recv_bytes: &recv_bytes,
             payload: DType::U8,
         };
-        self.dispatcher().communicator().all_to_all_v(TAG, exchange)?;
-        if recv.bytes() == 0 { Ok(Vec::new()) } else { device.download(recv.view()) }
+        self.comm.all_to_all_v(TAG, exchange)?;
+        if recv.bytes() == 0 {
+            return Ok(Vec::new());
+        }
+        // They lie in the ranks' order.
+        let bytes = device.download(recv.view())?;
+        let first = |owner: usize| recv_bytes[..owner].iter().sum::<usize>();
+        Ok(lengths.iter().flat_map(|(owner, len)| &bytes[first(*owner)..][..*len]).copied().collect())
     }
 
-    fn gather(&mut self, number: u64) -> Result<Vec<u64>> {
-        let device = self.device().clone();
-        let mut send = Tensor::<D>::empty(&device, DType::U8, &[8])?;
-        device.upload(&number.to_le_bytes(), send.view_mut())?;
-        let mut recv = Tensor::<D>::empty(&device, DType::U8, &[8 * Group::ranks(self)])?;
-        self.dispatcher().communicator().all_gather(TAG, send.view(), recv.view_mut())?;
-        let bytes = device.download(recv.view())?;
-        Ok(bytes.chunks_exact(8).map(bytemuck::pod_read_unaligned).collect())
+    fn gather(&mut self, numbers: &[u64]) -> Result<Vec<Vec<u64>>> {
+        if numbers.is_empty() {
+            return Ok(vec![Vec::new(); self.ranks()]);
+        }
+        let device = &self.device;
+        let bytes: Vec<u8> = numbers.iter().flat_map(|number| number.to_le_bytes()).collect();
+        let mut send = Tensor::<D>::empty(device, DType::U8, &[bytes.len()])?;
+        device.upload(&bytes, send.view_mut())?;
+        let mut recv = Tensor::<D>::empty(device, DType::U8, &[bytes.len() * self.comm.size()])?;
+        self.comm.all_gather(TAG, send.view(), recv.view_mut())?;
+        let all = device.download(recv.view())?;
+        let of_rank = |bytes: &[u8]| bytes.chunks_exact(8).map(bytemuck::pod_read_unaligned).collect();
+        Ok(all.chunks_exact(bytes.len()).map(of_rank).collect())
     }
 
     fn barrier(&mut self) -> Result<()> {
-        self.dispatcher().communicator().barrier(TAG)
+        self.comm.barrier(TAG)
     }
 
     fn refuse(&mut self, reason: &str) -> Result<()> {
-        self.dispatcher().communicator().refuse(TAG, reason)
+        self.comm.refuse(TAG, reason)
     }
 }

@@ -14,19 +14,24 @@ use super::folder::{CONFIG, INDEX, SINGLE, same_file};
 use super::gather::PlannedTensor;
 use super::json::io_error;
 use super::nvfp4::{Nvfp4Item, Nvfp4Part};
-use super::rank_params::RankParams;
+use super::parts::RankTensor;
+use super::rank_params::{Item, RankParams};
 use super::reader::MAX_SHARDS;
 use super::stored::{Stored, on_disk};
-use super::{Checkpoint, LoadOptions, SaveOptions, header};
+use super::{Checkpoint, SaveOptions, header};
 use crate::error::{CheckpointError, Error, Result};
 
 const CALL: &str = "Checkpoint::save";
 const CHUNK: usize = 1 << 20;
+/// Elements of a tensor beside the blocks that come to the writer at once.
+const PIECE: usize = 16 << 20;
 
 /// One tensor of the new checkpoint.
 pub(super) enum NewTensor<'a> {
     /// Made of the parameters of the block with this index.
     Block(usize, PlannedTensor),
+    /// Made of the ranks' parts of the tensor with this index.
+    Part { index: usize, name: String, info: TensorInfo },
     /// Copied as it is.
     Copy(&'a str),
     /// De-quantized.
@@ -54,8 +59,11 @@ impl SavePlan<'_> {
     pub fn fingerprint(&self, shares: &RankParams<'_>) -> u64 {
         use std::hash::{DefaultHasher, Hash, Hasher};
         let mut hasher = DefaultHasher::new();
-        for (layer, _) in shares.blocks {
+        for (layer, _) in shares.blocks() {
             layer.hash(&mut hasher);
+        }
+        for tensor in shares.tensors() {
+            tensor.name.hash(&mut hasher);
         }
         for shard in &self.shards {
             (&shard.file, &shard.header).hash(&mut hasher);
@@ -169,19 +177,32 @@ impl Checkpoint {
         let mut items = Vec::new();
         let mut seen: HashSet<String> = HashSet::new();
         let mut dequantized = false;
-        for (index, (layer, params)) in shares.blocks.iter().enumerate() {
-            if shares.blocks[..index].iter().any(|(other, _)| other == layer) {
+        let layers: Vec<usize> = shares.blocks().map(|(layer, _)| layer).collect();
+        for (index, (layer, dtypes)) in shares.blocks().enumerate() {
+            if layers[..index].contains(&layer) {
                 return Err(Error::invalid(CALL, "blocks", "each layer once", format!("layer {layer} twice")));
             }
-            let checked = self.check_block(&self.layout(*layer, self.block(*layer)?), false)?;
-            if let Some(kind) = checked.natural.keys().find(|kind| params.get(**kind).is_none()) {
+            let config = self.block(layer)?;
+            let checked = self.check_block(&self.layout(layer, config), false)?;
+            if let Some(kind) = checked.natural.keys().find(|kind| dtypes.get(**kind).is_none()) {
                 return Err(Error::invalid(CALL, format!("layer {layer}: {kind:?}"), "a tensor", "none"));
             }
-            let own = LoadOptions { rank: shares.rank(), ranks: shares.ranks(), dtype: None };
-            let planned = self.plan_whole(CALL, *layer, params, own)?;
+            shares.check_block(index, config)?;
             dequantized |= checked.form.is_quantized();
             seen.extend(checked.names);
+            let planned = self.plan_all(layer, config, &dtypes);
             items.extend(planned.into_iter().map(|tensor| NewTensor::Block(index, tensor)));
+        }
+        for (index, tensor) in shares.tensors().iter().enumerate() {
+            let (info, stored) = self.part_info(tensor)?;
+            if seen.contains(&tensor.name) {
+                let found = "another, or one of a block";
+                return Err(Error::invalid(CALL, &tensor.name, "a tensor that is given once", found));
+            }
+            dequantized |= stored.form.is_quantized();
+            seen.extend(stored.names().map(str::to_string));
+            seen.insert(tensor.name.clone());
+            items.push(NewTensor::Part { index, name: tensor.name.clone(), info });
         }
         for (name, entry) in self.files.iter() {
             if seen.contains(name) || !matches!(entry.dtype, Dtype::F8_E4M3 | Dtype::U8) {
@@ -201,9 +222,26 @@ impl Checkpoint {
         Ok((items, dequantized))
     }
 
+    /// Type and shape of a tensor that ranks give parts of, and what it is here.
+    fn part_info(&self, tensor: &RankTensor<'_>) -> Result<(TensorInfo, Stored<'_>)> {
+        let (name, dims) = (&tensor.name, &tensor.dims);
+        let Some(stored) = self.stored(name)? else {
+            return Err(Error::invalid(CALL, name, "a tensor of this checkpoint", "none"));
+        };
+        Error::check_shape(CALL, name, &stored.dims, dims)?;
+        let count: usize = dims.iter().product();
+        if tensor.part.count() != count || !tensor.part.dtype().is_float() {
+            let found = format!("{} {} elements", tensor.part.count(), tensor.part.dtype());
+            return Err(Error::invalid(CALL, name, format!("parts of {count} floating elements"), found));
+        }
+        let (dtype, shape) = (on_disk(tensor.part.dtype()), dims.clone());
+        Ok((TensorInfo { dtype, shape, data_offsets: (0, 0) }, stored))
+    }
+
     /// Name, type, shape and, as the end of its offsets, size of an item.
     fn info(&self, item: &NewTensor<'_>) -> Result<(String, TensorInfo)> {
         let (name, dtype, shape) = match item {
+            NewTensor::Part { name, info, .. } => (name.clone(), info.dtype, info.shape.clone()),
             NewTensor::Block(_, tensor) => (tensor.name.clone(), on_disk(tensor.dtype), tensor.dims.clone()),
             NewTensor::Plain(name, stored) => (name.clone(), on_disk(self.natural(stored.form)), stored.dims.clone()),
             NewTensor::Nvfp4(item) => {
@@ -234,10 +272,16 @@ impl Checkpoint {
     ) -> Result<()> {
         match item {
             NewTensor::Block(index, planned) => {
-                let (layer, _) = shares.blocks[*index];
-                let experts = self.block(layer)?.router.num_experts;
+                let config = self.block(shares.layer(*index))?;
                 for matrix in planned.parts() {
-                    let bytes = shares.matrix(*index, matrix, planned.dtype, experts)?;
+                    write(dir, out, &shares.matrix(*index, matrix, config)?)?;
+                }
+                Ok(())
+            }
+            NewTensor::Part { index, info, .. } => {
+                let count = info.shape.iter().product();
+                for first in (0..count).step_by(PIECE) {
+                    let (bytes, _) = shares.elements(Item::Other(*index), first..count.min(first + PIECE))?;
                     write(dir, out, &bytes)?;
                 }
                 Ok(())

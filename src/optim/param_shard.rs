@@ -33,10 +33,17 @@ impl ParamShard {
         if local.len() < 2 {
             return Err(Error::invalid(CALL, "local", "two dimensions or more", format!("{local:?}")));
         }
+        Ok(Self::experts(local, rank, ranks))
+    }
+
+    /// The same of sizes that are known to be sound.
+    pub(crate) fn experts(local: &[usize], rank: usize, ranks: usize) -> Self {
         let own = row_count(local);
         let mut dims = local.to_vec();
-        dims[0] = dims[0].saturating_mul(ranks);
-        Ok(Self { dims, rows: rank * own..(rank + 1) * own })
+        if let Some(first) = dims.first_mut() {
+            *first = first.saturating_mul(ranks);
+        }
+        Self { dims, rows: rank * own..(rank + 1) * own }
     }
 
     /// Rank `rank`'s shard of these rows, as a chain cuts them. Padding is not part of it.

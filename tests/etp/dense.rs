@@ -8,7 +8,8 @@ use candle_core::backprop::GradStore;
 use candle_core::{D, DType, Device, Module, Result as CandleResult, Tensor, Var};
 use candle_nn::{Init, Optimizer, VarBuilder};
 use moebius::candle::{
-    AdamW, AdamWParam, EpGroup, ExpertParallelMoE, ShardGradients, ShardedModule, ShardedWeights, finish_sharded,
+    AdamW, AdamWParam, EpGroup, ExpertParallelMoE, FunctionGradients, ShardGradients, ShardedFunction, ShardedModule,
+    ShardedWeights, finish_sharded,
 };
 use moebius::comm::{Communicator, Op, Tag};
 use moebius::config::SharedConfig;
@@ -16,7 +17,7 @@ use moebius::cpu::Cpu;
 use moebius::etp::{Chain, Comms, EtpOptions, Payload, Phase, Reduction, Shards, WeightId};
 use moebius::layer::{Layer, ParamKind};
 use moebius::optim::{AdamWOptions, GroupOptions};
-use moebius::{MoeConfig, TensorMut, TensorRef};
+use moebius::{Error, MoeConfig, TensorMut, TensorRef};
 
 use super::random::Random;
 use super::test_ranks::MINUTE;
@@ -358,4 +359,159 @@ fn shards_of(chain: &Chain<Cpu>) -> Result<VarBuilder<'static>, Failure> {
         })
         .collect();
     Ok(builder(shards?))
+}
+
+/// An embedding whose weight is the output layer's too: gathered twice, and the sum of both gradients is its shards'.
+#[test]
+fn a_tied_weight_has_the_sum_of_its_gradients() {
+    let results = ranks(4, PAIRS, |mut rank| {
+        let (chain, tensors) = (&rank.chain, whole());
+        let (ids, targets) = ids(0, rank.w);
+        let untied = [(); 2].map(|()| Var::from_tensor(&tensors["embed.weight"]).unwrap());
+        let loss = |x: Tensor| candle_nn::loss::cross_entropy(&x, &targets);
+        let x = untied[0].index_select(&ids, 0)?;
+        let expected = loss(x.matmul(&untied[1].t()?)?)?.backward()?;
+        let weights = ShardedWeights::new(chain, shards_of(chain)?);
+        let embed = weights.pp("embed").embedding(VOCABULARY, H)?;
+        let output = embed.tied_output();
+        for _microbatch in 0..2 {
+            chain.begin(Phase::Forward)?;
+            let loss = loss(output.forward(&embed.forward(&ids)?)?)?;
+            chain.end()?;
+            chain.begin(Phase::Backward)?;
+            loss.backward()?;
+            chain.end()?;
+        }
+        let mut found = Var::zeros((), DType::F32, &Device::Cpu)?.backward()?;
+        finish_sharded(chain, None, &weights.shards(), &mut found, ShardGradients::InVariableType)?;
+        // Each use's gradients are added over the ranks, and then to those before.
+        let mut sums = Vec::new();
+        for var in untied.iter().rev() {
+            sums.push(sum_over(&mut *rank.world, &flat(expected.get(var).unwrap()))?);
+        }
+        let once = |at: usize| sums[0][at] + sums[1][at];
+        let sum: Vec<f32> = (0..VOCABULARY * H).map(|at| (once(at) + sums[0][at]) + sums[1][at]).collect();
+        let sum = shard(chain, "embed.weight", &Tensor::from_vec(sum, (VOCABULARY, H), &Device::Cpu)?)?;
+        let (_, var) = &weights.shards()[0];
+        assert_eq!(bits(&flat(found.get(var).unwrap())), bits(&flat(&sum)));
+        assert_eq!(chain.order().len(), 2);
+        Ok(())
+    });
+    results.into_iter().for_each(|r| r.unwrap());
+}
+
+/// Where rank 1 fails in a step.
+#[derive(Debug, Clone, Copy, PartialEq)]
+enum Fault {
+    /// A token that the vocabulary does not have.
+    Token,
+    /// Its backward is not announced to the chain.
+    Pass,
+    /// It uses the output layer before the others.
+    Order,
+}
+
+/// A rank's failure is one on every rank, once all recover, and nothing is left of the step.
+#[test]
+fn all_ranks_hear_of_one_ranks_error() {
+    for fault in [Fault::Token, Fault::Pass, Fault::Order] {
+        let results = ranks(4, PAIRS, |rank| {
+            let chain = &rank.chain;
+            let sharded = Sharded::new(chain, shards_of(chain)?)?;
+            let step = |fault: Option<Fault>| -> CandleResult<Vec<u32>> {
+                let (mut tokens, targets) = ids(0, rank.w);
+                if fault == Some(Fault::Token) {
+                    tokens = (tokens + VOCABULARY as f64)?;
+                }
+                chain.begin(Phase::Forward)?;
+                if fault == Some(Fault::Order) {
+                    sharded.head.forward(&Tensor::zeros((1, H), DType::F32, &Device::Cpu)?)?;
+                }
+                let loss = sharded.model().loss((tokens, targets))?;
+                chain.end()?;
+                if fault != Some(Fault::Pass) {
+                    chain.begin(Phase::Backward)?;
+                }
+                let mut gradients = loss.backward()?;
+                chain.end()?;
+                let shards = sharded.shards();
+                finish_sharded(chain, None, &shards, &mut gradients, ShardGradients::InVariableType)?;
+                Ok(shards.iter().flat_map(|(_, var)| bits(&flat(gradients.get(var).unwrap()))).collect())
+            };
+            let expected = step(None)?;
+            let error = step((rank.w == 1).then_some(fault)).unwrap_err();
+            let reason = Error::Framework { call: "step", framework: "candle", message: error.to_string() };
+            chain.recover((rank.w == 1).then_some(&reason))?;
+            assert_eq!(step(None)?, expected, "{fault:?}: nothing is left of the failed step");
+            Ok(error.to_string())
+        });
+        let errors: Vec<String> = results.into_iter().map(|r| r.unwrap()).collect();
+        let own = match fault {
+            Fault::Token => "index",
+            Fault::Pass => "expected a pass",
+            Fault::Order => "expected embed.weight next",
+        };
+        assert!(errors[1].contains(own), "{fault:?}: {errors:?}");
+        for w in [0, 2, 3] {
+            assert!(errors[w].contains("rank 1") && errors[w].contains(own), "{fault:?}: {errors:?}");
+        }
+    }
+}
+
+/// Weights of other sizes on one rank, shards of other sizes, gradients that do not fit.
+#[test]
+fn what_does_not_fit_is_an_error() {
+    // The ranks' first gather finds it on all of them.
+    let results = ranks(4, PAIRS, |rank| {
+        let rows = if rank.w == 2 { 2 * VOCABULARY } else { VOCABULARY };
+        let own = Tensor::ones((rows, H), DType::F32, &Device::Cpu)?;
+        let own = HashMap::from([("weight".to_string(), shard(&rank.chain, "weight", &own)?)]);
+        let weights = ShardedWeights::new(&rank.chain, builder(own));
+        let head = weights.linear_no_bias(H, rows)?;
+        rank.chain.begin(Phase::Forward)?;
+        Ok(head.forward(&Tensor::ones((2, H), DType::F32, &Device::Cpu)?).unwrap_err().to_string())
+    });
+    for error in results {
+        let error = error.unwrap();
+        assert!(error.contains("size") || error.contains("bytes"), "{error}");
+    }
+    let results = ranks(1, PAIRS, |rank| {
+        let weights = ShardedWeights::new(&rank.chain, shards_of(&rank.chain)?);
+        let error = weights.pp("proj").linear(H, H + 1).unwrap_err().to_string();
+        assert!(error.contains("shape"), "{error}");
+        let one = |gradients: usize, shape: usize| -> CandleResult<String> {
+            let wrong =
+                weights.pp("norm").function(&[("weight", &[H], Init::Const(1.0))], Wrong { gradients, shape })?;
+            rank.chain.begin(Phase::Forward)?;
+            let y = wrong.forward(&Tensor::ones((2, H), DType::F32, &Device::Cpu)?)?;
+            rank.chain.end()?;
+            rank.chain.begin(Phase::Backward)?;
+            let error = y.sum_all()?.backward().unwrap_err().to_string();
+            rank.chain.recover(None)?;
+            rank.chain.reset_order()?;
+            Ok(error)
+        };
+        let (count, shape) = (one(0, H)?, one(1, H + 1)?);
+        assert!(count.contains("one of each of 1 weights, found 0"), "{count}");
+        assert!(shape.contains("norm.weight") && shape.contains("[9]"), "{shape}");
+        Ok(())
+    });
+    results.into_iter().for_each(|r| r.unwrap());
+}
+
+/// A function whose gradients do not fit.
+struct Wrong {
+    gradients: usize,
+    shape: usize,
+}
+
+impl ShardedFunction for Wrong {
+    fn forward(&self, x: &Tensor, weights: &[Tensor]) -> CandleResult<Tensor> {
+        x.broadcast_mul(&weights[0])
+    }
+
+    fn backward(&self, _: &Tensor, _: &[Tensor], _: &Tensor, _: bool) -> CandleResult<FunctionGradients> {
+        let gradient = Tensor::ones(self.shape, DType::F32, &Device::Cpu)?;
+        Ok((None, vec![gradient; self.gradients]))
+    }
 }

@@ -7,6 +7,8 @@ mod candle;
 mod copy_engines;
 #[cfg(feature = "candle")]
 mod dense;
+#[cfg(feature = "candle")]
+mod dense_stored;
 #[path = "../devices/mod.rs"]
 mod devices;
 mod exact;
