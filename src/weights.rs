@@ -97,6 +97,14 @@ pub trait AcquiredWeight<D: Device>: Debug {
     /// # Errors
     /// The memory no longer holds what it was lent for.
     fn tensor(&self) -> Result<TensorRef<'_, D>>;
+
+    /// The same of one that may be quantized.
+    ///
+    /// # Errors
+    /// As [`tensor`](Self::tensor).
+    fn weight(&self) -> Result<Weight<'_, D>> {
+        self.tensor().map(Weight::Dense)
+    }
 }
 
 impl<'a, D: Device> WeightGuard<'a, D> {
@@ -117,7 +125,7 @@ impl<'a, D: Device> WeightGuard<'a, D> {
     pub fn weight(&self) -> Result<Weight<'_, D>> {
         match &self.held {
             Held::Borrowed(weight) => Ok(weight.borrow()),
-            Held::Leased(lease) => lease.tensor().map(Weight::Dense),
+            Held::Leased(lease) => lease.weight(),
         }
     }
 

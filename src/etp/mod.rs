@@ -26,6 +26,7 @@ mod in_place;
 mod quantized_shard;
 mod shards;
 mod source;
+mod stored_weight;
 mod stream_pair;
 #[cfg(test)]
 mod test_ranks;
@@ -50,6 +51,7 @@ pub use chain::report::ChainMemory;
 pub(crate) use collective_thread::recover;
 pub use shards::Shards;
 pub use source::{Shard, ShardSource};
+pub use stored_weight::{QuantizedWeight, ShardedQuantized};
 pub(crate) use stream_pair::StreamPair;
 
 /// Calls that sharded weights need of a device beside its kernels.

@@ -102,3 +102,74 @@ fn saved_at_one_size_and_loaded_at_another() {
         assert!(tensor(&before) == tensor(&after), "{name}");
     }
 }
+
+/// Experts that stay as they are stored, sharded: forward and the gradient of the rows are those of the whole block, to
+/// the bit, and a rank keeps its part of the bytes.
+#[test]
+fn quantized_weights_stay_so_in_a_chain() {
+    use moebius::Tensor as Any;
+    use moebius::ep::{Group, GroupConfig};
+    use moebius::etp::{Chain, Phase};
+    use moebius::layer::{Cotangents, Inputs, Layer, Mode, Params, PerParam, Wanted};
+    use moebius::weights::WeightSource;
+
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden");
+    for family in ["qwen3_moe_nvfp4_modelopt", "gpt_oss_mxfp4", "deepseek_v3_fp8"] {
+        let checkpoint = Checkpoint::open(root.join(family)).unwrap();
+        let number = checkpoint.moe_layers()[0];
+        let options = LoadOptions { rank: 0, ranks: 1, dtype: Some(DType::F32) };
+        let block = checkpoint.load_quantized(number, options).unwrap();
+        let (experts, hidden) = (block.config.router.num_experts, block.config.hidden);
+        let mut random = super::random::Random::new(super::devices::seed::seed(7));
+        let mut values = || -> Any<Cpu> {
+            let values: Vec<f32> = (0..6 * hidden).map(|_| random.normal() as f32).collect();
+            Any::from_vec(values, &[6, hidden]).unwrap()
+        };
+        let (x, d_y) = (values(), values());
+        // y and the gradient of x; a chain's passes around them.
+        let run = |up: &dyn WeightSource<Cpu>, down: &dyn WeightSource<Cpu>, chain: Option<&Chain<Cpu>>| {
+            let mut group = Group::single(GroupConfig::new(experts, 6)).unwrap();
+            let moe = Layer::new(block.config.clone(), 0).unwrap();
+            let others = PerParam::from_fn(|kind| block.get(kind));
+            let params = Params::of(block.get(ParamKind::Router).unwrap(), up, down, others);
+            let pass = |phase| chain.map_or(Ok(()), |chain| chain.begin(phase)).unwrap();
+            let end = || chain.map_or(Ok(()), Chain::end).unwrap();
+            pass(Phase::Forward);
+            let mode = Mode { backward: true, noise: None };
+            let forward = moe.forward(&mut group, mode, x.view(), &params).unwrap();
+            end();
+            pass(Phase::Backward);
+            let inputs = Inputs { x: x.view(), params: &params };
+            let cotangents = Cotangents { y: Some(d_y.view()), aux: 0.0 };
+            let wanted = Wanted { experts: false, ..Wanted::ALL };
+            let context = forward.context.unwrap();
+            let gradients = moe.backward(&mut group, context, inputs, cotangents, wanted).unwrap();
+            end();
+            [forward.y.as_bytes().to_vec(), gradients.x.as_ref().unwrap().as_bytes().to_vec()]
+        };
+        let expected = run(&block.up, &block.down, None);
+        let bytes = [&block.up, &block.down].map(|weight| weight.bytes());
+        for (n, prefetch) in [(1, true), (2, true), (4, true), (4, false)] {
+            ranks(&Cpu::poisoning(), n, MINUTE, |rank, place| {
+                let chain = place.chain(EtpOptions { pad: 1, prefetch, ..EtpOptions::default() }).unwrap();
+                let add = |name, weight| chain.add_quantized(name, 0, block.config.recompute, weight).unwrap();
+                let [up, down] = [add("up", &block.up), add("down", &block.down)];
+                for pass in 0..2 {
+                    let [up, down] = [&up, &down].map(|weight| chain.quantized_source(weight).unwrap());
+                    let found = run(&up, &down, Some(&chain));
+                    assert!(found == expected, "{family} over {n}, rank {rank}, pass {pass}");
+                }
+                let memory = chain.memory();
+                // A buffer for each, or one for both; nothing is de-quantized, nothing has a gradient.
+                let padding = 2 * (3 * 256 + 256 * n);
+                assert!(memory.gathered <= bytes.iter().sum::<usize>() + padding, "{family}: {memory:?}");
+                assert_eq!((memory.main, memory.gradients, memory.quantized), (0, 0, 0));
+                let (traffic, sum) = (chain.traffic(), bytes.iter().sum::<usize>());
+                assert_eq!(traffic.reductions, 0);
+                // Each rank sends the N-th part of these.
+                let passes = 4 * sum..=4 * (sum + padding);
+                assert!(passes.contains(&(traffic.gathered_bytes as usize)), "{family}: {traffic:?}, {bytes:?}");
+            });
+        }
+    }
+}
