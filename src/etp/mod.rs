@@ -16,6 +16,9 @@
 //! chain.finish(replicas, |weight, gradient| …)?;             the optimizer steps on shards
 //! ```
 //!
+//! A model's dense weights can be in a chain too; from candle, `candle::ShardedWeights` puts them there. Weights that
+//! stay [quantized](QuantizedWeight) are frozen.
+//!
 //! `docs/etp.md` says when it pays and what it needs of memory.
 
 mod buffer_cache;

@@ -515,3 +515,128 @@ impl ShardedFunction for Wrong {
         Ok((None, vec![gradient; self.gradients]))
     }
 }
+
+/// Constant shards: x has its gradient, and nothing is reduced.
+#[test]
+fn frozen_weights_pass_gradients_on() {
+    let results = ranks(4, PAIRS, |rank| {
+        let (chain, tensors) = (&rank.chain, whole());
+        let mut constants = HashMap::new();
+        for (name, t) in &tensors {
+            constants.insert(name.clone(), shard(chain, name, t)?);
+        }
+        let vb = VarBuilder::from_tensors(constants, DType::F32, &Device::Cpu);
+        let weights = ShardedWeights::new(chain, vb.clone());
+        let rms = norm;
+        let proj = weights.pp("proj").linear(H, H)?;
+        let norm = weights.pp("norm").function(&[("weight", &[H], Init::Const(1.0))], rms)?;
+        let x = Var::from_vec(values(rank.w as u64, 2 * H), (2, H), &Device::Cpu)?;
+        let plain = candle_nn::Linear::new(tensors["proj.weight"].clone(), Some(tensors["proj.bias"].clone()));
+        let expected = rms(&plain.forward(&x)?, &[tensors["norm.weight"].clone()])?;
+        chain.begin(Phase::Forward)?;
+        let y = norm.forward(&proj.forward(&x)?)?;
+        chain.end()?;
+        assert_eq!(bits(&flat(&y)), bits(&flat(&expected)));
+        chain.begin(Phase::Backward)?;
+        let found = y.sqr()?.sum_all()?.backward()?;
+        chain.end()?;
+        let expected = expected.sqr()?.sum_all()?.backward()?;
+        assert_eq!(bits(&flat(found.get(&x).unwrap())), bits(&flat(expected.get(&x).unwrap())));
+        assert!(weights.shards().is_empty() && weights.optimizer_params().is_empty());
+        assert_eq!((chain.traffic().reductions, chain.memory().main), (0, 0));
+        // Evaluation: nothing tracks gradients, and no backward follows.
+        chain.begin(Phase::Forward)?;
+        let y = norm.forward(&proj.forward(&x.as_detached_tensor())?)?;
+        chain.end()?;
+        assert!(!y.track_op());
+        Ok(())
+    });
+    results.into_iter().for_each(|r| r.unwrap());
+}
+
+/// Two ranks of experts by two with the same: experts in chains of two, the rest in one of all four.
+#[test]
+fn experts_and_all_else_have_chains_of_their_own() {
+    use moebius::candle::DeviceGroup;
+    use moebius::ep::{Group, GroupConfig};
+
+    let pairs = || mesh(&Cpu::new(), (WORLD, ""), |w| (w % 2, w / 2), MINUTE).into_iter();
+    let groups = mesh(&Cpu::new(), (WORLD, ""), |w| (w / 2, w % 2), MINUTE);
+    let groups = std::sync::Mutex::new(groups.into_iter().zip(pairs().zip(pairs())).zip(pairs()).map(Some).collect());
+    let results = ranks(4, PAIRS, |mut rank| {
+        let mut all: std::sync::MutexGuard<'_, Vec<_>> = groups.lock().unwrap();
+        let ((group, (gather, reduce)), mut beside) = all[rank.w].take().ok_or("taken")?;
+        drop(all);
+        let group = EpGroup::new(Group::new(Cpu::poisoning(), group, GroupConfig::new(EXPERTS, 64))?);
+        let group = DeviceGroup::from(group);
+        let experts = Arc::new(Chain::new(Cpu::poisoning(), Comms { gather, reduce }, PAIRS)?);
+        // This rank's experts, whole.
+        let (ep, local) = (group.rank(), EXPERTS / 2);
+        let mut own = Vec::new();
+        for kind in ParamKind::ALL {
+            let Some(t) = whole().remove(&format!("moe.{}", kind.name())) else { continue };
+            own.push((
+                kind,
+                if kind.is_replicated() { t } else { t.narrow(0, ep * local, local)?.force_contiguous()? },
+            ));
+        }
+        let named = |cut: &dyn Fn(ParamKind, &Tensor) -> Result<Tensor, Failure>| -> Result<_, Failure> {
+            let tensors = own.iter().map(|(kind, t)| Ok((kind.name().to_string(), cut(*kind, t)?)));
+            Ok(builder(tensors.collect::<Result<HashMap<_, _>, Failure>>()?))
+        };
+        let cut = |kind: ParamKind, t: &Tensor| {
+            let chain = if kind.is_replicated() { &rank.chain } else { &experts };
+            shard(chain, &format!("moe.{}", kind.name()), t)
+        };
+        let plain = ExpertParallelMoE::new(Layer::new(config(), 0)?, &group, named(&|_, t| Ok(t.clone()))?)?;
+        let weights = ShardedWeights::new(&rank.chain, named(&cut)?);
+        let layer = Layer::new(config(), 1)?;
+        let sharded = ExpertParallelMoE::all_sharded(layer, &group, &experts, Payload::Plain, &weights)?;
+        let x = Var::from_vec(values(rank.w as u64, 5 * H), (5, H), &Device::Cpu)?;
+        let loss = |moe: &ExpertParallelMoE| -> CandleResult<Tensor> {
+            let out = moe.forward_full(&x, None)?;
+            out.y.sqr()?.sum_all()? + out.aux
+        };
+        let expected = loss(&plain)?.backward()?;
+        for _step in 0..2 {
+            let chains = [&rank.chain, &experts];
+            chains.iter().try_for_each(|chain| chain.begin(Phase::Forward))?;
+            let found = loss(&sharded)?;
+            chains.iter().try_for_each(|chain| chain.end())?;
+            chains.iter().try_for_each(|chain| chain.begin(Phase::Backward))?;
+            let mut found = found.backward()?;
+            chains.iter().try_for_each(|chain| chain.end())?;
+            assert_eq!(bits(&flat(found.get(&x).unwrap())), bits(&flat(expected.get(&x).unwrap())));
+            finish_sharded(&rank.chain, None, &weights.shards(), &mut found, ShardGradients::AsSummed)?;
+            finish_sharded(&experts, None, &sharded.shards(), &mut found, ShardGradients::AsSummed)?;
+            let mut met = 0;
+            for (kind, whole) in own.iter().map(|(kind, _)| (*kind, plain.param(*kind).unwrap())) {
+                let gradient = flat(expected.get(whole).unwrap());
+                let sum = match kind.is_replicated() {
+                    true => sum_over(&mut *rank.world, &gradient)?,
+                    false => sum_over_two(&mut *beside, &gradient)?,
+                };
+                let sum = cut(kind, &Tensor::from_vec(sum, whole.dims(), &Device::Cpu)?)?;
+                let found = found.get(sharded.param(kind).unwrap()).unwrap();
+                assert_eq!(bits(&flat(found)), bits(&flat(&sum)), "{kind:?}");
+                met += 1;
+            }
+            assert_eq!((met, weights.shards().len(), sharded.shards().len()), (9, 5, 4));
+        }
+        // Parts of all ranks make the parameters whole.
+        let params = [weights.optimizer_params(), sharded.optimizer_params("moe")?].concat();
+        let options = adam_options(Some(1.0));
+        AdamW::over_ranks(&Cpu::new(), rank.beside, params, options, &[options.group])?;
+        Ok(())
+    });
+    results.into_iter().for_each(|r| r.unwrap());
+}
+
+fn sum_over_two(comm: &mut dyn Communicator<Cpu>, own: &[f32]) -> Result<Vec<f32>, Failure> {
+    let mut all = vec![0f32; own.len() * 2];
+    let dims = [all.len()];
+    let recv = TensorMut::<Cpu>::from_slice(&mut all, &dims)?;
+    comm.all_gather(Tag { layer: 0, op: Op::User, sequence: 0 }, TensorRef::from_slice(own, &[own.len()])?, recv)?;
+    let (one, other) = all.split_at(own.len());
+    Ok(one.iter().zip(other).map(|(a, b)| a + b).collect())
+}
