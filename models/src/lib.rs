@@ -4,6 +4,8 @@
 //! replicated on every rank of a group, and each rank runs sequences of its own. The group's device, a CPU or a GPU, is
 //! where the decoder lives ([`DeviceGroup`](moebius::candle::DeviceGroup)).
 
+pub mod generate;
+
 mod cache;
 mod config;
 mod decoder;

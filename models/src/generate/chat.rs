@@ -1,0 +1,372 @@
+//! Chat templates: a conversation as the text that a model was trained to continue.
+//!
+//! A folder's template is a Jinja program. It runs as in Python's transformers (5.17, `apply_chat_template`): blocks'
+//! line ends and indentation are trimmed, `tojson` is `json.dumps` without ASCII escapes and with keys in the order
+//! given, `raise_exception`, `strftime_now`, `break` and `continue`, `{% generation %}`, methods of Python's strings and
+//! dictionaries. A template that does not end, or makes texts without bound, is an error.
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::path::Path;
+
+use minijinja::value::{Serde, ValueKind};
+use minijinja::{AutoEscape, Environment, ErrorKind, UndefinedBehavior, Value, escape_formatter};
+use serde::Serialize;
+
+use super::error::{Error, Result};
+use super::folder;
+use super::python;
+
+/// Steps that a rendering may take; 64 bytes of text count as one. A published template takes some thousands for a turn.
+const FUEL: u64 = 20_000_000;
+
+/// The name of the template that is used where none is asked for.
+const DEFAULT: &str = "default";
+
+/// Special tokens that templates know by name.
+const SPECIAL: [&str; 7] = ["bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"];
+
+/// A conversation, and what else a template is told.
+#[derive(Debug, Clone, Default)]
+pub struct Chat {
+    messages: Vec<Value>,
+    tools: Option<Value>,
+    documents: Option<Value>,
+    generation_prompt: bool,
+    variables: BTreeMap<String, Value>,
+    template: Option<String>,
+}
+
+impl Chat {
+    /// No message yet.
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// Adds a message of `role` (`system`, `user`, `assistant`, `tool`, ...) and text `content`.
+    pub fn say(mut self, role: &str, content: &str) -> Self {
+        self.messages.push(Value::from_pairs([("role", role), ("content", content)]));
+        self
+    }
+
+    /// Adds a message with any fields: what serializes as an object. Its keys keep their order where the type's
+    /// serialization does.
+    pub fn message(mut self, message: impl Serialize) -> Self {
+        self.messages.push(Value::from(Serde(message)));
+        self
+    }
+
+    /// Tools that the model may call: a list of JSON schemas.
+    pub fn tools(mut self, tools: impl Serialize) -> Self {
+        self.tools = Some(Value::from(Serde(tools)));
+        self
+    }
+
+    /// Documents to answer from: a list of objects.
+    pub fn documents(mut self, documents: impl Serialize) -> Self {
+        self.documents = Some(Value::from(Serde(documents)));
+        self
+    }
+
+    /// Ends the text with the beginning of an assistant's turn, which the model then writes.
+    pub fn generation_prompt(mut self, add: bool) -> Self {
+        self.generation_prompt = add;
+        self
+    }
+
+    /// Asks templates that know of it for a turn with or without reasoning.
+    pub fn enable_thinking(self, enable: bool) -> Self {
+        self.variable("enable_thinking", enable)
+    }
+
+    /// Sets any other variable of a template; one with a special token's name takes that token's place.
+    pub fn variable(mut self, name: &str, value: impl Serialize) -> Self {
+        self.variables.insert(name.into(), Value::from(Serde(value)));
+        self
+    }
+
+    /// Uses the folder's template of this name. Otherwise it is `tool_use` where there are tools and a template of
+    /// that name, else `default`.
+    pub fn template(mut self, name: &str) -> Self {
+        self.template = Some(name.into());
+        self
+    }
+
+    /// From JSON text: a list of messages, or an object with `messages` and, at will, `tools`, `documents`,
+    /// `add_generation_prompt`; its other fields are variables.
+    ///
+    /// # Errors
+    /// [`Error::Conversation`].
+    pub fn from_json(text: &str) -> Result<Self> {
+        let fail = |problem: &str| Error::Conversation { problem: problem.into() };
+        let value: Value = serde_json::from_str(text).map_err(|e| fail(&e.to_string()))?;
+        let list = |value: &Value, name: &str| -> Result<Vec<Value>> {
+            let is_list = value.kind() == ValueKind::Seq;
+            let items = is_list.then(|| value.try_iter().ok()).flatten();
+            Ok(items.ok_or_else(|| fail(&format!("{name}: expected a list, found a {}", value.kind())))?.collect())
+        };
+        let mut chat = Self::new();
+        if value.kind() != ValueKind::Map {
+            chat.messages = list(&value, "messages")?;
+            return Ok(chat);
+        }
+        for key in value.try_iter().map_err(|e| fail(&e.to_string()))? {
+            let field = value.get_item(&key).map_err(|e| fail(&e.to_string()))?;
+            match key.as_str().unwrap_or_default() {
+                "messages" => chat.messages = list(&field, "messages")?,
+                "tools" => chat.tools = Some(field).filter(|v| !v.is_none()),
+                "documents" => chat.documents = Some(field).filter(|v| !v.is_none()),
+                "add_generation_prompt" => chat.generation_prompt = field.is_true(),
+                name => _ = chat.variables.insert(name.into(), field),
+            }
+        }
+        Ok(chat)
+    }
+
+    fn check(&self) -> Result<()> {
+        let fail = |problem: String| Err(Error::Conversation { problem });
+        if self.messages.is_empty() {
+            return fail("there is no message".into());
+        }
+        for (i, message) in self.messages.iter().enumerate() {
+            if message.kind() != ValueKind::Map {
+                return fail(format!("message {i}: expected an object, found a {}", message.kind()));
+            }
+        }
+        Ok(())
+    }
+}
+
+/// The chat templates of a folder, compiled.
+pub struct ChatTemplate {
+    environment: Environment<'static>,
+    names: Vec<String>,
+    special: Vec<(&'static str, Value)>,
+}
+
+impl fmt::Debug for ChatTemplate {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("ChatTemplate")
+            .field("names", &self.names)
+            .field("special", &self.special)
+            .finish_non_exhaustive()
+    }
+}
+
+impl ChatTemplate {
+    /// From a published folder: `chat_template.jinja` and `additional_chat_templates/NAME.jinja`, or where there is
+    /// none of these, `chat_template` of `tokenizer_config.json`, a text or a list of named ones. Special tokens are
+    /// those of `tokenizer_config.json`, and of `special_tokens_map.json` where the former lacks one.
+    ///
+    /// # Errors
+    /// [`Error::NoTemplate`] where the folder has none, [`Error::Template`] for one that does not compile, unreadable
+    /// files.
+    pub fn from_folder(dir: impl AsRef<Path>) -> Result<Self> {
+        let dir = dir.as_ref();
+        let config = folder::json(dir, "tokenizer_config.json")?;
+        let map = folder::json(dir, "special_tokens_map.json")?;
+        let mut sources = files(dir)?;
+        if sources.is_empty() {
+            sources = named(dir, config.get("chat_template"))?;
+        }
+        if sources.is_empty() {
+            let problem = format!("{}: neither chat_template.jinja nor one in tokenizer_config.json", dir.display());
+            return Err(Error::NoTemplate { problem });
+        }
+        let mut this = Self::empty();
+        for (name, source) in &sources {
+            this.add(name, source)?;
+        }
+        for name in SPECIAL {
+            let token = [&config, &map].into_iter().find_map(|file| folder::token_text(file.get(name)?));
+            this.special.extend(token.map(|token| (name, Value::from(token))));
+        }
+        Ok(this)
+    }
+
+    /// One template, without special tokens.
+    ///
+    /// # Errors
+    /// [`Error::Template`] where it does not compile.
+    pub fn from_source(source: &str) -> Result<Self> {
+        let mut this = Self::empty();
+        this.add(DEFAULT, source)?;
+        Ok(this)
+    }
+
+    /// Replaces the clock of `strftime_now`, which is the local time: `strftime` gets the format and gives the text.
+    pub fn with_strftime(mut self, strftime: impl Fn(&str) -> String + Send + Sync + 'static) -> Self {
+        self.environment.add_function("strftime_now", move |format: &str| strftime(format));
+        self
+    }
+
+    /// Bounds a rendering to about so many steps; 64 bytes of text count as one. 20 million if this is not called.
+    pub fn with_fuel(mut self, steps: u64) -> Self {
+        self.environment.set_fuel(Some(steps));
+        self
+    }
+
+    /// Names of the templates.
+    pub fn names(&self) -> &[String] {
+        &self.names
+    }
+
+    /// The conversation as text. It begins with the special tokens that the template writes: encode it without adding
+    /// any.
+    ///
+    /// # Errors
+    /// [`Error::Conversation`], [`Error::NoTemplate`], [`Error::Refused`] where the template calls `raise_exception`,
+    /// and [`Error::Template`] where it fails otherwise or takes too many steps.
+    pub fn render(&self, chat: &Chat) -> Result<String> {
+        chat.check()?;
+        let name = self.choose(chat)?;
+        let template = self.environment.get_template(name).map_err(|e| failure(name, &e))?;
+        let mut context: BTreeMap<&str, Value> = self.special.iter().map(|(k, v)| (*k, v.clone())).collect();
+        context.extend(chat.variables.iter().map(|(name, value)| (name.as_str(), value.clone())));
+        // These are there, and none, also where they are not given.
+        context.insert("messages", Value::from(chat.messages.clone()));
+        context.insert("tools", chat.tools.clone().unwrap_or(Value::from(())));
+        context.insert("documents", chat.documents.clone().unwrap_or(Value::from(())));
+        context.insert("add_generation_prompt", Value::from(chat.generation_prompt));
+        template.render(context).map_err(|e| failure(name, &e))
+    }
+
+    fn choose<'a>(&'a self, chat: &'a Chat) -> Result<&'a str> {
+        let has = |name: &str| self.names.iter().any(|n| n == name);
+        let named = chat.template.as_deref();
+        let by_use = || if chat.tools.is_some() && has("tool_use") { "tool_use" } else { DEFAULT };
+        let name = named.unwrap_or_else(by_use);
+        if has(name) {
+            return Ok(name);
+        }
+        Err(Error::NoTemplate { problem: format!("none of name {name:?}; there are {:?}", self.names) })
+    }
+
+    fn empty() -> Self {
+        let mut environment = Environment::new();
+        let syntax = environment.syntax().to_builder().trim_blocks(true).lstrip_blocks(true).build();
+        // The delimiters are the usual ones, which no builder refuses.
+        environment.set_syntax(syntax.unwrap_or_default());
+        environment.set_undefined_behavior(UndefinedBehavior::Lenient);
+        environment.set_auto_escape_callback(|_| AutoEscape::None);
+        environment.set_fuel(Some(FUEL));
+        environment.set_unknown_method_callback(python::method);
+        environment.set_formatter(|out, state, value| match value.as_object().is_none() && value.is_number() {
+            true if !value.is_integer() => {
+                let x = f64::try_from(value.clone())?;
+                out.write_str(&python::float(x)).map_err(|_| minijinja::Error::from(ErrorKind::WriteFailure))
+            }
+            _ => escape_formatter(out, state, value),
+        });
+        environment.add_filter("tojson", python::tojson);
+        environment.add_filter("int", python::int);
+        environment.add_filter("float", python::to_float);
+        environment.add_test("sequence", python::is_sequence);
+        environment.add_function("cycler", minijinja_contrib::globals::cycler);
+        environment.add_function("joiner", minijinja_contrib::globals::joiner);
+        environment.add_function("raise_exception", |message: Value| -> std::result::Result<Value, minijinja::Error> {
+            let raised = Raised(message.to_string());
+            Err(minijinja::Error::new(ErrorKind::InvalidOperation, "raise_exception").with_source(raised))
+        });
+        environment.add_function("strftime_now", strftime_now);
+        Self { environment, names: Vec::new(), special: Vec::new() }
+    }
+
+    fn add(&mut self, name: &str, source: &str) -> Result<()> {
+        // Jinja reads every kind of line end as one.
+        let source = without_generation_tags(&source.replace("\r\n", "\n").replace('\r', "\n"));
+        self.environment.add_template_owned(name.to_string(), source).map_err(|e| failure(name, &e))?;
+        self.names.push(name.into());
+        Ok(())
+    }
+}
+
+/// Templates that are files of their own.
+fn files(dir: &Path) -> Result<Vec<(String, String)>> {
+    let mut sources: Vec<_> =
+        folder::text(dir, "chat_template.jinja")?.map(|source| (DEFAULT.into(), source)).into_iter().collect();
+    let more = dir.join("additional_chat_templates");
+    let Ok(entries) = std::fs::read_dir(&more) else { return Ok(sources) };
+    let mut files: Vec<_> = entries.filter_map(|entry| entry.ok()?.file_name().into_string().ok()).collect();
+    files.sort();
+    for file in files {
+        if let Some(name) = file.strip_suffix(".jinja")
+            && let Some(source) = folder::text(&more, &file)?
+        {
+            sources.push((name.into(), source));
+        }
+    }
+    Ok(sources)
+}
+
+/// `chat_template` of `tokenizer_config.json`.
+fn named(dir: &Path, field: Option<&serde_json::Value>) -> Result<Vec<(String, String)>> {
+    use serde_json::Value as Json;
+    let pair = |entry: &Json| Some((entry["name"].as_str()?.to_string(), entry["template"].as_str()?.to_string()));
+    let sources = match field {
+        None | Some(Json::Null) => Some(Vec::new()),
+        Some(Json::String(source)) => Some(vec![(DEFAULT.into(), source.clone())]),
+        Some(Json::Array(list)) => list.iter().map(pair).collect(),
+        Some(Json::Object(map)) => {
+            map.iter().map(|(name, source)| Some((name.clone(), source.as_str()?.to_string()))).collect()
+        }
+        Some(_) => None,
+    };
+    let expected = "chat_template: expected a text, or a list of objects with name and template";
+    sources.ok_or_else(|| folder::problem(dir, "tokenizer_config.json", expected))
+}
+
+/// What `raise_exception` was called with, on its way through the engine's error.
+#[derive(Debug, thiserror::Error)]
+#[error("{0}")]
+struct Raised(String);
+
+fn failure(name: &str, error: &minijinja::Error) -> Error {
+    let mut cause: Option<&(dyn std::error::Error + 'static)> = Some(error);
+    while let Some(e) = cause {
+        if let Some(Raised(message)) = e.downcast_ref() {
+            return Error::Refused { name: name.into(), message: message.clone() };
+        }
+        cause = e.source();
+    }
+    let mut problem = error.to_string();
+    if error.kind() == ErrorKind::OutOfFuel {
+        problem.push_str("; it may not end, or take more steps than a rendering may");
+    }
+    Error::Template { name: name.into(), problem }
+}
+
+fn strftime_now(format: &str) -> std::result::Result<String, minijinja::Error> {
+    jiff::fmt::strtime::format(format, &jiff::Zoned::now())
+        .map_err(|e| minijinja::Error::new(ErrorKind::InvalidOperation, format!("strftime_now({format:?}): {e}")))
+}
+
+/// transformers' block `generation` marks what an assistant said and writes it as it is; names set in it stay in it.
+/// The engine has no such block, but `with` is one that does the same.
+fn without_generation_tags(source: &str) -> String {
+    let mut out = String::with_capacity(source.len());
+    let mut rest = source;
+    while let Some(open) = rest.find("{%") {
+        let (before, tag) = rest.split_at(open);
+        out.push_str(before);
+        let Some(close) = tag.find("%}") else {
+            rest = tag;
+            break;
+        };
+        let (tag, after) = tag.split_at(close + 2);
+        let inner = &tag[2..close];
+        let trimmed = inner.trim_start_matches(['-', '+']).trim_end_matches(['-', '+']).trim();
+        match trimmed {
+            "generation" => out.push_str(&tag.replacen("generation", "with", 1)),
+            "endgeneration" => out.push_str(&tag.replacen("endgeneration", "endwith", 1)),
+            _ => out.push_str(tag),
+        }
+        rest = after;
+    }
+    out.push_str(rest);
+    out
+}
+
+#[cfg(test)]
+#[path = "chat_tests.rs"]
+mod tests;

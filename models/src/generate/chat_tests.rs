@@ -1,0 +1,215 @@
+use super::*;
+
+/// A conversation with what templates meet: calls of tools, parts of content, keys that are not in order.
+fn chat() -> Chat {
+    let text = r#"{
+        "messages": [
+            {"role": "user", "content": "Hi"},
+            {"role": "assistant", "content": null, "tool_calls": [{"function": {"name": "f", "arguments":
+                {"z": 1.0, "a": [true, null, "x\"y\n\u0001"], "é": 1e-7, "c": {}}}}]},
+            {"role": "user", "content": [{"type": "text", "text": "part"}]}
+        ],
+        "tools": [{"type": "function", "function": {"name": "get", "parameters": {"items": 1, "a": "<b>&'"}}}],
+        "enable_thinking": false
+    }"#;
+    Chat::from_json(text).expect("a conversation")
+}
+
+fn render(source: &str) -> String {
+    ChatTemplate::from_source(source).and_then(|t| t.render(&chat())).unwrap_or_else(|e| panic!("{source}: {e}"))
+}
+
+/// The first text is a template, the second what transformers 5.17 made of it.
+#[test]
+fn templates_mean_what_they_mean_in_python() {
+    for (source, expected) in [
+        (
+            "{{ messages[1].tool_calls[0].function.arguments|tojson }}",
+            r#"{"z": 1.0, "a": [true, null, "x\"y\n\u0001"], "é": 1e-07, "c": {}}"#,
+        ),
+        (
+            "{{ tools[0]|tojson(indent=1) }}",
+            "{\n \"type\": \"function\",\n \"function\": {\n  \"name\": \"get\",\n  \"parameters\": {\n   \"items\": 1,\n   \"a\": \"<b>&'\"\n  }\n }\n}",
+        ),
+        (
+            "{{ {'é': 1, 'a': []}|tojson(ensure_ascii=true, separators=(',', ':'), sort_keys=True) }}",
+            r#"{"a":[],"\u00e9":1}"#,
+        ),
+        (
+            "{{ true }} {{ none }} {{ 1e16 }} {{ [1, 'a', none] }} {{ {'k': 'v'} }}",
+            "True None 1e+16 [1, 'a', None] {'k': 'v'}",
+        ),
+        (
+            "{{ x }}|{{ x is defined }}|{{ x|length }}|{{ messages[0].nope }}|{% for i in x %}a{% else %}b{% endfor %}",
+            "|False|0||b",
+        ),
+        (
+            "{{ tools is none }}{{ documents is none }}{{ enable_thinking is false }}{{ bos_token is defined }}",
+            "FalseTrueTrueFalse",
+        ),
+        ("{% for k, v in tools[0].function.parameters.items() %}{{ k }}={{ v }};{% endfor %}", "items=1;a=<b>&';"),
+        ("{{ tools[0].function.get('x') }}{{ tools[0].function.get('x', 'd') }}", "Noned"),
+        (
+            "{{ 'x' is sequence }}{{ {} is sequence }}{{ 1 is sequence }}{{ 'x' is iterable }}{{ {} is mapping }}",
+            "TrueTrueFalseTrueTrue",
+        ),
+        (
+            "{{ 'a</t>b</t>\n\nc'.split('</t>')[-1].lstrip('\n') }}{{ ' a  b c '.split(None, 1) }}{{ ' a b '.rsplit(maxsplit=1) }}",
+            "c['a', 'b c '][' a', 'b']",
+        ),
+        (
+            "{{ 'abc'.removeprefix('a').removesuffix('c') }}{{ 'a=b=c'.partition('=') }}{{ \"they're\".title() }}{{ '7'.zfill(3) }}",
+            "b('a', '=', 'b=c')They'Re007",
+        ),
+        (
+            "{{ messages[::-1][0].role }}{{ messages[:-1]|length }}{{ 'abc'[1:] }}{{ messages[-1].content[0]['text'] }}",
+            "user2bcpart",
+        ),
+        (
+            "{% set ns = namespace(n=0) %}{% for m in messages %}{% if loop.first %}{% continue %}{% endif %}{% set ns.n = ns.n + loop.index %}{% if loop.index == 2 %}{% break %}{% endif %}{% endfor %}{{ ns.n }}",
+            "2",
+        ),
+        ("  {% if true %}\n  a\n  {%- endif %}\n\n  {% for i in [1] %}\n    b\n  {% endfor %}\nc\n", "  a\n    b\nc"),
+        ("{% if true %}\r\nx\r\n{% endif %}\r\ny", "x\ny"),
+        ("a\n{%- generation -%}\n {% set q = 1 %}b{{ q }}\n{%- endgeneration %}|{{ q }}", "ab1|"),
+        ("{% macro m(a, b='x') %}{{ a }}{{ b }}{% endmacro %}{{ m(1) }}{{ m(1, b=2) }}", "1x12"),
+        (
+            "{{ messages|selectattr('role', 'equalto', 'user')|list|length }}{{ messages|map(attribute='role')|join(',') }}",
+            "2user,assistant,user",
+        ),
+        ("{{ 'x'|int }}{{ '12'|int + 1 }}{{ '2.5'|float }}{{ 3.7|int }}{{ 'q'|float }}{{ '2.9'|int }}", "0132.530.02"),
+        ("{{ 'a' ~ 1 ~ true ~ none }}{{ '<b>' }}", "a1TrueNone<b>"),
+    ] {
+        assert_eq!(render(source), expected, "{source}");
+    }
+}
+
+#[test]
+fn what_fails_in_python_is_an_error() {
+    for source in [
+        "{{ x.y }}",
+        "{{ x + 'a' }}",
+        "{{ 'a' + 1 }}",
+        "{{ messages[1].content + 'a' }}",
+        "{{ x|tojson }}",
+        "{{ 'a'.nope() }}",
+        "{% set _ = [].append(1) %}",
+        "{% include 'other' %}",
+        "{{ 1 // 0 }}",
+    ] {
+        let error = ChatTemplate::from_source(source).expect("it compiles").render(&chat()).expect_err(source);
+        assert!(matches!(error, Error::Template { .. }), "{source}: {error}");
+        assert!(error.to_string().contains("chat template \"default\": "), "{error}");
+    }
+    for source in ["{% if %}", "{{ 'a }}", "{% for x in y %}", "{% nope %}", "{% endfor %}"] {
+        let error = ChatTemplate::from_source(source).expect_err(source);
+        assert!(matches!(error, Error::Template { .. }), "{source}: {error}");
+    }
+}
+
+#[test]
+fn a_template_that_refuses_says_so_in_its_own_words() {
+    let template =
+        ChatTemplate::from_source("{% macro m() %}{{ raise_exception('no ' ~ 'system') }}{% endmacro %}{{ m() }}");
+    let error = template.expect("it compiles").render(&chat()).expect_err("refused");
+    assert!(matches!(&error, Error::Refused { message, .. } if message == "no system"), "{error}");
+}
+
+#[test]
+fn a_template_without_end_is_an_error() {
+    for source in [
+        "{% for a in range(100000) %}{% for b in range(100000) %}{% endfor %}{% endfor %}",
+        "{% set ns = namespace(s='ab') %}{% for i in range(100) %}{% set ns.s = ns.s ~ ns.s %}{% endfor %}",
+        "{% for i in range(100000) %}{{ messages|tojson }}{{ 'a' * 100000 }}{% endfor %}",
+        "{{ 'a' * 100000000000 }}",
+        "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
+        "{{ range(10000000000)|list }}",
+    ] {
+        let error = ChatTemplate::from_source(source).expect("it compiles").render(&chat()).expect_err(source);
+        assert!(matches!(error, Error::Template { .. }), "{source}: {error}");
+    }
+    let few = ChatTemplate::from_source("{% for i in range(100) %}{% endfor %}").expect("it compiles").with_fuel(50);
+    let message = few.render(&chat()).expect_err("out of fuel").to_string();
+    assert!(message.contains("may not end"), "{message}");
+    render("{% for i in range(10000) %}{{ i }}{% endfor %}");
+}
+
+#[test]
+fn the_clock_can_be_set() {
+    let template = ChatTemplate::from_source("{{ strftime_now('%d %b %Y') }}").expect("it compiles");
+    let today = template.render(&chat()).expect("a date");
+    assert_eq!(today.split(' ').count(), 3, "{today}");
+    assert!(today[today.len() - 4..].parse::<u32>().is_ok_and(|year| year >= 2026), "{today}");
+    let set = template.with_strftime(|format| format!("<{format}>"));
+    assert_eq!(set.render(&chat()).expect("a date"), "<%d %b %Y>");
+}
+
+fn folder(files: &[(&str, &str)]) -> tempfile::TempDir {
+    let dir = tempfile::tempdir().expect("a folder");
+    for (name, text) in files {
+        let path = dir.path().join(name);
+        std::fs::create_dir_all(path.parent().expect("a folder")).expect("a folder");
+        std::fs::write(path, text).expect("a file");
+    }
+    dir
+}
+
+#[test]
+fn templates_of_a_folder() {
+    let one = (
+        "tokenizer_config.json",
+        r#"{"chat_template": "one {{ bos_token }}{{ pad_token is defined }}",
+        "bos_token": {"__type": "AddedToken", "content": "<s>"}, "pad_token": null}"#,
+    );
+    let several = (
+        "tokenizer_config.json",
+        r#"{"chat_template": [{"name": "default", "template": "d"},
+        {"name": "tool_use", "template": "t"}, {"name": "rag", "template": "r{{ documents|length }}"}]}"#,
+    );
+    let file = ("chat_template.jinja", "file {{ eos_token }}");
+    let map = ("special_tokens_map.json", r#"{"eos_token": "</s>", "bos_token": "other"}"#);
+    let more = ("additional_chat_templates/tool_use.jinja", "more");
+    let rendered = |files: &[(&str, &str)], chat: &Chat| {
+        let dir = folder(files);
+        ChatTemplate::from_folder(dir.path()).and_then(|t| t.render(chat))
+    };
+    let plain = Chat::new().say("user", "Hi");
+    let tools = plain.clone().tools([1]);
+    assert_eq!(rendered(&[one], &plain).expect("a text"), "one <s>False");
+    assert_eq!(rendered(&[one, map], &plain).expect("a text"), "one <s>False");
+    assert_eq!(rendered(&[one], &plain.clone().variable("bos_token", "x")).expect("a text"), "one xFalse");
+    assert_eq!(rendered(&[several], &plain).expect("a text"), "d");
+    assert_eq!(rendered(&[several], &tools).expect("a text"), "t");
+    assert_eq!(rendered(&[several], &tools.clone().template("default")).expect("a text"), "d");
+    assert_eq!(rendered(&[several], &plain.clone().template("rag").documents([1, 2])).expect("a text"), "r2");
+    assert_eq!(rendered(&[one, file, map], &plain).expect("a text"), "file </s>", "the file comes first");
+    assert_eq!(rendered(&[one, file, more], &tools).expect("a text"), "more");
+    assert_eq!(rendered(&[file], &tools).expect("a text"), "file ");
+
+    let error = |files: &[(&str, &str)], chat: &Chat| rendered(files, chat).expect_err("refused").to_string();
+    assert!(error(&[], &plain).contains("neither chat_template.jinja nor"), "{}", error(&[], &plain));
+    assert!(error(&[more], &plain).contains("none of name \"default\"; there are [\"tool_use\"]"));
+    assert!(error(&[several], &plain.clone().template("x")).contains("none of name \"x\""));
+    assert!(
+        error(&[("tokenizer_config.json", r#"{"chat_template": 3}"#)], &plain).contains("expected a text, or a list")
+    );
+    assert!(
+        error(&[("tokenizer_config.json", r#"{"chat_template": [{"name": "a"}]}"#)], &plain)
+            .contains("expected a text")
+    );
+    assert!(error(&[("chat_template.jinja", "{% if %}")], &plain).contains("chat template \"default\""));
+}
+
+#[test]
+fn conversations_that_are_none() {
+    let refused = |text: &str| {
+        let template = ChatTemplate::from_source("x").expect("it compiles");
+        Chat::from_json(text).and_then(|chat| template.render(&chat)).expect_err(text).to_string()
+    };
+    assert_eq!(refused("[]"), "conversation: there is no message");
+    assert_eq!(refused("{}"), "conversation: there is no message");
+    assert_eq!(refused(r#"["Hi"]"#), "conversation: message 0: expected an object, found a string");
+    assert_eq!(refused(r#"{"messages": "Hi"}"#), "conversation: messages: expected a list, found a string");
+    assert!(refused("[").contains("conversation: "));
+    assert!(refused("3").contains("expected a list"));
+}

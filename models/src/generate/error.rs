@@ -1,0 +1,122 @@
+//! What can go wrong between a text and a decoder.
+
+/// Result with [`enum@Error`].
+pub type Result<T> = std::result::Result<T, Error>;
+
+/// Everything that can go wrong in generation.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// A file of the folder cannot be read, or does not hold what it should.
+    #[error("{path}: {problem}")]
+    File {
+        /// The file.
+        path: String,
+        /// What is wrong with it.
+        problem: String,
+    },
+    /// The tokenizer cannot encode a text or decode ids.
+    #[error("{call}: {problem}")]
+    Tokenizer {
+        /// The call that refused.
+        call: &'static str,
+        /// What the tokenizer reports.
+        problem: String,
+    },
+    /// The tokenizer has a token that the decoder's embedding has no row for.
+    #[error("tokenizer: token {token:?} has id {id}; the embedding has {rows} rows")]
+    TokenPastEmbedding {
+        /// The token of the largest id.
+        token: String,
+        /// Its id.
+        id: u32,
+        /// Rows of the embedding.
+        rows: usize,
+    },
+    /// A prompt has an id that the decoder's embedding has no row for.
+    #[error("request {request}: id {id} at position {position} of the prompt; the embedding has {rows} rows")]
+    IdPastEmbedding {
+        /// Index of the request in its batch.
+        request: usize,
+        /// Index in the prompt.
+        position: usize,
+        /// The id.
+        id: u32,
+        /// Rows of the embedding.
+        rows: usize,
+    },
+    /// A prompt without tokens.
+    #[error("request {request}: the prompt has no token")]
+    EmptyPrompt {
+        /// Index of the request in its batch.
+        request: usize,
+    },
+    /// A prompt that leaves no room for a token.
+    #[error("request {request}: the prompt has {tokens} tokens, the decoder's context {context}; expected fewer")]
+    PromptTooLong {
+        /// Index of the request in its batch.
+        request: usize,
+        /// Tokens of the prompt.
+        tokens: usize,
+        /// Most tokens of a sequence.
+        context: usize,
+    },
+    /// A parameter is outside its range.
+    #[error("{name}: expected {expected}, found {found}")]
+    Parameter {
+        /// The parameter.
+        name: &'static str,
+        /// Its range.
+        expected: &'static str,
+        /// Its value.
+        found: String,
+    },
+    /// There is nothing to draw a token from.
+    #[error("logits of a step: {problem}")]
+    Logits {
+        /// What they hold.
+        problem: String,
+    },
+    /// The folder has no chat template, or none of that name.
+    #[error("chat template: {problem}")]
+    NoTemplate {
+        /// What was looked for, and what there is.
+        problem: String,
+    },
+    /// A chat template does not compile, fails, or takes more steps than it may.
+    #[error("chat template {name:?}: {problem}")]
+    Template {
+        /// Name of the template, `default` where it has none.
+        name: String,
+        /// What the template engine reports, with the line.
+        problem: String,
+    },
+    /// A chat template refused the conversation by `raise_exception`.
+    #[error("chat template {name:?} refuses the conversation: {message}")]
+    Refused {
+        /// Name of the template, `default` where it has none.
+        name: String,
+        /// The template's own words.
+        message: String,
+    },
+    /// A conversation that is not what templates take.
+    #[error("conversation: {problem}")]
+    Conversation {
+        /// What is wrong with it.
+        problem: String,
+    },
+    /// A generated text ended inside a character.
+    #[error("request {request}: the text ends inside a character, after {tokens} tokens")]
+    IncompleteCharacter {
+        /// Index of the request in its batch.
+        request: usize,
+        /// Tokens generated.
+        tokens: usize,
+    },
+    /// The decoder failed.
+    #[error(transparent)]
+    Model(#[from] crate::Error),
+    /// Candle failed.
+    #[error(transparent)]
+    Candle(#[from] candle_core::Error),
+}

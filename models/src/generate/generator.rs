@@ -1,0 +1,467 @@
+//! The loop: prompts in, tokens and text out.
+
+use std::ops::ControlFlow;
+use std::time::{Duration, Instant};
+
+use candle_core::{DType, Tensor};
+
+use super::decoder::Decoder;
+use super::error::{Error, Result};
+use super::sampling::{Sampler, Sampling};
+use super::stop::StopStrings;
+use super::stream::TextStream;
+use super::tokenizer::Tokenizer;
+
+/// What one sequence is asked for.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Request {
+    /// Ids of the prompt; one at least.
+    pub prompt: Vec<u32>,
+    /// How tokens are chosen.
+    pub sampling: Sampling,
+    /// Most tokens to generate; one at least.
+    pub max_tokens: usize,
+    /// Tokens that end the text and are no part of it, such as [`Tokenizer::eos`].
+    pub stop_tokens: Vec<u32>,
+    /// Texts that end the text and are no part of it. They need a tokenizer.
+    pub stop_strings: Vec<String>,
+}
+
+impl Request {
+    /// Greedy, of at most `max_tokens` tokens; nothing else ends it.
+    pub fn new(prompt: Vec<u32>, max_tokens: usize) -> Self {
+        Self { prompt, sampling: Sampling::default(), max_tokens, stop_tokens: Vec::new(), stop_strings: Vec::new() }
+    }
+}
+
+/// Why a sequence ended.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Finish {
+    /// With this token.
+    Token(u32),
+    /// With this text, whose tokens are among the output's.
+    Text(String),
+    /// It has as many tokens as were asked for.
+    MaxTokens,
+    /// Prompt and text fill the decoder's context.
+    Context,
+    /// The caller's function said so.
+    Caller,
+}
+
+/// One more token.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Event<'a> {
+    /// Index of the request.
+    pub request: usize,
+    /// The token.
+    pub token: u32,
+    /// Text that is certain with it: whole characters, and no beginning of a stop string. Empty without a tokenizer.
+    pub text: &'a str,
+    /// Set with a sequence's last token.
+    pub finish: Option<&'a Finish>,
+}
+
+/// What a request gave.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Output {
+    /// Generated ids, the one that ended it included.
+    pub tokens: Vec<u32>,
+    /// Their text without special tokens, stop tokens and what follows a stop string. Empty without a tokenizer.
+    pub text: String,
+    /// Why it ended.
+    pub finish: Finish,
+    /// The text ends with U+FFFD in place of a character that the tokens are not all of.
+    pub incomplete: bool,
+}
+
+impl Output {
+    /// The text, for callers to whom a part of a character is a fault; `request` is the index to name.
+    ///
+    /// # Errors
+    /// [`Error::IncompleteCharacter`].
+    pub fn complete_text(&self, request: usize) -> Result<&str> {
+        match self.incomplete {
+            true => Err(Error::IncompleteCharacter { request, tokens: self.tokens.len() }),
+            false => Ok(&self.text),
+        }
+    }
+}
+
+/// How many tokens a run had, and how long it took them, on this rank.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Stats {
+    /// Tokens of all prompts.
+    pub prompt_tokens: usize,
+    /// Tokens that were generated.
+    pub generated_tokens: usize,
+    /// Prompts' tokens that batches began with. The rest of longer prompts came a token a step, beside others' decoding.
+    pub prefill_tokens: usize,
+    /// Time of those first steps, with the choice of the first tokens.
+    pub prefill: Duration,
+    /// Steps after the first of a batch.
+    pub decode_steps: usize,
+    /// Tokens that were generated in these.
+    pub decode_tokens: usize,
+    /// Their time, with the choice of tokens and the caller's function.
+    pub decode: Duration,
+}
+
+impl Stats {
+    /// Tokens of prompts a second; 0 where there were none.
+    pub fn prefill_rate(&self) -> f64 {
+        rate(self.prefill_tokens, self.prefill)
+    }
+
+    /// Generated tokens a second, of all sequences together; 0 where there were none.
+    pub fn decode_rate(&self) -> f64 {
+        rate(self.decode_tokens, self.decode)
+    }
+}
+
+fn rate(tokens: usize, time: Duration) -> f64 {
+    if tokens == 0 { 0.0 } else { tokens as f64 / time.as_secs_f64().max(1e-9) }
+}
+
+/// Generates with a decoder.
+#[derive(Debug)]
+pub struct Generator<'a, D> {
+    decoder: D,
+    tokenizer: Option<&'a Tokenizer>,
+    max_sequences: usize,
+    spread: usize,
+}
+
+impl<'a, D: Decoder> Generator<'a, D> {
+    /// Without a tokenizer there are ids alone.
+    ///
+    /// # Errors
+    /// [`Error::TokenPastEmbedding`].
+    pub fn new(decoder: D, tokenizer: Option<&'a Tokenizer>) -> Result<Self> {
+        if let Some(tokenizer) = tokenizer {
+            tokenizer.check_embedding(decoder.vocabulary())?;
+        }
+        Ok(Self { decoder, tokenizer, max_sequences: 64, spread: 32 })
+    }
+
+    /// Most sequences in a batch, 64 if this is not called; 0 counts as 1.
+    pub fn max_sequences(mut self, sequences: usize) -> Self {
+        self.max_sequences = sequences.max(1);
+        self
+    }
+
+    /// Most tokens by which prompts of a batch differ in length, 32 if this is not called. All sequences of a batch
+    /// have one length in the decoder's cache: it begins with as many tokens as the shortest prompt has, and longer
+    /// prompts go on a token a step while shorter ones are already continued. Prompts that differ by more come in
+    /// batches of their own, one after another.
+    pub fn spread(mut self, tokens: usize) -> Self {
+        self.spread = tokens;
+        self
+    }
+
+    /// Continues all prompts; outputs are in the requests' order. `each` sees every token as it comes, and ends the run
+    /// with `Break`: sequences that have not ended then end with [`Finish::Caller`]. A sequence's tokens come from its
+    /// request alone, up to how the decoder rounds in a batch. Collective where the decoder is: each rank runs requests
+    /// of its own, or none.
+    ///
+    /// # Errors
+    /// A request that cannot be, before anything runs; the tokenizer's, logits that are no numbers, the decoder's. The
+    /// other ranks are told.
+    pub fn run(
+        &self,
+        requests: &[Request],
+        mut each: impl FnMut(Event<'_>) -> ControlFlow<()>,
+    ) -> Result<(Vec<Output>, Stats)> {
+        let mut run = Run {
+            generator: self,
+            stats: Stats { prompt_tokens: requests.iter().map(|r| r.prompt.len()).sum(), ..Stats::default() },
+            broken: false,
+            between: true,
+        };
+        let outputs = run.all(requests, &mut each);
+        if let (Err(error), true) = (&outputs, run.between) {
+            self.decoder.refuse(&error.to_string());
+        }
+        Ok((outputs?, run.stats))
+    }
+
+    fn check(&self, request: usize, r: &Request) -> Result<()> {
+        let (rows, context) = (self.decoder.vocabulary(), self.decoder.context());
+        if r.prompt.is_empty() {
+            return Err(Error::EmptyPrompt { request });
+        }
+        if r.prompt.len() >= context {
+            return Err(Error::PromptTooLong { request, tokens: r.prompt.len(), context });
+        }
+        if let Some(position) = r.prompt.iter().position(|id| *id as usize >= rows) {
+            return Err(Error::IdPastEmbedding { request, position, id: r.prompt[position], rows });
+        }
+        let fail = |name, expected, found: String| Err(Error::Parameter { name, expected, found });
+        if r.max_tokens == 0 {
+            return fail("max_tokens", "1 at least", "0".into());
+        }
+        if self.tokenizer.is_none() && !r.stop_strings.is_empty() {
+            return fail("stop_strings", "none without a tokenizer", format!("{:?}", r.stop_strings));
+        }
+        r.sampling.check()
+    }
+
+    /// Requests that share a cache: in order of length, so that those of a batch differ by as little as can be.
+    fn batches(&self, requests: &[Request]) -> Vec<Vec<usize>> {
+        let length = |i: usize| requests[i].prompt.len();
+        let mut order: Vec<usize> = (0..requests.len()).collect();
+        order.sort_by_key(|i| length(*i));
+        let mut batches: Vec<Vec<usize>> = Vec::new();
+        for i in order {
+            match batches.last_mut() {
+                Some(batch) if batch.len() < self.max_sequences && length(i) - length(batch[0]) <= self.spread => {
+                    batch.push(i);
+                }
+                _ => batches.push(vec![i]),
+            }
+        }
+        batches
+    }
+}
+
+/// A call of [`Generator::run`].
+struct Run<'g, 'a, D> {
+    generator: &'g Generator<'a, D>,
+    stats: Stats,
+    /// The caller's function has ended the run.
+    broken: bool,
+    /// Outside the decoder's collectives: the other ranks are waiting for this one, or will be.
+    between: bool,
+}
+
+/// One request on its way.
+struct Sequence<'a> {
+    request: usize,
+    prompt: &'a [u32],
+    max_tokens: usize,
+    stop_tokens: &'a [u32],
+    sampler: Sampler,
+    stream: Option<TextStream<'a>>,
+    stops: StopStrings,
+    tokens: Vec<u32>,
+    text: String,
+    incomplete: bool,
+    finish: Option<Finish>,
+}
+
+impl<D: Decoder> Run<'_, '_, D> {
+    fn all(
+        &mut self,
+        requests: &[Request],
+        each: &mut impl FnMut(Event<'_>) -> ControlFlow<()>,
+    ) -> Result<Vec<Output>> {
+        let mut sequences = Vec::with_capacity(requests.len());
+        for (i, request) in requests.iter().enumerate() {
+            self.generator.check(i, request)?;
+            sequences.push(Some(Sequence::new(i, request, self.generator.tokenizer)?));
+        }
+        let mut done: Vec<Option<Sequence<'_>>> = (0..requests.len()).map(|_| None).collect();
+        for batch in self.generator.batches(requests) {
+            let mut members: Vec<Sequence<'_>> = batch.iter().filter_map(|i| sequences[*i].take()).collect();
+            if !self.broken {
+                self.batch(&mut members, &mut done, each)?;
+            }
+            members.into_iter().for_each(|s| file(s, &mut done));
+        }
+        // Other ranks may go on; their experts' tokens pass through this one.
+        while self.any(false)? {
+            let mut cache = self.decoder().cache(0)?;
+            self.step(&[], 1, &mut cache)?;
+        }
+        done.into_iter().flatten().map(Sequence::output).collect()
+    }
+
+    fn decoder(&self) -> &D {
+        &self.generator.decoder
+    }
+
+    fn any(&mut self, goes_on: bool) -> Result<bool> {
+        // Whoever fails in here has been told by another rank.
+        self.between = false;
+        let any = self.decoder().any(goes_on)?;
+        self.between = true;
+        Ok(any)
+    }
+
+    /// Logits `[B · V]` of the last of so many ids a sequence.
+    fn step(&mut self, ids: &[u32], len: usize, cache: &mut D::Cache) -> Result<Vec<f32>> {
+        let (sequences, vocabulary) = (ids.len() / len, self.decoder().vocabulary());
+        let tokens = Tensor::from_slice(ids, (sequences, len), self.decoder().device())?;
+        self.between = false;
+        let logits = self.decoder().step(&tokens, cache)?;
+        self.between = true;
+        if logits.dims() != [sequences, vocabulary] {
+            return Err(Error::Model(crate::Error::Shape {
+                call: "Decoder::step",
+                tensor: "logits".into(),
+                expected: format!("[{sequences}, {vocabulary}]"),
+                found: logits.dims().to_vec(),
+            }));
+        }
+        Ok(logits.to_dtype(DType::F32)?.flatten_all()?.to_vec1()?)
+    }
+
+    /// Runs one batch until all of it has ended. Rows whose sequence has ended leave it where the decoder can do that.
+    fn batch<'s>(
+        &mut self,
+        rows: &mut Vec<Sequence<'s>>,
+        done: &mut [Option<Sequence<'s>>],
+        each: &mut impl FnMut(Event<'_>) -> ControlFlow<()>,
+    ) -> Result<()> {
+        let vocabulary = self.decoder().vocabulary();
+        let mut cache = self.decoder().cache(rows.len())?;
+        let first = rows.iter().map(|row| row.prompt.len()).min().unwrap_or(0);
+        let (mut len, mut next) = (0, first);
+        while !self.broken && rows.iter().any(|row| row.finish.is_none()) {
+            self.any(true)?;
+            let start = Instant::now();
+            let ids: Vec<u32> = rows.iter().flat_map(|row| (len..len + next).map(|at| row.input(at))).collect();
+            let mut logits = self.step(&ids, next, &mut cache)?;
+            let is_prefill = len == 0;
+            (len, next) = (len + next, 1);
+            let mut chosen = 0;
+            for (row, logits) in rows.iter_mut().zip(logits.chunks_exact_mut(vocabulary)) {
+                if self.broken || row.finish.is_some() || len < row.prompt.len() {
+                    continue;
+                }
+                chosen += 1;
+                self.broken = row.advance(logits, len >= self.decoder().context(), each)?.is_break();
+            }
+            self.stats.generated_tokens += chosen;
+            if is_prefill {
+                self.stats.prefill_tokens += ids.len();
+                self.stats.prefill += start.elapsed();
+            } else {
+                self.stats.decode_steps += 1;
+                self.stats.decode_tokens += chosen;
+                self.stats.decode += start.elapsed();
+            }
+            self.leave(rows, done, &mut cache)?;
+        }
+        Ok(())
+    }
+
+    fn leave<'s>(
+        &self,
+        rows: &mut Vec<Sequence<'s>>,
+        done: &mut [Option<Sequence<'s>>],
+        cache: &mut D::Cache,
+    ) -> Result<()> {
+        let stay: Vec<usize> = (0..rows.len()).filter(|i| rows[*i].finish.is_none()).collect();
+        if stay.is_empty() || stay.len() == rows.len() || !self.decoder().keep(&stay, cache)? {
+            return Ok(());
+        }
+        let (going, gone): (Vec<_>, Vec<_>) = rows.drain(..).partition(|row| row.finish.is_none());
+        *rows = going;
+        gone.into_iter().for_each(|row| file(row, done));
+        Ok(())
+    }
+}
+
+/// Puts a sequence in its request's place.
+fn file<'s>(sequence: Sequence<'s>, done: &mut [Option<Sequence<'s>>]) {
+    let request = sequence.request;
+    done[request] = Some(sequence);
+}
+
+impl<'a> Sequence<'a> {
+    fn new(request: usize, r: &'a Request, tokenizer: Option<&'a Tokenizer>) -> Result<Self> {
+        Ok(Self {
+            request,
+            prompt: &r.prompt,
+            max_tokens: r.max_tokens,
+            stop_tokens: &r.stop_tokens,
+            sampler: Sampler::new(r.sampling, &r.prompt)?,
+            stream: tokenizer.map(|t| t.stream(&r.prompt)),
+            stops: StopStrings::new(&r.stop_strings),
+            tokens: Vec::new(),
+            text: String::new(),
+            incomplete: false,
+            finish: None,
+        })
+    }
+
+    /// The id at a position; behind the last one, where a sequence has ended but its row has not left, that one again.
+    fn input(&self, at: usize) -> u32 {
+        let generated = || self.tokens.get(at - self.prompt.len()).or(self.tokens.last());
+        self.prompt.get(at).or_else(generated).copied().unwrap_or(0)
+    }
+
+    /// Chooses the next token and tells the caller.
+    fn advance(
+        &mut self,
+        logits: &mut [f32],
+        is_full: bool,
+        each: &mut impl FnMut(Event<'_>) -> ControlFlow<()>,
+    ) -> Result<ControlFlow<()>> {
+        let token = self.sampler.choose(logits)?;
+        self.tokens.push(token);
+        let mut text = String::new();
+        if self.stop_tokens.contains(&token) {
+            self.finish = Some(Finish::Token(token));
+        } else {
+            if let Some(stream) = &mut self.stream {
+                let piece = stream.push(token)?;
+                self.show(&piece, &mut text);
+            }
+            if self.finish.is_none() && self.tokens.len() >= self.max_tokens {
+                self.finish = Some(Finish::MaxTokens);
+            } else if self.finish.is_none() && is_full {
+                self.finish = Some(Finish::Context);
+            }
+        }
+        if self.finish.is_some() {
+            self.end(&mut text)?;
+        }
+        self.text.push_str(&text);
+        let event = Event { request: self.request, token, text: &text, finish: self.finish.as_ref() };
+        Ok(each(event))
+    }
+
+    /// Appends what of a piece belongs to no stop string.
+    fn show(&mut self, piece: &str, text: &mut String) {
+        let (shown, stop) = self.stops.push(piece);
+        text.push_str(&shown);
+        if let Some(stop) = stop {
+            self.finish = Some(Finish::Text(stop));
+        }
+    }
+
+    /// Appends what stream and stop strings held back.
+    fn end(&mut self, text: &mut String) -> Result<()> {
+        let Some(stream) = self.stream.take() else { return Ok(()) };
+        if matches!(self.finish, Some(Finish::Text(_))) {
+            return Ok(());
+        }
+        let end = stream.finish()?;
+        self.show(&end.text, text);
+        if !matches!(self.finish, Some(Finish::Text(_))) {
+            self.incomplete = end.incomplete;
+            text.push_str(&self.stops.finish());
+        }
+        Ok(())
+    }
+
+    fn output(mut self) -> Result<Output> {
+        let finish = match self.finish.take() {
+            Some(finish) => finish,
+            None => {
+                let mut text = String::new();
+                self.finish = Some(Finish::Caller);
+                self.end(&mut text)?;
+                self.text.push_str(&text);
+                self.finish.take().unwrap_or(Finish::Caller)
+            }
+        };
+        Ok(Output { tokens: self.tokens, text: self.text, finish, incomplete: self.incomplete })
+    }
+}
+
+#[cfg(test)]
+#[path = "generator_tests.rs"]
+mod tests;

@@ -1,0 +1,377 @@
+use std::cell::RefCell;
+
+use candle_core::Device;
+
+use super::super::tokenizer::tests::bytes;
+use super::*;
+
+/// Ids of the byte tokenizer, and one more.
+const VOCABULARY: usize = 260;
+
+/// A decoder whose logits come from a sequence's ids alone, by a hash, so that any id that a batch puts elsewhere, or
+/// leaves out, shows in all that follows.
+struct Toy {
+    context: usize,
+    can_keep: bool,
+    /// Every token is this one where set, and the logits of the call of this number are NaN.
+    says: Option<Vec<u32>>,
+    spoiled: Option<usize>,
+    shapes: RefCell<Vec<(usize, usize)>>,
+}
+
+impl Toy {
+    fn new() -> Self {
+        Self { context: 64, can_keep: false, says: None, spoiled: None, shapes: RefCell::default() }
+    }
+
+    /// Says these ids after a prompt of one id, whatever it is.
+    fn saying(ids: &[u32]) -> Self {
+        Self { says: Some(ids.to_vec()), ..Self::new() }
+    }
+
+    fn logits(&self, ids: &[u32]) -> Vec<f32> {
+        if let Some(says) = &self.says {
+            let says = says.get(ids.len() - 1).copied().unwrap_or(0);
+            return (0..VOCABULARY as u32).map(|id| if id == says { 1.0 } else { 0.0 }).collect();
+        }
+        let mut hash = ids.iter().fold(1u64, |h, id| (h ^ u64::from(*id)).wrapping_mul(0x0100_0000_01b3));
+        (0..VOCABULARY)
+            .map(|_| {
+                hash = hash.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+                (hash >> 40) as f32 / (1 << 22) as f32
+            })
+            .collect()
+    }
+
+    /// What a sequence is continued by, worked out alone and without a cache.
+    fn expected(&self, request: &Request) -> Vec<u32> {
+        let mut sampler = Sampler::new(request.sampling, &request.prompt).expect("a sampler");
+        let mut ids = request.prompt.clone();
+        for _ in 0..request.max_tokens.min(self.context + 1 - ids.len()) {
+            let id = sampler.choose(&mut self.logits(&ids)).expect("a token");
+            ids.push(id);
+            if request.stop_tokens.contains(&id) {
+                break;
+            }
+        }
+        ids.split_off(request.prompt.len())
+    }
+}
+
+impl Decoder for Toy {
+    type Cache = Vec<Vec<u32>>;
+
+    fn vocabulary(&self) -> usize {
+        VOCABULARY
+    }
+
+    fn context(&self) -> usize {
+        self.context
+    }
+
+    fn device(&self) -> &Device {
+        &Device::Cpu
+    }
+
+    fn cache(&self, sequences: usize) -> crate::Result<Self::Cache> {
+        Ok(vec![Vec::new(); sequences])
+    }
+
+    fn step(&self, tokens: &Tensor, cache: &mut Self::Cache) -> crate::Result<Tensor> {
+        let (b, s) = tokens.dims2()?;
+        assert_eq!(b, cache.len(), "a row for each sequence of the cache");
+        self.shapes.borrow_mut().push((b, s));
+        let mut logits: Vec<f32> = Vec::new();
+        for (ids, new) in cache.iter_mut().zip(tokens.to_vec2::<u32>()?) {
+            ids.extend(new);
+            assert!(ids.len() <= self.context, "more tokens than the context has");
+            logits.extend(self.logits(ids));
+        }
+        if self.spoiled == Some(self.shapes.borrow().len()) {
+            logits.fill(f32::NAN);
+        }
+        Ok(Tensor::from_vec(logits, (b, VOCABULARY), &Device::Cpu)?)
+    }
+
+    fn keep(&self, rows: &[usize], cache: &mut Self::Cache) -> crate::Result<bool> {
+        if self.can_keep {
+            *cache = rows.iter().map(|row| cache[*row].clone()).collect();
+        }
+        Ok(self.can_keep)
+    }
+}
+
+fn go(_: Event<'_>) -> ControlFlow<()> {
+    ControlFlow::Continue(())
+}
+
+/// Prompts of lengths 1 to 12, not in order, some sampled, some that end early.
+fn requests() -> Vec<Request> {
+    [5usize, 1, 12, 5, 3, 7, 12, 2]
+        .into_iter()
+        .enumerate()
+        .map(|(i, len)| {
+            let prompt = (0..len as u32).map(|at| at * 31 % 250 + i as u32).collect();
+            let mut request = Request::new(prompt, 3 + i % 4 * 4);
+            request.sampling.temperature = if i % 2 == 0 { 0.0 } else { 0.9 };
+            request.sampling.seed = i as u64;
+            request.stop_tokens = (0..20).collect();
+            request
+        })
+        .collect()
+}
+
+#[test]
+fn a_sequences_tokens_do_not_depend_on_its_batch() {
+    for (spread, sequences, can_keep) in
+        [(0, 64, false), (0, 64, true), (32, 64, false), (32, 64, true), (3, 2, true), (4, 3, false), (0, 1, false)]
+    {
+        let toy = Toy { can_keep, ..Toy::new() };
+        let generator = Generator::new(&toy, None).expect("a generator").spread(spread).max_sequences(sequences);
+        let requests = requests();
+        let mut seen: Vec<Vec<u32>> = vec![Vec::new(); requests.len()];
+        let (outputs, stats) = generator
+            .run(&requests, |event| {
+                seen[event.request].push(event.token);
+                ControlFlow::Continue(())
+            })
+            .expect("outputs");
+        for (i, (request, output)) in requests.iter().zip(&outputs).enumerate() {
+            let at = format!("request {i}, spread {spread}, {sequences} sequences, keep {can_keep}");
+            assert_eq!(output.tokens, toy.expected(request), "{at}");
+            assert_eq!(seen[i], output.tokens, "{at}");
+            let last = output.tokens[output.tokens.len() - 1];
+            let ended = if last < 20 { Finish::Token(last) } else { Finish::MaxTokens };
+            assert_eq!(output.finish, ended, "{at}");
+        }
+        assert_eq!(stats.generated_tokens, outputs.iter().map(|o| o.tokens.len()).sum::<usize>());
+        assert_eq!(stats.prompt_tokens, 47);
+        let shapes = toy.shapes.borrow();
+        assert!(shapes.iter().all(|(b, _)| *b <= sequences), "{shapes:?}");
+    }
+}
+
+#[test]
+fn batches_share_steps_and_what_has_ended_leaves() {
+    let shapes = |can_keep: bool, spread: usize| {
+        let toy = Toy { can_keep, ..Toy::new() };
+        let generator = Generator::new(&toy, None).expect("a generator").spread(spread);
+        let requests = [Request::new(vec![1, 2], 2), Request::new(vec![3, 4, 5], 3), Request::new(vec![6, 7], 1)];
+        let (_, stats) = generator.run(&requests, go).expect("outputs");
+        (toy.shapes.take(), stats.prefill_tokens, stats.decode_steps, stats.decode_tokens)
+    };
+    // Together: two of each prompt; then the third prompt's last id beside the first's second token; then its rest.
+    assert_eq!(shapes(false, 1), (vec![(3, 2), (3, 1), (3, 1), (3, 1)], 6, 3, 4));
+    assert_eq!(shapes(true, 1), (vec![(3, 2), (2, 1), (1, 1), (1, 1)], 6, 3, 4));
+    // Apart: the prompts of two ids, then that of three.
+    assert_eq!(shapes(true, 0), (vec![(2, 2), (1, 1), (1, 3), (1, 1), (1, 1)], 7, 3, 3));
+}
+
+#[test]
+fn text_comes_in_whole_characters_and_ends_at_a_stop_token() {
+    let tokenizer = bytes();
+    let ids: Vec<u32> = "a€b".bytes().map(u32::from).chain([257, 65]).collect();
+    let toy = Toy::saying(&ids);
+    let generator = Generator::new(&toy, Some(&tokenizer)).expect("a generator");
+    let mut request = Request::new(vec![33], 20);
+    request.stop_tokens = vec![257];
+    let mut pieces = Vec::new();
+    let (outputs, _) = generator
+        .run(&[request], |event| {
+            pieces.push((event.text.to_string(), event.finish.cloned()));
+            ControlFlow::Continue(())
+        })
+        .expect("outputs");
+    let texts: Vec<&str> = pieces.iter().map(|(text, _)| text.as_str()).collect();
+    assert_eq!(texts, ["a", "", "", "€", "b", ""]);
+    assert!(pieces[..5].iter().all(|(_, finish)| finish.is_none()));
+    assert_eq!(pieces[5].1, Some(Finish::Token(257)));
+    let output = &outputs[0];
+    assert_eq!((output.text.as_str(), &output.tokens[..], output.incomplete), ("a€b", &ids[..6], false));
+    assert_eq!(output.complete_text(0).expect("a text"), "a€b");
+}
+
+#[test]
+fn a_text_that_ends_inside_a_character_says_so() {
+    let tokenizer = bytes();
+    let toy = Toy::saying(&[65, 0xf0, 0x9f]);
+    let generator = Generator::new(&toy, Some(&tokenizer)).expect("a generator");
+    let (outputs, _) = generator.run(&[Request::new(vec![33], 3)], go).expect("outputs");
+    assert_eq!((outputs[0].text.as_str(), outputs[0].incomplete), ("A\u{fffd}", true));
+    let message = outputs[0].complete_text(7).expect_err("incomplete").to_string();
+    assert_eq!(message, "request 7: the text ends inside a character, after 3 tokens");
+}
+
+#[test]
+fn a_stop_string_over_tokens_is_never_seen() {
+    let tokenizer = bytes();
+    let ids: Vec<u32> = "one\n\ntwo".bytes().map(u32::from).collect();
+    let toy = Toy::saying(&ids);
+    let generator = Generator::new(&toy, Some(&tokenizer)).expect("a generator");
+    let mut request = Request::new(vec![33], 20);
+    request.stop_strings = vec!["\n\nt".into()];
+    let mut pieces = Vec::new();
+    let (outputs, _) = generator
+        .run(&[request.clone()], |event| {
+            pieces.push(event.text.to_string());
+            ControlFlow::Continue(())
+        })
+        .expect("outputs");
+    assert_eq!(pieces, ["o", "n", "e", "", "", ""]);
+    assert_eq!((outputs[0].text.as_str(), outputs[0].tokens.len()), ("one", 6));
+    assert_eq!(outputs[0].finish, Finish::Text("\n\nt".into()));
+    // What only began like one comes with the end.
+    request.max_tokens = 5;
+    let (outputs, _) = generator.run(&[request], go).expect("outputs");
+    assert_eq!((outputs[0].text.as_str(), &outputs[0].finish), ("one\n\n", &Finish::MaxTokens));
+}
+
+#[test]
+fn a_sequence_ends_with_the_context() {
+    let toy = Toy { context: 6, ..Toy::new() };
+    let generator = Generator::new(&toy, None).expect("a generator");
+    let (outputs, _) =
+        generator.run(&[Request::new(vec![30, 31, 32], 50), Request::new(vec![33; 5], 50)], go).expect("outputs");
+    // The last token is made of a full context, and has no place in it.
+    assert_eq!(outputs[0].tokens.len(), 4);
+    assert_eq!(outputs[1].tokens.len(), 2);
+    assert!(outputs.iter().all(|o| o.finish == Finish::Context));
+}
+
+#[test]
+fn the_caller_can_end_a_run() {
+    let toy = Toy::new();
+    let generator = Generator::new(&toy, None).expect("a generator");
+    let mut left = 3;
+    let requests = vec![Request::new(vec![1, 2], 9); 3];
+    let (outputs, stats) = generator
+        .run(&requests, |_| {
+            left -= 1;
+            if left == 0 { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
+        })
+        .expect("outputs");
+    assert_eq!(stats.generated_tokens, 3);
+    assert!(outputs.iter().all(|o| o.finish == Finish::Caller && o.tokens.len() == 1));
+}
+
+#[test]
+fn requests_that_cannot_be_are_refused_before_anything_runs() {
+    let toy = Toy { context: 6, ..Toy::new() };
+    let generator = Generator::new(&toy, None).expect("a generator");
+    let good = Request::new(vec![1], 1);
+    let message = |bad: Request| {
+        let error = generator.run(&[good.clone(), bad], go).expect_err("refused");
+        assert!(toy.shapes.borrow().is_empty(), "a step ran");
+        error.to_string()
+    };
+    assert_eq!(message(Request::new(vec![], 1)), "request 1: the prompt has no token");
+    let long = message(Request::new(vec![1; 6], 1));
+    assert_eq!(long, "request 1: the prompt has 6 tokens, the decoder's context 6; expected fewer");
+    let past = message(Request::new(vec![1, 260], 1));
+    assert_eq!(past, "request 1: id 260 at position 1 of the prompt; the embedding has 260 rows");
+    assert!(message(Request::new(vec![1], 0)).contains("max_tokens"));
+    assert!(message(Request { stop_strings: vec!["a".into()], ..good.clone() }).contains("stop_strings"));
+    let sampling = Sampling { top_p: 2.0, ..Sampling::default() };
+    assert!(message(Request { sampling, ..good.clone() }).contains("top_p"));
+    assert_eq!(generator.run(&[], go).expect("nothing to do").0, []);
+}
+
+#[test]
+fn a_tokenizer_of_more_ids_than_the_embedding_is_refused() {
+    struct Small(Toy);
+    impl Decoder for Small {
+        type Cache = Vec<Vec<u32>>;
+        fn vocabulary(&self) -> usize {
+            258
+        }
+        fn context(&self) -> usize {
+            self.0.context()
+        }
+        fn device(&self) -> &Device {
+            self.0.device()
+        }
+        fn cache(&self, sequences: usize) -> crate::Result<Self::Cache> {
+            self.0.cache(sequences)
+        }
+        fn step(&self, tokens: &Tensor, cache: &mut Self::Cache) -> crate::Result<Tensor> {
+            self.0.step(tokens, cache)
+        }
+    }
+    let tokenizer = bytes();
+    let refused = Generator::new(Small(Toy::new()), Some(&tokenizer)).err().expect("refused").to_string();
+    assert!(refused.contains("id 258; the embedding has 258 rows"), "{refused}");
+    // And logits of another size than the vocabulary.
+    let generator = Generator::new(Small(Toy::new()), None).expect("a generator");
+    let message = generator.run(&[Request::new(vec![1], 1)], go).expect_err("refused").to_string();
+    assert!(message.contains("expected shape [1, 258], found [1, 260]"), "{message}");
+}
+
+#[test]
+fn logits_that_are_no_numbers_end_the_run() {
+    let toy = Toy { spoiled: Some(2), ..Toy::new() };
+    let generator = Generator::new(&toy, None).expect("a generator");
+    let message = generator.run(&[Request::new(vec![1], 5)], go).expect_err("refused").to_string();
+    assert_eq!(message, "logits of a step: that of id 0 is NaN");
+}
+
+mod ranks {
+    use std::thread;
+
+    use moebius::cpu::ThreadWorld;
+
+    use super::super::super::decoder::OverRanks;
+    use super::*;
+
+    type Shapes = Vec<(usize, usize)>;
+
+    /// Runs `shares[r]` on rank r, each with a toy of its own; gives outputs and the shapes of its steps.
+    fn over(shares: &[Vec<Request>], spoil: Option<usize>) -> Vec<(Result<Vec<Output>>, Shapes)> {
+        thread::scope(|scope| {
+            let threads: Vec<_> = ThreadWorld::create(shares.len(), Duration::from_secs(60))
+                .into_iter()
+                .zip(shares)
+                .enumerate()
+                .map(|(rank, (comm, requests))| {
+                    scope.spawn(move || {
+                        let toy = Toy { spoiled: spoil.filter(|_| rank == 1), ..Toy::new() };
+                        let ranked = OverRanks::new(&toy, Box::new(comm));
+                        let generator = Generator::new(&ranked, None).expect("a generator");
+                        let outputs = generator.run(requests, go).map(|(outputs, _)| outputs);
+                        drop(ranked);
+                        (outputs, toy.shapes.take())
+                    })
+                })
+                .collect();
+            threads.into_iter().map(|t| t.join().expect("a rank")).collect()
+        })
+    }
+
+    #[test]
+    fn all_ranks_step_until_the_last_has_ended() {
+        let shares = [requests()[..3].to_vec(), vec![Request::new(vec![7], 40)], vec![]];
+        let got = over(&shares, None);
+        for (requests, (outputs, shapes)) in shares.iter().zip(&got) {
+            let outputs = outputs.as_ref().expect("outputs");
+            let expected: Vec<_> = requests.iter().map(|r| Toy::new().expected(r)).collect();
+            assert_eq!(outputs.iter().map(|o| o.tokens.clone()).collect::<Vec<_>>(), expected);
+            assert_eq!(shapes.len(), 40, "the same number of steps on every rank");
+        }
+        assert!(got[2].1.iter().all(|shape| *shape == (0, 1)), "{:?}", got[2].1);
+    }
+
+    #[test]
+    fn a_rank_that_fails_tells_the_others_why() {
+        let shares = [vec![Request::new(vec![7], 40)], vec![Request::new(vec![8], 40)], vec![]];
+        for (rank, (outputs, _)) in over(&shares, Some(3)).into_iter().enumerate() {
+            let message = outputs.expect_err("every rank fails").to_string();
+            assert!(message.contains("that of id 0 is NaN"), "rank {rank}: {message}");
+        }
+        // A request that cannot be is told as well.
+        let shares = [vec![Request::new(vec![7], 40)], vec![Request::new(vec![], 40)]];
+        for (rank, (outputs, shapes)) in over(&shares, None).into_iter().enumerate() {
+            let message = outputs.expect_err("every rank fails").to_string();
+            assert!(message.contains("the prompt has no token"), "rank {rank}: {message}");
+            assert!(shapes.is_empty(), "no step");
+        }
+    }
+}

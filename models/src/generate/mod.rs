@@ -1,0 +1,26 @@
+//! Text generation: from a folder's tokenizer and chat template over a decoder's steps to text as it comes.
+//!
+//! - [`Tokenizer`]: texts as ids and back; [`TextStream`] gives the text of ids that come one at a time.
+//! - [`ChatTemplate`]: conversations as the text that a model was trained to continue.
+//! - [`Sampling`]: how a token is chosen; [`Sampler`] does it for one sequence.
+//! - [`Decoder`]: what is asked of a model, a step at a time; [`OverRanks`] where ranks share its experts.
+//! - [`Generator`]: the loop over a batch of [`Request`]s.
+
+mod chat;
+mod decoder;
+mod error;
+mod folder;
+mod generator;
+mod python;
+mod sampling;
+mod stop;
+mod stream;
+mod tokenizer;
+
+pub use chat::{Chat, ChatTemplate};
+pub use decoder::{Decoder, OverRanks};
+pub use error::{Error, Result};
+pub use generator::{Event, Finish, Generator, Output, Request, Stats};
+pub use sampling::{Sampler, Sampling};
+pub use stream::{TextEnd, TextStream};
+pub use tokenizer::{Tokenizer, eos_ids};

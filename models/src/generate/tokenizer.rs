@@ -1,0 +1,263 @@
+//! Texts as ids, and back: a folder's `tokenizer.json`.
+
+use std::path::Path;
+
+use super::chat::{Chat, ChatTemplate};
+use super::error::{Error, Result};
+use super::folder;
+use super::stream::TextStream;
+
+/// The tokenizer of a published folder.
+#[derive(Debug, Clone)]
+pub struct Tokenizer {
+    inner: tokenizers::Tokenizer,
+    /// The token that begins a text, where `tokenizer_config.json` says that one is added.
+    bos: Option<u32>,
+    eos: Vec<u32>,
+}
+
+impl Tokenizer {
+    /// From a folder with `tokenizer.json`; its padding and truncation are not applied.
+    ///
+    /// The tokens that end a text are those of [`eos_ids`], and where the configurations name none,
+    /// `tokenizer_config.json`'s `eos_token`.
+    ///
+    /// # Errors
+    /// Unreadable files; ids of special tokens that are no numbers; an `eos_token` that the tokenizer does not have.
+    pub fn from_folder(dir: impl AsRef<Path>) -> Result<Self> {
+        const FILE: &str = "tokenizer.json";
+        let dir = dir.as_ref();
+        let Some(text) = folder::text(dir, FILE)? else {
+            let problem = "there is no such file; a sentencepiece or tiktoken model must be converted to one";
+            return Err(folder::problem(dir, FILE, problem));
+        };
+        let mut this = Self::from_json(&text).map_err(|e| folder::problem(dir, FILE, &e.to_string()))?;
+        let config = folder::json(dir, "tokenizer_config.json")?;
+        let id = |name: &str| -> Result<Option<u32>> {
+            let Some(token) = config.get(name).and_then(folder::token_text) else { return Ok(None) };
+            let problem = || folder::problem(dir, "tokenizer_config.json", &format!("{name}: {token:?} is no token"));
+            this.inner.token_to_id(token).map(Some).ok_or_else(problem)
+        };
+        let bos = if config["add_bos_token"] == true { id("bos_token")? } else { None };
+        let mut eos = eos_ids(dir)?;
+        if eos.is_empty() {
+            eos.extend(id("eos_token")?);
+        }
+        (this.bos, this.eos) = (bos, eos);
+        Ok(this)
+    }
+
+    /// From the text of a `tokenizer.json`; no token ends a text.
+    ///
+    /// # Errors
+    /// [`Error::Tokenizer`].
+    pub fn from_json(text: &str) -> Result<Self> {
+        let fail = |e: tokenizers::Error| Error::Tokenizer { call: "Tokenizer::from_json", problem: e.to_string() };
+        let mut inner = tokenizers::Tokenizer::from_bytes(text).map_err(fail)?;
+        inner.with_padding(None);
+        inner.with_truncation(None).map_err(fail)?;
+        Ok(Self { inner, bos: None, eos: Vec::new() })
+    }
+
+    /// Ids of the tokens that end a text, in the order of the configuration.
+    pub fn eos(&self) -> &[u32] {
+        &self.eos
+    }
+
+    /// Ids of a text in which special tokens stand already, as a chat template's.
+    ///
+    /// # Errors
+    /// [`Error::Tokenizer`].
+    pub fn encode(&self, text: &str) -> Result<Vec<u32>> {
+        self.ids(text, false)
+    }
+
+    /// Ids of a plain text, with the special tokens that the tokenizer puts around one.
+    ///
+    /// # Errors
+    /// [`Error::Tokenizer`].
+    pub fn encode_prompt(&self, text: &str) -> Result<Vec<u32>> {
+        let mut ids = self.ids(text, true)?;
+        // tokenizer.json may leave this to the class that transformers reads it with.
+        if let Some(bos) = self.bos.filter(|bos| ids.first() != Some(bos)) {
+            ids.insert(0, bos);
+        }
+        Ok(ids)
+    }
+
+    /// Ids of a conversation as the template renders it.
+    ///
+    /// # Errors
+    /// As [`ChatTemplate::render`], and [`Error::Tokenizer`].
+    pub fn encode_chat(&self, template: &ChatTemplate, chat: &Chat) -> Result<Vec<u32>> {
+        self.encode(&template.render(chat)?)
+    }
+
+    /// Text of ids; bytes that are no characters appear as U+FFFD. Ids that the tokenizer does not have are left out,
+    /// and so are special tokens where asked.
+    ///
+    /// # Errors
+    /// [`Error::Tokenizer`].
+    pub fn decode(&self, ids: &[u32], skip_special: bool) -> Result<String> {
+        self.inner
+            .decode(ids, skip_special)
+            .map_err(|e| Error::Tokenizer { call: "Tokenizer::decode", problem: e.to_string() })
+    }
+
+    /// Text of ids that come one at a time, as continuation of a prompt's.
+    pub fn stream(&self, prompt: &[u32]) -> TextStream<'_> {
+        TextStream::new(self, prompt)
+    }
+
+    /// Id of a token.
+    pub fn id(&self, token: &str) -> Option<u32> {
+        self.inner.token_to_id(token)
+    }
+
+    /// Refuses a tokenizer that gives ids for which an embedding of `rows` rows has none.
+    ///
+    /// # Errors
+    /// [`Error::TokenPastEmbedding`], naming the token of the largest id.
+    pub fn check_embedding(&self, rows: usize) -> Result<()> {
+        let largest = self.inner.get_vocab(true).into_iter().max_by_key(|(_, id)| *id);
+        match largest {
+            Some((token, id)) if id as usize >= rows => Err(Error::TokenPastEmbedding { token, id, rows }),
+            _ => Ok(()),
+        }
+    }
+
+    fn ids(&self, text: &str, add_special: bool) -> Result<Vec<u32>> {
+        let fail = |e: tokenizers::Error| Error::Tokenizer { call: "Tokenizer::encode", problem: e.to_string() };
+        Ok(self.inner.encode_fast(text, add_special).map_err(fail)?.get_ids().to_vec())
+    }
+}
+
+/// Ids that end a text according to a folder: `eos_token_id`, a number or a list, of `generation_config.json`, else of
+/// `config.json` or the `text_config` in it. Empty where they have none.
+///
+/// # Errors
+/// [`Error::File`]: unreadable files, ids that are no numbers of 32 bits.
+pub fn eos_ids(dir: impl AsRef<Path>) -> Result<Vec<u32>> {
+    let dir = dir.as_ref();
+    for name in ["generation_config.json", "config.json"] {
+        let file = folder::json(dir, name)?;
+        let field = [file.get("eos_token_id"), file.get("text_config").and_then(|c| c.get("eos_token_id"))];
+        let Some(field) = field.into_iter().flatten().find(|v| !v.is_null()) else { continue };
+        let list = field.as_array().map_or(std::slice::from_ref(field), Vec::as_slice);
+        let ids: Option<Vec<u32>> = list.iter().map(|id| u32::try_from(id.as_u64()?).ok()).collect();
+        let problem = || folder::problem(dir, name, &format!("eos_token_id: expected ids, found {field}"));
+        return ids.ok_or_else(problem);
+    }
+    Ok(Vec::new())
+}
+
+#[cfg(test)]
+pub(super) mod tests {
+    use super::*;
+
+    /// A byte-level tokenizer: ids 0..256 are the bytes, 256 and 257 special tokens `<s>` and `</s>`, 258 `</think>`.
+    pub(in crate::generate) fn bytes() -> Tokenizer {
+        Tokenizer::from_json(&bytes_json()).expect("a tokenizer")
+    }
+
+    /// GPT-2's letters for bytes: those that print stand for themselves, the others follow 255 in order.
+    pub(in crate::generate) fn bytes_json() -> String {
+        let prints = |b: u32| matches!(b, 33..=126 | 161..=172 | 174..=255);
+        let mut next = 256;
+        let vocab: serde_json::Map<String, serde_json::Value> = (0..256u32)
+            .map(|b| {
+                let letter = if prints(b) { b } else { next };
+                next += u32::from(!prints(b));
+                (char::from_u32(letter).expect("a letter").to_string(), b.into())
+            })
+            .collect();
+        let added = |id: u32, content: &str, special: bool| {
+            serde_json::json!({"id": id, "content": content, "single_word": false, "lstrip": false, "rstrip": false,
+                "normalized": false, "special": special})
+        };
+        let level = serde_json::json!({"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": false, "use_regex": false});
+        serde_json::json!({
+            "version": "1.0",
+            "added_tokens": [added(256, "<s>", true), added(257, "</s>", true), added(258, "</think>", false)],
+            "pre_tokenizer": level, "decoder": level,
+            "model": {"type": "BPE", "vocab": vocab, "merges": []},
+            "padding": {"strategy": {"Fixed": 64}, "direction": "Right", "pad_to_multiple_of": null, "pad_id": 0,
+                "pad_type_id": 0, "pad_token": "!"},
+        })
+        .to_string()
+    }
+
+    fn folder(files: &[(&str, &str)]) -> tempfile::TempDir {
+        let dir = tempfile::tempdir().expect("a folder");
+        std::fs::write(dir.path().join("tokenizer.json"), bytes_json()).expect("a file");
+        for (name, text) in files {
+            std::fs::write(dir.path().join(name), text).expect("a file");
+        }
+        dir
+    }
+
+    #[test]
+    fn bytes_are_ids_and_special_tokens_are_found_in_text() {
+        let tokenizer = bytes();
+        assert_eq!(tokenizer.encode("<s>é!").expect("ids"), [256, 0xc3, 0xa9, 33], "and no padding to 64");
+        assert_eq!(tokenizer.decode(&[256, 0xc3, 0xa9, 33, 258], true).expect("text"), "é!</think>");
+        assert_eq!(tokenizer.decode(&[256, 33, 9999], false).expect("text"), "<s>!", "9999 is left out");
+        assert_eq!(tokenizer.encode("").expect("ids"), [0u32; 0]);
+    }
+
+    #[test]
+    fn the_first_file_that_names_an_end_has_it() {
+        let config = ("tokenizer_config.json", r#"{"eos_token": {"content": "</s>"}}"#);
+        let model = ("config.json", r#"{"eos_token_id": null, "text_config": {"eos_token_id": 7}}"#);
+        let generation = ("generation_config.json", r#"{"eos_token_id": [5, 6]}"#);
+        for (files, expected) in [
+            (vec![config, model, generation], vec![5, 6]),
+            (vec![config, model], vec![7]),
+            (vec![config], vec![257]),
+            (vec![], vec![]),
+        ] {
+            let dir = folder(&files);
+            assert_eq!(Tokenizer::from_folder(dir.path()).expect("a tokenizer").eos(), expected, "{files:?}");
+        }
+    }
+
+    #[test]
+    fn a_text_begins_with_bos_where_the_folder_says_so() {
+        let ids = |config: &str| {
+            let dir = folder(&[("tokenizer_config.json", config)]);
+            let tokenizer = Tokenizer::from_folder(dir.path()).expect("a tokenizer");
+            assert_eq!(tokenizer.encode("!").expect("ids"), [33], "not to a rendered conversation");
+            tokenizer.encode_prompt("!").expect("ids")
+        };
+        assert_eq!(ids(r#"{"bos_token": "<s>", "add_bos_token": true}"#), [256, 33]);
+        assert_eq!(ids(r#"{"bos_token": "<s>", "add_bos_token": false}"#), [33]);
+        assert_eq!(ids(r#"{"bos_token": "<s>"}"#), [33]);
+    }
+
+    #[test]
+    fn what_a_folder_lacks_or_has_wrong_is_named() {
+        let error = |files: &[(&str, &str)]| {
+            let dir = folder(files);
+            Tokenizer::from_folder(dir.path()).expect_err("refused").to_string()
+        };
+        let message = error(&[("tokenizer_config.json", r#"{"eos_token": "<end>"}"#)]);
+        assert!(message.contains("tokenizer_config.json: eos_token: \"<end>\" is no token"), "{message}");
+        let message = error(&[("generation_config.json", r#"{"eos_token_id": -1}"#)]);
+        assert!(message.contains("generation_config.json: eos_token_id: expected ids, found -1"), "{message}");
+        let message = error(&[("config.json", "{")]);
+        assert!(message.contains("config.json: "), "{message}");
+        let message = error(&[("tokenizer.json", "{}")]);
+        assert!(message.contains("tokenizer.json: "), "{message}");
+        let empty = tempfile::tempdir().expect("a folder");
+        let message = Tokenizer::from_folder(empty.path()).expect_err("refused").to_string();
+        assert!(message.contains("there is no such file"), "{message}");
+    }
+
+    #[test]
+    fn ids_past_the_embedding_are_refused() {
+        let tokenizer = bytes();
+        tokenizer.check_embedding(259).expect("258 is the last row");
+        let message = tokenizer.check_embedding(258).expect_err("refused").to_string();
+        assert_eq!(message, "tokenizer: token \"</think>\" has id 258; the embedding has 258 rows");
+    }
+}
