@@ -1,0 +1,260 @@
+//! Generation with the decoder of the golden folder, as a library and as the program of `examples/generate.rs`.
+
+use std::ops::ControlFlow;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output, Stdio};
+use std::sync::LazyLock;
+use std::thread;
+use std::time::Duration;
+
+use candle_core::{Device, IndexOp, Tensor};
+use moebius::candle::EpGroup;
+use moebius::checkpoint::Checkpoint;
+use moebius::cpu::{Cpu, ThreadWorld};
+use moebius::ep::{Group, GroupConfig};
+use moebius_models::generate::{Event, Generator, OverRanks, Request};
+use moebius_models::{LoadOptions, Qwen3Moe};
+
+fn golden() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/golden/qwen3_moe")
+}
+
+fn load(group: EpGroup) -> Qwen3Moe {
+    let checkpoint = Checkpoint::open(golden()).expect("a checkpoint");
+    Qwen3Moe::load(&checkpoint, group, LoadOptions::default()).expect("a model")
+}
+
+/// Prompts of several lengths within the vocabulary of 97.
+fn requests() -> Vec<Request> {
+    [3usize, 9, 1, 5, 9]
+        .into_iter()
+        .enumerate()
+        .map(|(i, len)| Request::new((0..len as u32).map(|at| (at * 13 + 7 * i as u32) % 97).collect(), 4 + 3 * i))
+        .collect()
+}
+
+/// Greedy continuation by whole forwards, without a cache. A step's best logit is ahead of the second by more than two
+/// ways to sum the same numbers can differ: logits are of size 1, and agree to a few 1e-6 (`tests/golden.rs`).
+fn expected(model: &Qwen3Moe, request: &Request) -> Vec<u32> {
+    let mut ids = request.prompt.clone();
+    for _ in 0..request.max_tokens {
+        let input = Tensor::from_slice(&ids, (1, ids.len()), &Device::Cpu).expect("ids");
+        let logits = model.forward(&input).expect("logits").i((0, ids.len() - 1)).expect("the last row");
+        let logits = logits.to_vec1::<f32>().expect("values");
+        let mut order: Vec<usize> = (0..logits.len()).collect();
+        order.sort_by(|a, b| logits[*b].total_cmp(&logits[*a]));
+        assert!(logits[order[0]] - logits[order[1]] > 5e-5, "a tie, which any rounding decides: choose other prompts");
+        ids.push(order[0] as u32);
+    }
+    ids.split_off(request.prompt.len())
+}
+
+fn go(_: Event<'_>) -> ControlFlow<()> {
+    ControlFlow::Continue(())
+}
+
+/// Requests are dealt to the ranks in turn, so that of four ranks some end long before others.
+#[test]
+fn tokens_equal_whole_forwards_at_any_number_of_ranks() {
+    let requests = requests();
+    let alone = load(EpGroup::single(GroupConfig::new(8, 64)).expect("a group"));
+    let expected: Vec<_> = requests.iter().map(|request| expected(&alone, request)).collect();
+    for (ranks, spread) in [(1, 0), (1, 32), (2, 32), (4, 0)] {
+        let worlds = || ThreadWorld::create(ranks, Duration::from_secs(60));
+        let outputs: Vec<Vec<Vec<u32>>> = thread::scope(|scope| {
+            let threads: Vec<_> = worlds()
+                .into_iter()
+                .zip(worlds())
+                .enumerate()
+                .map(|(rank, (experts, steps))| {
+                    let requests = &requests;
+                    scope.spawn(move || {
+                        let config = GroupConfig::new(8, 64);
+                        let group = Group::new(Cpu::new(), Box::new(experts), config).expect("a group");
+                        let decoder = OverRanks::new(load(EpGroup::new(group)), Box::new(steps));
+                        let generator = Generator::new(decoder, None).expect("a generator").spread(spread);
+                        let own: Vec<Request> = requests.iter().skip(rank).step_by(ranks).cloned().collect();
+                        let (outputs, _) = generator.run(&own, go).expect("outputs");
+                        outputs.into_iter().map(|output| output.tokens).collect()
+                    })
+                })
+                .collect();
+            threads.into_iter().map(|t| t.join().expect("a rank")).collect()
+        });
+        for (i, expected) in expected.iter().enumerate() {
+            assert_eq!(&outputs[i % ranks][i / ranks], expected, "request {i} over {ranks} ranks, spread {spread}");
+        }
+    }
+}
+
+#[test]
+fn a_context_that_is_full_ends_a_text() {
+    let model = load(EpGroup::single(GroupConfig::new(8, 256)).expect("a group"));
+    let generator = Generator::new(&model, None).expect("a generator");
+    let (outputs, _) = generator.run(&[Request::new(vec![1; 250], 100)], go).expect("outputs");
+    assert_eq!(outputs[0].tokens.len(), 7, "256 positions, and one token that takes none");
+    let message = generator.run(&[Request::new(vec![1; 256], 1)], go).expect_err("refused").to_string();
+    assert!(message.contains("256 tokens, the decoder's context 256"), "{message}");
+}
+
+/// The program, built from these sources with this test's profile: what an earlier build has left may be another.
+static PROGRAM: LazyLock<PathBuf> = LazyLock::new(|| {
+    let this = std::env::current_exe().expect("this program");
+    let profile = this.ancestors().nth(2).expect("a profile's folder");
+    let name = match profile.file_name().and_then(|name| name.to_str()).expect("a name") {
+        "debug" => "dev",
+        other => other,
+    };
+    let mut command = Command::new(env!("CARGO"));
+    // All default members' examples, as `cargo test` builds them: others would be compiled with other features.
+    command.current_dir(Path::new(env!("CARGO_MANIFEST_DIR")).join("..")).args(["build", "--quiet", "--examples"]);
+    command.args(["--profile", name, "--target-dir"]).arg(profile.parent().expect("target")).stdin(Stdio::null());
+    let done = command.output().expect("cargo");
+    assert!(done.status.success(), "{command:?}: {}", String::from_utf8_lossy(&done.stderr));
+    profile.join("examples/generate").with_extension(std::env::consts::EXE_EXTENSION)
+});
+
+fn run(folder: &Path, arguments: &[&str]) -> Output {
+    Command::new(&*PROGRAM).arg(folder).args(arguments).stdin(Stdio::null()).output().expect("the program")
+}
+
+fn text(output: &Output) -> String {
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    String::from_utf8(output.stdout.clone()).expect("UTF-8")
+}
+
+fn error(output: &Output) -> String {
+    assert_eq!(output.status.code(), Some(1));
+    assert!(output.stdout.is_empty());
+    let text = String::from_utf8(output.stderr.clone()).expect("UTF-8");
+    assert!(text.starts_with("error: ") && text.lines().count() == 1, "{text}");
+    text
+}
+
+/// A tokenizer of the 97 ids that the folder's embedding has: 95 printable characters and the line end, in the letters
+/// that byte-level tokenizers write them with, and a special token. With `more`, one too many.
+fn tokenizer(more: bool) -> String {
+    let letter = |b: u8| if b == b' ' { 'Ġ' } else { char::from(b) };
+    let vocab: serde_json::Map<_, _> = (b' '..=b'~').map(|b| (letter(b).to_string(), (b - b' ').into())).collect();
+    let mut vocab = serde_json::Value::Object(vocab);
+    vocab["Ċ"] = 95.into();
+    if more {
+        vocab["ab"] = 97.into();
+    }
+    let level =
+        serde_json::json!({"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": false, "use_regex": false});
+    serde_json::json!({
+        "version": "1.0", "pre_tokenizer": level, "decoder": level,
+        "model": {"type": "BPE", "vocab": vocab, "merges": if more { vec![["a", "b"]] } else { vec![] }},
+        "added_tokens": [{"id": 96, "content": "<|end|>", "single_word": false, "lstrip": false, "rstrip": false,
+            "normalized": false, "special": true}],
+    })
+    .to_string()
+}
+
+/// The golden folder with a tokenizer and a chat template.
+fn folder(tokenizer: &str) -> tempfile::TempDir {
+    let dir = tempfile::tempdir().expect("a folder");
+    for name in ["config.json", "model.safetensors"] {
+        std::fs::copy(golden().join(name), dir.path().join(name)).expect("a copy");
+    }
+    std::fs::write(dir.path().join("tokenizer.json"), tokenizer).expect("a file");
+    let config = r#"{"chat_template": "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system') }}{% endif %}[{{ m.role }}] {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}[me]{% endif %}"}"#;
+    std::fs::write(dir.path().join("tokenizer_config.json"), config).expect("a file");
+    dir
+}
+
+fn ids(text: &str) -> String {
+    let id = |b: u8| if b == b'\n' { 95 } else { u32::from(b - b' ') };
+    text.bytes().map(|b| id(b).to_string()).collect::<Vec<_>>().join(",")
+}
+
+/// Text of ids as the program prints them.
+fn said(ids: &str) -> String {
+    let letter = |id: &str| match id.parse::<u8>().expect("an id") {
+        95 => "\n".into(),
+        96 => String::new(),
+        id => char::from(id + b' ').to_string(),
+    };
+    ids.split_whitespace().map(letter).collect()
+}
+
+#[test]
+fn the_program_prints_ids_without_a_tokenizer() {
+    let output = run(&golden(), &["--prompt-ids", "5,17,3", "--max-tokens", "8", "--ignore-eos"]);
+    let model = load(EpGroup::single(GroupConfig::new(8, 64)).expect("a group"));
+    let expected: Vec<_> = expected(&model, &Request::new(vec![5, 17, 3], 8)).iter().map(u32::to_string).collect();
+    assert_eq!(text(&output).split_whitespace().collect::<Vec<_>>(), expected);
+    let report = String::from_utf8_lossy(&output.stderr).into_owned();
+    for words in ["prompt 0: 8 tokens, ended by max tokens", "prefill: 3 tokens, ", "decode: 7 tokens, ", " tokens/s"] {
+        assert!(report.contains(words), "{words}: {report}");
+    }
+}
+
+#[test]
+fn the_program_samples_the_same_at_any_number_of_ranks() {
+    let prompts =
+        ["--prompt-ids", "5,17,3", "--prompt-ids", "8", "--prompt-ids", "1,2,3,4,5,6,7", "--max-tokens", "12"];
+    let sampled = ["--temperature", "0.9", "--top-k", "40", "--top-p", "0.95", "--seed", "11", "--ignore-eos"];
+    let run = |more: &[&str]| text(&run(&golden(), &[&prompts[..], more].concat()));
+    let one = run(&sampled);
+    assert_eq!(one.lines().count(), 6, "{one}");
+    for ranks in ["2", "4"] {
+        assert_eq!(run(&[&sampled[..], &["--ranks", ranks]].concat()), one, "{ranks} ranks");
+    }
+    assert_ne!(run(&[&sampled[..], &["--repetition-penalty", "1.5"]].concat()), one);
+    // A prompt alone gives what it gives among others.
+    let alone = ["--prompt-ids", "8", "--max-tokens", "12"];
+    let alone = text(&self::run(&golden(), &[&alone[..], &sampled].concat()));
+    assert_eq!(one.lines().nth(3), Some(alone.trim()), "{one}");
+}
+
+#[test]
+fn the_program_takes_texts_conversations_and_files() {
+    let dir = folder(&tokenizer(false));
+    let options = ["--max-tokens", "12", "--ignore-eos"];
+    let by_ids = |prompt: &str| said(&text(&run(&golden(), &[&["--prompt-ids", &ids(prompt)], &options[..]].concat())));
+    let by_text = |arguments: &[&str]| text(&run(dir.path(), &[arguments, &options[..]].concat()));
+    let whole = by_ids("Hello");
+    assert_eq!(by_text(&["--prompt", "Hello"]), whole.clone() + "\n");
+    assert_eq!(by_text(&["--chat", "Hello"]), by_ids("[user] Hello\n[me]") + "\n");
+    let stop = &whole[4..7];
+    let at = whole.find(stop).expect("it is there");
+    assert_eq!(by_text(&["--prompt", "Hello", "--stop", stop]), format!("{}\n", &whole[..at]));
+    let file = dir.path().join("prompts.txt");
+    std::fs::write(&file, "Hello\n\nabc\n").expect("a file");
+    let both = format!("== 0\n{whole}\n== 1\n{}\n", by_ids("abc"));
+    assert_eq!(by_text(&["--prompts-file", &file.display().to_string(), "--ranks", "2"]), both);
+    let file = dir.path().join("chats.jsonl");
+    std::fs::write(&file, r#"[{"role": "user", "content": "Hello"}]"#).expect("a file");
+    assert_eq!(by_text(&["--prompts-file", &file.display().to_string()]), by_ids("[user] Hello\n[me]") + "\n");
+    std::fs::write(&file, r#"[{"role": "system", "content": "Hello"}]"#).expect("a file");
+    let refused = error(&run(dir.path(), &["--prompts-file", &file.display().to_string()]));
+    assert!(refused.contains("refuses the conversation: no system"), "{refused}");
+}
+
+#[test]
+fn what_cannot_be_is_one_line_of_error() {
+    let golden = golden();
+    for (arguments, words) in [
+        (&["--prompt", "hi"][..], "no tokenizer.json"),
+        (&["--prompt-ids", "5,97"], "id 97 at position 1 of the prompt; the embedding has 97 rows"),
+        (&["--prompt-ids", ""], "--prompt-ids: \"\""),
+        (&["--prompt-ids", "1", "--ranks", "3"], "expected a divisor of 8 experts, found 3"),
+        (&["--prompt-ids", "1", "--ranks", "0"], "expected a divisor of 8 experts, found 0"),
+        (&["--prompt-ids", "1", "--top-p", "3"], "top_p: expected a number of 0 to 1, found 3"),
+        (&["--prompt-ids", "1", "--max-tokens", "0"], "max_tokens: expected 1 at least"),
+        (&["--prompt-ids", "1", "--prompt-ids", "2,98", "--ranks", "2"], "id 98 at position 1"),
+    ] {
+        let message = error(&run(&golden, arguments));
+        assert!(message.contains(words), "{arguments:?}: {message}");
+    }
+    let dir = folder(&tokenizer(true));
+    let message = error(&run(dir.path(), &["--prompt", "hi"]));
+    assert!(message.contains("token \"ab\" has id 97; the embedding has 97 rows"), "{message}");
+    let message = error(&run(&dir.path().join("none"), &["--prompt", "hi"]));
+    assert!(message.contains("no checkpoint folder"), "{message}");
+    let dir = folder(&tokenizer(false));
+    let message = error(&run(dir.path(), &["--prompt", ""]));
+    assert!(message.contains("the prompt has no token"), "{message}");
+}
