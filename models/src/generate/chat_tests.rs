@@ -124,6 +124,8 @@ fn a_template_without_end_is_an_error() {
         "{{ 'a' * 100000000000 }}",
         "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
         "{{ range(10000000000)|list }}",
+        "{% set ns = namespace(x=[]) %}{% for i in range(100000) %}{% set ns.x = [ns.x] %}{% endfor %}{{ ns.x|tojson }}",
+        "{% set ns = namespace(x=[]) %}{% for i in range(9) %}{% for i in range(100000) %}{% set ns.x = [ns.x] %}{% endfor %}{% endfor %}",
     ] {
         let error = ChatTemplate::from_source(source).expect("it compiles").render(&chat()).expect_err(source);
         assert!(matches!(error, Error::Template { .. }), "{source}: {error}");
@@ -132,6 +134,11 @@ fn a_template_without_end_is_an_error() {
     let message = few.render(&chat()).expect_err("out of fuel").to_string();
     assert!(message.contains("may not end"), "{message}");
     render("{% for i in range(10000) %}{{ i }}{% endfor %}");
+    // Nested as deep as steps allow: written, compared and freed without an overflow of the stack.
+    let nested = "{% set ns = namespace(x=[], y=[]) %}{% for i in range(100000) %}{% set ns.x = [ns.x] %}\
+        {% set ns.y = [ns.y] %}{% endfor %}{{ ns.x == ns.y }}{{ ns.x }}";
+    let rendered = ChatTemplate::from_source(nested).expect("it compiles").render(&chat());
+    assert!(rendered.is_ok() || matches!(rendered, Err(Error::Template { .. })), "{rendered:?}");
 }
 
 #[test]

@@ -32,6 +32,28 @@ impl Request {
     pub fn new(prompt: Vec<u32>, max_tokens: usize) -> Self {
         Self { prompt, sampling: Sampling::default(), max_tokens, stop_tokens: Vec::new(), stop_strings: Vec::new() }
     }
+
+    /// What [`Generator::run`] checks of a request before anything runs, for callers that know a decoder's vocabulary
+    /// and context before it is loaded. `index` is what errors name it by.
+    ///
+    /// # Errors
+    /// [`Error::EmptyPrompt`], [`Error::PromptTooLong`], [`Error::IdPastEmbedding`], [`Error::Parameter`].
+    pub fn check(&self, index: usize, vocabulary: usize, context: usize) -> Result<()> {
+        let (request, tokens, rows) = (index, self.prompt.len(), vocabulary);
+        if self.prompt.is_empty() {
+            return Err(Error::EmptyPrompt { request });
+        }
+        if tokens >= context {
+            return Err(Error::PromptTooLong { request, tokens, context });
+        }
+        if let Some(position) = self.prompt.iter().position(|id| *id as usize >= rows) {
+            return Err(Error::IdPastEmbedding { request, position, id: self.prompt[position], rows });
+        }
+        if self.max_tokens == 0 {
+            return Err(Error::Parameter { name: "max_tokens", expected: "1 at least", found: "0".into() });
+        }
+        self.sampling.check()
+    }
 }
 
 /// Why a sequence ended.
@@ -185,25 +207,13 @@ impl<'a, D: Decoder> Generator<'a, D> {
         Ok((outputs?, run.stats))
     }
 
-    fn check(&self, request: usize, r: &Request) -> Result<()> {
-        let (rows, context) = (self.decoder.vocabulary(), self.decoder.context());
-        if r.prompt.is_empty() {
-            return Err(Error::EmptyPrompt { request });
+    fn check(&self, index: usize, request: &Request) -> Result<()> {
+        request.check(index, self.decoder.vocabulary(), self.decoder.context())?;
+        if self.tokenizer.is_none() && !request.stop_strings.is_empty() {
+            let found = format!("{:?}", request.stop_strings);
+            return Err(Error::Parameter { name: "stop_strings", expected: "none without a tokenizer", found });
         }
-        if r.prompt.len() >= context {
-            return Err(Error::PromptTooLong { request, tokens: r.prompt.len(), context });
-        }
-        if let Some(position) = r.prompt.iter().position(|id| *id as usize >= rows) {
-            return Err(Error::IdPastEmbedding { request, position, id: r.prompt[position], rows });
-        }
-        let fail = |name, expected, found: String| Err(Error::Parameter { name, expected, found });
-        if r.max_tokens == 0 {
-            return fail("max_tokens", "1 at least", "0".into());
-        }
-        if self.tokenizer.is_none() && !r.stop_strings.is_empty() {
-            return fail("stop_strings", "none without a tokenizer", format!("{:?}", r.stop_strings));
-        }
-        r.sampling.check()
+        Ok(())
     }
 
     /// Requests that share a cache: in order of length, so that those of a batch differ by as little as can be.
