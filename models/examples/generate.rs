@@ -7,6 +7,7 @@
 //! ```
 
 use std::error::Error;
+use std::fmt;
 use std::io::{ErrorKind, Write};
 use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
@@ -22,9 +23,10 @@ use moebius::checkpoint::Checkpoint;
 use moebius::cpu::{Cpu, ThreadWorld};
 use moebius::ep::{Group, GroupConfig};
 use moebius_models::generate::{
-    Chat, ChatTemplate, Decoder, Finish, Generator, Output, OverRanks, Request, Sampling, Stats, Tokenizer, eos_ids,
+    self, Chat, ChatTemplate, Decoder, Finish, Generator, Output, OverRanks, Request, Sampling, Stats, Tokenizer,
+    eos_ids,
 };
-use moebius_models::{LoadOptions, Qwen3Moe};
+use moebius_models::{Config, LoadOptions, Qwen3Moe};
 
 type AnyError = Box<dyn Error + Send + Sync>;
 
@@ -124,18 +126,28 @@ enum Type {
     F16,
 }
 
-fn main() -> ExitCode {
-    match run(&Options::parse()) {
-        Ok(()) => ExitCode::SUCCESS,
-        // Whoever has read enough closes the output (`| head`).
-        Err(error) if error.downcast_ref::<std::io::Error>().is_some_and(|e| e.kind() == ErrorKind::BrokenPipe) => {
-            ExitCode::FAILURE
-        }
-        Err(error) => {
-            let _ = writeln!(std::io::stderr(), "error: {error}");
-            ExitCode::FAILURE
-        }
+/// A command line that cannot be: what clap cannot know of it.
+#[derive(Debug)]
+struct Usage(String);
+
+impl fmt::Display for Usage {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0)
     }
+}
+
+impl Error for Usage {}
+
+/// Status 0 where all is well, 2 where the command line cannot be, 1 for other errors; where nobody reads the output any
+/// more (`| head`), that of a program which SIGPIPE ends, without a word.
+fn main() -> ExitCode {
+    let Err(error) = run(&Options::parse()) else { return ExitCode::SUCCESS };
+    if error.downcast_ref::<std::io::Error>().is_some_and(|e| e.kind() == ErrorKind::BrokenPipe) {
+        return ExitCode::from(128 + 13);
+    }
+    let _ = writeln!(std::io::stderr(), "error: {error}");
+    let is_parameter = matches!(error.downcast_ref(), Some(generate::Error::Parameter { .. }));
+    ExitCode::from(if is_parameter || error.is::<Usage>() { 2 } else { 1 })
 }
 
 fn run(options: &Options) -> Result<(), AnyError> {
@@ -149,6 +161,16 @@ fn run(options: &Options) -> Result<(), AnyError> {
     };
     let requests = requests(options, tokenizer.as_ref())?;
     let checkpoint = Checkpoint::open(folder)?;
+    // What cannot be is told before a model is loaded.
+    let config = Config::of(&checkpoint)?;
+    if let Some(tokenizer) = &tokenizer {
+        tokenizer.check_embedding(config.vocab_size)?;
+    } else if !options.stop.is_empty() {
+        return Err(Usage("--stop: expected none for a folder without tokenizer.json".into()).into());
+    }
+    for (i, request) in requests.iter().enumerate() {
+        request.check(i, config.vocab_size, config.max_position_embeddings)?;
+    }
     let job = Job { options, checkpoint: &checkpoint, tokenizer: tokenizer.as_ref(), requests: &requests };
     let (sender, receiver) = channel();
     let outcome = thread::scope(|scope| {
@@ -195,7 +217,7 @@ fn prompts(prompts: &Prompts, folder: &Path, tokenizer: Option<&Tokenizer>) -> R
     if !prompts.prompt_ids.is_empty() {
         return prompts.prompt_ids.iter().map(|ids| parse_ids(ids)).collect();
     }
-    let missing = || format!("{}: no tokenizer.json; give prompts as --prompt-ids", folder.display());
+    let missing = || Usage(format!("{}: no tokenizer.json; give prompts as --prompt-ids", folder.display()));
     let tokenizer = tokenizer.ok_or_else(missing)?;
     let answer = |template: &ChatTemplate, chat: Chat| tokenizer.encode_chat(template, &chat.generation_prompt(true));
     if let Some(prompt) = &prompts.prompt {
@@ -221,7 +243,7 @@ fn prompts(prompts: &Prompts, folder: &Path, tokenizer: Option<&Tokenizer>) -> R
 }
 
 fn parse_ids(text: &str) -> Result<Vec<u32>, AnyError> {
-    let id = |part: &str| part.trim().parse().map_err(|e| format!("--prompt-ids: {part:?}: {e}").into());
+    let id = |part: &str| part.trim().parse().map_err(|e| Usage(format!("--prompt-ids: {part:?}: {e}")).into());
     text.split(',').map(id).collect()
 }
 
@@ -257,11 +279,11 @@ impl Job<'_> {
         let ranks = self.options.ranks;
         let experts = self.experts()?;
         if ranks == 0 || !experts.is_multiple_of(ranks) {
-            return Err(format!("--ranks: expected a divisor of {experts} experts, found {ranks}").into());
+            return Err(Usage(format!("--ranks: expected a divisor of {experts} experts, found {ranks}")).into());
         }
         if self.options.device == Place::Cuda {
             if ranks > 1 {
-                return Err("--ranks: expected 1 with --device cuda".into());
+                return Err(Usage("--ranks: expected 1 with --device cuda".into()).into());
             }
             let group = DeviceGroup::single(self.group_config(experts), &Device::new_cuda_with_stream(0)?)?;
             return gather(vec![self.rank(0, &group, |model| model, sender)], self.requests.len());

@@ -123,8 +123,8 @@ fn text(output: &Output) -> String {
     String::from_utf8(output.stdout.clone()).expect("UTF-8")
 }
 
-fn error(output: &Output) -> String {
-    assert_eq!(output.status.code(), Some(1));
+fn error(status: i32, output: &Output) -> String {
+    assert_eq!(output.status.code(), Some(status), "{}", String::from_utf8_lossy(&output.stderr));
     assert!(output.stdout.is_empty());
     let text = String::from_utf8(output.stderr.clone()).expect("UTF-8");
     assert!(text.starts_with("error: ") && text.lines().count() == 1, "{text}");
@@ -229,32 +229,33 @@ fn the_program_takes_texts_conversations_and_files() {
     std::fs::write(&file, r#"[{"role": "user", "content": "Hello"}]"#).expect("a file");
     assert_eq!(by_text(&["--prompts-file", &file.display().to_string()]), by_ids("[user] Hello\n[me]") + "\n");
     std::fs::write(&file, r#"[{"role": "system", "content": "Hello"}]"#).expect("a file");
-    let refused = error(&run(dir.path(), &["--prompts-file", &file.display().to_string()]));
+    let refused = error(1, &run(dir.path(), &["--prompts-file", &file.display().to_string()]));
     assert!(refused.contains("refuses the conversation: no system"), "{refused}");
 }
 
 #[test]
 fn what_cannot_be_is_one_line_of_error() {
     let golden = golden();
-    for (arguments, words) in [
-        (&["--prompt", "hi"][..], "no tokenizer.json"),
-        (&["--prompt-ids", "5,97"], "id 97 at position 1 of the prompt; the embedding has 97 rows"),
-        (&["--prompt-ids", ""], "--prompt-ids: \"\""),
-        (&["--prompt-ids", "1", "--ranks", "3"], "expected a divisor of 8 experts, found 3"),
-        (&["--prompt-ids", "1", "--ranks", "0"], "expected a divisor of 8 experts, found 0"),
-        (&["--prompt-ids", "1", "--top-p", "3"], "top_p: expected a number of 0 to 1, found 3"),
-        (&["--prompt-ids", "1", "--max-tokens", "0"], "max_tokens: expected 1 at least"),
-        (&["--prompt-ids", "1", "--prompt-ids", "2,98", "--ranks", "2"], "id 98 at position 1"),
+    for (status, arguments, words) in [
+        (2, &["--prompt", "hi"][..], "no tokenizer.json"),
+        (2, &["--prompt-ids", ""], "--prompt-ids: \"\""),
+        (2, &["--prompt-ids", "1", "--ranks", "3"], "expected a divisor of 8 experts, found 3"),
+        (2, &["--prompt-ids", "1", "--ranks", "0"], "expected a divisor of 8 experts, found 0"),
+        (2, &["--prompt-ids", "1", "--top-p", "3"], "top_p: expected a number of 0 to 1, found 3"),
+        (2, &["--prompt-ids", "1", "--max-tokens", "0"], "max_tokens: expected 1 at least"),
+        (2, &["--prompt-ids", "1", "--stop", "x"], "--stop: expected none"),
+        (1, &["--prompt-ids", "5,97"], "id 97 at position 1 of the prompt; the embedding has 97 rows"),
+        (1, &["--prompt-ids", "1", "--prompt-ids", "2,98", "--ranks", "2"], "request 1: id 98 at position 1"),
     ] {
-        let message = error(&run(&golden, arguments));
+        let message = error(status, &run(&golden, arguments));
         assert!(message.contains(words), "{arguments:?}: {message}");
     }
     let dir = folder(&tokenizer(true));
-    let message = error(&run(dir.path(), &["--prompt", "hi"]));
+    let message = error(1, &run(dir.path(), &["--prompt", "hi"]));
     assert!(message.contains("token \"ab\" has id 97; the embedding has 97 rows"), "{message}");
-    let message = error(&run(&dir.path().join("none"), &["--prompt", "hi"]));
+    let message = error(1, &run(&dir.path().join("none"), &["--prompt", "hi"]));
     assert!(message.contains("no checkpoint folder"), "{message}");
     let dir = folder(&tokenizer(false));
-    let message = error(&run(dir.path(), &["--prompt", ""]));
+    let message = error(1, &run(dir.path(), &["--prompt", ""]));
     assert!(message.contains("the prompt has no token"), "{message}");
 }
