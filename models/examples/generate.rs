@@ -1,4 +1,4 @@
-//! Text from a published folder of the Qwen3-MoE family.
+//! Text from a published folder.
 //!
 //! ```text
 //! cargo run --release -p moebius-models --example generate -- FOLDER --chat "Name a prime."
@@ -26,7 +26,7 @@ use moebius_models::generate::{
     self, Chat, ChatTemplate, Decoder, Finish, Generator, Output, OverRanks, Request, Sampling, Stats, Tokenizer,
     eos_ids,
 };
-use moebius_models::{Config, LoadOptions, Qwen3Moe};
+use moebius_models::{LoadOptions, Model};
 
 type AnyError = Box<dyn Error + Send + Sync>;
 
@@ -161,15 +161,8 @@ fn run(options: &Options) -> Result<(), AnyError> {
     };
     let requests = requests(options, tokenizer.as_ref())?;
     let checkpoint = Checkpoint::open(folder)?;
-    // What cannot be is told before a model is loaded.
-    let config = Config::of(&checkpoint)?;
-    if let Some(tokenizer) = &tokenizer {
-        tokenizer.check_embedding(config.vocab_size)?;
-    } else if !options.stop.is_empty() {
+    if tokenizer.is_none() && !options.stop.is_empty() {
         return Err(Usage("--stop: expected none for a folder without tokenizer.json".into()).into());
-    }
-    for (i, request) in requests.iter().enumerate() {
-        request.check(i, config.vocab_size, config.max_position_embeddings)?;
     }
     let job = Job { options, checkpoint: &checkpoint, tokenizer: tokenizer.as_ref(), requests: &requests };
     let (sender, receiver) = channel();
@@ -324,7 +317,7 @@ impl Job<'_> {
         &self,
         rank: usize,
         group: &DeviceGroup,
-        wrap: impl FnOnce(Qwen3Moe) -> D,
+        wrap: impl FnOnce(Model) -> D,
         sender: Sender<Piece>,
     ) -> RankOutcome {
         let start = Instant::now();
@@ -334,7 +327,14 @@ impl Job<'_> {
             Type::Bf16 => DType::BF16,
             Type::F16 => DType::F16,
         });
-        let model = Qwen3Moe::load(self.checkpoint, group.clone(), LoadOptions { dtype, trainable: false })?;
+        let model = Model::load_on(self.checkpoint, group.clone(), LoadOptions { dtype, trainable: false })?;
+        // Every rank sees all of it, so that none waits for another that cannot begin.
+        if let Some(tokenizer) = self.tokenizer {
+            tokenizer.check_embedding(model.vocabulary())?;
+        }
+        for (i, request) in self.requests.iter().enumerate() {
+            request.check(i, model.vocabulary(), model.context())?;
+        }
         let generator = Generator::new(wrap(model), self.tokenizer)?;
         let loading = start.elapsed();
         let own: Vec<Request> = self.requests.iter().skip(rank).step_by(self.options.ranks).cloned().collect();

@@ -7,7 +7,7 @@ use moebius::comm::{Communicator, Op, ReduceOp, Tag};
 use moebius::cpu::{Cpu, HostBuffer};
 
 use crate::error::{Error, Result};
-use crate::qwen3_moe::{Cache, Qwen3Moe};
+use crate::{Cache, Model};
 
 /// A decoder, a step at a time.
 pub trait Decoder {
@@ -163,30 +163,30 @@ impl<D: Decoder> Decoder for OverRanks<D> {
     }
 }
 
-impl Decoder for Qwen3Moe {
+impl Decoder for Model {
     type Cache = Cache;
 
     fn vocabulary(&self) -> usize {
-        self.config().vocab_size
+        Model::vocabulary(self)
     }
 
     fn context(&self) -> usize {
-        self.config().max_position_embeddings
+        Model::context(self)
     }
 
     fn device(&self) -> &Device {
-        Qwen3Moe::device(self)
+        Model::device(self)
     }
 
     fn cache(&self, _: usize) -> Result<Cache> {
-        Ok(Qwen3Moe::cache(self))
+        Ok(Model::cache(self))
     }
 
     fn step(&self, tokens: &Tensor, cache: &mut Cache) -> Result<Tensor> {
         let (b, s) = tokens.dims2()?;
         let hidden = self.decode_hidden(tokens, cache)?;
         if b == 0 {
-            return Ok(Tensor::zeros((0, self.vocabulary()), DType::F32, tokens.device())?);
+            return Ok(Tensor::zeros((0, Model::vocabulary(self)), DType::F32, tokens.device())?);
         }
         let last = s.checked_sub(1).ok_or_else(|| Error::Shape {
             call: "Decoder::step",
@@ -194,6 +194,6 @@ impl Decoder for Qwen3Moe {
             expected: "[B, S] with S > 0".into(),
             found: vec![b, s],
         })?;
-        Ok(self.logits(hidden.narrow(1, last, 1)?)?.squeeze(1)?)
+        Ok(self.logits(&hidden.narrow(1, last, 1)?)?.squeeze(1)?)
     }
 }
