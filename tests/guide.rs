@@ -149,7 +149,7 @@ mod training {
         params.push(AdamWParam::new("norm.weight", &norm).in_group(1));    // group 1: without weight decay
         let groups = [group, GroupOptions { weight_decay: 0.0, ..group }];
         let mut adam = candle::AdamW::over_ranks(&device, comm, params, options, &groups)?;
-        moe.reduce_gradients(&mut gradients)?;                        // and finish_sharded, where experts are shards
+        moe.reduce_gradients(&mut gradients)?;                        // where experts are shards: see there
         adam.step(&gradients)?;
         adam.save("run/optimizer")?;                                  // another run: adam.load("run/optimizer")?
         Ok(())
@@ -221,9 +221,10 @@ mod checkpoints {
 
 #[rustfmt::skip]
 mod etp {
-    use candle_core::Tensor;
+    use candle_core::{Tensor, Var};
     use candle_nn::{AdamW, Optimizer, ParamsAdamW, VarBuilder};
-    use moebius::candle::{DeviceGroup, ExpertParallelMoE, ShardGradients, finish_sharded};
+    use moebius::candle::{DeviceGroup, ExpertParallelMoE, GradientReducer, MainGradients, ReduceComms};
+    use moebius::candle::{ShardGradients, finish_sharded};
     use moebius::comm::Communicator;
     use moebius::cpu::Cpu;
     use moebius::etp::{Chain, Payload, Phase};
@@ -239,16 +240,27 @@ mod etp {
         params: ParamsAdamW,
         x: Tensor,
         model: fn(&Tensor) -> Result<Tensor>,
-        replicas: Option<&'a mut dyn Communicator<Cpu>>,
+        others: Vec<Var>,
+        ep_ranks: Box<dyn Communicator<Cpu>>,
+        same_experts: Box<dyn Communicator<Cpu>>,
+        same_shards: Option<&'a mut dyn Communicator<Cpu>>,
     }
 
-    fn step(Parts { config, group, chain, vb, params, x, model, replicas }: Parts<'_>) -> Result<()> {
+    fn step(parts: Parts<'_>) -> Result<()> {
+        let Parts { config, group, chain, vb, params, x, model, others, ep_ranks, same_experts, same_shards } = parts;
+        let cpu = Cpu::new();
         let moe = ExpertParallelMoE::sharded(config, &group, &chain, Payload::Plain, vb)?;
         let mut adam = AdamW::new(moe.vars(), params)?;
-        chain.begin(Phase::Forward)?;   let loss = model(&x)?;                   chain.end()?;
-        chain.begin(Phase::Backward)?;  let mut gradients = loss.backward()?;    chain.end()?;
-        finish_sharded(&chain, replicas, &moe.shards(), &mut gradients, ShardGradients::InVariableType)?;
-        adam.step(&gradients)?;
+        let comms = ReduceComms { group: ep_ranks, replicas: Some(same_experts) };
+        let reducer = GradientReducer::new(&cpu, comms)?.with_layer(&moe).with_vars(&others);
+        let mut gradients = MainGradients::new();
+        chain.begin(Phase::Forward)?;   let loss = model(&x)?;          chain.end()?;
+        chain.begin(Phase::Backward)?;  gradients.backward(&loss)?;     chain.end()?;
+        gradients.reduce(&reducer)?;
+        let sums = gradients.store_mut();
+        finish_sharded(&chain, same_shards, &moe.shards(), sums, ShardGradients::InVariableType)?;
+        adam.step(gradients.store())?;
+        gradients.reset();
         Ok(())
     }
 

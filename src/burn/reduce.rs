@@ -300,7 +300,7 @@ impl<B: AutodiffBackend + MoeBackend> ModuleVisitor<B> for Give<'_, B> {
         }
         let Some(Sum { flat, range, flag }) = self.sums.next() else { return };
         let before = self.gradients.remove::<B::InnerBackend, D>(param.id);
-        let any_has = || flat.clone().slice([flag..flag + 1]).into_data().iter::<f64>().any(|ranks| ranks > 0.0);
+        let any_has = || flat.clone().narrow(0, flag, 1).into_data().iter::<f64>().any(|ranks| ranks > 0.0);
         if before.is_none() && !any_has() {
             return;
         }
