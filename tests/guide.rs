@@ -169,6 +169,35 @@ mod training {
         Ok(y)
     }
 
+    #[cfg(feature = "burn")]
+    mod from_burn {
+        use burn::backend::{Autodiff, Flex};
+        use burn::optim::{AdamWConfig, GradientsParams, Optimizer};
+        use burn::tensor::Tensor;
+        use moebius::MoeConfig;
+        use moebius::burn::{ExpertParallelMoE, ExpertParallelMoEConfig};
+        use moebius::config::AuxConfig;
+        use moebius::layer::Noise;
+
+        type B = Autodiff<Flex>;
+
+        fn steps(device: burn::backend::flex::FlexDevice, batches: Vec<Tensor<B, 2>>, loss: fn(Tensor<B, 2>) -> Tensor<B, 1>) -> moebius::Result<()> {
+            let config = MoeConfig::new(16, 32, 8, 2)
+                .with_router(|router| router.with_selection_bias(true).with_jitter(0.01))
+                .with_aux(AuxConfig::default().with_balance(0.01).with_z(0.001));
+            let mut moe = ExpertParallelMoEConfig::new(config).init::<B>(&device)?;
+            let mut adam = AdamWConfig::new().init::<B, ExpertParallelMoE<B>>();
+            for (step, x) in batches.into_iter().enumerate() {
+                let out = moe.forward_full(x, Some(Noise { seed: 0, step: step as u64 }))?;
+                let all = (loss(out.y) + out.aux).backward();
+                let gradients = GradientsParams::from_grads(all, &moe);
+                moe = adam.step(1e-3, moe, gradients);
+                moe.update_selection_bias(out.load.get()?, 0.001)?;
+            }
+            Ok(())
+        }
+    }
+
     fn ranks() {
         use candle_core::{DType, Device, Result};
         use moebius::ep::EpGroup; // …
