@@ -279,7 +279,7 @@ mod etp {
         let Parts { config, group, chain, vb, params, x, model, others, ep_ranks, same_experts, same_shards } = parts;
         let cpu = Cpu::new();
         let moe = ExpertParallelMoE::sharded(config, &group, &chain, Payload::Plain, vb)?;
-        let mut adam = AdamW::new(moe.vars(), params)?;
+        let mut adam = AdamW::new([moe.vars(), others.clone()].concat(), params)?;
         let comms = ReduceComms { group: ep_ranks, replicas: Some(same_experts) };
         let reducer = GradientReducer::new(&cpu, comms)?.with_layer(&moe).with_vars(&others);
         let mut gradients = MainGradients::new();
@@ -315,9 +315,10 @@ mod etp {
             model: fn(&Moe) -> Result<Tensor<Autodiff<Flex>, 1>>,
             world: &'a mut dyn Communicator<Cpu>,
             same_experts: &'a mut dyn Communicator<Cpu>,
+            same_shards: Option<&'a mut dyn Communicator<Cpu>>,
         }
 
-        fn step(Parts { moe, shards, mut adam, device, model, world, same_experts }: Parts<'_>) -> Result<()> {
+        fn step(Parts { moe, shards, mut adam, device, model, world, same_experts, same_shards }: Parts<'_>) -> Result<()> {
             let mut moe = moe.into_sharded(&shards, Payload::Plain)?;
             shards.begin(Phase::Forward, [&moe])?;   let loss = model(&moe)?;      shards.end()?;
             shards.begin(Phase::Backward, [&moe])?;  let all = loss.backward();    shards.end()?;
@@ -325,7 +326,7 @@ mod etp {
             let (experts, biases) = (moe.expert_ids(), moe.expert_bias_ids());
             reduce_gradients_over(world, &device, &moe, ReduceOptions::except(&experts), &mut gradients)?;
             reduce_gradients_over(same_experts, &device, &moe, ReduceOptions::only(&biases), &mut gradients)?;
-            shards.finish(None, [&moe], &mut gradients)?;
+            shards.finish(same_shards, [&moe], &mut gradients)?;
             moe = adam.step(1e-3, moe, gradients);
             Ok(())
         }

@@ -101,7 +101,7 @@ struct SamplingOptions {
     /// Above 1: tokens that are there already become less probable
     #[arg(long, value_name = "X")]
     repetition_penalty: Option<f32>,
-    /// The same seed gives the same text. Every prompt draws from its own numbers of it
+    /// The same seed gives the same text. Every prompt draws all of its numbers, whatever the others
     #[arg(long, value_name = "S", default_value_t = 0)]
     seed: u64,
 }

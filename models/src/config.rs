@@ -81,6 +81,21 @@ impl ConfigFile {
         span.filter(|n| *n > 0).map(|n| self.size(field, n)).transpose()
     }
 
+    /// What each layer's attention is, of the words in `known`, where the configuration lists it.
+    pub fn layer_types<'a>(
+        &self,
+        list: Option<&'a [String]>,
+        layers: usize,
+        known: [&str; 2],
+    ) -> Result<Option<&'a [String]>> {
+        let Some(list) = list else { return Ok(None) };
+        let list = self.per_layer("layer_types", list, layers)?;
+        match list[..layers].iter().find(|word| !known.contains(&word.as_str())) {
+            Some(word) => self.refuse("layer_types", format!("{:?} or {:?}", known[0], known[1]), format!("{word:?}")),
+            None => Ok(Some(list)),
+        }
+    }
+
     /// A list of one entry a layer.
     pub fn per_layer<'a, T>(&self, field: &'static str, list: &'a [T], layers: usize) -> Result<&'a [T]> {
         if list.len() < layers { self.refuse(field, format!("{layers} entries"), list.len()) } else { Ok(list) }
@@ -123,7 +138,8 @@ impl Base {
     /// The rotary embedding of heads of `head_dim`, whole or in part as the configuration says; `theta`: the family's
     /// base where the configuration has none.
     pub fn rotary(&self, file: &ConfigFile, head_dim: usize, theta: f64) -> Result<Rotary> {
-        let nested = self.rope_parameters.as_ref().or(self.rope_scaling.as_ref());
+        // A scaling that was added to a saved configuration counts, as in transformers.
+        let nested = self.rope_scaling.as_ref().or(self.rope_parameters.as_ref());
         let part = nested.and_then(|r| r.partial_rotary_factor).or(self.partial_rotary_factor).unwrap_or(1.0);
         if !(part > 0.0 && part <= 1.0) {
             return file.refuse("partial_rotary_factor", "a number in (0, 1]", part);
@@ -133,7 +149,8 @@ impl Base {
             return file.refuse("head_dim", "an even number of rotated entries", dim);
         }
         let parameters = nested.cloned().unwrap_or_default();
-        let theta = parameters.rope_theta.or(self.rope_theta).unwrap_or(theta);
+        let beside = self.rope_parameters.as_ref().and_then(|r| r.rope_theta);
+        let theta = parameters.rope_theta.or(beside).or(self.rope_theta).unwrap_or(theta);
         let theta = file.positive("rope_theta", theta)?;
         let original = parameters.original_max_position_embeddings.or(self.original_max_position_embeddings);
         let max_positions = self.max_position_embeddings;

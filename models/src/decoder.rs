@@ -185,14 +185,18 @@ impl Frame {
             layers.push(Layer { input_norm, mixer, post_norm, feed_forward });
         }
         let norm = Norm::load(p, &format!("{root}{}", names.norm), hidden, self.norm)?;
+        let names = ["lm_head", "language_model.lm_head"];
+        let there = |name: &&str| ["weight", "bias"].iter().any(|part| p.checkpoint().has(&format!("{name}.{part}")));
+        let name = names.into_iter().find(there).unwrap_or(names[0]);
         let head = match self.tied {
-            true => Linear::new(embedding.clone(), None),
-            false => {
-                let names = ["lm_head", "language_model.lm_head"];
-                let there = |name: &&str| p.checkpoint().has(&format!("{name}.weight"));
-                let name = names.into_iter().find(there).unwrap_or(names[0]);
-                p.linear(name, [vocabulary, hidden], self.head_bias)?
+            true => {
+                let bias = match self.head_bias {
+                    true => Some(p.get(&format!("{name}.bias"), &[vocabulary])?),
+                    false => None,
+                };
+                Linear::new(embedding.clone(), bias)
             }
+            false => p.linear(name, [vocabulary, hidden], self.head_bias)?,
         };
         Ok(Decoder { embedding, layers, norm, head, rotary, scales: self.scales })
     }

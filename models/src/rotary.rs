@@ -117,6 +117,24 @@ impl Rotary {
             Some(value) => file.positive(field, value),
             None => file.refuse(field, "a number", "nothing"),
         };
+        let numbers = [
+            ("rope_parameters.attention_factor", r.attention_factor),
+            ("rope_parameters.short_mscale", r.short_mscale),
+            ("rope_parameters.long_mscale", r.long_mscale),
+            ("rope_parameters.beta_fast", r.beta_fast.filter(|n| *n != 0.0)),
+            ("rope_parameters.beta_slow", r.beta_slow.filter(|n| *n != 0.0)),
+            ("rope_parameters.factor", r.factor),
+        ];
+        for (field, number) in numbers {
+            number.map(|number| file.positive(field, number)).transpose()?;
+        }
+        for (field, number) in
+            [("rope_parameters.mscale", r.mscale), ("rope_parameters.mscale_all_dim", r.mscale_all_dim)]
+        {
+            if number.is_some_and(|number| !number.is_finite()) {
+                return file.refuse(field, "a finite number", "another");
+            }
+        }
         let factor = || need("rope_parameters.factor", r.factor);
         let first = file.size("original_max_position_embeddings", original.unwrap_or(max_positions))?;
         let plain = |inverse| Scaling::Fixed(Frequencies { inverse, scale: 1.0 });
@@ -143,6 +161,10 @@ impl Rotary {
                     Scaling::Dynamic { theta, factor, original: max_positions }
                 }
             },
+            "yarn" if theta <= 1.0 => return file.refuse("rope_theta", "more than 1 with yarn", theta),
+            "longrope" | "su" if first < 2 => {
+                return file.refuse("original_max_position_embeddings", "more than 1 with longrope", first);
+            }
             "yarn" => {
                 let factor = match r.factor {
                     Some(_) => factor()?,
@@ -159,8 +181,8 @@ impl Rotary {
                     need("rope_parameters.low_freq_factor", r.low_freq_factor)?,
                     need("rope_parameters.high_freq_factor", r.high_freq_factor)?,
                 );
-                if high <= low {
-                    return file.refuse("rope_parameters.high_freq_factor", "more than low_freq_factor", high);
+                if high < low {
+                    return file.refuse("rope_parameters.high_freq_factor", "low_freq_factor or more", high);
                 }
                 let factor = factor()?;
                 plain(llama3(powers(theta, dim, |_| 1.0), LlamaBands { low, high, factor, original: first }))
@@ -259,7 +281,11 @@ fn llama3(inverse: Vec<f32>, bands: LlamaBands) -> Vec<f32> {
         let f = f64::from(f);
         // Turns over the original length: many stay as they are, few are divided by the factor.
         let turns = original as f64 * f / TAU;
-        let kept = ((turns - low) / (high - low)).clamp(0.0, 1.0);
+        let kept = match high > low {
+            true => ((turns - low) / (high - low)).clamp(0.0, 1.0),
+            // There is no band between.
+            false => f64::from(u8::from(turns >= low)),
+        };
         ((1.0 - kept) * f / factor + kept * f) as f32
     };
     inverse.into_iter().map(scaled).collect()

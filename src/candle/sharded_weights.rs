@@ -386,6 +386,14 @@ impl<D: Host> ShardedModule<D> {
             let expected = format!("one of each of {} weights", self.weights.len());
             return Err(Error::invalid("ShardedFunction::backward", "gradients", expected, of_weights.len()).into());
         }
+        match &d_x {
+            Some(d_x) => Error::check_shape("ShardedFunction::backward", "gradient of x", x.dims(), d_x.dims())?,
+            None if x.track_op() => {
+                let expected = "one, as x tracks gradients";
+                return Err(Error::invalid("ShardedFunction::backward", "gradient of x", expected, "none").into());
+            }
+            None => {}
+        }
         for (weight, gradient) in self.weights.iter().zip(of_weights).rev() {
             if weight.shard.is_variable() {
                 weight.submit(&gradient)?;
@@ -398,8 +406,14 @@ impl<D: Host> ShardedModule<D> {
 impl<D: Host> Module for ShardedModule<D> {
     fn forward(&self, x: &Tensor) -> Result<Tensor> {
         let whole = self.gather(false)?;
-        let y = self.function.forward(&x.detach(), &whole)?.detach();
+        let y = self.function.forward(&x.detach(), &whole)?;
         drop(whole);
+        if y.track_op() {
+            let expected = "one of x and the weights alone";
+            let found = "one that another variable's gradient would have to go through";
+            return Err(Error::invalid("ShardedModule::forward", "function", expected, found).into());
+        }
+        let y = y.detach();
         let trained = self.weights.iter().find(|weight| weight.shard.is_variable());
         // candle tracks what hangs from a variable.
         let from = match trained {

@@ -7,6 +7,7 @@ use crate::decoder::{Decoder, Frame};
 use crate::error::Result;
 use crate::latent_attention::{LatentAttention, LatentSizes};
 use crate::params::Loader;
+use crate::rotary::RopeParameters;
 
 #[derive(Debug, Deserialize)]
 struct Config {
@@ -49,11 +50,18 @@ pub(super) fn load(p: &mut Loader<'_>) -> Result<Decoder> {
     config.base.check(&file)?;
     let sizes = config.sizes(&file)?;
     // The part is that of a whole head's entries elsewhere; here the rotated ones are counted apart.
-    let base = Base { partial_rotary_factor: None, ..config.base.clone() };
+    let whole = |r: &RopeParameters| RopeParameters { partial_rotary_factor: None, ..r.clone() };
+    let base = Base {
+        partial_rotary_factor: None,
+        rope_parameters: config.base.rope_parameters.as_ref().map(whole),
+        rope_scaling: config.base.rope_scaling.as_ref().map(whole),
+        ..config.base.clone()
+    };
     let rotary = base.rotary(&file, sizes.rotated, 1e4)?;
     let rotary = if config.rope_interleave.unwrap_or(true) { rotary.interleaved() } else { rotary };
     let scale = ((sizes.plain + sizes.rotated) as f64).powf(-0.5) * rotary.softmax_factor();
-    let (bias, eps) = (config.attention_bias.unwrap_or(false), config.base.rms_norm_eps);
+    // The latents' norms have an epsilon of their own, whatever the configuration's.
+    let (bias, eps) = (config.attention_bias.unwrap_or(false), 1e-6);
     Frame::of(&config.base).load(p, rotary, |p, prefix, _| {
         let prefix = format!("{prefix}self_attn");
         Ok(Box::new(LatentAttention::load(p, &prefix, sizes, (bias, eps, scale))?))

@@ -37,7 +37,7 @@ pub(super) fn load(p: &mut Loader<'_>) -> Result<Decoder> {
     let heads = config.base.heads(&file)?;
     let window = file.span("sliding_window", config.sliding_window)?;
     let kinds = config.layer_types.as_deref();
-    let kinds = kinds.map(|kinds| file.per_layer("layer_types", kinds, config.base.num_hidden_layers)).transpose()?;
+    let kinds = file.layer_types(kinds, config.base.num_hidden_layers, ["full_attention", "sliding_attention"])?;
     let slides = |layer: usize| match kinds {
         Some(kinds) => kinds[layer] == "sliding_attention",
         None => layer.is_multiple_of(2),

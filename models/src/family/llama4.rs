@@ -64,7 +64,7 @@ pub(super) fn load(p: &mut Loader<'_>) -> Result<Decoder> {
     let listed = listed.map(|list| file.per_layer("no_rope_layers", list, layers)).transpose()?;
     let rotated = |layer: usize| listed.map_or(!(layer + 1).is_multiple_of(interval), |list| list[layer] != 0);
     let kinds = config.layer_types.as_deref();
-    let kinds = kinds.map(|kinds| file.per_layer("layer_types", kinds, layers)).transpose()?;
+    let kinds = file.layer_types(kinds, layers, ["full_attention", "chunked_attention"])?;
     let chunked = |layer: usize| kinds.map_or(rotated(layer), |kinds| kinds[layer] == "chunked_attention");
     let chunk = file.span("attention_chunk_size", config.attention_chunk_size)?;
     let temperature = Temperature {

@@ -33,7 +33,7 @@ pub(super) fn load(p: &mut Loader<'_>) -> Result<Decoder> {
     let slides = config.use_sliding_window.unwrap_or(false);
     let window = file.span("sliding_window", config.sliding_window.filter(|_| slides))?;
     let kinds = config.layer_types.as_deref();
-    let kinds = kinds.map(|kinds| file.per_layer("layer_types", kinds, config.base.num_hidden_layers)).transpose()?;
+    let kinds = file.layer_types(kinds, config.base.num_hidden_layers, ["full_attention", "sliding_attention"])?;
     let below = config.max_window_layers.unwrap_or(28);
     let windowed = |layer: usize| match kinds {
         Some(kinds) => kinds[layer] == "sliding_attention",

@@ -67,7 +67,7 @@ fn load_with(p: &mut Loader<'_>, by_head: bool) -> Result<Decoder> {
     let (heads, delta) = (config.base.heads(&file)?, config.delta(&file)?);
     let interval = file.size("full_attention_interval", config.full_attention_interval.unwrap_or(4))?;
     let kinds = config.layer_types.as_deref();
-    let kinds = kinds.map(|kinds| file.per_layer("layer_types", kinds, config.base.num_hidden_layers)).transpose()?;
+    let kinds = file.layer_types(kinds, config.base.num_hidden_layers, ["full_attention", "linear_attention"])?;
     let recurrent = |layer: usize| match kinds {
         Some(kinds) => kinds[layer] == "linear_attention",
         None => !(layer + 1).is_multiple_of(interval),

@@ -26,6 +26,9 @@ const FUEL: u64 = 2_500_000;
 /// system gives pages of a stack as they are touched.
 const STACK: usize = 256 << 20;
 
+/// Most bytes of a template: published ones have some 20 KiB.
+const LONGEST: usize = 128 << 10;
+
 /// The name of the template that is used where none is asked for.
 const DEFAULT: &str = "default";
 
@@ -290,7 +293,18 @@ impl ChatTemplate {
     fn add(&mut self, name: &str, source: &str) -> Result<()> {
         // Jinja reads every kind of line end as one.
         let source = without_generation_tags(&source.replace("\r\n", "\n").replace('\r', "\n"));
-        self.environment.add_template_owned(name.to_string(), source).map_err(|e| failure(name, &e))?;
+        let problem = |problem: String| Error::Template { name: name.into(), problem };
+        if source.len() > LONGEST {
+            return Err(problem(format!("expected at most {LONGEST} bytes, found {}", source.len())));
+        }
+        // The engine's compiler goes as deep as the template.
+        let environment = &mut self.environment;
+        std::thread::scope(|scope| {
+            let add = || environment.add_template_owned(name.to_string(), source).map_err(|e| failure(name, &e));
+            let thread = std::thread::Builder::new().stack_size(STACK).spawn_scoped(scope, add);
+            let thread = thread.map_err(|e| problem(format!("no thread to compile on: {e}")))?;
+            thread.join().unwrap_or_else(|_| Err(problem("the engine panicked".into())))
+        })?;
         self.names.push(name.into());
         Ok(())
     }

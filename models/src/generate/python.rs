@@ -46,8 +46,8 @@ pub(super) fn tojson(value: &Value, args: Rest<Value>, kwargs: Kwargs) -> Result
     if let Some(separators) = argument(2, "separators")? {
         let parts: Vec<Value> = separators.try_iter()?.collect();
         let [item, key] = &parts[..] else { return Err(invalid("tojson: separators: expected two strings")) };
-        dumps.item_separator = item.to_string();
-        dumps.key_separator = key.to_string();
+        dumps.item_separator = short("separators", item.to_string())?;
+        dumps.key_separator = short("separators", key.to_string())?;
     }
     if let Some(sort) = argument(3, "sort_keys")? {
         dumps.sort_keys = sort.is_true();
@@ -59,10 +59,15 @@ pub(super) fn tojson(value: &Value, args: Rest<Value>, kwargs: Kwargs) -> Result
     dumps.text(value)
 }
 
+/// A text that is written many times over.
+fn short(name: &str, text: String) -> Result<String, Error> {
+    if text.len() > 64 { Err(invalid(&format!("tojson: {name}: expected at most 64 bytes"))) } else { Ok(text) }
+}
+
 /// What a level is indented by: so many spaces, or the string itself.
 fn indent_unit(indent: &Value) -> Result<String, Error> {
     if let Some(unit) = indent.as_str() {
-        return Ok(unit.into());
+        return short("indent", unit.into());
     }
     let width = match bool::try_from(indent.clone()) {
         Ok(one) if indent.kind() == ValueKind::Bool => i64::from(one),
@@ -307,6 +312,9 @@ fn pad(text: &str, args: &[Value], sides: impl Fn(usize) -> (usize, usize)) -> R
     let (width, fill): (usize, Option<&str>) = from_args(args)?;
     let (before, after) = sides(padding(text, width));
     let fill = fill.unwrap_or(" ");
+    if fill.chars().count() != 1 {
+        return Err(invalid("fill: expected one character"));
+    }
     Ok(Value::from(format!("{}{text}{}", fill.repeat(before), fill.repeat(after))))
 }
 

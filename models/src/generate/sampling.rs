@@ -157,7 +157,7 @@ impl Sampler {
         for id in &self.seen {
             if let Some(logit) = logits.get_mut(*id as usize) {
                 let penalized = if *logit < 0.0 { *logit * penalty } else { *logit / penalty };
-                *logit = penalized.min(f32::MAX);
+                *logit = penalized.clamp(-f32::MAX, f32::MAX);
             }
         }
     }

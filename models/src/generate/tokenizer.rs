@@ -119,7 +119,9 @@ impl Tokenizer {
     /// # Errors
     /// [`Error::TokenPastEmbedding`], naming the token of the largest id.
     pub fn check_embedding(&self, rows: usize) -> Result<()> {
-        let largest = self.inner.get_vocab(true).into_iter().max_by_key(|(_, id)| *id);
+        // Of two of one id always the same.
+        let order = |(token, id): &(String, u32)| (*id, token.clone());
+        let largest = self.inner.get_vocab(true).into_iter().max_by_key(order);
         match largest {
             Some((token, id)) if id as usize >= rows => Err(Error::TokenPastEmbedding { token, id, rows }),
             _ => Ok(()),

@@ -11,7 +11,8 @@ use candle_core::{
 /// Gradients of an operation's inputs, in their order; `None` for one that is not asked for.
 pub(crate) type Gradients = Vec<Option<Tensor>>;
 
-/// `value`, a tensor of its own memory, as the result of an operation on one to three `inputs`. Its backward calls
+/// `value`, a tensor whose memory no other tensor sees (no input, no view or clone of one: its memory is taken, and they
+/// would be left without), as the result of an operation on one to three `inputs`. Its backward calls
 /// `backward` with the inputs, the value and the value's gradient, none of them tracked, and gets the inputs' gradients.
 ///
 /// # Errors

@@ -56,9 +56,9 @@ impl Masks {
     /// key, else 0, in the type of `like`.
     pub(super) fn get(&self, visible: &Visible<'_>, [first, rows, low]: [usize; 3], like: &Tensor) -> Result<Tensor> {
         let block = Block { window: visible.window, chunk: visible.chunk, first, rows, low };
-        // Without window and chunk a mask depends on the distance alone.
-        let key = match (visible.window, visible.chunk) {
-            (None, None) => Block { first: first - low, low: 0, ..block },
+        // Without chunks a mask depends on distances alone.
+        let key = match visible.chunk {
+            None => Block { first: first - low, low: 0, ..block },
             _ => block,
         };
         let known = |key| self.0.lock().unwrap_or_else(PoisonError::into_inner).get(key).cloned();
