@@ -373,6 +373,10 @@ mod tests {
     fn frequencies_are_the_closed_forms() {
         near(&inverse(json!({}), 1), &plain());
         near(&inverse(json!({"type": "linear", "factor": 4.0}), 1), &plain().map(|f| f / 4.0));
+        // Without a band between, a pair is either kept or divided: turns over 64 positions are 10.2, 3.2, 1.02, 0.32.
+        let step = json!({"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 2.0, "high_freq_factor": 2.0,
+            "original_max_position_embeddings": 64});
+        near(&inverse(step, 1), &[plain()[0], plain()[1], plain()[2] / 4.0, plain()[3] / 4.0]);
         // Below the original length nothing changes; at twice of it theta grows by (2·2 − 1)^(8/6).
         let dynamic = json!({"rope_type": "dynamic", "factor": 2.0});
         near(&inverse(dynamic.clone(), 64), &plain());

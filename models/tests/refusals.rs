@@ -108,7 +108,7 @@ fn bad_folders_are_typed_errors() {
     assert!(error.to_string().contains("layers.2."), "{error:?}");
 
     type Change = (&'static str, fn(&mut serde_json::Value), &'static str);
-    let changes: [Change; 9] = [
+    let changes: [Change; 13] = [
         ("mixtral", |c| c["vocab_size"] = 0.into(), "vocab_size"),
         ("mixtral", |c| c["num_attention_heads"] = 0.into(), "num_attention_heads"),
         ("mixtral", |c| c["num_key_value_heads"] = 3.into(), "num_key_value_heads"),
@@ -118,6 +118,14 @@ fn bad_folders_are_typed_errors() {
         ("mixtral", |c| c["rope_parameters"]["rope_theta"] = (-1.0).into(), "rope_theta"),
         ("mixtral", |c| c["rope_parameters"]["rope_type"] = "linear".into(), "factor"),
         ("qwen2_moe", |c| c["layer_types"] = serde_json::json!(["full_attention"]), "layer_types"),
+        ("gpt_oss", |c| c["layer_types"][0] = "chunked_attention".into(), "layer_types"),
+        ("mixtral", |c| c["rope_scaling"] = serde_json::json!({"rope_type": "spiral"}), "rope_type"),
+        ("mixtral", |c| c["rope_scaling"] = serde_json::json!({"type": "yarn", "factor": 2, "rope_theta": 1}), "theta"),
+        (
+            "mixtral",
+            |c| c["rope_scaling"] = serde_json::json!({"type": "yarn", "factor": 2, "attention_factor": -1}),
+            "attention_factor",
+        ),
     ];
     for (name, change, field) in changes {
         let error = refused(changed(name, change).path());

@@ -141,6 +141,32 @@ fn a_template_without_end_is_an_error() {
     assert!(rendered.is_ok() || matches!(rendered, Err(Error::Template { .. })), "{rendered:?}");
 }
 
+/// The compiler goes as deep as a template, and what is written many times over is short.
+#[test]
+fn templates_that_are_deep_or_wide_end_in_errors() {
+    let deep = [
+        format!("{{% if a %}}{}{{% endif %}}", "{% elif a %}".repeat(10_000)),
+        format!("{{{{ x{} }}}}", ".a".repeat(60_000)),
+        format!("{{{{ 1{} }}}}", "+1".repeat(60_000)),
+    ];
+    for source in deep {
+        // Compiled or refused, as the engine likes: it ends.
+        let _ = ChatTemplate::from_source(&source).and_then(|template| template.render(&chat()));
+    }
+    let long = ChatTemplate::from_source(&"x".repeat(1 << 20)).expect_err("too long").to_string();
+    assert!(long.contains("at most 131072 bytes"), "{long}");
+    for (source, words) in [
+        ("{{ ''.ljust(9, 'xy') }}", "one character"),
+        ("{{ ''.rjust(9, '') }}", "one character"),
+        ("{{ [1, 2]|tojson(indent='x' * 100) }}", "at most 64 bytes"),
+        ("{{ [1, 2]|tojson(separators=['x' * 100, ':']) }}", "at most 64 bytes"),
+    ] {
+        let error = ChatTemplate::from_source(source).and_then(|template| template.render(&chat()));
+        let error = error.expect_err(source).to_string();
+        assert!(error.contains(words), "{source}: {error}");
+    }
+}
+
 #[test]
 fn the_clock_can_be_set() {
     let template = ChatTemplate::from_source("{{ strftime_now('%d %b %Y') }}").expect("it compiles");

@@ -409,6 +409,17 @@ mod tests {
         assert_eq!(below, [-8.0, -6.0, -5.0]);
     }
 
+    /// A penalty that no f32 holds leaves logits that can be drawn from.
+    #[test]
+    fn a_penalty_without_bounds_leaves_a_token() {
+        for change in [|o: &mut Sampling| o.min_p = 0.1, |o: &mut Sampling| o.top_p = 0.5] {
+            let mut options = sampled(change);
+            options.repetition_penalty = 3e38;
+            let mut sampler = Sampler::new(options, &[0, 1]).expect("a sampler");
+            assert!(sampler.choose(&mut [-2.0, -3.0]).expect("a token") < 2);
+        }
+    }
+
     /// The numbers themselves are fixed: a change of generator or of the way from its bits to a token shows here.
     #[test]
     fn a_seed_gives_the_same_tokens_for_ever() {
