@@ -181,7 +181,7 @@ mod training {
 
         type B = Autodiff<Flex>;
 
-        fn steps(device: burn::backend::flex::FlexDevice, batches: Vec<Tensor<B, 2>>, loss: fn(Tensor<B, 2>) -> Tensor<B, 1>) -> moebius::Result<()> {
+        fn steps(device: burn::backend::flex::FlexDevice, batches: Vec<Tensor<B, 2>>, loss: fn(Tensor<B, 2>) -> Tensor<B, 1>) -> moebius::Result<()> { // …
             let config = MoeConfig::new(16, 32, 8, 2)
                 .with_router(|router| router.with_selection_bias(true).with_jitter(0.01))
                 .with_aux(AuxConfig::default().with_balance(0.01).with_z(0.001));
