@@ -1,8 +1,4 @@
 //! Memory of a step's gradients: candle's own store beside main gradients, counted at the allocator.
-#![allow(unsafe_code, reason = "an allocator")]
-
-use std::alloc::{GlobalAlloc, Layout, System};
-use std::sync::atomic::{AtomicUsize, Ordering};
 
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, Module, Result, Tensor, Var};
@@ -11,30 +7,10 @@ use moebius::MoeConfig;
 use moebius::candle::{ExpertParallelMoE, MainGradients, moe};
 use moebius::layer::ParamKind;
 
-/// The system's, with the bytes that are allocated, and the most since the last look.
-struct Counting;
+#[path = "common/counting_allocator.rs"]
+mod counting_allocator;
 
-static NOW: AtomicUsize = AtomicUsize::new(0);
-static MOST: AtomicUsize = AtomicUsize::new(0);
-
-// SAFETY: every call is the system allocator's, with the caller's arguments; the counters allocate nothing.
-unsafe impl GlobalAlloc for Counting {
-    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
-        let now = NOW.fetch_add(layout.size(), Ordering::SeqCst) + layout.size();
-        MOST.fetch_max(now, Ordering::SeqCst);
-        // SAFETY: the caller's promises are the system's demands.
-        unsafe { System.alloc(layout) }
-    }
-
-    unsafe fn dealloc(&self, memory: *mut u8, layout: Layout) {
-        NOW.fetch_sub(layout.size(), Ordering::SeqCst);
-        // SAFETY: as above; `memory` is of `alloc`, which is the system's.
-        unsafe { System.dealloc(memory, layout) }
-    }
-}
-
-#[global_allocator]
-static COUNTING: Counting = Counting;
+use counting_allocator::most_bytes;
 
 const EXPERTS: usize = 16;
 const SIZE: usize = 512;
@@ -66,10 +42,9 @@ fn loss(moe: &ExpertParallelMoE) -> Result<Tensor> {
 
 /// Most bytes that `work` has had beside what there was before, over the experts' weights in bf16.
 fn most(work: impl FnOnce() -> Result<()>) -> Result<f64> {
-    let before = NOW.load(Ordering::SeqCst);
-    MOST.store(before, Ordering::SeqCst);
-    work()?;
-    Ok((MOST.load(Ordering::SeqCst) - before) as f64 / (2 * ELEMENTS) as f64)
+    let (done, bytes) = most_bytes(work);
+    done?;
+    Ok(bytes as f64 / (2 * ELEMENTS) as f64)
 }
 
 /// A step's gradients in candle's store, added over microbatches.

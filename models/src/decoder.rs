@@ -12,7 +12,7 @@ use crate::config::Base;
 use crate::error::Result;
 use crate::mlp::Mlp;
 use crate::norm::{Norm, NormKind};
-use crate::ops::{Head, Masks};
+use crate::ops::{Head, MaskCache};
 use crate::params::Loader;
 use crate::rotary::{Angles, Rotary};
 
@@ -47,7 +47,7 @@ pub(crate) struct Step<'a> {
     pub angles: Angles,
     /// Angles depend on the sequence's length.
     pub late_rotation: bool,
-    pub masks: Masks,
+    pub masks: MaskCache,
     rotary: &'a Rotary,
     dtype: DType,
     device: &'a Device,
@@ -88,7 +88,7 @@ struct Layer {
 
 /// A rank's copy of a decoder: all of it but for the experts, of which the rank holds its E / R.
 #[derive(Debug)]
-pub(crate) struct Decoder {
+pub(crate) struct DecoderStack {
     embedding: Tensor,
     layers: Vec<Layer>,
     norm: Norm,
@@ -120,7 +120,7 @@ pub(crate) struct Names {
 
 /// What a family's decoder has around its mixers.
 #[derive(Debug, Clone)]
-pub(crate) struct Frame {
+pub(crate) struct DecoderSpec {
     pub norm: (NormKind, f64),
     pub names: Names,
     pub scales: Scales,
@@ -135,7 +135,7 @@ pub(crate) struct Frame {
     pub sizes: [usize; 3],
 }
 
-impl Frame {
+impl DecoderSpec {
     /// The frame that most families have.
     pub fn of(base: &Base) -> Self {
         Self {
@@ -162,7 +162,7 @@ impl Frame {
         p: &mut Loader<'_>,
         rotary: Rotary,
         mut mixer: impl FnMut(&mut Loader<'_>, &str, usize) -> Result<Box<dyn Mixer>>,
-    ) -> Result<Decoder> {
+    ) -> Result<DecoderStack> {
         let [vocabulary, hidden, count] = self.sizes;
         let (root, names) = (p.root(), self.names);
         let embedding = p.get(&format!("{root}{}.weight", names.embedding), &[vocabulary, hidden])?;
@@ -198,7 +198,7 @@ impl Frame {
             }
             false => p.linear(name, [vocabulary, hidden], self.head_bias)?,
         };
-        Ok(Decoder { embedding, layers, norm, head, rotary, scales: self.scales })
+        Ok(DecoderStack { embedding, layers, norm, head, rotary, scales: self.scales })
     }
 }
 
@@ -211,7 +211,7 @@ pub(crate) struct Progress {
     inside: bool,
 }
 
-impl Decoder {
+impl DecoderStack {
     pub fn vocabulary(&self) -> usize {
         self.embedding.dims()[0]
     }
@@ -273,7 +273,7 @@ impl Decoder {
             past,
             angles: self.rotary.angles(past..past + len, dtype, device)?,
             late_rotation: cache.is_some() && self.rotary.depends_on_length(),
-            masks: Masks::default(),
+            masks: MaskCache::default(),
             rotary: &self.rotary,
             dtype,
             device,

@@ -8,7 +8,7 @@ use crate::cache::LayerCache;
 use crate::decoder::{Mixer, Step};
 use crate::error::Result;
 use crate::norm::{Norm, NormKind};
-use crate::ops::{Visible, attention};
+use crate::ops::{AttentionOptions, attention};
 use crate::params::Loader;
 
 /// Most new tokens for which attention runs over the latents themselves: with more, making keys and values of the
@@ -108,8 +108,14 @@ impl Mixer for LatentAttention {
     fn forward(&self, x: &Tensor, step: &Step<'_>, cache: Option<&mut LayerCache>) -> Result<Tensor> {
         let LatentSizes { heads, latent, plain, rotated, value, .. } = self.sizes;
         let (b, s) = (step.sequences, step.len);
-        let visible =
-            Visible { first: step.past, window: None, chunk: None, sinks: None, scale: self.scale, masks: &step.masks };
+        let options = AttentionOptions {
+            first: step.past,
+            window: None,
+            chunk: None,
+            sinks: None,
+            scale: self.scale,
+            masks: &step.masks,
+        };
         let (q, q_rotated) = self.queries(x, step)?;
         let both = self.down.forward(x)?;
         let c = self.norm.forward(&both.narrow(1, 0, latent)?.contiguous()?)?.reshape((b, 1, s, latent))?;
@@ -128,7 +134,7 @@ impl Mixer for LatentAttention {
             let (keys, values) = self.head_matrices()?;
             let q = q.broadcast_matmul(&keys.unsqueeze(0)?)?;
             let q = Tensor::cat(&[q, q_rotated], 3)?;
-            let y = attention(&q, &Tensor::cat(&[&c, &k], 3)?, &c, &visible)?;
+            let y = attention(&q, &Tensor::cat(&[&c, &k], 3)?, &c, &options)?;
             let y = y.transpose(1, 2)?.contiguous()?.broadcast_matmul(&values.transpose(1, 2)?.unsqueeze(0)?)?;
             y.transpose(1, 2)?
         } else {
@@ -136,7 +142,7 @@ impl Mixer for LatentAttention {
             let made = made.reshape((b, n, heads, plain + value))?.transpose(1, 2)?;
             let keys = [made.narrow(3, 0, plain)?, k.broadcast_as((b, heads, n, rotated))?.contiguous()?];
             let q = Tensor::cat(&[q, q_rotated], 3)?;
-            attention(&q, &Tensor::cat(&keys, 3)?, &made.narrow(3, plain, value)?, &visible)?
+            attention(&q, &Tensor::cat(&keys, 3)?, &made.narrow(3, plain, value)?, &options)?
         };
         Ok(self.output.forward(&y.reshape((b * s, heads * value))?)?)
     }

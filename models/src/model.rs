@@ -8,7 +8,7 @@ use moebius::checkpoint::Checkpoint;
 use moebius::ep::GroupConfig;
 
 use crate::cache::Cache;
-use crate::decoder::{Decoder, Progress, Tap};
+use crate::decoder::{DecoderStack, Progress, Tap};
 use crate::error::{Error, Result};
 use crate::family;
 use crate::loss::{self, Loss};
@@ -19,7 +19,7 @@ use crate::params::{LoadOptions, Loader};
 #[derive(Debug)]
 pub struct Model {
     family: String,
-    decoder: Decoder,
+    decoder: DecoderStack,
     vars: Vec<(String, Var)>,
     trainable: bool,
 }

@@ -8,7 +8,7 @@ use crate::config::Heads;
 use crate::decoder::{Mixer, Step};
 use crate::error::Result;
 use crate::norm::{Norm, NormKind, unit_rms};
-use crate::ops::{Visible, attention};
+use crate::ops::{AttentionOptions, attention};
 use crate::params::Loader;
 
 /// Which of an attention's projections have biases.
@@ -212,7 +212,7 @@ enum Side {
 
 impl Mixer for SelfAttention {
     fn forward(&self, x: &Tensor, step: &Step<'_>, cache: Option<&mut LayerCache>) -> Result<Tensor> {
-        let visible = Visible {
+        let options = AttentionOptions {
             first: step.past,
             window: self.window,
             chunk: self.chunk,
@@ -233,12 +233,12 @@ impl Mixer for SelfAttention {
             None => (k, v),
             Some(cache) => {
                 let both = cache.append(&k, &v)?;
-                cache.keep(visible.kept(step.past + step.len))?;
+                cache.keep(options.kept(step.past + step.len))?;
                 both
             }
         };
         let k = if late { self.turn(&k, Side::Key, step)? } else { k };
-        let y = attention(&q, &k, &v, &visible)?;
+        let y = attention(&q, &k, &v, &options)?;
         let y = y.reshape((step.sequences * step.len, self.heads.queries * self.heads.dim))?;
         let y = match gate {
             None => y,

@@ -1,37 +1,14 @@
 //! Memory of a step by the length of its sequences, counted at the allocator.
-#![allow(unsafe_code, reason = "an allocator")]
 
-use std::alloc::{GlobalAlloc, Layout, System};
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicUsize, Ordering};
 
 use candle_core::{Device, Tensor};
 use moebius_models::{LoadOptions, Model};
 
-/// The system's, with the bytes that are allocated, and the most since the last look.
-struct Counting;
+#[path = "../../tests/common/counting_allocator.rs"]
+mod counting_allocator;
 
-static NOW: AtomicUsize = AtomicUsize::new(0);
-static MOST: AtomicUsize = AtomicUsize::new(0);
-
-// SAFETY: every call is the system allocator's, with the caller's arguments; the counters allocate nothing.
-unsafe impl GlobalAlloc for Counting {
-    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
-        let now = NOW.fetch_add(layout.size(), Ordering::SeqCst) + layout.size();
-        MOST.fetch_max(now, Ordering::SeqCst);
-        // SAFETY: the caller's promises are the system's demands.
-        unsafe { System.alloc(layout) }
-    }
-
-    unsafe fn dealloc(&self, memory: *mut u8, layout: Layout) {
-        NOW.fetch_sub(layout.size(), Ordering::SeqCst);
-        // SAFETY: as above; `memory` is of `alloc`, which is the system's.
-        unsafe { System.dealloc(memory, layout) }
-    }
-}
-
-#[global_allocator]
-static COUNTING: Counting = Counting;
+use counting_allocator::most_bytes;
 
 /// A checkpoint of the repository whose sequences may be longer.
 fn with_context(name: &str, context: usize, to: &Path) {
@@ -47,11 +24,11 @@ fn with_context(name: &str, context: usize, to: &Path) {
 fn of_step(model: &Model, tokens: usize) -> usize {
     let ids: Vec<u32> = (0..tokens as u32).map(|t| t * 31 % 97).collect();
     let ids = Tensor::from_vec(ids, (1, tokens), &Device::Cpu).expect("ids");
-    let before = NOW.load(Ordering::SeqCst);
-    MOST.store(before, Ordering::SeqCst);
-    let loss = model.loss(&ids).expect("a loss").mean().expect("a mean");
-    drop(loss.backward().expect("gradients"));
-    MOST.load(Ordering::SeqCst) - before
+    let step = || {
+        let loss = model.loss(&ids).expect("a loss").mean().expect("a mean");
+        drop(loss.backward().expect("gradients"));
+    };
+    most_bytes(step).1
 }
 
 /// No matrix of all scores, and no logits of all tokens: twice the tokens take twice the memory, where scores would take

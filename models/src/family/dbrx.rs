@@ -3,7 +3,7 @@
 use serde::Deserialize;
 
 use crate::config::Base;
-use crate::decoder::{Decoder, Frame, Names};
+use crate::decoder::{DecoderSpec, DecoderStack, Names};
 use crate::error::Result;
 use crate::norm::NormKind;
 use crate::params::Loader;
@@ -61,7 +61,7 @@ impl Config {
     }
 }
 
-pub(super) fn load(p: &mut Loader<'_>) -> Result<Decoder> {
+pub(super) fn load(p: &mut Loader<'_>) -> Result<DecoderStack> {
     let (config, file) = (p.config::<Config>()?, p.file());
     let base = config.base();
     base.check(&file)?;
@@ -75,7 +75,7 @@ pub(super) fn load(p: &mut Loader<'_>) -> Result<Decoder> {
         post_norm: "norm_attn_norm.norm_2",
         dense: "ffn",
     };
-    let frame = Frame { norm: (NormKind::Layer { bias: false }, EPS), names, ..Frame::of(&base) };
+    let frame = DecoderSpec { norm: (NormKind::Layer { bias: false }, EPS), names, ..DecoderSpec::of(&base) };
     frame.load(p, rotary, |p, prefix, _| {
         let prefix = format!("{prefix}norm_attn_norm.attn");
         let rows = (heads.queries + 2 * heads.keys) * heads.dim;

@@ -3,7 +3,7 @@
 use serde::Deserialize;
 
 use crate::config::{Base, ConfigFile};
-use crate::decoder::{Decoder, Frame};
+use crate::decoder::{DecoderSpec, DecoderStack};
 use crate::error::Result;
 use crate::latent_attention::{LatentAttention, LatentSizes};
 use crate::params::Loader;
@@ -45,7 +45,7 @@ impl Config {
     }
 }
 
-pub(super) fn load(p: &mut Loader<'_>) -> Result<Decoder> {
+pub(super) fn load(p: &mut Loader<'_>) -> Result<DecoderStack> {
     let (config, file) = (p.config::<Config>()?, p.file());
     config.base.check(&file)?;
     let sizes = config.sizes(&file)?;
@@ -62,7 +62,7 @@ pub(super) fn load(p: &mut Loader<'_>) -> Result<Decoder> {
     let scale = ((sizes.plain + sizes.rotated) as f64).powf(-0.5) * rotary.softmax_factor();
     // The latents' norms have an epsilon of their own, whatever the configuration's.
     let (bias, eps) = (config.attention_bias.unwrap_or(false), 1e-6);
-    Frame::of(&config.base).load(p, rotary, |p, prefix, _| {
+    DecoderSpec::of(&config.base).load(p, rotary, |p, prefix, _| {
         let prefix = format!("{prefix}self_attn");
         Ok(Box::new(LatentAttention::load(p, &prefix, sizes, (bias, eps, scale))?))
     })

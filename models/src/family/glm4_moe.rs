@@ -4,7 +4,7 @@
 use serde::Deserialize;
 
 use crate::config::Base;
-use crate::decoder::{Decoder, Frame};
+use crate::decoder::{DecoderSpec, DecoderStack};
 use crate::error::Result;
 use crate::norm::NormKind;
 use crate::params::Loader;
@@ -20,7 +20,7 @@ struct Config {
     use_qk_norm: Option<bool>,
 }
 
-pub(super) fn load(p: &mut Loader<'_>) -> Result<Decoder> {
+pub(super) fn load(p: &mut Loader<'_>) -> Result<DecoderStack> {
     let (mut config, file) = (p.config::<Config>()?, p.file());
     config.base.check(&file)?;
     config.base.partial_rotary_factor.get_or_insert(0.5);
@@ -29,7 +29,7 @@ pub(super) fn load(p: &mut Loader<'_>) -> Result<Decoder> {
     let normalized = config.use_qk_norm.unwrap_or(false);
     let rotary = config.base.rotary(&file, heads.dim, 1e4)?;
     let norm = (NormKind::Rms, config.base.rms_norm_eps);
-    Frame::of(&config.base).load(p, rotary, |p, prefix, _| {
+    DecoderSpec::of(&config.base).load(p, rotary, |p, prefix, _| {
         let prefix = format!("{prefix}self_attn");
         let attention = SelfAttention::load(p, &prefix, heads, biases)?;
         if !normalized {

@@ -3,7 +3,7 @@
 use serde::Deserialize;
 
 use crate::config::Base;
-use crate::decoder::{Decoder, Frame};
+use crate::decoder::{DecoderSpec, DecoderStack};
 use crate::error::Result;
 use crate::params::Loader;
 use crate::rotary::RopeParameters;
@@ -22,7 +22,7 @@ struct Config {
     layer_types: Option<Vec<String>>,
 }
 
-pub(super) fn load(p: &mut Loader<'_>) -> Result<Decoder> {
+pub(super) fn load(p: &mut Loader<'_>) -> Result<DecoderStack> {
     let (mut config, file) = (p.config::<Config>()?, p.file());
     config.base.check(&file)?;
     if config.base.rope_parameters.is_none() && config.base.rope_scaling.is_none() {
@@ -44,7 +44,7 @@ pub(super) fn load(p: &mut Loader<'_>) -> Result<Decoder> {
     };
     let biases = Biases::all(config.attention_bias.unwrap_or(true));
     let rotary = config.base.rotary(&file, heads.dim, 1.5e5)?;
-    Frame::of(&config.base).load(p, rotary, |p, prefix, layer| {
+    DecoderSpec::of(&config.base).load(p, rotary, |p, prefix, layer| {
         let prefix = format!("{prefix}self_attn");
         let attention = SelfAttention::load(p, &prefix, heads, biases)?;
         let sinks = Some(p.get(&format!("{prefix}.sinks"), &[heads.queries])?);

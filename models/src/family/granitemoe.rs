@@ -4,7 +4,7 @@
 use serde::Deserialize;
 
 use crate::config::Base;
-use crate::decoder::{Decoder, Frame, Scales};
+use crate::decoder::{DecoderSpec, DecoderStack, Scales};
 use crate::error::Result;
 use crate::params::Loader;
 use crate::self_attention::{Biases, SelfAttention};
@@ -27,7 +27,7 @@ struct Config {
     logits_scaling: Option<f64>,
 }
 
-pub(super) fn load(p: &mut Loader<'_>) -> Result<Decoder> {
+pub(super) fn load(p: &mut Loader<'_>) -> Result<DecoderStack> {
     let (config, file) = (p.config::<Config>()?, p.file());
     config.base.check(&file)?;
     let heads = config.base.heads(&file)?;
@@ -40,7 +40,7 @@ pub(super) fn load(p: &mut Loader<'_>) -> Result<Decoder> {
     let scale = factor("attention_multiplier", config.attention_multiplier)?;
     let biases = Biases::all(config.attention_bias.unwrap_or(false));
     let rotary = config.base.rotary(&file, heads.dim, 1e4)?;
-    Frame { scales, ..Frame::of(&config.base) }.load(p, rotary, |p, prefix, _| {
+    DecoderSpec { scales, ..DecoderSpec::of(&config.base) }.load(p, rotary, |p, prefix, _| {
         let attention = SelfAttention::load(p, &format!("{prefix}self_attn"), heads, biases)?;
         Ok(Box::new(SelfAttention { scale, ..attention }))
     })

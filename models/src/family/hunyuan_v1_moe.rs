@@ -3,7 +3,7 @@
 use serde::Deserialize;
 
 use crate::config::Base;
-use crate::decoder::{Decoder, Frame};
+use crate::decoder::{DecoderSpec, DecoderStack};
 use crate::error::Result;
 use crate::norm::NormKind;
 use crate::params::Loader;
@@ -17,14 +17,14 @@ struct Config {
     attention_bias: Option<bool>,
 }
 
-pub(super) fn load(p: &mut Loader<'_>) -> Result<Decoder> {
+pub(super) fn load(p: &mut Loader<'_>) -> Result<DecoderStack> {
     let (config, file) = (p.config::<Config>()?, p.file());
     config.base.check(&file)?;
     let heads = config.base.heads(&file)?;
     let biases = Biases::all(config.attention_bias.unwrap_or(false));
     let rotary = config.base.rotary(&file, heads.dim, 1e4)?;
     let norm = (NormKind::Rms, config.base.rms_norm_eps);
-    Frame::of(&config.base).load(p, rotary, |p, prefix, _| {
+    DecoderSpec::of(&config.base).load(p, rotary, |p, prefix, _| {
         let prefix = format!("{prefix}self_attn");
         let attention = SelfAttention::load(p, &prefix, heads, biases)?;
         let (q, k) = qk_norms(p, &prefix, ["query_layernorm", "key_layernorm"], [heads.dim; 2], norm)?;

@@ -4,7 +4,7 @@
 use serde::Deserialize;
 
 use crate::config::Base;
-use crate::decoder::{Decoder, Frame};
+use crate::decoder::{DecoderSpec, DecoderStack};
 use crate::error::Result;
 use crate::params::Loader;
 use crate::self_attention::{Biases, QkNorm, SelfAttention, Temperature};
@@ -54,7 +54,7 @@ impl Switch {
     }
 }
 
-pub(super) fn load(p: &mut Loader<'_>) -> Result<Decoder> {
+pub(super) fn load(p: &mut Loader<'_>) -> Result<DecoderStack> {
     let (config, file) = (p.config::<Config>()?, p.file());
     config.base.check(&file)?;
     let heads = config.base.heads(&file)?;
@@ -75,9 +75,9 @@ pub(super) fn load(p: &mut Loader<'_>) -> Result<Decoder> {
     let normalized = config.use_qk_norm.unwrap_or(true);
     let (biases, eps) = (Biases::all(config.attention_bias.unwrap_or(false)), config.base.rms_norm_eps);
     let rotary = config.base.rotary(&file, heads.dim, 5e5)?.interleaved();
-    let frame = Frame::of(&config.base);
+    let frame = DecoderSpec::of(&config.base);
     let names = crate::decoder::Names { dense: "feed_forward", ..frame.names };
-    Frame { names, dense: Some(config.intermediate_size_mlp), ..frame }.load(p, rotary, |p, prefix, layer| {
+    DecoderSpec { names, dense: Some(config.intermediate_size_mlp), ..frame }.load(p, rotary, |p, prefix, layer| {
         let attention = SelfAttention::load(p, &format!("{prefix}self_attn"), heads, biases)?;
         let rotary = rotated(layer);
         Ok(Box::new(SelfAttention {

@@ -17,12 +17,12 @@ mod qwen2_moe;
 mod qwen3_moe;
 mod qwen3_next;
 
-use crate::decoder::Decoder;
+use crate::decoder::DecoderStack;
 use crate::error::{Error, Result};
 use crate::params::Loader;
 
 /// Loads a family's decoder.
-type Load = fn(&mut Loader<'_>) -> Result<Decoder>;
+type Load = fn(&mut Loader<'_>) -> Result<DecoderStack>;
 
 /// The values of `model_type` that have a decoder, and its loader.
 const FAMILIES: &[(&[&str], Load)] = &[
@@ -50,7 +50,7 @@ pub fn families() -> impl Iterator<Item = &'static str> {
 }
 
 /// Loads the decoder of a checkpoint's family.
-pub(crate) fn load(p: &mut Loader<'_>) -> Result<Decoder> {
+pub(crate) fn load(p: &mut Loader<'_>) -> Result<DecoderStack> {
     let found = p.checkpoint().family();
     match FAMILIES.iter().find(|(types, _)| types.contains(&found)) {
         Some((_, load)) => load(p),

@@ -3,7 +3,7 @@
 use serde::Deserialize;
 
 use crate::config::Base;
-use crate::decoder::{Decoder, Frame};
+use crate::decoder::{DecoderSpec, DecoderStack};
 use crate::error::Result;
 use crate::norm::NormKind;
 use crate::params::Loader;
@@ -21,16 +21,16 @@ struct Config {
     sliding_window: Option<usize>,
 }
 
-pub(super) fn load(p: &mut Loader<'_>) -> Result<Decoder> {
+pub(super) fn load(p: &mut Loader<'_>) -> Result<DecoderStack> {
     let (config, file) = (p.config::<Config>()?, p.file());
     config.base.check(&file)?;
     let heads = config.base.heads(&file)?;
     let window = file.span("sliding_window", config.sliding_window)?;
     let biases = Biases::all(config.attention_bias.unwrap_or(false));
     let rotary = config.base.rotary(&file, heads.dim, 1e6)?;
-    let frame = Frame::of(&config.base);
+    let frame = DecoderSpec::of(&config.base);
     let norm = (NormKind::Layer { bias: true }, config.base.rms_norm_eps);
-    let frame = Frame { norm, head_bias: config.lm_head_bias.unwrap_or(false), ..frame };
+    let frame = DecoderSpec { norm, head_bias: config.lm_head_bias.unwrap_or(false), ..frame };
     frame.load(p, rotary, |p, prefix, _| {
         let attention = SelfAttention::load(p, &format!("{prefix}self_attn"), heads, biases)?;
         Ok(Box::new(SelfAttention { window, ..attention }))

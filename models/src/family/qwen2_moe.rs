@@ -4,7 +4,7 @@
 use serde::Deserialize;
 
 use crate::config::Base;
-use crate::decoder::{Decoder, Frame};
+use crate::decoder::{DecoderSpec, DecoderStack};
 use crate::error::Result;
 use crate::params::Loader;
 use crate::self_attention::{Biases, SelfAttention};
@@ -26,7 +26,7 @@ struct Config {
     layer_types: Option<Vec<String>>,
 }
 
-pub(super) fn load(p: &mut Loader<'_>) -> Result<Decoder> {
+pub(super) fn load(p: &mut Loader<'_>) -> Result<DecoderStack> {
     let (config, file) = (p.config::<Config>()?, p.file());
     config.base.check(&file)?;
     let heads = config.base.heads(&file)?;
@@ -41,7 +41,7 @@ pub(super) fn load(p: &mut Loader<'_>) -> Result<Decoder> {
     };
     let biases = Biases { qkv: config.qkv_bias.unwrap_or(true), output: false };
     let rotary = config.base.rotary(&file, heads.dim, 1e4)?;
-    Frame::of(&config.base).load(p, rotary, |p, prefix, layer| {
+    DecoderSpec::of(&config.base).load(p, rotary, |p, prefix, layer| {
         let attention = SelfAttention::load(p, &format!("{prefix}self_attn"), heads, biases)?;
         Ok(Box::new(SelfAttention { window: window.filter(|_| windowed(layer)), ..attention }))
     })

@@ -4,7 +4,7 @@
 use serde::Deserialize;
 
 use crate::config::{Base, ConfigFile};
-use crate::decoder::{Decoder, Frame};
+use crate::decoder::{DecoderSpec, DecoderStack};
 use crate::error::Result;
 use crate::gated_delta::{DeltaSizes, GatedDelta};
 use crate::norm::NormKind;
@@ -50,17 +50,17 @@ impl Config {
 }
 
 /// Qwen3-Next.
-pub(super) fn load(p: &mut Loader<'_>) -> Result<Decoder> {
+pub(super) fn load(p: &mut Loader<'_>) -> Result<DecoderStack> {
     load_with(p, true)
 }
 
 /// Qwen3.5-MoE.
-pub(super) fn load_qwen3_5(p: &mut Loader<'_>) -> Result<Decoder> {
+pub(super) fn load_qwen3_5(p: &mut Loader<'_>) -> Result<DecoderStack> {
     load_with(p, false)
 }
 
 /// `by_head`: the recurrent layers' projections lie key head by key head.
-fn load_with(p: &mut Loader<'_>, by_head: bool) -> Result<Decoder> {
+fn load_with(p: &mut Loader<'_>, by_head: bool) -> Result<DecoderStack> {
     let (mut config, file) = (p.config::<Config>()?, p.file());
     config.base.check(&file)?;
     config.base.partial_rotary_factor.get_or_insert(0.25);
@@ -76,7 +76,7 @@ fn load_with(p: &mut Loader<'_>, by_head: bool) -> Result<Decoder> {
     let eps = config.base.rms_norm_eps;
     let norm = (NormKind::RmsPlusOne, eps);
     let rotary = config.base.rotary(&file, heads.dim, 1e4)?;
-    Frame { norm, ..Frame::of(&config.base) }.load(p, rotary, |p, prefix, layer| {
+    DecoderSpec { norm, ..DecoderSpec::of(&config.base) }.load(p, rotary, |p, prefix, layer| {
         if recurrent(layer) {
             return Ok(Box::new(GatedDelta::load(p, &format!("{prefix}linear_attn"), delta, eps, by_head)?));
         }

@@ -2,19 +2,9 @@
 
 use candle_core::{D, DType, Device, Result, Tensor, Var};
 use candle_nn::rotary_emb::{rope_i_slow, rope_slow};
-use rand::SeedableRng;
-use rand::rngs::StdRng;
-use rand_distr::{Distribution, StandardNormal};
 
 use super::*;
-
-/// Normal values in f64.
-pub(super) fn normal(seed: u64, dims: &[usize]) -> Result<Tensor> {
-    let mut rng = StdRng::seed_from_u64(seed);
-    let count = dims.iter().product();
-    let values: Vec<f64> = (0..count).map(|_| StandardNormal.sample(&mut rng)).collect();
-    Tensor::from_vec(values, dims, &Device::Cpu)
-}
+use crate::testing::random;
 
 /// Relative norm of the difference.
 pub(super) fn close(found: &Tensor, expected: &Tensor, tolerance: f64, name: &str) -> Result<()> {
@@ -28,13 +18,13 @@ pub(super) fn close(found: &Tensor, expected: &Tensor, tolerance: f64, name: &st
 }
 
 fn var(seed: u64, dims: &[usize], dtype: DType) -> Result<Var> {
-    Var::from_tensor(&normal(seed, dims)?.to_dtype(dtype)?)
+    Var::from_tensor(&random(seed, dims).to_dtype(dtype)?)
 }
 
 /// Both results and the gradients of Σ y ∘ weights.
 fn compare(name: &str, [found, expected]: [&Tensor; 2], vars: &[&Var], tolerance: f64) -> Result<()> {
     close(found, expected, tolerance, name)?;
-    let weights = normal(99, found.dims())?.to_dtype(found.dtype())?;
+    let weights = random(99, found.dims()).to_dtype(found.dtype())?;
     let gradients = |y: &Tensor| (y * &weights)?.sum_all()?.backward();
     let (found, expected) = (gradients(found)?, gradients(expected)?);
     for (number, var) in vars.iter().enumerate() {
@@ -50,7 +40,7 @@ fn compare(name: &str, [found, expected]: [&Tensor; 2], vars: &[&Var], tolerance
 fn rotation() -> Result<()> {
     for (dtype, tolerance) in [(DType::F64, 1e-15), (DType::F32, 1e-6)] {
         let x = var(1, &[2, 3, 5, 8], dtype)?;
-        let angles = normal(2, &[5, 4])?;
+        let angles = random(2, &[5, 4]);
         let (cos, sin) = (angles.cos()?.to_dtype(dtype)?, angles.sin()?.to_dtype(dtype)?);
         let halves = [&rotate(&x, [&cos, &sin], false)?, &rope_slow(&x, &cos, &sin)?];
         compare("halves", halves, &[&x], tolerance)?;
@@ -94,8 +84,8 @@ fn cross_entropy_of_tokens() -> Result<()> {
             }
         }
     }
-    let head = Head { weight: normal(1, &[3, 2])?, bias: None, scale: 1.0 };
-    let none = cross_entropy(&normal(1, &[0, 2])?, &head, &Tensor::zeros(0, DType::U32, &Device::Cpu)?)?;
+    let head = Head { weight: random(1, &[3, 2]), bias: None, scale: 1.0 };
+    let none = cross_entropy(&random(1, &[0, 2]), &head, &Tensor::zeros(0, DType::U32, &Device::Cpu)?)?;
     assert_eq!(none.to_dtype(DType::F64)?.to_scalar::<f64>()?, 0.0);
     Ok(())
 }
@@ -105,7 +95,7 @@ fn cross_entropy_of_tokens() -> Result<()> {
 fn cross_entropy_of_a_uniform_model() -> Result<()> {
     let head = Head { weight: Tensor::zeros((8, 4), DType::F64, &Device::Cpu)?, bias: None, scale: 1.0 };
     let next = Tensor::new(&[0u32, 7, 3], &Device::Cpu)?;
-    let loss = cross_entropy(&normal(1, &[3, 4])?, &head, &next)?.to_scalar::<f64>()?;
+    let loss = cross_entropy(&random(1, &[3, 4]), &head, &next)?.to_scalar::<f64>()?;
     assert!((loss - 3.0 * 8f64.ln()).abs() < 1e-14, "{loss}");
     Ok(())
 }
@@ -113,10 +103,10 @@ fn cross_entropy_of_a_uniform_model() -> Result<()> {
 /// What nobody asks for is not computed, and an operation's value is its own.
 #[test]
 fn operations_without_gradients_are_plain_values() -> Result<()> {
-    let y = rms_norm(&normal(1, &[2, 4])?, &normal(2, &[4])?, 1e-6)?;
+    let y = rms_norm(&random(1, &[2, 4]), &random(2, &[4]), 1e-6)?;
     assert!(!y.track_op());
-    let x = Var::from_tensor(&normal(1, &[2, 4])?)?;
-    let y = rms_norm(&x, &normal(2, &[4])?, 1e-6)?;
+    let x = Var::from_tensor(&random(1, &[2, 4]))?;
+    let y = rms_norm(&x, &random(2, &[4]), 1e-6)?;
     assert!(y.track_op() && y.sum_all()?.backward()?.get(&x).is_some());
     Ok(())
 }

@@ -5,9 +5,9 @@ use std::sync::{Arc, Mutex, PoisonError};
 use candle_core::{D, Result, Tensor};
 
 use super::super::{wide, with_backward};
-use super::{Masks, Operands, Output, Sizes, Visible, forward};
+use super::{AttentionOptions, MaskCache, Operands, Output, Sizes, forward};
 
-/// [`Visible`] for as long as a backward may come.
+/// [`AttentionOptions`] for as long as a backward may come.
 #[derive(Debug, Clone)]
 struct Kept {
     first: usize,
@@ -15,18 +15,18 @@ struct Kept {
     chunk: Option<usize>,
     sinks: Option<Tensor>,
     scale: f64,
-    masks: Masks,
+    masks: MaskCache,
 }
 
 impl Kept {
-    fn of(visible: &Visible<'_>) -> Self {
-        let Visible { first, window, chunk, sinks, scale, masks } = *visible;
+    fn of(options: &AttentionOptions<'_>) -> Self {
+        let AttentionOptions { first, window, chunk, sinks, scale, masks } = *options;
         Self { first, window, chunk, sinks: sinks.map(Tensor::detach), scale, masks: masks.clone() }
     }
 
-    fn visible(&self) -> Visible<'_> {
+    fn options(&self) -> AttentionOptions<'_> {
         let Self { first, window, chunk, ref sinks, scale, ref masks } = *self;
-        Visible { first, window, chunk, sinks: sinks.as_ref(), scale, masks }
+        AttentionOptions { first, window, chunk, sinks: sinks.as_ref(), scale, masks }
     }
 }
 
@@ -34,24 +34,24 @@ impl Kept {
 /// candle has three inputs.
 type SinksGradient = Arc<Mutex<Option<Tensor>>>;
 
-pub(super) fn attention(q: &Tensor, k: &Tensor, v: &Tensor, visible: &Visible<'_>) -> Result<Tensor> {
-    let kept = Kept::of(visible);
+pub(super) fn attention(q: &Tensor, k: &Tensor, v: &Tensor, options: &AttentionOptions<'_>) -> Result<Tensor> {
+    let kept = Kept::of(options);
     let of_sinks = SinksGradient::default();
-    let v = match visible.sinks.filter(|sinks| sinks.track_op()) {
+    let v = match options.sinks.filter(|sinks| sinks.track_op()) {
         None => v.clone(),
         Some(sinks) => beside_sinks(v, sinks, &of_sinks)?,
     };
     let (y, log_sums) = {
-        let visible = kept.visible();
-        let operands = Operands::new(&q.detach(), &k.detach(), &v.detach(), &visible)?;
-        let Output { y, log_sums } = forward(&operands, &visible, true)?;
+        let options = kept.options();
+        let operands = Operands::new(&q.detach(), &k.detach(), &v.detach(), &options)?;
+        let Output { y, log_sums } = forward(&operands, &options, true)?;
         (y, log_sums.ok_or_else(|| candle_core::Error::msg("attention: no sums of exponentials"))?)
     };
     with_backward("attention", &[q, k, &v], y, move |inputs, y, of| {
         let [q, k, v] = inputs else { return Ok(Vec::new()) };
-        let visible = kept.visible();
-        let operands = Operands::new(q, k, v, &visible)?;
-        let (gradients, sinks) = gradients(&operands, &visible, [y, of, &log_sums])?;
+        let options = kept.options();
+        let operands = Operands::new(q, k, v, &options)?;
+        let (gradients, sinks) = gradients(&operands, &options, [y, of, &log_sums])?;
         *of_sinks.lock().unwrap_or_else(PoisonError::into_inner) = sinks;
         let [d_q, d_k, d_v] = gradients;
         Ok(vec![Some(d_q.to_dtype(q.dtype())?), Some(d_k.to_dtype(k.dtype())?), Some(d_v.to_dtype(v.dtype())?)])
@@ -72,7 +72,7 @@ fn beside_sinks(v: &Tensor, sinks: &Tensor, of_sinks: &SinksGradient) -> Result<
 /// `[B, S, heads, V]`) and the logarithms of the rows' sums.
 fn gradients(
     operands: &Operands,
-    visible: &Visible<'_>,
+    options: &AttentionOptions<'_>,
     [y, of, log_sums]: [&Tensor; 3],
 ) -> Result<([Tensor; 3], Option<Tensor>)> {
     let Sizes { sequences, keys, groups, queries, dim, value, .. } = operands.sizes;
@@ -83,10 +83,10 @@ fn gradients(
     let along = (y.to_dtype(dtype)? * of.to_dtype(dtype)?)?.sum_keepdim(D::Minus1)?;
     let (d_k, d_v) = (Tensor::zeros(k.dims(), dtype, k.device())?, Tensor::zeros(v.dims(), dtype, v.device())?);
     let mut d_q = Vec::new();
-    for block in operands.blocks(visible) {
+    for block in operands.blocks(options) {
         let rows = |t: &Tensor| operands.rows(t, block);
         let (q, of, along, log_sums) = (rows(&operands.q)?, rows(&of)?, rows(&along)?, rows(log_sums)?);
-        let p = operands.scores(&q, block, visible)?.broadcast_sub(&log_sums)?.exp()?;
+        let p = operands.scores(&q, block, options)?.broadcast_sub(&log_sums)?.exp()?;
         let add = |sums: &Tensor, new: Tensor| {
             let start = block.low - operands.sizes.first_key;
             let sum = (sums.narrow(2, start, block.len())? + new.to_dtype(dtype)?)?;
@@ -96,11 +96,11 @@ fn gradients(
         let d_p = of.matmul(&operands.seen(v, block)?.transpose(2, 3)?)?.to_dtype(dtype)?;
         let d_scores = (p * d_p.broadcast_sub(&along)?)?.to_dtype(k.dtype())?;
         add(&d_k, d_scores.transpose(2, 3)?.contiguous()?.matmul(&q)?)?;
-        let d_rows = (d_scores.matmul(&operands.seen(k, block)?)? * visible.scale)?;
+        let d_rows = (d_scores.matmul(&operands.seen(k, block)?)? * options.scale)?;
         d_q.push(d_rows.reshape((sequences, keys, groups, block.rows, dim))?);
     }
     let d_q = Tensor::cat(&d_q, 3)?.reshape((sequences, keys * groups, queries, dim))?;
-    let d_sinks = match visible.sinks {
+    let d_sinks = match options.sinks {
         None => None,
         Some(sinks) => {
             let sinks = sinks.to_dtype(dtype)?.reshape((1, keys, groups, 1, 1))?;

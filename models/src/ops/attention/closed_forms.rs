@@ -25,24 +25,24 @@ impl Sizes {
     }
 
     /// Attention score by score.
-    fn plain(self, [q, k, v, sinks]: &[Tensor; 4], visible: &Visible<'_>) -> Tensor {
+    fn plain(self, [q, k, v, sinks]: &[Tensor; 4], options: &AttentionOptions<'_>) -> Tensor {
         let Self { b, heads, keys, s, n, d, v: width } = self;
         let (q, k, v, sinks) = (values(q), values(k), values(v), values(sinks));
         let mut out = vec![0.0; b * s * heads * width];
         for (sequence, query, head) in (0..b * s * heads).map(|i| (i / (s * heads), i / heads % s, i % heads)) {
-            let position = visible.first + query;
+            let position = options.first + query;
             let row = (sequence * keys + head / (heads / keys)) * n;
             let mut weights = Vec::new();
             for key in 0..n {
-                let at = visible.first + s - n + key;
+                let at = options.first + s - n + key;
                 let seen = at <= position
-                    && visible.window.is_none_or(|w| at + w > position)
-                    && visible.chunk.is_none_or(|c| at / c == position / c);
+                    && options.window.is_none_or(|w| at + w > position)
+                    && options.chunk.is_none_or(|c| at / c == position / c);
                 let from = ((sequence * heads + head) * s + query) * d;
                 let dot: f64 = (0..d).map(|i| q[from + i] * k[(row + key) * d + i]).sum();
-                weights.push(if seen { (dot * visible.scale).exp() } else { 0.0 });
+                weights.push(if seen { (dot * options.scale).exp() } else { 0.0 });
             }
-            let sink = if visible.sinks.is_some() { sinks[head].exp() } else { 0.0 };
+            let sink = if options.sinks.is_some() { sinks[head].exp() } else { 0.0 };
             let sum = weights.iter().sum::<f64>() + sink;
             let to = ((sequence * s + query) * heads + head) * width;
             for (key, weight) in weights.iter().enumerate() {
@@ -70,12 +70,12 @@ fn is_attention_score_by_score() {
             for with_sinks in [false, true] {
                 // Also where keys before the first that is there have been forgotten.
                 for first in [n - s, n - s + 3] {
-                    let masks = Masks::default();
+                    let masks = MaskCache::default();
                     let sinks = with_sinks.then_some(&inputs[3]);
-                    let visible = Visible { first, window, chunk, sinks, scale: 0.7, masks: &masks };
-                    let y = attention(&inputs[0], &inputs[1], &inputs[2], &visible).expect("attention");
-                    let error = difference(&y, &sizes.plain(&inputs, &visible));
-                    assert!(error < TOLERANCE, "{sizes:?}, {visible:?}: differs by {error:e}");
+                    let options = AttentionOptions { first, window, chunk, sinks, scale: 0.7, masks: &masks };
+                    let y = attention(&inputs[0], &inputs[1], &inputs[2], &options).expect("attention");
+                    let error = difference(&y, &sizes.plain(&inputs, &options));
+                    assert!(error < TOLERANCE, "{sizes:?}, {options:?}: differs by {error:e}");
                 }
             }
         }
@@ -87,9 +87,9 @@ fn has_the_gradients_of_differences() {
     let sizes = Sizes { b: 1, heads: 4, keys: 2, s: 70, n: 70, d: 4, v: 3 };
     for (window, chunk) in [(None, None), (Some(9), None), (None, Some(16))] {
         check_gradients(&sizes.inputs(), &|t| {
-            let masks = Masks::default();
-            let visible = Visible { first: 0, window, chunk, sinks: Some(&t[3]), scale: 0.7, masks: &masks };
-            attention(&t[0], &t[1], &t[2], &visible).expect("attention")
+            let masks = MaskCache::default();
+            let options = AttentionOptions { first: 0, window, chunk, sinks: Some(&t[3]), scale: 0.7, masks: &masks };
+            attention(&t[0], &t[1], &t[2], &options).expect("attention")
         });
     }
 }
@@ -97,12 +97,12 @@ fn has_the_gradients_of_differences() {
 /// What is kept is what a later query sees, and no more.
 #[test]
 fn keeps_what_later_queries_see() {
-    let masks = Masks::default();
-    let visible = |window, chunk| Visible { first: 0, window, chunk, sinks: None, scale: 1.0, masks: &masks };
-    assert_eq!(visible(None, None).kept(10), 10);
-    assert_eq!(visible(Some(4), None).kept(10), 3);
-    assert_eq!(visible(Some(4), None).kept(2), 2);
-    assert_eq!(visible(Some(1), None).kept(10), 0);
-    assert_eq!(visible(None, Some(4)).kept(10), 2);
-    assert_eq!(visible(None, Some(5)).kept(10), 0);
+    let masks = MaskCache::default();
+    let options = |window, chunk| AttentionOptions { first: 0, window, chunk, sinks: None, scale: 1.0, masks: &masks };
+    assert_eq!(options(None, None).kept(10), 10);
+    assert_eq!(options(Some(4), None).kept(10), 3);
+    assert_eq!(options(Some(4), None).kept(2), 2);
+    assert_eq!(options(Some(1), None).kept(10), 0);
+    assert_eq!(options(None, Some(4)).kept(10), 2);
+    assert_eq!(options(None, Some(5)).kept(10), 0);
 }

@@ -1,13 +1,13 @@
 //! Attention: who sees whom, and the weighted sums of values, without a matrix of all scores.
 
 mod backward;
-mod visible;
+mod mask;
 
 use candle_core::{D, DType, Device, Result, Tensor};
 
 use super::wide;
 
-pub(crate) use visible::{Masks, Visible};
+pub(crate) use mask::{AttentionOptions, MaskCache};
 
 /// Queries handled at a time: scores of a block stay in a CPU's cache, and the half of the score matrix above the
 /// diagonal is never made.
@@ -19,12 +19,12 @@ fn block(device: &Device) -> usize {
 /// last S are the queries' own positions and all are of positions one after the other. Query heads are groups of
 /// neighbors over a key head. Gives `[B, S, heads, V]`. Backward keeps what it was given, the result, and one number a
 /// query and head; it makes the scores of a block of queries again.
-pub(crate) fn attention(q: &Tensor, k: &Tensor, v: &Tensor, visible: &Visible<'_>) -> Result<Tensor> {
+pub(crate) fn attention(q: &Tensor, k: &Tensor, v: &Tensor, options: &AttentionOptions<'_>) -> Result<Tensor> {
     let tracked = |t: &Tensor| t.track_op();
-    if tracked(q) || tracked(k) || tracked(v) || visible.sinks.is_some_and(tracked) {
-        return backward::attention(q, k, v, visible);
+    if tracked(q) || tracked(k) || tracked(v) || options.sinks.is_some_and(tracked) {
+        return backward::attention(q, k, v, options);
     }
-    Ok(forward(&Operands::new(q, k, v, visible)?, visible, false)?.y)
+    Ok(forward(&Operands::new(q, k, v, options)?, options, false)?.y)
 }
 
 /// Sizes of an attention.
@@ -53,23 +53,23 @@ struct Operands {
 }
 
 impl Operands {
-    fn new(q: &Tensor, k: &Tensor, v: &Tensor, visible: &Visible<'_>) -> Result<Self> {
+    fn new(q: &Tensor, k: &Tensor, v: &Tensor, options: &AttentionOptions<'_>) -> Result<Self> {
         let (sequences, heads, queries, dim) = q.dims4()?;
         let (_, keys, positions, _) = k.dims4()?;
-        let first_key = visible.first + queries - positions;
+        let first_key = options.first + queries - positions;
         let sizes = Sizes { sequences, keys, groups: heads / keys, queries, dim, value: v.dim(3)?, first_key };
-        let q = (q * visible.scale)?.reshape((sequences, keys, heads / keys, queries, dim))?;
+        let q = (q * options.scale)?.reshape((sequences, keys, heads / keys, queries, dim))?;
         Ok(Self { sizes, q, k: k.contiguous()?, v: v.contiguous()? })
     }
 
     /// Blocks of queries that are handled one after another.
-    fn blocks(&self, visible: &Visible<'_>) -> Vec<QueryBlock> {
+    fn blocks(&self, options: &AttentionOptions<'_>) -> Vec<QueryBlock> {
         let (queries, size) = (self.sizes.queries, block(self.q.device()));
         let of = |start: usize| {
             let rows = size.min(queries - start);
-            let (first, last) = (visible.first + start, visible.first + start + rows - 1);
-            let low = visible.low(first).max(self.sizes.first_key);
-            let edge = visible.low(last).max(self.sizes.first_key) > low;
+            let (first, last) = (options.first + start, options.first + start + rows - 1);
+            let low = options.low(first).max(self.sizes.first_key);
+            let edge = options.low(last).max(self.sizes.first_key) > low;
             QueryBlock { start, rows, first, low, edge }
         };
         (0..queries).step_by(size).map(of).collect()
@@ -89,7 +89,7 @@ impl Operands {
     }
 
     /// `[B, key heads, groups · rows, keys]` of a block in f32 (f64 for f64): −∞ where a query does not see a key.
-    fn scores(&self, q: &Tensor, block: QueryBlock, visible: &Visible<'_>) -> Result<Tensor> {
+    fn scores(&self, q: &Tensor, block: QueryBlock, options: &AttentionOptions<'_>) -> Result<Tensor> {
         let Sizes { sequences, keys, groups, first_key, .. } = self.sizes;
         let QueryBlock { rows, first, low, .. } = block;
         let scores = |from: usize, len: usize| {
@@ -97,7 +97,7 @@ impl Operands {
             q.matmul(&keys.transpose(2, 3)?)?.to_dtype(wide(q.dtype()))
         };
         let masked = |scores: Tensor, low: usize| {
-            let mask = visible.masks.get(visible, [first, rows, low], &scores)?;
+            let mask = options.masks.get(options, [first, rows, low], &scores)?;
             let len = scores.dim(3)?;
             let scores = scores.reshape((sequences, keys, groups, rows, len))?.broadcast_add(&mask)?;
             scores.reshape((sequences, keys, groups * rows, len))
@@ -147,12 +147,12 @@ struct Output {
     log_sums: Option<Tensor>,
 }
 
-fn forward(operands: &Operands, visible: &Visible<'_>, log_sums: bool) -> Result<Output> {
+fn forward(operands: &Operands, options: &AttentionOptions<'_>, log_sums: bool) -> Result<Output> {
     let Sizes { sequences, keys, groups, value, .. } = operands.sizes;
     let (mut blocks, mut sums) = (Vec::new(), Vec::new());
-    for block in operands.blocks(visible) {
-        let scores = operands.scores(&operands.rows(&operands.q, block)?, block, visible)?;
-        let sinks = match visible.sinks {
+    for block in operands.blocks(options) {
+        let scores = operands.scores(&operands.rows(&operands.q, block)?, block, options)?;
+        let sinks = match options.sinks {
             Some(sinks) => Some(operands.sinks(sinks, block.rows, scores.dtype())?),
             None => None,
         };

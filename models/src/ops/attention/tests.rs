@@ -3,8 +3,9 @@
 use candle_core::{DType, Tensor, Var};
 use candle_nn::ops::softmax;
 
-use super::super::tests::{close, normal};
+use super::super::tests::close;
 use super::*;
+use crate::testing::random;
 
 #[derive(Debug, Clone, Copy)]
 struct Case {
@@ -33,25 +34,25 @@ fn cases() -> Vec<Case> {
 }
 
 /// With every score at once.
-fn dense([q, k, v]: [&Tensor; 3], visible: &Visible<'_>) -> Result<Tensor> {
+fn dense([q, k, v]: [&Tensor; 3], options: &AttentionOptions<'_>) -> Result<Tensor> {
     let (b, heads, s, _) = q.dims4()?;
     let (_, keys, n, _) = k.dims4()?;
     let groups = heads / keys;
     let spread = |t: &Tensor| t.unsqueeze(2)?.repeat((1, 1, groups, 1, 1))?.reshape((b, heads, n, t.dim(3)?));
-    let scores = (q.matmul(&spread(k)?.transpose(2, 3)?.contiguous()?)? * visible.scale)?;
-    let first_key = visible.first + s - n;
+    let scores = (q.matmul(&spread(k)?.transpose(2, 3)?.contiguous()?)? * options.scale)?;
+    let first_key = options.first + s - n;
     let mut mask = Vec::new();
-    for query in visible.first..visible.first + s {
+    for query in options.first..options.first + s {
         let sees = |key: usize| {
             key <= query
-                && visible.window.is_none_or(|window| query - key < window)
-                && visible.chunk.is_none_or(|chunk| query / chunk == key / chunk)
+                && options.window.is_none_or(|window| query - key < window)
+                && options.chunk.is_none_or(|chunk| query / chunk == key / chunk)
         };
         mask.extend((first_key..first_key + n).map(|key| if sees(key) { 0.0 } else { f64::NEG_INFINITY }));
     }
     let mask = Tensor::from_vec(mask, (s, n), q.device())?.to_dtype(q.dtype())?;
     let scores = scores.broadcast_add(&mask)?;
-    let scores = match visible.sinks {
+    let scores = match options.sinks {
         Some(sinks) => Tensor::cat(&[scores, sinks.reshape((1, heads, 1, 1))?.broadcast_as((b, heads, s, 1))?], 3)?,
         None => scores,
     };
@@ -67,13 +68,13 @@ fn equals_attention_with_all_scores() -> Result<()> {
         let (heads, positions) = (KEYS * groups, queries + past);
         for dtype in [DType::F64, DType::F32] {
             let of = |seed: u64, dims: &[usize]| -> Result<Var> {
-                Var::from_tensor(&normal(seed + 10 * number as u64, dims)?.to_dtype(dtype)?)
+                Var::from_tensor(&random(seed + 10 * number as u64, dims).to_dtype(dtype)?)
             };
             let (q, k) = (of(1, &[2, heads, queries, 6])?, of(2, &[2, KEYS, positions, 6])?);
             let (v, sink) = (of(3, &[2, KEYS, positions, 4])?, of(4, &[heads])?);
             let weights = of(5, &[2, queries, heads, 4])?;
-            let masks = Masks::default();
-            let visible = Visible {
+            let masks = MaskCache::default();
+            let options = AttentionOptions {
                 first: past,
                 window,
                 chunk,
@@ -81,8 +82,8 @@ fn equals_attention_with_all_scores() -> Result<()> {
                 scale: 0.4,
                 masks: &masks,
             };
-            let found = attention(&q, &k, &v, &visible)?;
-            let expected = dense([&q, &k, &v], &visible)?;
+            let found = attention(&q, &k, &v, &options)?;
+            let expected = dense([&q, &k, &v], &options)?;
             let tolerance = if dtype == DType::F64 { 1e-13 } else { 1e-5 };
             close(&found, &expected, tolerance, &format!("y of {case:?}"))?;
             let gradients = |y: &Tensor| (y * weights.as_detached_tensor())?.sum_all()?.backward();
@@ -103,11 +104,10 @@ fn equals_attention_with_all_scores() -> Result<()> {
 /// One position sees itself alone: its value comes back, whatever the scores, and with it its gradient.
 #[test]
 fn one_position_has_its_own_value() -> Result<()> {
-    let (q, k, v) =
-        (normal(1, &[1, 2, 1, 4])?, normal(2, &[1, 2, 1, 4])?, Var::from_tensor(&normal(3, &[1, 2, 1, 4])?)?);
-    let masks = Masks::default();
-    let visible = Visible { first: 0, window: None, chunk: None, sinks: None, scale: 3.0, masks: &masks };
-    let y = attention(&q, &k, &v, &visible)?;
+    let (q, k, v) = (random(1, &[1, 2, 1, 4]), random(2, &[1, 2, 1, 4]), Var::from_tensor(&random(3, &[1, 2, 1, 4]))?);
+    let masks = MaskCache::default();
+    let options = AttentionOptions { first: 0, window: None, chunk: None, sinks: None, scale: 3.0, masks: &masks };
+    let y = attention(&q, &k, &v, &options)?;
     assert_eq!(y.flatten_all()?.to_vec1::<f64>()?, v.flatten_all()?.to_vec1::<f64>()?);
     let gradients = y.sum_all()?.backward()?;
     let of_v = gradients.get(&v).map(|t| t.flatten_all()?.to_vec1::<f64>()).transpose()?;
@@ -119,14 +119,20 @@ fn one_position_has_its_own_value() -> Result<()> {
 #[test]
 fn tracking_changes_no_bit() -> Result<()> {
     for dtype in [DType::F32, DType::BF16] {
-        let of = |seed, dims: &[usize]| normal(seed, dims)?.to_dtype(dtype);
+        let of = |seed, dims: &[usize]| random(seed, dims).to_dtype(dtype);
         let (q, k, v) = (of(1, &[1, 4, 70, 8])?, of(2, &[1, 2, 70, 8])?, of(3, &[1, 2, 70, 8])?);
         let sinks = of(4, &[4])?;
-        let masks = Masks::default();
-        let visible =
-            Visible { first: 0, window: Some(20), chunk: None, sinks: Some(&sinks), scale: 0.3, masks: &masks };
-        let plain = attention(&q, &k, &v, &visible)?;
-        let tracked = attention(Var::from_tensor(&q)?.as_tensor(), &k, &v, &visible)?;
+        let masks = MaskCache::default();
+        let options = AttentionOptions {
+            first: 0,
+            window: Some(20),
+            chunk: None,
+            sinks: Some(&sinks),
+            scale: 0.3,
+            masks: &masks,
+        };
+        let plain = attention(&q, &k, &v, &options)?;
+        let tracked = attention(Var::from_tensor(&q)?.as_tensor(), &k, &v, &options)?;
         let bits = |t: &Tensor| t.to_dtype(DType::F32)?.flatten_all()?.to_vec1::<f32>();
         assert_eq!(bits(&plain)?, bits(&tracked)?);
     }

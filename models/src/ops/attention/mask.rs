@@ -7,7 +7,7 @@ use candle_core::{Result, Tensor};
 
 /// Which keys a query sees, of those at its position and before, and how their scores are made.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Visible<'a> {
+pub(crate) struct AttentionOptions<'a> {
     /// Position of the first query.
     pub first: usize,
     /// The last so many positions, its own included.
@@ -18,13 +18,13 @@ pub(crate) struct Visible<'a> {
     pub sinks: Option<&'a Tensor>,
     /// Factor of the scores.
     pub scale: f64,
-    /// Masks of this forward.
-    pub masks: &'a Masks,
+    /// The masks of this forward.
+    pub masks: &'a MaskCache,
 }
 
-/// Masks of a forward, which its layers share.
+/// The masks of a forward, which its layers share.
 #[derive(Debug, Clone, Default)]
-pub(crate) struct Masks(Arc<Mutex<HashMap<Block, Tensor>>>);
+pub(crate) struct MaskCache(Arc<Mutex<HashMap<Block, Tensor>>>);
 
 /// A block of queries and the keys before its last one's.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -38,7 +38,7 @@ struct Block {
     low: usize,
 }
 
-impl Visible<'_> {
+impl AttentionOptions<'_> {
     /// First position that a query at `position` sees.
     pub fn low(&self, position: usize) -> usize {
         let window = self.window.map_or(0, |n| (position + 1).saturating_sub(n));
@@ -51,13 +51,18 @@ impl Visible<'_> {
     }
 }
 
-impl Masks {
+impl MaskCache {
     /// `[rows, keys]` of the queries from position `first` on and the keys from `low` on: −∞ where a query does not see a
     /// key, else 0, in the type of `like`.
-    pub(super) fn get(&self, visible: &Visible<'_>, [first, rows, low]: [usize; 3], like: &Tensor) -> Result<Tensor> {
-        let block = Block { window: visible.window, chunk: visible.chunk, first, rows, low };
+    pub(super) fn get(
+        &self,
+        options: &AttentionOptions<'_>,
+        [first, rows, low]: [usize; 3],
+        like: &Tensor,
+    ) -> Result<Tensor> {
+        let block = Block { window: options.window, chunk: options.chunk, first, rows, low };
         // Without chunks a mask depends on distances alone.
-        let key = match visible.chunk {
+        let key = match options.chunk {
             None => Block { first: first - low, low: 0, ..block },
             _ => block,
         };
@@ -68,7 +73,7 @@ impl Masks {
         let end = first + rows;
         let mut values = Vec::with_capacity(rows * (end - low));
         for query in first..end {
-            let lowest = visible.low(query);
+            let lowest = options.low(query);
             values.extend((low..end).map(|key| if (lowest..=query).contains(&key) { 0.0 } else { f32::NEG_INFINITY }));
         }
         let mask = Tensor::from_vec(values, (rows, end - low), like.device())?.to_dtype(like.dtype())?;
