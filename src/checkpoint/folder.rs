@@ -11,8 +11,8 @@ use std::path::{Path, PathBuf};
 use serde_json::{Value, json};
 
 use super::OpenOptions;
-use super::json::{MAX_CONFIG, config_error, io_error, open_file, parse_value, read_limited};
-use crate::error::CheckpointError;
+use super::json::{MAX_CONFIG, config_error, io_error, open_file, parse_value, read_open};
+use crate::error::{CheckpointError, Error};
 
 type Result<T> = std::result::Result<T, CheckpointError>;
 
@@ -37,22 +37,7 @@ pub(super) struct Manifest {
 impl Manifest {
     /// The manifest in a folder's [`STAGING`], if there is one.
     pub fn read(dir: &Path) -> Result<Option<Self>> {
-        let [_, path] = Self::paths(dir);
-        let kind = |path: &Path| path.symlink_metadata().map(|meta| meta.file_type());
-        // Not through links, which could leave the folder.
-        if !kind(&dir.join(STAGING)).is_ok_and(|kind| kind.is_dir()) || !kind(&path).is_ok_and(|kind| kind.is_file()) {
-            return Ok(None);
-        }
-        let json = parse_value(&read_limited(&path, MAX_CONFIG)?, &path)?;
-        let names = |key: &str| {
-            let list = json.get(key).and_then(Value::as_array);
-            let names = list.and_then(|list| list.iter().map(|name| own_name(name.as_str()?)).collect());
-            let names: Option<Vec<&str>> = names;
-            let names = names
-                .ok_or_else(|| config_error(&path, key, "a list of names of a checkpoint's files", "something else"))?;
-            Ok(names.into_iter().map(str::to_string).collect())
-        };
-        Ok(Some(Self { files: names("files")?, stale: names("stale")? }))
+        Ok(Pending::read(dir)?.map(|pending| pending.manifest))
     }
 
     /// Its text.
@@ -67,18 +52,76 @@ impl Manifest {
     }
 }
 
+/// A save whose files lie in part in [`STAGING`], by the file that says so. It is held open, so that no later save's
+/// file can be taken for it.
+#[derive(Debug)]
+struct Pending {
+    manifest: Manifest,
+    file: Held,
+}
+
+impl Pending {
+    fn read(dir: &Path) -> Result<Option<Self>> {
+        let [_, path] = Manifest::paths(dir);
+        let kind = |path: &Path| path.symlink_metadata().map(|meta| meta.file_type());
+        // Not through links, which could leave the folder.
+        if !kind(&dir.join(STAGING)).is_ok_and(|kind| kind.is_dir()) || !kind(&path).is_ok_and(|kind| kind.is_file()) {
+            return Ok(None);
+        }
+        let file = match Held::open(&path) {
+            // The save has finished meanwhile.
+            Err(_) if path.symlink_metadata().is_err() => return Ok(None),
+            file => file?,
+        };
+        let json = parse_value(&read_open(&file.file, file.meta.len(), MAX_CONFIG, &path)?, &path)?;
+        let names = |key: &str| {
+            let list = json.get(key).and_then(Value::as_array);
+            let names = list.and_then(|list| list.iter().map(|name| own_name(name.as_str()?)).collect());
+            let names: Option<Vec<&str>> = names;
+            let names = names
+                .ok_or_else(|| config_error(&path, key, "a list of names of a checkpoint's files", "something else"))?;
+            Ok(names.into_iter().map(str::to_string).collect())
+        };
+        let manifest = Manifest { files: names("files")?, stale: names("stale")? };
+        Ok(Some(Self { manifest, file }))
+    }
+}
+
+/// A file that is held open.
+#[derive(Debug)]
+struct Held {
+    file: File,
+    meta: Metadata,
+}
+
+impl Held {
+    fn open(path: &Path) -> Result<Self> {
+        let (file, _) = open_file(path)?;
+        let meta = file.metadata().map_err(|e| io_error(path, e))?;
+        Ok(Self { file, meta })
+    }
+
+    /// Whether both are the same file, or both none.
+    fn same(a: Option<&Self>, b: Option<&Self>) -> bool {
+        match (a, b) {
+            (None, None) => true,
+            (Some(a), Some(b)) => same_file(&a.meta, &b.meta),
+            _ => false,
+        }
+    }
+}
+
 /// A folder that is being read.
 #[derive(Debug)]
 pub(super) struct Folder {
     dir: PathBuf,
-    /// Of a save whose files lie in part in [`STAGING`].
-    pending: Option<Manifest>,
+    pending: Option<Pending>,
     options: OpenOptions,
 }
 
 impl Folder {
     pub fn open(dir: &Path, options: OpenOptions) -> Result<Self> {
-        Ok(Self { dir: dir.to_path_buf(), pending: Manifest::read(dir)?, options })
+        Ok(Self { dir: dir.to_path_buf(), pending: Pending::read(dir)?, options })
     }
 
     pub fn dir(&self) -> &Path {
@@ -90,7 +133,7 @@ impl Folder {
     pub fn find(&self, name: &str) -> Result<Option<PathBuf>> {
         let mut places = vec![self.dir.join(name)];
         if let Some(pending) = &self.pending {
-            if !pending.files.iter().any(|file| file == name) {
+            if !pending.manifest.files.iter().any(|file| file == name) {
                 return Ok(None);
             }
             places.insert(0, self.dir.join(STAGING).join(name));
@@ -131,32 +174,59 @@ impl Folder {
     }
 }
 
-/// One version of a checkpoint: its config.json, held open, so that no later file can be taken for it.
+/// One version of a checkpoint: its config.json, held open, so that no later file can be taken for it. A save replaces
+/// it before any other file of the checkpoint changes, but for those in [`STAGING`]: they are this version's as long as
+/// the same [`Manifest`] stands there.
 #[derive(Debug)]
-pub(super) struct Version {
-    config: Option<(File, Metadata)>,
-    /// Files may be on their way from [`STAGING`] to their places.
-    pub pending: bool,
+struct Version {
+    config: Option<Held>,
 }
 
 impl Version {
-    /// The version that a folder has now; a save replaces it before any other file of the checkpoint changes.
-    pub fn now(dir: &Path, options: OpenOptions) -> Self {
-        let folder = Folder::open(dir, options).ok();
-        let pending = folder.as_ref().is_some_and(|folder| folder.pending.is_some());
-        let path = folder.and_then(|folder| folder.find(CONFIG).ok().flatten());
-        let file = path.and_then(|path| open_file(&path).ok()).map(|(file, _)| file);
-        Self { config: file.and_then(|file| file.metadata().ok().map(|meta| (file, meta))), pending }
+    fn of(folder: &Folder) -> Self {
+        let path = folder.find(CONFIG).ok().flatten();
+        Self { config: path.and_then(|path| Held::open(&path).ok()) }
     }
 
-    /// Whether both are the same file, or both none.
-    pub fn is(&self, other: &Self) -> bool {
-        match (&self.config, &other.config) {
-            (None, None) => true,
-            (Some((_, a)), Some((_, b))) => same_file(a, b),
-            _ => false,
+    /// Whether what was read of the folder since [`of`](Self::of) is of this version.
+    fn still(&self, folder: &Folder) -> bool {
+        let now = Self::of(folder);
+        // Last, as it says whose the files in `STAGING` were that `now` may have met.
+        let pending = Pending::read(&folder.dir).ok().flatten();
+        let [before, after] = [&folder.pending, &pending].map(|pending| pending.as_ref().map(|p| &p.file));
+        Held::same(self.config.as_ref(), now.config.as_ref()) && Held::same(before, after)
+    }
+}
+
+/// How often a folder is read anew that is replaced meanwhile.
+const ATTEMPTS: usize = 100;
+/// How often a folder is read anew that has no config.json: between two saves it may have none for a moment.
+const ATTEMPTS_WITHOUT: usize = 3;
+
+/// Reads a folder, all of it from one version of the checkpoint: again where a save has replaced it meanwhile.
+///
+/// # Errors
+/// Those of `read`, of the version that was there; a folder that is replaced again and again.
+pub(super) fn read_one_version<T>(
+    dir: &Path,
+    options: OpenOptions,
+    read: impl Fn(&Folder) -> crate::error::Result<T>,
+) -> crate::error::Result<T> {
+    let mut without = 0;
+    for attempt in 1..=ATTEMPTS {
+        let folder = Folder::open(dir, options)?;
+        let version = Version::of(&folder);
+        let result = read(&folder);
+        let still = version.still(&folder);
+        // A file that could not be opened may have been on its way from `STAGING` to its place.
+        let moved = matches!(&result, Err(Error::Checkpoint(CheckpointError::Io { .. }))) && folder.pending.is_some();
+        without += usize::from(version.config.is_none());
+        let settled = !moved && (version.config.is_some() || without == ATTEMPTS_WITHOUT);
+        if still && (settled || attempt == ATTEMPTS) {
+            return result;
         }
     }
+    Err(io_error(dir, "the checkpoint is replaced again and again while it is opened").into())
 }
 
 /// Whether two files, at least one of them open, are one.
@@ -185,5 +255,103 @@ pub(super) fn plain_name(entry: &str) -> Option<&str> {
     match (parts.next(), parts.next()) {
         (Some(Component::Normal(name)), None) if name == entry => Some(entry),
         _ => None,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+
+    use super::*;
+
+    /// A folder in the middle of a save: config.json and, if it counts, the manifest of this letter, files staged.
+    fn stage(dir: &Path, letter: &str, counts: bool) {
+        let staging = dir.join(STAGING);
+        fs::create_dir_all(&staging).unwrap();
+        for name in [CONFIG, SINGLE] {
+            fs::write(staging.join(name), letter).unwrap();
+        }
+        if counts {
+            let files = [CONFIG, SINGLE].map(str::to_string).into();
+            fs::write(&Manifest::paths(dir)[1], Manifest { files, stale: Vec::new() }.text()).unwrap();
+            let _ = fs::remove_file(dir.join(CONFIG));
+        }
+    }
+
+    /// What is left to do of a save whose manifest counts.
+    fn finish(dir: &Path) {
+        for name in [SINGLE, CONFIG] {
+            fs::rename(dir.join(STAGING).join(name), dir.join(name)).unwrap();
+        }
+        fs::remove_dir_all(dir.join(STAGING)).unwrap();
+    }
+
+    fn text(folder: &Folder, name: &str) -> String {
+        fs::read_to_string(folder.find(name).unwrap().unwrap()).unwrap()
+    }
+
+    /// A reader that has seen a save's manifest goes on when that save is done and the next one stages its files, which
+    /// do not count yet: it reads again, whether or not config.json is among those that are staged so far.
+    #[test]
+    fn staged_files_of_the_next_save_are_not_the_last_ones() {
+        for config_staged in [true, false] {
+            let dir = tempfile::tempdir().unwrap();
+            let dir = dir.path();
+            stage(dir, "a", true);
+            let attempts = std::cell::Cell::new(0);
+            let read = read_one_version(dir, OpenOptions::default(), |folder| {
+                attempts.set(attempts.get() + 1);
+                let before = text(folder, CONFIG);
+                if attempts.get() == 1 {
+                    finish(dir);
+                    stage(dir, "b", false);
+                    if !config_staged {
+                        fs::remove_file(dir.join(STAGING).join(CONFIG)).unwrap();
+                    }
+                }
+                Ok(before + &text(folder, SINGLE))
+            });
+            assert_eq!((read.unwrap().as_str(), attempts.get()), ("aa", 2), "config.json is staged: {config_staged}");
+        }
+    }
+
+    /// As above, but config.json is met in the next save's files before anything else is read, and the next save counts
+    /// and finishes while the rest is read.
+    #[test]
+    fn a_version_is_of_the_manifest_that_led_to_it() {
+        let dir = tempfile::tempdir().unwrap();
+        let dir = dir.path();
+        stage(dir, "a", true);
+        let folder = Folder::open(dir, OpenOptions::default()).unwrap();
+        finish(dir);
+        stage(dir, "b", false);
+        let version = Version::of(&folder);
+        stage(dir, "b", true);
+        assert!(!version.still(&folder));
+        finish(dir);
+        assert!(!version.still(&folder));
+    }
+
+    /// Without config.json between two saves a folder is read again; one that never has it is an error.
+    #[test]
+    fn no_config_for_a_moment() {
+        let dir = tempfile::tempdir().unwrap();
+        let dir = dir.path();
+        let attempts = std::cell::Cell::new(0);
+        let read = |appears: usize| {
+            attempts.set(0);
+            read_one_version(dir, OpenOptions::default(), |folder| {
+                attempts.set(attempts.get() + 1);
+                let found = folder.require(CONFIG).map(|_| ());
+                if attempts.get() == appears {
+                    fs::write(dir.join(CONFIG), "a").unwrap();
+                }
+                Ok(found?)
+            })
+        };
+        assert!(read(usize::MAX).is_err());
+        assert_eq!(attempts.get(), ATTEMPTS_WITHOUT);
+        assert!(read(2).is_ok());
+        assert_eq!(attempts.get(), 3);
     }
 }

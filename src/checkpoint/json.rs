@@ -247,6 +247,11 @@ pub(super) fn config_error(
 /// The bytes of a small file.
 pub(super) fn read_limited(path: &Path, limit: u64) -> Result<Vec<u8>, CheckpointError> {
     let (file, bytes) = open_file(path)?;
+    read_open(&file, bytes, limit, path)
+}
+
+/// The bytes of an open file of so many bytes.
+pub(super) fn read_open(file: &File, bytes: u64, limit: u64, path: &Path) -> Result<Vec<u8>, CheckpointError> {
     if bytes > limit {
         return Err(CheckpointError::TooLarge { path: path.display().to_string(), bytes, limit });
     }

@@ -38,16 +38,12 @@ use crate::config::MoeConfig;
 use crate::cpu::Cpu;
 use crate::dtype::DType;
 use crate::ep::Group;
-use crate::error::{CheckpointError, Error, Result};
+use crate::error::{Error, Result};
 use crate::etp::Shards;
 use crate::kernels::Kernels;
 use crate::layer::ParamKind;
 use crate::tensor::Tensor;
 use rank_params::{RankParams, Ranks};
-
-/// How often a folder is opened anew that is replaced meanwhile.
-const ATTEMPTS: usize = 100;
-const REPLACED: &str = "the checkpoint is replaced again and again while it is opened";
 
 pub use gather::gather_blocks;
 pub use parts::{RankBlock, RankModel, RankPart, RankTensor};
@@ -233,31 +229,17 @@ impl Checkpoint {
     /// # Errors
     /// As [`open`](Self::open).
     pub fn open_with(dir: impl AsRef<Path>, options: OpenOptions) -> Result<Self> {
-        let dir = dir.as_ref();
-        let mut attempts = 1..;
-        loop {
-            let before = folder::Version::now(dir, options);
-            let opened = Self::open_once(dir, options);
-            let after = folder::Version::now(dir, options);
-            // A save that finishes meanwhile may have given config.json of one checkpoint and tensors of another, or
-            // have moved a file between finding and opening it.
-            let moved = matches!(&opened, Err(Error::Checkpoint(CheckpointError::Io { .. })));
-            let unchanged = after.is(&before) && !(moved && (before.pending || after.pending));
-            if unchanged || attempts.next() == Some(ATTEMPTS) {
-                return if after.is(&before) { opened } else { Err(json::io_error(dir, REPLACED).into()) };
-            }
-        }
+        folder::read_one_version(dir.as_ref(), options, Self::read)
     }
 
-    fn open_once(dir: &Path, options: OpenOptions) -> Result<Self> {
-        let folder = folder::Folder::open(dir, options)?;
+    fn read(folder: &folder::Folder) -> Result<Self> {
         let path = folder.require(folder::CONFIG)?;
         let model = model::Model::parse(&json::read_limited(&path, json::MAX_CONFIG)?, &path)?;
         let mut declared = model.declared.clone();
         if let Some(path) = folder.find(folder::QUANTIZATION)? {
             declared.add_file(&path)?;
         }
-        let files = reader::Files::open(&folder)?;
+        let files = reader::Files::open(folder)?;
         let moe_layers: Vec<usize> = model.blocks.iter().map(|(layer, _)| *layer).collect();
         let root = find_root(&files, &model);
         Ok(Self { files, model, root, declared, moe_layers })

@@ -12,7 +12,7 @@ use safetensors::tensor::TensorInfo;
 use serde_json::{Value, json};
 
 use super::commit::Save;
-use super::folder::{CONFIG, Folder, SINGLE, Version};
+use super::folder::{CONFIG, Folder, SINGLE, read_one_version};
 use super::json::{MAX_CONFIG, config_error, io_error, parse_value, read_limited};
 use super::reader::{Files, TensorEntry};
 use super::stored::on_disk;
@@ -248,17 +248,10 @@ struct Saved {
 
 impl Saved {
     fn open(dir: &Path) -> Result<Self> {
-        let options = OpenOptions::default();
-        let before = Version::now(dir, options);
-        let opened = Self::open_once(dir, options);
-        match Version::now(dir, options).is(&before) {
-            true => opened,
-            false => Err(io_error(dir, "the state has been replaced meanwhile; load it again").into()),
-        }
+        read_one_version(dir, OpenOptions::default(), |folder| Self::read(dir, folder))
     }
 
-    fn open_once(dir: &Path, options: OpenOptions) -> Result<Self> {
-        let folder = Folder::open(dir, options)?;
+    fn read(dir: &Path, folder: &Folder) -> Result<Self> {
         let path = folder.require(CONFIG)?;
         let config = parse_value(&read_limited(&path, MAX_CONFIG)?, &path)?;
         let field = |key: &str, expected: &str, found: Option<&Value>| {
@@ -279,7 +272,7 @@ impl Saved {
         let scale = scale.filter(|s| s.is_finite() && *s > 0.0);
         let scale = scale.ok_or_else(|| field("loss_scale", "a positive number, as text", config.get("loss_scale")))?;
         let (good, steps, skipped) = (count("good_steps")?, count("steps")?, count("skipped")?);
-        let files = Files::open(&folder)?;
+        let files = Files::open(folder)?;
         Ok(Self { files, counts: Counts { scale, good, steps, skipped }, path: dir.display().to_string() })
     }
 
