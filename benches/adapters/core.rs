@@ -1,5 +1,7 @@
 //! The layer itself, between its own tensors: what a framework's module is compared with.
 
+use std::time::Duration;
+
 use cudarc::driver::sys::CUevent_flags;
 use moebius::cuda::Cuda;
 use moebius::cuda::cudarc;
@@ -16,10 +18,15 @@ pub const SEED: u64 = 5;
 const WARM_UP: usize = 3;
 const STEPS: usize = 20;
 
+/// Rest before a measurement: clock and temperature are those of the first one then.
+const PAUSE: Duration = Duration::from_millis(400);
+
 /// Median milliseconds of a step, queued behind the one before: events of the GPU's stream around each.
 pub fn time_queued(cuda: &Cuda, mut step: impl FnMut() -> Result<()>) -> Result<f64> {
     let event = || cuda.stream().record_event(Some(CUevent_flags::CU_EVENT_DEFAULT));
+    step()?;
     cuda.check()?;
+    std::thread::sleep(PAUSE);
     for _ in 0..WARM_UP {
         step()?;
     }

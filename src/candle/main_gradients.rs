@@ -2,6 +2,7 @@
 
 use std::cell::RefCell;
 use std::collections::HashMap;
+use std::sync::Arc;
 
 use candle_core::backend::{BackendDevice, BackendStorage};
 use candle_core::backprop::GradStore;
@@ -11,7 +12,7 @@ use crate::error::Error;
 use crate::layer::{ParamKind, PerParam};
 
 use super::host::{Host, dtype_of, into_candle, location};
-use super::pending::{reason, refuse_backward};
+use super::pending::{OutputGradient, operation_of, reason, refuse_backward};
 
 const CALL: &str = "MainGradients::backward";
 
@@ -387,12 +388,19 @@ fn product(y: &Tensor, d_y: &Tensor) -> Result<Tensor> {
     if !y.track_op() {
         return Err(Error::invalid(CALL, "y", "an output of variables", "a constant").into());
     }
-    y.apply_op1(Product { d_y: d_y.detach() })
+    let d_y = d_y.detach();
+    match operation_of(y) {
+        Some((node, operation)) => node.apply_op1(Product { d_y, operation: Some(operation) }),
+        None => y.apply_op1(Product { d_y, operation: None }),
+    }
 }
 
 /// Σ y ∘ d_y, of which only the gradient is wanted: the value is 0.
 struct Product {
     d_y: Tensor,
+    /// Of a layer's output: hangs from the layer's node in place of y, whose gradient candle would fill with zeros
+    /// before it adds d_y.
+    operation: Option<Arc<dyn OutputGradient>>,
 }
 
 impl CustomOp1 for Product {
@@ -409,7 +417,9 @@ impl CustomOp1 for Product {
         Ok((y.device().zeros_impl(&scalar, DType::F32)?, scalar))
     }
 
-    fn bwd(&self, _: &Tensor, _: &Tensor, _: &Tensor) -> Result<Option<Tensor>> {
-        Ok(Some(self.d_y.clone()))
+    fn bwd(&self, node: &Tensor, _: &Tensor, _: &Tensor) -> Result<Option<Tensor>> {
+        let Some(operation) = &self.operation else { return Ok(Some(self.d_y.clone())) };
+        operation.keep_gradient(&self.d_y)?;
+        Ok(Some(node.zeros_like()?))
     }
 }

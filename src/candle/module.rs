@@ -178,8 +178,8 @@ impl ExpertParallelMoE {
         let flat = flat.inspect_err(|e| self.refuse_forward(&e.to_string()))?;
         let tracks = x.track_op() || self.trainable().next().is_some();
         let sharded = self.sharded.as_ref();
-        let (layer, params, shape) = (&self.layer, &self.params, x.shape());
-        let call = ForwardInputs { layer, params, sharded, flat: &flat, shape, aux_scale };
+        let (layer, params) = (&self.layer, &self.params);
+        let call = ForwardInputs { layer, params, sharded, x, flat: &flat, aux_scale };
         run::forward(&self.group, &call, Mode { backward: tracks, noise })
     }
 }

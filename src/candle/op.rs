@@ -21,7 +21,7 @@ use super::host::{Host, into_candle, with_views};
 use super::leaving::offer;
 use super::main_gradients::{EXPERTS, expert_gradients, writes_experts};
 use super::params::{contiguous, named, views_of};
-use super::pending::{BackwardStage, PendingCollectives};
+use super::pending::{BackwardStage, OutputGradient, PendingCollectives};
 use super::precomputed::Precomputed;
 use super::views_mut::with_views_mut;
 
@@ -34,6 +34,8 @@ pub(super) struct PendingBackward<D: Host> {
     pub(super) device: Device,
     /// x as `[T, H]`, contiguous.
     pub(super) x: Tensor,
+    /// Whether x's gradient is asked for.
+    pub(super) tracks_x: bool,
     pub(super) params: PerParam<Option<Tensor>>,
     /// Where `up` and `down` are gathered from, if their parameters are shards.
     pub(super) experts: Option<Chained<D>>,
@@ -115,7 +117,7 @@ impl<D: Host> PendingBackward<D> {
             Some(_) => None,
         };
         let wanted = Wanted {
-            x: self.x.track_op(),
+            x: self.tracks_x,
             router: any(&[ParamKind::Router, ParamKind::RouterBias]),
             experts: main.is_none() && any(&EXPERTS),
             shared: any(&[ParamKind::SharedUp, ParamKind::SharedDown, ParamKind::SharedGate]),
@@ -177,7 +179,7 @@ impl<D: Host> PendingBackward<D> {
         self.run()?;
         let taken = match (&mut *self.state(), input) {
             (BackwardState::Done { elsewhere, .. }, Some(kind)) if elsewhere[kind] => return Ok(None),
-            (BackwardState::Done { x, .. }, None) => x.take(),
+            (BackwardState::Done { x, .. }, None) => x.take().map(|x| x.reshape(like.shape())).transpose()?,
             (BackwardState::Done { params, .. }, Some(kind)) => params[kind].take(),
             _ => None,
         };
@@ -213,6 +215,12 @@ impl<D: Host> PendingCollectives for PendingBackward<D> {
     fn refuse(&self, reason: &str) {
         let reason = Error::Framework { call: CALL, framework: "candle", message: reason.to_string() };
         self.layer.refuse_backward(&mut self.group.lock(), reason);
+    }
+}
+
+impl<D: Host> OutputGradient for PendingBackward<D> {
+    fn keep_gradient(&self, d_y: &Tensor) -> Result<()> {
+        self.keep(LayerOutput::Y, d_y)
     }
 }
 

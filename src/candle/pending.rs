@@ -4,7 +4,7 @@ use std::cell::RefCell;
 use std::collections::{HashMap, HashSet};
 use std::sync::{Arc, Weak};
 
-use candle_core::{Tensor, TensorId};
+use candle_core::{Result, Tensor, TensorId};
 
 /// How far the backward of an operation with collectives has come.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -28,7 +28,21 @@ pub(super) trait PendingCollectives: Send + Sync {
     fn refuse(&self, reason: &str);
 }
 
+/// An operation that takes the gradient of one of its outputs.
+pub(super) trait OutputGradient: Send + Sync {
+    fn keep_gradient(&self, d_y: &Tensor) -> Result<()>;
+}
+
+/// An output of an operation, and the node of the graph that it hangs from.
+struct Output {
+    y: TensorId,
+    node: TensorId,
+    operation: Weak<dyn OutputGradient>,
+}
+
 thread_local! {
+    /// Outputs of this thread's operations that live.
+    static OUTPUTS: RefCell<Vec<Output>> = const { RefCell::new(Vec::new()) };
     /// Operations of this thread that live, by a node of the graph that every loss of theirs reaches. candle does not
     /// show a graph's operations, so they are looked up here.
     static PENDING: RefCell<Vec<(TensorId, Weak<dyn PendingCollectives>)>> = const { RefCell::new(Vec::new()) };
@@ -41,6 +55,25 @@ pub(super) fn remember<P: PendingCollectives + 'static>(node: &Tensor, operation
         all.retain(|(_, operation)| operation.strong_count() > 0);
         all.push((node.id(), operation));
     });
+}
+
+/// Remembers that `y`, which hangs from `node`, is an output of an operation.
+pub(super) fn remember_output<P: OutputGradient + 'static>(y: &Tensor, node: &Tensor, operation: &Arc<P>) {
+    let operation: Weak<dyn OutputGradient> = Arc::downgrade(operation) as _;
+    OUTPUTS.with_borrow_mut(|all| {
+        all.retain(|output| output.operation.strong_count() > 0);
+        all.push(Output { y: y.id(), node: node.id(), operation });
+    });
+}
+
+/// The operation that `y` is an output of, and the node that it hangs from.
+pub(super) fn operation_of(y: &Tensor) -> Option<(Tensor, Arc<dyn OutputGradient>)> {
+    let (node, operation) = OUTPUTS.with_borrow(|all| {
+        let output = all.iter().find(|output| output.y == y.id())?;
+        Some((output.node, output.operation.upgrade()?))
+    })?;
+    let node = y.sorted_nodes().into_iter().find(|of| of.id() == node)?.clone();
+    Some((node, operation))
 }
 
 /// Meets the other ranks of `loss`'s layers as a failure: for a rank that cannot run the backward of `loss`, or whose

@@ -15,7 +15,7 @@ use super::group::{DeviceGroup, On};
 use super::host::{Host, copy_of, into_candle, with_views};
 use super::op::{BackwardState, Emit, Join, PendingBackward};
 use super::params::{contiguous, named, views_of};
-use super::pending::remember;
+use super::pending::{remember, remember_output};
 use super::precomputed::Precomputed;
 
 const CALL: &str = "ExpertParallelMoE::forward";
@@ -26,10 +26,9 @@ pub(super) struct ForwardInputs<'a> {
     pub(super) params: &'a PerParam<Option<Tensor>>,
     /// Where `up` and `down` are gathered from, if their parameters are shards.
     pub(super) sharded: Option<&'a Sharded>,
+    pub(super) x: &'a Tensor,
     /// x as `[T, H]`, contiguous.
     pub(super) flat: &'a Tensor,
-    /// x's own shape.
-    pub(super) shape: &'a Shape,
     /// The auxiliary losses' gradient comes with y's, multiplied by this.
     pub(super) aux_scale: Option<f64>,
 }
@@ -75,13 +74,14 @@ fn forward_on<D: Host>(on: On<'_, D>, call: &ForwardInputs<'_>, mode: Mode) -> R
         total
     };
     let (y, aux) = match context {
-        None => (into_candle(y, call.shape.dims(), on.device)?, into_candle(aux, &[], on.device)?),
+        None => (into_candle(y, call.x.dims(), on.device)?, into_candle(aux, &[], on.device)?),
         Some(context) => {
             let step = Arc::new(PendingBackward {
                 layer: call.layer.clone(),
                 group: on.group.clone(),
                 device: on.device.clone(),
-                x: call.flat.clone(),
+                x: call.flat.detach(),
+                tracks_x: call.x.track_op(),
                 params: call.params.clone(),
                 experts,
                 aux_scale: call.aux_scale.unwrap_or(0.0),
@@ -92,7 +92,8 @@ fn forward_on<D: Host>(on: On<'_, D>, call: &ForwardInputs<'_>, mode: Mode) -> R
                 }),
             });
             let mut token = Tensor::zeros((), candle_core::DType::F32, on.device)?;
-            token = token.apply_op2(call.flat, Join { step: step.clone(), input: None })?;
+            // Not the `[T, H]` of it: candle would sum the gradient once more on its way to x.
+            token = token.apply_op2(call.x, Join { step: step.clone(), input: None })?;
             // The selection bias has no gradient: with one of zeros an optimizer's weight decay would move it.
             for (kind, t) in call.params.present().filter(|(kind, _)| *kind != ParamKind::SelectionBias) {
                 token = token.apply_op2(t, Join { step: step.clone(), input: Some(kind) })?;
@@ -102,7 +103,9 @@ fn forward_on<D: Host>(on: On<'_, D>, call: &ForwardInputs<'_>, mode: Mode) -> R
                 let value = Precomputed::shaped(value, shape.clone(), on.device)?;
                 token.apply_op1(Emit { step: step.clone(), output, value })
             };
-            (emit(LayerOutput::Y, y, call.shape)?, emit(LayerOutput::Aux, aux, &Shape::from(()))?)
+            let y = emit(LayerOutput::Y, y, call.x.shape())?;
+            remember_output(&y, &token, &step);
+            (y, emit(LayerOutput::Aux, aux, &Shape::from(()))?)
         }
     };
     // The context may hold the routing too; what nobody else holds moves over.

@@ -139,6 +139,21 @@ fn a_known_cotangent_needs_no_loss(device: &Device) -> AnyResult<()> {
     main.backward_with(&moe.forward(&x)?, &d_y)?;
     let expected = (moe.forward(&x)? * &d_y)?.sum_all()?.backward()?;
     same(&values(&moe, main.store())?, &values(&moe, &expected)?);
+    let of_x = |g: &GradStore, x: &Var| -> AnyResult<Vec<f32>> { flat(g.get(x).ok_or("no gradient of x")?) };
+    assert_eq!(of_x(main.store(), &x)?, of_x(&expected, &x)?);
+    // Of a layer behind another, and of what is no layer's output; x with more dimensions, and not contiguous.
+    let x = Var::from_tensor(&normal(61, (2, H, 3), DType::F32, device)?)?;
+    let d_y = normal(71, (2, 3, H), DType::F32, device)?;
+    let twice = || -> AnyResult<Tensor> { Ok(moe.forward(&moe.forward(&x.transpose(1, 2)?)?)?) };
+    let doubled = || -> AnyResult<Tensor> { Ok((twice()? * 2.0)?) };
+    for y in [&twice as &dyn Fn() -> AnyResult<Tensor>, &doubled] {
+        main.reset();
+        main.backward_with(&y()?, &d_y)?;
+        let expected = (y()? * &d_y)?.sum_all()?.backward()?;
+        same(&values(&moe, main.store())?, &values(&moe, &expected)?);
+        assert_eq!(of_x(main.store(), &x)?, of_x(&expected, &x)?);
+    }
+    let x = tokens(0, DType::F32, device)?;
     for wrong in [normal(70, (12, H), DType::F32, device)?, normal(70, (13, H), DType::F64, &Device::Cpu)?] {
         let error = main.backward_with(&moe.forward(&x)?, &wrong).expect_err("a wrong cotangent");
         assert!(matches!(error_of(&error), Some(Error::Invalid { .. } | Error::Shape { .. })), "{error}");
