@@ -119,10 +119,10 @@ impl<D: FrameworkDevice> Chained<D> {
         matches!(kind, ParamKind::Up | ParamKind::Down) || self.held.get(kind).is_some()
     }
 
-    /// `up` and `down` as a layer takes them.
-    pub(crate) fn sources(&self) -> Result<[ShardedWeight<'_, D>; 2]> {
+    /// `up` and `down` as a layer takes them; `backward`: a backward goes back through what it computes.
+    pub(crate) fn sources(&self, backward: bool) -> Result<[ShardedWeight<'_, D>; 2]> {
         let [up, down] = self.ids;
-        Ok([self.chain.source(up)?, self.chain.source(down)?])
+        Ok([self.chain.source(up)?.with_backward(backward), self.chain.source(down)?.with_backward(backward)])
     }
 
     /// Memory for the gradients that a backward of `context` makes of them.

@@ -48,6 +48,13 @@ pub struct ShardedQuantized<'a, D: ShardDevice> {
     weight: QuantizedWeight,
 }
 
+impl<D: ShardDevice> ShardedQuantized<'_, D> {
+    /// As [`ShardedWeight::without_backward`].
+    pub fn without_backward(self) -> Self {
+        Self { bytes: self.bytes.without_backward(), ..self }
+    }
+}
+
 impl<D: ShardDevice> fmt::Debug for ShardedQuantized<'_, D> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "ShardedQuantized<{:?} {:?}>", self.weight.format, self.weight.dims)

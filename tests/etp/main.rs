@@ -9,12 +9,15 @@ mod copy_engines;
 mod dense;
 #[cfg(feature = "candle")]
 mod dense_stored;
+#[cfg(feature = "candle")]
+mod dense_uses;
 #[path = "../devices/mod.rs"]
 mod devices;
 mod exact;
 mod faults;
 #[path = "../common/faulty_comm.rs"]
 pub mod faulty_comm;
+mod finish;
 #[path = "../common/limits.rs"]
 mod limits;
 #[cfg(feature = "candle")]
@@ -25,6 +28,8 @@ mod random;
 mod stored;
 mod test_ranks;
 mod turns;
+#[cfg(feature = "candle")]
+mod two_chains;
 mod world;
 
 #[cfg(feature = "nccl")]
