@@ -74,10 +74,10 @@ impl Sharded {
         matches!(kind, ParamKind::Up | ParamKind::Down) || self.held.get(kind).is_some()
     }
 
-    /// Whether the experts are weights of this chain.
+    /// The experts' chain.
     #[cfg(feature = "burn")]
-    pub(crate) fn are_of<D: FrameworkDevice>(&self, chain: &Arc<Chain<D>>) -> bool {
-        D::chain(&self.chain).is_some_and(|own| Arc::ptr_eq(own, chain))
+    pub(crate) fn chain(&self) -> &AnyChain {
+        &self.chain
     }
 
     /// The cut of the weight of a parameter that is a shard, of these sizes, and this rank's place in it.
