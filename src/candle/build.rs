@@ -14,7 +14,7 @@ use crate::layer::{Layer, LayerSpec, ParamKind, PerParam};
 
 use super::etp::VarShard;
 use super::group::DeviceGroup;
-use super::host::Host;
+use super::host::{Host, copy_of};
 use super::initial::{ShardInit, full_name};
 use super::module::ExpertParallelMoE;
 use super::options::{LoadAs, Parameters, place_in, tensor};
@@ -269,6 +269,42 @@ impl ExpertParallelMoE {
         group.any().membership().check_experts(CALL, layer.config().router.num_experts)?;
         let params = tensors(block.params, group.device(), params)?;
         let sharded = shards.add(&layer, group.local_experts(), &params)?;
+        Ok(Self { layer, group, params, sharded, training: Arc::default() })
+    }
+}
+
+impl ExpertParallelMoE {
+    /// From layer `layer` of a checkpoint whose experts are quantized (NVFP4, MXFP4, fp8 in blocks): they stay as they are
+    /// stored, frozen shards of `chain`, over the ranks with the same experts. The product reads the gathered codes, and
+    /// gradients pass through them to x and router. [`Parameters`] are those of router and shared expert; the experts'
+    /// biases are frozen with them. A rank holds the block that
+    /// [`Checkpoint::load_quantized`] reads until it is cut.
+    ///
+    /// # Errors
+    /// Errors of [`Checkpoint::load_quantized`]; as [`sharded`](Self::sharded). What the module has of its experts cannot
+    /// be saved, trained or read: it has no tensors of them.
+    pub fn from_checkpoint_stored<'a, D: Host>(
+        checkpoint: &Checkpoint,
+        layer: usize,
+        group: impl Into<DeviceGroup>,
+        chain: &Arc<Chain<D>>,
+        load: impl Into<LoadAs<'a>>,
+    ) -> Result<Self> {
+        const CALL: &str = "ExpertParallelMoE::from_checkpoint_stored";
+        let (group, load) = (group.into(), load.into());
+        ShardedIn { chain, payload: Payload::Plain, weights: None }.check_device(&group)?;
+        let block = checkpoint.load_quantized(layer, load.options(&group)?)?;
+        group.any().membership().check_experts(CALL, block.config.router.num_experts)?;
+        let number = group.any().membership().number_layer(Some(layer as u32));
+        let params = PerParam::try_from_fn(|kind| -> Result<_> {
+            let Some(t) = block.get(kind) else { return Ok(None) };
+            let params = if kind.is_replicated() { load.params } else { Parameters::Frozen };
+            tensor(copy_of(&Cpu::new(), t)?, group.device(), params).map(Some)
+        })?;
+        let layer = Layer::new(block.config.clone(), number)?;
+        let experts = [&block.up, &block.down].map(|weight| weight.to(chain.device()));
+        let [up, down] = experts;
+        let sharded = Some(Sharded::stored(chain, &layer, [&up?, &down?])?);
         Ok(Self { layer, group, params, sharded, training: Arc::default() })
     }
 }

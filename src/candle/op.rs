@@ -114,10 +114,11 @@ impl<D: Host> PendingBackward<D> {
             None => expert_gradients(&device, &self.device, &self.params)?,
             Some(_) => None,
         };
+        let stored = self.experts.as_ref().is_some_and(Chained::is_stored);
         let wanted = Wanted {
             x: self.x.track_op(),
             router: any(&[ParamKind::Router, ParamKind::RouterBias]),
-            experts: main.is_none() && any(&EXPERTS),
+            experts: main.is_none() && !stored && any(&EXPERTS),
             shared: any(&[ParamKind::SharedUp, ParamKind::SharedDown, ParamKind::SharedGate]),
         };
         let params = contiguous(CALL, &self.params)?;

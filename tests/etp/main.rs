@@ -26,6 +26,8 @@ mod quantized;
 #[path = "../../examples/support/random.rs"]
 mod random;
 mod stored;
+#[cfg(feature = "candle")]
+mod stored_module;
 mod test_ranks;
 mod turns;
 #[cfg(feature = "candle")]
