@@ -332,6 +332,37 @@ mod etp {
         }
     }
 
+    #[cfg(feature = "burn")]
+    mod dense_from_burn {
+        use burn::backend::{Autodiff, Flex};
+        use burn::nn::{EmbeddingConfig, LinearConfig};
+        use burn::tensor::{Int, Tensor};
+        use moebius::Result;
+        use moebius::burn::{ExpertParallelMoE, ShardHolder, ShardedParams};
+        use moebius::etp::Phase;
+
+        type B = Autodiff<Flex>;
+
+        struct Parts {
+            shards: ShardedParams<Flex>,
+            moe: ExpertParallelMoE<B>,
+            sizes: [usize; 2],
+            ids: Tensor<B, 2, Int>,
+            loss: fn(Tensor<B, 3>) -> Tensor<B, 1>,
+        }
+
+        fn step(Parts { shards, moe, sizes: [vocabulary, hidden], ids, loss }: Parts) -> Result<Tensor<B, 1>> {
+            let device = Default::default();
+            let embed = shards.embedding("embed", EmbeddingConfig::new(vocabulary, hidden).init(&device))?;
+            let head = shards.linear("head", LinearConfig::new(hidden, vocabulary).init(&device))?;
+            let all: [&dyn ShardHolder<Backend = B>; 3] = [&embed, &moe, &head];
+            shards.begin(Phase::Forward, all)?;
+            let loss = loss(head.forward(moe.forward(embed.embed(ids)?)?)?);
+            shards.end()?;
+            Ok(loss)
+        }
+    }
+
     mod dense {
         use std::sync::Arc;
 

@@ -24,6 +24,8 @@ pub(crate) use collectives::broadcast;
 pub use gradient_sums::ReduceComms;
 #[cfg(feature = "candle")]
 pub(crate) use gradient_sums::{GradientSum, GradientSums, PendingSum};
+#[cfg(feature = "burn")]
+pub(crate) use group::AnyChain;
 pub use group::{AnyGroup, FrameworkDevice};
 #[cfg(feature = "burn")]
 pub(crate) use host_tensor::HostTensor;

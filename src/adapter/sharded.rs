@@ -7,8 +7,13 @@ use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::etp::{Chain, GradientBuffer, Payload, ShardDevice, ShardSource, ShardedWeight, WeightId, WeightSpec};
 #[cfg(feature = "candle")]
+use crate::etp::{QuantizedWeight, ShardedQuantized};
+#[cfg(feature = "candle")]
 use crate::layer::PerParam;
 use crate::layer::{BackwardProgress, Context, GradientsMut, Layer, ParamKind, ParamViews, Params, RefusalGuard};
+#[cfg(feature = "candle")]
+use crate::quant::Quantized;
+use crate::weights::WeightSource;
 
 use super::group::{AnyChain, FrameworkDevice};
 #[cfg(feature = "candle")]
@@ -27,6 +32,9 @@ pub(crate) struct Sharded {
     chain: AnyChain,
     /// Of `up` and `down`.
     pub(crate) ids: [WeightId; 2],
+    /// The same where they stay quantized, as they are stored.
+    #[cfg(feature = "candle")]
+    stored: Option<[QuantizedWeight; 2]>,
     /// Of others, each in its chain.
     #[cfg(feature = "candle")]
     pub(crate) held: PerParam<Option<HeldId>>,
@@ -64,8 +72,27 @@ impl Sharded {
             chain: D::any_chain(Arc::clone(chain)),
             ids,
             #[cfg(feature = "candle")]
+            stored: None,
+            #[cfg(feature = "candle")]
             held: PerParam::none(),
         })
+    }
+
+    /// Adds a layer's experts to a chain, frozen and as they are stored.
+    #[cfg(feature = "candle")]
+    pub(crate) fn stored<D: FrameworkDevice>(
+        chain: &Arc<Chain<D>>,
+        layer: &Layer,
+        [up, down]: [&Quantized<D>; 2],
+    ) -> Result<Self> {
+        let add = |kind: ParamKind, weight: &Quantized<D>| {
+            let name = format!("layer {} {}", layer.number(), kind.name());
+            let recompute = kind == ParamKind::Up && layer.config().recompute;
+            chain.add_quantized(name, layer.number(), recompute, weight)
+        };
+        let stored = [add(ParamKind::Up, up)?, add(ParamKind::Down, down)?];
+        let ids = stored.each_ref().map(QuantizedWeight::id);
+        Ok(Self { chain: D::any_chain(Arc::clone(chain)), ids, stored: Some(stored), held: PerParam::none() })
     }
 
     /// Whether a parameter is a shard.
@@ -74,10 +101,10 @@ impl Sharded {
         matches!(kind, ParamKind::Up | ParamKind::Down) || self.held.get(kind).is_some()
     }
 
-    /// Whether the experts are weights of this chain.
+    /// The experts' chain.
     #[cfg(feature = "burn")]
-    pub(crate) fn are_of<D: FrameworkDevice>(&self, chain: &Arc<Chain<D>>) -> bool {
-        D::chain(&self.chain).is_some_and(|own| Arc::ptr_eq(own, chain))
+    pub(crate) fn chain(&self) -> &AnyChain {
+        &self.chain
     }
 
     /// The cut of the weight of a parameter that is a shard, of these sizes, and this rank's place in it.
@@ -96,6 +123,8 @@ impl Sharded {
                 chain: Arc::clone(chain),
                 ids: self.ids,
                 #[cfg(feature = "candle")]
+                stored: self.stored.clone(),
+                #[cfg(feature = "candle")]
                 held: super::sharded_held::held_on(&self.held, call)?,
             }),
             None => Err(Error::invalid(call, "chain", "one of the group's device", "another")),
@@ -109,20 +138,53 @@ pub(crate) struct Chained<D: ShardDevice> {
     chain: Arc<Chain<D>>,
     ids: [WeightId; 2],
     #[cfg(feature = "candle")]
+    stored: Option<[QuantizedWeight; 2]>,
+    #[cfg(feature = "candle")]
     pub(crate) held: PerParam<Option<HeldWeight<D>>>,
 }
 
+/// A gathered expert weight as a layer takes it.
+#[derive(Debug)]
+pub(crate) enum ExpertSource<'a, D: ShardDevice> {
+    /// Of floating type.
+    Dense(ShardedWeight<'a, D>),
+    /// As it is stored.
+    #[cfg(feature = "candle")]
+    Stored(ShardedQuantized<'a, D>),
+}
+
+impl<D: ShardDevice> ExpertSource<'_, D> {
+    fn source(&self) -> &dyn WeightSource<D> {
+        match self {
+            Self::Dense(weight) => weight,
+            #[cfg(feature = "candle")]
+            Self::Stored(weight) => weight,
+        }
+    }
+}
+
 impl<D: FrameworkDevice> Chained<D> {
+    /// Whether the experts are frozen, whatever else is trained.
+    #[cfg(feature = "candle")]
+    pub(crate) fn is_stored(&self) -> bool {
+        self.stored.is_some()
+    }
+
     /// Whether a parameter is a shard.
     #[cfg(feature = "candle")]
     pub(crate) fn has(&self, kind: ParamKind) -> bool {
         matches!(kind, ParamKind::Up | ParamKind::Down) || self.held.get(kind).is_some()
     }
 
-    /// `up` and `down` as a layer takes them.
-    pub(crate) fn sources(&self) -> Result<[ShardedWeight<'_, D>; 2]> {
-        let [up, down] = self.ids;
-        Ok([self.chain.source(up)?, self.chain.source(down)?])
+    /// `up` and `down` as a layer takes them; `backward`: a backward goes back through what it computes.
+    pub(crate) fn sources(&self, backward: bool) -> Result<[ExpertSource<'_, D>; 2]> {
+        #[cfg(feature = "candle")]
+        if let Some([up, down]) = &self.stored {
+            let [up, down] = [self.chain.quantized_source(up)?, self.chain.quantized_source(down)?];
+            return Ok([up, down].map(|source| ExpertSource::Stored(source.with_backward(backward))));
+        }
+        let [up, down] = [self.chain.source(self.ids[0])?, self.chain.source(self.ids[1])?];
+        Ok([up, down].map(|source| ExpertSource::Dense(source.with_backward(backward))))
     }
 
     /// Memory for the gradients that a backward of `context` makes of them.
@@ -169,11 +231,11 @@ impl<D: FrameworkDevice> ShardGradients<'_, D> {
 /// The parameters, with experts from elsewhere if there are sources of them.
 pub(crate) fn with_sources<'a, D: FrameworkDevice>(
     views: &'a ParamViews<'_, D>,
-    sources: Option<&'a [ShardedWeight<'_, D>; 2]>,
+    sources: Option<&'a [ExpertSource<'_, D>; 2]>,
 ) -> Params<'a, D> {
     let params = views.params();
     match sources {
         None => params,
-        Some([up, down]) => Params { up, down, ..params },
+        Some([up, down]) => Params { up: up.source(), down: down.source(), ..params },
     }
 }

@@ -47,9 +47,15 @@ pub(crate) type HeldSources<'a, D> = PerParam<Option<ShardedWeight<'a, D>>>;
 /// Held weights that are gathered.
 pub(crate) type HeldGuards<'a, D> = PerParam<Option<WeightGuard<'a, D>>>;
 
-/// Where held weights come from.
-pub(crate) fn sources<D: FrameworkDevice>(held: &PerParam<Option<HeldWeight<D>>>) -> Result<HeldSources<'_, D>> {
-    held.as_ref().try_map(|_, held| held.as_ref().map(|held| held.chain.source(held.id)).transpose())
+/// Where held weights come from; `backward`: a backward goes back through what they are used for.
+pub(crate) fn sources<D: FrameworkDevice>(
+    held: &PerParam<Option<HeldWeight<D>>>,
+    backward: bool,
+) -> Result<HeldSources<'_, D>> {
+    held.as_ref().try_map(|_, held| {
+        let Some(held) = held else { return Ok(None) };
+        Ok(Some(held.chain.source(held.id)?.with_backward(backward)))
+    })
 }
 
 /// Gathers them, in the order of the parameters.

@@ -18,7 +18,7 @@ use burn::backend::autodiff::ops::{Backward, Ops, OpsKind};
 use burn::tensor::Shape;
 use burn::tensor::TensorMetadata;
 use burn::tensor::backend::AutodiffBackend;
-use burn::tensor::ops::FloatTensor;
+use burn::tensor::ops::{FloatTensor, IntTensor};
 
 use crate::adapter::{LayerOutput, OutputCotangents};
 use crate::ep::GroupConfig;
@@ -30,6 +30,8 @@ use super::backend::{
     Outputs, RouteOutputs, RoutingData,
 };
 use super::backward::untracked;
+use super::dense_autodiff;
+use super::dense_call::{DenseCall, DenseInput};
 use super::dispatch_autodiff::{self, TrackedDispatch};
 use super::group::DeviceGroup;
 use super::run::{Tracked, run_backward, run_forward};
@@ -240,6 +242,14 @@ impl<B: NativeBackend, C: CheckpointStrategy> LayerBackend for Autodiff<B, C> {
             OpsKind::Tracked(product) => Ok(product.finish(d_y, value)),
             OpsKind::UnTracked(_) => Err(untracked()),
         }
+    }
+
+    fn dense(
+        call: &DenseCall,
+        input: DenseInput<FloatTensor<Self>, IntTensor<Self>>,
+        shards: Vec<FloatTensor<Self>>,
+    ) -> Result<FloatTensor<Self>> {
+        dense_autodiff::dense::<B, C>(call, input, shards)
     }
 
     fn group_of_one(config: GroupConfig, device: &Self::Device) -> Result<DeviceGroup> {

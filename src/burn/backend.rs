@@ -19,6 +19,7 @@ use crate::lazy::Lazy;
 use crate::metrics::Load;
 use crate::tensor::{Tensor, TensorMut, TensorRef};
 
+use super::dense_call::{DenseCall, DenseInput};
 use super::group::DeviceGroup;
 
 /// A burn back end that the layer runs on: [`Flex`](burn::backend::Flex), with the `burn-cuda` feature burn's CUDA back
@@ -82,6 +83,14 @@ pub trait LayerBackend: Backend {
 
     /// A scalar whose gradient by `y` is the given one; it has no value. Fails for a `y` that tracks no gradients.
     fn moe_product(y: FloatTensor<Self>, d_y: FloatTensor<Self::Native>) -> Result<FloatTensor<Self>>;
+
+    /// A computation with dense weights of a chain, of which `shards` are this rank's; keeps what backward needs where an
+    /// operand tracks gradients.
+    fn dense(
+        call: &DenseCall,
+        input: DenseInput<FloatTensor<Self>, IntTensor<Self>>,
+        shards: Vec<FloatTensor<Self>>,
+    ) -> Result<FloatTensor<Self>>;
 
     /// A group of one rank on a device.
     fn group_of_one(config: GroupConfig, device: &Self::Device) -> Result<DeviceGroup>;

@@ -5,20 +5,21 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 
 use burn::module::Param;
 use burn::optim::GradientsParams;
-use burn::tensor::backend::AutodiffBackend;
+use burn::tensor::backend::{AutodiffBackend, Backend};
 use burn::tensor::ops::FloatTensor;
 use burn::tensor::{Tensor, TensorPrimitive};
 
-use crate::adapter::{Shard, Sharded};
-use crate::comm::{Communicator, Op, Tag};
+use crate::adapter::{AnyChain, FrameworkDevice, Shard, Sharded};
+use crate::comm::{Communicator, Op};
 use crate::device::Device;
 use crate::dtype::DType;
 use crate::error::{Error, Result};
-use crate::etp::{Chain, Payload, Phase, ShardDevice, ShardSource, WeightId};
+use crate::etp::{Chain, Payload, Phase, ShardDevice, ShardSource, WeightId, WeightSpec};
 use crate::layer::ParamKind;
 use crate::tensor::{TensorMut, TensorRef};
 
 use super::backend::{CoreDevice, MoeBackend, Named, NativeBackend, NativeMemory, ResultSpec, between, core_dtype};
+use super::dense_call::Failure;
 use super::group::DeviceGroup;
 use super::module::ExpertParallelMoE;
 
@@ -67,9 +68,42 @@ const FINISH: &str = "ShardedParams::finish";
 pub struct ShardedParams<B: NativeBackend> {
     chain: Arc<Chain<B::Core>>,
     registered: Mutex<Registered<B>>,
+    /// Of dense weights' backward.
+    failure: Failure,
 }
 
-/// Experts that were added to a chain.
+/// A module whose parameters are shards: [`ExpertParallelMoE`] and [`ShardedDense`](super::ShardedDense). A list of both
+/// is one of `&dyn ShardHolder<Backend = B>`.
+pub trait ShardHolder {
+    /// Its back end.
+    type Backend: MoeBackend;
+
+    /// Its shards; none of a module whose parameters are whole.
+    #[doc(hidden)]
+    fn shard_list(&self) -> Option<ShardList<'_, Self::Backend>>;
+}
+
+/// Parameters of a module that are shards of one chain.
+#[doc(hidden)]
+#[derive(Debug)]
+pub struct ShardList<'m, M: Backend> {
+    pub(super) chain: AnyChain,
+    /// The module, for errors.
+    pub(super) name: String,
+    pub(super) params: Vec<(WeightId, &'m Param<Tensor<M, 3>>)>,
+}
+
+impl<B: MoeBackend> ShardHolder for ExpertParallelMoE<B> {
+    type Backend = B;
+
+    fn shard_list(&self) -> Option<ShardList<'_, B>> {
+        let sharded = self.sharded.as_ref()?;
+        let params = sharded.ids.into_iter().zip([&self.experts.up, &self.experts.down]).collect();
+        Some(ShardList { chain: sharded.chain().clone(), name: format!("layer {}", self.layer.number()), params })
+    }
+}
+
+/// Parameters that were added to a chain.
 struct Registered<B: NativeBackend> {
     shards: Vec<(WeightId, Arc<ParamShard<B>>)>,
     /// Group and number of the first layer.
@@ -126,9 +160,20 @@ struct ShardParam<'m, M: MoeBackend> {
 }
 
 impl<B: NativeBackend> ShardedParams<B> {
-    /// Over a chain, to which [`ExpertParallelMoE::into_sharded`] adds experts.
+    /// Over a chain, to which [`ExpertParallelMoE::into_sharded`] adds experts, and [`linear`](Self::linear) and its like
+    /// dense weights.
     pub fn new(chain: Arc<Chain<B::Core>>) -> Self {
-        Self { chain, registered: Mutex::new(Registered { shards: Vec::new(), first: None }) }
+        let registered = Mutex::new(Registered { shards: Vec::new(), first: None });
+        Self { chain, registered, failure: Failure::default() }
+    }
+
+    /// The error that unwound the last failed backward of a [`ShardedDense`](super::ShardedDense), if any; forgets it.
+    pub fn take_failure(&self) -> Option<Error> {
+        self.failure.take()
+    }
+
+    pub(super) fn failure(&self) -> &Failure {
+        &self.failure
     }
 
     /// The chain.
@@ -149,11 +194,10 @@ impl<B: NativeBackend> ShardedParams<B> {
     /// # Errors
     /// As [`Chain::begin`]; a weight of the chain that no module has, or two have; a shard of another shape or type than
     /// that which was added, of another device, or of another chain.
-    pub fn begin<'m, M: MoeBackend<Native = B>>(
-        &self,
-        phase: Phase,
-        modules: impl IntoIterator<Item = &'m ExpertParallelMoE<M>>,
-    ) -> Result<()> {
+    pub fn begin<'m, T>(&self, phase: Phase, modules: impl IntoIterator<Item = &'m T>) -> Result<()>
+    where
+        T: ShardHolder<Backend: MoeBackend<Native = B>> + ?Sized + 'm,
+    {
         // A pass that was not ended goes on with the parameters that it has.
         if phase == Phase::Forward && !self.chain.in_pass() {
             self.take(BEGIN, modules).inspect_err(|error| self.tell(error))?;
@@ -175,12 +219,15 @@ impl<B: NativeBackend> ShardedParams<B> {
     /// # Errors
     /// As [`Chain::finish`]; what [`begin`](Self::begin) refuses of modules. The chain has the sums still then, and a
     /// second call gives them; `replicas`, if there are any, are told of what this rank refuses, and call again too.
-    pub fn finish<'m, M: AutodiffBackend + MoeBackend<Native = B>>(
+    pub fn finish<'m, T>(
         &self,
         mut replicas: Option<&mut dyn Communicator<B::Core>>,
-        modules: impl IntoIterator<Item = &'m ExpertParallelMoE<M>>,
+        modules: impl IntoIterator<Item = &'m T>,
         gradients: &mut GradientsParams,
-    ) -> Result<()> {
+    ) -> Result<()>
+    where
+        T: ShardHolder<Backend: AutodiffBackend + MoeBackend<Native = B>> + ?Sized + 'm,
+    {
         let mut entered = false;
         let given = self.give(modules, |enqueue| {
             entered = true;
@@ -188,21 +235,18 @@ impl<B: NativeBackend> ShardedParams<B> {
             self.chain.finish(replicas, enqueue)
         });
         if let (Err(error), false, Some(comm)) = (&given, entered, replicas) {
-            // They wait for this rank in the first sum.
-            let tag = Tag { layer: 0, op: Op::GradReduce, sequence: u64::MAX };
-            let _ = comm.refuse(tag, &error.to_string());
+            self.chain.refuse_finish(comm, error);
         }
         given?.into_iter().try_for_each(|output| output.register(gradients))
     }
 
     /// Has the modules' parameters gathered from here on: those of all weights, or none.
-    pub(super) fn take<'m, M: MoeBackend<Native = B>>(
-        &self,
-        call: &'static str,
-        modules: impl IntoIterator<Item = &'m ExpertParallelMoE<M>>,
-    ) -> Result<()> {
+    pub(super) fn take<'m, T>(&self, call: &'static str, modules: impl IntoIterator<Item = &'m T>) -> Result<()>
+    where
+        T: ShardHolder<Backend: MoeBackend<Native = B>> + ?Sized + 'm,
+    {
         let device = self.chain.device();
-        let share = |ShardParam { shard, param, .. }: ShardParam<'m, M>| -> Result<_> {
+        let share = |ShardParam { shard, param, .. }: ShardParam<'m, T::Backend>| -> Result<_> {
             let tensor = B::contiguous(native(param));
             Ok((shard, B::share(device, Named { name: "shard", tensor: &tensor })?))
         };
@@ -224,11 +268,14 @@ impl<B: NativeBackend> ShardedParams<B> {
 
     /// Memory of burn's with the gradients of the modules' parameters that track them, which `finish` hands to its
     /// argument.
-    fn give<'m, M: AutodiffBackend + MoeBackend<Native = B>>(
+    fn give<'m, T>(
         &self,
-        modules: impl IntoIterator<Item = &'m ExpertParallelMoE<M>>,
+        modules: impl IntoIterator<Item = &'m T>,
         finish: impl FnOnce(&mut dyn FnMut(WeightId, TensorRef<'_, B::Core>) -> Result<()>) -> Result<()>,
-    ) -> Result<Vec<ShardOutput<'m, M>>> {
+    ) -> Result<Vec<ShardOutput<'m, T::Backend>>>
+    where
+        T: ShardHolder<Backend: AutodiffBackend + MoeBackend<Native = B>> + ?Sized + 'm,
+    {
         let device = self.chain.device();
         // Before the chain's work is put behind burn's, as burn may have work to do on their memory first.
         let params = self.params(FINISH, modules)?;
@@ -257,25 +304,28 @@ impl<B: NativeBackend> ShardedParams<B> {
     }
 
     /// The modules' parameters that are shards: those of all weights, each once.
-    fn params<'m, M: MoeBackend<Native = B>>(
+    fn params<'m, T>(
         &self,
         call: &'static str,
-        modules: impl IntoIterator<Item = &'m ExpertParallelMoE<M>>,
-    ) -> Result<Vec<ShardParam<'m, M>>> {
+        modules: impl IntoIterator<Item = &'m T>,
+    ) -> Result<Vec<ShardParam<'m, T::Backend>>>
+    where
+        T: ShardHolder<Backend: MoeBackend<Native = B>> + ?Sized + 'm,
+    {
         let registered = self.registered();
-        let mut params: Vec<ShardParam<'m, M>> = Vec::new();
+        let mut params: Vec<ShardParam<'m, T::Backend>> = Vec::new();
         for module in modules {
-            let Some(sharded) = &module.sharded else { continue };
-            if !sharded.are_of(&self.chain) {
+            let Some(ShardList { chain, name, params: own }) = module.shard_list() else { continue };
+            if !B::Core::chain(&chain).is_some_and(|own| Arc::ptr_eq(own, &self.chain)) {
                 return Err(Error::invalid(call, "module", "one of this chain", "one of another"));
             }
-            for (id, param) in sharded.ids.into_iter().zip([&module.experts.up, &module.experts.down]) {
+            for (id, param) in own {
                 let shard =
                     registered.shards.iter().find(|(other, _)| *other == id).map(|(_, shard)| Arc::clone(shard));
                 let other = || Error::invalid(call, "module", "one that these parameters were made with", "another");
                 let shard = shard.ok_or_else(other)?;
                 if params.iter().any(|other| other.id == id) {
-                    let found = format!("layer {} twice", module.layer.number());
+                    let found = format!("{name} twice");
                     return Err(Error::invalid(call, "modules", "each once", found));
                 }
                 shard.check(call, &param.dims(), param.dtype())?;
@@ -345,8 +395,8 @@ impl<B: MoeBackend> ExpertParallelMoE<B> {
             return Err(Error::invalid(CALL, "experts", "whole weights", "shards"));
         }
         self.check_chain(CALL, shards)?;
-        let up = Cut::new(shards, ParamKind::Up, &self.experts.up)?;
-        let down = Cut::new(shards, ParamKind::Down, &self.experts.down)?;
+        let up = Cut::new(shards, ParamKind::Up.name(), &self.experts.up)?;
+        let down = Cut::new(shards, ParamKind::Down.name(), &self.experts.down)?;
         self.with_cuts(shards, payload, [up, down])
     }
 
@@ -358,7 +408,7 @@ impl<B: MoeBackend> ExpertParallelMoE<B> {
             let dims = kind.dims(self.layer.config(), self.group.local_experts()).unwrap_or_default();
             let [rows, width] = shards.chain.shards(&dims)?.shard_dims();
             Error::check_shape(CALL, kind.name(), &[1, rows, width], &param.dims())?;
-            Cut::shared(shards.chain.device(), kind, [rows, width], param.clone())
+            Cut::shared(shards.chain.device(), kind.name(), [rows, width], param.clone())
         };
         let cuts = [cut(ParamKind::Up, &self.experts.up)?, cut(ParamKind::Down, &self.experts.down)?];
         self.with_cuts(shards, payload, cuts)
@@ -397,18 +447,18 @@ impl<B: MoeBackend> ExpertParallelMoE<B> {
 }
 
 /// This rank's shard of a whole weight.
-struct Cut<B: MoeBackend> {
+pub(super) struct Cut<B: MoeBackend> {
     source: Arc<ParamShard<B::Native>>,
     param: Param<Tensor<B, 3>>,
 }
 
 impl<B: MoeBackend> Cut<B> {
-    fn new(shards: &ShardedParams<B::Native>, kind: ParamKind, param: &Param<Tensor<B, 3>>) -> Result<Self> {
+    pub(super) fn new(shards: &ShardedParams<B::Native>, name: &str, param: &Param<Tensor<B, 3>>) -> Result<Self> {
         let (chain, whole) = (&shards.chain, B::Native::contiguous(native(param)));
         let device = chain.device();
         let shards = chain.shards(&param.dims())?;
         let [rows, width] = shards.shard_dims();
-        let view = B::Native::view(device, Named { name: kind.name(), tensor: &whole })?;
+        let view = B::Native::view(device, Named { name, tensor: &whole })?;
         let dtype = view.dtype();
         let mut output = B::Native::output(device, &whole, ResultSpec { dtype, dims: &[1, rows, width] })?;
         let cut = || {
@@ -418,16 +468,32 @@ impl<B: MoeBackend> Cut<B> {
         };
         drop(between::<B::Native, _>(device, |_| (), cut)?);
         let shard = tensor::<B>(B::Native::float(output)?).set_require_grad(param.is_require_grad());
-        Self::shared(device, kind, [rows, width], Param::initialized(param.id, shard))
+        Self::shared(device, name, [rows, width], Param::initialized(param.id, shard))
     }
 
     /// Of a parameter that is the shard, of so many rows and columns.
-    fn shared(device: &CoreDevice<B>, kind: ParamKind, dims: [usize; 2], param: Param<Tensor<B, 3>>) -> Result<Self> {
+    fn shared(device: &CoreDevice<B>, name: &str, dims: [usize; 2], param: Param<Tensor<B, 3>>) -> Result<Self> {
         let tensor = B::Native::contiguous(native(&param));
-        let named = || Named { name: kind.name(), tensor: &tensor };
+        let named = || Named { name, tensor: &tensor };
         let dtype = B::Native::view(device, named())?.dtype();
         let tensor = RwLock::new(B::Native::share(device, named())?);
         Ok(Self { source: Arc::new(ParamShard { device: device.clone(), dtype, dims, tensor }), param })
+    }
+
+    /// The shard's type.
+    pub(super) fn dtype(&self) -> DType {
+        self.source.dtype
+    }
+
+    /// Adds a weight of its own to the chain: its place there, and the shard as a parameter.
+    pub(super) fn add(
+        self,
+        shards: &ShardedParams<B::Native>,
+        spec: WeightSpec,
+    ) -> Result<(WeightId, Param<Tensor<B, 3>>)> {
+        let id = shards.chain.add(spec, Arc::clone(&self.source) as Arc<dyn ShardSource<CoreDevice<B>>>)?;
+        shards.registered().shards.push((id, self.source));
+        Ok((id, self.param))
     }
 
     fn shard(&self) -> Shard<CoreDevice<B>> {

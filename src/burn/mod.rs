@@ -146,7 +146,8 @@
 //! # Sharded experts
 //! Where experts do not fit a rank's memory, [`ShardedParams`] shares their weights, gradients and optimizer state among
 //! the ranks that hold the same ones; each weight is gathered ahead of its use. [`ShardedParams::load`] loads shards of a
-//! published checkpoint, [`ShardedParams::to_blocks`] gives them whole to be saved.
+//! published checkpoint, [`ShardedParams::to_blocks`] gives them whole to be saved. Linear layers, embeddings and norms
+//! are shards of a chain as [`ShardedDense`].
 //!
 //! # Optimizers
 //! burn's own step element by element on whatever a rank holds: experts, shards, replicated parameters. They keep
@@ -192,6 +193,9 @@ mod backward;
 mod config;
 #[cfg(feature = "burn-cuda")]
 mod cuda;
+mod dense;
+mod dense_autodiff;
+mod dense_call;
 mod dispatch;
 mod dispatch_autodiff;
 mod dispatch_combine;
@@ -203,6 +207,7 @@ mod module;
 mod native;
 mod reduce;
 mod run;
+mod sharded_dense;
 #[cfg(test)]
 mod tests;
 
@@ -215,7 +220,7 @@ pub use config::ExpertParallelMoEConfig;
 #[cfg(feature = "burn-cuda")]
 pub use cuda::cuda;
 pub use dispatch_combine::{DispatchCombine, Dispatched, Routed};
-pub use etp::ShardedParams;
+pub use etp::{ShardHolder, ShardedParams};
 pub use group::{DeviceGroup, Waits};
 pub use init::{LoadAs, ShardedLoad};
 pub use module::{
@@ -223,3 +228,4 @@ pub use module::{
     SharedExpertRecord,
 };
 pub use reduce::{ReduceOptions, reduce_gradients, reduce_gradients_over};
+pub use sharded_dense::{ShardedDense, ShardedDenseRecord};

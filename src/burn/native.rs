@@ -3,7 +3,7 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use burn::tensor::ops::FloatTensor;
+use burn::tensor::ops::{FloatTensor, IntTensor};
 
 use crate::ep::GroupConfig;
 use crate::error::Result;
@@ -12,6 +12,8 @@ use super::backend::{
     DispatchOperands, DispatchOutputs, LayerBackend, LayerCall, NativeMemory, Operands, Outputs, RouteOutputs,
 };
 use super::backward::untracked;
+use super::dense::run_forward as run_dense;
+use super::dense_call::{DenseCall, DenseInput};
 use super::dispatch::{NativeDispatch, NativeOutputs, contiguous, run_dispatch, run_route};
 use super::group::DeviceGroup;
 use super::run::run_forward;
@@ -67,6 +69,14 @@ impl<B: NativeGroup> LayerBackend for B {
 
     fn moe_product(_: FloatTensor<B>, _: FloatTensor<B>) -> Result<FloatTensor<B>> {
         Err(untracked())
+    }
+
+    fn dense(
+        call: &DenseCall,
+        input: DenseInput<FloatTensor<B>, IntTensor<B>>,
+        shards: Vec<FloatTensor<B>>,
+    ) -> Result<FloatTensor<B>> {
+        run_dense::<B>(call, &input, &shards, false)
     }
 
     fn group_of_one(config: GroupConfig, device: &B::Device) -> Result<DeviceGroup> {

@@ -117,7 +117,7 @@ pub(super) fn run_forward<B: NativeMemory>(
             // Before the call: nothing of the back end's fails behind it.
             let y = B::view_mut(&mut results.y)?;
             let details = results.details.as_mut().map(DetailResults::view_mut).transpose()?;
-            let sources = experts.as_ref().map(Chained::sources).transpose()?;
+            let sources = experts.as_ref().map(|experts| experts.sources(backward)).transpose()?;
             let params = with_sources(&views.params, sources.as_ref());
             let inputs = Inputs { x: views.x.borrow(), params: &params };
             let made = call.layer.forward_into(entry.enter(), mode, inputs, y)?;
@@ -210,7 +210,7 @@ pub(super) fn run_backward<B: NativeMemory>(
         let cotangents = Cotangents { y, aux: aux.map_or(Scalar::Host(0.0), Scalar::Device) };
         let trained = tracked.makes(ParamKind::Up) || tracked.makes(ParamKind::Down);
         ordered::<B, _>(call, &core, || {
-            let sources = experts.as_ref().map(Chained::sources).transpose()?;
+            let sources = experts.as_ref().map(|experts| experts.sources(true)).transpose()?;
             let mut shards =
                 experts.as_ref().filter(|_| trained).map(|experts| experts.gradients(&context)).transpose()?;
             let mut into = GradientsMut::none();

@@ -9,12 +9,13 @@ use crate::checkpoint::{Block, BlockParams, BlockShards, Checkpoint};
 use crate::comm::Op;
 use crate::cpu::Cpu;
 use crate::error::Error;
-use crate::etp::{Chain, Payload};
+use crate::etp::{Chain, Payload, Shards};
 use crate::layer::{Layer, LayerSpec, ParamKind, PerParam};
 
 use super::etp::VarShard;
 use super::group::DeviceGroup;
-use super::host::Host;
+use super::host::{Host, copy_of};
+use super::initial::{ShardInit, full_name};
 use super::module::ExpertParallelMoE;
 use super::options::{LoadAs, Parameters, place_in, tensor};
 use super::sharded_weights::{ShardedTensor, ShardedWeights, Use, check_shard};
@@ -272,6 +273,42 @@ impl ExpertParallelMoE {
     }
 }
 
+impl ExpertParallelMoE {
+    /// From layer `layer` of a checkpoint whose experts are quantized (NVFP4, MXFP4, fp8 in blocks): they stay as they are
+    /// stored, frozen shards of `chain`, over the ranks with the same experts. The product reads the gathered codes, and
+    /// gradients pass through them to x and router. [`Parameters`] are those of router and shared expert; the experts'
+    /// biases are frozen with them. A rank holds the block that
+    /// [`Checkpoint::load_quantized`] reads until it is cut.
+    ///
+    /// # Errors
+    /// Errors of [`Checkpoint::load_quantized`]; as [`sharded`](Self::sharded). What the module has of its experts cannot
+    /// be saved, trained or read: it has no tensors of them.
+    pub fn from_checkpoint_stored<'a, D: Host>(
+        checkpoint: &Checkpoint,
+        layer: usize,
+        group: impl Into<DeviceGroup>,
+        chain: &Arc<Chain<D>>,
+        load: impl Into<LoadAs<'a>>,
+    ) -> Result<Self> {
+        const CALL: &str = "ExpertParallelMoE::from_checkpoint_stored";
+        let (group, load) = (group.into(), load.into());
+        ShardedIn { chain, payload: Payload::Plain, weights: None }.check_device(&group)?;
+        let block = checkpoint.load_quantized(layer, load.options(&group)?)?;
+        group.any().membership().check_experts(CALL, block.config.router.num_experts)?;
+        let number = group.any().membership().number_layer(Some(layer as u32));
+        let params = PerParam::try_from_fn(|kind| -> Result<_> {
+            let Some(t) = block.get(kind) else { return Ok(None) };
+            let params = if kind.is_replicated() { load.params } else { Parameters::Frozen };
+            tensor(copy_of(&Cpu::new(), t)?, group.device(), params).map(Some)
+        })?;
+        let layer = Layer::new(block.config.clone(), number)?;
+        let experts = [&block.up, &block.down].map(|weight| weight.to(chain.device()));
+        let [up, down] = experts;
+        let sharded = Some(Sharded::stored(chain, &layer, [&up?, &down?])?);
+        Ok(Self { layer, group, params, sharded, training: Arc::default() })
+    }
+}
+
 /// Parameters as candle's tensors.
 fn tensors(block: BlockParams, device: &Device, params: Parameters) -> Result<PerParam<Option<Tensor>>> {
     block.into_per_param().try_map(|_, t| t.map(|t| tensor(t, device, params)).transpose())
@@ -290,18 +327,7 @@ fn variables<D: Host>(
         chain.check_device(group)?;
     }
     let params = PerParam::try_from_fn(|kind| -> Result<Option<Tensor>> {
-        let Some(mut dims) = kind.dims(config, local) else { return Ok(None) };
-        match &chain {
-            Some(ShardedIn { chain, .. }) if is_expert_weight(kind) => {
-                dims = chain.shards(&dims)?.shard_dims().to_vec();
-            }
-            Some(in_chain) => {
-                if let Some(chain) = in_chain.of(kind) {
-                    dims = ShardedTensor::cut(chain, &dims)?.shard_dims().to_vec();
-                }
-            }
-            None => {}
-        }
+        let Some(dims) = kind.dims(config, local) else { return Ok(None) };
         let init = match kind.fan_in(config) {
             Some(n) => {
                 let bound = 1.0 / (n as f64).sqrt();
@@ -314,7 +340,21 @@ fn variables<D: Host>(
             (ParamKind::SelectionBias, DType::BF16 | DType::F16) => DType::F32,
             (_, dtype) => dtype,
         };
-        vb.get_with_hints_dtype(dims, kind.name(), init, dtype).map(Some)
+        let Some(chain) = &chain else { return vb.get_with_hints_dtype(dims, kind.name(), init, dtype).map(Some) };
+        let (cut, rank, is_shard) = chain.cut(kind, &dims)?;
+        let shard = ShardInit {
+            name: kind.name(),
+            full_name: full_name(&vb, kind.name()),
+            dims: &dims,
+            rank,
+            shape: if is_shard { cut.shard_dims().to_vec() } else { dims.clone() },
+            cut,
+            before: if kind.is_replicated() { 0 } else { group.rank() * dims.iter().product::<usize>() },
+            init,
+            dtype,
+            seed: chain.chain.options().seed,
+        };
+        shard.tensor(&vb).map(Some)
     })?;
     let sharded = match chain {
         Some(in_chain) => in_chain.add(layer, local, &params)?,
@@ -334,6 +374,15 @@ impl<D: Host> ShardedIn<'_, D> {
         }
         let found = D::other(group.device());
         Err(Error::invalid("ExpertParallelMoE::sharded", "group", "the chain's device", found))
+    }
+
+    /// The cut of a parameter of these sizes, this rank's place in it, and whether it is cut at all.
+    fn cut(&self, kind: ParamKind, dims: &[usize]) -> crate::Result<(Shards, usize, bool)> {
+        match self.of(kind) {
+            _ if is_expert_weight(kind) => Ok((self.chain.shards(dims)?, self.chain.rank(), true)),
+            Some(chain) => Ok((ShardedTensor::cut(chain, dims)?, chain.rank(), true)),
+            None => Ok((Shards::new(&Shards::lines(dims), 1, 1)?, 0, false)),
+        }
     }
 
     /// The chain that a parameter beside the experts' weights is cut for.

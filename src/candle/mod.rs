@@ -115,6 +115,7 @@ mod error;
 mod etp;
 mod group;
 mod host;
+mod initial;
 mod leaving;
 mod main_gradients;
 mod module;

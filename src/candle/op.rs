@@ -116,10 +116,11 @@ impl<D: Host> PendingBackward<D> {
             None => expert_gradients(&device, &self.device, &self.params)?,
             Some(_) => None,
         };
+        let stored = self.experts.as_ref().is_some_and(Chained::is_stored);
         let wanted = Wanted {
             x: self.tracks_x,
             router: any(&[ParamKind::Router, ParamKind::RouterBias]),
-            experts: main.is_none() && any(&EXPERTS),
+            experts: main.is_none() && !stored && any(&EXPERTS),
             shared: any(&[ParamKind::SharedUp, ParamKind::SharedDown, ParamKind::SharedGate]),
         };
         let params = contiguous(CALL, &self.params)?;
@@ -129,7 +130,7 @@ impl<D: Host> PendingBackward<D> {
         tensors.extend(d_aux.as_ref().map(|d| ("gradient of aux", d)));
         with_views(&device, CALL, &tensors, |views| {
             let held = self.experts.as_ref().map(|experts| &experts.held);
-            let sources = held.map(held_sources).transpose()?;
+            let sources = held.map(|held| held_sources(held, true)).transpose()?;
             let guards = sources.as_ref().map(|sources| acquire(&device, sources)).transpose()?;
             let weights = views_of(&params, &views[1..first], held.zip(guards.as_ref()))?;
             let mut left = views[first..].iter().copied();
@@ -137,7 +138,7 @@ impl<D: Host> PendingBackward<D> {
             let aux = left.next().map_or(Scalar::Host(self.aux_scale), Scalar::Device);
             let cotangents = Cotangents { y, aux };
             if let Some(experts) = &self.experts {
-                let sources = experts.sources()?;
+                let sources = experts.sources(true)?;
                 let mut shards = if wanted.experts { Some(experts.gradients(&context)?) } else { None };
                 let mut others = HeldGradients::new(&experts.held, tracks)?;
                 let mut given = GradientsMut::none();

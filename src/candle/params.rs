@@ -4,7 +4,7 @@ use candle_core::Tensor;
 
 use crate::adapter::{HeldGuards, HeldWeight, view};
 use crate::error::Result;
-use crate::layer::{ParamViews, PerParam};
+use crate::layer::{ParamKind, ParamViews, PerParam};
 use crate::tensor::TensorRef;
 
 use super::error::framework;
@@ -27,9 +27,16 @@ pub(super) fn views_of<'a, D: Host>(
     views: &'a [TensorRef<'_, D>],
     gathered: Option<Gathered<'a, '_, D>>,
 ) -> Result<ParamViews<'a, D>> {
+    let all = views;
     let mut views = views.iter().map(TensorRef::borrow);
+    // Experts that stay quantized are no tensors, and are given as sources: the first parameter stands for them.
+    let stands_in = |kind| matches!(kind, ParamKind::Up | ParamKind::Down) && gathered.is_some();
     ParamViews::collect(|kind| {
-        let own = params.get(kind).and_then(|_| views.next());
+        let own = match params.get(kind) {
+            None if stands_in(kind) => all.first().map(TensorRef::borrow),
+            None => None,
+            Some(_) => views.next(),
+        };
         let held = gathered.and_then(|(held, guards)| held.get(kind).zip(guards.get(kind)));
         held.map(|(held, guard)| view(held, guard)).transpose().map(|whole| whole.or(own))
     })

@@ -137,11 +137,11 @@ fn layer<D: Host>(
     RefusalGuard::forward(call.layer, &mut group).run(|entry| {
         let params = contiguous(CALL, call.params)?;
         with_views(&device, CALL, &named(call.flat, &params), |views| {
-            let held = experts.map(|experts| held_sources(&experts.held)).transpose()?;
+            let held = experts.map(|experts| held_sources(&experts.held, mode.backward)).transpose()?;
             let guards = held.as_ref().map(|held| acquire(&device, held)).transpose()?;
             let gathered = experts.map(|experts| &experts.held).zip(guards.as_ref());
             let weights = views_of(&params, &views[1..], gathered)?;
-            let sources = experts.map(Chained::sources).transpose()?;
+            let sources = experts.map(|experts| experts.sources(mode.backward)).transpose()?;
             let params = with_sources(&weights, sources.as_ref());
             call.layer.forward(entry.enter(), mode, views[0].borrow(), &params)
         })

@@ -18,6 +18,7 @@ use crate::weights::{Weight, WeightSource};
 use super::error::framework;
 use super::etp::VarShard;
 use super::host::{Host, copy_of, dtype_of, into_candle, with_views};
+use super::initial::{ShardInit, full_name};
 use super::module::part_of;
 use super::optimizer::AdamWParam;
 use super::options::{Parameters, place_in, tensor};
@@ -89,9 +90,9 @@ impl<D: Host> ShardedTensor<D> {
         Ok(Self { chain: Arc::clone(chain), id, name, dims: dims.to_vec(), shard, held: of.held, part })
     }
 
-    /// The whole weight, in memory of candle's (collective).
-    fn gather(&self) -> crate::Result<Tensor> {
-        let (device, source) = (self.chain.device(), self.chain.source(self.id)?);
+    /// The whole weight, in memory of candle's (collective); `backward`: a backward gathers it again.
+    fn gather(&self, backward: bool) -> crate::Result<Tensor> {
+        let (device, source) = (self.chain.device(), self.chain.source(self.id)?.with_backward(backward));
         let guard = source.acquire()?;
         device.wait(guard.ready.as_ref())?;
         let Weight::Dense(whole) = guard.weight()? else {
@@ -130,7 +131,8 @@ impl<D: Host> ShardedTensor<D> {
 /// weight is there while it is in use.
 ///
 /// Variables are named as those of candle-nn's layers, and hold this rank's shard, `[S, C]` of the weight's
-/// [lines](Shards::lines). Modules run within the chain's passes, in backward in reverse; of operands of one operation
+/// [lines](Shards::lines). New ones have the initial values of their names and places, under
+/// [`EtpOptions::seed`](crate::etp::EtpOptions::seed). Modules run within the chain's passes, in backward in reverse; of operands of one operation
 /// the left one comes first. Their gradients come with [`finish_sharded`](super::finish_sharded).
 ///
 /// ```
@@ -251,15 +253,26 @@ impl<'a, D: Host> ShardedWeights<'a, D> {
 
     fn weight(&self, name: &str, dims: &[usize], init: Init) -> Result<Arc<ShardedTensor<D>>> {
         let cut = ShardedTensor::cut(&self.chain, dims)?;
-        let shard = self.vb.get_with_hints(&cut.shard_dims(), name, init)?;
+        let shard = ShardInit {
+            name,
+            full_name: self.full_name(name),
+            dims,
+            rank: self.chain.rank(),
+            shape: cut.shard_dims().to_vec(),
+            cut,
+            before: 0,
+            init,
+            dtype: self.vb.dtype(),
+            seed: self.chain.options().seed,
+        };
+        let shard = shard.tensor(&self.vb)?;
         let weight = ShardedTensor::new(&self.chain, self.full_name(name), dims, shard, ALONE)?;
         Ok(self.keep(weight))
     }
 
     /// A weight's name behind those before it.
     pub(super) fn full_name(&self, name: &str) -> String {
-        let prefix = self.vb.prefix();
-        if prefix.is_empty() { name.to_string() } else { format!("{prefix}.{name}") }
+        full_name(&self.vb, name)
     }
 
     /// Where variables come from.
@@ -367,18 +380,16 @@ impl<D: Host> ShardedModule<D> {
         self.with(LinearFunction)
     }
 
-    fn gather(&self, backward: bool) -> crate::Result<Vec<Tensor>> {
-        if !backward {
-            return self.weights.iter().map(|weight| weight.gather()).collect();
-        }
-        // The chain goes back the way that forward came.
-        let mut whole = self.weights.iter().rev().map(|weight| weight.gather()).collect::<crate::Result<Vec<_>>>()?;
+    /// The whole weights of a backward: the chain goes back the way that forward came.
+    fn gather_back(&self) -> crate::Result<Vec<Tensor>> {
+        let whole = self.weights.iter().rev().map(|weight| weight.gather(true));
+        let mut whole = whole.collect::<crate::Result<Vec<_>>>()?;
         whole.reverse();
         Ok(whole)
     }
 
     fn gradient(&self, x: &Tensor, gradient: &Tensor) -> Result<Option<Tensor>> {
-        let whole = self.gather(true)?;
+        let whole = self.gather_back()?;
         let gradient = gradient.contiguous()?;
         let (d_x, of_weights) = self.function.backward(&x.detach(), &whole, &gradient, x.track_op())?;
         drop(whole);
@@ -405,7 +416,9 @@ impl<D: Host> ShardedModule<D> {
 
 impl<D: Host> Module for ShardedModule<D> {
     fn forward(&self, x: &Tensor) -> Result<Tensor> {
-        let whole = self.gather(false)?;
+        let trained = self.weights.iter().find(|weight| weight.shard.is_variable());
+        let backward = trained.is_some() || x.track_op();
+        let whole = self.weights.iter().map(|weight| weight.gather(backward)).collect::<crate::Result<Vec<_>>>()?;
         let y = self.function.forward(&x.detach(), &whole)?;
         drop(whole);
         if y.track_op() {
@@ -414,7 +427,6 @@ impl<D: Host> Module for ShardedModule<D> {
             return Err(Error::invalid("ShardedModule::forward", "function", expected, found).into());
         }
         let y = y.detach();
-        let trained = self.weights.iter().find(|weight| weight.shard.is_variable());
         // candle tracks what hangs from a variable.
         let from = match trained {
             Some(weight) => &weight.shard,

@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use crate::cpu::Cpu;
 use crate::dtype::DType;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::layer::PerParam;
 use crate::optim::ParamShard;
 use crate::tensor::Tensor;
@@ -28,7 +28,8 @@ impl fmt::Debug for RankPart<'_> {
 }
 
 impl<'a> RankPart<'a> {
-    /// A part whose bytes `read` gives, by elements counted from the part's first.
+    /// A part whose bytes `read` gives, by elements counted from the part's first. Others than those are an error of
+    /// the save, on every rank.
     pub fn new(dtype: DType, shard: ParamShard, read: impl Fn(Range<usize>) -> Result<Vec<u8>> + 'a) -> Self {
         Self { dtype, shard, read: Arc::new(read) }
     }
@@ -37,7 +38,8 @@ impl<'a> RankPart<'a> {
     pub fn of(shard: ParamShard, tensor: &'a Tensor<Cpu>) -> Self {
         let size = tensor.dtype().size();
         Self::new(tensor.dtype(), shard, move |range| {
-            Ok(tensor.as_bytes()[range.start * size..range.end * size].to_vec())
+            // Of a tensor that is too small nothing, which a save refuses.
+            Ok(tensor.as_bytes().get(range.start * size..range.end * size).unwrap_or_default().to_vec())
         })
     }
 
@@ -56,10 +58,16 @@ impl<'a> RankPart<'a> {
         rows.start * width..rows.end * width
     }
 
-    /// Bytes of elements of the whole tensor that this rank holds.
-    pub(super) fn read(&self, elements: Range<usize>) -> Result<Vec<u8>> {
+    /// Bytes of elements of the whole tensor that this rank holds; `name` of the tensor for errors.
+    pub(super) fn read(&self, name: &str, elements: Range<usize>) -> Result<Vec<u8>> {
         let first = self.elements().start;
-        (self.read)(elements.start - first..elements.end - first)
+        let own = elements.start - first..elements.end - first;
+        let (expected, read) = (own.len() * self.dtype.size(), (self.read)(own.clone())?);
+        if read.len() != expected {
+            let expected = format!("{expected} bytes for elements {own:?}");
+            return Err(Error::invalid("Checkpoint::save_parts", format!("part of {name}"), expected, read.len()));
+        }
+        Ok(read)
     }
 }
 

@@ -195,7 +195,7 @@ impl<'a> RankParams<'a> {
         })?;
         let own = owners.iter().find(|(owner, _)| *owner == rank);
         let own = match own {
-            Some((_, range)) => self.part(item)?.read(range.clone())?,
+            Some((_, range)) => self.part(item)?.read(&self.name(item), range.clone())?,
             None => Vec::new(),
         };
         let lengths: Vec<(usize, usize)> = owners.iter().map(|(owner, range)| (*owner, range.len() * size)).collect();

@@ -280,13 +280,13 @@ impl<D: ShardDevice> CollectiveThread<D> {
         made.map_or_else(own, Ok)
     }
 
-    /// A number of each rank (collective).
+    /// A number of each rank (collective); the host waits for the thread's collectives, not for the computation.
     ///
     /// # Errors
     /// The collective's.
     pub fn compare(&self, tag: Tag, own: u64) -> Result<Vec<u64>> {
         let CollectiveResult { numbers, outcome, .. } =
-            self.enqueue(Collective::Compare { tag, own, all: Vec::new() }).wait();
+            self.enqueue_after(Collective::Compare { tag, own, all: Vec::new() }, Ok(None)).wait();
         outcome.map(|()| numbers)
     }
 

@@ -26,6 +26,8 @@ mod chain;
 mod collective_thread;
 mod fault;
 mod in_place;
+#[cfg(any(test, feature = "candle"))]
+mod initial;
 mod quantized_shard;
 mod shards;
 mod source;
@@ -52,6 +54,8 @@ pub use chain::reduce::GradientBuffer;
 pub use chain::report::ChainMemory;
 #[cfg(feature = "candle")]
 pub(crate) use collective_thread::recover;
+#[cfg(feature = "candle")]
+pub(crate) use initial::{Distribution, initial_values};
 pub use shards::Shards;
 pub use source::{Shard, ShardSource};
 pub use stored_weight::{QuantizedWeight, ShardedQuantized};
@@ -192,6 +196,9 @@ pub struct EtpOptions {
     /// Groups that hold copies of the same shards (data parallelism around the chain): 1 if there is none. The ranks of
     /// [`Chain::finish`]'s communicator.
     pub replicas: usize,
+    /// Seed of initial values, where a module draws its shards: an element's is that of seed, name and place in the
+    /// whole weight, the same on all replicas of a shard and at any number of ranks. The same on replicas, too.
+    pub seed: u64,
 }
 
 impl Default for EtpOptions {
@@ -204,6 +211,7 @@ impl Default for EtpOptions {
             reduction: Reduction::Native,
             scale: Scale::Sum,
             replicas: 1,
+            seed: 0,
         }
     }
 }

@@ -29,6 +29,13 @@ pub struct QuantizedWeight {
     places: Places,
 }
 
+#[cfg(feature = "candle")]
+impl QuantizedWeight {
+    pub(crate) fn id(&self) -> WeightId {
+        self.id
+    }
+}
+
 type Places = [Range<usize>; 3];
 
 /// The places of parts of these sizes, and the bytes of all.
@@ -46,6 +53,17 @@ fn places(bytes: [usize; 3]) -> (Places, usize) {
 pub struct ShardedQuantized<'a, D: ShardDevice> {
     bytes: ShardedWeight<'a, D>,
     weight: QuantizedWeight,
+}
+
+impl<D: ShardDevice> ShardedQuantized<'_, D> {
+    /// As [`ShardedWeight::without_backward`].
+    pub fn without_backward(self) -> Self {
+        self.with_backward(false)
+    }
+
+    pub(crate) fn with_backward(self, backward: bool) -> Self {
+        Self { bytes: self.bytes.with_backward(backward), ..self }
+    }
 }
 
 impl<D: ShardDevice> fmt::Debug for ShardedQuantized<'_, D> {

@@ -24,6 +24,7 @@ mod nccl_gpus;
 mod order;
 mod reduce;
 mod sharded;
+mod sharded_dense;
 mod support;
 #[path = "../common/trials.rs"]
 mod trials;
@@ -49,6 +50,7 @@ fn main() -> ExitCode {
         ("module", module::cases()),
         ("reduce", reduce::cases()),
         ("sharded", sharded::cases()),
+        ("sharded_dense", sharded_dense::cases()),
         ("user", user::cases()),
     ];
     for (file, cases) in files {

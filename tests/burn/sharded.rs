@@ -25,16 +25,16 @@ use crate::trials::tests;
 
 const STEPS: usize = 3;
 
-type Comm<S> = Box<dyn Communicator<CoreDevice<S>>>;
+pub type Comm<S> = Box<dyn Communicator<CoreDevice<S>>>;
 
 /// A rank of a world, whose experts are those of EP rank `rank % ep`.
 pub struct Place<S: Meshed> {
-    rank: usize,
-    group: DeviceGroup,
-    shards: ShardedParams<S>,
+    pub rank: usize,
+    pub group: DeviceGroup,
+    pub shards: ShardedParams<S>,
     /// The ranks with the same experts.
-    data: Comm<S>,
-    world: Comm<S>,
+    pub data: Comm<S>,
+    pub world: Comm<S>,
 }
 
 /// How ranks are spread: `ep` of them divide the experts, and those with the same experts share their shards.
@@ -129,7 +129,7 @@ impl Meshed for Flex {
     }
 }
 
-fn on_mesh<S: Meshed, T: Send>(mesh: Mesh, prefetch: bool, run: impl Fn(Place<S>) -> T + Sync) -> Vec<T> {
+pub fn on_mesh<S: Meshed, T: Send>(mesh: Mesh, prefetch: bool, run: impl Fn(Place<S>) -> T + Sync) -> Vec<T> {
     thread::scope(|scope| {
         let seat = |(rank, (number, links)): (usize, (u16, Links<S>))| {
             let run = &run;

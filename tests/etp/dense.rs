@@ -23,16 +23,16 @@ use super::random::Random;
 use super::test_ranks::MINUTE;
 use super::world::mesh;
 
-type Failure = Box<dyn std::error::Error + Send + Sync>;
+pub type Failure = Box<dyn std::error::Error + Send + Sync>;
 
-const WORLD: usize = 4;
-const VOCABULARY: usize = 24;
-const H: usize = 8;
-const EXPERTS: usize = 4;
+pub const WORLD: usize = 4;
+pub const VOCABULARY: usize = 24;
+pub const H: usize = 8;
+pub const EXPERTS: usize = 4;
 const STEPS: usize = 3;
 
 /// Names and sizes of the weights.
-fn sizes() -> Vec<(String, Vec<usize>)> {
+pub fn sizes() -> Vec<(String, Vec<usize>)> {
     let around = [
         ("embed.weight", vec![VOCABULARY, H]),
         ("proj.weight", vec![H, H]),
@@ -46,21 +46,21 @@ fn sizes() -> Vec<(String, Vec<usize>)> {
     around.map(|(name, dims)| (name.to_string(), dims)).into_iter().chain(layer).collect()
 }
 
-fn values(seed: u64, count: usize) -> Vec<f32> {
+pub fn values(seed: u64, count: usize) -> Vec<f32> {
     let mut random = Random::new(super::devices::seed::seed(seed));
     (0..count).map(|_| (0.5 * random.normal()) as f32).collect()
 }
 
-fn flat(t: &Tensor) -> Vec<f32> {
+pub fn flat(t: &Tensor) -> Vec<f32> {
     t.flatten_all().unwrap().to_vec1().unwrap()
 }
 
-fn bits(values: &[f32]) -> Vec<u32> {
+pub fn bits(values: &[f32]) -> Vec<u32> {
     values.iter().map(|v| v.to_bits()).collect()
 }
 
 /// The whole weights.
-fn whole() -> HashMap<String, Tensor> {
+pub fn whole() -> HashMap<String, Tensor> {
     let of = |(i, (name, dims)): (usize, (String, Vec<usize>))| {
         let values = values(i as u64, dims.iter().product());
         (name, Tensor::from_vec(values, dims, &Device::Cpu).unwrap())
@@ -69,7 +69,7 @@ fn whole() -> HashMap<String, Tensor> {
 }
 
 /// A rank's shard of a weight.
-fn shard(chain: &Chain<Cpu>, name: &str, whole: &Tensor) -> Result<Tensor, Failure> {
+pub fn shard(chain: &Chain<Cpu>, name: &str, whole: &Tensor) -> Result<Tensor, Failure> {
     let expert = ["moe.experts.up", "moe.experts.down"].contains(&name);
     let cut = chain.shards(&if expert { whole.dims().to_vec() } else { Shards::lines(whole.dims()).to_vec() })?;
     let whole = moebius::Tensor::<Cpu>::from_vec(flat(whole), cut.dims())?;
@@ -77,17 +77,17 @@ fn shard(chain: &Chain<Cpu>, name: &str, whole: &Tensor) -> Result<Tensor, Failu
     Ok(Tensor::from_slice(own.as_slice::<f32>()?, own.dims(), &Device::Cpu)?)
 }
 
-fn builder(tensors: HashMap<String, Tensor>) -> VarBuilder<'static> {
+pub fn builder(tensors: HashMap<String, Tensor>) -> VarBuilder<'static> {
     let var = |(name, t): (String, Tensor)| (name, Var::from_tensor(&t).unwrap().into_inner());
     VarBuilder::from_tensors(tensors.into_iter().map(var).collect(), DType::F32, &Device::Cpu)
 }
 
-fn norm(x: &Tensor, weights: &[Tensor]) -> CandleResult<Tensor> {
+pub fn norm(x: &Tensor, weights: &[Tensor]) -> CandleResult<Tensor> {
     let scale = (x.sqr()?.mean_keepdim(D::Minus1)? + 1e-6)?.sqrt()?;
     x.broadcast_div(&scale)?.broadcast_mul(&weights[0])
 }
 
-fn ids(step: usize, rank: usize) -> (Tensor, Tensor) {
+pub fn ids(step: usize, rank: usize) -> (Tensor, Tensor) {
     let tokens = 3 + rank;
     let of = |shift: usize| -> Vec<u32> {
         (0..tokens).map(|t| ((t * 7 + rank * 5 + step * 3 + shift) % VOCABULARY) as u32).collect()
@@ -97,7 +97,7 @@ fn ids(step: usize, rank: usize) -> (Tensor, Tensor) {
 }
 
 /// A layer with whatever can be sharded.
-fn config() -> MoeConfig {
+pub fn config() -> MoeConfig {
     let mut config = MoeConfig::new(H, 6, EXPERTS, 2);
     config.shared = Some(SharedConfig { intermediate: 4, gated: true });
     config.router.logit_bias = true;
@@ -107,7 +107,7 @@ fn config() -> MoeConfig {
 }
 
 /// The model around whatever its layers are.
-struct Model<'a> {
+pub struct Model<'a> {
     embed: &'a dyn Module,
     proj: &'a dyn Module,
     norm: &'a dyn Module,
@@ -116,7 +116,7 @@ struct Model<'a> {
 }
 
 impl Model<'_> {
-    fn loss(&self, (ids, targets): (Tensor, Tensor)) -> CandleResult<Tensor> {
+    pub fn loss(&self, (ids, targets): (Tensor, Tensor)) -> CandleResult<Tensor> {
         let x = self.norm.forward(&self.embed.forward(&ids)?)?;
         let x = (&x + self.proj.forward(&x)?.silu()?)?;
         let out = self.moe.forward_full(&x, None)?;
@@ -128,7 +128,7 @@ impl Model<'_> {
 type Trained = (Vec<u32>, HashMap<String, Vec<u32>>);
 
 /// ((0 + 1) + (2 + 3)) of the ranks' values.
-fn sum_over(comm: &mut dyn Communicator<Cpu>, own: &[f32]) -> Result<Vec<f32>, Failure> {
+pub fn sum_over(comm: &mut dyn Communicator<Cpu>, own: &[f32]) -> Result<Vec<f32>, Failure> {
     let mut all = vec![0f32; own.len() * WORLD];
     let dims = [all.len()];
     let recv = TensorMut::<Cpu>::from_slice(&mut all, &dims)?;
@@ -141,16 +141,50 @@ fn adam_options(max_norm: Option<f64>) -> AdamWOptions {
     AdamWOptions { group: GroupOptions { lr: 0.01, ..GroupOptions::default() }, max_norm, ..AdamWOptions::default() }
 }
 
-/// The model of whole weights on each of the ranks, with candle's own layers.
+/// The model of whole weights, with candle's own layers.
+pub struct Whole {
+    embed: candle_nn::Embedding,
+    proj: candle_nn::Linear,
+    norm: candle_nn::Func<'static>,
+    moe: ExpertParallelMoE,
+    head: candle_nn::Linear,
+}
+
+impl Whole {
+    pub fn new(vb: VarBuilder<'static>) -> Result<Self, Failure> {
+        let norm_weight = vb.pp("norm").get(H, "weight")?;
+        Ok(Self {
+            embed: candle_nn::embedding(VOCABULARY, H, vb.pp("embed"))?,
+            proj: candle_nn::linear(H, H, vb.pp("proj"))?,
+            norm: candle_nn::func(move |x| norm(x, std::slice::from_ref(&norm_weight))),
+            moe: ExpertParallelMoE::new(Layer::new(config(), 0)?, EpGroup::single(&config())?, vb.pp("moe"))?,
+            head: candle_nn::linear_no_bias(H, VOCABULARY, vb.pp("head"))?,
+        })
+    }
+
+    pub fn model(&self) -> Model<'_> {
+        Model { embed: &self.embed, proj: &self.proj, norm: &self.norm, moe: &self.moe, head: &self.head }
+    }
+
+    /// Its variables by the weights' names.
+    pub fn vars(&self) -> Vec<(String, Tensor)> {
+        let of = |kind: ParamKind| Some((format!("moe.{}", kind.name()), self.moe.param(kind)?.clone()));
+        let around = [
+            ("embed.weight", Some(self.embed.embeddings())),
+            ("proj.weight", Some(self.proj.weight())),
+            ("proj.bias", self.proj.bias()),
+            ("head.weight", Some(self.head.weight())),
+        ];
+        let around = around.into_iter().filter_map(|(name, t)| Some((name.to_string(), t?.clone())));
+        around.chain(ParamKind::ALL.into_iter().filter_map(of)).filter(|(_, t)| t.is_variable()).collect()
+    }
+}
+
+/// It trained on each of the ranks.
 fn train_whole(rank: usize, comm: &mut dyn Communicator<Cpu>) -> Result<Trained, Failure> {
     let vb = builder(whole());
-    let embed = candle_nn::embedding(VOCABULARY, H, vb.pp("embed"))?;
-    let proj = candle_nn::linear(H, H, vb.pp("proj"))?;
-    let norm_weight = vb.pp("norm").get(H, "weight")?;
-    let norm = candle_nn::func(move |x| norm(x, std::slice::from_ref(&norm_weight)));
-    let head = candle_nn::linear_no_bias(H, VOCABULARY, vb.pp("head"))?;
-    let moe = ExpertParallelMoE::new(Layer::new(config(), 0)?, EpGroup::single(&config())?, vb.pp("moe"))?;
-    let model = Model { embed: &embed, proj: &proj, norm: &norm, moe: &moe, head: &head };
+    let whole = Whole::new(vb.clone())?;
+    let model = whole.model();
     let vars = sizes().into_iter().map(|(name, dims)| {
         let var = Var::from_tensor(&vb.get(dims, &name)?)?;
         Ok((name, var))
@@ -174,17 +208,17 @@ fn train_whole(rank: usize, comm: &mut dyn Communicator<Cpu>) -> Result<Trained,
 }
 
 /// The sharded model, as a user writes it.
-struct Sharded {
-    weights: ShardedWeights<'static>,
-    embed: ShardedModule,
-    proj: ShardedModule,
-    norm: ShardedModule,
-    moe: ExpertParallelMoE,
-    head: ShardedModule,
+pub struct Sharded {
+    pub weights: ShardedWeights<'static>,
+    pub embed: ShardedModule,
+    pub proj: ShardedModule,
+    pub norm: ShardedModule,
+    pub moe: ExpertParallelMoE,
+    pub head: ShardedModule,
 }
 
 impl Sharded {
-    fn new(chain: &Arc<Chain<Cpu>>, vb: VarBuilder<'static>) -> CandleResult<Self> {
+    pub fn new(chain: &Arc<Chain<Cpu>>, vb: VarBuilder<'static>) -> CandleResult<Self> {
         let weights = ShardedWeights::new(chain, vb);
         let embed = weights.pp("embed").embedding(VOCABULARY, H)?;
         let norm = weights.pp("norm").function(&[("weight", &[H], Init::Const(1.0))], norm)?;
@@ -195,11 +229,17 @@ impl Sharded {
         Ok(Self { weights, embed, proj, norm, moe, head })
     }
 
-    fn model(&self) -> Model<'_> {
+    pub fn model(&self) -> Model<'_> {
         Model { embed: &self.embed, proj: &self.proj, norm: &self.norm, moe: &self.moe, head: &self.head }
     }
 
-    fn shards(&self) -> Vec<(WeightId, Var)> {
+    /// A variable by its weight's name.
+    pub fn var(&self, name: &str) -> Option<Var> {
+        let all = self.optimizer_params().ok()?;
+        all.iter().find(|param| param.name() == name).map(|param| param.var().clone())
+    }
+
+    pub fn shards(&self) -> Vec<(WeightId, Var)> {
         self.weights.shards().into_iter().chain(self.moe.shards()).collect()
     }
 
@@ -207,7 +247,7 @@ impl Sharded {
         Ok(self.weights.optimizer_params().into_iter().chain(self.moe.optimizer_params("moe")?).collect())
     }
 
-    fn step(
+    pub fn step(
         &self,
         of: (Tensor, Tensor),
         replicas: Option<&mut dyn Communicator<Cpu>>,
@@ -225,16 +265,16 @@ impl Sharded {
 }
 
 /// Place of one of the ranks: chains of `n`, beside each other as replicas.
-struct Rank {
-    w: usize,
-    chain: Arc<Chain<Cpu>>,
-    replicas: Option<Box<dyn Communicator<Cpu>>>,
+pub struct Rank {
+    pub w: usize,
+    pub chain: Arc<Chain<Cpu>>,
+    pub replicas: Option<Box<dyn Communicator<Cpu>>>,
     /// The chain's ranks, for an optimizer.
-    beside: Box<dyn Communicator<Cpu>>,
-    world: Box<dyn Communicator<Cpu>>,
+    pub beside: Box<dyn Communicator<Cpu>>,
+    pub world: Box<dyn Communicator<Cpu>>,
 }
 
-fn ranks<R: Send>(
+pub fn ranks<R: Send>(
     n: usize,
     options: EtpOptions,
     run: impl Fn(Rank) -> Result<R, Failure> + Sync,
@@ -258,7 +298,7 @@ fn ranks<R: Send>(
     })
 }
 
-const PAIRS: EtpOptions = EtpOptions {
+pub const PAIRS: EtpOptions = EtpOptions {
     pad: 16,
     prefetch: true,
     ahead: 1,
@@ -266,6 +306,7 @@ const PAIRS: EtpOptions = EtpOptions {
     reduction: Reduction::Pairwise,
     scale: moebius::etp::Scale::Sum,
     replicas: 1,
+    seed: 0,
 };
 
 fn train_sharded(n: usize, options: EtpOptions, max_norm: Option<f64>) -> Vec<Trained> {
@@ -350,7 +391,7 @@ fn memory_falls_with_the_number_of_ranks() {
     assert!(buffers.iter().all(|of| *of == buffers[0]), "{buffers:?}");
 }
 
-fn shards_of(chain: &Chain<Cpu>) -> Result<VarBuilder<'static>, Failure> {
+pub fn shards_of(chain: &Chain<Cpu>) -> Result<VarBuilder<'static>, Failure> {
     let shards: Result<HashMap<_, _>, Failure> = whole()
         .into_iter()
         .map(|(name, t)| {

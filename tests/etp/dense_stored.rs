@@ -226,6 +226,11 @@ fn parts_that_do_not_fit_are_refused_on_every_rank() {
             Err(moebius::Error::Framework { call: "test", framework: "candle", message: "out of luck".into() })
         });
         errors.push(refused(&[], &[tensor("model.norm.weight", &[64], broken)]));
+        // One reads less than it holds, or more.
+        for bytes in [4 * 64 - 4, 4 * 64 + 4] {
+            let odd = RankPart::new(moebius::DType::F32, ParamShard::whole(&[64]), move |_| Ok(vec![0; bytes]));
+            errors.push(refused(&[], &[tensor("model.norm.weight", &[64], odd)]));
+        }
         Ok(errors)
     });
     let errors: Vec<Vec<String>> = errors.into_iter().map(|r| r.unwrap()).collect();
@@ -238,6 +243,8 @@ fn parts_that_do_not_fit_are_refused_on_every_rank() {
         "given once",
         "Router",
         "out of luck",
+        "256 bytes for elements 0..64, found 252",
+        "256 bytes for elements 0..64, found 260",
     ];
     for (i, text) in expected.into_iter().enumerate() {
         assert!(errors.iter().all(|errors| errors[i].contains(text)), "{text}: {} | {}", errors[0][i], errors[1][i]);

@@ -244,6 +244,7 @@ fn options_that_differ_between_ranks<D: Chained>(device: &D) {
         ("in_turn", EtpOptions { in_turn: true, ..EtpOptions::default() }),
         ("prefetch", EtpOptions { prefetch: false, ..EtpOptions::default() }),
         ("ahead", EtpOptions { ahead: 2, ..EtpOptions::default() }),
+        ("seed", EtpOptions { seed: 1, ..EtpOptions::default() }),
     ];
     for (name, other) in others {
         let outcomes = ranks(device, 2, MINUTE, |rank, place| {

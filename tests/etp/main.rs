@@ -9,12 +9,15 @@ mod copy_engines;
 mod dense;
 #[cfg(feature = "candle")]
 mod dense_stored;
+#[cfg(feature = "candle")]
+mod dense_uses;
 #[path = "../devices/mod.rs"]
 mod devices;
 mod exact;
 mod faults;
 #[path = "../common/faulty_comm.rs"]
 pub mod faulty_comm;
+mod finish;
 #[path = "../common/limits.rs"]
 mod limits;
 #[cfg(feature = "candle")]
@@ -23,8 +26,12 @@ mod quantized;
 #[path = "../../examples/support/random.rs"]
 mod random;
 mod stored;
+#[cfg(feature = "candle")]
+mod stored_module;
 mod test_ranks;
 mod turns;
+#[cfg(feature = "candle")]
+mod two_chains;
 mod world;
 
 #[cfg(feature = "nccl")]

@@ -253,6 +253,7 @@ pub const ON: EtpOptions = EtpOptions {
     reduction: Reduction::Pairwise,
     scale: Scale::Sum,
     replicas: 1,
+    seed: 0,
 };
 
 pub const MINUTE: Duration = Duration::from_secs(60);

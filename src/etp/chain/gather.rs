@@ -10,7 +10,8 @@ use crate::tensor::{Tensor, TensorRef};
 use crate::weights::{AcquiredWeight, WeightGuard, WeightSource};
 
 use crate::etp::buffer_cache::{Buffer, BufferId, BufferUsage};
-use crate::etp::chain::collective_state::{ActivePass, CollectiveState, PendingGather, StateMachine};
+use crate::etp::chain::collective_state::{ActivePass, CollectiveState, PendingGather};
+use crate::etp::chain::finish::other_passes;
 use crate::etp::chain::schedule::Acquisition;
 use crate::etp::chain::{Chain, ChainState, UseState};
 use crate::etp::collective_thread::{Collective, GatherInput};
@@ -18,7 +19,7 @@ use crate::etp::fault::CALL;
 use crate::etp::in_place;
 use crate::etp::quantized_shard::{GatheredShards, QuantizedShard};
 use crate::etp::stream_pair::TransferBuffer;
-use crate::etp::{ShardDevice, Shards, WeightId};
+use crate::etp::{Phase, ShardDevice, Shards, WeightId};
 
 /// In place of a pass's number: no pass, but the whole weight.
 const WHOLE: u64 = 0;
@@ -29,6 +30,20 @@ pub struct ShardedWeight<'a, D: ShardDevice> {
     id: WeightId,
     shards: Arc<Shards>,
     dtype: DType,
+    backward: bool,
+}
+
+impl<D: ShardDevice> ShardedWeight<'_, D> {
+    /// The same for a forward that no backward goes back through, as nothing tracks gradients there: frozen layers
+    /// before the first that is trained. A backward leaves out what the last forward before it acquired so. All ranks
+    /// say it of the same uses.
+    pub fn without_backward(self) -> Self {
+        self.with_backward(false)
+    }
+
+    pub(crate) fn with_backward(self, backward: bool) -> Self {
+        Self { backward, ..self }
+    }
 }
 
 impl<D: ShardDevice> fmt::Debug for ShardedWeight<'_, D> {
@@ -50,7 +65,7 @@ impl<D: ShardDevice> WeightSource<D> for ShardedWeight<'_, D> {
         let mut inner = self.chain.enter(CALL)?;
         let options = &self.chain.options;
         let ahead = if options.prefetch { options.ahead } else { 0 };
-        let (buffer, step, serial) = inner.acquire(self.id, ahead)?;
+        let (buffer, step, serial) = inner.acquire(self.id, ahead, self.backward)?;
         let shards = Arc::clone(&self.shards);
         let hold = GatheredWeight { chain: self.chain, buffer: Some(buffer), shards, step, serial };
         Ok(WeightGuard::leased(Box::new(hold), None))
@@ -104,7 +119,8 @@ impl<D: ShardDevice> Chain<D> {
     pub fn source(&self, id: WeightId) -> Result<ShardedWeight<'_, D>> {
         let inner = self.lock();
         let weight = inner.weight(id)?;
-        Ok(ShardedWeight { chain: self, id, shards: Arc::clone(&weight.shards), dtype: weight.spec.dtype })
+        let (shards, dtype) = (Arc::clone(&weight.shards), weight.spec.dtype);
+        Ok(ShardedWeight { chain: self, id, shards, dtype, backward: true })
     }
 
     /// The whole weight, to be saved (collective), between passes.
@@ -150,7 +166,7 @@ struct WeightGather {
 
 impl<D: ShardDevice> ChainState<D> {
     /// The buffer of the pass's next weight, gathered, and its step; starts the gathers of those after.
-    fn acquire(&mut self, id: WeightId, ahead: usize) -> Result<(Buffer<D>, Acquisition, u64)> {
+    fn acquire(&mut self, id: WeightId, ahead: usize, backward: bool) -> Result<(Buffer<D>, Acquisition, u64)> {
         let name = self.weight(id)?.spec.name.clone();
         let Some(active) = self.active else {
             return Err(self.order_error(&name, "a pass", "none"));
@@ -158,7 +174,7 @@ impl<D: ShardDevice> ChainState<D> {
         if !self.has_order() {
             let node = self.add_use(id.0, active)?;
             let buffer = self.gather_now(node, active)?;
-            self.hold(node, active);
+            self.hold(node, active, backward);
             return Ok((buffer, Acquisition { node, fetch: true, keep: false }, active.serial));
         }
         let steps = &self.steps[active.phase as usize];
@@ -170,7 +186,7 @@ impl<D: ShardDevice> ChainState<D> {
             return Err(self.order_error(&name, &expected, "another order"));
         };
         let buffer = self.arrive(step, active)?;
-        self.hold(step.node, active);
+        self.hold(step.node, active, backward);
         self.run_ahead(active.cursor + 1, ahead, active);
         Ok((buffer, step, active.serial))
     }
@@ -188,8 +204,12 @@ impl<D: ShardDevice> ChainState<D> {
     }
 
     /// The pass is one acquisition further.
-    fn hold(&mut self, node: usize, active: ActivePass) {
-        self.uses[node].holder = active.serial;
+    fn hold(&mut self, node: usize, active: ActivePass, backward: bool) {
+        let of = &mut self.uses[node];
+        of.holder = active.serial;
+        if active.phase == Phase::Forward && of.backward != backward {
+            (of.backward, self.other_backward) = (backward, true);
+        }
         if let Some(active) = &mut self.active {
             active.cursor += 1;
         }
@@ -199,8 +219,8 @@ impl<D: ShardDevice> ChainState<D> {
     fn add_use(&mut self, weight: usize, active: ActivePass) -> Result<usize> {
         let buffer_id = self.reserve_any(weight, active)?;
         let arrived = self.arrived_key(weight, 0).map(|key| self.cache.reserve(key));
-        let state = StateMachine::default();
-        self.uses.push(UseState { weight, state, buffer_id, arrived, pending_gather: None, kept: None, holder: 0 });
+        let (state, pending_gather, kept) = Default::default();
+        self.uses.push(UseState { weight, state, buffer_id, arrived, pending_gather, kept, holder: 0, backward: true });
         Ok(self.uses.len() - 1)
     }
 
@@ -361,7 +381,7 @@ impl<D: ShardDevice> ChainState<D> {
         let (mut buffers, outcome) = self.gathers.receive(pending_gather.pending);
         match (buffers.pop(), outcome) {
             (Some(buffer), Ok(())) => Ok(buffer),
-            (buffer, outcome) => Err(self.lost(buffer, pending_gather.buffer_id, outcome)),
+            (buffer, outcome) => Err(other_passes(self.lost(buffer, pending_gather.buffer_id, outcome))),
         }
     }
 
@@ -428,7 +448,7 @@ mod tests {
     use crate::error::{CommError, Error};
     use crate::etp::buffer_cache::BufferKey;
     use crate::etp::test_ranks::ranks;
-    use crate::etp::{EtpOptions, Payload, Phase, Shard, ShardSource, WeightSpec};
+    use crate::etp::{EtpOptions, Payload, Shard, ShardSource, WeightSpec};
 
     const DIMS: [usize; 2] = [4, 16];
 

@@ -4,6 +4,7 @@ mod amaxes;
 pub(in crate::etp) mod capture;
 pub(in crate::etp) mod collective_state;
 mod entry;
+pub(in crate::etp) mod finish;
 pub(in crate::etp) mod gather;
 pub(in crate::etp) mod pass;
 pub(in crate::etp) mod reduce;
@@ -53,6 +54,8 @@ pub(in crate::etp) struct ChainState<D: ShardDevice> {
     pub uses: Vec<UseState<D>>,
     /// Acquisitions of a forward and of a backward; empty until the first forward has ended.
     pub steps: [Vec<Acquisition>; 2],
+    /// The last forward has a backward of other uses than `steps` has.
+    pub other_backward: bool,
     pub active: Option<ActivePass>,
     pub cache: BufferCache<D>,
     pub gathers: CollectiveThread<D>,
@@ -65,6 +68,10 @@ pub(in crate::etp) struct ChainState<D: ShardDevice> {
     pub traffic: ChainTraffic,
     /// Passes since the ranks last agreed, for tags.
     pub passes: u64,
+    /// Backward passes since gradients were last given.
+    pub microbatches: u64,
+    /// The ranks have compared these: a `finish` that failed behind it is repeated by itself.
+    pub compared: bool,
     /// Passes so far, to tell one from another.
     pub serial: u64,
     /// Number of the shards' state: what was cast in another is cast anew.
@@ -107,6 +114,8 @@ pub(in crate::etp) struct UseState<D: ShardDevice> {
     pub kept: Option<Buffer<D>>,
     /// The pass (its serial number) that has it in use, or had it last.
     pub holder: u64,
+    /// The last forward's backward uses it too.
+    pub backward: bool,
 }
 
 impl<D: ShardDevice> Chain<D> {
@@ -137,6 +146,7 @@ impl<D: ShardDevice> Chain<D> {
             weights: Vec::new(),
             uses: Vec::new(),
             steps: [Vec::new(), Vec::new()],
+            other_backward: false,
             active: None,
             cache: BufferCache::new(device.clone()),
             gathers,
@@ -145,6 +155,8 @@ impl<D: ShardDevice> Chain<D> {
             reduced: 0,
             traffic: ChainTraffic::default(),
             passes: 0,
+            microbatches: 0,
+            compared: false,
             serial: 0,
             epoch: 0,
             capturable: false,
@@ -305,15 +317,16 @@ fn compare<D: ShardDevice>(
     options: &EtpOptions,
 ) -> Result<()> {
     let device = &comm.device().unwrap_or(device).clone();
-    // The last four decide the order of the collective threads' collectives.
-    let names = ["pad", "reduction", "scale", "replicas", "in_turn", "prefetch", "ahead", "uses_copy_engines"];
+    // All but the seed from `in_turn` on decide the order of the collective threads' collectives.
+    let names = ["pad", "reduction", "scale", "replicas", "in_turn", "prefetch", "ahead", "seed", "uses_copy_engines"];
     let pairwise = options.reduction == Reduction::Pairwise;
     let mean = options.scale == Scale::Mean;
     let (replicas, in_turn, prefetch) =
         (options.replicas as u64, u64::from(options.in_turn), u64::from(options.prefetch));
     let ahead = if options.prefetch { options.ahead as u64 } else { 0 };
     let beside = u64::from(comm.uses_copy_engines()) + 2 * u64::from(reduce.uses_copy_engines());
-    let own = [options.pad as u64, u64::from(pairwise), u64::from(mean), replicas, in_turn, prefetch, ahead, beside];
+    let order = [replicas, in_turn, prefetch, ahead, options.seed, beside];
+    let own: Vec<u64> = [options.pad as u64, u64::from(pairwise), u64::from(mean)].into_iter().chain(order).collect();
     let all = gather_numbers(device, comm, Tag { layer: 0, op: Op::Init, sequence: 0 }, &own)?;
     for (i, (field, value)) in names.into_iter().zip(own).enumerate() {
         let theirs = all.iter().skip(i).step_by(names.len());

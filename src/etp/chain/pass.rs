@@ -8,7 +8,7 @@ use crate::etp::buffer_cache::BufferUsage;
 use crate::etp::chain::collective_state::ActivePass;
 use crate::etp::chain::schedule::{WeightUse, arrival_parities, gather_parities, gradient_parities, schedule};
 use crate::etp::chain::{Chain, ChainState, UseState};
-use crate::etp::collective_thread::Collective;
+use crate::etp::collective_thread::{Collective, PendingCollective};
 use crate::etp::{NO_LAYER, Phase, ShardDevice};
 
 impl<D: ShardDevice> Chain<D> {
@@ -39,6 +39,9 @@ impl<D: ShardDevice> Chain<D> {
             Phase::Forward => inner.capturable,
             Phase::Backward => inner.unknown && !capture,
         };
+        if phase == Phase::Backward && std::mem::take(&mut inner.other_backward) {
+            inner.steps[phase as usize] = schedule(&inner.links(), phase);
+        }
         inner.epoch += u64::from(anew);
         inner.unknown = capture;
         inner.passes += 1;
@@ -69,6 +72,10 @@ impl<D: ShardDevice> Chain<D> {
             return Err(inner.order_error("(chain)", "all weights of the ordered order used", &found));
         }
         inner.active = None;
+        if active.phase == Phase::Backward {
+            inner.microbatches += 1;
+            inner.compared = false;
+        }
         // A capture ends with nothing under way.
         if inner.capture.is_some() { inner.finish_reductions(self) } else { Ok(()) }
     }
@@ -126,25 +133,54 @@ impl<D: ShardDevice> Chain<D> {
     /// failed within a collective, and so has the chain. A new one is made over new ones, of the shards that the ranks
     /// keep.
     pub fn recover(&self, reason: Option<&Error>) -> Result<()> {
-        let mut inner = self.lock_to_abandon("Chain::recover")?;
+        Self::recover_all(&[self], reason)
+    }
+
+    /// The same of all chains of a model, which may be of different ranks: experts and dense weights, where tokens are
+    /// sent. A rank in one chain's [`recover`](Self::recover) would wait there for a peer that is in another's
+    /// collective, and that waits for this one. Each rank calls it with all of its chains, in any order.
+    ///
+    /// # Errors
+    /// As [`recover`](Self::recover), of the first chain that has ended; the others have recovered.
+    pub fn recover_all(chains: &[&Self], reason: Option<&Error>) -> Result<()> {
+        let mut once: Vec<&Self> = Vec::new();
+        for chain in chains {
+            if !once.iter().any(|other| std::ptr::eq(*other, *chain)) {
+                drop(chain.lock_to_abandon("Chain::recover")?);
+                once.push(chain);
+            }
+        }
+        // All before any waiting, or one collective thread could wait for a rank that waits for another.
+        let waiting: Vec<_> = once.iter().map(|chain| chain.begin_recovery(reason)).collect();
+        let outcomes = once.into_iter().zip(waiting).map(|(chain, waiting)| chain.end_recovery(waiting));
+        outcomes.fold(Ok(()), Result::and)
+    }
+
+    /// Meets the other ranks on all collective threads.
+    fn begin_recovery(&self, reason: Option<&Error>) -> Vec<PendingCollective<D>> {
+        let inner = self.lock();
         let collective = |op| {
             let tag = Tag { layer: 0, op, sequence: u64::MAX };
             Collective::Recover { tag, reason: reason.map(ToString::to_string) }
         };
-        // Both before any waiting, or one collective thread could wait for a rank that waits for the other.
         let reductions = inner.apart.as_ref().map(|lane| lane.enqueue(collective(Op::GradReduce)));
-        let waiting = [Some(inner.gathers.enqueue(collective(Op::Weights))), reductions];
+        [Some(inner.gathers.enqueue(collective(Op::Weights))), reductions].into_iter().flatten().collect()
+    }
+
+    fn end_recovery(&self, waiting: Vec<PendingCollective<D>>) -> Result<()> {
+        let mut inner = self.lock();
         // Their errors are the failure that this is the end of.
         let _ = inner.drop_gathers();
         inner.give_up_gradients(self);
         inner.active = None;
-        (inner.passes, inner.reduced) = (0, 0);
+        (inner.passes, inner.reduced, inner.microbatches) = (0, 0, 0);
+        inner.compared = false;
         // Some ranks may have cast what others have not.
         inner.epoch += 1;
         if !inner.has_order() {
             inner.clear_order();
         }
-        let outcomes = waiting.into_iter().flatten().map(|pending| pending.wait().outcome);
+        let outcomes = waiting.into_iter().map(|pending| pending.wait().outcome);
         outcomes.fold(Ok(()), Result::and).map_err(|failure| {
             let reason = format!("{failure}; a new chain over new communicators is needed");
             let tag = Tag { layer: 0, op: Op::Weights, sequence: u64::MAX };
@@ -154,14 +190,20 @@ impl<D: ShardDevice> Chain<D> {
 }
 
 impl<D: ShardDevice> ChainState<D> {
-    /// Makes what the first forward met the order.
-    fn set_order(&mut self, ahead: usize) {
+    /// The uses of the last forward.
+    fn links(&self) -> Vec<WeightUse> {
         let of = |node: &UseState<D>| {
             let spec = &self.weights[node.weight].spec;
             let layer = Some(spec.layer).filter(|layer| *layer != NO_LAYER);
-            WeightUse { weight: node.weight, layer, recompute: spec.recompute, held: spec.held }
+            let (recompute, held) = (spec.recompute, spec.held);
+            WeightUse { weight: node.weight, layer, recompute, held, backward: node.backward }
         };
-        let links: Vec<WeightUse> = self.uses.iter().map(of).collect();
+        self.uses.iter().map(of).collect()
+    }
+
+    /// Makes what the first forward met the order.
+    fn set_order(&mut self, ahead: usize) {
+        let links = self.links();
         let same = |a: usize, b: usize| {
             let key = |i: usize| self.read_key(links[i].weight, 0);
             key(a) == key(b)
@@ -186,6 +228,7 @@ impl<D: ShardDevice> ChainState<D> {
             self.weights[set_order.weight].gradient.get_or_insert(buffer_id);
         }
         self.steps = [Phase::Forward, Phase::Backward].map(|phase| schedule(&links, phase));
+        self.other_backward = false;
     }
 
     fn clear_order(&mut self) {

@@ -3,7 +3,7 @@
 use std::fmt;
 use std::sync::Arc;
 
-use crate::comm::{Communicator, Op, ReduceOp, Tag};
+use crate::comm::{Op, Tag};
 use crate::error::{Error, Result};
 use crate::tensor::{Tensor, TensorMut, TensorRef};
 
@@ -12,7 +12,7 @@ use crate::etp::chain::collective_state::{CollectiveState, MainGradient, Pending
 use crate::etp::chain::{Chain, ChainState};
 use crate::etp::collective_thread::Collective;
 use crate::etp::fault::{CALL, not_capturable_error};
-use crate::etp::stream_pair::{StreamPair, TransferBuffer};
+use crate::etp::stream_pair::TransferBuffer;
 use crate::etp::{Reduction, ShardDevice, Shards, Shares, WeightId};
 
 /// Room for the gradient of a whole weight, until it is [submitted](Chain::submit).
@@ -114,66 +114,6 @@ impl<D: ShardDevice> Chain<D> {
         let state = if ahead { CollectiveState::AsyncWait } else { CollectiveState::DataReadySync };
         inner.reduce(gradient_buffer.id.0, gradient, (self.options.reduction, state))?;
         if ahead { Ok(()) } else { inner.finish_reductions(self) }
-    }
-
-    /// Ends the accumulation: adds what is under way, sums main gradients over the replicas where there are any, calls
-    /// `enqueue` with each weight's gradient (`[S, C]`, accumulator type, padding zeros) in the order of registration,
-    /// and starts the next step's from zero. Weights that have had no gradient yet are left out.
-    ///
-    /// # Errors
-    /// Those of the collectives, of which every rank recovers; those of `enqueue`, after which all gradients are there
-    /// still: a second call gives them all, and sums over the replicas what the first has not; a communicator of another
-    /// size than [`EtpOptions::replicas`](crate::etp::EtpOptions::replicas).
-    pub fn finish(
-        &self,
-        mut replicas: Option<&mut dyn Communicator<D>>,
-        mut enqueue: impl FnMut(WeightId, TensorRef<'_, D>) -> Result<()>,
-    ) -> Result<()> {
-        let size = replicas.as_ref().map_or(1, |comm| comm.size());
-        if size != self.options.replicas {
-            return Err(Error::invalid("Chain::finish", "replicas", self.options.replicas, size));
-        }
-        let mut inner = self.enter("Chain::finish")?;
-        inner.finish_reductions(self)?;
-        let capturable = inner.capturable;
-        for (i, weight) in inner.weights.iter_mut().enumerate() {
-            let Some(main) = weight.main.as_mut().filter(|main| !main.summed) else { continue };
-            if main.first {
-                // No gradient since the last time.
-                self.device.zero(main.sums.view_mut().into_data())?;
-            }
-            if let Some(comm) = replicas.as_deref_mut().filter(|comm| comm.size() > 1) {
-                let tag = Tag { layer: weight.spec.layer, op: Op::GradReduce, sequence: u64::MAX - 1 - i as u64 };
-                self.over_replicas(comm, tag, &mut main.sums)?;
-                main.summed = true;
-            }
-        }
-        for (i, weight) in inner.weights.iter().enumerate() {
-            let Some(main) = &weight.main else { continue };
-            enqueue(WeightId(i), main.sums.view())?;
-        }
-        // All have been given, and the optimizer's step follows.
-        inner.epoch += 1;
-        for main in inner.weights.iter_mut().filter_map(|weight| weight.main.as_mut()) {
-            main.summed = false;
-            match capturable {
-                true => self.device.zero(main.sums.view_mut().into_data())?,
-                false => main.first = true,
-            }
-        }
-        Ok(())
-    }
-
-    fn over_replicas(&self, comm: &mut dyn Communicator<D>, tag: Tag, main: &mut Tensor<D>) -> Result<()> {
-        let streams = StreamPair::new(&self.device, comm.device());
-        if self.options.reduction == Reduction::Native {
-            return streams.run_on_transfer(|| comm.all_reduce(tag, ReduceOp::Sum, main.view_mut()));
-        }
-        let [rows, width] = [main.view().rows(), main.dims()[1]];
-        let mut shares = Tensor::empty(&self.device, main.dtype(), &[comm.size() * rows, width])?;
-        streams.run_on_transfer(|| comm.all_gather(tag, main.view(), shares.view_mut()))?;
-        let shares = Shares::together(shares.view(), main.view().count(), 1.0, true)?;
-        self.device.add_shares(shares, main.view_mut())
     }
 }
 

@@ -3,7 +3,7 @@
 use crate::etp::Phase;
 
 /// One use of a weight in a forward, as the first forward met it.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(in crate::etp) struct WeightUse {
     pub weight: usize,
     /// `None`: it belongs to no layer, and is in use by itself.
@@ -11,6 +11,8 @@ pub(in crate::etp) struct WeightUse {
     pub recompute: bool,
     /// It is in use until the layer's last weight is let go, in both directions.
     pub held: bool,
+    /// A backward uses it too.
+    pub backward: bool,
 }
 
 /// One acquisition in a pass.
@@ -24,12 +26,18 @@ pub(in crate::etp) struct Acquisition {
     pub keep: bool,
 }
 
-/// Runs of links of one layer.
+/// Runs of links of one call of a layer: one that is called again has its weights again.
 fn layers(uses: &[WeightUse]) -> Vec<std::ops::Range<usize>> {
     let mut runs: Vec<std::ops::Range<usize>> = Vec::new();
     for (i, used) in uses.iter().enumerate() {
         match runs.last_mut() {
-            Some(run) if used.layer.is_some() && uses[run.start].layer == used.layer => run.end = i + 1,
+            Some(run)
+                if used.layer.is_some()
+                    && uses[run.start].layer == used.layer
+                    && uses[run.clone()].iter().all(|before| before.weight != used.weight) =>
+            {
+                run.end = i + 1
+            }
             _ => runs.push(i..i + 1),
         }
     }
@@ -38,9 +46,14 @@ fn layers(uses: &[WeightUse]) -> Vec<std::ops::Range<usize>> {
 
 /// The acquisitions of a pass, in order.
 pub(in crate::etp) fn schedule(uses: &[WeightUse], phase: Phase) -> Vec<Acquisition> {
-    if phase == Phase::Forward {
-        return (0..uses.len()).map(|node| Acquisition { node, fetch: true, keep: false }).collect();
+    match phase {
+        Phase::Forward => (0..uses.len()).map(|node| Acquisition { node, fetch: true, keep: false }).collect(),
+        Phase::Backward => backward(uses).into_iter().filter(|step| uses[step.node].backward).collect(),
     }
+}
+
+/// Those of a backward that uses all weights.
+fn backward(uses: &[WeightUse]) -> Vec<Acquisition> {
     let mut steps = Vec::new();
     for run in layers(uses).into_iter().rev() {
         let held = run.clone().filter(|node| uses[*node].held);
@@ -55,7 +68,7 @@ pub(in crate::etp) fn schedule(uses: &[WeightUse], phase: Phase) -> Vec<Acquisit
 
 /// Pairs of links that are in memory at the same time: what is in use, what is kept or held, and what comes next,
 /// `ahead` steps of it.
-fn together(uses: &[WeightUse], schedules: [&[Acquisition]; 2], ahead: usize) -> Vec<(usize, usize)> {
+fn together(uses: &[WeightUse], schedules: &[Vec<Acquisition>], ahead: usize) -> Vec<(usize, usize)> {
     let mut run_of = vec![0; uses.len()];
     for (number, run) in layers(uses).into_iter().enumerate() {
         run.for_each(|node| run_of[node] = number);
@@ -101,8 +114,9 @@ pub(in crate::etp) fn gather_parities(
     ahead: usize,
     same: impl Fn(usize, usize) -> bool,
 ) -> Vec<usize> {
-    let (forward, backward) = (schedule(uses, Phase::Forward), schedule(uses, Phase::Backward));
-    parities(uses.len(), &together(uses, [&forward, &backward], ahead), same)
+    // What has no backward in the first forward may have one in a later.
+    let schedules = [schedule(uses, Phase::Forward), schedule(uses, Phase::Backward), backward(uses)];
+    parities(uses.len(), &together(uses, &schedules, ahead), same)
 }
 
 /// Parity of each link's buffer for what arrives, which is free once the link's turn comes.
@@ -112,8 +126,8 @@ pub(in crate::etp) fn arrival_parities(
     same: impl Fn(usize, usize) -> bool,
 ) -> Vec<usize> {
     let mut pairs = Vec::new();
-    for phase in [Phase::Forward, Phase::Backward] {
-        let fetched: Vec<usize> = schedule(uses, phase).iter().filter(|s| s.fetch).map(|s| s.node).collect();
+    for steps in [schedule(uses, Phase::Forward), schedule(uses, Phase::Backward), backward(uses)] {
+        let fetched: Vec<usize> = steps.iter().filter(|s| s.fetch).map(|s| s.node).collect();
         for (i, a) in fetched.iter().enumerate() {
             for b in fetched[i + 1..].iter().take(ahead.saturating_sub(1)) {
                 pairs.extend([(*a, *b), (*b, *a)]);
@@ -149,9 +163,8 @@ mod tests {
 
     fn model(layers: u32, recompute: bool) -> Vec<WeightUse> {
         let two = |l| {
-            let up = WeightUse { weight: 2 * l as usize, layer: Some(l), recompute, held: false };
-            let weight = 2 * l as usize + 1;
-            let down = WeightUse { weight, layer: Some(l), recompute: false, held: false };
+            let up = WeightUse { weight: 2 * l as usize, layer: Some(l), recompute, held: false, backward: true };
+            let down = WeightUse { weight: up.weight + 1, recompute: false, ..up };
             [up, down]
         };
         (0..layers).flat_map(two).collect()
@@ -173,7 +186,10 @@ mod tests {
 
     /// A router, `up` and `down`, a linear of no layer before and behind.
     fn with_dense(recompute: bool) -> Vec<WeightUse> {
-        let of = |weight, layer, held| WeightUse { weight, layer, recompute: recompute && weight == 2, held };
+        let of = |weight, layer, held| {
+            let recompute = recompute && weight == 2;
+            WeightUse { weight, layer, recompute, held, backward: true }
+        };
         vec![of(0, None, false), of(1, Some(7), true), of(2, Some(7), false), of(3, Some(7), false), of(4, None, false)]
     }
 
@@ -185,8 +201,34 @@ mod tests {
         let expected = [&[(4, true, false)][..], &layer, &[(0, true, false)]].concat();
         assert_eq!(order(&uses, Phase::Backward), expected);
         // Weights of no layer are no layer of their own together.
-        let dense = [0, 1].map(|weight| WeightUse { weight, layer: None, recompute: false, held: true });
+        let dense = [0, 1].map(|weight| WeightUse { layer: None, held: true, ..with_dense(false)[weight] });
         assert_eq!(order(&dense, Phase::Backward), [1, 0].map(|n| (n, true, false)));
+    }
+
+    /// Two calls of one layer, nothing between: each backward has the order of one.
+    #[test]
+    fn a_layer_that_is_called_twice_in_a_row_has_two_backwards() {
+        let call = with_dense(true)[1..4].to_vec();
+        let uses = [call.clone(), call].concat();
+        assert_eq!(order(&uses, Phase::Forward), [0, 1, 2, 3, 4, 5].map(|n| (n, true, false)));
+        let backward = |n| [(n, true, false), (n + 1, true, true), (n + 2, true, false), (n + 1, false, false)];
+        assert_eq!(order(&uses, Phase::Backward), [backward(3), backward(0)].concat());
+        // The first call's router is in use while the second's is gathered.
+        let parity = gather_parities(&uses, 1, |_, _| true);
+        assert_ne!(parity[0], parity[3], "{parity:?}");
+    }
+
+    #[test]
+    fn what_has_no_backward_is_left_out_of_it() {
+        let mut uses = with_dense(true);
+        uses[0].backward = false;
+        let layer = [(1, true, false), (2, true, true), (3, true, false), (2, false, false)];
+        assert_eq!(order(&uses, Phase::Backward), [&[(4, true, false)][..], &layer].concat());
+        uses[1..4].iter_mut().for_each(|used| used.backward = false);
+        assert_eq!(order(&uses, Phase::Backward), [(4, true, false)]);
+        assert_eq!(order(&uses, Phase::Forward), [0, 1, 2, 3, 4].map(|n| (n, true, false)));
+        // Memory is that of a backward of all, which may follow.
+        assert_eq!(gather_parities(&uses, 1, |_, _| true), gather_parities(&with_dense(true), 1, |_, _| true));
     }
 
     /// What is held shares memory with nothing of its layer, nor with what is gathered ahead of the next.
@@ -210,8 +252,8 @@ mod tests {
                 let uses = model(5, recompute);
                 let same = |a: usize, b: usize| same_shape || a % 2 == b % 2;
                 let parity = gather_parities(&uses, 1, same);
-                let (forward, backward) = (schedule(&uses, Phase::Forward), schedule(&uses, Phase::Backward));
-                for (a, b) in together(&uses, [&forward, &backward], 1) {
+                let schedules = [Phase::Forward, Phase::Backward].map(|phase| schedule(&uses, phase));
+                for (a, b) in together(&uses, &schedules, 1) {
                     assert!(!same(a, b) || parity[a] != parity[b], "{a} and {b}: {parity:?}");
                 }
                 // Two buffers serve where all are of one shape, and one of each shape where neighbors differ.

@@ -1,0 +1,72 @@
+//! What is computed with dense weights of a chain.
+
+use std::sync::{Arc, Mutex, PoisonError};
+
+use crate::adapter::AnyChain;
+use crate::error::Error;
+use crate::etp::WeightId;
+
+/// The computation.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum DenseFunction {
+    /// y = x·W, and + b where there are two weights: `[input, output]` and `[output]`.
+    Linear,
+    /// Rows of W `[n, width]` by ids.
+    Embedding,
+    /// y = x / √(mean(x²) + ε) · γ, of γ `[width]`.
+    RmsNorm {
+        /// ε.
+        epsilon: f64,
+    },
+}
+
+/// A weight of a chain.
+#[derive(Debug, Clone)]
+pub struct DenseWeight {
+    /// Its place there.
+    pub id: WeightId,
+    /// For errors.
+    pub name: String,
+    /// Sizes of the whole weight.
+    pub dims: Vec<usize>,
+}
+
+/// A computation with its weights, in the order in which they are gathered.
+#[derive(Debug, Clone)]
+pub struct DenseCall {
+    /// The chain.
+    pub chain: AnyChain,
+    /// One weight, or two.
+    pub weights: Vec<DenseWeight>,
+    /// What is computed.
+    pub function: DenseFunction,
+    /// Error that has unwound a backward.
+    pub failure: Failure,
+}
+
+/// The error of a backward, which burn gives no other way than a panic.
+#[derive(Debug, Clone, Default)]
+pub struct Failure(Arc<Mutex<Option<Error>>>);
+
+impl Failure {
+    /// Ends a backward that has no other way to fail.
+    pub fn unwind(&self, error: Error) -> ! {
+        let message = format!("moebius: {error}");
+        *self.0.lock().unwrap_or_else(PoisonError::into_inner) = Some(error);
+        panic!("{message}")
+    }
+
+    /// The error; forgets it.
+    pub fn take(&self) -> Option<Error> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).take()
+    }
+}
+
+/// What it is computed of, beside the weights.
+#[derive(Debug, Clone)]
+pub enum DenseInput<F, I> {
+    /// `[…, width]`.
+    Rows(F),
+    /// Ids, `[batch, tokens]`.
+    Ids(I),
+}

@@ -1,0 +1,275 @@
+//! A model whose dense weights are shards beside the same model of whole ones: whole training steps.
+
+use burn::backend::{Autodiff, Flex};
+use burn::module::{Module, Param, ParamId};
+use burn::nn::{Embedding, EmbeddingConfig, Linear, LinearConfig, RmsNorm, RmsNormConfig};
+use burn::optim::{AdamWConfig, GradientsParams, Optimizer};
+use burn::tensor::{Int, Tensor, TensorData};
+use moebius::burn::{
+    ExpertParallelMoE, MoeBackend, ReduceOptions, ShardHolder, ShardedDense, ShardedParams, reduce_gradients_over,
+};
+use moebius::config::Payload;
+use moebius::cpu::Cpu;
+use moebius::etp::{EtpOptions, Phase, Shards};
+
+use super::sharded::{Mesh, Place, on_mesh};
+use super::support::*;
+use crate::trials::tests;
+
+const STEPS: usize = 3;
+const VOCABULARY: usize = 20;
+
+/// A parameter of known values, as a module's initializer would make it.
+fn param<Bk: MoeBackend, const D: usize>(seed: u64, dims: [usize; D]) -> Param<Tensor<Bk, D>> {
+    Param::from_tensor(tensor(values(seed, dims.iter().product(), 0.5), dims))
+}
+
+#[derive(Module, Debug)]
+struct Whole<B: MoeBackend> {
+    embed: Embedding<B>,
+    proj: Linear<B>,
+    norm: Option<RmsNorm<B>>,
+    moe: ExpertParallelMoE<B>,
+    head: Linear<B>,
+}
+
+#[derive(Module, Debug)]
+struct Sharded<B: MoeBackend> {
+    embed: ShardedDense<B>,
+    proj: ShardedDense<B>,
+    norm: Option<ShardedDense<B>>,
+    moe: ExpertParallelMoE<B>,
+    head: ShardedDense<B>,
+}
+
+/// Ids of a rank's tokens, of which it has one at least.
+fn ids<Bk: MoeBackend>(rank: usize, step: usize) -> Tensor<Bk, 2, Int> {
+    let count = 2 + rank;
+    let ids: Vec<i64> = (0..count).map(|t| ((7 * t + 5 * rank + 3 * step) % VOCABULARY) as i64).collect();
+    Tensor::from_data(TensorData::new(ids, [1, count]), &here::<Bk>())
+}
+
+impl<Bk: MoeBackend> Whole<Bk> {
+    fn new(place: &Place<Flex>, norm: bool) -> Self {
+        let device = here::<Bk>();
+        let mut embed: Embedding<Bk> = EmbeddingConfig::new(VOCABULARY, H).init(&device);
+        embed.weight = param(1, [VOCABULARY, H]);
+        let mut proj: Linear<Bk> = LinearConfig::new(H, H).init(&device);
+        (proj.weight, proj.bias) = (param(2, [H, H]), Some(param(3, [H])));
+        let norm = norm.then(|| {
+            let mut norm: RmsNorm<Bk> = RmsNormConfig::new(H).init(&device);
+            norm.gamma = param(4, [H]);
+            norm
+        });
+        let mut head: Linear<Bk> = LinearConfig::new(H, VOCABULARY).with_bias(false).init(&device);
+        head.weight = param(5, [H, VOCABULARY]);
+        Self { embed, proj, norm, moe: module(&config(), &place.group), head }
+    }
+
+    fn sharded(self, shards: &ShardedParams<Bk::Native>) -> moebius::Result<Sharded<Bk>> {
+        Ok(Sharded {
+            embed: shards.embedding("embed", self.embed)?,
+            proj: shards.linear("proj", self.proj)?,
+            norm: self.norm.map(|norm| shards.rms_norm("norm", norm)).transpose()?,
+            moe: self.moe.into_sharded(shards, Payload::Plain)?,
+            head: shards.linear("head", self.head)?,
+        })
+    }
+
+    fn loss(&self, ids: Tensor<Bk, 2, Int>) -> Tensor<Bk, 1> {
+        let x = self.embed.forward(ids);
+        let x = self.proj.forward(x.clone()) + x;
+        let x = self.norm.as_ref().map_or(x.clone(), |norm| norm.forward(x));
+        let out = self.moe.forward_full(x, None).unwrap();
+        self.head.forward(out.y).powi_scalar(2).sum() + out.aux
+    }
+}
+
+impl<Bk: MoeBackend> Sharded<Bk> {
+    fn holders(&self) -> Vec<&dyn ShardHolder<Backend = Bk>> {
+        let norm = self.norm.iter().map(|norm| norm as _);
+        let rest: [&dyn ShardHolder<Backend = Bk>; 4] = [&self.embed, &self.proj, &self.moe, &self.head];
+        rest.into_iter().chain(norm).collect()
+    }
+
+    fn loss(&self, ids: Tensor<Bk, 2, Int>) -> moebius::Result<Tensor<Bk, 1>> {
+        let x = self.embed.embed(ids)?;
+        let x = self.proj.forward(x.clone())? + x;
+        let x = match &self.norm {
+            Some(norm) => norm.forward(x)?,
+            None => x,
+        };
+        let out = self.moe.forward_full(x, None)?;
+        Ok(self.head.forward(out.y)?.powi_scalar(2).sum() + out.aux)
+    }
+
+    /// Parameters that are this rank's own.
+    fn own(&self) -> Vec<ParamId> {
+        let dense = [Some(&self.embed), Some(&self.proj), self.norm.as_ref(), Some(&self.head)];
+        let dense = dense.into_iter().flatten().flat_map(|dense| dense.shards.iter().map(|shard| shard.id));
+        dense.chain(self.moe.expert_ids()).collect()
+    }
+}
+
+/// Losses, and weights at the end: of embedding, linear layer, its bias, `up`, `down`, output layer and norm, and of the
+/// router.
+type Trained = (Vec<f32>, Vec<Vec<f32>>, Vec<f32>);
+
+fn train_whole(place: Place<Flex>, norm: bool) -> Trained {
+    let mut model = Whole::<Autodiff<Flex>>::new(&place, norm);
+    let (mut world, mut losses) = (place.world, Vec::new());
+    let mut adam = AdamWConfig::new().init();
+    for step in 0..STEPS {
+        let loss = model.loss(ids(place.rank, step));
+        losses.extend(floats(loss.clone()));
+        let mut gradients = GradientsParams::from_grads(loss.backward(), &model);
+        reduce_gradients_over(&mut *world, &Cpu::new(), &model, ReduceOptions::except(&[]), &mut gradients).unwrap();
+        model = adam.step(1e-2, model, gradients);
+    }
+    let mut weights = vec![
+        floats(model.embed.weight.val()),
+        floats(model.proj.weight.val()),
+        floats(model.proj.bias.unwrap().val()),
+        floats(model.moe.experts.up.val()),
+        floats(model.moe.experts.down.val()),
+        floats(model.head.weight.val()),
+    ];
+    weights.extend(model.norm.map(|norm| floats(norm.gamma.val())));
+    (losses, weights, floats(model.moe.router.weight.val()))
+}
+
+fn train_sharded(place: Place<Flex>, norm: bool) -> Trained {
+    let model = Whole::<Autodiff<Flex>>::new(&place, norm);
+    let Place { rank, shards, mut world, .. } = place;
+    let mut model = model.sharded(&shards).unwrap();
+    let (mut adam, mut losses) = (AdamWConfig::new().init(), Vec::new());
+    for step in 0..STEPS {
+        shards.begin(Phase::Forward, model.holders()).unwrap();
+        let loss = model.loss(ids(rank, step)).unwrap();
+        shards.end().unwrap();
+        losses.extend(floats(loss.clone()));
+        shards.begin(Phase::Backward, model.holders()).unwrap();
+        let all = loss.backward();
+        shards.end().unwrap();
+        let mut gradients = GradientsParams::from_grads(all, &model);
+        let own = model.own();
+        reduce_gradients_over(&mut *world, &Cpu::new(), &model, ReduceOptions::except(&own), &mut gradients).unwrap();
+        // With all experts on every rank, the ranks of the world hold the same.
+        let biases = model.moe.expert_bias_ids();
+        reduce_gradients_over(&mut *world, &Cpu::new(), &model, ReduceOptions::only(&biases), &mut gradients).unwrap();
+        shards.finish(None, model.holders(), &mut gradients).unwrap();
+        model = adam.step(1e-2, model, gradients);
+    }
+    let of =
+        |dense: &ShardedDense<Autodiff<Flex>>| dense.shards.iter().map(|shard| floats(shard.val())).collect::<Vec<_>>();
+    let experts = [&model.moe.experts.up, &model.moe.experts.down].map(|shard| floats(shard.val()));
+    let mut weights = [of(&model.embed), of(&model.proj), experts.to_vec(), of(&model.head)].concat();
+    weights.extend(model.norm.iter().flat_map(of));
+    (losses, weights, floats(model.moe.router.weight.val()))
+}
+
+/// A rank's shard of a whole weight, a dense one cut into lines.
+fn cut(whole: &[f32], dims: &[usize], ranks: usize, rank: usize) -> Vec<f32> {
+    let dims = if dims.len() == 3 { dims.to_vec() } else { Shards::lines(dims).to_vec() };
+    let whole = CoreTensor::from_vec(whole.to_vec(), &dims).unwrap();
+    let shards = Shards::new(&dims, ranks, EtpOptions::default().pad).unwrap();
+    shards.cut(&Cpu::new(), whole.view(), rank).unwrap().as_slice::<f32>().unwrap().to_vec()
+}
+
+fn sizes() -> Vec<Vec<usize>> {
+    vec![vec![VOCABULARY, H], vec![H, H], vec![H], vec![E, 2 * I, H], vec![E, H, I], vec![H, VOCABULARY], vec![H]]
+}
+
+/// Three steps of burn's AdamW leave what they leave of whole weights, to the bit; a norm's backward, whose operations
+/// are in another order than burn's, leaves it within rounding.
+fn three_steps_are_those_of_whole_weights() {
+    for (ranks, norm) in [1, 2, 4].into_iter().flat_map(|ranks| [(ranks, false), (ranks, true)]) {
+        let mesh = Mesh { world: ranks, ep: 1 };
+        let whole = on_mesh::<Flex, _>(mesh, true, |place| train_whole(place, norm));
+        let found = on_mesh::<Flex, _>(mesh, true, |place| train_sharded(place, norm));
+        for (rank, (found, whole)) in found.iter().zip(&whole).enumerate() {
+            let at = format!("rank {rank} of {ranks}, norm {norm}");
+            assert_eq!(found.1.len(), 6 + usize::from(norm), "{at}");
+            let pairs = found.1.iter().zip(whole.1.iter().zip(sizes()));
+            let pairs = pairs.map(|(found, (whole, dims))| (found, cut(whole, &dims, ranks, rank)));
+            if norm {
+                // AdamW divides by the root of its second moment: an element's step is at most the rate of 0.01, and
+                // differs with the sign of a gradient that is all rounding. Few elements have such.
+                pairs.for_each(|(found, whole)| close(&at, found, &whole, 1e-4));
+                close(&at, &found.0, &whole.0, 1e-4);
+            } else {
+                pairs.for_each(|(found, whole)| assert_eq!(*found, whole, "{at}"));
+                assert_eq!((&found.0, &found.2), (&whole.0, &whole.2), "{at}");
+            }
+        }
+    }
+}
+
+/// A norm by itself: values of burn's, and gradients within the rounding of their terms. An element of x's gradient is a
+/// sum of H + 1 products of factors below 4, one of γ's of one a row, each of a few roundings of 2⁻²⁴.
+fn a_norm_has_the_gradients_of_burns() {
+    on_mesh::<Flex, _>(Mesh { world: 2, ep: 1 }, true, |place| {
+        let (rows, rank) = (3 + place.rank, place.rank as u64);
+        let x = || tensor::<B, 2>(values(20 + rank, rows * H, 1.0), [rows, H]).require_grad();
+        let d_y = || tensor::<B, 2>(values(30 + rank, rows * H, 1.0), [rows, H]);
+        let mut own: RmsNorm<B> = RmsNormConfig::new(H).init(&here::<B>());
+        own.gamma = param(4, [H]);
+        let (whole_x, y) = (x(), own.forward(x()));
+        let y_of = own.forward(whole_x.clone());
+        let expected = (y_of * d_y()).sum().backward();
+        let shards = &place.shards;
+        let norm = shards.rms_norm("norm", own.clone()).unwrap();
+        let found_x = x();
+        shards.begin(Phase::Forward, [&norm]).unwrap();
+        let found = norm.forward(found_x.clone()).unwrap();
+        shards.end().unwrap();
+        assert_eq!(floats(found.clone()), floats(y));
+        shards.begin(Phase::Backward, [&norm]).unwrap();
+        let all = (found * d_y()).sum().backward();
+        shards.end().unwrap();
+        close("x", &floats(found_x.grad(&all).unwrap()), &floats(whole_x.grad(&expected).unwrap()), 2e-6);
+        let mut gradients = GradientsParams::new();
+        shards.finish(None, [&norm], &mut gradients).unwrap();
+        let own_gamma = floats(own.gamma.grad(&expected).unwrap());
+        let summed = gradients.get::<Flex, 3>(norm.shards[0].id).unwrap();
+        (own_gamma, floats(summed))
+    })
+    .chunks(2)
+    .for_each(|ranks| {
+        let sum: Vec<f32> = ranks[0].0.iter().zip(&ranks[1].0).map(|(a, b)| a + b).collect();
+        for (rank, (_, summed)) in ranks.iter().enumerate() {
+            close("gamma", summed, &cut(&sum, &[H], 2, rank), 2e-6);
+        }
+    });
+}
+
+/// Frozen layers before the first that is trained have no backward, and the pass ends all the same.
+fn frozen_first_layers_have_no_backward() {
+    on_mesh::<Flex, _>(Mesh { world: 2, ep: 1 }, true, |place| {
+        let whole = Whole::<B>::new(&place, true);
+        let head = whole.head.clone();
+        let mut whole = whole.no_grad();
+        whole.head = head;
+        let shards = &place.shards;
+        let model = whole.sharded(shards).unwrap();
+        for step in 0..2 {
+            shards.begin(Phase::Forward, model.holders()).unwrap();
+            let loss = model.loss(ids(place.rank, step)).unwrap();
+            shards.end().unwrap();
+            shards.begin(Phase::Backward, model.holders()).unwrap();
+            let all = loss.backward();
+            shards.end().unwrap();
+            let mut gradients = GradientsParams::from_grads(all, &model);
+            shards.finish(None, model.holders(), &mut gradients).unwrap();
+            assert!(gradients.get::<Flex, 3>(model.head.shards[0].id).is_some());
+            assert_eq!(gradients.len(), 1);
+        }
+    });
+}
+
+tests! {
+    fn();
+    three_steps_are_those_of_whole_weights,
+    a_norm_has_the_gradients_of_burns,
+    frozen_first_layers_have_no_backward,
+}
