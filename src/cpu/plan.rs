@@ -162,7 +162,10 @@ impl RankSegments {
             (Capacity::Eager, _) => usize::MAX,
             (Capacity::Static(rows), Overflow::Drop) => rows,
             (Capacity::Static(capacity), Overflow::Error) => match needed.iter().position(|n| *n > capacity) {
-                Some(rank) => return Err(Error::Capacity { rank, needed: needed[rank], capacity }),
+                Some(rank) => {
+                    let layer = call.spec.layer;
+                    return Err(Error::Capacity { rank, layer, needed: needed[rank], capacity });
+                }
                 None => usize::MAX,
             },
         };

@@ -171,9 +171,10 @@ pub(super) fn route_bwd(device: &Cuda, call: RouteBwd<'_, Cuda>) -> Result<()> {
     p.d_weights = input(CALL, "d_weights", &call.d_weights, DType::F32, &[t, k])?;
     p.d_logits = output(CALL, "d_logits", call.d_logits, DType::F32, &[t, e])?;
     p.fault = device.inner.status;
+    p.origin = device.origin(CALL, call.origin)?;
     // Whether the groups zero scores depends on there being a selection bias, which backward does not get otherwise.
     p.bias = if config.selection_bias { p.logits } else { 0 };
-    let aux = call.aux.map(|aux| AuxGrad::new(device, config, &aux, t, p.logits, p.ids)).transpose()?;
+    let aux = call.aux.map(|aux| AuxGrad::new(device, config, &aux, t, &p)).transpose()?;
     if let Some(aux) = aux.as_ref().filter(|_| t > 0) {
         p.aux_coef = aux.coef.as_ref().map_or(0, |c| c.view().data().ptr);
         p.aux_z = aux.z.view().data().ptr;
@@ -302,15 +303,14 @@ impl AuxGrad {
         config: &RouterConfig,
         aux: &AuxBwd<'_, Cuda>,
         t: usize,
-        logits: u64,
-        ids: u64,
+        of: &params::RoutingParams,
     ) -> Result<Self> {
         const CALL: &str = "route_bwd";
         aux.aux.validate()?;
         let e = config.num_experts;
         let (mut p, cut) = aux_params(device, config, aux.aux, t);
         p.sums = input(CALL, "aux.sums", &aux.sums, DType::F32, &[Sums::len(e)])?;
-        (p.logits, p.ids) = (logits, ids);
+        (p.logits, p.ids, p.origin) = (of.logits, of.ids, of.origin);
         aux.d_loss.check(CALL, "aux.d_loss", DType::F32)?;
         (p.balance, p.z) = (aux.aux.balance, aux.aux.z);
         match aux.d_loss {

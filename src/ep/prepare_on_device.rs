@@ -103,7 +103,7 @@ impl<D: Kernels> DispatcherState<D> {
             return Err(routing_record::problem(&all, rank, num_experts).unwrap_or_else(unknown));
         }
         if let (Some((rank, needed)), Capacity::Static(capacity)) = (counts.overflow, spec.capacity) {
-            return Err(Error::Capacity { rank, needed, capacity });
+            return Err(Error::Capacity { rank, layer: spec.layer, needed, capacity });
         }
         let rows = if row_order == RowOrder::AllRows { vec![gathered.padded_tokens; ranks] } else { counts.tokens };
         Ok((self.handle(spec, gathered.plan, counts.absent, rows), counts.pending.first().copied()))

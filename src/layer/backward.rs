@@ -7,8 +7,8 @@ use crate::config::WeightAt;
 use crate::ep::{DispatchGrads, Group, Handle, Received};
 use crate::error::{Error, Result};
 use crate::kernels::{
-    AuxBwd, BiasGrad, DownBwd, GatherRows, InputWeightBwd, KeepSum, Kernels, LinearBwd, RouteBwd, RowDest, RowSource,
-    Scalar, SlotWeights, UpDgrad, Wgrad,
+    AuxBwd, BiasGrad, DownBwd, GatherRows, InputWeightBwd, KeepSum, Kernels, LinearBwd, Origin, RouteBwd, RowDest,
+    RowSource, Scalar, SlotWeights, UpDgrad, Wgrad,
 };
 use crate::tensor::{Tensor, TensorMut, TensorRef};
 
@@ -114,7 +114,8 @@ pub(super) fn backward_into<D: Kernels>(
     drop((d_rows, d_slot_weights));
 
     let router = trace_span!("route_bwd").in_scope(|| {
-        let grads = RoutingGrads { weights: d_weights, d_aux: cotangents.aux };
+        let origin = Origin { rank: group.rank(), layer: layer.number() };
+        let grads = RouterCotangents { origin, weights: d_weights, d_aux: cotangents.aux };
         router(layer, &device, &context, &inputs, grads, d_x.reborrow(), &mut into)
     })?;
     if let Some(saved) = context.shared {
@@ -299,7 +300,9 @@ impl<D: Kernels> ExpertGrads<'_, D> {
 }
 
 /// Gradients that reach the router.
-struct RoutingGrads<'a, D: Kernels> {
+struct RouterCotangents<'a, D: Kernels> {
+    /// Whose router it is, for errors.
+    origin: Origin,
     /// Of the routing weights, `[T, K]`.
     weights: Tensor<D>,
     /// Of the auxiliary losses.
@@ -312,7 +315,7 @@ fn router<D: Kernels>(
     device: &D,
     context: &Context<D>,
     inputs: &Inputs<'_, '_, D>,
-    RoutingGrads { mut weights, d_aux }: RoutingGrads<'_, D>,
+    RouterCotangents { origin, mut weights, d_aux }: RouterCotangents<'_, D>,
     mut d_x: TensorMut<'_, D>,
     into: &mut GradientsMut<'_, D>,
 ) -> Result<RouterGrads<D>> {
@@ -338,6 +341,7 @@ fn router<D: Kernels>(
         ids: context.ids.view(),
         d_weights: weights.view(),
         aux,
+        origin,
         d_logits: logits.view_mut(),
     };
     device.route_bwd(call)?;

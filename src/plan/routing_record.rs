@@ -71,7 +71,8 @@ impl BadId {
             Some(first) => IdProblem::Duplicate { first },
             None => IdProblem::OutOfRange { num_experts },
         };
-        Error::ExpertId { rank: self.rank, layer: self.layer, token: self.token, k: self.k, id: self.id, problem }
+        let Self { rank, layer, token, k, id, .. } = self;
+        Error::ExpertId { call: CALL, rank, layer, token, k, id, problem }
     }
 }
 

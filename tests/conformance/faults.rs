@@ -50,7 +50,7 @@ fn bad_ids_are_named_on_every_rank<D: Target>(s: &Setup<D>) {
                 ids[3 * k + 1] = experts as i64 + 7;
             }
             match r.prepare(&ids, &training(0, k)) {
-                Err(Error::ExpertId { rank, layer, token, k, id: found, problem }) => {
+                Err(Error::ExpertId { rank, layer, token, k, id: found, problem, .. }) => {
                     assert_eq!((rank, layer, token, k, found), (culprit, training(0, k).layer, 2, 2, id));
                     let expected = match first {
                         Some(first) => IdProblem::Duplicate { first },
@@ -69,7 +69,7 @@ fn bad_ids_are_named_on_every_rank<D: Target>(s: &Setup<D>) {
 fn deferred_ids_are_masked_and_reported<D: Target>(s: &Setup<D>) {
     let spec = DispatchSpec { reporting: Reporting::Deferred, layer: 5, ..training(0, 2) };
     let is_it = |result: Result<()>| match result {
-        Err(Error::ExpertId { rank: 0, layer: 5, token: 1, k: 1, id: 1, problem }) => {
+        Err(Error::ExpertId { rank: 0, layer: 5, token: 1, k: 1, id: 1, problem, .. }) => {
             assert_eq!(problem, IdProblem::Duplicate { first: 0 });
         }
         // Where GPUs make the plan, the others hear it as what a peer says.

@@ -9,7 +9,7 @@ use crate::device::Device;
 use crate::dtype::DType;
 use crate::ep::{Capacity, DispatchSpec, Handle, Overflow, Plan, Reporting, Stats};
 use crate::error::Result;
-use crate::kernels::Kernels;
+use crate::kernels::{Kernels, Origin};
 use crate::lazy::Lazy;
 use crate::tensor::{Tensor, TensorRef};
 
@@ -69,7 +69,8 @@ impl NcclEp {
     ) -> Result<Handle<Cuda>> {
         let device = &self.core.device.clone();
         let DeviceRouting { routed, padded, starts, total, rows } = routing;
-        let from = ExternalPlan { loads: &loads, starts: &starts, total: &total, rank: self.core.rank(), rows };
+        let origin = Origin { rank: self.core.rank(), layer: spec.layer };
+        let from = ExternalPlan { loads: &loads, starts: &starts, total: &total, origin, rows };
         let (segments, row_map) = plan::external_layout(device, &from)?;
         let tokens = kept_ids.view().rows();
         let local = starts.view().count();
