@@ -39,7 +39,8 @@ fn tokens(call: &'static str, config: &RouterConfig, logits: &TensorRef<'_, Cuda
 fn over(
     call: &'static str,
     config: &RouterConfig,
-    (logits, jitter): (&TensorRef<'_, Cuda>, Option<Jitter>),
+    logits: &TensorRef<'_, Cuda>,
+    jitter: Option<Jitter>,
 ) -> Result<(params::RoutingParams, usize)> {
     config.validate()?;
     if config.num_experts > MOST_EXPERTS {
@@ -103,7 +104,8 @@ fn fits_registers(p: &params::RoutingParams) -> bool {
 fn launch_either(
     device: &Cuda,
     call: &'static str,
-    (in_registers, kernel): (&Kernel, &Kernel),
+    in_registers: &Kernel,
+    kernel: &Kernel,
     p: params::RoutingParams,
 ) -> Result<()> {
     if !fits_registers(&p) {
@@ -134,7 +136,7 @@ fn launch(device: &Cuda, call: &'static str, kernel: &Kernel, mut p: params::Rou
 pub(super) fn route(device: &Cuda, call: Route<'_, Cuda>) -> Result<()> {
     const CALL: &str = "route";
     let config = call.config;
-    let (mut p, t) = over(CALL, config, (&call.logits, call.jitter))?;
+    let (mut p, t) = over(CALL, config, &call.logits, call.jitter)?;
     let (k, e) = (config.top_k, config.num_experts);
     p.ids = output(CALL, "ids", call.ids, DType::I32, &[t, k])?;
     p.weights = output(CALL, "weights", call.weights, DType::F32, &[t, k])?;
@@ -155,7 +157,7 @@ pub(super) fn route(device: &Cuda, call: Route<'_, Cuda>) -> Result<()> {
     p.fault = device.inner.status;
     p.origin = device.origin(CALL, call.origin)?;
     let kernels = &device.kernels().router;
-    launch_either(device, CALL, (&kernels.route_softmax, &kernels.route), p)?;
+    launch_either(device, CALL, &kernels.route_softmax, &kernels.route, p)?;
     match call.reporting {
         Reporting::Immediate => device.faults(CALL),
         Reporting::Deferred => Ok(()),
@@ -165,7 +167,7 @@ pub(super) fn route(device: &Cuda, call: Route<'_, Cuda>) -> Result<()> {
 pub(super) fn route_bwd(device: &Cuda, call: RouteBwd<'_, Cuda>) -> Result<()> {
     const CALL: &str = "route_bwd";
     let config = call.config;
-    let (mut p, t) = over(CALL, config, (&call.logits, call.jitter))?;
+    let (mut p, t) = over(CALL, config, &call.logits, call.jitter)?;
     let (k, e) = (config.top_k, config.num_experts);
     p.ids = input(CALL, "ids", &call.ids, DType::I32, &[t, k])?;
     p.d_weights = input(CALL, "d_weights", &call.d_weights, DType::F32, &[t, k])?;
@@ -182,7 +184,7 @@ pub(super) fn route_bwd(device: &Cuda, call: RouteBwd<'_, Cuda>) -> Result<()> {
         p.aux_sigmoid = i64::from(aux.sigmoids);
     }
     let kernels = &device.kernels().router;
-    launch_either(device, CALL, (&kernels.route_softmax_bwd, &kernels.route_bwd), p)
+    launch_either(device, CALL, &kernels.route_softmax_bwd, &kernels.route_bwd, p)
 }
 
 /// Sizes of the sums over a rank's tokens.

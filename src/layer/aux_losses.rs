@@ -68,7 +68,8 @@ pub(super) fn losses<D: Kernels>(
     layer: &Layer,
     group: &mut Group<D>,
     handle: &Handle<D>,
-    (logits, ids): (TensorRef<'_, D>, TensorRef<'_, D>),
+    logits: TensorRef<'_, D>,
+    ids: TensorRef<'_, D>,
 ) -> Result<AuxAndSums<D>> {
     let config = &layer.config;
     let (device, dtype) = (group.device().clone(), logits.dtype());

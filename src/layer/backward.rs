@@ -235,12 +235,12 @@ fn experts<D: Kernels>(
     let out = &mut into.params;
     if let (Some(weight), Some(hidden)) = (&mut out.down, &hidden) {
         let weights = SumWeights { on_weight: None, on_bias };
-        grads.wgrad(grad, RowSource::direct(hidden.view()), weights, (weight, out.down_bias.as_mut()))?;
+        grads.wgrad(grad, RowSource::direct(hidden.view()), weights, weight, out.down_bias.as_mut())?;
     }
     drop(in_order);
     if let Some(weight) = &mut out.up {
         let weights = SumWeights { on_weight: borrow(&on_rows), on_bias: None };
-        grads.wgrad(RowSource::direct(d_pre.view()), rows.borrow(), weights, (weight, out.up_bias.as_mut()))?;
+        grads.wgrad(RowSource::direct(d_pre.view()), rows.borrow(), weights, weight, out.up_bias.as_mut())?;
     }
     drop(hidden);
 
@@ -284,7 +284,8 @@ impl<D: Kernels> ExpertGrads<'_, D> {
         left: RowSource<'_, D>,
         right: RowSource<'_, D>,
         weights: SumWeights<'_, D>,
-        (out, bias): (&mut TensorMut<'_, D>, Option<&mut TensorMut<'_, D>>),
+        out: &mut TensorMut<'_, D>,
+        bias: Option<&mut TensorMut<'_, D>>,
     ) -> Result<()> {
         let call = Wgrad {
             left: left.borrow(),

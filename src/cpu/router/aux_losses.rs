@@ -66,7 +66,7 @@ fn aux_total_as<A: Acc>(call: AuxTotal<'_, Cpu>) -> Result<()> {
     const CALL: &str = "aux_total";
     call.config.validate()?;
     call.aux.validate()?;
-    let sums = sums_of::<A>((CALL, "sums"), call.config, call.sums)?;
+    let sums = sums_of::<A>(CALL, "sums", call.config, call.sums)?;
     let total = aux_loss::aux_value(call.config, call.aux, &sums).total();
     Scalar::Device(call.out.as_ref()).check(CALL, "out", A::DTYPE)?;
     call.out.into_slice::<A>()?[0] = A::of(total);
@@ -75,7 +75,8 @@ fn aux_total_as<A: Acc>(call: AuxTotal<'_, Cpu>) -> Result<()> {
 
 /// The sums, checked.
 fn sums_of<A: Acc>(
-    (call, name): (&'static str, &str),
+    call: &'static str,
+    name: &str,
     config: &RouterConfig,
     sums: TensorRef<'_, Cpu>,
 ) -> Result<Vec<f64>> {
@@ -166,7 +167,7 @@ impl AuxGrad {
     ) -> Result<Self> {
         let (e, k) = (config.num_experts, config.top_k);
         aux.aux.validate()?;
-        let values = sums_of::<A>((call, "aux.sums"), config, aux.sums)?;
+        let values = sums_of::<A>(call, "aux.sums", config, aux.sums)?;
         let sums = Sums::new(&values, e);
         aux.d_loss.check(call, "aux.d_loss", A::DTYPE)?;
         let d_loss = match aux.d_loss {

@@ -189,7 +189,7 @@ mod tests {
         assert_eq!(order(&dense, Phase::Backward), [1, 0].map(|n| (n, true, false)));
     }
 
-    /// What is held shares memory with nothing of its layer, nor with what is gathered ahead of the next.
+    /// A held weight shares memory with no other of its layer, nor with one that is gathered ahead for the next.
     #[test]
     fn what_is_held_has_memory_of_its_own() {
         for recompute in [false, true] {
