@@ -164,7 +164,7 @@ extern "C" __global__ void aux_loss_coefficients(const __grid_constant__ AuxLoss
     const int64_t e = p.experts, i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x, s = blockIdx.y;
     const double all = p.sums[2 * e], d_loss = p.d_loss ? static_cast<double>(*p.d_loss) : 1.0;
     if (i == 0 && s == 0) {
-        if (all <= 0.0 || (p.by_sequence && p.sums[2 * e + 3] <= 0.0)) raise_fault(p.fault, FAULT_SUMS, 0);
+        if (all <= 0.0 || (p.by_sequence && p.sums[2 * e + 3] <= 0.0)) raise_fault(p.fault, FAULT_SUMS, p.origin);
         *p.z_coef = d_loss * p.z / all;
     }
     if (i >= e || !p.coef) return;

@@ -108,7 +108,7 @@ __device__ void layout_segments(const LocalPlanParams& p) {
     p.stats[2 * p.experts] = needed;
     p.stats[2 * p.experts + 1] = all_dropped;
     if (needed > p.rows && !p.may_drop) {
-        raise_capacity(p.fault, needed, 0, p.rows);
+        raise_capacity(p.fault, needed, 0, p.rows, p.origin);
     }
 }
 
@@ -304,7 +304,7 @@ extern "C" __global__ void __launch_bounds__(256) plan_external_layout(const __g
         p.counts[at] = filled(at);
     }
     if (at == 0 && *p.total > p.rows) {
-        raise_capacity(p.fault, *p.total, p.first / p.groups, p.rows);
+        raise_capacity(p.fault, *p.total, p.first / p.groups, p.rows, p.origin);
     }
     if (at >= p.rows) return;
     // The last segment that starts at or before the slot.

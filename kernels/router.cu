@@ -282,11 +282,13 @@ extern "C" __global__ void __launch_bounds__(256, 4) route_bwd(const __grid_cons
         bool bad = false;
         EACH(j, k) {
             const int32_t id = p.ids[t * k + j];
-            bad = bad || id < 0 || id >= e;
+            if (id < 0 || id >= e) {
+                bad = true;
+                raise_id(p.fault, t * k + j, id, {p.top_k, p.experts}, p.origin);
+            }
             token.chosen[j] = id;
         }
         if (__any_sync(~0u, bad)) {
-            if (bad) raise_fault(p.fault, FAULT_ID, t);
             EACH(i, e) out[i] = 0.0f;
             continue;
         }
@@ -479,7 +481,7 @@ __device__ __forceinline__ void gradient_in_registers(const RoutingParams& p, in
     const int32_t given = chooses ? p.ids[t * k + lane] : 0;
     const bool outside = given < 0 || given >= e;
     if (__any_sync(~0u, outside)) {
-        if (outside) raise_fault(p.fault, FAULT_ID, t);
+        if (outside) raise_id(p.fault, t * k + lane, given, {p.top_k, p.experts}, p.origin);
         for (int i = lane; i < e; i += 32) p.d_logits[t * e + i] = 0.0f;
         return;
     }

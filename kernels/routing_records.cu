@@ -128,9 +128,10 @@ __device__ void layout_segments(const RecordsPlanParams& p) {
             tail[3] = needed(r), tail[4] = r;
             return;
         }
-        raise_capacity(p.fault, needed(r), r, p.rows);
+        raise_capacity(p.fault, needed(r), r, p.rows, p.origin);
         if (p.errors[0] == 0) {
             p.errors[1] = r, p.errors[2] = needed(r), p.errors[3] = p.rows;
+            p.errors[ERRORS_LAYER] = word_of(p, p.rank, FIELD);
             p.errors[0] = ERRORS_CAPACITY;
         }
         return;

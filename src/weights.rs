@@ -95,7 +95,7 @@ pub trait AcquiredWeight<D: Device>: Debug {
     /// The weight.
     ///
     /// # Errors
-    /// The memory no longer holds what it was lent for.
+    /// The memory no longer holds the weight that it was given for.
     fn tensor(&self) -> Result<TensorRef<'_, D>>;
 
     /// The same of one that may be quantized.

@@ -231,7 +231,7 @@ mod checkpoints {
         let moe = ExpertParallelMoE::from_checkpoint(&checkpoint, 0, &group, Parameters::Trainable)?;
         // … evaluate, train …
         let block = moe.to_block()?;
-        checkpoint.save("out", &[(0, &block.params)])?;
+        checkpoint.save("out", &[block.params.at_layer(0)])?;
         Ok(())
     }
 
@@ -243,7 +243,7 @@ mod checkpoints {
         let moe = ExpertParallelMoE::from_checkpoint(&checkpoint, 0, &on_device, Parameters::Trainable)?;
         // … evaluate, train …
         let block = moe.to_block()?;                                            // this rank's experts
-        checkpoint.save_over_ranks("out", &[(0, &block.params)], &mut group.lock(), SaveOptions::default())?;
+        checkpoint.save_over_ranks("out", &[block.params.at_layer(0)], &mut group.lock(), SaveOptions::default())?;
         Ok(())
     }
 }
@@ -253,7 +253,7 @@ mod etp {
     use candle_core::{Tensor, Var};
     use candle_nn::{AdamW, Optimizer, ParamsAdamW, VarBuilder};
     use moebius::candle::{DeviceGroup, ExpertParallelMoE, GradientReducer, MainGradients, ReduceComms};
-    use moebius::candle::{ShardGradients, finish_sharded};
+    use moebius::candle::{GradientType, finish_sharded};
     use moebius::comm::Communicator;
     use moebius::cpu::Cpu;
     use moebius::etp::{Chain, Payload, Phase};
@@ -287,7 +287,7 @@ mod etp {
         chain.begin(Phase::Backward)?;  gradients.backward(&loss)?;     chain.end()?;
         gradients.reduce(&reducer)?;
         let sums = gradients.store_mut();
-        finish_sharded(&chain, same_shards, &moe.shards(), sums, ShardGradients::InVariableType)?;
+        finish_sharded(&chain, same_shards, &moe.shards(), sums, GradientType::InVariableType)?;
         adam.step(gradients.store())?;
         gradients.reset();
         Ok(())
@@ -369,7 +369,7 @@ mod etp {
         use candle_core::backprop::GradStore;
         use candle_core::{Device, Tensor};
         use candle_nn::{Init, Optimizer, VarBuilder};
-        use moebius::candle::{AdamW, DeviceGroup, ExpertParallelMoE, Parameters, ShardGradients, ShardedIn, ShardedWeights, finish_sharded};
+        use moebius::candle::{AdamW, DeviceGroup, ExpertParallelMoE, GradientType, NewWeight, Parameters, ShardedIn, ShardedWeights, finish_sharded};
         use moebius::checkpoint::{Checkpoint, RankModel, SaveOptions};
         use moebius::comm::Communicator;
         use moebius::cpu::Cpu;
@@ -401,14 +401,14 @@ mod etp {
             let (cpu, options) = (Cpu::new(), AdamWOptions::default());
             let weights = ShardedWeights::new(&chain, vb);                      // a chain of all ranks
             let embed = weights.pp("embed").embedding(vocabulary, hidden)?;
-            let norm = weights.pp("norm").function(&[("weight", &[hidden], Init::Const(1.0))], rms_norm)?;
+            let norm = weights.pp("norm").function(&[NewWeight::new("weight", &[hidden], Init::Const(1.0))], rms_norm)?;
             let moe = ExpertParallelMoE::all_sharded(config, &group, &experts, Payload::Plain, &weights.pp("moe"))?;
             let output = embed.tied_output(); // …
             let params = [weights.optimizer_params(), moe.optimizer_params("moe")?].concat();
             let mut adam = AdamW::over_ranks(&cpu, comm, params, options, &[options.group])?;
             // passes of both chains around forward and backward, then
-            finish_sharded(&chain, None, &weights.shards(), &mut gradients, ShardGradients::AsSummed)?;
-            finish_sharded(&experts, replicas, &moe.shards(), &mut gradients, ShardGradients::AsSummed)?;
+            finish_sharded(&chain, None, &weights.shards(), &mut gradients, GradientType::AsSummed)?;
+            finish_sharded(&experts, replicas, &moe.shards(), &mut gradients, GradientType::AsSummed)?;
             adam.step(&gradients)?;
             Ok(())
         }
@@ -574,7 +574,7 @@ mod nccl {
         let job = Bootstrap::from_env(Duration::from_secs(120))?;
         let cuda = Cuda::new(me.local_rank)?;
         let mut world = NcclComm::join(&NcclLibrary::open()?, &job, &cuda)?;
-        let mesh = Mesh::new(me.world, &[(Axis::Data, 2), (Axis::Expert, me.world / 2)])?;
+        let mesh = Mesh::new(me.world, &[Axis::Data.of_size(2), Axis::Expert.of_size(me.world / 2)])?;
         let tag = Tag { layer: 0, op: Op::User, sequence: 0 };   // names the call in errors
         let experts = world.group(tag, &mesh, Axis::Expert)?; // ncclCommSplit
         Ok(())

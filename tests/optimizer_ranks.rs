@@ -277,7 +277,7 @@ fn moments_are_widened_but_not_narrowed() {
     assert!(matches!(&error, Error::Checkpoint(CheckpointError::Tensor { .. })), "{error}");
 }
 
-/// What each rank gets where one of two meets an error of its own.
+/// The error of each rank where one of two meets one of its own.
 fn told(results: Vec<Result<()>>, own: &str) {
     let [peer, failing] = <[_; 2]>::try_from(results).unwrap();
     let failing = failing.unwrap_err().to_string();

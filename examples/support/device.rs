@@ -49,10 +49,10 @@ pub fn gpu(ordinal: usize) -> Result<Device, Box<dyn Error + Send + Sync>> {
 }
 
 #[cfg(feature = "candle")]
-pub use seats::{Seat, seats};
+pub use endpoints::{Endpoint, endpoints};
 
 #[cfg(feature = "candle")]
-mod seats {
+mod endpoints {
     use std::error::Error;
     use std::time::Duration;
 
@@ -64,7 +64,7 @@ mod seats {
     type AnyError = Box<dyn Error + Send + Sync>;
 
     /// How a rank reaches the others, from a device of candle's.
-    pub enum Seat {
+    pub enum Endpoint {
         /// Threads on the CPU.
         Cpu(ThreadComm),
         /// A GPU alone.
@@ -74,17 +74,17 @@ mod seats {
         Gpus(Device, moebius::nccl::NcclComm),
     }
 
-    impl Seat {
+    impl Endpoint {
         /// Joins the group of all ranks.
         ///
         /// # Errors
         /// Errors of joining.
         pub fn join(self, config: GroupConfig) -> Result<DeviceGroup, AnyError> {
             Ok(match self {
-                Seat::Cpu(comm) => EpGroup::new(Group::new(Cpu::new(), Box::new(comm), config)?).into(),
-                Seat::Gpu(device) => DeviceGroup::single(config, &device)?,
+                Endpoint::Cpu(comm) => EpGroup::new(Group::new(Cpu::new(), Box::new(comm), config)?).into(),
+                Endpoint::Gpu(device) => DeviceGroup::single(config, &device)?,
                 #[cfg(feature = "nccl")]
-                Seat::Gpus(device, comm) => {
+                Endpoint::Gpus(device, comm) => {
                     let cuda = comm.cuda().clone();
                     let group = Group::new(cuda.clone(), Box::new(comm), config)?;
                     DeviceGroup::new(EpGroup::new(group), &device)?
@@ -93,20 +93,22 @@ mod seats {
         }
     }
 
-    /// A seat for each rank, to be moved to its thread.
+    /// An endpoint for each rank, to be moved to its thread.
     ///
     /// # Errors
     /// GPUs that cannot be used, or cannot reach each other.
-    pub fn seats(devices: &[Device], timeout: Duration) -> Result<Vec<Seat>, AnyError> {
+    pub fn endpoints(devices: &[Device], timeout: Duration) -> Result<Vec<Endpoint>, AnyError> {
         match devices {
-            [Device::Cpu, ..] => Ok(ThreadWorld::create(devices.len(), timeout).into_iter().map(Seat::Cpu).collect()),
-            [one] => Ok(vec![Seat::Gpu(one.clone())]),
+            [Device::Cpu, ..] => {
+                Ok(ThreadWorld::create(devices.len(), timeout).into_iter().map(Endpoint::Cpu).collect())
+            }
+            [one] => Ok(vec![Endpoint::Gpu(one.clone())]),
             #[cfg(feature = "nccl")]
             several => {
                 let library = moebius::nccl::NcclLibrary::open()?;
                 let gpus = several.iter().map(moebius::candle::cuda).collect::<moebius::Result<Vec<_>>>()?;
                 let comms = moebius::nccl::NcclComm::threads(&library, &gpus, timeout)?;
-                Ok(several.iter().cloned().zip(comms).map(|(device, comm)| Seat::Gpus(device, comm)).collect())
+                Ok(several.iter().cloned().zip(comms).map(|(device, comm)| Endpoint::Gpus(device, comm)).collect())
             }
             #[cfg(not(feature = "nccl"))]
             several => Err(format!("{} GPUs want a build with --features nccl", several.len()).into()),

@@ -100,18 +100,18 @@ pub fn on_threads(
     join(on_ranks(comms, |rank, comm| one_rank(job, rank, comm))?)
 }
 
-/// Runs `one_rank(rank, seat)` on a thread a rank.
+/// Runs `one_rank(rank, endpoint)` on a thread a rank.
 ///
 /// # Errors
 /// The first rank's error, a panic of a rank as an error.
 pub fn on_ranks<S: Send>(
-    seats: Vec<S>,
+    endpoints: Vec<S>,
     one_rank: impl Fn(usize, S) -> Result<RankOutcome, AnyError> + Sync,
 ) -> Result<Vec<RankOutcome>, AnyError> {
     let one_rank = &one_rank;
     let ranks: Vec<Result<RankOutcome, AnyError>> = thread::scope(|scope| {
-        let spawn = |(rank, seat)| scope.spawn(move || one_rank(rank, seat));
-        let threads: Vec<_> = seats.into_iter().enumerate().map(spawn).collect();
+        let spawn = |(rank, endpoint)| scope.spawn(move || one_rank(rank, endpoint));
+        let threads: Vec<_> = endpoints.into_iter().enumerate().map(spawn).collect();
         threads.into_iter().map(|t| t.join().unwrap_or_else(|_| Err("a rank's thread panicked".into()))).collect()
     });
     ranks.into_iter().collect()

@@ -4,7 +4,7 @@ use std::error::Error;
 use std::time::Duration;
 
 #[cfg(feature = "candle")]
-use super::device::Seat;
+use super::device::Endpoint;
 
 type AnyError = Box<dyn Error + Send + Sync>;
 
@@ -14,7 +14,7 @@ pub struct Process {
     pub world: usize,
     /// On the GPU of this rank's number on its host.
     #[cfg(feature = "candle")]
-    pub seat: Seat,
+    pub endpoint: Endpoint,
 }
 
 impl Process {
@@ -30,7 +30,7 @@ impl Process {
         let device = super::device::gpu(me.local_rank)?;
         let (job, cuda) = (Bootstrap::from_env(timeout)?, moebius::candle::cuda(&device)?);
         let comm = NcclComm::join(&NcclLibrary::open()?, &job, &cuda)?;
-        Ok(Self { rank: me.rank, world: me.world, seat: Seat::Gpus(device, comm) })
+        Ok(Self { rank: me.rank, world: me.world, endpoint: Endpoint::Gpus(device, comm) })
     }
 
     /// As above.

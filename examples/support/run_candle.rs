@@ -8,7 +8,7 @@ use moebius::checkpoint::Block;
 use moebius::comm::{Op, Tag};
 use moebius::ep::GroupConfig;
 
-use super::device::{Seat, seats};
+use super::device::{Endpoint, endpoints};
 use super::job::{AnyError, Clock, Job, Outcome, RankOutcome, candle_dtype, join, on_ranks, share};
 use super::processes::Process;
 use super::rank_results::{RankResults, gather};
@@ -26,7 +26,7 @@ pub fn run(job: &Job) -> Result<Outcome, AnyError> {
 /// # Errors
 /// The first rank's error; devices that cannot reach each other.
 pub fn run_on(job: &Job, devices: &[Device]) -> Result<Outcome, AnyError> {
-    join(on_ranks(seats(devices, job.timeout)?, |rank, seat| one_rank(job, rank, seat))?)
+    join(on_ranks(endpoints(devices, job.timeout)?, |rank, endpoint| one_rank(job, rank, endpoint))?)
 }
 
 /// Runs this process's part of a job; the outcome of all is rank 0's.
@@ -34,8 +34,8 @@ pub fn run_on(job: &Job, devices: &[Device]) -> Result<Outcome, AnyError> {
 /// # Errors
 /// This rank's error, or that another has left.
 pub fn run_process(job: &Job, process: Process) -> Result<Option<Outcome>, AnyError> {
-    let Process { rank, seat, .. } = process;
-    let (own, group) = in_group(job, rank, seat)?;
+    let Process { rank, endpoint, .. } = process;
+    let (own, group) = in_group(job, rank, endpoint)?;
     let tag = Tag { layer: job.layer as u32, op: Op::User, sequence: 0 };
     let told = gather(&group, tag, &packed(&own)?.pack()?)?;
     if rank > 0 {
@@ -46,47 +46,47 @@ pub fn run_process(job: &Job, process: Process) -> Result<Option<Outcome>, AnyEr
 }
 
 fn packed(own: &RankOutcome) -> Result<RankResults, AnyError> {
-    let mut parcel = RankResults::default();
+    let mut results = RankResults::default();
     let named = own.grads.iter().map(|(name, t)| (format!("gradient.{name}"), t));
     for (name, t) in [("y".to_string(), &own.y), ("dx".to_string(), &own.dx)].into_iter().chain(named) {
-        parcel.put(name, t.dims(), t.flatten_all()?.to_vec1::<f64>()?);
+        results.put(name, t.dims(), t.flatten_all()?.to_vec1::<f64>()?);
     }
     let dims = [own.ids.len(), own.ids.first().map_or(0, Vec::len)];
-    parcel.put("ids", &dims, own.ids.iter().flatten().map(|id| *id as f64));
-    parcel.put("load", &[own.tokens_per_expert.len()], own.tokens_per_expert.iter().map(|n| *n as f64));
-    parcel.put("times", &[own.times.len()], own.times.iter().map(|(_, time)| time.as_secs_f64()));
-    Ok(parcel)
+    results.put("ids", &dims, own.ids.iter().flatten().map(|id| *id as f64));
+    results.put("load", &[own.tokens_per_expert.len()], own.tokens_per_expert.iter().map(|n| *n as f64));
+    results.put("times", &[own.times.len()], own.times.iter().map(|(_, time)| time.as_secs_f64()));
+    Ok(results)
 }
 
 /// A rank's outcome; its stages are `stages`' own.
-fn unpacked(parcel: &RankResults, stages: &[(&'static str, Duration)]) -> Result<RankOutcome, AnyError> {
+fn unpacked(results: &RankResults, stages: &[(&'static str, Duration)]) -> Result<RankOutcome, AnyError> {
     let tensor = |(dims, values): (&[usize], &[f64])| Tensor::from_slice(values, dims, &Device::Cpu);
     let whole = |values: &[f64]| values.iter().map(|n| *n as usize).collect::<Vec<usize>>();
     let grads =
-        parcel.starting("gradient.").map(|(name, dims, values)| Ok((name.to_string(), tensor((dims, values))?)));
-    let (dims, ids) = parcel.get("ids")?;
+        results.starting("gradient.").map(|(name, dims, values)| Ok((name.to_string(), tensor((dims, values))?)));
+    let (dims, ids) = results.get("ids")?;
     let times =
-        stages.iter().zip(parcel.get("times")?.1).map(|((name, _), time)| (*name, Duration::from_secs_f64(*time)));
+        stages.iter().zip(results.get("times")?.1).map(|((name, _), time)| (*name, Duration::from_secs_f64(*time)));
     Ok(RankOutcome {
-        y: tensor(parcel.get("y")?)?,
-        dx: tensor(parcel.get("dx")?)?,
+        y: tensor(results.get("y")?)?,
+        dx: tensor(results.get("dx")?)?,
         grads: grads.collect::<candle_core::Result<_>>()?,
         ids: ids.chunks(dims[1].max(1)).map(whole).collect(),
-        tokens_per_expert: whole(parcel.get("load")?.1),
+        tokens_per_expert: whole(results.get("load")?.1),
         times: times.collect(),
     })
 }
 
-fn one_rank(job: &Job, rank: usize, seat: Seat) -> Result<RankOutcome, AnyError> {
-    Ok(in_group(job, rank, seat)?.0)
+fn one_rank(job: &Job, rank: usize, endpoint: Endpoint) -> Result<RankOutcome, AnyError> {
+    Ok(in_group(job, rank, endpoint)?.0)
 }
 
-fn in_group(job: &Job, rank: usize, seat: Seat) -> Result<(RankOutcome, DeviceGroup), AnyError> {
+fn in_group(job: &Job, rank: usize, endpoint: Endpoint) -> Result<(RankOutcome, DeviceGroup), AnyError> {
     let mut clock = Clock::start();
     let block = job.load(rank, job.split.len())?;
     clock.lap("load");
     let most = job.split.iter().copied().max().unwrap_or(0);
-    let group = seat.join(GroupConfig::new(block.config.router.num_experts, most))?;
+    let group = endpoint.join(GroupConfig::new(block.config.router.num_experts, most))?;
     Ok((step(job, rank, (block, group.clone()), clock)?, group))
 }
 

@@ -278,11 +278,11 @@ pub fn train(
         }
         #[cfg(feature = "burn-cuda")]
         Place::Cuda => {
-            let seats = gpus::seats(settings)?;
-            let make = |params: &[_], (device, group): gpus::Seat, _: usize| {
+            let endpoints = gpus::endpoints(settings)?;
+            let make = |params: &[_], (device, group): gpus::Endpoint, _: usize| {
                 Rank::<gpus::Gpu>::new(settings, params, (group, &device))
             };
-            ranks::train(settings, (seats, check_every), corpus, make, on_step)
+            ranks::train(settings, (endpoints, check_every), corpus, make, on_step)
         }
         #[cfg(not(feature = "burn-cuda"))]
         Place::Cuda => Err("this build has no burn on CUDA".into()),
@@ -299,10 +299,10 @@ mod gpus {
     use crate::ranks::group_config;
 
     pub type Gpu = burn::backend::Cuda<f32, i32>;
-    pub type Seat = (CudaDevice, DeviceGroup);
+    pub type Endpoint = (CudaDevice, DeviceGroup);
 
     /// Each rank's GPU and group. The groups are made first: burn panics where there is no GPU.
-    pub fn seats(settings: &Settings) -> Result<Vec<Seat>, Failure> {
+    pub fn endpoints(settings: &Settings) -> Result<Vec<Endpoint>, Failure> {
         if settings.mesh.ranks == 1 {
             let device = CudaDevice::new(0);
             let group = DeviceGroup::single::<Gpu>(group_config(settings), &device)?;
@@ -312,7 +312,7 @@ mod gpus {
     }
 
     #[cfg(feature = "nccl")]
-    fn over_nccl(settings: &Settings) -> Result<Vec<Seat>, Failure> {
+    fn over_nccl(settings: &Settings) -> Result<Vec<Endpoint>, Failure> {
         use moebius::nccl::{NcclComm, NcclLibrary};
         let devices = || (0..settings.mesh.ranks).map(CudaDevice::new);
         let gpus = devices().map(|device| moebius::burn::cuda(&device)).collect::<moebius::Result<Vec<_>>>()?;
@@ -321,7 +321,7 @@ mod gpus {
     }
 
     #[cfg(not(feature = "nccl"))]
-    fn over_nccl(_: &Settings) -> Result<Vec<Seat>, Failure> {
+    fn over_nccl(_: &Settings) -> Result<Vec<Endpoint>, Failure> {
         Err("several GPUs want a build with --features nccl".into())
     }
 

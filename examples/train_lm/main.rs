@@ -385,7 +385,7 @@ fn run_process(args: &Args) -> Result<bool, Failure> {
             let process = processes::Process::join(ranks::TIMEOUT)?;
             let of = (process.rank, process.world);
             run_rank(args, of, |settings, params| {
-                let place = mesh::of_process(settings.mesh, process.rank, process.seat)?;
+                let place = mesh::of_process(settings.mesh, process.rank, process.endpoint)?;
                 candle::Rank::new(settings, params, (place, process.rank))
             })
         }

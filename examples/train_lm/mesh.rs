@@ -8,7 +8,7 @@ use moebius::cpu::{Cpu, ThreadComm, ThreadWorld};
 use moebius::etp;
 
 use crate::Failure;
-use crate::device::{Seat, seats};
+use crate::device::{Endpoint, endpoints};
 use crate::sharded::{Experts, Sharded};
 use crate::world::World;
 
@@ -67,7 +67,7 @@ impl Mesh {
 /// How a rank reaches the others.
 pub struct Place {
     /// Those of its EP group.
-    pub experts: Seat,
+    pub experts: Endpoint,
     /// Where experts are sharded.
     pub sharded: Option<Comms>,
     /// All ranks, for the optimizer.
@@ -118,7 +118,7 @@ impl Comms {
 /// Each rank's place; `devices` has as many as there are ranks.
 pub fn places(mesh: Mesh, devices: &[Device], timeout: Duration) -> Result<Vec<Place>, Failure> {
     if mesh.etp.is_none() {
-        let places = seats(devices, timeout)?.into_iter().zip(all_ranks(devices, timeout)?);
+        let places = endpoints(devices, timeout)?.into_iter().zip(all_ranks(devices, timeout)?);
         return Ok(places.map(|(experts, optimizer)| Place { experts, sharded: None, optimizer }).collect());
     }
     match devices {
@@ -143,14 +143,14 @@ fn all_ranks(devices: &[Device], timeout: Duration) -> Result<Vec<AllRanks>, Fai
     }
 }
 
-/// The place of one rank of several processes; `seat` reaches all of them.
-pub fn of_process(mesh: Mesh, rank: usize, seat: Seat) -> Result<Place, Failure> {
-    match (mesh.etp, seat) {
+/// The place of one rank of several processes; `endpoint` reaches all of them.
+pub fn of_process(mesh: Mesh, rank: usize, endpoint: Endpoint) -> Result<Place, Failure> {
+    match (mesh.etp, endpoint) {
         #[cfg(feature = "nccl")]
-        (None, Seat::Gpus(device, world)) if mesh.ranks > 1 => gpus::whole_of_process(rank, (device, world)),
+        (None, Endpoint::Gpus(device, world)) if mesh.ranks > 1 => gpus::whole_of_process(rank, (device, world)),
         (None, experts) => Ok(Place { experts, sharded: None, optimizer: AllRanks::Alone }),
         #[cfg(feature = "nccl")]
-        (Some(_), Seat::Gpus(device, world)) => gpus::of_process(mesh, rank, (device, world)),
+        (Some(_), Endpoint::Gpus(device, world)) => gpus::of_process(mesh, rank, (device, world)),
         _ => Err(format!("rank {rank}: --processes with --etp wants ranks on GPUs, over NCCL").into()),
     }
 }
@@ -161,7 +161,7 @@ fn on_threads(mesh: Mesh, timeout: Duration) -> Vec<Place> {
     let lane = || split(&|w| mesh.shard(w)).into_iter().map(|comm| Box::new(comm) as Box<dyn Communicator<Cpu>>);
     let replicas = split(&|w| mesh.replica(w)).into_iter().map(|comm| Box::new(comm) as Box<dyn Communicator<Cpu>>);
     let lanes = lane().zip(lane()).map(|(gather, reduce)| etp::Comms { gather, reduce });
-    let experts = split(&|w| mesh.expert(w)).into_iter().map(Seat::Cpu);
+    let experts = split(&|w| mesh.expert(w)).into_iter().map(Endpoint::Cpu);
     let world = ThreadWorld::create(mesh.ranks, timeout).into_iter();
     let optimizers = ThreadWorld::create(mesh.ranks, timeout).into_iter().map(AllRanks::Cpu);
     let places = experts.zip(world).zip(lanes).zip(replicas).zip(optimizers);
@@ -201,7 +201,7 @@ mod gpus {
 
     use super::{AllRanks, Comms, Mesh, Of, Place, split};
     use crate::Failure;
-    use crate::device::Seat;
+    use crate::device::Endpoint;
 
     pub fn all_ranks(devices: &[Device], timeout: Duration) -> Result<Vec<AllRanks>, Failure> {
         if devices.len() == 1 {
@@ -217,7 +217,7 @@ mod gpus {
         let (tag, cuda) = (Tag { layer: 0, op: Op::User, sequence: 0 }, world.cuda().clone());
         let all = world.split_on(tag, Some(0), rank, &cuda)?;
         let all = all.ok_or_else(|| Failure::from("a split without a part for this rank"))?;
-        Ok(Place { experts: Seat::Gpus(gpu, world), sharded: None, optimizer: AllRanks::Gpus(all) })
+        Ok(Place { experts: Endpoint::Gpus(gpu, world), sharded: None, optimizer: AllRanks::Gpus(all) })
     }
 
     pub fn places(mesh: Mesh, devices: &[Device], timeout: Duration) -> Result<Vec<Place>, Failure> {
@@ -251,14 +251,14 @@ mod gpus {
         };
         let lanes = lane()?.into_iter().zip(lane()?).map(|(gather, reduce)| etp::Comms { gather, reduce });
         let replicas = split(mesh.ranks, |w| mesh.replica(w), |members| boxed(&gpus, members))?;
-        let seat = |members: &[usize]| -> Result<Vec<Seat>, Failure> {
+        let endpoint = |members: &[usize]| -> Result<Vec<Endpoint>, Failure> {
             if let [alone] = members {
-                return Ok(vec![Seat::Gpu(devices[*alone].clone())]);
+                return Ok(vec![Endpoint::Gpu(devices[*alone].clone())]);
             }
             let comms = among(&gpus, members)?.into_iter().zip(members);
-            Ok(comms.map(|(comm, w)| Seat::Gpus(devices[*w].clone(), comm)).collect())
+            Ok(comms.map(|(comm, w)| Endpoint::Gpus(devices[*w].clone(), comm)).collect())
         };
-        let experts = split(mesh.ranks, |w| mesh.expert(w), seat)?;
+        let experts = split(mesh.ranks, |w| mesh.expert(w), endpoint)?;
         let world = among(&gpus, &(0..mesh.ranks).collect::<Vec<_>>())?;
         let places = experts.into_iter().zip(world).zip(lanes).zip(replicas).zip(gpus.clone());
         let places = places.zip(all_ranks(devices, timeout)?);
@@ -296,8 +296,8 @@ mod gpus {
         let gather = boxed(part((3, mesh.engines), mesh.shard(rank), &device.with_new_stream()?)?);
         let reduce = boxed(part((4, mesh.engines), mesh.shard(rank), &device.with_new_stream()?)?);
         let experts = match experts.size() {
-            1 => Seat::Gpu(gpu),
-            _ => Seat::Gpus(gpu, experts),
+            1 => Endpoint::Gpu(gpu),
+            _ => Endpoint::Gpus(gpu, experts),
         };
         let shards = etp::Comms { gather, reduce };
         Ok(Place { experts, sharded: Some(Comms::Gpus(Of { device, world, shards, replicas })), optimizer })

@@ -36,57 +36,57 @@ pub fn train(
 
 /// A report as others get it.
 fn packed(report: &Report) -> RankResults {
-    let mut parcel = RankResults::default();
-    parcel.put("loss", &[1], [report.loss]);
+    let mut results = RankResults::default();
+    results.put("loss", &[1], [report.loss]);
     for (layer, load) in report.load.iter().enumerate() {
-        parcel.put(format!("load.{layer}"), &[load.len()], load.iter().map(|n| *n as f64));
+        results.put(format!("load.{layer}"), &[load.len()], load.iter().map(|n| *n as f64));
     }
     if let Some(norm) = report.norm {
-        parcel.put("norm", &[1], [norm]);
+        results.put("norm", &[1], [norm]);
     }
     if let Some(Scale { factor, skipped }) = report.scale {
-        parcel.put("scale", &[2], [factor, skipped as f64]);
+        results.put("scale", &[2], [factor, skipped as f64]);
     }
     if let Some(cost) = report.cost {
         let numbers = cost.numbers();
-        parcel.put("cost", &[numbers.len()], numbers);
+        results.put("cost", &[numbers.len()], numbers);
     }
-    let Some(check) = &report.check else { return parcel };
+    let Some(check) = &report.check else { return results };
     for (name, values) in &check.params {
         let mut put = |what: &str, values: &[f32]| {
-            parcel.put(format!("{what}.{name}"), &[values.len()], values.iter().map(|v| f64::from(*v)));
+            results.put(format!("{what}.{name}"), &[values.len()], values.iter().map(|v| f64::from(*v)));
         };
         put("weight", &values.weight);
         put("gradient", &values.gradient);
     }
     for (layer, ids) in check.ids.iter().enumerate() {
         let dims = [ids.len(), ids.first().map_or(0, Vec::len)];
-        parcel.put(format!("ids.{layer}"), &dims, ids.iter().flatten().map(|id| f64::from(*id)));
+        results.put(format!("ids.{layer}"), &dims, ids.iter().flatten().map(|id| f64::from(*id)));
     }
     for (layer, tokens) in check.tokens.iter().enumerate() {
-        parcel.put(format!("tokens.{layer}"), &[tokens.len()], tokens.iter().map(|v| f64::from(*v)));
+        results.put(format!("tokens.{layer}"), &[tokens.len()], tokens.iter().map(|v| f64::from(*v)));
     }
-    parcel
+    results
 }
 
-fn unpacked(settings: &Settings, parcel: &RankResults) -> Result<Report, Failure> {
+fn unpacked(settings: &Settings, results: &RankResults) -> Result<Report, Failure> {
     let first = |values: &[f64]| values.first().copied().unwrap_or(f64::NAN);
     let layers = || 0..settings.layers;
-    let load = |layer| Ok(parcel.get(&format!("load.{layer}"))?.1.iter().map(|n| *n as usize).collect());
+    let load = |layer| Ok(results.get(&format!("load.{layer}"))?.1.iter().map(|n| *n as usize).collect());
     let ids = |layer| -> Result<Vec<Vec<u32>>, Failure> {
-        let (dims, values) = parcel.get(&format!("ids.{layer}"))?;
+        let (dims, values) = results.get(&format!("ids.{layer}"))?;
         Ok(values.chunks(dims[1].max(1)).map(|row| row.iter().map(|id| *id as u32).collect()).collect())
     };
     let floats = |values: &[f64]| values.iter().map(|v| *v as f32).collect::<Vec<f32>>();
     let mut params = BTreeMap::new();
-    for (name, _, weight) in parcel.starting("weight.") {
-        let gradient = floats(parcel.get(&format!("gradient.{name}"))?.1);
+    for (name, _, weight) in results.starting("weight.") {
+        let gradient = floats(results.get(&format!("gradient.{name}"))?.1);
         params.insert(name.to_string(), Values { weight: floats(weight), gradient });
     }
     let check = match params.is_empty() {
         true => None,
         false => {
-            let tokens = |layer| Ok(floats(parcel.get(&format!("tokens.{layer}"))?.1));
+            let tokens = |layer| Ok(floats(results.get(&format!("tokens.{layer}"))?.1));
             Some(Check {
                 params,
                 ids: layers().map(ids).collect::<Result<_, _>>()?,
@@ -95,11 +95,11 @@ fn unpacked(settings: &Settings, parcel: &RankResults) -> Result<Report, Failure
         }
     };
     Ok(Report {
-        loss: first(parcel.get("loss")?.1),
+        loss: first(results.get("loss")?.1),
         load: layers().map(load).collect::<Result<_, Failure>>()?,
-        norm: parcel.find("norm").map(|(_, norm)| first(norm)),
-        scale: parcel.find("scale").map(|(_, v)| Scale { factor: v[0], skipped: v[1] as u64 }),
-        cost: match parcel.find("cost") {
+        norm: results.find("norm").map(|(_, norm)| first(norm)),
+        scale: results.find("scale").map(|(_, v)| Scale { factor: v[0], skipped: v[1] as u64 }),
+        cost: match results.find("cost") {
             Some((_, numbers)) => Some(Cost::of(numbers.try_into()?)),
             None => None,
         },

@@ -98,11 +98,11 @@ pub fn sum_over_ranks(group: &EpGroup<Cpu>, step: usize, values: &mut [f32]) -> 
     Ok(())
 }
 
-/// Trains, and calls `on_step` after each step. `make` builds a rank's worker from its seat, on its thread. Every
+/// Trains, and calls `on_step` after each step. `make` builds a rank's worker from its endpoint, on its thread. Every
 /// `check_every` steps the twin computes the same step from the same weights.
 pub fn train<S: Send, W: Worker>(
     settings: &Settings,
-    (seats, check_every): (Vec<S>, usize),
+    (endpoints, check_every): (Vec<S>, usize),
     corpus: &Corpus,
     make: impl Fn(&[Param], S, usize) -> Result<W, Failure> + Sync,
     mut on_step: impl FnMut(Step) -> Result<(), Failure>,
@@ -111,13 +111,13 @@ pub fn train<S: Send, W: Worker>(
     let twin = Twin::new(settings, &params)?;
     thread::scope(|scope| {
         let (mut reports, mut threads) = (Vec::new(), Vec::new());
-        for (rank, seat) in seats.into_iter().enumerate() {
+        for (rank, endpoint) in endpoints.into_iter().enumerate() {
             // A rank may run ahead of the twin by one step.
             let (sender, receiver) = sync_channel(1);
             reports.push(receiver);
             let (params, make) = (&params, &make);
             threads.push(scope.spawn(move || {
-                let mut worker = make(params, seat, rank)?;
+                let mut worker = make(params, endpoint, rank)?;
                 work(&mut worker, settings, check_every, corpus, rank, &sender)
             }));
         }

@@ -6,10 +6,10 @@ use candle_core::Var;
 use candle_core::backprop::GradStore;
 use candle_nn::VarBuilder;
 use moebius::Tensor;
-use moebius::candle::{DeviceGroup, ExpertParallelMoE, Host, ShardGradients, finish_sharded};
+use moebius::candle::{DeviceGroup, ExpertParallelMoE, GradientType, Host, WeightVar, finish_sharded};
 use moebius::comm::Communicator;
 use moebius::cpu::Cpu;
-use moebius::etp::{self, Chain, EtpOptions, Payload, Phase, Reduction, ShardDevice, WeightId};
+use moebius::etp::{self, Chain, EtpOptions, Payload, Phase, Reduction, ShardDevice};
 use moebius::layer::Layer;
 
 use crate::Failure;
@@ -45,7 +45,7 @@ pub trait Experts {
 pub struct Sharded<D: ShardDevice> {
     chain: Arc<Chain<D>>,
     replicas: Box<dyn Communicator<D>>,
-    vars: Vec<(WeightId, Var)>,
+    vars: Vec<WeightVar>,
     /// Elements of the whole weights of this rank's experts.
     elements: usize,
 }
@@ -103,16 +103,17 @@ impl<D: Host> Experts for Sharded<D> {
     }
 
     fn finish(&mut self, gradients: &mut GradStore) -> Result<(), Failure> {
-        Ok(finish_sharded(&self.chain, Some(&mut *self.replicas), &self.vars, gradients, ShardGradients::AsSummed)?)
+        Ok(finish_sharded(&self.chain, Some(&mut *self.replicas), &self.vars, gradients, GradientType::AsSummed)?)
     }
 
     fn cost(&self, passes: usize) -> Cost {
         let (memory, traffic) = (self.chain.memory(), self.chain.traffic());
-        let shards: usize = self.vars.iter().map(|(_, var)| var.elem_count() * var.dtype().size_in_bytes()).sum();
+        let shards: usize =
+            self.vars.iter().map(|WeightVar { var, .. }| var.elem_count() * var.dtype().size_in_bytes()).sum();
         let moved = traffic.gathered_bytes + traffic.reduced_bytes;
         // Two moments in f32, and main weights where the shards are not in f32.
         let state = |var: &Var| if var.dtype() == candle_core::DType::F32 { 8 } else { 12 };
-        let optimizer = self.vars.iter().map(|(_, var)| var.elem_count() * state(var)).sum();
+        let optimizer = self.vars.iter().map(|WeightVar { var, .. }| var.elem_count() * state(var)).sum();
         Cost { shards, optimizer, memory, moved: moved as f64 / (self.elements * passes) as f64 }
     }
 }

@@ -49,7 +49,7 @@ impl fmt::Display for StateError {
 
 impl Error for StateError {}
 
-/// What makes a run this run: numbers that decide the bits of its steps, whatever the ranks.
+/// The identity of a run: numbers that decide the bits of its steps, whatever the ranks.
 fn run(settings: &Settings) -> [(&'static str, String); 18] {
     let s = settings;
     [

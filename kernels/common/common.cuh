@@ -19,11 +19,22 @@ __device__ inline void raise_fault(unsigned long long* fault, Fault code, long l
 }
 
 // Both of these words begin with the need, so that capacity and rank are those of the layout that needs most; of equal
-// needs the highest rank and the fewest rows.
-__device__ inline void raise_capacity(unsigned long long* fault, long long needed, long long rank, long long rows) {
+// needs the highest rank and the fewest rows. The rank is told with its own origin.
+__device__ inline void raise_capacity(unsigned long long* fault, long long needed, long long rank, long long rows, long long origin) {
+    constexpr long long RANK = (1 << NEEDED_RANK_BITS) - 1;
     raise_fault(fault, FAULT_CAPACITY, rows);
-    atomicMax(fault + STATUS_NEEDED_RANK, (static_cast<unsigned long long>(needed) << 16) | (rank & 0xffff));
+    atomicMax(fault + STATUS_NEEDED_RANK,
+              static_cast<unsigned long long>(needed) << (NEEDED_RANK_BITS + ORIGIN_BITS) | (rank & RANK) << ORIGIN_BITS | origin);
     atomicMax(fault + STATUS_NEEDED_ROWS, (static_cast<unsigned long long>(needed) << 32) | (0xffffffffull - (rows & 0xffffffffull)));
+}
+
+// An id of a backward that names no expert. The words begin with the choice, so that they are those of the first.
+__device__ inline void raise_id(unsigned long long* fault, long long choice, int id, const int64_t (&sizes)[2], long long origin) {
+    raise_fault(fault, FAULT_ID, choice << ORIGIN_BITS | origin);
+    const unsigned long long first = (0xffffffffull - (choice & 0xffffffffll)) << 32;
+    atomicMax(fault + STATUS_ID, first | static_cast<uint32_t>(id));
+    atomicMax(fault + STATUS_ID_TOP_K, first | static_cast<uint32_t>(sizes[0]));
+    atomicMax(fault + STATUS_ID_EXPERTS, first | static_cast<uint32_t>(sizes[1]));
 }
 
 __device__ __forceinline__ float to_float(float v) { return v; }

@@ -18,26 +18,28 @@ enum Fault : unsigned long long {
     FAULT_SEGMENT = 1,      // a segment outside its layout, or in another: the group
     FAULT_MAP = 2,       // a map's entry past the tensor: the entry
     FAULT_OUT_MAP = 3,   // the same of an output's map
-    FAULT_ID = 4,        // ids of a backward that name no expert: the token
-    FAULT_SUMS = 5,      // auxiliary sums over no tokens: 0
+    FAULT_ID = 4,        // ids of a backward that name no expert: the choice, above its origin
+    FAULT_SUMS = 5,      // auxiliary sums over no tokens: the origin
     FAULT_CHOICE = 6,    // an id that is no expert, or twice in a token: the choice, above its origin
     FAULT_CAPACITY = 7,  // a layout of too few rows: these; need and rank in words of their own
     FAULT_RECORD = 8,    // records that are odd: the first such rank, above the origin
     FAULT_END = 9,       // no code
 };
 // Words of the status: the fault, its code above a detail that is inverted; the first NaN logit, token above expert
-// above origin; rows that a layout would have needed, above its rank and above what is left of those there are; of the
-// first bad choice the fault that it raised, the id, one more than the column that has it too (0: none) and experts
-// above top k; of the first record with a bad id the fault that it raised, its rank, token, column, id, one more than
-// the column that has it too, layer and experts.
+// above origin; rows that a layout would have needed, above its rank and origin, and above what is left of those there
+// are; of the first bad choice the fault that it raised, the id, one more than the column that has it too (0: none) and
+// experts above top k; of the first record with a bad id the fault that it raised, its rank, token, column, id, one more
+// than the column that has it too, layer and experts; of a backward's first bad id it, top k and experts, each below the
+// choice, which is inverted.
 enum StatusWord : int {
     STATUS_FAULT = 0, STATUS_NAN = 1, STATUS_NEEDED_RANK = 2, STATUS_NEEDED_ROWS = 3, STATUS_CHOICE = 4, STATUS_CHOICE_ID = 5,
     STATUS_CHOICE_FIRST = 6, STATUS_CHOICE_SIZES = 7, STATUS_RECORD = 8, STATUS_RECORD_BAD = 9, STATUS_RECORD_LAYER = 14,
-    STATUS_RECORD_EXPERTS = 15, STATUS_WORDS = 16
+    STATUS_RECORD_EXPERTS = 15, STATUS_ID = 16, STATUS_ID_TOP_K = 17, STATUS_ID_EXPERTS = 18, STATUS_WORDS = 19
 };
 // An origin is the host's number for the rank and layer that a call is made for. It stands below the token and expert
-// of a NaN logit, and below the choice in the detail of a bad one or the rank of an odd record.
-constexpr uint32_t FAULT_DETAIL_BITS = 48, NAN_EXPERT_BITS = 22, ORIGIN_BITS = 11;
+// of a NaN logit, below the rank of a capacity, and below the choice in the detail of a bad one or the rank of an odd
+// record.
+constexpr uint32_t FAULT_DETAIL_BITS = 48, NAN_EXPERT_BITS = 22, ORIGIN_BITS = 11, NEEDED_RANK_BITS = 16;
 
 // A matrix product over groups of rows, with its epilogue. Null pointers mean "none".
 struct GemmParams {
@@ -209,6 +211,7 @@ struct ExternalLayoutParams {
     int64_t* counts;           // [L] filled slots
     int32_t* row_map;          // [N]
     unsigned long long* fault;
+    int64_t origin;
 };
 
 // Where segments begin that hold all ranks' choices of the local experts.
@@ -378,6 +381,7 @@ struct AuxLossParams {
     double z;
     const float* d_loss;       // that gradient where the device has it
     unsigned long long* fault;
+    int64_t origin;
 };
 
 // Weights of tokens with dropped choices.

@@ -32,6 +32,6 @@ pub(crate) use host_tensor::HostTensor;
 pub use load_as::LoadAs;
 pub(crate) use outputs::{DispatchedCotangents, DispatchedPart, LayerOutput, OutputCotangents};
 pub(crate) use selection_bias::moved_selection_bias;
-pub(crate) use sharded::{Chained, Shard, Sharded, with_sources};
+pub(crate) use sharded::{Chained, Sharded, TypedSource, with_sources};
 #[cfg(feature = "candle")]
 pub(crate) use sharded_held::{HeldGradients, HeldGuards, HeldId, HeldWeight, acquire, sources, view};

@@ -21,7 +21,7 @@ use super::sharded_held::{HeldId, HeldWeight};
 use super::submit::submit;
 
 /// This rank's shard of a weight.
-pub(crate) struct Shard<D: ShardDevice> {
+pub(crate) struct TypedSource<D: ShardDevice> {
     pub(crate) dtype: DType,
     pub(crate) source: Arc<dyn ShardSource<D>>,
 }
@@ -53,7 +53,7 @@ impl Sharded {
         payload: Payload,
         layer: &Layer,
         local: usize,
-        shards: [Shard<D>; 2],
+        shards: [TypedSource<D>; 2],
     ) -> Result<Self> {
         let spec = |kind: ParamKind, dtype: DType| -> Result<_> {
             let missing = || Error::invalid("ExpertParallelMoE::sharded", kind.name(), "a weight", "none");
@@ -188,9 +188,9 @@ impl<D: FrameworkDevice> Chained<D> {
     }
 
     /// Memory for the gradients that a backward of `context` makes of them.
-    pub(crate) fn gradients(&self, context: &Context<D>) -> Result<ShardGradients<'_, D>> {
+    pub(crate) fn gradients(&self, context: &Context<D>) -> Result<ExpertGradients<'_, D>> {
         let [up, down] = self.ids;
-        Ok(ShardGradients {
+        Ok(ExpertGradients {
             chain: &self.chain,
             progress: context.progress(),
             up: self.chain.gradient_buffer(up)?,
@@ -200,16 +200,16 @@ impl<D: FrameworkDevice> Chained<D> {
 }
 
 /// Memory of a chain for the gradients of whole weights, of which each rank gets its shard's.
-pub(crate) struct ShardGradients<'a, D: ShardDevice> {
+pub(crate) struct ExpertGradients<'a, D: ShardDevice> {
     chain: &'a Chain<D>,
     progress: Arc<BackwardProgress>,
     up: GradientBuffer<'a, D>,
     down: GradientBuffer<'a, D>,
 }
 
-impl<D: FrameworkDevice> ShardGradients<'_, D> {
+impl<D: FrameworkDevice> ExpertGradients<'_, D> {
     /// Has a backward write there.
-    pub(crate) fn lend<'b>(&'b mut self, into: &mut GradientsMut<'b, D>) -> Result<()> {
+    pub(crate) fn view_in<'b>(&'b mut self, into: &mut GradientsMut<'b, D>) -> Result<()> {
         into.set(ParamKind::Up, self.up.view_mut()?);
         into.set(ParamKind::Down, self.down.view_mut()?);
         Ok(())

@@ -96,7 +96,7 @@ impl<'a, D: FrameworkDevice> HeldGradients<'a, D> {
     }
 
     /// Has a backward write there.
-    pub(crate) fn lend<'b>(&'b mut self, into: &mut GradientsMut<'b, D>) -> Result<()> {
+    pub(crate) fn view_in<'b>(&'b mut self, into: &mut GradientsMut<'b, D>) -> Result<()> {
         for (kind, memory) in self.0.as_mut() {
             let Some((held, buffer)) = memory else { continue };
             let lines = buffer.view_mut()?;

@@ -223,7 +223,7 @@ pub struct Outputs<B: Backend> {
     pub details: Option<Details<B>>,
 }
 
-/// What a forward knows beside its output.
+/// Losses and loads of a forward, beside its output.
 #[derive(Debug)]
 pub struct Details<B: Backend> {
     /// Auxiliary losses' sum, `[1]`, accumulator type.

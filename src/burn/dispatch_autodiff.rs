@@ -60,9 +60,9 @@ impl<B: NativeMemory> PendingDispatch<B> {
 
 /// The token: of the anchor, x and the routing weights.
 #[derive(Debug)]
-struct Token;
+struct DispatchToken;
 
-impl<B: NativeMemory> Backward<B, 3> for Token {
+impl<B: NativeMemory> Backward<B, 3> for DispatchToken {
     type State = Arc<PendingDispatch<B>>;
 
     fn backward(self, ops: Ops<Self::State, 3>, grads: &mut Gradients, _: &mut Checkpointer) {
@@ -129,7 +129,7 @@ pub(super) fn dispatch<B: NativeBackend, C: CheckpointStrategy>(
     let anchor = <Autodiff<B, C> as AutodiffBackend>::from_inner(nothing);
     let anchor = <Autodiff<B, C> as FloatTensorOps<_>>::float_set_require_grad(anchor, true);
     let nodes = [anchor.node.clone(), x.node.clone(), weights.node.clone()];
-    let prepared = Backward::<B, 3>::prepare::<C>(Token, nodes).compute_bound().stateful();
+    let prepared = Backward::<B, 3>::prepare::<C>(DispatchToken, nodes).compute_bound().stateful();
     // At the end of any thread's backward burn forgets graphs of which no tensor is alive. Until the token is in the
     // graph, its parents may be all that keeps theirs.
     let alive = [anchor.rc.clone(), x.rc.clone(), weights.rc.clone()];
@@ -180,7 +180,7 @@ impl<B: NativeMemory> TrackedDispatch<B> {
 
 /// Weights of chosen experts, of logits.
 #[derive(Debug)]
-struct Route;
+struct RouteNode;
 
 #[derive(Debug, Clone)]
 struct RouteState<B: NativeMemory> {
@@ -189,7 +189,7 @@ struct RouteState<B: NativeMemory> {
     ids: burn::tensor::ops::IntTensor<B>,
 }
 
-impl<B: NativeMemory> Backward<B, 1> for Route {
+impl<B: NativeMemory> Backward<B, 1> for RouteNode {
     type State = RouteState<B>;
 
     fn backward(self, ops: Ops<Self::State, 1>, grads: &mut Gradients, _: &mut Checkpointer) {
@@ -209,7 +209,7 @@ pub(super) fn route<B: NativeBackend, C: CheckpointStrategy>(
     logits: FloatTensor<Autodiff<B, C>>,
     selection_bias: Option<FloatTensor<Autodiff<B, C>>>,
 ) -> Result<RouteOutputs<Autodiff<B, C>>> {
-    let prepared = Backward::<B, 1>::prepare::<C>(Route, [logits.node.clone()]).compute_bound().stateful();
+    let prepared = Backward::<B, 1>::prepare::<C>(RouteNode, [logits.node.clone()]).compute_bound().stateful();
     let alive = logits.rc.clone();
     let logits = B::contiguous(logits.primitive);
     let bias = selection_bias.map(|bias| B::contiguous(bias.primitive));

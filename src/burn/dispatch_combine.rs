@@ -58,6 +58,7 @@ use super::group::DeviceGroup;
 ///
 /// type B = Autodiff<Flex>;
 /// let (config, device) = (MoeConfig::new(16, 24, 8, 2), Default::default()); // hidden, intermediate, experts, top-k
+/// # <Flex as burn::tensor::backend::Backend>::seed(&device, 1);
 /// let group = DeviceGroup::single::<B>(&config, &device)?; // or over several ranks: see the module
 /// let linear = |from, to| LinearConfig::new(from, to).with_bias(false).init::<B>(&device);
 /// let experts = (0..group.local_experts()).map(|_| Mlp { up: linear(16, 24), down: linear(24, 16) }).collect();

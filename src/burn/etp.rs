@@ -9,7 +9,7 @@ use burn::tensor::backend::{AutodiffBackend, Backend};
 use burn::tensor::ops::FloatTensor;
 use burn::tensor::{Tensor, TensorPrimitive};
 
-use crate::adapter::{AnyChain, FrameworkDevice, Shard, Sharded};
+use crate::adapter::{AnyChain, FrameworkDevice, Sharded, TypedSource};
 use crate::comm::{Communicator, Op};
 use crate::device::Device;
 use crate::dtype::DType;
@@ -48,6 +48,7 @@ const FINISH: &str = "ShardedParams::finish";
 /// let chain = Arc::new(Chain::new(Cpu::new(), comms, EtpOptions::default())?);
 /// let shards = ShardedParams::<Flex>::new(chain);
 /// let (config, device) = (MoeConfig::new(64, 32, 8, 2), Default::default());
+/// # <Flex as burn::tensor::backend::Backend>::seed(&device, 1);
 /// let moe = ExpertParallelMoEConfig::new(config).init::<Autodiff<Flex>>(&device)?;
 /// let mut moe = moe.into_sharded(&shards, Payload::Plain)?;
 /// let mut adam = AdamWConfig::new().init();
@@ -105,7 +106,7 @@ impl<B: MoeBackend> ShardHolder for ExpertParallelMoE<B> {
 
 /// Parameters that were added to a chain.
 struct Registered<B: NativeBackend> {
-    shards: Vec<(WeightId, Arc<ParamShard<B>>)>,
+    shards: Vec<(WeightId, Arc<ParamSource<B>>)>,
     /// Group and number of the first layer.
     first: Option<(DeviceGroup, u32)>,
 }
@@ -117,7 +118,7 @@ impl<B: NativeBackend> fmt::Debug for ShardedParams<B> {
 }
 
 /// This rank's shard of a weight, as the last [`ShardedParams::begin`] found it.
-struct ParamShard<B: NativeMemory> {
+struct ParamSource<B: NativeMemory> {
     device: B::Core,
     dtype: DType,
     /// `[S, C]`.
@@ -125,20 +126,20 @@ struct ParamShard<B: NativeMemory> {
     tensor: RwLock<B::Shared>,
 }
 
-impl<B: NativeMemory> fmt::Debug for ParamShard<B> {
+impl<B: NativeMemory> fmt::Debug for ParamSource<B> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "ParamShard{:?}", self.dims)
+        write!(f, "ParamSource{:?}", self.dims)
     }
 }
 
-impl<B: NativeMemory> ShardSource<B::Core> for ParamShard<B> {
+impl<B: NativeMemory> ShardSource<B::Core> for ParamSource<B> {
     fn read(&self, visit: &mut dyn FnMut(TensorRef<'_, B::Core>) -> Result<()>) -> Result<()> {
         let tensor = self.tensor.read().unwrap_or_else(PoisonError::into_inner);
         visit(B::view_shared(&self.device, &tensor)?.reshape(&self.dims)?)
     }
 }
 
-impl<B: NativeMemory> ParamShard<B> {
+impl<B: NativeMemory> ParamSource<B> {
     /// Refuses a parameter that is not `[1, S, C]` of the shard's type.
     fn check(&self, call: &'static str, shape: &[usize], dtype: burn::tensor::DType) -> Result<()> {
         let [rows, width] = self.dims;
@@ -155,7 +156,7 @@ impl<B: NativeMemory> ParamShard<B> {
 /// A parameter of a module with the shard that it is.
 struct ShardParam<'m, M: MoeBackend> {
     id: WeightId,
-    shard: Arc<ParamShard<M::Native>>,
+    shard: Arc<ParamSource<M::Native>>,
     param: &'m Param<Tensor<M, 3>>,
 }
 
@@ -286,7 +287,7 @@ impl<B: NativeBackend> ShardedParams<B> {
             |_| (),
             || {
                 // All of them before any sum is given: nothing of burn's fails behind it.
-                let mut memory = outputs.iter_mut().map(ShardOutput::lend).collect::<Result<Vec<_>>>()?;
+                let mut memory = outputs.iter_mut().map(ShardOutput::view_mut).collect::<Result<Vec<_>>>()?;
                 let mut filled = Vec::new();
                 finish(&mut |id, gradient| match memory.iter().position(|(own, _)| *own == id) {
                     Some(at) => {
@@ -358,7 +359,7 @@ impl<'m, M: MoeBackend> ShardOutput<'m, M> {
     }
 
     /// Its memory, to be filled.
-    fn lend(&mut self) -> Result<(WeightId, TensorMut<'_, CoreDevice<M>>)> {
+    fn view_mut(&mut self) -> Result<(WeightId, TensorMut<'_, CoreDevice<M>>)> {
         Ok((self.id, M::Native::view_mut(&mut self.memory)?))
     }
 
@@ -448,7 +449,7 @@ impl<B: MoeBackend> ExpertParallelMoE<B> {
 
 /// This rank's shard of a whole weight.
 pub(super) struct Cut<B: MoeBackend> {
-    source: Arc<ParamShard<B::Native>>,
+    source: Arc<ParamSource<B::Native>>,
     param: Param<Tensor<B, 3>>,
 }
 
@@ -477,7 +478,7 @@ impl<B: MoeBackend> Cut<B> {
         let named = || Named { name, tensor: &tensor };
         let dtype = B::Native::view(device, named())?.dtype();
         let tensor = RwLock::new(B::Native::share(device, named())?);
-        Ok(Self { source: Arc::new(ParamShard { device: device.clone(), dtype, dims, tensor }), param })
+        Ok(Self { source: Arc::new(ParamSource { device: device.clone(), dtype, dims, tensor }), param })
     }
 
     /// The shard's type.
@@ -496,8 +497,11 @@ impl<B: MoeBackend> Cut<B> {
         Ok((id, self.param))
     }
 
-    fn shard(&self) -> Shard<CoreDevice<B>> {
-        Shard { dtype: self.source.dtype, source: Arc::clone(&self.source) as Arc<dyn ShardSource<CoreDevice<B>>> }
+    fn shard(&self) -> TypedSource<CoreDevice<B>> {
+        TypedSource {
+            dtype: self.source.dtype,
+            source: Arc::clone(&self.source) as Arc<dyn ShardSource<CoreDevice<B>>>,
+        }
     }
 }
 

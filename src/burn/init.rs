@@ -102,6 +102,7 @@ impl<B: Backend> ExpertParallelMoE<B> {
     /// # let out = out.path();
     /// let checkpoint = Checkpoint::open(dir)?;
     /// let (config, device) = (checkpoint.block_config(0)?, Default::default());
+    /// # <Flex as burn::tensor::backend::Backend>::seed(&device, 1);
     /// let group = DeviceGroup::single::<Flex>(&config, &device)?; // one for all layers
     /// let mut modules = Vec::new();
     /// for &layer in checkpoint.moe_layers() {
@@ -111,7 +112,7 @@ impl<B: Backend> ExpertParallelMoE<B> {
     /// let x = Tensor::<Flex, 2>::random([5, config.hidden], Distribution::Default, &device);
     /// assert_eq!(modules[0].forward(x.clone())?.dims(), x.dims());
     /// let blocks = modules.iter().map(ExpertParallelMoE::to_block).collect::<Result<Vec<_>, _>>()?;
-    /// let blocks: Vec<_> = checkpoint.moe_layers().iter().zip(&blocks).map(|(l, b)| (*l, &b.params)).collect();
+    /// let blocks: Vec<_> = checkpoint.moe_layers().iter().zip(&blocks).map(|(l, b)| b.params.at_layer(*l)).collect();
     /// checkpoint.save(out, &blocks)?;
     /// # Ok(()) }
     /// ```

@@ -30,6 +30,7 @@
 //! }
 //!
 //! let device = Default::default();
+//! # <Flex as burn::tensor::backend::Backend>::seed(&device, 1);
 //! let model = Model::<Autodiff<Flex>>::new(&device)?;
 //! let y = model.forward(Tensor::random([2, 5, 16], Distribution::Default, &device))?;
 //! let gradients = y.powi_scalar(2).mean().backward();
@@ -54,6 +55,7 @@
 //!     .with_router(|router| router.with_selection_bias(true).with_jitter(0.01))
 //!     .with_aux(AuxConfig::default().with_balance(0.01).with_z(0.001));
 //! let device = Default::default();
+//! # <Flex as burn::tensor::backend::Backend>::seed(&device, 1);
 //! let mut moe = ExpertParallelMoEConfig::new(config).init::<B>(&device)?;
 //! let mut adam = AdamWConfig::new().init::<B, ExpertParallelMoE<B>>();
 //! for step in 0..20 {

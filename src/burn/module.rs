@@ -17,7 +17,7 @@ use crate::metrics::Load;
 
 use super::backend::{Details, LayerCall, MoeBackend, Operands, Outputs};
 use super::group::DeviceGroup;
-use super::reduce::{ReduceOptions, Reduction, over_group};
+use super::reduce::{GradientReduction, ReduceOptions, over_group};
 
 /// A Mixture-of-Experts layer over the ranks of a group. Made by
 /// [`ExpertParallelMoEConfig::init`](super::ExpertParallelMoEConfig::init), [`from_block`](Self::from_block) or
@@ -251,7 +251,7 @@ impl<B: AutodiffBackend + MoeBackend> ExpertParallelMoE<B> {
     pub fn reduce_gradients(&self, gradients: &mut GradientsParams) -> Result<()> {
         let experts = self.expert_ids();
         let options = ReduceOptions::except(&experts);
-        let reduction = Reduction { layer: self.layer.number(), module: self, options, backend: PhantomData };
+        let reduction = GradientReduction { layer: self.layer.number(), module: self, options, backend: PhantomData };
         over_group(&self.group, reduction, gradients)
     }
 }

@@ -79,7 +79,7 @@ pub fn reduce_gradients<B: AutodiffBackend + MoeBackend, M: Module<B>>(
     options: ReduceOptions<'_>,
     gradients: &mut GradientsParams,
 ) -> Result<()> {
-    over_group(group, Reduction { layer: NO_LAYER, module, options, backend: PhantomData }, gradients)
+    over_group(group, GradientReduction { layer: NO_LAYER, module, options, backend: PhantomData }, gradients)
 }
 
 /// The same over the ranks of any communicator, for example of data-parallel replicas, whose experts are among the
@@ -95,13 +95,13 @@ pub fn reduce_gradients_over<B: AutodiffBackend + MoeBackend, M: Module<B>>(
     options: ReduceOptions<'_>,
     gradients: &mut GradientsParams,
 ) -> Result<()> {
-    Reduction { layer: NO_LAYER, module, options, backend: PhantomData }.run(comm, device, gradients)
+    GradientReduction { layer: NO_LAYER, module, options, backend: PhantomData }.run(comm, device, gradients)
 }
 
 /// Sums over the ranks of a group, of a layer's parameters or of others.
 pub(super) fn over_group<B: AutodiffBackend + MoeBackend, M: Module<B>>(
     group: &DeviceGroup,
-    reduction: Reduction<'_, B, M>,
+    reduction: GradientReduction<'_, B, M>,
     gradients: &mut GradientsParams,
 ) -> Result<()> {
     let on = group.on::<CoreDevice<B>>().ok_or_else(|| {
@@ -114,7 +114,7 @@ pub(super) fn over_group<B: AutodiffBackend + MoeBackend, M: Module<B>>(
 }
 
 /// Gradients to be summed.
-pub(super) struct Reduction<'a, B, M> {
+pub(super) struct GradientReduction<'a, B, M> {
     /// The tag's.
     pub(super) layer: u32,
     pub(super) module: &'a M,
@@ -122,7 +122,7 @@ pub(super) struct Reduction<'a, B, M> {
     pub(super) backend: PhantomData<B>,
 }
 
-impl<B: AutodiffBackend + MoeBackend, M: Module<B>> Reduction<'_, B, M> {
+impl<B: AutodiffBackend + MoeBackend, M: Module<B>> GradientReduction<'_, B, M> {
     fn run(
         self,
         comm: &mut dyn Communicator<CoreDevice<B>>,

@@ -51,7 +51,7 @@ impl<B: NativeMemory> Results<B> {
     }
 }
 
-/// The same, lent to be filled.
+/// The same, to be filled.
 struct DetailsMut<'a, D: Device> {
     logits: TensorMut<'a, D>,
     ids: TensorMut<'a, D>,
@@ -221,7 +221,7 @@ pub(super) fn run_backward<B: NativeMemory>(
                 }
             }
             if let Some(shards) = &mut shards {
-                shards.lend(&mut into)?;
+                shards.view_in(&mut into)?;
             }
             let params = with_sources(&views.params, sources.as_ref());
             let inputs = Inputs { x: views.x.borrow(), params: &params };

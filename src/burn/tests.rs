@@ -197,7 +197,7 @@ fn what_fails_before_the_layer_is_told() {
     }
 }
 
-/// What fails behind a failure does not hide it; alone it is told.
+/// A second failure does not hide the first; alone it is reported.
 #[test]
 fn the_first_error_is_kept() {
     let work = |outcome: Result<u32>| between::<Failing, _>(&Cpu::new(), |_| (), || outcome);

@@ -84,7 +84,7 @@ impl ExpertParallelMoE {
     /// use candle_core::{DType, Device, Module, Tensor};
     /// use candle_nn::optim::{AdamW, Optimizer, ParamsAdamW};
     /// use candle_nn::{VarBuilder, VarMap};
-    /// use moebius::candle::{EpGroup, ExpertParallelMoE, ShardGradients, finish_sharded};
+    /// use moebius::candle::{EpGroup, ExpertParallelMoE, GradientType, finish_sharded};
     /// use moebius::comm::Solo;
     /// use moebius::cpu::Cpu;
     /// use moebius::etp::{Chain, Comms, EtpOptions, Payload, Phase};
@@ -101,14 +101,14 @@ impl ExpertParallelMoE {
     /// let moe = ExpertParallelMoE::sharded(config, group, &chain, Payload::Plain, vb)?;
     /// let mut adam = AdamW::new(moe.vars(), ParamsAdamW::default())?;
     /// for _microbatch_and_step in 0..2 {
-    ///     let x = Tensor::randn(0f32, 1., (5, 64), &Device::Cpu)?;
+    ///     let x = Tensor::arange(0f32, 320., &Device::Cpu)?.sin()?.reshape((5, 64))?;
     ///     chain.begin(Phase::Forward)?;
     ///     let loss = moe.forward(&x)?.sqr()?.mean_all()?;
     ///     chain.end()?;
     ///     chain.begin(Phase::Backward)?;
     ///     let mut gradients = loss.backward()?;
     ///     chain.end()?;
-    ///     finish_sharded(&chain, None, &moe.shards(), &mut gradients, ShardGradients::InVariableType)?;
+    ///     finish_sharded(&chain, None, &moe.shards(), &mut gradients, GradientType::InVariableType)?;
     ///     adam.step(&gradients)?;
     /// }
     /// # Ok(()) }
@@ -221,11 +221,11 @@ impl ExpertParallelMoE {
     ///     let load = LoadAs::new(Parameters::Trainable).dtype(DType::F32);
     ///     modules.push(ExpertParallelMoE::from_checkpoint(&checkpoint, layer, &group, load)?);
     /// }
-    /// let x = Tensor::randn(0f32, 1., (5, config.hidden), &Device::Cpu)?;
+    /// let x = Tensor::arange(0f32, (5 * config.hidden) as f32, &Device::Cpu)?.sin()?.reshape((5, config.hidden))?;
     /// let y = modules[0].detached().forward(&x)?; // keeps nothing for a backward
     /// assert_eq!(y.dims(), x.dims());
     /// let blocks = modules.iter().map(ExpertParallelMoE::to_block).collect::<Result<Vec<_>, _>>()?;
-    /// let blocks: Vec<_> = checkpoint.moe_layers().iter().zip(&blocks).map(|(l, b)| (*l, &b.params)).collect();
+    /// let blocks: Vec<_> = checkpoint.moe_layers().iter().zip(&blocks).map(|(l, b)| b.params.at_layer(*l)).collect();
     /// checkpoint.save(out, &blocks)?;
     /// # Ok(()) }
     /// ```

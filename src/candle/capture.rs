@@ -30,7 +30,7 @@ pub fn device_for_capture(ordinal: usize) -> Result<Device> {
     Ok(device)
 }
 
-/// What takes part in a capture: the device, and the groups and optimizers whose calls are in the step.
+/// Who takes part in a capture: the device, and the groups and optimizers whose calls are in the step.
 ///
 /// ```no_run
 /// use candle_core::{DType, Module, Tensor};
@@ -46,7 +46,7 @@ pub fn device_for_capture(ordinal: usize) -> Result<Device> {
 /// // SAFETY: nothing replaces x or a weight of the layer while the step lives.
 /// let mut step = unsafe { capture.run(|| Ok(vec![(moe.forward(&x)? + &x)?])) }?;
 /// for _token in 0..100 {
-///     x.slice_set(&Tensor::randn(0f32, 1., (16, 2048), &device)?.to_dtype(DType::BF16)?, 0, 0)?; // in place
+///     x.slice_set(&Tensor::arange(0f32, 32768., &device)?.sin()?.reshape((16, 2048))?.to_dtype(DType::BF16)?, 0, 0)?; // in place
 ///     step.replay()?;
 ///     println!("{}", step.outputs()[0]);
 /// }
@@ -205,7 +205,7 @@ impl<F> CapturedStep<F> {
         Ok(self.graph.replay()?)
     }
 
-    /// What the calls returned: each replay overwrites them.
+    /// The tensors that the calls returned: each replay overwrites them.
     pub fn outputs(&self) -> &[Tensor] {
         &self.outputs
     }

@@ -47,12 +47,12 @@ use super::route_op::{self, Routed};
 /// let moe = DispatchCombine::new(config, &group)?;
 /// let router = linear_no_bias(16, 8, vb.pp("router"))?;
 /// let experts = (0..group.local_experts()).map(|e| {
-///     let (vb, frozen) = (vb.pp(e), Tensor::randn(0f32, 0.1, (16, 16), &device)?);
+///     let (vb, frozen) = (vb.pp(e), Tensor::arange(0f32, 256., &device)?.sin()?.reshape((16, 16))?);
 ///     Ok(Expert { frozen, a: linear_no_bias(16, 4, vb.pp("a"))?, b: linear_no_bias(4, 16, vb.pp("b"))? })
 /// });
 /// let experts = experts.collect::<Result<Vec<_>>>()?;
 ///
-/// let x = Tensor::randn(0f32, 1., (10, 16), &device)?;
+/// let x = Tensor::arange(0f32, 160., &device)?.sin()?.reshape((10, 16))?;
 /// let routed = moe.route(&router.forward(&x)?, None)?; // or ids and weights of a router of your own
 /// let received = moe.dispatch(&x, &routed.ids, &routed.weights)?;
 /// let outputs = received.map_experts(|e, rows, weights| {

@@ -61,7 +61,7 @@ mod tests {
     use crate::candle::moe;
 
     fn ours() -> Error {
-        Error::Capacity { rank: 1, needed: 9, capacity: 8 }
+        Error::Capacity { rank: 1, layer: 2, needed: 9, capacity: 8 }
     }
 
     #[test]

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use candle_core::backprop::GradStore;
 use candle_core::{Tensor, Var};
 
-use crate::adapter::Shard;
+use crate::adapter::TypedSource;
 use crate::comm::Communicator;
 use crate::cpu::Cpu;
 use crate::error::Result;
@@ -35,14 +35,14 @@ impl<D: Host> VarShard<D> {
         Self { device: device.clone(), shard: shard.clone() }
     }
 
-    pub(super) fn into_shard(self) -> Result<Shard<D>> {
+    pub(super) fn into_shard(self) -> Result<TypedSource<D>> {
         let mut dtype = None;
         self.read(&mut |shard| {
             dtype = Some(shard.dtype());
             Ok(())
         })?;
         let dtype = dtype.ok_or_else(|| crate::Error::invalid("VarShard", "shard", "a tensor", "none"))?;
-        Ok(Shard { dtype, source: Arc::new(self) })
+        Ok(TypedSource { dtype, source: Arc::new(self) })
     }
 }
 
@@ -52,9 +52,18 @@ impl<D: Host> ShardSource<D> for VarShard<D> {
     }
 }
 
+/// A variable that is a shard of a chain's weight.
+#[derive(Debug, Clone)]
+pub struct WeightVar {
+    /// The weight.
+    pub id: WeightId,
+    /// The shard.
+    pub var: Var,
+}
+
 /// Element type in which candle's optimizers want the gradients of shards.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum ShardGradients {
+pub enum GradientType {
     /// The variable's: candle-nn's optimizers.
     InVariableType,
     /// As the chain has added them up, f32 for f32, bf16 and f16: [`AdamW`](super::AdamW), which takes them so.
@@ -69,18 +78,18 @@ pub enum ShardGradients {
 pub fn finish_sharded<D: Host>(
     chain: &Chain<D>,
     replicas: Option<&mut dyn Communicator<D>>,
-    vars: &[(WeightId, Var)],
+    vars: &[WeightVar],
     gradients: &mut GradStore,
-    of: ShardGradients,
+    of: GradientType,
 ) -> Result<()> {
     const CALL: &str = "finish_sharded";
     chain.finish(replicas, |id, gradient| {
-        let Some((_, var)) = vars.iter().find(|(other, _)| *other == id) else { return Ok(()) };
+        let Some(WeightVar { var, .. }) = vars.iter().find(|of| of.id == id) else { return Ok(()) };
         crate::Error::check_shape(CALL, "variable", gradient.dims(), var.dims())?;
         let summed = into_candle(copy_of(chain.device(), gradient)?, gradient.dims(), var.device())?;
         let gradient = match of {
-            ShardGradients::InVariableType => summed.to_dtype(var.dtype()).map_err(framework(CALL))?,
-            ShardGradients::AsSummed => summed,
+            GradientType::InVariableType => summed.to_dtype(var.dtype()).map_err(framework(CALL))?,
+            GradientType::AsSummed => summed,
         };
         gradients.insert(var, gradient);
         Ok(())

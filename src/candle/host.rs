@@ -40,7 +40,7 @@ pub trait Host: FrameworkDevice + OptimizerDevice {
     #[doc(hidden)]
     fn view<'a>(&'a self, part: StorageSlice<'a>) -> Result<(TensorRef<'a, Self>, Self::Hold<'a>)>;
 
-    /// Elements of candle's storage, lent for writing, as a tensor.
+    /// Elements of candle's storage, for writing, as a tensor.
     #[doc(hidden)]
     fn view_mut<'a>(&'a self, part: StorageSliceMut<'a>) -> Result<(TensorMut<'a, Self>, Self::Hold<'a>)>;
 
@@ -103,7 +103,7 @@ pub struct StorageSliceMut<'a> {
     pub(super) dims: &'a [usize],
 }
 
-/// A storage that candle lends for writing.
+/// A storage that candle gives for writing.
 #[derive(Debug)]
 pub(super) enum StorageMut<'a> {
     Cpu(&'a mut CpuStorage),

@@ -40,7 +40,7 @@ pub(super) const EXPERTS: [ParamKind; 4] = [ParamKind::Up, ParamKind::UpBias, Pa
 /// let mut gradients = MainGradients::new();
 /// for _step in 0..3 {
 ///     for _microbatch in 0..4 {
-///         let x = Tensor::randn(0f32, 1., (64, 16), &Device::Cpu)?;
+///         let x = Tensor::arange(0f32, 1024., &Device::Cpu)?.sin()?.reshape((64, 16))?;
 ///         gradients.backward(&(moe.forward(&x)? - x)?.sqr()?.mean_all()?)?;
 ///     }
 ///     adam.step(gradients.store())?;
@@ -65,13 +65,13 @@ pub struct MainGradients {
 struct ExpertMemory {
     /// Whether gradients of 16-bit variables are in f32.
     wide: bool,
-    of: HashMap<TensorId, MainGradient>,
+    of: HashMap<TensorId, ExpertSum>,
     /// The backward that runs has begun to write to this memory.
     written: bool,
 }
 
 #[derive(Debug)]
-struct MainGradient {
+struct ExpertSum {
     tensor: Tensor,
     /// Whether a backward has written it since the last reset.
     holds: bool,
@@ -98,7 +98,7 @@ impl MainGradients {
     /// The backward runs on this thread, and every expert layer in its graph, of whatever group, adds to these.
     ///
     /// # Errors
-    /// What candle and the layers find. The ranks that wait in a layer which this one does not reach are told
+    /// Errors of candle and of the layers. The ranks that wait in a layer which this one does not reach are told
     /// ([`refuse_backward`]) and fail as well; those of whose layers none is left go on, and hear of it where they next
     /// meet this rank ([`GradientReducer::refuse`](super::GradientReducer::refuse)). Where a layer had begun to write,
     /// the sums before are lost on this rank: [`reset`](Self::reset) has been done, and the step begins anew. Else they
@@ -124,12 +124,12 @@ impl MainGradients {
         done
     }
 
-    /// Refuses to add to sums that have been lent: on every rank of a program alike, so that nobody waits for another.
+    /// Refuses to add to sums that `store_mut` has given: on every rank of a program alike, so that nobody waits for another.
     pub(super) fn check_unchanged(&self) -> Result<()> {
         match self.changed {
             false => Ok(()),
             true => {
-                let expected = "a reset after `store_mut` has lent the sums";
+                let expected = "a reset after `store_mut` has given the sums";
                 Err(Error::invalid(CALL, "gradients", expected, "none").into())
             }
         }
@@ -350,7 +350,7 @@ impl ExpertMemory {
         // A layer gives the gradient of a bias beside its weight's only.
         let alone = |bias, weight| tracked(bias).is_some() && tracked(weight).is_none();
         let plain = alone(ParamKind::UpBias, ParamKind::Up) || alone(ParamKind::DownBias, ParamKind::Down);
-        // One memory for two parameters would be lent twice.
+        // One memory for two parameters would be borrowed twice.
         let twice = trained().any(|(kind, t)| trained().any(|(other, u)| other != kind && u.id() == t.id()));
         if plain || twice || trained().next().is_none() || trained().any(|(_, t)| !t.is_variable()) {
             return Ok(None);
@@ -360,12 +360,12 @@ impl ExpertMemory {
         for (kind, t) in trained() {
             let dtype = dtype_of("MainGradients", kind.name(), if self.wide { widened(t.dtype()) } else { t.dtype() })?;
             let main = match self.of.remove(&t.id()) {
-                Some(main) if main.holds || !accumulate => MainGradient { holds: true, ..main },
+                Some(main) if main.holds || !accumulate => ExpertSum { holds: true, ..main },
                 _ => {
                     // Where others of the layer hold a sum: the kernels add to all or to none.
                     let make = if accumulate { crate::Tensor::zeros } else { crate::Tensor::empty };
                     let tensor = into_candle(make(device, dtype, t.dims())?, t.dims(), on)?;
-                    MainGradient { tensor, holds: true, shown: false }
+                    ExpertSum { tensor, holds: true, shown: false }
                 }
             };
             tensors[kind] = Some(main.tensor.clone());

@@ -11,7 +11,7 @@
 //! let vb = VarBuilder::from_varmap(&vars, DType::F32, &Device::Cpu);
 //! let config = MoeConfig::new(64, 32, 8, 2); // hidden, intermediate, experts, top-k
 //! let moe = candle::moe(config, vb.pp("moe"))?; // one rank
-//! let x = Tensor::randn(0f32, 1., (3, 5, 64), &Device::Cpu)?;
+//! let x = Tensor::arange(0f32, 960., &Device::Cpu)?.sin()?.reshape((3, 5, 64))?;
 //! let y = moe.forward(&x)?;
 //! let gradients = y.sqr()?.mean_all()?.backward()?;
 //! assert!(moe.vars().iter().all(|v| gradients.get(v).is_some()));
@@ -34,7 +34,7 @@
 //! let moe = candle::moe(config, VarBuilder::from_varmap(&vars, DType::F32, &Device::Cpu))?;
 //! let mut adam = AdamW::new(moe.vars(), ParamsAdamW { lr: 0.01, ..Default::default() })?;
 //! for _step in 0..20 {
-//!     let x = Tensor::randn(0f32, 1., (64, 16), &Device::Cpu)?;
+//!     let x = Tensor::arange(0f32, 1024., &Device::Cpu)?.sin()?.reshape((64, 16))?;
 //!     let y = moe.forward_t(&x, true)?; // with jitter; a backward through y adds the auxiliary losses' gradient
 //!     adam.backward_step(&(y - x)?.sqr()?.mean_all()?)?;
 //!     moe.update_selection_bias(moe.last_load()?.get()?, 0.001)?;
@@ -60,7 +60,7 @@
 //!     let group = Group::new(Cpu::new(), Box::new(comm), GroupConfig::of(&config, 64))?; // at most 64 tokens a rank
 //!     let vb = VarBuilder::from_varmap(&VarMap::new(), DType::F32, &Device::Cpu);
 //!     let moe = ExpertParallelMoE::new(config, group, vb)?;
-//!     let x = Tensor::randn(0f32, 1., (10, 16), &Device::Cpu)?;
+//!     let x = Tensor::arange(0f32, 160., &Device::Cpu)?.sin()?.reshape((10, 16))?;
 //!     let loss = (moe.forward(&x)? - x)?.sqr()?.mean_all()?;
 //!     let mut gradients = loss.backward()?;
 //!     moe.reduce_gradients(&mut gradients)?; // the router's, which both ranks hold
@@ -116,7 +116,7 @@ mod etp;
 mod group;
 mod host;
 mod initial;
-mod leaving;
+mod layer_gradients;
 mod main_gradients;
 mod module;
 mod op;
@@ -145,7 +145,7 @@ pub use capture::{Capture, CapturedStep, device_for_capture};
 pub use cuda::cuda;
 pub use dispatch_combine::{DispatchCombine, Dispatched};
 pub use error::error_of;
-pub use etp::{ShardGradients, VarShard, finish_sharded};
+pub use etp::{GradientType, VarShard, WeightVar, finish_sharded};
 pub use group::DeviceGroup;
 pub use host::{Host, routing_ids};
 pub use main_gradients::{MainGradients, backward};
@@ -158,4 +158,4 @@ pub use reducer::GradientReducer;
 pub use route_op::Routed;
 pub use run::MoeOutput;
 pub use sharded_functions::{FunctionGradients, ShardedFunction};
-pub use sharded_weights::{ShardedModule, ShardedWeights};
+pub use sharded_weights::{NewWeight, ShardedModule, ShardedWeights};

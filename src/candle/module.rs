@@ -11,11 +11,11 @@ use crate::checkpoint::{Block, BlockParams, RankBlock, RankPart};
 use crate::comm::Op;
 use crate::cpu::Cpu;
 use crate::error::Error;
-use crate::etp::WeightId;
 use crate::layer::{Layer, Mode, Noise, ParamKind, PerParam};
 use crate::optim::ParamShard;
 
 use super::error::framework;
+use super::etp::WeightVar;
 use super::group::DeviceGroup;
 use super::host::{copy_of, dtype_of, with_views};
 use super::run::{self, ForwardInputs, MoeOutput};
@@ -75,7 +75,7 @@ impl ExpertParallelMoE {
         self.sharded.as_ref().is_some_and(|sharded| sharded.has(kind))
     }
 
-    /// What this rank holds of a parameter.
+    /// This rank's shard of a parameter.
     pub(super) fn param_shard(&self, kind: ParamKind) -> crate::Result<ParamShard> {
         let missing =
             || Error::invalid("ExpertParallelMoE", kind.name(), "a parameter of the configuration", "another");
@@ -93,7 +93,7 @@ impl ExpertParallelMoE {
         }
     }
 
-    /// What this rank holds of the layer, for [`Checkpoint::save_parts`]: nothing is copied before it is written.
+    /// This rank's parts of the layer, for [`Checkpoint::save_parts`]: nothing is copied before it is written.
     ///
     /// # Errors
     /// None for a module that was built.
@@ -128,14 +128,14 @@ impl ExpertParallelMoE {
     /// The variables that are shards of the experts' chain, with their weights there, as
     /// [`finish_sharded`](super::finish_sharded) takes them; none where experts are whole. Router and shared expert of
     /// [`all_sharded`](Self::all_sharded) are among [`ShardedWeights::shards`](super::ShardedWeights::shards).
-    pub fn shards(&self) -> Vec<(WeightId, Var)> {
+    pub fn shards(&self) -> Vec<WeightVar> {
         let Some(sharded) = &self.sharded else { return Vec::new() };
         let biases = [ParamKind::UpBias, ParamKind::DownBias].into_iter();
         let biases = biases.filter_map(|kind| Some((kind, sharded.held.get(kind)?.id)));
         let weights = [ParamKind::Up, ParamKind::Down].into_iter().zip(sharded.ids);
         let shard = |(kind, id)| {
             let t = self.param(kind).filter(|t| t.is_variable())?;
-            Some((id, Var::from_tensor(t).ok()?))
+            Some(WeightVar { id, var: Var::from_tensor(t).ok()? })
         };
         weights.chain(biases).filter_map(shard).collect()
     }

@@ -18,7 +18,7 @@ use crate::layer::{
 
 use super::error::framework;
 use super::host::{Host, into_candle, with_views};
-use super::leaving::offer;
+use super::layer_gradients::offer;
 use super::main_gradients::{EXPERTS, expert_gradients, writes_experts};
 use super::params::{contiguous, named, views_of};
 use super::pending::{BackwardStage, OutputGradient, PendingCollectives};
@@ -143,9 +143,9 @@ impl<D: Host> PendingBackward<D> {
                 let mut others = HeldGradients::new(&experts.held, tracks)?;
                 let mut given = GradientsMut::none();
                 if let Some(shards) = &mut shards {
-                    shards.lend(&mut given)?;
+                    shards.view_in(&mut given)?;
                 }
-                others.lend(&mut given)?;
+                others.view_in(&mut given)?;
                 let params = with_sources(&weights, Some(&sources));
                 let inputs = Inputs { x: views[0].borrow(), params: &params };
                 let gradients = self.layer.backward_with(entry.enter(), context, inputs, cotangents, wanted, given)?;

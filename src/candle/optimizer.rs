@@ -103,7 +103,7 @@ impl ExpertParallelMoE {
 /// let options = AdamWOptions { group, max_norm: Some(1.0), ..Default::default() };
 /// let mut adam = candle::AdamW::new(moe.vars(), options)?;
 /// for _step in 0..3 {
-///     let x = Tensor::randn(0f32, 1., (64, 16), &Device::Cpu)?.to_dtype(DType::BF16)?;
+///     let x = Tensor::arange(0f32, 1024., &Device::Cpu)?.sin()?.reshape((64, 16))?.to_dtype(DType::BF16)?;
 ///     let loss = (moe.forward(&x)? - x)?.to_dtype(DType::F32)?.sqr()?.mean_all()?;
 ///     adam.backward_step(&loss)?;
 /// }

@@ -43,12 +43,12 @@ pub fn reduce_gradients_over<D: Host>(
     gradients: &mut GradStore,
 ) -> candle_core::Result<()> {
     let of: Vec<&Tensor> = vars.iter().map(Var::as_tensor).collect();
-    Ok(Reduction { layer: NO_LAYER, of: &of, bucket_bytes }.run(comm, device, gradients)?)
+    Ok(GradientReduction { layer: NO_LAYER, of: &of, bucket_bytes }.run(comm, device, gradients)?)
 }
 
 /// Sums over the ranks of a group, of a layer's parameters or of others.
 pub(super) fn over_group(group: &DeviceGroup, layer: u32, of: &[&Tensor], gradients: &mut GradStore) -> Result<()> {
-    let reduction = Reduction { layer, of, bucket_bytes: BUCKET_BYTES };
+    let reduction = GradientReduction { layer, of, bucket_bytes: BUCKET_BYTES };
     match group.any() {
         AnyGroup::Cpu(group) => {
             let mut group = group.lock();
@@ -65,13 +65,13 @@ pub(super) fn over_group(group: &DeviceGroup, layer: u32, of: &[&Tensor], gradie
 }
 
 /// Gradients to be summed.
-struct Reduction<'a> {
+struct GradientReduction<'a> {
     layer: u32,
     of: &'a [&'a Tensor],
     bucket_bytes: usize,
 }
 
-impl Reduction<'_> {
+impl GradientReduction<'_> {
     fn run<D: Host>(self, comm: &mut dyn Communicator<D>, device: &D, gradients: &mut GradStore) -> Result<()> {
         if comm.size() == 1 {
             return Ok(());

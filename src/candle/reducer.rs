@@ -15,7 +15,7 @@ use crate::layer::PerParam;
 
 use super::error::framework;
 use super::host::{Host, copy_of, into_candle, with_views};
-use super::leaving::{LayerGradients, during};
+use super::layer_gradients::{LayerGradients, during};
 use super::main_gradients::{MainGradients, added};
 use super::module::ExpertParallelMoE;
 use super::pending::calls_of;
@@ -46,8 +46,8 @@ const CALL: &str = "MainGradients::reduce";
 ///     let reducer = GradientReducer::new(&Cpu::new(), comms)?.with_layer(&moe);
 ///     let mut gradients = MainGradients::new();
 ///     let loss = |x: Tensor| (moe.forward(&x)? - x)?.sqr()?.mean_all();
-///     gradients.backward(&loss(Tensor::randn(0f32, 1., (10, 16), &Device::Cpu)?)?)?; // communicates no gradient
-///     gradients.backward_reduced(&loss(Tensor::randn(0f32, 1., (10, 16), &Device::Cpu)?)?, &reducer)?;
+///     gradients.backward(&loss(Tensor::arange(0f32, 160., &Device::Cpu)?.sin()?.reshape((10, 16))?)?)?; // communicates no gradient
+///     gradients.backward_reduced(&loss(Tensor::arange(0f32, 160., &Device::Cpu)?.sin()?.reshape((10, 16))?)?, &reducer)?;
 ///     SGD::new(moe.vars(), 0.1)?.step(gradients.store())?;
 ///     gradients.reset();
 ///     Ok(())

@@ -16,7 +16,7 @@ use crate::optim::ParamShard;
 use crate::weights::{Weight, WeightSource};
 
 use super::error::framework;
-use super::etp::VarShard;
+use super::etp::{VarShard, WeightVar};
 use super::host::{Host, copy_of, dtype_of, into_candle, with_views};
 use super::initial::{ShardInit, full_name};
 use super::module::part_of;
@@ -26,6 +26,24 @@ use super::precomputed::Precomputed;
 use super::sharded_functions::{EmbeddingFunction, LinearFunction, ShardedFunction};
 
 const CALL: &str = "sharded weights";
+
+/// A weight that [`ShardedWeights::function`] makes or finds.
+#[derive(Debug, Clone, Copy)]
+pub struct NewWeight<'a> {
+    /// Its name behind the builder's prefix.
+    pub name: &'a str,
+    /// Sizes of the whole.
+    pub dims: &'a [usize],
+    /// Values of a variable that is new.
+    pub init: Init,
+}
+
+impl<'a> NewWeight<'a> {
+    /// From its parts.
+    pub fn new(name: &'a str, dims: &'a [usize], init: Init) -> Self {
+        Self { name, dims, init }
+    }
+}
 
 /// A weight of a chain, and this rank's shard of it.
 #[derive(Debug)]
@@ -139,7 +157,7 @@ impl<D: Host> ShardedTensor<D> {
 /// use std::sync::Arc;
 /// use candle_core::{DType, Device, Module, Tensor};
 /// use candle_nn::{Optimizer, VarBuilder, VarMap};
-/// use moebius::candle::{AdamW, ShardGradients, ShardedWeights, finish_sharded};
+/// use moebius::candle::{AdamW, GradientType, ShardedWeights, finish_sharded};
 /// use moebius::comm::Solo;
 /// use moebius::cpu::Cpu;
 /// use moebius::etp::{Chain, Comms, EtpOptions, Phase};
@@ -163,7 +181,7 @@ impl<D: Host> ShardedTensor<D> {
 /// chain.begin(Phase::Backward)?;
 /// let mut gradients = loss.backward()?;
 /// chain.end()?;
-/// finish_sharded(&chain, None, &weights.shards(), &mut gradients, ShardGradients::AsSummed)?;
+/// finish_sharded(&chain, None, &weights.shards(), &mut gradients, GradientType::AsSummed)?;
 /// adam.step(&gradients)?;
 /// # Ok(()) }
 /// ```
@@ -216,8 +234,8 @@ impl<'a, D: Host> ShardedWeights<'a, D> {
     /// As [`function`](Self::function).
     pub fn linear(&self, input: usize, output: usize) -> Result<ShardedModule<D>> {
         let uniform = uniform(input);
-        let weights = [("weight", &[output, input][..], uniform), ("bias", &[output], uniform)];
-        self.function(&weights, LinearFunction)
+        let new = |name, dims| NewWeight { name, dims, init: uniform };
+        self.function(&[new("weight", &[output, input]), new("bias", &[output])], LinearFunction)
     }
 
     /// y = x·Wᵀ, of `weight` `[output, input]`.
@@ -225,7 +243,7 @@ impl<'a, D: Host> ShardedWeights<'a, D> {
     /// # Errors
     /// As [`function`](Self::function).
     pub fn linear_no_bias(&self, input: usize, output: usize) -> Result<ShardedModule<D>> {
-        self.function(&[("weight", &[output, input], uniform(input))], LinearFunction)
+        self.function(&[NewWeight::new("weight", &[output, input], uniform(input))], LinearFunction)
     }
 
     /// Rows of `weight` `[vocabulary, hidden]` by ids, as [`candle_nn::Embedding`] has it.
@@ -234,7 +252,7 @@ impl<'a, D: Host> ShardedWeights<'a, D> {
     /// As [`function`](Self::function).
     pub fn embedding(&self, vocabulary: usize, hidden: usize) -> Result<ShardedModule<D>> {
         let normal = Init::Randn { mean: 0.0, stdev: 1.0 };
-        self.function(&[("weight", &[vocabulary, hidden], normal)], EmbeddingFunction)
+        self.function(&[NewWeight::new("weight", &[vocabulary, hidden], normal)], EmbeddingFunction)
     }
 
     /// A computation with weights of these names, sizes and initial values, which are gathered in this order.
@@ -243,11 +261,11 @@ impl<'a, D: Host> ShardedWeights<'a, D> {
     /// A shard of another size, a computed one, or one on another device; a chain that is in use.
     pub fn function(
         &self,
-        weights: &[(&str, &[usize], Init)],
+        weights: &[NewWeight<'_>],
         function: impl ShardedFunction + 'static,
     ) -> Result<ShardedModule<D>> {
-        let of = |(name, dims, init): &(&str, &[usize], Init)| self.weight(name, dims, *init);
-        let weights = weights.iter().map(of).collect::<Result<Vec<_>>>()?;
+        let weights =
+            weights.iter().map(|new| self.weight(new.name, new.dims, new.init)).collect::<Result<Vec<_>>>()?;
         Ok(ShardedModule { weights: Arc::new(weights), function: Arc::new(function) })
     }
 
@@ -298,11 +316,11 @@ impl<'a, D: Host> ShardedWeights<'a, D> {
 
     /// The variables of all weights that were made of this builder, or of one that it was made of, with their places in
     /// the chain, as [`finish_sharded`](super::finish_sharded) takes them.
-    pub fn shards(&self) -> Vec<(WeightId, Var)> {
-        self.all().iter().filter_map(|weight| Some((weight.id, weight.var()?))).collect()
+    pub fn shards(&self) -> Vec<WeightVar> {
+        self.all().iter().filter_map(|weight| Some(WeightVar { id: weight.id, var: weight.var()? })).collect()
     }
 
-    /// What this rank holds of the weights, but for those of [`ExpertParallelMoE`](super::ExpertParallelMoE)s
+    /// This rank's parts of the weights, but for those of [`ExpertParallelMoE`](super::ExpertParallelMoE)s
     /// ([`to_parts`](super::ExpertParallelMoE::to_parts) has these), for [`Checkpoint::save_parts`].
     ///
     /// # Errors

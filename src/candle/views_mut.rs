@@ -10,21 +10,21 @@ use crate::tensor::TensorMut;
 use super::error::framework;
 use super::host::{Host, StorageMut, StorageSliceMut};
 
-type Work<'a> = Box<dyn FnOnce(StorageMut<'_>, &Layout) -> candle_core::Result<()> + 'a>;
+type Visit<'a> = Box<dyn FnOnce(StorageMut<'_>, &Layout) -> candle_core::Result<()> + 'a>;
 
 /// Lends a tensor's storage to a closure: the way that candle has for writing in place.
-struct Lend<'a>(RefCell<Option<Work<'a>>>);
+struct ViewMutOp<'a>(RefCell<Option<Visit<'a>>>);
 
-impl Lend<'_> {
+impl ViewMutOp<'_> {
     fn run(&self, storage: StorageMut<'_>, layout: &Layout) -> candle_core::Result<()> {
         match self.0.take() {
-            Some(work) => work(storage, layout),
-            None => Err(candle_core::Error::msg("a tensor's memory was lent twice")),
+            Some(visit) => visit(storage, layout),
+            None => Err(candle_core::Error::msg("a tensor's memory was borrowed twice")),
         }
     }
 }
 
-impl InplaceOp1 for Lend<'_> {
+impl InplaceOp1 for ViewMutOp<'_> {
     fn name(&self) -> &'static str {
         "moebius-write"
     }
@@ -47,16 +47,16 @@ pub(super) fn with_views_mut<D: Host, R>(
     f: impl FnOnce(Vec<TensorMut<'_, D>>) -> Result<R>,
 ) -> Result<R> {
     let (mut f, mut made) = (Some(f), None);
-    lend(device, call, tensors, Vec::new(), &mut |views| {
+    visit_views(device, call, tensors, Vec::new(), &mut |views| {
         if let Some(f) = f.take() {
             made = Some(f(views)?);
         }
         Ok(())
     })?;
-    made.ok_or_else(|| Error::invalid(call, "tensors", "lent for writing", "nothing"))
+    made.ok_or_else(|| Error::invalid(call, "tensors", "views of them", "nothing"))
 }
 
-/// Variables lent at once: as many as one of an optimizer's launches takes, and few enough for a thread's stack.
+/// Variables viewed at once: as many as one of an optimizer's launches takes, and few enough for a thread's stack.
 const AT_ONCE: usize = 48;
 
 /// Gives `change` the memory of variables, none of which is there twice, as vectors, some at a time, with the number of
@@ -84,26 +84,26 @@ fn vector<D: Host>(view: TensorMut<'_, D>) -> Result<TensorMut<'_, D>> {
     view.reshape(&[count])
 }
 
-/// Lends the first of `tensors` and, inside, the others; then runs `f` with the views of all.
-fn lend<D: Host>(
+/// Borrows the first of `tensors` and, inside, the others; then runs `f` with the views of all.
+fn visit_views<D: Host>(
     device: &D,
     call: &'static str,
     tensors: &[(&str, &Tensor)],
-    mut lent: Vec<TensorMut<'_, D>>,
+    mut views: Vec<TensorMut<'_, D>>,
     f: &mut dyn FnMut(Vec<TensorMut<'_, D>>) -> Result<()>,
 ) -> Result<()> {
-    let Some(((name, tensor), rest)) = tensors.split_first() else { return f(lent) };
-    let work = |storage: StorageMut<'_>, layout: &Layout| {
+    let Some(((name, tensor), rest)) = tensors.split_first() else { return f(views) };
+    let visit = |storage: StorageMut<'_>, layout: &Layout| {
         let Some((start, _)) = layout.contiguous_offsets() else {
             let found = format!("{layout:?}");
             return Err(Error::invalid(call, format!("tensor {name}"), "contiguous memory", found).into());
         };
         let (mut view, hold) = device.view_mut(StorageSliceMut { call, name, storage, start, dims: layout.dims() })?;
-        let mut views: Vec<_> = lent.iter_mut().map(TensorMut::reborrow).collect();
+        let mut views: Vec<_> = views.iter_mut().map(TensorMut::reborrow).collect();
         views.push(view.reborrow());
-        let done = lend(device, call, rest, views, f);
+        let done = visit_views(device, call, rest, views, f);
         drop(hold);
         Ok(done?)
     };
-    tensor.inplace_op1(&Lend(RefCell::new(Some(Box::new(work))))).map_err(framework(call))
+    tensor.inplace_op1(&ViewMutOp(RefCell::new(Some(Box::new(visit))))).map_err(framework(call))
 }

@@ -57,7 +57,7 @@ impl Manifest {
 #[derive(Debug)]
 struct Pending {
     manifest: Manifest,
-    file: Held,
+    file: OpenFile,
 }
 
 impl Pending {
@@ -68,7 +68,7 @@ impl Pending {
         if !kind(&dir.join(STAGING)).is_ok_and(|kind| kind.is_dir()) || !kind(&path).is_ok_and(|kind| kind.is_file()) {
             return Ok(None);
         }
-        let file = match Held::open(&path) {
+        let file = match OpenFile::open(&path) {
             // The save has finished meanwhile.
             Err(_) if path.symlink_metadata().is_err() => return Ok(None),
             file => file?,
@@ -89,12 +89,12 @@ impl Pending {
 
 /// A file that is held open.
 #[derive(Debug)]
-struct Held {
+struct OpenFile {
     file: File,
     meta: Metadata,
 }
 
-impl Held {
+impl OpenFile {
     fn open(path: &Path) -> Result<Self> {
         let (file, _) = open_file(path)?;
         let meta = file.metadata().map_err(|e| io_error(path, e))?;
@@ -179,13 +179,13 @@ impl Folder {
 /// the same [`Manifest`] stands there.
 #[derive(Debug)]
 struct Version {
-    config: Option<Held>,
+    config: Option<OpenFile>,
 }
 
 impl Version {
     fn of(folder: &Folder) -> Self {
         let path = folder.find(CONFIG).ok().flatten();
-        Self { config: path.and_then(|path| Held::open(&path).ok()) }
+        Self { config: path.and_then(|path| OpenFile::open(&path).ok()) }
     }
 
     /// Whether what was read of the folder since [`of`](Self::of) is of this version.
@@ -194,7 +194,7 @@ impl Version {
         // Last, as it says whose the files in `STAGING` were that `now` may have met.
         let pending = Pending::read(&folder.dir).ok().flatten();
         let [before, after] = [&folder.pending, &pending].map(|pending| pending.as_ref().map(|p| &p.file));
-        Held::same(self.config.as_ref(), now.config.as_ref()) && Held::same(before, after)
+        OpenFile::same(self.config.as_ref(), now.config.as_ref()) && OpenFile::same(before, after)
     }
 }
 
@@ -278,7 +278,7 @@ mod tests {
         }
     }
 
-    /// What is left to do of a save whose manifest counts.
+    /// The steps left of a save whose manifest counts.
     fn finish(dir: &Path) {
         for name in [SINGLE, CONFIG] {
             fs::rename(dir.join(STAGING).join(name), dir.join(name)).unwrap();

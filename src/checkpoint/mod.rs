@@ -22,6 +22,7 @@ mod matrix;
 mod model;
 mod nvfp4;
 mod optimizer;
+mod options;
 mod params;
 mod parts;
 mod quantize;
@@ -39,13 +40,12 @@ use crate::cpu::Cpu;
 use crate::dtype::DType;
 use crate::ep::Group;
 use crate::error::{Error, Result};
-use crate::etp::Shards;
 use crate::kernels::Kernels;
-use crate::layer::ParamKind;
 use crate::tensor::Tensor;
 use rank_params::{RankParams, Ranks};
 
 pub use gather::gather_blocks;
+pub use options::{BlockBytes, BlockShards, LoadOptions, OpenOptions, Progress, SaveOptions, ShardOptions};
 pub use parts::{RankBlock, RankModel, RankPart, RankTensor};
 pub use quantized::QuantizedBlock;
 pub use stored::Form;
@@ -78,6 +78,22 @@ pub struct BlockParams {
     pub shared_gate: Option<Tensor<Cpu>>,
 }
 
+/// A block's parameters and its layer, as [`Checkpoint::save`] takes them: [`BlockParams::at_layer`].
+#[derive(Debug, Clone, Copy)]
+pub struct LayerBlock<'a> {
+    /// The layer.
+    pub layer: usize,
+    /// Its parameters, or a rank's share of them.
+    pub params: &'a BlockParams,
+}
+
+impl BlockParams {
+    /// As the parameters of a layer, to be saved.
+    pub fn at_layer(&self, layer: usize) -> LayerBlock<'_> {
+        LayerBlock { layer, params: self }
+    }
+}
+
 /// One rank's share of one Mixture-of-Experts block.
 #[derive(Debug)]
 pub struct Block {
@@ -91,6 +107,7 @@ pub struct Block {
 impl Block {
     /// Refuses a block whose parameters are not those of its configuration, with `local` experts on this rank.
     pub(crate) fn check(&self, call: &'static str, local: usize) -> Result<()> {
+        use crate::layer::ParamKind;
         self.params.check(call, &self.config, local)?;
         let absent = |kind: &ParamKind| kind.dims(&self.config, local).is_some() && self.params.get(*kind).is_none();
         match ParamKind::ALL.into_iter().find(absent) {
@@ -98,121 +115,6 @@ impl Block {
             Some(kind) => Err(Error::invalid(call, format!("tensor {}", kind.name()), "a tensor", "none")),
         }
     }
-}
-
-/// Which share of a block to load, and how.
-#[derive(Debug, Clone, Copy)]
-pub struct LoadOptions {
-    /// This rank.
-    pub rank: usize,
-    /// Ranks that share the experts.
-    pub ranks: usize,
-    /// Convert to this floating type; `None`: as stored (de-quantized weights: BF16 or F16 where `config.json` names
-    /// it as the model's type, else F32).
-    ///
-    /// Parameters that decide routing keep their precision: the selection bias, and the router of families that publish
-    /// it in F32 (Ernie, Hunyuan), get this type's [accumulator](DType::accumulator).
-    pub dtype: Option<DType>,
-}
-
-/// Which shard of the routed experts' weights to load; see [`etp`](crate::etp).
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct ShardOptions {
-    /// This rank, among those that hold the same experts.
-    pub rank: usize,
-    /// Ranks that hold the same experts.
-    pub ranks: usize,
-    /// As [`EtpOptions::pad`](crate::etp::EtpOptions::pad).
-    pub pad: usize,
-}
-
-impl ShardOptions {
-    /// The cut of a weight.
-    ///
-    /// # Errors
-    /// As [`Shards::new`]; a rank that there is not.
-    pub fn shards(&self, dims: &[usize]) -> Result<Shards> {
-        if self.rank >= self.ranks {
-            return Err(Error::invalid("ShardOptions", "rank", format!("0..{}", self.ranks), self.rank));
-        }
-        Shards::new(dims, self.ranks, self.pad)
-    }
-}
-
-/// Which shards of a block to load.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct BlockShards {
-    /// Of the routed experts' weights, over the ranks that hold the same experts.
-    pub experts: ShardOptions,
-    /// Of router and shared expert, over all ranks; the experts' biases are cut with the experts then. The selection
-    /// bias is whole. `None`: all of them are.
-    pub dense: Option<ShardOptions>,
-}
-
-impl BlockShards {
-    /// The cut of a parameter, and this rank's place in it, if it is cut.
-    fn of(&self, kind: ParamKind, dims: &[usize]) -> Result<Option<(Shards, usize)>> {
-        let lines = Shards::lines(dims);
-        let (cut, dims) = match (kind, self.dense) {
-            (ParamKind::Up | ParamKind::Down, _) => (self.experts, dims),
-            (ParamKind::SelectionBias, _) | (_, None) => return Ok(None),
-            (ParamKind::UpBias | ParamKind::DownBias, Some(_)) => (self.experts, &lines[..]),
-            (_, Some(dense)) => (dense, &lines[..]),
-        };
-        Ok(Some((cut.shards(dims)?, cut.rank)))
-    }
-}
-
-/// How to open a folder.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-#[non_exhaustive]
-pub struct OpenOptions {
-    /// Let the checkpoint's files be links that leave the folder, as those of the Hugging Face cache are. Off by
-    /// default: a checkpoint from a stranger could name any file.
-    pub follow_links: bool,
-}
-
-/// How to save.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-#[non_exhaustive]
-pub struct SaveOptions {
-    /// Most bytes of tensors in a file; more become several, with an index (`model-00001-of-00003.safetensors`, …,
-    /// `model.safetensors.index.json`). A tensor is in one file, however large it is. 5 GB by default, as with Hugging
-    /// Face's tools.
-    pub max_shard_bytes: u64,
-    /// Replace the checkpoint that is read, where its folder is given to save to. What is open stays readable. Off by
-    /// default. [`save_nvfp4`](Checkpoint::save_nvfp4) never does, as it would leave nothing of the weights' precision.
-    pub replace_source: bool,
-}
-
-impl Default for SaveOptions {
-    fn default() -> Self {
-        Self { max_shard_bytes: 5_000_000_000, replace_source: false }
-    }
-}
-
-/// How far a load has come; given after each tensor.
-#[derive(Debug, Clone, Copy)]
-pub struct Progress<'a> {
-    /// The layer.
-    pub layer: usize,
-    /// The tensor just read, by its name on disk.
-    pub tensor: &'a str,
-    /// Bytes of memory filled.
-    pub done: u64,
-    /// Bytes of memory to fill.
-    pub total: u64,
-}
-
-/// Sizes of one rank's share of a block, in bytes.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct BlockBytes {
-    /// This rank's experts in memory.
-    pub experts: u64,
-    /// Router and shared expert in memory, the same on every rank.
-    pub replicated: u64,
-    /// Bytes that this rank reads of the files.
-    pub disk: u64,
 }
 
 impl Checkpoint {
@@ -455,7 +357,7 @@ impl Checkpoint {
     /// # Errors
     /// Blocks whose tensors do not fit, or lack any; the folder of this checkpoint itself; [`CheckpointError`] where
     /// reading or writing fails, or another save into the folder is under way.
-    pub fn save(&self, dir: impl AsRef<Path>, blocks: &[(usize, &BlockParams)]) -> Result<()> {
+    pub fn save(&self, dir: impl AsRef<Path>, blocks: &[LayerBlock<'_>]) -> Result<()> {
         self.save_with(dir, blocks, SaveOptions::default())
     }
 
@@ -463,12 +365,7 @@ impl Checkpoint {
     ///
     /// # Errors
     /// As [`save`](Self::save).
-    pub fn save_with(
-        &self,
-        dir: impl AsRef<Path>,
-        blocks: &[(usize, &BlockParams)],
-        options: SaveOptions,
-    ) -> Result<()> {
+    pub fn save_with(&self, dir: impl AsRef<Path>, blocks: &[LayerBlock<'_>], options: SaveOptions) -> Result<()> {
         self.check_shares(blocks, 1)?;
         self.save_from(dir.as_ref(), RankParams::of_experts(blocks, 0, 1), options)
     }
@@ -482,7 +379,7 @@ impl Checkpoint {
     pub fn save_over_ranks<D: Kernels>(
         &self,
         dir: impl AsRef<Path>,
-        shares: &[(usize, &BlockParams)],
+        shares: &[LayerBlock<'_>],
         group: &mut Group<D>,
         options: SaveOptions,
     ) -> Result<()> {
@@ -527,9 +424,9 @@ impl Checkpoint {
     }
 
     /// Refuses tensors that do not fit the configurations of their blocks.
-    fn check_shares(&self, shares: &[(usize, &BlockParams)], ranks: usize) -> Result<()> {
+    fn check_shares(&self, shares: &[LayerBlock<'_>], ranks: usize) -> Result<()> {
         const CALL: &str = "Checkpoint::save";
-        shares.iter().try_for_each(|(layer, params)| {
+        shares.iter().try_for_each(|LayerBlock { layer, params }| {
             let config = self.block(*layer)?;
             let experts = LoadOptions { rank: 0, ranks, dtype: None }.experts(CALL, config.router.num_experts)?;
             params.check(CALL, config, experts.len())

@@ -33,7 +33,7 @@ const CHUNK: usize = 64 << 20;
 
 /// A tensor of a state.
 #[derive(Debug, Clone)]
-struct Item {
+struct StateItem {
     param: usize,
     kind: StateKind,
     name: String,
@@ -42,13 +42,13 @@ struct Item {
 }
 
 /// The tensors of an optimizer's state.
-fn items<D: StepDevice>(optimizer: &AdamW<D>) -> Vec<Item> {
+fn state_items<D: StepDevice>(optimizer: &AdamW<D>) -> Vec<StateItem> {
     let specs = optimizer.specs().iter().enumerate();
     let of = specs.flat_map(|(param, spec)| {
         StateKind::ALL.into_iter().filter_map(move |kind| {
             let dtype = optimizer.state_tensor(param, kind)?.dtype();
             let name = format!("{}.{}", spec.name, kind.name());
-            Some(Item { param, kind, name, dims: spec.shard.dims().to_vec(), dtype })
+            Some(StateItem { param, kind, name, dims: spec.shard.dims().to_vec(), dtype })
         })
     });
     of.collect()
@@ -71,7 +71,7 @@ impl<D: StepDevice> AdamW<D> {
 
     fn write_state(&mut self, dir: &Path) -> Result<()> {
         let counts = self.counts()?;
-        let (header, items) = plan(items(self))?;
+        let (header, items) = plan(state_items(self))?;
         let writes = self.rank() == 0;
         if !writes {
             return items.iter().try_for_each(|item| self.send(item, None));
@@ -97,7 +97,7 @@ impl<D: StepDevice> AdamW<D> {
     }
 
     /// Brings a tensor to the first rank, which writes it.
-    fn send(&mut self, item: &Item, mut out: Option<(&Path, &mut dyn Write)>) -> Result<()> {
+    fn send(&mut self, item: &StateItem, mut out: Option<(&Path, &mut dyn Write)>) -> Result<()> {
         let rank = self.rank();
         let owners = self.owners(item.param)?;
         for (owner, rows) in owners {
@@ -116,7 +116,13 @@ impl<D: StepDevice> AdamW<D> {
     }
 
     /// Bytes of the owner's part of a tensor, on the first rank; elsewhere nothing.
-    fn fetch(&mut self, item: &Item, owner: usize, own: Option<std::ops::Range<usize>>, len: usize) -> Result<Vec<u8>> {
+    fn fetch(
+        &mut self,
+        item: &StateItem,
+        owner: usize,
+        own: Option<std::ops::Range<usize>>,
+        len: usize,
+    ) -> Result<Vec<u8>> {
         let rank = self.rank();
         let device = self.device().clone();
         if owner == 0 {
@@ -153,7 +159,7 @@ impl<D: StepDevice> AdamW<D> {
     }
 
     /// Bytes of this rank's part of a tensor.
-    fn state_bytes(&self, item: &Item, range: std::ops::Range<usize>) -> Result<TensorRef<'_, D>> {
+    fn state_bytes(&self, item: &StateItem, range: std::ops::Range<usize>) -> Result<TensorRef<'_, D>> {
         let missing = || Error::invalid(CALL, &item.name, "a tensor", "none");
         let view = self.state_tensor(item.param, item.kind).ok_or_else(missing)?.view();
         let len = range.len();
@@ -178,7 +184,7 @@ impl<D: StepDevice> AdamW<D> {
         Ok(saved.counts.steps)
     }
 
-    fn read_item(&mut self, saved: &Saved, item: &Item) -> Result<()> {
+    fn read_item(&mut self, saved: &Saved, item: &StateItem) -> Result<()> {
         let shard = self.specs()[item.param].shard.clone();
         let Some(entry) = saved.files.get(&item.name).cloned() else { return Ok(()) };
         let widen = entry.dtype == Dtype::BF16 && item.dtype == DType::F32;
@@ -277,8 +283,8 @@ impl Saved {
     }
 
     /// Refuses the state of other parameters; the tensors to read.
-    fn check<D: StepDevice>(&self, optimizer: &AdamW<D>) -> Result<Vec<Item>> {
-        let items = items(optimizer);
+    fn check<D: StepDevice>(&self, optimizer: &AdamW<D>) -> Result<Vec<StateItem>> {
+        let items = state_items(optimizer);
         for item in &items {
             let Some(entry) = self.files.get(&item.name) else {
                 let expected = format!("{} {:?}", item.dtype, item.dims);
@@ -303,7 +309,7 @@ impl Saved {
         }
     }
 
-    fn misfit(&self, item: &Item, entry: &TensorEntry) -> Error {
+    fn misfit(&self, item: &StateItem, entry: &TensorEntry) -> Error {
         CheckpointError::Tensor {
             path: self.path.clone(),
             tensor: item.name.clone(),
@@ -330,7 +336,7 @@ fn check_target(dir: &Path) -> Result<()> {
 }
 
 /// The header of the file of tensors, and these in the order of their bytes: wide types first, so that each is aligned.
-fn plan(mut items: Vec<Item>) -> Result<(Vec<u8>, Vec<Item>)> {
+fn plan(mut items: Vec<StateItem>) -> Result<(Vec<u8>, Vec<StateItem>)> {
     items.sort_by(|a, b| (on_disk(b.dtype), &a.name).cmp(&(on_disk(a.dtype), &b.name)));
     let mut offset = 0;
     let infos = items.iter().map(|item| {

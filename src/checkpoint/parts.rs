@@ -1,4 +1,4 @@
-//! What a rank holds of a model whose weights are spread over ranks.
+//! A rank's parts of a model whose weights are spread over ranks.
 
 use std::fmt;
 use std::ops::Range;
@@ -11,14 +11,14 @@ use crate::layer::PerParam;
 use crate::optim::ParamShard;
 use crate::tensor::Tensor;
 
-type Read<'a> = dyn Fn(Range<usize>) -> Result<Vec<u8>> + 'a;
+type ReadRange<'a> = dyn Fn(Range<usize>) -> Result<Vec<u8>> + 'a;
 
 /// A rank's part of a tensor, wherever it lies; what is saved of it is read piece by piece.
 #[derive(Clone)]
 pub struct RankPart<'a> {
     dtype: DType,
     shard: ParamShard,
-    read: Arc<Read<'a>>,
+    read: Arc<ReadRange<'a>>,
 }
 
 impl fmt::Debug for RankPart<'_> {
@@ -88,11 +88,11 @@ pub struct RankTensor<'a> {
     pub name: String,
     /// Sizes of the whole.
     pub dims: Vec<usize>,
-    /// What this rank holds.
+    /// This rank's part.
     pub part: RankPart<'a>,
 }
 
-/// What a rank holds of a model.
+/// A rank's parts of a model.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct RankModel<'a> {
     /// Its blocks.

@@ -4,7 +4,7 @@
 use std::borrow::Cow;
 use std::ops::Range;
 
-use super::BlockParams;
+use super::LayerBlock;
 use super::convert::RowPlacement;
 use super::gather::ExpertMatrix;
 use super::layout::DiskRows;
@@ -56,8 +56,8 @@ impl<'a> RankParams<'a> {
     }
 
     /// The experts of rank `rank` of `ranks`, and what all hold.
-    pub fn of_experts(blocks: &[(usize, &'a BlockParams)], rank: usize, ranks: usize) -> Self {
-        let blocks = blocks.iter().map(|(layer, params)| {
+    pub fn of_experts(blocks: &[LayerBlock<'a>], rank: usize, ranks: usize) -> Self {
+        let blocks = blocks.iter().map(|LayerBlock { layer, params }| {
             let part = |kind: ParamKind, t: Option<&'a Tensor<crate::cpu::Cpu>>| {
                 let shard = |t: &Tensor<crate::cpu::Cpu>| match kind.is_replicated() {
                     true => ParamShard::whole(t.dims()),

@@ -39,7 +39,7 @@ fn integers<T: bytemuck::Pod + Ord>(op: ReduceOp, parts: &[&[u8]], out: &mut [u8
 /// Adds `scale` times the sum of `parts`, joined in pairs as ((0 + 1) + (2 + 3)) + …, to `main`, which is of the parts'
 /// accumulator type; the `first` is added to zeros. A tree over 2N parts is a tree over the sums of N pairs: the same
 /// bits wherever it is cut.
-pub(crate) fn add_pairwise(dtype: DType, parts: &[&[u8]], (scale, first): (f64, bool), main: &mut [u8]) {
+pub(crate) fn add_pairwise(dtype: DType, parts: &[&[u8]], scale: f64, first: bool, main: &mut [u8]) {
     fn run<T: Float>(parts: &[&[u8]], (scale, first): (f64, bool), main: &mut [u8]) {
         let (size, scale) = (size_of::<T>(), T::Acc::of(scale));
         for (i, bytes) in main.chunks_exact_mut(size_of::<T::Acc>()).enumerate() {

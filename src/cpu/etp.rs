@@ -12,7 +12,7 @@ impl ShardDevice for Cpu {
         let (dtype, scale) = (shares.own.dtype(), shares.scale);
         let mut parts: Vec<&[u8]> = shares.others.data().chunks_exact(main.count() * dtype.size()).collect();
         parts.insert(shares.rank, shares.own.data());
-        add_pairwise(dtype, &parts, (scale, shares.first), main.into_data());
+        add_pairwise(dtype, &parts, scale, shares.first, main.into_data());
         Ok(())
     }
 }

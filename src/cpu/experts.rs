@@ -125,7 +125,8 @@ fn applies<'a>(weights: &Option<SlotWeights<'a, Cpu>>, places: &[WeightAt]) -> O
 fn write_rows<T: Float, S: Send>(
     call: &'static str,
     segments: &SegmentList,
-    (dest, width): (RowDest<'_, Cpu>, usize),
+    dest: RowDest<'_, Cpu>,
+    width: usize,
     sides: Vec<S>,
     tile: impl Fn(S, usize, Range<usize>) -> Result<Vec<T::Acc>> + Sync,
 ) -> Result<()> {
@@ -178,7 +179,7 @@ fn up_as<T: Float>(call: Up<'_, Cpu>) -> Result<()> {
     let pre = out_of::<T>(CALL, "pre", call.pre, &[segments.rows, n])?;
     let pre = cut_option(&segments, pre, n);
 
-    write_rows::<T, _>(CALL, &segments, (call.out, inner), pre, |pre, j, slots| {
+    write_rows::<T, _>(CALL, &segments, call.out, inner, pre, |pre, j, slots| {
         let x = rows.get(slots.clone());
         let mut sums = vec![T::Acc::zero(); slots.len() * n];
         by_rows(&mut sums, &x, &weight.expert(j, n * h)?, [n, h]);
@@ -219,7 +220,7 @@ fn down_as<T: Float>(call: Down<'_, Cpu>) -> Result<()> {
     let on_bias = slot_weights::<T::Acc>(CALL, on_bias, &segments)?;
 
     let sides = vec![(); tiles(&segments).len()];
-    write_rows::<T, _>(CALL, &segments, (call.out, h), sides, |(), j, slots| {
+    write_rows::<T, _>(CALL, &segments, call.out, h, sides, |(), j, slots| {
         let x = rows.get(slots.clone());
         let mut sums = vec![T::Acc::zero(); slots.len() * h];
         by_rows(&mut sums, &x, &weight.expert(j, h * inner)?, [h, inner]);
@@ -258,7 +259,7 @@ fn down_bwd_as<T: Float>(call: DownBwd<'_, Cpu>) -> Result<()> {
     let d_weights = out_of::<T::Acc>(CALL, "d_slot_weights", d_weights, &[segments.rows])?;
     let sides = cut_option(&segments, hidden, inner).into_iter().zip(cut_option(&segments, d_weights, 1)).collect();
 
-    write_rows::<T, _>(CALL, &segments, (RowDest::direct(call.d_pre), n), sides, |(out, d_weights), j, slots| {
+    write_rows::<T, _>(CALL, &segments, RowDest::direct(call.d_pre), n, sides, |(out, d_weights), j, slots| {
         let g = grad.get(slots.clone());
         let mut d_hidden = vec![T::Acc::zero(); slots.len() * inner];
         by_columns(&mut d_hidden, &g, &weight.expert(j, h * inner)?, [h, inner]);
@@ -314,7 +315,7 @@ fn up_dgrad_as<T: Float>(call: UpDgrad<'_, Cpu>) -> Result<()> {
     };
     let sides = cut_option(&segments, d_weights, 1);
 
-    write_rows::<T, _>(CALL, &segments, (call.out, h), sides, |d_weights, j, slots| {
+    write_rows::<T, _>(CALL, &segments, call.out, h, sides, |d_weights, j, slots| {
         let d = to_acc(&d_pre[slots.start * n..slots.end * n]);
         let mut sums = vec![T::Acc::zero(); slots.len() * h];
         by_columns(&mut sums, &d, &weight.expert(j, n * h)?, [n, h]);

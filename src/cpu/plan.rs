@@ -31,7 +31,7 @@ pub(super) fn plan_of(call: HostPlanRequest<'_>, choices: usize) -> Result<(Plan
     let mut counts = expert_load.clone();
     if let Some(limit) = &call.spec.expert_capacity {
         let capacity = limit.limit(choices, call.num_experts);
-        limit_experts(&mut ids, &expert_load, (capacity, limit.order), call.weights);
+        limit_experts(&mut ids, &expert_load, capacity, limit.order, call.weights);
         counts = loads(&ids, call.num_experts);
     }
     let layout = RankSegments::new(&call, &counts)?;
@@ -106,7 +106,7 @@ fn loads(ids: &[i32], experts: usize) -> Vec<usize> {
 }
 
 /// Drops choices past the limit of each expert.
-fn limit_experts(ids: &mut [i32], loads: &[usize], (capacity, order): (usize, CapacityOrder), weights: Option<&[f64]>) {
+fn limit_experts(ids: &mut [i32], loads: &[usize], capacity: usize, order: CapacityOrder, weights: Option<&[f64]>) {
     let mut of_expert: Vec<Vec<usize>> =
         loads.iter().map(|n| Vec::with_capacity(if *n > capacity { *n } else { 0 })).collect();
     for (i, id) in ids.iter().enumerate() {
@@ -162,7 +162,10 @@ impl RankSegments {
             (Capacity::Eager, _) => usize::MAX,
             (Capacity::Static(rows), Overflow::Drop) => rows,
             (Capacity::Static(capacity), Overflow::Error) => match needed.iter().position(|n| *n > capacity) {
-                Some(rank) => return Err(Error::Capacity { rank, needed: needed[rank], capacity }),
+                Some(rank) => {
+                    let layer = call.spec.layer;
+                    return Err(Error::Capacity { rank, layer, needed: needed[rank], capacity });
+                }
                 None => usize::MAX,
             },
         };

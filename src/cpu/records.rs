@@ -4,7 +4,7 @@ use crate::error::{Error, Result};
 use crate::host_memory;
 use crate::kernels::Origin;
 use crate::lazy::Lazy;
-use crate::plan::deferred_errors;
+use crate::plan::deferred_errors::{self, SmallCapacity};
 use crate::plan::routing_record::{self, RecordSizes, RecordStatus, RoutingRecord};
 use crate::plan::{
     Capacity, DevicePlan, DispatchSpec, HostCounts, HostPlanRequest, Overflow, PlanRecords, RecordIds, RowOrder,
@@ -27,7 +27,7 @@ fn sizes(max_tokens: usize, spec: &DispatchSpec) -> RecordSizes {
 pub(super) fn record(call: RecordIds<'_, Cpu>) -> Result<()> {
     let RecordIds { rank, num_experts, max_tokens, spec, ids, errors, out } = call;
     let origin = Origin { rank, layer: spec.layer };
-    let (clean, bad) = routing_record::mask_bad_ids((ids.data(), ids.dtype()), (origin, spec.top_k, num_experts))?;
+    let (clean, bad) = routing_record::mask_bad_ids(ids.data(), ids.dtype(), origin, spec.top_k, num_experts)?;
     let record = RoutingRecord {
         status: bad.map_or(RecordStatus::Ready, RecordStatus::Deferred),
         fields: routing_record::fields(spec),
@@ -87,7 +87,7 @@ pub(super) fn plan(call: PlanRecords<'_, Cpu>) -> Result<DevicePlan<Cpu>> {
         _ => None,
     };
     if let Some((rank, needed, capacity)) = overflow.filter(|_| !waits && !deferred_errors::any(kept)) {
-        deferred_errors::store_capacity(kept, [rank, needed, capacity]);
+        deferred_errors::store_capacity(kept, SmallCapacity { rank, layer: spec.layer, needed, capacity });
     }
 
     let own = plan.kept_ids.view().as_slice::<i32>()?[..tokens * k].to_vec();

@@ -87,11 +87,15 @@ pub const STATUS_RECORD: StatusWord = 8;
 pub const STATUS_RECORD_BAD: StatusWord = 9;
 pub const STATUS_RECORD_LAYER: StatusWord = 14;
 pub const STATUS_RECORD_EXPERTS: StatusWord = 15;
-pub const STATUS_WORDS: StatusWord = 16;
+pub const STATUS_ID: StatusWord = 16;
+pub const STATUS_ID_TOP_K: StatusWord = 17;
+pub const STATUS_ID_EXPERTS: StatusWord = 18;
+pub const STATUS_WORDS: StatusWord = 19;
 pub type StatusWord = ::core::ffi::c_int;
 pub const FAULT_DETAIL_BITS: u32 = 48;
 pub const NAN_EXPERT_BITS: u32 = 22;
 pub const ORIGIN_BITS: u32 = 11;
+pub const NEEDED_RANK_BITS: u32 = 16;
 #[repr(C)]
 #[derive(Debug, Copy, Clone, Default)]
 pub struct GemmParams {
@@ -434,10 +438,11 @@ pub struct ExternalLayoutParams {
     pub counts: u64,
     pub row_map: u64,
     pub fault: u64,
+    pub origin: i64,
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of ExternalLayoutParams"][::core::mem::size_of::<ExternalLayoutParams>() - 80usize];
+    ["Size of ExternalLayoutParams"][::core::mem::size_of::<ExternalLayoutParams>() - 88usize];
     ["Alignment of ExternalLayoutParams"][::core::mem::align_of::<ExternalLayoutParams>() - 8usize];
     ["Offset of field: ExternalLayoutParams::loads"][::core::mem::offset_of!(ExternalLayoutParams, loads) - 0usize];
     ["Offset of field: ExternalLayoutParams::starts"][::core::mem::offset_of!(ExternalLayoutParams, starts) - 8usize];
@@ -451,6 +456,7 @@ const _: () = {
     ["Offset of field: ExternalLayoutParams::row_map"]
         [::core::mem::offset_of!(ExternalLayoutParams, row_map) - 64usize];
     ["Offset of field: ExternalLayoutParams::fault"][::core::mem::offset_of!(ExternalLayoutParams, fault) - 72usize];
+    ["Offset of field: ExternalLayoutParams::origin"][::core::mem::offset_of!(ExternalLayoutParams, origin) - 80usize];
 };
 #[repr(C)]
 #[derive(Debug, Copy, Clone, Default)]
@@ -779,10 +785,11 @@ pub struct AuxLossParams {
     pub z: f64,
     pub d_loss: u64,
     pub fault: u64,
+    pub origin: i64,
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of AuxLossParams"][::core::mem::size_of::<AuxLossParams>() - 192usize];
+    ["Size of AuxLossParams"][::core::mem::size_of::<AuxLossParams>() - 200usize];
     ["Alignment of AuxLossParams"][::core::mem::align_of::<AuxLossParams>() - 8usize];
     ["Offset of field: AuxLossParams::logits"][::core::mem::offset_of!(AuxLossParams, logits) - 0usize];
     ["Offset of field: AuxLossParams::ids"][::core::mem::offset_of!(AuxLossParams, ids) - 8usize];
@@ -808,6 +815,7 @@ const _: () = {
     ["Offset of field: AuxLossParams::z"][::core::mem::offset_of!(AuxLossParams, z) - 168usize];
     ["Offset of field: AuxLossParams::d_loss"][::core::mem::offset_of!(AuxLossParams, d_loss) - 176usize];
     ["Offset of field: AuxLossParams::fault"][::core::mem::offset_of!(AuxLossParams, fault) - 184usize];
+    ["Offset of field: AuxLossParams::origin"][::core::mem::offset_of!(AuxLossParams, origin) - 192usize];
 };
 #[repr(C)]
 #[derive(Debug, Copy, Clone, Default)]
@@ -1282,6 +1290,7 @@ pub const BAD_LAYER: RecordLayout = 24;
 pub type RecordLayout = ::core::ffi::c_int;
 pub const ERRORS_FIRST_BAD: ErrorsLayout = 4;
 pub const ERRORS_TICKET: ErrorsLayout = 5;
+pub const ERRORS_LAYER: ErrorsLayout = 6;
 pub const ERRORS_WORDS: ErrorsLayout = 8;
 pub type ErrorsLayout = ::core::ffi::c_int;
 pub const ERRORS_RECORDS: ErrorsKind = 1;

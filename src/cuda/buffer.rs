@@ -1,4 +1,4 @@
-//! Memory of a GPU: owned, lent and borrowed.
+//! Memory of a GPU: owned, shared and borrowed.
 
 use std::fmt;
 use std::marker::PhantomData;
@@ -33,7 +33,7 @@ pub struct DeviceBuffer {
 enum Owner {
     /// The workspace's.
     Arena(MemoryBlock),
-    /// Somebody's who lends it, and counts its loans by this.
+    /// Its owner counts the buffers of it by this.
     #[cfg(feature = "nccl-ep")]
     Loan(Arc<AtomicUsize>),
     /// Somebody's who keeps it for as long as this is held.
@@ -76,18 +76,18 @@ impl Cuda {
     /// # Safety
     /// The memory stays as long as the keeper, and meanwhile nobody writes it but in the order of the streams that are
     /// given the buffer.
-    pub(crate) unsafe fn held(&self, (ptr, bytes): (u64, usize), keeper: Arc<dyn Send + Sync>) -> DeviceBuffer {
+    pub(crate) unsafe fn held(&self, ptr: u64, bytes: usize, keeper: Arc<dyn Send + Sync>) -> DeviceBuffer {
         DeviceBuffer { ptr, bytes, arena: self.inner.arena(), owner: Owner::Held(keeper) }
     }
 }
 
 #[cfg(feature = "nccl-ep")]
 impl Cuda {
-    /// A buffer of memory that is lent, `loans` counting it until it is dropped.
+    /// A buffer of memory that its owner keeps, `loans` counting it until it is dropped.
     ///
     /// # Safety
     /// The memory stays while the count is above zero, and meanwhile nobody writes it but in the order of the stream.
-    pub(crate) unsafe fn borrowed(&self, (ptr, bytes): (u64, usize), loans: &Arc<AtomicUsize>) -> DeviceBuffer {
+    pub(crate) unsafe fn borrowed(&self, ptr: u64, bytes: usize, loans: &Arc<AtomicUsize>) -> DeviceBuffer {
         loans.fetch_add(1, Ordering::AcqRel);
         DeviceBuffer { ptr, bytes, arena: self.inner.arena(), owner: Owner::Loan(Arc::clone(loans)) }
     }

@@ -22,7 +22,7 @@ use super::params::{self, activation_code, type_code};
 use super::permute::gather_to_slots;
 use super::sm90_grouped_gemm;
 use super::tile_config::{MMA_SYNC, SIMT, SM90_GROUPED_GEMM, TileConfig};
-use super::w4a16::{QuantizedLaunch, QuantizedWeight, TunedKernel};
+use super::w4a16::{QuantizedLaunch, QuantizedOperand, TunedKernel};
 
 /// Tiles of the portable kernels for a type.
 pub(super) fn portable_shape(call: &'static str, tensor: &str, dtype: DType) -> Result<TileConfig> {
@@ -51,7 +51,7 @@ struct GroupedGemm<'a> {
     shape: TileConfig,
     segments: &'a Segments<Cuda>,
     slots: usize,
-    quantized: Option<QuantizedWeight>,
+    quantized: Option<QuantizedOperand>,
 }
 
 /// The kernels that make a product, and the tiles that they walk through.
@@ -80,7 +80,7 @@ impl<'a> GroupedGemm<'a> {
     fn of(self, weight: &Weight<'_, Cuda>) -> Result<Self> {
         let quantized = match weight {
             Weight::Dense(_) => None,
-            Weight::Quantized(weight) => Some(QuantizedWeight::new(self.call, weight)?),
+            Weight::Quantized(weight) => Some(QuantizedOperand::new(self.call, weight)?),
         };
         Ok(Self { quantized, ..self })
     }
@@ -137,7 +137,7 @@ impl<'a> GroupedGemm<'a> {
     /// divided by `factor`.
     fn choose(&self, p: &mut params::GemmParams, product: Option<Product>, factor: usize) -> Result<KernelChoice<'a>> {
         let quantized = self.quantized.as_ref();
-        if let Some(kernel) = quantized.and_then(|q| q.tuned(self.device, self.dtype, p, (product, factor))) {
+        if let Some(kernel) = quantized.and_then(|q| q.tuned(self.device, self.dtype, p, product, factor)) {
             let tiles = Tiles::new(self.call, self.device, self.segments, (kernel.rows, TileOrder::Slots))?;
             (p.tiles, p.tile_count, p.m_tiles) = (tiles.list(), tiles.count(), tiles.most as i64);
             p.n_tiles = (p.n as usize).div_ceil(kernel.columns) as i64;
@@ -191,7 +191,8 @@ impl<'a> GroupedGemm<'a> {
     /// Sums those dots, and adds the gradient's dot with a bias.
     fn slot_dots(
         &self,
-        (partial, tiles): (&Tensor<Cuda>, &Tiles),
+        partial: &Tensor<Cuda>,
+        tiles: &Tiles,
         out: u64,
         bias: Option<(u64, &SourceRows, usize)>,
     ) -> Result<()> {
@@ -281,7 +282,7 @@ pub(super) fn down_bwd(device: &Cuda, call: DownBwd<'_, Cuda>) -> Result<()> {
     p.partial = partial.view().data().ptr;
     gemm.launch(Product::DownBwd, &choice, &p)?;
     drop(in_order);
-    gemm.slot_dots((&partial, &choice.tiles), d_weights, (bias != 0).then_some((bias, &grad, h)))
+    gemm.slot_dots(&partial, &choice.tiles, d_weights, (bias != 0).then_some((bias, &grad, h)))
 }
 
 pub(super) fn up_dgrad(device: &Cuda, call: UpDgrad<'_, Cuda>) -> Result<()> {
@@ -308,5 +309,5 @@ pub(super) fn up_dgrad(device: &Cuda, call: UpDgrad<'_, Cuda>) -> Result<()> {
     let partial = gemm.partial(p.n_tiles)?;
     p.partial = partial.view().data().ptr;
     gemm.launch(Product::Dgrad, &choice, &p)?;
-    gemm.slot_dots((&partial, &choice.tiles), d_weights, None)
+    gemm.slot_dots(&partial, &choice.tiles, d_weights, None)
 }

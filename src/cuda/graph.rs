@@ -51,14 +51,14 @@ impl Drop for ArenaHold {
 }
 
 /// A device in a capture: until this is dropped its memory comes from an arena of the graph's.
-struct Member {
+struct CapturedStream {
     cuda: Cuda,
     /// The workspace.
     shared: Arc<Arena>,
     arena: Arc<Arena>,
 }
 
-impl Member {
+impl CapturedStream {
     /// Enters the capture; what is in use in the workspace from here on is held.
     fn enter(cuda: &Cuda, kind: ArenaKind) -> Result<(Self, ArenaHold)> {
         if !cuda.inner.capture_state.begin() {
@@ -74,7 +74,7 @@ impl Member {
     }
 }
 
-impl Drop for Member {
+impl Drop for CapturedStream {
     fn drop(&mut self) {
         self.cuda.inner.exchange_arena(Arc::clone(&self.shared));
         self.cuda.inner.capture_state.end();
@@ -84,7 +84,7 @@ impl Drop for Member {
 /// A capture under way. However it ends, the stream is out of it afterwards, and the devices have their memory again.
 struct ActiveCapture {
     /// The first device's stream is the one that is captured.
-    members: Vec<Member>,
+    members: Vec<CapturedStream>,
     /// Begun on the stream and not ended.
     open: bool,
 }
@@ -271,7 +271,7 @@ impl<T> Captured<T> {
             if capture.members.iter().any(|member| Arc::ptr_eq(&member.cuda.inner, &device.inner)) {
                 continue;
             }
-            let (member, hold) = Member::enter(device, kind)?;
+            let (member, hold) = CapturedStream::enter(device, kind)?;
             arenas.push(Arc::clone(&member.arena));
             capture.members.push(member);
             holds.push(hold);

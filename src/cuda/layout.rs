@@ -181,7 +181,7 @@ pub(super) enum TileOrder {
 impl TileOrder {
     /// Most tiles of `tile` rows that there can be: every filled segment has one that may not be full, and a last pair
     /// may want one of no rows.
-    fn most(self, (rows, groups): (usize, usize), tile: usize) -> usize {
+    fn most(self, rows: usize, groups: usize, tile: usize) -> usize {
         rows / tile + groups.min(rows) + usize::from(self == Self::Pairs)
     }
 }
@@ -189,7 +189,7 @@ impl TileOrder {
 /// Room for the list that a plan makes with its layout, in pairs of [`SM90_GROUPED_GEMM`]'s tiles: their number, then
 /// the tiles. `None`: no kernels take these.
 pub(super) fn empty_tiles(device: &Cuda, rows: usize, groups: usize) -> Result<Option<Tensor<Cuda>>> {
-    let most = TileOrder::Pairs.most((rows, groups), SM90_GROUPED_GEMM.tile);
+    let most = TileOrder::Pairs.most(rows, groups, SM90_GROUPED_GEMM.tile);
     device.sm90().then(|| Tensor::empty(device, DType::I32, &[1 + most, 4])).transpose()
 }
 
@@ -201,7 +201,7 @@ impl Tiles {
         (tile, order): (usize, TileOrder),
     ) -> Result<Self> {
         let groups = segments.offsets.dims()[0];
-        let most = order.most((segments.rows, groups), tile);
+        let most = order.most(segments.rows, groups, tile);
         if let Some(tiles) = segments.tiles()
             && (tile, order) == (SM90_GROUPED_GEMM.tile, TileOrder::Pairs)
         {

@@ -84,7 +84,7 @@ pub(super) fn linear(device: &Cuda, call: Linear<'_, Cuda>) -> Result<()> {
         let map = |base, rows| TensorMapSpec { call: CALL, dtype, base, sizes: &[h as u64, rows as u64] }.boxes(64);
         let maps = [map(a, t)?, map(b, e)?];
         // SAFETY: all tensors were checked against the sizes in `p`.
-        return unsafe { launch_mapped(device, CALL, (kernel, grid), &p, &maps) };
+        return unsafe { launch_mapped(device, CALL, kernel, grid, &p, &maps) };
     }
     // SAFETY: all tensors were checked against the sizes in `p`; `parts` has `split` matrices.
     unsafe { device.launch(CALL, kernel, grid, &p) }?;
@@ -101,7 +101,8 @@ pub(super) fn linear(device: &Cuda, call: Linear<'_, Cuda>) -> Result<()> {
 unsafe fn launch_mapped(
     device: &Cuda,
     call: &'static str,
-    (kernel, grid): (&Kernel, Grid),
+    kernel: &Kernel,
+    grid: Grid,
     p: &params::GemmParams,
     maps: &[CUtensorMap],
 ) -> Result<()> {
@@ -181,7 +182,7 @@ pub(super) fn linear_bwd(device: &Cuda, call: LinearBwd<'_, Cuda>) -> Result<()>
             let maps = [map(weight, e, e.next_power_of_two().max(16))?, stack(out, t)?];
             let grid = grid(SM90_LINEAR_D_X, most);
             // SAFETY: as above.
-            unsafe { launch_mapped(device, CALL, (&sm90.linear_d_x, grid), &p, &maps) }?;
+            unsafe { launch_mapped(device, CALL, &sm90.linear_d_x, grid, &p, &maps) }?;
         } else {
             // SAFETY: as above.
             unsafe { device.launch(CALL, &kernel, grid(shape, blocks), &p) }?;
@@ -222,7 +223,7 @@ pub(super) fn linear_bwd(device: &Cuda, call: LinearBwd<'_, Cuda>) -> Result<()>
             let maps = [map(x, t, SM90_LINEAR.tile)?, logits.boxes(SM90_LINEAR.tile as u32)?];
             let grid = grid(SM90_LINEAR, blocks);
             // SAFETY: as above.
-            unsafe { launch_mapped(device, CALL, (&sm90.linear_d_weight, grid), &p, &maps) }?;
+            unsafe { launch_mapped(device, CALL, &sm90.linear_d_weight, grid, &p, &maps) }?;
         } else {
             // SAFETY: as above.
             unsafe { device.launch(CALL, &kernel, grid(shape, blocks), &p) }?;

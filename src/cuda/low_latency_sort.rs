@@ -64,7 +64,8 @@ pub(crate) fn packed_ids(device: &Cuda, ids: TensorRef<'_, Cuda>) -> Result<Tens
 pub(crate) fn packed_weights(
     device: &Cuda,
     weights: Option<TensorRef<'_, Cuda>>,
-    (tokens, k): (usize, usize),
+    tokens: usize,
+    k: usize,
 ) -> Result<Tensor<Cuda>> {
     if let Some(w) = &weights {
         Error::check_dtype(CALL, "weights", DType::F32, w.dtype())?;

@@ -18,7 +18,7 @@ pub(super) fn gather_rows(device: &Cuda, call: GatherRows<'_, Cuda>) -> Result<(
     Error::check_dtype(CALL, "map", DType::I32, call.map.dtype())?;
     Error::check_shape(CALL, "out", &[call.map.count(), row], &[call.out.rows(), call.out.row_bytes()])?;
     let (rows, from) = (call.out.rows(), (call.source.data().ptr, call.source.rows()));
-    gather(device, CALL, (from, call.map.data().ptr), (call.out.into_data().ptr, rows), row)
+    gather(device, CALL, (from, call.map.data().ptr), call.out.into_data().ptr, rows, row)
 }
 
 /// Rows of `bytes` bytes behind a map, which has an entry for each row of the output.
@@ -26,7 +26,8 @@ fn gather(
     device: &Cuda,
     call: &'static str,
     ((source, source_rows), map): ((u64, usize), u64),
-    (out, rows): (u64, usize),
+    out: u64,
+    rows: usize,
     bytes: usize,
 ) -> Result<()> {
     let word = [16, 4, 1].into_iter().find(|w| (source | out | bytes as u64).is_multiple_of(*w)).unwrap_or(1);
@@ -50,7 +51,8 @@ fn gather(
 fn joined(
     device: &Cuda,
     call: &'static str,
-    (rows, at): (usize, ConcatLayout),
+    rows: usize,
+    at: ConcatLayout,
     [left, right, whole]: [u64; 3],
     back: bool,
 ) -> Result<()> {
@@ -77,7 +79,7 @@ pub(super) fn concat_rows(device: &Cuda, call: ConcatRows<'_, Cuda>) -> Result<(
     let at = call.check(CALL)?;
     let right = call.right.map_or(0, |t| t.data().ptr);
     let rows = call.out.rows();
-    joined(device, CALL, (rows, at), [call.left.data().ptr, right, call.out.into_data().ptr], false)
+    joined(device, CALL, rows, at, [call.left.data().ptr, right, call.out.into_data().ptr], false)
 }
 
 pub(super) fn split_rows(device: &Cuda, call: SplitRows<'_, Cuda>) -> Result<()> {
@@ -85,7 +87,7 @@ pub(super) fn split_rows(device: &Cuda, call: SplitRows<'_, Cuda>) -> Result<()>
     let at = call.check(CALL)?;
     let right = call.right.map_or(0, |t| t.into_data().ptr);
     let rows = call.source.rows();
-    joined(device, CALL, (rows, at), [call.left.into_data().ptr, right, call.source.data().ptr], true)
+    joined(device, CALL, rows, at, [call.left.into_data().ptr, right, call.source.data().ptr], true)
 }
 
 /// The rows of a source in slot order; zeros at padding.
@@ -99,7 +101,7 @@ pub(super) fn gather_to_slots(
 ) -> Result<Tensor<Cuda>> {
     let mut out = Tensor::empty(device, dtype, &[slots, width])?;
     let from = ((source.base, source.rows as usize), source.map);
-    gather(device, call, from, (at(&mut out), slots), width * dtype.size())?;
+    gather(device, call, from, at(&mut out), slots, width * dtype.size())?;
     Ok(out)
 }
 

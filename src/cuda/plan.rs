@@ -89,7 +89,8 @@ pub(crate) struct ExternalPlan<'a> {
     pub(crate) starts: &'a Tensor<Cuda>,
     /// Padded rows with nothing dropped, `I64 [1]`.
     pub(crate) total: &'a Tensor<Cuda>,
-    pub(crate) rank: usize,
+    /// The rank and layer that it is made for.
+    pub(crate) origin: Origin,
     /// Rows N of the layout.
     pub(crate) rows: usize,
 }
@@ -116,13 +117,14 @@ pub(crate) fn external_layout(device: &Cuda, from: &ExternalPlan<'_>) -> Result<
         loads: from.loads.view().data().ptr,
         starts: from.starts.view().data().ptr,
         total: from.total.view().data().ptr,
-        first: (from.rank * groups) as i64,
+        first: (from.origin.rank * groups) as i64,
         groups: groups as i64,
         rows: from.rows as i64,
         offsets: at(&mut offsets),
         counts: at(&mut counts),
         row_map: at(&mut row_map),
         fault: device.inner.status,
+        origin: device.origin(CALL, from.origin)?,
     };
     let blocks = from.rows.max(groups).max(1).div_ceil(256);
     // SAFETY: every tensor has the size that `params.h` states for it.

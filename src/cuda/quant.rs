@@ -112,7 +112,8 @@ impl Cuda {
     fn amax_lines(
         &self,
         call: &'static str,
-        (format, lines): (&Nvfp4, Matrix<'_, Cuda>),
+        format: &Nvfp4,
+        lines: Matrix<'_, Cuda>,
         out: TensorMut<'_, Cuda>,
         columns: bool,
     ) -> Result<()> {
@@ -164,10 +165,10 @@ impl Cuda {
                 jobs.push(params::AmaxJob { matrix: any_order(matrix), type_: kind, out, other, first_block: 0 });
             }
             if let Some(rows) = rows {
-                self.amax_lines(call, (format, matrix), rows, false)?;
+                self.amax_lines(call, format, matrix, rows, false)?;
             }
             if let Some(columns) = columns {
-                self.amax_lines(call, (format, matrix.transposed()), columns, true)?;
+                self.amax_lines(call, format, matrix.transposed(), columns, true)?;
             }
         }
         self.amaxes(call, &jobs)

@@ -39,7 +39,8 @@ fn tokens(call: &'static str, config: &RouterConfig, logits: &TensorRef<'_, Cuda
 fn over(
     call: &'static str,
     config: &RouterConfig,
-    (logits, jitter): (&TensorRef<'_, Cuda>, Option<Jitter>),
+    logits: &TensorRef<'_, Cuda>,
+    jitter: Option<Jitter>,
 ) -> Result<(params::RoutingParams, usize)> {
     config.validate()?;
     if config.num_experts > MOST_EXPERTS {
@@ -103,7 +104,8 @@ fn fits_registers(p: &params::RoutingParams) -> bool {
 fn launch_either(
     device: &Cuda,
     call: &'static str,
-    (in_registers, kernel): (&Kernel, &Kernel),
+    in_registers: &Kernel,
+    kernel: &Kernel,
     p: params::RoutingParams,
 ) -> Result<()> {
     if !fits_registers(&p) {
@@ -134,7 +136,7 @@ fn launch(device: &Cuda, call: &'static str, kernel: &Kernel, mut p: params::Rou
 pub(super) fn route(device: &Cuda, call: Route<'_, Cuda>) -> Result<()> {
     const CALL: &str = "route";
     let config = call.config;
-    let (mut p, t) = over(CALL, config, (&call.logits, call.jitter))?;
+    let (mut p, t) = over(CALL, config, &call.logits, call.jitter)?;
     let (k, e) = (config.top_k, config.num_experts);
     p.ids = output(CALL, "ids", call.ids, DType::I32, &[t, k])?;
     p.weights = output(CALL, "weights", call.weights, DType::F32, &[t, k])?;
@@ -155,7 +157,7 @@ pub(super) fn route(device: &Cuda, call: Route<'_, Cuda>) -> Result<()> {
     p.fault = device.inner.status;
     p.origin = device.origin(CALL, call.origin)?;
     let kernels = &device.kernels().router;
-    launch_either(device, CALL, (&kernels.route_softmax, &kernels.route), p)?;
+    launch_either(device, CALL, &kernels.route_softmax, &kernels.route, p)?;
     match call.reporting {
         Reporting::Immediate => device.faults(CALL),
         Reporting::Deferred => Ok(()),
@@ -165,15 +167,16 @@ pub(super) fn route(device: &Cuda, call: Route<'_, Cuda>) -> Result<()> {
 pub(super) fn route_bwd(device: &Cuda, call: RouteBwd<'_, Cuda>) -> Result<()> {
     const CALL: &str = "route_bwd";
     let config = call.config;
-    let (mut p, t) = over(CALL, config, (&call.logits, call.jitter))?;
+    let (mut p, t) = over(CALL, config, &call.logits, call.jitter)?;
     let (k, e) = (config.top_k, config.num_experts);
     p.ids = input(CALL, "ids", &call.ids, DType::I32, &[t, k])?;
     p.d_weights = input(CALL, "d_weights", &call.d_weights, DType::F32, &[t, k])?;
     p.d_logits = output(CALL, "d_logits", call.d_logits, DType::F32, &[t, e])?;
     p.fault = device.inner.status;
+    p.origin = device.origin(CALL, call.origin)?;
     // Whether the groups zero scores depends on there being a selection bias, which backward does not get otherwise.
     p.bias = if config.selection_bias { p.logits } else { 0 };
-    let aux = call.aux.map(|aux| AuxGrad::new(device, config, &aux, t, p.logits, p.ids)).transpose()?;
+    let aux = call.aux.map(|aux| AuxGrad::new(device, config, &aux, t, &p)).transpose()?;
     if let Some(aux) = aux.as_ref().filter(|_| t > 0) {
         p.aux_coef = aux.coef.as_ref().map_or(0, |c| c.view().data().ptr);
         p.aux_z = aux.z.view().data().ptr;
@@ -181,7 +184,7 @@ pub(super) fn route_bwd(device: &Cuda, call: RouteBwd<'_, Cuda>) -> Result<()> {
         p.aux_sigmoid = i64::from(aux.sigmoids);
     }
     let kernels = &device.kernels().router;
-    launch_either(device, CALL, (&kernels.route_softmax_bwd, &kernels.route_bwd), p)
+    launch_either(device, CALL, &kernels.route_softmax_bwd, &kernels.route_bwd, p)
 }
 
 /// Sizes of the sums over a rank's tokens.
@@ -302,15 +305,14 @@ impl AuxGrad {
         config: &RouterConfig,
         aux: &AuxBwd<'_, Cuda>,
         t: usize,
-        logits: u64,
-        ids: u64,
+        of: &params::RoutingParams,
     ) -> Result<Self> {
         const CALL: &str = "route_bwd";
         aux.aux.validate()?;
         let e = config.num_experts;
         let (mut p, cut) = aux_params(device, config, aux.aux, t);
         p.sums = input(CALL, "aux.sums", &aux.sums, DType::F32, &[Sums::len(e)])?;
-        (p.logits, p.ids) = (logits, ids);
+        (p.logits, p.ids, p.origin) = (of.logits, of.ids, of.origin);
         aux.d_loss.check(CALL, "aux.d_loss", DType::F32)?;
         (p.balance, p.z) = (aux.aux.balance, aux.aux.z);
         match aux.d_loss {

@@ -7,7 +7,7 @@
 //! 2. else the fault of the largest code (`Fault` in `kernels/common/params.h`), so what is wrong with ranks' records
 //!    before a capacity, that before ids, and these before maps and segments, which are made from them;
 //! 3. of one code the smallest detail, which is the first in a tensor's order; of several capacities the one that would
-//!    have needed most rows, of these the smallest and the highest rank.
+//!    have needed most rows, of these the smallest and the highest rank, with that rank's layer.
 
 use std::sync::PoisonError;
 
@@ -20,6 +20,9 @@ use super::launch::Grid;
 use super::params;
 use super::status_words::{BYTES, CLEAR, FAULT, NAN, WORDS};
 
+/// Calls whose kernels raise faults that name them.
+const PREPARE: &str = "prepare";
+const ROUTE_BWD: &str = "route_bwd";
 /// Bits of a fault that are its detail.
 const DETAIL: u64 = (1 << params::FAULT_DETAIL_BITS) - 1;
 /// Bits of a capacity's word that are a layout's rows.
@@ -130,11 +133,11 @@ impl Raised<'_> {
             params::FAULT_OUT_MAP => {
                 invalid(format!("out.map[{detail}]"), "a row of the output, or a negative entry", "none of its rows")
             }
-            params::FAULT_ID => {
-                invalid(format!("tensor ids, token {detail}"), "experts, as `route` gave them", "another number")
-            }
+            params::FAULT_ID => self.routed_id(detail),
             params::FAULT_SUMS => {
-                invalid("tensor aux.sums".to_string(), "the sums of at least this rank's tokens", "no tokens")
+                let Origin { rank, layer } = self.origin(detail % ORIGINS as u64);
+                let name = format!("tensor aux.sums on rank {rank}, layer {layer}");
+                Error::invalid(ROUTE_BWD, name, "the sums of at least this rank's tokens", "no tokens")
             }
             params::FAULT_CHOICE => self.choice(fault, detail),
             params::FAULT_CAPACITY => self.capacity(),
@@ -163,7 +166,7 @@ impl Raised<'_> {
             None => IdProblem::OutOfRange { num_experts },
         };
         let id = self.word(params::STATUS_CHOICE_ID) as i64;
-        Error::ExpertId { rank, layer, token: choice / k, k: choice % k, id, problem }
+        Error::ExpertId { call: PREPARE, rank, layer, token: choice / k, k: choice % k, id, problem }
     }
 
     /// A bad id that a rank has masked, as that rank's own prepare would tell it; else a record with another problem.
@@ -185,10 +188,33 @@ impl Raised<'_> {
         .error(self.word(params::STATUS_RECORD_EXPERTS) as usize)
     }
 
+    /// The first id of a backward that names no expert.
+    fn routed_id(&self, detail: u64) -> Error {
+        let (choice, Origin { rank, layer }) = (detail >> params::ORIGIN_BITS, self.origin(detail % ORIGINS as u64));
+        // Of another choice, where this one's number has more bits than the words keep of it: nothing is known then.
+        let below = |word| {
+            let word = self.word(word);
+            (u64::from(u32::MAX) - (word >> 32) == choice).then_some(word as u32)
+        };
+        let words = (below(params::STATUS_ID), below(params::STATUS_ID_TOP_K), below(params::STATUS_ID_EXPERTS));
+        let (Some(id), Some(top_k @ 1..), Some(num_experts)) = words else {
+            let name = format!("tensor ids, choice {choice}, on rank {rank}, layer {layer}");
+            return Error::invalid(ROUTE_BWD, name, "an expert, as `route` gave it", "another number");
+        };
+        let (choice, top_k) = (choice as usize, top_k as usize);
+        let problem = IdProblem::NotRouted { num_experts: num_experts as usize };
+        let (token, k, id) = (choice / top_k, choice % top_k, i64::from(id as i32));
+        Error::ExpertId { call: ROUTE_BWD, rank, layer, token, k, id, problem }
+    }
+
     fn capacity(&self) -> Error {
-        let (needed, rows) = (self.word(params::STATUS_NEEDED_RANK), self.word(params::STATUS_NEEDED_ROWS));
-        let (rank, needed) = ((needed & 0xffff) as usize, (needed >> 16) as usize);
-        Error::Capacity { rank, needed, capacity: (ROWS - (rows & ROWS)) as usize }
+        const RANKS: u64 = 1 << params::NEEDED_RANK_BITS;
+        let (word, rows) = (self.word(params::STATUS_NEEDED_RANK), self.word(params::STATUS_NEEDED_ROWS));
+        let Origin { layer, .. } = self.origin(word % ORIGINS as u64);
+        let rank = (word >> params::ORIGIN_BITS) % RANKS;
+        let needed = word >> (params::ORIGIN_BITS + params::NEEDED_RANK_BITS);
+        let (rank, needed, capacity) = (rank as usize, needed as usize, (ROWS - (rows & ROWS)) as usize);
+        Error::Capacity { rank, layer, needed, capacity }
     }
 }
 
@@ -208,10 +234,10 @@ mod tests {
     }
 
     /// As `raise_capacity` does.
-    fn capacity(words: &mut [u64; WORDS], [needed, rank, rows]: [u64; 3]) {
+    fn capacity(words: &mut [u64; WORDS], [needed, rank, origin, rows]: [u64; 4]) {
         fault(words, params::FAULT_CAPACITY, rows);
         let [of_rank, of_rows] = [params::STATUS_NEEDED_RANK, params::STATUS_NEEDED_ROWS].map(|i| i as usize);
-        words[of_rank] = words[of_rank].max(needed << 16 | rank);
+        words[of_rank] = words[of_rank].max((needed << 16 | rank) << params::ORIGIN_BITS | origin);
         words[of_rows] = words[of_rows].max(needed << 32 | (ROWS - rows));
     }
 
@@ -241,6 +267,17 @@ mod tests {
             words[params::STATUS_CHOICE_FIRST as usize] = first.map_or(0, |f| f + 1);
             words[params::STATUS_CHOICE_SIZES as usize] = 16 << 32 | 4;
         }
+    }
+
+    /// As `raise_id` of `common.cuh` does.
+    fn routed(words: &mut [u64; WORDS], Choice { at, origin, id, .. }: Choice) {
+        fault(words, params::FAULT_ID, at << params::ORIGIN_BITS | origin);
+        let first = (u64::from(u32::MAX) - (at & u64::from(u32::MAX))) << 32;
+        let below = [(params::STATUS_ID, id as u32), (params::STATUS_ID_TOP_K, 4), (params::STATUS_ID_EXPERTS, 16)];
+        below.iter().for_each(|(i, word)| {
+            let found = &mut words[*i as usize];
+            *found = (*found).max(first | u64::from(*word));
+        });
     }
 
     type Raise = Box<dyn Fn(&mut [u64; WORDS])>;
@@ -274,13 +311,14 @@ mod tests {
         let mut words = CLEAR;
         assert_eq!(error_of(&words).map(|e| e.to_string()), None);
         let named =
-            ["segment 5", "map[5]", "out.map[5]", "ids, token 5", "aux.sums", "topk_ids", "rows", "record of rank 5"];
+            ["segment 5", "map[5]", "out.map[5]", "topk_ids[1, 1]", "aux.sums", "topk_ids", "rows", "record of rank 5"];
         let record = 5 << params::ORIGIN_BITS | 1;
         assert_eq!(named.len() as u64 + 1, params::FAULT_END, "a name for each code");
         for (code, name) in (1..params::FAULT_END).zip(named) {
             let error = match code {
                 params::FAULT_CHOICE => met(&[choosing(Choice { at: 5, origin: 0, id: 99, first: None })]),
-                params::FAULT_CAPACITY => met(&[Box::new(|words| capacity(words, [9, 0, 8]))]),
+                params::FAULT_ID => met(&[routing(Choice { at: 5, origin: 0, id: 99, first: None })]),
+                params::FAULT_CAPACITY => met(&[Box::new(|words| capacity(words, [9, 0, 0, 8]))]),
                 params::FAULT_RECORD => met(&[of(code, record)]),
                 code => met(&[of(code, 5)]),
             };
@@ -306,7 +344,7 @@ mod tests {
     fn a_bad_id_is_told_as_the_cpu_tells_it() {
         let expert = |origin: Origin, at: usize, id, problem| {
             let Origin { rank, layer } = origin;
-            Error::ExpertId { rank, layer, token: at / 4, k: at % 4, id, problem }.to_string()
+            Error::ExpertId { call: "prepare", rank, layer, token: at / 4, k: at % 4, id, problem }.to_string()
         };
         let outside = IdProblem::OutOfRange { num_experts: 16 };
         for id in [16, -2, i64::MIN, i64::MAX, 1 << 40] {
@@ -328,6 +366,33 @@ mod tests {
         assert!(matches!(error_of(&words), Some(Error::ExpertId { id: 1000, .. })));
         // Without the walk that tells the id.
         assert!(met(&[of(params::FAULT_CHOICE, 7 << params::ORIGIN_BITS)]).contains("topk_ids, choice 7"));
+    }
+
+    fn routing(of: Choice) -> Raise {
+        Box::new(move |words| routed(words, of))
+    }
+
+    #[test]
+    fn a_bad_id_of_a_backward_is_told_as_the_cpu_tells_it() {
+        let expert = |origin: Origin, at: usize, id| {
+            let (Origin { rank, layer }, problem) = (origin, IdProblem::NotRouted { num_experts: 16 });
+            Error::ExpertId { call: "route_bwd", rank, layer, token: at / 4, k: at % 4, id, problem }.to_string()
+        };
+        for id in [16, -1, i32::MIN, i32::MAX].map(i64::from) {
+            let [late, early] =
+                [(9, 0, 77), (6, 1, id)].map(|(at, origin, id)| routing(Choice { at, origin, id, first: None }));
+            assert_eq!(met(&[late, early]), expert(ORIGINS_OF_TEST[1], 6, id));
+        }
+        // A choice past what the words keep of its number.
+        let far = (1 << 33) + 5;
+        let text = met(&[routing(Choice { at: far, origin: 1, id: 3, first: None })]);
+        assert!(text.contains(&format!("choice {far}, on rank 2, layer 9")), "{text}");
+    }
+
+    #[test]
+    fn sums_over_no_tokens_are_told_with_rank_and_layer() {
+        let text = met(&[of(params::FAULT_SUMS, 1)]);
+        assert!(text.starts_with("route_bwd: tensor aux.sums on rank 2, layer 9: "), "{text}");
     }
 
     #[test]
@@ -399,13 +464,15 @@ mod tests {
 
     #[test]
     fn a_capacity_is_told_with_its_own_need() {
-        let raise = |of: [u64; 3]| -> Raise { Box::new(move |words| capacity(words, of)) };
-        let text = |needed, rank, capacity| Error::Capacity { rank, needed, capacity }.to_string();
-        // Two layers: the need of the one is not told with the capacity of the other.
-        let (small, large) = ([9, 1, 8], [120, 0, 100]);
-        assert_eq!(met(&[raise(small), raise(large)]), text(120, 0, 100));
-        assert_eq!(met(&[raise([120, 1, 100]), raise(large), raise(small), of(6, 0)]), text(120, 1, 100));
-        assert_eq!(met(&[raise([i32::MAX as u64, 65_535, 0])]), text(i32::MAX as usize, 65_535, 0));
-        assert_eq!(met(&[raise([1 << 31, 0, (1 << 31) - 1])]), text(1 << 31, 0, (1 << 31) - 1));
+        let raise = |of: [u64; 4]| -> Raise { Box::new(move |words| capacity(words, of)) };
+        let text = |needed, rank, origin: usize, capacity| {
+            Error::Capacity { rank, layer: ORIGINS_OF_TEST[origin].layer, needed, capacity }.to_string()
+        };
+        // Two layers: the need of the one is not told with the capacity or the number of the other.
+        let (small, large) = ([9, 1, 1, 8], [120, 0, 0, 100]);
+        assert_eq!(met(&[raise(small), raise(large)]), text(120, 0, 0, 100));
+        assert_eq!(met(&[raise([120, 1, 1, 100]), raise(large), raise(small), of(6, 0)]), text(120, 1, 1, 100));
+        assert_eq!(met(&[raise([i32::MAX as u64, 65_535, 1, 0])]), text(i32::MAX as usize, 65_535, 1, 0));
+        assert_eq!(met(&[raise([1 << 31, 0, 0, (1 << 31) - 1])]), text(1 << 31, 0, 0, (1 << 31) - 1));
     }
 }

@@ -23,7 +23,7 @@ const WARP_COLUMNS: usize = params::DECODE_WARP_COLUMNS as usize;
 const TILE_ROWS: u32 = params::W4A16_ROWS;
 
 /// Checked weights, as kernels take them.
-pub(super) struct QuantizedWeight {
+pub(super) struct QuantizedOperand {
     format: WeightFormat,
     params: params::QuantWeightParams,
 }
@@ -61,7 +61,7 @@ struct FewRowsKernel {
 
 /// The kernel for few rows that serves so many rows of so many experts, if any does: tiles whose rows, of `pitch` bytes
 /// each, fit the shared memory that a block may have.
-fn few_rows_kernel((rows, experts): (i64, i64), pitch: usize, smem: usize) -> Option<FewRowsKernel> {
+fn few_rows_kernel(rows: i64, experts: i64, pitch: usize, smem: usize) -> Option<FewRowsKernel> {
     if rows <= DECODE_EIGHT_ROWS * experts && 8 * pitch <= smem / 2 {
         return Some(FewRowsKernel { rows: 8, warps: 4, tiles: DecodeTiles::Eight });
     }
@@ -80,7 +80,7 @@ pub(super) struct QuantizedLaunch<'a> {
     pub(super) tuned: Option<TunedKernel<'a>>,
 }
 
-impl QuantizedWeight {
+impl QuantizedOperand {
     pub(super) fn new(call: &'static str, weight: &QuantizedRef<'_, Cuda>) -> Result<Self> {
         weight.check(call)?;
         let [_, rows, columns] = weight.dims;
@@ -114,7 +114,8 @@ impl QuantizedWeight {
         device: &'a Cuda,
         dtype: DType,
         p: &params::GemmParams,
-        (product, factor): (Option<Product>, usize),
+        product: Option<Product>,
+        factor: usize,
     ) -> Option<TunedKernel<'a>> {
         let product = product.filter(|product| matches!(product, Product::Up | Product::Down))?;
         let parts = self.params.parts == 1 || self.params.parts == 2 && factor == 2;
@@ -130,7 +131,7 @@ impl QuantizedWeight {
         let pitch = ((p.k as usize).div_ceil(STEP) * STEP + 32) * dtype.size();
         // Those for few rows sum in another order than those for many.
         let few_rows = (!device.is_batch_invariant())
-            .then(|| few_rows_kernel((p.m, p.groups), pitch, device.decode_shared()))
+            .then(|| few_rows_kernel(p.m, p.groups, pitch, device.decode_shared()))
             .flatten();
         if let Some(FewRowsKernel { rows, warps, tiles }) = few_rows {
             let (columns, threads) = (warps * WARP_COLUMNS / factor, warps as u32 * 32);
@@ -194,7 +195,7 @@ mod tests {
     fn tiles_of_few_rows_fit_every_gpu() {
         let pitch = |k: usize| (k.div_ceil(STEP) * STEP + 32) * 2;
         let of = |rows, k, smem| {
-            few_rows_kernel((rows, 16), pitch(k), smem)
+            few_rows_kernel(rows, 16, pitch(k), smem)
                 .map(|few_rows_kernel| (few_rows_kernel.rows, few_rows_kernel.warps))
         };
         // Blocks of capability 8.6, 8.9 and 12.0 may have 99 KB, of 8.0 and 9.0 more than these kernels want.

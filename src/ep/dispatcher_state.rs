@@ -15,9 +15,7 @@ use crate::plan::waits;
 use crate::tensor::{Tensor, TensorRef};
 
 use super::handle::{Agreement, Handle};
-use super::{
-    Capacity, DispatchSpec, DispatcherKind, GroupConfig, HostPlanRequest, Plan, PlanRequest, Reporting, RowOrder,
-};
+use super::{DispatchSpec, GroupConfig, HostPlanRequest, Plan, PlanRequest, Reporting, RowOrder};
 
 pub(super) const PREPARE: &str = "prepare";
 
@@ -156,12 +154,12 @@ impl<D: Kernels> DispatcherState<D> {
         // Where sizes are refused there is no record of that size either.
         let sizes = self.check_sizes(spec);
         self.check_or_refuse(tag, sizes)?;
-        let checked = self.check_spec(spec).and(accepted).and_then(|()| check_weights(ids, weights));
+        let checked = self.check_spec(spec).and(accepted).and_then(|()| Self::check_weights(ids, weights));
         if let Err(error) = checked {
-            return self.fail((tag, row_order), spec, error);
+            return self.fail(tag, row_order, spec, error);
         }
         if self.plans_on_device(row_order, spec) {
-            return self.prepare_on_device((tag, row_order), ids, spec);
+            return self.prepare_on_device(tag, row_order, ids, spec);
         }
         if row_order == RowOrder::Local
             && spec.reporting == Reporting::Deferred
@@ -173,7 +171,7 @@ impl<D: Kernels> DispatcherState<D> {
         let before = if self.errors.is_some() { self.take_device_error() } else { Ok(()) };
         let own = match before.and_then(|()| self.own_record(ids, weights, spec)) {
             Ok(own) => own,
-            Err(error) => return self.fail((tag, row_order), spec, error),
+            Err(error) => return self.fail(tag, row_order, spec, error),
         };
         let records = match row_order {
             RowOrder::Local => vec![own],
@@ -217,96 +215,6 @@ impl<D: Kernels> DispatcherState<D> {
     #[cfg(any(test, feature = "nccl-ep"))]
     pub fn next(&self) -> u64 {
         self.sequence + 1
-    }
-
-    /// Checks a prepare of this rank's choices against the rules.
-    #[cfg(feature = "nccl-ep")]
-    pub fn check_call(
-        &self,
-        ids: TensorRef<'_, D>,
-        weights: Option<TensorRef<'_, D>>,
-        spec: &DispatchSpec,
-    ) -> Result<()> {
-        self.check_sizes(spec)?;
-        self.check_spec(spec)?;
-        check_weights(ids, weights)?;
-        self.check_ids(ids, spec).map(|_| ())
-    }
-
-    /// Whether the numbers fit that all ranks know alike, the size of a record among them.
-    fn check_sizes(&self, spec: &DispatchSpec) -> Result<()> {
-        let experts = self.config.num_experts;
-        if !(1..=experts).contains(&spec.top_k) {
-            return Err(Error::invalid(PREPARE, "spec.top_k", format!("1..={experts} (num_experts)"), spec.top_k));
-        }
-        // Segments count rows in i32, padding included.
-        let (choices, most) = (self.most_choices(spec), i32::MAX as usize - experts);
-        if choices > most {
-            let most = format!("at most {most} choices over all ranks' max_tokens_per_rank");
-            return Err(Error::invalid(PREPARE, "spec.top_k", most, choices));
-        }
-        Ok(())
-    }
-
-    /// Choices of all ranks where each brings as many tokens as it may; a rank alone is asked when it brings its
-    /// tokens.
-    fn most_choices(&self, spec: &DispatchSpec) -> usize {
-        let most = if self.is_local() { 0 } else { self.config.max_tokens_per_rank };
-        self.ranks().saturating_mul(most).saturating_mul(spec.top_k)
-    }
-
-    fn check_spec(&self, spec: &DispatchSpec) -> Result<()> {
-        if !spec.alignment.is_power_of_two() {
-            return Err(Error::invalid(PREPARE, "spec.alignment", "a power of two", spec.alignment));
-        }
-        // Known to all ranks alike, unlike the rows that each needs.
-        self.check_rows(spec, self.most_choices(spec))?;
-        if let Capacity::Static(rows) = spec.capacity
-            && rows > self.config.max_rows
-        {
-            let most = format!("at most {} (the group's max_rows)", self.config.max_rows);
-            return Err(Error::invalid(PREPARE, "spec.capacity", most, rows));
-        }
-        match &spec.expert_capacity {
-            Some(c) if !(c.factor.is_finite() && c.factor > 0.0) => {
-                Err(Error::invalid(PREPARE, "spec.expert_capacity.factor", "a finite number > 0", c.factor))
-            }
-            _ => Ok(()),
-        }
-    }
-
-    /// Whether tokens stay where they are, so that their number is nobody else's concern.
-    fn is_local(&self) -> bool {
-        self.ranks() == 1 && matches!(self.config.dispatcher, DispatcherKind::Auto | DispatcherKind::Local)
-    }
-
-    /// Refuses more rows than kernels count.
-    fn check_rows(&self, spec: &DispatchSpec, choices: usize) -> Result<()> {
-        if choices > i32::MAX as usize {
-            let most = format!("at most {} choices over all ranks' tokens (max_tokens_per_rank)", i32::MAX);
-            return Err(Error::invalid(PREPARE, "spec.top_k", most, choices));
-        }
-        if choices.saturating_add(self.config.num_experts.saturating_mul(spec.alignment)) > i32::MAX as usize {
-            let most = format!("segments of at most {} rows, padding included", i32::MAX);
-            return Err(Error::invalid(PREPARE, "spec.alignment", most, spec.alignment));
-        }
-        Ok(())
-    }
-
-    /// T of this rank's choices `[T, K]`.
-    pub(super) fn check_ids(&self, ids: TensorRef<'_, D>, spec: &DispatchSpec) -> Result<usize> {
-        let k = spec.top_k;
-        let tokens = match ids.dims() {
-            [tokens, width] if *width == k => *tokens,
-            dims => return Err(Error::invalid(PREPARE, "tensor topk_ids", format!("[T, {k}]"), format!("{dims:?}"))),
-        };
-        if self.is_local() {
-            self.check_rows(spec, tokens.saturating_mul(k))?;
-        } else if tokens > self.config.max_tokens_per_rank {
-            let most = format!("at most {} tokens (the group's max_tokens_per_rank)", self.config.max_tokens_per_rank);
-            return Err(Error::invalid(PREPARE, "tensor topk_ids", most, tokens));
-        }
-        Ok(tokens)
     }
 
     /// The only rank's plan without waiting for the device, where that can make it.
@@ -368,7 +276,7 @@ impl<D: Kernels> DispatcherState<D> {
         };
         let bytes = self.device.download(ids)?;
         let origin = Origin { rank: self.rank(), layer: spec.layer };
-        let (ids, bad) = routing_record::mask_bad_ids((&bytes, ids.dtype()), (origin, k, self.config.num_experts))?;
+        let (ids, bad) = routing_record::mask_bad_ids(&bytes, ids.dtype(), origin, k, self.config.num_experts)?;
         let status = match (self.deferred.take(), bad) {
             // A deferred error that nobody asked for comes first.
             (Some(bad), _) => RecordStatus::BadId(bad),
@@ -386,12 +294,7 @@ impl<D: Kernels> DispatcherState<D> {
     }
 
     /// Takes part as a failure and returns this rank's error. Hosts that do not read records have to be told otherwise.
-    pub(super) fn fail<T>(
-        &mut self,
-        (tag, row_order): (Tag, RowOrder),
-        spec: &DispatchSpec,
-        error: Error,
-    ) -> Result<T> {
+    pub(super) fn fail<T>(&mut self, tag: Tag, row_order: RowOrder, spec: &DispatchSpec, error: Error) -> Result<T> {
         // The rank returns its own error, whatever becomes of the refusal.
         if self.plans_on_device(row_order, spec) && !waits(row_order, spec) {
             let _ = self.comm.refuse(tag, &error.to_string());
@@ -453,16 +356,6 @@ impl<D: Kernels> DispatcherState<D> {
     }
 }
 
-/// Checks the weights of choices, whether or not anything reads them.
-fn check_weights<D: Kernels>(ids: TensorRef<'_, D>, weights: Option<TensorRef<'_, D>>) -> Result<()> {
-    let Some(weights) = weights else { return Ok(()) };
-    Error::check_shape(PREPARE, "topk_weights", ids.dims(), weights.dims())?;
-    match weights.dtype().is_float() {
-        true => Ok(()),
-        false => Err(Error::invalid(PREPARE, "tensor topk_weights", "a floating dtype", weights.dtype())),
-    }
-}
-
 /// The part of a prepare that cannot be captured.
 fn uncapturable_part(row_order: RowOrder, spec: &DispatchSpec) -> &'static str {
     match row_order {
@@ -482,6 +375,7 @@ mod tests {
     use crate::comm::ReduceOp;
     use crate::config::{CapacityOrder, ExpertCapacity};
     use crate::cpu::{Cpu, ThreadComm, ThreadWorld};
+    use crate::ep::DispatcherKind;
 
     const IDS: [i32; 4] = [0, 1, 1, 0];
 

@@ -28,6 +28,7 @@
 
 mod all_gather;
 mod all_to_all;
+mod check;
 mod config;
 pub(crate) mod dispatcher_state;
 mod group;

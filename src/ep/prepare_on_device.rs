@@ -23,7 +23,8 @@ impl<D: Kernels> DispatcherState<D> {
     /// nothing of them, or, where it has to know how many rows the plan has, what it would have learned.
     pub(super) fn prepare_on_device(
         &mut self,
-        step: (Tag, RowOrder),
+        tag: Tag,
+        row_order: RowOrder,
         ids: TensorRef<'_, D>,
         spec: &DispatchSpec,
     ) -> Result<Handle<D>> {
@@ -31,10 +32,10 @@ impl<D: Kernels> DispatcherState<D> {
             Some(errors) => errors,
             None => {
                 let new = self.empty_errors();
-                self.refuse_own_error(step.0, new)?
+                self.refuse_own_error(tag, new)?
             }
         };
-        let prepared = self.exchange_records(step, ids, spec, &mut errors);
+        let prepared = self.exchange_records(tag, row_order, ids, spec, &mut errors);
         self.errors = Some(errors);
         let (handle, pending) = prepared?;
         let Some(peer) = pending else { return Ok(handle) };
@@ -56,7 +57,8 @@ impl<D: Kernels> DispatcherState<D> {
     /// A handle, and the first rank that holds an error of an earlier call.
     fn exchange_records(
         &mut self,
-        (tag, row_order): (Tag, RowOrder),
+        tag: Tag,
+        row_order: RowOrder,
         ids: TensorRef<'_, D>,
         spec: &DispatchSpec,
         errors: &mut Tensor<D>,
@@ -74,7 +76,7 @@ impl<D: Kernels> DispatcherState<D> {
         });
         let tokens = match recorded {
             Ok(tokens) => tokens,
-            Err(error) => return self.fail((tag, row_order), spec, error),
+            Err(error) => return self.fail(tag, row_order, spec, error),
         };
         let records = self.exchange(tag, spec, &own)?;
         let call = PlanRecords {
@@ -103,7 +105,7 @@ impl<D: Kernels> DispatcherState<D> {
             return Err(routing_record::problem(&all, rank, num_experts).unwrap_or_else(unknown));
         }
         if let (Some((rank, needed)), Capacity::Static(capacity)) = (counts.overflow, spec.capacity) {
-            return Err(Error::Capacity { rank, needed, capacity });
+            return Err(Error::Capacity { rank, layer: spec.layer, needed, capacity });
         }
         let rows = if row_order == RowOrder::AllRows { vec![gathered.padded_tokens; ranks] } else { counts.tokens };
         Ok((self.handle(spec, gathered.plan, counts.absent, rows), counts.pending.first().copied()))

@@ -65,8 +65,10 @@ pub enum Error {
         found: DType,
     },
     /// An expert id is out of range, or twice in one token.
-    #[error("prepare on rank {rank}, layer {layer}: topk_ids[{token}, {k}] = {id}: {problem}")]
+    #[error("{call} on rank {rank}, layer {layer}: topk_ids[{token}, {k}] = {id}: {problem}")]
     ExpertId {
+        /// The call that refused.
+        call: &'static str,
         /// Rank whose ids these are.
         rank: usize,
         /// The layer that they were chosen in.
@@ -98,11 +100,13 @@ pub enum Error {
     },
     /// More rows arrive at a rank than its capacity.
     #[error(
-        "prepare: rank {rank} would receive {needed} rows, its capacity is {capacity}; raise the capacity to at least {needed} or choose Overflow::Drop"
+        "prepare of layer {layer}: rank {rank} would receive {needed} rows, its capacity is {capacity}; raise the capacity to at least {needed} or choose Overflow::Drop"
     )]
     Capacity {
         /// The rank whose buffer is too small.
         rank: usize,
+        /// The layer whose rows these are.
+        layer: u32,
         /// Rows that its segments need, padding included.
         needed: usize,
         /// Rows reserved.
@@ -294,6 +298,12 @@ pub enum IdProblem {
     /// Neither −1 nor in `0..num_experts`.
     #[error("expected -1 (dropped) or an expert in 0..{num_experts}")]
     OutOfRange {
+        /// Number of experts.
+        num_experts: usize,
+    },
+    /// No expert, among the ids that a backward was given.
+    #[error("expected an expert in 0..{num_experts}, as `route` gave it")]
+    NotRouted {
         /// Number of experts.
         num_experts: usize,
     },

@@ -104,6 +104,8 @@ pub struct RouteBwd<'a, D: Device> {
     pub d_weights: TensorRef<'a, D>,
     /// Gradients of the auxiliary losses to add.
     pub aux: Option<AuxBwd<'a, D>>,
+    /// Whose logits these are, for errors.
+    pub origin: Origin,
     /// Accumulator type, `[T, E]`; overwritten.
     pub d_logits: TensorMut<'a, D>,
 }
@@ -119,6 +121,8 @@ pub struct AuxSums<'a, D: Device> {
     pub logits: TensorRef<'a, D>,
     /// The ids that [`Route`] gave.
     pub ids: TensorRef<'a, D>,
+    /// Whose logits these are, for errors.
+    pub origin: Origin,
     /// Accumulator type, `[2·E + 4]`: choices of each expert, summed scores of each expert, number of tokens,
     /// Σ (log Σ exp l)², sum of the sequences' losses, number of sequences.
     pub out: TensorMut<'a, D>,

@@ -8,7 +8,7 @@ use crate::config::{AuxConfig, RouterConfig};
 use crate::dtype::DType;
 use crate::ep::{Group, Handle};
 use crate::error::Result;
-use crate::kernels::{AuxSums, AuxTotal, Kernels, Scalar};
+use crate::kernels::{AuxSums, AuxTotal, Kernels, Origin, Scalar};
 use crate::lazy::Lazy;
 use crate::tensor::{Tensor, TensorMut, TensorRef};
 
@@ -68,7 +68,8 @@ pub(super) fn losses<D: Kernels>(
     layer: &Layer,
     group: &mut Group<D>,
     handle: &Handle<D>,
-    (logits, ids): (TensorRef<'_, D>, TensorRef<'_, D>),
+    logits: TensorRef<'_, D>,
+    ids: TensorRef<'_, D>,
 ) -> Result<AuxAndSums<D>> {
     let config = &layer.config;
     let (device, dtype) = (group.device().clone(), logits.dtype());
@@ -77,8 +78,15 @@ pub(super) fn losses<D: Kernels>(
     }
     let summed = config.aux.over_ranks && group.ranks() > 1;
     let own = Tensor::empty(&device, dtype, &[Sums::len(config.router.num_experts)]).and_then(|mut sums| {
-        let (config, aux, out) = (&config.router, &config.aux, sums.view_mut());
-        device.aux_sums(AuxSums { config, aux, logits: logits.borrow(), ids: ids.borrow(), out })?;
+        let call = AuxSums {
+            config: &config.router,
+            aux: &config.aux,
+            logits: logits.borrow(),
+            ids: ids.borrow(),
+            origin: Origin { rank: group.rank(), layer: layer.number() },
+            out: sums.view_mut(),
+        };
+        device.aux_sums(call)?;
         Ok(sums)
     });
     let mut sums = refuse_on_error(layer, group, if summed { Op::Aux } else { Op::Dispatch }, own)?;

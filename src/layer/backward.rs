@@ -7,8 +7,8 @@ use crate::config::WeightAt;
 use crate::ep::{DispatchGrads, Group, Handle, Received};
 use crate::error::{Error, Result};
 use crate::kernels::{
-    AuxBwd, BiasGrad, DownBwd, GatherRows, InputWeightBwd, KeepSum, Kernels, LinearBwd, RouteBwd, RowDest, RowSource,
-    Scalar, SlotWeights, UpDgrad, Wgrad,
+    AuxBwd, BiasGrad, DownBwd, GatherRows, InputWeightBwd, KeepSum, Kernels, LinearBwd, Origin, RouteBwd, RowDest,
+    RowSource, Scalar, SlotWeights, UpDgrad, Wgrad,
 };
 use crate::tensor::{Tensor, TensorMut, TensorRef};
 
@@ -114,7 +114,8 @@ pub(super) fn backward_into<D: Kernels>(
     drop((d_rows, d_slot_weights));
 
     let router = trace_span!("route_bwd").in_scope(|| {
-        let grads = RoutingGrads { weights: d_weights, d_aux: cotangents.aux };
+        let origin = Origin { rank: group.rank(), layer: layer.number() };
+        let grads = RouterCotangents { origin, weights: d_weights, d_aux: cotangents.aux };
         router(layer, &device, &context, &inputs, grads, d_x.reborrow(), &mut into)
     })?;
     if let Some(saved) = context.shared {
@@ -234,12 +235,12 @@ fn experts<D: Kernels>(
     let out = &mut into.params;
     if let (Some(weight), Some(hidden)) = (&mut out.down, &hidden) {
         let weights = SumWeights { on_weight: None, on_bias };
-        grads.wgrad(grad, RowSource::direct(hidden.view()), weights, (weight, out.down_bias.as_mut()))?;
+        grads.wgrad(grad, RowSource::direct(hidden.view()), weights, weight, out.down_bias.as_mut())?;
     }
     drop(in_order);
     if let Some(weight) = &mut out.up {
         let weights = SumWeights { on_weight: borrow(&on_rows), on_bias: None };
-        grads.wgrad(RowSource::direct(d_pre.view()), rows.borrow(), weights, (weight, out.up_bias.as_mut()))?;
+        grads.wgrad(RowSource::direct(d_pre.view()), rows.borrow(), weights, weight, out.up_bias.as_mut())?;
     }
     drop(hidden);
 
@@ -283,7 +284,8 @@ impl<D: Kernels> ExpertGrads<'_, D> {
         left: RowSource<'_, D>,
         right: RowSource<'_, D>,
         weights: SumWeights<'_, D>,
-        (out, bias): (&mut TensorMut<'_, D>, Option<&mut TensorMut<'_, D>>),
+        out: &mut TensorMut<'_, D>,
+        bias: Option<&mut TensorMut<'_, D>>,
     ) -> Result<()> {
         let call = Wgrad {
             left: left.borrow(),
@@ -299,7 +301,9 @@ impl<D: Kernels> ExpertGrads<'_, D> {
 }
 
 /// Gradients that reach the router.
-struct RoutingGrads<'a, D: Kernels> {
+struct RouterCotangents<'a, D: Kernels> {
+    /// Whose router it is, for errors.
+    origin: Origin,
     /// Of the routing weights, `[T, K]`.
     weights: Tensor<D>,
     /// Of the auxiliary losses.
@@ -312,7 +316,7 @@ fn router<D: Kernels>(
     device: &D,
     context: &Context<D>,
     inputs: &Inputs<'_, '_, D>,
-    RoutingGrads { mut weights, d_aux }: RoutingGrads<'_, D>,
+    RouterCotangents { origin, mut weights, d_aux }: RouterCotangents<'_, D>,
     mut d_x: TensorMut<'_, D>,
     into: &mut GradientsMut<'_, D>,
 ) -> Result<RouterGrads<D>> {
@@ -338,6 +342,7 @@ fn router<D: Kernels>(
         ids: context.ids.view(),
         d_weights: weights.view(),
         aux,
+        origin,
         d_logits: logits.view_mut(),
     };
     device.route_bwd(call)?;

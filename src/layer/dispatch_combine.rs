@@ -167,6 +167,7 @@ impl Layer {
                 ids: ids.borrow(),
                 d_weights: weights.borrow(),
                 aux: None,
+                origin: Origin { rank: group.rank(), layer: self.number },
                 d_logits: d_logits.reborrow(),
             })
         });

@@ -56,7 +56,7 @@ pub(super) fn forward_into<D: Kernels>(
     let by_weight = spec.expert_capacity.filter(|c| c.order == CapacityOrder::Probability);
     let handle = trace_span!("prepare")
         .in_scope(|| group.dispatcher().prepare(routed.ids.view(), by_weight.map(|_| routed.weights.view()), &spec))?;
-    let (aux, aux_sums) = aux_losses::losses(layer, group, &handle, (routed.logits.view(), routed.ids.view()))?;
+    let (aux, aux_sums) = aux_losses::losses(layer, group, &handle, routed.logits.view(), routed.ids.view())?;
 
     let kept = kept_weights(layer, &device, &handle, &routed);
     let kept = refuse_on_error(layer, group, Op::Dispatch, kept)?;
@@ -239,7 +239,7 @@ impl<D: Kernels> RoutedExperts<'_, '_, D> {
         };
         let rows = self.received.source(x.borrow(), self.handle);
         let hidden = trace_span!("up").in_scope(|| self.up(device, rows, pre.as_mut().map(Tensor::view_mut)))?;
-        Ok((trace_span!("down").in_scope(|| self.down(device, (hidden, place)))?, pre))
+        Ok((trace_span!("down").in_scope(|| self.down(device, hidden, place))?, pre))
     }
 
     /// Activations h `[N, I]` of the received rows; pre-activations where asked for.
@@ -267,7 +267,7 @@ impl<D: Kernels> RoutedExperts<'_, '_, D> {
         Ok(hidden)
     }
 
-    fn down(&self, device: &D, (hidden, place): (Tensor<D>, Option<Tensor<D>>)) -> Result<Tensor<D>> {
+    fn down(&self, device: &D, hidden: Tensor<D>, place: Option<Tensor<D>>) -> Result<Tensor<D>> {
         let width = self.layer.config.hidden;
         let mut out = place.map_or_else(|| self.handle.slot_tensor(device, self.dtype, width), Ok)?;
         let weight = self.params.down.acquire()?;

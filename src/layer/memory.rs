@@ -45,7 +45,7 @@ impl StepSizes {
             .map(|i| experts.saturating_sub(local + i) as f64 / experts.saturating_sub(i).max(1) as f64)
             .product();
         let visits = ranks as f64 * tokens as f64 * (1.0 - elsewhere);
-        let rows = transported_rows((tokens, ranks), kind, visits.ceil() as usize);
+        let rows = transported_rows(tokens, ranks, kind, visits.ceil() as usize);
         Self { tokens, slots: product(&[tokens, k]), rows, ranks, dtype, kind }
     }
 
@@ -53,7 +53,7 @@ impl StepSizes {
     pub fn worst(config: &MoeConfig, tokens: usize, ranks: usize, dtype: DType, kind: DispatcherKind) -> Self {
         let local = config.router.num_experts / ranks.max(1);
         let slots = product(&[ranks, tokens, config.router.top_k.min(local)]);
-        let rows = transported_rows((tokens, ranks), kind, product(&[ranks, tokens]));
+        let rows = transported_rows(tokens, ranks, kind, product(&[ranks, tokens]));
         Self { tokens, slots, rows, ranks, dtype, kind }
     }
 
@@ -98,7 +98,7 @@ fn sum(terms: &[usize]) -> usize {
 }
 
 /// Rows that travel, of which all-to-all brings `visits`.
-fn transported_rows((tokens, ranks): (usize, usize), kind: DispatcherKind, visits: usize) -> usize {
+fn transported_rows(tokens: usize, ranks: usize, kind: DispatcherKind, visits: usize) -> usize {
     match kind {
         _ if ranks <= 1 => 0,
         DispatcherKind::AllGather => product(&[ranks, tokens]),

@@ -99,7 +99,7 @@ impl<D: Kernels> EncodedTokens<D> {
         let codes = rows.as_ref().unwrap_or(&self.codes);
         let scales = scales.as_ref().unwrap_or(&self.scales);
         let mut out = Tensor::empty(device, self.dtype, &[codes.view().rows(), self.hidden])?;
-        self.decode(device, (codes, scales), out.view_mut())?;
+        self.decode(device, codes, scales, out.view_mut())?;
         Ok(Received { rows: Some(out), weights, scales: None, map })
     }
 
@@ -111,11 +111,11 @@ impl<D: Kernels> EncodedTokens<D> {
 
     /// Rows in slots, `[N, H]`, as the experts read them.
     pub fn unpack_slots(&self, device: &D, slots: &EncodedSlots<D>, out: TensorMut<'_, D>) -> Result<()> {
-        self.decode(device, (&slots.codes, &slots.scales), out)
+        self.decode(device, &slots.codes, &slots.scales, out)
     }
 
     /// Values that codes of this form stand for.
-    fn decode(&self, device: &D, (codes, scales): (&Tensor<D>, &Tensor<D>), mut out: TensorMut<'_, D>) -> Result<()> {
+    fn decode(&self, device: &D, codes: &Tensor<D>, scales: &Tensor<D>, mut out: TensorMut<'_, D>) -> Result<()> {
         let _span = trace_span!("unpack").entered();
         let [blocks, amax] = self.split_scales(device, scales.view())?;
         let (codes, scales) = (codes.view(), blocks.as_ref().unwrap_or(scales).view());

@@ -178,10 +178,10 @@ pub(super) fn backward<D: Kernels>(
     };
     device.up_dgrad(dgrad)?;
     if let Some(out) = &mut into.params.shared_up {
-        wgrad(device, &segments, (d_pre.view(), x), out.reborrow())?;
+        wgrad(device, &segments, d_pre.view(), x, out.reborrow())?;
     }
     if let Some(out) = &mut into.params.shared_down {
-        wgrad(device, &segments, (d_y, hidden.view()), out.reborrow())?;
+        wgrad(device, &segments, d_y, hidden.view(), out.reborrow())?;
     }
     match (&saved.gate, &inputs.params.shared_gate) {
         (Some(gate), Some(weight)) => {
@@ -207,7 +207,8 @@ pub(super) fn backward<D: Kernels>(
 fn wgrad<D: Kernels>(
     device: &D,
     segments: &Segments<D>,
-    (left, right): (TensorRef<'_, D>, TensorRef<'_, D>),
+    left: TensorRef<'_, D>,
+    right: TensorRef<'_, D>,
     out: TensorMut<'_, D>,
 ) -> Result<()> {
     let mut out = out.reshape(&[1, left.dims()[1], right.dims()[1]])?;

@@ -28,7 +28,8 @@ impl RawGroup {
     pub(super) fn join(
         call: &'static str,
         library: &NcclEpLibrary,
-        (cuda, comm): (Cuda, SharedComm),
+        cuda: Cuda,
+        comm: SharedComm,
         mut config: sys::ncclEpGroupConfig_t,
     ) -> Result<Arc<Self>> {
         cuda.not_captured(call, "create an EP group")?;

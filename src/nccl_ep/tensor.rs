@@ -133,8 +133,10 @@ pub(super) fn on_wire<'a>(
 pub(super) fn check_scales(
     call: &'static str,
     rows: DType,
-    (from, t): (&Option<TensorRef<'_, Cuda>>, usize),
-    (to, n): (&Option<TensorMut<'_, Cuda>>, usize),
+    from: &Option<TensorRef<'_, Cuda>>,
+    t: usize,
+    to: &Option<TensorMut<'_, Cuda>>,
+    n: usize,
 ) -> Result<()> {
     match (from, to) {
         (None, None) => Ok(()),

@@ -2,7 +2,7 @@
 //! all ranks, until somebody asks.
 //!
 //! ```text
-//! WORDS · 8 bytes        kind; for a capacity: rank, rows needed, rows there are; the device's own
+//! WORDS · 8 bytes        kind; for a capacity: rank, rows needed, rows there are; two of the device's own; its layer
 //! R · HEADER bytes       headers of the records in question
 //! ```
 
@@ -12,6 +12,8 @@ use super::routing_record::{self, HEADER, RecordSizes, RoutingRecord};
 
 /// Words before the headers.
 pub(crate) const WORDS: usize = 8;
+/// The word that has the layer of a capacity.
+pub(crate) const LAYER: usize = 6;
 /// Nothing; must be zero, as the memory is cleared with it.
 const NOTHING: u64 = 0;
 /// A rank has failed or masked an id, or they disagree: the headers say which.
@@ -42,9 +44,19 @@ pub(crate) fn store_headers(bytes: &mut [u8], records: &[u8]) {
     }
 }
 
+/// A capacity that is too small.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct SmallCapacity {
+    pub rank: usize,
+    pub layer: u32,
+    pub needed: usize,
+    pub capacity: usize,
+}
+
 /// Keeps a capacity that is too small.
-pub(crate) fn store_capacity(bytes: &mut [u8], [rank, needed, capacity]: [usize; 3]) {
-    put(bytes, &[CAPACITY, rank as u64, needed as u64, capacity as u64]);
+pub(crate) fn store_capacity(bytes: &mut [u8], of: SmallCapacity) {
+    put(bytes, &[CAPACITY, of.rank as u64, of.needed as u64, of.capacity as u64]);
+    put(&mut bytes[LAYER * 8..], &[u64::from(of.layer)]);
 }
 
 fn put(bytes: &mut [u8], words: &[u64]) {
@@ -56,7 +68,10 @@ pub(crate) fn error(bytes: &[u8], rank: usize, num_experts: usize) -> Option<Err
     let number = |i| word(bytes, i) as usize;
     match word(bytes, 0) {
         NOTHING => None,
-        CAPACITY => Some(Error::Capacity { rank: number(1), needed: number(2), capacity: number(3) }),
+        CAPACITY => {
+            let layer = word(bytes, LAYER) as u32;
+            Some(Error::Capacity { rank: number(1), layer, needed: number(2), capacity: number(3) })
+        }
         _ => {
             let sizes = RecordSizes { max_tokens: 0, top_k: 0, weights: false };
             let headers = bytes[WORDS * 8..].chunks_exact(HEADER);
@@ -95,7 +110,7 @@ mod tests {
     use super::*;
     use crate::error::IdProblem;
 
-    const KEPT: Error = Error::Capacity { rank: 1, needed: 9, capacity: 8 };
+    const KEPT: Error = Error::Capacity { rank: 1, layer: 2, needed: 9, capacity: 8 };
 
     fn reported(raised: Result<()>, kept: Option<Error>) -> (Option<String>, Option<String>) {
         let (now, then) = split_errors(raised, kept);
@@ -122,14 +137,14 @@ mod tests {
     #[test]
     fn the_sign_of_the_kept_one_is_told_with_it() {
         // The largest need of several prepares, of which the first is kept.
-        let larger = Error::Capacity { rank: 0, needed: 11, capacity: 8 };
+        let larger = Error::Capacity { rank: 0, layer: 2, needed: 11, capacity: 8 };
         for sign in [KEPT, larger] {
             assert_eq!(reported(Err(sign), Some(KEPT)), (Some(KEPT.to_string()), None));
         }
         let bad = || Error::Peer { call: "prepare", rank: 1, peer: 0, reason: "its records".into() };
         assert_eq!(reported(Err(record()), Some(bad())), (Some(bad().to_string()), None));
         let problem = IdProblem::OutOfRange { num_experts: 4 };
-        let id = || Error::ExpertId { rank: 0, layer: 2, token: 1, k: 0, id: 9, problem };
+        let id = || Error::ExpertId { call: "prepare", rank: 0, layer: 2, token: 1, k: 0, id: 9, problem };
         assert_eq!(reported(Err(id()), Some(id())), (Some(id().to_string()), None));
         assert_eq!(reported(Err(id()), Some(KEPT)), (Some(KEPT.to_string()), Some(id().to_string())));
     }

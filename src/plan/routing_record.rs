@@ -71,7 +71,8 @@ impl BadId {
             Some(first) => IdProblem::Duplicate { first },
             None => IdProblem::OutOfRange { num_experts },
         };
-        Error::ExpertId { rank: self.rank, layer: self.layer, token: self.token, k: self.k, id: self.id, problem }
+        let Self { rank, layer, token, k, id, .. } = self;
+        Error::ExpertId { call: CALL, rank, layer, token, k, id, problem }
     }
 }
 
@@ -198,7 +199,7 @@ fn disagreement(records: &[RoutingRecord], rank: usize) -> Option<Error> {
     (0..FIELDS.len()).find_map(|i| {
         let peer = records.iter().position(|r| r.fields[i] != own[i])?;
         if FIELDS[i] == FORMULA {
-            return Some(formulas((rank, &own[FORMULA_AT..]), (peer, &records[peer].fields[FORMULA_AT..])));
+            return Some(formulas(rank, &own[FORMULA_AT..], peer, &records[peer].fields[FORMULA_AT..]));
         }
         Some(Error::ConfigMismatch {
             field: FIELDS[i].to_string(),
@@ -211,7 +212,7 @@ fn disagreement(records: &[RoutingRecord], rank: usize) -> Option<Error> {
 }
 
 /// Two ranks' layers, each as it travels, by the names of the fields that differ.
-fn formulas((rank, own): (usize, &[u64]), (peer, other): (usize, &[u64])) -> Error {
+fn formulas(rank: usize, own: &[u64], peer: usize, other: &[u64]) -> Error {
     let names = Fingerprint::differing(own, other);
     let field = if names.is_empty() { FORMULA.to_string() } else { names.join(", ") };
     let (value, peer_value) = ("one value".to_string(), "another".to_string());
@@ -288,8 +289,11 @@ impl RoutingRecord {
 
 /// Ids as i32, bad entries masked, and the first of these.
 pub(crate) fn mask_bad_ids(
-    (bytes, dtype): (&[u8], DType),
-    (Origin { rank, layer }, k, num_experts): (Origin, usize, usize),
+    bytes: &[u8],
+    dtype: DType,
+    Origin { rank, layer }: Origin,
+    k: usize,
+    num_experts: usize,
 ) -> Result<(Vec<i32>, Option<BadId>)> {
     let wide: Vec<i64> = match dtype {
         DType::I64 => bytes.as_chunks().0.iter().map(|b| i64::from_ne_bytes(*b)).collect(),

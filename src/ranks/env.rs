@@ -110,10 +110,10 @@ struct Environment<'a> {
     source: &'a dyn Fn(&str) -> Option<OsString>,
 }
 
-type Read<T> = std::result::Result<T, RankError>;
+type EnvResult<T> = std::result::Result<T, RankError>;
 
 impl Environment<'_> {
-    fn identity(&self) -> Read<Identity> {
+    fn identity(&self) -> EnvResult<Identity> {
         let (launcher, found, local) = match self.text("MOEBIUS_LAUNCHER")? {
             Some(name) => self.chosen(&name)?,
             None => self.innermost()?,
@@ -129,7 +129,7 @@ impl Environment<'_> {
     }
 
     /// The launcher that MOEBIUS_LAUNCHER names.
-    fn chosen(&self, name: &str) -> Read<(Launcher, Found, usize)> {
+    fn chosen(&self, name: &str) -> EnvResult<(Launcher, Found, usize)> {
         let (launcher, names) = match name {
             "moebius" => (Launcher::Moebius, &MOEBIUS),
             "torchrun" => (Launcher::Torchrun, &TORCH),
@@ -143,7 +143,7 @@ impl Environment<'_> {
         Ok((launcher, found, local))
     }
 
-    fn innermost(&self) -> Read<(Launcher, Found, usize)> {
+    fn innermost(&self) -> EnvResult<(Launcher, Found, usize)> {
         let own = self.found(&MOEBIUS)?;
         let torch = self.found(&TORCH)?;
         let (ompi, pmi) = (self.found(&OMPI)?, self.found(&PMI)?);
@@ -188,7 +188,7 @@ impl Environment<'_> {
     }
 
     /// A launcher's variables: none of them, or rank and world.
-    fn found(&self, names: &'static Names) -> Read<Option<Found>> {
+    fn found(&self, names: &'static Names) -> EnvResult<Option<Found>> {
         let (rank, world) = (self.number(names.rank)?, self.number(names.world)?);
         let local = self.number(names.local)?;
         let (rank, world) = match (rank, world) {
@@ -215,7 +215,7 @@ impl Environment<'_> {
         Ok(Some(Found { names, rank, world, local }))
     }
 
-    fn address(&self, launcher: Launcher) -> Read<Option<String>> {
+    fn address(&self, launcher: Launcher) -> EnvResult<Option<String>> {
         match (launcher, self.master()?) {
             (Launcher::Moebius | Launcher::Explicit, _) => Ok(None),
             (_, Some(master)) => Ok(Some(master)),
@@ -225,7 +225,7 @@ impl Environment<'_> {
     }
 
     /// torchrun's MASTER_ADDR and MASTER_PORT, which many a job script sets for other launchers too.
-    fn master(&self) -> Read<Option<String>> {
+    fn master(&self) -> EnvResult<Option<String>> {
         let (host, port) = (self.text("MASTER_ADDR")?, self.number("MASTER_PORT")?);
         let (host, port) = match (host, port) {
             (Some(host), Some(port)) => (host, port),
@@ -248,7 +248,7 @@ impl Environment<'_> {
 
     /// The step's first host, and a port below the ones that systems give to connections, by the numbers of job and
     /// step.
-    fn slurm_address(&self) -> Read<Option<String>> {
+    fn slurm_address(&self) -> EnvResult<Option<String>> {
         let list = ["SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST"];
         let (job, step) = (self.number("SLURM_JOB_ID")?, self.number("SLURM_STEP_ID")?);
         for name in list {
@@ -260,7 +260,7 @@ impl Environment<'_> {
         Ok(None)
     }
 
-    fn text(&self, name: &'static str) -> Read<Option<String>> {
+    fn text(&self, name: &'static str) -> EnvResult<Option<String>> {
         let Some(value) = (self.source)(name) else { return Ok(None) };
         match value.into_string() {
             Ok(text) => Ok(Some(text)),
@@ -268,7 +268,7 @@ impl Environment<'_> {
         }
     }
 
-    fn number(&self, name: &'static str) -> Read<Option<usize>> {
+    fn number(&self, name: &'static str) -> EnvResult<Option<usize>> {
         let Some(text) = self.text(name)? else { return Ok(None) };
         let digits = !text.is_empty() && text.bytes().all(|b| b.is_ascii_digit());
         match text.parse() {
@@ -279,7 +279,7 @@ impl Environment<'_> {
 }
 
 impl Found {
-    fn local(&self) -> Read<usize> {
+    fn local(&self) -> EnvResult<usize> {
         self.local.ok_or_else(|| RankError::Partial {
             present: format!("{}, {}", self.names.rank, self.names.world),
             missing: self.names.local.to_string(),
@@ -289,7 +289,7 @@ impl Found {
 }
 
 /// Both say the same, or one says nothing.
-fn agree(a: Option<&Found>, b: Option<&Found>) -> Read<()> {
+fn agree(a: Option<&Found>, b: Option<&Found>) -> EnvResult<()> {
     let (Some(a), Some(b)) = (a, b) else { return Ok(()) };
     for (name, value, other, other_value) in
         [(a.names.rank, a.rank, b.names.rank, b.rank), (a.names.world, a.world, b.names.world, b.world)]

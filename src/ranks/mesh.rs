@@ -23,6 +23,11 @@ impl Axis {
     /// Every axis.
     pub const ALL: [Axis; 4] = [Axis::Expert, Axis::ExpertTensor, Axis::Data, Axis::Tensor];
 
+    /// As an axis of a [`Mesh`], with so many ranks.
+    pub const fn of_size(self, size: usize) -> AxisSize {
+        AxisSize { axis: self, size }
+    }
+
     /// Lower-case name.
     pub const fn name(self) -> &'static str {
         match self {
@@ -40,6 +45,15 @@ impl fmt::Display for Axis {
     }
 }
 
+/// An axis of a [`Mesh`] and the number of ranks in each of its groups.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct AxisSize {
+    /// The axis.
+    pub axis: Axis,
+    /// Ranks in a group.
+    pub size: usize,
+}
+
 /// A world as a grid of ranks.
 ///
 /// The order is the caller's: axes from the slowest to the fastest, ranks counted as digits are. Neighboring ranks
@@ -47,7 +61,7 @@ impl fmt::Display for Axis {
 ///
 /// ```
 /// use moebius::ranks::{Axis, Mesh};
-/// let mesh = Mesh::new(8, &[(Axis::Data, 2), (Axis::Expert, 2), (Axis::Tensor, 2)]).unwrap();
+/// let mesh = Mesh::new(8, &[Axis::Data.of_size(2), Axis::Expert.of_size(2), Axis::Tensor.of_size(2)]).unwrap();
 /// assert_eq!(mesh.groups(Axis::Tensor), [[0, 1], [2, 3], [4, 5], [6, 7]]);
 /// assert_eq!(mesh.groups(Axis::Expert), [[0, 2], [1, 3], [4, 6], [5, 7]]);
 /// assert_eq!(mesh.groups(Axis::Data), [[0, 4], [1, 5], [2, 6], [3, 7]]);
@@ -56,12 +70,12 @@ impl fmt::Display for Axis {
 pub struct Mesh {
     world: usize,
     /// Axes from the slowest to the fastest.
-    axes: Vec<(Axis, usize)>,
+    axes: Vec<AxisSize>,
 }
 
 /// A rank's place in its group of one axis.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Member {
+pub struct GroupMember {
     /// Number of the group among those of the axis, in the order of their first ranks (a split's color).
     pub group: usize,
     /// Rank inside the group: the coordinate on the axis (a split's key).
@@ -75,23 +89,23 @@ impl Mesh {
     ///
     /// # Errors
     /// [`Error::Invalid`]: the sizes' product is not `world`, a size is 0, an axis is named twice.
-    pub fn new(world: usize, axes: &[(Axis, usize)]) -> Result<Self> {
+    pub fn new(world: usize, axes: &[AxisSize]) -> Result<Self> {
         const CALL: &str = "ranks::Mesh::new";
         if world == 0 || world > MAX_WORLD {
             return Err(Error::invalid(CALL, "world", format!("1..={MAX_WORLD}"), world));
         }
         let mut product = 1usize;
-        for (i, (axis, size)) in axes.iter().enumerate() {
+        for (i, AxisSize { axis, size }) in axes.iter().enumerate() {
             if *size == 0 {
                 return Err(Error::invalid(CALL, axis, "at least 1", 0));
             }
-            if axes[..i].iter().any(|(other, _)| other == axis) {
+            if axes[..i].iter().any(|other| other.axis == *axis) {
                 return Err(Error::invalid(CALL, axis, "named once", "named twice"));
             }
             product = product.saturating_mul(*size);
         }
         if product != world {
-            let sizes = axes.iter().map(|(axis, size)| format!("{axis} {size}")).collect::<Vec<_>>().join(" x ");
+            let sizes = axes.iter().map(|of| format!("{} {}", of.axis, of.size)).collect::<Vec<_>>().join(" x ");
             return Err(Error::invalid(CALL, "axes", format!("a product of {world}"), format!("{sizes} = {product}")));
         }
         Ok(Self { world, axes: axes.to_vec() })
@@ -104,7 +118,7 @@ impl Mesh {
 
     /// Ranks in each group of an axis.
     pub fn size(&self, axis: Axis) -> usize {
-        self.axes.iter().find(|(a, _)| *a == axis).map_or(1, |(_, size)| *size)
+        self.axes.iter().find(|of| of.axis == axis).map_or(1, |of| of.size)
     }
 
     /// Place of a rank on an axis, `0..size(axis)`.
@@ -120,14 +134,14 @@ impl Mesh {
     ///
     /// # Errors
     /// [`Error::Invalid`]: no rank of this world.
-    pub fn member(&self, axis: Axis, rank: usize) -> Result<Member> {
+    pub fn member(&self, axis: Axis, rank: usize) -> Result<GroupMember> {
         self.check("ranks::Mesh::member", rank)?;
         let (stride, size) = (self.stride(axis), self.size(axis));
         let place = rank / stride % size;
         let first = rank - place * stride;
         // First ranks are those with 0 on the axis: their order is that of the digits left when it is taken out.
         let group = first / (stride * size) * stride + first % stride;
-        Ok(Member { group, rank: place, ranks: (0..size).map(|i| first + i * stride).collect() })
+        Ok(GroupMember { group, rank: place, ranks: (0..size).map(|i| first + i * stride).collect() })
     }
 
     /// Every group of an axis, in the order of their first ranks: each rank is in exactly one.
@@ -139,8 +153,8 @@ impl Mesh {
 
     /// Distance of neighbors on the axis: the product of all faster axes.
     fn stride(&self, axis: Axis) -> usize {
-        match self.axes.iter().position(|(a, _)| *a == axis) {
-            Some(at) => self.axes[at + 1..].iter().map(|(_, size)| size).product(),
+        match self.axes.iter().position(|of| of.axis == axis) {
+            Some(at) => self.axes[at + 1..].iter().map(|of| of.size).product(),
             None => 1,
         }
     }

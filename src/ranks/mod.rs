@@ -27,7 +27,7 @@ mod token;
 pub use crate::error::{Launcher, RankError, Refusal};
 pub use bootstrap::Bootstrap;
 pub use env::{Identity, VARIABLES};
-pub use mesh::{Axis, Member, Mesh};
+pub use mesh::{Axis, AxisSize, GroupMember, Mesh};
 pub use message::UniqueId;
 pub use root::Root;
 pub use token::JobToken;

@@ -285,7 +285,7 @@ fn good(moe: &DispatchCombine) -> moebius::Result<Dispatched<B>> {
     moe.dispatch(ones(H), choices(0..4), ones(2))
 }
 
-/// What the last rank gets is typed; what the others get names it.
+/// The last rank's error is typed; that of the others names the rank.
 fn refused(name: &str, rank: usize, last: usize, error: &Error) {
     let as_meant = match error {
         Error::Peer { peer, .. } => rank != last && *peer == last,

@@ -12,7 +12,7 @@ use crate::trials::tests;
 
 /// Step of the differences: what is cut off is the third derivative times 1e-12.
 const STEP: f64 = 1e-6;
-/// What rounding makes of them: the loss is a sum of order 10 of a few hundred terms in f64, of which the roundings add
+/// The tolerance, from rounding: the loss is a sum of order 10 of a few hundred terms in f64, of which the roundings add
 /// up to 100 · 10 · 2⁻⁵³ at most, divided by the step.
 const FLOOR: f64 = 1e-7;
 

@@ -79,7 +79,7 @@ fn main() -> ExitCode {
 /// A rank's device, and how it reaches the others.
 #[cfg(all(feature = "burn-cuda", feature = "nccl"))]
 #[allow(dead_code, reason = "other suites read it")]
-struct Seat<D: moebius::kernels::Kernels> {
+struct Endpoint<D: moebius::kernels::Kernels> {
     device: D,
     comm: Box<dyn moebius::comm::Communicator<D>>,
 }

@@ -131,7 +131,7 @@ impl Meshed for Flex {
 
 pub fn on_mesh<S: Meshed, T: Send>(mesh: Mesh, prefetch: bool, run: impl Fn(Place<S>) -> T + Sync) -> Vec<T> {
     thread::scope(|scope| {
-        let seat = |(rank, (number, links)): (usize, (u16, Links<S>))| {
+        let endpoint = |(rank, (number, links)): (usize, (u16, Links<S>))| {
             let run = &run;
             scope.spawn(move || {
                 work_on(number);
@@ -142,7 +142,7 @@ pub fn on_mesh<S: Meshed, T: Send>(mesh: Mesh, prefetch: bool, run: impl Fn(Plac
                 run(Place { rank, group, shards: ShardedParams::new(chain), data, world })
             })
         };
-        let threads: Vec<_> = S::links(mesh).into_iter().enumerate().map(seat).collect();
+        let threads: Vec<_> = S::links(mesh).into_iter().enumerate().map(endpoint).collect();
         threads.into_iter().map(|t| t.join().unwrap()).collect()
     })
 }
@@ -177,7 +177,7 @@ impl<B: MoeBackend> Model<B> {
     }
 }
 
-/// What a rank has found in a step.
+/// The results of a rank's step.
 #[derive(Debug, PartialEq)]
 struct Step {
     y: Vec<f32>,
@@ -338,7 +338,7 @@ fn training_with_sharded_experts_is_training_with_whole_ones() {
     as_whole_ones::<Flex>(of(4, 2), true, false);
 }
 
-/// What the shards are rounded to is the experts', however many ranks share them.
+/// The experts are the shards' rounded values, however many ranks share them.
 pub fn sent_quantized<S: Meshed>(numbers: &[usize]) {
     let mut config = config();
     (config.hidden, config.intermediate) = (32, 16);
@@ -597,7 +597,7 @@ fn sharded_experts_of_a_checkpoint_are_saved_whole() {
     };
     let saved = |blocks: &[Block]| {
         let folder = tempfile::tempdir().unwrap();
-        let all: Vec<_> = layers.iter().zip(blocks).map(|(layer, block)| (*layer, &block.params)).collect();
+        let all: Vec<_> = layers.iter().zip(blocks).map(|(layer, block)| block.params.at_layer(*layer)).collect();
         checkpoint.save(folder.path(), &all).unwrap();
         let again = Checkpoint::open(folder.path()).unwrap();
         let options = || LoadOptions { rank: 0, ranks: 1, dtype: None };

@@ -242,7 +242,7 @@ fn a_trained_checkpoint_is_saved_under_its_published_names() {
     let expected = floats(moe.forward(x.clone()).unwrap());
     assert_ne!(before, expected);
     let folder = tempfile::tempdir().unwrap();
-    Checkpoint::open(dir).unwrap().save(folder.path(), &[(0, &moe.to_block().unwrap().params)]).unwrap();
+    Checkpoint::open(dir).unwrap().save(folder.path(), &[moe.to_block().unwrap().params.at_layer(0)]).unwrap();
     let again = ExpertParallelMoE::<Flex>::from_checkpoint(
         &Checkpoint::open(folder.path()).unwrap(),
         0,

@@ -170,7 +170,7 @@ fn replayed_training_steps_have_the_eager_ones_bits(_: &Device) -> AnyResult<()>
     Ok(())
 }
 
-/// What a capture cannot hold is refused with what to do instead, and everything works on afterwards.
+/// An operation that a capture cannot hold is refused with the one to use instead, and everything works on afterwards.
 fn refusals_say_what_to_do(_: &Device) -> AnyResult<()> {
     let tracked = Device::new_cuda_with_stream(0)?;
     for wrong in [&tracked, &Device::Cpu] {

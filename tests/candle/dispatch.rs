@@ -429,7 +429,7 @@ fn whole(moe: &DispatchCombine) -> AnyResult<()> {
     Ok(())
 }
 
-/// What the last rank gets is typed; what the others get names it.
+/// The last rank's error is typed; that of the others names the rank.
 fn refused(name: &str, rank: usize, last: usize, error: &candle_core::Error) {
     let own = error_of(error).unwrap_or_else(|| panic!("{name}, rank {rank}: {error}"));
     let as_meant = match own {

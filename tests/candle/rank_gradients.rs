@@ -302,7 +302,7 @@ fn a_rank_with_one_microbatch_more() -> AnyResult<()> {
     Ok(())
 }
 
-/// What every rank of a program does wrong alike costs no collective, which may end a communicator.
+/// A mistake that every rank of a program makes alike costs no collective, which may end a communicator.
 fn a_backward_behind_lent_sums_communicates_nothing() -> AnyResult<()> {
     ranks(2, PATIENCE, |group| {
         let model = Model::new(&group, DType::F32, &[])?;

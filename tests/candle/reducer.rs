@@ -349,7 +349,7 @@ fn a_rank_that_does_not_come_to_sums() -> AnyResult<()> {
     Ok(())
 }
 
-/// What has been summed is not summed again.
+/// Gradients that have been summed are not summed again.
 fn sums_are_summed_once() -> AnyResult<()> {
     for (mesh, beside) in [([1, 1], false), ([1, 2], false), ([1, 2], true), ([2, 1], false)] {
         places(mesh, |place| {
@@ -534,7 +534,7 @@ fn a_variable_with_another_use_is_named() -> AnyResult<()> {
     Ok(())
 }
 
-/// What no rank has a gradient of stays without one; what one rank has, all get.
+/// A parameter of which no rank has a gradient stays without one; if one rank has it, all get it.
 fn variables_without_gradients() -> AnyResult<()> {
     for dtype in [DType::F32, DType::BF16, DType::F64] {
         places([2, 2], |place| {

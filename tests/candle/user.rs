@@ -274,7 +274,7 @@ fn a_trained_checkpoint_is_saved_under_its_published_names(device: &Device) -> A
     let expected = flat(&moe.forward(&x)?)?;
     assert!(before != expected);
     let folder = tempfile::tempdir()?;
-    published.save(folder.path(), &[(0, &moe.to_block()?.params)])?;
+    published.save(folder.path(), &[moe.to_block()?.params.at_layer(0)])?;
     let again = ExpertParallelMoE::from_checkpoint(&Checkpoint::open(folder.path())?, 0, group()?, Parameters::Frozen)?;
     assert_eq!(flat(&again.forward(&x)?)?, expected);
     Ok(())

@@ -147,7 +147,7 @@ fn sharded_folders_load_and_save() {
         let block = sharded.load_block(layer, options(0, 1, None)).unwrap().params;
         let mut replace = SaveOptions::default();
         replace.replace_source = true;
-        sharded.save_with(dir.path(), &[(layer, &block)], replace).unwrap();
+        sharded.save_with(dir.path(), &[block.at_layer(layer)], replace).unwrap();
         assert_eq!(files(dir.path()), ["config.json", "model.safetensors"]);
         let again = Checkpoint::open(dir.path()).unwrap();
         assert_same(&block, &again.load_block(layer, options(0, 1, None)).unwrap().params, family);

@@ -1,7 +1,7 @@
 //! Every shipped folder: load on any number of ranks, back to names on disk, saved and loaded again.
 
 use moebius::DType;
-use moebius::checkpoint::{BlockParams, Checkpoint, SaveOptions, gather_blocks};
+use moebius::checkpoint::{BlockParams, Checkpoint, LayerBlock, SaveOptions, gather_blocks};
 
 use crate::support::*;
 
@@ -85,7 +85,7 @@ fn save_and_load_give_the_same_bits() {
             .iter()
             .map(|layer| (*layer, gather_blocks((0..4).map(|rank| share(*layer, rank)).collect()).unwrap()))
             .collect();
-        let borrowed: Vec<(usize, &BlockParams)> = blocks.iter().map(|(layer, block)| (*layer, block)).collect();
+        let borrowed: Vec<LayerBlock<'_>> = blocks.iter().map(|(layer, block)| block.at_layer(*layer)).collect();
         // The second round writes into the folder that it reads.
         let mut from = checkpoint;
         let mut replace = SaveOptions::default();

@@ -35,7 +35,7 @@ fn save_form(source: &Checkpoint, dir: &Path, turn: usize) -> moebius::Result<()
                 Ok((*layer, source.load_block(*layer, options)?.params))
             };
             let own = source.moe_layers().iter().map(share).collect::<moebius::Result<Vec<_>>>()?;
-            let own: Vec<_> = own.iter().map(|(layer, block)| (*layer, block)).collect();
+            let own: Vec<_> = own.iter().map(|(layer, block)| block.at_layer(*layer)).collect();
             source.save_over_ranks(dir, &own, group, shards_of(60_000))
         })
         .into_iter()
@@ -376,13 +376,13 @@ fn ranks_stream_their_experts_to_the_writer() {
             .iter()
             .map(|layer| (*layer, gather_blocks((0..4).map(|rank| share(*layer, rank, 4)).collect()).unwrap()))
             .collect();
-        let borrowed: Vec<_> = blocks.iter().map(|(layer, block)| (*layer, block)).collect();
+        let borrowed: Vec<_> = blocks.iter().map(|(layer, block)| block.at_layer(*layer)).collect();
         for limit in [u64::MAX, 50_000] {
             let (expected, found) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
             source.save_with(expected.path(), &borrowed, shards_of(limit)).unwrap();
             on_ranks(4, |group| {
                 let own: Vec<_> = layers.iter().map(|layer| (*layer, share(*layer, group.rank(), 4))).collect();
-                let own: Vec<_> = own.iter().map(|(layer, block)| (*layer, block)).collect();
+                let own: Vec<_> = own.iter().map(|(layer, block)| block.at_layer(*layer)).collect();
                 source.save_over_ranks(found.path(), &own, group, shards_of(limit)).unwrap();
             });
             assert_eq!(files(expected.path()), files(found.path()), "{family}");
@@ -404,7 +404,7 @@ fn an_error_of_one_rank_is_told_to_all() {
     let results = on_ranks(2, |group| {
         let own = |layer| (layer, source.load_block(layer, options(group.rank(), 2, None)).unwrap().params);
         let (one, two) = (own(0), own(1));
-        let pair = [(one.0, &one.1), (two.0, &two.1)];
+        let pair = [one.1.at_layer(one.0), two.1.at_layer(two.0)];
         let mut errors = Vec::new();
         // The first rank cannot write; the second has another layer, then a layer twice.
         errors.push(source.save_over_ranks(&file, &pair, group, SaveOptions::default()).unwrap_err());

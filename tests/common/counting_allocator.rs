@@ -29,7 +29,7 @@ unsafe impl GlobalAlloc for CountingAllocator {
 #[global_allocator]
 static COUNTING: CountingAllocator = CountingAllocator;
 
-/// What `work` gives, and the most bytes that it has had beside what there was before.
+/// The result of `work`, and the most bytes that it has had beside those allocated before.
 pub fn most_bytes<T>(work: impl FnOnce() -> T) -> (T, usize) {
     let before = NOW.load(Ordering::SeqCst);
     MOST.store(before, Ordering::SeqCst);

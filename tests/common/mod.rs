@@ -150,12 +150,12 @@ pub fn run_parts<D: Target>(
 ) -> Result<Vec<Part>, Error> {
     assert_eq!(setup.split.len(), params.len(), "a share of the parameters for each rank");
     assert_eq!(setup.split.iter().sum::<usize>(), x.dims()[0], "the split has all tokens");
-    let seats = device.seats(params.len(), Duration::from_secs(60));
+    let endpoints = device.endpoints(params.len(), Duration::from_secs(60));
     let parts: Vec<Result<Part, Error>> = thread::scope(|scope| {
-        let threads: Vec<_> = seats
+        let threads: Vec<_> = endpoints
             .into_iter()
             .zip(params)
-            .map(|(seat, params)| scope.spawn(move || run_rank(seat, setup, params, x, dtype, cotangent)))
+            .map(|(endpoint, params)| scope.spawn(move || run_rank(endpoint, setup, params, x, dtype, cotangent)))
             .collect();
         threads.into_iter().map(|t| t.join().expect("a rank's thread panicked")).collect()
     });
@@ -164,7 +164,7 @@ pub fn run_parts<D: Target>(
 
 /// One rank of the same.
 pub fn run_rank<D: Target>(
-    seat: devices::Seat<D>,
+    endpoint: devices::Endpoint<D>,
     setup: &Setup,
     params: &BlockParams,
     x: &Tensor,
@@ -177,7 +177,7 @@ pub fn run_rank<D: Target>(
     if let moebius::ep::Capacity::Static(rows) = setup.dispatch.capacity {
         config.max_rows = rows;
     }
-    let mut group = seat.join(config)?;
+    let mut group = endpoint.join(config)?;
     let (device, rank) = (group.device().clone(), group.rank());
     let rows = |t: &Tensor| device.host(&rank_rows(t, &setup.split, rank, dtype));
     let dy = cotangent.and_then(|c| c.y).map(rows);

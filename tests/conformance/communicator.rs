@@ -7,7 +7,7 @@ use moebius::comm::{Communicator, Exchange, Op, ReduceOp, Tag};
 use moebius::cpu::{Cpu, ThreadWorld};
 use moebius::{CommError, DType, Error, Tensor};
 
-use super::harness::{PATIENCE, Seat, Target, on_threads};
+use super::harness::{Endpoint, PATIENCE, Target, on_threads};
 
 /// A body, its name, and the numbers of ranks that it is for.
 pub struct Body<D: Target> {
@@ -62,9 +62,9 @@ impl<D: Target> Own<'_, D> {
 }
 
 fn each<D: Target>(device: &D, ranks: usize, body: impl Fn(Own<'_, D>, usize) + Sync) {
-    let results = on_threads(device.seats(ranks, PATIENCE), |mut seat: Seat<D>| {
-        let rank = seat.comm.rank();
-        body(Own { comm: &mut *seat.comm, device: &seat.device }, rank);
+    let results = on_threads(device.endpoints(ranks, PATIENCE), |mut endpoint: Endpoint<D>| {
+        let rank = endpoint.comm.rank();
+        body(Own { comm: &mut *endpoint.comm, device: &endpoint.device }, rank);
     });
     assert!(results.iter().all(Result::is_ok));
 }
@@ -254,8 +254,8 @@ fn refusals<D: Target>(device: &D, ranks: usize) {
 fn lost_ranks<D: Target>(device: &D, _: usize) {
     // Late: named in the timeout, told when it comes.
     let met = Barrier::new(2);
-    let results = on_threads(device.seats(2, Duration::from_millis(50)), |mut seat: Seat<D>| {
-        let c = &mut *seat.comm;
+    let results = on_threads(device.endpoints(2, Duration::from_millis(50)), |mut endpoint: Endpoint<D>| {
+        let c = &mut *endpoint.comm;
         if c.rank() == 0 {
             let error = c.barrier(tag(0));
             assert!(matches!(error, Err(Error::Comm(CommError::Timeout { missing, .. })) if missing == [1]));
@@ -269,20 +269,20 @@ fn lost_ranks<D: Target>(device: &D, _: usize) {
     assert!(results.iter().all(Result::is_ok));
 
     // Gone before, and gone while waiting.
-    let mut seats = device.seats(2, PATIENCE);
-    let peer = seats.pop();
-    let mut own = seats.pop().expect("rank 0");
+    let mut endpoints = device.endpoints(2, PATIENCE);
+    let peer = endpoints.pop();
+    let mut own = endpoints.pop().expect("rank 0");
     drop(peer);
     let error = own.comm.barrier(tag(0));
     assert!(matches!(error, Err(Error::Comm(CommError::PeerGone { peer: 1, .. }))));
     drop(own);
-    let results = on_threads(device.seats(2, PATIENCE), |mut seat: Seat<D>| {
-        if seat.comm.rank() == 1 {
+    let results = on_threads(device.endpoints(2, PATIENCE), |mut endpoint: Endpoint<D>| {
+        if endpoint.comm.rank() == 1 {
             std::thread::sleep(Duration::from_millis(50));
             return;
         }
         let start = Instant::now();
-        let error = seat.comm.barrier(tag(0));
+        let error = endpoint.comm.barrier(tag(0));
         assert!(matches!(error, Err(Error::Comm(CommError::PeerGone { peer: 1, .. }))));
         assert!(start.elapsed() < PATIENCE / 3);
     });

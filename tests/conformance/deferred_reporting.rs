@@ -205,7 +205,8 @@ fn a_bad_id_is_told_everywhere<D: Target>(s: &Setup<D>) {
             }
             let h = r.prepare(&ids, &spec).expect("masked");
             match r.group.dispatcher().check() {
-                Err(Error::ExpertId { rank, layer, token, k, id: found, problem }) => {
+                Err(Error::ExpertId { call, rank, layer, token, k, id: found, problem }) => {
+                    assert_eq!(call, "prepare");
                     assert_eq!((rank, layer, token, k, found), (culprit, spec.layer, 2, 2, id));
                     let expected = match first {
                         Some(first) => IdProblem::Duplicate { first },
@@ -236,7 +237,8 @@ fn a_bad_id_is_one_error<D: Target>(s: &Setup<D>) {
         }
         let h = r.prepare(&ids, &spec).expect("masked");
         let problem = IdProblem::OutOfRange { num_experts: experts };
-        let expected = Error::ExpertId { rank: culprit, layer: spec.layer, token: 2, k: 2, id, problem }.to_string();
+        let (call, rank, layer) = ("prepare", culprit, spec.layer);
+        let expected = Error::ExpertId { call, rank, layer, token: 2, k: 2, id, problem }.to_string();
         // Only kernels tell a device; the CPU's prepare tells the group alone.
         if let Err(error) = r.group.device().check() {
             assert_eq!(error.to_string(), expected);
@@ -254,10 +256,10 @@ fn a_capacity_too_small_is_told_everywhere<D: Target>(s: &Setup<D>) {
     s.run(config, |r| {
         // All choose an expert of the last rank.
         let (full, rows) = (s.experts(2) - 1, s.ranks * T - 1);
-        let spec = later(DispatchSpec { capacity: Capacity::Static(rows), ..training(0, 1) });
+        let spec = later(DispatchSpec { capacity: Capacity::Static(rows), ..training(6, 1) });
         let h = r.prepare(&[full as i64; T], &spec).expect("told later");
         match r.group.dispatcher().check() {
-            Err(Error::Capacity { rank, needed, capacity }) => {
+            Err(Error::Capacity { rank, layer: 6, needed, capacity }) => {
                 assert_eq!((rank, needed, capacity), (s.ranks - 1, s.ranks * T, rows));
             }
             other => panic!("{other:?}"),

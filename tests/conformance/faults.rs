@@ -50,7 +50,7 @@ fn bad_ids_are_named_on_every_rank<D: Target>(s: &Setup<D>) {
                 ids[3 * k + 1] = experts as i64 + 7;
             }
             match r.prepare(&ids, &training(0, k)) {
-                Err(Error::ExpertId { rank, layer, token, k, id: found, problem }) => {
+                Err(Error::ExpertId { rank, layer, token, k, id: found, problem, .. }) => {
                     assert_eq!((rank, layer, token, k, found), (culprit, training(0, k).layer, 2, 2, id));
                     let expected = match first {
                         Some(first) => IdProblem::Duplicate { first },
@@ -69,7 +69,7 @@ fn bad_ids_are_named_on_every_rank<D: Target>(s: &Setup<D>) {
 fn deferred_ids_are_masked_and_reported<D: Target>(s: &Setup<D>) {
     let spec = DispatchSpec { reporting: Reporting::Deferred, layer: 5, ..training(0, 2) };
     let is_it = |result: Result<()>| match result {
-        Err(Error::ExpertId { rank: 0, layer: 5, token: 1, k: 1, id: 1, problem }) => {
+        Err(Error::ExpertId { rank: 0, layer: 5, token: 1, k: 1, id: 1, problem, .. }) => {
             assert_eq!(problem, IdProblem::Duplicate { first: 0 });
         }
         // Where GPUs make the plan, the others hear it as what a peer says.
@@ -221,10 +221,10 @@ fn configurations_that_differ<D: Target>(s: &Setup<D>) {
         ("dispatcher", GroupConfig { dispatcher: DispatcherKind::Auto, ..good.clone() }),
     ];
     for (name, odd_one) in &configs {
-        let results = s.on_threads(PATIENCE, |seat| {
-            let rank = seat.comm.rank();
+        let results = s.on_threads(PATIENCE, |endpoint| {
+            let rank = endpoint.comm.rank();
             let config = if rank == 1 { odd_one } else { &good };
-            match seat.join(config.clone()) {
+            match endpoint.join(config.clone()) {
                 Err(Error::ConfigMismatch { field, rank: found, peer, value, peer_value }) => {
                     assert_eq!((&field[..], found), (*name, rank));
                     assert_eq!(peer, if rank == 1 { 0 } else { 1 });
@@ -251,8 +251,8 @@ fn impossible_configurations<D: Target>(s: &Setup<D>) {
         configs.push(("dispatcher", GroupConfig { dispatcher: DispatcherKind::Local, ..good.clone() }));
     }
     for (name, config) in &configs {
-        let results = s.on_threads(PATIENCE, |seat| {
-            let error = seat.join(config.clone());
+        let results = s.on_threads(PATIENCE, |endpoint| {
+            let error = endpoint.join(config.clone());
             assert!(matches!(error, Err(Error::Invalid { name: found, .. }) if found == *name));
         });
         assert!(results.iter().all(|r| r.is_ok()), "{name}");
@@ -408,9 +408,9 @@ fn widths_and_dtypes_that_differ<D: Target>(s: &Setup<D>) {
 
 /// Errors of the survivors of a rank 0 that leaves after prepare, now and later.
 fn survivors_of<D: Target>(s: &Setup<D>, leave: impl Fn() + Sync) {
-    let results = s.on_threads(PATIENCE, |seat| {
+    let results = s.on_threads(PATIENCE, |endpoint| {
         let config = GroupConfig { dispatcher: s.kind, ..GroupConfig::new(s.experts(2), T) };
-        let mut r = s.rank(seat, config).expect("group");
+        let mut r = s.rank(endpoint, config).expect("group");
         let h = r.prepare(&[0; T], &training(0, 1)).expect("prepare");
         if r.rank == 0 {
             return leave();
@@ -462,9 +462,9 @@ fn too_late<T, U: std::fmt::Debug>(outcome: Result<U>) -> Option<T> {
 const LIMIT: Duration = Duration::from_millis(1500);
 
 /// A group and a handle on every rank, or nothing: collectives fail on all ranks or on none.
-fn prepared<D: Target>(s: &Setup<D>, seat: Seat<D>) -> Option<(Rank<D>, Handle<D>)> {
+fn prepared<D: Target>(s: &Setup<D>, endpoint: Endpoint<D>) -> Option<(Rank<D>, Handle<D>)> {
     let config = GroupConfig { dispatcher: s.kind, ..GroupConfig::new(s.experts(2), T) };
-    let ready = s.rank(seat, config).and_then(|mut r| {
+    let ready = s.rank(endpoint, config).and_then(|mut r| {
         let h = r.prepare(&[0; T], &training(0, 1))?;
         Ok((r, h))
     });
@@ -472,10 +472,10 @@ fn prepared<D: Target>(s: &Setup<D>, seat: Seat<D>) -> Option<(Rank<D>, Handle<D
 }
 
 /// Runs `body` on every rank until all are in time but those that are not to be.
-fn within_limit<D: Target>(s: &Setup<D>, body: impl Fn(Seat<D>, &Countdown) -> Option<()> + Sync) {
+fn within_limit<D: Target>(s: &Setup<D>, body: impl Fn(Endpoint<D>, &Countdown) -> Option<()> + Sync) {
     in_time(LIMIT, |limit| {
         let others = Countdown::new(s.ranks - 1);
-        let found = s.on_threads(limit, |seat| body(seat, &others));
+        let found = s.on_threads(limit, |endpoint| body(endpoint, &others));
         let name = s.name;
         found.into_iter().map(|r| r.unwrap_or_else(|_| panic!("case {name}, {s:?}: a rank panicked"))).collect()
     })
@@ -483,9 +483,9 @@ fn within_limit<D: Target>(s: &Setup<D>, body: impl Fn(Seat<D>, &Countdown) -> O
 
 /// Rank 0 comes too late: the others time out, it and every later call find the communicator unusable.
 fn rank_that_never_arrives<D: Target>(s: &Setup<D>) {
-    within_limit(s, |seat, others| {
-        let counted = (seat.comm.rank() != 0).then(|| others.counted());
-        let (mut r, h) = prepared(s, seat)?;
+    within_limit(s, |endpoint, others| {
+        let counted = (endpoint.comm.rank() != 0).then(|| others.counted());
+        let (mut r, h) = prepared(s, endpoint)?;
         if r.rank == 0 {
             others.wait();
         }
@@ -501,9 +501,9 @@ fn rank_that_never_arrives<D: Target>(s: &Setup<D>) {
 /// All agreed on backward, but the last rank's never comes.
 fn backward_that_never_comes<D: Target>(s: &Setup<D>) {
     let lost = s.ranks - 1;
-    within_limit(s, |seat, others| {
-        let counted = (seat.comm.rank() != lost).then(|| others.counted());
-        let (mut r, h) = prepared(s, seat)?;
+    within_limit(s, |endpoint, others| {
+        let counted = (endpoint.comm.rank() != lost).then(|| others.counted());
+        let (mut r, h) = prepared(s, endpoint)?;
         let outcome = (r.rank != lost).then(|| r.combine_bwd(&h, F32(H), &[0.0; T * H]).map(drop));
         drop(counted);
         // The last rank stays alive meanwhile: it is late, not gone.

@@ -8,7 +8,7 @@ use moebius::ep::{
 };
 use moebius::{DType, Error, Result, Tensor, TensorRef};
 
-pub use super::devices::{Seat, Target};
+pub use super::devices::{Endpoint, Target};
 
 /// One case of the suite.
 pub struct Case<D: Target> {
@@ -58,23 +58,27 @@ pub struct Setup<D: Target> {
 impl<D: Target> Setup<D> {
     /// Runs `body` on every rank of a group; results in rank order. A panic of a rank is this function's.
     pub fn run<T: Send>(&self, config: GroupConfig, body: impl Fn(&mut Rank<D>) -> T + Sync) -> Vec<T> {
-        let body = |seat: Seat<D>| {
+        let body = |endpoint: Endpoint<D>| {
             let config = GroupConfig { dispatcher: self.kind, ..config.clone() };
-            body(&mut self.rank(seat, config).expect("group"))
+            body(&mut self.rank(endpoint, config).expect("group"))
         };
         let results = self.on_threads(PATIENCE, body);
         let name = self.name;
         results.into_iter().map(|r| r.unwrap_or_else(|_| panic!("case {name}, {self:?}: a rank panicked"))).collect()
     }
 
-    /// Runs `body` with each rank's seat on a thread of its own.
-    pub fn on_threads<T: Send>(&self, timeout: Duration, body: impl Fn(Seat<D>) -> T + Sync) -> Vec<thread::Result<T>> {
-        on_threads(self.device.seats(self.ranks, timeout), body)
+    /// Runs `body` with each rank's endpoint on a thread of its own.
+    pub fn on_threads<T: Send>(
+        &self,
+        timeout: Duration,
+        body: impl Fn(Endpoint<D>) -> T + Sync,
+    ) -> Vec<thread::Result<T>> {
+        on_threads(self.device.endpoints(self.ranks, timeout), body)
     }
 
     /// Joins a group.
-    pub fn rank(&self, seat: Seat<D>, config: GroupConfig) -> Result<Rank<D>> {
-        let group = seat.join(config)?;
+    pub fn rank(&self, endpoint: Endpoint<D>, config: GroupConfig) -> Result<Rank<D>> {
+        let group = endpoint.join(config)?;
         let columns = match self.kind {
             DispatcherKind::NcclEp => 8,
             DispatcherKind::NcclEpLowLatency => 512,
@@ -113,15 +117,15 @@ impl<D: Target> Setup<D> {
     }
 }
 
-/// Runs `body` with each seat on a thread of its own.
+/// Runs `body` with each endpoint on a thread of its own.
 pub fn on_threads<D: Target, T: Send>(
-    seats: Vec<Seat<D>>,
-    body: impl Fn(Seat<D>) -> T + Sync,
+    endpoints: Vec<Endpoint<D>>,
+    body: impl Fn(Endpoint<D>) -> T + Sync,
 ) -> Vec<thread::Result<T>> {
     let body = &body;
     thread::scope(|scope| {
-        let spawn = |seat| scope.spawn(move || body(seat));
-        let threads: Vec<_> = seats.into_iter().map(spawn).collect();
+        let spawn = |endpoint| scope.spawn(move || body(endpoint));
+        let threads: Vec<_> = endpoints.into_iter().map(spawn).collect();
         threads.into_iter().map(|t| t.join()).collect()
     })
 }

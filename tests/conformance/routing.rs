@@ -59,9 +59,11 @@ fn overflow_is_an_error_on_every_rank<D: Target>(s: &Setup<D>) {
     let config = GroupConfig { max_rows: 64, ..GroupConfig::new(s.experts(2), T) };
     s.run(config, |r| {
         let capacity = s.ranks * T - 1;
-        let spec = DispatchSpec { capacity: Capacity::Static(capacity), ..DispatchSpec::new(0, 1) };
+        let spec = DispatchSpec { capacity: Capacity::Static(capacity), ..DispatchSpec::new(6, 1) };
         match r.prepare(&to_first(T, 1), &spec) {
-            Err(Error::Capacity { rank: 0, needed, capacity: c }) => assert_eq!((needed, c), (s.ranks * T, capacity)),
+            Err(Error::Capacity { rank: 0, layer: 6, needed, capacity: c }) => {
+                assert_eq!((needed, c), (s.ranks * T, capacity));
+            }
             other => panic!("{other:?}"),
         }
         let spec = DispatchSpec { capacity: Capacity::Static(capacity + 1), ..spec };

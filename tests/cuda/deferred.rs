@@ -140,11 +140,11 @@ fn too_small_a_capacity_is_told_later(cuda: &Cuda) -> Result<()> {
     config.max_rows = 16;
     let mut group = cuda.group(config)?;
     let spec =
-        DispatchSpec { capacity: Capacity::Static(3), reporting: Reporting::Deferred, ..DispatchSpec::new(0, 2) };
+        DispatchSpec { capacity: Capacity::Static(3), reporting: Reporting::Deferred, ..DispatchSpec::new(6, 2) };
     let ids = Tensor::from_vec(vec![0i32, 1, 1, 2], &[2, 2])?.to(cuda)?;
     group.dispatcher().prepare(ids.view(), None, &spec)?;
     let error = group.dispatcher().check().err();
-    assert!(matches!(error, Some(Error::Capacity { rank: 0, needed: 4, capacity: 3 })), "{error:?}");
+    assert!(matches!(error, Some(Error::Capacity { rank: 0, layer: 6, needed: 4, capacity: 3 })), "{error:?}");
     group.dispatcher().check()
 }
 

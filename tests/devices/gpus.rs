@@ -10,7 +10,7 @@ use moebius::comm::Solo;
 use moebius::cuda::Cuda;
 use moebius::nccl::{NcclComm, NcclLibrary, NcclWorld};
 
-use super::Seat;
+use super::Endpoint;
 
 /// Time for connections to be made.
 const CONNECT: Duration = Duration::from_secs(60);
@@ -111,11 +111,11 @@ pub fn close() {
     }
 }
 
-/// Seats on the first GPUs; a rank alone sits on the device at hand.
-pub fn seats(device: &Cuda, ranks: usize, timeout: Duration) -> Vec<Seat<Cuda>> {
+/// Endpoints on the first GPUs; a rank alone sits on the device at hand.
+pub fn endpoints(device: &Cuda, ranks: usize, timeout: Duration) -> Vec<Endpoint<Cuda>> {
     if ranks == 1 {
-        return vec![Seat { device: device.clone(), comm: Box::new(Solo::new(device.clone())) }];
+        return vec![Endpoint { device: device.clone(), comm: Box::new(Solo::new(device.clone())) }];
     }
-    let seat = |comm: NcclComm| Seat { device: comm.cuda().clone(), comm: Box::new(comm) };
-    communicators(ranks, timeout).into_iter().map(seat).collect()
+    let endpoint = |comm: NcclComm| Endpoint { device: comm.cuda().clone(), comm: Box::new(comm) };
+    communicators(ranks, timeout).into_iter().map(endpoint).collect()
 }

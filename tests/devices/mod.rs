@@ -24,12 +24,12 @@ pub use goldens::{golden, golden_of, golden_quant};
 pub type Cases<D> = Vec<(&'static str, fn(&D))>;
 
 /// Arguments of a rank's thread: its device, and its access to the other ranks.
-pub struct Seat<D: Kernels> {
+pub struct Endpoint<D: Kernels> {
     pub device: D,
     pub comm: Box<dyn Communicator<D>>,
 }
 
-impl<D: Target> Seat<D> {
+impl<D: Target> Endpoint<D> {
     /// Joins a group.
     pub fn join(self, config: GroupConfig) -> Result<Group<D>> {
         Group::new(self.device.clone(), self.comm, config)
@@ -42,7 +42,7 @@ pub trait Target: Kernels + Codec + StepDevice + LibraryDispatchers {
     const FLOATS: &'static [DType];
 
     /// Ranks to be, in rank order, each for a thread of its own.
-    fn seats(&self, ranks: usize, timeout: Duration) -> Vec<Seat<Self>>;
+    fn endpoints(&self, ranks: usize, timeout: Duration) -> Vec<Endpoint<Self>>;
 
     /// A rank's group between threads; on a GPU that of a rank alone.
     fn join(&self, comm: ThreadComm, config: GroupConfig) -> Result<Group<Self>>;
@@ -107,9 +107,9 @@ pub trait Target: Kernels + Codec + StepDevice + LibraryDispatchers {
 impl Target for Cpu {
     const FLOATS: &'static [DType] = &[DType::F64, DType::F32, DType::F16, DType::BF16];
 
-    fn seats(&self, ranks: usize, timeout: Duration) -> Vec<Seat<Self>> {
+    fn endpoints(&self, ranks: usize, timeout: Duration) -> Vec<Endpoint<Self>> {
         let comms = ThreadWorld::create(ranks, timeout).into_iter();
-        comms.map(|comm| Seat { device: *self, comm: Box::new(comm) }).collect()
+        comms.map(|comm| Endpoint { device: *self, comm: Box::new(comm) }).collect()
     }
 
     fn join(&self, comm: ThreadComm, config: GroupConfig) -> Result<Group<Self>> {
@@ -128,14 +128,14 @@ impl Target for moebius::cuda::Cuda {
     const FLOATS: &'static [DType] = &[DType::F32, DType::F16, DType::BF16];
 
     #[cfg(not(feature = "nccl"))]
-    fn seats(&self, ranks: usize, _: Duration) -> Vec<Seat<Self>> {
+    fn endpoints(&self, ranks: usize, _: Duration) -> Vec<Endpoint<Self>> {
         assert_eq!(ranks, 1, "several GPUs are for NCCL");
-        vec![Seat { device: self.clone(), comm: Box::new(Solo::new(self.clone())) }]
+        vec![Endpoint { device: self.clone(), comm: Box::new(Solo::new(self.clone())) }]
     }
 
     #[cfg(feature = "nccl")]
-    fn seats(&self, ranks: usize, timeout: Duration) -> Vec<Seat<Self>> {
-        gpus::seats(self, ranks, timeout)
+    fn endpoints(&self, ranks: usize, timeout: Duration) -> Vec<Endpoint<Self>> {
+        gpus::endpoints(self, ranks, timeout)
     }
 
     fn join(&self, _: ThreadComm, config: GroupConfig) -> Result<Group<Self>> {

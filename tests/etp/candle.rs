@@ -5,7 +5,7 @@ use std::sync::Arc;
 use candle_core::{Device, Tensor, Var};
 use candle_nn::optim::{AdamW, Optimizer, ParamsAdamW};
 use moebius::DType;
-use moebius::candle::{ShardGradients, VarShard, finish_sharded};
+use moebius::candle::{GradientType, VarShard, WeightVar, finish_sharded};
 use moebius::cpu::Cpu;
 use moebius::etp::{EtpOptions, Phase, Reduction, WeightSpec};
 use moebius::optim::AdamWOptions;
@@ -79,7 +79,14 @@ fn adamw_on_shards_is_adamw_on_the_whole() {
             buffer.view_mut().unwrap().into_data().copy_from_slice(bytemuck::cast_slice(&own));
             chain.submit(buffer).unwrap();
             let mut gradients = store();
-            finish_sharded(&chain, None, &[(id, var.clone())], &mut gradients, ShardGradients::InVariableType).unwrap();
+            finish_sharded(
+                &chain,
+                None,
+                &[WeightVar { id, var: var.clone() }],
+                &mut gradients,
+                GradientType::InVariableType,
+            )
+            .unwrap();
             let own = gradients.get(&var).unwrap().clone();
             squares_of_shards.lock().unwrap()[step] += squares(&own);
             // Clipping by the global norm needs the squares of all shards.
@@ -114,8 +121,8 @@ fn sums_of_bf16_gradients_stay_in_f32() {
             buffer.view_mut().unwrap().into_data().copy_from_slice(bytemuck::cast_slice(&[own; COUNT]));
             chain.submit(buffer).unwrap();
             let mut gradients = store();
-            let vars = [(id, var.clone())];
-            let of = if in_f32 { ShardGradients::AsSummed } else { ShardGradients::InVariableType };
+            let vars = [WeightVar { id, var: var.clone() }];
+            let of = if in_f32 { GradientType::AsSummed } else { GradientType::InVariableType };
             finish_sharded(&chain, None, &vars, &mut gradients, of).unwrap();
             let gradient = gradients.get(&var).unwrap();
             let (dtype, expected) = match in_f32 {

@@ -28,15 +28,15 @@ fn place(place: Place<Cpu>, scarce: usize) -> Place<Cpu> {
 #[test]
 fn a_rank_without_memory_is_told_to_the_others_and_all_recover() {
     ranks(&Cpu::new(), 2, MINUTE, |rank, own| {
-        let rig = place(own, usize::from(rank == 1)).rig(ON, 2, false).unwrap();
-        assert!(rig.chain.uses_copy_engines());
-        let found = rig.pass(Phase::Forward, &[0, 1]).unwrap_err();
+        let test = place(own, usize::from(rank == 1)).test_chain(ON, 2, false).unwrap();
+        assert!(test.chain.uses_copy_engines());
+        let found = test.pass(Phase::Forward, &[0, 1]).unwrap_err();
         match rank {
             0 => assert!(matches!(&found, Error::Comm(CommError::Refused { peer: 1, .. })), "{found:?}"),
             _ => assert!(matches!(&found, Error::Device { call: "memory", .. }), "{found:?}"),
         }
-        rig.chain.recover(None).unwrap();
-        rig.pass(Phase::Forward, &[0, 1]).unwrap();
+        test.chain.recover(None).unwrap();
+        test.pass(Phase::Forward, &[0, 1]).unwrap();
     });
 }
 
@@ -53,17 +53,17 @@ fn copies_that_fail_end_the_chain_on_every_rank() {
             };
             let Comms { gather, reduce } = own.comms;
             let comms = Comms { gather: with(gather, "gather"), reduce: with(reduce, "reduce") };
-            let rig = Place { comms, ..own }.rig(ON, 2, false).unwrap();
+            let test = Place { comms, ..own }.test_chain(ON, 2, false).unwrap();
             let steps = || -> Result<()> {
                 for _ in 0..2 {
-                    rig.pass(Phase::Forward, &[0, 1])?;
-                    rig.chain.begin(Phase::Backward)?;
+                    test.pass(Phase::Forward, &[0, 1])?;
+                    test.chain.begin(Phase::Backward)?;
                     for i in [1, 0] {
-                        rig.read(i)?;
-                        rig.gradient(i, 1.0)?;
+                        test.read(i)?;
+                        test.gradient(i, 1.0)?;
                     }
-                    rig.chain.end()?;
-                    rig.finish(&[rig.sum(1.0); 2])?;
+                    test.chain.end()?;
+                    test.finish(&[test.sum(1.0); 2])?;
                 }
                 Ok(())
             };
@@ -75,7 +75,7 @@ fn copies_that_fail_end_the_chain_on_every_rank() {
                 }
                 other => panic!("{lane} {at}: {other:?}"),
             }
-            let recovered = rig.chain.recover(Some(&failure));
+            let recovered = test.chain.recover(Some(&failure));
             let Err(Error::Comm(CommError::Poisoned { reason, .. })) = &recovered else { panic!("{recovered:?}") };
             assert!(reason.contains("rank 1") && reason.contains("a new chain over new communicators"), "{reason}");
             assert!(steps().is_err(), "{lane} {at}");
@@ -86,17 +86,17 @@ fn copies_that_fail_end_the_chain_on_every_rank() {
 #[test]
 fn memory_stays_when_a_chain_is_cleared() {
     ranks(&Cpu::new(), 2, MINUTE, |rank, own| {
-        let rig = place(own, 0).rig(ON, 2, false).unwrap();
+        let test = place(own, 0).test_chain(ON, 2, false).unwrap();
         // The second runs ahead, and needs one buffer more.
         for _ in 0..2 {
-            rig.pass(Phase::Forward, &[0, 1]).unwrap();
+            test.pass(Phase::Forward, &[0, 1]).unwrap();
         }
-        let before = (rig.chain.memory().gathered, rig.chain.traffic().allocations);
+        let before = (test.chain.memory().gathered, test.chain.traffic().allocations);
         if rank == 0 {
-            rig.chain.clear();
+            test.chain.clear();
         }
-        rig.pass(Phase::Forward, &[0, 1]).unwrap();
-        assert_eq!((rig.chain.memory().gathered, rig.chain.traffic().allocations), before);
+        test.pass(Phase::Forward, &[0, 1]).unwrap();
+        assert_eq!((test.chain.memory().gathered, test.chain.traffic().allocations), before);
     });
 }
 
@@ -104,7 +104,7 @@ fn memory_stays_when_a_chain_is_cleared() {
 fn ranks_whose_lanes_differ_are_refused() {
     ranks(&Cpu::new(), 2, MINUTE, |rank, own| {
         let own = if rank == 0 { place(own, 0) } else { own };
-        let found = own.rig(ON, 1, false).map(drop).unwrap_err();
+        let found = own.test_chain(ON, 1, false).map(drop).unwrap_err();
         assert!(matches!(&found, Error::ConfigMismatch { field, .. } if field == "uses_copy_engines"), "{found:?}");
     });
 }
@@ -117,13 +117,13 @@ fn ranks_agree_on_the_buffers_of_a_first_forward() {
     for fails in [false, true] {
         with_memory(|| {
             ranks(&Cpu::new(), 3, MINUTE, |rank, own| {
-                let rig = own.rig(ON, 4, false).unwrap();
-                let sources: Vec<_> = rig.ids.iter().map(|id| rig.chain.source(*id).unwrap()).collect();
+                let test = own.test_chain(ON, 4, false).unwrap();
+                let sources: Vec<_> = test.ids.iter().map(|id| test.chain.source(*id).unwrap()).collect();
                 let mut held = Vec::new();
                 // Rank 1 holds what it has been given, rank 2 the second.
                 let keeps = |n: usize| rank == 1 || rank == 2 && n == 1;
                 if fails {
-                    rig.chain.begin(Phase::Forward).unwrap();
+                    test.chain.begin(Phase::Forward).unwrap();
                     for (n, source) in sources[..2].iter().enumerate() {
                         let guard = source.acquire().unwrap();
                         held.extend(keeps(n).then_some(guard));
@@ -132,24 +132,24 @@ fn ranks_agree_on_the_buffers_of_a_first_forward() {
                     if rank != 0 {
                         assert!(sources[2].acquire().is_err());
                     }
-                    rig.chain.recover((rank == 0).then_some(&broken)).unwrap();
+                    test.chain.recover((rank == 0).then_some(&broken)).unwrap();
                 }
                 let order = [3, 1, 0, 2];
-                rig.chain.begin(Phase::Forward).unwrap();
+                test.chain.begin(Phase::Forward).unwrap();
                 for (n, i) in order.into_iter().enumerate() {
                     let guard = sources[i].acquire().unwrap();
-                    holds(&rig.device, &guard, &value(i));
+                    holds(&test.device, &guard, &value(i));
                     held.extend(keeps(n).then_some(guard));
                 }
-                rig.chain.end().unwrap();
+                test.chain.end().unwrap();
                 held.clear();
                 for _ in 0..2 {
-                    rig.pass(Phase::Forward, &order).unwrap();
-                    rig.pass(Phase::Backward, &[2, 0, 1, 3]).unwrap();
+                    test.pass(Phase::Forward, &order).unwrap();
+                    test.pass(Phase::Backward, &[2, 0, 1, 3]).unwrap();
                     for i in [2, 0, 1, 3] {
-                        rig.gradient(i, i as f32).unwrap();
+                        test.gradient(i, i as f32).unwrap();
                     }
-                    rig.finish(&[0.0, 1.0, 2.0, 3.0].map(|what| rig.sum(what))).unwrap();
+                    test.finish(&[0.0, 1.0, 2.0, 3.0].map(|what| test.sum(what))).unwrap();
                 }
             });
         });

@@ -8,13 +8,13 @@ use candle_core::backprop::GradStore;
 use candle_core::{D, DType, Device, Module, Result as CandleResult, Tensor, Var};
 use candle_nn::{Init, Optimizer, VarBuilder};
 use moebius::candle::{
-    AdamW, AdamWParam, EpGroup, ExpertParallelMoE, FunctionGradients, ShardGradients, ShardedFunction, ShardedModule,
-    ShardedWeights, finish_sharded,
+    AdamW, AdamWParam, EpGroup, ExpertParallelMoE, FunctionGradients, GradientType, NewWeight, ShardedFunction,
+    ShardedModule, ShardedWeights, WeightVar, finish_sharded,
 };
 use moebius::comm::{Communicator, Op, Tag};
 use moebius::config::SharedConfig;
 use moebius::cpu::Cpu;
-use moebius::etp::{Chain, Comms, EtpOptions, Payload, Phase, Reduction, Shards, WeightId};
+use moebius::etp::{Chain, Comms, EtpOptions, Payload, Phase, Reduction, Shards};
 use moebius::layer::{Layer, ParamKind};
 use moebius::optim::{AdamWOptions, GroupOptions};
 use moebius::{Error, MoeConfig, TensorMut, TensorRef};
@@ -221,7 +221,7 @@ impl Sharded {
     pub fn new(chain: &Arc<Chain<Cpu>>, vb: VarBuilder<'static>) -> CandleResult<Self> {
         let weights = ShardedWeights::new(chain, vb);
         let embed = weights.pp("embed").embedding(VOCABULARY, H)?;
-        let norm = weights.pp("norm").function(&[("weight", &[H], Init::Const(1.0))], norm)?;
+        let norm = weights.pp("norm").function(&[NewWeight::new("weight", &[H], Init::Const(1.0))], norm)?;
         let proj = weights.pp("proj").linear(H, H)?;
         let (layer, group) = (Layer::new(config(), 0)?, EpGroup::single(&config())?);
         let moe = ExpertParallelMoE::all_sharded(layer, group, chain, Payload::Plain, &weights.pp("moe"))?;
@@ -239,7 +239,7 @@ impl Sharded {
         all.iter().find(|param| param.name() == name).map(|param| param.var().clone())
     }
 
-    pub fn shards(&self) -> Vec<(WeightId, Var)> {
+    pub fn shards(&self) -> Vec<WeightVar> {
         self.weights.shards().into_iter().chain(self.moe.shards()).collect()
     }
 
@@ -259,7 +259,7 @@ impl Sharded {
         chain.begin(Phase::Backward)?;
         let mut gradients = loss.backward()?;
         chain.end()?;
-        finish_sharded(chain, replicas, &self.shards(), &mut gradients, ShardGradients::AsSummed)?;
+        finish_sharded(chain, replicas, &self.shards(), &mut gradients, GradientType::AsSummed)?;
         Ok((loss, gradients))
     }
 }
@@ -325,7 +325,8 @@ fn train_sharded(n: usize, options: EtpOptions, max_norm: Option<f64>) -> Vec<Tr
         }
         let mut found = HashMap::new();
         for param in sharded.optimizer_params()? {
-            let (id, _) = sharded.shards().into_iter().find(|(_, var)| var.id() == param.var().id()).ok_or("no id")?;
+            let WeightVar { id, .. } =
+                sharded.shards().into_iter().find(|of| of.var.id() == param.var().id()).ok_or("no id")?;
             found.insert(param.name().to_string(), bits(chain.whole(id)?.as_slice::<f32>()?));
         }
         Ok((losses, found))
@@ -362,7 +363,7 @@ fn clipped_training_is_the_same_at_every_number_of_ranks() {
     }
 }
 
-/// What a rank keeps falls as 1/N; what is there of one weight, or of one layer, does not.
+/// The memory that a rank keeps falls as 1/N; that of one gathered weight, or of one layer, does not.
 #[test]
 fn memory_falls_with_the_number_of_ranks() {
     let all: usize = sizes().iter().map(|(_, dims)| dims.iter().product::<usize>()).sum();
@@ -377,8 +378,8 @@ fn memory_falls_with_the_number_of_ranks() {
             let (_, gradients) = sharded.step(ids(0, rank.w), replicas)?;
             let vars = sharded.shards();
             let count = |t: &Tensor| t.elem_count();
-            let own: usize = vars.iter().map(|(_, var)| count(var)).sum();
-            let summed: usize = vars.iter().map(|(_, var)| count(gradients.get(var).unwrap())).sum();
+            let own: usize = vars.iter().map(|of| count(&of.var)).sum();
+            let summed: usize = vars.iter().map(|of| count(gradients.get(&of.var).unwrap())).sum();
             let moments: usize = sharded.optimizer_params()?.iter().map(|param| count(param.var())).sum();
             Ok(([own, summed, moments, rank.chain.memory().main / 4], rank.chain.memory()))
         });
@@ -424,7 +425,7 @@ fn a_tied_weight_has_the_sum_of_its_gradients() {
             chain.end()?;
         }
         let mut found = Var::zeros((), DType::F32, &Device::Cpu)?.backward()?;
-        finish_sharded(chain, None, &weights.shards(), &mut found, ShardGradients::InVariableType)?;
+        finish_sharded(chain, None, &weights.shards(), &mut found, GradientType::InVariableType)?;
         // Each use's gradients are added over the ranks, and then to those before.
         let mut sums = Vec::new();
         for var in untied.iter().rev() {
@@ -433,7 +434,7 @@ fn a_tied_weight_has_the_sum_of_its_gradients() {
         let once = |at: usize| sums[0][at] + sums[1][at];
         let sum: Vec<f32> = (0..VOCABULARY * H).map(|at| (once(at) + sums[0][at]) + sums[1][at]).collect();
         let sum = shard(chain, "embed.weight", &Tensor::from_vec(sum, (VOCABULARY, H), &Device::Cpu)?)?;
-        let (_, var) = &weights.shards()[0];
+        let WeightVar { var, .. } = &weights.shards()[0];
         assert_eq!(bits(&flat(found.get(var).unwrap())), bits(&flat(&sum)));
         assert_eq!(chain.order().len(), 2);
         Ok(())
@@ -476,8 +477,8 @@ fn all_ranks_hear_of_one_ranks_error() {
                 let mut gradients = loss.backward()?;
                 chain.end()?;
                 let shards = sharded.shards();
-                finish_sharded(chain, None, &shards, &mut gradients, ShardGradients::InVariableType)?;
-                Ok(shards.iter().flat_map(|(_, var)| bits(&flat(gradients.get(var).unwrap()))).collect())
+                finish_sharded(chain, None, &shards, &mut gradients, GradientType::InVariableType)?;
+                Ok(shards.iter().flat_map(|of| bits(&flat(gradients.get(&of.var).unwrap()))).collect())
             };
             let expected = step(None)?;
             let error = step((rank.w == 1).then_some(fault)).unwrap_err();
@@ -521,8 +522,9 @@ fn what_does_not_fit_is_an_error() {
         let error = weights.pp("proj").linear(H, H + 1).unwrap_err().to_string();
         assert!(error.contains("shape"), "{error}");
         let one = |gradients: usize, shape: usize| -> CandleResult<String> {
-            let wrong =
-                weights.pp("norm").function(&[("weight", &[H], Init::Const(1.0))], Wrong { gradients, shape })?;
+            let wrong = weights
+                .pp("norm")
+                .function(&[NewWeight::new("weight", &[H], Init::Const(1.0))], Wrong { gradients, shape })?;
             rank.chain.begin(Phase::Forward)?;
             let y = wrong.forward(&Tensor::ones((2, H), DType::F32, &Device::Cpu)?)?;
             rank.chain.end()?;
@@ -570,7 +572,7 @@ fn frozen_weights_pass_gradients_on() {
         let weights = ShardedWeights::new(chain, vb.clone());
         let rms = norm;
         let proj = weights.pp("proj").linear(H, H)?;
-        let norm = weights.pp("norm").function(&[("weight", &[H], Init::Const(1.0))], rms)?;
+        let norm = weights.pp("norm").function(&[NewWeight::new("weight", &[H], Init::Const(1.0))], rms)?;
         let x = Var::from_vec(values(rank.w as u64, 2 * H), (2, H), &Device::Cpu)?;
         let plain = candle_nn::Linear::new(tensors["proj.weight"].clone(), Some(tensors["proj.bias"].clone()));
         let expected = rms(&plain.forward(&x)?, &[tensors["norm.weight"].clone()])?;
@@ -648,8 +650,8 @@ fn experts_and_all_else_have_chains_of_their_own() {
             let mut found = found.backward()?;
             chains.iter().try_for_each(|chain| chain.end())?;
             assert_eq!(bits(&flat(found.get(&x).unwrap())), bits(&flat(expected.get(&x).unwrap())));
-            finish_sharded(&rank.chain, None, &weights.shards(), &mut found, ShardGradients::AsSummed)?;
-            finish_sharded(&experts, None, &sharded.shards(), &mut found, ShardGradients::AsSummed)?;
+            finish_sharded(&rank.chain, None, &weights.shards(), &mut found, GradientType::AsSummed)?;
+            finish_sharded(&experts, None, &sharded.shards(), &mut found, GradientType::AsSummed)?;
             let mut met = 0;
             for (kind, whole) in own.iter().map(|(kind, _)| (*kind, plain.param(*kind).unwrap())) {
                 let gradient = flat(expected.get(whole).unwrap());

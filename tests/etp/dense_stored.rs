@@ -5,7 +5,9 @@ use std::sync::Arc;
 
 use candle_core::{Device, Tensor};
 use candle_nn::Init;
-use moebius::candle::{DeviceGroup, EpGroup, ExpertParallelMoE, LoadAs, Parameters, ShardedIn, ShardedWeights};
+use moebius::candle::{
+    DeviceGroup, EpGroup, ExpertParallelMoE, LoadAs, NewWeight, Parameters, ShardedIn, ShardedWeights,
+};
 use moebius::checkpoint::{Checkpoint, LoadOptions, RankBlock, RankModel, RankPart, RankTensor, SaveOptions};
 use moebius::comm::Communicator;
 use moebius::cpu::Cpu;
@@ -76,7 +78,7 @@ impl<'a> Model<'a> {
         for name in DENSE.into_iter().filter(|name| source.has(name)) {
             let dims = source.tensor(name, None)?.dims().to_vec();
             let take = |x: &Tensor, _: &[Tensor]| Ok(x.clone());
-            let module = weights.function(&[(name, &dims, Init::Const(0.0))], take)?;
+            let module = weights.function(&[NewWeight::new(name, &dims, Init::Const(0.0))], take)?;
             assert!(format!("{module:?}").contains(name));
         }
         let layer = |layer: &usize| -> Result<_, Failure> {
@@ -127,7 +129,7 @@ fn what_is_saved_at_one_size_is_loaded_at_another() {
         let whole = LoadOptions { rank: 0, ranks: 1, dtype: None };
         let blocks: Vec<_> =
             source.moe_layers().iter().map(|l| (*l, source.load_block(*l, whole).unwrap().params)).collect();
-        let borrowed: Vec<_> = blocks.iter().map(|(layer, params)| (*layer, params)).collect();
+        let borrowed: Vec<_> = blocks.iter().map(|(layer, params)| params.at_layer(*layer)).collect();
         source.save_with(expected.path(), &borrowed, in_files()).unwrap();
         let expected = files(expected.path());
         let mut from = (None, source);
@@ -184,7 +186,7 @@ fn shards_of_any_tensor_join_to_it() {
     }
 }
 
-/// What does not make a model is an error on every rank, and nothing is written.
+/// Parts that do not make a model are an error on every rank, and nothing is written.
 #[test]
 fn parts_that_do_not_fit_are_refused_on_every_rank() {
     let source = Checkpoint::open(fixture("qwen3_moe")).unwrap();

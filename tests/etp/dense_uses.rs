@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use candle_core::{DType, Device, Result as CandleResult, Tensor, Var};
 use candle_nn::{Init, VarBuilder, VarMap};
-use moebius::candle::{EpGroup, ExpertParallelMoE, ShardGradients, ShardedWeights, finish_sharded};
+use moebius::candle::{EpGroup, ExpertParallelMoE, GradientType, NewWeight, ShardedWeights, WeightVar, finish_sharded};
 use moebius::comm::Communicator;
 use moebius::cpu::Cpu;
 use moebius::etp::{Chain, EtpOptions, Payload, Phase};
@@ -100,7 +100,7 @@ fn a_layer_may_be_called_twice_in_a_row() {
                 let mut found = y.backward()?;
                 chain.end()?;
                 let all = [weights.shards(), moe.shards()].concat();
-                finish_sharded(chain, None, &all, &mut found, ShardGradients::AsSummed)?;
+                finish_sharded(chain, None, &all, &mut found, GradientType::AsSummed)?;
                 assert_eq!(bits(&flat(found.get(&x).unwrap())), bits(&flat(expected.get(&x).unwrap())));
                 for kind in ParamKind::ALL {
                     let (Some(one), Some(two)) = (first.param(kind), second.param(kind)) else { continue };
@@ -130,7 +130,7 @@ fn drawn_weights_are_the_same_on_replicas_and_at_every_number_of_ranks() {
             let vars = VarMap::new();
             let sharded = Sharded::new(&chain, VarBuilder::from_varmap(&vars, DType::F32, &Device::Cpu))?;
             let mut found = HashMap::new();
-            for (id, var) in sharded.shards() {
+            for WeightVar { id, var } in sharded.shards() {
                 let all = vars.data().lock().unwrap();
                 let name = all.iter().find(|(_, other)| other.id() == var.id()).map(|(name, _)| name.clone());
                 let whole = chain.whole(id)?;
@@ -171,8 +171,8 @@ fn weights_that_are_there_stay() {
         drop(own);
         let weights = ShardedWeights::new(&chain, vb());
         weights.pp("head").linear_no_bias(H, VOCABULARY)?;
-        weights.pp("norm").function(&[("weight", &[H], Init::Const(2.0))], norm)?;
-        let all: Vec<Vec<f32>> = weights.shards().iter().map(|(_, var)| flat(var)).collect();
+        weights.pp("norm").function(&[NewWeight::new("weight", &[H], Init::Const(2.0))], norm)?;
+        let all: Vec<Vec<f32>> = weights.shards().iter().map(|shard| flat(&shard.var)).collect();
         assert!(all[0].iter().all(|v| *v == 3.0) && all[1].iter().all(|v| *v == 2.0));
         Ok(Arc::strong_count(&chain))
     });

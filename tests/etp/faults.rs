@@ -33,24 +33,24 @@ fn one_rank_fails_and_all_recover<D: Chained>(device: &D) {
         // Rank 1 stops before its n-th weight of a forward, or its n-th gradient of a backward.
         for (phase, at) in [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2), (2, 0), (2, 1), (2, 2)] {
             let outcomes = ranks(device, device.up_to(3), MINUTE, |rank, place| -> Result<()> {
-                let rig = place.rig(EtpOptions { prefetch, in_turn, ..ON }, 3, false)?;
+                let test = place.test_chain(EtpOptions { prefetch, in_turn, ..ON }, 3, false)?;
                 if phase > 0 {
-                    rig.pass(Phase::Forward, &[0, 1, 2])?;
+                    test.pass(Phase::Forward, &[0, 1, 2])?;
                 }
                 let failing = |n: usize| if rank == 1 && n == at { Err(broken()) } else { Ok(()) };
                 let step = || -> Result<()> {
-                    rig.chain.begin(if phase == 2 { Phase::Backward } else { Phase::Forward })?;
+                    test.chain.begin(if phase == 2 { Phase::Backward } else { Phase::Forward })?;
                     let order = if phase == 2 { [2, 1, 0] } else { [0, 1, 2] };
                     for (n, i) in order.into_iter().enumerate() {
                         failing(n)?;
-                        rig.read(i)?;
+                        test.read(i)?;
                         if phase == 2 {
-                            rig.gradient(i, 1.0)?;
+                            test.gradient(i, 1.0)?;
                         }
                     }
-                    rig.chain.end()?;
+                    test.chain.end()?;
                     // In backward the failing rank owes at least one gradient.
-                    if phase == 2 { rig.finish(&[rig.sum(1.0); 3]) } else { Ok(()) }
+                    if phase == 2 { test.finish(&[test.sum(1.0); 3]) } else { Ok(()) }
                 };
                 match step() {
                     Err(Error::Framework { .. }) if rank == 1 => {}
@@ -63,16 +63,16 @@ fn one_rank_fails_and_all_recover<D: Chained>(device: &D) {
                     Ok(()) if rank != 1 && prefetch && (phase, at) == (1, 2) => {}
                     other => panic!("rank {rank}, phase {phase}, at {at}: {other:?}"),
                 }
-                rig.chain.recover((rank == 1).then(broken).as_ref())?;
-                rig.pass(Phase::Forward, &[0, 1, 2])?;
-                rig.chain.begin(Phase::Backward)?;
+                test.chain.recover((rank == 1).then(broken).as_ref())?;
+                test.pass(Phase::Forward, &[0, 1, 2])?;
+                test.chain.begin(Phase::Backward)?;
                 for i in [2, 1, 0] {
-                    rig.read(i)?;
-                    rig.gradient(i, i as f32)?;
+                    test.read(i)?;
+                    test.gradient(i, i as f32)?;
                 }
-                rig.chain.end()?;
+                test.chain.end()?;
                 // Nothing is left of the failed step.
-                rig.finish(&[0.0, 1.0, 2.0].map(|what| rig.sum(what)))
+                test.finish(&[0.0, 1.0, 2.0].map(|what| test.sum(what)))
             });
             outcomes.into_iter().for_each(|outcome| outcome.unwrap());
         }
@@ -83,25 +83,25 @@ fn a_rank_that_leaves<D: Chained>(device: &D) {
     let last = device.up_to(3) - 1;
     for submit in [false, true] {
         let outcomes = ranks(device, device.up_to(3), MINUTE, |rank, place| -> Result<()> {
-            let rig = place.rig(EtpOptions::default(), 3, false)?;
-            rig.pass(Phase::Forward, &[0, 1, 2])?;
-            rig.chain.begin(Phase::Backward)?;
-            rig.read(2)?;
+            let test = place.test_chain(EtpOptions::default(), 3, false)?;
+            test.pass(Phase::Forward, &[0, 1, 2])?;
+            test.chain.begin(Phase::Backward)?;
+            test.read(2)?;
             if submit {
-                rig.gradient(2, 0.0)?;
+                test.gradient(2, 0.0)?;
             }
             if rank == last {
                 return Ok(());
             }
             let rest = || {
-                rig.read(1)?;
-                rig.gradient(1, 0.0)?;
-                rig.read(0)?;
-                rig.finish(&[])
+                test.read(1)?;
+                test.gradient(1, 0.0)?;
+                test.read(0)?;
+                test.finish(&[])
             };
             let outcome = rest();
             // Which does not bring the rank back, and says so.
-            let recovered = rig.chain.recover(outcome.as_ref().err());
+            let recovered = test.chain.recover(outcome.as_ref().err());
             let Err(Error::Comm(CommError::Poisoned { reason, .. })) = recovered else { panic!("{recovered:?}") };
             assert!(reason.contains("has left the group; a new chain"), "{reason}");
             outcome
@@ -120,12 +120,12 @@ fn a_rank_that_never_comes<D: Chained>(device: &D) {
         let mut outcomes = ranks(device, 2, limit, |rank, place| -> Option<Result<()>> {
             let counted = (rank == 0).then(|| over.counted());
             // Both ranks have a chain, or neither: a rank may be late for its making.
-            let rig = match place.rig(EtpOptions::default(), 2, false) {
-                Ok(rig) => rig,
+            let test = match place.test_chain(EtpOptions::default(), 2, false) {
+                Ok(test) => test,
                 Err(Error::Comm(CommError::Timeout { .. } | CommError::Poisoned { .. })) => return None,
                 Err(error) => return Some(Err(error)),
             };
-            let read = (rank == 0).then(|| rig.pass(Phase::Forward, &[0]));
+            let read = (rank == 0).then(|| test.pass(Phase::Forward, &[0]));
             drop(counted);
             // The other's chain lives until this one has given up.
             over.wait();
@@ -197,21 +197,21 @@ fn shards_that_cannot_be_cast<D: Chained>(device: &D) {
 
 fn shards_of_wrong_size<D: Chained>(device: &D) {
     let outcomes = ranks(device, 2, MINUTE, |rank, place| -> Result<String> {
-        let rig = place.rig(EtpOptions::default(), 1, false)?;
-        let whole = cut(&rig.device, &rig.chain, value(0));
-        let small = Tensor::zeros(&rig.device, DType::F32, &[1, 2])?;
+        let test = place.test_chain(EtpOptions::default(), 1, false)?;
+        let whole = cut(&test.device, &test.chain, value(0));
+        let small = Tensor::zeros(&test.device, DType::F32, &[1, 2])?;
         let shard = Arc::new(Shrinking { whole, small, shrunk: AtomicBool::new(false) });
-        rig.chain.replace(rig.ids[0], Arc::clone(&shard) as Arc<dyn ShardSource<D>>)?;
-        rig.pass(Phase::Forward, &[0])?;
+        test.chain.replace(test.ids[0], Arc::clone(&shard) as Arc<dyn ShardSource<D>>)?;
+        test.pass(Phase::Forward, &[0])?;
         shard.shrunk.store(rank == 1, Ordering::SeqCst);
-        let error = rig.pass(Phase::Forward, &[0]).unwrap_err();
+        let error = test.pass(Phase::Forward, &[0]).unwrap_err();
         match (&error, rank) {
             (Error::Shape { .. }, 1) | (Error::Comm(CommError::Refused { peer: 1, .. }), 0) => {}
             other => panic!("{other:?}"),
         }
         shard.shrunk.store(false, Ordering::SeqCst);
-        rig.chain.recover(None)?;
-        rig.pass(Phase::Forward, &[0])?;
+        test.chain.recover(None)?;
+        test.pass(Phase::Forward, &[0])?;
         Ok(error.to_string())
     });
     for outcome in outcomes {
@@ -274,12 +274,12 @@ impl<D: Chained> ShardSource<D> for Panicking<D> {
 
 fn a_shard_that_panics<D: Chained>(device: &D) {
     let outcomes = ranks(device, 2, MINUTE, |rank, place| -> Result<()> {
-        let rig = place.rig(EtpOptions::default(), 1, false)?;
-        let shard = cut(&rig.device, &rig.chain, value(0));
+        let test = place.test_chain(EtpOptions::default(), 1, false)?;
+        let shard = cut(&test.device, &test.chain, value(0));
         let shard = Arc::new(Panicking(AtomicBool::new(false), Shard::new(shard)));
-        rig.chain.replace(rig.ids[0], Arc::clone(&shard) as Arc<dyn ShardSource<D>>)?;
+        test.chain.replace(test.ids[0], Arc::clone(&shard) as Arc<dyn ShardSource<D>>)?;
         shard.0.store(rank == 1, Ordering::SeqCst);
-        let passed = catch_unwind(AssertUnwindSafe(|| rig.pass(Phase::Forward, &[0])));
+        let passed = catch_unwind(AssertUnwindSafe(|| test.pass(Phase::Forward, &[0])));
         passed.unwrap_or_else(|panic| {
             let message = panic.downcast_ref::<&str>().expect("the shard's own").to_string();
             Err(Error::Device { call: "test", operation: "read a shard".into(), message })

@@ -6,26 +6,26 @@ use moebius::etp::{Comms, EtpOptions, Phase};
 use moebius::{CommError, Error, Result, TensorMut};
 
 use super::faulty_comm::Changed;
-use super::test_ranks::{MINUTE, ON, Place, Rig};
+use super::test_ranks::{MINUTE, ON, Place, TestChain};
 use super::world::mesh;
 
 /// A rank of chains of `n` ranks each, beside each other as replicas.
 struct Rank {
     w: usize,
-    rig: Rig<Cpu>,
+    test_chain: TestChain<Cpu>,
     replicas: Box<dyn Communicator<Cpu>>,
 }
 
 impl Rank {
     /// A forward and a backward of all weights, whose gradients are rank · 100 + `what`.
     fn microbatch(&self, what: f32) -> Result<()> {
-        self.rig.pass(Phase::Forward, &[0, 1])?;
-        self.rig.chain.begin(Phase::Backward)?;
+        self.test_chain.pass(Phase::Forward, &[0, 1])?;
+        self.test_chain.chain.begin(Phase::Backward)?;
         for i in [1, 0] {
-            self.rig.read(i)?;
-            self.rig.gradient(i, what)?;
+            self.test_chain.read(i)?;
+            self.test_chain.gradient(i, what)?;
         }
-        self.rig.chain.end()
+        self.test_chain.chain.end()
     }
 
     /// The first value of each weight's gradient.
@@ -33,7 +33,7 @@ impl Rank {
         let mut found = Vec::new();
         let replicas =
             if self.replicas.size() > 1 { Some(&mut *self.replicas as &mut dyn Communicator<Cpu>) } else { None };
-        self.rig.chain.finish(replicas, |_, gradient| {
+        self.test_chain.chain.finish(replicas, |_, gradient| {
             found.push(gradient.as_slice::<f32>()?[0]);
             Ok(())
         })?;
@@ -68,7 +68,7 @@ fn ranks<R: Send>(
                 let device = Cpu::poisoning();
                 let place = Place { device, comms: Comms { gather, reduce } };
                 let options = EtpOptions { replicas: world / n, ..options };
-                run(Rank { w, rig: Rig::new(place, options, 2, false).unwrap(), replicas })
+                run(Rank { w, test_chain: TestChain::new(place, options, 2, false).unwrap(), replicas })
             })
         };
         let threads: Vec<_> = lanes().zip(lanes()).zip(replicas).enumerate().map(start).collect();
@@ -89,9 +89,9 @@ fn other_numbers_of_microbatches_in_a_chain() {
         let found = ranks([2, 2], EtpOptions { prefetch, in_turn, ..ON }, None, |mut rank| {
             let error =
                 (0..counts[rank.w]).try_for_each(|_| rank.microbatch(1.0)).and_then(|()| rank.finish().map(drop));
-            rank.rig.chain.recover(error.as_ref().err())?;
+            rank.test_chain.chain.recover(error.as_ref().err())?;
             (0..2).try_for_each(|_| rank.microbatch(1.0))?;
-            assert_eq!(rank.finish()?, [2.0 * rank.rig.sum(1.0); 2]);
+            assert_eq!(rank.finish()?, [2.0 * rank.test_chain.sum(1.0); 2]);
             Ok::<_, Error>(error)
         });
         for found in found {

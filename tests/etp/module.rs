@@ -5,7 +5,7 @@ use std::thread;
 
 use candle_core::{Device, Result as CandleResult, Tensor, Var};
 use candle_nn::VarBuilder;
-use moebius::candle::{DeviceGroup, EpGroup, ExpertParallelMoE, ShardGradients, finish_sharded};
+use moebius::candle::{DeviceGroup, EpGroup, ExpertParallelMoE, GradientType, WeightVar, finish_sharded};
 use moebius::comm::{Communicator, Op, Tag};
 use moebius::config::SharedConfig;
 use moebius::cpu::Cpu;
@@ -185,10 +185,10 @@ fn the_module_gives_what_whole_weights_give() {
                 }
                 let shards: Vec<_> = sharded.iter().flat_map(ExpertParallelMoE::shards).collect();
                 assert_eq!(shards.len(), 2 * LAYERS);
-                finish_sharded(&rank.chain, None, &shards, &mut found, ShardGradients::InVariableType)?;
+                finish_sharded(&rank.chain, None, &shards, &mut found, GradientType::InVariableType)?;
                 let weights =
                     whole.iter().flat_map(|w| [ParamKind::Up, ParamKind::Down].map(|kind| w.param(kind).unwrap()));
-                for (weight, (_, shard)) in weights.zip(&shards) {
+                for (weight, WeightVar { var: shard, .. }) in weights.zip(&shards) {
                     let sum = sum_over(&mut *rank.data, &flat(expected.get(weight).unwrap()))?;
                     assert!(sum.iter().any(|v| *v != 0.0));
                     let sum = moebius::Tensor::<Cpu>::from_vec(sum, weight.dims())?;
@@ -242,7 +242,7 @@ fn adamw_on_shards_is_adamw_on_whole_weights() {
                 let mut found = found.backward()?;
                 chain.end()?;
                 let shards: Vec<_> = sharded.iter().flat_map(ExpertParallelMoE::shards).collect();
-                finish_sharded(&chain, None, &shards, &mut found, ShardGradients::InVariableType)?;
+                finish_sharded(&chain, None, &shards, &mut found, GradientType::InVariableType)?;
                 for (w, s) in whole.iter().zip(&sharded) {
                     for ((name, w), (_, s)) in w.params().into_iter().zip(s.params()) {
                         let own = flat(expected.get(w).unwrap());
@@ -338,15 +338,15 @@ fn all_ranks_hear_of_one_ranks_error_and_recover() {
                     rank.chain.begin(Phase::Backward)?;
                 }
                 let taken = if fault == Some(Fault::GradientBuffer) {
-                    Some(rank.chain.gradient_buffer(shards[0].0)?)
+                    Some(rank.chain.gradient_buffer(shards[0].id)?)
                 } else {
                     None
                 };
                 let mut gradients = y.sqr()?.sum_all()?.backward()?;
                 drop(taken);
                 rank.chain.end()?;
-                finish_sharded(&rank.chain, None, &shards, &mut gradients, ShardGradients::InVariableType)?;
-                Ok(shards.iter().flat_map(|(_, shard)| bits(&flat(gradients.get(shard).unwrap()))).collect())
+                finish_sharded(&rank.chain, None, &shards, &mut gradients, GradientType::InVariableType)?;
+                Ok(shards.iter().flat_map(|of| bits(&flat(gradients.get(&of.var).unwrap()))).collect())
             };
             let expected = step(None)?;
             let error = step((rank.w == 1).then_some(fault)).unwrap_err();

@@ -87,7 +87,7 @@ fn saved_at_one_size_and_loaded_at_another() {
                 blocks.push((layer, gather_blocks(vec![params]).unwrap()));
             }
             if rank == 0 {
-                let blocks: Vec<_> = blocks.iter().map(|(layer, params)| (*layer, params)).collect();
+                let blocks: Vec<_> = blocks.iter().map(|(layer, params)| params.at_layer(*layer)).collect();
                 checkpoint.save(to, &blocks).unwrap();
             }
             blocks.len()

@@ -83,11 +83,11 @@ impl Chained for Cpu {
         let memory = MEMORY.get().then_some(*self);
         let written = Windows::default();
         let address = |recv: &TensorMut<'_, Cpu>| recv.as_ref().data().as_ptr() as usize;
-        let seat = |comm| {
+        let endpoint = |comm| {
             let windows = memory.map(|_| (address as Address<Cpu>, Arc::clone(&written)));
             Box::new(Changed { memory, windows, ..Changed::new(Box::new(comm)) }) as Box<_>
         };
-        ThreadWorld::create(ranks.len(), limit).into_iter().map(seat).collect()
+        ThreadWorld::create(ranks.len(), limit).into_iter().map(endpoint).collect()
     }
 }
 
@@ -113,7 +113,7 @@ impl Chained for moebius::cuda::Cuda {
     }
 }
 
-/// Sizes of every weight of the rig: 12 rows of two, which two ranks and four pad to 16.
+/// Sizes of every weight of the test: 12 rows of two, which two ranks and four pad to 16.
 pub const DIMS: [usize; 3] = [3, 4, 2];
 pub const COUNT: usize = 24;
 
@@ -126,7 +126,7 @@ pub fn tensor(values: Vec<f32>) -> Tensor<Cpu> {
     Tensor::from_vec(values, &DIMS).unwrap()
 }
 
-/// A rank's seat in a chain.
+/// A rank's endpoint in a chain.
 pub struct Place<D: Chained> {
     pub device: D,
     pub comms: Comms<D>,
@@ -138,13 +138,13 @@ impl<D: Chained> Place<D> {
         Chain::new(self.device.clone(), self.comms, options)
     }
 
-    pub fn rig(self, options: EtpOptions, weights: usize, recompute: bool) -> Result<Rig<D>> {
-        Rig::new(self, options, weights, recompute)
+    pub fn test_chain(self, options: EtpOptions, weights: usize, recompute: bool) -> Result<TestChain<D>> {
+        TestChain::new(self, options, weights, recompute)
     }
 }
 
 /// One rank's chain.
-pub struct Rig<D: Chained> {
+pub struct TestChain<D: Chained> {
     pub device: D,
     pub chain: Arc<Chain<D>>,
     pub ids: Vec<WeightId>,
@@ -157,21 +157,21 @@ pub fn cut<D: Chained>(device: &D, chain: &Chain<D>, whole: Vec<f32>) -> Tensor<
     chain.shards(&DIMS).unwrap().cut(device, whole.view(), chain.rank()).unwrap()
 }
 
-impl<D: Chained> Rig<D> {
+impl<D: Chained> TestChain<D> {
     /// `weights` weights, each a layer of its own, or two a layer with the first recomputed.
     pub fn new(place: Place<D>, options: EtpOptions, weights: usize, recompute: bool) -> Result<Self> {
         let device = place.device.clone();
         let chain = Arc::new(place.chain(options)?);
-        let mut rig = Self { device, chain, ids: Vec::new(), shards: Vec::new() };
+        let mut test = Self { device, chain, ids: Vec::new(), shards: Vec::new() };
         for i in 0..weights {
-            let shard = Arc::new(Shard::new(cut(&rig.device, &rig.chain, value(i))));
+            let shard = Arc::new(Shard::new(cut(&test.device, &test.chain, value(i))));
             let layer = if recompute { i / 2 } else { i };
             let mut spec = WeightSpec::new(format!("w{i}"), layer as u32, &DIMS, DType::F32);
             spec.recompute = recompute && i % 2 == 0;
-            rig.ids.push(rig.chain.add(spec, Arc::clone(&shard) as Arc<dyn ShardSource<D>>)?);
-            rig.shards.push(shard);
+            test.ids.push(test.chain.add(spec, Arc::clone(&shard) as Arc<dyn ShardSource<D>>)?);
+            test.shards.push(shard);
         }
-        Ok(rig)
+        Ok(test)
     }
 
     /// Acquires weight `i`, checks its values, and lets go of it.

@@ -4,7 +4,7 @@ use std::collections::HashMap;
 use std::sync::{Arc, Mutex};
 
 use candle_core::{Device, Result as CandleResult, Var};
-use moebius::candle::{DeviceGroup, EpGroup, ExpertParallelMoE, ShardGradients, ShardedWeights, finish_sharded};
+use moebius::candle::{DeviceGroup, EpGroup, ExpertParallelMoE, GradientType, ShardedWeights, finish_sharded};
 use moebius::cpu::Cpu;
 use moebius::ep::{Group, GroupConfig};
 use moebius::etp::{Chain, Comms, Payload, Phase};
@@ -60,10 +60,10 @@ impl Layered {
         self.passes(Phase::Backward)?;
         let mut found = loss.backward()?;
         self.end()?;
-        finish_sharded(&self.dense, None, &self.weights.shards(), &mut found, ShardGradients::AsSummed)?;
-        finish_sharded(&self.experts, None, &self.moe.shards(), &mut found, ShardGradients::AsSummed)?;
+        finish_sharded(&self.dense, None, &self.weights.shards(), &mut found, GradientType::AsSummed)?;
+        finish_sharded(&self.experts, None, &self.moe.shards(), &mut found, GradientType::AsSummed)?;
         let vars = self.weights.shards().into_iter().chain(self.moe.shards());
-        Ok(vars.map(|(_, var)| bits(&flat(found.get(&var).unwrap()))).collect())
+        Ok(vars.map(|shard| bits(&flat(found.get(&shard.var).unwrap()))).collect())
     }
 }
 

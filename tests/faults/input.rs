@@ -243,7 +243,9 @@ fn an_overflowing_capacity_is_an_error_on_all_and_the_group_goes_on<D: Target>(d
         r.layer = roomy.clone().with_dispatch(capacity);
         let x = r.x();
         match forward_with(r, &x) {
-            Err(Error::Capacity { rank, needed, capacity: 1 }) => assert!(rank < RANKS && needed > 1),
+            Err(Error::Capacity { rank, layer, needed, capacity: 1 }) => {
+                assert!(rank < RANKS && layer == r.layer.number() && needed > 1);
+            }
             other => panic!("{other:?}"),
         }
         r.layer = roomy;

@@ -131,7 +131,7 @@ fn graphs_tell(_: &Cuda, ranks: usize) {
         }
         let all = (0..ranks).map(|r| (MOST - FEWER * r) * 4).sum::<usize>();
         match steps.group.dispatcher().check() {
-            Err(Error::Capacity { rank: 0, needed, capacity }) if fits < all => {
+            Err(Error::Capacity { rank: 0, needed, capacity, .. }) if fits < all => {
                 assert_eq!((needed, capacity), (all, fits));
             }
             other => panic!("{other:?}"),

@@ -10,7 +10,7 @@ use moebius::ep::{Capacity, DispatcherKind, Overflow, Reporting};
 use moebius::nccl::NcclComm;
 use moebius::{DType, Error};
 
-use crate::common::devices::Seat;
+use crate::common::devices::Endpoint;
 use crate::common::support::compare::values;
 use crate::common::support::dense::Params;
 use crate::common::{Cotangent, Outcome, Setup, run_on, run_parts, run_rank, shard};
@@ -86,8 +86,8 @@ impl Problem {
         let parts: Vec<BlockParams> = (0..ranks).map(|r| shard(&self.params, r, ranks, self.dtype)).collect();
         let cotangent = Some(Cotangent { y: Some(&self.d_y), aux: 0.3 });
         let cpu = run_parts(&Cpu::poisoning(), &self.setup, &parts, &self.x, self.dtype, cotangent).expect("the CPU");
-        let seat = Seat { device: comm.cuda().clone(), comm: Box::new(comm) };
-        let own = run_rank(seat, &self.setup, &parts[rank], &self.x, self.dtype, cotangent);
+        let endpoint = Endpoint { device: comm.cuda().clone(), comm: Box::new(comm) };
+        let own = run_rank(endpoint, &self.setup, &parts[rank], &self.x, self.dtype, cotangent);
         let own = own.unwrap_or_else(|e| panic!("{name}: {e}"));
         assert_eq!(own.counts(), cpu[rank].counts(), "{name}");
         for ((what, a), (_, b)) in own.tensors().into_iter().zip(cpu[rank].tensors()) {

@@ -150,7 +150,7 @@ fn refused() {
 fn meshes() {
     let mut world = join(0);
     let ranks = world.size();
-    let mesh = Mesh::new(ranks, &[(Axis::Data, 2), (Axis::Expert, ranks / 2)]).expect("a mesh");
+    let mesh = Mesh::new(ranks, &[Axis::Data.of_size(2), Axis::Expert.of_size(ranks / 2)]).expect("a mesh");
     let mut data = world.group(tag(1), &mesh, Axis::Data).expect("a data group");
     let mut experts = world.group(tag(2), &mesh, Axis::Expert).expect("an expert group");
     assert_eq!((data.size(), experts.size()), (2, ranks / 2));

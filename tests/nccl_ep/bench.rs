@@ -17,7 +17,7 @@ use moebius::nccl_ep::{
 use moebius::{DType, Error, Result, Tensor};
 
 use crate::conformance::seed;
-use crate::raw::{Seat, each};
+use crate::raw::{Endpoint, each};
 
 const WARM: usize = 5;
 const ROUNDS: usize = 40;
@@ -50,7 +50,7 @@ pub fn run(available: usize) {
         runs.push(Run { zipf: true, ..plain(DSV3, 4096) });
         runs.push(plain(QWEN3, 4096));
         for run in runs {
-            each(ranks, |seat| measure(seat, &run));
+            each(ranks, |endpoint| measure(endpoint, &run));
         }
     }
 }
@@ -299,10 +299,10 @@ fn traffic(run: &Run, rank: usize, ranks: usize) -> [usize; 4] {
     [rows, own, choices, own_choices]
 }
 
-fn measure(seat: &mut Seat<'_>, run: &Run) -> Result<()> {
-    let (rank, ranks) = (seat.comm.rank(), seat.comm.size());
+fn measure(endpoint: &mut Endpoint<'_>, run: &Run) -> Result<()> {
+    let (rank, ranks) = (endpoint.comm.rank(), endpoint.comm.size());
     let Shape { name, hidden, experts, k } = run.shape;
-    let (cuda, together) = (seat.cuda().clone(), seat.together);
+    let (cuda, together) = (endpoint.cuda().clone(), endpoint.together);
     let free = || cuda.stream().context().mem_get_info().map(|(free, _)| free).map_err(|e| problem(&e.to_string()));
     let before = free()?;
     let most = if run.zipf { ranks * run.tokens * k } else { ranks * run.tokens * k * 3 / 2 / ranks };
@@ -314,14 +314,14 @@ fn measure(seat: &mut Seat<'_>, run: &Run) -> Result<()> {
         max_top_k: k,
         trap: false,
     };
-    let group = HighThroughputGroup::new(&seat.library, &seat.comm, options)?;
+    let group = HighThroughputGroup::new(&endpoint.library, &endpoint.comm, options)?;
     let mut handle = HighThroughputHandle::new(&group, HandleOptions { top_k: k, alignment: 1 })?;
     let held = before.saturating_sub(free()?);
     let of = |dtype, dims: &[usize]| Tensor::<Cuda>::empty(&cuda, dtype, dims);
     let local = experts / ranks;
     let own = ids(run, rank);
     let mut step = Step {
-        ids: seat.ids(DType::I64, &own, k)?,
+        ids: endpoint.ids(DType::I64, &own, k)?,
         counters: [of(DType::I64, &[local])?, of(DType::I64, &[local])?, of(DType::I64, &[1])?],
         x: Tensor::zeros(&cuda, DType::BF16, &[run.tokens, hidden])?,
         w: Tensor::zeros(&cuda, DType::F32, &[run.tokens, k])?,
@@ -331,7 +331,7 @@ fn measure(seat: &mut Seat<'_>, run: &Run) -> Result<()> {
         d_w: of(DType::F32, &[run.tokens, k])?,
     };
     step.safe(Phase::Prepare, &mut handle)?;
-    let total = seat.get(&step.counters[2])?[0] as usize;
+    let total = endpoint.get(&step.counters[2])?[0] as usize;
     let n = if run.fixed { most } else { total };
     assert!(total <= n, "{total} rows of {n}");
     (step.rows, step.rows_w) = (of(DType::BF16, &[n, hidden])?, of(DType::F32, &[n])?);

@@ -39,7 +39,7 @@ const TIMEOUT: &str = "NCCL_EP_TIMEOUT_MS";
 const PATIENCE: Duration = Duration::from_secs(1);
 
 /// A rank with memory for a step, which a graph needs to stay.
-struct Seat {
+struct Endpoint {
     rank: usize,
     cuda: Cuda,
     group: Group<Cuda>,
@@ -48,7 +48,7 @@ struct Seat {
     y: Tensor<Cuda>,
 }
 
-impl Seat {
+impl Endpoint {
     fn new(comm: NcclComm) -> Result<Self> {
         let (cuda, rank, ranks) = (comm.cuda().clone(), comm.rank(), comm.size());
         let experts = 4 * ranks;
@@ -101,20 +101,20 @@ impl Seat {
 
 fn a_rank_that_keeps_a_handle(ranks: usize) {
     each(ranks, |comm, barrier| {
-        let mut seat = Seat::new(comm)?;
+        let mut endpoint = Endpoint::new(comm)?;
         // By records, and by loads from then on.
-        seat.step()?;
-        let kept = seat.step()?;
-        let kept = (seat.rank == 0).then_some(kept);
+        endpoint.step()?;
+        let kept = endpoint.step()?;
+        let kept = (endpoint.rank == 0).then_some(kept);
         for _ in 0..3 {
-            seat.step()?;
+            endpoint.step()?;
         }
         if let Some(handle) = &kept {
             assert_eq!(handle.sequence(), 2);
         }
         drop(kept);
         for number in 6..9 {
-            assert_eq!(seat.step()?.sequence(), number);
+            assert_eq!(endpoint.step()?.sequence(), number);
         }
         barrier.wait();
         Ok(())
@@ -123,19 +123,19 @@ fn a_rank_that_keeps_a_handle(ranks: usize) {
 
 fn a_capture_without_a_free_handle(ranks: usize) {
     each(ranks, |comm, barrier| {
-        let mut seat = Seat::new(comm)?;
-        seat.step()?;
-        let kept = seat.step()?;
-        let kept = (seat.rank == 0).then_some(kept);
-        seat.cuda.check()?;
+        let mut endpoint = Endpoint::new(comm)?;
+        endpoint.step()?;
+        let kept = endpoint.step()?;
+        let kept = (endpoint.rank == 0).then_some(kept);
+        endpoint.cuda.check()?;
         barrier.wait();
         let began = Instant::now();
-        let cuda = seat.cuda.clone();
+        let cuda = endpoint.cuda.clone();
         let captured = cuda.capture(|| {
-            let handle = seat.prepare()?;
-            seat.travel(&handle)
+            let handle = endpoint.prepare()?;
+            endpoint.travel(&handle)
         });
-        match (seat.rank, captured.map(drop)) {
+        match (endpoint.rank, captured.map(drop)) {
             (0, Err(Error::NotCapturable { .. })) | (1.., Err(Error::Peer { peer: 0, .. })) => {}
             (rank, other) => panic!("rank {rank}: {other:?}"),
         }
@@ -143,10 +143,10 @@ fn a_capture_without_a_free_handle(ranks: usize) {
         barrier.wait();
         // Those that got one in the capture have lost it to that.
         for number in 4..7 {
-            assert_eq!(seat.step()?.sequence(), number);
+            assert_eq!(endpoint.step()?.sequence(), number);
         }
         drop(kept);
-        seat.step()?;
+        endpoint.step()?;
         barrier.wait();
         Ok(())
     });
@@ -166,34 +166,35 @@ pub fn child(body: &str) -> Option<()> {
     }
     let ranks = std::env::var(RANKS).ok().and_then(|n| n.parse().ok()).expect("a number of ranks");
     each(ranks, |comm, barrier| {
-        let mut seat = Seat::new(comm)?;
+        let mut endpoint = Endpoint::new(comm)?;
         for _ in 0..3 {
-            seat.step()?;
+            endpoint.step()?;
         }
         barrier.wait();
         if std::env::var_os(TIMEOUT).is_none() {
             return Ok(());
         }
         let late = ranks - 1;
-        let handle = seat.prepare()?;
-        let mut buffer = Tensor::<Cuda>::empty(&seat.cuda, DType::U8, &[if seat.rank == late { 16 << 30 } else { 0 }])?;
-        seat.cuda.check()?;
+        let handle = endpoint.prepare()?;
+        let mut buffer =
+            Tensor::<Cuda>::empty(&endpoint.cuda, DType::U8, &[if endpoint.rank == late { 16 << 30 } else { 0 }])?;
+        endpoint.cuda.check()?;
         barrier.wait();
-        if seat.rank == late {
+        if endpoint.rank == late {
             // Its host goes on to meet the others while its GPU writes 16 TB: three seconds and more, in as many calls
             // as are enqueued without a wait.
-            (0..1000).try_for_each(|_| seat.cuda.zero(buffer.view_mut().into_data()))?;
+            (0..1000).try_for_each(|_| endpoint.cuda.zero(buffer.view_mut().into_data()))?;
         }
         // There only: on the way back the late rank would wait for those that have given it up, and be told of them.
-        seat.go(&handle)?;
-        seat.cuda.check()?;
+        endpoint.go(&handle)?;
+        endpoint.cuda.check()?;
         barrier.wait();
-        match (seat.rank == late, seat.prepare().map(drop)) {
+        match (endpoint.rank == late, endpoint.prepare().map(drop)) {
             (false, Err(Error::NcclEp(NcclEpError::Late { rank, late: ranks }))) => {
-                assert_eq!((rank, ranks), (seat.rank, vec![late]));
+                assert_eq!((rank, ranks), (endpoint.rank, vec![late]));
             }
             (true, Err(Error::Peer { peer, .. })) => assert_ne!(peer, late),
-            (_, other) => panic!("rank {}: {other:?}", seat.rank),
+            (_, other) => panic!("rank {}: {other:?}", endpoint.rank),
         }
         barrier.wait();
         Ok(())

@@ -11,7 +11,7 @@ use moebius::nccl_ep::{
 };
 use moebius::{DType, Error, Result, Tensor};
 
-use crate::raw::{Seat, choices, each, value};
+use crate::raw::{Endpoint, choices, each, value};
 
 pub fn cases() -> Vec<(&'static str, fn(usize))> {
     vec![
@@ -89,20 +89,20 @@ fn weight(token: usize, k: usize) -> f64 {
 }
 
 impl Step {
-    fn new(seat: &Seat<'_>, trip: Trip, group: &LowLatencyGroup) -> Result<Self> {
-        let (rank, ranks, h) = (seat.comm.rank(), seat.comm.size(), trip.hidden);
+    fn new(endpoint: &Endpoint<'_>, trip: Trip, group: &LowLatencyGroup) -> Result<Self> {
+        let (rank, ranks, h) = (endpoint.comm.rank(), endpoint.comm.size(), trip.hidden);
         let experts = 4 * ranks;
         let ids: Vec<_> = (0..ranks).map(|r| choices(trip.seed, r, trip.tokens[r % 2], (K, experts))).collect();
         let tokens = ids[rank].len() / K;
         let mut handle = LowLatencyHandle::new(group, trip.layout, K)?;
-        handle.update(seat.ids(trip.ids, &ids[rank], K)?)?;
+        handle.update(endpoint.ids(trip.ids, &ids[rank], K)?)?;
         let x: Vec<f64> = (0..tokens * h).map(|i| value(rank, i / h, i % h)).collect();
         let w: Vec<f64> = (0..tokens * K).map(|i| weight(i / K, i % K)).collect();
-        let (cuda, n) = (seat.cuda(), handle.rows());
+        let (cuda, n) = (endpoint.cuda(), handle.rows());
         let entries = if trip.layout == LowLatencyLayout::ExpertMajor { 4 } else { ranks };
         Ok(Self {
-            x: seat.put(trip.rows, &x, &[tokens, h])?,
-            w: seat.put(DType::F32, &w, &[tokens, K])?,
+            x: endpoint.put(trip.rows, &x, &[tokens, h])?,
+            w: endpoint.put(DType::F32, &w, &[tokens, K])?,
             rows: Tensor::empty(cuda, trip.rows, &[n, h])?,
             counts: Tensor::empty(cuda, DType::I32, &[entries])?,
             out_w: Tensor::empty(cuda, DType::F32, &[n, K])?,
@@ -146,8 +146,8 @@ impl Step {
     }
 
     /// Checks what arrived; by rank, puts each row times its weights in its place.
-    fn look(&mut self, seat: &Seat<'_>) -> Result<()> {
-        let (h, rows, counts) = (self.trip.hidden, seat.get(&self.rows)?, seat.get(&self.counts)?);
+    fn look(&mut self, endpoint: &Endpoint<'_>) -> Result<()> {
+        let (h, rows, counts) = (self.trip.hidden, endpoint.get(&self.rows)?, endpoint.get(&self.counts)?);
         let mine = |id: i64| id >= 0 && id as usize / 4 == self.rank;
         match self.trip.layout {
             LowLatencyLayout::ExpertMajor => {
@@ -162,7 +162,7 @@ impl Step {
                 }
             }
             LowLatencyLayout::RankMajor => {
-                let (w, ids) = (seat.get(&self.out_w)?, seat.get(&self.out_ids)?);
+                let (w, ids) = (endpoint.get(&self.out_w)?, endpoint.get(&self.out_ids)?);
                 let mut scaled = rows.clone();
                 for (r, count) in counts.iter().enumerate() {
                     let theirs = self.ids[r].chunks(K).enumerate();
@@ -177,7 +177,7 @@ impl Step {
                     }
                 }
                 // What nobody sent is not read: it may be anything.
-                self.rows = seat.put(self.trip.rows, &scaled, &[scaled.len() / h, h])?;
+                self.rows = endpoint.put(self.trip.rows, &scaled, &[scaled.len() / h, h])?;
             }
         }
         Ok(())
@@ -214,9 +214,9 @@ impl Step {
     }
 
     /// Sums are x times the kept weights, without those of a rank that was skipped.
-    fn check_sums(&self, seat: &Seat<'_>, skipped: Option<usize>) -> Result<()> {
+    fn check_sums(&self, endpoint: &Endpoint<'_>, skipped: Option<usize>) -> Result<()> {
         let h = self.trip.hidden;
-        for (i, found) in seat.get(&self.out)?.iter().enumerate() {
+        for (i, found) in endpoint.get(&self.out)?.iter().enumerate() {
             let t = i / h;
             let kept = |k: &usize| {
                 let id = self.ids[self.rank][t * K + k];
@@ -232,15 +232,15 @@ impl Step {
 
 fn rows_go_there_and_back(ranks: usize) {
     for trip in trips() {
-        each(ranks, |seat| {
-            let group = LowLatencyGroup::new(&seat.library, &seat.comm, options(&trip, seat.comm.size()))?;
-            let mut step = Step::new(seat, trip, &group)?;
+        each(ranks, |endpoint| {
+            let group = LowLatencyGroup::new(&endpoint.library, &endpoint.comm, options(&trip, endpoint.comm.size()))?;
+            let mut step = Step::new(endpoint, trip, &group)?;
             // The buffers of both halves of its ring, and the first again.
             for _ in 0..3 {
                 step.dispatch(None)?;
-                step.look(seat)?;
+                step.look(endpoint)?;
                 step.combine(None)?;
-                step.check_sums(seat, None)?;
+                step.check_sums(endpoint, None)?;
             }
             Ok(())
         });
@@ -251,10 +251,10 @@ fn rows_go_there_and_back(ranks: usize) {
 fn work_runs_beside(ranks: usize) {
     for layout in [LowLatencyLayout::ExpertMajor, LowLatencyLayout::RankMajor] {
         let trip = Trip { layout, ..PLAIN };
-        each(ranks, |seat| {
-            let group = LowLatencyGroup::new(&seat.library, &seat.comm, options(&trip, seat.comm.size()))?;
-            let mut step = Step::new(seat, trip, &group)?;
-            let cuda = seat.cuda().clone();
+        each(ranks, |endpoint| {
+            let group = LowLatencyGroup::new(&endpoint.library, &endpoint.comm, options(&trip, endpoint.comm.size()))?;
+            let mut step = Step::new(endpoint, trip, &group)?;
+            let cuda = endpoint.cuda().clone();
             let mut made = Vec::new();
             for round in 0..3 {
                 let mut beside = || {
@@ -262,20 +262,20 @@ fn work_runs_beside(ranks: usize) {
                     Ok(())
                 };
                 step.dispatch(Some(&mut beside))?;
-                step.look(seat)?;
+                step.look(endpoint)?;
                 step.combine(Some(&mut beside))?;
-                step.check_sums(seat, None)?;
+                step.check_sums(endpoint, None)?;
             }
             for (i, t) in made.iter().enumerate() {
-                assert_eq!(seat.get(t)?, [(i / 2) as f64; 4]);
+                assert_eq!(endpoint.get(t)?, [(i / 2) as f64; 4]);
             }
             // Its error is the call's, which has ended nevertheless.
             let own = || Error::Device { call: "test", operation: "work".into(), message: "on purpose".into() };
             let failed = step.dispatch(Some(&mut || Err(own())));
             assert!(failed.as_ref().is_err_and(|e| e.to_string().contains("on purpose")), "{failed:?}");
-            step.look(seat)?;
+            step.look(endpoint)?;
             step.combine(None)?;
-            step.check_sums(seat, None)
+            step.check_sums(endpoint, None)
         });
     }
 }
@@ -285,72 +285,72 @@ const PATIENCE: Duration = Duration::from_secs(2);
 
 fn a_late_rank_is_skipped_and_readmitted(ranks: usize) {
     let trip = Trip { layout: LowLatencyLayout::RankMajor, tokens: [32, 20], ..PLAIN };
-    each(ranks, |seat| {
+    each(ranks, |endpoint| {
         let options = LowLatencyOptions { patience: Some(PATIENCE), ..options(&trip, ranks) };
-        let group = LowLatencyGroup::new(&seat.library, &seat.comm, options)?;
-        let mut step = Step::new(seat, trip, &group)?;
-        let whole = |step: &mut Step, seat: &Seat<'_>| {
+        let group = LowLatencyGroup::new(&endpoint.library, &endpoint.comm, options)?;
+        let mut step = Step::new(endpoint, trip, &group)?;
+        let whole = |step: &mut Step, endpoint: &Endpoint<'_>| {
             step.dispatch(None)?;
-            step.look(seat)?;
+            step.look(endpoint)?;
             step.combine(None)?;
-            step.check_sums(seat, None)
+            step.check_sums(endpoint, None)
         };
         // Compiles; whoever waited too long for that is taken in again.
         step.dispatch(None)?;
         step.combine(None)?;
-        seat.cuda().check()?;
-        seat.together.wait();
+        endpoint.cuda().check()?;
+        endpoint.together.wait();
         group.readmit()?;
-        seat.together.wait();
-        whole(&mut step, seat)?;
+        endpoint.together.wait();
+        whole(&mut step, endpoint)?;
         assert_eq!((group.active()?, group.was_late()?), (vec![true; ranks], false));
-        seat.together.wait();
+        endpoint.together.wait();
 
         let late = ranks - 1;
-        if seat.comm.rank() == late {
+        if endpoint.comm.rank() == late {
             std::thread::sleep(2 * PATIENCE);
         }
         let began = Instant::now();
         step.dispatch(None)?;
-        seat.cuda().check()?;
-        if seat.comm.rank() != late {
+        endpoint.cuda().check()?;
+        if endpoint.comm.rank() != late {
             assert!(began.elapsed() >= PATIENCE / 2, "{:?}", began.elapsed());
-            let counts = seat.get(&step.counts)?;
+            let counts = endpoint.get(&step.counts)?;
             assert_eq!(counts[late], 0.0, "{counts:?}");
             let active = group.active()?;
             assert_eq!((active[late], group.was_late()?), (false, true));
             // Skipped now, so nobody waits again.
             let again = Instant::now();
             let theirs = std::mem::take(&mut step.ids[late]);
-            step.look(seat)?;
+            step.look(endpoint)?;
             step.ids[late] = theirs;
             step.combine(None)?;
-            step.check_sums(seat, Some(late))?;
+            step.check_sums(endpoint, Some(late))?;
             assert!(again.elapsed() < PATIENCE, "{:?}", again.elapsed());
         }
-        seat.together.wait();
-        if seat.comm.rank() == late {
+        endpoint.together.wait();
+        if endpoint.comm.rank() == late {
             // The others' answers were not for it.
             step.combine(None)?;
-            seat.cuda().check()?;
+            endpoint.cuda().check()?;
             assert!(group.was_late()?);
         }
-        seat.together.wait();
+        endpoint.together.wait();
         group.readmit()?;
-        seat.together.wait();
+        endpoint.together.wait();
         assert_eq!((group.active()?, group.was_late()?), (vec![true; ranks], false));
         for _ in 0..3 {
-            whole(&mut step, seat)?;
+            whole(&mut step, endpoint)?;
         }
         // By hand, and back.
         let mut some = vec![true; ranks];
-        some[(seat.comm.rank() + 1) % ranks] = false;
+        some[(endpoint.comm.rank() + 1) % ranks] = false;
         group.set_active(&some)?;
         assert_eq!(group.active()?, some);
-        seat.together.wait();
+        endpoint.together.wait();
         group.readmit()?;
-        seat.together.wait();
-        whole(&mut step, seat)
+        endpoint.together.wait();
+        whole(&mut step, endpoint)
     });
 }
 
@@ -362,18 +362,18 @@ fn opaque_rows_with_scales(ranks: usize) {
         (LowLatencyLayout::ExpertMajor, 512, 32),
     ] {
         let trip = Trip { layout, hidden: (row + scale) / 2, ..PLAIN };
-        each(ranks, |seat| {
-            let group = LowLatencyGroup::new(&seat.library, &seat.comm, options(&trip, ranks))?;
-            let mut step = Step::new(seat, trip, &group)?;
+        each(ranks, |endpoint| {
+            let group = LowLatencyGroup::new(&endpoint.library, &endpoint.comm, options(&trip, ranks))?;
+            let mut step = Step::new(endpoint, trip, &group)?;
             let (rank, by_rank) = (step.rank, layout == LowLatencyLayout::RankMajor);
             let tokens = step.ids[rank].len() / K;
             let byte = |rank: usize, t: usize, c: usize| ((rank * 71 + t * 5 + c * 3) % 251) as f64;
             let filled = |width: usize, salt| (0..tokens * width).map(move |i| byte(rank, i / width, i % width + salt));
-            let x = seat.put(DType::U8, &filled(row, 0).collect::<Vec<_>>(), &[tokens, row])?;
-            let s = seat.put(DType::U8, &filled(scale, 17).collect::<Vec<_>>(), &[tokens, scale])?;
+            let x = endpoint.put(DType::U8, &filled(row, 0).collect::<Vec<_>>(), &[tokens, row])?;
+            let s = endpoint.put(DType::U8, &filled(scale, 17).collect::<Vec<_>>(), &[tokens, scale])?;
             let n = step.handle.rows();
-            let mut rows = Tensor::<Cuda>::empty(seat.cuda(), DType::U8, &[n, row])?;
-            let mut scales = Tensor::<Cuda>::empty(seat.cuda(), DType::U8, &[n, scale])?;
+            let mut rows = Tensor::<Cuda>::empty(endpoint.cuda(), DType::U8, &[n, row])?;
+            let mut scales = Tensor::<Cuda>::empty(endpoint.cuda(), DType::U8, &[n, scale])?;
             let from = LowLatencyDispatchArgs {
                 tokens: x.view(),
                 weights: by_rank.then(|| step.w.view()),
@@ -387,7 +387,7 @@ fn opaque_rows_with_scales(ranks: usize) {
                 scales: (scale > 0).then(|| scales.view_mut()),
             };
             step.handle.dispatch(from, to)?;
-            let (rows, scales, counts) = (seat.get(&rows)?, seat.get(&scales)?, seat.get(&step.counts)?);
+            let (rows, scales, counts) = (endpoint.get(&rows)?, endpoint.get(&scales)?, endpoint.get(&step.counts)?);
             let per = n / counts.len();
             for (part, count) in counts.iter().enumerate() {
                 let whose = |slot: usize| {
@@ -408,9 +408,9 @@ fn opaque_rows_with_scales(ranks: usize) {
 }
 
 fn rules_are_checked_before_the_library_is_called(ranks: usize) {
-    each(ranks, |seat| {
+    each(ranks, |endpoint| {
         let good = options(&PLAIN, ranks);
-        let refused = |options| match LowLatencyGroup::new(&seat.library, &seat.comm, options) {
+        let refused = |options| match LowLatencyGroup::new(&endpoint.library, &endpoint.comm, options) {
             Err(Error::NcclEp(error)) => error,
             other => panic!("{options:?}: {other:?}"),
         };
@@ -419,14 +419,14 @@ fn rules_are_checked_before_the_library_is_called(ranks: usize) {
         assert_eq!(refused(uneven), NcclEpError::Experts { experts, ranks });
         let none = refused(LowLatencyOptions { max_tokens: 0, ..good });
         assert!(matches!(none, NcclEpError::Argument { name: "max_tokens", .. }), "{none}");
-        let group = LowLatencyGroup::new(&seat.library, &seat.comm, good)?;
+        let group = LowLatencyGroup::new(&endpoint.library, &endpoint.comm, good)?;
         let many = LowLatencyHandle::new(&group, LowLatencyLayout::RankMajor, 4 * ranks + 1).map(|_| ());
         assert!(matches!(many, Err(Error::NcclEp(NcclEpError::Argument { name: "top_k", .. }))), "{many:?}");
         let unmasked = group.was_late();
         assert!(matches!(unmasked, Err(Error::NcclEp(NcclEpError::Argument { name: "patience", .. }))), "{unmasked:?}");
-        let mut step = Step::new(seat, PLAIN, &group)?;
-        step.x = Tensor::zeros(seat.cuda(), DType::BF16, &[step.x.dims()[0], 128])?;
-        step.rows = Tensor::zeros(seat.cuda(), DType::BF16, &[step.handle.rows(), 128])?;
+        let mut step = Step::new(endpoint, PLAIN, &group)?;
+        step.x = Tensor::zeros(endpoint.cuda(), DType::BF16, &[step.x.dims()[0], 128])?;
+        step.rows = Tensor::zeros(endpoint.cuda(), DType::BF16, &[step.handle.rows(), 128])?;
         let narrow = step.dispatch(None);
         assert!(
             matches!(narrow, Err(Error::NcclEp(NcclEpError::LowLatencyWidth { lanes: 256, width: 128, .. }))),

@@ -32,13 +32,13 @@ pub fn cases() -> Vec<(&'static str, fn(usize))> {
 const PATIENCE: Duration = Duration::from_secs(60);
 
 /// One rank of a test.
-pub struct Seat<'a> {
+pub struct Endpoint<'a> {
     pub library: NcclEpLibrary,
     pub comm: NcclComm,
     pub together: &'a Barrier,
 }
 
-impl Seat<'_> {
+impl Endpoint<'_> {
     pub fn cuda(&self) -> &Cuda {
         self.comm.cuda()
     }
@@ -61,7 +61,7 @@ impl Seat<'_> {
 }
 
 /// Every rank's body on a thread.
-pub fn each(ranks: usize, body: impl Fn(&mut Seat<'_>) -> Result<()> + Sync) {
+pub fn each(ranks: usize, body: impl Fn(&mut Endpoint<'_>) -> Result<()> + Sync) {
     let (nccl, _) = gpus::first(1);
     let library = NcclEpLibrary::open(&nccl).expect("NCCL EP");
     let (body, together) = (&body, &Barrier::new(ranks));
@@ -69,12 +69,12 @@ pub fn each(ranks: usize, body: impl Fn(&mut Seat<'_>) -> Result<()> + Sync) {
         let threads: Vec<_> = gpus::communicators(ranks, PATIENCE)
             .into_iter()
             .map(|comm| {
-                let mut seat = Seat { library: library.clone(), comm, together };
+                let mut endpoint = Endpoint { library: library.clone(), comm, together };
                 scope.spawn(move || {
-                    let done = body(&mut seat);
+                    let done = body(&mut endpoint);
                     // Groups are gone on every rank before the communicator goes.
                     let tag = moebius::comm::Tag { layer: 0, op: moebius::comm::Op::User, sequence: 99 };
-                    done.and(seat.comm.barrier(tag))
+                    done.and(endpoint.comm.barrier(tag))
                 })
             })
             .collect();
@@ -170,7 +170,7 @@ pub fn value(rank: usize, token: usize, column: usize) -> f64 {
     if column.is_multiple_of(2) { base } else { -base }
 }
 
-fn group(seat: &Seat<'_>, trip: &Trip) -> Result<HighThroughputGroup> {
+fn group(endpoint: &Endpoint<'_>, trip: &Trip) -> Result<HighThroughputGroup> {
     let options = HighThroughputOptions {
         num_experts: trip.experts,
         max_tokens: 32,
@@ -179,38 +179,38 @@ fn group(seat: &Seat<'_>, trip: &Trip) -> Result<HighThroughputGroup> {
         max_top_k: trip.k,
         trap: false,
     };
-    HighThroughputGroup::new(&seat.library, &seat.comm, options)
+    HighThroughputGroup::new(&endpoint.library, &endpoint.comm, options)
 }
 
 /// Counts, offsets and total of an update.
-fn updated(seat: &Seat<'_>, handle: &mut HighThroughputHandle, ids: &Tensor<Cuda>) -> Result<[Vec<usize>; 3]> {
+fn updated(endpoint: &Endpoint<'_>, handle: &mut HighThroughputHandle, ids: &Tensor<Cuda>) -> Result<[Vec<usize>; 3]> {
     let local = handle.group().local_experts();
-    let of = |n: usize| Tensor::<Cuda>::empty(seat.cuda(), DType::I64, &[n]);
+    let of = |n: usize| Tensor::<Cuda>::empty(endpoint.cuda(), DType::I64, &[n]);
     let (mut counts, mut offsets, mut total) = (of(local)?, of(local)?, of(1)?);
     handle.update(
         ids.view(),
         UpdateCounters { counts: counts.view_mut(), offsets: offsets.view_mut(), total: total.view_mut() },
     )?;
-    let whole = |t: &Tensor<Cuda>| Ok::<_, Error>(seat.get(t)?.iter().map(|v| *v as usize).collect());
+    let whole = |t: &Tensor<Cuda>| Ok::<_, Error>(endpoint.get(t)?.iter().map(|v| *v as usize).collect());
     Ok([whole(&counts)?, whole(&offsets)?, whole(&total)?])
 }
 
 fn rows_and_weights_go_there_and_back(ranks: usize) {
     for (seed, trip) in trips(ranks).into_iter().enumerate() {
         let step = Step::new(seed as u64 + 1, ranks, &trip);
-        each(ranks, |seat| there_and_back(seat, &trip, &step));
+        each(ranks, |endpoint| there_and_back(endpoint, &trip, &step));
         println!("{trip:?}: holds");
     }
 }
 
-fn there_and_back(seat: &mut Seat<'_>, trip: &Trip, step: &Step) -> Result<()> {
-    let (rank, ranks, k, h) = (seat.comm.rank(), seat.comm.size(), trip.k, trip.hidden);
+fn there_and_back(endpoint: &mut Endpoint<'_>, trip: &Trip, step: &Step) -> Result<()> {
+    let (rank, ranks, k, h) = (endpoint.comm.rank(), endpoint.comm.size(), trip.k, trip.hidden);
     let local = trip.experts / ranks;
-    let group = group(seat, trip)?;
+    let group = group(endpoint, trip)?;
     let mut handle = HighThroughputHandle::new(&group, HandleOptions { top_k: k, alignment: trip.alignment })?;
     let own = &step.ids[rank];
     let tokens = own.len() / k;
-    let [counts, offsets, total] = updated(seat, &mut handle, &seat.ids(trip.ids, own, k)?)?;
+    let [counts, offsets, total] = updated(endpoint, &mut handle, &endpoint.ids(trip.ids, own, k)?)?;
     let padded = step.padded(rank, local, trip.alignment);
     let starts: Vec<usize> = (0..local).map(|j| padded[..j].iter().sum()).collect();
     let filled: usize = padded.iter().sum();
@@ -219,9 +219,9 @@ fn there_and_back(seat: &mut Seat<'_>, trip: &Trip, step: &Step) -> Result<()> {
     let n = trip.capacity.unwrap_or(filled);
     let x: Vec<f64> = (0..tokens * h).map(|i| value(rank, i / h, i % h)).collect();
     let w: Vec<f64> = (0..tokens * k).map(|i| (rank * 1000 + i) as f64 + 0.5).collect();
-    let (x, w) = (seat.put(trip.rows, &x, &[tokens, h])?, seat.put(DType::F32, &w, &[tokens, k])?);
-    let mut rows = Tensor::empty(seat.cuda(), trip.rows, &[n, h])?;
-    let mut weights = Tensor::empty(seat.cuda(), DType::F32, &[n])?;
+    let (x, w) = (endpoint.put(trip.rows, &x, &[tokens, h])?, endpoint.put(DType::F32, &w, &[tokens, k])?);
+    let mut rows = Tensor::empty(endpoint.cuda(), trip.rows, &[n, h])?;
+    let mut weights = Tensor::empty(endpoint.cuda(), DType::F32, &[n])?;
     let out = DispatchArgs {
         tokens: x.view(),
         weights: Some(w.view()),
@@ -231,7 +231,7 @@ fn there_and_back(seat: &mut Seat<'_>, trip: &Trip, step: &Step) -> Result<()> {
         out_scales: None,
     };
     handle.dispatch(PassDirection::Forward, out)?;
-    let (got, got_w) = (seat.get(&rows)?, seat.get(&weights)?);
+    let (got, got_w) = (endpoint.get(&rows)?, endpoint.get(&weights)?);
     for j in 0..local {
         let expert = (rank * local + j) as i64;
         let mut expected = Vec::new();
@@ -257,14 +257,14 @@ fn there_and_back(seat: &mut Seat<'_>, trip: &Trip, step: &Step) -> Result<()> {
     }
     // Forward sums are x times the kept choices; so are backward ones, and each weight comes home.
     let kept = kept(own, k);
-    let mut sums = Tensor::empty(seat.cuda(), trip.rows, &[tokens, h])?;
+    let mut sums = Tensor::empty(endpoint.cuda(), trip.rows, &[tokens, h])?;
     summed(&mut handle, &rows, &mut sums)?;
-    check_sums(seat, &sums, (rank, h), &kept)?;
+    check_sums(endpoint, &sums, (rank, h), &kept)?;
 
-    let mut again = Tensor::empty(seat.cuda(), trip.rows, &[n, h])?;
+    let mut again = Tensor::empty(endpoint.cuda(), trip.rows, &[n, h])?;
     swung(&mut handle, &x, &mut again)?;
-    assert_eq!(seat.get(&again)?[..filled * h], got[..filled * h], "{trip:?}: backward rows");
-    let mut d_w = Tensor::empty(seat.cuda(), DType::F32, &[tokens, k])?;
+    assert_eq!(endpoint.get(&again)?[..filled * h], got[..filled * h], "{trip:?}: backward rows");
+    let mut d_w = Tensor::empty(endpoint.cuda(), DType::F32, &[tokens, k])?;
     let back = CombineArgs {
         rows: again.view(),
         weights: Some(weights.view()),
@@ -272,10 +272,10 @@ fn there_and_back(seat: &mut Seat<'_>, trip: &Trip, step: &Step) -> Result<()> {
         out_weights: Some(d_w.view_mut()),
     };
     handle.combine(PassDirection::Backward, back)?;
-    check_sums(seat, &sums, (rank, h), &kept)?;
+    check_sums(endpoint, &sums, (rank, h), &kept)?;
     let expected: Vec<f64> =
         own.iter().enumerate().map(|(i, id)| if *id >= 0 { (rank * 1000 + i) as f64 + 0.5 } else { 0.0 }).collect();
-    assert_eq!(seat.get(&d_w)?, expected, "{trip:?}: weights");
+    assert_eq!(endpoint.get(&d_w)?, expected, "{trip:?}: weights");
     Ok(())
 }
 
@@ -297,12 +297,12 @@ fn kept(ids: &[i64], k: usize) -> impl Fn(usize) -> f64 {
 }
 
 fn check_sums(
-    seat: &Seat<'_>,
+    endpoint: &Endpoint<'_>,
     sums: &Tensor<Cuda>,
     (rank, h): (usize, usize),
     times: &dyn Fn(usize) -> f64,
 ) -> Result<()> {
-    for (i, found) in seat.get(sums)?.iter().enumerate() {
+    for (i, found) in endpoint.get(sums)?.iter().enumerate() {
         let (exact, f) = (times(i / h) * value(rank, i / h, i % h), *found);
         // Up to 5 × 120: above 256 a bf16 is a multiple of 2 or 4, and partial sums round too.
         assert!((f - exact).abs() <= exact.abs() / 128.0, "token {}: {f}, exactly {exact}", i / h);
@@ -313,13 +313,13 @@ fn check_sums(
 fn three_handles_in_flight(ranks: usize) {
     let trip = trips(ranks)[0];
     let steps: Vec<Step> = (0..3).map(|s| Step::new(40 + s, ranks, &trip)).collect();
-    each(ranks, |seat| {
-        let (rank, k, h) = (seat.comm.rank(), trip.k, trip.hidden);
-        let group = group(seat, &trip)?;
+    each(ranks, |endpoint| {
+        let (rank, k, h) = (endpoint.comm.rank(), trip.k, trip.hidden);
+        let group = group(endpoint, &trip)?;
         let mut handles = Vec::new();
         for step in &steps {
             let mut handle = HighThroughputHandle::new(&group, HandleOptions { top_k: k, alignment: 1 })?;
-            let [.., total] = updated(seat, &mut handle, &seat.ids(DType::I32, &step.ids[rank], k)?)?;
+            let [.., total] = updated(endpoint, &mut handle, &endpoint.ids(DType::I32, &step.ids[rank], k)?)?;
             handles.push((handle, total[0]));
         }
         for i in [2, 0, 1] {
@@ -327,12 +327,12 @@ fn three_handles_in_flight(ranks: usize) {
             let own = &steps[i].ids[rank];
             let tokens = own.len() / k;
             let x: Vec<f64> = (0..tokens * h).map(|i| value(rank, i / h, i % h)).collect();
-            let x = seat.put(trip.rows, &x, &[tokens, h])?;
-            let mut rows = Tensor::empty(seat.cuda(), trip.rows, &[*n, h])?;
+            let x = endpoint.put(trip.rows, &x, &[tokens, h])?;
+            let mut rows = Tensor::empty(endpoint.cuda(), trip.rows, &[*n, h])?;
             swung(handle, &x, &mut rows)?;
-            let mut sums = Tensor::empty(seat.cuda(), trip.rows, &[tokens, h])?;
+            let mut sums = Tensor::empty(endpoint.cuda(), trip.rows, &[tokens, h])?;
             summed(handle, &rows, &mut sums)?;
-            check_sums(seat, &sums, (rank, h), &kept(own, k))?;
+            check_sums(endpoint, &sums, (rank, h), &kept(own, k))?;
         }
         Ok(())
     });
@@ -343,30 +343,30 @@ fn opaque_rows_with_scales(ranks: usize) {
     for (row, scale) in [(512, 16), (512, 0), (256, 32), (128, 64)] {
         let trip = Trip { hidden: (row + scale) / 2, ..trips(ranks)[0] };
         let step = Step::new(7, ranks, &trip);
-        each(ranks, |seat| opaque(seat, (row, scale), &trip, &step));
+        each(ranks, |endpoint| opaque(endpoint, (row, scale), &trip, &step));
     }
 }
 
-fn opaque(seat: &mut Seat<'_>, (row, scale): (usize, usize), trip: &Trip, step: &Step) -> Result<()> {
-    let (rank, k) = (seat.comm.rank(), trip.k);
-    let group = group(seat, trip)?;
+fn opaque(endpoint: &mut Endpoint<'_>, (row, scale): (usize, usize), trip: &Trip, step: &Step) -> Result<()> {
+    let (rank, k) = (endpoint.comm.rank(), trip.k);
+    let group = group(endpoint, trip)?;
     let mut handle = HighThroughputHandle::new(&group, HandleOptions { top_k: k, alignment: 1 })?;
     let own = &step.ids[rank];
     let tokens = own.len() / k;
-    let [counts, offsets, total] = updated(seat, &mut handle, &seat.ids(DType::I32, own, k)?)?;
-    assert_eq!(counts, step.padded(rank, trip.experts / seat.comm.size(), 1), "row {row}, scales {scale}");
+    let [counts, offsets, total] = updated(endpoint, &mut handle, &endpoint.ids(DType::I32, own, k)?)?;
+    assert_eq!(counts, step.padded(rank, trip.experts / endpoint.comm.size(), 1), "row {row}, scales {scale}");
     let byte = |rank: usize, token: usize, column: usize| ((rank * 71 + token * 5 + column * 3) % 251) as f64;
     let filled = |width: usize, salt: usize| -> Vec<f64> {
         (0..tokens * width).map(|i| byte(rank, i / width, i % width + salt)).collect()
     };
-    let x = seat.put(DType::U8, &filled(row, 0), &[tokens, row])?;
-    let s = seat.put(DType::U8, &filled(scale, 17), &[tokens, scale])?;
+    let x = endpoint.put(DType::U8, &filled(row, 0), &[tokens, row])?;
+    let s = endpoint.put(DType::U8, &filled(scale, 17), &[tokens, scale])?;
     let w: Vec<f64> = (0..tokens * k).map(|i| (rank * 1000 + i) as f64).collect();
-    let w = seat.put(DType::F32, &w, &[tokens, k])?;
+    let w = endpoint.put(DType::F32, &w, &[tokens, k])?;
     let n = total[0];
-    let mut rows = Tensor::empty(seat.cuda(), DType::U8, &[n, row])?;
-    let mut scales = Tensor::empty(seat.cuda(), DType::U8, &[n, scale])?;
-    let mut weights = Tensor::empty(seat.cuda(), DType::F32, &[n])?;
+    let mut rows = Tensor::empty(endpoint.cuda(), DType::U8, &[n, row])?;
+    let mut scales = Tensor::empty(endpoint.cuda(), DType::U8, &[n, scale])?;
+    let mut weights = Tensor::empty(endpoint.cuda(), DType::F32, &[n])?;
     let out = DispatchArgs {
         tokens: x.view(),
         weights: Some(w.view()),
@@ -376,7 +376,7 @@ fn opaque(seat: &mut Seat<'_>, (row, scale): (usize, usize), trip: &Trip, step: 
         out_scales: (scale > 0).then(|| scales.view_mut()),
     };
     handle.dispatch(PassDirection::Forward, out)?;
-    let (got, got_s, got_w) = (seat.get(&rows)?, seat.get(&scales)?, seat.get(&weights)?);
+    let (got, got_s, got_w) = (endpoint.get(&rows)?, endpoint.get(&scales)?, endpoint.get(&weights)?);
     let mut seen = 0;
     for (start, count) in offsets.iter().zip(&counts) {
         for slot in *start..start + count {
@@ -396,20 +396,20 @@ fn opaque(seat: &mut Seat<'_>, (row, scale): (usize, usize), trip: &Trip, step: 
 fn past_the_capacity_rows_are_dropped_and_counted(ranks: usize) {
     let trip = Trip { capacity: Some(32), tokens: [32, 32], ..trips(ranks)[0] };
     let step = Step::new(3, ranks, &trip);
-    each(ranks, |seat| {
-        let (rank, ranks, k, h) = (seat.comm.rank(), seat.comm.size(), trip.k, trip.hidden);
+    each(ranks, |endpoint| {
+        let (rank, ranks, k, h) = (endpoint.comm.rank(), endpoint.comm.size(), trip.k, trip.hidden);
         let local = trip.experts / ranks;
-        let group = group(seat, &trip)?;
+        let group = group(endpoint, &trip)?;
         let mut handle = HighThroughputHandle::new(&group, HandleOptions { top_k: k, alignment: 1 })?;
-        let [counts, _, total] = updated(seat, &mut handle, &seat.ids(DType::I32, &step.ids[rank], k)?)?;
+        let [counts, _, total] = updated(endpoint, &mut handle, &endpoint.ids(DType::I32, &step.ids[rank], k)?)?;
         let needed: usize = step.padded(rank, local, 1).iter().sum();
         assert!(needed > 32, "the test wants an overflow");
         assert_eq!((total[0], counts.iter().sum::<usize>()), (needed, 32));
-        let x = Tensor::zeros(seat.cuda(), trip.rows, &[32, h])?;
+        let x = Tensor::zeros(endpoint.cuda(), trip.rows, &[32, h])?;
         let w: Vec<f64> = (0..32 * k).map(|i| (1 + rank * 1000 + i) as f64).collect();
-        let w = seat.put(DType::F32, &w, &[32, k])?;
-        let mut rows = Tensor::empty(seat.cuda(), trip.rows, &[32, h])?;
-        let mut weights = Tensor::empty(seat.cuda(), DType::F32, &[32])?;
+        let w = endpoint.put(DType::F32, &w, &[32, k])?;
+        let mut rows = Tensor::empty(endpoint.cuda(), trip.rows, &[32, h])?;
+        let mut weights = Tensor::empty(endpoint.cuda(), DType::F32, &[32])?;
         let out = DispatchArgs {
             tokens: x.view(),
             weights: Some(w.view()),
@@ -419,8 +419,8 @@ fn past_the_capacity_rows_are_dropped_and_counted(ranks: usize) {
             out_scales: None,
         };
         handle.dispatch(PassDirection::Forward, out)?;
-        let mut sums = Tensor::empty(seat.cuda(), trip.rows, &[32, h])?;
-        let mut d_w = Tensor::empty(seat.cuda(), DType::F32, &[32, k])?;
+        let mut sums = Tensor::empty(endpoint.cuda(), trip.rows, &[32, h])?;
+        let mut d_w = Tensor::empty(endpoint.cuda(), DType::F32, &[32, k])?;
         let back = CombineArgs {
             rows: rows.view(),
             weights: Some(weights.view()),
@@ -429,8 +429,8 @@ fn past_the_capacity_rows_are_dropped_and_counted(ranks: usize) {
         };
         handle.combine(PassDirection::Backward, back)?;
         // Dropped choices have no gradient; the others have their own weight back.
-        let home = seat.get(&d_w)?;
-        let given = seat.get(&w)?;
+        let home = endpoint.get(&d_w)?;
+        let given = endpoint.get(&w)?;
         assert!(home.iter().zip(&given).all(|(d, w)| *d == 0.0 || d == w), "{home:?}");
         assert!(home.iter().filter(|d| **d == 0.0).count() > step.ids[rank].iter().filter(|id| **id < 0).count());
         Ok(())
@@ -438,7 +438,7 @@ fn past_the_capacity_rows_are_dropped_and_counted(ranks: usize) {
 }
 
 fn rules_are_checked_before_the_library_is_called(ranks: usize) {
-    each(ranks, |seat| {
+    each(ranks, |endpoint| {
         let good = HighThroughputOptions {
             num_experts: 4 * ranks,
             max_tokens: 32,
@@ -448,7 +448,8 @@ fn rules_are_checked_before_the_library_is_called(ranks: usize) {
             trap: false,
         };
         let refused =
-            |options: HighThroughputOptions| match HighThroughputGroup::new(&seat.library, &seat.comm, options) {
+            |options: HighThroughputOptions| match HighThroughputGroup::new(&endpoint.library, &endpoint.comm, options)
+            {
                 Err(Error::NcclEp(error)) => error,
                 other => panic!("{options:?}: {other:?}"),
             };
@@ -471,7 +472,7 @@ fn rules_are_checked_before_the_library_is_called(ranks: usize) {
                 NcclEpError::Fours { local: 1, domain: 2 }
             );
         }
-        let group = HighThroughputGroup::new(&seat.library, &seat.comm, good)?;
+        let group = HighThroughputGroup::new(&endpoint.library, &endpoint.comm, good)?;
         let unaligned = HighThroughputHandle::new(&group, HandleOptions { top_k: 2, alignment: 12 }).map(|_| ());
         assert!(matches!(unaligned, Err(Error::NcclEp(NcclEpError::Alignment { found: 12 }))), "{unaligned:?}");
         Ok(())

@@ -1,7 +1,7 @@
 //! Groups of a world against their definition: ranks equal in all other coordinates.
 
 use moebius::Error;
-use moebius::ranks::{Axis, Mesh};
+use moebius::ranks::{Axis, AxisSize, Mesh};
 
 /// Every way to write `world` as an ordered product of three sizes.
 fn factorings(world: usize) -> Vec<[usize; 3]> {
@@ -29,7 +29,7 @@ fn every_factoring_of_8_and_12() {
     for axes in [[Axis::Expert, Axis::ExpertTensor, Axis::Tensor], [Axis::Expert, Axis::Data, Axis::Tensor]] {
         for (world, order) in [8, 12].into_iter().flat_map(|world| orders.map(|order| (world, order))) {
             for sizes in factorings(world) {
-                let named: Vec<(Axis, usize)> = order.iter().zip(sizes).map(|(i, size)| (axes[*i], size)).collect();
+                let named: Vec<AxisSize> = order.iter().zip(sizes).map(|(i, size)| axes[*i].of_size(size)).collect();
                 check(world, &named, count(sizes));
                 meshes += 1;
             }
@@ -39,10 +39,10 @@ fn every_factoring_of_8_and_12() {
     assert_eq!(meshes, 2 * 6 * (10 + 18));
 }
 
-fn check(world: usize, named: &[(Axis, usize)], places: Vec<[usize; 3]>) {
+fn check(world: usize, named: &[AxisSize], places: Vec<[usize; 3]>) {
     let mesh = Mesh::new(world, named).unwrap();
     assert_eq!((mesh.world(), places.len()), (world, world));
-    for (at, (axis, size)) in named.iter().enumerate() {
+    for (at, AxisSize { axis, size }) in named.iter().enumerate() {
         assert_eq!(mesh.size(*axis), *size);
         let groups = mesh.groups(*axis);
         assert_eq!(groups.len() * size, world, "{named:?} {axis}");
@@ -64,7 +64,7 @@ fn check(world: usize, named: &[(Axis, usize)], places: Vec<[usize; 3]>) {
 /// Transformer Engine's example: 8 devices, expert groups {0, 2, 4, 6} and {1, 3, 5, 7} beside tensor pairs.
 #[test]
 fn expert_4_by_tensor_2() {
-    let mesh = Mesh::new(8, &[(Axis::Expert, 4), (Axis::Tensor, 2)]).unwrap();
+    let mesh = Mesh::new(8, &[Axis::Expert.of_size(4), Axis::Tensor.of_size(2)]).unwrap();
     assert_eq!(mesh.groups(Axis::Expert), [[0, 2, 4, 6], [1, 3, 5, 7]]);
     assert_eq!(mesh.groups(Axis::Tensor), [[0, 1], [2, 3], [4, 5], [6, 7]]);
     // An axis that is not there: everybody alone.
@@ -82,17 +82,17 @@ fn impossible_meshes() {
         (0, &[][..], "world"),
         (usize::MAX, &[], "world"),
         (8, &[], "axes"),
-        (8, &[(Expert, 4)], "axes"),
-        (8, &[(Expert, 16)], "axes"),
-        (8, &[(Expert, usize::MAX), (Data, usize::MAX)], "axes"),
-        (8, &[(Expert, 8), (Data, 0)], "data"),
-        (8, &[(Expert, 2), (Data, 2), (Expert, 2)], "expert"),
+        (8, &[Expert.of_size(4)], "axes"),
+        (8, &[Expert.of_size(16)], "axes"),
+        (8, &[Expert.of_size(usize::MAX), Data.of_size(usize::MAX)], "axes"),
+        (8, &[Expert.of_size(8), Data.of_size(0)], "data"),
+        (8, &[Expert.of_size(2), Data.of_size(2), Expert.of_size(2)], "expert"),
     ] {
         let Err(Error::Invalid { name: found, .. }) = Mesh::new(world, axes) else { panic!("{world} {axes:?}") };
         assert_eq!(found, name, "{world} {axes:?}");
     }
-    let error = Mesh::new(8, &[(Expert, 4), (Data, 3)]).unwrap_err().to_string();
+    let error = Mesh::new(8, &[Expert.of_size(4), Data.of_size(3)]).unwrap_err().to_string();
     assert!(error.contains("expert 4 x data 3 = 12") && error.contains("product of 8"), "{error}");
-    let mesh = Mesh::new(8, &[(Expert, 8)]).unwrap();
+    let mesh = Mesh::new(8, &[Expert.of_size(8)]).unwrap();
     assert!(mesh.member(Expert, 8).is_err() && mesh.coordinate(Data, 8).is_err());
 }

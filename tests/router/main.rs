@@ -164,6 +164,7 @@ impl<D: Target> On<D> {
                     let d_loss = d_loss.borrow();
                     AuxBwd { aux, sums: sums.view(), d_loss }
                 }),
+                origin: ORIGIN,
                 d_logits: d_logits.view_mut(),
             };
             self.done(self.device.route_bwd(call), &d_logits)
@@ -191,7 +192,8 @@ impl<D: Target> On<D> {
         let t = logits.len() / e;
         let (logits, ids) = (self.put(logits, &[t, e])?, self.ids(ids, &[t, k])?);
         let mut out = self.empty(&[2 * e + 4])?;
-        let call = AuxSums { config: c, aux, logits: logits.view(), ids: ids.view(), out: out.view_mut() };
+        let call =
+            AuxSums { config: c, aux, logits: logits.view(), ids: ids.view(), origin: ORIGIN, out: out.view_mut() };
         self.done(self.device.aux_sums(call), &out)
     }
 

@@ -51,14 +51,14 @@ impl<'a> Lines<'a> {
     /// Reads lines to rows of `width` elements each, at least a line's; the rest of a row is not written.
     pub(super) fn load(&self, lines: Range<usize>, width: usize, panel: &mut [f32]) {
         match self.elements {
-            Elements::F32(values) => widen(values, self.layout, lines, (width, panel)),
-            Elements::Bf16(values) => widen(values, self.layout, lines, (width, panel)),
-            Elements::F16(values) => widen(values, self.layout, lines, (width, panel)),
+            Elements::F32(values) => widen(values, self.layout, lines, width, panel),
+            Elements::Bf16(values) => widen(values, self.layout, lines, width, panel),
+            Elements::F16(values) => widen(values, self.layout, lines, width, panel),
         }
     }
 }
 
-fn widen<T: Float<Acc = f32>>(from: &[T], layout: Layout, lines: Range<usize>, (width, panel): (usize, &mut [f32])) {
+fn widen<T: Float<Acc = f32>>(from: &[T], layout: Layout, lines: Range<usize>, width: usize, panel: &mut [f32]) {
     let Layout { offset, dims: [_, len], strides: [across, along] } = layout;
     let first = offset + lines.start * across;
     if along <= across {

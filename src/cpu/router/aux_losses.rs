@@ -9,7 +9,7 @@ use crate::config::{BalanceKind, RouterConfig, Score};
 use crate::cpu::Cpu;
 use crate::cpu::element::{Acc, with_acc};
 use crate::error::{Error, Result};
-use crate::kernels::{AuxBwd, AuxSums, AuxTotal, Scalar};
+use crate::kernels::{AuxBwd, AuxSums, AuxTotal, Origin, Scalar};
 use crate::tensor::TensorRef;
 
 use super::choose::best;
@@ -28,7 +28,7 @@ fn aux_sums_as<A: Acc>(call: AuxSums<'_, Cpu>) -> Result<()> {
     let (e, k) = (config.num_experts, config.top_k);
     let t = check_logits(CALL, config, call.logits)?;
     check(CALL, "out", A::DTYPE, &[Sums::len(e)], call.out.dtype(), call.out.dims())?;
-    let ids = check_ids(CALL, config, t, call.ids)?;
+    let ids = check_ids(CALL, config, t, call.origin, call.ids)?;
     let logits = call.logits.as_slice::<A>()?;
 
     let block = match kind {
@@ -66,7 +66,7 @@ fn aux_total_as<A: Acc>(call: AuxTotal<'_, Cpu>) -> Result<()> {
     const CALL: &str = "aux_total";
     call.config.validate()?;
     call.aux.validate()?;
-    let sums = sums_of::<A>((CALL, "sums"), call.config, call.sums)?;
+    let sums = sums_of::<A>(CALL, "sums", call.config, call.sums)?;
     let total = aux_loss::aux_value(call.config, call.aux, &sums).total();
     Scalar::Device(call.out.as_ref()).check(CALL, "out", A::DTYPE)?;
     call.out.into_slice::<A>()?[0] = A::of(total);
@@ -75,7 +75,8 @@ fn aux_total_as<A: Acc>(call: AuxTotal<'_, Cpu>) -> Result<()> {
 
 /// The sums, checked.
 fn sums_of<A: Acc>(
-    (call, name): (&'static str, &str),
+    call: &'static str,
+    name: &str,
     config: &RouterConfig,
     sums: TensorRef<'_, Cpu>,
 ) -> Result<Vec<f64>> {
@@ -162,27 +163,24 @@ impl AuxGrad {
         config: &RouterConfig,
         aux: &AuxBwd<'_, Cpu>,
         ids: &[i32],
+        origin: Origin,
     ) -> Result<Self> {
         let (e, k) = (config.num_experts, config.top_k);
         aux.aux.validate()?;
-        let values = sums_of::<A>((call, "aux.sums"), config, aux.sums)?;
+        let values = sums_of::<A>(call, "aux.sums", config, aux.sums)?;
         let sums = Sums::new(&values, e);
         aux.d_loss.check(call, "aux.d_loss", A::DTYPE)?;
         let d_loss = match aux.d_loss {
             Scalar::Host(value) => value,
             Scalar::Device(tensor) => tensor.as_slice::<A>()?[0].as_f64(),
         };
+        let name = || format!("tensor aux.sums on rank {}, layer {}", origin.rank, origin.layer);
         if sums.tokens <= 0.0 && !ids.is_empty() {
-            return Err(Error::invalid(
-                call,
-                "tensor aux.sums",
-                "the sums of at least this rank's tokens",
-                "no tokens",
-            ));
+            return Err(Error::invalid(call, name(), "the sums of at least this rank's tokens", "no tokens"));
         }
         let kind = aux.aux.balance_kind;
         if matches!(kind, BalanceKind::Sequence { .. }) && sums.sequences <= 0.0 && !ids.is_empty() {
-            return Err(Error::invalid(call, "tensor aux.sums", "the sums of a loss over sequences", "no sequences"));
+            return Err(Error::invalid(call, name(), "the sums of a loss over sequences", "no sequences"));
         }
         let weight = d_loss * aux.aux.balance * e as f64;
         let row = |counts: &[f64], picks: f64, tokens: f64, weight: f64| -> Vec<f64> {

@@ -28,8 +28,8 @@ fn route_bwd_as<A: Acc>(call: RouteBwd<'_, Cpu>) -> Result<()> {
     let t = check_logits(CALL, config, call.logits)?;
     check(CALL, "d_weights", A::DTYPE, &[t, k], call.d_weights.dtype(), call.d_weights.dims())?;
     check(CALL, "d_logits", A::DTYPE, &[t, e], call.d_logits.dtype(), call.d_logits.dims())?;
-    let ids = check_ids(CALL, config, t, call.ids)?;
-    let aux = call.aux.map(|aux| AuxGrad::new::<A>(CALL, config, &aux, ids)).transpose()?;
+    let ids = check_ids(CALL, config, t, call.origin, call.ids)?;
+    let aux = call.aux.map(|aux| AuxGrad::new::<A>(CALL, config, &aux, ids, call.origin)).transpose()?;
     let (logits, d_weights) = (call.logits.as_slice::<A>()?, call.d_weights.as_slice::<A>()?);
     let d_logits = call.d_logits.into_slice::<A>()?;
 

@@ -16,7 +16,7 @@ use rayon::prelude::*;
 
 use crate::config::RouterConfig;
 use crate::dtype::DType;
-use crate::error::{Error, Result};
+use crate::error::{Error, IdProblem, Result};
 use crate::kernels::{Origin, Route};
 use crate::tensor::TensorRef;
 
@@ -109,20 +109,15 @@ fn check_ids<'a>(
     call: &'static str,
     config: &RouterConfig,
     tokens: usize,
+    origin: Origin,
     ids: TensorRef<'a, Cpu>,
 ) -> Result<&'a [i32]> {
-    let (e, k) = (config.num_experts, config.top_k);
+    let (num_experts, k) = (config.num_experts, config.top_k);
     check(call, "ids", DType::I32, &[tokens, k], ids.dtype(), ids.dims())?;
     let ids = ids.as_slice::<i32>()?;
-    match ids.iter().position(|&id| id < 0 || id as usize >= e) {
-        None => Ok(ids),
-        Some(at) => Err(Error::invalid(
-            call,
-            format!("tensor ids[{}, {}]", at / k, at % k),
-            format!("an expert in 0..{e}, as `route` gave it"),
-            ids[at],
-        )),
-    }
+    let Some(at) = ids.iter().position(|&id| id < 0 || id as usize >= num_experts) else { return Ok(ids) };
+    let (Origin { rank, layer }, problem) = (origin, IdProblem::NotRouted { num_experts });
+    Err(Error::ExpertId { call, rank, layer, token: at / k, k: at % k, id: ids[at].into(), problem })
 }
 
 fn selection_bias<A: Acc>(

@@ -29,6 +29,8 @@ const _: () = assert!(deferred_errors::WORDS == params::ERRORS_WORDS as usize);
 const _: () =
     assert!(deferred_errors::RECORDS == params::ERRORS_RECORDS && deferred_errors::CAPACITY == params::ERRORS_CAPACITY);
 
+const _: () = assert!(deferred_errors::LAYER == params::ERRORS_LAYER as usize);
+
 const CALL: &str = "prepare";
 
 /// Whether blocks have room to count so many experts' choices; records of these specs carry no weights.

@@ -231,7 +231,7 @@ mod tests {
         assert_eq!(gather_parities(&uses, 1, |_, _| true), gather_parities(&with_dense(true), 1, |_, _| true));
     }
 
-    /// What is held shares memory with nothing of its layer, nor with what is gathered ahead of the next.
+    /// A held weight shares memory with no other of its layer, nor with one that is gathered ahead for the next.
     #[test]
     fn what_is_held_has_memory_of_its_own() {
         for recompute in [false, true] {

@@ -187,7 +187,7 @@ impl Communicator<Cuda> for NcclComm {
         let subject = self.session.begin(CollectiveCall { operation: CALL, tag, dtype, detail, bytes })?;
         match bytes {
             0 => self.nothing(subject),
-            _ => self.sum_blocks((subject, false), send, recv),
+            _ => self.sum_blocks(subject, false, send, recv),
         }
     }
 

@@ -204,7 +204,7 @@ impl NcclComm {
         self.session.comm_handle.keep(RegisteredWindow { window, block: Arc::clone(&block) });
         // SAFETY: the memory has that many bytes and lives as long as the block; the tensor alone writes it, and peers
         // where collectives that are given it let them.
-        let buffer = unsafe { self.cuda.held((address, bytes), block) };
+        let buffer = unsafe { self.cuda.held(address, bytes, block) };
         Tensor::from_buffer(buffer, dtype, dims)
     }
 }

@@ -98,7 +98,7 @@ impl NcclWorld {
     /// # Errors
     /// [`NcclError`](crate::nccl::NcclError); the same GPU twice.
     pub fn new(library: &NcclLibrary, gpus: &[Cuda], timeout: Duration) -> Result<Self> {
-        Self::connected(library, gpus, (timeout, false))
+        Self::connected(library, gpus, timeout, false)
     }
 
     /// The same for communicators whose collectives over [`Communicator::memory`] are the GPUs' copy engines', and so
@@ -114,10 +114,10 @@ impl NcclWorld {
     /// memory cannot be moved that way, which is tried here.
     pub fn with_copy_engines(library: &NcclLibrary, gpus: &[Cuda], timeout: Duration) -> Result<Self> {
         check_copy_engines(library)?;
-        Self::connected(library, gpus, (timeout, true))
+        Self::connected(library, gpus, timeout, true)
     }
 
-    fn connected(library: &NcclLibrary, gpus: &[Cuda], (timeout, copy_engines): (Duration, bool)) -> Result<Self> {
+    fn connected(library: &NcclLibrary, gpus: &[Cuda], timeout: Duration, copy_engines: bool) -> Result<Self> {
         for (i, gpu) in gpus.iter().enumerate() {
             if gpus[..i].iter().any(|other| other.ordinal() == gpu.ordinal()) {
                 return Err(Error::invalid(
@@ -199,7 +199,7 @@ impl NcclComm {
     /// [`NcclError`](crate::nccl::NcclError); [`RankError`](crate::ranks::RankError) where the ranks do not find each
     /// other; another value of that variable.
     pub fn join(library: &NcclLibrary, job: &Bootstrap, cuda: &Cuda) -> Result<Self> {
-        Self::join_as(library, job, (cuda, checked(std::env::var_os(CHECKED))?))
+        Self::join_as(library, job, cuda, checked(std::env::var_os(CHECKED))?)
     }
 
     /// The same with every collective of it and of its parts compared over the ranks before anything is enqueued, as
@@ -211,10 +211,10 @@ impl NcclComm {
     /// # Errors
     /// As [`NcclComm::join`].
     pub fn join_checked(library: &NcclLibrary, job: &Bootstrap, cuda: &Cuda) -> Result<Self> {
-        Self::join_as(library, job, (cuda, true))
+        Self::join_as(library, job, cuda, true)
     }
 
-    fn join_as(library: &NcclLibrary, job: &Bootstrap, (cuda, checked): (&Cuda, bool)) -> Result<Self> {
+    fn join_as(library: &NcclLibrary, job: &Bootstrap, cuda: &Cuda, checked: bool) -> Result<Self> {
         let (id, streams) = job.connect(|| library.unique_id())?;
         let socket = ControlSocket::new(job.rank, streams, checked)?;
         let control = ProcessControl::new(&socket, 0, (0..job.world).collect());

@@ -51,7 +51,8 @@ impl NcclComm {
     /// Block `rank` of `send`, summed over the ranks; `middle`: more of the collective follows.
     pub(in crate::nccl) fn sum_blocks(
         &mut self,
-        (subject, middle): (CollectiveInfo, bool),
+        subject: CollectiveInfo,
+        middle: bool,
         send: TensorRef<'_, Cuda>,
         recv: TensorMut<'_, Cuda>,
     ) -> Result<()> {
@@ -110,7 +111,7 @@ impl NcclComm {
                 let block = count / size;
                 let own = Tensor::empty(&self.cuda, dtype, &[block]);
                 let mut own = self.session.check_begun(subject, own)?;
-                self.sum_blocks((subject, true), buffer.as_ref(), own.view_mut())?;
+                self.sum_blocks(subject, true, buffer.as_ref(), own.view_mut())?;
                 let (from, to) = (own.view().data().address(), buffer.reborrow().into_data().address());
                 // SAFETY: the buffer has `size` times the block's bytes; both are given back in the stream's order.
                 self.enqueue(subject, |comm_stream| unsafe { comm_stream.all_gather(from, to, block * dtype.size()) })

@@ -113,7 +113,8 @@ impl NcclComm {
     /// A call about windows that all ranks make, of the same number of bytes.
     fn of_window<T>(
         &mut self,
-        (operation, tag): (&'static str, Tag),
+        operation: &'static str,
+        tag: Tag,
         bytes: usize,
         calls: impl FnOnce(Raw<'_>) -> Result<T>,
     ) -> Result<T> {
@@ -130,7 +131,7 @@ impl SymmetricMemory<Cuda> for NcclComm {
         // Before the ranks meet: one without memory tells the others, and the communicator works on.
         let memory = self.cuda.bind("allocate").and_then(|()| registering.allocate(bytes));
         let memory = self.check(tag, memory)?;
-        let made = self.of_window(("allocate", tag), bytes, |raw| registering.register(raw.comm, memory, bytes));
+        let made = self.of_window("allocate", tag, bytes, |raw| registering.register(raw.comm, memory, bytes));
         // Where the communicator has ended, a window may have been made over it.
         if made.is_err() && self.session.comm_handle.failure().is_none() {
             registering.free(memory);
@@ -145,7 +146,7 @@ impl SymmetricMemory<Cuda> for NcclComm {
         let deregister = library.newer("ncclCommWindowDeregister", functions.window_deregister)?;
         // The stream's work with the window comes first, here and at the peers.
         self.barrier(tag)?;
-        self.of_window(("release", tag), window.bytes, |raw| {
+        self.of_window("release", tag, window.bytes, |raw| {
             // SAFETY: the window is this communicator's and nobody uses it any more.
             let status = unsafe { deregister(raw.comm, window.window) };
             library.check("ncclCommWindowDeregister", raw.comm, status)?;

@@ -91,7 +91,7 @@ impl TokenDispatcher<Cuda> for NcclEp {
     }
 
     fn place_for_return(&mut self, handle: &Handle<Cuda>, dtype: DType, width: usize) -> Result<Option<Tensor<Cuda>>> {
-        self.leaving(handle, (dtype, width))
+        self.outgoing(handle, (dtype, width))
     }
 
     fn copies(&self) -> u64 {
@@ -115,12 +115,12 @@ impl TokenDispatcher<Cuda> for NcclEp {
             Some((rows, scales)) => (rows, inputs.scales.is_some().then_some(scales)),
             None => {
                 let dims = [n, tokens.row_bytes() / tokens.dtype().size()];
-                let rows = self.empty_for(CALL, handle, (tokens.dtype(), &dims))?;
-                let scales = inputs.scales.map(|s| self.empty_for(CALL, handle, (s.dtype(), &[n, s.row_bytes()])));
+                let rows = self.empty_for(CALL, handle, tokens.dtype(), &dims)?;
+                let scales = inputs.scales.map(|s| self.empty_for(CALL, handle, s.dtype(), &[n, s.row_bytes()]));
                 (rows, scales.transpose()?)
             }
         };
-        let mut weights = inputs.weights.map(|w| self.empty_for(CALL, handle, (w.dtype(), &[n]))).transpose()?;
+        let mut weights = inputs.weights.map(|w| self.empty_for(CALL, handle, w.dtype(), &[n])).transpose()?;
         let outputs = DispatchOutputs {
             tokens: rows.view_mut(),
             weights: weights.as_mut().map(Tensor::view_mut),
@@ -140,10 +140,10 @@ impl TokenDispatcher<Cuda> for NcclEp {
         let bytes = expert_out.row_bytes();
         let checked = check_slots(CALL.call, "expert_out", handle, expert_out)
             .and_then(|()| check_tokens(CALL.call, "out", handle, expert_out, &out))
-            .and_then(|()| self.check_words(expert_out.dtype(), (bytes, 0)));
+            .and_then(|()| self.check_words(expert_out.dtype(), bytes, 0));
         self.check_or_refuse(CALL, handle, checked)?;
         if self.mode == Algorithm::LowLatency {
-            return self.return_low(CALL, handle, (expert_out, out.reborrow()));
+            return self.return_low(CALL, handle, expert_out, out.reborrow());
         }
         let left = self.left(CALL, handle, expert_out)?;
         let rows = left.as_ref().map_or(expert_out.borrow(), Tensor::view);
@@ -168,9 +168,9 @@ impl TokenDispatcher<Cuda> for NcclEp {
             .and_then(|()| Error::check_shape(CALL.call, "grad_expert_out", &expected, grad_expert_out.dims()));
         self.check_or_refuse(CALL, handle, checked)?;
         let Some((mut rows, _)) = self.window_rows(CALL, handle, RowFormat::of(grad), 0)? else {
-            return self.send_grad(CALL, handle, (grad, grad_expert_out));
+            return self.send_grad(CALL, handle, grad, grad_expert_out);
         };
-        self.send_grad(CALL, handle, (grad, rows.view_mut()))?;
+        self.send_grad(CALL, handle, grad, rows.view_mut())?;
         self.copied(handle, &rows, grad_expert_out)
     }
 
@@ -183,10 +183,10 @@ impl TokenDispatcher<Cuda> for NcclEp {
             Some((rows, _)) => rows,
             None => {
                 let dims = [handle.rows(), grad.row_bytes() / grad.dtype().size()];
-                self.empty_for(CALL, handle, (grad.dtype(), &dims))?
+                self.empty_for(CALL, handle, grad.dtype(), &dims)?
             }
         };
-        self.send_grad(CALL, handle, (grad, rows.view_mut()))?;
+        self.send_grad(CALL, handle, grad, rows.view_mut())?;
         Ok(Received { rows: Some(rows), weights: None, scales: None, map: None })
     }
 
@@ -195,12 +195,12 @@ impl TokenDispatcher<Cuda> for NcclEp {
         self.agreed_backward(CALL.call, handle)?;
         let bytes = grads.rows.row_bytes();
         let checked =
-            check_grads(CALL.call, handle, &grads).and_then(|()| self.check_words(grads.rows.dtype(), (bytes, 0)));
+            check_grads(CALL.call, handle, &grads).and_then(|()| self.check_words(grads.rows.dtype(), bytes, 0));
         self.check_or_refuse(CALL, handle, checked)?;
         let DispatchGrads { rows, weights, mut d_tokens, mut d_weights } = grads;
         let zeros = self.zeros_unless(weights.is_some(), CALL, handle, &[handle.rows()])?;
         let mut unused = match d_weights {
-            None => Some(self.empty_for(CALL, handle, (DType::F32, &[handle.tokens(), handle.spec().top_k]))?),
+            None => Some(self.empty_for(CALL, handle, DType::F32, &[handle.tokens(), handle.spec().top_k])?),
             Some(_) => None,
         };
         let (moved, given) = (RowFormat::of(rows), d_weights.as_mut().map(TensorMut::reborrow));

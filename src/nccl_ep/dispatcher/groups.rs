@@ -24,7 +24,7 @@ impl NcclEp {
     /// Checks a specification against the library's rules.
     pub(super) fn rules(&self, spec: &DispatchSpec) -> Result<()> {
         if let Some((dtype, width)) = spec.returns {
-            self.check_words(dtype, (width * dtype.size(), 0))?;
+            self.check_words(dtype, width * dtype.size(), 0)?;
         }
         if self.mode == Algorithm::LowLatency {
             return self.late().and_then(|()| self.low_rules(spec));

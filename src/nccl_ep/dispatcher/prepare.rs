@@ -9,7 +9,7 @@ use crate::device::Device;
 use crate::dtype::DType;
 use crate::ep::{Capacity, DispatchSpec, Handle, Overflow, Plan, Reporting, Stats};
 use crate::error::Result;
-use crate::kernels::Kernels;
+use crate::kernels::{Kernels, Origin};
 use crate::lazy::Lazy;
 use crate::tensor::{Tensor, TensorRef};
 
@@ -53,10 +53,10 @@ impl NcclEp {
             .map_err(|e| self.core.as_peer_error(CALL, e))?;
         self.core.count();
         let routing = match self.mode {
-            Algorithm::HighThroughput => self.plan_high_throughput(spec, (tag, bytes), &kept_ids)?,
-            Algorithm::LowLatency => self.plan_low_latency(spec, (tag, bytes), (&kept_ids, &loads))?,
+            Algorithm::HighThroughput => self.plan_high_throughput(spec, tag, bytes, &kept_ids)?,
+            Algorithm::LowLatency => self.plan_low_latency(spec, (tag, bytes), &kept_ids, &loads)?,
         };
-        let planned = self.planned(spec, routing, (kept_ids, loads));
+        let planned = self.planned(spec, routing, kept_ids, loads);
         self.core.check_or_refuse(tag, planned).map(Some)
     }
 
@@ -65,16 +65,18 @@ impl NcclEp {
         &mut self,
         spec: &DispatchSpec,
         routing: DeviceRouting,
-        (kept_ids, loads): (Tensor<Cuda>, Tensor<Cuda>),
+        kept_ids: Tensor<Cuda>,
+        loads: Tensor<Cuda>,
     ) -> Result<Handle<Cuda>> {
         let device = &self.core.device.clone();
         let DeviceRouting { routed, padded, starts, total, rows } = routing;
-        let from = ExternalPlan { loads: &loads, starts: &starts, total: &total, rank: self.core.rank(), rows };
+        let origin = Origin { rank: self.core.rank(), layer: spec.layer };
+        let from = ExternalPlan { loads: &loads, starts: &starts, total: &total, origin, rows };
         let (segments, row_map) = plan::external_layout(device, &from)?;
         let tokens = kept_ids.view().rows();
         let local = starts.view().count();
         let counts = CountLayout { first: self.core.rank() * local, local, alignment: spec.alignment, rows };
-        let stats = stats_later(device, [loads, total], (padded, counts));
+        let stats = stats_later(device, [loads, total], padded, counts);
         let plan = Plan {
             tokens,
             total_tokens: tokens,
@@ -96,7 +98,8 @@ impl NcclEp {
     fn plan_high_throughput(
         &mut self,
         spec: &DispatchSpec,
-        (tag, bytes): (Tag, usize),
+        tag: Tag,
+        bytes: usize,
         kept_ids: &Tensor<Cuda>,
     ) -> Result<DeviceRouting> {
         let routed = self.route_high(spec, (tag, bytes), kept_ids.view());
@@ -149,7 +152,8 @@ struct CountLayout {
 fn stats_later(
     device: &Cuda,
     [loads, total]: [Tensor<Cuda>; 2],
-    (padded, of): (Option<Tensor<Cuda>>, CountLayout),
+    padded: Option<Tensor<Cuda>>,
+    of: CountLayout,
 ) -> Lazy<Stats> {
     let device = device.clone();
     Lazy::later(move || {

@@ -93,9 +93,9 @@ impl NcclEp {
     }
 
     /// The library moves rows in 16-byte words, and sums numbers by 8.
-    pub(super) fn check_words(&self, dtype: DType, (row, scale): (usize, usize)) -> Result<()> {
+    pub(super) fn check_words(&self, dtype: DType, row: usize, scale: usize) -> Result<()> {
         if self.mode == Algorithm::LowLatency {
-            return self.check_low_row(dtype, (row, scale));
+            return self.check_low_row(dtype, row, scale);
         }
         let (bytes, width) = (row + scale, (row + scale) / dtype.size());
         if bytes == 0 || !bytes.is_multiple_of(16) {
@@ -123,7 +123,7 @@ impl NcclEp {
     /// Rows and scales of a dispatch.
     pub(super) fn check_sent(&self, inputs: &DispatchInputs<'_, Cuda>) -> Result<()> {
         let scale = inputs.scales.as_ref().map_or(0, TensorRef::row_bytes);
-        self.check_words(inputs.tokens.dtype(), (inputs.tokens.row_bytes(), scale))
+        self.check_words(inputs.tokens.dtype(), inputs.tokens.row_bytes(), scale)
     }
 
     pub(super) fn empty(&self, dtype: DType, dims: &[usize]) -> Result<Tensor<Cuda>> {
@@ -146,7 +146,8 @@ impl NcclEp {
         &mut self,
         step: DispatcherCall,
         handle: &Handle<Cuda>,
-        (dtype, dims): (DType, &[usize]),
+        dtype: DType,
+        dims: &[usize],
     ) -> Result<Tensor<Cuda>> {
         let memory = self.empty(dtype, dims);
         self.refuse_own_error_of(step, handle, memory)
@@ -172,7 +173,7 @@ impl NcclEp {
         row: RowFormat,
         scale: usize,
     ) -> Result<Option<(Tensor<Cuda>, Tensor<Cuda>)>> {
-        self.arriving(step, handle, (row.dtype, row.bytes / row.dtype.size()), scale)
+        self.incoming(step, handle, row.dtype, row.bytes / row.dtype.size(), scale)
     }
 
     /// Rows of a window to where the caller wants them.
@@ -195,7 +196,7 @@ impl NcclEp {
         let of_tokens = [handle.tokens(), handle.spec().top_k];
         let zeros = self.zeros_unless(inputs.weights.is_some(), step, handle, &of_tokens)?;
         let mut unused = match &outputs.weights {
-            None => Some(self.empty_for(step, handle, (DType::F32, &[handle.rows()]))?),
+            None => Some(self.empty_for(step, handle, DType::F32, &[handle.rows()])?),
             Some(_) => None,
         };
         let given = outputs.weights.as_mut().map(TensorMut::reborrow);
@@ -216,7 +217,8 @@ impl NcclEp {
         &mut self,
         step: DispatcherCall,
         handle: &Handle<Cuda>,
-        (grad, mut out): (TensorRef<'_, Cuda>, TensorMut<'_, Cuda>),
+        grad: TensorRef<'_, Cuda>,
+        mut out: TensorMut<'_, Cuda>,
     ) -> Result<()> {
         let (tokens, out) = (grad.borrow(), out.reborrow());
         let rows = DispatchArgs { tokens, weights: None, scales: None, out, out_weights: None, out_scales: None };

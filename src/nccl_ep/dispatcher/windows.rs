@@ -26,7 +26,7 @@ use super::steps::DispatcherCall;
 use super::{Algorithm, NcclEp, nccl};
 
 /// Turns of the way back.
-const LEAVING: usize = 2;
+const OUTGOING: usize = 2;
 
 /// One window, and how many tensors lie in it.
 #[derive(Debug)]
@@ -58,15 +58,15 @@ impl WindowRing {
 
 #[derive(Debug, Clone, Copy)]
 enum Way {
-    Arriving,
-    Leaving,
+    Incoming,
+    Outgoing,
 }
 
 /// A dispatcher's windows.
 #[derive(Debug, Default)]
 pub(super) struct WindowPool {
-    arriving: WindowRing,
-    leaving: WindowRing,
+    incoming: WindowRing,
+    outgoing: WindowRing,
     bytes: usize,
     /// The way whose turn the collective under way takes, if it takes place.
     pending: Option<Way>,
@@ -87,14 +87,14 @@ impl WindowPool {
     /// A collective is over. A turn is over on all ranks where it took place, and on none where one of them refused.
     pub(super) fn finish_collective(&mut self, took_place: bool) {
         match self.pending.take().filter(|_| took_place) {
-            Some(Way::Arriving) => self.arriving.turn += 1,
-            Some(Way::Leaving) => self.leaving.turn += 1,
+            Some(Way::Incoming) => self.incoming.turn += 1,
+            Some(Way::Outgoing) => self.outgoing.turn += 1,
             None => {}
         }
     }
 
     fn all(&self) -> impl Iterator<Item = &CountedWindow> {
-        self.arriving.windows.iter().chain(&self.leaving.windows)
+        self.incoming.windows.iter().chain(&self.outgoing.windows)
     }
 
     fn place(of: &CountedWindow) -> WindowRange {
@@ -103,11 +103,11 @@ impl WindowPool {
 }
 
 /// Part of a window as a tensor.
-fn lend(cuda: &Cuda, from: &CountedWindow, at: usize, (dtype, dims): (DType, [usize; 2])) -> Result<Tensor<Cuda>> {
+fn window_tensor(cuda: &Cuda, from: &CountedWindow, at: usize, dtype: DType, dims: [usize; 2]) -> Result<Tensor<Cuda>> {
     let bytes = dims[0] * dims[1] * dtype.size();
-    crate::comm::Span { offset: at, bytes }.check("lend", "rows", from.window.bytes())?;
+    crate::comm::Span { offset: at, bytes }.check("window_tensor", "rows", from.window.bytes())?;
     // SAFETY: the window outlives its loans (see `end`), and its turns are what the head of this file says.
-    let buffer = unsafe { cuda.borrowed((from.window.base() + at as u64, bytes), &from.loans) };
+    let buffer = unsafe { cuda.borrowed(from.window.base() + at as u64, bytes, &from.loans) };
     Tensor::from_buffer(buffer, dtype, &dims)
 }
 
@@ -127,7 +127,7 @@ impl NcclEp {
             return Ok(());
         }
         self.core.device.not_captured("dispatch", "allocate windows")?;
-        let counts = [self.core.config.windows.max(2), LEAVING];
+        let counts = [self.core.config.windows.max(2), OUTGOING];
         let tag = DispatcherState::tag(handle, Op::Init);
         let mut made: [Vec<CountedWindow>; 2] = Default::default();
         let comm = nccl(&mut self.core)?;
@@ -136,10 +136,11 @@ impl NcclEp {
                 ring.push(CountedWindow { window: comm.allocate(tag, bytes)?, loans: Arc::default() });
             }
         }
-        let [arriving, leaving] = made;
+        let [incoming, outgoing] = made;
         let smaller = std::mem::take(&mut self.windows);
         self.windows.copies = smaller.copies;
-        (self.windows.arriving.windows, self.windows.leaving.windows, self.windows.bytes) = (arriving, leaving, bytes);
+        (self.windows.incoming.windows, self.windows.outgoing.windows, self.windows.bytes) =
+            (incoming, outgoing, bytes);
         self.windows.all().for_each(|w| self.places.add(WindowPool::place(w)));
         // Their tensors may be alive: they stay until the dispatcher goes.
         self.outgrown.push(smaller);
@@ -148,11 +149,12 @@ impl NcclEp {
 
     /// Rows and scales for a dispatch to bring, in the window whose turn it is; `None`: not through windows. What only
     /// this rank finds wrong is told.
-    pub(super) fn arriving(
+    pub(super) fn incoming(
         &mut self,
         step: DispatcherCall,
         handle: &Handle<Cuda>,
-        (dtype, width): (DType, usize),
+        dtype: DType,
+        width: usize,
         scale: usize,
     ) -> Result<Option<(Tensor<Cuda>, Tensor<Cuda>)>> {
         self.windows.pending = None;
@@ -160,21 +162,21 @@ impl NcclEp {
         let bytes = rows * width * dtype.size();
         self.windows_of(handle, (bytes + rows * scale).max(rows * handle.spec().returning_bytes()))?;
         let device = &self.core.device;
-        let window_rows = self.windows.arriving.free(step.call).and_then(|window| {
-            let tokens = lend(device, window, 0, (dtype, [rows, width]))?;
-            Ok((tokens, lend(device, window, bytes, (DType::U8, [rows, scale]))?))
+        let window_rows = self.windows.incoming.free(step.call).and_then(|window| {
+            let tokens = window_tensor(device, window, 0, dtype, [rows, width])?;
+            Ok((tokens, window_tensor(device, window, bytes, DType::U8, [rows, scale])?))
         });
         let window_rows = self.refuse_own_error_of(step, handle, window_rows)?;
-        self.windows.pending = Some(Way::Arriving);
+        self.windows.pending = Some(Way::Incoming);
         Ok(Some(window_rows))
     }
 
     /// Memory that the rows of the next way back had better be written to.
-    pub(super) fn leaving(&mut self, handle: &Handle<Cuda>, row: (DType, usize)) -> Result<Option<Tensor<Cuda>>> {
+    pub(super) fn outgoing(&mut self, handle: &Handle<Cuda>, row: (DType, usize)) -> Result<Option<Tensor<Cuda>>> {
         let (Some(rows), bytes) = (self.windowed(handle), self.windows.bytes) else { return Ok(None) };
-        match self.windows.leaving.free("combine") {
+        match self.windows.outgoing.free("combine") {
             Ok(window) if rows * row.1 * row.0.size() <= bytes => {
-                Ok(Some(lend(&self.core.device, window, 0, (row.0, [rows, row.1]))?))
+                Ok(Some(window_tensor(&self.core.device, window, 0, row.0, [rows, row.1])?))
             }
             // The rows are copied then, or it is told there.
             _ => Ok(None),
@@ -192,25 +194,25 @@ impl NcclEp {
         self.windows.pending = None;
         let Some(count) = self.windowed(handle) else { return Ok(None) };
         self.windows_of(handle, count * rows.row_bytes())?;
-        let here = self.windows.leaving.current().is_some_and(|w| w.window.base() == rows.data().address());
+        let here = self.windows.outgoing.current().is_some_and(|w| w.window.base() == rows.data().address());
         let copied = match here {
             true => None,
             false => {
-                let copied = self.copied_in(step.call, (count, rows));
+                let copied = self.copied_in(step.call, count, rows);
                 let copied = self.refuse_own_error_of(step, handle, copied)?;
                 self.windows.copies += 1;
                 Some(copied)
             }
         };
-        self.windows.pending = Some(Way::Leaving);
+        self.windows.pending = Some(Way::Outgoing);
         Ok(copied)
     }
 
     /// A copy of rows in the window whose turn it is.
-    fn copied_in(&self, call: &'static str, (count, rows): (usize, TensorRef<'_, Cuda>)) -> Result<Tensor<Cuda>> {
-        let window = self.windows.leaving.free(call)?;
+    fn copied_in(&self, call: &'static str, count: usize, rows: TensorRef<'_, Cuda>) -> Result<Tensor<Cuda>> {
+        let window = self.windows.outgoing.free(call)?;
         let width = rows.row_bytes() / rows.dtype().size();
-        let mut to = lend(&self.core.device, window, 0, (rows.dtype(), [count, width]))?;
+        let mut to = window_tensor(&self.core.device, window, 0, rows.dtype(), [count, width])?;
         self.core.device.copy(rows.data(), to.view_mut().into_data())?;
         Ok(to)
     }
@@ -236,7 +238,7 @@ impl NcclEp {
         }
         let Some(comm) = self.core.comm.native() else { return };
         let tag = Tag { layer: 0, op: Op::Init, sequence: 0 };
-        for w in all.into_iter().flat_map(|w| w.arriving.windows.into_iter().chain(w.leaving.windows)) {
+        for w in all.into_iter().flat_map(|w| w.incoming.windows.into_iter().chain(w.outgoing.windows)) {
             if let Err(error) = comm.release(tag, w.window) {
                 tracing::warn!(%error, "a window was not released");
                 return;

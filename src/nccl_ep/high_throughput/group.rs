@@ -63,7 +63,7 @@ impl HighThroughputGroup {
             config.zero_copy = sys::ncclEpZeroCopyMode_t::NCCL_EP_ZERO_COPY_ON;
         }
         check_domain(CALL, &shared, options.num_experts)?;
-        Ok(Self { places, raw_group: RawGroup::join(CALL, library, (cuda, shared), config)?, options })
+        Ok(Self { places, raw_group: RawGroup::join(CALL, library, cuda, shared, config)?, options })
     }
 
     /// Options that the group was made with.

@@ -182,7 +182,7 @@ impl HighThroughputHandle {
         if let Some(w) = &out_weights {
             check(CALL, "out_weights", (DType::F32, &[n]), (w.dtype(), w.dims()))?;
         }
-        check_scales(CALL, tokens.dtype(), (&scales, t), (&out_scales, n))?;
+        check_scales(CALL, tokens.dtype(), &scales, t, &out_scales, n)?;
 
         let wire = (tokens.dtype(), tokens.row_bytes(), scale_bytes);
         let mut tokens = on_wire(TensorDescriptor::of(CALL, tokens)?, wire);

@@ -65,7 +65,7 @@ impl LowLatencyHandle {
         if let Some(ids) = &out_ids {
             check(CALL, "out_ids", (DType::I32, &[n, k]), (ids.dtype(), ids.dims()))?;
         }
-        check_scales(CALL, tokens.dtype(), (&scales, t), (&out_scales, n))?;
+        check_scales(CALL, tokens.dtype(), &scales, t, &out_scales, n)?;
 
         let wire = (tokens.dtype(), tokens.row_bytes(), scale_bytes);
         let mut tokens = on_wire(TensorDescriptor::of(CALL, tokens)?, wire);

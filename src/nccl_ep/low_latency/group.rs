@@ -60,7 +60,7 @@ impl LowLatencyGroup {
             config.enable_mask = 1;
             config.timeout_ns = u64::try_from(patience.max(SHORTEST).as_nanos()).unwrap_or(u64::MAX);
         }
-        Ok(Self { raw_group: RawGroup::join(CALL, library, (cuda, shared), config)?, options, processors })
+        Ok(Self { raw_group: RawGroup::join(CALL, library, cuda, shared, config)?, options, processors })
     }
 
     /// Options that the group was made with.

@@ -1,14 +1,14 @@
-//! Handles that are lent, given back, and used again.
+//! Handles in a pool: taken, given back, and used again.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use crate::nccl_ep::low_latency::LowLatencyHandle;
 
-/// A value that a pool lends.
+/// A value of a pool.
 pub(super) trait Poolable {
     /// Choices of a token that it is for.
     fn wide(&self) -> usize;
-    /// Whether a call has not come to its end: then it is lent no more.
+    /// Whether a call has not come to its end: then it is not used again.
     fn incomplete(&self) -> bool;
 }
 
@@ -73,13 +73,13 @@ impl<H: Poolable> HandlePool<H> {
         Some(handles.free.swap_remove(at))
     }
 
-    /// A handle on loan, to come here in the end; `captured`: a graph that is being captured will use it.
-    pub(super) fn lend(&self, handle: H, captured: bool) -> PooledHandle<H> {
+    /// A handle that comes back here in the end; `captured`: a graph that is being captured will use it.
+    pub(super) fn pooled(&self, handle: H, captured: bool) -> PooledHandle<H> {
         PooledHandle { handle: Some(handle), pool: self.clone(), captured }
     }
 }
 
-/// A handle on loan.
+/// A handle that goes back to its pool.
 #[derive(Debug)]
 pub(super) struct PooledHandle<H: Poolable> {
     /// `None` only while it goes.
@@ -137,7 +137,7 @@ mod tests {
     #[test]
     fn a_handle_comes_back_and_is_taken_for_its_width_only() {
         let pool = HandlePool::default();
-        let (a, b) = (pool.lend(fake("a", 3), false), pool.lend(fake("b", 5), false));
+        let (a, b) = (pool.pooled(fake("a", 3), false), pool.pooled(fake("b", 5), false));
         assert_eq!(pool.take(3), None);
         drop(a);
         drop(b);
@@ -151,8 +151,8 @@ mod tests {
     #[test]
     fn what_a_graph_uses_or_a_panic_has_torn_is_lent_no_more() {
         let pool = HandlePool::default();
-        drop(pool.lend(fake("captured", 3), true));
-        let mut incomplete = pool.lend(fake("torn", 3), false);
+        drop(pool.pooled(fake("captured", 3), true));
+        let mut incomplete = pool.pooled(fake("torn", 3), false);
         incomplete.get().expect("a handle").incomplete = true;
         drop(incomplete);
         assert_eq!(names(&pool), [vec![], vec!["captured"]]);
@@ -167,8 +167,8 @@ mod tests {
             assert!(pool.grows(3));
             pool.grown(3);
         }
-        drop(one.lend(fake("free", 3), false));
-        let kept = other.lend(fake("kept", 3), false);
+        drop(one.pooled(fake("free", 3), false));
+        let kept = other.pooled(fake("kept", 3), false);
         for pool in [&one, &other] {
             assert_eq!([2, 3, 4].map(|wide| pool.grows(wide)), [false, false, true]);
             pool.grown(2);

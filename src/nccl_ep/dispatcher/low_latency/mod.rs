@@ -1,7 +1,7 @@
 //! The dispatcher's calls for low latency.
 //!
 //! Rows travel by rank, each with its choices and weights and, behind these, its token's number, so that they can be
-//! brought into the order that slots have everywhere. The library's handles are lent and used again: making one cannot
+//! brought into the order that slots have everywhere. The library's handles are pooled: making one cannot
 //! be captured. It is a collective where a token has more choices than in any before, since the library's buffers are
 //! made for these; all ranks know that alike. Otherwise it is each rank's own affair, as it follows from the layer's
 //! handles that happen to be alive there.
@@ -48,10 +48,10 @@ impl LowLatencyState {
     }
 }
 
-/// A handle on loan, and what is kept beside it.
+/// A handle of the pool, and what is kept beside it.
 #[derive(Debug)]
 pub(super) struct LowLatencyRouting {
-    loan: PooledHandle<LowLatencyHandle>,
+    pooled: PooledHandle<LowLatencyHandle>,
     bytes: usize,
     /// Slots of each row that the last dispatch brought.
     back: Option<Tensor<Cuda>>,
@@ -118,7 +118,7 @@ impl NcclEp {
     }
 
     /// Checks that rows are of a type and size that low latency takes.
-    pub(super) fn check_low_row(&self, dtype: DType, (row, scale): (usize, usize)) -> Result<()> {
+    pub(super) fn check_low_row(&self, dtype: DType, row: usize, scale: usize) -> Result<()> {
         let options = self.low_options(row + scale);
         options.check_sent((dtype, row), scale)?;
         // Numbers come back, and are added.
@@ -181,8 +181,8 @@ impl NcclEp {
         let routed = || {
             let mut handle = free.map_or_else(make, Ok)?;
             handle.update(low_latency_sort::packed_ids(&device, ids)?)?;
-            let loan = pool.lend(handle, device.is_capturing()?);
-            Ok(LibraryHandle::LowLatency(LowLatencyRouting { loan, bytes, back: None }))
+            let pooled = pool.pooled(handle, device.is_capturing()?);
+            Ok(LibraryHandle::LowLatency(LowLatencyRouting { pooled, bytes, back: None }))
         };
         self.core.check_or_refuse(tag, routed())
     }
@@ -192,7 +192,8 @@ impl NcclEp {
         &mut self,
         spec: &DispatchSpec,
         at: (Tag, usize),
-        (ids, loads): (&Tensor<Cuda>, &Tensor<Cuda>),
+        ids: &Tensor<Cuda>,
+        loads: &Tensor<Cuda>,
     ) -> Result<DeviceRouting> {
         let (experts, ranks) = (self.core.config.num_experts, self.core.ranks());
         let (local, alignment) = (experts / ranks, spec.alignment.max(1));

@@ -24,7 +24,7 @@ fn low_of<'r>(
     routed: &'r mut LibraryHandle,
 ) -> Result<(&'r mut LowLatencyHandle, &'r mut Option<Tensor<Cuda>>)> {
     let found = match routed {
-        LibraryHandle::LowLatency(LowLatencyRouting { loan, back, .. }) => loan.get().map(|handle| (handle, back)),
+        LibraryHandle::LowLatency(LowLatencyRouting { pooled, back, .. }) => pooled.get().map(|handle| (handle, back)),
         _ => None,
     };
     found.ok_or_else(|| Error::invalid(call, "handle", "one for low latency", "another"))
@@ -81,7 +81,7 @@ impl NcclEp {
             }
         })?;
         let sorted =
-            own.and_then(|()| self.sorted_low(step.call, handle, (inputs.weights.is_some(), [&ids, &all, &counts])));
+            own.and_then(|()| self.sorted_low(step.call, handle, inputs.weights.is_some(), [&ids, &all, &counts]));
         let (row_map, weights) = self.refuse_own_error_of(step, handle, sorted)?;
         Ok(Received { rows: Some(rows), weights, scales, map: Some(row_map) })
     }
@@ -92,7 +92,8 @@ impl NcclEp {
         &self,
         call: &'static str,
         handle: &Handle<Cuda>,
-        (weighted, [ids, all, counts]): (bool, [&Tensor<Cuda>; 3]),
+        weighted: bool,
+        [ids, all, counts]: [&Tensor<Cuda>; 3],
     ) -> Result<(Tensor<Cuda>, Option<Tensor<Cuda>>)> {
         let (DispatcherState { device, config, .. }, spec) = (&self.core, handle.spec());
         let arrived = LowLatencyReceived {
@@ -123,7 +124,7 @@ impl NcclEp {
         let (n, wide) = (ranks * self.max_tokens(), Self::wide(spec));
         let weights = inputs.weights.as_ref().map(TensorRef::borrow);
         Ok(LowLatencyBuffers {
-            packed: low_latency_sort::packed_weights(&self.core.device, weights, (handle.tokens(), spec.top_k))?,
+            packed: low_latency_sort::packed_weights(&self.core.device, weights, handle.tokens(), spec.top_k)?,
             rows: self.empty(tokens.dtype(), &[n, tokens.row_bytes() / tokens.dtype().size()])?,
             counts: self.empty(DType::I32, &[ranks])?,
             weights: self.empty(DType::F32, &[n, wide])?,
@@ -173,7 +174,8 @@ impl NcclEp {
         &mut self,
         step: DispatcherCall,
         handle: &Handle<Cuda>,
-        (expert_out, mut out): (TensorRef<'_, Cuda>, TensorMut<'_, Cuda>),
+        expert_out: TensorRef<'_, Cuda>,
+        mut out: TensorMut<'_, Cuda>,
     ) -> Result<()> {
         let device = self.core.device.clone();
         let n = self.core.ranks() * self.max_tokens();
