@@ -31,8 +31,8 @@ pub trait Decoder {
 
     /// Continues each sequence of the cache by S tokens: `tokens` (U32, `[B, S]`, B as the cache has) to the logits of
     /// the last of them, `[B, V]`, of any floating type. Collective where ranks share the decoder's experts: each calls
-    /// with sequences of its own, without any (`[0, 1]`) too. After an error the cache is of no use, and the other ranks
-    /// have one as well.
+    /// with sequences of its own, without any (`[0, 1]`) too. After an error the cache is of no use; ranks that wait in
+    /// this step's collectives have one as well, the others get it from [`refuse`](Self::refuse).
     ///
     /// # Errors
     /// The decoder's own.
@@ -56,7 +56,8 @@ pub trait Decoder {
         Ok(goes_on)
     }
 
-    /// Meets the other ranks' next [`any`](Self::any) as a failure, for one of this rank between two steps.
+    /// Meets the other ranks' next [`any`](Self::any) as a failure, or their own `refuse`: called once, by each rank that
+    /// fails outside `any`.
     fn refuse(&self, reason: &str) {
         let _ = reason;
     }
