@@ -197,4 +197,9 @@ impl Decoder for Model {
         })?;
         Ok(self.logits(&hidden.narrow(1, last, 1)?)?.squeeze(1)?)
     }
+
+    fn keep(&self, rows: &[usize], cache: &mut Cache) -> Result<bool> {
+        cache.keep_sequences(rows)?;
+        Ok(true)
+    }
 }
