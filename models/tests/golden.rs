@@ -10,7 +10,7 @@ use candle_core::{DType, Device, Result as CandleResult, Tensor, Var};
 use moebius::checkpoint::BlockParams;
 use moebius::cpu::{Cpu, HostBuffer};
 use moebius::layer::ParamKind;
-use moebius_models::{LoadOptions, Model, Point};
+use moebius_models::{LoadOptions, LoadProgress, Model, Point};
 
 use support::{Golden, on_ranks, relative, say, scalar};
 
@@ -144,6 +144,20 @@ fn decoding_gives_the_logits_of_forward() {
             assert_eq!(start, s);
             cache.clear();
             assert!(cache.is_empty());
+        });
+    }
+}
+
+/// Every family's decoder tells of all its layers, in their order.
+#[test]
+fn loading_is_told_layer_by_layer() {
+    for golden in Golden::all() {
+        on_ranks(1, golden.experts, |_, group| {
+            let mut told = Vec::new();
+            let model = Model::load_watched(&golden.checkpoint, group, golden.options(), &mut |at| told.push(at));
+            let layers = model.expect("a model").num_layers();
+            let expected: Vec<_> = (0..=layers).map(|loaded| LoadProgress { loaded, layers }).collect();
+            assert_eq!(told, expected, "{}", golden.name);
         });
     }
 }

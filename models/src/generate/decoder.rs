@@ -184,22 +184,26 @@ impl Decoder for Model {
     }
 
     fn step(&self, tokens: &Tensor, cache: &mut Cache) -> Result<Tensor> {
-        let (b, s) = tokens.dims2()?;
-        let hidden = self.decode_hidden(tokens, cache)?;
-        if b == 0 {
-            return Ok(Tensor::zeros((0, Model::vocabulary(self)), DType::F32, tokens.device())?);
-        }
-        let last = s.checked_sub(1).ok_or_else(|| Error::Shape {
-            call: "Decoder::step",
-            tensor: "tokens".into(),
-            expected: "[B, S] with S > 0".into(),
-            found: vec![b, s],
-        })?;
-        Ok(self.logits(&hidden.narrow(1, last, 1)?)?.squeeze(1)?)
+        last_logits(self, tokens, self.decode_hidden(tokens, cache)?)
     }
 
     fn keep(&self, rows: &[usize], cache: &mut Cache) -> Result<bool> {
         cache.keep_sequences(rows)?;
         Ok(true)
     }
+}
+
+/// Logits `[B, V]` of the last of each sequence's `tokens [B, S]`, from the hidden states of all.
+pub(super) fn last_logits(model: &Model, tokens: &Tensor, hidden: Tensor) -> Result<Tensor> {
+    let (b, s) = tokens.dims2()?;
+    if b == 0 {
+        return Ok(Tensor::zeros((0, model.vocabulary()), DType::F32, tokens.device())?);
+    }
+    let last = s.checked_sub(1).ok_or_else(|| Error::Shape {
+        call: "Decoder::step",
+        tensor: "tokens".into(),
+        expected: "[B, S] with S > 0".into(),
+        found: vec![b, s],
+    })?;
+    Ok(model.logits(&hidden.narrow(1, last, 1)?)?.squeeze(1)?)
 }

@@ -2,9 +2,12 @@
 //! from texts.
 //!
 //! ```text
-//! cargo run --release -p moebius-models --example train_small -- --out models/small docs/*.md README.md
+//! cargo run --release -p moebius-models --example train_small -- --out small docs/*.md README.md
 //! ```
 
+mod prose;
+
+use std::collections::HashSet;
 use std::error::Error;
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -26,13 +29,14 @@ use rand_distr::{Distribution, StandardNormal};
 use serde_json::json;
 use tokenizers::models::bpe::{BPE, BpeTrainer};
 use tokenizers::pre_tokenizers::byte_level::ByteLevel;
-use tokenizers::{AddedToken, TokenizerBuilder};
+use tokenizers::{AddedToken, NormalizerWrapper, PostProcessorWrapper, TokenizerBuilder, TokenizerImpl};
 
 type AnyError = Box<dyn Error + Send + Sync>;
+type ByteTokenizer = TokenizerImpl<BPE, NormalizerWrapper, ByteLevel, PostProcessorWrapper, ByteLevel>;
 
 /// The token behind each text.
 const END: &str = "<|end|>";
-const HIDDEN: usize = 128;
+const HIDDEN: usize = 160;
 const LAYERS: usize = 4;
 const HEADS: usize = 4;
 const KEY_HEADS: usize = 2;
@@ -51,16 +55,16 @@ struct Options {
     #[arg(long)]
     out: PathBuf,
     /// Training steps
-    #[arg(long, default_value_t = 1500)]
+    #[arg(long, default_value_t = 2500)]
     steps: usize,
     /// Sequences of a step
-    #[arg(long, default_value_t = 8)]
+    #[arg(long, default_value_t = 4)]
     batch: usize,
     /// Tokens of a sequence
-    #[arg(long, default_value_t = 128)]
+    #[arg(long, default_value_t = 256)]
     length: usize,
     /// Tokens that the tokenizer knows
-    #[arg(long, default_value_t = 1024)]
+    #[arg(long, default_value_t = 2048)]
     vocabulary: usize,
     /// Largest learning rate, after the first twentieth of the steps
     #[arg(long, default_value_t = 3e-3)]
@@ -81,14 +85,34 @@ fn main() -> ExitCode {
 }
 
 fn run(options: &Options) -> Result<(), AnyError> {
-    let texts = options
-        .texts
-        .iter()
-        .map(|path| fs::read_to_string(path).map_err(|error| format!("{}: {error}", path.display())));
-    let texts = texts.collect::<Result<Vec<_>, _>>()?;
+    // Every 25th paragraph is held out: what the model never sees tells learning from memory.
+    let (mut texts, mut held_out, mut seen, mut count) = (Vec::new(), Vec::new(), HashSet::new(), 0);
+    for path in &options.texts {
+        let text = fs::read_to_string(path).map_err(|error| format!("{}: {error}", path.display()))?;
+        let (mut kept, mut apart) = (String::new(), String::new());
+        for paragraph in prose::paragraphs(path, &text, &mut seen) {
+            count += 1;
+            let place = if count % 25 == 0 { &mut apart } else { &mut kept };
+            place.push_str(&paragraph);
+            place.push('\n');
+        }
+        texts.push(kept);
+        held_out.push(apart);
+    }
+    texts.retain(|text| !text.is_empty());
+    held_out.retain(|text| !text.is_empty());
     fs::create_dir_all(&options.out)?;
-    let ids = tokenizer(options, &texts)?;
-    println!("{} bytes of text, {} tokens", texts.iter().map(String::len).sum::<usize>(), ids.len());
+    let tokenizer = tokenizer(options, &texts)?;
+    let encode = |texts: &[String]| -> Result<Vec<u32>, AnyError> {
+        let mut ids = Vec::new();
+        for text in texts {
+            ids.extend_from_slice(tokenizer.encode(format!("{text}{END}"), false)?.get_ids());
+        }
+        Ok(ids)
+    };
+    let (ids, held_out) = (encode(&texts)?, encode(&held_out)?);
+    let bytes = texts.iter().map(String::len).sum::<usize>();
+    println!("{bytes} bytes of text, {} tokens; held out {} tokens", ids.len(), held_out.len());
     if ids.len() <= options.length {
         return Err(format!("expected a text of more than {} tokens", options.length).into());
     }
@@ -97,14 +121,14 @@ fn run(options: &Options) -> Result<(), AnyError> {
     let checkpoint = Checkpoint::open(first.path())?;
     let load = LoadOptions { dtype: Some(DType::F32), trainable: true };
     let model = Model::load(first.path(), &Device::Cpu, load)?;
-    train(options, &model, &ids)?;
+    train(options, &model, &ids, &held_out)?;
     let trained = tempfile::tempdir()?;
     save(&model, &checkpoint, trained.path())?;
     halve(trained.path(), &options.out)
 }
 
-/// Trains a byte-level tokenizer, leaves it in the folder, and gives the texts' ids.
-fn tokenizer(options: &Options, texts: &[String]) -> Result<Vec<u32>, AnyError> {
+/// Trains a byte-level tokenizer and leaves it in the folder.
+fn tokenizer(options: &Options, texts: &[String]) -> Result<ByteTokenizer, AnyError> {
     let end = AddedToken::from(END, true);
     let mut trainer = BpeTrainer::builder()
         .vocab_size(options.vocabulary)
@@ -115,18 +139,14 @@ fn tokenizer(options: &Options, texts: &[String]) -> Result<Vec<u32>, AnyError> 
     let level = ByteLevel::new(false, false, true);
     let mut tokenizer = TokenizerBuilder::new()
         .with_model(BPE::default())
-        .with_normalizer(None::<tokenizers::NormalizerWrapper>)
+        .with_normalizer(None)
         .with_pre_tokenizer(Some(level))
-        .with_post_processor(None::<tokenizers::PostProcessorWrapper>)
+        .with_post_processor(None)
         .with_decoder(Some(level))
         .build()?;
     tokenizer.train(&mut trainer, texts.iter().map(String::as_str))?;
     tokenizer.save(options.out.join("tokenizer.json"), false)?;
-    let mut ids = Vec::new();
-    for text in texts {
-        ids.extend_from_slice(tokenizer.encode(format!("{text}{END}"), false)?.get_ids());
-    }
-    Ok(ids)
+    Ok(tokenizer)
 }
 
 /// Writes a checkpoint of first weights.
@@ -179,7 +199,7 @@ fn initialize(options: &Options, dir: &Path) -> Result<(), AnyError> {
     Ok(())
 }
 
-fn train(options: &Options, model: &Model, ids: &[u32]) -> Result<(), AnyError> {
+fn train(options: &Options, model: &Model, ids: &[u32], held_out: &[u32]) -> Result<(), AnyError> {
     let mut params: Vec<_> = model.vars().iter().map(|(name, var)| AdamWParam::new(name.clone(), var)).collect();
     for layer in 0..model.num_layers() {
         if let Some(moe) = model.moe(layer) {
@@ -212,8 +232,22 @@ fn train(options: &Options, model: &Model, ids: &[u32]) -> Result<(), AnyError> 
         if (step + 1) % 100 == 0 {
             println!("step {}: loss {mean:.3} nats a token, {:.0} s", step + 1, start.elapsed().as_secs_f64());
         }
+        if (step + 1) % 250 == 0 || step + 1 == options.steps {
+            println!("step {}: held out {:.3}", step + 1, mean_loss(options, model, held_out)?);
+        }
     }
     Ok(())
+}
+
+/// The mean loss of a text in sequences of the length trained with; a rest is left out.
+fn mean_loss(options: &Options, model: &Model, ids: &[u32]) -> Result<f64, AnyError> {
+    let (mut sum, mut count) = (0.0, 0);
+    for sequence in ids.chunks_exact(options.length) {
+        let loss = model.loss(&Tensor::from_slice(sequence, (1, options.length), &Device::Cpu)?)?;
+        sum += f64::from(loss.sum.to_scalar::<f32>()?);
+        count += loss.count;
+    }
+    Ok(sum / count.max(1) as f64)
 }
 
 /// Writes the model as a checkpoint of f32.
@@ -244,5 +278,7 @@ fn halve(from: &Path, to: &Path) -> Result<(), AnyError> {
     fs::write(to.join("config.json"), serde_json::to_string_pretty(&config)?)?;
     let settings = json!({"eos_token": END, "clean_up_tokenization_spaces": false});
     fs::write(to.join("tokenizer_config.json"), serde_json::to_string_pretty(&settings)?)?;
+    let sampling = json!({"do_sample": true, "temperature": 0.5, "top_p": 0.9, "eos_token_id": 0});
+    fs::write(to.join("generation_config.json"), serde_json::to_string_pretty(&sampling)?)?;
     Ok(())
 }
