@@ -2,6 +2,8 @@
 
 use candle_core::{Result, Tensor};
 
+use crate::error::Error;
+
 /// What the layers keep of the tokens so far, for decoding: keys and values, or a recurrent state. Its memory grows
 /// with the tokens, in layers with a window or chunks up to that. A clone goes on by itself.
 #[derive(Debug, Clone)]
@@ -25,6 +27,23 @@ impl Cache {
     /// True where no token is held.
     pub fn is_empty(&self) -> bool {
         self.len == 0
+    }
+
+    /// Leaves these of the sequences, in this order: where some of a batch have ended, the others go on without them.
+    ///
+    /// # Errors
+    /// A sequence that is not held; candle's, after which the cache must be cleared.
+    pub fn keep_sequences(&mut self, rows: &[usize]) -> crate::Result<()> {
+        let held = self.sequences.unwrap_or(0);
+        if let Some(row) = rows.iter().find(|row| **row >= held) {
+            let problem = format!("sequence {row}: the cache holds {held}");
+            return Err(Error::Usage { call: "Cache::keep_sequences", problem });
+        }
+        for layer in &mut self.layers {
+            layer.keep_sequences(rows, held)?;
+        }
+        self.sequences = Some(rows.len());
+        Ok(())
     }
 
     /// Forgets all tokens.
@@ -57,6 +76,18 @@ impl LayerCache {
             let last = |t: &Tensor| t.narrow(2, t.dim(2)? - len, len)?.force_contiguous();
             self.0 = if len == 0 { None } else { Some((last(k)?, last(v)?)) };
         }
+        Ok(())
+    }
+
+    /// Leaves these of the sequences held. A tensor has one of them an entry of its first dimension, or a head of one.
+    pub fn keep_sequences(&mut self, rows: &[usize], held: usize) -> Result<()> {
+        let Some((k, v)) = &self.0 else { return Ok(()) };
+        let keep = |t: &Tensor| {
+            let heads = t.dim(0)? / held;
+            let rows: Vec<u32> = rows.iter().flat_map(|row| row * heads..(row + 1) * heads).map(|i| i as u32).collect();
+            t.index_select(&Tensor::new(rows, t.device())?, 0)
+        };
+        self.0 = if rows.is_empty() { None } else { Some((keep(k)?, keep(v)?)) };
         Ok(())
     }
 

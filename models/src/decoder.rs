@@ -30,6 +30,11 @@ pub enum Point {
         /// The layer.
         layer: usize,
     },
+    /// The experts that a layer's tokens chose, `[T, K]`, U32. What a tap gives in its place is not used.
+    Choices {
+        /// The layer.
+        layer: usize,
+    },
 }
 
 /// Sees tensors of a forward and may put others in their places, of the same shape and type.
@@ -169,6 +174,7 @@ impl DecoderSpec {
         // Not reserved ahead: the number of layers is the checkpoint's claim until its tensors are there.
         let mut layers = Vec::new();
         for number in 0..count {
+            p.loaded(number, count);
             let prefix = p.checkpoint().layer_prefix(number);
             let input_norm = Norm::load(p, &format!("{prefix}{}", names.input_norm), hidden, self.norm)?;
             let mixer = mixer(p, &prefix, number)?;
@@ -198,6 +204,7 @@ impl DecoderSpec {
             }
             false => p.linear(name, [vocabulary, hidden], self.head_bias)?,
         };
+        p.loaded(count, count);
         Ok(DecoderStack { embedding, layers, norm, head, rotary, scales: self.scales })
     }
 }
@@ -324,9 +331,11 @@ impl DecoderStack {
                     h = tap(Point::MoeInput { layer: number }, h)?;
                 }
                 at.inside = true;
-                let mut y = moe.forward_full(&h, None)?.y;
+                let output = moe.forward_full(&h, None)?;
                 *at = Progress { layers: number + 1, inside: false };
+                let mut y = output.y;
                 if let Some(tap) = tap {
+                    tap(Point::Choices { layer: number }, output.ids)?;
                     y = tap(Point::MoeOutput { layer: number }, y)?;
                 }
                 if empty { y } else { self.add(x, y)? }

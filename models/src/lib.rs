@@ -30,4 +30,4 @@ pub use error::{Error, Result};
 pub use family::families;
 pub use loss::Loss;
 pub use model::Model;
-pub use params::LoadOptions;
+pub use params::{LoadOptions, LoadProgress, Watch};

@@ -12,7 +12,7 @@ use crate::decoder::{DecoderStack, Progress, Tap};
 use crate::error::{Error, Result};
 use crate::family;
 use crate::loss::{self, Loss};
-use crate::params::{LoadOptions, Loader};
+use crate::params::{LoadOptions, Loader, Watch};
 
 /// One rank's copy of a decoder of any [supported family](crate::families): all of it but for the experts, of which the
 /// rank holds its E / R.
@@ -60,8 +60,22 @@ impl Model {
     /// # Errors
     /// As [`load`](Self::load).
     pub fn load_on(checkpoint: &Checkpoint, group: impl Into<DeviceGroup>, options: LoadOptions) -> Result<Self> {
+        Self::load_watched(checkpoint, group, options, &mut |_| {})
+    }
+
+    /// As [`load_on`](Self::load_on); `watch` is called before each layer, and when all is there.
+    ///
+    /// # Errors
+    /// As [`load`](Self::load).
+    pub fn load_watched(
+        checkpoint: &Checkpoint,
+        group: impl Into<DeviceGroup>,
+        options: LoadOptions,
+        watch: &mut Watch<'_>,
+    ) -> Result<Self> {
         let group = group.into();
-        let mut p = Loader::new(checkpoint, &group, options)?;
+        let mut watch = |progress| watch(progress);
+        let mut p = Loader::new(checkpoint, &group, options, &mut watch)?;
         let decoder = family::load(&mut p)?;
         let family = checkpoint.family().to_string();
         Ok(Self { family, decoder, vars: p.into_vars(), trainable: options.trainable })
@@ -176,6 +190,14 @@ impl Model {
     /// As [`decode`](Self::decode).
     pub fn decode_hidden(&self, ids: &Tensor, cache: &mut Cache) -> Result<Tensor> {
         self.run("Model::decode", ids, Some(cache), None)
+    }
+
+    /// As [`decode_hidden`](Self::decode_hidden), with a tap.
+    ///
+    /// # Errors
+    /// As [`decode`](Self::decode), and the tap's.
+    pub fn decode_hidden_tapped(&self, ids: &Tensor, cache: &mut Cache, tap: &mut Tap<'_>) -> Result<Tensor> {
+        self.run("Model::decode_hidden_tapped", ids, Some(cache), Some(tap))
     }
 
     /// Replicated parameters with their names on disk, where the model is trainable. Their gradients are this

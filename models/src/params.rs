@@ -39,19 +39,41 @@ impl LoadOptions {
     }
 }
 
+/// How far a model has been loaded.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct LoadProgress {
+    /// Layers that this rank has its part of.
+    pub loaded: usize,
+    /// All layers.
+    pub layers: usize,
+}
+
+/// Is told of a model's layers while it is loaded.
+pub type Watch<'a> = dyn FnMut(LoadProgress) + 'a;
+
 /// Loads a rank's parameters by name, and remembers those that train.
-#[derive(Debug)]
 pub(crate) struct Loader<'a> {
     checkpoint: &'a Checkpoint,
     group: &'a DeviceGroup,
     options: LoadOptions,
     dtype: Option<moebius::DType>,
     vars: Vec<(String, Var)>,
+    watch: &'a mut Watch<'a>,
 }
 
 impl<'a> Loader<'a> {
-    pub fn new(checkpoint: &'a Checkpoint, group: &'a DeviceGroup, options: LoadOptions) -> Result<Self> {
-        Ok(Self { checkpoint, group, options, dtype: options.moe_dtype()?, vars: Vec::new() })
+    pub fn new(
+        checkpoint: &'a Checkpoint,
+        group: &'a DeviceGroup,
+        options: LoadOptions,
+        watch: &'a mut Watch<'a>,
+    ) -> Result<Self> {
+        Ok(Self { checkpoint, group, options, dtype: options.moe_dtype()?, vars: Vec::new(), watch })
+    }
+
+    /// Tells that so many layers of all are there.
+    pub fn loaded(&mut self, loaded: usize, layers: usize) {
+        (self.watch)(LoadProgress { loaded, layers });
     }
 
     pub fn checkpoint(&self) -> &'a Checkpoint {

@@ -2,8 +2,7 @@
 
 use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Output, Stdio};
-use std::sync::LazyLock;
+use std::process::Output;
 use std::thread;
 use std::time::Duration;
 
@@ -14,6 +13,11 @@ use moebius::cpu::{Cpu, ThreadWorld};
 use moebius::ep::{Group, GroupConfig};
 use moebius_models::generate::{Event, Generator, OverRanks, Request};
 use moebius_models::{LoadOptions, Model};
+
+#[path = "support/program.rs"]
+mod program;
+
+use program::text;
 
 fn golden() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/golden/qwen3_moe")
@@ -97,30 +101,8 @@ fn a_context_that_is_full_ends_a_text() {
     assert!(message.contains("256 tokens, the decoder's context 256"), "{message}");
 }
 
-/// The program, built from these sources with this test's profile: what an earlier build has left may be another.
-static PROGRAM: LazyLock<PathBuf> = LazyLock::new(|| {
-    let this = std::env::current_exe().expect("this program");
-    let profile = this.ancestors().nth(2).expect("a profile's folder");
-    let name = match profile.file_name().and_then(|name| name.to_str()).expect("a name") {
-        "debug" => "dev",
-        other => other,
-    };
-    let mut command = Command::new(env!("CARGO"));
-    // All default members' examples, as `cargo test` builds them: others would be compiled with other features.
-    command.current_dir(Path::new(env!("CARGO_MANIFEST_DIR")).join("..")).args(["build", "--quiet", "--examples"]);
-    command.args(["--profile", name, "--target-dir"]).arg(profile.parent().expect("target")).stdin(Stdio::null());
-    let done = command.output().expect("cargo");
-    assert!(done.status.success(), "{command:?}: {}", String::from_utf8_lossy(&done.stderr));
-    profile.join("examples/generate").with_extension(std::env::consts::EXE_EXTENSION)
-});
-
 fn run(folder: &Path, arguments: &[&str]) -> Output {
-    Command::new(&*PROGRAM).arg(folder).args(arguments).stdin(Stdio::null()).output().expect("the program")
-}
-
-fn text(output: &Output) -> String {
-    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
-    String::from_utf8(output.stdout.clone()).expect("UTF-8")
+    program::run(&[&[folder.to_str().expect("a path")], arguments].concat())
 }
 
 fn error(status: i32, output: &Output) -> String {
@@ -189,6 +171,10 @@ fn the_program_prints_ids_without_a_tokenizer() {
     for words in ["prompt 0: 8 tokens, ended by max tokens", "prefill: 3 tokens, ", "decode: 7 tokens, ", " tokens/s"] {
         assert!(report.contains(words), "{words}: {report}");
     }
+    assert!(!report.contains("layer 0"), "nobody asked: {report}");
+    if cfg!(target_os = "linux") {
+        assert!(report.contains("memory: ") && report.contains(" MiB of this process at most"), "{report}");
+    }
 }
 
 #[test]
@@ -207,6 +193,41 @@ fn the_program_samples_the_same_at_any_number_of_ranks() {
     let alone = ["--prompt-ids", "8", "--max-tokens", "12"];
     let alone = text(&self::run(&golden(), &[&alone[..], &sampled].concat()));
     assert_eq!(one.lines().nth(3), Some(alone.trim()), "{one}");
+}
+
+/// The layers of the report, as numbers: the choices, and the rest of the line.
+fn loads(output: &Output) -> Vec<(usize, String)> {
+    let report = String::from_utf8_lossy(&output.stderr).into_owned();
+    let layers = report.lines().filter_map(|line| line.strip_prefix("layer ")?.split_once(": "));
+    layers
+        .map(|(_, rest)| {
+            let (choices, rest) = rest.split_once(" choices of ").expect("choices");
+            (choices.parse().expect("a number"), rest.to_string())
+        })
+        .collect()
+}
+
+#[test]
+fn the_program_counts_choices_of_experts() {
+    let prompts = ["--prompt-ids", "5,17,3", "--prompt-ids", "8,1", "--max-tokens", "4", "--ignore-eos"];
+    let count = |ranks: &str| {
+        let output = run(&golden(), &[&prompts[..], &["--expert-load", "--ranks", ranks]].concat());
+        text(&output);
+        loads(&output)
+    };
+    let one = count("1");
+    let config = std::fs::read_to_string(golden().join("config.json")).expect("a config");
+    let config: serde_json::Value = serde_json::from_str(&config).expect("JSON");
+    let of = |key: &str| config[key].as_u64().expect("a number") as usize;
+    // A model of layers with experts alone. Each prompt's tokens and all generated ones but the last, which is of no
+    // further use, and K choices of each.
+    assert_eq!(one.len(), of("num_hidden_layers"));
+    for (choices, rest) in &one {
+        assert_eq!(*choices, (3 + 2 + 2 * 3) * of("num_experts_per_tok"));
+        assert!(rest.contains("experts, most of expert ") && rest.contains(" largest over mean "), "{rest}");
+    }
+    // The same tokens choose the same experts, whichever rank they are on.
+    assert_eq!(count("2"), one);
 }
 
 #[test]
@@ -244,6 +265,7 @@ fn what_cannot_be_is_one_line_of_error() {
         (2, &["--prompt-ids", "1", "--top-p", "3"], "top_p: expected a number of 0 to 1, found 3"),
         (2, &["--prompt-ids", "1", "--max-tokens", "0"], "max_tokens: expected 1 at least"),
         (2, &["--prompt-ids", "1", "--stop", "x"], "--stop: expected none"),
+        (2, &[], "expected one of --prompt, --chat, --prompts-file, --prompt-ids"),
         (1, &["--prompt-ids", "5,97"], "id 97 at position 1 of the prompt; the embedding has 97 rows"),
         (1, &["--prompt-ids", "1", "--prompt-ids", "2,98", "--ranks", "2"], "request 1: id 98 at position 1"),
     ] {
@@ -258,4 +280,10 @@ fn what_cannot_be_is_one_line_of_error() {
     let dir = folder(&tokenizer(false));
     let message = error(1, &run(dir.path(), &["--prompt", ""]));
     assert!(message.contains("the prompt has no token"), "{message}");
+    // A prompt of the context's length leaves no room for a token, on every rank.
+    let full = vec!["1"; 256].join(",");
+    for ranks in ["1", "2"] {
+        let message = error(1, &run(&golden, &["--prompt-ids", "1", "--prompt-ids", &full, "--ranks", ranks]));
+        assert!(message.contains("request 1: the prompt has 256 tokens, the decoder's context 256"), "{message}");
+    }
 }

@@ -10,7 +10,7 @@ use candle_core::{DType, Device, Result as CandleResult, Tensor, Var};
 use moebius::checkpoint::BlockParams;
 use moebius::cpu::{Cpu, HostBuffer};
 use moebius::layer::ParamKind;
-use moebius_models::{LoadOptions, Model, Point};
+use moebius_models::{LoadOptions, LoadProgress, Model, Point};
 
 use support::{Golden, on_ranks, relative, say, scalar};
 
@@ -144,6 +144,55 @@ fn decoding_gives_the_logits_of_forward() {
             assert_eq!(start, s);
             cache.clear();
             assert!(cache.is_empty());
+        });
+    }
+}
+
+/// Every family's decoder tells of all its layers, in their order.
+#[test]
+fn loading_is_told_layer_by_layer() {
+    for golden in Golden::all() {
+        on_ranks(1, golden.experts, |_, group| {
+            let mut told = Vec::new();
+            let model = Model::load_watched(&golden.checkpoint, group, golden.options(), &mut |at| told.push(at));
+            let layers = model.expect("a model").num_layers();
+            let expected: Vec<_> = (0..=layers).map(|loaded| LoadProgress { loaded, layers }).collect();
+            assert_eq!(told, expected, "{}", golden.name);
+        });
+    }
+}
+
+/// Of every family's cache: the others go on as if the sequences that left had never been there.
+#[test]
+fn sequences_that_leave_a_cache_change_nothing_for_the_others() {
+    for golden in Golden::all() {
+        let (_, s) = golden.ids().dims2().expect("[B, S]");
+        on_ranks(1, golden.experts, |_, group| {
+            let model = golden.load(&group, golden.options());
+            // Three different sequences, of which the last and the first stay, in this order.
+            let row = |start: usize| golden.ids().flatten_all().and_then(|ids| ids.narrow(0, start, s - 3));
+            let rows = [0, 1, 3].map(|start| row(start).expect("ids"));
+            let ids = |chosen: &[usize], from: usize, len: usize| {
+                let chosen: Vec<Tensor> = chosen.iter().map(|i| rows[*i].narrow(0, from, len).expect("ids")).collect();
+                Tensor::stack(&chosen, 0).expect("rows")
+            };
+            let (mut cache, mut expected) = (model.cache(), model.cache());
+            model.decode(&ids(&[0, 1, 2], 0, 5), &mut cache).expect("logits");
+            model.decode(&ids(&[2, 0], 0, 5), &mut expected).expect("logits");
+            let refused = cache.keep_sequences(&[2, 3]).expect_err("not held").to_string();
+            assert!(refused.contains("sequence 3: the cache holds 3"), "{refused}");
+            cache.keep_sequences(&[2, 0]).expect("held");
+            for at in 5..8 {
+                let next = ids(&[2, 0], at, 1);
+                let logits = model.decode(&next, &mut cache).expect("logits");
+                let error = relative(&logits, &model.decode(&next, &mut expected).expect("logits"));
+                // Products of another number of rows may sum in another order: twice a forward's error.
+                assert!(error <= 2.0 * tolerance(&golden), "{}, token {at}: logits differ by {error:e}", golden.name);
+            }
+            // None stays: a rank without sequences still steps with the others.
+            cache.keep_sequences(&[]).expect("held");
+            let none = Tensor::zeros((0, 1), DType::U32, &Device::Cpu).expect("no ids");
+            assert_eq!(model.decode(&none, &mut cache).expect("no logits").dims()[0], 0);
         });
     }
 }

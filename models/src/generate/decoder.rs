@@ -31,8 +31,8 @@ pub trait Decoder {
 
     /// Continues each sequence of the cache by S tokens: `tokens` (U32, `[B, S]`, B as the cache has) to the logits of
     /// the last of them, `[B, V]`, of any floating type. Collective where ranks share the decoder's experts: each calls
-    /// with sequences of its own, without any (`[0, 1]`) too. After an error the cache is of no use, and the other ranks
-    /// have one as well.
+    /// with sequences of its own, without any (`[0, 1]`) too. After an error the cache is of no use; ranks that wait in
+    /// this step's collectives have one as well, the others get it from [`refuse`](Self::refuse).
     ///
     /// # Errors
     /// The decoder's own.
@@ -56,7 +56,8 @@ pub trait Decoder {
         Ok(goes_on)
     }
 
-    /// Meets the other ranks' next [`any`](Self::any) as a failure, for one of this rank between two steps.
+    /// Meets the other ranks' next [`any`](Self::any) as a failure, or their own `refuse`: called once, by each rank that
+    /// fails outside `any`.
     fn refuse(&self, reason: &str) {
         let _ = reason;
     }
@@ -183,17 +184,26 @@ impl Decoder for Model {
     }
 
     fn step(&self, tokens: &Tensor, cache: &mut Cache) -> Result<Tensor> {
-        let (b, s) = tokens.dims2()?;
-        let hidden = self.decode_hidden(tokens, cache)?;
-        if b == 0 {
-            return Ok(Tensor::zeros((0, Model::vocabulary(self)), DType::F32, tokens.device())?);
-        }
-        let last = s.checked_sub(1).ok_or_else(|| Error::Shape {
-            call: "Decoder::step",
-            tensor: "tokens".into(),
-            expected: "[B, S] with S > 0".into(),
-            found: vec![b, s],
-        })?;
-        Ok(self.logits(&hidden.narrow(1, last, 1)?)?.squeeze(1)?)
+        last_logits(self, tokens, self.decode_hidden(tokens, cache)?)
     }
+
+    fn keep(&self, rows: &[usize], cache: &mut Cache) -> Result<bool> {
+        cache.keep_sequences(rows)?;
+        Ok(true)
+    }
+}
+
+/// Logits `[B, V]` of the last of each sequence's `tokens [B, S]`, from the hidden states of all.
+pub(super) fn last_logits(model: &Model, tokens: &Tensor, hidden: Tensor) -> Result<Tensor> {
+    let (b, s) = tokens.dims2()?;
+    if b == 0 {
+        return Ok(Tensor::zeros((0, model.vocabulary()), DType::F32, tokens.device())?);
+    }
+    let last = s.checked_sub(1).ok_or_else(|| Error::Shape {
+        call: "Decoder::step",
+        tensor: "tokens".into(),
+        expected: "[B, S] with S > 0".into(),
+        found: vec![b, s],
+    })?;
+    Ok(model.logits(&hidden.narrow(1, last, 1)?)?.squeeze(1)?)
 }

@@ -198,10 +198,10 @@ impl<'a, D: Decoder> Generator<'a, D> {
             generator: self,
             stats: Stats { prompt_tokens: requests.iter().map(|r| r.prompt.len()).sum(), ..Stats::default() },
             broken: false,
-            between: true,
+            meeting: false,
         };
         let outputs = run.all(requests, &mut each);
-        if let (Err(error), true) = (&outputs, run.between) {
+        if let (Err(error), false) = (&outputs, run.meeting) {
             self.decoder.refuse(&error.to_string());
         }
         Ok((outputs?, run.stats))
@@ -240,8 +240,9 @@ struct Run<'g, 'a, D> {
     stats: Stats,
     /// The caller's function has ended the run.
     broken: bool,
-    /// Outside the decoder's collectives: the other ranks are waiting for this one, or will be.
-    between: bool,
+    /// Within [`Decoder::any`], whose failures every rank has. All others may be this rank's alone: those of a step
+    /// behind its last collective, of sampling, of a tokenizer.
+    meeting: bool,
 }
 
 /// One request on its way.
@@ -291,10 +292,9 @@ impl<D: Decoder> Run<'_, '_, D> {
     }
 
     fn any(&mut self, goes_on: bool) -> Result<bool> {
-        // Whoever fails in here has been told by another rank.
-        self.between = false;
+        self.meeting = true;
         let any = self.decoder().any(goes_on)?;
-        self.between = true;
+        self.meeting = false;
         Ok(any)
     }
 
@@ -302,9 +302,7 @@ impl<D: Decoder> Run<'_, '_, D> {
     fn step(&mut self, ids: &[u32], len: usize, cache: &mut D::Cache) -> Result<Vec<f32>> {
         let (sequences, vocabulary) = (ids.len() / len, self.decoder().vocabulary());
         let tokens = Tensor::from_slice(ids, (sequences, len), self.decoder().device())?;
-        self.between = false;
         let logits = self.decoder().step(&tokens, cache)?;
-        self.between = true;
         if logits.dims() != [sequences, vocabulary] {
             return Err(Error::Model(crate::Error::Shape {
                 call: "Decoder::step",

@@ -16,12 +16,14 @@ struct Toy {
     /// Every token is this one where set, and the logits of the call of this number are NaN.
     says: Option<Vec<u32>>,
     spoiled: Option<usize>,
+    /// The call of this number fails, behind what would be its last collective.
+    fails: Option<usize>,
     shapes: RefCell<Vec<(usize, usize)>>,
 }
 
 impl Toy {
     fn new() -> Self {
-        Self { context: 64, can_keep: false, says: None, spoiled: None, shapes: RefCell::default() }
+        Self { context: 64, can_keep: false, says: None, spoiled: None, fails: None, shapes: RefCell::default() }
     }
 
     /// Says these ids after a prompt of one id, whatever it is.
@@ -89,6 +91,9 @@ impl Decoder for Toy {
         }
         if self.spoiled == Some(self.shapes.borrow().len()) {
             logits.fill(f32::NAN);
+        }
+        if self.fails == Some(self.shapes.borrow().len()) {
+            return Err(crate::Error::Usage { call: "Toy::step", problem: "out of toys".into() });
         }
         Ok(Tensor::from_vec(logits, (b, VOCABULARY), &Device::Cpu)?)
     }
@@ -325,7 +330,8 @@ mod ranks {
     type Shapes = Vec<(usize, usize)>;
 
     /// Runs `shares[r]` on rank r, each with a toy of its own; gives outputs and the shapes of its steps.
-    fn over(shares: &[Vec<Request>], spoil: Option<usize>) -> Vec<(Result<Vec<Output>>, Shapes)> {
+    fn over(shares: &[Vec<Request>], toy: impl Fn(usize) -> Toy + Sync) -> Vec<(Result<Vec<Output>>, Shapes)> {
+        let toy = &toy;
         thread::scope(|scope| {
             let threads: Vec<_> = ThreadWorld::create(shares.len(), Duration::from_secs(60))
                 .into_iter()
@@ -333,7 +339,7 @@ mod ranks {
                 .enumerate()
                 .map(|(rank, (comm, requests))| {
                     scope.spawn(move || {
-                        let toy = Toy { spoiled: spoil.filter(|_| rank == 1), ..Toy::new() };
+                        let toy = toy(rank);
                         let ranked = OverRanks::new(&toy, Box::new(comm));
                         let generator = Generator::new(&ranked, None).expect("a generator");
                         let outputs = generator.run(requests, go).map(|(outputs, _)| outputs);
@@ -349,7 +355,7 @@ mod ranks {
     #[test]
     fn all_ranks_step_until_the_last_has_ended() {
         let shares = [requests()[..3].to_vec(), vec![Request::new(vec![7], 40)], vec![]];
-        let got = over(&shares, None);
+        let got = over(&shares, |_| Toy::new());
         for (requests, (outputs, shapes)) in shares.iter().zip(&got) {
             let outputs = outputs.as_ref().expect("outputs");
             let expected: Vec<_> = requests.iter().map(|r| Toy::new().expected(r)).collect();
@@ -362,16 +368,31 @@ mod ranks {
     #[test]
     fn a_rank_that_fails_tells_the_others_why() {
         let shares = [vec![Request::new(vec![7], 40)], vec![Request::new(vec![8], 40)], vec![]];
-        for (rank, (outputs, _)) in over(&shares, Some(3)).into_iter().enumerate() {
+        for (rank, (outputs, _)) in
+            over(&shares, |rank| Toy { spoiled: (rank == 1).then_some(3), ..Toy::new() }).into_iter().enumerate()
+        {
             let message = outputs.expect_err("every rank fails").to_string();
             assert!(message.contains("that of id 0 is NaN"), "rank {rank}: {message}");
         }
         // A request that cannot be is told as well.
         let shares = [vec![Request::new(vec![7], 40)], vec![Request::new(vec![], 40)]];
-        for (rank, (outputs, shapes)) in over(&shares, None).into_iter().enumerate() {
+        for (rank, (outputs, shapes)) in over(&shares, |_| Toy::new()).into_iter().enumerate() {
             let message = outputs.expect_err("every rank fails").to_string();
             assert!(message.contains("the prompt has no token"), "rank {rank}: {message}");
             assert!(shapes.is_empty(), "no step");
+        }
+    }
+
+    #[test]
+    fn a_step_that_fails_on_one_rank_behind_its_collectives_is_told_to_the_others() {
+        let shares = [vec![Request::new(vec![7], 40)], vec![Request::new(vec![8], 40)], vec![]];
+        let one = over(&shares, |rank| Toy { fails: (rank == 1).then_some(3), ..Toy::new() });
+        // All of them fail in the same step, as where it is one of its collectives that does.
+        let all = over(&shares, |_| Toy { fails: Some(3), ..Toy::new() });
+        for (rank, (outputs, shapes)) in one.into_iter().chain(all).enumerate() {
+            let message = outputs.expect_err("every rank fails").to_string();
+            assert!(message.contains("out of toys"), "rank {rank}: {message}");
+            assert_eq!(shapes.len(), 3, "rank {rank}");
         }
     }
 }

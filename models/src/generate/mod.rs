@@ -4,9 +4,11 @@
 //! - [`ChatTemplate`]: conversations as the text that a model was trained to continue.
 //! - [`Sampling`]: how a token is chosen; [`Sampler`] does it for one sequence.
 //! - [`Decoder`]: what is asked of a model, a step at a time; [`OverRanks`] where ranks share its experts.
+//! - [`CountChoices`]: a model that counts which experts are chosen.
 //! - [`Generator`]: the loop over a batch of [`Request`]s.
 
 mod chat;
+mod choices;
 mod decoder;
 mod error;
 mod folder;
@@ -18,6 +20,7 @@ mod stream;
 mod tokenizer;
 
 pub use chat::{Chat, ChatTemplate};
+pub use choices::CountChoices;
 pub use decoder::{Decoder, OverRanks};
 pub use error::{Error, Result};
 pub use generator::{Event, Finish, Generator, Output, Request, Stats};

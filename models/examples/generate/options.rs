@@ -1,0 +1,215 @@
+//! The command line, and what is asked for by it.
+
+use std::error::Error;
+use std::fmt;
+use std::path::{Path, PathBuf};
+
+use clap::{Args, Parser, ValueEnum};
+use moebius_models::generate::{Chat, ChatTemplate, Request, Sampling, Tokenizer, eos_ids};
+
+use crate::AnyError;
+
+/// The small model of this repository, which `examples/train_small.rs` trained.
+const SMALL: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/small");
+/// What it continues where nothing else is asked for.
+const BEGINNING: &str = "A rank that fails";
+
+/// Continues prompts with the model of a published folder. One prompt's text appears as it comes, several prompts' when
+/// all have ended; without tokenizer.json prompts and output are ids. Counts and speeds go to standard error.
+///
+/// Options that are not given are the folder's own (generation_config.json): a model that samples by its publisher's
+/// advice does so here.
+#[derive(Debug, Parser)]
+pub struct Options {
+    /// Folder with config.json and safetensors files; without one, the small model of this repository, which continues a
+    /// text of its own where no prompt is given
+    folder: Option<PathBuf>,
+    #[command(flatten)]
+    pub prompts: Prompts,
+    #[command(flatten)]
+    pub sampling: SamplingOptions,
+    /// Most tokens to generate for a prompt
+    #[arg(long, value_name = "N", default_value_t = 128)]
+    pub max_tokens: usize,
+    /// A text that ends a generation and is no part of it; may be given several times
+    #[arg(long, value_name = "TEXT")]
+    pub stop: Vec<String>,
+    /// Go on after the tokens that end a text
+    #[arg(long)]
+    pub ignore_eos: bool,
+    /// Ranks that share the experts, each a thread of this process with a part of the prompts
+    #[arg(long, value_name = "R", default_value_t = 1)]
+    pub ranks: usize,
+    /// Where the model runs
+    #[arg(long, value_enum, default_value_t = Place::Cpu)]
+    pub device: Place,
+    /// Convert weights to this type; as stored if absent
+    #[arg(long, value_enum)]
+    pub dtype: Option<Type>,
+    /// Count how often each layer's experts are chosen, and write the most and the least of each layer
+    #[arg(long)]
+    pub expert_load: bool,
+    /// Longest wait of a rank for another, in seconds
+    #[arg(long, value_name = "SECONDS", default_value_t = 600)]
+    pub timeout: u64,
+}
+
+#[derive(Debug, Args)]
+#[group(multiple = false)]
+pub struct Prompts {
+    /// A text to continue
+    #[arg(long, value_name = "TEXT")]
+    pub prompt: Option<String>,
+    /// A user's message, answered through the folder's chat template
+    #[arg(long, value_name = "TEXT")]
+    pub chat: Option<String>,
+    /// A prompt a line; of a file whose name ends in .jsonl, a conversation a line: a list of messages, or an object
+    /// with "messages" and the template's other variables ("tools", "enable_thinking", ...)
+    #[arg(long, value_name = "FILE")]
+    pub prompts_file: Option<PathBuf>,
+    /// Ids of a prompt, with commas between them; may be given several times
+    #[arg(long, value_name = "IDS")]
+    pub prompt_ids: Vec<String>,
+}
+
+#[derive(Debug, Args)]
+pub struct SamplingOptions {
+    /// 0: greedy
+    #[arg(long, value_name = "T")]
+    pub temperature: Option<f32>,
+    /// Draw from the K largest logits; 0: from all
+    #[arg(long, value_name = "K")]
+    pub top_k: Option<usize>,
+    /// Draw from the fewest tokens with this probability together
+    #[arg(long, value_name = "P")]
+    pub top_p: Option<f32>,
+    /// Draw from tokens with this share of the largest probability
+    #[arg(long, value_name = "P")]
+    pub min_p: Option<f32>,
+    /// Above 1: tokens that are there already become less probable
+    #[arg(long, value_name = "X")]
+    pub repetition_penalty: Option<f32>,
+    /// The same seed gives the same text. Every prompt draws all of its numbers, whatever the others
+    #[arg(long, value_name = "S", default_value_t = 0)]
+    pub seed: u64,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum Place {
+    /// The CPU
+    Cpu,
+    /// One NVIDIA GPU (a build with --features cuda)
+    Cuda,
+}
+
+#[derive(Debug, Clone, Copy, ValueEnum)]
+pub enum Type {
+    /// 64 bits
+    F64,
+    /// 32 bits
+    F32,
+    /// 16 bits, 8 of them the exponent
+    Bf16,
+    /// 16 bits, 5 of them the exponent
+    F16,
+}
+
+impl Options {
+    /// The folder to read.
+    pub fn folder(&self) -> &Path {
+        self.folder.as_deref().unwrap_or(Path::new(SMALL))
+    }
+
+    /// The text that is continued, and printed before what continues it, where the command line has neither a folder nor
+    /// a prompt.
+    pub fn beginning(&self) -> Option<&'static str> {
+        (self.folder.is_none() && !self.prompts.is_given()).then_some(BEGINNING)
+    }
+}
+
+impl Prompts {
+    fn is_given(&self) -> bool {
+        !self.prompt_ids.is_empty()
+            || [&self.prompt, &self.chat].into_iter().any(Option::is_some)
+            || self.prompts_file.is_some()
+    }
+}
+
+/// A command line that cannot be: what clap cannot know of it.
+#[derive(Debug)]
+pub struct Usage(pub String);
+
+impl fmt::Display for Usage {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+impl Error for Usage {}
+
+/// What is asked for of each prompt.
+pub fn requests(options: &Options, tokenizer: Option<&Tokenizer>) -> Result<Vec<Request>, AnyError> {
+    let (folder, given) = (options.folder(), &options.sampling);
+    let own = Sampling::from_folder(folder)?;
+    let sampling = Sampling {
+        temperature: given.temperature.unwrap_or(own.temperature),
+        top_k: given.top_k.unwrap_or(own.top_k),
+        top_p: given.top_p.unwrap_or(own.top_p),
+        min_p: given.min_p.unwrap_or(own.min_p),
+        repetition_penalty: given.repetition_penalty.unwrap_or(own.repetition_penalty),
+        seed: given.seed,
+    };
+    let stop_tokens = match tokenizer {
+        _ if options.ignore_eos => Vec::new(),
+        Some(tokenizer) => tokenizer.eos().to_vec(),
+        None => eos_ids(folder)?,
+    };
+    let prompts = prompts(options, tokenizer)?;
+    let request = |prompt| Request {
+        sampling,
+        stop_tokens: stop_tokens.clone(),
+        stop_strings: options.stop.clone(),
+        ..Request::new(prompt, options.max_tokens)
+    };
+    Ok(prompts.into_iter().map(request).collect())
+}
+
+fn prompts(options: &Options, tokenizer: Option<&Tokenizer>) -> Result<Vec<Vec<u32>>, AnyError> {
+    let (prompts, folder) = (&options.prompts, options.folder());
+    if !prompts.is_given() && options.beginning().is_none() {
+        return Err(
+            Usage("expected one of --prompt, --chat, --prompts-file, --prompt-ids beside a folder".into()).into()
+        );
+    }
+    if !prompts.prompt_ids.is_empty() {
+        return prompts.prompt_ids.iter().map(|ids| parse_ids(ids)).collect();
+    }
+    let missing = || Usage(format!("{}: no tokenizer.json; give prompts as --prompt-ids", folder.display()));
+    let tokenizer = tokenizer.ok_or_else(missing)?;
+    let answer = |template: &ChatTemplate, chat: Chat| tokenizer.encode_chat(template, &chat.generation_prompt(true));
+    if let Some(prompt) = prompts.prompt.as_deref().or(options.beginning()) {
+        return Ok(vec![tokenizer.encode_prompt(prompt)?]);
+    }
+    if let Some(message) = &prompts.chat {
+        return Ok(vec![answer(&ChatTemplate::from_folder(folder)?, Chat::new().say("user", message))?]);
+    }
+    let path = prompts.prompts_file.as_deref().unwrap_or(Path::new(""));
+    let text = std::fs::read_to_string(path).map_err(|e| format!("{}: {e}", path.display()))?;
+    let lines = text.lines().filter(|line| !line.trim().is_empty());
+    let ids: Result<Vec<_>, _> = match path.extension().is_some_and(|extension| extension == "jsonl") {
+        true => {
+            let template = ChatTemplate::from_folder(folder)?;
+            lines.map(|line| answer(&template, Chat::from_json(line)?)).collect()
+        }
+        false => lines.map(|line| tokenizer.encode_prompt(line)).collect(),
+    };
+    match ids? {
+        ids if ids.is_empty() => Err(format!("{}: no prompt", path.display()).into()),
+        ids => Ok(ids),
+    }
+}
+
+fn parse_ids(text: &str) -> Result<Vec<u32>, AnyError> {
+    let id = |part: &str| part.trim().parse().map_err(|e| Usage(format!("--prompt-ids: {part:?}: {e}")).into());
+    text.split(',').map(id).collect()
+}

@@ -1,0 +1,103 @@
+//! What the program writes: texts or ids to standard output, counts and speeds to standard error.
+
+use std::io::Write;
+use std::sync::mpsc::Receiver;
+
+use indicatif::{ProgressBar, ProgressStyle};
+use moebius::metrics::Load;
+use moebius_models::generate::{Finish, Output};
+
+use crate::{Outcome, Piece};
+
+/// Writes one prompt's text as it comes, or its ids where there is no text; of several prompts, nothing.
+pub fn show(pieces: &Receiver<Piece>, one: bool, has_text: bool) -> std::io::Result<()> {
+    for piece in pieces {
+        match (one, has_text) {
+            (true, true) => put(&piece.text)?,
+            (true, false) => put(&format!("{} ", piece.token))?,
+            (false, _) => {}
+        }
+    }
+    Ok(())
+}
+
+/// Writes to standard output.
+pub fn put(text: &str) -> std::io::Result<()> {
+    let mut out = std::io::stdout().lock();
+    out.write_all(text.as_bytes())?;
+    out.flush()
+}
+
+/// Several prompts' texts, or ids, with a line before each; what is left to write of one.
+pub fn print(outputs: &[Output], has_text: bool) -> std::io::Result<()> {
+    if let [_] = outputs {
+        return put("\n");
+    }
+    for (i, output) in outputs.iter().enumerate() {
+        let ids = || output.tokens.iter().map(u32::to_string).collect::<Vec<_>>().join(" ");
+        let text = if has_text { output.text.clone() } else { ids() };
+        put(&format!("== {i}\n{text}\n"))?;
+    }
+    Ok(())
+}
+
+/// A bar of the layers loaded, on standard error; none where that is no terminal.
+pub fn loading() -> ProgressBar {
+    let bar = ProgressBar::new(0);
+    let style = ProgressStyle::with_template("loading {wide_bar} {pos} of {len} layers, {elapsed}");
+    style.into_iter().for_each(|style| bar.set_style(style));
+    bar
+}
+
+/// Counts and speeds.
+pub fn report(outcome: &Outcome) {
+    let stats = &outcome.stats;
+    let mut lines = String::new();
+    for (i, output) in outcome.outputs.iter().enumerate() {
+        let why = match &output.finish {
+            Finish::Token(id) => format!("token {id}"),
+            Finish::Text(text) => format!("stop text {text:?}"),
+            Finish::MaxTokens => "max tokens".into(),
+            Finish::Context => "context full".into(),
+            Finish::Caller => "output closed".into(),
+        };
+        let cut = if output.incomplete { ", inside a character" } else { "" };
+        lines += &format!("prompt {i}: {} tokens, ended by {why}{cut}\n", output.tokens.len());
+    }
+    lines += &format!("load: {:.2} s\n", outcome.loading.as_secs_f64());
+    let seconds = stats.prefill.as_secs_f64();
+    lines +=
+        &format!("prefill: {} tokens, {seconds:.3} s, {:.1} tokens/s\n", stats.prefill_tokens, stats.prefill_rate());
+    let seconds = stats.decode.as_secs_f64();
+    lines += &format!("decode: {} tokens, {seconds:.3} s, {:.1} tokens/s\n", stats.decode_tokens, stats.decode_rate());
+    if let Some(bytes) = peak_memory() {
+        lines += &format!("memory: {:.0} MiB of this process at most\n", bytes as f64 / f64::from(1 << 20));
+    }
+    lines.extend(outcome.loads.iter().map(|(layer, load)| format!("{}\n", experts(*layer, load))));
+    let _ = std::io::stderr().write_all(lines.as_bytes());
+}
+
+/// A layer's experts that were chosen most and least.
+fn experts(layer: usize, load: &Load) -> String {
+    let tokens = &load.tokens_per_expert;
+    let share = |expert: usize| 100.0 * tokens[expert] as f64 / load.total().max(1) as f64;
+    // The first of several.
+    let most = (0..tokens.len()).rev().max_by_key(|expert| tokens[*expert]).unwrap_or(0);
+    let least = (0..tokens.len()).min_by_key(|expert| tokens[*expert]).unwrap_or(0);
+    format!(
+        "layer {layer}: {} choices of {} experts, most of expert {most} ({:.1} %), least of expert {least} ({:.1} %), \
+         largest over mean {:.2}",
+        load.total(),
+        tokens.len(),
+        share(most),
+        share(least),
+        load.max_over_mean()
+    )
+}
+
+/// Most memory that this process has had, in bytes, on the host, where the system says it.
+fn peak_memory() -> Option<u64> {
+    let status = std::fs::read_to_string("/proc/self/status").ok()?;
+    let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:"))?;
+    line.trim().strip_suffix(" kB")?.parse::<u64>().ok().map(|kib| kib << 10)
+}

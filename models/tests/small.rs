@@ -1,0 +1,103 @@
+//! The small model that ships with the repository, and the program that runs it where no folder is given.
+
+use std::collections::HashSet;
+use std::path::{Path, PathBuf};
+
+use candle_core::{DType, Device, Tensor};
+use moebius_models::generate::Tokenizer;
+use moebius_models::{LoadOptions, Model};
+
+#[path = "support/program.rs"]
+mod program;
+
+use program::{run, text};
+
+fn folder() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("small")
+}
+
+fn words(text: &str) -> impl Iterator<Item = &str> {
+    text.split(|c: char| !c.is_ascii_alphabetic()).filter(|word| !word.is_empty())
+}
+
+/// All words of the texts below a folder.
+fn collect(dir: &Path, found: &mut HashSet<String>) {
+    for entry in std::fs::read_dir(dir).expect("a folder") {
+        let path = entry.expect("an entry").path();
+        if path.is_dir() {
+            collect(&path, found);
+        } else if path.extension().is_some_and(|extension| extension == "md" || extension == "rs") {
+            let text = std::fs::read_to_string(&path).expect("a text");
+            found.extend(words(&text).map(str::to_string));
+        }
+    }
+}
+
+#[test]
+fn a_folder_of_four_megabytes_at_most() {
+    let files = std::fs::read_dir(folder()).expect("the folder").map(|entry| entry.expect("an entry"));
+    let bytes: u64 = files.map(|file| file.metadata().expect("its size").len()).sum();
+    assert!(bytes <= 4_000_000, "{bytes} bytes");
+}
+
+/// No argument, no download: text, each time the same, in words of the documents that the model has read.
+#[test]
+fn the_program_without_arguments_writes_words_of_the_documents() {
+    let first = text(&run(&[]));
+    assert_eq!(text(&run(&[])), first, "the seed is 0 where none is given");
+    assert_ne!(text(&run(&["--seed", "1"])), first, "the folder's own settings sample");
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
+    let mut known = HashSet::new();
+    for part in ["docs", "src", "models/src", "kernels"] {
+        collect(&root.join(part), &mut known);
+    }
+    for file in ["README.md", "CHANGELOG.md", "CONTRIBUTING.md", "models/README.md"] {
+        known.extend(words(&std::fs::read_to_string(root.join(file)).expect("a document")).map(str::to_string));
+    }
+    let (unknown, all): (Vec<&str>, Vec<&str>) =
+        (words(&first).filter(|word| !known.contains(*word)).collect(), words(&first).collect());
+    assert!(all.len() >= 40, "{} words: {first}", all.len());
+    // Tokens are parts of words; a model that has not learned to spell makes up every second one.
+    assert!(unknown.len() * 20 <= all.len(), "made up: {unknown:?} in {first}");
+}
+
+/// Greedy text knows no seed. Ranks that share the experts add the same numbers in the same order.
+#[test]
+fn greedy_text_is_the_same_at_any_number_of_ranks() {
+    let greedy = |more: &[&str]| {
+        let prompt = ["--prompt", "The experts of a rank", "--temperature", "0", "--max-tokens", "48", "--ignore-eos"];
+        text(&run(&[&prompt[..], more].concat()))
+    };
+    let one = greedy(&["--seed", "3"]);
+    assert!(words(&one).count() >= 10, "{one}");
+    assert_eq!(greedy(&["--seed", "4"]), one);
+    for ranks in ["2", "4", "8"] {
+        assert_eq!(greedy(&["--ranks", ranks]), one, "{ranks} ranks");
+    }
+}
+
+/// Mean loss of a text, in nats a token.
+fn loss(model: &Model, tokenizer: &Tokenizer, text: &str) -> f64 {
+    let ids = tokenizer.encode(text).expect("ids");
+    let ids = Tensor::from_slice(&ids, (1, ids.len()), &Device::Cpu).expect("a tensor");
+    let loss = model.loss(&ids).expect("a loss").mean().and_then(|loss| loss.to_dtype(DType::F64)?.to_scalar());
+    loss.expect("a number")
+}
+
+/// Sentences of the documents' kind that stand in none of them. A model that knows nothing loses ln V a token.
+#[test]
+fn sentences_that_it_has_not_read_cost_much_less_than_chance() {
+    let options = LoadOptions { dtype: Some(DType::F32), ..LoadOptions::default() };
+    let model = Model::load(folder(), &Device::Cpu, options).expect("the model");
+    let tokenizer = Tokenizer::from_folder(folder()).expect("its tokenizer");
+    let text = "A rank that holds no tokens still takes part in every collective, so that the other ranks do not wait \
+                for it until the timeout. The experts of a layer are divided over the ranks, and the gradients of \
+                their weights are sums over the tokens of all of them.";
+    let read = loss(&model, &tokenizer, text);
+    let chance = (model.vocabulary() as f64).ln();
+    assert!(read < 0.7 * chance, "{read} nats a token, by chance {chance}");
+    // And it is the order of the words that it knows.
+    let reversed: Vec<&str> = text.split(' ').rev().collect();
+    let reversed = loss(&model, &tokenizer, &reversed.join(" "));
+    assert!(read + 0.5 < reversed, "{read} nats a token, {reversed} the other way around");
+}

@@ -1,0 +1,33 @@
+//! The program of `examples/generate`.
+
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output, Stdio};
+use std::sync::LazyLock;
+
+/// Built from these sources with this test's profile: what an earlier build has left may be another.
+static PROGRAM: LazyLock<PathBuf> = LazyLock::new(|| {
+    let this = std::env::current_exe().expect("this program");
+    let profile = this.ancestors().nth(2).expect("a profile's folder");
+    let name = match profile.file_name().and_then(|name| name.to_str()).expect("a name") {
+        "debug" => "dev",
+        other => other,
+    };
+    let mut command = Command::new(env!("CARGO"));
+    // All default members' examples, as `cargo test` builds them: others would be compiled with other features.
+    command.current_dir(Path::new(env!("CARGO_MANIFEST_DIR")).join("..")).args(["build", "--quiet", "--examples"]);
+    command.args(["--profile", name, "--target-dir"]).arg(profile.parent().expect("target")).stdin(Stdio::null());
+    let done = command.output().expect("cargo");
+    assert!(done.status.success(), "{command:?}: {}", String::from_utf8_lossy(&done.stderr));
+    profile.join("examples/generate").with_extension(std::env::consts::EXE_EXTENSION)
+});
+
+/// Runs it to its end.
+pub fn run(arguments: &[&str]) -> Output {
+    Command::new(&*PROGRAM).args(arguments).stdin(Stdio::null()).output().expect("the program")
+}
+
+/// What it printed, if all went well.
+pub fn text(output: &Output) -> String {
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    String::from_utf8(output.stdout.clone()).expect("UTF-8")
+}
