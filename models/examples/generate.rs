@@ -327,7 +327,7 @@ impl Job<'_> {
             Type::Bf16 => DType::BF16,
             Type::F16 => DType::F16,
         });
-        let model = Model::load_on(self.checkpoint, group.clone(), LoadOptions { dtype, trainable: false })?;
+        let model = Model::load_on(self.checkpoint, group.clone(), LoadOptions { dtype, ..LoadOptions::default() })?;
         // Every rank sees all of it, so that none waits for another that cannot begin.
         if let Some(tokenizer) = self.tokenizer {
             tokenizer.check_embedding(model.vocabulary())?;

@@ -19,6 +19,7 @@ mod model;
 mod norm;
 mod ops;
 mod params;
+mod random;
 mod rotary;
 mod self_attention;
 #[cfg(test)]

@@ -46,7 +46,10 @@ impl Model {
     /// # Errors
     /// A folder of an unknown family, a configuration that the decoder does not do, missing or mis-shaped tensors.
     pub fn load(folder: impl AsRef<Path>, device: &Device, options: LoadOptions) -> Result<Self> {
-        let checkpoint = Checkpoint::open(folder)?;
+        let checkpoint = match options.random {
+            None => Checkpoint::open(folder)?,
+            Some(_) => Checkpoint::open_config(folder)?,
+        };
         let group = match checkpoint.moe_layers().first() {
             Some(&layer) => DeviceGroup::single(&checkpoint.block_config(layer)?, device)?,
             None => DeviceGroup::single(GroupConfig::one_rank(1), device)?,

@@ -84,7 +84,7 @@ fn every_type_runs() {
     for golden in Golden::all() {
         let logits = |dtype| {
             on_ranks(1, golden.experts, |_, group| {
-                let options = LoadOptions { dtype, trainable: false };
+                let options = LoadOptions { dtype, ..LoadOptions::default() };
                 golden.load(&group, options).forward(golden.ids()).expect("logits")
             })
             .remove(0)
