@@ -7,8 +7,9 @@
 //!
 //! | phase | what is timed |
 //! |---|---|
-//! | `decode-1` | a step of one sequence with `--past` tokens in the cache, from its id to the likeliest next one |
+//! | `decode-1` | a step of one sequence with `--past` tokens in a static cache, from its id to the likeliest next one; on a GPU replayed from a graph |
 //! | `decode-64` | the same of 64 sequences |
+//! | `eager-1`, `eager-64` | the same with a cache that grows, one operation after another; not done unless asked for |
 //! | `prefill` | hidden states of `--prefill` tokens, and the logits of the last |
 //!
 //! `weights_gib`: bytes by which loading has the GPU's free memory fall. `peak_gib`: the same of loading and the phase's
@@ -79,6 +80,10 @@ enum Phase {
     One,
     #[value(name = "decode-64")]
     Many,
+    #[value(name = "eager-1")]
+    EagerOne,
+    #[value(name = "eager-64")]
+    EagerMany,
     Prefill,
 }
 
@@ -162,7 +167,8 @@ impl Bench {
     }
 
     fn asked(&self, phase: Phase) -> bool {
-        self.options.phase.is_empty() || self.options.phase.contains(&phase)
+        let always = [Phase::One, Phase::Many, Phase::Prefill].contains(&phase);
+        self.options.phase.is_empty() && always || self.options.phase.contains(&phase)
     }
 
     fn ids(&self, sequences: usize, tokens: usize) -> Result<Tensor> {
@@ -188,7 +194,11 @@ impl Bench {
     }
 
     /// Times of calls from an idle device to an idle one, and the least memory that was free.
-    fn time(&self, (warm_up, steps): (usize, usize), mut call: impl FnMut() -> Result<()>) -> Result<(Vec<f64>, usize)> {
+    fn time(
+        &self,
+        (warm_up, steps): (usize, usize),
+        mut call: impl FnMut() -> Result<()>,
+    ) -> Result<(Vec<f64>, usize)> {
         let (mut times, mut least) = (Vec::new(), self.free[1]);
         for step in 0..warm_up + steps {
             self.device.synchronize()?;
@@ -217,15 +227,40 @@ impl Bench {
         Ok(())
     }
 
+    fn past(&self) -> usize {
+        self.options.past.unwrap_or(if self.is_small() { 32 } else { 1024 })
+    }
+
+    fn steps(&self) -> (usize, usize) {
+        (5, self.options.steps.unwrap_or(50))
+    }
+
+    /// Prompts of the sequences, in pieces: of 64 of 1024 tokens, all at once would be a larger prefill than is asked for.
+    fn prompts(&self, sequences: usize) -> Result<Vec<Tensor>> {
+        let pieces = self.ids(sequences, self.past())?.chunk(if sequences > 1 { 8 } else { 1 }, 1)?;
+        Ok(pieces.iter().map(Tensor::contiguous).collect::<candle_core::Result<_>>()?)
+    }
+
     fn decode(&self, model: &Model, sequences: usize) -> Result<()> {
-        let past = self.options.past.unwrap_or(if self.is_small() { 32 } else { 1024 });
+        let (past, (warm_up, steps)) = (self.past(), self.steps());
+        let mut stepper = model.stepper(sequences, past + warm_up + steps)?;
+        for ids in self.prompts(sequences)? {
+            stepper.feed(&ids)?;
+        }
+        let (mut times, least) = self.time((warm_up, steps), || Ok(stepper.step().map(drop)?))?;
+        let how = if stepper.is_captured() { "graph" } else { "static cache" };
+        self.report(&format!("decode {sequences} x {past}, {how}"), sequences, &mut times, least);
+        Ok(())
+    }
+
+    fn eager(&self, model: &Model, sequences: usize) -> Result<()> {
+        let past = self.past();
         let mut cache = model.cache();
-        // Of 64 sequences of 1024 tokens, all at once would be a larger prefill than any that is asked for.
-        for ids in self.ids(sequences, past)?.chunk(if sequences > 1 { 8 } else { 1 }, 1)? {
-            model.decode_hidden(&ids.contiguous()?, &mut cache)?;
+        for ids in self.prompts(sequences)? {
+            model.decode_hidden(&ids, &mut cache)?;
         }
         let mut next = self.ids(sequences, 1)?;
-        let (mut times, least) = self.time((5, self.options.steps.unwrap_or(50)), || {
+        let (mut times, least) = self.time(self.steps(), || {
             let logits = model.decode(&next, &mut cache)?;
             next = logits.argmax(D::Minus1)?;
             Ok(())
@@ -265,6 +300,12 @@ fn main() -> Result<()> {
     }
     if bench.asked(Phase::Many) {
         bench.decode(&model, bench.options.sequences.unwrap_or(64))?;
+    }
+    if bench.asked(Phase::EagerOne) {
+        bench.eager(&model, 1)?;
+    }
+    if bench.asked(Phase::EagerMany) {
+        bench.eager(&model, bench.options.sequences.unwrap_or(64))?;
     }
     if bench.asked(Phase::Prefill) {
         bench.prefill(&model)?;

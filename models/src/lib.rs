@@ -22,6 +22,8 @@ mod params;
 mod random;
 mod rotary;
 mod self_attention;
+mod static_cache;
+mod stepper;
 #[cfg(test)]
 mod testing;
 
@@ -32,3 +34,4 @@ pub use family::families;
 pub use loss::Loss;
 pub use model::Model;
 pub use params::LoadOptions;
+pub use stepper::Stepper;
