@@ -77,7 +77,7 @@ fn load(dir: &Path, device: &Device) -> Result<Decoders> {
     drop(on_host);
     let group = DeviceGroup::single(GroupConfig::new(SIZES.experts, SEQUENCES * CONTEXT), device)?;
     let ours = |dtype| {
-        let options = LoadOptions { dtype: Some(dtype), trainable: false };
+        let options = LoadOptions { dtype: Some(dtype), ..LoadOptions::default() };
         Model::load_on(&Checkpoint::open(dir)?, &group, options).map_err(Box::<dyn Error>::from)
     };
     let (ours, reference) = (ours(DType::BF16)?, ours(DType::F32)?);

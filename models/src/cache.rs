@@ -3,6 +3,7 @@
 use candle_core::{Result, Tensor};
 
 use crate::error::Error;
+use crate::static_cache::SlotCache;
 
 /// What the layers keep of the tokens so far, for decoding: keys and values, or a recurrent state. Its memory grows
 /// with the tokens, in layers with a window or chunks up to that. A clone goes on by itself.
@@ -52,52 +53,78 @@ impl Cache {
     }
 }
 
-/// Two tensors of one layer; tensors are never written once they are here.
-#[derive(Debug, Clone, Default)]
-pub(crate) struct LayerCache(Option<(Tensor, Tensor)>);
+/// What one layer keeps.
+#[derive(Debug, Clone)]
+pub(crate) enum LayerCache {
+    /// Two tensors, which are never written once they are here.
+    Growing(Option<(Tensor, Tensor)>),
+    /// A recurrent layer's two tensors in memory that stays.
+    State(Tensor, Tensor),
+    /// Keys and values in memory that stays.
+    Slots(SlotCache),
+}
+
+impl Default for LayerCache {
+    fn default() -> Self {
+        Self::Growing(None)
+    }
+}
 
 impl LayerCache {
     /// What is held and `k` and `v` behind it, along dimension 2.
     pub fn append(&mut self, k: &Tensor, v: &Tensor) -> Result<(Tensor, Tensor)> {
-        let both = match &self.0 {
-            None => (k.contiguous()?, v.contiguous()?),
-            Some((old_k, old_v)) => (Tensor::cat(&[old_k, k], 2)?, Tensor::cat(&[old_v, v], 2)?),
+        let both = match self {
+            Self::Growing(Some((old_k, old_v))) => (Tensor::cat(&[&*old_k, k], 2)?, Tensor::cat(&[&*old_v, v], 2)?),
+            _ => (k.contiguous()?, v.contiguous()?),
         };
-        self.0 = Some(both.clone());
+        *self = Self::Growing(Some(both.clone()));
         Ok(both)
     }
 
     /// Keeps the last `len` positions alone.
     pub fn keep(&mut self, len: usize) -> Result<()> {
-        if let Some((k, v)) = &self.0
+        if let Self::Growing(Some((k, v))) = self
             && k.dim(2)? > len
         {
             // Copies, so that the memory of the others is free.
             let last = |t: &Tensor| t.narrow(2, t.dim(2)? - len, len)?.force_contiguous();
-            self.0 = if len == 0 { None } else { Some((last(k)?, last(v)?)) };
+            *self = Self::Growing(if len == 0 { None } else { Some((last(k)?, last(v)?)) });
         }
         Ok(())
     }
 
     /// Leaves these of the sequences held. A tensor has one of them an entry of its first dimension, or a head of one.
     pub fn keep_sequences(&mut self, rows: &[usize], held: usize) -> Result<()> {
-        let Some((k, v)) = &self.0 else { return Ok(()) };
+        let Self::Growing(Some((k, v))) = self else { return Ok(()) };
         let keep = |t: &Tensor| {
             let heads = t.dim(0)? / held;
             let rows: Vec<u32> = rows.iter().flat_map(|row| row * heads..(row + 1) * heads).map(|i| i as u32).collect();
             t.index_select(&Tensor::new(rows, t.device())?, 0)
         };
-        self.0 = if rows.is_empty() { None } else { Some((keep(k)?, keep(v)?)) };
+        *self = Self::Growing(if rows.is_empty() { None } else { Some((keep(k)?, keep(v)?)) });
         Ok(())
     }
 
     /// A recurrent layer's state.
-    pub fn state(&self) -> Option<&(Tensor, Tensor)> {
-        self.0.as_ref()
+    pub fn state(&self) -> Option<(&Tensor, &Tensor)> {
+        match self {
+            Self::Growing(Some((a, b))) | Self::State(a, b) => Some((a, b)),
+            Self::Growing(None) | Self::Slots(_) => None,
+        }
     }
 
-    /// Replaces it.
-    pub fn set_state(&mut self, state: (Tensor, Tensor)) {
-        self.0 = Some(state);
+    /// Replaces it; in its memory where that stays.
+    pub fn set_state(&mut self, (a, b): (Tensor, Tensor)) -> Result<()> {
+        if let Self::State(held_a, held_b) = self {
+            write(held_a, &a)?;
+            return write(held_b, &b);
+        }
+        *self = Self::Growing(Some((a, b)));
+        Ok(())
     }
+}
+
+/// Overwrites all of a tensor.
+pub(crate) fn write(to: &Tensor, from: &Tensor) -> Result<()> {
+    if to.elem_count() == 0 { Ok(()) } else { to.slice_set(&from.contiguous()?, 0, 0) }
 }

@@ -15,6 +15,7 @@ use crate::norm::{Norm, NormKind};
 use crate::ops::{Head, MaskCache};
 use crate::params::Loader;
 use crate::rotary::{Angles, Rotary};
+use crate::static_cache::{Moment, StaticCache, StaticShape};
 
 /// A place in a forward where a [`Tap`] sees a tensor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -53,6 +54,8 @@ pub(crate) struct Step<'a> {
     /// Angles depend on the sequence's length.
     pub late_rotation: bool,
     pub masks: MaskCache,
+    /// Where the token stands in a static cache, if this is a step of one token a sequence over one.
+    pub moment: Option<Moment>,
     rotary: &'a Rotary,
     dtype: DType,
     device: &'a Device,
@@ -73,6 +76,19 @@ impl Step<'_> {
 pub(crate) trait Mixer: Debug + Send + Sync {
     /// `x` is `[B·S, H]`, as is the result.
     fn forward(&self, x: &Tensor, step: &Step<'_>, cache: Option<&mut LayerCache>) -> Result<Tensor>;
+
+    /// An empty cache of memory that stays.
+    fn static_cache(&self, shape: &StaticShape<'_>) -> CandleResult<LayerCache>;
+}
+
+/// The caches of a forward's layers.
+#[derive(Debug)]
+pub(crate) struct Held<'a> {
+    pub layers: &'a mut [LayerCache],
+    /// Tokens that they hold.
+    pub past: usize,
+    /// As in [`Step`].
+    pub moment: Option<Moment>,
 }
 
 /// The feed-forward block of a layer.
@@ -239,6 +255,17 @@ impl DecoderStack {
         Cache::new(self.layers.len())
     }
 
+    /// A cache of memory that stays; `None` where angles depend on the sequence's length.
+    pub fn static_cache(&self, sequences: usize, capacity: usize) -> CandleResult<Option<StaticCache>> {
+        if self.rotary.depends_on_length() {
+            return Ok(None);
+        }
+        let (dtype, device) = (self.embedding.dtype(), self.device());
+        let shape = StaticShape { sequences, capacity, dtype, device };
+        let layers = self.layers.iter().map(|layer| layer.mixer.static_cache(&shape)).collect::<CandleResult<_>>()?;
+        StaticCache::new(&shape, self.rotary.angles(0..capacity, dtype, device)?, layers).map(Some)
+    }
+
     pub fn num_layers(&self) -> usize {
         self.layers.len()
     }
@@ -263,12 +290,16 @@ impl DecoderStack {
     pub fn hidden(
         &self,
         ids: &Tensor,
-        mut cache: Option<&mut Cache>,
+        cache: Option<Held<'_>>,
         tap: &mut Option<&mut Tap<'_>>,
         at: &mut Progress,
     ) -> Result<Tensor> {
         let (sequences, len) = ids.dims2()?;
-        let past = cache.as_ref().map_or(0, |cache| cache.len);
+        let late_rotation = cache.is_some() && self.rotary.depends_on_length();
+        let (mut layers, past, moment) = match cache {
+            None => (None, 0, None),
+            Some(Held { layers, past, moment }) => (Some(layers), past, moment),
+        };
         let mut x = self.embedding.index_select(&ids.flatten_all()?, 0)?;
         if self.scales.embedding != 1.0 {
             x = (x * self.scales.embedding)?;
@@ -278,15 +309,19 @@ impl DecoderStack {
             sequences,
             len,
             past,
-            angles: self.rotary.angles(past..past + len, dtype, device)?,
-            late_rotation: cache.is_some() && self.rotary.depends_on_length(),
+            angles: match &moment {
+                Some(moment) => moment.angles.clone(),
+                None => self.rotary.angles(past..past + len, dtype, device)?,
+            },
+            late_rotation,
             masks: MaskCache::default(),
+            moment,
             rotary: &self.rotary,
             dtype,
             device,
         };
         for (number, layer) in self.layers.iter().enumerate() {
-            let cache = cache.as_mut().map(|cache| &mut cache.layers[number]);
+            let cache = layers.as_mut().map(|layers| &mut layers[number]);
             if sequences * len > 0 {
                 let y = layer.mixer.forward(&layer.input_norm.forward(&x)?, &step, cache)?;
                 x = self.add(x, y)?;
@@ -295,10 +330,6 @@ impl DecoderStack {
         }
         if sequences * len > 0 {
             x = self.norm.forward(&x)?;
-        }
-        if let Some(cache) = cache {
-            cache.len += len;
-            cache.sequences = Some(sequences);
         }
         Ok(x.reshape((sequences, len, self.hidden_size()))?)
     }

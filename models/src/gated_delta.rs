@@ -16,6 +16,7 @@ use crate::error::Result;
 use crate::norm::{Norm, NormKind};
 use crate::ops::wide;
 use crate::params::Loader;
+use crate::static_cache::StaticShape;
 
 /// Tokens of a chunk.
 const CHUNK: usize = 64;
@@ -265,6 +266,13 @@ impl Triangle<'_> {
 }
 
 impl Mixer for GatedDelta {
+    fn static_cache(&self, shape: &StaticShape<'_>) -> CandleResult<LayerCache> {
+        let DeltaSizes { value_heads, key_dim, value_dim, kernel, .. } = self.sizes;
+        let before = shape.zeros(&[shape.sequences, kernel - 1, self.sizes.mixed()])?;
+        let wide = StaticShape { dtype: wide(shape.dtype), ..*shape };
+        Ok(LayerCache::State(before, wide.zeros(&[shape.sequences * value_heads, key_dim, value_dim])?))
+    }
+
     fn forward(&self, x: &Tensor, step: &Step<'_>, cache: Option<&mut LayerCache>) -> Result<Tensor> {
         let (b, s) = (step.sequences, step.len);
         let DeltaSizes { value_heads, key_dim, value_dim, .. } = self.sizes;
@@ -285,7 +293,7 @@ impl Mixer for GatedDelta {
             state = next;
         }
         if let Some(cache) = cache {
-            cache.set_state((before, state));
+            cache.set_state((before, state))?;
         }
         let y = Tensor::cat(&chunks, 1)?.reshape((b, value_heads, s, value_dim))?.transpose(1, 2)?.contiguous()?;
         let y = y.reshape((b * s * value_heads, value_dim))?.to_dtype(x.dtype())?;

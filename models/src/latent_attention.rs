@@ -8,8 +8,9 @@ use crate::cache::LayerCache;
 use crate::decoder::{Mixer, Step};
 use crate::error::Result;
 use crate::norm::{Norm, NormKind};
-use crate::ops::{AttentionOptions, attention};
+use crate::ops::{AttentionOptions, SlotOptions, attention, slot_attention};
 use crate::params::Loader;
+use crate::static_cache::{Slots, StaticShape};
 
 /// Most new tokens for which attention runs over the latents themselves: with more, making keys and values of the
 /// latents once costs less than the longer products.
@@ -96,6 +97,18 @@ impl LatentAttention {
         Ok((q.narrow(3, 0, plain)?.contiguous()?, step.angles.apply(&q.narrow(3, plain, rotated)?)?))
     }
 
+    /// Queries over latents and rotated keys, `[B, heads, S, latent + rotated]`: they go through the matrix that would
+    /// have made keys.
+    fn absorbed(&self, q: &Tensor, rotated: &Tensor, keys: &Tensor) -> CandleResult<Tensor> {
+        Tensor::cat(&[&q.broadcast_matmul(&keys.unsqueeze(0)?)?, rotated], 3)
+    }
+
+    /// `[B, S, heads, value]` of sums of latents `[B, S, heads, latent]`.
+    fn values_of(&self, y: &Tensor, values: &Tensor) -> CandleResult<Tensor> {
+        let y = y.transpose(1, 2)?.contiguous()?.broadcast_matmul(&values.transpose(1, 2)?.unsqueeze(0)?)?;
+        y.transpose(1, 2)
+    }
+
     /// The matrices of each head that make a key `[heads, plain, latent]` and a value `[heads, value, latent]`.
     fn head_matrices(&self) -> CandleResult<(Tensor, Tensor)> {
         let LatentSizes { heads, latent, plain, value, .. } = self.sizes;
@@ -105,6 +118,12 @@ impl LatentAttention {
 }
 
 impl Mixer for LatentAttention {
+    fn static_cache(&self, shape: &StaticShape<'_>) -> CandleResult<LayerCache> {
+        let LatentSizes { latent, rotated, .. } = self.sizes;
+        // One tensor, the keys of attention over latents, whose first entries are the values.
+        Ok(LayerCache::Slots(shape.slots(Slots::new(shape.capacity, None, None), 1, &[latent + rotated])?))
+    }
+
     fn forward(&self, x: &Tensor, step: &Step<'_>, cache: Option<&mut LayerCache>) -> Result<Tensor> {
         let LatentSizes { heads, latent, plain, rotated, value, .. } = self.sizes;
         let (b, s) = (step.sequences, step.len);
@@ -125,18 +144,31 @@ impl Mixer for LatentAttention {
         let absorbed = cache.is_some() && s <= ABSORBED;
         let (c, k) = match cache {
             None => (c, k),
+            Some(LayerCache::Slots(cache)) => {
+                let new = [Tensor::cat(&[&c, &k], 3)?];
+                if let Some(moment) = &step.moment {
+                    cache.put_at(moment, &new)?;
+                    let (keys, values) = self.head_matrices()?;
+                    let q = self.absorbed(&q, &q_rotated, &keys)?;
+                    let held = &cache.tensors[0];
+                    let mask = moment.mask(cache.slots)?;
+                    let y = slot_attention(&q, held, held, &SlotOptions { mask, sinks: None, scale: self.scale })?;
+                    let y = self.values_of(&y.narrow(3, 0, latent)?, &values)?;
+                    return Ok(self.output.forward(&y.reshape((b, heads * value))?)?);
+                }
+                let all = cache.with_past(step.past, &new)?;
+                cache.put(step.past, &new)?;
+                (all[0].narrow(3, 0, latent)?.contiguous()?, all[0].narrow(3, latent, rotated)?.contiguous()?)
+            }
             Some(cache) => cache.append(&c, &k)?,
         };
         let n = c.dim(2)?;
         let k = if late { step.key_angles(n)?.apply(&k)? } else { k };
         let y = if absorbed {
-            // One key head, the latent and the rotated key; queries go through the matrix that would have made keys.
+            // One key head, the latent and the rotated key.
             let (keys, values) = self.head_matrices()?;
-            let q = q.broadcast_matmul(&keys.unsqueeze(0)?)?;
-            let q = Tensor::cat(&[q, q_rotated], 3)?;
-            let y = attention(&q, &Tensor::cat(&[&c, &k], 3)?, &c, &options)?;
-            let y = y.transpose(1, 2)?.contiguous()?.broadcast_matmul(&values.transpose(1, 2)?.unsqueeze(0)?)?;
-            y.transpose(1, 2)?
+            let q = self.absorbed(&q, &q_rotated, &keys)?;
+            self.values_of(&attention(&q, &Tensor::cat(&[&c, &k], 3)?, &c, &options)?, &values)?
         } else {
             let made = c.reshape((b * n, latent))?.matmul(&self.up.t()?)?;
             let made = made.reshape((b, n, heads, plain + value))?.transpose(1, 2)?;

@@ -19,8 +19,11 @@ mod model;
 mod norm;
 mod ops;
 mod params;
+mod random;
 mod rotary;
 mod self_attention;
+mod static_cache;
+mod stepper;
 #[cfg(test)]
 mod testing;
 
@@ -31,3 +34,4 @@ pub use family::families;
 pub use loss::Loss;
 pub use model::Model;
 pub use params::{LoadOptions, LoadProgress, Watch};
+pub use stepper::Stepper;

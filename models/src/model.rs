@@ -8,7 +8,7 @@ use moebius::checkpoint::Checkpoint;
 use moebius::ep::GroupConfig;
 
 use crate::cache::Cache;
-use crate::decoder::{DecoderStack, Progress, Tap};
+use crate::decoder::{DecoderStack, Held, Progress, Tap};
 use crate::error::{Error, Result};
 use crate::family;
 use crate::loss::{self, Loss};
@@ -46,7 +46,10 @@ impl Model {
     /// # Errors
     /// A folder of an unknown family, a configuration that the decoder does not do, missing or mis-shaped tensors.
     pub fn load(folder: impl AsRef<Path>, device: &Device, options: LoadOptions) -> Result<Self> {
-        let checkpoint = Checkpoint::open(folder)?;
+        let checkpoint = match options.random {
+            None => Checkpoint::open(folder)?,
+            Some(_) => Checkpoint::open_config(folder)?,
+        };
         let group = match checkpoint.moe_layers().first() {
             Some(&layer) => DeviceGroup::single(&checkpoint.block_config(layer)?, device)?,
             None => DeviceGroup::single(GroupConfig::one_rank(1), device)?,
@@ -211,23 +214,72 @@ impl Model {
         self.decoder.moe(layer)
     }
 
+    /// The layers.
+    pub(crate) fn decoder(&self) -> &DecoderStack {
+        &self.decoder
+    }
+
+    /// True of a model whose weights are variables.
+    pub(crate) fn is_trainable(&self) -> bool {
+        self.trainable
+    }
+
     /// Runs all layers. A failure on one rank is told to the others, which go on to the next layer with experts and
     /// would wait there.
     fn run(
         &self,
         call: &'static str,
         ids: &Tensor,
-        cache: Option<&mut Cache>,
+        mut cache: Option<&mut Cache>,
         mut tap: Option<&mut Tap<'_>>,
     ) -> Result<Tensor> {
-        let mut at = Progress::default();
-        self.checked(call, ids, cache.as_deref())
-            .and_then(|ids| self.decoder.hidden(&ids, cache, &mut tap, &mut at))
-            .inspect_err(|error| self.decoder.refuse(at, &error.to_string()))
+        let past = cache.as_ref().map_or(0, |cache| cache.len);
+        self.telling_others(|at| {
+            let ids = self.checked(call, ids, past, |sequences| self.check_cache(call, cache.as_deref(), sequences))?;
+            let held = cache.as_mut().map(|cache| Held { layers: &mut cache.layers, past, moment: None });
+            let hidden = self.decoder.hidden(&ids, held, &mut tap, at)?;
+            if let Some(cache) = cache {
+                let (sequences, len) = ids.dims2()?;
+                cache.len += len;
+                cache.sequences = Some(sequences);
+            }
+            Ok(hidden)
+        })
     }
 
-    /// The ids as U32 on the model's device, if the call can be made.
-    fn checked(&self, call: &'static str, ids: &Tensor, cache: Option<&Cache>) -> Result<Tensor> {
+    /// Tells the other ranks of an error.
+    pub(crate) fn telling_others<T>(&self, run: impl FnOnce(&mut Progress) -> Result<T>) -> Result<T> {
+        let mut at = Progress::default();
+        run(&mut at).inspect_err(|error| self.decoder.refuse(at, &error.to_string()))
+    }
+
+    fn check_cache(&self, call: &'static str, cache: Option<&Cache>, sequences: usize) -> Result<()> {
+        let fail = |problem: String| Err(Error::Usage { call, problem });
+        let Some(cache) = cache else { return Ok(()) };
+        if self.trainable {
+            return fail("the model was loaded as trainable; load another".into());
+        }
+        if cache.layers.len() != self.num_layers() {
+            let (theirs, ours) = (cache.layers.len(), self.num_layers());
+            return fail(format!("the cache has {theirs} layers, the model {ours}"));
+        }
+        match cache.sequences {
+            Some(held) if held != sequences => {
+                fail(format!("the cache holds {held} sequences, the call has {sequences}"))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// The ids as U32 on the model's device, if the call can be made behind `past` tokens; `check` gets the number of
+    /// sequences.
+    pub(crate) fn checked(
+        &self,
+        call: &'static str,
+        ids: &Tensor,
+        past: usize,
+        check: impl FnOnce(usize) -> Result<()>,
+    ) -> Result<Tensor> {
         let fail = |problem: String| Err(Error::Usage { call, problem });
         let &[sequences, len] = ids.dims() else {
             return Err(Error::Shape {
@@ -240,23 +292,10 @@ impl Model {
         if !matches!(ids.dtype(), DType::U8 | DType::U32 | DType::I64) {
             return fail(format!("ids: expected integers, found {:?}", ids.dtype()));
         }
-        if let Some(cache) = cache {
-            if self.trainable {
-                return fail("the model was loaded as trainable; load another".into());
-            }
-            if cache.layers.len() != self.num_layers() {
-                let (theirs, ours) = (cache.layers.len(), self.num_layers());
-                return fail(format!("the cache has {theirs} layers, the model {ours}"));
-            }
-            if cache.sequences.is_some_and(|held| held != sequences) {
-                let held = cache.sequences.unwrap_or(0);
-                return fail(format!("the cache holds {held} sequences, the call has {sequences}"));
-            }
-        }
+        check(sequences)?;
         if sequences > 0 && len == 0 {
             return fail("an empty prompt: a sequence has at least one token".into());
         }
-        let past = cache.map_or(0, |cache| cache.len);
         if past + len > self.context() {
             let most = self.context();
             return fail(format!("sequences of {past} cached and {len} new tokens; the context is {most}"));

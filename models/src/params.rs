@@ -9,6 +9,7 @@ use serde::de::DeserializeOwned;
 
 use crate::config::ConfigFile;
 use crate::error::{Error, Result};
+use crate::random::RandomWeights;
 
 const CALL: &str = "Model::load";
 
@@ -20,6 +21,10 @@ pub struct LoadOptions {
     /// Parameters become variables, and forward uses operations that have a gradient (slower than the fused ones
     /// of inference).
     pub trainable: bool,
+    /// Weights are random and depend on this seed; nothing is read but `config.json`. Matrices are uniform with variance
+    /// 1 / fan-in, vectors ones, biases zeros, all in [`dtype`](Self::dtype), else in the type that `config.json` names,
+    /// else in f32. Another kind of device has other values.
+    pub random: Option<u64>,
 }
 
 impl LoadOptions {
@@ -57,6 +62,7 @@ pub(crate) struct Loader<'a> {
     group: &'a DeviceGroup,
     options: LoadOptions,
     dtype: Option<moebius::DType>,
+    random: Option<RandomWeights>,
     vars: Vec<(String, Var)>,
     watch: &'a mut Watch<'a>,
 }
@@ -68,7 +74,19 @@ impl<'a> Loader<'a> {
         options: LoadOptions,
         watch: &'a mut Watch<'a>,
     ) -> Result<Self> {
-        Ok(Self { checkpoint, group, options, dtype: options.moe_dtype()?, vars: Vec::new(), watch })
+        let dtype = options.moe_dtype()?;
+        let named = || match checkpoint.model_dtype() {
+            Some(moebius::DType::BF16) => DType::BF16,
+            Some(moebius::DType::F16) => DType::F16,
+            Some(moebius::DType::F64) => DType::F64,
+            _ => DType::F32,
+        };
+        let random = options.random.map(|seed| RandomWeights {
+            seed,
+            trainable: options.trainable,
+            dtype: options.dtype.unwrap_or_else(named),
+        });
+        Ok(Self { checkpoint, group, options, dtype, random, vars: Vec::new(), watch })
     }
 
     /// Tells that so many layers of all are there.
@@ -104,6 +122,13 @@ impl<'a> Loader<'a> {
 
     /// A tensor of this shape, on the group's device.
     pub fn get(&mut self, name: &str, dims: &[usize]) -> Result<Tensor> {
+        if let Some(random) = &self.random {
+            let tensor = random.tensor(name, dims, self.group.device())?;
+            if tensor.is_variable() {
+                self.vars.push((name.into(), Var::from_tensor(&tensor)?));
+            }
+            return Ok(tensor);
+        }
         let tensor = to_candle(self.checkpoint.tensor(name, self.dtype)?)?;
         if tensor.dims() != dims {
             return Err(Error::Shape {
@@ -134,6 +159,9 @@ impl<'a> Loader<'a> {
     pub fn experts(&self, layer: usize) -> Result<Option<ExpertParallelMoE>> {
         if !self.checkpoint.moe_layers().contains(&layer) {
             return Ok(None);
+        }
+        if let Some(random) = &self.random {
+            return random.experts(self.checkpoint, layer, self.group).map(Some);
         }
         let options = checkpoint::LoadOptions { rank: self.group.rank(), ranks: self.group.ranks(), dtype: self.dtype };
         let block = self.checkpoint.load_block(layer, options)?;

@@ -90,7 +90,7 @@ pub(crate) struct Rotary {
 }
 
 /// Cosines and sines of a range of positions, `[S, dim/2]`.
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 pub(crate) struct Angles {
     cos: Tensor,
     sin: Tensor,
@@ -324,6 +324,12 @@ impl Angles {
         let dtype = x.dtype();
         let x = x.contiguous()?.to_dtype(self.cos.dtype())?;
         rotate(&x, [&self.cos, &self.sin], self.interleaved)?.to_dtype(dtype)
+    }
+
+    /// Those of one position, U32 `[1]` on the device, counted from the first.
+    pub fn at(&self, position: &Tensor) -> CandleResult<Self> {
+        let of = |t: &Tensor| t.index_select(position, 0);
+        Ok(Self { cos: of(&self.cos)?, sin: of(&self.sin)?, interleaved: self.interleaved })
     }
 
     /// The last `len` positions.

@@ -1,6 +1,6 @@
 //! Attention with projections of queries, keys and values, in the variants that families have.
 
-use candle_core::{Module, Result as CandleResult, Tensor};
+use candle_core::{Device, Module, Result as CandleResult, Tensor};
 use candle_nn::Linear;
 
 use crate::cache::LayerCache;
@@ -8,8 +8,9 @@ use crate::config::Heads;
 use crate::decoder::{Mixer, Step};
 use crate::error::Result;
 use crate::norm::{Norm, NormKind, unit_rms};
-use crate::ops::{AttentionOptions, attention};
+use crate::ops::{AttentionOptions, SlotOptions, attention, slot_attention};
 use crate::params::Loader;
+use crate::static_cache::{Slots, StaticShape};
 
 /// Which of an attention's projections have biases.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -69,6 +70,14 @@ pub(crate) enum QkNorm {
 pub(crate) struct Temperature {
     pub floor: f64,
     pub factor: f64,
+}
+
+impl Temperature {
+    /// Factors of positions, f32.
+    fn growth(self, positions: std::ops::Range<usize>, device: &Device) -> CandleResult<Tensor> {
+        let of = |p: usize| ((((p + 1) as f64 / self.floor).floor().ln_1p()) * self.factor + 1.0) as f32;
+        Tensor::new(positions.map(of).collect::<Vec<f32>>(), device)
+    }
 }
 
 /// Causal grouped-query attention. [`load`](Self::load) gives the plain one; families set the other fields.
@@ -194,12 +203,14 @@ impl SelfAttention {
         }
     }
 
-    fn warm(&self, q: Tensor, step: &Step<'_>) -> CandleResult<Tensor> {
-        let Some(Temperature { floor, factor }) = self.temperature else { return Ok(q) };
-        let of = |p: usize| ((((p + 1) as f64 / floor).floor().ln_1p()) * factor + 1.0) as f32;
-        let growth: Vec<f32> = (step.past..step.past + step.len).map(of).collect();
-        let growth = Tensor::from_vec(growth, (1, 1, step.len, 1), q.device())?;
-        q.broadcast_mul(&growth.to_dtype(q.dtype())?)
+    /// `table`: the factor of each position, if the cache has them.
+    fn warm(&self, q: Tensor, step: &Step<'_>, table: Option<&Tensor>) -> CandleResult<Tensor> {
+        let Some(temperature) = self.temperature else { return Ok(q) };
+        let growth = match (&step.moment, table) {
+            (Some(moment), Some(table)) => moment.number(table)?,
+            _ => temperature.growth(step.past..step.past + step.len, q.device())?,
+        };
+        q.broadcast_mul(&growth.reshape((1, 1, step.len, 1))?.to_dtype(q.dtype())?)
     }
 }
 
@@ -211,6 +222,15 @@ enum Side {
 }
 
 impl Mixer for SelfAttention {
+    fn static_cache(&self, shape: &StaticShape<'_>) -> CandleResult<LayerCache> {
+        let slots = Slots::new(shape.capacity, self.window, self.chunk);
+        let mut cache = shape.slots(slots, self.heads.keys, &[self.heads.dim; 2])?;
+        if let Some(temperature) = self.temperature {
+            cache.table = Some(temperature.growth(0..shape.capacity, &Device::Cpu)?.to_device(shape.device)?);
+        }
+        Ok(LayerCache::Slots(cache))
+    }
+
     fn forward(&self, x: &Tensor, step: &Step<'_>, cache: Option<&mut LayerCache>) -> Result<Tensor> {
         let options = AttentionOptions {
             first: step.past,
@@ -222,15 +242,39 @@ impl Mixer for SelfAttention {
         };
         let (q, gate, k, v) = self.project(x)?;
         let q = self.split(q, Side::Query, step)?;
-        let q = self.warm(self.turn(&q, Side::Query, step)?, step)?;
+        let table = match &cache {
+            Some(LayerCache::Slots(cache)) => cache.table.as_ref(),
+            _ => None,
+        };
+        let q = self.warm(self.turn(&q, Side::Query, step)?, step, table)?;
         let k = self.split(k, Side::Key, step)?;
         let v =
             self.bounded(v)?.reshape((step.sequences, step.len, self.heads.keys, self.heads.dim))?.transpose(1, 2)?;
         // Where rotations change with the length, the cache has keys from before them.
         let late = self.rotary && step.late_rotation;
         let k = if late { k } else { self.turn(&k, Side::Key, step)? };
+        let finish = |y: Tensor| -> Result<Tensor> {
+            let y = y.reshape((step.sequences * step.len, self.heads.queries * self.heads.dim))?;
+            let y = match &gate {
+                None => y,
+                Some(gate) => (y * candle_nn::ops::sigmoid(gate)?)?,
+            };
+            Ok(self.output.forward(&y)?)
+        };
         let (k, v) = match cache {
             None => (k, v),
+            Some(LayerCache::Slots(cache)) => {
+                let new = [k, v];
+                if let Some(moment) = &step.moment {
+                    cache.put_at(moment, &new)?;
+                    let (mask, sinks) = (moment.mask(cache.slots)?, self.sinks.as_ref());
+                    let options = SlotOptions { mask, sinks, scale: self.scale };
+                    return finish(slot_attention(&q, &cache.tensors[0], &cache.tensors[1], &options)?);
+                }
+                let all = cache.with_past(step.past, &new)?;
+                cache.put(step.past, &new)?;
+                (all[0].clone(), all[1].clone())
+            }
             Some(cache) => {
                 let both = cache.append(&k, &v)?;
                 cache.keep(options.kept(step.past + step.len))?;
@@ -238,13 +282,7 @@ impl Mixer for SelfAttention {
             }
         };
         let k = if late { self.turn(&k, Side::Key, step)? } else { k };
-        let y = attention(&q, &k, &v, &options)?;
-        let y = y.reshape((step.sequences * step.len, self.heads.queries * self.heads.dim))?;
-        let y = match gate {
-            None => y,
-            Some(gate) => (y * candle_nn::ops::sigmoid(&gate)?)?,
-        };
-        Ok(self.output.forward(&y)?)
+        finish(attention(&q, &k, &v, &options)?)
     }
 }
 

@@ -84,7 +84,7 @@ fn every_type_runs() {
     for golden in Golden::all() {
         let logits = |dtype| {
             on_ranks(1, golden.experts, |_, group| {
-                let options = LoadOptions { dtype, trainable: false };
+                let options = LoadOptions { dtype, ..LoadOptions::default() };
                 golden.load(&group, options).forward(golden.ids()).expect("logits")
             })
             .remove(0)
@@ -195,6 +195,91 @@ fn sequences_that_leave_a_cache_change_nothing_for_the_others() {
             assert_eq!(model.decode(&none, &mut cache).expect("no logits").dims()[0], 0);
         });
     }
+}
+
+/// The same over memory that stays: a prompt in two pieces, then steps of a token, twice over the same memory.
+#[test]
+fn a_stepper_gives_the_logits_of_forward() {
+    for golden in Golden::all() {
+        let s = golden.ids().dim(1).expect("tokens");
+        let plain = golden.rope()["alpha"].is_null();
+        if golden.rope_type() == "longrope" || golden.rope_type() == "dynamic" && plain {
+            continue;
+        }
+        on_ranks(2, golden.experts, |rank, group| {
+            let model = golden.load(&group, golden.options());
+            let ids = golden.ids().narrow(0, rank, 1).expect("a row");
+            let expected = model.forward(&ids).expect("logits");
+            let check = |at: usize, logits: &Tensor| {
+                let error =
+                    relative(logits, &expected.narrow(1, at, 1).and_then(|t| t.squeeze(1)).expect("a position"));
+                // Both sides have a forward's error.
+                assert!(error <= 2.0 * tolerance(&golden), "{}, token {at}: logits differ by {error:e}", golden.name);
+            };
+            for (capacity, first) in [(s, 5), (s + 3, s - 4)] {
+                let mut stepper = model.stepper(1, capacity).expect("a stepper");
+                for round in 0..2 {
+                    let mut start = 0;
+                    for len in [first, 3] {
+                        let logits = stepper.feed(&ids.narrow(1, start, len).expect("tokens")).expect("logits");
+                        start += len;
+                        check(start - 1, &logits);
+                    }
+                    for at in start..s {
+                        let id =
+                            ids.narrow(1, at, 1).and_then(|t| t.to_dtype(DType::U32)?.to_vec2::<u32>()).expect("an id");
+                        stepper.set_next_ids(&id[0]).expect("an id of the vocabulary");
+                        check(at, stepper.step().expect("logits"));
+                    }
+                    assert_eq!((stepper.len(), round), (s, round));
+                    stepper.clear().expect("an empty stepper");
+                    assert!(stepper.is_empty());
+                }
+            }
+        });
+    }
+}
+
+/// A batch's steps are those of its sequences, and what a stepper cannot do is said.
+#[test]
+fn a_stepper_has_a_fixed_number_of_sequences_and_tokens() {
+    let golden = Golden::named("gpt_oss");
+    on_ranks(1, golden.experts, |_, group| {
+        let model = golden.load(&group, golden.options());
+        let prompt = Tensor::new(&[[1u32, 2, 3], [7, 5, 9]], &Device::Cpu).expect("ids");
+        let greedy = |rows: &[usize]| {
+            let mut stepper = model.stepper(rows.len(), 8).expect("a stepper");
+            let rows: Vec<u32> = rows.iter().map(|row| *row as u32).collect();
+            let rows = Tensor::new(rows, &Device::Cpu).expect("rows");
+            stepper.feed(&prompt.index_select(&rows, 0).expect("prompts")).expect("logits");
+            let mut found = vec![stepper.next_ids().expect("ids")];
+            for _ in 0..5 {
+                stepper.step().expect("logits");
+                found.push(stepper.next_ids().expect("ids"));
+            }
+            let full = stepper.step().map(drop).expect_err("no room").to_string();
+            assert!(full.contains("room for 8"), "{full}");
+            found
+        };
+        let (both, first, second) = (greedy(&[0, 1]), greedy(&[0]), greedy(&[1]));
+        let joined: Vec<Vec<u32>> = first.iter().zip(&second).map(|(a, b)| vec![a[0], b[0]]).collect();
+        assert_eq!(both, joined);
+        let mut stepper = model.stepper(2, 8).expect("a stepper");
+        let refused = |result: moebius_models::Result<()>, word: &str| {
+            let text = result.expect_err(word).to_string();
+            assert!(text.contains(word), "{text}");
+        };
+        refused(stepper.feed(&prompt.narrow(0, 0, 1).expect("a row")).map(drop), "2 sequences");
+        refused(stepper.set_next_ids(&[1]), "1 ids");
+        refused(stepper.set_next_ids(&[1, u32::MAX]), "4294967295");
+        refused(model.stepper(1, model.context() + 1).map(drop), "room for");
+        refused(model.stepper(1, 0).map(drop), "room for 0");
+    });
+    let golden = Golden::named("qwen3_moe");
+    on_ranks(1, golden.experts, |_, group| {
+        let model = golden.load(&group, LoadOptions { trainable: true, ..golden.options() });
+        assert!(model.stepper(1, 4).expect_err("a trainable model").to_string().contains("trainable"));
+    });
 }
 
 /// The choices of the first layer with experts, exactly.

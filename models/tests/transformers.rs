@@ -181,7 +181,7 @@ fn a_gpu_gives_what_the_cpu_gives() -> Result<()> {
     // f32 sums in another order: 1e-5. bf16: three layers of some ten roundings of 2^-9 each, which add up by their
     // squares: 2^-9 * sqrt(30).
     for (dtype, bound) in [(DType::F32, 1e-5), (DType::BF16, 1.1e-2)] {
-        let options = LoadOptions { dtype: Some(dtype), trainable: false };
+        let options = LoadOptions { dtype: Some(dtype), ..LoadOptions::default() };
         let expected = host(ours(dir.path(), &Device::Cpu, options).forward(&ids(&Device::Cpu)?).expect("logits"))?;
         let model = ours(dir.path(), &device, options);
         let ids = ids(&device)?;

@@ -134,14 +134,32 @@ impl Checkpoint {
         folder::read_one_version(dir.as_ref(), options, Self::read)
     }
 
+    /// Reads `config.json` alone: sizes and formulas of a model that is made rather than loaded. Such a checkpoint has no
+    /// tensors, whatever else lies in the folder.
+    ///
+    /// # Errors
+    /// As [`open`](Self::open).
+    pub fn open_config(dir: impl AsRef<Path>) -> Result<Self> {
+        folder::read_one_version(dir.as_ref(), OpenOptions::default(), |folder| {
+            Self::read_with(folder, |folder| Ok(reader::Files::none(folder)))
+        })
+    }
+
     fn read(folder: &folder::Folder) -> Result<Self> {
+        Self::read_with(folder, reader::Files::open)
+    }
+
+    fn read_with(
+        folder: &folder::Folder,
+        files: impl FnOnce(&folder::Folder) -> std::result::Result<reader::Files, crate::error::CheckpointError>,
+    ) -> Result<Self> {
         let path = folder.require(folder::CONFIG)?;
         let model = model::Model::parse(&json::read_limited(&path, json::MAX_CONFIG)?, &path)?;
         let mut declared = model.declared.clone();
         if let Some(path) = folder.find(folder::QUANTIZATION)? {
             declared.add_file(&path)?;
         }
-        let files = reader::Files::open(folder)?;
+        let files = files(folder)?;
         let moe_layers: Vec<usize> = model.blocks.iter().map(|(layer, _)| *layer).collect();
         let root = find_root(&files, &model);
         Ok(Self { files, model, root, declared, moe_layers })

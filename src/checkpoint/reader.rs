@@ -52,10 +52,15 @@ pub(super) struct Files {
 }
 
 impl Files {
+    /// None of a folder's files.
+    pub fn none(folder: &Folder) -> Self {
+        Self { dir: folder.dir().to_path_buf(), shards: Vec::new(), tensors: BTreeMap::new() }
+    }
+
     /// Opens `model.safetensors`, or the shards that `model.safetensors.index.json` names.
     pub fn open(folder: &Folder) -> Result<Self, CheckpointError> {
         let dir = folder.dir();
-        let mut files = Self { dir: dir.to_path_buf(), shards: Vec::new(), tensors: BTreeMap::new() };
+        let mut files = Self::none(folder);
         if let Some(single) = folder.find(SINGLE)? {
             files.tensors = files.add(&single)?.into_iter().collect();
             return Ok(files);

@@ -166,7 +166,7 @@ impl Job<'_> {
             Type::Bf16 => DType::BF16,
             Type::F16 => DType::F16,
         });
-        let options = LoadOptions { dtype, trainable: false };
+        let options = LoadOptions { dtype, ..LoadOptions::default() };
         // Seen where standard error is a terminal.
         let bar = if rank == 0 { output::loading() } else { ProgressBar::hidden() };
         let model = Model::load_watched(self.checkpoint, group.clone(), options, &mut |progress| {

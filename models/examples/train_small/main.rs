@@ -119,7 +119,7 @@ fn run(options: &Options) -> Result<(), AnyError> {
     let first = tempfile::tempdir()?;
     initialize(options, first.path())?;
     let checkpoint = Checkpoint::open(first.path())?;
-    let load = LoadOptions { dtype: Some(DType::F32), trainable: true };
+    let load = LoadOptions { dtype: Some(DType::F32), trainable: true, ..LoadOptions::default() };
     let model = Model::load(first.path(), &Device::Cpu, load)?;
     train(options, &model, &ids, &held_out)?;
     let trained = tempfile::tempdir()?;

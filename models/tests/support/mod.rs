@@ -95,7 +95,7 @@ impl Golden {
 
     /// As stored, but de-quantized weights in f32, as the reference ran them.
     pub fn options(&self) -> LoadOptions {
-        LoadOptions { dtype: Some(if self.bf16 { DType::BF16 } else { DType::F32 }), trainable: false }
+        LoadOptions { dtype: Some(if self.bf16 { DType::BF16 } else { DType::F32 }), ..LoadOptions::default() }
     }
 
     pub fn load(&self, group: &EpGroup, options: LoadOptions) -> Model {

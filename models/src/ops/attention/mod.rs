@@ -2,12 +2,14 @@
 
 mod backward;
 mod mask;
+mod slots;
 
 use candle_core::{D, DType, Device, Result, Tensor};
 
 use super::wide;
 
 pub(crate) use mask::{AttentionOptions, MaskCache};
+pub(crate) use slots::{SlotOptions, slot_attention};
 
 /// Queries handled at a time: scores of a block stay in a CPU's cache, and the half of the score matrix above the
 /// diagonal is never made.

@@ -1,0 +1,36 @@
+//! Attention of one query a sequence over keys and values in slots of memory that stays.
+
+use candle_core::{Result, Tensor};
+
+use crate::ops::wide;
+
+/// What of the slots a query sees, and how scores are made.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct SlotOptions<'a> {
+    /// `[slots]` in f32 (f64 for f64): 0 where the query sees a slot, else −∞.
+    pub mask: &'a Tensor,
+    /// A logit for each head `[heads]` that takes part in the softmax and has no value.
+    pub sinks: Option<&'a Tensor>,
+    /// Factor of the scores.
+    pub scale: f64,
+}
+
+/// Attention of `q [B, heads, 1, D]` over `k [B, key heads, N, D]` and `v [B, key heads, N, V]`. Query heads are groups of
+/// neighbors over a key head. Gives `[B, 1, heads, V]`. Neither k nor v is copied.
+pub(crate) fn slot_attention(q: &Tensor, k: &Tensor, v: &Tensor, options: &SlotOptions<'_>) -> Result<Tensor> {
+    let (b, heads, _, dim) = q.dims4()?;
+    let (_, keys, slots, _) = k.dims4()?;
+    let (groups, dtype) = (heads / keys, q.dtype());
+    let q = (q * options.scale)?.reshape((b, keys, groups, dim))?;
+    let scores = q.matmul(&k.transpose(2, 3)?)?.to_dtype(wide(dtype))?.broadcast_add(options.mask)?;
+    let p = match options.sinks {
+        None => candle_nn::ops::softmax_last_dim(&scores)?,
+        Some(sinks) => {
+            let sinks = sinks.to_dtype(wide(dtype))?.reshape((1, keys, groups, 1))?;
+            let sinks = sinks.broadcast_as((b, keys, groups, 1))?;
+            let all = candle_nn::ops::softmax_last_dim(&Tensor::cat(&[scores, sinks.contiguous()?], 3)?)?;
+            all.narrow(3, 0, slots)?.contiguous()?
+        }
+    };
+    p.to_dtype(dtype)?.matmul(v)?.reshape((b, 1, heads, v.dim(3)?))
+}

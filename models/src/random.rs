@@ -1,0 +1,98 @@
+//! Random weights, made where they are used: for training from the beginning, and for measuring a model whose checkpoint
+//! is not at hand.
+
+use std::collections::HashMap;
+use std::hash::Hasher;
+
+use candle_core::{DType, Device, Tensor, Var};
+use candle_nn::VarBuilder;
+use moebius::candle::{DeviceGroup, ExpertParallelMoE};
+use moebius::checkpoint::Checkpoint;
+use moebius::layer::{Layer, ParamKind};
+use rand_chacha::ChaCha8Rng;
+use rand_chacha::rand_core::{RngCore, SeedableRng};
+
+use crate::error::Result;
+
+/// Makes weights by name: matrices uniform with variance 1 / fan-in, vectors ones, biases zeros.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct RandomWeights {
+    pub seed: u64,
+    pub trainable: bool,
+    pub dtype: DType,
+}
+
+impl RandomWeights {
+    /// A tensor whose values depend on seed, name and sizes, and on the kind of device.
+    pub fn tensor(&self, name: &str, dims: &[usize], device: &Device) -> Result<Tensor> {
+        self.tensor_as(name, dims, (self.dtype, device))
+    }
+
+    fn tensor_as(&self, name: &str, dims: &[usize], (dtype, device): (DType, &Device)) -> Result<Tensor> {
+        let t = match dims {
+            [_] | [] if name.ends_with("bias") => Tensor::zeros(dims, dtype, device)?,
+            [_] | [] => Tensor::ones(dims, dtype, device)?,
+            [.., fan_in] => {
+                let bound = (3.0 / *fan_in as f64).sqrt();
+                uniform(self.seed_of(name), bound, dims, device)?.to_dtype(dtype)?
+            }
+        };
+        if self.trainable { Ok(Var::from_tensor(&t)?.into_inner()) } else { Ok(t) }
+    }
+
+    /// This rank's experts of a layer.
+    pub fn experts(&self, checkpoint: &Checkpoint, layer: usize, group: &DeviceGroup) -> Result<ExpertParallelMoE> {
+        let config = checkpoint.block_config(layer)?;
+        let mut tensors = HashMap::new();
+        for kind in ParamKind::ALL {
+            let Some(dims) = kind.dims(&config, group.local_experts()) else { continue };
+            let rank = if kind.is_replicated() { 0 } else { group.rank() };
+            let name = format!("{}{} of rank {rank}", checkpoint.layer_prefix(layer), kind.name());
+            let bias = matches!(
+                kind,
+                ParamKind::RouterBias | ParamKind::SelectionBias | ParamKind::UpBias | ParamKind::DownBias
+            );
+            let dtype = if kind == ParamKind::SelectionBias { crate::ops::wide(self.dtype) } else { self.dtype };
+            let t = match bias {
+                true => Tensor::zeros(dims, dtype, group.device())?,
+                false => self.tensor_as(&name, &dims, (dtype, group.device()))?,
+            };
+            tensors.insert(kind.name().to_string(), t);
+        }
+        let vb = VarBuilder::from_tensors(tensors, self.dtype, group.device());
+        Ok(ExpertParallelMoE::new(Layer::new(config, layer as u32)?, group, vb)?)
+    }
+
+    /// FNV-1a, which, unlike the standard library's hashers, is fixed.
+    fn seed_of(&self, name: &str) -> u64 {
+        let mut hasher = Fnv(0xcbf2_9ce4_8422_2325 ^ self.seed);
+        hasher.write(name.as_bytes());
+        hasher.finish()
+    }
+}
+
+struct Fnv(u64);
+
+impl Hasher for Fnv {
+    fn write(&mut self, bytes: &[u8]) {
+        for byte in bytes {
+            self.0 = (self.0 ^ u64::from(*byte)).wrapping_mul(0x0000_0100_0000_01b3);
+        }
+    }
+
+    fn finish(&self) -> u64 {
+        self.0
+    }
+}
+
+/// Values in ±bound: candle's generator of a GPU; on the CPU, whose generator in candle has no seed, one of our own.
+fn uniform(seed: u64, bound: f64, dims: &[usize], device: &Device) -> Result<Tensor> {
+    if !device.is_cpu() {
+        device.set_seed(seed)?;
+        return Ok(Tensor::rand(-bound as f32, bound as f32, dims, device)?);
+    }
+    let mut rng = ChaCha8Rng::seed_from_u64(seed);
+    let unit = |bits: u64| (bits >> 11) as f64 * (0.5f64).powi(53);
+    let values: Vec<f64> = (0..dims.iter().product()).map(|_| bound * (2.0 * unit(rng.next_u64()) - 1.0)).collect();
+    Ok(Tensor::from_vec(values, dims, device)?)
+}

@@ -1,0 +1,297 @@
+//! Keys and values in memory that stays where it is, and where a step of one token stands in it, in the device's memory:
+//! what a step that is captured once can be replayed on.
+
+use std::collections::HashMap;
+use std::sync::{Mutex, PoisonError};
+
+use candle_core::{DType, Device, Result, Tensor};
+
+use crate::cache::{LayerCache, write};
+use crate::ops::wide;
+use crate::rotary::Angles;
+
+/// Which positions a layer's slots hold. Position p lies in slot p mod `count`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(crate) struct Slots {
+    pub count: usize,
+    /// A position sees those from the last multiple of `count` on, else the last `count`.
+    pub restarts: bool,
+}
+
+impl Slots {
+    /// Those of a layer in a cache of `capacity` positions.
+    pub fn new(capacity: usize, window: Option<usize>, chunk: Option<usize>) -> Self {
+        match (window, chunk) {
+            (_, Some(chunk)) if chunk < capacity => Self { count: chunk, restarts: true },
+            (window, _) => Self { count: capacity.min(window.unwrap_or(capacity)), restarts: false },
+        }
+    }
+
+    /// Slots, from the first on, with what a position sees once it is there itself.
+    fn filled(self, position: usize) -> usize {
+        if self.restarts { position % self.count + 1 } else { self.count.min(position + 1) }
+    }
+
+    /// First position that one at `position` sees.
+    fn low(self, position: usize) -> usize {
+        position + 1 - self.filled(position)
+    }
+}
+
+/// Sizes of a static cache, for its layers.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct StaticShape<'a> {
+    pub sequences: usize,
+    pub capacity: usize,
+    pub dtype: DType,
+    pub device: &'a Device,
+}
+
+impl StaticShape<'_> {
+    /// Zeros.
+    pub fn zeros(&self, dims: &[usize]) -> Result<Tensor> {
+        Tensor::zeros(dims, self.dtype, self.device)
+    }
+
+    /// A layer's keys and values, of `heads` heads with so many entries each.
+    pub fn slots(&self, slots: Slots, heads: usize, dims: &[usize]) -> Result<SlotCache> {
+        let of = |dim: &usize| self.zeros(&[self.sequences, heads, slots.count, *dim]);
+        Ok(SlotCache { slots, tensors: dims.iter().map(of).collect::<Result<_>>()?, table: None })
+    }
+}
+
+/// A layer's keys and values in slots. A clone shares the memory.
+#[derive(Debug, Clone)]
+pub(crate) struct SlotCache {
+    pub slots: Slots,
+    /// `[B, heads, slots, D]` each.
+    pub tensors: Vec<Tensor>,
+    /// A number of the layer's for each position, `[capacity]`.
+    pub table: Option<Tensor>,
+}
+
+impl SlotCache {
+    /// Runs of slots of the positions `from..to`, which are at most as many as there are slots: first slot and number.
+    fn runs(&self, from: usize, to: usize) -> Vec<(usize, usize)> {
+        let (count, mut from, mut runs) = (self.slots.count, from, Vec::new());
+        while from < to {
+            let slot = from % count;
+            let len = (count - slot).min(to - from);
+            runs.push((slot, len));
+            from += len;
+        }
+        runs
+    }
+
+    /// What the token at `past` sees of the positions before, and `new` behind it, of each tensor along dimension 2.
+    pub fn with_past(&self, past: usize, new: &[Tensor]) -> Result<Vec<Tensor>> {
+        let runs = self.runs(self.slots.low(past), past);
+        let of = |(held, new): (&Tensor, &Tensor)| -> Result<Tensor> {
+            if runs.is_empty() {
+                return new.contiguous();
+            }
+            let mut parts: Vec<Tensor> =
+                runs.iter().map(|(slot, len)| held.narrow(2, *slot, *len)).collect::<Result<_>>()?;
+            parts.push(new.clone());
+            Tensor::cat(&parts, 2)
+        };
+        self.tensors.iter().zip(new).map(of).collect()
+    }
+
+    /// Puts tokens from position `past` on into their slots.
+    pub fn put(&self, past: usize, new: &[Tensor]) -> Result<()> {
+        for (held, new) in self.tensors.iter().zip(new) {
+            let len = new.dim(2)?;
+            // Of more tokens than slots the last.
+            let skipped = len.saturating_sub(self.slots.count);
+            let mut at = skipped;
+            for (slot, run) in self.runs(past + skipped, past + len) {
+                held.slice_set(&new.narrow(2, at, run)?.contiguous()?, 2, slot)?;
+                at += run;
+            }
+        }
+        Ok(())
+    }
+
+    /// Puts one token a sequence into its slot.
+    pub fn put_at(&self, moment: &Moment, new: &[Tensor]) -> Result<()> {
+        for (held, new) in self.tensors.iter().zip(new) {
+            held.scatter_set(&moment.index(self.slots, new.dims())?, &new.contiguous()?, 2)?;
+        }
+        Ok(())
+    }
+
+    fn clear(&self) -> Result<()> {
+        self.tensors.iter().filter(|t| t.elem_count() > 0).try_for_each(Tensor::zero_set)
+    }
+}
+
+/// Numbers of the slots of a kind of layer, by position.
+#[derive(Debug, Clone)]
+struct SlotTable {
+    slots: Slots,
+    /// U32 `[capacity]`: the position's slot, and how many it sees.
+    slot: Tensor,
+    filled: Tensor,
+    /// U32 `[count]`: 0, 1, …
+    numbers: Tensor,
+    /// `[count]`: zeros, and −∞.
+    seen: Tensor,
+    unseen: Tensor,
+}
+
+/// The position of a cache in the device's memory, and what follows from it, by position. A clone shares the memory.
+#[derive(Debug, Clone)]
+pub(crate) struct Clock {
+    /// U32 `[1]`
+    position: Tensor,
+    one: Tensor,
+    angles: Angles,
+    tables: Vec<SlotTable>,
+}
+
+impl Clock {
+    /// `angles`: of all positions.
+    fn new(shape: &StaticShape<'_>, angles: Angles, kinds: &[Slots]) -> Result<Self> {
+        let StaticShape { capacity, device, .. } = *shape;
+        let table = |slots: &Slots| -> Result<SlotTable> {
+            let of = |value: &dyn Fn(usize) -> usize| {
+                Tensor::from_iter((0..capacity).map(|p| value(p) as u32), &Device::Cpu)?.to_device(device)
+            };
+            let (seen, count) = (wide(shape.dtype), slots.count);
+            Ok(SlotTable {
+                slots: *slots,
+                slot: of(&|p| p % count)?,
+                filled: of(&|p| slots.filled(p))?,
+                numbers: Tensor::arange(0, count as u32, device)?,
+                seen: Tensor::zeros(count, seen, device)?,
+                unseen: Tensor::full(f32::NEG_INFINITY, count, device)?.to_dtype(seen)?,
+            })
+        };
+        Ok(Self {
+            position: Tensor::zeros(1, DType::U32, device)?,
+            one: Tensor::ones(1, DType::U32, device)?,
+            angles,
+            tables: kinds.iter().map(table).collect::<Result<_>>()?,
+        })
+    }
+
+    /// Where the next token stands.
+    pub fn moment(&self) -> Result<Moment> {
+        let at = |t: &Tensor| t.index_select(&self.position, 0);
+        let of = |table: &SlotTable| -> Result<SlotMoment> {
+            let filled = at(&table.filled)?;
+            let mask = table.numbers.broadcast_lt(&filled)?.where_cond(&table.seen, &table.unseen)?;
+            Ok(SlotMoment { slots: table.slots, slot: at(&table.slot)?, mask })
+        };
+        Ok(Moment {
+            position: self.position.clone(),
+            angles: self.angles.at(&self.position)?,
+            slots: self.tables.iter().map(of).collect::<Result<_>>()?,
+            indices: Mutex::default(),
+        })
+    }
+
+    /// Counts a token.
+    pub fn tick(&self) -> Result<()> {
+        write(&self.position, &(&self.position + &self.one)?)
+    }
+
+    fn set(&self, position: usize) -> Result<()> {
+        write(&self.position, &Tensor::new(&[position as u32], self.position.device())?)
+    }
+}
+
+/// Where the token of a step stands, in the device's memory.
+#[derive(Debug)]
+pub(crate) struct Moment {
+    /// U32 `[1]`
+    position: Tensor,
+    pub angles: Angles,
+    slots: Vec<SlotMoment>,
+    /// Places of entries in tensors of slots, which layers share.
+    indices: Mutex<HashMap<(Slots, Vec<usize>), Tensor>>,
+}
+
+#[derive(Debug)]
+struct SlotMoment {
+    slots: Slots,
+    slot: Tensor,
+    mask: Tensor,
+}
+
+impl Moment {
+    fn of(&self, slots: Slots) -> Result<&SlotMoment> {
+        let unknown = || candle_core::Error::msg("a static cache of another model");
+        self.slots.iter().find(|moment| moment.slots == slots).ok_or_else(unknown)
+    }
+
+    /// `[slots]` in f32 (f64 for f64): 0 where the token sees a slot, else −∞.
+    pub fn mask(&self, slots: Slots) -> Result<&Tensor> {
+        Ok(&self.of(slots)?.mask)
+    }
+
+    /// The token's slot, `[B, heads, 1, D]`.
+    fn index(&self, slots: Slots, dims: &[usize]) -> Result<Tensor> {
+        let mut known = self.indices.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(index) = known.get(&(slots, dims.to_vec())) {
+            return Ok(index.clone());
+        }
+        let slot = &self.of(slots)?.slot;
+        let index = slot.reshape(vec![1; dims.len()])?.broadcast_as(dims)?.contiguous()?;
+        known.insert((slots, dims.to_vec()), index.clone());
+        Ok(index)
+    }
+
+    /// A table's number for the token, `[1]`.
+    pub fn number(&self, table: &Tensor) -> Result<Tensor> {
+        table.index_select(&self.position, 0)
+    }
+}
+
+/// Keys, values and states of a fixed number of sequences, with room for a fixed number of tokens each, in memory that
+/// stays where it is.
+#[derive(Debug)]
+pub(crate) struct StaticCache {
+    pub layers: Vec<LayerCache>,
+    pub clock: Clock,
+    pub len: usize,
+    pub capacity: usize,
+    pub sequences: usize,
+}
+
+impl StaticCache {
+    pub fn new(shape: &StaticShape<'_>, angles: Angles, layers: Vec<LayerCache>) -> Result<Self> {
+        let mut kinds: Vec<Slots> = Vec::new();
+        for layer in &layers {
+            if let LayerCache::Slots(cache) = layer
+                && !kinds.contains(&cache.slots)
+            {
+                kinds.push(cache.slots);
+            }
+        }
+        let clock = Clock::new(shape, angles, &kinds)?;
+        Ok(Self { layers, clock, len: 0, capacity: shape.capacity, sequences: shape.sequences })
+    }
+
+    /// Counts tokens that came with their positions known to the host.
+    pub fn count(&mut self, tokens: usize) -> Result<()> {
+        self.len += tokens;
+        self.clock.set(self.len)
+    }
+
+    /// Forgets all tokens; the memory stays. Zeros, so that what an error has left there is not multiplied by zero.
+    pub fn clear(&mut self) -> Result<()> {
+        for layer in &self.layers {
+            match layer {
+                LayerCache::Growing(_) => {}
+                LayerCache::State(a, b) => {
+                    [a, b].into_iter().filter(|t| t.elem_count() > 0).try_for_each(Tensor::zero_set)?
+                }
+                LayerCache::Slots(cache) => cache.clear()?,
+            }
+        }
+        self.len = 0;
+        self.clock.set(0)
+    }
+}

@@ -1,0 +1,311 @@
+//! Decoding over memory that stays, a token a sequence at a time, replayed from a CUDA graph where there is one.
+
+use std::fmt;
+
+use candle_core::{D, DType, Result as CandleResult, Tensor};
+
+use crate::Model;
+use crate::cache::{LayerCache, write};
+use crate::decoder::{Held, Progress};
+use crate::error::{Error, Result};
+use crate::static_cache::{Clock, StaticCache};
+
+const CALL: &str = "Stepper";
+
+/// Decodes a fixed number of sequences with room for a fixed number of tokens each: keys and values lie in memory that
+/// is allocated once, and a step copies none of them. On a device of
+/// [`device_for_capture`](moebius::candle::device_for_capture) the first step is captured into a CUDA graph that later
+/// ones replay, so that the host has next to nothing to do; elsewhere steps run one operation after another.
+///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// use moebius_models::{LoadOptions, Model};
+///
+/// # fn main() -> Result<(), Box<dyn std::error::Error>> {
+/// # let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/../tests/golden/mixtral");
+/// let model = Model::load(folder, &Device::Cpu, LoadOptions::default())?;
+/// let mut stepper = model.stepper(1, 32)?; // one sequence of at most 32 tokens
+/// stepper.feed(&Tensor::new(&[[3u32, 14, 15]], &Device::Cpu)?)?;
+/// for _token in 0..5 {
+///     println!("{:?}", stepper.next_ids()?); // the likeliest token, unless `set_next_ids` has given another
+///     stepper.step()?;
+/// }
+/// assert_eq!(stepper.len(), 8);
+/// # Ok(()) }
+/// ```
+///
+/// Collective where ranks share the experts; a rank without sequences takes part with 0.
+pub struct Stepper<'m> {
+    /// Before what it reads and writes.
+    #[cfg(feature = "cuda")]
+    graph: Option<graph::Graph<'m>>,
+    model: &'m Model,
+    cache: StaticCache,
+    /// U32 `[B, 1]`: the tokens of the next step.
+    next: Tensor,
+    logits: Option<Tensor>,
+    /// An error has left the cache as it may be.
+    broken: bool,
+}
+
+impl fmt::Debug for Stepper<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let StaticCache { len, capacity, sequences, .. } = self.cache;
+        f.debug_struct("Stepper")
+            .field("sequences", &sequences)
+            .field("len", &len)
+            .field("capacity", &capacity)
+            .finish_non_exhaustive()
+    }
+}
+
+/// A step's operations on memory that stays.
+struct Work<'m> {
+    model: &'m Model,
+    layers: Vec<LayerCache>,
+    clock: Clock,
+    next: Tensor,
+}
+
+impl Work<'_> {
+    /// Runs a step of `next`: its logits `[B, V]`; `next` becomes the likeliest tokens behind it.
+    fn run(&mut self, at: &mut Progress) -> Result<Tensor> {
+        let held = Held { layers: &mut self.layers, past: 0, moment: Some(self.clock.moment()?) };
+        let hidden = self.model.decoder().hidden(&self.next, Some(held), &mut None, at)?;
+        let (sequences, _, hidden_size) = hidden.dims3()?;
+        let logits = self.model.decoder().logits(&hidden.reshape((sequences, hidden_size))?)?;
+        write(&self.next, &likeliest(&logits)?)?;
+        self.clock.tick()?;
+        Ok(logits)
+    }
+}
+
+/// U32 `[B, 1]` of logits `[B, V]`.
+fn likeliest(logits: &Tensor) -> CandleResult<Tensor> {
+    if logits.elem_count() == 0 {
+        return Tensor::zeros((logits.dim(0)?, 1), DType::U32, logits.device());
+    }
+    logits.argmax_keepdim(D::Minus1)
+}
+
+impl Model {
+    /// A decoder of `sequences` sequences of at most `capacity` tokens each.
+    ///
+    /// # Errors
+    /// No room for any token, or for more than [`context`](Self::context); a trainable model; one whose rotations change
+    /// with the sequence's length (dynamic and longrope scaling), whose keys a cache cannot hold once and for all: see
+    /// [`decode`](Self::decode). candle's, where there is no memory.
+    pub fn stepper(&self, sequences: usize, capacity: usize) -> Result<Stepper<'_>> {
+        let fail = |problem: String| Err(Error::Usage { call: "Model::stepper", problem });
+        if self.is_trainable() {
+            return fail("the model was loaded as trainable; load another".into());
+        }
+        if capacity == 0 || capacity > self.context() {
+            return fail(format!("room for {capacity} tokens; expected 1..={}", self.context()));
+        }
+        let Some(cache) = self.decoder().static_cache(sequences, capacity)? else {
+            return fail("rotations change with the sequence's length; decode with a cache that grows".into());
+        };
+        Ok(Stepper {
+            #[cfg(feature = "cuda")]
+            graph: None,
+            model: self,
+            cache,
+            next: Tensor::zeros((sequences, 1), DType::U32, self.device())?,
+            logits: None,
+            broken: false,
+        })
+    }
+}
+
+impl<'m> Stepper<'m> {
+    /// Tokens held of each sequence.
+    pub fn len(&self) -> usize {
+        self.cache.len
+    }
+
+    /// True where no token is held.
+    pub fn is_empty(&self) -> bool {
+        self.cache.len == 0
+    }
+
+    /// Most tokens of a sequence.
+    pub fn capacity(&self) -> usize {
+        self.cache.capacity
+    }
+
+    /// Number of sequences.
+    pub fn sequences(&self) -> usize {
+        self.cache.sequences
+    }
+
+    /// Whether steps are replayed from a graph.
+    pub fn is_captured(&self) -> bool {
+        #[cfg(feature = "cuda")]
+        if self.graph.is_some() {
+            return true;
+        }
+        false
+    }
+
+    /// Forgets all tokens; memory and graph stay.
+    ///
+    /// # Errors
+    /// candle's.
+    pub fn clear(&mut self) -> Result<()> {
+        self.cache.clear()?;
+        self.broken = false;
+        Ok(())
+    }
+
+    /// Continues each sequence by `ids` (integers, `[B, S]`): logits `[B, V]` of the last of them. The likeliest tokens
+    /// behind them become [`next_ids`](Self::next_ids).
+    ///
+    /// # Errors
+    /// As [`Model::decode`]; more tokens than there is room for. After an error the stepper must be cleared.
+    pub fn feed(&mut self, ids: &Tensor) -> Result<Tensor> {
+        let (model, past) = (self.model, self.cache.len);
+        let logits = model.telling_others(|at| {
+            let ids = model.checked("Stepper::feed", ids, past, |found| self.check(found, ids.dim(1)?))?;
+            let len = ids.dim(1)?;
+            self.broken = true;
+            let held = Held { layers: &mut self.cache.layers, past, moment: None };
+            let hidden = model.decoder().hidden(&ids, Some(held), &mut None, at)?;
+            let last = hidden.narrow(1, len - 1, 1)?.squeeze(1)?.contiguous()?;
+            let logits = model.decoder().logits(&last)?;
+            write(&self.next, &likeliest(&logits)?)?;
+            self.cache.count(len)?;
+            Ok(logits)
+        })?;
+        self.broken = false;
+        Ok(logits)
+    }
+
+    fn check(&self, sequences: usize, tokens: usize) -> Result<()> {
+        let fail = |problem: String| Err(Error::Usage { call: CALL, problem });
+        let StaticCache { len, capacity, sequences: held, .. } = self.cache;
+        if self.broken {
+            return fail("an error has left it as it was; clear it".into());
+        }
+        if sequences != held {
+            return fail(format!("it has {held} sequences, the call has {sequences}"));
+        }
+        if len + tokens > capacity {
+            return fail(format!("sequences of {len} held and {tokens} new tokens; there is room for {capacity}"));
+        }
+        Ok(())
+    }
+
+    /// Tokens of the next step, one a sequence. Waits for the device.
+    ///
+    /// # Errors
+    /// candle's.
+    pub fn next_ids(&self) -> Result<Vec<u32>> {
+        Ok(self.next.flatten_all()?.to_vec1()?)
+    }
+
+    /// Chooses the tokens of the next step, one a sequence.
+    ///
+    /// # Errors
+    /// Another number of them; ids outside the vocabulary.
+    pub fn set_next_ids(&mut self, ids: &[u32]) -> Result<()> {
+        const CALL: &str = "Stepper::set_next_ids";
+        let vocabulary = self.model.vocabulary();
+        if ids.len() != self.sequences() {
+            let (expected, found) = (self.sequences(), ids.len());
+            return Err(Error::Usage { call: CALL, problem: format!("{expected} sequences, {found} ids") });
+        }
+        if let Some(row) = ids.iter().position(|id| *id as usize >= vocabulary) {
+            return Err(Error::TokenId { call: CALL, row, position: 0, id: i64::from(ids[row]), vocabulary });
+        }
+        Ok(write(&self.next, &Tensor::from_slice(ids, (ids.len(), 1), self.model.device())?)?)
+    }
+
+    /// Continues each sequence by [`next_ids`](Self::next_ids): logits `[B, V]`, which the next step overwrites. The
+    /// likeliest tokens become the next ids. Does not wait for the device where a graph is replayed.
+    ///
+    /// # Errors
+    /// No room for another token; what the layers report. After an error the stepper must be cleared.
+    pub fn step(&mut self) -> Result<&Tensor> {
+        let model = self.model;
+        let logits = model.telling_others(|at| {
+            self.check(self.sequences(), 1)?;
+            self.broken = true;
+            self.run(at)
+        })?;
+        self.broken = false;
+        self.cache.len += 1;
+        Ok(self.logits.insert(logits))
+    }
+
+    fn work(&self) -> Work<'m> {
+        let StaticCache { layers, clock, .. } = &self.cache;
+        Work { model: self.model, layers: layers.clone(), clock: clock.clone(), next: self.next.clone() }
+    }
+
+    #[cfg(not(feature = "cuda"))]
+    fn run(&mut self, at: &mut Progress) -> Result<Tensor> {
+        self.work().run(at)
+    }
+
+    #[cfg(feature = "cuda")]
+    fn run(&mut self, at: &mut Progress) -> Result<Tensor> {
+        if let Some(graph) = &mut self.graph {
+            return graph.replay();
+        }
+        match graph::Graph::capture(self.model, || self.work())? {
+            None => self.work().run(at),
+            Some(graph) => Ok(self.graph.insert(graph).logits()),
+        }
+    }
+}
+
+#[cfg(feature = "cuda")]
+mod graph {
+    use candle_core::{Result as CandleResult, Tensor};
+    use moebius::candle::{Capture, CapturedStep, DeviceGroup};
+
+    use super::Work;
+    use crate::Model;
+    use crate::decoder::Progress;
+    use crate::error::Result;
+
+    type Calls<'m> = Box<dyn FnMut() -> CandleResult<Vec<Tensor>> + 'm>;
+
+    /// A captured step.
+    pub(super) struct Graph<'m>(CapturedStep<Calls<'m>>);
+
+    impl<'m> Graph<'m> {
+        /// Runs a step and captures it; `None`, and nothing has run, where the model's device cannot capture, or other
+        /// ranks take part, whose steps would have to be captured at once.
+        pub(super) fn capture(model: &'m Model, work: impl FnOnce() -> Work<'m>) -> Result<Option<Self>> {
+            let groups: Vec<&DeviceGroup> =
+                (0..model.num_layers()).filter_map(|layer| Some(model.moe(layer)?.group())).collect();
+            if !model.device().is_cuda() || groups.iter().any(|group| group.ranks() > 1) {
+                return Ok(None);
+            }
+            let Ok(mut capture) = Capture::new(model.device()) else { return Ok(None) };
+            // All layers of a model are in one group.
+            if let Some(group) = groups.first() {
+                capture = capture.group(group)?;
+            }
+            let mut work = work();
+            let calls: Calls<'m> = Box::new(move || {
+                let logits = work.run(&mut Progress::default()).map_err(candle_core::Error::wrap)?;
+                Ok(vec![logits])
+            });
+            // SAFETY: the calls own the cache's memory and the ids', which are written in place alone, and borrow the
+            // model, none of whose tensors can be replaced through a shared reference.
+            Ok(Some(Self(unsafe { capture.run(calls) }?)))
+        }
+
+        pub(super) fn replay(&mut self) -> Result<Tensor> {
+            self.0.replay()?;
+            Ok(self.logits())
+        }
+
+        pub(super) fn logits(&self) -> Tensor {
+            self.0.outputs()[0].clone()
+        }
+    }
+}
