@@ -10,6 +10,8 @@ mod group;
 mod host_tensor;
 mod load_as;
 mod outputs;
+#[cfg(feature = "candle")]
+mod quantized;
 mod selection_bias;
 mod sharded;
 #[cfg(feature = "candle")]
@@ -29,6 +31,8 @@ pub use group::{AnyGroup, FrameworkDevice};
 pub(crate) use host_tensor::HostTensor;
 pub use load_as::LoadAs;
 pub(crate) use outputs::{DispatchedCotangents, DispatchedPart, LayerOutput, OutputCotangents};
+#[cfg(feature = "candle")]
+pub use quantized::{AnyQuantized, QuantizedExperts};
 pub(crate) use selection_bias::moved_selection_bias;
 pub(crate) use sharded::{Chained, Shard, Sharded, with_sources};
 #[cfg(feature = "candle")]
