@@ -26,7 +26,7 @@ use std::time::Instant;
 
 use candle_core::{D, DType, Device, Tensor};
 use clap::{Parser, ValueEnum};
-use moebius_models::{LoadOptions, Model};
+use moebius_models::{ExpertWeights, LoadOptions, Model};
 use output::say;
 use shape::Sizes;
 
@@ -38,6 +38,9 @@ struct Options {
     /// The model's sizes; without it the published ones on a GPU, and tiny ones on a CPU
     #[arg(long, value_enum)]
     shape: Option<Shape>,
+    /// In which form the experts are held
+    #[arg(long, value_enum, default_value_t = Experts::Bf16)]
+    experts: Experts,
     /// Layers, where not all
     #[arg(long)]
     layers: Option<usize>,
@@ -72,6 +75,13 @@ enum Shape {
     #[value(name = "qwen3-30b-a3b")]
     Qwen3,
     Tiny,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+enum Experts {
+    /// As all other weights (in f32 on a CPU)
+    Bf16,
+    Nvfp4,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
@@ -143,13 +153,18 @@ impl Bench {
         let dir = tempfile::tempdir()?;
         std::fs::write(dir.path().join("config.json"), self.sizes.config(self.dtype).to_string())?;
         let start = Instant::now();
-        let options = LoadOptions { random: Some(self.options.seed), ..LoadOptions::default() };
+        let experts = match self.options.experts {
+            Experts::Bf16 => ExpertWeights::Dequantized,
+            Experts::Nvfp4 => ExpertWeights::Nvfp4,
+        };
+        let options = LoadOptions { random: Some(self.options.seed), experts, ..LoadOptions::default() };
         let model = Model::load(dir.path(), &self.device, options)?;
         self.device.synchronize()?;
         self.free[1] = free_memory(&self.device)?;
         say(format_args!(
-            "{{\"model\":\"{}\",\"layers\":{},\"seed\":{},\"load_s\":{:.1},\"weights_gib\":{}}}",
+            "{{\"model\":\"{}\",\"experts\":\"{}\",\"layers\":{},\"seed\":{},\"load_s\":{:.1},\"weights_gib\":{}}}",
             self.shape,
+            self.experts(),
             self.sizes.layers,
             self.options.seed,
             start.elapsed().as_secs_f64(),
@@ -163,6 +178,13 @@ impl Bench {
         match self.device.is_cpu() {
             true => "null".to_string(),
             false => format!("{:.2}", self.free[0].saturating_sub(free) as f64 / f64::from(1 << 30)),
+        }
+    }
+
+    fn experts(&self) -> String {
+        match self.options.experts {
+            Experts::Bf16 => format!("{:?}", self.dtype).to_lowercase(),
+            Experts::Nvfp4 => "nvfp4".to_string(),
         }
     }
 
@@ -181,9 +203,10 @@ impl Bench {
         times.sort_by(f64::total_cmp);
         let ms = times[times.len() / 2];
         say(format_args!(
-            "{{\"model\":\"{}\",\"layers\":{},\"phase\":\"{phase}\",\"ms\":{ms:.4},\"tokens_per_s\":{:.1},\"min_ms\":{:.4},\
+            "{{\"model\":\"{}\",\"experts\":\"{}\",\"layers\":{},\"phase\":\"{phase}\",\"ms\":{ms:.4},\"tokens_per_s\":{:.1},\"min_ms\":{:.4},\
              \"max_ms\":{:.4},\"n\":{},\"peak_gib\":{}}}",
             self.shape,
+            self.experts(),
             self.sizes.layers,
             tokens as f64 / ms * 1e3,
             times[0],

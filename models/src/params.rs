@@ -3,7 +3,7 @@
 use candle_core::{DType, Device, Tensor, Var};
 use candle_nn::Linear;
 use moebius::candle::{DeviceGroup, ExpertParallelMoE, Parameters};
-use moebius::checkpoint::{self, Checkpoint};
+use moebius::checkpoint::{self, Checkpoint, Form};
 use moebius::cpu::{Cpu, HostBuffer};
 use serde::de::DeserializeOwned;
 
@@ -21,6 +21,8 @@ pub struct LoadOptions {
     /// Parameters become variables, and forward uses operations that have a gradient (slower than the fused ones
     /// of inference).
     pub trainable: bool,
+    /// In which form the routed experts' weights are held.
+    pub experts: ExpertWeights,
     /// Weights are random and depend on this seed; nothing is read but `config.json`. Matrices are uniform with variance
     /// 1 / fan-in, vectors ones, biases zeros, all in [`dtype`](Self::dtype), else in the type that `config.json` names,
     /// else in f32. Another kind of device has other values.
@@ -55,6 +57,19 @@ pub struct LoadProgress {
 
 /// Is told of a model's layers while it is loaded.
 pub type Watch<'a> = dyn FnMut(LoadProgress) + 'a;
+
+/// In which form the routed experts' weights are held. Quantized ones are frozen; gradients flow through them.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum ExpertWeights {
+    /// In a floating type; quantized weights are de-quantized.
+    #[default]
+    Dequantized,
+    /// NVFP4, MXFP4 and fp8 blocks as they are stored, and multiplied so; weights that are not quantized as they are.
+    AsStored,
+    /// In NVFP4, quantized on their device with an amax an expert, whatever they are stored in; as they are stored if
+    /// that is NVFP4.
+    Nvfp4,
+}
 
 /// Loads a rank's parameters by name, and remembers those that train.
 pub(crate) struct Loader<'a> {
@@ -160,13 +175,29 @@ impl<'a> Loader<'a> {
         if !self.checkpoint.moe_layers().contains(&layer) {
             return Ok(None);
         }
+        let kept = self.options.experts;
+        let finish = |moe: ExpertParallelMoE| -> Result<Option<ExpertParallelMoE>> {
+            match kept {
+                ExpertWeights::Nvfp4 => Ok(Some(moe.to_nvfp4()?)),
+                ExpertWeights::Dequantized | ExpertWeights::AsStored => Ok(Some(moe)),
+            }
+        };
         if let Some(random) = &self.random {
-            return random.experts(self.checkpoint, layer, self.group).map(Some);
+            return finish(random.experts(self.checkpoint, layer, self.group)?);
         }
         let options = checkpoint::LoadOptions { rank: self.group.rank(), ranks: self.group.ranks(), dtype: self.dtype };
-        let block = self.checkpoint.load_block(layer, options)?;
         let trainable = if self.options.trainable { Parameters::Trainable } else { Parameters::Frozen };
-        Ok(Some(ExpertParallelMoE::from_block(block, layer as u32, self.group, trainable)?))
+        let as_stored = match (kept, self.checkpoint.block_form(layer)?) {
+            (ExpertWeights::Dequantized, _) => false,
+            (ExpertWeights::AsStored, form) => form.is_quantized(),
+            (ExpertWeights::Nvfp4, form) => matches!(form, Form::Nvfp4ModelOpt | Form::Nvfp4CompressedTensors),
+        };
+        if as_stored {
+            let block = self.checkpoint.load_quantized(layer, options)?;
+            return Ok(Some(ExpertParallelMoE::from_quantized(block, layer as u32, self.group, trainable)?));
+        }
+        let block = self.checkpoint.load_block(layer, options)?;
+        finish(ExpertParallelMoE::from_block(block, layer as u32, self.group, trainable)?)
     }
 
     pub fn into_vars(self) -> Vec<(String, Var)> {

@@ -4,13 +4,13 @@
 
 mod support;
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 
 use candle_core::{DType, Device, Result as CandleResult, Tensor, Var};
-use moebius::checkpoint::BlockParams;
+use moebius::checkpoint::{BlockParams, Checkpoint};
 use moebius::cpu::{Cpu, HostBuffer};
 use moebius::layer::ParamKind;
-use moebius_models::{LoadOptions, LoadProgress, Model, Point};
+use moebius_models::{ExpertWeights, LoadOptions, LoadProgress, Model, Point};
 
 use support::{Golden, on_ranks, relative, say, scalar};
 
@@ -280,6 +280,96 @@ fn a_stepper_has_a_fixed_number_of_sequences_and_tokens() {
         let model = golden.load(&group, LoadOptions { trainable: true, ..golden.options() });
         assert!(model.stepper(1, 4).expect_err("a trainable model").to_string().contains("trainable"));
     });
+}
+
+/// Experts that are multiplied as they are stored, by forwards and by steps: on any number of ranks what de-quantized
+/// ones give. Products take the same numbers, rounded once more or less.
+#[test]
+fn experts_as_stored() {
+    let mut formats = HashSet::new();
+    for golden in Golden::all() {
+        let form = golden.checkpoint.block_form(golden.layer()).expect("a form");
+        if !form.is_quantized() {
+            continue;
+        }
+        formats.insert(form);
+        let options = LoadOptions { experts: ExpertWeights::AsStored, ..golden.options() };
+        for split in golden.splits() {
+            let [logits, loss] = forward_errors(&golden, options, &split);
+            let worst = logits.max(loss);
+            assert!(worst <= tolerance(&golden), "{} over {split:?}: {logits:.1e}, {loss:.1e}", golden.name);
+        }
+        on_ranks(1, golden.experts, |_, group| {
+            let model = golden.load(&group, LoadOptions { trainable: true, ..options });
+            let moe = model.moe(golden.layer()).expect("experts");
+            assert!(moe.quantized().is_some() && moe.param(ParamKind::Up).is_none(), "{}", golden.name);
+            let loss = model.loss(golden.ids()).expect("a loss");
+            let gradients = loss.sum.backward().expect("gradients");
+            let missing = model.vars().iter().filter(|(_, var)| gradients.get(var).is_none()).count();
+            assert_eq!(missing, 0, "{}: gradients around the experts", golden.name);
+            let model = golden.load(&group, options);
+            let s = golden.ids().dim(1).expect("tokens");
+            let mut stepper = model.stepper(golden.ids().dim(0).expect("rows"), s).expect("a stepper");
+            stepper.feed(&golden.ids().narrow(1, 0, s - 1).expect("tokens")).expect("logits");
+            let last =
+                golden.ids().narrow(1, s - 1, 1).and_then(|t| t.flatten_all()?.to_dtype(DType::U32)?.to_vec1::<u32>());
+            stepper.set_next_ids(&last.expect("ids")).expect("ids of the vocabulary");
+            let expected = golden.tensors["logits"].narrow(1, s - 1, 1).and_then(|t| t.squeeze(1)).expect("logits");
+            let error = relative(stepper.step().expect("logits"), &expected);
+            assert!(error <= tolerance(&golden), "{}: a step differs by {error:e}", golden.name);
+        });
+    }
+    assert_eq!(formats.len(), 4, "{formats:?}");
+}
+
+/// Experts that are quantized after loading are near what they were.
+#[test]
+fn experts_in_nvfp4() {
+    let golden = Golden::named("qwen3_moe");
+    let options = LoadOptions { experts: ExpertWeights::Nvfp4, ..golden.options() };
+    on_ranks(1, golden.experts, |_, group| {
+        let model = golden.load(&group, options);
+        assert!(model.moe(golden.layer()).expect("experts").quantized().is_some());
+        let error = relative(&model.forward(golden.ids()).expect("logits"), &golden.tensors["logits"]);
+        // Two products a layer with weights that are off by a tenth, beside a residual.
+        assert!((1e-4..0.3).contains(&error), "logits differ by {error:e}");
+    });
+}
+
+/// The same seed gives the same weights, on however many ranks those that all of them hold; nothing is read.
+#[test]
+fn random_weights() {
+    let golden = Golden::named("qwen3_moe");
+    let config = Checkpoint::open_config(golden.checkpoint.dir()).expect("config.json");
+    assert_eq!(config.names().count(), 0);
+    let logits = |ranks: usize, seed: u64| {
+        on_ranks(ranks, golden.experts, |_, group| {
+            let options = LoadOptions { random: Some(seed), dtype: Some(DType::F32), ..LoadOptions::default() };
+            let model = Model::load_on(&config, &group, options).expect("a model");
+            let hidden = model.hidden(golden.ids()).expect("hidden states");
+            model.logits(&hidden).expect("logits")
+        })
+    };
+    let (first, again, other) = (logits(1, 1).remove(0), logits(1, 1).remove(0), logits(1, 2).remove(0));
+    assert_eq!(relative(&first, &again), 0.0);
+    assert!(relative(&first, &other) > 0.1);
+    let shared = logits(2, 1);
+    assert_eq!(relative(&shared[0], &shared[1]), 0.0, "all but the experts is one on both ranks");
+    // Logits of normalized hidden states by weights of variance 1 / H are of variance 1.
+    let square = first.sqr().and_then(|t| t.mean_all()?.to_scalar::<f32>()).expect("a number");
+    assert!((0.3..3.0).contains(&square), "mean square {square}");
+    on_ranks(1, golden.experts, |_, group| {
+        let options = LoadOptions { random: Some(1), trainable: true, ..LoadOptions::default() };
+        let model = Model::load_on(&config, &group, options).expect("a model");
+        let gradients = model.loss(golden.ids()).expect("a loss").sum.backward().expect("gradients");
+        assert!(!model.vars().is_empty());
+        assert!(model.vars().iter().all(|(_, var)| gradients.get(var).is_some()), "every weight trains");
+        let experts = model.moe(golden.layer()).expect("experts").vars();
+        assert!(experts.len() >= 3 && experts.iter().all(|var| gradients.get(var).is_some()));
+    });
+    let error = Checkpoint::open(golden.checkpoint.dir())
+        .and_then(|_| config.load_block(0, moebius::checkpoint::LoadOptions { rank: 0, ranks: 1, dtype: None }));
+    assert!(error.is_err(), "there is nothing to load");
 }
 
 /// The choices of the first layer with experts, exactly.

@@ -10,6 +10,8 @@ use crate::ep::{EpGroup, Membership};
 use crate::etp::{Chain, ShardDevice};
 
 use super::collectives;
+#[cfg(feature = "candle")]
+use super::quantized::{AnyQuantized, QuantizedExperts};
 
 /// A rank's group, on whichever device.
 #[doc(hidden)]
@@ -58,6 +60,16 @@ pub trait FrameworkDevice: ShardDevice {
     /// The chain again, if it is one of this device.
     #[doc(hidden)]
     fn chain(any: &AnyChain) -> Option<&Arc<Chain<Self>>>;
+
+    /// Quantized experts of this device, for a module that does not know its device.
+    #[doc(hidden)]
+    #[cfg(feature = "candle")]
+    fn any_quantized(experts: Arc<QuantizedExperts<Self>>) -> AnyQuantized;
+
+    /// The experts again, if they are of this device.
+    #[doc(hidden)]
+    #[cfg(feature = "candle")]
+    fn quantized(any: &AnyQuantized) -> Option<&Arc<QuantizedExperts<Self>>>;
 }
 
 impl FrameworkDevice for Cpu {
@@ -84,6 +96,20 @@ impl FrameworkDevice for Cpu {
             AnyChain::Cuda(_) => None,
         }
     }
+
+    #[cfg(feature = "candle")]
+    fn any_quantized(experts: Arc<QuantizedExperts<Self>>) -> AnyQuantized {
+        AnyQuantized::Cpu(experts)
+    }
+
+    #[cfg(feature = "candle")]
+    fn quantized(any: &AnyQuantized) -> Option<&Arc<QuantizedExperts<Self>>> {
+        match any {
+            AnyQuantized::Cpu(experts) => Some(experts),
+            #[cfg(feature = "cuda")]
+            AnyQuantized::Cuda(_) => None,
+        }
+    }
 }
 
 #[cfg(feature = "cuda")]
@@ -107,6 +133,19 @@ impl FrameworkDevice for Cuda {
         match any {
             AnyChain::Cuda(chain) => Some(chain),
             AnyChain::Cpu(_) => None,
+        }
+    }
+
+    #[cfg(feature = "candle")]
+    fn any_quantized(experts: Arc<QuantizedExperts<Self>>) -> AnyQuantized {
+        AnyQuantized::Cuda(experts)
+    }
+
+    #[cfg(feature = "candle")]
+    fn quantized(any: &AnyQuantized) -> Option<&Arc<QuantizedExperts<Self>>> {
+        match any {
+            AnyQuantized::Cuda(experts) => Some(experts),
+            AnyQuantized::Cpu(_) => None,
         }
     }
 }

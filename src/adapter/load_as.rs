@@ -12,6 +12,9 @@ use crate::error::Result;
 pub struct LoadAs<'a, T, P = ()> {
     pub(crate) params: P,
     pub(crate) dtype: Option<T>,
+    /// Experts stay as they are stored.
+    #[cfg(feature = "candle")]
+    pub(crate) quantized: bool,
     progress: Option<&'a mut dyn FnMut(Progress<'_>)>,
 }
 
@@ -30,7 +33,13 @@ impl<T: fmt::Debug, P: fmt::Debug> fmt::Debug for LoadAs<'_, T, P> {
 impl<'a, T, P> LoadAs<'a, T, P> {
     /// In the types that are stored.
     pub(crate) fn of(params: P) -> Self {
-        Self { params, dtype: None, progress: None }
+        Self {
+            params,
+            dtype: None,
+            #[cfg(feature = "candle")]
+            quantized: false,
+            progress: None,
+        }
     }
 
     /// In this floating type, as [`LoadOptions::dtype`] says.
@@ -41,6 +50,12 @@ impl<'a, T, P> LoadAs<'a, T, P> {
     /// Tells after each tensor how far it has come.
     pub fn progress(self, progress: &'a mut dyn FnMut(Progress<'_>)) -> Self {
         Self { progress: Some(progress), ..self }
+    }
+
+    /// With experts that stay as they are stored.
+    #[cfg(feature = "candle")]
+    pub(crate) fn keep_quantized(self) -> Self {
+        Self { quantized: true, ..self }
     }
 
     /// Reads a layer's block, one rank's experts of it.

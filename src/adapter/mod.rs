@@ -10,6 +10,8 @@ mod group;
 mod host_tensor;
 mod load_as;
 mod outputs;
+#[cfg(feature = "candle")]
+mod quantized;
 mod selection_bias;
 mod sharded;
 #[cfg(feature = "candle")]
@@ -31,6 +33,8 @@ pub use group::{AnyGroup, FrameworkDevice};
 pub(crate) use host_tensor::HostTensor;
 pub use load_as::LoadAs;
 pub(crate) use outputs::{DispatchedCotangents, DispatchedPart, LayerOutput, OutputCotangents};
+#[cfg(feature = "candle")]
+pub use quantized::{AnyQuantized, QuantizedExperts};
 pub(crate) use selection_bias::moved_selection_bias;
 pub(crate) use sharded::{Chained, Sharded, TypedSource, with_sources};
 #[cfg(feature = "candle")]

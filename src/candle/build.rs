@@ -157,7 +157,7 @@ impl ExpertParallelMoE {
         let number = group.any().membership().number_layer(spec.number());
         let made = spec.layer(number).map_err(Into::into).and_then(|layer| {
             let (params, sharded) = variables(&layer, &group, vb, chain)?;
-            Ok(Self { layer, group: group.clone(), params, sharded, training: Arc::default() })
+            Ok(Self { layer, group: group.clone(), params, sharded, quantized: None, training: Arc::default() })
         });
         // The other ranks are in the collectives below: they are told, and the group stays usable.
         let mut moe =
@@ -199,7 +199,7 @@ impl ExpertParallelMoE {
         group.any().membership().check_experts(CALL, layer.config().router.num_experts)?;
         block.check(CALL, group.local_experts())?;
         let params = tensors(block.params, group.device(), params)?;
-        Ok(Self { layer, group, params, sharded: None, training: Arc::default() })
+        Ok(Self { layer, group, params, sharded: None, quantized: None, training: Arc::default() })
     }
 
     /// From layer `layer` of an opened checkpoint, which is the layer's number too: reads this rank's experts only.
@@ -240,6 +240,9 @@ impl ExpertParallelMoE {
     ) -> Result<Self> {
         let (group, load) = (group.into(), load.into());
         let (params, options) = (load.params, load.options(&group)?);
+        if load.quantized {
+            return Self::from_quantized(checkpoint.load_quantized(layer, options)?, layer as u32, group, params);
+        }
         Self::from_block(load.read(checkpoint, layer, options)?, layer as u32, group, params)
     }
 
@@ -260,6 +263,9 @@ impl ExpertParallelMoE {
         let (group, load) = (group.into(), load.into());
         let (params, options) = (load.params, load.options(&group)?);
         shards.check_device(&group)?;
+        if load.quantized {
+            return Err(Error::invalid(CALL, "load", "weights of floating type", "quantized ones").into());
+        }
         let cut = BlockShards {
             experts: place_in(shards.chain),
             dense: shards.weights.map(|weights| place_in(weights.chain())),
@@ -269,7 +275,7 @@ impl ExpertParallelMoE {
         group.any().membership().check_experts(CALL, layer.config().router.num_experts)?;
         let params = tensors(block.params, group.device(), params)?;
         let sharded = shards.add(&layer, group.local_experts(), &params)?;
-        Ok(Self { layer, group, params, sharded, training: Arc::default() })
+        Ok(Self { layer, group, params, sharded, quantized: None, training: Arc::default() })
     }
 }
 
@@ -305,7 +311,7 @@ impl ExpertParallelMoE {
         let experts = [&block.up, &block.down].map(|weight| weight.to(chain.device()));
         let [up, down] = experts;
         let sharded = Some(Sharded::stored(chain, &layer, [&up?, &down?])?);
-        Ok(Self { layer, group, params, sharded, training: Arc::default() })
+        Ok(Self { layer, group, params, sharded, quantized: None, training: Arc::default() })
     }
 }
 

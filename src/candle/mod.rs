@@ -125,6 +125,8 @@ mod options;
 mod params;
 mod pending;
 mod precomputed;
+mod quantized;
+mod quantized_params;
 mod reduce;
 mod reducer;
 mod route_op;

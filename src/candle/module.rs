@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use candle_core::{Device, Result, Tensor, Var};
 
-use crate::adapter::Sharded;
+use crate::adapter::{AnyQuantized, Sharded};
 #[cfg(doc)]
 use crate::checkpoint::Checkpoint;
 use crate::checkpoint::{Block, BlockParams, RankBlock, RankPart};
@@ -30,6 +30,8 @@ pub struct ExpertParallelMoE {
     pub(super) params: PerParam<Option<Tensor>>,
     /// The experts' chain, where their parameters are shards.
     pub(super) sharded: Option<Sharded>,
+    /// The experts' weights, where they are quantized and so no parameters.
+    pub(super) quantized: Option<AnyQuantized>,
     pub(super) training: Arc<TrainingState>,
 }
 
@@ -96,8 +98,9 @@ impl ExpertParallelMoE {
     /// This rank's parts of the layer, for [`Checkpoint::save_parts`]: nothing is copied before it is written.
     ///
     /// # Errors
-    /// None for a module that was built.
+    /// Experts that are quantized, which are no parameters.
     pub fn to_parts(&self) -> Result<RankBlock<'static>> {
+        self.check_dense("ExpertParallelMoE::to_parts")?;
         let params = self.params.as_ref().try_map(|kind, t| -> Result<_> {
             let Some(t) = t else { return Ok(None) };
             Ok(Some(part_of(kind.name(), t, self.param_shard(kind)?)?))
@@ -117,12 +120,23 @@ impl ExpertParallelMoE {
     /// [`to_parts`](Self::to_parts).
     ///
     /// # Errors
-    /// Experts that are shards; a device's error.
+    /// Experts that are shards or quantized; a device's error.
     pub fn to_block(&self) -> Result<Block> {
+        self.check_dense("ExpertParallelMoE::to_block")?;
         if self.sharded.is_some() {
             return Err(Error::invalid("ExpertParallelMoE::to_block", "experts", "whole weights", "shards").into());
         }
         Ok(Block { config: self.layer.config().clone(), params: on_host(&self.params)? })
+    }
+
+    fn check_dense(&self, call: &'static str) -> crate::Result<()> {
+        match &self.quantized {
+            None => Ok(()),
+            Some(experts) => {
+                let found = format!("some in {:?}", experts.format());
+                Err(Error::invalid(call, "experts", "weights of floating type", found))
+            }
+        }
     }
 
     /// The variables that are shards of the experts' chain, with their weights there, as
@@ -177,9 +191,9 @@ impl ExpertParallelMoE {
         };
         let flat = flat.inspect_err(|e| self.refuse_forward(&e.to_string()))?;
         let tracks = x.track_op() || self.trainable().next().is_some();
-        let sharded = self.sharded.as_ref();
+        let (sharded, quantized) = (self.sharded.as_ref(), self.quantized.as_ref());
         let (layer, params) = (&self.layer, &self.params);
-        let call = ForwardInputs { layer, params, sharded, x, flat: &flat, aux_scale };
+        let call = ForwardInputs { layer, params, sharded, quantized, x, flat: &flat, aux_scale };
         run::forward(&self.group, &call, Mode { backward: tracks, noise })
     }
 }

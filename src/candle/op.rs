@@ -6,7 +6,8 @@ use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, CudaStorage, CustomOp1, CustomOp2, Device, Layout, Result, Shape, Tensor, TensorId};
 
 use crate::adapter::{
-    Chained, HeldGradients, LayerOutput, OutputCotangents, acquire, sources as held_sources, with_sources,
+    Chained, HeldGradients, LayerOutput, OutputCotangents, QuantizedExperts, acquire, sources as held_sources,
+    with_sources,
 };
 use crate::ep::EpGroup;
 use crate::error::Error;
@@ -15,6 +16,7 @@ use crate::layer::{
     BackwardProgress, Context, Cotangents, Gradients, GradientsMut, Inputs, Layer, ParamKind, PerParam, RefusalGuard,
     Wanted,
 };
+use crate::tensor::TensorRef;
 
 use super::error::framework;
 use super::host::{Host, into_candle, with_views};
@@ -23,6 +25,7 @@ use super::main_gradients::{EXPERTS, expert_gradients, writes_experts};
 use super::params::{contiguous, named, views_of};
 use super::pending::{BackwardStage, OutputGradient, PendingCollectives};
 use super::precomputed::Precomputed;
+use super::quantized_params::params_of;
 use super::views_mut::with_views_mut;
 
 const CALL: &str = "ExpertParallelMoE::backward";
@@ -39,6 +42,8 @@ pub(super) struct PendingBackward<D: Host> {
     pub(super) params: PerParam<Option<Tensor>>,
     /// Where `up` and `down` are gathered from, if their parameters are shards.
     pub(super) experts: Option<Chained<D>>,
+    /// `up` and `down`, where they are quantized and so no parameters.
+    pub(super) quantized: Option<Arc<QuantizedExperts<D>>>,
     /// Gradient of the auxiliary losses that comes with y's.
     pub(super) aux_scale: f64,
     pub(super) progress: Arc<BackwardProgress>,
@@ -129,14 +134,18 @@ impl<D: Host> PendingBackward<D> {
         tensors.extend(d_y.as_ref().map(|d| ("gradient of y", d)));
         tensors.extend(d_aux.as_ref().map(|d| ("gradient of aux", d)));
         with_views(&device, CALL, &tensors, |views| {
+            if let Some(experts) = &self.quantized {
+                let cotangents = cotangents(&views[first..], d_y.is_some(), self.aux_scale);
+                let params = params_of(&params, &views[1..first], experts)?;
+                let inputs = Inputs { x: views[0].borrow(), params: &params };
+                let gradients = self.layer.backward(entry.enter(), context, inputs, cotangents, wanted)?;
+                return Ok((gradients, PerParam::from_fn(|_| false)));
+            }
             let held = self.experts.as_ref().map(|experts| &experts.held);
             let sources = held.map(|held| held_sources(held, true)).transpose()?;
             let guards = sources.as_ref().map(|sources| acquire(&device, sources)).transpose()?;
             let weights = views_of(&params, &views[1..first], held.zip(guards.as_ref()))?;
-            let mut left = views[first..].iter().copied();
-            let y = d_y.as_ref().and_then(|_| left.next());
-            let aux = left.next().map_or(Scalar::Host(self.aux_scale), Scalar::Device);
-            let cotangents = Cotangents { y, aux };
+            let cotangents = cotangents(&views[first..], d_y.is_some(), self.aux_scale);
             if let Some(experts) = &self.experts {
                 let sources = experts.sources(true)?;
                 let mut shards = if wanted.experts { Some(experts.gradients(&context)?) } else { None };
@@ -223,6 +232,17 @@ impl<D: Host> OutputGradient for PendingBackward<D> {
     fn keep_gradient(&self, d_y: &Tensor) -> Result<()> {
         self.keep(LayerOutput::Y, d_y)
     }
+}
+
+/// Gradients of a forward's outputs, that of the auxiliary losses on host or device.
+type OwnCotangents<'a, D> = Cotangents<'a, D, Scalar<'a, D>>;
+
+/// The gradients that a backward is given: of y, if it has one, then of the auxiliary losses.
+fn cotangents<'a, D: Host>(views: &[TensorRef<'a, D>], has_y: bool, aux_scale: f64) -> OwnCotangents<'a, D> {
+    let mut left = views.iter().copied();
+    let y = if has_y { left.next() } else { None };
+    let aux = left.next().map_or(Scalar::Host(aux_scale), Scalar::Device);
+    Cotangents { y, aux }
 }
 
 /// Joins one more input to the token: the first link of the chain that candle runs backwards last.

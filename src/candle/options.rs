@@ -45,6 +45,12 @@ impl LoadAs<'_> {
         Self::of(params)
     }
 
+    /// Routed experts stay in NVFP4, MXFP4 or fp8 blocks, as they are stored, and products take them so; they are frozen
+    /// then. See [`ExpertParallelMoE::from_quantized`](super::ExpertParallelMoE::from_quantized).
+    pub fn quantized(self) -> Self {
+        self.keep_quantized()
+    }
+
     /// The same for a rank of a group.
     pub(super) fn options(&self, group: &DeviceGroup) -> Result<LoadOptions> {
         let dtype = self.dtype.map(own_dtype).transpose()?;

@@ -5,8 +5,10 @@ use std::sync::{Arc, Mutex};
 use candle_core::{Result, Shape, Tensor};
 
 use crate::adapter::{
-    AnyGroup, Chained, LayerOutput, OutputCotangents, Sharded, acquire, sources as held_sources, with_sources,
+    AnyGroup, AnyQuantized, Chained, LayerOutput, OutputCotangents, QuantizedExperts, Sharded, acquire,
+    sources as held_sources, with_sources,
 };
+use crate::error::Error;
 use crate::layer::{AuxValue, Forward, Layer, Mode, ParamKind, PerParam, RefusalGuard};
 use crate::lazy::Lazy;
 use crate::metrics::Load;
@@ -17,6 +19,7 @@ use super::op::{BackwardState, Emit, Join, PendingBackward};
 use super::params::{contiguous, named, views_of};
 use super::pending::{remember, remember_output};
 use super::precomputed::Precomputed;
+use super::quantized_params::params_of;
 
 const CALL: &str = "ExpertParallelMoE::forward";
 
@@ -26,6 +29,8 @@ pub(super) struct ForwardInputs<'a> {
     pub(super) params: &'a PerParam<Option<Tensor>>,
     /// Where `up` and `down` are gathered from, if their parameters are shards.
     pub(super) sharded: Option<&'a Sharded>,
+    /// `up` and `down`, where they are quantized and so no parameters.
+    pub(super) quantized: Option<&'a AnyQuantized>,
     pub(super) x: &'a Tensor,
     /// x as `[T, H]`, contiguous.
     pub(super) flat: &'a Tensor,
@@ -65,7 +70,10 @@ pub(super) fn forward(group: &DeviceGroup, call: &ForwardInputs<'_>, mode: Mode)
 fn forward_on<D: Host>(on: On<'_, D>, call: &ForwardInputs<'_>, mode: Mode) -> Result<MoeOutput> {
     let experts = call.sharded.map(|sharded| sharded.experts::<D>(CALL)).transpose();
     let experts = experts.map_err(|e| call.layer.refuse_forward(&mut on.group.lock(), e))?;
-    let Forward { y, aux, routing, context } = layer(&on, call, experts.as_ref(), mode)?;
+    let quantized = call.quantized.map(on_device::<D>).transpose();
+    let quantized = quantized.map_err(|e| call.layer.refuse_forward(&mut on.group.lock(), e))?;
+    let from = WeightsFrom { chain: experts.as_ref(), quantized: quantized.as_deref() };
+    let Forward { y, aux, routing, context } = layer(&on, call, from, mode)?;
     let device = on.group.lock().device().clone();
     let losses = aux.value().clone();
     let aux = {
@@ -84,6 +92,7 @@ fn forward_on<D: Host>(on: On<'_, D>, call: &ForwardInputs<'_>, mode: Mode) -> R
                 tracks_x: call.x.track_op(),
                 params: call.params.clone(),
                 experts,
+                quantized,
                 aux_scale: call.aux_scale.unwrap_or(0.0),
                 progress: context.progress(),
                 state: Mutex::new(BackwardState::Ready {
@@ -125,10 +134,22 @@ fn forward_on<D: Host>(on: On<'_, D>, call: &ForwardInputs<'_>, mode: Mode) -> R
     })
 }
 
+/// The experts on the group's device.
+fn on_device<D: Host>(experts: &AnyQuantized) -> crate::Result<Arc<QuantizedExperts<D>>> {
+    let elsewhere = || Error::invalid(CALL, "experts", "quantized ones on the group's device", "some elsewhere");
+    D::quantized(experts).cloned().ok_or_else(elsewhere)
+}
+
+/// Where the experts' weights come from, if they are no parameters.
+struct WeightsFrom<'a, D: Host> {
+    chain: Option<&'a Chained<D>>,
+    quantized: Option<&'a QuantizedExperts<D>>,
+}
+
 fn layer<D: Host>(
     on: &On<'_, D>,
     call: &ForwardInputs<'_>,
-    experts: Option<&Chained<D>>,
+    WeightsFrom { chain: experts, quantized }: WeightsFrom<'_, D>,
     mode: Mode,
 ) -> crate::Result<Forward<D>> {
     let mut group = on.group.lock();
@@ -137,6 +158,10 @@ fn layer<D: Host>(
     RefusalGuard::forward(call.layer, &mut group).run(|entry| {
         let params = contiguous(CALL, call.params)?;
         with_views(&device, CALL, &named(call.flat, &params), |views| {
+            if let Some(experts) = quantized {
+                let params = params_of(&params, &views[1..], experts)?;
+                return call.layer.forward(entry.enter(), mode, views[0].borrow(), &params);
+            }
             let held = experts.map(|experts| held_sources(&experts.held, mode.backward)).transpose()?;
             let guards = held.as_ref().map(|held| acquire(&device, held)).transpose()?;
             let gathered = experts.map(|experts| &experts.held).zip(guards.as_ref());

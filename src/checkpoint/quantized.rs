@@ -38,6 +38,12 @@ impl<D: Kernels> QuantizedBlock<D> {
         self.others.get(&kind).map(Tensor::view)
     }
 
+    /// `up`, `down`, and every other parameter.
+    #[cfg(feature = "candle")]
+    pub(crate) fn into_parts(self) -> (Quantized<D>, Quantized<D>, HashMap<ParamKind, Tensor<D>>) {
+        (self.up, self.down, self.others)
+    }
+
     /// The parameters as a layer takes them.
     ///
     /// # Errors

@@ -16,6 +16,7 @@ mod gpu;
 mod main_gradients;
 mod module;
 mod optimizer;
+mod quantized;
 mod rank_gradients;
 mod ranks;
 mod reducer;
@@ -37,13 +38,14 @@ static CONTEXT: RwLock<()> = RwLock::new(());
 
 /// The suites of every device.
 #[allow(clippy::type_complexity, reason = "names and functions, no more")]
-fn suites() -> [(&'static str, Vec<(&'static str, fn(&Device) -> support::AnyResult<()>)>); 6] {
+fn suites() -> [(&'static str, Vec<(&'static str, fn(&Device) -> support::AnyResult<()>)>); 7] {
     [
         ("dispatch", dispatch::cases()),
         ("facade", facade::cases()),
         ("main_gradients", main_gradients::cases()),
         ("module", module::cases()),
         ("optimizer", optimizer::cases()),
+        ("quantized", quantized::cases()),
         ("user", user::cases()),
     ]
 }
