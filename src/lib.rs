@@ -16,7 +16,7 @@
 //!     let vb = VarBuilder::from_varmap(&vars, DType::F32, &Device::Cpu);
 //!     let config = MoeConfig::new(64, 32, 8, 2); // hidden, intermediate, experts, top-k
 //!     let moe = candle::moe(config, vb.pp("moe"))?; // one rank
-//!     let x = Tensor::randn(0f32, 1., (3, 5, 64), &Device::Cpu)?;
+//!     let x = Tensor::ones((3, 5, 64), DType::F32, &Device::Cpu)?;
 //!     let y = (moe.forward(&x)? + x)?;
 //!     let gradients = y.sqr()?.mean_all()?.backward()?; // for every variable: router and experts
 //!     assert!(moe.vars().iter().all(|v| gradients.get(v).is_some()));

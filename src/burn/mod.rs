@@ -97,6 +97,7 @@
 //!     Ok(loss.into_scalar().elem())
 //! }
 //!
+//! # <Flex as burn::tensor::backend::Backend>::seed(&Default::default(), 1);
 //! let ranks = ThreadWorld::create(2, Duration::from_secs(60)).into_iter();
 //! let ranks: Vec<_> = ranks.map(|comm| std::thread::spawn(|| rank(comm))).collect();
 //! for rank in ranks {

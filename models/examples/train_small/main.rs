@@ -5,6 +5,8 @@
 //! cargo run --release -p moebius-models --example train_small -- --out small docs/*.md README.md
 //! ```
 
+#[path = "../../../examples/support/output.rs"]
+mod output;
 mod prose;
 
 use std::collections::HashSet;
@@ -23,6 +25,7 @@ use moebius::comm::Solo;
 use moebius::cpu::Cpu;
 use moebius::optim::{AdamWOptions, GroupOptions, ParamShard};
 use moebius_models::{LoadOptions, Model};
+use output::{complain, say};
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 use rand_distr::{Distribution, StandardNormal};
@@ -78,7 +81,7 @@ fn main() -> ExitCode {
     match run(&Options::parse()) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            eprintln!("error: {error}");
+            complain(format_args!("error: {error}"));
             ExitCode::FAILURE
         }
     }
@@ -112,7 +115,7 @@ fn run(options: &Options) -> Result<(), AnyError> {
     };
     let (ids, held_out) = (encode(&texts)?, encode(&held_out)?);
     let bytes = texts.iter().map(String::len).sum::<usize>();
-    println!("{bytes} bytes of text, {} tokens; held out {} tokens", ids.len(), held_out.len());
+    say(format_args!("{bytes} bytes of text, {} tokens; held out {} tokens", ids.len(), held_out.len()));
     if ids.len() <= options.length {
         return Err(format!("expected a text of more than {} tokens", options.length).into());
     }
@@ -230,10 +233,10 @@ fn train(options: &Options, model: &Model, ids: &[u32], held_out: &[u32]) -> Res
         let loss = f64::from(loss.to_scalar::<f32>()?);
         mean = if step == 0 { loss } else { 0.98 * mean + 0.02 * loss };
         if (step + 1) % 100 == 0 {
-            println!("step {}: loss {mean:.3} nats a token, {:.0} s", step + 1, start.elapsed().as_secs_f64());
+            say(format_args!("step {}: loss {mean:.3} nats a token, {:.0} s", step + 1, start.elapsed().as_secs_f64()));
         }
         if (step + 1) % 250 == 0 || step + 1 == options.steps {
-            println!("step {}: held out {:.3}", step + 1, mean_loss(options, model, held_out)?);
+            say(format_args!("step {}: held out {:.3}", step + 1, mean_loss(options, model, held_out)?));
         }
     }
     Ok(())
