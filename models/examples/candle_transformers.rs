@@ -6,12 +6,12 @@
 //! cargo run --release -p moebius-models --example candle_transformers -- tests/golden/mixtral 5 17 3
 //! ```
 //!
-//! The same takes several ranks, each with its part of the sequences: `decoder` over a group of
-//! [`Group::new`](moebius::ep::Group::new) in place of [`DeviceGroup::single`].
+//! Several ranks, each with its part of the sequences, take a group of several: an
+//! [`EpGroup`](moebius::candle::EpGroup) in place of [`DeviceGroup::single`].
 
 use std::error::Error;
 use std::io::Write;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 use candle_core::{D, DType, Device, Module, Result, Tensor};
 use candle_nn::VarBuilder;
@@ -132,12 +132,10 @@ pub struct Mixtral {
 }
 
 impl Mixtral {
-    /// Reads a published folder.
-    pub fn load(folder: &Path, device: &Device) -> std::result::Result<Self, Box<dyn Error>> {
-        // Opened once; each layer's experts are read of it, and of several ranks each reads its own alone.
-        let checkpoint = Checkpoint::open(folder)?;
-        let config: Config = serde_json::from_value(checkpoint.config().clone())?;
-        let group = DeviceGroup::single(&checkpoint.block_config(0)?, device)?;
+    /// Reads a published folder, opened once: of each layer's experts this rank's alone.
+    pub fn load(checkpoint: &Checkpoint, group: &DeviceGroup) -> std::result::Result<Self, Box<dyn Error>> {
+        let (config, device): (Config, _) = (serde_json::from_value(checkpoint.config().clone())?, group.device());
+        let folder = checkpoint.dir();
         let files: Vec<PathBuf> =
             std::fs::read_dir(folder)?.map(|entry| Ok(entry?.path())).collect::<std::io::Result<_>>()?;
         let is_weights = |path: &&PathBuf| {
@@ -156,9 +154,9 @@ impl Mixtral {
                 attention: Attention::new(&config, vb.pp("self_attn"))?,
                 experts_norm: norm("post_attention_layernorm")?,
                 experts: ExpertParallelMoE::from_checkpoint(
-                    &checkpoint,
+                    checkpoint,
                     number,
-                    &group,
+                    group,
                     LoadAs::new(Parameters::Frozen).dtype(DType::F32),
                 )?,
             })
@@ -192,7 +190,9 @@ fn main() -> std::result::Result<(), Box<dyn Error>> {
     let folder = arguments.next().ok_or("usage: candle_transformers FOLDER ID …")?;
     let mut ids = arguments.map(|id| id.parse()).collect::<std::result::Result<Vec<u32>, _>>()?;
     let device = Device::Cpu;
-    let mut model = Mixtral::load(Path::new(&folder), &device)?;
+    let checkpoint = Checkpoint::open(folder)?;
+    let group = DeviceGroup::single(&checkpoint.block_config(0)?, &device)?; // one for all layers
+    let mut model = Mixtral::load(&checkpoint, &group)?;
     let mut sampler = LogitsProcessor::new(0, None, None);
     let mut input = ids.clone();
     for _ in 0..NEW_TOKENS {

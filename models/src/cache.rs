@@ -43,7 +43,8 @@ impl Cache {
         for layer in &mut self.layers {
             layer.keep_sequences(rows, held)?;
         }
-        self.sequences = Some(rows.len());
+        // A cache without tokens takes any number.
+        self.sequences = self.sequences.map(|_| rows.len());
         Ok(())
     }
 

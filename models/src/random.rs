@@ -37,6 +37,11 @@ impl RandomWeights {
                 uniform(self.seed_of(name), bound, dims, device)?.to_dtype(dtype)?
             }
         };
+        self.param(t)
+    }
+
+    /// A variable where the model trains.
+    fn param(&self, t: Tensor) -> Result<Tensor> {
         if self.trainable { Ok(Var::from_tensor(&t)?.into_inner()) } else { Ok(t) }
     }
 
@@ -54,7 +59,7 @@ impl RandomWeights {
             );
             let dtype = if kind == ParamKind::SelectionBias { crate::ops::wide(self.dtype) } else { self.dtype };
             let t = match bias {
-                true => Tensor::zeros(dims, dtype, group.device())?,
+                true => self.param(Tensor::zeros(dims, dtype, group.device())?)?,
                 false => self.tensor_as(&name, &dims, (dtype, group.device()))?,
             };
             tensors.insert(kind.name().to_string(), t);

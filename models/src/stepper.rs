@@ -39,6 +39,9 @@ pub struct Stepper<'m> {
     /// Before what it reads and writes.
     #[cfg(feature = "cuda")]
     graph: Option<graph::Graph<'m>>,
+    /// A capture has been tried.
+    #[cfg(feature = "cuda")]
+    eager: bool,
     model: &'m Model,
     cache: StaticCache,
     /// U32 `[B, 1]`: the tokens of the next step.
@@ -109,6 +112,8 @@ impl Model {
         Ok(Stepper {
             #[cfg(feature = "cuda")]
             graph: None,
+            #[cfg(feature = "cuda")]
+            eager: false,
             model: self,
             cache,
             next: Tensor::zeros((sequences, 1), DType::U32, self.device())?,
@@ -253,6 +258,11 @@ impl<'m> Stepper<'m> {
         if let Some(graph) = &mut self.graph {
             return graph.replay();
         }
+        if self.eager {
+            return self.work().run(at);
+        }
+        // A step that cannot be captured is an error once, and behind `clear` runs one operation after another.
+        self.eager = true;
         match graph::Graph::capture(self.model, || self.work())? {
             None => self.work().run(at),
             Some(graph) => Ok(self.graph.insert(graph).logits()),

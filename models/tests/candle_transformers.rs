@@ -7,7 +7,8 @@ mod support;
 mod example;
 
 use candle_core::{Device, Tensor};
-use support::{Golden, relative, shipped};
+use moebius::candle::DeviceGroup;
+use support::{Golden, relative};
 
 /// As `golden.rs` derives it for f32.
 const F32: f64 = 5e-6;
@@ -16,8 +17,9 @@ const F32: f64 = 5e-6;
 fn logits_at_once_and_token_by_token() {
     let golden = Golden::named("mixtral");
     let expected = &golden.tensors["logits"];
-    let folder = shipped().join("mixtral");
-    let load = || example::Mixtral::load(&folder, &Device::Cpu).expect("a model");
+    let group =
+        DeviceGroup::single(&golden.checkpoint.block_config(0).expect("a block"), &Device::Cpu).expect("a group");
+    let load = || example::Mixtral::load(&golden.checkpoint, &group).expect("a model");
     let ids = golden.ids().to_dtype(candle_core::DType::U32).expect("ids");
     let logits = load().forward(&ids).expect("logits");
     let error = relative(&logits, expected);

@@ -1,4 +1,4 @@
-//! Generation with the decoder of the golden folder, as a library and as the program of `examples/generate.rs`.
+//! Generation with the decoder of the golden folder, as a library and as the program of `examples/generate`.
 
 use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};

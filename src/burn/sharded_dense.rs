@@ -46,10 +46,15 @@ impl<'a, B: MoeBackend> Whole<'a, B> {
         Self { name, dims, lines: Param::initialized(param.id, whole), shards }
     }
 
+    /// With this rank's shard.
+    fn cut(self) -> Result<(Self, Cut<B>)> {
+        let cut = Cut::new(self.shards, &self.name, &self.lines)?;
+        Ok((self, cut))
+    }
+
     /// Adds it to the chain.
-    fn add(self) -> Result<(DenseWeight, Param<Tensor<B, 3>>)> {
+    fn add(self, cut: Cut<B>) -> Result<(DenseWeight, Param<Tensor<B, 3>>)> {
         let Self { name, dims, lines, shards } = self;
-        let cut = Cut::new(shards, &name, &lines)?;
         let spec = WeightSpec::new(name.clone(), NO_LAYER, &lines.dims(), cut.dtype());
         let (id, param) = cut.add(shards, spec)?;
         Ok((DenseWeight { id, name, dims }, param))
@@ -91,7 +96,9 @@ impl<B: NativeBackend> ShardedParams<B> {
         function: DenseFunction,
         weights: [Option<Whole<'_, M>>; 2],
     ) -> Result<ShardedDense<M>> {
-        let added = weights.into_iter().flatten().map(Whole::add).collect::<Result<Vec<_>>>()?;
+        // All are cut before one is added: the chain keeps no weight of a module that could not be made.
+        let cuts = weights.into_iter().flatten().map(Whole::cut).collect::<Result<Vec<_>>>()?;
+        let added = cuts.into_iter().map(|(whole, cut)| whole.add(cut)).collect::<Result<Vec<_>>>()?;
         let (weights, shards) = added.into_iter().unzip();
         let chain = CoreDevice::<M>::any_chain(self.chain().clone());
         Ok(ShardedDense { shards, call: DenseCall { chain, weights, function, failure: self.failure().clone() } })

@@ -358,7 +358,8 @@ fn variables<D: Host>(
             before: if kind.is_replicated() { 0 } else { group.rank() * dims.iter().product::<usize>() },
             init,
             dtype,
-            seed: chain.chain.options().seed,
+            // Another chain may have another.
+            seed: chain.of(kind).unwrap_or(chain.chain).options().seed,
         };
         shard.tensor(&vb).map(Some)
     })?;

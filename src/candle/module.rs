@@ -130,13 +130,12 @@ impl ExpertParallelMoE {
     }
 
     fn check_dense(&self, call: &'static str) -> crate::Result<()> {
-        match &self.quantized {
-            None => Ok(()),
-            Some(experts) => {
-                let found = format!("some in {:?}", experts.format());
-                Err(Error::invalid(call, "experts", "weights of floating type", found))
-            }
-        }
+        let found = match &self.quantized {
+            Some(experts) => format!("some in {:?}", experts.format()),
+            None if self.param(ParamKind::Up).is_none() => "shards that are quantized".to_string(),
+            None => return Ok(()),
+        };
+        Err(Error::invalid(call, "experts", "weights of floating type", found))
     }
 
     /// The variables that are shards of the experts' chain, with their weights there, as

@@ -71,7 +71,9 @@ impl Pending {
         let file = match OpenFile::open(&path) {
             // The save has finished meanwhile.
             Err(_) if path.symlink_metadata().is_err() => return Ok(None),
-            file => file?,
+            // The next save's may have come meanwhile.
+            Err(_) => OpenFile::open(&path)?,
+            Ok(file) => file,
         };
         let json = parse_value(&read_open(&file.file, file.meta.len(), MAX_CONFIG, &path)?, &path)?;
         let names = |key: &str| {
@@ -212,17 +214,16 @@ pub(super) fn read_one_version<T>(
     options: OpenOptions,
     read: impl Fn(&Folder) -> crate::error::Result<T>,
 ) -> crate::error::Result<T> {
+    let staged = || std::fs::read_dir(dir.join(STAGING)).map_or(0, Iterator::count);
     let mut without = 0;
-    for attempt in 1..=ATTEMPTS {
+    for _ in 0..ATTEMPTS {
         let folder = Folder::open(dir, options)?;
-        let version = Version::of(&folder);
+        let (version, staged_before) = (Version::of(&folder), staged());
         let result = read(&folder);
-        let still = version.still(&folder);
         // A file that could not be opened may have been on its way from `STAGING` to its place.
-        let moved = matches!(&result, Err(Error::Checkpoint(CheckpointError::Io { .. }))) && folder.pending.is_some();
+        let moved = matches!(&result, Err(Error::Checkpoint(CheckpointError::Io { .. }))) && staged() != staged_before;
         without += usize::from(version.config.is_none());
-        let settled = !moved && (version.config.is_some() || without == ATTEMPTS_WITHOUT);
-        if still && (settled || attempt == ATTEMPTS) {
+        if version.still(&folder) && !moved && (version.config.is_some() || without >= ATTEMPTS_WITHOUT) {
             return result;
         }
     }

@@ -106,7 +106,7 @@ enum ResultSlot<D: ShardDevice> {
 }
 
 impl<D: ShardDevice> PendingCollective<D> {
-    /// Waits until the collective is done or enqueued; nothing of it is left on the collective thread's thread
+    /// Waits until the collective is done or enqueued; nothing of it is left on its thread
     /// afterwards.
     pub fn wait(self) -> CollectiveResult<D> {
         self.reply.wait(self.thread_name)

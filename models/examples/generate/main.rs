@@ -62,6 +62,7 @@ fn run(options: &Options) -> Result<(), AnyError> {
         return Err(Usage("--stop: expected none for a folder without tokenizer.json".into()).into());
     }
     let job = Job { options, checkpoint: &checkpoint, tokenizer: tokenizer.as_ref(), requests: &requests };
+    job.check()?;
     let (sender, receiver) = channel();
     let outcome = thread::scope(|scope| {
         let work = scope.spawn(|| job.over_ranks(sender));
@@ -107,16 +108,21 @@ struct Outcome {
 type RankOutcome = Result<Outcome, AnyError>;
 
 impl Job<'_> {
-    fn over_ranks(&self, sender: Sender<Piece>) -> Result<Outcome, AnyError> {
-        let ranks = self.options.ranks;
-        let experts = self.experts()?;
+    /// Refuses numbers of ranks that cannot be, before anything is written.
+    fn check(&self) -> Result<(), AnyError> {
+        let (ranks, experts) = (self.options.ranks, self.experts()?);
         if ranks == 0 || !experts.is_multiple_of(ranks) {
             return Err(Usage(format!("--ranks: expected a divisor of {experts} experts, found {ranks}")).into());
         }
+        if self.options.device == Place::Cuda && ranks > 1 {
+            return Err(Usage("--ranks: expected 1 with --device cuda".into()).into());
+        }
+        Ok(())
+    }
+
+    fn over_ranks(&self, sender: Sender<Piece>) -> Result<Outcome, AnyError> {
+        let (ranks, experts) = (self.options.ranks, self.experts()?);
         if self.options.device == Place::Cuda {
-            if ranks > 1 {
-                return Err(Usage("--ranks: expected 1 with --device cuda".into()).into());
-            }
             let group = DeviceGroup::single(self.group_config(experts), &Device::new_cuda_with_stream(0)?)?;
             return gather(vec![self.rank(0, &group, None, sender)], self.requests.len());
         }
@@ -232,7 +238,10 @@ fn gather(outcomes: Vec<RankOutcome>, requests: usize) -> Result<Outcome, AnyErr
         loading = loading.max(outcome.loading);
         for (layer, load) in outcome.loads {
             match loads.get_mut(&layer) {
-                Some(sum) => (sum.tokens_per_expert.iter_mut().zip(load.tokens_per_expert)).for_each(|(a, b)| *a += b),
+                Some(sum) => {
+                    sum.tokens_per_expert.iter_mut().zip(load.tokens_per_expert).for_each(|(a, b)| *a += b);
+                    sum.dropped += load.dropped;
+                }
                 None => drop(loads.insert(layer, load)),
             }
         }

@@ -9,7 +9,7 @@ use moebius_models::generate::{Chat, ChatTemplate, Request, Sampling, Tokenizer,
 
 use crate::AnyError;
 
-/// The small model of this repository, which `examples/train_small.rs` trained.
+/// The small model of this repository, which `examples/train_small` trained.
 const SMALL: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/small");
 /// What it continues where nothing else is asked for.
 const BEGINNING: &str = "A rank that fails";

@@ -235,7 +235,8 @@ fn train(options: &Options, model: &Model, ids: &[u32], held_out: &[u32]) -> Res
         if (step + 1) % 100 == 0 {
             say(format_args!("step {}: loss {mean:.3} nats a token, {:.0} s", step + 1, start.elapsed().as_secs_f64()));
         }
-        if (step + 1) % 250 == 0 || step + 1 == options.steps {
+        let shown = (step + 1) % 250 == 0 || step + 1 == options.steps;
+        if shown && held_out.len() > options.length {
             say(format_args!("step {}: held out {:.3}", step + 1, mean_loss(options, model, held_out)?));
         }
     }

@@ -24,7 +24,7 @@ impl<'a> CountChoices<'a> {
         Self { model, loads: RefCell::default() }
     }
 
-    /// Layers that have had tokens, with how often these chose each of all E experts. Tokens are this rank's; sums over
+    /// Layers that have run, with how often these chose each of all E experts. Tokens are this rank's; sums over
     /// the ranks are what all tokens chose.
     pub fn into_loads(self) -> BTreeMap<usize, Load> {
         self.loads.into_inner()

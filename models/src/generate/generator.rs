@@ -240,7 +240,7 @@ struct Run<'g, 'a, D> {
     stats: Stats,
     /// The caller's function has ended the run.
     broken: bool,
-    /// Within [`Decoder::any`], whose failures every rank has. All others may be this rank's alone: those of a step
+    /// Within [`Decoder::any`], whose failures every rank has, or behind the last one. All others may be this rank's alone: those of a step
     /// behind its last collective, of sampling, of a tokenizer.
     meeting: bool,
 }
@@ -284,6 +284,8 @@ impl<D: Decoder> Run<'_, '_, D> {
             let mut cache = self.decoder().cache(0)?;
             self.step(&[], 1, &mut cache)?;
         }
+        // All ranks end: a failure from here on meets nobody.
+        self.meeting = true;
         done.into_iter().flatten().map(Sequence::output).collect()
     }
 

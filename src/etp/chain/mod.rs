@@ -206,8 +206,8 @@ impl<D: ShardDevice> Chain<D> {
     /// Adds a weight whose shard on this rank is `source`, before the first forward.
     ///
     /// # Errors
-    /// Sizes that cannot be cut; a source of another size or type; a form in which it cannot are sent; a chain that is
-    /// ordered.
+    /// Sizes that cannot be cut; a source of another size or type; a form in which it cannot be sent; a chain that
+    /// has its order.
     pub fn add(&self, spec: WeightSpec, source: Arc<dyn ShardSource<D>>) -> Result<WeightId> {
         let shards = self.shards(&spec.dims)?;
         if !spec.dtype.is_float() {

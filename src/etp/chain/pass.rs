@@ -69,7 +69,7 @@ impl<D: ShardDevice> Chain<D> {
         let expected = inner.steps[active.phase as usize].len();
         if active.cursor != expected {
             let found = format!("{} of {expected} weights used", active.cursor);
-            return Err(inner.order_error("(chain)", "all weights of the ordered order used", &found));
+            return Err(inner.order_error("(chain)", "all weights of the first forward used", &found));
         }
         inner.active = None;
         if active.phase == Phase::Backward {
@@ -98,12 +98,12 @@ impl<D: ShardDevice> Chain<D> {
         drop(inner.gathers.refuse(tag, error.clone()));
     }
 
-    /// Forgets the ordered order, for a model that has changed; the next forward links anew.
+    /// Forgets the order of the first forward, for a model that has changed; the next forward gives a new one.
     ///
     /// # Errors
     /// A pass that runs.
     pub fn reset_order(&self) -> Result<()> {
-        let mut inner = self.lock_outside_capture("Chain::relink")?;
+        let mut inner = self.lock_outside_capture("Chain::reset_order")?;
         if inner.active.is_some() {
             return Err(inner.order_error("(chain)", "no pass", "one that runs"));
         }
@@ -217,15 +217,15 @@ impl<D: ShardDevice> ChainState<D> {
         let quantized = self.weights.iter().all(|weight| weight.quantized.is_some());
         let ahead = if quantized { 1 } else { ahead };
         let (gather, gradient) = (gather_parities(&links, ahead, same), gradient_parities(&links, D::ENQUEUES, same));
-        for (i, set_order) in links.iter().enumerate() {
-            let key = self.read_key(set_order.weight, gather[i]);
+        for (i, node) in links.iter().enumerate() {
+            let key = self.read_key(node.weight, gather[i]);
             self.uses[i].buffer_id = self.cache.reserve(key);
-            let key = self.arrived_key(set_order.weight, arrivals[i]);
+            let key = self.arrived_key(node.weight, arrivals[i]);
             self.uses[i].arrived = key.map(|key| self.cache.reserve(key));
-            let key = self.key(set_order.weight, BufferUsage::Gradient, gradient[i]);
+            let key = self.key(node.weight, BufferUsage::Gradient, gradient[i]);
             let buffer_id = self.cache.reserve(key);
             // A weight that is used twice has one gradient buffer.
-            self.weights[set_order.weight].gradient.get_or_insert(buffer_id);
+            self.weights[node.weight].gradient.get_or_insert(buffer_id);
         }
         self.steps = [Phase::Forward, Phase::Backward].map(|phase| schedule(&links, phase));
         self.other_backward = false;

@@ -31,7 +31,7 @@ impl<D: ShardDevice> Chain<D> {
         (node.map_or(CollectiveState::None, |node| node.state.state()), reduce)
     }
 
-    /// Weights in ordered order; empty before the first forward has ended.
+    /// Weights in the order of the first forward; empty before the first forward has ended.
     pub fn order(&self) -> Vec<WeightId> {
         let inner = self.lock();
         match inner.has_order() {
