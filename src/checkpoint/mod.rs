@@ -3,7 +3,7 @@
 //! [`Checkpoint::open`] reads `config.json` and the headers of the tensor files; [`Checkpoint::load_block`] then reads
 //! the bytes of one rank's experts and no others. Checkpoints are untrusted: files, their JSON and every name in it
 //! have limits, far above published ones, that are checked before anything is parsed; every size is checked against the
-//! file before a tensor is allocated; and what is wrong is a [`CheckpointError`] that names file and tensor.
+//! file before a tensor is allocated; and what is wrong is a [`CheckpointError`](crate::CheckpointError) that names file and tensor.
 
 mod commit;
 mod convert;
@@ -121,7 +121,7 @@ impl Checkpoint {
     /// Opens a folder: reads `config.json` and the headers of its safetensors files.
     ///
     /// # Errors
-    /// [`CheckpointError`], for anything that is damaged, hostile or unknown.
+    /// [`CheckpointError`](crate::CheckpointError), for anything that is damaged, hostile or unknown.
     pub fn open(dir: impl AsRef<Path>) -> Result<Self> {
         Self::open_with(dir, OpenOptions::default())
     }
@@ -252,7 +252,7 @@ impl Checkpoint {
     /// through about a mebibyte of scratch.
     ///
     /// # Errors
-    /// [`CheckpointError`] for missing, extra, mis-shaped or wrongly typed tensors of the block (of any rank's
+    /// [`CheckpointError`](crate::CheckpointError) for missing, extra, mis-shaped or wrongly typed tensors of the block (of any rank's
     /// experts), before anything is allocated; [`Error::Invalid`] for ranks that do not divide the experts.
     pub fn load_block(&self, layer: usize, options: LoadOptions) -> Result<Block> {
         self.load(layer, (options, None), &mut |_| {})
@@ -287,13 +287,13 @@ impl Checkpoint {
     /// else is whole. To save, join the shards with [`Chain::whole`](crate::etp::Chain::whole).
     ///
     /// # Errors
-    /// As [`load_block`](Self::load_block) and [`Shards::new`].
+    /// As [`load_block`](Self::load_block) and [`Shards::new`](crate::etp::Shards::new).
     pub fn load_shard(&self, layer: usize, options: LoadOptions, shard: ShardOptions) -> Result<Block> {
         self.load_shards(layer, options, BlockShards { experts: shard, dense: None }, &mut |_| {})
     }
 
     /// As [`load_shard`](Self::load_shard), with a cut of the other parameters too, and telling how far it has come.
-    /// Those come as shards of their [lines](Shards::lines).
+    /// Those come as shards of their [lines](crate::etp::Shards::lines).
     ///
     /// # Errors
     /// As [`load_shard`](Self::load_shard).
@@ -327,15 +327,15 @@ impl Checkpoint {
     /// Any tensor by its name on disk, de-quantized; `dtype` as in [`LoadOptions`].
     ///
     /// # Errors
-    /// [`CheckpointError`] for a missing tensor, or one that cannot be converted.
+    /// [`CheckpointError`](crate::CheckpointError) for a missing tensor, or one that cannot be converted.
     pub fn tensor(&self, name: &str, dtype: Option<DType>) -> Result<Tensor<Cpu>> {
         self.load_tensor(name, dtype)
     }
 
-    /// A rank's shard of any tensor's [lines](Shards::lines), padding zeros: of a matrix it reads these rows.
+    /// A rank's shard of any tensor's [lines](crate::etp::Shards::lines), padding zeros: of a matrix it reads these rows.
     ///
     /// # Errors
-    /// As [`tensor`](Self::tensor) and [`Shards::new`].
+    /// As [`tensor`](Self::tensor) and [`Shards::new`](crate::etp::Shards::new).
     pub fn tensor_shard(&self, name: &str, dtype: Option<DType>, shard: ShardOptions) -> Result<Tensor<Cpu>> {
         self.load_tensor_shard(name, dtype, shard)
     }
@@ -373,7 +373,7 @@ impl Checkpoint {
     /// quantized, everything is written de-quantized and `config.json` loses its `quantization_config`.
     ///
     /// # Errors
-    /// Blocks whose tensors do not fit, or lack any; the folder of this checkpoint itself; [`CheckpointError`] where
+    /// Blocks whose tensors do not fit, or lack any; the folder of this checkpoint itself; [`CheckpointError`](crate::CheckpointError) where
     /// reading or writing fails, or another save into the folder is under way.
     pub fn save(&self, dir: impl AsRef<Path>, blocks: &[LayerBlock<'_>]) -> Result<()> {
         self.save_with(dir, blocks, SaveOptions::default())
@@ -472,7 +472,7 @@ impl Checkpoint {
     ///
     /// # Errors
     /// The folder of this checkpoint itself, whose weights would be lost. Blocks whose experts are fused, already
-    /// quantized, not finite, or of columns that are no multiple of 16; [`CheckpointError`] where reading or writing
+    /// quantized, not finite, or of columns that are no multiple of 16; [`CheckpointError`](crate::CheckpointError) where reading or writing
     /// fails.
     pub fn save_nvfp4(&self, dir: impl AsRef<Path>) -> Result<Vec<QuantizedTensor>> {
         self.save_nvfp4_with(dir, SaveOptions::default())
