@@ -146,6 +146,7 @@ mod aux_loss;
 mod device;
 mod dtype;
 mod error;
+mod fnv1a;
 mod host_memory;
 mod lazy;
 mod plan;

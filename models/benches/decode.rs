@@ -28,7 +28,7 @@ use candle_core::{D, DType, Device, Tensor};
 use clap::{Parser, ValueEnum};
 use moebius_models::{ExpertWeights, LoadOptions, Model};
 use output::say;
-use shape::Sizes;
+use shape::{QWEN3, Sizes};
 
 type Result<T> = std::result::Result<T, Box<dyn Error>>;
 
@@ -96,19 +96,6 @@ enum Phase {
     EagerMany,
     Prefill,
 }
-
-const QWEN3: Sizes = Sizes {
-    layers: 48,
-    hidden: 2048,
-    inner: 768,
-    experts: 128,
-    top_k: 8,
-    heads: 32,
-    kv_heads: 4,
-    head_dim: 128,
-    vocabulary: 151_936,
-    positions: 40_960,
-};
 
 const TINY: Sizes = Sizes {
     layers: 2,

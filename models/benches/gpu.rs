@@ -25,7 +25,7 @@ use std::time::Instant;
 use candle_core::{DType, Device, Tensor};
 use candle_nn::VarBuilder;
 use candle_transformers::models::qwen3_moe;
-use checkpoint::Sizes;
+use checkpoint::{QWEN3, Sizes};
 use moebius::candle::DeviceGroup;
 use moebius::checkpoint::Checkpoint;
 use moebius::ep::GroupConfig;
@@ -33,18 +33,7 @@ use moebius_models::{Cache, LoadOptions, Model};
 use output::say;
 
 /// Qwen3-30B-A3B's, but for its 48 layers and its 151936 tokens: the projection to them is left out.
-const SIZES: Sizes = Sizes {
-    layers: 2,
-    hidden: 2048,
-    inner: 768,
-    experts: 128,
-    top_k: 8,
-    heads: 32,
-    kv_heads: 4,
-    head_dim: 128,
-    vocabulary: 1024,
-    positions: PREFILL,
-};
+const SIZES: Sizes = Sizes { layers: 2, vocabulary: 1024, positions: PREFILL, ..QWEN3 };
 
 const WORKLOAD: &str = "qwen3-30b-a3b, 2 layers";
 

@@ -15,7 +15,7 @@ use crate::norm::{Norm, NormKind};
 use crate::ops::{Head, MaskCache};
 use crate::params::Loader;
 use crate::rotary::{Angles, Rotary};
-use crate::static_cache::{Moment, StaticCache, StaticShape};
+use crate::static_cache::{StaticCache, StaticShape, StepPosition};
 
 /// A place in a forward where a [`Tap`] sees a tensor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -55,7 +55,7 @@ pub(crate) struct Step<'a> {
     pub late_rotation: bool,
     pub masks: MaskCache,
     /// Where the token stands in a static cache, if this is a step of one token a sequence over one.
-    pub moment: Option<Moment>,
+    pub position: Option<StepPosition>,
     rotary: &'a Rotary,
     dtype: DType,
     device: &'a Device,
@@ -83,12 +83,12 @@ pub(crate) trait Mixer: Debug + Send + Sync {
 
 /// The caches of a forward's layers.
 #[derive(Debug)]
-pub(crate) struct Held<'a> {
+pub(crate) struct ForwardCaches<'a> {
     pub layers: &'a mut [LayerCache],
     /// Tokens that they hold.
     pub past: usize,
     /// As in [`Step`].
-    pub moment: Option<Moment>,
+    pub position: Option<StepPosition>,
 }
 
 /// The feed-forward block of a layer.
@@ -227,7 +227,7 @@ impl DecoderSpec {
 
 /// How far a rank has come in a forward.
 #[derive(Debug, Clone, Copy, Default)]
-pub(crate) struct Progress {
+pub(crate) struct ForwardProgress {
     /// Layers whose collectives, if any, are behind it, or some fewer without any.
     layers: usize,
     /// Within a layer with experts, which tells the other ranks of its errors itself.
@@ -278,7 +278,7 @@ impl DecoderStack {
     }
 
     /// Tells the ranks that are in a later layer with experts, or will be, that this one is not coming.
-    pub fn refuse(&self, at: Progress, reason: &str) {
+    pub fn refuse(&self, at: ForwardProgress, reason: &str) {
         if let Some(moe) = (at.layers..self.layers.len()).find_map(|layer| self.moe(layer))
             && !at.inside
         {
@@ -290,15 +290,15 @@ impl DecoderStack {
     pub fn hidden(
         &self,
         ids: &Tensor,
-        cache: Option<Held<'_>>,
+        cache: Option<ForwardCaches<'_>>,
         tap: &mut Option<&mut Tap<'_>>,
-        at: &mut Progress,
+        at: &mut ForwardProgress,
     ) -> Result<Tensor> {
         let (sequences, len) = ids.dims2()?;
         let late_rotation = cache.is_some() && self.rotary.depends_on_length();
-        let (mut layers, past, moment) = match cache {
+        let (mut layers, past, position) = match cache {
             None => (None, 0, None),
-            Some(Held { layers, past, moment }) => (Some(layers), past, moment),
+            Some(ForwardCaches { layers, past, position }) => (Some(layers), past, position),
         };
         let mut x = self.embedding.index_select(&ids.flatten_all()?, 0)?;
         if self.scales.embedding != 1.0 {
@@ -309,13 +309,13 @@ impl DecoderStack {
             sequences,
             len,
             past,
-            angles: match &moment {
-                Some(moment) => moment.angles.clone(),
+            angles: match &position {
+                Some(position) => position.angles.clone(),
                 None => self.rotary.angles(past..past + len, dtype, device)?,
             },
             late_rotation,
             masks: MaskCache::default(),
-            moment,
+            position,
             rotary: &self.rotary,
             dtype,
             device,
@@ -344,7 +344,7 @@ impl DecoderStack {
         number: usize,
         x: Tensor,
         tap: &mut Option<&mut Tap<'_>>,
-        at: &mut Progress,
+        at: &mut ForwardProgress,
     ) -> Result<Tensor> {
         let layer = &self.layers[number];
         // A rank without tokens still takes part in the experts' collectives, backward too. Candle's norms and softmax
@@ -363,7 +363,7 @@ impl DecoderStack {
                 }
                 at.inside = true;
                 let output = moe.forward_full(&h, None)?;
-                *at = Progress { layers: number + 1, inside: false };
+                *at = ForwardProgress { layers: number + 1, inside: false };
                 let mut y = output.y;
                 if let Some(tap) = tap {
                     tap(Point::Choices { layer: number }, output.ids)?;

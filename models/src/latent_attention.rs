@@ -146,12 +146,12 @@ impl Mixer for LatentAttention {
             None => (c, k),
             Some(LayerCache::Slots(cache)) => {
                 let new = [Tensor::cat(&[&c, &k], 3)?];
-                if let Some(moment) = &step.moment {
-                    cache.put_at(moment, &new)?;
+                if let Some(position) = &step.position {
+                    cache.put_at(position, &new)?;
                     let (keys, values) = self.head_matrices()?;
                     let q = self.absorbed(&q, &q_rotated, &keys)?;
                     let held = &cache.tensors[0];
-                    let mask = moment.mask(cache.slots)?;
+                    let mask = position.mask(cache.slots)?;
                     let y = slot_attention(&q, held, held, &SlotOptions { mask, sinks: None, scale: self.scale })?;
                     let y = self.values_of(&y.narrow(3, 0, latent)?, &values)?;
                     return Ok(self.output.forward(&y.reshape((b, heads * value))?)?);

@@ -33,5 +33,5 @@ pub use error::{Error, Result};
 pub use family::families;
 pub use loss::Loss;
 pub use model::Model;
-pub use params::{ExpertWeights, LoadOptions, LoadProgress, Watch};
+pub use params::{ExpertWeights, LoadOptions, LoadProgress, ProgressFn};
 pub use stepper::Stepper;

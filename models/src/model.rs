@@ -8,11 +8,11 @@ use moebius::checkpoint::Checkpoint;
 use moebius::ep::GroupConfig;
 
 use crate::cache::Cache;
-use crate::decoder::{DecoderStack, Held, Progress, Tap};
+use crate::decoder::{DecoderStack, ForwardCaches, ForwardProgress, Tap};
 use crate::error::{Error, Result};
 use crate::family;
 use crate::loss::{self, Loss};
-use crate::params::{LoadOptions, Loader, Watch};
+use crate::params::{LoadOptions, Loader, ProgressFn};
 
 /// One rank's copy of a decoder of any [supported family](crate::families): all of it but for the experts, of which the
 /// rank holds its E / R.
@@ -63,18 +63,18 @@ impl Model {
     /// # Errors
     /// As [`load`](Self::load).
     pub fn load_on(checkpoint: &Checkpoint, group: impl Into<DeviceGroup>, options: LoadOptions) -> Result<Self> {
-        Self::load_watched(checkpoint, group, options, &mut |_| {})
+        Self::load_with_progress(checkpoint, group, options, &mut |_| {})
     }
 
     /// As [`load_on`](Self::load_on); `watch` is called before each layer, and when all is there.
     ///
     /// # Errors
     /// As [`load`](Self::load).
-    pub fn load_watched(
+    pub fn load_with_progress(
         checkpoint: &Checkpoint,
         group: impl Into<DeviceGroup>,
         options: LoadOptions,
-        watch: &mut Watch<'_>,
+        watch: &mut ProgressFn<'_>,
     ) -> Result<Self> {
         let group = group.into();
         let mut watch = |progress| watch(progress);
@@ -234,10 +234,10 @@ impl Model {
         mut tap: Option<&mut Tap<'_>>,
     ) -> Result<Tensor> {
         let past = cache.as_ref().map_or(0, |cache| cache.len);
-        self.telling_others(|at| {
+        self.run_or_refuse(|at| {
             let ids = self.checked(call, ids, past, |sequences| self.check_cache(call, cache.as_deref(), sequences))?;
-            let held = cache.as_mut().map(|cache| Held { layers: &mut cache.layers, past, moment: None });
-            let hidden = self.decoder.hidden(&ids, held, &mut tap, at)?;
+            let caches = cache.as_mut().map(|cache| ForwardCaches { layers: &mut cache.layers, past, position: None });
+            let hidden = self.decoder.hidden(&ids, caches, &mut tap, at)?;
             if let Some(cache) = cache {
                 let (sequences, len) = ids.dims2()?;
                 cache.len += len;
@@ -248,8 +248,8 @@ impl Model {
     }
 
     /// Tells the other ranks of an error.
-    pub(crate) fn telling_others<T>(&self, run: impl FnOnce(&mut Progress) -> Result<T>) -> Result<T> {
-        let mut at = Progress::default();
+    pub(crate) fn run_or_refuse<T>(&self, run: impl FnOnce(&mut ForwardProgress) -> Result<T>) -> Result<T> {
+        let mut at = ForwardProgress::default();
         run(&mut at).inspect_err(|error| self.decoder.refuse(at, &error.to_string()))
     }
 

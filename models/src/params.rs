@@ -56,7 +56,7 @@ pub struct LoadProgress {
 }
 
 /// Is told of a model's layers while it is loaded.
-pub type Watch<'a> = dyn FnMut(LoadProgress) + 'a;
+pub type ProgressFn<'a> = dyn FnMut(LoadProgress) + 'a;
 
 /// In which form the routed experts' weights are held. Quantized ones are frozen; gradients flow through them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -79,7 +79,7 @@ pub(crate) struct Loader<'a> {
     dtype: Option<moebius::DType>,
     random: Option<RandomWeights>,
     vars: Vec<(String, Var)>,
-    watch: &'a mut Watch<'a>,
+    watch: &'a mut ProgressFn<'a>,
 }
 
 impl<'a> Loader<'a> {
@@ -87,7 +87,7 @@ impl<'a> Loader<'a> {
         checkpoint: &'a Checkpoint,
         group: &'a DeviceGroup,
         options: LoadOptions,
-        watch: &'a mut Watch<'a>,
+        watch: &'a mut ProgressFn<'a>,
     ) -> Result<Self> {
         let dtype = options.moe_dtype()?;
         let named = || match checkpoint.model_dtype() {

@@ -2,7 +2,6 @@
 //! is not at hand.
 
 use std::collections::HashMap;
-use std::hash::Hasher;
 
 use candle_core::{DType, Device, Tensor, Var};
 use candle_nn::VarBuilder;
@@ -70,23 +69,8 @@ impl RandomWeights {
 
     /// FNV-1a, which, unlike the standard library's hashers, is fixed.
     fn seed_of(&self, name: &str) -> u64 {
-        let mut hasher = Fnv(0xcbf2_9ce4_8422_2325 ^ self.seed);
-        hasher.write(name.as_bytes());
-        hasher.finish()
-    }
-}
-
-struct Fnv(u64);
-
-impl Hasher for Fnv {
-    fn write(&mut self, bytes: &[u8]) {
-        for byte in bytes {
-            self.0 = (self.0 ^ u64::from(*byte)).wrapping_mul(0x0000_0100_0000_01b3);
-        }
-    }
-
-    fn finish(&self) -> u64 {
-        self.0
+        let start = 0xcbf2_9ce4_8422_2325 ^ self.seed;
+        name.bytes().fold(start, |hash, byte| (hash ^ u64::from(byte)).wrapping_mul(0x0000_0100_0000_01b3))
     }
 }
 

@@ -206,8 +206,8 @@ impl SelfAttention {
     /// `table`: the factor of each position, if the cache has them.
     fn warm(&self, q: Tensor, step: &Step<'_>, table: Option<&Tensor>) -> CandleResult<Tensor> {
         let Some(temperature) = self.temperature else { return Ok(q) };
-        let growth = match (&step.moment, table) {
-            (Some(moment), Some(table)) => moment.number(table)?,
+        let growth = match (&step.position, table) {
+            (Some(position), Some(table)) => position.number(table)?,
             _ => temperature.growth(step.past..step.past + step.len, q.device())?,
         };
         q.broadcast_mul(&growth.reshape((1, 1, step.len, 1))?.to_dtype(q.dtype())?)
@@ -265,9 +265,9 @@ impl Mixer for SelfAttention {
             None => (k, v),
             Some(LayerCache::Slots(cache)) => {
                 let new = [k, v];
-                if let Some(moment) = &step.moment {
-                    cache.put_at(moment, &new)?;
-                    let (mask, sinks) = (moment.mask(cache.slots)?, self.sinks.as_ref());
+                if let Some(position) = &step.position {
+                    cache.put_at(position, &new)?;
+                    let (mask, sinks) = (position.mask(cache.slots)?, self.sinks.as_ref());
                     let options = SlotOptions { mask, sinks, scale: self.scale };
                     return finish(slot_attention(&q, &cache.tensors[0], &cache.tensors[1], &options)?);
                 }

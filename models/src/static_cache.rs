@@ -114,9 +114,9 @@ impl SlotCache {
     }
 
     /// Puts one token a sequence into its slot.
-    pub fn put_at(&self, moment: &Moment, new: &[Tensor]) -> Result<()> {
+    pub fn put_at(&self, position: &StepPosition, new: &[Tensor]) -> Result<()> {
         for (held, new) in self.tensors.iter().zip(new) {
-            held.scatter_set(&moment.index(self.slots, new.dims())?, &new.contiguous()?, 2)?;
+            held.scatter_set(&position.index(self.slots, new.dims())?, &new.contiguous()?, 2)?;
         }
         Ok(())
     }
@@ -142,7 +142,7 @@ struct SlotTable {
 
 /// The position of a cache in the device's memory, and what follows from it, by position. A clone shares the memory.
 #[derive(Debug, Clone)]
-pub(crate) struct Clock {
+pub(crate) struct PositionTables {
     /// U32 `[1]`
     position: Tensor,
     one: Tensor,
@@ -150,7 +150,7 @@ pub(crate) struct Clock {
     tables: Vec<SlotTable>,
 }
 
-impl Clock {
+impl PositionTables {
     /// `angles`: of all positions.
     fn new(shape: &StaticShape<'_>, angles: Angles, kinds: &[Slots]) -> Result<Self> {
         let StaticShape { capacity, device, .. } = *shape;
@@ -177,14 +177,14 @@ impl Clock {
     }
 
     /// Where the next token stands.
-    pub fn moment(&self) -> Result<Moment> {
+    pub fn step_position(&self) -> Result<StepPosition> {
         let at = |t: &Tensor| t.index_select(&self.position, 0);
-        let of = |table: &SlotTable| -> Result<SlotMoment> {
+        let of = |table: &SlotTable| -> Result<StepSlots> {
             let filled = at(&table.filled)?;
             let mask = table.numbers.broadcast_lt(&filled)?.where_cond(&table.seen, &table.unseen)?;
-            Ok(SlotMoment { slots: table.slots, slot: at(&table.slot)?, mask })
+            Ok(StepSlots { slots: table.slots, slot: at(&table.slot)?, mask })
         };
-        Ok(Moment {
+        Ok(StepPosition {
             position: self.position.clone(),
             angles: self.angles.at(&self.position)?,
             slots: self.tables.iter().map(of).collect::<Result<_>>()?,
@@ -193,7 +193,7 @@ impl Clock {
     }
 
     /// Counts a token.
-    pub fn tick(&self) -> Result<()> {
+    pub fn advance(&self) -> Result<()> {
         write(&self.position, &(&self.position + &self.one)?)
     }
 
@@ -204,26 +204,26 @@ impl Clock {
 
 /// Where the token of a step stands, in the device's memory.
 #[derive(Debug)]
-pub(crate) struct Moment {
+pub(crate) struct StepPosition {
     /// U32 `[1]`
     position: Tensor,
     pub angles: Angles,
-    slots: Vec<SlotMoment>,
+    slots: Vec<StepSlots>,
     /// Places of entries in tensors of slots, which layers share.
     indices: Mutex<HashMap<(Slots, Vec<usize>), Tensor>>,
 }
 
 #[derive(Debug)]
-struct SlotMoment {
+struct StepSlots {
     slots: Slots,
     slot: Tensor,
     mask: Tensor,
 }
 
-impl Moment {
-    fn of(&self, slots: Slots) -> Result<&SlotMoment> {
+impl StepPosition {
+    fn of(&self, slots: Slots) -> Result<&StepSlots> {
         let unknown = || candle_core::Error::msg("a static cache of another model");
-        self.slots.iter().find(|moment| moment.slots == slots).ok_or_else(unknown)
+        self.slots.iter().find(|position| position.slots == slots).ok_or_else(unknown)
     }
 
     /// `[slots]` in f32 (f64 for f64): 0 where the token sees a slot, else −∞.
@@ -254,7 +254,7 @@ impl Moment {
 #[derive(Debug)]
 pub(crate) struct StaticCache {
     pub layers: Vec<LayerCache>,
-    pub clock: Clock,
+    pub positions: PositionTables,
     pub len: usize,
     pub capacity: usize,
     pub sequences: usize,
@@ -270,14 +270,14 @@ impl StaticCache {
                 kinds.push(cache.slots);
             }
         }
-        let clock = Clock::new(shape, angles, &kinds)?;
-        Ok(Self { layers, clock, len: 0, capacity: shape.capacity, sequences: shape.sequences })
+        let positions = PositionTables::new(shape, angles, &kinds)?;
+        Ok(Self { layers, positions, len: 0, capacity: shape.capacity, sequences: shape.sequences })
     }
 
     /// Counts tokens that came with their positions known to the host.
     pub fn count(&mut self, tokens: usize) -> Result<()> {
         self.len += tokens;
-        self.clock.set(self.len)
+        self.positions.set(self.len)
     }
 
     /// Forgets all tokens; the memory stays. Zeros, so that what an error has left there is not multiplied by zero.
@@ -292,6 +292,6 @@ impl StaticCache {
             }
         }
         self.len = 0;
-        self.clock.set(0)
+        self.positions.set(0)
     }
 }

@@ -6,16 +6,17 @@ use candle_core::{D, DType, Result as CandleResult, Tensor};
 
 use crate::Model;
 use crate::cache::{LayerCache, write};
-use crate::decoder::{Held, Progress};
+use crate::decoder::{ForwardCaches, ForwardProgress};
 use crate::error::{Error, Result};
-use crate::static_cache::{Clock, StaticCache};
+use crate::static_cache::{PositionTables, StaticCache};
 
 const CALL: &str = "Stepper";
 
 /// Decodes a fixed number of sequences with room for a fixed number of tokens each: keys and values lie in memory that
-/// is allocated once, and a step copies none of them. On a device of
-/// `moebius::candle::device_for_capture` the first step is captured into a CUDA graph that later
-/// ones replay, so that the host has next to nothing to do; elsewhere steps run one operation after another.
+/// is allocated once, and a step copies none of them. On a device of `moebius::candle::device_for_capture` the first step
+/// is captured into a CUDA graph that later ones replay, so that the host has next to nothing to do; elsewhere steps run
+/// one operation after another. A step that cannot be captured is an error once; behind [`clear`](Self::clear) steps run
+/// so too.
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
@@ -66,19 +67,20 @@ impl fmt::Debug for Stepper<'_> {
 struct Work<'m> {
     model: &'m Model,
     layers: Vec<LayerCache>,
-    clock: Clock,
+    positions: PositionTables,
     next: Tensor,
 }
 
 impl Work<'_> {
     /// Runs a step of `next`: its logits `[B, V]`; `next` becomes the likeliest tokens behind it.
-    fn run(&mut self, at: &mut Progress) -> Result<Tensor> {
-        let held = Held { layers: &mut self.layers, past: 0, moment: Some(self.clock.moment()?) };
-        let hidden = self.model.decoder().hidden(&self.next, Some(held), &mut None, at)?;
+    fn run(&mut self, at: &mut ForwardProgress) -> Result<Tensor> {
+        let caches =
+            ForwardCaches { layers: &mut self.layers, past: 0, position: Some(self.positions.step_position()?) };
+        let hidden = self.model.decoder().hidden(&self.next, Some(caches), &mut None, at)?;
         let (sequences, _, hidden_size) = hidden.dims3()?;
         let logits = self.model.decoder().logits(&hidden.reshape((sequences, hidden_size))?)?;
         write(&self.next, &likeliest(&logits)?)?;
-        self.clock.tick()?;
+        self.positions.advance()?;
         Ok(logits)
     }
 }
@@ -170,12 +172,12 @@ impl<'m> Stepper<'m> {
     /// As [`Model::decode`]; more tokens than there is room for. After an error the stepper must be cleared.
     pub fn feed(&mut self, ids: &Tensor) -> Result<Tensor> {
         let (model, past) = (self.model, self.cache.len);
-        let logits = model.telling_others(|at| {
+        let logits = model.run_or_refuse(|at| {
             let ids = model.checked("Stepper::feed", ids, past, |found| self.check(found, ids.dim(1)?))?;
             let len = ids.dim(1)?;
             self.broken = true;
-            let held = Held { layers: &mut self.cache.layers, past, moment: None };
-            let hidden = model.decoder().hidden(&ids, Some(held), &mut None, at)?;
+            let caches = ForwardCaches { layers: &mut self.cache.layers, past, position: None };
+            let hidden = model.decoder().hidden(&ids, Some(caches), &mut None, at)?;
             let last = hidden.narrow(1, len - 1, 1)?.squeeze(1)?.contiguous()?;
             let logits = model.decoder().logits(&last)?;
             write(&self.next, &likeliest(&logits)?)?;
@@ -233,7 +235,7 @@ impl<'m> Stepper<'m> {
     /// No room for another token; what the layers report. After an error the stepper must be cleared.
     pub fn step(&mut self) -> Result<&Tensor> {
         let model = self.model;
-        let logits = model.telling_others(|at| {
+        let logits = model.run_or_refuse(|at| {
             self.check(self.sequences(), 1)?;
             self.broken = true;
             self.run(at)
@@ -244,17 +246,17 @@ impl<'m> Stepper<'m> {
     }
 
     fn work(&self) -> Work<'m> {
-        let StaticCache { layers, clock, .. } = &self.cache;
-        Work { model: self.model, layers: layers.clone(), clock: clock.clone(), next: self.next.clone() }
+        let StaticCache { layers, positions, .. } = &self.cache;
+        Work { model: self.model, layers: layers.clone(), positions: positions.clone(), next: self.next.clone() }
     }
 
     #[cfg(not(feature = "cuda"))]
-    fn run(&mut self, at: &mut Progress) -> Result<Tensor> {
+    fn run(&mut self, at: &mut ForwardProgress) -> Result<Tensor> {
         self.work().run(at)
     }
 
     #[cfg(feature = "cuda")]
-    fn run(&mut self, at: &mut Progress) -> Result<Tensor> {
+    fn run(&mut self, at: &mut ForwardProgress) -> Result<Tensor> {
         if let Some(graph) = &mut self.graph {
             return graph.replay();
         }
@@ -277,7 +279,7 @@ mod graph {
 
     use super::Work;
     use crate::Model;
-    use crate::decoder::Progress;
+    use crate::decoder::ForwardProgress;
     use crate::error::Result;
 
     type Calls<'m> = Box<dyn FnMut() -> CandleResult<Vec<Tensor>> + 'm>;
@@ -301,7 +303,7 @@ mod graph {
             }
             let mut work = work();
             let calls: Calls<'m> = Box::new(move || {
-                let logits = work.run(&mut Progress::default()).map_err(candle_core::Error::wrap)?;
+                let logits = work.run(&mut ForwardProgress::default()).map_err(candle_core::Error::wrap)?;
                 Ok(vec![logits])
             });
             // SAFETY: the calls own the cache's memory and the ids', which are written in place alone, and borrow the

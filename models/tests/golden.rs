@@ -154,7 +154,7 @@ fn loading_is_told_layer_by_layer() {
     for golden in Golden::all() {
         on_ranks(1, golden.experts, |_, group| {
             let mut told = Vec::new();
-            let model = Model::load_watched(&golden.checkpoint, group, golden.options(), &mut |at| told.push(at));
+            let model = Model::load_with_progress(&golden.checkpoint, group, golden.options(), &mut |at| told.push(at));
             let layers = model.expect("a model").num_layers();
             let expected: Vec<_> = (0..=layers).map(|loaded| LoadProgress { loaded, layers }).collect();
             assert_eq!(told, expected, "{}", golden.name);

@@ -188,9 +188,9 @@ impl<D: FrameworkDevice> Chained<D> {
     }
 
     /// Memory for the gradients that a backward of `context` makes of them.
-    pub(crate) fn gradients(&self, context: &Context<D>) -> Result<ExpertGradients<'_, D>> {
+    pub(crate) fn gradients(&self, context: &Context<D>) -> Result<ShardedExpertGradients<'_, D>> {
         let [up, down] = self.ids;
-        Ok(ExpertGradients {
+        Ok(ShardedExpertGradients {
             chain: &self.chain,
             progress: context.progress(),
             up: self.chain.gradient_buffer(up)?,
@@ -200,14 +200,14 @@ impl<D: FrameworkDevice> Chained<D> {
 }
 
 /// Memory of a chain for the gradients of whole weights, of which each rank gets its shard's.
-pub(crate) struct ExpertGradients<'a, D: ShardDevice> {
+pub(crate) struct ShardedExpertGradients<'a, D: ShardDevice> {
     chain: &'a Chain<D>,
     progress: Arc<BackwardProgress>,
     up: GradientBuffer<'a, D>,
     down: GradientBuffer<'a, D>,
 }
 
-impl<D: FrameworkDevice> ExpertGradients<'_, D> {
+impl<D: FrameworkDevice> ShardedExpertGradients<'_, D> {
     /// Has a backward write there.
     pub(crate) fn view_in<'b>(&'b mut self, into: &mut GradientsMut<'b, D>) -> Result<()> {
         into.set(ParamKind::Up, self.up.view_mut()?);

@@ -114,7 +114,7 @@ pub(super) fn run_forward<B: NativeMemory>(
 
 /// Who wants gradients.
 #[derive(Debug, Clone)]
-pub(super) struct Wanted {
+pub(super) struct DenseWanted {
     pub(super) x: bool,
     /// Of each weight.
     pub(super) weights: Vec<bool>,
@@ -126,7 +126,7 @@ pub(super) fn run_backward<B: NativeMemory>(
     input: &Input<B>,
     shards: &[FloatTensor<B>],
     gradient: FloatTensor<B>,
-    wanted: &Wanted,
+    wanted: &DenseWanted,
 ) -> Result<Option<FloatTensor<B>>> {
     let back = call.weights.iter().zip(shards).rev().map(|(weight, like)| gather::<B>(call, weight, like, true));
     let mut whole = back.collect::<Result<Vec<_>>>()?;

@@ -1,9 +1,9 @@
 //! What is computed with dense weights of a chain.
 
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 
 use crate::adapter::AnyChain;
-use crate::error::Error;
+use crate::ep::BackwardFailure;
 use crate::etp::WeightId;
 
 /// The computation.
@@ -41,25 +41,7 @@ pub struct DenseCall {
     /// What is computed.
     pub function: DenseFunction,
     /// Error that has unwound a backward.
-    pub failure: Failure,
-}
-
-/// The error of a backward, which burn gives no other way than a panic.
-#[derive(Debug, Clone, Default)]
-pub struct Failure(Arc<Mutex<Option<Error>>>);
-
-impl Failure {
-    /// Ends a backward that has no other way to fail.
-    pub fn unwind(&self, error: Error) -> ! {
-        let message = format!("moebius: {error}");
-        *self.0.lock().unwrap_or_else(PoisonError::into_inner) = Some(error);
-        panic!("{message}")
-    }
-
-    /// The error; forgets it.
-    pub fn take(&self) -> Option<Error> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner).take()
-    }
+    pub(crate) failure: Arc<BackwardFailure>,
 }
 
 /// What it is computed of, beside the weights.

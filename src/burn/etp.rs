@@ -13,13 +13,13 @@ use crate::adapter::{AnyChain, FrameworkDevice, Sharded, TypedSource};
 use crate::comm::{Communicator, Op};
 use crate::device::Device;
 use crate::dtype::DType;
+use crate::ep::BackwardFailure;
 use crate::error::{Error, Result};
 use crate::etp::{Chain, Payload, Phase, ShardDevice, ShardSource, WeightId, WeightSpec};
 use crate::layer::ParamKind;
 use crate::tensor::{TensorMut, TensorRef};
 
 use super::backend::{CoreDevice, MoeBackend, Named, NativeBackend, NativeMemory, ResultSpec, between, core_dtype};
-use super::dense_call::Failure;
 use super::group::DeviceGroup;
 use super::module::ExpertParallelMoE;
 
@@ -70,7 +70,7 @@ pub struct ShardedParams<B: NativeBackend> {
     chain: Arc<Chain<B::Core>>,
     registered: Mutex<Registered<B>>,
     /// Of dense weights' backward.
-    failure: Failure,
+    failure: Arc<BackwardFailure>,
 }
 
 /// A module whose parameters are shards: [`ExpertParallelMoE`] and [`ShardedDense`](super::ShardedDense). A list of both
@@ -165,7 +165,7 @@ impl<B: NativeBackend> ShardedParams<B> {
     /// dense weights.
     pub fn new(chain: Arc<Chain<B::Core>>) -> Self {
         let registered = Mutex::new(Registered { shards: Vec::new(), first: None });
-        Self { chain, registered, failure: Failure::default() }
+        Self { chain, registered, failure: Arc::default() }
     }
 
     /// The error that unwound the last failed backward of a [`ShardedDense`](super::ShardedDense), if any; forgets it.
@@ -173,7 +173,7 @@ impl<B: NativeBackend> ShardedParams<B> {
         self.failure.take()
     }
 
-    pub(super) fn failure(&self) -> &Failure {
+    pub(super) fn failure(&self) -> &Arc<BackwardFailure> {
         &self.failure
     }
 

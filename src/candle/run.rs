@@ -31,6 +31,7 @@ pub(super) struct ForwardInputs<'a> {
     pub(super) sharded: Option<&'a Sharded>,
     /// `up` and `down`, where they are quantized and so no parameters.
     pub(super) quantized: Option<&'a AnyQuantized>,
+    /// The tokens, in the caller's shape and graph.
     pub(super) x: &'a Tensor,
     /// x as `[T, H]`, contiguous.
     pub(super) flat: &'a Tensor,

@@ -214,14 +214,17 @@ pub(super) fn read_one_version<T>(
     options: OpenOptions,
     read: impl Fn(&Folder) -> crate::error::Result<T>,
 ) -> crate::error::Result<T> {
-    let staged = || std::fs::read_dir(dir.join(STAGING)).map_or(0, Iterator::count);
+    let staged = |folder: &Folder| {
+        folder.pending.as_ref().map(|_| std::fs::read_dir(dir.join(STAGING)).map_or(0, Iterator::count))
+    };
     let mut without = 0;
     for _ in 0..ATTEMPTS {
         let folder = Folder::open(dir, options)?;
-        let (version, staged_before) = (Version::of(&folder), staged());
+        let (version, staged_before) = (Version::of(&folder), staged(&folder));
         let result = read(&folder);
         // A file that could not be opened may have been on its way from `STAGING` to its place.
-        let moved = matches!(&result, Err(Error::Checkpoint(CheckpointError::Io { .. }))) && staged() != staged_before;
+        let moved =
+            matches!(&result, Err(Error::Checkpoint(CheckpointError::Io { .. }))) && staged(&folder) != staged_before;
         without += usize::from(version.config.is_none());
         if version.still(&folder) && !moved && (version.config.is_some() || without >= ATTEMPTS_WITHOUT) {
             return result;

@@ -4,6 +4,7 @@
 use serde_json::Value;
 
 use crate::dtype::DType;
+use crate::fnv1a::fnv1a;
 
 use super::MoeConfig;
 
@@ -96,7 +97,7 @@ impl From<u64> for Fingerprint {
 
 /// FNV-1a, its bits mixed once more.
 fn hash(text: &str) -> u64 {
-    let fnv = text.bytes().fold(0xcbf2_9ce4_8422_2325, |h: u64, b| (h ^ u64::from(b)).wrapping_mul(0x0100_0000_01b3));
+    let fnv = fnv1a(text);
     (fnv ^ fnv >> 32).wrapping_mul(0x9e37_79b9_7f4a_7c15)
 }
 

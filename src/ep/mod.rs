@@ -49,6 +49,8 @@ pub use local::Local;
 #[cfg(feature = "nccl-ep")]
 pub(crate) use select::NcclEpOrReason;
 pub use select::{DISPATCHER_VARIABLE, LibraryDispatchers};
+#[cfg(feature = "burn")]
+pub(crate) use shared_group::BackwardFailure;
 pub use shared_group::EpGroup;
 #[cfg(any(feature = "candle", feature = "burn"))]
 pub(crate) use shared_group::Membership;

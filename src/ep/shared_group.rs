@@ -18,6 +18,25 @@ pub struct EpGroup<D: Kernels> {
     membership: Arc<Membership>,
 }
 
+/// The error of a backward that a host gives no other way than a panic (burn).
+#[derive(Debug, Default)]
+pub(crate) struct BackwardFailure(Mutex<Option<Error>>);
+
+impl BackwardFailure {
+    /// The error; forgets it.
+    pub(crate) fn take(&self) -> Option<Error> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).take()
+    }
+
+    /// Ends a backward that has no other way to fail.
+    #[cfg(feature = "burn")]
+    pub(crate) fn unwind(&self, error: Error) -> ! {
+        let message = format!("moebius: {error}");
+        *self.0.lock().unwrap_or_else(PoisonError::into_inner) = Some(error);
+        panic!("{message}")
+    }
+}
+
 /// A shared group apart from its device.
 #[derive(Debug)]
 pub(crate) struct Membership {
@@ -26,7 +45,7 @@ pub(crate) struct Membership {
     /// Experts of this rank, L = E / R.
     pub(crate) local_experts: usize,
     /// The error that unwound the last failed backward.
-    failure: Mutex<Option<Error>>,
+    failure: BackwardFailure,
     /// Number of the next layer that has none of its own.
     #[cfg(any(feature = "candle", feature = "burn"))]
     next_layer: AtomicU32,
@@ -47,7 +66,7 @@ impl<D: Kernels> EpGroup<D> {
             rank: group.rank(),
             ranks: group.ranks(),
             local_experts: group.local_experts(),
-            failure: Mutex::default(),
+            failure: BackwardFailure::default(),
             #[cfg(any(feature = "candle", feature = "burn"))]
             next_layer: AtomicU32::default(),
             #[cfg(any(feature = "candle", feature = "burn"))]
@@ -101,15 +120,13 @@ impl<D: Kernels> EpGroup<D> {
 impl Membership {
     /// As [`EpGroup::take_failure`].
     pub(crate) fn take_failure(&self) -> Option<Error> {
-        self.failure.lock().unwrap_or_else(PoisonError::into_inner).take()
+        self.failure.take()
     }
 
-    /// Ends a backward that has no other way to fail.
+    /// As [`BackwardFailure::unwind`].
     #[cfg(feature = "burn")]
     pub(crate) fn unwind(&self, error: Error) -> ! {
-        let message = format!("moebius: {error}");
-        *self.failure.lock().unwrap_or_else(PoisonError::into_inner) = Some(error);
-        panic!("{message}")
+        self.failure.unwind(error)
     }
 
     /// The number of a new layer: `explicit`, or the next one after all that this group has given or seen. Every rank

@@ -6,6 +6,7 @@ use crate::DType;
 use crate::comm::{Communicator, Op, Tag};
 use crate::error::{Error, Result};
 use crate::etp::StreamPair;
+use crate::fnv1a::fnv1a;
 use crate::kernels::optimizer::{LEAF, NormNodes, SquareSums, SquaredTensor, nodes};
 use crate::tensor::{Tensor, TensorRef};
 
@@ -236,5 +237,5 @@ pub(super) fn upload<D: StepDevice>(device: &D, dtype: DType, bytes: &[u8]) -> R
 /// A number of a parameter's name, sizes, type and group: FNV-1a, the same in every build.
 fn fingerprint(spec: &ParamSpec) -> u64 {
     let text = format!("{}|{:?}|{}|{}", spec.name, spec.shard.dims(), spec.dtype, spec.group);
-    text.bytes().fold(0xcbf2_9ce4_8422_2325, |hash, byte| (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3))
+    fnv1a(&text)
 }

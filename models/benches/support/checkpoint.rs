@@ -20,6 +20,21 @@ pub struct Sizes {
     pub positions: usize,
 }
 
+/// Qwen3-30B-A3B's.
+#[allow(dead_code, reason = "a bench takes the sizes that it needs")]
+pub const QWEN3: Sizes = Sizes {
+    layers: 48,
+    hidden: 2048,
+    inner: 768,
+    experts: 128,
+    top_k: 8,
+    heads: 32,
+    kv_heads: 4,
+    head_dim: 128,
+    vocabulary: 151_936,
+    positions: 40_960,
+};
+
 impl Sizes {
     /// Content of `config.json`.
     pub fn config(&self, dtype: DType) -> serde_json::Value {

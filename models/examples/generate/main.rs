@@ -175,7 +175,7 @@ impl Job<'_> {
         let options = LoadOptions { dtype, ..LoadOptions::default() };
         // Seen where standard error is a terminal.
         let bar = if rank == 0 { output::loading() } else { ProgressBar::hidden() };
-        let model = Model::load_watched(self.checkpoint, group.clone(), options, &mut |progress| {
+        let model = Model::load_with_progress(self.checkpoint, group.clone(), options, &mut |progress| {
             bar.set_length(progress.layers as u64);
             bar.set_position(progress.loaded as u64);
         })?;
