@@ -7,6 +7,7 @@ use crate::ep::{DispatcherKind, Group, GroupConfig};
 use crate::error::Result;
 
 use super::device::Cuda;
+use super::heuristics::{ALL_GATHER_TOKENS, HOST_GPUS};
 
 #[cfg(not(feature = "nccl-ep"))]
 impl LibraryDispatchers for Cuda {
@@ -15,15 +16,10 @@ impl LibraryDispatchers for Cuda {
     }
 }
 
-/// Most tokens of a rank with which all-gather is the quickest on up to [`LINKED`] ranks.
-const FEW_TOKENS: usize = 512;
-/// GPUs of a host, between which a row that nobody asked for costs least.
-const LINKED: usize = 8;
-
 /// `Auto`'s table, of whole layers' times on H200s (`docs/benchmarks-gpus.md`). On two ranks most tokens visit both, and
 /// all-gather is the quickest or within 3 % of it; so it is with few tokens, whose time is that of calls. With more, NCCL
 /// EP sends each row once to the ranks that it visits. Measured were two and four ranks, 128 and 4096 tokens and more; up
-/// to a host's GPUs and to [`FEW_TOKENS`] the table goes on from these, and beyond a host all-gather's rows, which grow
+/// to a host's GPUs and to [`ALL_GATHER_TOKENS`] the table goes on from these, and beyond a host all-gather's rows, which grow
 /// with the ranks, leave all-to-all as what remains.
 pub(crate) fn preferred_dispatchers(config: &GroupConfig, ranks: usize) -> &'static [DispatcherKind] {
     use DispatcherKind::{AllGather, AllToAll, NcclEp};
@@ -31,8 +27,8 @@ pub(crate) fn preferred_dispatchers(config: &GroupConfig, ranks: usize) -> &'sta
         // Windows are NCCL EP's.
         _ if config.windows > 0 => &[NcclEp, AllToAll],
         ..=2 => &[AllGather],
-        3..=LINKED if config.max_tokens_per_rank <= FEW_TOKENS => &[AllGather],
-        3..=LINKED => &[NcclEp, AllGather],
+        3..=HOST_GPUS if config.max_tokens_per_rank <= ALL_GATHER_TOKENS => &[AllGather],
+        3..=HOST_GPUS => &[NcclEp, AllGather],
         _ => &[NcclEp, AllToAll],
     }
 }

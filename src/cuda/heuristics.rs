@@ -77,3 +77,20 @@ pub(super) const ADD_SHARES_BLOCKS: usize = 8;
 
 /// Blocks an SM is given when numbers that are not finite are looked for. Weighed, not measured.
 pub(super) const FINITE_BLOCKS: usize = 16;
+
+// ------------------------------------------------------------------------------------------------ memory
+
+/// Every block of memory has at least this size and is a multiple of it, so that no tensor has a null pointer, which
+/// kernels read as "none". Weighed, not measured.
+pub(super) const BLOCK_BYTES: usize = 512;
+
+/// A free block serves a request that it exceeds by at most one part in so many. Weighed, not measured.
+pub(super) const BLOCK_SLACK: usize = 8;
+
+// ------------------------------------------------------------------------------------------------ dispatchers
+
+/// Most tokens of a rank with which all-gather is the quickest on up to [`HOST_GPUS`] ranks. `docs/benchmarks-gpus.md`.
+pub(super) const ALL_GATHER_TOKENS: usize = 512;
+
+/// GPUs of a host, between which a row that nobody asked for costs least.
+pub(super) const HOST_GPUS: usize = 8;

@@ -17,12 +17,7 @@ use crate::error::Result;
 
 use super::driver::driver;
 use super::failure::StuckFlag;
-
-/// Every block has at least this size and is a multiple of it, so that no tensor has a null pointer, which kernels read
-/// as "none".
-const GRAIN: usize = 512;
-/// A free block serves a request that it exceeds by at most one part in so many.
-const SLACK: usize = 8;
+use super::heuristics::{BLOCK_BYTES, BLOCK_SLACK};
 
 /// Memory that a [`Cuda`](super::Cuda) has taken, in bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -220,9 +215,9 @@ impl Arena {
     }
 
     pub(super) fn alloc(&self, call: &'static str, bytes: usize) -> Result<MemoryBlock> {
-        let size = bytes.max(1).checked_next_multiple_of(GRAIN).unwrap_or(bytes);
+        let size = bytes.max(1).checked_next_multiple_of(BLOCK_BYTES).unwrap_or(bytes);
         let mut state = lock(&self.state);
-        let most = size.saturating_add(size / SLACK);
+        let most = size.saturating_add(size / BLOCK_SLACK);
         let found = state.free.range((size, 0)..=(most, CUdeviceptr::MAX)).next().copied();
         let (size, ptr) = match found {
             Some(block) => {

@@ -37,7 +37,7 @@ impl<'a, D: Device> RowSource<'a, D> {
     }
 }
 
-/// Where a GEMM writes its rows: slot s goes to row s of `base`.
+/// Where a GEMM writes its rows: slot s goes to row `map[s]` of `base`, or to row s without a map.
 #[derive(Debug)]
 pub struct RowDest<'a, D: Device> {
     /// The rows; local memory, or a peer's where the device maps it.
