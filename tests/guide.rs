@@ -177,7 +177,6 @@ mod training {
         use moebius::MoeConfig;
         use moebius::burn::{ExpertParallelMoE, ExpertParallelMoEConfig};
         use moebius::config::AuxConfig;
-        use moebius::layer::Noise;
 
         type B = Autodiff<Flex>;
 
@@ -187,12 +186,12 @@ mod training {
                 .with_aux(AuxConfig::default().with_balance(0.01).with_z(0.001));
             let mut moe = ExpertParallelMoEConfig::new(config).init::<B>(&device)?;
             let mut adam = AdamWConfig::new().init::<B, ExpertParallelMoE<B>>();
-            for (step, x) in batches.into_iter().enumerate() {
-                let out = moe.forward_full(x, Some(Noise { seed: 0, step: step as u64 }))?;
-                let all = (loss(out.y) + out.aux).backward();
-                let gradients = GradientsParams::from_grads(all, &moe);
+            for x in batches {
+                let y = moe.forward_t(x, true)?; // with jitter; backward through y adds the auxiliary losses' gradient
+                let mut gradients = GradientsParams::from_grads(loss(y).backward(), &moe);
+                moe.reduce_gradients(&mut gradients)?; // over the ranks; nothing to do for one
                 moe = adam.step(1e-3, moe, gradients);
-                moe.update_selection_bias(out.load.get()?, 0.001)?;
+                moe.update_selection_bias(moe.last_load()?.get()?, 0.001)?;
             }
             Ok(())
         }

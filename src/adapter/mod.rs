@@ -1,5 +1,6 @@
 //! Code that the adapters of candle and burn share: a rank's group whose device is known at run time only, the
-//! collectives that an adapter runs itself, the cotangents that backward brings, and how a module is loaded.
+//! collectives that an adapter runs itself, the cotangents that backward brings, how a module is loaded, and what it
+//! keeps between training steps.
 
 mod buckets;
 mod collectives;
@@ -17,6 +18,7 @@ mod sharded;
 #[cfg(feature = "candle")]
 mod sharded_held;
 mod submit;
+mod training_state;
 
 pub use buckets::BUCKET_BYTES;
 pub(crate) use buckets::{NO_LAYER, Summand, buckets};
@@ -39,3 +41,4 @@ pub(crate) use selection_bias::moved_selection_bias;
 pub(crate) use sharded::{Chained, Sharded, TypedSource, with_sources};
 #[cfg(feature = "candle")]
 pub(crate) use sharded_held::{HeldGradients, HeldGuards, HeldId, HeldWeight, acquire, sources, view};
+pub(crate) use training_state::{LastForward, TrainingState};

@@ -27,7 +27,7 @@ use crate::layer::{Context, ParamKind, PerParam};
 
 use super::backend::{
     Details, DispatchOperands, DispatchOutputs, LayerBackend, LayerCall, NativeBackend, NativeMemory, Operands,
-    Outputs, RouteOutputs, RoutingData,
+    Outputs, RouteOutputs,
 };
 use super::backward::untracked;
 use super::dense_autodiff;
@@ -171,12 +171,9 @@ impl<B: NativeBackend, C: CheckpointStrategy> LayerBackend for Autodiff<B, C> {
             OpsKind::UnTracked(_) => {
                 let (out, _) = run_forward::<B>(call, &inner(operands), false)?;
                 let constant = <Self as AutodiffBackend>::from_inner;
-                let details = out.details.map(|Details { aux, losses, routing }| Details {
-                    aux: constant(aux),
-                    losses,
-                    routing: detached(routing),
-                });
-                return Ok(Outputs { y: constant(out.y), details });
+                let Outputs { y, losses, load, details } = out;
+                let details = details.map(|details| detached(details, constant));
+                return Ok(Outputs { y: constant(y), losses, load, details });
             }
             OpsKind::Tracked(run) => run,
         };
@@ -202,16 +199,15 @@ impl<B: NativeBackend, C: CheckpointStrategy> LayerBackend for Autodiff<B, C> {
                 OpsKind::UnTracked(p) => p.finish(value),
             }
         };
-        let y = child(LayerOutput::Y, out.y);
-        let details = out.details.map(|Details { aux, losses, routing }| {
-            // Without auxiliary losses the zero is a constant.
-            let aux = match call.layer.config().aux.is_off() {
-                true => <Self as AutodiffBackend>::from_inner(aux),
-                false => child(LayerOutput::Aux, aux),
-            };
-            Details { aux, losses, routing: detached(routing) }
-        });
-        Ok(Outputs { y, details })
+        let Outputs { y, losses, load, details } = out;
+        let y = child(LayerOutput::Y, y);
+        // Without auxiliary losses the zero is a constant.
+        let aux = |aux| match call.layer.config().aux.is_off() {
+            true => <Self as AutodiffBackend>::from_inner(aux),
+            false => child(LayerOutput::Aux, aux),
+        };
+        let details = details.map(|details| detached(details, aux));
+        Ok(Outputs { y, losses, load, details })
     }
 
     type Dispatch = TrackedDispatch<B>;
@@ -257,11 +253,12 @@ impl<B: NativeBackend, C: CheckpointStrategy> LayerBackend for Autodiff<B, C> {
     }
 }
 
-fn detached<B: NativeMemory, C: CheckpointStrategy>(routing: RoutingData<B>) -> RoutingData<Autodiff<B, C>> {
-    RoutingData {
-        logits: <Autodiff<B, C> as AutodiffBackend>::from_inner(routing.logits),
-        ids: routing.ids,
-        weights: <Autodiff<B, C> as AutodiffBackend>::from_inner(routing.weights),
-        load: routing.load,
-    }
+/// The details as constants but for the auxiliary losses' sum, whose place in the graph `aux` makes.
+fn detached<B: NativeMemory, C: CheckpointStrategy>(
+    details: Details<B>,
+    aux: impl FnOnce(FloatTensor<B>) -> FloatTensor<Autodiff<B, C>>,
+) -> Details<Autodiff<B, C>> {
+    let constant = <Autodiff<B, C> as AutodiffBackend>::from_inner;
+    let Details { aux: sum, logits, ids, weights } = details;
+    Details { aux: aux(sum), logits: constant(logits), ids, weights: constant(weights) }
 }

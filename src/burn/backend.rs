@@ -193,10 +193,20 @@ pub struct LayerCall {
     pub group: DeviceGroup,
     /// Seed and step of the router's jitter, where it is to be applied.
     pub noise: Option<Noise>,
+    /// Gradient of the auxiliary losses that comes with y's.
+    pub(super) aux_scale: f64,
     /// Whether a forward gives [`Details`].
     pub(super) details: bool,
     /// Where `up` and `down` are gathered from, if their parameters are shards.
     pub(super) experts: Option<Sharded>,
+}
+
+impl LayerCall {
+    /// A call that applies no jitter, leaves auxiliary losses out and gives no [`Details`], of parameters that are whole.
+    pub(super) fn new(layer: &Arc<Layer>, group: &DeviceGroup) -> Self {
+        let (layer, group) = (Arc::clone(layer), group.clone());
+        Self { layer, group, noise: None, aux_scale: 0.0, details: false, experts: None }
+    }
 }
 
 /// Tensors of one call.
@@ -219,32 +229,25 @@ impl<T> Operands<T> {
 pub struct Outputs<B: Backend> {
     /// `[T, H]`.
     pub y: FloatTensor<B>,
-    /// The rest, where the call asks for it.
+    /// The auxiliary losses, for the host.
+    pub losses: Lazy<AuxValue>,
+    /// Load of the experts over all ranks.
+    pub load: Lazy<Load>,
+    /// More tensors, where the call asks for them.
     pub details: Option<Details<B>>,
 }
 
-/// Losses and loads of a forward, beside its output.
+/// Tensors of a forward beside y.
 #[derive(Debug)]
 pub struct Details<B: Backend> {
     /// Auxiliary losses' sum, `[1]`, accumulator type.
     pub aux: FloatTensor<B>,
-    /// The losses apart, for the host.
-    pub losses: Lazy<AuxValue>,
-    /// The routing, detached.
-    pub routing: RoutingData<B>,
-}
-
-/// Routing of this rank's tokens, without gradients.
-#[derive(Debug)]
-pub struct RoutingData<B: Backend> {
-    /// `[T, E]`, accumulator type.
+    /// Router logits `[T, E]`, accumulator type, detached.
     pub logits: FloatTensor<B>,
     /// Chosen experts `[T, K]`, before any drop.
     pub ids: IntTensor<B>,
-    /// Weights of the chosen `[T, K]`, accumulator type.
+    /// Weights of the chosen `[T, K]`, accumulator type, detached.
     pub weights: FloatTensor<B>,
-    /// Load of the experts over all ranks.
-    pub load: Lazy<Load>,
 }
 
 /// Tokens with their routing.

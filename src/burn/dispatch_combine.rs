@@ -123,7 +123,7 @@ impl DispatchCombine {
     }
 
     fn call(&self) -> LayerCall {
-        LayerCall { layer: self.layer.clone(), group: self.group.clone(), noise: None, details: false, experts: None }
+        LayerCall::new(&self.layer, &self.group)
     }
 
     /// The configuration's router over logits `[T, E]`, f32 (f64 beside f64 tokens): scores, groups, top-k,

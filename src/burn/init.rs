@@ -286,7 +286,8 @@ fn assemble<B: Backend>(
             gate: params.get(ParamKind::SharedGate)?,
         }),
     };
-    Ok(ExpertParallelMoE { router, experts, shared, layer: Arc::new(layer), group: group.clone(), sharded: None })
+    let (layer, group, training) = (Arc::new(layer), group.clone(), Arc::default());
+    Ok(ExpertParallelMoE { router, experts, shared, layer, group, sharded: None, training })
 }
 
 /// Parameters as the module holds them.

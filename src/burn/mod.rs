@@ -47,7 +47,6 @@
 //! use moebius::MoeConfig;
 //! use moebius::burn::{ExpertParallelMoE, ExpertParallelMoEConfig};
 //! use moebius::config::AuxConfig;
-//! use moebius::layer::Noise;
 //!
 //! type B = Autodiff<Flex>;
 //!
@@ -58,14 +57,14 @@
 //! # <Flex as burn::tensor::backend::Backend>::seed(&device, 1);
 //! let mut moe = ExpertParallelMoEConfig::new(config).init::<B>(&device)?;
 //! let mut adam = AdamWConfig::new().init::<B, ExpertParallelMoE<B>>();
-//! for step in 0..20 {
+//! for _step in 0..20 {
 //!     let x = Tensor::<B, 2>::random([64, 16], Distribution::Default, &device);
-//!     let out = moe.forward_full(x.clone(), Some(Noise { seed: 0, step }))?;
-//!     let loss = (out.y - x).powi_scalar(2).mean() + out.aux;
+//!     let y = moe.forward_t(x.clone(), true)?; // with jitter; a backward through y adds the auxiliary losses' gradient
+//!     let loss = (y - x).powi_scalar(2).mean();
 //!     let gradients = GradientsParams::from_grads(loss.backward(), &moe);
 //!     moe = adam.step(0.01, moe, gradients);
-//!     moe.update_selection_bias(out.load.get()?, 0.001)?;
-//!     println!("auxiliary losses {:?}", out.losses.get()?);
+//!     moe.update_selection_bias(moe.last_load()?.get()?, 0.001)?;
+//!     println!("auxiliary losses {:?}", moe.last_aux()?.get()?);
 //! }
 //! # Ok::<(), moebius::Error>(())
 //! ```
@@ -213,6 +212,7 @@ mod run;
 mod sharded_dense;
 #[cfg(test)]
 mod tests;
+mod train;
 
 /// A rank's group as its layers share it, of the CPU unless said otherwise.
 pub type EpGroup<D = crate::cpu::Cpu> = crate::ep::EpGroup<D>;

@@ -1,15 +1,13 @@
 //! The module.
 
-use std::marker::PhantomData;
 use std::sync::Arc;
 
 use burn::module::{Content, DisplaySettings, Module, ModuleDisplay, Param, ParamId};
-use burn::optim::GradientsParams;
-use burn::tensor::backend::{AutodiffBackend, Backend};
+use burn::tensor::backend::Backend;
 use burn::tensor::ops::FloatTensor;
-use burn::tensor::{Int, Shape, Tensor, TensorData, TensorPrimitive};
+use burn::tensor::{Int, Shape, Tensor, TensorPrimitive};
 
-use crate::adapter::{Sharded, moved_selection_bias};
+use crate::adapter::{LastForward, Sharded, TrainingState};
 use crate::error::{Error, Result};
 use crate::layer::{AuxValue, Layer, Noise, ParamKind, PerParam};
 use crate::lazy::Lazy;
@@ -17,7 +15,6 @@ use crate::metrics::Load;
 
 use super::backend::{Details, LayerCall, MoeBackend, Operands, Outputs};
 use super::group::DeviceGroup;
-use super::reduce::{GradientReduction, ReduceOptions, over_group};
 
 /// A Mixture-of-Experts layer over the ranks of a group. Made by
 /// [`ExpertParallelMoEConfig::init`](super::ExpertParallelMoEConfig::init), [`from_block`](Self::from_block) or
@@ -41,6 +38,8 @@ pub struct ExpertParallelMoE<B: Backend> {
     /// The experts' chain, where their parameters are shards.
     #[module(skip)]
     pub(super) sharded: Option<Sharded>,
+    #[module(skip)]
+    pub(super) training: Arc<TrainingState>,
 }
 
 impl<B: Backend> ModuleDisplay for ExpertParallelMoE<B> {
@@ -121,6 +120,9 @@ pub struct MoeOutput<B: Backend, const D: usize> {
     pub load: Lazy<Load>,
 }
 
+/// y, figures for the host, and the tensors that a call has asked for.
+type Forwarded<B, const D: usize> = (Tensor<B, D>, LastForward, Option<Details<B>>);
+
 impl<B: Backend> ExpertParallelMoE<B> {
     /// The layer that the module runs.
     pub fn layer(&self) -> &Layer {
@@ -148,24 +150,6 @@ impl<B: Backend> ExpertParallelMoE<B> {
         }
     }
 
-    /// Moves the selection bias towards an even load:
-    /// [`update_selection_bias`](crate::balance::update_selection_bias) with the load of all ranks
-    /// ([`MoeOutput::load`]) and a step `u`. Call it after each training step, on every rank.
-    ///
-    /// # Errors
-    /// A router without a selection bias; what the formula refuses.
-    pub fn update_selection_bias(&mut self, load: &Load, u: f32) -> Result<()> {
-        const CALL: &str = "ExpertParallelMoE::update_selection_bias";
-        let bias = self.router.selection_bias.as_mut();
-        let values = bias.as_ref().map(|bias| bias.val().into_data().iter::<f32>().collect());
-        let values = moved_selection_bias(CALL, values, load, u)?;
-        let Some(bias) = bias else { return Ok(()) };
-        let (device, dtype) = (bias.device(), bias.dtype());
-        let data = TensorData::new(values, bias.shape()).convert_dtype(dtype);
-        *bias = Param::initialized(bias.id, Tensor::from_data(data, (&device, dtype)));
-        Ok(())
-    }
-
     /// The same parameters under another layer: other dispatch options, auxiliary losses or the like.
     pub fn with_layer(mut self, layer: Layer) -> Self {
         self.layer = Arc::new(layer);
@@ -180,7 +164,7 @@ impl<B: MoeBackend> ExpertParallelMoE<B> {
     /// # Errors
     /// As [`Layer::forward`].
     pub fn forward<const D: usize>(&self, x: Tensor<B, D>) -> Result<Tensor<B, D>> {
-        Ok(self.run(x, None, false)?.0)
+        self.run_and_keep(x, self.call())
     }
 
     /// As [`forward`](Self::forward), with everything that the layer knows; `noise`: seed and step of the router's
@@ -189,27 +173,29 @@ impl<B: MoeBackend> ExpertParallelMoE<B> {
     /// # Errors
     /// As [`Layer::forward`].
     pub fn forward_full<const D: usize>(&self, x: Tensor<B, D>, noise: Option<Noise>) -> Result<MoeOutput<B, D>> {
-        let (y, details) = self.run(x, noise, true)?;
-        let Some(Details { aux, losses, routing }) = details else {
+        let (y, LastForward { losses, load }, details) =
+            self.run(x, LayerCall { noise, details: true, ..self.call() })?;
+        let Some(Details { aux, logits, ids, weights }) = details else {
             return Err(Error::invalid("ExpertParallelMoE::forward", "routing", "a forward's", "none"));
         };
-        Ok(MoeOutput {
-            y,
-            aux: float(aux),
-            losses,
-            logits: float(routing.logits),
-            ids: Tensor::from_primitive(routing.ids),
-            weights: float(routing.weights),
-            load: routing.load,
-        })
+        let ids = Tensor::from_primitive(ids);
+        Ok(MoeOutput { y, aux: float(aux), losses, logits: float(logits), ids, weights: float(weights), load })
     }
 
-    fn run<const D: usize>(
-        &self,
-        x: Tensor<B, D>,
-        noise: Option<Noise>,
-        details: bool,
-    ) -> Result<(Tensor<B, D>, Option<Details<B>>)> {
+    /// A call of the module, as [`LayerCall::new`] makes it.
+    pub(super) fn call(&self) -> LayerCall {
+        LayerCall { experts: self.sharded.clone(), ..LayerCall::new(&self.layer, &self.group) }
+    }
+
+    /// y of a forward, whose figures are kept.
+    pub(super) fn run_and_keep<const D: usize>(&self, x: Tensor<B, D>, call: LayerCall) -> Result<Tensor<B, D>> {
+        let (y, figures, _) = self.run(x, call)?;
+        self.training.keep(figures);
+        Ok(y)
+    }
+
+    /// A forward: y, figures for the host, and what the call asks for.
+    fn run<const D: usize>(&self, x: Tensor<B, D>, call: LayerCall) -> Result<Forwarded<B, D>> {
         let dims: [usize; D] = x.dims();
         let Some((&hidden, leading)) = dims.split_last() else {
             return Err(Error::invalid("ExpertParallelMoE::forward", "tensor x", "[.., H]", "a scalar"));
@@ -217,11 +203,9 @@ impl<B: MoeBackend> ExpertParallelMoE<B> {
         // Not `Tensor::reshape`, which reads a 0 as "as before".
         let reshaped = |t, dims: Vec<usize>| if D == 2 { t } else { B::float_reshape(t, Shape::from(dims)) };
         let x = reshaped(primitive(x), vec![leading.iter().product(), hidden]);
-        let (layer, group, experts) = (self.layer.clone(), self.group.clone(), self.sharded.clone());
-        let call = LayerCall { layer, group, noise, details, experts };
         let params = PerParam::from_fn(|kind| self.param(kind));
-        let Outputs { y, details } = B::moe_forward(&call, Operands { x, params })?;
-        Ok((float(reshaped(y, dims.to_vec())), details))
+        let Outputs { y, losses, load, details } = B::moe_forward(&call, Operands { x, params })?;
+        Ok((float(reshaped(y, dims.to_vec())), LastForward { losses, load }, details))
     }
 }
 
@@ -237,22 +221,6 @@ impl<B: Backend> ExpertParallelMoE<B> {
     pub fn expert_bias_ids(&self) -> Vec<ParamId> {
         let Experts { up_bias, down_bias, .. } = &self.experts;
         [up_bias, down_bias].into_iter().flatten().map(|bias| bias.id).collect()
-    }
-}
-
-impl<B: AutodiffBackend + MoeBackend> ExpertParallelMoE<B> {
-    /// Sums the gradients of the parameters that every rank holds (router, shared expert) over the ranks, in one
-    /// collective for all; an absent gradient counts as zeros. Call it on every rank before the optimizer's step. For
-    /// more than one layer, and for what is around them, [`reduce_gradients`](super::reduce_gradients) takes a whole
-    /// model at once.
-    ///
-    /// # Errors
-    /// As [`reduce_gradients`](super::reduce_gradients).
-    pub fn reduce_gradients(&self, gradients: &mut GradientsParams) -> Result<()> {
-        let experts = self.expert_ids();
-        let options = ReduceOptions::except(&experts);
-        let reduction = GradientReduction { layer: self.layer.number(), module: self, options, backend: PhantomData };
-        over_group(&self.group, reduction, gradients)
     }
 }
 

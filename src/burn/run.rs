@@ -13,9 +13,7 @@ use crate::layer::{
 };
 use crate::tensor::{TensorMut, TensorRef};
 
-use super::backend::{
-    Details, LayerCall, Named, NativeMemory, Operands, Outputs, ResultSpec, RoutingData, between, core_dtype,
-};
+use super::backend::{Details, LayerCall, Named, NativeMemory, Operands, Outputs, ResultSpec, between, core_dtype};
 
 const FORWARD: &str = "ExpertParallelMoE::forward";
 const BACKWARD: &str = "ExpertParallelMoE::backward";
@@ -131,11 +129,11 @@ pub(super) fn run_forward<B: NativeMemory>(
     let (results, made) = done?;
     let routed = |DetailResults { logits, ids, weights, aux }: DetailResults<B>| -> Result<_> {
         let (logits, ids, weights) = (B::float(logits)?, B::int(ids)?, B::float(weights)?);
-        let routing = RoutingData { logits, ids, weights, load: made.routing.load.clone() };
-        Ok(Details { aux: B::float(aux)?, losses: made.aux.value().clone(), routing })
+        Ok(Details { aux: B::float(aux)?, logits, ids, weights })
     };
     let details = results.details.map(routed).transpose()?;
-    Ok((Outputs { y: B::float(results.y)?, details }, made.context))
+    let (losses, load) = (made.aux.value().clone(), made.routing.load.clone());
+    Ok((Outputs { y: B::float(results.y)?, losses, load, details }, made.context))
 }
 
 /// Gradients of one backward.
@@ -207,7 +205,7 @@ pub(super) fn run_backward<B: NativeMemory>(
             }
             Ok((views, y, aux, made))
         })?;
-        let cotangents = Cotangents { y, aux: aux.map_or(Scalar::Host(0.0), Scalar::Device) };
+        let cotangents = Cotangents { y, aux: aux.map_or(Scalar::Host(call.aux_scale), Scalar::Device) };
         let trained = tracked.makes(ParamKind::Up) || tracked.makes(ParamKind::Down);
         ordered::<B, _>(call, &core, || {
             let sources = experts.as_ref().map(|experts| experts.sources(true)).transpose()?;

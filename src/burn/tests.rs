@@ -168,13 +168,7 @@ fn what_fails_before_the_layer_is_told() {
                 scope.spawn(move || {
                     let group = Group::new(Cpu::new(), Box::new(comm), GroupConfig::new(4, 8)).unwrap();
                     let layer = Arc::new(Layer::new(MoeConfig::new(HIDDEN, 2, 4, 2), 7).unwrap());
-                    let call = LayerCall {
-                        layer,
-                        group: EpGroup::new(group).into(),
-                        noise: None,
-                        details: true,
-                        experts: None,
-                    };
+                    let call = LayerCall { details: true, ..LayerCall::new(&layer, &EpGroup::new(group).into()) };
                     run(&call, (rank == 1).then_some(case))
                 })
             };

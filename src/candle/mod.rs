@@ -134,7 +134,6 @@ mod run;
 mod sharded_functions;
 mod sharded_weights;
 mod train;
-mod training_state;
 mod views_mut;
 
 /// A rank's group as its layers share it, of the CPU unless said otherwise.

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use candle_core::{Device, Result, Tensor, Var};
 
-use crate::adapter::{AnyQuantized, Sharded};
+use crate::adapter::{AnyQuantized, Sharded, TrainingState};
 #[cfg(doc)]
 use crate::checkpoint::Checkpoint;
 use crate::checkpoint::{Block, BlockParams, RankBlock, RankPart};
@@ -19,7 +19,6 @@ use super::etp::WeightVar;
 use super::group::DeviceGroup;
 use super::host::{copy_of, dtype_of, with_views};
 use super::run::{self, ForwardInputs, MoeOutput};
-use super::training_state::TrainingState;
 
 /// A Mixture-of-Experts layer over the ranks of a group, as a candle module. See the [module](super) for use.
 #[derive(Debug, Clone)]

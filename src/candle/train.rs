@@ -6,7 +6,7 @@ use std::sync::Arc;
 use candle_core::backprop::GradStore;
 use candle_core::{Module, Result, Tensor, Var};
 
-use crate::adapter::moved_selection_bias;
+use crate::adapter::{LastForward, TrainingState, moved_selection_bias};
 use crate::error::Error;
 use crate::layer::{AuxValue, Noise, ParamKind};
 use crate::lazy::Lazy;
@@ -15,7 +15,6 @@ use crate::metrics::Load;
 use super::module::ExpertParallelMoE;
 use super::reduce::over_group;
 use super::run::MoeOutput;
-use super::training_state::TrainingState;
 
 impl ExpertParallelMoE {
     /// Seed of the router's jitter, and the step that the next training forward counts from (0 and 0 without this).
@@ -53,7 +52,10 @@ impl ExpertParallelMoE {
 
     /// Keeps a forward's figures; a captured one's would be memory of the graph, outside of it.
     fn keep(&self, out: &MoeOutput) {
-        if self.group.in_capture() { self.training.forget() } else { self.training.keep(out) }
+        match self.group.in_capture() {
+            true => self.training.forget(),
+            false => self.training.keep(LastForward { losses: out.losses.clone(), load: out.load.clone() }),
+        }
     }
 
     /// Auxiliary losses of the last [`forward_t`](Self::forward_t) or [`forward`](Module::forward) of this module or a

@@ -2,9 +2,12 @@
 
 use burn::backend::{Autodiff, Flex};
 use burn::config::Config;
-use burn::tensor::DType;
+use burn::optim::GradientsParams;
+use burn::tensor::{DType, Tensor};
 use moebius::burn::{DeviceGroup, ExpertParallelMoE, ExpertParallelMoEConfig, LoadAs};
 use moebius::checkpoint::Checkpoint;
+use moebius::config::AuxConfig;
+use moebius::layer::Noise;
 use moebius::{CommError, Error, MoeConfig};
 
 use super::support::*;
@@ -88,6 +91,99 @@ fn a_checkpoint_is_opened_once_and_loaded_as_told() {
     assert_eq!(stored.unwrap().experts.up.dtype(), DType::F32);
 }
 
+/// Gradients of x and of the parameters, of the loss that is made of a leaf x.
+fn gradients(
+    moe: &ExpertParallelMoE<B>,
+    loss: impl FnOnce(Tensor<B, 2>) -> Tensor<B, 1>,
+) -> (Vec<f32>, Vec<(String, Vec<f32>)>) {
+    let x = tensor::<B, 2>(values(5, 12 * H, 1.0), [12, H]).require_grad();
+    let gradients = loss(x.clone()).backward();
+    (floats(x.grad(&gradients).unwrap()), gradients_of(moe, &gradients))
+}
+
+fn squares(y: Tensor<B, 2>) -> Tensor<B, 1> {
+    y.powi_scalar(2).sum()
+}
+
+fn training_has_the_losses_gradient_behind_y() {
+    let config = config().with_aux(AuxConfig::default().with_balance(0.5).with_z(0.25));
+    let moe = module::<B>(&config, single());
+    assert!(matches!(moe.last_aux(), Err(Error::Invalid { .. })) && moe.last_load().is_err());
+    // 1 and 0.5 are exact in every type, so that the gradient is the same number from the host and from a tensor.
+    for scale in [1.0, 0.5] {
+        let trained = moe.clone().with_aux_scale(scale);
+        let mut full = None;
+        let expected = gradients(&moe, |x| {
+            let out = full.insert(moe.forward_full(x, None).unwrap());
+            squares(out.y.clone()) + out.aux.clone() * scale
+        });
+        let full = full.expect("a forward");
+        let found = gradients(&moe, |x| {
+            let y = trained.forward_t(x, true).unwrap();
+            assert_eq!(floats(y.clone()), floats(full.y.clone()), "y's value is as it is");
+            squares(y)
+        });
+        assert_eq!(found, expected, "scale {scale}");
+        assert_eq!(trained.last_aux().unwrap().get().unwrap(), full.losses.get().unwrap());
+        assert_eq!(trained.last_load().unwrap().get().unwrap(), full.load.get().unwrap());
+        // Not in evaluation.
+        let without = gradients(&moe, |x| squares(moe.forward(x).unwrap()));
+        assert_ne!(without, expected);
+        assert_eq!(gradients(&moe, |x| squares(trained.forward_t(x, false).unwrap())), without);
+    }
+    // One that does not train leaves its figures too.
+    let x = tensor::<B, 2>(values(6, 4 * H, 1.0), [4, H]);
+    let full = moe.forward_full(x.clone(), None).unwrap();
+    moe.forward(x).unwrap();
+    assert_eq!(moe.last_load().unwrap().get().unwrap(), full.load.get().unwrap());
+}
+
+fn training_takes_a_step_of_jitter_each_time() {
+    let config = config().with_router(|router| router.with_jitter(0.5));
+    let moe = module::<Flex>(&config, single());
+    let x = tensor::<Flex, 2>(values(7, 40 * H, 1.0), [40, H]);
+    let of = |noise: Option<Noise>| floats(moe.forward_full(x.clone(), noise).unwrap().y);
+    let plain = of(None);
+    for (seed, first) in [(0, 0), (3, 5)] {
+        let moe = moe.clone().with_noise(Noise { seed, step: first });
+        // A clone, as an optimizer's step leaves, goes on from there.
+        for (step, moe) in (first..).zip([moe.clone(), moe]) {
+            let expected = of(Some(Noise { seed, step }));
+            assert_eq!(floats(moe.forward_t(x.clone(), true).unwrap()), expected);
+            assert_ne!(expected, plain);
+            assert_eq!(floats(moe.forward_t(x.clone(), false).unwrap()), plain, "no jitter, and no step");
+        }
+    }
+}
+
+/// Jitter and auxiliary losses know of all ranks' tokens.
+fn training_on_two_ranks_is_training_on_one() {
+    let config = config()
+        .with_router(|router| router.with_jitter(0.5))
+        .with_aux(AuxConfig::default().with_balance(0.5).with_z(0.25).with_over_ranks(true));
+    let run = |cuts: &[usize]| {
+        on_ranks(cuts.len() - 1, LONG, |rank, group| {
+            let moe = module::<B>(&config, group);
+            let (all, own) = (values(8, 13 * H, 1.0), cuts[rank]..cuts[rank + 1]);
+            let x = tensor::<B, 2>(all[own.start * H..own.end * H].to_vec(), [own.len(), H]);
+            let y = moe.forward_t(x, true).unwrap();
+            let mut gradients = GradientsParams::from_grads(squares(y.clone()).backward(), &moe);
+            moe.reduce_gradients(&mut gradients).unwrap();
+            let router = gradients.get::<Flex, 2>(moe.router.weight.id).unwrap();
+            let losses = moe.last_aux().unwrap().get().unwrap().total();
+            assert!(losses > 0.0);
+            (floats(y), floats(router), vec![losses as f32])
+        })
+    };
+    let whole = run(&[0, 13]).remove(0);
+    let parts = run(&[0, 5, 13]);
+    close("y", &[parts[0].0.clone(), parts[1].0.clone()].concat(), &whole.0, FORWARD);
+    for part in &parts {
+        close("the router's gradient", &part.1, &whole.1, BACKWARD);
+        close("the losses", &part.2, &whole.2, FORWARD);
+    }
+}
+
 tests! {
     fn();
     a_configuration_makes_a_layer_of_any_number_of_tokens,
@@ -96,4 +192,7 @@ tests! {
     a_module_shows_its_sizes,
     a_configuration_of_the_crate_is_a_file_of_burns,
     a_checkpoint_is_opened_once_and_loaded_as_told,
+    training_has_the_losses_gradient_behind_y,
+    training_takes_a_step_of_jitter_each_time,
+    training_on_two_ranks_is_training_on_one,
 }

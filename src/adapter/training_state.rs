@@ -8,11 +8,9 @@ use crate::layer::{AuxValue, Noise};
 use crate::lazy::Lazy;
 use crate::metrics::Load;
 
-use super::run::MoeOutput;
-
 /// State beside the parameters that the clones of a module share.
 #[derive(Debug)]
-pub(super) struct TrainingState {
+pub(crate) struct TrainingState {
     seed: u64,
     /// Of the next training forward's noise.
     step: AtomicU64,
@@ -23,9 +21,9 @@ pub(super) struct TrainingState {
 
 /// Figures that the last forward has left to be read.
 #[derive(Debug, Clone)]
-pub(super) struct LastForward {
-    pub(super) losses: Lazy<AuxValue>,
-    pub(super) load: Lazy<Load>,
+pub(crate) struct LastForward {
+    pub(crate) losses: Lazy<AuxValue>,
+    pub(crate) load: Lazy<Load>,
 }
 
 impl Default for TrainingState {
@@ -37,42 +35,43 @@ impl Default for TrainingState {
 impl TrainingState {
     /// Of a module that has not run: the next training forward's noise, and the factor of the auxiliary losses'
     /// gradient.
-    pub(super) fn new(noise: Noise, aux_scale: f64) -> Self {
+    pub(crate) fn new(noise: Noise, aux_scale: f64) -> Self {
         Self { seed: noise.seed, step: AtomicU64::new(noise.step), aux_scale, last: Mutex::default() }
     }
 
     /// The settings, for a module of its own.
-    pub(super) fn settings(&self) -> Self {
+    #[cfg(feature = "candle")]
+    pub(crate) fn settings(&self) -> Self {
         Self::new(self.noise(), self.aux_scale)
     }
 
     /// The next training forward's noise.
-    pub(super) fn noise(&self) -> Noise {
+    pub(crate) fn noise(&self) -> Noise {
         Noise { seed: self.seed, step: self.step.load(Ordering::Relaxed) }
     }
 
     /// The same, for that forward.
-    pub(super) fn next_noise(&self) -> Noise {
+    pub(crate) fn next_noise(&self) -> Noise {
         Noise { seed: self.seed, step: self.step.fetch_add(1, Ordering::Relaxed) }
     }
 
-    pub(super) fn aux_scale(&self) -> f64 {
+    pub(crate) fn aux_scale(&self) -> f64 {
         self.aux_scale
     }
 
     /// Keeps a forward's figures.
-    pub(super) fn keep(&self, out: &MoeOutput) {
-        let last = LastForward { losses: out.losses.clone(), load: out.load.clone() };
+    pub(crate) fn keep(&self, last: LastForward) {
         *self.last.lock().unwrap_or_else(PoisonError::into_inner) = Some(last);
     }
 
     /// Forgets the figures of the last forward: one that is captured leaves none.
-    pub(super) fn forget(&self) {
+    #[cfg(feature = "candle")]
+    pub(crate) fn forget(&self) {
         *self.last.lock().unwrap_or_else(PoisonError::into_inner) = None;
     }
 
     /// The last forward's figures.
-    pub(super) fn last(&self, call: &'static str) -> Result<LastForward> {
+    pub(crate) fn last(&self, call: &'static str) -> Result<LastForward> {
         let last = self.last.lock().unwrap_or_else(PoisonError::into_inner).clone();
         last.ok_or_else(|| Error::invalid(call, "forward", "one before this call, not captured", "none"))
     }
