@@ -7,7 +7,7 @@ use crate::kernels::Kernels;
 use crate::tensor::Tensor;
 
 use super::collectives::broadcast;
-use super::group::AnyGroup;
+use super::group::{AnyGroup, any_device};
 
 /// A tensor of the host.
 #[derive(Debug)]
@@ -20,11 +20,7 @@ pub(crate) struct HostTensor<'a> {
 impl HostTensor<'_> {
     /// Makes it rank 0's, over the ranks of a layer's group.
     pub(crate) fn broadcast(self, group: &AnyGroup, layer: u32) -> Result<()> {
-        match group {
-            AnyGroup::Cpu(group) => self.broadcast_on(group, layer),
-            #[cfg(feature = "cuda")]
-            AnyGroup::Cuda(group) => self.broadcast_on(group, layer),
-        }
+        any_device!(group, group => self.broadcast_on(group, layer))
     }
 
     fn broadcast_on<D: Kernels>(self, group: &EpGroup<D>, layer: u32) -> Result<()> {

@@ -3,43 +3,44 @@
 use std::sync::Arc;
 
 use crate::cpu::Cpu;
-#[cfg(feature = "cuda")]
-use crate::cuda::Cuda;
+use crate::error::Result;
 use crate::kernels::Kernels;
 use crate::quant::{Quantized, WeightFormat};
 
+use super::group::{Any, FrameworkDevice, PerDevice, any_device};
+
 /// `up` and `down` of a rank's experts.
 #[derive(Debug)]
-pub struct QuantizedExperts<D: Kernels> {
+pub(crate) struct QuantizedExperts<D: Kernels> {
     pub(crate) up: Quantized<D>,
     pub(crate) down: Quantized<D>,
 }
 
+impl QuantizedExperts<Cpu> {
+    /// The same on another device.
+    pub(crate) fn to<D: Kernels>(&self, device: &D) -> Result<QuantizedExperts<D>> {
+        Ok(QuantizedExperts { up: self.up.to(device)?, down: self.down.to(device)? })
+    }
+}
+
 /// The same, on whichever device.
-#[doc(hidden)]
-#[derive(Debug, Clone)]
-pub enum AnyQuantized {
-    Cpu(Arc<QuantizedExperts<Cpu>>),
-    #[cfg(feature = "cuda")]
-    Cuda(Arc<QuantizedExperts<Cuda>>),
+pub(crate) type AnyQuantized = Any<Quantizeds>;
+
+#[derive(Debug)]
+pub(crate) struct Quantizeds;
+
+impl PerDevice for Quantizeds {
+    type Of<D: FrameworkDevice> = Arc<QuantizedExperts<D>>;
 }
 
 impl AnyQuantized {
     /// Bytes of codes, scales and factors.
     pub(crate) fn bytes(&self) -> usize {
-        match self {
-            Self::Cpu(experts) => experts.up.bytes() + experts.down.bytes(),
-            #[cfg(feature = "cuda")]
-            Self::Cuda(experts) => experts.up.bytes() + experts.down.bytes(),
-        }
+        any_device!(self, experts => experts.up.bytes() + experts.down.bytes())
     }
 
     /// Format of `up`.
     pub(crate) fn format(&self) -> WeightFormat {
-        match self {
-            Self::Cpu(experts) => experts.up.format(),
-            #[cfg(feature = "cuda")]
-            Self::Cuda(experts) => experts.up.format(),
-        }
+        any_device!(self, experts => experts.up.format())
     }
 }

@@ -17,6 +17,8 @@ use crate::weights::WeightSource;
 
 use super::group::{AnyChain, FrameworkDevice};
 #[cfg(feature = "candle")]
+use super::quantized::QuantizedExperts;
+#[cfg(feature = "candle")]
 use super::sharded_held::{HeldId, HeldWeight};
 use super::submit::submit;
 
@@ -69,7 +71,7 @@ impl Sharded {
         let specs = (spec(ParamKind::Up, up.dtype)?, spec(ParamKind::Down, down.dtype)?);
         let ids = [chain.add(specs.0, up.source)?, chain.add(specs.1, down.source)?];
         Ok(Self {
-            chain: D::any_chain(Arc::clone(chain)),
+            chain: D::any(Arc::clone(chain)),
             ids,
             #[cfg(feature = "candle")]
             stored: None,
@@ -83,16 +85,16 @@ impl Sharded {
     pub(crate) fn stored<D: FrameworkDevice>(
         chain: &Arc<Chain<D>>,
         layer: &Layer,
-        [up, down]: [&Quantized<D>; 2],
+        experts: &QuantizedExperts<D>,
     ) -> Result<Self> {
         let add = |kind: ParamKind, weight: &Quantized<D>| {
             let name = format!("layer {} {}", layer.number(), kind.name());
             let recompute = kind == ParamKind::Up && layer.config().recompute;
             chain.add_quantized(name, layer.number(), recompute, weight)
         };
-        let stored = [add(ParamKind::Up, up)?, add(ParamKind::Down, down)?];
+        let stored = [add(ParamKind::Up, &experts.up)?, add(ParamKind::Down, &experts.down)?];
         let ids = stored.each_ref().map(QuantizedWeight::id);
-        Ok(Self { chain: D::any_chain(Arc::clone(chain)), ids, stored: Some(stored), held: PerParam::none() })
+        Ok(Self { chain: D::any(Arc::clone(chain)), ids, stored: Some(stored), held: PerParam::none() })
     }
 
     /// Whether a parameter is a shard.
@@ -118,7 +120,7 @@ impl Sharded {
 
     /// The experts, for a layer that works on a `D`.
     pub(crate) fn experts<D: FrameworkDevice>(&self, call: &'static str) -> Result<Chained<D>> {
-        match D::chain(&self.chain) {
+        match D::own(&self.chain) {
             Some(chain) => Ok(Chained {
                 chain: Arc::clone(chain),
                 ids: self.ids,

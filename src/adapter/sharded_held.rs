@@ -35,7 +35,7 @@ pub(super) fn held_on<D: FrameworkDevice>(
 ) -> Result<PerParam<Option<HeldWeight<D>>>> {
     held.as_ref().try_map(|kind, held| {
         let Some(HeldId { chain, id, dims }) = held else { return Ok(None) };
-        let Some(chain) = D::chain(chain) else {
+        let Some(chain) = D::own(chain) else {
             return Err(Error::invalid(call, kind.name(), "in a chain of the group's device", "in another's"));
         };
         Ok(Some(HeldWeight { chain: Arc::clone(chain), id: *id, dims: dims.clone() }))

@@ -26,8 +26,8 @@ use crate::error::{Error, Result};
 use crate::layer::{Context, ParamKind, PerParam};
 
 use super::backend::{
-    Details, DispatchOperands, DispatchOutputs, LayerBackend, LayerCall, NativeBackend, NativeMemory, Operands,
-    Outputs, RouteOutputs,
+    Details, DispatchOperands, DispatchResult, LayerBackend, LayerCall, NativeBackend, NativeMemory, Operands, Outputs,
+    RouteOutputs,
 };
 use super::backward::untracked;
 use super::dense_autodiff;
@@ -220,7 +220,7 @@ impl<B: NativeBackend, C: CheckpointStrategy> LayerBackend for Autodiff<B, C> {
         dispatch_autodiff::route::<B, C>(call, logits, selection_bias)
     }
 
-    fn moe_dispatch(call: &LayerCall, tokens: DispatchOperands<Self>) -> Result<DispatchOutputs<Self>> {
+    fn moe_dispatch(call: &LayerCall, tokens: DispatchOperands<Self>) -> Result<DispatchResult<Self>> {
         dispatch_autodiff::dispatch::<B, C>(call, tokens)
     }
 
@@ -229,7 +229,7 @@ impl<B: NativeBackend, C: CheckpointStrategy> LayerBackend for Autodiff<B, C> {
     }
 
     fn moe_segments(dispatch: &Self::Dispatch) -> Result<Vec<Range<usize>>> {
-        dispatch.segments()
+        dispatch.native.pending.routing.segments()
     }
 
     fn moe_product(y: FloatTensor<Self>, d_y: FloatTensor<B>) -> Result<FloatTensor<Self>> {

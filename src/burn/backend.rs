@@ -6,9 +6,10 @@ use std::sync::Arc;
 
 use burn::tensor::backend::Backend;
 use burn::tensor::ops::{FloatTensor, IntTensor};
-use burn::tensor::{Shape, TensorData};
+use burn::tensor::{Shape, TensorData, TensorPrimitive};
 
-use crate::adapter::{FrameworkDevice, Sharded};
+pub use crate::adapter::ResultSpec;
+use crate::adapter::{DispatchTokens, DispatchedRows, FrameworkDevice, Sharded};
 use crate::cpu::{Cpu, Element};
 use crate::device::Waited;
 use crate::dtype::DType;
@@ -73,7 +74,7 @@ pub trait LayerBackend: Backend {
     ) -> Result<RouteOutputs<Self>>;
 
     /// Rows to the ranks of their experts; keeps what backward needs where the back end has one.
-    fn moe_dispatch(call: &LayerCall, tokens: DispatchOperands<Self>) -> Result<DispatchOutputs<Self>>;
+    fn moe_dispatch(call: &LayerCall, tokens: DispatchOperands<Self>) -> Result<DispatchResult<Self>>;
 
     /// Outputs `[N, H]` back to their tokens, `[T, H]`.
     fn moe_combine(dispatch: &Self::Dispatch, outputs: FloatTensor<Self>) -> Result<FloatTensor<Self>>;
@@ -175,15 +176,6 @@ pub struct Named<'a, T> {
     pub tensor: &'a T,
 }
 
-/// Type and sizes of a result.
-#[derive(Debug, Clone, Copy)]
-pub struct ResultSpec<'a> {
-    /// Element type.
-    pub dtype: DType,
-    /// Sizes, outermost first.
-    pub dims: &'a [usize],
-}
-
 /// One call of a layer, apart from its tensors.
 #[derive(Debug, Clone)]
 pub struct LayerCall {
@@ -251,15 +243,10 @@ pub struct Details<B: Backend> {
 }
 
 /// Tokens with their routing.
-#[derive(Debug, Clone)]
-pub struct DispatchOperands<B: Backend> {
-    /// `[T, H]`.
-    pub x: FloatTensor<B>,
-    /// Chosen experts `[T, K]`.
-    pub ids: IntTensor<B>,
-    /// Routing weights `[T, K]`, accumulator type.
-    pub weights: FloatTensor<B>,
-}
+pub type DispatchOperands<B> = DispatchTokens<FloatTensor<B>, IntTensor<B>>;
+
+/// Result of [`LayerBackend::moe_dispatch`].
+pub type DispatchResult<B> = DispatchedRows<FloatTensor<B>, <B as LayerBackend>::Dispatch>;
 
 /// Result of [`LayerBackend::moe_route`].
 #[derive(Debug)]
@@ -268,19 +255,6 @@ pub struct RouteOutputs<B: Backend> {
     pub ids: IntTensor<B>,
     /// Their weights `[T, K]`, accumulator type.
     pub weights: FloatTensor<B>,
-}
-
-/// Result of [`LayerBackend::moe_dispatch`].
-#[derive(Debug)]
-pub struct DispatchOutputs<B: LayerBackend> {
-    /// `[N, H]`.
-    pub rows: FloatTensor<B>,
-    /// `[N]`, accumulator type.
-    pub weights: FloatTensor<B>,
-    /// Load of the experts over all ranks.
-    pub load: Lazy<Load>,
-    /// The routing.
-    pub dispatch: B::Dispatch,
 }
 
 /// Runs the core's work between the back end's: what it reads was enqueued before, what reads its results comes behind.
@@ -311,6 +285,16 @@ pub(super) fn data(tensor: Tensor<Cpu>) -> Result<TensorData> {
         DType::I32 => data::<i32>(tensor),
         other => Err(Error::invalid("ExpertParallelMoE", "tensor", "a floating type or i32", other)),
     }
+}
+
+/// A tensor as its back end holds it.
+pub(super) fn primitive<B: Backend, const D: usize>(tensor: burn::tensor::Tensor<B, D>) -> FloatTensor<B> {
+    tensor.into_primitive().tensor()
+}
+
+/// The tensor again.
+pub(super) fn tensor_of<B: Backend, const D: usize>(primitive: FloatTensor<B>) -> burn::tensor::Tensor<B, D> {
+    burn::tensor::Tensor::from_primitive(TensorPrimitive::Float(primitive))
 }
 
 /// Hands a floating tensor of the host to burn, without a copy on back ends of host memory.

@@ -6,8 +6,7 @@
 //! takes both, an absent one as zeros. So a dispatch's backward runs wherever a loss reaches one of its combines, as
 //! the other ranks are in the same collectives.
 
-use std::ops::Range;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 
 use burn::backend::Autodiff;
 use burn::backend::autodiff::checkpoint::base::Checkpointer;
@@ -18,44 +17,24 @@ use burn::tensor::TensorMetadata;
 use burn::tensor::backend::AutodiffBackend;
 use burn::tensor::ops::{FloatTensor, FloatTensorOps};
 
-use crate::adapter::{DispatchedCotangents, DispatchedPart};
-use crate::error::{Error, Result};
+use crate::adapter::{DispatchTokens, DispatchedPart, DispatchedRows};
+use crate::error::Result;
 
-use super::backend::{DispatchOperands, DispatchOutputs, LayerCall, NativeBackend, NativeMemory, RouteOutputs};
-use super::dispatch::{NativeDispatch, NativeOutputs, contiguous, route_backward, run_dispatch, run_route};
-
-const CALL: &str = "DispatchCombine, backward";
+use super::backend::{DispatchOperands, DispatchResult, LayerCall, NativeBackend, NativeMemory, RouteOutputs};
+use super::dispatch::{NativeDispatch, contiguous, route_backward, run_dispatch, run_route};
 
 /// A dispatch in a graph.
 #[derive(Debug, Clone)]
 pub struct TrackedDispatch<B: NativeMemory> {
-    pending: Arc<PendingDispatch<B>>,
+    pub(super) native: Arc<NativeDispatch<B>>,
     /// The node that combines hang from.
     token: FloatTensor<Autodiff<B>>,
 }
 
-/// One dispatch, until its backward.
-#[derive(Debug)]
-struct PendingDispatch<B: NativeMemory> {
-    native: NativeDispatch<B>,
-    /// Gradients of what dispatch brought, as they arrive; none once backward has run.
-    arrived: Mutex<Option<DispatchedCotangents<FloatTensor<B>>>>,
-}
-
-impl<B: NativeMemory> PendingDispatch<B> {
-    fn arrived(&self) -> MutexGuard<'_, Option<DispatchedCotangents<FloatTensor<B>>>> {
-        // Every holder leaves the fields whole, so a panic elsewhere does not matter.
-        self.arrived.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    fn fail(&self, error: Error) -> ! {
-        self.native.call.group.unwind(error)
-    }
-
-    /// Ends a backward that comes again: burn has dropped the token with the backward that ran it.
-    fn consumed(&self) -> ! {
-        self.fail(Error::ContextConsumed { call: CALL, rank: self.native.call.group.rank() })
-    }
+/// What a backward has made; what fails has no other way out, as burn's backward returns nothing. One that comes again
+/// fails: burn has dropped the token with the backward that ran it.
+fn unwinding<B: NativeMemory, T>(native: &NativeDispatch<B>, made: Result<T>) -> T {
+    made.unwrap_or_else(|error| native.group.unwind(error))
 }
 
 /// The token: of the anchor, x and the routing weights.
@@ -63,15 +42,11 @@ impl<B: NativeMemory> PendingDispatch<B> {
 struct DispatchToken;
 
 impl<B: NativeMemory> Backward<B, 3> for DispatchToken {
-    type State = Arc<PendingDispatch<B>>;
+    type State = Arc<NativeDispatch<B>>;
 
     fn backward(self, ops: Ops<Self::State, 3>, grads: &mut Gradients, _: &mut Checkpointer) {
-        let pending = ops.state;
-        let arrived = pending.arrived().take();
-        let Some(DispatchedCotangents { rows, weights }) = arrived else { pending.consumed() };
-        let arrived = DispatchedCotangents { rows: rows.map(B::contiguous), weights: weights.map(B::contiguous) };
         // Made whether wanted or not: the other ranks are in the collective.
-        let gradients = pending.native.backward(&arrived).unwrap_or_else(|error| pending.fail(error));
+        let gradients = unwinding(&ops.state, ops.state.backward());
         for (parent, gradient) in ops.parents.into_iter().skip(1).zip(gradients) {
             if let Some(parent) = parent {
                 grads.register::<B>(parent.id, gradient);
@@ -85,15 +60,11 @@ impl<B: NativeMemory> Backward<B, 3> for DispatchToken {
 struct DispatchedNode(DispatchedPart);
 
 impl<B: NativeMemory> Backward<B, 1> for DispatchedNode {
-    type State = Arc<PendingDispatch<B>>;
+    type State = Arc<NativeDispatch<B>>;
 
     fn backward(self, ops: Ops<Self::State, 1>, grads: &mut Gradients, _: &mut Checkpointer) {
-        let pending = ops.state;
         let gradient = grads.consume::<B>(&ops.node);
-        let kept = pending.arrived().as_mut().map(|arrived| arrived.set(self.0, gradient));
-        if kept.is_none() {
-            pending.consumed();
-        }
+        unwinding(&ops.state, ops.state.pending.keep(self.0, gradient));
     }
 }
 
@@ -102,16 +73,11 @@ impl<B: NativeMemory> Backward<B, 1> for DispatchedNode {
 struct Combine;
 
 impl<B: NativeMemory> Backward<B, 2> for Combine {
-    type State = Arc<PendingDispatch<B>>;
+    type State = Arc<NativeDispatch<B>>;
 
     fn backward(self, ops: Ops<Self::State, 2>, grads: &mut Gradients, _: &mut Checkpointer) {
-        let pending = ops.state;
-        let d_y = B::contiguous(grads.consume::<B>(&ops.node));
-        let waits = pending.arrived().is_some();
-        if !waits {
-            pending.consumed();
-        }
-        let d_outputs = pending.native.combine_backward(&d_y).unwrap_or_else(|error| pending.fail(error));
+        let d_y = grads.consume::<B>(&ops.node);
+        let d_outputs = unwinding(&ops.state, ops.state.combine_backward(d_y));
         let [_, outputs] = ops.parents;
         if let Some(outputs) = outputs {
             grads.register::<B>(outputs.id, d_outputs);
@@ -122,8 +88,8 @@ impl<B: NativeMemory> Backward<B, 2> for Combine {
 pub(super) fn dispatch<B: NativeBackend, C: CheckpointStrategy>(
     call: &LayerCall,
     tokens: DispatchOperands<Autodiff<B, C>>,
-) -> Result<DispatchOutputs<Autodiff<B, C>>> {
-    let DispatchOperands { x, ids, weights } = tokens;
+) -> Result<DispatchResult<Autodiff<B, C>>> {
+    let DispatchTokens { x, ids, weights } = tokens;
     let device = B::float_device(&x.primitive);
     let nothing = B::float_empty([1].into(), &device, weights.dtype().into());
     let anchor = <Autodiff<B, C> as AutodiffBackend>::from_inner(nothing);
@@ -133,13 +99,12 @@ pub(super) fn dispatch<B: NativeBackend, C: CheckpointStrategy>(
     // At the end of any thread's backward burn forgets graphs of which no tensor is alive. Until the token is in the
     // graph, its parents may be all that keeps theirs.
     let alive = [anchor.rc.clone(), x.rc.clone(), weights.rc.clone()];
-    let inner = contiguous::<B>(DispatchOperands { x: x.primitive, ids, weights: weights.primitive });
+    let inner = contiguous::<B>(DispatchTokens { x: x.primitive, ids, weights: weights.primitive });
     let tracked = matches!(prepared, OpsKind::Tracked(_));
-    let NativeOutputs { rows, weights, dispatch: native } = run_dispatch::<B>(call, &inner, tracked)?;
-    let load = native.load();
-    let pending = Arc::new(PendingDispatch { native, arrived: Mutex::new(Some(DispatchedCotangents::default())) });
+    let DispatchedRows { rows, weights, load, routing } = run_dispatch::<B>(call, &inner, tracked)?;
+    let native = Arc::new(routing);
     let token = match prepared {
-        OpsKind::Tracked(p) => p.finish(pending.clone(), anchor.primitive),
+        OpsKind::Tracked(p) => p.finish(native.clone(), anchor.primitive),
         OpsKind::UnTracked(p) => p.finish(anchor.primitive),
     };
     drop(alive);
@@ -147,35 +112,29 @@ pub(super) fn dispatch<B: NativeBackend, C: CheckpointStrategy>(
         let prepared = Backward::<B, 1>::prepare::<C>(DispatchedNode(part), [token.node.clone()]);
         let prepared = prepared.compute_bound().stateful();
         match prepared {
-            OpsKind::Tracked(p) => p.finish(pending.clone(), value),
+            OpsKind::Tracked(p) => p.finish(native.clone(), value),
             OpsKind::UnTracked(p) => p.finish(value),
         }
     };
     let (rows, weights) = (child(DispatchedPart::Rows, rows), child(DispatchedPart::Weights, weights));
-    Ok(DispatchOutputs { rows, weights, load, dispatch: TrackedDispatch { pending, token } })
+    Ok(DispatchedRows { rows, weights, load, routing: TrackedDispatch { native, token } })
 }
 
 pub(super) fn combine<B: NativeBackend, C: CheckpointStrategy>(
     dispatch: &TrackedDispatch<B>,
     outputs: FloatTensor<Autodiff<B, C>>,
 ) -> Result<FloatTensor<Autodiff<B, C>>> {
-    let TrackedDispatch { pending, token } = dispatch;
+    let TrackedDispatch { native, token } = dispatch;
     let nodes = [token.node.clone(), outputs.node.clone()];
     let prepared = Backward::<B, 2>::prepare::<C>(Combine, nodes).compute_bound().stateful();
     let alive = outputs.rc.clone();
-    let y = pending.native.combine(&B::contiguous(outputs.primitive))?;
+    let y = native.combine(&B::contiguous(outputs.primitive))?;
     let y = match prepared {
-        OpsKind::Tracked(p) => p.finish(pending.clone(), y),
+        OpsKind::Tracked(p) => p.finish(native.clone(), y),
         OpsKind::UnTracked(p) => p.finish(y),
     };
     drop(alive);
     Ok(y)
-}
-
-impl<B: NativeMemory> TrackedDispatch<B> {
-    pub(super) fn segments(&self) -> Result<Vec<Range<usize>>> {
-        self.pending.native.segments()
-    }
 }
 
 /// Weights of chosen experts, of logits.
@@ -195,7 +154,7 @@ impl<B: NativeMemory> Backward<B, 1> for RouteNode {
     fn backward(self, ops: Ops<Self::State, 1>, grads: &mut Gradients, _: &mut Checkpointer) {
         let RouteState { call, logits, ids } = ops.state;
         let weights = B::contiguous(grads.consume::<B>(&ops.node));
-        let made = route_backward::<B>(&call, &DispatchOperands { x: logits, ids, weights });
+        let made = route_backward::<B>(&call, &DispatchTokens { x: logits, ids, weights });
         let d_logits = made.unwrap_or_else(|error| call.group.unwind(error));
         let [logits] = ops.parents;
         if let Some(logits) = logits {

@@ -4,16 +4,16 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use burn::tensor::backend::Backend;
-use burn::tensor::ops::FloatTensor;
-use burn::tensor::{Int, Tensor, TensorPrimitive};
+use burn::tensor::{Int, Tensor};
 
+use crate::adapter::{DispatchTokens, DispatchedRows, pieces};
 use crate::comm::Op;
 use crate::error::Result;
 use crate::layer::{Layer, LayerSpec};
 use crate::lazy::Lazy;
 use crate::metrics::Load;
 
-use super::backend::{DispatchOperands, DispatchOutputs, LayerCall, MoeBackend, RouteOutputs};
+use super::backend::{LayerCall, MoeBackend, RouteOutputs, primitive, tensor_of};
 use super::group::DeviceGroup;
 
 /// Dispatch and combine as operations of burn's graph, with experts of your own between them: an MLP, a LoRA, any
@@ -105,10 +105,8 @@ impl DispatchCombine {
     /// # Errors
     /// A configuration that does not hold together; another number of experts than the group's.
     pub fn new(layer: impl Into<LayerSpec>, group: impl Into<DeviceGroup>) -> Result<Self> {
-        let (spec, group) = (layer.into(), group.into());
-        let number = group.any().membership().number_layer(spec.number());
-        let layer = spec.layer(number)?;
-        group.any().membership().check_experts("DispatchCombine::new", layer.config().router.num_experts)?;
+        let group = group.into();
+        let layer = group.any().layer("DispatchCombine::new", layer.into(), None)?;
         Ok(Self { layer: Arc::new(layer), group })
     }
 
@@ -139,7 +137,7 @@ impl DispatchCombine {
     ) -> Result<Routed<B>> {
         let RouteOutputs { ids, weights } =
             B::moe_route(&self.call(), primitive(logits), selection_bias.map(primitive))?;
-        Ok(Routed { ids: Tensor::from_primitive(ids), weights: float(weights) })
+        Ok(Routed { ids: Tensor::from_primitive(ids), weights: tensor_of(weights) })
     }
 
     /// Sends tokens to the ranks of their experts. `x`: `[T, H]`; `ids`: the chosen experts `[T, K]`, i32, i64 or u32,
@@ -155,9 +153,9 @@ impl DispatchCombine {
         ids: Tensor<B, 2, Int>,
         weights: Tensor<B, 2>,
     ) -> Result<Dispatched<B>> {
-        let tokens = DispatchOperands { x: primitive(x), ids: ids.into_primitive(), weights: primitive(weights) };
-        let DispatchOutputs { rows, weights, load, dispatch } = B::moe_dispatch(&self.call(), tokens)?;
-        Ok(Dispatched { rows: float(rows), weights: float(weights), load, dispatch })
+        let tokens = DispatchTokens { x: primitive(x), ids: ids.into_primitive(), weights: primitive(weights) };
+        let DispatchedRows { rows, weights, load, routing } = B::moe_dispatch(&self.call(), tokens)?;
+        Ok(Dispatched { rows: tensor_of(rows), weights: tensor_of(weights), load, routing })
     }
 
     /// Meets the other ranks as a failure, in whichever of their collectives they are: for a rank that fails before a
@@ -177,7 +175,7 @@ pub struct Dispatched<B: MoeBackend> {
     pub weights: Tensor<B, 1>,
     /// Load of the experts over all ranks.
     pub load: Lazy<Load>,
-    dispatch: B::Dispatch,
+    routing: B::Dispatch,
 }
 
 impl<B: MoeBackend> Dispatched<B> {
@@ -186,7 +184,7 @@ impl<B: MoeBackend> Dispatched<B> {
     /// # Errors
     /// A device's.
     pub fn segments(&self) -> Result<Vec<Range<usize>>> {
-        B::moe_segments(&self.dispatch)
+        B::moe_segments(&self.routing)
     }
 
     /// Outputs `[N, H]` of this rank's experts, one after the other: `expert(e, rows, weights)` gives those of expert e
@@ -199,25 +197,15 @@ impl<B: MoeBackend> Dispatched<B> {
         &self,
         mut expert: impl FnMut(usize, Tensor<B, 2>, Tensor<B, 1>) -> Result<Tensor<B, 2>>,
     ) -> Result<Tensor<B, 2>> {
-        let (mut parts, mut end) = (Vec::new(), 0);
-        // These rows are zero, and nobody reads what becomes of them.
-        let gap = |from: usize, to: usize| self.rows.clone().detach().slice(from..to);
-        for (e, segment) in self.segments()?.into_iter().enumerate().filter(|(_, segment)| !segment.is_empty()) {
-            if segment.start > end {
-                parts.push(gap(end, segment.start));
-            }
-            end = segment.end;
-            let (rows, weights) = (self.rows.clone().slice([segment.clone()]), self.weights.clone().slice([segment]));
-            parts.push(expert(e, rows, weights)?);
-        }
-        let rows = self.rows.dims()[0];
-        if parts.is_empty() {
-            return Ok(self.rows.clone().detach());
-        }
-        if end < rows {
-            parts.push(gap(end, rows));
-        }
-        Ok(Tensor::cat(parts, 0))
+        let count = self.rows.dims()[0];
+        let part = |(e, rows): (Option<usize>, Range<usize>)| match e {
+            Some(e) => expert(e, self.rows.clone().slice([rows.clone()]), self.weights.clone().slice([rows])),
+            // These rows are zero, and nobody reads what becomes of them.
+            None if rows == (0..count) => Ok(self.rows.clone().detach()),
+            None => Ok(self.rows.clone().detach().slice([rows])),
+        };
+        let parts = pieces(&self.segments()?, count).into_iter().map(part);
+        Ok(Tensor::cat(parts.collect::<Result<Vec<_>>>()?, 0))
     }
 
     /// Sums of each token's outputs `[T, H]`, where the tokens came from. `outputs`: `[N, H]` in the order of
@@ -227,14 +215,6 @@ impl<B: MoeBackend> Dispatched<B> {
     /// Outputs of another shape, type or device: on every rank, with the group usable afterwards.
     /// [`Error::Comm`](crate::Error::Comm) where a rank is lost.
     pub fn combine(&self, outputs: Tensor<B, 2>) -> Result<Tensor<B, 2>> {
-        Ok(float(B::moe_combine(&self.dispatch, primitive(outputs))?))
+        Ok(tensor_of(B::moe_combine(&self.routing, primitive(outputs))?))
     }
-}
-
-fn primitive<B: Backend, const D: usize>(tensor: Tensor<B, D>) -> FloatTensor<B> {
-    tensor.into_primitive().tensor()
-}
-
-fn float<B: Backend, const D: usize>(primitive: FloatTensor<B>) -> Tensor<B, D> {
-    Tensor::from_primitive(TensorPrimitive::Float(primitive))
 }

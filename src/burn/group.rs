@@ -37,7 +37,7 @@ struct Counters {
 impl DeviceGroup {
     /// The group itself, if it works on a `D`: for collectives beside the layers' own.
     pub fn on<D: FrameworkDevice>(&self) -> Option<&EpGroup<D>> {
-        D::group(&self.group)
+        D::own(&self.group)
     }
 
     /// The group, or an error that says that it is no group of this back end's device.

@@ -80,9 +80,7 @@ impl<B: Backend> ExpertParallelMoE<B> {
         device: &B::Device,
     ) -> Result<Self> {
         let group = group.into();
-        let number = group.any().membership().number_layer(number.into());
-        group.any().membership().check_experts(FROM_BLOCK, block.config.router.num_experts)?;
-        let layer = Layer::new(block.config.clone(), number)?;
+        let layer = group.any().layer(FROM_BLOCK, (&block.config).into(), number.into())?;
         block.check(FROM_BLOCK, group.local_experts())?;
         let params = block.params.into_per_param();
         assemble(&mut Loaded::<B> { params, device }, layer, &group)
@@ -239,9 +237,7 @@ impl<B: NativeBackend> ShardedParams<B> {
         let options = LoadOptions { rank: group.rank(), ranks: group.ranks(), dtype: from.dtype };
         let cut = ShardOptions { rank: chain.rank(), ranks: chain.ranks(), pad: chain.options().pad };
         let Block { config, params } = from.checkpoint.load_shard(from.layer, options, cut)?;
-        let number = group.any().membership().number_layer(Some(from.layer as u32));
-        group.any().membership().check_experts(CALL, config.router.num_experts)?;
-        let layer = Layer::new(config, number)?;
+        let layer = group.any().layer(CALL, config.into(), Some(from.layer as u32))?;
         let mut params = params.into_per_param();
         for kind in [ParamKind::Up, ParamKind::Down] {
             let shard = params[kind].take();

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use burn::module::{Content, DisplaySettings, Module, ModuleDisplay, Param, ParamId};
 use burn::tensor::backend::Backend;
 use burn::tensor::ops::FloatTensor;
-use burn::tensor::{Int, Shape, Tensor, TensorPrimitive};
+use burn::tensor::{Int, Shape, Tensor};
 
 use crate::adapter::{LastForward, Sharded, TrainingState};
 use crate::error::{Error, Result};
@@ -13,7 +13,7 @@ use crate::layer::{AuxValue, Layer, Noise, ParamKind, PerParam};
 use crate::lazy::Lazy;
 use crate::metrics::Load;
 
-use super::backend::{Details, LayerCall, MoeBackend, Operands, Outputs};
+use super::backend::{Details, LayerCall, MoeBackend, Operands, Outputs, primitive, tensor_of};
 use super::group::DeviceGroup;
 
 /// A Mixture-of-Experts layer over the ranks of a group. Made by
@@ -179,7 +179,15 @@ impl<B: MoeBackend> ExpertParallelMoE<B> {
             return Err(Error::invalid("ExpertParallelMoE::forward", "routing", "a forward's", "none"));
         };
         let ids = Tensor::from_primitive(ids);
-        Ok(MoeOutput { y, aux: float(aux), losses, logits: float(logits), ids, weights: float(weights), load })
+        Ok(MoeOutput {
+            y,
+            aux: tensor_of(aux),
+            losses,
+            logits: tensor_of(logits),
+            ids,
+            weights: tensor_of(weights),
+            load,
+        })
     }
 
     /// A call of the module, as [`LayerCall::new`] makes it.
@@ -205,7 +213,7 @@ impl<B: MoeBackend> ExpertParallelMoE<B> {
         let x = reshaped(primitive(x), vec![leading.iter().product(), hidden]);
         let params = PerParam::from_fn(|kind| self.param(kind));
         let Outputs { y, losses, load, details } = B::moe_forward(&call, Operands { x, params })?;
-        Ok((float(reshaped(y, dims.to_vec())), LastForward { losses, load }, details))
+        Ok((tensor_of(reshaped(y, dims.to_vec())), LastForward { losses, load }, details))
     }
 }
 
@@ -226,12 +234,4 @@ impl<B: Backend> ExpertParallelMoE<B> {
 
 fn value<B: Backend, const D: usize>(param: &Param<Tensor<B, D>>) -> FloatTensor<B> {
     primitive(param.val())
-}
-
-fn primitive<B: Backend, const D: usize>(tensor: Tensor<B, D>) -> FloatTensor<B> {
-    tensor.into_primitive().tensor()
-}
-
-fn float<B: Backend, const D: usize>(primitive: FloatTensor<B>) -> Tensor<B, D> {
-    Tensor::from_primitive(TensorPrimitive::Float(primitive))
 }

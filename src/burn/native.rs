@@ -5,16 +5,17 @@ use std::sync::Arc;
 
 use burn::tensor::ops::{FloatTensor, IntTensor};
 
+use crate::adapter::DispatchedRows;
 use crate::ep::GroupConfig;
 use crate::error::Result;
 
 use super::backend::{
-    DispatchOperands, DispatchOutputs, LayerBackend, LayerCall, NativeMemory, Operands, Outputs, RouteOutputs,
+    DispatchOperands, DispatchResult, LayerBackend, LayerCall, NativeMemory, Operands, Outputs, RouteOutputs,
 };
 use super::backward::untracked;
 use super::dense::run_forward as run_dense;
 use super::dense_call::{DenseCall, DenseInput};
-use super::dispatch::{NativeDispatch, NativeOutputs, contiguous, run_dispatch, run_route};
+use super::dispatch::{NativeDispatch, contiguous, run_dispatch, run_route};
 use super::group::DeviceGroup;
 use super::run::run_forward;
 
@@ -54,9 +55,9 @@ impl<B: NativeGroup> LayerBackend for B {
         run_route(call, &B::contiguous(logits), selection_bias.map(B::contiguous).as_ref())
     }
 
-    fn moe_dispatch(call: &LayerCall, tokens: DispatchOperands<B>) -> Result<DispatchOutputs<B>> {
-        let NativeOutputs { rows, weights, dispatch } = run_dispatch::<B>(call, &contiguous(tokens), false)?;
-        Ok(DispatchOutputs { rows, weights, load: dispatch.load(), dispatch: Arc::new(dispatch) })
+    fn moe_dispatch(call: &LayerCall, tokens: DispatchOperands<B>) -> Result<DispatchResult<B>> {
+        let DispatchedRows { rows, weights, load, routing } = run_dispatch::<B>(call, &contiguous::<B>(tokens), false)?;
+        Ok(DispatchedRows { rows, weights, load, routing: Arc::new(routing) })
     }
 
     fn moe_combine(dispatch: &Self::Dispatch, outputs: FloatTensor<B>) -> Result<FloatTensor<B>> {
@@ -64,7 +65,7 @@ impl<B: NativeGroup> LayerBackend for B {
     }
 
     fn moe_segments(dispatch: &Self::Dispatch) -> Result<Vec<Range<usize>>> {
-        dispatch.segments()
+        dispatch.pending.routing.segments()
     }
 
     fn moe_product(_: FloatTensor<B>, _: FloatTensor<B>) -> Result<FloatTensor<B>> {

@@ -7,7 +7,7 @@ use burn::module::{Module, ModuleVisitor, Param, ParamId};
 use burn::optim::GradientsParams;
 use burn::tensor::backend::AutodiffBackend;
 use burn::tensor::ops::FloatTensor;
-use burn::tensor::{FloatDType, Shape, Tensor, TensorMetadata, TensorPrimitive};
+use burn::tensor::{FloatDType, Shape, Tensor, TensorMetadata};
 
 use crate::adapter::{BUCKET_BYTES, NO_LAYER, Summand, buckets};
 use crate::comm::{Communicator, Op, ReduceOp, Tag};
@@ -18,7 +18,7 @@ use crate::etp::{ShardDevice, StreamPair};
 use crate::kernels::Kernels;
 use crate::tensor::TensorMut;
 
-use super::backend::{CoreDevice, MoeBackend, Named, NativeMemory, ResultSpec, between};
+use super::backend::{CoreDevice, MoeBackend, Named, NativeMemory, ResultSpec, between, tensor_of};
 use super::group::DeviceGroup;
 
 const CALL: &str = "reduce_gradients";
@@ -145,7 +145,7 @@ impl<B: AutodiffBackend + MoeBackend, M: Module<B>> GradientReduction<'_, B, M> 
             let flat = Bucket::<B::Native>::new(device, bucket).inspect_err(|error| {
                 let _ = comm.refuse(tag, &error.to_string());
             })?;
-            let flat: Tensor<B, 1> = float(B::from_native(flat.sum(comm, device, tag)?));
+            let flat: Tensor<B, 1> = tensor_of(B::from_native(flat.sum(comm, device, tag)?));
             let (mut start, flags) = (0, bucket.iter().map(|part| part.count).sum::<usize>());
             for (number, part) in bucket.iter().enumerate() {
                 let range = start..start + part.count;
@@ -309,8 +309,4 @@ impl<B: AutodiffBackend + MoeBackend> ModuleVisitor<B> for Give<'_, B> {
         let sum: Tensor<B::InnerBackend, D> = if sum.dtype() == dtype { sum } else { sum.cast(dtype) };
         self.gradients.register::<B::InnerBackend, D>(param.id, sum);
     }
-}
-
-fn float<B: burn::tensor::backend::Backend, const D: usize>(primitive: FloatTensor<B>) -> Tensor<B, D> {
-    Tensor::from_primitive(TensorPrimitive::Float(primitive))
 }

@@ -14,6 +14,7 @@ use crate::layer::{
 use crate::tensor::{TensorMut, TensorRef};
 
 use super::backend::{Details, LayerCall, Named, NativeMemory, Operands, Outputs, ResultSpec, between, core_dtype};
+use super::group::DeviceGroup;
 
 const FORWARD: &str = "ExpertParallelMoE::forward";
 const BACKWARD: &str = "ExpertParallelMoE::backward";
@@ -81,11 +82,11 @@ impl<D: Kernels> DetailsMut<'_, D> {
 
 /// [`between`] of a call, whose waits its group counts.
 pub(super) fn ordered<B: NativeMemory, R>(
-    call: &LayerCall,
+    group: &DeviceGroup,
     core: &B::Core,
     work: impl FnOnce() -> Result<R>,
 ) -> Result<R> {
-    between::<B, R>(core, |waited| call.group.count(waited), work)
+    between::<B, R>(core, |waited| group.count(waited), work)
 }
 
 /// The experts, where they are gathered.
@@ -111,7 +112,7 @@ pub(super) fn run_forward<B: NativeMemory>(
         let (views, mut results) = B::together(&operands.x, || {
             Ok((Views::<B>::new(&core, operands)?, Results::<B>::allocate(call, &core, &operands.x)?))
         })?;
-        let made = ordered::<B, _>(call, &core, || {
+        let made = ordered::<B, _>(&call.group, &core, || {
             // Before the call: nothing of the back end's fails behind it.
             let y = B::view_mut(&mut results.y)?;
             let details = results.details.as_mut().map(DetailResults::view_mut).transpose()?;
@@ -207,7 +208,7 @@ pub(super) fn run_backward<B: NativeMemory>(
         })?;
         let cotangents = Cotangents { y, aux: aux.map_or(Scalar::Host(call.aux_scale), Scalar::Device) };
         let trained = tracked.makes(ParamKind::Up) || tracked.makes(ParamKind::Down);
-        ordered::<B, _>(call, &core, || {
+        ordered::<B, _>(&call.group, &core, || {
             let sources = experts.as_ref().map(|experts| experts.sources(true)).transpose()?;
             let mut shards =
                 experts.as_ref().filter(|_| trained).map(|experts| experts.gradients(&context)).transpose()?;

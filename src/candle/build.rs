@@ -14,10 +14,11 @@ use crate::layer::{Layer, LayerSpec, ParamKind, PerParam};
 
 use super::etp::VarShard;
 use super::group::DeviceGroup;
-use super::host::{Host, copy_of};
+use super::host::Host;
 use super::initial::{ShardInit, full_name};
 use super::module::ExpertParallelMoE;
 use super::options::{LoadAs, Parameters, place_in, tensor};
+use super::quantized::unpack;
 use super::sharded_weights::{ShardedTensor, ShardedWeights, Use, check_shard};
 
 /// A layer of one rank, on the device and in the type of `vb`, of any number of tokens a call: the common case. For
@@ -157,7 +158,7 @@ impl ExpertParallelMoE {
         let number = group.any().membership().number_layer(spec.number());
         let made = spec.layer(number).map_err(Into::into).and_then(|layer| {
             let (params, sharded) = variables(&layer, &group, vb, chain)?;
-            Ok(Self { layer, group: group.clone(), params, sharded, quantized: None, training: Arc::default() })
+            Ok(Self { sharded, ..Self::of(layer, group.clone(), params) })
         });
         // The other ranks are in the collectives below: they are told, and the group stays usable.
         let mut moe =
@@ -195,11 +196,10 @@ impl ExpertParallelMoE {
     ) -> Result<Self> {
         const CALL: &str = "ExpertParallelMoE::from_block";
         let group = group.into();
-        let layer = Layer::new(block.config.clone(), group.any().membership().number_layer(number.into()))?;
-        group.any().membership().check_experts(CALL, layer.config().router.num_experts)?;
+        let layer = group.any().layer(CALL, (&block.config).into(), number.into())?;
         block.check(CALL, group.local_experts())?;
         let params = tensors(block.params, group.device(), params)?;
-        Ok(Self { layer, group, params, sharded: None, quantized: None, training: Arc::default() })
+        Ok(Self::of(layer, group, params))
     }
 
     /// From layer `layer` of an opened checkpoint, which is the layer's number too: reads this rank's experts only.
@@ -250,8 +250,15 @@ impl ExpertParallelMoE {
     /// `weights`, of [`all_sharded`](Self::all_sharded): reads this rank's shards only, at whatever number of ranks the
     /// checkpoint was saved ([`Checkpoint::load_shards`] says which rows). [`to_parts`](Self::to_parts) is the way back.
     ///
+    /// Where [`LoadAs::quantized`] says so, the experts (NVFP4, MXFP4, fp8 in blocks) stay as they are stored: frozen
+    /// shards, which travel as their codes whatever the payload. The product reads the gathered codes, and gradients pass
+    /// through them to x and router. [`Parameters`] are those of router and shared expert then; the experts' biases are
+    /// frozen with them. A rank holds the block that [`Checkpoint::load_quantized`] reads until it is cut. What the module
+    /// has of its experts cannot be saved, trained or read: it has no tensors of them.
+    ///
     /// # Errors
-    /// Errors of [`Checkpoint::load_shards`]; as [`sharded`](Self::sharded).
+    /// Errors of [`Checkpoint::load_shards`] and [`Checkpoint::load_quantized`]; as [`sharded`](Self::sharded);
+    /// `weights` beside experts that stay quantized.
     pub fn from_checkpoint_sharded<'a, D: Host>(
         checkpoint: &Checkpoint,
         layer: usize,
@@ -261,57 +268,34 @@ impl ExpertParallelMoE {
     ) -> Result<Self> {
         const CALL: &str = "ExpertParallelMoE::from_checkpoint_sharded";
         let (group, load) = (group.into(), load.into());
-        let (params, options) = (load.params, load.options(&group)?);
+        let (params, options, number) = (load.params, load.options(&group)?, Some(layer as u32));
         shards.check_device(&group)?;
         if load.quantized {
-            return Err(Error::invalid(CALL, "load", "weights of floating type", "quantized ones").into());
+            if shards.weights.is_some() {
+                let expected = "none beside experts that stay quantized";
+                return Err(Error::invalid(CALL, "weights", expected, "some").into());
+            }
+            let block = checkpoint.load_quantized(layer, options)?;
+            let layer = group.any().layer(CALL, (&block.config).into(), number)?;
+            let (experts, params) = unpack(CALL, block, &group, params)?;
+            let experts = experts.to(shards.chain.device())?;
+            let sharded = Some(Sharded::stored(shards.chain, &layer, &experts)?);
+            return Ok(Self { sharded, ..Self::of(layer, group, params) });
         }
         let cut = BlockShards {
             experts: place_in(shards.chain),
             dense: shards.weights.map(|weights| place_in(weights.chain())),
         };
         let block = load.read_shards(checkpoint, layer, options, cut)?;
-        let layer = Layer::new(block.config, group.any().membership().number_layer(Some(layer as u32)))?;
-        group.any().membership().check_experts(CALL, layer.config().router.num_experts)?;
+        let layer = group.any().layer(CALL, block.config.into(), number)?;
         let params = tensors(block.params, group.device(), params)?;
         let sharded = shards.add(&layer, group.local_experts(), &params)?;
-        Ok(Self { layer, group, params, sharded, quantized: None, training: Arc::default() })
+        Ok(Self { sharded, ..Self::of(layer, group, params) })
     }
-}
 
-impl ExpertParallelMoE {
-    /// From layer `layer` of a checkpoint whose experts are quantized (NVFP4, MXFP4, fp8 in blocks): they stay as they are
-    /// stored, frozen shards of `chain`, over the ranks with the same experts. The product reads the gathered codes, and
-    /// gradients pass through them to x and router. [`Parameters`] are those of router and shared expert; the experts'
-    /// biases are frozen with them. A rank holds the block that
-    /// [`Checkpoint::load_quantized`] reads until it is cut.
-    ///
-    /// # Errors
-    /// Errors of [`Checkpoint::load_quantized`]; as [`sharded`](Self::sharded). What the module has of its experts cannot
-    /// be saved, trained or read: it has no tensors of them.
-    pub fn from_checkpoint_stored<'a, D: Host>(
-        checkpoint: &Checkpoint,
-        layer: usize,
-        group: impl Into<DeviceGroup>,
-        chain: &Arc<Chain<D>>,
-        load: impl Into<LoadAs<'a>>,
-    ) -> Result<Self> {
-        const CALL: &str = "ExpertParallelMoE::from_checkpoint_stored";
-        let (group, load) = (group.into(), load.into());
-        ShardedIn { chain, payload: Payload::Plain, weights: None }.check_device(&group)?;
-        let block = checkpoint.load_quantized(layer, load.options(&group)?)?;
-        group.any().membership().check_experts(CALL, block.config.router.num_experts)?;
-        let number = group.any().membership().number_layer(Some(layer as u32));
-        let params = PerParam::try_from_fn(|kind| -> Result<_> {
-            let Some(t) = block.get(kind) else { return Ok(None) };
-            let params = if kind.is_replicated() { load.params } else { Parameters::Frozen };
-            tensor(copy_of(&Cpu::new(), t)?, group.device(), params).map(Some)
-        })?;
-        let layer = Layer::new(block.config.clone(), number)?;
-        let experts = [&block.up, &block.down].map(|weight| weight.to(chain.device()));
-        let [up, down] = experts;
-        let sharded = Some(Sharded::stored(chain, &layer, [&up?, &down?])?);
-        Ok(Self { layer, group, params, sharded, quantized: None, training: Arc::default() })
+    /// A module whose parameters are all there is of it.
+    pub(super) fn of(layer: Layer, group: DeviceGroup, params: PerParam<Option<Tensor>>) -> Self {
+        Self { layer, group, params, sharded: None, quantized: None, training: Arc::default() }
     }
 }
 
@@ -411,7 +395,7 @@ impl<D: Host> ShardedIn<'_, D> {
             let dims = kind.dims(layer.config(), local).unwrap_or_default();
             let of = Use { layer: layer.number(), held: true };
             let shard = ShardedTensor::new(chain, weights.full_name(kind.name()), &dims, t.clone(), of)?;
-            held[kind] = Some(HeldId { chain: D::any_chain(Arc::clone(chain)), id: shard.id, dims });
+            held[kind] = Some(HeldId { chain: D::any(Arc::clone(chain)), id: shard.id, dims });
             if kind.is_replicated() {
                 weights.keep(shard);
             }

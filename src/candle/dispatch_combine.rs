@@ -1,17 +1,16 @@
 //! Dispatch and combine for experts of the user's own.
 
 use std::ops::Range;
-use std::sync::Arc;
 
 use candle_core::{DType, Result, Tensor, Var};
 
-use crate::adapter::AnyGroup;
+use crate::adapter::{DispatchTokens, DispatchedRows, any_device, pieces};
 use crate::comm::Op;
 use crate::layer::{Layer, LayerSpec};
 use crate::lazy::Lazy;
 use crate::metrics::Load;
 
-use super::dispatch_ops::{self, DispatchCall, DispatchOutput, DispatchRouting};
+use super::dispatch_ops::{self, RoutingNode};
 use super::group::{DeviceGroup, On};
 use super::route_op::{self, Routed};
 
@@ -93,9 +92,8 @@ impl DispatchCombine {
     /// # Errors
     /// A configuration that does not hold together; another number of experts than the group's.
     pub fn new(layer: impl Into<LayerSpec>, group: impl Into<DeviceGroup>) -> Result<Self> {
-        let (spec, group) = (layer.into(), group.into());
-        let layer = spec.clone().layer(group.any().membership().number_layer(spec.number()))?;
-        group.any().membership().check_experts("DispatchCombine::new", layer.config().router.num_experts)?;
+        let group = group.into();
+        let layer = group.any().layer("DispatchCombine::new", layer.into(), None)?;
         let anchor = Some(Var::zeros((), DType::F32, group.device())?);
         Ok(Self { layer, group, anchor })
     }
@@ -124,11 +122,7 @@ impl DispatchCombine {
     /// Tensors of another shape, type or device; a NaN logit.
     pub fn route(&self, logits: &Tensor, selection_bias: Option<&Tensor>) -> Result<Routed> {
         let (layer, device) = (&self.layer, self.group.device());
-        match self.group.any() {
-            AnyGroup::Cpu(group) => route_op::route(On { group, device }, layer, logits, selection_bias),
-            #[cfg(feature = "cuda")]
-            AnyGroup::Cuda(group) => route_op::route(On { group, device }, layer, logits, selection_bias),
-        }
+        any_device!(self.group.any(), group => route_op::route(On { group, device }, layer, logits, selection_bias))
     }
 
     /// Sends tokens to the ranks of their experts. `x`: `[T, H]`; `ids`: the chosen experts `[T, K]`, U32 or I64, a
@@ -140,13 +134,9 @@ impl DispatchCombine {
     /// usable afterwards. [`Error::Comm`](crate::Error::Comm) where a rank is lost.
     pub fn dispatch(&self, x: &Tensor, ids: &Tensor, weights: &Tensor) -> Result<Dispatched> {
         let anchor = self.anchor.as_ref().map(Var::as_tensor);
-        let (call, device) = (DispatchCall { layer: &self.layer, anchor, x, ids, weights }, self.group.device());
-        let DispatchOutput { rows, weights, load, token, routing } = match self.group.any() {
-            AnyGroup::Cpu(group) => dispatch_ops::dispatch(On { group, device }, &call)?,
-            #[cfg(feature = "cuda")]
-            AnyGroup::Cuda(group) => dispatch_ops::dispatch(On { group, device }, &call)?,
-        };
-        Ok(Dispatched { rows, weights, load, token, routing })
+        let (layer, device, tokens) = (&self.layer, self.group.device(), DispatchTokens { x, ids, weights });
+        let DispatchedRows { rows, weights, load, routing: node } = any_device!(self.group.any(), group => dispatch_ops::dispatch(On { group, device }, layer, anchor, tokens))?;
+        Ok(Dispatched { rows, weights, load, node })
     }
 
     /// Meets the other ranks as a failure, in whichever of their collectives they are: for a rank that fails before a
@@ -166,8 +156,7 @@ pub struct Dispatched {
     pub weights: Tensor,
     /// Load of the experts over all ranks.
     pub load: Lazy<Load>,
-    token: Option<Tensor>,
-    routing: Arc<dyn DispatchRouting>,
+    node: RoutingNode,
 }
 
 impl Dispatched {
@@ -176,9 +165,7 @@ impl Dispatched {
     /// # Errors
     /// A device's.
     pub fn segments(&self) -> Result<Vec<Range<usize>>> {
-        let [offsets, counts] = self.routing.segments()?;
-        let range = |(offset, count): (&f64, &f64)| *offset as usize..(offset + count) as usize;
-        Ok(offsets.iter().zip(&counts).map(range).collect())
+        self.node.routing.segments()
     }
 
     /// First row of each of this rank's experts, I64 `[L]`, without waiting.
@@ -186,7 +173,7 @@ impl Dispatched {
     /// # Errors
     /// A device's.
     pub fn offsets(&self) -> Result<Tensor> {
-        let [offsets, _] = self.routing.segment_tensors()?;
+        let [offsets, _] = self.node.routing.segment_tensors()?;
         Ok(offsets)
     }
 
@@ -195,7 +182,7 @@ impl Dispatched {
     /// # Errors
     /// A device's.
     pub fn counts(&self) -> Result<Tensor> {
-        let [_, counts] = self.routing.segment_tensors()?;
+        let [_, counts] = self.node.routing.segment_tensors()?;
         Ok(counts)
     }
 
@@ -209,21 +196,15 @@ impl Dispatched {
     /// # Errors
     /// Errors of `expert`, of which the other ranks are not told ([`DispatchCombine::refuse`]).
     pub fn map_experts(&self, mut expert: impl FnMut(usize, &Tensor, &Tensor) -> Result<Tensor>) -> Result<Tensor> {
-        let (mut parts, mut end) = (Vec::new(), 0);
-        let gap = |from: usize, to: usize| self.rows.narrow(0, from, to - from)?.detach().zeros_like();
-        for (e, segment) in self.segments()?.into_iter().enumerate().filter(|(_, segment)| !segment.is_empty()) {
-            if segment.start > end {
-                parts.push(gap(end, segment.start)?);
+        let part = |(e, rows): (Option<usize>, Range<usize>)| {
+            let of = |t: &Tensor| t.narrow(0, rows.start, rows.len());
+            match e {
+                Some(e) => expert(e, &of(&self.rows)?, &of(&self.weights)?),
+                None => of(&self.rows)?.detach().zeros_like(),
             }
-            let of = |t: &Tensor| t.narrow(0, segment.start, segment.len());
-            parts.push(expert(e, &of(&self.rows)?, &of(&self.weights)?)?);
-            end = segment.end;
-        }
-        let rows = self.rows.dims()[0];
-        if end < rows || parts.is_empty() {
-            parts.push(gap(end, rows)?);
-        }
-        Tensor::cat(&parts, 0)
+        };
+        let parts = pieces(&self.segments()?, self.rows.dims()[0]).into_iter().map(part);
+        Tensor::cat(&parts.collect::<Result<Vec<_>>>()?, 0)
     }
 
     /// Sums of each token's outputs `[T, H]`, where the tokens came from. `outputs`: `[N, H]` in the order of
@@ -233,6 +214,6 @@ impl Dispatched {
     /// Outputs of another shape, type or device: on every rank, with the group usable afterwards.
     /// [`Error::Comm`](crate::Error::Comm) where a rank is lost.
     pub fn combine(&self, outputs: &Tensor) -> Result<Tensor> {
-        self.routing.clone().combine(self.token.as_ref(), outputs)
+        self.node.routing.clone().combine(self.node.token.as_ref(), outputs)
     }
 }

@@ -2,7 +2,7 @@
 
 use candle_core::{Device, Tensor};
 
-use crate::adapter::{AnyGroup, broadcast};
+use crate::adapter::{AnyGroup, any_device, broadcast};
 use crate::cpu::Cpu;
 use crate::ep::{EpGroup, Group, GroupConfig};
 use crate::error::{Error, Result};
@@ -53,7 +53,7 @@ impl DeviceGroup {
 
     /// The group itself, if it works on a `D`: for collectives beside the layers' own.
     pub fn on<D: Host>(&self) -> Option<&EpGroup<D>> {
-        D::group(&self.group)
+        D::own(&self.group)
     }
 
     /// candle's device.
@@ -93,11 +93,7 @@ impl DeviceGroup {
     /// Rank 0's values of a parameter of layer `layer`; the tensor is not changed.
     pub(super) fn broadcast(&self, layer: u32, t: &Tensor) -> Result<Tensor> {
         let device = &self.device;
-        match &self.group {
-            AnyGroup::Cpu(group) => On { group, device }.broadcast(layer, t),
-            #[cfg(feature = "cuda")]
-            AnyGroup::Cuda(group) => On { group, device }.broadcast(layer, t),
-        }
+        any_device!(&self.group, group => On { group, device }.broadcast(layer, t))
     }
 }
 

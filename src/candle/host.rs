@@ -5,7 +5,7 @@ use candle_core::backend::BackendStorage;
 use candle_core::op::BackpropOp;
 use candle_core::{CpuStorage, CudaStorage, Device, DeviceLocation, Storage, Tensor};
 
-use crate::adapter::FrameworkDevice;
+use crate::adapter::{FrameworkDevice, FrameworkTensors, ResultSpec};
 use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::kernels::optimizer::OptimizerDevice;
@@ -156,6 +156,45 @@ pub(super) fn with_views<D: Host, R>(
     let result = f(&views);
     drop(holds);
     result
+}
+
+/// candle's tensors; results are in memory of this crate, which becomes candle's without a copy.
+pub(super) struct HostTensors;
+
+impl<D: Host> FrameworkTensors<D> for HostTensors {
+    type Float = Tensor;
+    type Ids = Tensor;
+    type Output = crate::Tensor<D>;
+
+    fn with_views<R>(
+        &self,
+        device: &D,
+        call: &'static str,
+        floats: &[(&'static str, &Tensor)],
+        ids: Option<&Tensor>,
+        work: impl FnOnce(&[TensorRef<'_, D>]) -> Result<R>,
+    ) -> Result<R> {
+        let ids = ids.map(|ids| routing_ids(device, ids)).transpose()?;
+        let contiguous = floats.iter().map(|(_, t)| t.contiguous()).collect::<candle_core::Result<Vec<_>>>();
+        let contiguous = contiguous.map_err(framework(call))?;
+        let named: Vec<_> = floats.iter().map(|(name, _)| *name).zip(&contiguous).collect();
+        with_views(device, call, &named, |views| {
+            let ids = ids.as_ref().map(crate::Tensor::view);
+            work(&views.iter().map(TensorRef::borrow).chain(ids).collect::<Vec<_>>())
+        })
+    }
+
+    fn output(&self, device: &D, spec: ResultSpec<'_>) -> Result<crate::Tensor<D>> {
+        crate::Tensor::empty(device, spec.dtype, spec.dims)
+    }
+
+    fn view_mut(output: &mut crate::Tensor<D>) -> Result<TensorMut<'_, D>> {
+        Ok(output.view_mut())
+    }
+
+    fn ordered<R>(&self, _: &D, work: impl FnOnce() -> Result<R>) -> Result<R> {
+        work()
+    }
 }
 
 /// Our tensor as candle's, in another shape of as many elements; the memory moves over.

@@ -4,11 +4,11 @@ use std::sync::Arc;
 
 use candle_core::{DType, Device, Result, Tensor};
 
-use crate::adapter::{AnyGroup, AnyQuantized, QuantizedExperts};
+use crate::adapter::{AnyGroup, AnyQuantized, QuantizedExperts, any_device};
 use crate::checkpoint::QuantizedBlock;
 use crate::cpu::Cpu;
 use crate::error::Error;
-use crate::layer::{Layer, ParamKind, PerParam};
+use crate::layer::{ParamKind, PerParam};
 use crate::quant::{Amax, Layout, Matrix, NVFP4_BLOCK, Nvfp4, Nvfp4Mut, Quantize, Quantized, WeightFormat};
 use crate::tensor::TensorMut;
 
@@ -35,33 +35,14 @@ impl ExpertParallelMoE {
     ) -> Result<Self> {
         const CALL: &str = "ExpertParallelMoE::from_quantized";
         let group = group.into();
-        let layer = Layer::new(block.config.clone(), group.any().membership().number_layer(number.into()))?;
-        group.any().membership().check_experts(CALL, layer.config().router.num_experts)?;
-        let (up, down, mut others) = block.into_parts();
-        let local = group.local_experts();
-        for (kind, found) in [(ParamKind::Up, &up), (ParamKind::Down, &down)] {
-            let expected = kind.dims(layer.config(), local).unwrap_or_default();
-            Error::check_shape(CALL, kind.name(), &expected, found.dims())?;
-        }
-        let params = PerParam::try_from_fn(|kind| -> Result<Option<Tensor>> {
-            let expected = kind.dims(layer.config(), local);
-            let (Some(expected), false) = (expected, is_quantized(kind)) else { return Ok(None) };
-            let missing = || Error::invalid(CALL, format!("tensor {}", kind.name()), "a tensor", "none");
-            let t = others.remove(&kind).ok_or_else(missing)?;
-            Error::check_shape(CALL, kind.name(), &expected, t.dims())?;
-            let frozen = matches!(kind, ParamKind::UpBias | ParamKind::DownBias);
-            tensor(t, group.device(), if frozen { Parameters::Frozen } else { params }).map(Some)
-        })?;
+        let layer = group.any().layer(CALL, (&block.config).into(), number.into())?;
+        let (experts, params) = unpack(CALL, block, &group, params)?;
         let quantized = Some(match group.any() {
-            AnyGroup::Cpu(_) => AnyQuantized::Cpu(Arc::new(QuantizedExperts { up, down })),
+            AnyGroup::Cpu(_) => AnyQuantized::Cpu(Arc::new(experts)),
             #[cfg(feature = "cuda")]
-            AnyGroup::Cuda(group) => {
-                let device = group.lock().device().clone();
-                let (up, down) = (up.to(&device)?, down.to(&device)?);
-                AnyQuantized::Cuda(Arc::new(QuantizedExperts { up, down }))
-            }
+            AnyGroup::Cuda(group) => AnyQuantized::Cuda(Arc::new(experts.to(group.lock().device())?)),
         });
-        Ok(Self { layer, group, params, sharded: None, quantized, training: Arc::default() })
+        Ok(Self { quantized, ..Self::of(layer, group, params) })
     }
 
     /// The same module with its routed experts in NVFP4 (ModelOpt's recipe, an amax an expert and weight), quantized on
@@ -72,11 +53,7 @@ impl ExpertParallelMoE {
     /// Experts that are quantized already, or shards; f64 weights; rows of no multiple of 16 entries; weights that are
     /// not finite.
     pub fn to_nvfp4(&self) -> Result<Self> {
-        let quantized = match self.group.any() {
-            AnyGroup::Cpu(group) => self.nvfp4_on(group.lock().device())?,
-            #[cfg(feature = "cuda")]
-            AnyGroup::Cuda(group) => self.nvfp4_on(group.lock().device())?,
-        };
+        let quantized = any_device!(self.group.any(), group => self.nvfp4_on(group.lock().device()))?;
         let detached = |kind: ParamKind, t: &Option<Tensor>| match kind {
             ParamKind::Up | ParamKind::Down => None,
             ParamKind::UpBias | ParamKind::DownBias => t.as_ref().map(Tensor::detach),
@@ -92,7 +69,7 @@ impl ExpertParallelMoE {
             _ => Err(Error::invalid(CALL, kind.name(), "a whole weight of floating type", "another")),
         };
         let experts = QuantizedExperts { up: stack(ParamKind::Up)?, down: stack(ParamKind::Down)? };
-        Ok(D::any_quantized(Arc::new(experts)))
+        Ok(D::any(Arc::new(experts)))
     }
 
     /// Bytes of the routed experts' weights that are quantized, and their format; `None` where they are not.
@@ -103,9 +80,31 @@ impl ExpertParallelMoE {
 
 const CALL: &str = "ExpertParallelMoE::to_nvfp4";
 
-/// Whether a parameter is one of those that are quantized.
-fn is_quantized(kind: ParamKind) -> bool {
-    matches!(kind, ParamKind::Up | ParamKind::Down)
+/// The experts of a block that are quantized, on the host, and its other parameters as candle's: variables where
+/// `params` says so, but for the experts' biases, which are frozen with them.
+pub(super) fn unpack(
+    call: &'static str,
+    block: QuantizedBlock<Cpu>,
+    group: &DeviceGroup,
+    params: Parameters,
+) -> Result<(QuantizedExperts<Cpu>, PerParam<Option<Tensor>>)> {
+    let (config, local) = (block.config.clone(), group.local_experts());
+    let (up, down, mut others) = block.into_parts();
+    let params = PerParam::try_from_fn(|kind| -> Result<Option<Tensor>> {
+        let Some(expected) = kind.dims(&config, local) else { return Ok(None) };
+        let check = |found: &[usize]| Error::check_shape(call, kind.name(), &expected, found);
+        let params = match kind {
+            ParamKind::Up => return Ok(check(up.dims()).map(|()| None)?),
+            ParamKind::Down => return Ok(check(down.dims()).map(|()| None)?),
+            ParamKind::UpBias | ParamKind::DownBias => Parameters::Frozen,
+            _ => params,
+        };
+        let missing = || Error::invalid(call, format!("tensor {}", kind.name()), "a tensor", "none");
+        let t = others.remove(&kind).ok_or_else(missing)?;
+        check(t.dims())?;
+        tensor(t, group.device(), params).map(Some)
+    })?;
+    Ok((QuantizedExperts { up, down }, params))
 }
 
 /// A stack `[L, out, in]` in NVFP4, with an amax a matrix.

@@ -3,8 +3,9 @@
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Tensor, Var};
 
-use crate::adapter::{AnyGroup, BUCKET_BYTES, NO_LAYER, Summand, buckets};
+use crate::adapter::{BUCKET_BYTES, NO_LAYER, Summand, any_device, buckets};
 use crate::comm::{Communicator, Op, ReduceOp, Tag};
+use crate::ep::EpGroup;
 use crate::error::{Error, Result};
 
 use super::error::framework;
@@ -49,19 +50,7 @@ pub fn reduce_gradients_over<D: Host>(
 /// Sums over the ranks of a group, of a layer's parameters or of others.
 pub(super) fn over_group(group: &DeviceGroup, layer: u32, of: &[&Tensor], gradients: &mut GradStore) -> Result<()> {
     let reduction = GradientReduction { layer, of, bucket_bytes: BUCKET_BYTES };
-    match group.any() {
-        AnyGroup::Cpu(group) => {
-            let mut group = group.lock();
-            let device = *group.device();
-            reduction.run(group.dispatcher().communicator(), &device, gradients)
-        }
-        #[cfg(feature = "cuda")]
-        AnyGroup::Cuda(group) => {
-            let mut group = group.lock();
-            let device = group.device().clone();
-            reduction.run(group.dispatcher().communicator(), &device, gradients)
-        }
-    }
+    any_device!(group.any(), group => reduction.run_on(group, gradients))
 }
 
 /// Gradients to be summed.
@@ -72,6 +61,12 @@ struct GradientReduction<'a> {
 }
 
 impl GradientReduction<'_> {
+    fn run_on<D: Host>(self, group: &EpGroup<D>, gradients: &mut GradStore) -> Result<()> {
+        let mut group = group.lock();
+        let device = group.device().clone();
+        self.run(group.dispatcher().communicator(), &device, gradients)
+    }
+
     fn run<D: Host>(self, comm: &mut dyn Communicator<D>, device: &D, gradients: &mut GradStore) -> Result<()> {
         if comm.size() == 1 {
             return Ok(());

@@ -2,18 +2,13 @@
 
 use candle_core::{CpuStorage, CudaStorage, CustomOp1, Device, Layout, Result, Shape, Tensor};
 
-use crate::comm::Op;
-use crate::dtype::DType;
+use crate::adapter::{DispatchTokens, GuardedCall};
 use crate::ep::EpGroup;
-use crate::layer::{Layer, RefusalGuard, RoutingGrads, RoutingMut};
+use crate::layer::Layer;
 
-use super::error::framework;
 use super::group::On;
-use super::host::{Host, into_candle, routing_ids, with_views};
+use super::host::{Host, HostTensors, into_candle};
 use super::precomputed::Precomputed;
-
-const ROUTE: &str = "DispatchCombine::route";
-const ROUTE_BWD: &str = "DispatchCombine::route, backward";
 
 /// Experts and weights of this rank's tokens.
 #[derive(Debug, Clone)]
@@ -31,24 +26,8 @@ pub(super) fn route<D: Host>(
     logits: &Tensor,
     selection_bias: Option<&Tensor>,
 ) -> Result<Routed> {
-    let mut group = on.group.lock();
-    let device = group.device().clone();
-    // The other ranks are on their way to prepare.
-    let (ids, weights) = RefusalGuard::forward(layer, &mut group).run(|entry| {
-        let contiguous = |t: &Tensor| t.contiguous().map_err(framework(ROUTE));
-        let (logits, bias) = (contiguous(logits)?, selection_bias.map(contiguous).transpose()?);
-        let mut named = vec![("logits", &logits)];
-        named.extend(bias.as_ref().map(|bias| ("selection_bias", bias)));
-        with_views(&device, ROUTE, &named, |views| {
-            let choices = [views[0].rows(), layer.config().router.top_k];
-            let mut ids = crate::Tensor::empty(&device, DType::I32, &choices)?;
-            let mut weights = crate::Tensor::empty(&device, views[0].dtype().accumulator(), &choices)?;
-            let into = RoutingMut { ids: ids.view_mut(), weights: weights.view_mut() };
-            layer.route_into(entry.enter(), views[0].borrow(), views.get(1).copied(), into)?;
-            Ok((ids, weights))
-        })
-    })?;
-    drop(group);
+    let call = GuardedCall { layer, group: on.group, tensors: &HostTensors };
+    let [ids, weights] = call.route(logits, selection_bias)?;
     let choices = ids.dims().to_vec();
     let ids = into_candle(ids, &choices, on.device)?;
     if !logits.track_op() {
@@ -69,26 +48,6 @@ struct RouteOp<D: Host> {
     value: Precomputed,
 }
 
-impl<D: Host> RouteOp<D> {
-    fn gradient(&self, logits: &Tensor, d_weights: &Tensor) -> crate::Result<crate::Tensor<D>> {
-        let mut group = self.group.lock();
-        let device = group.device().clone();
-        // The other ranks are on their way to the collectives of earlier layers.
-        RefusalGuard::of(&self.layer, &mut group, Op::CombineBwd).run(|entry| {
-            let contiguous = |t: &Tensor| t.contiguous().map_err(framework(ROUTE_BWD));
-            let (logits, d_weights) = (contiguous(logits)?, contiguous(d_weights)?);
-            let ids = routing_ids(&device, &self.ids)?;
-            let named = [("logits", &logits), ("gradient of weights", &d_weights)];
-            with_views(&device, ROUTE_BWD, &named, |views| {
-                let mut d_logits = crate::Tensor::empty(&device, views[0].dtype(), views[0].dims())?;
-                let grads = RoutingGrads { logits: views[0].borrow(), ids: ids.view(), weights: views[1].borrow() };
-                self.layer.route_backward_into(entry.enter(), grads, d_logits.view_mut())?;
-                Ok(d_logits)
-            })
-        })
-    }
-}
-
 impl<D: Host> CustomOp1 for RouteOp<D> {
     fn name(&self) -> &'static str {
         "moebius-route"
@@ -103,7 +62,8 @@ impl<D: Host> CustomOp1 for RouteOp<D> {
     }
 
     fn bwd(&self, logits: &Tensor, _: &Tensor, d_weights: &Tensor) -> Result<Option<Tensor>> {
-        let d_logits = self.gradient(logits, d_weights)?;
+        let call = GuardedCall { layer: &self.layer, group: &self.group, tensors: &HostTensors };
+        let d_logits = call.route_backward(DispatchTokens { x: logits, ids: &self.ids, weights: d_weights })?;
         Ok(Some(into_candle(d_logits, logits.dims(), &self.device)?))
     }
 }

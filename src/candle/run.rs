@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex};
 use candle_core::{Result, Shape, Tensor};
 
 use crate::adapter::{
-    AnyGroup, AnyQuantized, Chained, LayerOutput, OutputCotangents, QuantizedExperts, Sharded, acquire,
+    AnyQuantized, Chained, LayerOutput, OutputCotangents, QuantizedExperts, Sharded, acquire, any_device,
     sources as held_sources, with_sources,
 };
 use crate::error::Error;
@@ -61,11 +61,7 @@ pub struct MoeOutput {
 /// A layer's forward, on the device of its group.
 pub(super) fn forward(group: &DeviceGroup, call: &ForwardInputs<'_>, mode: Mode) -> Result<MoeOutput> {
     let device = group.device();
-    match group.any() {
-        AnyGroup::Cpu(group) => forward_on(On { group, device }, call, mode),
-        #[cfg(feature = "cuda")]
-        AnyGroup::Cuda(group) => forward_on(On { group, device }, call, mode),
-    }
+    any_device!(group.any(), group => forward_on(On { group, device }, call, mode))
 }
 
 fn forward_on<D: Host>(on: On<'_, D>, call: &ForwardInputs<'_>, mode: Mode) -> Result<MoeOutput> {
@@ -138,7 +134,7 @@ fn forward_on<D: Host>(on: On<'_, D>, call: &ForwardInputs<'_>, mode: Mode) -> R
 /// The experts on the group's device.
 fn on_device<D: Host>(experts: &AnyQuantized) -> crate::Result<Arc<QuantizedExperts<D>>> {
     let elsewhere = || Error::invalid(CALL, "experts", "quantized ones on the group's device", "some elsewhere");
-    D::quantized(experts).cloned().ok_or_else(elsewhere)
+    D::own(experts).cloned().ok_or_else(elsewhere)
 }
 
 /// Where the experts' weights come from, if they are no parameters.

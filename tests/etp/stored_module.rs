@@ -4,11 +4,13 @@ use std::path::Path;
 use std::sync::Arc;
 
 use candle_core::{Device, Result as CandleResult, Tensor, Var};
-use moebius::candle::{EpGroup, ExpertParallelMoE, LoadAs, Parameters};
+use candle_nn::VarBuilder;
+use moebius::Error;
+use moebius::candle::{EpGroup, ExpertParallelMoE, LoadAs, Parameters, ShardedIn, ShardedWeights, error_of};
 use moebius::checkpoint::{Checkpoint, LoadOptions};
 use moebius::cpu::Cpu;
 use moebius::ep::{Group, GroupConfig};
-use moebius::etp::{EtpOptions, Phase};
+use moebius::etp::{EtpOptions, Payload, Phase};
 use moebius::layer::{Cotangents, Inputs, Layer, Mode, ParamKind, Wanted};
 
 use super::random::Random;
@@ -56,8 +58,9 @@ fn a_module_of_quantized_shards_is_the_layer_of_the_block() {
                 let chain = place.chain(EtpOptions { pad: 1, prefetch, ..EtpOptions::default() }).unwrap();
                 let chain = Arc::new(chain);
                 let group = EpGroup::new(Group::single(GroupConfig::new(experts, TOKENS)).unwrap());
-                let load = LoadAs::new(Parameters::Trainable).dtype(candle_core::DType::F32);
-                let moe = ExpertParallelMoE::from_checkpoint_stored(&checkpoint, number, group, &chain, load).unwrap();
+                let load = LoadAs::new(Parameters::Trainable).dtype(candle_core::DType::F32).quantized();
+                let shards = ShardedIn { chain: &chain, payload: Payload::Plain, weights: None };
+                let moe = ExpertParallelMoE::from_checkpoint_sharded(&checkpoint, number, group, shards, load).unwrap();
                 let x = Var::from_slice(&x, (TOKENS, hidden), &Device::Cpu).unwrap();
                 let d_y = Tensor::from_slice(&d_y, (TOKENS, hidden), &Device::Cpu).unwrap();
                 let step = || -> CandleResult<[Vec<u32>; 3]> {
@@ -81,6 +84,13 @@ fn a_module_of_quantized_shards_is_the_layer_of_the_block() {
                 chain.end().unwrap();
                 assert_eq!(bits(&y), expected[0]);
                 assert!(moe.to_block().is_err());
+                // Router and shared expert are whole beside such experts.
+                let weights = ShardedWeights::new(&chain, VarBuilder::zeros(candle_core::DType::F32, &Device::Cpu));
+                let shards = ShardedIn { chain: &chain, payload: Payload::Plain, weights: Some(&weights) };
+                let load = LoadAs::new(Parameters::Frozen).quantized();
+                let made = ExpertParallelMoE::from_checkpoint_sharded(&checkpoint, number, moe.group(), shards, load);
+                let error = made.unwrap_err();
+                assert!(matches!(error_of(&error), Some(Error::Invalid { name, .. }) if name == "weights"), "{error}");
             });
         }
     }
