@@ -250,7 +250,7 @@ impl ExpertParallelMoE {
     /// `weights`, of [`all_sharded`](Self::all_sharded): reads this rank's shards only, at whatever number of ranks the
     /// checkpoint was saved ([`Checkpoint::load_shards`] says which rows). [`to_parts`](Self::to_parts) is the way back.
     ///
-    /// Where [`LoadAs::quantized`] says so, the experts (NVFP4, MXFP4, fp8 in blocks) stay as they are stored: frozen
+    /// Where [`LoadAs`] says `quantized`, the experts (NVFP4, MXFP4, fp8 in blocks) stay as they are stored: frozen
     /// shards, which travel as their codes whatever the payload. The product reads the gathered codes, and gradients pass
     /// through them to x and router. [`Parameters`] are those of router and shared expert then; the experts' biases are
     /// frozen with them. A rank holds the block that [`Checkpoint::load_quantized`] reads until it is cut. What the module
