@@ -218,8 +218,10 @@ impl<B: NativeBackend> ShardedParams<B> {
     /// optimizer looks for it. `modules` are those of the passes, all of them; a frozen shard has no gradient.
     ///
     /// # Errors
-    /// As [`Chain::finish`]; what [`begin`](Self::begin) refuses of modules. The chain has the sums still then, and a
-    /// second call gives them; `replicas`, if there are any, are told of what this rank refuses, and call again too.
+    /// As [`Chain::finish`]; what [`begin`](Self::begin) refuses of modules. The other ranks of the chain, and the
+    /// replicas if there are any, are told of what this rank refuses, and each of them gets a typed error. All have the
+    /// gradients still, and a second call of all of them gives the sums; between processes over NCCL a refusal ends the
+    /// communicators.
     pub fn finish<'m, T>(
         &self,
         mut replicas: Option<&mut dyn Communicator<B::Core>>,
@@ -235,8 +237,8 @@ impl<B: NativeBackend> ShardedParams<B> {
             let replicas = replicas.as_mut().map(|comm| &mut **comm as &mut dyn Communicator<B::Core>);
             self.chain.finish(replicas, enqueue)
         });
-        if let (Err(error), false, Some(comm)) = (&given, entered, replicas) {
-            self.chain.refuse_finish(comm, error);
+        if let (Err(error), false) = (&given, entered) {
+            self.chain.refuse_to_finish(replicas, error);
         }
         given?.into_iter().try_for_each(|output| output.register(gradients))
     }

@@ -84,6 +84,27 @@ impl<D: ShardDevice> Chain<D> {
         }
     }
 
+    /// In place of [`finish`](Self::finish), where this rank cannot come to it: the other ranks of the chain and the
+    /// replicas, which wait for it there, get the reason. Nobody is waited for here. All keep their gradients, and call
+    /// again; those that were given theirs already are not told. Not in a capture.
+    #[cfg(feature = "burn")]
+    pub(crate) fn refuse_to_finish(&self, replicas: Option<&mut dyn Communicator<D>>, reason: &Error) {
+        if self.capture_number().is_some() {
+            return;
+        }
+        let inner = self.lock();
+        // Behind the comparison the chain's other ranks meet this one no more, and the replicas only in sums.
+        if self.ranks() > 1 && !inner.compared {
+            drop(inner.gathers.refuse(COUNTS, reason.clone()));
+        }
+        let mut mains = inner.weights.iter().filter_map(|weight| weight.main.as_ref());
+        let expected = !inner.compared || mains.any(|main| !main.summed);
+        drop(inner);
+        if let Some(comm) = replicas.filter(|comm| comm.size() > 1 && expected) {
+            self.refuse_finish(comm, reason);
+        }
+    }
+
     /// What comes before any sum over replicas: main gradients that are whole, on all ranks of the chain, after as many
     /// backward passes, whose number it gives.
     fn count_microbatches(&self, replicas: usize) -> Result<u64> {
