@@ -31,7 +31,6 @@ pub enum AnyChain {
     Cuda(Arc<Chain<Cuda>>),
 }
 
-#[cfg(feature = "candle")]
 impl AnyChain {
     /// The cut of a weight of these sizes, and this rank's place in the chain.
     pub(crate) fn cut(&self, dims: &[usize]) -> crate::Result<(crate::etp::Shards, usize)> {
@@ -39,6 +38,18 @@ impl AnyChain {
             Self::Cpu(chain) => Ok((chain.shards(dims)?, chain.rank())),
             #[cfg(feature = "cuda")]
             Self::Cuda(chain) => Ok((chain.shards(dims)?, chain.rank())),
+        }
+    }
+
+    /// Whether both are one chain.
+    #[cfg(feature = "burn")]
+    pub(crate) fn is(&self, other: &Self) -> bool {
+        match (self, other) {
+            (Self::Cpu(own), Self::Cpu(other)) => Arc::ptr_eq(own, other),
+            #[cfg(feature = "cuda")]
+            (Self::Cuda(own), Self::Cuda(other)) => Arc::ptr_eq(own, other),
+            #[cfg(feature = "cuda")]
+            _ => false,
         }
     }
 }

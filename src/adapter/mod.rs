@@ -14,7 +14,6 @@ mod outputs;
 mod quantized;
 mod selection_bias;
 mod sharded;
-#[cfg(feature = "candle")]
 mod sharded_held;
 mod submit;
 
@@ -36,6 +35,5 @@ pub(crate) use outputs::{DispatchedCotangents, DispatchedPart, LayerOutput, Outp
 #[cfg(feature = "candle")]
 pub use quantized::{AnyQuantized, QuantizedExperts};
 pub(crate) use selection_bias::moved_selection_bias;
-pub(crate) use sharded::{Chained, Sharded, TypedSource, with_sources};
-#[cfg(feature = "candle")]
+pub(crate) use sharded::{Chained, Sharded, TypedSource, param_shard, with_sources};
 pub(crate) use sharded_held::{HeldGradients, HeldGuards, HeldId, HeldWeight, acquire, sources, view};
