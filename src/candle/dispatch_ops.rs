@@ -258,7 +258,7 @@ impl<D: Host> PendingCollectives for PendingDispatch<D> {
         self.group.address()
     }
 
-    fn replicated_vars(&self) -> Vec<TensorId> {
+    fn layer_vars(&self) -> Vec<TensorId> {
         Vec::new()
     }
 
