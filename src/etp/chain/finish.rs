@@ -4,9 +4,9 @@ use crate::comm::{Communicator, Op, ReduceOp, Tag};
 use crate::error::{CommError, Error, Result};
 use crate::tensor::{Tensor, TensorRef};
 
+use crate::etp::buffers::stream_pair::StreamPair;
 use crate::etp::chain::{Chain, ChainState};
 use crate::etp::collective_thread::gather_numbers;
-use crate::etp::stream_pair::StreamPair;
 use crate::etp::{Reduction, ShardDevice, Shares, WeightId};
 
 const CALL: &str = "Chain::finish";
