@@ -338,26 +338,31 @@ mod etp {
         use burn::tensor::{Int, Tensor};
         use moebius::Result;
         use moebius::burn::{ExpertParallelMoE, ShardHolder, ShardedParams};
-        use moebius::etp::Phase;
+        use moebius::etp::{Payload, Phase};
 
         type B = Autodiff<Flex>;
 
         struct Parts {
-            shards: ShardedParams<Flex>,
+            experts: ShardedParams<Flex>,
+            dense: ShardedParams<Flex>,
             moe: ExpertParallelMoE<B>,
             sizes: [usize; 2],
             ids: Tensor<B, 2, Int>,
             loss: fn(Tensor<B, 3>) -> Tensor<B, 1>,
         }
 
-        fn step(Parts { shards, moe, sizes: [vocabulary, hidden], ids, loss }: Parts) -> Result<Tensor<B, 1>> {
+        fn step(parts: Parts) -> Result<Tensor<B, 1>> {
+            let Parts { experts, dense, moe, sizes: [vocabulary, hidden], ids, loss } = parts;
             let device = Default::default();
-            let embed = shards.embedding("embed", EmbeddingConfig::new(vocabulary, hidden).init(&device))?;
-            let head = shards.linear("head", LinearConfig::new(hidden, vocabulary).init(&device))?;
+            let embed = dense.embedding("embed", EmbeddingConfig::new(vocabulary, hidden).init(&device))?;
+            let moe = moe.into_all_sharded(&experts, Payload::Plain, &dense)?;
+            let head = dense.linear("head", LinearConfig::new(hidden, vocabulary).init(&device))?;
             let all: [&dyn ShardHolder<Backend = B>; 3] = [&embed, &moe, &head];
-            shards.begin(Phase::Forward, all)?;
+            experts.begin(Phase::Forward, [&moe])?;
+            dense.begin(Phase::Forward, all)?;
             let loss = loss(head.forward(moe.forward(embed.embed(ids)?)?)?);
-            shards.end()?;
+            experts.end()?;
+            dense.end()?;
             Ok(loss)
         }
     }

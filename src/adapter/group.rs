@@ -80,11 +80,22 @@ impl PerDevice for Chains {
     type Of<D: FrameworkDevice> = Arc<Chain<D>>;
 }
 
-#[cfg(feature = "candle")]
 impl AnyChain {
     /// The cut of a weight of these sizes, and this rank's place in the chain.
     pub(crate) fn cut(&self, dims: &[usize]) -> crate::Result<(crate::etp::Shards, usize)> {
         any_device!(self, chain => Ok((chain.shards(dims)?, chain.rank())))
+    }
+
+    /// Whether both are one chain.
+    #[cfg(feature = "burn")]
+    pub(crate) fn is(&self, other: &Self) -> bool {
+        match (self, other) {
+            (Self::Cpu(own), Self::Cpu(other)) => Arc::ptr_eq(own, other),
+            #[cfg(feature = "cuda")]
+            (Self::Cuda(own), Self::Cuda(other)) => Arc::ptr_eq(own, other),
+            #[cfg(feature = "cuda")]
+            _ => false,
+        }
     }
 }
 

@@ -16,7 +16,6 @@ mod outputs;
 mod quantized;
 mod selection_bias;
 mod sharded;
-#[cfg(feature = "candle")]
 mod sharded_held;
 mod submit;
 mod training_state;
@@ -46,7 +45,6 @@ pub(crate) use outputs::{DispatchedPart, LayerOutput, OutputCotangents};
 #[cfg(feature = "candle")]
 pub(crate) use quantized::{AnyQuantized, QuantizedExperts};
 pub(crate) use selection_bias::moved_selection_bias;
-pub(crate) use sharded::{Chained, Sharded, TypedSource, with_sources};
-#[cfg(feature = "candle")]
+pub(crate) use sharded::{Chained, Sharded, TypedSource, param_shard, with_sources};
 pub(crate) use sharded_held::{HeldGradients, HeldGuards, HeldId, HeldWeight, acquire, sources, view};
 pub(crate) use training_state::{LastForward, TrainingState};

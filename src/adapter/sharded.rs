@@ -4,13 +4,17 @@ use std::fmt::{self, Debug};
 use std::sync::Arc;
 
 use crate::dtype::DType;
+use crate::ep::Membership;
 use crate::error::{Error, Result};
-use crate::etp::{Chain, GradientBuffer, Payload, ShardDevice, ShardSource, ShardedWeight, WeightId, WeightSpec};
+use crate::etp::{
+    Chain, GradientBuffer, Payload, ShardDevice, ShardSource, ShardedWeight, Shards, WeightId, WeightSpec,
+};
 #[cfg(feature = "candle")]
 use crate::etp::{QuantizedWeight, ShardedQuantized};
-#[cfg(feature = "candle")]
-use crate::layer::PerParam;
-use crate::layer::{BackwardProgress, Context, GradientsMut, Layer, ParamKind, ParamViews, Params, RefusalGuard};
+use crate::layer::{
+    BackwardProgress, Context, GradientsMut, Layer, ParamKind, ParamViews, Params, PerParam, RefusalGuard,
+};
+use crate::optim::ParamShard;
 #[cfg(feature = "candle")]
 use crate::quant::Quantized;
 use crate::weights::WeightSource;
@@ -18,7 +22,6 @@ use crate::weights::WeightSource;
 use super::group::{AnyChain, FrameworkDevice};
 #[cfg(feature = "candle")]
 use super::quantized::QuantizedExperts;
-#[cfg(feature = "candle")]
 use super::sharded_held::{HeldId, HeldWeight};
 use super::submit::submit;
 
@@ -38,7 +41,6 @@ pub(crate) struct Sharded {
     #[cfg(feature = "candle")]
     stored: Option<[QuantizedWeight; 2]>,
     /// Of others, each in its chain.
-    #[cfg(feature = "candle")]
     pub(crate) held: PerParam<Option<HeldId>>,
 }
 
@@ -75,7 +77,6 @@ impl Sharded {
             ids,
             #[cfg(feature = "candle")]
             stored: None,
-            #[cfg(feature = "candle")]
             held: PerParam::none(),
         })
     }
@@ -98,7 +99,6 @@ impl Sharded {
     }
 
     /// Whether a parameter is a shard.
-    #[cfg(feature = "candle")]
     pub(crate) fn has(&self, kind: ParamKind) -> bool {
         matches!(kind, ParamKind::Up | ParamKind::Down) || self.held.get(kind).is_some()
     }
@@ -110,10 +110,9 @@ impl Sharded {
     }
 
     /// The cut of the weight of a parameter that is a shard, of these sizes, and this rank's place in it.
-    #[cfg(feature = "candle")]
-    pub(crate) fn cut(&self, kind: ParamKind, dims: &[usize]) -> Result<(crate::etp::Shards, usize)> {
+    fn cut(&self, kind: ParamKind, dims: &[usize]) -> Result<(Shards, usize)> {
         match self.held.get(kind) {
-            Some(held) => held.chain.cut(&crate::etp::Shards::lines(dims)),
+            Some(held) => held.chain.cut(&Shards::lines(dims)),
             None => self.chain.cut(dims),
         }
     }
@@ -126,10 +125,31 @@ impl Sharded {
                 ids: self.ids,
                 #[cfg(feature = "candle")]
                 stored: self.stored.clone(),
-                #[cfg(feature = "candle")]
                 held: super::sharded_held::held_on(&self.held, call)?,
             }),
             None => Err(Error::invalid(call, "chain", "one of the group's device", "another")),
+        }
+    }
+}
+
+/// What a rank holds of a layer's parameter, where shards are those of `sharded`.
+pub(crate) fn param_shard(
+    layer: &Layer,
+    group: &Membership,
+    sharded: Option<&Sharded>,
+    kind: ParamKind,
+) -> Result<ParamShard> {
+    let missing = || Error::invalid("ExpertParallelMoE", kind.name(), "a parameter of the configuration", "another");
+    let dims = kind.dims(layer.config(), group.local_experts).ok_or_else(missing)?;
+    let of_ranks = |dims: &[usize]| match kind.is_replicated() {
+        true => Ok(ParamShard::whole(dims)),
+        false => ParamShard::of_experts(dims, group.rank, group.ranks),
+    };
+    match sharded.filter(|sharded| sharded.has(kind)) {
+        None => of_ranks(&dims),
+        Some(sharded) => {
+            let (cut, place) = sharded.cut(kind, &dims)?;
+            of_ranks(cut.dims())?.shard(&cut, place)
         }
     }
 }
@@ -141,7 +161,6 @@ pub(crate) struct Chained<D: ShardDevice> {
     ids: [WeightId; 2],
     #[cfg(feature = "candle")]
     stored: Option<[QuantizedWeight; 2]>,
-    #[cfg(feature = "candle")]
     pub(crate) held: PerParam<Option<HeldWeight<D>>>,
 }
 
@@ -173,7 +192,6 @@ impl<D: FrameworkDevice> Chained<D> {
     }
 
     /// Whether a parameter is a shard.
-    #[cfg(feature = "candle")]
     pub(crate) fn has(&self, kind: ParamKind) -> bool {
         matches!(kind, ParamKind::Up | ParamKind::Down) || self.held.get(kind).is_some()
     }

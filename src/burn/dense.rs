@@ -70,7 +70,7 @@ fn submit<B: NativeMemory>(call: &DenseCall, weight: &DenseWeight, gradient: Flo
 /// Refuses rows of another width than the weights'.
 fn check<B: NativeMemory>(call: &DenseCall, input: &Input<B>) -> Result<()> {
     let DenseInput::Rows(x) = input else { return Ok(()) };
-    let (dims, width) = (x.shape().to_vec(), call.weights.first().and_then(|weight| weight.dims.first()));
+    let (dims, width) = (x.shape().to_vec(), call.weights.first().and_then(|weight| weight.dims.last()));
     match (&dims[..], width) {
         ([_, .., own], Some(width)) if own == width => Ok(()),
         (_, width) => {
@@ -98,7 +98,9 @@ pub(super) fn run_forward<B: NativeMemory>(
     let whole = whole.collect::<Result<Vec<_>>>()?;
     let (first, second) = parts(call, whole)?;
     match (call.function, input) {
-        (DenseFunction::Linear, DenseInput::Rows(x)) => Ok(B::linear(x.clone(), first, second)),
+        (DenseFunction::Linear, DenseInput::Rows(x)) => {
+            Ok(B::linear(x.clone(), B::float_swap_dims(first, 0, 1), second))
+        }
         (DenseFunction::Embedding, DenseInput::Ids(ids)) => Ok(B::embedding(first, ids.clone())),
         (DenseFunction::RmsNorm { epsilon }, DenseInput::Rows(x)) => {
             // As burn's module computes it.
@@ -135,8 +137,8 @@ pub(super) fn run_backward<B: NativeMemory>(
     let wants = |at: usize| wanted.weights.get(at).copied().unwrap_or(false);
     let (d_x, of_first, of_second) = match (call.function, input) {
         (DenseFunction::Linear, DenseInput::Rows(x)) => (
-            wanted.x.then(|| B::linear_x_backward(first, gradient.clone())),
-            wants(0).then(|| B::linear_weight_backward(x.clone(), gradient.clone())),
+            wanted.x.then(|| B::linear_x_backward(B::float_swap_dims(first, 0, 1), gradient.clone())),
+            wants(0).then(|| B::float_swap_dims(B::linear_weight_backward(x.clone(), gradient.clone()), 0, 1)),
             wants(1).then(|| B::linear_bias_backward(gradient)),
         ),
         (DenseFunction::Embedding, DenseInput::Ids(ids)) => {

@@ -9,7 +9,7 @@ use crate::etp::WeightId;
 /// The computation.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum DenseFunction {
-    /// y = x·W, and + b where there are two weights: `[input, output]` and `[output]`.
+    /// y = x·Wᵀ, and + b where there are two weights: `[output, input]` and `[output]`.
     Linear,
     /// Rows of W `[n, width]` by ids.
     Embedding,

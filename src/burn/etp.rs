@@ -1,27 +1,23 @@
 //! Experts that are sharded over ranks, their shards burn's parameters.
 
 use std::fmt;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use burn::module::Param;
+use burn::module::ParamId;
 use burn::optim::GradientsParams;
-use burn::tensor::backend::{AutodiffBackend, Backend};
-use burn::tensor::ops::FloatTensor;
-use burn::tensor::{Tensor, TensorPrimitive};
+use burn::tensor::backend::AutodiffBackend;
 
-use crate::adapter::{AnyChain, FrameworkDevice, Sharded, TypedSource};
+use crate::adapter::{AnyChain, FrameworkDevice};
 use crate::comm::{Communicator, Op};
 use crate::device::Device;
-use crate::dtype::DType;
 use crate::ep::BackwardFailure;
 use crate::error::{Error, Result};
-use crate::etp::{Chain, Payload, Phase, ShardDevice, ShardSource, WeightId, WeightSpec};
-use crate::layer::ParamKind;
+use crate::etp::{Chain, Phase, ShardSource, WeightId, WeightSpec};
 use crate::tensor::{TensorMut, TensorRef};
 
-use super::backend::{CoreDevice, MoeBackend, Named, NativeBackend, NativeMemory, ResultSpec, between, core_dtype};
+use super::backend::{CoreDevice, MoeBackend, Named, NativeBackend, NativeMemory, ResultSpec, between};
 use super::group::DeviceGroup;
-use super::module::ExpertParallelMoE;
+use super::shard_param::{AnyParam, ParamSource};
 
 const BEGIN: &str = "ShardedParams::begin";
 const FINISH: &str = "ShardedParams::finish";
@@ -73,42 +69,47 @@ pub struct ShardedParams<B: NativeBackend> {
     failure: Arc<BackwardFailure>,
 }
 
-/// A module whose parameters are shards: [`ExpertParallelMoE`] and [`ShardedDense`](super::ShardedDense). A list of both
-/// is one of `&dyn ShardHolder<Backend = B>`.
+/// A module whose parameters are shards: [`ExpertParallelMoE`](super::ExpertParallelMoE) and
+/// [`ShardedDense`](super::ShardedDense). A list of both is one of `&dyn ShardHolder<Backend = B>`.
 pub trait ShardHolder {
     /// Its back end.
     type Backend: MoeBackend;
 
-    /// Its shards; none of a module whose parameters are whole.
+    /// Its shards, a list for each chain; none of a module whose parameters are whole.
     #[doc(hidden)]
-    fn shard_list(&self) -> Option<ShardList<'_, Self::Backend>>;
+    fn shard_lists(&self) -> Vec<ShardList<'_, Self::Backend>>;
+
+    /// The parameters that are shards: their gradients come with [`ShardedParams::finish`], and
+    /// [`reduce_gradients`](super::reduce_gradients) is to leave them out.
+    fn shard_ids(&self) -> Vec<ParamId> {
+        self.shard_lists().iter().flat_map(|list| list.params.iter().map(|(_, param)| param.id())).collect()
+    }
 }
 
 /// Parameters of a module that are shards of one chain.
 #[doc(hidden)]
 #[derive(Debug)]
-pub struct ShardList<'m, M: Backend> {
+pub struct ShardList<'m, M: MoeBackend> {
     pub(super) chain: AnyChain,
     /// The module, for errors.
     pub(super) name: String,
-    pub(super) params: Vec<(WeightId, &'m Param<Tensor<M, 3>>)>,
-}
-
-impl<B: MoeBackend> ShardHolder for ExpertParallelMoE<B> {
-    type Backend = B;
-
-    fn shard_list(&self) -> Option<ShardList<'_, B>> {
-        let sharded = self.sharded.as_ref()?;
-        let params = sharded.ids.into_iter().zip([&self.experts.up, &self.experts.down]).collect();
-        Some(ShardList { chain: sharded.chain().clone(), name: format!("layer {}", self.layer.number()), params })
-    }
+    pub(super) params: Vec<(WeightId, &'m dyn AnyParam<M>)>,
 }
 
 /// Parameters that were added to a chain.
 struct Registered<B: NativeBackend> {
     shards: Vec<(WeightId, Arc<ParamSource<B>>)>,
-    /// Group and number of the first layer.
-    first: Option<(DeviceGroup, u32)>,
+    /// Where ranks wait that are told of a pass that this one cannot begin.
+    first: Option<FirstWait<B>>,
+}
+
+/// Where the other ranks of a model wait for one that is in no pass, beside the chain.
+#[derive(Clone)]
+pub(super) enum FirstWait<B: NativeBackend> {
+    /// In a layer of a group.
+    Layer(DeviceGroup, u32),
+    /// In another chain, of all ranks.
+    Chain(Arc<Chain<B::Core>>),
 }
 
 impl<B: NativeBackend> fmt::Debug for ShardedParams<B> {
@@ -117,51 +118,15 @@ impl<B: NativeBackend> fmt::Debug for ShardedParams<B> {
     }
 }
 
-/// This rank's shard of a weight, as the last [`ShardedParams::begin`] found it.
-struct ParamSource<B: NativeMemory> {
-    device: B::Core,
-    dtype: DType,
-    /// `[S, C]`.
-    dims: [usize; 2],
-    tensor: RwLock<B::Shared>,
-}
-
-impl<B: NativeMemory> fmt::Debug for ParamSource<B> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "ParamSource{:?}", self.dims)
-    }
-}
-
-impl<B: NativeMemory> ShardSource<B::Core> for ParamSource<B> {
-    fn read(&self, visit: &mut dyn FnMut(TensorRef<'_, B::Core>) -> Result<()>) -> Result<()> {
-        let tensor = self.tensor.read().unwrap_or_else(PoisonError::into_inner);
-        visit(B::view_shared(&self.device, &tensor)?.reshape(&self.dims)?)
-    }
-}
-
-impl<B: NativeMemory> ParamSource<B> {
-    /// Refuses a parameter that is not `[1, S, C]` of the shard's type.
-    fn check(&self, call: &'static str, shape: &[usize], dtype: burn::tensor::DType) -> Result<()> {
-        let [rows, width] = self.dims;
-        Error::check_shape(call, "shard", &[1, rows, width], shape)?;
-        Error::check_dtype(call, "shard", self.dtype, core_dtype(call, "shard", dtype)?)
-    }
-
-    /// Takes another tensor; gives back the one before.
-    fn replace(&self, tensor: B::Shared) -> B::Shared {
-        std::mem::replace(&mut *self.tensor.write().unwrap_or_else(PoisonError::into_inner), tensor)
-    }
-}
-
 /// A parameter of a module with the shard that it is.
 struct ShardParam<'m, M: MoeBackend> {
     id: WeightId,
     shard: Arc<ParamSource<M::Native>>,
-    param: &'m Param<Tensor<M, 3>>,
+    param: &'m dyn AnyParam<M>,
 }
 
 impl<B: NativeBackend> ShardedParams<B> {
-    /// Over a chain, to which [`ExpertParallelMoE::into_sharded`] adds experts, and [`linear`](Self::linear) and its like
+    /// Over a chain, to which [`ExpertParallelMoE::into_sharded`](super::ExpertParallelMoE::into_sharded) adds experts, and [`linear`](Self::linear) and its like
     /// dense weights.
     pub fn new(chain: Arc<Chain<B::Core>>) -> Self {
         let registered = Mutex::new(Registered { shards: Vec::new(), first: None });
@@ -218,8 +183,10 @@ impl<B: NativeBackend> ShardedParams<B> {
     /// optimizer looks for it. `modules` are those of the passes, all of them; a frozen shard has no gradient.
     ///
     /// # Errors
-    /// As [`Chain::finish`]; what [`begin`](Self::begin) refuses of modules. The chain has the sums still then, and a
-    /// second call gives them; `replicas`, if there are any, are told of what this rank refuses, and call again too.
+    /// As [`Chain::finish`]; what [`begin`](Self::begin) refuses of modules. The other ranks of the chain, and the
+    /// replicas if there are any, are told of what this rank refuses, and each of them gets a typed error. All have the
+    /// gradients still, and a second call of all of them gives the sums; between processes over NCCL a refusal ends the
+    /// communicators.
     pub fn finish<'m, T>(
         &self,
         mut replicas: Option<&mut dyn Communicator<B::Core>>,
@@ -235,8 +202,8 @@ impl<B: NativeBackend> ShardedParams<B> {
             let replicas = replicas.as_mut().map(|comm| &mut **comm as &mut dyn Communicator<B::Core>);
             self.chain.finish(replicas, enqueue)
         });
-        if let (Err(error), false, Some(comm)) = (&given, entered, replicas) {
-            self.chain.refuse_finish(comm, error);
+        if let (Err(error), false) = (&given, entered) {
+            self.chain.refuse_to_finish(replicas, error);
         }
         given?.into_iter().try_for_each(|output| output.register(gradients))
     }
@@ -248,7 +215,7 @@ impl<B: NativeBackend> ShardedParams<B> {
     {
         let device = self.chain.device();
         let share = |ShardParam { shard, param, .. }: ShardParam<'m, T::Backend>| -> Result<_> {
-            let tensor = B::contiguous(native(param));
+            let tensor = B::contiguous(param.native());
             Ok((shard, B::share(device, Named { name: "shard", tensor: &tensor })?))
         };
         let shared = self.params(call, modules)?.into_iter().map(share).collect::<Result<Vec<_>>>()?;
@@ -258,12 +225,17 @@ impl<B: NativeBackend> ShardedParams<B> {
         Ok(())
     }
 
-    /// Tells the other ranks, which are in the pass or in the model's first layer, why this one is not.
+    /// Tells the other ranks, which are in the pass, in that of the chain of what is not expert, or in the model's first
+    /// layer, why this one is not.
     fn tell(&self, error: &Error) {
         self.chain.refuse_pass(error);
         let first = self.registered().first.clone();
-        if let Some((group, layer)) = first.filter(|(group, _)| group.ranks() > 1) {
-            group.any().refuse(layer, Op::Prepare, &error.to_string());
+        match first {
+            Some(FirstWait::Layer(group, layer)) if group.ranks() > 1 => {
+                group.any().refuse(layer, Op::Prepare, &error.to_string());
+            }
+            Some(FirstWait::Chain(dense)) => dense.refuse_pass(error),
+            _ => {}
         }
     }
 
@@ -280,7 +252,7 @@ impl<B: NativeBackend> ShardedParams<B> {
         let device = self.chain.device();
         // Before the chain's work is put behind burn's, as burn may have work to do on their memory first.
         let params = self.params(FINISH, modules)?;
-        let (tracked, frozen): (Vec<_>, Vec<_>) = params.into_iter().partition(|p| p.param.is_require_grad());
+        let (tracked, frozen): (Vec<_>, Vec<_>) = params.into_iter().partition(|p| p.param.is_tracked());
         let mut outputs = tracked.into_iter().map(|p| ShardOutput::new(device, p)).collect::<Result<Vec<_>>>()?;
         let filled = between::<B, _>(
             device,
@@ -316,27 +288,52 @@ impl<B: NativeBackend> ShardedParams<B> {
         let registered = self.registered();
         let mut params: Vec<ShardParam<'m, T::Backend>> = Vec::new();
         for module in modules {
-            let Some(ShardList { chain, name, params: own }) = module.shard_list() else { continue };
-            if !B::Core::chain(&chain).is_some_and(|own| Arc::ptr_eq(own, &self.chain)) {
+            let lists = module.shard_lists();
+            let is_own = |list: &ShardList<'_, _>| {
+                B::Core::chain(&list.chain).is_some_and(|chain| Arc::ptr_eq(chain, &self.chain))
+            };
+            if !lists.is_empty() && !lists.iter().any(is_own) {
                 return Err(Error::invalid(call, "module", "one of this chain", "one of another"));
             }
-            for (id, param) in own {
-                let shard =
-                    registered.shards.iter().find(|(other, _)| *other == id).map(|(_, shard)| Arc::clone(shard));
-                let other = || Error::invalid(call, "module", "one that these parameters were made with", "another");
-                let shard = shard.ok_or_else(other)?;
-                if params.iter().any(|other| other.id == id) {
-                    let found = format!("{name} twice");
-                    return Err(Error::invalid(call, "modules", "each once", found));
+            for ShardList { name, params: own, .. } in lists.into_iter().filter(is_own) {
+                for (id, param) in own {
+                    let shard =
+                        registered.shards.iter().find(|(other, _)| *other == id).map(|(_, shard)| Arc::clone(shard));
+                    let other =
+                        || Error::invalid(call, "module", "one that these parameters were made with", "another");
+                    let shard = shard.ok_or_else(other)?;
+                    if params.iter().any(|other| other.id == id) {
+                        let found = format!("{name} twice");
+                        return Err(Error::invalid(call, "modules", "each once", found));
+                    }
+                    shard.check(call, param)?;
+                    params.push(ShardParam { id, shard, param });
                 }
-                shard.check(call, &param.dims(), param.dtype())?;
-                params.push(ShardParam { id, shard, param });
             }
         }
         match registered.shards.len() {
             all if all == params.len() => Ok(params),
             all => Err(Error::invalid(call, "weights", format!("all {all}"), params.len())),
         }
+    }
+
+    /// Adds a weight whose shard is a parameter.
+    pub(super) fn add(&self, spec: WeightSpec, source: Arc<ParamSource<B>>) -> Result<WeightId> {
+        let id = self.chain.add(spec, Arc::clone(&source) as Arc<dyn ShardSource<B::Core>>)?;
+        self.registered().shards.push((id, source));
+        Ok(id)
+    }
+
+    /// Counts the experts of a layer, which are in the chain already; `first`: where ranks wait for one that is in no
+    /// pass, if this is the model's first layer.
+    pub(super) fn register(
+        &self,
+        experts: impl IntoIterator<Item = (WeightId, Arc<ParamSource<B>>)>,
+        first: FirstWait<B>,
+    ) {
+        let mut registered = self.registered();
+        registered.shards.extend(experts);
+        registered.first.get_or_insert(first);
     }
 
     /// Holders leave it whole, so a panic elsewhere does not matter.
@@ -348,14 +345,14 @@ impl<B: NativeBackend> ShardedParams<B> {
 /// A shard's gradient in burn's memory.
 struct ShardOutput<'m, M: MoeBackend> {
     id: WeightId,
-    param: &'m Param<Tensor<M, 3>>,
+    param: &'m dyn AnyParam<M>,
     memory: <M::Native as NativeMemory>::Output,
 }
 
 impl<'m, M: MoeBackend> ShardOutput<'m, M> {
     fn new(device: &CoreDevice<M>, ShardParam { id, shard, param }: ShardParam<'m, M>) -> Result<Self> {
         let spec = ResultSpec { dtype: shard.dtype.accumulator(), dims: &param.dims() };
-        Ok(Self { id, param, memory: M::Native::output(device, &native(param), spec)? })
+        Ok(Self { id, param, memory: M::Native::output(device, &param.native(), spec)? })
     }
 
     /// Its memory, to be filled.
@@ -368,147 +365,7 @@ impl<'m, M: MoeBackend> ShardOutput<'m, M> {
     where
         M: AutodiffBackend,
     {
-        let gradient = tensor::<M>(M::Native::float(self.memory)?).inner();
-        let dtype = self.param.dtype();
-        let gradient = if gradient.dtype() == dtype { gradient } else { gradient.cast(dtype) };
-        gradients.register::<M::InnerBackend, 3>(self.param.id, gradient);
+        self.param.register(M::Native::float(self.memory)?, gradients);
         Ok(())
     }
-}
-
-impl<B: MoeBackend> ExpertParallelMoE<B> {
-    /// The module with `experts.up` and `experts.down` sharded over the ranks of a chain, to which they are added: their
-    /// parameters become this rank's shards, `[1, S, C]` as [`Chain::shards`] cuts `[L, G·I, H]` and `[L, H, I]`, under
-    /// the same ids; the [`Payload`] says how they travel. The ranks of the chain hold the same experts, and this rank's
-    /// shard is cut from its own. Whole weights are there one layer at a time, if each is sharded as soon as it is made
-    /// or loaded.
-    ///
-    /// A forward runs in a [`Phase::Forward`] of [`ShardedParams`], a backward in a [`Phase::Backward`]; the shards'
-    /// gradients are not among backward's, but come with [`ShardedParams::finish`].
-    ///
-    /// # Errors
-    /// Experts that are sharded already; a group on another device than the chain's, or on a GPU on another stream, whose
-    /// work would be in no order with the chain's; a chain that is in use. After an error of a pass every rank of the
-    /// chain calls [`Chain::recover`].
-    pub fn into_sharded(self, shards: &ShardedParams<B::Native>, payload: Payload) -> Result<Self> {
-        const CALL: &str = "ExpertParallelMoE::into_sharded";
-        if self.sharded.is_some() {
-            return Err(Error::invalid(CALL, "experts", "whole weights", "shards"));
-        }
-        self.check_chain(CALL, shards)?;
-        let up = Cut::new(shards, ParamKind::Up.name(), &self.experts.up)?;
-        let down = Cut::new(shards, ParamKind::Down.name(), &self.experts.down)?;
-        self.with_cuts(shards, payload, [up, down])
-    }
-
-    /// The same of a module whose `experts.up` and `experts.down` are this rank's shards already, `[1, S, C]`.
-    pub(super) fn with_shards(self, shards: &ShardedParams<B::Native>, payload: Payload) -> Result<Self> {
-        const CALL: &str = "ShardedParams::load";
-        self.check_chain(CALL, shards)?;
-        let cut = |kind: ParamKind, param: &Param<Tensor<B, 3>>| {
-            let dims = kind.dims(self.layer.config(), self.group.local_experts()).unwrap_or_default();
-            let [rows, width] = shards.chain.shards(&dims)?.shard_dims();
-            Error::check_shape(CALL, kind.name(), &[1, rows, width], &param.dims())?;
-            Cut::shared(shards.chain.device(), kind.name(), [rows, width], param.clone())
-        };
-        let cuts = [cut(ParamKind::Up, &self.experts.up)?, cut(ParamKind::Down, &self.experts.down)?];
-        self.with_cuts(shards, payload, cuts)
-    }
-
-    /// Refuses a chain whose work is in no order with the group's.
-    fn check_chain(&self, call: &'static str, shards: &ShardedParams<B::Native>) -> Result<()> {
-        let Some(group) = self.group.on::<CoreDevice<B>>() else {
-            let found = format!("one of {}", self.group.any().device());
-            return Err(Error::invalid(call, "group", "one of the chain's device", found));
-        };
-        if CoreDevice::<B>::ENQUEUES && !shards.chain.device().shares_stream_with(group.lock().device()) {
-            let expected = "one on the chain's device, stream and all (a clone of it)";
-            return Err(Error::invalid(call, "group", expected, "one on another stream, or another GPU"));
-        }
-        Ok(())
-    }
-
-    /// Adds the experts to the chain.
-    fn with_cuts(
-        mut self,
-        shards: &ShardedParams<B::Native>,
-        payload: Payload,
-        [up, down]: [Cut<B>; 2],
-    ) -> Result<Self> {
-        let local = self.group.local_experts();
-        let sharded = Sharded::new(&shards.chain, payload, &self.layer, local, [up.shard(), down.shard()])?;
-        let mut registered = shards.registered();
-        registered.shards.extend(sharded.ids.into_iter().zip([up.source, down.source]));
-        registered.first.get_or_insert_with(|| (self.group.clone(), self.layer.number()));
-        drop(registered);
-        (self.experts.up, self.experts.down) = (up.param, down.param);
-        self.sharded = Some(sharded);
-        Ok(self)
-    }
-}
-
-/// This rank's shard of a whole weight.
-pub(super) struct Cut<B: MoeBackend> {
-    source: Arc<ParamSource<B::Native>>,
-    param: Param<Tensor<B, 3>>,
-}
-
-impl<B: MoeBackend> Cut<B> {
-    pub(super) fn new(shards: &ShardedParams<B::Native>, name: &str, param: &Param<Tensor<B, 3>>) -> Result<Self> {
-        let (chain, whole) = (&shards.chain, B::Native::contiguous(native(param)));
-        let device = chain.device();
-        let shards = chain.shards(&param.dims())?;
-        let [rows, width] = shards.shard_dims();
-        let view = B::Native::view(device, Named { name, tensor: &whole })?;
-        let dtype = view.dtype();
-        let mut output = B::Native::output(device, &whole, ResultSpec { dtype, dims: &[1, rows, width] })?;
-        let cut = || {
-            let shard = shards.cut(device, view, chain.rank())?;
-            device.copy(shard.view().data(), B::Native::view_mut(&mut output)?.into_data())?;
-            Ok(shard)
-        };
-        drop(between::<B::Native, _>(device, |_| (), cut)?);
-        let shard = tensor::<B>(B::Native::float(output)?).set_require_grad(param.is_require_grad());
-        Self::shared(device, name, [rows, width], Param::initialized(param.id, shard))
-    }
-
-    /// Of a parameter that is the shard, of so many rows and columns.
-    fn shared(device: &CoreDevice<B>, name: &str, dims: [usize; 2], param: Param<Tensor<B, 3>>) -> Result<Self> {
-        let tensor = B::Native::contiguous(native(&param));
-        let named = || Named { name, tensor: &tensor };
-        let dtype = B::Native::view(device, named())?.dtype();
-        let tensor = RwLock::new(B::Native::share(device, named())?);
-        Ok(Self { source: Arc::new(ParamSource { device: device.clone(), dtype, dims, tensor }), param })
-    }
-
-    /// The shard's type.
-    pub(super) fn dtype(&self) -> DType {
-        self.source.dtype
-    }
-
-    /// Adds a weight of its own to the chain: its place there, and the shard as a parameter.
-    pub(super) fn add(
-        self,
-        shards: &ShardedParams<B::Native>,
-        spec: WeightSpec,
-    ) -> Result<(WeightId, Param<Tensor<B, 3>>)> {
-        let id = shards.chain.add(spec, Arc::clone(&self.source) as Arc<dyn ShardSource<CoreDevice<B>>>)?;
-        shards.registered().shards.push((id, self.source));
-        Ok((id, self.param))
-    }
-
-    fn shard(&self) -> TypedSource<CoreDevice<B>> {
-        TypedSource {
-            dtype: self.source.dtype,
-            source: Arc::clone(&self.source) as Arc<dyn ShardSource<CoreDevice<B>>>,
-        }
-    }
-}
-
-fn native<B: MoeBackend>(param: &Param<Tensor<B, 3>>) -> FloatTensor<B::Native> {
-    B::to_native(param.val().into_primitive().tensor())
-}
-
-fn tensor<B: MoeBackend>(native: FloatTensor<B::Native>) -> Tensor<B, 3> {
-    Tensor::from_primitive(TensorPrimitive::Float(B::from_native(native)))
 }

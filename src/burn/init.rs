@@ -8,7 +8,7 @@ use burn::tensor::ops::FloatTensor;
 use burn::tensor::{Shape, Tensor, TensorData, TensorMetadata, TensorPrimitive};
 
 use crate::adapter::{self, HostTensor};
-use crate::checkpoint::{Block, BlockParams, Checkpoint, LoadOptions, ShardOptions};
+use crate::checkpoint::{Block, BlockParams, BlockShards, Checkpoint, LoadOptions, ShardOptions};
 use crate::comm::Op;
 use crate::config::{MoeConfig, Payload};
 use crate::cpu::Cpu;
@@ -23,6 +23,7 @@ use super::config::ExpertParallelMoEConfig;
 use super::etp::ShardedParams;
 use super::group::DeviceGroup;
 use super::module::{ExpertParallelMoE, Experts, Router, SharedExpert};
+use super::sharded_module::ShardsTo;
 
 const INIT: &str = "ExpertParallelMoEConfig::init";
 const FROM_BLOCK: &str = "ExpertParallelMoE::from_block";
@@ -135,7 +136,8 @@ impl<B: Backend> ExpertParallelMoE<B> {
     /// [`gather_blocks`](crate::checkpoint::gather_blocks) joins all ranks'.
     ///
     /// # Errors
-    /// Parameters of types that the layer has not; experts that are shards ([`ShardedParams::to_blocks`] takes them).
+    /// Parameters of types that the layer has not; experts that are shards ([`ShardedParams::to_blocks`] takes them, and
+    /// [`to_parts`](Self::to_parts)).
     pub fn to_block(&self) -> Result<Block> {
         const CALL: &str = "ExpertParallelMoE::to_block";
         if self.sharded.is_some() {
@@ -174,7 +176,8 @@ impl<B: NativeBackend> ShardedParams<B> {
     /// chain's ranks, of which each gets the whole.
     ///
     /// # Errors
-    /// A pass that runs; what [`begin`](Self::begin) refuses of modules, which the chain's other ranks are told;
+    /// A pass that runs; modules of which [all](ExpertParallelMoE::into_all_sharded) is sharded, which
+    /// [`to_parts`](ExpertParallelMoE::to_parts) saves; what [`begin`](Self::begin) refuses of modules, which the chain's other ranks are told;
     /// parameters of types that the layer has not; the collectives'. Every rank then calls
     /// [`Chain::recover`](crate::etp::Chain::recover).
     pub fn to_blocks<'m, M: MoeBackend<Native = B>>(
@@ -183,6 +186,13 @@ impl<B: NativeBackend> ShardedParams<B> {
     ) -> Result<Vec<Block>> {
         const CALL: &str = "ShardedParams::to_blocks";
         let (chain, modules) = (self.chain(), modules.into_iter().collect::<Vec<_>>());
+        let held = |module: &&ExpertParallelMoE<M>| {
+            module.sharded.as_ref().is_some_and(|sharded| sharded.held.present().next().is_some())
+        };
+        if modules.iter().any(held) {
+            let expected = "whole but for the experts' weights";
+            return Err(Error::invalid(CALL, "parameters", expected, "shards (ExpertParallelMoE::to_parts has them)"));
+        }
         if chain.in_pass() {
             return Err(Error::invalid(CALL, "pass", "none", "one that runs"));
         }
@@ -232,22 +242,56 @@ impl<B: NativeBackend> ShardedParams<B> {
         group: impl Into<DeviceGroup>,
         device: &M::Device,
     ) -> Result<ExpertParallelMoE<M>> {
-        const CALL: &str = "ShardedParams::load";
-        let (group, chain) = (group.into(), self.chain());
-        let options = LoadOptions { rank: group.rank(), ranks: group.ranks(), dtype: from.dtype };
-        let cut = ShardOptions { rank: chain.rank(), ranks: chain.ranks(), pad: chain.options().pad };
-        let Block { config, params } = from.checkpoint.load_shard(from.layer, options, cut)?;
-        let layer = group.any().layer(CALL, config.into(), Some(from.layer as u32))?;
-        let mut params = params.into_per_param();
-        for kind in [ParamKind::Up, ParamKind::Down] {
-            let shard = params[kind].take();
-            let cubed = |shard: tensor::Tensor<Cpu>| {
-                let dims = [&[1], shard.dims()].concat();
-                shard.reshape(&dims)
+        let to = ShardsTo { experts: self, payload: from.payload, dense: None };
+        from.load("ShardedParams::load", to, group.into(), device)
+    }
+
+    /// The same, sharded as by [`ExpertParallelMoE::into_all_sharded`]: of router, shared expert and biases too this rank
+    /// reads its shards alone.
+    ///
+    /// # Errors
+    /// As [`load`](Self::load), with [`Checkpoint::load_shards`] and [`ExpertParallelMoE::into_all_sharded`].
+    pub fn load_all<M: MoeBackend<Native = B>>(
+        &self,
+        from: ShardedLoad<'_>,
+        dense: &Self,
+        group: impl Into<DeviceGroup>,
+        device: &M::Device,
+    ) -> Result<ExpertParallelMoE<M>> {
+        let to = ShardsTo { experts: self, payload: from.payload, dense: Some(dense) };
+        from.load("ShardedParams::load_all", to, group.into(), device)
+    }
+}
+
+impl ShardedLoad<'_> {
+    fn load<M: MoeBackend>(
+        self,
+        call: &'static str,
+        to: ShardsTo<'_, M>,
+        group: DeviceGroup,
+        device: &M::Device,
+    ) -> Result<ExpertParallelMoE<M>> {
+        let options = LoadOptions { rank: group.rank(), ranks: group.ranks(), dtype: self.dtype };
+        let cut = |shards: &ShardedParams<M::Native>| {
+            let chain = shards.chain();
+            ShardOptions { rank: chain.rank(), ranks: chain.ranks(), pad: chain.options().pad }
+        };
+        let shards = BlockShards { experts: cut(to.experts), dense: to.dense.map(cut) };
+        let Block { config, params } = self.checkpoint.load_shards(self.layer, options, shards, &mut |_| {})?;
+        let layer = group.any().layer(call, config.into(), Some(self.layer as u32))?;
+        // In as many dimensions as the whole parameter has.
+        let shaped = |kind: ParamKind, t: Option<tensor::Tensor<Cpu>>| -> Result<_> {
+            let dimensions = kind.dims(layer.config(), group.local_experts()).map_or(0, |dims| dims.len());
+            let Some(t) = t else { return Ok(None) };
+            let dims = match (dimensions, t.dims()) {
+                (1, dims) => vec![dims.iter().product()],
+                (3, &[rows, width]) => vec![1, rows, width],
+                (_, dims) => dims.to_vec(),
             };
-            params[kind] = shard.map(cubed).transpose()?;
-        }
-        assemble(&mut Loaded::<M> { params, device }, layer, &group)?.with_shards(self, from.payload)
+            t.reshape(&dims).map(Some)
+        };
+        let params = params.into_per_param().try_map(shaped)?;
+        assemble(&mut Loaded::<M> { params, device }, layer, &group)?.with_shards(call, to)
     }
 }
 

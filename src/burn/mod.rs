@@ -149,7 +149,8 @@
 //! Where experts do not fit a rank's memory, [`ShardedParams`] shares their weights, gradients and optimizer state among
 //! the ranks that hold the same ones; each weight is gathered ahead of its use. [`ShardedParams::load`] loads shards of a
 //! published checkpoint, [`ShardedParams::to_blocks`] gives them whole to be saved. Linear layers, embeddings and norms
-//! are shards of a chain as [`ShardedDense`].
+//! are shards of a chain as [`ShardedDense`], routers and shared experts by [`ExpertParallelMoE::into_all_sharded`];
+//! `to_parts` of both has what a rank saves.
 //!
 //! # Optimizers
 //! burn's own step element by element on whatever a rank holds: experts, shards, replicated parameters. They keep
@@ -209,7 +210,9 @@ mod module;
 mod native;
 mod reduce;
 mod run;
+mod shard_param;
 mod sharded_dense;
+mod sharded_module;
 #[cfg(test)]
 mod tests;
 mod train;
@@ -231,4 +234,4 @@ pub use module::{
     SharedExpertRecord,
 };
 pub use reduce::{ReduceOptions, reduce_gradients, reduce_gradients_over};
-pub use sharded_dense::{ShardedDense, ShardedDenseRecord};
+pub use sharded_dense::{DenseLoad, ShardedDense, ShardedDenseRecord};

@@ -15,6 +15,7 @@ use crate::metrics::Load;
 
 use super::backend::{Details, LayerCall, MoeBackend, Operands, Outputs, primitive, tensor_of};
 use super::group::DeviceGroup;
+use super::shard_param::AnyParam;
 
 /// A Mixture-of-Experts layer over the ranks of a group. Made by
 /// [`ExpertParallelMoEConfig::init`](super::ExpertParallelMoEConfig::init), [`from_block`](Self::from_block) or
@@ -80,7 +81,8 @@ pub struct Router<B: Backend> {
 /// Parameters of a rank's routed experts.
 #[derive(Module, Debug)]
 pub struct Experts<B: Backend> {
-    /// `[L, G·I, H]`; where experts are [sharded](ExpertParallelMoE::into_sharded) `[1, S, C]`, this rank's shard.
+    /// `[L, G·I, H]`; where experts are [sharded](ExpertParallelMoE::into_sharded) `[1, S, C]`, this rank's shard. Other
+    /// parameters have these sizes unless [all](ExpertParallelMoE::into_all_sharded) is sharded.
     pub up: Param<Tensor<B, 3>>,
     /// `[L, G·I]`.
     pub up_bias: Option<Param<Tensor<B, 2>>>,
@@ -158,6 +160,46 @@ impl<B: Backend> ExpertParallelMoE<B> {
 }
 
 impl<B: MoeBackend> ExpertParallelMoE<B> {
+    /// A parameter, whatever the number of its dimensions.
+    pub(super) fn any_param(&self, kind: ParamKind) -> Option<&dyn AnyParam<B>> {
+        let (router, experts, shared) = (&self.router, &self.experts, self.shared.as_ref());
+        fn any<B: MoeBackend, const D: usize>(param: &Param<Tensor<B, D>>) -> &dyn AnyParam<B> {
+            param
+        }
+        match kind {
+            ParamKind::Router => Some(&router.weight),
+            ParamKind::RouterBias => router.bias.as_ref().map(any),
+            ParamKind::SelectionBias => router.selection_bias.as_ref().map(any),
+            ParamKind::Up => Some(&experts.up),
+            ParamKind::UpBias => experts.up_bias.as_ref().map(any),
+            ParamKind::Down => Some(&experts.down),
+            ParamKind::DownBias => experts.down_bias.as_ref().map(any),
+            ParamKind::SharedUp => shared.map(|s| any(&s.up)),
+            ParamKind::SharedDown => shared.map(|s| any(&s.down)),
+            ParamKind::SharedGate => shared.and_then(|s| s.gate.as_ref()).map(any),
+        }
+    }
+
+    /// The same, to be changed.
+    pub(super) fn any_param_mut(&mut self, kind: ParamKind) -> Option<&mut dyn AnyParam<B>> {
+        let (router, experts, shared) = (&mut self.router, &mut self.experts, self.shared.as_mut());
+        fn any<B: MoeBackend, const D: usize>(param: &mut Param<Tensor<B, D>>) -> &mut dyn AnyParam<B> {
+            param
+        }
+        match kind {
+            ParamKind::Router => Some(&mut router.weight),
+            ParamKind::RouterBias => router.bias.as_mut().map(any),
+            ParamKind::SelectionBias => router.selection_bias.as_mut().map(any),
+            ParamKind::Up => Some(&mut experts.up),
+            ParamKind::UpBias => experts.up_bias.as_mut().map(any),
+            ParamKind::Down => Some(&mut experts.down),
+            ParamKind::DownBias => experts.down_bias.as_mut().map(any),
+            ParamKind::SharedUp => shared.map(|s| any(&mut s.up)),
+            ParamKind::SharedDown => shared.map(|s| any(&mut s.down)),
+            ParamKind::SharedGate => shared.and_then(|s| s.gate.as_mut()).map(any),
+        }
+    }
+
     /// Output for `[T, H]` or `[B, S, H]` (any leading dimensions); the number of tokens may differ between ranks and
     /// be 0. A collective of all ranks. Applies no jitter; leaves auxiliary losses out.
     ///
@@ -224,8 +266,9 @@ impl<B: Backend> ExpertParallelMoE<B> {
         [up.id, down.id].into_iter().chain(self.expert_bias_ids()).collect()
     }
 
-    /// Those of them that are biases, which stay whole where experts are [sharded](Self::into_sharded): their gradients
-    /// are to be summed over the ranks that hold the same experts.
+    /// Those of them that are biases, which stay whole where experts are [sharded](Self::into_sharded), and are shards
+    /// where [all](Self::into_all_sharded) is: the gradients of whole ones are to be summed over the ranks that hold the
+    /// same experts.
     pub fn expert_bias_ids(&self) -> Vec<ParamId> {
         let Experts { up_bias, down_bias, .. } = &self.experts;
         [up_bias, down_bias].into_iter().flatten().map(|bias| bias.id).collect()

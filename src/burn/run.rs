@@ -3,7 +3,10 @@
 use burn::tensor::TensorMetadata;
 use burn::tensor::ops::FloatTensor;
 
-use crate::adapter::{Chained, OutputCotangents, with_sources};
+use crate::adapter::{
+    Chained, HeldGradients, HeldGuards, HeldWeight, OutputCotangents, acquire, sources as held_sources, view,
+    with_sources,
+};
 use crate::device::Device;
 use crate::dtype::DType;
 use crate::error::Result;
@@ -116,8 +119,11 @@ pub(super) fn run_forward<B: NativeMemory>(
             // Before the call: nothing of the back end's fails behind it.
             let y = B::view_mut(&mut results.y)?;
             let details = results.details.as_mut().map(DetailResults::view_mut).transpose()?;
+            let held = experts.as_ref().map(|experts| held_sources(&experts.held, backward)).transpose()?;
+            let guards = held.as_ref().map(|held| acquire(&core, held)).transpose()?;
+            let weights = views.gathered(experts.as_ref().map(|experts| &experts.held).zip(guards.as_ref()))?;
             let sources = experts.as_ref().map(|experts| experts.sources(backward)).transpose()?;
-            let params = with_sources(&views.params, sources.as_ref());
+            let params = with_sources(&weights, sources.as_ref());
             let inputs = Inputs { x: views.x.borrow(), params: &params };
             let made = call.layer.forward_into(entry.enter(), mode, inputs, y)?;
             if let Some(details) = details {
@@ -188,7 +194,7 @@ pub(super) fn run_backward<B: NativeMemory>(
     let made = RefusalGuard::backward(&call.layer, &mut group).run(|entry| {
         let experts = experts::<B>(call, BACKWARD)?;
         // The gradients of shards come from their chain.
-        let elsewhere = |kind: ParamKind| experts.is_some() && matches!(kind, ParamKind::Up | ParamKind::Down);
+        let elsewhere = |kind: ParamKind| experts.as_ref().is_some_and(|experts| experts.has(kind));
         let (views, y, aux, mut made) = B::together(&operands.x, || {
             let views = Views::<B>::new(&core, operands)?;
             let view = |name, tensor| B::view(&core, Named { name, tensor });
@@ -202,16 +208,23 @@ pub(super) fn run_backward<B: NativeMemory>(
                 made.x = Some(like(views.x)?);
             }
             for kind in ParamKind::ALL.into_iter().filter(|&kind| tracked.makes(kind) && !elsewhere(kind)) {
-                made.params[kind] = views.params.get(kind).map(like).transpose()?;
+                made.params[kind] = views.params[kind].map(like).transpose()?;
             }
             Ok((views, y, aux, made))
         })?;
         let cotangents = Cotangents { y, aux: aux.map_or(Scalar::Host(call.aux_scale), Scalar::Device) };
         let trained = tracked.makes(ParamKind::Up) || tracked.makes(ParamKind::Down);
+        let progress = context.progress();
         ordered::<B, _>(&call.group, &core, || {
+            let held = experts.as_ref().map(|experts| &experts.held);
+            let gathers = held.map(|held| held_sources(held, true)).transpose()?;
+            let guards = gathers.as_ref().map(|gathers| acquire(&core, gathers)).transpose()?;
+            let weights = views.gathered(held.zip(guards.as_ref()))?;
             let sources = experts.as_ref().map(|experts| experts.sources(true)).transpose()?;
             let mut shards =
                 experts.as_ref().filter(|_| trained).map(|experts| experts.gradients(&context)).transpose()?;
+            let others = held.map(|held| HeldGradients::new(held, |kind| tracked.params[kind]));
+            let mut others = others.transpose()?;
             let mut into = GradientsMut::none();
             into.x = made.x.as_mut().map(B::view_mut).transpose()?;
             for (kind, output) in made.params.as_mut() {
@@ -222,13 +235,16 @@ pub(super) fn run_backward<B: NativeMemory>(
             if let Some(shards) = &mut shards {
                 shards.view_in(&mut into)?;
             }
-            let params = with_sources(&views.params, sources.as_ref());
+            if let Some(others) = &mut others {
+                others.view_in(&mut into)?;
+            }
+            let params = with_sources(&weights, sources.as_ref());
             let inputs = Inputs { x: views.x.borrow(), params: &params };
             call.layer.backward_into(entry.enter(), context, inputs, cotangents, into)?;
-            match shards {
-                Some(shards) => shards.submit(&call.layer, entry, [tracked.params.up, tracked.params.down]),
-                None => Ok(()),
+            if let Some(shards) = shards {
+                shards.submit(&call.layer, entry, [tracked.params.up, tracked.params.down])?;
             }
+            others.map_or(Ok(()), |others| others.submit(&call.layer, &progress, entry))
         })?;
         Ok(made)
     });
@@ -238,7 +254,7 @@ pub(super) fn run_backward<B: NativeMemory>(
 /// Views of one call's tensors.
 struct Views<'a, B: NativeMemory> {
     x: TensorRef<'a, B::Core>,
-    params: ParamViews<'a, B::Core>,
+    params: PerParam<Option<TensorRef<'a, B::Core>>>,
 }
 
 impl<'a, B: NativeMemory> Views<'a, B> {
@@ -246,7 +262,22 @@ impl<'a, B: NativeMemory> Views<'a, B> {
         let view = |name, tensor| B::view(core, Named { name, tensor });
         Ok(Self {
             x: view("x", &operands.x)?,
-            params: ParamViews::collect(|kind| operands.params.get(kind).map(|t| view(kind.name(), t)).transpose())?,
+            params: operands.params.as_ref().try_map(|kind, t| t.as_ref().map(|t| view(kind.name(), t)).transpose())?,
+        })
+    }
+
+    /// The parameters, of those that are gathered the whole weights.
+    fn gathered<'g>(&'g self, gathered: Option<Gathered<'g, '_, B>>) -> Result<ParamViews<'g, B::Core>> {
+        ParamViews::collect(|kind| {
+            let held = gathered.and_then(|(held, guards)| held.get(kind).zip(guards.get(kind)));
+            match held {
+                Some((held, guard)) => view(held, guard).map(Some),
+                None => Ok(self.params.get(kind).map(TensorRef::borrow)),
+            }
         })
     }
 }
+
+/// Weights that the layer holds, gathered.
+type Gathered<'a, 'g, B> =
+    (&'a PerParam<Option<HeldWeight<<B as NativeMemory>::Core>>>, &'a HeldGuards<'g, <B as NativeMemory>::Core>);

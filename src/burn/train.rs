@@ -16,6 +16,7 @@ use crate::lazy::Lazy;
 use crate::metrics::Load;
 
 use super::backend::{LayerCall, MoeBackend};
+use super::etp::ShardHolder;
 use super::module::ExpertParallelMoE;
 use super::reduce::{GradientReduction, ReduceOptions, over_group};
 
@@ -89,7 +90,7 @@ impl<B: Backend> ExpertParallelMoE<B> {
 }
 
 impl<B: AutodiffBackend + MoeBackend> ExpertParallelMoE<B> {
-    /// Sums the gradients of the parameters that every rank holds (router, shared expert) over the ranks, in one
+    /// Sums the gradients of the parameters that every rank holds whole (router, shared expert) over the ranks, in one
     /// collective for all; an absent gradient counts as zeros. Call it on every rank before the optimizer's step. For
     /// more than one layer, and for what is around them, [`reduce_gradients`](super::reduce_gradients) takes a whole
     /// model at once.
@@ -97,8 +98,8 @@ impl<B: AutodiffBackend + MoeBackend> ExpertParallelMoE<B> {
     /// # Errors
     /// As [`reduce_gradients`](super::reduce_gradients).
     pub fn reduce_gradients(&self, gradients: &mut GradientsParams) -> Result<()> {
-        let experts = self.expert_ids();
-        let options = ReduceOptions::except(&experts);
+        let own = [self.expert_ids(), self.shard_ids()].concat();
+        let options = ReduceOptions::except(&own);
         let reduction = GradientReduction { layer: self.layer.number(), module: self, options, backend: PhantomData };
         over_group(&self.group, reduction, gradients)
     }

@@ -132,7 +132,7 @@ impl<D: Host> PendingCollectives for DispatchStep<D> {
         self.pending.routing.group.address()
     }
 
-    fn replicated_vars(&self) -> Vec<TensorId> {
+    fn layer_vars(&self) -> Vec<TensorId> {
         Vec::new()
     }
 

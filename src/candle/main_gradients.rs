@@ -199,6 +199,11 @@ impl MainGradients {
         if self.experts.wide { widened } else { |own| own }
     }
 
+    /// Whether a variable's sum so far lies in no memory that kernels add to.
+    pub(super) fn is_elsewhere(&self, of: &Tensor) -> bool {
+        self.sums.get(of).is_some() && !self.experts.of.get(&of.id()).is_some_and(|main| main.shown)
+    }
+
     /// The sums alone.
     pub fn into_store(self) -> GradStore {
         self.sums
@@ -292,6 +297,14 @@ pub(super) fn writes_experts() {
             memory.written = true;
         }
     });
+}
+
+/// What the layers' kernels have added up of an expert's gradient, in the backward that runs on this thread.
+pub(super) fn expert_sum(of: &Tensor) -> Option<Tensor> {
+    RUNNING.with_borrow(|memory| {
+        let main = memory.as_ref()?.of.get(&of.id())?;
+        main.holds.then(|| main.tensor.clone())
+    })
 }
 
 /// Lends memory to the backward that runs on this thread.

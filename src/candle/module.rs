@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use candle_core::{Device, Result, Tensor, Var};
 
-use crate::adapter::{AnyQuantized, Sharded, TrainingState};
+use crate::adapter::{AnyQuantized, Sharded, TrainingState, param_shard};
 #[cfg(doc)]
 use crate::checkpoint::Checkpoint;
 use crate::checkpoint::{Block, BlockParams, RankBlock, RankPart};
@@ -78,20 +78,7 @@ impl ExpertParallelMoE {
 
     /// This rank's shard of a parameter.
     pub(super) fn param_shard(&self, kind: ParamKind) -> crate::Result<ParamShard> {
-        let missing =
-            || Error::invalid("ExpertParallelMoE", kind.name(), "a parameter of the configuration", "another");
-        let dims = kind.dims(self.layer.config(), self.group.local_experts()).ok_or_else(missing)?;
-        let of_ranks = |dims: &[usize]| match kind.is_replicated() {
-            true => Ok(ParamShard::whole(dims)),
-            false => ParamShard::of_experts(dims, self.group.rank(), self.group.ranks()),
-        };
-        match self.sharded.as_ref().filter(|sharded| sharded.has(kind)) {
-            None => of_ranks(&dims),
-            Some(sharded) => {
-                let (cut, place) = sharded.cut(kind, &dims)?;
-                of_ranks(cut.dims())?.shard(&cut, place)
-            }
-        }
+        param_shard(&self.layer, self.group.any().membership(), self.sharded.as_ref(), kind)
     }
 
     /// This rank's parts of the layer, for [`Checkpoint::save_parts`]: nothing is copied before it is written.

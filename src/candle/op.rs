@@ -215,10 +215,9 @@ impl<D: Host> PendingCollectives for PendingBackward<D> {
         self.group.address()
     }
 
-    fn replicated_vars(&self) -> Vec<TensorId> {
+    fn layer_vars(&self) -> Vec<TensorId> {
         let is_shard = |kind| self.experts.as_ref().is_some_and(|experts| experts.has(kind));
-        let trained =
-            self.params.present().filter(|(kind, t)| kind.is_replicated() && t.is_variable() && !is_shard(*kind));
+        let trained = self.params.present().filter(|(kind, t)| t.is_variable() && !is_shard(*kind));
         trained.filter(|(kind, _)| *kind != ParamKind::SelectionBias).map(|(_, t)| t.id()).collect()
     }
 

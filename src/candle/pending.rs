@@ -22,8 +22,9 @@ pub(super) trait PendingCollectives: Send + Sync {
     fn stage(&self) -> BackwardStage;
     /// The same for all operations of one group.
     fn group(&self) -> usize;
-    /// Variables that all ranks of the group hold whose gradients this backward gives, once for each use.
-    fn replicated_vars(&self) -> Vec<TensorId>;
+    /// Variables of layers whose gradients this backward gives, once for each use: those that all ranks of the group
+    /// hold, and experts'.
+    fn layer_vars(&self) -> Vec<TensorId>;
     /// Meets the other ranks, which wait in this backward or are on their way to it, as a failure.
     fn refuse(&self, reason: &str);
 }
@@ -103,11 +104,11 @@ pub(super) fn reason(error: &candle_core::Error) -> String {
     }
 }
 
-/// How often the backward of `loss` will give a gradient of a variable that all ranks hold, by layers.
+/// How often the backward of `loss` will give a gradient of a layer's variable, by layers.
 pub(super) fn calls_of(loss: &Tensor) -> HashMap<TensorId, usize> {
     let mut calls = HashMap::new();
     for operation in operations_of(loss).iter().filter(|operation| operation.stage() == BackwardStage::Waiting) {
-        for var in operation.replicated_vars() {
+        for var in operation.layer_vars() {
             *calls.entry(var).or_default() += 1;
         }
     }

@@ -16,7 +16,7 @@ use crate::layer::PerParam;
 use super::error::framework;
 use super::host::{Host, copy_of, into_candle, with_views};
 use super::layer_gradients::{LayerGradients, during};
-use super::main_gradients::{MainGradients, added};
+use super::main_gradients::{MainGradients, added, expert_sum};
 use super::module::ExpertParallelMoE;
 use super::pending::calls_of;
 use super::reduce::{Bucket, summand};
@@ -25,7 +25,8 @@ const CALL: &str = "MainGradients::reduce";
 
 /// Sums of [`MainGradients`] over the ranks of a group, and over data-parallel replicas of it, in f32 (f64 for f64), in
 /// buckets, in rank order. A thread carries them beside the computation:
-/// [`MainGradients::backward_reduced`] begins those of a layer's router and shared expert as soon as they are whole.
+/// [`MainGradients::backward_reduced`] begins those of a layer as soon as they are whole: of router and shared expert, and
+/// of its experts over the replicas.
 ///
 /// ```
 /// use std::time::Duration;
@@ -118,8 +119,8 @@ impl<D: Host> GradientReducer<D> {
         self
     }
 
-    /// Has the sums of these wait for the end of backward: layers' parameters that other operations of the model use as
-    /// well, such as a penalty on a router's weight. The same on every rank.
+    /// Has the sums of these wait for the end of backward: layers' parameters, experts among them, that other operations of
+    /// the model use as well, such as a penalty on a router's weight. The same on every rank.
     pub fn with_late_vars(mut self, vars: &[Var]) -> Self {
         self.late.extend(vars.iter().map(|var| var.id()));
         self
@@ -218,14 +219,61 @@ fn tag(layer: u32, number: usize) -> Tag {
 /// Gradients of a running backward that leave for their sums as soon as they are whole.
 struct SumsDuringBackward<D: Host> {
     sums: Arc<GradientSums<D>>,
-    /// Calls of layers that are still to run, by the variable that they use.
+    /// Calls of layers that are still to run, by the variable that they use: those whose sums begin beside backward.
     remaining: HashMap<TensorId, usize>,
     /// The sums before this backward, and the type of those to come.
     before: GradStore,
     type_of: fn(DType) -> DType,
     /// This backward's so far, each with its variable.
     new: HashMap<TensorId, (Tensor, Tensor)>,
-    begun: Vec<BegunSum<D>>,
+    begun: BegunSums<D>,
+    bucket_bytes: usize,
+}
+
+/// Sums that have begun beside a backward.
+#[derive(Debug)]
+struct BegunSums<D: Host> {
+    /// Of what all ranks of the group hold.
+    replicated: Vec<BegunSum<D>>,
+    /// Of experts, over the replicas.
+    experts: Vec<BegunSum<D>>,
+}
+
+impl<D: Host> Default for BegunSums<D> {
+    fn default() -> Self {
+        Self { replicated: Vec::new(), experts: Vec::new() }
+    }
+}
+
+impl<D: Host> BegunSums<D> {
+    fn len(&self) -> usize {
+        self.replicated.len() + self.experts.len()
+    }
+}
+
+/// Variables in sums that have begun.
+fn begun_of<D: Host>(begun: &[BegunSum<D>]) -> impl Iterator<Item = &Tensor> {
+    begun.iter().flat_map(|begun| &begun.bucket)
+}
+
+impl<D: Host> SumsDuringBackward<D> {
+    /// Begins the sums of a layer's experts over the replicas, if this was the last call that adds to them.
+    fn begin_experts(&mut self, layer: u32, params: &PerParam<Option<Tensor>>) -> crate::Result<()> {
+        let mut whole = Vec::new();
+        for (_, t) in params.present().filter(|(kind, _)| !kind.is_replicated()) {
+            let Some(remaining) = self.remaining.get_mut(&t.id()) else { continue };
+            *remaining = remaining.saturating_sub(1);
+            // Of one that candle's own way has led to, the sum is not here.
+            whole.extend(expert_sum(t).filter(|_| *remaining == 0).map(|sum| (t.clone(), sum)));
+        }
+        let sum = |of: &Tensor| whole.iter().find(|(t, _)| t.id() == of.id()).map(|(_, sum)| sum.clone());
+        for bucket in buckets(&whole, self.bucket_bytes, |(t, _)| summand(&t)) {
+            let tag = tag(layer, self.begun.len());
+            let bucket = bucket.iter().map(|(t, _)| t.clone()).collect();
+            self.begun.experts.push(BegunSum::begin(&self.sums, (tag, false), bucket, &sum)?);
+        }
+        Ok(())
+    }
 }
 
 impl<D: Host> LayerGradients for SumsDuringBackward<D> {
@@ -264,8 +312,9 @@ impl<D: Host> LayerGradients for SumsDuringBackward<D> {
             }
             let tag = tag(layer, self.begun.len());
             let gradient = |of: &Tensor| sums.get(&of.id()).cloned();
-            self.begun.push(BegunSum::begin(&self.sums, (tag, true), whole, &gradient)?);
+            self.begun.replicated.push(BegunSum::begin(&self.sums, (tag, true), whole, &gradient)?);
         }
+        self.begin_experts(layer, params)?;
         Ok(taken)
     }
 }
@@ -277,8 +326,8 @@ impl MainGradients {
     /// # Errors
     /// Gradients that have been summed already. On every rank of the group and of its replicas: a rank that has failed, or
     /// that is here after another number of microbatches; a communicator's. The gradients are as they were on all of
-    /// them, or, where the experts' sums over replicas had begun, on none: the step begins anew, [`reset`](Self::reset)
-    /// has been done. Where the communicators survive, the reducer works on.
+    /// them, or, where the experts' sums over replicas were being taken, on none: the step begins anew, and
+    /// [`reset`](Self::reset) has been done. Where the communicators survive, the reducer works on.
     pub fn reduce<D: Host>(&mut self, reducer: &GradientReducer<D>) -> Result<()> {
         self.check_not_reduced()?;
         if reducer.sums.is_alone() {
@@ -286,12 +335,13 @@ impl MainGradients {
             return Ok(());
         }
         reducer.agree(self.microbatches())?;
-        Ok(self.reduce_rest(reducer, Vec::new())?)
+        Ok(self.reduce_rest(reducer, BegunSums::default())?)
     }
 
     /// [`backward`](Self::backward) of a step's last microbatch and [`reduce`](Self::reduce), with the same bits: the
-    /// sums of a layer's router and shared expert begin as soon as the layer's last backward in this graph has made them
-    /// whole, and go on beside the rest of backward; the others follow.
+    /// sums of a layer's router and shared expert, and those of its experts over replicas, begin as soon as the layer's
+    /// last backward in this graph has made them whole, and go on beside the rest of backward; the others follow. The
+    /// experts' sums under way are copies of their gradients, in f32 (f64 for f64).
     ///
     /// # Errors
     /// As [`backward`](Self::backward) and [`reduce`](Self::reduce). After one of `reduce` the microbatch is part of the
@@ -307,8 +357,9 @@ impl MainGradients {
         // The backward to come is counted.
         reducer.agree(self.microbatches() + 1)?;
         let mut remaining = calls_of(loss);
-        let early = reducer.replicated.iter().map(Tensor::id).filter(|id| !reducer.late.contains(id));
-        let known: HashSet<TensorId> = early.collect();
+        let experts = reducer.experts.iter().filter(|t| reducer.sums.has_replicas() && !self.is_elsewhere(t));
+        let early = reducer.replicated.iter().chain(experts).map(Tensor::id);
+        let known: HashSet<TensorId> = early.filter(|id| !reducer.late.contains(id)).collect();
         remaining.retain(|id, _| known.contains(id));
         let mut before = GradStore::default();
         for t in &reducer.replicated {
@@ -322,7 +373,8 @@ impl MainGradients {
             before,
             type_of: self.type_of(),
             new: HashMap::new(),
-            begun: Vec::new(),
+            begun: BegunSums::default(),
+            bucket_bytes: reducer.bucket_bytes,
         }));
         // Of variables whose sums have begun, one that another operation has given a gradient of.
         let mut in_part = None;
@@ -337,6 +389,9 @@ impl MainGradients {
                         None => new.clone(),
                     };
                     gradients.insert(var, all);
+                }
+                for var in begun_of(&during_backward.borrow().begun.experts) {
+                    in_part = gradients.get(var).map(|_| var.dims().to_vec()).or(in_part.take());
                 }
                 Ok(())
             })
@@ -356,12 +411,12 @@ impl MainGradients {
     }
 
     /// Sums what has not begun to be summed, and takes all sums.
-    fn reduce_rest<D: Host>(&mut self, reducer: &GradientReducer<D>, begun: Vec<BegunSum<D>>) -> crate::Result<()> {
+    fn reduce_rest<D: Host>(&mut self, reducer: &GradientReducer<D>, begun: BegunSums<D>) -> crate::Result<()> {
         let mut tags = Tags { next: begun.len() };
-        let replicated = self.replicated_sums(reducer, &mut tags, begun);
+        let replicated = self.replicated_sums(reducer, &mut tags, begun.replicated);
         let replicated = replicated.map_err(|error| reducer.fail(error))?;
         if reducer.sums.has_replicas() {
-            let experts = self.sum_experts(reducer, &mut tags);
+            let experts = self.sum_experts(reducer, &mut tags, begun.experts);
             experts.map_err(|error| {
                 self.reset();
                 reducer.fail(error)
@@ -382,7 +437,7 @@ impl MainGradients {
         begun: Vec<BegunSum<D>>,
     ) -> crate::Result<Vec<(Tensor, Tensor)>> {
         let sums = &reducer.sums;
-        let early: HashSet<TensorId> = begun.iter().flat_map(|begun| &begun.bucket).map(Tensor::id).collect();
+        let early: HashSet<TensorId> = begun_of(&begun).map(Tensor::id).collect();
         let others: Vec<&Tensor> = reducer.replicated.iter().filter(|t| !early.contains(&t.id())).collect();
         let mut all = begun;
         for of in buckets(&others, reducer.bucket_bytes, summand) {
@@ -396,11 +451,22 @@ impl MainGradients {
         Ok(split)
     }
 
-    /// Sums the experts' gradients over the replicas, nearly all of a model's bytes, a bucket at a time: each takes its
-    /// gradients' place. When one rank returns, every rank has them.
-    fn sum_experts<D: Host>(&mut self, reducer: &GradientReducer<D>, tags: &mut Tags) -> crate::Result<()> {
+    /// Takes the experts' sums over the replicas that have begun, and sums the other experts' gradients a bucket at a
+    /// time: each sum takes its gradients' place. When one rank returns, every rank has them.
+    fn sum_experts<D: Host>(
+        &mut self,
+        reducer: &GradientReducer<D>,
+        tags: &mut Tags,
+        begun: Vec<BegunSum<D>>,
+    ) -> crate::Result<()> {
         let sums = &reducer.sums;
-        let experts: Vec<&Tensor> = reducer.experts.iter().collect();
+        let early: HashSet<TensorId> = begun_of(&begun).map(Tensor::id).collect();
+        for begun in begun {
+            for (of, sum) in begun.finish(sums)?.split(self.store())? {
+                self.sums_mut().insert(&of, sum);
+            }
+        }
+        let experts: Vec<&Tensor> = reducer.experts.iter().filter(|t| !early.contains(&t.id())).collect();
         for of in buckets(&experts, reducer.bucket_bytes, summand) {
             let sum = self.begin(sums, (tags.next(), false), of)?.finish(sums)?;
             for (of, sum) in sum.split(self.store())? {

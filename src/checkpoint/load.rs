@@ -255,14 +255,17 @@ impl Checkpoint {
         Ok(Block { params: BlockParams::of(CALL, tensors.into_iter().collect())?, config })
     }
 
+    /// Any tensor, or the error that there is none of this name.
+    pub(super) fn find_tensor(&self, name: &str) -> Result<Stored<'_>> {
+        self.stored(name)?.ok_or_else(|| {
+            let (path, tensor) = (self.files.dir().display().to_string(), name.to_string());
+            CheckpointError::Missing { path, tensor, expected: "one of this name".to_string() }.into()
+        })
+    }
+
     /// A rank's shard of the lines of any tensor.
     pub(super) fn load_tensor_shard(&self, name: &str, dtype: Option<DType>, cut: ShardOptions) -> Result<Tensor<Cpu>> {
-        let find = || {
-            self.stored(name)?.ok_or_else(|| {
-                let (path, tensor) = (self.files.dir().display().to_string(), name.to_string());
-                CheckpointError::Missing { path, tensor, expected: "one of this name".to_string() }.into()
-            })
-        };
+        let find = || self.find_tensor(name);
         let stored = find()?;
         let natural = self.natural(stored.form);
         let dtype = dtype.unwrap_or(natural);

@@ -332,6 +332,14 @@ impl Checkpoint {
         self.load_tensor(name, dtype)
     }
 
+    /// Sizes of any tensor by its name on disk, of a quantized one those of what it stands for; nothing is read.
+    ///
+    /// # Errors
+    /// [`CheckpointError`](crate::CheckpointError) for a missing tensor.
+    pub fn tensor_dims(&self, name: &str) -> Result<Vec<usize>> {
+        self.find_tensor(name).map(|stored| stored.dims)
+    }
+
     /// A rank's shard of any tensor's [lines](crate::etp::Shards::lines), padding zeros: of a matrix it reads these rows.
     ///
     /// # Errors

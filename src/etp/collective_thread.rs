@@ -25,12 +25,12 @@ use crate::dtype::DType;
 use crate::error::{CommError, Error, Result};
 use crate::tensor::{Tensor, TensorMut, TensorRef};
 
-use crate::etp::buffer_cache::{Buffer, BufferCache, BufferId, BufferKey};
+use crate::etp::buffers::cache::{Buffer, BufferCache, BufferId, BufferKey};
+use crate::etp::buffers::stream_pair::{StreamPair, TransferBuffer};
 use crate::etp::fault::{CALL, not_capturable_error};
-use crate::etp::in_place;
-use crate::etp::quantized_shard::QuantizedShard;
-use crate::etp::source::ShardSource;
-use crate::etp::stream_pair::{StreamPair, TransferBuffer};
+use crate::etp::shards::in_place;
+use crate::etp::shards::quantized::QuantizedShard;
+use crate::etp::shards::source::ShardSource;
 use crate::etp::{Reduction, ShardDevice};
 
 /// A rank's shard on its way to the others.
@@ -40,7 +40,7 @@ pub(in crate::etp) enum GatherInput<D: ShardDevice> {
     Plain(Arc<dyn ShardSource<D>>),
     /// As it was cast.
     ShardCodes(Arc<QuantizedShard<D>>),
-    /// It lies in its place of what is gathered (`in_place.rs`).
+    /// It lies in its place of what is gathered (`shards/in_place.rs`).
     Placed,
 }
 
@@ -533,8 +533,8 @@ pub(crate) fn recover<D: Device>(comm: &mut dyn Communicator<D>, tag: Tag, reaso
 mod tests {
     use super::*;
     use crate::cpu::{Cpu, ThreadWorld};
-    use crate::etp::buffer_cache::BufferUsage;
-    use crate::etp::source::Shard;
+    use crate::etp::buffers::cache::BufferUsage;
+    use crate::etp::shards::source::Shard;
 
     /// A rank whose computation cannot be waited for tells the others, which are in the collective's collective; its
     /// next collective meets theirs.

@@ -21,18 +21,11 @@
 //!
 //! `docs/etp.md` says when it pays and what it needs of memory.
 
-mod buffer_cache;
+mod buffers;
 mod chain;
 mod collective_thread;
 mod fault;
-mod in_place;
-#[cfg(any(test, feature = "candle"))]
-mod initial;
-mod quantized_shard;
 mod shards;
-mod source;
-mod stored_weight;
-mod stream_pair;
 #[cfg(test)]
 mod test_ranks;
 
@@ -47,19 +40,19 @@ use crate::quant::Codec;
 use crate::tensor::{TensorMut, TensorRef};
 
 pub use crate::config::Payload;
+pub(crate) use buffers::stream_pair::StreamPair;
 pub use chain::Chain;
 pub use chain::collective_state::{ChainTraffic, CollectiveState};
 pub use chain::gather::ShardedWeight;
 pub use chain::reduce::GradientBuffer;
 pub use chain::report::ChainMemory;
+pub use chain::stored_weight::{QuantizedWeight, ShardedQuantized};
 #[cfg(feature = "candle")]
 pub(crate) use collective_thread::recover;
-#[cfg(feature = "candle")]
-pub(crate) use initial::{Distribution, initial_values};
 pub use shards::Shards;
-pub use source::{Shard, ShardSource};
-pub use stored_weight::{QuantizedWeight, ShardedQuantized};
-pub(crate) use stream_pair::StreamPair;
+#[cfg(feature = "candle")]
+pub(crate) use shards::initial::{Distribution, initial_values};
+pub use shards::source::{Shard, ShardSource};
 
 /// Calls that sharded weights need of a device beside its kernels.
 pub trait ShardDevice: Kernels + Codec {

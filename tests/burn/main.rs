@@ -25,6 +25,7 @@ mod order;
 mod reduce;
 mod sharded;
 mod sharded_dense;
+mod sharded_model;
 mod support;
 #[path = "../common/trials.rs"]
 mod trials;
@@ -51,6 +52,7 @@ fn main() -> ExitCode {
         ("reduce", reduce::cases()),
         ("sharded", sharded::cases()),
         ("sharded_dense", sharded_dense::cases()),
+        ("sharded_model", sharded_model::cases()),
         ("user", user::cases()),
     ];
     for (file, cases) in files {

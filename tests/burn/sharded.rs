@@ -458,43 +458,67 @@ fn sums_are_kept_until_all_modules_are_given() {
     sums_are_kept::<Flex>(Mesh { world: 4, ep: 2 });
 }
 
-/// Replicas hear of modules that one of them is not given, and all call again.
-fn replicas_hear_of_a_finish_that_one_refuses() {
-    let config = config();
-    let run = |wrong: bool| {
-        let comms = ThreadWorld::create(2, LONG).into_iter().enumerate();
-        thread::scope(|scope| {
-            let start = |(rank, mut comm): (usize, ThreadComm)| {
-                let config = &config;
-                scope.spawn(move || {
-                    let solo = || Box::new(Solo::new(Cpu::poisoning())) as Box<dyn Communicator<Cpu>>;
-                    let (comms, device) = (Comms { gather: solo(), reduce: solo() }, Cpu::poisoning());
-                    let options = EtpOptions { replicas: 2, ..EtpOptions::default() };
-                    let shards = ShardedParams::<Flex>::new(Arc::new(Chain::new(device, comms, options).unwrap()));
-                    let group = Flex::group(device, solo());
-                    let model = Model::<B>::new(config, &group).sharded(&shards, Payload::Plain);
-                    let mut gradients = passes(&model, &shards, rank);
-                    if wrong {
-                        let modules = if rank == 1 { &model.layers[..1] } else { &model.layers };
-                        let error = shards.finish(Some(&mut comm), modules, &mut gradients).unwrap_err();
-                        let as_meant = match rank {
-                            1 => error.to_string().contains("all 4"),
-                            _ => matches!(&error, Error::Comm(CommError::Refused { peer: 1, reason, .. })
-                                if reason.contains("all 4")),
-                        };
-                        assert!(as_meant, "rank {rank}: {error:?}");
-                    }
-                    shards.finish(Some(&mut comm), &model.layers, &mut gradients).unwrap();
-                    of_experts(&model, &gradients)
-                })
-            };
-            let threads: Vec<_> = comms.map(start).collect();
-            threads.into_iter().map(|thread| thread.join().unwrap()).collect::<Vec<_>>()
-        })
+/// Ranks whose layers are whole on each, in chains of N as replicas of each other.
+fn on_replicas<T: Send>(
+    [replicas, n]: [usize; 2],
+    run: impl Fn(usize, ShardedParams<Flex>, &mut dyn Communicator<Cpu>) -> T + Sync,
+) -> Vec<T> {
+    let mesh = Mesh { world: replicas * n, ep: n };
+    // Those that divide the experts of a mesh divide the shards here.
+    let comms = |place: fn(Mesh, usize) -> (usize, usize)| {
+        mesh.parts(|rank| place(mesh, rank), |members| ThreadWorld::create(members.len(), LONG))
     };
-    let expected = run(false);
-    assert_eq!(expected[0], expected[1], "the replicas' sums");
-    assert_eq!(run(true), expected);
+    let ranks = comms(Mesh::experts).zip(comms(Mesh::experts)).zip(comms(Mesh::data));
+    thread::scope(|scope| {
+        let start = |(rank, ((gather, reduce), mut replica)): (usize, ((ThreadComm, ThreadComm), ThreadComm))| {
+            let run = &run;
+            scope.spawn(move || {
+                let comms = Comms { gather: Box::new(gather) as Comm<Flex>, reduce: Box::new(reduce) };
+                let options = EtpOptions { replicas, ..EtpOptions::default() };
+                let chain = Chain::new(Cpu::poisoning(), comms, options).unwrap();
+                run(rank, ShardedParams::new(Arc::new(chain)), &mut replica)
+            })
+        };
+        let threads: Vec<_> = ranks.enumerate().map(start).collect();
+        threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+    })
+}
+
+/// The last rank is not given all modules: the other ranks of its chain hear of it, and the replicas of all of these,
+/// before anyone calls again.
+fn ranks_hear_of_a_finish_that_one_refuses() {
+    let config = config();
+    for parts in [[2, 1], [4, 1], [1, 2], [1, 4], [2, 2]] {
+        let world = parts[0] * parts[1];
+        let told = Barrier::new(world);
+        let run = |wrong: bool| {
+            on_replicas(parts, |rank, shards, replicas| {
+                let group = Flex::group(Cpu::poisoning(), Box::new(Solo::new(Cpu::poisoning())));
+                let model = Model::<B>::new(&config, &group).sharded(&shards, Payload::Plain);
+                let mut gradients = passes(&model, &shards, rank);
+                if wrong {
+                    let last = rank + 1 == world;
+                    let modules = if last { &model.layers[..1] } else { &model.layers };
+                    let outcome = shards.finish(Some(&mut *replicas), modules, &mut gradients);
+                    told.wait();
+                    let error = outcome.unwrap_err();
+                    let as_meant = match &error {
+                        Error::Comm(CommError::Refused { reason, .. }) => !last && reason.contains("all 4"),
+                        error => last && error.to_string().contains("all 4"),
+                    };
+                    assert!(as_meant, "rank {rank} of {parts:?}: {error:?}");
+                }
+                shards.finish(Some(replicas), &model.layers, &mut gradients).unwrap();
+                of_experts(&model, &gradients)
+            })
+        };
+        let expected = run(false);
+        let [_, n] = parts;
+        for (rank, sums) in expected.iter().enumerate() {
+            assert_eq!(*sums, expected[rank % n], "the replicas' sums, {parts:?}");
+        }
+        assert_eq!(run(true), expected, "{parts:?}");
+    }
 }
 
 /// The last rank's modules are refused: it has its own error, every other rank one that is no timeout, and all go on.
@@ -704,7 +728,7 @@ tests! {
     shards_sent_quantized_give_what_a_rank_alone_does,
     frozen_shards_have_no_gradient,
     sums_are_kept_until_all_modules_are_given,
-    replicas_hear_of_a_finish_that_one_refuses,
+    ranks_hear_of_a_finish_that_one_refuses,
     a_rank_that_cannot_begin_tells_the_others,
     sharded_experts_of_a_checkpoint_are_saved_whole,
     a_begin_that_fails_changes_no_parameter,

@@ -111,8 +111,8 @@ impl<Bk: MoeBackend> Sharded<Bk> {
     }
 }
 
-/// Losses, and weights at the end: of embedding, linear layer, its bias, `up`, `down`, output layer and norm, and of the
-/// router.
+/// Losses, and weights at the end: of embedding, linear layer (`[output, input]`), its bias, `up`, `down`, output layer
+/// (likewise) and norm, and of the router.
 type Trained = (Vec<f32>, Vec<Vec<f32>>, Vec<f32>);
 
 fn train_whole(place: Place<Flex>, norm: bool) -> Trained {
@@ -128,11 +128,11 @@ fn train_whole(place: Place<Flex>, norm: bool) -> Trained {
     }
     let mut weights = vec![
         floats(model.embed.weight.val()),
-        floats(model.proj.weight.val()),
+        floats(model.proj.weight.val().transpose()),
         floats(model.proj.bias.unwrap().val()),
         floats(model.moe.experts.up.val()),
         floats(model.moe.experts.down.val()),
-        floats(model.head.weight.val()),
+        floats(model.head.weight.val().transpose()),
     ];
     weights.extend(model.norm.map(|norm| floats(norm.gamma.val())));
     (losses, weights, floats(model.moe.router.weight.val()))
@@ -177,7 +177,7 @@ fn cut(whole: &[f32], dims: &[usize], ranks: usize, rank: usize) -> Vec<f32> {
 }
 
 fn sizes() -> Vec<Vec<usize>> {
-    vec![vec![VOCABULARY, H], vec![H, H], vec![H], vec![E, 2 * I, H], vec![E, H, I], vec![H, VOCABULARY], vec![H]]
+    vec![vec![VOCABULARY, H], vec![H, H], vec![H], vec![E, 2 * I, H], vec![E, H, I], vec![VOCABULARY, H], vec![H]]
 }
 
 /// Three steps of burn's AdamW leave what they leave of whole weights, to the bit; a norm's backward, whose operations

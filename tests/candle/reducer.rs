@@ -34,8 +34,9 @@ struct Place {
     comms: ReduceComms<Cpu>,
     /// Collectives of its layers.
     of_layers: Entered,
-    /// Collectives of its sums over the group.
+    /// Collectives of its sums over the group, and over the replicas.
     of_sums: Entered,
+    of_replicas: Entered,
 }
 
 /// Runs a closure a rank, replica by replica.
@@ -52,12 +53,12 @@ fn places<R: Send>([replicas, ranks]: [usize; 2], run: impl Fn(Place) -> AnyResu
         let run = &run;
         let threads = all.into_iter().map(|(replica, layers, sums, across)| {
             scope.spawn(move || {
-                let [layers, sums] = [layers, sums].map(|comm| Changed::<Cpu>::new(Box::new(comm)));
-                let [of_layers, of_sums] = [&layers, &sums].map(|comm| comm.entered.clone());
+                let [layers, sums, across] = [layers, sums, across].map(|comm| Changed::<Cpu>::new(Box::new(comm)));
+                let [of_layers, of_sums, of_replicas] = [&layers, &sums, &across].map(|comm| comm.entered.clone());
                 let group = Group::new(Cpu::new(), Box::new(layers), GroupConfig::new(EXPERTS, 1024))?;
                 let replicas = (replicas > 1).then(|| Box::new(across) as Box<_>);
                 let comms = ReduceComms { group: Box::new(sums), replicas };
-                run(Place { replica, group: EpGroup::new(group), comms, of_layers, of_sums })
+                run(Place { replica, group: EpGroup::new(group), comms, of_layers, of_sums, of_replicas })
             })
         });
         let threads: Vec<_> = threads.collect();
@@ -240,37 +241,81 @@ fn sums_beside_backward_are_those_after_it() -> AnyResult<()> {
     Ok(())
 }
 
-/// Sums of the second layer are over before the first layer's backward begins; microbatches before communicate nothing.
+/// Sums of the second layer are over before the first layer's backward begins, its experts' over replicas among them;
+/// microbatches before communicate nothing.
 fn sums_of_a_layer_begin_while_backward_runs() -> AnyResult<()> {
-    places([1, 2], |place| {
-        let Place { replica, group, comms, of_layers, of_sums } = place;
-        let model = Model::new(&group, DType::F32)?;
-        let reducer = model.reducer(comms)?;
-        let x = tokens((replica, &group), 0, DType::F32)?;
-        let count = |entered: &Entered| -> usize {
-            let entered = entered.lock().expect("what was entered");
-            entered.iter().filter(|op| **op == Op::GradReduce).count()
-        };
-        let mut main = MainGradients::new();
-        main.backward(&model.loss(&x, Nothing)?)?;
-        assert_eq!((count(&of_sums), count(&of_layers)), (0, 0));
-        let seen = Arc::new(Mutex::new(0));
-        let (own, seen_there) = (of_sums.clone(), seen.clone());
-        let wait = move || {
-            let limit = Instant::now() + PATIENCE;
-            // The comparison of microbatches, and the sum.
-            while count(&own) < 2 && Instant::now() < limit {
-                std::thread::sleep(Duration::from_millis(1));
-            }
-            *seen_there.lock().expect("a count") = count(&own);
+    for mesh in [[1, 2], [2, 1], [2, 2]] {
+        places(mesh, |place| {
+            let Place { replica, group, comms, of_layers, of_sums, of_replicas } = place;
+            let model = Model::new(&group, DType::F32)?;
+            // A layer's experts in one collective.
+            let reducer = model.reducer(comms)?.with_bucket_bytes(1 << 20);
+            let x = tokens((replica, &group), 0, DType::F32)?;
+            let count = |entered: &Entered| -> usize {
+                let entered = entered.lock().expect("what was entered");
+                entered.iter().filter(|op| **op == Op::GradReduce).count()
+            };
+            let mut main = MainGradients::new();
+            main.backward(&model.loss(&x, Nothing)?)?;
+            assert_eq!((count(&of_sums), count(&of_replicas), count(&of_layers)), (0, 0, 0));
+            let seen = Arc::new(Mutex::new(0));
+            // The comparison of microbatches and the sum, and of the replicas the experts' sum.
+            let (own, expected) = if mesh[0] > 1 { (of_replicas.clone(), 3) } else { (of_sums.clone(), 2) };
+            let (entered, seen_there) = (own.clone(), seen.clone());
+            let wait = move || {
+                let limit = Instant::now() + PATIENCE;
+                while count(&entered) < expected && Instant::now() < limit {
+                    std::thread::sleep(Duration::from_millis(1));
+                }
+                *seen_there.lock().expect("a count") = count(&entered);
+                Ok(())
+            };
+            main.backward_reduced(&model.loss(&x, Doing(wait))?, &reducer)?;
+            let seen = *seen.lock().expect("a count");
+            assert!(seen == expected && count(&own) > expected + 1, "{mesh:?}: {seen} of {}", count(&own));
+            assert_eq!(count(&of_layers), 0);
             Ok(())
-        };
-        main.backward_reduced(&model.loss(&x, Doing(wait))?, &reducer)?;
-        let seen = *seen.lock().expect("a count");
-        assert!(seen == 2 && count(&of_sums) > 3, "{seen} of {}", count(&of_sums));
-        assert_eq!(count(&of_layers), 0);
-        Ok(())
-    })?;
+        })?;
+    }
+    Ok(())
+}
+
+/// An expert's weight has another use of which the reducer does not know.
+fn an_expert_with_another_use_is_named() -> AnyResult<()> {
+    for mesh in [[2, 1], [2, 2]] {
+        places(mesh, |place| {
+            let Place { replica, group, comms, .. } = place;
+            let model = Model::new(&group, DType::F32)?;
+            let reducer = model.reducer(comms)?;
+            let x = tokens((replica, &group), 0, DType::F32)?;
+            let down = model.layers[1].param(ParamKind::Down).ok_or("a weight")?;
+            let loss = || -> AnyResult<Tensor> { Ok((model.loss(&x, Nothing)? + down.sqr()?.sum_all()?)?) };
+            let mut main = MainGradients::new();
+            let error = main.backward_reduced(&loss()?, &reducer).expect_err("sums that have begun too soon");
+            match error_of(&error) {
+                Some(Error::Invalid { name, expected, .. }) => {
+                    assert!(name == "variable" && expected.contains("with_late_vars"), "{error}");
+                }
+                Some(Error::Comm(CommError::Refused { reason, .. })) => {
+                    assert!(reason.contains("with_late_vars"), "{reason}")
+                }
+                other => panic!("{other:?} {error}"),
+            }
+            main.reset();
+            let reducer = reducer.with_late_vars(&[Var::from_tensor(down)?]);
+            let mut after = MainGradients::new();
+            for microbatch in 0..2 {
+                match microbatch {
+                    1 => main.backward_reduced(&loss()?, &reducer)?,
+                    _ => main.backward(&loss()?)?,
+                }
+                after.backward(&loss()?)?;
+            }
+            after.reduce(&reducer)?;
+            assert_eq!(model.values(&main)?, model.values(&after)?);
+            Ok(())
+        })?;
+    }
     Ok(())
 }
 
@@ -567,6 +612,7 @@ tests! {
     variables_without_gradients,
     sums_beside_backward_are_those_after_it,
     sums_of_a_layer_begin_while_backward_runs,
+    an_expert_with_another_use_is_named,
     a_rank_that_fails_among_sums,
     a_rank_that_does_not_come_to_sums,
     sums_are_summed_once,

@@ -7,12 +7,12 @@ use crate::error::{Error, Result};
 use crate::tensor::{TensorMut, TensorRef};
 
 use crate::etp::ShardDevice;
-use crate::etp::buffer_cache::{Buffer, BufferId, BufferKey, BufferUsage};
+use crate::etp::buffers::cache::{Buffer, BufferId, BufferKey, BufferUsage};
+use crate::etp::buffers::stream_pair::TransferBuffer;
 use crate::etp::chain::ChainState;
 use crate::etp::chain::collective_state::JoinedAmaxes;
 use crate::etp::collective_thread::Collective;
 use crate::etp::fault::{CALL, not_capturable_error};
-use crate::etp::stream_pair::TransferBuffer;
 
 impl<D: ShardDevice> ChainState<D> {
     /// Casts a weight's shard, if that has not been done in this state, on all ranks alike. The outer error is one of

@@ -5,9 +5,9 @@ use std::sync::Arc;
 use crate::error::{Error, Result};
 use crate::tensor::Tensor;
 
-use crate::etp::buffer_cache::{Buffer, BufferId};
+use crate::etp::buffers::cache::{Buffer, BufferId};
 use crate::etp::collective_thread::PendingCollective;
-use crate::etp::quantized_shard::QuantizedShard;
+use crate::etp::shards::quantized::QuantizedShard;
 use crate::etp::{Phase, ShardDevice};
 
 /// State of a weight's gather, or of its gradient's reduce-scatter; each weight has one of each.

@@ -4,9 +4,9 @@ use crate::comm::{Communicator, Op, ReduceOp, Tag};
 use crate::error::{CommError, Error, Result};
 use crate::tensor::{Tensor, TensorRef};
 
+use crate::etp::buffers::stream_pair::StreamPair;
 use crate::etp::chain::{Chain, ChainState};
 use crate::etp::collective_thread::gather_numbers;
-use crate::etp::stream_pair::StreamPair;
 use crate::etp::{Reduction, ShardDevice, Shares, WeightId};
 
 const CALL: &str = "Chain::finish";
@@ -81,6 +81,27 @@ impl<D: ShardDevice> Chain<D> {
         if self.capture_number().is_none() {
             // It is the step's error that counts.
             let _ = replicas.refuse(COUNTS, &reason.to_string());
+        }
+    }
+
+    /// In place of [`finish`](Self::finish), where this rank cannot come to it: the other ranks of the chain and the
+    /// replicas, which wait for it there, get the reason. Nobody is waited for here. All keep their gradients, and call
+    /// again; those that were given theirs already are not told. Not in a capture.
+    #[cfg(feature = "burn")]
+    pub(crate) fn refuse_to_finish(&self, replicas: Option<&mut dyn Communicator<D>>, reason: &Error) {
+        if self.capture_number().is_some() {
+            return;
+        }
+        let inner = self.lock();
+        // Behind the comparison the chain's other ranks meet this one no more, and the replicas only in sums.
+        if self.ranks() > 1 && !inner.compared {
+            drop(inner.gathers.refuse(COUNTS, reason.clone()));
+        }
+        let mut mains = inner.weights.iter().filter_map(|weight| weight.main.as_ref());
+        let expected = !inner.compared || mains.any(|main| !main.summed);
+        drop(inner);
+        if let Some(comm) = replicas.filter(|comm| comm.size() > 1 && expected) {
+            self.refuse_finish(comm, reason);
         }
     }
 

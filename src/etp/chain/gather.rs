@@ -9,16 +9,16 @@ use crate::error::Result;
 use crate::tensor::{Tensor, TensorRef};
 use crate::weights::{AcquiredWeight, WeightGuard, WeightSource};
 
-use crate::etp::buffer_cache::{Buffer, BufferId, BufferUsage};
+use crate::etp::buffers::cache::{Buffer, BufferId, BufferUsage};
+use crate::etp::buffers::stream_pair::TransferBuffer;
 use crate::etp::chain::collective_state::{ActivePass, CollectiveState, PendingGather};
 use crate::etp::chain::finish::other_passes;
 use crate::etp::chain::schedule::Acquisition;
 use crate::etp::chain::{Chain, ChainState, UseState};
 use crate::etp::collective_thread::{Collective, GatherInput};
 use crate::etp::fault::CALL;
-use crate::etp::in_place;
-use crate::etp::quantized_shard::{GatheredShards, QuantizedShard};
-use crate::etp::stream_pair::TransferBuffer;
+use crate::etp::shards::in_place;
+use crate::etp::shards::quantized::{GatheredShards, QuantizedShard};
 use crate::etp::{Phase, ShardDevice, Shards, WeightId};
 
 /// In place of a pass's number: no pass, but the whole weight.
@@ -446,7 +446,7 @@ mod tests {
     use crate::cpu::Cpu;
     use crate::dtype::DType;
     use crate::error::{CommError, Error};
-    use crate::etp::buffer_cache::BufferKey;
+    use crate::etp::buffers::cache::BufferKey;
     use crate::etp::test_ranks::ranks;
     use crate::etp::{EtpOptions, Payload, Shard, ShardSource, WeightSpec};
 

@@ -10,6 +10,7 @@ pub(in crate::etp) mod pass;
 pub(in crate::etp) mod reduce;
 pub(in crate::etp) mod report;
 pub(in crate::etp) mod schedule;
+pub(in crate::etp) mod stored_weight;
 
 use std::collections::VecDeque;
 use std::fmt;
@@ -18,15 +19,15 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use crate::comm::{Communicator, Op, Tag};
 use crate::error::{Error, Result};
 
-use crate::etp::buffer_cache::{Buffer, BufferCache, BufferId, BufferKey, BufferUsage};
+use crate::etp::buffers::cache::{Buffer, BufferCache, BufferId, BufferKey, BufferUsage};
 use crate::etp::chain::collective_state::{
     ActivePass, ChainTraffic, JoinedAmaxes, MainGradient, PendingGather, PendingReduction, StateMachine,
 };
 use crate::etp::chain::schedule::Acquisition;
 use crate::etp::collective_thread::{CollectiveThread, gather_numbers};
 use crate::etp::fault::CALL;
-use crate::etp::quantized_shard::{QuantizedShard, ShardForm};
-use crate::etp::source::ShardSource;
+use crate::etp::shards::quantized::{QuantizedShard, ShardForm};
+use crate::etp::shards::source::ShardSource;
 use crate::etp::{Comms, EtpOptions, Reduction, Scale, ShardDevice, Shards, WeightId, WeightSpec};
 
 /// Sharded weights of a model on one rank; see the [module](super). Shared by the model's layers, used by one thread

@@ -4,7 +4,7 @@
 use crate::comm::{Op, Tag};
 use crate::error::{CommError, Error, Result};
 
-use crate::etp::buffer_cache::BufferUsage;
+use crate::etp::buffers::cache::BufferUsage;
 use crate::etp::chain::collective_state::ActivePass;
 use crate::etp::chain::schedule::{WeightUse, arrival_parities, gather_parities, gradient_parities, schedule};
 use crate::etp::chain::{Chain, ChainState, UseState};

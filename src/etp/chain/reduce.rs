@@ -7,12 +7,12 @@ use crate::comm::{Op, Tag};
 use crate::error::{Error, Result};
 use crate::tensor::{Tensor, TensorMut, TensorRef};
 
-use crate::etp::buffer_cache::{Buffer, BufferId, BufferKey, BufferUsage};
+use crate::etp::buffers::cache::{Buffer, BufferId, BufferKey, BufferUsage};
+use crate::etp::buffers::stream_pair::TransferBuffer;
 use crate::etp::chain::collective_state::{CollectiveState, MainGradient, PendingReduction};
 use crate::etp::chain::{Chain, ChainState};
 use crate::etp::collective_thread::Collective;
 use crate::etp::fault::{CALL, not_capturable_error};
-use crate::etp::stream_pair::TransferBuffer;
 use crate::etp::{Reduction, ShardDevice, Shards, Shares, WeightId};
 
 /// Room for the gradient of a whole weight, until it is [submitted](Chain::submit).

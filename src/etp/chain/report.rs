@@ -1,6 +1,6 @@
 //! Memory that a chain holds, and bytes that it has moved.
 
-use crate::etp::buffer_cache::BufferUsage;
+use crate::etp::buffers::cache::BufferUsage;
 use crate::etp::chain::Chain;
 use crate::etp::chain::collective_state::{ChainTraffic, CollectiveState};
 use crate::etp::{Reduction, ShardDevice, WeightId};

@@ -1,5 +1,11 @@
 //! How a weight is cut: equal runs of rows, the padding at the tail of the whole.
 
+pub(in crate::etp) mod in_place;
+#[cfg(any(test, feature = "candle"))]
+pub(in crate::etp) mod initial;
+pub(in crate::etp) mod quantized;
+pub(in crate::etp) mod source;
+
 use std::ops::Range;
 
 use crate::device::Device;

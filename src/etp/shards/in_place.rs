@@ -10,7 +10,7 @@ use crate::error::{Error, Result};
 use crate::tensor::{TensorMut, TensorRef};
 
 use crate::etp::ShardDevice;
-use crate::etp::source::ShardSource;
+use crate::etp::shards::source::ShardSource;
 
 const CALL: &str = "etp gather";
 

@@ -9,7 +9,7 @@ use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::etp::chain::Chain;
 use crate::etp::chain::gather::ShardedWeight;
-use crate::etp::source::Shard;
+use crate::etp::shards::source::Shard;
 use crate::etp::{ShardDevice, WeightId, WeightSpec};
 use crate::quant::{Quantized, QuantizedRef, WeightFormat};
 use crate::tensor::{Tensor, TensorRef};

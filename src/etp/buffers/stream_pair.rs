@@ -10,7 +10,7 @@ use std::sync::Arc;
 use crate::error::Result;
 
 use crate::etp::ShardDevice;
-use crate::etp::buffer_cache::Buffer;
+use crate::etp::buffers::cache::Buffer;
 
 /// The device of the computation, and the one that a communicator's work is on.
 pub(crate) struct StreamPair<D: ShardDevice> {

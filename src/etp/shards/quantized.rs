@@ -20,9 +20,9 @@ use crate::quant::{
 };
 use crate::tensor::{Tensor, TensorMut, TensorRef};
 
-use crate::etp::in_place;
-use crate::etp::source::ShardSource;
-use crate::etp::stream_pair::StreamPair;
+use crate::etp::buffers::stream_pair::StreamPair;
+use crate::etp::shards::in_place;
+use crate::etp::shards::source::ShardSource;
 use crate::etp::{Payload, ShardDevice, Shards};
 
 const NVFP4: Nvfp4 = Nvfp4::TE;
