@@ -5,7 +5,7 @@ use std::fmt;
 use std::sync::Arc;
 
 use crate::error::{Error, Result};
-use crate::kernels::{Kernels, Segments};
+use crate::kernels::{Kernels, Origin, Segments};
 use crate::lazy::Lazy;
 use crate::metrics::Load;
 use crate::tensor::{Tensor, TensorRef};
@@ -43,6 +43,11 @@ impl<D: Kernels> Handle<D> {
     /// The specification that the handle was made for.
     pub fn spec(&self) -> &DispatchSpec {
         &self.spec
+    }
+
+    /// The rank and layer that it is of, for errors.
+    pub fn origin(&self) -> Origin {
+        Origin { rank: self.rank, layer: self.spec.layer }
     }
 
     /// Number of this prepare among its group's.

@@ -112,6 +112,42 @@ pub enum Error {
         /// Rows reserved.
         capacity: usize,
     },
+    /// An entry of a map names no row of the tensor that is read or written through it.
+    #[error(
+        "{call} on rank {rank}, layer {layer}: {map}[{entry}]: expected a row of its tensor, found {}",
+        text::found(found)
+    )]
+    RowMap {
+        /// The call that followed the map.
+        call: &'static str,
+        /// Rank that it was made on.
+        rank: usize,
+        /// The layer that it was made for.
+        layer: u32,
+        /// Name of the map among the call's arguments.
+        map: String,
+        /// The first such entry.
+        entry: usize,
+        /// Its value; `None` where a kernel has met it, which keeps none.
+        found: Option<i64>,
+    },
+    /// A segment lies outside its expert-major layout, or in the segment before.
+    #[error(
+        "{call} on rank {rank}, layer {layer}: segment {segment}: expected slots within the layout, behind the segment before, found {}",
+        text::slots(found)
+    )]
+    Segment {
+        /// The call that was given the layout.
+        call: &'static str,
+        /// Rank that it was made on.
+        rank: usize,
+        /// The layer that it was made for.
+        layer: u32,
+        /// Number of the first such segment: the local expert's.
+        segment: usize,
+        /// Its first slot, and how many; `None` where a kernel has met it, which keeps neither.
+        found: Option<(i64, i64)>,
+    },
     /// The host has no memory of the size that a call needs.
     #[error("{call}: {name}: no memory for {bytes} bytes")]
     OutOfMemory {

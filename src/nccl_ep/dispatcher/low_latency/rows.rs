@@ -5,7 +5,7 @@ use crate::cuda::low_latency_sort::{self, LowLatencyReceived, SortedRows};
 use crate::device::Device;
 use crate::dtype::DType;
 use crate::ep::dispatcher_state::DispatcherState;
-use crate::ep::packing::{byte_rows_mut, entries, gather, gather_elements, reduce};
+use crate::ep::packing::{RowMover, byte_rows_mut, entries};
 use crate::ep::row_transport::written;
 use crate::ep::{DispatchInputs, DispatchOutputs, Handle, Received};
 use crate::error::{Error, Result};
@@ -109,7 +109,7 @@ impl NcclEp {
         if let Some(out) = &mut of_slots {
             let count = self.core.ranks() * self.max_tokens() * spec.top_k;
             let elements = weights.view().reshape(&[count])?;
-            gather_elements(device, elements, weight_map.view(), out.view_mut())?;
+            RowMover::of(device, handle).gather_elements(elements, weight_map.view(), out.view_mut())?;
         }
         self.keep_low(call, handle, return_map)?;
         Ok((row_map, of_slots))
@@ -157,7 +157,11 @@ impl NcclEp {
         let into_slots = || {
             for (from, to) in [(&rows, Some(outputs.tokens)), (&scales, outputs.scales)] {
                 if let (Some(from), Some(to)) = (from, to) {
-                    gather(&device, from.view(), entries(map.view(), 0..end)?, byte_rows_mut(to, 0..end)?)?;
+                    RowMover::of(&device, handle).gather(
+                        from.view(),
+                        entries(map.view(), 0..end)?,
+                        byte_rows_mut(to, 0..end)?,
+                    )?;
                 }
             }
             match (&weights, outputs.weights) {
@@ -191,7 +195,7 @@ impl NcclEp {
                     Error::invalid(step.call, "tensor expert_out", "rows no wider than were dispatched", moved.bytes),
                 ),
                 LibraryHandle::LowLatency(LowLatencyRouting { back: Some(back), .. }) => {
-                    reduce(&device, expert_out, back.view(), sums.view_mut())
+                    RowMover::of(&device, handle).reduce(expert_out, back.view(), sums.view_mut())
                 }
                 _ => Err(Error::invalid(step.call, "handle", "one whose rows were dispatched", "a new one")),
             }
