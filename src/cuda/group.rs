@@ -1,9 +1,11 @@
 //! Groups of one rank.
 
 use crate::comm::Solo;
-#[cfg(not(feature = "nccl-ep"))]
-use crate::ep::LibraryDispatchers;
 use crate::ep::{DispatcherKind, Group, GroupConfig};
+#[cfg(not(feature = "nccl-ep"))]
+use crate::ep::{LibraryDispatchers, dispatcher_state::DispatcherState, select::NcclEpOrReason};
+#[cfg(not(feature = "nccl-ep"))]
+use crate::error::Error;
 use crate::error::Result;
 
 use super::device::Cuda;
@@ -12,6 +14,11 @@ use super::device::Cuda;
 impl LibraryDispatchers for Cuda {
     fn preferred_dispatchers(config: &GroupConfig, ranks: usize) -> &'static [DispatcherKind] {
         preferred_dispatchers(config, ranks)
+    }
+
+    fn library_dispatcher(core: DispatcherState<Self>, source: &'static str) -> Result<NcclEpOrReason<Self>> {
+        let found = "NcclEp (feature nccl-ep)";
+        Ok(Err(Box::new((core, Error::invalid("Group::new", source, "one that this build has", found)))))
     }
 }
 

@@ -2,7 +2,7 @@
 
 use crate::aux_loss::Sums;
 use crate::config::{AuxConfig, BalanceKind, GroupScore, RouterConfig, Score};
-use crate::cpu::jitter_key;
+use crate::cpu::router::jitter;
 use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::kernels::{AuxBwd, AuxSums, AuxTotal, Jitter, KeepSum, Route, RouteBwd, Scalar};
@@ -84,7 +84,7 @@ fn formula(config: &RouterConfig, jitter: Option<Jitter>) -> params::RoutingPara
     }
     if let Some(jitter) = jitter.filter(|_| config.jitter > 0.0) {
         p.jitter = config.jitter;
-        p.key = jitter_key(jitter);
+        p.key = jitter::key(jitter);
         p.first_token = jitter.first_token;
     }
     p

@@ -1,6 +1,5 @@
 //! Routing of one prepare, owned by its caller.
 
-#[cfg(feature = "nccl-ep")]
 use std::fmt;
 use std::sync::Arc;
 
@@ -28,8 +27,7 @@ pub struct Handle<D: Kernels> {
     /// Received rows lie in slots.
     pub(crate) in_slots: bool,
     /// The dispatcher's own data of this routing, for as long as the handle lives.
-    #[cfg(feature = "nccl-ep")]
-    pub(crate) dispatcher_data: Option<Arc<dyn fmt::Debug + Send + Sync>>,
+    pub(super) dispatcher_data: Option<Arc<dyn fmt::Debug + Send + Sync>>,
 }
 
 /// Which ranks asked for backward in prepare. Backward runs its collectives only if all did.
@@ -132,6 +130,16 @@ impl<D: Kernels> Handle<D> {
             return Ok(());
         }
         Err(Error::BackwardNotAgreed { call, rank: self.rank, absent: self.agreement.absent.clone() })
+    }
+
+    /// What its dispatcher keeps with it. For dispatchers.
+    pub fn dispatcher_data(&self) -> Option<&Arc<dyn fmt::Debug + Send + Sync>> {
+        self.dispatcher_data.as_ref()
+    }
+
+    /// Keeps a dispatcher's data with it.
+    pub fn set_dispatcher_data(&mut self, data: Arc<dyn fmt::Debug + Send + Sync>) {
+        self.dispatcher_data = Some(data);
     }
 
     pub(crate) fn slot_tensor(&self, device: &D, dtype: crate::DType, width: usize) -> Result<Tensor<D>> {

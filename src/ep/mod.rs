@@ -37,7 +37,7 @@ mod local;
 pub(crate) mod packing;
 mod prepare_on_device;
 pub(crate) mod row_transport;
-mod select;
+pub(crate) mod select;
 mod shared_group;
 
 pub use all_gather::AllGather;
@@ -46,14 +46,8 @@ pub use config::{DispatcherKind, GroupConfig};
 pub use group::Group;
 pub use handle::{Agreement, Handle};
 pub use local::Local;
-#[cfg(feature = "nccl-ep")]
-pub(crate) use select::NcclEpOrReason;
 pub use select::{DISPATCHER_VARIABLE, LibraryDispatchers};
-#[cfg(feature = "burn")]
-pub(crate) use shared_group::BackwardFailure;
-pub use shared_group::EpGroup;
-#[cfg(any(feature = "candle", feature = "burn"))]
-pub(crate) use shared_group::Membership;
+pub use shared_group::{BackwardFailure, EpGroup, Membership};
 
 pub use crate::plan::{
     Capacity, DevicePlan, DispatchSpec, HostCounts, HostPlanRequest, MessageMaps, Overflow, Plan, PlanRecords,

@@ -3,9 +3,7 @@
 
 mod checkpoint;
 mod comm;
-#[cfg(feature = "nccl")]
 mod nccl;
-#[cfg(feature = "nccl-ep")]
 mod nccl_ep;
 mod ranks;
 mod text;
@@ -14,9 +12,7 @@ use crate::dtype::DType;
 
 pub use checkpoint::CheckpointError;
 pub use comm::CommError;
-#[cfg(feature = "nccl")]
 pub use nccl::NcclError;
-#[cfg(feature = "nccl-ep")]
 pub use nccl_ep::NcclEpError;
 pub use ranks::{Launcher, RankError, Refusal};
 pub use text::printable;
@@ -253,15 +249,12 @@ pub enum Error {
     #[error(transparent)]
     Checkpoint(#[from] CheckpointError),
     /// NCCL is not there, is not usable, or refused a call.
-    #[cfg(feature = "nccl")]
     #[error(transparent)]
     Nccl(#[from] NcclError),
     /// NCCL EP is not there, is not usable for what was asked, or refused a call.
-    #[cfg(feature = "nccl-ep")]
     #[error(transparent)]
     NcclEp(#[from] NcclEpError),
     /// This build's kernels lack one that it launches.
-    #[cfg(feature = "cuda")]
     #[error("Cuda::on: {cubin} has no kernel {kernel}")]
     MissingKernel {
         /// Name of the kernel.

@@ -4,7 +4,8 @@ use std::collections::HashMap;
 
 use crate::cuda::{Cuda, preferred_dispatchers};
 use crate::ep::dispatcher_state::DispatcherState;
-use crate::ep::{DispatcherKind, GroupConfig, LibraryDispatchers, NcclEpOrReason};
+use crate::ep::select::NcclEpOrReason;
+use crate::ep::{DispatcherKind, GroupConfig, LibraryDispatchers};
 use crate::error::{Error, Result};
 use crate::nccl::SharedComm;
 use crate::nccl_ep::NcclEpLibrary;

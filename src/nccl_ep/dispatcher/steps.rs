@@ -43,15 +43,14 @@ impl NcclEp {
         let kept = Arc::new(Kept::new(routed));
         self.kept.retain(|_, kept| kept.strong_count() > 0);
         self.kept.insert(handle.sequence(), Arc::downgrade(&kept));
-        handle.dispatcher_data = Some(kept);
+        handle.set_dispatcher_data(kept);
     }
 
     /// The dispatcher's data of a handle's routing.
     pub(super) fn kept(&self, call: &'static str, handle: &Handle<Cuda>) -> Result<Arc<Kept>> {
         let kept = self.kept.get(&handle.sequence()).and_then(Weak::upgrade);
-        let own = |kept: &Arc<Kept>| {
-            handle.dispatcher_data.as_ref().is_some_and(|c| addr_eq(Arc::as_ptr(c), Arc::as_ptr(kept)))
-        };
+        let own =
+            |kept: &Arc<Kept>| handle.dispatcher_data().is_some_and(|c| addr_eq(Arc::as_ptr(c), Arc::as_ptr(kept)));
         let foreign = || Error::invalid(call, "handle", "one that NCCL EP prepared", "another dispatcher's");
         kept.filter(own).ok_or_else(foreign)
     }
