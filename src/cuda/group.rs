@@ -22,10 +22,10 @@ impl LibraryDispatchers for Cuda {
     }
 }
 
-/// Most tokens of a rank with which all-gather is the quickest on up to [`LINKED`] ranks.
+/// Most tokens of a rank with which all-gather is the quickest on up to [`GPUS_OF_HOST`] ranks.
 const FEW_TOKENS: usize = 512;
 /// GPUs of a host, between which a row that nobody asked for costs least.
-const LINKED: usize = 8;
+const GPUS_OF_HOST: usize = 8;
 
 /// `Auto`'s table, of whole layers' times on H200s (`docs/benchmarks-gpus.md`). On two ranks most tokens visit both, and
 /// all-gather is the quickest or within 3 % of it; so it is with few tokens, whose time is that of calls. With more, NCCL
@@ -38,8 +38,8 @@ pub(crate) fn preferred_dispatchers(config: &GroupConfig, ranks: usize) -> &'sta
         // Windows are NCCL EP's.
         _ if config.windows > 0 => &[NcclEp, AllToAll],
         ..=2 => &[AllGather],
-        3..=LINKED if config.max_tokens_per_rank <= FEW_TOKENS => &[AllGather],
-        3..=LINKED => &[NcclEp, AllGather],
+        3..=GPUS_OF_HOST if config.max_tokens_per_rank <= FEW_TOKENS => &[AllGather],
+        3..=GPUS_OF_HOST => &[NcclEp, AllGather],
         _ => &[NcclEp, AllToAll],
     }
 }

@@ -50,7 +50,7 @@ pub(super) fn plan_on_device(device: &Cuda, call: PlanRequest<'_, Cuda>) -> Resu
     let experts = call.num_experts;
     earlier_faults(device)?;
     let planned = plan_on_gpu(device, call)?;
-    Ok(planned.map(|(plan, stats)| Plan { stats: read_later(device, stats, experts), ..plan }))
+    Ok(planned.map(|(plan, stats)| Plan { stats: lazy_stats(device, stats, experts), ..plan }))
 }
 
 /// Reports faults that kernels of an earlier step have raised and nobody has asked for.
@@ -219,7 +219,7 @@ pub(super) fn plan_on_gpu(device: &Cuda, call: PlanRequest<'_, Cuda>) -> Result<
             device.launch(CALL, &kernels.plan_slots, walk, &p)?;
         }
     }
-    let unread = Lazy::later(|| Err(Error::invalid(CALL, "stats", "a plan's", "none yet")));
+    let unread = Lazy::from_fn(|| Err(Error::invalid(CALL, "stats", "a plan's", "none yet")));
     let plan = Plan {
         tokens,
         total_tokens: tokens,
@@ -236,9 +236,9 @@ pub(super) fn plan_on_gpu(device: &Cuda, call: PlanRequest<'_, Cuda>) -> Result<
 }
 
 /// Counts as the kernels leave them.
-fn read_later(device: &Cuda, stats: Tensor<Cuda>, experts: usize) -> Lazy<Stats> {
+fn lazy_stats(device: &Cuda, stats: Tensor<Cuda>, experts: usize) -> Lazy<Stats> {
     let device = device.clone();
-    Lazy::later(move || {
+    Lazy::from_fn(move || {
         let values: Vec<usize> =
             device.to_host(stats.view())?.as_slice::<i64>()?.iter().map(|n| usize::try_from(*n).unwrap_or(0)).collect();
         Ok(Stats {

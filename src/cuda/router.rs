@@ -91,13 +91,18 @@ fn formula(config: &RouterConfig, jitter: Option<Jitter>) -> params::RoutingPara
 }
 
 /// Experts of which a warp holds a token's scores in registers.
-const HELD: i64 = params::ROUTER_HELD_EXPERTS as i64;
+const REGISTER_EXPERTS: i64 = params::ROUTER_REGISTER_EXPERTS as i64;
 
 /// Whether the kernels that hold a token's scores in registers serve: softmax over few experts, no groups, bias, jitter
 /// or auxiliary loss, and no norm or a sum.
 fn fits_registers(p: &params::RoutingParams) -> bool {
     let plain = p.score == 0 && p.groups == 0 && p.bias == 0 && p.jitter == 0.0;
-    plain && p.aux_coef == 0 && p.aux_z == 0 && (p.renorm == 0 || p.p == 1.0) && p.experts <= HELD && p.top_k <= 32
+    plain
+        && p.aux_coef == 0
+        && p.aux_z == 0
+        && (p.renorm == 0 || p.p == 1.0)
+        && p.experts <= REGISTER_EXPERTS
+        && p.top_k <= 32
 }
 
 /// Launches those, or others of a warp a token.

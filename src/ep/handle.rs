@@ -103,7 +103,7 @@ impl<D: Kernels> Handle<D> {
     /// Load of the experts over all ranks, to be read later.
     pub(crate) fn load(&self) -> Lazy<Load> {
         let stats = self.plan.stats.clone();
-        Lazy::later(move || stats.get().map(|s| Load::new(s.expert_load.clone(), s.dropped)))
+        Lazy::from_fn(move || stats.get().map(|s| Load::new(s.expert_load.clone(), s.dropped)))
     }
 
     /// This rank's ids after dropping, `I32 [T, K]`; −1 where dropped.

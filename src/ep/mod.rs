@@ -150,15 +150,15 @@ pub trait TokenDispatcher<D: Kernels>: fmt::Debug + Send {
     /// [`overlaps`](Self::overlaps), and after them elsewhere.
     ///
     /// # Errors
-    /// As [`dispatch_rows`](Self::dispatch_rows); what `beside` returns, when the rows have arrived.
+    /// As [`dispatch_rows`](Self::dispatch_rows); what `work` returns, when the rows have arrived.
     fn dispatch_rows_overlapped(
         &mut self,
         handle: &Handle<D>,
         inputs: DispatchInputs<'_, D>,
-        beside: &mut dyn FnMut() -> Result<()>,
+        work: &mut dyn FnMut() -> Result<()>,
     ) -> Result<Received<D>> {
         let received = self.dispatch_rows(handle, inputs)?;
-        beside().map(|()| received)
+        work().map(|()| received)
     }
     /// Whether a rank's own work can run while its rows travel.
     fn overlaps(&self) -> bool {

@@ -35,7 +35,7 @@ impl Bootstrap {
             return Ok((make()?, Vec::new()));
         }
         match self.rank {
-            0 => Root::bind(&self.address, self.timeout)?.keep(self, make),
+            0 => Root::bind(&self.address, self.timeout)?.serve_connected(self, make),
             _ => join(self).map(|(id, stream)| (id, vec![stream])).map_err(Into::into),
         }
     }

@@ -14,7 +14,7 @@ use crate::plan::{Capacity, DevicePlan, HostCounts, MessageMaps, Overflow, Plan,
 use crate::tensor::Tensor;
 
 use super::all_to_all::AllToAllCounts;
-use super::stats_layout::{StatsLayout, read_later};
+use super::stats_layout::{StatsLayout, lazy_stats};
 use super::{CALL, check_errors, sizes};
 
 pub(in crate::cuda) fn plan(device: &Cuda, call: PlanRecords<'_, Cuda>) -> Result<DevicePlan<Cuda>> {
@@ -193,7 +193,7 @@ impl PlanInProgress {
             total_tokens,
             first_token,
             segments: Arc::new(Segments::new(self.offsets, self.counts, rows).with_origin(of.origin)),
-            stats: read_later(device, self.stats, self.stats_layout),
+            stats: lazy_stats(device, self.stats, self.stats_layout),
             kept_ids: self.kept_ids,
             row_map: maps.row,
             weight_map: maps.weight,

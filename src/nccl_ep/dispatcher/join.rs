@@ -52,7 +52,7 @@ impl NcclEp {
                         library,
                         shared,
                         agreed: Vec::new(),
-                        kept: HashMap::new(),
+                        routings: HashMap::new(),
                         core,
                     }))
                 }

@@ -49,7 +49,7 @@ impl NcclEp {
         step: DispatcherCall,
         handle: &Handle<Cuda>,
         inputs: &DispatchInputs<'_, Cuda>,
-        beside: Option<&mut dyn FnMut() -> Result<()>>,
+        work: Option<&mut dyn FnMut() -> Result<()>>,
     ) -> Result<Received<Cuda>> {
         let tokens = &inputs.tokens;
         let buffers = self.low_latency_buffers(handle, inputs);
@@ -72,10 +72,10 @@ impl NcclEp {
                 scales: scales.as_mut().map(Tensor::view_mut),
             };
             let (library, _) = low_of(step.call, routed)?;
-            match beside {
+            match work {
                 None => library.dispatch(from, to),
-                Some(beside) => library.dispatch_overlapped(from, to, || {
-                    own = beside();
+                Some(work) => library.dispatch_overlapped(from, to, || {
+                    own = work();
                     Ok(())
                 }),
             }
@@ -111,7 +111,7 @@ impl NcclEp {
             let elements = weights.view().reshape(&[count])?;
             RowMover::of(device, handle).gather_elements(elements, weight_map.view(), out.view_mut())?;
         }
-        self.keep_low(call, handle, return_map)?;
+        self.set_return_map(call, handle, return_map)?;
         Ok((row_map, of_slots))
     }
 
@@ -134,9 +134,9 @@ impl NcclEp {
     }
 
     /// The way back of what a dispatch brought.
-    fn keep_low(&self, call: &'static str, handle: &Handle<Cuda>, map: Tensor<Cuda>) -> Result<()> {
-        let kept = self.kept(call, handle)?;
-        let mut guard = open(&kept);
+    fn set_return_map(&self, call: &'static str, handle: &Handle<Cuda>, map: Tensor<Cuda>) -> Result<()> {
+        let routing = self.routing_of(call, handle)?;
+        let mut guard = open(&routing);
         let (_, back) = low_of(call, &mut guard)?;
         *back = Some(map);
         Ok(())
@@ -187,8 +187,8 @@ impl NcclEp {
         let mut sums = self.refuse_own_error_of(step, handle, sums)?;
         let moved = RowFormat::of(expert_out);
         let reduced = {
-            let kept = self.kept(step.call, handle)?;
-            let guard = open(&kept);
+            let routing = self.routing_of(step.call, handle)?;
+            let guard = open(&routing);
             match &*guard {
                 // A handle for wider rows would be another, which has dispatched nothing.
                 LibraryHandle::LowLatency(LowLatencyRouting { bytes, .. }) if *bytes < moved.bytes => Err(
