@@ -18,7 +18,7 @@ __device__ void gather(const RowsOpParams& p) {
     const int64_t step = static_cast<int64_t>(gridDim.x) * blockDim.x;
     for (int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x; i < p.out_rows * words; i += step) {
         const int64_t row = i / words, from = p.map[row];
-        if (from >= p.source_rows) raise_fault(p.fault, FAULT_MAP, row);
+        if (from >= p.source_rows) raise_at(p.fault, FAULT_MAP, row, p.site);
         W value;
         memset(&value, 0, sizeof(W));
         if (from >= 0 && from < p.source_rows) value = source[from * words + (i - row * words)];
@@ -45,7 +45,7 @@ __device__ void reduce(const RowsOpParams& p) {
             float sum[N] = {};
             for (int64_t k = 0; k < p.fan; k++) {
                 const int64_t from = map[k];
-                if (from >= p.source_rows) raise_fault(p.fault, FAULT_MAP, row * p.fan + k);
+                if (from >= p.source_rows) raise_at(p.fault, FAULT_MAP, row * p.fan + k, p.site);
                 if (from < 0 || from >= p.source_rows) continue;
                 const Pack pack = *reinterpret_cast<const Pack*>(static_cast<const T*>(p.source) + from * p.width + c);
 #pragma unroll
@@ -92,7 +92,9 @@ __device__ void reduce_few(const RowsOpParams& p) {
         memcpy(&pack, v, 16);
         *reinterpret_cast<uint4*>(static_cast<T*>(p.out) + static_cast<int64_t>(blockIdx.x) * width + c) = pack;
     }
-    if (threadIdx.x < FAN && map[threadIdx.x] >= rows) raise_fault(p.fault, FAULT_MAP, static_cast<int64_t>(blockIdx.x) * FAN + threadIdx.x);
+    if (threadIdx.x < FAN && map[threadIdx.x] >= rows) {
+        raise_at(p.fault, FAULT_MAP, static_cast<int64_t>(blockIdx.x) * FAN + threadIdx.x, p.site);
+    }
 }
 
 extern "C" __global__ void reduce_rows(const __grid_constant__ RowsOpParams p) {
@@ -257,7 +259,7 @@ extern "C" __global__ void slot_dots(const __grid_constant__ SlotDotsParams p) {
         const int64_t slot = t.y + r;
         float sum = 0.0f;
         for (int64_t i = lane; i < p.parts; i += 32) sum += p.partial[slot * p.parts + i];
-        const int64_t row = mapped_row(p.grad_map, slot, p.grad_rows, p.fault);
+        const int64_t row = mapped_row(p.grad_map, slot, p.grad_rows, p.fault, p.site);
         for (int64_t i = lane; row >= 0 && i < p.width; i += 32) {
             sum += load_any(p.grad, p.type, row * p.width + i) * load_any(p.bias, p.type, t.x * p.width + i);
         }

@@ -164,7 +164,7 @@ __device__ void write_tile_list(const TileListParams& p) {
         for (int64_t g = first; g < last; g++) {
             if (p.counts[g] == 0) continue;
             if (!inside(g) || p.offsets[g] < end) {
-                raise_fault(p.fault, FAULT_SEGMENT, g);
+                raise_at(p.fault, FAULT_SEGMENT, g, p.site);
                 continue;
             }
             end = p.offsets[g] + p.counts[g];
@@ -220,7 +220,7 @@ __device__ void finish_segments(const LocalPlanParams& p) {
     __syncthreads();
     if (p.tiles != nullptr) {
         int32_t* count = &p.tiles->x;
-        write_tile_list<true>({p.offsets, p.counts, p.experts, p.rows, p.tile_rows, p.tiles + 1, count, p.max_tiles, p.fault});
+        write_tile_list<true>({p.offsets, p.counts, p.experts, p.rows, p.tile_rows, p.tiles + 1, count, p.max_tiles, p.fault, p.origin});
         __syncthreads();
     }
     copy_status(p.fault, p.report, STATUS_WORDS);

@@ -134,7 +134,7 @@ __device__ __forceinline__ void tile(const GemmParams& p, const QuantWeightParam
     // Rows, the numbers of a chunk in the order of code pairs.
     const int chunks = steps * (STEP / 8), filled = static_cast<int>(p.k / 8);
     for (int r = warp; r < NT * 8; r += WARPS) {
-        const int64_t row = r < t.z ? mapped_row(p.a_map, t.y + r, p.a_rows, p.fault) : -1;
+        const int64_t row = r < t.z ? mapped_row(p.a_map, t.y + r, p.a_rows, p.fault, p.site) : -1;
         const uint4* from = reinterpret_cast<const uint4*>(static_cast<const bf16*>(p.a) + row * p.k);
         for (int first = lane; first < chunks; first += 32 * 8) {
             // Eight loads on their way at a time.

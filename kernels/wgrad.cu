@@ -19,12 +19,12 @@ extern "C" __global__ void column_sums(const __grid_constant__ ColumnSumsParams 
     const int64_t column = static_cast<int64_t>(blockIdx.x) * 32 + lane, group = blockIdx.y;
     int64_t offset = p.offsets ? p.offsets[group] : 0, count = p.counts ? p.counts[group] : p.slots;
     if (offset < 0 || count < 0 || offset > p.slots - count) {
-        if (threadIdx.x == 0 && count != 0) raise_fault(p.fault, FAULT_SEGMENT, group);
+        if (threadIdx.x == 0 && count != 0) raise_at(p.fault, FAULT_SEGMENT, group, p.site);
         count = 0;
     }
     float sum = 0.0f;
     for (int64_t i = warp; i < count; i += 8) {
-        const int64_t slot = offset + i, row = mapped_row(p.map, slot, p.base_rows, p.fault);
+        const int64_t slot = offset + i, row = mapped_row(p.map, slot, p.base_rows, p.fault, p.site);
         if (row < 0 || column >= p.width) continue;
         const float v = load_any(p.rows, p.type, row * p.width + column);
         sum += p.scale ? p.scale[slot] * v : v;

@@ -21,7 +21,7 @@ impl<T> Lazy<T> {
     }
 
     /// A value that `read` will fetch.
-    pub(crate) fn later(read: impl Fn() -> Result<T> + Send + Sync + 'static) -> Self {
+    pub(crate) fn from_fn(read: impl Fn() -> Result<T> + Send + Sync + 'static) -> Self {
         Self(Arc::new(LazyState { value: OnceLock::new(), read: Some(Box::new(read)) }))
     }
 
@@ -71,7 +71,7 @@ mod tests {
     fn a_value_is_read_once_and_only_if_asked_for() -> Result<()> {
         let reads = Arc::new(AtomicUsize::new(0));
         let counter = Arc::clone(&reads);
-        let lazy = Lazy::later(move || Ok(counter.fetch_add(1, Ordering::Relaxed)));
+        let lazy = Lazy::from_fn(move || Ok(counter.fetch_add(1, Ordering::Relaxed)));
         let other = lazy.clone();
         assert_eq!(reads.load(Ordering::Relaxed), 0);
         assert_eq!((*lazy.get()?, *other.get()?), (0, 0));
@@ -83,7 +83,7 @@ mod tests {
     #[test]
     fn a_failed_read_is_tried_again() {
         let calls = AtomicUsize::new(0);
-        let lazy = Lazy::later(move || match calls.fetch_add(1, Ordering::Relaxed) {
+        let lazy = Lazy::from_fn(move || match calls.fetch_add(1, Ordering::Relaxed) {
             0 => Err(crate::Error::invalid("test", "value", "a second try", "the first")),
             n => Ok(n),
         });

@@ -156,6 +156,6 @@ mod tensor;
 pub use config::MoeConfig;
 pub use device::{CaptureHook, Device, Waited};
 pub use dtype::DType;
-pub use error::{CheckpointError, CommError, Error, IdProblem, Result, printable};
+pub use error::{CheckpointError, CommError, Error, IdProblem, NcclEpError, NcclError, Result, printable};
 pub use lazy::Lazy;
 pub use tensor::{Shape, Tensor, TensorMut, TensorRef};

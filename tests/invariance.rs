@@ -12,100 +12,196 @@ use common::support::dense::Params;
 use common::support::random::Random;
 use common::{Cotangent, Setup, stacks};
 use moebius::checkpoint::BlockParams;
-use moebius::config::{Activation, SharedConfig, WeightAt};
+use moebius::config::{
+    Activation, GroupLimit, GroupScore, Payload, Renorm, RouterConfig, Score, SharedConfig, WeightAt,
+};
 use moebius::ep::DispatcherKind;
 use moebius::layer::ParamKind;
 use moebius::quant::WeightFormat;
 use moebius::{DType, MoeConfig};
 
-cases!(dense_experts, dense_experts_of_long_sums, nvfp4_experts, mxfp4_experts, fp8_block_experts);
+cases!(
+    dense_experts,
+    dense_experts_of_long_sums,
+    nvfp4_experts,
+    mxfp4_experts,
+    fp8_block_experts,
+    group_limited_routers,
+    sigmoid_routers,
+    routers_with_a_selection_bias,
+    routers_that_choose_by_logit,
+    nvfp4_payload,
+    mxfp8_payload,
+);
 
 /// Tokens of all batches. Half of them choose an expert on average: more than one task of rows.
 const TOKENS: usize = 600;
-const EXPERTS: usize = 4;
-/// Random batches of each kind of experts, over all settings.
-const RANDOM_BATCHES: usize = 250;
+/// Random batches of each kind of layer, over all settings, unless [`BATCHES_VARIABLE`] says another number.
+const RANDOM_BATCHES: usize = 1000;
+/// Environment variable of that number.
+const BATCHES_VARIABLE: &str = "MOEBIUS_INVARIANCE_BATCHES";
 /// Rows of a product at which something else takes over. On the CPU: tiles of 2 to 6 rows, the streamed weight (8),
 /// copies of rows (12) and of the weight (24), blocks of rows (128), tasks (256). On a GPU: kernels for few rows (6 and
 /// 32), tiles of 8 to 256.
 const THRESHOLDS: [usize; 13] = [1, 2, 3, 4, 5, 6, 8, 12, 24, 32, 64, 128, 256];
 
-/// Experts under test.
+/// Layers under test.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Experts {
-    /// Dense, of sizes that are no multiple of a register.
+pub enum LayerKind {
+    /// Dense experts, of sizes that are no multiple of a register.
     Dense,
-    /// Dense, of sizes whose sums are cut into parts on the CPU, and that Hopper's kernels serve: see
+    /// Dense experts, of sizes whose sums are cut into parts on the CPU, and that Hopper's kernels serve: see
     /// [`long_sums`].
     DenseOfLongSums,
-    /// In codes, multiplied as they are.
+    /// Experts in codes, multiplied as they are.
     Quantized(WeightFormat),
+    /// As `Dense`, behind a router with more than softmax and top-k.
+    Routed(RouterKind),
+    /// Dense experts, to which tokens travel quantized.
+    Payload(Payload),
 }
 
-impl Experts {
+/// What a router has beside softmax and top-k.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum RouterKind {
+    /// Chooses among the best groups of experts.
+    GroupLimited,
+    /// Scores by sigmoid.
+    Sigmoid,
+    /// Chooses with a bias that the weights leave out.
+    SelectionBias,
+    /// Chooses by logit, and scores what it has chosen.
+    ByLogit,
+}
+
+impl LayerKind {
+    /// Format of experts in codes.
     fn format(self) -> Option<WeightFormat> {
         match self {
-            Experts::Dense | Experts::DenseOfLongSums => None,
-            Experts::Quantized(format) => Some(format),
+            LayerKind::Quantized(format) => Some(format),
+            _ => None,
         }
+    }
+
+    /// Whether there is such a layer of this type.
+    fn takes(self, dtype: DType) -> bool {
+        !(matches!(self, LayerKind::Payload(_)) && dtype == DType::F64)
+    }
+
+    /// Settings of every type that it takes for each to meet all of its sizes or routers.
+    pub fn rounds(self) -> usize {
+        match self {
+            LayerKind::DenseOfLongSums => 2,
+            LayerKind::Routed(kind) => routers(kind).len(),
+            LayerKind::Dense | LayerKind::Quantized(_) | LayerKind::Payload(_) => 1,
+        }
+    }
+
+    /// Of the random batches, and of tokens alone and in pairs, one in so many: the weights of long sums take longest.
+    fn share(self) -> usize {
+        if self == LayerKind::DenseOfLongSums { 8 } else { 1 }
     }
 }
 
-/// Of the batches of experts of long sums, whose weights take longest, one in so many.
-pub const LONG_SUMS_SHARE: usize = 8;
-
 fn dense_experts<D: Target>(device: &D) {
-    hold(device, Experts::Dense, 1);
+    hold(device, LayerKind::Dense);
 }
 
 fn dense_experts_of_long_sums<D: Target>(device: &D) {
-    hold(device, Experts::DenseOfLongSums, LONG_SUMS_SHARE);
+    hold(device, LayerKind::DenseOfLongSums);
 }
 
 fn nvfp4_experts<D: Target>(device: &D) {
-    hold(device, Experts::Quantized(WeightFormat::Nvfp4), 1);
+    hold(device, LayerKind::Quantized(WeightFormat::Nvfp4));
 }
 
 fn mxfp4_experts<D: Target>(device: &D) {
-    hold(device, Experts::Quantized(WeightFormat::Mxfp4), 1);
+    hold(device, LayerKind::Quantized(WeightFormat::Mxfp4));
 }
 
 fn fp8_block_experts<D: Target>(device: &D) {
-    hold(device, Experts::Quantized(WeightFormat::Fp8Block), 1);
+    hold(device, LayerKind::Quantized(WeightFormat::Fp8Block));
 }
 
-/// Holds the promise for experts of one kind, in every type and over every number of ranks, with one in `share` of the
-/// batches.
-fn hold<D: Target>(device: &D, experts: Experts, share: usize) {
-    // On a GPU quantized experts keep a token's bits only where that is asked for.
-    let device = &if experts.format().is_some() { device.batch_invariant() } else { device.clone() };
+fn group_limited_routers<D: Target>(device: &D) {
+    hold(device, LayerKind::Routed(RouterKind::GroupLimited));
+}
+
+fn sigmoid_routers<D: Target>(device: &D) {
+    hold(device, LayerKind::Routed(RouterKind::Sigmoid));
+}
+
+fn routers_with_a_selection_bias<D: Target>(device: &D) {
+    hold(device, LayerKind::Routed(RouterKind::SelectionBias));
+}
+
+fn routers_that_choose_by_logit<D: Target>(device: &D) {
+    hold(device, LayerKind::Routed(RouterKind::ByLogit));
+}
+
+fn nvfp4_payload<D: Target>(device: &D) {
+    hold(device, LayerKind::Payload(Payload::Nvfp4));
+}
+
+fn mxfp8_payload<D: Target>(device: &D) {
+    hold(device, LayerKind::Payload(Payload::Mxfp8));
+}
+
+/// Holds the promise for layers of one kind, in every type and over every number of ranks.
+fn hold<D: Target>(device: &D, kind: LayerKind) {
     let mut over = vec![(1, DispatcherKind::Local)];
     // Rank threads are the CPU's; several GPUs have a suite of their own.
     if D::has_f64() {
         let several = [2, 4].into_iter().flat_map(|r| [(r, DispatcherKind::AllToAll), (r, DispatcherKind::AllGather)]);
         over.extend(several);
-    } else if experts == Experts::DenseOfLongSums {
-        // Every type meets both sizes.
-        over.push((1, DispatcherKind::Local));
+    } else {
+        over = vec![(1, DispatcherKind::Local); kind.rounds()];
     }
-    hold_over(device, experts, &over, share);
+    hold_over(device, kind, &over, 1);
 }
 
 /// The same over these numbers of ranks and dispatchers, with one in `share` of the batches.
-pub fn hold_over<D: Target>(device: &D, experts: Experts, over: &[(usize, DispatcherKind)], share: usize) {
-    let settings: Vec<_> = over.iter().flat_map(|over| D::FLOATS.iter().map(move |dtype| (*over, *dtype))).collect();
+pub fn hold_over<D: Target>(device: &D, kind: LayerKind, over: &[(usize, DispatcherKind)], share: usize) {
+    let dtypes = D::FLOATS.iter().copied().filter(|dtype| kind.takes(*dtype));
+    let settings: Vec<_> = over.iter().flat_map(|over| dtypes.clone().map(move |dtype| (*over, dtype))).collect();
+    let stride = settings.len() * share * kind.share();
     for (at, &(over, dtype)) in settings.iter().enumerate() {
-        let layer = LayerUnderTest::new(device, at, experts, dtype, over);
+        let place = Place { at, round: at / dtypes.clone().count() };
+        let layer = LayerUnderTest::new(device, place, kind, dtype, over);
         let mut random = Random::new(seed::seed(700 + at as u64));
         let expected = layer.run(&Batch::even(over.0));
         assert!(expected.iter().flatten().all(|bits| f64::from_bits(*bits).is_finite()), "{}: overflow", layer.name);
-        for batch in batches(&mut random, over.0, (at, settings.len() * share)) {
+        for batch in batches(&mut random, over.0, (at, stride)) {
             let found = layer.run(&batch);
             for (found, token) in found.iter().zip(&batch.tokens) {
                 let (count, split) = (batch.tokens.len(), &batch.split);
                 assert!(*found == expected[*token], "{}: token {token} among {count}, {split:?} a rank", layer.name);
             }
         }
+    }
+}
+
+/// Where a setting stands among all.
+#[derive(Debug, Clone, Copy)]
+struct Place {
+    /// Its number.
+    at: usize,
+    /// Settings of every type before it: another number of ranks, or another dispatcher.
+    round: usize,
+}
+
+impl Place {
+    /// Another turn for each round, so that every type meets everything.
+    fn turn(self) -> usize {
+        self.at + self.round
+    }
+}
+
+/// Random batches to run.
+fn random_batches() -> usize {
+    match std::env::var(BATCHES_VARIABLE) {
+        Ok(text) => text.parse().unwrap_or_else(|e| panic!("{BATCHES_VARIABLE} = {text}: {e}")),
+        Err(_) => RANDOM_BATCHES,
     }
 }
 
@@ -144,7 +240,7 @@ fn batches(random: &mut Random, ranks: usize, (at, settings): (usize, usize)) ->
     let mut sets = vec![all[..TOKENS / 2].to_vec(), all[TOKENS / 2..].to_vec(), permuted()];
     let pairs = permuted();
     sets.extend(all.chunks(1).chain(pairs.chunks(2)).skip(at).step_by(settings).map(<[usize]>::to_vec));
-    for number in (at..RANDOM_BATCHES).step_by(settings) {
+    for number in (at..random_batches()).step_by(settings) {
         let mut order = permuted();
         // The router has all tokens' rows, an expert half as many on average. Every threshold has its turn as either.
         let rows = THRESHOLDS[number % THRESHOLDS.len()] << (number / THRESHOLDS.len() % 2);
@@ -167,32 +263,40 @@ struct LayerUnderTest<'a, D: Target> {
 }
 
 impl<'a, D: Target> LayerUnderTest<'a, D> {
-    fn new(device: &'a D, at: usize, experts: Experts, dtype: DType, (ranks, kind): (usize, DispatcherKind)) -> Self {
-        // Another turn of sizes for each number of ranks, so that every type meets every size.
-        let config = config(at + at / D::FLOATS.len(), sizes::<D>(at, experts));
-        let mut random = Random::new(seed::seed(600 + at as u64));
+    fn new(
+        device: &'a D,
+        place: Place,
+        kind: LayerKind,
+        dtype: DType,
+        (ranks, dispatcher): (usize, DispatcherKind),
+    ) -> Self {
+        let config = config(place, kind, sizes::<D>(place, kind));
+        let experts = config.router.num_experts;
+        let mut random = Random::new(seed::seed(600 + place.at as u64));
         let mut params = Params::new();
         for kind in ParamKind::ALL {
-            if let Some(dims) = kind.dims(&config, EXPERTS) {
+            if let Some(dims) = kind.dims(&config, experts) {
                 let std = (dims[dims.len() - 1] as f64).powf(-0.5);
                 params.insert(kind.name().to_string(), random.tensor(&dims, std).expect("a parameter"));
             }
         }
         // Quantized weights are not scaled to their sums' lengths: smaller tokens keep those in the range of f16.
-        let std = if experts.format().is_some() { 0.25 } else { 1.0 };
+        let std = if kind.format().is_some() { 0.25 } else { 1.0 };
         let mut tokens = || random.tensor(&[TOKENS, config.hidden], std).expect("tokens");
         let (x, d_y) = (tokens(), tokens());
         let (h, i, rows) = (config.hidden, config.intermediate, config.up_rows());
         let mut setup = Setup::new(&config, &[]);
-        setup.dispatcher = kind;
-        setup.quantized = experts.format().map(|format| {
+        setup.dispatcher = dispatcher;
+        // On a GPU experts in codes keep a token's bits only where that is asked for.
+        setup.batch_invariant = kind.format().is_some();
+        setup.quantized = kind.format().map(|format| {
             let mut stack = |[rows, columns]: [usize; 2], parts| {
-                stacks::random(&mut || random.bits(), format, [EXPERTS / ranks, rows, columns], parts)
+                stacks::random(&mut || random.bits(), format, [experts / ranks, rows, columns], parts)
             };
             Arc::new((0..ranks).map(|_| [stack([rows, h], rows / i), stack([h, i], 1)]).collect())
         });
         let params = (0..ranks).map(|rank| common::shard(&params, rank, ranks, dtype)).collect();
-        let name = format!("{experts:?}, {dtype}, {kind:?} over {ranks}, H {h}, I {i}");
+        let name = format!("{kind:?}, {dtype}, {dispatcher:?} over {ranks}, H {h}, I {i}, {:?}", config.router);
         Self { device, name, setup, dtype, params, x, d_y }
     }
 
@@ -211,17 +315,17 @@ impl<'a, D: Target> LayerUnderTest<'a, D> {
     }
 }
 
-/// Hidden and intermediate size of setting `at`.
-fn sizes<D: Target>(at: usize, experts: Experts) -> (usize, usize) {
-    let over = at / D::FLOATS.len();
-    let at = at + over;
-    match experts {
+/// Hidden and intermediate size.
+fn sizes<D: Target>(place: Place, kind: LayerKind) -> (usize, usize) {
+    let at = place.turn();
+    match kind {
         // Sizes that are no multiple of a register, and for x·w sums longer than a chunk (256). Those of x·wᵀ stay
         // within one (1024).
-        Experts::Dense => ([40, 72][at % 2], [36, 300][at / 2 % 2]),
-        Experts::DenseOfLongSums => long_sums(over, D::has_f64()),
+        LayerKind::Dense => ([40, 72][at % 2], [36, 300][at / 2 % 2]),
+        LayerKind::Routed(_) => ([40, 72][at % 2], 36),
+        LayerKind::DenseOfLongSums => long_sums(place.round, D::has_f64()),
         // Whole blocks of 32, for fp8 one block and several, the last not full.
-        Experts::Quantized(_) => ([64, 320][at % 2], [96, 192][at / 2 % 2]),
+        LayerKind::Quantized(_) | LayerKind::Payload(_) => ([64, 320][at % 2], [96, 192][at / 2 % 2]),
     }
 }
 
@@ -231,15 +335,16 @@ fn sizes<D: Target>(at: usize, experts: Experts) -> (usize, usize) {
 /// On a GPU whole words of 16 bytes, so that in 16 bits Hopper's kernels serve all products of experts; once with sums
 /// and columns from which down and the rows' gradient have wider tiles, and rows behind a map are first brought into
 /// the order of slots (`WIDE_SUM` and `ORDER_ROWS_COLUMNS` in `src/cuda/heuristics.rs`: 8192 both).
-fn long_sums(over: usize, on_cpu: bool) -> (usize, usize) {
+fn long_sums(round: usize, on_cpu: bool) -> (usize, usize) {
     match on_cpu {
-        true => [(2 * 1024 + 40, 36), (40, 2 * 1024 + 40)][over % 2],
-        false => [(64, 8192), (128, 72)][over % 2],
+        true => [(2 * 1024 + 40, 36), (40, 2 * 1024 + 40)][round % 2],
+        false => [(64, 8192), (128, 72)][round % 2],
     }
 }
 
-fn config(at: usize, (hidden, inner): (usize, usize)) -> MoeConfig {
-    let mut config = MoeConfig::new(hidden, inner, EXPERTS, 2);
+fn config(place: Place, kind: LayerKind, (hidden, inner): (usize, usize)) -> MoeConfig {
+    let at = place.turn();
+    let mut config = MoeConfig::new(hidden, inner, 4, 2);
     config.shared = Some(SharedConfig { intermediate: 20, gated: true });
     config.weight_at = [WeightAt::Output, WeightAt::Input, WeightAt::Activation][at % 3];
     if at % 4 == 3 {
@@ -247,5 +352,43 @@ fn config(at: usize, (hidden, inner): (usize, usize)) -> MoeConfig {
         config.expert_bias = true;
     }
     config.recompute = at % 5 == 4;
+    match kind {
+        LayerKind::Routed(kind) => {
+            let mut routers = routers(kind);
+            config.router = routers.swap_remove(place.round % routers.len());
+        }
+        LayerKind::Payload(payload) => config.payload = payload,
+        LayerKind::Dense | LayerKind::DenseOfLongSums | LayerKind::Quantized(_) => {}
+    }
     config
+}
+
+/// A kind's routers. As many rows reach an expert as with 4 experts and top-2.
+fn routers(kind: RouterKind) -> Vec<RouterConfig> {
+    let of = || RouterConfig::new(8, 4);
+    let limited = |rank_by| of().with_groups(GroupLimit { groups: 4, keep: 2, rank_by });
+    let renorm = Renorm { p: 1.0, epsilon: 1e-20, floor: 0.0 };
+    match kind {
+        // DeepSeek-V2's and V3's.
+        RouterKind::GroupLimited => {
+            let scores = limited(GroupScore::Top2Sum).with_score(Score::Sigmoid).with_selection_bias(true);
+            vec![
+                limited(GroupScore::Max).with_renorm(None).with_scale(16.0),
+                scores.with_renorm(renorm).with_scale(2.5),
+            ]
+        }
+        RouterKind::Sigmoid => {
+            let of = || of().with_score(Score::Sigmoid);
+            vec![of().with_renorm(renorm), of().with_renorm(None).with_logit_bias(true)]
+        }
+        RouterKind::SelectionBias => {
+            let of = || of().with_selection_bias(true);
+            vec![of().with_score(Score::Sigmoid), of().with_logit_bias(true)]
+        }
+        RouterKind::ByLogit => vec![
+            of().with_score(Score::TopkSoftmax).with_logit_bias(true),
+            of().with_score(Score::TopkSigmoid).with_renorm(None),
+            RouterConfig::new(4, 2).with_score(Score::SparseMixer { epsilon: 0.01 }).with_renorm(None),
+        ],
+    }
 }

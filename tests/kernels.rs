@@ -24,10 +24,12 @@ cases!(
 const H: usize = 8;
 const I: usize = 4;
 const EXPERTS: usize = 3;
+/// Whose segments these are, in errors.
+const ORIGIN: Origin = Origin { rank: 2, layer: 9 };
 
 fn segments_of<D: Target>(device: &D, offsets: [i64; EXPERTS], counts: [i64; EXPERTS]) -> Segments<D> {
     let put = |v: [i64; EXPERTS]| device.host(&Tensor::from_vec(v.to_vec(), &[EXPERTS]).expect("segments"));
-    Segments::new(put(offsets), put(counts), 8)
+    Segments::new(put(offsets), put(counts), 8).with_origin(ORIGIN)
 }
 
 /// Segments of 3, 0 and 2 filled slots, padded to 4: slots 3, 6 and 7 are padding.
@@ -221,7 +223,11 @@ fn wrong_arguments_are_errors<D: Target>(device: &D) {
     for bad in [8, -1] {
         let map = map(device, &[bad, 0, 0, -1, 2, 5, -1, -1]);
         let error = run(RowSource::mapped(base.view(), map.view()), &[8, I]).unwrap_err();
-        assert!(error.to_string().contains("map"), "{error}");
+        let Error::RowMap { call: "up", rank: 2, layer: 9, ref map, entry: 0, found } = error else {
+            panic!("{error:?}");
+        };
+        // A kernel does not keep what it found.
+        assert!(map == "rows.map" && found.is_none_or(|found| found == i64::from(bad)), "{error}");
     }
     let other = device.put(DType::I32, &case.x, &[8, H]);
     let error = run(RowSource::direct(other.view()), &[8, I]).unwrap_err();
@@ -232,17 +238,22 @@ fn wrong_arguments_are_errors<D: Target>(device: &D) {
 fn segments_outside_are_errors<D: Target>(device: &D) {
     let case = UpCase::new(device);
     let x = f32s(device, &case.x, &[8, H]);
-    for (offsets, counts, good) in [
-        ([0i64, 4, 4], [3i64, 0, 2], true),
-        ([0, 2, 4], [3, 0, 2], true),
-        ([0, 2, 4], [3, 1, 2], false),
-        ([0, 4, 7], [3, 0, 2], false),
-        ([0, 4, 4], [3, 0, -1], false),
+    for (offsets, counts, bad) in [
+        ([0i64, 4, 4], [3i64, 0, 2], None),
+        ([0, 2, 4], [3, 0, 2], None),
+        ([0, 2, 4], [3, 1, 2], Some(1)),
+        ([0, 4, 7], [3, 0, 2], Some(2)),
+        ([0, 4, 4], [3, 0, -1], Some(2)),
     ] {
         let mut out = f32s(device, &[0.0; 8 * I], &[8, I]);
         let segments = segments_of(device, offsets, counts);
         let result = case.run_in(&segments, RowSource::direct(x.view()), RowDest::direct(out.view_mut()));
-        assert_eq!(result.is_ok(), good, "{offsets:?} {counts:?}: {result:?}");
+        let found = match &result {
+            Ok(_) => None,
+            Err(Error::Segment { call: "up", rank: 2, layer: 9, segment, .. }) => Some(*segment),
+            Err(error) => panic!("{offsets:?} {counts:?}: {error:?}"),
+        };
+        assert_eq!(found, bad, "{offsets:?} {counts:?}: {result:?}");
     }
 }
 

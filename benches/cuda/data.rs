@@ -3,7 +3,7 @@
 
 use moebius::cpu::Cpu;
 use moebius::cuda::Cuda;
-use moebius::kernels::{GatherRows, Kernels, Segments};
+use moebius::kernels::{GatherRows, Kernels, Origin, Segments};
 use moebius::{DType, Result, Tensor};
 
 use crate::Workload;
@@ -36,7 +36,12 @@ impl Random {
         let map: Vec<i32> = (0..rows).map(|_| (self.next() % ROWS as u64) as i32).collect();
         let map = Tensor::from_vec(map, &[rows])?.to(cuda)?;
         let mut out = Tensor::empty(cuda, DType::BF16, &[rows, width])?;
-        cuda.gather_rows(GatherRows { source: source.view(), map: map.view(), out: out.view_mut() })?;
+        cuda.gather_rows(GatherRows {
+            source: source.view(),
+            map: map.view(),
+            origin: Origin::default(),
+            out: out.view_mut(),
+        })?;
         out.reshape(dims)
     }
 

@@ -18,6 +18,11 @@ __device__ inline void raise_fault(unsigned long long* fault, Fault code, long l
     atomicMax(fault, fault_word(code, detail));
 }
 
+// A fault of a segment or of a map's entry, in the call of this site.
+__device__ inline void raise_at(unsigned long long* fault, Fault code, long long entry, long long site, Operand operand = OPERAND_FIRST) {
+    raise_fault(fault, code, entry << SITE_BITS | site | operand << ORIGIN_BITS);
+}
+
 // Both of these words begin with the need, so that capacity and rank are those of the layout that needs most; of equal
 // needs the highest rank and the fewest rows. The rank is told with its own origin.
 __device__ inline void raise_capacity(unsigned long long* fault, long long needed, long long rank, long long rows, long long origin) {
@@ -63,10 +68,11 @@ __device__ __forceinline__ void store_any(void* base, int64_t type, int64_t i, f
 }
 
 // Row of a mapped tensor; -1 (and a fault) where the map points outside.
-__device__ __forceinline__ int64_t mapped_row(const int32_t* map, int64_t slot, int64_t rows, unsigned long long* fault) {
+__device__ __forceinline__ int64_t mapped_row(const int32_t* map, int64_t slot, int64_t rows, unsigned long long* fault, int64_t site,
+                                              Operand operand = OPERAND_FIRST) {
     int64_t row = map ? map[slot] : slot;
     if (row < 0 || row >= rows) {
-        raise_fault(fault, FAULT_MAP, slot);
+        raise_at(fault, FAULT_MAP, slot, site, operand);
         return -1;
     }
     return row;

@@ -44,7 +44,7 @@ __device__ __forceinline__ int64_t out_row(const GemmParams& p, int64_t slot, in
     if (!p.out_map) return slot;
     int64_t row = p.out_map[slot];
     if (row >= p.out_rows) {
-        if (lane == 0) raise_fault(p.fault, FAULT_OUT_MAP, slot);
+        if (lane == 0) raise_at(p.fault, FAULT_MAP, slot, p.site, OPERAND_OUT);
         return -1;
     }
     return row;
@@ -116,7 +116,7 @@ __device__ void epilogue(const GemmParams& p, const float* tile, int ld, const T
         } else if constexpr (KIND == UP_DGRAD) {
             const int64_t row = out_row(p, slot, lane);
             if (p.partial) {
-                const int64_t from = mapped_row(p.x_map, slot, p.x_rows, p.fault);
+                const int64_t from = mapped_row(p.x_map, slot, p.x_rows, p.fault, p.site, OPERAND_SECOND);
                 const T* x = static_cast<const T*>(p.x) + from * p.n;
                 float dot = 0.0f;
                 for (int j = lane; j < valid; j += 32) dot += from < 0 ? 0.0f : c[j] * to_float(x[n0 + j]);

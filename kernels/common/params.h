@@ -15,16 +15,17 @@ enum ActivationFunction : int64_t { ACT_SILU = 0, ACT_GELU = 1, ACT_CLAMPED = 2,
 
 // Faults that a kernel finds, and the detail that it raises with each. A larger code is told before a smaller one.
 enum Fault : unsigned long long {
-    FAULT_SEGMENT = 1,      // a segment outside its layout, or in another: the group
-    FAULT_MAP = 2,       // a map's entry past the tensor: the entry
-    FAULT_OUT_MAP = 3,   // the same of an output's map
-    FAULT_ID = 4,        // ids of a backward that name no expert: the choice, above its origin
-    FAULT_SUMS = 5,      // auxiliary sums over no tokens: the origin
-    FAULT_CHOICE = 6,    // an id that is no expert, or twice in a token: the choice, above its origin
-    FAULT_CAPACITY = 7,  // a layout of too few rows: these; need and rank in words of their own
-    FAULT_RECORD = 8,    // records that are odd: the first such rank, above the origin
-    FAULT_END = 9,       // no code
+    FAULT_SEGMENT = 1,   // a segment outside its layout, or in another: the group, above the call's site
+    FAULT_MAP = 2,       // a map's entry past the tensor: the entry, above the call's site with the operand
+    FAULT_ID = 3,        // ids of a backward that name no expert: the choice, above its origin
+    FAULT_SUMS = 4,      // auxiliary sums over no tokens: the origin
+    FAULT_CHOICE = 5,    // an id that is no expert, or twice in a token: the choice, above its origin
+    FAULT_CAPACITY = 6,  // a layout of too few rows: these; need and rank in words of their own
+    FAULT_RECORD = 7,    // records that are odd: the first such rank, above the origin
+    FAULT_END = 8,       // no code
 };
+// Whose map it is: that of the rows of a call's first operand, of its second, of its output.
+enum Operand : long long { OPERAND_FIRST = 0, OPERAND_SECOND = 1, OPERAND_OUT = 2 };
 // Words of the status: the fault, its code above a detail that is inverted; the first NaN logit, token above expert
 // above origin; rows that a layout would have needed, above its rank and origin, and above what is left of those there
 // are; of the first bad choice the fault that it raised, the id, one more than the column that has it too (0: none) and
@@ -40,6 +41,9 @@ enum StatusWord : int {
 // of a NaN logit, below the rank of a capacity, and below the choice in the detail of a bad one or the rank of an odd
 // record.
 constexpr uint32_t FAULT_DETAIL_BITS = 48, NAN_EXPERT_BITS = 22, ORIGIN_BITS = 11, NEEDED_RANK_BITS = 16;
+// A site is what a call that follows segments and maps tells of itself: the host's number for the call, above an operand,
+// above the origin. A fault's detail has 32 bits above it.
+constexpr uint32_t SITE_OPERAND_BITS = 2, SITE_CALL_BITS = 3, SITE_BITS = ORIGIN_BITS + SITE_OPERAND_BITS + SITE_CALL_BITS;
 
 // A matrix product over groups of rows, with its epilogue. Null pointers mean "none".
 struct GemmParams {
@@ -80,6 +84,7 @@ struct GemmParams {
     double alpha;
     double limit;
     unsigned long long* fault;
+    int64_t site;
     int64_t vector_a;          // rows of A start at multiples of 16 bytes
     int64_t vector_b;
     int64_t m_tiles;           // upper bound
@@ -102,6 +107,7 @@ struct WeightGradParams {
     int64_t out_type;          // the operands' type, or f32
     int64_t accumulate;
     unsigned long long* fault;
+    int64_t site;
 };
 
 // Row tiles of a layout.
@@ -115,6 +121,7 @@ struct TileListParams {
     int32_t* tile_count;
     int64_t max_tiles;         // room in `tiles`
     unsigned long long* fault;
+    int64_t site;
 };
 
 // The plan of a group of one rank: choices to slots.
@@ -255,6 +262,7 @@ struct RowsOpParams {
     int64_t word;              // bytes that rows are moved in: 16, 4 or 1
     const float* grad;
     unsigned long long* fault;
+    int64_t site;
 };
 
 // Rows of two matrices of bytes behind each other, then zeros; or `back`, into the two.
@@ -297,6 +305,7 @@ struct SlotDotsParams {
     const int32_t* tile_count;
     float* out;
     unsigned long long* fault;
+    int64_t site;
 };
 
 // Sums of rows over each group: gradients of biases.
@@ -315,6 +324,7 @@ struct ColumnSumsParams {
     int64_t out_type;
     int64_t accumulate;
     unsigned long long* fault;
+    int64_t site;
 };
 
 // Scores of experts, and what groups of experts are ranked by.

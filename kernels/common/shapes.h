@@ -44,4 +44,4 @@ constexpr uint32_t AMAX_SPAN = 1 << 17, DEQUANTIZE_SPAN = 2048;
 
 // The router (router.cu): rows of E words that a warp works on; experts of which a warp holds a token's scores in
 // registers. Tokens that auxiliary sums take at a time, and threads of the block that adds them up (aux_loss.cu).
-constexpr uint32_t ROUTER_WORK_ROWS = 6, ROUTER_HELD_EXPERTS = 256, AUX_CHUNK = 64, AUX_TOTAL_THREADS = 256;
+constexpr uint32_t ROUTER_WORK_ROWS = 6, ROUTER_REGISTER_EXPERTS = 256, AUX_CHUNK = 64, AUX_TOTAL_THREADS = 256;

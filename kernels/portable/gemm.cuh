@@ -20,7 +20,7 @@ __device__ bool schedule_tile(const GemmParams& p, Tile& t, int64_t& k_first, in
         t.rows = static_cast<int>(p.m - t.slot < BLOCK_M ? p.m - t.slot : BLOCK_M);
         int64_t offset = p.offsets ? p.offsets[t.group] : 0, count = p.counts ? p.counts[t.group] : p.k;
         if (offset < 0 || count < 0 || offset > p.k - count) {
-            if (threadIdx.x == 0 && count != 0) raise_fault(p.fault, FAULT_SEGMENT, t.group);
+            if (threadIdx.x == 0 && count != 0) raise_at(p.fault, FAULT_SEGMENT, t.group, p.site);
             count = 0;
         }
         const int64_t part = (count + p.split - 1) / p.split;
@@ -123,6 +123,8 @@ struct OperandLoader {
     const float* scale;
     int64_t rows, ld, first, count;
     unsigned long long* fault;
+    int64_t site;
+    Operand operand;
     bool vector;
 
     __device__ void load(T* shared, int64_t k0) {
@@ -134,7 +136,7 @@ struct OperandLoader {
                 const int64_t slot = first + k0 + kr;
                 int64_t valid = 0, from = 0;
                 if (k0 + kr < count && column[i] >= 0) {
-                    from = mapped_row(map, slot, rows, fault);
+                    from = mapped_row(map, slot, rows, fault, site, operand);
                     valid = from < 0 ? 0 : left[i];
                 }
                 const bool scaled = scale != nullptr && valid > 0;
@@ -157,7 +159,7 @@ struct DenseOperand {
     int64_t at;
 
     __device__ __forceinline__ DenseOperand(const GemmParams& p, const Tile& t, int64_t k_first, int64_t k_count) {
-        b.fault = p.fault, b.vector = p.vector_b, b.scale = nullptr;
+        b.fault = p.fault, b.site = p.site, b.operand = OPERAND_SECOND, b.vector = p.vector_b, b.scale = nullptr;
         if constexpr (KIND == WGRAD) {
             b.base = static_cast<const T*>(p.b), b.map = p.b_map, b.rows = p.b_rows;
             b.ld = p.n, b.first = k_first, b.count = k_count;
@@ -196,7 +198,8 @@ __device__ void run(const GemmParams& p, const Args&... args) {
 
     OperandLoader<T, A_MN_MAJOR> a;
     B b(p, t, k_first, k_count, args...);
-    a.base = static_cast<const T*>(p.a), a.map = p.a_map, a.rows = p.a_rows, a.fault = p.fault, a.vector = p.vector_a;
+    a.base = static_cast<const T*>(p.a), a.map = p.a_map, a.rows = p.a_rows, a.vector = p.vector_a;
+    a.fault = p.fault, a.site = p.site, a.operand = OPERAND_FIRST;
     a.ld = A_MN_MAJOR ? p.m : p.k, a.first = k_first, a.count = k_count, a.scale = KIND == WGRAD ? p.scale : nullptr;
 #pragma unroll
     for (int i = 0; i < 2; i++) {
@@ -206,7 +209,7 @@ __device__ void run(const GemmParams& p, const Args&... args) {
             a.column[i] = t.slot + c < p.m ? t.slot + c : -1, a.left[i] = p.m - t.slot - c;
         } else {
             const int r = id / (BLOCK_K / 8);
-            const int64_t from = r < t.rows ? mapped_row(p.a_map, t.slot + r, p.a_rows, p.fault) : -1;
+            const int64_t from = r < t.rows ? mapped_row(p.a_map, t.slot + r, p.a_rows, p.fault, p.site) : -1;
             a.row[i] = from < 0 ? nullptr : a.base + from * p.k + k_first;
         }
     }
@@ -312,7 +315,7 @@ __device__ void run(const GemmParams& p, const Args&... args) {
             float v = 0.0f;
             if (k0 + k < k_count && r < t.rows) {
                 const int64_t slot = A_MN_MAJOR ? k_first + k0 + k : t.slot + r;
-                const int64_t row = mapped_row(p.a_map, slot, p.a_rows, p.fault);
+                const int64_t row = mapped_row(p.a_map, slot, p.a_rows, p.fault, p.site);
                 if (row >= 0) v = load_any(p.a, p.a_type, A_MN_MAJOR ? row * p.m + t.slot + r : row * p.k + k0 + k);
                 if (KIND == WGRAD && p.scale) v *= p.scale[slot];
             }
@@ -324,7 +327,7 @@ __device__ void run(const GemmParams& p, const Args&... args) {
             float v = 0.0f;
             if (k0 + k < k_count && n >= 0) {
                 if constexpr (A_MN_MAJOR) {
-                    const int64_t row = mapped_row(p.b_map, k_first + k0 + k, p.b_rows, p.fault);
+                    const int64_t row = mapped_row(p.b_map, k_first + k0 + k, p.b_rows, p.fault, p.site, OPERAND_SECOND);
                     if (row >= 0) v = load_any(p.b, p.b_type, row * p.n + n);
                 } else {
                     v = b.at(k0 + k, n);

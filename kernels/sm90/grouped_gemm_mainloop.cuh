@@ -195,7 +195,7 @@ __device__ __forceinline__ void produce_gather(const GemmParams& p, const CUtens
     const int looked_up = thread / 32 * 4 + lane % 4 + lane / 4 * 16;
     // The tile's first row in place of none: its products are not stored, and no other block asks for it as often.
     auto look_up = [&](int slot, int rows) {
-        const int64_t row = mapped_row(p.a_map, slot + (looked_up < rows ? looked_up : 0), p.a_rows, p.fault);
+        const int64_t row = mapped_row(p.a_map, slot + (looked_up < rows ? looked_up : 0), p.a_rows, p.fault, p.site);
         return static_cast<int>(row < 0 ? 0 : row);
     };
     const uint32_t into = r * 128 + ((c ^ (r & 7)) << 4);

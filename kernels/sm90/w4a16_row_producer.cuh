@@ -46,7 +46,7 @@ struct RowProducer {
 #pragma unroll
             for (int q = 0; q < LOOKED_UP; q++) {
                 const int local = thread / 32 * 4 + lane % 4 + (lane / 4 + q * 8) * 16;
-                const int64_t row = mapped_row(p.a_map, t.y + (local < t.z ? local : 0), p.a_rows, p.fault);
+                const int64_t row = mapped_row(p.a_map, t.y + (local < t.z ? local : 0), p.a_rows, p.fault, p.site);
                 next[q] = static_cast<int>(row < 0 ? 0 : row);
             }
         };

@@ -4,6 +4,11 @@
 //! replicated on every rank of a group, and each rank runs sequences of its own. The group's device, a CPU or a GPU, is
 //! where the decoder lives ([`DeviceGroup`](moebius::candle::DeviceGroup)).
 
+/// The README's example compiles.
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+struct Readme;
+
 pub mod generate;
 
 mod cache;

@@ -103,10 +103,12 @@ pub struct Block {
     pub params: BlockParams,
 }
 
-#[cfg(any(feature = "candle", feature = "burn"))]
 impl Block {
     /// Refuses a block whose parameters are not those of its configuration, with `local` experts on this rank.
-    pub(crate) fn check(&self, call: &'static str, local: usize) -> Result<()> {
+    ///
+    /// # Errors
+    /// [`Error::Shape`], or [`Error::Invalid`] with the name of a parameter that is missing.
+    pub fn check(&self, call: &'static str, local: usize) -> Result<()> {
         use crate::layer::ParamKind;
         self.params.check(call, &self.config, local)?;
         let absent = |kind: &ParamKind| kind.dims(&self.config, local).is_some() && self.params.get(*kind).is_none();

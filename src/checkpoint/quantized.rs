@@ -39,8 +39,7 @@ impl<D: Kernels> QuantizedBlock<D> {
     }
 
     /// `up`, `down`, and every other parameter.
-    #[cfg(feature = "candle")]
-    pub(crate) fn into_parts(self) -> (Quantized<D>, Quantized<D>, HashMap<ParamKind, Tensor<D>>) {
+    pub fn into_parts(self) -> (Quantized<D>, Quantized<D>, HashMap<ParamKind, Tensor<D>>) {
         (self.up, self.down, self.others)
     }
 

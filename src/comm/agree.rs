@@ -118,9 +118,10 @@ fn argument(m: &CollectiveCall) -> String {
         Detail::Reduce(op) => format!("{op:?} of {}", m.dtype),
         Detail::Root(root) => format!("{} from root {root}", m.dtype),
         #[cfg(feature = "nccl")]
-        Detail::Place(0) => format!("{} in no window", m.dtype),
-        #[cfg(feature = "nccl")]
-        Detail::Place(place) => format!("{} at place {place:#x} of the windows", m.dtype),
+        Detail::Place(place) => match place {
+            0 => format!("{} in no window", m.dtype),
+            _ => format!("{} at place {place:#x} of the windows", m.dtype),
+        },
         _ => m.dtype.to_string(),
     }
 }

@@ -126,7 +126,7 @@ impl<T, V> Rendezvous<T, V> {
     }
 
     /// Marks a rank as gone for good: whoever waits or comes later is told at once.
-    pub fn leave(&self, rank: usize) {
+    pub fn mark_departed(&self, rank: usize) {
         let mut state = self.lock();
         state.gone.get_or_insert(rank);
         drop(state);
@@ -229,7 +229,7 @@ mod loom_tests {
                 thread::spawn(move || {
                     let done = world.exchange(1, 1, FOREVER, sum).unwrap();
                     assert_eq!(done.deposits, [0, 1]);
-                    world.leave(1);
+                    world.mark_departed(1);
                 })
             };
             assert_eq!(world.exchange(0, 0, FOREVER, sum).unwrap().verdict, 1);
@@ -246,7 +246,7 @@ mod loom_tests {
             let world = Arc::new(Sum::new(2));
             let peer = {
                 let world = Arc::clone(&world);
-                thread::spawn(move || world.leave(1))
+                thread::spawn(move || world.mark_departed(1))
             };
             assert_eq!(world.exchange(0, 0, FOREVER, sum).unwrap_err(), Failure::Gone(1));
             peer.join().unwrap();

@@ -11,7 +11,7 @@ use rayon::prelude::*;
 
 use crate::config::WeightAt;
 use crate::error::{Error, Result};
-use crate::kernels::{BiasGrad, Down, DownBwd, RowDest, SlotWeights, Up, UpDgrad, Wgrad};
+use crate::kernels::{BiasGrad, Down, DownBwd, Origin, RowDest, SlotWeights, Up, UpDgrad, Wgrad};
 use crate::quant::QuantizedRef;
 use crate::tensor::{TensorMut, TensorRef, dims3};
 use crate::weights::Weight;
@@ -148,11 +148,15 @@ fn write_rows<T: Float, S: Send>(
     let values: Vec<_> =
         list.par_iter().zip(sides).map(|((j, slots), side)| tile(side, *j, slots.clone())).collect::<Result<_>>()?;
     for ((_, slots), values) in list.into_iter().zip(&values) {
-        for (&m, row) in map[slots].iter().zip(values.chunks_exact(width)) {
-            match usize::try_from(m) {
+        for (entry, row) in slots.zip(values.chunks_exact(width)) {
+            match usize::try_from(map[entry]) {
                 Err(_) => {}
                 Ok(m) if m < rows => store(&mut out[m * width..(m + 1) * width], row, dest.accumulate),
-                Ok(m) => return Err(Error::invalid(call, "out.map", format!("rows in 0..{rows}"), m)),
+                Ok(_) => {
+                    let Origin { rank, layer } = segments.origin;
+                    let (name, found) = ("out.map".to_string(), Some(i64::from(map[entry])));
+                    return Err(Error::RowMap { call, rank, layer, map: name, entry, found });
+                }
             }
         }
     }

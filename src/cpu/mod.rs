@@ -14,7 +14,7 @@ mod ordered;
 mod plan;
 mod quant;
 mod records;
-mod router;
+pub(crate) mod router;
 mod rows;
 mod segments;
 mod threads;
@@ -25,8 +25,6 @@ pub(crate) use collective::{add_pairwise, sum_ranks};
 pub use device::{Cpu, HostBuffer};
 pub use element::Element;
 pub(crate) use element::Float;
-#[cfg(feature = "cuda")]
-pub(crate) use router::jitter_key;
 pub use threads::{ThreadComm, ThreadWorld};
 #[cfg(not(loom))]
 pub use windows::ThreadWindow;

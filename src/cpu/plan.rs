@@ -9,7 +9,7 @@ use crate::config::CapacityOrder;
 use crate::error::{Error, Result};
 use crate::host_memory;
 use crate::lazy::Lazy;
-use crate::plan::{Capacity, HostPlanRequest, MessageMaps, Overflow, Plan, RowOrder, Segments, Stats};
+use crate::plan::{Capacity, HostPlanRequest, MessageMaps, Origin, Overflow, Plan, RowOrder, Segments, Stats};
 use crate::tensor::Tensor;
 
 use super::Cpu;
@@ -138,6 +138,8 @@ struct RankSegments {
     /// Padded rows of each rank.
     needed: Vec<usize>,
     capacity: Capacity,
+    /// The layer, for errors.
+    layer: u32,
 }
 
 impl RankSegments {
@@ -169,7 +171,8 @@ impl RankSegments {
                 None => usize::MAX,
             },
         };
-        Ok(Self { local_experts, limit, offsets, counts: counts.to_vec(), needed, capacity: call.spec.capacity })
+        let (capacity, layer) = (call.spec.capacity, call.spec.layer);
+        Ok(Self { local_experts, limit, offsets, counts: counts.to_vec(), needed, capacity, layer })
     }
 
     /// Slot of each choice on its expert's rank, −1 where dropped; drops in `ids` too.
@@ -209,8 +212,9 @@ impl RankSegments {
         let padded: Vec<usize> = starts.iter().zip(ends).map(|(start, end)| end - start).collect();
         let counts = self.counts[experts].iter().zip(&starts).map(|(c, start)| *c.min(&(rows - start)) as i64);
         let list = |values: Vec<i64>| Tensor::from_vec(values, &[self.local_experts]);
-        let segments = Segments::new(list(starts.iter().map(|s| *s as i64).collect())?, list(counts.collect())?, rows);
-        Ok((segments, padded))
+        let offsets = list(starts.iter().map(|s| *s as i64).collect())?;
+        let segments = Segments::new(offsets, list(counts.collect())?, rows);
+        Ok((segments.with_origin(Origin { rank, layer: self.layer }), padded))
     }
 }
 

@@ -108,7 +108,7 @@ pub(super) fn plan(call: PlanRecords<'_, Cpu>) -> Result<DevicePlan<Cpu>> {
         None => {
             // Nobody has waited for them.
             let stats = plan.stats.get()?.clone();
-            plan.stats = Lazy::later(move || Ok(stats.clone()));
+            plan.stats = Lazy::from_fn(move || Ok(stats.clone()));
             (tokens, 0)
         }
     };

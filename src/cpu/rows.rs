@@ -6,7 +6,7 @@ use rayon::prelude::*;
 
 use crate::dtype::DType;
 use crate::error::{Error, Result};
-use crate::kernels::{ConcatRows, GatherRows, ReduceRows, Sigmoid, SplitRows};
+use crate::kernels::{ConcatRows, GatherRows, Origin, ReduceRows, Sigmoid, SplitRows};
 use crate::tensor::TensorRef;
 
 use super::Cpu;
@@ -22,7 +22,7 @@ pub(super) fn gather_rows(call: GatherRows<'_, Cpu>) -> Result<()> {
     let row = call.source.row_bytes();
     Error::check_dtype(CALL, "out", call.source.dtype(), call.out.dtype())?;
     Error::check_shape(CALL, "out", &[call.map.count(), row], &[call.out.rows(), call.out.row_bytes()])?;
-    let map = row_map(CALL, call.map, call.source.rows())?;
+    let map = row_map(CALL, call.map, call.source.rows(), call.origin)?;
     let (source, out) = (call.source.data(), call.out.into_data());
     in_tasks(row, out, &|rows, out| {
         for (&from, to) in map[rows].iter().zip(out.chunks_exact_mut(row)) {
@@ -73,7 +73,7 @@ pub(super) fn reduce_rows(call: ReduceRows<'_, Cpu>) -> Result<()> {
     let (tokens, row) = (call.out.rows(), call.out.row_bytes());
     Error::check_shape(CALL, "map", &[tokens], &[call.map.rows()])?;
     Error::check_shape(CALL, "source", &[row], &[call.source.row_bytes()])?;
-    let map = row_map(CALL, call.map, call.source.rows())?;
+    let map = row_map(CALL, call.map, call.source.rows(), call.origin)?;
     let width = map.len().checked_div(tokens).unwrap_or(0);
     with_float!(CALL, "source", call.source.dtype(), T => {
         let source = call.source.as_slice::<T>()?;
@@ -132,12 +132,20 @@ pub(super) fn sigmoid(call: Sigmoid<'_, Cpu>) -> Result<()> {
 }
 
 /// The entries of a row map, all below `rows`.
-fn row_map<'a>(call: &'static str, map: TensorRef<'a, Cpu>, rows: usize) -> Result<&'a [i32]> {
+fn row_map<'a>(
+    call: &'static str,
+    map: TensorRef<'a, Cpu>,
+    rows: usize,
+    Origin { rank, layer }: Origin,
+) -> Result<&'a [i32]> {
     Error::check_dtype(call, "map", DType::I32, map.dtype())?;
-    let map = map.as_slice::<i32>()?;
-    match map.iter().position(|r| usize::try_from(*r).is_ok_and(|r| r >= rows)) {
-        None => Ok(map),
-        Some(i) => Err(Error::invalid(call, format!("map[{i}]"), format!("a row below {rows}"), map[i])),
+    let entries = map.as_slice::<i32>()?;
+    match entries.iter().position(|r| usize::try_from(*r).is_ok_and(|r| r >= rows)) {
+        None => Ok(entries),
+        Some(entry) => {
+            let (map, found) = ("map".to_string(), Some(i64::from(entries[entry])));
+            Err(Error::RowMap { call, rank, layer, map, entry, found })
+        }
     }
 }
 
@@ -167,11 +175,13 @@ mod tests {
         let source = Tensor::from_vec(vec![1f32, 2.0, 3.0, 4.0], &[2, 2])?;
         let map = Tensor::from_vec(vec![1i32, -1, 0], &[3])?;
         let mut out = Tensor::empty(&Cpu::poisoning(), DType::F32, &[3, 2])?;
-        gather_rows(GatherRows { source: source.view(), map: map.view(), out: out.view_mut() })?;
+        let origin = Origin { rank: 2, layer: 9 };
+        gather_rows(GatherRows { source: source.view(), map: map.view(), origin, out: out.view_mut() })?;
         assert_eq!(out.as_slice::<f32>()?, [3.0, 4.0, 0.0, 0.0, 1.0, 2.0]);
         let far = Tensor::from_vec(vec![0i32, 2, 0], &[3])?;
-        let error = gather_rows(GatherRows { source: source.view(), map: far.view(), out: out.view_mut() });
-        assert!(matches!(error, Err(Error::Invalid { name, .. }) if name == "map[1]"));
+        let error = gather_rows(GatherRows { source: source.view(), map: far.view(), origin, out: out.view_mut() });
+        let text = error.err().map(|e| e.to_string()).unwrap_or_default();
+        assert_eq!(text, "gather_rows on rank 2, layer 9: map[1]: expected a row of its tensor, found 2");
         Ok(())
     }
 
@@ -213,7 +223,8 @@ mod tests {
         line[0] = 0;
         let map = Tensor::from_vec(line.repeat(tokens), &[tokens, k])?;
         let mut out = Tensor::empty(&Cpu::poisoning(), DType::BF16, &[tokens, h])?;
-        reduce_rows(ReduceRows { source: source.view(), map: map.view(), out: out.view_mut() })?;
+        let origin = Origin::default();
+        reduce_rows(ReduceRows { source: source.view(), map: map.view(), origin, out: out.view_mut() })?;
         assert!(out.as_slice::<bf16>()?.iter().all(|v| v.to_f32() == 1.5));
         Ok(())
     }

@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use crate::error::{Error, Result};
-use crate::kernels::{RowSource, Segments};
+use crate::kernels::{Origin, RowSource, Segments};
 
 use super::Cpu;
 use super::element::Float;
@@ -13,6 +13,8 @@ use super::gemm::to_acc;
 pub(super) struct SegmentList {
     pub(super) filled: Vec<Range<usize>>,
     pub(super) rows: usize,
+    /// Whose they are.
+    pub(super) origin: Origin,
 }
 
 impl SegmentList {
@@ -33,16 +35,12 @@ impl SegmentList {
                     filled.push(r);
                 }
                 _ => {
-                    return Err(Error::invalid(
-                        call,
-                        format!("segment {j}"),
-                        format!("slots within {end}..{}", segments.rows),
-                        format!("{count} slots from {offset}"),
-                    ));
+                    let Origin { rank, layer } = segments.origin;
+                    return Err(Error::Segment { call, rank, layer, segment: j, found: Some((offset, count)) });
                 }
             }
         }
-        Ok(Self { filled, rows: segments.rows })
+        Ok(Self { filled, rows: segments.rows, origin: segments.origin })
     }
 
     /// Exclusive slices of the filled slots of every expert, of a buffer with `width` elements a slot.
@@ -94,13 +92,11 @@ impl<'a, T: Float> RowView<'a, T> {
             None => Error::check_shape(call, name, &[segments.rows, width], &[rows, width])?,
             Some(map) => {
                 Error::check_shape(call, &format!("{name}.map"), &[segments.rows], &[map.len()])?;
-                let bad = segments
-                    .filled
-                    .iter()
-                    .flat_map(|r| map[r.clone()].iter())
-                    .find(|m| usize::try_from(**m).map_or(true, |m| m >= rows));
-                if let Some(bad) = bad {
-                    return Err(Error::invalid(call, format!("{name}.map"), format!("rows in 0..{rows}"), bad));
+                let names_none = |slot: &usize| usize::try_from(map[*slot]).map_or(true, |row| row >= rows);
+                if let Some(entry) = segments.filled.iter().flat_map(Range::clone).find(names_none) {
+                    let (Origin { rank, layer }, map, found) =
+                        (segments.origin, format!("{name}.map"), Some(i64::from(map[entry])));
+                    return Err(Error::RowMap { call, rank, layer, map, entry, found });
                 }
             }
         }

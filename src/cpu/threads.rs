@@ -59,7 +59,7 @@ pub struct ThreadComm {
 
 impl Drop for ThreadComm {
     fn drop(&mut self) {
-        self.world.leave(self.rank);
+        self.world.mark_departed(self.rank);
     }
 }
 

@@ -53,7 +53,7 @@ pub const PANEL_BYTES: u32 = 256;
 pub const AMAX_SPAN: u32 = 131072;
 pub const DEQUANTIZE_SPAN: u32 = 2048;
 pub const ROUTER_WORK_ROWS: u32 = 6;
-pub const ROUTER_HELD_EXPERTS: u32 = 256;
+pub const ROUTER_REGISTER_EXPERTS: u32 = 256;
 pub const AUX_CHUNK: u32 = 64;
 pub const AUX_TOTAL_THREADS: u32 = 256;
 pub const TYPE_F32: ElementType = 0;
@@ -67,14 +67,17 @@ pub const ACT_RELU2: ActivationFunction = 3;
 pub type ActivationFunction = i64;
 pub const FAULT_SEGMENT: Fault = 1;
 pub const FAULT_MAP: Fault = 2;
-pub const FAULT_OUT_MAP: Fault = 3;
-pub const FAULT_ID: Fault = 4;
-pub const FAULT_SUMS: Fault = 5;
-pub const FAULT_CHOICE: Fault = 6;
-pub const FAULT_CAPACITY: Fault = 7;
-pub const FAULT_RECORD: Fault = 8;
-pub const FAULT_END: Fault = 9;
+pub const FAULT_ID: Fault = 3;
+pub const FAULT_SUMS: Fault = 4;
+pub const FAULT_CHOICE: Fault = 5;
+pub const FAULT_CAPACITY: Fault = 6;
+pub const FAULT_RECORD: Fault = 7;
+pub const FAULT_END: Fault = 8;
 pub type Fault = ::core::ffi::c_ulonglong;
+pub const OPERAND_FIRST: Operand = 0;
+pub const OPERAND_SECOND: Operand = 1;
+pub const OPERAND_OUT: Operand = 2;
+pub type Operand = ::core::ffi::c_longlong;
 pub const STATUS_FAULT: StatusWord = 0;
 pub const STATUS_NAN: StatusWord = 1;
 pub const STATUS_NEEDED_RANK: StatusWord = 2;
@@ -96,6 +99,9 @@ pub const FAULT_DETAIL_BITS: u32 = 48;
 pub const NAN_EXPERT_BITS: u32 = 22;
 pub const ORIGIN_BITS: u32 = 11;
 pub const NEEDED_RANK_BITS: u32 = 16;
+pub const SITE_OPERAND_BITS: u32 = 2;
+pub const SITE_CALL_BITS: u32 = 3;
+pub const SITE_BITS: u32 = 16;
 #[repr(C)]
 #[derive(Debug, Copy, Clone, Default)]
 pub struct GemmParams {
@@ -136,6 +142,7 @@ pub struct GemmParams {
     pub alpha: f64,
     pub limit: f64,
     pub fault: u64,
+    pub site: i64,
     pub vector_a: i64,
     pub vector_b: i64,
     pub m_tiles: i64,
@@ -144,7 +151,7 @@ pub struct GemmParams {
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of GemmParams"][::core::mem::size_of::<GemmParams>() - 336usize];
+    ["Size of GemmParams"][::core::mem::size_of::<GemmParams>() - 344usize];
     ["Alignment of GemmParams"][::core::mem::align_of::<GemmParams>() - 8usize];
     ["Offset of field: GemmParams::a"][::core::mem::offset_of!(GemmParams, a) - 0usize];
     ["Offset of field: GemmParams::a_map"][::core::mem::offset_of!(GemmParams, a_map) - 8usize];
@@ -183,11 +190,12 @@ const _: () = {
     ["Offset of field: GemmParams::alpha"][::core::mem::offset_of!(GemmParams, alpha) - 272usize];
     ["Offset of field: GemmParams::limit"][::core::mem::offset_of!(GemmParams, limit) - 280usize];
     ["Offset of field: GemmParams::fault"][::core::mem::offset_of!(GemmParams, fault) - 288usize];
-    ["Offset of field: GemmParams::vector_a"][::core::mem::offset_of!(GemmParams, vector_a) - 296usize];
-    ["Offset of field: GemmParams::vector_b"][::core::mem::offset_of!(GemmParams, vector_b) - 304usize];
-    ["Offset of field: GemmParams::m_tiles"][::core::mem::offset_of!(GemmParams, m_tiles) - 312usize];
-    ["Offset of field: GemmParams::n_tiles"][::core::mem::offset_of!(GemmParams, n_tiles) - 320usize];
-    ["Offset of field: GemmParams::split"][::core::mem::offset_of!(GemmParams, split) - 328usize];
+    ["Offset of field: GemmParams::site"][::core::mem::offset_of!(GemmParams, site) - 296usize];
+    ["Offset of field: GemmParams::vector_a"][::core::mem::offset_of!(GemmParams, vector_a) - 304usize];
+    ["Offset of field: GemmParams::vector_b"][::core::mem::offset_of!(GemmParams, vector_b) - 312usize];
+    ["Offset of field: GemmParams::m_tiles"][::core::mem::offset_of!(GemmParams, m_tiles) - 320usize];
+    ["Offset of field: GemmParams::n_tiles"][::core::mem::offset_of!(GemmParams, n_tiles) - 328usize];
+    ["Offset of field: GemmParams::split"][::core::mem::offset_of!(GemmParams, split) - 336usize];
 };
 #[repr(C)]
 #[derive(Debug, Copy, Clone, Default)]
@@ -205,10 +213,11 @@ pub struct WeightGradParams {
     pub out_type: i64,
     pub accumulate: i64,
     pub fault: u64,
+    pub site: i64,
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of WeightGradParams"][::core::mem::size_of::<WeightGradParams>() - 104usize];
+    ["Size of WeightGradParams"][::core::mem::size_of::<WeightGradParams>() - 112usize];
     ["Alignment of WeightGradParams"][::core::mem::align_of::<WeightGradParams>() - 8usize];
     ["Offset of field: WeightGradParams::mapped"][::core::mem::offset_of!(WeightGradParams, mapped) - 0usize];
     ["Offset of field: WeightGradParams::map"][::core::mem::offset_of!(WeightGradParams, map) - 8usize];
@@ -224,6 +233,7 @@ const _: () = {
     ["Offset of field: WeightGradParams::out_type"][::core::mem::offset_of!(WeightGradParams, out_type) - 80usize];
     ["Offset of field: WeightGradParams::accumulate"][::core::mem::offset_of!(WeightGradParams, accumulate) - 88usize];
     ["Offset of field: WeightGradParams::fault"][::core::mem::offset_of!(WeightGradParams, fault) - 96usize];
+    ["Offset of field: WeightGradParams::site"][::core::mem::offset_of!(WeightGradParams, site) - 104usize];
 };
 #[repr(C)]
 #[derive(Debug, Copy, Clone, Default)]
@@ -237,10 +247,11 @@ pub struct TileListParams {
     pub tile_count: u64,
     pub max_tiles: i64,
     pub fault: u64,
+    pub site: i64,
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of TileListParams"][::core::mem::size_of::<TileListParams>() - 72usize];
+    ["Size of TileListParams"][::core::mem::size_of::<TileListParams>() - 80usize];
     ["Alignment of TileListParams"][::core::mem::align_of::<TileListParams>() - 8usize];
     ["Offset of field: TileListParams::offsets"][::core::mem::offset_of!(TileListParams, offsets) - 0usize];
     ["Offset of field: TileListParams::counts"][::core::mem::offset_of!(TileListParams, counts) - 8usize];
@@ -251,6 +262,7 @@ const _: () = {
     ["Offset of field: TileListParams::tile_count"][::core::mem::offset_of!(TileListParams, tile_count) - 48usize];
     ["Offset of field: TileListParams::max_tiles"][::core::mem::offset_of!(TileListParams, max_tiles) - 56usize];
     ["Offset of field: TileListParams::fault"][::core::mem::offset_of!(TileListParams, fault) - 64usize];
+    ["Offset of field: TileListParams::site"][::core::mem::offset_of!(TileListParams, site) - 72usize];
 };
 #[repr(C)]
 #[derive(Debug, Copy, Clone, Default)]
@@ -537,10 +549,11 @@ pub struct RowsOpParams {
     pub word: i64,
     pub grad: u64,
     pub fault: u64,
+    pub site: i64,
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of RowsOpParams"][::core::mem::size_of::<RowsOpParams>() - 88usize];
+    ["Size of RowsOpParams"][::core::mem::size_of::<RowsOpParams>() - 96usize];
     ["Alignment of RowsOpParams"][::core::mem::align_of::<RowsOpParams>() - 8usize];
     ["Offset of field: RowsOpParams::source"][::core::mem::offset_of!(RowsOpParams, source) - 0usize];
     ["Offset of field: RowsOpParams::map"][::core::mem::offset_of!(RowsOpParams, map) - 8usize];
@@ -553,6 +566,7 @@ const _: () = {
     ["Offset of field: RowsOpParams::word"][::core::mem::offset_of!(RowsOpParams, word) - 64usize];
     ["Offset of field: RowsOpParams::grad"][::core::mem::offset_of!(RowsOpParams, grad) - 72usize];
     ["Offset of field: RowsOpParams::fault"][::core::mem::offset_of!(RowsOpParams, fault) - 80usize];
+    ["Offset of field: RowsOpParams::site"][::core::mem::offset_of!(RowsOpParams, site) - 88usize];
 };
 #[repr(C)]
 #[derive(Debug, Copy, Clone, Default)]
@@ -625,10 +639,11 @@ pub struct SlotDotsParams {
     pub tile_count: u64,
     pub out: u64,
     pub fault: u64,
+    pub site: i64,
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of SlotDotsParams"][::core::mem::size_of::<SlotDotsParams>() - 96usize];
+    ["Size of SlotDotsParams"][::core::mem::size_of::<SlotDotsParams>() - 104usize];
     ["Alignment of SlotDotsParams"][::core::mem::align_of::<SlotDotsParams>() - 8usize];
     ["Offset of field: SlotDotsParams::partial"][::core::mem::offset_of!(SlotDotsParams, partial) - 0usize];
     ["Offset of field: SlotDotsParams::parts"][::core::mem::offset_of!(SlotDotsParams, parts) - 8usize];
@@ -642,6 +657,7 @@ const _: () = {
     ["Offset of field: SlotDotsParams::tile_count"][::core::mem::offset_of!(SlotDotsParams, tile_count) - 72usize];
     ["Offset of field: SlotDotsParams::out"][::core::mem::offset_of!(SlotDotsParams, out) - 80usize];
     ["Offset of field: SlotDotsParams::fault"][::core::mem::offset_of!(SlotDotsParams, fault) - 88usize];
+    ["Offset of field: SlotDotsParams::site"][::core::mem::offset_of!(SlotDotsParams, site) - 96usize];
 };
 #[repr(C)]
 #[derive(Debug, Copy, Clone, Default)]
@@ -660,10 +676,11 @@ pub struct ColumnSumsParams {
     pub out_type: i64,
     pub accumulate: i64,
     pub fault: u64,
+    pub site: i64,
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of ColumnSumsParams"][::core::mem::size_of::<ColumnSumsParams>() - 112usize];
+    ["Size of ColumnSumsParams"][::core::mem::size_of::<ColumnSumsParams>() - 120usize];
     ["Alignment of ColumnSumsParams"][::core::mem::align_of::<ColumnSumsParams>() - 8usize];
     ["Offset of field: ColumnSumsParams::rows"][::core::mem::offset_of!(ColumnSumsParams, rows) - 0usize];
     ["Offset of field: ColumnSumsParams::map"][::core::mem::offset_of!(ColumnSumsParams, map) - 8usize];
@@ -679,6 +696,7 @@ const _: () = {
     ["Offset of field: ColumnSumsParams::out_type"][::core::mem::offset_of!(ColumnSumsParams, out_type) - 88usize];
     ["Offset of field: ColumnSumsParams::accumulate"][::core::mem::offset_of!(ColumnSumsParams, accumulate) - 96usize];
     ["Offset of field: ColumnSumsParams::fault"][::core::mem::offset_of!(ColumnSumsParams, fault) - 104usize];
+    ["Offset of field: ColumnSumsParams::site"][::core::mem::offset_of!(ColumnSumsParams, site) - 112usize];
 };
 pub const SCORE_SOFTMAX: RouterScore = 0;
 pub const SCORE_SIGMOID: RouterScore = 1;

@@ -38,7 +38,7 @@ enum Owner {
     Loan(Arc<AtomicUsize>),
     /// Somebody's who keeps it for as long as this is held.
     #[cfg(feature = "nccl")]
-    Held(#[allow(dead_code, reason = "held, not read")] Arc<dyn Send + Sync>),
+    External(#[allow(dead_code, reason = "kept alive, not read")] Arc<dyn Send + Sync>),
 }
 
 impl fmt::Debug for DeviceBuffer {
@@ -58,7 +58,9 @@ impl DeviceBuffer {
             #[cfg(feature = "nccl-ep")]
             Owner::Loan(_) => return Err(Error::invalid("DeviceBuffer", "memory", "the workspace's", "a window's")),
             #[cfg(feature = "nccl")]
-            Owner::Held(_) => return Err(Error::invalid("DeviceBuffer", "memory", "the workspace's", "a window's")),
+            Owner::External(_) => {
+                return Err(Error::invalid("DeviceBuffer", "memory", "the workspace's", "a window's"));
+            }
         };
         // SAFETY: the block has that many bytes and is the arena's no longer; the slice frees it with
         // `cuMemFreeAsync` on the arena's stream. A pool whose arena is dropped before stays.
@@ -71,13 +73,13 @@ impl DeviceBuffer {
 
 #[cfg(feature = "nccl")]
 impl Cuda {
-    /// A buffer of memory that `keeper` keeps.
+    /// A buffer of memory that `owner` keeps.
     ///
     /// # Safety
-    /// The memory stays as long as the keeper, and meanwhile nobody writes it but in the order of the streams that are
+    /// The memory stays as long as the owner, and meanwhile nobody writes it but in the order of the streams that are
     /// given the buffer.
-    pub(crate) unsafe fn held(&self, ptr: u64, bytes: usize, keeper: Arc<dyn Send + Sync>) -> DeviceBuffer {
-        DeviceBuffer { ptr, bytes, arena: self.inner.arena(), owner: Owner::Held(keeper) }
+    pub(crate) unsafe fn external(&self, ptr: u64, bytes: usize, owner: Arc<dyn Send + Sync>) -> DeviceBuffer {
+        DeviceBuffer { ptr, bytes, arena: self.inner.arena(), owner: Owner::External(owner) }
     }
 }
 
@@ -100,7 +102,7 @@ impl Drop for DeviceBuffer {
             #[cfg(feature = "nccl-ep")]
             Owner::Loan(loans) => drop(loans.fetch_sub(1, Ordering::AcqRel)),
             #[cfg(feature = "nccl")]
-            Owner::Held(_) => {}
+            Owner::External(_) => {}
         }
     }
 }

@@ -51,6 +51,8 @@ struct GroupedGemm<'a> {
     shape: TileConfig,
     segments: &'a Segments<Cuda>,
     slots: usize,
+    /// What a fault tells of the call.
+    site: i64,
     quantized: Option<QuantizedOperand>,
 }
 
@@ -73,7 +75,8 @@ impl<'a> GroupedGemm<'a> {
     ) -> Result<Self> {
         let shape = portable_shape(call, "rows", dtype)?;
         check_segments(call, segments, experts)?;
-        Ok(Self { call, device, dtype, shape, segments, slots: segments.rows, quantized: None })
+        let site = device.site(call, segments.origin, params::OPERAND_FIRST)?;
+        Ok(Self { call, device, dtype, shape, segments, slots: segments.rows, site, quantized: None })
     }
 
     /// With these weights.
@@ -86,7 +89,7 @@ impl<'a> GroupedGemm<'a> {
     }
 
     fn source(&self, name: &str, source: &RowSource<'_, Cuda>, width: usize) -> Result<SourceRows> {
-        SourceRows::new(self.call, name, source, self.dtype, width, self.slots)
+        SourceRows::new(self.call, name, source, self.dtype, width, (self.slots, self.site))
     }
 
     /// Brings rows behind a map into slot order where so many columns are made of them that TMA, which
@@ -95,7 +98,7 @@ impl<'a> GroupedGemm<'a> {
         if p.a_map == 0 || (p.n as usize) < ORDER_ROWS_COLUMNS {
             return Ok(None);
         }
-        let rows = SourceRows { base: p.a, map: p.a_map, rows: p.a_rows, vector: true };
+        let rows = SourceRows { base: p.a, map: p.a_map, rows: p.a_rows, vector: true, site: p.site };
         let rows = gather_to_slots(self.device, self.call, &rows, self.slots, p.k as usize, self.dtype)?;
         (p.a, p.a_map, p.a_rows) = (rows.view().data().ptr, 0, self.slots as i64);
         Ok(Some(rows))
@@ -126,6 +129,7 @@ impl<'a> GroupedGemm<'a> {
             bias_type: code,
             out_type: code,
             fault: self.device.inner.status,
+            site: self.site,
             vector_a: i64::from(a.vector),
             vector_b: i64::from(vector_b),
             split: 1,
@@ -204,6 +208,7 @@ impl<'a> GroupedGemm<'a> {
             tile_count: tiles.count(),
             out,
             fault: self.device.inner.status,
+            site: self.site,
             ..Default::default()
         };
         if let Some((bias, grad, width)) = bias {

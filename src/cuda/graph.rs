@@ -26,27 +26,27 @@ pub struct Captured<T> {
     cuda: Cuda,
     /// Blocks of the graph itself, for each device that took part; tensors in `output` are among them.
     arenas: Vec<Arc<Arena>>,
-    _holds: Vec<ArenaHold>,
+    _retained: Vec<RetainedBlocks>,
     /// Every device that took part: its kernels and the words that they report in are the graph's.
     _devices: Vec<Cuda>,
 }
 
 /// Keeps the blocks that were in use in an arena when it was made from changing hands.
 #[derive(Debug)]
-struct ArenaHold {
+struct RetainedBlocks {
     arena: Arc<Arena>,
     id: u64,
 }
 
-impl ArenaHold {
+impl RetainedBlocks {
     fn new(arena: &Arc<Arena>) -> Self {
-        Self { arena: Arc::clone(arena), id: arena.hold() }
+        Self { arena: Arc::clone(arena), id: arena.retain_blocks() }
     }
 }
 
-impl Drop for ArenaHold {
+impl Drop for RetainedBlocks {
     fn drop(&mut self) {
-        self.arena.release(self.id);
+        self.arena.release_blocks(self.id);
     }
 }
 
@@ -60,17 +60,17 @@ struct CapturedStream {
 
 impl CapturedStream {
     /// Enters the capture; what is in use in the workspace from here on is held.
-    fn enter(cuda: &Cuda, kind: ArenaKind) -> Result<(Self, ArenaHold)> {
+    fn enter(cuda: &Cuda, kind: ArenaKind) -> Result<(Self, RetainedBlocks)> {
         if !cuda.inner.capture_state.begin() {
             return Err(Error::invalid(CALL, "device", "no capture under way", "one"));
         }
         let shared = cuda.inner.arena();
         // From here on, so that what the calls themselves free stays as it is too.
-        let hold = ArenaHold::new(&shared);
+        let blocks = RetainedBlocks::new(&shared);
         let arena = shared.private(kind);
         cuda.inner.exchange_arena(Arc::clone(&arena));
         cuda.inner.capture_state.count();
-        Ok((Self { cuda: cuda.clone(), shared, arena }, hold))
+        Ok((Self { cuda: cuda.clone(), shared, arena }, blocks))
     }
 }
 
@@ -263,7 +263,7 @@ impl<T> Captured<T> {
         let Some(cuda) = devices.first() else { return Err(Error::invalid(CALL, "devices", "one or more", "none")) };
         cuda.bind(CALL)?;
         let mut capture = ActiveCapture { members: Vec::new(), open: false };
-        let (mut holds, mut arenas) = (Vec::new(), Vec::new());
+        let (mut retained, mut arenas) = (Vec::new(), Vec::new());
         for device in devices {
             if !device.is_on(&cuda.inner.stream) {
                 return Err(Error::invalid(CALL, "devices", "devices on one stream", "another stream's"));
@@ -271,10 +271,10 @@ impl<T> Captured<T> {
             if capture.members.iter().any(|member| Arc::ptr_eq(&member.cuda.inner, &device.inner)) {
                 continue;
             }
-            let (member, hold) = CapturedStream::enter(device, kind)?;
+            let (member, blocks) = CapturedStream::enter(device, kind)?;
             arenas.push(Arc::clone(&member.arena));
             capture.members.push(member);
-            holds.push(hold);
+            retained.push(blocks);
         }
         let (graph, output) = capture.run(calls)?;
         drop(capture);
@@ -282,7 +282,7 @@ impl<T> Captured<T> {
             graph.check_self_contained()?;
         }
         let exec = graph.executable()?;
-        Ok(Self { exec, output, cuda: cuda.clone(), arenas, _holds: holds, _devices: devices.to_vec() })
+        Ok(Self { exec, output, cuda: cuda.clone(), arenas, _retained: retained, _devices: devices.to_vec() })
     }
 
     /// Enqueues the captured calls.

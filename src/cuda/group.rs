@@ -1,18 +1,25 @@
 //! Groups of one rank.
 
 use crate::comm::Solo;
-#[cfg(not(feature = "nccl-ep"))]
-use crate::ep::LibraryDispatchers;
 use crate::ep::{DispatcherKind, Group, GroupConfig};
+#[cfg(not(feature = "nccl-ep"))]
+use crate::ep::{LibraryDispatchers, dispatcher_state::DispatcherState, select::NcclEpOrReason};
+#[cfg(not(feature = "nccl-ep"))]
+use crate::error::Error;
 use crate::error::Result;
 
 use super::device::Cuda;
-use super::heuristics::{ALL_GATHER_TOKENS, HOST_GPUS};
+use super::heuristics::{ALL_GATHER_TOKENS, GPUS_OF_HOST};
 
 #[cfg(not(feature = "nccl-ep"))]
 impl LibraryDispatchers for Cuda {
     fn preferred_dispatchers(config: &GroupConfig, ranks: usize) -> &'static [DispatcherKind] {
         preferred_dispatchers(config, ranks)
+    }
+
+    fn library_dispatcher(core: DispatcherState<Self>, source: &'static str) -> Result<NcclEpOrReason<Self>> {
+        let found = "NcclEp (feature nccl-ep)";
+        Ok(Err(Box::new((core, Error::invalid("Group::new", source, "one that this build has", found)))))
     }
 }
 
@@ -27,8 +34,8 @@ pub(crate) fn preferred_dispatchers(config: &GroupConfig, ranks: usize) -> &'sta
         // Windows are NCCL EP's.
         _ if config.windows > 0 => &[NcclEp, AllToAll],
         ..=2 => &[AllGather],
-        3..=HOST_GPUS if config.max_tokens_per_rank <= ALL_GATHER_TOKENS => &[AllGather],
-        3..=HOST_GPUS => &[NcclEp, AllGather],
+        3..=GPUS_OF_HOST if config.max_tokens_per_rank <= ALL_GATHER_TOKENS => &[AllGather],
+        3..=GPUS_OF_HOST => &[NcclEp, AllGather],
         _ => &[NcclEp, AllToAll],
     }
 }

@@ -89,8 +89,8 @@ pub(super) const BLOCK_SLACK: usize = 8;
 
 // ------------------------------------------------------------------------------------------------ dispatchers
 
-/// Most tokens of a rank with which all-gather is the quickest on up to [`HOST_GPUS`] ranks. `docs/benchmarks-gpus.md`.
+/// Most tokens of a rank with which all-gather is the quickest on up to [`GPUS_OF_HOST`] ranks. `docs/benchmarks-gpus.md`.
 pub(super) const ALL_GATHER_TOKENS: usize = 512;
 
 /// GPUs of a host, between which a row that nobody asked for costs least.
-pub(super) const HOST_GPUS: usize = 8;
+pub(super) const GPUS_OF_HOST: usize = 8;

@@ -50,6 +50,8 @@ pub(super) struct SourceRows {
     pub(super) map: u64,
     pub(super) rows: i64,
     pub(super) vector: bool,
+    /// What a fault tells of the call and this operand.
+    pub(super) site: i64,
 }
 
 impl SourceRows {
@@ -59,7 +61,7 @@ impl SourceRows {
         source: &RowSource<'_, Cuda>,
         dtype: DType,
         width: usize,
-        slots: usize,
+        (slots, site): (usize, i64),
     ) -> Result<Self> {
         Error::check_dtype(call, name, dtype, source.base.dtype())?;
         let rows = source.base.rows();
@@ -76,6 +78,7 @@ impl SourceRows {
             map: pointer(&source.map),
             rows: rows as i64,
             vector: aligned(source.base, width),
+            site,
         })
     }
 }
@@ -223,6 +226,7 @@ impl Tiles {
             tile_count: made.1,
             max_tiles: most as i64,
             fault: device.inner.status,
+            site: device.site(call, segments.origin, params::OPERAND_FIRST)?,
         };
         let kernels = &device.kernels().prepare;
         let kernel = match order {

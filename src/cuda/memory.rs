@@ -63,7 +63,7 @@ impl Drop for Pool {
                     // behind the back of a `cuCtxSynchronize` on another thread, which crashes (driver 580). So it
                     // stays, a handle without memory: what is freed from here on goes back to the system at the next
                     // wait.
-                    let _ = keep(self.handle, 0);
+                    let _ = set_release_threshold(self.handle, 0);
                     let _ = result::mem_pool::trim_to(self.handle, 0);
                 } else {
                     let _ = result::mem_pool::destroy(self.handle);
@@ -77,7 +77,7 @@ impl Drop for Pool {
 ///
 /// # Safety
 /// The pool is alive.
-unsafe fn keep(pool: sys::CUmemoryPool, mut bytes: u64) -> std::result::Result<(), DriverError> {
+unsafe fn set_release_threshold(pool: sys::CUmemoryPool, mut bytes: u64) -> std::result::Result<(), DriverError> {
     let threshold = sys::CUmemPool_attribute::CU_MEMPOOL_ATTR_RELEASE_THRESHOLD;
     // SAFETY: the attribute is a u64, which `bytes` is; the caller vouches for the pool.
     unsafe { result::mem_pool::set_attribute(pool, threshold, (&raw mut bytes).cast()) }
@@ -117,7 +117,7 @@ struct ArenaState {
     /// Freed while a graph that may touch them was alive.
     limbo: Vec<MemoryBlock>,
     /// For each graph alive, the first serial number that it does not know.
-    holds: BTreeMap<u64, u64>,
+    retained: BTreeMap<u64, u64>,
     next: u64,
 }
 
@@ -262,31 +262,32 @@ impl Arena {
         }
         let mut state = lock(&self.state);
         self.pool.counts().in_use -= block.size;
-        match state.holds.values().any(|end| block.serial < *end) {
+        match state.retained.values().any(|end| block.serial < *end) {
             true => state.limbo.push(block),
             false => drop(state.free.insert((block.size, block.ptr))),
         }
     }
 
-    /// Keeps every block that is in use now from being written by anything else, until [`release`](Self::release).
-    pub(super) fn hold(&self) -> u64 {
+    /// Keeps every block that is in use now from being written by anything else, until
+    /// [`release_blocks`](Self::release_blocks).
+    pub(super) fn retain_blocks(&self) -> u64 {
         let mut state = lock(&self.state);
         state.next += 1;
         let id = state.next;
-        state.holds.insert(id, id);
+        state.retained.insert(id, id);
         id
     }
 
-    pub(super) fn release(&self, id: u64) {
+    pub(super) fn release_blocks(&self, id: u64) {
         let mut state = lock(&self.state);
-        state.holds.remove(&id);
-        let ArenaState { limbo, holds, free, .. } = &mut *state;
+        state.retained.remove(&id);
+        let ArenaState { limbo, retained, free, .. } = &mut *state;
         limbo.retain(|block| {
-            let held = holds.values().any(|end| block.serial < *end);
-            if !held {
+            let is_retained = retained.values().any(|end| block.serial < *end);
+            if !is_retained {
                 free.insert((block.size, block.ptr));
             }
-            held
+            is_retained
         });
     }
 }
@@ -318,11 +319,11 @@ fn create_pool(context: &CudaContext) -> Result<sys::CUmemoryPool> {
     // SAFETY: `props` is initialized as the driver documents it.
     let pool = unsafe { result::mem_pool::create(&props) }.map_err(driver(CALL, "create a memory pool"))?;
     // SAFETY: the pool was just made.
-    let kept = unsafe { keep(pool, u64::MAX) };
-    if kept.is_err() {
+    let configured = unsafe { set_release_threshold(pool, u64::MAX) };
+    if configured.is_err() {
         // SAFETY: as above; nothing is in it.
         let _ = unsafe { result::mem_pool::destroy(pool) };
     }
-    kept.map_err(driver(CALL, "configure the memory pool"))?;
+    configured.map_err(driver(CALL, "configure the memory pool"))?;
     Ok(pool)
 }

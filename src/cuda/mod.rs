@@ -23,7 +23,7 @@
 //! cubins, tile_config, kernel_table, context_kernels          kernels as they are compiled and loaded
 //! memory, status_words, capture_state                         what else a GPU is made of
 //! device, graph, sync, buffer, context_sync                   a GPU; its captures, waits, tensors, and order with others
-//! launch, tensor_map, status, init                            launches, errors that kernels raise, and how a GPU is opened
+//! launch, tensor_map, fault_site, status, init                launches, errors that kernels raise, and how a GPU is opened
 //! layout, plan, routing_records, low_latency_sort, permute    slots: tiled, planned, moved
 //! experts, linear, wgrad, sm90_grouped_gemm, w4a16            products
 //! router, quant, etp                                          routing, casts, sums of sharded gradients
@@ -44,6 +44,7 @@ mod etp;
 mod exit;
 mod experts;
 mod failure;
+mod fault_site;
 mod graph;
 mod group;
 mod heuristics;

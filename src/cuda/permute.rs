@@ -18,7 +18,8 @@ pub(super) fn gather_rows(device: &Cuda, call: GatherRows<'_, Cuda>) -> Result<(
     Error::check_dtype(CALL, "map", DType::I32, call.map.dtype())?;
     Error::check_shape(CALL, "out", &[call.map.count(), row], &[call.out.rows(), call.out.row_bytes()])?;
     let (rows, from) = (call.out.rows(), (call.source.data().ptr, call.source.rows()));
-    gather(device, CALL, (from, call.map.data().ptr), call.out.into_data().ptr, rows, row)
+    let site = device.site(CALL, call.origin, params::OPERAND_FIRST)?;
+    gather(device, CALL, (from, call.map.data().ptr), call.out.into_data().ptr, rows, row, site)
 }
 
 /// Rows of `bytes` bytes behind a map, which has an entry for each row of the output.
@@ -29,6 +30,7 @@ fn gather(
     out: u64,
     rows: usize,
     bytes: usize,
+    site: i64,
 ) -> Result<()> {
     let word = [16, 4, 1].into_iter().find(|w| (source | out | bytes as u64).is_multiple_of(*w)).unwrap_or(1);
     let p = params::RowsOpParams {
@@ -40,6 +42,7 @@ fn gather(
         width: bytes as i64,
         word: word as i64,
         fault: device.inner.status,
+        site,
         ..Default::default()
     };
     let blocks = (rows * bytes).div_ceil(256 * word as usize).min(LOOP_BLOCKS);
@@ -101,7 +104,7 @@ pub(super) fn gather_to_slots(
 ) -> Result<Tensor<Cuda>> {
     let mut out = Tensor::empty(device, dtype, &[slots, width])?;
     let from = ((source.base, source.rows as usize), source.map);
-    gather(device, call, from, at(&mut out), slots, width * dtype.size())?;
+    gather(device, call, from, at(&mut out), slots, width * dtype.size(), source.site)?;
     Ok(out)
 }
 
@@ -129,6 +132,7 @@ pub(super) fn reduce_rows(device: &Cuda, call: ReduceRows<'_, Cuda>) -> Result<(
         type_: kind,
         word: if wide { 16 } else { 1 },
         fault: device.inner.status,
+        site: device.site(CALL, call.origin, params::OPERAND_FIRST)?,
         ..Default::default()
     };
     let lanes = if wide { row / 16 } else { width };

@@ -50,7 +50,7 @@ pub(super) fn plan_on_device(device: &Cuda, call: PlanRequest<'_, Cuda>) -> Resu
     let experts = call.num_experts;
     earlier_faults(device)?;
     let planned = plan_on_gpu(device, call)?;
-    Ok(planned.map(|(plan, stats)| Plan { stats: read_later(device, stats, experts), ..plan }))
+    Ok(planned.map(|(plan, stats)| Plan { stats: lazy_stats(device, stats, experts), ..plan }))
 }
 
 /// Reports faults that kernels of an earlier step have raised and nobody has asked for.
@@ -130,7 +130,7 @@ pub(crate) fn external_layout(device: &Cuda, from: &ExternalPlan<'_>) -> Result<
     // SAFETY: every tensor has the size that `params.h` states for it.
     unsafe { device.launch(CALL, &device.kernels().prepare.plan_external_layout, Grid::new(blocks, 256), &p) }?;
     device.report(CALL)?;
-    Ok((Segments::new(offsets, counts, from.rows), row_map))
+    Ok((Segments::new(offsets, counts, from.rows).with_origin(from.origin), row_map))
 }
 
 /// A plan, but for its statistics, and these as kernels leave them.
@@ -175,6 +175,7 @@ pub(super) fn plan_on_gpu(device: &Cuda, call: PlanRequest<'_, Cuda>) -> Result<
     let (mut kept_ids, mut return_map) = (of(DType::I32, &[tokens, k])?, of(DType::I32, &[tokens, k])?);
     let (mut row_map, mut weight_map) = (of(DType::I32, &[rows])?, of(DType::I32, &[rows])?);
     let mut tiles = empty_tiles(device, rows, experts)?;
+    let origin = Origin { rank: call.rank, layer: spec.layer };
     let p = params::LocalPlanParams {
         ids: call.ids.data().ptr,
         wide,
@@ -200,7 +201,7 @@ pub(super) fn plan_on_gpu(device: &Cuda, call: PlanRequest<'_, Cuda>) -> Result<
         tiles: tiles.as_mut().map_or(0, at),
         fault: device.inner.status,
         report: device.inner.report.address(),
-        origin: device.origin(CALL, Origin { rank: call.rank, layer: spec.layer })?,
+        origin: device.origin(CALL, origin)?,
     };
     let shared = (experts * 4) as u32;
     let walk = Grid { shared, ..Grid::new(chunks, 32) };
@@ -218,12 +219,12 @@ pub(super) fn plan_on_gpu(device: &Cuda, call: PlanRequest<'_, Cuda>) -> Result<
             device.launch(CALL, &kernels.plan_slots, walk, &p)?;
         }
     }
-    let unread = Lazy::later(|| Err(Error::invalid(CALL, "stats", "a plan's", "none yet")));
+    let unread = Lazy::from_fn(|| Err(Error::invalid(CALL, "stats", "a plan's", "none yet")));
     let plan = Plan {
         tokens,
         total_tokens: tokens,
         first_token: 0,
-        segments: Arc::new(Segments { offsets, counts, rows, tiles }),
+        segments: Arc::new(Segments { offsets, counts, rows, origin, tiles }),
         stats: unread,
         kept_ids,
         row_map,
@@ -235,9 +236,9 @@ pub(super) fn plan_on_gpu(device: &Cuda, call: PlanRequest<'_, Cuda>) -> Result<
 }
 
 /// Counts as the kernels leave them.
-fn read_later(device: &Cuda, stats: Tensor<Cuda>, experts: usize) -> Lazy<Stats> {
+fn lazy_stats(device: &Cuda, stats: Tensor<Cuda>, experts: usize) -> Lazy<Stats> {
     let device = device.clone();
-    Lazy::later(move || {
+    Lazy::from_fn(move || {
         let values: Vec<usize> =
             device.to_host(stats.view())?.as_slice::<i64>()?.iter().map(|n| usize::try_from(*n).unwrap_or(0)).collect();
         Ok(Stats {
@@ -266,11 +267,10 @@ pub(super) fn plan(device: &Cuda, call: HostPlanRequest<'_>) -> Result<Plan<Cuda
         tokens: plan.tokens,
         total_tokens: plan.total_tokens,
         first_token: plan.first_token,
-        segments: Arc::new(Segments::new(
-            plan.segments.offsets.to(device)?,
-            plan.segments.counts.to(device)?,
-            plan.segments.rows,
-        )),
+        segments: Arc::new(
+            Segments::new(plan.segments.offsets.to(device)?, plan.segments.counts.to(device)?, plan.segments.rows)
+                .with_origin(plan.segments.origin),
+        ),
         stats: plan.stats,
         kept_ids: plan.kept_ids.to(device)?,
         row_map: plan.row_map.to(device)?,

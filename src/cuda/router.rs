@@ -2,7 +2,7 @@
 
 use crate::aux_loss::Sums;
 use crate::config::{AuxConfig, BalanceKind, GroupScore, RouterConfig, Score};
-use crate::cpu::jitter_key;
+use crate::cpu::router::jitter;
 use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::kernels::{AuxBwd, AuxSums, AuxTotal, Jitter, KeepSum, Route, RouteBwd, Scalar};
@@ -84,20 +84,25 @@ fn formula(config: &RouterConfig, jitter: Option<Jitter>) -> params::RoutingPara
     }
     if let Some(jitter) = jitter.filter(|_| config.jitter > 0.0) {
         p.jitter = config.jitter;
-        p.key = jitter_key(jitter);
+        p.key = jitter::key(jitter);
         p.first_token = jitter.first_token;
     }
     p
 }
 
 /// Experts of which a warp holds a token's scores in registers.
-const HELD: i64 = params::ROUTER_HELD_EXPERTS as i64;
+const REGISTER_EXPERTS: i64 = params::ROUTER_REGISTER_EXPERTS as i64;
 
 /// Whether the kernels that hold a token's scores in registers serve: softmax over few experts, no groups, bias, jitter
 /// or auxiliary loss, and no norm or a sum.
 fn fits_registers(p: &params::RoutingParams) -> bool {
     let plain = p.score == 0 && p.groups == 0 && p.bias == 0 && p.jitter == 0.0;
-    plain && p.aux_coef == 0 && p.aux_z == 0 && (p.renorm == 0 || p.p == 1.0) && p.experts <= HELD && p.top_k <= 32
+    plain
+        && p.aux_coef == 0
+        && p.aux_z == 0
+        && (p.renorm == 0 || p.p == 1.0)
+        && p.experts <= REGISTER_EXPERTS
+        && p.top_k <= 32
 }
 
 /// Launches those, or others of a warp a token.

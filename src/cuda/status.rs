@@ -16,6 +16,7 @@ use crate::kernels::Origin;
 use crate::plan::routing_record::BadId;
 
 use super::device::Cuda;
+use super::fault_site::{FaultSite, site};
 use super::launch::Grid;
 use super::params;
 use super::status_words::{BYTES, CLEAR, FAULT, NAN, WORDS};
@@ -55,6 +56,11 @@ impl Cuda {
     /// The number by which kernels know a rank and layer, for as long as the stream lives: captured graphs hold it.
     pub(super) fn origin(&self, call: &'static str, of: Origin) -> Result<i64> {
         numbered(call, &mut self.inner.origins.lock().unwrap_or_else(PoisonError::into_inner), of)
+    }
+
+    /// What a fault tells of a call that follows maps and segments, and of the operand that they are of.
+    pub(super) fn site(&self, call: &'static str, of: Origin, operand: params::Operand) -> Result<i64> {
+        Ok(site(call, self.origin(call, of)?, operand))
     }
 
     pub(super) fn reset_status(&self, call: &'static str) -> Result<()> {
@@ -121,17 +127,12 @@ impl Raised<'_> {
         }
         // The smallest detail of the largest code is what was raised first, in the order of the tensors.
         let (code, detail) = (fault >> params::FAULT_DETAIL_BITS, DETAIL - (fault & DETAIL));
-        let invalid = |name: String, expected, found| {
-            Error::invalid(self.call, format!("{name} (seen by a kernel)"), expected, found)
-        };
-        let rows = "a row of the tensor behind it";
+        let FaultSite { call, map, origin, entry } = FaultSite::of(detail);
+        let Origin { rank, layer } = self.origin(origin);
         Some(match code {
-            params::FAULT_SEGMENT => {
-                invalid(format!("segment {detail}"), "slots inside the layout, behind the segment before", "others")
-            }
-            params::FAULT_MAP => invalid(format!("map[{detail}]"), rows, "none of its rows"),
-            params::FAULT_OUT_MAP => {
-                invalid(format!("out.map[{detail}]"), "a row of the output, or a negative entry", "none of its rows")
+            params::FAULT_SEGMENT => Error::Segment { call, rank, layer, segment: entry as usize, found: None },
+            params::FAULT_MAP => {
+                Error::RowMap { call, rank, layer, map: map.to_string(), entry: entry as usize, found: None }
             }
             params::FAULT_ID => self.routed_id(detail),
             params::FAULT_SUMS => {
@@ -310,8 +311,7 @@ mod tests {
     fn every_code_is_known_and_no_other() {
         let mut words = CLEAR;
         assert_eq!(error_of(&words).map(|e| e.to_string()), None);
-        let named =
-            ["segment 5", "map[5]", "out.map[5]", "topk_ids[1, 1]", "aux.sums", "topk_ids", "rows", "record of rank 5"];
+        let named = ["segment 5", "map[5]", "topk_ids[1, 1]", "aux.sums", "topk_ids", "rows", "record of rank 5"];
         let record = 5 << params::ORIGIN_BITS | 1;
         assert_eq!(named.len() as u64 + 1, params::FAULT_END, "a name for each code");
         for (code, name) in (1..params::FAULT_END).zip(named) {
@@ -320,6 +320,7 @@ mod tests {
                 params::FAULT_ID => met(&[routing(Choice { at: 5, origin: 0, id: 99, first: None })]),
                 params::FAULT_CAPACITY => met(&[Box::new(|words| capacity(words, [9, 0, 0, 8]))]),
                 params::FAULT_RECORD => met(&[of(code, record)]),
+                params::FAULT_SEGMENT | params::FAULT_MAP => met(&[of(code, 5 << params::SITE_BITS)]),
                 code => met(&[of(code, 5)]),
             };
             assert!(error.contains(name), "{code}: {error}");
@@ -395,6 +396,44 @@ mod tests {
         assert!(text.starts_with("route_bwd: tensor aux.sums on rank 2, layer 9: "), "{text}");
     }
 
+    /// Segments and maps: told with the call that followed them, its operand, rank and layer, as the CPU tells them but
+    /// for what was found.
+    #[test]
+    fn maps_and_segments_are_told_with_call_rank_and_layer() {
+        let at = |call, origin, operand, entry: u64| entry << params::SITE_BITS | site(call, origin, operand) as u64;
+        let segment = at("down", 1, params::OPERAND_FIRST, 6);
+        let Some(Error::Segment { call: "down", rank: 2, layer: 9, segment: 6, found: None }) =
+            raised(&[of(params::FAULT_SEGMENT, segment)])
+        else {
+            panic!("{}", met(&[of(params::FAULT_SEGMENT, segment)]));
+        };
+        let most = u64::from(u32::MAX);
+        for (call, operand, name, entry) in [
+            ("up", params::OPERAND_FIRST, "rows.map", 0),
+            ("down", params::OPERAND_OUT, "out.map", 5),
+            ("up_dgrad", params::OPERAND_SECOND, "input_weight.rows.map", most),
+            ("wgrad", params::OPERAND_SECOND, "right.map", 7),
+            ("reduce_rows", params::OPERAND_FIRST, "map", 8),
+        ] {
+            let expected =
+                Error::RowMap { call, rank: 0, layer: 3, map: name.to_string(), entry: entry as usize, found: None };
+            let text = met(&[of(params::FAULT_MAP, at(call, 0, operand, entry))]);
+            assert_eq!(text, expected.to_string());
+        }
+        // The first entry, whatever call it is of.
+        let of_call = |call, entry| of(params::FAULT_MAP, at(call, 1, params::OPERAND_FIRST, entry));
+        assert!(
+            met(&[of_call("up", 4), of_call("wgrad", 3), of_call("down", 5)]).starts_with("wgrad on rank 2, layer 9")
+        );
+    }
+
+    /// The error of these.
+    fn raised(all: &[Raise]) -> Option<Error> {
+        let mut words = CLEAR;
+        all.iter().for_each(|raise| raise(&mut words));
+        error_of(&words)
+    }
+
     #[test]
     fn a_nan_is_told_with_rank_and_layer() {
         let nan: Raise = Box::new(|words| nan(words, 3, 4, 1));
@@ -452,13 +491,14 @@ mod tests {
     #[test]
     fn what_is_told_of_several_does_not_depend_on_their_order() {
         // Of one kind the first in the tensor; of several kinds the largest code.
-        assert!(met(&[of(2, 9), of(2, 0), of(2, 4)]).contains("map[0]"));
+        let map = |entry: u64| of(params::FAULT_MAP, entry << params::SITE_BITS);
+        assert!(met(&[map(9), map(0), map(4)]).contains("map[0]"));
         let [bad, worse] = [8, 7].map(|choice| of(params::FAULT_CHOICE, choice << params::ORIGIN_BITS));
-        assert!(met(&[of(1, 0), bad, of(2, 3), worse]).contains("choice 7"));
+        assert!(met(&[of(params::FAULT_SEGMENT, 0), bad, map(3), worse]).contains("choice 7"));
         // A NaN goes before everything, the first of them.
         let nans: [Raise; 2] = [Box::new(|words| nan(words, 6, 0, 0)), Box::new(|words| nan(words, 5, 9, 1))];
         let [later, first] = nans;
-        let text = met(&[of(8, 1), later, of(4, 0), first]);
+        let text = met(&[of(params::FAULT_RECORD, 1), later, of(params::FAULT_SUMS, 0), first]);
         assert_eq!(text, Error::NanLogits { call: "route", rank: 2, layer: 9, token: 5, expert: 9 }.to_string());
     }
 
@@ -471,7 +511,10 @@ mod tests {
         // Two layers: the need of the one is not told with the capacity or the number of the other.
         let (small, large) = ([9, 1, 1, 8], [120, 0, 0, 100]);
         assert_eq!(met(&[raise(small), raise(large)]), text(120, 0, 0, 100));
-        assert_eq!(met(&[raise([120, 1, 1, 100]), raise(large), raise(small), of(6, 0)]), text(120, 1, 1, 100));
+        assert_eq!(
+            met(&[raise([120, 1, 1, 100]), raise(large), raise(small), of(params::FAULT_CHOICE, 0)]),
+            text(120, 1, 1, 100)
+        );
         assert_eq!(met(&[raise([i32::MAX as u64, 65_535, 1, 0])]), text(i32::MAX as usize, 65_535, 1, 0));
         assert_eq!(met(&[raise([1 << 31, 0, 0, (1 << 31) - 1])]), text(1 << 31, 0, 0, (1 << 31) - 1));
     }

@@ -49,11 +49,12 @@ pub(super) fn wgrad(device: &Cuda, call: Wgrad<'_, Cuda>) -> Result<()> {
     let segments = call.segments;
     check_segments(CALL, segments, experts)?;
     let out_type = gradient_type(dtype, &call.out);
+    let site = |operand| device.site(CALL, segments.origin, operand);
     let sums = WgradCall {
         device,
         dtype,
-        left: SourceRows::new(CALL, "left", &call.left, dtype, m, segments.rows)?,
-        right: SourceRows::new(CALL, "right", &call.right, dtype, n, segments.rows)?,
+        left: SourceRows::new(CALL, "left", &call.left, dtype, m, (segments.rows, site(params::OPERAND_FIRST)?))?,
+        right: SourceRows::new(CALL, "right", &call.right, dtype, n, (segments.rows, site(params::OPERAND_SECOND)?))?,
         sizes: [experts, m, n],
         segments,
         slot_weights: optional(CALL, "slot_weights", &call.slot_weights, DType::F32, &[segments.rows])?,
@@ -103,6 +104,7 @@ impl WgradCall<'_> {
             map: 0,
             rows: self.segments.rows as i64,
             vector: true,
+            site: narrow.site,
         });
         let narrow = in_order.as_ref().unwrap_or(narrow);
         let p = params::WeightGradParams {
@@ -119,6 +121,7 @@ impl WgradCall<'_> {
             out_type: type_code(CALL, "out", self.out_type)?,
             accumulate: i64::from(self.accumulate),
             fault: self.device.inner.status,
+            site: narrow.site,
         };
         let rows = |source: &SourceRows, columns: usize| {
             let sizes = [columns as u64, source.rows as u64];
@@ -168,6 +171,7 @@ impl WgradCall<'_> {
             out_type: type_code(CALL, "out", self.out_type)?,
             accumulate: i64::from(self.accumulate),
             fault: self.device.inner.status,
+            site: self.left.site,
             vector_a: i64::from(self.left.vector),
             vector_b: i64::from(self.right.vector),
             m_tiles: m_tiles as i64,
@@ -204,6 +208,7 @@ impl WgradCall<'_> {
             out_type: type_code(CALL, "bias.out", out_type)?,
             accumulate: i64::from(self.accumulate),
             fault: self.device.inner.status,
+            site: self.left.site,
         };
         let grid = Grid { blocks: (m.div_ceil(32), experts), threads: 256, shared: 0 };
         // SAFETY: as for the weight gradient.

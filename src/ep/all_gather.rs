@@ -7,7 +7,7 @@ use crate::tensor::{Tensor, TensorMut, TensorRef};
 
 use super::dispatcher_state::DispatcherState;
 use super::packing::{
-    MessageTypes, ReceivedRows, RowParts, byte_rows, entries, flat, gather_elements, part_mut, reduce, total, unpack,
+    MessageTypes, ReceivedRows, RowMover, RowParts, byte_rows, entries, flat, part_mut, total, unpack,
 };
 use super::row_transport::{HandleCall, ReturnRows, RowTransport};
 use super::{DispatchInputs, Handle, RowOrder};
@@ -137,8 +137,7 @@ impl<D: Kernels> RowTransport<D> for AllGather<D> {
         let width = back.rows.row_bytes() / dtype.size();
         let mut partial = Tensor::empty(&self.core.device, dtype, &[ranks, padded_tokens, width])?;
         self.fill(handle, &mut partial, |map, out| {
-            let device = &self.core.device;
-            reduce(device, back.rows.borrow(), map, out)
+            RowMover::of(&self.core.device, handle).reduce(back.rows.borrow(), map, out)
         })?;
         self.scatter(step, &partial, back.out)?;
         if !back.with_weights {
@@ -148,7 +147,7 @@ impl<D: Kernels> RowTransport<D> for AllGather<D> {
         self.fill(handle, &mut partial, |map, out| {
             let device = &self.core.device;
             match &back.weights {
-                Some(w) => gather_elements(device, w.borrow(), map, out),
+                Some(w) => RowMover::of(device, handle).gather_elements(w.borrow(), map, out),
                 None => device.zero(out.into_data()),
             }
         })?;

@@ -10,8 +10,7 @@ use crate::tensor::{Tensor, TensorRef};
 
 use super::dispatcher_state::DispatcherState;
 use super::packing::{
-    MessageTypes, PeerMessage, ReceivedRows, RowParts, elements, entries, flat_mut, gather, gather_elements, part_mut,
-    reduce, total, unpack,
+    MessageTypes, PeerMessage, ReceivedRows, RowMover, RowParts, elements, entries, flat_mut, part_mut, total, unpack,
 };
 use super::row_transport::{HandleCall, ReturnRows, RowTransport};
 use super::{DispatchInputs, MessageMaps, Plan, RowOrder};
@@ -57,7 +56,7 @@ impl<D: Kernels> AllToAll<D> {
     ) -> Result<ReceivedRows<D>> {
         let send = parts.messages(traffic.send.0, traffic.send.1);
         let recv = parts.messages(traffic.recv.0, traffic.recv.1);
-        let packed = self.pack(parts, traffic.send, &send, sources)?;
+        let packed = self.pack(step, parts, traffic.send, &send, sources)?;
         let dtype = sources.rows.dtype();
         let content = MessageTypes {
             dtype,
@@ -89,29 +88,31 @@ impl<D: Kernels> AllToAll<D> {
 
     fn pack(
         &self,
+        step: &HandleCall<'_, D>,
         parts: RowParts,
         (rows, choices): (&[usize], &[usize]),
         messages: &[PeerMessage],
         sources: &GatherSources<'_, D>,
     ) -> Result<Tensor<D>> {
         let device = &self.core.device;
+        let mover = RowMover::of(device, step.handle);
         let mut buffer = Tensor::empty(device, DType::U8, &[total(messages)])?;
         if parts.rows_only() {
             let out = buffer.view_mut().reshape(&[sources.row_map.count(), parts.row])?;
-            gather(device, sources.rows, sources.row_map, out)?;
+            mover.gather(sources.rows, sources.row_map, out)?;
             return Ok(buffer);
         }
         for (p, m) in messages.iter().enumerate() {
             let map = entries(sources.row_map, range(rows, p))?;
-            gather(device, sources.rows, map, part_mut(buffer.view_mut(), m.start, rows[p], parts.row)?)?;
+            mover.gather(sources.rows, map, part_mut(buffer.view_mut(), m.start, rows[p], parts.row)?)?;
             if let Some(scales) = sources.scales {
                 let out = part_mut(buffer.view_mut(), m.scales, rows[p], parts.scale)?;
-                gather(device, scales, map, out)?;
+                mover.gather(scales, map, out)?;
             }
             if parts.weight > 0 {
                 let out = part_mut(buffer.view_mut(), m.weights, choices[p], parts.weight)?;
                 match sources.weights {
-                    Some(w) => gather(device, w, entries(sources.weight_map, range(choices, p))?, out)?,
+                    Some(w) => mover.gather(w, entries(sources.weight_map, range(choices, p))?, out)?,
                     None => device.zero(out.into_data())?,
                 }
             }
@@ -163,13 +164,13 @@ impl<D: Kernels> RowTransport<D> for AllToAll<D> {
             scales: None,
         };
         let received = self.exchange(step, parts, &traffic, &sources)?;
-        let device = &self.core.device;
+        let mover = RowMover::of(&self.core.device, step.handle);
         let map = plan.return_map.view();
         if let Some(rows) = &received.rows {
-            reduce(device, rows.view(), map, back.out)?;
+            mover.reduce(rows.view(), map, back.out)?;
         }
         if let (Some(out), Some(weights)) = (back.out_weights, &received.weights) {
-            gather_elements(device, weights.view(), map, out)?;
+            mover.gather_elements(weights.view(), map, out)?;
         }
         Ok(())
     }

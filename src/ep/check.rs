@@ -9,7 +9,6 @@ use super::{Capacity, DispatchSpec, DispatcherKind};
 
 impl<D: Kernels> DispatcherState<D> {
     /// Checks a prepare of this rank's choices against the rules.
-    #[cfg(feature = "nccl-ep")]
     pub fn check_call(
         &self,
         ids: TensorRef<'_, D>,

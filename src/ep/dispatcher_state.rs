@@ -191,13 +191,11 @@ impl<D: Kernels> DispatcherState<D> {
 
     /// Counts a prepare whose exchange, not this module's, took place: straight after it, so that what a rank makes of
     /// it alone does not come between the ranks' counts.
-    #[cfg(any(test, feature = "nccl-ep"))]
     pub fn count(&mut self) {
         self.sequence += 1;
     }
 
     /// A handle of a plan that was made without the ranks' records, of the prepare counted last.
-    #[cfg(any(test, feature = "nccl-ep"))]
     pub fn accept(&self, spec: &DispatchSpec, plan: Plan<D>) -> Handle<D> {
         let absent = if spec.backward { Vec::new() } else { vec![self.rank()] };
         let tokens = vec![plan.tokens];
@@ -206,13 +204,11 @@ impl<D: Kernels> DispatcherState<D> {
 
     /// Whether the ranks' specs were the same in the prepare of this number or a later one; the same on all ranks,
     /// whatever each made of the records.
-    #[cfg(any(test, feature = "nccl-ep"))]
     pub fn has_compared(&self, sequence: u64) -> bool {
         self.compared >= sequence
     }
 
     /// The number of the next prepare.
-    #[cfg(any(test, feature = "nccl-ep"))]
     pub fn next(&self) -> u64 {
         self.sequence + 1
     }
@@ -252,7 +248,6 @@ impl<D: Kernels> DispatcherState<D> {
             group: Arc::clone(&self.identity),
             tokens,
             in_slots: false,
-            #[cfg(feature = "nccl-ep")]
             dispatcher_data: None,
         }
     }

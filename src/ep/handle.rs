@@ -1,11 +1,10 @@
 //! Routing of one prepare, owned by its caller.
 
-#[cfg(feature = "nccl-ep")]
 use std::fmt;
 use std::sync::Arc;
 
 use crate::error::{Error, Result};
-use crate::kernels::{Kernels, Segments};
+use crate::kernels::{Kernels, Origin, Segments};
 use crate::lazy::Lazy;
 use crate::metrics::Load;
 use crate::tensor::{Tensor, TensorRef};
@@ -28,8 +27,7 @@ pub struct Handle<D: Kernels> {
     /// Received rows lie in slots.
     pub(crate) in_slots: bool,
     /// The dispatcher's own data of this routing, for as long as the handle lives.
-    #[cfg(feature = "nccl-ep")]
-    pub(crate) dispatcher_data: Option<Arc<dyn fmt::Debug + Send + Sync>>,
+    pub(super) dispatcher_data: Option<Arc<dyn fmt::Debug + Send + Sync>>,
 }
 
 /// Which ranks asked for backward in prepare. Backward runs its collectives only if all did.
@@ -43,6 +41,11 @@ impl<D: Kernels> Handle<D> {
     /// The specification that the handle was made for.
     pub fn spec(&self) -> &DispatchSpec {
         &self.spec
+    }
+
+    /// The rank and layer that it is of, for errors.
+    pub fn origin(&self) -> Origin {
+        Origin { rank: self.rank, layer: self.spec.layer }
     }
 
     /// Number of this prepare among its group's.
@@ -100,7 +103,7 @@ impl<D: Kernels> Handle<D> {
     /// Load of the experts over all ranks, to be read later.
     pub(crate) fn load(&self) -> Lazy<Load> {
         let stats = self.plan.stats.clone();
-        Lazy::later(move || stats.get().map(|s| Load::new(s.expert_load.clone(), s.dropped)))
+        Lazy::from_fn(move || stats.get().map(|s| Load::new(s.expert_load.clone(), s.dropped)))
     }
 
     /// This rank's ids after dropping, `I32 [T, K]`; −1 where dropped.
@@ -127,6 +130,16 @@ impl<D: Kernels> Handle<D> {
             return Ok(());
         }
         Err(Error::BackwardNotAgreed { call, rank: self.rank, absent: self.agreement.absent.clone() })
+    }
+
+    /// What its dispatcher keeps with it. For dispatchers.
+    pub fn dispatcher_data(&self) -> Option<&Arc<dyn fmt::Debug + Send + Sync>> {
+        self.dispatcher_data.as_ref()
+    }
+
+    /// Keeps a dispatcher's data with it.
+    pub fn set_dispatcher_data(&mut self, data: Arc<dyn fmt::Debug + Send + Sync>) {
+        self.dispatcher_data = Some(data);
     }
 
     pub(crate) fn slot_tensor(&self, device: &D, dtype: crate::DType, width: usize) -> Result<Tensor<D>> {

@@ -4,7 +4,7 @@ use crate::error::Result;
 use crate::kernels::Kernels;
 
 use super::dispatcher_state::DispatcherState;
-use super::packing::{ReceivedRows, gather_elements, reduce};
+use super::packing::{ReceivedRows, RowMover};
 use super::row_transport::{HandleCall, ReturnRows, RowTransport};
 use super::{DispatchInputs, RowOrder};
 
@@ -29,9 +29,10 @@ impl<D: Kernels> RowTransport<D> for Local<D> {
     fn return_sums(&mut self, step: &HandleCall<'_, D>, back: ReturnRows<'_, D>) -> Result<()> {
         let device = &self.core.device;
         let map = step.handle.plan.return_map.view();
-        reduce(device, back.rows, map, back.out)?;
+        let mover = RowMover::of(device, step.handle);
+        mover.reduce(back.rows, map, back.out)?;
         match (back.out_weights, back.weights) {
-            (Some(out), Some(weights)) => gather_elements(device, weights, map, out),
+            (Some(out), Some(weights)) => mover.gather_elements(weights, map, out),
             (Some(out), None) => device.zero(out.into_data()),
             (None, _) => Ok(()),
         }

@@ -37,7 +37,7 @@ mod local;
 pub(crate) mod packing;
 mod prepare_on_device;
 pub(crate) mod row_transport;
-mod select;
+pub(crate) mod select;
 mod shared_group;
 
 pub use all_gather::AllGather;
@@ -46,14 +46,8 @@ pub use config::{DispatcherKind, GroupConfig};
 pub use group::Group;
 pub use handle::{Agreement, Handle};
 pub use local::Local;
-#[cfg(feature = "nccl-ep")]
-pub(crate) use select::NcclEpOrReason;
 pub use select::{DISPATCHER_VARIABLE, LibraryDispatchers};
-#[cfg(feature = "burn")]
-pub(crate) use shared_group::BackwardFailure;
-pub use shared_group::EpGroup;
-#[cfg(any(feature = "candle", feature = "burn"))]
-pub(crate) use shared_group::Membership;
+pub use shared_group::{BackwardFailure, EpGroup, Membership};
 
 pub use crate::plan::{
     Capacity, DevicePlan, DispatchSpec, HostCounts, HostPlanRequest, MessageMaps, Overflow, Plan, PlanRecords,
@@ -156,15 +150,15 @@ pub trait TokenDispatcher<D: Kernels>: fmt::Debug + Send {
     /// [`overlaps`](Self::overlaps), and after them elsewhere.
     ///
     /// # Errors
-    /// As [`dispatch_rows`](Self::dispatch_rows); what `beside` returns, when the rows have arrived.
+    /// As [`dispatch_rows`](Self::dispatch_rows); what `work` returns, when the rows have arrived.
     fn dispatch_rows_overlapped(
         &mut self,
         handle: &Handle<D>,
         inputs: DispatchInputs<'_, D>,
-        beside: &mut dyn FnMut() -> Result<()>,
+        work: &mut dyn FnMut() -> Result<()>,
     ) -> Result<Received<D>> {
         let received = self.dispatch_rows(handle, inputs)?;
-        beside().map(|()| received)
+        work().map(|()| received)
     }
     /// Whether a rank's own work can run while its rows travel.
     fn overlaps(&self) -> bool {

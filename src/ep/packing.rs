@@ -4,10 +4,11 @@ use std::ops::Range;
 
 use crate::dtype::DType;
 use crate::error::{Error, Result};
-use crate::kernels::{GatherRows, Kernels, ReduceRows};
+use crate::kernels::{GatherRows, Kernels, Origin, ReduceRows};
 use crate::tensor::{Tensor, TensorMut, TensorRef};
 
 use super::DispatchInputs;
+use super::handle::Handle;
 
 /// Some rows of a tensor, as rows of bytes.
 pub(super) fn byte_rows<'a, D: Kernels>(t: TensorRef<'a, D>, rows: Range<usize>) -> Result<TensorRef<'a, D>> {
@@ -62,39 +63,44 @@ fn check(name: &str, range: &Range<usize>, len: usize) -> Result<()> {
     Err(Error::invalid("token dispatcher", name, format!("a range within {len} bytes"), format!("{range:?}")))
 }
 
-/// Gathers rows of bytes.
-pub(crate) fn gather<D: Kernels>(
-    device: &D,
-    source: TensorRef<'_, D>,
-    map: TensorRef<'_, D>,
-    mut out: TensorMut<'_, D>,
-) -> Result<()> {
-    let n = out.rows();
-    let source = byte_rows(source.borrow(), 0..source.rows())?;
-    let map = map.borrow().reshape(&[map.count()])?;
-    device.gather_rows(GatherRows { source, map, out: byte_rows_mut(out.reborrow(), 0..n)? })
+/// Moves rows as the maps of a routing say.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct RowMover<'a, D: Kernels> {
+    device: &'a D,
+    /// Whose routing, for errors.
+    origin: Origin,
 }
 
-/// Gathers the elements of a list: one an entry of the map, in any shape.
-pub(crate) fn gather_elements<D: Kernels>(
-    device: &D,
-    source: TensorRef<'_, D>,
-    map: TensorRef<'_, D>,
-    out: TensorMut<'_, D>,
-) -> Result<()> {
-    let n = out.count();
-    gather(device, source, map, out.reshape(&[n])?)
-}
+impl<'a, D: Kernels> RowMover<'a, D> {
+    /// Of this routing's rows.
+    pub fn of(device: &'a D, handle: &Handle<D>) -> Self {
+        Self { device, origin: handle.origin() }
+    }
 
-/// Sums rows of each token: as many entries of the map a row of `out`.
-pub(crate) fn reduce<D: Kernels>(
-    device: &D,
-    source: TensorRef<'_, D>,
-    map: TensorRef<'_, D>,
-    mut out: TensorMut<'_, D>,
-) -> Result<()> {
-    let (source, map) = (source.borrow(), map.borrow());
-    device.reduce_rows(ReduceRows { source, map, out: out.reborrow() })
+    /// Gathers rows of bytes.
+    pub fn gather(&self, source: TensorRef<'_, D>, map: TensorRef<'_, D>, mut out: TensorMut<'_, D>) -> Result<()> {
+        let (n, origin) = (out.rows(), self.origin);
+        let source = byte_rows(source.borrow(), 0..source.rows())?;
+        let map = map.borrow().reshape(&[map.count()])?;
+        self.device.gather_rows(GatherRows { source, map, origin, out: byte_rows_mut(out.reborrow(), 0..n)? })
+    }
+
+    /// Gathers the elements of a list: one an entry of the map, in any shape.
+    pub fn gather_elements(
+        &self,
+        source: TensorRef<'_, D>,
+        map: TensorRef<'_, D>,
+        out: TensorMut<'_, D>,
+    ) -> Result<()> {
+        let n = out.count();
+        self.gather(source, map, out.reshape(&[n])?)
+    }
+
+    /// Sums rows of each token: as many entries of the map a row of `out`.
+    pub fn reduce(&self, source: TensorRef<'_, D>, map: TensorRef<'_, D>, mut out: TensorMut<'_, D>) -> Result<()> {
+        let (source, map, origin) = (source.borrow(), map.borrow(), self.origin);
+        self.device.reduce_rows(ReduceRows { source, map, origin, out: out.reborrow() })
+    }
 }
 
 /// A tensor's elements as a list.

@@ -8,7 +8,7 @@ use crate::kernels::Kernels;
 use crate::tensor::{Tensor, TensorMut, TensorRef};
 
 use super::dispatcher_state::{DispatcherState, TransportRules};
-use super::packing::{ReceivedRows, byte_rows_mut, entries, gather};
+use super::packing::{ReceivedRows, RowMover, byte_rows_mut, entries};
 use super::{
     DispatchGrads, DispatchInputs, DispatchOutputs, DispatchSpec, Handle, Received, RowOrder, Stats, TokenDispatcher,
 };
@@ -103,7 +103,7 @@ impl<D: Kernels, C: RowTransport<D>> TokenDispatcher<D> for C {
             source, out,
         ) {
             (Some(source), Some(out)) => {
-                gather(&core.device, source, entries(map, 0..end)?, byte_rows_mut(out, 0..end)?)
+                RowMover::of(&core.device, handle).gather(source, entries(map, 0..end)?, byte_rows_mut(out, 0..end)?)
             }
             _ => Ok(()),
         };
@@ -122,7 +122,7 @@ impl<D: Kernels, C: RowTransport<D>> TokenDispatcher<D> for C {
         let mut weights = None;
         if let Some(source) = weights_of(&received, &inputs)? {
             let slots = weights.insert(Tensor::empty(&core.device, source.dtype(), &[handle.rows()])?);
-            gather(&core.device, source, handle.plan.weight_map.view(), slots.view_mut())?;
+            RowMover::of(&core.device, handle).gather(source, handle.plan.weight_map.view(), slots.view_mut())?;
         }
         Ok(Received { rows: received.rows, weights, scales: received.scales, map: None })
     }
@@ -159,7 +159,7 @@ impl<D: Kernels, C: RowTransport<D>> TokenDispatcher<D> for C {
         let end = written(handle);
         let rows = received.rows.as_ref().map_or(grad.borrow(), Tensor::view);
         let out = byte_rows_mut(grad_expert_out, 0..end)?;
-        gather(&core.device, rows, entries(handle.row_map(), 0..end)?, out)
+        RowMover::of(&core.device, handle).gather(rows, entries(handle.row_map(), 0..end)?, out)
     }
 
     fn combine_bwd_rows(&mut self, handle: &Handle<D>, grad: TensorRef<'_, D>) -> Result<Received<D>> {

@@ -3,7 +3,7 @@
 use std::any::type_name;
 use std::ffi::OsStr;
 
-use crate::error::{Error, Result};
+use crate::error::{Error, NcclEpError, Result};
 use crate::kernels::Kernels;
 
 use super::dispatcher_state::DispatcherState;
@@ -99,22 +99,15 @@ pub trait LibraryDispatchers: Kernels {
     /// # Errors
     /// The ranks could not be asked.
     #[doc(hidden)]
-    fn library_dispatcher(core: DispatcherState<Self>, source: &'static str) -> Result<NcclEpOrReason<Self>> {
-        Ok(Err(Box::new((core, no_library(type_name::<Self>(), source)))))
+    fn library_dispatcher(core: DispatcherState<Self>, _source: &'static str) -> Result<NcclEpOrReason<Self>> {
+        Ok(Err(Box::new((core, no_library(type_name::<Self>())))))
     }
 }
 
 /// Why a device has no library's dispatcher.
-#[cfg(not(feature = "nccl-ep"))]
-fn no_library(_: &str, source: &'static str) -> Error {
-    Error::invalid(CALL, source, "one that this build has", "NcclEp (feature nccl-ep)")
-}
-
-/// Why a device has no library's dispatcher.
-#[cfg(feature = "nccl-ep")]
-fn no_library(device: &str, _: &'static str) -> Error {
+fn no_library(device: &str) -> Error {
     let found = device.rsplit("::").next().unwrap_or_default();
-    crate::error::NcclEpError::Communicator { found: format!("one of the device {found}") }.into()
+    NcclEpError::Communicator { found: format!("one of the device {found}") }.into()
 }
 
 #[cfg(test)]

@@ -1,12 +1,9 @@
 //! A rank's group, as the layers of a model share it.
 
-#[cfg(any(feature = "candle", feature = "burn"))]
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use crate::error::Error;
-#[cfg(any(feature = "candle", feature = "burn"))]
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::kernels::Kernels;
 
 use super::Group;
@@ -18,38 +15,40 @@ pub struct EpGroup<D: Kernels> {
     membership: Arc<Membership>,
 }
 
-/// The error of a backward that a host gives no other way than a panic (burn).
+/// The error of a backward that a host gives no other way than a panic (burn). For adapters.
 #[derive(Debug, Default)]
-pub(crate) struct BackwardFailure(Mutex<Option<Error>>);
+pub struct BackwardFailure(Mutex<Option<Error>>);
 
 impl BackwardFailure {
     /// The error; forgets it.
-    pub(crate) fn take(&self) -> Option<Error> {
+    pub fn take(&self) -> Option<Error> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner).take()
     }
 
     /// Ends a backward that has no other way to fail.
-    #[cfg(feature = "burn")]
-    pub(crate) fn unwind(&self, error: Error) -> ! {
+    ///
+    /// # Panics
+    /// Always: the panic is the backward's end, and [`take`](Self::take) has its error.
+    pub fn unwind(&self, error: Error) -> ! {
         let message = format!("moebius: {error}");
         *self.0.lock().unwrap_or_else(PoisonError::into_inner) = Some(error);
         panic!("{message}")
     }
 }
 
-/// A shared group apart from its device.
+/// A shared group apart from its device. For adapters.
 #[derive(Debug)]
-pub(crate) struct Membership {
-    pub(crate) rank: usize,
-    pub(crate) ranks: usize,
+pub struct Membership {
+    /// This rank.
+    pub rank: usize,
+    /// Number of ranks.
+    pub ranks: usize,
     /// Experts of this rank, L = E / R.
-    pub(crate) local_experts: usize,
+    pub local_experts: usize,
     /// The error that unwound the last failed backward.
     failure: BackwardFailure,
     /// Number of the next layer that has none of its own.
-    #[cfg(any(feature = "candle", feature = "burn"))]
     next_layer: AtomicU32,
-    #[cfg(any(feature = "candle", feature = "burn"))]
     num_experts: usize,
 }
 
@@ -67,9 +66,7 @@ impl<D: Kernels> EpGroup<D> {
             ranks: group.ranks(),
             local_experts: group.local_experts(),
             failure: BackwardFailure::default(),
-            #[cfg(any(feature = "candle", feature = "burn"))]
             next_layer: AtomicU32::default(),
-            #[cfg(any(feature = "candle", feature = "burn"))]
             num_experts: group.config().num_experts,
         };
         Self { group: Arc::new(Mutex::new(group)), membership: Arc::new(membership) }
@@ -105,34 +102,33 @@ impl<D: Kernels> EpGroup<D> {
     }
 
     /// The same for all that share the group, and for nobody else while it lives.
-    #[cfg(feature = "candle")]
-    pub(crate) fn address(&self) -> usize {
+    pub fn address(&self) -> usize {
         Arc::as_ptr(&self.group).addr()
     }
 
     /// The group apart from its device.
-    #[cfg(any(feature = "candle", feature = "burn"))]
-    pub(crate) fn membership(&self) -> &Membership {
+    pub fn membership(&self) -> &Membership {
         &self.membership
     }
 }
 
 impl Membership {
     /// As [`EpGroup::take_failure`].
-    pub(crate) fn take_failure(&self) -> Option<Error> {
+    pub fn take_failure(&self) -> Option<Error> {
         self.failure.take()
     }
 
     /// As [`BackwardFailure::unwind`].
-    #[cfg(feature = "burn")]
-    pub(crate) fn unwind(&self, error: Error) -> ! {
+    ///
+    /// # Panics
+    /// Always.
+    pub fn unwind(&self, error: Error) -> ! {
         self.failure.unwind(error)
     }
 
     /// The number of a new layer: `explicit`, or the next one after all that this group has given or seen. Every rank
     /// makes the same layers in the same order.
-    #[cfg(any(feature = "candle", feature = "burn"))]
-    pub(crate) fn number_layer(&self, explicit: Option<u32>) -> u32 {
+    pub fn number_layer(&self, explicit: Option<u32>) -> u32 {
         match explicit {
             None => self.next_layer.fetch_add(1, Ordering::Relaxed),
             Some(number) => {
@@ -143,8 +139,10 @@ impl Membership {
     }
 
     /// Refuses a layer of another number of experts.
-    #[cfg(any(feature = "candle", feature = "burn"))]
-    pub(crate) fn check_experts(&self, call: &'static str, found: usize) -> Result<()> {
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] that names `call`.
+    pub fn check_experts(&self, call: &'static str, found: usize) -> Result<()> {
         if found == self.num_experts {
             return Ok(());
         }

@@ -3,9 +3,7 @@
 
 mod checkpoint;
 mod comm;
-#[cfg(feature = "nccl")]
 mod nccl;
-#[cfg(feature = "nccl-ep")]
 mod nccl_ep;
 mod ranks;
 mod text;
@@ -14,9 +12,7 @@ use crate::dtype::DType;
 
 pub use checkpoint::CheckpointError;
 pub use comm::CommError;
-#[cfg(feature = "nccl")]
 pub use nccl::NcclError;
-#[cfg(feature = "nccl-ep")]
 pub use nccl_ep::NcclEpError;
 pub use ranks::{Launcher, RankError, Refusal};
 pub use text::printable;
@@ -111,6 +107,42 @@ pub enum Error {
         needed: usize,
         /// Rows reserved.
         capacity: usize,
+    },
+    /// An entry of a map names no row of the tensor that is read or written through it.
+    #[error(
+        "{call} on rank {rank}, layer {layer}: {map}[{entry}]: expected a row of its tensor, found {}",
+        text::found(found)
+    )]
+    RowMap {
+        /// The call that followed the map.
+        call: &'static str,
+        /// Rank that it was made on.
+        rank: usize,
+        /// The layer that it was made for.
+        layer: u32,
+        /// Name of the map among the call's arguments.
+        map: String,
+        /// The first such entry.
+        entry: usize,
+        /// Its value; `None` where a kernel has met it, which keeps none.
+        found: Option<i64>,
+    },
+    /// A segment lies outside its expert-major layout, or in the segment before.
+    #[error(
+        "{call} on rank {rank}, layer {layer}: segment {segment}: expected slots within the layout, behind the segment before, found {}",
+        text::slots(found)
+    )]
+    Segment {
+        /// The call that was given the layout.
+        call: &'static str,
+        /// Rank that it was made on.
+        rank: usize,
+        /// The layer that it was made for.
+        layer: u32,
+        /// Number of the first such segment: the local expert's.
+        segment: usize,
+        /// Its first slot, and how many; `None` where a kernel has met it, which keeps neither.
+        found: Option<(i64, i64)>,
     },
     /// The host has no memory of the size that a call needs.
     #[error("{call}: {name}: no memory for {bytes} bytes")]
@@ -217,15 +249,12 @@ pub enum Error {
     #[error(transparent)]
     Checkpoint(#[from] CheckpointError),
     /// NCCL is not there, is not usable, or refused a call.
-    #[cfg(feature = "nccl")]
     #[error(transparent)]
     Nccl(#[from] NcclError),
     /// NCCL EP is not there, is not usable for what was asked, or refused a call.
-    #[cfg(feature = "nccl-ep")]
     #[error(transparent)]
     NcclEp(#[from] NcclEpError),
     /// This build's kernels lack one that it launches.
-    #[cfg(feature = "cuda")]
     #[error("Cuda::on: {cubin} has no kernel {kernel}")]
     MissingKernel {
         /// Name of the kernel.

@@ -7,6 +7,17 @@ const MAX_CHARS: usize = 400;
 /// How many of a longer one's last characters are shown.
 const TAIL: usize = 40;
 
+/// What was found, where that is known.
+pub(super) fn found(value: &Option<i64>) -> String {
+    value.map_or("another (seen by a kernel)".to_string(), |value| value.to_string())
+}
+
+/// Slots that were found, where they are known.
+pub(super) fn slots(first_and_count: &Option<(i64, i64)>) -> String {
+    let known = first_and_count.map(|(first, count)| format!("{count} slots from {first}"));
+    known.unwrap_or("others (seen by a kernel)".to_string())
+}
+
 /// A text for a terminal or a log: what would steer a terminal or change the order of what is read is escaped, and what
 /// is too long is shortened in its middle.
 pub fn printable(text: &str) -> String {

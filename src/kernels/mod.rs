@@ -208,6 +208,8 @@ pub struct GatherRows<'a, D: Device> {
     pub source: TensorRef<'a, D>,
     /// `I32 [n]`.
     pub map: TensorRef<'a, D>,
+    /// Whose rows these are, for errors.
+    pub origin: Origin,
     /// `[n, …]`, rows of the source's size.
     pub out: TensorMut<'a, D>,
 }
@@ -300,6 +302,8 @@ pub struct ReduceRows<'a, D: Device> {
     pub source: TensorRef<'a, D>,
     /// `I32 [T, K]`.
     pub map: TensorRef<'a, D>,
+    /// Whose rows these are, for errors.
+    pub origin: Origin,
     /// `[T, H]`.
     pub out: TensorMut<'a, D>,
 }
@@ -403,8 +407,8 @@ pub trait Kernels: Codec {
     /// Waits for the device, and returns and clears the first error that kernels have met since the last call.
     ///
     /// # Errors
-    /// The first of an earlier call: NaN logits, bad ids, a capacity that is too small, maps or segments that do not
-    /// fit their tensors; the device's.
+    /// The first of an earlier call: NaN logits, bad ids, a capacity that is too small, [`Error::RowMap`],
+    /// [`Error::Segment`]; the device's.
     fn check(&self) -> Result<()> {
         Ok(())
     }

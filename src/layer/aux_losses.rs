@@ -99,7 +99,7 @@ pub(super) fn losses<D: Kernels>(
     let (on_device, reads) = (Arc::new(own), device.clone());
     let value = {
         let of = Arc::clone(&on_device);
-        Lazy::later(move || Ok(aux_value(&of.router, &of.aux, &reads.read(of.sums.view())?)))
+        Lazy::from_fn(move || Ok(aux_value(&of.router, &of.aux, &reads.read(of.sums.view())?)))
     };
     Ok((AuxLoss { value, on_device: Some(on_device), device, dtype }, Some(sums)))
 }

@@ -181,7 +181,8 @@ fn experts<D: Kernels>(
     let in_order = match &grad.map {
         Some(map) if device.orders_rows(context.dtype, config.intermediate) => {
             let mut rows = handle.slot_tensor(device, context.dtype, config.hidden)?;
-            let call = GatherRows { source: grad.base.borrow(), map: map.borrow(), out: rows.view_mut() };
+            let (source, origin) = (grad.base.borrow(), handle.origin());
+            let call = GatherRows { source, map: map.borrow(), origin, out: rows.view_mut() };
             device.gather_rows(call)?;
             Some(rows)
         }

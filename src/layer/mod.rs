@@ -27,8 +27,7 @@ pub use memory::{StepMemory, StepSizes};
 pub use param_kind::ParamKind;
 pub use params::ParamViews;
 pub use per_param::PerParam;
-#[cfg(any(feature = "candle", feature = "burn"))]
-pub(crate) use refuse::RefusalGuard;
+pub use refuse::RefusalGuard;
 pub use spec::LayerSpec;
 
 use std::sync::Arc;
@@ -174,29 +173,25 @@ pub struct Context<D: Kernels> {
 
 /// How far a context's backward has come.
 #[derive(Debug, Default)]
-pub(crate) struct BackwardProgress(AtomicU8);
+pub struct BackwardProgress(AtomicU8);
 
 impl BackwardProgress {
     const ROWS: u8 = 1;
     const ALL: u8 = 2;
-    #[cfg(any(feature = "candle", feature = "burn"))]
     const REFUSED: u8 = 3;
 
     /// The rows have come, on every rank: from here on the experts' gradients are written.
-    #[cfg(feature = "candle")]
-    pub(crate) fn has_rows(&self) -> bool {
+    pub fn has_rows(&self) -> bool {
         self.0.load(Ordering::Acquire) >= Self::ROWS
     }
 
     /// No collective is left, so that the other ranks do not hear of what fails from here on.
-    #[cfg(feature = "candle")]
-    pub(crate) fn has_exchanged_all(&self) -> bool {
+    pub fn has_exchanged_all(&self) -> bool {
         self.0.load(Ordering::Acquire) == Self::ALL
     }
 
     /// The other ranks have been told of a failure after the last collective.
-    #[cfg(any(feature = "candle", feature = "burn"))]
-    pub(crate) fn refused(&self) {
+    pub fn refused(&self) {
         self.set(Self::REFUSED);
     }
 
@@ -226,8 +221,7 @@ impl<D: Kernels> Context<D> {
     }
 
     /// How far its backward has come, to be asked when it has failed.
-    #[cfg(any(feature = "candle", feature = "burn"))]
-    pub(crate) fn progress(&self) -> Arc<BackwardProgress> {
+    pub fn progress(&self) -> Arc<BackwardProgress> {
         Arc::clone(&self.progress)
     }
 }
@@ -373,8 +367,10 @@ impl Layer {
 
     /// [`backward`](Self::backward) with some parameters' gradients in memory of the caller, whatever `wanted` says of
     /// them, and those that it asks for beside in new memory.
-    #[cfg(feature = "candle")]
-    pub(crate) fn backward_with<D: Kernels>(
+    ///
+    /// # Errors
+    /// As [`backward`](Self::backward).
+    pub fn backward_with<D: Kernels>(
         &self,
         group: &mut Group<D>,
         context: Context<D>,

@@ -40,45 +40,46 @@ impl Layer {
 
 /// A call of a layer that an adapter is about to make, and that the other ranks may be in already: what fails before
 /// the layer is [entered](Self::enter), which tells its own errors, is told to them.
-#[cfg(any(feature = "candle", feature = "burn"))]
-pub(crate) struct RefusalGuard<'a, D: Kernels> {
+#[derive(Debug)]
+pub struct RefusalGuard<'a, D: Kernels> {
     layer: &'a Layer,
     group: &'a mut Group<D>,
     op: Op,
     entered: bool,
 }
 
-#[cfg(any(feature = "candle", feature = "burn"))]
 impl<'a, D: Kernels> RefusalGuard<'a, D> {
     /// Of [`Layer::forward`].
-    pub(crate) fn forward(layer: &'a Layer, group: &'a mut Group<D>) -> Self {
+    pub fn forward(layer: &'a Layer, group: &'a mut Group<D>) -> Self {
         Self { layer, group, op: Op::Prepare, entered: false }
     }
 
     /// Of [`Layer::backward`].
-    pub(crate) fn backward(layer: &'a Layer, group: &'a mut Group<D>) -> Self {
+    pub fn backward(layer: &'a Layer, group: &'a mut Group<D>) -> Self {
         Self { layer, group, op: Op::CombineBwd, entered: false }
     }
 
     /// Of a part of the layer that begins with the collective `op`.
-    pub(crate) fn of(layer: &'a Layer, group: &'a mut Group<D>, op: Op) -> Self {
+    pub fn of(layer: &'a Layer, group: &'a mut Group<D>, op: Op) -> Self {
         Self { layer, group, op, entered: false }
     }
 
     /// Runs the adapter's work before, around and after the layer's call.
-    pub(crate) fn run<T>(mut self, work: impl FnOnce(&mut Self) -> Result<T>) -> Result<T> {
+    ///
+    /// # Errors
+    /// The work's, which the other ranks are told where the layer was not entered.
+    pub fn run<T>(mut self, work: impl FnOnce(&mut Self) -> Result<T>) -> Result<T> {
         let result = work(&mut self);
         if self.entered { result } else { refuse_on_error(self.layer, self.group, self.op, result) }
     }
 
     /// The group's device.
-    #[cfg(feature = "candle")]
-    pub(crate) fn device(&self) -> &D {
+    pub fn device(&self) -> &D {
         self.group.device()
     }
 
     /// The group, for the layer's call.
-    pub(crate) fn enter(&mut self) -> &mut Group<D> {
+    pub fn enter(&mut self) -> &mut Group<D> {
         self.entered = true;
         self.group
     }

@@ -449,7 +449,7 @@ fn refusals_and_departures() {
     let fixture = WatchdogFixture::new();
     let first = fixture.enqueue(7, LONG);
     // Rank 1 took part in this one before it left, and refuses a later one: this one ends by itself.
-    fixture.peer_events.leave(1, 7);
+    fixture.peer_events.record_departure(1, 7);
     fixture.peer_events.refuse(1, 8, "out of memory");
     thread::sleep(SHORT);
     assert!(fixture.comm_handle.failure().is_none());
@@ -464,11 +464,11 @@ fn refusals_and_departures() {
 
     let fixture = WatchdogFixture::new();
     fixture.enqueue(3, LONG);
-    fixture.peer_events.leave(1, 2);
+    fixture.peer_events.record_departure(1, 2);
     assert!(matches!(fixture.failure(), CommError::PeerGone { peer: 1, .. }));
     // One's own departure is nobody's fault.
     let peer_events = PeerEvents::default();
-    peer_events.leave(0, 1);
+    peer_events.record_departure(0, 1);
     assert_eq!(peer_events.fault(subject(9)), None);
 }
 

@@ -277,12 +277,12 @@ impl RoutingRecord {
         fields.copy_from_slice(&words[FIRST_FIELD..PENDING]);
         let choices = tokens * sizes.top_k;
         // A header alone has neither.
-        let behind = |at: usize| bytes.get(at..).unwrap_or_default();
+        let bytes_from = |at: usize| bytes.get(at..).unwrap_or_default();
         let weights = match sizes.weights {
-            true => get(behind(sizes.weights_at()), choices, f64::from_le_bytes),
+            true => get(bytes_from(sizes.weights_at()), choices, f64::from_le_bytes),
             false => Vec::new(),
         };
-        let ids = get(behind(sizes.ids_at()), choices, i32::from_le_bytes);
+        let ids = get(bytes_from(sizes.ids_at()), choices, i32::from_le_bytes);
         Self { status, fields, backward: words[2] != 0, pending: words[PENDING] != 0, tokens, ids, weights }
     }
 }

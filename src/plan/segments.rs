@@ -3,6 +3,8 @@
 use crate::device::Device;
 use crate::tensor::{Tensor, TensorRef};
 
+use super::Origin;
+
 /// Expert-major layout of a rank: where each local expert's rows lie.
 ///
 /// Expert j owns slots `offsets[j] .. offsets[j] + counts[j]`; the slots after them up to the next offset are
@@ -15,6 +17,8 @@ pub struct Segments<D: Device> {
     pub counts: Tensor<D>,
     /// Rows N of buffers in this layout.
     pub rows: usize,
+    /// The rank and layer that it is of, for errors.
+    pub origin: Origin,
     /// Kernels go by it unchecked, so none but the device gives one.
     pub(crate) tiles: Option<Tensor<D>>,
 }
@@ -22,7 +26,12 @@ pub struct Segments<D: Device> {
 impl<D: Device> Segments<D> {
     /// A layout of one's own; what does not fit is an error of the call that takes it.
     pub fn new(offsets: Tensor<D>, counts: Tensor<D>, rows: usize) -> Self {
-        Self { offsets, counts, rows, tiles: None }
+        Self { offsets, counts, rows, origin: Origin::default(), tiles: None }
+    }
+
+    /// The same of this rank and layer.
+    pub fn with_origin(self, origin: Origin) -> Self {
+        Self { origin, ..self }
     }
 
     /// The device's own list of row tiles, where it has made one with the layout.

@@ -56,8 +56,7 @@ impl DispatchSpec {
     }
 
     /// Bytes of a row that returns; 0 where it is as wide as one that dispatch sends.
-    #[cfg(feature = "nccl-ep")]
-    pub(crate) fn returning_bytes(&self) -> usize {
+    pub fn returning_bytes(&self) -> usize {
         self.returns.map_or(0, |(dtype, width)| width * dtype.size())
     }
 }

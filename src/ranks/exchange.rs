@@ -1,6 +1,5 @@
 //! The way of an id from rank 0 to all others.
 
-#[cfg(feature = "nccl")]
 use std::net::TcpStream;
 
 use super::bootstrap::Bootstrap;
@@ -27,14 +26,16 @@ impl Bootstrap {
     }
 
     /// The same, and the connections between rank 0 and the others, which stay open for short messages.
-    #[cfg(feature = "nccl")]
-    pub(crate) fn connect(&self, make: impl FnOnce() -> Result<UniqueId>) -> Result<(UniqueId, Vec<TcpStream>)> {
+    ///
+    /// # Errors
+    /// As [`exchange`](Self::exchange).
+    pub fn connect(&self, make: impl FnOnce() -> Result<UniqueId>) -> Result<(UniqueId, Vec<TcpStream>)> {
         self.check()?;
         if self.world == 1 {
             return Ok((make()?, Vec::new()));
         }
         match self.rank {
-            0 => Root::bind(&self.address, self.timeout)?.keep(self, make),
+            0 => Root::bind(&self.address, self.timeout)?.serve_connected(self, make),
             _ => join(self).map(|(id, stream)| (id, vec![stream])).map_err(Into::into),
         }
     }

@@ -66,11 +66,11 @@ impl Root {
     /// # Errors
     /// As [`Bootstrap::exchange`]. The ranks that had come are told.
     pub fn serve(self, job: &Bootstrap, make: impl FnOnce() -> Result<UniqueId>) -> Result<UniqueId> {
-        self.keep(job, make).map(|(id, _)| id)
+        self.serve_connected(job, make).map(|(id, _)| id)
     }
 
     /// The same, and the connections to ranks 1.. of the job, which stay open.
-    pub(crate) fn keep(
+    pub(crate) fn serve_connected(
         self,
         job: &Bootstrap,
         make: impl FnOnce() -> Result<UniqueId>,

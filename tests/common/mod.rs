@@ -36,6 +36,8 @@ pub struct Setup {
     pub noise: Option<Noise>,
     /// Up and down of each rank where they are quantized, in place of the parameters'.
     pub quantized: Option<Arc<Vec<[Quantized<Cpu>; 2]>>>,
+    /// Each rank's device keeps a token's bits with quantized experts too.
+    pub batch_invariant: bool,
 }
 
 impl Setup {
@@ -47,6 +49,7 @@ impl Setup {
             dispatch: DispatchOptions::default(),
             noise: None,
             quantized: None,
+            batch_invariant: false,
         }
     }
 }
@@ -164,7 +167,7 @@ pub fn run_parts<D: Target>(
 
 /// One rank of the same.
 pub fn run_rank<D: Target>(
-    endpoint: devices::Endpoint<D>,
+    mut endpoint: devices::Endpoint<D>,
     setup: &Setup,
     params: &BlockParams,
     x: &Tensor,
@@ -176,6 +179,9 @@ pub fn run_rank<D: Target>(
     config.dispatcher = setup.dispatcher;
     if let moebius::ep::Capacity::Static(rows) = setup.dispatch.capacity {
         config.max_rows = rows;
+    }
+    if setup.batch_invariant {
+        endpoint.device = endpoint.device.batch_invariant();
     }
     let mut group = endpoint.join(config)?;
     let (device, rank) = (group.device().clone(), group.rank());

@@ -4,7 +4,7 @@
 use moebius::config::MoeConfig;
 use moebius::cpu::Cpu;
 use moebius::cuda::Cuda;
-use moebius::kernels::{GatherRows, Kernels};
+use moebius::kernels::{GatherRows, Kernels, Origin};
 use moebius::layer::{Cotangents, Inputs, Layer, Mode, ParamKind, ParamViews, Wanted};
 use moebius::{DType, Result, Tensor};
 
@@ -54,7 +54,12 @@ fn rows_of(cuda: &Cuda, source: &Tensor<Cuda>, map: Vec<i32>) -> Result<Tensor<C
     let dims = [map.len(), source.dims()[1]];
     let map = Tensor::from_vec(map, &dims[..1])?.to(cuda)?;
     let mut out = Tensor::empty(cuda, source.dtype(), &dims)?;
-    cuda.gather_rows(GatherRows { source: source.view(), map: map.view(), out: out.view_mut() })?;
+    cuda.gather_rows(GatherRows {
+        source: source.view(),
+        map: map.view(),
+        origin: Origin::default(),
+        out: out.view_mut(),
+    })?;
     Ok(out)
 }
 

@@ -87,6 +87,11 @@ fn tests() -> Vec<(String, Test)> {
             (format!("conformance::{file}::{}", case.name), Box::new(body) as Test)
         },
     ));
+    // The kernels of other GPUs, on the one at hand.
+    all.extend(invariance::cases().into_iter().map(|(name, body): (_, fn(&Cuda))| {
+        let body = move |cuda: &Cuda| body(&cuda.portable());
+        (format!("invariance_portable::{name}"), Box::new(body) as Test)
+    }));
     all
 }
 

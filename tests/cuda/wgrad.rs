@@ -1,7 +1,7 @@
 //! Weight gradients by themselves: f32 sums of 16-bit rows, adding, and every place a segment can end at.
 
 use moebius::cuda::Cuda;
-use moebius::kernels::{GatherRows, Kernels, ReduceRows, RowSource, Segments, Wgrad};
+use moebius::kernels::{GatherRows, Kernels, Origin, ReduceRows, RowSource, Segments, Wgrad};
 use moebius::{DType, Result, Tensor};
 
 use crate::harness::{Random, distance, tests, tolerance};
@@ -131,7 +131,12 @@ fn rows_in_order_are_there_when_they_are_multiplied(cuda: &Cuda) -> Result<()> {
         let map = (0..slots).map(|_| (random.next() % 97) as i32).collect();
         let map = Tensor::from_vec(map, &[slots])?.to(cuda)?;
         let mut out = Tensor::empty(cuda, DType::BF16, &[slots, width])?;
-        cuda.gather_rows(GatherRows { source: source.view(), map: map.view(), out: out.view_mut() })?;
+        cuda.gather_rows(GatherRows {
+            source: source.view(),
+            map: map.view(),
+            origin: Origin::default(),
+            out: out.view_mut(),
+        })?;
         Ok(out)
     };
     let (left, right) = (rows(wide)?, rows(narrow)?);
@@ -154,7 +159,7 @@ fn rows_in_order_are_there_when_they_are_multiplied(cuda: &Cuda) -> Result<()> {
         cuda.wgrad(call)?;
         let source = out.view().reshape(&[lines, narrow])?;
         let mut sums = Tensor::empty(cuda, DType::F32, &[lines / run, narrow])?;
-        cuda.reduce_rows(ReduceRows { source, map: map.view(), out: sums.view_mut() })?;
+        cuda.reduce_rows(ReduceRows { source, map: map.view(), origin: Origin::default(), out: sums.view_mut() })?;
         cuda.read(sums.view())
     };
     let first = sums()?;

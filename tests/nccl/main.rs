@@ -33,14 +33,31 @@ mod streams;
 
 use std::process::ExitCode;
 
+use moebius::config::Payload;
 use moebius::cuda::Cuda;
 use moebius::ep::DispatcherKind;
+use moebius::quant::WeightFormat;
 
 use conformance::{later, over};
-use invariance::{Experts, LONG_SUMS_SHARE};
+use invariance::{LayerKind, RouterKind};
 use several::{Body, Case};
 
 const KINDS: [DispatcherKind; 2] = [DispatcherKind::AllToAll, DispatcherKind::AllGather];
+
+/// Layers whose tokens keep their bits whatever else a call holds.
+const INVARIANT: [(&str, LayerKind); 11] = [
+    ("dense_experts", LayerKind::Dense),
+    ("dense_experts_of_long_sums", LayerKind::DenseOfLongSums),
+    ("nvfp4_experts", LayerKind::Quantized(WeightFormat::Nvfp4)),
+    ("mxfp4_experts", LayerKind::Quantized(WeightFormat::Mxfp4)),
+    ("fp8_block_experts", LayerKind::Quantized(WeightFormat::Fp8Block)),
+    ("group_limited_routers", LayerKind::Routed(RouterKind::GroupLimited)),
+    ("sigmoid_routers", LayerKind::Routed(RouterKind::Sigmoid)),
+    ("routers_with_a_selection_bias", LayerKind::Routed(RouterKind::SelectionBias)),
+    ("routers_that_choose_by_logit", LayerKind::Routed(RouterKind::ByLogit)),
+    ("nvfp4_payload", LayerKind::Payload(Payload::Nvfp4)),
+    ("mxfp8_payload", LayerKind::Payload(Payload::Mxfp8)),
+];
 
 /// A body for any number of ranks.
 type Run = fn(&Cuda, usize);
@@ -65,11 +82,11 @@ fn over_ranks(ranks: usize) -> Vec<(String, Body)> {
         }
     }
     for kind in KINDS {
-        let run = move |cuda: &Cuda| invariance::hold_over(cuda, Experts::Dense, &[(ranks, kind)], 4);
-        all.push((format!("invariance::{kind:?}::dense_experts"), body(run)));
-        let share = 4 * LONG_SUMS_SHARE;
-        let run = move |cuda: &Cuda| invariance::hold_over(cuda, Experts::DenseOfLongSums, &[(ranks, kind); 2], share);
-        all.push((format!("invariance::{kind:?}::dense_experts_of_long_sums"), body(run)));
+        for (name, layer) in INVARIANT {
+            let over = vec![(ranks, kind); layer.rounds()];
+            let run = move |cuda: &Cuda| invariance::hold_over(cuda, layer, &over, 4);
+            all.push((format!("invariance::{kind:?}::{name}"), body(run)));
+        }
     }
     for own in conformance::communicator_bodies().into_iter().filter(|own| (own.ranks)(ranks)) {
         all.push((format!("communicator::{}", own.name), body(move |cuda| (own.run)(cuda, ranks))));

@@ -7,7 +7,7 @@
 mod aux_losses;
 mod backward;
 mod choose;
-mod jitter;
+pub(crate) mod jitter;
 mod keep;
 mod score;
 mod weights;
@@ -27,8 +27,6 @@ use jitter::JitterNoise;
 
 pub(super) use aux_losses::{aux_sums, aux_total};
 pub(super) use backward::route_bwd;
-#[cfg(feature = "cuda")]
-pub(crate) use jitter::key as jitter_key;
 pub(super) use keep::keep_sum;
 
 /// Tokens a task: enough to hide the cost of a task, few enough to share a small batch.

@@ -14,11 +14,12 @@ use crate::plan::{Capacity, DevicePlan, HostCounts, MessageMaps, Overflow, Plan,
 use crate::tensor::Tensor;
 
 use super::all_to_all::AllToAllCounts;
-use super::stats_layout::{StatsLayout, read_later};
+use super::stats_layout::{StatsLayout, lazy_stats};
 use super::{CALL, check_errors, sizes};
 
 pub(in crate::cuda) fn plan(device: &Cuda, call: PlanRecords<'_, Cuda>) -> Result<DevicePlan<Cuda>> {
-    let of = PlanTarget { rank: call.rank, tokens: call.tokens, sends: call.row_order == RowOrder::UniqueRows };
+    let origin = Origin { rank: call.rank, layer: call.spec.layer };
+    let of = PlanTarget { rank: call.rank, origin, tokens: call.tokens, sends: call.row_order == RowOrder::UniqueRows };
     let (waits, open, most) = (call.waits(), call.spec.capacity == Capacity::Eager, call.max_tokens);
     let mut counting = PlanInProgress::new(device, call)?;
     counting.segments(device)?;
@@ -35,6 +36,8 @@ pub(in crate::cuda) fn plan(device: &Cuda, call: PlanRecords<'_, Cuda>) -> Resul
 /// Of which rank the plan is.
 struct PlanTarget {
     rank: usize,
+    /// The rank and layer, for errors.
+    origin: Origin,
     tokens: usize,
     /// It sends rows, and so has messages.
     sends: bool,
@@ -189,8 +192,8 @@ impl PlanInProgress {
             tokens: of.tokens,
             total_tokens,
             first_token,
-            segments: Arc::new(Segments::new(self.offsets, self.counts, rows)),
-            stats: read_later(device, self.stats, self.stats_layout),
+            segments: Arc::new(Segments::new(self.offsets, self.counts, rows).with_origin(of.origin)),
+            stats: lazy_stats(device, self.stats, self.stats_layout),
             kept_ids: self.kept_ids,
             row_map: maps.row,
             weight_map: maps.weight,

@@ -72,9 +72,9 @@ impl StatsLayout {
 }
 
 /// Statistics, read when they are asked for.
-pub(super) fn read_later(device: &Cuda, stats: Tensor<Cuda>, stats_layout: StatsLayout) -> Lazy<Stats> {
+pub(super) fn lazy_stats(device: &Cuda, stats: Tensor<Cuda>, stats_layout: StatsLayout) -> Lazy<Stats> {
     let device = device.clone();
-    Lazy::later(move || {
+    Lazy::from_fn(move || {
         let values = stats_layout.read(&device, &stats)?;
         device.faults(CALL)?;
         Ok(stats_layout.stats(&values))

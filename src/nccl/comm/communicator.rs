@@ -41,7 +41,7 @@ pub struct NcclComm {
 impl Drop for NcclComm {
     fn drop(&mut self) {
         // Before anything else of it goes; the link is the last.
-        self.session.leave();
+        self.session.close();
     }
 }
 

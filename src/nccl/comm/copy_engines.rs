@@ -53,9 +53,9 @@ const BLOCK: usize = 16;
 /// Calls of the attempt on a rank's GPU, and to all ranks over plain memory.
 pub(in crate::nccl) trait ProbeDevice {
     /// Takes over memory of `ncclMemAlloc` on this GPU, of that many bytes.
-    fn hold(&self, address: u64, bytes: usize);
+    fn adopt_memory(&self, address: u64, bytes: usize);
     /// Takes over the window of the memory that it holds.
-    fn keep(&self, window: NcclWindow) -> Result<()>;
+    fn adopt_window(&self, window: NcclWindow) -> Result<()>;
     /// Writes the start of the memory.
     fn write(&self, bytes: &[u8]) -> Result<()>;
     /// Reads the start of the memory, once the stream has passed.
@@ -72,7 +72,7 @@ struct GpuProbe<'a> {
 
 impl GpuProbe<'_> {
     /// The memory, of which that many bytes are asked for.
-    fn held(&self, bytes: usize) -> Result<Arc<EngineMemory>> {
+    fn memory(&self, bytes: usize) -> Result<Arc<EngineMemory>> {
         match &*self.memory.borrow() {
             Some((block, all)) if bytes <= *all => Ok(Arc::clone(block)),
             _ => Err(Error::invalid("NcclComm", "memory", format!("{bytes} bytes"), "less")),
@@ -81,19 +81,19 @@ impl GpuProbe<'_> {
 }
 
 impl ProbeDevice for GpuProbe<'_> {
-    fn hold(&self, address: u64, bytes: usize) {
+    fn adopt_memory(&self, address: u64, bytes: usize) {
         let (library, cuda) = (self.comm_stream.comm_handle.library().clone(), self.cuda.clone());
         *self.memory.borrow_mut() = Some((Arc::new(EngineMemory { library, cuda, address }), bytes));
     }
 
-    fn keep(&self, window: NcclWindow) -> Result<()> {
-        let block = self.held(window.bytes())?;
-        self.comm_stream.comm_handle.keep(RegisteredWindow { window, block });
+    fn adopt_window(&self, window: NcclWindow) -> Result<()> {
+        let block = self.memory(window.bytes())?;
+        self.comm_stream.comm_handle.retain_window(RegisteredWindow { window, block });
         Ok(())
     }
 
     fn write(&self, bytes: &[u8]) -> Result<()> {
-        let block = self.held(bytes.len())?;
+        let block = self.memory(bytes.len())?;
         // SAFETY: the memory has as many bytes, and nothing else writes them.
         let mut to = unsafe { DeviceMut::from_raw(block.address, bytes.len()) };
         let to = TensorMut::new(Cuda::reborrow(&mut to), DType::U8, &[bytes.len()])?;
@@ -101,7 +101,7 @@ impl ProbeDevice for GpuProbe<'_> {
     }
 
     fn read(&self, bytes: usize) -> Result<Vec<u8>> {
-        let block = self.held(bytes)?;
+        let block = self.memory(bytes)?;
         // SAFETY: as in `write`; what the stream does before has written them.
         let from = unsafe { DeviceRef::from_raw(block.address, bytes) };
         self.cuda.download(TensorRef::new(from, DType::U8, &[bytes])?)
@@ -129,7 +129,7 @@ pub(in crate::nccl) fn probe_on(comm_stream: &CommStream<'_>, probe_device: &imp
     let (base, window, puts) = (Cell::new(0), Cell::new(None), Cell::new(None));
     let mut allocate = || {
         let address = Registering::of(library)?.allocate(2 * part)?;
-        probe_device.hold(address, 2 * part);
+        probe_device.adopt_memory(address, 2 * part);
         base.set(address);
         Ok(())
     };
@@ -137,7 +137,7 @@ pub(in crate::nccl) fn probe_on(comm_stream: &CommStream<'_>, probe_device: &imp
         let registering = Registering::of(library)?;
         let made = comm_handle.with(|_, comm| registering.register(comm, base.get(), 2 * part)).ok_or_else(ended)??;
         window.set(Some(made.raw()));
-        probe_device.keep(made)
+        probe_device.adopt_window(made)
     };
     let mut fill = || {
         puts.set(Some(OneSided::of(library)?));
@@ -201,10 +201,10 @@ impl NcclComm {
         let window = self.allocate(tag, bytes)?;
         let (library, cuda, address) = (self.library().clone(), self.cuda.clone(), window.base());
         let block = Arc::new(EngineMemory { library, cuda, address });
-        self.session.comm_handle.keep(RegisteredWindow { window, block: Arc::clone(&block) });
+        self.session.comm_handle.retain_window(RegisteredWindow { window, block: Arc::clone(&block) });
         // SAFETY: the memory has that many bytes and lives as long as the block; the tensor alone writes it, and peers
         // where collectives that are given it let them.
-        let buffer = unsafe { self.cuda.held(address, bytes, block) };
+        let buffer = unsafe { self.cuda.external(address, bytes, block) };
         Tensor::from_buffer(buffer, dtype, dims)
     }
 }

@@ -131,16 +131,16 @@ impl NcclWorld {
         let id = library.unique_id()?;
         let begin = |(rank, cuda)| start(library, id, RankPlace { rank, size: gpus.len(), copy_engines }, cuda);
         let pending_join = gpus.iter().enumerate().map(begin).collect::<Result<Vec<_>>>()?;
-        let links: Result<Vec<_>> = pending_join.into_iter().map(|j| joined(j, timeout)).collect();
-        if copy_engines && matches!(links, Err(Error::Nccl(NcclError::Init { .. }))) {
+        let comm_handles: Result<Vec<_>> = pending_join.into_iter().map(|j| joined(j, timeout)).collect();
+        if copy_engines && matches!(comm_handles, Err(Error::Nccl(NcclError::Init { .. }))) {
             // A rank may be inside the attempt, and wait there for another's flag.
             gpus.iter().for_each(|gpu| gpu.stuck().set(true));
         }
-        let links = links?;
-        for comm_handle in &links {
+        let comm_handles = comm_handles?;
+        for comm_handle in &comm_handles {
             comm_handle.on(|| gpus.iter().map(Cuda::stuck).collect());
         }
-        Ok(Self { sessions: links.into_iter().zip(gpus.iter().cloned()).collect() })
+        Ok(Self { sessions: comm_handles.into_iter().zip(gpus.iter().cloned()).collect() })
     }
 
     /// The ranks' communicators, in rank order, to be moved to one thread each; every collective ends within `timeout`.

@@ -6,7 +6,7 @@ use crate::cuda::Cuda;
 use crate::device::Device;
 use crate::dtype::DType;
 use crate::error::{Error, Result};
-use crate::kernels::{Kernels, ReduceRows};
+use crate::kernels::{Kernels, Origin, ReduceRows};
 use crate::tensor::{Tensor, TensorMut, TensorRef};
 
 use crate::nccl::comm::communicator::NcclComm;
@@ -164,6 +164,7 @@ impl NcclComm {
         let call = ReduceRows {
             source: parts.view().reshape(&[size * rows, width])?,
             map: map.view(),
+            origin: Origin::default(),
             out: out.reborrow().reshape(&[rows, width])?,
         };
         self.cuda.reduce_rows(call)

@@ -14,7 +14,7 @@ use crate::nccl::control::plane::{CompareError, ControlPlane};
 use crate::nccl::control::watchdog::{EndNotice, Watchdog};
 use crate::nccl::ffi::comm_handle::{CommHandle, Work};
 
-/// A rank's place. Dropping it is to [`leave`](Self::leave).
+/// A rank's place. Dropping it is to [`close`](Self::close) it.
 #[derive(Debug)]
 pub(in crate::nccl) struct Session {
     pub(in crate::nccl) timeout: Duration,
@@ -29,7 +29,7 @@ pub(in crate::nccl) struct Session {
 
 impl Drop for Session {
     fn drop(&mut self) {
-        self.leave();
+        self.close();
     }
 }
 
@@ -47,9 +47,9 @@ impl Session {
     }
 
     /// Tells the peers that the rank takes part in nothing any more, and waits until its collectives have ended.
-    pub(in crate::nccl) fn leave(&mut self) {
+    pub(in crate::nccl) fn close(&mut self) {
         let Some(watchdog) = self.watchdog.take() else { return };
-        self.control.leave(self.comm_handle.rank, self.last);
+        self.control.announce_departure(self.comm_handle.rank, self.last);
         // A panic inside NCCL's call has enqueued nothing.
         watchdog.entered(None);
         drop(watchdog);

@@ -64,7 +64,7 @@ impl PeerEvents {
     }
 
     /// A rank takes part in no collective after this one.
-    pub(in crate::nccl) fn leave(&self, rank: usize, last: u64) {
+    pub(in crate::nccl) fn record_departure(&self, rank: usize, last: u64) {
         let mut state = self.lock();
         let known = state.left.entry(rank).or_insert(last);
         *known = last.min(*known);

@@ -174,10 +174,10 @@ impl ControlPlane {
     }
 
     /// Tells the others that this rank takes part in nothing after its `last` collective.
-    pub(in crate::nccl) fn leave(&self, rank: usize, last: u64) {
-        self.peer_events().leave(rank, last);
+    pub(in crate::nccl) fn announce_departure(&self, rank: usize, last: u64) {
+        self.peer_events().record_departure(rank, last);
         match self {
-            ControlPlane::ThreadRendezvous(rendezvous) => rendezvous.meeting.leave(rank),
+            ControlPlane::ThreadRendezvous(rendezvous) => rendezvous.meeting.mark_departed(rank),
             ControlPlane::ProcessControl(process) => process.socket.post(MessageKind::Left(process.of(last))),
         }
     }
@@ -196,7 +196,7 @@ impl ControlPlane {
             if let ControlPlane::ProcessControl(process) = self {
                 process.socket.post(MessageKind::Aborted(process.of(last)));
             }
-            self.leave(rank, last);
+            self.announce_departure(rank, last);
             if self.wait_for_others(rank, size) {
                 return;
             }

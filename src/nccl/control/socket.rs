@@ -47,7 +47,7 @@ struct PeerConnection {
 struct Subscriptions {
     communicators: Vec<Subscriber>,
     /// Messages that came before a communicator was known here, whoever is lost, and who compares its calls.
-    kept: Vec<ControlMessage>,
+    retained: Vec<ControlMessage>,
     closed: bool,
 }
 
@@ -108,8 +108,8 @@ impl ControlSocket {
         let peer_events = Arc::downgrade(peer_events);
         subscriptions.communicators.retain(|c| c.peer_events.strong_count() > 0);
         subscriptions.communicators.push(Subscriber { id, ranks, peer_events });
-        let kept = subscriptions.kept.clone();
-        for message in &kept {
+        let retained = subscriptions.retained.clone();
+        for message in &retained {
             subscriptions.deliver(message);
         }
     }
@@ -219,7 +219,7 @@ impl Subscriptions {
         let known = self.deliver(&message);
         let of_all = matches!(message.kind, MessageKind::Lost | MessageKind::Checked(_));
         if of_all || !known {
-            self.kept.push(message);
+            self.retained.push(message);
         }
     }
 
@@ -236,10 +236,10 @@ impl Subscriptions {
                 MessageKind::Refused(of, reason) if of.communicator == c.id => {
                     peer_events.refuse(place, of.number, reason)
                 }
-                MessageKind::Left(of) if of.communicator == c.id => peer_events.leave(place, of.number),
+                MessageKind::Left(of) if of.communicator == c.id => peer_events.record_departure(place, of.number),
                 MessageKind::Aborted(of) if of.communicator == c.id => {
                     peer_events.abort(place);
-                    peer_events.leave(place, of.number);
+                    peer_events.record_departure(place, of.number);
                 }
                 MessageKind::Call(of, call) if of.communicator == c.id => {
                     peer_events.call(place, of.number, call.clone())
@@ -296,7 +296,7 @@ pub(in crate::nccl) mod tests {
                 let (job, root) = (job(rank), root.take());
                 scope.spawn(move || {
                     let id = || Ok([0; 128]);
-                    let joined = root.map_or_else(|| job.connect(id), |root| root.keep(&job, id));
+                    let joined = root.map_or_else(|| job.connect(id), |root| root.serve_connected(&job, id));
                     ControlSocket::new(rank, joined.unwrap().1, checked[rank]).unwrap()
                 })
             };
@@ -379,7 +379,7 @@ pub(in crate::nccl) mod tests {
         // Rank 2 refuses in a part of ranks 1 and 2 before rank 1 has made it.
         ends[2].0.post(MessageKind::Refused(of(77, 1), "early".into()));
         let start = Instant::now();
-        while lock(&ends[1].0.shared.subscriptions).kept.is_empty() {
+        while lock(&ends[1].0.shared.subscriptions).retained.is_empty() {
             assert!(start.elapsed() < PATIENCE, "nothing came");
             thread::sleep(Duration::from_millis(1));
         }

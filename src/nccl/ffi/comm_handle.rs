@@ -224,7 +224,7 @@ impl CommHandle {
     }
 
     /// Whether the stream comes to an end after its communicator.
-    fn ends(&self) -> bool {
+    fn stream_ends(&self) -> bool {
         let since = Instant::now();
         let Some(work) = self.mark.get().and_then(|mark| mark()) else { return true };
         while work.ended() == Ok(false) {
@@ -237,7 +237,7 @@ impl CommHandle {
     }
 
     /// Keeps a window until the communicator ends.
-    pub(in crate::nccl) fn keep(&self, window: RegisteredWindow) {
+    pub(in crate::nccl) fn retain_window(&self, window: RegisteredWindow) {
         lock(&self.windows).push(window);
     }
 
@@ -348,7 +348,7 @@ impl CommHandle {
             self.set_stuck(true);
             // SAFETY: as above.
             let revoked = unsafe { ending(alive, revoke) };
-            if !self.ends() {
+            if !self.stream_ends() {
                 return;
             }
             self.set_stuck(false);

@@ -210,9 +210,9 @@ impl Fails {
 }
 
 impl ProbeDevice for Fails {
-    fn hold(&self, _: u64, _: usize) {}
+    fn adopt_memory(&self, _: u64, _: usize) {}
 
-    fn keep(&self, _: NcclWindow) -> crate::Result<()> {
+    fn adopt_window(&self, _: NcclWindow) -> crate::Result<()> {
         self.reach(ProbeStep::Keep)
     }
 

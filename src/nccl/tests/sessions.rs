@@ -119,7 +119,7 @@ fn processes_that_compare_hear_of_those_that_do_not_come() {
         Err(CompareError::Over(CommError::Timeout { missing, rank: 0, .. })) => assert_eq!(missing, [1, 2]),
         other => panic!("{other:?}"),
     }
-    all[2].leave(2, 0);
+    all[2].announce_departure(2, 0);
     match all[1].compare_call(subject(1, 1), same(), PATIENCE) {
         Err(CompareError::Over(CommError::PeerGone { peer: 2, rank: 1, .. })) => {}
         other => panic!("{other:?}"),

@@ -36,11 +36,11 @@ impl TokenDispatcher<Cuda> for NcclEp {
             self.agreed.push(known);
         }
         let mut handle = prepared?;
-        self.keep(&mut handle, LibraryHandle::default());
+        self.attach_routing(&mut handle, LibraryHandle::default());
         // The rows' size is the first dispatch's to know; from then on it is taken to stay.
         if let Some(bytes) = self.known_row() {
             let routed = self.route(&handle, bytes).map_err(|e| self.core.as_peer_error("prepare", e))?;
-            self.keep(&mut handle, routed);
+            self.attach_routing(&mut handle, routed);
         }
         Ok(handle)
     }
@@ -78,16 +78,16 @@ impl TokenDispatcher<Cuda> for NcclEp {
         &mut self,
         handle: &Handle<Cuda>,
         inputs: DispatchInputs<'_, Cuda>,
-        beside: &mut dyn FnMut() -> Result<()>,
+        work: &mut dyn FnMut() -> Result<()>,
     ) -> Result<Received<Cuda>> {
         const CALL: DispatcherCall = DispatcherCall { call: "dispatch_rows", op: Op::Dispatch };
         if self.mode == Algorithm::HighThroughput {
             let received = self.dispatch_rows(handle, inputs)?;
-            return beside().map(|()| received);
+            return work().map(|()| received);
         }
         let checked = check_inputs(CALL.call, handle, &inputs).and_then(|()| self.check_sent(&inputs));
         self.check_or_refuse(CALL, handle, checked)?;
-        self.send_low(CALL, handle, &inputs, Some(beside))
+        self.send_low(CALL, handle, &inputs, Some(work))
     }
 
     fn place_for_return(&mut self, handle: &Handle<Cuda>, dtype: DType, width: usize) -> Result<Option<Tensor<Cuda>>> {

@@ -4,7 +4,8 @@ use std::collections::HashMap;
 
 use crate::cuda::{Cuda, preferred_dispatchers};
 use crate::ep::dispatcher_state::DispatcherState;
-use crate::ep::{DispatcherKind, GroupConfig, LibraryDispatchers, NcclEpOrReason};
+use crate::ep::select::NcclEpOrReason;
+use crate::ep::{DispatcherKind, GroupConfig, LibraryDispatchers};
 use crate::error::{Error, Result};
 use crate::nccl::SharedComm;
 use crate::nccl_ep::NcclEpLibrary;
@@ -51,7 +52,7 @@ impl NcclEp {
                         library,
                         shared,
                         agreed: Vec::new(),
-                        kept: HashMap::new(),
+                        routings: HashMap::new(),
                         core,
                     }))
                 }

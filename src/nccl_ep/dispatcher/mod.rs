@@ -66,7 +66,7 @@ pub struct NcclEp {
     /// Layers and specs that all ranks have met with.
     agreed: Vec<(u32, routing_record::SpecFields)>,
     /// Data of live handles, by the number of their prepare.
-    kept: HashMap<u64, Weak<Kept>>,
+    routings: HashMap<u64, Weak<SharedLibraryHandle>>,
     core: DispatcherState<Cuda>,
 }
 
@@ -100,7 +100,7 @@ impl LibraryHandle {
 }
 
 /// The library's handle, kept by a handle of the layer.
-type Kept = Mutex<LibraryHandle>;
+type SharedLibraryHandle = Mutex<LibraryHandle>;
 
 /// A collective of the library, met and watched as one of the communicator.
 fn around<T>(

@@ -76,7 +76,7 @@ impl NcclEp {
         let tokens = kept_ids.view().rows();
         let local = starts.view().count();
         let counts = CountLayout { first: self.core.rank() * local, local, alignment: spec.alignment, rows };
-        let stats = stats_later(device, [loads, total], padded, counts);
+        let stats = lazy_stats(device, [loads, total], padded, counts);
         let plan = Plan {
             tokens,
             total_tokens: tokens,
@@ -90,7 +90,7 @@ impl NcclEp {
             messages: None,
         };
         let mut handle = self.core.accept(spec, plan);
-        self.keep(&mut handle, routed);
+        self.attach_routing(&mut handle, routed);
         Ok(handle)
     }
 
@@ -149,14 +149,14 @@ struct CountLayout {
 
 /// Counts as the GPU left them: choices of all experts, this rank's padded rows with nothing dropped, and those of each
 /// expert.
-fn stats_later(
+fn lazy_stats(
     device: &Cuda,
     [loads, total]: [Tensor<Cuda>; 2],
     padded: Option<Tensor<Cuda>>,
     of: CountLayout,
 ) -> Lazy<Stats> {
     let device = device.clone();
-    Lazy::later(move || {
+    Lazy::from_fn(move || {
         let whole = |t: &Tensor<Cuda>| -> Result<Vec<usize>> {
             Ok(device.read(t.view())?.iter().map(|n| *n as usize).collect())
         };

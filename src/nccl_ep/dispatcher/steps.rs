@@ -15,7 +15,7 @@ use crate::nccl_ep::NcclEpError;
 use crate::nccl_ep::high_throughput::{self, DispatchArgs, PassDirection};
 use crate::tensor::{Tensor, TensorMut, TensorRef};
 
-use super::{Algorithm, Kept, LibraryHandle, NcclEp, around};
+use super::{Algorithm, LibraryHandle, NcclEp, SharedLibraryHandle, around};
 
 impl NcclEp {
     /// Passes this rank's checks before a collective, or tells the others that they failed.
@@ -39,21 +39,21 @@ impl NcclEp {
     }
 
     /// Gives a new handle its routing.
-    pub(super) fn keep(&mut self, handle: &mut Handle<Cuda>, routed: LibraryHandle) {
-        let kept = Arc::new(Kept::new(routed));
-        self.kept.retain(|_, kept| kept.strong_count() > 0);
-        self.kept.insert(handle.sequence(), Arc::downgrade(&kept));
-        handle.dispatcher_data = Some(kept);
+    pub(super) fn attach_routing(&mut self, handle: &mut Handle<Cuda>, routed: LibraryHandle) {
+        let routing = Arc::new(SharedLibraryHandle::new(routed));
+        self.routings.retain(|_, routing| routing.strong_count() > 0);
+        self.routings.insert(handle.sequence(), Arc::downgrade(&routing));
+        handle.set_dispatcher_data(routing);
     }
 
     /// The dispatcher's data of a handle's routing.
-    pub(super) fn kept(&self, call: &'static str, handle: &Handle<Cuda>) -> Result<Arc<Kept>> {
-        let kept = self.kept.get(&handle.sequence()).and_then(Weak::upgrade);
-        let own = |kept: &Arc<Kept>| {
-            handle.dispatcher_data.as_ref().is_some_and(|c| addr_eq(Arc::as_ptr(c), Arc::as_ptr(kept)))
+    pub(super) fn routing_of(&self, call: &'static str, handle: &Handle<Cuda>) -> Result<Arc<SharedLibraryHandle>> {
+        let routing = self.routings.get(&handle.sequence()).and_then(Weak::upgrade);
+        let own = |routing: &Arc<SharedLibraryHandle>| {
+            handle.dispatcher_data().is_some_and(|c| addr_eq(Arc::as_ptr(c), Arc::as_ptr(routing)))
         };
         let foreign = || Error::invalid(call, "handle", "one that NCCL EP prepared", "another dispatcher's");
-        kept.filter(own).ok_or_else(foreign)
+        routing.filter(own).ok_or_else(foreign)
     }
 
     /// One call of the library's handle, as a collective.
@@ -77,8 +77,8 @@ impl NcclEp {
         calls: impl FnOnce(&mut LibraryHandle) -> Result<()>,
     ) -> Result<()> {
         let (named, tag) = ((call, rows.dtype, rows.bytes), DispatcherState::tag(handle, op));
-        let kept = self.kept(call, handle)?;
-        let mut guard = open(&kept);
+        let routing = self.routing_of(call, handle)?;
+        let mut guard = open(&routing);
         let row_bytes = rows.bytes.max(handle.spec().returning_bytes());
         if guard.row_bytes().is_none_or(|most| most < row_bytes) {
             // The ranks' calls are compared before what they bring about, by what brings it about: `returns`, which
@@ -258,8 +258,8 @@ impl RowFormat {
 }
 
 /// Locks a handle's data, to be read or written.
-pub(super) fn open(kept: &Kept) -> MutexGuard<'_, LibraryHandle> {
-    kept.lock().unwrap_or_else(PoisonError::into_inner)
+pub(super) fn open(routing: &SharedLibraryHandle) -> MutexGuard<'_, LibraryHandle> {
+    routing.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// Bytes of a token and its scales.

@@ -19,25 +19,25 @@ impl LowLatencyHandle {
         self.dispatch_with(from, to, None)
     }
 
-    /// The same in two parts: what `beside` enqueues runs while rows travel. It must not touch the tensors of this
+    /// The same in two parts: what `work` enqueues runs while rows travel. It must not touch the tensors of this
     /// call, nor begin another of the group.
     ///
     /// # Errors
-    /// As [`dispatch`](Self::dispatch); what `beside` returns, after the call has been ended.
+    /// As [`dispatch`](Self::dispatch); what `work` returns, after the call has been ended.
     pub fn dispatch_overlapped<T>(
         &mut self,
         from: LowLatencyDispatchArgs<'_>,
         to: LowLatencyReceiveArgs<'_>,
-        beside: impl FnOnce() -> Result<T>,
+        work: impl FnOnce() -> Result<T>,
     ) -> Result<T> {
-        once(beside, |beside| self.dispatch_with(from, to, Some(beside)))
+        once(work, |work| self.dispatch_with(from, to, Some(work)))
     }
 
     fn dispatch_with(
         &mut self,
         from: LowLatencyDispatchArgs<'_>,
         to: LowLatencyReceiveArgs<'_>,
-        beside: OverlapWork<'_>,
+        work: OverlapWork<'_>,
     ) -> Result<()> {
         const CALL: &str = "LowLatencyHandle::dispatch";
         let LowLatencyDispatchArgs { tokens, weights, scales } = from;
@@ -90,14 +90,14 @@ impl LowLatencyHandle {
         call.outputs.topk_weights = pointer(&mut out_weights);
         call.outputs.topk_idx = pointer(&mut out_ids);
         call.outputs.scales = pointer(&mut out_scales);
-        call.config.send_only = u32::from(beside.is_some());
+        call.config.send_only = u32::from(work.is_some());
         if scale_bytes > 0 {
             call.config.quant_recipe = sys::ncclEpDispQuant_t::NCCL_EP_DISP_QUANT_FWD;
         }
         // SAFETY: the handle lives and was updated; shapes were checked; the tensors' memory is given back in the order
         // of the stream, and `run_and_complete` ends the call before they can be.
         self.raw_handle.with(CALL, |library, raw, stream| unsafe { result::dispatch(library, raw, &call, stream) })?;
-        self.run_and_complete(CALL, beside)
+        self.run_and_complete(CALL, work)
     }
 
     /// Adds the rows of each token (collective): by expert with the weights given, by rank as they are.
@@ -111,16 +111,16 @@ impl LowLatencyHandle {
     /// The same in two parts, as [`dispatch_overlapped`](Self::dispatch_overlapped).
     ///
     /// # Errors
-    /// As [`combine`](Self::combine); what `beside` returns, after the call has been ended.
+    /// As [`combine`](Self::combine); what `work` returns, after the call has been ended.
     pub fn combine_overlapped<T>(
         &mut self,
         back: LowLatencyCombineArgs<'_>,
-        beside: impl FnOnce() -> Result<T>,
+        work: impl FnOnce() -> Result<T>,
     ) -> Result<T> {
-        once(beside, |beside| self.combine_with(back, Some(beside)))
+        once(work, |work| self.combine_with(back, Some(work)))
     }
 
-    fn combine_with(&mut self, back: LowLatencyCombineArgs<'_>, beside: OverlapWork<'_>) -> Result<()> {
+    fn combine_with(&mut self, back: LowLatencyCombineArgs<'_>, work: OverlapWork<'_>) -> Result<()> {
         const CALL: &str = "LowLatencyHandle::combine";
         let LowLatencyCombineArgs { rows, weights, out } = back;
         self.check_rows(CALL, (out.dtype(), out.dims()), (rows.dtype(), rows.dims()))?;
@@ -140,10 +140,10 @@ impl LowLatencyHandle {
         call.inputs.tokens = rows.pointer();
         call.outputs.tokens = out.pointer();
         call.outputs.topk_weights = pointer(&mut weights);
-        call.config.send_only = u32::from(beside.is_some());
+        call.config.send_only = u32::from(work.is_some());
         // SAFETY: as for dispatch.
         self.raw_handle.with(CALL, |library, raw, stream| unsafe { result::combine(library, raw, &call, stream) })?;
-        self.run_and_complete(CALL, beside)
+        self.run_and_complete(CALL, work)
     }
 
     /// The layout's three dimensions.
@@ -165,10 +165,10 @@ impl LowLatencyHandle {
     }
 
     /// Runs the work beside a call, and the call's end, which comes whatever that returns.
-    fn run_and_complete(&mut self, call: &'static str, beside: OverlapWork<'_>) -> Result<()> {
-        let Some(beside) = beside else { return Ok(()) };
+    fn run_and_complete(&mut self, call: &'static str, work: OverlapWork<'_>) -> Result<()> {
+        let Some(work) = work else { return Ok(()) };
         self.incomplete = true;
-        let done = beside();
+        let done = work();
         let config = blank();
         // SAFETY: the call's tensors and structs are the caller's, which waits for this.
         let ended = self
@@ -184,13 +184,13 @@ type OverlapWork<'a> = Option<&'a mut dyn FnMut() -> Result<()>>;
 
 /// A closure that runs once, as one that returns nothing, and its value.
 fn once<T>(
-    beside: impl FnOnce() -> Result<T>,
+    work: impl FnOnce() -> Result<T>,
     call: impl FnOnce(&mut dyn FnMut() -> Result<()>) -> Result<()>,
 ) -> Result<T> {
-    let (mut beside, mut value) = (Some(beside), None);
+    let (mut work, mut value) = (Some(work), None);
     call(&mut || {
-        value = beside.take().map(|run| run()).transpose()?;
+        value = work.take().map(|run| run()).transpose()?;
         Ok(())
     })?;
-    value.ok_or_else(|| Error::invalid("LowLatencyHandle", "beside", "a value", "none"))
+    value.ok_or_else(|| Error::invalid("LowLatencyHandle", "work", "a value", "none"))
 }

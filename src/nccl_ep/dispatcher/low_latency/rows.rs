@@ -5,7 +5,7 @@ use crate::cuda::low_latency_sort::{self, LowLatencyReceived, SortedRows};
 use crate::device::Device;
 use crate::dtype::DType;
 use crate::ep::dispatcher_state::DispatcherState;
-use crate::ep::packing::{byte_rows_mut, entries, gather, gather_elements, reduce};
+use crate::ep::packing::{RowMover, byte_rows_mut, entries};
 use crate::ep::row_transport::written;
 use crate::ep::{DispatchInputs, DispatchOutputs, Handle, Received};
 use crate::error::{Error, Result};
@@ -49,7 +49,7 @@ impl NcclEp {
         step: DispatcherCall,
         handle: &Handle<Cuda>,
         inputs: &DispatchInputs<'_, Cuda>,
-        beside: Option<&mut dyn FnMut() -> Result<()>>,
+        work: Option<&mut dyn FnMut() -> Result<()>>,
     ) -> Result<Received<Cuda>> {
         let tokens = &inputs.tokens;
         let buffers = self.low_latency_buffers(handle, inputs);
@@ -72,10 +72,10 @@ impl NcclEp {
                 scales: scales.as_mut().map(Tensor::view_mut),
             };
             let (library, _) = low_of(step.call, routed)?;
-            match beside {
+            match work {
                 None => library.dispatch(from, to),
-                Some(beside) => library.dispatch_overlapped(from, to, || {
-                    own = beside();
+                Some(work) => library.dispatch_overlapped(from, to, || {
+                    own = work();
                     Ok(())
                 }),
             }
@@ -109,9 +109,9 @@ impl NcclEp {
         if let Some(out) = &mut of_slots {
             let count = self.core.ranks() * self.max_tokens() * spec.top_k;
             let elements = weights.view().reshape(&[count])?;
-            gather_elements(device, elements, weight_map.view(), out.view_mut())?;
+            RowMover::of(device, handle).gather_elements(elements, weight_map.view(), out.view_mut())?;
         }
-        self.keep_low(call, handle, return_map)?;
+        self.set_return_map(call, handle, return_map)?;
         Ok((row_map, of_slots))
     }
 
@@ -134,9 +134,9 @@ impl NcclEp {
     }
 
     /// The way back of what a dispatch brought.
-    fn keep_low(&self, call: &'static str, handle: &Handle<Cuda>, map: Tensor<Cuda>) -> Result<()> {
-        let kept = self.kept(call, handle)?;
-        let mut guard = open(&kept);
+    fn set_return_map(&self, call: &'static str, handle: &Handle<Cuda>, map: Tensor<Cuda>) -> Result<()> {
+        let routing = self.routing_of(call, handle)?;
+        let mut guard = open(&routing);
         let (_, back) = low_of(call, &mut guard)?;
         *back = Some(map);
         Ok(())
@@ -157,7 +157,11 @@ impl NcclEp {
         let into_slots = || {
             for (from, to) in [(&rows, Some(outputs.tokens)), (&scales, outputs.scales)] {
                 if let (Some(from), Some(to)) = (from, to) {
-                    gather(&device, from.view(), entries(map.view(), 0..end)?, byte_rows_mut(to, 0..end)?)?;
+                    RowMover::of(&device, handle).gather(
+                        from.view(),
+                        entries(map.view(), 0..end)?,
+                        byte_rows_mut(to, 0..end)?,
+                    )?;
                 }
             }
             match (&weights, outputs.weights) {
@@ -183,15 +187,15 @@ impl NcclEp {
         let mut sums = self.refuse_own_error_of(step, handle, sums)?;
         let moved = RowFormat::of(expert_out);
         let reduced = {
-            let kept = self.kept(step.call, handle)?;
-            let guard = open(&kept);
+            let routing = self.routing_of(step.call, handle)?;
+            let guard = open(&routing);
             match &*guard {
                 // A handle for wider rows would be another, which has dispatched nothing.
                 LibraryHandle::LowLatency(LowLatencyRouting { bytes, .. }) if *bytes < moved.bytes => Err(
                     Error::invalid(step.call, "tensor expert_out", "rows no wider than were dispatched", moved.bytes),
                 ),
                 LibraryHandle::LowLatency(LowLatencyRouting { back: Some(back), .. }) => {
-                    reduce(&device, expert_out, back.view(), sums.view_mut())
+                    RowMover::of(&device, handle).reduce(expert_out, back.view(), sums.view_mut())
                 }
                 _ => Err(Error::invalid(step.call, "handle", "one whose rows were dispatched", "a new one")),
             }
