@@ -36,6 +36,11 @@ impl Norm {
         Ok(Self { kind, weight, bias, eps })
     }
 
+    /// Weight and ε of a plain root mean square norm.
+    pub fn rms(&self) -> Option<(&Tensor, f64)> {
+        (self.kind == NormKind::Rms).then_some((&self.weight, self.eps))
+    }
+
     /// Of `[…, size]`, contiguous.
     pub fn forward(&self, x: &Tensor) -> CandleResult<Tensor> {
         let dtype = x.dtype();

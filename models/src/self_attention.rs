@@ -8,9 +8,9 @@ use crate::config::Heads;
 use crate::decoder::{Mixer, Step};
 use crate::error::Result;
 use crate::norm::{Norm, NormKind, unit_rms};
-use crate::ops::{AttentionOptions, SlotOptions, attention, slot_attention};
+use crate::ops::{AttentionOptions, SlotRows, attention, slot_attention};
 use crate::params::Loader;
-use crate::static_cache::{Slots, StaticShape};
+use crate::static_cache::{SlotCache, Slots, StaticShape, StepPosition};
 
 /// Which of an attention's projections have biases.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -163,6 +163,30 @@ impl SelfAttention {
         Ok((q, gate, k, v))
     }
 
+    /// Makes heads of one token's projections and puts keys and values into their slots, by one kernel; false, and
+    /// nothing is done, where there is none.
+    fn put_rows(&self, [q, k, v]: [&Tensor; 3], cache: &SlotCache, position: &StepPosition) -> CandleResult<bool> {
+        let (weights, eps) = match &self.norm {
+            QkNorm::None => (None, 0.0),
+            QkNorm::Head { q, k } => match (q.rms(), k.rms()) {
+                (Some((q, eps)), Some((k, _))) => (Some([q, k]), eps),
+                _ => return Ok(false),
+            },
+            QkNorm::Whole { .. } | QkNorm::RotatedHead { .. } | QkNorm::RotatedUnit { .. } => return Ok(false),
+        };
+        let Some((cos, sin)) = position.angles.halves() else { return Ok(false) };
+        // Parts of one projection share its memory, which the kernel would both read and write.
+        if matches!(self.projection, Projection::Fused(_)) {
+            return Ok(false);
+        }
+        if self.clip.is_some() || self.temperature.is_some() {
+            return Ok(false);
+        }
+        let held = [&cache.tensors[0], &cache.tensors[1]];
+        let slot = position.slot(cache.slots)?;
+        SlotRows { q, k, v, held, slot, weights, eps, rotated: self.rotary, cos, sin }.put()
+    }
+
     fn bounded(&self, t: Tensor) -> CandleResult<Tensor> {
         match self.clip {
             Some(bound) => t.clamp(-bound, bound),
@@ -241,6 +265,21 @@ impl Mixer for SelfAttention {
             masks: &step.masks,
         };
         let (q, gate, k, v) = self.project(x)?;
+        let finish = |y: Tensor| -> Result<Tensor> {
+            let y = y.reshape((step.sequences * step.len, self.heads.queries * self.heads.dim))?;
+            let y = match &gate {
+                None => y,
+                Some(gate) => (y * candle_nn::ops::sigmoid(gate)?)?,
+            };
+            Ok(self.output.forward(&y)?)
+        };
+        if let (Some(LayerCache::Slots(cache)), Some(position)) = (&cache, &step.position)
+            && self.put_rows([&q, &k, &v], cache, position)?
+        {
+            let options = position.options(cache.slots, self.sinks.as_ref(), self.scale)?;
+            let q = q.reshape((step.sequences, self.heads.queries, 1, self.heads.dim))?;
+            return finish(slot_attention(&q, &cache.tensors[0], &cache.tensors[1], &options)?);
+        }
         let q = self.split(q, Side::Query, step)?;
         let table = match &cache {
             Some(LayerCache::Slots(cache)) => cache.table.as_ref(),
@@ -253,22 +292,13 @@ impl Mixer for SelfAttention {
         // Where rotations change with the length, the cache has keys from before them.
         let late = self.rotary && step.late_rotation;
         let k = if late { k } else { self.turn(&k, Side::Key, step)? };
-        let finish = |y: Tensor| -> Result<Tensor> {
-            let y = y.reshape((step.sequences * step.len, self.heads.queries * self.heads.dim))?;
-            let y = match &gate {
-                None => y,
-                Some(gate) => (y * candle_nn::ops::sigmoid(gate)?)?,
-            };
-            Ok(self.output.forward(&y)?)
-        };
         let (k, v) = match cache {
             None => (k, v),
             Some(LayerCache::Slots(cache)) => {
                 let new = [k, v];
                 if let Some(position) = &step.position {
                     cache.put_at(position, &new)?;
-                    let (mask, sinks) = (position.mask(cache.slots)?, self.sinks.as_ref());
-                    let options = SlotOptions { mask, sinks, scale: self.scale };
+                    let options = position.options(cache.slots, self.sinks.as_ref(), self.scale)?;
                     return finish(slot_attention(&q, &cache.tensors[0], &cache.tensors[1], &options)?);
                 }
                 let all = cache.with_past(step.past, &new)?;

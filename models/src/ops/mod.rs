@@ -7,7 +7,7 @@ mod cross_entropy;
 mod norm;
 mod rotate;
 
-pub(crate) use attention::{AttentionOptions, MaskCache, SlotOptions, attention, slot_attention};
+pub(crate) use attention::{AttentionOptions, MaskCache, SlotOptions, SlotRows, attention, slot_attention};
 pub(crate) use computed::with_backward;
 pub(crate) use cross_entropy::{Head, cross_entropy};
 pub(crate) use norm::rms_norm;
