@@ -15,7 +15,7 @@ mod cuda {
     use std::path::{Path, PathBuf};
     use std::process::Command;
 
-    const KERNELS: [&str; 2] = ["attention", "slot_attention"];
+    const KERNELS: [&str; 5] = ["attention", "few_rows_linear", "head_rows", "rows", "slot_attention"];
     /// PTX of this runs on every later GPU, too: the driver compiles it. The first with bf16.
     const ARCHITECTURE: &str = "compute_80";
     /// Where nvcc is, as for the layer's own kernels: the compiler itself, then folders with `bin/nvcc`, then `PATH`.
@@ -30,6 +30,7 @@ mod cuda {
         for kernel in KERNELS {
             let source = format!("kernels/{kernel}.cu");
             println!("cargo:rerun-if-changed={source}");
+            println!("cargo:rerun-if-changed=kernels/common.cuh");
             let ptx = out.join(format!("{kernel}.ptx"));
             // A documentation host has no nvcc, and runs nothing.
             match env::var_os("DOCS_RS") {

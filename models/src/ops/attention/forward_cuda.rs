@@ -2,17 +2,16 @@
 //! have. Everything else is candle's operations'.
 
 use candle_core::backend::BackendStorage;
-use candle_core::cuda_backend::cudarc::driver::{DevicePtr, DeviceRepr, LaunchConfig, PushKernelArg, sys};
+use candle_core::cuda_backend::cudarc::driver::{DevicePtr, DeviceRepr, PushKernelArg};
 use candle_core::cuda_backend::{CudaDType, CudaDevice, WrapErr};
 use candle_core::{CpuStorage, CudaStorage, CustomOp1, DType, Error, Layout, Result, Shape, Tensor};
 use half::{bf16, f16};
 
-use super::cuda::{Module, address, int, lend};
 use super::{AttentionOptions, Output};
+use crate::ops::cuda::{Module, address, grid, int, lend, module};
 
-const MODULE: Module =
-    Module { name: "moebius-models-attention", ptx: include_str!(concat!(env!("OUT_DIR"), "/attention.ptx")) };
-const THREADS: u32 = 128;
+const MODULE: Module = module!("attention");
+const THREADS: usize = 128;
 /// Keys of a step.
 const STEP: usize = 64;
 /// Below so many queries candle's operations are quicker: most of a block's rows would be empty.
@@ -157,15 +156,9 @@ impl Forward<'_> {
             let sinks = sinks.as_ref().map(|(s, l)| address::<T>(s, l.start_offset())).transpose()?;
             let sinks = sinks.as_ref().map_or(0, |(address, _)| *address);
             let (out, _out) = out.device_ptr(&stream);
-            let function = MODULE.kernel(&device, &format!("attention_forward_{dtype}_{dim}_{value}"))?;
-            let shared = int((self.rows * dim + STEP * (dim + value)) * size_of::<T>())?;
-            let most = sys::CUfunction_attribute_enum::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
-            function.set_attribute(most, shared).w()?;
-            let config = LaunchConfig {
-                grid_dim: (int(queries.div_ceil(self.rows))? as u32, heads as u32, b as u32),
-                block_dim: (THREADS, 1, 1),
-                shared_mem_bytes: shared as u32,
-            };
+            let shared = (self.rows * dim + STEP * (dim + value)) * size_of::<T>();
+            let function = MODULE.kernel_with(&device, &format!("attention_forward_{dtype}_{dim}_{value}"), shared)?;
+            let config = grid([queries.div_ceil(self.rows), heads, b], THREADS, shared)?;
             let mut launch = |_: &CudaDevice, lent: &[u64]| {
                 let log_sums = lent.first().copied().unwrap_or(0);
                 let mut builder = stream.launch_builder(&function);

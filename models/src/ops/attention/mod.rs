@@ -2,8 +2,6 @@
 
 mod backward;
 #[cfg(feature = "cuda")]
-mod cuda;
-#[cfg(feature = "cuda")]
 mod forward_cuda;
 mod mask;
 mod slots;
@@ -15,7 +13,7 @@ use candle_core::{D, DType, Device, Result, Tensor};
 use super::wide;
 
 pub(crate) use mask::{AttentionOptions, MaskCache};
-pub(crate) use slots::{SlotOptions, SlotRows, slot_attention};
+pub(crate) use slots::{SlotOptions, slot_attention};
 
 /// Queries handled at a time: scores of a block stay in a CPU's cache, and the half of the score matrix above the
 /// diagonal is never made.

@@ -1,43 +1,24 @@
-//! Kernels of a decode step's attention on a GPU: heads of the projections to their slots, and attention over these
-//! (`kernels/slot_attention.cu`). They do bf16 heads of 64, 128 or 256 entries; everything else is candle's operations'.
+//! A decode step's attention by kernels on a GPU (`kernels/slot_attention.cu`): bf16 heads of 64, 128 or 256 entries.
 
 use candle_core::backend::BackendStorage;
-use candle_core::cuda_backend::cudarc::driver::{DevicePtr, DeviceRepr, LaunchConfig, PushKernelArg};
-use candle_core::cuda_backend::{CudaDevice, WrapErr};
+use candle_core::cuda_backend::WrapErr;
+use candle_core::cuda_backend::cudarc::driver::{DevicePtr, DeviceRepr, PushKernelArg};
 use candle_core::{CpuStorage, CudaStorage, CustomOp1, DType, Error, Layout, Result, Shape, Tensor};
 use half::bf16;
 
-use super::cuda::{Module, address, int, lend};
-use super::slots::{SlotOptions, SlotRows};
+use super::slots::SlotOptions;
+use crate::ops::cuda::{Module, address, grid, int, is_plain, module};
 
-const MODULE: Module = Module {
-    name: "moebius-models-slot-attention",
-    ptx: include_str!(concat!(env!("OUT_DIR"), "/slot_attention.ptx")),
-};
-const THREADS: u32 = 128;
-/// Blocks that fill a GPU: four for each of some 130 multiprocessors.
-const BLOCKS: usize = 528;
+const MODULE: Module = module!("slot_attention");
+const THREADS: usize = 128;
+/// Blocks that fill a GPU: two for each of some 130 multiprocessors.
+const BLOCKS: usize = 264;
 /// Most runs of slots that a head's attention is cut into.
 const MOST_SPLITS: usize = 64;
-/// Fewest slots of a run.
-const RUN: usize = 32;
-
-/// Sizes of `slot_rows`, as the kernel has them.
-#[repr(C)]
-#[derive(Debug, Clone, Copy)]
-struct RowSizes {
-    sequences: i32,
-    heads: i32,
-    keys: i32,
-    dim: i32,
-    rotated: i32,
-    slots: i32,
-    strides: [i32; 3],
-    eps: f32,
-}
-
-// SAFETY: plain numbers, laid out as in the kernel.
-unsafe impl DeviceRepr for RowSizes {}
+/// Slots of a block's step: the least that a run has.
+const STEP: usize = 64;
+/// Query heads of a block.
+const GROUP: usize = 16;
 
 /// Sizes of `slot_attention`, as the kernel has them.
 #[repr(C)]
@@ -51,80 +32,35 @@ struct AttentionSizes {
     scale: f32,
 }
 
-// SAFETY: as above.
+// SAFETY: plain numbers, laid out as in the kernel.
 unsafe impl DeviceRepr for AttentionSizes {}
-
-/// Whether the kernels do heads of this type, size and number.
-pub(super) fn serves(like: &Tensor, dim: usize) -> bool {
-    like.device().is_cuda() && like.dtype() == DType::BF16 && [64, 128, 256].contains(&dim)
-}
-
-/// Queries `[B, heads · D]` normalized and rotated in place, keys and values `[B, key heads · D]` the same way to their
-/// slots.
-pub(super) fn rows(rows: &SlotRows<'_>) -> Result<()> {
-    let [k_slots, v_slots] = rows.held;
-    let (sequences, keys, slots, dim) = k_slots.dims4()?;
-    let heads = rows.q.dim(1)? / dim;
-    let mut read = vec![rows.k, rows.v, rows.cos, rows.sin];
-    read.extend(rows.weights.into_iter().flatten());
-    let guards: Vec<_> = read.iter().map(|t| t.storage_and_layout()).collect();
-    let mut pointers = Vec::new();
-    for (storage, layout) in &guards {
-        pointers.push(address::<bf16>(storage, layout.start_offset())?);
-    }
-    let (slot_storage, slot_layout) = rows.slot.storage_and_layout();
-    let (slot, _slot_guard) = address::<u32>(&slot_storage, slot_layout.start_offset())?;
-    let weights = match rows.weights {
-        Some(_) => [pointers[4].0, pointers[5].0],
-        None => [0; 2],
-    };
-    let stride = |t: &Tensor| int(t.stride()[0]);
-    let sizes = RowSizes {
-        sequences: int(sequences)?,
-        heads: int(heads)?,
-        keys: int(keys)?,
-        dim: int(dim)?,
-        rotated: if rows.rotated { int(2 * rows.cos.dim(1)?)? } else { 0 },
-        slots: int(slots)?,
-        strides: [stride(rows.q)?, stride(rows.k)?, stride(rows.v)?],
-        eps: rows.eps as f32,
-    };
-    let work = sequences * (heads + 2 * keys);
-    let mut launch = |device: &CudaDevice, lent: &[u64]| {
-        let function = MODULE.kernel(device, "slot_rows")?;
-        let config = LaunchConfig {
-            grid_dim: (work.div_ceil(4) as u32, 1, 1),
-            block_dim: (THREADS, 1, 1),
-            shared_mem_bytes: (4 * dim * size_of::<f32>()) as u32,
-        };
-        let stream = device.cuda_stream();
-        let mut builder = stream.launch_builder(&function);
-        builder.arg(&lent[0]).arg(&pointers[0].0).arg(&pointers[1].0).arg(&lent[1]).arg(&lent[2]).arg(&slot);
-        builder.arg(&weights[0]).arg(&weights[1]).arg(&pointers[2].0).arg(&pointers[3].0).arg(&sizes);
-        // SAFETY: the arguments are the kernel's, in its order; every tensor has the shape that `SlotRows::check` has
-        // found, and its memory is lent or read-locked until the kernel is on the stream that frees it too.
-        unsafe { builder.launch(config) }.w()?;
-        Ok(())
-    };
-    lend::<bf16>(&[rows.q, k_slots, v_slots], &mut launch)
-}
 
 /// Attention over slots.
 struct Attend<'a> {
     k: &'a Tensor,
     v: &'a Tensor,
     options: SlotOptions<'a>,
-    heads: usize,
 }
 
-/// As [`slot_attention`](super::slot_attention), of `q [B, heads · D]` whose rows may lie apart.
-pub(super) fn attend(q: &Tensor, k: &Tensor, v: &Tensor, options: &SlotOptions<'_>) -> Result<Tensor> {
-    let (b, keys, _, dim) = k.dims4()?;
-    let heads = q.dim(1)? / dim;
-    if v.dims() != k.dims() || q.dim(0)? != b || heads % keys != 0 {
-        return Err(Error::msg(format!("decode attention: {:?} over {:?} and {:?}", q.dims(), k.dims(), v.dims())));
+/// As [`slot_attention`](super::slot_attention); `None` where no kernel does it.
+pub(super) fn attend(q: &Tensor, k: &Tensor, v: &Tensor, options: &SlotOptions<'_>) -> Result<Option<Tensor>> {
+    let (b, heads, one, dim) = q.dims4()?;
+    let (_, keys, slots, _) = k.dims4()?;
+    let filled = options.filled;
+    let served = q.dtype() == DType::BF16
+        && [64, 128, 256].contains(&dim)
+        && [Some(q), Some(k), Some(v), options.sinks].into_iter().flatten().all(|t| is_plain(t, q))
+        && b > 0
+        && one == 1
+        && heads % keys == 0
+        && [k, v].iter().all(|t| t.dims() == [b, keys, slots, dim])
+        && options.sinks.is_none_or(|sinks| sinks.dims() == [heads])
+        && filled.dims() == [1]
+        && filled.dtype() == DType::U32;
+    match served {
+        true => q.apply_op1_no_bwd(&Attend { k, v, options: *options }).map(Some),
+        false => Ok(None),
     }
-    q.apply_op1_no_bwd(&Attend { k, v, options: *options, heads })
 }
 
 impl CustomOp1 for Attend<'_> {
@@ -138,24 +74,25 @@ impl CustomOp1 for Attend<'_> {
 
     fn cuda_fwd(&self, q: &CudaStorage, layout: &Layout) -> Result<(CudaStorage, Shape)> {
         let (b, keys, slots, dim) = self.k.dims4()?;
-        let (heads, device) = (self.heads, q.device().clone());
-        let group = [4, 2, 1].into_iter().find(|group| (heads / keys) % group == 0).unwrap_or(1);
-        let parts = heads / keys / group;
-        let splits = (BLOCKS / (b * keys * parts).max(1)).clamp(1, MOST_SPLITS.min(slots.div_ceil(RUN)));
+        let (heads, device) = (layout.dims()[1], q.device().clone());
+        let parts = (heads / keys).div_ceil(GROUP);
+        let splits = (BLOCKS / (b * keys * parts)).clamp(1, MOST_SPLITS.min(slots.div_ceil(STEP)));
         let sizes = AttentionSizes {
             heads: int(heads)?,
             keys: int(keys)?,
             slots: int(slots)?,
             splits: int(splits)?,
-            q_stride: int(layout.stride()[0])?,
+            q_stride: int(heads * dim)?,
             scale: self.options.scale as f32,
         };
+        let rows = b * heads;
+        // The only run of a head is its result.
+        let runs = if splits == 1 { 0 } else { rows * splits };
         // SAFETY: the kernels write all of these before anything reads them.
         let (partial, stats, out) = unsafe {
-            let rows = b * heads;
             (
-                device.alloc::<f32>(rows * splits * dim)?,
-                device.alloc::<f32>(rows * splits * 2)?,
+                device.alloc::<f32>((runs * dim).max(1))?,
+                device.alloc::<f32>((runs * 2).max(1))?,
                 device.alloc::<bf16>(rows * dim)?,
             )
         };
@@ -174,28 +111,25 @@ impl CustomOp1 for Attend<'_> {
             let sinks = sinks.as_ref().map_or(0, |(address, _)| *address);
             let ((partial, _p), (stats, _s), (out, _o)) =
                 (partial.device_ptr(&stream), stats.device_ptr(&stream), out.device_ptr(&stream));
-            let function = MODULE.kernel(&device, &format!("slot_attention_{dim}_{group}"))?;
-            let config = LaunchConfig {
-                grid_dim: (splits as u32, parts as u32, (b * keys) as u32),
-                block_dim: (THREADS, 1, 1),
-                shared_mem_bytes: 0,
-            };
+            // Keys and values of a step, of two steps where they fit, and the queries.
+            let stages = if dim == 256 { 1 } else { 2 };
+            let shared = (stages * 2 * STEP + GROUP) * dim * size_of::<bf16>();
+            let function = MODULE.kernel_with(&device, &format!("slot_attention_{dim}"), shared)?;
+            let config = grid([splits, parts, b * keys], THREADS, shared)?;
             let mut builder = stream.launch_builder(&function);
-            builder.arg(&q).arg(&k).arg(&v).arg(&filled).arg(&partial).arg(&stats).arg(&sizes);
-            // SAFETY: the arguments are the kernel's, in its order; q, k and v have the sizes above, and what it writes
-            // was allocated for them. All memory is freed on the stream that the kernel is on.
+            builder.arg(&q).arg(&k).arg(&v).arg(&filled).arg(&sinks).arg(&partial).arg(&stats).arg(&out).arg(&sizes);
+            // SAFETY: the arguments are the kernel's, in its order; q, k, v and sinks have the sizes that `attend` has
+            // compared, and what it writes was allocated for it. All memory is freed on the stream that the kernel is on.
             unsafe { builder.launch(config) }.w()?;
-            let function = MODULE.kernel(&device, "slot_combine")?;
-            let config = LaunchConfig {
-                grid_dim: ((b * heads) as u32, 1, 1),
-                block_dim: (dim as u32, 1, 1),
-                shared_mem_bytes: 0,
-            };
-            let (heads, splits) = (sizes.heads, sizes.splits);
-            let mut builder = stream.launch_builder(&function);
-            builder.arg(&partial).arg(&stats).arg(&sinks).arg(&out).arg(&heads).arg(&splits);
-            // SAFETY: as above; sinks, where there are any, are one a head.
-            unsafe { builder.launch(config) }.w()?;
+            if splits > 1 {
+                let function = MODULE.kernel(&device, "slot_combine")?;
+                let config = grid([rows, 1, 1], dim, 0)?;
+                let (heads, splits) = (sizes.heads, sizes.splits);
+                let mut builder = stream.launch_builder(&function);
+                builder.arg(&partial).arg(&stats).arg(&sinks).arg(&out).arg(&heads).arg(&splits);
+                // SAFETY: as above.
+                unsafe { builder.launch(config) }.w()?;
+            }
         }
         Ok((CudaStorage::wrap_cuda_slice(out, device), Shape::from((b, 1, heads, dim))))
     }
