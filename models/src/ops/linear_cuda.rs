@@ -12,9 +12,8 @@ use super::cuda::{Module, address, grid, int, is_plain, module, type_name};
 const MODULE: Module = module!("few_rows_linear");
 /// Most rows with a kernel.
 const MOST_ROWS: usize = 4;
-/// Warps of a block, and rows of the weight that each does.
+/// Warps of a block, which do a row of the weight each.
 const WARPS: usize = 8;
-const OUTPUTS: usize = 2;
 /// What a block has of shared memory without being asked for more.
 const SHARED: usize = 48 << 10;
 
@@ -79,7 +78,7 @@ impl Op<'_> {
             let bias = bias.as_ref().map(|(s, l)| address::<T>(s, l.start_offset())).transpose()?;
             let bias = bias.as_ref().map_or(0, |(address, _)| *address);
             let function = MODULE.kernel(&device, &format!("few_rows_linear_{dtype}_{rows}"))?;
-            let config = grid([outputs.div_ceil(WARPS * OUTPUTS), 1, 1], 32 * WARPS, rows * inputs * size_of::<T>())?;
+            let config = grid([outputs.div_ceil(WARPS), 1, 1], 32 * WARPS, rows * inputs * size_of::<T>())?;
             let (inputs, outputs) = (int(inputs)?, int(outputs)?);
             let mut builder = stream.launch_builder(&function);
             builder.arg(&x).arg(&w).arg(&bias).arg(&to).arg(&inputs).arg(&outputs);
