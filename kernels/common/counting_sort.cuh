@@ -43,7 +43,7 @@ __device__ __forceinline__ void scan_chunks(int32_t* counts, int64_t chunks, int
     if (lane == 0) totals[e] = total;
 }
 
-// Inclusive sum over a block of 1024 threads; `total` gets the sum of all.
+// Inclusive sum over a block of whole warps; `total` gets the sum of all.
 __device__ inline int64_t block_sum(int64_t own, int64_t& total) {
     __shared__ int64_t sums[32];
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -57,7 +57,7 @@ __device__ inline int64_t block_sum(int64_t own, int64_t& total) {
     const int64_t within = scan(own);
     if (lane == 31) sums[warp] = within;
     __syncthreads();
-    if (warp == 0) sums[lane] = scan(sums[lane]);
+    if (warp == 0) sums[lane] = scan(lane < static_cast<int>(blockDim.x / 32) ? sums[lane] : 0);
     __syncthreads();
     total = sums[31];
     const int64_t result = within + (warp > 0 ? sums[warp - 1] : 0);

@@ -3,7 +3,7 @@
 
 use std::fmt::Debug;
 
-use candle_core::{DType, Device, Module, Result as CandleResult, Tensor};
+use candle_core::{DType, Device, Result as CandleResult, Tensor};
 use candle_nn::Linear;
 use moebius::candle::ExpertParallelMoE;
 
@@ -12,7 +12,7 @@ use crate::config::Base;
 use crate::error::Result;
 use crate::mlp::Mlp;
 use crate::norm::{Norm, NormKind};
-use crate::ops::{Head, MaskCache};
+use crate::ops::{Head, MaskCache, linear};
 use crate::params::Loader;
 use crate::rotary::{Angles, Rotary};
 use crate::static_cache::{StaticCache, StaticShape, StepPosition};
@@ -105,6 +105,21 @@ struct Layer {
     mixer: Box<dyn Mixer>,
     post_norm: Norm,
     feed_forward: FeedForward,
+}
+
+/// What goes from block to block, `[T, H]`, and what the last one adds to it, which the next norm does.
+struct Residual {
+    x: Tensor,
+    pending: Option<Tensor>,
+}
+
+impl Residual {
+    fn normed(&mut self, norm: &Norm) -> CandleResult<Tensor> {
+        let Some(y) = self.pending.take() else { return norm.forward(&self.x) };
+        let [x, normed] = norm.of_sum(&self.x, &y)?;
+        self.x = x;
+        Ok(normed)
+    }
 }
 
 /// A rank's copy of a decoder: all of it but for the experts, of which the rank holds its E / R.
@@ -305,6 +320,7 @@ impl DecoderStack {
             x = (x * self.scales.embedding)?;
         }
         let (dtype, device) = (x.dtype(), self.device());
+        let mut x = Residual { x, pending: None };
         let step = Step {
             sequences,
             len,
@@ -323,41 +339,41 @@ impl DecoderStack {
         for (number, layer) in self.layers.iter().enumerate() {
             let cache = layers.as_mut().map(|layers| &mut layers[number]);
             if sequences * len > 0 {
-                let y = layer.mixer.forward(&layer.input_norm.forward(&x)?, &step, cache)?;
-                x = self.add(x, y)?;
+                let y = layer.mixer.forward(&x.normed(&layer.input_norm)?, &step, cache)?;
+                self.add(&mut x, y)?;
             }
-            x = self.feed_forward(number, x, tap, at)?;
+            self.feed_forward(number, &mut x, tap, at)?;
         }
-        if sequences * len > 0 {
-            x = self.norm.forward(&x)?;
-        }
-        Ok(x.reshape((sequences, len, self.hidden_size()))?)
+        let hidden = if sequences * len > 0 { x.normed(&self.norm)? } else { x.x };
+        Ok(hidden.reshape((sequences, len, self.hidden_size()))?)
     }
 
-    /// `x` and what a block adds to it.
-    fn add(&self, x: Tensor, y: Tensor) -> CandleResult<Tensor> {
-        if self.scales.residual == 1.0 { x + y } else { x + (y * self.scales.residual)? }
+    /// Hands `x` what a block adds to it.
+    fn add(&self, x: &mut Residual, y: Tensor) -> CandleResult<()> {
+        let y = if self.scales.residual == 1.0 { y } else { (y * self.scales.residual)? };
+        x.pending = Some(y);
+        Ok(())
     }
 
     fn feed_forward(
         &self,
         number: usize,
-        x: Tensor,
+        x: &mut Residual,
         tap: &mut Option<&mut Tap<'_>>,
         at: &mut ForwardProgress,
-    ) -> Result<Tensor> {
+    ) -> Result<()> {
         let layer = &self.layers[number];
         // A rank without tokens still takes part in the experts' collectives, backward too. Candle's norms and softmax
         // refuse empty tensors, and its sum `x + y` of empty tensors is `x`, without a way back to y.
-        let empty = x.elem_count() == 0;
-        let x = match &layer.feed_forward {
-            FeedForward::Dense(_) if empty => x,
+        let empty = x.x.elem_count() == 0;
+        match &layer.feed_forward {
+            FeedForward::Dense(_) if empty => {}
             FeedForward::Dense(mlp) => {
-                let y = mlp.forward(&layer.post_norm.forward(&x)?)?;
-                self.add(x, y)?
+                let y = mlp.forward(&x.normed(&layer.post_norm)?)?;
+                self.add(x, y)?;
             }
             FeedForward::Experts(moe) => {
-                let mut h = if empty { x.clone() } else { layer.post_norm.forward(&x)? };
+                let mut h = if empty { x.x.clone() } else { x.normed(&layer.post_norm)? };
                 if let Some(tap) = tap {
                     h = tap(Point::MoeInput { layer: number }, h)?;
                 }
@@ -369,11 +385,15 @@ impl DecoderStack {
                     tap(Point::Choices { layer: number }, output.ids)?;
                     y = tap(Point::MoeOutput { layer: number }, y)?;
                 }
-                if empty { y } else { self.add(x, y)? }
+                if empty {
+                    x.x = y;
+                } else {
+                    self.add(x, y)?;
+                }
             }
-        };
+        }
         at.layers = number + 1;
-        Ok(x)
+        Ok(())
     }
 
     /// What makes logits of hidden states.
@@ -384,7 +404,7 @@ impl DecoderStack {
 
     /// Logits `[T, V]` of hidden states `[T, H]`.
     pub fn logits(&self, hidden: &Tensor) -> CandleResult<Tensor> {
-        let logits = self.head.forward(hidden)?;
+        let logits = linear(&self.head, hidden)?;
         if self.scales.logits == 1.0 { Ok(logits) } else { logits * self.scales.logits }
     }
 }

@@ -8,7 +8,7 @@ use crate::cache::LayerCache;
 use crate::decoder::{Mixer, Step};
 use crate::error::Result;
 use crate::norm::{Norm, NormKind};
-use crate::ops::{AttentionOptions, SlotOptions, attention, slot_attention};
+use crate::ops::{AttentionOptions, attention, slot_attention};
 use crate::params::Loader;
 use crate::static_cache::{Slots, StaticShape};
 
@@ -151,8 +151,7 @@ impl Mixer for LatentAttention {
                     let (keys, values) = self.head_matrices()?;
                     let q = self.absorbed(&q, &q_rotated, &keys)?;
                     let held = &cache.tensors[0];
-                    let mask = position.mask(cache.slots)?;
-                    let y = slot_attention(&q, held, held, &SlotOptions { mask, sinks: None, scale: self.scale })?;
+                    let y = slot_attention(&q, held, held, &position.options(cache.slots, None, self.scale)?)?;
                     let y = self.values_of(&y.narrow(3, 0, latent)?, &values)?;
                     return Ok(self.output.forward(&y.reshape((b, heads * value))?)?);
                 }

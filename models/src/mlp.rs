@@ -1,9 +1,10 @@
 //! The feed-forward block of a layer without experts. Tokens are rows, `[T, H]`.
 
-use candle_core::{Module, Tensor};
+use candle_core::Tensor;
 use candle_nn::Linear;
 
 use crate::error::Result;
+use crate::ops::linear;
 use crate::params::Loader;
 
 /// `down(silu(gate x) · up x)`.
@@ -24,6 +25,6 @@ impl Mlp {
     }
 
     pub fn forward(&self, x: &Tensor) -> candle_core::Result<Tensor> {
-        self.down.forward(&(self.gate.forward(x)?.silu()? * self.up.forward(x)?)?)
+        linear(&self.down, &(linear(&self.gate, x)?.silu()? * linear(&self.up, x)?)?)
     }
 }

@@ -3,7 +3,7 @@
 use candle_core::{D, Result as CandleResult, Tensor};
 
 use crate::error::Result;
-use crate::ops::{rms_norm, wide};
+use crate::ops::{add_rms_norm, rms_norm, wide};
 use crate::params::Loader;
 
 /// Which norm a family has.
@@ -34,6 +34,23 @@ impl Norm {
             _ => None,
         };
         Ok(Self { kind, weight, bias, eps })
+    }
+
+    /// Weight and ε of a plain root mean square norm.
+    pub fn rms(&self) -> Option<(&Tensor, f64)> {
+        (self.kind == NormKind::Rms).then_some((&self.weight, self.eps))
+    }
+
+    /// `x + y` and its norm, `[T, size]` each.
+    pub fn of_sum(&self, x: &Tensor, y: &Tensor) -> CandleResult<[Tensor; 2]> {
+        if let Some((weight, eps)) = self.rms()
+            && let Some(both) = add_rms_norm(x, y, weight, eps)?
+        {
+            return Ok(both);
+        }
+        let x = (x + y)?;
+        let normed = self.forward(&x)?;
+        Ok([x, normed])
     }
 
     /// Of `[…, size]`, contiguous.

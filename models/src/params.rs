@@ -163,6 +163,11 @@ impl<'a> Loader<'a> {
         Ok(tensor)
     }
 
+    /// Whether parameters become variables.
+    pub fn is_trainable(&self) -> bool {
+        self.options.trainable
+    }
+
     /// Matrix product with a weight `[out, in]`, and a bias where there is one.
     pub fn linear(&mut self, prefix: &str, dims: [usize; 2], bias: bool) -> Result<Linear> {
         let weight = self.get(&format!("{prefix}.weight"), &dims)?;

@@ -326,6 +326,11 @@ impl Angles {
         rotate(&x, [&self.cos, &self.sin], self.interleaved)?.to_dtype(dtype)
     }
 
+    /// Cosines and sines of pairs of entries i and dim/2 + i; `None` of neighbors.
+    pub fn halves(&self) -> Option<(&Tensor, &Tensor)> {
+        (!self.interleaved).then_some((&self.cos, &self.sin))
+    }
+
     /// Those of one position, U32 `[1]` on the device, counted from the first.
     pub fn at(&self, position: &Tensor) -> CandleResult<Self> {
         let of = |t: &Tensor| t.index_select(position, 0);

@@ -1,6 +1,6 @@
 //! Attention with projections of queries, keys and values, in the variants that families have.
 
-use candle_core::{Device, Module, Result as CandleResult, Tensor};
+use candle_core::{Device, Result as CandleResult, Tensor};
 use candle_nn::Linear;
 
 use crate::cache::LayerCache;
@@ -8,7 +8,7 @@ use crate::config::Heads;
 use crate::decoder::{Mixer, Step};
 use crate::error::Result;
 use crate::norm::{Norm, NormKind, unit_rms};
-use crate::ops::{AttentionOptions, SlotOptions, attention, slot_attention};
+use crate::ops::{AttentionOptions, HeadRows, attention, linear, slot_attention};
 use crate::params::Loader;
 use crate::static_cache::{Slots, StaticShape};
 
@@ -113,10 +113,13 @@ impl SelfAttention {
     pub fn load_gated(p: &mut Loader<'_>, prefix: &str, heads: Heads, biases: Biases, gated: bool) -> Result<Self> {
         let Heads { hidden, queries, keys, dim } = heads;
         let name = |part: &str| format!("{prefix}.{part}");
-        let projection = Projection::Apart {
-            q: p.linear(&name("q_proj"), [queries * dim * if gated { 2 } else { 1 }, hidden], biases.qkv)?,
-            k: p.linear(&name("k_proj"), [keys * dim, hidden], biases.qkv)?,
-            v: p.linear(&name("v_proj"), [keys * dim, hidden], biases.qkv)?,
+        let q = p.linear(&name("q_proj"), [queries * dim * if gated { 2 } else { 1 }, hidden], biases.qkv)?;
+        let k = p.linear(&name("k_proj"), [keys * dim, hidden], biases.qkv)?;
+        let v = p.linear(&name("v_proj"), [keys * dim, hidden], biases.qkv)?;
+        // One product of three weights, where nobody trains them and queries are not interleaved with gates.
+        let projection = match p.is_trainable() || gated {
+            true => Projection::Apart { q, k, v },
+            false => Projection::Fused(beside(&[&q, &k, &v])?),
         };
         let output = p.linear(&name("o_proj"), [hidden, queries * dim], biases.output)?;
         Ok(Self { gated, ..Self::of(heads, projection, output) })
@@ -144,9 +147,9 @@ impl SelfAttention {
     fn project(&self, x: &Tensor) -> CandleResult<(Tensor, Option<Tensor>, Tensor, Tensor)> {
         let Heads { queries, keys, dim, .. } = self.heads;
         let (q, k, v) = match &self.projection {
-            Projection::Apart { q, k, v } => (q.forward(x)?, k.forward(x)?, v.forward(x)?),
+            Projection::Apart { q, k, v } => (linear(q, x)?, linear(k, x)?, linear(v, x)?),
             Projection::Fused(qkv) => {
-                let y = qkv.forward(x)?;
+                let y = linear(qkv, x)?;
                 let part = |from: usize, heads: usize| y.narrow(1, from * dim, heads * dim)?.contiguous();
                 (part(0, queries)?, part(queries, keys)?, part(queries + keys, keys)?)
             }
@@ -161,6 +164,74 @@ impl SelfAttention {
             }
         };
         Ok((q, gate, k, v))
+    }
+
+    /// Heads of `x` by one kernel, and attention over them; `None`, and nothing is done, where there is none.
+    fn fused(&self, x: &Tensor, step: &Step<'_>, cache: &mut Option<&mut LayerCache>) -> CandleResult<Option<Tensor>> {
+        let Projection::Fused(projection) = &self.projection else { return Ok(None) };
+        if !HeadRows::has_kernel(x) {
+            return Ok(None);
+        }
+        if self.clip.is_some() || self.temperature.is_some() || step.late_rotation {
+            return Ok(None);
+        }
+        let (weights, eps) = match &self.norm {
+            QkNorm::None => (None, 0.0),
+            QkNorm::Head { q, k } => match (q.rms(), k.rms()) {
+                (Some((q, eps)), Some((k, _))) => (Some([q, k]), eps),
+                _ => return Ok(None),
+            },
+            QkNorm::Whole { .. } | QkNorm::RotatedHead { .. } | QkNorm::RotatedUnit { .. } => return Ok(None),
+        };
+        let angles = match (self.rotary, step.angles.halves()) {
+            (false, _) => None,
+            (true, Some((cos, sin))) => Some([cos, sin]),
+            (true, None) => return Ok(None),
+        };
+        let Heads { queries, keys, dim, .. } = self.heads;
+        let qkv = &linear(projection, x)?;
+        let rows = HeadRows { qkv, sequences: step.sequences, sizes: [queries, keys, dim], weights, eps, angles };
+        if let (Some(LayerCache::Slots(cache)), Some(position)) = (&cache, &step.position) {
+            let slots = [&cache.tensors[0], &cache.tensors[1]];
+            let Some(q) = rows.put(slots, position.slot(cache.slots)?)? else { return Ok(None) };
+            let options = position.options(cache.slots, self.sinks.as_ref(), self.scale)?;
+            return slot_attention(&q, slots[0], slots[1], &options).map(Some);
+        }
+        let Some([q, k, v]) = rows.split()? else { return Ok(None) };
+        let (k, v) = self.with_past([k, v], step, cache)?;
+        attention(&q, &k, &v, &self.options(step)).map(Some)
+    }
+
+    fn options<'a>(&'a self, step: &'a Step<'_>) -> AttentionOptions<'a> {
+        AttentionOptions {
+            first: step.past,
+            window: self.window,
+            chunk: self.chunk,
+            sinks: self.sinks.as_ref(),
+            scale: self.scale,
+            masks: &step.masks,
+        }
+    }
+
+    /// Keys and values that the tokens see: the cache's, and these, which it then has too.
+    fn with_past(
+        &self,
+        new: [Tensor; 2],
+        step: &Step<'_>,
+        cache: &mut Option<&mut LayerCache>,
+    ) -> CandleResult<(Tensor, Tensor)> {
+        let Some(cache) = cache else {
+            let [k, v] = new;
+            return Ok((k, v));
+        };
+        if let LayerCache::Slots(cache) = cache {
+            let all = cache.with_past(step.past, &new)?;
+            cache.put(step.past, &new)?;
+            return Ok((all[0].clone(), all[1].clone()));
+        }
+        let both = cache.append(&new[0], &new[1])?;
+        cache.keep(self.options(step).kept(step.past + step.len))?;
+        Ok(both)
     }
 
     fn bounded(&self, t: Tensor) -> CandleResult<Tensor> {
@@ -231,16 +302,20 @@ impl Mixer for SelfAttention {
         Ok(LayerCache::Slots(cache))
     }
 
-    fn forward(&self, x: &Tensor, step: &Step<'_>, cache: Option<&mut LayerCache>) -> Result<Tensor> {
-        let options = AttentionOptions {
-            first: step.past,
-            window: self.window,
-            chunk: self.chunk,
-            sinks: self.sinks.as_ref(),
-            scale: self.scale,
-            masks: &step.masks,
-        };
+    fn forward(&self, x: &Tensor, step: &Step<'_>, mut cache: Option<&mut LayerCache>) -> Result<Tensor> {
+        let flat = |y: Tensor| y.reshape((step.sequences * step.len, self.heads.queries * self.heads.dim));
+        if let Some(y) = self.fused(x, step, &mut cache)? {
+            return Ok(linear(&self.output, &flat(y)?)?);
+        }
         let (q, gate, k, v) = self.project(x)?;
+        let finish = |y: Tensor| -> Result<Tensor> {
+            let y = flat(y)?;
+            let y = match &gate {
+                None => y,
+                Some(gate) => (y * candle_nn::ops::sigmoid(gate)?)?,
+            };
+            Ok(linear(&self.output, &y)?)
+        };
         let q = self.split(q, Side::Query, step)?;
         let table = match &cache {
             Some(LayerCache::Slots(cache)) => cache.table.as_ref(),
@@ -253,37 +328,23 @@ impl Mixer for SelfAttention {
         // Where rotations change with the length, the cache has keys from before them.
         let late = self.rotary && step.late_rotation;
         let k = if late { k } else { self.turn(&k, Side::Key, step)? };
-        let finish = |y: Tensor| -> Result<Tensor> {
-            let y = y.reshape((step.sequences * step.len, self.heads.queries * self.heads.dim))?;
-            let y = match &gate {
-                None => y,
-                Some(gate) => (y * candle_nn::ops::sigmoid(gate)?)?,
-            };
-            Ok(self.output.forward(&y)?)
-        };
-        let (k, v) = match cache {
-            None => (k, v),
-            Some(LayerCache::Slots(cache)) => {
-                let new = [k, v];
-                if let Some(position) = &step.position {
-                    cache.put_at(position, &new)?;
-                    let (mask, sinks) = (position.mask(cache.slots)?, self.sinks.as_ref());
-                    let options = SlotOptions { mask, sinks, scale: self.scale };
-                    return finish(slot_attention(&q, &cache.tensors[0], &cache.tensors[1], &options)?);
-                }
-                let all = cache.with_past(step.past, &new)?;
-                cache.put(step.past, &new)?;
-                (all[0].clone(), all[1].clone())
-            }
-            Some(cache) => {
-                let both = cache.append(&k, &v)?;
-                cache.keep(options.kept(step.past + step.len))?;
-                both
-            }
-        };
+        if let (Some(LayerCache::Slots(cache)), Some(position)) = (&cache, &step.position) {
+            cache.put_at(position, &[k, v])?;
+            let options = position.options(cache.slots, self.sinks.as_ref(), self.scale)?;
+            return finish(slot_attention(&q.contiguous()?, &cache.tensors[0], &cache.tensors[1], &options)?);
+        }
+        let (k, v) = self.with_past([k, v], step, &mut cache)?;
         let k = if late { self.turn(&k, Side::Key, step)? } else { k };
-        finish(attention(&q, &k, &v, &options)?)
+        finish(attention(&q, &k, &v, &self.options(step))?)
     }
+}
+
+/// The products of several weights as one, whose outputs lie side by side; they have biases all, or none.
+fn beside(parts: &[&Linear]) -> CandleResult<Linear> {
+    let weights: Vec<&Tensor> = parts.iter().map(|part| part.weight()).collect();
+    let biases: Vec<&Tensor> = parts.iter().filter_map(|part| part.bias()).collect();
+    let bias = if biases.is_empty() { None } else { Some(Tensor::cat(&biases, 0)?) };
+    Ok(Linear::new(Tensor::cat(&weights, 0)?, bias))
 }
 
 /// Loads norms of queries and keys: `names` in the attention, each of `sizes`.

@@ -7,7 +7,7 @@ use std::sync::{Mutex, PoisonError};
 use candle_core::{DType, Device, Result, Tensor};
 
 use crate::cache::{LayerCache, write};
-use crate::ops::wide;
+use crate::ops::{SlotOptions, wide};
 use crate::rotary::Angles;
 
 /// Which positions a layer's slots hold. Position p lies in slot p mod `count`.
@@ -182,7 +182,7 @@ impl PositionTables {
         let of = |table: &SlotTable| -> Result<StepSlots> {
             let filled = at(&table.filled)?;
             let mask = table.numbers.broadcast_lt(&filled)?.where_cond(&table.seen, &table.unseen)?;
-            Ok(StepSlots { slots: table.slots, slot: at(&table.slot)?, mask })
+            Ok(StepSlots { slots: table.slots, slot: at(&table.slot)?, filled, mask })
         };
         Ok(StepPosition {
             position: self.position.clone(),
@@ -217,6 +217,7 @@ pub(crate) struct StepPosition {
 struct StepSlots {
     slots: Slots,
     slot: Tensor,
+    filled: Tensor,
     mask: Tensor,
 }
 
@@ -226,12 +227,18 @@ impl StepPosition {
         self.slots.iter().find(|position| position.slots == slots).ok_or_else(unknown)
     }
 
-    /// `[slots]` in f32 (f64 for f64): 0 where the token sees a slot, else −∞.
-    pub fn mask(&self, slots: Slots) -> Result<&Tensor> {
-        Ok(&self.of(slots)?.mask)
+    /// What the token sees of a layer's slots, and how scores are made.
+    pub fn options<'a>(&'a self, slots: Slots, sinks: Option<&'a Tensor>, scale: f64) -> Result<SlotOptions<'a>> {
+        let StepSlots { filled, mask, .. } = self.of(slots)?;
+        Ok(SlotOptions { mask, filled, sinks, scale })
     }
 
-    /// The token's slot, `[B, heads, 1, D]`.
+    /// The token's slot, U32 `[1]`.
+    pub fn slot(&self, slots: Slots) -> Result<&Tensor> {
+        Ok(&self.of(slots)?.slot)
+    }
+
+    /// The same for each entry, `[B, heads, 1, D]`.
     fn index(&self, slots: Slots, dims: &[usize]) -> Result<Tensor> {
         let mut known = self.indices.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(index) = known.get(&(slots, dims.to_vec())) {

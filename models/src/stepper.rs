@@ -2,12 +2,13 @@
 
 use std::fmt;
 
-use candle_core::{D, DType, Result as CandleResult, Tensor};
+use candle_core::{DType, Tensor};
 
 use crate::Model;
 use crate::cache::{LayerCache, write};
 use crate::decoder::{ForwardCaches, ForwardProgress};
 use crate::error::{Error, Result};
+use crate::ops::argmax;
 use crate::static_cache::{PositionTables, StaticCache};
 
 const CALL: &str = "Stepper";
@@ -79,18 +80,10 @@ impl Work<'_> {
         let hidden = self.model.decoder().hidden(&self.next, Some(caches), &mut None, at)?;
         let (sequences, _, hidden_size) = hidden.dims3()?;
         let logits = self.model.decoder().logits(&hidden.reshape((sequences, hidden_size))?)?;
-        write(&self.next, &likeliest(&logits)?)?;
+        write(&self.next, &argmax(&logits)?)?;
         self.positions.advance()?;
         Ok(logits)
     }
-}
-
-/// U32 `[B, 1]` of logits `[B, V]`.
-fn likeliest(logits: &Tensor) -> CandleResult<Tensor> {
-    if logits.elem_count() == 0 {
-        return Tensor::zeros((logits.dim(0)?, 1), DType::U32, logits.device());
-    }
-    logits.argmax_keepdim(D::Minus1)
 }
 
 impl Model {
@@ -180,7 +173,7 @@ impl<'m> Stepper<'m> {
             let hidden = model.decoder().hidden(&ids, Some(caches), &mut None, at)?;
             let last = hidden.narrow(1, len - 1, 1)?.squeeze(1)?.contiguous()?;
             let logits = model.decoder().logits(&last)?;
-            write(&self.next, &likeliest(&logits)?)?;
+            write(&self.next, &argmax(&logits)?)?;
             self.cache.count(len)?;
             Ok(logits)
         })?;

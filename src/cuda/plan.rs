@@ -166,8 +166,10 @@ pub(super) fn plan_on_gpu(device: &Cuda, call: PlanRequest<'_, Cuda>) -> Result<
     let (rows, may_drop) = rows(spec, choices, experts)?;
     let limit = spec.expert_capacity.map_or(i64::MAX, |c| c.limit(choices, experts) as i64);
     let small = choices <= PLAN_SMALL && rows <= 2 * PLAN_SMALL && experts * WARPS <= COUNTS;
-    let chunk = choices.div_ceil(if small { WARPS } else { PLAN_CHUNKS }).next_multiple_of(32).max(32);
-    let chunks = if small { WARPS } else { choices.div_ceil(chunk) };
+    // Of one block no more warps than have choices, or experts, to work on: every step waits for all of them.
+    let warps = if small { choices.max(experts).div_ceil(32).clamp(1, WARPS) } else { WARPS };
+    let chunk = choices.div_ceil(if small { warps } else { PLAN_CHUNKS }).next_multiple_of(32).max(32);
+    let chunks = if small { warps } else { choices.div_ceil(chunk) };
     let of = |dtype, dims: &[usize]| Tensor::empty(device, dtype, dims);
     let mut before = of(DType::I32, &[experts, chunks])?;
     let (mut offsets, mut counts) = (of(DType::I64, &[experts])?, of(DType::I64, &[experts])?);
@@ -205,12 +207,12 @@ pub(super) fn plan_on_gpu(device: &Cuda, call: PlanRequest<'_, Cuda>) -> Result<
     };
     let shared = (experts * 4) as u32;
     let walk = Grid { shared, ..Grid::new(chunks, 32) };
-    let one = Grid::new(1, WARPS as u32 * 32);
+    let one = Grid::new(1, warps as u32 * 32);
     let kernels = &device.kernels().prepare;
     // SAFETY: every tensor has the size that `params.h` states for it; the kernels check the ids.
     unsafe {
         if small {
-            device.launch(CALL, &kernels.plan_small, Grid { shared: shared * WARPS as u32, ..one }, &p)?;
+            device.launch(CALL, &kernels.plan_small, Grid { shared: shared * warps as u32, ..one }, &p)?;
         } else {
             device.launch(CALL, &kernels.plan_count, walk, &p)?;
             let blocks = experts.div_ceil(8).max(rows.div_ceil(PLAN_CLEARED).min(LOOP_BLOCKS));

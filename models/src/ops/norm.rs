@@ -28,6 +28,16 @@ pub(crate) fn rms_norm(x: &Tensor, w: &Tensor, eps: f64) -> Result<Tensor> {
     })
 }
 
+/// `x + y` and its norm, without a backward, by a kernel; `None` where there is none.
+pub(crate) fn add_rms_norm(x: &Tensor, y: &Tensor, w: &Tensor, eps: f64) -> Result<Option<[Tensor; 2]>> {
+    #[cfg(feature = "cuda")]
+    if let Some(both) = super::rows_cuda::add_rms_norm(x, y, w, eps)? {
+        return Ok(Some(both));
+    }
+    let _ = (x, y, w, eps);
+    Ok(None)
+}
+
 fn forward(x: &Tensor, w: &Tensor, eps: f64) -> Result<Tensor> {
     // candle's own on the CPU rounds the root mean square to x's type, and has no f64.
     if x.device().is_cuda() && x.dtype() != DType::F64 || x.dtype() == DType::F32 {

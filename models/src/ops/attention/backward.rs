@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use candle_core::{D, Result, Tensor};
 
 use super::super::{wide, with_backward};
-use super::{AttentionOptions, MaskCache, Operands, Output, Sizes, forward};
+use super::{AttentionOptions, MaskCache, Operands, Output, Sizes, output};
 
 /// [`AttentionOptions`] for as long as a backward may come.
 #[derive(Debug, Clone)]
@@ -43,8 +43,7 @@ pub(super) fn attention(q: &Tensor, k: &Tensor, v: &Tensor, options: &AttentionO
     };
     let (y, log_sums) = {
         let options = kept.options();
-        let operands = Operands::new(&q.detach(), &k.detach(), &v.detach(), &options)?;
-        let Output { y, log_sums } = forward(&operands, &options, true)?;
+        let Output { y, log_sums } = output([&q.detach(), &k.detach(), &v.detach()], &options, true)?;
         (y, log_sums.ok_or_else(|| candle_core::Error::msg("attention: no sums of exponentials"))?)
     };
     with_backward("attention", &[q, k, &v], y, move |inputs, y, of| {

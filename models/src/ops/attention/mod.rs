@@ -1,8 +1,12 @@
 //! Attention: who sees whom, and the weighted sums of values, without a matrix of all scores.
 
 mod backward;
+#[cfg(feature = "cuda")]
+mod forward_cuda;
 mod mask;
 mod slots;
+#[cfg(feature = "cuda")]
+mod slots_cuda;
 
 use candle_core::{D, DType, Device, Result, Tensor};
 
@@ -26,7 +30,16 @@ pub(crate) fn attention(q: &Tensor, k: &Tensor, v: &Tensor, options: &AttentionO
     if tracked(q) || tracked(k) || tracked(v) || options.sinks.is_some_and(tracked) {
         return backward::attention(q, k, v, options);
     }
-    Ok(forward(&Operands::new(q, k, v, options)?, options, false)?.y)
+    Ok(output([q, k, v], options, false)?.y)
+}
+
+/// By a kernel where there is one.
+fn output([q, k, v]: [&Tensor; 3], options: &AttentionOptions<'_>, log_sums: bool) -> Result<Output> {
+    #[cfg(feature = "cuda")]
+    if let Some(output) = forward_cuda::forward([q, k, v], options, log_sums)? {
+        return Ok(output);
+    }
+    forward(&Operands::new(q, k, v, options)?, options, log_sums)
 }
 
 /// Sizes of an attention.
@@ -193,5 +206,7 @@ fn forward(operands: &Operands, options: &AttentionOptions<'_>, log_sums: bool) 
 
 #[cfg(test)]
 mod closed_forms;
+#[cfg(all(test, feature = "cuda"))]
+mod gpu_tests;
 #[cfg(test)]
 mod tests;

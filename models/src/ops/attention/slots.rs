@@ -4,11 +4,17 @@ use candle_core::{Result, Tensor};
 
 use crate::ops::wide;
 
+#[cfg(feature = "cuda")]
+use super::slots_cuda;
+
 /// What of the slots a query sees, and how scores are made.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct SlotOptions<'a> {
     /// `[slots]` in f32 (f64 for f64): 0 where the query sees a slot, else −∞.
     pub mask: &'a Tensor,
+    /// The same as a number of slots, U32 `[1]`.
+    #[cfg_attr(not(feature = "cuda"), allow(dead_code, reason = "kernels take it"))]
+    pub filled: &'a Tensor,
     /// A logit for each head `[heads]` that takes part in the softmax and has no value.
     pub sinks: Option<&'a Tensor>,
     /// Factor of the scores.
@@ -21,6 +27,10 @@ pub(crate) fn slot_attention(q: &Tensor, k: &Tensor, v: &Tensor, options: &SlotO
     let (b, heads, _, dim) = q.dims4()?;
     let (_, keys, slots, _) = k.dims4()?;
     let (groups, dtype) = (heads / keys, q.dtype());
+    #[cfg(feature = "cuda")]
+    if let Some(y) = slots_cuda::attend(q, k, v, options)? {
+        return Ok(y);
+    }
     let q = (q * options.scale)?.reshape((b, keys, groups, dim))?;
     let scores = q.matmul(&k.transpose(2, 3)?)?.to_dtype(wide(dtype))?.broadcast_add(options.mask)?;
     let p = match options.sinks {

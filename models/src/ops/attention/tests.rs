@@ -34,7 +34,7 @@ fn cases() -> Vec<Case> {
 }
 
 /// With every score at once.
-fn dense([q, k, v]: [&Tensor; 3], options: &AttentionOptions<'_>) -> Result<Tensor> {
+pub fn dense([q, k, v]: [&Tensor; 3], options: &AttentionOptions<'_>) -> Result<Tensor> {
     let (b, heads, s, _) = q.dims4()?;
     let (_, keys, n, _) = k.dims4()?;
     let groups = heads / keys;

@@ -1,0 +1,222 @@
+// Attention of blocks of queries over blocks of keys, forward: no matrix of scores is stored.
+//
+// A block of threads has `ROWS` queries of one head, each warp 16 or 32 of them, and goes over the keys that any of them
+// sees: scores, their running maximum and sum (online softmax), and the weighted sum of values stay in registers. Keys of
+// the next step are loaded while values are multiplied, and the other way round.
+//
+// Types: bf16 or f16 in memory and in products, f32 in sums. Softmax in powers of two: scores come multiplied by log2(e).
+
+#include "common.cuh"
+
+// Keys of a step.
+constexpr int KEYS = 64;
+
+// Entries between neighbors along batch, head and position.
+struct Strides {
+    int64_t batch, head, row;
+};
+
+struct Sizes {
+    int heads, keys;
+    // Queries and keys of a sequence.
+    int queries, positions;
+    // Position of the first query, and of the first key.
+    int first, first_key;
+    // Positions that a query sees, its own the last; 0: all. And those of its own chunk of so many; 0: no chunks.
+    int window, chunk;
+    float scale;
+    Strides q, k, v;
+};
+
+namespace {
+
+// First position that a query at `position` sees.
+__device__ int low(int position, const Sizes &sizes) {
+    int low = sizes.window ? max(0, position + 1 - sizes.window) : 0;
+    return sizes.chunk ? max(low, position / sizes.chunk * sizes.chunk) : low;
+}
+
+// D: entries of a query and key; V: of a value. TILES: 16 queries each, of a warp.
+template <int D, int V, int TILES, typename T>
+__device__ void forward(const T *q, const T *k, const T *v, const T *sinks, T *out, float *log_sums, const Sizes &sizes) {
+    constexpr int ROWS = WARPS * TILES * 16;
+    constexpr int COLUMNS = KEYS / 8;
+    extern __shared__ __align__(128) uint8_t shared[];
+    const uint32_t q_tile = (uint32_t)__cvta_generic_to_shared(shared);
+    const uint32_t k_tile = q_tile + ROWS * D * 2, v_tile = k_tile + KEYS * D * 2;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, head = blockIdx.y, batch = blockIdx.z;
+    const int key_head = head / (sizes.heads / sizes.keys);
+    // The last queries see most keys: they begin first.
+    const int start = (gridDim.x - 1 - blockIdx.x) * ROWS;
+    q += batch * sizes.q.batch + head * sizes.q.head;
+    k += batch * sizes.k.batch + key_head * sizes.k.head;
+    v += batch * sizes.v.batch + key_head * sizes.v.head;
+    const int rows = min(ROWS, sizes.queries - start);
+    // Keys that any query sees, counted from the first key.
+    const int begin = max(0, low(sizes.first + start, sizes) - sizes.first_key);
+    const int end = sizes.first + start + rows - sizes.first_key;
+    // Steps begin at multiples of KEYS, so that the order of sums does not depend on the block.
+    const int first_step = begin / KEYS, steps = (end + KEYS - 1) / KEYS;
+
+    load_rows<ROWS, D>(q_tile, q, sizes.q.row, start, sizes.queries);
+    load_rows<KEYS, D>(k_tile, k, sizes.k.row, first_step * KEYS, sizes.positions);
+    commit();
+
+    float acc[TILES][V / 8][4] = {};
+    float most[TILES][2], sum[TILES][2];
+#pragma unroll
+    for (int m = 0; m < TILES; m++) most[m][0] = most[m][1] = -INFINITY, sum[m][0] = sum[m][1] = 0;
+    const float scale = sizes.scale * LOG2E;
+    const int warp_row = warp * TILES * 16;
+
+    for (int step = first_step; step < steps; step++) {
+        wait<0>();
+        __syncthreads();
+        load_rows<KEYS, V>(v_tile, v, sizes.v.row, step * KEYS, sizes.positions);
+        commit();
+        float scores[TILES][COLUMNS][4] = {};
+#pragma unroll
+        for (int kk = 0; kk < D / 16; kk++) {
+            uint32_t a[TILES][4];
+#pragma unroll
+            for (int m = 0; m < TILES; m++) {
+                load_matrices(a[m], q_tile + place<D>(warp_row + m * 16 + lane % 16, kk * 2 + lane / 16));
+            }
+#pragma unroll
+            for (int n = 0; n < COLUMNS / 2; n++) {
+                uint32_t b[4];
+                load_matrices(b, k_tile + place<D>(n * 16 + lane / 16 * 8 + lane % 8, kk * 2 + lane / 8 % 2));
+#pragma unroll
+                for (int m = 0; m < TILES; m++) {
+                    multiply(scores[m][2 * n], a[m], b[0], b[1], T());
+                    multiply(scores[m][2 * n + 1], a[m], b[2], b[3], T());
+                }
+            }
+        }
+        wait<0>();
+        __syncthreads();
+        if (step + 1 < steps) {
+            load_rows<KEYS, D>(k_tile, k, sizes.k.row, (step + 1) * KEYS, sizes.positions);
+            commit();
+        }
+        // Positions of the step's keys, and whether some query of the block does not see one of them.
+        const int position = sizes.first_key + step * KEYS;
+        const bool masked = position + KEYS - 1 > sizes.first + start ||
+                            position < low(sizes.first + start + ROWS - 1, sizes);
+        uint32_t p[TILES][KEYS / 16][4];
+#pragma unroll
+        for (int m = 0; m < TILES; m++) {
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                if (masked) {
+                    const int query = sizes.first + start + warp_row + m * 16 + half * 8 + lane / 4;
+                    const int lowest = low(query, sizes);
+#pragma unroll
+                    for (int n = 0; n < COLUMNS; n++) {
+#pragma unroll
+                        for (int i = 0; i < 2; i++) {
+                            const int key = position + n * 8 + lane % 4 * 2 + i;
+                            if (key > query || key < lowest) scores[m][n][half * 2 + i] = -INFINITY;
+                        }
+                    }
+                }
+                float next = most[m][half];
+#pragma unroll
+                for (int n = 0; n < COLUMNS; n++) {
+                    next = fmaxf(next, fmaxf(scores[m][n][half * 2], scores[m][n][half * 2 + 1]));
+                }
+                next = fmaxf(next, __shfl_xor_sync(ALL, next, 1));
+                next = fmaxf(next, __shfl_xor_sync(ALL, next, 2));
+                // A query that has seen no key yet.
+                const float at = next == -INFINITY ? 0 : next * scale;
+                const float shrink = exp2f(most[m][half] * scale - at);
+                most[m][half] = next;
+                float added = 0;
+#pragma unroll
+                for (int n = 0; n < COLUMNS; n++) {
+#pragma unroll
+                    for (int i = 0; i < 2; i++) {
+                        float &score = scores[m][n][half * 2 + i];
+                        score = exp2f(fmaf(score, scale, -at));
+                        added += score;
+                    }
+                }
+                sum[m][half] = sum[m][half] * shrink + added;
+#pragma unroll
+                for (int n = 0; n < V / 8; n++) {
+                    acc[m][n][half * 2] *= shrink;
+                    acc[m][n][half * 2 + 1] *= shrink;
+                }
+            }
+#pragma unroll
+            for (int kk = 0; kk < KEYS / 16; kk++) {
+                p[m][kk][0] = pack(scores[m][2 * kk][0], scores[m][2 * kk][1], T());
+                p[m][kk][1] = pack(scores[m][2 * kk][2], scores[m][2 * kk][3], T());
+                p[m][kk][2] = pack(scores[m][2 * kk + 1][0], scores[m][2 * kk + 1][1], T());
+                p[m][kk][3] = pack(scores[m][2 * kk + 1][2], scores[m][2 * kk + 1][3], T());
+            }
+        }
+#pragma unroll
+        for (int kk = 0; kk < KEYS / 16; kk++) {
+#pragma unroll
+            for (int n = 0; n < V / 16; n++) {
+                uint32_t b[4];
+                load_matrices_transposed(b, v_tile + place<V>(kk * 16 + lane % 16, n * 2 + lane / 16));
+#pragma unroll
+                for (int m = 0; m < TILES; m++) {
+                    multiply(acc[m][2 * n], p[m][kk], b[0], b[1], T());
+                    multiply(acc[m][2 * n + 1], p[m][kk], b[2], b[3], T());
+                }
+            }
+        }
+    }
+    const float sink = sinks ? wide(sinks[head]) * LOG2E : 0;
+#pragma unroll
+    for (int m = 0; m < TILES; m++) {
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            const int row = start + warp_row + m * 16 + half * 8 + lane / 4;
+            float total = sum[m][half];
+            total += __shfl_xor_sync(ALL, total, 1);
+            total += __shfl_xor_sync(ALL, total, 2);
+            float at = most[m][half] * scale, factor = 1;
+            if (sinks) {
+                const float next = fmaxf(at, sink);
+                factor = exp2f(at - next);
+                total = total * factor + exp2f(sink - next);
+                at = next;
+            }
+            if (row >= sizes.queries) continue;
+            factor /= total;
+            T *to = out + (((int64_t)batch * sizes.queries + row) * sizes.heads + head) * V;
+#pragma unroll
+            for (int n = 0; n < V / 8; n++) {
+                const uint32_t pair = pack(acc[m][n][half * 2] * factor, acc[m][n][half * 2 + 1] * factor, T());
+                *reinterpret_cast<uint32_t *>(to + n * 8 + lane % 4 * 2) = pair;
+            }
+            if (log_sums && lane % 4 == 0) {
+                log_sums[((int64_t)batch * sizes.heads + head) * sizes.queries + row] = (at + log2f(total)) / LOG2E;
+            }
+        }
+    }
+}
+
+} // namespace
+
+// `sinks` (one a head) and `log_sums` (`[batch, head, query]`, natural logarithms) may be null. `out` is
+// `[batch, query, head, V]`. Shared memory: tiles of queries, keys and values. Grid: blocks of queries, heads, batch.
+#define ATTENTION_FORWARD(NAME, T, D, V, TILES)                                                                        \
+    extern "C" __global__ void __launch_bounds__(THREADS)                                                              \
+        attention_forward_##NAME##_##D##_##V(const T *q, const T *k, const T *v, const T *sinks, T *out,               \
+                                             float *log_sums, const Sizes sizes) {                                     \
+        forward<D, V, TILES>(q, k, v, sinks, out, log_sums, sizes);                                                    \
+    }
+
+ATTENTION_FORWARD(bf16, bf16, 64, 64, 2)
+ATTENTION_FORWARD(bf16, bf16, 128, 128, 2)
+ATTENTION_FORWARD(bf16, bf16, 192, 128, 1)
+ATTENTION_FORWARD(bf16, bf16, 256, 256, 1)
+ATTENTION_FORWARD(f16, f16, 64, 64, 2)
+ATTENTION_FORWARD(f16, f16, 128, 128, 2)
+ATTENTION_FORWARD(f16, f16, 192, 128, 1)
+ATTENTION_FORWARD(f16, f16, 256, 256, 1)

@@ -1,0 +1,129 @@
+//! Decoding on a GPU: kernels and captured steps against forwards of whole sequences. Counts as ignored without a GPU.
+
+use std::error::Error;
+use std::process::ExitCode;
+
+use candle_core::{DType, Device, Tensor};
+use libtest_mimic::{Arguments, Trial};
+use moebius_models::{ExpertWeights, LoadOptions, Model};
+use serde_json::{Value, json};
+
+type Result<T> = std::result::Result<T, Box<dyn Error>>;
+
+const TOKENS: usize = 150;
+const SEQUENCES: usize = 3;
+
+/// Few layers, and experts that every token takes all of: none hangs on a rounding.
+fn config(family: &str, head_dim: usize, heads: [usize; 2], more: Value) -> Value {
+    let mut config = json!({
+        "model_type": family, "torch_dtype": "bfloat16", "vocab_size": 512, "hidden_size": 128,
+        "intermediate_size": 128, "moe_intermediate_size": 64, "num_hidden_layers": 2,
+        "num_attention_heads": heads[0], "num_key_value_heads": heads[1], "head_dim": head_dim,
+        "max_position_embeddings": 512, "rms_norm_eps": 1e-6, "rope_theta": 1e4, "tie_word_embeddings": false,
+        "num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 4, "norm_topk_prob": true,
+        "decoder_sparse_step": 1, "mlp_only_layers": [], "hidden_act": "silu"
+    });
+    if let (Some(config), Some(more)) = (config.as_object_mut(), more.as_object()) {
+        config.extend(more.clone());
+    }
+    config
+}
+
+fn load(config: &Value, device: &Device, options: LoadOptions) -> Result<Model> {
+    let dir = tempfile::tempdir()?;
+    std::fs::write(dir.path().join("config.json"), config.to_string())?;
+    Ok(Model::load(dir.path(), device, LoadOptions { random: Some(7), ..options })?)
+}
+
+/// ‖a − b‖ / ‖b‖.
+fn relative(a: &Tensor, b: &Tensor) -> Result<f64> {
+    let norm = |t: &Tensor| -> Result<f64> { Ok(t.sqr()?.sum_all()?.to_scalar::<f32>()?.into()) };
+    let (a, b) = (a.to_dtype(DType::F32)?, b.to_dtype(DType::F32)?);
+    Ok((norm(&(a - &b)?)? / norm(&b)?).sqrt())
+}
+
+/// How steps are run, and how far from a forward they may be.
+#[derive(Clone, Copy)]
+struct Case {
+    options: LoadOptions,
+    captured: bool,
+    tolerance: f64,
+}
+
+/// Steps over a static cache against a forward of all tokens.
+fn steps(config: &Value, Case { options, captured, tolerance }: Case) -> Result<()> {
+    let device = match captured {
+        true => moebius::candle::device_for_capture(0)?,
+        false => Device::new_cuda_with_stream(0)?,
+    };
+    let model = load(config, &device, options)?;
+    let ids: Vec<u32> = (0..(SEQUENCES * TOKENS) as u32).map(|i| i.wrapping_mul(2_654_435_761) % 512).collect();
+    let ids = Tensor::from_vec(ids, (SEQUENCES, TOKENS), &Device::Cpu)?;
+    let expected = model.forward(&ids)?;
+    for first in [1, 70] {
+        let mut stepper = model.stepper(SEQUENCES, TOKENS)?;
+        for round in 0..2 {
+            stepper.feed(&ids.narrow(1, 0, first)?)?;
+            for at in first..TOKENS {
+                stepper.set_next_ids(&ids.narrow(1, at, 1)?.flatten_all()?.to_vec1::<u32>()?)?;
+                let logits = stepper.step()?.copy()?;
+                let error = relative(&logits, &expected.narrow(1, at, 1)?.squeeze(1)?)?;
+                if error.is_nan() || error > tolerance {
+                    return Err(format!("round {round}, token {at}: logits differ by {error:e}").into());
+                }
+                for (row, id) in logits.to_dtype(DType::F32)?.to_vec2::<f32>()?.iter().zip(stepper.next_ids()?) {
+                    let most = row.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+                    // Of equal ones, which 16 bits make common, the kernel takes the first.
+                    let first = row.iter().position(|logit| *logit == most);
+                    if row[id as usize] != most || logits.dtype() != DType::F32 && first != Some(id as usize) {
+                        return Err(format!("token {at}: the next id is {id}, the likeliest {first:?}").into());
+                    }
+                }
+            }
+            if stepper.is_captured() != captured {
+                return Err("captured or not, other than asked".into());
+            }
+            stepper.clear()?;
+        }
+    }
+    Ok(())
+}
+
+fn main() -> ExitCode {
+    let gpu = Device::new_cuda_with_stream(0).is_ok();
+    let window = json!({ "sliding_window": 40, "intermediate_size": 64 });
+    let sinks = json!({ "sliding_window": 33, "intermediate_size": 64, "rope_theta": 1.5e5 });
+    let shapes = [
+        ("qwen3_moe, heads of 128 in groups of 8", config("qwen3_moe", 128, [8, 1], json!({}))),
+        ("qwen3_moe, heads of 64 in groups of 3", config("qwen3_moe", 64, [6, 2], json!({}))),
+        ("qwen3_moe, heads of 256 alone", config("qwen3_moe", 256, [2, 2], json!({}))),
+        ("qwen3_moe, heads of 32", config("qwen3_moe", 32, [4, 2], json!({}))),
+        ("mixtral, a window", config("mixtral", 64, [4, 2], window)),
+        ("gpt_oss, sinks and windows", config("gpt_oss", 64, [8, 2], sinks)),
+    ];
+    let in_type = |dtype| LoadOptions { dtype: Some(dtype), ..LoadOptions::default() };
+    // bf16 rounds some twenty times on the way through two layers, by up to 2⁻⁹ each, on both sides: 2 · √20 · 2e-3.
+    let (bf16, f32) = (2e-2, 1e-4);
+    let mut trials = Vec::new();
+    let mut add = |name: String, config: &Value, case: Case| {
+        let config = config.clone();
+        let run = move || steps(&config, case).map_err(|e| e.to_string().into());
+        trials.push(Trial::test(name, run).with_ignored_flag(!gpu));
+    };
+    for (name, config) in &shapes {
+        for (kind, dtype, captured, tolerance) in [
+            ("bf16", DType::BF16, false, bf16),
+            ("bf16, captured", DType::BF16, true, bf16),
+            ("f32, captured", DType::F32, true, f32),
+        ] {
+            let case = Case { options: in_type(dtype), captured, tolerance };
+            add(format!("steps of {name}, {kind}"), config, case);
+        }
+    }
+    let nvfp4 = LoadOptions { experts: ExpertWeights::Nvfp4, ..in_type(DType::BF16) };
+    let case = Case { options: nvfp4, captured: true, tolerance: bf16 };
+    add("steps with experts in NVFP4, captured".to_string(), &shapes[0].1, case);
+    // One at a time: a capture ends where another thread makes a device of the same GPU.
+    let arguments = Arguments { test_threads: Some(1), ..Arguments::from_args() };
+    libtest_mimic::run(&arguments, trials).exit_code()
+}
