@@ -11,6 +11,7 @@ use moebius::layer::Noise;
 use moebius::{CommError, Error, MoeConfig};
 
 use super::support::*;
+use crate::goldens::golden_of;
 use crate::trials::tests;
 
 fn a_configuration_makes_a_layer_of_any_number_of_tokens() {
@@ -78,7 +79,7 @@ fn a_configuration_of_the_crate_is_a_file_of_burns() {
 }
 
 fn a_checkpoint_is_opened_once_and_loaded_as_told() {
-    let dir = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/golden/qwen3_moe");
+    let dir = &golden_of("qwen3_moe");
     let checkpoint = Checkpoint::open(dir).unwrap();
     let group = DeviceGroup::single::<Flex>(&checkpoint.block_config(0).unwrap(), &device()).unwrap();
     let mut seen = Vec::new();

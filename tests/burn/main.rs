@@ -8,6 +8,8 @@ mod facade;
 mod faults;
 #[path = "../common/faulty_comm.rs"]
 mod faulty_comm;
+#[path = "../common/goldens.rs"]
+mod goldens;
 #[cfg(feature = "burn-cuda")]
 mod gpu;
 #[cfg(all(feature = "burn-cuda", feature = "nccl"))]

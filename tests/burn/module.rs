@@ -12,6 +12,7 @@ use moebius::checkpoint::Checkpoint;
 use moebius::layer::ParamKind;
 
 use super::support::*;
+use crate::goldens::golden_of;
 use crate::trials::tests;
 
 fn a_record_holds_the_parameters_under_the_crates_names() {
@@ -154,7 +155,7 @@ fn ids_come_as_data() {
 
 fn a_checkpoint_gives_a_rank_its_experts_in_their_type() {
     use burn::tensor::DType;
-    let dir = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/golden/qwen3_moe_bf16");
+    let dir = &golden_of("qwen3_moe_bf16");
     on_ranks(4, LONG, |_, group| {
         let model = ExpertParallelMoE::<B>::from_checkpoint(
             &Checkpoint::open(dir).unwrap(),

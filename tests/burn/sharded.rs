@@ -21,6 +21,7 @@ use moebius::layer::ParamKind;
 use moebius::{CommError, Error, MoeConfig};
 
 use super::support::*;
+use crate::goldens::golden_of;
 use crate::trials::tests;
 
 const STEPS: usize = 3;
@@ -570,7 +571,7 @@ fn a_rank_that_cannot_begin_tells_the_others() {
 
 /// A checkpoint's experts as shards, a step, and back under the published names, over any number of ranks that share them.
 fn sharded_experts_of_a_checkpoint_are_saved_whole() {
-    let dir = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/golden/qwen3_moe");
+    let dir = &golden_of("qwen3_moe");
     let checkpoint = Checkpoint::open(dir).unwrap();
     let layers = checkpoint.moe_layers().to_vec();
     let hidden = checkpoint.block_config(layers[0]).unwrap().hidden;

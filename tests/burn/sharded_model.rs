@@ -23,6 +23,7 @@ use moebius::layer::ParamKind;
 use moebius::{CommError, Error, Result};
 
 use super::support::*;
+use crate::goldens::golden_of;
 use crate::trials::tests;
 
 const STEPS: usize = 3;
@@ -416,7 +417,7 @@ fn files(dir: &Path) -> Vec<(String, Vec<u8>)> {
 /// the next step has the same bits at each N.
 fn what_is_saved_at_one_size_is_loaded_at_another() {
     for family in ["qwen3_moe", "qwen2_moe", "gpt_oss"] {
-        let source = Checkpoint::open(Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden").join(family)).unwrap();
+        let source = Checkpoint::open(golden_of(family)).unwrap();
         let run = |size: Size, from: &Checkpoint, train: bool| {
             let to = tempfile::tempdir().unwrap();
             let saved = on(size, |mut place| {
@@ -492,7 +493,7 @@ fn a_rank_that_cannot_begin_tells_the_others() {
 }
 
 fn wrong_use_is_refused() {
-    let source = Checkpoint::open(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/golden/qwen3_moe")).unwrap();
+    let source = Checkpoint::open(golden_of("qwen3_moe")).unwrap();
     on(Size { ep: 2, n: 1 }, |place| {
         let text = |error: Option<Error>| error.map(|e| e.to_string()).unwrap_or_default();
         // Routers are shards over all ranks, not over those with the same experts.

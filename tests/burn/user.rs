@@ -16,6 +16,7 @@ use moebius::ep::GroupConfig;
 use moebius::layer::{Layer, ParamKind};
 
 use super::support::*;
+use crate::goldens::golden_of;
 use crate::trials::tests;
 
 /// A user's model: generic over back ends, with layers in a list and one that may be absent.
@@ -225,7 +226,7 @@ fn a_trained_checkpoint_is_saved_under_its_published_names() {
         let gradients = GradientsParams::from_grads(gradients, &moe);
         SgdConfig::new().init::<A, ExpertParallelMoE<A>>().step(0.5, moe, gradients)
     }
-    let dir = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/golden/qwen3_moe_bf16");
+    let dir = &golden_of("qwen3_moe_bf16");
     let group = EpGroup::single(GroupConfig::new(E, 64)).unwrap();
     let moe = ExpertParallelMoE::<B>::from_checkpoint(
         &Checkpoint::open(dir).unwrap(),
