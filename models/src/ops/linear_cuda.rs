@@ -12,6 +12,8 @@ use super::cuda::{Module, address, grid, int, is_plain, module, type_name};
 const MODULE: Module = module!("few_rows_linear");
 /// Most rows with a kernel.
 const MOST_ROWS: usize = 4;
+/// Most rows of the weight: with more (an output layer's) cuBLAS is as quick, as its blocks read x fewer times.
+const MOST_OUTPUTS: usize = 32_768;
 /// Warps of a block, which do a row of the weight each.
 const WARPS: usize = 8;
 /// What a block has of shared memory without being asked for more.
@@ -25,7 +27,7 @@ pub(super) fn serves(of: &Linear, x: &Tensor) -> bool {
         && (1..=MOST_ROWS).contains(rows)
         && inputs == columns
         && inputs % 8 == 0
-        && *outputs > 0
+        && (1..=MOST_OUTPUTS).contains(outputs)
         && rows * inputs * 2 <= SHARED
         && [Some(x), Some(w), bias].into_iter().flatten().all(|t| is_plain(t, x) && !t.track_op())
         && bias.is_none_or(|bias| bias.dims() == [*outputs])

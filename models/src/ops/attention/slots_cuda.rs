@@ -11,7 +11,7 @@ use crate::ops::cuda::{Module, address, grid, int, is_plain, module};
 
 const MODULE: Module = module!("slot_attention");
 const THREADS: usize = 128;
-/// Blocks that fill a GPU: two for each of some 130 multiprocessors.
+/// Blocks that fill a GPU: two for each of some 130 SMs.
 const BLOCKS: usize = 264;
 /// Most runs of slots that a head's attention is cut into.
 const MOST_SPLITS: usize = 64;
