@@ -83,7 +83,7 @@ __device__ __forceinline__ void copy_status(const unsigned long long* words, uns
     if (threadIdx.x < count) static_cast<volatile unsigned long long*>(host)[threadIdx.x] = from[threadIdx.x];
 }
 
-// Lays the experts out behind each other, from their numbers of choices in `stats`. A block of 1024 threads, each with
+// Lays the experts out behind each other, from their numbers of choices in `stats`. A block of whole warps, each with
 // a run of experts.
 __device__ void layout_segments(const LocalPlanParams& p) {
     const int64_t per = (p.experts + blockDim.x - 1) / blockDim.x;

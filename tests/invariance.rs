@@ -154,9 +154,9 @@ fn hold<D: Target>(device: &D, kind: LayerKind) {
     if D::has_f64() {
         let several = [2, 4].into_iter().flat_map(|r| [(r, DispatcherKind::AllToAll), (r, DispatcherKind::AllGather)]);
         over.extend(several);
-    } else {
-        over = vec![(1, DispatcherKind::Local); kind.rounds()];
     }
+    // Each setting meets all of the kind's sizes or routers.
+    let over: Vec<_> = over.into_iter().flat_map(|over| vec![over; kind.rounds()]).collect();
     hold_over(device, kind, &over, 1);
 }
 

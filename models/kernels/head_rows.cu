@@ -33,7 +33,10 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     if (kind == 0) {
         to = q + (((size_t)sequence * sizes.heads + head) * sizes.len + token) * dim;
     } else {
-        const size_t at = ((size_t)sequence * sizes.keys + head) * sizes.slots + token + (slot ? *slot : 0);
+        const size_t place_of = token + (slot ? *slot : 0);
+        // A number that no cache has is not followed.
+        if (place_of >= sizes.slots) return;
+        const size_t at = ((size_t)sequence * sizes.keys + head) * sizes.slots + place_of;
         to = (kind == 1 ? k : v) + at * dim;
     }
     if (kind == 2) {

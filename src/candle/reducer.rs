@@ -126,6 +126,13 @@ impl<D: Host> GradientReducer<D> {
         self
     }
 
+    /// Has the sums of all experts over the replicas wait for the end of backward and go a bucket at a time. Beside backward
+    /// each of them holds a copy of its gradients in f32 (f64 for f64) until the end, which this spares.
+    pub fn with_late_experts(mut self) -> Self {
+        self.late.extend(self.experts.iter().map(Tensor::id));
+        self
+    }
+
     /// Bytes of sums that one collective takes, [`BUCKET_BYTES`] without this.
     pub fn with_bucket_bytes(self, bucket_bytes: usize) -> Self {
         Self { bucket_bytes, ..self }

@@ -3,7 +3,7 @@
 use std::any::type_name;
 use std::ffi::OsStr;
 
-use crate::error::{Error, NcclEpError, Result};
+use crate::error::{Error, Result};
 use crate::kernels::Kernels;
 
 use super::dispatcher_state::DispatcherState;
@@ -93,26 +93,33 @@ pub trait LibraryDispatchers: Kernels {
         &[DispatcherKind::AllToAll]
     }
 
-    /// The one that the group's configuration asks for; a device without any gives the reason. `source`: what has asked,
-    /// the field or the variable.
+    /// The one that the group's configuration asks for; a device without any gives the reason, which names `source`: what
+    /// has asked, the field or the variable.
     ///
     /// # Errors
     /// The ranks could not be asked.
     #[doc(hidden)]
-    fn library_dispatcher(core: DispatcherState<Self>, _source: &'static str) -> Result<NcclEpOrReason<Self>> {
-        Ok(Err(Box::new((core, no_library(type_name::<Self>())))))
+    fn library_dispatcher(core: DispatcherState<Self>, source: &'static str) -> Result<NcclEpOrReason<Self>> {
+        Ok(Err(Box::new((core, no_library(type_name::<Self>(), source)))))
     }
 }
 
 /// Why a device has no library's dispatcher.
-fn no_library(device: &str) -> Error {
-    let found = device.rsplit("::").next().unwrap_or_default();
-    NcclEpError::Communicator { found: format!("one of the device {found}") }.into()
+fn no_library(device: &str, source: &'static str) -> Error {
+    let device = device.rsplit("::").next().unwrap_or_default();
+    let expected = "one that this group can have (NCCL EP needs the feature nccl-ep and NCCL's communicator)";
+    Error::invalid(CALL, source, expected, format!("NCCL EP on the device {device}"))
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_refused_library_names_what_has_asked() {
+        let text = no_library("moebius::cpu::Cpu", "MOEBIUS_EP").to_string();
+        assert!(text.contains("MOEBIUS_EP") && text.contains("nccl-ep") && text.contains("device Cpu"), "{text}");
+    }
 
     #[test]
     fn the_configuration_goes_before_the_variable_and_unknown_values_are_errors() {

@@ -573,6 +573,11 @@ fn a_variable_with_another_use_is_named() -> AnyResult<()> {
             after.backward(&loss()?)?;
             after.reduce(&reducer)?;
             assert_eq!(flat(main.get(model.penalized()?)?)?, flat(after.get(model.penalized()?)?)?);
+            // All experts after backward: the same bits, and no name is needed but the router's.
+            let reducer = reducer.with_late_experts();
+            let mut late = MainGradients::new();
+            late.backward_reduced(&loss()?, &reducer)?;
+            assert_eq!(flat(late.get(model.penalized()?)?)?, flat(after.get(model.penalized()?)?)?);
             Ok(())
         })?;
     }

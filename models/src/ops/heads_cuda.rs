@@ -35,7 +35,7 @@ pub(super) fn serves(rows: &HeadRows<'_>) -> bool {
     let (qkv, [heads, keys, dim]) = (rows.qkv, rows.sizes);
     let [tokens, columns] = qkv.dims() else { return false };
     let len = tokens / rows.sequences.max(1);
-    let angle = |t: &&Tensor| is_plain(t, qkv) && t.dims() == [len, t.dims()[1]] && 2 * t.dims()[1] <= dim;
+    let angle = |t: &&Tensor| is_plain(t, qkv) && matches!(t.dims(), [rows, half] if *rows == len && 2 * half <= dim);
     qkv.dtype() == DType::BF16
         && is_plain(qkv, qkv)
         && !qkv.track_op()
