@@ -57,7 +57,7 @@ pub(crate) fn is_plain(t: &Tensor, like: &Tensor) -> bool {
         && t.dtype() == like.dtype()
         && t.device().is_cuda()
         && t.device().same_device(like.device())
-        && t.layout().start_offset() % 8 == 0
+        && t.layout().start_offset().is_multiple_of(8)
 }
 
 /// Shape of work.

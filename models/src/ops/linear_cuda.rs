@@ -26,7 +26,7 @@ pub(super) fn serves(of: &Linear, x: &Tensor) -> bool {
     type_name(x.dtype()).is_some()
         && (1..=MOST_ROWS).contains(rows)
         && inputs == columns
-        && inputs % 8 == 0
+        && inputs.is_multiple_of(8)
         && (1..=MOST_OUTPUTS).contains(outputs)
         && rows * inputs * 2 <= SHARED
         && [Some(x), Some(w), bias].into_iter().flatten().all(|t| is_plain(t, x) && !t.track_op())

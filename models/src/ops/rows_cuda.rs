@@ -18,7 +18,7 @@ pub(super) fn add_rms_norm(x: &Tensor, y: &Tensor, weight: &Tensor, eps: f64) ->
     let [rows, size] = *x.dims() else { return Ok(None) };
     let served = type_name(x.dtype()).is_some()
         && rows > 0
-        && size % 8 == 0
+        && size.is_multiple_of(8)
         && (1..=LONGEST).contains(&size)
         && [x, y, weight].into_iter().all(|t| is_plain(t, x) && !t.track_op())
         && y.dims() == x.dims()

@@ -61,7 +61,7 @@ pub(super) fn forward(
     // Rows of whole loads of 16 bytes.
     let fits = |t: &Tensor| {
         let (layout, like) = (t.layout(), (q.dtype(), q.device()));
-        let aligned = layout.stride()[..3].iter().chain([&layout.start_offset()]).all(|n| n % 8 == 0);
+        let aligned = layout.stride()[..3].iter().chain([&layout.start_offset()]).all(|n| n.is_multiple_of(8));
         t.dtype() == like.0 && t.device().same_device(like.1) && layout.stride()[3] == 1 && aligned
     };
     let sinks = options.sinks.is_none_or(|s| s.dtype() == q.dtype() && s.dims() == [heads] && s.is_contiguous());
@@ -71,7 +71,7 @@ pub(super) fn forward(
         && sinks
         && queries >= FEWEST_QUERIES
         && b > 0
-        && heads % keys == 0
+        && heads.is_multiple_of(keys)
         && k.dims() == [b, keys, positions, dim]
         && v.dims() == [b, keys, positions, value]
         && positions >= queries;

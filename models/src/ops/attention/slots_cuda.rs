@@ -52,7 +52,7 @@ pub(super) fn attend(q: &Tensor, k: &Tensor, v: &Tensor, options: &SlotOptions<'
         && [Some(q), Some(k), Some(v), options.sinks].into_iter().flatten().all(|t| is_plain(t, q))
         && b > 0
         && one == 1
-        && heads % keys == 0
+        && heads.is_multiple_of(keys)
         && [k, v].iter().all(|t| t.dims() == [b, keys, slots, dim])
         && options.sinks.is_none_or(|sinks| sinks.dims() == [heads])
         && filled.dims() == [1]
