@@ -3,7 +3,7 @@
 use std::any::type_name;
 use std::ffi::OsStr;
 
-use crate::error::{Error, Result};
+use crate::error::{Error, NcclEpError, Result};
 use crate::kernels::Kernels;
 
 use super::dispatcher_state::DispatcherState;
@@ -107,6 +107,9 @@ pub trait LibraryDispatchers: Kernels {
 /// Why a device has no library's dispatcher.
 fn no_library(device: &str, source: &'static str) -> Error {
     let device = device.rsplit("::").next().unwrap_or_default();
+    if source != DISPATCHER_VARIABLE {
+        return NcclEpError::Communicator { found: format!("one of the device {device}") }.into();
+    }
     let expected = "one that this group can have (NCCL EP needs the feature nccl-ep and NCCL's communicator)";
     Error::invalid(CALL, source, expected, format!("NCCL EP on the device {device}"))
 }
@@ -117,7 +120,7 @@ mod tests {
 
     #[test]
     fn a_refused_library_names_what_has_asked() {
-        let text = no_library("moebius::cpu::Cpu", "MOEBIUS_EP").to_string();
+        let text = no_library("moebius::cpu::Cpu", DISPATCHER_VARIABLE).to_string();
         assert!(text.contains("MOEBIUS_EP") && text.contains("nccl-ep") && text.contains("device Cpu"), "{text}");
     }
 
