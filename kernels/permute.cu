@@ -28,6 +28,7 @@ __device__ void gather(const RowsOpParams& p) {
 }
 
 extern "C" __global__ void gather_rows(const __grid_constant__ RowsOpParams p) {
+    wait_for_previous_kernel();
     if (p.word == 16) gather<uint4>(p);
     else if (p.word == 4) gather<uint32_t>(p);
     else gather<uint8_t>(p);
@@ -98,6 +99,7 @@ __device__ void reduce_few(const RowsOpParams& p) {
 }
 
 extern "C" __global__ void reduce_rows(const __grid_constant__ RowsOpParams p) {
+    wait_for_previous_kernel();
     const bool wide = p.word == 16;
     if (p.type == TYPE_F32) wide ? reduce<float, 4>(p) : reduce<float, 1>(p);
     else if (p.type == TYPE_F16) wide ? reduce<f16, 8>(p) : reduce<f16, 1>(p);
@@ -114,6 +116,7 @@ __device__ void reduce_some(const RowsOpParams& p) {
 
 // A block a row, of two, four, six or eight, in words of 16 bytes.
 extern "C" __global__ void __launch_bounds__(256, 4) reduce_few_rows(const __grid_constant__ RowsOpParams p) {
+    wait_for_previous_kernel();
     if (p.type == TYPE_F32) reduce_some<float>(p);
     else if (p.type == TYPE_F16) reduce_some<f16>(p);
     else reduce_some<bf16>(p);

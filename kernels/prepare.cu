@@ -89,7 +89,8 @@ __device__ void layout_segments(const LocalPlanParams& p) {
     const int64_t per = (p.experts + blockDim.x - 1) / blockDim.x;
     const int64_t first = threadIdx.x * per, last = first + per < p.experts ? first + per : p.experts;
     auto kept = [&](int64_t e) { return p.stats[e] < p.expert_limit ? p.stats[e] : p.expert_limit; };
-    auto padded = [&](int64_t e) { return (kept(e) + p.alignment - 1) / p.alignment * p.alignment; };
+    // A division of 64 bits takes as long as a read.
+    auto padded = [&](int64_t e) { return p.alignment == 1 ? kept(e) : (kept(e) + p.alignment - 1) / p.alignment * p.alignment; };
     auto inside = [&](int64_t slot) { return slot < p.rows ? slot : p.rows; };
     int64_t own = 0, needed, dropped = 0, all_dropped;
     for (int64_t e = first; e < last; e++) own += padded(e);
@@ -219,8 +220,9 @@ __device__ void write_tile_list(const TileListParams& p) {
 __device__ void finish_segments(const LocalPlanParams& p) {
     __syncthreads();
     if (p.tiles != nullptr) {
-        int32_t* count = &p.tiles->x;
-        write_tile_list<true>({p.offsets, p.counts, p.experts, p.rows, p.tile_rows, p.tiles + 1, count, p.max_tiles, p.fault, p.origin});
+        const TileListParams list{p.offsets, p.counts, p.experts, p.rows, p.tile_rows, p.tiles + 1, &p.tiles->x, p.max_tiles, p.fault, p.origin};
+        if (p.paired) write_tile_list<true>(list);
+        else write_tile_list<false>(list);
         __syncthreads();
     }
     copy_status(p.fault, p.report, STATUS_WORDS);
@@ -257,9 +259,14 @@ extern "C" __global__ void __launch_bounds__(32) plan_slots(const __grid_constan
     for_each_choice(CallerChoices{p, true}, first, end_of(p, first, p.chunk), count, NumberSlots{p});
 }
 
-// One block, a warp a chunk; [chunks, E] counts in shared memory.
+// One block, a warp a chunk. The layout is made in shared memory, as each step reads what the one before has written:
+// offsets and counts [E], statistics [2 E + 2], then [chunks, E] counts.
 extern "C" __global__ void __launch_bounds__(1024) plan_small(const __grid_constant__ LocalPlanParams p) {
-    extern __shared__ int32_t count[];
+    wait_for_previous_kernel();
+    extern __shared__ int64_t layout[];
+    LocalPlanParams shared = p;
+    shared.offsets = layout, shared.counts = layout + p.experts, shared.stats = layout + 2 * p.experts;
+    int32_t* count = reinterpret_cast<int32_t*>(layout + 4 * p.experts + 2);
     const int warps = blockDim.x / 32, warp = threadIdx.x / 32;
     int32_t* own = count + warp * p.experts;
     for (int i = threadIdx.x; i < warps * p.experts; i += blockDim.x) count[i] = 0;
@@ -275,12 +282,14 @@ extern "C" __global__ void __launch_bounds__(1024) plan_small(const __grid_const
             count[w * p.experts + e] = total;
             total += here;
         }
-        p.stats[e] = total;
+        shared.stats[e] = total;
     }
     __syncthreads();
-    layout_segments(p);
-    finish_segments(p);
-    for_each_choice(CallerChoices{p, true}, first, last, own, NumberSlots{p});
+    layout_segments(shared);
+    finish_segments(shared);
+    for (int e = threadIdx.x; e < 2 * p.experts + 2; e += blockDim.x) p.stats[e] = shared.stats[e];
+    for (int e = threadIdx.x; e < p.experts; e += blockDim.x) p.offsets[e] = shared.offsets[e], p.counts[e] = shared.counts[e];
+    for_each_choice(CallerChoices{p, true}, first, last, own, NumberSlots{shared});
 }
 
 // Status words to memory of the host.
@@ -368,5 +377,8 @@ extern "C" __global__ void __launch_bounds__(256) low_latency_map(const __grid_c
     p.out_map[at] = token >= 0 ? p.return_map[token * p.top_k + at % p.top_k] : -1;
 }
 
-extern "C" __global__ void __launch_bounds__(256) list_tiles(const __grid_constant__ TileListParams p) { write_tile_list<false>(p); }
+extern "C" __global__ void __launch_bounds__(256) list_tiles(const __grid_constant__ TileListParams p) {
+    wait_for_previous_kernel();
+    write_tile_list<false>(p);
+}
 extern "C" __global__ void __launch_bounds__(256) list_tiles_paired(const __grid_constant__ TileListParams p) { write_tile_list<true>(p); }

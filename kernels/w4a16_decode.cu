@@ -11,7 +11,7 @@
 // and i + 4.
 //
 // E2M1 times E4M3 is exact in bf16; what is above the blocks is applied to the f32 sums. Notes: kernels/notes/w4a16.md.
-#include "common/epilogue.cuh"
+#include "common/decode_epilogue.cuh"
 #include "quant/fp4_to_bf16.cuh"
 #include "portable/gemm.cuh"
 
@@ -57,13 +57,15 @@ __device__ __forceinline__ uint32_t word_of(const uint4 (&codes)[2], int i) {
 // Chunk of 8 k in a row of shared memory: threads of a quad read chunks 8 apart.
 __device__ __forceinline__ int swizzled_chunk(int chunk) { return chunk ^ (chunk >> 3 & 3); }
 
-template <int FORMAT, int NT>
-__device__ __forceinline__ void mma_tile(float (&acc)[2][NT][4], const WeightRows<FORMAT>& rows, StepCodes<FORMAT> (&now)[4], const uint4* x, int pitch, int steps) {
+// `codes` has the first AHEAD steps; as many are on their way while one is multiplied.
+template <int FORMAT, int NT, int AHEAD>
+__device__ __forceinline__ void mma_tile(float (&acc)[2][NT][4], const WeightRows<FORMAT>& rows, StepCodes<FORMAT> (&codes)[AHEAD][4], const uint4* x, int pitch, int steps) {
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-    StepCodes<FORMAT> next[4];
+    StepCodes<FORMAT> last[4];
+    StepCodes<FORMAT>(&now)[4] = codes[0];
 #pragma unroll 1
     for (int step = 0; step < steps; step++) {
-        if (step + 1 < steps) rows.load(next, static_cast<int64_t>(step + 1) * STEP);
+        if (step + AHEAD < steps) rows.load(last, static_cast<int64_t>(step + AHEAD) * STEP);
         uint32_t scales[4][4];
 #pragma unroll
         for (int r = 0; r < 4; r++) Format<FORMAT>::expand(scales[r], now[r].scales);
@@ -85,30 +87,12 @@ __device__ __forceinline__ void mma_tile(float (&acc)[2][NT][4], const WeightRow
             }
         }
 #pragma unroll
-        for (int r = 0; r < 4; r++) now[r] = next[r];
+        for (int r = 0; r < 4; r++) {
+#pragma unroll
+            for (int i = 0; i + 1 < AHEAD; i++) codes[i][r] = codes[i + 1][r];
+            codes[AHEAD - 1][r] = last[r];
+        }
     }
-}
-
-// One element of the output of an up projection, with gate and up.
-template <int ACT>
-__device__ __forceinline__ void epilogue_up(const GemmParams& p, int64_t group, int64_t slot, int64_t column, float g, float u) {
-    const bool gated = ACT != ACT_RELU2;
-    const int64_t wide = gated ? 2 * p.n : p.n;
-    if (p.scale) g *= p.scale[slot], u *= p.scale[slot];
-    if (p.bias) {
-        const bf16* bias = static_cast<const bf16*>(p.bias) + group * wide + column;
-        g += to_float(bias[0]);
-        if (gated) u += to_float(bias[p.n]);
-    }
-    if (p.pre_out) {
-        bf16* pre = static_cast<bf16*>(p.pre_out) + slot * wide + column;
-        pre[0] = from_float<bf16>(g);
-        if (gated) pre[p.n] = from_float<bf16>(u);
-    }
-    float v = activate<true>(ACT, static_cast<float>(p.alpha), static_cast<float>(p.limit), g, u).value;
-    if (p.out_scale) v *= p.out_scale[slot];
-    const int64_t row = out_row(p, slot, 0);
-    if (row >= 0) put(static_cast<bf16*>(p.out), row * p.n + column, v, p.accumulate);
 }
 
 template <int FORMAT, int KIND, int WARPS, int NT>
@@ -128,8 +112,11 @@ __device__ __forceinline__ void tile(const GemmParams& p, const QuantWeightParam
         rows.codes[r] = w.codes + row * w.code_bytes + rows.first / 2;
         rows.scales[r] = static_cast<const uint8_t*>(w.scales) + row * w.blocks;
     }
-    StepCodes<FORMAT> step_codes[4];
-    rows.load(step_codes, 0);
+    // Blocks of four warps have registers for a step more.
+    constexpr int AHEAD = WARPS == 4 ? 2 : 1;
+    StepCodes<FORMAT> codes[AHEAD][4];
+#pragma unroll
+    for (int i = 0; i < AHEAD; i++) rows.load(codes[i], i * STEP);
 
     // Rows, the numbers of a chunk in the order of code pairs.
     const int chunks = steps * (STEP / 8), filled = static_cast<int>(p.k / 8);
@@ -155,7 +142,7 @@ __device__ __forceinline__ void tile(const GemmParams& p, const QuantWeightParam
     __syncthreads();
 
     float acc[2][NT][4] = {};
-    mma_tile<FORMAT, NT>(acc, rows, step_codes, x, pitch, steps);
+    mma_tile(acc, rows, codes, x, pitch, steps);
 
     float factor[2];
 #pragma unroll
@@ -176,28 +163,18 @@ __device__ __forceinline__ void tile(const GemmParams& p, const QuantWeightParam
         if (gated) {
             with_gate(static_cast<int>(p.activation), [&](auto kind) {
                 each([&](int64_t slot, int j, float gate, float up) {
-                    if (first + j < p.n) epilogue_up<kind.value>(p, t.x, slot, first + j, gate, up);
+                    if (first + j < p.n) decode_epilogue_up<bf16, kind.value>(p, t.x, slot, first + j, gate, up);
                 });
             });
         } else {
             each([&](int64_t slot, int j, float one, float two) {
-                if (first + j < p.n) epilogue_up<ACT_RELU2>(p, t.x, slot, first + j, one, 0.0f);
-                if (second + j < p.n) epilogue_up<ACT_RELU2>(p, t.x, slot, second + j, two, 0.0f);
+                if (first + j < p.n) decode_epilogue_up<bf16, ACT_RELU2>(p, t.x, slot, first + j, one, 0.0f);
+                if (second + j < p.n) decode_epilogue_up<bf16, ACT_RELU2>(p, t.x, slot, second + j, two, 0.0f);
             });
         }
     } else {
-        const bf16* bias = static_cast<const bf16*>(p.bias) + t.x * p.n;
         each([&](int64_t slot, int j, float one, float two) {
-            const int64_t row = out_row(p, slot, 0);
-            const float scale = p.scale ? p.scale[slot] : 1.0f, on_bias = p.bias_scale ? p.bias_scale[slot] : 1.0f;
-#pragma unroll
-            for (int m = 0; m < 2; m++) {
-                const int64_t column = (m ? second : first) + j;
-                if (row < 0 || column >= p.n) continue;
-                float v = (m ? two : one) * scale;
-                if (p.bias) v += on_bias * to_float(bias[column]);
-                put(static_cast<bf16*>(p.out), row * p.n + column, v, p.accumulate);
-            }
+            decode_epilogue_down<bf16>(p, t.x, slot, {first + j, second + j}, {one, two});
         });
     }
 }
@@ -217,8 +194,9 @@ __device__ __forceinline__ void run(const GemmParams& p, const QuantWeightParams
 
 // Tiles of up to 8 rows and small blocks, of which one begins while another ends; and of up to 16 rows.
 #define DECODE(name, FORMAT, KIND, WARPS)                                                                             \
-    extern "C" __global__ void __launch_bounds__(WARPS * 32, 16 / WARPS)                                              \
+    extern "C" __global__ void __launch_bounds__(WARPS * 32, WARPS == 4 ? 3 : 2)                                              \
         name(const __grid_constant__ GemmParams p, const __grid_constant__ QuantWeightParams w) {                                 \
+        wait_for_previous_kernel();                                                                                   \
         run<FORMAT, KIND, WARPS>(p, w);                                                                               \
     }
 

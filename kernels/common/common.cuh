@@ -78,6 +78,16 @@ __device__ __forceinline__ int64_t mapped_row(const int32_t* map, int64_t slot, 
     return row;
 }
 
+// Programmatic dependent launch, from 9.0 on. A kernel that `KernelSpec::early` names is started while the one before it
+// in the stream still runs; it calls this first, in every thread, and so waits until all that was written before can be
+// read. Then it lets the next of its kind start.
+__device__ __forceinline__ void wait_for_previous_kernel() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;\n" ::: "memory");
+    asm volatile("griddepcontrol.launch_dependents;\n" ::: "memory");
+#endif
+}
+
 __device__ __forceinline__ float warp_sum(float v) {
 #pragma unroll
     for (int d = 16; d > 0; d /= 2) v += __shfl_xor_sync(~0u, v, d);

@@ -145,9 +145,10 @@ struct LocalPlanParams {
     int32_t* row_map;          // [N], -1 where no choice is
     int32_t* weight_map;       // the same
     int32_t* return_map;       // [T, K]
-    int4* tiles;               // row tiles of the layout, in pairs, behind one that holds their number; null: not wanted
+    int4* tiles;               // row tiles of the layout, behind one that holds their number; null: not wanted
     int64_t tile_rows;
     int64_t max_tiles;
+    int64_t paired;            // 0: tiles in the order of slots
     unsigned long long* fault;
     unsigned long long* report; // the host's copy of the status words
     int64_t origin;

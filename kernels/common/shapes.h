@@ -14,6 +14,11 @@ constexpr uint32_t TF32_TILE = 128, TF32_THREADS = 256, TF32_SMEM = 87552;
 constexpr uint32_t GROUPED_GEMM_TILE = 128, GROUPED_GEMM_THREADS = 384, GROUPED_GEMM_SMEM = 231616;
 constexpr uint32_t GROUPED_GEMM_UP_COLUMNS = 256, GROUPED_GEMM_COLUMNS = 192, GROUPED_GEMM_WIDE_COLUMNS = 256;
 
+// Hopper's products of few rows (sm90_decode.cu): warps of a block, rows of a tile, weight rows of a block.
+constexpr uint32_t SM90_DECODE_WARPS = 2, SM90_DECODE_ROWS = 8, SM90_DECODE_COLUMNS = 32, SM90_DECODE_SMEM = 49152;
+// Of the router's logits a block is a warp, with a longer ring.
+constexpr uint32_t SM90_DECODE_LINEAR_SMEM = 98304;
+
 // Hopper's weight gradients (sm90_wgrad.cu): columns of either side.
 constexpr uint32_t WGRAD_NARROW = 128, WGRAD_WIDE = 256, WGRAD_THREADS = 384, WGRAD_SMEM = 230464;
 

@@ -22,6 +22,11 @@ pub const GROUPED_GEMM_SMEM: u32 = 231616;
 pub const GROUPED_GEMM_UP_COLUMNS: u32 = 256;
 pub const GROUPED_GEMM_COLUMNS: u32 = 192;
 pub const GROUPED_GEMM_WIDE_COLUMNS: u32 = 256;
+pub const SM90_DECODE_WARPS: u32 = 2;
+pub const SM90_DECODE_ROWS: u32 = 8;
+pub const SM90_DECODE_COLUMNS: u32 = 32;
+pub const SM90_DECODE_SMEM: u32 = 49152;
+pub const SM90_DECODE_LINEAR_SMEM: u32 = 98304;
 pub const WGRAD_NARROW: u32 = 128;
 pub const WGRAD_WIDE: u32 = 256;
 pub const WGRAD_THREADS: u32 = 384;
@@ -289,13 +294,14 @@ pub struct LocalPlanParams {
     pub tiles: u64,
     pub tile_rows: i64,
     pub max_tiles: i64,
+    pub paired: i64,
     pub fault: u64,
     pub report: u64,
     pub origin: i64,
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of LocalPlanParams"][::core::mem::size_of::<LocalPlanParams>() - 200usize];
+    ["Size of LocalPlanParams"][::core::mem::size_of::<LocalPlanParams>() - 208usize];
     ["Alignment of LocalPlanParams"][::core::mem::align_of::<LocalPlanParams>() - 8usize];
     ["Offset of field: LocalPlanParams::ids"][::core::mem::offset_of!(LocalPlanParams, ids) - 0usize];
     ["Offset of field: LocalPlanParams::wide"][::core::mem::offset_of!(LocalPlanParams, wide) - 8usize];
@@ -320,9 +326,10 @@ const _: () = {
     ["Offset of field: LocalPlanParams::tiles"][::core::mem::offset_of!(LocalPlanParams, tiles) - 152usize];
     ["Offset of field: LocalPlanParams::tile_rows"][::core::mem::offset_of!(LocalPlanParams, tile_rows) - 160usize];
     ["Offset of field: LocalPlanParams::max_tiles"][::core::mem::offset_of!(LocalPlanParams, max_tiles) - 168usize];
-    ["Offset of field: LocalPlanParams::fault"][::core::mem::offset_of!(LocalPlanParams, fault) - 176usize];
-    ["Offset of field: LocalPlanParams::report"][::core::mem::offset_of!(LocalPlanParams, report) - 184usize];
-    ["Offset of field: LocalPlanParams::origin"][::core::mem::offset_of!(LocalPlanParams, origin) - 192usize];
+    ["Offset of field: LocalPlanParams::paired"][::core::mem::offset_of!(LocalPlanParams, paired) - 176usize];
+    ["Offset of field: LocalPlanParams::fault"][::core::mem::offset_of!(LocalPlanParams, fault) - 184usize];
+    ["Offset of field: LocalPlanParams::report"][::core::mem::offset_of!(LocalPlanParams, report) - 192usize];
+    ["Offset of field: LocalPlanParams::origin"][::core::mem::offset_of!(LocalPlanParams, origin) - 200usize];
 };
 #[repr(C)]
 #[derive(Debug, Copy, Clone, Default)]

@@ -34,6 +34,8 @@ fn not_loaded(stage: &str, arch: &str, error: DriverError) -> Error {
 pub(super) struct Kernel {
     pub(super) name: &'static str,
     pub(super) function: sys::CUfunction,
+    /// It waits itself for the kernel before it.
+    pub(super) early: bool,
 }
 
 /// The kernels of one context, shared by its devices.
@@ -99,7 +101,7 @@ impl ContextKernels {
                 unsafe { result::function::set_function_attribute(function, limit, shared as i32) }
                     .map_err(driver(CALL, &format!("reserve shared memory for kernel {name}")))?;
             }
-            Ok(Kernel { name, function })
+            Ok(Kernel { name, function, early: wanted.early() && major >= 9 })
         })?;
         let decode_shared = traits.decode_shared as usize;
         Ok(Self { arch, decode_shared, stuck: StuckFlag::default(), table, _modules: modules })
@@ -125,7 +127,7 @@ impl Drop for Modules {
 mod tests {
     use super::super::cubins::SM90_STAGES;
     use super::super::plan::COUNTS;
-    use super::super::tile_config::DEFAULT_SMEM;
+    use super::super::tile_config::{DEFAULT_SMEM, PLAN_SMALL_SMEM};
     use super::*;
 
     /// Shared memory of a kernel's own variables: the size of a section of the cubin, a 64-bit ELF file. From 9.0 on it
@@ -172,10 +174,10 @@ mod tests {
                 let launched = match *kernel {
                     "plan_count"
                     | "plan_slots"
-                    | "plan_small"
                     | "routing_records_count"
                     | "routing_records_slots"
                     | "all_to_all_places" => (4 * COUNTS) as u32,
+                    "plan_small" => PLAN_SMALL_SMEM,
                     "route" | "route_bwd" => DEFAULT_SMEM,
                     _ => 0,
                 };

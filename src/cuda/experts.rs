@@ -20,8 +20,9 @@ use super::layout::{
 };
 use super::params::{self, activation_code, type_code};
 use super::permute::gather_to_slots;
+use super::sm90_decode;
 use super::sm90_grouped_gemm;
-use super::tile_config::{MMA_SYNC, SIMT, SM90_GROUPED_GEMM, TileConfig};
+use super::tile_config::{MMA_SYNC, SIMT, SM90_DECODE, SM90_GROUPED_GEMM, TileConfig};
 use super::w4a16::{QuantizedLaunch, QuantizedOperand, TunedKernel};
 
 /// Tiles of the portable kernels for a type.
@@ -60,6 +61,8 @@ struct GroupedGemm<'a> {
 struct KernelChoice<'a> {
     /// Hopper's kernel, and what its operands' layout depends on.
     sm90: Option<(Product, &'a Kernel)>,
+    /// That for few rows.
+    decode: Option<&'a Kernel>,
     tiles: Tiles,
     /// With quantized weights: a kernel that serves these best.
     tuned: Option<TunedKernel<'a>>,
@@ -145,9 +148,15 @@ impl<'a> GroupedGemm<'a> {
             let tiles = Tiles::new(self.call, self.device, self.segments, (kernel.rows, TileOrder::Slots))?;
             (p.tiles, p.tile_count, p.m_tiles) = (tiles.list(), tiles.count(), tiles.most as i64);
             p.n_tiles = (p.n as usize).div_ceil(kernel.columns) as i64;
-            return Ok(KernelChoice { sm90: None, tiles, tuned: Some(kernel) });
+            return Ok(KernelChoice { sm90: None, decode: None, tiles, tuned: Some(kernel) });
         }
         let dense = self.quantized.is_none();
+        if let Some(kernel) = sm90_decode::expert_kernel(self.device, self.dtype, p, product).filter(|_| dense) {
+            let tiles = Tiles::new(self.call, self.device, self.segments, (SM90_DECODE.tile, TileOrder::Slots))?;
+            (p.tiles, p.tile_count, p.m_tiles) = (tiles.list(), tiles.count(), tiles.most as i64);
+            p.n_tiles = (p.n as usize).div_ceil(sm90_decode::COLUMNS / factor) as i64;
+            return Ok(KernelChoice { sm90: None, decode: Some(kernel), tiles, tuned: None });
+        }
         let serves = dense && sm90_grouped_gemm::serves(self.device, self.dtype, p);
         let kernels = self.device.sm90_kernels().filter(|_| serves);
         let sm90 = product.zip(kernels).and_then(|(product, kernels)| {
@@ -161,7 +170,7 @@ impl<'a> GroupedGemm<'a> {
         let tiles = Tiles::new(self.call, self.device, self.segments, (rows, order))?;
         (p.tiles, p.tile_count, p.m_tiles) = (tiles.list(), tiles.count(), tiles.most as i64);
         p.n_tiles = (p.n as usize).div_ceil(columns / factor) as i64;
-        Ok(KernelChoice { sm90, tiles, tuned: None })
+        Ok(KernelChoice { sm90, decode: None, tiles, tuned: None })
     }
 
     fn launch(&self, product: Product, choice: &KernelChoice<'_>, p: &params::GemmParams) -> Result<()> {
@@ -171,8 +180,12 @@ impl<'a> GroupedGemm<'a> {
             let launch = QuantizedLaunch { call: self.call, product, dtype: self.dtype, grid, tuned: choice.tuned };
             return weight.launch(self.device, launch, p);
         }
-        // SAFETY, both: callers have checked every tensor in `p` against the sizes in `p`; maps and segments, which
+        // SAFETY, all: callers have checked every tensor in `p` against the sizes in `p`; maps and segments, which
         // only the device knows, are checked by the kernel.
+        if let Some(kernel) = choice.decode {
+            // SAFETY: as above.
+            return unsafe { self.device.launch(self.call, kernel, sm90_decode::grid(blocks), p) };
+        }
         match choice.sm90 {
             // SAFETY: as above.
             Some((product, kernel)) => unsafe {

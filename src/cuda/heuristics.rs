@@ -16,15 +16,25 @@ pub(super) const ORDER_WGRAD_COLUMNS: usize = 8192;
 /// not hide, is then a small part. `notes/rows.md`.
 pub(super) const WIDE_SUM: usize = 8192;
 
+/// Tokens up to which Hopper's kernel for few rows makes the router's logits: sums are the same either way.
+/// `notes/router.md`.
+pub(super) const DECODE_LINEAR_ROWS: usize = 64;
+
 // ------------------------------------------------------------------------------------------------ quantized weights
 
 /// Rows of an expert, on average, up to which the kernels for few rows serve. They sum in another order than those for
 /// many rows, so results change there. `notes/w4a16.md`.
 pub(super) const DECODE_ROWS: i64 = 32;
 
-/// Rows of an expert, on average, up to which their tiles of 8 rows serve: four blocks an SM instead of one of eight
-/// warps. `notes/w4a16.md`.
-pub(super) const DECODE_EIGHT_ROWS: i64 = 6;
+/// Rows of an expert, on average, up to which tiles of 8 rows serve: of 4-bit weights with more blocks an SM instead of
+/// one of eight warps (`notes/w4a16.md`), of 16-bit weights in place of tiles of 128 rows, to the same bits
+/// (`notes/rows.md`). A plan lists its layout's tiles for the products that this chooses.
+const DECODE_EIGHT_ROWS: i64 = 6;
+
+/// Whether so many rows of so many experts are few.
+pub(super) fn few_rows(rows: i64, experts: i64) -> bool {
+    rows <= DECODE_EIGHT_ROWS.saturating_mul(experts)
+}
 
 /// Most shared memory that they take, which leaves room for another block of an SM of 227 KiB; less where a GPU lets no
 /// block have so much. `notes/w4a16.md`.

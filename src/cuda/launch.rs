@@ -1,8 +1,9 @@
 //! Launches of kernels.
 
 use std::ffi::c_void;
+use std::ptr;
 
-use cudarc::driver::result;
+use cudarc::driver::sys;
 
 use crate::error::{Error, Result};
 
@@ -64,18 +65,32 @@ impl Cuda {
             ));
         };
         self.bind(call)?;
-        // SAFETY: the function belongs to this context; its arguments are copied before the call returns; the rest is
-        // the caller's promise.
-        unsafe {
-            result::launch_kernel(
-                kernel.function,
-                (x as u32, u32::from(y), 1),
-                (grid.threads, 1, 1),
-                grid.shared,
-                self.inner.stream.cu_stream(),
-                arguments,
-            )
-        }
-        .map_err(driver(call, &format!("launch {}", kernel.name)))
+        let mut attribute = early_start();
+        let config = sys::CUlaunchConfig {
+            gridDimX: x as u32,
+            gridDimY: u32::from(y),
+            gridDimZ: 1,
+            blockDimX: grid.threads,
+            blockDimY: 1,
+            blockDimZ: 1,
+            sharedMemBytes: grid.shared,
+            hStream: self.inner.stream.cu_stream(),
+            attrs: &raw mut attribute,
+            numAttrs: u32::from(kernel.early),
+        };
+        // SAFETY: the function belongs to this context; configuration and arguments are copied before the call returns;
+        // a kernel that is started early waits itself for what it reads; the rest is the caller's promise.
+        unsafe { sys::cuLaunchKernelEx(&raw const config, kernel.function, arguments.as_mut_ptr(), ptr::null_mut()) }
+            .result()
+            .map_err(driver(call, &format!("launch {}", kernel.name)))
+    }
+}
+
+/// The launch may begin while the kernel before it in the stream runs.
+fn early_start() -> sys::CUlaunchAttribute {
+    sys::CUlaunchAttribute {
+        id: sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION,
+        pad: [0; 4],
+        value: sys::CUlaunchAttributeValue { programmaticStreamSerializationAllowed: 1 },
     }
 }

@@ -6,9 +6,10 @@ use crate::kernels::{RowDest, RowSource, Segments};
 use crate::tensor::{Tensor, TensorMut, TensorRef};
 
 use super::device::Cuda;
+use super::heuristics::few_rows;
 use super::launch::Grid;
 use super::params;
-use super::tile_config::SM90_GROUPED_GEMM;
+use super::tile_config::{SM90_DECODE, SM90_GROUPED_GEMM};
 
 /// Bytes of a tile in a list.
 const TILE_BYTES: u64 = 16;
@@ -189,11 +190,30 @@ impl TileOrder {
     }
 }
 
-/// Room for the list that a plan makes with its layout, in pairs of [`SM90_GROUPED_GEMM`]'s tiles: their number, then
-/// the tiles. `None`: no kernels take these.
-pub(super) fn empty_tiles(device: &Cuda, rows: usize, groups: usize) -> Result<Option<Tensor<Cuda>>> {
-    let most = TileOrder::Pairs.most(rows, groups, SM90_GROUPED_GEMM.tile);
-    device.sm90().then(|| Tensor::empty(device, DType::I32, &[1 + most, 4])).transpose()
+/// The list of tiles that a plan makes with its layout, behind an entry that holds their number: for few rows those of
+/// [`SM90_DECODE`], which `w4a16_decode.cu` takes too, else pairs of [`SM90_GROUPED_GEMM`]'s.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct PlannedTiles {
+    /// Rows of a tile.
+    pub(super) tile: usize,
+    pub(super) order: TileOrder,
+    /// Most tiles that there can be.
+    pub(super) most: usize,
+}
+
+impl PlannedTiles {
+    pub(super) fn new(rows: usize, groups: usize) -> Self {
+        let (tile, order) = match few_rows(rows as i64, groups as i64) {
+            true => (SM90_DECODE.tile, TileOrder::Slots),
+            false => (SM90_GROUPED_GEMM.tile, TileOrder::Pairs),
+        };
+        Self { tile, order, most: order.most(rows, groups, tile) }
+    }
+
+    /// Room for it. `None`: the device has no kernels that take it.
+    pub(super) fn empty(self, device: &Cuda) -> Result<Option<Tensor<Cuda>>> {
+        device.sm90().then(|| Tensor::empty(device, DType::I32, &[1 + self.most, 4])).transpose()
+    }
 }
 
 impl Tiles {
@@ -206,7 +226,7 @@ impl Tiles {
         let groups = segments.offsets.dims()[0];
         let most = order.most(segments.rows, groups, tile);
         if let Some(tiles) = segments.tiles()
-            && (tile, order) == (SM90_GROUPED_GEMM.tile, TileOrder::Pairs)
+            && PlannedTiles::new(segments.rows, groups) == (PlannedTiles { tile, order, most })
         {
             Error::check_shape(call, "segments.tiles", &[1 + most, 4], tiles.dims())?;
             Error::check_dtype(call, "segments.tiles", DType::I32, tiles.dtype())?;

@@ -14,6 +14,7 @@ use super::kernel_table::HalfOrAny;
 use super::launch::{Grid, argument};
 use super::layout::{aligned, input, output, pointer};
 use super::params::{self, type_code};
+use super::sm90_decode;
 use super::tensor_map::TensorMapSpec;
 use super::tile_config::{MMA_SYNC, SIMT, SM90_LINEAR, SM90_LINEAR_D_X, TF32, TileConfig};
 
@@ -51,6 +52,7 @@ pub(super) fn linear(device: &Cuda, call: Linear<'_, Cuda>) -> Result<()> {
     let vector = [aligned(call.x, h), aligned(call.weight, h)];
     let sm90 = device.sm90_kernels().filter(|_| half.is_some() && vector == [true; 2] && t > 0);
     let sm90 = sm90.and_then(|sm90| sm90.linear.of(dtype));
+    let decode = sm90.and_then(|_| sm90_decode::linear_kernel(device, dtype, t));
     let shape = if sm90.is_some() { SM90_LINEAR } else { shape };
     let (m_tiles, n_tiles) = (t.div_ceil(shape.tile), e.div_ceil(shape.tile));
     let whole = sm90.is_some() || half.is_none() || h < SPLIT_PARTS * SPLIT_HIDDEN;
@@ -78,6 +80,12 @@ pub(super) fn linear(device: &Cuda, call: Linear<'_, Cuda>) -> Result<()> {
         split: split as i64,
         ..Default::default()
     };
+    if let Some(kernel) = decode {
+        let ((m_tiles, n_tiles), grid) = sm90_decode::linear_grid(t, e);
+        let p = params::GemmParams { m_tiles: m_tiles as i64, n_tiles: n_tiles as i64, ..p };
+        // SAFETY: all tensors were checked against the sizes in `p`.
+        return unsafe { device.launch(CALL, kernel, grid, &p) };
+    }
     let blocks = m_tiles.saturating_mul(n_tiles).saturating_mul(split);
     let grid = Grid { shared: shape.shared, ..Grid::new(blocks, shape.threads) };
     if let Some(kernel) = sm90 {

@@ -64,6 +64,7 @@ pub(crate) mod plan;
 mod quant;
 mod router;
 mod routing_records;
+mod sm90_decode;
 mod sm90_grouped_gemm;
 mod status;
 mod status_words;

@@ -23,12 +23,10 @@ use crate::tensor::TensorRef;
 use super::device::Cuda;
 use super::heuristics::{LOOP_BLOCKS, PLAN_CHUNKS, PLAN_CLEARED, PLAN_SMALL};
 use super::launch::Grid;
-use super::layout::{at, check_number, empty_tiles};
+use super::layout::{PlannedTiles, TileOrder, at, check_number};
 use super::params;
-use super::tile_config::{DEFAULT_SMEM, SM90_GROUPED_GEMM};
+use super::tile_config::{DEFAULT_SMEM, PLAN_SMALL_WARPS, plan_small_shared};
 
-/// Chunks that choices are cut into in one block.
-const WARPS: usize = 32;
 /// Counts that fit a block's shared memory without asking for more.
 pub(super) const COUNTS: usize = DEFAULT_SMEM as usize / 4;
 
@@ -165,9 +163,9 @@ pub(super) fn plan_on_gpu(device: &Cuda, call: PlanRequest<'_, Cuda>) -> Result<
     };
     let (rows, may_drop) = rows(spec, choices, experts)?;
     let limit = spec.expert_capacity.map_or(i64::MAX, |c| c.limit(choices, experts) as i64);
-    let small = choices <= PLAN_SMALL && rows <= 2 * PLAN_SMALL && experts * WARPS <= COUNTS;
+    let small = choices <= PLAN_SMALL && rows <= 2 * PLAN_SMALL && experts * PLAN_SMALL_WARPS <= COUNTS;
     // Of one block no more warps than have choices, or experts, to work on: every step waits for all of them.
-    let warps = if small { choices.max(experts).div_ceil(32).clamp(1, WARPS) } else { WARPS };
+    let warps = if small { choices.max(experts).div_ceil(32).clamp(1, PLAN_SMALL_WARPS) } else { PLAN_SMALL_WARPS };
     let chunk = choices.div_ceil(if small { warps } else { PLAN_CHUNKS }).next_multiple_of(32).max(32);
     let chunks = if small { warps } else { choices.div_ceil(chunk) };
     let of = |dtype, dims: &[usize]| Tensor::empty(device, dtype, dims);
@@ -176,7 +174,8 @@ pub(super) fn plan_on_gpu(device: &Cuda, call: PlanRequest<'_, Cuda>) -> Result<
     let mut stats = of(DType::I64, &[2 * experts + 2])?;
     let (mut kept_ids, mut return_map) = (of(DType::I32, &[tokens, k])?, of(DType::I32, &[tokens, k])?);
     let (mut row_map, mut weight_map) = (of(DType::I32, &[rows])?, of(DType::I32, &[rows])?);
-    let mut tiles = empty_tiles(device, rows, experts)?;
+    let list = PlannedTiles::new(rows, experts);
+    let mut tiles = list.empty(device)?;
     let origin = Origin { rank: call.rank, layer: spec.layer };
     let p = params::LocalPlanParams {
         ids: call.ids.data().ptr,
@@ -198,9 +197,10 @@ pub(super) fn plan_on_gpu(device: &Cuda, call: PlanRequest<'_, Cuda>) -> Result<
         row_map: at(&mut row_map),
         weight_map: at(&mut weight_map),
         return_map: at(&mut return_map),
-        tile_rows: SM90_GROUPED_GEMM.tile as i64,
-        max_tiles: tiles.as_ref().map_or(0, |t| t.dims()[0] as i64 - 1),
+        tile_rows: list.tile as i64,
+        max_tiles: list.most as i64,
         tiles: tiles.as_mut().map_or(0, at),
+        paired: i64::from(list.order == TileOrder::Pairs),
         fault: device.inner.status,
         report: device.inner.report.address(),
         origin: device.origin(CALL, origin)?,
@@ -212,7 +212,8 @@ pub(super) fn plan_on_gpu(device: &Cuda, call: PlanRequest<'_, Cuda>) -> Result<
     // SAFETY: every tensor has the size that `params.h` states for it; the kernels check the ids.
     unsafe {
         if small {
-            device.launch(CALL, &kernels.plan_small, Grid { shared: shared * warps as u32, ..one }, &p)?;
+            let grid = Grid { shared: plan_small_shared(experts, warps), ..one };
+            device.launch(CALL, &kernels.plan_small, grid, &p)?;
         } else {
             device.launch(CALL, &kernels.plan_count, walk, &p)?;
             let blocks = experts.div_ceil(8).max(rows.div_ceil(PLAN_CLEARED).min(LOOP_BLOCKS));

@@ -26,6 +26,15 @@ pub(super) const SM90_GROUPED_GEMM: TileConfig = TileConfig {
     threads: params::GROUPED_GEMM_THREADS,
     shared: params::GROUPED_GEMM_SMEM,
 };
+/// Rows of a tile of Hopper's products of few rows (`kernels/sm90_decode.cu`).
+pub(super) const SM90_DECODE: TileConfig = TileConfig {
+    tile: params::SM90_DECODE_ROWS as usize,
+    threads: params::SM90_DECODE_WARPS * 32,
+    shared: params::SM90_DECODE_SMEM,
+};
+/// Experts of a block of the router's logits there.
+pub(super) const SM90_DECODE_LINEAR: TileConfig =
+    TileConfig { tile: 16, threads: 32, shared: params::SM90_DECODE_LINEAR_SMEM };
 /// Columns of a narrow operand that a block of the weight gradients' kernel takes (`kernels/sm90_wgrad.cu`).
 pub(super) const SM90_WGRAD: TileConfig =
     TileConfig { tile: params::WGRAD_NARROW as usize, threads: params::WGRAD_THREADS, shared: params::WGRAD_SMEM };
@@ -49,3 +58,13 @@ pub(super) const SM90_W4A16: TileConfig =
 pub(super) const NVFP4_ALIGNED_SMEM: [u32; 2] = [params::NVFP4_ALIGNED_SMEM, params::NVFP4_ALIGNED_STOCHASTIC_SMEM];
 /// Shared memory that a block has without asking for it, the kernel's own variables included.
 pub(super) const DEFAULT_SMEM: u32 = 48 << 10;
+/// Warps of the kernel that plans in one block (`plan_small` in `kernels/prepare.cu`), and most shared memory of it:
+/// counts of each warp, which fill what every block has, and the layout.
+pub(super) const PLAN_SMALL_WARPS: usize = 32;
+pub(super) const PLAN_SMALL_SMEM: u32 =
+    plan_small_shared(DEFAULT_SMEM as usize / 4 / PLAN_SMALL_WARPS, PLAN_SMALL_WARPS);
+
+/// Bytes of shared memory that a plan of so many experts in one block of so many warps takes.
+pub(super) const fn plan_small_shared(experts: usize, warps: usize) -> u32 {
+    ((4 * experts + 2) * 8 + warps * experts * 4) as u32
+}

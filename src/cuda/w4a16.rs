@@ -6,7 +6,7 @@ use crate::quant::{QuantizedRef, WeightFormat};
 
 use super::context_kernels::Kernel;
 use super::device::Cuda;
-use super::heuristics::{DECODE_EIGHT_ROWS, DECODE_ROWS};
+use super::heuristics::{DECODE_ROWS, few_rows};
 use super::kernel_table::Product;
 use super::launch::{Grid, argument};
 use super::params;
@@ -62,7 +62,7 @@ struct FewRowsKernel {
 /// The kernel for few rows that serves so many rows of so many experts, if any does: tiles whose rows, of `pitch` bytes
 /// each, fit the shared memory that a block may have.
 fn few_rows_kernel(rows: i64, experts: i64, pitch: usize, smem: usize) -> Option<FewRowsKernel> {
-    if rows <= DECODE_EIGHT_ROWS * experts && 8 * pitch <= smem / 2 {
+    if few_rows(rows, experts) && 8 * pitch <= smem / 2 {
         return Some(FewRowsKernel { rows: 8, warps: 4, tiles: DecodeTiles::Eight });
     }
     let tile = [16, 8].into_iter().find(|tile| tile * pitch <= smem)?;

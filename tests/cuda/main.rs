@@ -37,6 +37,7 @@ mod quantized;
 mod router;
 
 mod adamw;
+mod decode;
 mod deferred;
 mod harness;
 mod large;
@@ -72,6 +73,7 @@ fn tests() -> Vec<(String, Test)> {
     shared("invariance", invariance::cases());
     shared("small", small::cases());
     shared("layer", layer::cases());
+    shared("decode", decode::cases());
     shared("deferred", deferred::cases());
     shared("refused", refused::cases());
     shared("faults", faults::cases());

@@ -14,6 +14,39 @@ pub(in crate::cuda) struct KernelSpec {
     pub(in crate::cuda) shared: u32,
 }
 
+/// Kernels of a decode step, short ones, that wait themselves for what the kernel before them in the stream writes
+/// (`wait_for_previous_kernel` in `kernels/common/common.cuh`), so that they are started while it runs.
+const EARLY: [&str; 21] = [
+    "decode16_down_mxfp4",
+    "decode16_down_nvfp4",
+    "decode16_up_mxfp4",
+    "decode16_up_nvfp4",
+    "decode8_down_mxfp4",
+    "decode8_down_nvfp4",
+    "decode8_up_mxfp4",
+    "decode8_up_nvfp4",
+    "gather_rows",
+    "list_tiles",
+    "plan_small",
+    "reduce_few_rows",
+    "reduce_rows",
+    "route",
+    "route_softmax",
+    "sm90_decode_down_bf16",
+    "sm90_decode_down_f16",
+    "sm90_decode_linear_bf16",
+    "sm90_decode_linear_f16",
+    "sm90_decode_up_bf16",
+    "sm90_decode_up_f16",
+];
+
+impl KernelSpec {
+    /// Whether it may be started before the kernel before it has ended, on a GPU that can.
+    pub(in crate::cuda) fn early(&self) -> bool {
+        EARLY.contains(&self.name)
+    }
+}
+
 /// A GPU, as far as kernels depend on it.
 #[derive(Debug, Clone, Copy)]
 pub(in crate::cuda) struct Traits {
@@ -60,5 +93,39 @@ impl<K> Stage<'_, K> {
             down_nvfp4: self.asking(down_nvfp4, shared)?,
             down_mxfp4: self.asking(down_mxfp4, shared)?,
         })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The definition of a kernel in its file, or of the macro that makes it.
+    fn definition<'a>(source: &'a str, name: &str) -> Option<&'a str> {
+        let made = source.lines().find_map(|line| line.split_once(&format!("({name}, ")).map(|(made_by, _)| made_by));
+        let start = match made {
+            Some(made_by) => source.find(&format!("#define {made_by}("))?,
+            None => source.find(&format!(" {name}(const __grid_constant__ "))?,
+        };
+        let end = source[start..].find(if made.is_some() { "\n\n" } else { "\n}\n" })?;
+        Some(&source[start..start + end])
+    }
+
+    /// One that is named and does not wait would read what is not there yet.
+    #[test]
+    fn early_kernels_wait_themselves_first() {
+        let folder = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("kernels");
+        let files = std::fs::read_dir(folder).into_iter().flatten().flatten().map(|entry| entry.path());
+        let sources: Vec<String> = files
+            .filter(|path| path.extension().is_some_and(|e| e == "cu"))
+            .filter_map(|path| std::fs::read_to_string(path).ok())
+            .collect();
+        for name in EARLY {
+            let found: Vec<&str> = sources.iter().filter_map(|source| definition(source, name)).collect();
+            assert_eq!(found.len(), 1, "{name}");
+            let body = found[0].split_once("GemmParams p").map_or(found[0], |(_, rest)| rest);
+            let first = body.split_once('{').map_or("", |(_, rest)| rest).trim_start_matches(['\\', ' ', '\n']);
+            assert!(first.starts_with("wait_for_previous_kernel();"), "{name}: {first}");
+        }
     }
 }

@@ -4,8 +4,8 @@ use crate::dtype::DType;
 use crate::error::Result;
 
 use crate::cuda::tile_config::{
-    DEFAULT_SMEM, MMA_SYNC, NVFP4_ALIGNED_SMEM, SM90_GROUPED_GEMM, SM90_LINEAR, SM90_LINEAR_D_X, SM90_W4A16,
-    SM90_WGRAD, TF32,
+    MMA_SYNC, NVFP4_ALIGNED_SMEM, PLAN_SMALL_SMEM, SM90_DECODE, SM90_DECODE_LINEAR, SM90_GROUPED_GEMM, SM90_LINEAR,
+    SM90_LINEAR_D_X, SM90_W4A16, SM90_WGRAD, TF32,
 };
 
 use super::find::{KernelSpec, Stage};
@@ -213,6 +213,9 @@ pub(in crate::cuda) struct Sm90Kernels<K> {
     gemm: PerProduct<Half<K>>,
     gemm_down_wide: Half<K>,
     gemm_up_dgrad_wide: Half<K>,
+    pub(in crate::cuda) decode_up: Half<K>,
+    pub(in crate::cuda) decode_down: Half<K>,
+    pub(in crate::cuda) decode_linear: Half<K>,
     pub(in crate::cuda) linear: Half<K>,
     pub(in crate::cuda) linear_d_x: K,
     pub(in crate::cuda) linear_d_weight: K,
@@ -326,8 +329,7 @@ pub(super) fn permute<K>(mut stage: Stage<'_, K>) -> Result<PermuteKernels<K>> {
 
 pub(super) fn prepare<K>(mut stage: Stage<'_, K>) -> Result<PrepareKernels<K>> {
     Ok(PrepareKernels {
-        // Its counts may take all that there is, and it has variables too.
-        plan_small: stage.asking("plan_small", DEFAULT_SMEM)?,
+        plan_small: stage.asking("plan_small", PLAN_SMALL_SMEM)?,
         plan_count: stage.one("plan_count")?,
         plan_scan: stage.one("plan_scan")?,
         plan_segments: stage.one("plan_segments")?,
@@ -429,6 +431,11 @@ pub(super) fn sm90<K>(find: &mut dyn FnMut(KernelSpec) -> Result<K>) -> Result<S
     let gemm_down_wide = gemm.half(["sm90_down_wide_f16", "sm90_down_wide_bf16"], SM90_GROUPED_GEMM.shared)?;
     let gemm_up_dgrad_wide =
         gemm.half(["sm90_up_dgrad_wide_f16", "sm90_up_dgrad_wide_bf16"], SM90_GROUPED_GEMM.shared)?;
+    let mut decode = Stage { stage: "sm90_decode", find };
+    let decode_up = decode.half(["sm90_decode_up_f16", "sm90_decode_up_bf16"], SM90_DECODE.shared)?;
+    let decode_down = decode.half(["sm90_decode_down_f16", "sm90_decode_down_bf16"], SM90_DECODE.shared)?;
+    let decode_linear =
+        decode.half(["sm90_decode_linear_f16", "sm90_decode_linear_bf16"], SM90_DECODE_LINEAR.shared)?;
     let mut linear = Stage { stage: "sm90_linear", find };
     let forward = linear.half(["sm90_linear_f16", "sm90_linear_bf16"], SM90_LINEAR.shared)?;
     let linear_d_x = linear.asking("sm90_linear_d_x", SM90_LINEAR_D_X.shared)?;
@@ -438,6 +445,9 @@ pub(super) fn sm90<K>(find: &mut dyn FnMut(KernelSpec) -> Result<K>) -> Result<S
         gemm: products,
         gemm_down_wide,
         gemm_up_dgrad_wide,
+        decode_up,
+        decode_down,
+        decode_linear,
         linear: forward,
         linear_d_x,
         linear_d_weight,
