@@ -31,11 +31,11 @@ pub use gradient_sums::ReduceComms;
 #[cfg(feature = "candle")]
 pub(crate) use gradient_sums::{GradientSum, GradientSums, PendingSum};
 #[cfg(feature = "burn")]
-pub(crate) use group::AnyChain;
-pub(crate) use group::AnyGroup;
+pub(crate) use group::ErasedChain;
+pub(crate) use group::ErasedGroup;
 #[cfg(feature = "candle")]
-pub(crate) use group::any_device;
-pub use group::{Any, FrameworkDevice};
+pub(crate) use group::match_device;
+pub use group::{DeviceErased, FrameworkDevice};
 #[cfg(feature = "burn")]
 pub(crate) use host_tensor::HostTensor;
 pub use load_as::LoadAs;
@@ -43,7 +43,7 @@ pub use load_as::LoadAs;
 pub(crate) use outputs::DispatchedCotangents;
 pub(crate) use outputs::{DispatchedPart, LayerOutput, OutputCotangents};
 #[cfg(feature = "candle")]
-pub(crate) use quantized::{AnyQuantized, QuantizedExperts};
+pub(crate) use quantized::{ErasedQuantizedExperts, QuantizedExperts};
 pub(crate) use selection_bias::moved_selection_bias;
 pub(crate) use sharded::{Chained, Sharded, TypedSource, param_shard, with_sources};
 pub(crate) use sharded_held::{HeldGradients, HeldGuards, HeldId, HeldWeight, acquire, sources, view};

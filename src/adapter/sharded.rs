@@ -19,7 +19,7 @@ use crate::optim::ParamShard;
 use crate::quant::Quantized;
 use crate::weights::WeightSource;
 
-use super::group::{AnyChain, FrameworkDevice};
+use super::group::{ErasedChain, FrameworkDevice};
 #[cfg(feature = "candle")]
 use super::quantized::QuantizedExperts;
 use super::sharded_held::{HeldId, HeldWeight};
@@ -34,7 +34,7 @@ pub(crate) struct TypedSource<D: ShardDevice> {
 /// The experts of a module, whatever their device, and what else of it is shards.
 #[derive(Clone)]
 pub(crate) struct Sharded {
-    chain: AnyChain,
+    chain: ErasedChain,
     /// Of `up` and `down`.
     pub(crate) ids: [WeightId; 2],
     /// The same where they stay quantized, as they are stored.
@@ -73,7 +73,7 @@ impl Sharded {
         let specs = (spec(ParamKind::Up, up.dtype)?, spec(ParamKind::Down, down.dtype)?);
         let ids = [chain.add(specs.0, up.source)?, chain.add(specs.1, down.source)?];
         Ok(Self {
-            chain: D::any(Arc::clone(chain)),
+            chain: D::erase(Arc::clone(chain)),
             ids,
             #[cfg(feature = "candle")]
             stored: None,
@@ -95,7 +95,7 @@ impl Sharded {
         };
         let stored = [add(ParamKind::Up, &experts.up)?, add(ParamKind::Down, &experts.down)?];
         let ids = stored.each_ref().map(QuantizedWeight::id);
-        Ok(Self { chain: D::any(Arc::clone(chain)), ids, stored: Some(stored), held: PerParam::none() })
+        Ok(Self { chain: D::erase(Arc::clone(chain)), ids, stored: Some(stored), held: PerParam::none() })
     }
 
     /// Whether a parameter is a shard.
@@ -105,7 +105,7 @@ impl Sharded {
 
     /// The experts' chain.
     #[cfg(feature = "burn")]
-    pub(crate) fn chain(&self) -> &AnyChain {
+    pub(crate) fn chain(&self) -> &ErasedChain {
         &self.chain
     }
 
@@ -119,7 +119,7 @@ impl Sharded {
 
     /// The experts, for a layer that works on a `D`.
     pub(crate) fn experts<D: FrameworkDevice>(&self, call: &'static str) -> Result<Chained<D>> {
-        match D::own(&self.chain) {
+        match D::downcast(&self.chain) {
             Some(chain) => Ok(Chained {
                 chain: Arc::clone(chain),
                 ids: self.ids,

@@ -9,13 +9,13 @@ use crate::layer::{BackwardProgress, GradientsMut, Layer, ParamKind, PerParam, R
 use crate::tensor::{TensorMut, TensorRef};
 use crate::weights::{Weight, WeightGuard, WeightSource};
 
-use super::group::{AnyChain, FrameworkDevice};
+use super::group::{ErasedChain, FrameworkDevice};
 use super::submit::submit;
 
 /// A parameter's weight in a chain, whatever its device.
 #[derive(Clone)]
 pub(crate) struct HeldId {
-    pub(crate) chain: AnyChain,
+    pub(crate) chain: ErasedChain,
     pub(crate) id: WeightId,
     /// The parameter's sizes; the chain cuts it into lines.
     pub(crate) dims: Vec<usize>,
@@ -35,7 +35,7 @@ pub(super) fn held_on<D: FrameworkDevice>(
 ) -> Result<PerParam<Option<HeldWeight<D>>>> {
     held.as_ref().try_map(|kind, held| {
         let Some(HeldId { chain, id, dims }) = held else { return Ok(None) };
-        let Some(chain) = D::own(chain) else {
+        let Some(chain) = D::downcast(chain) else {
             return Err(Error::invalid(call, kind.name(), "in a chain of the group's device", "in another's"));
         };
         Ok(Some(HeldWeight { chain: Arc::clone(chain), id: *id, dims: dims.clone() }))

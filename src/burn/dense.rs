@@ -22,7 +22,7 @@ pub(super) type Input<B> = DenseInput<FloatTensor<B>, IntTensor<B>>;
 
 fn chain<B: NativeMemory>(call: &DenseCall) -> Result<&Arc<Chain<B::Core>>> {
     let other = || Error::invalid(CALL, "chain", "one of the back end's device", "another's");
-    B::Core::chain(&call.chain).ok_or_else(other)
+    B::Core::downcast(&call.chain).ok_or_else(other)
 }
 
 /// A whole weight (collective), where `like` lies.

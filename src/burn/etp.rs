@@ -7,7 +7,7 @@ use burn::module::ParamId;
 use burn::optim::GradientsParams;
 use burn::tensor::backend::AutodiffBackend;
 
-use crate::adapter::{AnyChain, FrameworkDevice};
+use crate::adapter::{ErasedChain, FrameworkDevice};
 use crate::comm::{Communicator, Op};
 use crate::device::Device;
 use crate::ep::BackwardFailure;
@@ -17,7 +17,7 @@ use crate::tensor::{TensorMut, TensorRef};
 
 use super::backend::{CoreDevice, MoeBackend, Named, NativeBackend, NativeMemory, ResultSpec, between};
 use super::group::DeviceGroup;
-use super::shard_param::{AnyParam, ParamSource};
+use super::shard_param::{FloatParam, ParamSource};
 
 const BEGIN: &str = "ShardedParams::begin";
 const FINISH: &str = "ShardedParams::finish";
@@ -90,10 +90,10 @@ pub trait ShardHolder {
 #[doc(hidden)]
 #[derive(Debug)]
 pub struct ShardList<'m, M: MoeBackend> {
-    pub(super) chain: AnyChain,
+    pub(super) chain: ErasedChain,
     /// The module, for errors.
     pub(super) name: String,
-    pub(super) params: Vec<(WeightId, &'m dyn AnyParam<M>)>,
+    pub(super) params: Vec<(WeightId, &'m dyn FloatParam<M>)>,
 }
 
 /// Parameters that were added to a chain.
@@ -122,7 +122,7 @@ impl<B: NativeBackend> fmt::Debug for ShardedParams<B> {
 struct ShardParam<'m, M: MoeBackend> {
     id: WeightId,
     shard: Arc<ParamSource<M::Native>>,
-    param: &'m dyn AnyParam<M>,
+    param: &'m dyn FloatParam<M>,
 }
 
 impl<B: NativeBackend> ShardedParams<B> {
@@ -232,7 +232,7 @@ impl<B: NativeBackend> ShardedParams<B> {
         let first = self.registered().first.clone();
         match first {
             Some(FirstWait::Layer(group, layer)) if group.ranks() > 1 => {
-                group.any().refuse(layer, Op::Prepare, &error.to_string());
+                group.erased().refuse(layer, Op::Prepare, &error.to_string());
             }
             Some(FirstWait::Chain(dense)) => dense.refuse_pass(error),
             _ => {}
@@ -290,7 +290,7 @@ impl<B: NativeBackend> ShardedParams<B> {
         for module in modules {
             let lists = module.shard_lists();
             let is_own = |list: &ShardList<'_, _>| {
-                B::Core::chain(&list.chain).is_some_and(|chain| Arc::ptr_eq(chain, &self.chain))
+                B::Core::downcast(&list.chain).is_some_and(|chain| Arc::ptr_eq(chain, &self.chain))
             };
             if !lists.is_empty() && !lists.iter().any(is_own) {
                 return Err(Error::invalid(call, "module", "one of this chain", "one of another"));
@@ -345,7 +345,7 @@ impl<B: NativeBackend> ShardedParams<B> {
 /// A shard's gradient in burn's memory.
 struct ShardOutput<'m, M: MoeBackend> {
     id: WeightId,
-    param: &'m dyn AnyParam<M>,
+    param: &'m dyn FloatParam<M>,
     memory: <M::Native as NativeMemory>::Output,
 }
 

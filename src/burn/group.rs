@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use burn::tensor::backend::Backend;
 
-use crate::adapter::{AnyGroup, FrameworkDevice};
+use crate::adapter::{ErasedGroup, FrameworkDevice};
 use crate::device::Waited;
 use crate::ep::{EpGroup, Group};
 use crate::error::{Error, Result};
@@ -14,7 +14,7 @@ use crate::error::{Error, Result};
 /// gives it back.
 #[derive(Debug, Clone)]
 pub struct DeviceGroup {
-    group: AnyGroup,
+    group: ErasedGroup,
     waits: Arc<Counters>,
 }
 
@@ -37,7 +37,7 @@ struct Counters {
 impl DeviceGroup {
     /// The group itself, if it works on a `D`: for collectives beside the layers' own.
     pub fn on<D: FrameworkDevice>(&self) -> Option<&EpGroup<D>> {
-        D::own(&self.group)
+        D::downcast(&self.group)
     }
 
     /// The group, or an error that says that it is no group of this back end's device.
@@ -91,14 +91,14 @@ impl DeviceGroup {
     }
 
     /// The group, whatever its device.
-    pub(super) fn any(&self) -> &AnyGroup {
+    pub(super) fn erased(&self) -> &ErasedGroup {
         &self.group
     }
 }
 
 impl<D: FrameworkDevice> From<EpGroup<D>> for DeviceGroup {
     fn from(group: EpGroup<D>) -> Self {
-        Self { group: D::any(group), waits: Arc::default() }
+        Self { group: D::erase(group), waits: Arc::default() }
     }
 }
 

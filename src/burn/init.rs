@@ -53,12 +53,12 @@ impl ExpertParallelMoEConfig {
         device: &B::Device,
     ) -> Result<ExpertParallelMoE<B>> {
         let group = group.into();
-        let number = group.any().membership().number_layer(self.number);
-        let experts = group.any().membership().check_experts(INIT, self.moe.router.num_experts);
+        let number = group.erased().membership().number_layer(self.number);
+        let experts = group.erased().membership().check_experts(INIT, self.moe.router.num_experts);
         // The other ranks are in the collectives below: they are told, and the group stays usable.
         let layer = experts
             .and_then(|()| Layer::new(self.moe.clone(), number))
-            .inspect_err(|e| group.any().refuse(number, Op::Weights, &e.to_string()))?;
+            .inspect_err(|e| group.erased().refuse(number, Op::Weights, &e.to_string()))?;
         assemble(&mut Draw::<B> { config: self, number, group: &group, device }, layer, &group)
     }
 }
@@ -81,7 +81,7 @@ impl<B: Backend> ExpertParallelMoE<B> {
         device: &B::Device,
     ) -> Result<Self> {
         let group = group.into();
-        let layer = group.any().layer(FROM_BLOCK, (&block.config).into(), number.into())?;
+        let layer = group.erased().layer(FROM_BLOCK, (&block.config).into(), number.into())?;
         block.check(FROM_BLOCK, group.local_experts())?;
         let params = block.params.into_per_param();
         assemble(&mut Loaded::<B> { params, device }, layer, &group)
@@ -278,7 +278,7 @@ impl ShardedLoad<'_> {
         };
         let shards = BlockShards { experts: cut(to.experts), dense: to.dense.map(cut) };
         let Block { config, params } = self.checkpoint.load_shards(self.layer, options, shards, &mut |_| {})?;
-        let layer = group.any().layer(call, config.into(), Some(self.layer as u32))?;
+        let layer = group.erased().layer(call, config.into(), Some(self.layer as u32))?;
         // In as many dimensions as the whole parameter has.
         let shaped = |kind: ParamKind, t: Option<tensor::Tensor<Cpu>>| -> Result<_> {
             let dimensions = kind.dims(layer.config(), group.local_experts()).map_or(0, |dims| dims.len());
@@ -415,7 +415,7 @@ impl<B: Backend> Draw<'_, B> {
         let mut data: TensorData = weight.into_data();
         let dtype = core_dtype(INIT, "weight", data.dtype)?;
         let on = HostTensor { bytes: &mut data.bytes[..], dtype, dims: &[rows, columns] };
-        on.broadcast(self.group.any(), self.number)?;
+        on.broadcast(self.group.erased(), self.number)?;
         let dtype = data.dtype;
         Ok(Tensor::from_data(data, (self.device, dtype)))
     }

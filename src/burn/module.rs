@@ -15,7 +15,7 @@ use crate::metrics::Load;
 
 use super::backend::{Details, LayerCall, MoeBackend, Operands, Outputs, primitive, tensor_of};
 use super::group::DeviceGroup;
-use super::shard_param::AnyParam;
+use super::shard_param::FloatParam;
 
 /// A Mixture-of-Experts layer over the ranks of a group. Made by
 /// [`ExpertParallelMoEConfig::init`](super::ExpertParallelMoEConfig::init), [`from_block`](Self::from_block) or
@@ -161,9 +161,9 @@ impl<B: Backend> ExpertParallelMoE<B> {
 
 impl<B: MoeBackend> ExpertParallelMoE<B> {
     /// A parameter, whatever the number of its dimensions.
-    pub(super) fn any_param(&self, kind: ParamKind) -> Option<&dyn AnyParam<B>> {
+    pub(super) fn float_param(&self, kind: ParamKind) -> Option<&dyn FloatParam<B>> {
         let (router, experts, shared) = (&self.router, &self.experts, self.shared.as_ref());
-        fn any<B: MoeBackend, const D: usize>(param: &Param<Tensor<B, D>>) -> &dyn AnyParam<B> {
+        fn any<B: MoeBackend, const D: usize>(param: &Param<Tensor<B, D>>) -> &dyn FloatParam<B> {
             param
         }
         match kind {
@@ -181,9 +181,9 @@ impl<B: MoeBackend> ExpertParallelMoE<B> {
     }
 
     /// The same, to be changed.
-    pub(super) fn any_param_mut(&mut self, kind: ParamKind) -> Option<&mut dyn AnyParam<B>> {
+    pub(super) fn float_param_mut(&mut self, kind: ParamKind) -> Option<&mut dyn FloatParam<B>> {
         let (router, experts, shared) = (&mut self.router, &mut self.experts, self.shared.as_mut());
-        fn any<B: MoeBackend, const D: usize>(param: &mut Param<Tensor<B, D>>) -> &mut dyn AnyParam<B> {
+        fn any<B: MoeBackend, const D: usize>(param: &mut Param<Tensor<B, D>>) -> &mut dyn FloatParam<B> {
             param
         }
         match kind {

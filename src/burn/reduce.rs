@@ -105,7 +105,7 @@ pub(super) fn over_group<B: AutodiffBackend + MoeBackend, M: Module<B>>(
     gradients: &mut GradientsParams,
 ) -> Result<()> {
     let on = group.on::<CoreDevice<B>>().ok_or_else(|| {
-        let found = format!("one of {}", group.any().device());
+        let found = format!("one of {}", group.erased().device());
         Error::invalid(CALL, "group", "one of the parameters' device", found)
     })?;
     let mut group = on.lock();

@@ -17,7 +17,7 @@ use crate::optim::ParamShard;
 use super::backend::{CoreDevice, LayerBackend, MoeBackend, NativeBackend, NativeMemory, float};
 use super::dense_call::{DenseCall, DenseFunction, DenseInput, DenseWeight};
 use super::etp::{ShardHolder, ShardList, ShardedParams};
-use super::shard_param::{AnyParam, ParamSource, cut, part_of};
+use super::shard_param::{FloatParam, ParamSource, cut, part_of};
 
 const CALL: &str = "ShardedDense";
 
@@ -221,7 +221,7 @@ impl<B: NativeBackend> ShardedParams<B> {
         };
         let added = cuts.into_iter().map(add).collect::<Result<Vec<_>>>()?;
         let (weights, shards) = added.into_iter().unzip();
-        let chain = CoreDevice::<M>::any_chain(self.chain().clone());
+        let chain = CoreDevice::<M>::erase(self.chain().clone());
         Ok(ShardedDense { shards, call: DenseCall { chain, weights, function, failure: self.failure().clone() } })
     }
 }
@@ -278,7 +278,7 @@ impl<B: MoeBackend> ShardHolder for ShardedDense<B> {
 
     fn shard_lists(&self) -> Vec<ShardList<'_, B>> {
         let name = self.call.weights.first().map_or(CALL, |weight| weight.name.as_str());
-        let params = self.shards.iter().map(|shard| shard as &dyn AnyParam<B>);
+        let params = self.shards.iter().map(|shard| shard as &dyn FloatParam<B>);
         let params = self.call.weights.iter().map(|weight| weight.id).zip(params).collect();
         vec![ShardList { chain: self.call.chain.clone(), name: name.to_string(), params }]
     }

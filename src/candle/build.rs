@@ -155,14 +155,14 @@ impl ExpertParallelMoE {
         vb: candle_nn::VarBuilder<'_>,
         chain: Option<ShardedIn<'_, D>>,
     ) -> Result<Self> {
-        let number = group.any().membership().number_layer(spec.number());
+        let number = group.erased().membership().number_layer(spec.number());
         let made = spec.layer(number).map_err(Into::into).and_then(|layer| {
             let (params, sharded) = variables(&layer, &group, vb, chain)?;
             Ok(Self { sharded, ..Self::of(layer, group.clone(), params) })
         });
         // The other ranks are in the collectives below: they are told, and the group stays usable.
         let mut moe =
-            made.inspect_err(|e: &candle_core::Error| group.any().refuse(number, Op::Weights, &e.to_string()))?;
+            made.inspect_err(|e: &candle_core::Error| group.erased().refuse(number, Op::Weights, &e.to_string()))?;
         if group.ranks() > 1 {
             // All ranks take part, whatever their parameters are.
             let sharded = moe.sharded.clone();
@@ -196,7 +196,7 @@ impl ExpertParallelMoE {
     ) -> Result<Self> {
         const CALL: &str = "ExpertParallelMoE::from_block";
         let group = group.into();
-        let layer = group.any().layer(CALL, (&block.config).into(), number.into())?;
+        let layer = group.erased().layer(CALL, (&block.config).into(), number.into())?;
         block.check(CALL, group.local_experts())?;
         let params = tensors(block.params, group.device(), params)?;
         Ok(Self::of(layer, group, params))
@@ -276,7 +276,7 @@ impl ExpertParallelMoE {
                 return Err(Error::invalid(CALL, "weights", expected, "some").into());
             }
             let block = checkpoint.load_quantized(layer, options)?;
-            let layer = group.any().layer(CALL, (&block.config).into(), number)?;
+            let layer = group.erased().layer(CALL, (&block.config).into(), number)?;
             let (experts, params) = unpack(CALL, block, &group, params)?;
             let experts = experts.to(shards.chain.device())?;
             let sharded = Some(Sharded::stored(shards.chain, &layer, &experts)?);
@@ -287,7 +287,7 @@ impl ExpertParallelMoE {
             dense: shards.weights.map(|weights| place_in(weights.chain())),
         };
         let block = load.read_shards(checkpoint, layer, options, cut)?;
-        let layer = group.any().layer(CALL, block.config.into(), number)?;
+        let layer = group.erased().layer(CALL, block.config.into(), number)?;
         let params = tensors(block.params, group.device(), params)?;
         let sharded = shards.add(&layer, group.local_experts(), &params)?;
         Ok(Self { sharded, ..Self::of(layer, group, params) })
@@ -312,7 +312,7 @@ fn variables<D: Host>(
     chain: Option<ShardedIn<'_, D>>,
 ) -> Result<(PerParam<Option<Tensor>>, Option<Sharded>)> {
     let (config, local) = (layer.config(), group.local_experts());
-    group.any().membership().check_experts("ExpertParallelMoE::new", config.router.num_experts)?;
+    group.erased().membership().check_experts("ExpertParallelMoE::new", config.router.num_experts)?;
     if let Some(chain) = &chain {
         chain.check_device(group)?;
     }
@@ -395,7 +395,7 @@ impl<D: Host> ShardedIn<'_, D> {
             let dims = kind.dims(layer.config(), local).unwrap_or_default();
             let of = Use { layer: layer.number(), held: true };
             let shard = ShardedTensor::new(chain, weights.full_name(kind.name()), &dims, t.clone(), of)?;
-            held[kind] = Some(HeldId { chain: D::any(Arc::clone(chain)), id: shard.id, dims });
+            held[kind] = Some(HeldId { chain: D::erase(Arc::clone(chain)), id: shard.id, dims });
             if kind.is_replicated() {
                 weights.keep(shard);
             }

@@ -29,11 +29,11 @@ use super::precomputed::Precomputed;
 pub(super) struct RoutingNode {
     /// The node that combines hang from; absent where no backward will follow.
     pub(super) token: Option<Tensor>,
-    pub(super) routing: Arc<dyn AnyRouting>,
+    pub(super) routing: Arc<dyn CombineRouting>,
 }
 
 /// A dispatch's routing, whatever its device.
-pub(super) trait AnyRouting: Debug + Send + Sync {
+pub(super) trait CombineRouting: Debug + Send + Sync {
     /// Slots of each local expert; waits for the device.
     fn segments(&self) -> Result<Vec<Range<usize>>>;
     /// Their offsets and counts, I64 `[L]`.
@@ -78,7 +78,7 @@ pub(super) fn dispatch<D: Host>(
     Ok(DispatchedRows { rows, weights, load, routing: RoutingNode { token: Some(token), routing: step } })
 }
 
-impl<D: Host> AnyRouting for DispatchStep<D> {
+impl<D: Host> CombineRouting for DispatchStep<D> {
     fn segments(&self) -> Result<Vec<Range<usize>>> {
         Ok(self.pending.routing.segments()?)
     }

@@ -2,7 +2,7 @@
 
 use candle_core::{Device, Tensor};
 
-use crate::adapter::{AnyGroup, any_device, broadcast};
+use crate::adapter::{ErasedGroup, match_device, broadcast};
 use crate::cpu::Cpu;
 use crate::ep::{EpGroup, Group, GroupConfig};
 use crate::error::{Error, Result};
@@ -16,7 +16,7 @@ use super::host::{Host, copy_of, into_candle, location, with_views};
 /// A [`Group`] or [`EpGroup`] on the CPU converts into it.
 #[derive(Debug, Clone)]
 pub struct DeviceGroup {
-    group: AnyGroup,
+    group: ErasedGroup,
     device: Device,
 }
 
@@ -27,7 +27,7 @@ impl DeviceGroup {
     /// The group works on another device, or on another stream of it.
     pub fn new<D: Host>(group: EpGroup<D>, device: &Device) -> Result<Self> {
         if group.lock().device().is(device) {
-            return Ok(Self { group: D::any(group), device: device.clone() });
+            return Ok(Self { group: D::erase(group), device: device.clone() });
         }
         Err(Error::invalid("DeviceGroup::new", "device", "the group's own", D::other(device)))
     }
@@ -53,7 +53,7 @@ impl DeviceGroup {
 
     /// The group itself, if it works on a `D`: for collectives beside the layers' own.
     pub fn on<D: Host>(&self) -> Option<&EpGroup<D>> {
-        D::own(&self.group)
+        D::downcast(&self.group)
     }
 
     /// candle's device.
@@ -79,21 +79,21 @@ impl DeviceGroup {
     /// Whether a step that has calls of this group is being captured.
     pub(super) fn in_capture(&self) -> bool {
         match &self.group {
-            AnyGroup::Cpu(_) => false,
+            ErasedGroup::Cpu(_) => false,
             #[cfg(feature = "cuda")]
-            AnyGroup::Cuda(group) => group.lock().device().captures_with_framework(),
+            ErasedGroup::Cuda(group) => group.lock().device().captures_with_framework(),
         }
     }
 
     /// The group, whatever its device.
-    pub(super) fn any(&self) -> &AnyGroup {
+    pub(super) fn erased(&self) -> &ErasedGroup {
         &self.group
     }
 
     /// Rank 0's values of a parameter of layer `layer`; the tensor is not changed.
     pub(super) fn broadcast(&self, layer: u32, t: &Tensor) -> Result<Tensor> {
         let device = &self.device;
-        any_device!(&self.group, group => On { group, device }.broadcast(layer, t))
+        match_device!(&self.group, group => On { group, device }.broadcast(layer, t))
     }
 }
 
@@ -117,7 +117,7 @@ impl<D: Host> On<'_, D> {
 
 impl From<EpGroup<Cpu>> for DeviceGroup {
     fn from(group: EpGroup<Cpu>) -> Self {
-        Self { group: AnyGroup::Cpu(group), device: Device::Cpu }
+        Self { group: ErasedGroup::Cpu(group), device: Device::Cpu }
     }
 }
 

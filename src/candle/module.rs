@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use candle_core::{Device, Result, Tensor, Var};
 
-use crate::adapter::{AnyQuantized, Sharded, TrainingState, param_shard};
+use crate::adapter::{ErasedQuantizedExperts, Sharded, TrainingState, param_shard};
 #[cfg(doc)]
 use crate::checkpoint::Checkpoint;
 use crate::checkpoint::{Block, BlockParams, RankBlock, RankPart};
@@ -30,7 +30,7 @@ pub struct ExpertParallelMoE {
     /// The experts' chain, where their parameters are shards.
     pub(super) sharded: Option<Sharded>,
     /// The experts' weights, where they are quantized and so no parameters.
-    pub(super) quantized: Option<AnyQuantized>,
+    pub(super) quantized: Option<ErasedQuantizedExperts>,
     pub(super) training: Arc<TrainingState>,
 }
 
@@ -78,7 +78,7 @@ impl ExpertParallelMoE {
 
     /// This rank's shard of a parameter.
     pub(super) fn param_shard(&self, kind: ParamKind) -> crate::Result<ParamShard> {
-        param_shard(&self.layer, self.group.any().membership(), self.sharded.as_ref(), kind)
+        param_shard(&self.layer, self.group.erased().membership(), self.sharded.as_ref(), kind)
     }
 
     /// This rank's parts of the layer, for [`Checkpoint::save_parts`]: nothing is copied before it is written.
@@ -153,7 +153,7 @@ impl ExpertParallelMoE {
     }
 
     pub(super) fn refuse(&self, op: Op, reason: &str) {
-        self.group.any().refuse(self.layer.number(), op, reason);
+        self.group.erased().refuse(self.layer.number(), op, reason);
     }
 
     /// Forward over `[T, H]` or `[…, H]`, with everything that the layer knows; `noise`: seed and step of the router's

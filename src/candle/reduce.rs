@@ -3,7 +3,7 @@
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Tensor, Var};
 
-use crate::adapter::{BUCKET_BYTES, NO_LAYER, Summand, any_device, buckets};
+use crate::adapter::{BUCKET_BYTES, NO_LAYER, Summand, match_device, buckets};
 use crate::comm::{Communicator, Op, ReduceOp, Tag};
 use crate::ep::EpGroup;
 use crate::error::{Error, Result};
@@ -50,7 +50,7 @@ pub fn reduce_gradients_over<D: Host>(
 /// Sums over the ranks of a group, of a layer's parameters or of others.
 pub(super) fn over_group(group: &DeviceGroup, layer: u32, of: &[&Tensor], gradients: &mut GradStore) -> Result<()> {
     let reduction = GradientReduction { layer, of, bucket_bytes: BUCKET_BYTES };
-    any_device!(group.any(), group => reduction.run_on(group, gradients))
+    match_device!(group.erased(), group => reduction.run_on(group, gradients))
 }
 
 /// Gradients to be summed.

@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex};
 use candle_core::{Result, Shape, Tensor};
 
 use crate::adapter::{
-    AnyQuantized, Chained, LayerOutput, OutputCotangents, QuantizedExperts, Sharded, acquire, any_device,
+    ErasedQuantizedExperts, Chained, LayerOutput, OutputCotangents, QuantizedExperts, Sharded, acquire, match_device,
     sources as held_sources, with_sources,
 };
 use crate::error::Error;
@@ -30,7 +30,7 @@ pub(super) struct ForwardInputs<'a> {
     /// Where `up` and `down` are gathered from, if their parameters are shards.
     pub(super) sharded: Option<&'a Sharded>,
     /// `up` and `down`, where they are quantized and so no parameters.
-    pub(super) quantized: Option<&'a AnyQuantized>,
+    pub(super) quantized: Option<&'a ErasedQuantizedExperts>,
     /// The tokens, in the caller's shape and graph.
     pub(super) x: &'a Tensor,
     /// x as `[T, H]`, contiguous.
@@ -61,7 +61,7 @@ pub struct MoeOutput {
 /// A layer's forward, on the device of its group.
 pub(super) fn forward(group: &DeviceGroup, call: &ForwardInputs<'_>, mode: Mode) -> Result<MoeOutput> {
     let device = group.device();
-    any_device!(group.any(), group => forward_on(On { group, device }, call, mode))
+    match_device!(group.erased(), group => forward_on(On { group, device }, call, mode))
 }
 
 fn forward_on<D: Host>(on: On<'_, D>, call: &ForwardInputs<'_>, mode: Mode) -> Result<MoeOutput> {
@@ -132,9 +132,9 @@ fn forward_on<D: Host>(on: On<'_, D>, call: &ForwardInputs<'_>, mode: Mode) -> R
 }
 
 /// The experts on the group's device.
-fn on_device<D: Host>(experts: &AnyQuantized) -> crate::Result<Arc<QuantizedExperts<D>>> {
+fn on_device<D: Host>(experts: &ErasedQuantizedExperts) -> crate::Result<Arc<QuantizedExperts<D>>> {
     let elsewhere = || Error::invalid(CALL, "experts", "quantized ones on the group's device", "some elsewhere");
-    D::own(experts).cloned().ok_or_else(elsewhere)
+    D::downcast(experts).cloned().ok_or_else(elsewhere)
 }
 
 /// Where the experts' weights come from, if they are no parameters.
