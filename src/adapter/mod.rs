@@ -14,9 +14,9 @@ mod load_as;
 mod outputs;
 #[cfg(feature = "candle")]
 mod quantized;
+mod resident_weights;
 mod selection_bias;
 mod sharded;
-mod sharded_held;
 mod submit;
 mod training_state;
 
@@ -44,7 +44,9 @@ pub(crate) use outputs::DispatchedCotangents;
 pub(crate) use outputs::{DispatchedPart, LayerOutput, OutputCotangents};
 #[cfg(feature = "candle")]
 pub(crate) use quantized::{ErasedQuantizedExperts, QuantizedExperts};
+pub(crate) use resident_weights::{
+    ErasedResidentWeight, GatheredWeights, ResidentGradients, acquire_resident, resident_sources, resident_view,
+};
 pub(crate) use selection_bias::moved_selection_bias;
-pub(crate) use sharded::{Chained, Sharded, TypedSource, param_shard, with_sources};
-pub(crate) use sharded_held::{HeldGradients, HeldGuards, HeldId, HeldWeight, acquire, sources, view};
+pub(crate) use sharded::{ErasedLayerShards, LayerShards, TypedSource, param_shard, with_sources};
 pub(crate) use training_state::{LastForward, TrainingState};

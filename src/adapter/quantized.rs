@@ -7,7 +7,7 @@ use crate::error::Result;
 use crate::kernels::Kernels;
 use crate::quant::{Quantized, WeightFormat};
 
-use super::group::{DeviceErased, FrameworkDevice, DeviceFamily, match_device};
+use super::group::{DeviceErased, DeviceFamily, FrameworkDevice, match_device};
 
 /// `up` and `down` of a rank's experts.
 #[derive(Debug)]

@@ -9,7 +9,7 @@ use burn::tensor::ops::{FloatTensor, IntTensor};
 use burn::tensor::{Shape, TensorData, TensorPrimitive};
 
 pub use crate::adapter::ResultSpec;
-use crate::adapter::{DispatchTokens, DispatchedRows, FrameworkDevice, Sharded};
+use crate::adapter::{DispatchTokens, DispatchedRows, ErasedLayerShards, FrameworkDevice};
 use crate::cpu::{Cpu, Element};
 use crate::device::Waited;
 use crate::dtype::DType;
@@ -190,7 +190,7 @@ pub struct LayerCall {
     /// Whether a forward gives [`Details`].
     pub(super) details: bool,
     /// Where `up` and `down` are gathered from, if their parameters are shards.
-    pub(super) experts: Option<Sharded>,
+    pub(super) experts: Option<ErasedLayerShards>,
 }
 
 impl LayerCall {

@@ -13,7 +13,7 @@ use burn::tensor::{Shape, TensorMetadata};
 use crate::error::{Error, Result};
 
 use super::backend::{NativeBackend, NativeMemory};
-use super::dense::{DenseWanted, run_backward, run_forward};
+use super::dense::{DenseGradientMask, run_backward, run_forward};
 use super::dense_call::{DenseCall, DenseInput};
 
 /// Its parents are x and the weights' shards, of which there are at most two.
@@ -41,7 +41,7 @@ impl<B: NativeMemory> Backward<B, PARENTS> for Dense {
             DenseInput::Ids(ids) => DenseInput::Ids(ids),
         };
         let [x, weights @ ..] = ops.parents;
-        let wanted = DenseWanted { x: x.is_some(), weights: weights.iter().map(Option::is_some).collect() };
+        let wanted = DenseGradientMask { x: x.is_some(), weights: weights.iter().map(Option::is_some).collect() };
         match run_backward::<B>(&call, &input, &shards, gradient, &wanted) {
             Err(error) => call.failure.unwind(error),
             Ok(d_x) => {

@@ -186,10 +186,10 @@ impl<B: NativeBackend> ShardedParams<B> {
     ) -> Result<Vec<Block>> {
         const CALL: &str = "ShardedParams::to_blocks";
         let (chain, modules) = (self.chain(), modules.into_iter().collect::<Vec<_>>());
-        let held = |module: &&ExpertParallelMoE<M>| {
-            module.sharded.as_ref().is_some_and(|sharded| sharded.held.present().next().is_some())
+        let resident = |module: &&ExpertParallelMoE<M>| {
+            module.sharded.as_ref().is_some_and(|sharded| sharded.resident.present().next().is_some())
         };
-        if modules.iter().any(held) {
+        if modules.iter().any(resident) {
             let expected = "whole but for the experts' weights";
             return Err(Error::invalid(CALL, "parameters", expected, "shards (ExpertParallelMoE::to_parts has them)"));
         }

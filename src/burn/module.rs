@@ -7,7 +7,7 @@ use burn::tensor::backend::Backend;
 use burn::tensor::ops::FloatTensor;
 use burn::tensor::{Int, Shape, Tensor};
 
-use crate::adapter::{LastForward, Sharded, TrainingState};
+use crate::adapter::{ErasedLayerShards, LastForward, TrainingState};
 use crate::error::{Error, Result};
 use crate::layer::{AuxValue, Layer, Noise, ParamKind, PerParam};
 use crate::lazy::Lazy;
@@ -38,7 +38,7 @@ pub struct ExpertParallelMoE<B: Backend> {
     pub(super) group: DeviceGroup,
     /// The experts' chain, where their parameters are shards.
     #[module(skip)]
-    pub(super) sharded: Option<Sharded>,
+    pub(super) sharded: Option<ErasedLayerShards>,
     #[module(skip)]
     pub(super) training: Arc<TrainingState>,
 }

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use crate::adapter::{FrameworkDevice, HeldId, Sharded, TypedSource, param_shard};
+use crate::adapter::{ErasedLayerShards, ErasedResidentWeight, FrameworkDevice, TypedSource, param_shard};
 use crate::checkpoint::RankBlock;
 use crate::error::{Error, Result};
 use crate::etp::{Payload, ShardDevice, ShardSource, Shards, WeightSpec};
@@ -148,16 +148,17 @@ impl<B: MoeBackend> ExpertParallelMoE<B> {
     /// Adds the shards to their chains.
     fn with_sources(mut self, call: &'static str, to: ShardsTo<'_, B>, sources: ParamSources<B>) -> Result<Self> {
         let (layer, local) = (self.layer.clone(), self.group.local_experts());
-        let mut held = PerParam::none();
+        let mut resident = PerParam::none();
         let is_expert = |kind: &ParamKind| matches!(kind, ParamKind::Up | ParamKind::Down);
         for (kind, source) in sources.present().filter(|(kind, _)| !is_expert(kind)) {
             let Some(shards) = to.of(kind) else { continue };
             let dims = kind.dims(layer.config(), local).unwrap_or_default();
             let name = format!("layer {} {}", layer.number(), kind.name());
             let mut spec = WeightSpec::new(name, layer.number(), &Shards::lines(&dims), source.dtype);
-            spec.held = true;
+            spec.resident = true;
             let id = shards.add(spec, Arc::clone(source))?;
-            held[kind] = Some(HeldId { chain: CoreDevice::<B>::erase(shards.chain().clone()), id, dims });
+            resident[kind] =
+                Some(ErasedResidentWeight { chain: CoreDevice::<B>::erase(shards.chain().clone()), id, dims });
         }
         let (Some(up), Some(down)) = (sources.up, sources.down) else {
             return Err(Error::invalid(call, "experts", "weights", "none"));
@@ -167,8 +168,8 @@ impl<B: MoeBackend> ExpertParallelMoE<B> {
             source: Arc::clone(source) as Arc<dyn ShardSource<CoreDevice<B>>>,
         };
         let chain = to.experts.chain();
-        let mut sharded = Sharded::new(chain, to.payload, &layer, local, [typed(&up), typed(&down)])?;
-        sharded.held = held;
+        let mut sharded = ErasedLayerShards::new(chain, to.payload, &layer, local, [typed(&up), typed(&down)])?;
+        sharded.resident = resident;
         let first = match to.apart() {
             Some(dense) => FirstWait::Chain(dense.chain().clone()),
             None => FirstWait::Layer(self.group.clone(), layer.number()),
@@ -204,13 +205,13 @@ impl<B: MoeBackend> ShardHolder for ExpertParallelMoE<B> {
             [(sharded.ids[0], &self.experts.up), (sharded.ids[1], &self.experts.down)];
         let mut lists =
             vec![ShardList { chain: sharded.chain().clone(), name: name.clone(), params: experts.to_vec() }];
-        for (kind, held) in sharded.held.present() {
+        for (kind, resident) in sharded.resident.present() {
             let Some(param) = self.float_param(kind) else { continue };
-            match lists.iter_mut().find(|list| list.chain.is(&held.chain)) {
-                Some(list) => list.params.push((held.id, param)),
+            match lists.iter_mut().find(|list| list.chain.is(&resident.chain)) {
+                Some(list) => list.params.push((resident.id, param)),
                 None => {
-                    let (chain, name) = (held.chain.clone(), name.clone());
-                    lists.push(ShardList { chain, name, params: vec![(held.id, param)] });
+                    let (chain, name) = (resident.chain.clone(), name.clone());
+                    lists.push(ShardList { chain, name, params: vec![(resident.id, param)] });
                 }
             }
         }

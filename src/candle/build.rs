@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use candle_core::{DType, Device, Result, Tensor, Var};
 
-use crate::adapter::{HeldId, Sharded};
+use crate::adapter::{ErasedLayerShards, ErasedResidentWeight};
 use crate::checkpoint::{Block, BlockParams, BlockShards, Checkpoint};
 use crate::comm::Op;
 use crate::cpu::Cpu;
@@ -279,7 +279,7 @@ impl ExpertParallelMoE {
             let layer = group.erased().layer(CALL, (&block.config).into(), number)?;
             let (experts, params) = unpack(CALL, block, &group, params)?;
             let experts = experts.to(shards.chain.device())?;
-            let sharded = Some(Sharded::stored(shards.chain, &layer, &experts)?);
+            let sharded = Some(ErasedLayerShards::stored(shards.chain, &layer, &experts)?);
             return Ok(Self { sharded, ..Self::of(layer, group, params) });
         }
         let cut = BlockShards {
@@ -310,7 +310,7 @@ fn variables<D: Host>(
     group: &DeviceGroup,
     vb: candle_nn::VarBuilder<'_>,
     chain: Option<ShardedIn<'_, D>>,
-) -> Result<(PerParam<Option<Tensor>>, Option<Sharded>)> {
+) -> Result<(PerParam<Option<Tensor>>, Option<ErasedLayerShards>)> {
     let (config, local) = (layer.config(), group.local_experts());
     group.erased().membership().check_experts("ExpertParallelMoE::new", config.router.num_experts)?;
     if let Some(chain) = &chain {
@@ -383,26 +383,31 @@ impl<D: Host> ShardedIn<'_, D> {
     }
 
     /// Adds a module's shards.
-    fn add(self, layer: &Layer, local: usize, params: &PerParam<Option<Tensor>>) -> crate::Result<Option<Sharded>> {
+    fn add(
+        self,
+        layer: &Layer,
+        local: usize,
+        params: &PerParam<Option<Tensor>>,
+    ) -> crate::Result<Option<ErasedLayerShards>> {
         let (Some(up), Some(down)) = (&params.up, &params.down) else { return Ok(None) };
         // All are known to be sound before any is added.
         for (kind, t) in params.present().filter(|(kind, _)| is_expert_weight(*kind) || self.of(*kind).is_some()) {
             check_shard(kind.name(), t)?;
         }
-        let mut held = PerParam::none();
+        let mut resident = PerParam::none();
         for (kind, t) in params.present() {
             let (Some(weights), Some(chain)) = (self.weights, self.of(kind)) else { continue };
             let dims = kind.dims(layer.config(), local).unwrap_or_default();
-            let of = Use { layer: layer.number(), held: true };
+            let of = Use { layer: layer.number(), resident: true };
             let shard = ShardedTensor::new(chain, weights.full_name(kind.name()), &dims, t.clone(), of)?;
-            held[kind] = Some(HeldId { chain: D::erase(Arc::clone(chain)), id: shard.id, dims });
+            resident[kind] = Some(ErasedResidentWeight { chain: D::erase(Arc::clone(chain)), id: shard.id, dims });
             if kind.is_replicated() {
                 weights.keep(shard);
             }
         }
         let shard = |t: &Tensor| VarShard::on(self.chain.device(), t).into_shard();
-        let mut sharded = Sharded::new(self.chain, self.payload, layer, local, [shard(up)?, shard(down)?])?;
-        sharded.held = held;
+        let mut sharded = ErasedLayerShards::new(self.chain, self.payload, layer, local, [shard(up)?, shard(down)?])?;
+        sharded.resident = resident;
         Ok(Some(sharded))
     }
 }

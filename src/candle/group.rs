@@ -2,7 +2,7 @@
 
 use candle_core::{Device, Tensor};
 
-use crate::adapter::{ErasedGroup, match_device, broadcast};
+use crate::adapter::{ErasedGroup, broadcast, match_device};
 use crate::cpu::Cpu;
 use crate::ep::{EpGroup, Group, GroupConfig};
 use crate::error::{Error, Result};

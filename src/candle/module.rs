@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use candle_core::{Device, Result, Tensor, Var};
 
-use crate::adapter::{ErasedQuantizedExperts, Sharded, TrainingState, param_shard};
+use crate::adapter::{ErasedLayerShards, ErasedQuantizedExperts, TrainingState, param_shard};
 #[cfg(doc)]
 use crate::checkpoint::Checkpoint;
 use crate::checkpoint::{Block, BlockParams, RankBlock, RankPart};
@@ -28,7 +28,7 @@ pub struct ExpertParallelMoE {
     /// Those that the configuration has.
     pub(super) params: PerParam<Option<Tensor>>,
     /// The experts' chain, where their parameters are shards.
-    pub(super) sharded: Option<Sharded>,
+    pub(super) sharded: Option<ErasedLayerShards>,
     /// The experts' weights, where they are quantized and so no parameters.
     pub(super) quantized: Option<ErasedQuantizedExperts>,
     pub(super) training: Arc<TrainingState>,
@@ -130,7 +130,7 @@ impl ExpertParallelMoE {
     pub fn shards(&self) -> Vec<WeightVar> {
         let Some(sharded) = &self.sharded else { return Vec::new() };
         let biases = [ParamKind::UpBias, ParamKind::DownBias].into_iter();
-        let biases = biases.filter_map(|kind| Some((kind, sharded.held.get(kind)?.id)));
+        let biases = biases.filter_map(|kind| Some((kind, sharded.resident.get(kind)?.id)));
         let weights = [ParamKind::Up, ParamKind::Down].into_iter().zip(sharded.ids);
         let shard = |(kind, id)| {
             let t = self.param(kind).filter(|t| t.is_variable())?;

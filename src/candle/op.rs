@@ -6,8 +6,8 @@ use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, CudaStorage, CustomOp1, CustomOp2, Device, Layout, Result, Shape, Tensor, TensorId};
 
 use crate::adapter::{
-    Chained, HeldGradients, LayerOutput, OutputCotangents, QuantizedExperts, acquire, sources as held_sources,
-    with_sources,
+    LayerOutput, LayerShards, OutputCotangents, QuantizedExperts, ResidentGradients, acquire_resident,
+    resident_sources, with_sources,
 };
 use crate::ep::EpGroup;
 use crate::error::Error;
@@ -41,7 +41,7 @@ pub(super) struct PendingBackward<D: Host> {
     pub(super) tracks_x: bool,
     pub(super) params: PerParam<Option<Tensor>>,
     /// Where `up` and `down` are gathered from, if their parameters are shards.
-    pub(super) experts: Option<Chained<D>>,
+    pub(super) experts: Option<LayerShards<D>>,
     /// `up` and `down`, where they are quantized and so no parameters.
     pub(super) quantized: Option<Arc<QuantizedExperts<D>>>,
     /// Gradient of the auxiliary losses that comes with y's.
@@ -121,7 +121,7 @@ impl<D: Host> PendingBackward<D> {
             None => expert_gradients(&device, &self.device, &self.params)?,
             Some(_) => None,
         };
-        let stored = self.experts.as_ref().is_some_and(Chained::is_stored);
+        let stored = self.experts.as_ref().is_some_and(LayerShards::is_stored);
         let wanted = Wanted {
             x: self.tracks_x,
             router: any(&[ParamKind::Router, ParamKind::RouterBias]),
@@ -141,15 +141,15 @@ impl<D: Host> PendingBackward<D> {
                 let gradients = self.layer.backward(entry.enter(), context, inputs, cotangents, wanted)?;
                 return Ok((gradients, PerParam::from_fn(|_| false)));
             }
-            let held = self.experts.as_ref().map(|experts| &experts.held);
-            let sources = held.map(|held| held_sources(held, true)).transpose()?;
-            let guards = sources.as_ref().map(|sources| acquire(&device, sources)).transpose()?;
-            let weights = views_of(&params, &views[1..first], held.zip(guards.as_ref()))?;
+            let resident = self.experts.as_ref().map(|experts| &experts.resident);
+            let sources = resident.map(|resident| resident_sources(resident, true)).transpose()?;
+            let guards = sources.as_ref().map(|sources| acquire_resident(&device, sources)).transpose()?;
+            let weights = views_of(&params, &views[1..first], resident.zip(guards.as_ref()))?;
             let cotangents = cotangents(&views[first..], d_y.is_some(), self.aux_scale);
             if let Some(experts) = &self.experts {
                 let sources = experts.sources(true)?;
                 let mut shards = if wanted.experts { Some(experts.gradients(&context)?) } else { None };
-                let mut others = HeldGradients::new(&experts.held, tracks)?;
+                let mut others = ResidentGradients::new(&experts.resident, tracks)?;
                 let mut given = GradientsMut::none();
                 if let Some(shards) = &mut shards {
                     shards.view_in(&mut given)?;

@@ -3,7 +3,7 @@
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Tensor, Var};
 
-use crate::adapter::{BUCKET_BYTES, NO_LAYER, Summand, match_device, buckets};
+use crate::adapter::{BUCKET_BYTES, NO_LAYER, Summand, buckets, match_device};
 use crate::comm::{Communicator, Op, ReduceOp, Tag};
 use crate::ep::EpGroup;
 use crate::error::{Error, Result};

@@ -5,8 +5,8 @@ use std::sync::{Arc, Mutex};
 use candle_core::{Result, Shape, Tensor};
 
 use crate::adapter::{
-    ErasedQuantizedExperts, Chained, LayerOutput, OutputCotangents, QuantizedExperts, Sharded, acquire, match_device,
-    sources as held_sources, with_sources,
+    ErasedLayerShards, ErasedQuantizedExperts, LayerOutput, LayerShards, OutputCotangents, QuantizedExperts,
+    acquire_resident, match_device, resident_sources, with_sources,
 };
 use crate::error::Error;
 use crate::layer::{AuxValue, Forward, Layer, Mode, ParamKind, PerParam, RefusalGuard};
@@ -28,7 +28,7 @@ pub(super) struct ForwardInputs<'a> {
     pub(super) layer: &'a Layer,
     pub(super) params: &'a PerParam<Option<Tensor>>,
     /// Where `up` and `down` are gathered from, if their parameters are shards.
-    pub(super) sharded: Option<&'a Sharded>,
+    pub(super) sharded: Option<&'a ErasedLayerShards>,
     /// `up` and `down`, where they are quantized and so no parameters.
     pub(super) quantized: Option<&'a ErasedQuantizedExperts>,
     /// The tokens, in the caller's shape and graph.
@@ -139,7 +139,7 @@ fn on_device<D: Host>(experts: &ErasedQuantizedExperts) -> crate::Result<Arc<Qua
 
 /// Where the experts' weights come from, if they are no parameters.
 struct WeightsFrom<'a, D: Host> {
-    chain: Option<&'a Chained<D>>,
+    chain: Option<&'a LayerShards<D>>,
     quantized: Option<&'a QuantizedExperts<D>>,
 }
 
@@ -159,9 +159,9 @@ fn layer<D: Host>(
                 let params = params_of(&params, &views[1..], experts)?;
                 return call.layer.forward(entry.enter(), mode, views[0].borrow(), &params);
             }
-            let held = experts.map(|experts| held_sources(&experts.held, mode.backward)).transpose()?;
-            let guards = held.as_ref().map(|held| acquire(&device, held)).transpose()?;
-            let gathered = experts.map(|experts| &experts.held).zip(guards.as_ref());
+            let resident = experts.map(|experts| resident_sources(&experts.resident, mode.backward)).transpose()?;
+            let guards = resident.as_ref().map(|resident| acquire_resident(&device, resident)).transpose()?;
+            let gathered = experts.map(|experts| &experts.resident).zip(guards.as_ref());
             let weights = views_of(&params, &views[1..], gathered)?;
             let sources = experts.map(|experts| experts.sources(mode.backward)).transpose()?;
             let params = with_sources(&weights, sources.as_ref());

@@ -54,7 +54,7 @@ pub(super) struct ShardedTensor<D: Host> {
     pub(super) dims: Vec<usize>,
     pub(super) shard: Tensor,
     /// A layer's.
-    held: bool,
+    resident: bool,
     /// This rank's part.
     pub(super) part: ParamShard,
 }
@@ -74,11 +74,11 @@ pub(super) struct Use {
     /// Number of the layer that it belongs to.
     pub(super) layer: u32,
     /// It is in use while the layer's other weights are.
-    pub(super) held: bool,
+    pub(super) resident: bool,
 }
 
 /// By itself.
-const ALONE: Use = Use { layer: NO_LAYER, held: false };
+const ALONE: Use = Use { layer: NO_LAYER, resident: false };
 
 impl<D: Host> ShardedTensor<D> {
     /// The cut of a weight of sizes `dims`.
@@ -103,9 +103,9 @@ impl<D: Host> ShardedTensor<D> {
         let part = ParamShard::whole(cut.dims()).shard(&cut, chain.rank())?;
         let dtype = dtype_of(CALL, &name, shard.dtype())?;
         let mut spec = WeightSpec::new(name.clone(), of.layer, cut.dims(), dtype);
-        spec.held = of.held;
+        spec.resident = of.resident;
         let id = chain.add(spec, Arc::new(VarShard::on(chain.device(), &shard)))?;
-        Ok(Self { chain: Arc::clone(chain), id, name, dims: dims.to_vec(), shard, held: of.held, part })
+        Ok(Self { chain: Arc::clone(chain), id, name, dims: dims.to_vec(), shard, resident: of.resident, part })
     }
 
     /// The whole weight, in memory of candle's (collective); `backward`: a backward gathers it again.
@@ -327,7 +327,7 @@ impl<'a, D: Host> ShardedWeights<'a, D> {
     /// None for weights that were made.
     pub fn to_parts(&self) -> Result<Vec<RankTensor<'static>>> {
         let all = self.all();
-        let alone = all.iter().filter(|weight| !weight.held);
+        let alone = all.iter().filter(|weight| !weight.resident);
         let part = |weight: &Arc<ShardedTensor<D>>| {
             let (name, dims) = (weight.name.clone(), weight.dims.clone());
             let part = part_of(&name, &weight.shard, weight.part.clone())?;
