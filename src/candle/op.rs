@@ -13,8 +13,8 @@ use crate::ep::EpGroup;
 use crate::error::Error;
 use crate::kernels::Scalar;
 use crate::layer::{
-    BackwardProgress, Context, Cotangents, Gradients, GradientsMut, Inputs, Layer, ParamKind, PerParam, RefusalGuard,
-    Wanted,
+    BackwardProgress, Context, Cotangents, GradientMask, Gradients, GradientsMut, Inputs, Layer, ParamKind, PerParam,
+    RefusalGuard,
 };
 use crate::tensor::TensorRef;
 
@@ -122,7 +122,7 @@ impl<D: Host> PendingBackward<D> {
             Some(_) => None,
         };
         let stored = self.experts.as_ref().is_some_and(LayerShards::is_stored);
-        let wanted = Wanted {
+        let wanted = GradientMask {
             x: self.tracks_x,
             router: any(&[ParamKind::Router, ParamKind::RouterBias]),
             experts: main.is_none() && !stored && any(&EXPERTS),

@@ -15,7 +15,7 @@ use crate::tensor::{Tensor, TensorMut, TensorRef};
 use super::forward::{RoutedExperts, borrow};
 use super::refuse::refuse_on_error;
 use super::{
-    BackwardProgress, Context, Cotangents, Gradients, GradientsMut, Inputs, Layer, Wanted, check, payload,
+    BackwardProgress, Context, Cotangents, GradientMask, Gradients, GradientsMut, Inputs, Layer, check, payload,
     shared_expert,
 };
 
@@ -33,7 +33,7 @@ pub(super) fn backward<D: Kernels>(
     context: Context<D>,
     inputs: Inputs<'_, '_, D>,
     cotangents: Cotangents<'_, D, Scalar<'_, D>>,
-    wanted: Wanted,
+    wanted: GradientMask,
     mut given: GradientsMut<'_, D>,
 ) -> Result<Gradients<D>> {
     context.handle.check_backward(CALL)?;

@@ -228,7 +228,7 @@ impl<D: Kernels> Context<D> {
 
 /// Which gradients backward shall make. Its collectives run whatever is asked for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Wanted {
+pub struct GradientMask {
     /// Gradient of x.
     pub x: bool,
     /// Gradients of router weight and bias.
@@ -239,7 +239,7 @@ pub struct Wanted {
     pub shared: bool,
 }
 
-impl Wanted {
+impl GradientMask {
     /// Every gradient.
     pub const ALL: Self = Self { x: true, router: true, experts: true, shared: true };
 }
@@ -360,7 +360,7 @@ impl Layer {
         context: Context<D>,
         inputs: Inputs<'_, '_, D>,
         cotangents: Cotangents<'a, D, impl Into<Scalar<'a, D>>>,
-        wanted: Wanted,
+        wanted: GradientMask,
     ) -> Result<Gradients<D>> {
         backward::backward(self, group, context, inputs, cotangents.scalar(), wanted, GradientsMut::none())
     }
@@ -376,7 +376,7 @@ impl Layer {
         context: Context<D>,
         inputs: Inputs<'_, '_, D>,
         cotangents: Cotangents<'_, D, Scalar<'_, D>>,
-        wanted: Wanted,
+        wanted: GradientMask,
         given: GradientsMut<'_, D>,
     ) -> Result<Gradients<D>> {
         backward::backward(self, group, context, inputs, cotangents, wanted, given)
