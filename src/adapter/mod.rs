@@ -4,7 +4,9 @@
 
 mod buckets;
 mod collectives;
+mod device_group;
 mod dispatch;
+mod gradient_reduction;
 #[cfg(feature = "candle")]
 mod gradient_sums;
 mod group;
@@ -21,11 +23,17 @@ mod submit;
 mod training_state;
 
 pub use buckets::BUCKET_BYTES;
-pub(crate) use buckets::{NO_LAYER, Summand, buckets};
+#[cfg(feature = "candle")]
+pub(crate) use buckets::buckets;
+pub(crate) use buckets::{NO_LAYER, Summand};
 #[cfg(feature = "candle")]
 pub(crate) use collectives::broadcast;
+pub use device_group::DeviceGroup;
 pub use dispatch::{DispatchTokens, DispatchedRows, ResultSpec};
 pub(crate) use dispatch::{FrameworkTensors, GuardedCall, PendingDispatch, pieces};
+#[cfg(feature = "burn")]
+pub(crate) use gradient_reduction::AllReduce;
+pub(crate) use gradient_reduction::{GradientReduction, REDUCE_GRADIENTS};
 #[cfg(feature = "candle")]
 pub use gradient_sums::ReduceComms;
 #[cfg(feature = "candle")]

@@ -83,7 +83,7 @@ pub trait LayerBackend: Backend {
     fn moe_segments(dispatch: &Self::Dispatch) -> Result<Vec<Range<usize>>>;
 
     /// A scalar whose gradient by `y` is the given one; it has no value. Fails for a `y` that tracks no gradients.
-    fn moe_product(y: FloatTensor<Self>, d_y: FloatTensor<Self::Native>) -> Result<FloatTensor<Self>>;
+    fn moe_inner_product(y: FloatTensor<Self>, d_y: FloatTensor<Self::Native>) -> Result<FloatTensor<Self>>;
 
     /// A computation with dense weights of a chain, of which `shards` are this rank's; keeps what backward needs where an
     /// operand tracks gradients.
@@ -114,8 +114,8 @@ pub trait NativeMemory: Backend {
     type Shared: Debug + Send + Sync + 'static;
 
     /// Runs calls of these as one where each would wait for a thread of the back end's; beside a tensor of the device.
-    fn together<R: Send>(beside: &FloatTensor<Self>, calls: impl FnOnce() -> Result<R> + Send) -> Result<R> {
-        let _ = beside;
+    fn together<R: Send>(like: &FloatTensor<Self>, calls: impl FnOnce() -> Result<R> + Send) -> Result<R> {
+        let _ = like;
         calls()
     }
 
@@ -137,8 +137,8 @@ pub trait NativeMemory: Backend {
     /// Borrows contiguous ids, I32, I64 or U32 as I32; fails for another device or type.
     fn view_ids<'a>(core: &Self::Core, tensor: Named<'a, IntTensor<Self>>) -> Result<TensorRef<'a, Self::Core>>;
 
-    /// Allocates a result where `beside` lies.
-    fn output(core: &Self::Core, beside: &FloatTensor<Self>, place: ResultSpec<'_>) -> Result<Self::Output>;
+    /// Allocates a result where `like` lies.
+    fn output(core: &Self::Core, like: &FloatTensor<Self>, place: ResultSpec<'_>) -> Result<Self::Output>;
 
     /// Borrows a result to fill it.
     fn view_mut(output: &mut Self::Output) -> Result<TensorMut<'_, Self::Core>>;

@@ -20,7 +20,7 @@ use super::dense_call::{DenseCall, DenseInput};
 const PARENTS: usize = 3;
 
 #[derive(Debug)]
-struct Dense;
+struct DenseNode;
 
 #[derive(Debug, Clone)]
 struct DenseState<B: NativeMemory> {
@@ -30,7 +30,7 @@ struct DenseState<B: NativeMemory> {
     shards: Vec<FloatTensor<B>>,
 }
 
-impl<B: NativeMemory> Backward<B, PARENTS> for Dense {
+impl<B: NativeMemory> Backward<B, PARENTS> for DenseNode {
     type State = DenseState<B>;
 
     fn backward(self, ops: Ops<DenseState<B>, PARENTS>, grads: &mut Gradients, checkpointer: &mut Checkpointer) {
@@ -72,7 +72,7 @@ pub(super) fn dense<B: NativeBackend, C: CheckpointStrategy>(
     });
     // Until the operation is in the graph, the operands may be all that keeps theirs.
     let alive: Vec<_> = shards.iter().map(|t| t.rc.clone()).collect();
-    let prepared = Backward::<B, PARENTS>::prepare::<C>(Dense, nodes).compute_bound().stateful();
+    let prepared = Backward::<B, PARENTS>::prepare::<C>(DenseNode, nodes).compute_bound().stateful();
     let inner = |t: FloatTensor<Autodiff<B, C>>| t.primitive;
     match prepared {
         OpsKind::UnTracked(_) => {

@@ -9,7 +9,7 @@ use crate::etp::{Payload, ShardDevice, ShardSource, Shards, WeightSpec};
 use crate::layer::{ParamKind, PerParam};
 
 use super::backend::{CoreDevice, MoeBackend, NativeMemory};
-use super::etp::{FirstWait, ShardHolder, ShardList, ShardedParams};
+use super::etp::{OtherRanksAt, ShardHolder, ShardList, ShardedParams};
 use super::module::ExpertParallelMoE;
 use super::shard_param::{FloatParam, ParamSource, cut, part_of};
 
@@ -171,8 +171,8 @@ impl<B: MoeBackend> ExpertParallelMoE<B> {
         let mut sharded = ErasedLayerShards::new(chain, to.payload, &layer, local, [typed(&up), typed(&down)])?;
         sharded.resident = resident;
         let first = match to.apart() {
-            Some(dense) => FirstWait::Chain(dense.chain().clone()),
-            None => FirstWait::Layer(self.group.clone(), layer.number()),
+            Some(dense) => OtherRanksAt::Chain(dense.chain().clone()),
+            None => OtherRanksAt::Layer(self.group.clone(), layer.number()),
         };
         to.experts.register(sharded.ids.into_iter().zip([up, down]), first);
         self.sharded = Some(sharded);
@@ -185,7 +185,7 @@ impl<B: MoeBackend> ExpertParallelMoE<B> {
     /// # Errors
     /// Parameters of types that the layer has not.
     pub fn to_parts(&self) -> Result<RankBlock<'static>> {
-        let group = self.group.erased().membership();
+        let group = self.group.membership();
         let params = PerParam::try_from_fn(|kind| -> Result<_> {
             let Some(param) = self.float_param(kind) else { return Ok(None) };
             let shard = param_shard(&self.layer, group, self.sharded.as_ref(), kind)?;

@@ -19,7 +19,7 @@ use super::initial::{ShardInit, full_name};
 use super::module::ExpertParallelMoE;
 use super::options::{LoadAs, Parameters, place_in, tensor};
 use super::quantized::unpack;
-use super::sharded_weights::{ShardedTensor, ShardedWeights, Use, check_shard};
+use super::sharded_weights::{LayerPlace, ShardedTensor, ShardedWeights, check_shard};
 
 /// A layer of one rank, on the device and in the type of `vb`, of any number of tokens a call: the common case. For
 /// several ranks, and for layers that share a workspace on a GPU, see [`ExpertParallelMoE::new`].
@@ -155,7 +155,7 @@ impl ExpertParallelMoE {
         vb: candle_nn::VarBuilder<'_>,
         chain: Option<ShardedIn<'_, D>>,
     ) -> Result<Self> {
-        let number = group.erased().membership().number_layer(spec.number());
+        let number = group.membership().number_layer(spec.number());
         let made = spec.layer(number).map_err(Into::into).and_then(|layer| {
             let (params, sharded) = variables(&layer, &group, vb, chain)?;
             Ok(Self { sharded, ..Self::of(layer, group.clone(), params) })
@@ -312,7 +312,7 @@ fn variables<D: Host>(
     chain: Option<ShardedIn<'_, D>>,
 ) -> Result<(PerParam<Option<Tensor>>, Option<ErasedLayerShards>)> {
     let (config, local) = (layer.config(), group.local_experts());
-    group.erased().membership().check_experts("ExpertParallelMoE::new", config.router.num_experts)?;
+    group.membership().check_experts("ExpertParallelMoE::new", config.router.num_experts)?;
     if let Some(chain) = &chain {
         chain.check_device(group)?;
     }
@@ -398,7 +398,7 @@ impl<D: Host> ShardedIn<'_, D> {
         for (kind, t) in params.present() {
             let (Some(weights), Some(chain)) = (self.weights, self.of(kind)) else { continue };
             let dims = kind.dims(layer.config(), local).unwrap_or_default();
-            let of = Use { layer: layer.number(), resident: true };
+            let of = LayerPlace { layer: layer.number(), resident: true };
             let shard = ShardedTensor::new(chain, weights.full_name(kind.name()), &dims, t.clone(), of)?;
             resident[kind] = Some(ErasedResidentWeight { chain: D::erase(Arc::clone(chain)), id: shard.id, dims });
             if kind.is_replicated() {

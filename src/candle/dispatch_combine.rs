@@ -11,7 +11,7 @@ use crate::lazy::Lazy;
 use crate::metrics::Load;
 
 use super::dispatch_ops::{self, RoutingNode};
-use super::group::{DeviceGroup, On};
+use super::group::{DeviceGroup, TypedGroup};
 use super::route_op::{self, Routed};
 
 /// Dispatch and combine as operations of candle's graph, with experts of your own between them: an MLP, a LoRA, any
@@ -122,7 +122,7 @@ impl DispatchCombine {
     /// Tensors of another shape, type or device; a NaN logit.
     pub fn route(&self, logits: &Tensor, selection_bias: Option<&Tensor>) -> Result<Routed> {
         let (layer, device) = (&self.layer, self.group.device());
-        match_device!(self.group.erased(), group => route_op::route(On { group, device }, layer, logits, selection_bias))
+        match_device!(self.group.erased(), group => route_op::route(TypedGroup { group, device }, layer, logits, selection_bias))
     }
 
     /// Sends tokens to the ranks of their experts. `x`: `[T, H]`; `ids`: the chosen experts `[T, K]`, U32 or I64, a
@@ -135,7 +135,7 @@ impl DispatchCombine {
     pub fn dispatch(&self, x: &Tensor, ids: &Tensor, weights: &Tensor) -> Result<Dispatched> {
         let anchor = self.anchor.as_ref().map(Var::as_tensor);
         let (layer, device, tokens) = (&self.layer, self.group.device(), DispatchTokens { x, ids, weights });
-        let DispatchedRows { rows, weights, load, routing: node } = match_device!(self.group.erased(), group => dispatch_ops::dispatch(On { group, device }, layer, anchor, tokens))?;
+        let DispatchedRows { rows, weights, load, routing: node } = match_device!(self.group.erased(), group => dispatch_ops::dispatch(TypedGroup { group, device }, layer, anchor, tokens))?;
         Ok(Dispatched { rows, weights, load, node })
     }
 

@@ -19,7 +19,7 @@ use crate::adapter::{DispatchTokens, DispatchedPart, DispatchedRows, GuardedCall
 use crate::error::Error;
 use crate::layer::Layer;
 
-use super::group::On;
+use super::group::TypedGroup;
 use super::host::{Host, HostTensors, copy_of, into_candle};
 use super::pending::{BackwardStage, PendingCollectives, remember};
 use super::precomputed::Precomputed;
@@ -53,7 +53,7 @@ struct DispatchStep<D: Host> {
 
 /// Dispatches on the device of a group. `anchor` always tracks gradients; absent where no backward will follow.
 pub(super) fn dispatch<D: Host>(
-    on: On<'_, D>,
+    on: TypedGroup<'_, D>,
     layer: &Layer,
     anchor: Option<&Tensor>,
     tokens: DispatchTokens<&Tensor, &Tensor>,

@@ -78,7 +78,7 @@ impl ExpertParallelMoE {
 
     /// This rank's shard of a parameter.
     pub(super) fn param_shard(&self, kind: ParamKind) -> crate::Result<ParamShard> {
-        param_shard(&self.layer, self.group.erased().membership(), self.sharded.as_ref(), kind)
+        param_shard(&self.layer, self.group.membership(), self.sharded.as_ref(), kind)
     }
 
     /// This rank's parts of the layer, for [`Checkpoint::save_parts`]: nothing is copied before it is written.

@@ -19,8 +19,8 @@ use crate::layer::{
 use crate::tensor::TensorRef;
 
 use super::error::framework;
+use super::gradient_hook::run_hook;
 use super::host::{Host, into_candle, with_views};
-use super::layer_gradients::offer;
 use super::main_gradients::{EXPERTS, expert_gradients, writes_experts};
 use super::params::{contiguous, named, views_of};
 use super::pending::{BackwardStage, OutputGradient, PendingCollectives};
@@ -99,7 +99,7 @@ impl<D: Host> PendingBackward<D> {
             let of = t.as_ref().and_then(|t| Some(own(gradients.take(kind)?, t)));
             of.transpose()
         })?;
-        let left = offer(self.layer.number(), &self.params, &mut params)?;
+        let left = run_hook(self.layer.number(), &self.params, &mut params)?;
         let elsewhere = PerParam::from_fn(|kind| elsewhere[kind] || left[kind]);
         *state = BackwardState::Done { x, params, elsewhere };
         Ok(())
@@ -245,15 +245,15 @@ fn cotangents<'a, D: Host>(views: &[TensorRef<'a, D>], has_y: bool, aux_scale: f
 }
 
 /// Joins one more input to the token: the first link of the chain that candle runs backwards last.
-pub(super) struct Join<D: Host> {
+pub(super) struct InputOp<D: Host> {
     pub(super) step: Arc<PendingBackward<D>>,
     /// `None`: x; else a parameter.
     pub(super) input: Option<ParamKind>,
 }
 
-impl<D: Host> CustomOp2 for Join<D> {
+impl<D: Host> CustomOp2 for InputOp<D> {
     fn name(&self) -> &'static str {
-        "moebius-join"
+        "moebius-input"
     }
 
     fn cpu_fwd(&self, token: &CpuStorage, at: &Layout, _: &CpuStorage, _: &Layout) -> Result<(CpuStorage, Shape)> {
@@ -273,15 +273,15 @@ impl<D: Host> CustomOp2 for Join<D> {
 }
 
 /// Gives an output of the layer, computed before, a place in the graph.
-pub(super) struct Emit<D: Host> {
+pub(super) struct OutputOp<D: Host> {
     pub(super) step: Arc<PendingBackward<D>>,
     pub(super) output: LayerOutput,
     pub(super) value: Precomputed,
 }
 
-impl<D: Host> CustomOp1 for Emit<D> {
+impl<D: Host> CustomOp1 for OutputOp<D> {
     fn name(&self) -> &'static str {
-        "moebius-emit"
+        "moebius-output"
     }
 
     fn cpu_fwd(&self, _: &CpuStorage, _: &Layout) -> Result<(CpuStorage, Shape)> {

@@ -13,9 +13,9 @@ use crate::layer::{AuxValue, Forward, Layer, Mode, ParamKind, PerParam, RefusalG
 use crate::lazy::Lazy;
 use crate::metrics::Load;
 
-use super::group::{DeviceGroup, On};
+use super::group::{DeviceGroup, TypedGroup};
 use super::host::{Host, copy_of, into_candle, with_views};
-use super::op::{BackwardState, Emit, Join, PendingBackward};
+use super::op::{BackwardState, InputOp, OutputOp, PendingBackward};
 use super::params::{contiguous, named, views_of};
 use super::pending::{remember, remember_output};
 use super::precomputed::Precomputed;
@@ -61,10 +61,10 @@ pub struct MoeOutput {
 /// A layer's forward, on the device of its group.
 pub(super) fn forward(group: &DeviceGroup, call: &ForwardInputs<'_>, mode: Mode) -> Result<MoeOutput> {
     let device = group.device();
-    match_device!(group.erased(), group => forward_on(On { group, device }, call, mode))
+    match_device!(group.erased(), group => forward_on(TypedGroup { group, device }, call, mode))
 }
 
-fn forward_on<D: Host>(on: On<'_, D>, call: &ForwardInputs<'_>, mode: Mode) -> Result<MoeOutput> {
+fn forward_on<D: Host>(on: TypedGroup<'_, D>, call: &ForwardInputs<'_>, mode: Mode) -> Result<MoeOutput> {
     let experts = call.sharded.map(|sharded| sharded.experts::<D>(CALL)).transpose();
     let experts = experts.map_err(|e| call.layer.refuse_forward(&mut on.group.lock(), e))?;
     let quantized = call.quantized.map(on_device::<D>).transpose();
@@ -99,15 +99,15 @@ fn forward_on<D: Host>(on: On<'_, D>, call: &ForwardInputs<'_>, mode: Mode) -> R
             });
             let mut token = Tensor::zeros((), candle_core::DType::F32, on.device)?;
             // Not the `[T, H]` of it: candle would sum the gradient once more on its way to x.
-            token = token.apply_op2(call.x, Join { step: step.clone(), input: None })?;
+            token = token.apply_op2(call.x, InputOp { step: step.clone(), input: None })?;
             // The selection bias has no gradient: with one of zeros an optimizer's weight decay would move it.
             for (kind, t) in call.params.present().filter(|(kind, _)| *kind != ParamKind::SelectionBias) {
-                token = token.apply_op2(t, Join { step: step.clone(), input: Some(kind) })?;
+                token = token.apply_op2(t, InputOp { step: step.clone(), input: Some(kind) })?;
             }
             remember(&token, &step);
             let emit = |output, value: crate::Tensor<D>, shape: &Shape| {
                 let value = Precomputed::shaped(value, shape.clone(), on.device)?;
-                token.apply_op1(Emit { step: step.clone(), output, value })
+                token.apply_op1(OutputOp { step: step.clone(), output, value })
             };
             let y = emit(LayerOutput::Y, y, call.x.shape())?;
             remember_output(&y, &token, &step);
@@ -144,7 +144,7 @@ struct WeightsFrom<'a, D: Host> {
 }
 
 fn layer<D: Host>(
-    on: &On<'_, D>,
+    on: &TypedGroup<'_, D>,
     call: &ForwardInputs<'_>,
     WeightsFrom { chain: experts, quantized }: WeightsFrom<'_, D>,
     mode: Mode,

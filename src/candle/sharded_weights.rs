@@ -70,7 +70,7 @@ pub(super) fn check_shard(name: &str, shard: &Tensor) -> crate::Result<()> {
 
 /// How a weight is used.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Use {
+pub(super) struct LayerPlace {
     /// Number of the layer that it belongs to.
     pub(super) layer: u32,
     /// It is in use while the layer's other weights are.
@@ -78,7 +78,7 @@ pub(super) struct Use {
 }
 
 /// By itself.
-const ALONE: Use = Use { layer: NO_LAYER, resident: false };
+const ALONE: LayerPlace = LayerPlace { layer: NO_LAYER, resident: false };
 
 impl<D: Host> ShardedTensor<D> {
     /// The cut of a weight of sizes `dims`.
@@ -92,7 +92,7 @@ impl<D: Host> ShardedTensor<D> {
         name: String,
         dims: &[usize],
         shard: Tensor,
-        of: Use,
+        of: LayerPlace,
     ) -> crate::Result<Self> {
         if !chain.device().is(shard.device()) {
             let found = D::other(shard.device());
@@ -451,17 +451,17 @@ impl<D: Host> Module for ShardedModule<D> {
             None if x.track_op() => x,
             None => return Ok(y),
         };
-        x.apply_op2(from, Apply { module: self.clone(), value: Precomputed::copy_of(&y)? })
+        x.apply_op2(from, ShardedFunctionOp { module: self.clone(), value: Precomputed::copy_of(&y)? })
     }
 }
 
 /// The computation's place in candle's graph: its inputs are x and a variable that makes candle track it.
-struct Apply<D: Host> {
+struct ShardedFunctionOp<D: Host> {
     module: ShardedModule<D>,
     value: Precomputed,
 }
 
-impl<D: Host> CustomOp2 for Apply<D> {
+impl<D: Host> CustomOp2 for ShardedFunctionOp<D> {
     fn name(&self) -> &'static str {
         "moebius-sharded"
     }
