@@ -10,10 +10,11 @@ use burn::tensor::{Shape, TensorData, TensorPrimitive};
 
 pub use crate::adapter::ResultSpec;
 use crate::adapter::{DispatchTokens, DispatchedRows, ErasedLayerShards, FrameworkDevice};
+use crate::comm::Op;
 use crate::cpu::{Cpu, Element};
 use crate::device::Waited;
 use crate::dtype::DType;
-use crate::ep::GroupConfig;
+use crate::ep::{EpGroup, GroupConfig};
 use crate::error::{Error, Result};
 use crate::layer::{AuxValue, Layer, Noise, PerParam};
 use crate::lazy::Lazy;
@@ -113,6 +114,11 @@ pub trait NativeMemory: Backend {
     /// A tensor that the core reads on any thread.
     type Shared: Debug + Send + Sync + 'static;
 
+    /// A group that works on the core's device.
+    fn core_group(group: &DeviceGroup) -> Option<&EpGroup<Self::Core>> {
+        group.on()
+    }
+
     /// Runs calls of these as one where each would wait for a thread of the back end's; beside a tensor of the device.
     fn together<R: Send>(like: &FloatTensor<Self>, calls: impl FnOnce() -> Result<R> + Send) -> Result<R> {
         let _ = like;
@@ -198,6 +204,22 @@ impl LayerCall {
     pub(super) fn new(layer: &Arc<Layer>, group: &DeviceGroup) -> Self {
         let (layer, group) = (Arc::clone(layer), group.clone());
         Self { layer, group, noise: None, aux_scale: 0.0, details: false, experts: None }
+    }
+
+    /// The group, for a call on a tensor of a back end. A group of another device is refused, and the other ranks, which
+    /// are in the collective `op` or on their way to it, are told.
+    pub(super) fn group_of<B: NativeMemory>(
+        &self,
+        (name, op): (&'static str, Op),
+        tensor: &FloatTensor<B>,
+    ) -> Result<&EpGroup<B::Core>> {
+        B::core_group(&self.group).ok_or_else(|| {
+            let (device, group) = (B::float_device(tensor), self.group.erased());
+            let expected = format!("one of the device of {} {device:?}", B::name(&device));
+            let error = Error::invalid(name, "group", expected, format!("one of {}", group.device()));
+            group.refuse(self.layer.number(), op, &error.to_string());
+            error
+        })
     }
 }
 

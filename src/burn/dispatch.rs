@@ -6,6 +6,7 @@ use burn::tensor::ops::{FloatTensor, IntTensor};
 use crate::adapter::{
     DispatchTokens, DispatchedCotangents, DispatchedRows, FrameworkTensors, GuardedCall, PendingDispatch, ResultSpec,
 };
+use crate::comm::Op;
 use crate::error::Result;
 use crate::tensor::{TensorMut, TensorRef};
 
@@ -79,7 +80,7 @@ pub(super) fn run_dispatch<B: NativeMemory>(
 ) -> Result<DispatchedRows<FloatTensor<B>, NativeDispatch<B>>> {
     let device = B::float_device(&tokens.x);
     let like = B::float_empty([1].into(), &device, tokens.weights.dtype().into());
-    let group = call.group.expect::<B, B::Core>("DispatchCombine::dispatch", &device)?;
+    let group = call.group_of::<B>(("DispatchCombine::dispatch", Op::Prepare), &tokens.x)?;
     let tensors = &NativeTensors::<B> { group: &call.group, like: &like };
     let DispatchTokens { x, ids, weights } = tokens;
     let made =
@@ -121,7 +122,7 @@ pub(super) fn run_route<B: NativeMemory + LayerBackend>(
     logits: &FloatTensor<B>,
     selection_bias: Option<&FloatTensor<B>>,
 ) -> Result<RouteOutputs<B>> {
-    let group = call.group.expect::<B, B::Core>("DispatchCombine::route", &B::float_device(logits))?;
+    let group = call.group_of::<B>(("DispatchCombine::route", Op::Prepare), logits)?;
     let tensors = &NativeTensors::<B> { group: &call.group, like: logits };
     let [ids, weights] = GuardedCall { layer: &call.layer, group, tensors }.route(logits, selection_bias)?;
     Ok(RouteOutputs { ids: B::int(ids)?, weights: B::float(weights)? })
@@ -132,7 +133,7 @@ pub(super) fn route_backward<B: NativeMemory>(
     call: &LayerCall,
     routed: &DispatchOperands<B>,
 ) -> Result<FloatTensor<B>> {
-    let group = call.group.expect::<B, B::Core>("DispatchCombine::route, backward", &B::float_device(&routed.x))?;
+    let group = call.group_of::<B>(("DispatchCombine::route, backward", Op::CombineBwd), &routed.x)?;
     let DispatchTokens { x, ids, weights } = routed;
     let tensors = &NativeTensors::<B> { group: &call.group, like: x };
     B::float(GuardedCall { layer: &call.layer, group, tensors }.route_backward(DispatchTokens { x, ids, weights })?)

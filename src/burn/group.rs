@@ -3,12 +3,10 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use burn::tensor::backend::Backend;
-
 use crate::adapter::{self, FrameworkDevice};
 use crate::device::Waited;
 use crate::ep::{EpGroup, Group};
-use crate::error::{Error, Result};
+use crate::error::Error;
 
 /// One rank's group, shared by its layers. A [`Group`] or [`EpGroup`] of any device converts into it;
 /// [`on`](adapter::DeviceGroup::on) gives it back.
@@ -33,18 +31,6 @@ pub struct WaitCounters {
 }
 
 impl DeviceGroup {
-    /// The group, or an error that says that it is no group of this back end's device.
-    pub(super) fn expect<B: Backend, D: FrameworkDevice>(
-        &self,
-        call: &'static str,
-        device: &B::Device,
-    ) -> Result<&EpGroup<D>> {
-        self.on().ok_or_else(|| {
-            let expected = format!("one of the device of {} {device:?}", B::name(device));
-            Error::invalid(call, "group", expected, format!("one of {}", self.erased().device()))
-        })
-    }
-
     /// The error that unwound the last failed backward, if any; forgets it.
     pub fn take_failure(&self) -> Option<Error> {
         self.membership().take_failure()

@@ -7,6 +7,7 @@ use crate::adapter::{
     GatheredWeights, LayerShards, OutputCotangents, ResidentGradients, acquire_resident, resident_sources,
     resident_view, with_sources,
 };
+use crate::comm::Op;
 use crate::device::Device;
 use crate::dtype::DType;
 use crate::error::Result;
@@ -106,8 +107,7 @@ pub(super) fn run_forward<B: NativeMemory>(
     operands: &Operands<FloatTensor<B>>,
     backward: bool,
 ) -> Result<Forwarded<B>> {
-    let device = B::float_device(&operands.x);
-    let mut group = call.group.expect::<B, B::Core>(FORWARD, &device)?.lock();
+    let mut group = call.group_of::<B>((FORWARD, Op::Prepare), &operands.x)?.lock();
     let core = group.device().clone();
     let mode = Mode { backward, noise: call.noise };
     let done = RefusalGuard::forward(&call.layer, &mut group).run(|entry| {
@@ -187,9 +187,8 @@ pub(super) fn run_backward<B: NativeMemory>(
     OutputCotangents { d_y, d_aux }: OutputCotangents<FloatTensor<B>>,
     tracked: Tracked,
 ) -> Result<TensorGradients<FloatTensor<B>>> {
-    let device = B::float_device(&operands.x);
     context.handle().check_backward(BACKWARD)?;
-    let mut group = call.group.expect::<B, B::Core>(BACKWARD, &device)?.lock();
+    let mut group = call.group_of::<B>((BACKWARD, Op::CombineBwd), &operands.x)?.lock();
     let core = group.device().clone();
     let made = RefusalGuard::backward(&call.layer, &mut group).run(|entry| {
         let experts = experts::<B>(call, BACKWARD)?;
