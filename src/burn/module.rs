@@ -123,7 +123,7 @@ pub struct MoeOutput<B: Backend, const D: usize> {
 }
 
 /// y, figures for the host, and the tensors that a call has asked for.
-type Forwarded<B, const D: usize> = (Tensor<B, D>, LastForward, Option<Details<B>>);
+type ForwardParts<B, const D: usize> = (Tensor<B, D>, LastForward, Option<Details<B>>);
 
 impl<B: Backend> ExpertParallelMoE<B> {
     /// The layer that the module runs.
@@ -245,7 +245,7 @@ impl<B: MoeBackend> ExpertParallelMoE<B> {
     }
 
     /// A forward: y, figures for the host, and what the call asks for.
-    fn run<const D: usize>(&self, x: Tensor<B, D>, call: LayerCall) -> Result<Forwarded<B, D>> {
+    fn run<const D: usize>(&self, x: Tensor<B, D>, call: LayerCall) -> Result<ForwardParts<B, D>> {
         let dims: [usize; D] = x.dims();
         let Some((&hidden, leading)) = dims.split_last() else {
             return Err(Error::invalid("ExpertParallelMoE::forward", "tensor x", "[.., H]", "a scalar"));

@@ -10,10 +10,8 @@ use serde_json::Value;
 use super::fields::{Fields, short};
 use super::json::{MAX_CONFIG, parse_value, read_limited};
 use super::stored::Form;
-use crate::error::CheckpointError;
+use crate::error::{CheckpointError, CheckpointResult};
 use crate::quant::{MXFP4_BLOCK, NVFP4_BLOCK};
-
-type Result<T> = std::result::Result<T, CheckpointError>;
 
 /// Largest group that a file may name.
 const MAX_GROUP: usize = 1 << 20;
@@ -37,7 +35,7 @@ pub(super) struct Declared {
 
 impl Declared {
     /// Of a `quantization_config`.
-    pub fn of_config(path: &str, object: Option<&Value>) -> Result<Self> {
+    pub fn of_config(path: &str, object: Option<&Value>) -> CheckpointResult<Self> {
         let mut declared = Self::default();
         let Some(object) = object else { return Ok(declared) };
         if !object.is_object() {
@@ -48,7 +46,7 @@ impl Declared {
     }
 
     /// Adds what a `hf_quant_config.json` says.
-    pub fn add_file(&mut self, path: &Path) -> Result<()> {
+    pub fn add_file(&mut self, path: &Path) -> CheckpointResult<()> {
         let json = parse_value(&read_limited(path, MAX_CONFIG)?, path)?;
         match json.get("quantization") {
             Some(object) => self.add(&path.display().to_string(), object),
@@ -56,7 +54,7 @@ impl Declared {
         }
     }
 
-    fn add(&mut self, path: &str, object: &Value) -> Result<()> {
+    fn add(&mut self, path: &str, object: &Value) -> CheckpointResult<()> {
         let fields = Fields::new(path, object, None);
         let declaration = |field, value: &str| Declaration { path: path.to_string(), field, value: value.to_string() };
         self.methods.extend(fields.word("quant_method")?.map(|word| declaration("quant_method", word)));
@@ -81,7 +79,7 @@ impl Declared {
     }
 
     /// Refuses what is not so of a block's experts.
-    pub fn check(&self, block: &str, form: Form) -> Result<()> {
+    pub fn check(&self, block: &str, form: Form) -> CheckpointResult<()> {
         let refuse = |path: &str, field: &str, expected: String, found: String| {
             Err(CheckpointError::Declaration {
                 path: path.to_string(),
