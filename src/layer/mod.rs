@@ -407,7 +407,7 @@ impl Layer {
     }
 
     /// True where kept weights are scaled to the sum they had before dropping.
-    fn keeps_sum(&self) -> bool {
+    fn renormalizes_kept(&self) -> bool {
         self.config.router.expert_capacity.is_some_and(|c| c.renormalize)
     }
 
