@@ -1,6 +1,6 @@
 //! Code that the adapters of candle and burn share: a rank's group whose device is known at run time only, dispatch and
-//! combine over a framework's tensors, the collectives that an adapter runs itself, the cotangents that backward brings, how a module is loaded, and what it
-//! keeps between training steps.
+//! combine over a framework's tensors, sharded weights of a layer, the collectives that an adapter runs itself, the
+//! cotangents that backward brings, how a module is loaded, and what it keeps between training steps.
 
 mod buckets;
 mod collectives;
@@ -40,10 +40,9 @@ pub use gradient_sums::ReduceComms;
 pub(crate) use gradient_sums::{GradientSum, GradientSums, PendingSum};
 #[cfg(feature = "burn")]
 pub(crate) use group::ErasedChain;
-pub(crate) use group::ErasedGroup;
-#[cfg(feature = "candle")]
-pub(crate) use group::match_device;
 pub use group::{DeviceErased, FrameworkDevice};
+#[cfg(feature = "candle")]
+pub(crate) use group::{ErasedGroup, match_device};
 #[cfg(feature = "burn")]
 pub(crate) use host_tensor::HostTensor;
 pub use load_as::LoadAs;

@@ -109,7 +109,7 @@ impl<B: NativeMemory> NativeDispatch<B> {
 
     /// Gradients of x `[T, H]` and of the routing weights `[T, K]`, of those that have arrived.
     pub(super) fn backward(&self) -> Result<[FloatTensor<B>; 2]> {
-        let DispatchedCotangents { rows, weights } = self.pending.take()?;
+        let DispatchedCotangents { rows, weights } = self.pending.take_cotangents()?;
         let arrived = DispatchedCotangents { rows: rows.map(B::contiguous), weights: weights.map(B::contiguous) };
         let [d_x, d_weights] = self.pending.routing.dispatch_backward(&self.tensors(), &arrived)?;
         Ok([B::float(d_x)?, B::float(d_weights)?])

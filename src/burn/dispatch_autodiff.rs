@@ -64,7 +64,7 @@ impl<B: NativeMemory> Backward<B, 1> for DispatchedNode {
 
     fn backward(self, ops: Ops<Self::State, 1>, grads: &mut Gradients, _: &mut Checkpointer) {
         let gradient = grads.consume::<B>(&ops.node);
-        unwinding(&ops.state, ops.state.pending.keep(self.0, gradient));
+        unwinding(&ops.state, ops.state.pending.set_cotangent(self.0, gradient));
     }
 }
 

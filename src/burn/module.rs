@@ -206,7 +206,7 @@ impl<B: MoeBackend> ExpertParallelMoE<B> {
     /// # Errors
     /// As [`Layer::forward`].
     pub fn forward<const D: usize>(&self, x: Tensor<B, D>) -> Result<Tensor<B, D>> {
-        self.run_and_keep(x, self.call())
+        self.run_and_store_figures(x, self.call())
     }
 
     /// As [`forward`](Self::forward), with everything that the layer knows; `noise`: seed and step of the router's
@@ -238,9 +238,13 @@ impl<B: MoeBackend> ExpertParallelMoE<B> {
     }
 
     /// y of a forward, whose figures are kept.
-    pub(super) fn run_and_keep<const D: usize>(&self, x: Tensor<B, D>, call: LayerCall) -> Result<Tensor<B, D>> {
+    pub(super) fn run_and_store_figures<const D: usize>(
+        &self,
+        x: Tensor<B, D>,
+        call: LayerCall,
+    ) -> Result<Tensor<B, D>> {
         let (y, figures, _) = self.run(x, call)?;
-        self.training.keep(figures);
+        self.training.store(figures);
         Ok(y)
     }
 

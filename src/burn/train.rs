@@ -32,7 +32,7 @@ impl<B: MoeBackend> ExpertParallelMoE<B> {
             return self.forward(x);
         }
         let (noise, aux_scale) = (Some(self.training.next_noise()), self.training.aux_scale());
-        self.run_and_keep(x, LayerCall { noise, aux_scale, ..self.call() })
+        self.run_and_store_figures(x, LayerCall { noise, aux_scale, ..self.call() })
     }
 }
 

@@ -402,7 +402,7 @@ impl<D: Host> ShardedIn<'_, D> {
             let shard = ShardedTensor::new(chain, weights.full_name(kind.name()), &dims, t.clone(), of)?;
             resident[kind] = Some(ErasedResidentWeight { chain: D::erase(Arc::clone(chain)), id: shard.id, dims });
             if kind.is_replicated() {
-                weights.keep(shard);
+                weights.register(shard);
             }
         }
         let shard = |t: &Tensor| VarShard::on(self.chain.device(), t).into_shard();

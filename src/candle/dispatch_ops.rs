@@ -187,7 +187,7 @@ impl<D: Host> CustomOp3 for DispatchOp<D> {
         _: &Tensor,
     ) -> Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
         let step = &self.step;
-        let arrived = step.pending.take()?;
+        let arrived = step.pending.take_cotangents()?;
         // Made whether wanted or not: the other ranks are in the collective.
         let made = step.pending.routing.dispatch_backward(&HostTensors, &arrived);
         let [d_x, d_weights] = step.noting_failure(made)?;
@@ -216,7 +216,7 @@ impl<D: Host> CustomOp1 for ReceivedOp<D> {
     }
 
     fn bwd(&self, token: &Tensor, _: &Tensor, gradient: &Tensor) -> Result<Option<Tensor>> {
-        self.step.pending.keep(self.output, gradient.clone())?;
+        self.step.pending.set_cotangent(self.output, gradient.clone())?;
         Ok(Some(token.zeros_like()?))
     }
 }

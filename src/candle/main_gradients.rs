@@ -432,7 +432,7 @@ impl CustomOp1 for InnerProductOp {
 
     fn bwd(&self, node: &Tensor, _: &Tensor, _: &Tensor) -> Result<Option<Tensor>> {
         let Some(operation) = &self.operation else { return Ok(Some(self.d_y.clone())) };
-        operation.keep_gradient(&self.d_y)?;
+        operation.set_y_cotangent(&self.d_y)?;
         Ok(Some(node.zeros_like()?))
     }
 }

@@ -70,7 +70,7 @@ impl<D: Host> PendingBackward<D> {
         Error::ContextConsumed { call: CALL, rank: self.group.rank() }
     }
 
-    fn keep(&self, output: LayerOutput, gradient: &Tensor) -> Result<()> {
+    fn set_cotangent(&self, output: LayerOutput, gradient: &Tensor) -> Result<()> {
         match &mut *self.state() {
             BackwardState::Ready { arrived, .. } => arrived.set(output, gradient.clone()),
             _ => return Err(self.consumed().into()),
@@ -228,8 +228,8 @@ impl<D: Host> PendingCollectives for PendingBackward<D> {
 }
 
 impl<D: Host> OutputGradient for PendingBackward<D> {
-    fn keep_gradient(&self, d_y: &Tensor) -> Result<()> {
-        self.keep(LayerOutput::Y, d_y)
+    fn set_y_cotangent(&self, d_y: &Tensor) -> Result<()> {
+        self.set_cotangent(LayerOutput::Y, d_y)
     }
 }
 
@@ -293,7 +293,7 @@ impl<D: Host> CustomOp1 for OutputOp<D> {
     }
 
     fn bwd(&self, token: &Tensor, _: &Tensor, gradient: &Tensor) -> Result<Option<Tensor>> {
-        self.step.keep(self.output, gradient)?;
+        self.step.set_cotangent(self.output, gradient)?;
         Ok(Some(token.zeros_like()?))
     }
 }

@@ -285,7 +285,7 @@ impl<'a, D: Host> ShardedWeights<'a, D> {
         };
         let shard = shard.tensor(&self.vb)?;
         let weight = ShardedTensor::new(&self.chain, self.full_name(name), dims, shard, ALONE)?;
-        Ok(self.keep(weight))
+        Ok(self.register(weight))
     }
 
     /// A weight's name behind those before it.
@@ -299,7 +299,7 @@ impl<'a, D: Host> ShardedWeights<'a, D> {
     }
 
     /// Counts a weight among those of this builder.
-    pub(super) fn keep(&self, weight: ShardedTensor<D>) -> Arc<ShardedTensor<D>> {
+    pub(super) fn register(&self, weight: ShardedTensor<D>) -> Arc<ShardedTensor<D>> {
         let weight = Arc::new(weight);
         self.all().push(Arc::clone(&weight));
         weight
