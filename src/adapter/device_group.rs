@@ -4,8 +4,8 @@ use crate::ep::{EpGroup, Membership};
 
 use super::group::{ErasedGroup, FrameworkDevice};
 
-/// One rank's group, shared by its layers, with what a framework keeps beside it, `F`. [`on`](Self::on) gives the group
-/// back.
+/// One rank's group, shared by its layers, with what a framework keeps beside it, `F`: `candle::DeviceGroup` and
+/// `burn::DeviceGroup`. [`on`](Self::on) gives the group back.
 #[derive(Debug, Clone)]
 pub struct DeviceGroup<F> {
     group: ErasedGroup,
