@@ -3,7 +3,7 @@
 //
 //   route, route_softmax          logits f32 [T, E] -> ids i32 [T, K] and weights f32 [T, K], best first
 //   route_bwd, route_softmax_bwd  ids, weights' gradients [T, K], losses' coefficients -> logits' gradients f32 [T, E]
-//   keep_sum                      weights of tokens with dropped choices, or their gradient; a thread a token
+//   renormalize_kept              weights of tokens with dropped choices, or their gradient; a thread a token
 //
 // `route` and `route_bwd` have every formula, with six rows of E words a warp in shared memory, or in `scratch` where
 // those do not fit. The others have the commonest one in registers, to the same bits. Blocks of 8 warps, fewer where
@@ -541,7 +541,7 @@ extern "C" __global__ void __launch_bounds__(256, 5) route_softmax_bwd(const __g
 }
 
 // Scales a token's kept weights to the sum that all had, or the gradient of that. A thread a token.
-extern "C" __global__ void keep_sum(const __grid_constant__ KeepSumParams p) {
+extern "C" __global__ void renormalize_kept(const __grid_constant__ RenormalizeKeptParams p) {
     const int64_t t = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
     if (t >= p.tokens) return;
     const int64_t first = t * p.top_k, last = first + p.top_k;

@@ -153,6 +153,9 @@ mod plan;
 mod tag;
 mod tensor;
 
+#[cfg(any(feature = "candle", feature = "burn"))]
+#[doc(inline)]
+pub use adapter::{DeviceGroup, LoadAs};
 pub use config::MoeConfig;
 pub use device::{CaptureHook, Device, Waited};
 pub use dtype::DType;

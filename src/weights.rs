@@ -79,15 +79,15 @@ pub trait WeightSource<D: Device>: Debug {
 #[derive(Debug)]
 #[must_use = "the weight is readable only while its guard lives"]
 pub struct WeightGuard<'a, D: Device> {
-    held: Held<'a, D>,
+    weight: GuardedWeight<'a, D>,
     /// Work that must be done before the weight is read; `None` where it is readable now.
     pub ready: Option<D::Event>,
 }
 
 #[derive(Debug)]
-enum Held<'a, D: Device> {
+enum GuardedWeight<'a, D: Device> {
     Borrowed(Weight<'a, D>),
-    Leased(Box<dyn AcquiredWeight<D> + 'a>),
+    Acquired(Box<dyn AcquiredWeight<D> + 'a>),
 }
 
 /// A weight in memory that is given back when this is dropped.
@@ -110,12 +110,12 @@ pub trait AcquiredWeight<D: Device>: Debug {
 impl<'a, D: Device> WeightGuard<'a, D> {
     /// A weight that outlives its guard.
     pub fn borrowed(weight: impl Into<Weight<'a, D>>, ready: Option<D::Event>) -> Self {
-        Self { held: Held::Borrowed(weight.into()), ready }
+        Self { weight: GuardedWeight::Borrowed(weight.into()), ready }
     }
 
     /// A weight that lives as long as its guard.
-    pub fn leased(lease: Box<dyn AcquiredWeight<D> + 'a>, ready: Option<D::Event>) -> Self {
-        Self { held: Held::Leased(lease), ready }
+    pub fn acquired(acquired: Box<dyn AcquiredWeight<D> + 'a>, ready: Option<D::Event>) -> Self {
+        Self { weight: GuardedWeight::Acquired(acquired), ready }
     }
 
     /// The weight.
@@ -123,9 +123,9 @@ impl<'a, D: Device> WeightGuard<'a, D> {
     /// # Errors
     /// As [`AcquiredWeight::tensor`].
     pub fn weight(&self) -> Result<Weight<'_, D>> {
-        match &self.held {
-            Held::Borrowed(weight) => Ok(weight.borrow()),
-            Held::Leased(lease) => lease.weight(),
+        match &self.weight {
+            GuardedWeight::Borrowed(weight) => Ok(weight.borrow()),
+            GuardedWeight::Acquired(acquired) => acquired.weight(),
         }
     }
 
@@ -134,13 +134,13 @@ impl<'a, D: Device> WeightGuard<'a, D> {
     /// # Errors
     /// As [`AcquiredWeight::tensor`]; a quantized weight.
     pub fn tensor(&self) -> Result<TensorRef<'_, D>> {
-        match &self.held {
-            Held::Borrowed(Weight::Dense(tensor)) => Ok(tensor.borrow()),
-            Held::Borrowed(Weight::Quantized(weight)) => {
+        match &self.weight {
+            GuardedWeight::Borrowed(Weight::Dense(tensor)) => Ok(tensor.borrow()),
+            GuardedWeight::Borrowed(Weight::Quantized(weight)) => {
                 let found = format!("one in {:?}", weight.format);
                 Err(Error::invalid("WeightGuard::tensor", "weight", "one of floating type", found))
             }
-            Held::Leased(lease) => lease.tensor(),
+            GuardedWeight::Acquired(acquired) => acquired.tensor(),
         }
     }
 }

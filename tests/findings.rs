@@ -11,7 +11,7 @@ use moebius::ep::{
     Capacity, DispatchInputs, DispatchSpec, DispatcherKind, Group, GroupConfig, HostPlanRequest, RowOrder,
 };
 use moebius::kernels::{Kernels, Linear, LinearBwd};
-use moebius::layer::{Cotangents, Inputs, Layer, Mode, Noise, Params, Wanted};
+use moebius::layer::{Cotangents, GradientMask, Inputs, Layer, Mode, Noise, Params};
 use moebius::{DType, Error, MoeConfig, Shape, Tensor, TensorMut, TensorRef};
 
 #[path = "common/seed.rs"]
@@ -126,7 +126,7 @@ fn collectives_of_a_layer_are_counted() {
             let middle = g.dispatcher().communicator().calls();
             let context = forward.context.expect("a context");
             let (inputs, cotangents) = (Inputs { x: x.view(), params: &params }, Cotangents { y: None, aux: 1.0 });
-            layer.backward(&mut g, context, inputs, cotangents, Wanted::ALL).expect("backward");
+            layer.backward(&mut g, context, inputs, cotangents, GradientMask::ALL).expect("backward");
             [middle - start, g.dispatcher().communicator().calls() - middle]
         });
         assert_eq!(counts, [expected; 2], "{kind:?}");

@@ -8,7 +8,7 @@ use moebius::cpu::{Cpu, ThreadWorld};
 use moebius::ep::{DispatcherKind, Group, GroupConfig};
 use moebius::kernels::Kernels;
 use moebius::layer::{
-    Cotangents, GradientsMut, Inputs, Layer, Mode, ParamKind, ParamViews, PerParam, StepSizes, Wanted,
+    Cotangents, GradientMask, GradientsMut, Inputs, Layer, Mode, ParamKind, ParamViews, PerParam, StepSizes,
 };
 use moebius::{DType, Error, MoeConfig, Result, Tensor};
 use rand::{Rng, rngs::StdRng};
@@ -104,7 +104,7 @@ fn forward_into_writes_the_bits_of_forward() -> Result<()> {
 #[test]
 fn backward_into_writes_what_it_is_given_room_for() -> Result<()> {
     let mut s = Setup::new()?;
-    let owned = s.backward(|l, g, c, i, d| l.backward(g, c, i, d, Wanted::ALL))??;
+    let owned = s.backward(|l, g, c, i, d| l.backward(g, c, i, d, GradientMask::ALL))??;
     let of = |t: &Option<Tensor<Cpu>>| t.as_ref().map(|t| t.as_bytes().to_vec());
     let (mut x, mut router) = (poisoned(&[T, 12])?, poisoned(&[6, 12])?);
     let (mut up, mut up_bias) = (poisoned(&[6, 16, 12])?, poisoned(&[6, 16])?);
@@ -128,7 +128,7 @@ fn backward_into_writes_what_it_is_given_room_for() -> Result<()> {
 #[test]
 fn experts_gradients_are_added_where_asked() -> Result<()> {
     let mut s = Setup::new()?;
-    let owned = s.backward(|l, g, c, i, d| l.backward(g, c, i, d, Wanted::ALL))??;
+    let owned = s.backward(|l, g, c, i, d| l.backward(g, c, i, d, GradientMask::ALL))??;
     let zeros = |dims: &[usize]| Tensor::zeros(&Cpu::new(), DType::F32, dims);
     // The router's is overwritten each time, also where NaN was.
     let (mut up, mut down, mut router) = (zeros(&[6, 16, 12])?, zeros(&[6, 12, 8])?, poisoned(&[6, 12])?);
@@ -200,11 +200,11 @@ fn auxiliary_losses_stay_on_the_device() -> Result<()> {
         let gradients = match (aux, on_device) {
             (Some(aux), _) => {
                 let cotangents = Cotangents { y, aux };
-                s.layer.backward(&mut s.group, context, inputs, cotangents, Wanted::ALL)
+                s.layer.backward(&mut s.group, context, inputs, cotangents, GradientMask::ALL)
             }
             (_, on_device) => {
                 let aux = on_device.expect("a scalar").view();
-                s.layer.backward(&mut s.group, context, inputs, Cotangents { y, aux }, Wanted::ALL)
+                s.layer.backward(&mut s.group, context, inputs, Cotangents { y, aux }, GradientMask::ALL)
             }
         };
         assert!(forward.aux.value().known().is_none(), "nobody has read it");

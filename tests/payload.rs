@@ -22,7 +22,7 @@ use moebius::config::{AuxConfig, Payload};
 use moebius::cpu::{Cpu, ThreadWorld};
 use moebius::ep::{DispatcherKind, Group, GroupConfig};
 use moebius::kernels::Kernels;
-use moebius::layer::{Cotangents, Inputs, Layer, Mode, ParamKind, ParamViews, StepSizes, Wanted};
+use moebius::layer::{Cotangents, GradientMask, Inputs, Layer, Mode, ParamKind, ParamViews, StepSizes};
 use moebius::{DType, MoeConfig};
 
 const PAYLOADS: [Payload; 2] = [Payload::Nvfp4, Payload::Mxfp8];
@@ -231,7 +231,7 @@ fn counted(config: &MoeConfig, (ranks, kind): (usize, DispatcherKind), dtype: DT
         let (kept, sizes) = (context.bytes(), StepSizes { tokens, slots, rows, ranks, dtype, kind });
         let inputs = Inputs { x: x.view(), params: &params };
         let cotangents = Cotangents { y: Some(d_y.view()), aux: 0.0 };
-        layer.backward(&mut group, context, inputs, cotangents, Wanted::ALL).unwrap();
+        layer.backward(&mut group, context, inputs, cotangents, GradientMask::ALL).unwrap();
         let ids = cpu.read(forward.routing.ids.view()).unwrap();
         let sent = sent.lock().unwrap().clone();
         Counted { sent, ids: ids.iter().map(|id| *id as usize).collect(), kept, sizes }

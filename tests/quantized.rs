@@ -15,7 +15,7 @@ use moebius::config::{Activation, WeightAt};
 use moebius::cpu::Cpu;
 use moebius::ep::GroupConfig;
 use moebius::kernels::*;
-use moebius::layer::{Cotangents, Inputs, Layer, Mode, Wanted};
+use moebius::layer::{Cotangents, GradientMask, Inputs, Layer, Mode};
 use moebius::quant::*;
 use moebius::weights::Weight;
 use moebius::{DType, Tensor};
@@ -373,7 +373,7 @@ fn run_folder<D: Target>(device: &D, dir: &Path) -> usize {
     let d_y = device.put(dtype, &d_y, &[rows, block.config.hidden]);
     let inputs = Inputs { x: x.view(), params: &params };
     let cotangents = Cotangents { y: Some(d_y.view()), aux: 0.0 };
-    let wanted = Wanted { experts: false, ..Wanted::ALL };
+    let wanted = GradientMask { experts: false, ..GradientMask::ALL };
     let gradients = moe.backward(&mut group, forward.context.unwrap(), inputs, cotangents, wanted).unwrap();
     let d_x = shown(gradients.x.as_ref().unwrap());
     let d_x = difference(&d_x, &tokens(&golden["grad_moe_input"]).unwrap()).unwrap();
@@ -402,7 +402,7 @@ fn quantized_weights_have_no_gradient<D: Target>(device: &D) {
     let forward = moe.forward(&mut group, Mode { backward: true, noise: None }, x.view(), &params).unwrap();
     let inputs = Inputs { x: x.view(), params: &params };
     let cotangents = Cotangents { y: Some(x.view()), aux: 0.0 };
-    let error = moe.backward(&mut group, forward.context.unwrap(), inputs, cotangents, Wanted::ALL).unwrap_err();
+    let error = moe.backward(&mut group, forward.context.unwrap(), inputs, cotangents, GradientMask::ALL).unwrap_err();
     let text = error.to_string();
     assert!(text.contains("gradient of experts.up: expected none, as the weight is quantized"), "{text}");
 }

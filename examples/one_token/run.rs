@@ -8,7 +8,7 @@ use moebius::config::Activation;
 use moebius::cpu::Cpu;
 use moebius::cpu::{ThreadComm, ThreadWorld};
 use moebius::ep::{DispatchGrads, DispatchInputs, DispatchOutputs, Group, GroupConfig};
-use moebius::layer::{Cotangents, Inputs, Layer, Mode, Params, Wanted};
+use moebius::layer::{Cotangents, GradientMask, Inputs, Layer, Mode, Params};
 use moebius::{DType, MoeConfig, Result, Tensor};
 
 /// Ranks of the run.
@@ -208,7 +208,7 @@ fn rank(comm: ThreadComm) -> Result<Trace> {
 
     let cotangents = Cotangents { y: Some(ones.view()), aux: 0.0 };
     let inputs = Inputs { x: x.view(), params: &params };
-    let gradients = layer.backward(&mut group, context, inputs, cotangents, Wanted::ALL)?;
+    let gradients = layer.backward(&mut group, context, inputs, cotangents, GradientMask::ALL)?;
     let d_logits = rows(&gradients.logits)?;
     let d_x = rows(&gradients.x.expect("the gradient of x"))?;
     assert_close("gradient of the weights", &rows(&gradients.weights)?, &rows(&d_weights)?);

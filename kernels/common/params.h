@@ -396,7 +396,7 @@ struct AuxLossParams {
 };
 
 // Weights of tokens with dropped choices.
-struct KeepSumParams {
+struct RenormalizeKeptParams {
     const float* weights;
     const int32_t* kept;
     const float* grad;

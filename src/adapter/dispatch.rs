@@ -320,7 +320,7 @@ impl<D: FrameworkDevice, T> PendingDispatch<D, T> {
     }
 
     /// Keeps the gradient of a part until the dispatch's backward.
-    pub(crate) fn keep(&self, part: DispatchedPart, gradient: T) -> Result<()> {
+    pub(crate) fn set_cotangent(&self, part: DispatchedPart, gradient: T) -> Result<()> {
         match &mut *self.arrived() {
             Some(arrived) => arrived.set(part, gradient),
             None => return Err(self.consumed(DISPATCH_BWD)),
@@ -329,7 +329,7 @@ impl<D: FrameworkDevice, T> PendingDispatch<D, T> {
     }
 
     /// The gradients that have arrived, for the dispatch's backward.
-    pub(crate) fn take(&self) -> Result<DispatchedCotangents<T>> {
+    pub(crate) fn take_cotangents(&self) -> Result<DispatchedCotangents<T>> {
         self.arrived().take().ok_or_else(|| self.consumed(DISPATCH_BWD))
     }
 

@@ -67,7 +67,7 @@ impl<D: ShardDevice> ValuesInUse<D> {
     }
 
     /// Nobody gets the memory: what another stream still does with it is not known.
-    fn keep_for_ever(mut self) {
+    fn leak(mut self) {
         let values = self.values.take();
         if D::ENQUEUES {
             std::mem::forget(values);
@@ -275,7 +275,7 @@ impl<D: ShardDevice> Worker<D> {
             match summed {
                 Ok(event) => all.ready = event,
                 Err(error) => {
-                    all.keep_for_ever();
+                    all.leak();
                     return Err(error);
                 }
             }

@@ -9,81 +9,82 @@ use crate::cpu::Cpu;
 use crate::cuda::Cuda;
 use crate::ep::{EpGroup, Membership};
 use crate::error::Result;
-use crate::etp::{Chain, ShardDevice};
+use crate::etp::{Chain, ShardDevice, Shards};
 use crate::layer::{Layer, LayerSpec};
 
 use super::collectives;
 
-/// Work on what is of some device, the same on all of them: `any_device!(any, of => work)`.
-macro_rules! any_device {
-    ($any:expr, $of:ident => $work:expr) => {
-        match $any {
-            $crate::adapter::Any::Cpu($of) => $work,
+/// The same work on a [`DeviceErased`] value of any device: `match_device!(erased, value => work)`.
+macro_rules! match_device {
+    ($erased:expr, $value:ident => $work:expr) => {
+        match $erased {
+            $crate::adapter::DeviceErased::Cpu($value) => $work,
             #[cfg(feature = "cuda")]
-            $crate::adapter::Any::Cuda($of) => $work,
+            $crate::adapter::DeviceErased::Cuda($value) => $work,
         }
     };
 }
-pub(crate) use any_device;
+pub(crate) use match_device;
 
-/// A type that each device has its own of.
+/// A generic type over devices, such as [`EpGroup`], by a name without its parameter.
 #[doc(hidden)]
-pub trait PerDevice {
-    type Of<D: FrameworkDevice>: Clone + Debug;
+pub trait DeviceFamily {
+    /// The type on a `D`.
+    type On<D: FrameworkDevice>: Clone + Debug;
 }
 
-/// That of some device.
+/// A value of such a type whose device is known at run time only.
 #[doc(hidden)]
-pub enum Any<P: PerDevice> {
-    Cpu(P::Of<Cpu>),
+pub enum DeviceErased<P: DeviceFamily> {
+    Cpu(P::On<Cpu>),
     #[cfg(feature = "cuda")]
-    Cuda(P::Of<Cuda>),
+    Cuda(P::On<Cuda>),
 }
 
-impl<P: PerDevice> Clone for Any<P> {
+impl<P: DeviceFamily> Clone for DeviceErased<P> {
     fn clone(&self) -> Self {
         match self {
-            Self::Cpu(of) => Self::Cpu(of.clone()),
+            Self::Cpu(value) => Self::Cpu(value.clone()),
             #[cfg(feature = "cuda")]
-            Self::Cuda(of) => Self::Cuda(of.clone()),
+            Self::Cuda(value) => Self::Cuda(value.clone()),
         }
     }
 }
 
-impl<P: PerDevice> Debug for Any<P> {
+impl<P: DeviceFamily> Debug for DeviceErased<P> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        any_device!(self, of => of.fmt(f))
+        match_device!(self, value => value.fmt(f))
     }
 }
 
 /// A rank's group, on whichever device.
 #[doc(hidden)]
-pub type AnyGroup = Any<Groups>;
+pub type ErasedGroup = DeviceErased<GroupFamily>;
 
 #[doc(hidden)]
 #[derive(Debug)]
-pub struct Groups;
+pub struct GroupFamily;
 
-impl PerDevice for Groups {
-    type Of<D: FrameworkDevice> = EpGroup<D>;
+impl DeviceFamily for GroupFamily {
+    type On<D: FrameworkDevice> = EpGroup<D>;
 }
 
 /// A chain of sharded weights, on whichever device.
 #[doc(hidden)]
-pub type AnyChain = Any<Chains>;
+pub type ErasedChain = DeviceErased<ChainFamily>;
 
 #[doc(hidden)]
 #[derive(Debug)]
-pub struct Chains;
+pub struct ChainFamily;
 
-impl PerDevice for Chains {
-    type Of<D: FrameworkDevice> = Arc<Chain<D>>;
+impl DeviceFamily for ChainFamily {
+    type On<D: FrameworkDevice> = Arc<Chain<D>>;
 }
 
-impl AnyChain {
+impl ErasedChain {
     /// The cut of a weight of these sizes, and this rank's place in the chain.
-    pub(crate) fn cut(&self, dims: &[usize]) -> crate::Result<(crate::etp::Shards, usize)> {
-        any_device!(self, chain => Ok((chain.shards(dims)?, chain.rank())))
+    pub(crate) fn cut(&self, dims: &[usize]) -> Result<(Shards, usize)> {
+        match_device!(self, chain => Ok((chain.shards(dims)?, chain.rank())))
     }
 
     /// Whether both are one chain.
@@ -101,59 +102,47 @@ impl AnyChain {
 
 /// A device that the host frameworks have too: [`Cpu`], and with the `cuda` feature `Cuda`.
 pub trait FrameworkDevice: ShardDevice {
-    /// What is of this device, for a module that does not know its device.
+    /// Hides the device of a value, for a module that does not name its device.
     #[doc(hidden)]
-    fn any<P: PerDevice>(of: P::Of<Self>) -> Any<P>;
+    fn erase<P: DeviceFamily>(value: P::On<Self>) -> DeviceErased<P>;
 
-    /// The same again, if it is of this device.
+    /// The value again, if it is of this device.
     #[doc(hidden)]
-    fn own<P: PerDevice>(any: &Any<P>) -> Option<&P::Of<Self>>;
-
-    /// A chain of this device, for a module that does not know its device.
-    #[doc(hidden)]
-    fn any_chain(chain: Arc<Chain<Self>>) -> AnyChain {
-        Self::any(chain)
-    }
-
-    /// The chain again, if it is one of this device.
-    #[doc(hidden)]
-    fn chain(any: &AnyChain) -> Option<&Arc<Chain<Self>>> {
-        Self::own(any)
-    }
+    fn downcast<P: DeviceFamily>(erased: &DeviceErased<P>) -> Option<&P::On<Self>>;
 }
 
 impl FrameworkDevice for Cpu {
-    fn any<P: PerDevice>(of: P::Of<Self>) -> Any<P> {
-        Any::Cpu(of)
+    fn erase<P: DeviceFamily>(value: P::On<Self>) -> DeviceErased<P> {
+        DeviceErased::Cpu(value)
     }
 
-    fn own<P: PerDevice>(any: &Any<P>) -> Option<&P::Of<Self>> {
-        match any {
-            Any::Cpu(of) => Some(of),
+    fn downcast<P: DeviceFamily>(erased: &DeviceErased<P>) -> Option<&P::On<Self>> {
+        match erased {
+            DeviceErased::Cpu(value) => Some(value),
             #[cfg(feature = "cuda")]
-            Any::Cuda(_) => None,
+            DeviceErased::Cuda(_) => None,
         }
     }
 }
 
 #[cfg(feature = "cuda")]
 impl FrameworkDevice for Cuda {
-    fn any<P: PerDevice>(of: P::Of<Self>) -> Any<P> {
-        Any::Cuda(of)
+    fn erase<P: DeviceFamily>(value: P::On<Self>) -> DeviceErased<P> {
+        DeviceErased::Cuda(value)
     }
 
-    fn own<P: PerDevice>(any: &Any<P>) -> Option<&P::Of<Self>> {
-        match any {
-            Any::Cuda(of) => Some(of),
-            Any::Cpu(_) => None,
+    fn downcast<P: DeviceFamily>(erased: &DeviceErased<P>) -> Option<&P::On<Self>> {
+        match erased {
+            DeviceErased::Cuda(value) => Some(value),
+            DeviceErased::Cpu(_) => None,
         }
     }
 }
 
-impl AnyGroup {
+impl ErasedGroup {
     /// The group apart from its device.
     pub(crate) fn membership(&self) -> &Membership {
-        any_device!(self, group => group.membership())
+        match_device!(self, group => group.membership())
     }
 
     /// A layer of this group, with its own number, or else with `number` or the next one of the group.
@@ -170,12 +159,12 @@ impl AnyGroup {
 
     /// Meets the other ranks, which are in the collective `op` of a layer, as a failure.
     pub(crate) fn refuse(&self, layer: u32, op: Op, reason: &str) {
-        any_device!(self, group => collectives::refuse(group, layer, op, reason))
+        match_device!(self, group => collectives::refuse(group, layer, op, reason))
     }
 
     /// The device, for errors.
     #[cfg(feature = "burn")]
     pub(crate) fn device(&self) -> String {
-        any_device!(self, group => format!("{:?}", group.lock().device()))
+        match_device!(self, group => format!("{:?}", group.lock().device()))
     }
 }

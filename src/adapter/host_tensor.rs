@@ -7,7 +7,7 @@ use crate::kernels::Kernels;
 use crate::tensor::Tensor;
 
 use super::collectives::broadcast;
-use super::group::{AnyGroup, any_device};
+use super::group::{ErasedGroup, match_device};
 
 /// A tensor of the host.
 #[derive(Debug)]
@@ -19,8 +19,8 @@ pub(crate) struct HostTensor<'a> {
 
 impl HostTensor<'_> {
     /// Makes it rank 0's, over the ranks of a layer's group.
-    pub(crate) fn broadcast(self, group: &AnyGroup, layer: u32) -> Result<()> {
-        any_device!(group, group => self.broadcast_on(group, layer))
+    pub(crate) fn broadcast(self, group: &ErasedGroup, layer: u32) -> Result<()> {
+        match_device!(group, group => self.broadcast_on(group, layer))
     }
 
     fn broadcast_on<D: Kernels>(self, group: &EpGroup<D>, layer: u32) -> Result<()> {

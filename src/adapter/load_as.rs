@@ -8,7 +8,7 @@ use crate::checkpoint::{Block, Checkpoint, LoadOptions, Progress};
 use crate::error::Result;
 
 /// How a module is loaded from a checkpoint, with `T` as the framework's element types and `P` as its kinds of
-/// parameters; the default: in the types that are stored.
+/// parameters: `candle::LoadAs` and `burn::LoadAs`. The default: in the types that are stored.
 pub struct LoadAs<'a, T, P = ()> {
     pub(crate) params: P,
     pub(crate) dtype: Option<T>,

@@ -1,10 +1,12 @@
 //! Code that the adapters of candle and burn share: a rank's group whose device is known at run time only, dispatch and
-//! combine over a framework's tensors, the collectives that an adapter runs itself, the cotangents that backward brings, how a module is loaded, and what it
-//! keeps between training steps.
+//! combine over a framework's tensors, sharded weights of a layer, the collectives that an adapter runs itself, the
+//! cotangents that backward brings, how a module is loaded, and what it keeps between training steps.
 
 mod buckets;
 mod collectives;
+mod device_group;
 mod dispatch;
+mod gradient_reduction;
 #[cfg(feature = "candle")]
 mod gradient_sums;
 mod group;
@@ -14,28 +16,33 @@ mod load_as;
 mod outputs;
 #[cfg(feature = "candle")]
 mod quantized;
+mod resident_weights;
 mod selection_bias;
 mod sharded;
-mod sharded_held;
 mod submit;
 mod training_state;
 
 pub use buckets::BUCKET_BYTES;
-pub(crate) use buckets::{NO_LAYER, Summand, buckets};
+#[cfg(feature = "candle")]
+pub(crate) use buckets::buckets;
+pub(crate) use buckets::{NO_LAYER, Summand};
 #[cfg(feature = "candle")]
 pub(crate) use collectives::broadcast;
+pub use device_group::DeviceGroup;
 pub use dispatch::{DispatchTokens, DispatchedRows, ResultSpec};
 pub(crate) use dispatch::{FrameworkTensors, GuardedCall, PendingDispatch, pieces};
+#[cfg(feature = "burn")]
+pub(crate) use gradient_reduction::AllReduce;
+pub(crate) use gradient_reduction::{GradientReduction, REDUCE_GRADIENTS};
 #[cfg(feature = "candle")]
 pub use gradient_sums::ReduceComms;
 #[cfg(feature = "candle")]
 pub(crate) use gradient_sums::{GradientSum, GradientSums, PendingSum};
 #[cfg(feature = "burn")]
-pub(crate) use group::AnyChain;
-pub(crate) use group::AnyGroup;
+pub(crate) use group::ErasedChain;
+pub use group::{DeviceErased, FrameworkDevice};
 #[cfg(feature = "candle")]
-pub(crate) use group::any_device;
-pub use group::{Any, FrameworkDevice};
+pub(crate) use group::{ErasedGroup, match_device};
 #[cfg(feature = "burn")]
 pub(crate) use host_tensor::HostTensor;
 pub use load_as::LoadAs;
@@ -43,8 +50,10 @@ pub use load_as::LoadAs;
 pub(crate) use outputs::DispatchedCotangents;
 pub(crate) use outputs::{DispatchedPart, LayerOutput, OutputCotangents};
 #[cfg(feature = "candle")]
-pub(crate) use quantized::{AnyQuantized, QuantizedExperts};
+pub(crate) use quantized::{ErasedQuantizedExperts, QuantizedExperts};
+pub(crate) use resident_weights::{
+    ErasedResidentWeight, GatheredWeights, ResidentGradients, acquire_resident, resident_sources, resident_view,
+};
 pub(crate) use selection_bias::moved_selection_bias;
-pub(crate) use sharded::{Chained, Sharded, TypedSource, param_shard, with_sources};
-pub(crate) use sharded_held::{HeldGradients, HeldGuards, HeldId, HeldWeight, acquire, sources, view};
+pub(crate) use sharded::{ErasedLayerShards, LayerShards, TypedSource, param_shard, with_sources};
 pub(crate) use training_state::{LastForward, TrainingState};

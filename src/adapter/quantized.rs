@@ -7,7 +7,7 @@ use crate::error::Result;
 use crate::kernels::Kernels;
 use crate::quant::{Quantized, WeightFormat};
 
-use super::group::{Any, FrameworkDevice, PerDevice, any_device};
+use super::group::{DeviceErased, DeviceFamily, FrameworkDevice, match_device};
 
 /// `up` and `down` of a rank's experts.
 #[derive(Debug)]
@@ -24,23 +24,23 @@ impl QuantizedExperts<Cpu> {
 }
 
 /// The same, on whichever device.
-pub(crate) type AnyQuantized = Any<Quantizeds>;
+pub(crate) type ErasedQuantizedExperts = DeviceErased<QuantizedExpertsFamily>;
 
 #[derive(Debug)]
-pub(crate) struct Quantizeds;
+pub(crate) struct QuantizedExpertsFamily;
 
-impl PerDevice for Quantizeds {
-    type Of<D: FrameworkDevice> = Arc<QuantizedExperts<D>>;
+impl DeviceFamily for QuantizedExpertsFamily {
+    type On<D: FrameworkDevice> = Arc<QuantizedExperts<D>>;
 }
 
-impl AnyQuantized {
+impl ErasedQuantizedExperts {
     /// Bytes of codes, scales and factors.
     pub(crate) fn bytes(&self) -> usize {
-        any_device!(self, experts => experts.up.bytes() + experts.down.bytes())
+        match_device!(self, experts => experts.up.bytes() + experts.down.bytes())
     }
 
     /// Format of `up`.
     pub(crate) fn format(&self) -> WeightFormat {
-        any_device!(self, experts => experts.up.format())
+        match_device!(self, experts => experts.up.format())
     }
 }

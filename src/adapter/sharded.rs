@@ -19,10 +19,10 @@ use crate::optim::ParamShard;
 use crate::quant::Quantized;
 use crate::weights::WeightSource;
 
-use super::group::{AnyChain, FrameworkDevice};
+use super::group::{ErasedChain, FrameworkDevice};
 #[cfg(feature = "candle")]
 use super::quantized::QuantizedExperts;
-use super::sharded_held::{HeldId, HeldWeight};
+use super::resident_weights::{ErasedResidentWeight, ResidentWeights, downcast_resident};
 use super::submit::submit;
 
 /// This rank's shard of a weight.
@@ -31,26 +31,27 @@ pub(crate) struct TypedSource<D: ShardDevice> {
     pub(crate) source: Arc<dyn ShardSource<D>>,
 }
 
-/// The experts of a module, whatever their device, and what else of it is shards.
+/// A layer's sharded weights, of chains whose device is known at run time only: its experts', and what else of it is
+/// shards.
 #[derive(Clone)]
-pub(crate) struct Sharded {
-    chain: AnyChain,
+pub(crate) struct ErasedLayerShards {
+    chain: ErasedChain,
     /// Of `up` and `down`.
     pub(crate) ids: [WeightId; 2],
     /// The same where they stay quantized, as they are stored.
     #[cfg(feature = "candle")]
     stored: Option<[QuantizedWeight; 2]>,
-    /// Of others, each in its chain.
-    pub(crate) held: PerParam<Option<HeldId>>,
+    /// Its resident weights, each in its chain.
+    pub(crate) resident: PerParam<Option<ErasedResidentWeight>>,
 }
 
-impl Debug for Sharded {
+impl Debug for ErasedLayerShards {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Sharded<{:?}>", self.ids)
+        write!(f, "ErasedLayerShards<{:?}>", self.ids)
     }
 }
 
-impl Sharded {
+impl ErasedLayerShards {
     /// Adds a layer's shards of `up` and `down` to a chain.
     pub(crate) fn new<D: FrameworkDevice>(
         chain: &Arc<Chain<D>>,
@@ -73,11 +74,11 @@ impl Sharded {
         let specs = (spec(ParamKind::Up, up.dtype)?, spec(ParamKind::Down, down.dtype)?);
         let ids = [chain.add(specs.0, up.source)?, chain.add(specs.1, down.source)?];
         Ok(Self {
-            chain: D::any(Arc::clone(chain)),
+            chain: D::erase(Arc::clone(chain)),
             ids,
             #[cfg(feature = "candle")]
             stored: None,
-            held: PerParam::none(),
+            resident: PerParam::none(),
         })
     }
 
@@ -95,37 +96,37 @@ impl Sharded {
         };
         let stored = [add(ParamKind::Up, &experts.up)?, add(ParamKind::Down, &experts.down)?];
         let ids = stored.each_ref().map(QuantizedWeight::id);
-        Ok(Self { chain: D::any(Arc::clone(chain)), ids, stored: Some(stored), held: PerParam::none() })
+        Ok(Self { chain: D::erase(Arc::clone(chain)), ids, stored: Some(stored), resident: PerParam::none() })
     }
 
     /// Whether a parameter is a shard.
     pub(crate) fn has(&self, kind: ParamKind) -> bool {
-        matches!(kind, ParamKind::Up | ParamKind::Down) || self.held.get(kind).is_some()
+        matches!(kind, ParamKind::Up | ParamKind::Down) || self.resident.get(kind).is_some()
     }
 
     /// The experts' chain.
     #[cfg(feature = "burn")]
-    pub(crate) fn chain(&self) -> &AnyChain {
+    pub(crate) fn chain(&self) -> &ErasedChain {
         &self.chain
     }
 
     /// The cut of the weight of a parameter that is a shard, of these sizes, and this rank's place in it.
     fn cut(&self, kind: ParamKind, dims: &[usize]) -> Result<(Shards, usize)> {
-        match self.held.get(kind) {
-            Some(held) => held.chain.cut(&Shards::lines(dims)),
+        match self.resident.get(kind) {
+            Some(resident) => resident.chain.cut(&Shards::lines(dims)),
             None => self.chain.cut(dims),
         }
     }
 
     /// The experts, for a layer that works on a `D`.
-    pub(crate) fn experts<D: FrameworkDevice>(&self, call: &'static str) -> Result<Chained<D>> {
-        match D::own(&self.chain) {
-            Some(chain) => Ok(Chained {
+    pub(crate) fn experts<D: FrameworkDevice>(&self, call: &'static str) -> Result<LayerShards<D>> {
+        match D::downcast(&self.chain) {
+            Some(chain) => Ok(LayerShards {
                 chain: Arc::clone(chain),
                 ids: self.ids,
                 #[cfg(feature = "candle")]
                 stored: self.stored.clone(),
-                held: super::sharded_held::held_on(&self.held, call)?,
+                resident: downcast_resident(&self.resident, call)?,
             }),
             None => Err(Error::invalid(call, "chain", "one of the group's device", "another")),
         }
@@ -136,7 +137,7 @@ impl Sharded {
 pub(crate) fn param_shard(
     layer: &Layer,
     group: &Membership,
-    sharded: Option<&Sharded>,
+    sharded: Option<&ErasedLayerShards>,
     kind: ParamKind,
 ) -> Result<ParamShard> {
     let missing = || Error::invalid("ExpertParallelMoE", kind.name(), "a parameter of the configuration", "another");
@@ -154,14 +155,14 @@ pub(crate) fn param_shard(
     }
 }
 
-/// Weights of a chain.
+/// A layer's sharded weights.
 #[derive(Debug)]
-pub(crate) struct Chained<D: ShardDevice> {
+pub(crate) struct LayerShards<D: ShardDevice> {
     chain: Arc<Chain<D>>,
     ids: [WeightId; 2],
     #[cfg(feature = "candle")]
     stored: Option<[QuantizedWeight; 2]>,
-    pub(crate) held: PerParam<Option<HeldWeight<D>>>,
+    pub(crate) resident: ResidentWeights<D>,
 }
 
 /// A gathered expert weight as a layer takes it.
@@ -184,7 +185,7 @@ impl<D: ShardDevice> ExpertSource<'_, D> {
     }
 }
 
-impl<D: FrameworkDevice> Chained<D> {
+impl<D: FrameworkDevice> LayerShards<D> {
     /// Whether the experts are frozen, whatever else is trained.
     #[cfg(feature = "candle")]
     pub(crate) fn is_stored(&self) -> bool {
@@ -193,7 +194,7 @@ impl<D: FrameworkDevice> Chained<D> {
 
     /// Whether a parameter is a shard.
     pub(crate) fn has(&self, kind: ParamKind) -> bool {
-        matches!(kind, ParamKind::Up | ParamKind::Down) || self.held.get(kind).is_some()
+        matches!(kind, ParamKind::Up | ParamKind::Down) || self.resident.get(kind).is_some()
     }
 
     /// `up` and `down` as a layer takes them; `backward`: a backward goes back through what it computes.

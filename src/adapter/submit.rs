@@ -16,7 +16,7 @@ pub(super) fn submit<D: FrameworkDevice>(
     entry: &mut RefusalGuard<'_, D>,
 ) -> Result<()> {
     chain.submit(gradient).map_err(|e| {
-        progress.refused();
+        progress.set_refused();
         layer.refuse_backward(entry.enter(), e)
     })
 }

@@ -60,7 +60,7 @@ impl TrainingState {
     }
 
     /// Keeps a forward's figures.
-    pub(crate) fn keep(&self, last: LastForward) {
+    pub(crate) fn store(&self, last: LastForward) {
         *self.last.lock().unwrap_or_else(PoisonError::into_inner) = Some(last);
     }
 

@@ -1,9 +1,9 @@
 //! The layer as an operation of burn's autodiff.
 //!
 //! burn's operations have one output each, the layer has two that carry gradients (y and the auxiliary loss) and must
-//! run its backward once. So the layer itself is a node [`Run`] whose parents are x and the parameters and whose own
+//! run its backward once. So the layer itself is a node [`LayerNode`] whose parents are x and the parameters and whose own
 //! value means nothing; y and the auxiliary loss are its children. burn runs nodes by depth, so in backward the
-//! children that the loss reaches come first: each leaves its gradient in the shared [`Pending`], and `Run` takes
+//! children that the loss reaches come first: each leaves its gradient in the shared [`ForwardState`], and `LayerNode` takes
 //! both, an absent one as zeros.
 
 use std::ops::Range;
@@ -40,15 +40,15 @@ const CALL: &str = "ExpertParallelMoE::backward";
 
 /// State that passes between the three nodes of one forward.
 #[derive(Debug)]
-struct Pending<B: NativeMemory> {
+struct ForwardState<B: NativeMemory> {
     /// Taken by the first backward.
     context: Option<Context<B::Core>>,
     arrived: OutputCotangents<FloatTensor<B>>,
 }
 
-type SharedPending<B> = Arc<Mutex<Pending<B>>>;
+type SharedForwardState<B> = Arc<Mutex<ForwardState<B>>>;
 
-fn locked<B: NativeMemory>(pending: &SharedPending<B>) -> MutexGuard<'_, Pending<B>> {
+fn locked<B: NativeMemory>(pending: &SharedForwardState<B>) -> MutexGuard<'_, ForwardState<B>> {
     // Every holder leaves the fields whole, so a panic elsewhere does not matter.
     pending.lock().unwrap_or_else(PoisonError::into_inner)
 }
@@ -57,27 +57,27 @@ fn consumed(call: &LayerCall) -> Error {
     Error::ContextConsumed { call: CALL, rank: call.group.rank() }
 }
 
-/// Parents of a [`Run`]: x and a place for each kind.
+/// Parents of a [`LayerNode`]: x and a place for each kind.
 const PARENTS: usize = 1 + ParamKind::ALL.len();
 
 /// The layer: its parents are x and the parameters.
 #[derive(Debug)]
-struct Run;
+struct LayerNode;
 
 #[derive(Debug, Clone)]
-struct RunState<B: NativeMemory> {
+struct LayerState<B: NativeMemory> {
     call: LayerCall,
     /// x lies with burn's checkpointer, which may recompute it.
     x: NodeId,
     params: PerParam<Option<FloatTensor<B>>>,
-    pending: SharedPending<B>,
+    pending: SharedForwardState<B>,
 }
 
-impl<B: NativeMemory> Backward<B, PARENTS> for Run {
-    type State = RunState<B>;
+impl<B: NativeMemory> Backward<B, PARENTS> for LayerNode {
+    type State = LayerState<B>;
 
-    fn backward(self, ops: Ops<RunState<B>, PARENTS>, grads: &mut Gradients, checkpointer: &mut Checkpointer) {
-        let RunState { call, x, params, pending } = ops.state;
+    fn backward(self, ops: Ops<LayerState<B>, PARENTS>, grads: &mut Gradients, checkpointer: &mut Checkpointer) {
+        let LayerState { call, x, params, pending } = ops.state;
         let x = B::contiguous(checkpointer.retrieve_node_output::<FloatTensor<B>>(x));
         let (context, arrived) = {
             let mut pending = locked(&pending);
@@ -103,9 +103,9 @@ impl<B: NativeMemory> Backward<B, PARENTS> for Run {
 
 /// Σ y ∘ d_y, of which only the gradient is wanted: its state is d_y.
 #[derive(Debug)]
-struct Product;
+struct InnerProductNode;
 
-impl<B: NativeMemory> Backward<B, 1> for Product {
+impl<B: NativeMemory> Backward<B, 1> for InnerProductNode {
     type State = FloatTensor<B>;
 
     fn backward(self, ops: Ops<FloatTensor<B>, 1>, grads: &mut Gradients, _checkpointer: &mut Checkpointer) {
@@ -120,10 +120,10 @@ impl<B: NativeMemory> Backward<B, 1> for Product {
 #[derive(Debug, Clone)]
 struct OutputState<B: NativeMemory> {
     call: LayerCall,
-    pending: SharedPending<B>,
+    pending: SharedForwardState<B>,
 }
 
-/// An output as a child of [`Run`].
+/// An output as a child of [`LayerNode`].
 #[derive(Debug, Clone, Copy)]
 struct OutputNode(LayerOutput);
 
@@ -139,7 +139,7 @@ impl<B: NativeMemory> Backward<B, 1> for OutputNode {
             pending.context.is_some()
         };
         if !alive {
-            // burn has dropped `Run` with the backward that ran it: it would never be reached.
+            // burn has dropped `LayerNode` with the backward that ran it: it would never be reached.
             call.group.unwind(consumed(&call));
         }
     }
@@ -167,7 +167,7 @@ impl<B: NativeBackend, C: CheckpointStrategy> LayerBackend for Autodiff<B, C> {
         });
         let inner = |operands: Operands<FloatTensor<Self>>| operands.map(|t| B::contiguous(t.primitive));
 
-        let mut run = match Backward::<B, PARENTS>::prepare::<C>(Run, nodes).compute_bound().stateful() {
+        let mut run = match Backward::<B, PARENTS>::prepare::<C>(LayerNode, nodes).compute_bound().stateful() {
             OpsKind::UnTracked(_) => {
                 let (out, _) = run_forward::<B>(call, &inner(operands), false)?;
                 let constant = <Self as AutodiffBackend>::from_inner;
@@ -178,7 +178,7 @@ impl<B: NativeBackend, C: CheckpointStrategy> LayerBackend for Autodiff<B, C> {
             OpsKind::Tracked(run) => run,
         };
         let x = run.checkpoint(&operands.x);
-        // At the end of any thread's backward burn forgets graphs of which no tensor is alive. Until `Run` is in the
+        // At the end of any thread's backward burn forgets graphs of which no tensor is alive. Until `LayerNode` is in the
         // graph, the operands may be all that keeps theirs.
         let alive: Vec<_> = std::iter::once(&operands.x)
             .chain(operands.params.present().map(|(_, t)| t))
@@ -186,8 +186,8 @@ impl<B: NativeBackend, C: CheckpointStrategy> LayerBackend for Autodiff<B, C> {
             .collect();
         let operands = inner(operands);
         let (out, context) = run_forward::<B>(call, &operands, true)?;
-        let pending = Arc::new(Mutex::new(Pending { context, arrived: OutputCotangents::default() }));
-        let state = RunState { call: call.clone(), x, params: operands.params, pending: pending.clone() };
+        let pending = Arc::new(Mutex::new(ForwardState { context, arrived: OutputCotangents::default() }));
+        let state = LayerState { call: call.clone(), x, params: operands.params, pending: pending.clone() };
         let root = run.finish(state, absent.primitive);
         drop(alive);
 
@@ -232,9 +232,9 @@ impl<B: NativeBackend, C: CheckpointStrategy> LayerBackend for Autodiff<B, C> {
         dispatch.native.pending.routing.segments()
     }
 
-    fn moe_product(y: FloatTensor<Self>, d_y: FloatTensor<B>) -> Result<FloatTensor<Self>> {
+    fn moe_inner_product(y: FloatTensor<Self>, d_y: FloatTensor<B>) -> Result<FloatTensor<Self>> {
         let value = B::float_empty(Shape::new([1]), &B::float_device(&y.primitive), y.dtype().into());
-        match Backward::<B, 1>::prepare::<C>(Product, [y.node.clone()]).compute_bound().stateful() {
+        match Backward::<B, 1>::prepare::<C>(InnerProductNode, [y.node.clone()]).compute_bound().stateful() {
             OpsKind::Tracked(product) => Ok(product.finish(d_y, value)),
             OpsKind::UnTracked(_) => Err(untracked()),
         }

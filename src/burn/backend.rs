@@ -9,11 +9,12 @@ use burn::tensor::ops::{FloatTensor, IntTensor};
 use burn::tensor::{Shape, TensorData, TensorPrimitive};
 
 pub use crate::adapter::ResultSpec;
-use crate::adapter::{DispatchTokens, DispatchedRows, FrameworkDevice, Sharded};
+use crate::adapter::{DispatchTokens, DispatchedRows, ErasedLayerShards, FrameworkDevice};
+use crate::comm::Op;
 use crate::cpu::{Cpu, Element};
 use crate::device::Waited;
 use crate::dtype::DType;
-use crate::ep::GroupConfig;
+use crate::ep::{EpGroup, GroupConfig};
 use crate::error::{Error, Result};
 use crate::layer::{AuxValue, Layer, Noise, PerParam};
 use crate::lazy::Lazy;
@@ -83,7 +84,7 @@ pub trait LayerBackend: Backend {
     fn moe_segments(dispatch: &Self::Dispatch) -> Result<Vec<Range<usize>>>;
 
     /// A scalar whose gradient by `y` is the given one; it has no value. Fails for a `y` that tracks no gradients.
-    fn moe_product(y: FloatTensor<Self>, d_y: FloatTensor<Self::Native>) -> Result<FloatTensor<Self>>;
+    fn moe_inner_product(y: FloatTensor<Self>, d_y: FloatTensor<Self::Native>) -> Result<FloatTensor<Self>>;
 
     /// A computation with dense weights of a chain, of which `shards` are this rank's; keeps what backward needs where an
     /// operand tracks gradients.
@@ -113,9 +114,14 @@ pub trait NativeMemory: Backend {
     /// A tensor that the core reads on any thread.
     type Shared: Debug + Send + Sync + 'static;
 
+    /// A group that works on the core's device.
+    fn core_group(group: &DeviceGroup) -> Option<&EpGroup<Self::Core>> {
+        group.on()
+    }
+
     /// Runs calls of these as one where each would wait for a thread of the back end's; beside a tensor of the device.
-    fn together<R: Send>(beside: &FloatTensor<Self>, calls: impl FnOnce() -> Result<R> + Send) -> Result<R> {
-        let _ = beside;
+    fn together<R: Send>(like: &FloatTensor<Self>, calls: impl FnOnce() -> Result<R> + Send) -> Result<R> {
+        let _ = like;
         calls()
     }
 
@@ -137,8 +143,8 @@ pub trait NativeMemory: Backend {
     /// Borrows contiguous ids, I32, I64 or U32 as I32; fails for another device or type.
     fn view_ids<'a>(core: &Self::Core, tensor: Named<'a, IntTensor<Self>>) -> Result<TensorRef<'a, Self::Core>>;
 
-    /// Allocates a result where `beside` lies.
-    fn output(core: &Self::Core, beside: &FloatTensor<Self>, place: ResultSpec<'_>) -> Result<Self::Output>;
+    /// Allocates a result where `like` lies.
+    fn output(core: &Self::Core, like: &FloatTensor<Self>, place: ResultSpec<'_>) -> Result<Self::Output>;
 
     /// Borrows a result to fill it.
     fn view_mut(output: &mut Self::Output) -> Result<TensorMut<'_, Self::Core>>;
@@ -190,7 +196,7 @@ pub struct LayerCall {
     /// Whether a forward gives [`Details`].
     pub(super) details: bool,
     /// Where `up` and `down` are gathered from, if their parameters are shards.
-    pub(super) experts: Option<Sharded>,
+    pub(super) experts: Option<ErasedLayerShards>,
 }
 
 impl LayerCall {
@@ -198,6 +204,22 @@ impl LayerCall {
     pub(super) fn new(layer: &Arc<Layer>, group: &DeviceGroup) -> Self {
         let (layer, group) = (Arc::clone(layer), group.clone());
         Self { layer, group, noise: None, aux_scale: 0.0, details: false, experts: None }
+    }
+
+    /// The group, for a call on a tensor of a back end. A group of another device is refused, and the other ranks, which
+    /// are in the collective `op` or on their way to it, are told.
+    pub(super) fn group_of<B: NativeMemory>(
+        &self,
+        (name, op): (&'static str, Op),
+        tensor: &FloatTensor<B>,
+    ) -> Result<&EpGroup<B::Core>> {
+        B::core_group(&self.group).ok_or_else(|| {
+            let (device, group) = (B::float_device(tensor), self.group.erased());
+            let expected = format!("one of the device of {} {device:?}", B::name(&device));
+            let error = Error::invalid(name, "group", expected, format!("one of {}", group.device()));
+            group.refuse(self.layer.number(), op, &error.to_string());
+            error
+        })
     }
 }
 

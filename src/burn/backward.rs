@@ -29,7 +29,7 @@ pub fn backward_with<B: AutodiffBackend + MoeBackend, const D: usize>(
         return Err(Error::invalid(CALL, GRADIENT, format!("one on {:?}", y.device()), found));
     }
     let d_y = B::to_native(Tensor::<B, D>::from_inner(d_y).into_primitive().tensor());
-    let product = B::moe_product(y.into_primitive().tensor(), d_y)?;
+    let product = B::moe_inner_product(y.into_primitive().tensor(), d_y)?;
     Ok(Tensor::<B, 1>::from_primitive(TensorPrimitive::Float(product)).backward())
 }
 

@@ -106,10 +106,10 @@ impl<F: FloatElement, I: IntElement, T: BoolElement> NativeMemory for CubeBacken
     type Output = CudaOutput;
     type Shared = CudaShared;
 
-    fn together<R: Send>(beside: &Primitive, calls: impl FnOnce() -> Result<R> + Send) -> Result<R> {
+    fn together<R: Send>(like: &Primitive, calls: impl FnOnce() -> Result<R> + Send) -> Result<R> {
         let mut made = None;
         // On the thread that all calls of burn's client go through, which they then do not wait for.
-        let ran = beside.client.exclusive(|| made = Some(calls()));
+        let ran = like.client.exclusive(|| made = Some(calls()));
         made.unwrap_or_else(|| {
             let found = ran.err().map_or_else(|| "nothing".to_string(), |e| e.to_string());
             Err(Error::invalid(CALL, "burn's client", "one that runs calls", found))
@@ -154,12 +154,12 @@ impl<F: FloatElement, I: IntElement, T: BoolElement> NativeMemory for CubeBacken
         view(core, Named { name, tensor }, dtype)
     }
 
-    fn output(core: &Cuda, beside: &Primitive, ResultSpec { dtype, dims }: ResultSpec<'_>) -> Result<CudaOutput> {
-        check_gpu(core, Named { name: "beside a result", tensor: beside })?;
+    fn output(core: &Cuda, like: &Primitive, ResultSpec { dtype, dims }: ResultSpec<'_>) -> Result<CudaOutput> {
+        check_gpu(core, Named { name: "beside a result", tensor: like })?;
         let shape = Shape::from(dims.to_vec());
         let bytes = shape.num_elements() * dtype.size();
-        let handle = beside.client.empty(bytes.max(LEAST_BYTES));
-        let (client, device) = (beside.client.clone(), beside.device.clone());
+        let handle = like.client.empty(bytes.max(LEAST_BYTES));
+        let (client, device) = (like.client.clone(), like.device.clone());
         let tensor = CubeTensor::new_contiguous(client, device, shape, handle, burn_dtype(dtype)?);
         let ptr = address("for a result", &tensor, bytes)?;
         Ok(CudaOutput { tensor, ptr, dtype, dims: dims.to_vec() })

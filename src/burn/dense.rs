@@ -22,7 +22,7 @@ pub(super) type Input<B> = DenseInput<FloatTensor<B>, IntTensor<B>>;
 
 fn chain<B: NativeMemory>(call: &DenseCall) -> Result<&Arc<Chain<B::Core>>> {
     let other = || Error::invalid(CALL, "chain", "one of the back end's device", "another's");
-    B::Core::chain(&call.chain).ok_or_else(other)
+    B::Core::downcast(&call.chain).ok_or_else(other)
 }
 
 /// A whole weight (collective), where `like` lies.
@@ -116,7 +116,7 @@ pub(super) fn run_forward<B: NativeMemory>(
 
 /// Who wants gradients.
 #[derive(Debug, Clone)]
-pub(super) struct DenseWanted {
+pub(super) struct DenseGradientMask {
     pub(super) x: bool,
     /// Of each weight.
     pub(super) weights: Vec<bool>,
@@ -128,7 +128,7 @@ pub(super) fn run_backward<B: NativeMemory>(
     input: &Input<B>,
     shards: &[FloatTensor<B>],
     gradient: FloatTensor<B>,
-    wanted: &DenseWanted,
+    wanted: &DenseGradientMask,
 ) -> Result<Option<FloatTensor<B>>> {
     let back = call.weights.iter().zip(shards).rev().map(|(weight, like)| gather::<B>(call, weight, like, true));
     let mut whole = back.collect::<Result<Vec<_>>>()?;

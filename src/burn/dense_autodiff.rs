@@ -13,14 +13,14 @@ use burn::tensor::{Shape, TensorMetadata};
 use crate::error::{Error, Result};
 
 use super::backend::{NativeBackend, NativeMemory};
-use super::dense::{DenseWanted, run_backward, run_forward};
+use super::dense::{DenseGradientMask, run_backward, run_forward};
 use super::dense_call::{DenseCall, DenseInput};
 
 /// Its parents are x and the weights' shards, of which there are at most two.
 const PARENTS: usize = 3;
 
 #[derive(Debug)]
-struct Dense;
+struct DenseNode;
 
 #[derive(Debug, Clone)]
 struct DenseState<B: NativeMemory> {
@@ -30,7 +30,7 @@ struct DenseState<B: NativeMemory> {
     shards: Vec<FloatTensor<B>>,
 }
 
-impl<B: NativeMemory> Backward<B, PARENTS> for Dense {
+impl<B: NativeMemory> Backward<B, PARENTS> for DenseNode {
     type State = DenseState<B>;
 
     fn backward(self, ops: Ops<DenseState<B>, PARENTS>, grads: &mut Gradients, checkpointer: &mut Checkpointer) {
@@ -41,7 +41,7 @@ impl<B: NativeMemory> Backward<B, PARENTS> for Dense {
             DenseInput::Ids(ids) => DenseInput::Ids(ids),
         };
         let [x, weights @ ..] = ops.parents;
-        let wanted = DenseWanted { x: x.is_some(), weights: weights.iter().map(Option::is_some).collect() };
+        let wanted = DenseGradientMask { x: x.is_some(), weights: weights.iter().map(Option::is_some).collect() };
         match run_backward::<B>(&call, &input, &shards, gradient, &wanted) {
             Err(error) => call.failure.unwind(error),
             Ok(d_x) => {
@@ -72,7 +72,7 @@ pub(super) fn dense<B: NativeBackend, C: CheckpointStrategy>(
     });
     // Until the operation is in the graph, the operands may be all that keeps theirs.
     let alive: Vec<_> = shards.iter().map(|t| t.rc.clone()).collect();
-    let prepared = Backward::<B, PARENTS>::prepare::<C>(Dense, nodes).compute_bound().stateful();
+    let prepared = Backward::<B, PARENTS>::prepare::<C>(DenseNode, nodes).compute_bound().stateful();
     let inner = |t: FloatTensor<Autodiff<B, C>>| t.primitive;
     match prepared {
         OpsKind::UnTracked(_) => {

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use crate::adapter::AnyChain;
+use crate::adapter::ErasedChain;
 use crate::ep::BackwardFailure;
 use crate::etp::WeightId;
 
@@ -35,7 +35,7 @@ pub struct DenseWeight {
 #[derive(Debug, Clone)]
 pub struct DenseCall {
     /// The chain.
-    pub chain: AnyChain,
+    pub chain: ErasedChain,
     /// One weight, or two.
     pub weights: Vec<DenseWeight>,
     /// What is computed.

@@ -6,6 +6,7 @@ use burn::tensor::ops::{FloatTensor, IntTensor};
 use crate::adapter::{
     DispatchTokens, DispatchedCotangents, DispatchedRows, FrameworkTensors, GuardedCall, PendingDispatch, ResultSpec,
 };
+use crate::comm::Op;
 use crate::error::Result;
 use crate::tensor::{TensorMut, TensorRef};
 
@@ -13,10 +14,10 @@ use super::backend::{DispatchOperands, LayerBackend, LayerCall, Named, NativeMem
 use super::group::DeviceGroup;
 use super::run::ordered;
 
-/// A back end's tensors in one call of a group; results lie where `beside` does.
+/// A back end's tensors in one call of a group; results lie where `like` does.
 struct NativeTensors<'a, B: NativeMemory> {
     group: &'a DeviceGroup,
-    beside: &'a FloatTensor<B>,
+    like: &'a FloatTensor<B>,
 }
 
 impl<B: NativeMemory> FrameworkTensors<B::Core> for NativeTensors<'_, B> {
@@ -32,7 +33,7 @@ impl<B: NativeMemory> FrameworkTensors<B::Core> for NativeTensors<'_, B> {
         ids: Option<&IntTensor<B>>,
         work: impl FnOnce(&[TensorRef<'_, B::Core>]) -> Result<R>,
     ) -> Result<R> {
-        let views = B::together(self.beside, || {
+        let views = B::together(self.like, || {
             let floats = floats.iter().map(|&(name, tensor)| B::view(core, Named { name, tensor }));
             floats.chain(ids.map(|tensor| B::view_ids(core, Named { name: "ids", tensor }))).collect::<Result<Vec<_>>>()
         })?;
@@ -40,11 +41,11 @@ impl<B: NativeMemory> FrameworkTensors<B::Core> for NativeTensors<'_, B> {
     }
 
     fn output(&self, core: &B::Core, spec: ResultSpec<'_>) -> Result<B::Output> {
-        B::output(core, self.beside, spec)
+        B::output(core, self.like, spec)
     }
 
     fn output_pair(&self, core: &B::Core, [first, second]: [ResultSpec<'_>; 2]) -> Result<[B::Output; 2]> {
-        B::together(self.beside, || Ok([B::output(core, self.beside, first)?, B::output(core, self.beside, second)?]))
+        B::together(self.like, || Ok([B::output(core, self.like, first)?, B::output(core, self.like, second)?]))
     }
 
     fn view_mut(output: &mut B::Output) -> Result<TensorMut<'_, B::Core>> {
@@ -62,7 +63,7 @@ pub struct NativeDispatch<B: NativeMemory> {
     pub(super) group: DeviceGroup,
     pub(super) pending: PendingDispatch<B::Core, FloatTensor<B>>,
     /// Shows the back end where results are to lie; `[1]`.
-    beside: FloatTensor<B>,
+    like: FloatTensor<B>,
 }
 
 /// Tokens with their elements in row-major order.
@@ -78,21 +79,21 @@ pub(super) fn run_dispatch<B: NativeMemory>(
     backward: bool,
 ) -> Result<DispatchedRows<FloatTensor<B>, NativeDispatch<B>>> {
     let device = B::float_device(&tokens.x);
-    let beside = B::float_empty([1].into(), &device, tokens.weights.dtype().into());
-    let group = call.group.expect::<B, B::Core>("DispatchCombine::dispatch", &device)?;
-    let tensors = &NativeTensors::<B> { group: &call.group, beside: &beside };
+    let like = B::float_empty([1].into(), &device, tokens.weights.dtype().into());
+    let group = call.group_of::<B>(("DispatchCombine::dispatch", Op::Prepare), &tokens.x)?;
+    let tensors = &NativeTensors::<B> { group: &call.group, like: &like };
     let DispatchTokens { x, ids, weights } = tokens;
     let made =
         GuardedCall { layer: &call.layer, group, tensors }.dispatch(DispatchTokens { x, ids, weights }, backward)?;
     let (rows, weights) = (B::float(made.rows)?, B::float(made.weights)?);
     let pending = PendingDispatch::new(made.routing);
-    let (load, routing) = (made.load, NativeDispatch { group: call.group.clone(), pending, beside });
+    let (load, routing) = (made.load, NativeDispatch { group: call.group.clone(), pending, like });
     Ok(DispatchedRows { rows, weights, load, routing })
 }
 
 impl<B: NativeMemory> NativeDispatch<B> {
     fn tensors(&self) -> NativeTensors<'_, B> {
-        NativeTensors { group: &self.group, beside: &self.beside }
+        NativeTensors { group: &self.group, like: &self.like }
     }
 
     /// Sums `[T, H]` of contiguous outputs.
@@ -108,7 +109,7 @@ impl<B: NativeMemory> NativeDispatch<B> {
 
     /// Gradients of x `[T, H]` and of the routing weights `[T, K]`, of those that have arrived.
     pub(super) fn backward(&self) -> Result<[FloatTensor<B>; 2]> {
-        let DispatchedCotangents { rows, weights } = self.pending.take()?;
+        let DispatchedCotangents { rows, weights } = self.pending.take_cotangents()?;
         let arrived = DispatchedCotangents { rows: rows.map(B::contiguous), weights: weights.map(B::contiguous) };
         let [d_x, d_weights] = self.pending.routing.dispatch_backward(&self.tensors(), &arrived)?;
         Ok([B::float(d_x)?, B::float(d_weights)?])
@@ -121,8 +122,8 @@ pub(super) fn run_route<B: NativeMemory + LayerBackend>(
     logits: &FloatTensor<B>,
     selection_bias: Option<&FloatTensor<B>>,
 ) -> Result<RouteOutputs<B>> {
-    let group = call.group.expect::<B, B::Core>("DispatchCombine::route", &B::float_device(logits))?;
-    let tensors = &NativeTensors::<B> { group: &call.group, beside: logits };
+    let group = call.group_of::<B>(("DispatchCombine::route", Op::Prepare), logits)?;
+    let tensors = &NativeTensors::<B> { group: &call.group, like: logits };
     let [ids, weights] = GuardedCall { layer: &call.layer, group, tensors }.route(logits, selection_bias)?;
     Ok(RouteOutputs { ids: B::int(ids)?, weights: B::float(weights)? })
 }
@@ -132,8 +133,8 @@ pub(super) fn route_backward<B: NativeMemory>(
     call: &LayerCall,
     routed: &DispatchOperands<B>,
 ) -> Result<FloatTensor<B>> {
-    let group = call.group.expect::<B, B::Core>("DispatchCombine::route, backward", &B::float_device(&routed.x))?;
+    let group = call.group_of::<B>(("DispatchCombine::route, backward", Op::CombineBwd), &routed.x)?;
     let DispatchTokens { x, ids, weights } = routed;
-    let tensors = &NativeTensors::<B> { group: &call.group, beside: x };
+    let tensors = &NativeTensors::<B> { group: &call.group, like: x };
     B::float(GuardedCall { layer: &call.layer, group, tensors }.route_backward(DispatchTokens { x, ids, weights })?)
 }

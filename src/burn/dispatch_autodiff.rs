@@ -64,15 +64,15 @@ impl<B: NativeMemory> Backward<B, 1> for DispatchedNode {
 
     fn backward(self, ops: Ops<Self::State, 1>, grads: &mut Gradients, _: &mut Checkpointer) {
         let gradient = grads.consume::<B>(&ops.node);
-        unwinding(&ops.state, ops.state.pending.keep(self.0, gradient));
+        unwinding(&ops.state, ops.state.pending.set_cotangent(self.0, gradient));
     }
 }
 
 /// A combine: of its dispatch's token and the experts' outputs.
 #[derive(Debug)]
-struct Combine;
+struct CombineNode;
 
-impl<B: NativeMemory> Backward<B, 2> for Combine {
+impl<B: NativeMemory> Backward<B, 2> for CombineNode {
     type State = Arc<NativeDispatch<B>>;
 
     fn backward(self, ops: Ops<Self::State, 2>, grads: &mut Gradients, _: &mut Checkpointer) {
@@ -126,7 +126,7 @@ pub(super) fn combine<B: NativeBackend, C: CheckpointStrategy>(
 ) -> Result<FloatTensor<Autodiff<B, C>>> {
     let TrackedDispatch { native, token } = dispatch;
     let nodes = [token.node.clone(), outputs.node.clone()];
-    let prepared = Backward::<B, 2>::prepare::<C>(Combine, nodes).compute_bound().stateful();
+    let prepared = Backward::<B, 2>::prepare::<C>(CombineNode, nodes).compute_bound().stateful();
     let alive = outputs.rc.clone();
     let y = native.combine(&B::contiguous(outputs.primitive))?;
     let y = match prepared {

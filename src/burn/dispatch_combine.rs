@@ -106,7 +106,7 @@ impl DispatchCombine {
     /// A configuration that does not hold together; another number of experts than the group's.
     pub fn new(layer: impl Into<LayerSpec>, group: impl Into<DeviceGroup>) -> Result<Self> {
         let group = group.into();
-        let layer = group.any().layer("DispatchCombine::new", layer.into(), None)?;
+        let layer = group.erased().layer("DispatchCombine::new", layer.into(), None)?;
         Ok(Self { layer: Arc::new(layer), group })
     }
 
@@ -161,7 +161,7 @@ impl DispatchCombine {
     /// Meets the other ranks as a failure, in whichever of their collectives they are: for a rank that fails before a
     /// dispatch, between it and its combine, or among its experts in backward. They get the reason at once.
     pub fn refuse(&self, reason: &str) {
-        self.group.any().refuse(self.layer.number(), Op::Combine, reason);
+        self.group.erased().refuse(self.layer.number(), Op::Combine, reason);
     }
 }
 

@@ -7,7 +7,7 @@ use burn::module::ParamId;
 use burn::optim::GradientsParams;
 use burn::tensor::backend::AutodiffBackend;
 
-use crate::adapter::{AnyChain, FrameworkDevice};
+use crate::adapter::{ErasedChain, FrameworkDevice};
 use crate::comm::{Communicator, Op};
 use crate::device::Device;
 use crate::ep::BackwardFailure;
@@ -17,7 +17,7 @@ use crate::tensor::{TensorMut, TensorRef};
 
 use super::backend::{CoreDevice, MoeBackend, Named, NativeBackend, NativeMemory, ResultSpec, between};
 use super::group::DeviceGroup;
-use super::shard_param::{AnyParam, ParamSource};
+use super::shard_param::{FloatParam, ParamSource};
 
 const BEGIN: &str = "ShardedParams::begin";
 const FINISH: &str = "ShardedParams::finish";
@@ -64,7 +64,7 @@ const FINISH: &str = "ShardedParams::finish";
 /// ```
 pub struct ShardedParams<B: NativeBackend> {
     chain: Arc<Chain<B::Core>>,
-    registered: Mutex<Registered<B>>,
+    registered: Mutex<ShardRegistry<B>>,
     /// Of dense weights' backward.
     failure: Arc<BackwardFailure>,
 }
@@ -90,22 +90,22 @@ pub trait ShardHolder {
 #[doc(hidden)]
 #[derive(Debug)]
 pub struct ShardList<'m, M: MoeBackend> {
-    pub(super) chain: AnyChain,
+    pub(super) chain: ErasedChain,
     /// The module, for errors.
     pub(super) name: String,
-    pub(super) params: Vec<(WeightId, &'m dyn AnyParam<M>)>,
+    pub(super) params: Vec<(WeightId, &'m dyn FloatParam<M>)>,
 }
 
 /// Parameters that were added to a chain.
-struct Registered<B: NativeBackend> {
+struct ShardRegistry<B: NativeBackend> {
     shards: Vec<(WeightId, Arc<ParamSource<B>>)>,
     /// Where ranks wait that are told of a pass that this one cannot begin.
-    first: Option<FirstWait<B>>,
+    first: Option<OtherRanksAt<B>>,
 }
 
 /// Where the other ranks of a model wait for one that is in no pass, beside the chain.
 #[derive(Clone)]
-pub(super) enum FirstWait<B: NativeBackend> {
+pub(super) enum OtherRanksAt<B: NativeBackend> {
     /// In a layer of a group.
     Layer(DeviceGroup, u32),
     /// In another chain, of all ranks.
@@ -122,14 +122,14 @@ impl<B: NativeBackend> fmt::Debug for ShardedParams<B> {
 struct ShardParam<'m, M: MoeBackend> {
     id: WeightId,
     shard: Arc<ParamSource<M::Native>>,
-    param: &'m dyn AnyParam<M>,
+    param: &'m dyn FloatParam<M>,
 }
 
 impl<B: NativeBackend> ShardedParams<B> {
     /// Over a chain, to which [`ExpertParallelMoE::into_sharded`](super::ExpertParallelMoE::into_sharded) adds experts, and [`linear`](Self::linear) and its like
     /// dense weights.
     pub fn new(chain: Arc<Chain<B::Core>>) -> Self {
-        let registered = Mutex::new(Registered { shards: Vec::new(), first: None });
+        let registered = Mutex::new(ShardRegistry { shards: Vec::new(), first: None });
         Self { chain, registered, failure: Arc::default() }
     }
 
@@ -166,7 +166,7 @@ impl<B: NativeBackend> ShardedParams<B> {
     {
         // A pass that was not ended goes on with the parameters that it has.
         if phase == Phase::Forward && !self.chain.in_pass() {
-            self.take(BEGIN, modules).inspect_err(|error| self.tell(error))?;
+            self.update_sources(BEGIN, modules).inspect_err(|error| self.refuse_pass(error))?;
         }
         self.chain.begin(phase)
     }
@@ -197,19 +197,23 @@ impl<B: NativeBackend> ShardedParams<B> {
         T: ShardHolder<Backend: AutodiffBackend + MoeBackend<Native = B>> + ?Sized + 'm,
     {
         let mut entered = false;
-        let given = self.give(modules, |enqueue| {
+        let filled = self.fill_gradients(modules, |enqueue| {
             entered = true;
             let replicas = replicas.as_mut().map(|comm| &mut **comm as &mut dyn Communicator<B::Core>);
             self.chain.finish(replicas, enqueue)
         });
-        if let (Err(error), false) = (&given, entered) {
+        if let (Err(error), false) = (&filled, entered) {
             self.chain.refuse_to_finish(replicas, error);
         }
-        given?.into_iter().try_for_each(|output| output.register(gradients))
+        filled?.into_iter().try_for_each(|output| output.register(gradients))
     }
 
     /// Has the modules' parameters gathered from here on: those of all weights, or none.
-    pub(super) fn take<'m, T>(&self, call: &'static str, modules: impl IntoIterator<Item = &'m T>) -> Result<()>
+    pub(super) fn update_sources<'m, T>(
+        &self,
+        call: &'static str,
+        modules: impl IntoIterator<Item = &'m T>,
+    ) -> Result<()>
     where
         T: ShardHolder<Backend: MoeBackend<Native = B>> + ?Sized + 'm,
     {
@@ -227,21 +231,21 @@ impl<B: NativeBackend> ShardedParams<B> {
 
     /// Tells the other ranks, which are in the pass, in that of the chain of what is not expert, or in the model's first
     /// layer, why this one is not.
-    fn tell(&self, error: &Error) {
+    fn refuse_pass(&self, error: &Error) {
         self.chain.refuse_pass(error);
         let first = self.registered().first.clone();
         match first {
-            Some(FirstWait::Layer(group, layer)) if group.ranks() > 1 => {
-                group.any().refuse(layer, Op::Prepare, &error.to_string());
+            Some(OtherRanksAt::Layer(group, layer)) if group.ranks() > 1 => {
+                group.erased().refuse(layer, Op::Prepare, &error.to_string());
             }
-            Some(FirstWait::Chain(dense)) => dense.refuse_pass(error),
+            Some(OtherRanksAt::Chain(dense)) => dense.refuse_pass(error),
             _ => {}
         }
     }
 
     /// Memory of burn's with the gradients of the modules' parameters that track them, which `finish` hands to its
     /// argument.
-    fn give<'m, T>(
+    fn fill_gradients<'m, T>(
         &self,
         modules: impl IntoIterator<Item = &'m T>,
         finish: impl FnOnce(&mut dyn FnMut(WeightId, TensorRef<'_, B::Core>) -> Result<()>) -> Result<()>,
@@ -290,7 +294,7 @@ impl<B: NativeBackend> ShardedParams<B> {
         for module in modules {
             let lists = module.shard_lists();
             let is_own = |list: &ShardList<'_, _>| {
-                B::Core::chain(&list.chain).is_some_and(|chain| Arc::ptr_eq(chain, &self.chain))
+                B::Core::downcast(&list.chain).is_some_and(|chain| Arc::ptr_eq(chain, &self.chain))
             };
             if !lists.is_empty() && !lists.iter().any(is_own) {
                 return Err(Error::invalid(call, "module", "one of this chain", "one of another"));
@@ -329,7 +333,7 @@ impl<B: NativeBackend> ShardedParams<B> {
     pub(super) fn register(
         &self,
         experts: impl IntoIterator<Item = (WeightId, Arc<ParamSource<B>>)>,
-        first: FirstWait<B>,
+        first: OtherRanksAt<B>,
     ) {
         let mut registered = self.registered();
         registered.shards.extend(experts);
@@ -337,7 +341,7 @@ impl<B: NativeBackend> ShardedParams<B> {
     }
 
     /// Holders leave it whole, so a panic elsewhere does not matter.
-    fn registered(&self) -> MutexGuard<'_, Registered<B>> {
+    fn registered(&self) -> MutexGuard<'_, ShardRegistry<B>> {
         self.registered.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -345,7 +349,7 @@ impl<B: NativeBackend> ShardedParams<B> {
 /// A shard's gradient in burn's memory.
 struct ShardOutput<'m, M: MoeBackend> {
     id: WeightId,
-    param: &'m dyn AnyParam<M>,
+    param: &'m dyn FloatParam<M>,
     memory: <M::Native as NativeMemory>::Output,
 }
 

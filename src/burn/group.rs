@@ -3,20 +3,14 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use burn::tensor::backend::Backend;
-
-use crate::adapter::{AnyGroup, FrameworkDevice};
+use crate::adapter::{self, FrameworkDevice};
 use crate::device::Waited;
 use crate::ep::{EpGroup, Group};
-use crate::error::{Error, Result};
+use crate::error::Error;
 
-/// One rank's group, shared by its layers. A [`Group`] or [`EpGroup`] of any device converts into it; [`on`](Self::on)
-/// gives it back.
-#[derive(Debug, Clone)]
-pub struct DeviceGroup {
-    group: AnyGroup,
-    waits: Arc<Counters>,
-}
+/// One rank's group, shared by its layers. A [`Group`] or [`EpGroup`] of any device converts into it;
+/// [`on`](adapter::DeviceGroup::on) gives it back.
+pub type DeviceGroup = adapter::DeviceGroup<Arc<WaitCounters>>;
 
 /// Waits between burn's work and this crate's, of all calls so far. On a GPU each call takes two: its kernels wait for
 /// burn's, and burn's later ones for them. None of these holds up the host, unless the driver is older than CUDA 12.5.
@@ -28,77 +22,42 @@ pub struct Waits {
     pub host: u64,
 }
 
+/// Counts [`Waits`].
+#[doc(hidden)]
 #[derive(Debug, Default)]
-struct Counters {
+pub struct WaitCounters {
     device: AtomicU64,
     host: AtomicU64,
 }
 
 impl DeviceGroup {
-    /// The group itself, if it works on a `D`: for collectives beside the layers' own.
-    pub fn on<D: FrameworkDevice>(&self) -> Option<&EpGroup<D>> {
-        D::own(&self.group)
-    }
-
-    /// The group, or an error that says that it is no group of this back end's device.
-    pub(super) fn expect<B: Backend, D: FrameworkDevice>(
-        &self,
-        call: &'static str,
-        device: &B::Device,
-    ) -> Result<&EpGroup<D>> {
-        self.on().ok_or_else(|| {
-            let expected = format!("one of the device of {} {device:?}", B::name(device));
-            Error::invalid(call, "group", expected, format!("one of {}", self.group.device()))
-        })
-    }
-
-    /// This rank.
-    pub fn rank(&self) -> usize {
-        self.group.membership().rank
-    }
-
-    /// Number of ranks.
-    pub fn ranks(&self) -> usize {
-        self.group.membership().ranks
-    }
-
-    /// Experts of this rank, L = E / R.
-    pub fn local_experts(&self) -> usize {
-        self.group.membership().local_experts
-    }
-
     /// The error that unwound the last failed backward, if any; forgets it.
     pub fn take_failure(&self) -> Option<Error> {
-        self.group.membership().take_failure()
+        self.membership().take_failure()
     }
 
     /// Waits in calls of the layers that hold this value or a clone of it.
     pub fn waits(&self) -> Waits {
-        let Counters { device, host } = &*self.waits;
+        let WaitCounters { device, host } = &*self.framework;
         Waits { device: device.load(Ordering::Relaxed), host: host.load(Ordering::Relaxed) }
     }
 
     pub(super) fn count(&self, waited: Waited) {
         match waited {
             Waited::Nothing => {}
-            Waited::Device => drop(self.waits.device.fetch_add(1, Ordering::Relaxed)),
-            Waited::Host => drop(self.waits.host.fetch_add(1, Ordering::Relaxed)),
+            Waited::Device => drop(self.framework.device.fetch_add(1, Ordering::Relaxed)),
+            Waited::Host => drop(self.framework.host.fetch_add(1, Ordering::Relaxed)),
         }
     }
 
     pub(super) fn unwind(&self, error: Error) -> ! {
-        self.group.membership().unwind(error)
-    }
-
-    /// The group, whatever its device.
-    pub(super) fn any(&self) -> &AnyGroup {
-        &self.group
+        self.membership().unwind(error)
     }
 }
 
 impl<D: FrameworkDevice> From<EpGroup<D>> for DeviceGroup {
     fn from(group: EpGroup<D>) -> Self {
-        Self { group: D::any(group), waits: Arc::default() }
+        Self::of(group, Arc::default())
     }
 }
 
@@ -111,11 +70,5 @@ impl<D: FrameworkDevice> From<&EpGroup<D>> for DeviceGroup {
 impl<D: FrameworkDevice> From<Group<D>> for DeviceGroup {
     fn from(group: Group<D>) -> Self {
         EpGroup::new(group).into()
-    }
-}
-
-impl From<&DeviceGroup> for DeviceGroup {
-    fn from(group: &DeviceGroup) -> Self {
-        group.clone()
     }
 }

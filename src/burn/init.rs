@@ -53,13 +53,13 @@ impl ExpertParallelMoEConfig {
         device: &B::Device,
     ) -> Result<ExpertParallelMoE<B>> {
         let group = group.into();
-        let number = group.any().membership().number_layer(self.number);
-        let experts = group.any().membership().check_experts(INIT, self.moe.router.num_experts);
+        let number = group.membership().number_layer(self.number);
+        let experts = group.membership().check_experts(INIT, self.moe.router.num_experts);
         // The other ranks are in the collectives below: they are told, and the group stays usable.
         let layer = experts
             .and_then(|()| Layer::new(self.moe.clone(), number))
-            .inspect_err(|e| group.any().refuse(number, Op::Weights, &e.to_string()))?;
-        assemble(&mut Draw::<B> { config: self, number, group: &group, device }, layer, &group)
+            .inspect_err(|e| group.erased().refuse(number, Op::Weights, &e.to_string()))?;
+        assemble(&mut InitialValues::<B> { config: self, number, group: &group, device }, layer, &group)
     }
 }
 
@@ -81,10 +81,10 @@ impl<B: Backend> ExpertParallelMoE<B> {
         device: &B::Device,
     ) -> Result<Self> {
         let group = group.into();
-        let layer = group.any().layer(FROM_BLOCK, (&block.config).into(), number.into())?;
+        let layer = group.erased().layer(FROM_BLOCK, (&block.config).into(), number.into())?;
         block.check(FROM_BLOCK, group.local_experts())?;
         let params = block.params.into_per_param();
-        assemble(&mut Loaded::<B> { params, device }, layer, &group)
+        assemble(&mut BlockValues::<B> { params, device }, layer, &group)
     }
 
     /// From layer `layer` of an opened checkpoint, which is the layer's number too: reads this rank's experts only.
@@ -186,17 +186,17 @@ impl<B: NativeBackend> ShardedParams<B> {
     ) -> Result<Vec<Block>> {
         const CALL: &str = "ShardedParams::to_blocks";
         let (chain, modules) = (self.chain(), modules.into_iter().collect::<Vec<_>>());
-        let held = |module: &&ExpertParallelMoE<M>| {
-            module.sharded.as_ref().is_some_and(|sharded| sharded.held.present().next().is_some())
+        let resident = |module: &&ExpertParallelMoE<M>| {
+            module.sharded.as_ref().is_some_and(|sharded| sharded.resident.present().next().is_some())
         };
-        if modules.iter().any(held) {
+        if modules.iter().any(resident) {
             let expected = "whole but for the experts' weights";
             return Err(Error::invalid(CALL, "parameters", expected, "shards (ExpertParallelMoE::to_parts has them)"));
         }
         if chain.in_pass() {
             return Err(Error::invalid(CALL, "pass", "none", "one that runs"));
         }
-        self.take(CALL, modules.iter().copied()).inspect_err(|error| chain.refuse_pass(error))?;
+        self.update_sources(CALL, modules.iter().copied()).inspect_err(|error| chain.refuse_pass(error))?;
         let block = |module: &ExpertParallelMoE<M>| {
             module.block(CALL, |kind| {
                 let id = module.sharded.as_ref().and_then(|sharded| match kind {
@@ -278,7 +278,7 @@ impl ShardedLoad<'_> {
         };
         let shards = BlockShards { experts: cut(to.experts), dense: to.dense.map(cut) };
         let Block { config, params } = self.checkpoint.load_shards(self.layer, options, shards, &mut |_| {})?;
-        let layer = group.any().layer(call, config.into(), Some(self.layer as u32))?;
+        let layer = group.erased().layer(call, config.into(), Some(self.layer as u32))?;
         // In as many dimensions as the whole parameter has.
         let shaped = |kind: ParamKind, t: Option<tensor::Tensor<Cpu>>| -> Result<_> {
             let dimensions = kind.dims(layer.config(), group.local_experts()).map_or(0, |dims| dims.len());
@@ -291,17 +291,17 @@ impl ShardedLoad<'_> {
             t.reshape(&dims).map(Some)
         };
         let params = params.into_per_param().try_map(shaped)?;
-        assemble(&mut Loaded::<M> { params, device }, layer, &group)?.with_shards(call, to)
+        assemble(&mut BlockValues::<M> { params, device }, layer, &group)?.with_shards(call, to)
     }
 }
 
 /// Gives a parameter of known sizes.
-trait Source<B: Backend> {
+trait ParamValues<B: Backend> {
     fn load(&mut self, kind: ParamKind, dims: &[usize]) -> Result<FloatTensor<B>>;
 }
 
 fn assemble<B: Backend>(
-    source: &mut impl Source<B>,
+    source: &mut impl ParamValues<B>,
     layer: Layer,
     group: &DeviceGroup,
 ) -> Result<ExpertParallelMoE<B>> {
@@ -338,7 +338,7 @@ struct ParamLoader<'a, B, S> {
     backend: std::marker::PhantomData<B>,
 }
 
-impl<B: Backend, S: Source<B>> ParamLoader<'_, B, S> {
+impl<B: Backend, S: ParamValues<B>> ParamLoader<'_, B, S> {
     fn get<const D: usize>(&mut self, kind: ParamKind) -> Result<Option<Param<Tensor<B, D>>>> {
         let Some(dims) = kind.dims(self.config, self.local) else { return Ok(None) };
         let tensor = Tensor::from_primitive(TensorPrimitive::Float(self.source.load(kind, &dims)?));
@@ -355,12 +355,12 @@ impl<B: Backend, S: Source<B>> ParamLoader<'_, B, S> {
 }
 
 /// Parameters of a block.
-struct Loaded<'a, B: Backend> {
+struct BlockValues<'a, B: Backend> {
     params: PerParam<Option<tensor::Tensor<Cpu>>>,
     device: &'a B::Device,
 }
 
-impl<B: Backend> Source<B> for Loaded<'_, B> {
+impl<B: Backend> ParamValues<B> for BlockValues<'_, B> {
     fn load(&mut self, kind: ParamKind, dims: &[usize]) -> Result<FloatTensor<B>> {
         let Some(tensor) = self.params[kind].take() else {
             return Err(Error::invalid(FROM_BLOCK, format!("tensor {}", kind.name()), format!("{dims:?}"), "none"));
@@ -370,14 +370,14 @@ impl<B: Backend> Source<B> for Loaded<'_, B> {
 }
 
 /// Weights that rank 0 draws and sends to the others; biases of zero.
-struct Draw<'a, B: Backend> {
+struct InitialValues<'a, B: Backend> {
     config: &'a ExpertParallelMoEConfig,
     number: u32,
     group: &'a DeviceGroup,
     device: &'a B::Device,
 }
 
-impl<B: Backend> Source<B> for Draw<'_, B> {
+impl<B: Backend> ParamValues<B> for InitialValues<'_, B> {
     fn load(&mut self, kind: ParamKind, dims: &[usize]) -> Result<FloatTensor<B>> {
         let tensor = match *dims {
             [rows, columns] if kind.is_replicated() => self.matrix([rows, columns])?.into_primitive(),
@@ -399,7 +399,7 @@ impl<B: Backend> Source<B> for Draw<'_, B> {
     }
 }
 
-impl<B: Backend> Draw<'_, B> {
+impl<B: Backend> InitialValues<'_, B> {
     fn matrix(&self, [rows, columns]: [usize; 2]) -> Result<Tensor<B, 2>> {
         let weight = match self.group.rank() {
             0 => {
@@ -415,7 +415,7 @@ impl<B: Backend> Draw<'_, B> {
         let mut data: TensorData = weight.into_data();
         let dtype = core_dtype(INIT, "weight", data.dtype)?;
         let on = HostTensor { bytes: &mut data.bytes[..], dtype, dims: &[rows, columns] };
-        on.broadcast(self.group.any(), self.number)?;
+        on.broadcast(self.group.erased(), self.number)?;
         let dtype = data.dtype;
         Ok(Tensor::from_data(data, (self.device, dtype)))
     }

@@ -7,7 +7,7 @@ use burn::tensor::backend::Backend;
 use burn::tensor::ops::FloatTensor;
 use burn::tensor::{Int, Shape, Tensor};
 
-use crate::adapter::{LastForward, Sharded, TrainingState};
+use crate::adapter::{ErasedLayerShards, LastForward, TrainingState};
 use crate::error::{Error, Result};
 use crate::layer::{AuxValue, Layer, Noise, ParamKind, PerParam};
 use crate::lazy::Lazy;
@@ -15,7 +15,7 @@ use crate::metrics::Load;
 
 use super::backend::{Details, LayerCall, MoeBackend, Operands, Outputs, primitive, tensor_of};
 use super::group::DeviceGroup;
-use super::shard_param::AnyParam;
+use super::shard_param::FloatParam;
 
 /// A Mixture-of-Experts layer over the ranks of a group. Made by
 /// [`ExpertParallelMoEConfig::init`](super::ExpertParallelMoEConfig::init), [`from_block`](Self::from_block) or
@@ -38,7 +38,7 @@ pub struct ExpertParallelMoE<B: Backend> {
     pub(super) group: DeviceGroup,
     /// The experts' chain, where their parameters are shards.
     #[module(skip)]
-    pub(super) sharded: Option<Sharded>,
+    pub(super) sharded: Option<ErasedLayerShards>,
     #[module(skip)]
     pub(super) training: Arc<TrainingState>,
 }
@@ -123,7 +123,7 @@ pub struct MoeOutput<B: Backend, const D: usize> {
 }
 
 /// y, figures for the host, and the tensors that a call has asked for.
-type Forwarded<B, const D: usize> = (Tensor<B, D>, LastForward, Option<Details<B>>);
+type ForwardParts<B, const D: usize> = (Tensor<B, D>, LastForward, Option<Details<B>>);
 
 impl<B: Backend> ExpertParallelMoE<B> {
     /// The layer that the module runs.
@@ -161,9 +161,9 @@ impl<B: Backend> ExpertParallelMoE<B> {
 
 impl<B: MoeBackend> ExpertParallelMoE<B> {
     /// A parameter, whatever the number of its dimensions.
-    pub(super) fn any_param(&self, kind: ParamKind) -> Option<&dyn AnyParam<B>> {
+    pub(super) fn float_param(&self, kind: ParamKind) -> Option<&dyn FloatParam<B>> {
         let (router, experts, shared) = (&self.router, &self.experts, self.shared.as_ref());
-        fn any<B: MoeBackend, const D: usize>(param: &Param<Tensor<B, D>>) -> &dyn AnyParam<B> {
+        fn any<B: MoeBackend, const D: usize>(param: &Param<Tensor<B, D>>) -> &dyn FloatParam<B> {
             param
         }
         match kind {
@@ -181,9 +181,9 @@ impl<B: MoeBackend> ExpertParallelMoE<B> {
     }
 
     /// The same, to be changed.
-    pub(super) fn any_param_mut(&mut self, kind: ParamKind) -> Option<&mut dyn AnyParam<B>> {
+    pub(super) fn float_param_mut(&mut self, kind: ParamKind) -> Option<&mut dyn FloatParam<B>> {
         let (router, experts, shared) = (&mut self.router, &mut self.experts, self.shared.as_mut());
-        fn any<B: MoeBackend, const D: usize>(param: &mut Param<Tensor<B, D>>) -> &mut dyn AnyParam<B> {
+        fn any<B: MoeBackend, const D: usize>(param: &mut Param<Tensor<B, D>>) -> &mut dyn FloatParam<B> {
             param
         }
         match kind {
@@ -206,7 +206,7 @@ impl<B: MoeBackend> ExpertParallelMoE<B> {
     /// # Errors
     /// As [`Layer::forward`].
     pub fn forward<const D: usize>(&self, x: Tensor<B, D>) -> Result<Tensor<B, D>> {
-        self.run_and_keep(x, self.call())
+        self.run_and_store_figures(x, self.call())
     }
 
     /// As [`forward`](Self::forward), with everything that the layer knows; `noise`: seed and step of the router's
@@ -238,14 +238,18 @@ impl<B: MoeBackend> ExpertParallelMoE<B> {
     }
 
     /// y of a forward, whose figures are kept.
-    pub(super) fn run_and_keep<const D: usize>(&self, x: Tensor<B, D>, call: LayerCall) -> Result<Tensor<B, D>> {
+    pub(super) fn run_and_store_figures<const D: usize>(
+        &self,
+        x: Tensor<B, D>,
+        call: LayerCall,
+    ) -> Result<Tensor<B, D>> {
         let (y, figures, _) = self.run(x, call)?;
-        self.training.keep(figures);
+        self.training.store(figures);
         Ok(y)
     }
 
     /// A forward: y, figures for the host, and what the call asks for.
-    fn run<const D: usize>(&self, x: Tensor<B, D>, call: LayerCall) -> Result<Forwarded<B, D>> {
+    fn run<const D: usize>(&self, x: Tensor<B, D>, call: LayerCall) -> Result<ForwardParts<B, D>> {
         let dims: [usize; D] = x.dims();
         let Some((&hidden, leading)) = dims.split_last() else {
             return Err(Error::invalid("ExpertParallelMoE::forward", "tensor x", "[.., H]", "a scalar"));

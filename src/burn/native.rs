@@ -68,7 +68,7 @@ impl<B: NativeGroup> LayerBackend for B {
         dispatch.pending.routing.segments()
     }
 
-    fn moe_product(_: FloatTensor<B>, _: FloatTensor<B>) -> Result<FloatTensor<B>> {
+    fn moe_inner_product(_: FloatTensor<B>, _: FloatTensor<B>) -> Result<FloatTensor<B>> {
         Err(untracked())
     }
 

@@ -9,19 +9,18 @@ use burn::tensor::backend::AutodiffBackend;
 use burn::tensor::ops::FloatTensor;
 use burn::tensor::{FloatDType, Shape, Tensor, TensorMetadata};
 
-use crate::adapter::{BUCKET_BYTES, NO_LAYER, Summand, buckets};
-use crate::comm::{Communicator, Op, ReduceOp, Tag};
+use crate::adapter::{AllReduce, BUCKET_BYTES, GradientReduction, NO_LAYER, REDUCE_GRADIENTS, Summand};
+use crate::comm::{Communicator, Op};
 use crate::device::Device;
 use crate::dtype::DType;
 use crate::error::{Error, Result};
-use crate::etp::{ShardDevice, StreamPair};
 use crate::kernels::Kernels;
 use crate::tensor::TensorMut;
 
 use super::backend::{CoreDevice, MoeBackend, Named, NativeMemory, ResultSpec, between, tensor_of};
 use super::group::DeviceGroup;
 
-const CALL: &str = "reduce_gradients";
+const CALL: &str = REDUCE_GRADIENTS;
 
 /// Which gradients of a module are summed, and how.
 #[derive(Debug, Clone, Copy)]
@@ -79,7 +78,7 @@ pub fn reduce_gradients<B: AutodiffBackend + MoeBackend, M: Module<B>>(
     options: ReduceOptions<'_>,
     gradients: &mut GradientsParams,
 ) -> Result<()> {
-    over_group(group, GradientReduction { layer: NO_LAYER, module, options, backend: PhantomData }, gradients)
+    over_group(group, ModuleReduction { layer: NO_LAYER, module, options, backend: PhantomData }, gradients)
 }
 
 /// The same over the ranks of any communicator, for example of data-parallel replicas, whose experts are among the
@@ -95,26 +94,29 @@ pub fn reduce_gradients_over<B: AutodiffBackend + MoeBackend, M: Module<B>>(
     options: ReduceOptions<'_>,
     gradients: &mut GradientsParams,
 ) -> Result<()> {
-    GradientReduction { layer: NO_LAYER, module, options, backend: PhantomData }.run(comm, device, gradients)
+    ModuleReduction { layer: NO_LAYER, module, options, backend: PhantomData }.run(comm, device, gradients)
 }
 
 /// Sums over the ranks of a group, of a layer's parameters or of others.
 pub(super) fn over_group<B: AutodiffBackend + MoeBackend, M: Module<B>>(
     group: &DeviceGroup,
-    reduction: GradientReduction<'_, B, M>,
+    reduction: ModuleReduction<'_, B, M>,
     gradients: &mut GradientsParams,
 ) -> Result<()> {
     let on = group.on::<CoreDevice<B>>().ok_or_else(|| {
-        let found = format!("one of {}", group.any().device());
-        Error::invalid(CALL, "group", "one of the parameters' device", found)
+        let found = format!("one of {}", group.erased().device());
+        let error = Error::invalid(CALL, "group", "one of the parameters' device", found);
+        // The other ranks are in the first collective.
+        group.erased().refuse(reduction.layer, Op::GradReduce, &error.to_string());
+        error
     })?;
     let mut group = on.lock();
     let device = group.device().clone();
     reduction.run(group.dispatcher().communicator(), &device, gradients)
 }
 
-/// Gradients to be summed.
-pub(super) struct GradientReduction<'a, B, M> {
+/// A module's gradients to be summed.
+pub(super) struct ModuleReduction<'a, B, M> {
     /// The tag's.
     pub(super) layer: u32,
     pub(super) module: &'a M,
@@ -122,81 +124,68 @@ pub(super) struct GradientReduction<'a, B, M> {
     pub(super) backend: PhantomData<B>,
 }
 
-impl<B: AutodiffBackend + MoeBackend, M: Module<B>> GradientReduction<'_, B, M> {
+impl<B: AutodiffBackend + MoeBackend, M: Module<B>> ModuleReduction<'_, B, M> {
     fn run(
         self,
         comm: &mut dyn Communicator<CoreDevice<B>>,
         device: &CoreDevice<B>,
         gradients: &mut GradientsParams,
     ) -> Result<()> {
+        let Self { layer, module, options, .. } = self;
         if comm.size() == 1 {
             return Ok(());
         }
-        check_device(comm, device).inspect_err(|error| {
-            let _ = comm.refuse(Tag { layer: self.layer, op: Op::GradReduce, sequence: 0 }, &error.to_string());
-        })?;
-        let mut collect = Collect::<B> { options: self.options, gradients, parts: Vec::new() };
-        self.module.visit(&mut collect);
+        let mut collect = CollectGradients::<B> { options, gradients, parts: Vec::new() };
+        module.visit(&mut collect);
         let parts = collect.parts;
         let mut sums = Vec::with_capacity(parts.len());
-        for (sequence, bucket) in buckets(&parts, self.options.bucket_bytes, Part::summand).into_iter().enumerate() {
-            let tag = Tag { layer: self.layer, op: Op::GradReduce, sequence: sequence as u64 };
-            // What this rank alone cannot do is told to the others, which are in the collective.
-            let flat = Bucket::<B::Native>::new(device, bucket).inspect_err(|error| {
-                let _ = comm.refuse(tag, &error.to_string());
-            })?;
-            let flat: Tensor<B, 1> = tensor_of(B::from_native(flat.sum(comm, device, tag)?));
+        let bucket_bytes = options.bucket_bytes;
+        let reduction = GradientReduction { layer, params: &parts, summand: ParamGradient::summand, bucket_bytes };
+        reduction.run(comm, device, |bucket, all_reduce| {
+            let flat = BucketGradients::<B::Native>::new(device, bucket)?.sum(device, all_reduce)?;
+            let flat: Tensor<B, 1> = tensor_of(B::from_native(flat));
             let (mut start, flags) = (0, bucket.iter().map(|part| part.count).sum::<usize>());
             for (number, part) in bucket.iter().enumerate() {
                 let range = start..start + part.count;
                 start = range.end;
-                sums.push(Sum { flat: flat.clone().inner(), range, flag: flags + number });
+                sums.push(ParamSum { flat: flat.clone().inner(), range, flag: flags + number });
             }
-        }
-        self.module.visit(&mut Give::<B> { options: self.options, gradients, sums: sums.into_iter() });
+            Ok(())
+        })?;
+        module.visit(&mut StoreSums::<B> { options, gradients, sums: sums.into_iter() });
         Ok(())
     }
 }
 
-/// Refuses a communicator whose work cannot be put in order with the device's.
-fn check_device<D: ShardDevice>(comm: &dyn Communicator<D>, device: &D) -> Result<()> {
-    let refused = |expected: &str, found: &str| Err(Error::invalid(CALL, "communicator", expected, found));
-    match comm.device() {
-        None if D::ENQUEUES => refused("one that tells its device (Communicator::device)", "one that does not"),
-        Some(own) if !own.shares_memory_with(device) => refused("one of the parameters' GPU", "one of another"),
-        _ => Ok(()),
-    }
-}
-
 /// A parameter's gradient.
-struct Part<B: NativeMemory> {
+struct ParamGradient<B: NativeMemory> {
     gradient: Option<FloatTensor<B>>,
     /// Shows the back end where sums are to lie.
     param: FloatTensor<B>,
     count: usize,
 }
 
-impl<B: NativeMemory> Part<B> {
+impl<B: NativeMemory> ParamGradient<B> {
     fn summand(&self) -> Summand {
         Summand { count: self.count, double: self.param.dtype() == burn::tensor::DType::F64 }
     }
 }
 
 /// Takes the gradients of a module's parameters, in the parameters' order.
-struct Collect<'a, B: MoeBackend> {
+struct CollectGradients<'a, B: MoeBackend> {
     options: ReduceOptions<'a>,
     gradients: &'a GradientsParams,
-    parts: Vec<Part<B::Native>>,
+    parts: Vec<ParamGradient<B::Native>>,
 }
 
-impl<B: AutodiffBackend + MoeBackend> ModuleVisitor<B> for Collect<'_, B> {
+impl<B: AutodiffBackend + MoeBackend> ModuleVisitor<B> for CollectGradients<'_, B> {
     fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<B, D>>) {
         if !self.options.takes(param) {
             return;
         }
         let native = |t: Tensor<B, D>| B::to_native(t.into_primitive().tensor());
         let gradient = self.gradients.get::<B::InnerBackend, D>(param.id);
-        self.parts.push(Part {
+        self.parts.push(ParamGradient {
             gradient: gradient.map(|gradient| native(Tensor::from_inner(gradient))),
             param: native(param.val()),
             count: param.dims().iter().product(),
@@ -205,15 +194,15 @@ impl<B: AutodiffBackend + MoeBackend> ModuleVisitor<B> for Collect<'_, B> {
 }
 
 /// The gradients of a bucket, and memory for their sums.
-struct Bucket<B: NativeMemory> {
+struct BucketGradients<B: NativeMemory> {
     gradients: Vec<(usize, Option<FloatTensor<B>>)>,
     /// The sums'.
     dtype: DType,
     sums: B::Output,
 }
 
-impl<B: NativeMemory> Bucket<B> {
-    fn new(device: &B::Core, parts: &[Part<B>]) -> Result<Self> {
+impl<B: NativeMemory> BucketGradients<B> {
+    fn new(device: &B::Core, parts: &[ParamGradient<B>]) -> Result<Self> {
         let Some(first) = parts.first() else {
             return Err(Error::invalid(CALL, "parameters", "at least one", 0));
         };
@@ -221,7 +210,7 @@ impl<B: NativeMemory> Bucket<B> {
             true => (DType::F64, FloatDType::F64),
             false => (DType::F32, FloatDType::F32),
         };
-        let of = |part: &Part<B>| -> Result<_> {
+        let of = |part: &ParamGradient<B>| -> Result<_> {
             let Some(gradient) = &part.gradient else { return Ok((part.count * dtype.size(), None)) };
             Error::check_shape(CALL, "gradient", &part.param.shape(), &gradient.shape())?;
             let wide = match gradient.dtype() == cast.into() {
@@ -237,25 +226,15 @@ impl<B: NativeMemory> Bucket<B> {
     }
 
     /// Sums `[N]` of the gradients, one behind the other, and behind them for each the number of ranks that have it.
-    fn sum(mut self, comm: &mut dyn Communicator<B::Core>, device: &B::Core, tag: Tag) -> Result<FloatTensor<B>> {
-        let mut entered = false;
-        let summed = between::<B, _>(
+    fn sum(mut self, device: &B::Core, all_reduce: &mut AllReduce<'_, B::Core>) -> Result<FloatTensor<B>> {
+        between::<B, _>(
             device,
             |_| (),
             || {
                 self.gather(device)?;
-                let sums = B::view_mut(&mut self.sums)?;
-                StreamPair::new(device, comm.device()).run_on_transfer(|| {
-                    entered = true;
-                    comm.all_reduce(tag, ReduceOp::Sum, sums)
-                })
+                all_reduce(B::view_mut(&mut self.sums)?)
             },
-        );
-        // The other ranks are in the collective.
-        if let (Err(error), false) = (&summed, entered) {
-            let _ = comm.refuse(tag, &error.to_string());
-        }
-        summed?;
+        )?;
         B::float(self.sums)
     }
 
@@ -279,7 +258,7 @@ impl<B: NativeMemory> Bucket<B> {
 }
 
 /// A parameter's sum, within its bucket's.
-struct Sum<B: AutodiffBackend> {
+struct ParamSum<B: AutodiffBackend> {
     flat: Tensor<B::InnerBackend, 1>,
     range: Range<usize>,
     /// Where the number of ranks is that have the gradient.
@@ -287,18 +266,18 @@ struct Sum<B: AutodiffBackend> {
 }
 
 /// Gives the sums to a module's parameters, in the parameters' order, each in its gradient's type.
-struct Give<'a, B: AutodiffBackend> {
+struct StoreSums<'a, B: AutodiffBackend> {
     options: ReduceOptions<'a>,
     gradients: &'a mut GradientsParams,
-    sums: std::vec::IntoIter<Sum<B>>,
+    sums: std::vec::IntoIter<ParamSum<B>>,
 }
 
-impl<B: AutodiffBackend + MoeBackend> ModuleVisitor<B> for Give<'_, B> {
+impl<B: AutodiffBackend + MoeBackend> ModuleVisitor<B> for StoreSums<'_, B> {
     fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<B, D>>) {
         if !self.options.takes(param) {
             return;
         }
-        let Some(Sum { flat, range, flag }) = self.sums.next() else { return };
+        let Some(ParamSum { flat, range, flag }) = self.sums.next() else { return };
         let before = self.gradients.remove::<B::InnerBackend, D>(param.id);
         let any_has = || flat.clone().narrow(0, flag, 1).into_data().iter::<f64>().any(|ranks| ranks > 0.0);
         if before.is_none() && !any_has() {

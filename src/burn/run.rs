@@ -4,9 +4,10 @@ use burn::tensor::TensorMetadata;
 use burn::tensor::ops::FloatTensor;
 
 use crate::adapter::{
-    Chained, HeldGradients, HeldGuards, HeldWeight, OutputCotangents, acquire, sources as held_sources, view,
-    with_sources,
+    GatheredWeights, LayerShards, OutputCotangents, ResidentGradients, acquire_resident, resident_sources,
+    resident_view, with_sources,
 };
+use crate::comm::Op;
 use crate::device::Device;
 use crate::dtype::DType;
 use crate::error::Result;
@@ -93,7 +94,7 @@ pub(super) fn ordered<B: NativeMemory, R>(
 }
 
 /// The experts, where they are gathered.
-fn experts<B: NativeMemory>(call: &LayerCall, name: &'static str) -> Result<Option<Chained<B::Core>>> {
+fn experts<B: NativeMemory>(call: &LayerCall, name: &'static str) -> Result<Option<LayerShards<B::Core>>> {
     call.experts.as_ref().map(|sharded| sharded.experts(name)).transpose()
 }
 
@@ -106,8 +107,7 @@ pub(super) fn run_forward<B: NativeMemory>(
     operands: &Operands<FloatTensor<B>>,
     backward: bool,
 ) -> Result<Forwarded<B>> {
-    let device = B::float_device(&operands.x);
-    let mut group = call.group.expect::<B, B::Core>(FORWARD, &device)?.lock();
+    let mut group = call.group_of::<B>((FORWARD, Op::Prepare), &operands.x)?.lock();
     let core = group.device().clone();
     let mode = Mode { backward, noise: call.noise };
     let done = RefusalGuard::forward(&call.layer, &mut group).run(|entry| {
@@ -119,9 +119,9 @@ pub(super) fn run_forward<B: NativeMemory>(
             // Before the call: nothing of the back end's fails behind it.
             let y = B::view_mut(&mut results.y)?;
             let details = results.details.as_mut().map(DetailResults::view_mut).transpose()?;
-            let held = experts.as_ref().map(|experts| held_sources(&experts.held, backward)).transpose()?;
-            let guards = held.as_ref().map(|held| acquire(&core, held)).transpose()?;
-            let weights = views.gathered(experts.as_ref().map(|experts| &experts.held).zip(guards.as_ref()))?;
+            let resident = experts.as_ref().map(|experts| resident_sources(&experts.resident, backward)).transpose()?;
+            let guards = resident.as_ref().map(|resident| acquire_resident(&core, resident)).transpose()?;
+            let weights = views.gathered(experts.as_ref().map(|experts| &experts.resident).zip(guards.as_ref()))?;
             let sources = experts.as_ref().map(|experts| experts.sources(backward)).transpose()?;
             let params = with_sources(&weights, sources.as_ref());
             let inputs = Inputs { x: views.x.borrow(), params: &params };
@@ -187,9 +187,8 @@ pub(super) fn run_backward<B: NativeMemory>(
     OutputCotangents { d_y, d_aux }: OutputCotangents<FloatTensor<B>>,
     tracked: Tracked,
 ) -> Result<TensorGradients<FloatTensor<B>>> {
-    let device = B::float_device(&operands.x);
     context.handle().check_backward(BACKWARD)?;
-    let mut group = call.group.expect::<B, B::Core>(BACKWARD, &device)?.lock();
+    let mut group = call.group_of::<B>((BACKWARD, Op::CombineBwd), &operands.x)?.lock();
     let core = group.device().clone();
     let made = RefusalGuard::backward(&call.layer, &mut group).run(|entry| {
         let experts = experts::<B>(call, BACKWARD)?;
@@ -216,14 +215,14 @@ pub(super) fn run_backward<B: NativeMemory>(
         let trained = tracked.makes(ParamKind::Up) || tracked.makes(ParamKind::Down);
         let progress = context.progress();
         ordered::<B, _>(&call.group, &core, || {
-            let held = experts.as_ref().map(|experts| &experts.held);
-            let gathers = held.map(|held| held_sources(held, true)).transpose()?;
-            let guards = gathers.as_ref().map(|gathers| acquire(&core, gathers)).transpose()?;
-            let weights = views.gathered(held.zip(guards.as_ref()))?;
+            let resident = experts.as_ref().map(|experts| &experts.resident);
+            let gathers = resident.map(|resident| resident_sources(resident, true)).transpose()?;
+            let guards = gathers.as_ref().map(|gathers| acquire_resident(&core, gathers)).transpose()?;
+            let weights = views.gathered(resident.zip(guards.as_ref()))?;
             let sources = experts.as_ref().map(|experts| experts.sources(true)).transpose()?;
             let mut shards =
                 experts.as_ref().filter(|_| trained).map(|experts| experts.gradients(&context)).transpose()?;
-            let others = held.map(|held| HeldGradients::new(held, |kind| tracked.params[kind]));
+            let others = resident.map(|resident| ResidentGradients::new(resident, |kind| tracked.params[kind]));
             let mut others = others.transpose()?;
             let mut into = GradientsMut::none();
             into.x = made.x.as_mut().map(B::view_mut).transpose()?;
@@ -267,17 +266,13 @@ impl<'a, B: NativeMemory> Views<'a, B> {
     }
 
     /// The parameters, of those that are gathered the whole weights.
-    fn gathered<'g>(&'g self, gathered: Option<Gathered<'g, '_, B>>) -> Result<ParamViews<'g, B::Core>> {
+    fn gathered<'g>(&'g self, gathered: Option<GatheredWeights<'g, '_, B::Core>>) -> Result<ParamViews<'g, B::Core>> {
         ParamViews::collect(|kind| {
-            let held = gathered.and_then(|(held, guards)| held.get(kind).zip(guards.get(kind)));
-            match held {
-                Some((held, guard)) => view(held, guard).map(Some),
+            let resident = gathered.and_then(|(resident, guards)| resident.get(kind).zip(guards.get(kind)));
+            match resident {
+                Some((resident, guard)) => resident_view(resident, guard).map(Some),
                 None => Ok(self.params.get(kind).map(TensorRef::borrow)),
             }
         })
     }
 }
-
-/// Weights that the layer holds, gathered.
-type Gathered<'a, 'g, B> =
-    (&'a PerParam<Option<HeldWeight<<B as NativeMemory>::Core>>>, &'a HeldGuards<'g, <B as NativeMemory>::Core>);

@@ -20,7 +20,7 @@ use crate::tensor::TensorRef;
 use super::backend::{CoreDevice, MoeBackend, Named, NativeBackend, NativeMemory, ResultSpec, between, core_dtype};
 
 /// A floating parameter of a module, whatever the number of its dimensions.
-pub trait AnyParam<B: MoeBackend>: Debug {
+pub trait FloatParam<B: MoeBackend>: Debug {
     /// Its id.
     fn id(&self) -> ParamId;
 
@@ -48,7 +48,7 @@ pub trait AnyParam<B: MoeBackend>: Debug {
         B: AutodiffBackend;
 }
 
-impl<B: MoeBackend, const D: usize> AnyParam<B> for Param<Tensor<B, D>> {
+impl<B: MoeBackend, const D: usize> FloatParam<B> for Param<Tensor<B, D>> {
     fn id(&self) -> ParamId {
         self.id
     }
@@ -85,7 +85,7 @@ impl<B: MoeBackend, const D: usize> AnyParam<B> for Param<Tensor<B, D>> {
     where
         B: AutodiffBackend,
     {
-        let (gradient, dtype) = (tensor::<B, D>(gradient).inner(), AnyParam::dtype(self));
+        let (gradient, dtype) = (tensor::<B, D>(gradient).inner(), FloatParam::dtype(self));
         let gradient = if gradient.dtype() == dtype { gradient } else { gradient.cast(dtype) };
         gradients.register::<B::InnerBackend, D>(self.id, gradient);
     }
@@ -118,7 +118,7 @@ impl<B: NativeMemory> ParamSource<B> {
     pub(super) fn of<M: MoeBackend<Native = B>>(
         device: &B::Core,
         name: &str,
-        param: &dyn AnyParam<M>,
+        param: &dyn FloatParam<M>,
         dims: [usize; 2],
     ) -> Result<Arc<Self>> {
         let tensor = B::contiguous(param.native());
@@ -131,7 +131,7 @@ impl<B: NativeMemory> ParamSource<B> {
     }
 
     /// Refuses a parameter of another shape or type than the shard's.
-    pub(super) fn check<M: MoeBackend<Native = B>>(&self, call: &'static str, param: &dyn AnyParam<M>) -> Result<()> {
+    pub(super) fn check<M: MoeBackend<Native = B>>(&self, call: &'static str, param: &dyn FloatParam<M>) -> Result<()> {
         Error::check_shape(call, "shard", &param.shard_dims(self.dims), &param.dims())?;
         Error::check_dtype(call, "shard", self.dtype, core_dtype(call, "shard", param.dtype())?)
     }
@@ -146,7 +146,7 @@ impl<B: NativeMemory> ParamSource<B> {
 pub(super) fn cut<B: MoeBackend>(
     chain: &Chain<CoreDevice<B>>,
     name: &str,
-    param: &mut dyn AnyParam<B>,
+    param: &mut dyn FloatParam<B>,
     dims: &[usize],
 ) -> Result<Arc<ParamSource<B::Native>>> {
     let (device, whole) = (chain.device(), B::Native::contiguous(param.native()));

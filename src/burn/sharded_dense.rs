@@ -17,7 +17,7 @@ use crate::optim::ParamShard;
 use super::backend::{CoreDevice, LayerBackend, MoeBackend, NativeBackend, NativeMemory, float};
 use super::dense_call::{DenseCall, DenseFunction, DenseInput, DenseWeight};
 use super::etp::{ShardHolder, ShardList, ShardedParams};
-use super::shard_param::{AnyParam, ParamSource, cut, part_of};
+use super::shard_param::{FloatParam, ParamSource, cut, part_of};
 
 const CALL: &str = "ShardedDense";
 
@@ -36,7 +36,7 @@ pub struct ShardedDense<B: Backend> {
 }
 
 /// A weight of a dense module, whole or this rank's shard, on its way to a chain.
-struct NewWeight<B: MoeBackend> {
+struct NamedParam<B: MoeBackend> {
     name: String,
     /// Sizes of the whole.
     dims: Vec<usize>,
@@ -44,7 +44,7 @@ struct NewWeight<B: MoeBackend> {
     param: Param<Tensor<B, 3>>,
 }
 
-impl<B: MoeBackend> NewWeight<B> {
+impl<B: MoeBackend> NamedParam<B> {
     /// A whole weight, under its parameter's id.
     fn whole<const D: usize>(name: String, weight: Tensor<B, D>, (id, tracked): (ParamId, bool)) -> Self {
         let dims = weight.dims().to_vec();
@@ -73,7 +73,7 @@ impl<B: MoeBackend> NewWeight<B> {
 }
 
 /// A weight with what its chain reads of it.
-type SourceOf<B> = (NewWeight<B>, Arc<ParamSource<<B as LayerBackend>::Native>>);
+type SourceOf<B> = (NamedParam<B>, Arc<ParamSource<<B as LayerBackend>::Native>>);
 
 /// Weights of a checkpoint that a chain's ranks load as shards of a [`ShardedDense`].
 #[derive(Debug, Clone, Copy)]
@@ -93,14 +93,14 @@ impl DenseLoad<'_> {
         chain: &Chain<CoreDevice<B>>,
         tensor: &str,
         device: &B::Device,
-    ) -> Result<NewWeight<B>> {
+    ) -> Result<NamedParam<B>> {
         let name = format!("{}.{tensor}", self.name);
         let dims = self.checkpoint.tensor_dims(&name)?;
         let cut = ShardOptions { rank: chain.rank(), ranks: chain.ranks(), pad: chain.options().pad };
         let shard = self.checkpoint.tensor_shard(&name, self.dtype, cut)?;
         let cubed = [&[1], shard.dims()].concat();
         let shard = Tensor::from_primitive(TensorPrimitive::Float(float::<B>(shard.reshape(&cubed)?, device)?));
-        Ok(NewWeight { name, dims, param: Param::from_tensor(shard) })
+        Ok(NamedParam { name, dims, param: Param::from_tensor(shard) })
     }
 
     fn has(&self, tensor: &str) -> bool {
@@ -118,8 +118,8 @@ impl<B: NativeBackend> ShardedParams<B> {
     pub fn linear<M: MoeBackend<Native = B>>(&self, name: &str, linear: Linear<M>) -> Result<ShardedDense<M>> {
         let Linear { weight, bias } = linear;
         let (id, tracked) = (weight.id, weight.is_require_grad());
-        let weight = NewWeight::whole(format!("{name}.weight"), weight.val().detach().transpose(), (id, tracked));
-        let bias = bias.as_ref().map(|bias| NewWeight::of(format!("{name}.bias"), bias));
+        let weight = NamedParam::whole(format!("{name}.weight"), weight.val().detach().transpose(), (id, tracked));
+        let bias = bias.as_ref().map(|bias| NamedParam::of(format!("{name}.bias"), bias));
         self.dense(DenseFunction::Linear, [Some(weight), bias])
     }
 
@@ -128,7 +128,7 @@ impl<B: NativeBackend> ShardedParams<B> {
     /// # Errors
     /// As [`linear`](Self::linear).
     pub fn embedding<M: MoeBackend<Native = B>>(&self, name: &str, embedding: Embedding<M>) -> Result<ShardedDense<M>> {
-        self.dense(DenseFunction::Embedding, [Some(NewWeight::of(format!("{name}.weight"), &embedding.weight)), None])
+        self.dense(DenseFunction::Embedding, [Some(NamedParam::of(format!("{name}.weight"), &embedding.weight)), None])
     }
 
     /// A norm as shards, as [`linear`](Self::linear); its γ is `{name}.weight`.
@@ -136,7 +136,7 @@ impl<B: NativeBackend> ShardedParams<B> {
     /// # Errors
     /// As [`linear`](Self::linear).
     pub fn rms_norm<M: MoeBackend<Native = B>>(&self, name: &str, norm: RmsNorm<M>) -> Result<ShardedDense<M>> {
-        let gamma = NewWeight::of(format!("{name}.weight"), &norm.gamma);
+        let gamma = NamedParam::of(format!("{name}.weight"), &norm.gamma);
         self.dense(DenseFunction::RmsNorm { epsilon: norm.epsilon }, [Some(gamma), None])
     }
 
@@ -188,7 +188,7 @@ impl<B: NativeBackend> ShardedParams<B> {
     fn dense<M: MoeBackend<Native = B>>(
         &self,
         function: DenseFunction,
-        weights: [Option<NewWeight<M>>; 2],
+        weights: [Option<NamedParam<M>>; 2],
     ) -> Result<ShardedDense<M>> {
         // All are cut before one is added: the chain keeps no weight of a module that could not be made.
         let cuts = weights.into_iter().flatten().map(|weight| weight.cut(self.chain()));
@@ -200,7 +200,7 @@ impl<B: NativeBackend> ShardedParams<B> {
         &self,
         function: DenseFunction,
         dimensions: usize,
-        weights: [Option<NewWeight<M>>; 2],
+        weights: [Option<NamedParam<M>>; 2],
     ) -> Result<ShardedDense<M>> {
         if let Some(weight) = weights.iter().flatten().next().filter(|weight| weight.dims.len() != dimensions) {
             let expected = format!("{dimensions} dimensions");
@@ -215,13 +215,13 @@ impl<B: NativeBackend> ShardedParams<B> {
         function: DenseFunction,
         cuts: Vec<SourceOf<M>>,
     ) -> Result<ShardedDense<M>> {
-        let add = |(NewWeight { name, dims, param }, source): SourceOf<M>| -> Result<_> {
+        let add = |(NamedParam { name, dims, param }, source): SourceOf<M>| -> Result<_> {
             let spec = WeightSpec::new(name.clone(), NO_LAYER, &Shards::lines(&dims), source.dtype);
             Ok((DenseWeight { id: self.add(spec, source)?, name, dims }, param))
         };
         let added = cuts.into_iter().map(add).collect::<Result<Vec<_>>>()?;
         let (weights, shards) = added.into_iter().unzip();
-        let chain = CoreDevice::<M>::any_chain(self.chain().clone());
+        let chain = CoreDevice::<M>::erase(self.chain().clone());
         Ok(ShardedDense { shards, call: DenseCall { chain, weights, function, failure: self.failure().clone() } })
     }
 }
@@ -278,7 +278,7 @@ impl<B: MoeBackend> ShardHolder for ShardedDense<B> {
 
     fn shard_lists(&self) -> Vec<ShardList<'_, B>> {
         let name = self.call.weights.first().map_or(CALL, |weight| weight.name.as_str());
-        let params = self.shards.iter().map(|shard| shard as &dyn AnyParam<B>);
+        let params = self.shards.iter().map(|shard| shard as &dyn FloatParam<B>);
         let params = self.call.weights.iter().map(|weight| weight.id).zip(params).collect();
         vec![ShardList { chain: self.call.chain.clone(), name: name.to_string(), params }]
     }

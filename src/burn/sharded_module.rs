@@ -2,16 +2,16 @@
 
 use std::sync::Arc;
 
-use crate::adapter::{FrameworkDevice, HeldId, Sharded, TypedSource, param_shard};
+use crate::adapter::{ErasedLayerShards, ErasedResidentWeight, FrameworkDevice, TypedSource, param_shard};
 use crate::checkpoint::RankBlock;
 use crate::error::{Error, Result};
 use crate::etp::{Payload, ShardDevice, ShardSource, Shards, WeightSpec};
 use crate::layer::{ParamKind, PerParam};
 
 use super::backend::{CoreDevice, MoeBackend, NativeMemory};
-use super::etp::{FirstWait, ShardHolder, ShardList, ShardedParams};
+use super::etp::{OtherRanksAt, ShardHolder, ShardList, ShardedParams};
 use super::module::ExpertParallelMoE;
-use super::shard_param::{AnyParam, ParamSource, cut, part_of};
+use super::shard_param::{FloatParam, ParamSource, cut, part_of};
 
 /// Where a layer's shards go.
 pub(super) struct ShardsTo<'a, B: MoeBackend> {
@@ -107,7 +107,7 @@ impl<B: MoeBackend> ExpertParallelMoE<B> {
         let (layer, local) = (self.layer.clone(), self.group.local_experts());
         let sources = PerParam::try_from_fn(|kind| -> Result<_> {
             let (Some(shards), Some(dims)) = (to.of(kind), kind.dims(layer.config(), local)) else { return Ok(None) };
-            let Some(param) = self.any_param_mut(kind) else { return Ok(None) };
+            let Some(param) = self.float_param_mut(kind) else { return Ok(None) };
             cut(shards.chain(), kind.name(), param, &cut_dims(kind, &dims)).map(Some)
         })?;
         self.with_sources(call, to, sources)
@@ -119,7 +119,7 @@ impl<B: MoeBackend> ExpertParallelMoE<B> {
         let (layer, local) = (self.layer.clone(), self.group.local_experts());
         let sources = PerParam::try_from_fn(|kind| -> Result<_> {
             let (Some(shards), Some(dims)) = (to.of(kind), kind.dims(layer.config(), local)) else { return Ok(None) };
-            let Some(param) = self.any_param(kind) else { return Ok(None) };
+            let Some(param) = self.float_param(kind) else { return Ok(None) };
             let cut = shards.chain().shards(&cut_dims(kind, &dims))?;
             ParamSource::of(shards.chain().device(), kind.name(), param, cut.shard_dims()).map(Some)
         })?;
@@ -129,7 +129,7 @@ impl<B: MoeBackend> ExpertParallelMoE<B> {
     /// Refuses chains whose work is in no order with the group's, or whose ranks are not those of `to`.
     fn check_chains(&self, call: &'static str, to: ShardsTo<'_, B>) -> Result<()> {
         let Some(group) = self.group.on::<CoreDevice<B>>() else {
-            let found = format!("one of {}", self.group.any().device());
+            let found = format!("one of {}", self.group.erased().device());
             return Err(Error::invalid(call, "group", "one of the chain's device", found));
         };
         for shards in [Some(to.experts), to.dense].into_iter().flatten() {
@@ -148,16 +148,17 @@ impl<B: MoeBackend> ExpertParallelMoE<B> {
     /// Adds the shards to their chains.
     fn with_sources(mut self, call: &'static str, to: ShardsTo<'_, B>, sources: ParamSources<B>) -> Result<Self> {
         let (layer, local) = (self.layer.clone(), self.group.local_experts());
-        let mut held = PerParam::none();
+        let mut resident = PerParam::none();
         let is_expert = |kind: &ParamKind| matches!(kind, ParamKind::Up | ParamKind::Down);
         for (kind, source) in sources.present().filter(|(kind, _)| !is_expert(kind)) {
             let Some(shards) = to.of(kind) else { continue };
             let dims = kind.dims(layer.config(), local).unwrap_or_default();
             let name = format!("layer {} {}", layer.number(), kind.name());
             let mut spec = WeightSpec::new(name, layer.number(), &Shards::lines(&dims), source.dtype);
-            spec.held = true;
+            spec.resident = true;
             let id = shards.add(spec, Arc::clone(source))?;
-            held[kind] = Some(HeldId { chain: CoreDevice::<B>::any_chain(shards.chain().clone()), id, dims });
+            resident[kind] =
+                Some(ErasedResidentWeight { chain: CoreDevice::<B>::erase(shards.chain().clone()), id, dims });
         }
         let (Some(up), Some(down)) = (sources.up, sources.down) else {
             return Err(Error::invalid(call, "experts", "weights", "none"));
@@ -167,11 +168,11 @@ impl<B: MoeBackend> ExpertParallelMoE<B> {
             source: Arc::clone(source) as Arc<dyn ShardSource<CoreDevice<B>>>,
         };
         let chain = to.experts.chain();
-        let mut sharded = Sharded::new(chain, to.payload, &layer, local, [typed(&up), typed(&down)])?;
-        sharded.held = held;
+        let mut sharded = ErasedLayerShards::new(chain, to.payload, &layer, local, [typed(&up), typed(&down)])?;
+        sharded.resident = resident;
         let first = match to.apart() {
-            Some(dense) => FirstWait::Chain(dense.chain().clone()),
-            None => FirstWait::Layer(self.group.clone(), layer.number()),
+            Some(dense) => OtherRanksAt::Chain(dense.chain().clone()),
+            None => OtherRanksAt::Layer(self.group.clone(), layer.number()),
         };
         to.experts.register(sharded.ids.into_iter().zip([up, down]), first);
         self.sharded = Some(sharded);
@@ -184,9 +185,9 @@ impl<B: MoeBackend> ExpertParallelMoE<B> {
     /// # Errors
     /// Parameters of types that the layer has not.
     pub fn to_parts(&self) -> Result<RankBlock<'static>> {
-        let group = self.group.any().membership();
+        let group = self.group.membership();
         let params = PerParam::try_from_fn(|kind| -> Result<_> {
-            let Some(param) = self.any_param(kind) else { return Ok(None) };
+            let Some(param) = self.float_param(kind) else { return Ok(None) };
             let shard = param_shard(&self.layer, group, self.sharded.as_ref(), kind)?;
             part_of::<B::Native>(kind.name(), B::Native::contiguous(param.native()), shard).map(Some)
         })?;
@@ -200,17 +201,17 @@ impl<B: MoeBackend> ShardHolder for ExpertParallelMoE<B> {
     fn shard_lists(&self) -> Vec<ShardList<'_, B>> {
         let Some(sharded) = &self.sharded else { return Vec::new() };
         let name = format!("layer {}", self.layer.number());
-        let experts: [(_, &dyn AnyParam<B>); 2] =
+        let experts: [(_, &dyn FloatParam<B>); 2] =
             [(sharded.ids[0], &self.experts.up), (sharded.ids[1], &self.experts.down)];
         let mut lists =
             vec![ShardList { chain: sharded.chain().clone(), name: name.clone(), params: experts.to_vec() }];
-        for (kind, held) in sharded.held.present() {
-            let Some(param) = self.any_param(kind) else { continue };
-            match lists.iter_mut().find(|list| list.chain.is(&held.chain)) {
-                Some(list) => list.params.push((held.id, param)),
+        for (kind, resident) in sharded.resident.present() {
+            let Some(param) = self.float_param(kind) else { continue };
+            match lists.iter_mut().find(|list| list.chain.is(&resident.chain)) {
+                Some(list) => list.params.push((resident.id, param)),
                 None => {
-                    let (chain, name) = (held.chain.clone(), name.clone());
-                    lists.push(ShardList { chain, name, params: vec![(held.id, param)] });
+                    let (chain, name) = (resident.chain.clone(), name.clone());
+                    lists.push(ShardList { chain, name, params: vec![(resident.id, param)] });
                 }
             }
         }

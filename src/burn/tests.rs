@@ -22,6 +22,7 @@ use crate::tensor::{TensorMut, TensorRef};
 use crate::{MoeConfig, Tensor as CoreTensor};
 
 use super::backend::{LayerCall, Named, NativeMemory, Operands, ResultSpec, between};
+use super::group::DeviceGroup;
 use super::run::{Tracked, run_backward, run_forward};
 
 /// Flex, under a name that nothing else uses.
@@ -30,6 +31,8 @@ type Failing = Autodiff<Flex, BalancedCheckpointing>;
 /// Calls of a back end that fail.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum At {
+    /// The group is of another device.
+    Group,
     Begin,
     /// The wait behind the core's work.
     End,
@@ -57,6 +60,10 @@ impl NativeMemory for Failing {
     type Core = Cpu;
     type Output = CoreTensor<Cpu>;
     type Shared = FloatTensor<Self>;
+
+    fn core_group(group: &DeviceGroup) -> Option<&EpGroup<Cpu>> {
+        group.on().filter(|_| FAILS.get() != Some(At::Group))
+    }
 
     fn contiguous(tensor: FloatTensor<Self>) -> FloatTensor<Self> {
         tensor
@@ -158,7 +165,7 @@ fn run(call: &LayerCall, at: Option<(At, bool)>) -> [Result<()>; 2] {
 fn what_fails_before_the_layer_is_told() {
     // Results of a forward: y, logits, ids, weights, losses. Of a backward: gradients of x, router, up, down.
     let cases = [(false, 5), (true, 4)].into_iter().flat_map(|(backward, results)| {
-        let all = (0..results).map(At::ViewMut).chain([At::Begin]);
+        let all = (0..results).map(At::ViewMut).chain([At::Begin, At::Group]);
         all.map(move |at| (at, backward))
     });
     for case in cases {
@@ -182,7 +189,8 @@ fn what_fails_before_the_layer_is_told() {
                 Error::Peer { rank: 0, peer: 1, reason, .. }
                 | Error::Comm(CommError::Refused { rank: 0, peer: 1, reason, .. }),
             ) => {
-                assert!(reason.contains("one that works"), "{case:?}: {reason}");
+                let expected = if case.0 == At::Group { "one of the device of" } else { "one that works" };
+                assert!(reason.contains(expected), "{case:?}: {reason}");
             }
             other => panic!("{case:?}: {other:?}"),
         }

@@ -18,7 +18,7 @@ use crate::metrics::Load;
 use super::backend::{LayerCall, MoeBackend};
 use super::etp::ShardHolder;
 use super::module::ExpertParallelMoE;
-use super::reduce::{GradientReduction, ReduceOptions, over_group};
+use super::reduce::{ModuleReduction, ReduceOptions, over_group};
 
 impl<B: MoeBackend> ExpertParallelMoE<B> {
     /// [`forward`](Self::forward); where it trains, the router's jitter is applied ([`with_noise`](Self::with_noise)), and
@@ -32,7 +32,7 @@ impl<B: MoeBackend> ExpertParallelMoE<B> {
             return self.forward(x);
         }
         let (noise, aux_scale) = (Some(self.training.next_noise()), self.training.aux_scale());
-        self.run_and_keep(x, LayerCall { noise, aux_scale, ..self.call() })
+        self.run_and_store_figures(x, LayerCall { noise, aux_scale, ..self.call() })
     }
 }
 
@@ -100,7 +100,7 @@ impl<B: AutodiffBackend + MoeBackend> ExpertParallelMoE<B> {
     pub fn reduce_gradients(&self, gradients: &mut GradientsParams) -> Result<()> {
         let own = [self.expert_ids(), self.shard_ids()].concat();
         let options = ReduceOptions::except(&own);
-        let reduction = GradientReduction { layer: self.layer.number(), module: self, options, backend: PhantomData };
+        let reduction = ModuleReduction { layer: self.layer.number(), module: self, options, backend: PhantomData };
         over_group(&self.group, reduction, gradients)
     }
 }

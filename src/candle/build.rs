@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use candle_core::{DType, Device, Result, Tensor, Var};
 
-use crate::adapter::{HeldId, Sharded};
+use crate::adapter::{ErasedLayerShards, ErasedResidentWeight};
 use crate::checkpoint::{Block, BlockParams, BlockShards, Checkpoint};
 use crate::comm::Op;
 use crate::cpu::Cpu;
@@ -19,7 +19,7 @@ use super::initial::{ShardInit, full_name};
 use super::module::ExpertParallelMoE;
 use super::options::{LoadAs, Parameters, place_in, tensor};
 use super::quantized::unpack;
-use super::sharded_weights::{ShardedTensor, ShardedWeights, Use, check_shard};
+use super::sharded_weights::{LayerPlace, ShardedTensor, ShardedWeights, check_shard};
 
 /// A layer of one rank, on the device and in the type of `vb`, of any number of tokens a call: the common case. For
 /// several ranks, and for layers that share a workspace on a GPU, see [`ExpertParallelMoE::new`].
@@ -155,14 +155,14 @@ impl ExpertParallelMoE {
         vb: candle_nn::VarBuilder<'_>,
         chain: Option<ShardedIn<'_, D>>,
     ) -> Result<Self> {
-        let number = group.any().membership().number_layer(spec.number());
+        let number = group.membership().number_layer(spec.number());
         let made = spec.layer(number).map_err(Into::into).and_then(|layer| {
             let (params, sharded) = variables(&layer, &group, vb, chain)?;
             Ok(Self { sharded, ..Self::of(layer, group.clone(), params) })
         });
         // The other ranks are in the collectives below: they are told, and the group stays usable.
         let mut moe =
-            made.inspect_err(|e: &candle_core::Error| group.any().refuse(number, Op::Weights, &e.to_string()))?;
+            made.inspect_err(|e: &candle_core::Error| group.erased().refuse(number, Op::Weights, &e.to_string()))?;
         if group.ranks() > 1 {
             // All ranks take part, whatever their parameters are.
             let sharded = moe.sharded.clone();
@@ -196,7 +196,7 @@ impl ExpertParallelMoE {
     ) -> Result<Self> {
         const CALL: &str = "ExpertParallelMoE::from_block";
         let group = group.into();
-        let layer = group.any().layer(CALL, (&block.config).into(), number.into())?;
+        let layer = group.erased().layer(CALL, (&block.config).into(), number.into())?;
         block.check(CALL, group.local_experts())?;
         let params = tensors(block.params, group.device(), params)?;
         Ok(Self::of(layer, group, params))
@@ -276,10 +276,10 @@ impl ExpertParallelMoE {
                 return Err(Error::invalid(CALL, "weights", expected, "some").into());
             }
             let block = checkpoint.load_quantized(layer, options)?;
-            let layer = group.any().layer(CALL, (&block.config).into(), number)?;
+            let layer = group.erased().layer(CALL, (&block.config).into(), number)?;
             let (experts, params) = unpack(CALL, block, &group, params)?;
             let experts = experts.to(shards.chain.device())?;
-            let sharded = Some(Sharded::stored(shards.chain, &layer, &experts)?);
+            let sharded = Some(ErasedLayerShards::stored(shards.chain, &layer, &experts)?);
             return Ok(Self { sharded, ..Self::of(layer, group, params) });
         }
         let cut = BlockShards {
@@ -287,7 +287,7 @@ impl ExpertParallelMoE {
             dense: shards.weights.map(|weights| place_in(weights.chain())),
         };
         let block = load.read_shards(checkpoint, layer, options, cut)?;
-        let layer = group.any().layer(CALL, block.config.into(), number)?;
+        let layer = group.erased().layer(CALL, block.config.into(), number)?;
         let params = tensors(block.params, group.device(), params)?;
         let sharded = shards.add(&layer, group.local_experts(), &params)?;
         Ok(Self { sharded, ..Self::of(layer, group, params) })
@@ -310,9 +310,9 @@ fn variables<D: Host>(
     group: &DeviceGroup,
     vb: candle_nn::VarBuilder<'_>,
     chain: Option<ShardedIn<'_, D>>,
-) -> Result<(PerParam<Option<Tensor>>, Option<Sharded>)> {
+) -> Result<(PerParam<Option<Tensor>>, Option<ErasedLayerShards>)> {
     let (config, local) = (layer.config(), group.local_experts());
-    group.any().membership().check_experts("ExpertParallelMoE::new", config.router.num_experts)?;
+    group.membership().check_experts("ExpertParallelMoE::new", config.router.num_experts)?;
     if let Some(chain) = &chain {
         chain.check_device(group)?;
     }
@@ -383,26 +383,31 @@ impl<D: Host> ShardedIn<'_, D> {
     }
 
     /// Adds a module's shards.
-    fn add(self, layer: &Layer, local: usize, params: &PerParam<Option<Tensor>>) -> crate::Result<Option<Sharded>> {
+    fn add(
+        self,
+        layer: &Layer,
+        local: usize,
+        params: &PerParam<Option<Tensor>>,
+    ) -> crate::Result<Option<ErasedLayerShards>> {
         let (Some(up), Some(down)) = (&params.up, &params.down) else { return Ok(None) };
         // All are known to be sound before any is added.
         for (kind, t) in params.present().filter(|(kind, _)| is_expert_weight(*kind) || self.of(*kind).is_some()) {
             check_shard(kind.name(), t)?;
         }
-        let mut held = PerParam::none();
+        let mut resident = PerParam::none();
         for (kind, t) in params.present() {
             let (Some(weights), Some(chain)) = (self.weights, self.of(kind)) else { continue };
             let dims = kind.dims(layer.config(), local).unwrap_or_default();
-            let of = Use { layer: layer.number(), held: true };
+            let of = LayerPlace { layer: layer.number(), resident: true };
             let shard = ShardedTensor::new(chain, weights.full_name(kind.name()), &dims, t.clone(), of)?;
-            held[kind] = Some(HeldId { chain: D::any(Arc::clone(chain)), id: shard.id, dims });
+            resident[kind] = Some(ErasedResidentWeight { chain: D::erase(Arc::clone(chain)), id: shard.id, dims });
             if kind.is_replicated() {
-                weights.keep(shard);
+                weights.register(shard);
             }
         }
         let shard = |t: &Tensor| VarShard::on(self.chain.device(), t).into_shard();
-        let mut sharded = Sharded::new(self.chain, self.payload, layer, local, [shard(up)?, shard(down)?])?;
-        sharded.held = held;
+        let mut sharded = ErasedLayerShards::new(self.chain, self.payload, layer, local, [shard(up)?, shard(down)?])?;
+        sharded.resident = resident;
         Ok(Some(sharded))
     }
 }

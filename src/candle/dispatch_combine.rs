@@ -4,14 +4,14 @@ use std::ops::Range;
 
 use candle_core::{DType, Result, Tensor, Var};
 
-use crate::adapter::{DispatchTokens, DispatchedRows, any_device, pieces};
+use crate::adapter::{DispatchTokens, DispatchedRows, match_device, pieces};
 use crate::comm::Op;
 use crate::layer::{Layer, LayerSpec};
 use crate::lazy::Lazy;
 use crate::metrics::Load;
 
 use super::dispatch_ops::{self, RoutingNode};
-use super::group::{DeviceGroup, On};
+use super::group::{DeviceGroup, TypedGroup};
 use super::route_op::{self, Routed};
 
 /// Dispatch and combine as operations of candle's graph, with experts of your own between them: an MLP, a LoRA, any
@@ -93,7 +93,7 @@ impl DispatchCombine {
     /// A configuration that does not hold together; another number of experts than the group's.
     pub fn new(layer: impl Into<LayerSpec>, group: impl Into<DeviceGroup>) -> Result<Self> {
         let group = group.into();
-        let layer = group.any().layer("DispatchCombine::new", layer.into(), None)?;
+        let layer = group.erased().layer("DispatchCombine::new", layer.into(), None)?;
         let anchor = Some(Var::zeros((), DType::F32, group.device())?);
         Ok(Self { layer, group, anchor })
     }
@@ -122,7 +122,7 @@ impl DispatchCombine {
     /// Tensors of another shape, type or device; a NaN logit.
     pub fn route(&self, logits: &Tensor, selection_bias: Option<&Tensor>) -> Result<Routed> {
         let (layer, device) = (&self.layer, self.group.device());
-        any_device!(self.group.any(), group => route_op::route(On { group, device }, layer, logits, selection_bias))
+        match_device!(self.group.erased(), group => route_op::route(TypedGroup { group, device }, layer, logits, selection_bias))
     }
 
     /// Sends tokens to the ranks of their experts. `x`: `[T, H]`; `ids`: the chosen experts `[T, K]`, U32 or I64, a
@@ -135,14 +135,14 @@ impl DispatchCombine {
     pub fn dispatch(&self, x: &Tensor, ids: &Tensor, weights: &Tensor) -> Result<Dispatched> {
         let anchor = self.anchor.as_ref().map(Var::as_tensor);
         let (layer, device, tokens) = (&self.layer, self.group.device(), DispatchTokens { x, ids, weights });
-        let DispatchedRows { rows, weights, load, routing: node } = any_device!(self.group.any(), group => dispatch_ops::dispatch(On { group, device }, layer, anchor, tokens))?;
+        let DispatchedRows { rows, weights, load, routing: node } = match_device!(self.group.erased(), group => dispatch_ops::dispatch(TypedGroup { group, device }, layer, anchor, tokens))?;
         Ok(Dispatched { rows, weights, load, node })
     }
 
     /// Meets the other ranks as a failure, in whichever of their collectives they are: for a rank that fails before a
     /// dispatch, between it and its combine, or among its experts in backward. They get the reason at once.
     pub fn refuse(&self, reason: &str) {
-        self.group.any().refuse(self.layer.number(), Op::Combine, reason);
+        self.group.erased().refuse(self.layer.number(), Op::Combine, reason);
     }
 }
 

@@ -19,7 +19,7 @@ use crate::adapter::{DispatchTokens, DispatchedPart, DispatchedRows, GuardedCall
 use crate::error::Error;
 use crate::layer::Layer;
 
-use super::group::On;
+use super::group::TypedGroup;
 use super::host::{Host, HostTensors, copy_of, into_candle};
 use super::pending::{BackwardStage, PendingCollectives, remember};
 use super::precomputed::Precomputed;
@@ -29,11 +29,11 @@ use super::precomputed::Precomputed;
 pub(super) struct RoutingNode {
     /// The node that combines hang from; absent where no backward will follow.
     pub(super) token: Option<Tensor>,
-    pub(super) routing: Arc<dyn AnyRouting>,
+    pub(super) routing: Arc<dyn CombineRouting>,
 }
 
 /// A dispatch's routing, whatever its device.
-pub(super) trait AnyRouting: Debug + Send + Sync {
+pub(super) trait CombineRouting: Debug + Send + Sync {
     /// Slots of each local expert; waits for the device.
     fn segments(&self) -> Result<Vec<Range<usize>>>;
     /// Their offsets and counts, I64 `[L]`.
@@ -53,7 +53,7 @@ struct DispatchStep<D: Host> {
 
 /// Dispatches on the device of a group. `anchor` always tracks gradients; absent where no backward will follow.
 pub(super) fn dispatch<D: Host>(
-    on: On<'_, D>,
+    on: TypedGroup<'_, D>,
     layer: &Layer,
     anchor: Option<&Tensor>,
     tokens: DispatchTokens<&Tensor, &Tensor>,
@@ -78,7 +78,7 @@ pub(super) fn dispatch<D: Host>(
     Ok(DispatchedRows { rows, weights, load, routing: RoutingNode { token: Some(token), routing: step } })
 }
 
-impl<D: Host> AnyRouting for DispatchStep<D> {
+impl<D: Host> CombineRouting for DispatchStep<D> {
     fn segments(&self) -> Result<Vec<Range<usize>>> {
         Ok(self.pending.routing.segments()?)
     }
@@ -187,7 +187,7 @@ impl<D: Host> CustomOp3 for DispatchOp<D> {
         _: &Tensor,
     ) -> Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
         let step = &self.step;
-        let arrived = step.pending.take()?;
+        let arrived = step.pending.take_cotangents()?;
         // Made whether wanted or not: the other ranks are in the collective.
         let made = step.pending.routing.dispatch_backward(&HostTensors, &arrived);
         let [d_x, d_weights] = step.noting_failure(made)?;
@@ -216,7 +216,7 @@ impl<D: Host> CustomOp1 for ReceivedOp<D> {
     }
 
     fn bwd(&self, token: &Tensor, _: &Tensor, gradient: &Tensor) -> Result<Option<Tensor>> {
-        self.step.pending.keep(self.output, gradient.clone())?;
+        self.step.pending.set_cotangent(self.output, gradient.clone())?;
         Ok(Some(token.zeros_like()?))
     }
 }

@@ -2,7 +2,7 @@
 
 use candle_core::{Device, Tensor};
 
-use crate::adapter::{AnyGroup, any_device, broadcast};
+use crate::adapter::{self, ErasedGroup, broadcast, match_device};
 use crate::cpu::Cpu;
 use crate::ep::{EpGroup, Group, GroupConfig};
 use crate::error::{Error, Result};
@@ -11,14 +11,10 @@ use super::error::framework;
 use super::host::{Host, copy_of, into_candle, location, with_views};
 
 /// One rank's group, shared by its layers, and the candle device that it works on. candle knows its devices at run
-/// time only, so this type hides ours; [`on`](Self::on) gives the group back.
+/// time only, so this type hides ours; [`on`](adapter::DeviceGroup::on) gives the group back.
 ///
 /// A [`Group`] or [`EpGroup`] on the CPU converts into it.
-#[derive(Debug, Clone)]
-pub struct DeviceGroup {
-    group: AnyGroup,
-    device: Device,
-}
+pub type DeviceGroup = adapter::DeviceGroup<Device>;
 
 impl DeviceGroup {
     /// A group whose tensors are on `device`.
@@ -27,7 +23,7 @@ impl DeviceGroup {
     /// The group works on another device, or on another stream of it.
     pub fn new<D: Host>(group: EpGroup<D>, device: &Device) -> Result<Self> {
         if group.lock().device().is(device) {
-            return Ok(Self { group: D::any(group), device: device.clone() });
+            return Ok(Self::of(group, device.clone()));
         }
         Err(Error::invalid("DeviceGroup::new", "device", "the group's own", D::other(device)))
     }
@@ -51,60 +47,35 @@ impl DeviceGroup {
         }
     }
 
-    /// The group itself, if it works on a `D`: for collectives beside the layers' own.
-    pub fn on<D: Host>(&self) -> Option<&EpGroup<D>> {
-        D::own(&self.group)
-    }
-
     /// candle's device.
     pub fn device(&self) -> &Device {
-        &self.device
-    }
-
-    /// This rank.
-    pub fn rank(&self) -> usize {
-        self.group.membership().rank
-    }
-
-    /// Number of ranks.
-    pub fn ranks(&self) -> usize {
-        self.group.membership().ranks
-    }
-
-    /// Experts of this rank, L = E / R.
-    pub fn local_experts(&self) -> usize {
-        self.group.membership().local_experts
+        &self.framework
     }
 
     /// Whether a step that has calls of this group is being captured.
     pub(super) fn in_capture(&self) -> bool {
-        match &self.group {
-            AnyGroup::Cpu(_) => false,
+        match self.erased() {
+            ErasedGroup::Cpu(_) => false,
             #[cfg(feature = "cuda")]
-            AnyGroup::Cuda(group) => group.lock().device().captures_with_framework(),
+            ErasedGroup::Cuda(group) => group.lock().device().captures_with_framework(),
         }
-    }
-
-    /// The group, whatever its device.
-    pub(super) fn any(&self) -> &AnyGroup {
-        &self.group
     }
 
     /// Rank 0's values of a parameter of layer `layer`; the tensor is not changed.
     pub(super) fn broadcast(&self, layer: u32, t: &Tensor) -> Result<Tensor> {
-        let device = &self.device;
-        any_device!(&self.group, group => On { group, device }.broadcast(layer, t))
+        let device = self.device();
+        match_device!(self.erased(), group => TypedGroup { group, device }.broadcast(layer, t))
     }
 }
 
 /// A group of a known device, and candle's name of that device.
 #[derive(Debug)]
-pub(super) struct On<'a, D: Host> {
+pub(super) struct TypedGroup<'a, D: Host> {
     pub(super) group: &'a EpGroup<D>,
     pub(super) device: &'a Device,
 }
 
-impl<D: Host> On<'_, D> {
+impl<D: Host> TypedGroup<'_, D> {
     fn broadcast(self, layer: u32, t: &Tensor) -> Result<Tensor> {
         const CALL: &str = "ExpertParallelMoE";
         let made = broadcast(self.group, layer, |device| {
@@ -117,7 +88,7 @@ impl<D: Host> On<'_, D> {
 
 impl From<EpGroup<Cpu>> for DeviceGroup {
     fn from(group: EpGroup<Cpu>) -> Self {
-        Self { group: AnyGroup::Cpu(group), device: Device::Cpu }
+        Self::of(group, Device::Cpu)
     }
 }
 
@@ -130,11 +101,5 @@ impl From<&EpGroup<Cpu>> for DeviceGroup {
 impl From<Group<Cpu>> for DeviceGroup {
     fn from(group: Group<Cpu>) -> Self {
         EpGroup::new(group).into()
-    }
-}
-
-impl From<&DeviceGroup> for DeviceGroup {
-    fn from(group: &DeviceGroup) -> Self {
-        group.clone()
     }
 }

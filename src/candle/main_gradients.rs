@@ -110,7 +110,7 @@ impl MainGradients {
     /// The same; `complete` adds gradients that layers have left elsewhere.
     pub(super) fn run(&mut self, loss: &Tensor, complete: impl FnOnce(&mut GradStore) -> Result<()>) -> Result<()> {
         self.check_unchanged()?;
-        let made = Running::during(&mut self.experts, || loss.backward());
+        let made = MemoryScope::run(&mut self.experts, || loss.backward());
         let made = made.inspect_err(|error| refuse_backward(loss, &reason(error)));
         let done = made.and_then(|mut gradients| {
             complete(&mut gradients)?;
@@ -166,8 +166,8 @@ impl MainGradients {
     /// A `d_y` of another shape, type or device than y's; a y that no variable leads to; as
     /// [`backward`](Self::backward).
     pub fn backward_with(&mut self, y: &Tensor, d_y: &Tensor) -> Result<()> {
-        let product = product(y, d_y).inspect_err(|error| refuse_backward(y, &reason(error)));
-        self.backward(&product?)
+        let inner_product = inner_product(y, d_y).inspect_err(|error| refuse_backward(y, &reason(error)));
+        self.backward(&inner_product?)
     }
 
     /// The sums since the last reset, by variable, as optimizers take them. Those of experts change in place with the
@@ -287,12 +287,12 @@ pub fn backward(loss: &Tensor) -> Result<GradStore> {
 thread_local! {
     /// Memory for the backward that runs on this thread. candle calls operations' backwards on the thread of
     /// `Tensor::backward` and hands them nothing of the caller's, so this is the way from there to here.
-    static RUNNING: RefCell<Option<ExpertMemory>> = const { RefCell::new(None) };
+    static EXPERT_MEMORY: RefCell<Option<ExpertMemory>> = const { RefCell::new(None) };
 }
 
 /// The backward that runs on this thread has begun to write the experts' gradients.
 pub(super) fn writes_experts() {
-    RUNNING.with_borrow_mut(|memory| {
+    EXPERT_MEMORY.with_borrow_mut(|memory| {
         if let Some(memory) = memory {
             memory.written = true;
         }
@@ -301,30 +301,30 @@ pub(super) fn writes_experts() {
 
 /// What the layers' kernels have added up of an expert's gradient, in the backward that runs on this thread.
 pub(super) fn expert_sum(of: &Tensor) -> Option<Tensor> {
-    RUNNING.with_borrow(|memory| {
+    EXPERT_MEMORY.with_borrow(|memory| {
         let main = memory.as_ref()?.of.get(&of.id())?;
         main.holds.then(|| main.tensor.clone())
     })
 }
 
 /// Lends memory to the backward that runs on this thread.
-struct Running<'a> {
+struct MemoryScope<'a> {
     owner: &'a mut ExpertMemory,
     /// That of a backward around this one.
     outer: Option<ExpertMemory>,
 }
 
-impl<'a> Running<'a> {
-    fn during<T>(owner: &'a mut ExpertMemory, work: impl FnOnce() -> T) -> T {
-        let outer = RUNNING.replace(Some(std::mem::take(owner)));
-        let _running = Self { owner, outer };
+impl<'a> MemoryScope<'a> {
+    fn run<T>(owner: &'a mut ExpertMemory, work: impl FnOnce() -> T) -> T {
+        let outer = EXPERT_MEMORY.replace(Some(std::mem::take(owner)));
+        let _scope = Self { owner, outer };
         work()
     }
 }
 
-impl Drop for Running<'_> {
+impl Drop for MemoryScope<'_> {
     fn drop(&mut self) {
-        if let Some(memory) = RUNNING.replace(self.outer.take()) {
+        if let Some(memory) = EXPERT_MEMORY.replace(self.outer.take()) {
             *self.owner = memory;
         }
     }
@@ -345,7 +345,7 @@ pub(super) fn expert_gradients<D: Host>(
     on: &Device,
     params: &PerParam<Option<Tensor>>,
 ) -> crate::Result<Option<ExpertGradients>> {
-    RUNNING.with_borrow_mut(|memory| match memory {
+    EXPERT_MEMORY.with_borrow_mut(|memory| match memory {
         Some(memory) => memory.of_layer(device, on, params),
         None => Ok(None),
     })
@@ -389,7 +389,7 @@ impl ExpertMemory {
 }
 
 /// Σ y ∘ d_y, for its gradient.
-fn product(y: &Tensor, d_y: &Tensor) -> Result<Tensor> {
+fn inner_product(y: &Tensor, d_y: &Tensor) -> Result<Tensor> {
     const CALL: &str = "MainGradients::backward_with";
     Error::check_shape(CALL, "d_y", y.dims(), d_y.dims())?;
     if y.dtype() != d_y.dtype() {
@@ -403,22 +403,22 @@ fn product(y: &Tensor, d_y: &Tensor) -> Result<Tensor> {
     }
     let d_y = d_y.detach();
     match operation_of(y) {
-        Some((node, operation)) => node.apply_op1(Product { d_y, operation: Some(operation) }),
-        None => y.apply_op1(Product { d_y, operation: None }),
+        Some((node, operation)) => node.apply_op1(InnerProductOp { d_y, operation: Some(operation) }),
+        None => y.apply_op1(InnerProductOp { d_y, operation: None }),
     }
 }
 
 /// Σ y ∘ d_y, of which only the gradient is wanted: the value is 0.
-struct Product {
+struct InnerProductOp {
     d_y: Tensor,
     /// Of a layer's output: hangs from the layer's node in place of y, whose gradient candle would fill with zeros
     /// before it adds d_y.
     operation: Option<Arc<dyn OutputGradient>>,
 }
 
-impl CustomOp1 for Product {
+impl CustomOp1 for InnerProductOp {
     fn name(&self) -> &'static str {
-        "moebius-product"
+        "moebius-inner-product"
     }
 
     fn cpu_fwd(&self, _: &CpuStorage, _: &Layout) -> Result<(CpuStorage, Shape)> {
@@ -432,7 +432,7 @@ impl CustomOp1 for Product {
 
     fn bwd(&self, node: &Tensor, _: &Tensor, _: &Tensor) -> Result<Option<Tensor>> {
         let Some(operation) = &self.operation else { return Ok(Some(self.d_y.clone())) };
-        operation.keep_gradient(&self.d_y)?;
+        operation.set_y_cotangent(&self.d_y)?;
         Ok(Some(node.zeros_like()?))
     }
 }

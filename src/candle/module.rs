@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use candle_core::{Device, Result, Tensor, Var};
 
-use crate::adapter::{AnyQuantized, Sharded, TrainingState, param_shard};
+use crate::adapter::{ErasedLayerShards, ErasedQuantizedExperts, TrainingState, param_shard};
 #[cfg(doc)]
 use crate::checkpoint::Checkpoint;
 use crate::checkpoint::{Block, BlockParams, RankBlock, RankPart};
@@ -28,9 +28,9 @@ pub struct ExpertParallelMoE {
     /// Those that the configuration has.
     pub(super) params: PerParam<Option<Tensor>>,
     /// The experts' chain, where their parameters are shards.
-    pub(super) sharded: Option<Sharded>,
+    pub(super) sharded: Option<ErasedLayerShards>,
     /// The experts' weights, where they are quantized and so no parameters.
-    pub(super) quantized: Option<AnyQuantized>,
+    pub(super) quantized: Option<ErasedQuantizedExperts>,
     pub(super) training: Arc<TrainingState>,
 }
 
@@ -78,7 +78,7 @@ impl ExpertParallelMoE {
 
     /// This rank's shard of a parameter.
     pub(super) fn param_shard(&self, kind: ParamKind) -> crate::Result<ParamShard> {
-        param_shard(&self.layer, self.group.any().membership(), self.sharded.as_ref(), kind)
+        param_shard(&self.layer, self.group.membership(), self.sharded.as_ref(), kind)
     }
 
     /// This rank's parts of the layer, for [`Checkpoint::save_parts`]: nothing is copied before it is written.
@@ -130,7 +130,7 @@ impl ExpertParallelMoE {
     pub fn shards(&self) -> Vec<WeightVar> {
         let Some(sharded) = &self.sharded else { return Vec::new() };
         let biases = [ParamKind::UpBias, ParamKind::DownBias].into_iter();
-        let biases = biases.filter_map(|kind| Some((kind, sharded.held.get(kind)?.id)));
+        let biases = biases.filter_map(|kind| Some((kind, sharded.resident.get(kind)?.id)));
         let weights = [ParamKind::Up, ParamKind::Down].into_iter().zip(sharded.ids);
         let shard = |(kind, id)| {
             let t = self.param(kind).filter(|t| t.is_variable())?;
@@ -153,7 +153,7 @@ impl ExpertParallelMoE {
     }
 
     pub(super) fn refuse(&self, op: Op, reason: &str) {
-        self.group.any().refuse(self.layer.number(), op, reason);
+        self.group.erased().refuse(self.layer.number(), op, reason);
     }
 
     /// Forward over `[T, H]` or `[…, H]`, with everything that the layer knows; `noise`: seed and step of the router's

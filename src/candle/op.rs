@@ -6,21 +6,21 @@ use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, CudaStorage, CustomOp1, CustomOp2, Device, Layout, Result, Shape, Tensor, TensorId};
 
 use crate::adapter::{
-    Chained, HeldGradients, LayerOutput, OutputCotangents, QuantizedExperts, acquire, sources as held_sources,
-    with_sources,
+    LayerOutput, LayerShards, OutputCotangents, QuantizedExperts, ResidentGradients, acquire_resident,
+    resident_sources, with_sources,
 };
 use crate::ep::EpGroup;
 use crate::error::Error;
 use crate::kernels::Scalar;
 use crate::layer::{
-    BackwardProgress, Context, Cotangents, Gradients, GradientsMut, Inputs, Layer, ParamKind, PerParam, RefusalGuard,
-    Wanted,
+    BackwardProgress, Context, Cotangents, GradientMask, Gradients, GradientsMut, Inputs, Layer, ParamKind, PerParam,
+    RefusalGuard,
 };
 use crate::tensor::TensorRef;
 
 use super::error::framework;
+use super::gradient_hook::run_hook;
 use super::host::{Host, into_candle, with_views};
-use super::layer_gradients::offer;
 use super::main_gradients::{EXPERTS, expert_gradients, writes_experts};
 use super::params::{contiguous, named, views_of};
 use super::pending::{BackwardStage, OutputGradient, PendingCollectives};
@@ -41,7 +41,7 @@ pub(super) struct PendingBackward<D: Host> {
     pub(super) tracks_x: bool,
     pub(super) params: PerParam<Option<Tensor>>,
     /// Where `up` and `down` are gathered from, if their parameters are shards.
-    pub(super) experts: Option<Chained<D>>,
+    pub(super) experts: Option<LayerShards<D>>,
     /// `up` and `down`, where they are quantized and so no parameters.
     pub(super) quantized: Option<Arc<QuantizedExperts<D>>>,
     /// Gradient of the auxiliary losses that comes with y's.
@@ -70,7 +70,7 @@ impl<D: Host> PendingBackward<D> {
         Error::ContextConsumed { call: CALL, rank: self.group.rank() }
     }
 
-    fn keep(&self, output: LayerOutput, gradient: &Tensor) -> Result<()> {
+    fn set_cotangent(&self, output: LayerOutput, gradient: &Tensor) -> Result<()> {
         match &mut *self.state() {
             BackwardState::Ready { arrived, .. } => arrived.set(output, gradient.clone()),
             _ => return Err(self.consumed().into()),
@@ -99,7 +99,7 @@ impl<D: Host> PendingBackward<D> {
             let of = t.as_ref().and_then(|t| Some(own(gradients.take(kind)?, t)));
             of.transpose()
         })?;
-        let left = offer(self.layer.number(), &self.params, &mut params)?;
+        let left = run_hook(self.layer.number(), &self.params, &mut params)?;
         let elsewhere = PerParam::from_fn(|kind| elsewhere[kind] || left[kind]);
         *state = BackwardState::Done { x, params, elsewhere };
         Ok(())
@@ -121,8 +121,8 @@ impl<D: Host> PendingBackward<D> {
             None => expert_gradients(&device, &self.device, &self.params)?,
             Some(_) => None,
         };
-        let stored = self.experts.as_ref().is_some_and(Chained::is_stored);
-        let wanted = Wanted {
+        let stored = self.experts.as_ref().is_some_and(LayerShards::is_stored);
+        let wanted = GradientMask {
             x: self.tracks_x,
             router: any(&[ParamKind::Router, ParamKind::RouterBias]),
             experts: main.is_none() && !stored && any(&EXPERTS),
@@ -141,15 +141,15 @@ impl<D: Host> PendingBackward<D> {
                 let gradients = self.layer.backward(entry.enter(), context, inputs, cotangents, wanted)?;
                 return Ok((gradients, PerParam::from_fn(|_| false)));
             }
-            let held = self.experts.as_ref().map(|experts| &experts.held);
-            let sources = held.map(|held| held_sources(held, true)).transpose()?;
-            let guards = sources.as_ref().map(|sources| acquire(&device, sources)).transpose()?;
-            let weights = views_of(&params, &views[1..first], held.zip(guards.as_ref()))?;
+            let resident = self.experts.as_ref().map(|experts| &experts.resident);
+            let sources = resident.map(|resident| resident_sources(resident, true)).transpose()?;
+            let guards = sources.as_ref().map(|sources| acquire_resident(&device, sources)).transpose()?;
+            let weights = views_of(&params, &views[1..first], resident.zip(guards.as_ref()))?;
             let cotangents = cotangents(&views[first..], d_y.is_some(), self.aux_scale);
             if let Some(experts) = &self.experts {
                 let sources = experts.sources(true)?;
                 let mut shards = if wanted.experts { Some(experts.gradients(&context)?) } else { None };
-                let mut others = HeldGradients::new(&experts.held, tracks)?;
+                let mut others = ResidentGradients::new(&experts.resident, tracks)?;
                 let mut given = GradientsMut::none();
                 if let Some(shards) = &mut shards {
                     shards.view_in(&mut given)?;
@@ -228,8 +228,8 @@ impl<D: Host> PendingCollectives for PendingBackward<D> {
 }
 
 impl<D: Host> OutputGradient for PendingBackward<D> {
-    fn keep_gradient(&self, d_y: &Tensor) -> Result<()> {
-        self.keep(LayerOutput::Y, d_y)
+    fn set_y_cotangent(&self, d_y: &Tensor) -> Result<()> {
+        self.set_cotangent(LayerOutput::Y, d_y)
     }
 }
 
@@ -245,15 +245,15 @@ fn cotangents<'a, D: Host>(views: &[TensorRef<'a, D>], has_y: bool, aux_scale: f
 }
 
 /// Joins one more input to the token: the first link of the chain that candle runs backwards last.
-pub(super) struct Join<D: Host> {
+pub(super) struct InputOp<D: Host> {
     pub(super) step: Arc<PendingBackward<D>>,
     /// `None`: x; else a parameter.
     pub(super) input: Option<ParamKind>,
 }
 
-impl<D: Host> CustomOp2 for Join<D> {
+impl<D: Host> CustomOp2 for InputOp<D> {
     fn name(&self) -> &'static str {
-        "moebius-join"
+        "moebius-input"
     }
 
     fn cpu_fwd(&self, token: &CpuStorage, at: &Layout, _: &CpuStorage, _: &Layout) -> Result<(CpuStorage, Shape)> {
@@ -273,15 +273,15 @@ impl<D: Host> CustomOp2 for Join<D> {
 }
 
 /// Gives an output of the layer, computed before, a place in the graph.
-pub(super) struct Emit<D: Host> {
+pub(super) struct OutputOp<D: Host> {
     pub(super) step: Arc<PendingBackward<D>>,
     pub(super) output: LayerOutput,
     pub(super) value: Precomputed,
 }
 
-impl<D: Host> CustomOp1 for Emit<D> {
+impl<D: Host> CustomOp1 for OutputOp<D> {
     fn name(&self) -> &'static str {
-        "moebius-emit"
+        "moebius-output"
     }
 
     fn cpu_fwd(&self, _: &CpuStorage, _: &Layout) -> Result<(CpuStorage, Shape)> {
@@ -293,7 +293,7 @@ impl<D: Host> CustomOp1 for Emit<D> {
     }
 
     fn bwd(&self, token: &Tensor, _: &Tensor, gradient: &Tensor) -> Result<Option<Tensor>> {
-        self.step.keep(self.output, gradient)?;
+        self.step.set_cotangent(self.output, gradient)?;
         Ok(Some(token.zeros_like()?))
     }
 }

@@ -176,7 +176,7 @@ impl AdamW {
         })?;
         let optimizer = optim::AdamW::new(device, options, groups, specs, comm)?;
         let home = params.first().map_or(Device::Cpu, |p| p.var.device().clone());
-        let mut on = OnDevice { optimizer, params, device: home };
+        let mut on = AdamWOnDevice { optimizer, params, device: home };
         on.read_params()?;
         Ok(Self { inner: Box::new(on), groups: groups.to_vec() })
     }
@@ -321,13 +321,13 @@ trait DeviceAdamW: Debug + Send {
 
 /// An optimizer and its variables.
 #[derive(Debug)]
-struct OnDevice<D: Host> {
+struct AdamWOnDevice<D: Host> {
     optimizer: optim::AdamW<D>,
     params: Vec<AdamWParam>,
     device: Device,
 }
 
-impl<D: Host> DeviceAdamW for OnDevice<D> {
+impl<D: Host> DeviceAdamW for AdamWOnDevice<D> {
     fn options(&self) -> AdamWOptions {
         *self.optimizer.options()
     }

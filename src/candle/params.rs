@@ -2,7 +2,7 @@
 
 use candle_core::Tensor;
 
-use crate::adapter::{HeldGuards, HeldWeight, view};
+use crate::adapter::{GatheredWeights, resident_view};
 use crate::error::Result;
 use crate::layer::{ParamKind, ParamViews, PerParam};
 use crate::tensor::TensorRef;
@@ -25,7 +25,7 @@ pub(super) fn named<'a>(x: &'a Tensor, params: &'a PerParam<Option<Tensor>>) -> 
 pub(super) fn views_of<'a, D: Host>(
     params: &PerParam<Option<Tensor>>,
     views: &'a [TensorRef<'_, D>],
-    gathered: Option<Gathered<'a, '_, D>>,
+    gathered: Option<GatheredWeights<'a, '_, D>>,
 ) -> Result<ParamViews<'a, D>> {
     let all = views;
     let mut views = views.iter().map(TensorRef::borrow);
@@ -37,10 +37,7 @@ pub(super) fn views_of<'a, D: Host>(
             None => None,
             Some(_) => views.next(),
         };
-        let held = gathered.and_then(|(held, guards)| held.get(kind).zip(guards.get(kind)));
-        held.map(|(held, guard)| view(held, guard)).transpose().map(|whole| whole.or(own))
+        let resident = gathered.and_then(|(resident, guards)| resident.get(kind).zip(guards.get(kind)));
+        resident.map(|(resident, guard)| resident_view(resident, guard)).transpose().map(|whole| whole.or(own))
     })
 }
-
-/// Weights that the layer holds, gathered.
-pub(super) type Gathered<'a, 'g, D> = (&'a PerParam<Option<HeldWeight<D>>>, &'a HeldGuards<'g, D>);

@@ -31,7 +31,7 @@ pub(super) trait PendingCollectives: Send + Sync {
 
 /// An operation that takes the gradient of one of its outputs.
 pub(super) trait OutputGradient: Send + Sync {
-    fn keep_gradient(&self, d_y: &Tensor) -> Result<()>;
+    fn set_y_cotangent(&self, d_y: &Tensor) -> Result<()>;
 }
 
 /// An output of an operation, and the node of the graph that it hangs from.
@@ -88,9 +88,9 @@ pub(super) fn operation_of(y: &Tensor) -> Option<(Tensor, Arc<dyn OutputGradient
 pub fn refuse_backward(loss: &Tensor, reason: &str) {
     let operations = operations_of(loss);
     let in_stage = |stage| operations.iter().filter(move |operation| operation.stage() == stage);
-    let mut told: HashSet<usize> = in_stage(BackwardStage::Reported).map(|operation| operation.group()).collect();
+    let mut refused: HashSet<usize> = in_stage(BackwardStage::Reported).map(|operation| operation.group()).collect();
     for operation in in_stage(BackwardStage::Waiting) {
-        if told.insert(operation.group()) {
+        if refused.insert(operation.group()) {
             operation.refuse(reason);
         }
     }

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use candle_core::{DType, Device, Result, Tensor};
 
-use crate::adapter::{AnyGroup, AnyQuantized, QuantizedExperts, any_device};
+use crate::adapter::{ErasedGroup, ErasedQuantizedExperts, QuantizedExperts, match_device};
 use crate::checkpoint::QuantizedBlock;
 use crate::cpu::Cpu;
 use crate::error::Error;
@@ -35,12 +35,12 @@ impl ExpertParallelMoE {
     ) -> Result<Self> {
         const CALL: &str = "ExpertParallelMoE::from_quantized";
         let group = group.into();
-        let layer = group.any().layer(CALL, (&block.config).into(), number.into())?;
+        let layer = group.erased().layer(CALL, (&block.config).into(), number.into())?;
         let (experts, params) = unpack(CALL, block, &group, params)?;
-        let quantized = Some(match group.any() {
-            AnyGroup::Cpu(_) => AnyQuantized::Cpu(Arc::new(experts)),
+        let quantized = Some(match group.erased() {
+            ErasedGroup::Cpu(_) => ErasedQuantizedExperts::Cpu(Arc::new(experts)),
             #[cfg(feature = "cuda")]
-            AnyGroup::Cuda(group) => AnyQuantized::Cuda(Arc::new(experts.to(group.lock().device())?)),
+            ErasedGroup::Cuda(group) => ErasedQuantizedExperts::Cuda(Arc::new(experts.to(group.lock().device())?)),
         });
         Ok(Self { quantized, ..Self::of(layer, group, params) })
     }
@@ -53,7 +53,7 @@ impl ExpertParallelMoE {
     /// Experts that are quantized already, or shards; f64 weights; rows of no multiple of 16 entries; weights that are
     /// not finite.
     pub fn to_nvfp4(&self) -> Result<Self> {
-        let quantized = any_device!(self.group.any(), group => self.nvfp4_on(group.lock().device()))?;
+        let quantized = match_device!(self.group.erased(), group => self.nvfp4_on(group.lock().device()))?;
         let detached = |kind: ParamKind, t: &Option<Tensor>| match kind {
             ParamKind::Up | ParamKind::Down => None,
             ParamKind::UpBias | ParamKind::DownBias => t.as_ref().map(Tensor::detach),
@@ -63,13 +63,13 @@ impl ExpertParallelMoE {
         Ok(Self { params, quantized: Some(quantized), ..self.clone() })
     }
 
-    fn nvfp4_on<D: Host>(&self, device: &D) -> Result<AnyQuantized> {
+    fn nvfp4_on<D: Host>(&self, device: &D) -> Result<ErasedQuantizedExperts> {
         let stack = |kind: ParamKind| match (self.param(kind), &self.sharded) {
             (Some(t), None) => Ok(nvfp4(device, kind.name(), t)?),
             _ => Err(Error::invalid(CALL, kind.name(), "a whole weight of floating type", "another")),
         };
         let experts = QuantizedExperts { up: stack(ParamKind::Up)?, down: stack(ParamKind::Down)? };
-        Ok(D::any(Arc::new(experts)))
+        Ok(D::erase(Arc::new(experts)))
     }
 
     /// Bytes of the routed experts' weights that are quantized, and their format; `None` where they are not.

@@ -3,8 +3,8 @@
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Tensor, Var};
 
-use crate::adapter::{BUCKET_BYTES, NO_LAYER, Summand, any_device, buckets};
-use crate::comm::{Communicator, Op, ReduceOp, Tag};
+use crate::adapter::{BUCKET_BYTES, GradientReduction, NO_LAYER, REDUCE_GRADIENTS, Summand, match_device};
+use crate::comm::Communicator;
 use crate::ep::EpGroup;
 use crate::error::{Error, Result};
 
@@ -13,7 +13,7 @@ use super::group::DeviceGroup;
 use super::host::Host;
 use super::views_mut::with_views_mut;
 
-const CALL: &str = "reduce_gradients";
+const CALL: &str = REDUCE_GRADIENTS;
 
 /// Sums the gradients of variables that every rank of the group holds, such as those of a model around its expert
 /// layers, over the ranks: in f32 (f64 for f64) whatever their types, in buckets of [`BUCKET_BYTES`], in rank order. A
@@ -44,51 +44,46 @@ pub fn reduce_gradients_over<D: Host>(
     gradients: &mut GradStore,
 ) -> candle_core::Result<()> {
     let of: Vec<&Tensor> = vars.iter().map(Var::as_tensor).collect();
-    Ok(GradientReduction { layer: NO_LAYER, of: &of, bucket_bytes }.run(comm, device, gradients)?)
+    Ok(sum(comm, device, reduction(NO_LAYER, &of, bucket_bytes), gradients)?)
 }
 
 /// Sums over the ranks of a group, of a layer's parameters or of others.
 pub(super) fn over_group(group: &DeviceGroup, layer: u32, of: &[&Tensor], gradients: &mut GradStore) -> Result<()> {
-    let reduction = GradientReduction { layer, of, bucket_bytes: BUCKET_BYTES };
-    any_device!(group.any(), group => reduction.run_on(group, gradients))
+    match_device!(group.erased(), group => sum_on(group, reduction(layer, of, BUCKET_BYTES), gradients))
 }
 
-/// Gradients to be summed.
-struct GradientReduction<'a> {
-    layer: u32,
-    of: &'a [&'a Tensor],
-    bucket_bytes: usize,
+fn reduction<'a, 't>(layer: u32, params: &'a [&'t Tensor], bucket_bytes: usize) -> GradientReduction<'a, &'t Tensor> {
+    GradientReduction { layer, params, summand, bucket_bytes }
 }
 
-impl GradientReduction<'_> {
-    fn run_on<D: Host>(self, group: &EpGroup<D>, gradients: &mut GradStore) -> Result<()> {
-        let mut group = group.lock();
-        let device = group.device().clone();
-        self.run(group.dispatcher().communicator(), &device, gradients)
-    }
+fn sum_on<D: Host>(
+    group: &EpGroup<D>,
+    reduction: GradientReduction<'_, &Tensor>,
+    gradients: &mut GradStore,
+) -> Result<()> {
+    let mut group = group.lock();
+    let device = group.device().clone();
+    sum(group.dispatcher().communicator(), &device, reduction, gradients)
+}
 
-    fn run<D: Host>(self, comm: &mut dyn Communicator<D>, device: &D, gradients: &mut GradStore) -> Result<()> {
-        if comm.size() == 1 {
-            return Ok(());
-        }
-        for (sequence, bucket) in buckets(self.of, self.bucket_bytes, summand).into_iter().enumerate() {
-            let tag = Tag { layer: self.layer, op: Op::GradReduce, sequence: sequence as u64 };
-            // The others are in the collective, and are told of an error that is this rank's alone.
-            let sums = Bucket(bucket).flat(&|of| gradients.get(of).cloned()).inspect_err(|error| {
-                let _ = comm.refuse(tag, &error.to_string());
-            })?;
-            with_views_mut(device, CALL, &[("gradients", &sums)], |views| {
-                views.into_iter().try_for_each(|sums| comm.all_reduce(tag, ReduceOp::Sum, sums))
-            })?;
-            let all = Bucket(bucket).split(&sums, gradients).map_err(framework(CALL))?;
-            for (of, sum) in bucket.iter().zip(all) {
-                if let Some(sum) = sum {
-                    gradients.insert(of, sum);
-                }
+fn sum<D: Host>(
+    comm: &mut dyn Communicator<D>,
+    device: &D,
+    reduction: GradientReduction<'_, &Tensor>,
+    gradients: &mut GradStore,
+) -> Result<()> {
+    reduction.run(comm, device, |params, all_reduce| {
+        let bucket = BucketParams(params);
+        let sums = bucket.flat(&|of| gradients.get(of).cloned())?;
+        with_views_mut(device, CALL, &[("gradients", &sums)], |views| views.into_iter().try_for_each(all_reduce))?;
+        let all = bucket.split(&sums, gradients).map_err(framework(CALL))?;
+        for (of, sum) in params.iter().zip(all) {
+            if let Some(sum) = sum {
+                gradients.insert(of, sum);
             }
         }
         Ok(())
-    }
+    })
 }
 
 /// The type of a parameter's sum.
@@ -101,9 +96,9 @@ pub(super) fn summand(of: &&Tensor) -> Summand {
 }
 
 /// Parameters whose gradients are summed at once.
-pub(super) struct Bucket<'a>(pub(super) &'a [&'a Tensor]);
+pub(super) struct BucketParams<'a>(pub(super) &'a [&'a Tensor]);
 
-impl Bucket<'_> {
+impl BucketParams<'_> {
     /// The gradients, one behind the other, in memory of their own; behind them, for each variable, a 1 where there is a
     /// gradient here, and then, for each, a 1 where that is wider than the variable.
     pub(super) fn flat(&self, gradient: &dyn Fn(&Tensor) -> Option<Tensor>) -> Result<Tensor> {

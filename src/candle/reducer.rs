@@ -14,12 +14,12 @@ use crate::error::Error;
 use crate::layer::PerParam;
 
 use super::error::framework;
+use super::gradient_hook::{GradientHook, with_hook};
 use super::host::{Host, copy_of, into_candle, with_views};
-use super::layer_gradients::{LayerGradients, during};
 use super::main_gradients::{MainGradients, added, expert_sum};
 use super::module::ExpertParallelMoE;
 use super::pending::calls_of;
-use super::reduce::{Bucket, summand};
+use super::reduce::{BucketParams, summand};
 
 const CALL: &str = "MainGradients::reduce";
 
@@ -162,12 +162,12 @@ impl<D: Host> GradientReducer<D> {
 
 /// A bucket whose sum has begun.
 #[derive(Debug)]
-struct BegunSum<D: Host> {
+struct PendingBucket<D: Host> {
     bucket: Vec<Tensor>,
     sum: PendingSum<D>,
 }
 
-impl<D: Host> BegunSum<D> {
+impl<D: Host> PendingBucket<D> {
     /// Begins the sum of the gradients that `gradient` gives.
     fn begin(
         sums: &GradientSums<D>,
@@ -176,7 +176,7 @@ impl<D: Host> BegunSum<D> {
         gradient: &dyn Fn(&Tensor) -> Option<Tensor>,
     ) -> crate::Result<Self> {
         let device = sums.device();
-        let flat = Bucket(&bucket.iter().collect::<Vec<_>>()).flat(gradient)?;
+        let flat = BucketParams(&bucket.iter().collect::<Vec<_>>()).flat(gradient)?;
         let values = with_views(device, CALL, &[("gradients", &flat)], |views| copy_of(device, views[0].borrow()))?;
         Ok(Self { bucket, sum: sums.begin(GradientSum { tag, over_group, values }) })
     }
@@ -200,7 +200,7 @@ impl<D: Host> BucketSum<D> {
         let count = self.values.view().count();
         let values = into_candle(self.values, &[count], first.device())?;
         let split =
-            Bucket(&self.bucket.iter().collect::<Vec<_>>()).split(&values, gradients).map_err(framework(CALL))?;
+            BucketParams(&self.bucket.iter().collect::<Vec<_>>()).split(&values, gradients).map_err(framework(CALL))?;
         Ok(self.bucket.into_iter().zip(split).filter_map(|(of, sum)| Some((of, sum?))).collect())
     }
 }
@@ -224,7 +224,7 @@ fn tag(layer: u32, number: usize) -> Tag {
 }
 
 /// Gradients of a running backward that leave for their sums as soon as they are whole.
-struct SumsDuringBackward<D: Host> {
+struct ReduceHook<D: Host> {
     sums: Arc<GradientSums<D>>,
     /// Calls of layers that are still to run, by the variable that they use: those whose sums begin beside backward.
     remaining: HashMap<TensorId, usize>,
@@ -233,37 +233,37 @@ struct SumsDuringBackward<D: Host> {
     type_of: fn(DType) -> DType,
     /// This backward's so far, each with its variable.
     new: HashMap<TensorId, (Tensor, Tensor)>,
-    begun: BegunSums<D>,
+    begun: PendingBuckets<D>,
     bucket_bytes: usize,
 }
 
 /// Sums that have begun beside a backward.
 #[derive(Debug)]
-struct BegunSums<D: Host> {
+struct PendingBuckets<D: Host> {
     /// Of what all ranks of the group hold.
-    replicated: Vec<BegunSum<D>>,
+    replicated: Vec<PendingBucket<D>>,
     /// Of experts, over the replicas.
-    experts: Vec<BegunSum<D>>,
+    experts: Vec<PendingBucket<D>>,
 }
 
-impl<D: Host> Default for BegunSums<D> {
+impl<D: Host> Default for PendingBuckets<D> {
     fn default() -> Self {
         Self { replicated: Vec::new(), experts: Vec::new() }
     }
 }
 
-impl<D: Host> BegunSums<D> {
+impl<D: Host> PendingBuckets<D> {
     fn len(&self) -> usize {
         self.replicated.len() + self.experts.len()
     }
 }
 
 /// Variables in sums that have begun.
-fn begun_of<D: Host>(begun: &[BegunSum<D>]) -> impl Iterator<Item = &Tensor> {
+fn vars_of<D: Host>(begun: &[PendingBucket<D>]) -> impl Iterator<Item = &Tensor> {
     begun.iter().flat_map(|begun| &begun.bucket)
 }
 
-impl<D: Host> SumsDuringBackward<D> {
+impl<D: Host> ReduceHook<D> {
     /// Begins the sums of a layer's experts over the replicas, if this was the last call that adds to them.
     fn begin_experts(&mut self, layer: u32, params: &PerParam<Option<Tensor>>) -> crate::Result<()> {
         let mut whole = Vec::new();
@@ -277,14 +277,14 @@ impl<D: Host> SumsDuringBackward<D> {
         for bucket in buckets(&whole, self.bucket_bytes, |(t, _)| summand(&t)) {
             let tag = tag(layer, self.begun.len());
             let bucket = bucket.iter().map(|(t, _)| t.clone()).collect();
-            self.begun.experts.push(BegunSum::begin(&self.sums, (tag, false), bucket, &sum)?);
+            self.begun.experts.push(PendingBucket::begin(&self.sums, (tag, false), bucket, &sum)?);
         }
         Ok(())
     }
 }
 
-impl<D: Host> LayerGradients for SumsDuringBackward<D> {
-    fn take(
+impl<D: Host> GradientHook for ReduceHook<D> {
+    fn on_gradients(
         &mut self,
         layer: u32,
         params: &PerParam<Option<Tensor>>,
@@ -319,7 +319,7 @@ impl<D: Host> LayerGradients for SumsDuringBackward<D> {
             }
             let tag = tag(layer, self.begun.len());
             let gradient = |of: &Tensor| sums.get(&of.id()).cloned();
-            self.begun.replicated.push(BegunSum::begin(&self.sums, (tag, true), whole, &gradient)?);
+            self.begun.replicated.push(PendingBucket::begin(&self.sums, (tag, true), whole, &gradient)?);
         }
         self.begin_experts(layer, params)?;
         Ok(taken)
@@ -342,7 +342,7 @@ impl MainGradients {
             return Ok(());
         }
         reducer.agree(self.microbatches())?;
-        Ok(self.reduce_rest(reducer, BegunSums::default())?)
+        Ok(self.reduce_rest(reducer, PendingBuckets::default())?)
     }
 
     /// [`backward`](Self::backward) of a step's last microbatch and [`reduce`](Self::reduce), with the same bits: the
@@ -374,20 +374,20 @@ impl MainGradients {
                 before.insert(t, sum.clone());
             }
         }
-        let during_backward = Rc::new(RefCell::new(SumsDuringBackward {
+        let hook = Rc::new(RefCell::new(ReduceHook {
             sums: Arc::clone(&reducer.sums),
             remaining,
             before,
             type_of: self.type_of(),
             new: HashMap::new(),
-            begun: BegunSums::default(),
+            begun: PendingBuckets::default(),
             bucket_bytes: reducer.bucket_bytes,
         }));
         // Of variables whose sums have begun, one that another operation has given a gradient of.
         let mut in_part = None;
-        let done = during(during_backward.clone(), || {
+        let done = with_hook(hook.clone(), || {
             self.run(loss, |gradients| {
-                for (var, new) in during_backward.borrow().new.values() {
+                for (var, new) in hook.borrow().new.values() {
                     let all = match gradients.get(var) {
                         Some(other) => {
                             in_part = Some(var.dims().to_vec());
@@ -397,13 +397,13 @@ impl MainGradients {
                     };
                     gradients.insert(var, all);
                 }
-                for var in begun_of(&during_backward.borrow().begun.experts) {
+                for var in vars_of(&hook.borrow().begun.experts) {
                     in_part = gradients.get(var).map(|_| var.dims().to_vec()).or(in_part.take());
                 }
                 Ok(())
             })
         });
-        let begun = std::mem::take(&mut during_backward.borrow_mut().begun);
+        let begun = std::mem::take(&mut hook.borrow_mut().begun);
         if let Err(error) = done {
             // The others are in these sums, or on their way to those that follow.
             let _ = reducer.sums.recover(&error.to_string());
@@ -418,7 +418,7 @@ impl MainGradients {
     }
 
     /// Sums what has not begun to be summed, and takes all sums.
-    fn reduce_rest<D: Host>(&mut self, reducer: &GradientReducer<D>, begun: BegunSums<D>) -> crate::Result<()> {
+    fn reduce_rest<D: Host>(&mut self, reducer: &GradientReducer<D>, begun: PendingBuckets<D>) -> crate::Result<()> {
         let mut tags = Tags { next: begun.len() };
         let replicated = self.replicated_sums(reducer, &mut tags, begun.replicated);
         let replicated = replicated.map_err(|error| reducer.fail(error))?;
@@ -441,10 +441,10 @@ impl MainGradients {
         &self,
         reducer: &GradientReducer<D>,
         tags: &mut Tags,
-        begun: Vec<BegunSum<D>>,
+        begun: Vec<PendingBucket<D>>,
     ) -> crate::Result<Vec<(Tensor, Tensor)>> {
         let sums = &reducer.sums;
-        let early: HashSet<TensorId> = begun_of(&begun).map(Tensor::id).collect();
+        let early: HashSet<TensorId> = vars_of(&begun).map(Tensor::id).collect();
         let others: Vec<&Tensor> = reducer.replicated.iter().filter(|t| !early.contains(&t.id())).collect();
         let mut all = begun;
         for of in buckets(&others, reducer.bucket_bytes, summand) {
@@ -464,10 +464,10 @@ impl MainGradients {
         &mut self,
         reducer: &GradientReducer<D>,
         tags: &mut Tags,
-        begun: Vec<BegunSum<D>>,
+        begun: Vec<PendingBucket<D>>,
     ) -> crate::Result<()> {
         let sums = &reducer.sums;
-        let early: HashSet<TensorId> = begun_of(&begun).map(Tensor::id).collect();
+        let early: HashSet<TensorId> = vars_of(&begun).map(Tensor::id).collect();
         for begun in begun {
             for (of, sum) in begun.finish(sums)?.split(self.store())? {
                 self.sums_mut().insert(&of, sum);
@@ -483,8 +483,13 @@ impl MainGradients {
         sums.compare(tags.next())
     }
 
-    fn begin<D: Host>(&self, sums: &GradientSums<D>, place: (Tag, bool), of: &[&Tensor]) -> crate::Result<BegunSum<D>> {
+    fn begin<D: Host>(
+        &self,
+        sums: &GradientSums<D>,
+        place: (Tag, bool),
+        of: &[&Tensor],
+    ) -> crate::Result<PendingBucket<D>> {
         let bucket = of.iter().map(|t| (*t).clone()).collect();
-        BegunSum::begin(sums, place, bucket, &|of| self.store().get(of).cloned())
+        PendingBucket::begin(sums, place, bucket, &|of| self.store().get(of).cloned())
     }
 }

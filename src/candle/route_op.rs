@@ -6,7 +6,7 @@ use crate::adapter::{DispatchTokens, GuardedCall};
 use crate::ep::EpGroup;
 use crate::layer::Layer;
 
-use super::group::On;
+use super::group::TypedGroup;
 use super::host::{Host, HostTensors, into_candle};
 use super::precomputed::Precomputed;
 
@@ -21,7 +21,7 @@ pub struct Routed {
 
 /// Routes on the device of a group.
 pub(super) fn route<D: Host>(
-    on: On<'_, D>,
+    on: TypedGroup<'_, D>,
     layer: &Layer,
     logits: &Tensor,
     selection_bias: Option<&Tensor>,

@@ -5,17 +5,17 @@ use std::sync::{Arc, Mutex};
 use candle_core::{Result, Shape, Tensor};
 
 use crate::adapter::{
-    AnyQuantized, Chained, LayerOutput, OutputCotangents, QuantizedExperts, Sharded, acquire, any_device,
-    sources as held_sources, with_sources,
+    ErasedLayerShards, ErasedQuantizedExperts, LayerOutput, LayerShards, OutputCotangents, QuantizedExperts,
+    acquire_resident, match_device, resident_sources, with_sources,
 };
 use crate::error::Error;
 use crate::layer::{AuxValue, Forward, Layer, Mode, ParamKind, PerParam, RefusalGuard};
 use crate::lazy::Lazy;
 use crate::metrics::Load;
 
-use super::group::{DeviceGroup, On};
+use super::group::{DeviceGroup, TypedGroup};
 use super::host::{Host, copy_of, into_candle, with_views};
-use super::op::{BackwardState, Emit, Join, PendingBackward};
+use super::op::{BackwardState, InputOp, OutputOp, PendingBackward};
 use super::params::{contiguous, named, views_of};
 use super::pending::{remember, remember_output};
 use super::precomputed::Precomputed;
@@ -28,9 +28,9 @@ pub(super) struct ForwardInputs<'a> {
     pub(super) layer: &'a Layer,
     pub(super) params: &'a PerParam<Option<Tensor>>,
     /// Where `up` and `down` are gathered from, if their parameters are shards.
-    pub(super) sharded: Option<&'a Sharded>,
+    pub(super) sharded: Option<&'a ErasedLayerShards>,
     /// `up` and `down`, where they are quantized and so no parameters.
-    pub(super) quantized: Option<&'a AnyQuantized>,
+    pub(super) quantized: Option<&'a ErasedQuantizedExperts>,
     /// The tokens, in the caller's shape and graph.
     pub(super) x: &'a Tensor,
     /// x as `[T, H]`, contiguous.
@@ -61,10 +61,10 @@ pub struct MoeOutput {
 /// A layer's forward, on the device of its group.
 pub(super) fn forward(group: &DeviceGroup, call: &ForwardInputs<'_>, mode: Mode) -> Result<MoeOutput> {
     let device = group.device();
-    any_device!(group.any(), group => forward_on(On { group, device }, call, mode))
+    match_device!(group.erased(), group => forward_on(TypedGroup { group, device }, call, mode))
 }
 
-fn forward_on<D: Host>(on: On<'_, D>, call: &ForwardInputs<'_>, mode: Mode) -> Result<MoeOutput> {
+fn forward_on<D: Host>(on: TypedGroup<'_, D>, call: &ForwardInputs<'_>, mode: Mode) -> Result<MoeOutput> {
     let experts = call.sharded.map(|sharded| sharded.experts::<D>(CALL)).transpose();
     let experts = experts.map_err(|e| call.layer.refuse_forward(&mut on.group.lock(), e))?;
     let quantized = call.quantized.map(on_device::<D>).transpose();
@@ -99,15 +99,15 @@ fn forward_on<D: Host>(on: On<'_, D>, call: &ForwardInputs<'_>, mode: Mode) -> R
             });
             let mut token = Tensor::zeros((), candle_core::DType::F32, on.device)?;
             // Not the `[T, H]` of it: candle would sum the gradient once more on its way to x.
-            token = token.apply_op2(call.x, Join { step: step.clone(), input: None })?;
+            token = token.apply_op2(call.x, InputOp { step: step.clone(), input: None })?;
             // The selection bias has no gradient: with one of zeros an optimizer's weight decay would move it.
             for (kind, t) in call.params.present().filter(|(kind, _)| *kind != ParamKind::SelectionBias) {
-                token = token.apply_op2(t, Join { step: step.clone(), input: Some(kind) })?;
+                token = token.apply_op2(t, InputOp { step: step.clone(), input: Some(kind) })?;
             }
             remember(&token, &step);
             let emit = |output, value: crate::Tensor<D>, shape: &Shape| {
                 let value = Precomputed::shaped(value, shape.clone(), on.device)?;
-                token.apply_op1(Emit { step: step.clone(), output, value })
+                token.apply_op1(OutputOp { step: step.clone(), output, value })
             };
             let y = emit(LayerOutput::Y, y, call.x.shape())?;
             remember_output(&y, &token, &step);
@@ -132,19 +132,19 @@ fn forward_on<D: Host>(on: On<'_, D>, call: &ForwardInputs<'_>, mode: Mode) -> R
 }
 
 /// The experts on the group's device.
-fn on_device<D: Host>(experts: &AnyQuantized) -> crate::Result<Arc<QuantizedExperts<D>>> {
+fn on_device<D: Host>(experts: &ErasedQuantizedExperts) -> crate::Result<Arc<QuantizedExperts<D>>> {
     let elsewhere = || Error::invalid(CALL, "experts", "quantized ones on the group's device", "some elsewhere");
-    D::own(experts).cloned().ok_or_else(elsewhere)
+    D::downcast(experts).cloned().ok_or_else(elsewhere)
 }
 
 /// Where the experts' weights come from, if they are no parameters.
 struct WeightsFrom<'a, D: Host> {
-    chain: Option<&'a Chained<D>>,
+    chain: Option<&'a LayerShards<D>>,
     quantized: Option<&'a QuantizedExperts<D>>,
 }
 
 fn layer<D: Host>(
-    on: &On<'_, D>,
+    on: &TypedGroup<'_, D>,
     call: &ForwardInputs<'_>,
     WeightsFrom { chain: experts, quantized }: WeightsFrom<'_, D>,
     mode: Mode,
@@ -159,9 +159,9 @@ fn layer<D: Host>(
                 let params = params_of(&params, &views[1..], experts)?;
                 return call.layer.forward(entry.enter(), mode, views[0].borrow(), &params);
             }
-            let held = experts.map(|experts| held_sources(&experts.held, mode.backward)).transpose()?;
-            let guards = held.as_ref().map(|held| acquire(&device, held)).transpose()?;
-            let gathered = experts.map(|experts| &experts.held).zip(guards.as_ref());
+            let resident = experts.map(|experts| resident_sources(&experts.resident, mode.backward)).transpose()?;
+            let guards = resident.as_ref().map(|resident| acquire_resident(&device, resident)).transpose()?;
+            let gathered = experts.map(|experts| &experts.resident).zip(guards.as_ref());
             let weights = views_of(&params, &views[1..], gathered)?;
             let sources = experts.map(|experts| experts.sources(mode.backward)).transpose()?;
             let params = with_sources(&weights, sources.as_ref());

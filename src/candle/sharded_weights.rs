@@ -54,7 +54,7 @@ pub(super) struct ShardedTensor<D: Host> {
     pub(super) dims: Vec<usize>,
     pub(super) shard: Tensor,
     /// A layer's.
-    held: bool,
+    resident: bool,
     /// This rank's part.
     pub(super) part: ParamShard,
 }
@@ -70,15 +70,15 @@ pub(super) fn check_shard(name: &str, shard: &Tensor) -> crate::Result<()> {
 
 /// How a weight is used.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Use {
+pub(super) struct LayerPlace {
     /// Number of the layer that it belongs to.
     pub(super) layer: u32,
     /// It is in use while the layer's other weights are.
-    pub(super) held: bool,
+    pub(super) resident: bool,
 }
 
 /// By itself.
-const ALONE: Use = Use { layer: NO_LAYER, held: false };
+const ALONE: LayerPlace = LayerPlace { layer: NO_LAYER, resident: false };
 
 impl<D: Host> ShardedTensor<D> {
     /// The cut of a weight of sizes `dims`.
@@ -92,7 +92,7 @@ impl<D: Host> ShardedTensor<D> {
         name: String,
         dims: &[usize],
         shard: Tensor,
-        of: Use,
+        of: LayerPlace,
     ) -> crate::Result<Self> {
         if !chain.device().is(shard.device()) {
             let found = D::other(shard.device());
@@ -103,9 +103,9 @@ impl<D: Host> ShardedTensor<D> {
         let part = ParamShard::whole(cut.dims()).shard(&cut, chain.rank())?;
         let dtype = dtype_of(CALL, &name, shard.dtype())?;
         let mut spec = WeightSpec::new(name.clone(), of.layer, cut.dims(), dtype);
-        spec.held = of.held;
+        spec.resident = of.resident;
         let id = chain.add(spec, Arc::new(VarShard::on(chain.device(), &shard)))?;
-        Ok(Self { chain: Arc::clone(chain), id, name, dims: dims.to_vec(), shard, held: of.held, part })
+        Ok(Self { chain: Arc::clone(chain), id, name, dims: dims.to_vec(), shard, resident: of.resident, part })
     }
 
     /// The whole weight, in memory of candle's (collective); `backward`: a backward gathers it again.
@@ -285,7 +285,7 @@ impl<'a, D: Host> ShardedWeights<'a, D> {
         };
         let shard = shard.tensor(&self.vb)?;
         let weight = ShardedTensor::new(&self.chain, self.full_name(name), dims, shard, ALONE)?;
-        Ok(self.keep(weight))
+        Ok(self.register(weight))
     }
 
     /// A weight's name behind those before it.
@@ -299,7 +299,7 @@ impl<'a, D: Host> ShardedWeights<'a, D> {
     }
 
     /// Counts a weight among those of this builder.
-    pub(super) fn keep(&self, weight: ShardedTensor<D>) -> Arc<ShardedTensor<D>> {
+    pub(super) fn register(&self, weight: ShardedTensor<D>) -> Arc<ShardedTensor<D>> {
         let weight = Arc::new(weight);
         self.all().push(Arc::clone(&weight));
         weight
@@ -327,7 +327,7 @@ impl<'a, D: Host> ShardedWeights<'a, D> {
     /// None for weights that were made.
     pub fn to_parts(&self) -> Result<Vec<RankTensor<'static>>> {
         let all = self.all();
-        let alone = all.iter().filter(|weight| !weight.held);
+        let alone = all.iter().filter(|weight| !weight.resident);
         let part = |weight: &Arc<ShardedTensor<D>>| {
             let (name, dims) = (weight.name.clone(), weight.dims.clone());
             let part = part_of(&name, &weight.shard, weight.part.clone())?;
@@ -451,17 +451,17 @@ impl<D: Host> Module for ShardedModule<D> {
             None if x.track_op() => x,
             None => return Ok(y),
         };
-        x.apply_op2(from, Apply { module: self.clone(), value: Precomputed::copy_of(&y)? })
+        x.apply_op2(from, ShardedFunctionOp { module: self.clone(), value: Precomputed::copy_of(&y)? })
     }
 }
 
 /// The computation's place in candle's graph: its inputs are x and a variable that makes candle track it.
-struct Apply<D: Host> {
+struct ShardedFunctionOp<D: Host> {
     module: ShardedModule<D>,
     value: Precomputed,
 }
 
-impl<D: Host> CustomOp2 for Apply<D> {
+impl<D: Host> CustomOp2 for ShardedFunctionOp<D> {
     fn name(&self) -> &'static str {
         "moebius-sharded"
     }

@@ -46,15 +46,15 @@ impl ExpertParallelMoE {
             return self.forward(x);
         }
         let out = self.pass(x, Some(self.training.next_noise()), Some(self.training.aux_scale()))?;
-        self.keep(&out);
+        self.store_figures(&out);
         Ok(out.y)
     }
 
     /// Keeps a forward's figures; a captured one's would be memory of the graph, outside of it.
-    fn keep(&self, out: &MoeOutput) {
+    fn store_figures(&self, out: &MoeOutput) {
         match self.group.in_capture() {
             true => self.training.forget(),
-            false => self.training.keep(LastForward { losses: out.losses.clone(), load: out.load.clone() }),
+            false => self.training.store(LastForward { losses: out.losses.clone(), load: out.load.clone() }),
         }
     }
 
@@ -113,7 +113,7 @@ impl ExpertParallelMoE {
 impl Module for ExpertParallelMoE {
     fn forward(&self, x: &Tensor) -> Result<Tensor> {
         let out = self.pass(x, None, None)?;
-        self.keep(&out);
+        self.store_figures(&out);
         Ok(out.y)
     }
 }

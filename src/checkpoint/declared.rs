@@ -10,17 +10,15 @@ use serde_json::Value;
 use super::fields::{Fields, short};
 use super::json::{MAX_CONFIG, parse_value, read_limited};
 use super::stored::Form;
-use crate::error::CheckpointError;
+use crate::error::{CheckpointError, CheckpointResult};
 use crate::quant::{MXFP4_BLOCK, NVFP4_BLOCK};
-
-type Result<T> = std::result::Result<T, CheckpointError>;
 
 /// Largest group that a file may name.
 const MAX_GROUP: usize = 1 << 20;
 
 /// One statement, and where it stands.
 #[derive(Debug, Clone)]
-struct Said<T> {
+struct Declaration<T> {
     path: String,
     field: &'static str,
     value: T,
@@ -29,15 +27,15 @@ struct Said<T> {
 /// Declarations of the files.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Declared {
-    methods: Vec<Said<String>>,
-    algorithms: Vec<Said<String>>,
+    methods: Vec<Declaration<String>>,
+    algorithms: Vec<Declaration<String>>,
     /// Sizes, of which one must be right: groups of layers may differ.
-    groups: Vec<Said<Vec<usize>>>,
+    groups: Vec<Declaration<Vec<usize>>>,
 }
 
 impl Declared {
     /// Of a `quantization_config`.
-    pub fn of_config(path: &str, object: Option<&Value>) -> Result<Self> {
+    pub fn of_config(path: &str, object: Option<&Value>) -> CheckpointResult<Self> {
         let mut declared = Self::default();
         let Some(object) = object else { return Ok(declared) };
         if !object.is_object() {
@@ -48,7 +46,7 @@ impl Declared {
     }
 
     /// Adds what a `hf_quant_config.json` says.
-    pub fn add_file(&mut self, path: &Path) -> Result<()> {
+    pub fn add_file(&mut self, path: &Path) -> CheckpointResult<()> {
         let json = parse_value(&read_limited(path, MAX_CONFIG)?, path)?;
         match json.get("quantization") {
             Some(object) => self.add(&path.display().to_string(), object),
@@ -56,11 +54,11 @@ impl Declared {
         }
     }
 
-    fn add(&mut self, path: &str, object: &Value) -> Result<()> {
+    fn add(&mut self, path: &str, object: &Value) -> CheckpointResult<()> {
         let fields = Fields::new(path, object, None);
-        let said = |field, value: &str| Said { path: path.to_string(), field, value: value.to_string() };
-        self.methods.extend(fields.word("quant_method")?.map(|word| said("quant_method", word)));
-        self.algorithms.extend(fields.word("quant_algo")?.map(|word| said("quant_algo", word)));
+        let declaration = |field, value: &str| Declaration { path: path.to_string(), field, value: value.to_string() };
+        self.methods.extend(fields.word("quant_method")?.map(|word| declaration("quant_method", word)));
+        self.algorithms.extend(fields.word("quant_algo")?.map(|word| declaration("quant_algo", word)));
         let group = |fields: &Fields<'_>| fields.size_or(&["group_size"], MAX_GROUP);
         // -1 is compressed-tensors' and GPTQ's for none.
         let none = |object: &Value| object.get("group_size").and_then(Value::as_i64) == Some(-1);
@@ -75,13 +73,13 @@ impl Declared {
             }
         }
         if !sizes.is_empty() {
-            self.groups.push(Said { path: path.to_string(), field: "group_size", value: sizes });
+            self.groups.push(Declaration { path: path.to_string(), field: "group_size", value: sizes });
         }
         Ok(())
     }
 
     /// Refuses what is not so of a block's experts.
-    pub fn check(&self, block: &str, form: Form) -> Result<()> {
+    pub fn check(&self, block: &str, form: Form) -> CheckpointResult<()> {
         let refuse = |path: &str, field: &str, expected: String, found: String| {
             Err(CheckpointError::Declaration {
                 path: path.to_string(),
@@ -100,13 +98,13 @@ impl Declared {
             Form::Nvfp4ModelOpt => (&["modelopt", "modelopt_fp4", "nvfp4"], &["NVFP4"], Some(NVFP4_BLOCK)),
             Form::Nvfp4CompressedTensors => (&["compressed-tensors"], &["NVFP4"], Some(NVFP4_BLOCK)),
         };
-        for Said { path, field, value } in &self.methods {
+        for Declaration { path, field, value } in &self.methods {
             let method = value.to_ascii_lowercase();
             if !methods.contains(&method.as_str()) && method != "modelopt_mixed" {
                 return refuse(path, field, methods.join(" or "), format!("{value:?}"));
             }
         }
-        for Said { path, field, value } in &self.algorithms {
+        for Declaration { path, field, value } in &self.algorithms {
             let name = value.to_ascii_uppercase();
             // NVFP4's names may hold FP8 too: that of the activations.
             let other = words == ["FP8"] && (name.contains("NVFP4") || name.contains("MXFP4"));
@@ -115,7 +113,7 @@ impl Declared {
             }
         }
         if let Some(size) = size {
-            for Said { path, field, value } in &self.groups {
+            for Declaration { path, field, value } in &self.groups {
                 if !value.contains(&size) {
                     let found = value.iter().take(8).map(usize::to_string).collect::<Vec<_>>().join(", ");
                     return refuse(path, field, size.to_string(), found);

@@ -2,7 +2,7 @@
 
 use serde_json::Value;
 
-use crate::error::CheckpointError;
+use crate::error::{CheckpointError, CheckpointResult};
 
 /// Bounds on sizes that a configuration may claim: far above any published model, low enough that no product of
 /// them overflows.
@@ -11,8 +11,6 @@ pub(super) const MAX_HIDDEN: usize = 1 << 20;
 pub(super) const MAX_INTERMEDIATE: usize = 1 << 22;
 /// Layers of a model.
 pub(super) const MAX_LAYERS: usize = 1 << 14;
-
-type Result<T> = std::result::Result<T, CheckpointError>;
 
 /// Keys of a configuration, looked up in several objects in turn (`ffn_config` before the root, say).
 /// A key that holds `null` counts as absent.
@@ -57,18 +55,18 @@ impl<'a> Fields<'a> {
         keys.iter().find_map(|key| Some((*key, self.get(key)?)))
     }
 
-    fn integer(&self, key: &str, value: &Value, max: usize) -> Result<usize> {
+    fn integer(&self, key: &str, value: &Value, max: usize) -> CheckpointResult<usize> {
         let found = value.as_u64().and_then(|v| usize::try_from(v).ok()).filter(|v| *v <= max);
         found.ok_or_else(|| self.error(key, format!("an integer in 0..={max}"), short(value)))
     }
 
     /// An integer under the first of several keys.
-    pub fn size_or(&self, keys: &[&'static str], max: usize) -> Result<Option<usize>> {
+    pub fn size_or(&self, keys: &[&'static str], max: usize) -> CheckpointResult<Option<usize>> {
         self.first(keys).map(|(key, value)| self.integer(key, value, max)).transpose()
     }
 
     /// A required integer of at least 1.
-    pub fn size(&self, keys: &[&'static str], max: usize) -> Result<usize> {
+    pub fn size(&self, keys: &[&'static str], max: usize) -> CheckpointResult<usize> {
         match self.size_or(keys, max)? {
             Some(0) => Err(self.error(&keys.join(" / "), format!("an integer in 1..={max}"), 0)),
             Some(size) => Ok(size),
@@ -77,7 +75,7 @@ impl<'a> Fields<'a> {
     }
 
     /// An integer, or this layer's of a list with one a layer.
-    pub fn layered(&self, keys: &[&'static str], layer: usize, max: usize) -> Result<Option<usize>> {
+    pub fn layered(&self, keys: &[&'static str], layer: usize, max: usize) -> CheckpointResult<Option<usize>> {
         let Some((key, value)) = self.first(keys) else { return Ok(None) };
         let Some(list) = value.as_array() else { return self.integer(key, value, max).map(Some) };
         match list.get(layer) {
@@ -87,7 +85,7 @@ impl<'a> Fields<'a> {
     }
 
     /// A list of integers.
-    pub fn list(&self, key: &str, max: usize) -> Result<Option<Vec<usize>>> {
+    pub fn list(&self, key: &str, max: usize) -> CheckpointResult<Option<Vec<usize>>> {
         let Some(value) = self.get(key) else { return Ok(None) };
         let Some(list) = value.as_array() else {
             return Err(self.error(key, "a list of integers", short(value)));
@@ -95,37 +93,37 @@ impl<'a> Fields<'a> {
         if list.len() > MAX_LAYERS {
             return Err(self.error(key, format!("at most {MAX_LAYERS} entries"), list.len()));
         }
-        list.iter().map(|value| self.integer(key, value, max)).collect::<Result<_>>().map(Some)
+        list.iter().map(|value| self.integer(key, value, max)).collect::<CheckpointResult<_>>().map(Some)
     }
 
     /// A list of strings.
-    pub fn words(&self, key: &str) -> Result<Option<Vec<&'a str>>> {
+    pub fn words(&self, key: &str) -> CheckpointResult<Option<Vec<&'a str>>> {
         let Some(value) = self.get(key) else { return Ok(None) };
         let words = value.as_array().and_then(|list| list.iter().map(Value::as_str).collect());
         words.map(Some).ok_or_else(|| self.error(key, "a list of strings", short(value)))
     }
 
     /// A finite number.
-    pub fn number(&self, key: &str, default: f64) -> Result<f64> {
+    pub fn number(&self, key: &str, default: f64) -> CheckpointResult<f64> {
         let Some(value) = self.get(key) else { return Ok(default) };
         let found = value.as_f64().filter(|v| v.is_finite());
         found.ok_or_else(|| self.error(key, "a finite number", short(value)))
     }
 
     /// A flag.
-    pub fn flag(&self, key: &str, default: bool) -> Result<bool> {
+    pub fn flag(&self, key: &str, default: bool) -> CheckpointResult<bool> {
         let Some(value) = self.get(key) else { return Ok(default) };
         value.as_bool().ok_or_else(|| self.error(key, "true or false", short(value)))
     }
 
     /// A string.
-    pub fn word(&self, key: &str) -> Result<Option<&'a str>> {
+    pub fn word(&self, key: &str) -> CheckpointResult<Option<&'a str>> {
         let Some(value) = self.get(key) else { return Ok(None) };
         value.as_str().map(Some).ok_or_else(|| self.error(key, "a string", short(value)))
     }
 
     /// Refuses any other word under a key that may be absent.
-    pub fn only(&self, key: &str, allowed: &[&str]) -> Result<()> {
+    pub fn only(&self, key: &str, allowed: &[&str]) -> CheckpointResult<()> {
         match self.word(key)? {
             Some(word) if !allowed.contains(&word) => {
                 Err(self.error(key, allowed.join(" or "), format!("{:?}", clip(word))))

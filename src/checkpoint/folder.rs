@@ -12,9 +12,7 @@ use serde_json::{Value, json};
 
 use super::OpenOptions;
 use super::json::{MAX_CONFIG, config_error, io_error, open_file, parse_value, read_open};
-use crate::error::{CheckpointError, Error};
-
-type Result<T> = std::result::Result<T, CheckpointError>;
+use crate::error::{CheckpointError, CheckpointResult, Error};
 
 pub(super) const CONFIG: &str = "config.json";
 pub(super) const QUANTIZATION: &str = "hf_quant_config.json";
@@ -36,7 +34,7 @@ pub(super) struct Manifest {
 
 impl Manifest {
     /// The manifest in a folder's [`STAGING`], if there is one.
-    pub fn read(dir: &Path) -> Result<Option<Self>> {
+    pub fn read(dir: &Path) -> CheckpointResult<Option<Self>> {
         Ok(Pending::read(dir)?.map(|pending| pending.manifest))
     }
 
@@ -61,7 +59,7 @@ struct Pending {
 }
 
 impl Pending {
-    fn read(dir: &Path) -> Result<Option<Self>> {
+    fn read(dir: &Path) -> CheckpointResult<Option<Self>> {
         let [_, path] = Manifest::paths(dir);
         let kind = |path: &Path| path.symlink_metadata().map(|meta| meta.file_type());
         // Not through links, which could leave the folder.
@@ -97,7 +95,7 @@ struct OpenFile {
 }
 
 impl OpenFile {
-    fn open(path: &Path) -> Result<Self> {
+    fn open(path: &Path) -> CheckpointResult<Self> {
         let (file, _) = open_file(path)?;
         let meta = file.metadata().map_err(|e| io_error(path, e))?;
         Ok(Self { file, meta })
@@ -122,7 +120,7 @@ pub(super) struct Folder {
 }
 
 impl Folder {
-    pub fn open(dir: &Path, options: OpenOptions) -> Result<Self> {
+    pub fn open(dir: &Path, options: OpenOptions) -> CheckpointResult<Self> {
         Ok(Self { dir: dir.to_path_buf(), pending: Pending::read(dir)?, options })
     }
 
@@ -132,7 +130,7 @@ impl Folder {
 
     /// Where a file lies; `None` if the checkpoint has none of this name. Without the option it lies in the folder
     /// itself, not only a link to it.
-    pub fn find(&self, name: &str) -> Result<Option<PathBuf>> {
+    pub fn find(&self, name: &str) -> CheckpointResult<Option<PathBuf>> {
         let mut places = vec![self.dir.join(name)];
         if let Some(pending) = &self.pending {
             if !pending.manifest.files.iter().any(|file| file == name) {
@@ -151,12 +149,12 @@ impl Folder {
     }
 
     /// As [`find`](Self::find) of a file that must be there.
-    pub fn require(&self, name: &str) -> Result<PathBuf> {
+    pub fn require(&self, name: &str) -> CheckpointResult<PathBuf> {
         let missing = || io_error(&self.dir.join(name), std::io::Error::from(std::io::ErrorKind::NotFound));
         self.find(name)?.ok_or_else(missing)
     }
 
-    fn inside(&self, name: &str, path: &Path) -> Result<()> {
+    fn inside(&self, name: &str, path: &Path) -> CheckpointResult<()> {
         if self.options.follow_links {
             return Ok(());
         }

@@ -12,9 +12,7 @@ use crate::config::{
     Activation, GroupLimit, GroupScore, MAX_EXPERTS, MoeConfig, Renorm, RouterConfig, Score, SharedConfig, WeightAt,
 };
 use crate::dtype::DType;
-use crate::error::CheckpointError;
-
-type Result<T> = std::result::Result<T, CheckpointError>;
+use crate::error::{CheckpointError, CheckpointResult};
 
 /// Description of the blocks in a `config.json`.
 #[derive(Debug)]
@@ -37,7 +35,7 @@ pub(super) struct Model {
 
 impl Model {
     /// Parses and checks a configuration.
-    pub fn parse(json: &[u8], path: &Path) -> Result<Self> {
+    pub fn parse(json: &[u8], path: &Path) -> CheckpointResult<Self> {
         let root = parse_value(json, path)?;
         let name = path.display().to_string();
         // Multimodal wrappers keep the text model's keys in an object of their own.
@@ -80,7 +78,7 @@ pub(super) fn known() -> String {
     names.join(", ")
 }
 
-fn dtype(fields: &Fields<'_>) -> Result<Option<DType>> {
+fn dtype(fields: &Fields<'_>) -> CheckpointResult<Option<DType>> {
     let word = match fields.word("dtype")? {
         Some(word) => Some(word),
         None => fields.word("torch_dtype")?,
@@ -94,7 +92,7 @@ fn dtype(fields: &Fields<'_>) -> Result<Option<DType>> {
     }))
 }
 
-fn fp8_block(fields: &Fields<'_>) -> Result<[usize; 2]> {
+fn fp8_block(fields: &Fields<'_>) -> CheckpointResult<[usize; 2]> {
     let Some(quantized) = fields.get("quantization_config") else { return Ok([128; 2]) };
     let inner = Fields::new("quantization_config", quantized, None);
     match inner.list("weight_block_size", 1 << 16)?.as_deref() {
@@ -104,7 +102,7 @@ fn fp8_block(fields: &Fields<'_>) -> Result<[usize; 2]> {
     }
 }
 
-fn moe_layers(rule: LayerRule, fields: &Fields<'_>, layers: usize) -> Result<Vec<usize>> {
+fn moe_layers(rule: LayerRule, fields: &Fields<'_>, layers: usize) -> CheckpointResult<Vec<usize>> {
     let all = 0..layers;
     // transformers 5 writes the rule's result for some families.
     if let Some(kinds) = fields.words("mlp_layer_types")? {
@@ -177,7 +175,7 @@ fn moe_layers(rule: LayerRule, fields: &Fields<'_>, layers: usize) -> Result<Vec
 }
 
 /// Nemotron-H: one letter a layer, E for a block, or one word a layer.
-fn pattern(fields: &Fields<'_>, layers: usize) -> Result<Vec<usize>> {
+fn pattern(fields: &Fields<'_>, layers: usize) -> CheckpointResult<Vec<usize>> {
     let moe: Vec<bool> = match (fields.words("layers_block_type")?, fields.word("hybrid_override_pattern")?) {
         (Some(words), _) => words.iter().map(|word| *word == "moe").collect(),
         (None, Some(letters)) => letters.chars().take(MAX_LAYERS).map(|letter| letter == 'E').collect(),
@@ -191,7 +189,7 @@ fn pattern(fields: &Fields<'_>, layers: usize) -> Result<Vec<usize>> {
     Ok((0..layers).filter(|l| moe[*l]).collect())
 }
 
-fn block(family: &Family, fields: &Fields<'_>, layer: usize) -> Result<MoeConfig> {
+fn block(family: &Family, fields: &Fields<'_>, layer: usize) -> CheckpointResult<MoeConfig> {
     let hidden = fields.root().size(&["hidden_size", "d_model"], MAX_HIDDEN)?;
     let experts = fields.size(family::EXPERTS, MAX_EXPERTS)?;
     let required = |keys: &[&'static str], value: Option<usize>, max: usize| match value {
@@ -218,7 +216,7 @@ fn block(family: &Family, fields: &Fields<'_>, layer: usize) -> Result<MoeConfig
 /// Names of silu.
 const SILU: &[&str] = &["silu", "swish"];
 
-fn activation(act: Act, fields: &Fields<'_>) -> Result<Activation> {
+fn activation(act: Act, fields: &Fields<'_>) -> CheckpointResult<Activation> {
     match act {
         Act::Silu(key) => {
             // DBRX nests the name: `ffn_act_fn: {"name": "silu"}`.
@@ -243,7 +241,7 @@ fn activation(act: Act, fields: &Fields<'_>) -> Result<Activation> {
     }
 }
 
-fn shared(family: &Family, fields: &Fields<'_>, layer: usize, routed: usize) -> Result<Option<SharedConfig>> {
+fn shared(family: &Family, fields: &Fields<'_>, layer: usize, routed: usize) -> CheckpointResult<Option<SharedConfig>> {
     let Some(shared) = &family.shared else { return Ok(None) };
     let times = |count: Option<usize>| match count {
         Some(count) => routed.checked_mul(count).filter(|size| *size <= MAX_INTERMEDIATE),
@@ -266,7 +264,7 @@ fn shared(family: &Family, fields: &Fields<'_>, layer: usize, routed: usize) -> 
     Ok((intermediate > 0).then_some(SharedConfig { intermediate, gated: shared.gate.is_some() }))
 }
 
-fn router(family: &Family, fields: &Fields<'_>, config: &mut MoeConfig) -> Result<()> {
+fn router(family: &Family, fields: &Fields<'_>, config: &mut MoeConfig) -> CheckpointResult<()> {
     let router = &mut config.router;
     let sum = |epsilon, floor| Some(Renorm { p: 1.0, epsilon, floor });
     router.renorm = None;
@@ -322,7 +320,7 @@ fn router(family: &Family, fields: &Fields<'_>, config: &mut MoeConfig) -> Resul
     Ok(())
 }
 
-fn normalized(normalize: Normalize, fields: &Fields<'_>) -> Result<bool> {
+fn normalized(normalize: Normalize, fields: &Fields<'_>) -> CheckpointResult<bool> {
     match normalize {
         Normalize::Always => Ok(true),
         Normalize::Never => Ok(false),
@@ -330,7 +328,7 @@ fn normalized(normalize: Normalize, fields: &Fields<'_>) -> Result<bool> {
     }
 }
 
-fn groups(fields: &Fields<'_>, rank_by: GroupScore, router: &RouterConfig) -> Result<Option<GroupLimit>> {
+fn groups(fields: &Fields<'_>, rank_by: GroupScore, router: &RouterConfig) -> CheckpointResult<Option<GroupLimit>> {
     let count = fields.size_or(&["n_group", "num_expert_group"], MAX_EXPERTS)?.unwrap_or(1);
     if count <= 1 {
         return Ok(None);

@@ -66,7 +66,7 @@ impl<D: StepDevice> AdamW<D> {
     pub fn save(&mut self, dir: impl AsRef<Path>) -> Result<()> {
         let dir = dir.as_ref();
         let result = self.write_state(dir);
-        self.tell(result)
+        self.exchange_outcome(result)
     }
 
     fn write_state(&mut self, dir: &Path) -> Result<()> {
@@ -176,10 +176,10 @@ impl<D: StepDevice> AdamW<D> {
     pub fn load(&mut self, dir: impl AsRef<Path>) -> Result<u64> {
         let dir = dir.as_ref();
         let checked = Saved::open(dir).and_then(|saved| saved.check(self).map(|items| (saved, items)));
-        let (saved, items) = self.tell(checked)?;
+        let (saved, items) = self.exchange_outcome(checked)?;
         self.agree(&saved.counts)?;
         let read = items.iter().try_for_each(|item| self.read_item(&saved, item));
-        self.tell(read)?;
+        self.exchange_outcome(read)?;
         self.restart(&saved.counts)?;
         Ok(saved.counts.steps)
     }
@@ -207,7 +207,7 @@ impl<D: StepDevice> AdamW<D> {
     }
 
     /// A rank's outcome, which the others hear of: those that have not failed get its error.
-    fn tell<T>(&mut self, outcome: Result<T>) -> Result<T> {
+    fn exchange_outcome<T>(&mut self, outcome: Result<T>) -> Result<T> {
         let Some(comm) = self.comm().filter(|comm| comm.size() > 1) else { return outcome };
         match outcome {
             // Which the others have heard of, each in a collective of its own.

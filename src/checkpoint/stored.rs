@@ -6,10 +6,8 @@ use safetensors::Dtype;
 
 use super::reader::{Files, TensorEntry};
 use crate::dtype::DType;
-use crate::error::CheckpointError;
+use crate::error::{CheckpointError, CheckpointResult};
 use crate::quant::{E4M3, FP8_BLOCK, MXFP4_BLOCK, NVFP4_BLOCK, WeightFormat, decode_fp4, e8m0};
-
-type Result<T> = std::result::Result<T, CheckpointError>;
 
 /// Form of a tensor on disk.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -115,7 +113,7 @@ pub(super) fn sibling(name: &str, suffix: &str) -> String {
 
 impl<'a> Stored<'a> {
     /// Finds a tensor in whatever form it is there; `None` if there is none of this name.
-    pub fn find(files: &'a Files, name: &str, fp8_block: [usize; 2]) -> Result<Option<Self>> {
+    pub fn find(files: &'a Files, name: &str, fp8_block: [usize; 2]) -> CheckpointResult<Option<Self>> {
         let get = |name: String| files.get(&name).map(|entry| (name, entry));
         let packed = get(sibling(name, "weight_packed")).or_else(|| get(sibling(name, "packed")));
         let mut stored = match (get(name.to_string()), packed, get(format!("{name}_blocks"))) {
@@ -158,7 +156,12 @@ impl<'a> Stored<'a> {
         }
     }
 
-    fn of_weight(files: &'a Files, name: &str, data: (String, &'a TensorEntry), fp8_block: [usize; 2]) -> Result<Self> {
+    fn of_weight(
+        files: &'a Files,
+        name: &str,
+        data: (String, &'a TensorEntry),
+        fp8_block: [usize; 2],
+    ) -> CheckpointResult<Self> {
         let get = |name: String| files.get(&name).map(|entry| (name, entry));
         let mut stored = Self::plain_of(files, data);
         stored.unused = vec![sibling(name, "input_scale"), sibling(name, "input_scale_inv")];
@@ -203,7 +206,7 @@ impl<'a> Stored<'a> {
     }
 
     /// Checks codes, scales and their shapes against each other, and settles `dims`.
-    fn check(&mut self, name: &str) -> Result<()> {
+    fn check(&mut self, name: &str) -> CheckpointResult<()> {
         let missing = |suffix: &str| CheckpointError::Missing {
             path: self.files.path_of(self.data.1),
             tensor: sibling(name, suffix),
@@ -280,18 +283,18 @@ impl<'a> Stored<'a> {
         Ok(())
     }
 
-    fn columns(&self, count: usize, each: usize) -> Result<usize> {
+    fn columns(&self, count: usize, each: usize) -> CheckpointResult<usize> {
         count.checked_mul(each).ok_or_else(|| self.wrong(&self.data, "an element count that fits the address space"))
     }
 
-    fn expect(&self, tensor: &(String, &TensorEntry), allowed: &[Dtype]) -> Result<()> {
+    fn expect(&self, tensor: &(String, &TensorEntry), allowed: &[Dtype]) -> CheckpointResult<()> {
         match allowed.contains(&tensor.1.dtype) {
             true => Ok(()),
             false => Err(self.wrong(tensor, allowed.iter().map(Dtype::to_string).collect::<Vec<_>>().join(" or "))),
         }
     }
 
-    fn expect_shape(&self, tensor: &(String, &TensorEntry), shape: &[usize]) -> Result<()> {
+    fn expect_shape(&self, tensor: &(String, &TensorEntry), shape: &[usize]) -> CheckpointResult<()> {
         match tensor.1.shape == shape {
             true => Ok(()),
             false => Err(self.wrong(tensor, format!("shape {shape:?}"))),
@@ -327,14 +330,19 @@ impl<'a> Stored<'a> {
     }
 
     /// Fills `out` with a plain tensor's bytes from byte `offset`.
-    pub fn read_plain(&self, offset: u64, out: &mut [u8]) -> Result<()> {
+    pub fn read_plain(&self, offset: u64, out: &mut [u8]) -> CheckpointResult<()> {
         self.files.read(&self.data.0, self.data.1, offset, out)
     }
 
     /// Reads `rows` of `columns` elements each, counted over all leading dimensions of what is on disk.
     ///
     /// With `flipped`, rows and columns are those on disk. Chunks of tensors packed by rows begin at an even row.
-    pub fn read<'s>(&self, rows: Range<usize>, columns: usize, scratch: &'s mut Scratch) -> Result<Chunk<'s>> {
+    pub fn read<'s>(
+        &self,
+        rows: Range<usize>,
+        columns: usize,
+        scratch: &'s mut Scratch,
+    ) -> CheckpointResult<Chunk<'s>> {
         let count = rows.len() * columns;
         if count == 0 {
             return Ok(Chunk::F32(&[]));
@@ -361,7 +369,7 @@ impl<'a> Stored<'a> {
         Ok(Chunk::F32(&scratch.values[..count]))
     }
 
-    fn read_fp8(&self, rows: Range<usize>, columns: usize, scratch: &mut Scratch) -> Result<()> {
+    fn read_fp8(&self, rows: Range<usize>, columns: usize, scratch: &mut Scratch) -> CheckpointResult<()> {
         let [block_rows, block_columns] = self.block;
         // Scales restart with each slice of the leading dimensions.
         let slice_rows = self.dims[self.dims.len() - 2].max(1);
@@ -391,7 +399,7 @@ impl<'a> Stored<'a> {
         Ok(())
     }
 
-    fn read_packed_rows(&self, rows: Range<usize>, columns: usize, scratch: &mut Scratch) -> Result<()> {
+    fn read_packed_rows(&self, rows: Range<usize>, columns: usize, scratch: &mut Scratch) -> CheckpointResult<()> {
         let block = self.block[0];
         let (first, last) = (rows.start / block, rows.end.div_ceil(block));
         self.read_scales(first * columns, (last - first) * columns, scratch)?;
@@ -411,7 +419,7 @@ impl<'a> Stored<'a> {
     }
 
     /// `count` scales from the `first` on, the second-level scale applied.
-    fn read_scales(&self, first: usize, count: usize, scratch: &mut Scratch) -> Result<()> {
+    fn read_scales(&self, first: usize, count: usize, scratch: &mut Scratch) -> CheckpointResult<()> {
         let Some((name, entry)) = &self.scales else { return Ok(()) };
         let size = entry.dtype.bitsize() / 8;
         scratch.scale_raw.resize(count * size, 0);
@@ -453,13 +461,13 @@ impl<'a> Stored<'a> {
     }
 
     /// Fills `codes` with bytes of the codes from `offset` on.
-    pub fn read_codes(&self, offset: usize, codes: &mut [u8]) -> Result<()> {
+    pub fn read_codes(&self, offset: usize, codes: &mut [u8]) -> CheckpointResult<()> {
         self.files.read(&self.data.0, self.data.1, offset as u64, codes)
     }
 
     /// Fills `scales` with block scales from number `first` on, as bytes where they are bytes, else as F32; without the
     /// second-level scale.
-    pub fn read_block_scales(&self, first: usize, scales: &mut [u8], scratch: &mut Scratch) -> Result<()> {
+    pub fn read_block_scales(&self, first: usize, scales: &mut [u8], scratch: &mut Scratch) -> CheckpointResult<()> {
         if self.form == Form::Fp8Block {
             self.read_scales(first, scales.len() / 4, scratch)?;
             scales.copy_from_slice(bytemuck::cast_slice(&scratch.scales));
@@ -470,7 +478,7 @@ impl<'a> Stored<'a> {
     }
 
     /// The second-level scale as a factor; `None` where the form has none.
-    pub fn factor(&self) -> Result<Option<f32>> {
+    pub fn factor(&self) -> CheckpointResult<Option<f32>> {
         let global = self.read_global()?;
         Ok(match self.form {
             Form::Nvfp4ModelOpt => Some(global),
@@ -479,7 +487,7 @@ impl<'a> Stored<'a> {
         })
     }
 
-    fn read_global(&self) -> Result<f32> {
+    fn read_global(&self) -> CheckpointResult<f32> {
         let Some((name, entry)) = &self.global else { return Ok(1.0) };
         let mut bytes = [0; 4];
         self.files.read(name, entry, 0, &mut bytes)?;

@@ -31,8 +31,8 @@ impl Kernels for Cpu {
     fn aux_total(&self, call: AuxTotal<'_, Self>) -> Result<()> {
         router::aux_total(call)
     }
-    fn keep_sum(&self, call: KeepSum<'_, Self>) -> Result<()> {
-        router::keep_sum(call)
+    fn renormalize_kept(&self, call: RenormalizeKept<'_, Self>) -> Result<()> {
+        router::renormalize_kept(call)
     }
     fn plan(&self, call: HostPlanRequest<'_>) -> Result<Plan<Self>> {
         plan::plan(call)

@@ -236,7 +236,7 @@ impl Numbers {
 }
 
 /// Elements that one task changes.
-struct Elements<'a, G, M> {
+struct ElementRun<'a, G, M> {
     gradient: &'a [G],
     main: &'a mut [f32],
     first: &'a mut [M],
@@ -248,12 +248,12 @@ struct Elements<'a, G, M> {
 
 /// A type that moments are kept in.
 trait Moment: Float<Acc = f32> {
-    fn update<G: Float<Acc = f32>>(numbers: &Numbers, run: Elements<'_, G, Self>);
+    fn update<G: Float<Acc = f32>>(numbers: &Numbers, run: ElementRun<'_, G, Self>);
 }
 
 impl Moment for f32 {
-    fn update<G: Float<Acc = f32>>(numbers: &Numbers, run: Elements<'_, G, f32>) {
-        let Elements { gradient, main, first, second, .. } = run;
+    fn update<G: Float<Acc = f32>>(numbers: &Numbers, run: ElementRun<'_, G, f32>) {
+        let ElementRun { gradient, main, first, second, .. } = run;
         for (((g, w), m), v) in gradient.iter().zip(main).zip(first).zip(second) {
             (*m, *v, *w) = numbers.element(g.to_acc(), *m, *v, *w);
         }
@@ -261,8 +261,8 @@ impl Moment for f32 {
 }
 
 impl Moment for bf16 {
-    fn update<G: Float<Acc = f32>>(numbers: &Numbers, run: Elements<'_, G, bf16>) {
-        let Elements { gradient, main, first, second, number, element } = run;
+    fn update<G: Float<Acc = f32>>(numbers: &Numbers, run: ElementRun<'_, G, bf16>) {
+        let ElementRun { gradient, main, first, second, number, element } = run;
         let mut words = [0; 4];
         let elements = (element..).zip(gradient).zip(main).zip(first).zip(second);
         for (i, ((((e, g), w), m), v)) in elements.enumerate() {
@@ -306,7 +306,7 @@ fn update<G: Float<Acc = f32>, M: Moment>(numbers: &Numbers, t: AdamWTensor<'_, 
     let tasks = gradient.par_chunks(TASK).zip(main.par_chunks_mut(TASK)).zip(moments);
     tasks.enumerate().for_each(|(i, ((gradient, main), (first, second)))| {
         let element = element + (i * TASK) as u64;
-        M::update(numbers, Elements { gradient, main, first, second, number, element });
+        M::update(numbers, ElementRun { gradient, main, first, second, number, element });
     });
     match rounded {
         None => Ok(()),

@@ -44,11 +44,11 @@ pub(super) fn plan_of(call: HostPlanRequest<'_>, choices: usize) -> Result<(Plan
     let dropped = before.iter().zip(&ids[own.clone()]).filter(|(before, after)| **before >= 0 && **after < 0).count();
     // An entry for "none", and one for each expert: a division a choice would take most of the time.
     let ranks = std::iter::once(NOWHERE).chain((0..call.num_experts).map(|e| e / layout.local_experts)).collect();
-    let walk = Walk { call: &call, layout: &layout, ids: &ids, slots: &slots, first_token, ranks };
+    let builder = MapBuilder { call: &call, layout: &layout, ids: &ids, slots: &slots, first_token, ranks };
     let maps = match call.row_order {
-        RowOrder::Local | RowOrder::AllRows => walk.all_rows()?,
-        RowOrder::UniqueRows => walk.unique_rows()?,
-        RowOrder::Slots => walk.slots_only()?,
+        RowOrder::Local | RowOrder::AllRows => builder.all_rows()?,
+        RowOrder::UniqueRows => builder.unique_rows()?,
+        RowOrder::Slots => builder.slots_only()?,
     };
     let (segments, padded_counts) = layout.segments(call.rank)?;
     let plan = Plan {
@@ -234,7 +234,7 @@ struct Maps {
     messages: Option<MessageMaps<Cpu>>,
 }
 
-struct Walk<'a, 'r> {
+struct MapBuilder<'a, 'r> {
     call: &'a HostPlanRequest<'r>,
     layout: &'a RankSegments,
     ids: &'a [i32],
@@ -247,7 +247,7 @@ struct Walk<'a, 'r> {
 /// The rank of no expert.
 const NOWHERE: usize = usize::MAX;
 
-impl Walk<'_, '_> {
+impl MapBuilder<'_, '_> {
     /// Rank that a choice is kept at.
     fn rank_of(&self, id: i32) -> usize {
         self.ranks[(id + 1) as usize]

@@ -844,7 +844,7 @@ const _: () = {
 };
 #[repr(C)]
 #[derive(Debug, Copy, Clone, Default)]
-pub struct KeepSumParams {
+pub struct RenormalizeKeptParams {
     pub weights: u64,
     pub kept: u64,
     pub grad: u64,
@@ -854,14 +854,16 @@ pub struct KeepSumParams {
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of KeepSumParams"][::core::mem::size_of::<KeepSumParams>() - 48usize];
-    ["Alignment of KeepSumParams"][::core::mem::align_of::<KeepSumParams>() - 8usize];
-    ["Offset of field: KeepSumParams::weights"][::core::mem::offset_of!(KeepSumParams, weights) - 0usize];
-    ["Offset of field: KeepSumParams::kept"][::core::mem::offset_of!(KeepSumParams, kept) - 8usize];
-    ["Offset of field: KeepSumParams::grad"][::core::mem::offset_of!(KeepSumParams, grad) - 16usize];
-    ["Offset of field: KeepSumParams::out"][::core::mem::offset_of!(KeepSumParams, out) - 24usize];
-    ["Offset of field: KeepSumParams::tokens"][::core::mem::offset_of!(KeepSumParams, tokens) - 32usize];
-    ["Offset of field: KeepSumParams::top_k"][::core::mem::offset_of!(KeepSumParams, top_k) - 40usize];
+    ["Size of RenormalizeKeptParams"][::core::mem::size_of::<RenormalizeKeptParams>() - 48usize];
+    ["Alignment of RenormalizeKeptParams"][::core::mem::align_of::<RenormalizeKeptParams>() - 8usize];
+    ["Offset of field: RenormalizeKeptParams::weights"]
+        [::core::mem::offset_of!(RenormalizeKeptParams, weights) - 0usize];
+    ["Offset of field: RenormalizeKeptParams::kept"][::core::mem::offset_of!(RenormalizeKeptParams, kept) - 8usize];
+    ["Offset of field: RenormalizeKeptParams::grad"][::core::mem::offset_of!(RenormalizeKeptParams, grad) - 16usize];
+    ["Offset of field: RenormalizeKeptParams::out"][::core::mem::offset_of!(RenormalizeKeptParams, out) - 24usize];
+    ["Offset of field: RenormalizeKeptParams::tokens"]
+        [::core::mem::offset_of!(RenormalizeKeptParams, tokens) - 32usize];
+    ["Offset of field: RenormalizeKeptParams::top_k"][::core::mem::offset_of!(RenormalizeKeptParams, top_k) - 40usize];
 };
 #[repr(C)]
 #[derive(Debug, Copy, Clone, Default)]

@@ -35,8 +35,8 @@ impl Kernels for Cuda {
     fn aux_total(&self, call: AuxTotal<'_, Self>) -> Result<()> {
         router::aux_total(self, call)
     }
-    fn keep_sum(&self, call: KeepSum<'_, Self>) -> Result<()> {
-        router::keep_sum(self, call)
+    fn renormalize_kept(&self, call: RenormalizeKept<'_, Self>) -> Result<()> {
+        router::renormalize_kept(self, call)
     }
     fn plan(&self, call: HostPlanRequest<'_>) -> Result<Plan<Self>> {
         plan::plan(self, call)

@@ -23,7 +23,7 @@ const THREADS: u32 = 256;
 /// Bytes of a matrix that a block takes the maximum of (`kernels/quant_amax.cu`).
 const SPAN: usize = params::AMAX_SPAN as usize;
 /// Eights of elements that a block brings back to floating point (`kernels/dequantize.cu`).
-const BACK_EIGHTS: usize = params::DEQUANTIZE_SPAN as usize;
+const DEQUANTIZE_SPAN: usize = params::DEQUANTIZE_SPAN as usize;
 /// Rows of a panel, and bytes of one (`kernels/quant/quantize.cuh`).
 const PANEL: [usize; 2] = [params::PANEL_ROWS as usize, params::PANEL_BYTES as usize];
 /// Shared memory of the NVFP4 kernels, without and with columns (`kernels/nvfp4_cast.cu`).
@@ -256,7 +256,7 @@ fn back(device: &Cuda, call: &'static str, kernel: &Kernel, jobs: &[(params::Deq
         let mut blocks = 0;
         for (to, (from, eights)) in p.jobs.iter_mut().zip(jobs) {
             *to = params::DequantizeJob { first_block: blocks as i64, ..*from };
-            blocks += eights.div_ceil(BACK_EIGHTS);
+            blocks += eights.div_ceil(DEQUANTIZE_SPAN);
         }
         // SAFETY: codes, scales and amaxes have the sizes that the format gives for their outputs, as was checked.
         unsafe { device.launch(call, kernel, Grid::new(blocks, THREADS), &p) }?;

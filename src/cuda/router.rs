@@ -5,7 +5,7 @@ use crate::config::{AuxConfig, BalanceKind, GroupScore, RouterConfig, Score};
 use crate::cpu::router::jitter;
 use crate::dtype::DType;
 use crate::error::{Error, Result};
-use crate::kernels::{AuxBwd, AuxSums, AuxTotal, Jitter, KeepSum, Route, RouteBwd, Scalar};
+use crate::kernels::{AuxBwd, AuxSums, AuxTotal, Jitter, RenormalizeKept, Route, RouteBwd, Scalar};
 use crate::plan::Reporting;
 use crate::tensor::{Tensor, TensorRef};
 
@@ -345,14 +345,14 @@ impl AuxGrad {
     }
 }
 
-pub(super) fn keep_sum(device: &Cuda, call: KeepSum<'_, Cuda>) -> Result<()> {
-    const CALL: &str = "keep_sum";
+pub(super) fn renormalize_kept(device: &Cuda, call: RenormalizeKept<'_, Cuda>) -> Result<()> {
+    const CALL: &str = "renormalize_kept";
     let [t, k] = match call.weights.dims() {
         [t, k] => [*t, *k],
         dims => return Err(Error::invalid(CALL, "tensor weights", "shape [T, K]", format!("{dims:?}"))),
     };
     let grad = call.grad.as_ref().map_or(Ok(0), |g| input(CALL, "grad", g, DType::F32, &[t, k]))?;
-    let p = params::KeepSumParams {
+    let p = params::RenormalizeKeptParams {
         weights: input(CALL, "weights", &call.weights, DType::F32, &[t, k])?,
         kept: input(CALL, "kept", &call.kept, DType::I32, &[t, k])?,
         grad,
@@ -361,5 +361,5 @@ pub(super) fn keep_sum(device: &Cuda, call: KeepSum<'_, Cuda>) -> Result<()> {
         top_k: k as i64,
     };
     // SAFETY: all are `[t, k]`.
-    unsafe { device.launch(CALL, &device.kernels().router.keep_sum, Grid::new(t.div_ceil(128), 128), &p) }
+    unsafe { device.launch(CALL, &device.kernels().router.renormalize_kept, Grid::new(t.div_ceil(128), 128), &p) }
 }

@@ -125,7 +125,7 @@ impl<D: Kernels> Handle<D> {
     ///
     /// # Errors
     /// [`Error::BackwardNotAgreed`] with the ranks that did not ask for it.
-    pub fn check_backward(&self, call: &'static str) -> Result<()> {
+    pub(crate) fn check_backward(&self, call: &'static str) -> Result<()> {
         if self.agreement.absent.is_empty() {
             return Ok(());
         }

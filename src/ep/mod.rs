@@ -47,7 +47,11 @@ pub use group::Group;
 pub use handle::{Agreement, Handle};
 pub use local::Local;
 pub use select::{DISPATCHER_VARIABLE, LibraryDispatchers};
-pub use shared_group::{BackwardFailure, EpGroup, Membership};
+#[cfg(feature = "burn")]
+pub(crate) use shared_group::BackwardFailure;
+pub use shared_group::EpGroup;
+#[cfg(any(feature = "candle", feature = "burn"))]
+pub(crate) use shared_group::Membership;
 
 pub use crate::plan::{
     Capacity, DevicePlan, DispatchSpec, HostCounts, HostPlanRequest, MessageMaps, Overflow, Plan, PlanRecords,

@@ -1,9 +1,12 @@
 //! A rank's group, as the layers of a model share it.
 
+#[cfg(any(feature = "candle", feature = "burn"))]
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use crate::error::{Error, Result};
+use crate::error::Error;
+#[cfg(any(feature = "candle", feature = "burn"))]
+use crate::error::Result;
 use crate::kernels::Kernels;
 
 use super::Group;
@@ -15,13 +18,13 @@ pub struct EpGroup<D: Kernels> {
     membership: Arc<Membership>,
 }
 
-/// The error of a backward that a host gives no other way than a panic (burn). For adapters.
+/// The error of a backward that a host gives no other way than a panic (burn).
 #[derive(Debug, Default)]
-pub struct BackwardFailure(Mutex<Option<Error>>);
+pub(crate) struct BackwardFailure(Mutex<Option<Error>>);
 
 impl BackwardFailure {
     /// The error; forgets it.
-    pub fn take(&self) -> Option<Error> {
+    pub(crate) fn take(&self) -> Option<Error> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner).take()
     }
 
@@ -29,26 +32,29 @@ impl BackwardFailure {
     ///
     /// # Panics
     /// Always: the panic is the backward's end, and [`take`](Self::take) has its error.
-    pub fn unwind(&self, error: Error) -> ! {
+    #[cfg(feature = "burn")]
+    pub(crate) fn unwind(&self, error: Error) -> ! {
         let message = format!("moebius: {error}");
         *self.0.lock().unwrap_or_else(PoisonError::into_inner) = Some(error);
         panic!("{message}")
     }
 }
 
-/// A shared group apart from its device. For adapters.
+/// A shared group apart from its device.
 #[derive(Debug)]
-pub struct Membership {
+pub(crate) struct Membership {
     /// This rank.
-    pub rank: usize,
+    pub(crate) rank: usize,
     /// Number of ranks.
-    pub ranks: usize,
+    pub(crate) ranks: usize,
     /// Experts of this rank, L = E / R.
-    pub local_experts: usize,
+    pub(crate) local_experts: usize,
     /// The error that unwound the last failed backward.
     failure: BackwardFailure,
     /// Number of the next layer that has none of its own.
+    #[cfg(any(feature = "candle", feature = "burn"))]
     next_layer: AtomicU32,
+    #[cfg(any(feature = "candle", feature = "burn"))]
     num_experts: usize,
 }
 
@@ -66,7 +72,9 @@ impl<D: Kernels> EpGroup<D> {
             ranks: group.ranks(),
             local_experts: group.local_experts(),
             failure: BackwardFailure::default(),
+            #[cfg(any(feature = "candle", feature = "burn"))]
             next_layer: AtomicU32::default(),
+            #[cfg(any(feature = "candle", feature = "burn"))]
             num_experts: group.config().num_experts,
         };
         Self { group: Arc::new(Mutex::new(group)), membership: Arc::new(membership) }
@@ -98,23 +106,27 @@ impl<D: Kernels> EpGroup<D> {
     /// The error that unwound the last failed backward of a host whose backward returns nothing (burn), if any;
     /// forgets it.
     pub fn take_failure(&self) -> Option<Error> {
-        self.membership.take_failure()
+        self.membership.failure.take()
     }
 
     /// The same for all that share the group, and for nobody else while it lives.
-    pub fn address(&self) -> usize {
+    #[cfg(feature = "candle")]
+    pub(crate) fn address(&self) -> usize {
         Arc::as_ptr(&self.group).addr()
     }
 
     /// The group apart from its device.
-    pub fn membership(&self) -> &Membership {
+    #[cfg(any(feature = "candle", feature = "burn"))]
+    pub(crate) fn membership(&self) -> &Membership {
         &self.membership
     }
 }
 
+#[cfg(any(feature = "candle", feature = "burn"))]
 impl Membership {
     /// As [`EpGroup::take_failure`].
-    pub fn take_failure(&self) -> Option<Error> {
+    #[cfg(feature = "burn")]
+    pub(crate) fn take_failure(&self) -> Option<Error> {
         self.failure.take()
     }
 
@@ -122,13 +134,14 @@ impl Membership {
     ///
     /// # Panics
     /// Always.
-    pub fn unwind(&self, error: Error) -> ! {
+    #[cfg(feature = "burn")]
+    pub(crate) fn unwind(&self, error: Error) -> ! {
         self.failure.unwind(error)
     }
 
     /// The number of a new layer: `explicit`, or the next one after all that this group has given or seen. Every rank
     /// makes the same layers in the same order.
-    pub fn number_layer(&self, explicit: Option<u32>) -> u32 {
+    pub(crate) fn number_layer(&self, explicit: Option<u32>) -> u32 {
         match explicit {
             None => self.next_layer.fetch_add(1, Ordering::Relaxed),
             Some(number) => {
@@ -142,7 +155,7 @@ impl Membership {
     ///
     /// # Errors
     /// [`Error::Invalid`] that names `call`.
-    pub fn check_experts(&self, call: &'static str, found: usize) -> Result<()> {
+    pub(crate) fn check_experts(&self, call: &'static str, found: usize) -> Result<()> {
         if found == self.num_experts {
             return Ok(());
         }

@@ -2,6 +2,9 @@
 
 use super::text::printable;
 
+/// Result with a [`CheckpointError`].
+pub(crate) type CheckpointResult<T> = std::result::Result<T, CheckpointError>;
+
 /// A checkpoint cannot be read, or is not what its `config.json` says.
 #[derive(Debug, Clone, thiserror::Error)]
 #[non_exhaustive]

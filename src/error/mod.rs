@@ -11,6 +11,7 @@ mod text;
 use crate::dtype::DType;
 
 pub use checkpoint::CheckpointError;
+pub(crate) use checkpoint::CheckpointResult;
 pub use comm::CommError;
 pub use nccl::NcclError;
 pub use nccl_ep::NcclEpError;

@@ -261,8 +261,9 @@ pub struct WeightSpec {
     /// Backward reads it twice: first to recompute what forward did not keep, before the layer's other weights. It is
     /// gathered once and kept between.
     pub recompute: bool,
-    /// It is acquired before the layer's other weights, in backward too, and let go after them: a router.
-    pub held: bool,
+    /// It is resident in its layer's calls: acquired before the layer's other weights, in backward too, and released after
+    /// them, such as a router's.
+    pub resident: bool,
     /// How its shards are sent. A quantized shard is cast, in the computation's order, before the first gather after a
     /// [`Chain::finish`], a [`Chain::replace`] or [`Chain::invalidate_casts`], and the cast serves until the next: all
     /// microbatches of a step, forward and backward; from [`Chain::prepare_capture`] on, one forward and its backward.
@@ -276,7 +277,7 @@ impl WeightSpec {
     /// A weight that is sent as it is and is read once a pass.
     pub fn new(name: impl Into<String>, layer: u32, dims: &[usize], dtype: DType) -> Self {
         let (name, dims) = (name.into(), dims.to_vec());
-        Self { name, layer, dims, dtype, recompute: false, held: false, payload: Payload::Plain }
+        Self { name, layer, dims, dtype, recompute: false, resident: false, payload: Payload::Plain }
     }
 }
 

@@ -310,7 +310,7 @@ pub struct ReduceRows<'a, D: Device> {
 
 /// Scales a token's kept weights so that their sum is again what [`Route`] gave.
 #[derive(Debug)]
-pub struct KeepSum<'a, D: Device> {
+pub struct RenormalizeKept<'a, D: Device> {
     /// Weights of [`Route`], accumulator type `[T, K]`.
     pub weights: TensorRef<'a, D>,
     /// Ids after dropping, `I32 [T, K]`; −1 where dropped.
@@ -369,11 +369,11 @@ pub trait Kernels: Codec {
     /// # Errors
     /// As [`linear`](Self::linear).
     fn aux_total(&self, call: AuxTotal<'_, Self>) -> Result<()>;
-    /// [`KeepSum`].
+    /// [`RenormalizeKept`].
     ///
     /// # Errors
     /// As [`linear`](Self::linear).
-    fn keep_sum(&self, call: KeepSum<'_, Self>) -> Result<()>;
+    fn renormalize_kept(&self, call: RenormalizeKept<'_, Self>) -> Result<()>;
     /// Slots for all ranks' choices, which the host has, as seen from one rank.
     ///
     /// # Errors

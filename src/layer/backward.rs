@@ -7,15 +7,15 @@ use crate::config::WeightAt;
 use crate::ep::{DispatchGrads, Group, Handle, Received};
 use crate::error::{Error, Result};
 use crate::kernels::{
-    AuxBwd, BiasGrad, DownBwd, GatherRows, InputWeightBwd, KeepSum, Kernels, LinearBwd, Origin, RouteBwd, RowDest,
-    RowSource, Scalar, SlotWeights, UpDgrad, Wgrad,
+    AuxBwd, BiasGrad, DownBwd, GatherRows, InputWeightBwd, Kernels, LinearBwd, Origin, RenormalizeKept, RouteBwd,
+    RowDest, RowSource, Scalar, SlotWeights, UpDgrad, Wgrad,
 };
 use crate::tensor::{Tensor, TensorMut, TensorRef};
 
 use super::forward::{RoutedExperts, borrow};
 use super::refuse::refuse_on_error;
 use super::{
-    BackwardProgress, Context, Cotangents, Gradients, GradientsMut, Inputs, Layer, Wanted, check, payload,
+    BackwardProgress, Context, Cotangents, GradientMask, Gradients, GradientsMut, Inputs, Layer, check, payload,
     shared_expert,
 };
 
@@ -33,7 +33,7 @@ pub(super) fn backward<D: Kernels>(
     context: Context<D>,
     inputs: Inputs<'_, '_, D>,
     cotangents: Cotangents<'_, D, Scalar<'_, D>>,
-    wanted: Wanted,
+    wanted: GradientMask,
     mut given: GradientsMut<'_, D>,
 ) -> Result<Gradients<D>> {
     context.handle.check_backward(CALL)?;
@@ -322,15 +322,15 @@ fn router<D: Kernels>(
     into: &mut GradientsMut<'_, D>,
 ) -> Result<RouterGrads<D>> {
     let (config, params) = (&layer.config, inputs.params);
-    if layer.keeps_sum() {
+    if layer.renormalizes_kept() {
         let mut d_weights = Tensor::empty(device, weights.dtype(), weights.dims())?;
-        let keep = KeepSum {
+        let keep = RenormalizeKept {
             weights: context.weights.view(),
             kept: context.handle.kept_ids(),
             grad: Some(weights.view()),
             out: d_weights.view_mut(),
         };
-        device.keep_sum(keep)?;
+        device.renormalize_kept(keep)?;
         weights = d_weights;
     }
     let mut logits = Tensor::empty(device, context.logits.dtype(), context.logits.dims())?;

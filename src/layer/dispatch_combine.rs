@@ -22,7 +22,7 @@ use crate::ep::packing::byte_rows_mut;
 use crate::ep::row_transport::written;
 use crate::ep::{DispatchGrads, DispatchInputs, DispatchOutputs, Group, Handle};
 use crate::error::{Error, Result};
-use crate::kernels::{KeepSum, Kernels, Origin, Route, RouteBwd};
+use crate::kernels::{Kernels, Origin, RenormalizeKept, Route, RouteBwd};
 use crate::tensor::{Tensor, TensorMut, TensorRef};
 
 use super::payload::{self, EncodedTokens};
@@ -196,7 +196,7 @@ impl Layer {
         let weights = by_weight.map(|_| tokens.weights.borrow());
         let handle =
             trace_span!("prepare").in_scope(|| group.dispatcher().prepare(tokens.ids.borrow(), weights, &spec))?;
-        let kept = match self.keeps_sum() {
+        let kept = match self.renormalizes_kept() {
             true => copy(group.device(), tokens.weights.borrow()).map(Some),
             false => Ok(None),
         };
@@ -336,7 +336,12 @@ impl Layer {
         trace_span!("dispatch_bwd").in_scope(|| group.dispatcher().dispatch_bwd(handle, grads))?;
         let (Some(weights), Some(scaled)) = (&context.weights, &scaled) else { return Ok(()) };
         let (weights, grad) = (weights.view(), Some(scaled.view()));
-        group.device().keep_sum(KeepSum { weights, kept: handle.kept_ids(), grad, out: into.weights.reborrow() })
+        group.device().renormalize_kept(RenormalizeKept {
+            weights,
+            kept: handle.kept_ids(),
+            grad,
+            out: into.weights.reborrow(),
+        })
     }
 
     /// The weights to send, where choices were dropped and the rest is to keep their sum.
@@ -344,7 +349,7 @@ impl Layer {
         let Some(weights) = &context.weights else { return Ok(None) };
         let mut out = Tensor::empty(device, weights.dtype(), weights.dims())?;
         let kept = context.handle.kept_ids();
-        device.keep_sum(KeepSum { weights: weights.view(), kept, grad: None, out: out.view_mut() })?;
+        device.renormalize_kept(RenormalizeKept { weights: weights.view(), kept, grad: None, out: out.view_mut() })?;
         Ok(Some(out))
     }
 

@@ -9,7 +9,9 @@ use crate::config::CapacityOrder;
 use crate::dtype::DType;
 use crate::ep::{DispatchInputs, DispatchSpec, Group, Handle, Received};
 use crate::error::Result;
-use crate::kernels::{Down, Jitter, KeepSum, Kernels, Linear, Origin, Route, RowDest, RowSource, SlotWeights, Up};
+use crate::kernels::{
+    Down, Jitter, Kernels, Linear, Origin, RenormalizeKept, Route, RowDest, RowSource, SlotWeights, Up,
+};
 use crate::lazy::Lazy;
 use crate::metrics::Load;
 use crate::tensor::{Tensor, TensorMut, TensorRef};
@@ -201,12 +203,13 @@ fn kept_weights<D: Kernels>(
     handle: &Handle<D>,
     routed: &RouterOutput<D>,
 ) -> Result<Option<Tensor<D>>> {
-    if !layer.keeps_sum() {
+    if !layer.renormalizes_kept() {
         return Ok(None);
     }
     let mut out = Tensor::empty(device, routed.weights.dtype(), routed.weights.dims())?;
-    let keep = KeepSum { weights: routed.weights.view(), kept: handle.kept_ids(), grad: None, out: out.view_mut() };
-    device.keep_sum(keep)?;
+    let keep =
+        RenormalizeKept { weights: routed.weights.view(), kept: handle.kept_ids(), grad: None, out: out.view_mut() };
+    device.renormalize_kept(keep)?;
     Ok(Some(out))
 }
 

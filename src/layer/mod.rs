@@ -27,7 +27,8 @@ pub use memory::{StepMemory, StepSizes};
 pub use param_kind::ParamKind;
 pub use params::ParamViews;
 pub use per_param::PerParam;
-pub use refuse::RefusalGuard;
+#[cfg(any(feature = "candle", feature = "burn"))]
+pub(crate) use refuse::RefusalGuard;
 pub use spec::LayerSpec;
 
 use std::sync::Arc;
@@ -173,30 +174,37 @@ pub struct Context<D: Kernels> {
 
 /// How far a context's backward has come.
 #[derive(Debug, Default)]
-pub struct BackwardProgress(AtomicU8);
+pub(crate) struct BackwardProgress(AtomicU8);
 
 impl BackwardProgress {
     const ROWS: u8 = 1;
     const ALL: u8 = 2;
-    const REFUSED: u8 = 3;
 
+    fn set(&self, to: u8) {
+        self.0.store(to, Ordering::Release);
+    }
+}
+
+#[cfg(feature = "candle")]
+impl BackwardProgress {
     /// The rows have come, on every rank: from here on the experts' gradients are written.
-    pub fn has_rows(&self) -> bool {
+    pub(crate) fn has_rows(&self) -> bool {
         self.0.load(Ordering::Acquire) >= Self::ROWS
     }
 
     /// No collective is left, so that the other ranks do not hear of what fails from here on.
-    pub fn has_exchanged_all(&self) -> bool {
+    pub(crate) fn has_exchanged_all(&self) -> bool {
         self.0.load(Ordering::Acquire) == Self::ALL
     }
+}
+
+#[cfg(any(feature = "candle", feature = "burn"))]
+impl BackwardProgress {
+    const REFUSED: u8 = 3;
 
     /// The other ranks have been told of a failure after the last collective.
-    pub fn refused(&self) {
+    pub(crate) fn set_refused(&self) {
         self.set(Self::REFUSED);
-    }
-
-    fn set(&self, to: u8) {
-        self.0.store(to, Ordering::Release);
     }
 }
 
@@ -221,14 +229,15 @@ impl<D: Kernels> Context<D> {
     }
 
     /// How far its backward has come, to be asked when it has failed.
-    pub fn progress(&self) -> Arc<BackwardProgress> {
+    #[cfg(any(feature = "candle", feature = "burn"))]
+    pub(crate) fn progress(&self) -> Arc<BackwardProgress> {
         Arc::clone(&self.progress)
     }
 }
 
 /// Which gradients backward shall make. Its collectives run whatever is asked for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Wanted {
+pub struct GradientMask {
     /// Gradient of x.
     pub x: bool,
     /// Gradients of router weight and bias.
@@ -239,7 +248,7 @@ pub struct Wanted {
     pub shared: bool,
 }
 
-impl Wanted {
+impl GradientMask {
     /// Every gradient.
     pub const ALL: Self = Self { x: true, router: true, experts: true, shared: true };
 }
@@ -360,7 +369,7 @@ impl Layer {
         context: Context<D>,
         inputs: Inputs<'_, '_, D>,
         cotangents: Cotangents<'a, D, impl Into<Scalar<'a, D>>>,
-        wanted: Wanted,
+        wanted: GradientMask,
     ) -> Result<Gradients<D>> {
         backward::backward(self, group, context, inputs, cotangents.scalar(), wanted, GradientsMut::none())
     }
@@ -376,7 +385,7 @@ impl Layer {
         context: Context<D>,
         inputs: Inputs<'_, '_, D>,
         cotangents: Cotangents<'_, D, Scalar<'_, D>>,
-        wanted: Wanted,
+        wanted: GradientMask,
         given: GradientsMut<'_, D>,
     ) -> Result<Gradients<D>> {
         backward::backward(self, group, context, inputs, cotangents, wanted, given)
@@ -398,7 +407,7 @@ impl Layer {
     }
 
     /// True where kept weights are scaled to the sum they had before dropping.
-    fn keeps_sum(&self) -> bool {
+    fn renormalizes_kept(&self) -> bool {
         self.config.router.expert_capacity.is_some_and(|c| c.renormalize)
     }
 

@@ -40,27 +40,29 @@ impl Layer {
 
 /// A call of a layer that an adapter is about to make, and that the other ranks may be in already: what fails before
 /// the layer is [entered](Self::enter), which tells its own errors, is told to them.
+#[cfg(any(feature = "candle", feature = "burn"))]
 #[derive(Debug)]
-pub struct RefusalGuard<'a, D: Kernels> {
+pub(crate) struct RefusalGuard<'a, D: Kernels> {
     layer: &'a Layer,
     group: &'a mut Group<D>,
     op: Op,
     entered: bool,
 }
 
+#[cfg(any(feature = "candle", feature = "burn"))]
 impl<'a, D: Kernels> RefusalGuard<'a, D> {
     /// Of [`Layer::forward`].
-    pub fn forward(layer: &'a Layer, group: &'a mut Group<D>) -> Self {
+    pub(crate) fn forward(layer: &'a Layer, group: &'a mut Group<D>) -> Self {
         Self { layer, group, op: Op::Prepare, entered: false }
     }
 
     /// Of [`Layer::backward`].
-    pub fn backward(layer: &'a Layer, group: &'a mut Group<D>) -> Self {
+    pub(crate) fn backward(layer: &'a Layer, group: &'a mut Group<D>) -> Self {
         Self { layer, group, op: Op::CombineBwd, entered: false }
     }
 
     /// Of a part of the layer that begins with the collective `op`.
-    pub fn of(layer: &'a Layer, group: &'a mut Group<D>, op: Op) -> Self {
+    pub(crate) fn of(layer: &'a Layer, group: &'a mut Group<D>, op: Op) -> Self {
         Self { layer, group, op, entered: false }
     }
 
@@ -68,18 +70,18 @@ impl<'a, D: Kernels> RefusalGuard<'a, D> {
     ///
     /// # Errors
     /// The work's, which the other ranks are told where the layer was not entered.
-    pub fn run<T>(mut self, work: impl FnOnce(&mut Self) -> Result<T>) -> Result<T> {
+    pub(crate) fn run<T>(mut self, work: impl FnOnce(&mut Self) -> Result<T>) -> Result<T> {
         let result = work(&mut self);
         if self.entered { result } else { refuse_on_error(self.layer, self.group, self.op, result) }
     }
 
     /// The group's device.
-    pub fn device(&self) -> &D {
+    pub(crate) fn device(&self) -> &D {
         self.group.device()
     }
 
     /// The group, for the layer's call.
-    pub fn enter(&mut self) -> &mut Group<D> {
+    pub(crate) fn enter(&mut self) -> &mut Group<D> {
         self.entered = true;
         self.group
     }

@@ -10,17 +10,17 @@ use super::Layer;
 ///
 /// Numbers tell the layers of a group apart, in tags and errors. All ranks make the same layers in the same order.
 #[derive(Debug, Clone)]
-pub struct LayerSpec(Given);
+pub struct LayerSpec(SpecKind);
 
 #[derive(Debug, Clone)]
-enum Given {
+enum SpecKind {
     Config(MoeConfig),
     Layer(Layer),
 }
 
 impl From<MoeConfig> for LayerSpec {
     fn from(config: MoeConfig) -> Self {
-        Self(Given::Config(config))
+        Self(SpecKind::Config(config))
     }
 }
 
@@ -32,7 +32,7 @@ impl From<&MoeConfig> for LayerSpec {
 
 impl From<Layer> for LayerSpec {
     fn from(layer: Layer) -> Self {
-        Self(Given::Layer(layer))
+        Self(SpecKind::Layer(layer))
     }
 }
 
@@ -40,16 +40,16 @@ impl LayerSpec {
     /// Sizes and formulas.
     pub fn config(&self) -> &MoeConfig {
         match &self.0 {
-            Given::Config(config) => config,
-            Given::Layer(layer) => layer.config(),
+            SpecKind::Config(config) => config,
+            SpecKind::Layer(layer) => layer.config(),
         }
     }
 
     /// The number that the layer has already.
     pub fn number(&self) -> Option<u32> {
         match &self.0 {
-            Given::Config(_) => None,
-            Given::Layer(layer) => Some(layer.number()),
+            SpecKind::Config(_) => None,
+            SpecKind::Layer(layer) => Some(layer.number()),
         }
     }
 
@@ -59,8 +59,8 @@ impl LayerSpec {
     /// As [`Layer::new`].
     pub fn layer(self, number: u32) -> Result<Layer> {
         match self.0 {
-            Given::Config(config) => Layer::new(config, number),
-            Given::Layer(layer) => Ok(layer),
+            SpecKind::Config(config) => Layer::new(config, number),
+            SpecKind::Layer(layer) => Ok(layer),
         }
     }
 }

@@ -11,7 +11,7 @@ use crate::kernels::optimizer::{
 };
 use crate::tensor::{Tensor, TensorMut, TensorRef};
 
-use super::norm::{Held, NormPlan, NormStep, exchange, owners};
+use super::norm::{NormPlan, NormStep, RankRows, exchange, owners};
 use super::{AdamWOptions, GroupOptions, ParamSpec, StepDevice, StepStats};
 
 const CALL: &str = "AdamW";
@@ -25,7 +25,7 @@ pub struct AdamW<D: StepDevice> {
     specs: Vec<ParamSpec>,
     params: Vec<ParamState<D>>,
     norm: Option<NormPlan<D>>,
-    held: Held,
+    rank_rows: RankRows,
     comm: Option<Box<dyn Communicator<D>>>,
     /// The device, and that of the communicator's work.
     streams: Arc<StreamPair<D>>,
@@ -80,10 +80,10 @@ impl<D: StepDevice> AdamW<D> {
             }
             return Err(error);
         }
-        let (held, rank): (Held, usize) =
+        let (rank_rows, rank): (RankRows, usize) =
             exchange(device, comm.as_deref_mut(), &specs, &fingerprint(&options, groups))?;
         let norm = match options.has_norm() {
-            true => Some(NormPlan::new(device, &specs, &held, rank)?),
+            true => Some(NormPlan::new(device, &specs, &rank_rows, rank)?),
             false => None,
         };
         let params = specs.iter().map(|spec| {
@@ -101,7 +101,7 @@ impl<D: StepDevice> AdamW<D> {
             specs,
             params,
             norm,
-            held,
+            rank_rows,
             streams: StreamPair::new(device, comm.as_ref().and_then(|comm| comm.device())),
             comm,
             settings: settings(device, groups)?,
@@ -364,7 +364,7 @@ impl<D: StepDevice> AdamW<D> {
 
     /// The ranks that hold a parameter, with their rows, in the rows' order; each row once.
     pub(crate) fn owners(&self, param: usize) -> Result<Vec<(usize, std::ops::Range<usize>)>> {
-        owners(self.spec(param)?, &self.held, param)
+        owners(self.spec(param)?, &self.rank_rows, param)
     }
 
     /// This rank.

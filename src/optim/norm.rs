@@ -35,12 +35,12 @@ struct OwnNodes {
 }
 
 /// Rows of each parameter that each rank holds.
-pub(super) type Held = Vec<Vec<Range<usize>>>;
+pub(super) type RankRows = Vec<Vec<Range<usize>>>;
 
 impl<D: StepDevice> NormPlan<D> {
-    /// `held[rank][parameter]`, of all ranks.
-    pub(super) fn new(device: &D, specs: &[ParamSpec], held: &Held, rank: usize) -> Result<Self> {
-        let heights: Vec<u32> = (0..specs.len()).map(|p| height(&specs[p], held.iter().map(|h| &h[p]))).collect();
+    /// `rank_rows[rank][parameter]`, of all ranks.
+    pub(super) fn new(device: &D, specs: &[ParamSpec], rank_rows: &RankRows, rank: usize) -> Result<Self> {
+        let heights: Vec<u32> = (0..specs.len()).map(|p| height(&specs[p], rank_rows.iter().map(|h| &h[p]))).collect();
         let layout = |parts: &[Range<usize>]| {
             let mut next = 0;
             let mut firsts = Vec::with_capacity(parts.len());
@@ -50,19 +50,19 @@ impl<D: StepDevice> NormPlan<D> {
             }
             (firsts, next)
         };
-        let layouts: Vec<_> = held.iter().map(|parts| layout(parts)).collect();
+        let layouts: Vec<_> = rank_rows.iter().map(|parts| layout(parts)).collect();
         // Equal blocks for the all-gather.
         let block = layouts.iter().map(|(_, count)| *count).max().unwrap_or(0).max(1);
         let (mut order, mut starts) = (Vec::new(), vec![0]);
         for (p, (spec, height)) in specs.iter().zip(&heights).enumerate() {
-            for (owner, rows) in owners(spec, held, p)? {
+            for (owner, rows) in owners(spec, rank_rows, p)? {
                 let first = owner * block + layouts[owner].0[p];
                 let count = nodes(rows.len() * leaves_of_row(spec), *height);
                 order.extend((first..first + count).map(|at| at as i32));
             }
             starts.push(order.len() as i32);
         }
-        if i32::try_from(held.len().saturating_mul(block)).is_err() || i32::try_from(order.len()).is_err() {
+        if i32::try_from(rank_rows.len().saturating_mul(block)).is_err() || i32::try_from(order.len()).is_err() {
             return Err(Error::invalid(CALL, "parameters", "cuts of at most 2^31 sums", order.len()));
         }
         let put = |values: Vec<i32>| {
@@ -74,7 +74,7 @@ impl<D: StepDevice> NormPlan<D> {
         Ok(Self {
             own: own.collect(),
             nodes: Tensor::zeros(device, DType::F64, &[block])?,
-            gathered: match held.len() {
+            gathered: match rank_rows.len() {
                 1 => None,
                 ranks => Some(Tensor::empty(device, DType::F64, &[ranks * block])?),
             },
@@ -151,9 +151,9 @@ fn height<'h>(spec: &ParamSpec, parts: impl Iterator<Item = &'h Range<usize>>) -
 
 /// The ranks that count for a parameter, with their rows, in the rows' order: of those that hold the same rows the
 /// first.
-pub(super) fn owners(spec: &ParamSpec, held: &Held, p: usize) -> Result<Vec<(usize, Range<usize>)>> {
+pub(super) fn owners(spec: &ParamSpec, rank_rows: &RankRows, p: usize) -> Result<Vec<(usize, Range<usize>)>> {
     let mut parts: Vec<(usize, Range<usize>)> =
-        held.iter().map(|parts| parts[p].clone()).enumerate().filter(|(_, rows)| !rows.is_empty()).collect();
+        rank_rows.iter().map(|parts| parts[p].clone()).enumerate().filter(|(_, rows)| !rows.is_empty()).collect();
     parts.sort_by_key(|(rank, rows)| (rows.start, rows.end, *rank));
     parts.dedup_by(|next, first| next.1 == first.1);
     let mut end = 0;
@@ -180,7 +180,7 @@ pub(super) fn exchange<D: StepDevice>(
     comm: Option<&mut (dyn Communicator<D> + 'static)>,
     specs: &[ParamSpec],
     options: &[u64],
-) -> Result<(Held, usize)> {
+) -> Result<(RankRows, usize)> {
     let own: Vec<Range<usize>> = specs.iter().map(|spec| spec.shard.rows()).collect();
     let Some(comm) = comm.filter(|comm| comm.size() > 1) else { return Ok((vec![own], 0)) };
     let (ranks, rank) = (comm.size(), comm.rank());

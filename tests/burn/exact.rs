@@ -8,7 +8,7 @@ use moebius::MoeConfig;
 use moebius::burn::{ExpertParallelMoE, ExpertParallelMoEConfig};
 use moebius::checkpoint::BlockParams;
 use moebius::config::Payload;
-use moebius::layer::{Cotangents, Inputs, Layer, Mode, Wanted};
+use moebius::layer::{Cotangents, GradientMask, Inputs, Layer, Mode};
 
 use super::support::*;
 use crate::trials::tests;
@@ -54,7 +54,7 @@ fn as_the_core(config: &MoeConfig, dtype: moebius::DType) {
             let inputs = Inputs { x: x.view(), params: &params };
             let cotangents = Cotangents { y: Some(c.view()), aux: 1.0 };
             let context = out.context.take().unwrap();
-            let grads = layer.backward(&mut group, context, inputs, cotangents, Wanted::ALL).unwrap();
+            let grads = layer.backward(&mut group, context, inputs, cotangents, GradientMask::ALL).unwrap();
             (out, grads)
         };
 

@@ -66,7 +66,7 @@ fn both_forms(source: &Checkpoint) -> [BlockParams; 2] {
 
 /// A process that saves one form after another is killed 500 times: each time the folder is wholly one form, for this
 /// crate and for a program that opens the files by their names. Every other kill hits a save into a folder with a
-/// subfolder, which no stand-in can show: there the other program may find no configuration, but never parts of both
+/// subfolder, which no snapshot can show: there the other program may find no configuration, but never parts of both
 /// forms.
 #[cfg(unix)]
 #[test]
@@ -141,7 +141,7 @@ fn killed_saves_leave_one_form_whole() {
             }
             Err(error) => assert!(!stands_in && error.kind() == std::io::ErrorKind::NotFound, "kill {kill}: {error}"),
         }
-        // A stand-in would be without it.
+        // A snapshot would be without it.
         assert!(!subfolder || fs::read_to_string(dir.join("runs/log")).is_ok(), "kill {kill}: another folder's name");
         assert_eq!(fs::read_to_string(dir.join("tokenizer.json")).unwrap(), "{}");
     }

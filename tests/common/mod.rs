@@ -16,7 +16,7 @@ use moebius::checkpoint::BlockParams;
 use moebius::config::MoeConfig;
 use moebius::cpu::Cpu;
 use moebius::ep::{DispatcherKind, Group, GroupConfig};
-use moebius::layer::{Cotangents, DispatchOptions, Inputs, Layer, Mode, Noise, ParamKind, ParamViews, Wanted};
+use moebius::layer::{Cotangents, DispatchOptions, GradientMask, Inputs, Layer, Mode, Noise, ParamKind, ParamViews};
 use moebius::quant::Quantized;
 use moebius::{DType, Error};
 
@@ -219,7 +219,7 @@ fn one_rank<D: Target>(
         let context = forward.context.expect("forward keeps a context where backward follows");
         let inputs = Inputs { x: x.view(), params: &params };
         let cotangents = Cotangents { y: dy.map(|t| t.view()), aux };
-        let wanted = Wanted { experts: quantized.is_none(), ..Wanted::ALL };
+        let wanted = GradientMask { experts: quantized.is_none(), ..GradientMask::ALL };
         let mut g = layer.backward(group, context, inputs, cotangents, wanted)?;
         let of_params = ParamKind::ALL.into_iter().map(|kind| (kind.name(), g.take(kind))).collect::<Vec<_>>();
         let others = [("x", g.x), ("logits", Some(g.logits)), ("weights", Some(g.weights))];

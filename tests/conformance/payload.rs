@@ -7,7 +7,7 @@
 
 use moebius::config::{MoeConfig, Payload, SharedConfig, WeightAt};
 use moebius::ep::{Capacity, GroupConfig, Overflow, Reporting};
-use moebius::layer::{Cotangents, DispatchOptions, Inputs, Layer, Mode, ParamKind, ParamViews, Wanted};
+use moebius::layer::{Cotangents, DispatchOptions, GradientMask, Inputs, Layer, Mode, ParamKind, ParamViews};
 use moebius::quant::{
     DequantizeMxfp8, Direction, Matrix, Mxfp8, Mxfp8Tensors, Nvfp4, Nvfp4Tensors, Quantize, QuantizeMxfp8,
 };
@@ -155,7 +155,7 @@ fn step<D: Target>(
     let Some(context) = forward.context else { return Ok(results) };
     let inputs = Inputs { x: x.view(), params: &params };
     let cotangents = Cotangents { y: Some(d_y.view()), aux: 0.0 };
-    let mut d = layer.backward(&mut r.group, context, inputs, cotangents, Wanted::ALL)?;
+    let mut d = layer.backward(&mut r.group, context, inputs, cotangents, GradientMask::ALL)?;
     for (name, t) in [("d x", d.x.take()), ("d weights", Some(d.weights))] {
         results.push((name, bytes(t.as_ref().expect("a gradient"))?));
     }

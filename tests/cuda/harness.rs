@@ -5,7 +5,7 @@ use moebius::cpu::Cpu;
 use moebius::cuda::Cuda;
 use moebius::ep::{Group, GroupConfig};
 use moebius::kernels::Kernels;
-use moebius::layer::{Cotangents, DispatchOptions, Inputs, Layer, Mode, Noise, ParamKind, ParamViews, Wanted};
+use moebius::layer::{Cotangents, DispatchOptions, GradientMask, Inputs, Layer, Mode, Noise, ParamKind, ParamViews};
 use moebius::{DType, Error, Result, Tensor};
 
 use crate::conformance::seed;
@@ -162,7 +162,7 @@ pub fn run<D: Kernels>(
     };
     let inputs = Inputs { x: x.view(), params: &params };
     let cotangents = Cotangents { y: Some(d_y.view()), aux: 0.7 };
-    let mut gradients = layer.backward(group, context, inputs, cotangents, Wanted::ALL)?;
+    let mut gradients = layer.backward(group, context, inputs, cotangents, GradientMask::ALL)?;
     if let Some(d_x) = &gradients.x {
         keep("d_x", d_x)?;
     }

@@ -5,7 +5,7 @@ use moebius::config::MoeConfig;
 use moebius::cpu::Cpu;
 use moebius::cuda::Cuda;
 use moebius::kernels::{GatherRows, Kernels, Origin};
-use moebius::layer::{Cotangents, Inputs, Layer, Mode, ParamKind, ParamViews, Wanted};
+use moebius::layer::{Cotangents, GradientMask, Inputs, Layer, Mode, ParamKind, ParamViews};
 use moebius::{DType, Result, Tensor};
 
 use crate::harness::{Case, Data, Random, Results, compare, distance, group_config, on_cpu, tests, tolerance};
@@ -95,7 +95,7 @@ fn sampled_on_gpu(cuda: &Cuda, case: &Case, data: &Data, sample: &[usize], token
     let forward = layer.forward(&mut group, Mode { backward: true, noise: None }, x.view(), &params)?;
     let (inputs, cotangents) = (Inputs { x: x.view(), params: &params }, Cotangents { y: Some(d_y.view()), aux: 0.0 });
     let context = forward.context.expect("a context");
-    let mut gradients = layer.backward(&mut group, context, inputs, cotangents, Wanted::ALL)?;
+    let mut gradients = layer.backward(&mut group, context, inputs, cotangents, GradientMask::ALL)?;
 
     let at = |t: &Tensor<Cuda>| -> Result<Vec<f64>> {
         let rows = rows_of(cuda, t, sample.iter().map(|&t| t as i32).collect())?;
@@ -150,7 +150,7 @@ fn last_expert(cuda: &Cuda, config: &MoeConfig) -> Result<()> {
     assert!(ids.iter().all(|id| *id as usize + 1 == experts), "{ids:?}");
     let (inputs, cotangents) = (Inputs { x: x.view(), params: &params }, Cotangents { y: Some(d_y.view()), aux: 0.0 });
     let context = forward.context.expect("a context");
-    let mut gradients = layer.backward(&mut group, context, inputs, cotangents, Wanted::ALL)?;
+    let mut gradients = layer.backward(&mut group, context, inputs, cotangents, GradientMask::ALL)?;
 
     let check = |key: &str, found: &[f64]| {
         let (_, expected) = cpu.iter().find(|(k, _)| k == key).expect("the same results");

@@ -3,7 +3,7 @@
 use moebius::config::MoeConfig;
 use moebius::cuda::Cuda;
 use moebius::ep::DispatcherKind;
-use moebius::layer::{Cotangents, Inputs, Layer, Mode, ParamKind, ParamViews, StepSizes, Wanted};
+use moebius::layer::{Cotangents, GradientMask, Inputs, Layer, Mode, ParamKind, ParamViews, StepSizes};
 use moebius::{DType, Result, Tensor};
 
 use crate::harness::{Case, Data, group_config, tests};
@@ -47,7 +47,7 @@ fn step(cuda: &Cuda, k: usize) -> Result<Taken> {
     let most = (planned.passing + y) / 8 * 9 + 64 * TOKENS * k;
     assert!(passing <= most && passing >= planned.passing, "K = {k}: {passing} beside what is kept, planned {most}");
     let (inputs, cotangents) = (Inputs { x: x.view(), params: &params }, Cotangents { y: Some(d_y.view()), aux: 0.0 });
-    let gradients = layer.backward(&mut group, context, inputs, cotangents, Wanted::ALL)?;
+    let gradients = layer.backward(&mut group, context, inputs, cotangents, GradientMask::ALL)?;
     cuda.check()?;
     let of = |t: &Option<Tensor<Cuda>>| t.as_ref().map_or(0, Tensor::bytes);
     let results = of(&gradients.up) + of(&gradients.down) + of(&gradients.router);

@@ -110,7 +110,7 @@ fn quantized_weights_stay_so_in_a_chain() {
     use moebius::Tensor as Any;
     use moebius::ep::{Group, GroupConfig};
     use moebius::etp::{Chain, Phase};
-    use moebius::layer::{Cotangents, Inputs, Layer, Mode, Params, PerParam, Wanted};
+    use moebius::layer::{Cotangents, GradientMask, Inputs, Layer, Mode, Params, PerParam};
     use moebius::weights::WeightSource;
 
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden");
@@ -141,7 +141,7 @@ fn quantized_weights_stay_so_in_a_chain() {
             pass(Phase::Backward);
             let inputs = Inputs { x: x.view(), params: &params };
             let cotangents = Cotangents { y: Some(d_y.view()), aux: 0.0 };
-            let wanted = Wanted { experts: false, ..Wanted::ALL };
+            let wanted = GradientMask { experts: false, ..GradientMask::ALL };
             let context = forward.context.unwrap();
             let gradients = moe.backward(&mut group, context, inputs, cotangents, wanted).unwrap();
             end();

@@ -11,7 +11,7 @@ use moebius::checkpoint::{Checkpoint, LoadOptions};
 use moebius::cpu::Cpu;
 use moebius::ep::{Group, GroupConfig};
 use moebius::etp::{EtpOptions, Payload, Phase};
-use moebius::layer::{Cotangents, Inputs, Layer, Mode, ParamKind, Wanted};
+use moebius::layer::{Cotangents, GradientMask, Inputs, Layer, Mode, ParamKind};
 
 use super::random::Random;
 use super::test_ranks::{MINUTE, ranks};
@@ -48,7 +48,7 @@ fn a_module_of_quantized_shards_is_the_layer_of_the_block() {
             let forward = layer.forward(&mut group, mode, x.view(), &params).unwrap();
             let inputs = Inputs { x: x.view(), params: &params };
             let cotangents = Cotangents { y: Some(d_y.view()), aux: 0.0 };
-            let wanted = Wanted { experts: false, ..Wanted::ALL };
+            let wanted = GradientMask { experts: false, ..GradientMask::ALL };
             let context = forward.context.unwrap();
             let found = layer.backward(&mut group, context, inputs, cotangents, wanted).unwrap();
             [own_bits(&forward.y), own_bits(found.x.as_ref().unwrap()), own_bits(found.router.as_ref().unwrap())]

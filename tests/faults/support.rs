@@ -8,7 +8,9 @@ use std::time::Duration;
 use moebius::checkpoint::BlockParams;
 use moebius::cpu::{Cpu, ThreadComm, ThreadWorld};
 use moebius::ep::{DispatcherKind, Group, GroupConfig};
-use moebius::layer::{Context, Cotangents, Gradients, Inputs, Layer, Mode, ParamKind, ParamViews, Params, Wanted};
+use moebius::layer::{
+    Context, Cotangents, GradientMask, Gradients, Inputs, Layer, Mode, ParamKind, ParamViews, Params,
+};
 use moebius::weights::{WeightGuard, WeightSource};
 use moebius::{DType, Error, MoeConfig, Result, Tensor, TensorRef};
 
@@ -143,7 +145,7 @@ impl<D: Target> Rank<D> {
         d_y: &Tensor<D>,
     ) -> Result<Gradients<D>> {
         let (inputs, cotangents) = (Inputs { x: x.view(), params }, Cotangents { y: Some(d_y.view()), aux: 0.0 });
-        self.layer.backward(&mut self.group, context, inputs, cotangents, Wanted::ALL)
+        self.layer.backward(&mut self.group, context, inputs, cotangents, GradientMask::ALL)
     }
 
     /// A whole step with good input, whose gradient of y is the tokens.

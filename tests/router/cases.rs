@@ -190,7 +190,7 @@ fn no_tokens<D: Target>(device: &D) {
     let (ids, w) = d.route(&router(4, 2, Score::Softmax), &[], None, None).unwrap();
     assert!(ids.is_empty() && w.is_empty());
     assert!(d.route_bwd(&router(4, 2, Score::Softmax), &[], &[], &[], None, None).unwrap().is_empty());
-    assert!(d.keep_sum(2, &[], &[], None).unwrap().is_empty());
+    assert!(d.renormalize_kept(2, &[], &[], None).unwrap().is_empty());
 }
 
 /// Every formula gives finite weights and gradients on infinite logits, as the limit would.
@@ -330,9 +330,9 @@ fn kept_sum<D: Target>(device: &D) {
     let kept = [3, -1, 1, -1, -1, -1, 0, 1, 2, 0, 1, -1];
     // 1/0.75 of the kept; nothing left; nothing dropped; nothing to scale.
     let want = [0.5 / 0.75, 0.0, 0.25 / 0.75, 0.0, 0.0, 0.0, 0.5, 0.3, 0.2, 0.0, 0.0, 0.0];
-    close("kept", &d.keep_sum(3, &w, &kept, None).unwrap(), &want, D::bound(1e-15, EXACT_F32));
+    close("kept", &d.renormalize_kept(3, &w, &kept, None).unwrap(), &want, D::bound(1e-15, EXACT_F32));
     let grad: Vec<f64> = (1..=12).map(f64::from).collect();
-    let got = d.keep_sum(3, &w, &kept, Some(&grad)).unwrap();
+    let got = d.renormalize_kept(3, &w, &kept, Some(&grad)).unwrap();
     // Token 0: D = 3/4, S = 1, Σ g·w = 0.5 + 0.75 = 1.25. All get 1.25/D = 5/3; the kept also g·S/D − 1.25·S/D².
     let first = [5.0 / 3.0 + 4.0 / 3.0 - 20.0 / 9.0, 5.0 / 3.0, 5.0 / 3.0 + 4.0 - 20.0 / 9.0];
     close("first", &got[..3], &first, D::bound(4e-15, 4.0 * EXACT_F32));

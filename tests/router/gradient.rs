@@ -133,7 +133,7 @@ fn check_with_bias<D: Target>(d: &On<D>, case: &Case, bias: Option<&[f64]>) {
     close(&format!("{c:?}"), &got, &want, tolerance::<D>());
 }
 
-/// Weights scaled after a drop: through `keep_sum` and the router.
+/// Weights scaled after a drop: through `renormalize_kept` and the router.
 fn kept_sum<D: Target>(device: &D) {
     let d = On::wide(device);
     for family in FAMILIES {
@@ -146,11 +146,11 @@ fn kept_sum<D: Target>(device: &D) {
             let cotangent: Vec<f64> = ids.iter().map(|_| n.unit()).collect();
             let loss = |l: &[f64]| {
                 let w = exact().route(c, l, bias(&case), None).unwrap().1;
-                exact().keep_sum(k, &w, &kept, None).unwrap().iter().zip(&cotangent).map(|(w, c)| w * c).sum()
+                exact().renormalize_kept(k, &w, &kept, None).unwrap().iter().zip(&cotangent).map(|(w, c)| w * c).sum()
             };
             let want = differences(&case.logits, loss);
             let weights = d.route(c, &case.logits, bias(&case), None).unwrap().1;
-            let d_weights = d.keep_sum(k, &weights, &kept, Some(&cotangent)).unwrap();
+            let d_weights = d.renormalize_kept(k, &weights, &kept, Some(&cotangent)).unwrap();
             let got = d.route_bwd(c, &case.logits, &ids, &d_weights, None, None).unwrap();
             close(&format!("{case:?}"), &got, &want, 10.0 * tolerance::<D>()); // ratios of sums enlarge the loss
         }

@@ -12,7 +12,7 @@ mod register_kernel;
 use devices::Target;
 use moebius::config::{AuxConfig, BalanceKind, GroupLimit, GroupScore, Renorm, RouterConfig, Score};
 use moebius::ep::Reporting;
-use moebius::kernels::{AuxBwd, AuxSums, AuxTotal, Jitter, KeepSum, Origin, Route, RouteBwd, Scalar};
+use moebius::kernels::{AuxBwd, AuxSums, AuxTotal, Jitter, Origin, RenormalizeKept, Route, RouteBwd, Scalar};
 use moebius::{DType, Error, Result, Tensor};
 
 /// Origin that errors name.
@@ -197,18 +197,18 @@ impl<D: Target> On<D> {
         self.done(self.device.aux_sums(call), &out)
     }
 
-    fn keep_sum(&self, k: usize, weights: &[f64], kept: &[i32], grad: Option<&[f64]>) -> Result<Vec<f64>> {
+    fn renormalize_kept(&self, k: usize, weights: &[f64], kept: &[i32], grad: Option<&[f64]>) -> Result<Vec<f64>> {
         let dims = [weights.len() / k, k];
         let (weights, kept) = (self.put(weights, &dims)?, self.ids(kept, &dims)?);
         let grad = grad.map(|g| self.put(g, &dims)).transpose()?;
         let mut out = self.empty(&dims)?;
-        let call = KeepSum {
+        let call = RenormalizeKept {
             weights: weights.view(),
             kept: kept.view(),
             grad: grad.as_ref().map(Tensor::view),
             out: out.view_mut(),
         };
-        self.done(self.device.keep_sum(call), &out)
+        self.done(self.device.renormalize_kept(call), &out)
     }
 }
 

@@ -33,7 +33,7 @@ pub(super) fn lock(dir: &Path) -> std::result::Result<Option<Lock>, CheckpointEr
         Ok(()) => {}
     }
     let file = Lock(file);
-    // Another folder has taken the name meanwhile: another saver's stand-in.
+    // Another folder has taken the name meanwhile: another saver's snapshot.
     let meta = |meta: io::Result<Metadata>| meta.map_err(|e| io_error(dir, e));
     match same_file(&meta(file.0.metadata())?, &meta(fs::metadata(dir))?) {
         true => Ok(Some(file)),

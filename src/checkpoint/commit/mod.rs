@@ -5,15 +5,15 @@
 //! when:
 //!
 //! 1. Every new file is written and synced in a folder of its own in the target, [`STAGING`].
-//! 2. Where the system can exchange two names (`renameat2` of Linux), a *stand-in* is made beside the target: a folder
+//! 2. Where the system can exchange two names (`renameat2` of Linux), a *snapshot* is made beside the target: a folder
 //!    of links to the new files and to those files of the target that are not the checkpoint's. It takes the target's
-//!    name, and the target that of the stand-in, in one step.
+//!    name, and the target that of the snapshot, in one step.
 //! 3. A [`Manifest`] is written in the target, then the old files go, config.json first, and the new ones take their
 //!    names, config.json last.
-//! 4. The target and its stand-in change names again, and the stand-in goes.
+//! 4. The target and its snapshot change names again, and the snapshot goes.
 //!
 //! So the target stays the folder that it was, with its permissions, its subfolders and whoever stands in it, and
-//! nothing in it that is not the checkpoint's is touched. No stand-in is made where one could not show all that the
+//! nothing in it that is not the checkpoint's is touched. No snapshot is made where one could not show all that the
 //! target holds (a subfolder, extended attributes, files that this user may not link, a mount point), nor on other
 //! systems. Then the target has no config.json during step 3. This crate's reader goes by the manifest and finds the
 //! new checkpoint; another program finds none for that moment, but never parts of both.
@@ -23,7 +23,7 @@
 mod kill_point;
 mod lock;
 mod replace;
-mod stand_in;
+mod snapshot;
 mod system;
 
 use std::fs::{self, File};
@@ -37,7 +37,7 @@ use crate::error::Result;
 use kill_point::{step, stopped};
 use lock::{Lock, lock};
 use replace::{owned, replace, sync};
-use stand_in::{StandIn, recover};
+use snapshot::{Snapshot, recover};
 
 const BUFFER: usize = 1 << 20;
 /// Bytes between two syncs of a file.
@@ -101,12 +101,12 @@ impl Save {
     fn commit(&mut self, manifest: &Manifest) -> io::Result<()> {
         sync(&self.target.join(STAGING))?;
         step("staged")?;
-        let standin = StandIn::show(&self.target, manifest)?;
+        let snapshot = Snapshot::show(&self.target, manifest)?;
         self.unchanged = false;
-        match standin {
-            Some(standin) => {
-                replace(&standin.other, manifest)?;
-                standin.end(&self.target)?;
+        match snapshot {
+            Some(snapshot) => {
+                replace(&snapshot.other, manifest)?;
+                snapshot.end(&self.target)?;
             }
             None => replace(&self.target, manifest).inspect_err(|_| {
                 // Nothing has changed before the manifest counts.
@@ -194,7 +194,7 @@ mod tests {
     const B: [&str; 5] = [CONFIG, QUANTIZATION, INDEX, "model-1-of-2.safetensors", "model-2-of-2.safetensors"];
 
     /// A save that ends at any of its steps leaves one form or the other whole, and the user's files; the next save
-    /// leaves nothing of it. With a subfolder there is no stand-in.
+    /// leaves nothing of it. With a subfolder there is no snapshot.
     #[test]
     fn ends_at_every_step() {
         for subfolder in [false, true] {
@@ -220,7 +220,7 @@ mod tests {
                     assert!(forms[0] != forms[1], "step {at}: {forms:?}, {result:?}");
                     seen[usize::from(forms[1])] += 1;
                     let whole = is(&dir, old, "a", false) || is(&dir, new, "b", false);
-                    // Without a stand-in another program may find no config.json, never parts of both.
+                    // Without a snapshot another program may find no config.json, never parts of both.
                     assert!(
                         whole || (subfolder && !dir.join(CONFIG).exists()) || forms[1] && is(&dir, old, "a", false)
                     );

@@ -80,7 +80,7 @@ pub(super) fn discard(dir: &Path, into: Option<&Path>) -> io::Result<()> {
         } else if !entry.file_type()?.is_dir() {
             remove(&path)?;
         }
-        step("an entry of the stand-in gone")?;
+        step("an entry of the snapshot gone")?;
     }
     last.sort();
     for path in last.into_iter().rev() {

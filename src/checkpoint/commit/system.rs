@@ -1,11 +1,11 @@
-//! System calls that a stand-in needs.
+//! System calls that a snapshot needs.
 
 use std::path::Path;
 
 #[cfg(target_os = "linux")]
-pub(super) use linux::{can_stand_in, copy_owner, exchange};
+pub(super) use linux::{can_exchange, copy_owner, exchange};
 #[cfg(not(target_os = "linux"))]
-pub(super) use other::{can_stand_in, copy_owner, exchange};
+pub(super) use other::{can_exchange, copy_owner, exchange};
 
 /// Whether both folders belong to the same user: in a folder that anybody may write to, a stranger may have made one.
 #[cfg(unix)]
@@ -47,7 +47,7 @@ mod linux {
 
     /// Whether a folder beside the target can be just like it: on the same file system, no mount point, no attributes
     /// that a new folder would lack (access lists are such).
-    pub(in crate::checkpoint::commit) fn can_stand_in(target: &Path) -> bool {
+    pub(in crate::checkpoint::commit) fn can_exchange(target: &Path) -> bool {
         let device = |path: &Path| path.metadata().map(|meta| meta.dev());
         let beside =
             target.parent().is_some_and(|parent| matches!((device(parent), device(target)), (Ok(a), Ok(b)) if a == b));
@@ -87,7 +87,7 @@ mod other {
         Err(io::ErrorKind::Unsupported.into())
     }
 
-    pub(in crate::checkpoint::commit) fn can_stand_in(_: &Path) -> bool {
+    pub(in crate::checkpoint::commit) fn can_exchange(_: &Path) -> bool {
         false
     }
 

@@ -15,7 +15,7 @@ use crate::tensor::TensorMut;
 const TASK: usize = 1 << 14;
 
 #[derive(Clone, Copy)]
-enum Elements<'a> {
+enum MatrixElements<'a> {
     F32(&'a [f32]),
     Bf16(&'a [bf16]),
     F16(&'a [f16]),
@@ -24,7 +24,7 @@ enum Elements<'a> {
 /// A matrix whose lines can be read.
 #[derive(Clone, Copy)]
 pub(super) struct Lines<'a> {
-    elements: Elements<'a>,
+    elements: MatrixElements<'a>,
     layout: Layout,
 }
 
@@ -32,9 +32,9 @@ impl<'a> Lines<'a> {
     pub(super) fn of(matrix: Matrix<'a, Cpu>) -> Result<Self> {
         let base = matrix.base();
         let elements = match matrix.dtype() {
-            DType::BF16 => Elements::Bf16(base.as_slice()?),
-            DType::F16 => Elements::F16(base.as_slice()?),
-            _ => Elements::F32(base.as_slice()?),
+            DType::BF16 => MatrixElements::Bf16(base.as_slice()?),
+            DType::F16 => MatrixElements::F16(base.as_slice()?),
+            _ => MatrixElements::F32(base.as_slice()?),
         };
         Ok(Self { elements, layout: matrix.layout() })
     }
@@ -51,9 +51,9 @@ impl<'a> Lines<'a> {
     /// Reads lines to rows of `width` elements each, at least a line's; the rest of a row is not written.
     pub(super) fn load(&self, lines: Range<usize>, width: usize, panel: &mut [f32]) {
         match self.elements {
-            Elements::F32(values) => widen(values, self.layout, lines, width, panel),
-            Elements::Bf16(values) => widen(values, self.layout, lines, width, panel),
-            Elements::F16(values) => widen(values, self.layout, lines, width, panel),
+            MatrixElements::F32(values) => widen(values, self.layout, lines, width, panel),
+            MatrixElements::Bf16(values) => widen(values, self.layout, lines, width, panel),
+            MatrixElements::F16(values) => widen(values, self.layout, lines, width, panel),
         }
     }
 }

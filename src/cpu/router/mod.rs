@@ -8,7 +8,7 @@ mod aux_losses;
 mod backward;
 mod choose;
 pub(crate) mod jitter;
-mod keep;
+mod renormalize;
 mod score;
 mod weights;
 
@@ -27,7 +27,7 @@ use jitter::JitterNoise;
 
 pub(super) use aux_losses::{aux_sums, aux_total};
 pub(super) use backward::route_bwd;
-pub(super) use keep::keep_sum;
+pub(super) use renormalize::renormalize_kept;
 
 /// Tokens a task: enough to hide the cost of a task, few enough to share a small batch.
 const BLOCK: usize = 64;

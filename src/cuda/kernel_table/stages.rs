@@ -190,7 +190,7 @@ pub(in crate::cuda) struct RouterKernels<K> {
     pub(in crate::cuda) route_bwd: K,
     pub(in crate::cuda) route_softmax: K,
     pub(in crate::cuda) route_softmax_bwd: K,
-    pub(in crate::cuda) keep_sum: K,
+    pub(in crate::cuda) renormalize_kept: K,
 }
 
 /// `w4a16_decode.cu`: tiles of 8 rows by four warps, of up to 16 by eight.
@@ -379,7 +379,7 @@ pub(super) fn router<K>(mut stage: Stage<'_, K>) -> Result<RouterKernels<K>> {
         route_bwd: stage.one("route_bwd")?,
         route_softmax: stage.one("route_softmax")?,
         route_softmax_bwd: stage.one("route_softmax_bwd")?,
-        keep_sum: stage.one("keep_sum")?,
+        renormalize_kept: stage.one("renormalize_kept")?,
     })
 }
 

@@ -68,7 +68,7 @@ impl<D: ShardDevice> WeightSource<D> for ShardedWeight<'_, D> {
         let (buffer, step, serial) = inner.acquire(self.id, ahead, self.backward)?;
         let shards = Arc::clone(&self.shards);
         let hold = GatheredWeight { chain: self.chain, buffer: Some(buffer), shards, step, serial };
-        Ok(WeightGuard::leased(Box::new(hold), None))
+        Ok(WeightGuard::acquired(Box::new(hold), None))
     }
 }
 
@@ -174,7 +174,7 @@ impl<D: ShardDevice> ChainState<D> {
         if !self.has_order() {
             let node = self.add_use(id.0, active)?;
             let buffer = self.gather_now(node, active)?;
-            self.hold(node, active, backward);
+            self.advance_pass(node, active, backward);
             return Ok((buffer, Acquisition { node, fetch: true, keep: false }, active.serial));
         }
         let steps = &self.steps[active.phase as usize];
@@ -186,7 +186,7 @@ impl<D: ShardDevice> ChainState<D> {
             return Err(self.order_error(&name, &expected, "another order"));
         };
         let buffer = self.arrive(step, active)?;
-        self.hold(step.node, active, backward);
+        self.advance_pass(step.node, active, backward);
         self.run_ahead(active.cursor + 1, ahead, active);
         Ok((buffer, step, active.serial))
     }
@@ -204,7 +204,7 @@ impl<D: ShardDevice> ChainState<D> {
     }
 
     /// The pass is one acquisition further.
-    fn hold(&mut self, node: usize, active: ActivePass, backward: bool) {
+    fn advance_pass(&mut self, node: usize, active: ActivePass, backward: bool) {
         let of = &mut self.uses[node];
         of.holder = active.serial;
         if active.phase == Phase::Forward && of.backward != backward {

@@ -195,8 +195,8 @@ impl<D: ShardDevice> ChainState<D> {
         let of = |node: &UseState<D>| {
             let spec = &self.weights[node.weight].spec;
             let layer = Some(spec.layer).filter(|layer| *layer != NO_LAYER);
-            let (recompute, held) = (spec.recompute, spec.held);
-            WeightUse { weight: node.weight, layer, recompute, held, backward: node.backward }
+            let (recompute, resident) = (spec.recompute, spec.resident);
+            WeightUse { weight: node.weight, layer, recompute, resident, backward: node.backward }
         };
         self.uses.iter().map(of).collect()
     }

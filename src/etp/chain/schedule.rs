@@ -10,7 +10,7 @@ pub(in crate::etp) struct WeightUse {
     pub layer: Option<u32>,
     pub recompute: bool,
     /// It is in use until the layer's last weight is let go, in both directions.
-    pub held: bool,
+    pub resident: bool,
     /// A backward uses it too.
     pub backward: bool,
 }
@@ -56,17 +56,17 @@ pub(in crate::etp) fn schedule(uses: &[WeightUse], phase: Phase) -> Vec<Acquisit
 fn backward(uses: &[WeightUse]) -> Vec<Acquisition> {
     let mut steps = Vec::new();
     for run in layers(uses).into_iter().rev() {
-        let held = run.clone().filter(|node| uses[*node].held);
-        steps.extend(held.map(|node| Acquisition { node, fetch: true, keep: false }));
-        let recomputed = run.clone().filter(|node| uses[*node].recompute && !uses[*node].held);
+        let resident = run.clone().filter(|node| uses[*node].resident);
+        steps.extend(resident.map(|node| Acquisition { node, fetch: true, keep: false }));
+        let recomputed = run.clone().filter(|node| uses[*node].recompute && !uses[*node].resident);
         steps.extend(recomputed.map(|node| Acquisition { node, fetch: true, keep: true }));
-        let rest = run.rev().filter(|node| !uses[*node].held);
+        let rest = run.rev().filter(|node| !uses[*node].resident);
         steps.extend(rest.map(|node| Acquisition { node, fetch: !uses[node].recompute, keep: false }));
     }
     steps
 }
 
-/// Pairs of links that are in memory at the same time: what is in use, what is kept or held, and what comes next,
+/// Pairs of links that are in memory at the same time: what is in use, what is kept or resident, and what comes next,
 /// `ahead` steps of it.
 fn together(uses: &[WeightUse], schedules: &[Vec<Acquisition>], ahead: usize) -> Vec<(usize, usize)> {
     let mut run_of = vec![0; uses.len()];
@@ -75,13 +75,13 @@ fn together(uses: &[WeightUse], schedules: &[Vec<Acquisition>], ahead: usize) ->
     }
     let mut pairs = Vec::new();
     for steps in schedules {
-        let (mut kept, mut held): (Vec<usize>, Vec<usize>) = (Vec::new(), Vec::new());
+        let (mut kept, mut resident): (Vec<usize>, Vec<usize>) = (Vec::new(), Vec::new());
         for (i, step) in steps.iter().enumerate() {
-            held.retain(|node| run_of[*node] == run_of[step.node]);
-            let mut live: Vec<usize> = kept.iter().chain(&held).copied().collect();
+            resident.retain(|node| run_of[*node] == run_of[step.node]);
+            let mut live: Vec<usize> = kept.iter().chain(&resident).copied().collect();
             live.push(step.node);
-            if uses[step.node].held {
-                held.push(step.node);
+            if uses[step.node].resident {
+                resident.push(step.node);
             }
             live.extend(steps[i + 1..].iter().take(ahead).filter(|next| next.fetch).map(|next| next.node));
             for a in &live {
@@ -163,7 +163,7 @@ mod tests {
 
     fn model(layers: u32, recompute: bool) -> Vec<WeightUse> {
         let two = |l| {
-            let up = WeightUse { weight: 2 * l as usize, layer: Some(l), recompute, held: false, backward: true };
+            let up = WeightUse { weight: 2 * l as usize, layer: Some(l), recompute, resident: false, backward: true };
             let down = WeightUse { weight: up.weight + 1, recompute: false, ..up };
             [up, down]
         };
@@ -186,22 +186,22 @@ mod tests {
 
     /// A router, `up` and `down`, a linear of no layer before and behind.
     fn with_dense(recompute: bool) -> Vec<WeightUse> {
-        let of = |weight, layer, held| {
+        let of = |weight, layer, resident| {
             let recompute = recompute && weight == 2;
-            WeightUse { weight, layer, recompute, held, backward: true }
+            WeightUse { weight, layer, recompute, resident, backward: true }
         };
         vec![of(0, None, false), of(1, Some(7), true), of(2, Some(7), false), of(3, Some(7), false), of(4, None, false)]
     }
 
     #[test]
-    fn what_is_held_comes_first_in_both_directions() {
+    fn resident_weights_come_first_in_both_directions() {
         let uses = with_dense(true);
         assert_eq!(order(&uses, Phase::Forward), [0, 1, 2, 3, 4].map(|n| (n, true, false)));
         let layer = [(1, true, false), (2, true, true), (3, true, false), (2, false, false)];
         let expected = [&[(4, true, false)][..], &layer, &[(0, true, false)]].concat();
         assert_eq!(order(&uses, Phase::Backward), expected);
         // Weights of no layer are no layer of their own together.
-        let dense = [0, 1].map(|weight| WeightUse { layer: None, held: true, ..with_dense(false)[weight] });
+        let dense = [0, 1].map(|weight| WeightUse { layer: None, resident: true, ..with_dense(false)[weight] });
         assert_eq!(order(&dense, Phase::Backward), [1, 0].map(|n| (n, true, false)));
     }
 
@@ -231,16 +231,16 @@ mod tests {
         assert_eq!(gather_parities(&uses, 1, |_, _| true), gather_parities(&with_dense(true), 1, |_, _| true));
     }
 
-    /// A held weight shares memory with no other of its layer, nor with one that is gathered ahead for the next.
+    /// A resident weight shares memory with no other of its layer, nor with one that is gathered ahead for the next.
     #[test]
-    fn what_is_held_has_memory_of_its_own() {
+    fn a_resident_weight_has_memory_of_its_own() {
         for recompute in [false, true] {
             let uses = with_dense(recompute);
             let parity = gather_parities(&uses, 1, |_, _| true);
             for other in [0, 2, 3, 4] {
                 assert_ne!(parity[1], parity[other], "{recompute}: {parity:?}");
             }
-            // The present one, the next, or one that is kept, and the held one.
+            // The present one, the next, or one that is kept, and the resident one.
             assert_eq!(parity.iter().max(), Some(&2), "{parity:?}");
         }
     }

@@ -80,7 +80,7 @@ impl<D: ShardDevice> WeightSource<D> for ShardedQuantized<'_, D> {
     fn acquire(&self) -> Result<WeightGuard<'_, D>> {
         let mut bytes = self.bytes.acquire()?;
         let ready = bytes.ready.take();
-        Ok(WeightGuard::leased(Box::new(GatheredBytes { bytes, weight: &self.weight }), ready))
+        Ok(WeightGuard::acquired(Box::new(GatheredBytes { bytes, weight: &self.weight }), ready))
     }
 
     fn frozen(&self) -> bool {

@@ -57,7 +57,7 @@ impl WindowRing {
 }
 
 #[derive(Debug, Clone, Copy)]
-enum Way {
+enum WindowDirection {
     Incoming,
     Outgoing,
 }
@@ -69,7 +69,7 @@ pub(super) struct WindowPool {
     outgoing: WindowRing,
     bytes: usize,
     /// The way whose turn the collective under way takes, if it takes place.
-    pending: Option<Way>,
+    pending: Option<WindowDirection>,
     /// Rows that had to be copied to or from a window, since the caller's memory was none.
     copies: u64,
 }
@@ -87,8 +87,8 @@ impl WindowPool {
     /// A collective is over. A turn is over on all ranks where it took place, and on none where one of them refused.
     pub(super) fn finish_collective(&mut self, took_place: bool) {
         match self.pending.take().filter(|_| took_place) {
-            Some(Way::Incoming) => self.incoming.turn += 1,
-            Some(Way::Outgoing) => self.outgoing.turn += 1,
+            Some(WindowDirection::Incoming) => self.incoming.turn += 1,
+            Some(WindowDirection::Outgoing) => self.outgoing.turn += 1,
             None => {}
         }
     }
@@ -167,7 +167,7 @@ impl NcclEp {
             Ok((tokens, window_tensor(device, window, bytes, DType::U8, [rows, scale])?))
         });
         let window_rows = self.refuse_own_error_of(step, handle, window_rows)?;
-        self.windows.pending = Some(Way::Incoming);
+        self.windows.pending = Some(WindowDirection::Incoming);
         Ok(Some(window_rows))
     }
 
@@ -204,7 +204,7 @@ impl NcclEp {
                 Some(copied)
             }
         };
-        self.windows.pending = Some(Way::Outgoing);
+        self.windows.pending = Some(WindowDirection::Outgoing);
         Ok(copied)
     }
 

@@ -12,13 +12,13 @@ use super::system::{self, same_owner};
 
 /// A folder that stands at the target's place while the target changes.
 #[derive(Debug)]
-pub(super) struct StandIn {
-    /// Where the target is meanwhile, and the stand-in before and after.
+pub(super) struct Snapshot {
+    /// Where the target is meanwhile, and the snapshot before and after.
     pub(super) other: PathBuf,
     _lock: Option<Lock>,
 }
 
-impl StandIn {
+impl Snapshot {
     /// Where one is made: beside the target.
     fn path(target: &Path) -> Option<PathBuf> {
         let mut name = std::ffi::OsString::from(".");
@@ -29,12 +29,12 @@ impl StandIn {
 
     /// Step 2. `None` where one could not show all that the target holds; the target is then as it was.
     pub(super) fn show(target: &Path, manifest: &Manifest) -> io::Result<Option<Self>> {
-        let Some(other) = Self::path(target).filter(|_| system::can_stand_in(target)) else { return Ok(None) };
+        let Some(other) = Self::path(target).filter(|_| system::can_exchange(target)) else { return Ok(None) };
         if fs::create_dir(&other).is_err() {
             return Ok(None);
         }
         let made = Self::fill(&other, target, manifest).and_then(|lock| {
-            step("stand-in complete")?;
+            step("snapshot complete")?;
             system::exchange(&other, target)?;
             Ok(lock)
         });
@@ -43,7 +43,7 @@ impl StandIn {
                 let shown = Self { other, _lock: lock };
                 // Best effort: what follows is right whichever of both names a crash keeps.
                 let _ = target.parent().map(sync);
-                step("stand-in shown")?;
+                step("snapshot shown")?;
                 Ok(Some(shown))
             }
             Err(e) if stopped() => Err(e),
@@ -88,12 +88,12 @@ impl StandIn {
 /// Finishes or undoes a save that was killed. The caller has locked the target.
 pub(super) fn recover(target: &Path) -> io::Result<()> {
     let pending = Manifest::read(target).map_err(io::Error::other)?;
-    if let Some(other) = StandIn::path(target)
+    if let Some(other) = Snapshot::path(target)
         && other.symlink_metadata().is_ok_and(|meta| meta.is_dir())
         && same_owner(&other, target)
     {
         let _lock = lock(&other).map_err(io::Error::other)?;
-        // A stand-in that has not been shown yet is links alone. Then all new files still lie in the target. Once it
+        // A snapshot that has not been shown yet is links alone. Then all new files still lie in the target. Once it
         // has been shown, both folders may hold what a program has put there; the one at the target's place is
         // complete.
         let shown = other.join(STAGING).is_dir() || !target.join(STAGING).join(CONFIG).exists();

@@ -8,10 +8,10 @@ use candle_core::Tensor;
 use crate::error::Result;
 use crate::layer::PerParam;
 
-/// Somebody who takes gradients of layers as they are made.
-pub(super) trait LayerGradients {
+/// What takes gradients of layers as they are made.
+pub(super) trait GradientHook {
     /// Takes some of the gradients of a layer's call, by parameter; candle is not to have these. Says which.
-    fn take(
+    fn on_gradients(
         &mut self,
         layer: u32,
         params: &PerParam<Option<Tensor>>,
@@ -20,31 +20,31 @@ pub(super) trait LayerGradients {
 }
 
 thread_local! {
-    /// Who takes those of the backward that runs on this thread.
-    static TAKER: RefCell<Option<Rc<RefCell<dyn LayerGradients>>>> = const { RefCell::new(None) };
+    /// That of the backward that runs on this thread.
+    static HOOK: RefCell<Option<Rc<RefCell<dyn GradientHook>>>> = const { RefCell::new(None) };
 }
 
-/// Runs a backward on this thread, whose layers' gradients `taker` may take.
-pub(super) fn during<T>(taker: Rc<RefCell<dyn LayerGradients>>, work: impl FnOnce() -> T) -> T {
-    struct Outer(Option<Rc<RefCell<dyn LayerGradients>>>);
+/// Runs a backward on this thread, whose layers' gradients `hook` may take.
+pub(super) fn with_hook<T>(hook: Rc<RefCell<dyn GradientHook>>, work: impl FnOnce() -> T) -> T {
+    struct Outer(Option<Rc<RefCell<dyn GradientHook>>>);
     impl Drop for Outer {
         fn drop(&mut self) {
-            TAKER.set(self.0.take());
+            HOOK.set(self.0.take());
         }
     }
-    let _outer = Outer(TAKER.replace(Some(taker)));
+    let _outer = Outer(HOOK.replace(Some(hook)));
     work()
 }
 
 /// Offers the gradients of a layer's call; says which of them have been taken.
-pub(super) fn offer(
+pub(super) fn run_hook(
     layer: u32,
     params: &PerParam<Option<Tensor>>,
     gradients: &mut PerParam<Option<Tensor>>,
 ) -> Result<PerParam<bool>> {
-    let taker = TAKER.with_borrow(Option::clone);
-    match taker {
-        Some(taker) => taker.borrow_mut().take(layer, params, gradients),
+    let hook = HOOK.with_borrow(Option::clone);
+    match hook {
+        Some(hook) => hook.borrow_mut().on_gradients(layer, params, gradients),
         None => Ok(PerParam::from_fn(|_| false)),
     }
 }

@@ -4,16 +4,16 @@ use crate::cpu::Cpu;
 use crate::cpu::element::{Acc, with_acc};
 use crate::dtype::DType;
 use crate::error::{Error, Result};
-use crate::kernels::KeepSum;
+use crate::kernels::RenormalizeKept;
 
 use super::check;
 
-pub(in crate::cpu) fn keep_sum(call: KeepSum<'_, Cpu>) -> Result<()> {
-    with_acc!("keep_sum", "tensor weights", call.weights.dtype(), A => keep_sum_as::<A>(call))
+pub(in crate::cpu) fn renormalize_kept(call: RenormalizeKept<'_, Cpu>) -> Result<()> {
+    with_acc!("renormalize_kept", "tensor weights", call.weights.dtype(), A => renormalize_kept_as::<A>(call))
 }
 
-fn keep_sum_as<A: Acc>(call: KeepSum<'_, Cpu>) -> Result<()> {
-    const CALL: &str = "keep_sum";
+fn renormalize_kept_as<A: Acc>(call: RenormalizeKept<'_, Cpu>) -> Result<()> {
+    const CALL: &str = "renormalize_kept";
     let dims = call.weights.dims();
     let &[_, k] = dims else {
         return Err(Error::invalid(CALL, "tensor weights", "shape [T, K]", format!("{dims:?}")));

@@ -1,0 +1,55 @@
+//! A rank's group as a module of a framework holds it.
+
+use crate::ep::{EpGroup, Membership};
+
+use super::group::{ErasedGroup, FrameworkDevice};
+
+/// One rank's group, shared by its layers, with what a framework keeps beside it, `F`: `candle::DeviceGroup` and
+/// `burn::DeviceGroup`. [`on`](Self::on) gives the group back.
+#[derive(Debug, Clone)]
+pub struct DeviceGroup<F> {
+    group: ErasedGroup,
+    pub(crate) framework: F,
+}
+
+impl<F> DeviceGroup<F> {
+    pub(crate) fn of<D: FrameworkDevice>(group: EpGroup<D>, framework: F) -> Self {
+        Self { group: D::erase(group), framework }
+    }
+
+    /// The group itself, if it works on a `D`: for collectives beside the layers' own.
+    pub fn on<D: FrameworkDevice>(&self) -> Option<&EpGroup<D>> {
+        D::downcast(&self.group)
+    }
+
+    /// This rank.
+    pub fn rank(&self) -> usize {
+        self.membership().rank
+    }
+
+    /// Number of ranks.
+    pub fn ranks(&self) -> usize {
+        self.membership().ranks
+    }
+
+    /// Experts of this rank, L = E / R.
+    pub fn local_experts(&self) -> usize {
+        self.membership().local_experts
+    }
+
+    /// The group apart from its device.
+    pub(crate) fn membership(&self) -> &Membership {
+        self.group.membership()
+    }
+
+    /// The group, whatever its device.
+    pub(crate) fn erased(&self) -> &ErasedGroup {
+        &self.group
+    }
+}
+
+impl<F: Clone> From<&DeviceGroup<F>> for DeviceGroup<F> {
+    fn from(group: &DeviceGroup<F>) -> Self {
+        group.clone()
+    }
+}

@@ -1,0 +1,67 @@
+//! Sums of gradients over ranks, a bucket to a collective.
+
+use crate::comm::{Communicator, Op, ReduceOp, Tag};
+use crate::error::{Error, Result};
+use crate::etp::{ShardDevice, StreamPair};
+use crate::tensor::TensorMut;
+
+use super::buckets::{Summand, buckets};
+
+/// The name of the call in errors.
+pub(crate) const REDUCE_GRADIENTS: &str = "reduce_gradients";
+
+/// Parameters `P` of a framework whose gradients are summed.
+pub(crate) struct GradientReduction<'a, P> {
+    /// The tag's.
+    pub(crate) layer: u32,
+    pub(crate) params: &'a [P],
+    pub(crate) summand: fn(&P) -> Summand,
+    pub(crate) bucket_bytes: usize,
+}
+
+/// Sums memory over the ranks, in place.
+pub(crate) type AllReduce<'a, D> = dyn FnMut(TensorMut<'_, D>) -> Result<()> + 'a;
+
+impl<P> GradientReduction<'_, P> {
+    /// Runs `sum` for each bucket, which puts the bucket's gradients behind each other in memory of the framework's on
+    /// `device`, has them summed, and takes the sums. What fails on this rank before that is told to the others, which are
+    /// in the collective.
+    pub(crate) fn run<D: ShardDevice>(
+        self,
+        comm: &mut dyn Communicator<D>,
+        device: &D,
+        mut sum: impl FnMut(&[P], &mut AllReduce<'_, D>) -> Result<()>,
+    ) -> Result<()> {
+        if comm.size() == 1 {
+            return Ok(());
+        }
+        let tag = |sequence: usize| Tag { layer: self.layer, op: Op::GradReduce, sequence: sequence as u64 };
+        check_device(comm, device).inspect_err(|error| {
+            let _ = comm.refuse(tag(0), &error.to_string());
+        })?;
+        for (number, bucket) in buckets(self.params, self.bucket_bytes, self.summand).into_iter().enumerate() {
+            let mut entered = false;
+            let summed = sum(bucket, &mut |values| {
+                StreamPair::new(device, comm.device()).run_on_transfer(|| {
+                    entered = true;
+                    comm.all_reduce(tag(number), ReduceOp::Sum, values)
+                })
+            });
+            if let (Err(error), false) = (&summed, entered) {
+                let _ = comm.refuse(tag(number), &error.to_string());
+            }
+            summed?;
+        }
+        Ok(())
+    }
+}
+
+/// Refuses a communicator whose work cannot be put in order with the device's.
+fn check_device<D: ShardDevice>(comm: &dyn Communicator<D>, device: &D) -> Result<()> {
+    let refused = |expected: &str, found: &str| Err(Error::invalid(REDUCE_GRADIENTS, "communicator", expected, found));
+    match comm.device() {
+        None if D::ENQUEUES => refused("one that tells its device (Communicator::device)", "one that does not"),
+        Some(own) if !own.shares_memory_with(device) => refused("one of the parameters' GPU", "one of another"),
+        _ => Ok(()),
+    }
+}
