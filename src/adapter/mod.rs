@@ -45,6 +45,6 @@ pub(crate) use outputs::{DispatchedPart, LayerOutput, OutputCotangents};
 #[cfg(feature = "candle")]
 pub(crate) use quantized::{AnyQuantized, QuantizedExperts};
 pub(crate) use selection_bias::moved_selection_bias;
-pub(crate) use sharded::{Chained, Sharded, TypedSource, param_shard, with_sources};
+pub(crate) use sharded::{Chained, NewExperts, Sharded, TypedSource, param_shard, with_sources};
 pub(crate) use sharded_held::{HeldGradients, HeldGuards, HeldId, HeldWeight, acquire, sources, view};
 pub(crate) use training_state::{LastForward, TrainingState};

@@ -245,6 +245,21 @@ pub enum Error {
         /// How things stand.
         found: String,
     },
+    /// A weight's shards cannot be sent as a chain was asked to send them; it has taken none of the weights that were
+    /// given with it.
+    #[error("{call} on rank {rank}: weight {weight}: expected {expected}, found {found}")]
+    Shard {
+        /// The call that refused.
+        call: &'static str,
+        /// This rank's place in the chain.
+        rank: usize,
+        /// Name of the weight.
+        weight: String,
+        /// Requirement of the form that shards are sent in.
+        expected: String,
+        /// What the weight has.
+        found: String,
+    },
     /// A checkpoint is damaged, hostile or not what its config says.
     #[error(transparent)]
     Checkpoint(#[from] CheckpointError),
