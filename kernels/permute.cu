@@ -7,7 +7,7 @@
 //   slot_dots                     parts f32 [N, column tiles] -> f32 [N]; a block a row tile
 //   sigmoid                       f32, or its gradient; a thread an element
 //
-// Notes: kernels/notes/movement.md.
+// Notes: kernels/notes/permute.md.
 #include "common/common.cuh"
 
 template <class W>

@@ -6,14 +6,14 @@
 
 /// Columns of gate (and as many of up), or of a gradient through the activation, from which mapped rows are brought
 /// into slot order before Hopper's product: each is then read so often that TMA, which follows no map, makes up for it.
-/// Measured on an H100 at the sizes of `benches/cuda`: `notes/rows.md`.
+/// Measured on an H100 at the sizes of `benches/cuda`: `notes/grouped_gemm.md`.
 pub(super) const ORDER_ROWS_COLUMNS: usize = 8192;
 
 /// The same of the wide side of a weight gradient: `notes/wgrad.md`.
 pub(super) const ORDER_WGRAD_COLUMNS: usize = 8192;
 
 /// Length of a sum from which down and the rows' gradient are made in wider tiles: what follows the sum, which these do
-/// not hide, is then a small part. `notes/rows.md`.
+/// not hide, is then a small part. `notes/grouped_gemm.md`.
 pub(super) const WIDE_SUM: usize = 8192;
 
 // ------------------------------------------------------------------------------------------------ quantized weights
@@ -54,11 +54,11 @@ pub(super) const ROUTER_SCRATCH_BLOCKS: usize = 264;
 
 // ------------------------------------------------------------------------------------------------ plans
 
-/// Chunks that choices are cut into at most, one a warp; a chunk is a multiple of a warp. `notes/prepare.md`.
+/// Chunks that choices are cut into at most, one a warp; a chunk is a multiple of a warp. `notes/plan.md`.
 pub(super) const PLAN_CHUNKS: usize = 1024;
 
 /// Choices that one block plans alone, of at most twice as many rows: a launch less than it takes by several.
-/// `notes/prepare.md`.
+/// `notes/plan.md`.
 pub(super) const PLAN_SMALL: usize = 8192;
 
 /// Entries of maps that a block clears where there are many. Weighed, not measured.

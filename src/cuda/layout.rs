@@ -228,7 +228,7 @@ impl Tiles {
             fault: device.inner.status,
             site: device.site(call, segments.origin, params::OPERAND_FIRST)?,
         };
-        let kernels = &device.kernels().prepare;
+        let kernels = &device.kernels().plan;
         let kernel = match order {
             TileOrder::Slots => &kernels.list_tiles,
             TileOrder::Pairs => &kernels.list_tiles_paired,

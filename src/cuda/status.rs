@@ -50,7 +50,7 @@ impl Cuda {
         };
         // SAFETY: the words and their mirror live until the stream has been waited for, and the host reads through
         // atomics.
-        unsafe { self.launch(call, &self.kernels().prepare.report, Grid::new(1, 32), &p) }
+        unsafe { self.launch(call, &self.kernels().plan.report, Grid::new(1, 32), &p) }
     }
 
     /// The number by which kernels know a rank and layer, for as long as the stream lives: captured graphs hold it.
@@ -257,7 +257,7 @@ mod tests {
         first: Option<u64>,
     }
 
-    /// As the two walks of `prepare.cu` do.
+    /// As the two walks of `plan.cu` do.
     fn choice(words: &mut [u64; WORDS], Choice { at, origin, id, first }: Choice) {
         let detail = at << params::ORIGIN_BITS | origin;
         fault(words, params::FAULT_CHOICE, detail);
