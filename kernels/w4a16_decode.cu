@@ -107,8 +107,7 @@ __device__ __forceinline__ void epilogue_up(const GemmParams& p, int64_t group, 
     }
     float v = activate<true>(ACT, static_cast<float>(p.alpha), static_cast<float>(p.limit), g, u).value;
     if (p.out_scale) v *= p.out_scale[slot];
-    const int64_t row = out_row(p, slot, 0);
-    if (row >= 0) put(static_cast<bf16*>(p.out), row * p.n + column, v, p.accumulate);
+    put(static_cast<bf16*>(p.out), slot * p.n + column, v, p.accumulate);
 }
 
 template <int FORMAT, int KIND, int WARPS, int NT>
@@ -188,15 +187,14 @@ __device__ __forceinline__ void tile(const GemmParams& p, const QuantWeightParam
     } else {
         const bf16* bias = static_cast<const bf16*>(p.bias) + t.x * p.n;
         each([&](int64_t slot, int j, float one, float two) {
-            const int64_t row = out_row(p, slot, 0);
             const float scale = p.scale ? p.scale[slot] : 1.0f, on_bias = p.bias_scale ? p.bias_scale[slot] : 1.0f;
 #pragma unroll
             for (int m = 0; m < 2; m++) {
                 const int64_t column = (m ? second : first) + j;
-                if (row < 0 || column >= p.n) continue;
+                if (column >= p.n) continue;
                 float v = (m ? two : one) * scale;
                 if (p.bias) v += on_bias * to_float(bias[column]);
-                put(static_cast<bf16*>(p.out), row * p.n + column, v, p.accumulate);
+                put(static_cast<bf16*>(p.out), slot * p.n + column, v, p.accumulate);
             }
         });
     }

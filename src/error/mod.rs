@@ -124,7 +124,7 @@ pub enum Error {
         map: String,
         /// The first such entry.
         entry: usize,
-        /// Its value; `None` where a kernel has met it, which keeps none.
+        /// Its value; `None` where kernels of several calls have met different ones there before anybody asked.
         found: Option<i64>,
     },
     /// A segment lies outside its expert-major layout, or in the segment before.
@@ -141,7 +141,8 @@ pub enum Error {
         layer: u32,
         /// Number of the first such segment: the local expert's.
         segment: usize,
-        /// Its first slot, and how many; `None` where a kernel has met it, which keeps neither.
+        /// Its first slot, and how many; `None` where kernels of several calls have met different ones there before anybody
+        /// asked.
         found: Option<(i64, i64)>,
     },
     /// The host has no memory of the size that a call needs.
