@@ -7,7 +7,7 @@
 // destination, each with its own ones among them: 4 R counts of choices in, tokens in, choices out and tokens out.
 //
 // A block of one warp a chunk of the choices; of the scan a warp a count. Limited by launches and walks of single
-// warps. Notes: kernels/notes/prepare.md.
+// warps. Notes: kernels/notes/plan.md.
 #include "common/routing_records.cuh"
 
 namespace {

@@ -3,7 +3,7 @@
 // up_dgrad.
 //
 // A block a tile: 128 x 128 by steps of 32 k with mma.sync for 16-bit types (two blocks an SM), 64 x 64 by
-// 16 with fused multiply-add for f32. Rows may be read and written by a map. The grid is as large as the layout could
+// 16 with fused multiply-add for f32. Rows may be read by a map. The grid is as large as the layout could
 // need: the row tiles' list, made on the device, says which blocks have work. The loops are in portable/gemm.cuh, what
 // happens to the sums in common/epilogue.cuh. Limited by the multiplying instructions. Notes: kernels/NOTES.md,
 // "Portable path".

@@ -7,7 +7,7 @@
 //   slot_dots                     parts f32 [N, column tiles] -> f32 [N]; a block a row tile
 //   sigmoid                       f32, or its gradient; a thread an element
 //
-// Notes: kernels/notes/movement.md.
+// Notes: kernels/notes/permute.md.
 #include "common/common.cuh"
 
 template <class W>
@@ -18,7 +18,7 @@ __device__ void gather(const RowsOpParams& p) {
     const int64_t step = static_cast<int64_t>(gridDim.x) * blockDim.x;
     for (int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x; i < p.out_rows * words; i += step) {
         const int64_t row = i / words, from = p.map[row];
-        if (from >= p.source_rows) raise_at(p.fault, FAULT_MAP, row, p.site);
+        if (from >= p.source_rows) raise_map(p.fault, row, static_cast<int>(from), p.site);
         W value;
         memset(&value, 0, sizeof(W));
         if (from >= 0 && from < p.source_rows) value = source[from * words + (i - row * words)];
@@ -46,7 +46,6 @@ __device__ void reduce(const RowsOpParams& p) {
             float sum[N] = {};
             for (int64_t k = 0; k < p.fan; k++) {
                 const int64_t from = map[k];
-                if (from >= p.source_rows) raise_at(p.fault, FAULT_MAP, row * p.fan + k, p.site);
                 if (from < 0 || from >= p.source_rows) continue;
                 const Pack pack = *reinterpret_cast<const Pack*>(static_cast<const T*>(p.source) + from * p.width + c);
 #pragma unroll
@@ -56,6 +55,10 @@ __device__ void reduce(const RowsOpParams& p) {
 #pragma unroll
             for (int i = 0; i < N; i++) pack.v[i] = from_float<T>(sum[i]);
             *reinterpret_cast<Pack*>(static_cast<T*>(p.out) + row * p.width + c) = pack;
+        }
+        // Behind the sums, which the registers are for.
+        for (int64_t k = threadIdx.x; k < p.fan; k += blockDim.x) {
+            if (map[k] >= p.source_rows) raise_map(p.fault, row * p.fan + k, map[k], p.site);
         }
     }
 }
@@ -94,7 +97,7 @@ __device__ void reduce_few(const RowsOpParams& p) {
         *reinterpret_cast<uint4*>(static_cast<T*>(p.out) + static_cast<int64_t>(blockIdx.x) * width + c) = pack;
     }
     if (threadIdx.x < FAN && map[threadIdx.x] >= rows) {
-        raise_at(p.fault, FAULT_MAP, static_cast<int64_t>(blockIdx.x) * FAN + threadIdx.x, p.site);
+        raise_map(p.fault, static_cast<int64_t>(blockIdx.x) * FAN + threadIdx.x, map[threadIdx.x], p.site);
     }
 }
 

@@ -1,5 +1,5 @@
 // Layouts of groups of several ranks: each rank's choices become a record (`record_ids`), and from all ranks' records
-// the slots of one rank are planned, as prepare.cu does it for a rank alone.
+// the slots of one rank are planned, as plan.cu does it for a rank alone.
 //
 // Choices are those of R max_tokens tokens in the order (rank, token, k); a rank has as many tokens as its header says,
 // and the rest count as none. Every rank numbers the choices of all experts, and so knows what the others keep; it maps
@@ -8,7 +8,7 @@
 //
 // In: ids [T, K], then all ranks' records. Out: segments of the L local experts, kept ids [T, K], maps of the N slots
 // and of all rows' choices. A block of one warp a chunk of the choices, one block for the segments. Limited by launches
-// and walks of single warps. Notes: kernels/notes/prepare.md.
+// and walks of single warps. Notes: kernels/notes/plan.md.
 #include "common/routing_records.cuh"
 
 namespace {

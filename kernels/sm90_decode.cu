@@ -9,7 +9,7 @@
 //
 // A warp has 16 weight rows (8 of gate and 8 of up), up to 8 rows of the layout and all of k. It works on its own:
 // weights and rows come by cp.async into a ring that no other warp reads. Weights are the left operand of m16n8k16.
-// Notes: kernels/notes/rows.md.
+// Notes: kernels/notes/decode.md.
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL) || !defined(__CUDA_ARCH__)
 #include "common/decode_epilogue.cuh"
 #include "portable/gemm.cuh"

@@ -11,7 +11,7 @@
 //
 // The grid is a block an SM at most, in clusters of two; blocks walk through tiles. Limited by the tensor
 // core, down_bwd by its rows and its epilogue. sm90/grouped_gemm_mainloop.cuh has the tiles and the ring. Notes:
-// kernels/notes/rows.md.
+// kernels/notes/grouped_gemm.md.
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL) || !defined(__CUDA_ARCH__)
 #include "sm90/grouped_gemm_kernel.cuh"
 

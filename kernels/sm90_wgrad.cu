@@ -75,7 +75,7 @@ struct TileScheduler {
         t.wide = static_cast<int>(within / pairs * BLOCK_N);
         t.first = static_cast<int>(offset), t.count = static_cast<int>(count);
         if (offset < 0 || count < 0 || offset > p.slots - count) {
-            if (threadIdx.x == 0 && count != 0) raise_at(p.fault, FAULT_SEGMENT, t.group, p.site);
+            if (threadIdx.x == 0 && count != 0) raise_segment(p.fault, t.group, offset, count, p.site);
             t.first = t.count = 0;
         }
         id += gridDim.x / 2;
@@ -135,7 +135,7 @@ struct RowGather {
         for (int i = 0; i < 4; i++) {
             int at = __shfl_sync(~0u, ahead[0], second * 16 + i * 4 + lane / 8);
             if (static_cast<unsigned>(at) >= p.mapped_rows) {
-                if (row + i * 16 < count - k) raise_at(p.fault, FAULT_MAP, map - p.map - slot + k + row + i * 16, p.site);
+                if (row + i * 16 < count - k) raise_map(p.fault, map - p.map - slot + k + row + i * 16, at, p.site);
                 at = 0;
             } else if (row + i * 16 < count - k) {
                 valid |= 1 << i;

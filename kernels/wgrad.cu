@@ -19,7 +19,7 @@ extern "C" __global__ void column_sums(const __grid_constant__ ColumnSumsParams 
     const int64_t column = static_cast<int64_t>(blockIdx.x) * 32 + lane, group = blockIdx.y;
     int64_t offset = p.offsets ? p.offsets[group] : 0, count = p.counts ? p.counts[group] : p.slots;
     if (offset < 0 || count < 0 || offset > p.slots - count) {
-        if (threadIdx.x == 0 && count != 0) raise_at(p.fault, FAULT_SEGMENT, group, p.site);
+        if (threadIdx.x == 0 && count != 0) raise_segment(p.fault, group, offset, count, p.site);
         count = 0;
     }
     float sum = 0.0f;

@@ -80,6 +80,7 @@ fn a_reader_that_is_gone_ends_a_program_quietly() {
         ("dense_reference", &[], &["--ranks", "3"]),
         ("quantize_checkpoint", &quantized, &[golden, golden]),
         ("one_token", &[], &["--no-such-option"]),
+        ("one_error", &[], &["--no-such-option"]),
     ] {
         let closed = || {
             let (read, write) = std::io::pipe().unwrap();
@@ -182,6 +183,19 @@ fn one_token_is_in_the_guide() {
     }
     let drawn = fs::read_to_string(picture).unwrap();
     assert_eq!(drawn, include_str!("../docs/images/one-token.svg"), "docs/images/one-token.svg");
+}
+
+/// The guide has what each rank is told of an error of rank 3, in the order in which it is printed.
+#[test]
+fn one_error_is_in_the_guide() {
+    let done = run("one_error", &[]);
+    assert!(done.status.success(), "{done:?}");
+    let mut guide = include_str!("../docs/errors.md").lines();
+    for line in String::from_utf8(done.stdout).unwrap().lines() {
+        assert!(guide.any(|l| l == line), "docs/errors.md lacks, or has elsewhere: {line}");
+    }
+    let prints = |line: &str| line.starts_with("  rank ");
+    assert!(!guide.any(prints), "docs/errors.md has more than the program prints");
 }
 
 /// Losses of a run that was ended, and gone on with by another process, are the unbroken run's to the last bit.

@@ -12,7 +12,7 @@ use devices::{Target, cases};
 cases!(
     padding_is_neither_read_nor_written,
     rows_come_from_where_the_map_says,
-    rows_go_where_the_map_says_and_add,
+    rows_are_added_to_what_is_there,
     down_multiplies_filled_slots_by_their_experts,
     weight_gradients_sum_over_filled_slots_only_and_add,
     wrong_arguments_are_errors,
@@ -133,19 +133,19 @@ fn rows_come_from_where_the_map_says<D: Target>(device: &D) {
     }
 }
 
-fn rows_go_where_the_map_says_and_add<D: Target>(device: &D) {
+fn rows_are_added_to_what_is_there<D: Target>(device: &D) {
     let case = UpCase::new(device);
-    let entries = [1i32, -1, 0, -1, 3, 2, -1, -1];
-    let (x, map) = (f32s(device, &case.x, &[8, H]), map(device, &entries));
-    let mut out = f32s(device, &[10.0; 4 * I], &[4, I]);
-    let dest = RowDest { base: out.view_mut(), map: Some(map.view()), accumulate: true };
-    case.run(RowSource::direct(x.view()), dest).unwrap();
+    let x = f32s(device, &with_nan_padding(case.x.clone(), H), &[8, H]);
+    let mut out = f32s(device, &[10.0; 8 * I], &[8, I]);
+    case.run(RowSource::direct(x.view()), RowDest::adding(out.view_mut())).unwrap();
     let out = device.values(out.view());
     for (slot, expert) in FILLED {
-        let Ok(row) = usize::try_from(entries[slot]) else { continue };
         let expected: Vec<f64> =
             up_reference(&case.x[slot * H..][..H], &case.weight, expert).iter().map(|v| v + 10.0).collect();
-        assert_eq!(out[row * I..][..I], expected, "slot {slot}");
+        assert_eq!(out[slot * I..][..I], expected, "slot {slot}");
+    }
+    for pad in PADDING {
+        assert_eq!(out[pad * I..][..I], [10.0; I], "padding slot {pad}");
     }
 }
 
@@ -226,8 +226,7 @@ fn wrong_arguments_are_errors<D: Target>(device: &D) {
         let Error::RowMap { call: "up", rank: 2, layer: 9, ref map, entry: 0, found } = error else {
             panic!("{error:?}");
         };
-        // A kernel does not keep what it found.
-        assert!(map == "rows.map" && found.is_none_or(|found| found == i64::from(bad)), "{error}");
+        assert!(map == "rows.map" && found == Some(i64::from(bad)), "{error}");
     }
     let other = device.put(DType::I32, &case.x, &[8, H]);
     let error = run(RowSource::direct(other.view()), &[8, I]).unwrap_err();
@@ -250,7 +249,10 @@ fn segments_outside_are_errors<D: Target>(device: &D) {
         let result = case.run_in(&segments, RowSource::direct(x.view()), RowDest::direct(out.view_mut()));
         let found = match &result {
             Ok(_) => None,
-            Err(Error::Segment { call: "up", rank: 2, layer: 9, segment, .. }) => Some(*segment),
+            Err(Error::Segment { call: "up", rank: 2, layer: 9, segment, found }) => {
+                assert_eq!(*found, Some((offsets[*segment], counts[*segment])), "{offsets:?} {counts:?}");
+                Some(*segment)
+            }
             Err(error) => panic!("{offsets:?} {counts:?}: {error:?}"),
         };
         assert_eq!(found, bad, "{offsets:?} {counts:?}: {result:?}");

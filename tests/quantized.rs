@@ -118,10 +118,7 @@ impl Case {
             device.put(dtype.accumulator(), &(0..n).map(|s| 0.5 + (s % 5) as f64 / 4.0).collect::<Vec<_>>(), &[n]);
         let map: Vec<i32> = (0..n as i32).map(|s| (s * 7) % 40).collect();
         let map = device.host(&Tensor::from_vec(map, &[n]).unwrap());
-        // Down's results are added to what is there, in another order; padding goes nowhere.
         let filled = self.filled();
-        let to = (0..n).map(|s| if filled.contains(&s) { (n - 1 - s) as i32 } else { -1 }).collect();
-        let to = device.host(&Tensor::from_vec(to, &[n]).unwrap());
         let slot_weights = |at| Some(SlotWeights { values: weights.view(), at });
         let empty = |dims: &[usize]| Tensor::empty(device, dtype, dims).unwrap();
         let (mut pre, mut hidden) = (empty(&[n, wide]), empty(&[n, i]));
@@ -144,7 +141,8 @@ impl Case {
             weight: down.borrow(),
             bias: Some(down_bias.view()),
             slot_weights: slot_weights(WeightAt::Output),
-            out: RowDest { base: y.view_mut(), map: Some(to.view()), accumulate: true },
+            // To what is there.
+            out: RowDest::adding(y.view_mut()),
         };
         device.down(call).unwrap();
         let call = DownBwd {

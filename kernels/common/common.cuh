@@ -18,9 +18,34 @@ __device__ inline void raise_fault(unsigned long long* fault, Fault code, long l
     atomicMax(fault, fault_word(code, detail));
 }
 
-// A fault of a segment or of a map's entry, in the call of this site.
-__device__ inline void raise_at(unsigned long long* fault, Fault code, long long entry, long long site, Operand operand = OPERAND_FIRST) {
-    raise_fault(fault, code, entry << SITE_BITS | site | operand << ORIGIN_BITS);
+// Half of what was found at an entry, for the first of the two words that tell it, or inverted for the second. The words
+// begin with the entry, so that they are those of the first; where calls have met different values there, the two words
+// tell that by not agreeing.
+__device__ inline unsigned long long found_word(long long entry, uint32_t half, bool inverted) {
+    return static_cast<unsigned long long>(~static_cast<uint32_t>(entry)) << 32 | (inverted ? ~half : half);
+}
+
+// An entry of a map that names no row, and what it holds, in the call of this site. The loop stays a loop: with its steps
+// side by side `sm90_w4a16.cu` spilled registers, for what does not happen.
+__device__ inline void raise_map(unsigned long long* fault, long long entry, int found, long long site, Operand operand = OPERAND_FIRST) {
+    unsigned long long word = fault_word(FAULT_MAP, entry << SITE_BITS | site | operand << ORIGIN_BITS);
+    unsigned long long* at = fault;
+#pragma unroll 1
+    for (int i = 0; i < 3; i++) {
+        atomicMax(at, word);
+        at = fault + STATUS_MAP_FOUND + i;
+        word = found_word(entry, static_cast<uint32_t>(found), i > 0);
+    }
+}
+
+// A segment outside its layout, where it begins and what it counts, in the call of this site.
+__device__ inline void raise_segment(unsigned long long* fault, long long segment, long long offset, long long count, long long site) {
+    raise_fault(fault, FAULT_SEGMENT, segment << SITE_BITS | site);
+    const uint32_t halves[4] = {static_cast<uint32_t>(offset), static_cast<uint32_t>(offset >> 32), static_cast<uint32_t>(count),
+                                static_cast<uint32_t>(count >> 32)};
+    // Here the other way round: as a loop it had `sm90_wgrad.cu` spill.
+#pragma unroll
+    for (int i = 0; i < 8; i++) atomicMax(fault + STATUS_SEGMENT_FOUND + i, found_word(segment, halves[i / 2], i % 2 > 0));
 }
 
 // Both of these words begin with the need, so that capacity and rank are those of the layout that needs most; of equal
@@ -72,7 +97,7 @@ __device__ __forceinline__ int64_t mapped_row(const int32_t* map, int64_t slot, 
                                               Operand operand = OPERAND_FIRST) {
     int64_t row = map ? map[slot] : slot;
     if (row < 0 || row >= rows) {
-        raise_at(fault, FAULT_MAP, slot, site, operand);
+        raise_map(fault, slot, static_cast<int>(row), site, operand);
         return -1;
     }
     return row;

@@ -22,15 +22,12 @@ __device__ __forceinline__ void decode_epilogue_up(const GemmParams& p, int64_t 
     }
     float v = activate<true>(ACT, static_cast<float>(p.alpha), static_cast<float>(p.limit), g, u).value;
     if (p.out_scale) v = __fmul_rn(v, p.out_scale[slot]);
-    const int64_t row = out_row(p, slot, 0);
-    if (row >= 0) put(static_cast<T*>(p.out), row * p.n + column, v, p.accumulate);
+    put(static_cast<T*>(p.out), slot * p.n + column, v, p.accumulate);
 }
 
 // Two elements of a row of the output of a down projection; columns past the last are left out.
 template <class T>
 __device__ __forceinline__ void decode_epilogue_down(const GemmParams& p, int64_t group, int64_t slot, const int64_t (&columns)[2], const float (&sums)[2]) {
-    const int64_t row = out_row(p, slot, 0);
-    if (row < 0) return;
     const float scale = p.scale ? p.scale[slot] : 1.0f, on_bias = p.bias_scale ? p.bias_scale[slot] : 1.0f;
     const T* bias = static_cast<const T*>(p.bias) + group * p.n;
 #pragma unroll
@@ -38,6 +35,6 @@ __device__ __forceinline__ void decode_epilogue_down(const GemmParams& p, int64_
         if (columns[i] >= p.n) continue;
         float v = __fmul_rn(sums[i], scale);
         if (p.bias) v = fmaf(on_bias, to_float(bias[columns[i]]), v);
-        put(static_cast<T*>(p.out), row * p.n + columns[i], v, p.accumulate);
+        put(static_cast<T*>(p.out), slot * p.n + columns[i], v, p.accumulate);
     }
 }

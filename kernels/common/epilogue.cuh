@@ -39,17 +39,6 @@ __device__ __forceinline__ void put(T* out, int64_t at, float v, bool add) {
     out[at] = from_float<T>(add ? to_float(out[at]) + v : v);
 }
 
-// Row of the output for a slot; -1 where none is written.
-__device__ __forceinline__ int64_t out_row(const GemmParams& p, int64_t slot, int lane) {
-    if (!p.out_map) return slot;
-    int64_t row = p.out_map[slot];
-    if (row >= p.out_rows) {
-        if (lane == 0) raise_at(p.fault, FAULT_MAP, slot, p.site, OPERAND_OUT);
-        return -1;
-    }
-    return row;
-}
-
 template <class T, int KIND, int BLOCK_N>
 __device__ void epilogue(const GemmParams& p, const float* tile, int ld, const Tile& t) {
     const int lane = threadIdx.x % 32, warps = blockDim.x / 32;
@@ -63,7 +52,7 @@ __device__ void epilogue(const GemmParams& p, const float* tile, int ld, const T
         const int64_t slot = t.slot + r;
         if constexpr (KIND == UP) {
             const bool gated = act != ACT_RELU2;
-            const int64_t row = out_row(p, slot, lane), wide = gated ? 2 * p.n : p.n;
+            const int64_t wide = gated ? 2 * p.n : p.n;
             const float in = p.scale ? p.scale[slot] : 1.0f, after = p.out_scale ? p.out_scale[slot] : 1.0f;
             const T* bias = static_cast<const T*>(p.bias) + t.group * wide;
             T* pre = static_cast<T*>(p.pre_out) + slot * wide;
@@ -80,18 +69,16 @@ __device__ void epilogue(const GemmParams& p, const float* tile, int ld, const T
                 }
                 float v = activate(act, alpha, limit, g, u).value;
                 if (p.out_scale) v *= after;
-                if (row >= 0) put(static_cast<T*>(p.out), row * p.n + n0 + j, v, p.accumulate);
+                put(static_cast<T*>(p.out), slot * p.n + n0 + j, v, p.accumulate);
             }
         } else if constexpr (KIND == DOWN) {
-            const int64_t row = out_row(p, slot, lane);
-            if (row < 0) continue;
             const float scale = p.scale ? p.scale[slot] : 1.0f, on_bias = p.bias_scale ? p.bias_scale[slot] : 1.0f;
             const T* bias = static_cast<const T*>(p.bias) + t.group * p.n;
             for (int j = lane; j < valid; j += 32) {
                 float v = c[j];
                 if (p.scale) v *= scale;
                 if (p.bias) v += on_bias * to_float(bias[n0 + j]);
-                put(static_cast<T*>(p.out), row * p.n + n0 + j, v, p.accumulate);
+                put(static_cast<T*>(p.out), slot * p.n + n0 + j, v, p.accumulate);
             }
         } else if constexpr (KIND == DOWN_BWD) {
             const bool gated = act != ACT_RELU2;
@@ -114,7 +101,6 @@ __device__ void epilogue(const GemmParams& p, const float* tile, int ld, const T
                 if (lane == 0) p.partial[slot * p.n_tiles + t.n_tile] = dot;
             }
         } else if constexpr (KIND == UP_DGRAD) {
-            const int64_t row = out_row(p, slot, lane);
             if (p.partial) {
                 const int64_t from = mapped_row(p.x_map, slot, p.x_rows, p.fault, p.site, OPERAND_SECOND);
                 const T* x = static_cast<const T*>(p.x) + from * p.n;
@@ -123,10 +109,9 @@ __device__ void epilogue(const GemmParams& p, const float* tile, int ld, const T
                 dot = warp_sum(dot);
                 if (lane == 0) p.partial[slot * p.n_tiles + t.n_tile] = dot;
             }
-            if (row < 0) continue;
             const float scale = p.scale ? p.scale[slot] : 1.0f;
             for (int j = lane; j < valid; j += 32) {
-                put(static_cast<T*>(p.out), row * p.n + n0 + j, p.scale ? c[j] * scale : c[j], p.accumulate);
+                put(static_cast<T*>(p.out), slot * p.n + n0 + j, p.scale ? c[j] * scale : c[j], p.accumulate);
             }
         } else if constexpr (KIND == LINEAR) {
             float* out = (p.partial ? p.partial + t.split * p.m * p.n : static_cast<float*>(p.out)) + slot * p.n;

@@ -24,25 +24,28 @@ enum Fault : unsigned long long {
     FAULT_RECORD = 7,    // records that are odd: the first such rank, above the origin
     FAULT_END = 8,       // no code
 };
-// Whose map it is: that of the rows of a call's first operand, of its second, of its output.
-enum Operand : long long { OPERAND_FIRST = 0, OPERAND_SECOND = 1, OPERAND_OUT = 2 };
+// Whose map it is: that of the rows of a call's first operand, or of its second.
+enum Operand : long long { OPERAND_FIRST = 0, OPERAND_SECOND = 1 };
 // Words of the status: the fault, its code above a detail that is inverted; the first NaN logit, token above expert
 // above origin; rows that a layout would have needed, above its rank and origin, and above what is left of those there
 // are; of the first bad choice the fault that it raised, the id, one more than the column that has it too (0: none) and
 // experts above top k; of the first record with a bad id the fault that it raised, its rank, token, column, id, one more
 // than the column that has it too, layer and experts; of a backward's first bad id it, top k and experts, each below the
-// choice, which is inverted.
+// choice, which is inverted; what the first such entry of a map holds, and where the first such segment begins and what it
+// counts, in halves of 32 bits, the lower one first. Of each half there are two words, the largest and the smallest
+// (inverted) that was met there, each below the entry or the segment, which is inverted.
 enum StatusWord : int {
     STATUS_FAULT = 0, STATUS_NAN = 1, STATUS_NEEDED_RANK = 2, STATUS_NEEDED_ROWS = 3, STATUS_CHOICE = 4, STATUS_CHOICE_ID = 5,
     STATUS_CHOICE_FIRST = 6, STATUS_CHOICE_SIZES = 7, STATUS_RECORD = 8, STATUS_RECORD_BAD = 9, STATUS_RECORD_LAYER = 14,
-    STATUS_RECORD_EXPERTS = 15, STATUS_ID = 16, STATUS_ID_TOP_K = 17, STATUS_ID_EXPERTS = 18, STATUS_WORDS = 19
+    STATUS_RECORD_EXPERTS = 15, STATUS_ID = 16, STATUS_ID_TOP_K = 17, STATUS_ID_EXPERTS = 18, STATUS_MAP_FOUND = 19,
+    STATUS_SEGMENT_FOUND = 21, STATUS_WORDS = 29
 };
 // An origin is the host's number for the rank and layer that a call is made for. It stands below the token and expert
 // of a NaN logit, below the rank of a capacity, and below the choice in the detail of a bad one or the rank of an odd
 // record.
 constexpr uint32_t FAULT_DETAIL_BITS = 48, NAN_EXPERT_BITS = 22, ORIGIN_BITS = 11, NEEDED_RANK_BITS = 16;
-// A site is what a call that follows segments and maps tells of itself: the host's number for the call, above an operand,
-// above the origin. A fault's detail has 32 bits above it.
+// A site is what a call that follows segments and maps tells of itself: the host's number for the call, from 1 on, above
+// an operand, above the origin. A fault's detail has 32 bits above it.
 constexpr uint32_t SITE_OPERAND_BITS = 2, SITE_CALL_BITS = 3, SITE_BITS = ORIGIN_BITS + SITE_OPERAND_BITS + SITE_CALL_BITS;
 
 // A matrix product over groups of rows, with its epilogue. Null pointers mean "none".
@@ -71,8 +74,6 @@ struct GemmParams {
     const void* pre;
     void* pre_out;
     void* out;
-    const int32_t* out_map;
-    int64_t out_rows;
     int64_t out_type;
     int64_t accumulate;
     void* hidden;

@@ -20,7 +20,7 @@ __device__ bool schedule_tile(const GemmParams& p, Tile& t, int64_t& k_first, in
         t.rows = static_cast<int>(p.m - t.slot < BLOCK_M ? p.m - t.slot : BLOCK_M);
         int64_t offset = p.offsets ? p.offsets[t.group] : 0, count = p.counts ? p.counts[t.group] : p.k;
         if (offset < 0 || count < 0 || offset > p.k - count) {
-            if (threadIdx.x == 0 && count != 0) raise_at(p.fault, FAULT_SEGMENT, t.group, p.site);
+            if (threadIdx.x == 0 && count != 0) raise_segment(p.fault, t.group, offset, count, p.site);
             count = 0;
         }
         const int64_t part = (count + p.split - 1) / p.split;

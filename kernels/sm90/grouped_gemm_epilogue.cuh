@@ -1,6 +1,6 @@
 // Epilogue of `sm90/grouped_gemm_mainloop.cuh`: the work on a tile of sums before it leaves the chip. A warp owns 16
 // rows of each half of the tile, and works on its own: results are gathered in its staging buffers and leave them in
-// boxes of 16 rows of 64 columns by TMA, or row by row where rows do not follow each other. Where an option is not used
+// boxes of 16 rows of 64 columns by TMA, or row by row where some of the 16 must not be written. Where an option is not used
 // (bias, weights, adding), its code is jumped over as one piece: code that is not fetched costs nothing.
 #pragma once
 #include "sm90/grouped_gemm_mainloop.cuh"
@@ -45,14 +45,13 @@ struct OutputMaps {
 };
 
 // A matrix of results: this lane's row (of the 32 that the warp's lanes know) in it, -1 where there is none, and how
-// far apart rows are. Boxes serve where a warp's 16 rows follow each other, all of them live.
+// far apart rows are. Boxes serve where a warp's 16 rows are all live.
 template <class T>
 struct OutputRows {
     const CUtensorMap& map;
     T* base;
     int64_t pitch;
     int row, plane;
-    bool in_order;
 };
 
 // Results on their way out: 64 columns of a warp's 16 rows at a time, in buffers that take turns. A buffer is free when
@@ -81,7 +80,7 @@ struct TmaStore {
     __device__ __forceinline__ void send(uint32_t from, const OutputRows<T>& to, int half, int column) const {
         fence_proxy_async();
         __syncwarp();
-        if (to.in_order && half * 64 + rows.first + 16 <= rows.live) {
+        if (half * 64 + rows.first + 16 <= rows.live) {
             if (rows.lane == 0) tma_store(to.map, from, column, to.plane, rows.slot + half * 64 + rows.first);
         } else {
             words(from, to, half, column);
@@ -89,7 +88,7 @@ struct TmaStore {
         if (rows.lane == 0) tma_store_commit();
         turn++;
     }
-    // Rows that lie elsewhere, or some of which must not be written, word by word.
+    // Rows some of which must not be written, word by word.
     __device__ __forceinline__ void words(uint32_t from, const OutputRows<T>& to, int half, int column) const {
 #pragma unroll 1
         for (int i = 0; i < 4; i++) {
@@ -133,7 +132,7 @@ __device__ __forceinline__ void add_old(const WarpRows& rows, float (&v)[N], int
 template <class T, int KIND, int COUNT, int WIDTH>
 __device__ __forceinline__ void epilogue_plain(const GemmParams& p, const OutputMaps& maps, const WarpRows& rows, const WorkTile& w, Accumulators<KIND>& acc, uint32_t& turn) {
     const int own = rows.own();
-    const OutputRows<T> to{maps.plain, static_cast<T*>(p.out), p.n, own < rows.live ? static_cast<int>(out_row(p, rows.slot + own, 0)) : -1, 0, !p.out_map};
+    const OutputRows<T> to{maps.plain, static_cast<T*>(p.out), p.n, own < rows.live ? rows.slot + own : -1, 0};
     const TmaStore<T, KIND> store{rows, p.n, turn};
     auto column = [&](int j) { return w.column + j * 8; };
 #pragma unroll
@@ -164,7 +163,7 @@ __device__ __forceinline__ void epilogue_up(const GemmParams& p, const OutputMap
     const int own = rows.own(), act = static_cast<int>(p.activation);
     const float alpha = static_cast<float>(p.alpha), limit = static_cast<float>(p.limit);
     const int slot = own < rows.live ? rows.slot + own : -1;
-    const OutputRows<T> to{maps.plain, static_cast<T*>(p.out), p.n, slot >= 0 ? static_cast<int>(out_row(p, slot, 0)) : -1, 0, !p.out_map};
+    const OutputRows<T> to{maps.plain, static_cast<T*>(p.out), p.n, slot, 0};
     const TmaStore<T, UP> store{rows, p.n, turn};
     float(&v)[WIDTH] = acc[0];
     if (p.scale) scale_by<WIDTH>(rows, v, 0, rows.value(p.scale));
@@ -183,7 +182,7 @@ __device__ __forceinline__ void epilogue_up(const GemmParams& p, const OutputMap
         const uint32_t from = store.stage([&](int j) { return v + part * 64 + j / 4 * 32 + up * 16 + j % 4 * 4; });
         store.send(from, target, 0, column);
     };
-    auto pre = [&](int up) { return OutputRows<T>{maps.gated, static_cast<T*>(p.pre_out) + up * p.n, 2 * p.n, slot, up, true}; };
+    auto pre = [&](int up) { return OutputRows<T>{maps.gated, static_cast<T*>(p.pre_out) + up * p.n, 2 * p.n, slot, up}; };
     if (p.pre_out) store_part(0, 0, pre(0)), store_part(1, 0, pre(0));
 #pragma unroll
     for (int part = 0; part < 2; part++) {

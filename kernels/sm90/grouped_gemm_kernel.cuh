@@ -101,7 +101,7 @@ __device__ __forceinline__ void run(const GemmParams& p, const CUtensorMap& a, c
     if (role == 2) {
         if (COOPERATIVE<KIND>) asm volatile("setmaxnreg.dec.sync.aligned.u32 56;\n");
         else asm volatile("setmaxnreg.dec.sync.aligned.u32 40;\n");
-        // A long epilogue beside short sums is held up by copies that come all at once (kernels/notes/rows.md,
+        // A long epilogue beside short sums is held up by copies that come all at once (kernels/notes/grouped_gemm.md,
         // "Version 7").
         constexpr int LONG_SUM = 4096;
         if (p.a_map && KIND == DOWN_BWD && p.k < LONG_SUM) produce_gather<KIND, 1>(p, a, b, ring);

@@ -17,7 +17,7 @@
 //
 // Rows in slot order and weights come by TMA; rows behind a map by copies of 16 bytes a thread, which can
 // follow it. Rows past a tile's end are the next segment's, zeros, the tile's first row again, or whatever the stage
-// held; their products are never stored. Tiles, ring and barriers in pictures, and the history: kernels/notes/rows.md.
+// held; their products are never stored. Tiles, ring and barriers in pictures, and the history: kernels/notes/grouped_gemm.md.
 #pragma once
 #include "common/epilogue.cuh"
 #include "ptx/mbarrier_tma.cuh"

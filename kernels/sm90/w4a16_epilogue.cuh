@@ -83,14 +83,12 @@ struct Staging {
             });
         });
     }
-    // To row `row_of(r)` each, perhaps added to what is there.
-    template <class RowOf, class Make>
-    __device__ __forceinline__ void send(int which, const OutputRows& to, bool add, int count, RowOf&& row_of, Make&& make) const {
+    // The same, perhaps added to what is there.
+    template <class Make>
+    __device__ __forceinline__ void send(int which, const OutputRows& to, bool add, int64_t first, int count, Make&& make) const {
         send_all(which, count, make, [&](int from) {
             take(to.columns, count - from, [&](int r, uint4& v) {
-                const int64_t row = row_of(from + r);
-                if (row < 0) return;
-                uint4* at = reinterpret_cast<uint4*>(to.out + row * to.wide + thread % CHUNKS * 8);
+                uint4* at = reinterpret_cast<uint4*>(to.out + (first + from + r) * to.wide + thread % CHUNKS * 8);
                 if (add) {
                     uint4 old = *at;
                     bf16* sums = reinterpret_cast<bf16*>(&v);
@@ -175,15 +173,14 @@ __device__ __forceinline__ void epilogue_up(const GemmParams& p, const float (&a
         staging.send_in_order(1, {pre + p.n, 2 * p.n, columns}, at.t.y, at.t.z, before);
     }
     const Staging<UP>::OutputRows to{static_cast<bf16*>(p.out) + at.column, p.n, columns};
-    const bool plain = !p.scale && !p.bias && !p.out_scale && !p.out_map && !p.accumulate;
+    const bool plain = !p.scale && !p.bias && !p.out_scale && !p.accumulate;
     with_gate(static_cast<int>(p.activation), [&](auto kind) {
         if (plain) {
             const UpEpilogue<kind.value, false> end{p, acc, at, bias};
             staging.send_in_order(0, to, at.t.y, at.t.z, [&](float (&v)[16], int from) { end.after(v, from); });
         } else {
             const UpEpilogue<kind.value, true> end{p, acc, at, bias};
-            auto row_of = [&](int r) { return out_row(p, at.t.y + r, staging.thread % Staging<UP>::CHUNKS); };
-            staging.send(0, to, p.accumulate, at.t.z, row_of, [&](float (&v)[16], int from) { end.after(v, from); });
+            staging.send(0, to, p.accumulate, at.t.y, at.t.z, [&](float (&v)[16], int from) { end.after(v, from); });
         }
     });
 }
@@ -206,8 +203,7 @@ __device__ __forceinline__ void epilogue_down(const GemmParams& p, float (&acc)[
 #pragma unroll
         for (int i = 0; i < 8; i++) v[i] = acc[from + i];
     };
-    auto row_of = [&](int r) { return out_row(p, at.t.y + r, staging.thread % Staging<DOWN>::CHUNKS); };
-    if (p.out_map || p.accumulate) staging.send(0, to, p.accumulate, at.t.z, row_of, after);
+    if (p.accumulate) staging.send(0, to, true, at.t.y, at.t.z, after);
     else staging.send_in_order(0, to, at.t.y, at.t.z, after);
 }
 

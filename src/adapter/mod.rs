@@ -55,5 +55,5 @@ pub(crate) use resident_weights::{
     ErasedResidentWeight, GatheredWeights, ResidentGradients, acquire_resident, resident_sources, resident_view,
 };
 pub(crate) use selection_bias::moved_selection_bias;
-pub(crate) use sharded::{ErasedLayerShards, LayerShards, TypedSource, param_shard, with_sources};
+pub(crate) use sharded::{ErasedLayerShards, LayerShards, NewExperts, TypedSource, param_shard, with_sources};
 pub(crate) use training_state::{LastForward, TrainingState};

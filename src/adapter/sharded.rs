@@ -7,10 +7,10 @@ use crate::dtype::DType;
 use crate::ep::Membership;
 use crate::error::{Error, Result};
 use crate::etp::{
-    Chain, GradientBuffer, Payload, ShardDevice, ShardSource, ShardedWeight, Shards, WeightId, WeightSpec,
+    Chain, GradientBuffer, NewShard, Payload, ShardDevice, ShardSource, ShardedWeight, Shards, WeightId, WeightSpec,
 };
 #[cfg(feature = "candle")]
-use crate::etp::{QuantizedWeight, ShardedQuantized};
+use crate::etp::{NewQuantized, QuantizedWeight, ShardedQuantized};
 use crate::layer::{
     BackwardProgress, Context, GradientsMut, Layer, ParamKind, ParamViews, Params, PerParam, RefusalGuard,
 };
@@ -51,50 +51,66 @@ impl Debug for ErasedLayerShards {
     }
 }
 
-impl ErasedLayerShards {
-    /// Adds a layer's shards of `up` and `down` to a chain.
-    pub(crate) fn new<D: FrameworkDevice>(
+/// A layer's shards of `up` and `down`, on their way to a chain.
+pub(crate) struct NewExperts<D: FrameworkDevice> {
+    chain: Arc<Chain<D>>,
+    shards: [NewShard<D>; 2],
+}
+
+impl<D: FrameworkDevice> NewExperts<D> {
+    /// Of a rank that has `local` experts.
+    pub(crate) fn new(
         chain: &Arc<Chain<D>>,
         payload: Payload,
-        layer: &Layer,
-        local: usize,
-        shards: [TypedSource<D>; 2],
+        (layer, local): (&Layer, usize),
+        [up, down]: [TypedSource<D>; 2],
     ) -> Result<Self> {
-        let spec = |kind: ParamKind, dtype: DType| -> Result<_> {
+        let new = |kind: ParamKind, TypedSource { dtype, source }: TypedSource<D>| -> Result<_> {
             let missing = || Error::invalid("ExpertParallelMoE::sharded", kind.name(), "a weight", "none");
             let dims = kind.dims(layer.config(), local).ok_or_else(missing)?;
             let name = format!("layer {} {}", layer.number(), kind.name());
             let mut spec = WeightSpec::new(name, layer.number(), &dims, dtype);
             spec.recompute = kind == ParamKind::Up && layer.config().recompute;
             spec.payload = payload;
-            Ok(spec)
+            Ok(NewShard::new(spec, source))
         };
-        let [up, down] = shards;
-        // Both are known to be sound before either is added.
-        let specs = (spec(ParamKind::Up, up.dtype)?, spec(ParamKind::Down, down.dtype)?);
-        let ids = [chain.add(specs.0, up.source)?, chain.add(specs.1, down.source)?];
-        Ok(Self {
-            chain: D::erase(Arc::clone(chain)),
+        let shards = [new(ParamKind::Up, up)?, new(ParamKind::Down, down)?];
+        Ok(Self { chain: Arc::clone(chain), shards })
+    }
+
+    /// Whether the chain would take both: asked before the layer's other shards go to theirs.
+    pub(crate) fn check(&self) -> Result<()> {
+        self.chain.check(&self.shards)
+    }
+
+    /// Gives both to the chain, or after an error neither; `resident`: what else of the layer is shards.
+    pub(crate) fn add(self, resident: PerParam<Option<ErasedResidentWeight>>) -> Result<ErasedLayerShards> {
+        let ids = self.chain.add_all(self.shards)?;
+        Ok(ErasedLayerShards {
+            chain: D::erase(self.chain),
             ids,
             #[cfg(feature = "candle")]
             stored: None,
-            resident: PerParam::none(),
+            resident,
         })
     }
+}
 
-    /// Adds a layer's experts to a chain, frozen and as they are stored.
+impl ErasedLayerShards {
+    /// Adds a layer's experts to a chain, frozen and as they are stored: both weights, or after an error neither.
     #[cfg(feature = "candle")]
     pub(crate) fn stored<D: FrameworkDevice>(
         chain: &Arc<Chain<D>>,
         layer: &Layer,
         experts: &QuantizedExperts<D>,
     ) -> Result<Self> {
-        let add = |kind: ParamKind, weight: &Quantized<D>| {
+        let cut = |kind: ParamKind, weight: &Quantized<D>| {
             let name = format!("layer {} {}", layer.number(), kind.name());
             let recompute = kind == ParamKind::Up && layer.config().recompute;
-            chain.add_quantized(name, layer.number(), recompute, weight)
+            chain.cut_quantized(name, layer.number(), recompute, weight)
         };
-        let stored = [add(ParamKind::Up, &experts.up)?, add(ParamKind::Down, &experts.down)?];
+        let new = [cut(ParamKind::Up, &experts.up)?, cut(ParamKind::Down, &experts.down)?];
+        let stored = NewQuantized::add_both(chain, new)?;
         let ids = stored.each_ref().map(QuantizedWeight::id);
         Ok(Self { chain: D::erase(Arc::clone(chain)), ids, stored: Some(stored), resident: PerParam::none() })
     }

@@ -12,7 +12,7 @@ use crate::comm::{Communicator, Op};
 use crate::device::Device;
 use crate::ep::BackwardFailure;
 use crate::error::{Error, Result};
-use crate::etp::{Chain, Phase, ShardSource, WeightId, WeightSpec};
+use crate::etp::{Chain, NewShard, Phase, ShardSource, WeightId, WeightSpec};
 use crate::tensor::{TensorMut, TensorRef};
 
 use super::backend::{CoreDevice, MoeBackend, Named, NativeBackend, NativeMemory, ResultSpec, between};
@@ -319,6 +319,12 @@ impl<B: NativeBackend> ShardedParams<B> {
             all if all == params.len() => Ok(params),
             all => Err(Error::invalid(call, "weights", format!("all {all}"), params.len())),
         }
+    }
+
+    /// Whether the chain would take a weight whose shard is a parameter.
+    pub(super) fn check(&self, spec: &WeightSpec, source: &Arc<ParamSource<B>>) -> Result<()> {
+        let source = Arc::clone(source) as Arc<dyn ShardSource<B::Core>>;
+        self.chain.check(&[NewShard::new(spec.clone(), source)])
     }
 
     /// Adds a weight whose shard is a parameter.

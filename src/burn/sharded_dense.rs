@@ -215,8 +215,14 @@ impl<B: NativeBackend> ShardedParams<B> {
         function: DenseFunction,
         cuts: Vec<SourceOf<M>>,
     ) -> Result<ShardedDense<M>> {
-        let add = |(NamedParam { name, dims, param }, source): SourceOf<M>| -> Result<_> {
-            let spec = WeightSpec::new(name.clone(), NO_LAYER, &Shards::lines(&dims), source.dtype);
+        let new = |(weight, source): SourceOf<M>| -> Result<_> {
+            let spec = WeightSpec::new(&*weight.name, NO_LAYER, &Shards::lines(&weight.dims), source.dtype);
+            self.check(&spec, &source)?;
+            Ok((weight, spec, source))
+        };
+        // The chain would take all of them: nothing is added before this is known.
+        let cuts = cuts.into_iter().map(new).collect::<Result<Vec<_>>>()?;
+        let add = |(NamedParam { name, dims, param }, spec, source)| -> Result<_> {
             Ok((DenseWeight { id: self.add(spec, source)?, name, dims }, param))
         };
         let added = cuts.into_iter().map(add).collect::<Result<Vec<_>>>()?;

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use crate::adapter::{ErasedLayerShards, ErasedResidentWeight, FrameworkDevice, TypedSource, param_shard};
+use crate::adapter::{ErasedResidentWeight, FrameworkDevice, NewExperts, TypedSource, param_shard};
 use crate::checkpoint::RankBlock;
 use crate::error::{Error, Result};
 use crate::etp::{Payload, ShardDevice, ShardSource, Shards, WeightSpec};
@@ -145,21 +145,20 @@ impl<B: MoeBackend> ExpertParallelMoE<B> {
         Ok(())
     }
 
-    /// Adds the shards to their chains.
+    /// Adds the shards to their chains: all of them, or after an error none.
     fn with_sources(mut self, call: &'static str, to: ShardsTo<'_, B>, sources: ParamSources<B>) -> Result<Self> {
         let (layer, local) = (self.layer.clone(), self.group.local_experts());
-        let mut resident = PerParam::none();
-        let is_expert = |kind: &ParamKind| matches!(kind, ParamKind::Up | ParamKind::Down);
-        for (kind, source) in sources.present().filter(|(kind, _)| !is_expert(kind)) {
-            let Some(shards) = to.of(kind) else { continue };
+        let is_expert = |kind: ParamKind| matches!(kind, ParamKind::Up | ParamKind::Down);
+        // Whose shard each parameter beside the experts' weights is, and what its chain is to know of it.
+        let resident = sources.as_ref().try_map(|kind, source| -> Result<_> {
+            let (Some(source), Some(shards), false) = (source, to.of(kind), is_expert(kind)) else { return Ok(None) };
             let dims = kind.dims(layer.config(), local).unwrap_or_default();
             let name = format!("layer {} {}", layer.number(), kind.name());
             let mut spec = WeightSpec::new(name, layer.number(), &Shards::lines(&dims), source.dtype);
             spec.resident = true;
-            let id = shards.add(spec, Arc::clone(source))?;
-            resident[kind] =
-                Some(ErasedResidentWeight { chain: CoreDevice::<B>::erase(shards.chain().clone()), id, dims });
-        }
+            shards.check(&spec, source)?;
+            Ok(Some((shards, spec, Arc::clone(source), dims)))
+        })?;
         let (Some(up), Some(down)) = (sources.up, sources.down) else {
             return Err(Error::invalid(call, "experts", "weights", "none"));
         };
@@ -167,9 +166,15 @@ impl<B: MoeBackend> ExpertParallelMoE<B> {
             dtype: source.dtype,
             source: Arc::clone(source) as Arc<dyn ShardSource<CoreDevice<B>>>,
         };
-        let chain = to.experts.chain();
-        let mut sharded = ErasedLayerShards::new(chain, to.payload, &layer, local, [typed(&up), typed(&down)])?;
-        sharded.resident = resident;
+        let experts = NewExperts::new(to.experts.chain(), to.payload, (&layer, local), [typed(&up), typed(&down)])?;
+        experts.check()?;
+        // The chains would take all of them: nothing is added before this is known.
+        let resident = resident.try_map(|_, new| -> Result<_> {
+            let Some((shards, spec, source, dims)) = new else { return Ok(None) };
+            let id = shards.add(spec, source)?;
+            Ok(Some(ErasedResidentWeight { chain: CoreDevice::<B>::erase(shards.chain().clone()), id, dims }))
+        })?;
+        let sharded = experts.add(resident)?;
         let first = match to.apart() {
             Some(dense) => OtherRanksAt::Chain(dense.chain().clone()),
             None => OtherRanksAt::Layer(self.group.clone(), layer.number()),

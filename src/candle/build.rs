@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use candle_core::{DType, Device, Result, Tensor, Var};
 
-use crate::adapter::{ErasedLayerShards, ErasedResidentWeight};
+use crate::adapter::{ErasedLayerShards, ErasedResidentWeight, NewExperts};
 use crate::checkpoint::{Block, BlockParams, BlockShards, Checkpoint};
 use crate::comm::Op;
 use crate::cpu::Cpu;
@@ -19,7 +19,7 @@ use super::initial::{ShardInit, full_name};
 use super::module::ExpertParallelMoE;
 use super::options::{LoadAs, Parameters, place_in, tensor};
 use super::quantized::unpack;
-use super::sharded_weights::{LayerPlace, ShardedTensor, ShardedWeights, check_shard};
+use super::sharded_weights::{LayerPlace, NewShardedTensor, ShardedTensor, ShardedWeights, check_shard};
 
 /// A layer of one rank, on the device and in the type of `vb`, of any number of tokens a call: the common case. For
 /// several ranks, and for layers that share a workspace on a GPU, see [`ExpertParallelMoE::new`].
@@ -157,16 +157,15 @@ impl ExpertParallelMoE {
     ) -> Result<Self> {
         let number = group.membership().number_layer(spec.number());
         let made = spec.layer(number).map_err(Into::into).and_then(|layer| {
-            let (params, sharded) = variables(&layer, &group, vb, chain)?;
-            Ok(Self { sharded, ..Self::of(layer, group.clone(), params) })
+            let (params, shards) = variables(&layer, &group, vb, chain)?;
+            Ok((Self::of(layer, group.clone(), params), shards))
         });
         // The other ranks are in the collectives below: they are told, and the group stays usable.
-        let mut moe =
+        let (mut moe, shards) =
             made.inspect_err(|e: &candle_core::Error| group.erased().refuse(number, Op::Weights, &e.to_string()))?;
         if group.ranks() > 1 {
             // All ranks take part, whatever their parameters are.
-            let sharded = moe.sharded.clone();
-            let whole = |kind: &ParamKind| !sharded.as_ref().is_some_and(|sharded| sharded.has(*kind));
+            let whole = |kind: &ParamKind| shards.as_ref().is_none_or(|shards| shards.resident.get(*kind).is_none());
             for kind in ParamKind::ALL.into_iter().filter(|kind| kind.is_replicated()).filter(whole) {
                 let Some(t) = &mut moe.params[kind] else { continue };
                 let first = group.broadcast(number, t)?;
@@ -178,6 +177,8 @@ impl ExpertParallelMoE {
                 }
             }
         }
+        // Behind the collectives: where one rank of the group has refused, no rank's chain has the layer.
+        moe.sharded = shards.map(NewLayerShards::add).transpose()?;
         Ok(moe)
     }
 
@@ -289,7 +290,8 @@ impl ExpertParallelMoE {
         let block = load.read_shards(checkpoint, layer, options, cut)?;
         let layer = group.erased().layer(CALL, block.config.into(), number)?;
         let params = tensors(block.params, group.device(), params)?;
-        let sharded = shards.add(&layer, group.local_experts(), &params)?;
+        let new = shards.check(&layer, group.local_experts(), &params)?;
+        let sharded = new.map(NewLayerShards::add).transpose()?;
         Ok(Self { sharded, ..Self::of(layer, group, params) })
     }
 
@@ -304,13 +306,16 @@ fn tensors(block: BlockParams, device: &Device, params: Parameters) -> Result<Pe
     block.into_per_param().try_map(|_, t| t.map(|t| tensor(t, device, params)).transpose())
 }
 
-/// Variables of a module, and their place in a chain if there is one.
-fn variables<D: Host>(
+/// Variables of a module, and its shards if there is a chain for them.
+type LayerVariables<'a, D> = (PerParam<Option<Tensor>>, Option<NewLayerShards<'a, D>>);
+
+/// Finds or makes a module's variables, and asks the chains for its shards.
+fn variables<'a, D: Host>(
     layer: &Layer,
     group: &DeviceGroup,
     vb: candle_nn::VarBuilder<'_>,
-    chain: Option<ShardedIn<'_, D>>,
-) -> Result<(PerParam<Option<Tensor>>, Option<ErasedLayerShards>)> {
+    chain: Option<ShardedIn<'a, D>>,
+) -> Result<LayerVariables<'a, D>> {
     let (config, local) = (layer.config(), group.local_experts());
     group.membership().check_experts("ExpertParallelMoE::new", config.router.num_experts)?;
     if let Some(chain) = &chain {
@@ -347,18 +352,18 @@ fn variables<D: Host>(
         };
         shard.tensor(&vb).map(Some)
     })?;
-    let sharded = match chain {
-        Some(in_chain) => in_chain.add(layer, local, &params)?,
+    let shards = match chain {
+        Some(in_chain) => in_chain.check(layer, local, &params)?,
         None => None,
     };
-    Ok((params, sharded))
+    Ok((params, shards))
 }
 
 fn is_expert_weight(kind: ParamKind) -> bool {
     matches!(kind, ParamKind::Up | ParamKind::Down)
 }
 
-impl<D: Host> ShardedIn<'_, D> {
+impl<'a, D: Host> ShardedIn<'a, D> {
     fn check_device(&self, group: &DeviceGroup) -> crate::Result<()> {
         if self.chain.device().is(group.device()) {
             return Ok(());
@@ -382,32 +387,50 @@ impl<D: Host> ShardedIn<'_, D> {
         Some(if kind.is_replicated() { weights.chain() } else { self.chain })
     }
 
-    /// Adds a module's shards.
-    fn add(
+    /// A module's shards, once the chains are known to take all of them.
+    fn check(
         self,
         layer: &Layer,
         local: usize,
         params: &PerParam<Option<Tensor>>,
-    ) -> crate::Result<Option<ErasedLayerShards>> {
+    ) -> crate::Result<Option<NewLayerShards<'a, D>>> {
         let (Some(up), Some(down)) = (&params.up, &params.down) else { return Ok(None) };
-        // All are known to be sound before any is added.
-        for (kind, t) in params.present().filter(|(kind, _)| is_expert_weight(*kind) || self.of(*kind).is_some()) {
+        for (kind, t) in [(ParamKind::Up, up), (ParamKind::Down, down)] {
             check_shard(kind.name(), t)?;
         }
-        let mut resident = PerParam::none();
-        for (kind, t) in params.present() {
-            let (Some(weights), Some(chain)) = (self.weights, self.of(kind)) else { continue };
+        let resident = params.as_ref().try_map(|kind, t| -> crate::Result<_> {
+            let (Some(t), Some(weights), Some(chain)) = (t, self.weights, self.of(kind)) else { return Ok(None) };
             let dims = kind.dims(layer.config(), local).unwrap_or_default();
             let of = LayerPlace { layer: layer.number(), resident: true };
-            let shard = ShardedTensor::new(chain, weights.full_name(kind.name()), &dims, t.clone(), of)?;
-            resident[kind] = Some(ErasedResidentWeight { chain: D::erase(Arc::clone(chain)), id: shard.id, dims });
-            if kind.is_replicated() {
+            NewShardedTensor::new(chain, weights.full_name(kind.name()), &dims, t.clone(), of).map(Some)
+        })?;
+        let shard = |t: &Tensor| VarShard::on(self.chain.device(), t).into_shard();
+        let experts = NewExperts::new(self.chain, self.payload, (layer, local), [shard(up)?, shard(down)?])?;
+        experts.check()?;
+        Ok(Some(NewLayerShards { weights: self.weights, resident, experts }))
+    }
+}
+
+/// A layer's shards, which their chains would take, and have not got yet.
+struct NewLayerShards<'a, D: Host> {
+    weights: Option<&'a ShardedWeights<'a, D>>,
+    resident: PerParam<Option<NewShardedTensor<D>>>,
+    experts: NewExperts<D>,
+}
+
+impl<D: Host> NewLayerShards<'_, D> {
+    /// Adds them.
+    fn add(self) -> crate::Result<ErasedLayerShards> {
+        let Self { weights, resident, experts } = self;
+        let resident = resident.try_map(|kind, new| -> crate::Result<_> {
+            let Some(shard) = new.map(NewShardedTensor::add).transpose()? else { return Ok(None) };
+            let chain = D::erase(Arc::clone(&shard.chain));
+            let weight = ErasedResidentWeight { chain, id: shard.id, dims: shard.dims.clone() };
+            if let Some(weights) = weights.filter(|_| kind.is_replicated()) {
                 weights.register(shard);
             }
-        }
-        let shard = |t: &Tensor| VarShard::on(self.chain.device(), t).into_shard();
-        let mut sharded = ErasedLayerShards::new(self.chain, self.payload, layer, local, [shard(up)?, shard(down)?])?;
-        sharded.resident = resident;
-        Ok(Some(sharded))
+            Ok(Some(weight))
+        })?;
+        experts.add(resident)
     }
 }

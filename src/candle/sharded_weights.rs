@@ -11,7 +11,7 @@ use candle_nn::{Init, VarBuilder};
 use crate::checkpoint::{Checkpoint, RankTensor, ShardOptions};
 use crate::cpu::Cpu;
 use crate::error::Error;
-use crate::etp::{Chain, NO_LAYER, Shards, WeightId, WeightSpec};
+use crate::etp::{Chain, NO_LAYER, NewShard, Shards, WeightId, WeightSpec};
 use crate::optim::ParamShard;
 use crate::weights::{Weight, WeightSource};
 
@@ -80,13 +80,17 @@ pub(super) struct LayerPlace {
 /// By itself.
 const ALONE: LayerPlace = LayerPlace { layer: NO_LAYER, resident: false };
 
-impl<D: Host> ShardedTensor<D> {
-    /// The cut of a weight of sizes `dims`.
-    pub(super) fn cut(chain: &Chain<D>, dims: &[usize]) -> crate::Result<Shards> {
-        chain.shards(&Shards::lines(dims))
-    }
+/// A weight that its chain would take, and has not got yet.
+pub(super) struct NewShardedTensor<D: Host> {
+    chain: Arc<Chain<D>>,
+    new: NewShard<D>,
+    dims: Vec<usize>,
+    shard: Tensor,
+    part: ParamShard,
+}
 
-    /// Adds a weight to a chain.
+impl<D: Host> NewShardedTensor<D> {
+    /// Asks the chain.
     pub(super) fn new(
         chain: &Arc<Chain<D>>,
         name: String,
@@ -99,13 +103,29 @@ impl<D: Host> ShardedTensor<D> {
             return Err(Error::invalid(CALL, name, "a tensor on the chain's device", found));
         }
         check_shard(&name, &shard)?;
-        let cut = Self::cut(chain, dims)?;
+        let cut = ShardedTensor::cut(chain, dims)?;
         let part = ParamShard::whole(cut.dims()).shard(&cut, chain.rank())?;
         let dtype = dtype_of(CALL, &name, shard.dtype())?;
-        let mut spec = WeightSpec::new(name.clone(), of.layer, cut.dims(), dtype);
+        let mut spec = WeightSpec::new(name, of.layer, cut.dims(), dtype);
         spec.resident = of.resident;
-        let id = chain.add(spec, Arc::new(VarShard::on(chain.device(), &shard)))?;
-        Ok(Self { chain: Arc::clone(chain), id, name, dims: dims.to_vec(), shard, resident: of.resident, part })
+        let new = NewShard::new(spec, Arc::new(VarShard::on(chain.device(), &shard)));
+        chain.check(std::slice::from_ref(&new))?;
+        Ok(Self { chain: Arc::clone(chain), new, dims: dims.to_vec(), shard, part })
+    }
+
+    /// Adds it to the chain.
+    pub(super) fn add(self) -> crate::Result<ShardedTensor<D>> {
+        let Self { chain, new: NewShard { spec, source }, dims, shard, part } = self;
+        let (name, resident) = (spec.name.clone(), spec.resident);
+        let id = chain.add(spec, source)?;
+        Ok(ShardedTensor { chain, id, name, dims, shard, resident, part })
+    }
+}
+
+impl<D: Host> ShardedTensor<D> {
+    /// The cut of a weight of sizes `dims`.
+    pub(super) fn cut(chain: &Chain<D>, dims: &[usize]) -> crate::Result<Shards> {
+        chain.shards(&Shards::lines(dims))
     }
 
     /// The whole weight, in memory of candle's (collective); `backward`: a backward gathers it again.
@@ -255,7 +275,8 @@ impl<'a, D: Host> ShardedWeights<'a, D> {
         self.function(&[NewWeight::new("weight", &[vocabulary, hidden], normal)], EmbeddingFunction)
     }
 
-    /// A computation with weights of these names, sizes and initial values, which are gathered in this order.
+    /// A computation with weights of these names, sizes and initial values, which are gathered in this order. The chain
+    /// gets all of them, or after an error none.
     ///
     /// # Errors
     /// A shard of another size, a computed one, or one on another device; a chain that is in use.
@@ -264,12 +285,13 @@ impl<'a, D: Host> ShardedWeights<'a, D> {
         weights: &[NewWeight<'_>],
         function: impl ShardedFunction + 'static,
     ) -> Result<ShardedModule<D>> {
-        let weights =
-            weights.iter().map(|new| self.weight(new.name, new.dims, new.init)).collect::<Result<Vec<_>>>()?;
+        // All are known to be sound before any is added.
+        let new = weights.iter().map(|new| self.weight(new.name, new.dims, new.init)).collect::<Result<Vec<_>>>()?;
+        let weights = new.into_iter().map(|new| Ok(self.register(new.add()?))).collect::<Result<Vec<_>>>()?;
         Ok(ShardedModule { weights: Arc::new(weights), function: Arc::new(function) })
     }
 
-    fn weight(&self, name: &str, dims: &[usize], init: Init) -> Result<Arc<ShardedTensor<D>>> {
+    fn weight(&self, name: &str, dims: &[usize], init: Init) -> Result<NewShardedTensor<D>> {
         let cut = ShardedTensor::cut(&self.chain, dims)?;
         let shard = ShardInit {
             name,
@@ -284,8 +306,7 @@ impl<'a, D: Host> ShardedWeights<'a, D> {
             seed: self.chain.options().seed,
         };
         let shard = shard.tensor(&self.vb)?;
-        let weight = ShardedTensor::new(&self.chain, self.full_name(name), dims, shard, ALONE)?;
-        Ok(self.register(weight))
+        Ok(NewShardedTensor::new(&self.chain, self.full_name(name), dims, shard, ALONE)?)
     }
 
     /// A weight's name behind those before it.

@@ -11,7 +11,7 @@ use rayon::prelude::*;
 
 use crate::config::WeightAt;
 use crate::error::{Error, Result};
-use crate::kernels::{BiasGrad, Down, DownBwd, Origin, RowDest, SlotWeights, Up, UpDgrad, Wgrad};
+use crate::kernels::{BiasGrad, Down, DownBwd, RowDest, SlotWeights, Up, UpDgrad, Wgrad};
 use crate::quant::QuantizedRef;
 use crate::tensor::{TensorMut, TensorRef, dims3};
 use crate::weights::Weight;
@@ -120,8 +120,7 @@ fn applies<'a>(weights: &Option<SlotWeights<'a, Cpu>>, places: &[WeightAt]) -> O
 
 /// Runs `tile(side, expert, slots)` over all tiles, and stores the accumulators of the rows that it returns.
 ///
-/// `sides` are what each tile writes beside its rows, one element a tile. A destination with a map is filled after
-/// the tiles, in slot order.
+/// `sides` are what each tile writes beside its rows, one element a tile.
 fn write_rows<T: Float, S: Send>(
     call: &'static str,
     segments: &SegmentList,
@@ -130,37 +129,13 @@ fn write_rows<T: Float, S: Send>(
     sides: Vec<S>,
     tile: impl Fn(S, usize, Range<usize>) -> Result<Vec<T::Acc>> + Sync,
 ) -> Result<()> {
-    let list = tiles(segments);
-    let Some(map) = dest.map else {
-        Error::check_shape(call, "out", &[segments.rows, width], dest.base.dims())?;
-        let out = dest.base.into_slice::<T>()?;
-        let parts: Vec<_> = cut(segments.split(out, width), width).collect();
-        return list.into_par_iter().zip(parts).zip(sides).try_for_each(|(((j, slots), out), side)| {
-            store(out, &tile(side, j, slots)?, dest.accumulate);
-            Ok(())
-        });
-    };
-    Error::check_shape(call, "out.map", &[segments.rows], map.dims())?;
-    let map = map.as_slice::<i32>()?;
-    let rows = dest.base.rows();
-    Error::check_shape(call, "out", &[rows, width], dest.base.dims())?;
+    Error::check_shape(call, "out", &[segments.rows, width], dest.base.dims())?;
     let out = dest.base.into_slice::<T>()?;
-    let values: Vec<_> =
-        list.par_iter().zip(sides).map(|((j, slots), side)| tile(side, *j, slots.clone())).collect::<Result<_>>()?;
-    for ((_, slots), values) in list.into_iter().zip(&values) {
-        for (entry, row) in slots.zip(values.chunks_exact(width)) {
-            match usize::try_from(map[entry]) {
-                Err(_) => {}
-                Ok(m) if m < rows => store(&mut out[m * width..(m + 1) * width], row, dest.accumulate),
-                Ok(_) => {
-                    let Origin { rank, layer } = segments.origin;
-                    let (name, found) = ("out.map".to_string(), Some(i64::from(map[entry])));
-                    return Err(Error::RowMap { call, rank, layer, map: name, entry, found });
-                }
-            }
-        }
-    }
-    Ok(())
+    let parts: Vec<_> = cut(segments.split(out, width), width).collect();
+    tiles(segments).into_par_iter().zip(parts).zip(sides).try_for_each(|(((j, slots), out), side)| {
+        store(out, &tile(side, j, slots)?, dest.accumulate);
+        Ok(())
+    })
 }
 
 pub(super) fn up(call: Up<'_, Cpu>) -> Result<()> {

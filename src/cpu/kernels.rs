@@ -10,7 +10,7 @@ use crate::kernels::*;
 use crate::plan::{DevicePlan, DispatchSpec, HostPlanRequest, Plan, PlanRecords, RecordIds};
 use crate::tensor::{Tensor, TensorMut, TensorRef};
 
-use super::{Cpu, element, experts, gemm, plan, records, router, rows};
+use super::{Cpu, element, experts, gemm, permute, plan, records, router};
 
 impl Kernels for Cpu {
     fn linear(&self, call: Linear<'_, Self>) -> Result<()> {
@@ -47,16 +47,16 @@ impl Kernels for Cpu {
         records::plan(call)
     }
     fn gather_rows(&self, call: GatherRows<'_, Self>) -> Result<()> {
-        rows::gather_rows(call)
+        permute::gather_rows(call)
     }
     fn concat_rows(&self, call: ConcatRows<'_, Self>) -> Result<()> {
-        rows::concat_rows(call)
+        permute::concat_rows(call)
     }
     fn split_rows(&self, call: SplitRows<'_, Self>) -> Result<()> {
-        rows::split_rows(call)
+        permute::split_rows(call)
     }
     fn reduce_rows(&self, call: ReduceRows<'_, Self>) -> Result<()> {
-        rows::reduce_rows(call)
+        permute::reduce_rows(call)
     }
     fn up(&self, call: Up<'_, Self>) -> Result<()> {
         experts::up(call)
@@ -74,7 +74,7 @@ impl Kernels for Cpu {
         experts::wgrad(call)
     }
     fn sigmoid(&self, call: Sigmoid<'_, Self>) -> Result<()> {
-        rows::sigmoid(call)
+        permute::sigmoid(call)
     }
     fn single_segment(&self, rows: usize) -> Result<Arc<Segments<Self>>> {
         let offsets = Tensor::from_vec(vec![0i64], &[1])?;

@@ -11,11 +11,11 @@ mod group;
 mod kernels;
 mod optimizer;
 mod ordered;
+mod permute;
 mod plan;
 mod quant;
 mod records;
 pub(crate) mod router;
-mod rows;
 mod segments;
 mod threads;
 #[cfg(not(loom))]

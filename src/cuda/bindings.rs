@@ -81,7 +81,6 @@ pub const FAULT_END: Fault = 8;
 pub type Fault = ::core::ffi::c_ulonglong;
 pub const OPERAND_FIRST: Operand = 0;
 pub const OPERAND_SECOND: Operand = 1;
-pub const OPERAND_OUT: Operand = 2;
 pub type Operand = ::core::ffi::c_longlong;
 pub const STATUS_FAULT: StatusWord = 0;
 pub const STATUS_NAN: StatusWord = 1;
@@ -98,7 +97,9 @@ pub const STATUS_RECORD_EXPERTS: StatusWord = 15;
 pub const STATUS_ID: StatusWord = 16;
 pub const STATUS_ID_TOP_K: StatusWord = 17;
 pub const STATUS_ID_EXPERTS: StatusWord = 18;
-pub const STATUS_WORDS: StatusWord = 19;
+pub const STATUS_MAP_FOUND: StatusWord = 19;
+pub const STATUS_SEGMENT_FOUND: StatusWord = 21;
+pub const STATUS_WORDS: StatusWord = 29;
 pub type StatusWord = ::core::ffi::c_int;
 pub const FAULT_DETAIL_BITS: u32 = 48;
 pub const NAN_EXPERT_BITS: u32 = 22;
@@ -134,8 +135,6 @@ pub struct GemmParams {
     pub pre: u64,
     pub pre_out: u64,
     pub out: u64,
-    pub out_map: u64,
-    pub out_rows: i64,
     pub out_type: i64,
     pub accumulate: i64,
     pub hidden: u64,
@@ -156,7 +155,7 @@ pub struct GemmParams {
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of GemmParams"][::core::mem::size_of::<GemmParams>() - 344usize];
+    ["Size of GemmParams"][::core::mem::size_of::<GemmParams>() - 328usize];
     ["Alignment of GemmParams"][::core::mem::align_of::<GemmParams>() - 8usize];
     ["Offset of field: GemmParams::a"][::core::mem::offset_of!(GemmParams, a) - 0usize];
     ["Offset of field: GemmParams::a_map"][::core::mem::offset_of!(GemmParams, a_map) - 8usize];
@@ -182,25 +181,23 @@ const _: () = {
     ["Offset of field: GemmParams::pre"][::core::mem::offset_of!(GemmParams, pre) - 168usize];
     ["Offset of field: GemmParams::pre_out"][::core::mem::offset_of!(GemmParams, pre_out) - 176usize];
     ["Offset of field: GemmParams::out"][::core::mem::offset_of!(GemmParams, out) - 184usize];
-    ["Offset of field: GemmParams::out_map"][::core::mem::offset_of!(GemmParams, out_map) - 192usize];
-    ["Offset of field: GemmParams::out_rows"][::core::mem::offset_of!(GemmParams, out_rows) - 200usize];
-    ["Offset of field: GemmParams::out_type"][::core::mem::offset_of!(GemmParams, out_type) - 208usize];
-    ["Offset of field: GemmParams::accumulate"][::core::mem::offset_of!(GemmParams, accumulate) - 216usize];
-    ["Offset of field: GemmParams::hidden"][::core::mem::offset_of!(GemmParams, hidden) - 224usize];
-    ["Offset of field: GemmParams::partial"][::core::mem::offset_of!(GemmParams, partial) - 232usize];
-    ["Offset of field: GemmParams::x"][::core::mem::offset_of!(GemmParams, x) - 240usize];
-    ["Offset of field: GemmParams::x_map"][::core::mem::offset_of!(GemmParams, x_map) - 248usize];
-    ["Offset of field: GemmParams::x_rows"][::core::mem::offset_of!(GemmParams, x_rows) - 256usize];
-    ["Offset of field: GemmParams::activation"][::core::mem::offset_of!(GemmParams, activation) - 264usize];
-    ["Offset of field: GemmParams::alpha"][::core::mem::offset_of!(GemmParams, alpha) - 272usize];
-    ["Offset of field: GemmParams::limit"][::core::mem::offset_of!(GemmParams, limit) - 280usize];
-    ["Offset of field: GemmParams::fault"][::core::mem::offset_of!(GemmParams, fault) - 288usize];
-    ["Offset of field: GemmParams::site"][::core::mem::offset_of!(GemmParams, site) - 296usize];
-    ["Offset of field: GemmParams::vector_a"][::core::mem::offset_of!(GemmParams, vector_a) - 304usize];
-    ["Offset of field: GemmParams::vector_b"][::core::mem::offset_of!(GemmParams, vector_b) - 312usize];
-    ["Offset of field: GemmParams::m_tiles"][::core::mem::offset_of!(GemmParams, m_tiles) - 320usize];
-    ["Offset of field: GemmParams::n_tiles"][::core::mem::offset_of!(GemmParams, n_tiles) - 328usize];
-    ["Offset of field: GemmParams::split"][::core::mem::offset_of!(GemmParams, split) - 336usize];
+    ["Offset of field: GemmParams::out_type"][::core::mem::offset_of!(GemmParams, out_type) - 192usize];
+    ["Offset of field: GemmParams::accumulate"][::core::mem::offset_of!(GemmParams, accumulate) - 200usize];
+    ["Offset of field: GemmParams::hidden"][::core::mem::offset_of!(GemmParams, hidden) - 208usize];
+    ["Offset of field: GemmParams::partial"][::core::mem::offset_of!(GemmParams, partial) - 216usize];
+    ["Offset of field: GemmParams::x"][::core::mem::offset_of!(GemmParams, x) - 224usize];
+    ["Offset of field: GemmParams::x_map"][::core::mem::offset_of!(GemmParams, x_map) - 232usize];
+    ["Offset of field: GemmParams::x_rows"][::core::mem::offset_of!(GemmParams, x_rows) - 240usize];
+    ["Offset of field: GemmParams::activation"][::core::mem::offset_of!(GemmParams, activation) - 248usize];
+    ["Offset of field: GemmParams::alpha"][::core::mem::offset_of!(GemmParams, alpha) - 256usize];
+    ["Offset of field: GemmParams::limit"][::core::mem::offset_of!(GemmParams, limit) - 264usize];
+    ["Offset of field: GemmParams::fault"][::core::mem::offset_of!(GemmParams, fault) - 272usize];
+    ["Offset of field: GemmParams::site"][::core::mem::offset_of!(GemmParams, site) - 280usize];
+    ["Offset of field: GemmParams::vector_a"][::core::mem::offset_of!(GemmParams, vector_a) - 288usize];
+    ["Offset of field: GemmParams::vector_b"][::core::mem::offset_of!(GemmParams, vector_b) - 296usize];
+    ["Offset of field: GemmParams::m_tiles"][::core::mem::offset_of!(GemmParams, m_tiles) - 304usize];
+    ["Offset of field: GemmParams::n_tiles"][::core::mem::offset_of!(GemmParams, n_tiles) - 312usize];
+    ["Offset of field: GemmParams::split"][::core::mem::offset_of!(GemmParams, split) - 320usize];
 };
 #[repr(C)]
 #[derive(Debug, Copy, Clone, Default)]

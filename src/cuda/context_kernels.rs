@@ -145,10 +145,10 @@ mod tests {
 
     #[test]
     fn a_kernel_that_is_missing_is_named_with_its_cubin() {
-        let wanted = KernelSpec { stage: "prepare", name: "plan_smal", shared: 0 };
+        let wanted = KernelSpec { stage: "plan", name: "plan_smal", shared: 0 };
         let error = Modules::default().of("90a", wanted).err().map(|e| e.to_string()).unwrap_or_default();
-        assert_eq!(error, "Cuda::on: kernels/prepare.cu for sm_90a has no kernel plan_smal");
-        static CUBIN: Cubin = Cubin { stage: "prepare", arch: "90a", kernels: &["plan_small"], image: &[] };
+        assert_eq!(error, "Cuda::on: kernels/plan.cu for sm_90a has no kernel plan_smal");
+        static CUBIN: Cubin = Cubin { stage: "plan", arch: "90a", kernels: &["plan_small"], image: &[] };
         let modules = std::mem::ManuallyDrop::new(Modules(vec![(&CUBIN, std::ptr::null_mut())]));
         assert!(modules.of("90a", wanted).is_err());
         assert!(modules.of("90a", KernelSpec { name: "plan_small", ..wanted }).is_ok());

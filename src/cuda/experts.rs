@@ -12,11 +12,12 @@ use crate::weights::Weight;
 
 use super::context_kernels::Kernel;
 use super::device::Cuda;
+use super::fault_site::MappedCall;
 use super::heuristics::ORDER_ROWS_COLUMNS;
 use super::kernel_table::Product;
 use super::launch::Grid;
 use super::layout::{
-    DestRows, SourceRows, TileOrder, Tiles, aligned, check_segments, input, optional, optional_output, output,
+    SourceRows, TileOrder, Tiles, aligned, check_segments, input, optional, optional_output, output, row_dest,
 };
 use super::params::{self, activation_code, type_code};
 use super::permute::gather_to_slots;
@@ -70,15 +71,16 @@ struct KernelChoice<'a> {
 
 impl<'a> GroupedGemm<'a> {
     fn new(
-        call: &'static str,
+        mapped: MappedCall,
         device: &'a Cuda,
         segments: &'a Segments<Cuda>,
         experts: usize,
         dtype: DType,
     ) -> Result<Self> {
+        let call = mapped.name();
         let shape = portable_shape(call, "rows", dtype)?;
         check_segments(call, segments, experts)?;
-        let site = device.site(call, segments.origin, params::OPERAND_FIRST)?;
+        let site = device.site(mapped, segments.origin, params::OPERAND_FIRST)?;
         Ok(Self { call, device, dtype, shape, segments, slots: segments.rows, site, quantized: None })
     }
 
@@ -145,7 +147,7 @@ impl<'a> GroupedGemm<'a> {
     fn choose(&self, p: &mut params::GemmParams, product: Option<Product>, factor: usize) -> Result<KernelChoice<'a>> {
         let quantized = self.quantized.as_ref();
         if let Some(kernel) = quantized.and_then(|q| q.tuned(self.device, self.dtype, p, product, factor)) {
-            let tiles = Tiles::new(self.call, self.device, self.segments, (kernel.rows, TileOrder::Slots))?;
+            let tiles = Tiles::new(self.call, self.device, self.segments, self.site, (kernel.rows, TileOrder::Slots))?;
             (p.tiles, p.tile_count, p.m_tiles) = (tiles.list(), tiles.count(), tiles.most as i64);
             p.n_tiles = (p.n as usize).div_ceil(kernel.columns) as i64;
             return Ok(KernelChoice { sm90: None, decode: None, tiles, tuned: Some(kernel) });
@@ -167,7 +169,7 @@ impl<'a> GroupedGemm<'a> {
             Some((product, _)) => (SM90_GROUPED_GEMM.tile, TileOrder::Pairs, product.columns(p.k as usize)),
             None => (self.shape.tile, TileOrder::Slots, self.shape.tile),
         };
-        let tiles = Tiles::new(self.call, self.device, self.segments, (rows, order))?;
+        let tiles = Tiles::new(self.call, self.device, self.segments, self.site, (rows, order))?;
         (p.tiles, p.tile_count, p.m_tiles) = (tiles.list(), tiles.count(), tiles.most as i64);
         p.n_tiles = (p.n as usize).div_ceil(columns / factor) as i64;
         Ok(KernelChoice { sm90, decode: None, tiles, tuned: None })
@@ -236,22 +238,22 @@ impl<'a> GroupedGemm<'a> {
 }
 
 pub(super) fn up(device: &Cuda, call: Up<'_, Cuda>) -> Result<()> {
-    const CALL: &str = "up";
+    const MAPPED: MappedCall = MappedCall::Up;
+    const CALL: &str = MAPPED.name();
     let [experts, wide, h] = dims3(CALL, "weight", call.weight.dims())?;
     let factor = call.activation.gate_factor();
     if wide % factor != 0 {
         return Err(Error::invalid(CALL, "weight", "an even number of rows for a gated activation", wide));
     }
     let (inner, dtype) = (wide / factor, call.rows.base.dtype());
-    let gemm = GroupedGemm::new(CALL, device, call.segments, experts, dtype)?.of(&call.weight)?;
+    let gemm = GroupedGemm::new(MAPPED, device, call.segments, experts, dtype)?.of(&call.weight)?;
     let rows = gemm.source("rows", &call.rows, h)?;
     let mut p = gemm.params(&rows, call.weight, (inner, h))?;
     p.bias = optional(CALL, "bias", &call.bias, dtype, &[experts, wide])?;
     p.scale = applies(CALL, &call.slot_weights, &[WeightAt::Input], gemm.slots)?;
     p.out_scale = applies(CALL, &call.slot_weights, &[WeightAt::Activation], gemm.slots)?;
     p.pre_out = optional_output(CALL, "pre", call.pre, dtype, &[gemm.slots, wide])?;
-    let out = DestRows::new(CALL, call.out, dtype, inner, gemm.slots)?;
-    (p.out, p.out_map, p.out_rows, p.accumulate) = (out.base, out.map, out.rows, out.accumulate);
+    (p.out, p.accumulate) = row_dest(CALL, call.out, dtype, &[gemm.slots, inner])?;
     (p.activation, p.alpha, p.limit) = activation_code(call.activation);
     let choice = gemm.choose(&mut p, (factor == 2).then_some(Product::Up), factor)?;
     let in_order = if choice.sm90.is_some() { gemm.in_order(&mut p)? } else { None };
@@ -261,26 +263,27 @@ pub(super) fn up(device: &Cuda, call: Up<'_, Cuda>) -> Result<()> {
 }
 
 pub(super) fn down(device: &Cuda, call: Down<'_, Cuda>) -> Result<()> {
-    const CALL: &str = "down";
+    const MAPPED: MappedCall = MappedCall::Down;
+    const CALL: &str = MAPPED.name();
     let [experts, h, inner] = dims3(CALL, "weight", call.weight.dims())?;
     let dtype = call.rows.base.dtype();
-    let gemm = GroupedGemm::new(CALL, device, call.segments, experts, dtype)?.of(&call.weight)?;
+    let gemm = GroupedGemm::new(MAPPED, device, call.segments, experts, dtype)?.of(&call.weight)?;
     let rows = gemm.source("rows", &call.rows, inner)?;
     let mut p = gemm.params(&rows, call.weight, (h, inner))?;
     p.bias = optional(CALL, "bias", &call.bias, dtype, &[experts, h])?;
     p.scale = applies(CALL, &call.slot_weights, &[WeightAt::Output], gemm.slots)?;
     p.bias_scale = applies(CALL, &call.slot_weights, &[WeightAt::Output, WeightAt::Activation], gemm.slots)?;
-    let out = DestRows::new(CALL, call.out, dtype, h, gemm.slots)?;
-    (p.out, p.out_map, p.out_rows, p.accumulate) = (out.base, out.map, out.rows, out.accumulate);
+    (p.out, p.accumulate) = row_dest(CALL, call.out, dtype, &[gemm.slots, h])?;
     let choice = gemm.choose(&mut p, Some(Product::Down), 1)?;
     gemm.launch(Product::Down, &choice, &p)
 }
 
 pub(super) fn down_bwd(device: &Cuda, call: DownBwd<'_, Cuda>) -> Result<()> {
-    const CALL: &str = "down_bwd";
+    const MAPPED: MappedCall = MappedCall::DownBwd;
+    const CALL: &str = MAPPED.name();
     let [experts, h, inner] = dims3(CALL, "weight", call.weight.dims())?;
     let (wide, dtype) = (inner * call.activation.gate_factor(), call.grad.base.dtype());
-    let gemm = GroupedGemm::new(CALL, device, call.segments, experts, dtype)?.of(&call.weight)?;
+    let gemm = GroupedGemm::new(MAPPED, device, call.segments, experts, dtype)?.of(&call.weight)?;
     let grad = gemm.source("grad", &call.grad, h)?;
     let mut p = gemm.params(&grad, call.weight, (inner, h))?;
     let bias = optional(CALL, "bias", &call.bias, dtype, &[experts, h])?;
@@ -304,14 +307,14 @@ pub(super) fn down_bwd(device: &Cuda, call: DownBwd<'_, Cuda>) -> Result<()> {
 }
 
 pub(super) fn up_dgrad(device: &Cuda, call: UpDgrad<'_, Cuda>) -> Result<()> {
-    const CALL: &str = "up_dgrad";
+    const MAPPED: MappedCall = MappedCall::UpDgrad;
+    const CALL: &str = MAPPED.name();
     let [experts, wide, h] = dims3(CALL, "weight", call.weight.dims())?;
     let dtype = call.d_pre.dtype();
-    let gemm = GroupedGemm::new(CALL, device, call.segments, experts, dtype)?.of(&call.weight)?;
+    let gemm = GroupedGemm::new(MAPPED, device, call.segments, experts, dtype)?.of(&call.weight)?;
     let d_pre = gemm.source("d_pre", &RowSource::direct(call.d_pre), wide)?;
     let mut p = gemm.params(&d_pre, call.weight, (h, wide))?;
-    let out = DestRows::new(CALL, call.out, dtype, h, gemm.slots)?;
-    (p.out, p.out_map, p.out_rows, p.accumulate) = (out.base, out.map, out.rows, out.accumulate);
+    (p.out, p.accumulate) = row_dest(CALL, call.out, dtype, &[gemm.slots, h])?;
     let Some(at_input) = call.input_weight else {
         let choice = gemm.choose(&mut p, Some(Product::Dgrad), 1)?;
         return gemm.launch(Product::Dgrad, &choice, &p);

@@ -6,14 +6,14 @@
 
 /// Columns of gate (and as many of up), or of a gradient through the activation, from which mapped rows are brought
 /// into slot order before Hopper's product: each is then read so often that TMA, which follows no map, makes up for it.
-/// Measured on an H100 at the sizes of `benches/cuda`: `notes/rows.md`.
+/// Measured on an H100 at the sizes of `benches/cuda`: `notes/grouped_gemm.md`.
 pub(super) const ORDER_ROWS_COLUMNS: usize = 8192;
 
 /// The same of the wide side of a weight gradient: `notes/wgrad.md`.
 pub(super) const ORDER_WGRAD_COLUMNS: usize = 8192;
 
 /// Length of a sum from which down and the rows' gradient are made in wider tiles: what follows the sum, which these do
-/// not hide, is then a small part. `notes/rows.md`.
+/// not hide, is then a small part. `notes/grouped_gemm.md`.
 pub(super) const WIDE_SUM: usize = 8192;
 
 /// Tokens up to which Hopper's kernel for few rows makes the router's logits: sums are the same either way.
@@ -28,7 +28,7 @@ pub(super) const DECODE_ROWS: i64 = 32;
 
 /// Rows of an expert, on average, up to which tiles of 8 rows serve: of 4-bit weights with more blocks an SM instead of
 /// one of eight warps (`notes/w4a16.md`), of 16-bit weights in place of tiles of 128 rows, to the same bits
-/// (`notes/rows.md`). A plan lists its layout's tiles for the products that this chooses.
+/// (`notes/decode.md`). A plan lists its layout's tiles for the products that this chooses.
 const DECODE_EIGHT_ROWS: i64 = 6;
 
 /// Whether so many rows of so many experts are few.
@@ -64,11 +64,11 @@ pub(super) const ROUTER_SCRATCH_BLOCKS: usize = 264;
 
 // ------------------------------------------------------------------------------------------------ plans
 
-/// Chunks that choices are cut into at most, one a warp; a chunk is a multiple of a warp. `notes/prepare.md`.
+/// Chunks that choices are cut into at most, one a warp; a chunk is a multiple of a warp. `notes/plan.md`.
 pub(super) const PLAN_CHUNKS: usize = 1024;
 
 /// Choices that one block plans alone, of at most twice as many rows: a launch less than it takes by several.
-/// `notes/prepare.md`.
+/// `notes/plan.md`.
 pub(super) const PLAN_SMALL: usize = 8192;
 
 /// Entries of maps that a block clears where there are many. Weighed, not measured.

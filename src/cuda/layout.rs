@@ -84,35 +84,15 @@ impl SourceRows {
     }
 }
 
-/// A checked destination of rows.
-pub(super) struct DestRows {
-    pub(super) base: u64,
-    pub(super) map: u64,
-    pub(super) rows: i64,
-    pub(super) accumulate: i64,
-}
-
-impl DestRows {
-    pub(super) fn new(
-        call: &'static str,
-        dest: RowDest<'_, Cuda>,
-        dtype: DType,
-        width: usize,
-        slots: usize,
-    ) -> Result<Self> {
-        Error::check_dtype(call, "out", dtype, dest.base.dtype())?;
-        let rows = dest.base.rows();
-        match &dest.map {
-            None => Error::check_shape(call, "out", &[slots, width], dest.base.dims())?,
-            Some(map) => {
-                Error::check_shape(call, "out", &[rows, width], dest.base.dims())?;
-                Error::check_shape(call, "out.map", &[slots], map.dims())?;
-                Error::check_dtype(call, "out.map", DType::I32, map.dtype())?;
-            }
-        }
-        let map = pointer(&dest.map);
-        Ok(Self { base: dest.base.into_data().ptr, map, rows: rows as i64, accumulate: i64::from(dest.accumulate) })
-    }
+/// A checked destination of rows: where it is, and whether they are added.
+pub(super) fn row_dest(
+    call: &'static str,
+    dest: RowDest<'_, Cuda>,
+    dtype: DType,
+    dims: &[usize; 2],
+) -> Result<(u64, i64)> {
+    let accumulate = i64::from(dest.accumulate);
+    Ok((output(call, "out", dest.base, dtype, dims)?, accumulate))
 }
 
 /// A checked tensor of a known shape and type.
@@ -221,6 +201,7 @@ impl Tiles {
         call: &'static str,
         device: &Cuda,
         segments: &Segments<Cuda>,
+        site: i64,
         (tile, order): (usize, TileOrder),
     ) -> Result<Self> {
         let groups = segments.offsets.dims()[0];
@@ -246,9 +227,9 @@ impl Tiles {
             tile_count: made.1,
             max_tiles: most as i64,
             fault: device.inner.status,
-            site: device.site(call, segments.origin, params::OPERAND_FIRST)?,
+            site,
         };
-        let kernels = &device.kernels().prepare;
+        let kernels = &device.kernels().plan;
         let kernel = match order {
             TileOrder::Slots => &kernels.list_tiles,
             TileOrder::Pairs => &kernels.list_tiles_paired,

@@ -40,7 +40,7 @@ pub(crate) fn starts(
         total: at(&mut total),
     };
     // SAFETY: every tensor has the size that `params.h` states for it; the experts are among those of `loads`.
-    unsafe { device.launch("prepare", &device.kernels().prepare.segment_starts, Grid::new(1, THREADS as u32), &p) }?;
+    unsafe { device.launch("prepare", &device.kernels().plan.segment_starts, Grid::new(1, THREADS as u32), &p) }?;
     Ok(SegmentStarts { starts, total })
 }
 
@@ -56,7 +56,7 @@ pub(crate) fn packed_ids(device: &Cuda, ids: TensorRef<'_, Cuda>) -> Result<Tens
         out_ids: at(&mut out),
         ..Default::default()
     };
-    spread(device, &device.kernels().prepare.low_latency_pack, tokens * (k + 1), &p)?;
+    spread(device, &device.kernels().plan.low_latency_pack, tokens * (k + 1), &p)?;
     Ok(out)
 }
 
@@ -79,7 +79,7 @@ pub(crate) fn packed_weights(
         out_weights: at(&mut out),
         ..Default::default()
     };
-    spread(device, &device.kernels().prepare.low_latency_pack, tokens * (k + 1), &p)?;
+    spread(device, &device.kernels().plan.low_latency_pack, tokens * (k + 1), &p)?;
     Ok(out)
 }
 
@@ -136,7 +136,7 @@ pub(crate) fn sorted(device: &Cuda, from: &LowLatencyReceived<'_>) -> Result<Sor
         token_of: at(&mut token_of),
         ..Default::default()
     };
-    spread(device, &device.kernels().prepare.low_latency_sort, rows * wide, &p)?;
+    spread(device, &device.kernels().plan.low_latency_sort, rows * wide, &p)?;
     let spec = DispatchSpec {
         alignment: from.alignment.max(1),
         capacity: Capacity::Static(from.slots),
@@ -151,7 +151,7 @@ pub(crate) fn sorted(device: &Cuda, from: &LowLatencyReceived<'_>) -> Result<Sor
     p.row_map = at(&mut row_map);
     p.return_map = by_token.view().data().address();
     p.out_map = at(&mut return_map);
-    spread(device, &device.kernels().prepare.low_latency_map, from.slots.max(rows * k), &p)?;
+    spread(device, &device.kernels().plan.low_latency_map, from.slots.max(rows * k), &p)?;
     Ok(SortedRows { row_map, weight_map: plan.weight_map, weights, return_map })
 }
 

@@ -6,19 +6,20 @@ use crate::kernels::{ConcatLayout, ConcatRows, GatherRows, ReduceRows, SplitRows
 use crate::tensor::Tensor;
 
 use super::device::Cuda;
+use super::fault_site::MappedCall;
 use super::heuristics::LOOP_BLOCKS;
 use super::launch::Grid;
 use super::layout::{SourceRows, at};
 use super::params::{self, type_code};
 
 pub(super) fn gather_rows(device: &Cuda, call: GatherRows<'_, Cuda>) -> Result<()> {
-    const CALL: &str = "gather_rows";
+    const CALL: &str = MappedCall::GatherRows.name();
     let row = call.source.row_bytes();
     Error::check_dtype(CALL, "out", call.source.dtype(), call.out.dtype())?;
     Error::check_dtype(CALL, "map", DType::I32, call.map.dtype())?;
     Error::check_shape(CALL, "out", &[call.map.count(), row], &[call.out.rows(), call.out.row_bytes()])?;
     let (rows, from) = (call.out.rows(), (call.source.data().ptr, call.source.rows()));
-    let site = device.site(CALL, call.origin, params::OPERAND_FIRST)?;
+    let site = device.site(MappedCall::GatherRows, call.origin, params::OPERAND_FIRST)?;
     gather(device, CALL, (from, call.map.data().ptr), call.out.into_data().ptr, rows, row, site)
 }
 
@@ -109,7 +110,7 @@ pub(super) fn gather_to_slots(
 }
 
 pub(super) fn reduce_rows(device: &Cuda, call: ReduceRows<'_, Cuda>) -> Result<()> {
-    const CALL: &str = "reduce_rows";
+    const CALL: &str = MappedCall::ReduceRows.name();
     Error::check_dtype(CALL, "out", call.source.dtype(), call.out.dtype())?;
     Error::check_dtype(CALL, "map", DType::I32, call.map.dtype())?;
     let (tokens, row) = (call.out.rows(), call.out.row_bytes());
@@ -132,7 +133,7 @@ pub(super) fn reduce_rows(device: &Cuda, call: ReduceRows<'_, Cuda>) -> Result<(
         type_: kind,
         word: if wide { 16 } else { 1 },
         fault: device.inner.status,
-        site: device.site(CALL, call.origin, params::OPERAND_FIRST)?,
+        site: device.site(MappedCall::ReduceRows, call.origin, params::OPERAND_FIRST)?,
         ..Default::default()
     };
     let lanes = if wide { row / 16 } else { width };

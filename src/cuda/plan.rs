@@ -1,6 +1,6 @@
 //! Layouts: the plan of a step.
 //!
-//! A group of one rank plans on the GPU ([`plan_on_device`], `kernels/prepare.cu`): an eager layout gets as many rows
+//! A group of one rank plans on the GPU ([`plan_on_device`], `kernels/plan.cu`): an eager layout gets as many rows
 //! as it may need, since its size would be the GPU's to know. Several ranks plan there from records (`routing_records`).
 //! Everything else is planned on the host, which has all ranks' ids then, by the CPU's code, and the maps are copied
 //! over.
@@ -126,7 +126,7 @@ pub(crate) fn external_layout(device: &Cuda, from: &ExternalPlan<'_>) -> Result<
     };
     let blocks = from.rows.max(groups).max(1).div_ceil(256);
     // SAFETY: every tensor has the size that `params.h` states for it.
-    unsafe { device.launch(CALL, &device.kernels().prepare.plan_external_layout, Grid::new(blocks, 256), &p) }?;
+    unsafe { device.launch(CALL, &device.kernels().plan.plan_external_layout, Grid::new(blocks, 256), &p) }?;
     device.report(CALL)?;
     Ok((Segments::new(offsets, counts, from.rows).with_origin(from.origin), row_map))
 }
@@ -208,7 +208,7 @@ pub(super) fn plan_on_gpu(device: &Cuda, call: PlanRequest<'_, Cuda>) -> Result<
     let shared = (experts * 4) as u32;
     let walk = Grid { shared, ..Grid::new(chunks, 32) };
     let one = Grid::new(1, warps as u32 * 32);
-    let kernels = &device.kernels().prepare;
+    let kernels = &device.kernels().plan;
     // SAFETY: every tensor has the size that `params.h` states for it; the kernels check the ids.
     unsafe {
         if small {

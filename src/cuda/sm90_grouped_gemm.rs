@@ -71,7 +71,7 @@ pub(super) unsafe fn launch(
         Product::Dgrad | Product::DownBwd => (map(p.a, &[k, p.a_rows as u64], 128)?, map(p.b, &[n, k, groups], 32)?),
     };
     // Tensor maps of the epilogues' reads and writes: gate and up are planes of a row, so that a box over the last
-    // column of one does not reach into the other. Rows that leave by a map do so without TMA.
+    // column of one does not reach into the other.
     let planes = |base, planes| {
         let matrices = TensorMapSpec { call, dtype, base, sizes: &[n, planes, p.m as u64] };
         if product == Product::DownBwd { matrices.plane_boxes() } else { matrices.wide_plane_boxes() }
@@ -79,7 +79,7 @@ pub(super) unsafe fn launch(
     let or_none = |base: u64, count| if base == 0 { Ok(b) } else { planes(base, count) };
     let (pre, gated, plain) = match product {
         Product::DownBwd => (planes(p.pre, 2)?, planes(p.out, 2)?, or_none(p.hidden, 1)?),
-        _ => (b, or_none(p.pre_out, 2)?, if p.out_map == 0 { planes(p.out, 1)? } else { b }),
+        _ => (b, or_none(p.pre_out, 2)?, planes(p.out, 1)?),
     };
     // Blocks work in pairs.
     let blocks = blocks.min(device.usable_sms() / 2 * 2).next_multiple_of(2);

@@ -16,7 +16,7 @@ use crate::kernels::Origin;
 use crate::plan::routing_record::BadId;
 
 use super::device::Cuda;
-use super::fault_site::{FaultSite, site};
+use super::fault_site::{FaultSite, MappedCall, site};
 use super::launch::Grid;
 use super::params;
 use super::status_words::{BYTES, CLEAR, FAULT, NAN, WORDS};
@@ -50,7 +50,7 @@ impl Cuda {
         };
         // SAFETY: the words and their mirror live until the stream has been waited for, and the host reads through
         // atomics.
-        unsafe { self.launch(call, &self.kernels().prepare.report, Grid::new(1, 32), &p) }
+        unsafe { self.launch(call, &self.kernels().plan.report, Grid::new(1, 32), &p) }
     }
 
     /// The number by which kernels know a rank and layer, for as long as the stream lives: captured graphs hold it.
@@ -59,8 +59,8 @@ impl Cuda {
     }
 
     /// What a fault tells of a call that follows maps and segments, and of the operand that they are of.
-    pub(super) fn site(&self, call: &'static str, of: Origin, operand: params::Operand) -> Result<i64> {
-        Ok(site(call, self.origin(call, of)?, operand))
+    pub(super) fn site(&self, call: MappedCall, of: Origin, operand: params::Operand) -> Result<i64> {
+        Ok(site(call, self.origin(call.name(), of)?, operand))
     }
 
     pub(super) fn reset_status(&self, call: &'static str) -> Result<()> {
@@ -127,13 +127,8 @@ impl Raised<'_> {
         }
         // The smallest detail of the largest code is what was raised first, in the order of the tensors.
         let (code, detail) = (fault >> params::FAULT_DETAIL_BITS, DETAIL - (fault & DETAIL));
-        let FaultSite { call, map, origin, entry } = FaultSite::of(detail);
-        let Origin { rank, layer } = self.origin(origin);
         Some(match code {
-            params::FAULT_SEGMENT => Error::Segment { call, rank, layer, segment: entry as usize, found: None },
-            params::FAULT_MAP => {
-                Error::RowMap { call, rank, layer, map: map.to_string(), entry: entry as usize, found: None }
-            }
+            params::FAULT_SEGMENT | params::FAULT_MAP => self.mapped(code, detail),
             params::FAULT_ID => self.routed_id(detail),
             params::FAULT_SUMS => {
                 let Origin { rank, layer } = self.origin(detail % ORIGINS as u64);
@@ -145,6 +140,30 @@ impl Raised<'_> {
             params::FAULT_RECORD => self.record(fault, detail),
             code => Error::UnknownFault { call: self.call, code, detail },
         })
+    }
+
+    /// A segment, or an entry of a map, in the call whose site is in the detail.
+    fn mapped(&self, code: u64, detail: u64) -> Error {
+        let Some(FaultSite { call, map, origin, entry }) = FaultSite::of(detail) else {
+            return Error::UnknownFault { call: self.call, code, detail };
+        };
+        let (call, Origin { rank, layer }) = (call.name(), self.origin(origin));
+        if code == params::FAULT_MAP {
+            let found = self.found(params::STATUS_MAP_FOUND, entry).map(|found| i64::from(found as i32));
+            return Error::RowMap { call, rank, layer, map: map.to_string(), entry: entry as usize, found };
+        }
+        let half = |at| self.found(params::STATUS_SEGMENT_FOUND + at, entry).map(u64::from);
+        let whole = |at| Some((half(at)? | half(at + 2)? << 32) as i64);
+        let found = whole(0).zip(whole(4));
+        Error::Segment { call, rank, layer, segment: entry as usize, found }
+    }
+
+    /// What was met at an entry; `None` where that was not the same in all calls that met one there.
+    fn found(&self, words: params::StatusWord, entry: u64) -> Option<u32> {
+        let (largest, smallest) = (self.word(words), self.word(words + 1));
+        let of_entry = |word: u64| u64::from(u32::MAX) - (word >> 32) == entry;
+        let one = of_entry(largest) && of_entry(smallest) && largest as u32 == !(smallest as u32);
+        one.then_some(largest as u32)
     }
 
     fn choice(&self, fault: u64, detail: u64) -> Error {
@@ -242,6 +261,52 @@ mod tests {
         words[of_rows] = words[of_rows].max(needed << 32 | (ROWS - rows));
     }
 
+    /// Both words of `found_word`.
+    fn found(words: &mut [u64; WORDS], at: params::StatusWord, entry: u64, found: u32) {
+        let first = (u64::from(u32::MAX) - (entry & u64::from(u32::MAX))) << 32;
+        for (word, half) in words[at as usize..][..2].iter_mut().zip([found, !found]) {
+            *word = (*word).max(first | u64::from(half));
+        }
+    }
+
+    /// What a call finds wrong with the first operand that it follows, on the rank and layer of this number.
+    #[derive(Clone, Copy)]
+    struct Mapped {
+        call: MappedCall,
+        operand: params::Operand,
+        origin: i64,
+        entry: u64,
+    }
+
+    impl Mapped {
+        fn new(call: MappedCall, entry: u64) -> Self {
+            Self { call, operand: params::OPERAND_FIRST, origin: 1, entry }
+        }
+
+        fn detail(self) -> u64 {
+            self.entry << params::SITE_BITS | site(self.call, self.origin, self.operand) as u64
+        }
+    }
+
+    /// As `raise_map` does.
+    fn map(at: Mapped, holds: i32) -> Raise {
+        Box::new(move |words| {
+            fault(words, params::FAULT_MAP, at.detail());
+            found(words, params::STATUS_MAP_FOUND, at.entry, holds as u32);
+        })
+    }
+
+    /// As `raise_segment` does.
+    fn segment(at: Mapped, (offset, count): (i64, i64)) -> Raise {
+        Box::new(move |words| {
+            fault(words, params::FAULT_SEGMENT, at.detail());
+            let halves = [offset, offset >> 32, count, count >> 32];
+            for (half, word) in halves.into_iter().zip((params::STATUS_SEGMENT_FOUND..).step_by(2)) {
+                found(words, word, at.entry, half as u32);
+            }
+        })
+    }
+
     /// As the router does.
     fn nan(words: &mut [u64; WORDS], token: u64, expert: u64, origin: u64) {
         let word = (token << params::NAN_EXPERT_BITS | expert) << params::ORIGIN_BITS | origin;
@@ -257,7 +322,7 @@ mod tests {
         first: Option<u64>,
     }
 
-    /// As the two walks of `prepare.cu` do.
+    /// As the two walks of `plan.cu` do.
     fn choice(words: &mut [u64; WORDS], Choice { at, origin, id, first }: Choice) {
         let detail = at << params::ORIGIN_BITS | origin;
         fault(words, params::FAULT_CHOICE, detail);
@@ -320,11 +385,12 @@ mod tests {
                 params::FAULT_ID => met(&[routing(Choice { at: 5, origin: 0, id: 99, first: None })]),
                 params::FAULT_CAPACITY => met(&[Box::new(|words| capacity(words, [9, 0, 0, 8]))]),
                 params::FAULT_RECORD => met(&[of(code, record)]),
-                params::FAULT_SEGMENT | params::FAULT_MAP => met(&[of(code, 5 << params::SITE_BITS)]),
+                params::FAULT_SEGMENT => met(&[segment(Mapped::new(MappedCall::Up, 5), (-1, 1))]),
+                params::FAULT_MAP => met(&[map(Mapped::new(MappedCall::GatherRows, 5), -1)]),
                 code => met(&[of(code, 5)]),
             };
             assert!(error.contains(name), "{code}: {error}");
-            fault(&mut words, code, 5);
+            fault(&mut words, code, Mapped::new(MappedCall::Up, 5).detail());
             assert!(!matches!(error_of(&words), Some(Error::UnknownFault { .. })), "{code}");
         }
         for unknown in [params::FAULT_END, params::FAULT_END + 1, 0xffff] {
@@ -396,35 +462,64 @@ mod tests {
         assert!(text.starts_with("route_bwd: tensor aux.sums on rank 2, layer 9: "), "{text}");
     }
 
-    /// Segments and maps: told with the call that followed them, its operand, rank and layer, as the CPU tells them but
-    /// for what was found.
+    /// Segments and maps: told with the call that followed them, its operand, rank and layer, and with what was found, as
+    /// the CPU tells them.
     #[test]
-    fn maps_and_segments_are_told_with_call_rank_and_layer() {
-        let at = |call, origin, operand, entry: u64| entry << params::SITE_BITS | site(call, origin, operand) as u64;
-        let segment = at("down", 1, params::OPERAND_FIRST, 6);
-        let Some(Error::Segment { call: "down", rank: 2, layer: 9, segment: 6, found: None }) =
-            raised(&[of(params::FAULT_SEGMENT, segment)])
-        else {
-            panic!("{}", met(&[of(params::FAULT_SEGMENT, segment)]));
-        };
-        let most = u64::from(u32::MAX);
-        for (call, operand, name, entry) in [
-            ("up", params::OPERAND_FIRST, "rows.map", 0),
-            ("down", params::OPERAND_OUT, "out.map", 5),
-            ("up_dgrad", params::OPERAND_SECOND, "input_weight.rows.map", most),
-            ("wgrad", params::OPERAND_SECOND, "right.map", 7),
-            ("reduce_rows", params::OPERAND_FIRST, "map", 8),
-        ] {
-            let expected =
-                Error::RowMap { call, rank: 0, layer: 3, map: name.to_string(), entry: entry as usize, found: None };
-            let text = met(&[of(params::FAULT_MAP, at(call, 0, operand, entry))]);
+    fn maps_and_segments_are_told_as_the_cpu_tells_them() {
+        for slots in [(-1, 1), (6, -1), (i64::MIN, i64::MAX), (1 << 40, 3), (0, 0), (-1, -1), (7, i64::from(i32::MAX))]
+        {
+            let text = met(&[segment(Mapped::new(MappedCall::Down, 6), slots)]);
+            let expected = Error::Segment { call: "down", rank: 2, layer: 9, segment: 6, found: Some(slots) };
             assert_eq!(text, expected.to_string());
         }
-        // The first entry, whatever call it is of.
-        let of_call = |call, entry| of(params::FAULT_MAP, at(call, 1, params::OPERAND_FIRST, entry));
-        assert!(
-            met(&[of_call("up", 4), of_call("wgrad", 3), of_call("down", 5)]).starts_with("wgrad on rank 2, layer 9")
-        );
+        let most = u64::from(u32::MAX);
+        for (call, operand, name, entry, holds) in [
+            (MappedCall::Up, params::OPERAND_FIRST, "rows.map", 0, 8),
+            (MappedCall::DownBwd, params::OPERAND_FIRST, "grad.map", 5, i32::MAX),
+            (MappedCall::UpDgrad, params::OPERAND_SECOND, "input_weight.rows.map", most, -1),
+            (MappedCall::Wgrad, params::OPERAND_SECOND, "right.map", 7, i32::MIN),
+            (MappedCall::ReduceRows, params::OPERAND_FIRST, "map", 8, 0),
+        ] {
+            let text = met(&[map(Mapped { call, operand, origin: 0, entry }, holds)]);
+            let (map, found) = (name.to_string(), Some(i64::from(holds)));
+            let expected = Error::RowMap { call: call.name(), rank: 0, layer: 3, map, entry: entry as usize, found };
+            assert_eq!(text, expected.to_string());
+        }
+        // The first entry and what it holds, whatever call it is of, and whatever was met behind it.
+        let of_call = |call, entry, holds| map(Mapped::new(call, entry), holds);
+        let (later, first) = (of_call(MappedCall::Up, 4, 99), of_call(MappedCall::Wgrad, 3, 70));
+        let text = met(&[later, first, of_call(MappedCall::Down, 5, -7)]);
+        assert!(text.starts_with("wgrad on rank 2, layer 9: left.map[3]") && text.ends_with("found 70"), "{text}");
+    }
+
+    /// Two calls with other values at the same entry: which of them the told call met is not known, and nothing is made
+    /// of halves of both.
+    #[test]
+    fn values_of_two_calls_are_not_taken_for_one() {
+        let of_call = |call, holds| map(Mapped::new(call, 3), holds);
+        for (one, other) in [(8, 9), (-1, 8), (i32::MIN, i32::MAX), (0x0001_0002, 0x0002_0001)] {
+            let text = met(&[of_call(MappedCall::Up, one), of_call(MappedCall::Wgrad, other)]);
+            assert!(text.starts_with("up on rank 2, layer 9: rows.map[3]"), "{text}");
+            assert!(text.ends_with("found another (seen by a kernel)"), "{text}");
+        }
+        assert!(met(&[of_call(MappedCall::Up, 8), of_call(MappedCall::Wgrad, 8)]).ends_with("found 8"));
+        let slots = [(0x1_0000_0002, 4), (0x2_0000_0001, 4)];
+        let [one, other] = slots.map(|slots| segment(Mapped::new(MappedCall::Up, 3), slots));
+        assert!(met(&[one, other]).ends_with("found others (seen by a kernel)"));
+        // The fault without the words, as of a map's entry whose number they do not keep.
+        let text = met(&[of(params::FAULT_MAP, Mapped::new(MappedCall::Up, 3).detail())]);
+        assert!(text.ends_with("found another (seen by a kernel)"), "{text}");
+    }
+
+    /// A site that no call has given is told as itself, and not as some call's.
+    #[test]
+    fn a_fault_of_no_known_call_is_its_own_error() {
+        for code in [params::FAULT_MAP, params::FAULT_SEGMENT] {
+            let detail = 5 << params::SITE_BITS;
+            let error = raised(&[of(code, detail)]);
+            let as_meant = matches!(error, Some(Error::UnknownFault { call: "check", code: c, detail: d }) if (c, d) == (code, detail));
+            assert!(as_meant, "{error:?}");
+        }
     }
 
     /// The error of these.
@@ -491,10 +586,10 @@ mod tests {
     #[test]
     fn what_is_told_of_several_does_not_depend_on_their_order() {
         // Of one kind the first in the tensor; of several kinds the largest code.
-        let map = |entry: u64| of(params::FAULT_MAP, entry << params::SITE_BITS);
-        assert!(met(&[map(9), map(0), map(4)]).contains("map[0]"));
+        let entry = |entry: u64| map(Mapped::new(MappedCall::GatherRows, entry), entry as i32 + 8);
+        assert!(met(&[entry(9), entry(0), entry(4)]).ends_with("map[0]: expected a row of its tensor, found 8"));
         let [bad, worse] = [8, 7].map(|choice| of(params::FAULT_CHOICE, choice << params::ORIGIN_BITS));
-        assert!(met(&[of(params::FAULT_SEGMENT, 0), bad, map(3), worse]).contains("choice 7"));
+        assert!(met(&[of(params::FAULT_SEGMENT, 0), bad, entry(3), worse]).contains("choice 7"));
         // A NaN goes before everything, the first of them.
         let nans: [Raise; 2] = [Box::new(|words| nan(words, 6, 0, 0)), Box::new(|words| nan(words, 5, 9, 1))];
         let [later, first] = nans;

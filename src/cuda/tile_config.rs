@@ -58,7 +58,7 @@ pub(super) const SM90_W4A16: TileConfig =
 pub(super) const NVFP4_ALIGNED_SMEM: [u32; 2] = [params::NVFP4_ALIGNED_SMEM, params::NVFP4_ALIGNED_STOCHASTIC_SMEM];
 /// Shared memory that a block has without asking for it, the kernel's own variables included.
 pub(super) const DEFAULT_SMEM: u32 = 48 << 10;
-/// Warps of the kernel that plans in one block (`plan_small` in `kernels/prepare.cu`), and most shared memory of it:
+/// Warps of the kernel that plans in one block (`plan_small` in `kernels/plan.cu`), and most shared memory of it:
 /// counts of each warp, which fill what every block has, and the layout.
 pub(super) const PLAN_SMALL_WARPS: usize = 32;
 pub(super) const PLAN_SMALL_SMEM: u32 =

@@ -10,6 +10,7 @@ use crate::tensor::{TensorMut, dims3};
 use super::context_kernels::Kernel;
 use super::device::Cuda;
 use super::experts::portable_shape;
+use super::fault_site::MappedCall;
 use super::heuristics::ORDER_WGRAD_COLUMNS;
 use super::launch::{Grid, argument};
 use super::layout::{SourceRows, check_segments, input, optional, output, pointer};
@@ -18,7 +19,7 @@ use super::permute::gather_to_slots;
 use super::tensor_map::TensorMapSpec;
 use super::tile_config::SM90_WGRAD;
 
-const CALL: &str = "wgrad";
+const CALL: &str = MappedCall::Wgrad.name();
 /// Columns of a Hopper tile's wide side.
 const WIDE: usize = params::WGRAD_WIDE as usize;
 
@@ -49,7 +50,7 @@ pub(super) fn wgrad(device: &Cuda, call: Wgrad<'_, Cuda>) -> Result<()> {
     let segments = call.segments;
     check_segments(CALL, segments, experts)?;
     let out_type = gradient_type(dtype, &call.out);
-    let site = |operand| device.site(CALL, segments.origin, operand);
+    let site = |operand| device.site(MappedCall::Wgrad, segments.origin, operand);
     let sums = WgradCall {
         device,
         dtype,

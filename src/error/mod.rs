@@ -125,7 +125,7 @@ pub enum Error {
         map: String,
         /// The first such entry.
         entry: usize,
-        /// Its value; `None` where a kernel has met it, which keeps none.
+        /// Its value; `None` where kernels of several calls have met different ones there before anybody asked.
         found: Option<i64>,
     },
     /// A segment lies outside its expert-major layout, or in the segment before.
@@ -142,7 +142,8 @@ pub enum Error {
         layer: u32,
         /// Number of the first such segment: the local expert's.
         segment: usize,
-        /// Its first slot, and how many; `None` where a kernel has met it, which keeps neither.
+        /// Its first slot, and how many; `None` where kernels of several calls have met different ones there before anybody
+        /// asked.
         found: Option<(i64, i64)>,
     },
     /// The host has no memory of the size that a call needs.
@@ -244,6 +245,21 @@ pub enum Error {
         /// Requirement of the call.
         expected: String,
         /// How things stand.
+        found: String,
+    },
+    /// A weight's shards cannot be sent as a chain was asked to send them; it has taken none of the weights that were
+    /// given with it.
+    #[error("{call} on rank {rank}: weight {weight}: expected {expected}, found {found}")]
+    Shard {
+        /// The call that refused.
+        call: &'static str,
+        /// This rank's place in the chain.
+        rank: usize,
+        /// Name of the weight.
+        weight: String,
+        /// Requirement of the form that shards are sent in.
+        expected: String,
+        /// What the weight has.
         found: String,
     },
     /// A checkpoint is damaged, hostile or not what its config says.

@@ -42,10 +42,13 @@ use crate::tensor::{TensorMut, TensorRef};
 pub use crate::config::Payload;
 pub(crate) use buffers::stream_pair::StreamPair;
 pub use chain::Chain;
+pub use chain::add::NewShard;
 pub use chain::collective_state::{ChainTraffic, CollectiveState};
 pub use chain::gather::ShardedWeight;
 pub use chain::reduce::GradientBuffer;
 pub use chain::report::ChainMemory;
+#[cfg(feature = "candle")]
+pub(crate) use chain::stored_weight::NewQuantized;
 pub use chain::stored_weight::{QuantizedWeight, ShardedQuantized};
 #[cfg(feature = "candle")]
 pub(crate) use collective_thread::recover;

@@ -37,35 +37,29 @@ impl<'a, D: Device> RowSource<'a, D> {
     }
 }
 
-/// Where a GEMM writes its rows: slot s goes to row `map[s]` of `base`, or to row s without a map.
+/// Where a GEMM writes its rows, in slot order.
 #[derive(Debug)]
 pub struct RowDest<'a, D: Device> {
-    /// The rows; local memory, or a peer's where the device maps it.
+    /// The rows `[N, …]`; local memory, or a peer's where the device maps it.
     pub base: TensorMut<'a, D>,
-    /// Row of `base` for each slot, `I32 [N]`, distinct; negative: the row is not written.
-    pub map: Option<TensorRef<'a, D>>,
     /// Add to what `base` holds instead of overwriting it.
     pub accumulate: bool,
 }
 
 impl<'a, D: Device> RowDest<'a, D> {
-    /// Overwrites rows in slot order.
+    /// Overwrites rows.
     pub fn direct(base: TensorMut<'a, D>) -> Self {
-        Self { base, map: None, accumulate: false }
+        Self { base, accumulate: false }
     }
 
     /// Shorter borrow.
     pub fn reborrow(&mut self) -> RowDest<'_, D> {
-        RowDest {
-            base: self.base.reborrow(),
-            map: self.map.as_ref().map(TensorRef::borrow),
-            accumulate: self.accumulate,
-        }
+        RowDest { base: self.base.reborrow(), accumulate: self.accumulate }
     }
 
-    /// Adds to rows in slot order.
+    /// Adds to rows.
     pub fn adding(base: TensorMut<'a, D>) -> Self {
-        Self { base, map: None, accumulate: true }
+        Self { base, accumulate: true }
     }
 }
 

@@ -11,8 +11,9 @@ use crate::error::{Error, Result};
 pub enum Axis {
     /// The experts: each rank has some of them.
     Expert,
-    /// Each expert's matrices: each rank has a slice of them (ETP).
-    ExpertTensor,
+    /// The rows of each expert's weights: each rank keeps a shard of them, and multiplies by the whole ([`etp`](crate::etp)).
+    /// Not Megatron's expert tensor parallelism, which splits the product.
+    ExpertShard,
     /// The tokens: each rank has all parameters of its place on the other axes.
     Data,
     /// The matrices of the rest of the model (TP).
@@ -21,7 +22,7 @@ pub enum Axis {
 
 impl Axis {
     /// Every axis.
-    pub const ALL: [Axis; 4] = [Axis::Expert, Axis::ExpertTensor, Axis::Data, Axis::Tensor];
+    pub const ALL: [Axis; 4] = [Axis::Expert, Axis::ExpertShard, Axis::Data, Axis::Tensor];
 
     /// As an axis of a [`Mesh`], with so many ranks.
     pub const fn of_size(self, size: usize) -> AxisSize {
@@ -32,7 +33,7 @@ impl Axis {
     pub const fn name(self) -> &'static str {
         match self {
             Axis::Expert => "expert",
-            Axis::ExpertTensor => "expert_tensor",
+            Axis::ExpertShard => "expert_shard",
             Axis::Data => "data",
             Axis::Tensor => "tensor",
         }

@@ -694,6 +694,35 @@ fn wrong_use_is_refused() {
     assert_eq!(floats(whole), y);
 }
 
+/// `experts.down` of an odd inner size cannot be sent in NVFP4, while all else of the layer can: none of it is in the
+/// chain afterwards, which trains other layers as one that was never asked.
+fn a_layer_that_is_refused_leaves_nothing_in_its_chain() {
+    let config = config();
+    let run = |asked: bool| {
+        on_mesh::<Flex, _>(Mesh { world: 2, ep: 1 }, true, |place| {
+            let Place { rank, group, shards, .. } = place;
+            let mut odd = config.clone();
+            odd.intermediate = 5;
+            let all = |shards: &ShardedParams<Flex>, payload, config: &MoeConfig| {
+                let layers = Model::<B>::new(config, &group).layers.into_iter();
+                let layers = layers.map(|moe| moe.into_all_sharded(shards, payload, shards));
+                layers.collect::<moebius::Result<Vec<_>>>().map(|layers| Model { layers })
+            };
+            if asked {
+                let error = all(&shards, Payload::Nvfp4, &odd).unwrap_err();
+                let Error::Shard { call, rank: at, weight, expected, found } = &error else { panic!("{error:?}") };
+                assert_eq!((*call, *at, &weight[..]), ("Chain::add", rank, "layer 0 experts.down"), "{error}");
+                assert!(expected.contains("even number") && found.contains('5'), "{error}");
+            }
+            let model = all(&shards, Payload::Plain, &config).unwrap();
+            let mut gradients = passes(&model, &shards, rank);
+            shards.finish(None, &model.layers, &mut gradients).unwrap();
+            (of_experts(&model, &gradients), shards.chain().order())
+        })
+    };
+    assert_eq!(run(true), run(false));
+}
+
 /// A pass has the parameters of all its modules, or those of before.
 fn a_begin_that_fails_changes_no_parameter() {
     let shards = alone();
@@ -733,5 +762,6 @@ tests! {
     a_rank_that_cannot_begin_tells_the_others,
     sharded_experts_of_a_checkpoint_are_saved_whole,
     a_begin_that_fails_changes_no_parameter,
+    a_layer_that_is_refused_leaves_nothing_in_its_chain,
     wrong_use_is_refused,
 }

@@ -13,6 +13,8 @@ tests!(
     nan_logits_name_token_and_expert,
     the_gpu_returns_the_errors_of_the_cpu,
     maps_outside_are_reported_and_not_followed,
+    what_a_map_holds_is_told_of_its_first_entry,
+    where_a_segment_lies_is_told,
     f64_is_refused,
 );
 
@@ -100,12 +102,83 @@ fn maps_outside_are_reported_and_not_followed(cuda: &Cuda) {
                 assert_eq!(cuda.read(out.view()).expect("out"), [3.0, 4.0, 0.0, 0.0, 1.0, 2.0]);
             }
             Err(e) => {
-                let told = matches!(&e, Error::RowMap { call: "gather_rows", rank: 2, layer: 9, map, entry: 2, .. } if map == "map");
+                let told = matches!(&e, Error::RowMap { call: "gather_rows", rank: 2, layer: 9, map, entry: 2, found: Some(7) } if map == "map");
                 assert!(bad && told, "{e}");
             }
         }
         cuda.check().expect("told once");
     }
+}
+
+/// What is told is what the first entry holds, of several that threads and kernels meet in any order; where two calls
+/// have met different values at that entry, none of them is.
+fn what_a_map_holds_is_told_of_its_first_entry(cuda: &Cuda) {
+    const ENTRIES: usize = 6000;
+    let source = tensor(cuda, vec![0f32; 8 * 64], &[8, 64]);
+    let origin = Origin { rank: 2, layer: 9 };
+    // Entries are bad from `first` on, and hold other values each.
+    let entries = |first: usize, holds: usize| -> Vec<i32> {
+        (0..ENTRIES).map(|i| if i < first { (i % 8) as i32 } else { (holds + i - first) as i32 }).collect()
+    };
+    let gather = |first, holds| {
+        let map = tensor(cuda, entries(first, holds), &[ENTRIES]);
+        let mut out = Tensor::empty(cuda, DType::F32, &[ENTRIES, 64]).expect("out");
+        cuda.gather_rows(GatherRows { source: source.view(), map: map.view(), origin, out: out.view_mut() })
+    };
+    let reduce = |first, holds, fan: usize| {
+        let map = tensor(cuda, entries(first, holds), &[ENTRIES / fan, fan]);
+        let mut out = Tensor::empty(cuda, DType::F32, &[ENTRIES / fan, 64]).expect("out");
+        cuda.reduce_rows(ReduceRows { source: source.view(), map: map.view(), origin, out: out.view_mut() })
+    };
+    let told = |call: &'static str, entry: usize, found: Option<i64>| {
+        let map = "map".to_string();
+        let expected = Error::RowMap { call, rank: 2, layer: 9, map, entry, found }.to_string();
+        assert_eq!(cuda.check().err().map(|e| e.to_string()), Some(expected));
+    };
+    let most = i32::MAX as usize - ENTRIES;
+    for (first, holds) in [(0, 8), (17, most), (ENTRIES - 1, 1 << 20)] {
+        gather(first, holds).expect("enqueued");
+        told("gather_rows", first, Some(holds as i64));
+        // Three at a time, and two, which are all under way before the first is added.
+        for fan in [3, 2] {
+            reduce(first, holds, fan).expect("enqueued");
+            told("reduce_rows", first, Some(holds as i64));
+        }
+    }
+    gather(40, 9).expect("enqueued");
+    reduce(30, 70, 2).expect("enqueued");
+    gather(50, 8).expect("enqueued");
+    told("reduce_rows", 30, Some(70));
+    gather(30, 9).expect("enqueued");
+    gather(30, 10).expect("enqueued");
+    told("gather_rows", 30, None);
+    cuda.check().expect("told once");
+}
+
+/// A segment of a weight gradient, whose kernels walk segments themselves: of bf16 rows Hopper's, else the portable one.
+fn where_a_segment_lies_is_told(cuda: &Cuda) {
+    for dtype in [DType::BF16, DType::F32] {
+        let rows = Tensor::zeros(cuda, dtype, &[16, 64]).expect("rows");
+        for (offset, count) in [(-1i64, 3i64), (14, 3), (1 << 40, 1), (3, -(1 << 33))] {
+            let [offsets, counts] = [[0, offset], [2, count]].map(|list| tensor(cuda, list.to_vec(), &[2]));
+            let segments = Segments::new(offsets, counts, 16).with_origin(Origin { rank: 2, layer: 9 });
+            let mut out = Tensor::zeros(cuda, DType::F32, &[2, 64, 64]).expect("out");
+            let call = Wgrad {
+                left: RowSource::direct(rows.view()),
+                right: RowSource::direct(rows.view()),
+                slot_weights: None,
+                segments: &segments,
+                out: out.view_mut(),
+                bias: None,
+                accumulate: false,
+            };
+            cuda.wgrad(call).expect("enqueued");
+            let found = Some((offset, count));
+            let expected = Error::Segment { call: "wgrad", rank: 2, layer: 9, segment: 1, found }.to_string();
+            assert_eq!(cuda.check().err().map(|e| e.to_string()), Some(expected), "{dtype:?}");
+        }
+    }
+    cuda.check().expect("told once");
 }
 
 fn f64_is_refused(cuda: &Cuda) {

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use moebius::etp::{EtpOptions, Payload, Phase, Reduction, Shard, ShardSource, WeightSpec};
+use moebius::etp::{EtpOptions, NewShard, Payload, Phase, Reduction, Shard, ShardSource, WeightSpec};
 use moebius::weights::WeightSource;
 use moebius::{CommError, DType, Error, Result, Tensor, TensorRef};
 
@@ -21,6 +21,7 @@ bodies! {
     2 weights_that_differ_between_ranks,
     2 options_that_differ_between_ranks,
     2 a_shard_that_panics,
+    2 weights_of_a_layer_are_taken_together,
 }
 
 fn broken() -> Error {
@@ -149,6 +150,57 @@ impl<D: Chained> ShardSource<D> for Shrinking<D> {
     fn read(&self, visit: &mut dyn FnMut(TensorRef<'_, D>) -> Result<()>) -> Result<()> {
         visit(if self.shrunk.load(Ordering::SeqCst) { self.small.view() } else { self.whole.view() })
     }
+}
+
+/// A chain that cannot send one of a layer's weights takes none of them, whichever it is, and trains other layers as a
+/// chain that was never asked.
+fn weights_of_a_layer_are_taken_together<D: Chained>(device: &D) {
+    let run = |asked: bool| {
+        let outcomes = ranks(device, 2, MINUTE, |rank, place| -> Result<_> {
+            let own = place.device.clone();
+            let mut test = place.test_chain(ON, 0, false)?;
+            let new = |name: &str, dims: [usize; 3], dtype, payload| -> Result<NewShard<D>> {
+                let shard = Tensor::zeros(&own, dtype, &test.chain.shards(&dims)?.shard_dims())?;
+                let mut spec = WeightSpec::new(name, 0, &dims, dtype);
+                spec.payload = payload;
+                Ok(NewShard::new(spec, Arc::new(Shard::new(shard))))
+            };
+            let even = || new("up", [3, 4, 2], DType::F32, Payload::Nvfp4);
+            let wide = "rows of an even number of elements, to be sent in NVFP4";
+            let odd = [
+                (new("down", [3, 2, 5], DType::F32, Payload::Nvfp4)?, wide, "5 elements"),
+                (new("down", [3, 2, 4], DType::F64, Payload::Nvfp4)?, "f32, bf16 or f16, to be sent quantized", "f64"),
+                (new("down", [3, 2, 4], DType::F64, Payload::Mxfp8)?, "f32, bf16 or f16, to be sent quantized", "f64"),
+                (new("down", [3, 2, 4], DType::I32, Payload::Plain)?, "a floating type", "i32"),
+            ];
+            for (down, needs, has) in odd.into_iter().filter(|_| asked) {
+                let tries = [
+                    test.chain.check(&[even()?, down.clone()]),
+                    test.chain.add_all([even()?, down.clone()]).map(drop),
+                    test.chain.add_all([down, even()?]).map(drop),
+                ];
+                for error in tries.map(|tried| tried.unwrap_err()) {
+                    let Error::Shard { call, rank: at, weight, expected, found } = &error else { panic!("{error:?}") };
+                    assert_eq!((*call, *at, &weight[..]), ("Chain::add", rank, "down"), "{error}");
+                    assert_eq!((&expected[..], &found[..]), (needs, has), "{error}");
+                }
+            }
+            (0..2).try_for_each(|_| test.add(false))?;
+            for step in [1.0, 2.0] {
+                test.pass(Phase::Forward, &[0, 1])?;
+                test.chain.begin(Phase::Backward)?;
+                for i in [1, 0] {
+                    test.read(i)?;
+                    test.gradient(i, step)?;
+                }
+                test.chain.end()?;
+                test.finish(&[test.sum(step); 2])?;
+            }
+            Ok((test.ids.clone(), test.chain.order(), test.chain.memory()))
+        });
+        outcomes.into_iter().map(|outcome| outcome.unwrap()).collect::<Vec<_>>()
+    };
+    assert_eq!(format!("{:?}", run(true)), format!("{:?}", run(false)));
 }
 
 /// A rank that cannot cast a shard, the first or one that is gathered ahead, tells the others, in the amaxes'

@@ -25,6 +25,8 @@ mod module;
 mod quantized;
 #[path = "../../examples/support/random.rs"]
 mod random;
+#[cfg(feature = "candle")]
+mod refused;
 mod stored;
 #[cfg(feature = "candle")]
 mod stored_module;

@@ -163,15 +163,20 @@ impl<D: Chained> TestChain<D> {
         let device = place.device.clone();
         let chain = Arc::new(place.chain(options)?);
         let mut test = Self { device, chain, ids: Vec::new(), shards: Vec::new() };
-        for i in 0..weights {
-            let shard = Arc::new(Shard::new(cut(&test.device, &test.chain, value(i))));
-            let layer = if recompute { i / 2 } else { i };
-            let mut spec = WeightSpec::new(format!("w{i}"), layer as u32, &DIMS, DType::F32);
-            spec.recompute = recompute && i % 2 == 0;
-            test.ids.push(test.chain.add(spec, Arc::clone(&shard) as Arc<dyn ShardSource<D>>)?);
-            test.shards.push(shard);
-        }
+        (0..weights).try_for_each(|_| test.add(recompute))?;
         Ok(test)
+    }
+
+    /// Adds the next weight.
+    pub fn add(&mut self, recompute: bool) -> Result<()> {
+        let i = self.ids.len();
+        let shard = Arc::new(Shard::new(cut(&self.device, &self.chain, value(i))));
+        let layer = if recompute { i / 2 } else { i };
+        let mut spec = WeightSpec::new(format!("w{i}"), layer as u32, &DIMS, DType::F32);
+        spec.recompute = recompute && i.is_multiple_of(2);
+        self.ids.push(self.chain.add(spec, Arc::clone(&shard) as Arc<dyn ShardSource<D>>)?);
+        self.shards.push(shard);
+        Ok(())
     }
 
     /// Acquires weight `i`, checks its values, and lets go of it.

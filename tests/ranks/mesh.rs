@@ -26,7 +26,7 @@ fn count(sizes: [usize; 3]) -> Vec<[usize; 3]> {
 fn every_factoring_of_8_and_12() {
     let orders = [[0, 1, 2], [0, 2, 1], [1, 0, 2], [1, 2, 0], [2, 0, 1], [2, 1, 0]];
     let mut meshes = 0;
-    for axes in [[Axis::Expert, Axis::ExpertTensor, Axis::Tensor], [Axis::Expert, Axis::Data, Axis::Tensor]] {
+    for axes in [[Axis::Expert, Axis::ExpertShard, Axis::Tensor], [Axis::Expert, Axis::Data, Axis::Tensor]] {
         for (world, order) in [8, 12].into_iter().flat_map(|world| orders.map(|order| (world, order))) {
             for sizes in factorings(world) {
                 let named: Vec<AxisSize> = order.iter().zip(sizes).map(|(i, size)| axes[*i].of_size(size)).collect();

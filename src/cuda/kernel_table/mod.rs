@@ -13,7 +13,7 @@ use find::Stage;
 use per_type::{PerFormat, PerProduct, PerType};
 use stages::{
     AdamWKernels, AllToAllPlanKernels, AuxLossKernels, DecodeKernels, DequantizeKernels, LinearKernels,
-    Mxfp8CastKernels, Nvfp4AlignedKernels, Nvfp4CastKernels, PermuteKernels, PrepareKernels, QuantAmaxKernels,
+    Mxfp8CastKernels, Nvfp4AlignedKernels, Nvfp4CastKernels, PermuteKernels, PlanKernels, QuantAmaxKernels,
     RouterKernels, RoutingRecordsKernels, WgradKernels,
 };
 
@@ -34,7 +34,7 @@ pub(super) struct Table<K> {
     pub(super) nvfp4_cast: Nvfp4CastKernels<K>,
     pub(super) nvfp4_aligned: Nvfp4AlignedKernels<K>,
     pub(super) permute: PermuteKernels<K>,
-    pub(super) prepare: PrepareKernels<K>,
+    pub(super) plan: PlanKernels<K>,
     pub(super) quant_amax: QuantAmaxKernels<K>,
     pub(super) dequantize: DequantizeKernels<K>,
     pub(super) routing_records: RoutingRecordsKernels<K>,
@@ -64,7 +64,7 @@ impl<K> Table<K> {
             nvfp4_cast: stages::nvfp4_cast(Stage { stage: "nvfp4_cast", find })?,
             nvfp4_aligned: stages::nvfp4_aligned(Stage { stage: "nvfp4_cast_aligned", find })?,
             permute: stages::permute(Stage { stage: "permute", find })?,
-            prepare: stages::prepare(Stage { stage: "prepare", find })?,
+            plan: stages::plan(Stage { stage: "plan", find })?,
             quant_amax: stages::quant_amax(Stage { stage: "quant_amax", find })?,
             dequantize: stages::dequantize(Stage { stage: "dequantize", find })?,
             routing_records: stages::routing_records(Stage { stage: "routing_records", find })?,

@@ -136,10 +136,10 @@ pub(in crate::cuda) struct PermuteKernels<K> {
     pub(in crate::cuda) add_shares: PerType<K>,
 }
 
-/// `prepare.cu`.
+/// `plan.cu`.
 #[derive(Debug)]
 #[cfg_attr(not(feature = "nccl-ep"), allow(dead_code, reason = "some are for that feature's dispatchers"))]
-pub(in crate::cuda) struct PrepareKernels<K> {
+pub(in crate::cuda) struct PlanKernels<K> {
     pub(in crate::cuda) plan_small: K,
     pub(in crate::cuda) plan_count: K,
     pub(in crate::cuda) plan_scan: K,
@@ -327,8 +327,8 @@ pub(super) fn permute<K>(mut stage: Stage<'_, K>) -> Result<PermuteKernels<K>> {
     })
 }
 
-pub(super) fn prepare<K>(mut stage: Stage<'_, K>) -> Result<PrepareKernels<K>> {
-    Ok(PrepareKernels {
+pub(super) fn plan<K>(mut stage: Stage<'_, K>) -> Result<PlanKernels<K>> {
+    Ok(PlanKernels {
         plan_small: stage.asking("plan_small", PLAN_SMALL_SMEM)?,
         plan_count: stage.one("plan_count")?,
         plan_scan: stage.one("plan_scan")?,

@@ -1,5 +1,6 @@
 //! The chain: a model's sharded weights in the order of their use.
 
+pub(in crate::etp) mod add;
 mod amaxes;
 pub(in crate::etp) mod capture;
 pub(in crate::etp) mod collective_state;
@@ -26,7 +27,7 @@ use crate::etp::chain::collective_state::{
 use crate::etp::chain::schedule::Acquisition;
 use crate::etp::collective_thread::{CollectiveThread, gather_numbers};
 use crate::etp::fault::CALL;
-use crate::etp::shards::quantized::{QuantizedShard, ShardForm};
+use crate::etp::shards::quantized::QuantizedShard;
 use crate::etp::shards::source::ShardSource;
 use crate::etp::{Comms, EtpOptions, Reduction, Scale, ShardDevice, Shards, WeightId, WeightSpec};
 
@@ -204,49 +205,6 @@ impl<D: ShardDevice> Chain<D> {
         Shards::new(dims, self.ranks, self.options.pad)
     }
 
-    /// Adds a weight whose shard on this rank is `source`, before the first forward.
-    ///
-    /// # Errors
-    /// Sizes that cannot be cut; a source of another size or type; a form in which it cannot be sent; a chain that
-    /// has its order.
-    pub fn add(&self, spec: WeightSpec, source: Arc<dyn ShardSource<D>>) -> Result<WeightId> {
-        let shards = self.shards(&spec.dims)?;
-        if !spec.dtype.is_float() {
-            return Err(Error::invalid("Chain::add", &spec.name, "a floating type", spec.dtype));
-        }
-        check_source(&spec, &shards, &*source)?;
-        let mut inner = self.lock();
-        if inner.has_order() || inner.active.is_some() {
-            return Err(inner.order_error(&spec.name, "to be added before the first forward", "a chain in use"));
-        }
-        let (shards, reduce) = (Arc::new(shards), StateMachine::default());
-        let joined = inner.quantized().map(|quantized| quantized.joined()).sum();
-        let WeightSpec { payload, dtype, .. } = spec;
-        let form = ShardForm { payload, dtype, shards: Arc::clone(&shards), rank: self.rank };
-        let quantized = QuantizedShard::new(&inner.gathers.streams, form, joined)?.map(Arc::new);
-        // Amaxes that were joined without its own are of no use.
-        inner.epoch += u64::from(quantized.is_some());
-        inner.weights.push(ChainWeight { spec, shards, source, quantized, main: None, reduce, gradient: None });
-        Ok(WeightId(inner.weights.len() - 1))
-    }
-
-    /// Replaces the source of a weight's shard, between passes; on every rank where shards are sent quantized. Captures
-    /// that there are go on reading the one before it.
-    ///
-    /// # Errors
-    /// A source of another size or type; a pass that runs; a weight that there is not.
-    pub fn replace(&self, id: WeightId, source: Arc<dyn ShardSource<D>>) -> Result<()> {
-        let mut inner = self.lock();
-        let weight = inner.weight(id)?;
-        check_source(&weight.spec, &weight.shards, &*source)?;
-        if inner.active.is_some() {
-            return Err(inner.order_error(&weight.spec.name, "to be replaced between passes", "a pass that runs"));
-        }
-        inner.weights[id.0].source = source;
-        inner.epoch += 1;
-        Ok(())
-    }
-
     /// Factor of each gradient.
     pub(in crate::etp) fn factor(&self) -> f64 {
         match self.options.scale {
@@ -302,13 +260,6 @@ impl<D: ShardDevice> ChainState<D> {
         let dims = vec![self.weights[weight].quantized.as_ref()?.bytes()];
         Some(BufferKey { dims, dtype: crate::DType::U8, usage: BufferUsage::Arrived, parity })
     }
-}
-
-fn check_source<D: ShardDevice>(spec: &WeightSpec, shards: &Shards, source: &dyn ShardSource<D>) -> Result<()> {
-    source.read(&mut |shard| {
-        Error::check_shape("Chain", &spec.name, &shards.shard_dims(), shard.dims())?;
-        Error::check_dtype("Chain", &spec.name, spec.dtype, shard.dtype())
-    })
 }
 
 /// Finds the first option in which the ranks differ: one all-gather.

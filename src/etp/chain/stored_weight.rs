@@ -8,6 +8,7 @@ use std::sync::Arc;
 use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::etp::chain::Chain;
+use crate::etp::chain::add::NewShard;
 use crate::etp::chain::gather::ShardedWeight;
 use crate::etp::shards::source::Shard;
 use crate::etp::{ShardDevice, WeightId, WeightSpec};
@@ -22,6 +23,12 @@ const LINE: usize = 256;
 #[derive(Debug, Clone)]
 pub struct QuantizedWeight {
     id: WeightId,
+    layout: StoredLayout,
+}
+
+/// The parts of a weight that stays quantized, and where they lie among its bytes.
+#[derive(Debug, Clone)]
+struct StoredLayout {
     format: WeightFormat,
     dims: [usize; 3],
     parts: usize,
@@ -33,6 +40,32 @@ pub struct QuantizedWeight {
 impl QuantizedWeight {
     pub(crate) fn id(&self) -> WeightId {
         self.id
+    }
+}
+
+/// A weight that stays quantized, on its way to a chain.
+pub(crate) struct NewQuantized<D: ShardDevice> {
+    /// This rank's part of its bytes.
+    shard: NewShard<D>,
+    layout: StoredLayout,
+}
+
+impl StoredLayout {
+    /// The weight, once a chain has it.
+    fn of(self, id: WeightId) -> QuantizedWeight {
+        QuantizedWeight { id, layout: self }
+    }
+}
+
+#[cfg(feature = "candle")]
+impl<D: ShardDevice> NewQuantized<D> {
+    /// Gives both to a chain, or after an error neither.
+    ///
+    /// # Errors
+    /// As [`Chain::add_all`].
+    pub(crate) fn add_both(chain: &Chain<D>, [one, other]: [Self; 2]) -> Result<[QuantizedWeight; 2]> {
+        let [first, second] = chain.add_all([one.shard, other.shard])?;
+        Ok([one.layout.of(first), other.layout.of(second)])
     }
 }
 
@@ -68,13 +101,13 @@ impl<D: ShardDevice> ShardedQuantized<'_, D> {
 
 impl<D: ShardDevice> fmt::Debug for ShardedQuantized<'_, D> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "ShardedQuantized<{:?} {:?}>", self.weight.format, self.weight.dims)
+        write!(f, "ShardedQuantized<{:?} {:?}>", self.weight.layout.format, self.weight.layout.dims)
     }
 }
 
 impl<D: ShardDevice> WeightSource<D> for ShardedQuantized<'_, D> {
     fn dims(&self) -> &[usize] {
-        &self.weight.dims
+        &self.weight.layout.dims
     }
 
     fn acquire(&self) -> Result<WeightGuard<'_, D>> {
@@ -97,13 +130,13 @@ struct GatheredBytes<'a, D: ShardDevice> {
 
 impl<D: ShardDevice> AcquiredWeight<D> for GatheredBytes<'_, D> {
     fn tensor(&self) -> Result<TensorRef<'_, D>> {
-        let found = format!("one in {:?}", self.weight.format);
+        let found = format!("one in {:?}", self.weight.layout.format);
         Err(Error::invalid("WeightGuard::tensor", "weight", "one of floating type", found))
     }
 
     fn weight(&self) -> Result<Weight<'_, D>> {
         let bytes = self.bytes.tensor()?;
-        let QuantizedWeight { format, dims, parts, places: [codes, scales, factors], .. } = self.weight;
+        let StoredLayout { format, dims, parts, places: [codes, scales, factors] } = &self.weight.layout;
         let part = |place: &Range<usize>, dtype, dims: &[usize]| {
             TensorRef::new(D::slice(bytes.data(), place.clone()), dtype, dims)
         };
@@ -136,6 +169,21 @@ impl<D: ShardDevice> Chain<D> {
         recompute: bool,
         weight: &Quantized<D>,
     ) -> Result<QuantizedWeight> {
+        let NewQuantized { shard, layout } = self.cut_quantized(name, layer, recompute, weight)?;
+        Ok(layout.of(self.add(shard.spec, shard.source)?))
+    }
+
+    /// This rank's shard of such a weight, which the chain has not got yet.
+    ///
+    /// # Errors
+    /// Where there is no memory.
+    pub(crate) fn cut_quantized(
+        &self,
+        name: impl Into<String>,
+        layer: u32,
+        recompute: bool,
+        weight: &Quantized<D>,
+    ) -> Result<NewQuantized<D>> {
         let QuantizedRef { format, dims, parts, codes, scales, factors } = weight.view();
         let sources = [Some(codes), Some(scales), factors];
         let (places, bytes) = places([0, 1, 2].map(|i| sources[i].as_ref().map_or(0, |part| D::len(part.data()))));
@@ -156,8 +204,8 @@ impl<D: ShardDevice> Chain<D> {
         }
         let mut spec = WeightSpec::new(name, layer, cut.dims(), DType::F32);
         spec.recompute = recompute;
-        let id = self.add(spec, Arc::new(Shard::new(shard)))?;
-        Ok(QuantizedWeight { id, format, dims, parts, places })
+        let shard = NewShard::new(spec, Arc::new(Shard::new(shard)));
+        Ok(NewQuantized { shard, layout: StoredLayout { format, dims, parts, places } })
     }
 
     /// Such a weight as a layer takes it.

@@ -23,7 +23,7 @@ use crate::tensor::{Tensor, TensorMut, TensorRef};
 use crate::etp::buffers::stream_pair::StreamPair;
 use crate::etp::shards::in_place;
 use crate::etp::shards::source::ShardSource;
-use crate::etp::{Payload, ShardDevice, Shards};
+use crate::etp::{Payload, ShardDevice, Shards, WeightSpec};
 
 const NVFP4: Nvfp4 = Nvfp4::TE;
 const MXFP8: Mxfp8 = Mxfp8::TE;
@@ -61,17 +61,54 @@ impl<D: ShardDevice> Drop for ShardCodes<D> {
     }
 }
 
-/// A weight whose shards are sent quantized.
+/// How a rank's shard of a weight is sent.
 #[derive(Debug)]
 pub struct ShardForm {
-    /// The form that shards are sent in.
-    pub payload: Payload,
-    /// The weight's type.
-    pub dtype: DType,
-    /// How it is divided among the ranks.
+    payload: Payload,
+    /// How the weight is divided among the ranks.
     pub shards: Arc<Shards>,
     /// Whose shard it is.
-    pub rank: usize,
+    rank: usize,
+    /// Bytes of a row's codes and of its scales; none of a weight that is sent as it is.
+    row: Option<[usize; 2]>,
+}
+
+impl ShardForm {
+    /// The form of `rank`'s shard of a weight.
+    ///
+    /// # Errors
+    /// [`Error::Shard`]: a type, or rows, that the payload cannot send.
+    pub fn new(call: &'static str, rank: usize, spec: &WeightSpec, shards: Shards) -> Result<Self> {
+        let WeightSpec { payload, dtype, .. } = *spec;
+        let refused = |expected: &str, found: String| Error::Shard {
+            call,
+            rank,
+            weight: spec.name.clone(),
+            expected: expected.to_string(),
+            found,
+        };
+        if !dtype.is_float() {
+            return Err(refused("a floating type", dtype.to_string()));
+        }
+        let [_, width] = shards.shard_dims();
+        let row = match payload {
+            Payload::Plain => None,
+            _ if !payload.takes(dtype) => {
+                return Err(refused("f32, bf16 or f16, to be sent quantized", dtype.to_string()));
+            }
+            // Two codes are a byte.
+            Payload::Nvfp4 if !width.is_multiple_of(2) => {
+                let expected = "rows of an even number of elements, to be sent in NVFP4";
+                return Err(refused(expected, format!("{width} elements")));
+            }
+            Payload::Nvfp4 => {
+                let sizes = NVFP4.sizes([1, width], Direction::Rows)?;
+                Some([sizes.codes[1], sizes.scales[1]])
+            }
+            Payload::Mxfp8 => Some([width, Mxfp8::scale_dims([1, width], Direction::Rows)[1]]),
+        };
+        Ok(Self { payload, shards: Arc::new(shards), rank, row })
+    }
 }
 
 /// The shards that a gather has brought.
@@ -107,26 +144,9 @@ fn pieces(shards: &Shards, each: usize, rank: usize) -> Vec<ExpertRows> {
 
 impl<D: ShardDevice> QuantizedShard<D> {
     /// None of a weight that is sent as it is. `joined` experts' amaxes are joined beside its own.
-    ///
-    /// # Errors
-    /// Rows that the form cannot have, or a type.
-    pub fn new(
-        streams: &Arc<StreamPair<D>>,
-        ShardForm { payload, dtype, shards, rank }: ShardForm,
-        joined: usize,
-    ) -> Result<Option<Self>> {
-        let [_, width] = shards.shard_dims();
-        let row = match payload {
-            Payload::Plain => return Ok(None),
-            Payload::Nvfp4 => {
-                let sizes = NVFP4.sizes([1, width], Direction::Rows)?;
-                [sizes.codes[1], sizes.scales[1]]
-            }
-            Payload::Mxfp8 => [width, Mxfp8::scale_dims([1, width], Direction::Rows)[1]],
-        };
-        if !payload.takes(dtype) {
-            return Err(Error::invalid("Chain::add", "payload", "a weight of f32, bf16 or f16", dtype));
-        }
+    pub fn new(streams: &Arc<StreamPair<D>>, form: ShardForm, joined: usize) -> Option<Self> {
+        let ShardForm { payload, shards, rank, row } = form;
+        let row = row?;
         let dims = shards.dims();
         let experts: usize = dims[..dims.len() - 2].iter().product();
         let own = match payload {
@@ -135,7 +155,7 @@ impl<D: ShardDevice> QuantizedShard<D> {
         };
         let amaxes = joined..joined + own;
         let cast = RwLock::new(ShardCodes { epoch: None, bytes: None, streams: Arc::clone(streams) });
-        Ok(Some(Self { payload, shards, rank, row, amaxes, cast, casts: AtomicU64::new(0) }))
+        Some(Self { payload, shards, rank, row, amaxes, cast, casts: AtomicU64::new(0) })
     }
 
     fn without_amaxes(&self) -> Error {

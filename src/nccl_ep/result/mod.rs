@@ -1,4 +1,8 @@
 //! The library's calls, each through a function of `shim.cpp` that no exception leaves, as results.
+//!
+//! The module is named as cudarc names the middle one of its three layers over a library: `sys` has the declarations,
+//! `result` the calls with a `Result` in place of a status, and what is safe (`safe` there, the groups and handles here)
+//! is made of these.
 
 mod shim;
 

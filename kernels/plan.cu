@@ -77,7 +77,8 @@ __device__ __forceinline__ void clear_maps(const LocalPlanParams& p) {
     }
 }
 
-// Copies the status words to memory of the host.
+// Copies the status words to memory of the host, a thread each: every caller has a warp at least.
+static_assert(STATUS_WORDS <= 32);
 __device__ __forceinline__ void copy_status(const unsigned long long* words, unsigned long long* host, int64_t count) {
     const volatile unsigned long long* from = words;
     if (threadIdx.x < count) static_cast<volatile unsigned long long*>(host)[threadIdx.x] = from[threadIdx.x];
@@ -165,7 +166,7 @@ __device__ void write_tile_list(const TileListParams& p) {
         for (int64_t g = first; g < last; g++) {
             if (p.counts[g] == 0) continue;
             if (!inside(g) || p.offsets[g] < end) {
-                raise_at(p.fault, FAULT_SEGMENT, g, p.site);
+                raise_segment(p.fault, g, p.offsets[g], p.counts[g], p.site);
                 continue;
             }
             end = p.offsets[g] + p.counts[g];
