@@ -38,6 +38,8 @@ mod router;
 
 mod adamw;
 mod deferred;
+#[path = "../common/gathered_rows.rs"]
+mod gathered_rows;
 mod harness;
 mod large;
 mod layer;
