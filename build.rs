@@ -8,12 +8,17 @@ mod cubin_cache;
 #[path = "build/cuda.rs"]
 mod cuda;
 
+/// nvcc's arguments beside architecture, format and files.
+#[cfg(feature = "cuda")]
+const NVCC_FLAGS: [&str; 7] =
+    ["-std=c++17", "-O3", "-lineinfo", "--extra-device-vectorization", "-Xptxas", "-v,-warn-spills", "-Ikernels"];
+
 fn main() {
     println!("cargo:rerun-if-changed=build.rs");
     println!("cargo:rerun-if-changed=build");
     println!("cargo:rerun-if-env-changed=DOCS_RS");
     #[cfg(feature = "cuda")]
-    if let Err(problem) = cuda::build() {
+    if let Err(problem) = cuda::build(cuda::Target::Cubins, &NVCC_FLAGS) {
         eprintln!("\nmoebius, feature cuda: {problem}\n");
         std::process::exit(1);
     }

@@ -4,7 +4,7 @@
 //! folder named by a hash of all that a cubin depends on: the stage's source and all that it includes from the kernels'
 //! folder, nvcc's flags and its version. It appears whole, by a rename, and only for a compilation that succeeded; it
 //! is read only if the cubin still has the hash noted beside it. A cache that cannot be written is no error: it stays
-//! as it is.
+//! as it is. All of this holds for PTX too, which the decoders' kernels are compiled to.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -34,8 +34,8 @@ pub struct Cache {
 /// Where a cubin and nvcc's log lie outside the cache.
 #[derive(Debug, Clone, Copy)]
 pub struct Output<'a> {
-    /// The cubin.
-    pub cubin: &'a Path,
+    /// The cubin, or the PTX where that is what nvcc makes.
+    pub image: &'a Path,
     /// Output of nvcc: registers, spills, stack frames.
     pub log: &'a Path,
 }
@@ -101,7 +101,7 @@ impl Cache {
             if sum != hex(&cubin) {
                 return Ok(false);
             }
-            std::fs::write(output.cubin, cubin)?;
+            std::fs::write(output.image, cubin)?;
             std::fs::copy(entry.join(LOG), output.log)?;
             Ok(true)
         };
@@ -125,7 +125,7 @@ impl Cache {
         let unfinished = self.folder.join(format!("{UNFINISHED}{}-{number}", std::process::id()));
         let write = || -> std::io::Result<()> {
             std::fs::create_dir_all(&unfinished)?;
-            let cubin = std::fs::read(output.cubin)?;
+            let cubin = std::fs::read(output.image)?;
             std::fs::write(unfinished.join(SUM), hex(&cubin))?;
             std::fs::write(unfinished.join(CUBIN), cubin)?;
             std::fs::copy(output.log, unfinished.join(LOG))?;

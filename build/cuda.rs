@@ -1,15 +1,15 @@
-//! Compiles `kernels/*.cu`.
+//! Compiles a crate's `kernels/*.cu`: for the layer's build script, and for the decoders' (`models/build.rs`).
 //!
 //! nvcc: `NVCC` (a path), else `CUDA_HOME/bin`, `CUDA_PATH/bin`, `PATH`, `/usr/local/cuda/bin`; 12.0 or later.
-//! Architectures: `MOEBIUS_CUDA_ARCHS`, else `CUDA_COMPUTE_CAP`: a list of compute capabilities such as `80,90a` or
-//! `8.0 100f`, or `native`; else the GPU of this machine; else 80 and 90a. `90` means `90a`, as Hopper's own
+//! Architectures of cubins: `MOEBIUS_CUDA_ARCHS`, else `CUDA_COMPUTE_CAP`: a list of compute capabilities such as
+//! `80,90a` or `8.0 100f`, or `native`; else the GPU of this machine; else 80 and 90a. `90` means `90a`, as Hopper's own
 //! instructions need the suffix. The first variable is for builds with candle, whose own kernels read the second and
 //! take a single capability there.
 //!
-//! Each stage becomes one cubin an architecture, embedded in the library and loaded through the driver. Cubins are kept
-//! for other builds (`build/cubin_cache.rs`), in `MOEBIUS_CUBIN_CACHE` or else in `moebius-cubins` under cargo's target
-//! directory. With the variable, builds with several target directories or checkouts share them; line information names
-//! the files of the build that compiled.
+//! Each stage becomes one cubin an architecture, or one text of PTX, embedded in the library and loaded through the
+//! driver. They are kept for other builds (`build/cubin_cache.rs`), in `MOEBIUS_CUBIN_CACHE` or else in `moebius-cubins`
+//! under cargo's target directory. With the variable, builds with several target directories or checkouts share them;
+//! line information names the files of the build that compiled.
 
 use std::fmt::Write as _;
 use std::path::{Path, PathBuf};
@@ -25,17 +25,30 @@ const NVCC_VARIABLES: [&str; 3] = ["NVCC", "CUDA_HOME", "CUDA_PATH"];
 /// Variables that nvcc itself reads, beside its arguments.
 const FLAG_VARIABLES: [&str; 3] = ["NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS", "NVCC_CCBIN"];
 const CACHE_VARIABLE: &str = "MOEBIUS_CUBIN_CACHE";
-/// nvcc's arguments beside the architecture and files.
-const FLAGS: [&str; 8] = [
-    "-cubin",
-    "-std=c++17",
-    "-O3",
-    "-lineinfo",
-    "--extra-device-vectorization",
-    "-Xptxas",
-    "-v,-warn-spills",
-    "-Ikernels",
-];
+/// The sources' folder.
+const FOLDER: &str = "kernels";
+
+/// What a crate has its kernels compiled to.
+#[derive(Debug, Clone, Copy)]
+pub enum Target {
+    /// A cubin for each architecture that is asked for: `CUBINS` and `RELEASE` in `OUT_DIR/cubins.rs`.
+    #[allow(dead_code, reason = "one of the build scripts that include this file makes them")]
+    Cubins,
+    /// PTX for a compute capability, such as `80`, which the driver compiles for its GPU, this one or a later: `PTX` in
+    /// `OUT_DIR/ptx.rs`.
+    #[allow(dead_code, reason = "as above")]
+    Ptx(&'static str),
+}
+
+impl Target {
+    /// The file that lists what was compiled, and the ending of each.
+    fn names(self) -> (&'static str, &'static str) {
+        match self {
+            Self::Cubins => ("cubins.rs", "cubin"),
+            Self::Ptx(_) => ("ptx.rs", "ptx"),
+        }
+    }
+}
 
 /// An nvcc that is new enough.
 struct Compiler {
@@ -46,41 +59,26 @@ struct Compiler {
     identity: String,
 }
 
-/// Compiles all stages, or takes them from the cache, and lists them in `OUT_DIR/cubins.rs`.
-pub fn build() -> Result<(), String> {
-    println!("cargo:rerun-if-changed=kernels");
+/// Compiles all stages, with nvcc's `flags` beside architecture, format and files, or takes them from the cache; and
+/// lists them in `OUT_DIR`.
+pub fn build(target: Target, flags: &[&str]) -> Result<(), String> {
+    println!("cargo:rerun-if-changed={FOLDER}");
     let variables =
         ARCHITECTURE_VARIABLES.iter().chain(&NVCC_VARIABLES).chain(&FLAG_VARIABLES).chain([&CACHE_VARIABLE]);
     variables.for_each(|v| println!("cargo:rerun-if-env-changed={v}"));
     let out = PathBuf::from(std::env::var_os("OUT_DIR").ok_or("OUT_DIR is not set (run by cargo)")?);
-    let (mut table, mut release) = (String::from("pub(super) static CUBINS: &[Cubin] = &[\n"), String::new());
+    let (mut jobs, mut release) = (Vec::new(), String::new());
     // Documentation is built without a toolkit.
     if std::env::var_os("DOCS_RS").is_none() {
         let compiler = compiler(find_nvcc()?)?;
         release.clone_from(&compiler.release);
-        let architectures = architectures(&compiler.nvcc)?;
-        let jobs: Vec<Job> = stages()?
-            .into_iter()
-            .flat_map(|stage| architectures.iter().map(move |arch| (stage.clone(), arch.clone())))
-            .map(|((stage, source), arch)| {
-                let cubin = out.join(format!("{stage}.sm_{arch}.cubin"));
-                Job { stage, source, arch, cubin }
-            })
-            .collect();
+        jobs = self::jobs(target, flags, &compiler, &out)?;
         let given = std::env::var_os(CACHE_VARIABLE).filter(|v| !v.is_empty()).map(PathBuf::from);
         compile(&compiler, &Cache::locate(given, &out), &jobs)?;
-        for j in &jobs {
-            let Job { stage, arch, cubin, .. } = j;
-            let kernels = kernels(cubin)?;
-            let image = format!("include_bytes!({cubin:?})");
-            writeln!(table, "    Cubin {{ stage: {stage:?}, arch: {arch:?}, kernels: &{kernels:?}, image: {image} }},")
-                .map_err(|e| e.to_string())?;
-        }
     }
-    table.push_str("];\n/// Release of the nvcc that compiled them.\n");
-    writeln!(table, "pub(super) const RELEASE: &str = {release:?};").map_err(|e| e.to_string())?;
-    let file = out.join("cubins.rs");
-    std::fs::write(&file, table).map_err(|e| format!("{}: {e}", file.display()))
+    let (name, _) = target.names();
+    let file = out.join(name);
+    std::fs::write(&file, table(target, &jobs, &release)?).map_err(|e| format!("{}: {e}", file.display()))
 }
 
 /// One run of nvcc.
@@ -88,12 +86,66 @@ struct Job {
     stage: String,
     source: PathBuf,
     arch: String,
-    cubin: PathBuf,
+    flags: Vec<String>,
+    image: PathBuf,
+}
+
+/// A run for each stage and architecture.
+fn jobs(target: Target, flags: &[&str], compiler: &Compiler, out: &Path) -> Result<Vec<Job>, String> {
+    let architectures = match target {
+        Target::Cubins => architectures(&compiler.nvcc)?,
+        Target::Ptx(arch) => vec![arch.to_string()],
+    };
+    let (_, ending) = target.names();
+    let mut jobs = Vec::new();
+    for (stage, source) in stages()? {
+        for arch in &architectures {
+            let format = match target {
+                // `-gencode` and not `-arch`: the shorthand adds a pass without the suffix, which Hopper's instructions
+                // fail in.
+                Target::Cubins => [format!("-gencode=arch=compute_{arch},code=sm_{arch}"), "-cubin".to_string()],
+                Target::Ptx(_) => [format!("-arch=compute_{arch}"), "-ptx".to_string()],
+            };
+            let flags = format.into_iter().chain(flags.iter().map(|flag| flag.to_string())).collect();
+            let image = out.join(format!("{stage}.sm_{arch}.{ending}"));
+            jobs.push(Job { stage: stage.clone(), source: source.clone(), arch: arch.clone(), flags, image });
+        }
+    }
+    Ok(jobs)
+}
+
+/// The list of what was compiled, as Rust source.
+fn table(target: Target, jobs: &[Job], release: &str) -> Result<String, String> {
+    let mut table = String::from(match target {
+        Target::Cubins => "pub(super) static CUBINS: &[Cubin] = &[\n",
+        Target::Ptx(_) => "static PTX: &[Ptx] = &[\n",
+    });
+    for Job { stage, arch, image, .. } in jobs {
+        match target {
+            Target::Cubins => writeln!(
+                table,
+                "    Cubin {{ stage: {stage:?}, arch: {arch:?}, kernels: &{:?}, image: include_bytes!({image:?}) }},",
+                kernels_of_cubin(image)?
+            ),
+            Target::Ptx(_) => writeln!(
+                table,
+                "    Ptx {{ stage: {stage:?}, kernels: &{:?}, text: include_str!({image:?}) }},",
+                kernels_of_ptx(image)?
+            ),
+        }
+        .map_err(|e| e.to_string())?;
+    }
+    table.push_str("];\n");
+    if matches!(target, Target::Cubins) {
+        table.push_str("/// Release of the nvcc that compiled them.\n");
+        writeln!(table, "pub(super) const RELEASE: &str = {release:?};").map_err(|e| e.to_string())?;
+    }
+    Ok(table)
 }
 
 /// Names and files of the stages.
 fn stages() -> Result<Vec<(String, PathBuf)>, String> {
-    let folder = Path::new("kernels");
+    let folder = Path::new(FOLDER);
     let list = std::fs::read_dir(folder).map_err(|e| format!("{}: {e}", folder.display()))?;
     let mut found = Vec::new();
     for entry in list {
@@ -109,7 +161,7 @@ fn stages() -> Result<Vec<(String, PathBuf)>, String> {
 }
 
 /// Names of the kernels in a cubin, an ELF file in which each has a section for its parameters.
-fn kernels(cubin: &Path) -> Result<Vec<String>, String> {
+fn kernels_of_cubin(cubin: &Path) -> Result<Vec<String>, String> {
     const SECTION: &[u8] = b"\0.nv.constant0.";
     let image = std::fs::read(cubin).map_err(|e| format!("{}: {e}", cubin.display()))?;
     let starts = image.windows(SECTION.len()).enumerate().filter(|(_, w)| *w == SECTION);
@@ -124,7 +176,16 @@ fn kernels(cubin: &Path) -> Result<Vec<String>, String> {
     Ok(found)
 }
 
-/// Makes the cubins of all jobs, as many at a time as cargo allows.
+/// Names of the kernels in PTX, its entries.
+fn kernels_of_ptx(ptx: &Path) -> Result<Vec<String>, String> {
+    let text = std::fs::read_to_string(ptx).map_err(|e| format!("{}: {e}", ptx.display()))?;
+    let name = |line: &str| Some(line.split_once(".entry ")?.1.split('(').next()?.trim().to_string());
+    let mut found: Vec<String> = text.lines().filter_map(name).collect();
+    found.sort();
+    Ok(found)
+}
+
+/// Makes the images of all jobs, as many at a time as cargo allows.
 fn compile(compiler: &Compiler, cache: &Cache, jobs: &[Job]) -> Result<(), String> {
     let width = std::env::var("NUM_JOBS").ok().and_then(|n| n.parse().ok()).unwrap_or(1usize).max(1);
     let (next, compiled) = (AtomicUsize::new(0), AtomicUsize::new(0));
@@ -141,7 +202,7 @@ fn compile(compiler: &Compiler, cache: &Cache, jobs: &[Job]) -> Result<(), Strin
     })?;
     // In the build script's log, for who wonders what took so long.
     println!(
-        "{} of {} cubins compiled, the others from {}",
+        "{} of {} images compiled, the others from {}",
         compiled.into_inner(),
         jobs.len(),
         cache.folder().display()
@@ -150,22 +211,19 @@ fn compile(compiler: &Compiler, cache: &Cache, jobs: &[Job]) -> Result<(), Strin
     Ok(())
 }
 
-/// The cubin of a job, from the cache or from nvcc. Whether it was compiled.
+/// The image of a job, from the cache or from nvcc. Whether it was compiled.
 fn make(compiler: &Compiler, cache: &Cache, job: &Job) -> Result<bool, String> {
-    // `-gencode` and not `-arch`: the shorthand adds a pass without the suffix, which Hopper's instructions fail in.
-    let architecture = format!("-gencode=arch=compute_{0},code=sm_{0}", job.arch);
-    let flags: Vec<String> = std::iter::once(architecture.as_str()).chain(FLAGS).map(str::to_string).collect();
     let inputs =
-        Inputs { source: &job.source, folder: Path::new("kernels"), flags: &flags, compiler: &compiler.identity };
-    // Kept beside the cubin: registers, spills, stack frames.
-    let log = job.cubin.with_extension("log");
-    let output = Output { cubin: &job.cubin, log: &log };
-    cache.fetch(&inputs, output, || run(&compiler.nvcc, job, &flags, &log))
+        Inputs { source: &job.source, folder: Path::new(FOLDER), flags: &job.flags, compiler: &compiler.identity };
+    // Kept beside a cubin: registers, spills, stack frames.
+    let log = job.image.with_extension("log");
+    let output = Output { image: &job.image, log: &log };
+    cache.fetch(&inputs, output, || run(&compiler.nvcc, job, &log))
 }
 
-fn run(nvcc: &Path, job: &Job, flags: &[String], log: &Path) -> Result<(), String> {
+fn run(nvcc: &Path, job: &Job, log: &Path) -> Result<(), String> {
     let mut command = Command::new(nvcc);
-    command.args(flags).arg("-o").arg(&job.cubin).arg(&job.source);
+    command.args(&job.flags).arg("-o").arg(&job.image).arg(&job.source);
     let shown = format!("{command:?}");
     let output = command.output().map_err(|e| format!("could not run {}: {e}", nvcc.display()))?;
     let text = format!("{}{}", String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));

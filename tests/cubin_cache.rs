@@ -59,7 +59,7 @@ impl Place {
             let log_too = std::fs::write(&cubin, text).and_then(|()| std::fs::write(&log, format!("log of {text}")));
             log_too.map_err(|e| e.to_string())
         };
-        let output = Output { cubin: &cubin, log: &log };
+        let output = Output { image: &cubin, log: &log };
         let compiled = self.with_inputs(&[flag], "nvcc", |inputs| self.cache().fetch(&inputs, output, compile))?;
         Ok((std::fs::read_to_string(&cubin)?, std::fs::read_to_string(&log)?, compiled))
     }
@@ -115,7 +115,7 @@ fn a_failed_compilation_is_not_kept() -> Outcome {
         std::fs::write(&cubin, "half").map_err(|e| e.to_string())?;
         Err("ptxas was killed".to_string())
     };
-    let output = Output { cubin: &cubin, log: &log };
+    let output = Output { image: &cubin, log: &log };
     let failed = place.with_inputs(&["-O3"], "nvcc", |inputs| place.cache().fetch(&inputs, output, fail));
     assert_eq!(failed, Err("ptxas was killed".to_string()));
     assert_eq!(place.entries(), 0);
@@ -131,7 +131,7 @@ fn a_source_edited_meanwhile_leaves_no_entry() -> Outcome {
         let files = [(&cubin, "of which text?"), (&log, ""), (&place.path("kernels/common/two.cuh"), "int edited;\n")];
         files.into_iter().try_for_each(|(file, text)| std::fs::write(file, text)).map_err(|e| e.to_string())
     };
-    let output = Output { cubin: &cubin, log: &log };
+    let output = Output { image: &cubin, log: &log };
     assert_eq!(place.with_inputs(&["-O3"], "nvcc", |inputs| place.cache().fetch(&inputs, output, edit)), Ok(true));
     assert_eq!(place.entries(), 0);
     Ok(())

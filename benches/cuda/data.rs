@@ -1,12 +1,16 @@
 //! Random inputs. The host makes a few rows of normal values, and the GPU repeats them in random order: its tensor
 //! cores see random bits everywhere, and the host is not the slowest part.
 
+#[path = "../../tests/common/gathered_rows.rs"]
+mod gathered_rows;
+
 use moebius::cpu::Cpu;
 use moebius::cuda::Cuda;
-use moebius::kernels::{GatherRows, Kernels, Origin, Segments};
+use moebius::kernels::{Kernels, Segments};
 use moebius::{DType, Result, Tensor};
 
 use crate::Workload;
+use gathered_rows::gathered_rows;
 
 /// SplitMix64.
 pub struct Random(pub u64);
@@ -33,16 +37,8 @@ impl Random {
         let rows: usize = dims[..dims.len() - 1].iter().product();
         let values: Vec<f64> = (0..ROWS * width).map(|_| self.normal() * deviation).collect();
         let source = Cpu::new().write(&values, DType::BF16, &[ROWS, width])?.to(cuda)?;
-        let map: Vec<i32> = (0..rows).map(|_| (self.next() % ROWS as u64) as i32).collect();
-        let map = Tensor::from_vec(map, &[rows])?.to(cuda)?;
-        let mut out = Tensor::empty(cuda, DType::BF16, &[rows, width])?;
-        cuda.gather_rows(GatherRows {
-            source: source.view(),
-            map: map.view(),
-            origin: Origin::default(),
-            out: out.view_mut(),
-        })?;
-        out.reshape(dims)
+        let map = (0..rows).map(|_| (self.next() % ROWS as u64) as i32).collect();
+        gathered_rows(cuda, &source, map)?.reshape(dims)
     }
 
     /// Distinct experts of each token, uniform.

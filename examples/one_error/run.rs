@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use moebius::cpu::{Cpu, ThreadComm, ThreadWorld};
 use moebius::ep::{Group, GroupConfig};
-use moebius::layer::{Cotangents, Inputs, Layer, Mode, Params, GradientMask};
+use moebius::layer::{Cotangents, GradientMask, Inputs, Layer, Mode, Params};
 use moebius::weights::{WeightGuard, WeightSource};
 use moebius::{CommError, Error, MoeConfig, Result, Tensor, TensorRef};
 

@@ -8,71 +8,56 @@
 
 #include "common.cuh"
 
-// Keys of a step.
-constexpr int KEYS = 64;
-
-// Entries between neighbors along batch, head and position.
-struct Strides {
-    int64_t batch, head, row;
-};
-
-struct Sizes {
-    int heads, keys;
-    // Queries and keys of a sequence.
-    int queries, positions;
-    // Position of the first query, and of the first key.
-    int first, first_key;
-    // Positions that a query sees, its own the last; 0: all. And those of its own chunk of so many; 0: no chunks.
-    int window, chunk;
-    float scale;
-    Strides q, k, v;
-};
-
 namespace {
 
+constexpr int KEYS = ATTENTION_KEYS;
+
 // First position that a query at `position` sees.
-__device__ int low(int position, const Sizes &sizes) {
-    int low = sizes.window ? max(0, position + 1 - sizes.window) : 0;
-    return sizes.chunk ? max(low, position / sizes.chunk * sizes.chunk) : low;
+__device__ int low(int position, const AttentionParams &params) {
+    int low = params.window ? max(0, position + 1 - params.window) : 0;
+    return params.chunk ? max(low, position / params.chunk * params.chunk) : low;
 }
 
 // D: entries of a query and key; V: of a value. TILES: 16 queries each, of a warp.
-template <int D, int V, int TILES, typename T>
-__device__ void forward(const T *q, const T *k, const T *v, const T *sinks, T *out, float *log_sums, const Sizes &sizes) {
+template <int D, int V, int TILES, typename T> __device__ void forward(const AttentionParams &params) {
+    const T *q = static_cast<const T *>(params.q), *k = static_cast<const T *>(params.k);
+    const T *v = static_cast<const T *>(params.v), *sinks = static_cast<const T *>(params.sinks);
+    T *out = static_cast<T *>(params.out);
+    float *log_sums = params.log_sums;
     constexpr int ROWS = WARPS * TILES * 16;
     constexpr int COLUMNS = KEYS / 8;
     extern __shared__ __align__(128) uint8_t shared[];
     const uint32_t q_tile = (uint32_t)__cvta_generic_to_shared(shared);
     const uint32_t k_tile = q_tile + ROWS * D * 2, v_tile = k_tile + KEYS * D * 2;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, head = blockIdx.y, batch = blockIdx.z;
-    const int key_head = head / (sizes.heads / sizes.keys);
+    const int key_head = head / (params.heads / params.key_heads);
     // The last queries see most keys: they begin first.
     const int start = (gridDim.x - 1 - blockIdx.x) * ROWS;
-    q += batch * sizes.q.batch + head * sizes.q.head;
-    k += batch * sizes.k.batch + key_head * sizes.k.head;
-    v += batch * sizes.v.batch + key_head * sizes.v.head;
-    const int rows = min(ROWS, sizes.queries - start);
+    q += batch * params.q_strides.sequence + head * params.q_strides.head;
+    k += batch * params.k_strides.sequence + key_head * params.k_strides.head;
+    v += batch * params.v_strides.sequence + key_head * params.v_strides.head;
+    const int rows = min(ROWS, params.queries - start);
     // Keys that any query sees, counted from the first key.
-    const int begin = max(0, low(sizes.first + start, sizes) - sizes.first_key);
-    const int end = sizes.first + start + rows - sizes.first_key;
+    const int begin = max(0, low(params.first + start, params) - params.first_key);
+    const int end = params.first + start + rows - params.first_key;
     // Steps begin at multiples of KEYS, so that the order of sums does not depend on the block.
     const int first_step = begin / KEYS, steps = (end + KEYS - 1) / KEYS;
 
-    load_rows<ROWS, D>(q_tile, q, sizes.q.row, start, sizes.queries);
-    load_rows<KEYS, D>(k_tile, k, sizes.k.row, first_step * KEYS, sizes.positions);
+    load_rows<ROWS, D>(q_tile, q, params.q_strides.row, start, params.queries);
+    load_rows<KEYS, D>(k_tile, k, params.k_strides.row, first_step * KEYS, params.positions);
     commit();
 
     float acc[TILES][V / 8][4] = {};
     float most[TILES][2], sum[TILES][2];
 #pragma unroll
     for (int m = 0; m < TILES; m++) most[m][0] = most[m][1] = -INFINITY, sum[m][0] = sum[m][1] = 0;
-    const float scale = sizes.scale * LOG2E;
+    const float scale = params.scale * LOG2E;
     const int warp_row = warp * TILES * 16;
 
     for (int step = first_step; step < steps; step++) {
         wait<0>();
         __syncthreads();
-        load_rows<KEYS, V>(v_tile, v, sizes.v.row, step * KEYS, sizes.positions);
+        load_rows<KEYS, V>(v_tile, v, params.v_strides.row, step * KEYS, params.positions);
         commit();
         float scores[TILES][COLUMNS][4] = {};
 #pragma unroll
@@ -96,21 +81,21 @@ __device__ void forward(const T *q, const T *k, const T *v, const T *sinks, T *o
         wait<0>();
         __syncthreads();
         if (step + 1 < steps) {
-            load_rows<KEYS, D>(k_tile, k, sizes.k.row, (step + 1) * KEYS, sizes.positions);
+            load_rows<KEYS, D>(k_tile, k, params.k_strides.row, (step + 1) * KEYS, params.positions);
             commit();
         }
         // Positions of the step's keys, and whether some query of the block does not see one of them.
-        const int position = sizes.first_key + step * KEYS;
-        const bool masked = position + KEYS - 1 > sizes.first + start ||
-                            position < low(sizes.first + start + ROWS - 1, sizes);
+        const int position = params.first_key + step * KEYS;
+        const bool masked = position + KEYS - 1 > params.first + start ||
+                            position < low(params.first + start + ROWS - 1, params);
         uint32_t p[TILES][KEYS / 16][4];
 #pragma unroll
         for (int m = 0; m < TILES; m++) {
 #pragma unroll
             for (int half = 0; half < 2; half++) {
                 if (masked) {
-                    const int query = sizes.first + start + warp_row + m * 16 + half * 8 + lane / 4;
-                    const int lowest = low(query, sizes);
+                    const int query = params.first + start + warp_row + m * 16 + half * 8 + lane / 4;
+                    const int lowest = low(query, params);
 #pragma unroll
                     for (int n = 0; n < COLUMNS; n++) {
 #pragma unroll
@@ -186,16 +171,16 @@ __device__ void forward(const T *q, const T *k, const T *v, const T *sinks, T *o
                 total = total * factor + exp2f(sink - next);
                 at = next;
             }
-            if (row >= sizes.queries) continue;
+            if (row >= params.queries) continue;
             factor /= total;
-            T *to = out + (((int64_t)batch * sizes.queries + row) * sizes.heads + head) * V;
+            T *to = out + (((int64_t)batch * params.queries + row) * params.heads + head) * V;
 #pragma unroll
             for (int n = 0; n < V / 8; n++) {
                 const uint32_t pair = pack(acc[m][n][half * 2] * factor, acc[m][n][half * 2 + 1] * factor, T());
                 *reinterpret_cast<uint32_t *>(to + n * 8 + lane % 4 * 2) = pair;
             }
             if (log_sums && lane % 4 == 0) {
-                log_sums[((int64_t)batch * sizes.heads + head) * sizes.queries + row] = (at + log2f(total)) / LOG2E;
+                log_sums[((int64_t)batch * params.heads + head) * params.queries + row] = (at + log2f(total)) / LOG2E;
             }
         }
     }
@@ -203,20 +188,18 @@ __device__ void forward(const T *q, const T *k, const T *v, const T *sinks, T *o
 
 } // namespace
 
-// `sinks` (one a head) and `log_sums` (`[batch, head, query]`, natural logarithms) may be null. `out` is
-// `[batch, query, head, V]`. Shared memory: tiles of queries, keys and values. Grid: blocks of queries, heads, batch.
-#define ATTENTION_FORWARD(NAME, T, D, V, TILES)                                                                        \
+// Shared memory: tiles of queries, keys and values. Grid: blocks of queries, heads, sequences.
+#define ATTENTION_FORWARD(T, D, V, TILES)                                                                              \
     extern "C" __global__ void __launch_bounds__(THREADS)                                                              \
-        attention_forward_##NAME##_##D##_##V(const T *q, const T *k, const T *v, const T *sinks, T *out,               \
-                                             float *log_sums, const Sizes sizes) {                                     \
-        forward<D, V, TILES>(q, k, v, sinks, out, log_sums, sizes);                                                    \
+        attention_forward_##T##_##D##_##V(const __grid_constant__ AttentionParams params) {                            \
+        forward<D, V, TILES, T>(params);                                                                               \
     }
 
-ATTENTION_FORWARD(bf16, bf16, 64, 64, 2)
-ATTENTION_FORWARD(bf16, bf16, 128, 128, 2)
-ATTENTION_FORWARD(bf16, bf16, 192, 128, 1)
-ATTENTION_FORWARD(bf16, bf16, 256, 256, 1)
-ATTENTION_FORWARD(f16, f16, 64, 64, 2)
-ATTENTION_FORWARD(f16, f16, 128, 128, 2)
-ATTENTION_FORWARD(f16, f16, 192, 128, 1)
-ATTENTION_FORWARD(f16, f16, 256, 256, 1)
+ATTENTION_FORWARD(bf16, 64, 64, 2)
+ATTENTION_FORWARD(bf16, 128, 128, 2)
+ATTENTION_FORWARD(bf16, 192, 128, 1)
+ATTENTION_FORWARD(bf16, 256, 256, 1)
+ATTENTION_FORWARD(f16, 64, 64, 2)
+ATTENTION_FORWARD(f16, 128, 128, 2)
+ATTENTION_FORWARD(f16, 192, 128, 1)
+ATTENTION_FORWARD(f16, 256, 256, 1)

@@ -5,11 +5,11 @@
 #include <cuda_fp16.h>
 #include <stdint.h>
 
+#include "params.h"
+
 namespace {
 
 constexpr unsigned ALL = 0xffffffffu;
-constexpr int WARPS = 4;
-constexpr int THREADS = 32 * WARPS;
 constexpr float LOG2E = 1.4426950408889634f;
 
 typedef __nv_bfloat16 bf16;
@@ -28,21 +28,20 @@ __device__ uint32_t pack(float a, float b, f16) {
     return *reinterpret_cast<uint32_t *>(&pair);
 }
 
+__device__ float2 wide(__nv_bfloat162 pair) { return __bfloat1622float2(pair); }
+__device__ float2 wide(__half2 pair) { return __half22float2(pair); }
+
+// Two neighbors.
+template <typename T> struct PairOf;
+template <> struct PairOf<bf16> { typedef __nv_bfloat162 Type; };
+template <> struct PairOf<f16> { typedef __half2 Type; };
+
 // Eight neighbors as f32.
-__device__ void unpack(uint4 from, float *to, bf16) {
-    const __nv_bfloat162 *pairs = reinterpret_cast<const __nv_bfloat162 *>(&from);
+template <typename T> __device__ void unpack(uint4 from, float *to, T) {
+    const typename PairOf<T>::Type *pairs = reinterpret_cast<const typename PairOf<T>::Type *>(&from);
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-        float2 pair = __bfloat1622float2(pairs[i]);
-        to[2 * i] = pair.x;
-        to[2 * i + 1] = pair.y;
-    }
-}
-__device__ void unpack(uint4 from, float *to, f16) {
-    const __half2 *pairs = reinterpret_cast<const __half2 *>(&from);
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-        float2 pair = __half22float2(pairs[i]);
+        float2 pair = wide(pairs[i]);
         to[2 * i] = pair.x;
         to[2 * i + 1] = pair.y;
     }

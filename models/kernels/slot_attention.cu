@@ -10,43 +10,31 @@
 
 namespace {
 
-// Slots of a step, of which each warp has 16.
-constexpr int KEYS = 16 * WARPS;
-// Most query heads of a block: the rows of a matrix instruction.
-constexpr int GROUP = 16;
+constexpr int KEYS = SLOT_STEP;
+constexpr int GROUP = SLOT_HEADS;
 // Below every score, and finite: a run without keys has this maximum.
 constexpr float LOWEST = -1e30f;
 
-} // namespace
-
-struct AttentionSizes {
-    int heads, keys, slots, splits;
-    // Entries from one sequence's queries to the next's.
-    int q_stride;
-    float scale;
-};
-
-namespace {
-
-// Sums of one run: block (split, part of the key head's query heads, sequence * key head). `partial` is
-// [sequence * head, split, D], `stats` [sequence * head, split] of maximum and sum. The only run of a head is its result.
-template <int D>
-__device__ void attend(const bf16 *q, const bf16 *k, const bf16 *v, const uint32_t *filled, const bf16 *sinks,
-                       float *partial, float2 *stats, bf16 *out, const AttentionSizes &sizes) {
+// Sums of one run: block (run, part of the key head's query heads, sequence * key head). The only run of a head is its
+// result.
+template <int D> __device__ void attend(const SlotAttentionParams &params) {
+    const bf16 *q = static_cast<const bf16 *>(params.q), *k = static_cast<const bf16 *>(params.k);
+    const bf16 *v = static_cast<const bf16 *>(params.v), *sinks = static_cast<const bf16 *>(params.sinks);
+    bf16 *out = static_cast<bf16 *>(params.out);
     constexpr int STAGES = D == 256 ? 1 : 2;
     constexpr int STAGE = 2 * KEYS * D * 2;
     extern __shared__ __align__(128) uint8_t shared[];
     __shared__ float2 ends[WARPS][GROUP];
     const uint32_t stages = (uint32_t)__cvta_generic_to_shared(shared), q_tile = stages + STAGES * STAGE;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const int sequence = blockIdx.z / sizes.keys, key_head = blockIdx.z % sizes.keys, group = sizes.heads / sizes.keys;
+    const int sequence = blockIdx.z / params.key_heads, key_head = blockIdx.z % params.key_heads, group = params.heads / params.key_heads;
     const int first_head = key_head * group + blockIdx.y * GROUP, heads = min(GROUP, group - (int)blockIdx.y * GROUP);
-    load_rows<GROUP, D>(q_tile, q + (size_t)sequence * sizes.q_stride + (size_t)first_head * D, D, 0, heads);
-    const int count = min((int)*filled, sizes.slots);
+    load_rows<GROUP, D>(q_tile, q + ((size_t)sequence * params.heads + first_head) * D, D, 0, heads);
+    const int count = min((int)*params.filled, params.slots);
     // Runs of whole steps.
-    const int run = (count + sizes.splits * KEYS - 1) / (sizes.splits * KEYS) * KEYS;
+    const int run = (count + params.runs * KEYS - 1) / (params.runs * KEYS) * KEYS;
     const int start = blockIdx.x * run, end = min(start + run, count);
-    const size_t base = (size_t)blockIdx.z * sizes.slots * D;
+    const size_t base = (size_t)blockIdx.z * params.slots * D;
     auto load = [&](int stage, int first) {
         load_rows<KEYS, D>(stages + stage * STAGE, k + base, D, first, end);
         load_rows<KEYS, D>(stages + stage * STAGE + KEYS * D * 2, v + base, D, first, end);
@@ -55,7 +43,7 @@ __device__ void attend(const bf16 *q, const bf16 *k, const bf16 *v, const uint32
     if (start < end) load(0, start);
     float acc[D / 8][4] = {};
     float most[2] = {LOWEST, LOWEST}, sum[2] = {};
-    const float scale = sizes.scale * LOG2E;
+    const float scale = params.scale * LOG2E;
     int stage = 0;
     for (int first = start; first < end; first += KEYS) {
         if (STAGES == 2 && first + KEYS < end) {
@@ -141,7 +129,7 @@ __device__ void attend(const bf16 *q, const bf16 *k, const bf16 *v, const uint32
     __syncthreads();
     for (int i = threadIdx.x; i < heads * D; i += THREADS) {
         const int g = i / D, d = i % D;
-        const bool only = sizes.splits == 1;
+        const bool only = params.runs == 1;
         const float sink = only && sinks ? wide(sinks[first_head + g]) * LOG2E : LOWEST;
         float next = sink, total = 0, y = 0;
 #pragma unroll
@@ -153,13 +141,13 @@ __device__ void attend(const bf16 *q, const bf16 *k, const bf16 *v, const uint32
             total += ends[w][g].y * factor;
             y += sums[(w * GROUP + g) * D + d] * factor;
         }
-        const size_t head = (size_t)sequence * sizes.heads + first_head + g;
+        const size_t head = (size_t)sequence * params.heads + first_head + g;
         if (only) {
             out[head * D + d] = narrow(y / total, bf16());
         } else {
-            const size_t place = head * sizes.splits + blockIdx.x;
-            partial[place * D + d] = y;
-            if (d == 0) stats[place] = make_float2(next, total);
+            const size_t place = head * params.runs + blockIdx.x;
+            params.partial[place * D + d] = y;
+            if (d == 0) params.stats[place] = make_float2(next, total);
         }
     }
 }
@@ -169,27 +157,28 @@ __device__ void attend(const bf16 *q, const bf16 *k, const bf16 *v, const uint32
 // Shared memory: stages of keys and values, then the queries.
 #define SLOT_ATTENTION(D)                                                                                              \
     extern "C" __global__ void __launch_bounds__(THREADS)                                                              \
-        slot_attention_##D(const bf16 *q, const bf16 *k, const bf16 *v, const uint32_t *filled, const bf16 *sinks,     \
-                           float *partial, float2 *stats, bf16 *out, const AttentionSizes sizes) {                     \
-        attend<D>(q, k, v, filled, sinks, partial, stats, out, sizes);                                                 \
+        slot_attention_##D(const __grid_constant__ SlotAttentionParams params) {                                       \
+        attend<D>(params);                                                                                             \
     }
 
 SLOT_ATTENTION(64)
 SLOT_ATTENTION(128)
 SLOT_ATTENTION(256)
 
-// Joins the runs of a head, at most 64: one block each, of D threads. A sink takes part in the softmax without a value.
-extern "C" __global__ void slot_combine(const float *partial, const float2 *stats, const bf16 *sinks, bf16 *out,
-                                        const int heads, const int splits) {
-    __shared__ float factors[64];
+// Joins the runs of a head: one block each, of D threads. A sink takes part in the softmax without a value.
+extern "C" __global__ void slot_combine(const __grid_constant__ SlotCombineParams params) {
+    static_assert(SLOT_MOST_RUNS == 64, "a lane has two runs");
+    const bf16 *sinks = static_cast<const bf16 *>(params.sinks);
+    const int runs = params.runs;
+    __shared__ float factors[SLOT_MOST_RUNS];
     __shared__ float denominator;
     const size_t row = blockIdx.x;
     if (threadIdx.x < 32) {
         const float2 none = make_float2(LOWEST, 0);
         const int lane = threadIdx.x;
-        const float2 a = lane < splits ? stats[row * splits + lane] : none;
-        const float2 b = lane + 32 < splits ? stats[row * splits + lane + 32] : none;
-        const float sink = sinks ? wide(sinks[row % heads]) * LOG2E : LOWEST;
+        const float2 a = lane < runs ? params.stats[row * runs + lane] : none;
+        const float2 b = lane + 32 < runs ? params.stats[row * runs + lane + 32] : none;
+        const float sink = sinks ? wide(sinks[row % params.heads]) * LOG2E : LOWEST;
         float most = fmaxf(sink, fmaxf(a.x, b.x));
 #pragma unroll
         for (int offset = 16; offset > 0; offset /= 2) most = fmaxf(most, __shfl_xor_sync(ALL, most, offset));
@@ -202,9 +191,9 @@ extern "C" __global__ void slot_combine(const float *partial, const float2 *stat
         if (lane == 0) denominator = total + (sinks ? exp2f(sink - most) : 0);
     }
     __syncthreads();
-    const float *from = partial + row * splits * blockDim.x + threadIdx.x;
+    const float *from = params.partial + row * runs * blockDim.x + threadIdx.x;
     float y = 0;
 #pragma unroll 8
-    for (int s = 0; s < splits; s++) y += from[(size_t)s * blockDim.x] * factors[s];
-    out[row * blockDim.x + threadIdx.x] = narrow(y / denominator, bf16());
+    for (int s = 0; s < runs; s++) y += from[(size_t)s * blockDim.x] * factors[s];
+    static_cast<bf16 *>(params.out)[row * blockDim.x + threadIdx.x] = narrow(y / denominator, bf16());
 }

@@ -8,7 +8,7 @@ use crate::config::Heads;
 use crate::decoder::{Mixer, Step};
 use crate::error::Result;
 use crate::norm::{Norm, NormKind, unit_rms};
-use crate::ops::{AttentionOptions, HeadRows, attention, linear, slot_attention};
+use crate::ops::{AttentionOptions, QkNormRope, attention, linear, slot_attention};
 use crate::params::Loader;
 use crate::static_cache::{Slots, StaticShape};
 
@@ -119,7 +119,7 @@ impl SelfAttention {
         // One product of three weights, where nobody trains them and queries are not interleaved with gates.
         let projection = match p.is_trainable() || gated {
             true => Projection::Apart { q, k, v },
-            false => Projection::Fused(beside(&[&q, &k, &v])?),
+            false => Projection::Fused(concat_outputs(&[&q, &k, &v])?),
         };
         let output = p.linear(&name("o_proj"), [hidden, queries * dim], biases.output)?;
         Ok(Self { gated, ..Self::of(heads, projection, output) })
@@ -169,9 +169,6 @@ impl SelfAttention {
     /// Heads of `x` by one kernel, and attention over them; `None`, and nothing is done, where there is none.
     fn fused(&self, x: &Tensor, step: &Step<'_>, cache: &mut Option<&mut LayerCache>) -> CandleResult<Option<Tensor>> {
         let Projection::Fused(projection) = &self.projection else { return Ok(None) };
-        if !HeadRows::has_kernel(x) {
-            return Ok(None);
-        }
         if self.clip.is_some() || self.temperature.is_some() || step.late_rotation {
             return Ok(None);
         }
@@ -189,15 +186,19 @@ impl SelfAttention {
             (true, None) => return Ok(None),
         };
         let Heads { queries, keys, dim, .. } = self.heads;
-        let qkv = &linear(projection, x)?;
-        let rows = HeadRows { qkv, sequences: step.sequences, sizes: [queries, keys, dim], weights, eps, angles };
+        let (sequences, tokens) = (step.sequences, step.len);
+        let heads = QkNormRope { sequences, tokens, heads: queries, key_heads: keys, dim, weights, eps, angles };
+        if !heads.has_kernel(projection, x) {
+            return Ok(None);
+        }
+        let qkv = linear(projection, x)?;
         if let (Some(LayerCache::Slots(cache)), Some(position)) = (&cache, &step.position) {
             let slots = [&cache.tensors[0], &cache.tensors[1]];
-            let Some(q) = rows.put(slots, position.slot(cache.slots)?)? else { return Ok(None) };
+            let q = heads.put(&qkv, slots, position.slot(cache.slots)?)?;
             let options = position.options(cache.slots, self.sinks.as_ref(), self.scale)?;
             return slot_attention(&q, slots[0], slots[1], &options).map(Some);
         }
-        let Some([q, k, v]) = rows.split()? else { return Ok(None) };
+        let [q, k, v] = heads.split(&qkv)?;
         let (k, v) = self.with_past([k, v], step, cache)?;
         attention(&q, &k, &v, &self.options(step)).map(Some)
     }
@@ -339,8 +340,8 @@ impl Mixer for SelfAttention {
     }
 }
 
-/// The products of several weights as one, whose outputs lie side by side; they have biases all, or none.
-fn beside(parts: &[&Linear]) -> CandleResult<Linear> {
+/// The products of several weights as one, whose outputs are concatenated; they have biases all, or none.
+fn concat_outputs(parts: &[&Linear]) -> CandleResult<Linear> {
     let weights: Vec<&Tensor> = parts.iter().map(|part| part.weight()).collect();
     let biases: Vec<&Tensor> = parts.iter().filter_map(|part| part.bias()).collect();
     let bias = if biases.is_empty() { None } else { Some(Tensor::cat(&biases, 0)?) };

@@ -103,11 +103,13 @@ pub struct StorageSliceMut<'a> {
     pub(super) dims: &'a [usize],
 }
 
-/// A storage that candle gives for writing.
+/// A storage that candle gives for writing ([`with_storages_mut`](super::with_storages_mut)).
 #[derive(Debug)]
-pub(super) enum StorageMut<'a> {
+pub enum StorageMut<'a> {
+    /// Of a tensor on the CPU.
     Cpu(&'a mut CpuStorage),
-    Cuda(#[cfg_attr(not(feature = "cuda"), allow(dead_code, reason = "no device takes it"))] &'a mut CudaStorage),
+    /// Of a tensor on a GPU.
+    Cuda(&'a mut CudaStorage),
 }
 
 impl StorageSliceMut<'_> {

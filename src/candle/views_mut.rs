@@ -38,6 +38,64 @@ impl InplaceOp1 for ViewMutOp<'_> {
     }
 }
 
+/// Runs `f` with the storages of several tensors and where each tensor lies in its own, in their order: what a kernel
+/// that writes candle's tensors in place needs, of which candle lends one at a time. Nobody else reads or writes the
+/// storages meanwhile. Each tensor has a storage of its own: candle's lock would wait for itself.
+///
+/// candle does not know that the tensors change: gradients do not flow through what is written.
+///
+/// ```
+/// use candle_core::{CpuStorage, Device, Error, Result, Tensor};
+/// use moebius::candle::{StorageMut, with_storages_mut};
+///
+/// # fn main() -> Result<()> {
+/// let (a, b) = (Tensor::new(&[1f32, 2.], &Device::Cpu)?, Tensor::new(&[3f32, 4.], &Device::Cpu)?);
+/// with_storages_mut(&[&a, &b], |mut storages| match &mut storages[..] {
+///     [(StorageMut::Cpu(CpuStorage::F32(a)), _), (StorageMut::Cpu(CpuStorage::F32(b)), _)] => {
+///         a.swap_with_slice(b);
+///         Ok(())
+///     }
+///     _ => Err(Error::msg("expected two tensors in f32 on the CPU")),
+/// })?;
+/// assert_eq!(a.to_vec1::<f32>()?, [3., 4.]);
+/// assert_eq!(b.to_vec1::<f32>()?, [1., 2.]);
+/// # Ok(()) }
+/// ```
+///
+/// # Errors
+/// What `f` returns; candle's, for a tensor of a device that is neither the CPU nor a CUDA one.
+pub fn with_storages_mut<R>(
+    tensors: &[&Tensor],
+    f: impl FnOnce(Vec<(StorageMut<'_>, &Layout)>) -> candle_core::Result<R>,
+) -> candle_core::Result<R> {
+    let (mut f, mut made) = (Some(f), None);
+    visit_storages(tensors, Vec::new(), &mut |storages| {
+        if let Some(f) = f.take() {
+            made = Some(f(storages)?);
+        }
+        Ok(())
+    })?;
+    made.ok_or_else(|| candle_core::Error::msg("no storages were lent"))
+}
+
+/// Storages of tensors, and where these lie in them.
+type Storages<'a> = Vec<(StorageMut<'a>, &'a Layout)>;
+
+/// Borrows the first of `tensors` and, inside, the others; then runs `f` with the storages of all.
+fn visit_storages(
+    tensors: &[&Tensor],
+    storages: Storages<'_>,
+    f: &mut dyn FnMut(Storages<'_>) -> candle_core::Result<()>,
+) -> candle_core::Result<()> {
+    let Some((tensor, rest)) = tensors.split_first() else { return f(storages) };
+    let visit = |storage: StorageMut<'_>, layout: &Layout| {
+        let mut storages: Storages<'_> = storages;
+        storages.push((storage, layout));
+        visit_storages(rest, storages, f)
+    };
+    tensor.inplace_op1(&ViewMutOp(RefCell::new(Some(Box::new(visit)))))
+}
+
 /// Runs `f` with views of named tensors that it may write, in their order; nobody else reads or writes their storages
 /// meanwhile. Each tensor has a storage of its own.
 pub(super) fn with_views_mut<D: Host, R>(
@@ -46,14 +104,23 @@ pub(super) fn with_views_mut<D: Host, R>(
     tensors: &[(&str, &Tensor)],
     f: impl FnOnce(Vec<TensorMut<'_, D>>) -> Result<R>,
 ) -> Result<R> {
-    let (mut f, mut made) = (Some(f), None);
-    visit_views(device, call, tensors, Vec::new(), &mut |views| {
-        if let Some(f) = f.take() {
-            made = Some(f(views)?);
+    let plain: Vec<&Tensor> = tensors.iter().map(|(_, tensor)| *tensor).collect();
+    with_storages_mut(&plain, |storages| {
+        let (mut views, mut holds) = (Vec::new(), Vec::new());
+        for ((name, _), (storage, layout)) in tensors.iter().zip(storages) {
+            let Some((start, _)) = layout.contiguous_offsets() else {
+                let found = format!("{layout:?}");
+                return Err(Error::invalid(call, format!("tensor {name}"), "contiguous memory", found).into());
+            };
+            let (view, hold) = device.view_mut(StorageSliceMut { call, name, storage, start, dims: layout.dims() })?;
+            views.push(view);
+            holds.push(hold);
         }
-        Ok(())
-    })?;
-    made.ok_or_else(|| Error::invalid(call, "tensors", "views of them", "nothing"))
+        let result = f(views);
+        drop(holds);
+        Ok(result?)
+    })
+    .map_err(framework(call))
 }
 
 /// Variables viewed at once: as many as one of an optimizer's launches takes, and few enough for a thread's stack.
@@ -82,28 +149,4 @@ pub(super) fn with_vars_mut<D: Host>(
 fn vector<D: Host>(view: TensorMut<'_, D>) -> Result<TensorMut<'_, D>> {
     let count = view.count();
     view.reshape(&[count])
-}
-
-/// Borrows the first of `tensors` and, inside, the others; then runs `f` with the views of all.
-fn visit_views<D: Host>(
-    device: &D,
-    call: &'static str,
-    tensors: &[(&str, &Tensor)],
-    mut views: Vec<TensorMut<'_, D>>,
-    f: &mut dyn FnMut(Vec<TensorMut<'_, D>>) -> Result<()>,
-) -> Result<()> {
-    let Some(((name, tensor), rest)) = tensors.split_first() else { return f(views) };
-    let visit = |storage: StorageMut<'_>, layout: &Layout| {
-        let Some((start, _)) = layout.contiguous_offsets() else {
-            let found = format!("{layout:?}");
-            return Err(Error::invalid(call, format!("tensor {name}"), "contiguous memory", found).into());
-        };
-        let (mut view, hold) = device.view_mut(StorageSliceMut { call, name, storage, start, dims: layout.dims() })?;
-        let mut views: Vec<_> = views.iter_mut().map(TensorMut::reborrow).collect();
-        views.push(view.reborrow());
-        let done = visit_views(device, call, rest, views, f);
-        drop(hold);
-        Ok(done?)
-    };
-    tensor.inplace_op1(&ViewMutOp(RefCell::new(Some(Box::new(visit))))).map_err(framework(call))
 }

@@ -29,6 +29,7 @@ mod sharded;
 mod sharded_dense;
 mod sharded_model;
 mod support;
+mod token_model;
 #[path = "../common/trials.rs"]
 mod trials;
 mod user;

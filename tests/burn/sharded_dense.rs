@@ -1,10 +1,10 @@
 //! A model whose dense weights are shards beside the same model of whole ones: whole training steps.
 
 use burn::backend::{Autodiff, Flex};
-use burn::module::{Module, Param, ParamId};
-use burn::nn::{Embedding, EmbeddingConfig, Linear, LinearConfig, RmsNorm, RmsNormConfig};
+use burn::module::{Module, ParamId};
+use burn::nn::{Embedding, Linear, RmsNorm, RmsNormConfig};
 use burn::optim::{AdamWConfig, GradientsParams, Optimizer};
-use burn::tensor::{Int, Tensor, TensorData};
+use burn::tensor::{Int, Tensor};
 use moebius::burn::{
     ExpertParallelMoE, MoeBackend, ReduceOptions, ShardHolder, ShardedDense, ShardedParams, reduce_gradients_over,
 };
@@ -14,15 +14,10 @@ use moebius::etp::{EtpOptions, Phase, Shards};
 
 use super::sharded::{Mesh, Place, on_mesh};
 use super::support::*;
+use super::token_model::{Around, VOCABULARY, ids, param};
 use crate::trials::tests;
 
 const STEPS: usize = 3;
-const VOCABULARY: usize = 20;
-
-/// A parameter of known values, as a module's initializer would make it.
-fn param<Bk: MoeBackend, const D: usize>(seed: u64, dims: [usize; D]) -> Param<Tensor<Bk, D>> {
-    Param::from_tensor(tensor(values(seed, dims.iter().product(), 0.5), dims))
-}
 
 #[derive(Module, Debug)]
 struct Whole<B: MoeBackend> {
@@ -42,27 +37,15 @@ struct Sharded<B: MoeBackend> {
     head: ShardedDense<B>,
 }
 
-/// Ids of a rank's tokens, of which it has one at least.
-fn ids<Bk: MoeBackend>(rank: usize, step: usize) -> Tensor<Bk, 2, Int> {
-    let count = 2 + rank;
-    let ids: Vec<i64> = (0..count).map(|t| ((7 * t + 5 * rank + 3 * step) % VOCABULARY) as i64).collect();
-    Tensor::from_data(TensorData::new(ids, [1, count]), &here::<Bk>())
-}
-
 impl<Bk: MoeBackend> Whole<Bk> {
     fn new(place: &Place<Flex>, norm: bool) -> Self {
         let device = here::<Bk>();
-        let mut embed: Embedding<Bk> = EmbeddingConfig::new(VOCABULARY, H).init(&device);
-        embed.weight = param(1, [VOCABULARY, H]);
-        let mut proj: Linear<Bk> = LinearConfig::new(H, H).init(&device);
-        (proj.weight, proj.bias) = (param(2, [H, H]), Some(param(3, [H])));
+        let Around { embed, proj, head } = Around::new();
         let norm = norm.then(|| {
             let mut norm: RmsNorm<Bk> = RmsNormConfig::new(H).init(&device);
             norm.gamma = param(4, [H]);
             norm
         });
-        let mut head: Linear<Bk> = LinearConfig::new(H, VOCABULARY).with_bias(false).init(&device);
-        head.weight = param(5, [H, VOCABULARY]);
         Self { embed, proj, norm, moe: module(&config(), &place.group), head }
     }
 

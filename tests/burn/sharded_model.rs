@@ -7,7 +7,7 @@ use std::thread;
 
 use burn::backend::Flex;
 use burn::module::{Module, Param};
-use burn::nn::{Embedding, EmbeddingConfig, Linear, LinearConfig};
+use burn::nn::{Embedding, Linear};
 use burn::optim::{AdamWConfig, GradientsParams, Optimizer, SgdConfig};
 use burn::tensor::{Int, Tensor, TensorData};
 use moebius::burn::{
@@ -23,11 +23,11 @@ use moebius::layer::ParamKind;
 use moebius::{CommError, Error, Result};
 
 use super::support::*;
+use super::token_model::{Around, VOCABULARY, ids};
 use crate::goldens::golden_of;
 use crate::trials::tests;
 
 const STEPS: usize = 3;
-const VOCABULARY: usize = 20;
 
 /// EP times ETP ranks: `ep` of them divide the experts, and `n` share those of each.
 #[derive(Debug, Clone, Copy)]
@@ -129,10 +129,6 @@ fn on<T: Send>(size: Size, run: impl Fn(Rank) -> T + Sync) -> Vec<T> {
     })
 }
 
-fn param<Bk: MoeBackend, const D: usize>(seed: u64, dims: [usize; D]) -> Param<Tensor<Bk, D>> {
-    Param::from_tensor(tensor(values(seed, dims.iter().product(), 0.5), dims))
-}
-
 #[derive(Module, Debug)]
 struct Whole<B: MoeBackend> {
     embed: Embedding<B>,
@@ -149,21 +145,9 @@ struct Sharded<B: MoeBackend> {
     head: ShardedDense<B>,
 }
 
-fn ids(rank: usize, step: usize) -> Tensor<B, 2, Int> {
-    let count = 2 + rank;
-    let ids: Vec<i64> = (0..count).map(|t| ((7 * t + 5 * rank + 3 * step) % VOCABULARY) as i64).collect();
-    Tensor::from_data(TensorData::new(ids, [1, count]), &here::<B>())
-}
-
 impl Whole<B> {
     fn new(group: &DeviceGroup) -> Self {
-        let device = here::<B>();
-        let mut embed: Embedding<B> = EmbeddingConfig::new(VOCABULARY, H).init(&device);
-        embed.weight = param(1, [VOCABULARY, H]);
-        let mut proj: Linear<B> = LinearConfig::new(H, H).init(&device);
-        (proj.weight, proj.bias) = (param(2, [H, H]), Some(param(3, [H])));
-        let mut head: Linear<B> = LinearConfig::new(H, VOCABULARY).with_bias(false).init(&device);
-        head.weight = param(5, [H, VOCABULARY]);
+        let Around { embed, proj, head } = Around::new();
         Self { embed, proj, moe: module(&biased(), group), head }
     }
 

@@ -4,10 +4,11 @@
 use moebius::config::MoeConfig;
 use moebius::cpu::Cpu;
 use moebius::cuda::Cuda;
-use moebius::kernels::{GatherRows, Kernels, Origin};
+use moebius::kernels::Kernels;
 use moebius::layer::{Cotangents, GradientMask, Inputs, Layer, Mode, ParamKind, ParamViews};
 use moebius::{DType, Result, Tensor};
 
+use crate::gathered_rows::gathered_rows;
 use crate::harness::{Case, Data, Random, Results, compare, distance, group_config, on_cpu, tests, tolerance};
 
 tests!(thousand_steps_are_bit_identical, many_tokens, many_slots, wide_rows, wide_weights);
@@ -49,20 +50,6 @@ fn each_path(cuda: &Cuda, run: impl Fn(&Cuda)) {
     run(&cuda.portable());
 }
 
-/// Rows of a small source, by number; zeros where negative.
-fn rows_of(cuda: &Cuda, source: &Tensor<Cuda>, map: Vec<i32>) -> Result<Tensor<Cuda>> {
-    let dims = [map.len(), source.dims()[1]];
-    let map = Tensor::from_vec(map, &dims[..1])?.to(cuda)?;
-    let mut out = Tensor::empty(cuda, source.dtype(), &dims)?;
-    cuda.gather_rows(GatherRows {
-        source: source.view(),
-        map: map.view(),
-        origin: Origin::default(),
-        out: out.view_mut(),
-    })?;
-    Ok(out)
-}
-
 /// A layer over many tokens, whose outputs and gradients at some are compared with the CPU's of these alone.
 fn sampled(cuda: &Cuda, name: &str, config: &MoeConfig, tokens: usize) {
     // The first, the last, and others between.
@@ -84,8 +71,12 @@ fn sampled_on_gpu(cuda: &Cuda, case: &Case, data: &Data, sample: &[usize], token
     let (small_x, small_dy) = (data.x.to(cuda)?, data.d_y.to(cuda)?);
     // Tokens outside the sample are the sample's again, without a gradient.
     let again = |t: usize| (t % sample.len()) as i32;
-    let x = rows_of(cuda, &small_x, (0..tokens).map(|t| row_of(t).max(again(t) * i32::from(row_of(t) < 0))).collect())?;
-    let d_y = rows_of(cuda, &small_dy, (0..tokens).map(row_of).collect())?;
+    let x = gathered_rows(
+        cuda,
+        &small_x,
+        (0..tokens).map(|t| row_of(t).max(again(t) * i32::from(row_of(t) < 0))).collect(),
+    )?;
+    let d_y = gathered_rows(cuda, &small_dy, (0..tokens).map(row_of).collect())?;
     let params: Vec<(ParamKind, Tensor<Cuda>)> =
         data.params.iter().map(|(kind, t)| Ok((*kind, t.to(cuda)?))).collect::<Result<_>>()?;
     let views = ParamViews::collect(|kind| Ok(params.iter().find(|(r, _)| *r == kind).map(|(_, t)| t.view())))?;
@@ -98,7 +89,7 @@ fn sampled_on_gpu(cuda: &Cuda, case: &Case, data: &Data, sample: &[usize], token
     let mut gradients = layer.backward(&mut group, context, inputs, cotangents, GradientMask::ALL)?;
 
     let at = |t: &Tensor<Cuda>| -> Result<Vec<f64>> {
-        let rows = rows_of(cuda, t, sample.iter().map(|&t| t as i32).collect())?;
+        let rows = gathered_rows(cuda, t, sample.iter().map(|&t| t as i32).collect())?;
         cuda.read(rows.view())
     };
     let mut results = vec![("y".to_string(), at(&forward.y)?)];
@@ -126,7 +117,7 @@ fn last_expert(cuda: &Cuda, config: &MoeConfig) -> Result<()> {
         let dims = kind.dims(config, experts).expect("a parameter");
         let one = of(kind).to(cuda)?.reshape(&[dims[1], dims[2]])?;
         let map = (0..experts * dims[1]).map(|row| (row % dims[1]) as i32).collect();
-        rows_of(cuda, &one, map)?.reshape(&dims)
+        gathered_rows(cuda, &one, map)?.reshape(&dims)
     };
     let (up, down) = (everywhere(ParamKind::Up)?, everywhere(ParamKind::Down)?);
     let router = Random::new(3).tensor(&[experts, hidden], DType::BF16, 1e-3)?.to(cuda)?;
@@ -163,7 +154,7 @@ fn last_expert(cuda: &Cuda, config: &MoeConfig) -> Result<()> {
         let dims = kind.dims(config, experts).expect("a parameter");
         let gradient = gradients.take(kind).expect("asked for").reshape(&[experts * dims[1], dims[2]])?;
         let rows = |first: usize, step: usize, count: usize| -> Result<Vec<f64>> {
-            let rows = rows_of(cuda, &gradient, (0..count).map(|i| (first + i * step) as i32).collect())?;
+            let rows = gathered_rows(cuda, &gradient, (0..count).map(|i| (first + i * step) as i32).collect())?;
             cuda.read(rows.view())
         };
         check(&format!("d_{}", kind.name()), &rows((experts - 1) * dims[1], 1, dims[1])?);

@@ -39,6 +39,8 @@ mod router;
 mod adamw;
 mod decode;
 mod deferred;
+#[path = "../common/gathered_rows.rs"]
+mod gathered_rows;
 mod harness;
 mod large;
 mod layer;

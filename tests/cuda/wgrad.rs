@@ -1,9 +1,10 @@
 //! Weight gradients by themselves: f32 sums of 16-bit rows, adding, and every place a segment can end at.
 
 use moebius::cuda::Cuda;
-use moebius::kernels::{GatherRows, Kernels, Origin, ReduceRows, RowSource, Segments, Wgrad};
+use moebius::kernels::{Kernels, Origin, ReduceRows, RowSource, Segments, Wgrad};
 use moebius::{DType, Result, Tensor};
 
+use crate::gathered_rows::gathered_rows;
 use crate::harness::{Random, distance, tests, tolerance};
 
 tests!(sums_end_where_segments_do_in_every_type, rows_in_order_are_there_when_they_are_multiplied);
@@ -128,16 +129,7 @@ fn rows_in_order_are_there_when_they_are_multiplied(cuda: &Cuda) -> Result<()> {
     let slots = COUNTS.iter().map(|count| (count + padding) as usize).sum();
     let mut rows = |width: usize| -> Result<Tensor<Cuda>> {
         let source = random.tensor(&[97, width], DType::BF16, 1.0)?.to(cuda)?;
-        let map = (0..slots).map(|_| (random.next() % 97) as i32).collect();
-        let map = Tensor::from_vec(map, &[slots])?.to(cuda)?;
-        let mut out = Tensor::empty(cuda, DType::BF16, &[slots, width])?;
-        cuda.gather_rows(GatherRows {
-            source: source.view(),
-            map: map.view(),
-            origin: Origin::default(),
-            out: out.view_mut(),
-        })?;
-        Ok(out)
+        gathered_rows(cuda, &source, (0..slots).map(|_| (random.next() % 97) as i32).collect())
     };
     let (left, right) = (rows(wide)?, rows(narrow)?);
     let put = |values: &[i64]| Tensor::from_vec(values.to_vec(), &[COUNTS.len()])?.to(cuda);

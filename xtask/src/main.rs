@@ -18,8 +18,9 @@ const USAGE: &str = "usage: cargo run -p xtask -- bindings --headers DIR [--cuda
 bindings  writes src/nccl_ep/sys.rs from DIR/nccl_ep.h and DIR/nccl.h
   --headers DIR  headers of NCCL and NCCL EP
   --cuda DIR     CUDA's headers (CUDA_HOME/include where left out)
-params    writes src/cuda/bindings.rs from kernels/common/params.h and the headers beside it
-  --check        writes nothing, and fails where the file is not what would be written
+params    writes src/cuda/bindings.rs from kernels/common/params.h and the headers beside it, and
+          models/src/ops/params.rs from models/kernels/params.h
+  --check        writes nothing, and fails where a file is not what would be written
 Needs libclang (LIBCLANG_PATH) and gcc, whose own headers libclang reads.
 
 links     checks that every relative link and anchor of the documents leads somewhere

@@ -1,58 +1,28 @@
 //! What launches of kernels over candle's tensors share.
 
-use std::cell::RefCell;
-use std::marker::PhantomData;
+use std::ffi::c_void;
+use std::sync::Arc;
 
-use candle_core::backend::BackendStorage;
-use candle_core::cuda_backend::cudarc::driver::{
-    CudaFunction, DevicePtr, DevicePtrMut, DeviceRepr, LaunchConfig, SyncOnDrop, sys,
-};
+use candle_core::backend::{BackendDevice, BackendStorage};
+use candle_core::cuda_backend::cudarc::driver::{CudaStream, DevicePtr, DevicePtrMut, DeviceRepr, SyncOnDrop, result};
 use candle_core::cuda_backend::{CudaDType, CudaDevice, WrapErr};
-use candle_core::{CpuStorage, CudaStorage, DType, Error, InplaceOp1, Layout, Result, Storage, Tensor};
+use candle_core::op::BackpropOp;
+use candle_core::{CudaStorage, DType, Device, Error, Layout, Result, Shape, Storage, Tensor};
+use half::{bf16, f16};
+use moebius::candle::{StorageMut, with_storages_mut};
 
-/// Kernels of one file.
-#[derive(Debug)]
-pub(crate) struct Module {
-    pub name: &'static str,
-    pub ptx: &'static str,
-}
+use super::kernel_table::{Kernel, KernelTable, kernels};
 
-impl Module {
-    pub fn kernel(&self, device: &CudaDevice, name: &str) -> Result<CudaFunction> {
-        Ok(device.get_or_load_custom_func(name, self.name, self.ptx)?.into_cuda_function())
-    }
+/// What a block has of shared memory without being asked for more.
+pub(super) const DEFAULT_SHARED: usize = 48 << 10;
 
-    /// One whose blocks have more shared memory than 48 KiB.
-    pub fn kernel_with(&self, device: &CudaDevice, name: &str, shared: usize) -> Result<CudaFunction> {
-        let function = self.kernel(device, name)?;
-        let most = sys::CUfunction_attribute_enum::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
-        function.set_attribute(most, int(shared)?).w()?;
-        Ok(function)
-    }
-}
-
-/// PTX of a file of `kernels`.
-macro_rules! module {
-    ($file:literal) => {
-        $crate::ops::cuda::Module {
-            name: concat!("moebius-models-", $file),
-            ptx: include_str!(concat!(env!("OUT_DIR"), "/", $file, ".ptx")),
-        }
-    };
-}
-pub(crate) use module;
-
-/// What kernels of several types are named by.
-pub(crate) fn type_name(dtype: DType) -> Option<&'static str> {
-    match dtype {
-        DType::BF16 => Some("bf16"),
-        DType::F16 => Some("f16"),
-        _ => None,
-    }
+/// Whether kernels of several types have this one.
+pub(super) fn is_half(dtype: DType) -> bool {
+    matches!(dtype, DType::BF16 | DType::F16)
 }
 
 /// Contiguous on this GPU, of this type, and at a place that loads of 16 bytes take.
-pub(crate) fn is_plain(t: &Tensor, like: &Tensor) -> bool {
+pub(super) fn is_plain(t: &Tensor, like: &Tensor) -> bool {
     t.is_contiguous()
         && t.dtype() == like.dtype()
         && t.device().is_cuda()
@@ -60,73 +30,151 @@ pub(crate) fn is_plain(t: &Tensor, like: &Tensor) -> bool {
         && t.layout().start_offset().is_multiple_of(8)
 }
 
-/// Shape of work.
-pub(crate) fn grid(blocks: [usize; 3], threads: usize, shared: usize) -> Result<LaunchConfig> {
-    let of = |n: usize| Ok::<u32, Error>(int(n)? as u32);
-    Ok(LaunchConfig {
-        grid_dim: (of(blocks[0])?, of(blocks[1])?, of(blocks[2])?),
-        block_dim: (of(threads)?, 1, 1),
-        shared_mem_bytes: of(shared)?,
-    })
-}
-
 /// A size as kernels take it.
-pub(crate) fn int(value: usize) -> Result<i32> {
+pub(super) fn int(value: usize) -> Result<i32> {
     i32::try_from(value).map_err(|_| Error::msg(format!("kernels: a size of {value}")))
 }
 
-/// Where a tensor's elements begin on its GPU; valid while the guard lives, for work of the device's one stream.
-pub(crate) fn address<'a, T: CudaDType + DeviceRepr + 'a>(
-    storage: &'a Storage,
-    start: usize,
-) -> Result<(u64, SyncOnDrop<'a>)> {
-    let Storage::Cuda(storage) = storage else {
-        return Err(Error::msg("kernels: a tensor of another device"));
-    };
-    let slice = storage.as_cuda_slice::<T>()?;
-    let (address, guard) = slice.device_ptr(slice.stream());
-    Ok((address + (start * size_of::<T>()) as u64, guard))
+/// Blocks and threads of a launch, and its bytes of shared memory.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Grid {
+    pub blocks: [usize; 3],
+    pub threads: usize,
+    pub shared: usize,
 }
 
-/// Enqueues work on memory that is lent: where the first element of each tensor lies.
-type Launch<'f> = dyn FnMut(&CudaDevice, &[u64]) -> Result<()> + 'f;
-
-/// Lends the memory of tensors for writing to work that `launch` enqueues on the device's stream.
-pub(crate) fn lend<T: CudaDType + DeviceRepr>(tensors: &[&Tensor], launch: &mut Launch<'_>) -> Result<()> {
-    let Some((first, rest)) = tensors.split_first() else { return Ok(()) };
-    let run: RefCell<&mut Launch<'_>> = RefCell::new(launch);
-    first.inplace_op1(&Lend::<T> { rest, lent: Vec::new(), run: &run, of: PhantomData })
+/// A GPU's stream, and the kernels of its context.
+pub(super) struct Launcher {
+    pub stream: Arc<CudaStream>,
+    pub kernels: Arc<KernelTable<Kernel>>,
 }
 
-struct Lend<'a, 'f, T> {
-    rest: &'a [&'a Tensor],
-    lent: Vec<u64>,
-    run: &'a RefCell<&'f mut Launch<'f>>,
-    of: PhantomData<T>,
-}
-
-impl<T: CudaDType + DeviceRepr> InplaceOp1 for Lend<'_, '_, T> {
-    fn name(&self) -> &'static str {
-        "kernels"
+impl Launcher {
+    fn new(device: &CudaDevice) -> Result<Self> {
+        let stream = device.cuda_stream();
+        let kernels = kernels(stream.context())?;
+        Ok(Self { stream, kernels })
     }
 
-    fn cpu_fwd(&self, _: &mut CpuStorage, _: &Layout) -> Result<()> {
-        Err(Error::msg("kernels: a tensor of the CPU"))
-    }
-
-    fn cuda_fwd(&self, storage: &mut CudaStorage, layout: &Layout) -> Result<()> {
-        let device = storage.device().clone();
-        let slice = storage.as_cuda_slice_mut::<T>()?;
-        let stream = slice.stream().clone();
-        let (address, _guard) = slice.device_ptr_mut(&stream);
-        let mut lent = self.lent.clone();
-        lent.push(address + (layout.start_offset() * size_of::<T>()) as u64);
-        match self.rest {
-            [] => {
-                let mut run = self.run.borrow_mut();
-                (**run)(&device, &lent)
-            }
-            [next, rest @ ..] => next.inplace_op1(&Lend::<T> { rest, lent, run: self.run, of: PhantomData }),
+    /// Enqueues a kernel of one parameter.
+    ///
+    /// # Safety
+    /// `params` is the struct that the kernel takes, and its pointers are valid for what the kernel does with them.
+    pub unsafe fn launch<P>(&self, kernel: &Kernel, grid: Grid, params: &P) -> Result<()> {
+        let of = |n: usize| Ok::<u32, Error>(int(n)? as u32);
+        let blocks = (of(grid.blocks[0])?, of(grid.blocks[1])?, of(grid.blocks[2])?);
+        let (threads, shared) = ((of(grid.threads)?, 1, 1), of(grid.shared)?);
+        let argument: *mut c_void = (&raw const *params).cast_mut().cast();
+        self.stream.context().bind_to_thread().w()?;
+        // SAFETY: the function is of the stream's context; its argument is copied before the call returns; the rest is the
+        // caller's promise.
+        unsafe {
+            result::launch_kernel(kernel.function, blocks, threads, shared, self.stream.cu_stream(), &mut [argument])
         }
+        .map_err(|e| Error::msg(format!("launch {}: {e}", kernel.name)))
     }
+}
+
+/// A new tensor of a device, type and shape, which `launch` enqueues kernels to write all of. It is given where the
+/// elements of `inputs` begin, 0 for one that is not there, and where those of the result do.
+pub(super) fn output<const N: usize>(
+    (device, dtype): (&Device, DType),
+    shape: impl Into<Shape>,
+    inputs: [Option<&Tensor>; N],
+    launch: impl FnOnce(&Launcher, [u64; N], u64) -> Result<()>,
+) -> Result<Tensor> {
+    let (device, shape) = (device.as_cuda_device()?, shape.into());
+    let launcher = Launcher::new(device)?;
+    // SAFETY: numbers, which `launch` has written before anything reads them.
+    let out = unsafe { device.alloc_uninit(&shape, dtype)? };
+    with_addresses(inputs, |inputs| {
+        let (to, _out) = address(&out, &Layout::contiguous(&shape))?;
+        launch(&launcher, inputs, to)
+    })?;
+    Ok(Tensor::from_storage(Storage::Cuda(out), shape, BackpropOp::none(), false))
+}
+
+/// Runs `f` with where the elements of tensors begin, 0 for one that is not there; nobody writes them until it has
+/// enqueued its work on the device's one stream, which frees them too.
+fn with_addresses<const N: usize, R>(
+    tensors: [Option<&Tensor>; N],
+    f: impl FnOnce([u64; N]) -> Result<R>,
+) -> Result<R> {
+    let storages = tensors.map(|t| t.map(Tensor::storage_and_layout));
+    let (mut addresses, mut guards) = ([0; N], Vec::new());
+    for (to, tensor) in addresses.iter_mut().zip(&storages) {
+        let Some((storage, layout)) = tensor else { continue };
+        let Storage::Cuda(storage) = &**storage else {
+            return Err(Error::msg("kernels: a tensor of another device"));
+        };
+        let (address, guard) = address(storage, layout)?;
+        *to = address;
+        guards.push(guard);
+    }
+    f(addresses)
+}
+
+/// Runs `f` with where the elements of tensors begin, which its work on the device's stream may write. Each has a storage
+/// of its own.
+pub(super) fn with_addresses_mut<R>(tensors: &[&Tensor], f: impl FnOnce(&[u64]) -> Result<R>) -> Result<R> {
+    with_storages_mut(tensors, |storages| {
+        let storages = storages.into_iter().map(|(storage, layout)| match storage {
+            StorageMut::Cuda(storage) => Ok((storage.device().cuda_stream(), storage, layout)),
+            StorageMut::Cpu(_) => Err(Error::msg("kernels: a tensor of the CPU")),
+        });
+        let mut storages: Vec<_> = storages.collect::<Result<_>>()?;
+        let (mut addresses, mut guards) = (Vec::new(), Vec::new());
+        for (stream, storage, layout) in &mut storages {
+            let (address, guard) = address_mut(storage, layout, stream)?;
+            addresses.push(address);
+            guards.push(guard);
+        }
+        f(&addresses)
+    })
+}
+
+/// What a function makes of a storage whose elements have a type.
+macro_rules! of_type {
+    ($dtype:expr, $function:ident($($argument:expr),+)) => {
+        match $dtype {
+            DType::BF16 => $function::<bf16>($($argument),+),
+            DType::F16 => $function::<f16>($($argument),+),
+            DType::F32 => $function::<f32>($($argument),+),
+            DType::U32 => $function::<u32>($($argument),+),
+            other => Err(Error::msg(format!("kernels: expected bf16, f16, f32 or u32, found {other:?}"))),
+        }
+    };
+}
+
+/// Where a tensor's elements begin on its GPU; valid while the guard lives, for work of the device's one stream.
+fn address<'a>(storage: &'a CudaStorage, layout: &Layout) -> Result<(u64, SyncOnDrop<'a>)> {
+    fn of<'a, T: CudaDType + DeviceRepr + 'a>(storage: &'a CudaStorage) -> Result<(u64, SyncOnDrop<'a>)> {
+        let slice = storage.as_cuda_slice::<T>()?;
+        Ok(slice.device_ptr(slice.stream()))
+    }
+    let dtype = storage.dtype();
+    let (start, guard) = of_type!(dtype, of(storage))?;
+    Ok((start + offset(layout, dtype), guard))
+}
+
+/// The same for writing.
+fn address_mut<'a>(
+    storage: &'a mut CudaStorage,
+    layout: &Layout,
+    stream: &'a CudaStream,
+) -> Result<(u64, SyncOnDrop<'a>)> {
+    fn of<'a, T: CudaDType + DeviceRepr + 'a>(
+        storage: &'a mut CudaStorage,
+        stream: &'a CudaStream,
+    ) -> Result<(u64, SyncOnDrop<'a>)> {
+        Ok(storage.as_cuda_slice_mut::<T>()?.device_ptr_mut(stream))
+    }
+    let dtype = storage.dtype();
+    let (start, guard) = of_type!(dtype, of(storage, stream))?;
+    Ok((start + offset(layout, dtype), guard))
+}
+
+/// Bytes from a storage's begin to a tensor's.
+fn offset(layout: &Layout, dtype: DType) -> u64 {
+    (layout.start_offset() * dtype.size_in_bytes()) as u64
 }

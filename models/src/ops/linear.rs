@@ -7,8 +7,8 @@ use candle_nn::Linear;
 /// quickly as memory gives it.
 pub(crate) fn linear(of: &Linear, x: &Tensor) -> Result<Tensor> {
     #[cfg(feature = "cuda")]
-    if super::linear_cuda::serves(of, x) {
-        return super::linear_cuda::forward(of, x);
+    if let Some(y) = super::gemv_cuda::gemv(of, x)? {
+        return Ok(y);
     }
     of.forward(x)
 }

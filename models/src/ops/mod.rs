@@ -1,28 +1,34 @@
 //! Operations with a backward of their own: fused, or in blocks that backward computes again, where candle's plain
 //! operations would keep what a whole forward made.
 
+#[cfg(feature = "cuda")]
+mod add_rms_norm_cuda;
+#[cfg(feature = "cuda")]
+mod argmax_cuda;
 mod attention;
 mod computed;
 mod cross_entropy;
 #[cfg(feature = "cuda")]
 mod cuda;
-mod heads;
 #[cfg(feature = "cuda")]
-mod heads_cuda;
+mod gemv_cuda;
+#[cfg(feature = "cuda")]
+mod kernel_table;
 mod linear;
-#[cfg(feature = "cuda")]
-mod linear_cuda;
 mod norm;
-mod rotate;
 #[cfg(feature = "cuda")]
-mod rows_cuda;
+mod params;
+mod qk_norm_rope;
+#[cfg(feature = "cuda")]
+mod qk_norm_rope_cuda;
+mod rotate;
 
 pub(crate) use attention::{AttentionOptions, MaskCache, SlotOptions, attention, slot_attention};
 pub(crate) use computed::with_backward;
 pub(crate) use cross_entropy::{Head, cross_entropy};
-pub(crate) use heads::HeadRows;
 pub(crate) use linear::linear;
 pub(crate) use norm::{add_rms_norm, rms_norm};
+pub(crate) use qk_norm_rope::QkNormRope;
 pub(crate) use rotate::rotate;
 
 use candle_core::{D, DType, Result, Tensor};
@@ -33,7 +39,7 @@ pub(crate) fn argmax(x: &Tensor) -> Result<Tensor> {
         return Tensor::zeros((x.dim(0)?, 1), DType::U32, x.device());
     }
     #[cfg(feature = "cuda")]
-    if let Some(places) = rows_cuda::argmax(x)? {
+    if let Some(places) = argmax_cuda::argmax(x)? {
         return Ok(places);
     }
     x.argmax_keepdim(D::Minus1)

@@ -31,7 +31,7 @@ pub(crate) fn rms_norm(x: &Tensor, w: &Tensor, eps: f64) -> Result<Tensor> {
 /// `x + y` and its norm, without a backward, by a kernel; `None` where there is none.
 pub(crate) fn add_rms_norm(x: &Tensor, y: &Tensor, w: &Tensor, eps: f64) -> Result<Option<[Tensor; 2]>> {
     #[cfg(feature = "cuda")]
-    if let Some(both) = super::rows_cuda::add_rms_norm(x, y, w, eps)? {
+    if let Some(both) = super::add_rms_norm_cuda::add_rms_norm(x, y, w, eps)? {
         return Ok(Some(both));
     }
     let _ = (x, y, w, eps);

@@ -6,13 +6,18 @@ use candle_nn::rotary_emb::{rope_i_slow, rope_slow};
 use super::*;
 use crate::testing::random;
 
-/// Relative norm of the difference.
+/// ‖found − expected‖ / ‖expected‖, in f64 of what both are.
+pub(super) fn relative(found: &Tensor, expected: &Tensor) -> Result<f64> {
+    let of = |t: &Tensor| t.to_device(&Device::Cpu)?.to_dtype(DType::F64);
+    let (found, expected) = (of(found)?, of(expected)?);
+    let norm = |t: &Tensor| t.sqr()?.sum_all()?.sqrt()?.to_scalar::<f64>();
+    Ok(norm(&(&found - &expected)?)? / norm(&expected)?.max(f64::MIN_POSITIVE))
+}
+
+/// The same type and shape, and a relative difference within `tolerance`.
 pub(super) fn close(found: &Tensor, expected: &Tensor, tolerance: f64, name: &str) -> Result<()> {
     assert_eq!((found.dims(), found.dtype()), (expected.dims(), expected.dtype()), "{name}");
-    let [found, expected] = [found, expected].map(|t| t.to_dtype(DType::F64));
-    let (found, expected) = (found?, expected?);
-    let norm = |t: &Tensor| t.sqr()?.sum_all()?.sqrt()?.to_scalar::<f64>();
-    let error = norm(&(&found - &expected)?)? / norm(&expected)?.max(f64::MIN_POSITIVE);
+    let error = relative(found, expected)?;
     assert!(error <= tolerance, "{name}: {error:e} over {tolerance:e}");
     Ok(())
 }

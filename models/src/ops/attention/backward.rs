@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use candle_core::{D, Result, Tensor};
 
 use super::super::{wide, with_backward};
-use super::{AttentionOptions, MaskCache, Operands, Output, Sizes, output};
+use super::{AttentionOptions, AttentionSizes, MaskCache, Operands, Output, output};
 
 /// [`AttentionOptions`] for as long as a backward may come.
 #[derive(Debug, Clone)]
@@ -74,7 +74,7 @@ fn gradients(
     options: &AttentionOptions<'_>,
     [y, of, log_sums]: [&Tensor; 3],
 ) -> Result<([Tensor; 3], Option<Tensor>)> {
-    let Sizes { sequences, keys, groups, queries, dim, value, .. } = operands.sizes;
+    let AttentionSizes { sequences, keys, groups, queries, dim, value, .. } = operands.sizes;
     let (k, v, dtype) = (&operands.k, &operands.v, wide(operands.q.dtype()));
     let heads_first = |t: &Tensor| t.transpose(1, 2)?.reshape((sequences, keys, groups, queries, value));
     let (y, of) = (heads_first(y)?, heads_first(of)?);

@@ -7,7 +7,7 @@ use crate::testing::{check_gradients, difference, random, values};
 
 /// Sizes of a call: sequences, query and key heads, queries, keys, entries of a key and of a value.
 #[derive(Debug, Clone, Copy)]
-struct Sizes {
+struct CallSizes {
     b: usize,
     heads: usize,
     keys: usize,
@@ -17,7 +17,7 @@ struct Sizes {
     v: usize,
 }
 
-impl Sizes {
+impl CallSizes {
     fn inputs(self) -> [Tensor; 4] {
         let Self { b, heads, keys, s, n, d, v } = self;
         let like = |own, dims: &[usize]| random(own, dims);
@@ -60,9 +60,9 @@ const TOLERANCE: f64 = 1e-13;
 
 #[test]
 fn is_attention_score_by_score() {
-    let sizes = Sizes { b: 2, heads: 4, keys: 2, s: 1, n: 1, d: 6, v: 5 };
+    let sizes = CallSizes { b: 2, heads: 4, keys: 2, s: 1, n: 1, d: 6, v: 5 };
     for (s, n) in [(1, 1), (1, 9), (7, 7), (5, 12), (64, 64), (65, 65), (150, 150), (70, 190)] {
-        let sizes = Sizes { s, n, ..sizes };
+        let sizes = CallSizes { s, n, ..sizes };
         let inputs = sizes.inputs();
         for (window, chunk) in
             [(None, None), (Some(1), None), (Some(5), None), (Some(80), None), (None, Some(7)), (None, Some(64))]
@@ -84,7 +84,7 @@ fn is_attention_score_by_score() {
 
 #[test]
 fn has_the_gradients_of_differences() {
-    let sizes = Sizes { b: 1, heads: 4, keys: 2, s: 70, n: 70, d: 4, v: 3 };
+    let sizes = CallSizes { b: 1, heads: 4, keys: 2, s: 70, n: 70, d: 4, v: 3 };
     for (window, chunk) in [(None, None), (Some(9), None), (None, Some(16))] {
         check_gradients(&sizes.inputs(), &|t| {
             let masks = MaskCache::default();

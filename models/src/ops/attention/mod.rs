@@ -44,7 +44,7 @@ fn output([q, k, v]: [&Tensor; 3], options: &AttentionOptions<'_>, log_sums: boo
 
 /// Sizes of an attention.
 #[derive(Debug, Clone, Copy)]
-struct Sizes {
+struct AttentionSizes {
     sequences: usize,
     keys: usize,
     /// Query heads of a key head.
@@ -60,7 +60,7 @@ struct Sizes {
 /// Queries, keys and values as products take them.
 #[derive(Debug)]
 struct Operands {
-    sizes: Sizes,
+    sizes: AttentionSizes,
     /// `[B, key heads, groups, S, D]`, scaled.
     q: Tensor,
     k: Tensor,
@@ -72,7 +72,7 @@ impl Operands {
         let (sequences, heads, queries, dim) = q.dims4()?;
         let (_, keys, positions, _) = k.dims4()?;
         let first_key = options.first + queries - positions;
-        let sizes = Sizes { sequences, keys, groups: heads / keys, queries, dim, value: v.dim(3)?, first_key };
+        let sizes = AttentionSizes { sequences, keys, groups: heads / keys, queries, dim, value: v.dim(3)?, first_key };
         let q = (q * options.scale)?.reshape((sequences, keys, heads / keys, queries, dim))?;
         Ok(Self { sizes, q, k: k.contiguous()?, v: v.contiguous()? })
     }
@@ -93,7 +93,7 @@ impl Operands {
     /// `[B, key heads, groups · rows, X]` of a block, of `[B, key heads, groups, S, X]`: queries that share a key head are
     /// rows of one product.
     fn rows(&self, of: &Tensor, block: QueryBlock) -> Result<Tensor> {
-        let Sizes { sequences, keys, groups, .. } = self.sizes;
+        let AttentionSizes { sequences, keys, groups, .. } = self.sizes;
         let last = of.dim(4)?;
         of.narrow(3, block.start, block.rows)?.contiguous()?.reshape((sequences, keys, groups * block.rows, last))
     }
@@ -105,7 +105,7 @@ impl Operands {
 
     /// `[B, key heads, groups · rows, keys]` of a block in f32 (f64 for f64): −∞ where a query does not see a key.
     fn scores(&self, q: &Tensor, block: QueryBlock, options: &AttentionOptions<'_>) -> Result<Tensor> {
-        let Sizes { sequences, keys, groups, first_key, .. } = self.sizes;
+        let AttentionSizes { sequences, keys, groups, first_key, .. } = self.sizes;
         let QueryBlock { rows, first, low, .. } = block;
         let scores = |from: usize, len: usize| {
             let keys = self.k.narrow(2, from - first_key, len)?;
@@ -127,7 +127,7 @@ impl Operands {
 
     /// Each row's sink of a block, `[B, key heads, groups · rows, 1]`.
     fn sinks(&self, sinks: &Tensor, rows: usize, dtype: DType) -> Result<Tensor> {
-        let Sizes { sequences, keys, groups, .. } = self.sizes;
+        let AttentionSizes { sequences, keys, groups, .. } = self.sizes;
         let sinks = sinks.to_dtype(dtype)?.reshape((1, keys, groups, 1))?;
         sinks.broadcast_as((sequences, keys, groups, rows))?.reshape((sequences, keys, groups * rows, 1))
     }
@@ -163,7 +163,7 @@ struct Output {
 }
 
 fn forward(operands: &Operands, options: &AttentionOptions<'_>, log_sums: bool) -> Result<Output> {
-    let Sizes { sequences, keys, groups, value, .. } = operands.sizes;
+    let AttentionSizes { sequences, keys, groups, value, .. } = operands.sizes;
     let (mut blocks, mut sums) = (Vec::new(), Vec::new());
     for block in operands.blocks(options) {
         let scores = operands.scores(&operands.rows(&operands.q, block)?, block, options)?;
@@ -204,6 +204,8 @@ fn forward(operands: &Operands, options: &AttentionOptions<'_>, log_sums: bool) 
     Ok(Output { y, log_sums })
 }
 
+#[cfg(test)]
+mod cases;
 #[cfg(test)]
 mod closed_forms;
 #[cfg(all(test, feature = "cuda"))]

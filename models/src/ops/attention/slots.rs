@@ -28,7 +28,7 @@ pub(crate) fn slot_attention(q: &Tensor, k: &Tensor, v: &Tensor, options: &SlotO
     let (_, keys, slots, _) = k.dims4()?;
     let (groups, dtype) = (heads / keys, q.dtype());
     #[cfg(feature = "cuda")]
-    if let Some(y) = slots_cuda::attend(q, k, v, options)? {
+    if let Some(y) = slots_cuda::slot_attention(q, k, v, options)? {
         return Ok(y);
     }
     let q = (q * options.scale)?.reshape((b, keys, groups, dim))?;

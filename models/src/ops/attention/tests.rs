@@ -1,24 +1,12 @@
 //! Against a matrix of all scores.
 
 use candle_core::{DType, Tensor, Var};
-use candle_nn::ops::softmax;
 
 use super::super::tests::close;
+use super::cases::{Case, dense};
 use super::*;
 use crate::testing::random;
 
-#[derive(Debug, Clone, Copy)]
-struct Case {
-    queries: usize,
-    /// Positions before the first query.
-    past: usize,
-    groups: usize,
-    window: Option<usize>,
-    chunk: Option<usize>,
-    sinks: bool,
-}
-
-const KEYS: usize = 2;
 const PLAIN: Case = Case { queries: 5, past: 0, groups: 1, window: None, chunk: None, sinks: false };
 
 /// Sizes below, at and above a block's, and several.
@@ -33,69 +21,27 @@ fn cases() -> Vec<Case> {
     all
 }
 
-/// With every score at once.
-pub fn dense([q, k, v]: [&Tensor; 3], options: &AttentionOptions<'_>) -> Result<Tensor> {
-    let (b, heads, s, _) = q.dims4()?;
-    let (_, keys, n, _) = k.dims4()?;
-    let groups = heads / keys;
-    let spread = |t: &Tensor| t.unsqueeze(2)?.repeat((1, 1, groups, 1, 1))?.reshape((b, heads, n, t.dim(3)?));
-    let scores = (q.matmul(&spread(k)?.transpose(2, 3)?.contiguous()?)? * options.scale)?;
-    let first_key = options.first + s - n;
-    let mut mask = Vec::new();
-    for query in options.first..options.first + s {
-        let sees = |key: usize| {
-            key <= query
-                && options.window.is_none_or(|window| query - key < window)
-                && options.chunk.is_none_or(|chunk| query / chunk == key / chunk)
-        };
-        mask.extend((first_key..first_key + n).map(|key| if sees(key) { 0.0 } else { f64::NEG_INFINITY }));
-    }
-    let mask = Tensor::from_vec(mask, (s, n), q.device())?.to_dtype(q.dtype())?;
-    let scores = scores.broadcast_add(&mask)?;
-    let scores = match options.sinks {
-        Some(sinks) => Tensor::cat(&[scores, sinks.reshape((1, heads, 1, 1))?.broadcast_as((b, heads, s, 1))?], 3)?,
-        None => scores,
-    };
-    let p = softmax(&scores, D::Minus1)?.narrow(3, 0, n)?.contiguous()?;
-    p.matmul(&spread(v)?)?.transpose(1, 2)
-}
-
 /// Values and all gradients, in f64 to its rounding over sums of some 150 terms, in f32 to the same number of its own.
 #[test]
 fn equals_attention_with_all_scores() -> Result<()> {
     for (number, case) in cases().into_iter().enumerate() {
-        let Case { queries, past, groups, window, chunk, sinks } = case;
-        let (heads, positions) = (KEYS * groups, queries + past);
         for dtype in [DType::F64, DType::F32] {
             let of = |seed: u64, dims: &[usize]| -> Result<Var> {
                 Var::from_tensor(&random(seed + 10 * number as u64, dims).to_dtype(dtype)?)
             };
-            let (q, k) = (of(1, &[2, heads, queries, 6])?, of(2, &[2, KEYS, positions, 6])?);
-            let (v, sink) = (of(3, &[2, KEYS, positions, 4])?, of(4, &[heads])?);
-            let weights = of(5, &[2, queries, heads, 4])?;
+            let [q, k, v, sinks] = case.shapes(6, 4);
+            let [q, k, v, sinks] = [of(1, &q)?, of(2, &k)?, of(3, &v)?, of(4, &sinks)?];
             let masks = MaskCache::default();
-            let options = AttentionOptions {
-                first: past,
-                window,
-                chunk,
-                sinks: sinks.then(|| sink.as_tensor()),
-                scale: 0.4,
-                masks: &masks,
-            };
+            let options = case.options(&sinks, 0.4, &masks);
             let found = attention(&q, &k, &v, &options)?;
             let expected = dense([&q, &k, &v], &options)?;
             let tolerance = if dtype == DType::F64 { 1e-13 } else { 1e-5 };
             close(&found, &expected, tolerance, &format!("y of {case:?}"))?;
+            let weights = of(5, found.dims())?;
             let gradients = |y: &Tensor| (y * weights.as_detached_tensor())?.sum_all()?.backward();
             let (found, expected) = (gradients(&found)?, gradients(&expected)?);
-            for (name, var) in [("q", &q), ("k", &k), ("v", &v), ("sinks", &sink)] {
-                let Some(expected) = expected.get(var) else {
-                    assert!(name == "sinks" && !sinks && found.get(var).is_none());
-                    continue;
-                };
-                let found = found.get(var).ok_or_else(|| candle_core::Error::msg(name))?;
-                close(found, expected, tolerance, &format!("gradient of {name} of {case:?}"))?;
-            }
+            let vars = [&q, &k, &v, &sinks];
+            case.same_gradients((&found, vars), (&expected, vars), tolerance)?;
         }
     }
     Ok(())

@@ -5,16 +5,18 @@
 
 namespace {
 
-constexpr int LINEAR_WARPS = 8;
 // Loads of a lane that are on their way together.
 constexpr int DEPTH = 8;
 
-template <int ROWS, typename T>
-__device__ void few_rows(const T *x, const T *w, const T *bias, T *y, int inputs, int outputs) {
+template <int ROWS, typename T> __device__ void gemv(const GemvParams &params) {
+    const T *x = static_cast<const T *>(params.x), *w = static_cast<const T *>(params.w);
+    const T *bias = static_cast<const T *>(params.bias);
+    T *y = static_cast<T *>(params.y);
+    const int inputs = params.inputs, outputs = params.outputs;
     extern __shared__ __align__(16) uint8_t shared[];
     uint4 *rows = reinterpret_cast<uint4 *>(shared);
     const int chunks = inputs / 8, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const int output = blockIdx.x * LINEAR_WARPS + warp;
+    const int output = blockIdx.x * GEMV_WARPS + warp;
     const uint4 *from = reinterpret_cast<const uint4 *>(w + (size_t)min(output, outputs - 1) * inputs);
     uint4 bits[DEPTH];
     auto load = [&](int first) {
@@ -26,7 +28,7 @@ __device__ void few_rows(const T *x, const T *w, const T *bias, T *y, int inputs
     };
     // The weight is under way while x comes.
     load(0);
-    for (int i = threadIdx.x; i < ROWS * chunks; i += 32 * LINEAR_WARPS) rows[i] = reinterpret_cast<const uint4 *>(x)[i];
+    for (int i = threadIdx.x; i < ROWS * chunks; i += 32 * GEMV_WARPS) rows[i] = reinterpret_cast<const uint4 *>(x)[i];
     __syncthreads();
     if (output >= outputs) return;
     float sums[ROWS] = {};
@@ -57,18 +59,19 @@ __device__ void few_rows(const T *x, const T *w, const T *bias, T *y, int inputs
 
 } // namespace
 
-// `x [rows, inputs]`, `w [outputs, inputs]`, inputs a multiple of 8; `bias` may be null. Shared memory: x.
-#define FEW_ROWS_LINEAR(NAME, T, ROWS)                                                                                 \
-    extern "C" __global__ void __launch_bounds__(32 * LINEAR_WARPS) few_rows_linear_##NAME##_##ROWS(                   \
-        const T *x, const T *w, const T *bias, T *y, const int inputs, const int outputs) {                            \
-        few_rows<ROWS>(x, w, bias, y, inputs, outputs);                                                                \
+// Shared memory: x. Grid: rows of the weight, GEMV_WARPS a block.
+#define GEMV(T, ROWS)                                                                                                  \
+    extern "C" __global__ void __launch_bounds__(32 * GEMV_WARPS)                                                      \
+        gemv_##T##_##ROWS(const __grid_constant__ GemvParams params) {                                                 \
+        gemv<ROWS, T>(params);                                                                                         \
     }
 
-FEW_ROWS_LINEAR(bf16, bf16, 1)
-FEW_ROWS_LINEAR(bf16, bf16, 2)
-FEW_ROWS_LINEAR(bf16, bf16, 3)
-FEW_ROWS_LINEAR(bf16, bf16, 4)
-FEW_ROWS_LINEAR(f16, f16, 1)
-FEW_ROWS_LINEAR(f16, f16, 2)
-FEW_ROWS_LINEAR(f16, f16, 3)
-FEW_ROWS_LINEAR(f16, f16, 4)
+GEMV(bf16, 1)
+GEMV(bf16, 2)
+GEMV(bf16, 3)
+GEMV(bf16, 4)
+GEMV(f16, 1)
+GEMV(f16, 2)
+GEMV(f16, 3)
+GEMV(f16, 4)
+static_assert(GEMV_MOST_ROWS == 4, "a kernel for each number of rows");

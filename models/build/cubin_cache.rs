@@ -1,0 +1,1 @@
+../../build/cubin_cache.rs

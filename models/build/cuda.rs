@@ -1,0 +1,1 @@
+../../build/cuda.rs

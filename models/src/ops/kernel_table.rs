@@ -1,0 +1,255 @@
+//! All kernels of `kernels/`, each a field: what a launch takes is found when the PTX is loaded into a GPU's context, so a
+//! name that is wrong fails there and not at a launch.
+//!
+//! A table is made by a function that finds one kernel; that of a GPU asks the driver, and tests collect the names.
+
+use std::ffi::CString;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use candle_core::cuda_backend::WrapErr;
+use candle_core::cuda_backend::cudarc::driver::{CudaContext, result, sys};
+use candle_core::{DType, Error, Result};
+
+use super::cuda::int;
+use super::params;
+
+/// One stage, compiled for every GPU from capability 8.0 on.
+struct Ptx {
+    stage: &'static str,
+    /// Names of its kernels.
+    kernels: &'static [&'static str],
+    text: &'static str,
+}
+
+include!(concat!(env!("OUT_DIR"), "/ptx.rs"));
+
+/// A kernel to be found.
+#[derive(Debug)]
+struct KernelSpec {
+    /// The file in `kernels/` that has it.
+    stage: &'static str,
+    name: String,
+    /// Bytes of shared memory that it is to be allowed beside its own variables; 0: what every kernel has.
+    shared: usize,
+}
+
+/// Heads that attention's forward has kernels for.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct AttentionHeads {
+    /// Entries of a query and key, and of a value.
+    pub dim: usize,
+    pub value: usize,
+    /// Queries of a block.
+    pub rows: usize,
+}
+
+impl AttentionHeads {
+    /// In the order of [`KernelTable::attention_forward`].
+    pub const ALL: [Self; 4] = [
+        Self { dim: 64, value: 64, rows: 128 },
+        Self { dim: 128, value: 128, rows: 128 },
+        Self { dim: 192, value: 128, rows: 64 },
+        Self { dim: 256, value: 256, rows: 64 },
+    ];
+
+    /// Bytes of shared memory: tiles of queries, keys and values.
+    pub fn shared(self) -> usize {
+        (self.rows * self.dim + params::ATTENTION_KEYS as usize * (self.dim + self.value)) * size_of::<u16>()
+    }
+}
+
+/// Entries of heads that a decode step's attention has kernels for, in the order of [`KernelTable::slot_attention`].
+pub(super) const SLOT_DIMS: [usize; 3] = [64, 128, 256];
+
+/// Bytes of shared memory of a decode step's attention: keys and values of a step, of two steps where they fit, and the
+/// queries.
+pub(super) fn slot_attention_shared(dim: usize) -> usize {
+    let steps = if dim == 256 { 1 } else { 2 };
+    (steps * 2 * params::SLOT_STEP as usize + params::SLOT_HEADS as usize) * dim * size_of::<u16>()
+}
+
+/// Something for each 16-bit type.
+#[derive(Debug)]
+pub(super) struct PerType<K> {
+    bf16: K,
+    f16: K,
+}
+
+impl<K> PerType<K> {
+    fn new(mut find: impl FnMut(&str) -> Result<K>) -> Result<Self> {
+        Ok(Self { bf16: find("bf16")?, f16: find("f16")? })
+    }
+
+    /// That of a type.
+    ///
+    /// # Errors
+    /// A type without kernels.
+    pub fn of(&self, dtype: DType) -> Result<&K> {
+        match dtype {
+            DType::BF16 => Ok(&self.bf16),
+            DType::F16 => Ok(&self.f16),
+            other => Err(Error::msg(format!("kernels: expected bf16 or f16, found {other:?}"))),
+        }
+    }
+}
+
+/// All of them.
+#[derive(Debug)]
+pub(super) struct KernelTable<K> {
+    pub add_rms_norm: PerType<K>,
+    pub argmax: PerType<K>,
+    pub attention_forward: PerType<Vec<K>>,
+    /// For one row of x, for two, and so on.
+    pub gemv: PerType<Vec<K>>,
+    pub qk_norm_rope: K,
+    pub slot_attention: Vec<K>,
+    pub slot_combine: K,
+}
+
+impl<K> KernelTable<K> {
+    /// # Errors
+    /// The first that `find` returns.
+    fn new(mut find: impl FnMut(KernelSpec) -> Result<K>) -> Result<Self> {
+        let mut asking = |stage, name: String, shared| find(KernelSpec { stage, name, shared });
+        Ok(Self {
+            add_rms_norm: PerType::new(|t| asking("add_rms_norm", format!("add_rms_norm_{t}"), 0))?,
+            argmax: PerType::new(|t| asking("argmax", format!("argmax_{t}"), 0))?,
+            attention_forward: PerType::new(|t| {
+                let named = |heads: AttentionHeads| format!("attention_forward_{t}_{}_{}", heads.dim, heads.value);
+                let all = AttentionHeads::ALL.into_iter();
+                all.map(|heads| asking("attention", named(heads), heads.shared())).collect()
+            })?,
+            gemv: PerType::new(|t| {
+                (1..=params::GEMV_MOST_ROWS).map(|rows| asking("gemv", format!("gemv_{t}_{rows}"), 0)).collect()
+            })?,
+            qk_norm_rope: asking("qk_norm_rope", "qk_norm_rope".to_string(), 0)?,
+            slot_attention: SLOT_DIMS
+                .into_iter()
+                .map(|dim| asking("slot_attention", format!("slot_attention_{dim}"), slot_attention_shared(dim)))
+                .collect::<Result<_>>()?,
+            slot_combine: asking("slot_attention", "slot_combine".to_string(), 0)?,
+        })
+    }
+}
+
+/// A kernel of a context.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Kernel {
+    pub name: &'static str,
+    pub function: sys::CUfunction,
+}
+
+// SAFETY: a handle that the driver lets any thread use.
+unsafe impl Send for Kernel {}
+// SAFETY: as above.
+unsafe impl Sync for Kernel {}
+
+/// Tables of the contexts that have been asked for, by the driver's number of a context, which no later context gets.
+/// Modules are never unloaded: they end with their context.
+static LOADED: Mutex<Vec<(u64, Arc<KernelTable<Kernel>>)>> = Mutex::new(Vec::new());
+
+/// The kernels of a context, loaded by the first call.
+///
+/// # Errors
+/// A kernel that is missing; the driver's.
+pub(super) fn kernels(context: &CudaContext) -> Result<Arc<KernelTable<Kernel>>> {
+    let mut number = 0;
+    // SAFETY: the context is there, and the number is written to a local.
+    unsafe { sys::cuCtxGetId(context.cu_ctx(), &raw mut number) }.result().w()?;
+    let mut loaded = LOADED.lock().unwrap_or_else(PoisonError::into_inner);
+    if let Some((_, table)) = loaded.iter().find(|(of, _)| *of == number) {
+        return Ok(Arc::clone(table));
+    }
+    let table = Arc::new(load(context)?);
+    loaded.push((number, Arc::clone(&table)));
+    Ok(table)
+}
+
+/// Loads every stage into a context, and finds all kernels in them.
+fn load(context: &CudaContext) -> Result<KernelTable<Kernel>> {
+    context.bind_to_thread().w()?;
+    let mut modules = Vec::new();
+    let table = load_modules(&mut modules).and_then(|()| KernelTable::new(|wanted| find(&modules, &wanted)));
+    if table.is_err() {
+        for (_, module) in modules {
+            // SAFETY: loaded above, and nothing of it is used.
+            let _ = unsafe { result::module::unload(module) };
+        }
+    }
+    table
+}
+
+type Modules = Vec<(&'static Ptx, sys::CUmodule)>;
+
+fn load_modules(modules: &mut Modules) -> Result<()> {
+    for ptx in PTX {
+        let text = CString::new(ptx.text).map_err(Error::wrap)?;
+        // SAFETY: the text ends with a zero, and the driver copies it.
+        let module = unsafe { result::module::load_data(text.as_ptr().cast()) };
+        modules.push((ptx, module.map_err(|e| Error::msg(format!("kernels/{}.cu: {e}", ptx.stage)))?));
+    }
+    Ok(())
+}
+
+fn find(modules: &Modules, wanted: &KernelSpec) -> Result<Kernel> {
+    let KernelSpec { stage, name, shared } = wanted;
+    let missing = || Error::msg(format!("kernels/{stage}.cu has no kernel {name}"));
+    let of = |(ptx, module): &(&'static Ptx, sys::CUmodule)| {
+        let name = ptx.kernels.iter().find(|held| ptx.stage == *stage && **held == name.as_str())?;
+        Some((*name, *module))
+    };
+    let (name, module) = modules.iter().find_map(of).ok_or_else(missing)?;
+    let text = CString::new(name).map_err(|_| missing())?;
+    // SAFETY: the module is loaded.
+    let function = unsafe { result::module::get_function(module, text) }.map_err(|_| missing())?;
+    if *shared > 0 {
+        let most = sys::CUfunction_attribute_enum::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
+        // SAFETY: the function was just found.
+        unsafe { result::function::set_function_attribute(function, most, int(*shared)?) }.w()?;
+    }
+    Ok(Kernel { name, function })
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeSet;
+
+    use super::*;
+
+    /// Both ways: a name that no PTX has would fail when it is loaded, a kernel that nobody names is dead.
+    #[test]
+    fn the_ptx_holds_what_the_table_names_and_nothing_else() -> Result<()> {
+        let mut named = Vec::new();
+        KernelTable::new(|wanted| {
+            named.push((wanted.stage, wanted.name));
+            Ok(())
+        })?;
+        let once: BTreeSet<_> = named.iter().cloned().collect();
+        assert_eq!(named.len(), once.len(), "a kernel is named twice");
+        let held = PTX.iter().flat_map(|ptx| ptx.kernels.iter().map(|name| (ptx.stage, name.to_string())));
+        assert_eq!(held.collect::<BTreeSet<_>>(), once);
+        Ok(())
+    }
+
+    #[test]
+    fn a_kernel_that_is_missing_is_named_with_its_file() {
+        static GEMV: Ptx = Ptx { stage: "gemv", kernels: &["gemv_bf16_1"], text: "" };
+        let modules = vec![(&GEMV, std::ptr::null_mut())];
+        for (stage, name) in [("gemv", "gemv_bf16_5"), ("argmax", "gemv_bf16_1")] {
+            let error = find(&modules, &KernelSpec { stage, name: name.to_string(), shared: 0 });
+            let text = error.err().map(|e| e.to_string()).unwrap_or_default();
+            assert!(text.contains(&format!("kernels/{stage}.cu has no kernel {name}")), "{text}");
+        }
+    }
+
+    /// On the GPU whose blocks may have least, too: 99 KB (8.6), of which no kernel's own variables take one.
+    #[test]
+    fn shared_memory_is_there() -> Result<()> {
+        const LEAST: usize = 99 << 10;
+        KernelTable::new(|wanted| {
+            assert!(wanted.shared <= LEAST - (1 << 10), "{wanted:?}");
+            Ok(())
+        })?;
+        Ok(())
+    }
+}
