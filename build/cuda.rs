@@ -34,10 +34,10 @@ pub enum Target {
     /// A cubin for each architecture that is asked for: `CUBINS` and `RELEASE` in `OUT_DIR/cubins.rs`.
     #[allow(dead_code, reason = "one of the build scripts that include this file makes them")]
     Cubins,
-    /// PTX for a compute capability, such as `80`, which the driver compiles for its GPU, this one or a later: `PTX` in
-    /// `OUT_DIR/ptx.rs`.
+    /// PTX for compute capabilities, such as `80`, which the driver compiles for its GPU, of one of these or a later:
+    /// `PTX` in `OUT_DIR/ptx.rs`.
     #[allow(dead_code, reason = "as above")]
-    Ptx(&'static str),
+    Ptx(&'static [&'static str]),
 }
 
 impl Target {
@@ -94,7 +94,7 @@ struct Job {
 fn jobs(target: Target, flags: &[&str], compiler: &Compiler, out: &Path) -> Result<Vec<Job>, String> {
     let architectures = match target {
         Target::Cubins => architectures(&compiler.nvcc)?,
-        Target::Ptx(arch) => vec![arch.to_string()],
+        Target::Ptx(of) => of.iter().map(|arch| arch.to_string()).collect(),
     };
     let (_, ending) = target.names();
     let mut jobs = Vec::new();
@@ -129,7 +129,7 @@ fn table(target: Target, jobs: &[Job], release: &str) -> Result<String, String> 
             ),
             Target::Ptx(_) => writeln!(
                 table,
-                "    Ptx {{ stage: {stage:?}, kernels: &{:?}, text: include_str!({image:?}) }},",
+                "    Ptx {{ stage: {stage:?}, arch: {arch:?}, kernels: &{:?}, text: include_str!({image:?}) }},",
                 kernels_of_ptx(image)?
             ),
         }

@@ -17,9 +17,9 @@ fn main() {
     println!("cargo:rerun-if-changed=build.rs");
     println!("cargo:rerun-if-changed=build");
     println!("cargo:rerun-if-env-changed=DOCS_RS");
-    // Capability 8.0 is the first with bf16.
+    // Capability 8.0 is the first with bf16, 9.0 the first whose kernels may start early.
     #[cfg(feature = "cuda")]
-    if let Err(problem) = cuda::build(cuda::Target::Ptx("80"), &NVCC_FLAGS) {
+    if let Err(problem) = cuda::build(cuda::Target::Ptx(&["80", "90"]), &NVCC_FLAGS) {
         eprintln!("\nmoebius-models, feature cuda: {problem}\n");
         std::process::exit(1);
     }

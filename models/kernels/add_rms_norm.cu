@@ -59,6 +59,7 @@ template <typename T> __device__ void add_rms_norm(const AddRmsNormParams &param
 #define ADD_RMS_NORM(T)                                                                                                \
     extern "C" __global__ void __launch_bounds__(ROW_THREADS)                                                          \
         add_rms_norm_##T(const __grid_constant__ AddRmsNormParams params) {                                            \
+        wait_for_previous_kernel();                                                                                    \
         add_rms_norm<T>(params);                                                                                       \
     }
 

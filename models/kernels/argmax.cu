@@ -45,6 +45,7 @@ template <typename T> __device__ void argmax(const ArgmaxParams &params) {
 #define ARGMAX(T)                                                                                                      \
     extern "C" __global__ void __launch_bounds__(ROW_THREADS)                                                          \
         argmax_##T(const __grid_constant__ ArgmaxParams params) {                                                      \
+        wait_for_previous_kernel();                                                                                    \
         argmax<T>(params);                                                                                             \
     }
 

@@ -192,6 +192,7 @@ template <int D, int V, int TILES, typename T> __device__ void forward(const Att
 #define ATTENTION_FORWARD(T, D, V, TILES)                                                                              \
     extern "C" __global__ void __launch_bounds__(THREADS)                                                              \
         attention_forward_##T##_##D##_##V(const __grid_constant__ AttentionParams params) {                            \
+        wait_for_previous_kernel();                                                                                    \
         forward<D, V, TILES, T>(params);                                                                               \
     }
 

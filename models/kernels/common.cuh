@@ -15,6 +15,16 @@ constexpr float LOG2E = 1.4426950408889634f;
 typedef __nv_bfloat16 bf16;
 typedef __half f16;
 
+// Programmatic dependent launch, from 9.0 on: every kernel here is started while the one before it in the stream still
+// runs. It calls this first, in every thread, and so waits until all that was written before can be read; then the next
+// may be started.
+__device__ __forceinline__ void wait_for_previous_kernel() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;\n" ::: "memory");
+    asm volatile("griddepcontrol.launch_dependents;\n" ::: "memory");
+#endif
+}
+
 __device__ float wide(bf16 x) { return __bfloat162float(x); }
 __device__ float wide(f16 x) { return __half2float(x); }
 __device__ bf16 narrow(float x, bf16) { return __float2bfloat16_rn(x); }

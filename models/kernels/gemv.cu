@@ -63,6 +63,7 @@ template <int ROWS, typename T> __device__ void gemv(const GemvParams &params) {
 #define GEMV(T, ROWS)                                                                                                  \
     extern "C" __global__ void __launch_bounds__(32 * GEMV_WARPS)                                                      \
         gemv_##T##_##ROWS(const __grid_constant__ GemvParams params) {                                                 \
+        wait_for_previous_kernel();                                                                                    \
         gemv<ROWS, T>(params);                                                                                         \
     }
 

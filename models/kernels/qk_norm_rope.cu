@@ -5,6 +5,7 @@
 #include "common.cuh"
 
 extern "C" __global__ void __launch_bounds__(THREADS) qk_norm_rope(const __grid_constant__ QkNormRopeParams params) {
+    wait_for_previous_kernel();
     const bf16 *qkv = static_cast<const bf16 *>(params.qkv);
     const bf16 *cos = static_cast<const bf16 *>(params.cos), *sin = static_cast<const bf16 *>(params.sin);
     bf16 *q = static_cast<bf16 *>(params.q), *k = static_cast<bf16 *>(params.k), *v = static_cast<bf16 *>(params.v);

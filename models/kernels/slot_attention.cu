@@ -158,6 +158,7 @@ template <int D> __device__ void attend(const SlotAttentionParams &params) {
 #define SLOT_ATTENTION(D)                                                                                              \
     extern "C" __global__ void __launch_bounds__(THREADS)                                                              \
         slot_attention_##D(const __grid_constant__ SlotAttentionParams params) {                                       \
+        wait_for_previous_kernel();                                                                                    \
         attend<D>(params);                                                                                             \
     }
 
@@ -167,6 +168,7 @@ SLOT_ATTENTION(256)
 
 // Joins the runs of a head: one block each, of D threads. A sink takes part in the softmax without a value.
 extern "C" __global__ void slot_combine(const __grid_constant__ SlotCombineParams params) {
+    wait_for_previous_kernel();
     static_assert(SLOT_MOST_RUNS == 64, "a lane has two runs");
     const bf16 *sinks = static_cast<const bf16 *>(params.sinks);
     const int runs = params.runs;

@@ -4,7 +4,7 @@ use std::ffi::c_void;
 use std::sync::Arc;
 
 use candle_core::backend::{BackendDevice, BackendStorage};
-use candle_core::cuda_backend::cudarc::driver::{CudaStream, DevicePtr, DevicePtrMut, DeviceRepr, SyncOnDrop, result};
+use candle_core::cuda_backend::cudarc::driver::{CudaStream, DevicePtr, DevicePtrMut, DeviceRepr, SyncOnDrop, sys};
 use candle_core::cuda_backend::{CudaDType, CudaDevice, WrapErr};
 use candle_core::op::BackpropOp;
 use candle_core::{CudaStorage, DType, Device, Error, Layout, Result, Shape, Storage, Tensor};
@@ -62,16 +62,30 @@ impl Launcher {
     /// `params` is the struct that the kernel takes, and its pointers are valid for what the kernel does with them.
     pub unsafe fn launch<P>(&self, kernel: &Kernel, grid: Grid, params: &P) -> Result<()> {
         let of = |n: usize| Ok::<u32, Error>(int(n)? as u32);
-        let blocks = (of(grid.blocks[0])?, of(grid.blocks[1])?, of(grid.blocks[2])?);
-        let (threads, shared) = ((of(grid.threads)?, 1, 1), of(grid.shared)?);
-        let argument: *mut c_void = (&raw const *params).cast_mut().cast();
+        let mut argument: *mut c_void = (&raw const *params).cast_mut().cast();
+        let mut early = sys::CUlaunchAttribute {
+            id: sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION,
+            pad: [0; 4],
+            value: sys::CUlaunchAttributeValue { programmaticStreamSerializationAllowed: 1 },
+        };
+        let config = sys::CUlaunchConfig {
+            gridDimX: of(grid.blocks[0])?,
+            gridDimY: of(grid.blocks[1])?,
+            gridDimZ: of(grid.blocks[2])?,
+            blockDimX: of(grid.threads)?,
+            blockDimY: 1,
+            blockDimZ: 1,
+            sharedMemBytes: of(grid.shared)?,
+            hStream: self.stream.cu_stream(),
+            attrs: &raw mut early,
+            numAttrs: u32::from(kernel.early),
+        };
         self.stream.context().bind_to_thread().w()?;
-        // SAFETY: the function is of the stream's context; its argument is copied before the call returns; the rest is the
-        // caller's promise.
-        unsafe {
-            result::launch_kernel(kernel.function, blocks, threads, shared, self.stream.cu_stream(), &mut [argument])
-        }
-        .map_err(|e| Error::msg(format!("launch {}: {e}", kernel.name)))
+        // SAFETY: the function is of the stream's context; configuration and argument are copied before the call returns;
+        // a kernel that is started early waits itself for what it reads; the rest is the caller's promise.
+        unsafe { sys::cuLaunchKernelEx(&raw const config, kernel.function, &raw mut argument, std::ptr::null_mut()) }
+            .result()
+            .map_err(|e| Error::msg(format!("launch {}: {e}", kernel.name)))
     }
 }
 

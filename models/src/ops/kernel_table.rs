@@ -13,15 +13,21 @@ use candle_core::{DType, Error, Result};
 use super::cuda::int;
 use super::params;
 
-/// One stage, compiled for every GPU from capability 8.0 on.
+/// One stage, compiled for every GPU from a capability on.
 struct Ptx {
     stage: &'static str,
+    /// `80`, or `90`.
+    arch: &'static str,
     /// Names of its kernels.
     kernels: &'static [&'static str],
     text: &'static str,
 }
 
 include!(concat!(env!("OUT_DIR"), "/ptx.rs"));
+
+/// That of capability 9.0 and later, whose kernels are started while the one before them runs, and wait themselves
+/// (`wait_for_previous_kernel` in `kernels/common.cuh`).
+const EARLY: &str = "90";
 
 /// A kernel to be found.
 #[derive(Debug)]
@@ -137,6 +143,8 @@ impl<K> KernelTable<K> {
 pub(super) struct Kernel {
     pub name: &'static str,
     pub function: sys::CUfunction,
+    /// It waits itself for the kernel before it.
+    pub early: bool,
 }
 
 // SAFETY: a handle that the driver lets any thread use.
@@ -168,8 +176,10 @@ pub(super) fn kernels(context: &CudaContext) -> Result<Arc<KernelTable<Kernel>>>
 /// Loads every stage into a context, and finds all kernels in them.
 fn load(context: &CudaContext) -> Result<KernelTable<Kernel>> {
     context.bind_to_thread().w()?;
+    let (major, _) = context.compute_capability().w()?;
+    let arch = if major >= 9 { EARLY } else { "80" };
     let mut modules = Vec::new();
-    let table = load_modules(&mut modules).and_then(|()| KernelTable::new(|wanted| find(&modules, &wanted)));
+    let table = load_modules(arch, &mut modules).and_then(|()| KernelTable::new(|wanted| find(&modules, &wanted)));
     if table.is_err() {
         for (_, module) in modules {
             // SAFETY: loaded above, and nothing of it is used.
@@ -181,8 +191,8 @@ fn load(context: &CudaContext) -> Result<KernelTable<Kernel>> {
 
 type Modules = Vec<(&'static Ptx, sys::CUmodule)>;
 
-fn load_modules(modules: &mut Modules) -> Result<()> {
-    for ptx in PTX {
+fn load_modules(arch: &str, modules: &mut Modules) -> Result<()> {
+    for ptx in PTX.iter().filter(|ptx| ptx.arch == arch) {
         let text = CString::new(ptx.text).map_err(Error::wrap)?;
         // SAFETY: the text ends with a zero, and the driver copies it.
         let module = unsafe { result::module::load_data(text.as_ptr().cast()) };
@@ -196,9 +206,9 @@ fn find(modules: &Modules, wanted: &KernelSpec) -> Result<Kernel> {
     let missing = || Error::msg(format!("kernels/{stage}.cu has no kernel {name}"));
     let of = |(ptx, module): &(&'static Ptx, sys::CUmodule)| {
         let name = ptx.kernels.iter().find(|held| ptx.stage == *stage && **held == name.as_str())?;
-        Some((*name, *module))
+        Some((*name, *module, ptx.arch == EARLY))
     };
-    let (name, module) = modules.iter().find_map(of).ok_or_else(missing)?;
+    let (name, module, early) = modules.iter().find_map(of).ok_or_else(missing)?;
     let text = CString::new(name).map_err(|_| missing())?;
     // SAFETY: the module is loaded.
     let function = unsafe { result::module::get_function(module, text) }.map_err(|_| missing())?;
@@ -207,7 +217,7 @@ fn find(modules: &Modules, wanted: &KernelSpec) -> Result<Kernel> {
         // SAFETY: the function was just found.
         unsafe { result::function::set_function_attribute(function, most, int(*shared)?) }.w()?;
     }
-    Ok(Kernel { name, function })
+    Ok(Kernel { name, function, early })
 }
 
 #[cfg(test)]
@@ -226,14 +236,30 @@ mod tests {
         })?;
         let once: BTreeSet<_> = named.iter().cloned().collect();
         assert_eq!(named.len(), once.len(), "a kernel is named twice");
-        let held = PTX.iter().flat_map(|ptx| ptx.kernels.iter().map(|name| (ptx.stage, name.to_string())));
-        assert_eq!(held.collect::<BTreeSet<_>>(), once);
+        for arch in ["80", EARLY] {
+            let of_arch = PTX.iter().filter(|ptx| ptx.arch == arch);
+            let held = of_arch.flat_map(|ptx| ptx.kernels.iter().map(|name| (ptx.stage, name.to_string())));
+            assert_eq!(held.collect::<BTreeSet<_>>(), once, "{arch}");
+        }
         Ok(())
+    }
+
+    /// Of the PTX whose kernels are started early each begins so; one that does not would read what is not there yet.
+    #[test]
+    fn early_kernels_wait_themselves() {
+        for ptx in PTX.iter().filter(|ptx| ptx.arch == EARLY) {
+            for body in ptx.text.split(".entry ").skip(1) {
+                let name = body.split('(').next().unwrap_or_default();
+                let wait = body.find("griddepcontrol.wait");
+                let first = ["ld.global", "st.global", "cp.async", "bra"].iter().filter_map(|i| body.find(i)).min();
+                assert!(wait.is_some_and(|wait| first.is_none_or(|first| wait < first)), "{name}");
+            }
+        }
     }
 
     #[test]
     fn a_kernel_that_is_missing_is_named_with_its_file() {
-        static GEMV: Ptx = Ptx { stage: "gemv", kernels: &["gemv_bf16_1"], text: "" };
+        static GEMV: Ptx = Ptx { stage: "gemv", arch: "80", kernels: &["gemv_bf16_1"], text: "" };
         let modules = vec![(&GEMV, std::ptr::null_mut())];
         for (stage, name) in [("gemv", "gemv_bf16_5"), ("argmax", "gemv_bf16_1")] {
             let error = find(&modules, &KernelSpec { stage, name: name.to_string(), shared: 0 });
