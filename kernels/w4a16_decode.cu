@@ -3,7 +3,7 @@
 //
 // Rows [N, k] or behind a map, codes and scales of [E, n, k] -> [N, n], k a multiple of 64. A block a tile of up to 8
 // rows (four warps, four blocks an SM) or 16 rows (eight warps), by 32 weight rows a warp, with a gate 16 of
-// gate and 16 of up.
+// gate and 16 of up; or half as many.
 //
 // Weights are the left operand of m16n8k16, rows the right one (16 columns of the output by 8 rows). The order of k
 // within a product is free as long as both operands have the same: a thread takes 64 neighboring codes of a weight
@@ -27,17 +27,17 @@ struct StepCodes {
     uint32_t scales;
 };
 
-template <int FORMAT>
+template <int FORMAT, int M>
 struct WeightRows {
-    const uint8_t* codes[4];   // of weight rows g and g + 8 of both tiles, from this thread's first code on
-    const uint8_t* scales[4];
+    const uint8_t* codes[2 * M];   // of weight rows g and g + 8 of each tile, from this thread's first code on
+    const uint8_t* scales[2 * M];
     int64_t columns;
     int first;                 // this thread's first k in a step
 
-    __device__ __forceinline__ void load(StepCodes<FORMAT> (&to)[4], int64_t k0) const {
+    __device__ __forceinline__ void load(StepCodes<FORMAT> (&to)[2 * M], int64_t k0) const {
         const bool inside = k0 + first < columns;
 #pragma unroll
-        for (int r = 0; r < 4; r++) {
+        for (int r = 0; r < 2 * M; r++) {
             to[r].codes[0] = to[r].codes[1] = make_uint4(0, 0, 0, 0);
             to[r].scales = 0;
             if (!inside) continue;
@@ -57,25 +57,25 @@ __device__ __forceinline__ uint32_t word_of(const uint4 (&codes)[2], int i) {
 // Chunk of 8 k in a row of shared memory: threads of a quad read chunks 8 apart.
 __device__ __forceinline__ int swizzled_chunk(int chunk) { return chunk ^ (chunk >> 3 & 3); }
 
-// `codes` has the first AHEAD steps; as many are on their way while one is multiplied.
-template <int FORMAT, int NT, int AHEAD>
-__device__ __forceinline__ void mma_tile(float (&acc)[2][NT][4], const WeightRows<FORMAT>& rows, StepCodes<FORMAT> (&codes)[AHEAD][4], const uint4* x, int pitch, int steps) {
+// Sums of M tiles of 16 weight rows. `codes` has the first AHEAD steps; as many are on their way while one is multiplied.
+template <int FORMAT, int M, int NT, int AHEAD>
+__device__ __forceinline__ void mma_tile(float (&acc)[M][NT][4], const WeightRows<FORMAT, M>& rows, StepCodes<FORMAT> (&codes)[AHEAD][2 * M], const uint4* x, int pitch, int steps) {
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-    StepCodes<FORMAT> last[4];
-    StepCodes<FORMAT>(&now)[4] = codes[0];
+    StepCodes<FORMAT> last[2 * M];
+    StepCodes<FORMAT>(&now)[2 * M] = codes[0];
 #pragma unroll 1
     for (int step = 0; step < steps; step++) {
         if (step + AHEAD < steps) rows.load(last, static_cast<int64_t>(step + AHEAD) * STEP);
-        uint32_t scales[4][4];
+        uint32_t scales[2 * M][4];
 #pragma unroll
-        for (int r = 0; r < 4; r++) Format<FORMAT>::expand(scales[r], now[r].scales);
+        for (int r = 0; r < 2 * M; r++) Format<FORMAT>::expand(scales[r], now[r].scales);
 #pragma unroll
         for (int i = 0; i < 8; i++) {
             uint4 b[NT];
 #pragma unroll
             for (int n = 0; n < NT; n++) b[n] = x[(n * 8 + g) * pitch + step * (STEP / 8) + t * 8 + (i ^ t)];
 #pragma unroll
-            for (int m = 0; m < 2; m++) {
+            for (int m = 0; m < M; m++) {
                 uint32_t low[4], high[4];
                 decode<FORMAT>(low, word_of(now[2 * m].codes, i), scales[2 * m][i / 2]);
                 decode<FORMAT>(high, word_of(now[2 * m + 1].codes, i), scales[2 * m + 1][i / 2]);
@@ -87,7 +87,7 @@ __device__ __forceinline__ void mma_tile(float (&acc)[2][NT][4], const WeightRow
             }
         }
 #pragma unroll
-        for (int r = 0; r < 4; r++) {
+        for (int r = 0; r < 2 * M; r++) {
 #pragma unroll
             for (int i = 0; i + 1 < AHEAD; i++) codes[i][r] = codes[i + 1][r];
             codes[AHEAD - 1][r] = last[r];
@@ -95,26 +95,27 @@ __device__ __forceinline__ void mma_tile(float (&acc)[2][NT][4], const WeightRow
     }
 }
 
-template <int FORMAT, int KIND, int WARPS, int NT>
+template <int FORMAT, int KIND, int WARPS, int M, int NT>
 __device__ __forceinline__ void tile(const GemmParams& p, const QuantWeightParams& w, const int4& t, int64_t block, uint4* x, int pitch) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4;
     const bool gated = KIND == UP && p.activation != ACT_RELU2;
-    // First output columns of the two tiles of 16: of gate and up, or next to each other.
-    const int64_t first = (block * WARPS + warp) * (gated ? 16 : 32), second = gated ? first : first + 16;
+    // A thread has every eighth weight row of the warp's 16 M: of as many columns of the output, or of half of them the
+    // gate and then up.
+    const int64_t column = (block * WARPS + warp) * (gated ? 8 : 16) * M + g;
     const int steps = static_cast<int>((p.k + STEP - 1) / STEP);
-    WeightRows<FORMAT> rows;
+    WeightRows<FORMAT, M> rows;
     rows.columns = p.k, rows.first = lane % 4 * 64;
 #pragma unroll
-    for (int r = 0; r < 4; r++) {
+    for (int r = 0; r < 2 * M; r++) {
+        const bool up = gated && r >= M;
         // Past the last column: that one again, not stored.
-        const int64_t column = (r < 2 ? first : second) + g + r % 2 * 8, inside = column < p.n ? column : p.n - 1;
-        const int64_t row = t.x * w.rows + inside + (gated && r >= 2 ? p.n : 0);
-        rows.codes[r] = w.codes + row * w.code_bytes + rows.first / 2;
-        rows.scales[r] = static_cast<const uint8_t*>(w.scales) + row * w.blocks;
+        const int64_t n = column + (up ? r - M : r) * 8, inside = (n < p.n ? n : p.n - 1) + (up ? p.n : 0);
+        rows.codes[r] = w.codes + (t.x * w.rows + inside) * w.code_bytes + rows.first / 2;
+        rows.scales[r] = static_cast<const uint8_t*>(w.scales) + (t.x * w.rows + inside) * w.blocks;
     }
-    // Blocks of four warps have registers for a step more.
-    constexpr int AHEAD = WARPS == 4 ? 2 : 1;
-    StepCodes<FORMAT> codes[AHEAD][4];
+    // A warp of one tile has registers for a step more.
+    constexpr int AHEAD = M == 1 ? 2 : 1;
+    StepCodes<FORMAT> codes[AHEAD][2 * M];
 #pragma unroll
     for (int i = 0; i < AHEAD; i++) rows.load(codes[i], i * STEP);
 
@@ -141,70 +142,83 @@ __device__ __forceinline__ void tile(const GemmParams& p, const QuantWeightParam
     }
     __syncthreads();
 
-    float acc[2][NT][4] = {};
+    float acc[M][NT][4] = {};
     mma_tile(acc, rows, codes, x, pitch, steps);
 
-    float factor[2];
+    // Of a weight of two parts, gate and up have a factor each.
+    float factors[2];
 #pragma unroll
-    for (int m = 0; m < 2; m++) {
-        const int64_t part = w.parts == 2 ? ((m ? second : first) + (gated && m ? p.n : 0)) / (w.rows / 2) : 0;
-        factor[m] = Format<FORMAT>::LEFT * (w.factors ? w.factors[t.x * w.parts + (part < w.parts ? part : 0)] : 1.0f);
+    for (int half = 0; half < 2; half++) {
+        const int64_t part = w.parts == 2 && gated ? half : 0;
+        factors[half] = Format<FORMAT>::LEFT * (w.factors ? w.factors[t.x * w.parts + part] : 1.0f);
     }
+    // Visits the rows with this thread's sums of one: those of the r-th of its weight rows.
     auto each = [&](auto&& visit) {
 #pragma unroll
         for (int n = 0; n < NT; n++)
 #pragma unroll
-            for (int i = 0; i < 4; i++) {
-                const int r = n * 8 + lane % 4 * 2 + i % 2;
-                if (r < t.z) visit(t.y + r, g + i / 2 * 8, acc[0][n][i] * factor[0], acc[1][n][i] * factor[1]);
+            for (int i = 0; i < 2; i++) {
+                const int row = n * 8 + lane % 4 * 2 + i;
+                if (row < t.z) visit(t.y + row, [&](int r) { return acc[r / 2][n][r % 2 * 2 + i] * factors[r / M]; });
             }
     };
     if constexpr (KIND == UP) {
         if (gated) {
             with_gate(static_cast<int>(p.activation), [&](auto kind) {
-                each([&](int64_t slot, int j, float gate, float up) {
-                    if (first + j < p.n) decode_epilogue_up<bf16, kind.value>(p, t.x, slot, first + j, gate, up);
+                each([&](int64_t slot, auto&& sum) {
+#pragma unroll
+                    for (int r = 0; r < M; r++) {
+                        if (column + r * 8 < p.n) decode_epilogue_up<bf16, kind.value>(p, t.x, slot, column + r * 8, sum(r), sum(M + r));
+                    }
                 });
             });
         } else {
-            each([&](int64_t slot, int j, float one, float two) {
-                if (first + j < p.n) decode_epilogue_up<bf16, ACT_RELU2>(p, t.x, slot, first + j, one, 0.0f);
-                if (second + j < p.n) decode_epilogue_up<bf16, ACT_RELU2>(p, t.x, slot, second + j, two, 0.0f);
+            each([&](int64_t slot, auto&& sum) {
+#pragma unroll
+                for (int r = 0; r < 2 * M; r++) {
+                    if (column + r * 8 < p.n) decode_epilogue_up<bf16, ACT_RELU2>(p, t.x, slot, column + r * 8, sum(r), 0.0f);
+                }
             });
         }
     } else {
-        each([&](int64_t slot, int j, float one, float two) {
-            decode_epilogue_down<bf16>(p, t.x, slot, {first + j, second + j}, {one, two});
+        each([&](int64_t slot, auto&& sum) {
+#pragma unroll
+            for (int r = 0; r < 2 * M; r += 2) decode_epilogue_down<bf16>(p, t.x, slot, {column + r * 8, column + r * 8 + 8}, {sum(r), sum(r + 1)});
         });
     }
 }
 
-template <int FORMAT, int KIND, int WARPS>
+template <int FORMAT, int KIND, int WARPS, int M>
 __device__ __forceinline__ void run(const GemmParams& p, const QuantWeightParams& w) {
     extern __shared__ __align__(16) uint4 x[];
-    const int64_t at = blockIdx.x / p.n_tiles;
+    const int64_t at = blockIdx.x / p.n_tiles, block = blockIdx.x % p.n_tiles;
     if (at >= *p.tile_count) return;
     const int4 t = p.tiles[at];
     const int pitch = static_cast<int>((p.k + STEP - 1) / STEP * (STEP / 8)) + 4;
-    if (WARPS == 4 || t.z <= 8) tile<FORMAT, KIND, WARPS, 1>(p, w, t, blockIdx.x % p.n_tiles, x, pitch);
-    else tile<FORMAT, KIND, WARPS, 2>(p, w, t, blockIdx.x % p.n_tiles, x, pitch);
+    if (WARPS == 4 || t.z <= 8) tile<FORMAT, KIND, WARPS, M, 1>(p, w, t, block, x, pitch);
+    else tile<FORMAT, KIND, WARPS, M, 2>(p, w, t, block, x, pitch);
 }
 
 }  // namespace
 
-// Tiles of up to 8 rows and small blocks, of which one begins while another ends; and of up to 16 rows.
-#define DECODE(name, FORMAT, KIND, WARPS)                                                                             \
-    extern "C" __global__ void __launch_bounds__(WARPS * 32, WARPS == 4 ? 3 : 2)                                              \
-        name(const __grid_constant__ GemmParams p, const __grid_constant__ QuantWeightParams w) {                                 \
-        wait_for_previous_kernel();                                                                                   \
-        run<FORMAT, KIND, WARPS>(p, w);                                                                               \
+// Tiles of up to 8 rows and small blocks, of which one begins while another ends, of half as many weight rows where there
+// would be few blocks; and of up to 16 rows. Sums do not depend on which.
+#define DECODE(name, FORMAT, KIND, WARPS, M)                                                                       \
+    extern "C" __global__ void __launch_bounds__(WARPS * 32, 16 / WARPS)                                           \
+        name(const __grid_constant__ GemmParams p, const __grid_constant__ QuantWeightParams w) {                  \
+        wait_for_previous_kernel();                                                                                \
+        run<FORMAT, KIND, WARPS, M>(p, w);                                                                         \
     }
 
-DECODE(decode8_up_nvfp4, WEIGHT_NVFP4, UP, 4)
-DECODE(decode8_down_nvfp4, WEIGHT_NVFP4, DOWN, 4)
-DECODE(decode8_up_mxfp4, WEIGHT_MXFP4, UP, 4)
-DECODE(decode8_down_mxfp4, WEIGHT_MXFP4, DOWN, 4)
-DECODE(decode16_up_nvfp4, WEIGHT_NVFP4, UP, 8)
-DECODE(decode16_down_nvfp4, WEIGHT_NVFP4, DOWN, 8)
-DECODE(decode16_up_mxfp4, WEIGHT_MXFP4, UP, 8)
-DECODE(decode16_down_mxfp4, WEIGHT_MXFP4, DOWN, 8)
+DECODE(decode8_narrow_up_nvfp4, WEIGHT_NVFP4, UP, 4, 1)
+DECODE(decode8_narrow_down_nvfp4, WEIGHT_NVFP4, DOWN, 4, 1)
+DECODE(decode8_narrow_up_mxfp4, WEIGHT_MXFP4, UP, 4, 1)
+DECODE(decode8_narrow_down_mxfp4, WEIGHT_MXFP4, DOWN, 4, 1)
+DECODE(decode8_up_nvfp4, WEIGHT_NVFP4, UP, 4, 2)
+DECODE(decode8_down_nvfp4, WEIGHT_NVFP4, DOWN, 4, 2)
+DECODE(decode8_up_mxfp4, WEIGHT_MXFP4, UP, 4, 2)
+DECODE(decode8_down_mxfp4, WEIGHT_MXFP4, DOWN, 4, 2)
+DECODE(decode16_up_nvfp4, WEIGHT_NVFP4, UP, 8, 2)
+DECODE(decode16_down_nvfp4, WEIGHT_NVFP4, DOWN, 8, 2)
+DECODE(decode16_up_mxfp4, WEIGHT_MXFP4, UP, 8, 2)
+DECODE(decode16_down_mxfp4, WEIGHT_MXFP4, DOWN, 8, 2)

@@ -142,19 +142,23 @@ impl<'a> GroupedGemm<'a> {
         })
     }
 
+    fn tiles(&self, rows: usize, order: TileOrder) -> Result<Tiles> {
+        Tiles::new(self.call, self.device, self.segments, self.site, (rows, order))
+    }
+
     /// Chooses the kernels, Hopper's for `product` where they can serve, and lists the tiles. A tile's columns are
     /// divided by `factor`.
     fn choose(&self, p: &mut params::GemmParams, product: Option<Product>, factor: usize) -> Result<KernelChoice<'a>> {
         let quantized = self.quantized.as_ref();
         if let Some(kernel) = quantized.and_then(|q| q.tuned(self.device, self.dtype, p, product, factor)) {
-            let tiles = Tiles::new(self.call, self.device, self.segments, self.site, (kernel.rows, TileOrder::Slots))?;
+            let tiles = self.tiles(kernel.rows, TileOrder::Slots)?;
             (p.tiles, p.tile_count, p.m_tiles) = (tiles.list(), tiles.count(), tiles.most as i64);
             p.n_tiles = (p.n as usize).div_ceil(kernel.columns) as i64;
             return Ok(KernelChoice { sm90: None, decode: None, tiles, tuned: Some(kernel) });
         }
         let dense = self.quantized.is_none();
         if let Some(kernel) = sm90_decode::expert_kernel(self.device, self.dtype, p, product).filter(|_| dense) {
-            let tiles = Tiles::new(self.call, self.device, self.segments, (SM90_DECODE.tile, TileOrder::Slots))?;
+            let tiles = self.tiles(SM90_DECODE.tile, TileOrder::Slots)?;
             (p.tiles, p.tile_count, p.m_tiles) = (tiles.list(), tiles.count(), tiles.most as i64);
             p.n_tiles = (p.n as usize).div_ceil(sm90_decode::COLUMNS / factor) as i64;
             return Ok(KernelChoice { sm90: None, decode: Some(kernel), tiles, tuned: None });
@@ -169,7 +173,7 @@ impl<'a> GroupedGemm<'a> {
             Some((product, _)) => (SM90_GROUPED_GEMM.tile, TileOrder::Pairs, product.columns(p.k as usize)),
             None => (self.shape.tile, TileOrder::Slots, self.shape.tile),
         };
-        let tiles = Tiles::new(self.call, self.device, self.segments, self.site, (rows, order))?;
+        let tiles = self.tiles(rows, order)?;
         (p.tiles, p.tile_count, p.m_tiles) = (tiles.list(), tiles.count(), tiles.most as i64);
         p.n_tiles = (p.n as usize).div_ceil(columns / factor) as i64;
         Ok(KernelChoice { sm90, decode: None, tiles, tuned: None })

@@ -6,7 +6,7 @@ use crate::quant::{QuantizedRef, WeightFormat};
 
 use super::context_kernels::Kernel;
 use super::device::Cuda;
-use super::heuristics::{DECODE_ROWS, few_rows};
+use super::heuristics::{DECODE_NARROW_BLOCKS, DECODE_ROWS, few_rows};
 use super::kernel_table::Product;
 use super::launch::{Grid, argument};
 use super::params;
@@ -134,12 +134,15 @@ impl QuantizedOperand {
             .then(|| few_rows_kernel(p.m, p.groups, pitch, device.decode_shared()))
             .flatten();
         if let Some(FewRowsKernel { rows, warps, tiles }) = few_rows {
-            let (columns, threads) = (warps * WARP_COLUMNS / factor, warps as u32 * 32);
+            let (wide, threads) = (warps * WARP_COLUMNS / factor, warps as u32 * 32);
             let shared = (rows * pitch) as u32;
             let kernels = &device.kernels().w4a16_decode;
-            let kernels = match tiles {
-                DecodeTiles::Eight => &kernels.eight,
-                DecodeTiles::Sixteen => &kernels.sixteen,
+            // Blocks of the filled tiles, of which there are at most as many as rows, and as experts.
+            let blocks = p.m.min(p.groups) as usize * (p.n as usize).div_ceil(wide);
+            let (kernels, columns) = match tiles {
+                DecodeTiles::Eight if blocks <= DECODE_NARROW_BLOCKS => (&kernels.eight_narrow, wide / 2),
+                DecodeTiles::Eight => (&kernels.eight, wide),
+                DecodeTiles::Sixteen => (&kernels.sixteen, wide),
             };
             let (kernel, mapped) = (kernels.of(product, self.format)?, false);
             return Some(TunedKernel { rows, columns, kernel, mapped, threads, shared, most: usize::MAX });

@@ -16,12 +16,16 @@ pub(in crate::cuda) struct KernelSpec {
 
 /// Kernels of a decode step, short ones, that wait themselves for what the kernel before them in the stream writes
 /// (`wait_for_previous_kernel` in `kernels/common/common.cuh`), so that they are started while it runs.
-const EARLY: [&str; 21] = [
+const EARLY: [&str; 25] = [
     "decode16_down_mxfp4",
     "decode16_down_nvfp4",
     "decode16_up_mxfp4",
     "decode16_up_nvfp4",
     "decode8_down_mxfp4",
+    "decode8_narrow_down_mxfp4",
+    "decode8_narrow_down_nvfp4",
+    "decode8_narrow_up_mxfp4",
+    "decode8_narrow_up_nvfp4",
     "decode8_down_nvfp4",
     "decode8_up_mxfp4",
     "decode8_up_nvfp4",

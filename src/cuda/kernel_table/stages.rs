@@ -193,10 +193,11 @@ pub(in crate::cuda) struct RouterKernels<K> {
     pub(in crate::cuda) renormalize_kept: K,
 }
 
-/// `w4a16_decode.cu`: tiles of 8 rows by four warps, of up to 16 by eight.
+/// `w4a16_decode.cu`: tiles of 8 rows by four warps, the same of half as many weight rows, of up to 16 by eight.
 #[derive(Debug)]
 pub(in crate::cuda) struct DecodeKernels<K> {
     pub(in crate::cuda) eight: Fp4Forward<K>,
+    pub(in crate::cuda) eight_narrow: Fp4Forward<K>,
     pub(in crate::cuda) sixteen: Fp4Forward<K>,
 }
 
@@ -409,8 +410,18 @@ pub(super) fn w4a16<K>(mut stage: Stage<'_, K>) -> Result<PerFormat<PerProduct<P
 
 pub(super) fn w4a16_decode<K>(mut stage: Stage<'_, K>, shared: u32) -> Result<DecodeKernels<K>> {
     let eight = ["decode8_up_nvfp4", "decode8_up_mxfp4", "decode8_down_nvfp4", "decode8_down_mxfp4"];
+    let narrow = [
+        "decode8_narrow_up_nvfp4",
+        "decode8_narrow_up_mxfp4",
+        "decode8_narrow_down_nvfp4",
+        "decode8_narrow_down_mxfp4",
+    ];
     let sixteen = ["decode16_up_nvfp4", "decode16_up_mxfp4", "decode16_down_nvfp4", "decode16_down_mxfp4"];
-    Ok(DecodeKernels { eight: stage.fp4_forward(eight, shared)?, sixteen: stage.fp4_forward(sixteen, shared)? })
+    Ok(DecodeKernels {
+        eight: stage.fp4_forward(eight, shared)?,
+        eight_narrow: stage.fp4_forward(narrow, shared)?,
+        sixteen: stage.fp4_forward(sixteen, shared)?,
+    })
 }
 
 pub(super) fn wgrad<K>(mut stage: Stage<'_, K>) -> Result<WgradKernels<K>> {
