@@ -3,7 +3,7 @@
 use moebius::config::{Activation, WeightAt};
 use moebius::cuda::Cuda;
 use moebius::kernels::{Down, Kernels, Linear, RowDest, RowSource, Segments, SlotWeights, Up};
-use moebius::{DType, Device, Result, Tensor};
+use moebius::{DType, Result, Tensor};
 
 use crate::harness::{Random, tests};
 
