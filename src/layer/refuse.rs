@@ -76,6 +76,7 @@ impl<'a, D: Kernels> RefusalGuard<'a, D> {
     }
 
     /// The group's device.
+    #[cfg_attr(not(feature = "candle"), allow(dead_code, reason = "candle's backward alone asks for it"))]
     pub(crate) fn device(&self) -> &D {
         self.group.device()
     }
