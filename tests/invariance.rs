@@ -40,6 +40,8 @@ const TOKENS: usize = 600;
 const RANDOM_BATCHES: usize = 1000;
 /// Environment variable of that number.
 const BATCHES_VARIABLE: &str = "MOEBIUS_INVARIANCE_BATCHES";
+/// Environment variable that has every setting run all batches, tokens alone and pairs, in place of its share.
+const ALL_VARIABLE: &str = "MOEBIUS_INVARIANCE_ALL";
 /// Rows of a product at which something else takes over. On the CPU: tiles of 2 to 6 rows, the streamed weight (8),
 /// copies of rows (12) and of the weight (24), blocks of rows (128), tasks (256). On a GPU: kernels for few rows (6 and
 /// 32), tiles of 8 to 256.
@@ -164,14 +166,17 @@ fn hold<D: Target>(device: &D, kind: LayerKind) {
 pub fn hold_over<D: Target>(device: &D, kind: LayerKind, over: &[(usize, DispatcherKind)], share: usize) {
     let dtypes = D::FLOATS.iter().copied().filter(|dtype| kind.takes(*dtype));
     let settings: Vec<_> = over.iter().flat_map(|over| dtypes.clone().map(move |dtype| (*over, dtype))).collect();
-    let stride = settings.len() * share * kind.share();
+    let stride = match std::env::var_os(ALL_VARIABLE) {
+        Some(_) => 1,
+        None => settings.len() * share * kind.share(),
+    };
     for (at, &(over, dtype)) in settings.iter().enumerate() {
         let place = Place { at, round: at / dtypes.clone().count() };
         let layer = LayerUnderTest::new(device, place, kind, dtype, over);
         let mut random = Random::new(seed::seed(700 + at as u64));
         let expected = layer.run(&Batch::even(over.0));
         assert!(expected.iter().flatten().all(|bits| f64::from_bits(*bits).is_finite()), "{}: overflow", layer.name);
-        for batch in batches(&mut random, over.0, (at, stride)) {
+        for batch in batches(&mut random, over.0, (at % stride, stride)) {
             let found = layer.run(&batch);
             for (found, token) in found.iter().zip(&batch.tokens) {
                 let (count, split) = (batch.tokens.len(), &batch.split);

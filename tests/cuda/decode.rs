@@ -137,7 +137,13 @@ fn rows_of_zeros_have_them_too(cuda: &Cuda) -> Result<()> {
     Ok(())
 }
 
+/// With Hopper's kernels, and without, where long sums are cut into parts.
 fn logits_have_the_bits_of_many_tokens(cuda: &Cuda) -> Result<()> {
+    check_logits(cuda)?;
+    check_logits(&cuda.portable())
+}
+
+fn check_logits(cuda: &Cuda) -> Result<()> {
     const TOKENS: usize = 200;
     for dtype in [DType::BF16, DType::F16] {
         for (experts, hidden, bias) in [(128, 2048, false), (8, 4104, true), (60, 264, true), (3, 8, false)] {
