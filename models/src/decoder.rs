@@ -379,6 +379,8 @@ impl DecoderStack {
                 }
                 at.inside = true;
                 let output = moe.forward_full(&h, None)?;
+                #[cfg(feature = "cuda")]
+                [&output.y, &output.ids].map(crate::ops::release_late);
                 *at = ForwardProgress { layers: number + 1, inside: false };
                 let mut y = output.y;
                 if let Some(tap) = tap {

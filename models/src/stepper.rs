@@ -70,6 +70,9 @@ struct Work<'m> {
     layers: Vec<LayerCache>,
     positions: PositionTables,
     next: Tensor,
+    /// Of a step that is captured.
+    #[cfg(feature = "cuda")]
+    memory: Option<crate::ops::StepMemory>,
 }
 
 impl Work<'_> {
@@ -77,7 +80,14 @@ impl Work<'_> {
     fn run(&mut self, at: &mut ForwardProgress) -> Result<Tensor> {
         let caches =
             ForwardCaches { layers: &mut self.layers, past: 0, position: Some(self.positions.step_position()?) };
-        let hidden = self.model.decoder().hidden(&self.next, Some(caches), &mut None, at)?;
+        let mut hidden = || self.model.decoder().hidden(&self.next, Some(caches), &mut None, at);
+        #[cfg(feature = "cuda")]
+        let hidden = match &mut self.memory {
+            Some(memory) => memory.run(hidden)?,
+            None => hidden()?,
+        };
+        #[cfg(not(feature = "cuda"))]
+        let hidden = hidden()?;
         let (sequences, _, hidden_size) = hidden.dims3()?;
         let logits = self.model.decoder().logits(&hidden.reshape((sequences, hidden_size))?)?;
         write(&self.next, &argmax(&logits)?)?;
@@ -240,7 +250,14 @@ impl<'m> Stepper<'m> {
 
     fn work(&self) -> Work<'m> {
         let StaticCache { layers, positions, .. } = &self.cache;
-        Work { model: self.model, layers: layers.clone(), positions: positions.clone(), next: self.next.clone() }
+        Work {
+            model: self.model,
+            layers: layers.clone(),
+            positions: positions.clone(),
+            next: self.next.clone(),
+            #[cfg(feature = "cuda")]
+            memory: None,
+        }
     }
 
     #[cfg(not(feature = "cuda"))]
@@ -274,6 +291,7 @@ mod graph {
     use crate::Model;
     use crate::decoder::ForwardProgress;
     use crate::error::Result;
+    use crate::ops::StepMemory;
 
     type Calls<'m> = Box<dyn FnMut() -> CandleResult<Vec<Tensor>> + 'm>;
 
@@ -294,7 +312,7 @@ mod graph {
             if let Some(group) = groups.first() {
                 capture = capture.group(group)?;
             }
-            let mut work = work();
+            let mut work = Work { memory: Some(StepMemory::default()), ..work() };
             let calls: Calls<'m> = Box::new(move || {
                 let logits = work.run(&mut ForwardProgress::default()).map_err(candle_core::Error::wrap)?;
                 Ok(vec![logits])

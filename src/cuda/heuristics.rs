@@ -101,6 +101,11 @@ pub(super) const BLOCK_BYTES: usize = 512;
 /// A free block serves a request that it exceeds by at most one part in so many. Weighed, not measured.
 pub(super) const BLOCK_SLACK: usize = 8;
 
+/// Bytes of a block up to which a graph takes more at once, and how many: a decode step's tensors are smaller, and a layer
+/// gives the framework two. `notes/decode.md`.
+pub(super) const AHEAD_BYTES: usize = 64 << 10;
+pub(super) const AHEAD_BLOCKS: usize = 15;
+
 // ------------------------------------------------------------------------------------------------ dispatchers
 
 /// Most tokens of a rank with which all-gather is the quickest on up to [`GPUS_OF_HOST`] ranks. `docs/benchmarks-gpus.md`.

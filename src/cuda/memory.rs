@@ -17,7 +17,7 @@ use crate::error::Result;
 
 use super::driver::driver;
 use super::failure::StuckFlag;
-use super::heuristics::{BLOCK_BYTES, BLOCK_SLACK};
+use super::heuristics::{AHEAD_BLOCKS, AHEAD_BYTES, BLOCK_BYTES, BLOCK_SLACK};
 
 /// Memory that a [`Cuda`](super::Cuda) has taken, in bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -214,6 +214,16 @@ impl Arena {
         }
     }
 
+    /// Takes more blocks of a small size of a graph's own, which is then likely to ask for as many: each is a node of the
+    /// graph, and two kernels with one between them do not overlap.
+    fn take_ahead(&self, state: &mut ArenaState, size: usize) {
+        if self.kind != ArenaKind::InGraph || size > AHEAD_BYTES {
+            return;
+        }
+        let blocks = (0..AHEAD_BLOCKS).map_while(|_| self.pool.take(size, self.kind).ok());
+        state.free.extend(blocks.map(|ptr| (size, ptr)));
+    }
+
     pub(super) fn alloc(&self, call: &'static str, bytes: usize) -> Result<MemoryBlock> {
         let size = bytes.max(1).checked_next_multiple_of(BLOCK_BYTES).unwrap_or(bytes);
         let mut state = lock(&self.state);
@@ -225,7 +235,10 @@ impl Arena {
                 block
             }
             None => match self.pool.take(size, self.kind) {
-                Ok(ptr) => (size, ptr),
+                Ok(ptr) => {
+                    self.take_ahead(&mut state, size);
+                    (size, ptr)
+                }
                 Err(_) => {
                     // Free blocks of other sizes may hold the memory that is missing.
                     self.give_back(&mut state);

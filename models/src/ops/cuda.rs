@@ -12,6 +12,7 @@ use half::{bf16, f16};
 use moebius::candle::{StorageMut, with_storages_mut};
 
 use super::kernel_table::{Kernel, KernelTable, kernels};
+use super::step_memory::{keep, made_before};
 
 /// What a block has of shared memory without being asked for more.
 pub(super) const DEFAULT_SHARED: usize = 48 << 10;
@@ -45,6 +46,7 @@ pub(super) struct Grid {
 
 /// A GPU's stream, and the kernels of its context.
 pub(super) struct Launcher {
+    pub device: CudaDevice,
     pub stream: Arc<CudaStream>,
     pub kernels: Arc<KernelTable<Kernel>>,
 }
@@ -53,7 +55,7 @@ impl Launcher {
     fn new(device: &CudaDevice) -> Result<Self> {
         let stream = device.cuda_stream();
         let kernels = kernels(stream.context())?;
-        Ok(Self { stream, kernels })
+        Ok(Self { device: device.clone(), stream, kernels })
     }
 
     /// Enqueues a kernel of one parameter.
@@ -99,13 +101,22 @@ pub(super) fn output<const N: usize>(
 ) -> Result<Tensor> {
     let (device, shape) = (device.as_cuda_device()?, shape.into());
     let launcher = Launcher::new(device)?;
-    // SAFETY: numbers, which `launch` has written before anything reads them.
+    let out = new_tensor(device, dtype, shape)?;
+    with_addresses(inputs, |inputs| with_addresses_mut(&[&out], |to| launch(&launcher, inputs, to[0])))?;
+    Ok(out)
+}
+
+/// A tensor whose numbers are to be written before anything reads them.
+pub(super) fn new_tensor(device: &CudaDevice, dtype: DType, shape: impl Into<Shape>) -> Result<Tensor> {
+    let shape = shape.into();
+    if let Some(made) = made_before(&shape, dtype) {
+        return Ok(made);
+    }
+    // SAFETY: numbers, which the caller writes before anything reads them.
     let out = unsafe { device.alloc_uninit(&shape, dtype)? };
-    with_addresses(inputs, |inputs| {
-        let (to, _out) = address(&out, &Layout::contiguous(&shape))?;
-        launch(&launcher, inputs, to)
-    })?;
-    Ok(Tensor::from_storage(Storage::Cuda(out), shape, BackpropOp::none(), false))
+    let out = Tensor::from_storage(Storage::Cuda(out), shape, BackpropOp::none(), false);
+    keep(&out);
+    Ok(out)
 }
 
 /// Runs `f` with where the elements of tensors begin, 0 for one that is not there; nobody writes them until it has

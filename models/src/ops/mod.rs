@@ -22,12 +22,16 @@ mod qk_norm_rope;
 #[cfg(feature = "cuda")]
 mod qk_norm_rope_cuda;
 mod rotate;
+#[cfg(feature = "cuda")]
+mod step_memory;
 
 pub(crate) use attention::{AttentionOptions, MaskCache, SlotOptions, attention, slot_attention};
 pub(crate) use computed::with_backward;
 pub(crate) use cross_entropy::{Head, cross_entropy};
 pub(crate) use linear::linear;
 pub(crate) use norm::{add_rms_norm, rms_norm};
+#[cfg(feature = "cuda")]
+pub(crate) use step_memory::{StepMemory, release_late};
 pub(crate) use qk_norm_rope::QkNormRope;
 pub(crate) use rotate::rotate;
 

@@ -81,17 +81,17 @@ impl SlotLaunch<'_> {
 
     /// The runs of `rows` heads of D entries, and their sum.
     fn attend_and_combine(&self, params: SlotAttentionParams, [rows, dim]: [usize; 2]) -> Result<()> {
-        let (stream, runs) = (&self.gpu.stream, params.runs as usize);
-        // SAFETY: numbers, which the first kernel has written before the second reads them.
-        let (partial, stats) =
-            unsafe { (stream.alloc::<f32>(rows * runs * dim).w()?, stream.alloc::<f32>(rows * runs * 2).w()?) };
-        let ((partial, _p), (stats, _s)) = (partial.device_ptr(stream), stats.device_ptr(stream));
-        self.attend(&SlotAttentionParams { partial, stats, ..params })?;
-        let SlotAttentionParams { sinks, out, heads, runs, .. } = params;
-        let params = SlotCombineParams { partial, stats, sinks, out, heads, runs };
-        let grid = Grid { blocks: [rows, 1, 1], threads: dim, shared: 0 };
-        // SAFETY: the kernel's struct; the sums have the shape that the first kernel has written, and are freed on the
-        // stream that the kernels are on.
-        unsafe { self.gpu.launch(&self.gpu.kernels.slot_combine, grid, &params) }
+        let runs = params.runs as usize;
+        let made = |width: usize| new_tensor(&self.gpu.device, DType::F32, (rows, runs, width));
+        with_addresses_mut(&[&made(dim)?, &made(2)?], |sums| {
+            let (partial, stats) = (sums[0], sums[1]);
+            self.attend(&SlotAttentionParams { partial, stats, ..params })?;
+            let SlotAttentionParams { sinks, out, heads, runs, .. } = params;
+            let params = SlotCombineParams { partial, stats, sinks, out, heads, runs };
+            let grid = Grid { blocks: [rows, 1, 1], threads: dim, shared: 0 };
+            // SAFETY: the kernel's struct; the sums have the shape that the first kernel has written, and are freed on
+            // the stream that the kernels are on.
+            unsafe { self.gpu.launch(&self.gpu.kernels.slot_combine, grid, &params) }
+        })
     }
 }
