@@ -276,6 +276,18 @@ fn output_that_nobody_reads_ends_the_job() {
     until("the ranks are gone", || !pids.iter().any(|pid| runs(pid)));
 }
 
+/// Also where no write could fail: the ranks print nothing after the reader has gone, or have closed what they print to.
+#[test]
+fn output_that_nobody_reads_ends_a_silent_job() {
+    for script in ["echo $$; exec sleep 600", "echo $$; exec sleep 600 >&- 2>&-", "trap '' TERM; echo $$; sleep 600"] {
+        let mut running = Running::start(&["--grace", "1", "-n", "2"], script);
+        let pids: Vec<String> = running.lines(2).iter().map(|line| line[4..].to_string()).collect();
+        drop(running.out);
+        assert_eq!(status_of(&mut running.child), Some(128 + 13), "{script}");
+        until("the ranks are gone", || !pids.iter().any(|pid| runs(pid)));
+    }
+}
+
 /// A user's TERM counts from the moment it came, whatever the ranks make of it: one ends well, one ignores it.
 #[test]
 fn a_rank_that_ignores_a_signal_to_end_is_killed() {
