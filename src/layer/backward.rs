@@ -42,6 +42,9 @@ pub(super) fn backward<D: Kernels>(
     let mut gradients = refuse_on_error(layer, group, Op::CombineBwd, gradients)?;
     let mut into = gradients.view_mut();
     into.accumulate = given.accumulate;
+    if let Some(x) = &mut given.x {
+        into.x = Some(x.reborrow());
+    }
     given.params.as_mut().map(|kind, memory| {
         if let Some(memory) = memory {
             into.set(kind, memory.reborrow());

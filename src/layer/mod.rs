@@ -374,8 +374,8 @@ impl Layer {
         backward::backward(self, group, context, inputs, cotangents.scalar(), wanted, GradientsMut::none())
     }
 
-    /// [`backward`](Self::backward) with some parameters' gradients in memory of the caller, whatever `wanted` says of
-    /// them, and those that it asks for beside in new memory.
+    /// [`backward`](Self::backward) with some gradients (of x, of parameters) in memory of the caller, whatever `wanted`
+    /// says of them, and those that it asks for beside in new memory.
     ///
     /// # Errors
     /// As [`backward`](Self::backward).

@@ -45,8 +45,8 @@ impl<D: Kernels> Gradients<D> {
         self.params[kind].take()
     }
 
-    /// Room for the gradients that are wanted, and none yet for those of logits and routing weights, nor for those that
-    /// have memory in `given`.
+    /// Room for the gradients that are wanted, and none yet for those of logits and routing weights, nor for those (of x
+    /// or of a parameter) that have memory in `given`.
     pub(super) fn empty(
         layer: &Layer,
         group: &Group<D>,
@@ -70,7 +70,7 @@ impl<D: Kernels> Gradients<D> {
         };
         let none = || Tensor::empty(device, inputs.x.dtype().accumulator(), &[0, 0]);
         Ok(Self {
-            x: if wanted.x { Some(like(inputs.x.borrow())?) } else { None },
+            x: if wanted.x && given.x.is_none() { Some(like(inputs.x.borrow())?) } else { None },
             params: PerParam::try_from_fn(of)?,
             logits: none()?,
             weights: none()?,
