@@ -236,7 +236,7 @@ impl<D: StepDevice> AdamW<D> {
             if theirs != own {
                 let (value, peer_value) = (format!("{own:?}"), format!("{theirs:?}"));
                 let field = "optimizer.state (steps, skipped, good steps, scale)".to_string();
-                return Err(Error::ConfigMismatch { field, rank, value, peer, peer_value });
+                return Err(Error::ConfigMismatch { call: CALL, field, rank, value, peer, peer_value });
             }
         }
         Ok(())

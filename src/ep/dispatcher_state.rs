@@ -326,7 +326,7 @@ impl<D: Kernels> DispatcherState<D> {
                 let what = format!("a routing record of {expected} bytes (top_k = {})", spec.top_k);
                 let field = "spec.top_k or spec.expert_capacity".to_string();
                 let peer_value = format!("a routing record of {found} bytes");
-                Err(Error::ConfigMismatch { field, rank, value: what, peer, peer_value })
+                Err(Error::ConfigMismatch { call: PREPARE, field, rank, value: what, peer, peer_value })
             }
             Err(error) => Err(self.as_peer_error(PREPARE, error)),
         }

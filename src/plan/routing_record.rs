@@ -202,6 +202,7 @@ fn disagreement(records: &[RoutingRecord], rank: usize) -> Option<Error> {
             return Some(formulas(rank, &own[FORMULA_AT..], peer, &records[peer].fields[FORMULA_AT..]));
         }
         Some(Error::ConfigMismatch {
+            call: CALL,
             field: FIELDS[i].to_string(),
             rank,
             value: show(FIELDS[i], own[i]),
@@ -216,7 +217,7 @@ fn formulas(rank: usize, own: &[u64], peer: usize, other: &[u64]) -> Error {
     let names = Fingerprint::differing(own, other);
     let field = if names.is_empty() { FORMULA.to_string() } else { names.join(", ") };
     let (value, peer_value) = ("one value".to_string(), "another".to_string());
-    Error::ConfigMismatch { field, rank, value, peer, peer_value }
+    Error::ConfigMismatch { call: CALL, field, rank, value, peer, peer_value }
 }
 
 impl RoutingRecord {
@@ -369,7 +370,10 @@ mod tests {
         }
         let other = DispatchSpec::new(4, 2);
         let text = problem(&[record(&good), record(&other)], 0, 8).map(|e| e.to_string()).unwrap_or_default();
-        assert!(text.contains("spec.layer") && text.contains('3') && text.contains('4'), "{text}");
+        assert!(
+            text.starts_with("prepare: ") && text.contains("spec.layer") && text.contains('3') && text.contains('4'),
+            "{text}"
+        );
         assert!(problem(&[record(&good), record(&good)], 0, 8).is_none());
     }
 }

@@ -115,6 +115,7 @@ impl NcclEp {
         match all.iter().position(|theirs| *theirs != own) {
             None => Ok(()),
             Some(peer) => Err(Error::ConfigMismatch {
+                call: "prepare",
                 field: format!("rows of layer {}", spec.layer),
                 rank: self.core.rank(),
                 value: own,
