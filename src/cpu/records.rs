@@ -31,6 +31,7 @@ pub(super) fn record(call: RecordIds<'_, Cpu>) -> Result<()> {
     let record = RoutingRecord {
         status: bad.map_or(RecordStatus::Ready, RecordStatus::Deferred),
         fields: routing_record::fields(spec),
+        values: *spec.formula.values(),
         backward: spec.backward,
         pending: deferred_errors::any(errors.as_ref().data()),
         tokens: ids.rows(),

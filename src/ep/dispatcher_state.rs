@@ -279,8 +279,8 @@ impl<D: Kernels> DispatcherState<D> {
             (None, Some(bad)) if spec.reporting == Reporting::Deferred => RecordStatus::Deferred(bad),
             (None, Some(bad)) => RecordStatus::BadId(bad),
         };
-        let (fields, backward) = (routing_record::fields(spec), spec.backward);
-        Ok(RoutingRecord { status, fields, backward, pending: false, tokens, ids, weights })
+        let (fields, values, backward) = (routing_record::fields(spec), *spec.formula.values(), spec.backward);
+        Ok(RoutingRecord { status, fields, values, backward, pending: false, tokens, ids, weights })
     }
 
     pub(super) fn sizes(&self, spec: &DispatchSpec) -> RecordSizes {
