@@ -315,26 +315,26 @@ pub(crate) fn mask_bad_ids(
     // Choice that named each expert last: doubled if of the same token.
     let mut named = vec![usize::MAX; num_experts];
     let mut bad = None;
-    let mut mask_bad_ids = Vec::with_capacity(wide.len());
+    let mut kept = Vec::with_capacity(wide.len());
     for (i, &id) in wide.iter().enumerate() {
         let (token, column) = (i / k, i % k);
         let problem = |first| BadId { rank, layer, token, k: column, id, first };
-        let mut kept = -1;
+        let mut expert = -1;
         match usize::try_from(id) {
             Ok(e) if e < num_experts => {
                 let last = std::mem::replace(&mut named[e], i);
                 if last != usize::MAX && last / k == token {
                     bad = bad.or(Some(problem(Some(last % k))));
                 } else {
-                    kept = e as i32;
+                    expert = e as i32;
                 }
             }
             _ if id == -1 => {}
             _ => bad = bad.or(Some(problem(None))),
         }
-        mask_bad_ids.push(kept);
+        kept.push(expert);
     }
-    Ok((mask_bad_ids, bad))
+    Ok((kept, bad))
 }
 
 /// As much of a text as fits, whole characters only.
