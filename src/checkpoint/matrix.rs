@@ -57,17 +57,25 @@ pub(super) fn read_matrix(
     Ok(())
 }
 
-/// Reads what a shard holds of a matrix, and returns its bytes. The shard's memory begins with row `own.start` of the
-/// whole weight; the matrix's parameter begins at its row `first`. What the shard holds nothing of is not opened.
+/// A shard's memory, as a matrix is read into it.
+#[derive(Debug)]
+pub(super) struct ShardMemory<'a> {
+    /// Row of the whole weight at which the matrix's parameter begins.
+    pub first: usize,
+    /// Rows of the whole weight that the memory holds.
+    pub rows: Range<usize>,
+    pub bytes: &'a mut [u8],
+    pub dtype: DType,
+}
+
+/// Reads what a shard holds of a matrix, and returns its bytes. What the shard holds nothing of is not opened.
 pub(super) fn read_window<'s>(
     find: &dyn Fn() -> Result<Stored<'s>>,
-    part: &DiskMatrix,
-    first: usize,
-    own: Range<usize>,
-    shard: &mut [u8],
-    dtype: DType,
+    part: &MatrixLayout,
+    shard: ShardMemory<'_>,
     scratch: &mut Scratch,
 ) -> Result<usize> {
+    let ShardMemory { first, rows: own, bytes, dtype } = shard;
     let (start, rows) = match part.rows {
         DiskRows::From(start) => (start, part.out),
         DiskRows::Alternate(half) => (0, 2 * half),
@@ -80,7 +88,7 @@ pub(super) fn read_window<'s>(
     }
     let stored = find()?;
     let row = part.inn * dtype.size();
-    let to = &mut shard[(wanted.start - own.start) * row..(wanted.end - own.start) * row];
+    let to = &mut bytes[(wanted.start - own.start) * row..(wanted.end - own.start) * row];
     let from = wanted.start - filled.start..wanted.end - filled.start;
     let in_order = matches!(part.rows, DiskRows::From(_)) && part.transposed == stored.flipped;
     // Tensors packed two rows a byte are read from even rows on.
@@ -102,7 +110,7 @@ pub(super) fn read_window<'s>(
         return Ok(to.len());
     }
     let mut whole = vec![0; (start + rows) * row];
-    read_matrix(&stored, &MatrixLayout::of(part), &mut whole, dtype, scratch)?;
+    read_matrix(&stored, part, &mut whole, dtype, scratch)?;
     to.copy_from_slice(&whole[(start + from.start) * row..(start + from.end) * row]);
     Ok(to.len())
 }
