@@ -114,6 +114,7 @@ fn inspect_checks_before_it_prints() {
 #[test]
 fn dense_reference_checks_before_it_prints() {
     refused("dense_reference", &["--ranks", "3"], 2, &["--ranks", "found 3"]);
+    refused("dense_reference", &["--layer", "99"], 2, &["--layer 99", "Mixture-of-Experts block"]);
     refused("dense_reference", &["--checkpoint", "/no/such/folder"], 1, &["/no/such/folder", "--checkpoint"]);
     if !cfg!(feature = "burn") {
         refused("dense_reference", &["--framework", "burn"], 2, &["--framework burn", "--features burn"]);
