@@ -159,8 +159,8 @@ impl<D: ShardDevice> ChainState<D> {
     }
 
     fn take_for_reduction(&mut self, buffer_id: BufferId) -> Result<Buffer<D>> {
-        let lane = self.apart.as_ref().unwrap_or(&self.gathers);
-        lane.take(&mut self.cache, buffer_id)
+        let thread = self.apart.as_ref().unwrap_or(&self.gathers);
+        thread.take(&mut self.cache, buffer_id)
     }
 
     /// Whether a weight's reduction has a buffer to fill, or none is under way that would give one back.
