@@ -170,7 +170,7 @@ fn what_fails_before_the_layer_is_told() {
     });
     for case in cases {
         let outcomes: Vec<_> = thread::scope(|scope| {
-            let seats = ThreadWorld::create(2, PATIENCE).into_iter().enumerate();
+            let comms = ThreadWorld::create(2, PATIENCE).into_iter().enumerate();
             let rank = |(rank, comm)| {
                 scope.spawn(move || {
                     let group = Group::new(Cpu::new(), Box::new(comm), GroupConfig::new(4, 8)).unwrap();
@@ -179,7 +179,7 @@ fn what_fails_before_the_layer_is_told() {
                     run(&call, (rank == 1).then_some(case))
                 })
             };
-            let threads: Vec<_> = seats.map(rank).collect();
+            let threads: Vec<_> = comms.map(rank).collect();
             threads.into_iter().map(|thread| thread.join().expect("no panic")).collect()
         });
         let [[told, after], [own, again]] = &outcomes[..] else { panic!("two ranks") };
