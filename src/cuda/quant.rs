@@ -16,7 +16,7 @@ use super::device::Cuda;
 use super::heuristics::FINITE_BLOCKS;
 use super::kernel_table::Nvfp4Mode;
 use super::launch::Grid;
-use super::params::{self, AMAX_JOBS, BACK_JOBS, type_code};
+use super::params::{self, AMAX_JOBS, DEQUANTIZE_JOBS, type_code};
 use super::tile_config::NVFP4_ALIGNED_SMEM;
 
 const THREADS: u32 = 256;
@@ -249,10 +249,17 @@ impl Cuda {
 }
 
 /// Matrices back to floating point, each with its eights of elements, as many as fit a launch at a time.
-fn back(device: &Cuda, call: &'static str, kernel: &Kernel, jobs: &[(params::DequantizeJob, usize)]) -> Result<()> {
-    for jobs in jobs.chunks(BACK_JOBS) {
-        let mut p =
-            params::DequantizeJobs { jobs: [params::DequantizeJob::default(); BACK_JOBS], count: jobs.len() as i64 };
+fn launch_dequantize(
+    device: &Cuda,
+    call: &'static str,
+    kernel: &Kernel,
+    jobs: &[(params::DequantizeJob, usize)],
+) -> Result<()> {
+    for jobs in jobs.chunks(DEQUANTIZE_JOBS) {
+        let mut p = params::DequantizeJobs {
+            jobs: [params::DequantizeJob::default(); DEQUANTIZE_JOBS],
+            count: jobs.len() as i64,
+        };
         let mut blocks = 0;
         for (to, (from, eights)) in p.jobs.iter_mut().zip(jobs) {
             *to = params::DequantizeJob { first_block: blocks as i64, ..*from };
@@ -287,7 +294,7 @@ fn dequantize(device: &Cuda, call: &'static str, calls: Vec<Dequantize<'_, Cuda>
         };
         Ok((job, dims[0] * blocks * 2))
     };
-    back(
+    launch_dequantize(
         device,
         call,
         &device.kernels().dequantize.nvfp4,
@@ -308,7 +315,7 @@ fn dequantize_mxfp8(device: &Cuda, call: &'static str, calls: Vec<DequantizeMxfp
         };
         Ok((job, dims[0] * dims[1].div_ceil(8)))
     };
-    back(
+    launch_dequantize(
         device,
         call,
         &device.kernels().dequantize.mxfp8,
