@@ -47,7 +47,7 @@ thread_local! {
 
 fn fails(at: At) -> Result<()> {
     match FAILS.get() {
-        Some(told) if told == at => Err(Error::invalid("test", "GPU", "one that works", format!("{at:?}"))),
+        Some(failing) if failing == at => Err(Error::invalid("test", "GPU", "one that works", format!("{at:?}"))),
         Some(At::ViewMut(others)) if at == At::ViewMut(0) => {
             FAILS.set(Some(At::ViewMut(others - 1)));
             Ok(())
@@ -182,8 +182,8 @@ fn what_fails_before_the_layer_is_told() {
             let threads: Vec<_> = comms.map(rank).collect();
             threads.into_iter().map(|thread| thread.join().expect("no panic")).collect()
         });
-        let [[told, after], [own, again]] = &outcomes[..] else { panic!("two ranks") };
-        match told {
+        let [[refused, after], [own, again]] = &outcomes[..] else { panic!("two ranks") };
+        match refused {
             // In prepare, and in backward's first collective.
             Err(
                 Error::Peer { rank: 0, peer: 1, reason, .. }

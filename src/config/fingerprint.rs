@@ -180,8 +180,8 @@ mod tests {
             // What has not traveled is told by its digest.
             let none = FieldValues::default();
             let unknown = Fingerprint::differing([(&own.words(), own.values()), (&other.words(), &none)]);
-            let [Difference { values: [told, digest], .. }] = &unknown[..] else { panic!("{name}") };
-            assert!(told == value && digest.starts_with("a value of digest "), "{unknown:?}");
+            let [Difference { values: [known, digest], .. }] = &unknown[..] else { panic!("{name}") };
+            assert!(known == value && digest.starts_with("a value of digest "), "{unknown:?}");
         }
         let hidden = Fingerprint::of(&MoeConfig { hidden: 128, ..config.clone() });
         let values = ["64".to_string(), "128".to_string()];

@@ -50,8 +50,9 @@ impl OutputForwarder {
             }
         }
         let ended = Arc::new(AtomicBool::new(false));
-        let told = Arc::clone(&ended);
-        let thread = std::thread::Builder::new().name("output".to_string()).spawn(move || pump(streams, &told))?;
+        let ranks_ended = Arc::clone(&ended);
+        let thread =
+            std::thread::Builder::new().name("output".to_string()).spawn(move || pump(streams, &ranks_ended))?;
         Ok(Self { ended, unread, thread })
     }
 

@@ -495,8 +495,8 @@ mod tests {
         ];
         for ((payload, usage), in_turn) in cases.into_iter().flat_map(|case| [(case, true), (case, false)]) {
             let case = format!("{payload:?} {usage:?}, in turn: {in_turn}");
-            let [[told, met], [own, after]] = <[_; 2]>::try_from(without_memory(payload, usage, in_turn)).unwrap();
-            assert!(matches!(told, Err(Error::Comm(CommError::Refused { peer: 1, .. }))), "{case}: {told:?}");
+            let [[refused, met], [own, after]] = <[_; 2]>::try_from(without_memory(payload, usage, in_turn)).unwrap();
+            assert!(matches!(refused, Err(Error::Comm(CommError::Refused { peer: 1, .. }))), "{case}: {refused:?}");
             assert!(own.as_ref().is_err_and(|e| e.to_string().contains("in use")), "{case}: {own:?}");
             assert!(met.is_ok() && after.is_ok(), "{case}: {met:?} {after:?}");
         }

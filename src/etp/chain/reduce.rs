@@ -328,8 +328,8 @@ mod tests {
             chain.drain().unwrap();
             reduced
         });
-        let [told, own] = <[_; 2]>::try_from(found).unwrap();
-        assert!(matches!(told, Err(Error::Comm(CommError::Refused { peer: 1, .. }))), "{told:?}");
+        let [refused, own] = <[_; 2]>::try_from(found).unwrap();
+        assert!(matches!(refused, Err(Error::Comm(CommError::Refused { peer: 1, .. }))), "{refused:?}");
         assert!(own.as_ref().is_err_and(|e| e.to_string().contains("in use")), "{own:?}");
     }
 }
