@@ -61,7 +61,7 @@ enum Projection {
     Apart { qkv: Linear, z: Linear, b: Linear, a: Linear },
 }
 
-/// What a token's projections are: `[B, S, …]`.
+/// A token's projections: `[B, S, …]`.
 struct Projected {
     /// Queries, then keys, then values.
     qkv: Tensor,

@@ -33,7 +33,7 @@ impl FieldValues {
         str::from_utf8(&self.bytes[..self.len]).unwrap_or_default()
     }
 
-    /// What traveled; no more of it than there is room for.
+    /// Values that have traveled, as far as there is room for them.
     pub fn from_text(text: &str) -> Self {
         let len = (0..=ROOM.min(text.len())).rev().find(|i| text.is_char_boundary(*i)).unwrap_or(0);
         let mut values = Self { len, ..Self::default() };

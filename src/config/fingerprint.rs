@@ -42,7 +42,7 @@ const EACH: usize = 64 / BITS;
 pub struct Fingerprint {
     whole: u64,
     digests: [u64; Self::WORDS - 1],
-    /// What the errors say of fields that differ.
+    /// The fields' values, for errors.
     values: FieldValues,
 }
 

@@ -261,7 +261,7 @@ pub enum Error {
         weight: String,
         /// Requirement of the form that shards are sent in.
         expected: String,
-        /// What the weight has.
+        /// The weight's state.
         found: String,
     },
     /// A checkpoint is damaged, hostile or not what its config says.
