@@ -115,7 +115,7 @@ impl LayerCache {
     }
 
     /// Replaces it; in its memory where that stays.
-    pub fn set_state(&mut self, (a, b): (Tensor, Tensor)) -> Result<()> {
+    pub fn set_state(&mut self, a: Tensor, b: Tensor) -> Result<()> {
         if let Self::State(held_a, held_b) = self {
             write(held_a, &a)?;
             return write(held_b, &b);

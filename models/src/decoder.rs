@@ -11,7 +11,7 @@ use crate::cache::{Cache, LayerCache};
 use crate::config::Base;
 use crate::error::Result;
 use crate::mlp::Mlp;
-use crate::norm::{Norm, NormKind};
+use crate::norm::{Norm, NormSpec};
 use crate::ops::{Head, MaskCache, linear};
 use crate::params::Loader;
 use crate::rotary::{Angles, Rotary};
@@ -157,7 +157,7 @@ pub(crate) struct Names {
 /// The parts of a family's decoder around its mixers.
 #[derive(Debug, Clone)]
 pub(crate) struct DecoderSpec {
-    pub norm: (NormKind, f64),
+    pub norm: NormSpec,
     pub names: Names,
     pub scales: Scales,
     /// The output projection is the embedding.
@@ -175,7 +175,7 @@ impl DecoderSpec {
     /// The frame that most families have.
     pub fn of(base: &Base) -> Self {
         Self {
-            norm: (NormKind::Rms, base.rms_norm_eps),
+            norm: NormSpec::rms(base.rms_norm_eps),
             names: Names {
                 embedding: "embed_tokens",
                 norm: "norm",
