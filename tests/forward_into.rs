@@ -8,7 +8,8 @@ use moebius::cpu::{Cpu, ThreadWorld};
 use moebius::ep::{DispatcherKind, Group, GroupConfig};
 use moebius::kernels::Kernels;
 use moebius::layer::{
-    Cotangents, GradientMask, GradientsMut, Inputs, Layer, Mode, ParamKind, ParamViews, PerParam, StepSizes,
+    Cotangents, GradientMask, GradientRequest, GradientsMut, Inputs, Layer, Mode, ParamKind, ParamViews, PerParam,
+    StepSizes,
 };
 use moebius::{DType, Error, MoeConfig, Result, Tensor};
 use rand::{Rng, rngs::StdRng};
@@ -141,7 +142,7 @@ fn backward_with_writes_what_it_is_given_and_makes_the_rest() -> Result<()> {
         let wanted = GradientMask { x: x_wanted, router: false, ..GradientMask::ALL };
         let made = s.backward(|l, g, c, i, d| {
             let cotangents = Cotangents { y: d.y, aux: d.aux.into() };
-            l.backward_with(g, c, i, cotangents, wanted, given)
+            l.backward_with(g, c, i, cotangents, GradientRequest { wanted, given })
         })??;
         assert_eq!([&x, &up].map(|t| Some(t.as_bytes().to_vec())), [of(&owned.x), of(&owned.up)]);
         assert!(made.x.is_none() && made.up.is_none() && made.router.is_none());

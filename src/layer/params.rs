@@ -8,7 +8,7 @@ use crate::kernels::Kernels;
 use crate::tensor::{Tensor, TensorMut, TensorRef};
 use crate::weights::WeightSource;
 
-use super::{GradientMask, Gradients, GradientsMut, Inputs, Layer, ParamKind, Params, PerParam};
+use super::{GradientRequest, Gradients, GradientsMut, Inputs, Layer, ParamKind, Params, PerParam};
 
 impl<'a, D: Kernels> Params<'a, D> {
     /// The parameters of a rank; of `others` those that are not given before.
@@ -51,7 +51,7 @@ impl<D: Kernels> Gradients<D> {
         layer: &Layer,
         group: &Group<D>,
         inputs: &Inputs<'_, '_, D>,
-        (wanted, given): (GradientMask, &GradientsMut<'_, D>),
+        GradientRequest { wanted, given }: &GradientRequest<'_, D>,
     ) -> Result<Self> {
         let device = group.device();
         let like = |t: TensorRef<'_, D>| Tensor::empty(device, t.dtype(), t.dims());
