@@ -9,7 +9,7 @@ use crate::dtype::DType;
 use crate::error::Result;
 
 /// Bytes of one read, unless a row is longer: large enough to be fast, small beside any expert.
-const CHUNK: usize = 1 << 20;
+const READ_BYTES: usize = 1 << 20;
 
 /// Which matrix of a stored tensor is read, and how it lies there and in its place: fields of [`DiskMatrix`].
 #[derive(Debug, Clone, Copy)]
@@ -47,7 +47,7 @@ pub(super) fn read_matrix(
         return Ok(stored.read_plain((origin * row) as u64, bytes)?);
     }
     // Even, for tensors whose codes are packed two rows a byte.
-    let step = (CHUNK / 4 / columns.max(1) / 2 * 2).max(2);
+    let step = (READ_BYTES / 4 / columns.max(1) / 2 * 2).max(2);
     for first in (0..rows).step_by(step) {
         let last = (first + step).min(rows);
         let chunk = stored.read(origin + first..origin + last, columns, scratch)?;
@@ -93,7 +93,7 @@ pub(super) fn read_window<'s>(
     let in_order = matches!(part.rows, DiskRows::From(_)) && part.transposed == stored.flipped;
     // Tensors packed two rows a byte are read from even rows on.
     if in_order && from.start.is_multiple_of(2) {
-        let step = (CHUNK / 4 / part.inn.max(1) / 2 * 2).max(2);
+        let step = (READ_BYTES / 4 / part.inn.max(1) / 2 * 2).max(2);
         for at in from.clone().step_by(step) {
             let last = (at + step).min(from.end);
             let origin = part.slice * part.out;

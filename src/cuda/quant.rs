@@ -28,10 +28,10 @@ const DEQUANTIZE_SPAN: usize = params::DEQUANTIZE_SPAN as usize;
 const PANEL: [usize; 2] = [params::PANEL_ROWS as usize, params::PANEL_BYTES as usize];
 /// Shared memory of the NVFP4 kernels, without and with columns (`kernels/nvfp4_cast.cu`).
 const CAST_SHARED: [u32; 2] = [params::NVFP4_CAST_SMEM, params::NVFP4_CAST_COLUMNS_SMEM];
-/// Rows and columns that a block takes of a matrix whose own are multiples of [`WHOLE`]
+/// Rows and columns that a block takes of a matrix whose own are multiples of [`ALIGNED`]
 /// (`kernels/nvfp4_cast_aligned.cu`).
-const BLOCK: [usize; 2] = [params::NVFP4_ALIGNED_ROWS as usize, params::NVFP4_ALIGNED_COLUMNS as usize];
-const WHOLE: usize = 128;
+const ALIGNED_BLOCK: [usize; 2] = [params::NVFP4_ALIGNED_ROWS as usize, params::NVFP4_ALIGNED_COLUMNS as usize];
+const ALIGNED: usize = 128;
 
 /// A matrix as kernels take it.
 fn strided(matrix: &Matrix<'_, Cuda>) -> params::StridedMatrix {
@@ -65,7 +65,7 @@ fn panels(matrix: &Matrix<'_, Cuda>) -> usize {
 /// Whether columns are wanted of an aligned matrix of 16-bit elements with one amax, as they are, to whole words.
 fn aligned_matrix(p: &params::QuantCastParams, size: usize) -> bool {
     let words = |side: &params::QuantSide| side.codes.is_multiple_of(16) && side.scales.is_multiple_of(8);
-    let whole = |n: i64| (n as usize).is_multiple_of(WHOLE) && i32::try_from(n).is_ok();
+    let whole = |n: i64| (n as usize).is_multiple_of(ALIGNED) && i32::try_from(n).is_ok();
     p.columns.codes != 0
         && size == 2
         && p.by_line == 0
@@ -226,7 +226,7 @@ impl Cuda {
             && p.rows.codes.is_multiple_of(8)
             && u32::try_from(blocks).is_ok();
         let [height, width] = matrix.dims();
-        let whole_blocks = height.div_ceil(BLOCK[0]) * width.div_ceil(BLOCK[1]);
+        let whole_blocks = height.div_ceil(ALIGNED_BLOCK[0]) * width.div_ceil(ALIGNED_BLOCK[1]);
         let kernels = self.kernels();
         let of_rows = kernels.nvfp4_cast.rows(mode, dtype).filter(|_| plain);
         let of_panels = kernels.nvfp4_aligned.of(mode, dtype).filter(|_| aligned_matrix(&p, size));

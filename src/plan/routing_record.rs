@@ -18,13 +18,13 @@ const CALL: &str = "prepare";
 
 /// Words of a header: kind, tokens, backward, length of the text; of a bad id rank, token, k, id, first column + 1;
 /// the spec's numbers; whether an error of an earlier call has not been asked for.
-pub(crate) const WORDS: usize = 26;
+pub(crate) const HEADER_WORDS: usize = 26;
 const TEXT: usize = 304;
 /// Bytes before the ids.
-pub(crate) const HEADER: usize = WORDS * 8 + TEXT;
+pub(crate) const HEADER: usize = HEADER_WORDS * 8 + TEXT;
 /// Word of the spec's first number.
 pub(crate) const FIRST_FIELD: usize = 9;
-const _: () = assert!(BAD_LAYER < WORDS);
+const _: () = assert!(BAD_LAYER < HEADER_WORDS);
 /// Word that says that a rank still holds an error of an earlier call.
 pub(crate) const PENDING: usize = FIRST_FIELD + FIELDS.len();
 /// Layer of a bad id, behind whether an error is pending.
@@ -257,8 +257,8 @@ impl RoutingRecord {
         words.push(u64::from(self.pending));
         // A kernel that masks an id of these itself leaves the layer alone; an earlier call's error is another layer's.
         words.push(bad.map_or(self.fields[0], |bad| u64::from(bad.layer)));
-        put(&mut bytes[..WORDS * 8], words.iter().map(|w| w.to_le_bytes()));
-        bytes[WORDS * 8..WORDS * 8 + text.len()].copy_from_slice(text.as_bytes());
+        put(&mut bytes[..HEADER_WORDS * 8], words.iter().map(|w| w.to_le_bytes()));
+        bytes[HEADER_WORDS * 8..HEADER_WORDS * 8 + text.len()].copy_from_slice(text.as_bytes());
         put(&mut bytes[sizes.ids_at()..], self.ids.iter().map(|v| v.to_le_bytes()));
         if sizes.weights {
             put(&mut bytes[sizes.weights_at()..], self.weights.iter().map(|v| v.to_le_bytes()));
@@ -267,7 +267,7 @@ impl RoutingRecord {
     }
 
     pub fn decode(bytes: &[u8], sizes: RecordSizes) -> Self {
-        let words: Vec<u64> = get(bytes, WORDS, u64::from_le_bytes);
+        let words: Vec<u64> = get(bytes, HEADER_WORDS, u64::from_le_bytes);
         let bad = BadId {
             rank: words[4] as usize,
             layer: words[BAD_LAYER] as u32,
@@ -276,7 +276,7 @@ impl RoutingRecord {
             id: words[7] as i64,
             first: words[8].checked_sub(1).map(|f| f as usize),
         };
-        let text = String::from_utf8_lossy(&bytes[WORDS * 8..WORDS * 8 + (words[3] as usize).min(TEXT)]);
+        let text = String::from_utf8_lossy(&bytes[HEADER_WORDS * 8..HEADER_WORDS * 8 + (words[3] as usize).min(TEXT)]);
         let values = if words[0] <= 2 { FieldValues::from_text(&text) } else { FieldValues::default() };
         let status = match words[0] {
             0 => RecordStatus::Ready,
