@@ -14,7 +14,8 @@ use crate::tensor::TensorRef;
 
 use super::choose::best;
 use super::score::{sigmoid, softmax};
-use super::{BLOCK_TOKENS, check, check_ids, check_logits};
+use super::{check, check_ids, check_logits};
+use crate::cpu::heuristics::BLOCK_TOKENS;
 
 pub(in crate::cpu) fn aux_sums(call: AuxSums<'_, Cpu>) -> Result<()> {
     with_acc!("aux_sums", "tensor logits", call.logits.dtype(), A => aux_sums_as::<A>(call))

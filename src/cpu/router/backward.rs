@@ -14,7 +14,8 @@ use super::choose::Chooser;
 use super::jitter::JitterNoise;
 use super::score::{masked_softmax, sigmoid, softmax};
 use super::weights::{Divisor, raw_weights};
-use super::{BLOCK_TOKENS, check, check_ids, check_logits};
+use super::{check, check_ids, check_logits};
+use crate::cpu::heuristics::BLOCK_TOKENS;
 
 pub(in crate::cpu) fn route_bwd(call: RouteBwd<'_, Cpu>) -> Result<()> {
     with_acc!("route_bwd", "tensor logits", call.logits.dtype(), A => route_bwd_as::<A>(call))

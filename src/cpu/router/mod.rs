@@ -1,5 +1,5 @@
 //! Routing on the CPU: rows of logits to expert ids and weights, and back. Every token is independent of the others,
-//! so rayon's threads take blocks of [`BLOCK_TOKENS`] tokens; no result depends on how many threads there are.
+//! so rayon's threads take blocks of `BLOCK_TOKENS` tokens; no result depends on how many threads there are.
 //!
 //! Per-expert scores are in the accumulator type of the logits, as the formulas ask; sums are kept in `f64`, which
 //! costs nothing beside the exponentials.
@@ -22,15 +22,13 @@ use crate::tensor::TensorRef;
 
 use super::Cpu;
 use super::element::{Acc, to_f64, with_acc};
+use super::heuristics::BLOCK_TOKENS;
 use choose::Chooser;
 use jitter::JitterNoise;
 
 pub(super) use aux_losses::{aux_sums, aux_total};
 pub(super) use backward::route_bwd;
 pub(super) use renormalize::renormalize_kept;
-
-/// Tokens a task: enough to hide the cost of a task, few enough to share a small batch.
-const BLOCK_TOKENS: usize = 64;
 
 pub(super) fn route(call: Route<'_, Cpu>) -> Result<()> {
     with_acc!("route", "tensor logits", call.logits.dtype(), A => route_as::<A>(call))
