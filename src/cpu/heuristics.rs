@@ -1,8 +1,8 @@
-//! Numbers that were measured or weighed, and that nothing else determines: how work is cut into tasks. None changes what
-//! is computed, but the order of a weight gradient's sums with [`WGRAD_SLOTS`].
+//! Numbers that were measured or weighed, and that nothing else determines: how work is cut into tasks. None changes
+//! what is computed, but the order of a weight gradient's sums with [`WGRAD_SLOTS`].
 
-/// Rows of a product that one task computes. Large enough that packing the weight is a small part of a task, small enough
-/// that a few hot experts still fill all cores.
+/// Rows of a product that one task computes. Large enough that packing the weight is a small part of a task, small
+/// enough that a few hot experts still fill all cores.
 pub(super) const ROW_TILE: usize = 256;
 
 /// Slots that one step of a weight gradient reads: bounds the memory of gathered rows.

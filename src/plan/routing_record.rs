@@ -1,7 +1,7 @@
 //! The record of a rank in prepare, of a size that all ranks know: it tells the others the rank's choices.
 //!
 //! ```text
-//! HEADER bytes                      numbers, and text: the reason where the rank failed, else its configuration's values
+//! HEADER bytes                      numbers, and text: the reason where the rank failed, else its layer's values
 //! 1 byte, only with weights         so that a size tells whether there are any
 //! max_tokens · K · 4                ids, i32
 //! max_tokens · K · 8                weights as f64, where an expert capacity keeps by probability

@@ -276,7 +276,7 @@ fn output_that_nobody_reads_ends_the_job() {
     until("the ranks are gone", || !pids.iter().any(|pid| runs(pid)));
 }
 
-/// Also where no write could fail: the ranks print nothing after the reader has gone, or have closed what they print to.
+/// Also where no write could fail: the ranks print nothing after the reader has gone, or have closed their output.
 #[test]
 fn output_that_nobody_reads_ends_a_silent_job() {
     for script in ["echo $$; exec sleep 600", "echo $$; exec sleep 600 >&- 2>&-", "trap '' TERM; echo $$; sleep 600"] {

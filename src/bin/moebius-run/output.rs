@@ -74,8 +74,8 @@ impl OutputForwarder {
     }
 }
 
-/// Whether a write to this program's output or errors would fail with a broken pipe. `poll` reports that where nothing is
-/// asked for. Of a terminal that is gone it is HUP that ends a job, unless its user has had it ignored.
+/// Whether a write to this program's output or errors would fail with a broken pipe. `poll` reports that where nothing
+/// is asked for. Of a terminal that is gone it is HUP that ends a job, unless its user has had it ignored.
 fn reader_gone() -> bool {
     let mut polled: Vec<libc::pollfd> = [libc::STDOUT_FILENO, libc::STDERR_FILENO]
         .into_iter()
