@@ -28,7 +28,7 @@ const CACHE_VARIABLE: &str = "MOEBIUS_CUBIN_CACHE";
 /// The sources' folder.
 const FOLDER: &str = "kernels";
 
-/// What a crate has its kernels compiled to.
+/// The form that a crate has its kernels compiled to.
 #[derive(Debug, Clone, Copy)]
 pub enum Target {
     /// A cubin for each architecture that is asked for: `CUBINS` and `RELEASE` in `OUT_DIR/cubins.rs`.

@@ -141,6 +141,12 @@ fn compare(args: &Args) -> Result<bool, AnyError> {
     let checkpoint = Checkpoint::open_with(&args.checkpoint, args.open())?;
     let first = checkpoint.moe_layers().first().copied();
     let layer = args.layer.or(first).ok_or("the checkpoint has no Mixture-of-Experts layer")?;
+    if !checkpoint.moe_layers().contains(&layer) {
+        let layers = checkpoint.moe_layers();
+        return Err(
+            Usage(format!("--layer {layer}: expected a layer with a Mixture-of-Experts block, {layers:?}")).into()
+        );
+    }
     let config = checkpoint.block_config(layer)?;
     let golden = folder.golden.as_ref().filter(|_| args.tokens.is_none() && Some(layer) == first);
     let experts = config.router.num_experts;

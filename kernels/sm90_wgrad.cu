@@ -26,7 +26,7 @@ constexpr int BLOCK_BYTES = BLOCK_K * 128, A_BYTES = BLOCK_M / 64 * BLOCK_BYTES,
 constexpr int SLICE_BYTES = 64 * 128, SLICES = 2;
 constexpr int SMEM_BYTES = 1024 + STAGES * STAGE_BYTES + 2 * SLICES * SLICE_BYTES + 2 * STAGES * 8;
 static_assert(SMEM_BYTES <= 232448, "a block has no more");
-static_assert(BLOCK_M == WGRAD_NARROW && BLOCK_N == WGRAD_WIDE && THREADS == WGRAD_THREADS && SMEM_BYTES == WGRAD_SMEM, "common/shapes.h has others");
+static_assert(BLOCK_M == WGRAD_BLOCK_M && BLOCK_N == WGRAD_BLOCK_N && THREADS == WGRAD_THREADS && SMEM_BYTES == WGRAD_SMEM, "common/shapes.h has others");
 
 // Adds a box to the output, or writes it, of which the part outside the matrix is dropped.
 __device__ __forceinline__ void tma_store(const CUtensorMap& map, uint32_t from, int x, int y, int z, bool add) {

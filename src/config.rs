@@ -1,6 +1,7 @@
 //! Configuration of a layer: sizes, routing formula, activation. Plain values, checked once by [`MoeConfig::validate`].
 
 mod build;
+mod field_values;
 mod fingerprint;
 
 use serde::{Deserialize, Serialize};
@@ -10,6 +11,7 @@ use crate::error::{Error, Result};
 use crate::quant::{MX_BLOCK, NVFP4_BLOCK};
 use crate::tensor::Shape;
 
+pub(crate) use field_values::FieldValues;
 pub use fingerprint::Fingerprint;
 
 /// A Mixture-of-Experts block, independent of ranks, device and framework.

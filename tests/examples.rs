@@ -74,11 +74,13 @@ fn refused(name: &str, arguments: &[&str], status: i32, words: &[&str]) {
 fn a_reader_that_is_gone_ends_a_program_quietly() {
     let golden = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/golden/qwen3_moe_bf16");
     let out = tempfile::tempdir().unwrap();
-    let quantized = ["--force", golden, out.path().to_str().unwrap()];
+    let path = out.path().to_str().unwrap();
+    let (quantized, trained) = (["--force", golden, path], ["--out", path]);
     for (name, arguments, impossible) in [
         ("inspect", &["--tokens", "8"][..], &["--ranks", "3"][..]),
         ("dense_reference", &[], &["--ranks", "3"]),
         ("quantize_checkpoint", &quantized, &[golden, golden]),
+        ("train_lm", &trained, &["--ranks", "3"]),
         ("one_token", &[], &["--no-such-option"]),
         ("one_error", &[], &["--no-such-option"]),
     ] {
@@ -114,6 +116,7 @@ fn inspect_checks_before_it_prints() {
 #[test]
 fn dense_reference_checks_before_it_prints() {
     refused("dense_reference", &["--ranks", "3"], 2, &["--ranks", "found 3"]);
+    refused("dense_reference", &["--layer", "99"], 2, &["--layer 99", "Mixture-of-Experts block"]);
     refused("dense_reference", &["--checkpoint", "/no/such/folder"], 1, &["/no/such/folder", "--checkpoint"]);
     if !cfg!(feature = "burn") {
         refused("dense_reference", &["--framework", "burn"], 2, &["--framework burn", "--features burn"]);

@@ -8,7 +8,8 @@ use moebius::cpu::{Cpu, ThreadWorld};
 use moebius::ep::{DispatcherKind, Group, GroupConfig};
 use moebius::kernels::Kernels;
 use moebius::layer::{
-    Cotangents, GradientMask, GradientsMut, Inputs, Layer, Mode, ParamKind, ParamViews, PerParam, StepSizes,
+    Cotangents, GradientMask, GradientRequest, GradientsMut, Inputs, Layer, Mode, ParamKind, ParamViews, PerParam,
+    StepSizes,
 };
 use moebius::{DType, Error, MoeConfig, Result, Tensor};
 use rand::{Rng, rngs::StdRng};
@@ -123,6 +124,31 @@ fn backward_into_writes_what_it_is_given_room_for() -> Result<()> {
     assert_eq!(found, [of(&owned.x), of(&owned.router), of(&owned.up), of(&owned.up_bias)]);
     // Room for nothing: everything still runs.
     s.backward(|l, g, c, i, d| l.backward_into(g, c, i, d, GradientsMut::none()))?
+}
+
+/// What is given is written where it is, and not made again; the rest is made as `wanted` says.
+#[test]
+fn backward_with_writes_what_it_is_given_and_makes_the_rest() -> Result<()> {
+    let mut s = Setup::new()?;
+    let owned = s.backward(|l, g, c, i, d| l.backward(g, c, i, d, GradientMask::ALL))??;
+    let of = |t: &Option<Tensor<Cpu>>| t.as_ref().map(|t| t.as_bytes().to_vec());
+    for x_wanted in [false, true] {
+        let (mut x, mut up) = (poisoned(&[T, 12])?, poisoned(&[6, 16, 12])?);
+        let given = GradientsMut {
+            x: Some(x.view_mut()),
+            params: PerParam { up: Some(up.view_mut()), ..PerParam::none() },
+            ..GradientsMut::none()
+        };
+        let wanted = GradientMask { x: x_wanted, router: false, ..GradientMask::ALL };
+        let made = s.backward(|l, g, c, i, d| {
+            let cotangents = Cotangents { y: d.y, aux: d.aux.into() };
+            l.backward_with(g, c, i, cotangents, GradientRequest { wanted, given })
+        })??;
+        assert_eq!([&x, &up].map(|t| Some(t.as_bytes().to_vec())), [of(&owned.x), of(&owned.up)]);
+        assert!(made.x.is_none() && made.up.is_none() && made.router.is_none());
+        assert_eq!(of(&made.down), of(&owned.down));
+    }
+    Ok(())
 }
 
 #[test]

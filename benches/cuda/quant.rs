@@ -104,8 +104,14 @@ fn quantized(cuda: &Cuda, dense: &Tensor<Cuda>) -> Result<Quantized<Cuda>> {
     cuda.quantize(call)?;
     let factor = Nvfp4::second_scale(cuda.read(made.amax.view())?[0] as f32);
     let factors = Tensor::from_vec(vec![factor; stack], &[stack, 1])?.to(cuda)?;
-    let parts = (made.codes.reshape(&[stack, rows, columns / 2])?, made.scales.reshape(&[stack, rows, columns / 16])?);
-    Quantized::new(WeightFormat::Nvfp4, [stack, rows, columns], 1, parts.0, parts.1, Some(factors))
+    Quantized::new(QuantizedTensors {
+        format: WeightFormat::Nvfp4,
+        dims: [stack, rows, columns],
+        parts: 1,
+        codes: made.codes.reshape(&[stack, rows, columns / 2])?,
+        scales: made.scales.reshape(&[stack, rows, columns / 16])?,
+        factors: Some(factors),
+    })
 }
 
 /// The two products of a forward with weights in bf16 and in NVFP4, and these by one kernel for all numbers of rows. Sets of weights take turns where they would fit a

@@ -20,7 +20,7 @@ const FAILING: usize = 3;
 /// How long a rank would wait for one that says nothing.
 const TIMEOUT: Duration = Duration::from_secs(60);
 
-/// What the ranks do, in this order.
+/// The ranks' calls, in this order.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Stage {
     First,
@@ -51,7 +51,7 @@ impl Stage {
     }
 }
 
-/// What each rank has to say of each stage that it was in.
+/// Each rank's report of each stage that it was in.
 pub fn run() -> Result<Vec<Vec<String>>> {
     let ranks = ThreadWorld::create(RANKS, TIMEOUT).into_iter();
     let ranks: Vec<_> = ranks.map(|comm| thread::spawn(|| rank(comm))).collect();

@@ -37,11 +37,11 @@ pub fn run_process(job: &Job, process: Process) -> Result<Option<Outcome>, AnyEr
     let Process { rank, endpoint, .. } = process;
     let (own, group) = in_group(job, rank, endpoint)?;
     let tag = Tag { layer: job.layer as u32, op: Op::User, sequence: 0 };
-    let told = gather(&group, tag, &packed(&own)?.pack()?)?;
+    let gathered = gather(&group, tag, &packed(&own)?.pack()?)?;
     if rank > 0 {
         return Ok(None);
     }
-    let parts = told.iter().map(|bytes| unpacked(&RankResults::unpack(bytes)?, &own.times));
+    let parts = gathered.iter().map(|bytes| unpacked(&RankResults::unpack(bytes)?, &own.times));
     join(parts.collect::<Result<_, _>>()?).map(Some)
 }
 

@@ -252,7 +252,7 @@ fn rows_of<B: Backend>(ids: Tensor<B, 2, Int>) -> Vec<Vec<u32>> {
 }
 
 impl<Bk: NativeBackend> Peer for Rank<Bk> {
-    fn tell(&mut self, tag: Tag, own: &[u8]) -> Result<Vec<Vec<u8>>, Failure> {
+    fn gather(&mut self, tag: Tag, own: &[u8]) -> Result<Vec<Vec<u8>>, Failure> {
         let group = self.group.on::<CoreDevice<Bk>>().ok_or("a group of another device")?;
         let mut group = group.lock();
         let device = group.device().clone();

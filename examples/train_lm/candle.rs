@@ -194,8 +194,8 @@ struct Seen {
 }
 
 impl Peer for Rank {
-    fn tell(&mut self, tag: Tag, own: &[u8]) -> Result<Vec<Vec<u8>>, Failure> {
-        self.world.tell(tag, own)
+    fn gather(&mut self, tag: Tag, own: &[u8]) -> Result<Vec<Vec<u8>>, Failure> {
+        self.world.gather(tag, own)
     }
 }
 
@@ -240,9 +240,9 @@ impl Rank {
     /// A rank's result, or that of another rank which has failed.
     fn agreed(&mut self, tag: Tag, own: Result<(), Failure>) -> Result<(), Failure> {
         let text = own.as_ref().map_or_else(ToString::to_string, |()| String::new());
-        let told = self.world.tell(tag, text.as_bytes())?;
+        let gathered = self.world.gather(tag, text.as_bytes())?;
         own?;
-        match told.iter().enumerate().find(|(_, text)| !text.is_empty()) {
+        match gathered.iter().enumerate().find(|(_, text)| !text.is_empty()) {
             Some((rank, text)) => Err(format!("rank {rank}: {}", String::from_utf8_lossy(text)).into()),
             None => Ok(()),
         }
@@ -254,12 +254,12 @@ impl Rank {
             let values = var.to_dtype(DType::F32)?.flatten_all()?.to_vec1::<f32>()?;
             own.put(name.clone(), &[values.len()], values.into_iter().map(f64::from));
         }
-        let told = self.world.tell(tag, &own.pack()?)?;
+        let gathered = self.world.gather(tag, &own.pack()?)?;
         self.optimizer.save(state::optimizer(dir))?;
         if self.number > 0 {
             return Ok(());
         }
-        let ranks = told.iter().map(|bytes| RankResults::unpack(bytes)).collect::<Result<Vec<_>, _>>()?;
+        let ranks = gathered.iter().map(|bytes| RankResults::unpack(bytes)).collect::<Result<Vec<_>, _>>()?;
         let mut weights = BTreeMap::new();
         for param in initial(&self.settings) {
             let part = |rank: &RankResults| -> Result<Vec<f32>, Failure> {

@@ -21,9 +21,9 @@ pub fn train(
     let twin = (number == 0).then(|| Twin::new(settings, params)).transpose()?;
     for step in settings.range.clone() {
         let report = own_step(&mut rank, settings, (corpus, check_every), number, step)?;
-        let told = rank.tell(crate::ranks::gradients(step), &packed(&report).pack()?)?;
+        let gathered = rank.gather(crate::ranks::gradients(step), &packed(&report).pack()?)?;
         if let Some(twin) = &twin {
-            let reports = told.iter().map(|bytes| unpacked(settings, &RankResults::unpack(bytes)?));
+            let reports = gathered.iter().map(|bytes| unpacked(settings, &RankResults::unpack(bytes)?));
             let reports = reports.collect::<Result<_, Failure>>()?;
             on_step(joined(settings, corpus, twin, (step, reports))?)?;
         }

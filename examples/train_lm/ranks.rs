@@ -35,7 +35,7 @@ pub trait Worker {
 /// A worker that reaches the others' processes.
 pub trait Peer: Worker {
     /// Bytes that every rank tells, in rank order.
-    fn tell(&mut self, tag: Tag, own: &[u8]) -> Result<Vec<Vec<u8>>, Failure>;
+    fn gather(&mut self, tag: Tag, own: &[u8]) -> Result<Vec<Vec<u8>>, Failure>;
 }
 
 /// Report of a rank on a step.

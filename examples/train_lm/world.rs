@@ -48,7 +48,7 @@ impl World {
     }
 
     /// Bytes that every rank tells, in rank order.
-    pub fn tell(&mut self, tag: Tag, own: &[u8]) -> Result<Vec<Vec<u8>>, Failure> {
+    pub fn gather(&mut self, tag: Tag, own: &[u8]) -> Result<Vec<Vec<u8>>, Failure> {
         match self {
             World::Group(group) => rank_results::gather(group, tag, own),
             World::Threads(comm) => rank_results::gather_over(&Cpu::new(), comm, tag, own),

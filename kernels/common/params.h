@@ -477,9 +477,9 @@ struct DequantizeJob {
     int64_t first_block;       // of the launch's
 };
 // Matrices that one launch brings back to floating point.
-constexpr size_t BACK_JOBS = 40;
+constexpr size_t DEQUANTIZE_JOBS = 40;
 struct DequantizeJobs {
-    DequantizeJob jobs[BACK_JOBS];
+    DequantizeJob jobs[DEQUANTIZE_JOBS];
     int64_t count;
 };
 

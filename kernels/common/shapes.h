@@ -3,10 +3,10 @@
 #pragma once
 #include <stdint.h>
 
-// Portable products: on tensor cores (`tensor` in portable/gemm.cuh), multiply-add (`scalar` there), tf32
+// Portable products: on tensor cores (`mma_sync` in portable/gemm.cuh), multiply-add (`simt` there), tf32
 // (portable/linear_bwd_tf32.cuh). Tiles are square.
-constexpr uint32_t TENSOR_TILE = 128, TENSOR_THREADS = 256, TENSOR_SMEM = 81920;
-constexpr uint32_t SCALAR_TILE = 64, SCALAR_THREADS = 256, SCALAR_SMEM = 17408;
+constexpr uint32_t MMA_SYNC_TILE = 128, MMA_SYNC_THREADS = 256, MMA_SYNC_SMEM = 81920;
+constexpr uint32_t SIMT_TILE = 64, SIMT_THREADS = 256, SIMT_SMEM = 17408;
 constexpr uint32_t TF32_TILE = 128, TF32_THREADS = 256, TF32_SMEM = 87552;
 
 // Hopper's products over rows (sm90/grouped_gemm_mainloop.cuh): rows of a tile; columns of weights, of gate and up
@@ -19,8 +19,8 @@ constexpr uint32_t SM90_DECODE_WARPS = 2, SM90_DECODE_ROWS = 8, SM90_DECODE_COLU
 // Of the router's logits a block is a warp, with a longer ring.
 constexpr uint32_t SM90_DECODE_LINEAR_SMEM = 98304;
 
-// Hopper's weight gradients (sm90_wgrad.cu): columns of either side.
-constexpr uint32_t WGRAD_NARROW = 128, WGRAD_WIDE = 256, WGRAD_THREADS = 384, WGRAD_SMEM = 230464;
+// Hopper's weight gradients (sm90_wgrad.cu): columns of a tile of the narrower and of the wider side.
+constexpr uint32_t WGRAD_BLOCK_M = 128, WGRAD_BLOCK_N = 256, WGRAD_THREADS = 384, WGRAD_SMEM = 230464;
 
 // The router's products on Hopper (sm90_linear.cu): tokens or experts of a tile, columns of a tile of the weight's
 // gradient; of the tokens' gradient also the columns of the weight that a block keeps and the most experts.
@@ -30,7 +30,7 @@ constexpr uint32_t SM90_LINEAR_DX_TILE = 64, SM90_LINEAR_DX_THREADS = 256, SM90_
 constexpr uint32_t SM90_LINEAR_DX_COLUMNS = 512, SM90_LINEAR_DX_EXPERTS = 128;
 
 // Hopper's products of many rows with 4-bit weights (sm90/w4a16_pipeline.cuh): weight rows and rows of a tile.
-constexpr uint32_t W4A16_WEIGHTS = 128, W4A16_ROWS = 256, W4A16_THREADS = 512, W4A16_SMEM = 231040;
+constexpr uint32_t W4A16_BLOCK_M = 128, W4A16_BLOCK_N = 256, W4A16_THREADS = 512, W4A16_SMEM = 231040;
 // Those of few rows (w4a16_decode.cu): columns of a weight in a step, those of a thread of a quad, weight rows of a
 // warp.
 constexpr uint32_t DECODE_STEP = 256, DECODE_THREAD_STEP = 64, DECODE_WARP_COLUMNS = 32;

@@ -96,7 +96,7 @@ constexpr int LD_K = BLOCK_K + 8, LD_MN = BLOCK_M + 8;
 constexpr int OPERAND = BLOCK_M * LD_K > BLOCK_K * LD_MN ? BLOCK_M * LD_K : BLOCK_K * LD_MN;
 constexpr int SMEM_BYTES = STAGES * 2 * OPERAND * 2 > BLOCK_M * LD_C * 4 ? STAGES * 2 * OPERAND * 2 : BLOCK_M * LD_C * 4;
 static_assert(BLOCK_M == BLOCK_N, "one operand layout");
-static_assert(BLOCK_M == TENSOR_TILE && THREADS == TENSOR_THREADS && SMEM_BYTES == TENSOR_SMEM, "common/shapes.h has others");
+static_assert(BLOCK_M == MMA_SYNC_TILE && THREADS == MMA_SYNC_THREADS && SMEM_BYTES == MMA_SYNC_SMEM, "common/shapes.h has others");
 
 // Eight elements to shared memory: `valid` of them, the rest zeros, scaled where asked for.
 template <class T>
@@ -279,7 +279,7 @@ __device__ void run(const GemmParams& p, const Args&... args) {
 namespace simt {
 constexpr int BLOCK_M = 64, BLOCK_N = 64, BLOCK_K = 16, THREADS = 256, LD = BLOCK_M + 4;
 constexpr int SMEM_BYTES = BLOCK_M * LD * 4;
-static_assert(BLOCK_M == SCALAR_TILE && THREADS == SCALAR_THREADS && SMEM_BYTES == SCALAR_SMEM, "common/shapes.h has others");
+static_assert(BLOCK_M == SIMT_TILE && THREADS == SIMT_THREADS && SMEM_BYTES == SIMT_SMEM, "common/shapes.h has others");
 static_assert(BLOCK_M == BLOCK_N && SMEM_BYTES >= 2 * BLOCK_K * LD * 4, "one operand layout, and room for both");
 
 // Elements of a right operand that is not a weight gradient's: k, and a column of it.

@@ -22,7 +22,7 @@ constexpr int CODES_OFFSET = STAGES * STAGE_BYTES, RAW_CODES_OFFSET = CODES_OFFS
 constexpr int BARRIER_OFFSET = STAGING_OFFSET + 2 * STAGING_BYTES;
 constexpr int SMEM_BYTES = BARRIER_OFFSET + 2 * (STAGES + CODE_STAGES) * 8;
 static_assert(SMEM_BYTES <= 232448, "a block has no more");
-static_assert(BLOCK_M == W4A16_WEIGHTS && BLOCK_N == W4A16_ROWS && THREADS == W4A16_THREADS && SMEM_BYTES == W4A16_SMEM, "common/shapes.h has others");
+static_assert(BLOCK_M == W4A16_BLOCK_M && BLOCK_N == W4A16_BLOCK_N && THREADS == W4A16_THREADS && SMEM_BYTES == W4A16_SMEM, "common/shapes.h has others");
 
 // The thread's number, read where this stands, and a value that the compiler keeps: left to itself it keeps what
 // follows from the number through a whole tile, and makes what is wanted in each step anew, which takes a hundred

@@ -44,7 +44,7 @@ struct Options {
     /// Layers, where not all
     #[arg(long)]
     layers: Option<usize>,
-    /// What to measure; all without it
+    /// Phases to measure; all without it
     #[arg(long, value_enum)]
     phase: Vec<Phase>,
     /// Tokens in the cache before a step
@@ -65,7 +65,7 @@ struct Options {
     /// On the CPU, where there is a GPU too
     #[arg(long)]
     cpu: bool,
-    /// What `cargo bench` gives
+    /// An option that `cargo bench` gives
     #[arg(long, hide = true)]
     bench: bool,
 }
@@ -110,7 +110,7 @@ const TINY: Sizes = Sizes {
     positions: 4096,
 };
 
-/// What is measured where.
+/// A measurement and its place.
 struct Bench {
     options: Options,
     shape: &'static str,
@@ -160,7 +160,7 @@ impl Bench {
         Ok(model)
     }
 
-    /// What is taken of the GPU with so much of it free.
+    /// Memory taken of the GPU with so much of it free.
     fn gib(&self, free: usize) -> String {
         match self.device.is_cpu() {
             true => "null".to_string(),

@@ -25,7 +25,7 @@ use moebius::candle::{DeviceGroup, ExpertParallelMoE, LoadAs, Parameters};
 use moebius::checkpoint::Checkpoint;
 use serde::Deserialize;
 
-/// What the decoder takes of `config.json`; the expert layer reads its own part.
+/// The decoder's part of `config.json`; the expert layer reads its own part.
 #[derive(Debug, Clone, Deserialize)]
 pub struct Config {
     hidden_size: usize,

@@ -1,11 +1,11 @@
-//! What a decoder keeps of the tokens so far.
+//! A decoder's state of the tokens so far.
 
 use candle_core::{Result, Tensor};
 
 use crate::error::Error;
 use crate::static_cache::SlotCache;
 
-/// What the layers keep of the tokens so far, for decoding: keys and values, or a recurrent state. Its memory grows
+/// The layers' state of the tokens so far, for decoding: keys and values, or a recurrent state. Its memory grows
 /// with the tokens, in layers with a window or chunks up to that. A clone goes on by itself.
 #[derive(Debug, Clone)]
 pub struct Cache {
@@ -54,7 +54,7 @@ impl Cache {
     }
 }
 
-/// What one layer keeps.
+/// The state of one layer.
 #[derive(Debug, Clone)]
 pub(crate) enum LayerCache {
     /// Two tensors, which are never written once they are here.
@@ -72,7 +72,7 @@ impl Default for LayerCache {
 }
 
 impl LayerCache {
-    /// What is held and `k` and `v` behind it, along dimension 2.
+    /// The keys and values held, with `k` and `v` behind them, along dimension 2.
     pub fn append(&mut self, k: &Tensor, v: &Tensor) -> Result<(Tensor, Tensor)> {
         let both = match self {
             Self::Growing(Some((old_k, old_v))) => (Tensor::cat(&[&*old_k, k], 2)?, Tensor::cat(&[&*old_v, v], 2)?),
@@ -115,7 +115,7 @@ impl LayerCache {
     }
 
     /// Replaces it; in its memory where that stays.
-    pub fn set_state(&mut self, (a, b): (Tensor, Tensor)) -> Result<()> {
+    pub fn set_state(&mut self, a: Tensor, b: Tensor) -> Result<()> {
         if let Self::State(held_a, held_b) = self {
             write(held_a, &a)?;
             return write(held_b, &b);

@@ -81,7 +81,7 @@ impl ConfigFile {
         span.filter(|n| *n > 0).map(|n| self.size(field, n)).transpose()
     }
 
-    /// What each layer's attention is, of the words in `known`, where the configuration lists it.
+    /// Each layer's kind of attention, of the words in `known`, where the configuration lists it.
     pub fn layer_types<'a>(
         &self,
         list: Option<&'a [String]>,

@@ -11,7 +11,7 @@ use crate::cache::{Cache, LayerCache};
 use crate::config::Base;
 use crate::error::Result;
 use crate::mlp::Mlp;
-use crate::norm::{Norm, NormKind};
+use crate::norm::{Norm, NormSpec};
 use crate::ops::{Head, MaskCache, linear};
 use crate::params::Loader;
 use crate::rotary::{Angles, Rotary};
@@ -21,12 +21,12 @@ use crate::static_cache::{StaticCache, StaticShape, StepPosition};
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Point {
-    /// What enters the experts of a layer, `[T, H]`: the tokens behind the norm.
+    /// The input of a layer's experts, `[T, H]`: the tokens behind the norm.
     MoeInput {
         /// The layer.
         layer: usize,
     },
-    /// What leaves them, before the residual.
+    /// Their output, before the residual.
     MoeOutput {
         /// The layer.
         layer: usize,
@@ -107,7 +107,7 @@ struct Layer {
     feed_forward: FeedForward,
 }
 
-/// What goes from block to block, `[T, H]`, and what the last one adds to it, which the next norm does.
+/// The residual stream from block to block, `[T, H]`, and the last one's output, which the next norm adds.
 struct Residual {
     x: Tensor,
     pending: Option<Tensor>,
@@ -154,10 +154,10 @@ pub(crate) struct Names {
     pub dense: &'static str,
 }
 
-/// What a family's decoder has around its mixers.
+/// The parts of a family's decoder around its mixers.
 #[derive(Debug, Clone)]
 pub(crate) struct DecoderSpec {
-    pub norm: (NormKind, f64),
+    pub norm: NormSpec,
     pub names: Names,
     pub scales: Scales,
     /// The output projection is the embedding.
@@ -175,7 +175,7 @@ impl DecoderSpec {
     /// The frame that most families have.
     pub fn of(base: &Base) -> Self {
         Self {
-            norm: (NormKind::Rms, base.rms_norm_eps),
+            norm: NormSpec::rms(base.rms_norm_eps),
             names: Names {
                 embedding: "embed_tokens",
                 norm: "norm",
@@ -398,7 +398,7 @@ impl DecoderStack {
         Ok(())
     }
 
-    /// What makes logits of hidden states.
+    /// The layer from hidden states to logits.
     pub fn head(&self) -> Head {
         let bias = self.head.bias().cloned();
         Head { weight: self.head.weight().clone(), bias, scale: self.scales.logits }

@@ -13,7 +13,7 @@ use candle_nn::Linear;
 use crate::cache::LayerCache;
 use crate::decoder::{Mixer, Step};
 use crate::error::Result;
-use crate::norm::{Norm, NormKind};
+use crate::norm::{Norm, NormSpec};
 use crate::ops::wide;
 use crate::params::Loader;
 use crate::static_cache::StaticShape;
@@ -61,7 +61,7 @@ enum Projection {
     Apart { qkv: Linear, z: Linear, b: Linear, a: Linear },
 }
 
-/// What a token's projections are: `[B, S, …]`.
+/// A token's projections: `[B, S, …]`.
 struct Projected {
     /// Queries, then keys, then values.
     qkv: Tensor,
@@ -109,7 +109,7 @@ impl GatedDelta {
             convolution: p.get(&name("conv1d.weight"), &[sizes.mixed(), 1, sizes.kernel])?,
             decay_bias: p.get(&name("dt_bias"), &[heads])?,
             decay_log: p.get(&name("A_log"), &[heads])?,
-            norm: Norm::load(p, &name("norm"), sizes.value_dim, (NormKind::Rms, eps))?,
+            norm: Norm::load(p, &name("norm"), sizes.value_dim, NormSpec::rms(eps))?,
             output: p.linear(&name("out_proj"), [hidden, sizes.values()], false)?,
         })
     }
@@ -293,7 +293,7 @@ impl Mixer for GatedDelta {
             state = next;
         }
         if let Some(cache) = cache {
-            cache.set_state((before, state))?;
+            cache.set_state(before, state)?;
         }
         let y = Tensor::cat(&chunks, 1)?.reshape((b, value_heads, s, value_dim))?.transpose(1, 2)?.contiguous()?;
         let y = y.reshape((b * s * value_heads, value_dim))?.to_dtype(x.dtype())?;

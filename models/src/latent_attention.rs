@@ -7,7 +7,7 @@ use candle_nn::Linear;
 use crate::cache::LayerCache;
 use crate::decoder::{Mixer, Step};
 use crate::error::Result;
-use crate::norm::{Norm, NormKind};
+use crate::norm::{Norm, NormSpec};
 use crate::ops::{AttentionOptions, attention, slot_attention};
 use crate::params::Loader;
 use crate::static_cache::{Slots, StaticShape};
@@ -48,6 +48,17 @@ pub(crate) struct LatentAttention {
     scale: f64,
 }
 
+/// Options of a latent attention, beside its sizes.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct LatentOptions {
+    /// Of the projections from and to the hidden size, but for that of whole queries.
+    pub bias: bool,
+    /// Of the latents' norms.
+    pub eps: f64,
+    /// Of the scores.
+    pub scale: f64,
+}
+
 /// How queries are made.
 #[derive(Debug)]
 enum Query {
@@ -56,17 +67,12 @@ enum Query {
 }
 
 impl LatentAttention {
-    /// `bias`: on the projections from and to the hidden size, but for that of whole queries.
-    pub fn load(
-        p: &mut Loader<'_>,
-        prefix: &str,
-        sizes: LatentSizes,
-        (bias, eps, scale): (bool, f64, f64),
-    ) -> Result<Self> {
+    pub fn load(p: &mut Loader<'_>, prefix: &str, sizes: LatentSizes, options: LatentOptions) -> Result<Self> {
+        let LatentOptions { bias, eps, scale } = options;
         let LatentSizes { hidden, heads, query_latent, latent, plain, rotated, value } = sizes;
         let name = |part: &str| format!("{prefix}.{part}");
         let queries = heads * (plain + rotated);
-        let norm = (NormKind::Rms, eps);
+        let norm = NormSpec::rms(eps);
         let query = match query_latent {
             None => Query::Whole(p.linear(&name("q_proj"), [queries, hidden], false)?),
             Some(latent) => Query::Latent {

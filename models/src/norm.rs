@@ -17,6 +17,19 @@ pub(crate) enum NormKind {
     Layer { bias: bool },
 }
 
+/// A norm without its weights.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct NormSpec {
+    pub kind: NormKind,
+    pub eps: f64,
+}
+
+impl NormSpec {
+    pub fn rms(eps: f64) -> Self {
+        Self { kind: NormKind::Rms, eps }
+    }
+}
+
 /// A norm.
 #[derive(Debug)]
 pub(crate) struct Norm {
@@ -27,7 +40,8 @@ pub(crate) struct Norm {
 }
 
 impl Norm {
-    pub fn load(p: &mut Loader<'_>, name: &str, size: usize, (kind, eps): (NormKind, f64)) -> Result<Self> {
+    pub fn load(p: &mut Loader<'_>, name: &str, size: usize, spec: NormSpec) -> Result<Self> {
+        let NormSpec { kind, eps } = spec;
         let weight = p.get(&format!("{name}.weight"), &[size])?;
         let bias = match kind {
             NormKind::Layer { bias: true } => Some(p.get(&format!("{name}.bias"), &[size])?),

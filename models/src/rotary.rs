@@ -15,7 +15,7 @@ use crate::ops::{rotate, wide};
 pub(crate) struct RopeParameters {
     pub rope_theta: Option<f64>,
     pub rope_type: Option<String>,
-    /// What older versions call `rope_type`.
+    /// The `rope_type` of older versions.
     #[serde(rename = "type")]
     pub old_type: Option<String>,
     pub partial_rotary_factor: Option<f64>,
@@ -38,7 +38,7 @@ pub(crate) struct RopeParameters {
     pub long_mscale: Option<f64>,
 }
 
-/// What a rotary embedding is made from.
+/// The sizes and parameters of a rotary embedding.
 #[derive(Debug)]
 pub(crate) struct RotaryConfig {
     pub parameters: RopeParameters,
@@ -85,7 +85,7 @@ pub(crate) struct Rotary {
     interleaved: bool,
     /// Longest sequence.
     context: usize,
-    /// What yarn multiplies the softmax scale with in DeepSeek's models.
+    /// Yarn's factor of the softmax scale in DeepSeek's models.
     softmax_factor: f64,
 }
 
@@ -203,7 +203,7 @@ impl Rotary {
         self.context
     }
 
-    /// What yarn multiplies the softmax scale with in DeepSeek's models; 1 without `mscale_all_dim`.
+    /// Yarn's factor of the softmax scale in DeepSeek's models; 1 without `mscale_all_dim`.
     pub fn softmax_factor(&self) -> f64 {
         self.softmax_factor
     }

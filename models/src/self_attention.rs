@@ -7,7 +7,7 @@ use crate::cache::LayerCache;
 use crate::config::Heads;
 use crate::decoder::{Mixer, Step};
 use crate::error::Result;
-use crate::norm::{Norm, NormKind, unit_rms};
+use crate::norm::{Norm, NormSpec, unit_rms};
 use crate::ops::{AttentionOptions, QkNormRope, attention, linear, slot_attention};
 use crate::params::Loader;
 use crate::static_cache::{Slots, StaticShape};
@@ -354,9 +354,9 @@ pub(crate) fn qk_norms(
     prefix: &str,
     names: [&str; 2],
     sizes: [usize; 2],
-    kind: (NormKind, f64),
+    norm: NormSpec,
 ) -> Result<(Norm, Norm)> {
-    let q = Norm::load(p, &format!("{prefix}.{}", names[0]), sizes[0], kind)?;
-    let k = Norm::load(p, &format!("{prefix}.{}", names[1]), sizes[1], kind)?;
+    let q = Norm::load(p, &format!("{prefix}.{}", names[0]), sizes[0], norm)?;
+    let k = Norm::load(p, &format!("{prefix}.{}", names[1]), sizes[1], norm)?;
     Ok((q, k))
 }

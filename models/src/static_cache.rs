@@ -83,7 +83,7 @@ impl SlotCache {
         runs
     }
 
-    /// What the token at `past` sees of the positions before, and `new` behind it, of each tensor along dimension 2.
+    /// The positions before that the token at `past` sees, and `new` behind it, of each tensor along dimension 2.
     pub fn with_past(&self, past: usize, new: &[Tensor]) -> Result<Vec<Tensor>> {
         let runs = self.runs(self.slots.low(past), past);
         let of = |(held, new): (&Tensor, &Tensor)| -> Result<Tensor> {
@@ -227,7 +227,7 @@ impl StepPosition {
         self.slots.iter().find(|position| position.slots == slots).ok_or_else(unknown)
     }
 
-    /// What the token sees of a layer's slots, and how scores are made.
+    /// The slots of a layer that the token sees, and how scores are made.
     pub fn options<'a>(&'a self, slots: Slots, sinks: Option<&'a Tensor>, scale: f64) -> Result<SlotOptions<'a>> {
         let StepSlots { filled, mask, .. } = self.of(slots)?;
         Ok(SlotOptions { mask, filled, sinks, scale })

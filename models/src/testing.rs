@@ -1,4 +1,4 @@
-//! What unit tests share.
+//! Helpers of unit tests.
 
 use candle_core::{Device, Tensor, Var};
 use rand::Rng;

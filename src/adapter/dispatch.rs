@@ -81,7 +81,7 @@ pub struct DispatchTokens<F, I> {
     pub weights: F,
 }
 
-/// What a dispatch brings, as tensors of a framework, and its routing `R`.
+/// Rows and weights that a dispatch brings, as tensors of a framework, and its routing `R`.
 #[derive(Debug)]
 pub struct DispatchedRows<F, R> {
     /// `[N, H]`.

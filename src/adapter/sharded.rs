@@ -149,7 +149,7 @@ impl ErasedLayerShards {
     }
 }
 
-/// What a rank holds of a layer's parameter, where shards are those of `sharded`.
+/// A rank's part of a layer's parameter, where shards are those of `sharded`.
 pub(crate) fn param_shard(
     layer: &Layer,
     group: &Membership,

@@ -1,4 +1,4 @@
-//! What is computed with dense weights of a chain.
+//! Operations with dense weights of a chain.
 
 use std::sync::Arc;
 
@@ -38,13 +38,13 @@ pub struct DenseCall {
     pub chain: ErasedChain,
     /// One weight, or two.
     pub weights: Vec<DenseWeight>,
-    /// What is computed.
+    /// The operation.
     pub function: DenseFunction,
     /// Error that has unwound a backward.
     pub(crate) failure: Arc<BackwardFailure>,
 }
 
-/// What it is computed of, beside the weights.
+/// Its input, beside the weights.
 #[derive(Debug, Clone)]
 pub enum DenseInput<F, I> {
     /// `[…, width]`.

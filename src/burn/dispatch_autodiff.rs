@@ -31,8 +31,8 @@ pub struct TrackedDispatch<B: NativeMemory> {
     token: FloatTensor<Autodiff<B>>,
 }
 
-/// What a backward has made; what fails has no other way out, as burn's backward returns nothing. One that comes again
-/// fails: burn has dropped the token with the backward that ran it.
+/// The result of a backward; an error has no other way out, as burn's backward returns nothing. A backward that comes
+/// again fails: burn has dropped the token with the backward that ran it.
 fn unwinding<B: NativeMemory, T>(native: &NativeDispatch<B>, made: Result<T>) -> T {
     made.unwrap_or_else(|error| native.group.unwind(error))
 }

@@ -164,7 +164,7 @@ pub(super) fn cut<B: MoeBackend>(
     ParamSource::of(device, name, &*param, shards.shard_dims())
 }
 
-/// What a rank holds of a parameter, for a save that reads it piece by piece.
+/// A rank's part of a parameter, for a save that reads it piece by piece.
 pub(super) fn part_of<B: NativeBackend>(
     name: &str,
     tensor: FloatTensor<B>,

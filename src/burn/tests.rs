@@ -47,7 +47,7 @@ thread_local! {
 
 fn fails(at: At) -> Result<()> {
     match FAILS.get() {
-        Some(told) if told == at => Err(Error::invalid("test", "GPU", "one that works", format!("{at:?}"))),
+        Some(failing) if failing == at => Err(Error::invalid("test", "GPU", "one that works", format!("{at:?}"))),
         Some(At::ViewMut(others)) if at == At::ViewMut(0) => {
             FAILS.set(Some(At::ViewMut(others - 1)));
             Ok(())
@@ -170,7 +170,7 @@ fn what_fails_before_the_layer_is_told() {
     });
     for case in cases {
         let outcomes: Vec<_> = thread::scope(|scope| {
-            let seats = ThreadWorld::create(2, PATIENCE).into_iter().enumerate();
+            let comms = ThreadWorld::create(2, PATIENCE).into_iter().enumerate();
             let rank = |(rank, comm)| {
                 scope.spawn(move || {
                     let group = Group::new(Cpu::new(), Box::new(comm), GroupConfig::new(4, 8)).unwrap();
@@ -179,11 +179,11 @@ fn what_fails_before_the_layer_is_told() {
                     run(&call, (rank == 1).then_some(case))
                 })
             };
-            let threads: Vec<_> = seats.map(rank).collect();
+            let threads: Vec<_> = comms.map(rank).collect();
             threads.into_iter().map(|thread| thread.join().expect("no panic")).collect()
         });
-        let [[told, after], [own, again]] = &outcomes[..] else { panic!("two ranks") };
-        match told {
+        let [[refused, after], [own, again]] = &outcomes[..] else { panic!("two ranks") };
+        match refused {
             // In prepare, and in backward's first collective.
             Err(
                 Error::Peer { rank: 0, peer: 1, reason, .. }

@@ -8,7 +8,7 @@ use candle_core::Tensor;
 use crate::error::Result;
 use crate::layer::PerParam;
 
-/// What takes gradients of layers as they are made.
+/// Receiver of gradients of layers as they are made.
 pub(super) trait GradientHook {
     /// Takes some of the gradients of a layer's call, by parameter; candle is not to have these. Says which.
     fn on_gradients(

@@ -59,7 +59,7 @@ pub(super) fn full_name(vb: &VarBuilder<'_>, name: &str) -> String {
     if prefix.is_empty() { name.to_string() } else { format!("{prefix}.{name}") }
 }
 
-/// What candle draws a weight of these sizes from; none of constants.
+/// The distribution that candle draws a weight of these sizes from; none of constants.
 fn distribution(init: Init, dims: &[usize]) -> Option<Distribution> {
     let uniform = |low, high| Some(Distribution::Uniform { low, high });
     match init {

@@ -299,7 +299,7 @@ pub(super) fn writes_experts() {
     });
 }
 
-/// What the layers' kernels have added up of an expert's gradient, in the backward that runs on this thread.
+/// The sum of an expert's gradient that the layers' kernels have made, in the backward that runs on this thread.
 pub(super) fn expert_sum(of: &Tensor) -> Option<Tensor> {
     EXPERT_MEMORY.with_borrow(|memory| {
         let main = memory.as_ref()?.of.get(&of.id())?;

@@ -13,8 +13,8 @@ use crate::ep::EpGroup;
 use crate::error::Error;
 use crate::kernels::Scalar;
 use crate::layer::{
-    BackwardProgress, Context, Cotangents, GradientMask, Gradients, GradientsMut, Inputs, Layer, ParamKind, PerParam,
-    RefusalGuard,
+    BackwardProgress, Context, Cotangents, GradientMask, GradientRequest, Gradients, GradientsMut, Inputs, Layer,
+    ParamKind, PerParam, RefusalGuard,
 };
 use crate::tensor::TensorRef;
 
@@ -157,7 +157,13 @@ impl<D: Host> PendingBackward<D> {
                 others.view_in(&mut given)?;
                 let params = with_sources(&weights, Some(&sources));
                 let inputs = Inputs { x: views[0].borrow(), params: &params };
-                let gradients = self.layer.backward_with(entry.enter(), context, inputs, cotangents, wanted, given)?;
+                let gradients = self.layer.backward_with(
+                    entry.enter(),
+                    context,
+                    inputs,
+                    cotangents,
+                    GradientRequest { wanted, given },
+                )?;
                 if let Some(shards) = shards {
                     shards.submit(&self.layer, entry, [ParamKind::Up, ParamKind::Down].map(tracks))?;
                 }
@@ -175,7 +181,7 @@ impl<D: Host> PendingBackward<D> {
             let gradients = with_views_mut(&device, CALL, &named, |memory| {
                 let mut given = GradientsMut { accumulate: main.accumulate, ..GradientsMut::none() };
                 kinds.iter().zip(memory).for_each(|(kind, memory)| given.set(*kind, memory));
-                self.layer.backward_with(entry.enter(), context, inputs, cotangents, wanted, given)
+                self.layer.backward_with(entry.enter(), context, inputs, cotangents, GradientRequest { wanted, given })
             });
             if self.progress.has_rows() {
                 writes_experts();

@@ -9,7 +9,9 @@ use crate::checkpoint::QuantizedBlock;
 use crate::cpu::Cpu;
 use crate::error::Error;
 use crate::layer::{ParamKind, PerParam};
-use crate::quant::{Amax, Layout, Matrix, NVFP4_BLOCK, Nvfp4, Nvfp4Mut, Quantize, Quantized, WeightFormat};
+use crate::quant::{
+    Amax, Layout, Matrix, NVFP4_BLOCK, Nvfp4, Nvfp4Mut, Quantize, Quantized, QuantizedTensors, WeightFormat,
+};
 use crate::tensor::TensorMut;
 
 use super::error::framework;
@@ -137,7 +139,7 @@ fn nvfp4<D: Host>(device: &D, name: &str, weight: &Tensor) -> crate::Result<Quan
             let matrix = matrix(e)?;
             device.quantize_cast_only(Quantize { format: NVFP4, matrix: matrix.borrow(), rows, columns: None })?;
         }
-        Quantized::new(format, dims, 1, codes, scales, Some(factors))
+        Quantized::new(QuantizedTensors { format, dims, parts: 1, codes, scales, factors: Some(factors) })
     })
 }
 

@@ -63,7 +63,7 @@ impl InplaceOp1 for ViewMutOp<'_> {
 /// ```
 ///
 /// # Errors
-/// What `f` returns; candle's, for a tensor of a device that is neither the CPU nor a CUDA one.
+/// The result of `f`; candle's error, for a tensor of a device that is neither the CPU nor a CUDA one.
 pub fn with_storages_mut<R>(
     tensors: &[&Tensor],
     f: impl FnOnce(Vec<(StorageMut<'_>, &Layout)>) -> candle_core::Result<R>,

@@ -25,7 +25,7 @@ pub(super) const MAX_TENSORS: usize = 1 << 19;
 /// Most bytes of a tensor's or a file's name, or of another key; published ones have at most some 100.
 pub(super) const MAX_NAME: usize = 1024;
 /// Most dimensions of a tensor; published ones have at most 5.
-pub(super) const MAX_DIMS: usize = 16;
+pub(super) const MAX_STORED_DIMS: usize = 16;
 
 /// Limits of a JSON text.
 #[derive(Debug, Clone, Copy)]
@@ -45,18 +45,18 @@ pub(super) struct Limits {
 }
 
 /// Of a configuration: no published one has a tenth of the values.
-const CONFIG: Limits =
+const CONFIG_LIMITS: Limits =
     Limits { depth: 32, values: 1 << 16, objects: 1 << 16, array: 1 << 16, key: MAX_NAME, text: 1 << 20 };
 /// Of an index: a file's name each tensor, and metadata.
-const INDEX: Limits =
+const INDEX_LIMITS: Limits =
     Limits { depth: 8, values: MAX_TENSORS + 1024, objects: 1024, array: 1024, key: MAX_NAME, text: MAX_NAME };
 /// Of a header: a type, a shape and two offsets each tensor, and metadata, in which some tools put a file of their own.
 pub(super) const HEADER: Limits = Limits {
     depth: 4,
-    values: MAX_TENSORS * (6 + MAX_DIMS),
+    values: MAX_TENSORS * (6 + MAX_STORED_DIMS),
     // The header itself, and metadata.
     objects: MAX_TENSORS + 2,
-    array: MAX_DIMS,
+    array: MAX_STORED_DIMS,
     key: MAX_NAME,
     text: 1 << 20,
 };
@@ -136,14 +136,14 @@ fn string_end(json: &[u8]) -> usize {
 /// A configuration, in which no key comes twice.
 pub(super) fn parse_value(json: &[u8], path: &Path) -> Result<Value, CheckpointError> {
     let refuse = |problem: String| config_error(path, "(whole file)", "a JSON object within the limits", problem);
-    CONFIG.check(json).map_err(refuse)?;
+    CONFIG_LIMITS.check(json).map_err(refuse)?;
     let Strict(value) = serde_json::from_slice(json).map_err(|e| refuse(e.to_string()))?;
     Ok(value)
 }
 
 /// The pairs of an index's `weight_map`, within the limits.
 pub(super) fn check_index(json: &[u8]) -> Result<(), String> {
-    INDEX.check(json)
+    INDEX_LIMITS.check(json)
 }
 
 /// A JSON value; a key that comes twice in an object is an error.

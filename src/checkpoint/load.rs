@@ -4,7 +4,7 @@ use std::collections::{HashMap, HashSet};
 use std::ops::Range;
 
 use super::layout::{BlockLayout, DiskMatrix, DiskRows};
-use super::matrix::{MatrixLayout, read_matrix, read_window};
+use super::matrix::{MatrixLayout, ShardMemory, read_matrix, read_window};
 use super::stored::{Form, Scratch, Stored};
 use super::{Block, BlockParams, BlockShards, Checkpoint, LoadOptions, Progress, ShardOptions};
 use crate::cpu::Cpu;
@@ -228,9 +228,9 @@ impl Checkpoint {
             let dtype = tensor.dtype();
             if let Some(window) = cuts.get(&part.kind) {
                 let first = if part.kind.is_replicated() { 0 } else { (e - experts.start) * window.rows_of_one };
-                let bytes = tensor.as_bytes_mut();
                 let find = || self.stored(&part.name)?.ok_or_else(|| self.missing(&part).into());
-                done += read_window(&find, &part, first, window.rows.clone(), bytes, dtype, &mut scratch)? as u64;
+                let shard = ShardMemory { first, rows: window.rows.clone(), bytes: tensor.as_bytes_mut(), dtype };
+                done += read_window(&find, &MatrixLayout::of(&part), shard, &mut scratch)? as u64;
                 progress(Progress { layer, tensor: &part.name, done, total });
                 continue;
             }
@@ -284,18 +284,9 @@ impl Checkpoint {
         };
         let window = ShardWindow::new((lines, cut.rank), inn, 1);
         let mut tensor = window.memory(dtype)?;
-        let part = DiskMatrix {
-            kind: ParamKind::Router,
-            name: name.to_string(),
-            dims: stored.dims.clone(),
-            slice: 0,
-            out: rows,
-            inn,
-            transposed: false,
-            rows: DiskRows::From(0),
-        };
-        let bytes = tensor.as_bytes_mut();
-        read_window(&find, &part, 0, window.rows.clone(), bytes, dtype, &mut Scratch::default())?;
+        let matrix = MatrixLayout { slice: 0, out: rows, inn, transposed: false, rows: DiskRows::From(0) };
+        let shard = ShardMemory { first: 0, rows: window.rows.clone(), bytes: tensor.as_bytes_mut(), dtype };
+        read_window(&find, &matrix, shard, &mut Scratch::default())?;
         window.trim(&mut tensor)?;
         Ok(tensor)
     }
@@ -313,11 +304,7 @@ impl Checkpoint {
     }
 
     pub(super) fn load_tensor(&self, name: &str, dtype: Option<DType>) -> Result<Tensor<Cpu>> {
-        let stored = self.stored(name)?.ok_or_else(|| CheckpointError::Missing {
-            path: self.files.dir().display().to_string(),
-            tensor: name.to_string(),
-            expected: "one of this name".to_string(),
-        })?;
+        let stored = self.find_tensor(name)?;
         let natural = self.natural(stored.form);
         let dtype = dtype.unwrap_or(natural);
         if let Form::Plain(found) = stored.form

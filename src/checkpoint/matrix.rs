@@ -9,7 +9,7 @@ use crate::dtype::DType;
 use crate::error::Result;
 
 /// Bytes of one read, unless a row is longer: large enough to be fast, small beside any expert.
-const CHUNK: usize = 1 << 20;
+const READ_BYTES: usize = 1 << 20;
 
 /// Which matrix of a stored tensor is read, and how it lies there and in its place: fields of [`DiskMatrix`].
 #[derive(Debug, Clone, Copy)]
@@ -47,7 +47,7 @@ pub(super) fn read_matrix(
         return Ok(stored.read_plain((origin * row) as u64, bytes)?);
     }
     // Even, for tensors whose codes are packed two rows a byte.
-    let step = (CHUNK / 4 / columns.max(1) / 2 * 2).max(2);
+    let step = (READ_BYTES / 4 / columns.max(1) / 2 * 2).max(2);
     for first in (0..rows).step_by(step) {
         let last = (first + step).min(rows);
         let chunk = stored.read(origin + first..origin + last, columns, scratch)?;
@@ -57,17 +57,25 @@ pub(super) fn read_matrix(
     Ok(())
 }
 
-/// Reads what a shard holds of a matrix, and returns its bytes. The shard's memory begins with row `own.start` of the
-/// whole weight; the matrix's parameter begins at its row `first`. What the shard holds nothing of is not opened.
+/// A shard's memory, as a matrix is read into it.
+#[derive(Debug)]
+pub(super) struct ShardMemory<'a> {
+    /// Row of the whole weight at which the matrix's parameter begins.
+    pub first: usize,
+    /// Rows of the whole weight that the memory holds.
+    pub rows: Range<usize>,
+    pub bytes: &'a mut [u8],
+    pub dtype: DType,
+}
+
+/// Reads what a shard holds of a matrix, and returns its bytes. What the shard holds nothing of is not opened.
 pub(super) fn read_window<'s>(
     find: &dyn Fn() -> Result<Stored<'s>>,
-    part: &DiskMatrix,
-    first: usize,
-    own: Range<usize>,
-    shard: &mut [u8],
-    dtype: DType,
+    part: &MatrixLayout,
+    shard: ShardMemory<'_>,
     scratch: &mut Scratch,
 ) -> Result<usize> {
+    let ShardMemory { first, rows: own, bytes, dtype } = shard;
     let (start, rows) = match part.rows {
         DiskRows::From(start) => (start, part.out),
         DiskRows::Alternate(half) => (0, 2 * half),
@@ -80,12 +88,12 @@ pub(super) fn read_window<'s>(
     }
     let stored = find()?;
     let row = part.inn * dtype.size();
-    let to = &mut shard[(wanted.start - own.start) * row..(wanted.end - own.start) * row];
+    let to = &mut bytes[(wanted.start - own.start) * row..(wanted.end - own.start) * row];
     let from = wanted.start - filled.start..wanted.end - filled.start;
     let in_order = matches!(part.rows, DiskRows::From(_)) && part.transposed == stored.flipped;
     // Tensors packed two rows a byte are read from even rows on.
     if in_order && from.start.is_multiple_of(2) {
-        let step = (CHUNK / 4 / part.inn.max(1) / 2 * 2).max(2);
+        let step = (READ_BYTES / 4 / part.inn.max(1) / 2 * 2).max(2);
         for at in from.clone().step_by(step) {
             let last = (at + step).min(from.end);
             let origin = part.slice * part.out;
@@ -102,7 +110,7 @@ pub(super) fn read_window<'s>(
         return Ok(to.len());
     }
     let mut whole = vec![0; (start + rows) * row];
-    read_matrix(&stored, &MatrixLayout::of(part), &mut whole, dtype, scratch)?;
+    read_matrix(&stored, part, &mut whole, dtype, scratch)?;
     to.copy_from_slice(&whole[(start + from.start) * row..(start + from.end) * row]);
     Ok(to.len())
 }

@@ -29,7 +29,7 @@ const CALL: &str = "AdamW";
 const KIND: &str = "moebius_adamw";
 const VERSION: u64 = 1;
 /// Bytes that are on the host, and on their way between ranks, at a time.
-const CHUNK: usize = 64 << 20;
+const HOST_BYTES: usize = 64 << 20;
 
 /// A tensor of a state.
 #[derive(Debug, Clone)]
@@ -103,8 +103,8 @@ impl<D: StepDevice> AdamW<D> {
         for (owner, rows) in owners {
             let width = self.specs()[item.param].shard.width();
             let bytes = rows.len() * width * item.dtype.size();
-            for start in (0..bytes).step_by(CHUNK) {
-                let len = CHUNK.min(bytes - start);
+            for start in (0..bytes).step_by(HOST_BYTES) {
+                let len = HOST_BYTES.min(bytes - start);
                 let own = (rank == owner).then_some(start..start + len);
                 let chunk = self.fetch(item, owner, own, len)?;
                 if let Some((dir, out)) = &mut out {
@@ -191,7 +191,7 @@ impl<D: StepDevice> AdamW<D> {
         let on_disk = if widen { DType::BF16.size() } else { item.dtype.size() };
         let (first, count) = (shard.rows().start * shard.width(), shard.count());
         let device = self.device().clone();
-        let step = CHUNK / item.dtype.size();
+        let step = HOST_BYTES / item.dtype.size();
         let mut buffer = Vec::new();
         for at in (0..count).step_by(step) {
             let len = step.min(count - at);
@@ -236,7 +236,7 @@ impl<D: StepDevice> AdamW<D> {
             if theirs != own {
                 let (value, peer_value) = (format!("{own:?}"), format!("{theirs:?}"));
                 let field = "optimizer.state (steps, skipped, good steps, scale)".to_string();
-                return Err(Error::ConfigMismatch { field, rank, value, peer, peer_value });
+                return Err(Error::ConfigMismatch { call: CALL, field, rank, value, peer, peer_value });
             }
         }
         Ok(())

@@ -13,7 +13,7 @@ use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::kernels::Kernels;
 use crate::layer::{ParamKind, Params, PerParam};
-use crate::quant::{Quantized, WeightFormat};
+use crate::quant::{Quantized, QuantizedTensors, WeightFormat};
 use crate::tensor::{Tensor, TensorRef};
 
 const CALL: &str = "Checkpoint::load_quantized";
@@ -93,7 +93,8 @@ impl QuantizedStack {
     }
 
     fn finish(self) -> Result<Quantized<Cpu>> {
-        Quantized::new(self.format, self.dims, self.parts, self.codes, self.scales, self.factors)
+        let Self { format, dims, parts, codes, scales, factors } = self;
+        Quantized::new(QuantizedTensors { format, dims, parts, codes, scales, factors })
     }
 }
 

@@ -22,7 +22,7 @@ use super::{Checkpoint, SaveOptions, header};
 use crate::error::{CheckpointError, Error, Result};
 
 const CALL: &str = "Checkpoint::save";
-const CHUNK: usize = 1 << 20;
+const COPY_BYTES: usize = 1 << 20;
 /// Elements of a tensor beside the blocks that come to the writer at once.
 const PIECE: usize = 16 << 20;
 
@@ -296,10 +296,10 @@ impl Checkpoint {
             NewTensor::Nvfp4(item) => write(dir, out, &self.nvfp4_bytes(item)?),
             NewTensor::Copy(name) => {
                 let Some(entry) = self.files.get(name) else { return Ok(()) };
-                let mut buffer = vec![0; if shares.writes() { CHUNK.min(entry.bytes as usize) } else { 0 }];
+                let mut buffer = vec![0; if shares.writes() { COPY_BYTES.min(entry.bytes as usize) } else { 0 }];
                 let mut offset = 0;
                 while offset < entry.bytes {
-                    let len = CHUNK.min((entry.bytes - offset) as usize);
+                    let len = COPY_BYTES.min((entry.bytes - offset) as usize);
                     if shares.writes() {
                         self.files.read(name, entry, offset, &mut buffer[..len])?;
                         write(dir, out, &buffer[..len])?;

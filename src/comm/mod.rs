@@ -32,7 +32,7 @@ use crate::tensor::{Tensor, TensorMut, TensorRef};
 pub use crate::tag::{Op, Tag};
 pub use solo::Solo;
 #[cfg(not(loom))]
-pub use symmetric::{Put, Span, SymmetricMemory};
+pub use symmetric::{PeerSignals, Put, Span, SymmetricMemory};
 
 /// How an all-reduce joins values.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]

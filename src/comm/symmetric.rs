@@ -8,6 +8,15 @@ use crate::tensor::{TensorMut, TensorRef};
 
 use super::{Communicator, Tag};
 
+/// Signals that a rank waits for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct PeerSignals {
+    /// The rank that sends them.
+    pub peer: usize,
+    /// How many they are.
+    pub count: usize,
+}
+
 /// Some bytes of a window.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Span {
@@ -94,9 +103,9 @@ pub trait SymmetricMemory<D: Device>: Communicator<D> {
     /// A peer that is no rank, over NCCL this rank itself; the communicator has ended, or has copy engines exchange its
     /// blocks; the library's.
     fn signal(&mut self, tag: Tag, peer: usize) -> Result<()>;
-    /// Waits for so many signals of each rank named.
+    /// Waits for signals of other ranks.
     ///
     /// # Errors
     /// As [`signal`](Self::signal); [`CommError::Timeout`](crate::CommError::Timeout) where the signals do not come.
-    fn wait(&mut self, tag: Tag, signals: &[(usize, usize)]) -> Result<()>;
+    fn wait(&mut self, tag: Tag, signals: &[PeerSignals]) -> Result<()>;
 }

@@ -6,7 +6,7 @@ use serde_json::Value;
 use crate::dtype::DType;
 use crate::fnv1a::fnv1a;
 
-use super::MoeConfig;
+use super::{FieldValues, MoeConfig};
 
 /// Fields that have a digest of their own, as paths into a [`MoeConfig`]; the last is no field of it. What a dispatch's
 /// own fields compare (experts, top-k, expert capacity) is not among them.
@@ -42,6 +42,16 @@ const EACH: usize = 64 / BITS;
 pub struct Fingerprint {
     whole: u64,
     digests: [u64; Self::WORDS - 1],
+    /// The fields' values, for errors.
+    values: FieldValues,
+}
+
+/// A field in which two configurations differ.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) struct Difference {
+    pub field: &'static str,
+    /// Each one's value, or its digest where the value is not known.
+    pub values: [String; 2],
 }
 
 impl Fingerprint {
@@ -53,8 +63,11 @@ impl Fingerprint {
         // Every number is exact in the text.
         let config = serde_json::to_value(MoeConfig { recompute: false, ..config.clone() }).unwrap_or_default();
         let field = |path: &str| path.split('.').try_fold(&config, |value, key| value.get(key)).map(Value::to_string);
-        let mut own = Self { whole: hash(&config.to_string()), digests: Default::default() };
-        NAMES.iter().enumerate().for_each(|(i, name)| own.set(i, &field(name).unwrap_or_default()));
+        let mut own = Self { whole: hash(&config.to_string()), ..Self::default() };
+        // The tokens' type is the last, and set where it counts.
+        for (i, name) in NAMES[..NAMES.len() - 1].iter().enumerate() {
+            own.set(i, &field(name).unwrap_or_default());
+        }
         own
     }
 
@@ -70,6 +83,12 @@ impl Fingerprint {
         let word = &mut self.digests[i / EACH];
         // The upper bits depend on all of the text.
         *word = *word & !(mask << shift) | (hash(text) >> (64 - BITS)) << shift;
+        self.values.push(text.trim_matches('"'));
+    }
+
+    /// The fields' values, which travel where there is room for them.
+    pub(crate) fn values(&self) -> &FieldValues {
+        &self.values
     }
 
     /// As it travels: the number of all fields first.
@@ -79,12 +98,18 @@ impl Fingerprint {
         words
     }
 
-    /// The fields in which two differ, as they travel; none where only the number of all says so.
-    pub(crate) fn differing(own: &[u64], other: &[u64]) -> Vec<&'static str> {
-        let digest =
-            |words: &[u64], i: usize| words.get(1 + i / EACH).map(|w| w >> (i % EACH * BITS) & ((1 << BITS) - 1));
-        let differs = |i: &usize| digest(own, *i) != digest(other, *i);
-        (0..NAMES.len()).filter(differs).map(|i| NAMES[i]).collect()
+    /// The fields in which two differ, given as they travel; none where only the number of all says so.
+    pub(crate) fn differing(two: [(&[u64], &FieldValues); 2]) -> Vec<Difference> {
+        let digest = |words: &[u64], i: usize| {
+            words.get(1 + i / EACH).map_or(0, |word| word >> (i % EACH * BITS) & ((1 << BITS) - 1))
+        };
+        let differs = |i: &usize| digest(two[0].0, *i) != digest(two[1].0, *i);
+        let value = |i: usize, (words, values): (&[u64], &FieldValues)| match values.get(i) {
+            Some(value) => value.to_string(),
+            None => format!("a value of digest {:03x}", digest(words, i)),
+        };
+        let difference = |i: usize| Difference { field: NAMES[i], values: two.map(|one| value(i, one)) };
+        (0..NAMES.len()).filter(differs).map(difference).collect()
     }
 }
 
@@ -106,8 +131,12 @@ mod tests {
     use super::*;
     use crate::config::{Activation, BalanceKind, GroupLimit, GroupScore, Payload, Score, SharedConfig, WeightAt};
 
+    fn differing(a: Fingerprint, b: Fingerprint) -> Vec<Difference> {
+        Fingerprint::differing([(&a.words(), a.values()), (&b.words(), b.values())])
+    }
+
     fn named(a: Fingerprint, b: Fingerprint) -> Vec<&'static str> {
-        Fingerprint::differing(&a.words(), &b.words())
+        differing(a, b).into_iter().map(|difference| difference.field).collect()
     }
 
     #[test]
@@ -146,10 +175,21 @@ mod tests {
             assert!(own.whole != other.whole, "{name}");
             assert_eq!(named(own, other), [*name]);
             assert_eq!(named(other, own), [*name]);
+            let [Difference { values: [value, changed], .. }] = &differing(own, other)[..] else { panic!("{name}") };
+            assert_ne!(value, changed);
+            // What has not traveled is told by its digest.
+            let none = FieldValues::default();
+            let unknown = Fingerprint::differing([(&own.words(), own.values()), (&other.words(), &none)]);
+            let [Difference { values: [known, digest], .. }] = &unknown[..] else { panic!("{name}") };
+            assert!(known == value && digest.starts_with("a value of digest "), "{unknown:?}");
         }
+        let hidden = Fingerprint::of(&MoeConfig { hidden: 128, ..config.clone() });
+        let values = ["64".to_string(), "128".to_string()];
+        assert_eq!(differing(own, hidden), [Difference { field: "hidden", values }]);
         let types = [own.with_tokens(DType::F32), own.with_tokens(DType::BF16)];
         assert!(types[0].whole != types[1].whole);
-        assert_eq!(named(types[0], types[1]), [TOKENS]);
+        let values = [DType::F32, DType::BF16].map(|dtype| dtype.name().to_string());
+        assert_eq!(differing(types[0], types[1]), [Difference { field: TOKENS, values }]);
         assert!(named(7.into(), 8.into()).is_empty());
     }
 

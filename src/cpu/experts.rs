@@ -17,7 +17,8 @@ use crate::tensor::{TensorMut, TensorRef, dims3};
 use crate::weights::Weight;
 
 use super::element::{Acc, Element, Float, with_float};
-use super::gemm::{Mat, ROW_TILE, by_columns, by_rows, product, store, to_acc};
+use super::gemm::{Mat, by_columns, by_rows, product, store, to_acc};
+use super::heuristics::{ROW_TILE, WGRAD_ROWS, WGRAD_SLOTS};
 use super::segments::{RowView, SegmentList};
 use super::{Cpu, activation};
 
@@ -329,11 +330,6 @@ pub(super) fn wgrad(call: Wgrad<'_, Cpu>) -> Result<()> {
 fn in_accumulator<T: Float>(out: &TensorMut<'_, Cpu>) -> bool {
     out.dtype() == <T::Acc as Element>::DTYPE
 }
-
-/// Slots that one step of a weight gradient reads: bounds the memory of gathered rows.
-const WGRAD_SLOTS: usize = 2048;
-/// Rows of a weight gradient that one task computes.
-const WGRAD_ROWS: usize = 256;
 
 /// A weight gradient of rows in `T` into one in `O`.
 fn wgrad_as<T: Float, O: Float<Acc = T::Acc>>(call: Wgrad<'_, Cpu>) -> Result<()> {

@@ -11,11 +11,8 @@ use crate::tensor::{TensorMut, TensorRef, dims2};
 
 use super::Cpu;
 use super::element::{Acc, Float, with_float};
+use super::heuristics::ROW_TILE;
 use super::ordered::{OrderedProduct, WeightLayout};
-
-/// Rows that one task computes. Large enough that packing the weight is a small part of a task, small enough that a
-/// few hot experts still fill all cores.
-pub(super) const ROW_TILE: usize = 256;
 
 /// A strided matrix over a slice.
 #[derive(Clone, Copy)]

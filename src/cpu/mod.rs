@@ -8,6 +8,7 @@ mod etp;
 mod experts;
 mod gemm;
 mod group;
+mod heuristics;
 mod kernels;
 mod optimizer;
 mod ordered;

@@ -14,11 +14,7 @@ use crate::tensor::{TensorMut, TensorRef};
 
 use super::Cpu;
 use super::element::{Float, with_float};
-
-/// Elements of one task of a parallel loop.
-const TASK: usize = 1 << 14;
-/// Leaves of a tree that one task adds.
-const TASK_LEAVES: usize = 8;
+use super::heuristics::{TASK_ELEMENTS, TASK_LEAVES};
 
 impl OptimizerDevice for Cpu {
     fn square_sums(&self, call: SquareSums<'_, Self>) -> Result<()> {
@@ -302,10 +298,10 @@ fn update<G: Float<Acc = f32>, M: Moment>(numbers: &Numbers, t: AdamWTensor<'_, 
     let main = &mut main.into_slice::<f32>()?[..count];
     let first = &mut first.into_slice::<M>()?[..count];
     let second = &mut second.into_slice::<M>()?[..count];
-    let moments = first.par_chunks_mut(TASK).zip(second.par_chunks_mut(TASK));
-    let tasks = gradient.par_chunks(TASK).zip(main.par_chunks_mut(TASK)).zip(moments);
+    let moments = first.par_chunks_mut(TASK_ELEMENTS).zip(second.par_chunks_mut(TASK_ELEMENTS));
+    let tasks = gradient.par_chunks(TASK_ELEMENTS).zip(main.par_chunks_mut(TASK_ELEMENTS)).zip(moments);
     tasks.enumerate().for_each(|(i, ((gradient, main), (first, second)))| {
-        let element = element + (i * TASK) as u64;
+        let element = element + (i * TASK_ELEMENTS) as u64;
         M::update(numbers, ElementRun { gradient, main, first, second, number, element });
     });
     match rounded {
@@ -317,7 +313,7 @@ fn update<G: Float<Acc = f32>, M: Moment>(numbers: &Numbers, t: AdamWTensor<'_, 
 
 fn round<P: Float<Acc = f32>>(main: &[f32], rounded: TensorMut<'_, Cpu>) -> Result<()> {
     let rounded = &mut rounded.into_slice::<P>()?[..main.len()];
-    let tasks = rounded.par_chunks_mut(TASK).zip(main.par_chunks(TASK));
+    let tasks = rounded.par_chunks_mut(TASK_ELEMENTS).zip(main.par_chunks(TASK_ELEMENTS));
     tasks.for_each(|(to, from)| to.iter_mut().zip(from).for_each(|(to, from)| *to = P::from_acc(*from)));
     Ok(())
 }

@@ -11,11 +11,7 @@ use crate::tensor::TensorRef;
 
 use super::Cpu;
 use super::element::{Acc, Float, with_acc, with_float};
-
-/// Below this many bytes a parallel loop costs more than it saves.
-const PARALLEL_BYTES: usize = 1 << 18;
-/// Bytes of one task of a parallel loop.
-const TASK_BYTES: usize = 1 << 16;
+use super::heuristics::{PARALLEL_BYTES, TASK_BYTES};
 
 pub(super) fn gather_rows(call: GatherRows<'_, Cpu>) -> Result<()> {
     const CALL: &str = "gather_rows";

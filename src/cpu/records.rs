@@ -27,14 +27,15 @@ fn sizes(max_tokens: usize, spec: &DispatchSpec) -> RecordSizes {
 pub(super) fn record(call: RecordIds<'_, Cpu>) -> Result<()> {
     let RecordIds { rank, num_experts, max_tokens, spec, ids, errors, out } = call;
     let origin = Origin { rank, layer: spec.layer };
-    let (clean, bad) = routing_record::mask_bad_ids(ids.data(), ids.dtype(), origin, spec.top_k, num_experts)?;
+    let (kept, bad) = routing_record::mask_bad_ids(ids.data(), ids.dtype(), origin, spec.top_k, num_experts)?;
     let record = RoutingRecord {
         status: bad.map_or(RecordStatus::Ready, RecordStatus::Deferred),
         fields: routing_record::fields(spec),
+        values: *spec.formula.values(),
         backward: spec.backward,
         pending: deferred_errors::any(errors.as_ref().data()),
         tokens: ids.rows(),
-        ids: clean,
+        ids: kept,
         weights: Vec::new(),
     };
     let bytes = record.encode(sizes(max_tokens, spec))?;

@@ -11,7 +11,7 @@ use crate::comm::agree::{CollectiveCall, Detail, Verdict, compare_calls, failed}
 use crate::comm::rendezvous::{Arc, Rendezvous, Round};
 use crate::comm::{Communicator, Exchange, ReduceOp, Tag, check_blocks};
 #[cfg(not(loom))]
-use crate::comm::{Put, Span, SymmetricMemory};
+use crate::comm::{PeerSignals, Put, Span, SymmetricMemory};
 use crate::dtype::DType;
 use crate::error::{CommError, Error, Result};
 use crate::host_memory;
@@ -273,12 +273,12 @@ impl SymmetricMemory<Cpu> for ThreadComm {
         Ok(())
     }
 
-    fn wait(&mut self, tag: Tag, signals: &[(usize, usize)]) -> Result<()> {
+    fn wait(&mut self, tag: Tag, signals: &[PeerSignals]) -> Result<()> {
         let (rank, timeout) = (self.rank, self.timeout);
-        for (peer, count) in signals {
-            check_peer("wait", *peer, self.size)?;
-            if !self.windows.take(*peer, rank, *count, timeout) {
-                let missing = vec![*peer];
+        for &PeerSignals { peer, count } in signals {
+            check_peer("wait", peer, self.size)?;
+            if !self.windows.take(peer, rank, count, timeout) {
+                let missing = vec![peer];
                 return Err(CommError::Timeout { operation: "wait", tag, rank, missing, timeout }.into());
             }
         }

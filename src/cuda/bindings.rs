@@ -7,12 +7,12 @@
 #![allow(non_camel_case_types, non_upper_case_globals, reason = "the headers' names")]
 #![allow(clippy::all, reason = "generated")]
 
-pub const TENSOR_TILE: u32 = 128;
-pub const TENSOR_THREADS: u32 = 256;
-pub const TENSOR_SMEM: u32 = 81920;
-pub const SCALAR_TILE: u32 = 64;
-pub const SCALAR_THREADS: u32 = 256;
-pub const SCALAR_SMEM: u32 = 17408;
+pub const MMA_SYNC_TILE: u32 = 128;
+pub const MMA_SYNC_THREADS: u32 = 256;
+pub const MMA_SYNC_SMEM: u32 = 81920;
+pub const SIMT_TILE: u32 = 64;
+pub const SIMT_THREADS: u32 = 256;
+pub const SIMT_SMEM: u32 = 17408;
 pub const TF32_TILE: u32 = 128;
 pub const TF32_THREADS: u32 = 256;
 pub const TF32_SMEM: u32 = 87552;
@@ -27,8 +27,8 @@ pub const SM90_DECODE_ROWS: u32 = 8;
 pub const SM90_DECODE_COLUMNS: u32 = 32;
 pub const SM90_DECODE_SMEM: u32 = 49152;
 pub const SM90_DECODE_LINEAR_SMEM: u32 = 98304;
-pub const WGRAD_NARROW: u32 = 128;
-pub const WGRAD_WIDE: u32 = 256;
+pub const WGRAD_BLOCK_M: u32 = 128;
+pub const WGRAD_BLOCK_N: u32 = 256;
 pub const WGRAD_THREADS: u32 = 384;
 pub const WGRAD_SMEM: u32 = 230464;
 pub const SM90_LINEAR_TILE: u32 = 64;
@@ -40,8 +40,8 @@ pub const SM90_LINEAR_DX_THREADS: u32 = 256;
 pub const SM90_LINEAR_DX_SMEM: u32 = 230456;
 pub const SM90_LINEAR_DX_COLUMNS: u32 = 512;
 pub const SM90_LINEAR_DX_EXPERTS: u32 = 128;
-pub const W4A16_WEIGHTS: u32 = 128;
-pub const W4A16_ROWS: u32 = 256;
+pub const W4A16_BLOCK_M: u32 = 128;
+pub const W4A16_BLOCK_N: u32 = 256;
 pub const W4A16_THREADS: u32 = 512;
 pub const W4A16_SMEM: u32 = 231040;
 pub const DECODE_STEP: u32 = 256;
@@ -1014,7 +1014,7 @@ const _: () = {
     ["Offset of field: DequantizeJob::modelopt"][::core::mem::offset_of!(DequantizeJob, modelopt) - 80usize];
     ["Offset of field: DequantizeJob::first_block"][::core::mem::offset_of!(DequantizeJob, first_block) - 88usize];
 };
-pub const BACK_JOBS: usize = 40;
+pub const DEQUANTIZE_JOBS: usize = 40;
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
 pub struct DequantizeJobs {

@@ -33,9 +33,9 @@ pub struct DeviceBuffer {
 enum Owner {
     /// The workspace's.
     Arena(MemoryBlock),
-    /// Its owner counts the buffers of it by this.
+    /// A window's: its owner counts the buffers of it by this.
     #[cfg(feature = "nccl-ep")]
-    Loan(Arc<AtomicUsize>),
+    Window(Arc<AtomicUsize>),
     /// Somebody's who keeps it for as long as this is held.
     #[cfg(feature = "nccl")]
     External(#[allow(dead_code, reason = "kept alive, not read")] Arc<dyn Send + Sync>),
@@ -56,7 +56,7 @@ impl DeviceBuffer {
         let ptr = match &mut self.owner {
             Owner::Arena(block) => self.arena.give_away(block),
             #[cfg(feature = "nccl-ep")]
-            Owner::Loan(_) => return Err(Error::invalid("DeviceBuffer", "memory", "the workspace's", "a window's")),
+            Owner::Window(_) => return Err(Error::invalid("DeviceBuffer", "memory", "the workspace's", "a window's")),
             #[cfg(feature = "nccl")]
             Owner::External(_) => {
                 return Err(Error::invalid("DeviceBuffer", "memory", "the workspace's", "a window's"));
@@ -85,13 +85,13 @@ impl Cuda {
 
 #[cfg(feature = "nccl-ep")]
 impl Cuda {
-    /// A buffer of memory that its owner keeps, `loans` counting it until it is dropped.
+    /// A buffer of memory that its owner keeps, `buffers` counting it until it is dropped.
     ///
     /// # Safety
     /// The memory stays while the count is above zero, and meanwhile nobody writes it but in the order of the stream.
-    pub(crate) unsafe fn borrowed(&self, ptr: u64, bytes: usize, loans: &Arc<AtomicUsize>) -> DeviceBuffer {
-        loans.fetch_add(1, Ordering::AcqRel);
-        DeviceBuffer { ptr, bytes, arena: self.inner.arena(), owner: Owner::Loan(Arc::clone(loans)) }
+    pub(crate) unsafe fn borrowed(&self, ptr: u64, bytes: usize, buffers: &Arc<AtomicUsize>) -> DeviceBuffer {
+        buffers.fetch_add(1, Ordering::AcqRel);
+        DeviceBuffer { ptr, bytes, arena: self.inner.arena(), owner: Owner::Window(Arc::clone(buffers)) }
     }
 }
 
@@ -100,7 +100,7 @@ impl Drop for DeviceBuffer {
         match &self.owner {
             Owner::Arena(block) => self.arena.free(*block),
             #[cfg(feature = "nccl-ep")]
-            Owner::Loan(loans) => drop(loans.fetch_sub(1, Ordering::AcqRel)),
+            Owner::Window(buffers) => drop(buffers.fetch_sub(1, Ordering::AcqRel)),
             #[cfg(feature = "nccl")]
             Owner::External(_) => {}
         }

@@ -53,7 +53,7 @@ struct GroupedGemm<'a> {
     shape: TileConfig,
     segments: &'a Segments<Cuda>,
     slots: usize,
-    /// What a fault tells of the call.
+    /// The call, as a fault's detail has it.
     site: i64,
     quantized: Option<QuantizedOperand>,
 }

@@ -50,7 +50,7 @@ const _: () = assert!(MappedCall::ALL.len() < 1 << params::SITE_CALL_BITS);
 /// Bits of a site below the call's number.
 const CALL_AT: u32 = params::ORIGIN_BITS + params::SITE_OPERAND_BITS;
 
-/// What a fault tells of a call and of the operand that it is behind, for the rank and layer of this number.
+/// A call and the operand that it is behind, as a fault's detail has them, for the rank and layer of this number.
 pub(super) fn site(call: MappedCall, origin: i64, operand: params::Operand) -> i64 {
     (call as i64) << CALL_AT | operand << params::ORIGIN_BITS | origin
 }

@@ -51,7 +51,7 @@ pub(super) struct SourceRows {
     pub(super) map: u64,
     pub(super) rows: i64,
     pub(super) vector: bool,
-    /// What a fault tells of the call and this operand.
+    /// The call and this operand, as a fault's detail has them.
     pub(super) site: i64,
 }
 

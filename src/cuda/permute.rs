@@ -18,21 +18,34 @@ pub(super) fn gather_rows(device: &Cuda, call: GatherRows<'_, Cuda>) -> Result<(
     Error::check_dtype(CALL, "out", call.source.dtype(), call.out.dtype())?;
     Error::check_dtype(CALL, "map", DType::I32, call.map.dtype())?;
     Error::check_shape(CALL, "out", &[call.map.count(), row], &[call.out.rows(), call.out.row_bytes()])?;
-    let (rows, from) = (call.out.rows(), (call.source.data().ptr, call.source.rows()));
-    let site = device.site(MappedCall::GatherRows, call.origin, params::OPERAND_FIRST)?;
-    gather(device, CALL, (from, call.map.data().ptr), call.out.into_data().ptr, rows, row, site)
+    let gather = RowGather {
+        source: call.source.data().ptr,
+        source_rows: call.source.rows(),
+        map: call.map.data().ptr,
+        rows: call.out.rows(),
+        bytes: row,
+        site: device.site(MappedCall::GatherRows, call.origin, params::OPERAND_FIRST)?,
+        out: call.out.into_data().ptr,
+    };
+    launch_gather(device, CALL, gather)
 }
 
-/// Rows of `bytes` bytes behind a map, which has an entry for each row of the output.
-fn gather(
-    device: &Cuda,
-    call: &'static str,
-    ((source, source_rows), map): ((u64, usize), u64),
+/// Rows behind a map, checked.
+struct RowGather {
+    source: u64,
+    source_rows: usize,
+    /// An entry for each row of the output.
+    map: u64,
     out: u64,
     rows: usize,
+    /// Of a row.
     bytes: usize,
+    /// The call, as a fault's detail has it.
     site: i64,
-) -> Result<()> {
+}
+
+fn launch_gather(device: &Cuda, call: &'static str, gather: RowGather) -> Result<()> {
+    let RowGather { source, source_rows, map, out, rows, bytes, site } = gather;
     let word = [16, 4, 1].into_iter().find(|w| (source | out | bytes as u64).is_multiple_of(*w)).unwrap_or(1);
     let p = params::RowsOpParams {
         source,
@@ -104,8 +117,16 @@ pub(super) fn gather_to_slots(
     dtype: DType,
 ) -> Result<Tensor<Cuda>> {
     let mut out = Tensor::empty(device, dtype, &[slots, width])?;
-    let from = ((source.base, source.rows as usize), source.map);
-    gather(device, call, from, at(&mut out), slots, width * dtype.size(), source.site)?;
+    let gather = RowGather {
+        source: source.base,
+        source_rows: source.rows as usize,
+        map: source.map,
+        out: at(&mut out),
+        rows: slots,
+        bytes: width * dtype.size(),
+        site: source.site,
+    };
+    launch_gather(device, call, gather)?;
     Ok(out)
 }
 

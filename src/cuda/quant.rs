@@ -16,7 +16,7 @@ use super::device::Cuda;
 use super::heuristics::FINITE_BLOCKS;
 use super::kernel_table::Nvfp4Mode;
 use super::launch::Grid;
-use super::params::{self, AMAX_JOBS, BACK_JOBS, type_code};
+use super::params::{self, AMAX_JOBS, DEQUANTIZE_JOBS, type_code};
 use super::tile_config::NVFP4_ALIGNED_SMEM;
 
 const THREADS: u32 = 256;
@@ -28,10 +28,10 @@ const DEQUANTIZE_SPAN: usize = params::DEQUANTIZE_SPAN as usize;
 const PANEL: [usize; 2] = [params::PANEL_ROWS as usize, params::PANEL_BYTES as usize];
 /// Shared memory of the NVFP4 kernels, without and with columns (`kernels/nvfp4_cast.cu`).
 const CAST_SHARED: [u32; 2] = [params::NVFP4_CAST_SMEM, params::NVFP4_CAST_COLUMNS_SMEM];
-/// Rows and columns that a block takes of a matrix whose own are multiples of [`WHOLE`]
+/// Rows and columns that a block takes of a matrix whose own are multiples of [`ALIGNED`]
 /// (`kernels/nvfp4_cast_aligned.cu`).
-const BLOCK: [usize; 2] = [params::NVFP4_ALIGNED_ROWS as usize, params::NVFP4_ALIGNED_COLUMNS as usize];
-const WHOLE: usize = 128;
+const ALIGNED_BLOCK: [usize; 2] = [params::NVFP4_ALIGNED_ROWS as usize, params::NVFP4_ALIGNED_COLUMNS as usize];
+const ALIGNED: usize = 128;
 
 /// A matrix as kernels take it.
 fn strided(matrix: &Matrix<'_, Cuda>) -> params::StridedMatrix {
@@ -65,7 +65,7 @@ fn panels(matrix: &Matrix<'_, Cuda>) -> usize {
 /// Whether columns are wanted of an aligned matrix of 16-bit elements with one amax, as they are, to whole words.
 fn aligned_matrix(p: &params::QuantCastParams, size: usize) -> bool {
     let words = |side: &params::QuantSide| side.codes.is_multiple_of(16) && side.scales.is_multiple_of(8);
-    let whole = |n: i64| (n as usize).is_multiple_of(WHOLE) && i32::try_from(n).is_ok();
+    let whole = |n: i64| (n as usize).is_multiple_of(ALIGNED) && i32::try_from(n).is_ok();
     p.columns.codes != 0
         && size == 2
         && p.by_line == 0
@@ -226,7 +226,7 @@ impl Cuda {
             && p.rows.codes.is_multiple_of(8)
             && u32::try_from(blocks).is_ok();
         let [height, width] = matrix.dims();
-        let whole_blocks = height.div_ceil(BLOCK[0]) * width.div_ceil(BLOCK[1]);
+        let whole_blocks = height.div_ceil(ALIGNED_BLOCK[0]) * width.div_ceil(ALIGNED_BLOCK[1]);
         let kernels = self.kernels();
         let of_rows = kernels.nvfp4_cast.rows(mode, dtype).filter(|_| plain);
         let of_panels = kernels.nvfp4_aligned.of(mode, dtype).filter(|_| aligned_matrix(&p, size));
@@ -249,10 +249,17 @@ impl Cuda {
 }
 
 /// Matrices back to floating point, each with its eights of elements, as many as fit a launch at a time.
-fn back(device: &Cuda, call: &'static str, kernel: &Kernel, jobs: &[(params::DequantizeJob, usize)]) -> Result<()> {
-    for jobs in jobs.chunks(BACK_JOBS) {
-        let mut p =
-            params::DequantizeJobs { jobs: [params::DequantizeJob::default(); BACK_JOBS], count: jobs.len() as i64 };
+fn launch_dequantize(
+    device: &Cuda,
+    call: &'static str,
+    kernel: &Kernel,
+    jobs: &[(params::DequantizeJob, usize)],
+) -> Result<()> {
+    for jobs in jobs.chunks(DEQUANTIZE_JOBS) {
+        let mut p = params::DequantizeJobs {
+            jobs: [params::DequantizeJob::default(); DEQUANTIZE_JOBS],
+            count: jobs.len() as i64,
+        };
         let mut blocks = 0;
         for (to, (from, eights)) in p.jobs.iter_mut().zip(jobs) {
             *to = params::DequantizeJob { first_block: blocks as i64, ..*from };
@@ -287,7 +294,7 @@ fn dequantize(device: &Cuda, call: &'static str, calls: Vec<Dequantize<'_, Cuda>
         };
         Ok((job, dims[0] * blocks * 2))
     };
-    back(
+    launch_dequantize(
         device,
         call,
         &device.kernels().dequantize.nvfp4,
@@ -308,7 +315,7 @@ fn dequantize_mxfp8(device: &Cuda, call: &'static str, calls: Vec<DequantizeMxfp
         };
         Ok((job, dims[0] * dims[1].div_ceil(8)))
     };
-    back(
+    launch_dequantize(
         device,
         call,
         &device.kernels().dequantize.mxfp8,

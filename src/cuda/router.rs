@@ -181,7 +181,7 @@ pub(super) fn route_bwd(device: &Cuda, call: RouteBwd<'_, Cuda>) -> Result<()> {
     p.origin = device.origin(CALL, call.origin)?;
     // Whether the groups zero scores depends on there being a selection bias, which backward does not get otherwise.
     p.bias = if config.selection_bias { p.logits } else { 0 };
-    let aux = call.aux.map(|aux| AuxGrad::new(device, config, &aux, t, &p)).transpose()?;
+    let aux = call.aux.map(|aux| AuxCoefficients::new(device, config, &aux, t, &p)).transpose()?;
     if let Some(aux) = aux.as_ref().filter(|_| t > 0) {
         p.aux_coef = aux.coef.as_ref().map_or(0, |c| c.view().data().ptr);
         p.aux_z = aux.z.view().data().ptr;
@@ -296,7 +296,7 @@ pub(super) fn aux_total(device: &Cuda, call: AuxTotal<'_, Cuda>) -> Result<()> {
 }
 
 /// Coefficients of the losses' gradient.
-struct AuxGrad {
+struct AuxCoefficients {
     /// `[sequences, E]` of f64.
     coef: Option<Tensor<Cuda>>,
     z: Tensor<Cuda>,
@@ -304,7 +304,7 @@ struct AuxGrad {
     sigmoids: bool,
 }
 
-impl AuxGrad {
+impl AuxCoefficients {
     fn new(
         device: &Cuda,
         config: &RouterConfig,

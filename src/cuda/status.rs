@@ -58,7 +58,7 @@ impl Cuda {
         numbered(call, &mut self.inner.origins.lock().unwrap_or_else(PoisonError::into_inner), of)
     }
 
-    /// What a fault tells of a call that follows maps and segments, and of the operand that they are of.
+    /// A call that follows maps and segments, and the operand that they are of, as a fault's detail has them.
     pub(super) fn site(&self, call: MappedCall, of: Origin, operand: params::Operand) -> Result<i64> {
         Ok(site(call, self.origin(call.name(), of)?, operand))
     }
@@ -158,7 +158,7 @@ impl Raised<'_> {
         Error::Segment { call, rank, layer, segment: entry as usize, found }
     }
 
-    /// What was met at an entry; `None` where that was not the same in all calls that met one there.
+    /// The value that was met at an entry; `None` where that was not the same in all calls that met one there.
     fn found(&self, words: params::StatusWord, entry: u64) -> Option<u32> {
         let (largest, smallest) = (self.word(words), self.word(words + 1));
         let of_entry = |word: u64| u64::from(u32::MAX) - (word >> 32) == entry;
@@ -269,7 +269,7 @@ mod tests {
         }
     }
 
-    /// What a call finds wrong with the first operand that it follows, on the rank and layer of this number.
+    /// A call and the first operand that it follows, on the rank and layer of this number.
     #[derive(Clone, Copy)]
     struct Mapped {
         call: MappedCall,

@@ -12,11 +12,14 @@ pub(super) struct TileConfig {
 }
 
 /// Tiles of the mma kernels (`mma_sync` in `kernels/portable/gemm.cuh`).
-pub(super) const MMA_SYNC: TileConfig =
-    TileConfig { tile: params::TENSOR_TILE as usize, threads: params::TENSOR_THREADS, shared: params::TENSOR_SMEM };
+pub(super) const MMA_SYNC: TileConfig = TileConfig {
+    tile: params::MMA_SYNC_TILE as usize,
+    threads: params::MMA_SYNC_THREADS,
+    shared: params::MMA_SYNC_SMEM,
+};
 /// Tiles of the multiply-add kernels (`simt` there).
 pub(super) const SIMT: TileConfig =
-    TileConfig { tile: params::SCALAR_TILE as usize, threads: params::SCALAR_THREADS, shared: params::SCALAR_SMEM };
+    TileConfig { tile: params::SIMT_TILE as usize, threads: params::SIMT_THREADS, shared: params::SIMT_SMEM };
 /// Tiles of the tf32 kernels (`tf32` in `kernels/portable/linear_bwd_tf32.cuh`).
 pub(super) const TF32: TileConfig =
     TileConfig { tile: params::TF32_TILE as usize, threads: params::TF32_THREADS, shared: params::TF32_SMEM };
@@ -37,7 +40,7 @@ pub(super) const SM90_DECODE_LINEAR: TileConfig =
     TileConfig { tile: 16, threads: 32, shared: params::SM90_DECODE_LINEAR_SMEM };
 /// Columns of a narrow operand that a block of the weight gradients' kernel takes (`kernels/sm90_wgrad.cu`).
 pub(super) const SM90_WGRAD: TileConfig =
-    TileConfig { tile: params::WGRAD_NARROW as usize, threads: params::WGRAD_THREADS, shared: params::WGRAD_SMEM };
+    TileConfig { tile: params::WGRAD_BLOCK_M as usize, threads: params::WGRAD_THREADS, shared: params::WGRAD_SMEM };
 /// Tokens or experts of a tile of the router's products on Hopper (`kernels/sm90_linear.cu`).
 pub(super) const SM90_LINEAR: TileConfig = TileConfig {
     tile: params::SM90_LINEAR_TILE as usize,
@@ -52,7 +55,7 @@ pub(super) const SM90_LINEAR_D_X: TileConfig = TileConfig {
 };
 /// Weight rows of a tile of Hopper's kernels with quantized weights (`kernels/sm90/w4a16_pipeline.cuh`).
 pub(super) const SM90_W4A16: TileConfig =
-    TileConfig { tile: params::W4A16_WEIGHTS as usize, threads: params::W4A16_THREADS, shared: params::W4A16_SMEM };
+    TileConfig { tile: params::W4A16_BLOCK_M as usize, threads: params::W4A16_THREADS, shared: params::W4A16_SMEM };
 /// Shared memory of the NVFP4 casts of aligned matrices, to nearest and stochastically
 /// (`kernels/nvfp4_cast_aligned.cu`).
 pub(super) const NVFP4_ALIGNED_SMEM: [u32; 2] = [params::NVFP4_ALIGNED_SMEM, params::NVFP4_ALIGNED_STOCHASTIC_SMEM];

@@ -20,7 +20,7 @@ const THREAD_STEP: i64 = params::DECODE_THREAD_STEP as i64;
 /// Columns of a warp's tile there, of gate and up together.
 const WARP_COLUMNS: usize = params::DECODE_WARP_COLUMNS as usize;
 /// Rows of a tile of the kernels for many rows (`kernels/sm90_w4a16.cu`).
-const TILE_ROWS: u32 = params::W4A16_ROWS;
+const BLOCK_N: u32 = params::W4A16_BLOCK_N;
 
 /// Checked weights, as kernels take them.
 pub(super) struct QuantizedOperand {
@@ -150,7 +150,7 @@ impl QuantizedOperand {
         let words = [p.out, p.pre_out].iter().all(|at| at.is_multiple_of(16)) && p.n % 8 == 0 && p.a_rows > 0;
         let kernel = device.sm90_kernels().filter(|_| words)?.w4a16.of(product, self.format)?;
         Some(TunedKernel {
-            rows: TILE_ROWS as usize,
+            rows: BLOCK_N as usize,
             columns: SM90_W4A16.tile / factor,
             kernel,
             mapped: true,
@@ -178,7 +178,7 @@ impl QuantizedOperand {
         let rows = match tuned {
             Some(TunedKernel { mapped: true, .. }) => {
                 let sizes = &[p.k as u64, p.a_rows as u64];
-                Some(TensorMapSpec { call, dtype: DType::BF16, base: p.a, sizes }.boxes(TILE_ROWS)?)
+                Some(TensorMapSpec { call, dtype: DType::BF16, base: p.a, sizes }.boxes(BLOCK_N)?)
             }
             _ => None,
         };

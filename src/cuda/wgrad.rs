@@ -21,7 +21,7 @@ use super::tile_config::SM90_WGRAD;
 
 const CALL: &str = MappedCall::Wgrad.name();
 /// Columns of a Hopper tile's wide side.
-const WIDE: usize = params::WGRAD_WIDE as usize;
+const BLOCK_N: usize = params::WGRAD_BLOCK_N as usize;
 
 /// Whether a weight gradient of so many columns of the wide side brings mapped rows into order.
 pub(super) fn orders_rows(device: &Cuda, dtype: DType, columns: usize) -> bool {
@@ -137,7 +137,7 @@ impl WgradCall<'_> {
             out.boxes(if self.out_type == DType::F32 { 32 } else { 64 })?,
         ];
         // Blocks work in pairs, on neighboring tiles of the narrow side.
-        let pairs = experts * columns.div_ceil(2 * SM90_WGRAD.tile) * wide_columns.div_ceil(WIDE);
+        let pairs = experts * columns.div_ceil(2 * SM90_WGRAD.tile) * wide_columns.div_ceil(BLOCK_N);
         let blocks = 2 * pairs.min(self.device.usable_sms() / 2);
         let grid = Grid { shared: SM90_WGRAD.shared, ..Grid::new(blocks, SM90_WGRAD.threads) };
         let [a, b, c] = &maps;

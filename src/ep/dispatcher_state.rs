@@ -279,8 +279,8 @@ impl<D: Kernels> DispatcherState<D> {
             (None, Some(bad)) if spec.reporting == Reporting::Deferred => RecordStatus::Deferred(bad),
             (None, Some(bad)) => RecordStatus::BadId(bad),
         };
-        let (fields, backward) = (routing_record::fields(spec), spec.backward);
-        Ok(RoutingRecord { status, fields, backward, pending: false, tokens, ids, weights })
+        let (fields, values, backward) = (routing_record::fields(spec), *spec.formula.values(), spec.backward);
+        Ok(RoutingRecord { status, fields, values, backward, pending: false, tokens, ids, weights })
     }
 
     pub(super) fn sizes(&self, spec: &DispatchSpec) -> RecordSizes {
@@ -326,7 +326,7 @@ impl<D: Kernels> DispatcherState<D> {
                 let what = format!("a routing record of {expected} bytes (top_k = {})", spec.top_k);
                 let field = "spec.top_k or spec.expert_capacity".to_string();
                 let peer_value = format!("a routing record of {found} bytes");
-                Err(Error::ConfigMismatch { field, rank, value: what, peer, peer_value })
+                Err(Error::ConfigMismatch { call: PREPARE, field, rank, value: what, peer, peer_value })
             }
             Err(error) => Err(self.as_peer_error(PREPARE, error)),
         }

@@ -66,7 +66,7 @@ fn compare<D: Kernels>(device: &D, comm: &mut dyn Communicator<D>, config: &Grou
                 _ => other.to_string(),
             };
             let (field, value) = ((*field).to_string(), value.clone());
-            return Err(Error::ConfigMismatch { field, rank: comm.rank(), value, peer, peer_value });
+            return Err(Error::ConfigMismatch { call: CALL, field, rank: comm.rank(), value, peer, peer_value });
         }
     }
     Ok(())

@@ -132,7 +132,7 @@ impl<D: Kernels> Handle<D> {
         Err(Error::BackwardNotAgreed { call, rank: self.rank, absent: self.agreement.absent.clone() })
     }
 
-    /// What its dispatcher keeps with it. For dispatchers.
+    /// Its dispatcher's data. For dispatchers.
     pub fn dispatcher_data(&self) -> Option<&Arc<dyn fmt::Debug + Send + Sync>> {
         self.dispatcher_data.as_ref()
     }

@@ -96,7 +96,7 @@ pub enum CommError {
         /// The rank that left.
         peer: usize,
     },
-    /// The carrier of the bytes failed: a GPU, the library between them, or the network.
+    /// The transport failed: a GPU, the library between the ranks, or the network.
     #[error("{operation} [{tag}] on rank {rank}: {reason}")]
     Transport {
         /// The collective.

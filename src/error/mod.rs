@@ -194,9 +194,11 @@ pub enum Error {
         /// Its error, as text.
         reason: String,
     },
-    /// Two ranks were built with different configurations.
-    #[error("group: configuration field {field} differs: rank {rank} has {value}, rank {peer} has {peer_value}")]
+    /// Two ranks were built with different configurations, or make a call with different options.
+    #[error("{call}: configuration field {field} differs: rank {rank} has {value}, rank {peer} has {peer_value}")]
     ConfigMismatch {
+        /// The call that compares them.
+        call: &'static str,
         /// Name of the first differing field.
         field: String,
         /// This rank.
@@ -259,7 +261,7 @@ pub enum Error {
         weight: String,
         /// Requirement of the form that shards are sent in.
         expected: String,
-        /// What the weight has.
+        /// The weight's state.
         found: String,
     },
     /// A checkpoint is damaged, hostile or not what its config says.

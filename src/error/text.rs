@@ -7,7 +7,7 @@ const MAX_CHARS: usize = 400;
 /// How many of a longer one's last characters are shown.
 const TAIL: usize = 40;
 
-/// What was found, where that is known.
+/// The value that was found, where it is known.
 pub(super) fn found(value: &Option<i64>) -> String {
     value.map_or("another (seen by a kernel)".to_string(), |value| value.to_string())
 }

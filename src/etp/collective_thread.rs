@@ -147,9 +147,9 @@ const BUSY: Duration = Duration::from_millis(200);
 /// Counts of the work that a collective thread has been given.
 #[derive(Debug, Default)]
 struct ThreadCounters {
-    /// Jobs that are not done, nor dropped with a thread that has ended.
+    /// Collectives that are not done, nor dropped with a thread that has ended.
     open: Arc<AtomicUsize>,
-    /// Jobs whose results nobody has taken.
+    /// Collectives whose results nobody has taken.
     under_way: Arc<AtomicUsize>,
     /// The capture that the last was part of, or 0.
     capture: AtomicU64,
@@ -536,8 +536,8 @@ mod tests {
     use crate::etp::buffers::cache::BufferUsage;
     use crate::etp::shards::source::Shard;
 
-    /// A rank whose computation cannot be waited for tells the others, which are in the collective's collective; its
-    /// next collective meets theirs.
+    /// A rank whose computation cannot be waited for tells the others, which are in that collective; its next one
+    /// meets theirs.
     #[test]
     fn an_error_before_a_collective_is_reported() {
         let broken = |rank: usize| match rank {
@@ -549,14 +549,14 @@ mod tests {
             let mut cache = BufferCache::new(cpu);
             let key = BufferKey { dims: vec![4, 2], dtype: DType::F32, usage: BufferUsage::GatheredWeight, parity: 0 };
             let buffer_id = cache.reserve(key);
-            let thread_name = CollectiveThread::start("gather", &cpu, Box::new(comm)).unwrap();
+            let collectives = CollectiveThread::start("gather", &cpu, Box::new(comm)).unwrap();
             let shard: Arc<dyn ShardSource<Cpu>> =
                 Arc::new(Shard::new(Tensor::from_vec(vec![1f32; 4], &[2, 2]).unwrap()));
             let mut gather = |sequence, after| {
-                let into = TransferBuffer::new(cache.take(buffer_id).unwrap(), &thread_name.streams);
+                let into = TransferBuffer::new(cache.take(buffer_id).unwrap(), &collectives.streams);
                 let tag = Tag { layer: 0, op: Op::Weights, sequence };
                 let collective = Collective::Gather { tag, shard: GatherInput::Plain(Arc::clone(&shard)), into };
-                let (buffers, outcome) = thread_name.receive(thread_name.enqueue_after(collective, after));
+                let (buffers, outcome) = collectives.receive(collectives.enqueue_after(collective, after));
                 assert_eq!(buffers.len(), 1, "the buffer comes back");
                 buffers.into_iter().for_each(|buffer| cache.put(buffer));
                 outcome
@@ -565,13 +565,11 @@ mod tests {
         };
         let comms = ThreadWorld::create(2, Duration::from_secs(60));
         let outcomes: Vec<_> = thread::scope(|scope| {
-            let threads: Vec<_> = comms.into_iter().enumerate().map(|seat| scope.spawn(move || work(seat))).collect();
+            let threads: Vec<_> = comms.into_iter().enumerate().map(|rank| scope.spawn(move || work(rank))).collect();
             threads.into_iter().map(|thread| thread.join().unwrap()).collect()
         });
-        let [(gather_numbers, met), (own, after)] = <[_; 2]>::try_from(outcomes).unwrap();
-        let Err(Error::Comm(CommError::Refused { peer: 1, reason, .. })) = &gather_numbers else {
-            panic!("{gather_numbers:?}")
-        };
+        let [(refused, met), (own, after)] = <[_; 2]>::try_from(outcomes).unwrap();
+        let Err(Error::Comm(CommError::Refused { peer: 1, reason, .. })) = &refused else { panic!("{refused:?}") };
         assert!(reason.contains("out of luck"), "{reason}");
         assert!(matches!(own, Err(Error::Device { call: "test", .. })), "{own:?}");
         assert!(met.is_ok() && after.is_ok(), "{met:?} {after:?}");

@@ -9,13 +9,13 @@ use crate::etp::Comms;
 
 /// Results of `run` for each of `n` ranks, which have two collective threads, in rank order.
 pub(in crate::etp) fn ranks<R: Send>(n: usize, run: impl Fn(Comms<Cpu>) -> R + Sync) -> Vec<R> {
-    let lane = || ThreadWorld::create(n, Duration::from_secs(60));
+    let comms = || ThreadWorld::create(n, Duration::from_secs(60));
     thread::scope(|scope| {
         let start = |(gather, reduce)| {
             let run = &run;
             scope.spawn(move || run(Comms { gather: Box::new(gather), reduce: Box::new(reduce) }))
         };
-        let threads: Vec<_> = lane().into_iter().zip(lane()).map(start).collect();
+        let threads: Vec<_> = comms().into_iter().zip(comms()).map(start).collect();
         threads.into_iter().map(|thread| thread.join().unwrap()).collect()
     })
 }

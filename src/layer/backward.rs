@@ -15,7 +15,7 @@ use crate::tensor::{Tensor, TensorMut, TensorRef};
 use super::forward::{RoutedExperts, borrow};
 use super::refuse::refuse_on_error;
 use super::{
-    BackwardProgress, Context, Cotangents, GradientMask, Gradients, GradientsMut, Inputs, Layer, check, payload,
+    BackwardProgress, Context, Cotangents, GradientRequest, Gradients, GradientsMut, Inputs, Layer, check, payload,
     shared_expert,
 };
 
@@ -33,15 +33,18 @@ pub(super) fn backward<D: Kernels>(
     context: Context<D>,
     inputs: Inputs<'_, '_, D>,
     cotangents: Cotangents<'_, D, Scalar<'_, D>>,
-    wanted: GradientMask,
-    mut given: GradientsMut<'_, D>,
+    request: GradientRequest<'_, D>,
 ) -> Result<Gradients<D>> {
     context.handle.check_backward(CALL)?;
     // Shapes are checked below, where the other ranks are told.
-    let gradients = Gradients::empty(layer, group, &inputs, (wanted, &given));
+    let gradients = Gradients::empty(layer, group, &inputs, &request);
     let mut gradients = refuse_on_error(layer, group, Op::CombineBwd, gradients)?;
+    let mut given = request.given;
     let mut into = gradients.view_mut();
     into.accumulate = given.accumulate;
+    if let Some(x) = &mut given.x {
+        into.x = Some(x.reborrow());
+    }
     given.params.as_mut().map(|kind, memory| {
         if let Some(memory) = memory {
             into.set(kind, memory.reborrow());

@@ -279,6 +279,15 @@ pub struct GradientsMut<'a, D: Kernels> {
     pub accumulate: bool,
 }
 
+/// Which gradients [`Layer::backward_with`] makes, and where.
+#[derive(Debug)]
+pub struct GradientRequest<'a, D: Kernels> {
+    /// Gradients to make in new memory, but those of `given`.
+    pub wanted: GradientMask,
+    /// Memory of the caller: what has memory here is made in it, whatever `wanted` says.
+    pub given: GradientsMut<'a, D>,
+}
+
 /// Cotangents of a forward.
 #[derive(Debug, Clone, Copy)]
 pub struct Cotangents<'a, D: Kernels, A = f64> {
@@ -371,11 +380,12 @@ impl Layer {
         cotangents: Cotangents<'a, D, impl Into<Scalar<'a, D>>>,
         wanted: GradientMask,
     ) -> Result<Gradients<D>> {
-        backward::backward(self, group, context, inputs, cotangents.scalar(), wanted, GradientsMut::none())
+        let request = GradientRequest { wanted, given: GradientsMut::none() };
+        backward::backward(self, group, context, inputs, cotangents.scalar(), request)
     }
 
-    /// [`backward`](Self::backward) with some parameters' gradients in memory of the caller, whatever `wanted` says of
-    /// them, and those that it asks for beside in new memory.
+    /// [`backward`](Self::backward) with some gradients (of x, of parameters) in memory of the caller, and others in new
+    /// memory.
     ///
     /// # Errors
     /// As [`backward`](Self::backward).
@@ -385,10 +395,9 @@ impl Layer {
         context: Context<D>,
         inputs: Inputs<'_, '_, D>,
         cotangents: Cotangents<'_, D, Scalar<'_, D>>,
-        wanted: GradientMask,
-        given: GradientsMut<'_, D>,
+        request: GradientRequest<'_, D>,
     ) -> Result<Gradients<D>> {
-        backward::backward(self, group, context, inputs, cotangents, wanted, given)
+        backward::backward(self, group, context, inputs, cotangents, request)
     }
 
     /// [`backward`](Self::backward) into memory of the caller; see [`forward_into`](Self::forward_into).

@@ -8,7 +8,7 @@ use crate::kernels::Kernels;
 use crate::tensor::{Tensor, TensorMut, TensorRef};
 use crate::weights::WeightSource;
 
-use super::{GradientMask, Gradients, GradientsMut, Inputs, Layer, ParamKind, Params, PerParam};
+use super::{GradientRequest, Gradients, GradientsMut, Inputs, Layer, ParamKind, Params, PerParam};
 
 impl<'a, D: Kernels> Params<'a, D> {
     /// The parameters of a rank; of `others` those that are not given before.
@@ -45,13 +45,13 @@ impl<D: Kernels> Gradients<D> {
         self.params[kind].take()
     }
 
-    /// Room for the gradients that are wanted, and none yet for those of logits and routing weights, nor for those that
-    /// have memory in `given`.
+    /// Room for the gradients that are wanted, and none yet for those of logits and routing weights, nor for those (of x
+    /// or of a parameter) that have memory in `given`.
     pub(super) fn empty(
         layer: &Layer,
         group: &Group<D>,
         inputs: &Inputs<'_, '_, D>,
-        (wanted, given): (GradientMask, &GradientsMut<'_, D>),
+        GradientRequest { wanted, given }: &GradientRequest<'_, D>,
     ) -> Result<Self> {
         let device = group.device();
         let like = |t: TensorRef<'_, D>| Tensor::empty(device, t.dtype(), t.dims());
@@ -70,7 +70,7 @@ impl<D: Kernels> Gradients<D> {
         };
         let none = || Tensor::empty(device, inputs.x.dtype().accumulator(), &[0, 0]);
         Ok(Self {
-            x: if wanted.x { Some(like(inputs.x.borrow())?) } else { None },
+            x: if wanted.x && given.x.is_none() { Some(like(inputs.x.borrow())?) } else { None },
             params: PerParam::try_from_fn(of)?,
             logits: none()?,
             weights: none()?,

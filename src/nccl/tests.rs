@@ -293,8 +293,8 @@ impl WatchdogFixture {
     fn new() -> Self {
         let ((comm_handle, fake), peer_events, unfinished) =
             (comm_handle(), Arc::<PeerEvents>::default(), Arc::new(Mutex::new(None)));
-        let told = Arc::clone(&unfinished);
-        let end_notice: EndNotice = Box::new(move |_, numbers| *told.lock().unwrap() = Some(numbers));
+        let recorded = Arc::clone(&unfinished);
+        let end_notice: EndNotice = Box::new(move |_, numbers| *recorded.lock().unwrap() = Some(numbers));
         let watchdog =
             Watchdog::start(Arc::clone(&comm_handle), Arc::clone(&peer_events), end_notice).expect("a thread");
         Self { comm_handle, fake, peer_events, watchdog, unfinished }

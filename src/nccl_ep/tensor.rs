@@ -118,7 +118,7 @@ pub(super) fn pointer(t: &mut Option<TensorDescriptor<'_>>) -> *mut sys::ncclEpT
 }
 
 /// Rows as the library moves them: bytes with scales are what it calls fp8, without it moves them as 16-bit elements.
-pub(super) fn on_wire<'a>(
+pub(super) fn as_moved<'a>(
     t: TensorDescriptor<'a>,
     (dtype, bytes, scale): (DType, usize, usize),
 ) -> TensorDescriptor<'a> {

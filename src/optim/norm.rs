@@ -198,7 +198,7 @@ pub(super) fn exchange<D: StepDevice>(
         None => Ok(()),
         Some(peer) => {
             let (value, peer_value) = (own.to_string(), all[peer].to_string());
-            Err(Error::ConfigMismatch { field, rank, value, peer, peer_value })
+            Err(Error::ConfigMismatch { call: CALL, field, rank, value, peer, peer_value })
         }
     };
     let mut head = vec![specs.len() as u64];

@@ -2,7 +2,7 @@
 //! all ranks, until somebody asks.
 //!
 //! ```text
-//! WORDS · 8 bytes        kind; for a capacity: rank, rows needed, rows there are; two of the device's own; its layer
+//! ERRORS_WORDS · 8 bytes  kind; for a capacity: rank, rows needed, rows there are; two of the device's own; its layer
 //! R · HEADER bytes       headers of the records in question
 //! ```
 
@@ -11,7 +11,7 @@ use crate::error::{Error, Result};
 use super::routing_record::{self, HEADER, RecordSizes, RoutingRecord};
 
 /// Words before the headers.
-pub(crate) const WORDS: usize = 8;
+pub(crate) const ERRORS_WORDS: usize = 8;
 /// The word that has the layer of a capacity.
 pub(crate) const LAYER: usize = 6;
 /// Nothing; must be zero, as the memory is cleared with it.
@@ -23,7 +23,7 @@ pub(crate) const CAPACITY: u64 = 2;
 
 /// Bytes of it.
 pub(crate) fn bytes(ranks: usize) -> usize {
-    WORDS * 8 + ranks * HEADER
+    ERRORS_WORDS * 8 + ranks * HEADER
 }
 
 /// Whether something is kept.
@@ -38,8 +38,8 @@ fn word(bytes: &[u8], i: usize) -> u64 {
 /// Keeps the headers of these records.
 pub(crate) fn store_headers(bytes: &mut [u8], records: &[u8]) {
     put(bytes, &[RECORDS]);
-    let size = records.len() / ((bytes.len() - WORDS * 8) / HEADER);
-    for (to, from) in bytes[WORDS * 8..].chunks_exact_mut(HEADER).zip(records.chunks_exact(size)) {
+    let size = records.len() / ((bytes.len() - ERRORS_WORDS * 8) / HEADER);
+    for (to, from) in bytes[ERRORS_WORDS * 8..].chunks_exact_mut(HEADER).zip(records.chunks_exact(size)) {
         to.copy_from_slice(&from[..HEADER]);
     }
 }
@@ -74,7 +74,7 @@ pub(crate) fn error(bytes: &[u8], rank: usize, num_experts: usize) -> Option<Err
         }
         _ => {
             let sizes = RecordSizes { max_tokens: 0, top_k: 0, weights: false };
-            let headers = bytes[WORDS * 8..].chunks_exact(HEADER);
+            let headers = bytes[ERRORS_WORDS * 8..].chunks_exact(HEADER);
             let records: Vec<RoutingRecord> = headers.map(|header| RoutingRecord::decode(header, sizes)).collect();
             let masked = || routing_record::masked(&records).map(|bad| bad.error(num_experts));
             routing_record::problem(&records, rank, num_experts).or_else(masked)

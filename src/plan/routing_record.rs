@@ -1,13 +1,13 @@
 //! The record of a rank in prepare, of a size that all ranks know: it tells the others the rank's choices.
 //!
 //! ```text
-//! HEADER bytes                      numbers and, where the rank failed, its reason
+//! HEADER bytes                      numbers, and text: the reason where the rank failed, else its layer's values
 //! 1 byte, only with weights         so that a size tells whether there are any
 //! max_tokens · K · 4                ids, i32
 //! max_tokens · K · 8                weights as f64, where an expert capacity keeps by probability
 //! ```
 
-use crate::config::{CapacityOrder, Fingerprint};
+use crate::config::{CapacityOrder, FieldValues, Fingerprint};
 use crate::dtype::DType;
 use crate::error::{Error, IdProblem, Result};
 use crate::host_memory;
@@ -16,15 +16,15 @@ use super::{Capacity, DispatchSpec, Origin, Overflow, Reporting};
 
 const CALL: &str = "prepare";
 
-/// Words of a header: kind, tokens, backward, length of the reason; of a bad id rank, token, k, id, first column + 1;
+/// Words of a header: kind, tokens, backward, length of the text; of a bad id rank, token, k, id, first column + 1;
 /// the spec's numbers; whether an error of an earlier call has not been asked for.
-pub(crate) const WORDS: usize = 26;
+pub(crate) const HEADER_WORDS: usize = 26;
 const TEXT: usize = 304;
 /// Bytes before the ids.
-pub(crate) const HEADER: usize = WORDS * 8 + TEXT;
+pub(crate) const HEADER: usize = HEADER_WORDS * 8 + TEXT;
 /// Word of the spec's first number.
 pub(crate) const FIRST_FIELD: usize = 9;
-const _: () = assert!(BAD_LAYER < WORDS);
+const _: () = assert!(BAD_LAYER < HEADER_WORDS);
 /// Word that says that a rank still holds an error of an earlier call.
 pub(crate) const PENDING: usize = FIRST_FIELD + FIELDS.len();
 /// Layer of a bad id, behind whether an error is pending.
@@ -93,6 +93,8 @@ pub(crate) enum RecordStatus {
 pub(crate) struct RoutingRecord {
     pub status: RecordStatus,
     pub fields: SpecFields,
+    /// Of the layer's configuration, where they travel: a kernel that writes a record sends none.
+    pub values: FieldValues,
     pub backward: bool,
     /// An error of an earlier call has not been asked for.
     pub pending: bool,
@@ -199,9 +201,10 @@ fn disagreement(records: &[RoutingRecord], rank: usize) -> Option<Error> {
     (0..FIELDS.len()).find_map(|i| {
         let peer = records.iter().position(|r| r.fields[i] != own[i])?;
         if FIELDS[i] == FORMULA {
-            return Some(formulas(rank, &own[FORMULA_AT..], peer, &records[peer].fields[FORMULA_AT..]));
+            return Some(formulas(records, rank, peer));
         }
         Some(Error::ConfigMismatch {
+            call: CALL,
             field: FIELDS[i].to_string(),
             rank,
             value: show(FIELDS[i], own[i]),
@@ -211,19 +214,28 @@ fn disagreement(records: &[RoutingRecord], rank: usize) -> Option<Error> {
     })
 }
 
-/// Two ranks' layers, each as it travels, by the names of the fields that differ.
-fn formulas(rank: usize, own: &[u64], peer: usize, other: &[u64]) -> Error {
-    let names = Fingerprint::differing(own, other);
-    let field = if names.is_empty() { FORMULA.to_string() } else { names.join(", ") };
-    let (value, peer_value) = ("one value".to_string(), "another".to_string());
-    Error::ConfigMismatch { field, rank, value, peer, peer_value }
+/// The fields in which two ranks' layers differ, and each one's values.
+fn formulas(records: &[RoutingRecord], rank: usize, peer: usize) -> Error {
+    let two = [rank, peer].map(|rank| (&records[rank].fields[FORMULA_AT..], &records[rank].values));
+    let differing = Fingerprint::differing(two);
+    let (field, [value, peer_value]) = match differing.is_empty() {
+        // The number of all fields is all that is known.
+        true => (FORMULA.to_string(), two.map(|(words, _)| format!("{:016x}", words[0]))),
+        false => {
+            let fields: Vec<_> = differing.iter().map(|difference| difference.field).collect();
+            let values = [0, 1].map(|i| differing.iter().map(|d| d.values[i].clone()).collect::<Vec<_>>().join(", "));
+            (fields.join(", "), values)
+        }
+    };
+    Error::ConfigMismatch { call: CALL, field, rank, value, peer, peer_value }
 }
 
 impl RoutingRecord {
     /// A record that says only that this rank failed.
     pub fn failed(status: RecordStatus) -> Self {
         let (ids, weights) = (Vec::new(), Vec::new());
-        Self { status, fields: [0; FIELDS.len()], backward: false, pending: false, tokens: 0, ids, weights }
+        let (fields, values) = ([0; FIELDS.len()], FieldValues::default());
+        Self { status, fields, values, backward: false, pending: false, tokens: 0, ids, weights }
     }
 
     /// # Errors
@@ -231,11 +243,12 @@ impl RoutingRecord {
     pub fn encode(&self, sizes: RecordSizes) -> Result<Vec<u8>> {
         let mut bytes = host_memory::zeroed(CALL, "a routing record", sizes.bytes())?;
         let (kind, bad, text) = match &self.status {
-            RecordStatus::Ready => (0, None, ""),
-            RecordStatus::Deferred(bad) => (1, Some(*bad), ""),
-            RecordStatus::BadId(bad) => (2, Some(*bad), ""),
-            RecordStatus::Failed(reason) => (3, None, truncate(reason)),
+            RecordStatus::Ready => (0, None, self.values.text()),
+            RecordStatus::Deferred(bad) => (1, Some(*bad), self.values.text()),
+            RecordStatus::BadId(bad) => (2, Some(*bad), self.values.text()),
+            RecordStatus::Failed(reason) => (3, None, reason.as_str()),
         };
+        let text = truncate(text);
         let reported = bad.unwrap_or(BadId { rank: 0, layer: 0, token: 0, k: 0, id: 0, first: None });
         let mut words = vec![kind, self.tokens as u64, u64::from(self.backward), text.len() as u64];
         let first = reported.first.map_or(0, |f| f as u64 + 1);
@@ -244,8 +257,8 @@ impl RoutingRecord {
         words.push(u64::from(self.pending));
         // A kernel that masks an id of these itself leaves the layer alone; an earlier call's error is another layer's.
         words.push(bad.map_or(self.fields[0], |bad| u64::from(bad.layer)));
-        put(&mut bytes[..WORDS * 8], words.iter().map(|w| w.to_le_bytes()));
-        bytes[WORDS * 8..WORDS * 8 + text.len()].copy_from_slice(text.as_bytes());
+        put(&mut bytes[..HEADER_WORDS * 8], words.iter().map(|w| w.to_le_bytes()));
+        bytes[HEADER_WORDS * 8..HEADER_WORDS * 8 + text.len()].copy_from_slice(text.as_bytes());
         put(&mut bytes[sizes.ids_at()..], self.ids.iter().map(|v| v.to_le_bytes()));
         if sizes.weights {
             put(&mut bytes[sizes.weights_at()..], self.weights.iter().map(|v| v.to_le_bytes()));
@@ -254,7 +267,7 @@ impl RoutingRecord {
     }
 
     pub fn decode(bytes: &[u8], sizes: RecordSizes) -> Self {
-        let words: Vec<u64> = get(bytes, WORDS, u64::from_le_bytes);
+        let words: Vec<u64> = get(bytes, HEADER_WORDS, u64::from_le_bytes);
         let bad = BadId {
             rank: words[4] as usize,
             layer: words[BAD_LAYER] as u32,
@@ -263,14 +276,13 @@ impl RoutingRecord {
             id: words[7] as i64,
             first: words[8].checked_sub(1).map(|f| f as usize),
         };
+        let text = String::from_utf8_lossy(&bytes[HEADER_WORDS * 8..HEADER_WORDS * 8 + (words[3] as usize).min(TEXT)]);
+        let values = if words[0] <= 2 { FieldValues::from_text(&text) } else { FieldValues::default() };
         let status = match words[0] {
             0 => RecordStatus::Ready,
             1 => RecordStatus::Deferred(bad),
             2 => RecordStatus::BadId(bad),
-            _ => {
-                let text = &bytes[WORDS * 8..WORDS * 8 + (words[3] as usize).min(TEXT)];
-                RecordStatus::Failed(String::from_utf8_lossy(text).into_owned())
-            }
+            _ => RecordStatus::Failed(text.into_owned()),
         };
         let tokens = (words[1] as usize).min(sizes.max_tokens);
         let mut fields = [0; FIELDS.len()];
@@ -283,7 +295,7 @@ impl RoutingRecord {
             false => Vec::new(),
         };
         let ids = get(bytes_from(sizes.ids_at()), choices, i32::from_le_bytes);
-        Self { status, fields, backward: words[2] != 0, pending: words[PENDING] != 0, tokens, ids, weights }
+        Self { status, fields, values, backward: words[2] != 0, pending: words[PENDING] != 0, tokens, ids, weights }
     }
 }
 
@@ -303,26 +315,26 @@ pub(crate) fn mask_bad_ids(
     // Choice that named each expert last: doubled if of the same token.
     let mut named = vec![usize::MAX; num_experts];
     let mut bad = None;
-    let mut mask_bad_ids = Vec::with_capacity(wide.len());
+    let mut kept = Vec::with_capacity(wide.len());
     for (i, &id) in wide.iter().enumerate() {
         let (token, column) = (i / k, i % k);
         let problem = |first| BadId { rank, layer, token, k: column, id, first };
-        let mut kept = -1;
+        let mut expert = -1;
         match usize::try_from(id) {
             Ok(e) if e < num_experts => {
                 let last = std::mem::replace(&mut named[e], i);
                 if last != usize::MAX && last / k == token {
                     bad = bad.or(Some(problem(Some(last % k))));
                 } else {
-                    kept = e as i32;
+                    expert = e as i32;
                 }
             }
             _ if id == -1 => {}
             _ => bad = bad.or(Some(problem(None))),
         }
-        mask_bad_ids.push(kept);
+        kept.push(expert);
     }
-    Ok((mask_bad_ids, bad))
+    Ok((kept, bad))
 }
 
 /// As much of a text as fits, whole characters only.
@@ -369,7 +381,10 @@ mod tests {
         }
         let other = DispatchSpec::new(4, 2);
         let text = problem(&[record(&good), record(&other)], 0, 8).map(|e| e.to_string()).unwrap_or_default();
-        assert!(text.contains("spec.layer") && text.contains('3') && text.contains('4'), "{text}");
+        assert!(
+            text.starts_with("prepare: ") && text.contains("spec.layer") && text.contains('3') && text.contains('4'),
+            "{text}"
+        );
         assert!(problem(&[record(&good), record(&good)], 0, 8).is_none());
     }
 }

@@ -49,7 +49,7 @@ pub use hadamard::Hadamard;
 pub use matrix::{Layout, Matrix};
 pub use philox::philox4x32;
 pub use swizzle::{TILE_COLUMNS, TILE_ROWS, swizzled_index, swizzled_len};
-pub use weight::{FP8_BLOCK, Quantized, QuantizedRef, WeightFormat};
+pub use weight::{FP8_BLOCK, Quantized, QuantizedRef, QuantizedTensors, WeightFormat};
 
 /// Elements of one NVFP4 block, which share an E4M3 scale.
 pub const NVFP4_BLOCK: usize = 16;

@@ -114,6 +114,23 @@ impl<D: Device> QuantizedRef<'_, D> {
     }
 }
 
+/// Tensors of a [`Quantized`], of the shapes that [`QuantizedRef`] names.
+#[derive(Debug)]
+pub struct QuantizedTensors<D: Device> {
+    /// The format.
+    pub format: WeightFormat,
+    /// `[L, out, in]`, as numbers.
+    pub dims: [usize; 3],
+    /// P: matrices that an expert's is made of, one below the other.
+    pub parts: usize,
+    /// Codes of the elements.
+    pub codes: Tensor<D>,
+    /// Scales of the blocks.
+    pub scales: Tensor<D>,
+    /// Second-level scales. Ones where absent.
+    pub factors: Option<Tensor<D>>,
+}
+
 /// A quantized stack of expert weights. Frozen: it has no gradient, but gradients pass through it to the rows.
 #[derive(Debug)]
 pub struct Quantized<D: Device> {
@@ -126,18 +143,12 @@ pub struct Quantized<D: Device> {
 }
 
 impl<D: Device> Quantized<D> {
-    /// A stack of these parts; see [`QuantizedRef`] for what they are.
+    /// A stack of these tensors.
     ///
     /// # Errors
-    /// Parts that do not fit.
-    pub fn new(
-        format: WeightFormat,
-        dims: [usize; 3],
-        parts: usize,
-        codes: Tensor<D>,
-        scales: Tensor<D>,
-        factors: Option<Tensor<D>>,
-    ) -> Result<Self> {
+    /// Tensors that do not fit.
+    pub fn new(tensors: QuantizedTensors<D>) -> Result<Self> {
+        let QuantizedTensors { format, dims, parts, codes, scales, factors } = tensors;
         let made = Self { format, dims, parts, codes, scales, factors };
         made.view().check("Quantized::new")?;
         Ok(made)

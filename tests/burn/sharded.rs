@@ -491,7 +491,7 @@ fn ranks_hear_of_a_finish_that_one_refuses() {
     let config = config();
     for parts in [[2, 1], [4, 1], [1, 2], [1, 4], [2, 2]] {
         let world = parts[0] * parts[1];
-        let told = Barrier::new(world);
+        let all_failed = Barrier::new(world);
         let run = |wrong: bool| {
             on_replicas(parts, |rank, shards, replicas| {
                 let group = Flex::group(Cpu::poisoning(), Box::new(Solo::new(Cpu::poisoning())));
@@ -501,7 +501,7 @@ fn ranks_hear_of_a_finish_that_one_refuses() {
                     let last = rank + 1 == world;
                     let modules = if last { &model.layers[..1] } else { &model.layers };
                     let outcome = shards.finish(Some(&mut *replicas), modules, &mut gradients);
-                    told.wait();
+                    all_failed.wait();
                     let error = outcome.unwrap_err();
                     let as_meant = match &error {
                         Error::Comm(CommError::Refused { reason, .. }) => !last && reason.contains("all 4"),
@@ -527,7 +527,7 @@ pub fn begin_is_told<S: Meshed>(mesh: Mesh) {
     let config = config();
     // Where all are in the collective in which the last is missing, none waits for another's recovery.
     let together = mesh.ep == 1 || mesh.ep == mesh.world;
-    let told = Barrier::new(if together { mesh.world } else { 1 });
+    let all_failed = Barrier::new(if together { mesh.world } else { 1 });
     let y = |wrong: bool| {
         on_mesh::<S, _>(mesh, true, |place| {
             let Place { rank, group, shards, .. } = place;
@@ -543,7 +543,7 @@ pub fn begin_is_told<S: Meshed>(mesh: Mesh) {
                 if wrong {
                     let last = rank + 1 == mesh.world;
                     let outcome = forward(if last { &model.layers[..1] } else { &model.layers });
-                    told.wait();
+                    all_failed.wait();
                     let error = outcome.unwrap_err();
                     let as_meant = match &error {
                         Error::Invalid { .. } => last && error.to_string().contains("all 4"),

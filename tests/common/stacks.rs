@@ -2,7 +2,7 @@
 
 use moebius::Tensor;
 use moebius::cpu::{Cpu, Element};
-use moebius::quant::{Quantized, WeightFormat};
+use moebius::quant::{Quantized, QuantizedTensors, WeightFormat};
 
 /// Every format of a weight.
 pub const FORMATS: [WeightFormat; 3] = [WeightFormat::Nvfp4, WeightFormat::Mxfp4, WeightFormat::Fp8Block];
@@ -25,7 +25,7 @@ pub fn random(next: &mut impl FnMut() -> u64, format: WeightFormat, dims: [usize
         WeightFormat::Fp8Block => tensor(next, &scale_dims, |r| uniform(r) / 256.0),
     };
     let factors = (format == WeightFormat::Nvfp4).then(|| tensor(next, &[dims[0], parts], |r| uniform(r) + 1.5));
-    Quantized::new(format, dims, parts, codes, scales, factors).expect("a stack")
+    Quantized::new(QuantizedTensors { format, dims, parts, codes, scales, factors }).expect("a stack")
 }
 
 fn tensor<T: Element>(next: &mut impl FnMut() -> u64, dims: &[usize], of: impl Fn(u64) -> T) -> Tensor<Cpu> {

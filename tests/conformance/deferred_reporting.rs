@@ -178,8 +178,8 @@ fn a_spec_that_differs_is_told_everywhere<D: Target>(s: &Setup<D>) {
             let h = r.prepare(&round_robin(0, 2, 2, s.experts(2)), &spec).expect("told later");
             // Before any read: a device behind the host tells whoever waits for it first.
             match r.group.dispatcher().check() {
-                Err(Error::ConfigMismatch { field, rank, peer, value, peer_value }) => {
-                    assert_eq!((&field[..], rank), (*name, r.rank));
+                Err(Error::ConfigMismatch { call, field, rank, peer, value, peer_value }) => {
+                    assert_eq!((call, &field[..], rank), ("prepare", *name, r.rank));
                     assert_eq!(peer, if r.rank == odd { 0 } else { odd });
                     assert_ne!(value, peer_value);
                 }

@@ -200,8 +200,8 @@ fn specs_that_differ<D: Target>(s: &Setup<D>) {
             let odd = s.ranks - 1;
             let spec = if r.rank == odd { *spec } else { good };
             match r.prepare(&round_robin(0, 2, spec.top_k, s.experts(2)), &spec) {
-                Err(Error::ConfigMismatch { field, rank, peer, value, peer_value }) => {
-                    assert_eq!((&field[..], rank), (*name, r.rank));
+                Err(Error::ConfigMismatch { call, field, rank, peer, value, peer_value }) => {
+                    assert_eq!((call, &field[..], rank), ("prepare", *name, r.rank));
                     assert_eq!(peer, if r.rank == odd { 0 } else { odd });
                     assert_ne!(value, peer_value);
                 }
@@ -225,8 +225,8 @@ fn configurations_that_differ<D: Target>(s: &Setup<D>) {
             let rank = endpoint.comm.rank();
             let config = if rank == 1 { odd_one } else { &good };
             match endpoint.join(config.clone()) {
-                Err(Error::ConfigMismatch { field, rank: found, peer, value, peer_value }) => {
-                    assert_eq!((&field[..], found), (*name, rank));
+                Err(Error::ConfigMismatch { call, field, rank: found, peer, value, peer_value }) => {
+                    assert_eq!((call, &field[..], found), ("Group::new", *name, rank));
                     assert_eq!(peer, if rank == 1 { 0 } else { 1 });
                     assert_ne!(value, peer_value);
                 }

@@ -1,6 +1,6 @@
 //! Windows by themselves: bodies for any device.
 
-use moebius::comm::{Op, Put, Span, SymmetricMemory, Tag};
+use moebius::comm::{Op, PeerSignals, Put, Span, SymmetricMemory, Tag};
 use moebius::{DType, Error, Tensor};
 
 use super::harness::Target;
@@ -34,7 +34,7 @@ pub fn ring<D: Target, C: SymmetricMemory<D>>(mut comm: C, device: &D) {
         comm.put(tag(2), Put { peer: next, from: &window, span, to: &window, offset: 5000 + 1500 * round })
             .expect("put");
         comm.signal(tag(3), next).expect("a signal more");
-        comm.wait(tag(4), &[(before, 2)]).expect("both");
+        comm.wait(tag(4), &[PeerSignals { peer: before, count: 2 }]).expect("both");
         let mut found = Tensor::empty(device, DType::U8, &[1000]).expect("room");
         comm.load(&window, 5000 + 1500 * round, found.view_mut()).expect("loaded");
         assert_eq!(device.values(found.view()), bytes(before, round), "round {round}");
@@ -68,7 +68,7 @@ fn windows_between_threads() {
             scope.spawn(move || {
                 let rank = moebius::comm::Communicator::<Cpu>::rank(&comm);
                 assert!(matches!(comm.allocate(tag(0), 8 + rank), Err(Error::Comm(_))));
-                let late = comm.wait(tag(1), &[(1 - rank, 1)]);
+                let late = comm.wait(tag(1), &[PeerSignals { peer: 1 - rank, count: 1 }]);
                 assert!(matches!(late, Err(Error::Comm(moebius::CommError::Timeout { .. }))), "{late:?}");
             });
         }

@@ -304,7 +304,10 @@ fn options_that_differ_between_ranks<D: Chained>(device: &D) {
             place.chain(options).map(drop)
         });
         for outcome in outcomes {
-            assert!(matches!(&outcome, Err(Error::ConfigMismatch { field, .. }) if field == name), "{outcome:?}");
+            assert!(
+                matches!(&outcome, Err(Error::ConfigMismatch { call: "Chain::new", field, .. }) if field == name),
+                "{outcome:?}"
+            );
         }
     }
 }

@@ -385,7 +385,7 @@ fn weights_out_of_turn_are_errors<D: Chained>(device: &D) {
         let shard = Arc::new(Shard::new(moebius::Tensor::zeros(&test.device, moebius::DType::F32, &[12, 2]).unwrap()));
         let spec = WeightSpec::new("late", 0, &DIMS, moebius::DType::F32);
         assert!(text(test.chain.add(spec, shard).unwrap_err()).contains("before the first forward"));
-        // A changed model links anew.
+        // A changed model sets another order.
         test.chain.reset_order().unwrap();
         test.pass(Phase::Forward, &[2, 0]).unwrap();
         test.pass(Phase::Backward, &[0, 2]).unwrap();

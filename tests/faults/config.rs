@@ -82,8 +82,8 @@ fn a_group_of_differing_configurations() {
         let tokens = if rank == CULPRIT { TOKENS + 1 } else { TOKENS };
         let error = Group::new(Cpu::new(), Box::new(comm), GroupConfig::new(EXPERTS, tokens)).expect_err("differ");
         match error {
-            Error::ConfigMismatch { field, rank: found, peer, .. } => {
-                assert_eq!((&field[..], found), ("max_tokens_per_rank", rank));
+            Error::ConfigMismatch { call, field, rank: found, peer, .. } => {
+                assert_eq!((call, &field[..], found), ("Group::new", "max_tokens_per_rank", rank));
                 assert_eq!(peer, if rank == CULPRIT { 0 } else { CULPRIT });
             }
             other => panic!("{other:?}"),

@@ -200,13 +200,13 @@ fn a_formula_that_differs_is_an_error_on_all() {
             let mut r = Rank::new(comm, kind);
             let own = r.layer.clone();
             type Change = fn(&mut moebius::MoeConfig);
-            let changes: [(&str, Change); 4] = [
-                ("activation", |c| c.activation = moebius::config::Activation::GeluGlu),
-                ("router.scale", |c| c.router.scale = 2.0),
-                ("aux.z", |c| c.aux.z = 0.5),
-                ("router.jitter, aux.balance", |c| (c.router.jitter, c.aux.balance) = (0.1, 0.25)),
+            let changes: [(&str, &str, Change); 4] = [
+                ("activation", "GeluGlu", |c| c.activation = moebius::config::Activation::GeluGlu),
+                ("router.scale", "2.0", |c| c.router.scale = 2.0),
+                ("aux.z", "0.5", |c| c.aux.z = 0.5),
+                ("router.jitter, aux.balance", "0.1, 0.25", |c| (c.router.jitter, c.aux.balance) = (0.1, 0.25)),
             ];
-            for (fields, change) in changes {
+            for (fields, changed, change) in changes {
                 let mut config = own.config().clone();
                 if r.is_culprit() {
                     change(&mut config);
@@ -217,6 +217,7 @@ fn a_formula_that_differs_is_an_error_on_all() {
                     Err(Error::ConfigMismatch { field, value, peer_value, .. }) => {
                         assert_eq!(field, fields);
                         assert_ne!(value, peer_value);
+                        assert_eq!(if r.is_culprit() { value } else { peer_value }, changed);
                     }
                     other => panic!("{other:?}"),
                 }

@@ -178,8 +178,11 @@ fn different_layers() {
     let last = ranks - 1;
     let spec = |layer, reporting| DispatchSpec { reporting, ..DispatchSpec::new(layer, 2) };
     let differs = |error: Option<Error>| match error {
-        Some(Error::ConfigMismatch { field, rank: own, peer, value, peer_value }) => {
-            assert_eq!((&field[..], own, peer), ("spec.layer", rank, if rank == last { 0 } else { last }));
+        Some(Error::ConfigMismatch { call, field, rank: own, peer, value, peer_value }) => {
+            assert_eq!(
+                (call, &field[..], own, peer),
+                ("prepare", "spec.layer", rank, if rank == last { 0 } else { last })
+            );
             assert_eq!([value, peer_value], if rank == last { ["6", "5"] } else { ["5", "6"] });
         }
         other => panic!("{other:?}"),

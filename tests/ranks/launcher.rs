@@ -46,6 +46,16 @@ fn send(signal: &str, pid: u32) {
     assert!(Command::new("sh").args(["-c", &format!("kill -{signal} {pid}")]).status().unwrap().success());
 }
 
+/// The status that a launcher ends with before [`LONG`] is over.
+fn status_of(child: &mut Child) -> Option<i32> {
+    let mut status = None;
+    until("the launcher ends", || {
+        status = child.try_wait().unwrap();
+        status.is_some()
+    });
+    status.unwrap().code()
+}
+
 /// A launcher that is running, its output line by line.
 struct Running {
     child: Child,
@@ -207,6 +217,34 @@ fn a_rank_that_has_left_the_group_does_not_outlive_the_launcher() {
     running.end();
 }
 
+/// Such a rank gets the signals that the group gets: a user's TERM, the TERM after another rank failed, and the KILL
+/// after the grace period.
+#[test]
+fn a_rank_that_has_left_the_group_gets_its_signals() {
+    for (trap, grace, expected) in [("trap 'exit 5' TERM", "600", 5), ("trap '' TERM", "1", 128 + 9)] {
+        let left = format!("{trap}; echo ready; while :; do sleep 0.05; done");
+        let mut running = Running::start_as(&["--grace", grace, "-n", "2"], "exec setsid sh -c \"$0\"", &[&left]);
+        running.lines(2);
+        send("TERM", running.child.id());
+        assert_eq!(status_of(&mut running.child), Some(expected), "{trap}");
+        let script = "if [ $MOEBIUS_RANK = 0 ]; then echo ready; sleep 0.5; exit 7; fi; exec setsid sh -c \"$0\"";
+        let mut running = Running::start_as(&["--grace", grace, "-n", "2"], script, &[&left]);
+        running.lines(2);
+        assert_eq!(status_of(&mut running.child), Some(7), "{trap}");
+    }
+    // Once: one that is in the group is not signaled by its number too.
+    let script = "trap 'echo usr1' USR1; trap 'exit 0' TERM; echo ready; while :; do sleep 0.05; done";
+    let mut running =
+        Running::start_as(&["-n", "2"], "[ $MOEBIUS_RANK = 0 ] || exec setsid sh -c \"$0\"; eval \"$0\"", &[script]);
+    running.lines(2);
+    send("USR1", running.child.id());
+    assert_eq!(running.lines(2), BTreeSet::from(["[0] usr1".to_string(), "[1] usr1".to_string()]));
+    thread::sleep(Duration::from_millis(300));
+    send("TERM", running.child.id());
+    let (status, rest, _) = running.end();
+    assert_eq!((status.code(), rest), (Some(0), Vec::new()));
+}
+
 #[test]
 fn odd_output() {
     let script = "printf 'no end'; printf '\\377\\n' >&2";
@@ -236,6 +274,18 @@ fn output_that_nobody_reads_ends_the_job() {
     assert_eq!(running.child.wait().unwrap().code(), Some(128 + 13), "{errors}");
     assert!(!errors.contains("panicked"), "{errors}");
     until("the ranks are gone", || !pids.iter().any(|pid| runs(pid)));
+}
+
+/// Also where no write could fail: the ranks print nothing after the reader has gone, or have closed their output.
+#[test]
+fn output_that_nobody_reads_ends_a_silent_job() {
+    for script in ["echo $$; exec sleep 600", "echo $$; exec sleep 600 >&- 2>&-", "trap '' TERM; echo $$; sleep 600"] {
+        let mut running = Running::start(&["--grace", "1", "-n", "2"], script);
+        let pids: Vec<String> = running.lines(2).iter().map(|line| line[4..].to_string()).collect();
+        drop(running.out);
+        assert_eq!(status_of(&mut running.child), Some(128 + 13), "{script}");
+        until("the ranks are gone", || !pids.iter().any(|pid| runs(pid)));
+    }
 }
 
 /// A user's TERM counts from the moment it came, whatever the ranks make of it: one ends well, one ignores it.

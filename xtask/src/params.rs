@@ -14,7 +14,7 @@ struct Shared {
     file: &'static str,
     /// The headers' folder.
     folder: &'static str,
-    /// What includes them, and declares the vector types of CUDA that they point to.
+    /// The header that includes them, and declares the vector types of CUDA that they point to.
     include: &'static str,
     /// Which headers they are, in words.
     words: &'static str,

@@ -84,7 +84,7 @@ struct Piece {
     text: String,
 }
 
-/// What all ranks have to run.
+/// The job of all ranks.
 struct Job<'a> {
     options: &'a Options,
     checkpoint: &'a Checkpoint,
@@ -92,7 +92,7 @@ struct Job<'a> {
     requests: &'a [Request],
 }
 
-/// What came of it.
+/// Its outcome.
 struct Outcome {
     /// In the requests' order.
     outputs: Vec<Output>,
@@ -104,7 +104,7 @@ struct Outcome {
     loads: BTreeMap<usize, Load>,
 }
 
-/// What a rank has to say: as for all, of its own requests.
+/// A rank's outcome: as for all, of its own requests.
 type RankOutcome = Result<Outcome, AnyError>;
 
 impl Job<'_> {

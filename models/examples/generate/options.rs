@@ -11,7 +11,7 @@ use crate::AnyError;
 
 /// The small model of this repository, which `examples/train_small` trained.
 const SMALL: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/small");
-/// What it continues where nothing else is asked for.
+/// The prompt where none is given.
 const BEGINNING: &str = "A rank that fails";
 
 /// Continues prompts with the model of a published folder. One prompt's text appears as it comes, several prompts' when
@@ -147,7 +147,7 @@ impl fmt::Display for Usage {
 
 impl Error for Usage {}
 
-/// What is asked for of each prompt.
+/// The request of each prompt.
 pub fn requests(options: &Options, tokenizer: Option<&Tokenizer>) -> Result<Vec<Request>, AnyError> {
     let (folder, given) = (options.folder(), &options.sampling);
     let own = Sampling::from_folder(folder)?;

@@ -1,4 +1,4 @@
-//! What the program writes: texts or ids to standard output, counts and speeds to standard error.
+//! Output of the program: texts or ids to standard output, counts and speeds to standard error.
 
 use std::io::Write;
 use std::sync::mpsc::Receiver;

@@ -5,7 +5,7 @@ use serde::Deserialize;
 use crate::config::Base;
 use crate::decoder::{DecoderSpec, DecoderStack, Names};
 use crate::error::Result;
-use crate::norm::NormKind;
+use crate::norm::{NormKind, NormSpec};
 use crate::params::Loader;
 use crate::rotary::RopeParameters;
 use crate::self_attention::{Projection, SelfAttention};
@@ -75,7 +75,11 @@ pub(super) fn load(p: &mut Loader<'_>) -> Result<DecoderStack> {
         post_norm: "norm_attn_norm.norm_2",
         dense: "ffn",
     };
-    let frame = DecoderSpec { norm: (NormKind::Layer { bias: false }, EPS), names, ..DecoderSpec::of(&base) };
+    let frame = DecoderSpec {
+        norm: NormSpec { kind: NormKind::Layer { bias: false }, eps: EPS },
+        names,
+        ..DecoderSpec::of(&base)
+    };
     frame.load(p, rotary, |p, prefix, _| {
         let prefix = format!("{prefix}norm_attn_norm.attn");
         let rows = (heads.queries + 2 * heads.keys) * heads.dim;

@@ -5,7 +5,7 @@ use serde::Deserialize;
 use crate::config::{Base, ConfigFile};
 use crate::decoder::{DecoderSpec, DecoderStack};
 use crate::error::Result;
-use crate::latent_attention::{LatentAttention, LatentSizes};
+use crate::latent_attention::{LatentAttention, LatentOptions, LatentSizes};
 use crate::params::Loader;
 use crate::rotary::RopeParameters;
 
@@ -61,9 +61,9 @@ pub(super) fn load(p: &mut Loader<'_>) -> Result<DecoderStack> {
     let rotary = if config.rope_interleave.unwrap_or(true) { rotary.interleaved() } else { rotary };
     let scale = ((sizes.plain + sizes.rotated) as f64).powf(-0.5) * rotary.softmax_factor();
     // The latents' norms have an epsilon of their own, whatever the configuration's.
-    let (bias, eps) = (config.attention_bias.unwrap_or(false), 1e-6);
+    let options = LatentOptions { bias: config.attention_bias.unwrap_or(false), eps: 1e-6, scale };
     DecoderSpec::of(&config.base).load(p, rotary, |p, prefix, _| {
         let prefix = format!("{prefix}self_attn");
-        Ok(Box::new(LatentAttention::load(p, &prefix, sizes, (bias, eps, scale))?))
+        Ok(Box::new(LatentAttention::load(p, &prefix, sizes, options)?))
     })
 }

@@ -5,7 +5,7 @@ use serde::Deserialize;
 use crate::config::Base;
 use crate::decoder::{DecoderSpec, DecoderStack};
 use crate::error::Result;
-use crate::norm::NormKind;
+use crate::norm::NormSpec;
 use crate::params::Loader;
 use crate::self_attention::{Biases, QkNorm, SelfAttention, qk_norms};
 
@@ -23,7 +23,7 @@ pub(super) fn load(p: &mut Loader<'_>) -> Result<DecoderStack> {
     let heads = config.base.heads(&file)?;
     let biases = Biases::all(config.attention_bias.unwrap_or(false));
     let rotary = config.base.rotary(&file, heads.dim, 1e4)?;
-    let norm = (NormKind::Rms, config.base.rms_norm_eps);
+    let norm = NormSpec::rms(config.base.rms_norm_eps);
     DecoderSpec::of(&config.base).load(p, rotary, |p, prefix, _| {
         let prefix = format!("{prefix}self_attn");
         let attention = SelfAttention::load(p, &prefix, heads, biases)?;

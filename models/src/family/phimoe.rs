@@ -5,7 +5,7 @@ use serde::Deserialize;
 use crate::config::Base;
 use crate::decoder::{DecoderSpec, DecoderStack};
 use crate::error::Result;
-use crate::norm::NormKind;
+use crate::norm::{NormKind, NormSpec};
 use crate::params::Loader;
 use crate::self_attention::{Biases, SelfAttention};
 
@@ -29,7 +29,7 @@ pub(super) fn load(p: &mut Loader<'_>) -> Result<DecoderStack> {
     let biases = Biases::all(config.attention_bias.unwrap_or(false));
     let rotary = config.base.rotary(&file, heads.dim, 1e6)?;
     let frame = DecoderSpec::of(&config.base);
-    let norm = (NormKind::Layer { bias: true }, config.base.rms_norm_eps);
+    let norm = NormSpec { kind: NormKind::Layer { bias: true }, eps: config.base.rms_norm_eps };
     let frame = DecoderSpec { norm, head_bias: config.lm_head_bias.unwrap_or(false), ..frame };
     frame.load(p, rotary, |p, prefix, _| {
         let attention = SelfAttention::load(p, &format!("{prefix}self_attn"), heads, biases)?;

@@ -7,7 +7,7 @@ use crate::config::{Base, ConfigFile};
 use crate::decoder::{DecoderSpec, DecoderStack};
 use crate::error::Result;
 use crate::gated_delta::{DeltaSizes, GatedDelta};
-use crate::norm::NormKind;
+use crate::norm::{NormKind, NormSpec};
 use crate::params::Loader;
 use crate::self_attention::{Biases, QkNorm, SelfAttention, qk_norms};
 
@@ -74,7 +74,7 @@ fn load_with(p: &mut Loader<'_>, by_head: bool) -> Result<DecoderStack> {
     };
     let biases = Biases::all(config.attention_bias.unwrap_or(false));
     let eps = config.base.rms_norm_eps;
-    let norm = (NormKind::RmsPlusOne, eps);
+    let norm = NormSpec { kind: NormKind::RmsPlusOne, eps };
     let rotary = config.base.rotary(&file, heads.dim, 1e4)?;
     DecoderSpec { norm, ..DecoderSpec::of(&config.base) }.load(p, rotary, |p, prefix, layer| {
         if recurrent(layer) {

@@ -345,7 +345,7 @@ fn named(dir: &Path, field: Option<&serde_json::Value>) -> Result<Vec<(String, S
     sources.ok_or_else(|| folder::problem(dir, "tokenizer_config.json", expected))
 }
 
-/// What `raise_exception` was called with, on its way through the engine's error.
+/// The argument of `raise_exception`, on its way through the engine's error.
 #[derive(Debug, thiserror::Error)]
 #[error("{0}")]
 struct Raised(String);

@@ -1,4 +1,4 @@
-//! What generation asks of a decoder.
+//! The trait of decoders that generate.
 
 use std::cell::{Cell, RefCell};
 

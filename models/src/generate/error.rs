@@ -1,4 +1,4 @@
-//! What can go wrong between a text and a decoder.
+//! Errors between a text and a decoder.
 
 /// Result with [`enum@Error`].
 pub type Result<T> = std::result::Result<T, Error>;
@@ -12,7 +12,7 @@ pub enum Error {
     File {
         /// The file.
         path: String,
-        /// What is wrong with it.
+        /// The problem.
         problem: String,
     },
     /// The tokenizer cannot encode a text or decode ids.
@@ -20,7 +20,7 @@ pub enum Error {
     Tokenizer {
         /// The call that refused.
         call: &'static str,
-        /// What the tokenizer reports.
+        /// The tokenizer's report.
         problem: String,
     },
     /// The tokenizer has a token that the decoder's embedding has no row for.
@@ -74,13 +74,13 @@ pub enum Error {
     /// There is nothing to draw a token from.
     #[error("logits of a step: {problem}")]
     Logits {
-        /// What they hold.
+        /// Their contents.
         problem: String,
     },
     /// The folder has no chat template, or none of that name.
     #[error("chat template: {problem}")]
     NoTemplate {
-        /// What was looked for, and what there is.
+        /// The name that was looked for, and those that there are.
         problem: String,
     },
     /// A chat template does not compile, fails, or takes more steps than it may.
@@ -88,7 +88,7 @@ pub enum Error {
     Template {
         /// Name of the template, `default` where it has none.
         name: String,
-        /// What the template engine reports, with the line.
+        /// The template engine's report, with the line.
         problem: String,
     },
     /// A chat template refused the conversation by `raise_exception`.
@@ -102,7 +102,7 @@ pub enum Error {
     /// A conversation that is not what templates take.
     #[error("conversation: {problem}")]
     Conversation {
-        /// What is wrong with it.
+        /// The problem.
         problem: String,
     },
     /// A generated text ended inside a character.

@@ -12,7 +12,7 @@ use super::stop::StopStrings;
 use super::stream::TextStream;
 use super::tokenizer::Tokenizer;
 
-/// What one sequence is asked for.
+/// A prompt, and how it is continued.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Request {
     /// Ids of the prompt; one at least.
@@ -33,8 +33,8 @@ impl Request {
         Self { prompt, sampling: Sampling::default(), max_tokens, stop_tokens: Vec::new(), stop_strings: Vec::new() }
     }
 
-    /// What [`Generator::run`] checks of a request before anything runs, for callers that know a decoder's vocabulary
-    /// and context before it is loaded. `index` is what errors name it by.
+    /// The checks of a request that [`Generator::run`] makes before anything runs, for callers that know a
+    /// decoder's vocabulary and context before it is loaded. `index` is what errors name it by.
     ///
     /// # Errors
     /// [`Error::EmptyPrompt`], [`Error::PromptTooLong`], [`Error::IdPastEmbedding`], [`Error::Parameter`].
@@ -84,7 +84,7 @@ pub struct Event<'a> {
     pub finish: Option<&'a Finish>,
 }
 
-/// What a request gave.
+/// A request's result.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Output {
     /// Generated ids, the one that ended it included.

@@ -45,7 +45,7 @@ impl Toy {
             .collect()
     }
 
-    /// What a sequence is continued by, worked out alone and without a cache.
+    /// A sequence's continuation, worked out alone and without a cache.
     fn expected(&self, request: &Request) -> Vec<u32> {
         let mut sampler = Sampler::new(request.sampling, &request.prompt).expect("a sampler");
         let mut ids = request.prompt.clone();

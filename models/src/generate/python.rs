@@ -1,5 +1,5 @@
-//! What chat templates take for granted because transformers runs them in Python: `json.dumps`, and the methods of
-//! strings that [`minijinja_contrib::pycompat`] does not have.
+//! Functions that chat templates take for granted because transformers runs them in Python: `json.dumps`, and the methods
+//! of strings that [`minijinja_contrib::pycompat`] does not have.
 
 use minijinja::value::{Kwargs, Rest, Tuple, ValueKind, from_args};
 use minijinja::{Error, ErrorKind, State, Value};
@@ -64,7 +64,7 @@ fn short(name: &str, text: String) -> Result<String, Error> {
     if text.len() > 64 { Err(invalid(&format!("tojson: {name}: expected at most 64 bytes"))) } else { Ok(text) }
 }
 
-/// What a level is indented by: so many spaces, or the string itself.
+/// A level's indentation: so many spaces, or the string itself.
 fn indent_unit(indent: &Value) -> Result<String, Error> {
     if let Some(unit) = indent.as_str() {
         return short("indent", unit.into());
@@ -256,7 +256,7 @@ pub(super) fn method(state: &mut State, value: &Value, name: &str, args: &[Value
     minijinja_contrib::pycompat::unknown_method_callback(state, value, name, args)
 }
 
-/// What pycompat lacks, or does otherwise than Python.
+/// Methods of strings that pycompat lacks, or that do otherwise than Python's.
 fn string_method(text: &str, name: &str, args: &[Value]) -> Option<Result<Value, Error>> {
     let result = match name {
         "strip" | "lstrip" | "rstrip" => strip(text, name, args),

@@ -41,7 +41,7 @@ impl Default for Sampling {
 }
 
 impl Sampling {
-    /// What a folder's `generation_config.json` asks for, with transformers' defaults where it samples and does not
+    /// The sampling of a folder's `generation_config.json`, with transformers' defaults where it samples and does not
     /// say: temperature 1, `top_k` 50. Greedy where it does not sample, or there is no such file.
     ///
     /// # Errors

@@ -29,7 +29,7 @@ impl StopStrings {
         (std::mem::replace(&mut self.held, rest), None)
     }
 
-    /// What was held back, at the end of the text.
+    /// The text that was held back, at the end.
     pub fn finish(&mut self) -> String {
         std::mem::take(&mut self.held)
     }

@@ -30,7 +30,7 @@ pub struct TextStream<'a> {
     out: String,
 }
 
-/// What a stream still had when it ended.
+/// The rest of a stream at its end.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct TextEnd {
     /// The rest of the text, with U+FFFD for a character that is not whole.

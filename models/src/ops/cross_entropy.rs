@@ -7,7 +7,7 @@ use super::{wide, with_backward};
 /// Tokens whose logits are there at a time.
 const ROWS: usize = 512;
 
-/// What makes logits of hidden states: `(x · weightᵀ + bias) · scale`.
+/// The layer from hidden states to logits: `(x · weightᵀ + bias) · scale`.
 #[derive(Debug, Clone)]
 pub(crate) struct Head {
     /// `[V, H]`

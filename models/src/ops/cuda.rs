@@ -1,4 +1,4 @@
-//! What launches of kernels over candle's tensors share.
+//! Launches of kernels over candle's tensors.
 
 use std::ffi::c_void;
 use std::sync::Arc;
@@ -14,7 +14,7 @@ use moebius::candle::{StorageMut, with_storages_mut};
 use super::kernel_table::{Kernel, KernelTable, kernels};
 use super::step_memory::{keep, made_before};
 
-/// What a block has of shared memory without being asked for more.
+/// Bytes of shared memory that a block has without asking for more.
 pub(super) const DEFAULT_SHARED: usize = 48 << 10;
 
 /// Whether kernels of several types have this one.
@@ -158,7 +158,7 @@ pub(super) fn with_addresses_mut<R>(tensors: &[&Tensor], f: impl FnOnce(&[u64]) 
     })
 }
 
-/// What a function makes of a storage whose elements have a type.
+/// A function's result on a storage, by the type of its elements.
 macro_rules! of_type {
     ($dtype:expr, $function:ident($($argument:expr),+)) => {
         match $dtype {

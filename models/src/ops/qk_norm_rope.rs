@@ -3,7 +3,8 @@
 use candle_core::{Result, Tensor};
 use candle_nn::Linear;
 
-/// What becomes of the heads of a product of queries, keys and values, `[sequences · tokens, (heads + 2 · key heads) · D]`.
+/// Norm and rotation of the heads of a product of queries, keys and values,
+/// `[sequences · tokens, (heads + 2 · key heads) · D]`.
 #[derive(Debug)]
 #[cfg_attr(not(feature = "cuda"), allow(dead_code, reason = "kernels take it"))]
 pub(crate) struct QkNormRope<'a> {

@@ -8,11 +8,11 @@ moebius-run -n RANKS [OPTIONS] [--] PROGRAM [ARGS...]
 
 Starts RANKS processes of PROGRAM on this host, with MOEBIUS_RANK, MOEBIUS_WORLD, MOEBIUS_LOCAL_RANK, MOEBIUS_ADDRESS
 and MOEBIUS_TOKEN in their environment and nothing on their standard input. Their output comes line by line, each with
-its rank before it. Signals (HUP, INT, QUIT, TERM, USR1, USR2) are passed to the ranks' process group. When a rank
-fails, the others get TERM; its status (128 + signal) is this program's. What still runs a grace period after that, or
-after a HUP, INT, QUIT or TERM, gets KILL. A rank that ends with status 0 ends no other. When nobody reads this program's
-output any more, the ranks get TERM too, and its status is 141 (SIGPIPE). What is left in the group when all ranks have
-ended, or when this program is killed, is killed.
+its rank before it. Signals (HUP, INT, QUIT, TERM, USR1, USR2) are passed to the ranks' process group and to ranks that
+have left it. When a rank fails, the others get TERM; its status (128 + signal) is this program's. What still runs a
+grace period after that, or after a HUP, INT, QUIT or TERM, gets KILL. A rank that ends with status 0 ends no other. When
+nobody reads this program's output any more, the ranks get TERM too, and its status is 141 (SIGPIPE). What is left in the
+group when all ranks have ended, or when this program is killed, is killed.
 
   -n RANKS              ranks to start here
   --grace SECONDS       between TERM and KILL (5): when a rank has failed, and after HUP, INT, QUIT, TERM from outside

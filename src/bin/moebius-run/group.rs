@@ -82,11 +82,21 @@ impl RankGroup {
         self.ranks.iter_mut()
     }
 
-    /// Sends a signal to every process of the group.
+    /// Sends a signal to every process of the group, and to the ranks that have left it (`setsid`): nothing is over
+    /// before they have ended.
     pub fn signal(&self, signal: i32) {
-        if let Some(guard) = &self.guard {
-            // SAFETY: no memory is involved; the group's number is still its own, see above.
-            unsafe { libc::kill(-guard.group(), signal) };
+        let Some(guard) = &self.guard else { return };
+        // SAFETY: no memory is involved; the group's number and the ranks' are still their own, see above.
+        unsafe {
+            libc::kill(-guard.group(), signal);
+            for rank in self.ranks.iter().filter(|rank| rank.ended.is_none()) {
+                let pid = rank.child.id() as libc::pid_t;
+                // One in the group has got it. Asked after the group was signaled: who leaves in between gets two, not
+                // none.
+                if libc::getpgid(pid) != guard.group() {
+                    libc::kill(pid, signal);
+                }
+            }
         }
     }
 

@@ -1,6 +1,7 @@
 //! Output of the ranks, line by line with the rank before it.
 
 use std::io::{self, Read, Write};
+use std::mem::MaybeUninit;
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -49,26 +50,49 @@ impl OutputForwarder {
             }
         }
         let ended = Arc::new(AtomicBool::new(false));
-        let told = Arc::clone(&ended);
-        let thread = std::thread::Builder::new().name("output".to_string()).spawn(move || pump(streams, &told))?;
+        let ranks_ended = Arc::clone(&ended);
+        let thread =
+            std::thread::Builder::new().name("output".to_string()).spawn(move || pump(streams, &ranks_ended))?;
         Ok(Self { ended, unread, thread })
     }
 
-    /// Whether the reader of this program's output or errors is gone. What the ranks print is still taken from them.
+    /// Whether the reader of this program's output or errors is gone, also where the ranks print nothing that could not
+    /// be written. What they print is still taken from them.
     pub fn unread(&self) -> bool {
-        self.unread.load(Ordering::Acquire)
+        self.unread.load(Ordering::Acquire) || reader_gone()
     }
 
-    /// After the ranks have ended: returns once all they printed is written, or after `limit`; as
-    /// [`Self::unread`].
+    /// After the ranks have ended: returns once all they printed is written, or after `limit`; whether a line could not
+    /// be, as its reader was gone.
     pub fn finish(self, limit: Option<Duration>) -> bool {
         self.ended.store(true, Ordering::Release);
         let deadline = limit.map(|limit| Instant::now() + limit);
         while !self.thread.is_finished() && deadline.is_none_or(|deadline| Instant::now() < deadline) {
             std::thread::sleep(FINISH);
         }
-        self.unread()
+        self.unread.load(Ordering::Acquire)
     }
+}
+
+/// Whether a write to this program's output or errors would fail with a broken pipe. `poll` reports that where nothing
+/// is asked for. Of a terminal that is gone it is HUP that ends a job, unless its user has had it ignored.
+fn reader_gone() -> bool {
+    let mut polled: Vec<libc::pollfd> = [libc::STDOUT_FILENO, libc::STDERR_FILENO]
+        .into_iter()
+        .filter(|fd| is_pipe(*fd))
+        .map(|fd| libc::pollfd { fd, events: 0, revents: 0 })
+        .collect();
+    // SAFETY: pointer and length are those of one live vector.
+    let ready = unsafe { libc::poll(polled.as_mut_ptr(), polled.len() as libc::nfds_t, 0) };
+    ready > 0 && polled.iter().any(|polled| polled.revents & (libc::POLLERR | libc::POLLHUP) != 0)
+}
+
+/// Whether a descriptor is a pipe's or a socket's.
+fn is_pipe(fd: i32) -> bool {
+    let mut stat = MaybeUninit::<libc::stat>::uninit();
+    // SAFETY: memory of the right type, which the call fills where it returns 0.
+    let mode = unsafe { if libc::fstat(fd, stat.as_mut_ptr()) == 0 { stat.assume_init().st_mode } else { 0 } };
+    matches!(mode & libc::S_IFMT, libc::S_IFIFO | libc::S_IFSOCK)
 }
 
 #[derive(Clone, Copy)]

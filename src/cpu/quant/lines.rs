@@ -5,14 +5,12 @@ use std::ops::Range;
 use half::{bf16, f16};
 use rayon::prelude::*;
 
+use crate::cpu::heuristics::TASK_ELEMENTS;
 use crate::cpu::{Cpu, Float};
 use crate::dtype::DType;
 use crate::error::Result;
 use crate::quant::{Layout, Matrix};
 use crate::tensor::TensorMut;
-
-/// Elements of one task of a parallel loop.
-const TASK: usize = 1 << 14;
 
 #[derive(Clone, Copy)]
 enum MatrixElements<'a> {
@@ -87,7 +85,7 @@ pub(super) fn write_lines(
 ) -> Result<()> {
     fn narrow<T: Float<Acc = f32>>(out: &mut [T], sizes: [usize; 2], make: impl Fn(usize, &mut [f32]) + Sync) {
         let [len, scratch] = sizes;
-        let lines = TASK.div_ceil(len);
+        let lines = TASK_ELEMENTS.div_ceil(len);
         out.par_chunks_mut(len * lines).enumerate().for_each_init(
             || vec![0.0; scratch],
             |scratch, (task, out)| {

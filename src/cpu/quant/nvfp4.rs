@@ -15,7 +15,7 @@ use crate::tensor::TensorMut;
 
 const CALL: &str = "quantize_cast_only";
 /// Lines of a panel: a row of tiles.
-const PANEL: usize = NVFP4_BLOCK;
+const PANEL_LINES: usize = NVFP4_BLOCK;
 
 pub(super) fn amax(name: &'static str, calls: Vec<Amax<'_, Cpu>>) -> Result<()> {
     calls.iter().try_for_each(|call| check::amax(name, call))?;
@@ -55,7 +55,7 @@ fn amax_of<'a>(
     let panels = Panels::new(format, matrix, direction)?;
     match format.scope {
         AmaxScope::Line => {
-            out.par_chunks_mut(PANEL).enumerate().for_each_init(Vec::new, |panel, (index, out)| {
+            out.par_chunks_mut(PANEL_LINES).enumerate().for_each_init(Vec::new, |panel, (index, out)| {
                 panels.load(index, panel);
                 for (amax, line) in out.iter_mut().zip(panel.chunks_exact(panels.width.max(1))) {
                     *amax = magnitude(line);
@@ -72,7 +72,7 @@ fn amax_of<'a>(
                 panels.load(index, panel);
                 magnitude(panel)
             };
-            let indices = (0..panels.lines.count().div_ceil(PANEL)).into_par_iter();
+            let indices = (0..panels.lines.count().div_ceil(PANEL_LINES)).into_par_iter();
             out.fill(indices.map_init(Vec::new, panel_max).reduce(|| 0.0, max_nan));
         }
     }
@@ -94,7 +94,7 @@ impl<'a> Panels<'a> {
     }
 
     fn load(&self, index: usize, panel: &mut Vec<f32>) {
-        let lines = index * PANEL..self.lines.count().min((index + 1) * PANEL);
+        let lines = index * PANEL_LINES..self.lines.count().min((index + 1) * PANEL_LINES);
         panel.clear();
         panel.resize(lines.len() * self.width, 0.0);
         if self.width == 0 {
@@ -148,7 +148,7 @@ impl<'a> Cast<'a> {
             return;
         }
         let bytes = codes.len() / lines;
-        let outputs = codes.par_chunks_mut(PANEL * bytes).zip(scales.par_chunks_mut(PANEL * blocks));
+        let outputs = codes.par_chunks_mut(PANEL_LINES * bytes).zip(scales.par_chunks_mut(PANEL_LINES * blocks));
         outputs.enumerate().for_each_init(Vec::new, |panel, (index, (codes, scales))| {
             panels.load(index, panel);
             let tiles = match format.blocks {
@@ -159,7 +159,7 @@ impl<'a> Cast<'a> {
             for (line, ((values, codes), scales)) in
                 rows.zip(codes.chunks_exact_mut(bytes)).zip(scales.chunks_exact_mut(blocks)).enumerate()
             {
-                let line = index * PANEL + line;
+                let line = index * PANEL_LINES + line;
                 let factors = Factors::new(format.recipe, if amax.len() == 1 { amax[0] } else { amax[line] });
                 let parts = values.as_chunks().0.iter().zip(codes.chunks_mut(NVFP4_BLOCK / 2)).zip(scales);
                 for (block, ((values, codes), scale)) in parts.enumerate() {

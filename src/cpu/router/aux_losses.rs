@@ -14,7 +14,8 @@ use crate::tensor::TensorRef;
 
 use super::choose::best;
 use super::score::{sigmoid, softmax};
-use super::{BLOCK, check, check_ids, check_logits};
+use super::{check, check_ids, check_logits};
+use crate::cpu::heuristics::BLOCK_TOKENS;
 
 pub(in crate::cpu) fn aux_sums(call: AuxSums<'_, Cpu>) -> Result<()> {
     with_acc!("aux_sums", "tensor logits", call.logits.dtype(), A => aux_sums_as::<A>(call))
@@ -33,10 +34,10 @@ fn aux_sums_as<A: Acc>(call: AuxSums<'_, Cpu>) -> Result<()> {
 
     let block = match kind {
         BalanceKind::Sequence { length } => length.min(t.max(1)),
-        BalanceKind::Switch | BalanceKind::HuggingFace => BLOCK,
+        BalanceKind::Switch | BalanceKind::HuggingFace => BLOCK_TOKENS,
     };
     let partial = |(logits, ids): (&[A], &[i32])| Partial::new(config, kind, logits, ids);
-    let partials: Vec<Partial> = if t <= BLOCK {
+    let partials: Vec<Partial> = if t <= BLOCK_TOKENS {
         logits.chunks(block * e).zip(ids.chunks(block * k)).map(partial).collect()
     } else {
         logits.par_chunks(block * e).zip(ids.par_chunks(block * k)).map(partial).collect()

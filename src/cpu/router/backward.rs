@@ -14,7 +14,8 @@ use super::choose::Chooser;
 use super::jitter::JitterNoise;
 use super::score::{masked_softmax, sigmoid, softmax};
 use super::weights::{Divisor, raw_weights};
-use super::{BLOCK, check, check_ids, check_logits};
+use super::{check, check_ids, check_logits};
+use crate::cpu::heuristics::BLOCK_TOKENS;
 
 pub(in crate::cpu) fn route_bwd(call: RouteBwd<'_, Cpu>) -> Result<()> {
     with_acc!("route_bwd", "tensor logits", call.logits.dtype(), A => route_bwd_as::<A>(call))
@@ -37,7 +38,7 @@ fn route_bwd_as<A: Acc>(call: RouteBwd<'_, Cpu>) -> Result<()> {
     let block = |(b, d_logits): (usize, &mut [A])| {
         let mut row = Row::new(config);
         for (i, out) in d_logits.chunks_exact_mut(e).enumerate() {
-            let t = b * BLOCK + i;
+            let t = b * BLOCK_TOKENS + i;
             let clean = &logits[t * e..][..e];
             let noise = noise.as_ref().map(|n| n.token(t));
             row.chooser.load(clean, noise);
@@ -54,10 +55,10 @@ fn route_bwd_as<A: Acc>(call: RouteBwd<'_, Cpu>) -> Result<()> {
             }
         }
     };
-    if t <= BLOCK {
+    if t <= BLOCK_TOKENS {
         block((0, d_logits));
     } else {
-        d_logits.par_chunks_mut(BLOCK * e).enumerate().for_each(block);
+        d_logits.par_chunks_mut(BLOCK_TOKENS * e).enumerate().for_each(block);
     }
     Ok(())
 }

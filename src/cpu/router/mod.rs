@@ -1,5 +1,5 @@
 //! Routing on the CPU: rows of logits to expert ids and weights, and back. Every token is independent of the others,
-//! so rayon's threads take blocks of [`BLOCK`] tokens; no result depends on how many threads there are.
+//! so rayon's threads take blocks of `BLOCK_TOKENS` tokens; no result depends on how many threads there are.
 //!
 //! Per-expert scores are in the accumulator type of the logits, as the formulas ask; sums are kept in `f64`, which
 //! costs nothing beside the exponentials.
@@ -22,15 +22,13 @@ use crate::tensor::TensorRef;
 
 use super::Cpu;
 use super::element::{Acc, to_f64, with_acc};
+use super::heuristics::BLOCK_TOKENS;
 use choose::Chooser;
 use jitter::JitterNoise;
 
 pub(super) use aux_losses::{aux_sums, aux_total};
 pub(super) use backward::route_bwd;
 pub(super) use renormalize::renormalize_kept;
-
-/// Tokens a task: enough to hide the cost of a task, few enough to share a small batch.
-const BLOCK: usize = 64;
 
 pub(super) fn route(call: Route<'_, Cpu>) -> Result<()> {
     with_acc!("route", "tensor logits", call.logits.dtype(), A => route_as::<A>(call))
@@ -57,7 +55,7 @@ fn route_as<A: Acc>(call: Route<'_, Cpu>) -> Result<()> {
         let mut chooser = Chooser::new(config, bias.as_deref());
         let rows = logits.chunks_exact(e).zip(ids.chunks_exact_mut(k).zip(weights.chunks_exact_mut(k)));
         for (i, (logits, (ids, weights))) in rows.enumerate() {
-            chooser.load(logits, noise.as_ref().map(|n| n.token(b * BLOCK + i)));
+            chooser.load(logits, noise.as_ref().map(|n| n.token(b * BLOCK_TOKENS + i)));
             chooser.choose();
             for (id, &chosen) in ids.iter_mut().zip(&chooser.order) {
                 *id = chosen as i32;
@@ -65,12 +63,12 @@ fn route_as<A: Acc>(call: Route<'_, Cpu>) -> Result<()> {
             weights::write(config, &mut chooser, weights);
         }
     };
-    if t <= BLOCK {
+    if t <= BLOCK_TOKENS {
         block(0, logits, ids, weights);
     } else {
         logits
-            .par_chunks(BLOCK * e)
-            .zip(ids.par_chunks_mut(BLOCK * k).zip(weights.par_chunks_mut(BLOCK * k)))
+            .par_chunks(BLOCK_TOKENS * e)
+            .zip(ids.par_chunks_mut(BLOCK_TOKENS * k).zip(weights.par_chunks_mut(BLOCK_TOKENS * k)))
             .enumerate()
             .for_each(|(b, (logits, (ids, weights)))| block(b, logits, ids, weights));
     }

@@ -7,7 +7,7 @@ mod stats_layout;
 
 use crate::dtype::DType;
 use crate::error::{Error, Result};
-use crate::plan::routing_record::{self, RecordSizes, RecordStatus, RoutingRecord, WORDS};
+use crate::plan::routing_record::{self, HEADER_WORDS, RecordSizes, RecordStatus, RoutingRecord};
 use crate::plan::{DispatchSpec, RecordIds, deferred_errors};
 
 use super::device::Cuda;
@@ -20,12 +20,12 @@ pub(super) use plan::plan;
 
 // Kernels write and read what the host does.
 const _: () =
-    assert!(WORDS == params::HEADER_WORDS as usize && routing_record::HEADER == params::HEADER_BYTES as usize);
+    assert!(HEADER_WORDS == params::HEADER_WORDS as usize && routing_record::HEADER == params::HEADER_BYTES as usize);
 const _: () = assert!(
     routing_record::FIRST_FIELD == params::FIELD as usize && routing_record::PENDING == params::PENDING as usize
 );
 const _: () = assert!(routing_record::BAD_LAYER == params::BAD_LAYER as usize);
-const _: () = assert!(deferred_errors::WORDS == params::ERRORS_WORDS as usize);
+const _: () = assert!(deferred_errors::ERRORS_WORDS == params::ERRORS_WORDS as usize);
 const _: () =
     assert!(deferred_errors::RECORDS == params::ERRORS_RECORDS && deferred_errors::CAPACITY == params::ERRORS_CAPACITY);
 
@@ -59,7 +59,7 @@ pub(super) fn record(device: &Cuda, call: RecordIds<'_, Cuda>) -> Result<()> {
         tokens: ids.rows(),
         ..RoutingRecord::failed(RecordStatus::Ready)
     };
-    let mut header = [0; WORDS];
+    let mut header = [0; HEADER_WORDS];
     let bytes = own.encode(RecordSizes { max_tokens: 0, ..sizes })?;
     header.iter_mut().zip(bytes.as_chunks().0).for_each(|(to, word)| *to = i64::from_le_bytes(*word));
     let p = params::WriteRecordParams {

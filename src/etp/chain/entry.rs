@@ -62,8 +62,8 @@ impl<D: ShardDevice> ChainState<D> {
     fn set_capture(&mut self, capture: Option<u64>) {
         self.capture = capture;
         self.cache.fixed = capture.is_some();
-        for lane in [Some(&self.gathers), self.apart.as_ref()].into_iter().flatten() {
-            lane.set_capturing(capture.is_some());
+        for thread in [Some(&self.gathers), self.apart.as_ref()].into_iter().flatten() {
+            thread.set_capturing(capture.is_some());
         }
     }
 

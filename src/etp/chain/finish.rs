@@ -105,7 +105,7 @@ impl<D: ShardDevice> Chain<D> {
         }
     }
 
-    /// What comes before any sum over replicas: main gradients that are whole, on all ranks of the chain, after as many
+    /// The steps before any sum over replicas: main gradients that are whole, on all ranks of the chain, after as many
     /// backward passes, whose number it gives.
     fn count_microbatches(&self, replicas: usize) -> Result<u64> {
         let mut inner = self.enter(CALL)?;

@@ -22,7 +22,7 @@ use crate::etp::shards::quantized::{GatheredShards, QuantizedShard};
 use crate::etp::{Phase, ShardDevice, Shards, WeightId};
 
 /// In place of a pass's number: no pass, but the whole weight.
-const WHOLE: u64 = 0;
+const NO_PASS: u64 = 0;
 
 /// A sharded weight as a layer takes it: gathered when it is acquired, let go when the guard is dropped.
 pub struct ShardedWeight<'a, D: ShardDevice> {
@@ -138,7 +138,7 @@ impl<D: ShardDevice> Chain<D> {
         let buffer_id = inner.cache.reserve(key);
         // From the shards themselves.
         let sequence = u64::MAX - 1 - id.0 as u64;
-        let gather = WeightGather { buffer_id, arrived: None, sequence, serial: WHOLE };
+        let gather = WeightGather { buffer_id, arrived: None, sequence, serial: NO_PASS };
         let pending_gather = inner.start(id.0, gather, false)?;
         let buffer = inner.finish_gather(pending_gather)?;
         let copied = shards.strip(buffer.tensor.view()).and_then(|view| {
@@ -495,8 +495,8 @@ mod tests {
         ];
         for ((payload, usage), in_turn) in cases.into_iter().flat_map(|case| [(case, true), (case, false)]) {
             let case = format!("{payload:?} {usage:?}, in turn: {in_turn}");
-            let [[told, met], [own, after]] = <[_; 2]>::try_from(without_memory(payload, usage, in_turn)).unwrap();
-            assert!(matches!(told, Err(Error::Comm(CommError::Refused { peer: 1, .. }))), "{case}: {told:?}");
+            let [[refused, met], [own, after]] = <[_; 2]>::try_from(without_memory(payload, usage, in_turn)).unwrap();
+            assert!(matches!(refused, Err(Error::Comm(CommError::Refused { peer: 1, .. }))), "{case}: {refused:?}");
             assert!(own.as_ref().is_err_and(|e| e.to_string().contains("in use")), "{case}: {own:?}");
             assert!(met.is_ok() && after.is_ok(), "{case}: {met:?} {after:?}");
         }

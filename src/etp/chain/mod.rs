@@ -285,7 +285,7 @@ fn compare<D: ShardDevice>(
         if let Some((peer, other)) = theirs.enumerate().find(|(_, other)| **other != value) {
             let (field, rank) = (field.to_string(), comm.rank());
             let (value, peer_value) = (value.to_string(), other.to_string());
-            return Err(Error::ConfigMismatch { field, rank, value, peer, peer_value });
+            return Err(Error::ConfigMismatch { call: "Chain::new", field, rank, value, peer, peer_value });
         }
     }
     Ok(())

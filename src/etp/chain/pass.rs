@@ -20,7 +20,7 @@ impl<D: ShardDevice> Chain<D> {
     }
 
     /// Begins a pass over the model, and with prefetch its first gathers: shards stay as they are from here to its end.
-    /// The first forward links the chain: every gather of it is waited for.
+    /// The first forward sets the order of uses: every gather of it is waited for.
     ///
     /// # Errors
     /// A pass that was not ended (after an error: [`recover`](Self::recover)); a backward before any forward.
@@ -40,7 +40,7 @@ impl<D: ShardDevice> Chain<D> {
             Phase::Backward => inner.unknown && !capture,
         };
         if phase == Phase::Backward && std::mem::take(&mut inner.other_backward) {
-            inner.steps[phase as usize] = schedule(&inner.links(), phase);
+            inner.steps[phase as usize] = schedule(&inner.weight_uses(), phase);
         }
         inner.epoch += u64::from(anew);
         inner.unknown = capture;
@@ -163,7 +163,7 @@ impl<D: ShardDevice> Chain<D> {
             let tag = Tag { layer: 0, op, sequence: u64::MAX };
             Collective::Recover { tag, reason: reason.map(ToString::to_string) }
         };
-        let reductions = inner.apart.as_ref().map(|lane| lane.enqueue(collective(Op::GradReduce)));
+        let reductions = inner.apart.as_ref().map(|thread| thread.enqueue(collective(Op::GradReduce)));
         [Some(inner.gathers.enqueue(collective(Op::Weights))), reductions].into_iter().flatten().collect()
     }
 
@@ -191,7 +191,7 @@ impl<D: ShardDevice> Chain<D> {
 
 impl<D: ShardDevice> ChainState<D> {
     /// The uses of the last forward.
-    fn links(&self) -> Vec<WeightUse> {
+    fn weight_uses(&self) -> Vec<WeightUse> {
         let of = |node: &UseState<D>| {
             let spec = &self.weights[node.weight].spec;
             let layer = Some(spec.layer).filter(|layer| *layer != NO_LAYER);
@@ -203,21 +203,21 @@ impl<D: ShardDevice> ChainState<D> {
 
     /// Makes what the first forward met the order.
     fn set_order(&mut self, ahead: usize) {
-        let links = self.links();
+        let uses = self.weight_uses();
         let same = |a: usize, b: usize| {
-            let key = |i: usize| self.read_key(links[i].weight, 0);
+            let key = |i: usize| self.read_key(uses[i].weight, 0);
             key(a) == key(b)
         };
-        let same_arrivals = |a: usize, b: usize| {
-            let key = |i: usize| self.arrived_key(links[i].weight, 0);
+        let same_arrived_key = |a: usize, b: usize| {
+            let key = |i: usize| self.arrived_key(uses[i].weight, 0);
             key(a) == key(b)
         };
-        let arrivals = arrival_parities(&links, ahead, same_arrivals);
+        let arrivals = arrival_parities(&uses, ahead, same_arrived_key);
         // A weight that arrives quantized needs no memory in its own type before its turn.
         let quantized = self.weights.iter().all(|weight| weight.quantized.is_some());
         let ahead = if quantized { 1 } else { ahead };
-        let (gather, gradient) = (gather_parities(&links, ahead, same), gradient_parities(&links, D::ENQUEUES, same));
-        for (i, node) in links.iter().enumerate() {
+        let (gather, gradient) = (gather_parities(&uses, ahead, same), gradient_parities(&uses, D::ENQUEUES, same));
+        for (i, node) in uses.iter().enumerate() {
             let key = self.read_key(node.weight, gather[i]);
             self.uses[i].buffer_id = self.cache.reserve(key);
             let key = self.arrived_key(node.weight, arrivals[i]);
@@ -227,7 +227,7 @@ impl<D: ShardDevice> ChainState<D> {
             // A weight that is used twice has one gradient buffer.
             self.weights[node.weight].gradient.get_or_insert(buffer_id);
         }
-        self.steps = [Phase::Forward, Phase::Backward].map(|phase| schedule(&links, phase));
+        self.steps = [Phase::Forward, Phase::Backward].map(|phase| schedule(&uses, phase));
         self.other_backward = false;
     }
 

@@ -159,8 +159,8 @@ impl<D: ShardDevice> ChainState<D> {
     }
 
     fn take_for_reduction(&mut self, buffer_id: BufferId) -> Result<Buffer<D>> {
-        let lane = self.apart.as_ref().unwrap_or(&self.gathers);
-        lane.take(&mut self.cache, buffer_id)
+        let thread = self.apart.as_ref().unwrap_or(&self.gathers);
+        thread.take(&mut self.cache, buffer_id)
     }
 
     /// Whether a weight's reduction has a buffer to fill, or none is under way that would give one back.
@@ -328,8 +328,8 @@ mod tests {
             chain.drain().unwrap();
             reduced
         });
-        let [told, own] = <[_; 2]>::try_from(found).unwrap();
-        assert!(matches!(told, Err(Error::Comm(CommError::Refused { peer: 1, .. }))), "{told:?}");
+        let [refused, own] = <[_; 2]>::try_from(found).unwrap();
+        assert!(matches!(refused, Err(Error::Comm(CommError::Refused { peer: 1, .. }))), "{refused:?}");
         assert!(own.as_ref().is_err_and(|e| e.to_string().contains("in use")), "{own:?}");
     }
 }

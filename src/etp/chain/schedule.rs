@@ -18,7 +18,7 @@ pub(in crate::etp) struct WeightUse {
 /// One acquisition in a pass.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(in crate::etp) struct Acquisition {
-    /// Which link.
+    /// Which use.
     pub node: usize,
     /// It is gathered for this; else it is still there.
     pub fetch: bool,
@@ -26,7 +26,7 @@ pub(in crate::etp) struct Acquisition {
     pub keep: bool,
 }
 
-/// Runs of links of one call of a layer: one that is called again has its weights again.
+/// Runs of uses of one call of a layer: one that is called again has its weights again.
 fn layers(uses: &[WeightUse]) -> Vec<std::ops::Range<usize>> {
     let mut runs: Vec<std::ops::Range<usize>> = Vec::new();
     for (i, used) in uses.iter().enumerate() {
@@ -66,7 +66,7 @@ fn backward(uses: &[WeightUse]) -> Vec<Acquisition> {
     steps
 }
 
-/// Pairs of links that are in memory at the same time: what is in use, what is kept or resident, and what comes next,
+/// Pairs of uses that are in memory at the same time: what is in use, what is kept or resident, and what comes next,
 /// `ahead` steps of it.
 fn together(uses: &[WeightUse], schedules: &[Vec<Acquisition>], ahead: usize) -> Vec<(usize, usize)> {
     let mut run_of = vec![0; uses.len()];
@@ -108,7 +108,7 @@ fn parities(count: usize, pairs: &[(usize, usize)], same: impl Fn(usize, usize) 
     parities
 }
 
-/// Parity of each link's gathered buffer; `same` tells whether two links' buffers are of one size and type.
+/// Parity of each use's gathered buffer; `same` tells whether two uses' buffers are of one size and type.
 pub(in crate::etp) fn gather_parities(
     uses: &[WeightUse],
     ahead: usize,
@@ -119,7 +119,7 @@ pub(in crate::etp) fn gather_parities(
     parities(uses.len(), &together(uses, &schedules, ahead), same)
 }
 
-/// Parity of each link's buffer for what arrives, which is free once the link's turn comes.
+/// Parity of each use's buffer for what arrives, which is free once the use's turn comes.
 pub(in crate::etp) fn arrival_parities(
     uses: &[WeightUse],
     ahead: usize,
@@ -137,7 +137,7 @@ pub(in crate::etp) fn arrival_parities(
     parities(uses.len(), &pairs, same)
 }
 
-/// Parity of each link's unsharded gradient: a layer's gradients are made together, while that of the following
+/// Parity of each use's unsharded gradient: a layer's gradients are made together, while that of the following
 /// layer's first weight, the last to be handed in, is under way; or `all` of that layer's, where nobody waits for them.
 pub(in crate::etp) fn gradient_parities(
     uses: &[WeightUse],

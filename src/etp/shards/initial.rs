@@ -6,7 +6,7 @@ use std::ops::Range;
 use crate::fnv1a::fnv1a;
 use crate::quant::philox::{key, philox4x32};
 
-/// What elements are drawn from.
+/// The distribution that elements are drawn from.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) enum Distribution {
     /// Between two bounds.

@@ -40,7 +40,7 @@ pub struct NcclComm {
 
 impl Drop for NcclComm {
     fn drop(&mut self) {
-        // Before anything else of it goes; the link is the last.
+        // Before anything else of it goes; the communicator is the last.
         self.session.close();
     }
 }

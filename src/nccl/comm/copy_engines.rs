@@ -48,7 +48,7 @@ pub(in crate::nccl) fn run_in_lockstep(
 /// Bytes of a rank's trouble as it is told: the first of them.
 const ERROR_BYTES: usize = 256;
 /// Bytes of a block of the attempt.
-const BLOCK: usize = 16;
+const TRIAL_BYTES: usize = 16;
 
 /// Calls of the attempt on a rank's GPU, and to all ranks over plain memory.
 pub(in crate::nccl) trait ProbeDevice {
@@ -125,7 +125,7 @@ pub(in crate::nccl) fn probe(comm_handle: &CommHandle, cuda: &Cuda) -> Result<()
 pub(in crate::nccl) fn probe_on(comm_stream: &CommStream<'_>, probe_device: &impl ProbeDevice) -> Result<()> {
     let comm_handle = comm_stream.comm_handle;
     let (library, rank, ranks) = (comm_handle.library(), comm_handle.rank, comm_handle.size);
-    let part = ranks * BLOCK;
+    let part = ranks * TRIAL_BYTES;
     let (base, window, puts) = (Cell::new(0), Cell::new(None), Cell::new(None));
     let mut allocate = || {
         let address = Registering::of(library)?.allocate(2 * part)?;
@@ -141,16 +141,17 @@ pub(in crate::nccl) fn probe_on(comm_stream: &CommStream<'_>, probe_device: &imp
     };
     let mut fill = || {
         puts.set(Some(OneSided::of(library)?));
-        let own = |at: usize| if at / BLOCK == rank { (at as u8).wrapping_add(1) } else { 0 };
+        let own = |at: usize| if at / TRIAL_BYTES == rank { (at as u8).wrapping_add(1) } else { 0 };
         probe_device.write(&(0..part).map(own).collect::<Vec<u8>>())
     };
     // To all ranks' blocks, and from there to each rank a block of every other.
     let mut moves = || {
         let (from, Some(puts), Some(window)) = (base.get(), puts.get(), window.get()) else { return Err(ended()) };
-        let (own, blocks) = (from + (rank * BLOCK) as u64, BlockExchange { from, bytes: BLOCK, window, offset: part });
+        let (own, blocks) =
+            (from + (rank * TRIAL_BYTES) as u64, BlockExchange { from, bytes: TRIAL_BYTES, window, offset: part });
         // SAFETY: all in the window, which is kept as long as the communicator; its halves have a block for each rank.
         let moved =
-            unsafe { comm_stream.all_gather(own, from, BLOCK).and_then(|()| puts.exchange(comm_stream, blocks)) };
+            unsafe { comm_stream.all_gather(own, from, TRIAL_BYTES).and_then(|()| puts.exchange(comm_stream, blocks)) };
         moved.map_err(|refused| refused.map_or_else(ended, Error::from))?;
         check_moved(rank, &probe_device.read(2 * part)?)
     };
@@ -163,10 +164,10 @@ pub(in crate::nccl) fn probe_on(comm_stream: &CommStream<'_>, probe_device: &imp
 /// Block r of the first half is rank r's; the second has this rank's block of every other's first half, and room.
 pub(in crate::nccl) fn check_moved(rank: usize, found: &[u8]) -> Result<()> {
     let (first, second) = found.split_at(found.len() / 2);
-    let second = &second[..second.len().saturating_sub(BLOCK)];
+    let second = &second[..second.len().saturating_sub(TRIAL_BYTES)];
     let gathered = first.iter().enumerate().all(|(at, byte)| *byte == (at as u8).wrapping_add(1));
-    let own = &first[rank * BLOCK..(rank + 1) * BLOCK];
-    match gathered && second.chunks(BLOCK).all(|block| block == own) {
+    let own = &first[rank * TRIAL_BYTES..(rank + 1) * TRIAL_BYTES];
+    match gathered && second.chunks(TRIAL_BYTES).all(|block| block == own) {
         true => Ok(()),
         false => Err(Error::invalid("NcclComm", "window", "all ranks' blocks", format!("{found:?}"))),
     }

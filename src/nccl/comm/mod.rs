@@ -3,6 +3,7 @@
 pub(in crate::nccl) mod collectives;
 pub(in crate::nccl) mod communicator;
 pub(in crate::nccl) mod copy_engines;
+mod heuristics;
 pub(in crate::nccl) mod init;
 pub(in crate::nccl) mod one_sided;
 pub(in crate::nccl) mod p2p;

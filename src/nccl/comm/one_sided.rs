@@ -6,6 +6,7 @@
 
 use std::ffi::c_void;
 
+use crate::comm::PeerSignals;
 use crate::error::Result;
 use crate::nccl::NcclLibrary;
 use crate::nccl::ffi::enqueue::{CommStream, EnqueueError};
@@ -96,14 +97,19 @@ impl OneSided {
         }
     }
 
-    /// Takes so many signals of each of these peers.
+    /// Takes these signals.
     pub(in crate::nccl) fn wait(
         self,
         comm_stream: &CommStream<'_>,
-        signals: impl Iterator<Item = (usize, usize)>,
+        signals: impl Iterator<Item = PeerSignals>,
     ) -> Outcome {
-        let describe = |(peer, count)| WaitSignal { count: count as i32, peer: peer as i32, index: SIGNAL, context: 0 };
-        let mut list: Vec<WaitSignal> = signals.filter(|(_, count)| *count > 0).map(describe).collect();
+        let describe = |PeerSignals { peer, count }| WaitSignal {
+            count: count as i32,
+            peer: peer as i32,
+            index: SIGNAL,
+            context: 0,
+        };
+        let mut list: Vec<WaitSignal> = signals.filter(|signals| signals.count > 0).map(describe).collect();
         if list.is_empty() {
             return Ok(());
         }
@@ -126,7 +132,7 @@ impl OneSided {
         // Each rank begins with another peer.
         let peers = || (1..size).map(|i| (rank + i) % size);
         peers().try_for_each(|peer| self.signal(comm_stream, peer))?;
-        self.wait(comm_stream, peers().map(|peer| (peer, 1)))?;
+        self.wait(comm_stream, peers().map(|peer| PeerSignals { peer, count: 1 }))?;
         for peer in peers() {
             // There too, a rank has no place for its own.
             let place = rank - usize::from(rank > peer);
@@ -134,6 +140,6 @@ impl OneSided {
             // SAFETY: as the caller promises.
             unsafe { self.put(comm_stream, OneSidedPut { from, bytes, peer, window, offset })? };
         }
-        self.wait(comm_stream, peers().map(|peer| (peer, 1)))
+        self.wait(comm_stream, peers().map(|peer| PeerSignals { peer, count: 1 }))
     }
 }

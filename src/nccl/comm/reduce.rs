@@ -13,12 +13,7 @@ use crate::nccl::comm::communicator::NcclComm;
 use crate::nccl::control::peer_events::CollectiveInfo;
 use crate::nccl::ffi::sys::RedOp;
 
-/// Longest row that a block of the kernel adds at a time, in elements.
-const ROW: usize = 2048;
-/// Buffers up to this size are summed whole on every rank: one exchange instead of two.
-const WHOLE: usize = 1 << 16;
-/// Sizes whose maps are kept.
-const MOST_MAPS: usize = 64;
+use super::heuristics::{MOST_MAPS, ONE_EXCHANGE_BYTES, ROW_ELEMENTS};
 
 /// How the ranks' values are joined.
 enum JoinMethod {
@@ -42,9 +37,9 @@ fn join_method(op: ReduceOp, dtype: DType) -> JoinMethod {
 /// Length of the rows that a part of so many elements is cut into: a divisor of it with as many twos as it has itself,
 /// so that rows begin where words do.
 fn row(count: usize) -> usize {
-    let words = ROW.min(1 << count.trailing_zeros().min(ROW.ilog2()));
+    let words = ROW_ELEMENTS.min(1 << count.trailing_zeros().min(ROW_ELEMENTS.ilog2()));
     let rest = count / words;
-    words * (1..=ROW / words).rev().find(|n| rest.is_multiple_of(*n)).unwrap_or(1)
+    words * (1..=ROW_ELEMENTS / words).rev().find(|n| rest.is_multiple_of(*n)).unwrap_or(1)
 }
 
 impl NcclComm {
@@ -103,7 +98,7 @@ impl NcclComm {
                 let parts: Vec<&[u8]> = parts.chunks_exact(bytes).collect();
                 self.joined(op, &parts, buffer)
             }
-            JoinMethod::Kernel if bytes <= WHOLE || !count.is_multiple_of(size) => {
+            JoinMethod::Kernel if bytes <= ONE_EXCHANGE_BYTES || !count.is_multiple_of(size) => {
                 let parts = self.gather(subject, buffer.as_ref())?.reshape(&[size, count])?;
                 self.add(&parts, buffer)
             }
@@ -149,7 +144,7 @@ impl NcclComm {
         let width = row(count);
         let rows = count / width;
         if i32::try_from(size * rows).is_err() {
-            let expected = format!("at most {} rows of a divisor of theirs up to {ROW}", i32::MAX);
+            let expected = format!("at most {} rows of a divisor of theirs up to {ROW_ELEMENTS}", i32::MAX);
             return Err(Error::invalid("sum", "elements", expected, count));
         }
         if !self.sums.maps.contains_key(&rows) {
@@ -183,7 +178,7 @@ mod tests {
         }
         for count in 1..20_000 {
             let width = row(count);
-            assert!(count.is_multiple_of(width) && width <= ROW, "{count}: {width}");
+            assert!(count.is_multiple_of(width) && width <= ROW_ELEMENTS, "{count}: {width}");
             assert!(width.is_multiple_of(8) || !count.is_multiple_of(8), "{count}: {width}");
         }
     }

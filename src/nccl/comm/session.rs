@@ -22,7 +22,7 @@ pub(in crate::nccl) struct Session {
     pub(in crate::nccl) calls: u64,
     /// The last collective that was enqueued.
     pub(in crate::nccl) last: u64,
-    /// Ends before the link.
+    /// Ends before the communicator.
     watchdog: Option<Watchdog>,
     pub(in crate::nccl) comm_handle: Arc<CommHandle>,
 }

@@ -3,7 +3,7 @@
 use std::ffi::{c_int, c_void};
 
 use crate::comm::agree::{CollectiveCall, Detail};
-use crate::comm::{Communicator, Put, Span, SymmetricMemory, Tag};
+use crate::comm::{Communicator, PeerSignals, Put, Span, SymmetricMemory, Tag};
 use crate::cuda::{Cuda, DeviceMut, DeviceRef};
 use crate::device::Device;
 use crate::dtype::DType;
@@ -214,11 +214,11 @@ impl SymmetricMemory<Cuda> for NcclComm {
         self.enqueue(subject, |comm_stream| puts.signal(comm_stream, peer))
     }
 
-    fn wait(&mut self, tag: Tag, signals: &[(usize, usize)]) -> Result<()> {
+    fn wait(&mut self, tag: Tag, signals: &[PeerSignals]) -> Result<()> {
         const CALL: &str = "wait";
-        let subject = self.signals(CALL, tag, signals.iter().map(|(peer, _)| *peer))?;
+        let subject = self.signals(CALL, tag, signals.iter().map(|signals| signals.peer))?;
         let puts = OneSided::of(self.library())?;
-        if signals.iter().all(|(_, count)| *count == 0) {
+        if signals.iter().all(|signals| signals.count == 0) {
             return Ok(());
         }
         self.enqueue(subject, |comm_stream| puts.wait(comm_stream, signals.iter().copied()))

@@ -108,7 +108,7 @@ impl CallDescriptor {
     fn is(&self, name: &str) -> bool {
         let mut bytes = [0; NAME.end - NAME.start];
         put(&mut bytes, name);
-        get(&bytes).is_some_and(|told| told == self.operation)
+        get(&bytes).is_some_and(|name| name == self.operation)
     }
 
     pub(in crate::nccl) fn encode(&self) -> [u8; TEXT] {
@@ -184,22 +184,22 @@ mod tests {
             Detail::Refusal("no room".into()),
         ];
         for detail in details {
-            let told = CallDescriptor::of(&call("all_reduce", detail.clone()));
-            assert_eq!(CallDescriptor::parse(&told.encode()), Some(told.clone()));
-            let heard = told.call("barrier");
-            assert_eq!((heard.operation, &heard.detail, heard.dtype), ("all_reduce", &detail, DType::BF16));
-            assert_eq!(heard.tag, call("", Detail::Plain).tag);
+            let descriptor = CallDescriptor::of(&call("all_reduce", detail.clone()));
+            assert_eq!(CallDescriptor::parse(&descriptor.encode()), Some(descriptor.clone()));
+            let decoded = descriptor.call("barrier");
+            assert_eq!((decoded.operation, &decoded.detail, decoded.dtype), ("all_reduce", &detail, DType::BF16));
+            assert_eq!(decoded.tag, call("", Detail::Plain).tag);
         }
         // Each rank's own sizes are not told.
-        let told = CallDescriptor::of(&call("all_to_all_v", Detail::Pieces { send: vec![1], recv: vec![2] }));
-        assert_eq!((&told.detail, told.bytes), (&DetailCode::Plain, 0));
+        let descriptor = CallDescriptor::of(&call("all_to_all_v", Detail::Pieces { send: vec![1], recv: vec![2] }));
+        assert_eq!((&descriptor.detail, descriptor.bytes), (&DetailCode::Plain, 0));
     }
 
     #[test]
     fn names_that_are_not_known_differ_from_ones_own() {
-        let told = CallDescriptor::of(&call("a library's call with a name that is too long", Detail::Plain));
-        assert_eq!(told.call("all_gather").operation, OTHER);
-        assert_eq!(told.call("a library's call with a name that is too long").operation.len(), 45);
+        let descriptor = CallDescriptor::of(&call("a library's call with a name that is too long", Detail::Plain));
+        assert_eq!(descriptor.call("all_gather").operation, OTHER);
+        assert_eq!(descriptor.call("a library's call with a name that is too long").operation.len(), 45);
         assert_eq!(CallDescriptor::of(&call("other", Detail::Plain)).call("othe").operation, OTHER);
         assert_eq!(CallDescriptor::of(&call("othe", Detail::Plain)).call("other").operation, OTHER);
     }
@@ -208,12 +208,12 @@ mod tests {
     fn every_step_and_dtype_has_a_number() {
         for op in STEPS {
             for dtype in DTYPES {
-                let told = CallDescriptor {
+                let descriptor = CallDescriptor {
                     dtype,
                     tag: Tag { layer: 0, op, sequence: 0 },
                     ..CallDescriptor::of(&call("x", Detail::Plain))
                 };
-                assert_eq!(CallDescriptor::parse(&told.encode()), Some(told));
+                assert_eq!(CallDescriptor::parse(&descriptor.encode()), Some(descriptor));
             }
         }
     }

@@ -1,4 +1,4 @@
-//! Notices between processes: the bootstrap's connections, kept open. Rank 0 passes on what a rank says to all others;
+//! Messages between processes: the bootstrap's connections, kept open. Rank 0 passes on what a rank says to all others;
 //! a connection that ends without a word means that its process has died.
 
 use std::fmt;
@@ -102,7 +102,7 @@ impl ControlSocket {
         self.shared.checked
     }
 
-    /// Notices of a communicator go here from now on.
+    /// Messages of a communicator go here from now on.
     pub(in crate::nccl) fn register(&self, id: u64, ranks: Vec<usize>, peer_events: &Arc<PeerEvents>) {
         let mut subscriptions = lock(&self.shared.subscriptions);
         let peer_events = Arc::downgrade(peer_events);

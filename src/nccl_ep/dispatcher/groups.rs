@@ -8,7 +8,7 @@ use crate::ep::{Capacity, DispatchSpec, Handle};
 use crate::error::{Error, Result};
 use crate::nccl_ep::NcclEpError;
 use crate::nccl_ep::high_throughput::{
-    self, HandleOptions, HighThroughputGroup, HighThroughputOptions, UpdateCounters,
+    self, GroupPlace, HandleOptions, HighThroughputGroup, HighThroughputOptions, UpdateCounters,
 };
 use crate::tensor::{Tensor, TensorRef};
 
@@ -86,11 +86,12 @@ impl NcclEp {
             trap,
         };
         self.compare(spec, (options.max_row_bytes, options.max_top_k), options.check(self.core.ranks()))?;
-        let (library, on) = (self.library.clone(), (self.core.device.clone(), self.shared.clone()));
-        let options = (options, windows.then(|| self.places.clone()));
+        let library = self.library.clone();
+        let (cuda, comm) = (self.core.device.clone(), self.shared.clone());
+        let place = GroupPlace { cuda, comm, windows: windows.then(|| self.places.clone()) };
         let tag = Tag { layer: spec.layer, op: Op::Init, sequence: self.groups.len() as u64 };
         let group = around(&mut self.core, ("nccl_ep_group", DType::U8, row_bytes), tag, || {
-            HighThroughputGroup::on(&library, on, options)
+            HighThroughputGroup::on(&library, place, options)
         })?;
         self.groups.push(group.clone());
         Ok(group)
@@ -115,6 +116,7 @@ impl NcclEp {
         match all.iter().position(|theirs| *theirs != own) {
             None => Ok(()),
             Some(peer) => Err(Error::ConfigMismatch {
+                call: "prepare",
                 field: format!("rows of layer {}", spec.layer),
                 rank: self.core.rank(),
                 value: own,

@@ -7,7 +7,8 @@
 //! groups       the library's groups and handles for what a spec asks for
 //! prepare      routing that the GPUs make among themselves
 //! windows      memory that rows arrive in and leave from
-//! low          low latency: its groups, its handles on loan (pool), rows there and back (rows)
+//! reports      what the ranks tell each other in text
+//! low_latency  low latency: its groups, its handles in use (handle_pool), rows there and back (rows)
 //! ```
 
 mod calls;

@@ -32,7 +32,7 @@ const OUTGOING: usize = 2;
 #[derive(Debug)]
 struct CountedWindow {
     window: NcclWindow,
-    loans: Arc<AtomicUsize>,
+    buffers: Arc<AtomicUsize>,
 }
 
 /// Windows of one size that take turns.
@@ -52,7 +52,7 @@ impl WindowRing {
     /// The same, which nobody has.
     fn free(&self, call: &'static str) -> Result<&CountedWindow> {
         let busy = || NcclEpError::Windows { call, windows: self.windows.len() };
-        Ok(self.current().filter(|w| w.loans.load(Ordering::Acquire) == 0).ok_or_else(busy)?)
+        Ok(self.current().filter(|w| w.buffers.load(Ordering::Acquire) == 0).ok_or_else(busy)?)
     }
 }
 
@@ -106,8 +106,8 @@ impl WindowPool {
 fn window_tensor(cuda: &Cuda, from: &CountedWindow, at: usize, dtype: DType, dims: [usize; 2]) -> Result<Tensor<Cuda>> {
     let bytes = dims[0] * dims[1] * dtype.size();
     crate::comm::Span { offset: at, bytes }.check("window_tensor", "rows", from.window.bytes())?;
-    // SAFETY: the window outlives its loans (see `end`), and its turns are what the head of this file says.
-    let buffer = unsafe { cuda.borrowed(from.window.base() + at as u64, bytes, &from.loans) };
+    // SAFETY: the window outlives its buffers (see `end`), and its turns are what the head of this file says.
+    let buffer = unsafe { cuda.borrowed(from.window.base() + at as u64, bytes, &from.buffers) };
     Tensor::from_buffer(buffer, dtype, &dims)
 }
 
@@ -133,7 +133,7 @@ impl NcclEp {
         let comm = nccl(&mut self.core)?;
         for (ring, count) in made.iter_mut().zip(counts) {
             for _ in 0..count {
-                ring.push(CountedWindow { window: comm.allocate(tag, bytes)?, loans: Arc::default() });
+                ring.push(CountedWindow { window: comm.allocate(tag, bytes)?, buffers: Arc::default() });
             }
         }
         let [incoming, outgoing] = made;
@@ -230,7 +230,7 @@ impl NcclEp {
         if count == 0 {
             return;
         }
-        let busy = all.iter().flat_map(WindowPool::all).any(|w| w.loans.load(Ordering::Acquire) > 0);
+        let busy = all.iter().flat_map(WindowPool::all).any(|w| w.buffers.load(Ordering::Acquire) > 0);
         let ranks = gather_reports(&mut self.core, if busy { "busy" } else { "" });
         if !ranks.is_ok_and(|ranks| ranks.iter().all(String::is_empty)) {
             tracing::warn!(windows = count, "windows stay, as tensors lie in them or a rank is gone");

@@ -30,6 +30,15 @@ impl fmt::Debug for HighThroughputGroup {
     }
 }
 
+/// Where a group is made.
+#[derive(Debug)]
+pub(in crate::nccl_ep) struct GroupPlace {
+    pub cuda: Cuda,
+    pub comm: SharedComm,
+    /// Windows that rows are read from and written to in place.
+    pub windows: Option<WindowRanges>,
+}
+
 impl HighThroughputGroup {
     /// Joins a group (collective).
     ///
@@ -37,14 +46,16 @@ impl HighThroughputGroup {
     /// [`NcclEpError`](crate::nccl_ep::NcclEpError) names the rule that the options, the GPU or the ranks break, before the
     /// library is called.
     pub fn new(library: &NcclEpLibrary, comm: &NcclComm, options: HighThroughputOptions) -> Result<Self> {
-        Self::on(library, (comm.cuda().clone(), comm.shared()), (options, None))
+        let place = GroupPlace { cuda: comm.cuda().clone(), comm: comm.shared(), windows: None };
+        Self::on(library, place, options)
     }
 
     pub(in crate::nccl_ep) fn on(
         library: &NcclEpLibrary,
-        (cuda, shared): (Cuda, SharedComm),
-        (options, places): (HighThroughputOptions, Option<WindowRanges>),
+        place: GroupPlace,
+        options: HighThroughputOptions,
     ) -> Result<Self> {
+        let GroupPlace { cuda, comm: shared, windows: places } = place;
         const CALL: &str = "HighThroughputGroup::new";
         options.check(shared.size())?;
         check_gpu(&cuda)?;

@@ -7,7 +7,7 @@ use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::nccl_ep::raw_handle::{HandleSizes, RawHandle, check_ids};
 use crate::nccl_ep::result::blank;
-use crate::nccl_ep::tensor::{TensorDescriptor, check, check_scales, on_wire, pointer};
+use crate::nccl_ep::tensor::{TensorDescriptor, as_moved, check, check_scales, pointer};
 use crate::nccl_ep::{NcclEpError, result, sys};
 use crate::tensor::TensorRef;
 
@@ -184,9 +184,10 @@ impl HighThroughputHandle {
         }
         check_scales(CALL, tokens.dtype(), &scales, t, &out_scales, n)?;
 
-        let wire = (tokens.dtype(), tokens.row_bytes(), scale_bytes);
-        let mut tokens = on_wire(TensorDescriptor::of(CALL, tokens)?, wire);
-        let mut out = on_wire(TensorDescriptor::of_mut(CALL, out)?, wire).in_window(CALL, self.group.places())?;
+        let row_format = (tokens.dtype(), tokens.row_bytes(), scale_bytes);
+        let mut tokens = as_moved(TensorDescriptor::of(CALL, tokens)?, row_format);
+        let mut out =
+            as_moved(TensorDescriptor::of_mut(CALL, out)?, row_format).in_window(CALL, self.group.places())?;
         let mut weights = weights.map(|w| TensorDescriptor::of(CALL, w)).transpose()?;
         let mut out_weights = out_weights.map(|w| TensorDescriptor::of_mut(CALL, w)).transpose()?;
         let mut scales = scales.map(|s| TensorDescriptor::of(CALL, s)).transpose()?;

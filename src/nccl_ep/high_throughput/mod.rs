@@ -5,6 +5,7 @@ mod handle;
 mod options;
 mod rows;
 
+pub(in crate::nccl_ep) use group::GroupPlace;
 pub use group::HighThroughputGroup;
 pub use handle::{HandleOptions, HighThroughputHandle};
 pub use options::HighThroughputOptions;

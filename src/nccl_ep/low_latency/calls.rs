@@ -4,7 +4,7 @@ use crate::cuda::Cuda;
 use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::nccl_ep::result::blank;
-use crate::nccl_ep::tensor::{TensorDescriptor, check, check_scales, on_wire, pointer};
+use crate::nccl_ep::tensor::{TensorDescriptor, as_moved, check, check_scales, pointer};
 use crate::nccl_ep::{result, sys};
 use crate::tensor::{TensorMut, TensorRef};
 
@@ -67,9 +67,9 @@ impl LowLatencyHandle {
         }
         check_scales(CALL, tokens.dtype(), &scales, t, &out_scales, n)?;
 
-        let wire = (tokens.dtype(), tokens.row_bytes(), scale_bytes);
-        let mut tokens = on_wire(TensorDescriptor::of(CALL, tokens)?, wire);
-        let mut rows = on_wire(self.tensor_descriptor(CALL, rows, width)?, wire);
+        let row_format = (tokens.dtype(), tokens.row_bytes(), scale_bytes);
+        let mut tokens = as_moved(TensorDescriptor::of(CALL, tokens)?, row_format);
+        let mut rows = as_moved(self.tensor_descriptor(CALL, rows, width)?, row_format);
         let mut counts = TensorDescriptor::of_mut(CALL, counts)?;
         let mut weights = weights.map(|w| TensorDescriptor::of(CALL, w)).transpose()?;
         let mut out_weights = out_weights.map(|t| self.tensor_descriptor(CALL, t, k)).transpose()?;
@@ -128,7 +128,7 @@ impl LowLatencyHandle {
         if !matches!(rows.dtype(), DType::BF16 | DType::F16 | DType::F32) {
             return Err(Error::invalid(CALL, "tensor rows", "bf16, f16 or f32", rows.dtype()));
         }
-        self.group.options().check_added(rows.dtype(), width, self.group.processors())?;
+        self.group.options().check_added(rows.dtype(), width, self.group.sms())?;
         self.given(CALL, "weights", weights.is_some(), LowLatencyLayout::ExpertMajor)?;
         if let Some(w) = &weights {
             check(CALL, "weights", (DType::F32, &[out.dims()[0], self.top_k]), (w.dtype(), w.dims()))?;

@@ -23,7 +23,7 @@ const SHORTEST: Duration = Duration::from_millis(1);
 pub struct LowLatencyGroup {
     raw_group: Arc<RawGroup>,
     pub(super) options: LowLatencyOptions,
-    processors: usize,
+    sms: usize,
 }
 
 impl fmt::Debug for LowLatencyGroup {
@@ -48,8 +48,8 @@ impl LowLatencyGroup {
         options: LowLatencyOptions,
     ) -> Result<Self> {
         const CALL: &str = "LowLatencyGroup::new";
-        let processors = cuda.sm_count();
-        options.check(shared.size(), processors)?;
+        let sms = cuda.sm_count();
+        options.check(shared.size(), sms)?;
         check_gpu(&cuda)?;
         let mut config: sys::ncclEpGroupConfig_t = blank();
         config.algorithm = sys::ncclEpAlgorithm_t::NCCL_EP_ALGO_LOW_LATENCY;
@@ -60,7 +60,7 @@ impl LowLatencyGroup {
             config.enable_mask = 1;
             config.timeout_ns = u64::try_from(patience.max(SHORTEST).as_nanos()).unwrap_or(u64::MAX);
         }
-        Ok(Self { raw_group: RawGroup::join(CALL, library, cuda, shared, config)?, options, processors })
+        Ok(Self { raw_group: RawGroup::join(CALL, library, cuda, shared, config)?, options, sms })
     }
 
     /// Options that the group was made with.
@@ -88,8 +88,8 @@ impl LowLatencyGroup {
         self.raw_group.raw
     }
 
-    pub(in crate::nccl_ep) fn processors(&self) -> usize {
-        self.processors
+    pub(in crate::nccl_ep) fn sms(&self) -> usize {
+        self.sms
     }
 
     /// The library's group, from which handles are made.

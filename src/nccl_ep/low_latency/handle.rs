@@ -46,7 +46,7 @@ impl LowLatencyHandle {
     /// [`NcclEpError`](crate::nccl_ep::NcclEpError) names what `top_k` breaks; a graph being captured.
     pub fn new(group: &LowLatencyGroup, layout: LowLatencyLayout, top_k: usize) -> Result<Self> {
         const CALL: &str = "LowLatencyHandle::new";
-        group.options().check_top_k(top_k, group.processors())?;
+        group.options().check_top_k(top_k, group.sms())?;
         group.cuda().not_captured(CALL, "create an EP handle")?;
         let order = match layout {
             LowLatencyLayout::ExpertMajor => sys::ncclEpLayout_t::NCCL_EP_LAYOUT_EXPERT_MAJOR,

@@ -26,13 +26,13 @@ pub struct LowLatencyOptions {
 }
 
 /// Groups that the warps of a block are divided into, for so many experts on so many SMs.
-fn warp_groups(experts: usize, processors: usize) -> usize {
-    experts.div_ceil(processors.max(1)).max(1)
+fn warp_groups(experts: usize, sms: usize) -> usize {
+    experts.div_ceil(sms.max(1)).max(1)
 }
 
 impl LowLatencyOptions {
     /// Checks options for which the library would end the process, or which it would find wrong too late.
-    pub(in crate::nccl_ep) fn check(&self, ranks: usize, processors: usize) -> NcclEpResult<()> {
+    pub(in crate::nccl_ep) fn check(&self, ranks: usize, sms: usize) -> NcclEpResult<()> {
         let argument = |name, expected: String, found: usize| {
             Err(NcclEpError::Argument { call: CALL, name, expected, found: found.to_string() })
         };
@@ -48,18 +48,18 @@ impl LowLatencyOptions {
         if !self.max_row_bytes.is_multiple_of(16) {
             return Err(NcclEpError::RowBytes { what: "max_row_bytes", bytes: self.max_row_bytes });
         }
-        match warp_groups(self.num_experts, processors) {
+        match warp_groups(self.num_experts, sms) {
             1..=MOST_GROUPS => Ok(()),
             _ => {
-                let most = MOST_GROUPS * processors;
-                argument("num_experts", format!("at most {most} on {processors} SMs"), self.num_experts)
+                let most = MOST_GROUPS * sms;
+                argument("num_experts", format!("at most {most} on {sms} SMs"), self.num_experts)
             }
         }
     }
 
     /// The rules for choices of a token: each has a warp, and one more directs them.
-    pub(in crate::nccl_ep) fn check_top_k(&self, top_k: usize, processors: usize) -> NcclEpResult<()> {
-        let groups = warp_groups(self.num_experts, processors);
+    pub(in crate::nccl_ep) fn check_top_k(&self, top_k: usize, sms: usize) -> NcclEpResult<()> {
+        let groups = warp_groups(self.num_experts, sms);
         let most = (groups * (WARPS / groups) - 1).min(MOST_CHOICES).min(self.num_experts);
         match (1..=most).contains(&top_k) {
             true => Ok(()),
@@ -100,11 +100,11 @@ impl LowLatencyOptions {
 
     /// The rules for a row of numbers that are added: whole steps of a warp, whole words of what travels beside it, and
     /// room on chip.
-    pub(in crate::nccl_ep) fn check_added(&self, dtype: DType, width: usize, processors: usize) -> NcclEpResult<()> {
+    pub(in crate::nccl_ep) fn check_added(&self, dtype: DType, width: usize, sms: usize) -> NcclEpResult<()> {
         if width == 0 || !width.is_multiple_of(ADDED) {
             return Err(NcclEpError::LowLatencyWidth { lanes: ADDED, dtype: dtype.to_string(), width });
         }
-        let groups = warp_groups(self.num_experts, processors);
+        let groups = warp_groups(self.num_experts, sms);
         let fits =
             (2..=WARPS / groups).any(|warps| on_chip(width, dtype.size(), groups * warps).is_some_and(|n| n <= SHARED));
         match fits {
@@ -137,7 +137,7 @@ fn on_chip(width: usize, element: usize, warps: usize) -> Option<usize> {
 mod tests {
     use super::*;
 
-    const PROCESSORS: usize = 132;
+    const SMS: usize = 132;
 
     fn good() -> LowLatencyOptions {
         LowLatencyOptions { num_experts: 256, max_tokens: 128, max_row_bytes: 14_336, patience: None }
@@ -145,10 +145,10 @@ mod tests {
 
     #[test]
     fn each_rule_has_its_own_error() {
-        let check = |options: LowLatencyOptions| options.check(2, PROCESSORS);
+        let check = |options: LowLatencyOptions| options.check(2, SMS);
         assert_eq!(check(good()), Ok(()));
-        assert_eq!(good().check(1, PROCESSORS), Err(NcclEpError::Ranks { found: 1 }));
-        assert_eq!(good().check(3, PROCESSORS), Err(NcclEpError::Experts { experts: 256, ranks: 3 }));
+        assert_eq!(good().check(1, SMS), Err(NcclEpError::Ranks { found: 1 }));
+        assert_eq!(good().check(3, SMS), Err(NcclEpError::Experts { experts: 256, ranks: 3 }));
         let named = |options: LowLatencyOptions| match check(options) {
             Err(NcclEpError::Argument { name, .. }) => name,
             other => panic!("{options:?}: {other:?}"),
@@ -167,7 +167,7 @@ mod tests {
     fn choices_have_a_warp_each_and_one_is_left() {
         let most = |experts: usize| {
             let options = LowLatencyOptions { num_experts: experts, ..good() };
-            (1..=64).filter(|k| options.check_top_k(*k, PROCESSORS).is_ok()).count()
+            (1..=64).filter(|k| options.check_top_k(*k, SMS).is_ok()).count()
         };
         assert_eq!(most(8), 8);
         assert_eq!(most(64), 31);
@@ -178,7 +178,7 @@ mod tests {
 
     #[test]
     fn rows_are_whole_words_of_a_warp_and_fit_the_chip() {
-        let added = |dtype, width| good().check_added(dtype, width, PROCESSORS);
+        let added = |dtype, width| good().check_added(dtype, width, SMS);
         assert_eq!(added(DType::BF16, 7168), Ok(()));
         assert_eq!(added(DType::F32, 512), Ok(()));
         let dtype = DType::BF16.to_string();

@@ -1,4 +1,4 @@
-//! What tests of attention against a matrix of all scores share.
+//! Cases of the tests of attention against a matrix of all scores.
 
 use candle_core::backprop::GradStore;
 use candle_core::{Tensor, Var};

@@ -154,7 +154,7 @@ impl QueryBlock {
     }
 }
 
-/// What a forward makes.
+/// A forward's results.
 struct Output {
     /// `[B, S, heads, V]`
     y: Tensor,

@@ -7,7 +7,7 @@ use crate::ops::wide;
 #[cfg(feature = "cuda")]
 use super::slots_cuda;
 
-/// What of the slots a query sees, and how scores are made.
+/// The slots that a query sees, and how scores are made.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct SlotOptions<'a> {
     /// `[slots]` in f32 (f64 for f64): 0 where the query sees a slot, else −∞.

@@ -392,8 +392,8 @@ fn a_buffer_that_one_rank_lacks_is_reported_in_its_turn() {
         rank.passes(2).unwrap();
         failed
     });
-    let [told, own] = <[_; 2]>::try_from(errors).unwrap();
-    assert!(matches!(told, Err(Error::Comm(CommError::Refused { peer: 1, .. }))), "{told:?}");
+    let [refused, own] = <[_; 2]>::try_from(errors).unwrap();
+    assert!(matches!(refused, Err(Error::Comm(CommError::Refused { peer: 1, .. }))), "{refused:?}");
     not_capturable(own, "allocate");
 }
 

@@ -82,9 +82,9 @@ impl NcclEp {
             return Err(NcclEpError::LowLatency { what: "there is no backward" }.into());
         }
         let options = self.low_options(16);
-        let processors = self.core.device.sm_count();
-        options.check(self.core.ranks(), processors)?;
-        options.check_top_k(Self::wide(spec), processors).map_err(|error| match error {
+        let sms = self.core.device.sm_count();
+        options.check(self.core.ranks(), sms)?;
+        options.check_top_k(Self::wide(spec), sms).map_err(|error| match error {
             // In terms of the caller's choices: one more travels.
             NcclEpError::Argument { .. } => {
                 let what = "so large a top_k: one choice more than a token has travels, and the library takes no more";

@@ -70,7 +70,7 @@ impl Communicator<Cpu> for WithMemory {
 
 /// Ranks whose collective threads have memory, and how often each rank's have been asked for it.
 fn ranks<R: Send>(n: usize, run: impl Fn(Comms<Cpu>, &AtomicUsize) -> R + Sync) -> Vec<R> {
-    let lane = || ThreadWorld::create(n, Duration::from_secs(60));
+    let comms = || ThreadWorld::create(n, Duration::from_secs(60));
     thread::scope(|scope| {
         let start = |(gather, reduce)| {
             let run = &run;
@@ -80,7 +80,7 @@ fn ranks<R: Send>(n: usize, run: impl Fn(Comms<Cpu>, &AtomicUsize) -> R + Sync) 
                 run(Comms { gather: with(gather), reduce: with(reduce) }, &asked)
             })
         };
-        let threads: Vec<_> = lane().into_iter().zip(lane()).map(start).collect();
+        let threads: Vec<_> = comms().into_iter().zip(comms()).map(start).collect();
         threads.into_iter().map(|thread| thread.join().unwrap()).collect()
     })
 }
