@@ -156,12 +156,17 @@ mod plan;
 mod tag;
 mod tensor;
 
+/// Types that candle's and burn's modules have in common, generic over what a framework adds. Programs name them by their
+/// framework: `candle::DeviceGroup`, `candle::LoadAs`, `burn::DeviceGroup`, `burn::LoadAs`.
 #[cfg(any(feature = "candle", feature = "burn"))]
-#[doc(inline)]
-pub use adapter::{DeviceGroup, LoadAs};
+pub mod framework {
+    #[doc(inline)]
+    pub use crate::adapter::{DeviceGroup, LoadAs};
+}
+
 pub use config::MoeConfig;
-pub use device::{CaptureHook, Device, Waited};
+pub use device::Device;
 pub use dtype::DType;
-pub use error::{CheckpointError, CommError, Error, IdProblem, NcclEpError, NcclError, Result, printable};
+pub use error::{CheckpointError, CommError, Error, IdProblem, NcclEpError, NcclError, Result};
 pub use lazy::Lazy;
 pub use tensor::{Shape, Tensor, TensorMut, TensorRef};
