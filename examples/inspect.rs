@@ -12,11 +12,11 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 
 use clap::{Parser, ValueEnum};
-use moebius::checkpoint::{BlockBytes, Checkpoint, Form, LoadOptions, OpenOptions};
+use moebius::checkpoint::{BlockBytes, Checkpoint, Form, LoadOptions, OpenOptions, printable};
 use moebius::config::{Activation, GroupScore, MoeConfig, RouterConfig, Score, WeightAt};
 use moebius::ep::DispatcherKind;
 use moebius::layer::StepSizes;
-use moebius::{DType, Result, printable};
+use moebius::{DType, Result};
 
 use output::{Usage, conclude, say};
 

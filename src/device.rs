@@ -13,6 +13,7 @@ pub(crate) mod sealed {
 }
 
 /// How an order between the work of two streams came about.
+#[cfg(any(feature = "burn", feature = "cuda"))]
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Waited {
     /// Nothing had to wait.

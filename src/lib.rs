@@ -38,25 +38,26 @@
 //!
 //! #[derive(Module, Debug)]
 //! struct Model<B: Backend> { embed: Linear<B>, moe: ExpertParallelMoE<B> }
-//!
 //! impl<B: MoeBackend> Model<B> {
 //!     fn new(device: &B::Device) -> moebius::Result<Self> {
 //!         let config = MoeConfig::new(64, 32, 8, 2); // hidden, intermediate, experts, top-k
 //!         let moe = ExpertParallelMoEConfig::new(config).init(device)?;
 //!         Ok(Self { embed: LinearConfig::new(16, 64).init(device), moe })
 //!     }
-//!
 //!     fn forward(&self, x: Tensor<B, 3>) -> moebius::Result<Tensor<B, 3>> {
 //!         let x = self.embed.forward(x);
 //!         Ok(self.moe.forward(x.clone())? + x)
 //!     }
 //! }
 //!
-//! let device = Default::default();
-//! let model = Model::<Autodiff<Flex>>::new(&device)?;
-//! let y = model.forward(Tensor::random([2, 5, 16], Distribution::Default, &device))?;
-//! let gradients = y.powi_scalar(2).mean().backward();
-//! assert_eq!(model.moe.experts.up.grad(&gradients).map(|g| g.dims()), Some([8, 64, 64]));
+//! fn main() -> moebius::Result<()> {
+//!     let device = Default::default();
+//!     let model = Model::<Autodiff<Flex>>::new(&device)?;
+//!     let y = model.forward(Tensor::random([2, 5, 16], Distribution::Default, &device))?;
+//!     let gradients = y.powi_scalar(2).mean().backward();
+//!     assert_eq!(model.moe.experts.up.grad(&gradients).map(|g| g.dims()), Some([8, 64, 64]));
+//!     Ok(())
+//! }
 //! ```
 //!
 //! # Concepts
@@ -68,6 +69,7 @@
 //! | tensor | untyped bytes of a device with a [`DType`] and a shape, and borrowed views of it | [`Tensor`], [`TensorRef`], [`TensorMut`] |
 //! | communicator | collectives between ranks, with tags and timeouts | [`Communicator`](crate::comm::Communicator), [`ThreadWorld`](crate::cpu::ThreadWorld), `nccl::NcclComm` |
 //! | group | a rank's membership: experts, limits, dispatcher; serves any number of layers | [`Group`](crate::ep::Group), [`GroupConfig`](crate::ep::GroupConfig) |
+//! | group that modules share | a [`Layer`](crate::layer::Layer) borrows a `Group`; modules share one as an `EpGroup`, or as their framework's `DeviceGroup`, which hides the device's type and keeps what the framework needs beside it. An `EpGroup` is taken wherever a `DeviceGroup` is, but by candle on a GPU, which wants its own device beside it (`DeviceGroup::new`) | [`EpGroup`](crate::ep::EpGroup), [`candle::DeviceGroup`], `burn::DeviceGroup` |
 //! | dispatcher | moves tokens to experts and back | [`TokenDispatcher`](crate::ep::TokenDispatcher), [`DispatcherKind`](crate::ep::DispatcherKind) |
 //! | handle | the routing of one call, which backward needs again | [`Handle`](crate::ep::Handle) |
 //! | slot | a row of the expert-major layout, one for each choice that is kept | [`kernels`] |
@@ -106,8 +108,9 @@
 //! # The guide
 //!
 //! The repository's `docs/` is a guide (`cargo run --release -p xtask -- guide`): how to install and train, how a layer
-//! works, with one token followed through a run over two ranks, every routing and quantization formula, the terms, and
-//! how to extend the crate. `kernels/NOTES.md` explains the CUDA kernels.
+//! works, with one token followed through a run over two ranks, how an error of one rank reaches the others
+//! (`docs/errors.md`), every routing and quantization formula, the terms, and how to extend the crate. `kernels/NOTES.md`
+//! explains the CUDA kernels, `models/kernels/NOTES.md` those of the decoders in `models/`.
 
 /// The README's examples compile and run.
 #[cfg(all(doctest, feature = "candle"))]
@@ -153,12 +156,17 @@ mod plan;
 mod tag;
 mod tensor;
 
+/// Types that candle's and burn's modules have in common, generic over what a framework adds. Programs name them by their
+/// framework: `candle::DeviceGroup`, `candle::LoadAs`, `burn::DeviceGroup`, `burn::LoadAs`.
 #[cfg(any(feature = "candle", feature = "burn"))]
-#[doc(inline)]
-pub use adapter::{DeviceGroup, LoadAs};
+pub mod framework {
+    #[doc(inline)]
+    pub use crate::adapter::{DeviceGroup, LoadAs};
+}
+
 pub use config::MoeConfig;
-pub use device::{CaptureHook, Device, Waited};
+pub use device::Device;
 pub use dtype::DType;
-pub use error::{CheckpointError, CommError, Error, IdProblem, NcclEpError, NcclError, Result, printable};
+pub use error::{CheckpointError, CommError, Error, IdProblem, NcclEpError, NcclError, Result};
 pub use lazy::Lazy;
 pub use tensor::{Shape, Tensor, TensorMut, TensorRef};

@@ -42,10 +42,11 @@ struct Setting {
     /// Steps that gathers start ahead; 0: none does.
     ahead: usize,
     /// SMs that the computation beside collectives leaves to them.
-    spare: usize,
-    lanes: usize,
+    reserved_sms: usize,
+    /// Threads that gathers and reductions run on: one for both, or one each.
+    collective_threads: usize,
     /// Copy engines move what they can.
-    engines: bool,
+    copy_engines: bool,
 }
 
 /// Options of the measurements.
@@ -53,39 +54,45 @@ struct Setting {
 pub struct Asked {
     pub payloads: Vec<Payload>,
     pub ahead: Vec<usize>,
-    pub spare: Vec<usize>,
+    pub reserved_sms: Vec<usize>,
     /// 2: gathers and reductions beside each other; 1: in turn.
-    pub lanes: Vec<usize>,
+    pub collective_threads: Vec<usize>,
     /// Without copy engines (0) and with them (1).
-    pub engines: Vec<usize>,
+    pub copy_engines: Vec<usize>,
 }
 
 pub fn run(library: &NcclLibrary, world: &NcclWorld, report: &Report, (gpus, asked): (&[Cuda], &Asked)) -> Result<()> {
-    let lane = |engines: bool| -> Result<NcclWorld> {
+    let collectives_world = |copy_engines: bool| -> Result<NcclWorld> {
         let beside: Vec<Cuda> = gpus.iter().map(Cuda::with_new_stream).collect::<Result<_>>()?;
-        let make = if engines { NcclWorld::with_copy_engines } else { NcclWorld::new };
+        let make = if copy_engines { NcclWorld::with_copy_engines } else { NcclWorld::new };
         make(library, &beside, PATIENCE)
     };
     let mut settings: Vec<Setting> = Vec::new();
     for (&payload, &ahead) in asked.payloads.iter().flat_map(|payload| asked.ahead.iter().map(move |a| (payload, a))) {
-        for engines in asked.engines.iter().map(|engines| *engines != 0) {
-            // Without overlap there is nothing to spare for.
-            let (spare, lanes) = if ahead == 0 { (&[0][..], &[2][..]) } else { (&asked.spare[..], &asked.lanes[..]) };
-            let each = |&lanes| spare.iter().map(move |&spare| Setting { payload, ahead, spare, lanes, engines });
-            settings.extend(lanes.iter().flat_map(each));
+        for copy_engines in asked.copy_engines.iter().map(|engines| *engines != 0) {
+            // Without overlap there is nothing to reserve SMs for.
+            let (reserved, threads) = match ahead {
+                0 => (&[0][..], &[2][..]),
+                _ => (&asked.reserved_sms[..], &asked.collective_threads[..]),
+            };
+            for &collective_threads in threads {
+                let of = |&reserved_sms| Setting { payload, ahead, reserved_sms, collective_threads, copy_engines };
+                settings.extend(reserved.iter().map(of));
+            }
         }
     }
     for setting in settings {
         // Made anew: memory of the communicators' own stays as long as they do.
-        let lanes = [lane(setting.engines)?, lane(setting.engines)?];
-        let [gathers, reductions] = [lanes[0].communicators(PATIENCE)?, lanes[1].communicators(PATIENCE)?];
+        let worlds = [collectives_world(setting.copy_engines)?, collectives_world(setting.copy_engines)?];
+        let [gathers, reductions] = [worlds[0].communicators(PATIENCE)?, worlds[1].communicators(PATIENCE)?];
         let comms: Vec<_> = gathers.into_iter().zip(reductions).map(|pair| std::sync::Mutex::new(Some(pair))).collect();
         let parts = on_ranks(world, |rank, _| {
             let taken = comms[rank.rank].lock().unwrap_or_else(std::sync::PoisonError::into_inner).take();
             match taken {
                 Some(pair) => measure(rank, &gpus[rank.rank], (DSV3_EP8, setting), pair),
                 None => {
-                    Err(moebius::Error::Device { call: "bench", operation: "lanes".into(), message: "none".into() })
+                    let (operation, message) = ("take the communicators".into(), "none".into());
+                    Err(moebius::Error::Device { call: "bench", operation, message })
                 }
             }
         })?;
@@ -109,8 +116,8 @@ struct Part {
     /// After the last layer's backward, until its gradients have arrived.
     tail: Vec<f64>,
     memory: ChainMemory,
-    /// Bytes of the lanes' own memory.
-    lanes: usize,
+    /// Bytes of memory that the collectives' own devices have reserved.
+    collective_memory: usize,
     shards: usize,
     bytes_an_element: f64,
     /// Of adding what two ranks share of `up`'s gradient to its main gradient.
@@ -121,10 +128,10 @@ struct Part {
 fn lines(report: &Report, (w, setting): (Workload, Setting), parts: &[Part]) {
     let of =
         |f: &dyn Fn(&Part) -> &Vec<f64>| -> Spread { spread(&parts.iter().map(|p| f(p).clone()).collect::<Vec<_>>()) };
-    let Setting { payload, ahead, spare, lanes, engines } = setting;
+    let Setting { payload, ahead, reserved_sms, collective_threads, copy_engines } = setting;
     let about = format!(
-        "\"payload\":\"{payload:?}\",\"ahead\":{ahead},\"spare\":{spare},\"lane_count\":{lanes},\
-         \"copy_engines\":{engines}"
+        "\"payload\":\"{payload:?}\",\"ahead\":{ahead},\"reserved_sms\":{reserved_sms},\
+         \"collective_threads\":{collective_threads},\"copy_engines\":{copy_engines}"
     );
     let (mut exposed, mut whole) = (0.0, 0.0);
     for (i, phase) in ["fwd", "bwd"].into_iter().enumerate() {
@@ -155,8 +162,16 @@ fn lines(report: &Report, (w, setting): (Workload, Setting), parts: &[Part]) {
     let m = &p.memory;
     let rest = format!(
         "\"layers\":{LAYERS},\"shards\":{},\"main\":{},\"gathered\":{},\"quantized\":{},\"arrived\":{},\"gradients\":{},\
-         \"reduced\":{},\"lanes\":{},\"bytes_an_element\":{:.4}",
-        p.shards, m.main, m.gathered, m.quantized, m.arrived, m.gradients, m.reduced, p.lanes, p.bytes_an_element
+         \"reduced\":{},\"collective_memory\":{},\"bytes_an_element\":{:.4}",
+        p.shards,
+        m.main,
+        m.gathered,
+        m.quantized,
+        m.arrived,
+        m.gradients,
+        m.reduced,
+        p.collective_memory,
+        p.bytes_an_element
     );
     report.etp(&w, "etp_memory", 0.0, &format!("{about},{rest}"));
 }
@@ -172,7 +187,7 @@ fn params<'a>(
 
 /// State that a step changes.
 struct Own {
-    /// On the whole GPU, and on what is not spared.
+    /// On the whole GPU, and on what is not reserved.
     groups: [Group<Cuda>; 2],
     gradients: [Tensor<Cuda>; 2],
 }
@@ -203,10 +218,10 @@ fn measure(
     (w, setting): (Workload, Setting),
     (gather, reduce): (NcclComm, NcclComm),
 ) -> Result<Part> {
-    let cuda = gpu.reserving_sms(setting.spare);
-    let lanes = [gather.cuda().clone(), reduce.cuda().clone()];
+    let cuda = gpu.reserving_sms(setting.reserved_sms);
+    let collective_devices = [gather.cuda().clone(), reduce.cuda().clone()];
     let (prefetch, ahead) = (setting.ahead > 0, setting.ahead.max(1));
-    let (in_turn, reduction) = (setting.lanes == 1, Reduction::Pairwise);
+    let (in_turn, reduction) = (setting.collective_threads == 1, Reduction::Pairwise);
     let options = EtpOptions { prefetch, ahead, in_turn, reduction, ..EtpOptions::default() };
     let silent = Silent::default();
     let [gather, reduce] = [gather, reduce].map(|inner| Box::new(Wrapped { inner, about: silent.clone() }));
@@ -248,7 +263,7 @@ fn measure(
         work: Times::default(),
         tail: Vec::new(),
         memory: ChainMemory::default(),
-        lanes: 0,
+        collective_memory: 0,
         shards,
         bytes_an_element: 0.0,
         add: Vec::new(),
@@ -295,7 +310,7 @@ fn measure(
     }
     part.add.drain(..WARM_UP);
     part.memory = bench.chain.memory();
-    part.lanes = lanes.iter().map(|lane| lane.memory().reserved).sum();
+    part.collective_memory = collective_devices.iter().map(|device| device.memory().reserved).sum();
     let elements = (LAYERS * 3 * w.experts * w.inner * w.hidden) as f64;
     let steps = (2 * (WARM_UP + REPEATS)) as f64;
     part.bytes_an_element = (traffic.gathered_bytes + traffic.reduced_bytes) as f64 / elements / steps;

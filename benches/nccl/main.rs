@@ -5,8 +5,8 @@
 //! ```text
 //! cargo bench -p moebius --no-default-features --features nccl --bench nccl --
 //!     [--ranks N] [--tokens 128,4096] [--routing uniform] [--mode "ht windows"] [--workload dsv3]
-//!     [--token-payload nvfp4] [--shard-payload nvfp4] [--ahead 0,2] [--spare 0,16] [--lanes 2,1] [--engines 0,1]
-//!     [calls] [layer] [etp]
+//!     [--token-payload nvfp4] [--shard-payload nvfp4] [--ahead 0,2] [--reserved-sms 0,16] [--collective-threads 2,1]
+//!     [--copy-engines 0,1] [calls] [layer] [etp]
 //! ```
 //!
 //! `--token-payload` and `--shard-payload` name forms, `plain`, `nvfp4` and `mxfp8`: those in which a layer's tokens
@@ -211,9 +211,9 @@ fn main() -> Result<()> {
         let asked = etp::Asked {
             payloads: payloads("--shard-payload", "plain,nvfp4"),
             ahead: numbers("--ahead").unwrap_or_else(|| vec![0, 1, 2]),
-            spare: numbers("--spare").unwrap_or_else(|| vec![0, 16]),
-            lanes: numbers("--lanes").unwrap_or_else(|| vec![2]),
-            engines: numbers("--engines").unwrap_or_else(|| vec![0]),
+            reserved_sms: numbers("--reserved-sms").unwrap_or_else(|| vec![0, 16]),
+            collective_threads: numbers("--collective-threads").unwrap_or_else(|| vec![2]),
+            copy_engines: numbers("--copy-engines").unwrap_or_else(|| vec![0]),
         };
         etp::run(&library, &world, &report, (&gpus[..ranks], &asked))?;
     }

@@ -2,8 +2,9 @@
 
     python3 benches/nccl/plot.py LINES.jsonl OUT.svg
 
-LINES are what `cargo bench --features nccl-ep --bench nccl` prints. Prepare is the quickest that the dispatcher has with as
-many rows as it needs to know; where a line is missing, so is its piece. Low latency has no backward.
+LINES are what `cargo bench -p moebius --no-default-features --features nccl-ep --bench nccl` prints. Prepare is the
+quickest that the dispatcher has with as many rows as it needs to know; where a line is missing, so is its piece. Low
+latency has no backward.
 """
 import json
 import sys

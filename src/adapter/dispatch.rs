@@ -197,7 +197,6 @@ impl<D: FrameworkDevice> DispatchRouting<D> {
     }
 
     /// Offsets and counts of the local experts' slots, `[L]`.
-    #[cfg(feature = "candle")]
     pub(crate) fn segment_tensors(&self) -> [&Tensor<D>; 2] {
         let segments = self.context.handle().segments();
         [&segments.offsets, &segments.counts]

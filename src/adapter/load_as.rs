@@ -2,13 +2,16 @@
 
 use std::fmt;
 
-#[cfg(feature = "candle")]
-use crate::checkpoint::BlockShards;
 use crate::checkpoint::{Block, Checkpoint, LoadOptions, Progress};
+#[cfg(feature = "candle")]
+use crate::checkpoint::{BlockShards, QuantizedBlock};
+#[cfg(feature = "candle")]
+use crate::cpu::Cpu;
 use crate::error::Result;
 
-/// How a module is loaded from a checkpoint, with `T` as the framework's element types and `P` as its kinds of
-/// parameters: `candle::LoadAs` and `burn::LoadAs`. The default: in the types that are stored.
+/// How a module is loaded from a checkpoint: `candle::LoadAs` and `burn::LoadAs`. `T` is what element types are named by:
+/// candle's `DType`, and for burn, whose parameters have the core's types, [`DType`](crate::DType). `P` is a framework's
+/// kinds of parameters. The default: in the types that are stored.
 pub struct LoadAs<'a, T, P = ()> {
     pub(crate) params: P,
     pub(crate) dtype: Option<T>,
@@ -63,6 +66,20 @@ impl<'a, T, P> LoadAs<'a, T, P> {
         match self.progress {
             Some(progress) => checkpoint.load_block_with(layer, options, progress),
             None => checkpoint.load_block(layer, options),
+        }
+    }
+
+    /// The same of a block whose routed experts stay as they are stored.
+    #[cfg(feature = "candle")]
+    pub(crate) fn read_quantized(
+        self,
+        checkpoint: &Checkpoint,
+        layer: usize,
+        options: LoadOptions,
+    ) -> Result<QuantizedBlock<Cpu>> {
+        match self.progress {
+            Some(progress) => checkpoint.load_quantized_with(layer, options, progress),
+            None => checkpoint.load_quantized(layer, options),
         }
     }
 

@@ -232,6 +232,10 @@ impl<B: NativeBackend, C: CheckpointStrategy> LayerBackend for Autodiff<B, C> {
         dispatch.native.pending.routing.segments()
     }
 
+    fn moe_segment_tensors(dispatch: &Self::Dispatch) -> Result<[IntTensor<Self>; 2]> {
+        dispatch.native.segment_tensors()
+    }
+
     fn moe_inner_product(y: FloatTensor<Self>, d_y: FloatTensor<B>) -> Result<FloatTensor<Self>> {
         let value = B::float_empty(Shape::new([1]), &B::float_device(&y.primitive), y.dtype().into());
         match Backward::<B, 1>::prepare::<C>(InnerProductNode, [y.node.clone()]).compute_bound().stateful() {

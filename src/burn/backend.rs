@@ -83,6 +83,9 @@ pub trait LayerBackend: Backend {
     /// Slots of each local expert.
     fn moe_segments(dispatch: &Self::Dispatch) -> Result<Vec<Range<usize>>>;
 
+    /// First slot and number of slots of each local expert, I64 `[L]`.
+    fn moe_segment_tensors(dispatch: &Self::Dispatch) -> Result<[IntTensor<Self>; 2]>;
+
     /// A scalar whose gradient by `y` is the given one; it has no value. Fails for a `y` that tracks no gradients.
     fn moe_inner_product(y: FloatTensor<Self>, d_y: FloatTensor<Self::Native>) -> Result<FloatTensor<Self>>;
 
@@ -305,7 +308,8 @@ pub(super) fn data(tensor: Tensor<Cpu>) -> Result<TensorData> {
         DType::F16 => data::<half::f16>(tensor),
         DType::BF16 => data::<half::bf16>(tensor),
         DType::I32 => data::<i32>(tensor),
-        other => Err(Error::invalid("ExpertParallelMoE", "tensor", "a floating type or i32", other)),
+        DType::I64 => data::<i64>(tensor),
+        other => Err(Error::invalid("ExpertParallelMoE", "tensor", "a floating type, i32 or i64", other)),
     }
 }
 

@@ -202,6 +202,7 @@ fn burn_dtype(dtype: DType) -> Result<burn::tensor::DType> {
         DType::F16 => Ok(burn::tensor::DType::F16),
         DType::BF16 => Ok(burn::tensor::DType::BF16),
         DType::I32 => Ok(burn::tensor::DType::I32),
-        other => Err(Error::invalid(CALL, "result", "f32, f16, bf16 or i32", other)),
+        DType::I64 => Ok(burn::tensor::DType::I64),
+        other => Err(Error::invalid(CALL, "result", "f32, f16, bf16, i32 or i64", other)),
     }
 }

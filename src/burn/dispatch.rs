@@ -7,6 +7,7 @@ use crate::adapter::{
     DispatchTokens, DispatchedCotangents, DispatchedRows, FrameworkTensors, GuardedCall, PendingDispatch, ResultSpec,
 };
 use crate::comm::Op;
+use crate::device::Device;
 use crate::error::Result;
 use crate::tensor::{TensorMut, TensorRef};
 
@@ -94,6 +95,20 @@ pub(super) fn run_dispatch<B: NativeMemory>(
 impl<B: NativeMemory> NativeDispatch<B> {
     fn tensors(&self) -> NativeTensors<'_, B> {
         NativeTensors { group: &self.group, like: &self.like }
+    }
+
+    /// First row and number of rows of each local expert, I64 `[L]`.
+    pub(super) fn segment_tensors(&self) -> Result<[IntTensor<B>; 2]> {
+        let (tensors, routing) = (self.tensors(), &self.pending.routing);
+        let core = routing.group.lock().device().clone();
+        let own = routing.segment_tensors();
+        let mut copies = tensors.output_pair(&core, own.map(|t| ResultSpec { dtype: t.dtype(), dims: t.dims() }))?;
+        tensors.ordered(&core, || {
+            let mut each = own.into_iter().zip(&mut copies);
+            each.try_for_each(|(from, to)| core.copy(from.view().data(), B::view_mut(to)?.into_data()))
+        })?;
+        let [offsets, counts] = copies;
+        Ok([B::int(offsets)?, B::int(counts)?])
     }
 
     /// Sums `[T, H]` of contiguous outputs.

@@ -187,6 +187,24 @@ impl<B: MoeBackend> Dispatched<B> {
         B::moe_segments(&self.routing)
     }
 
+    /// First row of each of this rank's experts, I64 `[L]`, without waiting for the GPU.
+    ///
+    /// # Errors
+    /// A device's.
+    pub fn offsets(&self) -> Result<Tensor<B, 1, Int>> {
+        let [offsets, _] = B::moe_segment_tensors(&self.routing)?;
+        Ok(Tensor::from_primitive(offsets))
+    }
+
+    /// Number of rows of each of this rank's experts, I64 `[L]`, without waiting for the GPU.
+    ///
+    /// # Errors
+    /// A device's.
+    pub fn counts(&self) -> Result<Tensor<B, 1, Int>> {
+        let [_, counts] = B::moe_segment_tensors(&self.routing)?;
+        Ok(Tensor::from_primitive(counts))
+    }
+
     /// Outputs `[N, H]` of this rank's experts, one after the other: `expert(e, rows, weights)` gives those of expert e
     /// (0 to L − 1) for its rows `[n, H]` and weights `[n]`. Experts without rows are left out: their parameters get no
     /// gradient. Waits for the GPU.

@@ -15,27 +15,27 @@
 //!
 //! #[derive(Module, Debug)]
 //! struct Model<B: Backend> { embed: Linear<B>, moe: ExpertParallelMoE<B> }
-//!
 //! impl<B: MoeBackend> Model<B> {
 //!     fn new(device: &B::Device) -> moebius::Result<Self> {
 //!         let config = MoeConfig::new(64, 32, 8, 2); // hidden, intermediate, experts, top-k
 //!         let moe = ExpertParallelMoEConfig::new(config).init(device)?;
 //!         Ok(Self { embed: LinearConfig::new(16, 64).init(device), moe })
 //!     }
-//!
 //!     fn forward(&self, x: Tensor<B, 3>) -> moebius::Result<Tensor<B, 3>> {
 //!         let x = self.embed.forward(x);
 //!         Ok(self.moe.forward(x.clone())? + x)
 //!     }
 //! }
 //!
-//! let device = Default::default();
+//! fn main() -> moebius::Result<()> {
+//!     let device = Default::default();
 //! # <Flex as burn::tensor::backend::Backend>::seed(&device, 1);
-//! let model = Model::<Autodiff<Flex>>::new(&device)?;
-//! let y = model.forward(Tensor::random([2, 5, 16], Distribution::Default, &device))?;
-//! let gradients = y.powi_scalar(2).mean().backward();
-//! assert_eq!(model.moe.experts.up.grad(&gradients).map(|g| g.dims()), Some([8, 64, 64]));
-//! # Ok::<(), moebius::Error>(())
+//!     let model = Model::<Autodiff<Flex>>::new(&device)?;
+//!     let y = model.forward(Tensor::random([2, 5, 16], Distribution::Default, &device))?;
+//!     let gradients = y.powi_scalar(2).mean().backward();
+//!     assert_eq!(model.moe.experts.up.grad(&gradients).map(|g| g.dims()), Some([8, 64, 64]));
+//!     Ok(())
+//! }
 //! ```
 //!
 //! Training with auxiliary losses, jitter, and a bias that balances the experts:

@@ -8,6 +8,7 @@ use burn::tensor::ops::FloatTensor;
 use burn::tensor::{Int, Shape, Tensor};
 
 use crate::adapter::{ErasedLayerShards, LastForward, TrainingState};
+use crate::comm::Op;
 use crate::error::{Error, Result};
 use crate::layer::{AuxValue, Layer, Noise, ParamKind, PerParam};
 use crate::lazy::Lazy;
@@ -150,6 +151,18 @@ impl<B: Backend> ExpertParallelMoE<B> {
             ParamKind::SharedDown => shared.map(|s| value(&s.down)),
             ParamKind::SharedGate => shared.and_then(|s| s.gate.as_ref()).map(value),
         }
+    }
+
+    /// Meets the other ranks' forward of this layer as a failure: for a model that fails before it, where they would
+    /// wait. They get the reason at once, and the group stays usable.
+    pub fn refuse_forward(&self, reason: &str) {
+        self.group.erased().refuse(self.layer.number(), Op::Prepare, reason);
+    }
+
+    /// The same for the other ranks' backward of this layer: for a model that fails behind its forward, before or in a
+    /// backward that has not come to it.
+    pub fn refuse_backward(&self, reason: &str) {
+        self.group.erased().refuse(self.layer.number(), Op::CombineBwd, reason);
     }
 
     /// The same parameters under another layer: other dispatch options, auxiliary losses or the like.

@@ -68,6 +68,10 @@ impl<B: NativeGroup> LayerBackend for B {
         dispatch.pending.routing.segments()
     }
 
+    fn moe_segment_tensors(dispatch: &Self::Dispatch) -> Result<[IntTensor<B>; 2]> {
+        dispatch.segment_tensors()
+    }
+
     fn moe_inner_product(_: FloatTensor<B>, _: FloatTensor<B>) -> Result<FloatTensor<B>> {
         Err(untracked())
     }

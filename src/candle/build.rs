@@ -34,7 +34,7 @@ pub fn moe(config: impl Into<LayerSpec>, vb: candle_nn::VarBuilder<'_>) -> Resul
     let spec = config.into();
     let group = DeviceGroup::single(spec.config(), vb.device())?;
     let number = spec.number().unwrap_or_else(|| number_in(&vb.prefix()));
-    ExpertParallelMoE::new(spec.layer(number)?, group, vb)
+    ExpertParallelMoE::build::<Cpu>("candle::moe", spec.layer(number)?.into(), group, (vb, None))
 }
 
 /// The last number of a variable's path; 0 where there is none.
@@ -70,7 +70,7 @@ impl ExpertParallelMoE {
         group: impl Into<DeviceGroup>,
         vb: candle_nn::VarBuilder<'_>,
     ) -> Result<Self> {
-        Self::build::<Cpu>(layer.into(), group.into(), vb, None)
+        Self::build::<Cpu>("ExpertParallelMoE::new", layer.into(), group.into(), (vb, None))
     }
 
     /// [`new`](Self::new) with `experts.up` and `experts.down` sharded over the ranks of `chain`, to which they are
@@ -125,7 +125,8 @@ impl ExpertParallelMoE {
         payload: Payload,
         vb: candle_nn::VarBuilder<'_>,
     ) -> Result<Self> {
-        Self::build(layer.into(), group.into(), vb, Some(ShardedIn { chain, payload, weights: None }))
+        let shards = ShardedIn { chain, payload, weights: None };
+        Self::build("ExpertParallelMoE::sharded", layer.into(), group.into(), (vb, Some(shards)))
     }
 
     /// [`sharded`](Self::sharded) with all else sharded too: the experts' biases in the experts' chain, and router and
@@ -145,19 +146,20 @@ impl ExpertParallelMoE {
         payload: Payload,
         weights: &ShardedWeights<'_, D>,
     ) -> Result<Self> {
-        let vb = weights.builder().clone();
-        Self::build(layer.into(), group.into(), vb, Some(ShardedIn { chain, payload, weights: Some(weights) }))
+        let (vb, shards) = (weights.builder().clone(), ShardedIn { chain, payload, weights: Some(weights) });
+        Self::build("ExpertParallelMoE::all_sharded", layer.into(), group.into(), (vb, Some(shards)))
     }
 
+    /// `call` names the caller in errors.
     fn build<D: Host>(
+        call: &'static str,
         spec: LayerSpec,
         group: DeviceGroup,
-        vb: candle_nn::VarBuilder<'_>,
-        chain: Option<ShardedIn<'_, D>>,
+        (vb, chain): (candle_nn::VarBuilder<'_>, Option<ShardedIn<'_, D>>),
     ) -> Result<Self> {
         let number = group.membership().number_layer(spec.number());
         let made = spec.layer(number).map_err(Into::into).and_then(|layer| {
-            let (params, shards) = variables(&layer, &group, vb, chain)?;
+            let (params, shards) = variables(call, (&layer, &group), vb, chain)?;
             Ok((Self::of(layer, group.clone(), params), shards))
         });
         // The other ranks are in the collectives below: they are told, and the group stays usable.
@@ -195,10 +197,17 @@ impl ExpertParallelMoE {
         group: impl Into<DeviceGroup>,
         params: Parameters,
     ) -> Result<Self> {
-        const CALL: &str = "ExpertParallelMoE::from_block";
-        let group = group.into();
-        let layer = group.erased().layer(CALL, (&block.config).into(), number.into())?;
-        block.check(CALL, group.local_experts())?;
+        Self::of_block("ExpertParallelMoE::from_block", block, number.into(), (group.into(), params))
+    }
+
+    fn of_block(
+        call: &'static str,
+        block: Block,
+        number: Option<u32>,
+        (group, params): (DeviceGroup, Parameters),
+    ) -> Result<Self> {
+        let layer = group.erased().layer(call, (&block.config).into(), number)?;
+        block.check(call, group.local_experts())?;
         let params = tensors(block.params, group.device(), params)?;
         Ok(Self::of(layer, group, params))
     }
@@ -239,12 +248,14 @@ impl ExpertParallelMoE {
         group: impl Into<DeviceGroup>,
         load: impl Into<LoadAs<'a>>,
     ) -> Result<Self> {
+        const CALL: &str = "ExpertParallelMoE::from_checkpoint";
         let (group, load) = (group.into(), load.into());
-        let (params, options) = (load.params, load.options(&group)?);
+        let (params, options, number) = (load.params, load.options(&group)?, Some(layer as u32));
         if load.quantized {
-            return Self::from_quantized(checkpoint.load_quantized(layer, options)?, layer as u32, group, params);
+            let block = load.read_quantized(checkpoint, layer, options)?;
+            return Self::of_quantized(CALL, block, number, (group, params));
         }
-        Self::from_block(load.read(checkpoint, layer, options)?, layer as u32, group, params)
+        Self::of_block(CALL, load.read(checkpoint, layer, options)?, number, (group, params))
     }
 
     /// As [`from_checkpoint`](Self::from_checkpoint), of the module of [`sharded`](Self::sharded), or, where there are
@@ -270,13 +281,13 @@ impl ExpertParallelMoE {
         const CALL: &str = "ExpertParallelMoE::from_checkpoint_sharded";
         let (group, load) = (group.into(), load.into());
         let (params, options, number) = (load.params, load.options(&group)?, Some(layer as u32));
-        shards.check_device(&group)?;
+        shards.check_device(CALL, &group)?;
         if load.quantized {
             if shards.weights.is_some() {
                 let expected = "none beside experts that stay quantized";
                 return Err(Error::invalid(CALL, "weights", expected, "some").into());
             }
-            let block = checkpoint.load_quantized(layer, options)?;
+            let block = load.read_quantized(checkpoint, layer, options)?;
             let layer = group.erased().layer(CALL, (&block.config).into(), number)?;
             let (experts, params) = unpack(CALL, block, &group, params)?;
             let experts = experts.to(shards.chain.device())?;
@@ -311,15 +322,15 @@ type LayerVariables<'a, D> = (PerParam<Option<Tensor>>, Option<NewLayerShards<'a
 
 /// Finds or makes a module's variables, and asks the chains for its shards.
 fn variables<'a, D: Host>(
-    layer: &Layer,
-    group: &DeviceGroup,
+    call: &'static str,
+    (layer, group): (&Layer, &DeviceGroup),
     vb: candle_nn::VarBuilder<'_>,
     chain: Option<ShardedIn<'a, D>>,
 ) -> Result<LayerVariables<'a, D>> {
     let (config, local) = (layer.config(), group.local_experts());
-    group.membership().check_experts("ExpertParallelMoE::new", config.router.num_experts)?;
+    group.membership().check_experts(call, config.router.num_experts)?;
     if let Some(chain) = &chain {
-        chain.check_device(group)?;
+        chain.check_device(call, group)?;
     }
     let params = PerParam::try_from_fn(|kind| -> Result<Option<Tensor>> {
         let Some(dims) = kind.dims(config, local) else { return Ok(None) };
@@ -364,12 +375,12 @@ fn is_expert_weight(kind: ParamKind) -> bool {
 }
 
 impl<'a, D: Host> ShardedIn<'a, D> {
-    fn check_device(&self, group: &DeviceGroup) -> crate::Result<()> {
+    fn check_device(&self, call: &'static str, group: &DeviceGroup) -> crate::Result<()> {
         if self.chain.device().is(group.device()) {
             return Ok(());
         }
         let found = D::other(group.device());
-        Err(Error::invalid("ExpertParallelMoE::sharded", "group", "the chain's device", found))
+        Err(Error::invalid(call, "group", "the chain's device", found))
     }
 
     /// The cut of a parameter of these sizes, this rank's place in it, and whether it is cut at all.

@@ -35,10 +35,17 @@ impl ExpertParallelMoE {
         group: impl Into<DeviceGroup>,
         params: Parameters,
     ) -> Result<Self> {
-        const CALL: &str = "ExpertParallelMoE::from_quantized";
-        let group = group.into();
-        let layer = group.erased().layer(CALL, (&block.config).into(), number.into())?;
-        let (experts, params) = unpack(CALL, block, &group, params)?;
+        Self::of_quantized("ExpertParallelMoE::from_quantized", block, number.into(), (group.into(), params))
+    }
+
+    pub(super) fn of_quantized(
+        call: &'static str,
+        block: QuantizedBlock<Cpu>,
+        number: Option<u32>,
+        (group, params): (DeviceGroup, Parameters),
+    ) -> Result<Self> {
+        let layer = group.erased().layer(call, (&block.config).into(), number)?;
+        let (experts, params) = unpack(call, block, &group, params)?;
         let quantized = Some(match group.erased() {
             ErasedGroup::Cpu(_) => ErasedQuantizedExperts::Cpu(Arc::new(experts)),
             #[cfg(feature = "cuda")]

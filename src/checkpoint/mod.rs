@@ -44,6 +44,7 @@ use crate::kernels::Kernels;
 use crate::tensor::Tensor;
 use rank_params::{RankParams, Ranks};
 
+pub use crate::error::printable;
 pub use gather::gather_blocks;
 pub use options::{BlockBytes, BlockShards, LoadOptions, OpenOptions, Progress, SaveOptions, ShardOptions};
 pub use parts::{RankBlock, RankModel, RankPart, RankTensor};
@@ -64,17 +65,26 @@ pub struct Checkpoint {
 
 /// One rank's parameters of one block; fields as in [`Params`](crate::layer::Params).
 #[derive(Debug)]
-#[allow(missing_docs)]
 pub struct BlockParams {
+    /// `[E, H]`.
     pub router: Tensor<Cpu>,
+    /// `[E]`, added to the logits.
     pub router_bias: Option<Tensor<Cpu>>,
+    /// `[E]`, added to the scores for choosing only.
     pub selection_bias: Option<Tensor<Cpu>>,
+    /// `[L, G·I, H]`, gate rows first.
     pub up: Tensor<Cpu>,
+    /// `[L, G·I]`.
     pub up_bias: Option<Tensor<Cpu>>,
+    /// `[L, H, I]`.
     pub down: Tensor<Cpu>,
+    /// `[L, H]`.
     pub down_bias: Option<Tensor<Cpu>>,
+    /// `[G·S, H]`, S the shared expert's inner size.
     pub shared_up: Option<Tensor<Cpu>>,
+    /// `[H, S]`.
     pub shared_down: Option<Tensor<Cpu>>,
+    /// `[1, H]`.
     pub shared_gate: Option<Tensor<Cpu>>,
 }
 
@@ -268,7 +278,20 @@ impl Checkpoint {
     /// # Errors
     /// As [`load_block`](Self::load_block); experts that are stored otherwise.
     pub fn load_quantized(&self, layer: usize, options: LoadOptions) -> Result<QuantizedBlock<Cpu>> {
-        self.load_as_stored(layer, options)
+        self.load_as_stored(layer, options, &mut |_| {})
+    }
+
+    /// As [`load_quantized`](Self::load_quantized), telling how far it has come.
+    ///
+    /// # Errors
+    /// As [`load_quantized`](Self::load_quantized).
+    pub fn load_quantized_with(
+        &self,
+        layer: usize,
+        options: LoadOptions,
+        progress: &mut dyn FnMut(Progress<'_>),
+    ) -> Result<QuantizedBlock<Cpu>> {
+        self.load_as_stored(layer, options, progress)
     }
 
     /// As [`load_block`](Self::load_block), telling how far it has come.

@@ -6,7 +6,7 @@ use std::collections::hash_map::Entry;
 use super::layout::{DiskMatrix, DiskRows};
 use super::matrix::{MatrixLayout, read_matrix};
 use super::stored::Scratch;
-use super::{Checkpoint, LoadOptions};
+use super::{Checkpoint, LoadOptions, Progress};
 use crate::config::MoeConfig;
 use crate::cpu::Cpu;
 use crate::dtype::DType;
@@ -99,7 +99,12 @@ impl QuantizedStack {
 }
 
 impl Checkpoint {
-    pub(super) fn load_as_stored(&self, layer: usize, options: LoadOptions) -> Result<QuantizedBlock<Cpu>> {
+    pub(super) fn load_as_stored(
+        &self,
+        layer: usize,
+        options: LoadOptions,
+        progress: &mut dyn FnMut(Progress<'_>),
+    ) -> Result<QuantizedBlock<Cpu>> {
         let config = self.block_config(layer)?;
         let experts = options.experts(CALL, config.router.num_experts)?;
         let layout = self.layout(layer, &config);
@@ -112,27 +117,59 @@ impl Checkpoint {
             let parts = layout.expert(e).into_iter();
             parts.map(move |part| (e - experts.start, part))
         });
-        for (e, part) in replicated.chain(routed) {
+        let has_place = |(_, part): &(usize, DiskMatrix)| part.kind.dims(&config, experts.len()).is_some();
+        let parts: Vec<_> = replicated.chain(routed).filter(has_place).collect();
+        let dtype_of = |kind: ParamKind| {
+            let natural = checked.natural.get(&kind).copied().unwrap_or(DType::F32);
+            self.param_dtype(kind, natural, options.dtype)
+        };
+        let bytes_of = |part: &DiskMatrix| -> Result<u64> {
+            Ok(match part.kind {
+                ParamKind::Up | ParamKind::Down => self.stored_bytes(part)?,
+                kind => (part.out * part.inn * dtype_of(kind).size()) as u64,
+            })
+        };
+        let total = parts.iter().map(|(_, part)| bytes_of(part)).sum::<Result<u64>>()?;
+        let mut done = 0;
+        let mut told = |part: &DiskMatrix| -> Result<()> {
+            done += bytes_of(part)?;
+            progress(Progress { layer, tensor: &part.name, done, total });
+            Ok(())
+        };
+        for (e, part) in parts {
             let Some(dims) = part.kind.dims(&config, experts.len()) else { continue };
             if matches!(part.kind, ParamKind::Up | ParamKind::Down) {
                 let parts = layout.expert(0).iter().filter(|p| p.kind == part.kind).count();
                 let dims = [dims[0], dims[1], dims[2]];
                 self.read_stored(&part, e, dims, parts, &mut stacks, &mut scratch)?;
+                told(&part)?;
                 continue;
             }
-            let natural = checked.natural.get(&part.kind).copied().unwrap_or(DType::F32);
-            let dtype = self.param_dtype(part.kind, natural, options.dtype);
+            let dtype = dtype_of(part.kind);
             let tensor = entry(&mut others, part.kind, || Tensor::empty(&Cpu::new(), dtype, &dims))?;
             let bytes = tensor.as_bytes_mut();
             let one = if part.kind.is_replicated() { bytes.len() } else { bytes.len() / experts.len() };
             let stored = self.stored(&part.name)?.ok_or_else(|| self.missing(&part))?;
             read_matrix(&stored, &MatrixLayout::of(&part), &mut bytes[e * one..(e + 1) * one], dtype, &mut scratch)?;
+            told(&part)?;
         }
         let mut take = |kind: ParamKind| {
             let missing = || Error::invalid(CALL, kind.name(), "a tensor", "nothing");
             stacks.remove(&kind).ok_or_else(missing)?.finish()
         };
         Ok(QuantizedBlock { up: take(ParamKind::Up)?, down: take(ParamKind::Down)?, config, others })
+    }
+
+    /// Bytes that a matrix of routed experts takes as it is stored: codes, block scales, and its factor. 0 of a form that
+    /// is not kept, which reading refuses.
+    fn stored_bytes(&self, part: &DiskMatrix) -> Result<u64> {
+        let stored = self.stored(&part.name)?.ok_or_else(|| self.missing(part))?;
+        let Some(format) = stored.weight_format() else { return Ok(0) };
+        let dims = [1, part.out, part.inn];
+        let (dtype, scales) = format.scales(dims, 1);
+        let factor = if format == WeightFormat::Nvfp4 { DType::F32.size() } else { 0 };
+        let codes: usize = format.code_dims(dims).iter().product();
+        Ok((codes + scales.iter().product::<usize>() * dtype.size() + factor) as u64)
     }
 
     /// Reads one matrix of expert `e` to its place.

@@ -32,14 +32,20 @@ impl Cpu {
 
 /// Owned host memory, a vector of its dtype, so that host frameworks can take it over without a copy.
 #[derive(Debug)]
-#[allow(missing_docs)]
 pub enum HostBuffer {
+    /// Of [`DType::F64`].
     F64(Vec<f64>),
+    /// Of [`DType::F32`].
     F32(Vec<f32>),
+    /// Of [`DType::F16`].
     F16(Vec<f16>),
+    /// Of [`DType::BF16`].
     BF16(Vec<bf16>),
+    /// Of [`DType::I64`].
     I64(Vec<i64>),
+    /// Of [`DType::I32`].
     I32(Vec<i32>),
+    /// Of [`DType::U8`].
     U8(Vec<u8>),
 }
 

@@ -41,7 +41,8 @@ impl Cuda {
     /// Kernels on a stream of the host framework, in its context.
     ///
     /// # Errors
-    /// [`Error::Device`]: no kernels for the GPU in this build, or one without memory pools.
+    /// [`Error::Device`]: no kernels for the GPU in this build, or one without memory pools. [`Error::Invalid`]: the
+    /// per-thread default stream, which is another stream on every thread.
     pub fn on(stream: Arc<CudaStream>) -> Result<Self> {
         const CALL: &str = "Cuda::on";
         if stream.cu_stream() == PER_THREAD {

@@ -77,6 +77,7 @@ mod wgrad;
 /// The driver bindings whose streams [`Cuda::on`] takes.
 pub use cudarc;
 
+pub use crate::device::Waited;
 pub use buffer::{DeviceBuffer, DeviceMut, DeviceRef};
 pub use device::{Cuda, Event};
 #[cfg(feature = "nccl")]

@@ -64,8 +64,12 @@ pub enum NcclError {
         /// The configured limit.
         timeout: Duration,
     },
-    /// The communicator has been aborted.
-    #[error("NCCL: rank {rank}: the communicator has ended")]
+    /// The communicator has ended before this call: a collective failed or was refused, a rank was lost, or it ran past its
+    /// timeout, as this rank's first error over it says. It takes no more calls: drop it, and join the ranks anew.
+    #[error(
+        "NCCL: rank {rank}: the communicator has ended, as an earlier error of this rank says why (a collective failed, \
+         was refused or timed out, or a rank was lost): drop it and join again"
+    )]
     Ended {
         /// This rank.
         rank: usize,

@@ -229,8 +229,13 @@ pub enum NcclEpError {
         /// The library's message.
         message: String,
     },
-    /// The communicator has ended, so nothing that is built on it can be used.
-    #[error("NCCL EP: {call}: the communicator has ended")]
+    /// The communicator has ended before this call: a collective failed or was refused, a rank was lost, or it ran past its
+    /// timeout, as this rank's first error over it says. Nothing that is built on it can be used: drop the group and its
+    /// handles, join the ranks anew, and make another group.
+    #[error(
+        "NCCL EP: {call}: the communicator has ended, as an earlier error of this rank says why (a collective failed, was \
+         refused or timed out, or a rank was lost): drop the group, join again and make another"
+    )]
     Ended {
         /// The call.
         call: &'static str,

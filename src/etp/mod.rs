@@ -32,7 +32,7 @@ mod test_ranks;
 use std::sync::Arc;
 
 use crate::comm::Communicator;
-use crate::device::{CaptureHook, Device};
+use crate::device::Device;
 use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::kernels::Kernels;
@@ -40,6 +40,7 @@ use crate::quant::Codec;
 use crate::tensor::{TensorMut, TensorRef};
 
 pub use crate::config::Payload;
+pub use crate::device::CaptureHook;
 pub(crate) use buffers::stream_pair::StreamPair;
 pub use chain::Chain;
 pub use chain::add::NewShard;

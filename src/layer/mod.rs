@@ -256,8 +256,8 @@ impl GradientMask {
 /// Gradients, each of its parameter's shape and dtype. Those of replicated parameters (router, shared expert) are
 /// this rank's share: sum them over the ranks.
 #[derive(Debug)]
-#[allow(missing_docs)]
 pub struct Gradients<D: Kernels> {
+    /// Of x, `[T, H]`.
     pub x: Option<Tensor<D>>,
     /// By parameter; the selection bias has none.
     pub params: PerParam<Option<Tensor<D>>>,
@@ -270,8 +270,8 @@ pub struct Gradients<D: Kernels> {
 /// The caller's memory for gradients, each of its parameter's shape; what is absent is not computed (its collectives
 /// run all the same). Types are the parameters' own; those of the routed experts' parameters may be F32 beside 16-bit ones.
 #[derive(Debug)]
-#[allow(missing_docs)]
 pub struct GradientsMut<'a, D: Kernels> {
+    /// Of x, `[T, H]`.
     pub x: Option<TensorMut<'a, D>>,
     /// By parameter; that of an expert's bias only beside its weight's. The selection bias has none.
     pub params: PerParam<Option<TensorMut<'a, D>>>,

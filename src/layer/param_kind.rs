@@ -4,17 +4,26 @@ use crate::config::MoeConfig;
 
 /// One parameter of a layer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-#[allow(missing_docs)]
 pub enum ParamKind {
+    /// The router's weight, `[E, H]`.
     Router,
+    /// Added to the router's logits, `[E]`.
     RouterBias,
+    /// Added to the scores for choosing only, `[E]`; has no gradient.
     SelectionBias,
+    /// Routed experts' first weights, `[L, G·I, H]`, gate rows first.
     Up,
+    /// `[L, G·I]`.
     UpBias,
+    /// Routed experts' second weights, `[L, H, I]`.
     Down,
+    /// `[L, H]`.
     DownBias,
+    /// The shared expert's first weight, `[G·S, H]`, S its inner size.
     SharedUp,
+    /// The shared expert's second weight, `[H, S]`.
     SharedDown,
+    /// The gate of the shared expert's output, `[1, H]`.
     SharedGate,
 }
 

@@ -7,17 +7,26 @@ use super::ParamKind;
 /// A value for each parameter that a layer may have. Those that a configuration lacks are `None` in a
 /// `PerParam<Option<T>>`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-#[allow(missing_docs)]
 pub struct PerParam<T> {
+    /// Of [`ParamKind::Router`].
     pub router: T,
+    /// Of [`ParamKind::RouterBias`].
     pub router_bias: T,
+    /// Of [`ParamKind::SelectionBias`].
     pub selection_bias: T,
+    /// Of [`ParamKind::Up`].
     pub up: T,
+    /// Of [`ParamKind::UpBias`].
     pub up_bias: T,
+    /// Of [`ParamKind::Down`].
     pub down: T,
+    /// Of [`ParamKind::DownBias`].
     pub down_bias: T,
+    /// Of [`ParamKind::SharedUp`].
     pub shared_up: T,
+    /// Of [`ParamKind::SharedDown`].
     pub shared_down: T,
+    /// Of [`ParamKind::SharedGate`].
     pub shared_gate: T,
 }
 

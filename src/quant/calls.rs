@@ -106,10 +106,12 @@ pub struct Swizzle<'a, D: Device> {
 
 /// Owned memory of one direction of an NVFP4 matrix.
 #[derive(Debug)]
-#[allow(missing_docs)]
 pub struct Nvfp4Tensors<D: Device> {
+    /// `U8`, two codes a byte, of [`Nvfp4::sizes`].
     pub codes: Tensor<D>,
+    /// `U8`, e4m3 bits, a scale a block, of [`Nvfp4::sizes`].
     pub scales: Tensor<D>,
+    /// `F32`, the largest magnitudes that the second-level scales are made of, of [`Nvfp4::sizes`].
     pub amax: Tensor<D>,
 }
 
@@ -140,9 +142,10 @@ impl<D: Device> Nvfp4Tensors<D> {
 
 /// Owned memory of one direction of an MXFP8 matrix.
 #[derive(Debug)]
-#[allow(missing_docs)]
 pub struct Mxfp8Tensors<D: Device> {
+    /// `U8 [rows, columns]`, e4m3 bits.
     pub codes: Tensor<D>,
+    /// `U8`, e8m0 bits, a scale a block, of [`Mxfp8::scale_dims`].
     pub scales: Tensor<D>,
 }
 

@@ -50,6 +50,10 @@ pub fn identity_experts<S: Subject>(numbers: &[usize]) {
             // Halves, and their sum, are exact: y is x and d x is c to the bit.
             let weights = tensor::<Autodiff<S>, 2>(vec![0.5; rows.len() * 2], [rows.len(), 2]).require_grad();
             let received = moe.dispatch(x.clone(), choices(rows.clone()), weights.clone()).unwrap();
+            let segments = received.segments().unwrap();
+            let of = |t: Tensor<Autodiff<S>, 1, Int>| t.into_data().iter::<i64>().collect::<Vec<_>>();
+            assert_eq!(of(received.offsets().unwrap()), segments.iter().map(|s| s.start as i64).collect::<Vec<_>>());
+            assert_eq!(of(received.counts().unwrap()), segments.iter().map(|s| s.len() as i64).collect::<Vec<_>>());
             let y = received.combine(received.rows.clone() * received.weights.clone().unsqueeze_dim(1)).unwrap();
             assert_eq!(floats(y.clone()), floats(x.clone()));
             let gradients = (y * c.clone()).sum().backward();

@@ -173,6 +173,32 @@ fn a_leaf_shared_between_ranks_ends_in_typed_errors_and_not_in_a_hang() {
     locked_out(true, || {});
 }
 
+fn a_model_that_fails_around_the_layer_tells_the_other_rank() {
+    let config = config();
+    on_ranks(2, LONG, |rank, group| {
+        let model = module::<B>(&config, &group);
+        let x = tensor::<B, 2>(inputs(rank).0, [TOKENS[rank], H]);
+        let told = |error: Option<Error>, word: &str| {
+            let of_rank_0 = matches!(&error, Some(Error::Peer { peer: 0, reason, .. }) if reason.contains(word));
+            assert!(of_rank_0, "{error:?}");
+        };
+        match rank {
+            0 => model.refuse_forward("no embedding"),
+            _ => told(model.forward(x.clone()).err(), "no embedding"),
+        }
+        let loss = model.forward(x.clone()).unwrap().sum();
+        match rank {
+            0 => model.refuse_backward("no loss"),
+            _ => {
+                assert!(catch_unwind(AssertUnwindSafe(|| loss.backward())).is_err());
+                told(group.take_failure(), "no loss");
+            }
+        }
+        // The group still works.
+        model.forward(x).unwrap();
+    });
+}
+
 fn bad_input_is_a_typed_error() {
     let config = config();
     let group = single();
@@ -226,5 +252,6 @@ tests! {
     a_backward_that_never_comes_is_a_typed_timeout,
     an_independent_backward_beside_a_peers_ends_in_typed_errors_and_not_in_a_hang,
     a_leaf_shared_between_ranks_ends_in_typed_errors_and_not_in_a_hang,
+    a_model_that_fails_around_the_layer_tells_the_other_rank,
     bad_input_is_a_typed_error,
 }

@@ -1,14 +1,19 @@
 //! First steps of a user of candle-nn: one call, numbers without being asked, training, ids, checkpoints, errors.
 
 use std::collections::HashMap;
+use std::sync::Arc;
 
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, Module, ModuleT, Tensor};
 use candle_nn::{VarBuilder, VarMap};
-use moebius::candle::{ExpertParallelMoE, LoadAs, Parameters, error_of, moe, routing_ids};
-use moebius::checkpoint::Checkpoint;
+use moebius::candle::{
+    EpGroup, ExpertParallelMoE, LoadAs, Parameters, ShardedIn, ShardedWeights, error_of, moe, routing_ids,
+};
+use moebius::checkpoint::{Checkpoint, LoadOptions};
+use moebius::comm::Solo;
 use moebius::config::AuxConfig;
 use moebius::cpu::Cpu;
+use moebius::etp::{Chain, Comms, EtpOptions, Payload};
 use moebius::layer::{Layer, Noise, ParamKind};
 use moebius::{Error, MoeConfig};
 
@@ -200,6 +205,45 @@ fn errors_are_this_crates_own(device: &Device) -> AnyResult<()> {
     Ok(())
 }
 
+/// Every way to a module, of a group for another number of experts: the error has the name of the call that was made.
+fn an_error_of_making_a_module_names_the_call(_: &Device) -> AnyResult<()> {
+    let solo = || Box::new(Solo::new(Cpu::new()));
+    let comms = Comms::<Cpu> { gather: solo(), reduce: solo() };
+    let chain = Arc::new(Chain::new(Cpu::new(), comms, EtpOptions::default())?);
+    let group = EpGroup::single(&MoeConfig::new(H, 8, EXPERTS + 1, 2))?;
+    let vb = VarBuilder::zeros(DType::F32, &Device::Cpu);
+    let weights = ShardedWeights::new(&chain, vb.clone());
+    let (plain, stored) =
+        (Checkpoint::open(golden_of("qwen3_moe"))?, Checkpoint::open(golden_of("qwen3_moe_nvfp4_modelopt"))?);
+    let load = || LoadAs::new(Parameters::Frozen);
+    let shards = || ShardedIn { chain: &chain, payload: Payload::Plain, weights: None };
+    let of_shards = |load| ExpertParallelMoE::from_checkpoint_sharded(&stored, 0, &group, shards(), load);
+    let made = [
+        ("new", ExpertParallelMoE::new(config(), &group, vb.clone())),
+        ("sharded", ExpertParallelMoE::sharded(config(), &group, &chain, Payload::Plain, vb)),
+        ("all_sharded", ExpertParallelMoE::all_sharded(config(), &group, &chain, Payload::Plain, &weights)),
+        ("from_checkpoint", ExpertParallelMoE::from_checkpoint(&plain, 0, &group, load())),
+        ("from_checkpoint", ExpertParallelMoE::from_checkpoint(&stored, 0, &group, load().quantized())),
+        ("from_checkpoint_sharded", of_shards(load())),
+        ("from_checkpoint_sharded", of_shards(load().quantized())),
+        (
+            "from_block",
+            ExpertParallelMoE::from_block(
+                plain.load_block(0, LoadOptions { rank: 0, ranks: 1, dtype: None })?,
+                0,
+                &group,
+                Parameters::Frozen,
+            ),
+        ),
+    ];
+    for (expected, made) in made {
+        let error = made.err().ok_or(expected)?;
+        let Some(Error::Invalid { call, name, .. }) = error_of(&error) else { return Err(error.into()) };
+        assert_eq!((*call, name.as_str()), (format!("ExpertParallelMoE::{expected}").as_str(), "num_experts"));
+    }
+    Ok(())
+}
+
 tests! {
     fn(&Device) -> AnyResult<()>;
     one_call_makes_a_layer_of_any_number_of_tokens,
@@ -210,4 +254,5 @@ tests! {
     ids_are_of_candles_index_type_and_back,
     a_checkpoint_is_opened_once_and_loaded_as_told,
     errors_are_this_crates_own,
+    an_error_of_making_a_module_names_the_call,
 }

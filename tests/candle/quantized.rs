@@ -3,7 +3,7 @@
 use candle_core::{DType, Device, Module, Tensor};
 use moebius::MoeConfig;
 use moebius::candle::{DeviceGroup, ExpertParallelMoE, LoadAs, Parameters};
-use moebius::checkpoint::Checkpoint;
+use moebius::checkpoint::{Checkpoint, Progress};
 use moebius::layer::ParamKind;
 use moebius::quant::WeightFormat;
 
@@ -77,6 +77,26 @@ fn experts_as_stored_are_the_dequantized_ones(device: &Device) -> AnyResult<()> 
     Ok(())
 }
 
+/// Progress counts up to the bytes that the module then holds, experts as they are stored and all else.
+fn loading_experts_as_stored_tells_how_far_it_has_come(device: &Device) -> AnyResult<()> {
+    for name in ["qwen3_moe_nvfp4_modelopt", "qwen3_moe_nvfp4_ct", "gpt_oss_mxfp4", "deepseek_v3_fp8"] {
+        let checkpoint = Checkpoint::open(golden_of(name))?;
+        let layer = checkpoint.moe_layers()[0];
+        let config = checkpoint.block_config(layer)?;
+        let group = DeviceGroup::single(&config, device)?;
+        let mut seen = Vec::new();
+        let mut progress = |p: Progress<'_>| seen.push((p.layer, p.done, p.total));
+        let load = LoadAs::new(Parameters::Frozen).dtype(DType::F32).quantized().progress(&mut progress);
+        let kept = ExpertParallelMoE::from_checkpoint(&checkpoint, layer, &group, load)?;
+        assert!(seen.len() > config.router.num_experts && seen.is_sorted_by(|a, b| a.1 < b.1), "{name}: {seen:?}");
+        let (_, experts) = kept.quantized().ok_or("experts that are not quantized")?;
+        let others = kept.params().into_iter().map(|(_, t)| t.elem_count() * t.dtype().size_in_bytes()).sum::<usize>();
+        let total = (experts + others) as u64;
+        assert_eq!(seen.last(), Some(&(layer, total, total)), "{name}");
+    }
+    Ok(())
+}
+
 /// Weights that NVFP4 holds exactly stay what they are: codes times a power of two, the largest of them in every block.
 fn weights_of_nvfp4s_own_values_stay_so(device: &Device) -> AnyResult<()> {
     let (dtype, tolerance) = precision(device);
@@ -141,6 +161,7 @@ fn what_cannot_be_is_refused(device: &Device) -> AnyResult<()> {
 tests! {
     fn(&Device) -> AnyResult<()>;
     experts_as_stored_are_the_dequantized_ones,
+    loading_experts_as_stored_tells_how_far_it_has_come,
     weights_of_nvfp4s_own_values_stay_so,
     random_weights_are_near,
     what_cannot_be_is_refused,

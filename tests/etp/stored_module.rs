@@ -7,7 +7,7 @@ use candle_core::{Device, Result as CandleResult, Tensor, Var};
 use candle_nn::VarBuilder;
 use moebius::Error;
 use moebius::candle::{EpGroup, ExpertParallelMoE, LoadAs, Parameters, ShardedIn, ShardedWeights, error_of};
-use moebius::checkpoint::{Checkpoint, LoadOptions};
+use moebius::checkpoint::{Checkpoint, LoadOptions, Progress};
 use moebius::cpu::Cpu;
 use moebius::ep::{Group, GroupConfig};
 use moebius::etp::{EtpOptions, Payload, Phase};
@@ -58,9 +58,13 @@ fn a_module_of_quantized_shards_is_the_layer_of_the_block() {
                 let chain = place.chain(EtpOptions { pad: 1, prefetch, ..EtpOptions::default() }).unwrap();
                 let chain = Arc::new(chain);
                 let group = EpGroup::new(Group::single(GroupConfig::new(experts, TOKENS)).unwrap());
+                let mut seen = Vec::new();
+                let mut progress = |p: Progress<'_>| seen.push((p.done, p.total));
                 let load = LoadAs::new(Parameters::Trainable).dtype(candle_core::DType::F32).quantized();
+                let load = load.progress(&mut progress);
                 let shards = ShardedIn { chain: &chain, payload: Payload::Plain, weights: None };
                 let moe = ExpertParallelMoE::from_checkpoint_sharded(&checkpoint, number, group, shards, load).unwrap();
+                assert!(seen.len() > experts && seen.last().is_some_and(|(done, total)| done == total), "{seen:?}");
                 let x = Var::from_slice(&x, (TOKENS, hidden), &Device::Cpu).unwrap();
                 let d_y = Tensor::from_slice(&d_y, (TOKENS, hidden), &Device::Cpu).unwrap();
                 let step = || -> CandleResult<[Vec<u32>; 3]> {

@@ -45,7 +45,7 @@ pub(super) fn run(arguments: &[String]) -> Result<String, String> {
         let shown = place.display();
         for path in if names_paths(place) { named_paths(&text) } else { Vec::new() } {
             paths += 1;
-            if !root.join(&path.target).exists() {
+            if !is_path_of(root, &path.target) {
                 problems.push(format!("{shown}, line {}: `{}`: no such path", path.line, path.target));
             }
         }
@@ -60,6 +60,11 @@ pub(super) fn run(arguments: &[String]) -> Result<String, String> {
         true => Ok(format!("{count} links and {paths} paths in {} documents lead somewhere", documents.len())),
         false => Err(format!("links and paths that lead nowhere:\n  {}", problems.join("\n  "))),
     }
+}
+
+/// Whether a name is a path of the repository; one without an extension may be a Rust file's.
+fn is_path_of(root: &Path, name: &str) -> bool {
+    root.join(name).exists() || !name.ends_with('/') && root.join(format!("{name}.rs")).exists()
 }
 
 fn read(path: &Path) -> Result<String, String> {
@@ -133,20 +138,18 @@ fn names_paths(document: &Path) -> bool {
     match folder.to_str() {
         Some("") => file == "README.md" || file == "CONTRIBUTING.md",
         Some("docs") => file != "former-names.md",
-        Some("kernels" | "kernels/notes") => true,
+        Some("kernels" | "kernels/notes" | "models" | "models/kernels" | "models/small") => true,
         Some("benches/results") => file == "README.md",
         _ => false,
     }
 }
 
-/// Names in backticks that are paths of the repository: from its root, to a folder (with `/`) or to a file with an
-/// extension. Patterns (`*`, `{a,b}`) and commands are none.
+/// Names in backticks that are paths of the repository: from its root, to a folder or to a file. Patterns (`*`, `{a,b}`)
+/// and commands are none.
 fn named_paths(text: &str) -> Vec<Link> {
     let is_path = |name: &&str| {
         let known = PLACES.iter().any(|place| name.starts_with(place));
-        let plain = name.chars().all(|c| c.is_ascii_alphanumeric() || "/._-".contains(c));
-        let extension = Path::new(name).extension().is_some_and(|e| !e.is_empty());
-        known && plain && (name.ends_with('/') || extension)
+        known && name.chars().all(|c| c.is_ascii_alphanumeric() || "/._-".contains(c))
     };
     let mut found = Vec::new();
     for (line, text) in prose(text) {
@@ -217,7 +220,7 @@ mod tests {
         let text = "`src/a.rs` src/b.rs `src/c/` `src/d::e` `src/*.rs` `src/{f,g}.rs` `a.rs`\n```\n`src/h.rs`\n```\n\
                     `cargo test src/i.rs` [`build/j.rs`](k) `docs/l` `tests/m-n_1.tar.gz`\n";
         let found: Vec<_> = named_paths(text).into_iter().map(|l| (l.line, l.target)).collect();
-        let expected = [(1, "src/a.rs"), (1, "src/c/"), (5, "build/j.rs"), (5, "tests/m-n_1.tar.gz")];
+        let expected = [(1, "src/a.rs"), (1, "src/c/"), (5, "build/j.rs"), (5, "docs/l"), (5, "tests/m-n_1.tar.gz")];
         assert_eq!(found, expected.map(|(line, target)| (line, target.to_string())));
     }
 
@@ -229,11 +232,20 @@ mod tests {
             "kernels/NOTES.md",
             "kernels/notes/grouped_gemm.md",
             "benches/results/README.md",
+            "models/README.md",
+            "models/small/README.md",
         ];
         assert!(named.iter().all(|document| names_paths(Path::new(document))));
         let others =
             ["CHANGELOG.md", "docs/former-names.md", "tests/golden/README.md", "benches/results/2026-11-22.md"];
         assert!(!others.iter().any(|document| names_paths(Path::new(document))));
+    }
+
+    #[test]
+    fn a_name_without_an_extension_is_a_folder_or_a_rust_file() {
+        let root = Path::new(env!("CARGO_MANIFEST_DIR"));
+        assert!(["src/links", "src/links.rs", "src", "src/"].into_iter().all(|name| is_path_of(root, name)));
+        assert!(!["src/nothing", "src/nothing.rs", "src/links/"].into_iter().any(|name| is_path_of(root, name)));
     }
 
     #[test]
