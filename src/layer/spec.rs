@@ -14,13 +14,13 @@ pub struct LayerSpec(SpecKind);
 
 #[derive(Debug, Clone)]
 enum SpecKind {
-    Config(MoeConfig),
-    Layer(Layer),
+    Config(Box<MoeConfig>),
+    Layer(Box<Layer>),
 }
 
 impl From<MoeConfig> for LayerSpec {
     fn from(config: MoeConfig) -> Self {
-        Self(SpecKind::Config(config))
+        Self(SpecKind::Config(Box::new(config)))
     }
 }
 
@@ -32,7 +32,7 @@ impl From<&MoeConfig> for LayerSpec {
 
 impl From<Layer> for LayerSpec {
     fn from(layer: Layer) -> Self {
-        Self(SpecKind::Layer(layer))
+        Self(SpecKind::Layer(Box::new(layer)))
     }
 }
 
@@ -59,8 +59,8 @@ impl LayerSpec {
     /// As [`Layer::new`].
     pub fn layer(self, number: u32) -> Result<Layer> {
         match self.0 {
-            SpecKind::Config(config) => Layer::new(config, number),
-            SpecKind::Layer(layer) => Ok(layer),
+            SpecKind::Config(config) => Layer::new(*config, number),
+            SpecKind::Layer(layer) => Ok(*layer),
         }
     }
 }
