@@ -80,7 +80,7 @@ impl Work<'_> {
     fn run(&mut self, at: &mut ForwardProgress) -> Result<Tensor> {
         let caches =
             ForwardCaches { layers: &mut self.layers, past: 0, position: Some(self.positions.step_position()?) };
-        let mut hidden = || self.model.decoder().hidden(&self.next, Some(caches), &mut None, at);
+        let hidden = || self.model.decoder().hidden(&self.next, Some(caches), &mut None, at);
         #[cfg(feature = "cuda")]
         let hidden = match &mut self.memory {
             Some(memory) => memory.run(hidden)?,

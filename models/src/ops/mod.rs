@@ -30,10 +30,10 @@ pub(crate) use computed::with_backward;
 pub(crate) use cross_entropy::{Head, cross_entropy};
 pub(crate) use linear::linear;
 pub(crate) use norm::{add_rms_norm, rms_norm};
-#[cfg(feature = "cuda")]
-pub(crate) use step_memory::{StepMemory, release_late};
 pub(crate) use qk_norm_rope::QkNormRope;
 pub(crate) use rotate::rotate;
+#[cfg(feature = "cuda")]
+pub(crate) use step_memory::{StepMemory, release_late};
 
 use candle_core::{D, DType, Result, Tensor};
 
