@@ -12,7 +12,6 @@
 // Notes: kernels/notes/decode.md.
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL) || !defined(__CUDA_ARCH__)
 #include "common/decode_epilogue.cuh"
-#include "common/decode_prefetch.cuh"
 #include "portable/gemm.cuh"
 #include "ptx/mbarrier_tma.cuh"
 
@@ -143,20 +142,6 @@ __device__ __forceinline__ void tile(const GemmParams& p, const RowTile& t, int6
     }
 }
 
-// Before the wait: no kernel of a step writes weights.
-template <class T, int KIND>
-__device__ __forceinline__ void prefetch_weights(const GemmParams& p) {
-    if (threadIdx.x % 32 != 0) return;
-    constexpr int64_t COLUMNS = KIND == UP ? 8 : 16;
-    const int64_t block = blockIdx.x % p.n_tiles, first = (block * WARPS<KIND> + threadIdx.x / 32) * COLUMNS;
-    const int64_t group = KIND == LINEAR ? 0 : expert_before_wait(p, blockIdx.x / p.n_tiles);
-    if (group < 0 || first >= p.n) return;
-    const int64_t bytes = min(COLUMNS, p.n - first) * p.k * static_cast<int64_t>(sizeof(T));
-    const T* b = static_cast<const T*>(p.b) + (group * (KIND == UP ? 2 : 1) * p.n + first) * p.k;
-    prefetch_to_l2(b, bytes);
-    if (KIND == UP) prefetch_to_l2(b + p.n * p.k, bytes);
-}
-
 template <class T, int KIND>
 __device__ __forceinline__ void run(const GemmParams& p) {
     const int64_t at = blockIdx.x / p.n_tiles, block = blockIdx.x % p.n_tiles;
@@ -174,7 +159,6 @@ __device__ __forceinline__ void run(const GemmParams& p) {
 
 #define DECODE(name, T, KIND)                                                                                \
     extern "C" __global__ void __launch_bounds__(WARPS<KIND> * 32) name(const __grid_constant__ GemmParams p) { \
-        prefetch_weights<T, KIND>(p);                                                                        \
         wait_for_previous_kernel();                                                                          \
         run<T, KIND>(p);                                                                                     \
     }

@@ -12,7 +12,6 @@
 //
 // E2M1 times E4M3 is exact in bf16; what is above the blocks is applied to the f32 sums. Notes: kernels/notes/w4a16.md.
 #include "common/decode_epilogue.cuh"
-#include "common/decode_prefetch.cuh"
 #include "quant/fp4_to_bf16.cuh"
 #include "portable/gemm.cuh"
 
@@ -189,19 +188,6 @@ __device__ __forceinline__ void tile(const GemmParams& p, const QuantWeightParam
     }
 }
 
-// Before the wait: no kernel of a step writes weights. Those of a block are rows behind each other.
-template <int KIND, int WARPS, int M>
-__device__ __forceinline__ void prefetch_weights(const GemmParams& p, const QuantWeightParams& w) {
-    const bool gated = KIND == UP && p.activation != ACT_RELU2;
-    const int64_t part = threadIdx.x, columns = WARPS * (gated ? 8 : 16) * M, first = blockIdx.x % p.n_tiles * columns;
-    if (part >= (gated ? 2 : 1) || first >= p.n) return;
-    const int64_t group = expert_before_wait(p, blockIdx.x / p.n_tiles);
-    if (group < 0) return;
-    const int64_t row = group * w.rows + part * p.n + first, rows = min(columns, p.n - first);
-    prefetch_to_l2(w.codes + row * w.code_bytes, rows * w.code_bytes);
-    prefetch_to_l2(static_cast<const uint8_t*>(w.scales) + row * w.blocks, rows * w.blocks);
-}
-
 template <int FORMAT, int KIND, int WARPS, int M>
 __device__ __forceinline__ void run(const GemmParams& p, const QuantWeightParams& w) {
     extern __shared__ __align__(16) uint4 x[];
@@ -220,7 +206,6 @@ __device__ __forceinline__ void run(const GemmParams& p, const QuantWeightParams
 #define DECODE(name, FORMAT, KIND, WARPS, M)                                                                       \
     extern "C" __global__ void __launch_bounds__(WARPS * 32, 16 / WARPS)                                           \
         name(const __grid_constant__ GemmParams p, const __grid_constant__ QuantWeightParams w) {                  \
-        prefetch_weights<KIND, WARPS, M>(p, w);                                                                    \
         wait_for_previous_kernel();                                                                                \
         run<FORMAT, KIND, WARPS, M>(p, w);                                                                         \
     }

@@ -113,17 +113,6 @@ __device__ __forceinline__ void wait_for_previous_kernel() {
 #endif
 }
 
-// Brings memory into L2 before that wait. L2 is what every write goes through, so that this never shows something old: it
-// may be of memory that the kernel before still writes, and what it is of may be a guess from such memory, if that is
-// inside an allocation. Whole 16 bytes of it, from the ones on in which it begins.
-__device__ __forceinline__ void prefetch_to_l2(const void* from, int64_t bytes) {
-#if __CUDA_ARCH__ >= 900
-    const uint64_t at = __cvta_generic_to_global(from), first = at & ~15ull;
-    const uint32_t count = static_cast<uint32_t>(at + bytes - first) & ~15u;
-    if (count > 0) asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;\n" ::"l"(first), "r"(count) : "memory");
-#endif
-}
-
 __device__ __forceinline__ float warp_sum(float v) {
 #pragma unroll
     for (int d = 16; d > 0; d /= 2) v += __shfl_xor_sync(~0u, v, d);

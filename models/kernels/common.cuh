@@ -25,15 +25,6 @@ __device__ __forceinline__ void wait_for_previous_kernel() {
 #endif
 }
 
-// Brings memory into L2 before that wait, by the lanes that `wanted` says: whole 16 bytes of it. A hint, which never shows
-// something old, as every write goes through L2.
-__device__ __forceinline__ void prefetch_to_l2(const void *from, uint32_t bytes, bool wanted) {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("{\n.reg .pred p;\nsetp.ne.u32 p, %2, 0;\n@p cp.async.bulk.prefetch.L2.global [%0], %1;\n}\n" ::"l"(__cvta_generic_to_global(from)), "r"(bytes), "r"(static_cast<uint32_t>(wanted))
-                 : "memory");
-#endif
-}
-
 __device__ float wide(bf16 x) { return __bfloat162float(x); }
 __device__ float wide(f16 x) { return __half2float(x); }
 __device__ bf16 narrow(float x, bf16) { return __float2bfloat16_rn(x); }

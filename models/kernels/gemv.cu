@@ -8,15 +8,6 @@ namespace {
 // Loads of a lane that are on their way together.
 constexpr int DEPTH = 8;
 
-// The row of the weight that this thread's warp has.
-__device__ __forceinline__ int output_of() { return blockIdx.x * GEMV_WARPS + threadIdx.x / 32; }
-
-// Before the wait: no kernel of a step writes weights.
-template <typename T> __device__ __forceinline__ void prefetch_weight(const GemvParams &params) {
-    const T *row = static_cast<const T *>(params.w) + (size_t)min(output_of(), params.outputs - 1) * params.inputs;
-    prefetch_to_l2(row, params.inputs * sizeof(T), threadIdx.x % 32 == 0);
-}
-
 template <int ROWS, typename T> __device__ void gemv(const GemvParams &params) {
     const T *x = static_cast<const T *>(params.x), *w = static_cast<const T *>(params.w);
     const T *bias = static_cast<const T *>(params.bias);
@@ -24,7 +15,8 @@ template <int ROWS, typename T> __device__ void gemv(const GemvParams &params) {
     const int inputs = params.inputs, outputs = params.outputs;
     extern __shared__ __align__(16) uint8_t shared[];
     uint4 *rows = reinterpret_cast<uint4 *>(shared);
-    const int chunks = inputs / 8, lane = threadIdx.x % 32, output = output_of();
+    const int chunks = inputs / 8, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int output = blockIdx.x * GEMV_WARPS + warp;
     const uint4 *from = reinterpret_cast<const uint4 *>(w + (size_t)min(output, outputs - 1) * inputs);
     uint4 bits[DEPTH];
     auto load = [&](int first) {
@@ -71,7 +63,6 @@ template <int ROWS, typename T> __device__ void gemv(const GemvParams &params) {
 #define GEMV(T, ROWS)                                                                                                  \
     extern "C" __global__ void __launch_bounds__(32 * GEMV_WARPS)                                                      \
         gemv_##T##_##ROWS(const __grid_constant__ GemvParams params) {                                                 \
-        prefetch_weight<T>(params);                                                                                    \
         wait_for_previous_kernel();                                                                                    \
         gemv<ROWS, T>(params);                                                                                         \
     }

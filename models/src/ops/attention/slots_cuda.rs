@@ -1,11 +1,9 @@
 //! A decode step's attention by kernels on a GPU (`kernels/slot_attention.cu`): bf16 heads of 64, 128 or 256 entries.
 
-use candle_core::cuda_backend::WrapErr;
-use candle_core::cuda_backend::cudarc::driver::DevicePtr;
 use candle_core::{DType, Result, Tensor};
 
 use super::slots::SlotOptions;
-use crate::ops::cuda::{Grid, Launcher, int, is_plain, output};
+use crate::ops::cuda::{Grid, Launcher, int, is_plain, new_tensor, output, with_addresses_mut};
 use crate::ops::kernel_table::{SLOT_DIMS, slot_attention_shared};
 use crate::ops::params::{SLOT_HEADS, SLOT_MOST_RUNS, SLOT_STEP, SlotAttentionParams, SlotCombineParams, THREADS};
 
