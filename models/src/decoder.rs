@@ -380,7 +380,9 @@ impl DecoderStack {
                 at.inside = true;
                 let output = moe.forward_full(&h, None)?;
                 #[cfg(feature = "cuda")]
-                [&output.y, &output.ids].map(crate::ops::release_late);
+                for made in [&output.y, &output.aux, &output.logits, &output.ids, &output.weights] {
+                    crate::ops::release_late(made);
+                }
                 *at = ForwardProgress { layers: number + 1, inside: false };
                 let mut y = output.y;
                 if let Some(tap) = tap {
