@@ -10,9 +10,10 @@ use burn::tensor::{DType, Tensor, TensorData};
 use moebius::burn::{DeviceGroup, EpGroup, ExpertParallelMoE, Waits, cuda};
 use moebius::config::AuxConfig;
 use moebius::cuda::Cuda;
+use moebius::cuda::Waited;
 use moebius::ep::GroupConfig;
 use moebius::layer::ParamKind;
-use moebius::{Error, MoeConfig, Waited};
+use moebius::{Error, MoeConfig};
 
 use super::support::*;
 use super::{dense, dispatch, exact, faults, gradients};

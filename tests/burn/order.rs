@@ -1,8 +1,9 @@
 //! Order with streams that the crate does not know: another device's of the same context stands for burn's.
 
 use moebius::cuda::Cuda;
+use moebius::cuda::Waited;
 use moebius::kernels::Kernels;
-use moebius::{DType, Device, Result, Tensor, Waited};
+use moebius::{DType, Device, Result, Tensor};
 
 use super::gpu::gpu;
 use crate::trials::tests;
