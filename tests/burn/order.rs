@@ -1,7 +1,6 @@
 //! Order with streams that the crate does not know: another device's of the same context stands for burn's.
 
-use moebius::cuda::Cuda;
-use moebius::cuda::Waited;
+use moebius::cuda::{Cuda, Waited};
 use moebius::kernels::Kernels;
 use moebius::{DType, Device, Result, Tensor};
 
