@@ -34,7 +34,7 @@ pub fn moe(config: impl Into<LayerSpec>, vb: candle_nn::VarBuilder<'_>) -> Resul
     let spec = config.into();
     let group = DeviceGroup::single(spec.config(), vb.device())?;
     let number = spec.number().unwrap_or_else(|| number_in(&vb.prefix()));
-    ExpertParallelMoE::build::<Cpu>("candle::moe", spec.layer(number)?.into(), group, (vb, None))
+    ExpertParallelMoE::build::<Cpu>("candle::moe", spec.layer(number)?.into(), group, vb, None)
 }
 
 /// The last number of a variable's path; 0 where there is none.
@@ -70,7 +70,7 @@ impl ExpertParallelMoE {
         group: impl Into<DeviceGroup>,
         vb: candle_nn::VarBuilder<'_>,
     ) -> Result<Self> {
-        Self::build::<Cpu>("ExpertParallelMoE::new", layer.into(), group.into(), (vb, None))
+        Self::build::<Cpu>("ExpertParallelMoE::new", layer.into(), group.into(), vb, None)
     }
 
     /// [`new`](Self::new) with `experts.up` and `experts.down` sharded over the ranks of `chain`, to which they are
@@ -126,7 +126,7 @@ impl ExpertParallelMoE {
         vb: candle_nn::VarBuilder<'_>,
     ) -> Result<Self> {
         let shards = ShardedIn { chain, payload, weights: None };
-        Self::build("ExpertParallelMoE::sharded", layer.into(), group.into(), (vb, Some(shards)))
+        Self::build("ExpertParallelMoE::sharded", layer.into(), group.into(), vb, Some(shards))
     }
 
     /// [`sharded`](Self::sharded) with all else sharded too: the experts' biases in the experts' chain, and router and
@@ -147,7 +147,7 @@ impl ExpertParallelMoE {
         weights: &ShardedWeights<'_, D>,
     ) -> Result<Self> {
         let (vb, shards) = (weights.builder().clone(), ShardedIn { chain, payload, weights: Some(weights) });
-        Self::build("ExpertParallelMoE::all_sharded", layer.into(), group.into(), (vb, Some(shards)))
+        Self::build("ExpertParallelMoE::all_sharded", layer.into(), group.into(), vb, Some(shards))
     }
 
     /// `call` names the caller in errors.
@@ -155,11 +155,12 @@ impl ExpertParallelMoE {
         call: &'static str,
         spec: LayerSpec,
         group: DeviceGroup,
-        (vb, chain): (candle_nn::VarBuilder<'_>, Option<ShardedIn<'_, D>>),
+        vb: candle_nn::VarBuilder<'_>,
+        chain: Option<ShardedIn<'_, D>>,
     ) -> Result<Self> {
         let number = group.membership().number_layer(spec.number());
         let made = spec.layer(number).map_err(Into::into).and_then(|layer| {
-            let (params, shards) = variables(call, (&layer, &group), vb, chain)?;
+            let (params, shards) = variables(call, &layer, &group, vb, chain)?;
             Ok((Self::of(layer, group.clone(), params), shards))
         });
         // The other ranks are in the collectives below: they are told, and the group stays usable.
@@ -197,14 +198,15 @@ impl ExpertParallelMoE {
         group: impl Into<DeviceGroup>,
         params: Parameters,
     ) -> Result<Self> {
-        Self::of_block("ExpertParallelMoE::from_block", block, number.into(), (group.into(), params))
+        Self::of_block("ExpertParallelMoE::from_block", block, number.into(), group.into(), params)
     }
 
     fn of_block(
         call: &'static str,
         block: Block,
         number: Option<u32>,
-        (group, params): (DeviceGroup, Parameters),
+        group: DeviceGroup,
+        params: Parameters,
     ) -> Result<Self> {
         let layer = group.erased().layer(call, (&block.config).into(), number)?;
         block.check(call, group.local_experts())?;
@@ -253,9 +255,9 @@ impl ExpertParallelMoE {
         let (params, options, number) = (load.params, load.options(&group)?, Some(layer as u32));
         if load.quantized {
             let block = load.read_quantized(checkpoint, layer, options)?;
-            return Self::of_quantized(CALL, block, number, (group, params));
+            return Self::of_quantized(CALL, block, number, group, params);
         }
-        Self::of_block(CALL, load.read(checkpoint, layer, options)?, number, (group, params))
+        Self::of_block(CALL, load.read(checkpoint, layer, options)?, number, group, params)
     }
 
     /// As [`from_checkpoint`](Self::from_checkpoint), of the module of [`sharded`](Self::sharded), or, where there are
@@ -323,7 +325,8 @@ type LayerVariables<'a, D> = (PerParam<Option<Tensor>>, Option<NewLayerShards<'a
 /// Finds or makes a module's variables, and asks the chains for its shards.
 fn variables<'a, D: Host>(
     call: &'static str,
-    (layer, group): (&Layer, &DeviceGroup),
+    layer: &Layer,
+    group: &DeviceGroup,
     vb: candle_nn::VarBuilder<'_>,
     chain: Option<ShardedIn<'a, D>>,
 ) -> Result<LayerVariables<'a, D>> {

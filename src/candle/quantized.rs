@@ -35,14 +35,15 @@ impl ExpertParallelMoE {
         group: impl Into<DeviceGroup>,
         params: Parameters,
     ) -> Result<Self> {
-        Self::of_quantized("ExpertParallelMoE::from_quantized", block, number.into(), (group.into(), params))
+        Self::of_quantized("ExpertParallelMoE::from_quantized", block, number.into(), group.into(), params)
     }
 
     pub(super) fn of_quantized(
         call: &'static str,
         block: QuantizedBlock<Cpu>,
         number: Option<u32>,
-        (group, params): (DeviceGroup, Parameters),
+        group: DeviceGroup,
+        params: Parameters,
     ) -> Result<Self> {
         let layer = group.erased().layer(call, (&block.config).into(), number)?;
         let (experts, params) = unpack(call, block, &group, params)?;
@@ -109,7 +110,7 @@ pub(super) fn unpack(
             _ => params,
         };
         let missing = || Error::invalid(call, format!("tensor {}", kind.name()), "a tensor", "none");
-        let t = others.remove(&kind).ok_or_else(missing)?;
+        let t = others[kind].take().ok_or_else(missing)?;
         check(t.dims())?;
         tensor(t, group.device(), params).map(Some)
     })?;

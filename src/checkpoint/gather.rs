@@ -200,8 +200,8 @@ impl Checkpoint {
         let layout = self.layout(layer, config);
         let checked = self.check_block(&layout, false)?;
         let mut bytes = BlockBytes { experts: 0, replicated: 0, disk: 0 };
-        for (kind, natural) in &checked.natural {
-            let size = self.param_dtype(*kind, *natural, options.dtype).size();
+        for (kind, natural) in checked.natural.into_present() {
+            let size = self.param_dtype(kind, natural, options.dtype).size();
             let count: usize = kind.dims(config, experts.len()).map_or(0, |dims| dims.iter().product());
             *(if kind.is_replicated() { &mut bytes.replicated } else { &mut bytes.experts }) += (count * size) as u64;
         }

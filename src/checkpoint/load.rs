@@ -1,6 +1,6 @@
 //! Reads a rank's share of a block: all names, shapes and types are checked before anything is allocated.
 
-use std::collections::{HashMap, HashSet};
+use std::collections::HashSet;
 use std::ops::Range;
 
 use super::layout::{BlockLayout, DiskMatrix, DiskRows};
@@ -11,14 +11,14 @@ use crate::cpu::Cpu;
 use crate::dtype::DType;
 use crate::error::{CheckpointError, Error, Result};
 use crate::etp::Shards;
-use crate::layer::ParamKind;
+use crate::layer::{ParamKind, PerParam};
 use crate::tensor::Tensor;
 
 /// Results of checking a block.
 #[derive(Debug)]
 pub(super) struct CheckedBlock {
     /// Type of each parameter as stored, or that de-quantized weights get.
-    pub natural: HashMap<ParamKind, DType>,
+    pub natural: PerParam<Option<DType>>,
     /// Form of the routed experts.
     pub form: Form,
     /// Every tensor that belongs to the block.
@@ -126,7 +126,7 @@ impl Checkpoint {
     /// Checks every tensor of a block, of all ranks: a damaged checkpoint fails on all of them alike.
     pub(super) fn check_block(&self, layout: &BlockLayout<'_>, uniform: bool) -> Result<CheckedBlock> {
         let mut checked = CheckedBlock {
-            natural: HashMap::new(),
+            natural: PerParam::default(),
             form: Form::Plain(DType::F32),
             names: HashSet::new(),
             disk: [0; 2],
@@ -172,7 +172,7 @@ impl Checkpoint {
             return Err(stored.mismatch("a floating-point type or a quantized form", found).into());
         }
         let natural = self.natural(stored.form);
-        let first = *checked.natural.entry(part.kind).or_insert(natural);
+        let first = *checked.natural[part.kind].get_or_insert(natural);
         if uniform && first != natural {
             return Err(stored.mismatch(format!("{first}, as the tensors before it"), natural).into());
         }
@@ -199,34 +199,35 @@ impl Checkpoint {
         let experts = options.experts(CALL, config.router.num_experts)?;
         let layout = self.layout(layer, &config);
         let checked = self.check_block(&layout, options.dtype.is_none())?;
-        let (mut tensors, mut cuts) = (HashMap::new(), HashMap::new());
+        let mut tensors: PerParam<Option<Tensor<Cpu>>> = PerParam::default();
+        let mut cuts: PerParam<Option<ShardWindow>> = PerParam::default();
         let parts = layout.replicated().into_iter().chain(layout.expert(experts.start));
-        let widths: HashMap<ParamKind, usize> = parts.map(|part| (part.kind, part.inn)).collect();
-        for (kind, natural) in &checked.natural {
-            let dtype = self.param_dtype(*kind, *natural, options.dtype);
+        let widths: PerParam<Option<usize>> = parts.map(|part| (part.kind, part.inn)).collect();
+        for (kind, natural) in checked.natural.into_present() {
+            let dtype = self.param_dtype(kind, natural, options.dtype);
             let dims = kind.dims(&config, experts.len()).unwrap_or_default();
-            let shard = cut.map(|cut| cut.of(*kind, &dims)).transpose()?.flatten();
+            let shard = cut.map(|cut| cut.of(kind, &dims)).transpose()?.flatten();
             let tensor = match shard {
                 None => Tensor::<Cpu>::empty(&Cpu::new(), dtype, &dims)?,
                 Some(shard) => {
                     let local = if kind.is_replicated() { 1 } else { experts.len() };
-                    let window = ShardWindow::new(shard, widths.get(kind).copied().unwrap_or(1), local);
+                    let window = ShardWindow::new(shard, widths[kind].unwrap_or(1), local);
                     let tensor = window.memory(dtype)?;
-                    cuts.insert(*kind, window);
+                    cuts[kind] = Some(window);
                     tensor
                 }
             };
-            tensors.insert(*kind, tensor);
+            tensors[kind] = Some(tensor);
         }
-        let total = tensors.values().map(|t| t.bytes() as u64).sum();
+        let total = tensors.present().map(|(_, t)| t.bytes() as u64).sum();
         let mut done = 0;
         let mut scratch = Scratch::default();
         let shared = layout.replicated().into_iter().map(|part| (0, part));
         let routed = experts.clone().flat_map(|e| layout.expert(e).into_iter().map(move |part| (e, part)));
         for (e, part) in shared.chain(routed) {
-            let Some(tensor) = tensors.get_mut(&part.kind) else { continue };
+            let Some(tensor) = &mut tensors[part.kind] else { continue };
             let dtype = tensor.dtype();
-            if let Some(window) = cuts.get(&part.kind) {
+            if let Some(window) = cuts.get(part.kind) {
                 let first = if part.kind.is_replicated() { 0 } else { (e - experts.start) * window.rows_of_one };
                 let find = || self.stored(&part.name)?.ok_or_else(|| self.missing(&part).into());
                 let shard = ShardMemory { first, rows: window.rows.clone(), bytes: tensor.as_bytes_mut(), dtype };
@@ -247,12 +248,12 @@ impl Checkpoint {
             done += (part.out * part.inn * dtype.size()) as u64;
             progress(Progress { layer, tensor: &part.name, done, total });
         }
-        for (kind, window) in &cuts {
-            if let Some(tensor) = tensors.get_mut(kind) {
+        for (kind, window) in cuts.present() {
+            if let Some(tensor) = &mut tensors[kind] {
                 window.trim(tensor)?;
             }
         }
-        Ok(Block { params: BlockParams::of(CALL, tensors.into_iter().collect())?, config })
+        Ok(Block { params: BlockParams::of(CALL, tensors)?, config })
     }
 
     /// Any tensor, or the error that there is none of this name.

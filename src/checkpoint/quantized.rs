@@ -1,8 +1,5 @@
 //! A block whose routed experts stay quantized, as they are on disk.
 
-use std::collections::HashMap;
-use std::collections::hash_map::Entry;
-
 use super::layout::{DiskMatrix, DiskRows};
 use super::matrix::{MatrixLayout, read_matrix};
 use super::stored::Scratch;
@@ -29,17 +26,17 @@ pub struct QuantizedBlock<D: Kernels> {
     /// `[L, H, I]`.
     pub down: Quantized<D>,
     /// Every other parameter.
-    others: HashMap<ParamKind, Tensor<D>>,
+    others: PerParam<Option<Tensor<D>>>,
 }
 
 impl<D: Kernels> QuantizedBlock<D> {
     /// One of the parameters that are not quantized.
     pub fn get(&self, kind: ParamKind) -> Option<TensorRef<'_, D>> {
-        self.others.get(&kind).map(Tensor::view)
+        self.others.get(kind).map(Tensor::view)
     }
 
     /// `up`, `down`, and every other parameter.
-    pub fn into_parts(self) -> (Quantized<D>, Quantized<D>, HashMap<ParamKind, Tensor<D>>) {
+    pub fn into_parts(self) -> (Quantized<D>, Quantized<D>, PerParam<Option<Tensor<D>>>) {
         (self.up, self.down, self.others)
     }
 
@@ -60,14 +57,24 @@ impl QuantizedBlock<Cpu> {
     /// # Errors
     /// Where there is no memory, or a driver's error.
     pub fn to<D: Kernels>(&self, device: &D) -> Result<QuantizedBlock<D>> {
-        let put = |(kind, t): (&ParamKind, &Tensor<Cpu>)| Ok((*kind, t.to(device)?));
         Ok(QuantizedBlock {
             config: self.config.clone(),
             up: self.up.to(device)?,
             down: self.down.to(device)?,
-            others: self.others.iter().map(put).collect::<Result<_>>()?,
+            others: self.others.as_ref().try_map(|_, t| t.as_ref().map(|t| t.to(device)).transpose())?,
         })
     }
+}
+
+/// One matrix on disk, with what is known of it before any is read.
+struct PartToRead {
+    /// Among the experts that are read; 0 for what all ranks hold.
+    expert: usize,
+    part: DiskMatrix,
+    /// Of the parameter that it is a part of.
+    dims: Vec<usize>,
+    /// As it is kept.
+    bytes: u64,
 }
 
 /// A stack under way.
@@ -109,18 +116,16 @@ impl Checkpoint {
         let experts = options.experts(CALL, config.router.num_experts)?;
         let layout = self.layout(layer, &config);
         let checked = self.check_block(&layout, false)?;
-        let mut stacks: HashMap<ParamKind, QuantizedStack> = HashMap::new();
-        let mut others: HashMap<ParamKind, Tensor<Cpu>> = HashMap::new();
+        let mut stacks: PerParam<Option<QuantizedStack>> = PerParam::default();
+        let mut others: PerParam<Option<Tensor<Cpu>>> = PerParam::default();
         let mut scratch = Scratch::default();
         let replicated = layout.replicated().into_iter().map(|part| (0, part));
         let routed = experts.clone().flat_map(|e| {
             let parts = layout.expert(e).into_iter();
             parts.map(move |part| (e - experts.start, part))
         });
-        let has_place = |(_, part): &(usize, DiskMatrix)| part.kind.dims(&config, experts.len()).is_some();
-        let parts: Vec<_> = replicated.chain(routed).filter(has_place).collect();
         let dtype_of = |kind: ParamKind| {
-            let natural = checked.natural.get(&kind).copied().unwrap_or(DType::F32);
+            let natural = checked.natural[kind].unwrap_or(DType::F32);
             self.param_dtype(kind, natural, options.dtype)
         };
         let bytes_of = |part: &DiskMatrix| -> Result<u64> {
@@ -129,33 +134,35 @@ impl Checkpoint {
                 kind => (part.out * part.inn * dtype_of(kind).size()) as u64,
             })
         };
-        let total = parts.iter().map(|(_, part)| bytes_of(part)).sum::<Result<u64>>()?;
-        let mut done = 0;
-        let mut told = |part: &DiskMatrix| -> Result<()> {
-            done += bytes_of(part)?;
-            progress(Progress { layer, tensor: &part.name, done, total });
-            Ok(())
-        };
-        for (e, part) in parts {
+        let mut parts = Vec::new();
+        for (expert, part) in replicated.chain(routed) {
+            // None: the configuration has no such parameter.
             let Some(dims) = part.kind.dims(&config, experts.len()) else { continue };
+            parts.push(PartToRead { expert, bytes: bytes_of(&part)?, part, dims });
+        }
+        let total = parts.iter().map(|part| part.bytes).sum();
+        let mut done = 0;
+        for PartToRead { expert: e, part, dims, bytes } in parts {
+            done += bytes;
+            let done = Progress { layer, tensor: &part.name, done, total };
             if matches!(part.kind, ParamKind::Up | ParamKind::Down) {
                 let parts = layout.expert(0).iter().filter(|p| p.kind == part.kind).count();
                 let dims = [dims[0], dims[1], dims[2]];
                 self.read_stored(&part, e, dims, parts, &mut stacks, &mut scratch)?;
-                told(&part)?;
+                progress(done);
                 continue;
             }
             let dtype = dtype_of(part.kind);
-            let tensor = entry(&mut others, part.kind, || Tensor::empty(&Cpu::new(), dtype, &dims))?;
+            let tensor = get_or_make(&mut others[part.kind], || Tensor::empty(&Cpu::new(), dtype, &dims))?;
             let bytes = tensor.as_bytes_mut();
             let one = if part.kind.is_replicated() { bytes.len() } else { bytes.len() / experts.len() };
             let stored = self.stored(&part.name)?.ok_or_else(|| self.missing(&part))?;
             read_matrix(&stored, &MatrixLayout::of(&part), &mut bytes[e * one..(e + 1) * one], dtype, &mut scratch)?;
-            told(&part)?;
+            progress(done);
         }
         let mut take = |kind: ParamKind| {
             let missing = || Error::invalid(CALL, kind.name(), "a tensor", "nothing");
-            stacks.remove(&kind).ok_or_else(missing)?.finish()
+            stacks[kind].take().ok_or_else(missing)?.finish()
         };
         Ok(QuantizedBlock { up: take(ParamKind::Up)?, down: take(ParamKind::Down)?, config, others })
     }
@@ -179,7 +186,7 @@ impl Checkpoint {
         e: usize,
         dims: [usize; 3],
         parts: usize,
-        stacks: &mut HashMap<ParamKind, QuantizedStack>,
+        stacks: &mut PerParam<Option<QuantizedStack>>,
         scratch: &mut Scratch,
     ) -> Result<()> {
         let stored = self.stored(&part.name)?.ok_or_else(|| self.missing(part))?;
@@ -190,7 +197,7 @@ impl Checkpoint {
             Error::invalid(CALL, &part.name, expected, found)
         };
         let format = format.ok_or_else(|| refuse(format!("{:?}", stored.form)))?;
-        let stack = entry(stacks, part.kind, || QuantizedStack::new(format, dims, parts))?;
+        let stack = get_or_make(&mut stacks[part.kind], || QuantizedStack::new(format, dims, parts))?;
         if stack.format != format {
             return Err(refuse(format!("{:?} beside {:?}", format, stack.format)));
         }
@@ -230,12 +237,13 @@ impl Checkpoint {
     }
 }
 
-/// The entry of a kind; made where there is nothing yet.
-fn entry<T>(map: &mut HashMap<ParamKind, T>, kind: ParamKind, make: impl FnOnce() -> Result<T>) -> Result<&mut T> {
-    match map.entry(kind) {
-        Entry::Occupied(found) => Ok(found.into_mut()),
-        Entry::Vacant(entry) => Ok(entry.insert(make()?)),
-    }
+/// What is there; made where there is nothing yet.
+fn get_or_make<T>(place: &mut Option<T>, make: impl FnOnce() -> Result<T>) -> Result<&mut T> {
+    let made = match place.take() {
+        Some(made) => made,
+        None => make()?,
+    };
+    Ok(place.insert(made))
 }
 
 /// Reads `count` rows of `width` bytes each, and puts them where they belong.

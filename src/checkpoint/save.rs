@@ -184,7 +184,8 @@ impl Checkpoint {
             }
             let config = self.block(layer)?;
             let checked = self.check_block(&self.layout(layer, config), false)?;
-            if let Some(kind) = checked.natural.keys().find(|kind| dtypes.get(**kind).is_none()) {
+            if let Some(kind) = checked.natural.present().map(|(kind, _)| kind).find(|kind| dtypes.get(*kind).is_none())
+            {
                 return Err(Error::invalid(CALL, format!("layer {layer}: {kind:?}"), "a tensor", "none"));
             }
             shares.check_block(index, config)?;

@@ -2,22 +2,22 @@
 
 use std::fmt;
 
-/// Bytes of the values together, each with its end: what a routing record has room for.
-const ROOM: usize = 304;
-
 /// The values in the order of the fields, as far as there is room: one that has none is left out.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) struct FieldValues {
-    bytes: [u8; ROOM],
+    bytes: [u8; Self::BYTES],
     len: usize,
 }
 
 impl FieldValues {
+    /// Of the values together, each with its end.
+    pub const BYTES: usize = 304;
+
     /// Appends the value of the next field.
     pub fn push(&mut self, value: &str) {
-        let value = if self.len + value.len() < ROOM { value } else { "" };
+        let value = if self.len + value.len() < Self::BYTES { value } else { "" };
         // Of JSON or a type's name, neither of which has a line's end.
-        for byte in value.bytes().chain([b'\n']).take(ROOM - self.len) {
+        for byte in value.bytes().chain([b'\n']).take(Self::BYTES - self.len) {
             self.bytes[self.len] = byte;
             self.len += 1;
         }
@@ -35,7 +35,7 @@ impl FieldValues {
 
     /// Values that have traveled, as far as there is room for them.
     pub fn from_text(text: &str) -> Self {
-        let len = (0..=ROOM.min(text.len())).rev().find(|i| text.is_char_boundary(*i)).unwrap_or(0);
+        let len = text.floor_char_boundary(Self::BYTES);
         let mut values = Self { len, ..Self::default() };
         values.bytes[..len].copy_from_slice(&text.as_bytes()[..len]);
         values
@@ -44,7 +44,7 @@ impl FieldValues {
 
 impl Default for FieldValues {
     fn default() -> Self {
-        Self { bytes: [0; ROOM], len: 0 }
+        Self { bytes: [0; Self::BYTES], len: 0 }
     }
 }
 
@@ -62,14 +62,17 @@ mod tests {
     fn what_has_no_room_is_left_out_and_moves_nothing() {
         let mut values = FieldValues::default();
         values.push("64");
-        values.push(&"x".repeat(ROOM));
+        values.push(&"x".repeat(FieldValues::BYTES));
         values.push("silu");
         assert_eq!([0, 1, 2, 3].map(|i| values.get(i)), [Some("64"), None, Some("silu"), None]);
         assert_eq!(FieldValues::from_text(values.text()), values);
-        (0..2 * ROOM).for_each(|_| values.push(""));
+        (0..2 * FieldValues::BYTES).for_each(|_| values.push(""));
         values.push("late");
-        assert_eq!((values.get(2), values.get(2 * ROOM + 3)), (Some("silu"), None));
-        assert_eq!(FieldValues::from_text(&"é".repeat(ROOM)).text().len(), ROOM);
-        assert_eq!(FieldValues::from_text(&format!("x{}", "é".repeat(ROOM))).text().len(), ROOM - 1);
+        assert_eq!((values.get(2), values.get(2 * FieldValues::BYTES + 3)), (Some("silu"), None));
+        assert_eq!(FieldValues::from_text(&"é".repeat(FieldValues::BYTES)).text().len(), FieldValues::BYTES);
+        assert_eq!(
+            FieldValues::from_text(&format!("x{}", "é".repeat(FieldValues::BYTES))).text().len(),
+            FieldValues::BYTES - 1
+        );
     }
 }

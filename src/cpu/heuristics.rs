@@ -18,7 +18,7 @@ pub(super) const PARALLEL_BYTES: usize = 1 << 18;
 pub(super) const TASK_BYTES: usize = 1 << 16;
 
 /// Tokens of one task of the router: enough to hide the cost of a task, few enough to share a small batch.
-pub(super) const BLOCK_TOKENS: usize = 64;
+pub(super) const TASK_TOKENS: usize = 64;
 
 /// Elements of one task of a loop over elements, of an optimizer or a codec.
 pub(super) const TASK_ELEMENTS: usize = 1 << 14;

@@ -19,7 +19,8 @@ const CALL: &str = "prepare";
 /// Words of a header: kind, tokens, backward, length of the text; of a bad id rank, token, k, id, first column + 1;
 /// the spec's numbers; whether an error of an earlier call has not been asked for.
 pub(crate) const HEADER_WORDS: usize = 26;
-const TEXT: usize = 304;
+/// Bytes of the text.
+const TEXT: usize = FieldValues::BYTES;
 /// Bytes before the ids.
 pub(crate) const HEADER: usize = HEADER_WORDS * 8 + TEXT;
 /// Word of the spec's first number.
@@ -248,7 +249,8 @@ impl RoutingRecord {
             RecordStatus::BadId(bad) => (2, Some(*bad), self.values.text()),
             RecordStatus::Failed(reason) => (3, None, reason.as_str()),
         };
-        let text = truncate(text);
+        // Whole characters, as many as fit.
+        let text = &text[..text.floor_char_boundary(TEXT)];
         let reported = bad.unwrap_or(BadId { rank: 0, layer: 0, token: 0, k: 0, id: 0, first: None });
         let mut words = vec![kind, self.tokens as u64, u64::from(self.backward), text.len() as u64];
         let first = reported.first.map_or(0, |f| f as u64 + 1);
@@ -335,12 +337,6 @@ pub(crate) fn mask_bad_ids(
         kept.push(expert);
     }
     Ok((kept, bad))
-}
-
-/// As much of a text as fits, whole characters only.
-fn truncate(text: &str) -> &str {
-    let end = (0..=TEXT.min(text.len())).rev().find(|i| text.is_char_boundary(*i)).unwrap_or(0);
-    &text[..end]
 }
 
 fn put<const N: usize>(bytes: &mut [u8], values: impl Iterator<Item = [u8; N]>) {

@@ -46,7 +46,6 @@ pub(super) struct Grid {
 
 /// A GPU's stream, and the kernels of its context.
 pub(super) struct Launcher {
-    pub device: CudaDevice,
     pub stream: Arc<CudaStream>,
     pub kernels: Arc<KernelTable<Kernel>>,
 }
@@ -55,7 +54,7 @@ impl Launcher {
     fn new(device: &CudaDevice) -> Result<Self> {
         let stream = device.cuda_stream();
         let kernels = kernels(stream.context())?;
-        Ok(Self { device: device.clone(), stream, kernels })
+        Ok(Self { stream, kernels })
     }
 
     /// Enqueues a kernel of one parameter.

@@ -15,7 +15,10 @@ use crate::tensor::TensorRef;
 use super::choose::best;
 use super::score::{sigmoid, softmax};
 use super::{check, check_ids, check_logits};
-use crate::cpu::heuristics::BLOCK_TOKENS;
+use crate::cpu::heuristics::TASK_TOKENS;
+
+/// Tokens of a partial sum. The losses' bits depend on it, unlike on how the sums are shared out.
+const PARTIAL_TOKENS: usize = 64;
 
 pub(in crate::cpu) fn aux_sums(call: AuxSums<'_, Cpu>) -> Result<()> {
     with_acc!("aux_sums", "tensor logits", call.logits.dtype(), A => aux_sums_as::<A>(call))
@@ -34,10 +37,10 @@ fn aux_sums_as<A: Acc>(call: AuxSums<'_, Cpu>) -> Result<()> {
 
     let block = match kind {
         BalanceKind::Sequence { length } => length.min(t.max(1)),
-        BalanceKind::Switch | BalanceKind::HuggingFace => BLOCK_TOKENS,
+        BalanceKind::Switch | BalanceKind::HuggingFace => PARTIAL_TOKENS,
     };
     let partial = |(logits, ids): (&[A], &[i32])| Partial::new(config, kind, logits, ids);
-    let partials: Vec<Partial> = if t <= BLOCK_TOKENS {
+    let partials: Vec<Partial> = if t <= TASK_TOKENS {
         logits.chunks(block * e).zip(ids.chunks(block * k)).map(partial).collect()
     } else {
         logits.par_chunks(block * e).zip(ids.par_chunks(block * k)).map(partial).collect()

@@ -15,7 +15,7 @@ use super::jitter::JitterNoise;
 use super::score::{masked_softmax, sigmoid, softmax};
 use super::weights::{Divisor, raw_weights};
 use super::{check, check_ids, check_logits};
-use crate::cpu::heuristics::BLOCK_TOKENS;
+use crate::cpu::heuristics::TASK_TOKENS;
 
 pub(in crate::cpu) fn route_bwd(call: RouteBwd<'_, Cpu>) -> Result<()> {
     with_acc!("route_bwd", "tensor logits", call.logits.dtype(), A => route_bwd_as::<A>(call))
@@ -38,7 +38,7 @@ fn route_bwd_as<A: Acc>(call: RouteBwd<'_, Cpu>) -> Result<()> {
     let block = |(b, d_logits): (usize, &mut [A])| {
         let mut row = Row::new(config);
         for (i, out) in d_logits.chunks_exact_mut(e).enumerate() {
-            let t = b * BLOCK_TOKENS + i;
+            let t = b * TASK_TOKENS + i;
             let clean = &logits[t * e..][..e];
             let noise = noise.as_ref().map(|n| n.token(t));
             row.chooser.load(clean, noise);
@@ -55,10 +55,10 @@ fn route_bwd_as<A: Acc>(call: RouteBwd<'_, Cpu>) -> Result<()> {
             }
         }
     };
-    if t <= BLOCK_TOKENS {
+    if t <= TASK_TOKENS {
         block((0, d_logits));
     } else {
-        d_logits.par_chunks_mut(BLOCK_TOKENS * e).enumerate().for_each(block);
+        d_logits.par_chunks_mut(TASK_TOKENS * e).enumerate().for_each(block);
     }
     Ok(())
 }

@@ -1,5 +1,5 @@
 //! Routing on the CPU: rows of logits to expert ids and weights, and back. Every token is independent of the others,
-//! so rayon's threads take blocks of `BLOCK_TOKENS` tokens; no result depends on how many threads there are.
+//! so rayon's threads take blocks of `TASK_TOKENS` tokens; no result depends on how many threads there are.
 //!
 //! Per-expert scores are in the accumulator type of the logits, as the formulas ask; sums are kept in `f64`, which
 //! costs nothing beside the exponentials.
@@ -22,7 +22,7 @@ use crate::tensor::TensorRef;
 
 use super::Cpu;
 use super::element::{Acc, to_f64, with_acc};
-use super::heuristics::BLOCK_TOKENS;
+use super::heuristics::TASK_TOKENS;
 use choose::Chooser;
 use jitter::JitterNoise;
 
@@ -55,7 +55,7 @@ fn route_as<A: Acc>(call: Route<'_, Cpu>) -> Result<()> {
         let mut chooser = Chooser::new(config, bias.as_deref());
         let rows = logits.chunks_exact(e).zip(ids.chunks_exact_mut(k).zip(weights.chunks_exact_mut(k)));
         for (i, (logits, (ids, weights))) in rows.enumerate() {
-            chooser.load(logits, noise.as_ref().map(|n| n.token(b * BLOCK_TOKENS + i)));
+            chooser.load(logits, noise.as_ref().map(|n| n.token(b * TASK_TOKENS + i)));
             chooser.choose();
             for (id, &chosen) in ids.iter_mut().zip(&chooser.order) {
                 *id = chosen as i32;
@@ -63,12 +63,12 @@ fn route_as<A: Acc>(call: Route<'_, Cpu>) -> Result<()> {
             weights::write(config, &mut chooser, weights);
         }
     };
-    if t <= BLOCK_TOKENS {
+    if t <= TASK_TOKENS {
         block(0, logits, ids, weights);
     } else {
         logits
-            .par_chunks(BLOCK_TOKENS * e)
-            .zip(ids.par_chunks_mut(BLOCK_TOKENS * k).zip(weights.par_chunks_mut(BLOCK_TOKENS * k)))
+            .par_chunks(TASK_TOKENS * e)
+            .zip(ids.par_chunks_mut(TASK_TOKENS * k).zip(weights.par_chunks_mut(TASK_TOKENS * k)))
             .enumerate()
             .for_each(|(b, (logits, (ids, weights)))| block(b, logits, ids, weights));
     }

@@ -1,5 +1,6 @@
 //! A decode step's attention by kernels on a GPU (`kernels/slot_attention.cu`): bf16 heads of 64, 128 or 256 entries.
 
+use candle_core::cuda_backend::CudaDevice;
 use candle_core::{DType, Result, Tensor};
 
 use super::slots::SlotOptions;
@@ -52,7 +53,7 @@ pub(super) fn slot_attention(q: &Tensor, k: &Tensor, v: &Tensor, options: &SlotO
             scale: scale as f32,
             ..Default::default()
         };
-        let launch = SlotLaunch { gpu, kernel, grid };
+        let launch = SlotLaunch { gpu, device: like.0.as_cuda_device()?, kernel, grid };
         match runs {
             // The only run of a head is its result.
             1 => launch.attend(&params),
@@ -65,6 +66,8 @@ pub(super) fn slot_attention(q: &Tensor, k: &Tensor, v: &Tensor, options: &SlotO
 /// A launch whose shapes have been compared.
 struct SlotLaunch<'a> {
     gpu: &'a Launcher,
+    /// Where the sums of runs are made.
+    device: &'a CudaDevice,
     /// Which of the table's.
     kernel: usize,
     grid: Grid,
@@ -80,7 +83,7 @@ impl SlotLaunch<'_> {
     /// The runs of `rows` heads of D entries, and their sum.
     fn attend_and_combine(&self, params: SlotAttentionParams, [rows, dim]: [usize; 2]) -> Result<()> {
         let runs = params.runs as usize;
-        let made = |width: usize| new_tensor(&self.gpu.device, DType::F32, (rows, runs, width));
+        let made = |width: usize| new_tensor(self.device, DType::F32, (rows, runs, width));
         with_addresses_mut(&[&made(dim)?, &made(2)?], |sums| {
             let (partial, stats) = (sums[0], sums[1]);
             self.attend(&SlotAttentionParams { partial, stats, ..params })?;
