@@ -25,9 +25,6 @@ use super::group::DeviceGroup;
 use super::module::{ExpertParallelMoE, Experts, Router, SharedExpert};
 use super::sharded_module::ShardsTo;
 
-const INIT: &str = "ExpertParallelMoEConfig::init";
-const FROM_BLOCK: &str = "ExpertParallelMoE::from_block";
-
 impl ExpertParallelMoEConfig {
     /// A module of one rank with new parameters, drawn from the back end's generator; any number of tokens a call. For
     /// several ranks, and for layers that share a workspace on a GPU, see [`init_on`](Self::init_on).
@@ -38,7 +35,7 @@ impl ExpertParallelMoEConfig {
     /// # Errors
     /// Errors of [`MoeConfig::validate`]; no such device.
     pub fn init<B: MoeBackend>(&self, device: &B::Device) -> Result<ExpertParallelMoE<B>> {
-        self.init_on(DeviceGroup::single::<B>(&self.moe, device)?, device)
+        self.draw("ExpertParallelMoEConfig::init", DeviceGroup::single::<B>(&self.moe, device)?, device)
     }
 
     /// A module of a group with new parameters. A collective of all ranks: rank 0 draws router, shared expert and all E
@@ -52,14 +49,23 @@ impl ExpertParallelMoEConfig {
         group: impl Into<DeviceGroup>,
         device: &B::Device,
     ) -> Result<ExpertParallelMoE<B>> {
-        let group = group.into();
+        self.draw("ExpertParallelMoEConfig::init_on", group.into(), device)
+    }
+
+    /// `call` names the caller in errors.
+    fn draw<B: Backend>(
+        &self,
+        call: &'static str,
+        group: DeviceGroup,
+        device: &B::Device,
+    ) -> Result<ExpertParallelMoE<B>> {
         let number = group.membership().number_layer(self.number);
-        let experts = group.membership().check_experts(INIT, self.moe.router.num_experts);
+        let experts = group.membership().check_experts(call, self.moe.router.num_experts);
         // The other ranks are in the collectives below: they are told, and the group stays usable.
         let layer = experts
             .and_then(|()| Layer::new(self.moe.clone(), number))
             .inspect_err(|e| group.erased().refuse(number, Op::Weights, &e.to_string()))?;
-        assemble(&mut InitialValues::<B> { config: self, number, group: &group, device }, layer, &group)
+        assemble(&mut InitialValues::<B> { call, config: self, number, group: &group, device }, layer, &group)
     }
 }
 
@@ -80,11 +86,20 @@ impl<B: Backend> ExpertParallelMoE<B> {
         group: impl Into<DeviceGroup>,
         device: &B::Device,
     ) -> Result<Self> {
-        let group = group.into();
-        let layer = group.erased().layer(FROM_BLOCK, (&block.config).into(), number.into())?;
-        block.check(FROM_BLOCK, group.local_experts())?;
+        Self::of_block("ExpertParallelMoE::from_block", block, number.into(), group.into(), device)
+    }
+
+    fn of_block(
+        call: &'static str,
+        block: Block,
+        number: Option<u32>,
+        group: DeviceGroup,
+        device: &B::Device,
+    ) -> Result<Self> {
+        let layer = group.erased().layer(call, (&block.config).into(), number)?;
+        block.check(call, group.local_experts())?;
         let params = block.params.into_per_param();
-        assemble(&mut BlockValues::<B> { params, device }, layer, &group)
+        assemble(&mut BlockValues::<B> { call, params, device }, layer, &group)
     }
 
     /// From layer `layer` of an opened checkpoint, which is the layer's number too: reads this rank's experts only.
@@ -127,7 +142,8 @@ impl<B: Backend> ExpertParallelMoE<B> {
     ) -> Result<Self> {
         let group = group.into();
         let options = LoadOptions { rank: group.rank(), ranks: group.ranks(), dtype: load.dtype };
-        Self::from_block(load.read(checkpoint, layer, options)?, layer as u32, group, device)
+        let block = load.read(checkpoint, layer, options)?;
+        Self::of_block("ExpertParallelMoE::from_checkpoint", block, Some(layer as u32), group, device)
     }
 }
 
@@ -291,12 +307,15 @@ impl ShardedLoad<'_> {
             t.reshape(&dims).map(Some)
         };
         let params = params.into_per_param().try_map(shaped)?;
-        assemble(&mut BlockValues::<M> { params, device }, layer, &group)?.with_shards(call, to)
+        assemble(&mut BlockValues::<M> { call, params, device }, layer, &group)?.with_shards(call, to)
     }
 }
 
 /// Gives a parameter of known sizes.
 trait ParamValues<B: Backend> {
+    /// The call that asks, for errors.
+    fn call(&self) -> &'static str;
+
     fn load(&mut self, kind: ParamKind, dims: &[usize]) -> Result<FloatTensor<B>>;
 }
 
@@ -350,20 +369,27 @@ impl<B: Backend, S: ParamValues<B>> ParamLoader<'_, B, S> {
     }
 
     fn required<const D: usize>(&mut self, kind: ParamKind) -> Result<Param<Tensor<B, D>>> {
-        self.get(kind)?.ok_or_else(|| Error::invalid(INIT, format!("tensor {}", kind.name()), "a tensor", "none"))
+        let found = self.get(kind)?;
+        let call = self.source.call();
+        found.ok_or_else(|| Error::invalid(call, format!("tensor {}", kind.name()), "a tensor", "none"))
     }
 }
 
 /// Parameters of a block.
 struct BlockValues<'a, B: Backend> {
+    call: &'static str,
     params: PerParam<Option<tensor::Tensor<Cpu>>>,
     device: &'a B::Device,
 }
 
 impl<B: Backend> ParamValues<B> for BlockValues<'_, B> {
+    fn call(&self) -> &'static str {
+        self.call
+    }
+
     fn load(&mut self, kind: ParamKind, dims: &[usize]) -> Result<FloatTensor<B>> {
         let Some(tensor) = self.params[kind].take() else {
-            return Err(Error::invalid(FROM_BLOCK, format!("tensor {}", kind.name()), format!("{dims:?}"), "none"));
+            return Err(Error::invalid(self.call, format!("tensor {}", kind.name()), format!("{dims:?}"), "none"));
         };
         float::<B>(tensor, self.device)
     }
@@ -371,6 +397,7 @@ impl<B: Backend> ParamValues<B> for BlockValues<'_, B> {
 
 /// Weights that rank 0 draws and sends to the others; biases of zero.
 struct InitialValues<'a, B: Backend> {
+    call: &'static str,
     config: &'a ExpertParallelMoEConfig,
     number: u32,
     group: &'a DeviceGroup,
@@ -378,6 +405,10 @@ struct InitialValues<'a, B: Backend> {
 }
 
 impl<B: Backend> ParamValues<B> for InitialValues<'_, B> {
+    fn call(&self) -> &'static str {
+        self.call
+    }
+
     fn load(&mut self, kind: ParamKind, dims: &[usize]) -> Result<FloatTensor<B>> {
         let tensor = match *dims {
             [rows, columns] if kind.is_replicated() => self.matrix([rows, columns])?.into_primitive(),
@@ -413,7 +444,7 @@ impl<B: Backend> InitialValues<'_, B> {
             return Ok(weight.set_require_grad(false));
         }
         let mut data: TensorData = weight.into_data();
-        let dtype = core_dtype(INIT, "weight", data.dtype)?;
+        let dtype = core_dtype(self.call, "weight", data.dtype)?;
         let on = HostTensor { bytes: &mut data.bytes[..], dtype, dims: &[rows, columns] };
         on.broadcast(self.group.erased(), self.number)?;
         let dtype = data.dtype;

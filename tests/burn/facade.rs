@@ -5,7 +5,7 @@ use burn::config::Config;
 use burn::optim::GradientsParams;
 use burn::tensor::{DType, Tensor};
 use moebius::burn::{DeviceGroup, ExpertParallelMoE, ExpertParallelMoEConfig, LoadAs};
-use moebius::checkpoint::Checkpoint;
+use moebius::checkpoint::{Checkpoint, LoadOptions};
 use moebius::config::AuxConfig;
 use moebius::layer::Noise;
 use moebius::{CommError, Error, MoeConfig};
@@ -90,6 +90,25 @@ fn a_checkpoint_is_opened_once_and_loaded_as_told() {
     assert!(seen.len() > 1 && seen.last().is_some_and(|(done, total)| done == total), "{seen:?}");
     let stored = ExpertParallelMoE::<Flex>::from_checkpoint(&checkpoint, 0, &group, LoadAs::default(), &device());
     assert_eq!(stored.unwrap().experts.up.dtype(), DType::F32);
+}
+
+/// Every way to a module, of a group for another number of experts: the error has the name of the call that was made.
+fn an_error_of_making_a_module_names_the_call() {
+    let checkpoint = Checkpoint::open(golden_of("qwen3_moe")).unwrap();
+    let group = DeviceGroup::single::<Flex>(&MoeConfig::new(H, I, E + 1, 2), &device()).unwrap();
+    let block = checkpoint.load_block(0, LoadOptions { rank: 0, ranks: 1, dtype: None }).unwrap();
+    let made = [
+        ("ExpertParallelMoEConfig::init_on", ExpertParallelMoEConfig::new(config()).init_on(&group, &device())),
+        ("ExpertParallelMoE::from_block", ExpertParallelMoE::from_block(block, 0, &group, &device())),
+        (
+            "ExpertParallelMoE::from_checkpoint",
+            ExpertParallelMoE::<Flex>::from_checkpoint(&checkpoint, 0, &group, LoadAs::default(), &device()),
+        ),
+    ];
+    for (call, made) in made {
+        let error = made.err().unwrap().to_string();
+        assert!(error.starts_with(&format!("{call}: ")), "{error}");
+    }
 }
 
 /// Gradients of x and of the parameters, of the loss that is made of a leaf x.
@@ -193,6 +212,7 @@ tests! {
     a_module_shows_its_sizes,
     a_configuration_of_the_crate_is_a_file_of_burns,
     a_checkpoint_is_opened_once_and_loaded_as_told,
+    an_error_of_making_a_module_names_the_call,
     training_has_the_losses_gradient_behind_y,
     training_takes_a_step_of_jitter_each_time,
     training_on_two_ranks_is_training_on_one,
