@@ -484,6 +484,17 @@ mod one_gpu {
         Ok(())
     }
 
+    #[cfg(feature = "burn-cuda")]
+    fn from_burn(config: moebius::MoeConfig) -> super::Result<()> {
+        use burn::backend::{Autodiff, Cuda};
+        use moebius::burn::{DeviceGroup, ExpertParallelMoEConfig};
+
+        let device = Default::default(); // the first GPU
+        let group = DeviceGroup::single::<Autodiff<Cuda>>(&config, &device)?; // its layers share one workspace
+        let moe = ExpertParallelMoEConfig::new(config).init_on::<Autodiff<Cuda>>(&group, &device)?;
+        Ok(())
+    }
+
     fn alone(config: moebius::MoeConfig, layer: moebius::layer::Layer, x: moebius::Tensor<moebius::cuda::Cuda>,
         params: moebius::layer::Params<'_, moebius::cuda::Cuda>) -> super::Result<()> {
         use moebius::cuda::Cuda;

@@ -294,6 +294,8 @@ impl<'a, D: Target> LayerUnderTest<'a, D> {
         setup.dispatcher = dispatcher;
         // On a GPU experts in codes keep a token's bits only where that is asked for.
         setup.batch_invariant = kind.format().is_some();
+        // NCCL EP compiles its kernels for a number of tokens, which one group has for all batches.
+        setup.max_tokens_per_rank = (dispatcher == DispatcherKind::NcclEp).then_some(TOKENS);
         setup.quantized = kind.format().map(|format| {
             let mut stack = |[rows, columns]: [usize; 2], parts| {
                 stacks::random(&mut || random.bits(), format, [experts / ranks, rows, columns], parts)

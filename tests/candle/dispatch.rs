@@ -1,5 +1,6 @@
 //! Dispatch and combine with experts of the user's own between them: closed forms, against the module, in f64 against
-//! finite differences, several in flight, and used wrongly. On the CPU over ranks that are threads, on a GPU over one.
+//! finite differences, several in flight, and used wrongly. Over ranks that are threads on the CPU, over one GPU, and over
+//! several.
 
 use std::ops::Range;
 use std::time::Duration;
@@ -22,15 +23,60 @@ const LONG: Duration = Duration::from_secs(60);
 /// Tokens of each rank, by number of ranks; the last of four has none.
 const CUTS: [&[usize]; 3] = [&[0, 13], &[0, 5, 13], &[0, 6, 7, 13, 13]];
 
+/// Where a test's ranks are.
+pub enum Place {
+    /// Threads, of every number in [`CUTS`].
+    Cpu,
+    /// One rank on this device.
+    #[cfg(feature = "cuda")]
+    Gpu(Device),
+    /// So many ranks, a GPU each.
+    #[cfg(feature = "nccl")]
+    Gpus(usize),
+}
+
+impl Place {
+    fn is_cpu(&self) -> bool {
+        matches!(self, Place::Cpu)
+    }
+
+    /// The divisions of 13 tokens over ranks that it can have.
+    fn cuts(&self) -> Vec<&'static [usize]> {
+        let all = CUTS.into_iter();
+        match self {
+            Place::Cpu => all.collect(),
+            #[cfg(feature = "cuda")]
+            Place::Gpu(_) => vec![CUTS[0]],
+            #[cfg(feature = "nccl")]
+            Place::Gpus(count) => all.filter(|cuts| cuts.len() == count + 1).collect(),
+        }
+    }
+
+    /// A number of ranks that it can have, two on the CPU.
+    fn count(&self) -> usize {
+        match self {
+            Place::Cpu => 2,
+            #[cfg(feature = "cuda")]
+            Place::Gpu(_) => 1,
+            #[cfg(feature = "nccl")]
+            Place::Gpus(count) => *count,
+        }
+    }
+}
+
 /// Runs a closure on each rank; results in rank order.
 fn on_ranks<R: Send>(
-    device: &Device,
+    place: &Place,
     count: usize,
     run: impl Fn(&DeviceGroup) -> AnyResult<R> + Sync,
 ) -> AnyResult<Vec<R>> {
     let group = GroupConfig { max_rows: CAPACITY, ..GroupConfig::new(EXPERTS, 64) };
-    if !device.is_cpu() {
-        return Ok(vec![run(&DeviceGroup::single(group, device)?)?]);
+    match place {
+        Place::Cpu => {}
+        #[cfg(feature = "cuda")]
+        Place::Gpu(device) => return Ok(vec![run(&DeviceGroup::single(group, device)?)?]),
+        #[cfg(feature = "nccl")]
+        Place::Gpus(_) => return crate::gpus::on_ranks(count, &group, run),
     }
     std::thread::scope(|scope| {
         let threads = ThreadWorld::create(count, LONG).into_iter().map(|comm| {
@@ -40,11 +86,6 @@ fn on_ranks<R: Send>(
         let threads: Vec<_> = threads.collect();
         threads.into_iter().map(|t| t.join().expect("a rank panicked")).collect()
     })
-}
-
-/// The divisions of 13 tokens over ranks that a device can have.
-fn cuts(device: &Device) -> &'static [&'static [usize]] {
-    if device.is_cpu() { &CUTS } else { &CUTS[..1] }
 }
 
 /// Two distinct experts for each of 13 tokens, of all ranks.
@@ -77,9 +118,10 @@ fn loss(y: &Tensor, c: &Tensor) -> candle_core::Result<Tensor> {
     (y * c)?.sum_all()
 }
 
-fn identity_experts_give_the_tokens_back(device: &Device) -> AnyResult<()> {
-    for cuts in cuts(device) {
-        on_ranks(device, cuts.len() - 1, |group| {
+fn identity_experts_give_the_tokens_back(place: &Place) -> AnyResult<()> {
+    for cuts in place.cuts() {
+        on_ranks(place, cuts.len() - 1, |group| {
+            let device = group.device();
             let moe = DispatchCombine::new(config(), group)?;
             let rows = cuts[group.rank()]..cuts[group.rank() + 1];
             let (x, c) =
@@ -117,9 +159,10 @@ fn identity_experts_give_the_tokens_back(device: &Device) -> AnyResult<()> {
     Ok(())
 }
 
-fn rows_come_by_expert_in_the_order_of_tokens(device: &Device) -> AnyResult<()> {
-    for cuts in cuts(device) {
-        on_ranks(device, cuts.len() - 1, |group| {
+fn rows_come_by_expert_in_the_order_of_tokens(place: &Place) -> AnyResult<()> {
+    for cuts in place.cuts() {
+        on_ranks(place, cuts.len() - 1, |group| {
+            let device = group.device();
             let options = DispatchOptions { alignment: 4, capacity: Capacity::Static(CAPACITY), ..Default::default() };
             let layer = Layer::new(config(), 0)?.with_dispatch(options);
             let moe = DispatchCombine::new(layer, group)?;
@@ -199,7 +242,7 @@ fn step_of_operations(moe: &ExpertParallelMoE, layer: Layer, x: &Var, c: &Tensor
     Ok([flat(&y)?, gradient(&gradients, x)?, of(ParamKind::Router)?, of(ParamKind::Up)?, of(ParamKind::Down)?])
 }
 
-fn the_module_and_plain_operations_agree(device: &Device) -> AnyResult<()> {
+fn the_module_and_plain_operations_agree(place: &Place) -> AnyResult<()> {
     let limit = |order, renormalize| Some(ExpertCapacity { factor: 0.75, order, renormalize });
     let limited = |order, renormalize| {
         let mut config = config();
@@ -222,8 +265,9 @@ fn the_module_and_plain_operations_agree(device: &Device) -> AnyResult<()> {
         ("MXFP8, static", wide(Payload::Mxfp8), fixed),
     ];
     for (name, config, options) in &cases {
-        for cuts in cuts(device) {
-            on_ranks(device, cuts.len() - 1, |group| {
+        for cuts in place.cuts() {
+            on_ranks(place, cuts.len() - 1, |group| {
+                let device = group.device();
                 let moe = of_type(group, config.clone(), DType::F32)?;
                 let layer = moe.layer().clone().with_dispatch(*options);
                 let moe = moe.with_layer(layer.clone());
@@ -276,10 +320,10 @@ impl Model {
 const STEPS: [f64; 2] = [1e-5, 1e-6];
 const TOLERANCE: f64 = 1e-5;
 
-fn gradients_are_those_of_finite_differences(_: &Device) -> AnyResult<()> {
+fn gradients_are_those_of_finite_differences() -> AnyResult<()> {
     let device = &Device::Cpu;
     for cuts in CUTS {
-        let parts = on_ranks(device, cuts.len() - 1, |group| {
+        let parts = on_ranks(&Place::Cpu, cuts.len() - 1, |group| {
             let model = Model::new(group)?;
             let rows = cuts[group.rank()]..cuts[group.rank() + 1];
             let x = variable(&table(62, &rows, H, DType::F64, device)?)?;
@@ -337,9 +381,10 @@ fn microbatch(moe: &DispatchCombine, scale: &Var, own: u64, rows: &Range<usize>)
     Ok((loss(&y, &table(own + 2, rows, H, DType::F32, device)?)?, [x, weights]))
 }
 
-fn several_in_flight_are_each_their_own(device: &Device) -> AnyResult<()> {
-    for cuts in cuts(device) {
-        on_ranks(device, cuts.len() - 1, |group| {
+fn several_in_flight_are_each_their_own(place: &Place) -> AnyResult<()> {
+    for cuts in place.cuts() {
+        on_ranks(place, cuts.len() - 1, |group| {
+            let device = group.device();
             let moe = DispatchCombine::new(config(), group)?;
             let rows = cuts[group.rank()]..cuts[group.rank() + 1];
             let scale = variable(&normal(70, H, DType::F32, device)?)?;
@@ -368,9 +413,10 @@ fn several_in_flight_are_each_their_own(device: &Device) -> AnyResult<()> {
 }
 
 /// All tokens go to the first expert; on other ranks nothing arrives, and nothing but the anchor is tracked there.
-fn ranks_without_rows_and_without_tracking_take_part(device: &Device) -> AnyResult<()> {
-    for cuts in cuts(device) {
-        on_ranks(device, cuts.len() - 1, |group| {
+fn ranks_without_rows_and_without_tracking_take_part(place: &Place) -> AnyResult<()> {
+    for cuts in place.cuts() {
+        on_ranks(place, cuts.len() - 1, |group| {
+            let device = group.device();
             let moe = DispatchCombine::new(MoeConfig::new(H, 24, EXPERTS, 1), group)?;
             let rows = cuts[group.rank()]..cuts[group.rank() + 1];
             let x = table(80, &rows, H, DType::F32, device)?;
@@ -442,7 +488,7 @@ fn refused(name: &str, rank: usize, last: usize, error: &candle_core::Error) {
     assert!(as_meant, "{name}, rank {rank}: {own:?}");
 }
 
-fn wrong_tensors_are_typed_errors_on_every_rank(device: &Device) -> AnyResult<()> {
+fn wrong_tensors_are_typed_errors_on_every_rank(place: &Place) -> AnyResult<()> {
     let dispatches = [
         "width",
         "cube",
@@ -455,15 +501,14 @@ fn wrong_tensors_are_typed_errors_on_every_rank(device: &Device) -> AnyResult<()
         "an expert too far",
         "an expert twice",
     ];
-    let counts: &[usize] = if device.is_cpu() { &[1, 2, 4] } else { &[1] };
-    for count in counts.iter().copied() {
+    for count in place.cuts().into_iter().map(|cuts| cuts.len() - 1) {
         let last = count - 1;
-        on_ranks(device, count, |group| {
+        on_ranks(place, count, |group| {
+            let device = group.device();
             let moe = DispatchCombine::new(config(), group)?;
             for bad in dispatches {
                 // Alone, f64 tokens are as good as any; a GPU tells of ids later.
-                if count == 1 && (bad == "x and weights of another type" || !device.is_cpu() && bad.starts_with("an "))
-                {
+                if count == 1 && bad == "x and weights of another type" || !place.is_cpu() && bad.starts_with("an ") {
                     continue;
                 }
                 let made = if group.rank() == last { bad_dispatch(&moe, bad)? } else { good(&moe).map_err(as_candle) };
@@ -499,16 +544,18 @@ fn as_candle(error: crate::support::AnyError) -> candle_core::Error {
     }
 }
 
-fn a_layer_that_the_group_has_no_experts_for_is_refused(device: &Device) -> AnyResult<()> {
-    let group = DeviceGroup::single(GroupConfig::new(EXPERTS, 64), device)?;
-    let error = DispatchCombine::new(MoeConfig::new(H, 24, EXPERTS * 2, 2), &group).err().ok_or("taken")?;
-    assert!(matches!(error_of(&error), Some(Error::Invalid { .. })), "{error}");
+fn a_layer_that_the_group_has_no_experts_for_is_refused(place: &Place) -> AnyResult<()> {
+    on_ranks(place, place.count(), |group| {
+        let error = DispatchCombine::new(MoeConfig::new(H, 24, EXPERTS * 2, 2), group).err().ok_or("taken")?;
+        assert!(matches!(error_of(&error), Some(Error::Invalid { .. })), "{error}");
+        Ok(())
+    })?;
     Ok(())
 }
 
-fn a_second_backward_is_an_error_before_any_collective(device: &Device) -> AnyResult<()> {
-    let count = if device.is_cpu() { 2 } else { 1 };
-    on_ranks(device, count, |group| {
+fn a_second_backward_is_an_error_before_any_collective(place: &Place) -> AnyResult<()> {
+    let count = place.count();
+    on_ranks(place, count, |group| {
         let moe = DispatchCombine::new(config(), group)?;
         let received = good(&moe)?;
         let loss = received.combine(&received.rows)?.sum_all()?;
@@ -523,9 +570,9 @@ fn a_second_backward_is_an_error_before_any_collective(device: &Device) -> AnyRe
     Ok(())
 }
 
-fn a_rank_that_is_detached_agrees_to_no_backward(device: &Device) -> AnyResult<()> {
-    let count = if device.is_cpu() { 2 } else { 1 };
-    on_ranks(device, count, |group| {
+fn a_rank_that_is_detached_agrees_to_no_backward(place: &Place) -> AnyResult<()> {
+    let count = place.count();
+    on_ranks(place, count, |group| {
         let moe = DispatchCombine::new(config(), group)?;
         let frozen = group.rank() == count - 1;
         let used = if frozen { moe.detached() } else { moe.clone() };
@@ -535,7 +582,7 @@ fn a_rank_that_is_detached_agrees_to_no_backward(device: &Device) -> AnyResult<(
         if !frozen {
             let error = y.sum_all()?.backward().err().ok_or("taken")?;
             assert!(
-                matches!(error_of(&error), Some(Error::BackwardNotAgreed { absent, .. }) if absent == &[1]),
+                matches!(error_of(&error), Some(Error::BackwardNotAgreed { absent, .. }) if absent == &[count - 1]),
                 "{error}"
             );
         }
@@ -544,8 +591,8 @@ fn a_rank_that_is_detached_agrees_to_no_backward(device: &Device) -> AnyResult<(
     Ok(())
 }
 
-fn a_rank_that_fails_among_its_experts_tells_the_others(_: &Device) -> AnyResult<()> {
-    on_ranks(&Device::Cpu, 2, |group| {
+fn a_rank_that_fails_among_its_experts_tells_the_others() -> AnyResult<()> {
+    on_ranks(&Place::Cpu, 2, |group| {
         let moe = DispatchCombine::new(config(), group)?;
         let received = good(&moe)?;
         if group.rank() == 1 {
@@ -560,8 +607,8 @@ fn a_rank_that_fails_among_its_experts_tells_the_others(_: &Device) -> AnyResult
     Ok(())
 }
 
-fn a_router_that_fails_tells_the_others(_: &Device) -> AnyResult<()> {
-    on_ranks(&Device::Cpu, 2, |group| {
+fn a_router_that_fails_tells_the_others() -> AnyResult<()> {
+    on_ranks(&Place::Cpu, 2, |group| {
         let moe = DispatchCombine::new(config(), group)?;
         let device = group.device();
         for bad in ["NaN", "width", "type", "bias"] {
@@ -587,8 +634,17 @@ fn a_router_that_fails_tells_the_others(_: &Device) -> AnyResult<()> {
     Ok(())
 }
 
+/// Tests of CPU ranks: in f64, or of a failure that is met before a device matters.
+pub fn cpu_cases() -> [(&'static str, fn() -> AnyResult<()>); 3] {
+    [
+        ("gradients_are_those_of_finite_differences", gradients_are_those_of_finite_differences),
+        ("a_rank_that_fails_among_its_experts_tells_the_others", a_rank_that_fails_among_its_experts_tells_the_others),
+        ("a_router_that_fails_tells_the_others", a_router_that_fails_tells_the_others),
+    ]
+}
+
 tests! {
-    fn(&Device) -> AnyResult<()>;
+    fn(&Place) -> AnyResult<()>;
     identity_experts_give_the_tokens_back,
     rows_come_by_expert_in_the_order_of_tokens,
     the_module_and_plain_operations_agree,
@@ -598,7 +654,4 @@ tests! {
     a_layer_that_the_group_has_no_experts_for_is_refused,
     a_second_backward_is_an_error_before_any_collective,
     a_rank_that_is_detached_agrees_to_no_backward,
-    gradients_are_those_of_finite_differences,
-    a_rank_that_fails_among_its_experts_tells_the_others,
-    a_router_that_fails_tells_the_others,
 }

@@ -1,5 +1,6 @@
 //! The layer as a candle user meets it: inside a model, trained, with odd shapes, and used wrongly. What one rank does
-//! is done on every device: the CPU, and with the `cuda` feature a GPU.
+//! is done on every device: the CPU, and with the `cuda` feature a GPU. Dispatch and combine are done over several GPUs
+//! too, with the feature `nccl`.
 
 #[cfg(feature = "cuda")]
 mod ahead;
@@ -13,6 +14,8 @@ mod faulty_comm;
 mod goldens;
 #[cfg(feature = "cuda")]
 mod gpu;
+#[cfg(feature = "nccl")]
+mod gpus;
 mod main_gradients;
 mod module;
 mod optimizer;
@@ -30,6 +33,7 @@ use std::process::ExitCode;
 use std::sync::{PoisonError, RwLock};
 
 use candle_core::Device;
+use dispatch::Place;
 use trials::Trials;
 
 /// Held by every test of the GPU; alone by one that captures, or that measures what the host waits for.
@@ -38,9 +42,8 @@ static CONTEXT: RwLock<()> = RwLock::new(());
 
 /// The suites of every device.
 #[allow(clippy::type_complexity, reason = "names and functions, no more")]
-fn suites() -> [(&'static str, Vec<(&'static str, fn(&Device) -> support::AnyResult<()>)>); 7] {
+fn suites() -> [(&'static str, Vec<(&'static str, fn(&Device) -> support::AnyResult<()>)>); 6] {
     [
-        ("dispatch", dispatch::cases()),
         ("facade", facade::cases()),
         ("main_gradients", main_gradients::cases()),
         ("module", module::cases()),
@@ -68,6 +71,26 @@ fn main() -> ExitCode {
             trials.add(format!("{file}::{name}"), move || body(&Device::Cpu));
         }
     }
+    #[cfg(feature = "nccl")]
+    let found = gpus::available();
+    for (name, body) in dispatch::cpu_cases() {
+        trials.add(format!("dispatch::{name}"), body);
+    }
+    for (name, body) in dispatch::cases() {
+        trials.add(format!("dispatch::{name}"), move || body(&Place::Cpu));
+        #[cfg(feature = "cuda")]
+        trials.add_gpu(format!("dispatch::{name}, GPU"), move || {
+            let _beside = CONTEXT.read().unwrap_or_else(PoisonError::into_inner);
+            body(&Place::Gpu(Device::new_cuda_with_stream(0)?))
+        });
+        #[cfg(feature = "nccl")]
+        for ranks in [2, 4] {
+            trials.add_gpus(format!("dispatch::{name}, {ranks} GPUs"), (ranks, found), move || {
+                let _alone = CONTEXT.write().unwrap_or_else(PoisonError::into_inner);
+                body(&Place::Gpus(ranks))
+            });
+        }
+    }
     #[cfg(feature = "cuda")]
     for (file, cases) in suites().into_iter().chain([("gpu", gpu::cases())]) {
         for (name, body) in cases {
@@ -88,5 +111,8 @@ fn main() -> ExitCode {
             });
         }
     }
-    trials.run()
+    let code = trials.run();
+    #[cfg(feature = "nccl")]
+    gpus::close();
+    code
 }

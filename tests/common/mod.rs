@@ -38,6 +38,8 @@ pub struct Setup {
     pub quantized: Option<Arc<Vec<[Quantized<Cpu>; 2]>>>,
     /// Each rank's device keeps a token's bits with quantized experts too.
     pub batch_invariant: bool,
+    /// What the group allows on a rank, where that is more than the split has on any.
+    pub max_tokens_per_rank: Option<usize>,
 }
 
 impl Setup {
@@ -50,6 +52,7 @@ impl Setup {
             noise: None,
             quantized: None,
             batch_invariant: false,
+            max_tokens_per_rank: None,
         }
     }
 }
@@ -175,6 +178,7 @@ pub fn run_rank<D: Target>(
     cotangent: Option<Cotangent<'_>>,
 ) -> Result<Part, Error> {
     let most = setup.split.iter().copied().max().unwrap_or(0);
+    let most = setup.max_tokens_per_rank.unwrap_or(most);
     let mut config = GroupConfig::new(setup.config.router.num_experts, most);
     config.dispatcher = setup.dispatcher;
     if let moebius::ep::Capacity::Static(rows) = setup.dispatch.capacity {

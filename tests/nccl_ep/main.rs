@@ -22,6 +22,9 @@ mod bench;
 mod decode;
 mod graph;
 mod handle_pool;
+#[path = "../invariance.rs"]
+#[allow(dead_code, unused_imports, reason = "a suite has parts for one device alone")]
+mod invariance;
 mod library;
 mod lost;
 mod low_latency;
@@ -36,10 +39,12 @@ use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::process::ExitCode;
 use std::sync::{Arc, Mutex};
 
+use moebius::config::Payload;
 use moebius::cuda::Cuda;
 use moebius::ep::DispatcherKind;
 
 use conformance::{gpus, over};
+use invariance::LayerKind;
 use several::Body;
 
 const KINDS: [DispatcherKind; 1] = [DispatcherKind::NcclEp];
@@ -66,6 +71,15 @@ const RULES: [&str; 10] = [
 
 /// Cases that are made to keep the rules.
 const KEEPS_THE_RULES: &str = "random_steps";
+
+/// Layers whose tokens keep their bits whatever else a call holds.
+const INVARIANT: [(&str, LayerKind); 3] = [
+    ("dense_experts", LayerKind::Dense),
+    ("nvfp4_payload", LayerKind::Payload(Payload::Nvfp4)),
+    ("mxfp8_payload", LayerKind::Payload(Payload::Mxfp8)),
+];
+/// Of the batches of invariance, one in so many: each makes a group, and NCCL EP's take a tenth of a second.
+const INVARIANCE_SHARE: usize = 16;
 
 /// A shared test over some ranks, given the first GPU.
 type Run = fn(&Cuda, usize);
@@ -115,6 +129,12 @@ fn over_ranks(ranks: usize) -> Vec<(String, Body)> {
             };
             all.push((name, body));
         }
+    }
+    for (name, layer) in INVARIANT {
+        let run = move |cuda: &Cuda| {
+            invariance::hold_over(cuda, layer, &[(ranks, DispatcherKind::NcclEp)], INVARIANCE_SHARE);
+        };
+        all.push((format!("invariance::{name}"), shared(run)));
     }
     for (name, run) in layer::cases() {
         all.push((format!("layer::{name}"), shared(move |cuda| run(cuda, ranks))));

@@ -1,0 +1,64 @@
+//! Ranks over several GPUs, each a thread with a device of candle's.
+
+use std::collections::BTreeMap;
+use std::sync::{Mutex, PoisonError};
+use std::time::Duration;
+
+use candle_core::Device;
+use moebius::candle::{DeviceGroup, EpGroup, cuda};
+use moebius::ep::{Group, GroupConfig};
+use moebius::nccl::{NcclLibrary, NcclWorld};
+
+use crate::support::AnyResult;
+
+/// For connections, and for a collective.
+const LONG: Duration = Duration::from_secs(60);
+
+/// Devices and the connections between them, by number of ranks.
+static WORLDS: Mutex<BTreeMap<usize, (Vec<Device>, NcclWorld)>> = Mutex::new(BTreeMap::new());
+
+/// GPUs of this machine, 0 where NCCL cannot be had.
+pub fn available() -> usize {
+    match NcclLibrary::open() {
+        Ok(_) => (0..).map_while(|gpu| Device::new_cuda_with_stream(gpu).ok()).count(),
+        Err(_) => 0,
+    }
+}
+
+/// Runs a closure on each rank; results in rank order. One call at a time.
+pub fn on_ranks<R: Send>(
+    ranks: usize,
+    config: &GroupConfig,
+    run: impl Fn(&DeviceGroup) -> AnyResult<R> + Sync,
+) -> AnyResult<Vec<R>> {
+    let mut worlds = WORLDS.lock().unwrap_or_else(PoisonError::into_inner);
+    // A test that fails may have ended its connections: the next makes others.
+    let (devices, world) = match worlds.remove(&ranks) {
+        Some(world) => world,
+        None => {
+            let devices = (0..ranks).map(Device::new_cuda_with_stream).collect::<Result<Vec<_>, _>>()?;
+            let gpus = devices.iter().map(cuda).collect::<Result<Vec<_>, _>>()?;
+            let world = NcclWorld::new(&NcclLibrary::open()?, &gpus, LONG)?;
+            (devices, world)
+        }
+    };
+    let comms = world.communicators(LONG)?;
+    let found = std::thread::scope(|scope| {
+        let threads = comms.into_iter().zip(&devices).map(|(comm, device)| {
+            let (run, config) = (&run, config.clone());
+            scope.spawn(move || {
+                let group = Group::new(comm.cuda().clone(), Box::new(comm), config)?;
+                run(&DeviceGroup::new(EpGroup::new(group), device)?)
+            })
+        });
+        let threads: Vec<_> = threads.collect();
+        threads.into_iter().map(|t| t.join().expect("a rank panicked")).collect::<AnyResult<Vec<R>>>()
+    })?;
+    worlds.insert(ranks, (devices, world));
+    Ok(found)
+}
+
+/// Ends the connections before the process does.
+pub fn close() {
+    WORLDS.lock().unwrap_or_else(PoisonError::into_inner).clear();
+}
