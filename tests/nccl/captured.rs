@@ -1,5 +1,5 @@
-//! Passes of a chain in CUDA graphs, over several GPUs: the bits of eager passes, and what becomes of captures that
-//! fail.
+//! Passes of a chain in CUDA graphs, over several GPUs, with copy engines and without: the bits of eager passes, and what
+//! becomes of captures that fail.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -26,7 +26,6 @@ pub fn cases() -> Vec<(&'static str, Run)> {
         ("a_capture_that_never_runs_leaves_nothing", a_capture_that_never_runs_leaves_nothing),
         ("a_capture_that_fails_is_given_up", a_capture_that_fails_is_given_up),
         ("what_a_capture_cannot_have", what_a_capture_cannot_have),
-        ("copy_engines_are_not_captured", copy_engines_are_not_captured),
     ]
 }
 
@@ -385,23 +384,5 @@ fn what_a_capture_cannot_have(_: &Cuda, n: usize) {
         rank.change(3);
         graph.replay().unwrap();
         rank.check(3, "captured after refusals");
-    });
-}
-
-/// Refused before a capture can begin; eager steps go on.
-fn copy_engines_are_not_captured(_: &Cuda, n: usize) {
-    crate::etp::with_memory(|| {
-        ranks(n, MINUTE, |rank, comms| {
-            let mut rank = Rank::new((rank, n), comms, on(Payload::Plain, 2));
-            assert!(rank.chain.uses_copy_engines());
-            rank.eager(0, "before");
-            for step in 1..3 {
-                let refused = rank.chain.prepare_capture();
-                assert!(matches!(refused, Err(Error::NotCapturable { .. })), "{refused:?}");
-                let graph = rank.capture(Rank::step).map(drop);
-                assert!(matches!(graph, Err(Error::NotCapturable { .. })), "{graph:?}");
-                rank.eager(step, "after");
-            }
-        });
     });
 }

@@ -99,6 +99,10 @@ fn over_ranks(ranks: usize) -> Vec<(String, Body)> {
         ("captured", captured::cases()),
         ("streams", streams::cases()),
     ];
+    for (name, run) in captured::cases() {
+        let run = move |cuda: &Cuda| etp::with_memory(|| run(cuda, ranks));
+        all.push((format!("captured_engines::{name}"), body(run)));
+    }
     for (file, cases) in files {
         for (name, run) in cases {
             all.push((format!("{file}::{name}"), body(move |cuda| run(cuda, ranks))));

@@ -1,11 +1,13 @@
 //! A chain's collectives on streams of their own: what goes on beside what, and who waits for whom.
 
-use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Arc, mpsc};
 use std::thread;
 use std::time::{Duration, Instant};
 
 use moebius::cpu::Cpu;
 use moebius::cuda::Cuda;
+use moebius::cuda::cudarc::driver::{result, sys};
 use moebius::ep::GroupConfig;
 use moebius::etp::{
     Chain, Comms, EtpOptions, Payload, Phase, Reduction, Shard, ShardDevice, Shares, WeightId, WeightSpec,
@@ -176,13 +178,35 @@ fn same_bits_under_load(_: &Cuda, n: usize) {
     }
 }
 
-/// A pass is enqueued while the computation is still far behind.
+/// Keeps a GPU's stream from going on until it is opened: the stream waits for a word of the host's memory.
+struct Gate(&'static AtomicU32);
+
+impl Gate {
+    fn shut(cuda: &Cuda) -> Self {
+        let stream = cuda.stream();
+        stream.context().bind_to_thread().unwrap();
+        // SAFETY: the context is this thread's; the memory is never freed, as a stream may wait for it.
+        let memory = unsafe { result::malloc_host(size_of::<u32>(), 0) }.unwrap();
+        // SAFETY: page-locked memory of four bytes, aligned to far more, which nothing else has.
+        let word = unsafe { &*memory.cast::<AtomicU32>() };
+        word.store(0, Ordering::SeqCst);
+        // SAFETY: the stream lives; page-locked memory has the same address for the GPU.
+        let status = unsafe { sys::cuStreamWaitValue32_v2(stream.cu_stream(), memory as u64, 1, 0) };
+        status.result().unwrap();
+        Self(word)
+    }
+
+    fn open(&self) {
+        self.0.store(1, Ordering::SeqCst);
+    }
+}
+
+/// A pass is enqueued while the computation has not gone on.
 fn no_host_waits_for_a_gpu(_: &Cuda, n: usize) {
     ranks(n, MINUTE, |rank, comms| {
         let weights = 4;
         let rank = Rank::new(rank, comms, EtpOptions::default(), weights, Payload::Plain).unwrap();
         let (cuda, chain) = (&rank.cuda, &rank.chain);
-        let mut noise = Tensor::empty(cuda, DType::U8, &[1 << 30]).unwrap();
         let pass = |phase, reversed: bool| {
             chain.begin(phase).unwrap();
             for at in 0..weights {
@@ -197,23 +221,29 @@ fn no_host_waits_for_a_gpu(_: &Cuda, n: usize) {
             }
             chain.end().unwrap();
         };
-        for _ in 0..2 {
+        let step = || {
             pass(Phase::Forward, false);
             pass(Phase::Backward, true);
             chain.finish(None, |_, _| Ok(())).unwrap();
-        }
+        };
+        (0..2).for_each(|_| step());
         cuda.check().unwrap();
-        let start = Instant::now();
-        // A GiB takes at least 0.2 ms.
-        rank.load(&mut noise, 1500);
-        let loaded = cuda.record().unwrap();
-        pass(Phase::Forward, false);
-        pass(Phase::Backward, true);
-        chain.finish(None, |_, _| Ok(())).unwrap();
-        let enqueued = start.elapsed();
-        assert!(!loaded.is_done().unwrap(), "the host has waited: {enqueued:?}");
+        let gate = Gate::shut(cuda);
+        let before = cuda.record().unwrap();
+        let (enqueued, told) = mpsc::channel::<()>();
+        let waited = thread::scope(|scope| {
+            scope.spawn(|| {
+                // A host that waits for its GPU goes on when this is over, and is found out.
+                let _ = told.recv_timeout(MINUTE / 3);
+                gate.open();
+            });
+            step();
+            let waited = before.is_done().unwrap();
+            drop(enqueued);
+            waited
+        });
+        assert!(!waited, "the host has waited");
         cuda.check().unwrap();
-        println!("enqueued in {enqueued:?}, done after {:?}", start.elapsed());
     });
 }
 

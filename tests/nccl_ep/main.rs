@@ -78,7 +78,7 @@ const INVARIANT: [(&str, LayerKind); 3] = [
     ("nvfp4_payload", LayerKind::Payload(Payload::Nvfp4)),
     ("mxfp8_payload", LayerKind::Payload(Payload::Mxfp8)),
 ];
-/// Of the batches of invariance, one in so many: each makes a group, and NCCL EP's take a tenth of a second.
+/// Of the batches of invariance, one in so many: each makes a group, and NCCL EP's take long to make.
 const INVARIANCE_SHARE: usize = 16;
 
 /// A shared test over some ranks, given the first GPU.

@@ -11,7 +11,6 @@ use crate::error::{Error, Result};
 
 use crate::etp::chain::Chain;
 use crate::etp::chain::collective_state::MainGradient;
-use crate::etp::fault::not_capturable_error;
 use crate::etp::{Reduction, ShardDevice};
 
 impl<D: ShardDevice> Chain<D> {
@@ -30,9 +29,7 @@ impl<D: ShardDevice> Chain<D> {
     ///
     /// # Errors
     /// A pass that runs, no forward yet; [`Reduction::Native`], whose sums take memory of another stream;
-    /// [`Error::NotCapturable`]: collective threads of copy engines
-    /// ([`Communicator::memory`](crate::comm::Communicator::memory)), a capture under way; those of the gradients under
-    /// way.
+    /// [`Error::NotCapturable`]: a capture under way; those of the gradients under way.
     pub fn prepare_capture(&self) -> Result<()> {
         const CALL: &str = "Chain::prepare_capture";
         let mut inner = self.lock_outside_capture(CALL)?;
@@ -46,9 +43,6 @@ impl<D: ShardDevice> Chain<D> {
                 "Pairwise",
                 "Native, whose sums take another stream's memory",
             ));
-        }
-        if inner.gathers.has_own_memory || inner.reductions().has_own_memory {
-            return Err(not_capturable_error(CALL, "capture what copy engines move"));
         }
         inner.drop_gathers().and(inner.finish_reductions(self))?;
         for MainGradient { sums, first, summed } in inner.weights.iter_mut().filter_map(|weight| weight.main.as_mut()) {
