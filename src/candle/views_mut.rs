@@ -4,6 +4,7 @@ use std::cell::RefCell;
 
 use candle_core::{CpuStorage, CudaStorage, InplaceOp1, Layout, Tensor};
 
+use crate::adapter::VARIABLES_AT_ONCE;
 use crate::error::{Error, Result};
 use crate::tensor::TensorMut;
 
@@ -123,9 +124,6 @@ pub(super) fn with_views_mut<D: Host, R>(
     .map_err(framework(call))
 }
 
-/// Variables viewed at once: as many as one of an optimizer's launches takes, and few enough for a thread's stack.
-const AT_ONCE: usize = 48;
-
 /// Gives `change` the memory of variables, none of which is there twice, as vectors, some at a time, with the number of
 /// the first of them.
 pub(super) fn with_vars_mut<D: Host>(
@@ -134,8 +132,8 @@ pub(super) fn with_vars_mut<D: Host>(
     vars: &[&Tensor],
     mut change: impl FnMut(usize, Vec<TensorMut<'_, D>>) -> Result<()>,
 ) -> Result<()> {
-    for (at, vars) in vars.chunks(AT_ONCE).enumerate() {
-        let first = at * AT_ONCE;
+    for (at, vars) in vars.chunks(VARIABLES_AT_ONCE).enumerate() {
+        let first = at * VARIABLES_AT_ONCE;
         let names: Vec<String> = (first..).take(vars.len()).map(|number| format!("variable {number}")).collect();
         let named: Vec<(&str, &Tensor)> = names.iter().map(String::as_str).zip(vars.iter().copied()).collect();
         with_views_mut(device, call, &named, |views| {
