@@ -24,7 +24,7 @@ use super::device::Cuda;
 use super::heuristics::{LOOP_BLOCKS, PLAN_CHUNKS, PLAN_CLEARED, PLAN_SMALL};
 use super::launch::Grid;
 use super::layout::{PlannedTiles, TileOrder, at, check_number};
-use super::params;
+use super::params::{self, PLAN_THREADS, WARP_THREADS};
 use super::tile_config::{DEFAULT_SMEM, PLAN_SMALL_WARPS, plan_small_shared};
 
 /// Counts that fit a block's shared memory without asking for more.
@@ -124,9 +124,9 @@ pub(crate) fn external_layout(device: &Cuda, from: &ExternalPlan<'_>) -> Result<
         fault: device.inner.status,
         origin: device.origin(CALL, from.origin)?,
     };
-    let blocks = from.rows.max(groups).max(1).div_ceil(256);
+    let grid = Grid::threads_of(from.rows.max(groups).max(1), PLAN_THREADS);
     // SAFETY: every tensor has the size that `params.h` states for it.
-    unsafe { device.launch(CALL, &device.kernels().plan.plan_external_layout, Grid::new(blocks, 256), &p) }?;
+    unsafe { device.launch(CALL, &device.kernels().plan.plan_external_layout, grid, &p) }?;
     device.report(CALL)?;
     Ok((Segments::new(offsets, counts, from.rows).with_origin(from.origin), row_map))
 }
@@ -206,8 +206,11 @@ pub(super) fn plan_on_gpu(device: &Cuda, call: PlanRequest<'_, Cuda>) -> Result<
         origin: device.origin(CALL, origin)?,
     };
     let shared = (experts * 4) as u32;
-    let walk = Grid { shared, ..Grid::new(chunks, 32) };
-    let one = Grid::new(1, warps as u32 * 32);
+    let walk = Grid { shared, ..Grid::new(chunks, WARP_THREADS) };
+    let one = Grid::new(1, warps as u32 * WARP_THREADS);
+    // A warp scans an expert's chunks; all clear maps.
+    let scanning = Grid::warps_of(experts, PLAN_THREADS).blocks.0;
+    let blocks = scanning.max(rows.div_ceil(PLAN_CLEARED).min(LOOP_BLOCKS));
     let kernels = &device.kernels().plan;
     // SAFETY: every tensor has the size that `params.h` states for it; the kernels check the ids.
     unsafe {
@@ -216,8 +219,7 @@ pub(super) fn plan_on_gpu(device: &Cuda, call: PlanRequest<'_, Cuda>) -> Result<
             device.launch(CALL, &kernels.plan_small, grid, &p)?;
         } else {
             device.launch(CALL, &kernels.plan_count, walk, &p)?;
-            let blocks = experts.div_ceil(8).max(rows.div_ceil(PLAN_CLEARED).min(LOOP_BLOCKS));
-            device.launch(CALL, &kernels.plan_scan, Grid::new(blocks, 256), &p)?;
+            device.launch(CALL, &kernels.plan_scan, Grid::new(blocks, PLAN_THREADS), &p)?;
             device.launch(CALL, &kernels.plan_segments, one, &p)?;
             device.launch(CALL, &kernels.plan_slots, walk, &p)?;
         }
