@@ -155,7 +155,7 @@ fn piece_sizes_that_overflow() {
             send_bytes: &sizes,
             recv: TensorMut::from_slice(&mut recv, &[4]).expect("recv"),
             recv_bytes: &[2, 2],
-            payload: DType::U8,
+            dtype: DType::U8,
         };
         match comm.all_to_all_v(tag, exchange) {
             Err(Error::Shape { tensor, .. }) if bad => assert_eq!(tensor, "send"),

@@ -119,7 +119,7 @@ fn pieces_of_different_sizes<D: Target>(device: &D, ranks: usize) {
             send_bytes: &sizes,
             recv: recv.view_mut(),
             recv_bytes: &sizes,
-            payload: DType::U8,
+            dtype: DType::U8,
         };
         o.comm.all_to_all_v(tag(0), exchange).expect("all_to_all_v");
         let expected: Vec<u8> = (0..ranks).flat_map(|p| vec![(16 * p + r) as u8; r + p]).collect();
