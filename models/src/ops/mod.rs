@@ -25,7 +25,7 @@ mod rotate;
 #[cfg(feature = "cuda")]
 mod step_memory;
 
-pub(crate) use attention::{AttentionOptions, MaskCache, SlotOptions, attention, slot_attention};
+pub(crate) use attention::{AttentionOptions, CacheAttentionOptions, MaskCache, attention, cache_attention};
 pub(crate) use computed::with_backward;
 pub(crate) use cross_entropy::{Head, cross_entropy};
 pub(crate) use linear::linear;
