@@ -189,7 +189,7 @@ impl<D: CandleDevice> CustomOp3 for DispatchOp<D> {
         let step = &self.step;
         let arrived = step.pending.take_cotangents()?;
         // Made whether wanted or not: the other ranks are in the collective.
-        let made = step.pending.routing.dispatch_backward(&CandleTensors, &arrived);
+        let made = step.pending.routing.dispatch_bwd(&CandleTensors, &arrived);
         let [d_x, d_weights] = step.noting_failure(made)?;
         Ok((None, step.wanted(d_x, x)?, step.wanted(d_weights, weights)?))
     }
@@ -250,7 +250,7 @@ impl<D: CandleDevice> CustomOp2 for CombineOp<D> {
         d_y: &Tensor,
     ) -> Result<(Option<Tensor>, Option<Tensor>)> {
         self.step.pending.check_combine(self.ran.swap(true, Ordering::AcqRel))?;
-        let made = self.step.pending.routing.combine_backward(&CandleTensors, d_y);
+        let made = self.step.pending.routing.combine_bwd(&CandleTensors, d_y);
         let d_outputs = self.step.noting_failure(made)?;
         Ok((Some(token.zeros_like()?), self.step.wanted(d_outputs, outputs)?))
     }

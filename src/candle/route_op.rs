@@ -63,7 +63,7 @@ impl<D: CandleDevice> CustomOp1 for RouteOp<D> {
 
     fn bwd(&self, logits: &Tensor, _: &Tensor, d_weights: &Tensor) -> Result<Option<Tensor>> {
         let call = GuardedCall { layer: &self.layer, group: &self.group, tensors: &CandleTensors };
-        let d_logits = call.route_backward(DispatchTokens { x: logits, ids: &self.ids, weights: d_weights })?;
+        let d_logits = call.route_bwd(DispatchTokens { x: logits, ids: &self.ids, weights: d_weights })?;
         Ok(Some(into_candle(d_logits, logits.dims(), &self.device)?))
     }
 }
