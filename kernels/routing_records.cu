@@ -159,7 +159,7 @@ extern "C" __global__ void __launch_bounds__(PLAN_THREADS) record_ids(const __gr
     }
     __threadfence();
     __syncthreads();
-    if (threadIdx.x == 0) last = atomicAdd(p.errors + ERRORS_TICKET, 1ull) + 1 == gridDim.x;
+    if (threadIdx.x == 0) last = atomicAdd(p.errors + ERRORS_BLOCKS_DONE, 1ull) + 1 == gridDim.x;
     __syncthreads();
     if (!last) return;
     __threadfence();
@@ -169,7 +169,7 @@ extern "C" __global__ void __launch_bounds__(PLAN_THREADS) record_ids(const __gr
     if (word != 0) return;
     p.record[PENDING] = p.errors[0] != 0;
     const unsigned long long bad = atomicExch(p.errors + ERRORS_FIRST_BAD, 0ull);
-    p.errors[ERRORS_TICKET] = 0;
+    p.errors[ERRORS_BLOCKS_DONE] = 0;
     if (bad == 0) return;
     const int64_t i = static_cast<int64_t>(~bad), token = i / p.top_k, id = id_of(i);
     int64_t first = 0;
