@@ -17,13 +17,13 @@ use moebius::{DType, Error, MoeConfig, Shape, Tensor, TensorMut, TensorRef};
 #[path = "common/seed.rs"]
 mod seed;
 
-const PATIENCE: Duration = Duration::from_secs(30);
+const TIMEOUT: Duration = Duration::from_secs(30);
 
 fn on_ranks<T: Send>(ranks: usize, body: impl Fn(ThreadComm) -> T + Sync) -> Vec<T> {
     let body = &body;
     thread::scope(|scope| {
         let spawn = |comm| scope.spawn(move || body(comm));
-        let threads: Vec<_> = ThreadWorld::create(ranks, PATIENCE).into_iter().map(spawn).collect();
+        let threads: Vec<_> = ThreadWorld::create(ranks, TIMEOUT).into_iter().map(spawn).collect();
         threads.into_iter().map(|t| t.join().expect("a rank panicked")).collect()
     })
 }
