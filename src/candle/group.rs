@@ -25,7 +25,12 @@ impl DeviceGroup {
         if group.lock().device().is(device) {
             return Ok(Self::of(group, device.clone()));
         }
-        Err(Error::invalid("DeviceGroup::new", "device", "the group's own", D::other(device)))
+        // Of a GPU it may be the group's too, with another stream.
+        let expected = match device {
+            Device::Cuda(_) => "the group's own (make its Cuda by candle::cuda(&device))",
+            _ => "the group's own",
+        };
+        Err(Error::invalid("DeviceGroup::new", "device", expected, D::other(device)))
     }
 
     /// A group of one rank on `device`: of a layer's configuration (`&MoeConfig`) one for its experts, which takes any
