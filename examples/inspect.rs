@@ -169,7 +169,7 @@ fn plan(arguments: &Arguments, tokens: usize, config: &MoeConfig, dtype: DType, 
     say(format_args!("\na step of {tokens} {dtype} tokens a rank, on one rank"));
     say(format_args!(
         "  {:<18} {:>10} {:>10} {:>18} {:>10} {:>10}",
-        "", "slots", "rows", "kept a layer", "passing", "routing"
+        "", "slots", "rows", "saved a layer", "transient", "routing"
     ));
     for (name, sizes) in cases {
         let of = sizes.memory(config);
@@ -177,15 +177,15 @@ fn plan(arguments: &Arguments, tokens: usize, config: &MoeConfig, dtype: DType, 
             "  {name:<18} {:>10} {:>10} {:>18} {:>10} {:>10}",
             sizes.slots,
             sizes.rows,
-            format!("{} x {layers}", size(of.kept as u64)),
-            size(of.passing as u64),
+            format!("{} x {layers}", size(of.saved as u64)),
+            size(of.transient as u64),
             size(of.routing as u64)
         ));
     }
     say(format_args!(
         "  slots: rows of this rank's experts (a static capacity is a bound on them); rows: those that travel here;"
     ));
-    say(format_args!("  kept: from forward to backward; passing: at once beside that, for all layers together"));
+    say(format_args!("  saved: from forward to backward; transient: at once beside that, for all layers together"));
 }
 
 fn describe(config: &MoeConfig) {

@@ -118,9 +118,9 @@ extern "C" __global__ void square_leaves(const __grid_constant__ SquareJobs p) {
     else square_task<bf16>(job, own);
 }
 
-// A tree over `count` numbers and zeros behind them, `size` in all, a power of two; by a whole block of 256 threads,
-// whose first has the sum.
-constexpr int TREE_THREADS = 256;
+// A tree over `count` numbers and zeros behind them, `size` in all, a power of two; by a whole block, whose first
+// thread has the sum.
+constexpr int TREE_THREADS = ADAMW_THREADS;
 template <class F>
 __device__ double tree_sum(int64_t count, int64_t size, F&& value) {
     __shared__ double sums[TREE_THREADS];
@@ -340,7 +340,7 @@ __device__ __forceinline__ void by_gradient(const AdamWJobs& p, const AdamWJob& 
     else by_four<bf16, M>(p, job, numbers, at, end);
 }
 
-extern "C" __global__ void __launch_bounds__(256) adamw(const __grid_constant__ AdamWJobs p) {
+extern "C" __global__ void __launch_bounds__(ADAMW_THREADS) adamw(const __grid_constant__ AdamWJobs p) {
     if (p.coefficients[COEFFICIENT_SKIP] != 0.0) return;
     const AdamWJob& job = p.jobs[find_job(p.jobs, p.count, [](const AdamWJob& j) { return j.first_block; }, blockIdx.x)];
     const Numbers numbers(p.coefficients);

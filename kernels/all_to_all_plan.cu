@@ -54,7 +54,7 @@ __device__ void for_each_message_choice(const RecordsPlanParams& p, int64_t firs
 
 }  // namespace
 
-extern "C" __global__ void __launch_bounds__(32) all_to_all_places(const __grid_constant__ RecordsPlanParams p) {
+extern "C" __global__ void __launch_bounds__(WARP_THREADS) all_to_all_places(const __grid_constant__ RecordsPlanParams p) {
     extern __shared__ int32_t count[];
     for (int e = threadIdx.x; e < p.experts; e += 32) count[e] = p.before[e * p.chunks + blockIdx.x];
     __syncwarp();
@@ -62,7 +62,7 @@ extern "C" __global__ void __launch_bounds__(32) all_to_all_places(const __grid_
     for_each_choice(RecordedChoices{p}, first, end_of(p, first), count, PlaceChoices{p, p.experts / p.ranks});
 }
 
-extern "C" __global__ void __launch_bounds__(32) all_to_all_count(const __grid_constant__ RecordsPlanParams p) {
+extern "C" __global__ void __launch_bounds__(WARP_THREADS) all_to_all_count(const __grid_constant__ RecordsPlanParams p) {
     extern __shared__ int32_t count[];
     const int64_t first = blockIdx.x * p.chunk, last = end_of(p, first);
     for (int m = threadIdx.x; m < 4 * p.ranks; m += 32) count[m] = 0;
@@ -73,11 +73,11 @@ extern "C" __global__ void __launch_bounds__(32) all_to_all_count(const __grid_c
     for (int m = threadIdx.x; m < 4 * p.ranks; m += 32) p.message_counts[m * p.chunks + blockIdx.x] = count[m];
 }
 
-extern "C" __global__ void __launch_bounds__(256) all_to_all_scan(const __grid_constant__ RecordsPlanParams p) {
+extern "C" __global__ void __launch_bounds__(PLAN_THREADS) all_to_all_scan(const __grid_constant__ RecordsPlanParams p) {
     scan_chunks(p.message_counts, p.chunks, 4 * p.ranks, p.totals);
 }
 
-extern "C" __global__ void __launch_bounds__(32) all_to_all_number(const __grid_constant__ RecordsPlanParams p) {
+extern "C" __global__ void __launch_bounds__(WARP_THREADS) all_to_all_number(const __grid_constant__ RecordsPlanParams p) {
     extern __shared__ int32_t count[];
     const int64_t first = blockIdx.x * p.chunk, last = end_of(p, first);
     // Messages lie behind each other.

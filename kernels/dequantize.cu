@@ -6,9 +6,8 @@ namespace {
 using namespace quant;
 
 // Threads take elements by eights, whose results lie beside their neighbors': a warp writes whole sectors. A thread
-// loads all that it takes before it computes (`src/cuda/quant.rs` has the same numbers).
-constexpr int THREADS = 256, EACH = 8, SPAN = THREADS * EACH;
-static_assert(SPAN == DEQUANTIZE_SPAN, "common/shapes.h has others");
+// loads all that it takes before it computes.
+constexpr int THREADS = QUANT_THREADS, EACH = DEQUANTIZE_THREAD_EIGHTS, SPAN = DEQUANTIZE_SPAN;
 
 // Of 32 bits where that is enough: a division of 64 is a hundred instructions.
 __device__ __forceinline__ int64_t quotient(int64_t a, int64_t b) {

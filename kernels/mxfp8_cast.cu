@@ -142,7 +142,7 @@ __device__ __forceinline__ void cast(const QuantCastParams& p) {
 // Rows alone, of a matrix without gaps whose rows are whole blocks: half a block's place follows from its number.
 template <class T>
 __device__ __forceinline__ void cast_rows(const QuantCastParams& p) {
-    constexpr int EACH = 8 / sizeof(T), THREADS = 256;
+    constexpr int EACH = CAST_THREAD_BYTES / 16 / sizeof(T), THREADS = QUANT_THREADS;
     const QuantSide& side = p.rows;
     const bool floor = p.floor;
     const int64_t all = p.matrix.rows * p.matrix.columns / 16, first = static_cast<int64_t>(blockIdx.x) * EACH * THREADS + threadIdx.x;
@@ -176,7 +176,7 @@ __device__ __forceinline__ void cast_rows(const QuantCastParams& p) {
 }  // namespace
 
 #define CAST(name, T, TILED) \
-    extern "C" __global__ void __launch_bounds__(256) name(const __grid_constant__ QuantCastParams p) { cast<T, TILED>(p); }
+    extern "C" __global__ void __launch_bounds__(QUANT_THREADS) name(const __grid_constant__ QuantCastParams p) { cast<T, TILED>(p); }
 
 CAST(mxfp8_bf16, bf16, false)
 CAST(mxfp8_f16, f16, false)
@@ -186,7 +186,7 @@ CAST(mxfp8_tiled_f16, f16, true)
 CAST(mxfp8_tiled_f32, float, true)
 
 #define CAST_ROWS(name, T) \
-    extern "C" __global__ void __launch_bounds__(256) name(const __grid_constant__ QuantCastParams p) { cast_rows<T>(p); }
+    extern "C" __global__ void __launch_bounds__(QUANT_THREADS) name(const __grid_constant__ QuantCastParams p) { cast_rows<T>(p); }
 
 CAST_ROWS(mxfp8_rows_bf16, bf16)
 CAST_ROWS(mxfp8_rows_f16, f16)

@@ -119,7 +119,7 @@ __device__ __forceinline__ void cast(const QuantCastParams& p) {
 // number.
 template <class T, int MODE>
 __device__ __forceinline__ void cast_rows(const QuantCastParams& p) {
-    constexpr int EACH = 8 / sizeof(T), THREADS = 256;
+    constexpr int EACH = CAST_THREAD_BYTES / 16 / sizeof(T), THREADS = QUANT_THREADS;
     const QuantSide& side = p.rows;
     const int64_t all = p.matrix.rows * side.blocks, first = static_cast<int64_t>(blockIdx.x) * EACH * THREADS + threadIdx.x;
     Block<T> blocks[EACH];
@@ -152,8 +152,9 @@ __device__ __forceinline__ void cast_rows(const QuantCastParams& p) {
 // of 64 columns, 8 lanes a row, so that a line of memory is one load; a thread's four rows are of one tile.
 template <class T>
 __device__ __forceinline__ void cast_tiles(const QuantCastParams& p) {
+    static_assert(32 * NVFP4_TILED_THREAD_BLOCKS == 16 * 64 / 16, "a warp has 16 rows of 64 columns");
     const QuantSide& side = p.rows;
-    const unsigned wide = static_cast<unsigned>(p.matrix.columns / 64), unit = blockIdx.x * 8 + threadIdx.x / 32, lane = threadIdx.x % 32;
+    const unsigned wide = static_cast<unsigned>(p.matrix.columns / 64), unit = blockIdx.x * (QUANT_THREADS / 32) + threadIdx.x / 32, lane = threadIdx.x % 32;
     const int64_t row = static_cast<int64_t>(unit / wide) * 16 + lane / 8, column = unit % wide * 64 + lane % 8 * 8;
     if (row >= p.matrix.rows) return;  // whole warps
     uint4 words[4];
@@ -190,11 +191,11 @@ __device__ __forceinline__ void cast_tiles(const QuantCastParams& p) {
 }  // namespace
 
 #define CAST_TILES(name, T) \
-    extern "C" __global__ void __launch_bounds__(256) name(const __grid_constant__ QuantCastParams p) { cast_tiles<T>(p); }
+    extern "C" __global__ void __launch_bounds__(QUANT_THREADS) name(const __grid_constant__ QuantCastParams p) { cast_tiles<T>(p); }
 #define CAST_ROWS(name, T, MODE) \
-    extern "C" __global__ void __launch_bounds__(256) name(const __grid_constant__ QuantCastParams p) { cast_rows<T, MODE>(p); }
+    extern "C" __global__ void __launch_bounds__(QUANT_THREADS) name(const __grid_constant__ QuantCastParams p) { cast_rows<T, MODE>(p); }
 #define CAST(name, T, MODE) \
-    extern "C" __global__ void __launch_bounds__(256) name(const __grid_constant__ QuantCastParams p) { cast<T, MODE>(p); }
+    extern "C" __global__ void __launch_bounds__(QUANT_THREADS) name(const __grid_constant__ QuantCastParams p) { cast<T, MODE>(p); }
 #define CASTS(type, T)                            \
     CAST(nvfp4_te_##type, T, TE)                  \
     CAST(nvfp4_stochastic_##type, T, STOCHASTIC)  \

@@ -17,7 +17,7 @@
 namespace {
 using namespace quant;
 
-constexpr int WARPS = 8, THREADS = WARPS * 32;
+constexpr int THREADS = QUANT_THREADS, WARPS = THREADS / 32;
 constexpr int SLABS = 4, ACROSS = 2, HIGH = WARPS / ACROSS * 64, WIDE = ACROSS * 64;  // a slab's warps, rows, columns
 // Bytes from a row to the next, of codes from a column's to the next's, and of scales: few lanes meet on a bank.
 constexpr int PITCH = 144, UNIT = 16 * PITCH, CODES = HIGH / 2 + 8, ROW_SCALES = SLABS * WIDE / 16 + 8, COLUMN_SCALES = HIGH / 16;
@@ -413,10 +413,10 @@ __device__ __forceinline__ void cast(const QuantCastParams& p) {
     else run(std::false_type());
     if (p.rows.codes) {
         uint8_t* scales = p.rows.scales + static_cast<int64_t>(row) * p.rows.blocks + column / 16;
-        write<SLABS * WIDE / 128, ROW_SCALES>(scales, p.rows.blocks, s.row_scales, height, slabs * (WIDE / 16), thread);
+        write<SLABS * WIDE / NVFP4_ALIGNED_MULTIPLE, ROW_SCALES>(scales, p.rows.blocks, s.row_scales, height, slabs * (WIDE / 16), thread);
     }
     uint8_t* scales = p.columns.scales + static_cast<int64_t>(column) * p.columns.blocks + row / 16;
-    write<HIGH / 128, COLUMN_SCALES>(scales, p.columns.blocks, s.column_scales, slabs * WIDE, height / 16, thread);
+    write<HIGH / NVFP4_ALIGNED_MULTIPLE, COLUMN_SCALES>(scales, p.columns.blocks, s.column_scales, slabs * WIDE, height / 16, thread);
 }
 
 }  // namespace

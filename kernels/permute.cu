@@ -118,7 +118,7 @@ __device__ void reduce_some(const RowsOpParams& p) {
 }
 
 // A block a row, of two, four, six or eight, in words of 16 bytes.
-extern "C" __global__ void __launch_bounds__(256, 4) reduce_few_rows(const __grid_constant__ RowsOpParams p) {
+extern "C" __global__ void __launch_bounds__(PERMUTE_THREADS, 4) reduce_few_rows(const __grid_constant__ RowsOpParams p) {
     wait_for_previous_kernel();
     if (p.type == TYPE_F32) reduce_some<float>(p);
     else if (p.type == TYPE_F16) reduce_some<f16>(p);
@@ -128,7 +128,7 @@ extern "C" __global__ void __launch_bounds__(256, 4) reduce_few_rows(const __gri
 // Joins values in pairs as they come, ((0 + 1) + (2 + 3)) + ...: a counter whose bits say which sums are waiting.
 template <int N>
 struct Pairs {
-    static constexpr int LEVELS = 16;
+    static constexpr int LEVELS = ADD_SHARES_LEVELS;
     float waiting[LEVELS][N];
 
     __device__ void add(int64_t k, const float (&value)[N]) {
@@ -177,7 +177,7 @@ __device__ __forceinline__ float add_to(float main, float scale, float sum) {
 // write every sector in two parts, at three quarters of the rate. All words are under way before the first is added.
 template <class T, int PARTS>
 __device__ void add_few(const AddSharesParams& p) {
-    constexpr int N = 4, WORDS = PARTS > 4 ? 1 : PARTS > 2 ? 4 : 8;
+    constexpr int N = ADD_SHARES_ELEMENTS, WORDS = PARTS > 4 ? 1 : PARTS > 2 ? 4 : 8;
     using Pack = typename std::conditional<sizeof(T) == 2, uint2, uint4>::type;
     const float scale = static_cast<float>(p.scale);
     const int64_t next = static_cast<int64_t>(blockDim.x) * N, span = next * WORDS;

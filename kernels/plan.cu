@@ -231,7 +231,7 @@ __device__ void finish_segments(const LocalPlanParams& p) {
 
 }  // namespace
 
-extern "C" __global__ void __launch_bounds__(32) plan_count(const __grid_constant__ LocalPlanParams p) {
+extern "C" __global__ void __launch_bounds__(WARP_THREADS) plan_count(const __grid_constant__ LocalPlanParams p) {
     extern __shared__ int32_t count[];
     for (int e = threadIdx.x; e < p.experts; e += 32) count[e] = 0;
     __syncwarp();
@@ -242,17 +242,17 @@ extern "C" __global__ void __launch_bounds__(32) plan_count(const __grid_constan
 
 // A warp an expert: chunks' counts become counts before the chunk. All blocks clear the maps;
 // there are more than experts need where maps are long.
-extern "C" __global__ void __launch_bounds__(256) plan_scan(const __grid_constant__ LocalPlanParams p) {
+extern "C" __global__ void __launch_bounds__(PLAN_THREADS) plan_scan(const __grid_constant__ LocalPlanParams p) {
     clear_maps(p);
     scan_chunks(p.before, p.chunks, p.experts, p.stats);
 }
 
-extern "C" __global__ void __launch_bounds__(1024) plan_segments(const __grid_constant__ LocalPlanParams p) {
+extern "C" __global__ void __launch_bounds__(PLAN_SEGMENTS_THREADS) plan_segments(const __grid_constant__ LocalPlanParams p) {
     layout_segments(p);
     finish_segments(p);
 }
 
-extern "C" __global__ void __launch_bounds__(32) plan_slots(const __grid_constant__ LocalPlanParams p) {
+extern "C" __global__ void __launch_bounds__(WARP_THREADS) plan_slots(const __grid_constant__ LocalPlanParams p) {
     extern __shared__ int32_t count[];
     for (int e = threadIdx.x; e < p.experts; e += 32) count[e] = p.before[e * p.chunks + blockIdx.x];
     __syncwarp();
@@ -262,7 +262,7 @@ extern "C" __global__ void __launch_bounds__(32) plan_slots(const __grid_constan
 
 // One block, a warp a chunk. The layout is made in shared memory, as each step reads what the one before has written:
 // offsets and counts [E], statistics [2 E + 2], then [chunks, E] counts.
-extern "C" __global__ void __launch_bounds__(1024) plan_small(const __grid_constant__ LocalPlanParams p) {
+extern "C" __global__ void __launch_bounds__(PLAN_SEGMENTS_THREADS) plan_small(const __grid_constant__ LocalPlanParams p) {
     wait_for_previous_kernel();
     extern __shared__ int64_t layout[];
     LocalPlanParams shared = p;
@@ -294,13 +294,13 @@ extern "C" __global__ void __launch_bounds__(1024) plan_small(const __grid_const
 }
 
 // Status words to memory of the host.
-extern "C" __global__ void __launch_bounds__(32) report(const __grid_constant__ RowsOpParams p) {
+extern "C" __global__ void __launch_bounds__(WARP_THREADS) report(const __grid_constant__ RowsOpParams p) {
     copy_status(static_cast<const unsigned long long*>(p.source), static_cast<unsigned long long*>(p.out), p.width);
 }
 
 // Segments and slots of a layout that another library made: filled slots, which it does not tell apart from padding,
 // are the expert's choices. More rows than there is room for raise the fault.
-extern "C" __global__ void __launch_bounds__(256) plan_external_layout(const __grid_constant__ ExternalLayoutParams p) {
+extern "C" __global__ void __launch_bounds__(PLAN_THREADS) plan_external_layout(const __grid_constant__ ExternalLayoutParams p) {
     const int64_t at = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
     auto inside = [&](int64_t slot) { return slot < p.rows ? slot : p.rows; };
     auto filled = [&](int64_t j) {
@@ -327,7 +327,7 @@ extern "C" __global__ void __launch_bounds__(256) plan_external_layout(const __g
 }
 
 // Where segments begin, from the counts of all ranks' choices. One block; L is small, and the counts stay in L1.
-extern "C" __global__ void __launch_bounds__(256) segment_starts(const __grid_constant__ SegmentStartsParams p) {
+extern "C" __global__ void __launch_bounds__(PLAN_THREADS) segment_starts(const __grid_constant__ SegmentStartsParams p) {
     auto padded = [&](int64_t j) { return (p.loads[p.first + j] + p.alignment - 1) / p.alignment * p.alignment; };
     for (int64_t j = threadIdx.x; j <= p.groups; j += blockDim.x) {
         int64_t start = 0;
@@ -337,7 +337,7 @@ extern "C" __global__ void __launch_bounds__(256) segment_starts(const __grid_co
 }
 
 // A choice more a token: none, whose weight is the token's number. That is exact below 2^24.
-extern "C" __global__ void __launch_bounds__(256) low_latency_pack(const __grid_constant__ LowLatencyRowsParams p) {
+extern "C" __global__ void __launch_bounds__(PLAN_THREADS) low_latency_pack(const __grid_constant__ LowLatencyRowsParams p) {
     const int64_t at = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
     const int64_t wide = p.top_k + 1, token = at / wide, k = at % wide;
     if (token >= p.tokens) return;
@@ -349,7 +349,7 @@ extern "C" __global__ void __launch_bounds__(256) low_latency_pack(const __grid_
 }
 
 // Sorts the rows that arrived into the order of their tokens.
-extern "C" __global__ void __launch_bounds__(256) low_latency_sort(const __grid_constant__ LowLatencyRowsParams p) {
+extern "C" __global__ void __launch_bounds__(PLAN_THREADS) low_latency_sort(const __grid_constant__ LowLatencyRowsParams p) {
     const int64_t at = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
     const int64_t wide = p.top_k + 1, row = at / wide, k = at % wide;
     if (row >= p.ranks * p.tokens) return;
@@ -369,7 +369,7 @@ extern "C" __global__ void __launch_bounds__(256) low_latency_sort(const __grid_
 }
 
 // Maps of a plan that was made in the order of tokens, for rows as they lie.
-extern "C" __global__ void __launch_bounds__(256) low_latency_map(const __grid_constant__ LowLatencyRowsParams p) {
+extern "C" __global__ void __launch_bounds__(PLAN_THREADS) low_latency_map(const __grid_constant__ LowLatencyRowsParams p) {
     const int64_t at = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
     if (at < p.slots && p.row_map[at] >= 0) p.row_map[at] = p.row_of[p.row_map[at]];
     const int64_t row = at / p.top_k;
@@ -378,8 +378,8 @@ extern "C" __global__ void __launch_bounds__(256) low_latency_map(const __grid_c
     p.out_map[at] = token >= 0 ? p.return_map[token * p.top_k + at % p.top_k] : -1;
 }
 
-extern "C" __global__ void __launch_bounds__(256) list_tiles(const __grid_constant__ TileListParams p) {
+extern "C" __global__ void __launch_bounds__(PLAN_THREADS) list_tiles(const __grid_constant__ TileListParams p) {
     wait_for_previous_kernel();
     write_tile_list<false>(p);
 }
-extern "C" __global__ void __launch_bounds__(256) list_tiles_paired(const __grid_constant__ TileListParams p) { write_tile_list<true>(p); }
+extern "C" __global__ void __launch_bounds__(PLAN_THREADS) list_tiles_paired(const __grid_constant__ TileListParams p) { write_tile_list<true>(p); }

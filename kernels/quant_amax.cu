@@ -6,8 +6,9 @@
 namespace {
 using namespace quant;
 
-constexpr int THREADS = 256;
-constexpr int64_t SPAN = AMAX_SPAN;  // bytes of a matrix that a block takes
+constexpr int THREADS = QUANT_THREADS;
+constexpr int64_t SPAN = AMAX_SPAN;
+static_assert(AMAX_JOBS <= AMAX_ZERO_THREADS, "a thread of amax_zero a job");
 
 // Joins a block's maxima.
 __device__ __forceinline__ void join(unsigned most, unsigned* out, unsigned* other) {
@@ -85,7 +86,7 @@ __device__ __forceinline__ float at(const StridedMatrix& m, int64_t row, int64_t
     return to_float(static_cast<const T*>(m.base)[row * m.row_stride + column * m.column_stride]);
 }
 
-// Lines are rows. Where their elements lie together, a warp a line; else a thread a line and 256 elements.
+// Lines are rows. Where their elements lie together, a warp a line; else a thread a line and so many elements.
 template <class T>
 __device__ __forceinline__ void lines(const AmaxLinesParams& p) {
     const StridedMatrix& m = p.matrix;
@@ -99,7 +100,8 @@ __device__ __forceinline__ void lines(const AmaxLinesParams& p) {
         return;
     }
     const int64_t groups = (m.rows + THREADS - 1) / THREADS, line = blockIdx.x % groups * THREADS + threadIdx.x;
-    const int64_t first = blockIdx.x / groups * 256, last = first + 256 < m.columns ? first + 256 : m.columns;
+    constexpr int64_t EACH = AMAX_LINE_ELEMENTS;
+    const int64_t first = blockIdx.x / groups * EACH, last = first + EACH < m.columns ? first + EACH : m.columns;
     if (line >= m.rows) return;
     unsigned most = 0;
     for (int64_t k = first; k < last; k++) most = max(most, __float_as_uint(at<T>(m, line, k)) & 0x7fffffffu);
@@ -125,7 +127,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) amax(const __grid_constant
 }
 
 // Before `amax`.
-extern "C" __global__ void __launch_bounds__(64) amax_zero(const __grid_constant__ AmaxJobs p) {
+extern "C" __global__ void __launch_bounds__(AMAX_ZERO_THREADS) amax_zero(const __grid_constant__ AmaxJobs p) {
     if (threadIdx.x >= p.count) return;
     *p.jobs[threadIdx.x].out = 0;
     if (p.jobs[threadIdx.x].other) *p.jobs[threadIdx.x].other = 0;
@@ -142,7 +144,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) amax_transformed(const __g
     const StridedMatrix& m = p.matrix;
     const int64_t groups = (m.columns + THREADS - 1) / THREADS, column = blockIdx.x % groups * THREADS + threadIdx.x;
     unsigned most = 0;
-    for (int64_t row = blockIdx.x / groups * 64; row < m.rows && row < (blockIdx.x / groups + 1) * 64 && column < m.columns; row += 16) {
+    constexpr int EACH = AMAX_TRANSFORMED_ROWS;
+    for (int64_t row = blockIdx.x / groups * EACH; row < m.rows && row < (blockIdx.x / groups + 1) * EACH && column < m.columns; row += 16) {
         float v[16];
 #pragma unroll
         for (int k = 0; k < 16; k++) v[k] = at<bf16>(m, row + k, column);

@@ -142,7 +142,7 @@ __device__ void layout_segments(const RecordsPlanParams& p) {
 
 // The first bad id is the smallest choice, kept as the largest complement so that zero means none. The last block to
 // end writes the header and clears both words.
-extern "C" __global__ void __launch_bounds__(256) record_ids(const __grid_constant__ WriteRecordParams p) {
+extern "C" __global__ void __launch_bounds__(PLAN_THREADS) record_ids(const __grid_constant__ WriteRecordParams p) {
     __shared__ bool last;
     auto id_of = [&](int64_t i) {
         return p.wide ? static_cast<const int64_t*>(p.ids)[i] : static_cast<const int32_t*>(p.ids)[i];
@@ -159,7 +159,7 @@ extern "C" __global__ void __launch_bounds__(256) record_ids(const __grid_consta
     }
     __threadfence();
     __syncthreads();
-    if (threadIdx.x == 0) last = atomicAdd(p.errors + ERRORS_TICKET, 1ull) + 1 == gridDim.x;
+    if (threadIdx.x == 0) last = atomicAdd(p.errors + ERRORS_BLOCKS_DONE, 1ull) + 1 == gridDim.x;
     __syncthreads();
     if (!last) return;
     __threadfence();
@@ -169,7 +169,7 @@ extern "C" __global__ void __launch_bounds__(256) record_ids(const __grid_consta
     if (word != 0) return;
     p.record[PENDING] = p.errors[0] != 0;
     const unsigned long long bad = atomicExch(p.errors + ERRORS_FIRST_BAD, 0ull);
-    p.errors[ERRORS_TICKET] = 0;
+    p.errors[ERRORS_BLOCKS_DONE] = 0;
     if (bad == 0) return;
     const int64_t i = static_cast<int64_t>(~bad), token = i / p.top_k, id = id_of(i);
     int64_t first = 0;
@@ -182,7 +182,7 @@ extern "C" __global__ void __launch_bounds__(256) record_ids(const __grid_consta
     for (int w = 0; w < 5; w++) p.record[BAD + w] = static_cast<unsigned long long>(words[w]);
 }
 
-extern "C" __global__ void __launch_bounds__(32) routing_records_count(const __grid_constant__ RecordsPlanParams p) {
+extern "C" __global__ void __launch_bounds__(WARP_THREADS) routing_records_count(const __grid_constant__ RecordsPlanParams p) {
     extern __shared__ int32_t count[];
     for (int e = threadIdx.x; e < p.experts; e += 32) count[e] = 0;
     __syncwarp();
@@ -192,17 +192,17 @@ extern "C" __global__ void __launch_bounds__(32) routing_records_count(const __g
 }
 
 // A warp an expert: chunks' counts become counts before the chunk.
-extern "C" __global__ void __launch_bounds__(256) routing_records_scan(const __grid_constant__ RecordsPlanParams p) {
+extern "C" __global__ void __launch_bounds__(PLAN_THREADS) routing_records_scan(const __grid_constant__ RecordsPlanParams p) {
     scan_chunks(p.before, p.chunks, p.experts, p.stats);
 }
 
-extern "C" __global__ void __launch_bounds__(1024) routing_records_segments(const __grid_constant__ RecordsPlanParams p) {
+extern "C" __global__ void __launch_bounds__(PLAN_SEGMENTS_THREADS) routing_records_segments(const __grid_constant__ RecordsPlanParams p) {
     check_headers(p);
     __syncthreads();
     layout_segments(p);
 }
 
-extern "C" __global__ void __launch_bounds__(32) routing_records_slots(const __grid_constant__ RecordsPlanParams p) {
+extern "C" __global__ void __launch_bounds__(WARP_THREADS) routing_records_slots(const __grid_constant__ RecordsPlanParams p) {
     extern __shared__ int32_t count[];
     for (int e = threadIdx.x; e < p.experts; e += 32) count[e] = p.before[e * p.chunks + blockIdx.x];
     __syncwarp();

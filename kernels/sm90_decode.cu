@@ -20,13 +20,13 @@ namespace {
 constexpr int ROWS = SM90_DECODE_ROWS, STEP = 64;
 // Warps of a block, and stages of a warp's ring: of the logits, which few blocks make, all that is on its way together.
 template <int KIND>
-constexpr int WARPS = KIND == LINEAR ? 1 : SM90_DECODE_WARPS;
+constexpr int WARPS = KIND == LINEAR ? SM90_DECODE_LINEAR_WARPS : SM90_DECODE_WARPS;
 template <int KIND>
 constexpr int STAGES = KIND == LINEAR ? 32 : 8;
 // A stage: 16 weight rows and 8 rows of 64 k, in chunks of 8 k that are swizzled by their row.
 constexpr int ROW_BYTES = STEP * 2, WEIGHT_BYTES = 16 * ROW_BYTES, STAGE_BYTES = WEIGHT_BYTES + ROWS * ROW_BYTES;
-static_assert(WARPS<UP> * STAGES<UP> * STAGE_BYTES == SM90_DECODE_SMEM && STAGES<LINEAR> * STAGE_BYTES == SM90_DECODE_LINEAR_SMEM, "common/shapes.h has others");
-static_assert(ROWS == 8 && SM90_DECODE_COLUMNS == WARPS<UP> * 16, "common/shapes.h has others");
+static_assert(WARPS<UP> * STAGES<UP> * STAGE_BYTES == SM90_DECODE_SMEM && WARPS<LINEAR> * STAGES<LINEAR> * STAGE_BYTES == SM90_DECODE_LINEAR_SMEM, "common/shapes.h has others");
+static_assert(ROWS == 8 && SM90_DECODE_COLUMNS == WARPS<UP> * 16 && SM90_DECODE_LINEAR_COLUMNS == WARPS<LINEAR> * 16, "common/shapes.h has others");
 
 struct RowTile {
     int64_t group, slot;

@@ -195,7 +195,7 @@ __device__ __forceinline__ void run(const GemmParams& p, const QuantWeightParams
     if (at >= *p.tile_count) return;
     const int4 t = p.tiles[at];
     const int pitch = static_cast<int>((p.k + STEP - 1) / STEP * (STEP / 8)) + 4;
-    if (WARPS == 4 || t.z <= 8) tile<FORMAT, KIND, WARPS, M, 1>(p, w, t, block, x, pitch);
+    if (WARPS == DECODE8_WARPS || t.z <= 8) tile<FORMAT, KIND, WARPS, M, 1>(p, w, t, block, x, pitch);
     else tile<FORMAT, KIND, WARPS, M, 2>(p, w, t, block, x, pitch);
 }
 
@@ -210,15 +210,15 @@ __device__ __forceinline__ void run(const GemmParams& p, const QuantWeightParams
         run<FORMAT, KIND, WARPS, M>(p, w);                                                                         \
     }
 
-DECODE(decode8_narrow_up_nvfp4, WEIGHT_NVFP4, UP, 4, 1)
-DECODE(decode8_narrow_down_nvfp4, WEIGHT_NVFP4, DOWN, 4, 1)
-DECODE(decode8_narrow_up_mxfp4, WEIGHT_MXFP4, UP, 4, 1)
-DECODE(decode8_narrow_down_mxfp4, WEIGHT_MXFP4, DOWN, 4, 1)
-DECODE(decode8_up_nvfp4, WEIGHT_NVFP4, UP, 4, 2)
-DECODE(decode8_down_nvfp4, WEIGHT_NVFP4, DOWN, 4, 2)
-DECODE(decode8_up_mxfp4, WEIGHT_MXFP4, UP, 4, 2)
-DECODE(decode8_down_mxfp4, WEIGHT_MXFP4, DOWN, 4, 2)
-DECODE(decode16_up_nvfp4, WEIGHT_NVFP4, UP, 8, 2)
-DECODE(decode16_down_nvfp4, WEIGHT_NVFP4, DOWN, 8, 2)
-DECODE(decode16_up_mxfp4, WEIGHT_MXFP4, UP, 8, 2)
-DECODE(decode16_down_mxfp4, WEIGHT_MXFP4, DOWN, 8, 2)
+DECODE(decode8_narrow_up_nvfp4, WEIGHT_NVFP4, UP, DECODE8_WARPS, 1)
+DECODE(decode8_narrow_down_nvfp4, WEIGHT_NVFP4, DOWN, DECODE8_WARPS, 1)
+DECODE(decode8_narrow_up_mxfp4, WEIGHT_MXFP4, UP, DECODE8_WARPS, 1)
+DECODE(decode8_narrow_down_mxfp4, WEIGHT_MXFP4, DOWN, DECODE8_WARPS, 1)
+DECODE(decode8_up_nvfp4, WEIGHT_NVFP4, UP, DECODE8_WARPS, 2)
+DECODE(decode8_down_nvfp4, WEIGHT_NVFP4, DOWN, DECODE8_WARPS, 2)
+DECODE(decode8_up_mxfp4, WEIGHT_MXFP4, UP, DECODE8_WARPS, 2)
+DECODE(decode8_down_mxfp4, WEIGHT_MXFP4, DOWN, DECODE8_WARPS, 2)
+DECODE(decode16_up_nvfp4, WEIGHT_NVFP4, UP, DECODE16_WARPS, 2)
+DECODE(decode16_down_nvfp4, WEIGHT_NVFP4, DOWN, DECODE16_WARPS, 2)
+DECODE(decode16_up_mxfp4, WEIGHT_MXFP4, UP, DECODE16_WARPS, 2)
+DECODE(decode16_down_mxfp4, WEIGHT_MXFP4, DOWN, DECODE16_WARPS, 2)

@@ -11,10 +11,12 @@ extern "C" __global__ void __launch_bounds__(mma_sync::THREADS, 2) wgrad_bf16(co
 extern "C" __global__ void __launch_bounds__(mma_sync::THREADS, 2) wgrad_f16(const __grid_constant__ GemmParams p) { mma_sync::run<f16, WGRAD>(p); }
 extern "C" __global__ void __launch_bounds__(simt::THREADS) wgrad_f32(const __grid_constant__ GemmParams p) { simt::run<float, WGRAD>(p); }
 
-// Gradient of a bias: rows of a group summed, scaled where asked for. A block takes 32 columns of a group; its warps
-// take every eighth slot, and their sums are added in the order of the warps.
+// Gradient of a bias: rows of a group summed, scaled where asked for. A block takes 32 columns of a group; each
+// of its eight warps takes every eighth slot, and their sums are added in the order of the warps.
 extern "C" __global__ void column_sums(const __grid_constant__ ColumnSumsParams p) {
-    __shared__ float sums[8][32];
+    constexpr int WARPS = COLUMN_SUMS_THREADS / 32;
+    static_assert(COLUMN_SUMS_COLUMNS == 32, "a lane a column");
+    __shared__ float sums[WARPS][32];
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const int64_t column = static_cast<int64_t>(blockIdx.x) * 32 + lane, group = blockIdx.y;
     int64_t offset = p.offsets ? p.offsets[group] : 0, count = p.counts ? p.counts[group] : p.slots;
@@ -23,7 +25,7 @@ extern "C" __global__ void column_sums(const __grid_constant__ ColumnSumsParams 
         count = 0;
     }
     float sum = 0.0f;
-    for (int64_t i = warp; i < count; i += 8) {
+    for (int64_t i = warp; i < count; i += WARPS) {
         const int64_t slot = offset + i, row = mapped_row(p.map, slot, p.base_rows, p.fault, p.site);
         if (row < 0 || column >= p.width) continue;
         const float v = load_any(p.rows, p.type, row * p.width + column);
@@ -33,7 +35,7 @@ extern "C" __global__ void column_sums(const __grid_constant__ ColumnSumsParams 
     __syncthreads();
     if (warp != 0 || column >= p.width) return;
     float total = 0.0f;
-    for (int w = 0; w < 8; w++) total += sums[w][lane];
+    for (int w = 0; w < WARPS; w++) total += sums[w][lane];
     const int64_t at = group * p.width + column;
     store_any(p.out, p.out_type, at, p.accumulate ? load_any(p.out, p.out_type, at) + total : total);
 }

@@ -17,13 +17,13 @@ use moebius::{DType, Error, MoeConfig, Shape, Tensor, TensorMut, TensorRef};
 #[path = "common/seed.rs"]
 mod seed;
 
-const PATIENCE: Duration = Duration::from_secs(30);
+const TIMEOUT: Duration = Duration::from_secs(30);
 
 fn on_ranks<T: Send>(ranks: usize, body: impl Fn(ThreadComm) -> T + Sync) -> Vec<T> {
     let body = &body;
     thread::scope(|scope| {
         let spawn = |comm| scope.spawn(move || body(comm));
-        let threads: Vec<_> = ThreadWorld::create(ranks, PATIENCE).into_iter().map(spawn).collect();
+        let threads: Vec<_> = ThreadWorld::create(ranks, TIMEOUT).into_iter().map(spawn).collect();
         threads.into_iter().map(|t| t.join().expect("a rank panicked")).collect()
     })
 }
@@ -155,7 +155,7 @@ fn piece_sizes_that_overflow() {
             send_bytes: &sizes,
             recv: TensorMut::from_slice(&mut recv, &[4]).expect("recv"),
             recv_bytes: &[2, 2],
-            payload: DType::U8,
+            dtype: DType::U8,
         };
         match comm.all_to_all_v(tag, exchange) {
             Err(Error::Shape { tensor, .. }) if bad => assert_eq!(tensor, "send"),
@@ -218,7 +218,7 @@ fn impossible_plans_are_errors() {
         Case { name: "ids of all ranks", tokens: vec![1, 2], ..good() },
     ];
     for c in cases {
-        let spec = DispatchSpec { capacity: Capacity::Eager, ..DispatchSpec::new(0, 2) };
+        let spec = DispatchSpec { capacity: Capacity::Dynamic, ..DispatchSpec::new(0, 2) };
         let request = HostPlanRequest {
             rank: c.rank,
             ranks: c.ranks,

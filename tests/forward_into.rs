@@ -289,7 +289,7 @@ fn what_is_kept_is_known_before() -> Result<()> {
                     threads.into_iter().map(|t| t.join().expect("no panic")).collect()
                 });
                 for (sizes, bytes) in found? {
-                    assert_eq!(sizes.memory(config).kept, bytes, "R = {ranks}, {kind:?}, {config:?}");
+                    assert_eq!(sizes.memory(config).saved, bytes, "R = {ranks}, {kind:?}, {config:?}");
                     let worst = StepSizes::worst(config, T, ranks, DType::F32, kind);
                     assert!(sizes.slots <= worst.slots && sizes.rows <= worst.rows, "{sizes:?}, {worst:?}");
                 }

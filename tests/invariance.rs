@@ -34,7 +34,7 @@ cases!(
     mxfp8_payload,
 );
 
-/// Tokens of all batches. Half of them choose an expert on average: more than one task of rows.
+/// Tokens of all batches. Half of them choose an expert on average: more than one task of rows (`ROW_TILE`).
 const TOKENS: usize = 600;
 /// Random batches of each kind of layer, over all settings, unless [`BATCHES_VARIABLE`] says another number.
 const RANDOM_BATCHES: usize = 1000;
@@ -42,9 +42,15 @@ const RANDOM_BATCHES: usize = 1000;
 const BATCHES_VARIABLE: &str = "MOEBIUS_INVARIANCE_BATCHES";
 /// Environment variable that has every setting run all batches, tokens alone and pairs, in place of its share.
 const ALL_VARIABLE: &str = "MOEBIUS_INVARIANCE_ALL";
-/// Rows of a product at which something else takes over. On the CPU: tiles of 2 to 6 rows, the streamed weight (8),
-/// copies of rows (12) and of the weight (24), blocks of rows (128), tasks (256). On a GPU: kernels for few rows (6 and
-/// 32), tiles of 8 to 256.
+/// Rows of a product at which something else takes over. They stand for constants that are private to the crate: who
+/// changes one changes it here.
+///
+/// On the CPU (`src/cpu/heuristics.rs`): the streamed weight (8, `STREAM_ROWS`), copies of rows (12, `COPY_ROWS`) and
+/// of the weight (24: `COPY_TILES` of 6 rows), blocks of rows (128 and 256, `BLOCK_ROWS` and `NARROW_BLOCK_ROWS`),
+/// tasks (256, `ROW_TILE`); and tiles of 1 to 6 rows (`OrderedProduct::with_simd` in `src/cpu/ordered.rs`).
+///
+/// On a GPU (`src/cuda/heuristics.rs`): kernels for few rows (6, `DECODE_EIGHT_ROWS`; 32, `DECODE_ROWS`; the router's
+/// up to 64, `DECODE_LINEAR_ROWS`), and tiles of 8 to 256 rows (`kernels/common/shapes.h`).
 const THRESHOLDS: [usize; 13] = [1, 2, 3, 4, 5, 6, 8, 12, 24, 32, 64, 128, 256];
 
 /// Layers under test.
@@ -326,8 +332,8 @@ impl<'a, D: Target> LayerUnderTest<'a, D> {
 fn sizes<D: Target>(place: Place, kind: LayerKind) -> (usize, usize) {
     let at = place.turn();
     match kind {
-        // Sizes that are no multiple of a register, and for x·w sums longer than a chunk (256). Those of x·wᵀ stay
-        // within one (1024).
+        // Sizes that are no multiple of a register, and for x·w sums longer than a chunk (256, `AXPY_CHUNK`). Those of
+        // x·wᵀ stay within one (1024, `DOT_CHUNK`).
         LayerKind::Dense => ([40, 72][at % 2], [36, 300][at / 2 % 2]),
         LayerKind::Routed(_) => ([40, 72][at % 2], 36),
         LayerKind::DenseOfLongSums => long_sums(place.round, D::has_f64()),
@@ -336,8 +342,8 @@ fn sizes<D: Target>(place: Place, kind: LayerKind) -> (usize, usize) {
     }
 }
 
-/// On the CPU x·wᵀ with sums of three chunks (1024), of the hidden size (the router and up) or of the intermediate one
-/// (down), the last chunk not full.
+/// On the CPU x·wᵀ with sums of three chunks (1024, `DOT_CHUNK` in `src/cpu/heuristics.rs`), of the hidden size (the
+/// router and up) or of the intermediate one (down), the last chunk not full.
 ///
 /// On a GPU whole words of 16 bytes, so that in 16 bits Hopper's kernels serve all products of experts; once with sums
 /// and columns from which down and the rows' gradient have wider tiles, and rows behind a map are first brought into

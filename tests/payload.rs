@@ -303,7 +303,7 @@ fn what_is_kept_is_known_before() {
                 config.recompute = recompute;
                 for found in counted(&config, (ranks, kind), DType::BF16, 9) {
                     let memory = found.sizes.memory(&config);
-                    assert_eq!(memory.kept, found.kept, "{payload:?}, {ranks} ranks, recompute {recompute}");
+                    assert_eq!(memory.saved, found.kept, "{payload:?}, {ranks} ranks, recompute {recompute}");
                 }
             }
         }

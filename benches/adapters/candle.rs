@@ -5,7 +5,7 @@ use candle_core::op::BackpropOp;
 use candle_core::{CpuStorage, CudaStorage, CustomOp1, DType, Device, Layout, Module, Shape, Tensor, Var};
 use candle_nn::{VarBuilder, VarMap};
 use moebius::MoeConfig;
-use moebius::candle::{Capture, DeviceGroup, ExpertParallelMoE, Host, MainGradients, cuda, device_for_capture};
+use moebius::candle::{CandleDevice, Capture, DeviceGroup, ExpertParallelMoE, MainGradients, cuda, device_for_capture};
 use moebius::cuda::Cuda;
 use moebius::ep::GroupConfig;
 use moebius::layer::{Layer, ParamKind};

@@ -24,7 +24,7 @@ use crate::layer::gradients;
 use crate::report::{Report, Spread, spread};
 use crate::timed::{between, event};
 use crate::wrapped::{Silent, Wrapped};
-use crate::{PATIENCE, Rank, Workload, on_ranks};
+use crate::{Rank, TIMEOUT, Workload, on_ranks};
 
 const WARM_UP: usize = 2;
 const REPEATS: usize = 7;
@@ -65,7 +65,7 @@ pub fn run(library: &NcclLibrary, world: &NcclWorld, report: &Report, (gpus, ask
     let collectives_world = |copy_engines: bool| -> Result<NcclWorld> {
         let beside: Vec<Cuda> = gpus.iter().map(Cuda::with_new_stream).collect::<Result<_>>()?;
         let make = if copy_engines { NcclWorld::with_copy_engines } else { NcclWorld::new };
-        make(library, &beside, PATIENCE)
+        make(library, &beside, TIMEOUT)
     };
     let mut settings: Vec<Setting> = Vec::new();
     for (&payload, &ahead) in asked.payloads.iter().flat_map(|payload| asked.ahead.iter().map(move |a| (payload, a))) {
@@ -84,7 +84,7 @@ pub fn run(library: &NcclLibrary, world: &NcclWorld, report: &Report, (gpus, ask
     for setting in settings {
         // Made anew: memory of the communicators' own stays as long as they do.
         let worlds = [collectives_world(setting.copy_engines)?, collectives_world(setting.copy_engines)?];
-        let [gathers, reductions] = [worlds[0].communicators(PATIENCE)?, worlds[1].communicators(PATIENCE)?];
+        let [gathers, reductions] = [worlds[0].communicators(TIMEOUT)?, worlds[1].communicators(TIMEOUT)?];
         let comms: Vec<_> = gathers.into_iter().zip(reductions).map(|pair| std::sync::Mutex::new(Some(pair))).collect();
         let parts = on_ranks(world, |rank, _| {
             let taken = comms[rank.rank].lock().unwrap_or_else(std::sync::PoisonError::into_inner).take();

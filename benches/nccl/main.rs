@@ -43,7 +43,7 @@ use output::complain;
 use report::Report;
 use timed::Timed;
 
-const PATIENCE: Duration = Duration::from_secs(60);
+const TIMEOUT: Duration = Duration::from_secs(60);
 
 /// Sizes of a layer and of each rank's input.
 #[derive(Debug, Clone, Copy)]
@@ -108,7 +108,7 @@ impl Dispatcher {
 
     /// For calls by themselves.
     fn capacity(&self, w: &Workload, ranks: usize) -> Capacity {
-        if self.fixed { Capacity::Static(w.most_rows(ranks)) } else { Capacity::Eager }
+        if self.fixed { Capacity::Static(w.most_rows(ranks)) } else { Capacity::Dynamic }
     }
 }
 
@@ -146,7 +146,7 @@ impl Rank<'_> {
 
 /// Runs `body` on every rank's thread; results in rank order.
 fn on_ranks<T: Send>(world: &NcclWorld, body: impl Fn(&Rank<'_>, NcclComm) -> Result<T> + Sync) -> Result<Vec<T>> {
-    let comms = world.communicators(PATIENCE)?;
+    let comms = world.communicators(TIMEOUT)?;
     let (together, body) = (&Barrier::new(comms.len()), &body);
     let ranks = comms.len();
     thread::scope(|scope| {
@@ -181,7 +181,7 @@ fn main() -> Result<()> {
     let library = NcclLibrary::open()?;
     let free = |gpu: &Cuda| gpu.free_memory();
     let before = free(&gpus[0])?;
-    let world = NcclWorld::new(&library, &gpus[..ranks], PATIENCE)?;
+    let world = NcclWorld::new(&library, &gpus[..ranks], TIMEOUT)?;
     let report = Report::new(&gpus[0], ranks, &library)?;
     report.memory("nccl", before.saturating_sub(free(&gpus[0])?));
     let tokens = numbers("--tokens").unwrap_or_else(|| vec![128, 2048, 4096, 8192]);

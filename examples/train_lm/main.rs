@@ -85,14 +85,16 @@ struct Args {
     /// Ranks among which the experts are divided [default: 1 with --etp, else --ranks].
     #[arg(long, requires = "etp")]
     ep: Option<usize>,
-    /// In what form shards travel; weights that the layers see are then what it stands for, in the twin too.
+    /// In what form shards travel; weights that the layers see are then what it stands for, in the dense reference model
+    /// too.
     #[arg(long, value_enum, default_value = "plain", requires = "etp")]
     shard_payload: Form,
     /// The GPUs' copy engines carry shards and their gradients, over NCCL 2.29 or later: with --device cuda, and --etp
     /// above 1.
     #[arg(long, requires = "etp")]
     copy_engines: bool,
-    /// In what form tokens travel to their experts, which read what it stands for, in the twin too (candle).
+    /// In what form tokens travel to their experts, which read what it stands for, in the dense reference model too
+    /// (candle).
     #[arg(long, value_enum, default_value = "plain")]
     token_payload: Form,
     /// Forwards and backwards a step; a rank's sequences are divided among them (candle).
@@ -104,7 +106,7 @@ struct Args {
     /// Be one rank of several that a launcher has started as processes, one GPU each (docs/ranks.md); rank 0 speaks.
     #[arg(long)]
     processes: bool,
-    /// Where the ranks train; the twin stays on the CPU.
+    /// Where the ranks train; the dense reference model stays on the CPU.
     #[arg(long, value_enum, default_value = "cpu")]
     device: Place,
     /// Training steps.
@@ -139,7 +141,7 @@ struct Args {
     /// from 500 steps on; a shorter run's loss is not checked].
     #[arg(long)]
     max_loss: Option<f64>,
-    /// Steps from one comparison with the twin to the next.
+    /// Steps from one comparison with the dense reference model to the next.
     #[arg(long, default_value_t = 1)]
     check_every: usize,
     /// Experts of each layer, over all ranks.

@@ -6,7 +6,7 @@ use candle_core::Var;
 use candle_core::backprop::GradStore;
 use candle_nn::VarBuilder;
 use moebius::Tensor;
-use moebius::candle::{DeviceGroup, ExpertParallelMoE, GradientType, Host, WeightVar, finish_sharded};
+use moebius::candle::{CandleDevice, DeviceGroup, ExpertParallelMoE, GradientType, WeightVar, finish_sharded};
 use moebius::comm::Communicator;
 use moebius::cpu::Cpu;
 use moebius::etp::{self, Chain, EtpOptions, Payload, Phase, Reduction, ShardDevice};
@@ -70,7 +70,7 @@ impl<D: ShardDevice> Sharded<D> {
     }
 }
 
-impl<D: Host> Experts for Sharded<D> {
+impl<D: CandleDevice> Experts for Sharded<D> {
     fn cut(
         &mut self,
         param: &Param,

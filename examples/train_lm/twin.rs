@@ -66,7 +66,8 @@ impl Twin {
         let (loss, weights) = (f64::from(mean.to_scalar::<f32>()?), fingerprint(hashes.into_iter()));
         let mut result = TwinCheck { loss, weights, error: 0.0, worst: String::new() };
         for (name, var) in self.model.vars() {
-            let expected = grads.get(var).ok_or_else(|| format!("the twin has no gradient of {name}"))?;
+            let expected =
+                grads.get(var).ok_or_else(|| format!("the dense reference model has no gradient of {name}"))?;
             let expected = expected.flatten_all()?.to_vec1::<f32>()?;
             let error = relative_error(&self.whole(ranks, (name, var), |v| &v.gradient)?, &expected);
             // A NaN is the worst of all.
@@ -87,7 +88,7 @@ impl Twin {
         let sent: Vec<f32> = ranks.iter().flat_map(|rank| rank.tokens[layer].iter().copied()).collect();
         let error = relative_error(&sent, &x.flatten_all()?.to_vec1::<f32>()?);
         if error.is_nan() || error > TOLERANCE {
-            candle_core::bail!("layer {layer}: the ranks' tokens differ from the twin's by {error:e}");
+            candle_core::bail!("layer {layer}: the ranks' tokens differ from the dense reference model's by {error:e}");
         }
         let (values, dims) = (sent.iter().map(|v| f64::from(*v)).collect::<Vec<_>>(), x.dims2()?);
         let back = through((self.settings.token_payload, TOKENS), (DType::F32, &values), dims.into());

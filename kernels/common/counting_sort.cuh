@@ -26,7 +26,7 @@ __device__ __forceinline__ void for_each_choice(const Source& source, int64_t fi
 // A warp an expert, blocks of 256: chunks' counts become counts before the chunk, and their sums go to `totals`.
 __device__ __forceinline__ void scan_chunks(int32_t* counts, int64_t chunks, int64_t experts, int64_t* totals) {
     const int lane = threadIdx.x % 32;
-    const int64_t e = static_cast<int64_t>(blockIdx.x) * 8 + threadIdx.x / 32;
+    const int64_t e = static_cast<int64_t>(blockIdx.x) * (PLAN_THREADS / 32) + threadIdx.x / 32;
     if (e >= experts) return;
     int32_t* before = counts + e * chunks;
     int32_t total = 0;

@@ -3,5 +3,5 @@
 #pragma once
 
 enum RecordLayout : int { HEADER_WORDS = 26, HEADER_BYTES = 512, KIND = 0, TOKENS = 1, BACKWARD = 2, BAD = 4, FIELD = 9, PENDING = 23, BAD_LAYER = 24 };
-enum ErrorsLayout : int { ERRORS_FIRST_BAD = 4, ERRORS_TICKET = 5, ERRORS_LAYER = 6, ERRORS_WORDS = 8 };
+enum ErrorsLayout : int { ERRORS_FIRST_BAD = 4, ERRORS_BLOCKS_DONE = 5, ERRORS_LAYER = 6, ERRORS_WORDS = 8 };
 enum ErrorsKind : unsigned long long { ERRORS_RECORDS = 1, ERRORS_CAPACITY = 2 };

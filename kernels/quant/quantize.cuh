@@ -287,7 +287,7 @@ struct Block {
 // of 128, so that words of 16 bytes one below another lie on different banks.
 template <class T>
 struct SmemPanel {
-    static constexpr int ROWS = PANEL_ROWS, COLUMNS = PANEL_BYTES / sizeof(T), PITCH = 272, BYTES = ROWS * PITCH, THREADS = 256;
+    static constexpr int ROWS = PANEL_ROWS, COLUMNS = PANEL_BYTES / sizeof(T), PITCH = 272, BYTES = ROWS * PITCH, THREADS = QUANT_THREADS;
     static constexpr int EACH = 4 / sizeof(T);  // columns of a word of 4 bytes
     unsigned char* at;
 

@@ -41,30 +41,30 @@ struct AttentionParams {
     float scale;
 };
 
-// Slots of a step, of which each warp has 16; query heads of a block, the rows of a matrix instruction; most runs that
-// the slots of a head are cut into.
-constexpr int32_t SLOT_STEP = 16 * WARPS, SLOT_HEADS = 16, SLOT_MOST_RUNS = 64;
+// Cache positions of a step, of which each warp has 16; query heads of a block, the rows of a matrix instruction; most
+// runs that the cache positions of a head are cut into.
+constexpr int32_t CACHE_STEP = 16 * WARPS, CACHE_HEADS = 16, CACHE_MOST_RUNS = 64;
 
-// A decode step's attention over slots.
-struct SlotAttentionParams {
+// A decode step's attention over a static cache.
+struct CacheAttentionParams {
     const void* q;             // [sequence, head, D]
-    const void* k;             // [sequence, key head, slot, D]
+    const void* k;             // [sequence, key head, cache position, D]
     const void* v;
-    const uint32_t* filled;    // how many slots are, from the first on
+    const uint32_t* filled;    // how many cache positions are, from the first on
     const void* sinks;         // a logit for each head; null: none
     float* partial;            // [sequence, head, run, D], sums of each run; unused with one run
     float2* stats;             // [sequence, head, run], their maximum and sum; unused with one run
     void* out;                 // [sequence, head, D], with one run
     int32_t heads;
     int32_t key_heads;
-    int32_t slots;
+    int32_t positions;
     int32_t runs;
     float scale;
 };
 
 // The runs of each head joined.
-struct SlotCombineParams {
-    const float* partial;      // as SlotAttentionParams has them
+struct CacheCombineParams {
+    const float* partial;      // as CacheAttentionParams has them
     const float2* stats;
     const void* sinks;
     void* out;
@@ -89,9 +89,9 @@ struct GemvParams {
 struct QkNormRopeParams {
     const void* qkv;           // [sequence, token, heads + 2 key heads, D]
     void* q;                   // [sequence, head, token, D]
-    void* k;                   // [sequence, key head, slot, D]
+    void* k;                   // [sequence, key head, cache position, D]
     void* v;
-    const uint32_t* slot;      // of the first token; null: 0
+    const uint32_t* position;  // cache position of the first token; null: 0
     const void* q_weight;      // [D], of the queries' norm; null: no norm
     const void* k_weight;
     const void* cos;           // [token, rotated / 2], of pairs of entries i and rotated / 2 + i
@@ -102,7 +102,7 @@ struct QkNormRopeParams {
     int32_t key_heads;
     int32_t dim;               // D
     int32_t rotated;           // entries of a head, an even number; 0: none
-    int32_t slots;             // of a key head
+    int32_t positions;         // cache positions of a key head
     float eps;
 };
 

@@ -24,10 +24,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) qk_norm_rope(const __grid_
     if (kind == 0) {
         to = q + (((size_t)sequence * params.heads + head) * params.tokens + token) * dim;
     } else {
-        const size_t place_of = token + (params.slot ? *params.slot : 0);
+        const size_t place_of = token + (params.position ? *params.position : 0);
         // A number that no cache has is not followed.
-        if (place_of >= params.slots) return;
-        const size_t at = ((size_t)sequence * params.key_heads + head) * params.slots + place_of;
+        if (place_of >= params.positions) return;
+        const size_t at = ((size_t)sequence * params.key_heads + head) * params.positions + place_of;
         to = (kind == 1 ? k : v) + at * dim;
     }
     if (kind == 2) {

@@ -3,7 +3,7 @@
 use candle_core::{Result, Tensor};
 
 use crate::error::Error;
-use crate::static_cache::SlotCache;
+use crate::static_cache::StaticLayerCache;
 
 /// The layers' state of the tokens so far, for decoding: keys and values, or a recurrent state. Its memory grows
 /// with the tokens, in layers with a window or chunks up to that. A clone goes on by itself.
@@ -62,7 +62,7 @@ pub(crate) enum LayerCache {
     /// A recurrent layer's two tensors in memory that stays.
     State(Tensor, Tensor),
     /// Keys and values in memory that stays.
-    Slots(SlotCache),
+    Static(StaticLayerCache),
 }
 
 impl Default for LayerCache {
@@ -110,7 +110,7 @@ impl LayerCache {
     pub fn state(&self) -> Option<(&Tensor, &Tensor)> {
         match self {
             Self::Growing(Some((a, b))) | Self::State(a, b) => Some((a, b)),
-            Self::Growing(None) | Self::Slots(_) => None,
+            Self::Growing(None) | Self::Static(_) => None,
         }
     }
 

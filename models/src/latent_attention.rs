@@ -8,9 +8,9 @@ use crate::cache::LayerCache;
 use crate::decoder::{Mixer, Step};
 use crate::error::Result;
 use crate::norm::{Norm, NormSpec};
-use crate::ops::{AttentionOptions, attention, slot_attention};
+use crate::ops::{AttentionOptions, attention, cache_attention};
 use crate::params::Loader;
-use crate::static_cache::{Slots, StaticShape};
+use crate::static_cache::{CachePositions, StaticShape};
 
 /// Most new tokens for which attention runs over the latents themselves: with more, making keys and values of the
 /// latents once costs less than the longer products.
@@ -127,7 +127,7 @@ impl Mixer for LatentAttention {
     fn static_cache(&self, shape: &StaticShape<'_>) -> CandleResult<LayerCache> {
         let LatentSizes { latent, rotated, .. } = self.sizes;
         // One tensor, the keys of attention over latents, whose first entries are the values.
-        Ok(LayerCache::Slots(shape.slots(Slots::new(shape.capacity, None, None), 1, &[latent + rotated])?))
+        Ok(LayerCache::Static(shape.layer(CachePositions::new(shape.capacity, None, None), 1, &[latent + rotated])?))
     }
 
     fn forward(&self, x: &Tensor, step: &Step<'_>, cache: Option<&mut LayerCache>) -> Result<Tensor> {
@@ -150,14 +150,14 @@ impl Mixer for LatentAttention {
         let absorbed = cache.is_some() && s <= ABSORBED;
         let (c, k) = match cache {
             None => (c, k),
-            Some(LayerCache::Slots(cache)) => {
+            Some(LayerCache::Static(cache)) => {
                 let new = [Tensor::cat(&[&c, &k], 3)?];
                 if let Some(position) = &step.position {
                     cache.put_at(position, &new)?;
                     let (keys, values) = self.head_matrices()?;
                     let q = self.absorbed(&q, &q_rotated, &keys)?;
                     let held = &cache.tensors[0];
-                    let y = slot_attention(&q, held, held, &position.options(cache.slots, None, self.scale)?)?;
+                    let y = cache_attention(&q, held, held, &position.options(cache.positions, None, self.scale)?)?;
                     let y = self.values_of(&y.narrow(3, 0, latent)?, &values)?;
                     return Ok(self.output.forward(&y.reshape((b, heads * value))?)?);
                 }

@@ -3,7 +3,7 @@
 use std::path::Path;
 
 use candle_core::{DType, Device, Tensor, Var};
-use moebius::candle::{DeviceGroup, ExpertParallelMoE};
+use moebius::candle::{DeviceGroup, ExpertParallelMoE, Parameters};
 use moebius::checkpoint::Checkpoint;
 use moebius::ep::GroupConfig;
 
@@ -81,7 +81,7 @@ impl Model {
         let mut p = Loader::new(checkpoint, &group, options, &mut watch)?;
         let decoder = family::load(&mut p)?;
         let family = checkpoint.family().to_string();
-        Ok(Self { family, decoder, vars: p.into_vars(), trainable: options.trainable })
+        Ok(Self { family, decoder, vars: p.into_vars(), trainable: options.parameters == Parameters::Trainable })
     }
 
     /// The `model_type` that named the family.

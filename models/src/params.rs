@@ -18,9 +18,9 @@ const CALL: &str = "Model::load";
 pub struct LoadOptions {
     /// Convert to this floating type; `None`: as stored.
     pub dtype: Option<DType>,
-    /// Parameters become variables, and forward uses operations that have a gradient (slower than the fused ones
+    /// Whether parameters are variables; forward then uses operations that have a gradient (slower than the fused ones
     /// of inference).
-    pub trainable: bool,
+    pub parameters: Parameters,
     /// In which form the routed experts' weights are held.
     pub experts: ExpertWeights,
     /// Weights are random and depend on this seed; nothing is read but `config.json`. Matrices are uniform with variance
@@ -98,7 +98,7 @@ impl<'a> Loader<'a> {
         };
         let random = options.random.map(|seed| RandomWeights {
             seed,
-            trainable: options.trainable,
+            parameters: options.parameters,
             dtype: options.dtype.unwrap_or_else(named),
         });
         Ok(Self { checkpoint, group, options, dtype, random, vars: Vec::new(), watch })
@@ -154,7 +154,7 @@ impl<'a> Loader<'a> {
             });
         }
         let tensor = tensor.to_device(self.group.device())?;
-        if !self.options.trainable {
+        if !self.is_trainable() {
             return Ok(tensor);
         }
         let var = Var::from_tensor(&tensor)?;
@@ -165,7 +165,7 @@ impl<'a> Loader<'a> {
 
     /// Whether parameters become variables.
     pub fn is_trainable(&self) -> bool {
-        self.options.trainable
+        self.options.parameters == Parameters::Trainable
     }
 
     /// Matrix product with a weight `[out, in]`, and a bias where there is one.
@@ -191,7 +191,7 @@ impl<'a> Loader<'a> {
             return finish(random.experts(self.checkpoint, layer, self.group)?);
         }
         let options = checkpoint::LoadOptions { rank: self.group.rank(), ranks: self.group.ranks(), dtype: self.dtype };
-        let trainable = if self.options.trainable { Parameters::Trainable } else { Parameters::Frozen };
+        let parameters = self.options.parameters;
         let as_stored = match (kept, self.checkpoint.block_form(layer)?) {
             (ExpertWeights::Dequantized, _) => false,
             (ExpertWeights::AsStored, form) => form.is_quantized(),
@@ -199,10 +199,10 @@ impl<'a> Loader<'a> {
         };
         if as_stored {
             let block = self.checkpoint.load_quantized(layer, options)?;
-            return Ok(Some(ExpertParallelMoE::from_quantized(block, layer as u32, self.group, trainable)?));
+            return Ok(Some(ExpertParallelMoE::from_quantized(block, layer as u32, self.group, parameters)?));
         }
         let block = self.checkpoint.load_block(layer, options)?;
-        finish(ExpertParallelMoE::from_block(block, layer as u32, self.group, trainable)?)
+        finish(ExpertParallelMoE::from_block(block, layer as u32, self.group, parameters)?)
     }
 
     pub fn into_vars(self) -> Vec<(String, Var)> {

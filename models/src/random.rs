@@ -5,7 +5,7 @@ use std::collections::HashMap;
 
 use candle_core::{DType, Device, Tensor, Var};
 use candle_nn::VarBuilder;
-use moebius::candle::{DeviceGroup, ExpertParallelMoE};
+use moebius::candle::{DeviceGroup, ExpertParallelMoE, Parameters};
 use moebius::checkpoint::Checkpoint;
 use moebius::layer::{Layer, ParamKind};
 use rand_chacha::ChaCha8Rng;
@@ -17,7 +17,7 @@ use crate::error::Result;
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct RandomWeights {
     pub seed: u64,
-    pub trainable: bool,
+    pub parameters: Parameters,
     pub dtype: DType,
 }
 
@@ -41,7 +41,10 @@ impl RandomWeights {
 
     /// A variable where the model trains.
     fn param(&self, t: Tensor) -> Result<Tensor> {
-        if self.trainable { Ok(Var::from_tensor(&t)?.into_inner()) } else { Ok(t) }
+        match self.parameters {
+            Parameters::Trainable => Ok(Var::from_tensor(&t)?.into_inner()),
+            Parameters::Frozen => Ok(t),
+        }
     }
 
     /// This rank's experts of a layer.

@@ -8,9 +8,9 @@ use crate::config::Heads;
 use crate::decoder::{Mixer, Step};
 use crate::error::Result;
 use crate::norm::{Norm, NormSpec, unit_rms};
-use crate::ops::{AttentionOptions, QkNormRope, attention, linear, slot_attention};
+use crate::ops::{AttentionOptions, QkNormRope, attention, cache_attention, linear};
 use crate::params::Loader;
-use crate::static_cache::{Slots, StaticShape};
+use crate::static_cache::{CachePositions, StaticShape};
 
 /// Which of an attention's projections have biases.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -192,11 +192,11 @@ impl SelfAttention {
             return Ok(None);
         }
         let qkv = linear(projection, x)?;
-        if let (Some(LayerCache::Slots(cache)), Some(position)) = (&cache, &step.position) {
-            let slots = [&cache.tensors[0], &cache.tensors[1]];
-            let q = heads.put(&qkv, slots, position.slot(cache.slots)?)?;
-            let options = position.options(cache.slots, self.sinks.as_ref(), self.scale)?;
-            return slot_attention(&q, slots[0], slots[1], &options).map(Some);
+        if let (Some(LayerCache::Static(cache)), Some(position)) = (&cache, &step.position) {
+            let caches = [&cache.tensors[0], &cache.tensors[1]];
+            let q = heads.put(&qkv, caches, position.cache_position(cache.positions)?)?;
+            let options = position.options(cache.positions, self.sinks.as_ref(), self.scale)?;
+            return cache_attention(&q, caches[0], caches[1], &options).map(Some);
         }
         let [q, k, v] = heads.split(&qkv)?;
         let (k, v) = self.with_past([k, v], step, cache)?;
@@ -225,7 +225,7 @@ impl SelfAttention {
             let [k, v] = new;
             return Ok((k, v));
         };
-        if let LayerCache::Slots(cache) = cache {
+        if let LayerCache::Static(cache) = cache {
             let all = cache.with_past(step.past, &new)?;
             cache.put(step.past, &new)?;
             return Ok((all[0].clone(), all[1].clone()));
@@ -295,12 +295,12 @@ enum Side {
 
 impl Mixer for SelfAttention {
     fn static_cache(&self, shape: &StaticShape<'_>) -> CandleResult<LayerCache> {
-        let slots = Slots::new(shape.capacity, self.window, self.chunk);
-        let mut cache = shape.slots(slots, self.heads.keys, &[self.heads.dim; 2])?;
+        let positions = CachePositions::new(shape.capacity, self.window, self.chunk);
+        let mut cache = shape.layer(positions, self.heads.keys, &[self.heads.dim; 2])?;
         if let Some(temperature) = self.temperature {
             cache.table = Some(temperature.growth(0..shape.capacity, &Device::Cpu)?.to_device(shape.device)?);
         }
-        Ok(LayerCache::Slots(cache))
+        Ok(LayerCache::Static(cache))
     }
 
     fn forward(&self, x: &Tensor, step: &Step<'_>, mut cache: Option<&mut LayerCache>) -> Result<Tensor> {
@@ -319,7 +319,7 @@ impl Mixer for SelfAttention {
         };
         let q = self.split(q, Side::Query, step)?;
         let table = match &cache {
-            Some(LayerCache::Slots(cache)) => cache.table.as_ref(),
+            Some(LayerCache::Static(cache)) => cache.table.as_ref(),
             _ => None,
         };
         let q = self.warm(self.turn(&q, Side::Query, step)?, step, table)?;
@@ -329,10 +329,10 @@ impl Mixer for SelfAttention {
         // Where rotations change with the length, the cache has keys from before them.
         let late = self.rotary && step.late_rotation;
         let k = if late { k } else { self.turn(&k, Side::Key, step)? };
-        if let (Some(LayerCache::Slots(cache)), Some(position)) = (&cache, &step.position) {
+        if let (Some(LayerCache::Static(cache)), Some(position)) = (&cache, &step.position) {
             cache.put_at(position, &[k, v])?;
-            let options = position.options(cache.slots, self.sinks.as_ref(), self.scale)?;
-            return finish(slot_attention(&q.contiguous()?, &cache.tensors[0], &cache.tensors[1], &options)?);
+            let options = position.options(cache.positions, self.sinks.as_ref(), self.scale)?;
+            return finish(cache_attention(&q.contiguous()?, &cache.tensors[0], &cache.tensors[1], &options)?);
         }
         let (k, v) = self.with_past([k, v], step, &mut cache)?;
         let k = if late { self.turn(&k, Side::Key, step)? } else { k };

@@ -7,18 +7,19 @@ use std::sync::{Mutex, PoisonError};
 use candle_core::{DType, Device, Result, Tensor};
 
 use crate::cache::{LayerCache, write};
-use crate::ops::{SlotOptions, wide};
+use crate::ops::{CacheAttentionOptions, wide};
 use crate::rotary::Angles;
 
-/// Which positions a layer's slots hold. Position p lies in slot p mod `count`.
+/// Which tokens a layer's cache positions hold: that of position p of its sequence lies at cache position p mod
+/// `count`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub(crate) struct Slots {
+pub(crate) struct CachePositions {
     pub count: usize,
     /// A position sees those from the last multiple of `count` on, else the last `count`.
     pub restarts: bool,
 }
 
-impl Slots {
+impl CachePositions {
     /// Those of a layer in a cache of `capacity` positions.
     pub fn new(capacity: usize, window: Option<usize>, chunk: Option<usize>) -> Self {
         match (window, chunk) {
@@ -27,7 +28,7 @@ impl Slots {
         }
     }
 
-    /// Slots, from the first on, with what a position sees once it is there itself.
+    /// Cache positions, from the first on, with what a position sees once it is there itself.
     fn filled(self, position: usize) -> usize {
         if self.restarts { position % self.count + 1 } else { self.count.min(position + 1) }
     }
@@ -54,30 +55,30 @@ impl StaticShape<'_> {
     }
 
     /// A layer's keys and values, of `heads` heads with so many entries each.
-    pub fn slots(&self, slots: Slots, heads: usize, dims: &[usize]) -> Result<SlotCache> {
-        let of = |dim: &usize| self.zeros(&[self.sequences, heads, slots.count, *dim]);
-        Ok(SlotCache { slots, tensors: dims.iter().map(of).collect::<Result<_>>()?, table: None })
+    pub fn layer(&self, positions: CachePositions, heads: usize, dims: &[usize]) -> Result<StaticLayerCache> {
+        let of = |dim: &usize| self.zeros(&[self.sequences, heads, positions.count, *dim]);
+        Ok(StaticLayerCache { positions, tensors: dims.iter().map(of).collect::<Result<_>>()?, table: None })
     }
 }
 
-/// A layer's keys and values in slots. A clone shares the memory.
+/// A layer's keys and values in memory that stays. A clone shares it.
 #[derive(Debug, Clone)]
-pub(crate) struct SlotCache {
-    pub slots: Slots,
-    /// `[B, heads, slots, D]` each.
+pub(crate) struct StaticLayerCache {
+    pub positions: CachePositions,
+    /// `[B, heads, cache positions, D]` each.
     pub tensors: Vec<Tensor>,
     /// A number of the layer's for each position, `[capacity]`.
     pub table: Option<Tensor>,
 }
 
-impl SlotCache {
-    /// Runs of slots of the positions `from..to`, which are at most as many as there are slots: first slot and number.
+impl StaticLayerCache {
+    /// Runs of cache positions of the positions `from..to`, which are at most as many: the first of each and how many.
     fn runs(&self, from: usize, to: usize) -> Vec<(usize, usize)> {
-        let (count, mut from, mut runs) = (self.slots.count, from, Vec::new());
+        let (count, mut from, mut runs) = (self.positions.count, from, Vec::new());
         while from < to {
-            let slot = from % count;
-            let len = (count - slot).min(to - from);
-            runs.push((slot, len));
+            let first = from % count;
+            let len = (count - first).min(to - from);
+            runs.push((first, len));
             from += len;
         }
         runs
@@ -85,38 +86,38 @@ impl SlotCache {
 
     /// The positions before that the token at `past` sees, and `new` behind it, of each tensor along dimension 2.
     pub fn with_past(&self, past: usize, new: &[Tensor]) -> Result<Vec<Tensor>> {
-        let runs = self.runs(self.slots.low(past), past);
+        let runs = self.runs(self.positions.low(past), past);
         let of = |(held, new): (&Tensor, &Tensor)| -> Result<Tensor> {
             if runs.is_empty() {
                 return new.contiguous();
             }
             let mut parts: Vec<Tensor> =
-                runs.iter().map(|(slot, len)| held.narrow(2, *slot, *len)).collect::<Result<_>>()?;
+                runs.iter().map(|(first, len)| held.narrow(2, *first, *len)).collect::<Result<_>>()?;
             parts.push(new.clone());
             Tensor::cat(&parts, 2)
         };
         self.tensors.iter().zip(new).map(of).collect()
     }
 
-    /// Puts tokens from position `past` on into their slots.
+    /// Puts tokens from position `past` on at their cache positions.
     pub fn put(&self, past: usize, new: &[Tensor]) -> Result<()> {
         for (held, new) in self.tensors.iter().zip(new) {
             let len = new.dim(2)?;
-            // Of more tokens than slots the last.
-            let skipped = len.saturating_sub(self.slots.count);
+            // Of more tokens than cache positions the last.
+            let skipped = len.saturating_sub(self.positions.count);
             let mut at = skipped;
-            for (slot, run) in self.runs(past + skipped, past + len) {
-                held.slice_set(&new.narrow(2, at, run)?.contiguous()?, 2, slot)?;
+            for (first, run) in self.runs(past + skipped, past + len) {
+                held.slice_set(&new.narrow(2, at, run)?.contiguous()?, 2, first)?;
                 at += run;
             }
         }
         Ok(())
     }
 
-    /// Puts one token a sequence into its slot.
+    /// Puts one token a sequence at its cache position.
     pub fn put_at(&self, position: &StepPosition, new: &[Tensor]) -> Result<()> {
         for (held, new) in self.tensors.iter().zip(new) {
-            held.scatter_set(&position.index(self.slots, new.dims())?, &new.contiguous()?, 2)?;
+            held.scatter_set(&position.index(self.positions, new.dims())?, &new.contiguous()?, 2)?;
         }
         Ok(())
     }
@@ -126,12 +127,12 @@ impl SlotCache {
     }
 }
 
-/// Numbers of the slots of a kind of layer, by position.
+/// Cache positions of a kind of layer, by position.
 #[derive(Debug, Clone)]
-struct SlotTable {
-    slots: Slots,
-    /// U32 `[capacity]`: the position's slot, and how many it sees.
-    slot: Tensor,
+struct CachePositionTable {
+    positions: CachePositions,
+    /// U32 `[capacity]`: the position's cache position, and how many it sees.
+    cache_position: Tensor,
     filled: Tensor,
     /// U32 `[count]`: 0, 1, …
     numbers: Tensor,
@@ -147,22 +148,22 @@ pub(crate) struct PositionTables {
     position: Tensor,
     one: Tensor,
     angles: Angles,
-    tables: Vec<SlotTable>,
+    tables: Vec<CachePositionTable>,
 }
 
 impl PositionTables {
     /// `angles`: of all positions.
-    fn new(shape: &StaticShape<'_>, angles: Angles, kinds: &[Slots]) -> Result<Self> {
+    fn new(shape: &StaticShape<'_>, angles: Angles, kinds: &[CachePositions]) -> Result<Self> {
         let StaticShape { capacity, device, .. } = *shape;
-        let table = |slots: &Slots| -> Result<SlotTable> {
+        let table = |positions: &CachePositions| -> Result<CachePositionTable> {
             let of = |value: &dyn Fn(usize) -> usize| {
                 Tensor::from_iter((0..capacity).map(|p| value(p) as u32), &Device::Cpu)?.to_device(device)
             };
-            let (seen, count) = (wide(shape.dtype), slots.count);
-            Ok(SlotTable {
-                slots: *slots,
-                slot: of(&|p| p % count)?,
-                filled: of(&|p| slots.filled(p))?,
+            let (seen, count) = (wide(shape.dtype), positions.count);
+            Ok(CachePositionTable {
+                positions: *positions,
+                cache_position: of(&|p| p % count)?,
+                filled: of(&|p| positions.filled(p))?,
                 numbers: Tensor::arange(0, count as u32, device)?,
                 seen: Tensor::zeros(count, seen, device)?,
                 unseen: Tensor::full(f32::NEG_INFINITY, count, device)?.to_dtype(seen)?,
@@ -179,15 +180,16 @@ impl PositionTables {
     /// Where the next token stands.
     pub fn step_position(&self) -> Result<StepPosition> {
         let at = |t: &Tensor| t.index_select(&self.position, 0);
-        let of = |table: &SlotTable| -> Result<StepSlots> {
+        let of = |table: &CachePositionTable| -> Result<StepCachePosition> {
             let filled = at(&table.filled)?;
             let mask = table.numbers.broadcast_lt(&filled)?.where_cond(&table.seen, &table.unseen)?;
-            Ok(StepSlots { slots: table.slots, slot: at(&table.slot)?, filled, mask })
+            let cache_position = at(&table.cache_position)?;
+            Ok(StepCachePosition { positions: table.positions, cache_position, filled, mask })
         };
         Ok(StepPosition {
             position: self.position.clone(),
             angles: self.angles.at(&self.position)?,
-            slots: self.tables.iter().map(of).collect::<Result<_>>()?,
+            cache_positions: self.tables.iter().map(of).collect::<Result<_>>()?,
             indices: Mutex::default(),
         })
     }
@@ -208,45 +210,51 @@ pub(crate) struct StepPosition {
     /// U32 `[1]`
     position: Tensor,
     pub angles: Angles,
-    slots: Vec<StepSlots>,
-    /// Places of entries in tensors of slots, which layers share.
-    indices: Mutex<HashMap<(Slots, Vec<usize>), Tensor>>,
+    /// One for each kind of layer.
+    cache_positions: Vec<StepCachePosition>,
+    /// Places of entries in layers' tensors, which layers share.
+    indices: Mutex<HashMap<(CachePositions, Vec<usize>), Tensor>>,
 }
 
 #[derive(Debug)]
-struct StepSlots {
-    slots: Slots,
-    slot: Tensor,
+struct StepCachePosition {
+    positions: CachePositions,
+    cache_position: Tensor,
     filled: Tensor,
     mask: Tensor,
 }
 
 impl StepPosition {
-    fn of(&self, slots: Slots) -> Result<&StepSlots> {
+    fn of(&self, positions: CachePositions) -> Result<&StepCachePosition> {
         let unknown = || candle_core::Error::msg("a static cache of another model");
-        self.slots.iter().find(|position| position.slots == slots).ok_or_else(unknown)
+        self.cache_positions.iter().find(|of| of.positions == positions).ok_or_else(unknown)
     }
 
-    /// The slots of a layer that the token sees, and how scores are made.
-    pub fn options<'a>(&'a self, slots: Slots, sinks: Option<&'a Tensor>, scale: f64) -> Result<SlotOptions<'a>> {
-        let StepSlots { filled, mask, .. } = self.of(slots)?;
-        Ok(SlotOptions { mask, filled, sinks, scale })
+    /// The cache positions of a layer that the token sees, and how scores are made.
+    pub fn options<'a>(
+        &'a self,
+        positions: CachePositions,
+        sinks: Option<&'a Tensor>,
+        scale: f64,
+    ) -> Result<CacheAttentionOptions<'a>> {
+        let StepCachePosition { filled, mask, .. } = self.of(positions)?;
+        Ok(CacheAttentionOptions { mask, filled, sinks, scale })
     }
 
-    /// The token's slot, U32 `[1]`.
-    pub fn slot(&self, slots: Slots) -> Result<&Tensor> {
-        Ok(&self.of(slots)?.slot)
+    /// The token's cache position, U32 `[1]`.
+    pub fn cache_position(&self, positions: CachePositions) -> Result<&Tensor> {
+        Ok(&self.of(positions)?.cache_position)
     }
 
     /// The same for each entry, `[B, heads, 1, D]`.
-    fn index(&self, slots: Slots, dims: &[usize]) -> Result<Tensor> {
+    fn index(&self, positions: CachePositions, dims: &[usize]) -> Result<Tensor> {
         let mut known = self.indices.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(index) = known.get(&(slots, dims.to_vec())) {
+        if let Some(index) = known.get(&(positions, dims.to_vec())) {
             return Ok(index.clone());
         }
-        let slot = &self.of(slots)?.slot;
-        let index = slot.reshape(vec![1; dims.len()])?.broadcast_as(dims)?.contiguous()?;
-        known.insert((slots, dims.to_vec()), index.clone());
+        let index = self.cache_position(positions)?;
+        let index = index.reshape(vec![1; dims.len()])?.broadcast_as(dims)?.contiguous()?;
+        known.insert((positions, dims.to_vec()), index.clone());
         Ok(index)
     }
 
@@ -269,12 +277,12 @@ pub(crate) struct StaticCache {
 
 impl StaticCache {
     pub fn new(shape: &StaticShape<'_>, angles: Angles, layers: Vec<LayerCache>) -> Result<Self> {
-        let mut kinds: Vec<Slots> = Vec::new();
+        let mut kinds: Vec<CachePositions> = Vec::new();
         for layer in &layers {
-            if let LayerCache::Slots(cache) = layer
-                && !kinds.contains(&cache.slots)
+            if let LayerCache::Static(cache) = layer
+                && !kinds.contains(&cache.positions)
             {
-                kinds.push(cache.slots);
+                kinds.push(cache.positions);
             }
         }
         let positions = PositionTables::new(shape, angles, &kinds)?;
@@ -295,7 +303,7 @@ impl StaticCache {
                 LayerCache::State(a, b) => {
                     [a, b].into_iter().filter(|t| t.elem_count() > 0).try_for_each(Tensor::zero_set)?
                 }
-                LayerCache::Slots(cache) => cache.clear()?,
+                LayerCache::Static(cache) => cache.clear()?,
             }
         }
         self.len = 0;

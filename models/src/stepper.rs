@@ -72,7 +72,7 @@ struct Work<'m> {
     next: Tensor,
     /// Of a step that is captured.
     #[cfg(feature = "cuda")]
-    memory: Option<crate::ops::StepMemory>,
+    memory: Option<crate::ops::CapturedResults>,
 }
 
 impl Work<'_> {
@@ -291,7 +291,7 @@ mod graph {
     use crate::Model;
     use crate::decoder::ForwardProgress;
     use crate::error::Result;
-    use crate::ops::StepMemory;
+    use crate::ops::CapturedResults;
 
     type Calls<'m> = Box<dyn FnMut() -> CandleResult<Vec<Tensor>> + 'm>;
 
@@ -312,7 +312,7 @@ mod graph {
             if let Some(group) = groups.first() {
                 capture = capture.group(group)?;
             }
-            let mut work = Work { memory: Some(StepMemory::default()), ..work() };
+            let mut work = Work { memory: Some(CapturedResults::default()), ..work() };
             let calls: Calls<'m> = Box::new(move || {
                 let logits = work.run(&mut ForwardProgress::default()).map_err(candle_core::Error::wrap)?;
                 Ok(vec![logits])

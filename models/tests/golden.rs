@@ -7,6 +7,7 @@ mod support;
 use std::collections::{HashMap, HashSet};
 
 use candle_core::{DType, Device, Result as CandleResult, Tensor, Var};
+use moebius::candle::Parameters;
 use moebius::checkpoint::{BlockParams, Checkpoint};
 use moebius::cpu::{Cpu, HostBuffer};
 use moebius::layer::ParamKind;
@@ -71,7 +72,7 @@ fn logits_and_loss() {
 #[test]
 fn logits_and_loss_by_differentiable_operations() {
     for golden in Golden::all() {
-        let options = LoadOptions { trainable: true, ..golden.options() };
+        let options = LoadOptions { parameters: Parameters::Trainable, ..golden.options() };
         let [logits, loss] = forward_errors(&golden, options, &[golden.ids().dim(0).expect("rows")]);
         assert!(logits.max(loss) <= tolerance(&golden), "{}: {logits:.1e}, {loss:.1e}", golden.name);
     }
@@ -277,7 +278,7 @@ fn a_stepper_has_a_fixed_number_of_sequences_and_tokens() {
     });
     let golden = Golden::named("qwen3_moe");
     on_ranks(1, golden.experts, |_, group| {
-        let model = golden.load(&group, LoadOptions { trainable: true, ..golden.options() });
+        let model = golden.load(&group, LoadOptions { parameters: Parameters::Trainable, ..golden.options() });
         assert!(model.stepper(1, 4).expect_err("a trainable model").to_string().contains("trainable"));
     });
 }
@@ -300,7 +301,7 @@ fn experts_as_stored() {
             assert!(worst <= tolerance(&golden), "{} over {split:?}: {logits:.1e}, {loss:.1e}", golden.name);
         }
         on_ranks(1, golden.experts, |_, group| {
-            let model = golden.load(&group, LoadOptions { trainable: true, ..options });
+            let model = golden.load(&group, LoadOptions { parameters: Parameters::Trainable, ..options });
             let moe = model.moe(golden.layer()).expect("experts");
             assert!(moe.quantized().is_some() && moe.param(ParamKind::Up).is_none(), "{}", golden.name);
             let loss = model.loss(golden.ids()).expect("a loss");
@@ -359,7 +360,7 @@ fn random_weights() {
     let square = first.sqr().and_then(|t| t.mean_all()?.to_scalar::<f32>()).expect("a number");
     assert!((0.3..3.0).contains(&square), "mean square {square}");
     on_ranks(1, golden.experts, |_, group| {
-        let options = LoadOptions { random: Some(1), trainable: true, ..LoadOptions::default() };
+        let options = LoadOptions { random: Some(1), parameters: Parameters::Trainable, ..LoadOptions::default() };
         let model = Model::load_on(&config, &group, options).expect("a model");
         let gradients = model.loss(golden.ids()).expect("a loss").sum.backward().expect("gradients");
         assert!(!model.vars().is_empty());
@@ -477,7 +478,7 @@ fn gradients_of_the_first_block() {
         for split in golden.splits().into_iter().filter(|split| split.len() <= 4) {
             let shares = golden.shares(&split);
             let parts = on_ranks(split.len(), golden.experts, |rank, group| {
-                let model = golden.load(&group, LoadOptions { trainable: true, ..golden.options() });
+                let model = golden.load(&group, LoadOptions { parameters: Parameters::Trainable, ..golden.options() });
                 gradients(&model, golden.layer(), &shares[rank], positions).expect("gradients")
             });
             let joined = |of: &dyn Fn(&Gradients) -> Tensor| {
@@ -522,7 +523,7 @@ fn gradients_of_replicated_parameters() {
             let shares = golden.shares(&split);
             let positions = (golden.ids().dims()[0] * (golden.ids().dims()[1] - 1)) as f64;
             let parts = on_ranks(split.len(), golden.experts, |rank, group| {
-                let model = golden.load(&group, LoadOptions { trainable: true, ..golden.options() });
+                let model = golden.load(&group, LoadOptions { parameters: Parameters::Trainable, ..golden.options() });
                 let loss = model.loss(&shares[rank]).expect("a loss");
                 let grads = (loss.sum / positions).and_then(|loss| loss.backward()).expect("gradients");
                 let own = |name: &str| {

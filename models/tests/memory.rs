@@ -3,6 +3,7 @@
 use std::path::{Path, PathBuf};
 
 use candle_core::{Device, Tensor};
+use moebius::candle::Parameters;
 use moebius_models::{LoadOptions, Model};
 
 #[path = "../../tests/common/counting_allocator.rs"]
@@ -37,7 +38,7 @@ fn of_step(model: &Model, tokens: usize) -> usize {
 fn memory_of_a_step_grows_as_its_tokens() {
     let folder = tempfile::tempdir().expect("a folder");
     with_context("qwen3_moe", 4096, folder.path());
-    let options = LoadOptions { trainable: true, ..LoadOptions::default() };
+    let options = LoadOptions { parameters: Parameters::Trainable, ..LoadOptions::default() };
     let model = Model::load(folder.path(), &Device::Cpu, options).expect("a model");
     of_step(&model, 64);
     let [short, long] = [2048, 4096].map(|tokens| of_step(&model, tokens));

@@ -3,7 +3,7 @@
 mod support;
 
 use candle_core::{DType, Device, Tensor};
-use moebius::candle::error_of;
+use moebius::candle::{Parameters, error_of};
 use moebius_models::{Error, LoadOptions, Model};
 
 use support::{Golden, on_ranks, shipped};
@@ -48,7 +48,7 @@ fn what_fails_on_a_rank_is_told_to_the_others() {
 fn bad_calls_are_typed_errors() {
     let golden = Golden::named("qwen3_moe");
     on_ranks(1, golden.experts, |_, group| {
-        let model = golden.load(&group, LoadOptions { trainable: true, ..golden.options() });
+        let model = golden.load(&group, LoadOptions { parameters: Parameters::Trainable, ..golden.options() });
         let ids = Tensor::zeros((1, 300), DType::U32, &Device::Cpu).expect("ids");
         let message = model.forward(&ids).expect_err("too long").to_string();
         assert!(message.contains("300") && message.contains("256"), "{message}");

@@ -7,7 +7,7 @@ use std::path::Path;
 use candle_core::{DType, Device, Result, Tensor};
 use candle_nn::VarBuilder;
 use candle_transformers::models::qwen3_moe;
-use moebius::candle::DeviceGroup;
+use moebius::candle::{DeviceGroup, Parameters};
 use moebius::checkpoint::Checkpoint;
 use moebius::ep::GroupConfig;
 use moebius_models::{LoadOptions, Model};
@@ -105,7 +105,7 @@ fn ours(dir: &Path, device: &Device, options: LoadOptions) -> Model {
 }
 
 fn train() -> LoadOptions {
-    LoadOptions { trainable: true, ..LoadOptions::default() }
+    LoadOptions { parameters: Parameters::Trainable, ..LoadOptions::default() }
 }
 
 /// Writes a checkpoint.

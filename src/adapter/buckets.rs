@@ -1,9 +1,5 @@
 //! Which gradients travel together where they are summed over ranks.
 
-/// Bytes of sums that one collective takes, unless told otherwise: far more than a collective's latency costs, and little
-/// beside a model.
-pub const BUCKET_BYTES: usize = 64 << 20;
-
 pub(crate) use crate::etp::NO_LAYER;
 
 /// A gradient that is summed, in f32 or f64.

@@ -135,7 +135,7 @@ impl<D: FrameworkDevice, T: FrameworkTensors<D>> GuardedCall<'_, D, T> {
 
     /// Gradient `[T, E]` of the logits; `routed`: they as x, the ids that were chosen of them, and the gradient of the
     /// weights.
-    pub(crate) fn route_backward(&self, routed: DispatchTokens<&T::Float, &T::Ids>) -> Result<T::Output> {
+    pub(crate) fn route_bwd(&self, routed: DispatchTokens<&T::Float, &T::Ids>) -> Result<T::Output> {
         let floats = [("logits", routed.x), ("gradient of weights", routed.weights)];
         self.run((ROUTE_BWD, Op::CombineBwd), &floats, Some(routed.ids), |entry, device, views| {
             let [logits, weights, ids] = [0, 1, 2].map(|at| views[at].borrow());
@@ -143,7 +143,7 @@ impl<D: FrameworkDevice, T: FrameworkTensors<D>> GuardedCall<'_, D, T> {
             let mut d_logits = self.tensors.output(device, spec)?;
             self.tensors.ordered(device, || {
                 let grads = RoutingGrads { logits, ids, weights };
-                self.layer.route_backward_into(entry.enter(), grads, T::view_mut(&mut d_logits)?)
+                self.layer.route_bwd_into(entry.enter(), grads, T::view_mut(&mut d_logits)?)
             })?;
             Ok(d_logits)
         })
@@ -225,7 +225,7 @@ impl<D: FrameworkDevice> DispatchRouting<D> {
     }
 
     /// Gradient `[N, H]` of the experts' outputs.
-    pub(crate) fn combine_backward<T: FrameworkTensors<D>>(&self, tensors: &T, d_y: &T::Float) -> Result<T::Output> {
+    pub(crate) fn combine_bwd<T: FrameworkTensors<D>>(&self, tensors: &T, d_y: &T::Float) -> Result<T::Output> {
         let Self { layer, context, .. } = self;
         context.handle().check_backward(COMBINE_BWD)?;
         let floats = [("gradient of y", d_y)];
@@ -234,14 +234,14 @@ impl<D: FrameworkDevice> DispatchRouting<D> {
             let mut d_outputs = tensors.output(device, ResultSpec { dtype: context.dtype(), dims: &dims })?;
             tensors.ordered(device, || {
                 let into = T::view_mut(&mut d_outputs)?;
-                layer.combine_backward_into(entry.enter(), context, views[0].borrow(), into)
+                layer.combine_bwd_into(entry.enter(), context, views[0].borrow(), into)
             })?;
             Ok(d_outputs)
         })
     }
 
     /// Gradients of x `[T, H]` and of the routing weights `[T, K]`, of those of what dispatch brought.
-    pub(crate) fn dispatch_backward<T: FrameworkTensors<D>>(
+    pub(crate) fn dispatch_bwd<T: FrameworkTensors<D>>(
         &self,
         tensors: &T,
         arrived: &DispatchedCotangents<T::Float>,
@@ -265,7 +265,7 @@ impl<D: FrameworkDevice> DispatchRouting<D> {
                 let [d_x, d_weights] = &mut made;
                 let into = TokenGradsMut { x: T::view_mut(d_x)?, weights: T::view_mut(d_weights)? };
                 let grads = DispatchedRowGrads { rows, weights };
-                layer.dispatch_backward_into(entry.enter(), context, grads, into)
+                layer.dispatch_bwd_into(entry.enter(), context, grads, into)
             })?;
             Ok(made)
         })

@@ -10,6 +10,7 @@ mod gradient_reduction;
 #[cfg(feature = "candle")]
 mod gradient_sums;
 mod group;
+mod heuristics;
 #[cfg(feature = "burn")]
 mod host_tensor;
 mod load_as;
@@ -22,7 +23,6 @@ mod sharded;
 mod submit;
 mod training_state;
 
-pub use buckets::BUCKET_BYTES;
 #[cfg(feature = "candle")]
 pub(crate) use buckets::buckets;
 pub(crate) use buckets::{NO_LAYER, Summand};
@@ -43,6 +43,9 @@ pub(crate) use group::ErasedChain;
 pub use group::{DeviceErased, FrameworkDevice};
 #[cfg(feature = "candle")]
 pub(crate) use group::{ErasedGroup, match_device};
+pub use heuristics::BUCKET_BYTES;
+#[cfg(feature = "candle")]
+pub(crate) use heuristics::VARIABLES_AT_ONCE;
 #[cfg(feature = "burn")]
 pub(crate) use host_tensor::HostTensor;
 pub use load_as::LoadAs;

@@ -117,16 +117,16 @@ impl<B: NativeMemory> NativeDispatch<B> {
     }
 
     /// Gradient `[N, H]` of the outputs, of one of y.
-    pub(super) fn combine_backward(&self, d_y: FloatTensor<B>) -> Result<FloatTensor<B>> {
+    pub(super) fn combine_bwd(&self, d_y: FloatTensor<B>) -> Result<FloatTensor<B>> {
         self.pending.check_combine(false)?;
-        B::float(self.pending.routing.combine_backward(&self.tensors(), &B::contiguous(d_y))?)
+        B::float(self.pending.routing.combine_bwd(&self.tensors(), &B::contiguous(d_y))?)
     }
 
     /// Gradients of x `[T, H]` and of the routing weights `[T, K]`, of those that have arrived.
     pub(super) fn backward(&self) -> Result<[FloatTensor<B>; 2]> {
         let DispatchedCotangents { rows, weights } = self.pending.take_cotangents()?;
         let arrived = DispatchedCotangents { rows: rows.map(B::contiguous), weights: weights.map(B::contiguous) };
-        let [d_x, d_weights] = self.pending.routing.dispatch_backward(&self.tensors(), &arrived)?;
+        let [d_x, d_weights] = self.pending.routing.dispatch_bwd(&self.tensors(), &arrived)?;
         Ok([B::float(d_x)?, B::float(d_weights)?])
     }
 }
@@ -144,12 +144,9 @@ pub(super) fn run_route<B: NativeMemory + LayerBackend>(
 }
 
 /// Gradient of logits `[T, E]`; all contiguous. `routed`: the logits and ids, and the gradient of the weights.
-pub(super) fn route_backward<B: NativeMemory>(
-    call: &LayerCall,
-    routed: &DispatchOperands<B>,
-) -> Result<FloatTensor<B>> {
+pub(super) fn route_bwd<B: NativeMemory>(call: &LayerCall, routed: &DispatchOperands<B>) -> Result<FloatTensor<B>> {
     let group = call.group_of::<B>(("DispatchCombine::route, backward", Op::CombineBwd), &routed.x)?;
     let DispatchTokens { x, ids, weights } = routed;
     let tensors = &NativeTensors::<B> { group: &call.group, like: x };
-    B::float(GuardedCall { layer: &call.layer, group, tensors }.route_backward(DispatchTokens { x, ids, weights })?)
+    B::float(GuardedCall { layer: &call.layer, group, tensors }.route_bwd(DispatchTokens { x, ids, weights })?)
 }

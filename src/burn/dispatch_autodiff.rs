@@ -21,7 +21,7 @@ use crate::adapter::{DispatchTokens, DispatchedPart, DispatchedRows};
 use crate::error::Result;
 
 use super::backend::{DispatchOperands, DispatchResult, LayerCall, NativeBackend, NativeMemory, RouteOutputs};
-use super::dispatch::{NativeDispatch, contiguous, route_backward, run_dispatch, run_route};
+use super::dispatch::{NativeDispatch, contiguous, route_bwd, run_dispatch, run_route};
 
 /// A dispatch in a graph.
 #[derive(Debug, Clone)]
@@ -77,7 +77,7 @@ impl<B: NativeMemory> Backward<B, 2> for CombineNode {
 
     fn backward(self, ops: Ops<Self::State, 2>, grads: &mut Gradients, _: &mut Checkpointer) {
         let d_y = grads.consume::<B>(&ops.node);
-        let d_outputs = unwinding(&ops.state, ops.state.combine_backward(d_y));
+        let d_outputs = unwinding(&ops.state, ops.state.combine_bwd(d_y));
         let [_, outputs] = ops.parents;
         if let Some(outputs) = outputs {
             grads.register::<B>(outputs.id, d_outputs);
@@ -154,7 +154,7 @@ impl<B: NativeMemory> Backward<B, 1> for RouteNode {
     fn backward(self, ops: Ops<Self::State, 1>, grads: &mut Gradients, _: &mut Checkpointer) {
         let RouteState { call, logits, ids } = ops.state;
         let weights = B::contiguous(grads.consume::<B>(&ops.node));
-        let made = route_backward::<B>(&call, &DispatchTokens { x: logits, ids, weights });
+        let made = route_bwd::<B>(&call, &DispatchTokens { x: logits, ids, weights });
         let d_logits = made.unwrap_or_else(|error| call.group.unwind(error));
         let [logits] = ops.parents;
         if let Some(logits) = logits {

@@ -124,7 +124,7 @@ impl NativeMemory for Failing {
 const TOKENS: usize = 3;
 const HIDDEN: usize = 4;
 /// A rank that is not told waits this long: the test is slow then, and fails.
-const PATIENCE: Duration = Duration::from_secs(20);
+const TIMEOUT: Duration = Duration::from_secs(20);
 
 fn float(dims: &[usize]) -> FloatTensor<Failing> {
     let values: Vec<f32> = (0..dims.iter().product()).map(|at| at as f32 * 0.01).collect();
@@ -170,7 +170,7 @@ fn what_fails_before_the_layer_is_told() {
     });
     for case in cases {
         let outcomes: Vec<_> = thread::scope(|scope| {
-            let comms = ThreadWorld::create(2, PATIENCE).into_iter().enumerate();
+            let comms = ThreadWorld::create(2, TIMEOUT).into_iter().enumerate();
             let rank = |(rank, comm)| {
                 scope.spawn(move || {
                     let group = Group::new(Cpu::new(), Box::new(comm), GroupConfig::new(4, 8)).unwrap();

@@ -12,9 +12,9 @@ use crate::error::Error;
 use crate::etp::{Chain, Payload, Shards};
 use crate::layer::{Layer, LayerSpec, ParamKind, PerParam};
 
+use super::device::CandleDevice;
 use super::etp::VarShard;
 use super::group::DeviceGroup;
-use super::host::Host;
 use super::initial::{ShardInit, full_name};
 use super::module::ExpertParallelMoE;
 use super::options::{LoadAs, Parameters, place_in, tensor};
@@ -44,7 +44,7 @@ fn number_in(path: &str) -> u32 {
 
 /// Where a layer's shards are: the chain that its experts are added to, and more.
 #[derive(Debug)]
-pub struct ShardedIn<'a, D: Host = Cpu> {
+pub struct ShardedIn<'a, D: CandleDevice = Cpu> {
     /// Over the ranks that hold the same experts.
     pub chain: &'a Arc<Chain<D>>,
     /// How the experts' shards travel.
@@ -118,7 +118,7 @@ impl ExpertParallelMoE {
     /// # Errors
     /// As [`new`](Self::new); a group on another device than the chain's; a chain that is in use. After an error of a
     /// pass every rank of the chain calls [`Chain::recover`].
-    pub fn sharded<D: Host>(
+    pub fn sharded<D: CandleDevice>(
         layer: impl Into<LayerSpec>,
         group: impl Into<DeviceGroup>,
         chain: &Arc<Chain<D>>,
@@ -139,7 +139,7 @@ impl ExpertParallelMoE {
     ///
     /// # Errors
     /// As [`sharded`](Self::sharded).
-    pub fn all_sharded<D: Host>(
+    pub fn all_sharded<D: CandleDevice>(
         layer: impl Into<LayerSpec>,
         group: impl Into<DeviceGroup>,
         chain: &Arc<Chain<D>>,
@@ -151,7 +151,7 @@ impl ExpertParallelMoE {
     }
 
     /// `call` names the caller in errors.
-    fn build<D: Host>(
+    fn build<D: CandleDevice>(
         call: &'static str,
         spec: LayerSpec,
         group: DeviceGroup,
@@ -273,7 +273,7 @@ impl ExpertParallelMoE {
     /// # Errors
     /// Errors of [`Checkpoint::load_shards`] and [`Checkpoint::load_quantized`]; as [`sharded`](Self::sharded);
     /// `weights` beside experts that stay quantized.
-    pub fn from_checkpoint_sharded<'a, D: Host>(
+    pub fn from_checkpoint_sharded<'a, D: CandleDevice>(
         checkpoint: &Checkpoint,
         layer: usize,
         group: impl Into<DeviceGroup>,
@@ -323,7 +323,7 @@ fn tensors(block: BlockParams, device: &Device, params: Parameters) -> Result<Pe
 type LayerVariables<'a, D> = (PerParam<Option<Tensor>>, Option<NewLayerShards<'a, D>>);
 
 /// Finds or makes a module's variables, and asks the chains for its shards.
-fn variables<'a, D: Host>(
+fn variables<'a, D: CandleDevice>(
     call: &'static str,
     layer: &Layer,
     group: &DeviceGroup,
@@ -377,7 +377,7 @@ fn is_expert_weight(kind: ParamKind) -> bool {
     matches!(kind, ParamKind::Up | ParamKind::Down)
 }
 
-impl<'a, D: Host> ShardedIn<'a, D> {
+impl<'a, D: CandleDevice> ShardedIn<'a, D> {
     fn check_device(&self, call: &'static str, group: &DeviceGroup) -> crate::Result<()> {
         if self.chain.device().is(group.device()) {
             return Ok(());
@@ -426,13 +426,13 @@ impl<'a, D: Host> ShardedIn<'a, D> {
 }
 
 /// A layer's shards, which their chains would take, and have not got yet.
-struct NewLayerShards<'a, D: Host> {
+struct NewLayerShards<'a, D: CandleDevice> {
     weights: Option<&'a ShardedWeights<'a, D>>,
     resident: PerParam<Option<NewShardedTensor<D>>>,
     experts: NewExperts<D>,
 }
 
-impl<D: Host> NewLayerShards<'_, D> {
+impl<D: CandleDevice> NewLayerShards<'_, D> {
     /// Adds them.
     fn add(self) -> crate::Result<ErasedLayerShards> {
         let Self { weights, resident, experts } = self;

@@ -9,9 +9,9 @@ use candle_core::{Device, Result, Tensor};
 use crate::cuda::{Captured, Cuda};
 use crate::error::Error;
 
+use super::device::location;
 use super::error::framework;
 use super::group::DeviceGroup;
-use super::host::location;
 use super::optimizer::AdamW;
 
 const CALL: &str = "candle::Capture";

@@ -6,10 +6,10 @@ use crate::cpu::{Cpu, HostBuffer};
 use crate::error::Result;
 use crate::tensor::{TensorMut, TensorRef};
 
-use super::host::{Host, StorageMut, StorageSlice, StorageSliceMut};
+use super::device::{CandleDevice, StorageMut, StorageSlice, StorageSliceMut};
 
-impl Host for Cpu {
-    type Hold<'a> = ();
+impl CandleDevice for Cpu {
+    type StorageGuard<'a> = ();
 
     fn is(&self, device: &Device) -> bool {
         device.is_cpu()

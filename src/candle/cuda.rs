@@ -11,8 +11,8 @@ use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::tensor::{TensorMut, TensorRef};
 
+use super::device::{CandleDevice, StorageMut, StorageSlice, StorageSliceMut, location};
 use super::error::framework;
-use super::host::{Host, StorageMut, StorageSlice, StorageSliceMut, location};
 
 /// Where a tensor without elements lies: no kernel reads it, and null means "none" to some.
 const NOWHERE: u64 = 256;
@@ -36,8 +36,8 @@ pub fn cuda(device: &Device) -> Result<Cuda> {
     }
 }
 
-impl Host for Cuda {
-    type Hold<'a> = SyncOnDrop<'a>;
+impl CandleDevice for Cuda {
+    type StorageGuard<'a> = SyncOnDrop<'a>;
 
     fn is(&self, device: &Device) -> bool {
         device.as_cuda_device().is_ok_and(|d| self.is_on(&d.cuda_stream()))
@@ -134,7 +134,7 @@ fn view<'a, T: CudaDType + DeviceRepr + 'a>(
         return Err(part.elsewhere::<Cuda>(EXPECTED));
     }
     let range = part.range();
-    let (ptr, hold) = slice.device_ptr(cuda.stream());
+    let (ptr, guard) = slice.device_ptr(cuda.stream());
     let (ptr, bytes) = match range.len() * size_of::<T>() {
         0 => (NOWHERE, 0),
         bytes => (ptr + (range.start * size_of::<T>()) as u64, bytes),
@@ -150,7 +150,7 @@ fn view<'a, T: CudaDType + DeviceRepr + 'a>(
     // SAFETY: the range is inside the slice, whose storage stays locked for reading for 'a; candle frees and writes it
     // on the slice's own stream, which is this device's, so behind the kernels that read it.
     let data = unsafe { DeviceRef::from_raw(ptr, bytes) };
-    Ok((TensorRef::new(data, dtype, part.dims)?, hold))
+    Ok((TensorRef::new(data, dtype, part.dims)?, guard))
 }
 
 fn view_mut<'a, T: CudaDType + DeviceRepr + 'a>(
@@ -169,7 +169,7 @@ fn view_mut<'a, T: CudaDType + DeviceRepr + 'a>(
     if range.end > slice.len() {
         return Err(Error::invalid(call, format!("tensor {name}"), "a layout inside its storage", range.end));
     }
-    let (ptr, hold) = slice.device_ptr_mut(cuda.stream());
+    let (ptr, guard) = slice.device_ptr_mut(cuda.stream());
     let (ptr, bytes) = match range.len() * size_of::<T>() {
         0 => (NOWHERE, 0),
         bytes => (ptr + (range.start * size_of::<T>()) as u64, bytes),
@@ -177,7 +177,7 @@ fn view_mut<'a, T: CudaDType + DeviceRepr + 'a>(
     // SAFETY: the range is inside the slice, whose storage candle has locked for writing for 'a; candle frees and reads
     // it on the slice's own stream, which is this device's, so behind the kernels that write it.
     let data = unsafe { DeviceMut::from_raw(ptr, bytes) };
-    Ok((TensorMut::new(data, dtype, dims)?, hold))
+    Ok((TensorMut::new(data, dtype, dims)?, guard))
 }
 
 fn storage<T: CudaDType + DeviceRepr>(buffer: DeviceBuffer, device: &CudaDevice) -> Result<CudaStorage> {

@@ -19,8 +19,8 @@ use crate::adapter::{DispatchTokens, DispatchedPart, DispatchedRows, GuardedCall
 use crate::error::Error;
 use crate::layer::Layer;
 
+use super::device::{CandleDevice, CandleTensors, copy_of, into_candle};
 use super::group::TypedGroup;
-use super::host::{Host, HostTensors, copy_of, into_candle};
 use super::pending::{BackwardStage, PendingCollectives, remember};
 use super::precomputed::Precomputed;
 
@@ -44,7 +44,7 @@ pub(super) trait CombineRouting: Debug + Send + Sync {
 
 /// One dispatch in candle's graph.
 #[derive(Debug)]
-struct DispatchStep<D: Host> {
+struct DispatchStep<D: CandleDevice> {
     pending: PendingDispatch<D, Tensor>,
     device: Device,
     /// A backward, of this or of a combine, has failed; the other ranks know.
@@ -52,14 +52,14 @@ struct DispatchStep<D: Host> {
 }
 
 /// Dispatches on the device of a group. `anchor` always tracks gradients; absent where no backward will follow.
-pub(super) fn dispatch<D: Host>(
+pub(super) fn dispatch<D: CandleDevice>(
     on: TypedGroup<'_, D>,
     layer: &Layer,
     anchor: Option<&Tensor>,
     tokens: DispatchTokens<&Tensor, &Tensor>,
 ) -> Result<DispatchedRows<Tensor, RoutingNode>> {
     let DispatchTokens { x, weights, .. } = tokens;
-    let call = GuardedCall { layer, group: on.group, tensors: &HostTensors };
+    let call = GuardedCall { layer, group: on.group, tensors: &CandleTensors };
     let DispatchedRows { rows, weights: slot_weights, load, routing } = call.dispatch(tokens, anchor.is_some())?;
     let pending = PendingDispatch::new(routing);
     let step = Arc::new(DispatchStep { pending, device: on.device.clone(), failed: AtomicBool::new(false) });
@@ -78,7 +78,7 @@ pub(super) fn dispatch<D: Host>(
     Ok(DispatchedRows { rows, weights, load, routing: RoutingNode { token: Some(token), routing: step } })
 }
 
-impl<D: Host> CombineRouting for DispatchStep<D> {
+impl<D: CandleDevice> CombineRouting for DispatchStep<D> {
     fn segments(&self) -> Result<Vec<Range<usize>>> {
         Ok(self.pending.routing.segments()?)
     }
@@ -90,14 +90,14 @@ impl<D: Host> CombineRouting for DispatchStep<D> {
     }
 
     fn combine(self: Arc<Self>, token: Option<&Tensor>, outputs: &Tensor) -> Result<Tensor> {
-        let y = self.pending.routing.combine(&HostTensors, outputs)?;
+        let y = self.pending.routing.combine(&CandleTensors, outputs)?;
         let Some(token) = token else { return Ok(self.constant(y)?) };
         let value = Precomputed::new(y, &self.device)?;
         token.apply_op2(outputs, CombineOp { step: self, value, ran: AtomicBool::new(false) })
     }
 }
 
-impl<D: Host> DispatchStep<D> {
+impl<D: CandleDevice> DispatchStep<D> {
     fn constant(&self, t: crate::Tensor<D>) -> crate::Result<Tensor> {
         let dims = t.dims().to_vec();
         into_candle(t, &dims, &self.device)
@@ -119,7 +119,7 @@ impl<D: Host> DispatchStep<D> {
     }
 }
 
-impl<D: Host> PendingCollectives for DispatchStep<D> {
+impl<D: CandleDevice> PendingCollectives for DispatchStep<D> {
     fn stage(&self) -> BackwardStage {
         match self.pending.is_waiting() {
             _ if self.failed.load(Ordering::Acquire) => BackwardStage::Reported,
@@ -145,11 +145,11 @@ impl<D: Host> PendingCollectives for DispatchStep<D> {
 }
 
 /// The token of a dispatch: of the anchor, x and the routing weights.
-struct DispatchOp<D: Host> {
+struct DispatchOp<D: CandleDevice> {
     step: Arc<DispatchStep<D>>,
 }
 
-impl<D: Host> CustomOp3 for DispatchOp<D> {
+impl<D: CandleDevice> CustomOp3 for DispatchOp<D> {
     fn name(&self) -> &'static str {
         "moebius-dispatch"
     }
@@ -189,20 +189,20 @@ impl<D: Host> CustomOp3 for DispatchOp<D> {
         let step = &self.step;
         let arrived = step.pending.take_cotangents()?;
         // Made whether wanted or not: the other ranks are in the collective.
-        let made = step.pending.routing.dispatch_backward(&HostTensors, &arrived);
+        let made = step.pending.routing.dispatch_bwd(&CandleTensors, &arrived);
         let [d_x, d_weights] = step.noting_failure(made)?;
         Ok((None, step.wanted(d_x, x)?, step.wanted(d_weights, weights)?))
     }
 }
 
 /// Gives an output of a dispatch a place in the graph.
-struct ReceivedOp<D: Host> {
+struct ReceivedOp<D: CandleDevice> {
     step: Arc<DispatchStep<D>>,
     output: DispatchedPart,
     value: Precomputed,
 }
 
-impl<D: Host> CustomOp1 for ReceivedOp<D> {
+impl<D: CandleDevice> CustomOp1 for ReceivedOp<D> {
     fn name(&self) -> &'static str {
         "moebius-received"
     }
@@ -222,14 +222,14 @@ impl<D: Host> CustomOp1 for ReceivedOp<D> {
 }
 
 /// A combine: of its dispatch's token and the experts' outputs.
-struct CombineOp<D: Host> {
+struct CombineOp<D: CandleDevice> {
     step: Arc<DispatchStep<D>>,
     value: Precomputed,
     /// Backward has run.
     ran: AtomicBool,
 }
 
-impl<D: Host> CustomOp2 for CombineOp<D> {
+impl<D: CandleDevice> CustomOp2 for CombineOp<D> {
     fn name(&self) -> &'static str {
         "moebius-combine"
     }
@@ -250,7 +250,7 @@ impl<D: Host> CustomOp2 for CombineOp<D> {
         d_y: &Tensor,
     ) -> Result<(Option<Tensor>, Option<Tensor>)> {
         self.step.pending.check_combine(self.ran.swap(true, Ordering::AcqRel))?;
-        let made = self.step.pending.routing.combine_backward(&HostTensors, d_y);
+        let made = self.step.pending.routing.combine_bwd(&CandleTensors, d_y);
         let d_outputs = self.step.noting_failure(made)?;
         Ok((Some(token.zeros_like()?), self.step.wanted(d_outputs, outputs)?))
     }

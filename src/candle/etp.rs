@@ -12,12 +12,12 @@ use crate::error::Result;
 use crate::etp::{Chain, ShardSource, WeightId};
 use crate::tensor::TensorRef;
 
+use super::device::{CandleDevice, copy_of, into_candle, with_views};
 use super::error::framework;
-use super::host::{Host, copy_of, into_candle, with_views};
 
 /// A variable `[S, C]` as a rank's shard: a gather reads what the optimizer has left in it.
 #[derive(Debug, Clone)]
-pub struct VarShard<D: Host = Cpu> {
+pub struct VarShard<D: CandleDevice = Cpu> {
     device: D,
     shard: Tensor,
 }
@@ -29,7 +29,7 @@ impl VarShard {
     }
 }
 
-impl<D: Host> VarShard<D> {
+impl<D: CandleDevice> VarShard<D> {
     /// Shares a variable on candle's device of this one. A tensor that is no variable is a frozen shard.
     pub fn on(device: &D, shard: &Tensor) -> Self {
         Self { device: device.clone(), shard: shard.clone() }
@@ -46,7 +46,7 @@ impl<D: Host> VarShard<D> {
     }
 }
 
-impl<D: Host> ShardSource<D> for VarShard<D> {
+impl<D: CandleDevice> ShardSource<D> for VarShard<D> {
     fn read(&self, visit: &mut dyn FnMut(TensorRef<'_, D>) -> Result<()>) -> Result<()> {
         with_views(&self.device, "VarShard", &[("shard", &self.shard)], |views| visit(views[0].borrow()))
     }
@@ -75,7 +75,7 @@ pub enum GradientType {
 ///
 /// # Errors
 /// As [`Chain::finish`]; a variable of another shape than its shard.
-pub fn finish_sharded<D: Host>(
+pub fn finish_sharded<D: CandleDevice>(
     chain: &Chain<D>,
     replicas: Option<&mut dyn Communicator<D>>,
     vars: &[WeightVar],

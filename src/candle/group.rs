@@ -7,8 +7,8 @@ use crate::cpu::Cpu;
 use crate::ep::{EpGroup, Group, GroupConfig};
 use crate::error::{Error, Result};
 
+use super::device::{CandleDevice, copy_of, into_candle, location, with_views};
 use super::error::framework;
-use super::host::{Host, copy_of, into_candle, location, with_views};
 
 /// One rank's group, shared by its layers, and the candle device that it works on. candle knows its devices at run
 /// time only, so this type hides ours; [`on`](adapter::DeviceGroup::on) gives the group back.
@@ -21,11 +21,16 @@ impl DeviceGroup {
     ///
     /// # Errors
     /// The group works on another device, or on another stream of it.
-    pub fn new<D: Host>(group: EpGroup<D>, device: &Device) -> Result<Self> {
+    pub fn new<D: CandleDevice>(group: EpGroup<D>, device: &Device) -> Result<Self> {
         if group.lock().device().is(device) {
             return Ok(Self::of(group, device.clone()));
         }
-        Err(Error::invalid("DeviceGroup::new", "device", "the group's own", D::other(device)))
+        // Of a GPU it may be the group's too, with another stream.
+        let expected = match device {
+            Device::Cuda(_) => "the group's own (make its Cuda by candle::cuda(&device))",
+            _ => "the group's own",
+        };
+        Err(Error::invalid("DeviceGroup::new", "device", expected, D::other(device)))
     }
 
     /// A group of one rank on `device`: of a layer's configuration (`&MoeConfig`) one for its experts, which takes any
@@ -70,12 +75,12 @@ impl DeviceGroup {
 
 /// A group of a known device, and candle's name of that device.
 #[derive(Debug)]
-pub(super) struct TypedGroup<'a, D: Host> {
+pub(super) struct TypedGroup<'a, D: CandleDevice> {
     pub(super) group: &'a EpGroup<D>,
     pub(super) device: &'a Device,
 }
 
-impl<D: Host> TypedGroup<'_, D> {
+impl<D: CandleDevice> TypedGroup<'_, D> {
     fn broadcast(self, layer: u32, t: &Tensor) -> Result<Tensor> {
         const CALL: &str = "ExpertParallelMoE";
         let made = broadcast(self.group, layer, |device| {

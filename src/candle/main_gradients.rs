@@ -11,7 +11,7 @@ use candle_core::{CpuStorage, CudaStorage, CustomOp1, DType, Device, Layout, Res
 use crate::error::Error;
 use crate::layer::{ParamKind, PerParam};
 
-use super::host::{Host, dtype_of, into_candle, location};
+use super::device::{CandleDevice, dtype_of, into_candle, location};
 use super::pending::{OutputGradient, operation_of, reason, refuse_backward};
 
 const CALL: &str = "MainGradients::backward";
@@ -340,7 +340,7 @@ pub(super) struct ExpertGradients {
 
 /// Memory for the gradients of a layer's experts, if the backward that runs on this thread has any and all experts that
 /// are trained are variables.
-pub(super) fn expert_gradients<D: Host>(
+pub(super) fn expert_gradients<D: CandleDevice>(
     device: &D,
     on: &Device,
     params: &PerParam<Option<Tensor>>,
@@ -352,7 +352,7 @@ pub(super) fn expert_gradients<D: Host>(
 }
 
 impl ExpertMemory {
-    fn of_layer<D: Host>(
+    fn of_layer<D: CandleDevice>(
         &mut self,
         device: &D,
         on: &Device,

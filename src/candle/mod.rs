@@ -109,13 +109,13 @@ mod capture;
 mod cpu;
 #[cfg(feature = "cuda")]
 mod cuda;
+mod device;
 mod dispatch_combine;
 mod dispatch_ops;
 mod error;
 mod etp;
 mod gradient_hook;
 mod group;
-mod host;
 mod initial;
 mod main_gradients;
 mod module;
@@ -144,11 +144,11 @@ pub use build::{ShardedIn, moe};
 pub use capture::{Capture, CapturedStep, device_for_capture};
 #[cfg(feature = "cuda")]
 pub use cuda::cuda;
+pub use device::{CandleDevice, StorageMut, routing_ids};
 pub use dispatch_combine::{DispatchCombine, Dispatched};
 pub use error::error_of;
 pub use etp::{GradientType, VarShard, WeightVar, finish_sharded};
 pub use group::DeviceGroup;
-pub use host::{Host, StorageMut, routing_ids};
 pub use main_gradients::{MainGradients, backward};
 pub use module::ExpertParallelMoE;
 pub use optimizer::{AdamW, AdamWParam};

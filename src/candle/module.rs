@@ -14,10 +14,10 @@ use crate::error::Error;
 use crate::layer::{Layer, Mode, Noise, ParamKind, PerParam};
 use crate::optim::ParamShard;
 
+use super::device::{copy_of, dtype_of, with_views};
 use super::error::framework;
 use super::etp::WeightVar;
 use super::group::DeviceGroup;
-use super::host::{copy_of, dtype_of, with_views};
 use super::run::{self, ForwardInputs, MoeOutput};
 
 /// A Mixture-of-Experts layer over the ranks of a group, as a candle module. See the [module](super) for use.

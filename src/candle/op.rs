@@ -18,9 +18,9 @@ use crate::layer::{
 };
 use crate::tensor::TensorRef;
 
+use super::device::{CandleDevice, into_candle, with_views};
 use super::error::framework;
 use super::gradient_hook::run_hook;
-use super::host::{Host, into_candle, with_views};
 use super::main_gradients::{EXPERTS, expert_gradients, writes_experts};
 use super::params::{contiguous, named, views_of};
 use super::pending::{BackwardStage, OutputGradient, PendingCollectives};
@@ -31,7 +31,7 @@ use super::views_mut::with_views_mut;
 const CALL: &str = "ExpertParallelMoE::backward";
 
 /// One forward of a layer, until its backward.
-pub(super) struct PendingBackward<D: Host> {
+pub(super) struct PendingBackward<D: CandleDevice> {
     pub(super) layer: Layer,
     pub(super) group: EpGroup<D>,
     pub(super) device: Device,
@@ -51,7 +51,7 @@ pub(super) struct PendingBackward<D: Host> {
 }
 
 /// State of a step between forward and its gradients.
-pub(super) enum BackwardState<D: Host> {
+pub(super) enum BackwardState<D: CandleDevice> {
     /// Forward is done; cotangents arrive.
     Ready { context: Box<Context<D>>, arrived: OutputCotangents<Tensor> },
     /// Backward is done: gradients of x and the parameters wait to be handed out, but for those that were written
@@ -61,7 +61,7 @@ pub(super) enum BackwardState<D: Host> {
     Consumed,
 }
 
-impl<D: Host> PendingBackward<D> {
+impl<D: CandleDevice> PendingBackward<D> {
     fn state(&self) -> MutexGuard<'_, BackwardState<D>> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -207,7 +207,7 @@ impl<D: Host> PendingBackward<D> {
     }
 }
 
-impl<D: Host> PendingCollectives for PendingBackward<D> {
+impl<D: CandleDevice> PendingCollectives for PendingBackward<D> {
     fn stage(&self) -> BackwardStage {
         match *self.state() {
             BackwardState::Ready { .. } => BackwardStage::Waiting,
@@ -233,7 +233,7 @@ impl<D: Host> PendingCollectives for PendingBackward<D> {
     }
 }
 
-impl<D: Host> OutputGradient for PendingBackward<D> {
+impl<D: CandleDevice> OutputGradient for PendingBackward<D> {
     fn set_y_cotangent(&self, d_y: &Tensor) -> Result<()> {
         self.set_cotangent(LayerOutput::Y, d_y)
     }
@@ -243,7 +243,7 @@ impl<D: Host> OutputGradient for PendingBackward<D> {
 type OwnCotangents<'a, D> = Cotangents<'a, D, Scalar<'a, D>>;
 
 /// The gradients that a backward is given: of y, if it has one, then of the auxiliary losses.
-fn cotangents<'a, D: Host>(views: &[TensorRef<'a, D>], has_y: bool, aux_scale: f64) -> OwnCotangents<'a, D> {
+fn cotangents<'a, D: CandleDevice>(views: &[TensorRef<'a, D>], has_y: bool, aux_scale: f64) -> OwnCotangents<'a, D> {
     let mut left = views.iter().copied();
     let y = if has_y { left.next() } else { None };
     let aux = left.next().map_or(Scalar::Host(aux_scale), Scalar::Device);
@@ -251,13 +251,13 @@ fn cotangents<'a, D: Host>(views: &[TensorRef<'a, D>], has_y: bool, aux_scale: f
 }
 
 /// Joins one more input to the token: the first link of the chain that candle runs backwards last.
-pub(super) struct InputOp<D: Host> {
+pub(super) struct InputOp<D: CandleDevice> {
     pub(super) step: Arc<PendingBackward<D>>,
     /// `None`: x; else a parameter.
     pub(super) input: Option<ParamKind>,
 }
 
-impl<D: Host> CustomOp2 for InputOp<D> {
+impl<D: CandleDevice> CustomOp2 for InputOp<D> {
     fn name(&self) -> &'static str {
         "moebius-input"
     }
@@ -279,13 +279,13 @@ impl<D: Host> CustomOp2 for InputOp<D> {
 }
 
 /// Gives an output of the layer, computed before, a place in the graph.
-pub(super) struct OutputOp<D: Host> {
+pub(super) struct OutputOp<D: CandleDevice> {
     pub(super) step: Arc<PendingBackward<D>>,
     pub(super) output: LayerOutput,
     pub(super) value: Precomputed,
 }
 
-impl<D: Host> CustomOp1 for OutputOp<D> {
+impl<D: CandleDevice> CustomOp1 for OutputOp<D> {
     fn name(&self) -> &'static str {
         "moebius-output"
     }

@@ -13,7 +13,7 @@ use crate::error::Error;
 use crate::layer::ParamKind;
 use crate::optim::{self, AdamWOptions, GroupOptions, ParamShard, ParamSpec, StepStats, StepTensor};
 
-use super::host::{Host, into_candle, location, with_views};
+use super::device::{CandleDevice, into_candle, location, with_views};
 use super::module::ExpertParallelMoE;
 use super::views_mut::with_vars_mut;
 
@@ -150,7 +150,7 @@ impl AdamW {
     ///
     /// # Errors
     /// As [`with_groups`](Self::with_groups).
-    pub fn over_ranks<D: Host>(
+    pub fn over_ranks<D: CandleDevice>(
         device: &D,
         comm: Box<dyn Communicator<D>>,
         params: Vec<AdamWParam>,
@@ -160,7 +160,7 @@ impl AdamW {
         Self::on(device, Some(comm), params, options, groups)
     }
 
-    fn on<D: Host>(
+    fn on<D: CandleDevice>(
         device: &D,
         comm: Option<Box<dyn Communicator<D>>>,
         params: Vec<AdamWParam>,
@@ -321,13 +321,13 @@ trait DeviceAdamW: Debug + Send {
 
 /// An optimizer and its variables.
 #[derive(Debug)]
-struct AdamWOnDevice<D: Host> {
+struct AdamWOnDevice<D: CandleDevice> {
     optimizer: optim::AdamW<D>,
     params: Vec<AdamWParam>,
     device: Device,
 }
 
-impl<D: Host> DeviceAdamW for AdamWOnDevice<D> {
+impl<D: CandleDevice> DeviceAdamW for AdamWOnDevice<D> {
     fn options(&self) -> AdamWOptions {
         *self.optimizer.options()
     }

@@ -8,8 +8,8 @@ use crate::cpu::Cpu;
 use crate::error::{Error, Result};
 use crate::etp::Chain;
 
+use super::device::{CandleDevice, into_candle};
 use super::group::DeviceGroup;
-use super::host::{Host, into_candle};
 
 /// Kind of a module's parameters.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -79,6 +79,6 @@ pub(super) fn tensor(t: crate::Tensor<Cpu>, device: &Device, params: Parameters)
 }
 
 /// This rank's place in a chain, as a checkpoint cuts for it.
-pub(super) fn place_in<D: Host>(chain: &Chain<D>) -> ShardOptions {
+pub(super) fn place_in<D: CandleDevice>(chain: &Chain<D>) -> ShardOptions {
     ShardOptions { rank: chain.rank(), ranks: chain.ranks(), pad: chain.options().pad }
 }

@@ -7,8 +7,8 @@ use crate::error::Result;
 use crate::layer::{ParamKind, ParamViews, PerParam};
 use crate::tensor::TensorRef;
 
+use super::device::CandleDevice;
 use super::error::framework;
-use super::host::Host;
 
 /// The parameters in contiguous memory; as they are where they lie so.
 pub(super) fn contiguous(call: &'static str, params: &PerParam<Option<Tensor>>) -> Result<PerParam<Option<Tensor>>> {
@@ -22,7 +22,7 @@ pub(super) fn named<'a>(x: &'a Tensor, params: &'a PerParam<Option<Tensor>>) -> 
 }
 
 /// Views of parameters, given in the parameters' order; of those that are gathered, the whole weights.
-pub(super) fn views_of<'a, D: Host>(
+pub(super) fn views_of<'a, D: CandleDevice>(
     params: &PerParam<Option<Tensor>>,
     views: &'a [TensorRef<'_, D>],
     gathered: Option<GatheredWeights<'a, '_, D>>,

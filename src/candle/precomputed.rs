@@ -4,7 +4,7 @@ use std::sync::{Mutex, PoisonError};
 
 use candle_core::{CpuStorage, CudaStorage, Device, Error, Result, Shape, Storage, Tensor};
 
-use super::host::Host;
+use super::device::CandleDevice;
 
 const TWICE: &str = "a moebius operation ran twice";
 
@@ -12,13 +12,13 @@ const TWICE: &str = "a moebius operation ran twice";
 pub(super) struct Precomputed(Mutex<Option<(Storage, Shape)>>);
 
 impl Precomputed {
-    pub(super) fn new<D: Host>(value: crate::Tensor<D>, device: &Device) -> Result<Self> {
+    pub(super) fn new<D: CandleDevice>(value: crate::Tensor<D>, device: &Device) -> Result<Self> {
         let shape = Shape::from(value.dims());
         Self::shaped(value, shape, device)
     }
 
     /// A value of as many elements in another shape.
-    pub(super) fn shaped<D: Host>(value: crate::Tensor<D>, shape: Shape, device: &Device) -> Result<Self> {
+    pub(super) fn shaped<D: CandleDevice>(value: crate::Tensor<D>, shape: Shape, device: &Device) -> Result<Self> {
         Ok(Self(Mutex::new(Some((D::storage(value, device)?, shape)))))
     }
 

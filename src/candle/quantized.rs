@@ -14,9 +14,9 @@ use crate::quant::{
 };
 use crate::tensor::TensorMut;
 
+use super::device::{CandleDevice, copy_of, into_candle, with_views};
 use super::error::framework;
 use super::group::DeviceGroup;
-use super::host::{Host, copy_of, into_candle, with_views};
 use super::module::ExpertParallelMoE;
 use super::options::{Parameters, tensor};
 
@@ -73,7 +73,7 @@ impl ExpertParallelMoE {
         Ok(Self { params, quantized: Some(quantized), ..self.clone() })
     }
 
-    fn nvfp4_on<D: Host>(&self, device: &D) -> Result<ErasedQuantizedExperts> {
+    fn nvfp4_on<D: CandleDevice>(&self, device: &D) -> Result<ErasedQuantizedExperts> {
         let stack = |kind: ParamKind| match (self.param(kind), &self.sharded) {
             (Some(t), None) => Ok(nvfp4(device, kind.name(), t)?),
             _ => Err(Error::invalid(CALL, kind.name(), "a whole weight of floating type", "another")),
@@ -118,7 +118,7 @@ pub(super) fn unpack(
 }
 
 /// A stack `[L, out, in]` in NVFP4, with an amax a matrix.
-fn nvfp4<D: Host>(device: &D, name: &str, weight: &Tensor) -> crate::Result<Quantized<D>> {
+fn nvfp4<D: CandleDevice>(device: &D, name: &str, weight: &Tensor) -> crate::Result<Quantized<D>> {
     let candle = framework(CALL);
     let (stack, rows, columns) = weight.dims3().map_err(&candle)?;
     let dims = [stack, rows, columns];
@@ -152,7 +152,7 @@ fn nvfp4<D: Host>(device: &D, name: &str, weight: &Tensor) -> crate::Result<Quan
 }
 
 /// Amaxes as the cast takes them, and the factors `[L, 1]` that belong to them. Reads the amaxes to the host.
-fn second_level<D: Host>(
+fn second_level<D: CandleDevice>(
     device: &D,
     name: &str,
     (amaxes, on): (crate::Tensor<D>, &Device),
@@ -174,12 +174,12 @@ fn second_level<D: Host>(
 }
 
 /// One number of `F32 [L]`, as `[1]`.
-fn entry<D: Host>(of: TensorMut<'_, D>, index: usize) -> crate::Result<TensorMut<'_, D>> {
+fn entry<D: CandleDevice>(of: TensorMut<'_, D>, index: usize) -> crate::Result<TensorMut<'_, D>> {
     TensorMut::new(D::slice_mut(of.into_data(), index * 4..index * 4 + 4), crate::DType::F32, &[1])
 }
 
 /// Matrix `index` of a stack of bytes `[L, rows, bytes]`.
-fn slice<D: Host>(of: TensorMut<'_, D>, index: usize) -> crate::Result<TensorMut<'_, D>> {
+fn slice<D: CandleDevice>(of: TensorMut<'_, D>, index: usize) -> crate::Result<TensorMut<'_, D>> {
     let dims = [of.dims()[1], of.dims()[2]];
     let bytes = dims[0] * dims[1];
     TensorMut::new(D::slice_mut(of.into_data(), index * bytes..(index + 1) * bytes), crate::DType::U8, &dims)

@@ -7,10 +7,10 @@ use crate::error::{Error, Result};
 use crate::layer::{ParamKind, Params, PerParam};
 use crate::tensor::TensorRef;
 
-use super::host::Host;
+use super::device::CandleDevice;
 
 /// Parameters as a layer takes them, of views in the parameters' order and experts that are quantized.
-pub(super) fn params_of<'a, D: Host>(
+pub(super) fn params_of<'a, D: CandleDevice>(
     params: &PerParam<Option<Tensor>>,
     views: &'a [TensorRef<'_, D>],
     experts: &'a QuantizedExperts<D>,

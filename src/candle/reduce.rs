@@ -8,9 +8,9 @@ use crate::comm::Communicator;
 use crate::ep::EpGroup;
 use crate::error::{Error, Result};
 
+use super::device::CandleDevice;
 use super::error::framework;
 use super::group::DeviceGroup;
-use super::host::Host;
 use super::views_mut::with_views_mut;
 
 const CALL: &str = REDUCE_GRADIENTS;
@@ -36,7 +36,7 @@ pub fn reduce_gradients(group: &DeviceGroup, vars: &[Var], gradients: &mut GradS
 ///
 /// # Errors
 /// As [`reduce_gradients`].
-pub fn reduce_gradients_over<D: Host>(
+pub fn reduce_gradients_over<D: CandleDevice>(
     comm: &mut dyn Communicator<D>,
     device: &D,
     vars: &[Var],
@@ -56,7 +56,7 @@ fn reduction<'a, 't>(layer: u32, params: &'a [&'t Tensor], bucket_bytes: usize) 
     GradientReduction { layer, params, summand, bucket_bytes }
 }
 
-fn sum_on<D: Host>(
+fn sum_on<D: CandleDevice>(
     group: &EpGroup<D>,
     reduction: GradientReduction<'_, &Tensor>,
     gradients: &mut GradStore,
@@ -66,7 +66,7 @@ fn sum_on<D: Host>(
     sum(group.dispatcher().communicator(), &device, reduction, gradients)
 }
 
-fn sum<D: Host>(
+fn sum<D: CandleDevice>(
     comm: &mut dyn Communicator<D>,
     device: &D,
     reduction: GradientReduction<'_, &Tensor>,

@@ -13,9 +13,9 @@ use crate::comm::{Op, Tag};
 use crate::error::Error;
 use crate::layer::PerParam;
 
+use super::device::{CandleDevice, copy_of, into_candle, with_views};
 use super::error::framework;
 use super::gradient_hook::{GradientHook, with_hook};
-use super::host::{Host, copy_of, into_candle, with_views};
 use super::main_gradients::{MainGradients, added, expert_sum};
 use super::module::ExpertParallelMoE;
 use super::pending::calls_of;
@@ -62,7 +62,7 @@ const CALL: &str = "MainGradients::reduce";
 /// # Ok::<(), candle_core::Error>(())
 /// ```
 #[derive(Debug)]
-pub struct GradientReducer<D: Host> {
+pub struct GradientReducer<D: CandleDevice> {
     sums: Arc<GradientSums<D>>,
     /// Variables that all ranks of the group hold.
     replicated: Vec<Tensor>,
@@ -75,7 +75,7 @@ pub struct GradientReducer<D: Host> {
     bucket_bytes: usize,
 }
 
-impl<D: Host> GradientReducer<D> {
+impl<D: CandleDevice> GradientReducer<D> {
     /// A reducer without variables; `device` is that of the layers. Every rank of the communicators makes one, with the
     /// same variables in the same order.
     ///
@@ -162,12 +162,12 @@ impl<D: Host> GradientReducer<D> {
 
 /// A bucket whose sum has begun.
 #[derive(Debug)]
-struct PendingBucket<D: Host> {
+struct PendingBucket<D: CandleDevice> {
     bucket: Vec<Tensor>,
     sum: PendingSum<D>,
 }
 
-impl<D: Host> PendingBucket<D> {
+impl<D: CandleDevice> PendingBucket<D> {
     /// Begins the sum of the gradients that `gradient` gives.
     fn begin(
         sums: &GradientSums<D>,
@@ -188,12 +188,12 @@ impl<D: Host> PendingBucket<D> {
 }
 
 /// A bucket's sums.
-struct BucketSum<D: Host> {
+struct BucketSum<D: CandleDevice> {
     bucket: Vec<Tensor>,
     values: crate::Tensor<D>,
 }
 
-impl<D: Host> BucketSum<D> {
+impl<D: CandleDevice> BucketSum<D> {
     /// Each variable that any rank has a gradient of, with the sum in its gradient's type.
     fn split(self, gradients: &GradStore) -> crate::Result<Vec<(Tensor, Tensor)>> {
         let Some(first) = self.bucket.first() else { return Ok(Vec::new()) };
@@ -224,7 +224,7 @@ fn tag(layer: u32, number: usize) -> Tag {
 }
 
 /// Gradients of a running backward that leave for their sums as soon as they are whole.
-struct ReduceHook<D: Host> {
+struct ReduceHook<D: CandleDevice> {
     sums: Arc<GradientSums<D>>,
     /// Calls of layers that are still to run, by the variable that they use: those whose sums begin beside backward.
     remaining: HashMap<TensorId, usize>,
@@ -239,31 +239,31 @@ struct ReduceHook<D: Host> {
 
 /// Sums that have begun beside a backward.
 #[derive(Debug)]
-struct PendingBuckets<D: Host> {
+struct PendingBuckets<D: CandleDevice> {
     /// Of what all ranks of the group hold.
     replicated: Vec<PendingBucket<D>>,
     /// Of experts, over the replicas.
     experts: Vec<PendingBucket<D>>,
 }
 
-impl<D: Host> Default for PendingBuckets<D> {
+impl<D: CandleDevice> Default for PendingBuckets<D> {
     fn default() -> Self {
         Self { replicated: Vec::new(), experts: Vec::new() }
     }
 }
 
-impl<D: Host> PendingBuckets<D> {
+impl<D: CandleDevice> PendingBuckets<D> {
     fn len(&self) -> usize {
         self.replicated.len() + self.experts.len()
     }
 }
 
 /// Variables in sums that have begun.
-fn vars_of<D: Host>(begun: &[PendingBucket<D>]) -> impl Iterator<Item = &Tensor> {
+fn vars_of<D: CandleDevice>(begun: &[PendingBucket<D>]) -> impl Iterator<Item = &Tensor> {
     begun.iter().flat_map(|begun| &begun.bucket)
 }
 
-impl<D: Host> ReduceHook<D> {
+impl<D: CandleDevice> ReduceHook<D> {
     /// Begins the sums of a layer's experts over the replicas, if this was the last call that adds to them.
     fn begin_experts(&mut self, layer: u32, params: &PerParam<Option<Tensor>>) -> crate::Result<()> {
         let mut whole = Vec::new();
@@ -283,7 +283,7 @@ impl<D: Host> ReduceHook<D> {
     }
 }
 
-impl<D: Host> GradientHook for ReduceHook<D> {
+impl<D: CandleDevice> GradientHook for ReduceHook<D> {
     fn on_gradients(
         &mut self,
         layer: u32,
@@ -335,7 +335,7 @@ impl MainGradients {
     /// that is here after another number of microbatches; a communicator's. The gradients are as they were on all of
     /// them, or, where the experts' sums over replicas were being taken, on none: the step begins anew, and
     /// [`reset`](Self::reset) has been done. Where the communicators survive, the reducer works on.
-    pub fn reduce<D: Host>(&mut self, reducer: &GradientReducer<D>) -> Result<()> {
+    pub fn reduce<D: CandleDevice>(&mut self, reducer: &GradientReducer<D>) -> Result<()> {
         self.check_not_reduced()?;
         if reducer.sums.is_alone() {
             self.set_reduced();
@@ -354,7 +354,7 @@ impl MainGradients {
     /// As [`backward`](Self::backward) and [`reduce`](Self::reduce). After one of `reduce` the microbatch is part of the
     /// gradients. Another operation's gradient of a variable whose sum had begun: name it to
     /// [`with_late_vars`](GradientReducer::with_late_vars).
-    pub fn backward_reduced<D: Host>(&mut self, loss: &Tensor, reducer: &GradientReducer<D>) -> Result<()> {
+    pub fn backward_reduced<D: CandleDevice>(&mut self, loss: &Tensor, reducer: &GradientReducer<D>) -> Result<()> {
         if reducer.sums.is_alone() {
             self.backward(loss)?;
             self.set_reduced();
@@ -418,7 +418,11 @@ impl MainGradients {
     }
 
     /// Sums what has not begun to be summed, and takes all sums.
-    fn reduce_rest<D: Host>(&mut self, reducer: &GradientReducer<D>, begun: PendingBuckets<D>) -> crate::Result<()> {
+    fn reduce_rest<D: CandleDevice>(
+        &mut self,
+        reducer: &GradientReducer<D>,
+        begun: PendingBuckets<D>,
+    ) -> crate::Result<()> {
         let mut tags = Tags { next: begun.len() };
         let replicated = self.replicated_sums(reducer, &mut tags, begun.replicated);
         let replicated = replicated.map_err(|error| reducer.fail(error))?;
@@ -437,7 +441,7 @@ impl MainGradients {
     }
 
     /// The sums of what all ranks of the group hold, which every rank has when one returns them.
-    fn replicated_sums<D: Host>(
+    fn replicated_sums<D: CandleDevice>(
         &self,
         reducer: &GradientReducer<D>,
         tags: &mut Tags,
@@ -460,7 +464,7 @@ impl MainGradients {
 
     /// Takes the experts' sums over the replicas that have begun, and sums the other experts' gradients a bucket at a
     /// time: each sum takes its gradients' place. When one rank returns, every rank has them.
-    fn sum_experts<D: Host>(
+    fn sum_experts<D: CandleDevice>(
         &mut self,
         reducer: &GradientReducer<D>,
         tags: &mut Tags,
@@ -483,7 +487,7 @@ impl MainGradients {
         sums.compare(tags.next())
     }
 
-    fn begin<D: Host>(
+    fn begin<D: CandleDevice>(
         &self,
         sums: &GradientSums<D>,
         place: (Tag, bool),

@@ -6,8 +6,8 @@ use crate::adapter::{DispatchTokens, GuardedCall};
 use crate::ep::EpGroup;
 use crate::layer::Layer;
 
+use super::device::{CandleDevice, CandleTensors, into_candle};
 use super::group::TypedGroup;
-use super::host::{Host, HostTensors, into_candle};
 use super::precomputed::Precomputed;
 
 /// Experts and weights of this rank's tokens.
@@ -20,13 +20,13 @@ pub struct Routed {
 }
 
 /// Routes on the device of a group.
-pub(super) fn route<D: Host>(
+pub(super) fn route<D: CandleDevice>(
     on: TypedGroup<'_, D>,
     layer: &Layer,
     logits: &Tensor,
     selection_bias: Option<&Tensor>,
 ) -> Result<Routed> {
-    let call = GuardedCall { layer, group: on.group, tensors: &HostTensors };
+    let call = GuardedCall { layer, group: on.group, tensors: &CandleTensors };
     let [ids, weights] = call.route(logits, selection_bias)?;
     let choices = ids.dims().to_vec();
     let ids = into_candle(ids, &choices, on.device)?;
@@ -40,7 +40,7 @@ pub(super) fn route<D: Host>(
 }
 
 /// Weights of chosen experts, of logits.
-struct RouteOp<D: Host> {
+struct RouteOp<D: CandleDevice> {
     layer: Layer,
     group: EpGroup<D>,
     device: Device,
@@ -48,7 +48,7 @@ struct RouteOp<D: Host> {
     value: Precomputed,
 }
 
-impl<D: Host> CustomOp1 for RouteOp<D> {
+impl<D: CandleDevice> CustomOp1 for RouteOp<D> {
     fn name(&self) -> &'static str {
         "moebius-route"
     }
@@ -62,8 +62,8 @@ impl<D: Host> CustomOp1 for RouteOp<D> {
     }
 
     fn bwd(&self, logits: &Tensor, _: &Tensor, d_weights: &Tensor) -> Result<Option<Tensor>> {
-        let call = GuardedCall { layer: &self.layer, group: &self.group, tensors: &HostTensors };
-        let d_logits = call.route_backward(DispatchTokens { x: logits, ids: &self.ids, weights: d_weights })?;
+        let call = GuardedCall { layer: &self.layer, group: &self.group, tensors: &CandleTensors };
+        let d_logits = call.route_bwd(DispatchTokens { x: logits, ids: &self.ids, weights: d_weights })?;
         Ok(Some(into_candle(d_logits, logits.dims(), &self.device)?))
     }
 }

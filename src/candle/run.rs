@@ -13,8 +13,8 @@ use crate::layer::{AuxValue, Forward, Layer, Mode, ParamKind, PerParam, RefusalG
 use crate::lazy::Lazy;
 use crate::metrics::Load;
 
+use super::device::{CandleDevice, copy_of, into_candle, with_views};
 use super::group::{DeviceGroup, TypedGroup};
-use super::host::{Host, copy_of, into_candle, with_views};
 use super::op::{BackwardState, InputOp, OutputOp, PendingBackward};
 use super::params::{contiguous, named, views_of};
 use super::pending::{remember, remember_output};
@@ -64,7 +64,7 @@ pub(super) fn forward(group: &DeviceGroup, call: &ForwardInputs<'_>, mode: Mode)
     match_device!(group.erased(), group => forward_on(TypedGroup { group, device }, call, mode))
 }
 
-fn forward_on<D: Host>(on: TypedGroup<'_, D>, call: &ForwardInputs<'_>, mode: Mode) -> Result<MoeOutput> {
+fn forward_on<D: CandleDevice>(on: TypedGroup<'_, D>, call: &ForwardInputs<'_>, mode: Mode) -> Result<MoeOutput> {
     let experts = call.sharded.map(|sharded| sharded.experts::<D>(CALL)).transpose();
     let experts = experts.map_err(|e| call.layer.refuse_forward(&mut on.group.lock(), e))?;
     let quantized = call.quantized.map(on_device::<D>).transpose();
@@ -132,18 +132,18 @@ fn forward_on<D: Host>(on: TypedGroup<'_, D>, call: &ForwardInputs<'_>, mode: Mo
 }
 
 /// The experts on the group's device.
-fn on_device<D: Host>(experts: &ErasedQuantizedExperts) -> crate::Result<Arc<QuantizedExperts<D>>> {
+fn on_device<D: CandleDevice>(experts: &ErasedQuantizedExperts) -> crate::Result<Arc<QuantizedExperts<D>>> {
     let elsewhere = || Error::invalid(CALL, "experts", "quantized ones on the group's device", "some elsewhere");
     D::downcast(experts).cloned().ok_or_else(elsewhere)
 }
 
 /// Where the experts' weights come from, if they are no parameters.
-struct WeightsFrom<'a, D: Host> {
+struct WeightsFrom<'a, D: CandleDevice> {
     chain: Option<&'a LayerShards<D>>,
     quantized: Option<&'a QuantizedExperts<D>>,
 }
 
-fn layer<D: Host>(
+fn layer<D: CandleDevice>(
     on: &TypedGroup<'_, D>,
     call: &ForwardInputs<'_>,
     WeightsFrom { chain: experts, quantized }: WeightsFrom<'_, D>,

@@ -15,9 +15,9 @@ use crate::etp::{Chain, NO_LAYER, NewShard, Shards, WeightId, WeightSpec};
 use crate::optim::ParamShard;
 use crate::weights::{Weight, WeightSource};
 
+use super::device::{CandleDevice, copy_of, dtype_of, into_candle, with_views};
 use super::error::framework;
 use super::etp::{VarShard, WeightVar};
-use super::host::{Host, copy_of, dtype_of, into_candle, with_views};
 use super::initial::{ShardInit, full_name};
 use super::module::part_of;
 use super::optimizer::AdamWParam;
@@ -47,7 +47,7 @@ impl<'a> NewWeight<'a> {
 
 /// A weight of a chain, and this rank's shard of it.
 #[derive(Debug)]
-pub(super) struct ShardedTensor<D: Host> {
+pub(super) struct ShardedTensor<D: CandleDevice> {
     pub(super) chain: Arc<Chain<D>>,
     pub(super) id: WeightId,
     pub(super) name: String,
@@ -81,7 +81,7 @@ pub(super) struct LayerPlace {
 const ALONE: LayerPlace = LayerPlace { layer: NO_LAYER, resident: false };
 
 /// A weight that its chain would take, and has not got yet.
-pub(super) struct NewShardedTensor<D: Host> {
+pub(super) struct NewShardedTensor<D: CandleDevice> {
     chain: Arc<Chain<D>>,
     new: NewShard<D>,
     dims: Vec<usize>,
@@ -89,7 +89,7 @@ pub(super) struct NewShardedTensor<D: Host> {
     part: ParamShard,
 }
 
-impl<D: Host> NewShardedTensor<D> {
+impl<D: CandleDevice> NewShardedTensor<D> {
     /// Asks the chain.
     pub(super) fn new(
         chain: &Arc<Chain<D>>,
@@ -122,7 +122,7 @@ impl<D: Host> NewShardedTensor<D> {
     }
 }
 
-impl<D: Host> ShardedTensor<D> {
+impl<D: CandleDevice> ShardedTensor<D> {
     /// The cut of a weight of sizes `dims`.
     pub(super) fn cut(chain: &Chain<D>, dims: &[usize]) -> crate::Result<Shards> {
         chain.shards(&Shards::lines(dims))
@@ -206,20 +206,20 @@ impl<D: Host> ShardedTensor<D> {
 /// # Ok(()) }
 /// ```
 #[derive(Clone)]
-pub struct ShardedWeights<'a, D: Host = Cpu> {
+pub struct ShardedWeights<'a, D: CandleDevice = Cpu> {
     chain: Arc<Chain<D>>,
     vb: VarBuilder<'a>,
     /// All weights made so far, by this and by those that [`pp`](Self::pp) makes.
     all: Arc<Mutex<Vec<Arc<ShardedTensor<D>>>>>,
 }
 
-impl<D: Host> Debug for ShardedWeights<'_, D> {
+impl<D: CandleDevice> Debug for ShardedWeights<'_, D> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "ShardedWeights<{} in {:?}>", self.vb.prefix(), self.chain)
     }
 }
 
-impl<'a, D: Host> ShardedWeights<'a, D> {
+impl<'a, D: CandleDevice> ShardedWeights<'a, D> {
     /// Weights whose shards come from `vb`, on the chain's device.
     pub fn new(chain: &Arc<Chain<D>>, vb: VarBuilder<'a>) -> Self {
         Self { chain: Arc::clone(chain), vb, all: Arc::default() }
@@ -396,19 +396,19 @@ fn uniform(input: usize) -> Init {
 
 /// A computation with weights that are sharded, as a candle module: [`ShardedWeights`] makes it.
 #[derive(Clone)]
-pub struct ShardedModule<D: Host = Cpu> {
+pub struct ShardedModule<D: CandleDevice = Cpu> {
     weights: Arc<Vec<Arc<ShardedTensor<D>>>>,
     function: Arc<dyn ShardedFunction>,
 }
 
-impl<D: Host> Debug for ShardedModule<D> {
+impl<D: CandleDevice> Debug for ShardedModule<D> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let names: Vec<&str> = self.weights.iter().map(|weight| weight.name.as_str()).collect();
         write!(f, "ShardedModule{names:?}")
     }
 }
 
-impl<D: Host> ShardedModule<D> {
+impl<D: CandleDevice> ShardedModule<D> {
     /// Another computation with the same weights, which are gathered once more for it.
     pub fn with(&self, function: impl ShardedFunction + 'static) -> Self {
         Self { weights: Arc::clone(&self.weights), function: Arc::new(function) }
@@ -453,7 +453,7 @@ impl<D: Host> ShardedModule<D> {
     }
 }
 
-impl<D: Host> Module for ShardedModule<D> {
+impl<D: CandleDevice> Module for ShardedModule<D> {
     fn forward(&self, x: &Tensor) -> Result<Tensor> {
         let trained = self.weights.iter().find(|weight| weight.shard.is_variable());
         let backward = trained.is_some() || x.track_op();
@@ -477,12 +477,12 @@ impl<D: Host> Module for ShardedModule<D> {
 }
 
 /// The computation's place in candle's graph: its inputs are x and a variable that makes candle track it.
-struct ShardedFunctionOp<D: Host> {
+struct ShardedFunctionOp<D: CandleDevice> {
     module: ShardedModule<D>,
     value: Precomputed,
 }
 
-impl<D: Host> CustomOp2 for ShardedFunctionOp<D> {
+impl<D: CandleDevice> CustomOp2 for ShardedFunctionOp<D> {
     fn name(&self) -> &'static str {
         "moebius-sharded"
     }

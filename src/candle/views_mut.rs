@@ -4,11 +4,12 @@ use std::cell::RefCell;
 
 use candle_core::{CpuStorage, CudaStorage, InplaceOp1, Layout, Tensor};
 
+use crate::adapter::VARIABLES_AT_ONCE;
 use crate::error::{Error, Result};
 use crate::tensor::TensorMut;
 
+use super::device::{CandleDevice, StorageMut, StorageSliceMut};
 use super::error::framework;
-use super::host::{Host, StorageMut, StorageSliceMut};
 
 type Visit<'a> = Box<dyn FnOnce(StorageMut<'_>, &Layout) -> candle_core::Result<()> + 'a>;
 
@@ -98,7 +99,7 @@ fn visit_storages(
 
 /// Runs `f` with views of named tensors that it may write, in their order; nobody else reads or writes their storages
 /// meanwhile. Each tensor has a storage of its own.
-pub(super) fn with_views_mut<D: Host, R>(
+pub(super) fn with_views_mut<D: CandleDevice, R>(
     device: &D,
     call: &'static str,
     tensors: &[(&str, &Tensor)],
@@ -106,36 +107,33 @@ pub(super) fn with_views_mut<D: Host, R>(
 ) -> Result<R> {
     let plain: Vec<&Tensor> = tensors.iter().map(|(_, tensor)| *tensor).collect();
     with_storages_mut(&plain, |storages| {
-        let (mut views, mut holds) = (Vec::new(), Vec::new());
+        let (mut views, mut guards) = (Vec::new(), Vec::new());
         for ((name, _), (storage, layout)) in tensors.iter().zip(storages) {
             let Some((start, _)) = layout.contiguous_offsets() else {
                 let found = format!("{layout:?}");
                 return Err(Error::invalid(call, format!("tensor {name}"), "contiguous memory", found).into());
             };
-            let (view, hold) = device.view_mut(StorageSliceMut { call, name, storage, start, dims: layout.dims() })?;
+            let (view, guard) = device.view_mut(StorageSliceMut { call, name, storage, start, dims: layout.dims() })?;
             views.push(view);
-            holds.push(hold);
+            guards.push(guard);
         }
         let result = f(views);
-        drop(holds);
+        drop(guards);
         Ok(result?)
     })
     .map_err(framework(call))
 }
 
-/// Variables viewed at once: as many as one of an optimizer's launches takes, and few enough for a thread's stack.
-const AT_ONCE: usize = 48;
-
 /// Gives `change` the memory of variables, none of which is there twice, as vectors, some at a time, with the number of
 /// the first of them.
-pub(super) fn with_vars_mut<D: Host>(
+pub(super) fn with_vars_mut<D: CandleDevice>(
     device: &D,
     call: &'static str,
     vars: &[&Tensor],
     mut change: impl FnMut(usize, Vec<TensorMut<'_, D>>) -> Result<()>,
 ) -> Result<()> {
-    for (at, vars) in vars.chunks(AT_ONCE).enumerate() {
-        let first = at * AT_ONCE;
+    for (at, vars) in vars.chunks(VARIABLES_AT_ONCE).enumerate() {
+        let first = at * VARIABLES_AT_ONCE;
         let names: Vec<String> = (first..).take(vars.len()).map(|number| format!("variable {number}")).collect();
         let named: Vec<(&str, &Tensor)> = names.iter().map(String::as_str).zip(vars.iter().copied()).collect();
         with_views_mut(device, call, &named, |views| {
@@ -146,7 +144,7 @@ pub(super) fn with_vars_mut<D: Host>(
 }
 
 /// A tensor's elements as a vector.
-fn vector<D: Host>(view: TensorMut<'_, D>) -> Result<TensorMut<'_, D>> {
+fn vector<D: CandleDevice>(view: TensorMut<'_, D>) -> Result<TensorMut<'_, D>> {
     let count = view.count();
     view.reshape(&[count])
 }

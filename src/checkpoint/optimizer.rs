@@ -152,7 +152,7 @@ impl<D: StepDevice> AdamW<D> {
             send_bytes: &send_bytes,
             recv: recv.view_mut(),
             recv_bytes: &recv_bytes,
-            payload: item.dtype,
+            dtype: item.dtype,
         };
         streams.run_on_transfer(|| comm.all_to_all_v(TAG, exchange))?;
         if rank == 0 { device.download(recv.view()) } else { Ok(Vec::new()) }

@@ -312,7 +312,7 @@ impl<D: Kernels> RankExchange for Ranks<'_, D> {
             send_bytes: &send_bytes,
             recv: recv.view_mut(),
             recv_bytes: &recv_bytes,
-            payload: DType::U8,
+            dtype: DType::U8,
         };
         self.comm.all_to_all_v(TAG, exchange)?;
         if recv.bytes() == 0 {

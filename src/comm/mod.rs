@@ -179,7 +179,7 @@ pub struct Exchange<'a, D: Device> {
     /// Bytes from each rank.
     pub recv_bytes: &'a [usize],
     /// Type of the bytes' elements; ranks must agree.
-    pub payload: DType,
+    pub dtype: DType,
 }
 
 impl<D: Device> Exchange<'_, D> {

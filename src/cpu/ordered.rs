@@ -20,32 +20,13 @@ mod tiles;
 
 use pulp::{Arch, Simd, WithSimd};
 
+use super::heuristics::{
+    AXPY_CHUNK, BLOCK_ROWS, COPY_COLUMNS, COPY_ROWS, COPY_TILES, DOT_CHUNK, NARROW_BLOCK_ROWS, STREAM_BYTES,
+    STREAM_COLUMNS, STREAM_DEPTH, STREAM_MIN_COLUMNS, STREAM_ROWS,
+};
 use copies::{Aligned, Copied};
 pub(crate) use lanes::Lanes;
 use tiles::{Dots, Panel, ProductChunk, Strided, axpy};
-
-/// Terms between two additions to an element of `x · wᵀ`: as long as four rows of a weight stay in a cache of 32 KiB.
-const DOT_CHUNK: usize = 1024;
-/// Terms between two additions to an element of `x · w`.
-const AXPY_CHUNK: usize = 256;
-/// Rows of x that pass over a chunk of the weight together: what stays in a cache of 1 MiB beside it.
-const BLOCK_ROWS: usize = 128;
-/// The same of `x · w` in narrow tiles, whose copies of the weight cost more.
-const NARROW_BLOCK_ROWS: usize = 256;
-/// Rows and columns from which on `x · wᵀ` copies what it reads again and again: registers are then loaded from whole
-/// lines of a cache, and rows a power of two apart do not share places in it.
-const COPY_ROWS: usize = 12;
-const COPY_LEAST: usize = 16;
-/// Up to so many rows, `x · w` streams the weight; above, it multiplies by tiles of it copied aside.
-const STREAM_ROWS: usize = 8;
-/// Columns of `x · w` that few rows sum at a time: what stays in a cache of 32 KiB for [`STREAM_ROWS`] rows.
-const STREAM_COLUMNS: usize = 1024;
-/// Bytes of a weight from which on that pays: what no cache near the core holds.
-const STREAM_BYTES: usize = 2 << 20;
-/// Columns from which on that pays.
-const STREAM_LEAST: usize = 512;
-/// Rows of w that few rows multiply by at a time.
-const STREAM_DEPTH: usize = 8;
 
 /// How a weight of k terms and n results is stored, row-major.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -131,14 +112,16 @@ impl<A: Lanes> WithSimd for OrderedProduct<'_, A> {
 
 impl<A: Lanes> OrderedProduct<'_, A> {
     fn streams(&self) -> bool {
-        self.out.len() <= STREAM_ROWS * self.n && size_of_val(self.weight) >= STREAM_BYTES && self.n >= STREAM_LEAST
+        self.out.len() <= STREAM_ROWS * self.n
+            && size_of_val(self.weight) >= STREAM_BYTES
+            && self.n >= STREAM_MIN_COLUMNS
     }
 
     /// `x · wᵀ` in tiles of R rows and C columns, of one row and ONE columns where there is only one row.
     #[inline(always)]
     fn by_rows<S: Simd, const R: usize, const C: usize, const ONE: usize>(self, simd: S) {
         let Self { out, x, weight, k, n, .. } = self;
-        let copies = x.len() >= COPY_ROWS * k && n >= COPY_LEAST;
+        let copies = x.len() >= COPY_ROWS * k && n >= COPY_COLUMNS;
         let depth = if copies { DOT_CHUNK.min(k) } else { 0 };
         let (mut x_copy, mut w_copy) = (Copied::new(BLOCK_ROWS.min(x.len() / k) * depth), Copied::new(C * depth));
         for (out, x) in out.chunks_mut(BLOCK_ROWS * n).zip(x.chunks(BLOCK_ROWS * k)) {
@@ -226,7 +209,7 @@ impl<A: Lanes> OrderedProduct<'_, A> {
         let block = if S::REGISTER_COUNT >= 32 { BLOCK_ROWS } else { NARROW_BLOCK_ROWS };
         // One row of tiles reads the weight once, and a few read it from a cache near the core where it fits there: a
         // copy would not pay.
-        let copies = m > R && n > width && (m > 4 * R || size_of_val(weight) >= STREAM_BYTES);
+        let copies = m > R && n > width && (m > COPY_TILES * R || size_of_val(weight) >= STREAM_BYTES);
         let depth = AXPY_CHUNK.min(k);
         let (mut w_copy, mut x_copy) = (
             Copied::new(if copies { width * depth } else { 0 }),

@@ -158,7 +158,7 @@ impl Communicator<Cpu> for ThreadComm {
     fn all_to_all_v(&mut self, tag: Tag, exchange: Exchange<'_, Cpu>) -> Result<()> {
         self.check(tag, exchange.check(self.size))?;
         let detail = Detail::Pieces { send: exchange.send_bytes.to_vec(), recv: exchange.recv_bytes.to_vec() };
-        let round = self.rendezvous("all_to_all_v", tag, exchange.payload, detail, exchange.send.data())?;
+        let round = self.rendezvous("all_to_all_v", tag, exchange.dtype, detail, exchange.send.data())?;
         let mut unfilled = exchange.recv.into_data();
         for (message, &bytes) in round.deposits.iter().zip(exchange.recv_bytes) {
             let start: usize = match &message.call.detail {

@@ -10,13 +10,12 @@ use crate::tensor::TensorMut;
 use super::device::{Cuda, Event};
 use super::heuristics::ADD_SHARES_BLOCKS;
 use super::launch::Grid;
-use super::params::{self, type_code};
+use super::params::{self, PERMUTE_THREADS, type_code};
 
-const THREADS: u32 = 256;
 /// Most parts whose sums the kernel can hold (`Pairs` in `kernels/permute.cu`).
-const MOST_PARTS: usize = (1 << 16) - 1;
+const MOST_PARTS: usize = (1 << params::ADD_SHARES_LEVELS) - 1;
 /// Elements that a thread of sums takes at a time.
-const LANES: usize = 4;
+const LANES: usize = params::ADD_SHARES_ELEMENTS as usize;
 
 impl ShardDevice for Cuda {
     const ENQUEUES: bool = true;
@@ -44,10 +43,10 @@ impl ShardDevice for Cuda {
             scale: shares.scale,
         };
         let threads = count / if wide { LANES } else { 1 };
-        let blocks = threads.div_ceil(THREADS as usize).min(ADD_SHARES_BLOCKS * self.inner.sm_count);
+        let blocks = threads.div_ceil(PERMUTE_THREADS as usize).min(ADD_SHARES_BLOCKS * self.inner.sm_count);
         let kernel = self.kernels().permute.add_shares.of(dtype);
         // SAFETY: `own` and each of the `parts - 1` blocks of `others` have `main`'s size.
-        unsafe { self.launch(CALL, kernel, Grid::new(blocks, THREADS), &p) }
+        unsafe { self.launch(CALL, kernel, Grid::new(blocks, PERMUTE_THREADS), &p) }
     }
 
     fn record_event(&self) -> Result<Option<Event>> {

@@ -236,7 +236,12 @@ impl<'a> GroupedGemm<'a> {
         }
         // SAFETY: `out` has a value for each slot, `partial` the parts of each; bias and gradient were checked.
         unsafe {
-            self.device.launch(self.call, &self.device.kernels().permute.slot_dots, Grid::new(tiles.most, 256), &p)
+            self.device.launch(
+                self.call,
+                &self.device.kernels().permute.slot_dots,
+                Grid::new(tiles.most, params::PERMUTE_THREADS),
+                &p,
+            )
         }
     }
 }

@@ -10,6 +10,7 @@ use crate::error::{Error, Result};
 use super::context_kernels::Kernel;
 use super::device::Cuda;
 use super::driver::driver;
+use super::params::WARP_THREADS;
 
 /// Blocks and threads of a launch.
 #[derive(Debug, Clone, Copy)]
@@ -24,6 +25,22 @@ impl Grid {
     pub(super) fn new(blocks: usize, threads: u32) -> Self {
         Self { blocks: (blocks, 1), threads, shared: 0 }
     }
+
+    /// Blocks of so many threads, one of which takes an item.
+    pub(super) fn threads_of(items: usize, threads: u32) -> Self {
+        Self::new(items.div_ceil(threads as usize), threads)
+    }
+
+    /// Blocks of so many threads, a warp of which takes an item.
+    pub(super) fn warps_of(items: usize, threads: u32) -> Self {
+        Self::new(items.div_ceil((threads / WARP_THREADS) as usize), threads)
+    }
+}
+
+/// Threads of a block for so many items, a thread an item: whole warps, one at least and `most` threads at most.
+pub(super) fn whole_warps(items: usize, most: u32) -> u32 {
+    let warp = WARP_THREADS as usize;
+    items.next_multiple_of(warp).clamp(warp, most as usize) as u32
 }
 
 /// A kernel's parameter, as the driver takes it.

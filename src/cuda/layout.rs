@@ -235,7 +235,7 @@ impl Tiles {
             TileOrder::Pairs => &kernels.list_tiles_paired,
         };
         // SAFETY: offsets and counts have `groups` entries, the list `most`; the kernel writes no more.
-        unsafe { device.launch(call, kernel, Grid::new(1, 256), &call_params) }?;
+        unsafe { device.launch(call, kernel, Grid::new(1, params::PLAN_THREADS), &call_params) }?;
         Ok(Self { list: made.0, count: made.1, most, _made: Some([list, count]) })
     }
 

@@ -123,7 +123,9 @@ unsafe fn launch_mapped(
 fn sum_parts(device: &Cuda, call: &'static str, p: &params::GemmParams) -> Result<()> {
     let count = (p.m as usize).saturating_mul(p.n as usize);
     // SAFETY: `partial` has `split` matrices of the output's size, as the caller made it.
-    unsafe { device.launch(call, &device.kernels().linear.sum_parts, Grid::new(count.div_ceil(256), 256), p) }
+    unsafe {
+        device.launch(call, &device.kernels().linear.sum_parts, Grid::threads_of(count, params::PERMUTE_THREADS), p)
+    }
 }
 
 pub(super) fn linear_bwd(device: &Cuda, call: LinearBwd<'_, Cuda>) -> Result<()> {
@@ -251,8 +253,9 @@ pub(super) fn linear_bwd(device: &Cuda, call: LinearBwd<'_, Cuda>) -> Result<()>
             fault: device.inner.status,
             ..Default::default()
         };
+        let grid = Grid::new(e.div_ceil(params::COLUMN_SUMS_COLUMNS as usize), params::COLUMN_SUMS_THREADS);
         // SAFETY: `d_out` is `[t, e]` in f32 (type 0), `out` has e elements.
-        unsafe { device.launch(CALL, &kernels.wgrad.column_sums, Grid::new(e.div_ceil(32), 256), &p) }?;
+        unsafe { device.launch(CALL, &kernels.wgrad.column_sums, grid, &p) }?;
     }
     Ok(())
 }
@@ -276,5 +279,5 @@ pub(super) fn sigmoid(device: &Cuda, call: Sigmoid<'_, Cuda>) -> Result<()> {
         ..Default::default()
     };
     // SAFETY: all three have n elements of f32.
-    unsafe { device.launch(CALL, &device.kernels().permute.sigmoid, Grid::new(n.div_ceil(256), 256), &p) }
+    unsafe { device.launch(CALL, &device.kernels().permute.sigmoid, Grid::threads_of(n, params::PERMUTE_THREADS), &p) }
 }

@@ -10,10 +10,10 @@ use super::context_kernels::Kernel;
 use super::device::Cuda;
 use super::launch::Grid;
 use super::layout::at;
+use super::params::PLAN_THREADS;
 use super::{params, plan};
 
 const CALL: &str = "dispatch";
-const THREADS: usize = 256;
 
 /// Segments of all ranks' choices: where each starts, and their end.
 pub(crate) struct SegmentStarts {
@@ -40,7 +40,7 @@ pub(crate) fn starts(
         total: at(&mut total),
     };
     // SAFETY: every tensor has the size that `params.h` states for it; the experts are among those of `loads`.
-    unsafe { device.launch("prepare", &device.kernels().plan.segment_starts, Grid::new(1, THREADS as u32), &p) }?;
+    unsafe { device.launch("prepare", &device.kernels().plan.segment_starts, Grid::new(1, PLAN_THREADS), &p) }?;
     Ok(SegmentStarts { starts, total })
 }
 
@@ -160,6 +160,6 @@ fn spread(device: &Cuda, kernel: &Kernel, entries: usize, p: &params::LowLatency
     match entries {
         0 => Ok(()),
         // SAFETY: every tensor has the size that `params.h` states for it; the kernels check what arrived.
-        _ => unsafe { device.launch(CALL, kernel, Grid::new(entries.div_ceil(THREADS), THREADS as u32), p) },
+        _ => unsafe { device.launch(CALL, kernel, Grid::threads_of(entries, PLAN_THREADS), p) },
     }
 }

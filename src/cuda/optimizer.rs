@@ -15,10 +15,7 @@ use crate::tensor::Tensor;
 use super::device::Cuda;
 use super::heuristics::LOOP_BLOCKS;
 use super::launch::Grid;
-use super::params::{self, ADAMW_JOBS, ADAMW_SPAN, NORM_TASK_HEIGHT, SQUARE_JOBS, TREE_JOBS, type_code};
-
-const THREADS: u32 = 256;
-const WARPS: usize = THREADS as usize / 32;
+use super::params::{self, ADAMW_JOBS, ADAMW_SPAN, ADAMW_THREADS, NORM_TASK_HEIGHT, SQUARE_JOBS, TREE_JOBS, type_code};
 
 // Kernels and descriptions agree.
 const _: () = assert!(params::NORM_LEAF as usize == LEAF && params::NORM_LEAF_SUMS as usize == LEAF_SUMS);
@@ -84,9 +81,15 @@ impl OptimizerDevice for Cuda {
                 *to = params::SquareJob { first_task: p.tasks, ..*job };
                 p.tasks += *count as i64;
             }
-            let blocks = (p.tasks as usize).div_ceil(WARPS);
             // SAFETY: each gradient has its rows, as was checked; each output a number a task.
-            unsafe { self.launch(CALL, &self.kernels().adamw.square_leaves, Grid::new(blocks, THREADS), &p) }?;
+            unsafe {
+                self.launch(
+                    CALL,
+                    &self.kernels().adamw.square_leaves,
+                    Grid::warps_of(p.tasks as usize, ADAMW_THREADS),
+                    &p,
+                )
+            }?;
         }
         for jobs in trees.chunks(TREE_JOBS) {
             let mut p = params::TreeJobs { jobs: [Default::default(); TREE_JOBS], count: jobs.len() as i64 };
@@ -96,7 +99,7 @@ impl OptimizerDevice for Cuda {
                 blocks += nodes;
             }
             // SAFETY: `count` numbers are where the kernel before has put them, and `out` holds the nodes.
-            unsafe { self.launch(CALL, &self.kernels().adamw.square_nodes, Grid::new(blocks, THREADS), &p) }?;
+            unsafe { self.launch(CALL, &self.kernels().adamw.square_nodes, Grid::new(blocks, ADAMW_THREADS), &p) }?;
         }
         Ok(())
     }
@@ -132,10 +135,10 @@ impl OptimizerDevice for Cuda {
                 node_count: norm.nodes.count() as i64,
             };
             // SAFETY: a sum a weight; nodes outside are not read. `order` is as long as its ends say: the host's.
-            unsafe { self.launch(CALL, &self.kernels().adamw.norm_sums, Grid::new(weights, THREADS), &of) }?;
+            unsafe { self.launch(CALL, &self.kernels().adamw.norm_sums, Grid::new(weights, ADAMW_THREADS), &of) }?;
         }
         // SAFETY: sizes were checked.
-        unsafe { self.launch(CALL, &self.kernels().adamw.step_control, Grid::new(1, THREADS), &p) }
+        unsafe { self.launch(CALL, &self.kernels().adamw.step_control, Grid::new(1, ADAMW_THREADS), &p) }
     }
 
     fn adamw(&self, call: AdamWUpdate<'_, Self>) -> Result<()> {
@@ -158,7 +161,7 @@ impl OptimizerDevice for Cuda {
             }
             // SAFETY: each tensor has `count` elements of its type, as was checked, and borrows keep those that are
             // written apart.
-            unsafe { self.launch(CALL, &self.kernels().adamw.adamw, Grid::new(blocks, THREADS), &p) }?;
+            unsafe { self.launch(CALL, &self.kernels().adamw.adamw, Grid::new(blocks, ADAMW_THREADS), &p) }?;
         }
         Ok(())
     }
@@ -178,9 +181,9 @@ impl OptimizerDevice for Cuda {
             to: call.to.into_data().ptr,
             count: count as i64,
         };
-        let blocks = count.div_ceil(THREADS as usize).min(LOOP_BLOCKS);
+        let blocks = count.div_ceil(ADAMW_THREADS as usize).min(LOOP_BLOCKS);
         // SAFETY: both tensors have `count` elements of their types.
-        unsafe { self.launch(CALL, &self.kernels().adamw.convert_type, Grid::new(blocks, THREADS), &p) }
+        unsafe { self.launch(CALL, &self.kernels().adamw.convert_type, Grid::new(blocks, ADAMW_THREADS), &p) }
     }
 }
 

@@ -8,9 +8,9 @@ use crate::tensor::Tensor;
 use super::device::Cuda;
 use super::fault_site::MappedCall;
 use super::heuristics::LOOP_BLOCKS;
-use super::launch::Grid;
+use super::launch::{Grid, whole_warps};
 use super::layout::{SourceRows, at};
-use super::params::{self, type_code};
+use super::params::{self, PERMUTE_THREADS, type_code};
 
 pub(super) fn gather_rows(device: &Cuda, call: GatherRows<'_, Cuda>) -> Result<()> {
     const CALL: &str = MappedCall::GatherRows.name();
@@ -59,9 +59,9 @@ fn launch_gather(device: &Cuda, call: &'static str, gather: RowGather) -> Result
         site,
         ..Default::default()
     };
-    let blocks = (rows * bytes).div_ceil(256 * word as usize).min(LOOP_BLOCKS);
+    let blocks = (rows * bytes).div_ceil(PERMUTE_THREADS as usize * word as usize).min(LOOP_BLOCKS);
     // SAFETY: `out` has a row for each entry of the map; the kernel checks its entries against the source's rows.
-    unsafe { device.launch(call, &device.kernels().permute.gather_rows, Grid::new(blocks, 256), &p) }
+    unsafe { device.launch(call, &device.kernels().permute.gather_rows, Grid::new(blocks, PERMUTE_THREADS), &p) }
 }
 
 /// Rows joined (`whole` is written) or taken apart.
@@ -86,9 +86,9 @@ fn joined(
         word,
         back: i64::from(back),
     };
-    let blocks = (rows * at.whole).div_ceil(256 * word as usize).min(LOOP_BLOCKS);
+    let blocks = (rows * at.whole).div_ceil(PERMUTE_THREADS as usize * word as usize).min(LOOP_BLOCKS);
     // SAFETY: all have as many rows, of the bytes that were checked.
-    unsafe { device.launch(call, &device.kernels().concat_rows, Grid::new(blocks, 256), &p) }
+    unsafe { device.launch(call, &device.kernels().concat_rows, Grid::new(blocks, PERMUTE_THREADS), &p) }
 }
 
 pub(super) fn concat_rows(device: &Cuda, call: ConcatRows<'_, Cuda>) -> Result<()> {
@@ -158,7 +158,7 @@ pub(super) fn reduce_rows(device: &Cuda, call: ReduceRows<'_, Cuda>) -> Result<(
         ..Default::default()
     };
     let lanes = if wide { row / 16 } else { width };
-    let threads = lanes.next_multiple_of(32).clamp(32, 256) as u32;
+    let threads = whole_warps(lanes, PERMUTE_THREADS);
     let few = wide && matches!(fan, 2 | 4 | 6 | 8) && [width, source_rows].iter().all(|n| i32::try_from(*n).is_ok());
     let kernels = &device.kernels().permute;
     let kernel = if few { &kernels.reduce_few_rows } else { &kernels.reduce_rows };

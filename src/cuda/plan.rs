@@ -1,6 +1,6 @@
 //! Layouts: the plan of a step.
 //!
-//! A group of one rank plans on the GPU ([`plan_on_device`], `kernels/plan.cu`): an eager layout gets as many rows
+//! A group of one rank plans on the GPU ([`plan_on_device`], `kernels/plan.cu`): a dynamic layout gets as many rows
 //! as it may need, since its size would be the GPU's to know. Several ranks plan there from records (`routing_records`).
 //! Everything else is planned on the host, which has all ranks' ids then, by the CPU's code, and the maps are copied
 //! over.
@@ -24,7 +24,7 @@ use super::device::Cuda;
 use super::heuristics::{LOOP_BLOCKS, PLAN_CHUNKS, PLAN_CLEARED, PLAN_SMALL};
 use super::launch::Grid;
 use super::layout::{PlannedTiles, TileOrder, at, check_number};
-use super::params;
+use super::params::{self, PLAN_THREADS, WARP_THREADS};
 use super::tile_config::{DEFAULT_SMEM, PLAN_SMALL_WARPS, plan_small_shared};
 
 /// Counts that fit a block's shared memory without asking for more.
@@ -36,7 +36,7 @@ fn rows(spec: &DispatchSpec, choices: usize, experts: usize) -> Result<(usize, b
     let (rows, may_drop) = match spec.capacity {
         Capacity::Static(rows) => (Some(rows), spec.overflow == Overflow::Drop),
         // Every expert that is chosen may have `alignment - 1` rows of padding.
-        Capacity::Eager => {
+        Capacity::Dynamic => {
             let padding = choices.min(experts).checked_mul(spec.alignment - 1);
             (padding.and_then(|p| p.checked_add(choices)), false)
         }
@@ -70,7 +70,7 @@ pub(crate) fn examined(
     rank: usize,
 ) -> Result<Option<(Tensor<Cuda>, Tensor<Cuda>)>> {
     earlier_faults(device)?;
-    let spec = DispatchSpec { alignment: 1, capacity: Capacity::Eager, expert_capacity: None, ..*spec };
+    let spec = DispatchSpec { alignment: 1, capacity: Capacity::Dynamic, expert_capacity: None, ..*spec };
     let Some((plan, stats)) = plan_alone(device, ids, &spec, experts, rank)? else { return Ok(None) };
     let mut loads = Tensor::empty(device, DType::I64, &[experts])?;
     let bytes = experts * DType::I64.size();
@@ -124,9 +124,9 @@ pub(crate) fn external_layout(device: &Cuda, from: &ExternalPlan<'_>) -> Result<
         fault: device.inner.status,
         origin: device.origin(CALL, from.origin)?,
     };
-    let blocks = from.rows.max(groups).max(1).div_ceil(256);
+    let grid = Grid::threads_of(from.rows.max(groups).max(1), PLAN_THREADS);
     // SAFETY: every tensor has the size that `params.h` states for it.
-    unsafe { device.launch(CALL, &device.kernels().plan.plan_external_layout, Grid::new(blocks, 256), &p) }?;
+    unsafe { device.launch(CALL, &device.kernels().plan.plan_external_layout, grid, &p) }?;
     device.report(CALL)?;
     Ok((Segments::new(offsets, counts, from.rows).with_origin(from.origin), row_map))
 }
@@ -206,8 +206,11 @@ pub(super) fn plan_on_gpu(device: &Cuda, call: PlanRequest<'_, Cuda>) -> Result<
         origin: device.origin(CALL, origin)?,
     };
     let shared = (experts * 4) as u32;
-    let walk = Grid { shared, ..Grid::new(chunks, 32) };
-    let one = Grid::new(1, warps as u32 * 32);
+    let walk = Grid { shared, ..Grid::new(chunks, WARP_THREADS) };
+    let one = Grid::new(1, warps as u32 * WARP_THREADS);
+    // A warp scans an expert's chunks; all clear maps.
+    let scanning = Grid::warps_of(experts, PLAN_THREADS).blocks.0;
+    let blocks = scanning.max(rows.div_ceil(PLAN_CLEARED).min(LOOP_BLOCKS));
     let kernels = &device.kernels().plan;
     // SAFETY: every tensor has the size that `params.h` states for it; the kernels check the ids.
     unsafe {
@@ -216,8 +219,7 @@ pub(super) fn plan_on_gpu(device: &Cuda, call: PlanRequest<'_, Cuda>) -> Result<
             device.launch(CALL, &kernels.plan_small, grid, &p)?;
         } else {
             device.launch(CALL, &kernels.plan_count, walk, &p)?;
-            let blocks = experts.div_ceil(8).max(rows.div_ceil(PLAN_CLEARED).min(LOOP_BLOCKS));
-            device.launch(CALL, &kernels.plan_scan, Grid::new(blocks, 256), &p)?;
+            device.launch(CALL, &kernels.plan_scan, Grid::new(blocks, PLAN_THREADS), &p)?;
             device.launch(CALL, &kernels.plan_segments, one, &p)?;
             device.launch(CALL, &kernels.plan_slots, walk, &p)?;
         }
@@ -289,12 +291,12 @@ mod tests {
 
     #[test]
     fn what_maps_cannot_number_is_refused() {
-        let eager = DispatchSpec { capacity: Capacity::Eager, alignment: 128, ..DispatchSpec::new(0, 8) };
-        let fixed = |rows| DispatchSpec { capacity: Capacity::Static(rows), ..eager };
+        let dynamic = DispatchSpec { capacity: Capacity::Dynamic, alignment: 128, ..DispatchSpec::new(0, 8) };
+        let fixed = |rows| DispatchSpec { capacity: Capacity::Static(rows), ..dynamic };
         let most = i32::MAX as usize;
-        assert_eq!(rows(&eager, 1000, 4).ok(), Some((1000 + 4 * 127, false)));
+        assert_eq!(rows(&dynamic, 1000, 4).ok(), Some((1000 + 4 * 127, false)));
         assert_eq!(rows(&fixed(most), most, 4).ok(), Some((most, fixed(0).overflow == Overflow::Drop)));
-        for (spec, choices) in [(fixed(most + 1), 8), (fixed(8), most + 1), (eager, most - 4 * 127 + 1)] {
+        for (spec, choices) in [(fixed(most + 1), 8), (fixed(8), most + 1), (dynamic, most - 4 * 127 + 1)] {
             let error = rows(&spec, choices, 4).err().map(|e| e.to_string()).unwrap_or_default();
             assert!(error.contains("at most 2147483647"), "{spec:?}, {choices}: {error}");
         }

@@ -16,14 +16,15 @@ use super::device::Cuda;
 use super::heuristics::FINITE_BLOCKS;
 use super::kernel_table::Nvfp4Mode;
 use super::launch::Grid;
-use super::params::{self, AMAX_JOBS, DEQUANTIZE_JOBS, type_code};
+use super::params::{self, AMAX_JOBS, DEQUANTIZE_JOBS, QUANT_THREADS as THREADS, type_code};
 use super::tile_config::NVFP4_ALIGNED_SMEM;
 
-const THREADS: u32 = 256;
 /// Bytes of a matrix that a block takes the maximum of (`kernels/quant_amax.cu`).
 const SPAN: usize = params::AMAX_SPAN as usize;
 /// Eights of elements that a block brings back to floating point (`kernels/dequantize.cu`).
 const DEQUANTIZE_SPAN: usize = params::DEQUANTIZE_SPAN as usize;
+/// Bytes of a matrix without gaps that a thread casts along rows (`kernels/nvfp4_cast.cu`, `kernels/mxfp8_cast.cu`).
+const CAST_THREAD_BYTES: usize = params::CAST_THREAD_BYTES as usize;
 /// Rows of a panel, and bytes of one (`kernels/quant/quantize.cuh`).
 const PANEL: [usize; 2] = [params::PANEL_ROWS as usize, params::PANEL_BYTES as usize];
 /// Shared memory of the NVFP4 kernels, without and with columns (`kernels/nvfp4_cast.cu`).
@@ -31,7 +32,7 @@ const CAST_SHARED: [u32; 2] = [params::NVFP4_CAST_SMEM, params::NVFP4_CAST_COLUM
 /// Rows and columns that a block takes of a matrix whose own are multiples of [`ALIGNED`]
 /// (`kernels/nvfp4_cast_aligned.cu`).
 const ALIGNED_BLOCK: [usize; 2] = [params::NVFP4_ALIGNED_ROWS as usize, params::NVFP4_ALIGNED_COLUMNS as usize];
-const ALIGNED: usize = 128;
+const ALIGNED: usize = params::NVFP4_ALIGNED_MULTIPLE as usize;
 
 /// A matrix as kernels take it.
 fn strided(matrix: &Matrix<'_, Cuda>) -> params::StridedMatrix {
@@ -101,7 +102,7 @@ impl Cuda {
                 blocks += (from.matrix.rows * from.matrix.columns) as usize * size / SPAN + 1;
             }
             // SAFETY: each job's outputs hold a number, and its matrix lies in its tensor.
-            unsafe { self.launch(call, &self.kernels().quant_amax.zero, Grid::new(1, 64), &p) }?;
+            unsafe { self.launch(call, &self.kernels().quant_amax.zero, Grid::new(1, params::AMAX_ZERO_THREADS), &p) }?;
             // SAFETY: as above.
             unsafe { self.launch(call, &self.kernels().quant_amax.whole, Grid::new(blocks, THREADS), &p) }?;
         }
@@ -133,7 +134,7 @@ impl Cuda {
                 out: to,
                 signs: i64::from(transform.signs),
             };
-            let blocks = len.div_ceil(64) * count.div_ceil(THREADS as usize);
+            let blocks = len.div_ceil(params::AMAX_TRANSFORMED_ROWS as usize) * count.div_ceil(THREADS as usize);
             // SAFETY: `out` holds one number; rows come in sixteens, as was checked.
             return unsafe {
                 self.launch(call, &self.kernels().quant_amax.transformed, Grid::new(blocks, THREADS), &p)
@@ -141,8 +142,8 @@ impl Cuda {
         }
         let p = params::AmaxLinesParams { matrix: strided(&lines), type_: kind, out: to, signs: 0 };
         let blocks = match p.matrix.column_stride {
-            1 => count.div_ceil(THREADS as usize / 32),
-            _ => count.div_ceil(THREADS as usize) * len.div_ceil(256),
+            1 => count.div_ceil((THREADS / params::WARP_THREADS) as usize),
+            _ => count.div_ceil(THREADS as usize) * len.div_ceil(params::AMAX_LINE_ELEMENTS as usize),
         };
         // SAFETY: `out` holds a number a line.
         unsafe { self.launch(call, &self.kernels().quant_amax.lines, Grid::new(blocks, THREADS), &p) }
@@ -231,10 +232,12 @@ impl Cuda {
         let of_rows = kernels.nvfp4_cast.rows(mode, dtype).filter(|_| plain);
         let of_panels = kernels.nvfp4_aligned.of(mode, dtype).filter(|_| aligned_matrix(&p, size));
         let (kernel, grid) = match (of_rows, of_panels) {
-            // A thread takes four blocks of 16-bit elements, or two; of tiles two (`kernels/nvfp4_cast.cu`).
             (Some(kernel), _) => {
-                let of_block = THREADS as usize * if mode == Nvfp4Mode::Tiled { 2 } else { 8 / size };
-                (kernel, Grid::new(blocks.div_ceil(of_block), THREADS))
+                let of_thread = match mode {
+                    Nvfp4Mode::Tiled => params::NVFP4_TILED_THREAD_BLOCKS as usize,
+                    _ => CAST_THREAD_BYTES / NVFP4_BLOCK / size,
+                };
+                (kernel, Grid::threads_of(blocks.div_ceil(of_thread), THREADS))
             }
             (None, Some(kernel)) => {
                 let shared = NVFP4_ALIGNED_SMEM[usize::from(mode == Nvfp4Mode::Stochastic)];
@@ -334,14 +337,7 @@ fn reorder(device: &Cuda, call: &'static str, swizzle: Swizzle<'_, Cuda>, back: 
     };
     let words = lines.next_multiple_of(TILE_ROWS) * blocks.div_ceil(4);
     // SAFETY: both sides have the sizes that were checked.
-    unsafe {
-        device.launch(
-            call,
-            &device.kernels().dequantize.swizzle,
-            Grid::new(words.div_ceil(THREADS as usize), THREADS),
-            &p,
-        )
-    }
+    unsafe { device.launch(call, &device.kernels().dequantize.swizzle, Grid::threads_of(words, THREADS), &p) }
 }
 
 impl Codec for Cuda {
@@ -389,9 +385,8 @@ impl Codec for Cuda {
             && len.is_multiple_of(MX_BLOCK)
             && p.rows.codes.is_multiple_of(16);
         let (kernel, blocks) = match (plain, format.blocks) {
-            // A thread takes four halves of blocks of 16-bit elements, or two (`kernels/mxfp8_cast.cu`).
             (true, _) => {
-                let of_block = THREADS as usize * 128 / dtype.size();
+                let of_block = THREADS as usize * CAST_THREAD_BYTES / dtype.size();
                 (kernels.rows.of(dtype), (lines * len).div_ceil(of_block))
             }
             (_, Blocks::Tile) => (kernels.tiled.of(dtype), panels(&matrix)),

@@ -12,15 +12,17 @@ use crate::tensor::{Tensor, TensorRef};
 use super::context_kernels::Kernel;
 use super::device::Cuda;
 use super::heuristics::ROUTER_SCRATCH_BLOCKS;
-use super::launch::Grid;
+use super::launch::{Grid, whole_warps};
 use super::layout::{input, output};
-use super::params::{self, type_code};
+use super::params::{self, WARP_THREADS, type_code};
 use super::tile_config::DEFAULT_SMEM;
 
 /// Tokens that `aux_loss_chunks` sums at a time.
 const CHUNK: usize = params::AUX_CHUNK as usize;
 /// Threads of `aux_loss_value`, as in `kernels/aux_loss.cu`.
 const TOTAL_THREADS: u32 = params::AUX_TOTAL_THREADS;
+/// Warps of a block of the router at most.
+const MOST_WARPS: usize = (params::ROUTER_THREADS / WARP_THREADS) as usize;
 /// Shared memory that a block of the router takes at most.
 const SHARED: usize = DEFAULT_SMEM as usize;
 /// Experts that the place of a NaN logit has room for.
@@ -116,22 +118,22 @@ fn launch_either(
     if !fits_registers(&p) {
         return launch(device, call, kernel, p);
     }
-    // SAFETY: callers have checked the tensors in `p`; a block has eight warps, each of which takes a token.
-    unsafe { device.launch(call, in_registers, Grid::new((p.tokens as usize).div_ceil(8), 256), &p) }
+    // SAFETY: callers have checked the tensors in `p`; a warp takes a token.
+    unsafe { device.launch(call, in_registers, Grid::warps_of(p.tokens as usize, params::ROUTER_THREADS), &p) }
 }
 
 /// Launches a kernel of a warp a token, with its working rows in shared memory where they fit.
 fn launch(device: &Cuda, call: &'static str, kernel: &Kernel, mut p: params::RoutingParams) -> Result<()> {
     let (t, row) = (p.tokens as usize, WORK_ROWS * 4 * p.experts as usize);
-    let warps = [8, 4, 2, 1].into_iter().find(|w| w * row <= SHARED);
+    let warps = [1, 2, 4, 8].map(|part| MOST_WARPS / part).into_iter().find(|w| w * row <= SHARED);
     let scratch;
     let grid = match warps {
-        Some(warps) => Grid { shared: (warps * row) as u32, ..Grid::new(t.div_ceil(warps), 32 * warps as u32) },
+        Some(warps) => Grid { shared: (warps * row) as u32, ..Grid::warps_of(t, warps as u32 * WARP_THREADS) },
         None => {
             let blocks = t.min(ROUTER_SCRATCH_BLOCKS);
             scratch = Tensor::empty(device, DType::U8, &[blocks, row])?;
             p.scratch = scratch.view().data().ptr;
-            Grid::new(blocks, 32)
+            Grid::new(blocks, WARP_THREADS)
         }
     };
     // SAFETY: callers have checked the tensors in `p`; a warp has its working rows in either place.
@@ -247,14 +249,20 @@ fn totals(
     let totals = Tensor::empty(device, DType::U8, &[cut.sequences, width * F64_BYTES])?;
     p.partial = partial.view().data().ptr;
     p.totals = totals.view().data().ptr;
-    let threads = (p.experts as usize).next_multiple_of(32).clamp(32, 256) as u32;
+    let threads = whole_warps(p.experts as usize, params::AUX_THREADS);
     let grid = Grid { blocks: (cut.chunks, cut.sequences), threads, shared: 0 };
     // SAFETY: sizes as allocated above; logits, ids and scratch were checked or made by the callers.
     unsafe { device.launch(call, &device.kernels().aux_loss.chunks, grid, p) }?;
-    let grid = Grid { blocks: (width.div_ceil(128), cut.sequences), threads: 128, shared: 0 };
+    let grid = numbers_grid(width, cut.sequences);
     // SAFETY: as above.
     unsafe { device.launch(call, &device.kernels().aux_loss.totals, grid, p) }?;
     Ok([partial, totals])
+}
+
+/// A thread for each of so many numbers of a sequence.
+fn numbers_grid(numbers: usize, sequences: usize) -> Grid {
+    let grid = Grid::threads_of(numbers, params::AUX_NUMBERS_THREADS);
+    Grid { blocks: (grid.blocks.0, sequences), ..grid }
 }
 
 pub(super) fn aux_sums(device: &Cuda, call: AuxSums<'_, Cuda>) -> Result<()> {
@@ -274,10 +282,10 @@ pub(super) fn aux_sums(device: &Cuda, call: AuxSums<'_, Cuda>) -> Result<()> {
     p.picks = picks.view().data().ptr;
     p.z_terms = z_terms.view().data().ptr;
     // SAFETY: logits are `[t, e]`, the scratch was made for that.
-    unsafe { device.launch(CALL, &device.kernels().aux_loss.scores, Grid::new(t.div_ceil(8), 256), &p) }?;
+    unsafe { device.launch(CALL, &device.kernels().aux_loss.scores, Grid::warps_of(t, params::AUX_THREADS), &p) }?;
     let scratch = totals(device, CALL, &mut p, &cut)?;
     // SAFETY: `out` has 2 E + 4 elements.
-    unsafe { device.launch(CALL, &device.kernels().aux_loss.finish, Grid::new(1, 256), &p) }?;
+    unsafe { device.launch(CALL, &device.kernels().aux_loss.finish, Grid::new(1, params::AUX_THREADS), &p) }?;
     drop(scratch);
     Ok(())
 }
@@ -337,7 +345,7 @@ impl AuxCoefficients {
             p.hugging_face = 0;
             scratch = Some(totals(device, CALL, &mut p, &cut)?);
         }
-        let grid = Grid { blocks: (e.div_ceil(128), cut.sequences), threads: 128, shared: 0 };
+        let grid = numbers_grid(e, cut.sequences);
         // SAFETY: sums have 2 E + 4 elements, coefficients E a sequence; totals where the loss is over sequences.
         unsafe { device.launch(CALL, &device.kernels().aux_loss.coefficients, grid, &p) }?;
         drop(scratch);
@@ -360,6 +368,7 @@ pub(super) fn renormalize_kept(device: &Cuda, call: RenormalizeKept<'_, Cuda>) -
         tokens: t as i64,
         top_k: k as i64,
     };
+    let grid = Grid::threads_of(t, params::RENORMALIZE_THREADS);
     // SAFETY: all are `[t, k]`.
-    unsafe { device.launch(CALL, &device.kernels().router.renormalize_kept, Grid::new(t.div_ceil(128), 128), &p) }
+    unsafe { device.launch(CALL, &device.kernels().router.renormalize_kept, grid, &p) }
 }

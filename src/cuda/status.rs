@@ -50,7 +50,7 @@ impl Cuda {
         };
         // SAFETY: the words and their mirror live until the stream has been waited for, and the host reads through
         // atomics.
-        unsafe { self.launch(call, &self.kernels().plan.report, Grid::new(1, 32), &p) }
+        unsafe { self.launch(call, &self.kernels().plan.report, Grid::new(1, params::WARP_THREADS), &p) }
     }
 
     /// The number by which kernels know a rank and layer, for as long as the stream lives: captured graphs hold it.

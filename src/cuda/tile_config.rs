@@ -1,6 +1,6 @@
 //! Tiles, threads and shared memory that kernels were compiled with.
 
-use super::params;
+use super::params::{self, WARP_THREADS};
 
 /// Constants that a family of kernels was compiled with.
 #[derive(Debug, Clone, Copy)]
@@ -32,12 +32,15 @@ pub(super) const SM90_GROUPED_GEMM: TileConfig = TileConfig {
 /// Rows of a tile of Hopper's products of few rows (`kernels/sm90_decode.cu`).
 pub(super) const SM90_DECODE: TileConfig = TileConfig {
     tile: params::SM90_DECODE_ROWS as usize,
-    threads: params::SM90_DECODE_WARPS * 32,
+    threads: params::SM90_DECODE_WARPS * WARP_THREADS,
     shared: params::SM90_DECODE_SMEM,
 };
 /// Experts of a block of the router's logits there.
-pub(super) const SM90_DECODE_LINEAR: TileConfig =
-    TileConfig { tile: 16, threads: 32, shared: params::SM90_DECODE_LINEAR_SMEM };
+pub(super) const SM90_DECODE_LINEAR: TileConfig = TileConfig {
+    tile: params::SM90_DECODE_LINEAR_COLUMNS as usize,
+    threads: params::SM90_DECODE_LINEAR_WARPS * WARP_THREADS,
+    shared: params::SM90_DECODE_LINEAR_SMEM,
+};
 /// Columns of a narrow operand that a block of the weight gradients' kernel takes (`kernels/sm90_wgrad.cu`).
 pub(super) const SM90_WGRAD: TileConfig =
     TileConfig { tile: params::WGRAD_BLOCK_M as usize, threads: params::WGRAD_THREADS, shared: params::WGRAD_SMEM };
@@ -63,7 +66,7 @@ pub(super) const NVFP4_ALIGNED_SMEM: [u32; 2] = [params::NVFP4_ALIGNED_SMEM, par
 pub(super) const DEFAULT_SMEM: u32 = 48 << 10;
 /// Warps of the kernel that plans in one block (`plan_small` in `kernels/plan.cu`), and most shared memory of it:
 /// counts of each warp, which fill what every block has, and the layout.
-pub(super) const PLAN_SMALL_WARPS: usize = 32;
+pub(super) const PLAN_SMALL_WARPS: usize = (params::PLAN_SEGMENTS_THREADS / WARP_THREADS) as usize;
 pub(super) const PLAN_SMALL_SMEM: u32 =
     plan_small_shared(DEFAULT_SMEM as usize / 4 / PLAN_SMALL_WARPS, PLAN_SMALL_WARPS);
 

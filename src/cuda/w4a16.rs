@@ -19,6 +19,9 @@ const STEP: usize = params::DECODE_STEP as usize;
 const THREAD_STEP: i64 = params::DECODE_THREAD_STEP as i64;
 /// Columns of a warp's tile there, of gate and up together.
 const WARP_COLUMNS: usize = params::DECODE_WARP_COLUMNS as usize;
+/// Warps of a block of those of tiles of 8 rows, and of up to 16.
+const DECODE8_WARPS: usize = params::DECODE8_WARPS as usize;
+const DECODE16_WARPS: usize = params::DECODE16_WARPS as usize;
 /// Rows of a tile of the kernels for many rows (`kernels/sm90_w4a16.cu`).
 const BLOCK_N: u32 = params::W4A16_BLOCK_N;
 
@@ -63,10 +66,14 @@ struct FewRowsKernel {
 /// each, fit the shared memory that a block may have.
 fn few_rows_kernel(rows: i64, experts: i64, pitch: usize, smem: usize) -> Option<FewRowsKernel> {
     if few_rows(rows, experts) && 8 * pitch <= smem / 2 {
-        return Some(FewRowsKernel { rows: 8, warps: 4, tiles: DecodeTiles::Eight });
+        return Some(FewRowsKernel { rows: 8, warps: DECODE8_WARPS, tiles: DecodeTiles::Eight });
     }
     let tile = [16, 8].into_iter().find(|tile| tile * pitch <= smem)?;
-    (rows <= DECODE_ROWS * experts).then_some(FewRowsKernel { rows: tile, warps: 8, tiles: DecodeTiles::Sixteen })
+    (rows <= DECODE_ROWS * experts).then_some(FewRowsKernel {
+        rows: tile,
+        warps: DECODE16_WARPS,
+        tiles: DecodeTiles::Sixteen,
+    })
 }
 
 /// How a product with a quantized weight is launched.
@@ -134,7 +141,7 @@ impl QuantizedOperand {
             .then(|| few_rows_kernel(p.m, p.groups, pitch, device.decode_shared()))
             .flatten();
         if let Some(FewRowsKernel { rows, warps, tiles }) = few_rows {
-            let (wide, threads) = (warps * WARP_COLUMNS / factor, warps as u32 * 32);
+            let (wide, threads) = (warps * WARP_COLUMNS / factor, warps as u32 * params::WARP_THREADS);
             let shared = (rows * pitch) as u32;
             let kernels = &device.kernels().w4a16_decode;
             // Blocks of the filled tiles, of which there are at most as many as rows, and as experts.

@@ -211,7 +211,8 @@ impl WgradCall<'_> {
             fault: self.device.inner.status,
             site: self.left.site,
         };
-        let grid = Grid { blocks: (m.div_ceil(32), experts), threads: 256, shared: 0 };
+        let blocks = (m.div_ceil(params::COLUMN_SUMS_COLUMNS as usize), experts);
+        let grid = Grid { blocks, threads: params::COLUMN_SUMS_THREADS, shared: 0 };
         // SAFETY: as for the weight gradient.
         unsafe { self.device.launch(CALL, &self.device.kernels().wgrad.column_sums, grid, &p) }
     }

@@ -77,7 +77,7 @@ impl<D: Kernels> AllToAll<D> {
             send_bytes: &send_bytes,
             recv: flat_mut(rows.as_mut().unwrap_or(&mut buffer).view_mut())?,
             recv_bytes: &recv_bytes,
-            payload: dtype,
+            dtype,
         };
         comm.all_to_all_v(DispatcherState::tag(step.handle, step.op), exchange)?;
         match rows {

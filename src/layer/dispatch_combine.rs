@@ -2,12 +2,12 @@
 //! around the experts, as calls.
 //!
 //! ```text
-//! route             logits [T, E]                       → ids, weights [T, K]        no collective
-//! prepare_dispatch  ids, weights [T, K]                 → context (slots, segments)  1 collective
-//! dispatch_into     x [T, H], weights [T, K]            → rows [N, H], weights [N]   1 collective
-//! combine_into      the experts' outputs [N, H]         → y [T, H] (unweighted sum)  1 collective
-//! combine_backward_into   d y [T, H]                    → d outputs [N, H]           1 collective
-//! dispatch_backward_into  d rows [N, H], d weights [N]  → d x [T, H], d weights [T, K]  1 collective
+//! route              logits [T, E]                       → ids, weights [T, K]        no collective
+//! prepare_dispatch   ids, weights [T, K]                 → context (slots, segments)  1 collective
+//! dispatch_into      x [T, H], weights [T, K]            → rows [N, H], weights [N]   1 collective
+//! combine_into       the experts' outputs [N, H]         → y [T, H] (unweighted sum)  1 collective
+//! combine_bwd_into   d y [T, H]                          → d outputs [N, H]           1 collective
+//! dispatch_bwd_into  d rows [N, H], d weights [N]        → d x [T, H], d weights [T, K]  1 collective
 //! ```
 //!
 //! Rows come in slots: expert-major, padding zero. Where tokens travel quantized, rows are what the codes stand for,
@@ -32,10 +32,10 @@ use super::{Layer, Mode, forward};
 const PREPARE: &str = "Layer::prepare_dispatch";
 const DISPATCH: &str = "Layer::dispatch_into";
 const COMBINE: &str = "Layer::combine_into";
-const COMBINE_BWD: &str = "Layer::combine_backward_into";
-const DISPATCH_BWD: &str = "Layer::dispatch_backward_into";
+const COMBINE_BWD: &str = "Layer::combine_bwd_into";
+const DISPATCH_BWD: &str = "Layer::dispatch_bwd_into";
 const ROUTE: &str = "Layer::route_into";
-const ROUTE_BWD: &str = "Layer::route_backward_into";
+const ROUTE_BWD: &str = "Layer::route_bwd_into";
 
 /// Tokens with their routing, of one rank.
 #[derive(Debug, Clone, Copy)]
@@ -151,7 +151,7 @@ impl Layer {
     ///
     /// # Errors
     /// Mis-shaped tensors.
-    pub fn route_backward_into<D: Kernels>(
+    pub fn route_bwd_into<D: Kernels>(
         &self,
         group: &mut Group<D>,
         grads: RoutingGrads<'_, D>,
@@ -275,7 +275,7 @@ impl Layer {
     ///
     /// # Errors
     /// [`Error::BackwardNotAgreed`] before any collective; otherwise as [`dispatch_into`](Self::dispatch_into).
-    pub fn combine_backward_into<D: Kernels>(
+    pub fn combine_bwd_into<D: Kernels>(
         &self,
         group: &mut Group<D>,
         context: &DispatchContext<D>,
@@ -300,8 +300,8 @@ impl Layer {
     /// Padding is not read. A collective.
     ///
     /// # Errors
-    /// As [`combine_backward_into`](Self::combine_backward_into).
-    pub fn dispatch_backward_into<D: Kernels>(
+    /// As [`combine_bwd_into`](Self::combine_bwd_into).
+    pub fn dispatch_bwd_into<D: Kernels>(
         &self,
         group: &mut Group<D>,
         context: &DispatchContext<D>,

@@ -27,10 +27,10 @@ pub struct StepSizes {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct StepMemory {
     /// Held from forward to backward, for each layer: [`Context::bytes`](super::Context::bytes).
-    pub kept: usize,
+    pub saved: usize,
     /// Most that a forward holds beside that at once, for all layers together: activations, expert outputs, and the
     /// rows that return.
-    pub passing: usize,
+    pub transient: usize,
     /// Bytes that prepare gathers from all ranks: 4 bytes a choice of every rank's tokens.
     pub routing: usize,
 }
@@ -82,8 +82,8 @@ impl StepSizes {
             _ => sum(&[slots, slots, product(&[tokens, k])]),
         };
         StepMemory {
-            kept: sum(&[router, aux, shared, received, pre(slots, config.intermediate)]),
-            passing: products.max(product(&[returning, config.hidden, b])).max(product(&[packets, packet])),
+            saved: sum(&[router, aux, shared, received, pre(slots, config.intermediate)]),
+            transient: products.max(product(&[returning, config.hidden, b])).max(product(&[packets, packet])),
             routing: if ranks > 1 { product(&[ranks, tokens, k, 4]) } else { 0 },
         }
     }
@@ -117,8 +117,8 @@ mod tests {
             let sizes = StepSizes::worst(&config, 1 << 40, 1 << 16, DType::F32, kind);
             // As many rows as there are choices of this rank's only expert.
             assert_eq!((sizes.slots, sizes.rows), (1 << 56, 1 << 56));
-            let StepMemory { kept, passing, routing } = sizes.memory(&config);
-            assert_eq!((kept, passing, routing), (usize::MAX, usize::MAX, 1 << 61));
+            let StepMemory { saved, transient, routing } = sizes.memory(&config);
+            assert_eq!((saved, transient, routing), (usize::MAX, usize::MAX, 1 << 61));
             let most = StepSizes::even(&config, usize::MAX, 1 << 16, DType::F32, kind);
             assert_eq!((most.slots, most.rows), (usize::MAX, usize::MAX));
         }
@@ -132,13 +132,13 @@ mod tests {
             DispatcherKind::AllGather => 2 * h * r * t,
             _ => 2 * h * rows,
         };
-        let kept = received + (4 + 4 * i) * slots + 4 * t * e + 8 * t * k;
+        let saved = received + (4 + 4 * i) * slots + 4 * t * e + 8 * t * k;
         let out = 2 * h * slots;
         let returned = match kind {
             DispatcherKind::AllGather => 2 * (2 * h * r * t),
             _ => 2 * h * slots + 2 * h * t * k,
         };
-        (kept, (2 * i * slots + out).max(out + returned))
+        (saved, (2 * i * slots + out).max(out + returned))
     }
 
     #[test]
@@ -149,10 +149,10 @@ mod tests {
                     for of in [StepSizes::even, StepSizes::worst] {
                         let sizes = of(&config, t, ranks, DType::BF16, kind);
                         let memory = sizes.memory(&config);
-                        let (kept, passing) = formula(&config, &sizes, kind);
+                        let (saved, transient) = formula(&config, &sizes, kind);
                         assert_eq!(
-                            (memory.kept, memory.passing),
-                            (kept, passing),
+                            (memory.saved, memory.transient),
+                            (saved, transient),
                             "{ranks} ranks, {kind:?}, {sizes:?}"
                         );
                         assert_eq!(memory.routing, 4 * ranks * t * 8);
@@ -169,9 +169,9 @@ mod tests {
         let guide = include_str!("../../docs/nccl.md");
         for (name, kind) in [("all-to-all", DispatcherKind::AllToAll), ("all-gather", DispatcherKind::AllGather)] {
             let of = |sizes: StepSizes| {
-                let StepMemory { kept, passing, .. } = sizes.memory(&config);
+                let StepMemory { saved, transient, .. } = sizes.memory(&config);
                 let gib = |bytes: usize| format!("{:.2}", bytes as f64 / (1 << 30) as f64);
-                format!("{} + {}", gib(kept), gib(passing))
+                format!("{} + {}", gib(saved), gib(transient))
             };
             let (even, worst) = (
                 of(StepSizes::even(&config, 4096, 8, DType::BF16, kind)),

@@ -20,7 +20,7 @@ mod ffi;
 mod tests;
 
 pub use crate::error::NcclError;
-pub use comm::communicator::{NcclComm, Raw};
+pub use comm::communicator::{NcclComm, RawComm};
 pub use comm::init::NcclWorld;
 #[cfg(feature = "nccl-ep")]
 pub(crate) use comm::shared_comm::SharedComm;

@@ -317,12 +317,12 @@ impl WatchdogFixture {
 fn until(what: &str, done: impl Fn() -> bool) {
     let start = Instant::now();
     while !done() {
-        assert!(start.elapsed() < PATIENCE, "not {what}");
+        assert!(start.elapsed() < TIMEOUT, "not {what}");
         thread::sleep(Duration::from_millis(1));
     }
 }
 
-const PATIENCE: Duration = Duration::from_secs(20);
+const TIMEOUT: Duration = Duration::from_secs(20);
 const LONG: Duration = Duration::from_secs(3600);
 const SHORT: Duration = Duration::from_millis(60);
 
@@ -356,13 +356,13 @@ fn a_collective_that_does_not_end_in_time() {
 #[test]
 fn a_communicator_that_its_rank_has_ended() {
     let fixture = WatchdogFixture::new();
-    fixture.enqueue(1, PATIENCE);
+    fixture.enqueue(1, TIMEOUT);
     let gone = CommError::PeerGone { operation: "all_gather", tag: subject(1).tag, rank: 0, peer: 1 };
     fixture.comm_handle.fail(gone);
     fixture.comm_handle.abort();
     let start = Instant::now();
     drop(fixture.watchdog);
-    assert!(start.elapsed() < PATIENCE);
+    assert!(start.elapsed() < TIMEOUT);
     assert_eq!((*fixture.unfinished.lock().unwrap(), fixture.fake.aborts.load(SeqCst)), (None, 1));
 }
 

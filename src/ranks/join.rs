@@ -17,7 +17,7 @@ const LAST_PAUSE: Duration = Duration::from_millis(500);
 /// Longest wait for one address to take a connection: another of the same name may work.
 const CONNECT_TIME: Duration = Duration::from_secs(5);
 /// How much longer than rank 0 a rank waits, once connected: rank 0 then says who was missing.
-const PATIENCE: Duration = Duration::from_secs(2);
+const EXTRA_WAIT: Duration = Duration::from_secs(2);
 
 enum Attempt {
     Done(UniqueId, TcpStream),
@@ -50,7 +50,7 @@ pub(super) fn join(job: &Bootstrap) -> Result<(UniqueId, TcpStream), RankError> 
 
 fn attempt(job: &Bootstrap, deadline: Deadline) -> Attempt {
     match connect(&job.address, deadline) {
-        Ok(stream) => talk(job, stream, deadline.extended(PATIENCE)),
+        Ok(stream) => talk(job, stream, deadline.extended(EXTRA_WAIT)),
         Err(why) if deadline.left().is_none() => Attempt::Late(why),
         Err(why) => Attempt::Again(why),
     }

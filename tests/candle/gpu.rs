@@ -245,6 +245,7 @@ fn wrong_devices_are_refused(device: &Device) -> AnyResult<()> {
     for wrong in [device, &Device::Cpu] {
         let text = DeviceGroup::new(other()?, wrong).map(drop).expect_err("another stream").to_string();
         assert!(text.contains("the group's own"), "{text}");
+        assert_eq!(text.contains("candle::cuda(&device)"), wrong.is_cuda(), "{text}");
     }
     // Experts of a chain whose stream is another one: nothing would order its gathers with the layer's kernels.
     let own = Cuda::new(0)?;

@@ -19,7 +19,7 @@ use crate::trials::tests;
 /// The rank that fails.
 const CULPRIT: usize = 1;
 /// Long enough for a loaded machine; no test waits for it.
-const PATIENCE: Duration = Duration::from_secs(60);
+const TIMEOUT: Duration = Duration::from_secs(60);
 /// Tokens of the ranks, by their number: the last has none.
 const CUTS: [&[usize]; 3] = [&[0, 13], &[0, 5, 13], &[0, 6, 7, 13, 13]];
 
@@ -119,7 +119,7 @@ fn check_errors(group: &EpGroup, error: &candle_core::Error) {
 fn main_gradients_are_candles_on_any_number_of_ranks() -> AnyResult<()> {
     for count in [1, 2, 4] {
         for dtype in [DType::F32, DType::F64] {
-            ranks(count, PATIENCE, |group| {
+            ranks(count, TIMEOUT, |group| {
                 let model = Model::new(&group, dtype, &[])?;
                 let x = tokens(&group, 0, dtype)?;
                 let expected = model.loss(&x, Fault::Nowhere)?.backward()?;
@@ -141,7 +141,7 @@ fn main_gradients_are_candles_on_any_number_of_ranks() -> AnyResult<()> {
 fn microbatches_of_ranks_are_summed_as_candles() -> AnyResult<()> {
     for count in [1, 2, 4] {
         for shared in [&[][..], &[ParamKind::Up, ParamKind::Router][..]] {
-            ranks(count, PATIENCE, |group| {
+            ranks(count, TIMEOUT, |group| {
                 let model = Model::new(&group, DType::F32, shared)?;
                 let mut main = MainGradients::new();
                 let mut sums: Option<Vec<Vec<f32>>> = None;
@@ -177,7 +177,7 @@ fn microbatches_of_ranks_are_summed_as_candles() -> AnyResult<()> {
 
 fn a_backward_that_fails_before_a_layer_is_told() -> AnyResult<()> {
     for (count, fault) in [2, 4].into_iter().flat_map(|n| [(n, Fault::BeforeAnyLayer), (n, Fault::BetweenLayers)]) {
-        ranks(count, PATIENCE, |group| {
+        ranks(count, TIMEOUT, |group| {
             let model = Model::new(&group, DType::F32, &[])?;
             let [x, next] = [tokens(&group, 0, DType::F32)?, tokens(&group, 1, DType::F32)?];
             let mut twice = MainGradients::new();
@@ -227,7 +227,7 @@ fn a_backward_that_fails_before_a_layer_is_told() -> AnyResult<()> {
 
 /// Memory that was to be written first by the backward that fails holds nothing afterwards.
 fn a_first_backward_that_fails_leaves_no_gradient() -> AnyResult<()> {
-    ranks(2, PATIENCE, |group| {
+    ranks(2, TIMEOUT, |group| {
         let model = Model::new(&group, DType::F32, &[])?;
         let x = tokens(&group, 0, DType::F32)?;
         let expected = model.values(&backward(&model.loss(&x, Fault::Nowhere)?)?)?;
@@ -247,7 +247,7 @@ fn a_first_backward_that_fails_leaves_no_gradient() -> AnyResult<()> {
 /// Experts of the user's own that fail in backward, between combine and dispatch.
 fn experts_of_ones_own_that_fail_in_backward() -> AnyResult<()> {
     for count in [2, 4] {
-        ranks(count, PATIENCE, |group| {
+        ranks(count, TIMEOUT, |group| {
             let moe = DispatchCombine::new(config(), &group)?;
             let x = tokens(&group, 0, DType::F32)?;
             let logits = x.narrow(1, 0, EXPERTS)?;
@@ -273,7 +273,7 @@ fn a_rank_with_one_microbatch_more() -> AnyResult<()> {
     for count in [2, 4] {
         // The rank has one forward and backward more, or one backward of forwards that all have run.
         for all_forward in [false, true] {
-            ranks(count, PATIENCE, |group| {
+            ranks(count, TIMEOUT, |group| {
                 let model = Model::new(&group, DType::F32, &[])?;
                 let [x, next] = [tokens(&group, 0, DType::F32)?, tokens(&group, 1, DType::F32)?];
                 let mut main = MainGradients::new();
@@ -304,7 +304,7 @@ fn a_rank_with_one_microbatch_more() -> AnyResult<()> {
 
 /// A mistake that every rank of a program makes alike costs no collective, which may end a communicator.
 fn a_backward_behind_lent_sums_communicates_nothing() -> AnyResult<()> {
-    ranks(2, PATIENCE, |group| {
+    ranks(2, TIMEOUT, |group| {
         let model = Model::new(&group, DType::F32, &[])?;
         let x = tokens(&group, 0, DType::F32)?;
         let mut main = MainGradients::new();
@@ -331,7 +331,7 @@ fn a_backward_behind_lent_sums_communicates_nothing() -> AnyResult<()> {
 fn an_absent_gradient_has_the_other_ranks_type() -> AnyResult<()> {
     let types = [DType::BF16, DType::F32, DType::F16, DType::F64];
     for (count, wide) in [2, 4].into_iter().flat_map(|count| [(count, false), (count, true)]) {
-        let results = ranks(count, PATIENCE, |group| {
+        let results = ranks(count, TIMEOUT, |group| {
             let vars: Vec<Var> =
                 types.into_iter().map(|dtype| wide_tokens(0..2, 3, dtype, &Device::Cpu)).collect::<AnyResult<_>>()?;
             let mut main = if wide { MainGradients::in_f32() } else { MainGradients::new() };
@@ -363,7 +363,7 @@ fn an_absent_gradient_has_the_other_ranks_type() -> AnyResult<()> {
 }
 
 fn a_main_gradient_of_a_frozen_weight() -> AnyResult<()> {
-    ranks(2, PATIENCE, |group| {
+    ranks(2, TIMEOUT, |group| {
         let whole = of_type(group.clone(), full(), DType::F32)?;
         let tensors = whole.params().into_iter().map(|(name, t)| {
             let frozen = name == ParamKind::Up.name() || name == ParamKind::UpBias.name();

@@ -18,7 +18,7 @@ use crate::trials::tests;
 /// The rank that fails.
 const CULPRIT: usize = 1;
 /// Long enough for a loaded machine; no test waits for it.
-const PATIENCE: Duration = Duration::from_secs(60);
+const TIMEOUT: Duration = Duration::from_secs(60);
 
 fn full() -> MoeConfig {
     let mut full = config();
@@ -41,10 +41,10 @@ struct Place {
 
 /// Runs a closure a rank, replica by replica.
 fn places<R: Send>([replicas, ranks]: [usize; 2], run: impl Fn(Place) -> AnyResult<R> + Sync) -> AnyResult<Vec<R>> {
-    let mut of_rank: Vec<_> = (0..ranks).map(|_| ThreadWorld::create(replicas, PATIENCE).into_iter()).collect();
+    let mut of_rank: Vec<_> = (0..ranks).map(|_| ThreadWorld::create(replicas, TIMEOUT).into_iter()).collect();
     let mut all: Vec<(usize, ThreadComm, ThreadComm, ThreadComm)> = Vec::new();
     for replica in 0..replicas {
-        let [layers, sums] = [(); 2].map(|()| ThreadWorld::create(ranks, PATIENCE));
+        let [layers, sums] = [(); 2].map(|()| ThreadWorld::create(ranks, TIMEOUT));
         for ((layers, sums), across) in layers.into_iter().zip(sums).zip(&mut of_rank) {
             all.push((replica, layers, sums, across.next().ok_or("a communicator of the replicas")?));
         }
@@ -263,7 +263,7 @@ fn sums_of_a_layer_begin_while_backward_runs() -> AnyResult<()> {
             let (own, expected) = if mesh[0] > 1 { (of_replicas.clone(), 3) } else { (of_sums.clone(), 2) };
             let (entered, seen_there) = (own.clone(), seen.clone());
             let wait = move || {
-                let limit = Instant::now() + PATIENCE;
+                let limit = Instant::now() + TIMEOUT;
                 while count(&entered) < expected && Instant::now() < limit {
                     std::thread::sleep(Duration::from_millis(1));
                 }

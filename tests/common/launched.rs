@@ -13,7 +13,7 @@ use moebius::{DType, Tensor};
 
 /// Which body a child runs; its rank and job are in the variables of `moebius-run`.
 pub const CHILD: &str = "MOEBIUS_TEST_RANK_BODY";
-const PATIENCE: Duration = Duration::from_secs(60);
+const TIMEOUT: Duration = Duration::from_secs(60);
 /// Seconds after which a child is killed.
 const LIMIT: &str = "45";
 /// Limit for failures that are told at once, well within the above.
@@ -66,7 +66,7 @@ pub fn tag(sequence: u64) -> Tag {
 }
 
 pub fn join(round: u32) -> NcclComm {
-    join_within(round, PATIENCE)
+    join_within(round, TIMEOUT)
 }
 
 pub fn join_within(round: u32, limit: Duration) -> NcclComm {

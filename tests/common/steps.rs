@@ -17,7 +17,7 @@ use moebius::{DType, Error, Result, Tensor};
 use super::conformance::gpus;
 use super::several::numbers;
 
-const PATIENCE: Duration = Duration::from_secs(60);
+const TIMEOUT: Duration = Duration::from_secs(60);
 
 /// Bits of all that a step writes.
 pub type Bits = Vec<Vec<u8>>;
@@ -166,7 +166,7 @@ pub fn each<T: Send>(ranks: usize, body: impl Fn(NcclComm, &Barrier) -> Result<T
     let (body, barrier) = (&body, &Barrier::new(ranks));
     thread::scope(|scope| {
         let start = |comm| scope.spawn(move || body(comm, barrier));
-        let threads: Vec<_> = gpus::communicators(ranks, PATIENCE).into_iter().map(start).collect();
+        let threads: Vec<_> = gpus::communicators(ranks, TIMEOUT).into_iter().map(start).collect();
         let one = |(rank, thread): (usize, thread::ScopedJoinHandle<'_, Result<T>>)| {
             thread.join().expect("a rank").unwrap_or_else(|e| panic!("rank {rank}: {e}"))
         };

@@ -7,7 +7,7 @@ use moebius::comm::{Communicator, Exchange, Op, ReduceOp, Tag};
 use moebius::cpu::{Cpu, ThreadWorld};
 use moebius::{CommError, DType, Error, Tensor};
 
-use super::harness::{Endpoint, PATIENCE, Target, on_threads};
+use super::harness::{Endpoint, TIMEOUT, Target, on_threads};
 
 /// A body, its name, and the numbers of ranks that it is for.
 pub struct Body<D: Target> {
@@ -36,7 +36,7 @@ fn bodies_on_the_cpu() {
             (body.run)(&Cpu::poisoning(), ranks);
         }
     }
-    assert!(ThreadWorld::create(0, PATIENCE).is_empty());
+    assert!(ThreadWorld::create(0, TIMEOUT).is_empty());
 }
 
 const FLOATS: [DType; 4] = [DType::F64, DType::F32, DType::F16, DType::BF16];
@@ -62,7 +62,7 @@ impl<D: Target> Own<'_, D> {
 }
 
 fn each<D: Target>(device: &D, ranks: usize, body: impl Fn(Own<'_, D>, usize) + Sync) {
-    let results = on_threads(device.endpoints(ranks, PATIENCE), |mut endpoint: Endpoint<D>| {
+    let results = on_threads(device.endpoints(ranks, TIMEOUT), |mut endpoint: Endpoint<D>| {
         let rank = endpoint.comm.rank();
         body(Own { comm: &mut *endpoint.comm, device: &endpoint.device }, rank);
     });
@@ -119,7 +119,7 @@ fn pieces_of_different_sizes<D: Target>(device: &D, ranks: usize) {
             send_bytes: &sizes,
             recv: recv.view_mut(),
             recv_bytes: &sizes,
-            payload: DType::U8,
+            dtype: DType::U8,
         };
         o.comm.all_to_all_v(tag(0), exchange).expect("all_to_all_v");
         let expected: Vec<u8> = (0..ranks).flat_map(|p| vec![(16 * p + r) as u8; r + p]).collect();
@@ -246,7 +246,7 @@ fn refusals<D: Target>(device: &D, ranks: usize) {
         }
         let e = o.comm.all_gather(tag(1), data.view(), short.view_mut());
         assert!(matches!(e, Err(Error::Shape { .. })), "all refuse: {e:?}");
-        assert!(start.elapsed() < PATIENCE / 3);
+        assert!(start.elapsed() < TIMEOUT / 3);
         o.comm.barrier(tag(2)).expect("works again");
     });
 }
@@ -269,14 +269,14 @@ fn lost_ranks<D: Target>(device: &D, _: usize) {
     assert!(results.iter().all(Result::is_ok));
 
     // Gone before, and gone while waiting.
-    let mut endpoints = device.endpoints(2, PATIENCE);
+    let mut endpoints = device.endpoints(2, TIMEOUT);
     let peer = endpoints.pop();
     let mut own = endpoints.pop().expect("rank 0");
     drop(peer);
     let error = own.comm.barrier(tag(0));
     assert!(matches!(error, Err(Error::Comm(CommError::PeerGone { peer: 1, .. }))));
     drop(own);
-    let results = on_threads(device.endpoints(2, PATIENCE), |mut endpoint: Endpoint<D>| {
+    let results = on_threads(device.endpoints(2, TIMEOUT), |mut endpoint: Endpoint<D>| {
         if endpoint.comm.rank() == 1 {
             std::thread::sleep(Duration::from_millis(50));
             return;
@@ -284,7 +284,7 @@ fn lost_ranks<D: Target>(device: &D, _: usize) {
         let start = Instant::now();
         let error = endpoint.comm.barrier(tag(0));
         assert!(matches!(error, Err(Error::Comm(CommError::PeerGone { peer: 1, .. }))));
-        assert!(start.elapsed() < PATIENCE / 3);
+        assert!(start.elapsed() < TIMEOUT / 3);
     });
     assert!(results.iter().all(Result::is_ok));
 }

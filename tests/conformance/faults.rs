@@ -35,7 +35,7 @@ pub fn cases<D: Target>() -> Vec<Case<D>> {
 const T: usize = 4;
 const H: usize = 4;
 
-/// A failure is heard of at once: well within this, where [`PATIENCE`] is the collectives' limit.
+/// A failure is heard of at once: well within this, where [`TIMEOUT`] is the collectives' limit.
 const AT_ONCE: Duration = Duration::from_secs(10);
 
 fn bad_ids_are_named_on_every_rank<D: Target>(s: &Setup<D>) {
@@ -221,7 +221,7 @@ fn configurations_that_differ<D: Target>(s: &Setup<D>) {
         ("dispatcher", GroupConfig { dispatcher: DispatcherKind::Auto, ..good.clone() }),
     ];
     for (name, odd_one) in &configs {
-        let results = s.on_threads(PATIENCE, |endpoint| {
+        let results = s.on_threads(TIMEOUT, |endpoint| {
             let rank = endpoint.comm.rank();
             let config = if rank == 1 { odd_one } else { &good };
             match endpoint.join(config.clone()) {
@@ -251,7 +251,7 @@ fn impossible_configurations<D: Target>(s: &Setup<D>) {
         configs.push(("dispatcher", GroupConfig { dispatcher: DispatcherKind::Local, ..good.clone() }));
     }
     for (name, config) in &configs {
-        let results = s.on_threads(PATIENCE, |endpoint| {
+        let results = s.on_threads(TIMEOUT, |endpoint| {
             let error = endpoint.join(config.clone());
             assert!(matches!(error, Err(Error::Invalid { name: found, .. }) if found == *name));
         });
@@ -408,7 +408,7 @@ fn widths_and_dtypes_that_differ<D: Target>(s: &Setup<D>) {
 
 /// Errors of the survivors of a rank 0 that leaves after prepare, now and later.
 fn survivors_of<D: Target>(s: &Setup<D>, leave: impl Fn() + Sync) {
-    let results = s.on_threads(PATIENCE, |endpoint| {
+    let results = s.on_threads(TIMEOUT, |endpoint| {
         let config = GroupConfig { dispatcher: s.kind, ..GroupConfig::new(s.experts(2), T) };
         let mut r = s.rank(endpoint, config).expect("group");
         let h = r.prepare(&[0; T], &training(0, 1)).expect("prepare");

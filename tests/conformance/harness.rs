@@ -42,7 +42,7 @@ macro_rules! case {
 pub(crate) use case;
 
 /// Long enough for a loaded machine, short enough to end a hang.
-pub const PATIENCE: Duration = Duration::from_secs(30);
+pub const TIMEOUT: Duration = Duration::from_secs(30);
 
 /// The device, the dispatcher and the number of ranks under test.
 #[derive(Debug, Clone)]
@@ -62,7 +62,7 @@ impl<D: Target> Setup<D> {
             let config = GroupConfig { dispatcher: self.kind, ..config.clone() };
             body(&mut self.rank(endpoint, config).expect("group"))
         };
-        let results = self.on_threads(PATIENCE, body);
+        let results = self.on_threads(TIMEOUT, body);
         let name = self.name;
         results.into_iter().map(|r| r.unwrap_or_else(|_| panic!("case {name}, {self:?}: a rank panicked"))).collect()
     }

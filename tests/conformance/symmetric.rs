@@ -56,7 +56,7 @@ pub fn ring<D: Target, C: SymmetricMemory<D>>(mut comm: C, device: &D) {
 fn windows_between_threads() {
     use moebius::cpu::Cpu;
     for ranks in [2, 3, 8] {
-        let comms = moebius::cpu::ThreadWorld::create(ranks, super::harness::PATIENCE);
+        let comms = moebius::cpu::ThreadWorld::create(ranks, super::harness::TIMEOUT);
         std::thread::scope(|scope| {
             comms.into_iter().for_each(|comm| drop(scope.spawn(|| ring::<Cpu, _>(comm, &Cpu::poisoning()))));
         });

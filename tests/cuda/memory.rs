@@ -41,11 +41,14 @@ fn step(cuda: &Cuda, k: usize) -> Result<Taken> {
     let bytes = context.bytes();
     let sizes = StepSizes::even(&case.config, TOKENS, 1, DType::BF16, DispatcherKind::Local);
     let planned = sizes.memory(&case.config);
-    assert_eq!(bytes, planned.kept, "K = {k}");
+    assert_eq!(bytes, planned.saved, "K = {k}");
     // Blocks change hands if they exceed what is asked for by at most an eighth. Beside them: maps and counts.
-    let (passing, y) = (cuda.memory().peak - before - bytes, forward.y.bytes());
-    let most = (planned.passing + y) / 8 * 9 + 64 * TOKENS * k;
-    assert!(passing <= most && passing >= planned.passing, "K = {k}: {passing} beside what is kept, planned {most}");
+    let (transient, y) = (cuda.memory().peak - before - bytes, forward.y.bytes());
+    let most = (planned.transient + y) / 8 * 9 + 64 * TOKENS * k;
+    assert!(
+        transient <= most && transient >= planned.transient,
+        "K = {k}: {transient} beside what is saved, planned {most}"
+    );
     let (inputs, cotangents) = (Inputs { x: x.view(), params: &params }, Cotangents { y: Some(d_y.view()), aux: 0.0 });
     let gradients = layer.backward(&mut group, context, inputs, cotangents, GradientMask::ALL)?;
     cuda.check()?;

@@ -13,7 +13,7 @@ use moebius::layer::{Layer, ParamKind};
 
 use super::limits::{Countdown, in_time};
 use super::support::{
-    AT_ONCE, CULPRIT, EXPERTS, HIDDEN, PATIENCE, RANKS, SHORT, SLACK, TOKENS, all_well, config, on_ranks, values,
+    AT_ONCE, CULPRIT, EXPERTS, HIDDEN, RANKS, SHORT, SLACK, TIMEOUT, TOKENS, all_well, config, on_ranks, values,
 };
 
 fn joined(comm: ThreadComm) -> candle_core::Result<EpGroup> {
@@ -65,7 +65,7 @@ fn names(error: &str, rank: usize, call: &str) {
 #[test]
 fn a_rank_that_returns_or_panics_before_forward_or_backward() {
     for (panics, between) in [(false, false), (false, true), (true, false), (true, true)] {
-        let results = on_ranks(PATIENCE, |comm| {
+        let results = on_ranks(TIMEOUT, |comm| {
             let moe = module(group(comm), 0).expect("module");
             let rank = moe.group().rank();
             let leave = || {
@@ -146,7 +146,7 @@ fn bad_input_on_one_rank_leaves_the_group_usable() {
         ("u32", |x| x.to_dtype(DType::U32)),
         ("max_tokens_per_rank", |_| Tensor::zeros((65, HIDDEN), DType::F64, &Device::Cpu)),
     ];
-    let results = on_ranks(PATIENCE, |comm| {
+    let results = on_ranks(TIMEOUT, |comm| {
         let moe = module(group(comm), 0).expect("module");
         let rank = moe.group().rank();
         let before = step(&moe).expect("a step");
@@ -167,7 +167,7 @@ fn bad_input_on_one_rank_leaves_the_group_usable() {
 /// Building a module is a collective: a variable of a wrong shape on one rank is everybody's error.
 #[test]
 fn a_module_that_one_rank_cannot_build() {
-    let results = on_ranks(PATIENCE, |comm| {
+    let results = on_ranks(TIMEOUT, |comm| {
         let group = group(comm);
         let rank = group.rank();
         let start = Instant::now();

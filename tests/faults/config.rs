@@ -67,7 +67,7 @@ fn limit(groups: usize, keep: usize) -> GroupLimit {
 
 #[test]
 fn experts_that_the_ranks_do_not_divide() {
-    let results = on_ranks(PATIENCE, |comm| {
+    let results = on_ranks(TIMEOUT, |comm| {
         let error = Group::new(Cpu::new(), Box::new(comm), GroupConfig::new(6, TOKENS)).expect_err("6 over 4");
         assert!(matches!(&error, Error::Invalid { name, .. } if name == "num_experts"), "{error}");
         assert!(error.to_string().contains("a multiple of the 4 ranks"), "{error}");
@@ -77,7 +77,7 @@ fn experts_that_the_ranks_do_not_divide() {
 
 #[test]
 fn a_group_of_differing_configurations() {
-    let results = on_ranks(PATIENCE, |comm| {
+    let results = on_ranks(TIMEOUT, |comm| {
         let rank = Communicator::<Cpu>::rank(&comm);
         let tokens = if rank == CULPRIT { TOKENS + 1 } else { TOKENS };
         let error = Group::new(Cpu::new(), Box::new(comm), GroupConfig::new(EXPERTS, tokens)).expect_err("differ");
@@ -96,7 +96,7 @@ fn a_group_of_differing_configurations() {
 #[test]
 fn a_layer_of_other_experts_than_the_groups() {
     let alone = alone();
-    let results = on_ranks(PATIENCE, |comm| {
+    let results = on_ranks(TIMEOUT, |comm| {
         let mut r = Rank::new(comm, KINDS[0]);
         let right = r.layer.clone();
         if r.is_culprit() {

@@ -178,7 +178,7 @@ fn bad_input_on_one_rank_is_an_error_on_all_and_the_group_goes_on<D: Target>(dev
 fn another_dtype_on_one_rank_is_an_error_on_all_and_the_group_goes_on() {
     let alone = alone();
     for kind in KINDS {
-        let results = on_ranks(PATIENCE, |comm| {
+        let results = on_ranks(TIMEOUT, |comm| {
             let mut r = Rank::new(comm, kind);
             let x = tokens(&r, || Tensor::zeros(&Cpu::new(), DType::F32, &[TOKENS, HIDDEN]).expect("x"));
             let error = forward_with(&mut r, &x).expect_err("dtypes differ");
@@ -196,7 +196,7 @@ fn another_dtype_on_one_rank_is_an_error_on_all_and_the_group_goes_on() {
 fn a_formula_that_differs_is_an_error_on_all() {
     let alone = alone();
     for kind in KINDS {
-        let results = on_ranks(PATIENCE, |comm| {
+        let results = on_ranks(TIMEOUT, |comm| {
             let mut r = Rank::new(comm, kind);
             let own = r.layer.clone();
             type Change = fn(&mut moebius::MoeConfig);
@@ -260,6 +260,6 @@ fn an_overflowing_capacity_is_an_error_on_all_and_the_group_goes_on<D: Target>(d
 fn a_wrong_step_is_found() {
     let mut wrong = alone();
     wrong.d_x[0] += 1e-9;
-    let comm = ThreadWorld::create(1, PATIENCE).pop().expect("one rank");
+    let comm = ThreadWorld::create(1, TIMEOUT).pop().expect("one rank");
     Rank::new(comm, DispatcherKind::Local).works(&wrong);
 }

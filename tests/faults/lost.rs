@@ -68,7 +68,7 @@ fn is_gone(r: &Rank, op: Op, result: Result<()>) {
 fn survivors_are_told(places: &[At], leave: impl Fn() + Sync) {
     for kind in KINDS {
         for &at in places {
-            let results = on_ranks(PATIENCE, |comm| {
+            let results = on_ranks(TIMEOUT, |comm| {
                 let mut r = Rank::new(comm, kind);
                 let start = Instant::now();
                 let result = step_until(&mut r, at, &leave);

@@ -25,7 +25,7 @@ pub const TOKENS: usize = 3;
 pub const CULPRIT: usize = 2;
 pub const KINDS: [DispatcherKind; 2] = [DispatcherKind::AllToAll, DispatcherKind::AllGather];
 /// Long enough for a loaded machine; what is told at once is told well within it.
-pub const PATIENCE: Duration = Duration::from_secs(60);
+pub const TIMEOUT: Duration = Duration::from_secs(60);
 pub const AT_ONCE: Duration = Duration::from_secs(30);
 /// The first limit where one is reached by design, and what a loaded machine may add until a thread runs again.
 pub const SHORT: Duration = Duration::from_millis(300);
@@ -174,7 +174,7 @@ impl<D: Target> Rank<D> {
 
 /// The step of all tokens on one rank.
 pub fn alone() -> Step {
-    let comm = ThreadWorld::create(1, PATIENCE).pop().expect("one rank");
+    let comm = ThreadWorld::create(1, TIMEOUT).pop().expect("one rank");
     Rank::new(comm, DispatcherKind::Local).step().expect("a step alone")
 }
 
@@ -187,7 +187,7 @@ pub fn on_ranks<T: Send>(timeout: Duration, body: impl Fn(ThreadComm) -> T + Syn
 pub fn each_kind<D: Target>(device: &D, name: &str, body: impl Fn(&mut Rank<D>) + Sync) {
     let (kinds, ranks) = if D::has_f64() { (&KINDS[..], RANKS) } else { (&[DispatcherKind::Local][..], 1) };
     for &kind in kinds {
-        all_well(name, on(ranks, PATIENCE, |comm| body(&mut Rank::on(device, comm, kind))));
+        all_well(name, on(ranks, TIMEOUT, |comm| body(&mut Rank::on(device, comm, kind))));
     }
 }
 

@@ -9,7 +9,7 @@ use moebius::comm::{Communicator, Op, SymmetricMemory, Tag};
 use moebius::cuda::Cuda;
 use moebius::kernels::Kernels;
 use moebius::nccl::sys::{DataType, Status, WaitSignal};
-use moebius::nccl::{NcclComm, Raw};
+use moebius::nccl::{NcclComm, RawComm};
 use moebius::{CommError, DType, Error, Result, Tensor};
 
 use crate::Run;
@@ -31,7 +31,7 @@ pub fn cases() -> Vec<(&'static str, Run)> {
 
 const LIMIT: Duration = Duration::from_secs(2);
 /// Limit well within which failures are known that are told at once.
-const PATIENCE: Duration = Duration::from_secs(30);
+const TIMEOUT: Duration = Duration::from_secs(30);
 
 fn tag(sequence: u64) -> Tag {
     Tag { layer: 0, op: Op::User, sequence }
@@ -70,7 +70,7 @@ fn half_entered(comm: &mut NcclComm, culprit: impl Fn() -> Result<()>) -> Result
 }
 
 fn afterwards(ranks: usize) {
-    let sums = each(gpus::communicators(ranks, PATIENCE), |mut comm| {
+    let sums = each(gpus::communicators(ranks, TIMEOUT), |mut comm| {
         let cuda = comm.cuda().clone();
         let mut value = Tensor::from_value(&cuda, comm.rank() as f64);
         comm.all_reduce(tag(9), moebius::comm::ReduceOp::Sum, value.view_mut()).expect("a new world");
@@ -126,7 +126,7 @@ fn with_copy_engines(ranks: usize, limit: Duration) -> Vec<NcclComm> {
 }
 
 /// The first call that the last rank leaves out, of memory that copy engines move.
-fn half_moved(comm: &mut NcclComm, call: impl FnOnce(Raw<'_>, u64) -> Status) -> Result<Tensor<Cuda>> {
+fn half_moved(comm: &mut NcclComm, call: impl FnOnce(RawComm<'_>, u64) -> Status) -> Result<Tensor<Cuda>> {
     let last = comm.rank() + 1 == comm.size();
     let mut all = comm.memory(tag(0), DType::F32, &[comm.size()])?.expect("memory of its own");
     let address = all.view_mut().into_data().address();
@@ -184,7 +184,7 @@ fn never_puts(ranks: usize) {
 
 /// Blocks from window to window, of any size, one exchange right behind another.
 fn copy_engines_exchange(_: &Cuda, ranks: usize) {
-    let results = each(with_copy_engines(ranks, PATIENCE), |mut comm| {
+    let results = each(with_copy_engines(ranks, TIMEOUT), |mut comm| {
         let (rank, cuda) = (comm.rank(), comm.cuda().clone());
         let memory = |comm: &mut NcclComm, dims: &[usize]| comm.memory(tag(0), DType::F32, dims).expect("memory");
         for (number, width) in [1, 3, 1000, 1 << 20].into_iter().enumerate() {
@@ -215,7 +215,7 @@ fn copy_engines_exchange(_: &Cuda, ranks: usize) {
 }
 
 fn told_at_once(ranks: usize, culprit: fn() -> Result<()>, is: fn(&Error) -> bool) {
-    let results = each(gpus::communicators(ranks, PATIENCE), |mut comm| {
+    let results = each(gpus::communicators(ranks, TIMEOUT), |mut comm| {
         let start = Instant::now();
         let last = comm.rank() + 1 == comm.size();
         let recv = half_entered(&mut comm, culprit);
@@ -227,7 +227,7 @@ fn told_at_once(ranks: usize, culprit: fn() -> Result<()>, is: fn(&Error) -> boo
         let waited = recv.and_then(|recv| cuda.read(recv.view()));
         assert!(waited.as_ref().is_err_and(is), "{waited:?}");
         assert!(comm.barrier(tag(2)).as_ref().is_err_and(is));
-        assert!(start.elapsed() < PATIENCE / 3, "told at once");
+        assert!(start.elapsed() < TIMEOUT / 3, "told at once");
     });
     assert!(results.iter().take(ranks - 1).all(Option::is_some));
     afterwards(ranks);
@@ -249,7 +249,7 @@ fn panics_inside(_: &Cuda, ranks: usize) {
 
 /// Parts of a world: even and odd ranks, in falling order.
 fn splits(_: &Cuda, ranks: usize) {
-    let results = each(gpus::communicators(ranks, PATIENCE), |mut comm| {
+    let results = each(gpus::communicators(ranks, TIMEOUT), |mut comm| {
         let (rank, cuda) = (comm.rank(), comm.cuda().clone());
         let part = comm.split(tag(0), Some(rank % 2), ranks - rank).expect("a split");
         let mut part = part.expect("a part for each");
@@ -290,7 +290,7 @@ fn splits(_: &Cuda, ranks: usize) {
 
 /// Symmetric memory over NCCL's windows.
 fn windows(_: &Cuda, ranks: usize) {
-    let results = each(gpus::communicators(ranks, PATIENCE), |comm| {
+    let results = each(gpus::communicators(ranks, TIMEOUT), |comm| {
         let cuda = comm.cuda().clone();
         crate::conformance::windows(comm, &cuda);
     });

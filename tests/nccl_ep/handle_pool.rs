@@ -34,9 +34,9 @@ const K: usize = 2;
 const LATE: &str = "ep_late_gpu";
 /// Ranks of a child that are its threads.
 const RANKS: &str = "MOEBIUS_TEST_EP_RANKS";
-/// The library's patience in the child.
-const TIMEOUT: &str = "NCCL_EP_TIMEOUT_MS";
-const PATIENCE: Duration = Duration::from_secs(1);
+/// The library's timeout in the child.
+const TIMEOUT_VARIABLE: &str = "NCCL_EP_TIMEOUT_MS";
+const LIBRARY_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// A rank with memory for a step, which a graph needs to stay.
 struct Endpoint {
@@ -152,11 +152,11 @@ fn a_capture_without_a_free_handle(ranks: usize) {
     });
 }
 
-/// The library reads its patience from the environment, so in a process of its own; one without it compiles first.
+/// The library reads its timeout from the environment, so in a process of its own; one without it compiles first.
 fn a_late_gpu_is_told_of(ranks: usize) {
-    let (ranks, patience) = (ranks.to_string(), PATIENCE.as_millis().to_string());
+    let (ranks, timeout) = (ranks.to_string(), LIBRARY_TIMEOUT.as_millis().to_string());
     succeed(&start(LATE, 1, &[(RANKS, &ranks)]));
-    succeed(&start(LATE, 1, &[(RANKS, &ranks), (TIMEOUT, &patience)]));
+    succeed(&start(LATE, 1, &[(RANKS, &ranks), (TIMEOUT_VARIABLE, &timeout)]));
 }
 
 /// Work of a child; `None`: no body of this file's.
@@ -171,7 +171,7 @@ pub fn child(body: &str) -> Option<()> {
             endpoint.step()?;
         }
         barrier.wait();
-        if std::env::var_os(TIMEOUT).is_none() {
+        if std::env::var_os(TIMEOUT_VARIABLE).is_none() {
             return Ok(());
         }
         let late = ranks - 1;

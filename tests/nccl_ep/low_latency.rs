@@ -63,7 +63,7 @@ fn options(trip: &Trip, ranks: usize) -> LowLatencyOptions {
         num_experts: 4 * ranks,
         max_tokens: M,
         max_row_bytes: trip.hidden * trip.rows.size(),
-        patience: None,
+        timeout: None,
     }
 }
 
@@ -281,12 +281,12 @@ fn work_runs_beside(ranks: usize) {
 }
 
 /// Time that a rank is given; the first calls compile, one rank after another.
-const PATIENCE: Duration = Duration::from_secs(2);
+const TIMEOUT: Duration = Duration::from_secs(2);
 
 fn a_late_rank_is_skipped_and_readmitted(ranks: usize) {
     let trip = Trip { layout: LowLatencyLayout::RankMajor, tokens: [32, 20], ..PLAIN };
     each(ranks, |endpoint| {
-        let options = LowLatencyOptions { patience: Some(PATIENCE), ..options(&trip, ranks) };
+        let options = LowLatencyOptions { timeout: Some(TIMEOUT), ..options(&trip, ranks) };
         let group = LowLatencyGroup::new(&endpoint.library, &endpoint.comm, options)?;
         let mut step = Step::new(endpoint, trip, &group)?;
         let whole = |step: &mut Step, endpoint: &Endpoint<'_>| {
@@ -308,13 +308,13 @@ fn a_late_rank_is_skipped_and_readmitted(ranks: usize) {
 
         let late = ranks - 1;
         if endpoint.comm.rank() == late {
-            std::thread::sleep(2 * PATIENCE);
+            std::thread::sleep(2 * TIMEOUT);
         }
         let began = Instant::now();
         step.dispatch(None)?;
         endpoint.cuda().check()?;
         if endpoint.comm.rank() != late {
-            assert!(began.elapsed() >= PATIENCE / 2, "{:?}", began.elapsed());
+            assert!(began.elapsed() >= TIMEOUT / 2, "{:?}", began.elapsed());
             let counts = endpoint.get(&step.counts)?;
             assert_eq!(counts[late], 0.0, "{counts:?}");
             let active = group.active()?;
@@ -326,7 +326,7 @@ fn a_late_rank_is_skipped_and_readmitted(ranks: usize) {
             step.ids[late] = theirs;
             step.combine(None)?;
             step.check_sums(endpoint, Some(late))?;
-            assert!(again.elapsed() < PATIENCE, "{:?}", again.elapsed());
+            assert!(again.elapsed() < TIMEOUT, "{:?}", again.elapsed());
         }
         endpoint.together.wait();
         if endpoint.comm.rank() == late {
@@ -423,7 +423,7 @@ fn rules_are_checked_before_the_library_is_called(ranks: usize) {
         let many = LowLatencyHandle::new(&group, LowLatencyLayout::RankMajor, 4 * ranks + 1).map(|_| ());
         assert!(matches!(many, Err(Error::NcclEp(NcclEpError::Argument { name: "top_k", .. }))), "{many:?}");
         let unmasked = group.was_late();
-        assert!(matches!(unmasked, Err(Error::NcclEp(NcclEpError::Argument { name: "patience", .. }))), "{unmasked:?}");
+        assert!(matches!(unmasked, Err(Error::NcclEp(NcclEpError::Argument { name: "timeout", .. }))), "{unmasked:?}");
         let mut step = Step::new(endpoint, PLAIN, &group)?;
         step.x = Tensor::zeros(endpoint.cuda(), DType::BF16, &[step.x.dims()[0], 128])?;
         step.rows = Tensor::zeros(endpoint.cuda(), DType::BF16, &[step.handle.rows(), 128])?;

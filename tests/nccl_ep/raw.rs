@@ -29,7 +29,7 @@ pub fn cases() -> Vec<(&'static str, fn(usize))> {
     ]
 }
 
-const PATIENCE: Duration = Duration::from_secs(60);
+const TIMEOUT: Duration = Duration::from_secs(60);
 
 /// One rank of a test.
 pub struct Endpoint<'a> {
@@ -66,7 +66,7 @@ pub fn each(ranks: usize, body: impl Fn(&mut Endpoint<'_>) -> Result<()> + Sync)
     let library = NcclEpLibrary::open(&nccl).expect("NCCL EP");
     let (body, together) = (&body, &Barrier::new(ranks));
     thread::scope(|scope| {
-        let threads: Vec<_> = gpus::communicators(ranks, PATIENCE)
+        let threads: Vec<_> = gpus::communicators(ranks, TIMEOUT)
             .into_iter()
             .map(|comm| {
                 let mut endpoint = Endpoint { library: library.clone(), comm, together };

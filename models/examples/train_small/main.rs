@@ -19,7 +19,7 @@ use std::time::Instant;
 use candle_core::{DType, Device, Tensor};
 use candle_nn::optim::Optimizer;
 use clap::Parser;
-use moebius::candle::{AdamW, AdamWParam, MainGradients};
+use moebius::candle::{AdamW, AdamWParam, MainGradients, Parameters};
 use moebius::checkpoint::{Checkpoint, RankModel, RankPart, RankTensor, SaveOptions};
 use moebius::comm::Solo;
 use moebius::cpu::Cpu;
@@ -122,7 +122,7 @@ fn run(options: &Options) -> Result<(), AnyError> {
     let first = tempfile::tempdir()?;
     initialize(options, first.path())?;
     let checkpoint = Checkpoint::open(first.path())?;
-    let load = LoadOptions { dtype: Some(DType::F32), trainable: true, ..LoadOptions::default() };
+    let load = LoadOptions { dtype: Some(DType::F32), parameters: Parameters::Trainable, ..LoadOptions::default() };
     let model = Model::load(first.path(), &Device::Cpu, load)?;
     train(options, &model, &ids, &held_out)?;
     let trained = tempfile::tempdir()?;

@@ -10,7 +10,7 @@ const CONTEXT: usize = 8;
 const HELD: usize = 3;
 
 /// Ids after which a stream gives up waiting for the end of a character. Only bytes that are no text come to that.
-const PATIENCE: usize = 256;
+const MOST_PENDING_IDS: usize = 256;
 
 const REPLACEMENT: char = '\u{fffd}';
 
@@ -53,7 +53,7 @@ impl<'a> TextStream<'a> {
     pub fn push(&mut self, id: u32) -> Result<String> {
         self.ids.push(id);
         let text = self.pending()?;
-        let waits = self.ids.len() - self.before < PATIENCE;
+        let waits = self.ids.len() - self.before < MOST_PENDING_IDS;
         let certain = if waits { certain(&text) } else { &text };
         let new = certain.strip_prefix(&self.out[..]).unwrap_or_default().to_string();
         if certain.len() == text.len() {

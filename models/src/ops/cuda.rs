@@ -11,8 +11,8 @@ use candle_core::{CudaStorage, DType, Device, Error, Layout, Result, Shape, Stor
 use half::{bf16, f16};
 use moebius::candle::{StorageMut, with_storages_mut};
 
+use super::captured_results::{keep, made_before};
 use super::kernel_table::{Kernel, KernelTable, kernels};
-use super::step_memory::{keep, made_before};
 
 /// Bytes of shared memory that a block has without asking for more.
 pub(super) const DEFAULT_SHARED: usize = 48 << 10;

@@ -64,14 +64,14 @@ impl AttentionHeads {
     }
 }
 
-/// Entries of heads that a decode step's attention has kernels for, in the order of [`KernelTable::slot_attention`].
-pub(super) const SLOT_DIMS: [usize; 3] = [64, 128, 256];
+/// Entries of heads that a decode step's attention has kernels for, in the order of [`KernelTable::cache_attention`].
+pub(super) const CACHE_DIMS: [usize; 3] = [64, 128, 256];
 
 /// Bytes of shared memory of a decode step's attention: keys and values of a step, of two steps where they fit, and the
 /// queries.
-pub(super) fn slot_attention_shared(dim: usize) -> usize {
+pub(super) fn cache_attention_shared(dim: usize) -> usize {
     let steps = if dim == 256 { 1 } else { 2 };
-    (steps * 2 * params::SLOT_STEP as usize + params::SLOT_HEADS as usize) * dim * size_of::<u16>()
+    (steps * 2 * params::CACHE_STEP as usize + params::CACHE_HEADS as usize) * dim * size_of::<u16>()
 }
 
 /// Something for each 16-bit type.
@@ -108,8 +108,8 @@ pub(super) struct KernelTable<K> {
     /// For one row of x, for two, and so on.
     pub gemv: PerType<Vec<K>>,
     pub qk_norm_rope: K,
-    pub slot_attention: Vec<K>,
-    pub slot_combine: K,
+    pub cache_attention: Vec<K>,
+    pub cache_combine: K,
 }
 
 impl<K> KernelTable<K> {
@@ -129,11 +129,11 @@ impl<K> KernelTable<K> {
                 (1..=params::GEMV_MOST_ROWS).map(|rows| asking("gemv", format!("gemv_{t}_{rows}"), 0)).collect()
             })?,
             qk_norm_rope: asking("qk_norm_rope", "qk_norm_rope".to_string(), 0)?,
-            slot_attention: SLOT_DIMS
+            cache_attention: CACHE_DIMS
                 .into_iter()
-                .map(|dim| asking("slot_attention", format!("slot_attention_{dim}"), slot_attention_shared(dim)))
+                .map(|dim| asking("cache_attention", format!("cache_attention_{dim}"), cache_attention_shared(dim)))
                 .collect::<Result<_>>()?,
-            slot_combine: asking("slot_attention", "slot_combine".to_string(), 0)?,
+            cache_combine: asking("cache_attention", "cache_combine".to_string(), 0)?,
         })
     }
 }

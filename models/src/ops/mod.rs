@@ -6,6 +6,8 @@ mod add_rms_norm_cuda;
 #[cfg(feature = "cuda")]
 mod argmax_cuda;
 mod attention;
+#[cfg(feature = "cuda")]
+mod captured_results;
 mod computed;
 mod cross_entropy;
 #[cfg(feature = "cuda")]
@@ -22,18 +24,16 @@ mod qk_norm_rope;
 #[cfg(feature = "cuda")]
 mod qk_norm_rope_cuda;
 mod rotate;
-#[cfg(feature = "cuda")]
-mod step_memory;
 
-pub(crate) use attention::{AttentionOptions, MaskCache, SlotOptions, attention, slot_attention};
+pub(crate) use attention::{AttentionOptions, CacheAttentionOptions, MaskCache, attention, cache_attention};
+#[cfg(feature = "cuda")]
+pub(crate) use captured_results::{CapturedResults, release_late};
 pub(crate) use computed::with_backward;
 pub(crate) use cross_entropy::{Head, cross_entropy};
 pub(crate) use linear::linear;
 pub(crate) use norm::{add_rms_norm, rms_norm};
 pub(crate) use qk_norm_rope::QkNormRope;
 pub(crate) use rotate::rotate;
-#[cfg(feature = "cuda")]
-pub(crate) use step_memory::{StepMemory, release_late};
 
 use candle_core::{D, DType, Result, Tensor};
 

@@ -70,12 +70,12 @@ const _: () = {
     ["Offset of field: AttentionParams::chunk"][::core::mem::offset_of!(AttentionParams, chunk) - 148usize];
     ["Offset of field: AttentionParams::scale"][::core::mem::offset_of!(AttentionParams, scale) - 152usize];
 };
-pub const SLOT_STEP: i32 = 64;
-pub const SLOT_HEADS: i32 = 16;
-pub const SLOT_MOST_RUNS: i32 = 64;
+pub const CACHE_STEP: i32 = 64;
+pub const CACHE_HEADS: i32 = 16;
+pub const CACHE_MOST_RUNS: i32 = 64;
 #[repr(C)]
 #[derive(Debug, Copy, Clone, Default)]
-pub struct SlotAttentionParams {
+pub struct CacheAttentionParams {
     pub q: u64,
     pub k: u64,
     pub v: u64,
@@ -86,32 +86,34 @@ pub struct SlotAttentionParams {
     pub out: u64,
     pub heads: i32,
     pub key_heads: i32,
-    pub slots: i32,
+    pub positions: i32,
     pub runs: i32,
     pub scale: f32,
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of SlotAttentionParams"][::core::mem::size_of::<SlotAttentionParams>() - 88usize];
-    ["Alignment of SlotAttentionParams"][::core::mem::align_of::<SlotAttentionParams>() - 8usize];
-    ["Offset of field: SlotAttentionParams::q"][::core::mem::offset_of!(SlotAttentionParams, q) - 0usize];
-    ["Offset of field: SlotAttentionParams::k"][::core::mem::offset_of!(SlotAttentionParams, k) - 8usize];
-    ["Offset of field: SlotAttentionParams::v"][::core::mem::offset_of!(SlotAttentionParams, v) - 16usize];
-    ["Offset of field: SlotAttentionParams::filled"][::core::mem::offset_of!(SlotAttentionParams, filled) - 24usize];
-    ["Offset of field: SlotAttentionParams::sinks"][::core::mem::offset_of!(SlotAttentionParams, sinks) - 32usize];
-    ["Offset of field: SlotAttentionParams::partial"][::core::mem::offset_of!(SlotAttentionParams, partial) - 40usize];
-    ["Offset of field: SlotAttentionParams::stats"][::core::mem::offset_of!(SlotAttentionParams, stats) - 48usize];
-    ["Offset of field: SlotAttentionParams::out"][::core::mem::offset_of!(SlotAttentionParams, out) - 56usize];
-    ["Offset of field: SlotAttentionParams::heads"][::core::mem::offset_of!(SlotAttentionParams, heads) - 64usize];
-    ["Offset of field: SlotAttentionParams::key_heads"]
-        [::core::mem::offset_of!(SlotAttentionParams, key_heads) - 68usize];
-    ["Offset of field: SlotAttentionParams::slots"][::core::mem::offset_of!(SlotAttentionParams, slots) - 72usize];
-    ["Offset of field: SlotAttentionParams::runs"][::core::mem::offset_of!(SlotAttentionParams, runs) - 76usize];
-    ["Offset of field: SlotAttentionParams::scale"][::core::mem::offset_of!(SlotAttentionParams, scale) - 80usize];
+    ["Size of CacheAttentionParams"][::core::mem::size_of::<CacheAttentionParams>() - 88usize];
+    ["Alignment of CacheAttentionParams"][::core::mem::align_of::<CacheAttentionParams>() - 8usize];
+    ["Offset of field: CacheAttentionParams::q"][::core::mem::offset_of!(CacheAttentionParams, q) - 0usize];
+    ["Offset of field: CacheAttentionParams::k"][::core::mem::offset_of!(CacheAttentionParams, k) - 8usize];
+    ["Offset of field: CacheAttentionParams::v"][::core::mem::offset_of!(CacheAttentionParams, v) - 16usize];
+    ["Offset of field: CacheAttentionParams::filled"][::core::mem::offset_of!(CacheAttentionParams, filled) - 24usize];
+    ["Offset of field: CacheAttentionParams::sinks"][::core::mem::offset_of!(CacheAttentionParams, sinks) - 32usize];
+    ["Offset of field: CacheAttentionParams::partial"]
+        [::core::mem::offset_of!(CacheAttentionParams, partial) - 40usize];
+    ["Offset of field: CacheAttentionParams::stats"][::core::mem::offset_of!(CacheAttentionParams, stats) - 48usize];
+    ["Offset of field: CacheAttentionParams::out"][::core::mem::offset_of!(CacheAttentionParams, out) - 56usize];
+    ["Offset of field: CacheAttentionParams::heads"][::core::mem::offset_of!(CacheAttentionParams, heads) - 64usize];
+    ["Offset of field: CacheAttentionParams::key_heads"]
+        [::core::mem::offset_of!(CacheAttentionParams, key_heads) - 68usize];
+    ["Offset of field: CacheAttentionParams::positions"]
+        [::core::mem::offset_of!(CacheAttentionParams, positions) - 72usize];
+    ["Offset of field: CacheAttentionParams::runs"][::core::mem::offset_of!(CacheAttentionParams, runs) - 76usize];
+    ["Offset of field: CacheAttentionParams::scale"][::core::mem::offset_of!(CacheAttentionParams, scale) - 80usize];
 };
 #[repr(C)]
 #[derive(Debug, Copy, Clone, Default)]
-pub struct SlotCombineParams {
+pub struct CacheCombineParams {
     pub partial: u64,
     pub stats: u64,
     pub sinks: u64,
@@ -121,14 +123,14 @@ pub struct SlotCombineParams {
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of SlotCombineParams"][::core::mem::size_of::<SlotCombineParams>() - 40usize];
-    ["Alignment of SlotCombineParams"][::core::mem::align_of::<SlotCombineParams>() - 8usize];
-    ["Offset of field: SlotCombineParams::partial"][::core::mem::offset_of!(SlotCombineParams, partial) - 0usize];
-    ["Offset of field: SlotCombineParams::stats"][::core::mem::offset_of!(SlotCombineParams, stats) - 8usize];
-    ["Offset of field: SlotCombineParams::sinks"][::core::mem::offset_of!(SlotCombineParams, sinks) - 16usize];
-    ["Offset of field: SlotCombineParams::out"][::core::mem::offset_of!(SlotCombineParams, out) - 24usize];
-    ["Offset of field: SlotCombineParams::heads"][::core::mem::offset_of!(SlotCombineParams, heads) - 32usize];
-    ["Offset of field: SlotCombineParams::runs"][::core::mem::offset_of!(SlotCombineParams, runs) - 36usize];
+    ["Size of CacheCombineParams"][::core::mem::size_of::<CacheCombineParams>() - 40usize];
+    ["Alignment of CacheCombineParams"][::core::mem::align_of::<CacheCombineParams>() - 8usize];
+    ["Offset of field: CacheCombineParams::partial"][::core::mem::offset_of!(CacheCombineParams, partial) - 0usize];
+    ["Offset of field: CacheCombineParams::stats"][::core::mem::offset_of!(CacheCombineParams, stats) - 8usize];
+    ["Offset of field: CacheCombineParams::sinks"][::core::mem::offset_of!(CacheCombineParams, sinks) - 16usize];
+    ["Offset of field: CacheCombineParams::out"][::core::mem::offset_of!(CacheCombineParams, out) - 24usize];
+    ["Offset of field: CacheCombineParams::heads"][::core::mem::offset_of!(CacheCombineParams, heads) - 32usize];
+    ["Offset of field: CacheCombineParams::runs"][::core::mem::offset_of!(CacheCombineParams, runs) - 36usize];
 };
 pub const GEMV_WARPS: i32 = 8;
 pub const GEMV_MOST_ROWS: i32 = 4;
@@ -160,7 +162,7 @@ pub struct QkNormRopeParams {
     pub q: u64,
     pub k: u64,
     pub v: u64,
-    pub slot: u64,
+    pub position: u64,
     pub q_weight: u64,
     pub k_weight: u64,
     pub cos: u64,
@@ -171,7 +173,7 @@ pub struct QkNormRopeParams {
     pub key_heads: i32,
     pub dim: i32,
     pub rotated: i32,
-    pub slots: i32,
+    pub positions: i32,
     pub eps: f32,
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
@@ -182,7 +184,7 @@ const _: () = {
     ["Offset of field: QkNormRopeParams::q"][::core::mem::offset_of!(QkNormRopeParams, q) - 8usize];
     ["Offset of field: QkNormRopeParams::k"][::core::mem::offset_of!(QkNormRopeParams, k) - 16usize];
     ["Offset of field: QkNormRopeParams::v"][::core::mem::offset_of!(QkNormRopeParams, v) - 24usize];
-    ["Offset of field: QkNormRopeParams::slot"][::core::mem::offset_of!(QkNormRopeParams, slot) - 32usize];
+    ["Offset of field: QkNormRopeParams::position"][::core::mem::offset_of!(QkNormRopeParams, position) - 32usize];
     ["Offset of field: QkNormRopeParams::q_weight"][::core::mem::offset_of!(QkNormRopeParams, q_weight) - 40usize];
     ["Offset of field: QkNormRopeParams::k_weight"][::core::mem::offset_of!(QkNormRopeParams, k_weight) - 48usize];
     ["Offset of field: QkNormRopeParams::cos"][::core::mem::offset_of!(QkNormRopeParams, cos) - 56usize];
@@ -193,7 +195,7 @@ const _: () = {
     ["Offset of field: QkNormRopeParams::key_heads"][::core::mem::offset_of!(QkNormRopeParams, key_heads) - 84usize];
     ["Offset of field: QkNormRopeParams::dim"][::core::mem::offset_of!(QkNormRopeParams, dim) - 88usize];
     ["Offset of field: QkNormRopeParams::rotated"][::core::mem::offset_of!(QkNormRopeParams, rotated) - 92usize];
-    ["Offset of field: QkNormRopeParams::slots"][::core::mem::offset_of!(QkNormRopeParams, slots) - 96usize];
+    ["Offset of field: QkNormRopeParams::positions"][::core::mem::offset_of!(QkNormRopeParams, positions) - 96usize];
     ["Offset of field: QkNormRopeParams::eps"][::core::mem::offset_of!(QkNormRopeParams, eps) - 100usize];
 };
 pub const ROW_THREADS: i32 = 512;

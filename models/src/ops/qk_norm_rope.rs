@@ -43,14 +43,14 @@ impl QkNormRope<'_> {
         Err(no_kernel(qkv))
     }
 
-    /// The same queries of one token a sequence; keys and values go to `slots`, `[B, key heads, slots, D]` each, at the
-    /// place that `slot` (U32 `[1]`) has.
-    pub fn put(&self, qkv: &Tensor, slots: [&Tensor; 2], slot: &Tensor) -> Result<Tensor> {
+    /// The same queries of one token a sequence; keys and values go to `caches`, `[B, key heads, cache positions, D]`
+    /// each, at the cache position that `at` (U32 `[1]`) has.
+    pub fn put(&self, qkv: &Tensor, caches: [&Tensor; 2], at: &Tensor) -> Result<Tensor> {
         #[cfg(feature = "cuda")]
-        return super::qk_norm_rope_cuda::put(self, qkv, slots, slot);
+        return super::qk_norm_rope_cuda::put(self, qkv, caches, at);
         #[cfg(not(feature = "cuda"))]
         {
-            let _ = (slots, slot);
+            let _ = (caches, at);
             Err(no_kernel(qkv))
         }
     }

@@ -44,20 +44,22 @@ pub(super) fn split(of: &QkNormRope<'_>, qkv: &Tensor) -> Result<[Tensor; 3]> {
     Ok([part(0, heads)?, part(heads, key_heads)?, part(heads + key_heads, key_heads)?])
 }
 
-pub(super) fn put(of: &QkNormRope<'_>, qkv: &Tensor, slots: [&Tensor; 2], slot: &Tensor) -> Result<Tensor> {
+pub(super) fn put(of: &QkNormRope<'_>, qkv: &Tensor, caches: [&Tensor; 2], at: &Tensor) -> Result<Tensor> {
     let QkNormRope { sequences, heads, key_heads, dim, .. } = *of;
     let fits = |t: &&Tensor| {
         let dims = t.dims();
         is_plain(t, qkv) && dims.len() == 4 && [dims[0], dims[1], dims[3]] == [sequences, key_heads, dim]
     };
-    if !slots.iter().all(fits) || slots[0].dims() != slots[1].dims() || slot.dims() != [1] || slot.dtype() != DType::U32
+    if !caches.iter().all(fits) || caches[0].dims() != caches[1].dims() || at.dims() != [1] || at.dtype() != DType::U32
     {
-        let found: Vec<&[usize]> = slots.into_iter().chain([slot]).map(Tensor::dims).collect();
-        return Err(Error::msg(format!("heads: slots {found:?} of {sequences} sequences, {key_heads} heads of {dim}")));
+        let found: Vec<&[usize]> = caches.into_iter().chain([at]).map(Tensor::dims).collect();
+        return Err(Error::msg(format!(
+            "heads: caches {found:?} of {sequences} sequences, {key_heads} heads of {dim}"
+        )));
     }
-    let count = slots[0].dim(2)?;
-    let q = made(of, qkv, heads, Some(slot), |launch, q| {
-        with_addresses_mut(&slots, |slots| match *slots {
+    let count = caches[0].dim(2)?;
+    let q = made(of, qkv, heads, Some(at), |launch, q| {
+        with_addresses_mut(&caches, |caches| match *caches {
             [k, v] => launch.enqueue(q, [k, v], count),
             _ => Err(Error::msg("heads: expected the memory of two tensors")),
         })
@@ -73,9 +75,9 @@ struct Launch<'a> {
 }
 
 impl Launch<'_> {
-    /// Queries go to `q`, keys and values to `k` and `v`, which have `slots` slots for each key head.
-    fn enqueue(self, q: u64, [k, v]: [u64; 2], slots: usize) -> Result<()> {
-        let params = QkNormRopeParams { q, k, v, slots: int(slots)?, ..self.params };
+    /// Queries go to `q`, keys and values to `k` and `v`, which have `positions` cache positions for each key head.
+    fn enqueue(self, q: u64, [k, v]: [u64; 2], positions: usize) -> Result<()> {
+        let params = QkNormRopeParams { q, k, v, positions: int(positions)?, ..self.params };
         // SAFETY: the kernel's struct; `serves`, `made` and `put` have compared the shapes of what it reads and writes.
         unsafe { self.gpu.launch(&self.gpu.kernels.qk_norm_rope, self.grid, &params) }
     }
@@ -86,7 +88,7 @@ fn made(
     of: &QkNormRope<'_>,
     qkv: &Tensor,
     heads: usize,
-    slot: Option<&Tensor>,
+    position: Option<&Tensor>,
     enqueue: impl FnOnce(Launch<'_>, u64) -> Result<()>,
 ) -> Result<Tensor> {
     let rows = of.sequences * of.tokens;
@@ -96,12 +98,12 @@ fn made(
     }
     let ([q_weight, k_weight], [cos, sin]) = (both(of.weights), both(of.angles));
     let rotated = cos.map_or(Ok(0), |cos| cos.dim(1).map(|half| 2 * half))?;
-    let inputs = [Some(qkv), slot, q_weight, k_weight, cos, sin];
+    let inputs = [Some(qkv), position, q_weight, k_weight, cos, sin];
     let like = (qkv.device(), qkv.dtype());
-    output(like, rows * heads * of.dim, inputs, |gpu, [qkv, slot, q_weight, k_weight, cos, sin], out| {
+    output(like, rows * heads * of.dim, inputs, |gpu, [qkv, position, q_weight, k_weight, cos, sin], out| {
         let params = QkNormRopeParams {
             qkv,
-            slot,
+            position,
             q_weight,
             k_weight,
             cos,

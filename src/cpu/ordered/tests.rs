@@ -28,9 +28,11 @@ fn product<A: Lanes>(arch: Arch, layout: WeightLayout, x: &[A], weight: &[A], [n
 }
 
 fn rows_have_the_same_bits_in_every_product<A: super::super::element::Acc>(unit: f64) {
-    // Numbers of rows at which another tile, another copy or another kernel begins.
+    // Numbers of rows at which another tile, another copy or another kernel begins: at, below and above STREAM_ROWS
+    // (8), COPY_ROWS (12), BLOCK_ROWS (128), NARROW_BLOCK_ROWS (256), and COPY_TILES (4) tiles of up to 6 rows.
     let counts =
         [1, 2, 3, 4, 5, 6, 7, 8, 9, 11, 12, 13, 16, 17, 24, 25, 63, 64, 65, 127, 128, 129, 131, 255, 256, 257, 261];
+    // [n, k], around COPY_COLUMNS (16), AXPY_CHUNK (256) and DOT_CHUNK (1024).
     let sizes = [
         [1, 1],
         [1, 300],
@@ -42,7 +44,7 @@ fn rows_have_the_same_bits_in_every_product<A: super::super::element::Acc>(unit:
         [20, 1023],
         [13, 1025],
         [33, 2100],
-        // A weight that no near cache holds, of either type.
+        // A weight that no near cache holds, of either type: more than STREAM_BYTES and STREAM_MIN_COLUMNS.
         [520, 1100],
     ];
     for (at, [n, k]) in sizes.into_iter().enumerate() {

@@ -1,6 +1,7 @@
 //! Sums from which the auxiliary losses follow, and the losses' gradient.
 //!
-//! Partial sums are made over blocks of fixed size and added in their order: bit-identical whatever the threads do.
+//! Partial sums are made over blocks of fixed size ([`AUX_PARTIAL_TOKENS`]) and added in their order: bit-identical
+//! whatever the threads do.
 
 use rayon::prelude::*;
 
@@ -15,10 +16,7 @@ use crate::tensor::TensorRef;
 use super::choose::best;
 use super::score::{sigmoid, softmax};
 use super::{check, check_ids, check_logits};
-use crate::cpu::heuristics::TASK_TOKENS;
-
-/// Tokens of a partial sum. The losses' bits depend on it, unlike on how the sums are shared out.
-const PARTIAL_TOKENS: usize = 64;
+use crate::cpu::heuristics::{AUX_PARTIAL_TOKENS, TASK_TOKENS};
 
 pub(in crate::cpu) fn aux_sums(call: AuxSums<'_, Cpu>) -> Result<()> {
     with_acc!("aux_sums", "tensor logits", call.logits.dtype(), A => aux_sums_as::<A>(call))
@@ -37,7 +35,7 @@ fn aux_sums_as<A: Acc>(call: AuxSums<'_, Cpu>) -> Result<()> {
 
     let block = match kind {
         BalanceKind::Sequence { length } => length.min(t.max(1)),
-        BalanceKind::Switch | BalanceKind::HuggingFace => PARTIAL_TOKENS,
+        BalanceKind::Switch | BalanceKind::HuggingFace => AUX_PARTIAL_TOKENS,
     };
     let partial = |(logits, ids): (&[A], &[i32])| Partial::new(config, kind, logits, ids);
     let partials: Vec<Partial> = if t <= TASK_TOKENS {

@@ -39,7 +39,7 @@ impl AllToAllCounts {
         unsafe {
             device.launch(CALL, &kernels.places, walk, p)?;
             device.launch(CALL, &kernels.count, few, p)?;
-            device.launch(CALL, &kernels.scan, Grid::new(kinds.div_ceil(8), 256), p)?;
+            device.launch(CALL, &kernels.scan, Grid::warps_of(kinds, params::PLAN_THREADS), p)?;
         }
         Ok(Self { _places: places, _counts: counts, walk: few })
     }

@@ -73,10 +73,11 @@ pub(super) fn record(device: &Cuda, call: RecordIds<'_, Cuda>) -> Result<()> {
         errors: errors.into_data().ptr,
         header,
     };
-    let blocks = ids.count().div_ceil(256).clamp(1, RECORD_BLOCKS);
+    let blocks = ids.count().div_ceil(params::PLAN_THREADS as usize).clamp(1, RECORD_BLOCKS);
+    let grid = Grid::new(blocks, params::PLAN_THREADS);
     // SAFETY: the record has room for a header and `max_tokens` tokens' ids, of which there are no more; `errors` has
     // its words; the kernel checks the ids.
-    unsafe { device.launch(CALL, &device.kernels().routing_records.record_ids, Grid::new(blocks, 256), &p) }
+    unsafe { device.launch(CALL, &device.kernels().routing_records.record_ids, grid, &p) }
 }
 
 fn check_errors(dims: &[usize], ranks: usize) -> Result<()> {

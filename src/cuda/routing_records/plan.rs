@@ -20,7 +20,7 @@ use super::{CALL, check_errors, sizes};
 pub(in crate::cuda) fn plan(device: &Cuda, call: PlanRecords<'_, Cuda>) -> Result<DevicePlan<Cuda>> {
     let origin = Origin { rank: call.rank, layer: call.spec.layer };
     let of = PlanTarget { rank: call.rank, origin, tokens: call.tokens, sends: call.row_order == RowOrder::UniqueRows };
-    let (waits, open, most) = (call.waits(), call.spec.capacity == Capacity::Eager, call.max_tokens);
+    let (waits, open, most) = (call.waits(), call.spec.capacity == Capacity::Dynamic, call.max_tokens);
     let mut counting = PlanInProgress::new(device, call)?;
     counting.segments(device)?;
     let all_to_all = if of.sends { Some(counting.all_to_all(device)?) } else { None };
@@ -123,7 +123,7 @@ impl PlanInProgress {
         if let Capacity::Static(rows) = spec.capacity {
             (p.rows, p.may_drop) = (rows as i64, i64::from(spec.overflow == Overflow::Drop));
         }
-        let walk = Grid { shared: (experts * 4) as u32, ..Grid::new(chunks, 32) };
+        let walk = Grid { shared: (experts * 4) as u32, ..Grid::new(chunks, params::WARP_THREADS) };
         Ok(Self {
             p,
             stats_layout,
@@ -141,11 +141,13 @@ impl PlanInProgress {
     /// Counts choices, and from them segments and statistics.
     fn segments(&self, device: &Cuda) -> Result<()> {
         let kernels = &device.kernels().routing_records;
+        let scan = Grid::warps_of(self.stats_layout.experts, params::PLAN_THREADS);
+        let one = Grid::new(1, params::PLAN_SEGMENTS_THREADS);
         // SAFETY: every tensor has the size that `params.h` states for it; the kernels check what the records hold.
         unsafe {
             device.launch(CALL, &kernels.count, self.walk, &self.p)?;
-            device.launch(CALL, &kernels.scan, Grid::new(self.stats_layout.experts.div_ceil(8), 256), &self.p)?;
-            device.launch(CALL, &kernels.segments, Grid::new(1, 1024), &self.p)
+            device.launch(CALL, &kernels.scan, scan, &self.p)?;
+            device.launch(CALL, &kernels.segments, one, &self.p)
         }
     }
 

@@ -204,7 +204,7 @@ impl Communicator<Cuda> for NcclComm {
     fn all_to_all_v(&mut self, tag: Tag, exchange: Exchange<'_, Cuda>) -> Result<()> {
         self.check(tag, exchange.check(self.session.comm_handle.size))?;
         let detail = Detail::Pieces { send: exchange.send_bytes.to_vec(), recv: exchange.recv_bytes.to_vec() };
-        let call = CollectiveCall { operation: "all_to_all_v", tag, dtype: exchange.payload, detail, bytes: 0 };
+        let call = CollectiveCall { operation: "all_to_all_v", tag, dtype: exchange.dtype, detail, bytes: 0 };
         let subject = self.session.begin(call)?;
         let Exchange { send, send_bytes, recv, recv_bytes, .. } = exchange;
         self.scatter_pieces(subject, send.data(), send_bytes, recv.into_data(), recv_bytes)

@@ -264,7 +264,7 @@ pub(in crate::nccl) mod tests {
     use crate::ranks::{Bootstrap, JobToken, Root};
     use std::time::Instant;
 
-    const PATIENCE: Duration = Duration::from_secs(20);
+    const TIMEOUT: Duration = Duration::from_secs(20);
 
     /// Three processes' ends, each with the messages of communicator 0.
     fn three() -> Vec<(Arc<ControlSocket>, Arc<PeerEvents>)> {
@@ -279,7 +279,7 @@ pub(in crate::nccl) mod tests {
 
     /// Three processes' ends, of which some compare their calls.
     pub(in crate::nccl) fn sockets(checked: [bool; 3]) -> Vec<Arc<ControlSocket>> {
-        let root = Root::bind("127.0.0.1:0", PATIENCE).unwrap();
+        let root = Root::bind("127.0.0.1:0", TIMEOUT).unwrap();
         let address = root.address().to_string();
         let token = JobToken::random().unwrap();
         let job = |rank| Bootstrap {
@@ -287,7 +287,7 @@ pub(in crate::nccl) mod tests {
             world: 3,
             address: address.clone(),
             token: token.clone(),
-            timeout: PATIENCE,
+            timeout: TIMEOUT,
             round: 0,
         };
         thread::scope(|scope| {
@@ -316,7 +316,7 @@ pub(in crate::nccl) mod tests {
             if let Some(failure) = failure(peer_events, rank, number) {
                 return failure;
             }
-            assert!(start.elapsed() < PATIENCE, "rank {rank} was not told");
+            assert!(start.elapsed() < TIMEOUT, "rank {rank} was not told");
             thread::sleep(Duration::from_millis(1));
         }
     }
@@ -380,7 +380,7 @@ pub(in crate::nccl) mod tests {
         ends[2].0.post(MessageKind::Refused(of(77, 1), "early".into()));
         let start = Instant::now();
         while lock(&ends[1].0.shared.subscriptions).retained.is_empty() {
-            assert!(start.elapsed() < PATIENCE, "nothing came");
+            assert!(start.elapsed() < TIMEOUT, "nothing came");
             thread::sleep(Duration::from_millis(1));
         }
         let part = Arc::<PeerEvents>::default();

@@ -39,7 +39,7 @@ fn compare_call(
             let (control, call) = (control.clone(), calls(rank));
             scope.spawn(move || {
                 let subject = CollectiveInfo { rank, number, operation: call.operation, tag: call.tag };
-                control.compare_call(subject, call, PATIENCE)
+                control.compare_call(subject, call, TIMEOUT)
             })
         };
         let ranks: Vec<_> = controls.iter().enumerate().map(each).collect();
@@ -120,7 +120,7 @@ fn processes_that_compare_hear_of_those_that_do_not_come() {
         other => panic!("{other:?}"),
     }
     all[2].announce_departure(2, 0);
-    match all[1].compare_call(subject(1, 1), same(), PATIENCE) {
+    match all[1].compare_call(subject(1, 1), same(), TIMEOUT) {
         Err(CompareError::Over(CommError::PeerGone { peer: 2, rank: 1, .. })) => {}
         other => panic!("{other:?}"),
     }
@@ -135,9 +135,9 @@ fn all_processes_compare_or_none() {
         // The one that does not compare goes on until it hears of it.
         let start = Instant::now();
         let error = loop {
-            match control.compare_call(subject, same(), PATIENCE) {
+            match control.compare_call(subject, same(), TIMEOUT) {
                 Err(CompareError::Over(error)) => break error,
-                other => assert!(rank == 2 && start.elapsed() < PATIENCE, "{other:?}"),
+                other => assert!(rank == 2 && start.elapsed() < TIMEOUT, "{other:?}"),
             }
         };
         let text = error.to_string();
@@ -166,7 +166,7 @@ fn sessions(controls: [ControlPlane; 2]) -> [(Session, &'static Fake); 2] {
 }
 
 /// A rank fails between two calls of one collective: the other, which waits in the second, is told at once, not at
-/// the end of its patience.
+/// the end of its timeout.
 #[test]
 fn a_failure_in_the_middle_of_a_collective() {
     let rendezvous = ThreadRendezvous::new(2);
@@ -190,7 +190,7 @@ fn a_failure_in_the_middle_of_a_collective() {
             failing.check_begun(begun.0, Err(Error::invalid("add", "memory", "some", "none")));
         assert!(matches!(lost, Err(Error::Invalid { .. })), "its own error: {lost:?}");
         until("aborted", || other.aborts.load(SeqCst) > 0 && fake.aborts.load(SeqCst) > 0);
-        assert!(start.elapsed() < PATIENCE);
+        assert!(start.elapsed() < TIMEOUT);
         match waiting.comm_handle.failure() {
             Some(CommError::Refused { rank: 1, peer: 0, operation: "all_gather", reason, .. }) => {
                 assert!(reason.contains("memory"), "{reason}");
@@ -217,7 +217,7 @@ fn refusals_end_what_does_not_compare() {
             loop {
                 match second.begin(same()) {
                     // It has not heard of it.
-                    Ok(_) => assert!(!compare && start.elapsed() < PATIENCE),
+                    Ok(_) => assert!(!compare && start.elapsed() < TIMEOUT),
                     Err(Error::Comm(CommError::Refused { peer: 0, reason, .. })) => {
                         assert_eq!(reason, "no room");
                         break second.begin(same()).is_ok();

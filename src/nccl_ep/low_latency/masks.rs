@@ -10,13 +10,13 @@ use crate::tensor::Tensor;
 use super::LowLatencyGroup;
 
 impl LowLatencyGroup {
-    /// Refuses what only groups with a patience have.
+    /// Refuses what only groups with a timeout have.
     fn masked(&self, call: &'static str) -> NcclEpResult<()> {
-        match self.options.patience {
+        match self.options.timeout {
             Some(_) => Ok(()),
             None => Err(NcclEpError::Argument {
                 call,
-                name: "patience",
+                name: "timeout",
                 expected: "some, in the group's options".to_string(),
                 found: "none".to_string(),
             }),
@@ -26,7 +26,7 @@ impl LowLatencyGroup {
     /// Whether a rank was late in a call that has ended, since [`forget_late`](Self::forget_late). Waits for nothing.
     ///
     /// # Errors
-    /// The group was made without a patience; a call of the library that failed.
+    /// The group was made without a timeout; a call of the library that failed.
     pub fn was_late(&self) -> Result<bool> {
         const CALL: &str = "LowLatencyGroup::was_late";
         self.masked(CALL)?;
@@ -77,7 +77,7 @@ impl LowLatencyGroup {
         self.cuda().check()
     }
 
-    /// Takes every rank in again. All ranks call it within the patience of each other, when nothing of the group runs;
+    /// Takes every rank in again. All ranks call it within the timeout of each other, when nothing of the group runs;
     /// for ranks that were late. One that is gone needs a new communicator and a new group.
     ///
     /// # Errors

@@ -22,7 +22,7 @@ pub struct LowLatencyOptions {
     pub max_row_bytes: usize,
     /// A rank that is later than this in a call is skipped then and from then on, and reported. `None`: it is waited
     /// for about 100 s, and then the GPU traps. `NCCL_EP_TIMEOUT_MS` goes before this.
-    pub patience: Option<Duration>,
+    pub timeout: Option<Duration>,
 }
 
 /// Groups that the warps of a block are divided into, for so many experts on so many SMs.
@@ -140,7 +140,7 @@ mod tests {
     const SMS: usize = 132;
 
     fn good() -> LowLatencyOptions {
-        LowLatencyOptions { num_experts: 256, max_tokens: 128, max_row_bytes: 14_336, patience: None }
+        LowLatencyOptions { num_experts: 256, max_tokens: 128, max_row_bytes: 14_336, timeout: None }
     }
 
     #[test]

@@ -1,19 +1,19 @@
 //! Attention: who sees whom, and the weighted sums of values, without a matrix of all scores.
 
 mod backward;
+mod cache;
+#[cfg(feature = "cuda")]
+mod cache_cuda;
 #[cfg(feature = "cuda")]
 mod forward_cuda;
 mod mask;
-mod slots;
-#[cfg(feature = "cuda")]
-mod slots_cuda;
 
 use candle_core::{D, DType, Device, Result, Tensor};
 
 use super::wide;
 
+pub(crate) use cache::{CacheAttentionOptions, cache_attention};
 pub(crate) use mask::{AttentionOptions, MaskCache};
-pub(crate) use slots::{SlotOptions, slot_attention};
 
 /// Queries handled at a time: scores of a block stay in a CPU's cache, and the half of the score matrix above the
 /// diagonal is never made.

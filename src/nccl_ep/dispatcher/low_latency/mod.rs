@@ -70,10 +70,10 @@ impl NcclEp {
         spec.top_k + 1
     }
 
-    /// For rows of so many bytes, and the library's own patience.
+    /// For rows of so many bytes, and the library's own timeout.
     fn low_options(&self, max_row_bytes: usize) -> LowLatencyOptions {
         let (num_experts, max_tokens) = (self.core.config.num_experts, self.max_tokens());
-        LowLatencyOptions { num_experts, max_tokens, max_row_bytes, patience: None }
+        LowLatencyOptions { num_experts, max_tokens, max_row_bytes, timeout: None }
     }
 
     /// Checks a specification against low latency's rules.
@@ -95,7 +95,7 @@ impl NcclEp {
     }
 
     /// Whether kernels have gone on without a rank: what they brought is not whole, nor will be what comes. It takes a
-    /// patience below the communicator's (`NCCL_EP_TIMEOUT_MS`); else the watchdog comes first.
+    /// timeout below the communicator's (`NCCL_EP_TIMEOUT_MS`); else the watchdog comes first.
     pub(super) fn late(&self) -> Result<()> {
         if self.low.is_empty() || self.core.device.is_capturing()? {
             return Ok(());
@@ -138,8 +138,8 @@ impl NcclEp {
             return Ok((low.group.clone(), low.pool.clone()));
         }
         self.core.device.not_captured("prepare", "create an EP group")?;
-        let patience = self.core.comm.native().map(|comm| comm.timeout() + LONGER);
-        let options = LowLatencyOptions { patience, ..self.low_options(row_bytes.next_multiple_of(16)) };
+        let timeout = self.core.comm.native().map(|comm| comm.timeout() + LONGER);
+        let options = LowLatencyOptions { timeout, ..self.low_options(row_bytes.next_multiple_of(16)) };
         let checked = options.check(self.core.ranks(), self.core.device.sm_count());
         self.compare(spec, (options.max_row_bytes, spec.top_k), checked)?;
         let (library, on) = (self.library.clone(), (self.core.device.clone(), self.shared.clone()));
@@ -201,7 +201,7 @@ impl NcclEp {
         let SegmentStarts { starts, total } = self.core.check_or_refuse(at.0, starts)?;
         let rows = match spec.capacity {
             Capacity::Static(rows) => rows,
-            Capacity::Eager => {
+            Capacity::Dynamic => {
                 // As many as the step may need at most.
                 let choices = ranks * self.max_tokens() * spec.top_k.min(local);
                 choices + choices.min(local) * (alignment - 1)

@@ -13,25 +13,25 @@ const MOST_BYTES: usize = 64 << 20;
 
 thread_local! {
     /// That of the step that runs on this thread: candle's operations take tensors, and have no room for it.
-    static RUNNING: RefCell<Option<StepMemory>> = const { RefCell::new(None) };
+    static RUNNING: RefCell<Option<CapturedResults>> = const { RefCell::new(None) };
 }
 
 /// What the operations of a step have made, in their order.
 #[derive(Debug, Default)]
-pub(crate) struct StepMemory {
-    kept: Vec<Tensor>,
+pub(crate) struct CapturedResults {
+    results: Vec<Tensor>,
     bytes: usize,
-    /// Of `kept`, the next that an operation gets; `None` in the first run.
+    /// Of `results`, the next that an operation gets; `None` in the first run.
     next: Option<usize>,
     /// Tensors of others that are released behind the step.
     late: Vec<Tensor>,
 }
 
-impl StepMemory {
+impl CapturedResults {
     /// Runs a step, the same each time. What the first run makes stays; later runs write it again, so nothing that a run
     /// has made may be read behind the next.
     pub(crate) fn run<R>(&mut self, step: impl FnOnce() -> R) -> R {
-        struct Outer(Option<StepMemory>);
+        struct Outer(Option<CapturedResults>);
         impl Drop for Outer {
             fn drop(&mut self) {
                 RUNNING.set(self.0.take());
@@ -50,8 +50,8 @@ impl StepMemory {
 /// What the first run of the step on this thread has made here, if this is a later one.
 pub(super) fn made_before(shape: &Shape, dtype: DType) -> Option<Tensor> {
     RUNNING.with_borrow_mut(|running| {
-        let StepMemory { kept, next: Some(next), .. } = running.as_mut()? else { return None };
-        let found = kept.get(*next).filter(|t| t.shape() == shape && t.dtype() == dtype)?;
+        let CapturedResults { results, next: Some(next), .. } = running.as_mut()? else { return None };
+        let found = results.get(*next).filter(|t| t.shape() == shape && t.dtype() == dtype)?;
         *next += 1;
         Some(found.clone())
     })
@@ -65,7 +65,7 @@ pub(super) fn keep(made: &Tensor) {
         // Behind one that is not kept none is, so that all have their places.
         if memory.bytes <= MOST_BYTES {
             memory.bytes += bytes;
-            memory.kept.push(made.clone());
+            memory.results.push(made.clone());
         }
     });
 }

@@ -14,10 +14,10 @@ use crate::tensor::{TensorMut, TensorRef};
 use super::error::framework;
 
 /// A device whose memory candle and this crate share: [`Cpu`](crate::cpu::Cpu), and with the `cuda` feature `Cuda`.
-pub trait Host: FrameworkDevice + OptimizerDevice {
+pub trait CandleDevice: FrameworkDevice + OptimizerDevice {
     /// Owner of memory that must live until the work that reads a view is enqueued.
     #[doc(hidden)]
-    type Hold<'a>;
+    type StorageGuard<'a>;
 
     /// Says whether candle's device is this one.
     #[doc(hidden)]
@@ -38,15 +38,15 @@ pub trait Host: FrameworkDevice + OptimizerDevice {
 
     /// Elements of candle's storage as a tensor.
     #[doc(hidden)]
-    fn view<'a>(&'a self, part: StorageSlice<'a>) -> Result<(TensorRef<'a, Self>, Self::Hold<'a>)>;
+    fn view<'a>(&'a self, part: StorageSlice<'a>) -> Result<(TensorRef<'a, Self>, Self::StorageGuard<'a>)>;
 
     /// Elements of candle's storage, for writing, as a tensor.
     #[doc(hidden)]
-    fn view_mut<'a>(&'a self, part: StorageSliceMut<'a>) -> Result<(TensorMut<'a, Self>, Self::Hold<'a>)>;
+    fn view_mut<'a>(&'a self, part: StorageSliceMut<'a>) -> Result<(TensorMut<'a, Self>, Self::StorageGuard<'a>)>;
 
     /// Ids of experts in candle's storage as a tensor: U32 as I32, I64 as it is.
     #[doc(hidden)]
-    fn view_ids<'a>(&'a self, part: StorageSlice<'a>) -> Result<(TensorRef<'a, Self>, Self::Hold<'a>)>;
+    fn view_ids<'a>(&'a self, part: StorageSlice<'a>) -> Result<(TensorRef<'a, Self>, Self::StorageGuard<'a>)>;
 
     /// Our tensor as candle's storage on `device`, which is this one; the memory moves over.
     #[doc(hidden)]
@@ -79,7 +79,7 @@ impl StorageSlice<'_> {
     }
 
     /// Refuses a tensor that is not on the group's device.
-    pub(super) fn elsewhere<D: Host>(&self, expected: &str) -> Error {
+    pub(super) fn elsewhere<D: CandleDevice>(&self, expected: &str) -> Error {
         let found = D::other(&self.storage.device());
         Error::invalid(self.call, format!("tensor {}", self.name), expected, format!("one on {found}"))
     }
@@ -138,32 +138,32 @@ pub(super) fn location(device: &Device) -> String {
 }
 
 /// Runs `f` with views of named tensors, whose storages stay locked for reading meanwhile.
-pub(super) fn with_views<D: Host, R>(
+pub(super) fn with_views<D: CandleDevice, R>(
     device: &D,
     call: &'static str,
     tensors: &[(&str, &Tensor)],
     f: impl FnOnce(&[TensorRef<'_, D>]) -> Result<R>,
 ) -> Result<R> {
     device.ready(call)?;
-    let guards: Vec<_> = tensors.iter().map(|(_, t)| t.storage_and_layout()).collect();
-    let (mut views, mut holds) = (Vec::new(), Vec::new());
-    for ((name, _), (storage, layout)) in tensors.iter().zip(&guards) {
+    let storages: Vec<_> = tensors.iter().map(|(_, t)| t.storage_and_layout()).collect();
+    let (mut views, mut guards) = (Vec::new(), Vec::new());
+    for ((name, _), (storage, layout)) in tensors.iter().zip(&storages) {
         let Some((start, _)) = layout.contiguous_offsets() else {
             return Err(Error::invalid(call, format!("tensor {name}"), "contiguous memory", format!("{layout:?}")));
         };
-        let (view, hold) = device.view(StorageSlice { call, name, storage, start, dims: layout.dims() })?;
+        let (view, guard) = device.view(StorageSlice { call, name, storage, start, dims: layout.dims() })?;
         views.push(view);
-        holds.push(hold);
+        guards.push(guard);
     }
     let result = f(&views);
-    drop(holds);
+    drop(guards);
     result
 }
 
 /// candle's tensors; results are in memory of this crate, which becomes candle's without a copy.
-pub(super) struct HostTensors;
+pub(super) struct CandleTensors;
 
-impl<D: Host> FrameworkTensors<D> for HostTensors {
+impl<D: CandleDevice> FrameworkTensors<D> for CandleTensors {
     type Float = Tensor;
     type Ids = Tensor;
     type Output = crate::Tensor<D>;
@@ -200,7 +200,7 @@ impl<D: Host> FrameworkTensors<D> for HostTensors {
 }
 
 /// Our tensor as candle's, in another shape of as many elements; the memory moves over.
-pub(super) fn into_candle<D: Host>(t: crate::Tensor<D>, shape: &[usize], device: &Device) -> Result<Tensor> {
+pub(super) fn into_candle<D: CandleDevice>(t: crate::Tensor<D>, shape: &[usize], device: &Device) -> Result<Tensor> {
     let t = t.reshape(shape)?;
     Ok(Tensor::from_storage(D::storage(t, device)?, shape, BackpropOp::none(), false))
 }
@@ -212,7 +212,7 @@ pub(super) fn into_candle<D: Host>(t: crate::Tensor<D>, shape: &[usize], device:
 /// Another type, or another device than the group's.
 ///
 /// [`TokenDispatcher::prepare`]: crate::ep::TokenDispatcher::prepare
-pub fn routing_ids<D: Host>(device: &D, ids: &Tensor) -> Result<crate::Tensor<D>> {
+pub fn routing_ids<D: CandleDevice>(device: &D, ids: &Tensor) -> Result<crate::Tensor<D>> {
     const CALL: &str = "routing_ids";
     let ids = ids.contiguous().map_err(framework(CALL))?;
     device.ready(CALL)?;
@@ -224,9 +224,9 @@ pub fn routing_ids<D: Host>(device: &D, ids: &Tensor) -> Result<crate::Tensor<D>
         start: layout.start_offset(),
         dims: layout.dims(),
     };
-    let (view, hold) = device.view_ids(part)?;
+    let (view, guard) = device.view_ids(part)?;
     let copy = copy_of(device, view);
-    drop(hold);
+    drop(guard);
     copy
 }
 
@@ -242,7 +242,7 @@ pub(super) fn dtype_of(call: &'static str, name: &str, dtype: candle_core::DType
 }
 
 /// Our own copy of a view.
-pub(super) fn copy_of<D: Host>(device: &D, view: TensorRef<'_, D>) -> Result<crate::Tensor<D>> {
+pub(super) fn copy_of<D: CandleDevice>(device: &D, view: TensorRef<'_, D>) -> Result<crate::Tensor<D>> {
     let mut copy = crate::Tensor::empty(device, view.dtype(), view.dims())?;
     device.copy(view.data(), copy.view_mut().into_data())?;
     Ok(copy)

@@ -1,18 +1,18 @@
-//! Attention of one query a sequence over keys and values in slots of memory that stays.
+//! Attention of one query a sequence over keys and values in memory that stays.
 
 use candle_core::{Result, Tensor};
 
 use crate::ops::wide;
 
 #[cfg(feature = "cuda")]
-use super::slots_cuda;
+use super::cache_cuda;
 
-/// The slots that a query sees, and how scores are made.
+/// The cache positions that a query sees, and how scores are made.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct SlotOptions<'a> {
-    /// `[slots]` in f32 (f64 for f64): 0 where the query sees a slot, else −∞.
+pub(crate) struct CacheAttentionOptions<'a> {
+    /// `[cache positions]` in f32 (f64 for f64): 0 where the query sees one, else −∞.
     pub mask: &'a Tensor,
-    /// The same as a number of slots, U32 `[1]`.
+    /// The same as a number of cache positions, U32 `[1]`.
     #[cfg_attr(not(feature = "cuda"), allow(dead_code, reason = "kernels take it"))]
     pub filled: &'a Tensor,
     /// A logit for each head `[heads]` that takes part in the softmax and has no value.
@@ -23,12 +23,17 @@ pub(crate) struct SlotOptions<'a> {
 
 /// Attention of `q [B, heads, 1, D]` over `k [B, key heads, N, D]` and `v [B, key heads, N, V]`. Query heads are groups of
 /// neighbors over a key head. Gives `[B, 1, heads, V]`. Neither k nor v is copied.
-pub(crate) fn slot_attention(q: &Tensor, k: &Tensor, v: &Tensor, options: &SlotOptions<'_>) -> Result<Tensor> {
+pub(crate) fn cache_attention(
+    q: &Tensor,
+    k: &Tensor,
+    v: &Tensor,
+    options: &CacheAttentionOptions<'_>,
+) -> Result<Tensor> {
     let (b, heads, _, dim) = q.dims4()?;
-    let (_, keys, slots, _) = k.dims4()?;
+    let (_, keys, positions, _) = k.dims4()?;
     let (groups, dtype) = (heads / keys, q.dtype());
     #[cfg(feature = "cuda")]
-    if let Some(y) = slots_cuda::slot_attention(q, k, v, options)? {
+    if let Some(y) = cache_cuda::cache_attention(q, k, v, options)? {
         return Ok(y);
     }
     let q = (q * options.scale)?.reshape((b, keys, groups, dim))?;
@@ -39,7 +44,7 @@ pub(crate) fn slot_attention(q: &Tensor, k: &Tensor, v: &Tensor, options: &SlotO
             let sinks = sinks.to_dtype(wide(dtype))?.reshape((1, keys, groups, 1))?;
             let sinks = sinks.broadcast_as((b, keys, groups, 1))?;
             let all = candle_nn::ops::softmax_last_dim(&Tensor::cat(&[scores, sinks.contiguous()?], 3)?)?;
-            all.narrow(3, 0, slots)?.contiguous()?
+            all.narrow(3, 0, positions)?.contiguous()?
         }
     };
     p.to_dtype(dtype)?.matmul(v)?.reshape((b, 1, heads, v.dim(3)?))

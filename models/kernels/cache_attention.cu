@@ -1,8 +1,8 @@
-// A decode step's attention: one query a sequence over keys and values in slots of memory that stays.
+// A decode step's attention: one query a sequence over keys and values in memory that stays.
 //
-// `slot_attention` gives each block a run of slots of one key head and up to 16 of its query heads, the rows of a matrix
-// instruction; `slot_combine` joins the runs. How many slots are
-// filled is read from the device's memory, so that a captured step can be replayed as they fill.
+// `cache_attention` gives each block a run of cache positions of one key head and up to 16 of its query heads, the rows
+// of a matrix instruction; `cache_combine` joins the runs. How many cache positions are filled is read from the
+// device's memory, so that a captured step can be replayed as they fill.
 //
 // Types: bf16 in memory, f32 in registers. Softmax in powers of two: scores come multiplied by log2(e).
 
@@ -10,14 +10,14 @@
 
 namespace {
 
-constexpr int KEYS = SLOT_STEP;
-constexpr int GROUP = SLOT_HEADS;
+constexpr int KEYS = CACHE_STEP;
+constexpr int GROUP = CACHE_HEADS;
 // Below every score, and finite: a run without keys has this maximum.
 constexpr float LOWEST = -1e30f;
 
 // Sums of one run: block (run, part of the key head's query heads, sequence * key head). The only run of a head is its
 // result.
-template <int D> __device__ void attend(const SlotAttentionParams &params) {
+template <int D> __device__ void attend(const CacheAttentionParams &params) {
     const bf16 *q = static_cast<const bf16 *>(params.q), *k = static_cast<const bf16 *>(params.k);
     const bf16 *v = static_cast<const bf16 *>(params.v), *sinks = static_cast<const bf16 *>(params.sinks);
     bf16 *out = static_cast<bf16 *>(params.out);
@@ -30,11 +30,11 @@ template <int D> __device__ void attend(const SlotAttentionParams &params) {
     const int sequence = blockIdx.z / params.key_heads, key_head = blockIdx.z % params.key_heads, group = params.heads / params.key_heads;
     const int first_head = key_head * group + blockIdx.y * GROUP, heads = min(GROUP, group - (int)blockIdx.y * GROUP);
     load_rows<GROUP, D>(q_tile, q + ((size_t)sequence * params.heads + first_head) * D, D, 0, heads);
-    const int count = min((int)*params.filled, params.slots);
+    const int count = min((int)*params.filled, params.positions);
     // Runs of whole steps.
     const int run = (count + params.runs * KEYS - 1) / (params.runs * KEYS) * KEYS;
     const int start = blockIdx.x * run, end = min(start + run, count);
-    const size_t base = (size_t)blockIdx.z * params.slots * D;
+    const size_t base = (size_t)blockIdx.z * params.positions * D;
     auto load = [&](int stage, int first) {
         load_rows<KEYS, D>(stages + stage * STAGE, k + base, D, first, end);
         load_rows<KEYS, D>(stages + stage * STAGE + KEYS * D * 2, v + base, D, first, end);
@@ -155,24 +155,24 @@ template <int D> __device__ void attend(const SlotAttentionParams &params) {
 } // namespace
 
 // Shared memory: stages of keys and values, then the queries.
-#define SLOT_ATTENTION(D)                                                                                              \
+#define CACHE_ATTENTION(D)                                                                                             \
     extern "C" __global__ void __launch_bounds__(THREADS)                                                              \
-        slot_attention_##D(const __grid_constant__ SlotAttentionParams params) {                                       \
+        cache_attention_##D(const __grid_constant__ CacheAttentionParams params) {                                     \
         wait_for_previous_kernel();                                                                                    \
         attend<D>(params);                                                                                             \
     }
 
-SLOT_ATTENTION(64)
-SLOT_ATTENTION(128)
-SLOT_ATTENTION(256)
+CACHE_ATTENTION(64)
+CACHE_ATTENTION(128)
+CACHE_ATTENTION(256)
 
 // Joins the runs of a head: one block each, of D threads. A sink takes part in the softmax without a value.
-extern "C" __global__ void slot_combine(const __grid_constant__ SlotCombineParams params) {
+extern "C" __global__ void cache_combine(const __grid_constant__ CacheCombineParams params) {
     wait_for_previous_kernel();
-    static_assert(SLOT_MOST_RUNS == 64, "a lane has two runs");
+    static_assert(CACHE_MOST_RUNS == 64, "a lane has two runs");
     const bf16 *sinks = static_cast<const bf16 *>(params.sinks);
     const int runs = params.runs;
-    __shared__ float factors[SLOT_MOST_RUNS];
+    __shared__ float factors[CACHE_MOST_RUNS];
     __shared__ float denominator;
     const size_t row = blockIdx.x;
     if (threadIdx.x < 32) {
