@@ -218,7 +218,7 @@ fn impossible_plans_are_errors() {
         Case { name: "ids of all ranks", tokens: vec![1, 2], ..good() },
     ];
     for c in cases {
-        let spec = DispatchSpec { capacity: Capacity::Dynamic, ..DispatchSpec::new(0, 2) };
+        let spec = DispatchSpec { capacity: Capacity::Eager, ..DispatchSpec::new(0, 2) };
         let request = HostPlanRequest {
             rank: c.rank,
             ranks: c.ranks,

@@ -110,7 +110,7 @@ fn measure(
     })?;
     let params = params.params();
     let capacity = match way == Way::Open || dispatcher.decodes.is_some() {
-        true => Capacity::Dynamic,
+        true => Capacity::Eager,
         false => Capacity::Static(w.slots() * 3 / 2),
     };
     let mut config = MoeConfig::new(w.hidden, w.inner, w.experts, w.top_k);

@@ -108,7 +108,7 @@ impl Dispatcher {
 
     /// For calls by themselves.
     fn capacity(&self, w: &Workload, ranks: usize) -> Capacity {
-        if self.fixed { Capacity::Static(w.most_rows(ranks)) } else { Capacity::Dynamic }
+        if self.fixed { Capacity::Static(w.most_rows(ranks)) } else { Capacity::Eager }
     }
 }
 

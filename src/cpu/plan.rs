@@ -161,7 +161,7 @@ impl RankSegments {
             return Err(Error::invalid(CALL, "rows", format!("at most {}", i32::MAX), widest));
         }
         let limit = match (call.spec.capacity, call.spec.overflow) {
-            (Capacity::Dynamic, _) => usize::MAX,
+            (Capacity::Eager, _) => usize::MAX,
             (Capacity::Static(rows), Overflow::Drop) => rows,
             (Capacity::Static(capacity), Overflow::Error) => match needed.iter().position(|n| *n > capacity) {
                 Some(rank) => {
@@ -198,7 +198,7 @@ impl RankSegments {
     /// Rows N of a rank's buffers.
     fn rows(&self, rank: usize) -> usize {
         match self.capacity {
-            Capacity::Dynamic => self.needed[rank],
+            Capacity::Eager => self.needed[rank],
             Capacity::Static(rows) => rows,
         }
     }

@@ -1,6 +1,6 @@
 //! Layouts: the plan of a step.
 //!
-//! A group of one rank plans on the GPU ([`plan_on_device`], `kernels/plan.cu`): a dynamic layout gets as many rows
+//! A group of one rank plans on the GPU ([`plan_on_device`], `kernels/plan.cu`): an eager layout gets as many rows
 //! as it may need, since its size would be the GPU's to know. Several ranks plan there from records (`routing_records`).
 //! Everything else is planned on the host, which has all ranks' ids then, by the CPU's code, and the maps are copied
 //! over.
@@ -36,7 +36,7 @@ fn rows(spec: &DispatchSpec, choices: usize, experts: usize) -> Result<(usize, b
     let (rows, may_drop) = match spec.capacity {
         Capacity::Static(rows) => (Some(rows), spec.overflow == Overflow::Drop),
         // Every expert that is chosen may have `alignment - 1` rows of padding.
-        Capacity::Dynamic => {
+        Capacity::Eager => {
             let padding = choices.min(experts).checked_mul(spec.alignment - 1);
             (padding.and_then(|p| p.checked_add(choices)), false)
         }
@@ -70,7 +70,7 @@ pub(crate) fn examined(
     rank: usize,
 ) -> Result<Option<(Tensor<Cuda>, Tensor<Cuda>)>> {
     earlier_faults(device)?;
-    let spec = DispatchSpec { alignment: 1, capacity: Capacity::Dynamic, expert_capacity: None, ..*spec };
+    let spec = DispatchSpec { alignment: 1, capacity: Capacity::Eager, expert_capacity: None, ..*spec };
     let Some((plan, stats)) = plan_alone(device, ids, &spec, experts, rank)? else { return Ok(None) };
     let mut loads = Tensor::empty(device, DType::I64, &[experts])?;
     let bytes = experts * DType::I64.size();
@@ -291,12 +291,12 @@ mod tests {
 
     #[test]
     fn what_maps_cannot_number_is_refused() {
-        let dynamic = DispatchSpec { capacity: Capacity::Dynamic, alignment: 128, ..DispatchSpec::new(0, 8) };
-        let fixed = |rows| DispatchSpec { capacity: Capacity::Static(rows), ..dynamic };
+        let eager = DispatchSpec { capacity: Capacity::Eager, alignment: 128, ..DispatchSpec::new(0, 8) };
+        let fixed = |rows| DispatchSpec { capacity: Capacity::Static(rows), ..eager };
         let most = i32::MAX as usize;
-        assert_eq!(rows(&dynamic, 1000, 4).ok(), Some((1000 + 4 * 127, false)));
+        assert_eq!(rows(&eager, 1000, 4).ok(), Some((1000 + 4 * 127, false)));
         assert_eq!(rows(&fixed(most), most, 4).ok(), Some((most, fixed(0).overflow == Overflow::Drop)));
-        for (spec, choices) in [(fixed(most + 1), 8), (fixed(8), most + 1), (dynamic, most - 4 * 127 + 1)] {
+        for (spec, choices) in [(fixed(most + 1), 8), (fixed(8), most + 1), (eager, most - 4 * 127 + 1)] {
             let error = rows(&spec, choices, 4).err().map(|e| e.to_string()).unwrap_or_default();
             assert!(error.contains("at most 2147483647"), "{spec:?}, {choices}: {error}");
         }

@@ -11,7 +11,7 @@ pub struct GroupConfig {
     /// this, so that one rank alone may bring any number. Reserve no more than needed: prepare ships this many rows of K
     /// ids whatever a step has, 4 bytes an id (12 where an expert capacity keeps by probability), to every rank.
     pub max_tokens_per_rank: usize,
-    /// Largest static capacity in rows; 0: dynamic capacities only.
+    /// Largest static capacity in rows; 0: eager calls only.
     pub max_rows: usize,
     /// How tokens travel.
     pub dispatcher: DispatcherKind,
@@ -53,7 +53,7 @@ impl DispatcherKind {
 }
 
 impl GroupConfig {
-    /// Calls with dynamic capacities, of up to `max_tokens_per_rank` tokens over `num_experts` experts.
+    /// Eager calls of up to `max_tokens_per_rank` tokens over `num_experts` experts.
     pub fn new(num_experts: usize, max_tokens_per_rank: usize) -> Self {
         Self { num_experts, max_tokens_per_rank, max_rows: 0, dispatcher: DispatcherKind::Auto, windows: 0 }
     }

@@ -77,7 +77,7 @@ impl<D: Kernels> Handle<D> {
     }
 
     /// Rows N of expert-major buffers: the static capacity, or what this step needs (at most, see
-    /// [`Capacity::Dynamic`](super::Capacity::Dynamic)).
+    /// [`Capacity::Eager`](super::Capacity::Eager)).
     pub fn rows(&self) -> usize {
         self.plan.segments.rows
     }

@@ -70,7 +70,7 @@ pub struct DispatchOptions {
 
 impl Default for DispatchOptions {
     fn default() -> Self {
-        Self { capacity: Capacity::Dynamic, overflow: Overflow::Error, alignment: 1, reporting: None }
+        Self { capacity: Capacity::Eager, overflow: Overflow::Error, alignment: 1, reporting: None }
     }
 }
 

@@ -61,7 +61,7 @@ impl<D: Device> PlanRecords<'_, D> {
 
 /// As [`PlanRecords::waits`].
 pub(crate) fn waits(row_order: RowOrder, spec: &DispatchSpec) -> bool {
-    row_order != RowOrder::AllRows || spec.capacity == Capacity::Dynamic
+    row_order != RowOrder::AllRows || spec.capacity == Capacity::Eager
 }
 
 /// A plan made of records.

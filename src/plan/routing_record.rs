@@ -140,7 +140,7 @@ pub(crate) type SpecFields = [u64; FIELDS.len()];
 
 pub(crate) fn fields(spec: &DispatchSpec) -> SpecFields {
     let capacity = match spec.capacity {
-        Capacity::Dynamic => 0,
+        Capacity::Eager => 0,
         Capacity::Static(rows) => (rows as u64).saturating_add(1),
     };
     let expert = spec.expert_capacity.as_ref();
@@ -166,7 +166,7 @@ pub(crate) fn fields(spec: &DispatchSpec) -> SpecFields {
 /// A field's value as a person would write it.
 fn show(field: &str, value: u64) -> String {
     match (field, value) {
-        ("spec.capacity", 0) => "dynamic".to_string(),
+        ("spec.capacity", 0) => "eager".to_string(),
         ("spec.capacity", n) => format!("static {}", n - 1),
         ("spec.overflow", n) => if n == 0 { "error" } else { "drop" }.to_string(),
         ("spec.reporting", n) => if n == 0 { "immediate" } else { "deferred" }.to_string(),

@@ -39,13 +39,13 @@ pub struct DispatchSpec {
 }
 
 impl DispatchSpec {
-    /// A dynamic capacity, unpadded, with errors at once, for inference.
+    /// Eager, unpadded, with errors at once, for inference.
     pub fn new(layer: u32, top_k: usize) -> Self {
         Self {
             layer,
             top_k,
             alignment: 1,
-            capacity: Capacity::Dynamic,
+            capacity: Capacity::Eager,
             overflow: Overflow::Error,
             expert_capacity: None,
             formula: Fingerprint::default(),
@@ -66,7 +66,7 @@ impl DispatchSpec {
 pub enum Capacity {
     /// As many as this step needs, known to the host after prepare, which waits for that number where the device makes
     /// the plan; with one rank and [`Reporting::Deferred`] as many as it may need at most, without waiting.
-    Dynamic,
+    Eager,
     /// A fixed number per call, at most the group's reserved maximum. With [`Reporting::Deferred`], the prepare of
     /// [`AllGather`](crate::ep::AllGather) does not wait for the device; each rank's tokens then travel as
     /// `max_tokens_per_rank` rows.

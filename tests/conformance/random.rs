@@ -191,7 +191,7 @@ fn check<D: Target>(s: &Setup<D>, scenario: &Scenario) {
     let rows = Rows { dtype: scenario.dtype, hidden };
     let spec = DispatchSpec {
         alignment: p.alignment,
-        capacity: p.capacity.map_or(Capacity::Dynamic, Capacity::Static),
+        capacity: p.capacity.map_or(Capacity::Eager, Capacity::Static),
         overflow: Overflow::Drop,
         expert_capacity: p.expert_capacity,
         ..training(3, k)

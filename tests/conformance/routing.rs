@@ -9,7 +9,7 @@ use super::harness::*;
 
 pub fn cases<D: Target>() -> Vec<Case<D>> {
     vec![
-        case!(dynamic_sizes),
+        case!(eager_sizes),
         case!(overflow_is_an_error_on_every_rank),
         case!(overflow_drops_and_counts),
         case!(aligned_drop_leaves_canaries),
@@ -26,7 +26,7 @@ pub fn cases<D: Target>() -> Vec<Case<D>> {
 
 const T: usize = 8;
 
-fn dynamic_sizes<D: Target>(s: &Setup<D>) {
+fn eager_sizes<D: Target>(s: &Setup<D>) {
     let k = 2;
     for alignment in [1, 4, 16] {
         let filled = s.run(GroupConfig::new(s.experts(2), T), |r| {
@@ -148,7 +148,7 @@ fn capacity_is_per_call<D: Target>(s: &Setup<D>) {
     let config = GroupConfig { max_rows: most, ..GroupConfig::new(s.experts(2), T) };
     s.run(config, |r| {
         let ids = round_robin(r.rank, T, 1, s.experts(2));
-        for capacity in [Capacity::Static(most), Capacity::Dynamic, Capacity::Static(T), Capacity::Static(most)] {
+        for capacity in [Capacity::Static(most), Capacity::Eager, Capacity::Static(T), Capacity::Static(most)] {
             let h = r.prepare(&ids, &DispatchSpec { capacity, ..DispatchSpec::new(0, 1) }).expect("prepare");
             assert_eq!(h.rows(), if let Capacity::Static(n) = capacity { n } else { T });
             let x = x(r.rank, T, 1);

@@ -147,7 +147,7 @@ fn not_capturable(_: &Cuda, ranks: usize) {
     let config = configs().swap_remove(0);
     let fixed = fixed(ranks, Reporting::Deferred);
     let waits = DispatchOptions { reporting: Some(Reporting::Immediate), ..fixed };
-    let open = DispatchOptions { capacity: Capacity::Dynamic, ..fixed };
+    let open = DispatchOptions { capacity: Capacity::Eager, ..fixed };
     for (kind, options) in [(DispatcherKind::AllToAll, fixed), (GATHER, waits), (GATHER, open)] {
         each(ranks, |comm, barrier| {
             let mut steps = steps(comm, &config, kind, options)?;

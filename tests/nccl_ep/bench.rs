@@ -360,7 +360,7 @@ fn measure(endpoint: &mut Endpoint<'_>, run: &Run) -> Result<()> {
                  \"dispatcher\": \"nccl_ep\", \"mode\": \"ht {}\", \"routing\": \"{}\", \"tokens\": {}, \"us\": {us:.1}, \
                  \"us_p99\": {p99:.1}, \"host_us\": {:.1}, \"mb_token_rank\": {:.1}, \"mb_token_rank_own\": {:.1}, \
                  \"mb_token_expert\": {:.1}, \"mb_token_expert_own\": {:.1}, \"device_mb\": {:.0}}}",
-                if run.fixed { "static" } else { "dynamic" },
+                if run.fixed { "static" } else { "eager" },
                 if run.zipf { "zipf" } else { "uniform" },
                 run.tokens,
                 Times::at(&times.host, 0.5),

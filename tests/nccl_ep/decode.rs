@@ -57,7 +57,7 @@ fn routing_on_the_gpu_is_the_hosts(ranks: usize) {
 
 fn graphs_replay_the_bits_of_eager_steps(ranks: usize) {
     let options =
-        DispatchOptions { capacity: Capacity::Dynamic, overflow: Overflow::Error, ..DispatchOptions::default() };
+        DispatchOptions { capacity: Capacity::Eager, overflow: Overflow::Error, ..DispatchOptions::default() };
     crate::graph::replays(ranks, (shape(), options));
     crate::graph::replays(ranks, (shape(), fixed(&shape(), ranks, 16)));
 }

@@ -20,7 +20,7 @@ use super::{CALL, check_errors, sizes};
 pub(in crate::cuda) fn plan(device: &Cuda, call: PlanRecords<'_, Cuda>) -> Result<DevicePlan<Cuda>> {
     let origin = Origin { rank: call.rank, layer: call.spec.layer };
     let of = PlanTarget { rank: call.rank, origin, tokens: call.tokens, sends: call.row_order == RowOrder::UniqueRows };
-    let (waits, open, most) = (call.waits(), call.spec.capacity == Capacity::Dynamic, call.max_tokens);
+    let (waits, open, most) = (call.waits(), call.spec.capacity == Capacity::Eager, call.max_tokens);
     let mut counting = PlanInProgress::new(device, call)?;
     counting.segments(device)?;
     let all_to_all = if of.sends { Some(counting.all_to_all(device)?) } else { None };

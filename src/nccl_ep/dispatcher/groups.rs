@@ -56,7 +56,7 @@ impl NcclEp {
     pub(super) fn fixed(&self, spec: &DispatchSpec) -> Option<usize> {
         match spec.capacity {
             Capacity::Static(rows) => Some(rows).filter(|rows| *rows >= self.max_tokens()),
-            Capacity::Dynamic => None,
+            Capacity::Eager => None,
         }
     }
 

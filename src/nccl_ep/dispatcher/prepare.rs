@@ -26,7 +26,7 @@ impl NcclEp {
         spec: &DispatchSpec,
     ) -> Result<Option<Handle<Cuda>>> {
         const CALL: &str = "prepare";
-        let open = spec.capacity == Capacity::Dynamic;
+        let open = spec.capacity == Capacity::Eager;
         let small = self.mode == Algorithm::HighThroughput && !open && self.fixed(spec).is_none();
         let Some(bytes) = self.known_row() else { return Ok(None) };
         if !plans_on_device(spec) || small {
@@ -106,7 +106,7 @@ impl NcclEp {
         let (routed, [padded, starts, total]) = routed.map_err(|e| self.core.as_peer_error("prepare", e))?;
         let rows = match spec.capacity {
             Capacity::Static(rows) => Ok(rows),
-            Capacity::Dynamic => plan::number(&self.core.device, &total).map(|rows| usize::try_from(rows).unwrap_or(0)),
+            Capacity::Eager => plan::number(&self.core.device, &total).map(|rows| usize::try_from(rows).unwrap_or(0)),
         };
         let rows = self.core.check_or_refuse(tag, rows)?;
         Ok(DeviceRouting { routed: LibraryHandle::HighThroughput(routed), padded: Some(padded), starts, total, rows })
@@ -126,7 +126,7 @@ pub(super) struct DeviceRouting {
 
 /// Whether the host leaves the plan to the library, once all ranks have met with the spec.
 pub(super) fn plans_on_device(spec: &DispatchSpec) -> bool {
-    let drops = spec.capacity != Capacity::Dynamic && spec.overflow == Overflow::Drop;
+    let drops = spec.capacity != Capacity::Eager && spec.overflow == Overflow::Drop;
     spec.reporting == Reporting::Deferred && spec.expert_capacity.is_none() && !drops
 }
 

@@ -201,7 +201,7 @@ impl NcclEp {
         let SegmentStarts { starts, total } = self.core.check_or_refuse(at.0, starts)?;
         let rows = match spec.capacity {
             Capacity::Static(rows) => rows,
-            Capacity::Dynamic => {
+            Capacity::Eager => {
                 // As many as the step may need at most.
                 let choices = ranks * self.max_tokens() * spec.top_k.min(local);
                 choices + choices.min(local) * (alignment - 1)
