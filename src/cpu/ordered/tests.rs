@@ -1,5 +1,7 @@
 //! Every number of rows gives a row the same bits, and the product is right.
 
+use num_traits::AsPrimitive;
+
 use super::*;
 
 /// Numbers in ±1/2 (the high bits of a linear congruence).
@@ -27,7 +29,10 @@ fn product<A: Lanes>(arch: Arch, layout: WeightLayout, x: &[A], weight: &[A], [n
     out
 }
 
-fn rows_have_the_same_bits_in_every_product<A: super::super::element::Acc>(unit: f64) {
+fn rows_have_the_same_bits_in_every_product<A: Lanes + AsPrimitive<f64>>(unit: f64)
+where
+    f64: AsPrimitive<A>,
+{
     // Numbers of rows at which another tile, another copy or another kernel begins: at, below and above STREAM_ROWS
     // (8), COPY_ROWS (12), BLOCK_ROWS (128), NARROW_BLOCK_ROWS (256), and COPY_TILES (4) tiles of up to 6 rows.
     let counts =
@@ -49,7 +54,7 @@ fn rows_have_the_same_bits_in_every_product<A: super::super::element::Acc>(unit:
     ];
     for (at, [n, k]) in sizes.into_iter().enumerate() {
         let rows = if n * k < 100_000 { 261 } else { 13 };
-        let of = |seed, count| numbers(seed, count).into_iter().map(A::of).collect::<Vec<A>>();
+        let of = |seed, count| numbers(seed, count).into_iter().map(f64::as_).collect::<Vec<A>>();
         let (x, w) = (of(at as u64, rows * k), of(at as u64 + 100, n * k));
         for (layout, arch) in machines().into_iter().flat_map(|a| [(WeightLayout::Rows, a), (WeightLayout::Columns, a)])
         {
@@ -58,19 +63,19 @@ fn rows_have_the_same_bits_in_every_product<A: super::super::element::Acc>(unit:
                 for (column, found) in found.iter().enumerate().step_by(7) {
                     let term = |i: usize| {
                         let w = if layout == WeightLayout::Rows { w[column * k + i] } else { w[i * n + column] };
-                        x[row * k + i].as_f64() * w.as_f64()
+                        x[row * k + i].as_() * w.as_()
                     };
                     let exact: f64 = (0..k).map(term).sum();
                     // A sum of k terms, each rounded once and added in any order: at most k units of Σ|term|.
                     let bound = k as f64 * unit * (0..k).map(|i| term(i).abs()).sum::<f64>();
-                    assert!((found.as_f64() - exact).abs() <= bound, "{layout:?}, {n} x {k}, row {row}");
+                    assert!((found.as_() - exact).abs() <= bound, "{layout:?}, {n} x {k}, row {row}");
                 }
             }
             for count in counts.into_iter().filter(|count| *count <= rows) {
                 for first in [0, (rows - count) / 2, rows - count] {
                     let part = product(arch, layout, &x[first * k..(first + count) * k], &w, [n, k]);
                     let same =
-                        part.iter().zip(&whole[first * n..]).all(|(a, b)| a.as_f64().to_bits() == b.as_f64().to_bits());
+                        part.iter().zip(&whole[first * n..]).all(|(a, b)| a.as_().to_bits() == b.as_().to_bits());
                     assert!(same, "{layout:?}, {n} x {k}: rows {first} + {count} differ");
                 }
             }

@@ -60,7 +60,7 @@ impl<A: Lanes> OrderedProduct<'_, A> {
         self.run_on(Arch::new());
     }
 
-    fn run_on(self, arch: Arch) {
+    pub(super) fn run_on(self, arch: Arch) {
         if self.n == 0 {
             return;
         }
