@@ -432,3 +432,70 @@ fn states_of_other_parameters_and_folders_of_models_are_refused() {
     let error = rank.adam.load(model.path()).unwrap_err().to_string();
     assert!(error.contains("model_type"), "{error}");
 }
+
+/// Every file of a folder, through links.
+fn contents(dir: &Path) -> Vec<(String, String)> {
+    let entries = std::fs::read_dir(dir).unwrap().map(|entry| entry.unwrap());
+    let mut all: Vec<_> = entries
+        .map(|entry| (entry.file_name().into_string().unwrap(), std::fs::read_to_string(entry.path()).unwrap()))
+        .collect();
+    all.sort();
+    all
+}
+
+/// Refused as a target, with what is in it as it was.
+fn refused_target(dir: &Path, words: &[&str]) {
+    let before = contents(dir);
+    let mut rank = Rank::new(Mesh::new(1, 1), ThreadWorld::create(1, LIMIT).remove(0), DType::F32).unwrap();
+    let error = rank.adam.save(dir).unwrap_err();
+    assert!(matches!(&error, Error::Checkpoint(CheckpointError::Config { .. })), "{error}");
+    let text = error.to_string();
+    assert!(words.iter().all(|word| text.contains(word)), "{text}");
+    assert_eq!(contents(dir), before);
+}
+
+/// A snapshot of a model in a cache whose files are links into a folder of blobs.
+#[cfg(unix)]
+#[test]
+fn a_snapshot_of_links_is_no_target() {
+    let cache = tempfile::tempdir().unwrap();
+    let [blobs, snapshot] = ["blobs", "snapshot"].map(|name| cache.path().join(name));
+    [&blobs, &snapshot].iter().for_each(|dir| std::fs::create_dir(dir).unwrap());
+    let files = [("config.json", "{\"model_type\": \"qwen3_moe\"}"), ("model.safetensors", "weights")];
+    for (name, text) in files {
+        std::fs::write(blobs.join(name), text).unwrap();
+        std::os::unix::fs::symlink(blobs.join(name), snapshot.join(name)).unwrap();
+    }
+    refused_target(&snapshot, &["model_type", "qwen3_moe", "moebius_adamw"]);
+    assert!(snapshot.join("config.json").is_symlink());
+    // A link to nothing says nothing of what is there.
+    std::fs::remove_file(blobs.join("config.json")).unwrap();
+    let mut rank = Rank::new(Mesh::new(1, 1), ThreadWorld::create(1, LIMIT).remove(0), DType::F32).unwrap();
+    assert!(rank.adam.save(&snapshot).is_err());
+    assert!(snapshot.join("config.json").is_symlink());
+    assert_eq!(std::fs::read_to_string(snapshot.join("model.safetensors")).unwrap(), "weights");
+}
+
+/// Weights alone are a checkpoint too: an index's shards would go with it.
+#[test]
+fn weights_without_a_config_are_no_target() {
+    let index = "{\"weight_map\": {\"a\": \"model-00001-of-00002.safetensors\"}}";
+    let folders = [
+        vec![("model.safetensors", "weights")],
+        vec![("model.safetensors.index.json", index), ("model-00001-of-00002.safetensors", "weights")],
+        vec![("hf_quant_config.json", "{}")],
+    ];
+    for files in folders {
+        let dir = tempfile::tempdir().unwrap();
+        for (name, text) in &files {
+            std::fs::write(dir.path().join(name), text).unwrap();
+        }
+        refused_target(dir.path(), &[files[0].0, "without config.json", "moebius_adamw"]);
+    }
+    // Other files do not stand in the way.
+    let dir = tempfile::tempdir().unwrap();
+    std::fs::write(dir.path().join("README.md"), "mine").unwrap();
+    train_and_save(dir.path());
+    train_and_save(dir.path());
+    assert_eq!(std::fs::read_to_string(dir.path().join("README.md")).unwrap(), "mine");
+}

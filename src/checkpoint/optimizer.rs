@@ -12,7 +12,7 @@ use safetensors::tensor::TensorInfo;
 use serde_json::{Value, json};
 
 use super::commit::Save;
-use super::folder::{CONFIG, Folder, SINGLE, read_one_version};
+use super::folder::{CONFIG, Folder, INDEX, QUANTIZATION, SINGLE, read_one_version};
 use super::json::{MAX_CONFIG, config_error, io_error, parse_value, read_limited};
 use super::reader::{Files, TensorEntry};
 use super::stored::on_disk;
@@ -61,8 +61,8 @@ impl<D: StepDevice> AdamW<D> {
     /// device.
     ///
     /// # Errors
-    /// A folder that holds something else, on every rank as the following; [`CheckpointError`] where writing fails; a
-    /// collective's.
+    /// A folder that holds another checkpoint, by its config.json (also one that is a link) or by files of weights
+    /// without one; [`CheckpointError`] where writing fails; both on every rank. A collective's.
     pub fn save(&mut self, dir: impl AsRef<Path>) -> Result<()> {
         let dir = dir.as_ref();
         let result = self.write_state(dir);
@@ -320,18 +320,25 @@ impl Saved {
     }
 }
 
-/// Refuses a folder that holds a checkpoint of something else, which a save would replace.
+/// Refuses a folder that holds files of a checkpoint which are not a state's, and which a save would replace. Links are
+/// followed: what config.json says counts, wherever it lies.
 fn check_target(dir: &Path) -> Result<()> {
-    let Ok(Some(path)) = Folder::open(dir, OpenOptions::default()).and_then(|folder| folder.find(CONFIG)) else {
-        return Ok(());
+    let folder = Folder::open(dir, OpenOptions { follow_links: true, ..Default::default() })?;
+    let path = dir.join(CONFIG);
+    let refused = |path: &Path, found: String| {
+        Err(config_error(path, "model_type", format_args!("\"{KIND}\", or no checkpoint here"), found).into())
     };
-    let kind = parse_value(&read_limited(&path, MAX_CONFIG)?, &path)?;
+    let Some(config) = folder.find(CONFIG)? else {
+        let there = |name: &&str| dir.join(name).symlink_metadata().is_ok();
+        return match [SINGLE, INDEX, QUANTIZATION].into_iter().find(there) {
+            None => Ok(()),
+            Some(name) => refused(&path, format!("{name} without {CONFIG}")),
+        };
+    };
+    let kind = parse_value(&read_limited(&config, MAX_CONFIG)?, &config)?;
     match kind.get("model_type").and_then(Value::as_str) {
         Some(KIND) => Ok(()),
-        other => {
-            let found = other.map_or_else(|| "another".to_string(), str::to_string);
-            Err(config_error(&path, "model_type", format_args!("\"{KIND}\", or no checkpoint here"), found).into())
-        }
+        other => refused(&config, other.unwrap_or("another").to_string()),
     }
 }
 
