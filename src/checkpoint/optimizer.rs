@@ -17,6 +17,7 @@ use super::json::{MAX_CONFIG, config_error, io_error, parse_value, read_limited}
 use super::reader::{Files, TensorEntry};
 use super::stored::on_disk;
 use super::{OpenOptions, header};
+use crate::comm::refusal::refuse_on_error;
 use crate::comm::{Exchange, Op, Tag};
 use crate::cpu::Cpu;
 use crate::dtype::DType;
@@ -226,8 +227,11 @@ impl<D: StepDevice> AdamW<D> {
         let device = self.device().clone();
         let (rank, own, streams) = (self.rank(), counts.numbers(), self.streams());
         let Some(comm) = self.comm().filter(|comm| comm.size() > 1) else { return Ok(()) };
-        let send = Tensor::<Cpu>::from_vec(own.to_vec(), &[own.len()])?.to(&device)?;
-        let mut all = Tensor::empty(&device, DType::I64, &[own.len() * comm.size()])?;
+        let ranks = comm.size();
+        let buffers = Tensor::<Cpu>::from_vec(own.to_vec(), &[own.len()])
+            .and_then(|own| own.to(&device))
+            .and_then(|send| Ok((send, Tensor::empty(&device, DType::I64, &[own.len() * ranks])?)));
+        let (send, mut all) = refuse_on_error(comm, TAG, buffers)?;
         streams.run_on_transfer(|| comm.all_gather(TAG, send.view(), all.view_mut()))?;
         let bytes = device.download(all.view())?;
         let all: Vec<i64> =

@@ -116,12 +116,7 @@ impl<D: Kernels> DispatcherState<D> {
 
     /// A collective's error, in terms of the call it served.
     pub fn as_peer_error(&self, call: &'static str, error: Error) -> Error {
-        match error {
-            Error::Comm(CommError::Refused { peer, reason, .. }) => {
-                Error::Peer { call, rank: self.rank(), peer, reason }
-            }
-            other => other,
-        }
+        error.of_call(call, self.rank())
     }
 
     /// Routing of all ranks' tokens: one collective, an all-gather of a record per rank (none for

@@ -322,6 +322,15 @@ impl Error {
         Error::Invalid { call, name: name.to_string(), expected: expected.to_string(), found: found.to_string() }
     }
 
+    /// As an error of `call` on `rank`: another rank's refusal names what that rank has failed in, and not the collective
+    /// that it met.
+    pub(crate) fn of_call(self, call: &'static str, rank: usize) -> Self {
+        match self {
+            Error::Comm(CommError::Refused { peer, reason, .. }) => Error::Peer { call, rank, peer, reason },
+            other => other,
+        }
+    }
+
     /// [`Error::Shape`] if the sizes differ.
     pub(crate) fn check_shape(call: &'static str, tensor: &str, expected: &[usize], found: &[usize]) -> Result<()> {
         if expected == found {

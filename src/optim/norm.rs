@@ -3,6 +3,7 @@
 use std::ops::Range;
 
 use crate::DType;
+use crate::comm::refusal::refuse_on_error;
 use crate::comm::{Communicator, Op, Tag};
 use crate::error::{Error, Result};
 use crate::etp::StreamPair;
@@ -188,8 +189,9 @@ pub(super) fn exchange<D: StepDevice>(
     let mut gather = |sequence: u64, numbers: &[u64]| -> Result<Vec<u64>> {
         let tag = Tag { layer: 0, op: Op::Init, sequence };
         let bytes: Vec<u8> = numbers.iter().flat_map(|v| v.to_le_bytes()).collect();
-        let send = upload(device, DType::I64, &bytes)?;
-        let mut all = Tensor::empty(device, DType::I64, &[ranks * send.view().count()])?;
+        let buffers = upload(device, DType::I64, &bytes)
+            .and_then(|send| Ok((send, Tensor::empty(device, DType::I64, &[ranks * numbers.len()])?)));
+        let (send, mut all) = refuse_on_error(comm, tag, buffers)?;
         streams.run_on_transfer(|| comm.all_gather(tag, send.view(), all.view_mut()))?;
         let bytes = device.download(all.view())?;
         Ok(bytes.chunks_exact(8).map(|b| u64::from_le_bytes(b.try_into().unwrap_or_default())).collect())
