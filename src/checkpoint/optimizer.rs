@@ -213,11 +213,8 @@ impl<D: StepDevice> AdamW<D> {
         match outcome {
             // Which the others have heard of, each in a collective of its own.
             Err(Error::Comm(e)) => Err(Error::Comm(e)),
-            Err(e) => {
-                // They wait in the next collective, whichever it is; that they hear of it there is all that can be done.
-                let _ = comm.refuse(TAG, &e.to_string());
-                Err(e)
-            }
+            // They wait in the next collective, whichever it is.
+            Err(e) => refuse_on_error(comm, TAG, Err(e)),
             Ok(value) => comm.barrier(TAG).map(|()| value),
         }
     }

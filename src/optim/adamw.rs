@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use crate::DType;
+use crate::comm::refusal::refuse_on_error_if_any;
 use crate::comm::{Communicator, Op, Tag};
 use crate::error::{Error, Result};
 use crate::etp::StreamPair;
@@ -74,13 +75,9 @@ impl<D: StepDevice> AdamW<D> {
     ) -> Result<Self> {
         let mut comm = comm;
         let sound = options.check().and_then(|()| groups.iter().try_for_each(GroupOptions::check));
-        if let Err(error) = sound.and_then(|()| check_specs(&specs, groups.len())) {
-            if let Some(comm) = comm.as_deref_mut().filter(|comm| comm.size() > 1) {
-                // The others wait to compare theirs.
-                let _ = comm.refuse(Tag { layer: 0, op: Op::Init, sequence: 0 }, &error.to_string());
-            }
-            return Err(error);
-        }
+        // The others wait to compare theirs.
+        let checked = sound.and_then(|()| check_specs(&specs, groups.len()));
+        refuse_on_error_if_any(comm.as_deref_mut(), Tag { layer: 0, op: Op::Init, sequence: 0 }, checked)?;
         let (rank_rows, rank): (RankRows, usize) =
             exchange(device, comm.as_deref_mut(), &specs, &fields(&options, groups.len(), specs.len()))?;
         let norm = match options.has_norm() {
@@ -151,13 +148,9 @@ impl<D: StepDevice> AdamW<D> {
     pub fn begin(&mut self, gradients: &[Option<TensorRef<'_, D>>]) -> Result<()> {
         let tag = Tag { layer: 0, op: Op::GradNorm, sequence: self.begun };
         self.begun += 1;
-        if let Err(error) = self.own_sums(gradients) {
-            if let (Some(comm), true) = (self.comm.as_deref_mut().filter(|comm| comm.size() > 1), self.norm.is_some()) {
-                // The others wait for this rank's sums; that they hear of it is all that can be done.
-                let _ = comm.refuse(tag, &error.to_string());
-            }
-            return Err(error);
-        }
+        let sums = self.own_sums(gradients);
+        // The others wait for this rank's sums, where there is a norm.
+        refuse_on_error_if_any(self.comm.as_deref_mut().filter(|_| self.norm.is_some()), tag, sums)?;
         if let Some(plan) = &mut self.norm {
             plan.gather(self.comm.as_deref_mut(), &self.streams, tag)?;
         }
