@@ -359,33 +359,82 @@ fn ranks_that_differ_are_refused() {
         AdamW::new(&Cpu::new(), options, &[options.group], specs, Some(Box::new(comm))).map(drop)
     };
     let spec = |name: &str, shard| ParamSpec { name: name.into(), shard, dtype: DType::F32, group: 0 };
-    let mismatch = |results: Vec<Result<()>>, wanted: &str| {
-        for result in results {
-            match result {
-                Err(Error::ConfigMismatch { field, .. }) => assert!(field.contains(wanted), "{field}"),
+    // Each rank names the field with its own value and the other rank's.
+    let mismatch = |results: Vec<Result<()>>, wanted: &str, values: [&str; 2]| {
+        for (own, result) in results.into_iter().enumerate() {
+            match &result {
+                Err(Error::ConfigMismatch { call: "AdamW", field, rank, value, peer, peer_value }) => {
+                    assert_eq!((field.as_str(), *rank, *peer), (wanted, own, 1 - own), "{result:?}");
+                    assert_eq!([value.as_str(), peer_value], [values[own], values[1 - own]], "{wanted}");
+                }
                 other => panic!("{other:?}"),
             }
         }
     };
-    let clipped = |rank| AdamWOptions { max_norm: Some(1.0 + rank as f64), ..Default::default() };
-    mismatch(
-        ranks(2, |comm| {
-            let options = clipped(comm.rank());
+    let usual = AdamWOptions { max_norm: Some(1.5), ..Default::default() };
+    let scaled = |scaling: LossScaling| AdamWOptions { loss_scaling: Some(scaling), ..usual };
+    let scaling = LossScaling::default();
+    let cases = [
+        (AdamWOptions { max_norm: Some(2.0), ..usual }, "max_norm", ["1.5", "2"]),
+        (AdamWOptions { max_norm: None, ..usual }, "max_norm", ["1.5", "none"]),
+        (AdamWOptions { moments: DType::BF16, ..usual }, "moments", ["f32", "bf16"]),
+        (AdamWOptions { seed: 9, ..usual }, "seed", ["0", "9"]),
+        (scaled(scaling), "loss_scaling.initial", ["none", "65536"]),
+    ];
+    for (other, field, values) in cases {
+        let results = ranks(2, |comm| {
+            let options = if comm.rank() == 1 { other } else { usual };
             make(comm, options, vec![])
-        }),
-        "options[0]",
-    );
-    let usual = clipped(0);
+        });
+        mismatch(results, &format!("optimizer.{field}"), values);
+    }
+    let results = ranks(2, |comm| {
+        let interval = scaling.interval + comm.rank() as u32;
+        make(comm, scaled(LossScaling { interval, ..scaling }), vec![])
+    });
+    mismatch(results, "optimizer.loss_scaling.interval", ["2000", "2001"]);
     let counts = ranks(2, |comm| {
         let specs = (0..comm.rank()).map(|i| spec(&i.to_string(), ParamShard::whole(&[2]))).collect();
         make(comm, usual, specs)
     });
-    mismatch(counts, "parameters");
-    let names = ranks(2, |comm| {
-        let name = format!("p{}", comm.rank());
-        make(comm, usual, vec![spec(&name, ParamShard::whole(&[2]))])
+    mismatch(counts, "optimizer.parameters", ["0", "1"]);
+    let groups = ranks(2, |comm| {
+        let groups = vec![usual.group; 1 + comm.rank()];
+        AdamW::new(&Cpu::new(), usual, &groups, vec![], Some(Box::new(comm))).map(drop)
     });
-    mismatch(names, "parameter p");
+    mismatch(groups, "optimizer.groups", ["1", "2"]);
+    let long = "é".repeat(200);
+    type Change = fn(&mut ParamSpec);
+    let parts: [(Change, &str, [&str; 2]); 5] = [
+        (|spec| spec.name = "p1".into(), "name", ["p0", "p1"]),
+        (|spec| spec.name = "é".repeat(200), "name", ["p0", &long]),
+        (|spec| spec.shard = ParamShard::whole(&[3, 2]), "dims of p0", ["[2, 3]", "[3, 2]"]),
+        (|spec| spec.dtype = DType::F16, "dtype of p0", ["f32", "f16"]),
+        (|spec| spec.group = 1, "group of p0", ["0", "1"]),
+    ];
+    for (change, part, values) in parts {
+        let results = ranks(2, |comm| {
+            let mut other = spec("p0", ParamShard::whole(&[2, 3]));
+            if comm.rank() == 1 {
+                change(&mut other);
+            }
+            let specs = vec![spec("first", ParamShard::whole(&[2])), other];
+            AdamW::new(&Cpu::new(), usual, &[usual.group; 2], specs, Some(Box::new(comm))).map(drop)
+        });
+        if values[1].len() <= 256 {
+            mismatch(results, &format!("optimizer.parameters[1].{part}"), values);
+            continue;
+        }
+        // What travels of a name has an end.
+        let cut = "é".repeat(128);
+        let found = results.into_iter().map(|result| match result {
+            Err(Error::ConfigMismatch { value, peer_value, .. }) => [value, peer_value],
+            other => panic!("{other:?}"),
+        });
+        assert_eq!(found.collect::<Vec<_>>(), [["p0", &cut], [values[1], "p0"]]);
+    }
+    // Nothing differs where there is nothing.
+    assert!(ranks(2, |comm| make(comm, usual, vec![])).iter().all(Result::is_ok));
     // Both hold the first half.
     let holes = ranks(2, |comm| {
         let shards = Shards::new(&[4, 3], 2, 0).unwrap();
@@ -431,4 +480,71 @@ fn states_of_other_parameters_and_folders_of_models_are_refused() {
     assert!(kept.contains("qwen3_moe"));
     let error = rank.adam.load(model.path()).unwrap_err().to_string();
     assert!(error.contains("model_type"), "{error}");
+}
+
+/// Every file of a folder, through links.
+fn contents(dir: &Path) -> Vec<(String, String)> {
+    let entries = std::fs::read_dir(dir).unwrap().map(|entry| entry.unwrap());
+    let mut all: Vec<_> = entries
+        .map(|entry| (entry.file_name().into_string().unwrap(), std::fs::read_to_string(entry.path()).unwrap()))
+        .collect();
+    all.sort();
+    all
+}
+
+/// Refused as a target, with what is in it as it was.
+fn refused_target(dir: &Path, words: &[&str]) {
+    let before = contents(dir);
+    let mut rank = Rank::new(Mesh::new(1, 1), ThreadWorld::create(1, LIMIT).remove(0), DType::F32).unwrap();
+    let error = rank.adam.save(dir).unwrap_err();
+    assert!(matches!(&error, Error::Checkpoint(CheckpointError::Config { .. })), "{error}");
+    let text = error.to_string();
+    assert!(words.iter().all(|word| text.contains(word)), "{text}");
+    assert_eq!(contents(dir), before);
+}
+
+/// A snapshot of a model in a cache whose files are links into a folder of blobs.
+#[cfg(unix)]
+#[test]
+fn a_snapshot_of_links_is_no_target() {
+    let cache = tempfile::tempdir().unwrap();
+    let [blobs, snapshot] = ["blobs", "snapshot"].map(|name| cache.path().join(name));
+    [&blobs, &snapshot].iter().for_each(|dir| std::fs::create_dir(dir).unwrap());
+    let files = [("config.json", "{\"model_type\": \"qwen3_moe\"}"), ("model.safetensors", "weights")];
+    for (name, text) in files {
+        std::fs::write(blobs.join(name), text).unwrap();
+        std::os::unix::fs::symlink(blobs.join(name), snapshot.join(name)).unwrap();
+    }
+    refused_target(&snapshot, &["model_type", "qwen3_moe", "moebius_adamw"]);
+    assert!(snapshot.join("config.json").is_symlink());
+    // A link to nothing says nothing of what is there.
+    std::fs::remove_file(blobs.join("config.json")).unwrap();
+    let mut rank = Rank::new(Mesh::new(1, 1), ThreadWorld::create(1, LIMIT).remove(0), DType::F32).unwrap();
+    assert!(rank.adam.save(&snapshot).is_err());
+    assert!(snapshot.join("config.json").is_symlink());
+    assert_eq!(std::fs::read_to_string(snapshot.join("model.safetensors")).unwrap(), "weights");
+}
+
+/// Weights alone are a checkpoint too: an index's shards would go with it.
+#[test]
+fn weights_without_a_config_are_no_target() {
+    let index = "{\"weight_map\": {\"a\": \"model-00001-of-00002.safetensors\"}}";
+    let folders = [
+        vec![("model.safetensors", "weights")],
+        vec![("model.safetensors.index.json", index), ("model-00001-of-00002.safetensors", "weights")],
+        vec![("hf_quant_config.json", "{}")],
+    ];
+    for files in folders {
+        let dir = tempfile::tempdir().unwrap();
+        for (name, text) in &files {
+            std::fs::write(dir.path().join(name), text).unwrap();
+        }
+        refused_target(dir.path(), &[files[0].0, "without config.json", "moebius_adamw"]);
+    }
+    // Other files do not stand in the way.
+    let dir = tempfile::tempdir().unwrap();
+    std::fs::write(dir.path().join("README.md"), "mine").unwrap();
+    train_and_save(dir.path());
+    train_and_save(dir.path());
+    assert_eq!(std::fs::read_to_string(dir.path().join("README.md")).unwrap(), "mine");
 }

@@ -1,7 +1,7 @@
 //! A rank's training in candle.
 
 use std::collections::BTreeMap;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, Tensor, Var};
@@ -85,7 +85,7 @@ impl Rank {
         }
         let mut optimizer = optimizer(settings, place.optimizer, params)?;
         if let Some(dir) = &settings.resume {
-            let taken = optimizer.load(state::optimizer(dir))?;
+            let taken = optimizer.load(state::optimizer(dir)?)?;
             state::check_step(dir, settings.range.start, taken + optimizer.stats()?.skipped)?;
         }
         let (settings, gradients) = (settings.clone(), MainGradients::in_f32());
@@ -229,9 +229,12 @@ impl Worker for Rank {
     fn save(&mut self, dir: &Path, steps: usize) -> Result<(), Failure> {
         let tag = Tag { layer: 0, op: Op::User, sequence: steps as u64 };
         // Before the optimizers of all ranks meet, and behind what one rank alone does.
-        let made = std::fs::create_dir_all(dir);
-        self.agreed(tag, made.map_err(|error| state::StateError::Io { path: dir.to_path_buf(), error }.into()))?;
-        let written = self.write(dir, steps, tag);
+        let (save, begun) = match (self.number == 0).then(|| state::Save::begin(dir)).transpose() {
+            Ok(save) => (save, Ok(())),
+            Err(error) => (None, Err(error.into())),
+        };
+        self.agreed(tag, begun)?;
+        let written = self.write(save, steps, tag);
         self.agreed(tag, written)
     }
 }
@@ -248,17 +251,17 @@ impl Rank {
         }
     }
 
-    fn write(&mut self, dir: &Path, steps: usize, tag: Tag) -> Result<(), Failure> {
+    /// Writes the state: the rank that has the save does, from what all have.
+    fn write(&mut self, save: Option<state::Save>, steps: usize, tag: Tag) -> Result<(), Failure> {
         let mut own = RankResults::default();
         for (name, var) in self.model.vars() {
             let values = var.to_dtype(DType::F32)?.flatten_all()?.to_vec1::<f32>()?;
             own.put(name.clone(), &[values.len()], values.into_iter().map(f64::from));
         }
         let gathered = self.world.gather(tag, &own.pack()?)?;
-        self.optimizer.save(state::optimizer(dir))?;
-        if self.number > 0 {
-            return Ok(());
-        }
+        // The first rank alone goes by the folder.
+        self.optimizer.save(save.as_ref().map_or_else(PathBuf::new, state::Save::optimizer))?;
+        let Some(save) = save else { return Ok(()) };
         let ranks = gathered.iter().map(|bytes| RankResults::unpack(bytes)).collect::<Result<Vec<_>, _>>()?;
         let mut weights = BTreeMap::new();
         for param in initial(&self.settings) {
@@ -268,6 +271,6 @@ impl Rank {
             let parts = ranks.iter().map(part).collect::<Result<Vec<_>, _>>()?;
             weights.insert(param.name.clone(), state::whole(self.settings.mesh, &param, &parts));
         }
-        state::write(dir, &self.settings, steps, &weights)
+        save.finish(&self.settings, steps, &weights)
     }
 }

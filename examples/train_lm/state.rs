@@ -1,10 +1,17 @@
-//! A run's state on disk: `training.json` says of which run and after how many steps, `weights.safetensors` has the
-//! whole parameters, and `optimizer/` what the optimizer keeps beside them, so that any number of ranks goes on from it.
+//! A run's state on disk, from which any number of ranks goes on:
+//!
+//! ```text
+//! training.json            of which run it is, after how many steps, and which of the two folders has it
+//! state-0/ or state-1/     weights.safetensors, the whole parameters, and optimizer/, what is kept beside them
+//! ```
+//!
+//! A save fills the folder that `training.json` does not name, and then renames a new `training.json` into place. That is
+//! the one step in which the state changes: whatever is killed when, the folder holds the old state or the new one.
 
 use std::collections::BTreeMap;
 use std::error::Error;
 use std::fmt;
-use std::io;
+use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 
 use safetensors::tensor::{Dtype, TensorView};
@@ -16,7 +23,11 @@ use crate::lm::{Param, Settings, initial, is_share};
 use crate::mesh::Mesh;
 
 const RUN: &str = "training.json";
+const NEW_RUN: &str = "training.json.new";
 const WEIGHTS: &str = "weights.safetensors";
+const FOLDERS: [&str; 2] = ["state-0", "state-1"];
+/// The field of `training.json` that names one.
+const FOLDER: &str = "folder";
 
 /// Why a run cannot go on from a state.
 #[derive(Debug)]
@@ -78,6 +89,20 @@ fn read(path: PathBuf) -> Result<Vec<u8>, StateError> {
     std::fs::read(&path).map_err(|error| StateError::Io { path, error })
 }
 
+fn saved_run(dir: &Path) -> Result<Value, StateError> {
+    let path = dir.join(RUN);
+    let bytes = read(path.clone())?;
+    serde_json::from_slice(&bytes).map_err(|e| StateError::Damaged { path, reason: e.to_string() })
+}
+
+/// The folder of the state that counts.
+fn folder(dir: &Path) -> Result<&'static str, StateError> {
+    let saved = saved_run(dir)?;
+    let named = saved.get(FOLDER).and_then(Value::as_str);
+    let known = FOLDERS.into_iter().find(|folder| Some(*folder) == named);
+    known.ok_or_else(|| StateError::Damaged { path: dir.join(RUN), reason: format!("{FOLDER}: none of {FOLDERS:?}") })
+}
+
 /// Number of steps that a saved run has made.
 ///
 /// # Errors
@@ -85,7 +110,7 @@ fn read(path: PathBuf) -> Result<Vec<u8>, StateError> {
 pub fn steps_of(dir: &Path, settings: &Settings) -> Result<usize, StateError> {
     let path = dir.join(RUN);
     let damaged = |reason: String| StateError::Damaged { path: path.clone(), reason };
-    let saved: Value = serde_json::from_slice(&read(path.clone())?).map_err(|e| damaged(e.to_string()))?;
+    let saved = saved_run(dir)?;
     for (field, expected) in run(settings) {
         let found = saved.get(field).and_then(Value::as_str).unwrap_or("nothing").to_string();
         if found != expected {
@@ -103,7 +128,7 @@ pub fn steps_of(dir: &Path, settings: &Settings) -> Result<usize, StateError> {
 pub fn params(settings: &Settings) -> Result<Vec<Param>, StateError> {
     let mut params = initial(settings);
     let Some(dir) = &settings.resume else { return Ok(params) };
-    let path = dir.join(WEIGHTS);
+    let path = dir.join(folder(dir)?).join(WEIGHTS);
     let damaged = |reason: String| StateError::Damaged { path: path.clone(), reason };
     let bytes = read(path.clone())?;
     let saved = SafeTensors::deserialize(&bytes).map_err(|e| damaged(e.to_string()))?;
@@ -128,8 +153,11 @@ pub fn check_step(dir: &Path, weights: usize, optimizer: u64) -> Result<(), Stat
 }
 
 /// Where the optimizer's state is.
-pub fn optimizer(dir: &Path) -> PathBuf {
-    dir.join("optimizer")
+///
+/// # Errors
+/// There is no state.
+pub fn optimizer(dir: &Path) -> Result<PathBuf, StateError> {
+    Ok(dir.join(folder(dir)?).join("optimizer"))
 }
 
 /// A whole parameter from what the ranks hold of it.
@@ -148,32 +176,114 @@ pub fn whole(mesh: Mesh, param: &Param, parts: &[Vec<f32>]) -> Vec<f32> {
     whole
 }
 
-/// Writes weights and what they are of, behind the optimizer's state. Each file takes its place as one; a state whose
-/// files are from different steps is refused as it is read.
-///
-/// # Errors
-/// A file that cannot be written.
-pub fn write(
-    dir: &Path,
-    settings: &Settings,
-    step: usize,
-    weights: &BTreeMap<String, Vec<f32>>,
-) -> Result<(), Failure> {
-    let params = initial(settings);
-    let bytes = |values: &Vec<f32>| values.iter().flat_map(|v| v.to_le_bytes()).collect::<Vec<u8>>();
-    let all: BTreeMap<&String, Vec<u8>> = weights.iter().map(|(name, values)| (name, bytes(values))).collect();
-    let view = |param: &Param| -> Result<_, Failure> {
-        let bytes = all.get(&param.name).ok_or_else(|| format!("no weights of {}", param.name))?;
-        Ok((param.name.clone(), TensorView::new(Dtype::F32, param.dims.clone(), bytes)?))
-    };
-    let weights = serialize(params.iter().map(view).collect::<Result<Vec<_>, Failure>>()?, None)?;
-    let mut of: serde_json::Map<String, Value> =
-        run(settings).into_iter().map(|(field, value)| (field.to_string(), Value::String(value))).collect();
-    of.insert("step".to_string(), json!(step));
-    for (name, bytes) in [(WEIGHTS, weights), (RUN, serde_json::to_vec_pretty(&of)?)] {
-        let (path, new) = (dir.join(name), dir.join(format!("{name}.new")));
-        let written = std::fs::write(&new, bytes).and_then(|()| std::fs::rename(&new, &path));
-        written.map_err(|error| StateError::Io { path, error })?;
+/// A save under way: of the rank that writes.
+pub struct Save {
+    dir: PathBuf,
+    /// The folder that the state is written to.
+    new: &'static str,
+    /// The one that counts, if any does.
+    old: Option<&'static str>,
+}
+
+impl Save {
+    /// Makes the folders, and removes what a save that did not come to its end has left.
+    ///
+    /// # Errors
+    /// A folder that cannot be made or cleaned.
+    pub fn begin(dir: &Path) -> Result<Self, StateError> {
+        let at = |path: PathBuf| move |error| StateError::Io { path, error };
+        std::fs::create_dir_all(dir).map_err(at(dir.to_path_buf()))?;
+        let old = match folder(dir) {
+            Ok(folder) => Some(folder),
+            // One that leads to no state is replaced.
+            Err(StateError::Damaged { .. }) => None,
+            Err(StateError::Io { error, .. }) if error.kind() == io::ErrorKind::NotFound => None,
+            Err(error) => return Err(error),
+        };
+        let new = if old == Some(FOLDERS[0]) { FOLDERS[1] } else { FOLDERS[0] };
+        let folder = dir.join(new);
+        remove(&folder, |path| std::fs::remove_dir_all(path))?;
+        remove(&dir.join(NEW_RUN), |path| std::fs::remove_file(path))?;
+        kill_point("cleaned")?;
+        std::fs::create_dir(&folder).map_err(at(folder.clone()))?;
+        kill_point("a folder made")?;
+        Ok(Self { dir: dir.to_path_buf(), new, old })
     }
+
+    /// Where the optimizer's state is to be written, before [`finish`](Self::finish).
+    pub fn optimizer(&self) -> PathBuf {
+        self.dir.join(self.new).join("optimizer")
+    }
+
+    /// Writes weights and what they are of, and has the new state count.
+    ///
+    /// # Errors
+    /// A file that cannot be written: the state before stays.
+    pub fn finish(self, settings: &Settings, step: usize, weights: &BTreeMap<String, Vec<f32>>) -> Result<(), Failure> {
+        let params = initial(settings);
+        let bytes = |values: &Vec<f32>| values.iter().flat_map(|v| v.to_le_bytes()).collect::<Vec<u8>>();
+        let all: BTreeMap<&String, Vec<u8>> = weights.iter().map(|(name, values)| (name, bytes(values))).collect();
+        let view = |param: &Param| -> Result<_, Failure> {
+            let bytes = all.get(&param.name).ok_or_else(|| format!("no weights of {}", param.name))?;
+            Ok((param.name.clone(), TensorView::new(Dtype::F32, param.dims.clone(), bytes)?))
+        };
+        let weights = serialize(params.iter().map(view).collect::<Result<Vec<_>, Failure>>()?, None)?;
+        let mut of: serde_json::Map<String, Value> =
+            run(settings).into_iter().map(|(field, value)| (field.to_string(), Value::String(value))).collect();
+        of.insert("step".to_string(), json!(step));
+        of.insert(FOLDER.to_string(), json!(self.new));
+        kill_point("an optimizer written")?;
+        write(self.dir.join(self.new).join(WEIGHTS), &weights)?;
+        kill_point("weights written")?;
+        write(self.dir.join(NEW_RUN), &serde_json::to_vec_pretty(&of)?)?;
+        kill_point("a run written")?;
+        let run = self.dir.join(RUN);
+        std::fs::rename(self.dir.join(NEW_RUN), &run).map_err(|error| StateError::Io { path: run, error })?;
+        kill_point("the new state counts")?;
+        if let Some(old) = self.old {
+            remove(&self.dir.join(old), |path| std::fs::remove_dir_all(path))?;
+        }
+        Ok(())
+    }
+}
+
+/// Writes a file, and waits until it is on the disk: it is there before what names it.
+fn write(path: PathBuf, bytes: &[u8]) -> Result<(), StateError> {
+    let written = std::fs::File::create(&path).and_then(|mut file| {
+        file.write_all(bytes)?;
+        file.sync_all()
+    });
+    written.map_err(|error| StateError::Io { path, error })
+}
+
+/// Removes what may not be there.
+fn remove(path: &Path, how: impl FnOnce(&Path) -> io::Result<()>) -> Result<(), StateError> {
+    match how(path) {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => {
+            Err(StateError::Io { path: path.to_path_buf(), error })
+        }
+        _ => Ok(()),
+    }
+}
+
+#[cfg(test)]
+thread_local! {
+    /// Points of a save until a test ends it there, as a kill would.
+    pub static POINTS_LEFT: std::cell::Cell<usize> = const { std::cell::Cell::new(usize::MAX) };
+}
+
+/// Such a point.
+#[cfg(test)]
+fn kill_point(name: &str) -> Result<(), StateError> {
+    let left = POINTS_LEFT.get().saturating_sub(1);
+    POINTS_LEFT.set(left);
+    match left {
+        0 => Err(StateError::Io { path: PathBuf::from(name), error: io::Error::other("killed") }),
+        _ => Ok(()),
+    }
+}
+
+#[cfg(not(test))]
+fn kill_point(_: &str) -> Result<(), StateError> {
     Ok(())
 }

@@ -1,5 +1,7 @@
 //! Sharded training beside whole weights, to the bit.
 
+use std::path::Path;
+
 use candle_core::Device;
 use clap::Parser;
 use moebius::etp::Payload;
@@ -7,6 +9,7 @@ use moebius::etp::Payload;
 use crate::corpus::Corpus;
 use crate::lm::{Settings, Step, initial};
 use crate::mesh::{self, Mesh};
+use crate::ranks::Worker;
 use crate::state::{self, StateError};
 use crate::{Args, TOLERANCE, candle, process, ranks};
 
@@ -441,16 +444,65 @@ fn unchecked(settings: &Settings) -> Vec<Step> {
 #[test]
 fn a_rank_that_cannot_save_fails_the_run_on_all() {
     let folder = tempfile::tempdir().unwrap();
-    std::fs::create_dir(folder.path().join("weights.safetensors")).unwrap();
+    std::fs::create_dir(folder.path().join("training.json")).unwrap();
     let settings = Settings { range: 0..1, layers: 1, save: Some(folder.path().to_path_buf()), ..settings(4, None) };
     let places = mesh::places(settings.mesh, &vec![Device::Cpu; settings.mesh.ranks], ranks::TIMEOUT).unwrap();
     let make = |params: &[_], place, rank| candle::Rank::new(&settings, params, (place, rank));
     let done = ranks::train(&settings, (places, 1), &Corpus::load(None).unwrap(), make, |_| Ok(()));
     let error = done.unwrap_err().to_string();
-    assert!(error.contains("rank 0: ") && error.contains("weights.safetensors"), "{error}");
+    assert!(error.contains("rank 0: ") && error.contains("training.json"), "{error}");
     for rank in 1..4 {
         assert!(error.contains(&format!("rank {rank}: rank 0: ")), "{error}");
     }
+}
+
+/// A save that ends at any of its steps, as where its process is killed, leaves the state before or the new one: a run
+/// goes on from it to the bit. The next save leaves nothing of that one.
+#[test]
+fn a_save_that_ends_anywhere_leaves_a_whole_state() {
+    let corpus = Corpus::load(None).unwrap();
+    let settings =
+        Settings { layers: 1, mesh: Mesh { ranks: 1, ep: 1, etp: None, engines: false }, ..settings(1, None) };
+    // Losses of some steps, and the save behind them.
+    let run = |range: std::ops::Range<usize>, resume: Option<&Path>, save: &Path| {
+        let settings = Settings { range: range.clone(), resume: resume.map(Path::to_path_buf), ..settings.clone() };
+        let place = mesh::places(settings.mesh, &[Device::Cpu], ranks::TIMEOUT).unwrap().remove(0);
+        let mut rank = candle::Rank::new(&settings, &state::params(&settings).unwrap(), (place, 0)).unwrap();
+        let mut step = |step| ranks::own_step(&mut rank, &settings, (&corpus, 1), 0, step).unwrap().loss.to_bits();
+        let losses: Vec<u64> = range.clone().map(&mut step).collect();
+        (losses, rank.save(save, range.end))
+    };
+    let names = |dir: &Path| -> Vec<_> {
+        let mut names: Vec<_> = std::fs::read_dir(dir).unwrap().map(|entry| entry.unwrap().file_name()).collect();
+        names.sort();
+        names
+    };
+    let elsewhere = tempfile::tempdir().unwrap();
+    let (unbroken, saved) = run(0..3, None, &elsewhere.path().join("unbroken"));
+    saved.unwrap();
+    let mut seen = [0; 2];
+    for at in 1.. {
+        let folder = tempfile::tempdir().unwrap();
+        let dir = &folder.path().join("state");
+        run(0..1, None, dir).1.unwrap();
+        state::POINTS_LEFT.set(at);
+        let (_, saved) = run(1..2, Some(dir), dir);
+        let killed = state::POINTS_LEFT.replace(usize::MAX) == 0;
+        assert_eq!(saved.is_err(), killed, "{saved:?}");
+        let made = state::steps_of(dir, &settings).unwrap();
+        seen[made - 1] += 1;
+        let (losses, saved) = run(made..3, Some(dir), dir);
+        saved.unwrap();
+        assert_eq!(losses, unbroken[made..], "point {at}: {made} steps");
+        assert_eq!(state::steps_of(dir, &settings).unwrap(), 3);
+        let state = names(dir).remove(0);
+        assert_eq!(names(dir), [state.clone(), "training.json".into()], "point {at}");
+        assert_eq!(names(&dir.join(state)), ["optimizer", "weights.safetensors"], "point {at}");
+        if !killed {
+            break;
+        }
+    }
+    assert!(seen[0] >= 5 && seen[1] >= 2, "{seen:?}");
 }
 
 #[test]
@@ -478,15 +530,15 @@ fn states_that_do_not_fit_are_refused() {
     assert!(matches!(nowhere, Err(StateError::Io { .. })), "{nowhere:?}");
     let resumed = Settings { range: 1..4, resume: Some(first.clone()), ..settings.clone() };
     assert!(state::params(&resumed).is_ok());
-    let weights = first.join("weights.safetensors");
+    let weights = first.join("state-0/weights.safetensors");
     let whole = std::fs::read(&weights).unwrap();
     std::fs::write(&weights, &whole[..whole.len() / 2]).unwrap();
     assert!(matches!(state::params(&resumed), Err(StateError::Damaged { .. })));
     std::fs::write(&weights, &whole).unwrap();
     // Weights of one step with the optimizer of another, on every rank.
-    for file in std::fs::read_dir(second.join("optimizer")).unwrap() {
+    for file in std::fs::read_dir(second.join("state-0/optimizer")).unwrap() {
         let file = file.unwrap();
-        std::fs::copy(file.path(), first.join("optimizer").join(file.file_name())).unwrap();
+        std::fs::copy(file.path(), first.join("state-0/optimizer").join(file.file_name())).unwrap();
     }
     let places = mesh::places(resumed.mesh, &vec![Device::Cpu; 4], ranks::TIMEOUT).unwrap();
     let params = state::params(&resumed).unwrap();

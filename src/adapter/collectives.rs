@@ -1,6 +1,7 @@
 //! Collectives that an adapter runs itself, beside its layers'.
 
-use crate::comm::{Op, Tag};
+use crate::comm::refusal::refuse_on_error;
+use crate::comm::{Op, Tag, refusal};
 use crate::ep::EpGroup;
 use crate::error::Result;
 use crate::kernels::Kernels;
@@ -19,15 +20,12 @@ pub(crate) fn broadcast<D: Kernels>(
     let mut group = group.lock();
     let (device, tag) = (group.device().clone(), tag(layer, Op::Weights));
     let comm = group.dispatcher().communicator();
-    let mut values = values(&device).inspect_err(|error| {
-        let _ = comm.refuse(tag, &error.to_string());
-    })?;
+    let mut values = refuse_on_error(comm, tag, values(&device))?;
     comm.broadcast(tag, 0, values.view_mut())?;
     Ok(values)
 }
 
 /// Meets the other ranks, which are in the collective `op` of a layer, as a failure.
 pub(super) fn refuse<D: Kernels>(group: &EpGroup<D>, layer: u32, op: Op, reason: &str) {
-    // The rank returns its own error, whatever becomes of the refusal.
-    let _ = group.lock().dispatcher().communicator().refuse(tag(layer, op), reason);
+    refusal::refuse(group.lock().dispatcher().communicator(), tag(layer, op), &reason);
 }

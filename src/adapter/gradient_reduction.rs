@@ -1,5 +1,6 @@
 //! Sums of gradients over ranks, a bucket to a collective.
 
+use crate::comm::refusal::{refuse_on_error, refuse_unless_entered};
 use crate::comm::{Communicator, Op, ReduceOp, Tag};
 use crate::error::{Error, Result};
 use crate::etp::{ShardDevice, StreamPair};
@@ -36,21 +37,15 @@ impl<P> GradientReduction<'_, P> {
             return Ok(());
         }
         let tag = |sequence: usize| Tag { layer: self.layer, op: Op::GradReduce, sequence: sequence as u64 };
-        check_device(comm, device).inspect_err(|error| {
-            let _ = comm.refuse(tag(0), &error.to_string());
-        })?;
+        let checked = check_device(comm, device);
+        refuse_on_error(comm, tag(0), checked)?;
         for (number, bucket) in buckets(self.params, self.bucket_bytes, self.summand).into_iter().enumerate() {
-            let mut entered = false;
-            let summed = sum(bucket, &mut |values| {
-                StreamPair::new(device, comm.device()).run_on_transfer(|| {
-                    entered = true;
-                    comm.all_reduce(tag(number), ReduceOp::Sum, values)
+            refuse_unless_entered(comm, tag(number), |entry| {
+                sum(bucket, &mut |values| {
+                    let streams = StreamPair::new(device, entry.device());
+                    streams.run_on_transfer(|| entry.enter().all_reduce(tag(number), ReduceOp::Sum, values))
                 })
-            });
-            if let (Err(error), false) = (&summed, entered) {
-                let _ = comm.refuse(tag(number), &error.to_string());
-            }
-            summed?;
+            })?;
         }
         Ok(())
     }

@@ -196,6 +196,7 @@ impl<B: NativeBackend> ShardedParams<B> {
     where
         T: ShardHolder<Backend: AutodiffBackend + MoeBackend<Native = B>> + ?Sized + 'm,
     {
+        // Not by `refuse_unless_entered`: the chain's other ranks, on its own threads, and the replicas are told.
         let mut entered = false;
         let filled = self.fill_gradients(modules, |enqueue| {
             entered = true;

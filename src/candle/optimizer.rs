@@ -7,6 +7,7 @@ use candle_core::backprop::GradStore;
 use candle_core::{Device, Result, Storage, Tensor, Var};
 use candle_nn::Optimizer;
 
+use crate::comm::refusal::refuse_on_error_if_any;
 use crate::comm::{Communicator, Op, Tag};
 use crate::cpu::Cpu;
 use crate::error::Error;
@@ -168,12 +169,9 @@ impl AdamW {
         groups: &[GroupOptions],
     ) -> Result<Self> {
         let mut comm = comm;
-        let specs = specs(&params).inspect_err(|e| {
-            if let Some(comm) = comm.as_deref_mut().filter(|comm| comm.size() > 1) {
-                // The others wait to compare theirs; that they hear of it is all that can be done.
-                let _ = comm.refuse(Tag { layer: 0, op: Op::Init, sequence: 0 }, &e.to_string());
-            }
-        })?;
+        // The others wait to compare theirs.
+        let tag = Tag { layer: 0, op: Op::Init, sequence: 0 };
+        let specs = refuse_on_error_if_any(comm.as_deref_mut(), tag, specs(&params))?;
         let optimizer = optim::AdamW::new(device, options, groups, specs, comm)?;
         let home = params.first().map_or(Device::Cpu, |p| p.var.device().clone());
         let mut on = AdamWOnDevice { optimizer, params, device: home };

@@ -12,11 +12,12 @@ use safetensors::tensor::TensorInfo;
 use serde_json::{Value, json};
 
 use super::commit::Save;
-use super::folder::{CONFIG, Folder, SINGLE, read_one_version};
+use super::folder::{CONFIG, Folder, INDEX, QUANTIZATION, SINGLE, read_one_version};
 use super::json::{MAX_CONFIG, config_error, io_error, parse_value, read_limited};
 use super::reader::{Files, TensorEntry};
 use super::stored::on_disk;
 use super::{OpenOptions, header};
+use crate::comm::refusal::refuse_on_error;
 use crate::comm::{Exchange, Op, Tag};
 use crate::cpu::Cpu;
 use crate::dtype::DType;
@@ -61,8 +62,8 @@ impl<D: StepDevice> AdamW<D> {
     /// device.
     ///
     /// # Errors
-    /// A folder that holds something else, on every rank as the following; [`CheckpointError`] where writing fails; a
-    /// collective's.
+    /// A folder that holds another checkpoint, by its config.json (also one that is a link) or by files of weights
+    /// without one; [`CheckpointError`] where writing fails; both on every rank. A collective's.
     pub fn save(&mut self, dir: impl AsRef<Path>) -> Result<()> {
         let dir = dir.as_ref();
         let result = self.write_state(dir);
@@ -212,11 +213,8 @@ impl<D: StepDevice> AdamW<D> {
         match outcome {
             // Which the others have heard of, each in a collective of its own.
             Err(Error::Comm(e)) => Err(Error::Comm(e)),
-            Err(e) => {
-                // They wait in the next collective, whichever it is; that they hear of it there is all that can be done.
-                let _ = comm.refuse(TAG, &e.to_string());
-                Err(e)
-            }
+            // They wait in the next collective, whichever it is.
+            Err(e) => refuse_on_error(comm, TAG, Err(e)),
             Ok(value) => comm.barrier(TAG).map(|()| value),
         }
     }
@@ -226,8 +224,11 @@ impl<D: StepDevice> AdamW<D> {
         let device = self.device().clone();
         let (rank, own, streams) = (self.rank(), counts.numbers(), self.streams());
         let Some(comm) = self.comm().filter(|comm| comm.size() > 1) else { return Ok(()) };
-        let send = Tensor::<Cpu>::from_vec(own.to_vec(), &[own.len()])?.to(&device)?;
-        let mut all = Tensor::empty(&device, DType::I64, &[own.len() * comm.size()])?;
+        let ranks = comm.size();
+        let buffers = Tensor::<Cpu>::from_vec(own.to_vec(), &[own.len()])
+            .and_then(|own| own.to(&device))
+            .and_then(|send| Ok((send, Tensor::empty(&device, DType::I64, &[own.len() * ranks])?)));
+        let (send, mut all) = refuse_on_error(comm, TAG, buffers)?;
         streams.run_on_transfer(|| comm.all_gather(TAG, send.view(), all.view_mut()))?;
         let bytes = device.download(all.view())?;
         let all: Vec<i64> =
@@ -320,18 +321,25 @@ impl Saved {
     }
 }
 
-/// Refuses a folder that holds a checkpoint of something else, which a save would replace.
+/// Refuses a folder that holds files of a checkpoint which are not a state's, and which a save would replace. Links are
+/// followed: what config.json says counts, wherever it lies.
 fn check_target(dir: &Path) -> Result<()> {
-    let Ok(Some(path)) = Folder::open(dir, OpenOptions::default()).and_then(|folder| folder.find(CONFIG)) else {
-        return Ok(());
+    let folder = Folder::open(dir, OpenOptions { follow_links: true, ..Default::default() })?;
+    let path = dir.join(CONFIG);
+    let refused = |path: &Path, found: String| {
+        Err(config_error(path, "model_type", format_args!("\"{KIND}\", or no checkpoint here"), found).into())
     };
-    let kind = parse_value(&read_limited(&path, MAX_CONFIG)?, &path)?;
+    let Some(config) = folder.find(CONFIG)? else {
+        let there = |name: &&str| dir.join(name).symlink_metadata().is_ok();
+        return match [SINGLE, INDEX, QUANTIZATION].into_iter().find(there) {
+            None => Ok(()),
+            Some(name) => refused(&path, format!("{name} without {CONFIG}")),
+        };
+    };
+    let kind = parse_value(&read_limited(&config, MAX_CONFIG)?, &config)?;
     match kind.get("model_type").and_then(Value::as_str) {
         Some(KIND) => Ok(()),
-        other => {
-            let found = other.map_or_else(|| "another".to_string(), str::to_string);
-            Err(config_error(&path, "model_type", format_args!("\"{KIND}\", or no checkpoint here"), found).into())
-        }
+        other => refused(&config, other.unwrap_or("another").to_string()),
     }
 }
 

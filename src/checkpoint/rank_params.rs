@@ -229,7 +229,8 @@ impl<'a> RankParams<'a> {
         if let (Err(error), Some(link)) = (&result, &mut self.link)
             && !matches!(error, Error::Comm(_))
         {
-            // That they cannot be told is not this call's error.
+            // By the link, whose device is not known here, and so not by `refusal`'s function of this name. That they
+            // cannot be told is not this call's error.
             let _ = link.refuse(&error.to_string());
         }
         result

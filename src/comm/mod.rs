@@ -17,6 +17,7 @@
 //! Sends and puts between two ranks are compared nowhere.
 
 pub(crate) mod agree;
+pub(crate) mod refusal;
 pub(crate) mod rendezvous;
 mod solo;
 #[cfg(not(loom))]

@@ -8,6 +8,7 @@
 use std::time::Duration;
 
 use crate::comm::agree::{CollectiveCall, Detail, Verdict, compare_calls, failed};
+use crate::comm::refusal::refuse_on_error;
 use crate::comm::rendezvous::{Arc, Rendezvous, Round};
 use crate::comm::{Communicator, Exchange, ReduceOp, Tag, check_blocks};
 #[cfg(not(loom))]
@@ -99,11 +100,7 @@ impl ThreadComm {
 
     /// Passes a check of this rank's arguments, or tells the others that it failed.
     fn check<T>(&mut self, tag: Tag, checked: Result<T>) -> Result<T> {
-        if let Err(error) = &checked {
-            // The first error is the one to report, whatever becomes of the meeting.
-            let _ = Communicator::<Cpu>::refuse(self, tag, &error.to_string());
-        }
-        checked
+        refuse_on_error(self, tag, checked)
     }
 }
 

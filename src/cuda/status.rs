@@ -132,8 +132,7 @@ impl Raised<'_> {
             params::FAULT_ID => self.routed_id(detail),
             params::FAULT_SUMS => {
                 let Origin { rank, layer } = self.origin(detail % ORIGINS as u64);
-                let name = format!("tensor aux.sums on rank {rank}, layer {layer}");
-                Error::invalid(ROUTE_BWD, name, "the sums of at least this rank's tokens", "no tokens")
+                Error::EmptySums { call: ROUTE_BWD, rank, layer }
             }
             params::FAULT_CHOICE => self.choice(fault, detail),
             params::FAULT_CAPACITY => self.capacity(),
@@ -458,8 +457,8 @@ mod tests {
 
     #[test]
     fn sums_over_no_tokens_are_told_with_rank_and_layer() {
-        let text = met(&[of(params::FAULT_SUMS, 1)]);
-        assert!(text.starts_with("route_bwd: tensor aux.sums on rank 2, layer 9: "), "{text}");
+        let error = raised(&[of(params::FAULT_SUMS, 1)]);
+        assert!(matches!(error, Some(Error::EmptySums { call: "route_bwd", rank: 2, layer: 9 })), "{error:?}");
     }
 
     /// Segments and maps: told with the call that followed them, its operand, rank and layer, and with what was found, as
@@ -570,7 +569,10 @@ mod tests {
         assert!(matches!(error_of(&words), Some(Error::ExpertId { rank: 3, layer: 9, id: 1000, .. })));
         // A record with another problem of a rank before it.
         fault(&mut words, params::FAULT_RECORD, 1);
-        assert!(matches!(error_of(&words), Some(Error::OddRecord { rank: 2, layer: 9, peer: 0, .. })));
+        let error = error_of(&words);
+        assert!(matches!(error, Some(Error::OddRecord { rank: 2, layer: 9, peer: 0, .. })), "{error:?}");
+        let text = error.map(|e| e.to_string()).unwrap_or_default();
+        assert!(text.contains("TokenDispatcher::check") && !text.contains("ids"), "{text}");
     }
 
     #[test]

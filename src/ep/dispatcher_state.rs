@@ -6,6 +6,7 @@
 
 use std::sync::Arc;
 
+use crate::comm::refusal::refuse_on_error;
 use crate::comm::{Communicator, Op, Tag};
 use crate::dtype::DType;
 use crate::error::{CommError, Error, Result};
@@ -98,11 +99,7 @@ impl<D: Kernels> DispatcherState<D> {
 
     /// Passes this rank's checks before a collective, or tells the others that they failed.
     pub fn check_or_refuse<T>(&mut self, tag: Tag, checked: Result<T>) -> Result<T> {
-        if let Err(error) = &checked {
-            // The rank returns its own error, whatever becomes of the refusal.
-            let _ = self.comm.refuse(tag, &error.to_string());
-        }
-        checked
+        refuse_on_error(&mut *self.comm, tag, checked)
     }
 
     /// The same of what a rank needs for an exchange or makes of one: the others hear of it where they are next. That a
@@ -116,12 +113,7 @@ impl<D: Kernels> DispatcherState<D> {
 
     /// A collective's error, in terms of the call it served.
     pub fn as_peer_error(&self, call: &'static str, error: Error) -> Error {
-        match error {
-            Error::Comm(CommError::Refused { peer, reason, .. }) => {
-                Error::Peer { call, rank: self.rank(), peer, reason }
-            }
-            other => other,
-        }
+        error.of_call(call, self.rank())
     }
 
     /// Routing of all ranks' tokens: one collective, an all-gather of a record per rank (none for
@@ -290,10 +282,11 @@ impl<D: Kernels> DispatcherState<D> {
 
     /// Takes part as a failure and returns this rank's error. Hosts that do not read records have to be told otherwise.
     pub(super) fn fail<T>(&mut self, tag: Tag, row_order: RowOrder, spec: &DispatchSpec, error: Error) -> Result<T> {
-        // The rank returns its own error, whatever becomes of the refusal.
         if self.plans_on_device(row_order, spec) && !waits(row_order, spec) {
-            let _ = self.comm.refuse(tag, &error.to_string());
-        } else if self.ranks() > 1 {
+            return refuse_on_error(&mut *self.comm, tag, Err(error));
+        }
+        // The rank returns its own error, whatever becomes of the exchange.
+        if self.ranks() > 1 {
             let _ = self.gather(tag, spec, &RoutingRecord::failed(RecordStatus::Failed(error.to_string())));
         }
         Err(error)

@@ -1,5 +1,6 @@
 //! A rank's membership in a group of ranks that share experts.
 
+use crate::comm::refusal::refuse_on_error;
 use crate::comm::{Communicator, Op, Tag};
 use crate::config::MAX_EXPERTS;
 use crate::dtype::DType;
@@ -53,10 +54,13 @@ impl GroupConfig {
 fn compare<D: Kernels>(device: &D, comm: &mut dyn Communicator<D>, config: &GroupConfig) -> Result<()> {
     let fields = config.fields();
     let bytes: Vec<u8> = fields.iter().flat_map(|(_, number, _)| number.to_ne_bytes()).collect();
-    let mut send = Tensor::empty(device, DType::U8, &[bytes.len()])?;
-    device.upload(&bytes, send.view_mut())?;
-    let mut recv = Tensor::empty(device, DType::U8, &[comm.size(), bytes.len()])?;
-    comm.all_gather(Tag { layer: 0, op: Op::Init, sequence: 0 }, send.view(), recv.view_mut())?;
+    let tag = Tag { layer: 0, op: Op::Init, sequence: 0 };
+    let buffers = Tensor::empty(device, DType::U8, &[bytes.len()]).and_then(|mut send| {
+        device.upload(&bytes, send.view_mut())?;
+        Ok((send, Tensor::empty(device, DType::U8, &[comm.size(), bytes.len()])?))
+    });
+    let (send, mut recv) = refuse_on_error(comm, tag, buffers)?;
+    comm.all_gather(tag, send.view(), recv.view_mut())?;
     let all: Vec<u64> = device.download(recv.view())?.as_chunks().0.iter().map(|b| u64::from_ne_bytes(*b)).collect();
     for (i, (field, number, value)) in fields.iter().enumerate() {
         let theirs = all.iter().skip(i).step_by(fields.len());

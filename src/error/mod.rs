@@ -95,6 +95,19 @@ pub enum Error {
         /// First expert affected in that token.
         expert: usize,
     },
+    /// The sums of auxiliary losses that a backward was given are over no tokens, or, of a loss over sequences, over no
+    /// sequences, and this rank has tokens.
+    #[error(
+        "{call} on rank {rank}, layer {layer}: tensor aux.sums: expected the sums of at least this rank's tokens and sequences, found none"
+    )]
+    EmptySums {
+        /// The call that refused.
+        call: &'static str,
+        /// Rank whose backward it is.
+        rank: usize,
+        /// The router's layer.
+        layer: u32,
+    },
     /// More rows arrive at a rank than its capacity.
     #[error(
         "prepare of layer {layer}: rank {rank} would receive {needed} rows, its capacity is {capacity}; raise the capacity to at least {needed} or choose Overflow::Drop"
@@ -156,11 +169,13 @@ pub enum Error {
         /// Bytes asked for.
         bytes: usize,
     },
-    /// A device has found an inconsistency in what a rank sent in a prepare that the host did not wait for, and has not
-    /// kept what.
+    /// A device has found a spec that is another than this rank's, in a prepare that the host did not wait for, and a
+    /// wait that knows nothing of the group has met that; where other ranks' ids are bad too, or one has failed, `peer`
+    /// may be such a rank. The field and both values are in what the group has kept: `TokenDispatcher::check` returns
+    /// them.
     #[error(
-        "{call} on rank {rank}, layer {layer}: record of rank {peer}: expected ids that are experts or -1, none twice in a token, and a spec like the \
-         other ranks', found others (seen by a kernel)"
+        "{call} on rank {rank}, layer {layer}: record of rank {peer}: expected a spec like this rank's, found another (seen by a kernel; \
+         TokenDispatcher::check names the field)"
     )]
     OddRecord {
         /// The call that was told.
@@ -169,7 +184,7 @@ pub enum Error {
         rank: usize,
         /// Layer of the prepare.
         layer: u32,
-        /// The first rank that sent such.
+        /// The first rank that sent such a record.
         peer: usize,
     },
     /// A kernel has raised a fault that the host does not know.
@@ -320,6 +335,15 @@ impl Error {
         found: impl ToString,
     ) -> Self {
         Error::Invalid { call, name: name.to_string(), expected: expected.to_string(), found: found.to_string() }
+    }
+
+    /// As an error of `call` on `rank`: another rank's refusal names what that rank has failed in, and not the collective
+    /// that it met.
+    pub(crate) fn of_call(self, call: &'static str, rank: usize) -> Self {
+        match self {
+            Error::Comm(CommError::Refused { peer, reason, .. }) => Error::Peer { call, rank, peer, reason },
+            other => other,
+        }
     }
 
     /// [`Error::Shape`] if the sizes differ.

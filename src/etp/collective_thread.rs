@@ -19,6 +19,7 @@ use std::sync::mpsc::{Receiver, Sender, SyncSender, channel, sync_channel};
 use std::thread;
 use std::time::Duration;
 
+use crate::comm::refusal::{refuse_on_error, refuse_unless_entered};
 use crate::comm::{Communicator, Op, ReduceOp, Tag};
 use crate::device::{CaptureHook, Device};
 use crate::dtype::DType;
@@ -374,13 +375,8 @@ impl<D: ShardDevice> Collective<D> {
         (streams, after): (&StreamPair<D>, Result<Option<D::Event>>),
     ) -> CollectiveResult<D> {
         let transfer = &streams.transfer;
-        let outcome = match after.and_then(|after| transfer.wait(after.as_ref())) {
-            Ok(()) => self.collective(comm, transfer),
-            Err(error) => {
-                let _ = comm.refuse(self.tag(), &error.to_string());
-                Err(error)
-            }
-        };
+        let waited = after.and_then(|after| transfer.wait(after.as_ref()));
+        let outcome = refuse_on_error(comm, self.tag(), waited).and_then(|()| self.collective(comm, transfer));
         match self {
             // Nothing is left on the stream, and what all ranks have made none of them gives up.
             Collective::Allocate { made, .. } => {
@@ -457,8 +453,7 @@ pub(in crate::etp) fn gather_numbers<D: ShardDevice>(
         device.upload(&bytes, send.view_mut())?;
         Ok((send, Tensor::empty(device, DType::U8, &[comm.size(), bytes.len()])?))
     });
-    // The others are told: they are in the collective.
-    let (send, mut recv) = buffers.inspect_err(|error| drop(comm.refuse(tag, &error.to_string())))?;
+    let (send, mut recv) = refuse_on_error(comm, tag, buffers)?;
     comm.all_gather(tag, send.view(), recv.view_mut())?;
     let all = device.download(recv.view())?;
     Ok(all.as_chunks().0.iter().map(|b| u64::from_ne_bytes(*b)).collect())
@@ -470,16 +465,9 @@ fn gather_plain<D: Device>(
     shard: &dyn ShardSource<D>,
     mut into: TensorMut<'_, D>,
 ) -> Result<()> {
-    let mut met = false;
-    let gathered = shard.read(&mut |shard| {
-        met = true;
-        gather(comm, tag, shard, into.reborrow())
-    });
-    if let (false, Err(error)) = (met, &gathered) {
-        // The others are in the gather: they are told why this rank is not.
-        let _ = comm.refuse(tag, &error.to_string());
-    }
-    gathered
+    refuse_unless_entered(comm, tag, |entry| {
+        shard.read(&mut |shard| gather(entry.enter(), tag, shard, into.reborrow()))
+    })
 }
 
 /// A shard of another size is told to the other ranks, and exchanged with nobody.
@@ -489,11 +477,8 @@ fn gather<D: Device>(
     shard: TensorRef<'_, D>,
     into: TensorMut<'_, D>,
 ) -> Result<()> {
-    let checked = in_place::fits(&shard, &into, comm.size());
-    if let Err(error) = checked {
-        let _ = comm.refuse(tag, &error.to_string());
-        return Err(error);
-    }
+    let fits = in_place::fits(&shard, &into, comm.size());
+    refuse_on_error(comm, tag, fits)?;
     comm.all_gather(tag, shard, into)
 }
 

@@ -15,6 +15,9 @@ use crate::tensor::{Tensor, TensorMut, TensorRef};
 use super::Layer;
 use super::refuse::refuse_on_error;
 
+/// The call whose losses they are.
+const CALL: &str = "Layer::forward";
+
 /// Auxiliary losses of one forward. The device has the sums that they follow from; the host reads them when it asks.
 #[derive(Debug, Clone)]
 pub struct AuxLoss<D: Kernels> {
@@ -92,7 +95,8 @@ pub(super) fn losses<D: Kernels>(
     let mut sums = refuse_on_error(layer, group, if summed { Op::Aux } else { Op::Dispatch }, own)?;
     if summed {
         let tag = Tag { layer: layer.number, op: Op::Aux, sequence: handle.sequence() };
-        group.dispatcher().communicator().all_reduce(tag, ReduceOp::Sum, sums.view_mut())?;
+        let reduced = group.dispatcher().communicator().all_reduce(tag, ReduceOp::Sum, sums.view_mut());
+        reduced.map_err(|error| error.of_call(CALL, group.rank()))?;
     }
     let sums = Arc::new(sums);
     let own = DeviceAuxLoss { router: config.router.clone(), aux: config.aux, sums: sums.clone() };

@@ -140,11 +140,14 @@ fn jitter<D: Kernels>(layer: &Layer, group: &mut Group<D>, mode: Mode, x: Tensor
     if ranks == 1 {
         return Ok(Some(Jitter { seed: noise.seed, step: noise.step, layer: layer.number, first_token: 0 }));
     }
-    let own = device.write(&[x.rows() as f64], DType::I64, &[1])?;
-    let mut all = Tensor::empty(&device, DType::I64, &[ranks])?;
     let tag = Tag { layer: layer.number, op: Op::Count, sequence: noise.step };
-    group.dispatcher().communicator().all_gather(tag, own.view(), all.view_mut())?;
-    let counts = device.read(all.view())?;
+    let buffers = device.write(&[x.rows() as f64], DType::I64, &[1]);
+    let buffers = buffers.and_then(|own| Ok((own, Tensor::empty(&device, DType::I64, &[ranks])?)));
+    let (own, mut all) = refuse_on_error(layer, group, Op::Count, buffers)?;
+    let gathered = group.dispatcher().communicator().all_gather(tag, own.view(), all.view_mut());
+    gathered.map_err(|error| error.of_call(CALL, rank))?;
+    // The others go on to prepare.
+    let counts = refuse_on_error(layer, group, Op::Prepare, device.read(all.view()))?;
     let first_token = counts.iter().take(rank).sum::<f64>() as u64;
     Ok(Some(Jitter { seed: noise.seed, step: noise.step, layer: layer.number, first_token }))
 }

@@ -3,15 +3,17 @@
 use std::sync::Arc;
 
 use crate::DType;
+use crate::comm::refusal::refuse_on_error_if_any;
 use crate::comm::{Communicator, Op, Tag};
 use crate::error::{Error, Result};
 use crate::etp::StreamPair;
 use crate::kernels::optimizer::{
-    AdamWTensor, AdamWUpdate, COEFFICIENTS, Convert, GROUP_STATE, SETTINGS, STATE_NUMBERS, StepControl, state,
+    AdamWTensor, AdamWUpdate, COEFFICIENTS, Convert, GROUP_STATE, LossScaling, SETTINGS, STATE_NUMBERS, StepControl,
+    state,
 };
 use crate::tensor::{Tensor, TensorMut, TensorRef};
 
-use super::norm::{NormPlan, NormStep, RankRows, exchange, owners};
+use super::norm::{Field, NormPlan, NormStep, RankRows, exchange, owners};
 use super::{AdamWOptions, GroupOptions, ParamSpec, StepDevice, StepStats};
 
 const CALL: &str = "AdamW";
@@ -73,15 +75,11 @@ impl<D: StepDevice> AdamW<D> {
     ) -> Result<Self> {
         let mut comm = comm;
         let sound = options.check().and_then(|()| groups.iter().try_for_each(GroupOptions::check));
-        if let Err(error) = sound.and_then(|()| check_specs(&specs, groups.len())) {
-            if let Some(comm) = comm.as_deref_mut().filter(|comm| comm.size() > 1) {
-                // The others wait to compare theirs.
-                let _ = comm.refuse(Tag { layer: 0, op: Op::Init, sequence: 0 }, &error.to_string());
-            }
-            return Err(error);
-        }
+        // The others wait to compare theirs.
+        let checked = sound.and_then(|()| check_specs(&specs, groups.len()));
+        refuse_on_error_if_any(comm.as_deref_mut(), Tag { layer: 0, op: Op::Init, sequence: 0 }, checked)?;
         let (rank_rows, rank): (RankRows, usize) =
-            exchange(device, comm.as_deref_mut(), &specs, &fingerprint(&options, groups))?;
+            exchange(device, comm.as_deref_mut(), &specs, &fields(&options, groups.len(), specs.len()))?;
         let norm = match options.has_norm() {
             true => Some(NormPlan::new(device, &specs, &rank_rows, rank)?),
             false => None,
@@ -150,13 +148,9 @@ impl<D: StepDevice> AdamW<D> {
     pub fn begin(&mut self, gradients: &[Option<TensorRef<'_, D>>]) -> Result<()> {
         let tag = Tag { layer: 0, op: Op::GradNorm, sequence: self.begun };
         self.begun += 1;
-        if let Err(error) = self.own_sums(gradients) {
-            if let (Some(comm), true) = (self.comm.as_deref_mut().filter(|comm| comm.size() > 1), self.norm.is_some()) {
-                // The others wait for this rank's sums; that they hear of it is all that can be done.
-                let _ = comm.refuse(tag, &error.to_string());
-            }
-            return Err(error);
-        }
+        let sums = self.own_sums(gradients);
+        // The others wait for this rank's sums, where there is a norm.
+        refuse_on_error_if_any(self.comm.as_deref_mut().filter(|_| self.norm.is_some()), tag, sums)?;
         if let Some(plan) = &mut self.norm {
             plan.gather(self.comm.as_deref_mut(), &self.streams, tag)?;
         }
@@ -409,15 +403,33 @@ fn settings<D: StepDevice>(device: &D, groups: &[GroupOptions]) -> Result<Tensor
     device.write(&rows.collect::<Vec<_>>(), DType::F64, &[groups.len(), SETTINGS])
 }
 
-/// Numbers that are the same on all ranks.
-fn fingerprint(options: &AdamWOptions, groups: &[GroupOptions]) -> Vec<u64> {
+/// What is the same on all ranks. 0 stands for an option that is `None`: none of these may be 0.
+fn fields(options: &AdamWOptions, groups: usize, parameters: usize) -> [Field; 11] {
     let AdamWOptions { max_norm, loss_scaling, moments, seed, .. } = options;
-    let scaling =
-        loss_scaling.map_or([0.0; 6], |s| [s.initial, s.growth, s.backoff, f64::from(s.interval), s.min, s.max]);
-    let mut numbers =
-        vec![max_norm.unwrap_or(0.0).to_bits(), u64::from(*moments == DType::BF16), *seed, groups.len() as u64];
-    numbers.extend(scaling.map(f64::to_bits));
-    numbers
+    let count = |name, number: u64| Field { name, number, show: |n| n.to_string() };
+    let float = |name, value: Option<f64>| Field {
+        name,
+        number: value.unwrap_or(0.0).to_bits(),
+        show: |n| if n == 0 { "none".to_string() } else { f64::from_bits(n).to_string() },
+    };
+    let scaling = |name, of: fn(&LossScaling) -> f64| float(name, loss_scaling.as_ref().map(of));
+    [
+        count("parameters", parameters as u64),
+        count("groups", groups as u64),
+        float("max_norm", *max_norm),
+        Field {
+            name: "moments",
+            number: u64::from(*moments == DType::BF16),
+            show: |n| if n == 0 { DType::F32.to_string() } else { DType::BF16.to_string() },
+        },
+        count("seed", *seed),
+        scaling("loss_scaling.initial", |s| s.initial),
+        scaling("loss_scaling.growth", |s| s.growth),
+        scaling("loss_scaling.backoff", |s| s.backoff),
+        scaling("loss_scaling.interval", |s| f64::from(s.interval)),
+        scaling("loss_scaling.min", |s| s.min),
+        scaling("loss_scaling.max", |s| s.max),
+    ]
 }
 
 fn check_specs(specs: &[ParamSpec], groups: usize) -> Result<()> {

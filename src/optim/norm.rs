@@ -3,6 +3,7 @@
 use std::ops::Range;
 
 use crate::DType;
+use crate::comm::refusal::refuse_on_error;
 use crate::comm::{Communicator, Op, Tag};
 use crate::error::{Error, Result};
 use crate::etp::StreamPair;
@@ -173,58 +174,96 @@ pub(super) fn owners(spec: &ParamSpec, rank_rows: &RankRows, p: usize) -> Result
     Ok(parts)
 }
 
-/// Exchanges which rows all ranks hold. Ranks compare parameters and options first: one that differs is named on every
+/// A field that ranks compare, as a number that travels and as text.
+pub(super) struct Field {
+    pub(super) name: &'static str,
+    pub(super) number: u64,
+    /// The text of such a number.
+    pub(super) show: fn(u64) -> String,
+}
+
+/// Parts of a parameter's description, which ranks compare by their hashes.
+const PARTS: [&str; 4] = ["name", "dims", "dtype", "group"];
+/// Numbers of a parameter in what ranks exchange: those hashes, and the rows that the rank holds.
+const COLUMNS: usize = PARTS.len() + 2;
+/// Bytes of a part of a description, of which two differ; a longer one is cut.
+const TEXT_BYTES: usize = 256;
+
+/// Exchanges which rows all ranks hold. Ranks compare fields and parameters first: one that differs is named on every
 /// rank.
 pub(super) fn exchange<D: StepDevice>(
     device: &D,
     comm: Option<&mut (dyn Communicator<D> + 'static)>,
     specs: &[ParamSpec],
-    options: &[u64],
+    fields: &[Field],
 ) -> Result<(RankRows, usize)> {
     let own: Vec<Range<usize>> = specs.iter().map(|spec| spec.shard.rows()).collect();
     let Some(comm) = comm.filter(|comm| comm.size() > 1) else { return Ok((vec![own], 0)) };
     let (ranks, rank) = (comm.size(), comm.rank());
     let streams = StreamPair::new(device, comm.device());
-    let mut gather = |sequence: u64, numbers: &[u64]| -> Result<Vec<u64>> {
+    let mut gather = |sequence: u64, numbers: &[u64]| -> Result<Vec<Vec<u64>>> {
         let tag = Tag { layer: 0, op: Op::Init, sequence };
         let bytes: Vec<u8> = numbers.iter().flat_map(|v| v.to_le_bytes()).collect();
-        let send = upload(device, DType::I64, &bytes)?;
-        let mut all = Tensor::empty(device, DType::I64, &[ranks * send.view().count()])?;
+        let buffers = upload(device, DType::I64, &bytes)
+            .and_then(|send| Ok((send, Tensor::empty(device, DType::I64, &[ranks * numbers.len()])?)));
+        let (send, mut all) = refuse_on_error(comm, tag, buffers)?;
         streams.run_on_transfer(|| comm.all_gather(tag, send.view(), all.view_mut()))?;
         let bytes = device.download(all.view())?;
-        Ok(bytes.chunks_exact(8).map(|b| u64::from_le_bytes(b.try_into().unwrap_or_default())).collect())
+        let of_rank = |rank: usize| {
+            let own = bytes.iter().skip(rank * numbers.len() * 8).take(numbers.len() * 8).copied().collect::<Vec<_>>();
+            own.as_chunks().0.iter().map(|b| u64::from_le_bytes(*b)).collect()
+        };
+        Ok((0..ranks).map(of_rank).collect())
     };
-    let differs = |field: String, all: &[u64], own: u64| match all.iter().position(|other| *other != own) {
-        None => Ok(()),
-        Some(peer) => {
-            let (value, peer_value) = (own.to_string(), all[peer].to_string());
-            Err(Error::ConfigMismatch { call: CALL, field, rank, value, peer, peer_value })
+    // A number that is not the same on all ranks differs from another rank's on each of them.
+    let differing = |all: &[Vec<u64>], at: usize, own: u64| all.iter().position(|theirs| theirs[at] != own);
+    let mismatch = |field: String, value: String, peer: usize, peer_value: String| {
+        Err(Error::ConfigMismatch { call: CALL, field, rank, value, peer, peer_value })
+    };
+
+    let all = gather(0, &fields.iter().map(|field| field.number).collect::<Vec<_>>())?;
+    for (at, Field { name, number, show }) in fields.iter().enumerate() {
+        if let Some(peer) = differing(&all, at, *number) {
+            return mismatch(format!("optimizer.{name}"), show(*number), peer, show(all[peer][at]));
         }
-    };
-    let mut head = vec![specs.len() as u64];
-    head.extend(options);
-    let all = gather(0, &head)?;
-    for (i, own) in head.iter().enumerate() {
-        let column: Vec<u64> = all.iter().skip(i).step_by(head.len()).copied().collect();
-        let field = if i == 0 { "optimizer.parameters".to_string() } else { format!("optimizer.options[{}]", i - 1) };
-        differs(field, &column, *own)?;
     }
-    let table = specs.iter().flat_map(|spec| {
+    let columns = |spec: &ParamSpec| {
         let rows = spec.shard.rows();
-        [fingerprint(spec), rows.start as u64, rows.end as u64]
-    });
-    let table: Vec<u64> = table.collect();
+        description(spec).map(|part| fnv1a(&part)).into_iter().chain([rows.start as u64, rows.end as u64])
+    };
+    let table: Vec<u64> = specs.iter().flat_map(columns).collect();
     let all = gather(1, &table)?;
     for (p, spec) in specs.iter().enumerate() {
-        let column: Vec<u64> = all.iter().skip(3 * p).step_by(table.len()).copied().collect();
-        differs(
-            format!("optimizer parameter {} (fingerprint of name, sizes, type, group)", spec.name),
-            &column,
-            table[3 * p],
-        )?;
+        for (part, name) in PARTS.iter().enumerate() {
+            let at = p * COLUMNS + part;
+            let Some(peer) = differing(&all, at, table[at]) else { continue };
+            // All ranks are here: this part is the first that differs on each of them.
+            let own = &description(spec)[part];
+            let texts = gather(2, &as_numbers(own))?;
+            let of = if part == 0 { String::new() } else { format!(" of {}", spec.name) };
+            return mismatch(format!("optimizer.parameters[{p}].{name}{of}"), own.clone(), peer, as_text(&texts[peer]));
+        }
     }
-    let rows = |of: &[u64]| of[1] as usize..of[2] as usize;
-    Ok((all.chunks(table.len().max(1)).map(|table| table.chunks(3).map(rows).collect()).collect(), rank))
+    let rows = |of: &[u64]| of[PARTS.len()] as usize..of[PARTS.len() + 1] as usize;
+    Ok((all.iter().map(|table| table.chunks(COLUMNS).map(rows).collect()).collect(), rank))
+}
+
+/// What ranks must have alike of a parameter, as [`PARTS`] names it.
+fn description(spec: &ParamSpec) -> [String; PARTS.len()] {
+    [spec.name.clone(), format!("{:?}", spec.shard.dims()), spec.dtype.to_string(), spec.group.to_string()]
+}
+
+/// A text as numbers that travel.
+fn as_numbers(text: &str) -> Vec<u64> {
+    let mut bytes = text.as_bytes()[..text.floor_char_boundary(TEXT_BYTES)].to_vec();
+    bytes.resize(TEXT_BYTES, 0);
+    bytes.as_chunks().0.iter().map(|b| u64::from_le_bytes(*b)).collect()
+}
+
+/// The text again.
+fn as_text(numbers: &[u64]) -> String {
+    let bytes: Vec<u8> = numbers.iter().flat_map(|v| v.to_le_bytes()).collect();
+    String::from_utf8_lossy(&bytes).trim_end_matches('\0').to_string()
 }
 
 /// A vector of these bytes.
@@ -232,10 +271,4 @@ pub(super) fn upload<D: StepDevice>(device: &D, dtype: DType, bytes: &[u8]) -> R
     let mut to = Tensor::empty(device, dtype, &[bytes.len() / dtype.size()])?;
     device.upload(bytes, to.view_mut())?;
     Ok(to)
-}
-
-/// A number of a parameter's name, sizes, type and group: FNV-1a, the same in every build.
-fn fingerprint(spec: &ParamSpec) -> u64 {
-    let text = format!("{}|{:?}|{}|{}", spec.name, spec.shard.dims(), spec.dtype, spec.group);
-    fnv1a(&text)
 }

@@ -11,6 +11,9 @@ mod input;
 mod limits;
 mod lost;
 mod memory;
+mod scarce;
+#[path = "../common/scarce_allocator.rs"]
+mod scarce_allocator;
 mod support;
 
 pub use input::cases;

@@ -176,13 +176,10 @@ impl AuxGrad {
             Scalar::Host(value) => value,
             Scalar::Device(tensor) => tensor.as_slice::<A>()?[0].as_f64(),
         };
-        let name = || format!("tensor aux.sums on rank {}, layer {}", origin.rank, origin.layer);
-        if sums.tokens <= 0.0 && !ids.is_empty() {
-            return Err(Error::invalid(call, name(), "the sums of at least this rank's tokens", "no tokens"));
-        }
         let kind = aux.aux.balance_kind;
-        if matches!(kind, BalanceKind::Sequence { .. }) && sums.sequences <= 0.0 && !ids.is_empty() {
-            return Err(Error::invalid(call, name(), "the sums of a loss over sequences", "no sequences"));
+        let no_sequences = matches!(kind, BalanceKind::Sequence { .. }) && sums.sequences <= 0.0;
+        if (sums.tokens <= 0.0 || no_sequences) && !ids.is_empty() {
+            return Err(Error::EmptySums { call, rank: origin.rank, layer: origin.layer });
         }
         let weight = d_loss * aux.aux.balance * e as f64;
         let row = |counts: &[f64], picks: f64, tokens: f64, weight: f64| -> Vec<f64> {

@@ -1,6 +1,6 @@
 //! The end of a step: gradients that are whole, summed over replicas, and given.
 
-use crate::comm::{Communicator, Op, ReduceOp, Tag};
+use crate::comm::{Communicator, Op, ReduceOp, Tag, refusal};
 use crate::error::{CommError, Error, Result};
 use crate::tensor::{Tensor, TensorRef};
 
@@ -79,8 +79,7 @@ impl<D: ShardDevice> Chain<D> {
     /// wait there, get the reason, each a typed error. Not in a capture.
     pub fn refuse_finish(&self, replicas: &mut dyn Communicator<D>, reason: &Error) {
         if self.capture_number().is_none() {
-            // It is the step's error that counts.
-            let _ = replicas.refuse(COUNTS, &reason.to_string());
+            refusal::refuse(replicas, COUNTS, reason);
         }
     }
 
@@ -138,7 +137,7 @@ impl<D: ShardDevice> Chain<D> {
                 Reduction::Pairwise => {
                     let dims = [comm.size() * sums.view().rows(), sums.dims()[1]];
                     let memory = Tensor::empty(&self.device, sums.dtype(), &dims);
-                    let mut shares = memory.inspect_err(|error| drop(comm.refuse(tag, &error.to_string())))?;
+                    let mut shares = refusal::refuse_on_error(comm, tag, memory)?;
                     streams.run_on_transfer(|| comm.all_gather(tag, sums.view(), shares.view_mut()))?;
                     let shares = Shares::together(shares.view(), sums.view().count(), 1.0, true)?;
                     self.device.add_shares(shares, sums.view_mut())?;

@@ -11,6 +11,7 @@ use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
+use crate::comm::refusal::refuse_on_error;
 use crate::comm::{Communicator, Tag};
 use crate::device::Device;
 use crate::dtype::DType;
@@ -229,8 +230,7 @@ impl<D: ShardDevice> QuantizedShard<D> {
             (Some(bytes), Some(_)) => comm.all_gather(tag, bytes.view(), into),
             _ => {
                 let error = Error::invalid("etp gather", "shard", "to be cast", "nothing");
-                let _ = comm.refuse(tag, &error.to_string());
-                Err(error)
+                refuse_on_error(comm, tag, Err(error))
             }
         }
     }

@@ -1,6 +1,7 @@
 //! The collectives of a communicator.
 
 use crate::comm::agree::{CollectiveCall, Detail};
+use crate::comm::refusal::refuse_on_error;
 use crate::comm::{Communicator, Exchange, NativeCommunicator, ReduceOp, Tag, check_blocks};
 use crate::cuda::{Cuda, DeviceMut, DeviceRef};
 use crate::device::Device;
@@ -32,11 +33,7 @@ impl NcclComm {
     /// Passes a check of this rank's arguments, or of what it needs for the collective, or tells the others that it
     /// failed.
     pub(in crate::nccl) fn check<T>(&mut self, tag: Tag, checked: Result<T>) -> Result<T> {
-        if let Err(error) = &checked {
-            // The first error is the one to report, whatever becomes of the meeting.
-            let _ = self.refuse(tag, &error.to_string());
-        }
-        checked
+        refuse_on_error(self, tag, checked)
     }
 
     /// The pieces of a buffer, one a rank but for this one, and this rank's.

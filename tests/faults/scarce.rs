@@ -1,0 +1,162 @@
+//! A rank that has no memory for what a collective needs tells the others, which are in that collective: they get its
+//! error's text at once, and the group goes on.
+
+use moebius::comm::Communicator;
+use moebius::cpu::Cpu;
+use moebius::ep::{DispatcherKind, Group, GroupConfig};
+use moebius::layer::{Layer, Mode, Noise};
+use moebius::optim::{AdamW, AdamWOptions, ParamShard, ParamSpec};
+use moebius::{CommError, DType, Error, Result};
+
+use super::scarce_allocator::without;
+use super::support::{AT_ONCE, CULPRIT, EXPERTS, RANKS, Rank, TOKENS, all_well, alone, config, on_ranks, params};
+
+/// Bytes of a number of each rank.
+const COUNTS: usize = 8 * RANKS;
+const NOISE: Noise = Noise { seed: 3, step: 1 };
+
+/// The result of `work`, in which the culprit does not get a tensor of so many bytes.
+fn scarce<T>(rank: usize, bytes: usize, work: impl FnOnce() -> T) -> T {
+    if rank == CULPRIT { without(bytes, work) } else { work() }
+}
+
+fn is_own<T>(bytes: usize, result: &Result<T>) -> bool {
+    matches!(result, Err(Error::OutOfMemory { bytes: found, .. }) if *found == bytes)
+}
+
+/// The culprit's own error, and `Error::Peer` with its text on the others.
+fn check_layer<T>(rank: usize, reason: &str, result: &Result<T>) {
+    let found = result.as_ref().err();
+    match result {
+        Err(Error::Peer { call: "Layer::forward", rank: own, peer: CULPRIT, reason: told }) => {
+            assert!(rank != CULPRIT && *own == rank && told.contains(reason), "rank {rank}: {found:?}");
+        }
+        _ => {
+            assert!(rank == CULPRIT && found.is_some_and(|e| e.to_string().contains(reason)), "rank {rank}: {found:?}")
+        }
+    }
+}
+
+/// A forward of a layer that is changed so, and a step of the usual one afterwards.
+fn forward(
+    name: &str,
+    layer: impl Fn() -> Result<Layer> + Sync,
+    fails: impl Fn(&mut Rank, &Layer) -> Result<()> + Sync,
+) {
+    let alone = alone();
+    all_well(
+        name,
+        on_ranks(AT_ONCE, |comm| {
+            let mut rank = Rank::new(comm, DispatcherKind::AllToAll);
+            let result = fails(&mut rank, &layer().expect("a layer"));
+            check_layer(rank.rank, if name == "refused" { "not today" } else { "no memory" }, &result);
+            rank.works(&alone);
+        }),
+    );
+}
+
+fn run(rank: &mut Rank, layer: &Layer) -> Result<()> {
+    let own = rank.own(&params(rank.rank, RANKS));
+    let (views, x) = (own.views()?, rank.x());
+    let mode = Mode { backward: false, noise: Some(NOISE) };
+    layer.forward(&mut rank.group, mode, x.view(), &views.params()).map(drop)
+}
+
+fn with_jitter() -> Result<Layer> {
+    let mut config = config();
+    config.router.jitter = 0.1;
+    Layer::new(config, 5)
+}
+
+/// Jitter counts the ranks' tokens in a collective of its own.
+#[test]
+fn no_memory_for_the_counts_of_jitter() {
+    forward("jitter", with_jitter, |rank, layer| scarce(rank.rank, COUNTS, || run(rank, layer)));
+}
+
+/// A rank that does not come to its forward meets the others there.
+#[test]
+fn a_refusal_in_the_collective_of_jitter_is_of_the_forward() {
+    forward("refused", with_jitter, |rank, layer| match rank.is_culprit() {
+        true => {
+            let error = Error::Framework { call: "test", framework: "test", message: "not today".into() };
+            Err(layer.refuse_forward(&mut rank.group, error))
+        }
+        false => run(rank, layer),
+    });
+}
+
+/// So do the auxiliary losses over the ranks.
+#[test]
+fn no_memory_for_the_sums_of_auxiliary_losses() {
+    let layer = || {
+        let mut config = config();
+        config.aux.balance = 0.01;
+        config.aux.over_ranks = true;
+        Layer::new(config, 5)
+    };
+    // Counts and scores of each expert, and four numbers, in f64.
+    let bytes = 8 * (2 * EXPERTS + 4);
+    forward("aux", layer, |rank, layer| scarce(rank.rank, bytes, || run(rank, layer)));
+}
+
+/// A communicator's own error names the reason too, where the ranks have no group yet.
+fn check_refused<T>(name: &str, bytes: usize, results: Vec<Result<T>>) {
+    for (rank, result) in results.iter().enumerate() {
+        let error = result.as_ref().err();
+        match result {
+            Err(Error::Comm(CommError::Refused { peer: CULPRIT, reason, .. })) => {
+                assert!(rank != CULPRIT && reason.contains("no memory"), "{name}, rank {rank}: {error:?}");
+            }
+            result => assert!(rank == CULPRIT && is_own(bytes, result), "{name}, rank {rank}: {error:?}"),
+        }
+    }
+}
+
+#[test]
+fn no_memory_to_compare_configurations() {
+    // Five fields of eight bytes: this rank's, and all ranks'.
+    for bytes in [40, RANKS * 40] {
+        let results = on_ranks(AT_ONCE, |comm| {
+            scarce(comm.rank(), bytes, || {
+                Group::new(Cpu::new(), Box::new(comm), GroupConfig::new(EXPERTS, TOKENS)).map(drop)
+            })
+        });
+        check_refused("Group::new", bytes, all_well("Group::new", results));
+    }
+}
+
+/// An optimizer of three parameters that all ranks hold.
+fn optimizer(comm: impl Communicator<Cpu> + 'static) -> Result<AdamW<Cpu>> {
+    let spec =
+        |name: &str| ParamSpec { name: name.into(), shard: ParamShard::whole(&[3]), dtype: DType::F32, group: 0 };
+    let (options, specs) = (AdamWOptions::default(), ["a", "b", "c"].map(spec));
+    AdamW::new(&Cpu::new(), options, &[options.group], specs.into(), Some(Box::new(comm)))
+}
+
+#[test]
+fn no_memory_to_compare_optimizers() {
+    // Eleven fields; six numbers of each parameter.
+    for bytes in [8 * 11, RANKS * 8 * 11, 8 * 18, RANKS * 8 * 18] {
+        let results = on_ranks(AT_ONCE, |comm| scarce(comm.rank(), bytes, || optimizer(comm).map(drop)));
+        check_refused("AdamW::new", bytes, all_well("AdamW::new", results));
+    }
+}
+
+/// The optimizer keeps its communicator: nobody hears that it is gone.
+#[test]
+fn no_memory_to_compare_loaded_states() {
+    let dir = tempfile::tempdir().expect("a folder");
+    // Four counts: this rank's, and all ranks'.
+    for bytes in [8 * 4, RANKS * 8 * 4] {
+        let results = on_ranks(AT_ONCE, |comm| {
+            let rank = comm.rank();
+            let mut adam = optimizer(comm).expect("an optimizer");
+            adam.save(dir.path()).expect("a state");
+            let result = scarce(rank, bytes, || adam.load(dir.path()));
+            assert_eq!(adam.load(dir.path()).expect("a second load"), 0);
+            result
+        });
+        check_refused("AdamW::load", bytes, all_well("AdamW::load", results));
+    }
+}
