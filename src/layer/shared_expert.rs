@@ -9,7 +9,10 @@ use crate::kernels::{
 };
 use crate::tensor::{Tensor, TensorMut, TensorRef};
 
-use super::{GradientsMut, Inputs, Layer, Mode, Params};
+use super::definition::Layer;
+use super::gradients::GradientsMut;
+use super::mode::Mode;
+use super::params::{Inputs, Params};
 
 /// State of the shared expert that backward needs.
 #[derive(Debug)]
