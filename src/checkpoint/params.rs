@@ -1,11 +1,76 @@
-//! One rank's parameters of a block by kind.
+//! A block, and one rank's parameters of it by kind.
 
+use crate::config::MoeConfig;
 use crate::cpu::Cpu;
 use crate::error::{Error, Result};
 use crate::layer::{ParamKind, ParamViews, PerParam};
 use crate::tensor::Tensor;
 
-use super::BlockParams;
+/// One rank's parameters of one block; fields as in [`Params`](crate::layer::Params).
+#[derive(Debug)]
+pub struct BlockParams {
+    /// `[E, H]`.
+    pub router: Tensor<Cpu>,
+    /// `[E]`, added to the logits.
+    pub router_bias: Option<Tensor<Cpu>>,
+    /// `[E]`, added to the scores for choosing only.
+    pub selection_bias: Option<Tensor<Cpu>>,
+    /// `[L, G·I, H]`, gate rows first.
+    pub up: Tensor<Cpu>,
+    /// `[L, G·I]`.
+    pub up_bias: Option<Tensor<Cpu>>,
+    /// `[L, H, I]`.
+    pub down: Tensor<Cpu>,
+    /// `[L, H]`.
+    pub down_bias: Option<Tensor<Cpu>>,
+    /// `[G·S, H]`, S the shared expert's inner size.
+    pub shared_up: Option<Tensor<Cpu>>,
+    /// `[H, S]`.
+    pub shared_down: Option<Tensor<Cpu>>,
+    /// `[1, H]`.
+    pub shared_gate: Option<Tensor<Cpu>>,
+}
+
+/// A block's parameters and its layer, as [`Checkpoint::save`](super::Checkpoint::save) takes them:
+/// [`BlockParams::at_layer`].
+#[derive(Debug, Clone, Copy)]
+pub struct LayerBlock<'a> {
+    /// The layer.
+    pub layer: usize,
+    /// Its parameters, or a rank's share of them.
+    pub params: &'a BlockParams,
+}
+
+impl BlockParams {
+    /// As the parameters of a layer, to be saved.
+    pub fn at_layer(&self, layer: usize) -> LayerBlock<'_> {
+        LayerBlock { layer, params: self }
+    }
+}
+
+/// One rank's share of one Mixture-of-Experts block.
+#[derive(Debug)]
+pub struct Block {
+    /// Sizes and formulas, of all ranks.
+    pub config: MoeConfig,
+    /// This rank's parameters.
+    pub params: BlockParams,
+}
+
+impl Block {
+    /// Refuses a block whose parameters are not those of its configuration, with `local` experts on this rank.
+    ///
+    /// # Errors
+    /// [`Error::Shape`], or [`Error::Invalid`] with the name of a parameter that is missing.
+    pub fn check(&self, call: &'static str, local: usize) -> Result<()> {
+        self.params.check(call, &self.config, local)?;
+        let absent = |kind: &ParamKind| kind.dims(&self.config, local).is_some() && self.params.get(*kind).is_none();
+        match ParamKind::ALL.into_iter().find(absent) {
+            None => Ok(()),
+            Some(kind) => Err(Error::invalid(call, format!("tensor {}", kind.name()), "a tensor", "none")),
+        }
+    }
+}
 
 impl BlockParams {
     /// Parameters from their tensors; errors name `call`.
@@ -75,5 +140,23 @@ impl BlockParams {
     /// None.
     pub fn views(&self) -> Result<ParamViews<'_, Cpu>> {
         ParamViews::collect(|kind| Ok(self.get(kind).map(Tensor::view)))
+    }
+}
+
+impl BlockParams {
+    /// Refuses tensors that the configuration has not, with `local` experts on this rank, or has otherwise. Absent ones
+    /// may be.
+    pub(super) fn check(&self, call: &'static str, config: &MoeConfig, local: usize) -> Result<()> {
+        for kind in ParamKind::ALL {
+            let (name, Some(tensor)) = (kind.name(), self.get(kind)) else { continue };
+            let Some(dims) = kind.dims(config, local) else {
+                return Err(Error::invalid(call, name, "none, by the configuration", format!("{:?}", tensor.dims())));
+            };
+            Error::check_shape(call, name, &dims, tensor.dims())?;
+            if !tensor.dtype().is_float() {
+                return Err(Error::invalid(call, format!("tensor {name}"), "a floating-point type", tensor.dtype()));
+            }
+        }
+        Ok(())
     }
 }

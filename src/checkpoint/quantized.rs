@@ -2,8 +2,9 @@
 
 use super::layout::{DiskMatrix, DiskRows};
 use super::matrix::{MatrixLayout, read_matrix};
+use super::open::Checkpoint;
+use super::options::{LoadOptions, Progress};
 use super::stored::Scratch;
-use super::{Checkpoint, LoadOptions, Progress};
 use crate::config::MoeConfig;
 use crate::cpu::Cpu;
 use crate::dtype::DType;
