@@ -15,7 +15,9 @@ use crate::nccl_ep::NcclEpError;
 use crate::nccl_ep::high_throughput::{self, DispatchArgs, PassDirection};
 use crate::tensor::{Tensor, TensorMut, TensorRef};
 
-use super::{Algorithm, LibraryHandle, NcclEp, SharedLibraryHandle, around};
+use super::collective::around;
+use super::library_handle::{LibraryHandle, SharedLibraryHandle};
+use super::state::{Algorithm, NcclEp};
 
 impl NcclEp {
     /// Passes this rank's checks before a collective, or tells the others that they failed.
