@@ -248,7 +248,7 @@ impl<D: Kernels> DispatcherState<D> {
             group: Arc::clone(&self.identity),
             tokens,
             in_slots: false,
-            dispatcher_data: None,
+            _kept_routing: None,
         }
     }
 
