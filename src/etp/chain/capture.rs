@@ -11,7 +11,6 @@ use crate::error::{Error, Result};
 
 use crate::etp::chain::Chain;
 use crate::etp::chain::collective_state::MainGradient;
-use crate::etp::fault::not_capturable_error;
 use crate::etp::{Reduction, ShardDevice};
 
 impl<D: ShardDevice> Chain<D> {
@@ -48,7 +47,7 @@ impl<D: ShardDevice> Chain<D> {
             ));
         }
         if inner.gathers.has_own_memory || inner.reductions().has_own_memory {
-            return Err(not_capturable_error(CALL, "capture what copy engines move"));
+            return Err(Error::not_capturable(CALL, "capture what copy engines move"));
         }
         inner.drop_gathers().and(inner.finish_reductions(self))?;
         for MainGradient { sums, first, summed } in inner.weights.iter_mut().filter_map(|weight| weight.main.as_mut()) {
