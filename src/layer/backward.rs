@@ -274,7 +274,7 @@ fn experts<D: Kernels>(
         grad: grad.borrow(),
         segments: handle.segments(),
         weight: weight.weight()?,
-        bias: borrow(&params.down_bias),
+        bias: borrow(&params.others.down_bias),
         pre: pre.view(),
         slot_weights: slot_weights.as_ref().map(SlotWeights::borrow),
         activation: config.activation,

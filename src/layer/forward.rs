@@ -220,7 +220,7 @@ fn route_tokens<D: Kernels>(
     let linear = Linear {
         x: x.borrow(),
         weight: params.router.borrow(),
-        bias: borrow(&params.router_bias),
+        bias: borrow(&params.others.router_bias),
         out: logits.view_mut(),
     };
     device.linear(linear)?;
@@ -229,7 +229,7 @@ fn route_tokens<D: Kernels>(
     device.route(Route {
         config,
         logits: logits.view(),
-        selection_bias: borrow(&params.selection_bias),
+        selection_bias: borrow(&params.others.selection_bias),
         jitter,
         origin: Origin { rank: group.rank(), layer: layer.number() },
         reporting: layer.dispatch.reporting.unwrap_or(D::REPORTING),
@@ -303,7 +303,7 @@ impl<D: Kernels> RoutedExperts<'_, '_, D> {
             rows: rows.borrow(),
             segments: self.handle.segments(),
             weight: weight.weight()?,
-            bias: borrow(&self.params.up_bias),
+            bias: borrow(&self.params.others.up_bias),
             slot_weights: self.slot_weights(),
             activation: config.activation,
             pre: pre.as_mut().map(TensorMut::reborrow),
@@ -322,7 +322,7 @@ impl<D: Kernels> RoutedExperts<'_, '_, D> {
             rows: RowSource::direct(hidden.view()),
             segments: self.handle.segments(),
             weight: weight.weight()?,
-            bias: borrow(&self.params.down_bias),
+            bias: borrow(&self.params.others.down_bias),
             slot_weights: self.slot_weights(),
             out: RowDest::direct(out.view_mut()),
         };

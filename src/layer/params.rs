@@ -8,30 +8,18 @@ use crate::weights::WeightSource;
 use super::param_kind::ParamKind;
 use super::per_param::PerParam;
 
-/// Parameters of this rank: replicated router and shared expert, this rank's L = E / R routed experts.
-/// G is 2 with a gate, 1 without; gate rows come first.
+/// Parameters of this rank: replicated router and shared expert, this rank's L = E / R routed experts. [`ParamKind`]
+/// states the shapes; G is 2 with a gate, 1 without, and gate rows come first.
 #[derive(Debug, Clone, Copy)]
 pub struct Params<'a, D: Kernels> {
     /// `[E, H]`.
     pub router: TensorRef<'a, D>,
-    /// `[E]`, added to the logits.
-    pub router_bias: Option<TensorRef<'a, D>>,
-    /// `[E]`, added to the scores for choosing only; no gradient.
-    pub selection_bias: Option<TensorRef<'a, D>>,
     /// `[L, G·I, H]`.
     pub up: &'a dyn WeightSource<D>,
-    /// `[L, G·I]`.
-    pub up_bias: Option<TensorRef<'a, D>>,
     /// `[L, H, I]`.
     pub down: &'a dyn WeightSource<D>,
-    /// `[L, H]`.
-    pub down_bias: Option<TensorRef<'a, D>>,
-    /// `[G·S, H]`, S the shared expert's inner size.
-    pub shared_up: Option<TensorRef<'a, D>>,
-    /// `[H, S]`.
-    pub shared_down: Option<TensorRef<'a, D>>,
-    /// `[1, H]`.
-    pub shared_gate: Option<TensorRef<'a, D>>,
+    /// What the configuration has beside these: biases, the shared expert. Its `router`, `up` and `down` are not read.
+    pub others: PerParam<Option<TensorRef<'a, D>>>,
 }
 
 /// Inputs of a forward, given to backward again.
@@ -44,30 +32,12 @@ pub struct Inputs<'a, 'p, D: Kernels> {
 }
 
 impl<'a, D: Kernels> Params<'a, D> {
-    /// The parameters of a rank; of `others` those that are not given before.
-    pub fn of(
-        router: TensorRef<'a, D>,
-        up: &'a dyn WeightSource<D>,
-        down: &'a dyn WeightSource<D>,
-        others: PerParam<Option<TensorRef<'a, D>>>,
-    ) -> Self {
-        let PerParam { router_bias, selection_bias, up_bias, down_bias, shared_up, shared_down, shared_gate, .. } =
-            others;
-        Self { router, router_bias, selection_bias, up, up_bias, down, down_bias, shared_up, shared_down, shared_gate }
-    }
-
     /// A parameter that is a tensor: any but `up` and `down`, where the configuration has it.
     pub(super) fn tensor(&self, kind: ParamKind) -> Option<TensorRef<'a, D>> {
         match kind {
             ParamKind::Router => Some(self.router),
-            ParamKind::RouterBias => self.router_bias,
-            ParamKind::SelectionBias => self.selection_bias,
-            ParamKind::UpBias => self.up_bias,
-            ParamKind::DownBias => self.down_bias,
-            ParamKind::SharedUp => self.shared_up,
-            ParamKind::SharedDown => self.shared_down,
-            ParamKind::SharedGate => self.shared_gate,
             ParamKind::Up | ParamKind::Down => None,
+            _ => self.others[kind],
         }
     }
 }
@@ -108,7 +78,7 @@ impl<'a, D: Kernels> ParamViews<'a, D> {
 
     /// The parameters as a layer takes them.
     pub fn params(&self) -> Params<'_, D> {
-        let all = self.all.as_ref().map(|_, t| t.as_ref().map(TensorRef::borrow));
-        Params::of(self.router.borrow(), &self.up, &self.down, all)
+        let others = self.all.as_ref().map(|_, t| t.as_ref().map(TensorRef::borrow));
+        Params { router: self.router.borrow(), up: &self.up, down: &self.down, others }
     }
 }
