@@ -11,7 +11,7 @@ use moebius::ep::{
     Capacity, DispatchInputs, DispatchSpec, DispatcherKind, Group, GroupConfig, HostPlanRequest, RowOrder,
 };
 use moebius::kernels::{Kernels, Linear, LinearBwd};
-use moebius::layer::{Cotangents, GradientMask, Inputs, Layer, Mode, Noise, Params};
+use moebius::layer::{Cotangents, GradientMask, Inputs, Layer, Mode, Noise, Params, PerParam};
 use moebius::{DType, Error, MoeConfig, Shape, Tensor, TensorMut, TensorRef};
 
 #[path = "common/seed.rs"]
@@ -107,18 +107,7 @@ fn collectives_of_a_layer_are_counted() {
             let (x, router) = (make(&[2, 4]), make(&[4, 4]));
             let (up, down) = (make(&[2, 8, 4]), make(&[2, 4, 4]));
             let (up, down) = (up.view(), down.view());
-            let params = Params {
-                router: router.view(),
-                router_bias: None,
-                selection_bias: None,
-                up: &up,
-                up_bias: None,
-                down: &down,
-                down_bias: None,
-                shared_up: None,
-                shared_down: None,
-                shared_gate: None,
-            };
+            let params = Params { router: router.view(), up: &up, down: &down, others: PerParam::none() };
             let layer = Layer::new(config.clone(), 0).expect("layer");
             let mode = Mode { backward: true, noise: Some(Noise { seed: 1, step: 1 }) };
             let start = g.dispatcher().communicator().calls();

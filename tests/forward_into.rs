@@ -14,6 +14,8 @@ use moebius::layer::{
 use moebius::{DType, Error, MoeConfig, Result, Tensor};
 use rand::{Rng, rngs::StdRng};
 
+#[path = "common/arriving.rs"]
+mod arriving;
 #[path = "common/seed.rs"]
 mod seed;
 
@@ -288,7 +290,11 @@ fn what_is_kept_is_known_before() -> Result<()> {
                     let threads: Vec<_> = comms.into_iter().map(|comm| scope.spawn(|| one(comm))).collect();
                     threads.into_iter().map(|t| t.join().expect("no panic")).collect()
                 });
-                for (sizes, bytes) in found? {
+                let found = found?;
+                let ids: Vec<Vec<usize>> = found.iter().map(|(_, _, ids)| ids.clone()).collect();
+                let rows = arriving::arriving_rows(kind, &ids, config.router.top_k, config.router.num_experts);
+                for ((sizes, bytes, _), rows) in found.into_iter().zip(rows) {
+                    let sizes = StepSizes { rows, ..sizes };
                     assert_eq!(sizes.memory(config).saved, bytes, "R = {ranks}, {kind:?}, {config:?}");
                     let worst = StepSizes::worst(config, T, ranks, DType::F32, kind);
                     assert!(sizes.slots <= worst.slots && sizes.rows <= worst.rows, "{sizes:?}, {worst:?}");
@@ -299,8 +305,8 @@ fn what_is_kept_is_known_before() -> Result<()> {
     Ok(())
 }
 
-/// Sizes of one forward: those that it brought, and those that it kept.
-fn kept_of(config: &MoeConfig, group: &mut Group<Cpu>) -> Result<(StepSizes, usize)> {
+/// Sizes of one forward but for the rows that it brought, the bytes that it kept, and its choices.
+fn kept_of(config: &MoeConfig, group: &mut Group<Cpu>) -> Result<(StepSizes, usize, Vec<usize>)> {
     let rng = &mut seed::generator(group.rank() as u64);
     let local = group.local_experts();
     let params: Vec<(ParamKind, Tensor<Cpu>)> = ParamKind::ALL
@@ -316,10 +322,11 @@ fn kept_of(config: &MoeConfig, group: &mut Group<Cpu>) -> Result<(StepSizes, usi
     let sizes = StepSizes {
         tokens: T,
         slots: handle.rows(),
-        rows: handle.arriving_rows(),
+        rows: 0,
         ranks: group.ranks(),
         dtype: DType::F32,
         kind: group.config().dispatcher,
     };
-    Ok((sizes, context.bytes()))
+    let ids = group.device().read(forward.routing.ids.view())?;
+    Ok((sizes, context.bytes(), ids.iter().map(|id| *id as usize).collect()))
 }

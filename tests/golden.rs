@@ -22,7 +22,6 @@ use moebius::checkpoint::{BlockParams, Checkpoint, LoadOptions};
 use moebius::config::{Activation, BalanceKind, MoeConfig};
 use moebius::cpu::Cpu;
 use moebius::ep::DispatcherKind;
-use moebius::layer::ParamKind;
 
 cases!(every_folder_matches_its_golden, bf16_is_near_f64, a_clamp_that_roundings_cross);
 
@@ -441,22 +440,8 @@ fn bf16_against_f64<D: Target>(device: &D, dir: &Path, suite: Suite) -> AnyResul
 
 /// The same values in f64.
 fn in_f64(params: &BlockParams) -> BlockParams {
-    let wide = |kind: ParamKind| {
-        let t = params.get(kind)?;
-        Some(common::CoreTensor::from_vec(t.to_f64(), t.dims()).expect("the same shape"))
-    };
-    BlockParams {
-        router: wide(ParamKind::Router).expect("a router"),
-        router_bias: wide(ParamKind::RouterBias),
-        selection_bias: wide(ParamKind::SelectionBias),
-        up: wide(ParamKind::Up).expect("up"),
-        up_bias: wide(ParamKind::UpBias),
-        down: wide(ParamKind::Down).expect("down"),
-        down_bias: wide(ParamKind::DownBias),
-        shared_up: wide(ParamKind::SharedUp),
-        shared_down: wide(ParamKind::SharedDown),
-        shared_gate: wide(ParamKind::SharedGate),
-    }
+    let wide = |t: &common::CoreTensor| common::CoreTensor::from_vec(t.to_f64(), t.dims()).expect("the same shape");
+    BlockParams::new(params.per_param().map(|_, t| t.map(wide))).expect("the same parameters")
 }
 
 /// Prints a line a folder and fails for all of them at the end.

@@ -2,6 +2,8 @@
 //! rows that the codec has rounded, how far results move, how many bytes go where, and what is kept.
 //! (`conformance::payload` has every dispatcher and device.)
 
+#[path = "common/arriving.rs"]
+mod arriving;
 mod common;
 #[path = "common/faulty_comm.rs"]
 mod faulty_comm;
@@ -227,8 +229,8 @@ fn counted(config: &MoeConfig, (ranks, kind): (usize, DispatcherKind), dtype: DT
         let forward = layer.forward(&mut group, mode, x.view(), &params).unwrap();
         let context = forward.context.unwrap();
         let handle = context.handle();
-        let (slots, rows) = (handle.rows(), handle.arriving_rows());
-        let (kept, sizes) = (context.bytes(), StepSizes { tokens, slots, rows, ranks, dtype, kind });
+        // Rows are counted when all ranks' choices are known.
+        let (kept, sizes) = (context.bytes(), StepSizes { tokens, slots: handle.rows(), rows: 0, ranks, dtype, kind });
         let inputs = Inputs { x: x.view(), params: &params };
         let cotangents = Cotangents { y: Some(d_y.view()), aux: 0.0 };
         layer.backward(&mut group, context, inputs, cotangents, GradientMask::ALL).unwrap();
@@ -239,7 +241,11 @@ fn counted(config: &MoeConfig, (ranks, kind): (usize, DispatcherKind), dtype: DT
     thread::scope(|scope| {
         let comms = ThreadWorld::create(ranks, Duration::from_secs(60));
         let threads: Vec<_> = comms.into_iter().map(|comm| scope.spawn(|| one(comm))).collect();
-        threads.into_iter().map(|t| t.join().unwrap()).collect()
+        let mut counted: Vec<Counted> = threads.into_iter().map(|t| t.join().unwrap()).collect();
+        let ids: Vec<Vec<usize>> = counted.iter().map(|c| c.ids.clone()).collect();
+        let rows = arriving::arriving_rows(kind, &ids, config.router.top_k, config.router.num_experts);
+        counted.iter_mut().zip(rows).for_each(|(c, rows)| c.sizes.rows = rows);
+        counted
     })
 }
 

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use moebius::cpu::{Cpu, ThreadComm, ThreadWorld};
 use moebius::ep::{Group, GroupConfig};
-use moebius::layer::{Cotangents, GradientMask, Inputs, Layer, Mode, Params};
+use moebius::layer::{Cotangents, GradientMask, Inputs, Layer, Mode, Params, PerParam};
 use moebius::weights::{WeightGuard, WeightSource};
 use moebius::{CommError, Error, MoeConfig, Result, Tensor, TensorRef};
 
@@ -91,18 +91,7 @@ fn step(layer: &Layer, group: &mut Group<Cpu>, stage: Stage) -> Result<[Vec<f32>
     let up = values(20 + rank, &[LOCAL, 2 * INNER, HIDDEN])?;
     let down = values(30 + rank, &[LOCAL, HIDDEN, INNER])?;
     let down = OnDisk { whole: down.view(), damaged: failing && stage == Stage::Weight };
-    let params = Params {
-        router: router.view(),
-        router_bias: None,
-        selection_bias: None,
-        up: &up.view(),
-        up_bias: None,
-        down: &down,
-        down_bias: None,
-        shared_up: None,
-        shared_down: None,
-        shared_gate: None,
-    };
+    let params = Params { router: router.view(), up: &up.view(), down: &down, others: PerParam::none() };
     let forward = layer.forward(group, Mode { backward: true, noise: None }, x.view(), &params)?;
     let context = forward.context.expect("a context, as backward was asked for");
     let cotangents = Cotangents { y: Some(x.view()), aux: 0.0 };

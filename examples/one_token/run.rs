@@ -8,7 +8,7 @@ use moebius::config::Activation;
 use moebius::cpu::Cpu;
 use moebius::cpu::{ThreadComm, ThreadWorld};
 use moebius::ep::{DispatchGrads, DispatchInputs, DispatchOutputs, Group, GroupConfig};
-use moebius::layer::{Cotangents, GradientMask, Inputs, Layer, Mode, Params};
+use moebius::layer::{Cotangents, GradientMask, Inputs, Layer, Mode, Params, PerParam};
 use moebius::{DType, MoeConfig, Result, Tensor};
 
 /// Ranks of the run.
@@ -150,18 +150,7 @@ fn rank(comm: ThreadComm) -> Result<Trace> {
     let experts: Vec<Expert> = (first..first + LOCAL).map(Expert::new).collect();
     let up = tensor(experts.iter().flat_map(|e| e.up.concat()).collect(), &[LOCAL, INNER, H])?;
     let down = tensor(experts.iter().flat_map(|e| e.down.concat()).collect(), &[LOCAL, H, INNER])?;
-    let params = Params {
-        router: router.view(),
-        router_bias: None,
-        selection_bias: None,
-        up: &up.view(),
-        up_bias: None,
-        down: &down.view(),
-        down_bias: None,
-        shared_up: None,
-        shared_down: None,
-        shared_gate: None,
-    };
+    let params = Params { router: router.view(), up: &up.view(), down: &down.view(), others: PerParam::none() };
     let forward = layer.forward(&mut group, Mode { backward: true, noise: None }, x.view(), &params)?;
     let context = forward.context.expect("a context, as backward was asked for");
     let handle = context.handle();

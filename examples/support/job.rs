@@ -169,24 +169,11 @@ pub fn join_params(ranks: &[&Params]) -> candle_core::Result<Params> {
 /// Whatever reading the checkpoint can meet.
 pub fn whole_block(job: &Job, track: bool) -> Result<(moebius::MoeConfig, Params), AnyError> {
     let block = job.load(0, 1)?;
-    let p = &block.params;
-    let fields = [
-        ("router.weight", Some(&p.router)),
-        ("router.bias", p.router_bias.as_ref()),
-        ("router.selection_bias", p.selection_bias.as_ref()),
-        ("experts.up", Some(&p.up)),
-        ("experts.up_bias", p.up_bias.as_ref()),
-        ("experts.down", Some(&p.down)),
-        ("experts.down_bias", p.down_bias.as_ref()),
-        ("shared.up", p.shared_up.as_ref()),
-        ("shared.down", p.shared_down.as_ref()),
-        ("shared.gate", p.shared_gate.as_ref()),
-    ];
     let mut params = Params::new();
-    for (name, tensor) in fields.into_iter().filter_map(|(n, t)| Some((n, t?))) {
+    for (kind, tensor) in block.params.per_param().into_present() {
         let tensor = Tensor::from_vec(tensor.to_f64(), tensor.dims(), &Device::Cpu)?;
         let tensor = if track { Var::from_tensor(&tensor)?.into_inner() } else { tensor };
-        params.insert(name.to_string(), tensor);
+        params.insert(kind.name().to_string(), tensor);
     }
     Ok((block.config, params))
 }

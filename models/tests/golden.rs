@@ -443,19 +443,7 @@ fn whole(parts: &[Gradients]) -> CandleResult<BlockParams> {
         tensors
             .insert(*kind, moebius::Tensor::from_buffer(values, moebius::DType::F32, grad.dims()).expect("a tensor"));
     }
-    let mut take = |kind: ParamKind| tensors.remove(&kind);
-    Ok(BlockParams {
-        router: take(ParamKind::Router).expect("a router"),
-        router_bias: take(ParamKind::RouterBias),
-        selection_bias: None,
-        up: take(ParamKind::Up).expect("experts"),
-        up_bias: take(ParamKind::UpBias),
-        down: take(ParamKind::Down).expect("experts"),
-        down_bias: take(ParamKind::DownBias),
-        shared_up: take(ParamKind::SharedUp),
-        shared_down: take(ParamKind::SharedDown),
-        shared_gate: take(ParamKind::SharedGate),
-    })
+    Ok(BlockParams::new(tensors.into_iter().collect()).expect("a router and experts"))
 }
 
 fn in_candle(t: moebius::Tensor<Cpu>) -> Tensor {

@@ -19,5 +19,5 @@ pub(super) fn params_of<'a, D: CandleDevice>(
     let all = PerParam::from_fn(|kind| params.get(kind).and_then(|_| views.next()));
     let missing = || Error::invalid("ExpertParallelMoE", ParamKind::Router.name(), "a tensor", "none");
     let router = all.router.ok_or_else(missing)?;
-    Ok(Params::of(router, &experts.up, &experts.down, all))
+    Ok(Params { router, up: &experts.up, down: &experts.down, others: all })
 }

@@ -4,7 +4,9 @@ use std::collections::BTreeMap;
 
 use super::convert::RowPlacement;
 use super::layout::DiskMatrix;
-use super::{BlockBytes, BlockParams, Checkpoint, LoadOptions};
+use super::open::Checkpoint;
+use super::options::{BlockBytes, LoadOptions};
+use super::params::BlockParams;
 use crate::config::MoeConfig;
 use crate::cpu::Cpu;
 use crate::dtype::DType;
@@ -44,24 +46,6 @@ pub fn gather_blocks(shares: Vec<BlockParams>) -> Result<BlockParams> {
         tensors.insert(kind, whole);
     }
     BlockParams::of(CALL, tensors.into_iter().collect())
-}
-
-impl BlockParams {
-    /// Refuses tensors that the configuration has not, with `local` experts on this rank, or has otherwise. Absent ones
-    /// may be.
-    pub(super) fn check(&self, call: &'static str, config: &MoeConfig, local: usize) -> Result<()> {
-        for kind in ParamKind::ALL {
-            let (name, Some(tensor)) = (kind.name(), self.get(kind)) else { continue };
-            let Some(dims) = kind.dims(config, local) else {
-                return Err(Error::invalid(call, name, "none, by the configuration", format!("{:?}", tensor.dims())));
-            };
-            Error::check_shape(call, name, &dims, tensor.dims())?;
-            if !tensor.dtype().is_float() {
-                return Err(Error::invalid(call, format!("tensor {name}"), "a floating-point type", tensor.dtype()));
-            }
-        }
-        Ok(())
-    }
 }
 
 /// A tensor on disk that is to be made of parameters.

@@ -5,8 +5,10 @@ use std::ops::Range;
 
 use super::layout::{BlockLayout, DiskMatrix, DiskRows};
 use super::matrix::{MatrixLayout, ShardMemory, read_matrix, read_window};
+use super::open::Checkpoint;
+use super::options::{BlockShards, LoadOptions, Progress, ShardOptions};
+use super::params::{Block, BlockParams};
 use super::stored::{Form, Scratch, Stored};
-use super::{Block, BlockParams, BlockShards, Checkpoint, LoadOptions, Progress, ShardOptions};
 use crate::cpu::Cpu;
 use crate::dtype::DType;
 use crate::error::{CheckpointError, Error, Result};
@@ -102,10 +104,6 @@ impl LoadOptions {
 }
 
 impl Checkpoint {
-    pub(super) fn stored(&self, name: &str) -> Result<Option<Stored<'_>>> {
-        Ok(Stored::find(&self.files, name, self.model.fp8_block)?)
-    }
-
     /// Type that a tensor of this form gets where none is asked for.
     pub(super) fn natural(&self, form: Form) -> DType {
         match (form, self.model.dtype) {

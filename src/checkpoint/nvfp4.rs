@@ -1,6 +1,6 @@
 //! A matrix in ModelOpt's NVFP4, as the three tensors of a checkpoint.
 
-use super::Checkpoint;
+use super::open::Checkpoint;
 use super::stored::sibling;
 use crate::cpu::Cpu;
 use crate::error::Result;

@@ -1,7 +1,5 @@
 //! Options of opening, loading and saving; progress and sizes of a load.
 
-#[cfg(doc)]
-use crate::checkpoint::Checkpoint;
 use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::etp::Shards;
@@ -88,7 +86,8 @@ pub struct SaveOptions {
     /// Face's tools.
     pub max_shard_bytes: u64,
     /// Replace the checkpoint that is read, where its folder is given to save to. What is open stays readable. Off by
-    /// default. [`save_nvfp4`](Checkpoint::save_nvfp4) never does, as it would leave nothing of the weights' precision.
+    /// default. [`save_nvfp4`](super::Checkpoint::save_nvfp4) never does, as it would leave nothing of the weights'
+    /// precision.
     pub replace_source: bool,
 }
 

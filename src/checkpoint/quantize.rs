@@ -9,10 +9,11 @@ use serde_json::{Value, json};
 use super::family::DiskExperts;
 use super::folder::{CONFIG, QUANTIZATION};
 use super::nvfp4::{FORMAT, Nvfp4Item, Nvfp4Part, cast};
+use super::open::Checkpoint;
+use super::options::SaveOptions;
 use super::rank_params::RankParams;
 use super::save::NewTensor;
 use super::stored::Form;
-use super::{Checkpoint, QuantizedTensor, SaveOptions};
 use crate::cpu::Cpu;
 use crate::dtype::DType;
 use crate::error::{Error, Result};
@@ -22,6 +23,19 @@ use crate::tensor::{Tensor, TensorMut};
 
 const CALL: &str = "Checkpoint::save_nvfp4";
 const ALGORITHM: &str = "W4A16_NVFP4";
+
+/// A matrix that [`Checkpoint::save_nvfp4`] quantized.
+#[derive(Debug, Clone, PartialEq)]
+pub struct QuantizedTensor {
+    /// Its name on disk.
+    pub name: String,
+    /// Rows and columns.
+    pub dims: [usize; 2],
+    /// The largest magnitude of those that share its second-level scale.
+    pub amax: f32,
+    /// ‖de-quantized − original‖ / ‖original‖, 0 of a zero matrix.
+    pub error: f64,
+}
 
 impl Checkpoint {
     pub(super) fn write_nvfp4(&self, dir: &Path, options: SaveOptions) -> Result<Vec<QuantizedTensor>> {

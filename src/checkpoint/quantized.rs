@@ -2,8 +2,9 @@
 
 use super::layout::{DiskMatrix, DiskRows};
 use super::matrix::{MatrixLayout, read_matrix};
+use super::open::Checkpoint;
+use super::options::{LoadOptions, Progress};
 use super::stored::Scratch;
-use super::{Checkpoint, LoadOptions, Progress};
 use crate::config::MoeConfig;
 use crate::cpu::Cpu;
 use crate::dtype::DType;
@@ -47,7 +48,7 @@ impl<D: Kernels> QuantizedBlock<D> {
     pub fn params(&self) -> Result<Params<'_, D>> {
         let router =
             self.get(ParamKind::Router).ok_or_else(|| Error::invalid(CALL, "router", "a tensor", "nothing"))?;
-        Ok(Params::of(router, &self.up, &self.down, PerParam::from_fn(|kind| self.get(kind))))
+        Ok(Params { router, up: &self.up, down: &self.down, others: PerParam::from_fn(|kind| self.get(kind)) })
     }
 }
 

@@ -4,10 +4,10 @@
 use std::borrow::Cow;
 use std::ops::Range;
 
-use super::LayerBlock;
 use super::convert::RowPlacement;
 use super::gather::ExpertMatrix;
 use super::layout::DiskRows;
+use super::params::LayerBlock;
 use super::parts::{RankBlock, RankModel, RankPart, RankTensor};
 use crate::comm::{Communicator, Exchange, Op, Tag};
 use crate::config::MoeConfig;

@@ -12,13 +12,15 @@ use serde_json::{Map, Value, json};
 use super::commit::Save;
 use super::folder::{CONFIG, INDEX, SINGLE, same_file};
 use super::gather::PlannedTensor;
+use super::header;
 use super::json::io_error;
 use super::nvfp4::{Nvfp4Item, Nvfp4Part};
+use super::open::Checkpoint;
+use super::options::SaveOptions;
 use super::parts::RankTensor;
 use super::rank_params::{Item, RankParams};
 use super::reader::MAX_SHARDS;
 use super::stored::{Stored, on_disk};
-use super::{Checkpoint, SaveOptions, header};
 use crate::error::{CheckpointError, Error, Result};
 
 const CALL: &str = "Checkpoint::save";

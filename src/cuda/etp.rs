@@ -76,9 +76,7 @@ impl ShardDevice for Cuda {
         self.bind(call)?;
         match self.is_capturing().or_else(|error| self.check_failure_sources().and(Err(error)))? {
             false => Ok(()),
-            true => {
-                Err(Error::NotCapturable { call, operation: "be captured by others than Cuda::capture".to_string() })
-            }
+            true => Err(Error::not_capturable(call, "be captured by others than Cuda::capture")),
         }
     }
 

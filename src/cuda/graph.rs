@@ -252,7 +252,7 @@ impl Cuda {
     pub(crate) fn not_captured(&self, call: &'static str, operation: &str) -> Result<()> {
         match self.inner.capture_state.is_under_way() {
             false => Ok(()),
-            true => Err(Error::NotCapturable { call, operation: operation.to_string() }),
+            true => Err(Error::not_capturable(call, operation)),
         }
     }
 }

@@ -128,9 +128,7 @@ impl<D: Kernels> DispatcherState<D> {
         let row_order = transport.row_order;
         let handle = self.prepare_any(transport, ids, weights, spec);
         handle.map_err(|error| match error {
-            Error::NotCapturable { .. } => {
-                Error::NotCapturable { call: PREPARE, operation: uncapturable_part(row_order, spec).to_string() }
-            }
+            Error::NotCapturable { .. } => Error::not_capturable(PREPARE, uncapturable_part(row_order, spec)),
             other => other,
         })
     }
@@ -240,7 +238,7 @@ impl<D: Kernels> DispatcherState<D> {
             group: Arc::clone(&self.identity),
             tokens,
             in_slots: false,
-            dispatcher_data: None,
+            _kept_routing: None,
         }
     }
 

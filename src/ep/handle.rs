@@ -7,9 +7,8 @@ use crate::error::{Error, Result};
 use crate::kernels::{Kernels, Origin, Segments};
 use crate::lazy::Lazy;
 use crate::metrics::Load;
+use crate::plan::{DispatchSpec, Plan, Stats};
 use crate::tensor::{Tensor, TensorRef};
-
-use super::{DispatchSpec, Plan, Stats};
 
 /// Routing that prepare made: an owned value that backward needs again. Several may be in flight.
 #[derive(Debug)]
@@ -26,9 +25,12 @@ pub struct Handle<D: Kernels> {
     pub(super) tokens: Vec<usize>,
     /// Received rows lie in slots.
     pub(crate) in_slots: bool,
-    /// The dispatcher's own data of this routing, for as long as the handle lives.
-    pub(super) dispatcher_data: Option<Arc<dyn fmt::Debug + Send + Sync>>,
+    /// What the dispatcher keeps of this routing, and finds again by `sequence`.
+    pub(super) _kept_routing: Option<KeptRouting>,
 }
+
+/// Shared ownership of what a library's dispatcher keeps of a routing. The handle only lets it go.
+pub(crate) type KeptRouting = Arc<dyn fmt::Debug + Send + Sync>;
 
 /// Which ranks asked for backward in prepare. Backward runs its collectives only if all did.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -82,16 +84,6 @@ impl<D: Kernels> Handle<D> {
         self.plan.segments.rows
     }
 
-    /// Rows that dispatch brings here: tokens of all ranks that chose an expert of this one, or all tokens, with their
-    /// padding, where all are gathered; none where they stay.
-    pub fn arriving_rows(&self) -> usize {
-        match (&self.plan.messages, self.tokens.len()) {
-            (Some(messages), _) => messages.recv_rows.iter().sum(),
-            (None, 1) => 0,
-            (None, _) => self.tokens.iter().sum(),
-        }
-    }
-
     /// Counts, as data. Waits for the device where it made the plan itself.
     ///
     /// # Errors
@@ -132,14 +124,10 @@ impl<D: Kernels> Handle<D> {
         Err(Error::BackwardNotAgreed { call, rank: self.rank, absent: self.agreement.absent.clone() })
     }
 
-    /// Its dispatcher's data. For dispatchers.
-    pub fn dispatcher_data(&self) -> Option<&Arc<dyn fmt::Debug + Send + Sync>> {
-        self.dispatcher_data.as_ref()
-    }
-
-    /// Keeps a dispatcher's data with it.
-    pub fn set_dispatcher_data(&mut self, data: Arc<dyn fmt::Debug + Send + Sync>) {
-        self.dispatcher_data = Some(data);
+    /// Has what the dispatcher keeps of this routing live as long as the handle.
+    #[cfg(feature = "nccl-ep")]
+    pub(crate) fn keep_alive(&mut self, routing: KeptRouting) {
+        self._kept_routing = Some(routing);
     }
 
     pub(crate) fn slot_tensor(&self, device: &D, dtype: crate::DType, width: usize) -> Result<Tensor<D>> {

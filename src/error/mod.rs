@@ -346,6 +346,11 @@ impl Error {
         }
     }
 
+    /// [`Error::NotCapturable`] of what a call would do.
+    pub(crate) fn not_capturable(call: &'static str, operation: impl ToString) -> Self {
+        Error::NotCapturable { call, operation: operation.to_string() }
+    }
+
     /// [`Error::Shape`] if the sizes differ.
     pub(crate) fn check_shape(call: &'static str, tensor: &str, expected: &[usize], found: &[usize]) -> Result<()> {
         if expected == found {

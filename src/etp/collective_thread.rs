@@ -28,11 +28,10 @@ use crate::tensor::{Tensor, TensorMut, TensorRef};
 
 use crate::etp::buffers::cache::{Buffer, BufferCache, BufferId, BufferKey};
 use crate::etp::buffers::stream_pair::{StreamPair, TransferBuffer};
-use crate::etp::fault::{CALL, not_capturable_error};
 use crate::etp::shards::in_place;
 use crate::etp::shards::quantized::QuantizedShard;
 use crate::etp::shards::source::ShardSource;
-use crate::etp::{Reduction, ShardDevice};
+use crate::etp::{CALL, Reduction, ShardDevice};
 
 /// A rank's shard on its way to the others.
 #[derive(Debug)]
@@ -189,7 +188,7 @@ impl ThreadCounters {
         }
         match left && !failed {
             true => {
-                Err(not_capturable_error("Cuda::capture", "end within a pass of a chain, with collectives under way"))
+                Err(Error::not_capturable("Cuda::capture", "end within a pass of a chain, with collectives under way"))
             }
             false => Ok(()),
         }

@@ -20,11 +20,17 @@
 //! stay [quantized](QuantizedWeight) are frozen.
 //!
 //! `docs/etp.md` says when it pays and what it needs of memory.
+//!
+//! ```text
+//! shards             the cut of a weight, and where a rank keeps its part: initial values, in place, quantized
+//! buffers            memory of whole weights and gradients, and its way between two streams
+//! collective_thread  collectives beside the computation
+//! chain              a model's weights in the order of use: gathered, reduced, handed out
+//! ```
 
 mod buffers;
 mod chain;
 mod collective_thread;
-mod fault;
 mod shards;
 #[cfg(test)]
 mod test_ranks;
@@ -57,6 +63,9 @@ pub use shards::Shards;
 #[cfg(feature = "candle")]
 pub(crate) use shards::initial::{Distribution, initial_values};
 pub use shards::source::{Shard, ShardSource};
+
+/// The call that errors of a chain name.
+const CALL: &str = "etp";
 
 /// Calls that sharded weights need of a device beside its kernels.
 pub trait ShardDevice: Kernels + Codec {

@@ -2,10 +2,11 @@
 
 use crate::config::Activation;
 use crate::device::Device;
+use crate::plan::Segments;
 use crate::tensor::{TensorMut, TensorRef};
 use crate::weights::Weight;
 
-use super::{RowDest, RowSource, Segments, SlotWeights};
+use super::layout::{RowDest, RowSource, SlotWeights};
 
 /// Up projection and activation of every local expert.
 #[derive(Debug)]

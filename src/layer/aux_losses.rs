@@ -12,7 +12,7 @@ use crate::kernels::{AuxSums, AuxTotal, Kernels, Origin, Scalar};
 use crate::lazy::Lazy;
 use crate::tensor::{Tensor, TensorMut, TensorRef};
 
-use super::Layer;
+use super::definition::Layer;
 use super::refuse::refuse_on_error;
 
 /// The call whose losses they are.

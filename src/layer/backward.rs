@@ -12,22 +12,73 @@ use crate::kernels::{
 };
 use crate::tensor::{Tensor, TensorMut, TensorRef};
 
+use super::context::{BackwardProgress, Context};
+use super::definition::Layer;
 use super::forward::{RoutedExperts, borrow};
+use super::gradients::{Cotangents, GradientMask, GradientRequest, Gradients, GradientsMut};
+use super::params::Inputs;
 use super::refuse::refuse_on_error;
-use super::{
-    BackwardProgress, Context, Cotangents, GradientRequest, Gradients, GradientsMut, Inputs, Layer, check, payload,
-    shared_expert,
-};
+use super::{check, payload, shared_expert};
 
 const CALL: &str = "Layer::backward";
 
 /// Gradients on the way from the routing weights to the router.
-pub(super) struct RouterGrads<D: Kernels> {
+struct RouterGrads<D: Kernels> {
     logits: Tensor<D>,
     weights: Tensor<D>,
 }
 
-pub(super) fn backward<D: Kernels>(
+impl Layer {
+    /// Backward over all ranks of the group, with the same `x` and parameters as forward. Collectives:
+    /// combine_bwd, dispatch_bwd.
+    ///
+    /// # Errors
+    /// [`Error::BackwardNotAgreed`] before any collective; otherwise as forward.
+    pub fn backward<'a, D: Kernels>(
+        &self,
+        group: &mut Group<D>,
+        context: Context<D>,
+        inputs: Inputs<'_, '_, D>,
+        cotangents: Cotangents<'a, D, impl Into<Scalar<'a, D>>>,
+        wanted: GradientMask,
+    ) -> Result<Gradients<D>> {
+        let request = GradientRequest { wanted, given: GradientsMut::none() };
+        backward(self, group, context, inputs, cotangents.scalar(), request)
+    }
+
+    /// [`backward`](Self::backward) with some gradients (of x, of parameters) in memory of the caller, and others in new
+    /// memory.
+    ///
+    /// # Errors
+    /// As [`backward`](Self::backward).
+    pub fn backward_with<D: Kernels>(
+        &self,
+        group: &mut Group<D>,
+        context: Context<D>,
+        inputs: Inputs<'_, '_, D>,
+        cotangents: Cotangents<'_, D, Scalar<'_, D>>,
+        request: GradientRequest<'_, D>,
+    ) -> Result<Gradients<D>> {
+        backward(self, group, context, inputs, cotangents, request)
+    }
+
+    /// [`backward`](Self::backward) into memory of the caller; see [`forward_into`](Self::forward_into).
+    ///
+    /// # Errors
+    /// As [`backward`](Self::backward).
+    pub fn backward_into<'a, D: Kernels>(
+        &self,
+        group: &mut Group<D>,
+        context: Context<D>,
+        inputs: Inputs<'_, '_, D>,
+        cotangents: Cotangents<'a, D, impl Into<Scalar<'a, D>>>,
+        into: GradientsMut<'_, D>,
+    ) -> Result<()> {
+        backward_into(self, group, context, inputs, cotangents.scalar(), into).map(drop)
+    }
+}
+
+fn backward<D: Kernels>(
     layer: &Layer,
     group: &mut Group<D>,
     context: Context<D>,
@@ -55,7 +106,7 @@ pub(super) fn backward<D: Kernels>(
     Ok(gradients)
 }
 
-pub(super) fn backward_into<D: Kernels>(
+fn backward_into<D: Kernels>(
     layer: &Layer,
     group: &mut Group<D>,
     context: Context<D>,
@@ -223,7 +274,7 @@ fn experts<D: Kernels>(
         grad: grad.borrow(),
         segments: handle.segments(),
         weight: weight.weight()?,
-        bias: borrow(&params.down_bias),
+        bias: borrow(&params.others.down_bias),
         pre: pre.view(),
         slot_weights: slot_weights.as_ref().map(SlotWeights::borrow),
         activation: config.activation,

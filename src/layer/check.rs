@@ -6,7 +6,11 @@ use crate::error::{Error, Result};
 use crate::kernels::Kernels;
 use crate::tensor::{TensorMut, TensorRef};
 
-use super::{GradientsMut, Inputs, Layer, ParamKind, Params, payload};
+use super::definition::Layer;
+use super::gradients::GradientsMut;
+use super::param_kind::ParamKind;
+use super::params::{Inputs, Params};
+use super::payload;
 
 /// Checks x and the parameters against the configuration; returns T.
 pub(super) fn inputs<D: Kernels>(

@@ -25,9 +25,11 @@ use crate::error::{Error, Result};
 use crate::kernels::{Kernels, Origin, RenormalizeKept, Route, RouteBwd};
 use crate::tensor::{Tensor, TensorMut, TensorRef};
 
+use super::definition::Layer;
+use super::forward;
+use super::mode::Mode;
 use super::payload::{self, EncodedTokens};
 use super::refuse::refuse_on_error;
-use super::{Layer, Mode, forward};
 
 const PREPARE: &str = "Layer::prepare_dispatch";
 const DISPATCH: &str = "Layer::dispatch_into";

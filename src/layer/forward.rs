@@ -16,13 +16,56 @@ use crate::lazy::Lazy;
 use crate::metrics::Load;
 use crate::tensor::{Tensor, TensorMut, TensorRef};
 
+use super::context::Context;
+use super::definition::Layer;
+use super::mode::Mode;
+use super::outputs::{Forward, ForwardInfo, Routing};
+use super::params::{Inputs, Params};
 use super::payload::{self, EncodedTokens};
 use super::refuse::refuse_on_error;
-use super::{Context, Forward, ForwardInfo, Inputs, Layer, Mode, Params, Routing, aux_losses, check, shared_expert};
+use super::{aux_losses, check, shared_expert};
 
 const CALL: &str = "Layer::forward";
 
-pub(super) fn forward<D: Kernels>(
+impl Layer {
+    /// Forward over all ranks of the group.
+    ///
+    /// `x` is `[T, H]`; T may differ between ranks and be 0. Collectives: prepare, dispatch, combine; one more where
+    /// auxiliary losses are over ranks, and one more where jitter needs global token numbers.
+    ///
+    /// # Errors
+    /// Mis-shaped tensors, NaN logits, capacity: on every rank, with the group usable afterwards.
+    /// [`Error::Comm`](crate::Error::Comm) where a rank is lost.
+    pub fn forward<D: Kernels>(
+        &self,
+        group: &mut Group<D>,
+        mode: Mode,
+        x: TensorRef<'_, D>,
+        params: &Params<'_, D>,
+    ) -> Result<Forward<D>> {
+        forward(self, group, mode, x, params)
+    }
+
+    /// [`forward`](Self::forward) into memory of the caller: `y` is `[T, H]` of x's type, overwritten.
+    ///
+    /// On a GPU with one rank, or with several over all-gather with a static capacity, nothing is allocated and nothing
+    /// waits for the device once calls of these sizes have been seen (`Cuda::memory` counts), so the call can be
+    /// captured into a graph (`Cuda::capture`).
+    ///
+    /// # Errors
+    /// As [`forward`](Self::forward).
+    pub fn forward_into<D: Kernels>(
+        &self,
+        group: &mut Group<D>,
+        mode: Mode,
+        inputs: Inputs<'_, '_, D>,
+        y: TensorMut<'_, D>,
+    ) -> Result<ForwardInfo<D>> {
+        forward_into(self, group, mode, inputs, y)
+    }
+}
+
+fn forward<D: Kernels>(
     layer: &Layer,
     group: &mut Group<D>,
     mode: Mode,
@@ -37,7 +80,7 @@ pub(super) fn forward<D: Kernels>(
     Ok(Forward { y, aux, routing, context })
 }
 
-pub(super) fn forward_into<D: Kernels>(
+fn forward_into<D: Kernels>(
     layer: &Layer,
     group: &mut Group<D>,
     mode: Mode,
@@ -180,7 +223,7 @@ fn route_tokens<D: Kernels>(
     let linear = Linear {
         x: x.borrow(),
         weight: params.router.borrow(),
-        bias: borrow(&params.router_bias),
+        bias: borrow(&params.others.router_bias),
         out: logits.view_mut(),
     };
     device.linear(linear)?;
@@ -189,7 +232,7 @@ fn route_tokens<D: Kernels>(
     device.route(Route {
         config,
         logits: logits.view(),
-        selection_bias: borrow(&params.selection_bias),
+        selection_bias: borrow(&params.others.selection_bias),
         jitter,
         origin: Origin { rank: group.rank(), layer: layer.number() },
         reporting: layer.dispatch.reporting.unwrap_or(D::REPORTING),
@@ -263,7 +306,7 @@ impl<D: Kernels> RoutedExperts<'_, '_, D> {
             rows: rows.borrow(),
             segments: self.handle.segments(),
             weight: weight.weight()?,
-            bias: borrow(&self.params.up_bias),
+            bias: borrow(&self.params.others.up_bias),
             slot_weights: self.slot_weights(),
             activation: config.activation,
             pre: pre.as_mut().map(TensorMut::reborrow),
@@ -282,7 +325,7 @@ impl<D: Kernels> RoutedExperts<'_, '_, D> {
             rows: RowSource::direct(hidden.view()),
             segments: self.handle.segments(),
             weight: weight.weight()?,
-            bias: borrow(&self.params.down_bias),
+            bias: borrow(&self.params.others.down_bias),
             slot_weights: self.slot_weights(),
             out: RowDest::direct(out.view_mut()),
         };

@@ -1,123 +1,44 @@
-//! Parameters, their views and their gradients, each by its name.
+//! Parameters and their views, each by its name.
 
-use std::ops::{Deref, DerefMut};
-
-use crate::ep::Group;
 use crate::error::{Error, Result};
 use crate::kernels::Kernels;
-use crate::tensor::{Tensor, TensorMut, TensorRef};
+use crate::tensor::TensorRef;
 use crate::weights::WeightSource;
 
-use super::{GradientRequest, Gradients, GradientsMut, Inputs, Layer, ParamKind, Params, PerParam};
+use super::param_kind::ParamKind;
+use super::per_param::PerParam;
+
+/// Parameters of this rank: replicated router and shared expert, this rank's L = E / R routed experts. [`ParamKind`]
+/// states the shapes; G is 2 with a gate, 1 without, and gate rows come first.
+#[derive(Debug, Clone, Copy)]
+pub struct Params<'a, D: Kernels> {
+    /// `[E, H]`.
+    pub router: TensorRef<'a, D>,
+    /// `[L, G·I, H]`.
+    pub up: &'a dyn WeightSource<D>,
+    /// `[L, H, I]`.
+    pub down: &'a dyn WeightSource<D>,
+    /// What the configuration has beside these: biases, the shared expert. Its `router`, `up` and `down` are not read.
+    pub others: PerParam<Option<TensorRef<'a, D>>>,
+}
+
+/// Inputs of a forward, given to backward again.
+#[derive(Debug, Clone, Copy)]
+pub struct Inputs<'a, 'p, D: Kernels> {
+    /// `[T, H]`.
+    pub x: TensorRef<'a, D>,
+    /// The parameters.
+    pub params: &'a Params<'p, D>,
+}
 
 impl<'a, D: Kernels> Params<'a, D> {
-    /// The parameters of a rank; of `others` those that are not given before.
-    pub fn of(
-        router: TensorRef<'a, D>,
-        up: &'a dyn WeightSource<D>,
-        down: &'a dyn WeightSource<D>,
-        others: PerParam<Option<TensorRef<'a, D>>>,
-    ) -> Self {
-        let PerParam { router_bias, selection_bias, up_bias, down_bias, shared_up, shared_down, shared_gate, .. } =
-            others;
-        Self { router, router_bias, selection_bias, up, up_bias, down, down_bias, shared_up, shared_down, shared_gate }
-    }
-
     /// A parameter that is a tensor: any but `up` and `down`, where the configuration has it.
     pub(super) fn tensor(&self, kind: ParamKind) -> Option<TensorRef<'a, D>> {
         match kind {
             ParamKind::Router => Some(self.router),
-            ParamKind::RouterBias => self.router_bias,
-            ParamKind::SelectionBias => self.selection_bias,
-            ParamKind::UpBias => self.up_bias,
-            ParamKind::DownBias => self.down_bias,
-            ParamKind::SharedUp => self.shared_up,
-            ParamKind::SharedDown => self.shared_down,
-            ParamKind::SharedGate => self.shared_gate,
             ParamKind::Up | ParamKind::Down => None,
+            _ => self.others[kind],
         }
-    }
-}
-
-impl<D: Kernels> Gradients<D> {
-    /// Takes a parameter's gradient out. The selection bias has none.
-    pub fn take(&mut self, kind: ParamKind) -> Option<Tensor<D>> {
-        self.params[kind].take()
-    }
-
-    /// Room for the gradients that are wanted, and none yet for those of logits and routing weights, nor for those (of x
-    /// or of a parameter) that have memory in `given`.
-    pub(super) fn empty(
-        layer: &Layer,
-        group: &Group<D>,
-        inputs: &Inputs<'_, '_, D>,
-        GradientRequest { wanted, given }: &GradientRequest<'_, D>,
-    ) -> Result<Self> {
-        let device = group.device();
-        let like = |t: TensorRef<'_, D>| Tensor::empty(device, t.dtype(), t.dims());
-        let of = |kind: ParamKind| {
-            let wanted = match kind {
-                ParamKind::Router | ParamKind::RouterBias => wanted.router,
-                ParamKind::SelectionBias => false,
-                ParamKind::Up | ParamKind::UpBias | ParamKind::Down | ParamKind::DownBias => wanted.experts,
-                ParamKind::SharedUp | ParamKind::SharedDown | ParamKind::SharedGate => wanted.shared,
-            };
-            let wanted = wanted && given.get(kind).is_none();
-            let dims = kind.dims(layer.config(), group.local_experts()).filter(|_| wanted);
-            // Its parameter's; that of `up` and `down` is the tokens'.
-            let dtype = inputs.params.tensor(kind).map_or(inputs.x.dtype(), |t| t.dtype());
-            dims.map(|dims| Tensor::empty(device, dtype, &dims)).transpose()
-        };
-        let none = || Tensor::empty(device, inputs.x.dtype().accumulator(), &[0, 0]);
-        Ok(Self {
-            x: if wanted.x && given.x.is_none() { Some(like(inputs.x.borrow())?) } else { None },
-            params: PerParam::try_from_fn(of)?,
-            logits: none()?,
-            weights: none()?,
-        })
-    }
-
-    /// Borrows them to be overwritten.
-    pub(super) fn view_mut(&mut self) -> GradientsMut<'_, D> {
-        GradientsMut {
-            x: self.x.as_mut().map(Tensor::view_mut),
-            params: self.params.as_mut().map(|_, t| t.as_mut().map(Tensor::view_mut)),
-            accumulate: false,
-        }
-    }
-}
-
-impl<'a, D: Kernels> GradientsMut<'a, D> {
-    /// Memory for no gradient.
-    pub fn none() -> Self {
-        Self { x: None, params: PerParam::none(), accumulate: false }
-    }
-
-    /// Gives memory for a parameter's gradient. The selection bias has none.
-    pub fn set(&mut self, kind: ParamKind, memory: TensorMut<'a, D>) {
-        if kind != ParamKind::SelectionBias {
-            self.params[kind] = Some(memory);
-        }
-    }
-
-    /// Memory for a parameter's gradient. The selection bias has none.
-    pub fn get(&self, kind: ParamKind) -> Option<&TensorMut<'a, D>> {
-        self.params.get(kind).filter(|_| kind != ParamKind::SelectionBias)
-    }
-}
-
-/// Its gradients by parameter: `gradients.up`.
-impl<D: Kernels> Deref for Gradients<D> {
-    type Target = PerParam<Option<Tensor<D>>>;
-
-    fn deref(&self) -> &Self::Target {
-        &self.params
-    }
-}
-
-impl<D: Kernels> DerefMut for Gradients<D> {
-    fn deref_mut(&mut self) -> &mut Self::Target {
-        &mut self.params
     }
 }
 
@@ -157,7 +78,7 @@ impl<'a, D: Kernels> ParamViews<'a, D> {
 
     /// The parameters as a layer takes them.
     pub fn params(&self) -> Params<'_, D> {
-        let all = self.all.as_ref().map(|_, t| t.as_ref().map(TensorRef::borrow));
-        Params::of(self.router.borrow(), &self.up, &self.down, all)
+        let others = self.all.as_ref().map(|_, t| t.as_ref().map(TensorRef::borrow));
+        Params { router: self.router.borrow(), up: &self.up, down: &self.down, others }
     }
 }

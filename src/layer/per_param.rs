@@ -2,7 +2,7 @@
 
 use std::ops::{Index, IndexMut};
 
-use super::ParamKind;
+use super::param_kind::ParamKind;
 
 /// A value for each parameter that a layer may have. Those that a configuration lacks are `None` in a
 /// `PerParam<Option<T>>`.

@@ -5,7 +5,7 @@ use crate::ep::Group;
 use crate::error::{Error, Result};
 use crate::kernels::Kernels;
 
-use super::Layer;
+use super::definition::Layer;
 
 /// Passes `result` on. An error is first reported to the other ranks, which are in the collective `op` or on their way to
 /// it: they get its text at once.

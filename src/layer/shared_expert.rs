@@ -9,7 +9,10 @@ use crate::kernels::{
 };
 use crate::tensor::{Tensor, TensorMut, TensorRef};
 
-use super::{GradientsMut, Inputs, Layer, Mode, Params};
+use super::definition::Layer;
+use super::gradients::GradientsMut;
+use super::mode::Mode;
+use super::params::{Inputs, Params};
 
 /// State of the shared expert that backward needs.
 #[derive(Debug)]
@@ -42,7 +45,9 @@ struct SharedParams<'a, D: Kernels> {
 impl<'a, D: Kernels> SharedParams<'a, D> {
     /// `None` where the layer has no shared expert (the shapes were checked).
     fn of(layer: &Layer, params: &'a Params<'_, D>) -> Result<Option<Self>> {
-        let (Some(config), Some(up), Some(down)) = (layer.config.shared, &params.shared_up, &params.shared_down) else {
+        let (Some(config), Some(up), Some(down)) =
+            (layer.config.shared, &params.others.shared_up, &params.others.shared_down)
+        else {
             return Ok(None);
         };
         let h = layer.config.hidden;
@@ -93,7 +98,7 @@ pub(super) fn begin<D: Kernels>(
 ) -> Result<Option<PendingSharedExpert<D>>> {
     let Some(shared) = SharedParams::of(layer, params)? else { return Ok(None) };
     let tokens = x.rows();
-    let gate = match &params.shared_gate {
+    let gate = match &params.others.shared_gate {
         None => None,
         Some(weight) => {
             let mut logit = Tensor::empty(device, x.dtype().accumulator(), &[tokens, 1])?;
@@ -183,7 +188,7 @@ pub(super) fn backward<D: Kernels>(
     if let Some(out) = &mut into.params.shared_down {
         wgrad(device, &segments, d_y, hidden.view(), out.reborrow())?;
     }
-    match (&saved.gate, &inputs.params.shared_gate) {
+    match (&saved.gate, &inputs.params.others.shared_gate) {
         (Some(gate), Some(weight)) => {
             let mut d_logit = Tensor::empty(device, acc, &[tokens, 1])?;
             let d_gate = d_gate.reshape(&[tokens, 1])?;

@@ -3,7 +3,7 @@
 use crate::config::MoeConfig;
 use crate::error::Result;
 
-use super::Layer;
+use super::definition::Layer;
 
 /// The layer of a module: a configuration, which gets the next number of the module's group, or a [`Layer`], which has
 /// a number (a checkpoint's, say) and dispatch options of its own. Both convert into it.

@@ -140,6 +140,20 @@ pub fn e8m0_floor(v: f32) -> u8 {
     }
 }
 
+/// Two E2M1 codes a byte, the low nibble first, times one scale a block: `out[i] = E2M1[code i] · scale[i / block]`.
+///
+/// `codes` holds half as many bytes as `out` has elements, `scales` one value per `block` elements; the last block
+/// may be partial.
+pub(crate) fn decode_fp4(codes: &[u8], scales: &[f32], block: usize, out: &mut [f32]) {
+    debug_assert_eq!((codes.len() * 2, scales.len()), (out.len(), out.len().div_ceil(block)));
+    for ((codes, out), scale) in codes.chunks(block / 2).zip(out.chunks_mut(block)).zip(scales) {
+        for (byte, pair) in codes.iter().zip(out.chunks_exact_mut(2)) {
+            pair[0] = E2M1[(byte & 15) as usize] * scale;
+            pair[1] = E2M1[(byte >> 4) as usize] * scale;
+        }
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -275,5 +289,15 @@ mod tests {
         assert_eq!((e8m0_ceil(0.0), e8m0_floor(0.0)), (0, 0));
         assert_eq!((e8m0_ceil(f32::INFINITY), e8m0_floor(f32::INFINITY)), (254, 254));
         assert_eq!((e8m0_ceil(f32::NAN), e8m0_floor(f32::NAN)), (255, 255));
+    }
+
+    #[test]
+    fn fp4_low_nibble_first() {
+        let mut out = [0.0; 32];
+        let mut codes = [0u8; 16];
+        codes[0] = 0x71;
+        codes[8] = 0xF2;
+        decode_fp4(&codes, &[2.0, 0.5], crate::quant::NVFP4_BLOCK, &mut out);
+        assert_eq!((out[0], out[1], out[16], out[17]), (1.0, 12.0, 0.5, -3.0));
     }
 }

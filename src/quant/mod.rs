@@ -24,6 +24,7 @@
 //! # Ok::<(), moebius::Error>(())
 //! ```
 
+mod block_sizes;
 mod calls;
 pub(crate) mod check;
 mod codec;
@@ -36,10 +37,12 @@ pub(crate) mod philox;
 mod swizzle;
 mod weight;
 
+pub use block_sizes::{MX_BLOCK, MXFP4_BLOCK, NVFP4_BLOCK};
 pub use calls::{
     Amax, Dequantize, DequantizeMxfp8, Mxfp8Mut, Mxfp8Tensors, Nvfp4Mut, Nvfp4Tensors, Quantize, QuantizeMxfp8, Swizzle,
 };
 pub use codec::Codec;
+pub(crate) use element::decode_fp4;
 pub use element::{
     E2M1, E2M1_MAX, E4M3, E4M3_MAX, E4M3_NAN, e2m1_nearest, e2m1_stochastic, e4m3_nearest, e4m3_stochastic, e8m0,
     e8m0_ceil, e8m0_floor,
@@ -50,39 +53,3 @@ pub use matrix::{Layout, Matrix};
 pub use philox::philox4x32;
 pub use swizzle::{TILE_COLUMNS, TILE_ROWS, swizzled_index, swizzled_len};
 pub use weight::{FP8_BLOCK, Quantized, QuantizedRef, QuantizedTensors, WeightFormat};
-
-/// Elements of one NVFP4 block, which share an E4M3 scale.
-pub const NVFP4_BLOCK: usize = 16;
-/// Elements of one MXFP4 block, which share an E8M0 scale.
-pub const MXFP4_BLOCK: usize = 32;
-/// Elements of one MXFP8 block, which share an E8M0 scale.
-pub const MX_BLOCK: usize = 32;
-
-/// Two E2M1 codes a byte, the low nibble first, times one scale a block: `out[i] = E2M1[code i] · scale[i / block]`.
-///
-/// `codes` holds half as many bytes as `out` has elements, `scales` one value per `block` elements; the last block
-/// may be partial.
-pub(crate) fn decode_fp4(codes: &[u8], scales: &[f32], block: usize, out: &mut [f32]) {
-    debug_assert_eq!((codes.len() * 2, scales.len()), (out.len(), out.len().div_ceil(block)));
-    for ((codes, out), scale) in codes.chunks(block / 2).zip(out.chunks_mut(block)).zip(scales) {
-        for (byte, pair) in codes.iter().zip(out.chunks_exact_mut(2)) {
-            pair[0] = E2M1[(byte & 15) as usize] * scale;
-            pair[1] = E2M1[(byte >> 4) as usize] * scale;
-        }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn fp4_low_nibble_first() {
-        let mut out = [0.0; 32];
-        let mut codes = [0u8; 16];
-        codes[0] = 0x71;
-        codes[8] = 0xF2;
-        decode_fp4(&codes, &[2.0, 0.5], NVFP4_BLOCK, &mut out);
-        assert_eq!((out[0], out[1], out[16], out[17]), (1.0, 12.0, 0.5, -3.0));
-    }
-}

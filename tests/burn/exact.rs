@@ -98,18 +98,7 @@ fn cast(t: &CoreTensor, dtype: moebius::DType) -> CoreTensor {
 }
 
 fn cast_params(p: BlockParams, f: &impl Fn(CoreTensor) -> CoreTensor) -> BlockParams {
-    BlockParams {
-        router: f(p.router),
-        router_bias: p.router_bias.map(f),
-        selection_bias: p.selection_bias.map(f),
-        up: f(p.up),
-        up_bias: p.up_bias.map(f),
-        down: f(p.down),
-        down_bias: p.down_bias.map(f),
-        shared_up: p.shared_up.map(f),
-        shared_down: p.shared_down.map(f),
-        shared_gate: p.shared_gate.map(f),
-    }
+    BlockParams::new(p.into_per_param().map(|_, tensor| tensor.map(f))).unwrap()
 }
 
 fn burn_tensor<const D: usize>(t: &CoreTensor) -> Tensor<B, D> {

@@ -209,11 +209,11 @@ fn bad_input_is_a_typed_error() {
 
     let config = config.clone();
     let mut missing = block(&config, 0, 1);
-    missing.params.shared_down = None;
+    missing.params.others.shared_down = None;
     let found = ExpertParallelMoE::<Flex>::from_block(missing, 0, &group, &device());
     assert!(found.is_err_and(|e| e.to_string().contains("shared.down")));
     let mut extra = block(&config, 0, 1);
-    extra.params.selection_bias = Some(CoreTensor::from_vec(vec![0f32; E], &[E]).unwrap());
+    extra.params.others.selection_bias = Some(CoreTensor::from_vec(vec![0f32; E], &[E]).unwrap());
     let found = ExpertParallelMoE::<Flex>::from_block(extra, 0, &group, &device());
     assert!(found.is_err_and(|e| e.to_string().contains("selection_bias")));
     let mut shape = block(&config, 0, 1);

@@ -17,7 +17,7 @@ use moebius::checkpoint::{Block, BlockParams};
 use moebius::config::{AuxConfig, SharedConfig};
 use moebius::cpu::{Cpu, ThreadWorld};
 use moebius::ep::{Group, GroupConfig};
-use moebius::layer::ParamKind;
+use moebius::layer::{ParamKind, PerParam};
 
 use super::faulty_comm::{Changed, Entered};
 
@@ -132,19 +132,7 @@ fn share(kind: ParamKind, config: &MoeConfig, rank: usize, ranks: usize) -> Opti
 }
 
 pub fn block(config: &MoeConfig, rank: usize, ranks: usize) -> Block {
-    let of = |kind| share(kind, config, rank, ranks);
-    let params = BlockParams {
-        router: of(ParamKind::Router).unwrap(),
-        router_bias: of(ParamKind::RouterBias),
-        selection_bias: of(ParamKind::SelectionBias),
-        up: of(ParamKind::Up).unwrap(),
-        up_bias: of(ParamKind::UpBias),
-        down: of(ParamKind::Down).unwrap(),
-        down_bias: of(ParamKind::DownBias),
-        shared_up: of(ParamKind::SharedUp),
-        shared_down: of(ParamKind::SharedDown),
-        shared_gate: of(ParamKind::SharedGate),
-    };
+    let params = BlockParams::new(PerParam::from_fn(|kind| share(kind, config, rank, ranks))).unwrap();
     Block { config: config.clone(), params }
 }
 

@@ -331,7 +331,7 @@ fn what_does_not_fit_is_named_at_once(device: &Device) -> AnyResult<()> {
         Ok(text(ExpertParallelMoE::from_block(block, 0, group(device)?, Parameters::Trainable)))
     };
     let bad = [
-        (spoilt(|p| p.up_bias = None)?, "experts.up_bias"),
+        (spoilt(|p| p.others.up_bias = None)?, "experts.up_bias"),
         (spoilt(|p| std::mem::swap(&mut p.up, &mut p.down))?, "experts.up"),
         (text(ExpertParallelMoE::from_block(moe.to_block()?, 0, few()?, Parameters::Trainable)), "num_experts"),
         (

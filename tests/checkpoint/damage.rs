@@ -671,7 +671,7 @@ fn arguments() {
     // A tensor that some ranks have: not dropped in silence.
     for with in 0..2 {
         let mut shares = [share(0), share(1)];
-        shares[with].up_bias = Some(Tensor::zeros(&Cpu::new(), DType::F32, &[4, 2]).unwrap());
+        shares[with].others.up_bias = Some(Tensor::zeros(&Cpu::new(), DType::F32, &[4, 2]).unwrap());
         let error = moebius::checkpoint::gather_blocks(shares.into()).unwrap_err().to_string();
         assert!(error.contains("experts.up_bias") && error.contains("1 of 2 ranks"), "{error}");
     }

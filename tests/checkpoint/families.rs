@@ -465,18 +465,19 @@ fn names_map_to_positions() {
             let down = [matrix(DOWN, 2, H, I), matrix(DOWN, 3, H, I)].concat();
             assert_eq!(p.down.as_slice::<f32>().unwrap(), down, "{what}: down");
             assert_eq!(p.router.as_slice::<f32>().unwrap(), matrix(ROUTER, 0, E, H), "{what}: router");
-            let bias = p.selection_bias.as_ref().map(|t| (t.dims().to_vec(), t.as_slice::<f32>().unwrap().to_vec()));
+            let bias =
+                p.others.selection_bias.as_ref().map(|t| (t.dims().to_vec(), t.as_slice::<f32>().unwrap().to_vec()));
             assert_eq!(bias, case.bias.map(|_| (vec![E], matrix(BIAS, 0, E, 1))), "{what}: bias");
-            let shared = p.shared_up.as_ref().map(|t| t.as_slice::<f32>().unwrap().to_vec());
+            let shared = p.others.shared_up.as_ref().map(|t| t.as_slice::<f32>().unwrap().to_vec());
             let expected = case.shared.map(|(_, s)| match gates {
                 2 => [matrix(SHARED_GATE, 0, s, H), matrix(SHARED_UP, 0, s, H)].concat(),
                 _ => matrix(SHARED_UP, 0, s, H),
             });
             assert_eq!(shared, expected, "{what}: shared up");
-            let shared = p.shared_down.as_ref().map(|t| t.as_slice::<f32>().unwrap().to_vec());
+            let shared = p.others.shared_down.as_ref().map(|t| t.as_slice::<f32>().unwrap().to_vec());
             assert_eq!(shared, case.shared.map(|(_, s)| matrix(SHARED_DOWN, 0, H, s)), "{what}: shared down");
-            assert_eq!(p.shared_gate.is_some(), block.config.shared.is_some_and(|s| s.gated), "{what}");
-            if let Some(gate) = &p.shared_gate {
+            assert_eq!(p.others.shared_gate.is_some(), block.config.shared.is_some_and(|s| s.gated), "{what}");
+            if let Some(gate) = &p.others.shared_gate {
                 assert_eq!(gate.as_slice::<f32>().unwrap(), matrix(SHARED_SCALE, 0, 1, H), "{what}: shared gate");
             }
             // And back.
@@ -576,12 +577,12 @@ fn gpt_oss_rows_are_separated() {
         // Gate rows are the even ones on disk, up rows the odd ones; disk is (in, out).
         let out = if row < i { 2 * row } else { 2 * (row - i) + 1 };
         assert_eq!(*found, up[(e * h + column) * 2 * i + out], "up[{n}]");
-        assert_eq!(p.up_bias.as_ref().unwrap().as_slice::<f32>().unwrap()[n / h], up_bias[e * 2 * i + out]);
+        assert_eq!(p.others.up_bias.as_ref().unwrap().as_slice::<f32>().unwrap()[n / h], up_bias[e * 2 * i + out]);
     }
     for (n, found) in p.down.as_slice::<f32>().unwrap().iter().enumerate() {
         let (e, row, column) = (local + n / (h * i), n / i % h, n % i);
         assert_eq!(*found, down[(e * i + column) * h + row], "down[{n}]");
     }
-    assert_eq!(p.down_bias.as_ref().unwrap().as_slice::<f32>().unwrap(), &down_bias[local * h..]);
-    assert_eq!(p.router_bias.as_ref().unwrap().as_slice::<f32>().unwrap(), disk("router.bias"));
+    assert_eq!(p.others.down_bias.as_ref().unwrap().as_slice::<f32>().unwrap(), &down_bias[local * h..]);
+    assert_eq!(p.others.router_bias.as_ref().unwrap().as_slice::<f32>().unwrap(), disk("router.bias"));
 }

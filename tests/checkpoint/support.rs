@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 use moebius::DType;
 use moebius::checkpoint::{BlockParams, LoadOptions};
 use moebius::cpu::Cpu;
+use moebius::layer::ParamKind;
 use safetensors::Dtype;
 use safetensors::tensor::TensorView;
 
@@ -133,14 +134,5 @@ pub fn assert_same(a: &BlockParams, b: &BlockParams, what: &str) {
         }
         _ => panic!("{what}: {name} is there on one side only"),
     };
-    same("router", Some(&a.router), Some(&b.router));
-    same("router_bias", a.router_bias.as_ref(), b.router_bias.as_ref());
-    same("selection_bias", a.selection_bias.as_ref(), b.selection_bias.as_ref());
-    same("up", Some(&a.up), Some(&b.up));
-    same("up_bias", a.up_bias.as_ref(), b.up_bias.as_ref());
-    same("down", Some(&a.down), Some(&b.down));
-    same("down_bias", a.down_bias.as_ref(), b.down_bias.as_ref());
-    same("shared_up", a.shared_up.as_ref(), b.shared_up.as_ref());
-    same("shared_down", a.shared_down.as_ref(), b.shared_down.as_ref());
-    same("shared_gate", a.shared_gate.as_ref(), b.shared_gate.as_ref());
+    ParamKind::ALL.into_iter().for_each(|kind| same(kind.name(), a.get(kind), b.get(kind)));
 }

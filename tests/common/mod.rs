@@ -16,7 +16,9 @@ use moebius::checkpoint::BlockParams;
 use moebius::config::MoeConfig;
 use moebius::cpu::Cpu;
 use moebius::ep::{DispatcherKind, Group, GroupConfig};
-use moebius::layer::{Cotangents, DispatchOptions, GradientMask, Inputs, Layer, Mode, Noise, ParamKind, ParamViews};
+use moebius::layer::{
+    Cotangents, DispatchOptions, GradientMask, Inputs, Layer, Mode, Noise, ParamKind, ParamViews, PerParam,
+};
 use moebius::quant::Quantized;
 use moebius::{DType, Error};
 
@@ -296,23 +298,13 @@ fn rank_rows(t: &Tensor, split: &[usize], rank: usize, dtype: DType) -> CoreTens
 
 /// A rank's share of a whole block's parameters.
 pub fn shard(params: &Params, rank: usize, ranks: usize, dtype: DType) -> BlockParams {
-    let whole = |name: &str| params.get(name).map(|t| core(t, dtype));
-    let part = |name: &str| {
-        params.get(name).map(|t| {
-            let local = t.dims()[0] / ranks;
-            core(&t.narrow(0, rank * local, local).unwrap(), dtype)
+    let share = |kind: ParamKind| {
+        let t = params.get(kind.name())?;
+        let local = t.dims()[0] / ranks;
+        Some(match kind.is_replicated() {
+            true => core(t, dtype),
+            false => core(&t.narrow(0, rank * local, local).unwrap(), dtype),
         })
     };
-    BlockParams {
-        router: whole("router.weight").unwrap(),
-        router_bias: whole("router.bias"),
-        selection_bias: whole("router.selection_bias"),
-        up: part("experts.up").unwrap(),
-        up_bias: part("experts.up_bias"),
-        down: part("experts.down").unwrap(),
-        down_bias: part("experts.down_bias"),
-        shared_up: whole("shared.up"),
-        shared_down: whole("shared.down"),
-        shared_gate: whole("shared.gate"),
-    }
+    BlockParams::new(PerParam::from_fn(share)).unwrap()
 }

@@ -131,7 +131,7 @@ fn quantized_weights_stay_so_in_a_chain() {
             let mut group = Group::single(GroupConfig::new(experts, 6)).unwrap();
             let moe = Layer::new(block.config.clone(), 0).unwrap();
             let others = PerParam::from_fn(|kind| block.get(kind));
-            let params = Params::of(block.get(ParamKind::Router).unwrap(), up, down, others);
+            let params = Params { router: block.get(ParamKind::Router).unwrap(), up, down, others };
             let pass = |phase| chain.map_or(Ok(()), |chain| chain.begin(phase)).unwrap();
             let end = || chain.map_or(Ok(()), Chain::end).unwrap();
             pass(Phase::Forward);

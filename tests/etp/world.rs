@@ -204,18 +204,7 @@ fn params<'a, D: Chained>(
     up: &'a dyn WeightSource<D>,
     down: &'a dyn WeightSource<D>,
 ) -> Params<'a, D> {
-    Params {
-        router,
-        router_bias: None,
-        selection_bias: None,
-        up,
-        up_bias: None,
-        down,
-        down_bias: None,
-        shared_up: None,
-        shared_down: None,
-        shared_gate: None,
-    }
+    Params { router, up, down, others: PerParam::none() }
 }
 
 impl<D: Chained> Rank<D> {

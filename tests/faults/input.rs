@@ -67,7 +67,7 @@ fn forward_faults<D: Target>() -> Vec<Fault<D>> {
             forward_with(r, &x)
         }),
         ("up", |r| forward_without(r, |own| own.up = tensor(2, 0, &[1, 2 * INNER, HIDDEN]))),
-        ("router.bias", |r| forward_without(r, |own| own.router_bias = Some(tensor(6, 0, &[EXPERTS])))),
+        ("router.bias", |r| forward_without(r, |own| own.others.router_bias = Some(tensor(6, 0, &[EXPERTS])))),
         ("tensor experts.down: expected f", |r| {
             forward_without(r, |own| {
                 own.down = Tensor::zeros(&Cpu::new(), DType::F16, own.down.dims()).expect("down");

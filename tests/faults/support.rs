@@ -9,7 +9,7 @@ use moebius::checkpoint::BlockParams;
 use moebius::cpu::{Cpu, ThreadComm, ThreadWorld};
 use moebius::ep::{DispatcherKind, Group, GroupConfig};
 use moebius::layer::{
-    Context, Cotangents, GradientMask, Gradients, Inputs, Layer, Mode, ParamKind, ParamViews, Params,
+    Context, Cotangents, GradientMask, Gradients, Inputs, Layer, Mode, ParamKind, ParamViews, Params, PerParam,
 };
 use moebius::weights::{WeightGuard, WeightSource};
 use moebius::{DType, Error, MoeConfig, Result, Tensor, TensorRef};
@@ -50,15 +50,9 @@ pub fn params(rank: usize, ranks: usize) -> BlockParams {
     let local = EXPERTS / ranks;
     BlockParams {
         router: tensor(1, 0, &[EXPERTS, HIDDEN]),
-        router_bias: None,
-        selection_bias: None,
         up: tensor(2, rank, &[local, 2 * INNER, HIDDEN]),
-        up_bias: None,
         down: tensor(3, rank, &[local, HIDDEN, INNER]),
-        down_bias: None,
-        shared_up: None,
-        shared_down: None,
-        shared_gate: None,
+        others: PerParam::none(),
     }
 }
 

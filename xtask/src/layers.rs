@@ -2,7 +2,8 @@
 //!
 //! Read is what the compiler reads: every path that begins with `crate`, `super`, `self` or a module that the file
 //! declares, wherever it stands, but for what is compiled for tests only, comments and documentation. Names that a module
-//! hands on (`pub use child::Name`) count as those of the module that they come from.
+//! hands on (`pub use child::Name`) count as those of the module that they come from, and as named by it where it uses
+//! them itself.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::fmt::Write as _;
@@ -34,6 +35,8 @@ struct File {
     tests: Vec<Module>,
     /// Lines that say `dyn Any`.
     erased: Vec<usize>,
+    /// Whether it holds more than modules and names that it hands on.
+    has_items: bool,
 }
 
 /// The list: each module, what it may name beside itself, and the files of a folder from the lowest up.
@@ -158,18 +161,14 @@ impl Reader<'_> {
     }
 
     /// The end of an item, and the module that it declares for tests.
-    fn skip(&mut self, tokens: &[TokenTree], mut i: usize) -> usize {
-        while i < tokens.len() {
+    fn skip(&mut self, tokens: &[TokenTree], i: usize) -> usize {
+        let end = end_of_item(tokens, i);
+        for i in i..end {
             if let (Some("mod"), Some(name)) = (word(tokens, i).as_deref(), word(tokens, i + 1)) {
                 self.file.tests.push([&self.module[..], &[name]].concat());
             }
-            match &tokens[i] {
-                TokenTree::Punct(p) if p.as_char() == ';' || p.as_char() == ',' => return i + 1,
-                TokenTree::Group(g) if g.delimiter() == Delimiter::Brace => return i + 1,
-                _ => i += 1,
-            }
         }
-        i
+        end
     }
 
     /// Whether the trait object is an `Any`, by whatever path.
@@ -257,13 +256,14 @@ fn colons(tokens: &[TokenTree], i: usize) -> bool {
     i < tokens.len() && colon(i, true) && colon(i + 1, false)
 }
 
-/// Whether an attribute keeps what follows for tests: `#[cfg(test)]`, `#[cfg(all(test, …))]`.
+/// Whether an attribute keeps what follows for tests: `#[cfg(test)]`, `#[cfg(all(test, …))]`, `#[cfg(doctest)]`.
 fn is_for_tests(tokens: &[TokenTree], i: usize) -> bool {
     let (Some(TokenTree::Punct(p)), Some(TokenTree::Group(g))) = (tokens.get(i), tokens.get(i + 1)) else {
         return false;
     };
     let text: String = g.stream().to_string().chars().filter(|c| !c.is_whitespace()).collect();
-    p.as_char() == '#' && (text.starts_with("cfg(test") || text.starts_with("cfg(all(test"))
+    let tests = ["cfg(test", "cfg(all(test", "cfg(doctest", "cfg(all(doctest"];
+    p.as_char() == '#' && tests.iter().any(|test| text.starts_with(test))
 }
 
 /// Whether an item that begins here is handed on: `pub`, `pub(crate)`.
@@ -283,6 +283,67 @@ fn declared(tokens: TokenStream) -> BTreeSet<String> {
     (0..tokens.len()).filter(is_mod).filter_map(|i| word(&tokens, i + 1)).collect()
 }
 
+/// Words of a file that are no part of a longer path, but for those of `use` and of what is for tests.
+fn bare_words(tokens: TokenStream, words: &mut Vec<(String, usize)>) {
+    let tokens: Vec<TokenTree> = tokens.into_iter().collect();
+    let is = |i: usize, c: char| matches!(tokens.get(i), Some(TokenTree::Punct(p)) if p.as_char() == c);
+    let mut i = 0;
+    while i < tokens.len() {
+        if is_for_tests(&tokens, i) {
+            i = end_of_item(&tokens, i + 2);
+            continue;
+        }
+        match &tokens[i] {
+            TokenTree::Ident(ident) if *ident == "use" => {
+                i = (i..tokens.len()).find(|&i| is(i, ';')).unwrap_or(i);
+            }
+            // The name of a module that it declares.
+            TokenTree::Ident(ident) if *ident == "mod" => i += 1,
+            TokenTree::Ident(ident) if !colons(&tokens, i.wrapping_sub(2)) && !is(i.wrapping_sub(1), '.') => {
+                words.push((ident.to_string(), ident.span().start().line));
+            }
+            TokenTree::Group(group) => bare_words(group.stream(), words),
+            _ => {}
+        }
+        i += 1;
+    }
+}
+
+/// Where the item ends that `tokens` are in at `i`.
+fn end_of_item(tokens: &[TokenTree], i: usize) -> usize {
+    let ends = |token: &TokenTree| match token {
+        TokenTree::Punct(p) => matches!(p.as_char(), ';' | ','),
+        TokenTree::Group(g) => g.delimiter() == Delimiter::Brace,
+        _ => false,
+    };
+    (i..tokens.len()).find(|&i| ends(&tokens[i])).map_or(tokens.len(), |i| i + 1)
+}
+
+/// Whether anything stands in a file but modules, `use`, and what is for tests.
+fn has_items(tokens: TokenStream) -> bool {
+    let tokens: Vec<TokenTree> = tokens.into_iter().collect();
+    let is = |i: usize, c: char| matches!(tokens.get(i), Some(TokenTree::Punct(p)) if p.as_char() == c);
+    let mut i = 0;
+    while i < tokens.len() {
+        if is_for_tests(&tokens, i) {
+            i = end_of_item(&tokens, i + 2);
+            continue;
+        }
+        match (word(&tokens, i).as_deref(), tokens.get(i + 2)) {
+            (Some("use"), _) => i = (i..tokens.len()).find(|&i| is(i, ';')).unwrap_or(i),
+            (Some("mod"), Some(TokenTree::Group(body))) if has_items(body.stream()) => return true,
+            (Some("mod"), _) => i += 2,
+            _ if is(i, '#') => i += if is(i + 1, '!') { 2 } else { 1 },
+            // What is before an item: `pub`, `pub(crate)`.
+            (Some("pub"), _) => {}
+            (None, _) if matches!(tokens[i], TokenTree::Group(_)) => {}
+            _ => return true,
+        }
+        i += 1;
+    }
+    false
+}
+
 fn split(tokens: &[TokenTree]) -> Vec<&[TokenTree]> {
     let comma = |t: &TokenTree| matches!(t, TokenTree::Punct(p) if p.as_char() == ',');
     tokens.split(comma).filter(|part| !part.is_empty()).collect()
@@ -290,9 +351,17 @@ fn split(tokens: &[TokenTree]) -> Vec<&[TokenTree]> {
 
 fn read(text: &str, module: &[String]) -> Result<File, String> {
     let tokens: TokenStream = text.parse().map_err(|e| format!("{e}"))?;
-    let mut file = File::default();
+    let mut file = File { has_items: has_items(tokens.clone()), ..File::default() };
     let children = declared(tokens.clone());
-    Reader { file: &mut file, children: &children, module: module.to_vec(), of_file: module }.read(tokens);
+    Reader { file: &mut file, children: &children, module: module.to_vec(), of_file: module }.read(tokens.clone());
+    // A name that it hands on and names itself, it names without a path.
+    let mut words = Vec::new();
+    bare_words(tokens, &mut words);
+    for (word, line) in words {
+        if let Some(path) = file.handed.get(&word) {
+            file.named.push(Named { line, path: path.clone() });
+        }
+    }
     Ok(file)
 }
 
@@ -409,12 +478,17 @@ fn stale(rules: &Rules, all: &BTreeMap<Module, File>) -> Vec<String> {
         .collect()
 }
 
-/// Files and folders that their folder's line lacks. One that is alone needs no line.
+/// Files and folders that their folder's line lacks, and a `mod.rs` that holds more than modules and names that it hands
+/// on. One that is alone needs no line.
 fn unlisted(rules: &Rules, all: &BTreeMap<Module, File>) -> Vec<String> {
-    let mut folders: BTreeMap<String, BTreeSet<&String>> = BTreeMap::new();
+    let mut folders: BTreeMap<String, BTreeSet<&str>> = BTreeMap::new();
     for (module, _) in shipped(all) {
         for at in 1..module.len() {
-            folders.entry(module[..at].join("/")).or_default().insert(&module[at]);
+            let (folder, names) = (&module[..at], folders.entry(module[..at].join("/")).or_default());
+            names.insert(&module[at]);
+            if all.get(folder).is_some_and(|own| own.has_items) {
+                names.insert(OWN);
+            }
         }
     }
     let several = folders.iter().filter(|(_, names)| names.len() > 1);
@@ -534,6 +608,46 @@ mod tests {
         let mut with_tests = all(&["low", "low::alone", "low::tests"]);
         with_tests.entry(module("low")).or_default().tests.push(module("low::tests"));
         assert!(unlisted(&rules, &with_tests).is_empty());
+    }
+
+    #[test]
+    fn a_mod_rs_with_items_is_listed() {
+        let rules = Rules::parse("high:\ninside high: a b\n").expect("rules");
+        let lacks = |own: &str, rules: &Rules| -> Vec<String> {
+            let files = [("high", own), ("high::a", ""), ("high::b", "")];
+            let all = files.map(|(m, text)| (module(m), read(text, &module(m)).expect("tokens")));
+            unlisted(rules, &all.into_iter().collect())
+        };
+        let without = "//! Docs.\n#![allow(x)]\npub(crate) mod a; mod b; /// More.\npub use a::{A, B}; use crate::low::C;\n\
+             #[cfg(test)] mod tests { fn f() {} }\n#[cfg(doctest)]\nstruct Page;\nmod names { pub use super::a::A; }";
+        assert!(lacks(without, &rules).is_empty());
+        let items = ["struct Own;", "/// Own.\npub(super) fn f() {}", "impl A {}", "const N: usize = 1;", "m!();"];
+        for item in items.into_iter().chain(["mod inner { fn f() {} }", "#[cfg(unix)]\nstruct Own;"]) {
+            let own = format!("{without}\n{item}\n");
+            assert_eq!(lacks(&own, &rules), ["xtask/layers.txt: the line `inside high` lacks mod"], "{item}");
+            let listed = Rules::parse("high:\ninside high: a mod b\n").expect("rules");
+            assert!(lacks(&own, &listed).is_empty(), "{item}");
+        }
+        // With one file beside it, they are two.
+        let alone: BTreeMap<Module, File> = [("high", "struct Own; mod a;"), ("high::a", "use super::Own;")]
+            .map(|(m, text)| (module(m), read(text, &module(m)).expect("tokens")))
+            .into_iter()
+            .collect();
+        let rules = Rules::parse("high:\n").expect("rules");
+        assert_eq!(unlisted(&rules, &alone).len(), 2);
+    }
+
+    #[test]
+    fn a_mod_rs_names_what_it_hands_on_and_uses() {
+        let rules = "high:\ninside high: mod b\n";
+        let files = |own: &'static str| [("high", own), ("high::b", "pub struct B; use super::Own;")];
+        assert!(found(rules, &files("mod b; pub use b::B; struct Own;")).is_empty());
+        let broken = found(rules, &files("mod b; pub use b::B;\nstruct Own(B);"));
+        assert_eq!(broken, ["high:2: names high::b::B; inside high, b stands above mod"]);
+        for other in ["fn f() { x.B() }", "fn f() { x::B }", "#[cfg(test)] mod tests { fn f(b: B) {} }"] {
+            let own: &'static str = format!("mod b; pub use b::B;\nstruct Own; {other}").leak();
+            assert!(found(rules, &files(own)).is_empty(), "{other}");
+        }
     }
 
     #[test]

@@ -3,9 +3,8 @@
 use crate::device::Device;
 use crate::dtype::DType;
 use crate::error::{Error, Result};
+use crate::etp::CALL;
 use crate::tensor::Tensor;
-
-use crate::etp::fault::not_capturable_error;
 
 /// Purpose of a buffer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -122,7 +121,7 @@ impl<D: Device> BufferCache<D> {
                 return Err(Error::invalid("etp", "buffer", "one that is the communicators'", found));
             }
             None if self.fixed => {
-                return Err(not_capturable_error("etp", "allocate a chain's buffer, as a first use does"));
+                return Err(Error::not_capturable(CALL, "allocate a chain's buffer, as a first use does"));
             }
             None => {
                 let made = make(&entry.key)?;

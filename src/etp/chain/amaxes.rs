@@ -6,13 +6,12 @@ use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::tensor::{TensorMut, TensorRef};
 
-use crate::etp::ShardDevice;
 use crate::etp::buffers::cache::{Buffer, BufferId, BufferKey, BufferUsage};
 use crate::etp::buffers::stream_pair::TransferBuffer;
 use crate::etp::chain::ChainState;
 use crate::etp::chain::collective_state::JoinedAmaxes;
 use crate::etp::collective_thread::Collective;
-use crate::etp::fault::{CALL, not_capturable_error};
+use crate::etp::{CALL, ShardDevice};
 
 impl<D: ShardDevice> ChainState<D> {
     /// Casts a weight's shard, if that has not been done in this state, on all ranks alike. The outer error is one of
@@ -26,7 +25,7 @@ impl<D: ShardDevice> ChainState<D> {
             self.join_amaxes(tag, epoch)?;
         }
         if self.cache.fixed && quantized.kept() == 0 {
-            return Ok(Err(not_capturable_error(CALL, "allocate a cast, as a first use does")));
+            return Ok(Err(Error::not_capturable(CALL, "allocate a cast, as a first use does")));
         }
         let compute = self.gathers.streams.compute.clone();
         let amaxes =

@@ -2,11 +2,10 @@
 
 use std::sync::MutexGuard;
 
-use crate::error::Result;
+use crate::error::{Error, Result};
 
 use crate::etp::ShardDevice;
 use crate::etp::chain::{Chain, ChainState};
-use crate::etp::fault::not_capturable_error;
 
 impl<D: ShardDevice> Chain<D> {
     /// Number of the capture that calls are part of.
@@ -23,12 +22,12 @@ impl<D: ShardDevice> Chain<D> {
         self.device.check_not_captured_elsewhere(call)?;
         let (mut inner, capture) = (self.lock(), self.capture_number());
         if capture.is_some() && !(inner.capturable && inner.has_order()) {
-            return Err(not_capturable_error(call, "use a chain that is not ready for it (Chain::prepare_capture)"));
+            return Err(Error::not_capturable(call, "use a chain that is not ready for it (Chain::prepare_capture)"));
         }
         if capture != inner.capture && inner.is_under_way() {
             return Err(match capture {
                 Some(_) => {
-                    not_capturable_error(call, "go on with a pass, or gradients, under way before it (Chain::drain)")
+                    Error::not_capturable(call, "go on with a pass, or gradients, under way before it (Chain::drain)")
                 }
                 None => inner.order_error("(chain)", "Chain::recover first", "a capture that ended within a pass"),
             });
@@ -53,7 +52,7 @@ impl<D: ShardDevice> Chain<D> {
     fn outside(&self, call: &'static str) -> Result<()> {
         match self.capture_number() {
             None => Ok(()),
-            Some(_) => Err(not_capturable_error(call, "wait for collectives that other threads have begun")),
+            Some(_) => Err(Error::not_capturable(call, "wait for collectives that other threads have begun")),
         }
     }
 }

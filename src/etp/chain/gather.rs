@@ -16,10 +16,9 @@ use crate::etp::chain::finish::other_passes;
 use crate::etp::chain::schedule::Acquisition;
 use crate::etp::chain::{Chain, ChainState, UseState};
 use crate::etp::collective_thread::{Collective, GatherInput};
-use crate::etp::fault::CALL;
 use crate::etp::shards::in_place;
 use crate::etp::shards::quantized::{GatheredShards, QuantizedShard};
-use crate::etp::{Phase, ShardDevice, Shards, WeightId};
+use crate::etp::{CALL, Phase, ShardDevice, Shards, WeightId};
 
 /// In place of a pass's number: no pass, but the whole weight.
 const NO_PASS: u64 = 0;

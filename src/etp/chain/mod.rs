@@ -1,4 +1,18 @@
 //! The chain: a model's sharded weights in the order of their use.
+//!
+//! ```text
+//! schedule          the order of the weights in both directions, and which of them must not share memory
+//! collective_state  where a weight's gather and its reduce-scatter stand
+//! add               weights that come to a chain
+//! entry             how a call enters it: in a capture, outside of any, or to give up
+//! pass              beginning and end of a pass over the model
+//! gather            weights in, a step ahead; amaxes: when shards that are sent quantized are cast
+//! reduce            gradients out, a step late
+//! finish            the end of a step: gradients whole, summed over replicas, given
+//! capture           passes that are captured and run again without the host
+//! report            memory held, bytes moved
+//! stored_weight     frozen weights, as they are stored
+//! ```
 
 pub(in crate::etp) mod add;
 mod amaxes;
@@ -26,10 +40,9 @@ use crate::etp::chain::collective_state::{
 };
 use crate::etp::chain::schedule::Acquisition;
 use crate::etp::collective_thread::{CollectiveThread, gather_numbers};
-use crate::etp::fault::CALL;
 use crate::etp::shards::quantized::QuantizedShard;
 use crate::etp::shards::source::ShardSource;
-use crate::etp::{Comms, EtpOptions, Reduction, Scale, ShardDevice, Shards, WeightId, WeightSpec};
+use crate::etp::{CALL, Comms, EtpOptions, Reduction, Scale, ShardDevice, Shards, WeightId, WeightSpec};
 
 /// Sharded weights of a model on one rank; see the [module](super). Shared by the model's layers, used by one thread
 /// at a time.

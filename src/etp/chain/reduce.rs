@@ -12,8 +12,7 @@ use crate::etp::buffers::stream_pair::TransferBuffer;
 use crate::etp::chain::collective_state::{CollectiveState, MainGradient, PendingReduction};
 use crate::etp::chain::{Chain, ChainState};
 use crate::etp::collective_thread::Collective;
-use crate::etp::fault::{CALL, not_capturable_error};
-use crate::etp::{Reduction, ShardDevice, Shards, Shares, WeightId};
+use crate::etp::{CALL, Reduction, ShardDevice, Shards, Shares, WeightId};
 
 /// Room for the gradient of a whole weight, until it is [submitted](Chain::submit).
 pub struct GradientBuffer<'a, D: ShardDevice> {
@@ -265,7 +264,7 @@ fn add<'a, D: ShardDevice>(
         Some(main) => main,
         empty => {
             if chain.capture_number().is_some() {
-                return Err(not_capturable_error(CALL, "allocate a main gradient, as a first use does"));
+                return Err(Error::not_capturable(CALL, "allocate a main gradient, as a first use does"));
             }
             let dims = shards.shard_dims();
             let make = if capturable { Tensor::zeros } else { Tensor::empty };

@@ -1,6 +1,6 @@
 //! The dispatcher's calls over the library's.
 
-use crate::comm::{Communicator, Op};
+use crate::comm::{Communicator, Op, Tag};
 use crate::cuda::Cuda;
 use crate::dtype::DType;
 use crate::ep::dispatcher_state::TransportRules;
@@ -13,8 +13,9 @@ use crate::nccl_ep::high_throughput::{CombineArgs, PassDirection};
 use crate::plan::routing_record;
 use crate::tensor::{Tensor, TensorMut, TensorRef};
 
+use super::library_handle::LibraryHandle;
+use super::state::{Algorithm, NcclEp};
 use super::steps::{DispatcherCall, RowFormat, high_of};
-use super::{Algorithm, LibraryHandle, NcclEp};
 
 impl TokenDispatcher<Cuda> for NcclEp {
     fn prepare(
@@ -227,5 +228,18 @@ impl TokenDispatcher<Cuda> for NcclEp {
             Algorithm::HighThroughput => "nccl_ep",
             Algorithm::LowLatency => "nccl_ep_ll",
         }
+    }
+}
+
+impl Drop for NcclEp {
+    fn drop(&mut self) {
+        if self.groups.is_empty() && self.low.is_empty() && self.windows.is_empty() {
+            return;
+        }
+        // Peers may still read what this rank's groups hold. Nothing can be reported from here.
+        let _ = self.core.device.check();
+        let _ = self.core.comm.barrier(Tag { layer: 0, op: Op::Init, sequence: 0 });
+        self.places.clear();
+        self.end_windows();
     }
 }

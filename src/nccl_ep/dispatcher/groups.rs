@@ -12,10 +12,11 @@ use crate::nccl_ep::high_throughput::{
 };
 use crate::tensor::{Tensor, TensorRef};
 
-use super::low_latency::LowLatencyState;
+use super::collective::around;
+use super::library_handle::{LibraryHandle, LowLatencyState};
 use super::prepare::plans_on_device;
 use super::reports::gather_reports;
-use super::{Algorithm, LibraryHandle, NcclEp, around};
+use super::state::{Algorithm, NcclEp};
 
 /// Mark before the error text of a rank that fails.
 const FAILED: char = '!';

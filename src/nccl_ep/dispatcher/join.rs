@@ -12,9 +12,10 @@ use crate::nccl_ep::NcclEpLibrary;
 use crate::nccl_ep::rules::{check_domain, check_experts, check_gpu, check_tokens};
 use crate::nccl_ep::tensor::WindowRanges;
 
+use super::collective::nccl;
 use super::reports::gather_reports;
-use super::windows::WindowPool;
-use super::{Algorithm, NcclEp, nccl};
+use super::state::{Algorithm, NcclEp};
+use super::window_pool::WindowPool;
 
 const CALL: &str = "Group::new";
 

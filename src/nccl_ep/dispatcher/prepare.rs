@@ -13,7 +13,8 @@ use crate::kernels::{Kernels, Origin};
 use crate::lazy::Lazy;
 use crate::tensor::{Tensor, TensorRef};
 
-use super::{Algorithm, LibraryHandle, NcclEp};
+use super::library_handle::LibraryHandle;
+use super::state::{Algorithm, NcclEp};
 
 impl NcclEp {
     /// Routing that the GPUs make among themselves: nothing waits for them, but for the number of rows where the

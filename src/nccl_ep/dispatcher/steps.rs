@@ -1,6 +1,5 @@
 //! Code that the dispatcher's calls share: their checks, the collective around them, and rows on both ways.
 
-use std::ptr::addr_eq;
 use std::sync::{Arc, MutexGuard, PoisonError, Weak};
 
 use crate::comm::Op;
@@ -15,7 +14,9 @@ use crate::nccl_ep::NcclEpError;
 use crate::nccl_ep::high_throughput::{self, DispatchArgs, PassDirection};
 use crate::tensor::{Tensor, TensorMut, TensorRef};
 
-use super::{Algorithm, LibraryHandle, NcclEp, SharedLibraryHandle, around};
+use super::collective::around;
+use super::library_handle::{LibraryHandle, SharedLibraryHandle};
+use super::state::{Algorithm, NcclEp};
 
 impl NcclEp {
     /// Passes this rank's checks before a collective, or tells the others that they failed.
@@ -43,17 +44,15 @@ impl NcclEp {
         let routing = Arc::new(SharedLibraryHandle::new(routed));
         self.routings.retain(|_, routing| routing.strong_count() > 0);
         self.routings.insert(handle.sequence(), Arc::downgrade(&routing));
-        handle.set_dispatcher_data(routing);
+        handle.keep_alive(routing);
     }
 
     /// The dispatcher's data of a handle's routing.
     pub(super) fn routing_of(&self, call: &'static str, handle: &Handle<Cuda>) -> Result<Arc<SharedLibraryHandle>> {
+        // A group has one dispatcher, and numbers its handles.
+        self.core.check_handle(call, handle)?;
         let routing = self.routings.get(&handle.sequence()).and_then(Weak::upgrade);
-        let own = |routing: &Arc<SharedLibraryHandle>| {
-            handle.dispatcher_data().is_some_and(|c| addr_eq(Arc::as_ptr(c), Arc::as_ptr(routing)))
-        };
-        let foreign = || Error::invalid(call, "handle", "one that NCCL EP prepared", "another dispatcher's");
-        routing.filter(own).ok_or_else(foreign)
+        routing.ok_or_else(|| Error::invalid(call, "handle", "one that NCCL EP prepared", "one without a routing"))
     }
 
     /// One call of the library's handle, as a collective.

@@ -7,7 +7,7 @@
 //! one is under way has passed that; so two turns are enough, on either way.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::Ordering;
 
 use crate::comm::{Op, SymmetricMemory, Tag};
 use crate::cuda::Cuda;
@@ -16,91 +16,16 @@ use crate::dtype::DType;
 use crate::ep::dispatcher_state::DispatcherState;
 use crate::ep::{Capacity, Handle};
 use crate::error::Result;
-use crate::nccl::NcclWindow;
-use crate::nccl_ep::NcclEpError;
-use crate::nccl_ep::tensor::WindowRange;
 use crate::tensor::{Tensor, TensorRef};
 
+use super::collective::nccl;
 use super::reports::gather_reports;
+use super::state::{Algorithm, NcclEp};
 use super::steps::DispatcherCall;
-use super::{Algorithm, NcclEp, nccl};
+use super::window_pool::{CountedWindow, WindowDirection, WindowPool};
 
 /// Turns of the way back.
 const OUTGOING: usize = 2;
-
-/// One window, and how many tensors lie in it.
-#[derive(Debug)]
-struct CountedWindow {
-    window: NcclWindow,
-    buffers: Arc<AtomicUsize>,
-}
-
-/// Windows of one size that take turns.
-#[derive(Debug, Default)]
-struct WindowRing {
-    windows: Vec<CountedWindow>,
-    /// Collectives so far.
-    turn: usize,
-}
-
-impl WindowRing {
-    /// The window whose turn it is.
-    fn current(&self) -> Option<&CountedWindow> {
-        self.windows.get(self.turn.checked_rem(self.windows.len())?)
-    }
-
-    /// The same, which nobody has.
-    fn free(&self, call: &'static str) -> Result<&CountedWindow> {
-        let busy = || NcclEpError::Windows { call, windows: self.windows.len() };
-        Ok(self.current().filter(|w| w.buffers.load(Ordering::Acquire) == 0).ok_or_else(busy)?)
-    }
-}
-
-#[derive(Debug, Clone, Copy)]
-enum WindowDirection {
-    Incoming,
-    Outgoing,
-}
-
-/// A dispatcher's windows.
-#[derive(Debug, Default)]
-pub(super) struct WindowPool {
-    incoming: WindowRing,
-    outgoing: WindowRing,
-    bytes: usize,
-    /// The way whose turn the collective under way takes, if it takes place.
-    pending: Option<WindowDirection>,
-    /// Rows that had to be copied to or from a window, since the caller's memory was none.
-    copies: u64,
-}
-
-impl WindowPool {
-    pub(super) fn is_empty(&self) -> bool {
-        self.all().next().is_none()
-    }
-
-    /// Calls that were given plain memory, and so copied.
-    pub(super) fn copies(&self) -> u64 {
-        self.copies
-    }
-
-    /// A collective is over. A turn is over on all ranks where it took place, and on none where one of them refused.
-    pub(super) fn finish_collective(&mut self, took_place: bool) {
-        match self.pending.take().filter(|_| took_place) {
-            Some(WindowDirection::Incoming) => self.incoming.turn += 1,
-            Some(WindowDirection::Outgoing) => self.outgoing.turn += 1,
-            None => {}
-        }
-    }
-
-    fn all(&self) -> impl Iterator<Item = &CountedWindow> {
-        self.incoming.windows.iter().chain(&self.outgoing.windows)
-    }
-
-    fn place(of: &CountedWindow) -> WindowRange {
-        WindowRange { base: of.window.base(), bytes: of.window.bytes(), window: of.window.raw() }
-    }
-}
 
 /// Part of a window as a tensor.
 fn window_tensor(cuda: &Cuda, from: &CountedWindow, at: usize, dtype: DType, dims: [usize; 2]) -> Result<Tensor<Cuda>> {

@@ -10,7 +10,6 @@
 //! only where these grow, and numbers calls for the group, so that which of a rank's handles is used does not matter.
 //! So [`NcclEpLibrary`](crate::nccl_ep::NcclEpLibrary) takes no later 0.x before somebody has looked.
 
-mod handle_pool;
 mod rows;
 
 use std::time::Duration;
@@ -25,44 +24,15 @@ use crate::nccl_ep::NcclEpError;
 use crate::nccl_ep::low_latency::{LowLatencyGroup, LowLatencyHandle, LowLatencyLayout, LowLatencyOptions};
 use crate::tensor::{Tensor, TensorRef};
 
-use handle_pool::{HandlePool, PooledHandle};
-
+use super::collective::around;
+use super::handle_pool::HandlePool;
+use super::library_handle::{LibraryHandle, LowLatencyRouting, LowLatencyState};
 use super::prepare::DeviceRouting;
-use super::{LibraryHandle, NcclEp, around};
+use super::state::NcclEp;
 
 /// How much longer than the communicator a kernel waits for a rank: the watchdog's error comes first, and then the
 /// kernel ends by itself.
 const LONGER: Duration = Duration::from_secs(1);
-
-/// A group of the library's, and its handles.
-#[derive(Debug)]
-pub(super) struct LowLatencyState {
-    group: LowLatencyGroup,
-    pool: HandlePool<LowLatencyHandle>,
-}
-
-impl LowLatencyState {
-    /// Most bytes of a row.
-    pub(super) fn row_bytes(&self) -> usize {
-        self.group.options().max_row_bytes
-    }
-}
-
-/// A handle of the pool, and what is kept beside it.
-#[derive(Debug)]
-pub(super) struct LowLatencyRouting {
-    pooled: PooledHandle<LowLatencyHandle>,
-    bytes: usize,
-    /// Slots of each row that the last dispatch brought.
-    back: Option<Tensor<Cuda>>,
-}
-
-impl LowLatencyRouting {
-    /// Most bytes of a row.
-    pub(super) fn row_bytes(&self) -> Option<usize> {
-        Some(self.bytes)
-    }
-}
 
 impl NcclEp {
     /// Choices of a token as they travel: one more carries its number.

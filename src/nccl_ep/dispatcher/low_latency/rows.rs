@@ -9,14 +9,13 @@ use crate::ep::packing::{RowMover, byte_rows_mut, entries};
 use crate::ep::row_transport::written;
 use crate::ep::{DispatchInputs, DispatchOutputs, Handle, Received};
 use crate::error::{Error, Result};
+use crate::nccl_ep::dispatcher::library_handle::{LibraryHandle, LowLatencyRouting};
+use crate::nccl_ep::dispatcher::state::NcclEp;
+use crate::nccl_ep::dispatcher::steps::{DispatcherCall, RowFormat, open, row_bytes};
 use crate::nccl_ep::low_latency::{
     LowLatencyCombineArgs, LowLatencyDispatchArgs, LowLatencyHandle, LowLatencyReceiveArgs,
 };
 use crate::tensor::{Tensor, TensorMut, TensorRef};
-
-use super::LowLatencyRouting;
-use crate::nccl_ep::dispatcher::steps::{DispatcherCall, RowFormat, open, row_bytes};
-use crate::nccl_ep::dispatcher::{LibraryHandle, NcclEp};
 
 /// The handle and what is kept beside it.
 fn low_of<'r>(

@@ -1,0 +1,82 @@
+//! A layer as all its calls see it: configuration, number, and how its tokens travel.
+
+use crate::config::{Fingerprint, MoeConfig};
+use crate::ep::{Capacity, Overflow, Reporting};
+use crate::error::{Error, Result};
+use crate::kernels::Kernels;
+use crate::tensor::TensorRef;
+
+/// A Mixture-of-Experts layer without its parameters, which the host framework owns.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Layer {
+    pub(super) config: MoeConfig,
+    pub(super) number: u32,
+    pub(super) dispatch: DispatchOptions,
+    /// Of the configuration, to be compared over the ranks.
+    pub(super) fingerprint: Fingerprint,
+}
+
+/// How a layer's tokens travel.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct DispatchOptions {
+    /// Rows of the receive layout.
+    pub capacity: Capacity,
+    /// Treatment of rows past a static capacity.
+    pub overflow: Overflow,
+    /// Segments are padded to a multiple of this power of two.
+    pub alignment: usize,
+    /// When what only the device sees is reported; `None`: as suits the device ([`Kernels::REPORTING`]: at once on
+    /// the CPU, later on a GPU).
+    pub reporting: Option<Reporting>,
+}
+
+impl Default for DispatchOptions {
+    fn default() -> Self {
+        Self { capacity: Capacity::Eager, overflow: Overflow::Error, alignment: 1, reporting: None }
+    }
+}
+
+impl Layer {
+    /// A layer of `config`; `number` names it in tags and errors and must be the same on all ranks.
+    ///
+    /// # Errors
+    /// Errors of [`MoeConfig::validate`].
+    pub fn new(config: MoeConfig, number: u32) -> Result<Self> {
+        config.validate()?;
+        let fingerprint = Fingerprint::of(&config);
+        Ok(Self { config, number, dispatch: DispatchOptions::default(), fingerprint })
+    }
+
+    /// The same layer with other dispatch options.
+    pub fn with_dispatch(mut self, dispatch: DispatchOptions) -> Self {
+        self.dispatch = dispatch;
+        self
+    }
+
+    /// Sizes and formulas.
+    pub fn config(&self) -> &MoeConfig {
+        &self.config
+    }
+
+    /// The layer's number.
+    pub fn number(&self) -> u32 {
+        self.number
+    }
+
+    /// True where kept weights are scaled to the sum they had before dropping.
+    pub(super) fn renormalizes_kept(&self) -> bool {
+        self.config.router.expert_capacity.is_some_and(|c| c.renormalize)
+    }
+
+    pub(super) fn check_x<D: Kernels>(&self, call: &'static str, x: TensorRef<'_, D>) -> Result<usize> {
+        match x.dims() {
+            [t, h] if *h == self.config.hidden && x.dtype().is_float() => Ok(*t),
+            dims => Err(Error::invalid(
+                call,
+                "tensor x",
+                format!("a floating [T, {}]", self.config.hidden),
+                format!("{} {dims:?}", x.dtype()),
+            )),
+        }
+    }
+}
