@@ -36,6 +36,7 @@ fn every_piece_of_the_guide_compiles() {
         ("etp", include_str!("../docs/etp.md")),
         ("invariance", include_str!("../docs/invariance.md")),
         ("nccl", include_str!("../docs/nccl.md")),
+        ("nccl-ep", include_str!("../docs/nccl-ep.md")),
         ("one-gpu", include_str!("../docs/one-gpu.md")),
         ("training", include_str!("../docs/training.md")),
     ];
@@ -581,6 +582,24 @@ mod nccl {
         let mesh = Mesh::new(me.world, &[Axis::Data.of_size(2), Axis::Expert.of_size(me.world / 2)])?;
         let tag = Tag { layer: 0, op: Op::User, sequence: 0 };   // names the call in errors
         let experts = world.group(tag, &mesh, Axis::Expert)?; // ncclCommSplit
+        Ok(())
+    }
+}
+
+#[rustfmt::skip]
+mod nccl_ep {
+    use moebius::comm::Communicator;
+    use moebius::cpu::Cpu;
+    use moebius::ep::{DispatchShape, Group, GroupConfig};
+    use moebius::{DType, MoeConfig};
+
+    use super::Result;
+
+    fn quickest(layer: MoeConfig, device: Cpu, comm: Box<dyn Communicator<Cpu>>) -> Result<()> {
+        let mut config = GroupConfig::of(&layer, 8192);
+        config.measure = Some(DispatchShape::of(&layer, 8192, DType::BF16));  // forward and backward, an open capacity
+        let group = Group::new(device, comm, config)?;
+        let kind = group.dispatcher_kind();  // store `kind.name()`; `name.parse()` reads it
         Ok(())
     }
 }

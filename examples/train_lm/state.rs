@@ -7,6 +7,7 @@ use std::fmt;
 use std::io;
 use std::path::{Path, PathBuf};
 
+use moebius::ep::DispatcherKind;
 use safetensors::tensor::{Dtype, TensorView};
 use safetensors::{SafeTensors, serialize};
 use serde_json::{Value, json};
@@ -16,6 +17,8 @@ use crate::lm::{Param, Settings, initial, is_share};
 use crate::mesh::Mesh;
 
 const RUN: &str = "training.json";
+/// Field of it.
+const DISPATCHER: &str = "dispatcher";
 const WEIGHTS: &str = "weights.safetensors";
 
 /// Why a run cannot go on from a state.
@@ -78,11 +81,20 @@ fn read(path: PathBuf) -> Result<Vec<u8>, StateError> {
     std::fs::read(&path).map_err(|error| StateError::Io { path, error })
 }
 
-/// Number of steps that a saved run has made.
+/// A saved run.
+#[derive(Debug)]
+pub struct Saved {
+    /// Steps that it has made.
+    pub steps: usize,
+    /// How its tokens traveled, where that was timed or named: another dispatcher sums in another order.
+    pub dispatcher: Option<DispatcherKind>,
+}
+
+/// What a folder says of the run that left it.
 ///
 /// # Errors
 /// The state of another run than that of these settings, or none.
-pub fn steps_of(dir: &Path, settings: &Settings) -> Result<usize, StateError> {
+pub fn saved(dir: &Path, settings: &Settings) -> Result<Saved, StateError> {
     let path = dir.join(RUN);
     let damaged = |reason: String| StateError::Damaged { path: path.clone(), reason };
     let saved: Value = serde_json::from_slice(&read(path.clone())?).map_err(|e| damaged(e.to_string()))?;
@@ -92,8 +104,13 @@ pub fn steps_of(dir: &Path, settings: &Settings) -> Result<usize, StateError> {
             return Err(StateError::OtherRun { path, field, expected, found });
         }
     }
-    let step = saved.get("step").and_then(Value::as_u64).and_then(|step| usize::try_from(step).ok());
-    step.ok_or_else(|| damaged("no number of steps".to_string()))
+    let steps = saved.get("step").and_then(Value::as_u64).and_then(|step| usize::try_from(step).ok());
+    let steps = steps.ok_or_else(|| damaged("no number of steps".to_string()))?;
+    let dispatcher = saved.get(DISPATCHER).map(|name| {
+        let kind = name.as_str().unwrap_or_default().parse::<DispatcherKind>();
+        kind.map_err(|error| damaged(error.to_string()))
+    });
+    Ok(Saved { steps, dispatcher: dispatcher.transpose()? })
 }
 
 /// The parameters that a run begins with.
@@ -170,6 +187,11 @@ pub fn write(
     let mut of: serde_json::Map<String, Value> =
         run(settings).into_iter().map(|(field, value)| (field.to_string(), Value::String(value))).collect();
     of.insert("step".to_string(), json!(step));
+    // A rank alone has had no choice, and decides nothing for several.
+    if let Some(kind) = settings.dispatcher.filter(|kind| !matches!(kind, DispatcherKind::Auto | DispatcherKind::Local))
+    {
+        of.insert(DISPATCHER.to_string(), json!(kind.name()));
+    }
     for (name, bytes) in [(WEIGHTS, weights), (RUN, serde_json::to_vec_pretty(&of)?)] {
         let (path, new) = (dir.join(name), dir.join(format!("{name}.new")));
         let written = std::fs::write(&new, bytes).and_then(|()| std::fs::rename(&new, &path));

@@ -118,15 +118,27 @@ fn nccl(core: &mut DispatcherState<Cuda>) -> Result<&mut NcclComm> {
     core.comm.native().ok_or_else(|| NcclEpError::Communicator { found: "another".to_string() }.into())
 }
 
-impl Drop for NcclEp {
-    fn drop(&mut self) {
+impl NcclEp {
+    /// Ends the library's groups and gives the windows back (collective, where there are any).
+    fn end(&mut self) -> Result<()> {
         if self.groups.is_empty() && self.low.is_empty() && self.windows.is_empty() {
-            return;
+            return Ok(());
         }
-        // Peers may still read what this rank's groups hold. Nothing can be reported from here.
-        let _ = self.core.device.check();
-        let _ = self.core.comm.barrier(Tag { layer: 0, op: Op::Init, sequence: 0 });
+        // Peers may still read what this rank's groups hold.
+        let checked = self.core.device.check();
+        let met = self.core.comm.barrier(Tag { layer: 0, op: Op::Init, sequence: 0 });
         self.places.clear();
         self.end_windows();
+        self.routings.clear();
+        self.groups.clear();
+        self.low.clear();
+        checked.and(met)
+    }
+}
+
+impl Drop for NcclEp {
+    fn drop(&mut self) {
+        // Nothing can be reported from here.
+        let _ = self.end();
     }
 }
