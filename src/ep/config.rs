@@ -26,6 +26,10 @@ pub struct GroupConfig {
     /// dispatch whose rows are kept, forward and backward, and one more (at least 2). Each has room for a capacity's rows.
     /// 0: none; the library stages rows.
     pub windows: usize,
+    /// NCCL EP: SMs that its kernels take at most; 0: as the library chooses. More than the GPU has, or for low latency
+    /// fewer than one for 14 experts, are [`NcclEpError::Argument`](crate::NcclEpError::Argument) where NCCL EP is named,
+    /// and keep [`DispatcherKind::Auto`] from taking it.
+    pub max_sms: usize,
     /// [`DispatcherKind::Auto`] times each dispatcher that every rank can have in steps of this shape, once, as the group
     /// is formed, and takes the quickest, the same on all ranks; `None`: it decides from its table. A dispatcher that is
     /// named, here or by `MOEBIUS_EP`, is not timed, nor is that of a rank alone. Times differ from run to run, and with
@@ -128,7 +132,7 @@ impl GroupConfig {
     /// Eager calls of up to `max_tokens_per_rank` tokens over `num_experts` experts.
     pub fn new(num_experts: usize, max_tokens_per_rank: usize) -> Self {
         let dispatcher = DispatcherKind::Auto;
-        Self { num_experts, max_tokens_per_rank, max_rows: 0, dispatcher, windows: 0, measure: None }
+        Self { num_experts, max_tokens_per_rank, max_rows: 0, dispatcher, windows: 0, max_sms: 0, measure: None }
     }
 
     /// The group of a layer: its experts, and up to `max_tokens_per_rank` tokens a call.

@@ -64,7 +64,7 @@ impl GroupConfig {
         }
     }
 
-    fn fields(&self) -> [Field; 12] {
+    fn fields(&self) -> [Field; 13] {
         let text: fn(u64) -> String = |number| number.to_string();
         let field = |name, value: usize| Field { name, value: value as u64, text };
         let shape = self.measure;
@@ -79,6 +79,7 @@ impl GroupConfig {
             field("max_rows", self.max_rows),
             Field { text: DispatcherKind::name_of, ..field("dispatcher", self.dispatcher as usize) },
             field("windows", self.windows),
+            field("max_sms", self.max_sms),
             Field { text: |asked| if asked == 0 { "none" } else { "a shape" }.into(), ..of_shape("measure", |_| 1) },
             of_shape("measure.tokens", |shape| shape.tokens),
             of_shape("measure.hidden", |shape| shape.hidden),

@@ -1,4 +1,4 @@
-//! Options of a group: timing its dispatchers as it is formed.
+//! Options of a group: timing dispatchers as it is formed, and what NCCL EP takes of a GPU.
 
 use std::time::Duration;
 
@@ -28,6 +28,7 @@ pub fn cases<D: Target>() -> Vec<Case<D>> {
         case!(impossible_shapes, 2, KINDS),
         case!(a_failure_while_dispatchers_are_timed, 2, KINDS),
         case!(a_capacity_that_random_choices_exceed, 2, KINDS),
+        case!(a_bound_of_sms_changes_no_value, 2, KINDS),
     ]
 }
 
@@ -201,6 +202,12 @@ fn a_capacity_that_random_choices_exceed<D: Target>(s: &Setup<D>) {
     for error in on_ranks(s, |endpoint| endpoint.join(config.clone())) {
         assert!(matches!(error, Err(Error::Capacity { capacity: 1, .. })), "{error:?}");
     }
+}
+
+/// Values are such as every order of sums gives exactly.
+fn a_bound_of_sms_changes_no_value<D: Target>(s: &Setup<D>) {
+    let run = |max_sms| s.run(GroupConfig { max_sms, ..GroupConfig::new(s.experts(2), T) }, step);
+    assert_eq!(run(8), run(0));
 }
 
 /// Joins a group that is to time its dispatchers, and says how many collectives that took on which dispatcher.

@@ -99,6 +99,7 @@ impl NcclEp {
             max_row_bytes: row_bytes.max(known(|o| o.max_row_bytes)),
             max_top_k: spec.top_k.max(known(|o| o.max_top_k)),
             trap: !plans_on_device(spec),
+            max_sms: self.core.config.max_sms,
         }
     }
 
