@@ -225,8 +225,8 @@ impl NcclComm {
     /// The same with what the collectives of it and of its parts may take of the GPU.
     ///
     /// # Errors
-    /// As [`NcclComm::join`]; options out of bounds; options in which the ranks differ
-    /// ([`Error::ConfigMismatch`], on every rank).
+    /// As [`NcclComm::join`]; options out of bounds; options in which the ranks differ: [`Error::ConfigMismatch`] on every
+    /// rank, or [`NcclError::Init`] where NCCL, which does not compare them, has waited for them in vain.
     pub fn join_with(library: &NcclLibrary, job: &Bootstrap, cuda: &Cuda, options: NcclOptions) -> Result<Self> {
         Self::join_as(library, job, cuda, options, checked(std::env::var_os(CHECKED))?)
     }
