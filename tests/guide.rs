@@ -36,6 +36,7 @@ fn every_piece_of_the_guide_compiles() {
         ("etp", include_str!("../docs/etp.md")),
         ("invariance", include_str!("../docs/invariance.md")),
         ("nccl", include_str!("../docs/nccl.md")),
+        ("nccl-ep", include_str!("../docs/nccl-ep.md")),
         ("one-gpu", include_str!("../docs/one-gpu.md")),
         ("training", include_str!("../docs/training.md")),
     ];
@@ -579,6 +580,19 @@ mod nccl {
         }
     }
 
+    fn budgets() -> super::Result<()> {
+        use std::time::Duration; // …
+        use moebius::cuda::Cuda; // …
+        use moebius::nccl::{NcclComm, NcclLibrary, NcclOptions, NcclWorld}; // …
+        use moebius::ranks::Bootstrap; // …
+        let (timeout, library) = (Duration::from_secs(120), NcclLibrary::open()?); // …
+        let (gpus, cuda, job) = (vec![Cuda::new(0)?], Cuda::new(0)?, Bootstrap::from_env(timeout)?); // …
+        let options = NcclOptions { max_ctas: 8, ..NcclOptions::default() };  // 0, the default: as NCCL chooses
+        let world = NcclWorld::with_options(&library, &gpus, options, timeout)?;
+        let comm = NcclComm::join_with(&library, &job, &cuda, options)?;  // processes
+        Ok(())
+    }
+
     fn processes() -> super::Result<()> {
         use moebius::comm::{Op, Tag}; // …
         use std::time::Duration; // …
@@ -592,6 +606,24 @@ mod nccl {
         let mesh = Mesh::new(me.world, &[Axis::Data.of_size(2), Axis::Expert.of_size(me.world / 2)])?;
         let tag = Tag { layer: 0, op: Op::User, sequence: 0 };   // names the call in errors
         let experts = world.group(tag, &mesh, Axis::Expert)?; // ncclCommSplit
+        Ok(())
+    }
+}
+
+#[rustfmt::skip]
+mod nccl_ep {
+    use moebius::comm::Communicator;
+    use moebius::cpu::Cpu;
+    use moebius::ep::{DispatchShape, Group, GroupConfig};
+    use moebius::{DType, MoeConfig};
+
+    use super::Result;
+
+    fn quickest(layer: MoeConfig, device: Cpu, comm: Box<dyn Communicator<Cpu>>) -> Result<()> {
+        let mut config = GroupConfig::of(&layer, 8192);
+        config.measure = Some(DispatchShape::of(&layer, 8192, DType::BF16));  // forward and backward, an open capacity
+        let group = Group::new(device, comm, config)?;
+        let kind = group.dispatcher_kind();  // store `kind.name()`; `name.parse()` reads it
         Ok(())
     }
 }

@@ -12,6 +12,9 @@
 //! `--token-payload` and `--shard-payload` name forms, `plain`, `nvfp4` and `mxfp8`: those in which a layer's tokens
 //! travel (`plain` unless told), and those in which shards do (`plain` and `nvfp4`).
 //!
+//! `--mode "auto measured"` and `--mode "auto measured static"` are groups that time their dispatchers and take the
+//! quickest, which they say on stderr.
+//!
 //! A call is timed from when all ranks stand before it with idle GPUs until its last work on the GPU is done, so what
 //! the host does in between counts.
 
@@ -34,10 +37,10 @@ use std::time::Duration;
 
 use moebius::comm::Communicator;
 use moebius::cuda::Cuda;
-use moebius::ep::{Capacity, DispatcherKind, Group, GroupConfig};
+use moebius::ep::{Capacity, DispatchShape, DispatcherKind, Group, GroupConfig};
 use moebius::etp::Payload;
 use moebius::nccl::{NcclComm, NcclLibrary, NcclWorld};
-use moebius::{Error, Result};
+use moebius::{DType, Error, Result};
 
 use output::complain;
 use report::Report;
@@ -84,22 +87,33 @@ struct Dispatcher {
     windows: usize,
     /// No backward, and no more tokens than this.
     decodes: Option<usize>,
+    /// Times the dispatchers, and takes the quickest.
+    measured: bool,
 }
 
 impl Dispatcher {
     const fn new(name: &'static str, mode: &'static str, kind: DispatcherKind) -> Self {
-        Self { name, mode, kind, fixed: false, windows: 0, decodes: None }
+        Self { name, mode, kind, fixed: false, windows: 0, decodes: None, measured: false }
     }
 
     fn make(&self, comm: Timed, w: &Workload) -> Result<Group<Cuda>> {
-        let cuda = comm.cuda().clone();
+        let (cuda, rank) = (comm.cuda().clone(), comm.inner.rank());
+        let Workload { tokens, hidden, top_k, .. } = *w;
+        // What a static capacity is in a layer: half as many rows again as there are on average.
+        let capacity = if self.fixed { Capacity::Static(w.slots() * 3 / 2) } else { Capacity::Eager };
+        let shape = DispatchShape { tokens, hidden, top_k, dtype: DType::BF16, capacity, backward: true };
         let config = GroupConfig {
             dispatcher: self.kind,
             max_rows: w.most_rows(comm.inner.size()),
             windows: self.windows,
+            measure: self.measured.then_some(shape),
             ..GroupConfig::new(w.experts, w.tokens)
         };
-        Group::new(cuda.clone(), Box::new(comm), config)
+        let group = Group::new(cuda, Box::new(comm), config)?;
+        if self.measured && rank == 0 {
+            complain(format_args!("{}, {tokens} tokens, {}: {}", w.name, self.mode, group.dispatcher_kind()));
+        }
+        Ok(group)
     }
 
     fn serves(&self, w: &Workload) -> bool {
@@ -115,6 +129,8 @@ impl Dispatcher {
 /// Every dispatcher that is measured.
 const DISPATCHERS: &[Dispatcher] = &[
     Dispatcher::new("auto", "auto", DispatcherKind::Auto),
+    Dispatcher { measured: true, ..Dispatcher::new("auto", "auto measured", DispatcherKind::Auto) },
+    Dispatcher { measured: true, fixed: true, ..Dispatcher::new("auto", "auto measured static", DispatcherKind::Auto) },
     Dispatcher::new("all_to_all", "nccl", DispatcherKind::AllToAll),
     Dispatcher::new("all_gather", "nccl", DispatcherKind::AllGather),
     #[cfg(feature = "nccl-ep")]

@@ -42,6 +42,8 @@ impl Rank {
     pub fn new(settings: &Settings, params: &[Param], (place, rank): (Place, usize)) -> Result<Self, Failure> {
         let mesh = settings.mesh;
         let group = place.experts.join(group_config(settings))?;
+        let measured = settings.measure_dispatcher.then(|| group.dispatcher_kind());
+        let settings = &Settings { dispatcher: settings.dispatcher.or(measured), ..settings.clone() };
         let device = &group.device().clone();
         let (world, mut sharded) = match place.sharded {
             Some(comms) => {

@@ -4,6 +4,7 @@ use std::ops::Range;
 use std::path::PathBuf;
 
 use candle_core::DType;
+use moebius::ep::DispatcherKind;
 use moebius::etp::Payload;
 use rand::SeedableRng;
 use rand::rngs::StdRng;
@@ -34,6 +35,10 @@ pub struct Settings {
     pub resume: Option<PathBuf>,
     /// Folder that its state is left in.
     pub save: Option<PathBuf>,
+    /// How tokens travel between ranks; `None`: as the group chooses.
+    pub dispatcher: Option<DispatcherKind>,
+    /// The group times its dispatchers, where none is named, and takes the quickest.
+    pub measure_dispatcher: bool,
     /// Type of the layers' parameters and tokens; the model around them is in f32.
     pub layer_dtype: DType,
     pub seed: u64,
@@ -64,6 +69,11 @@ impl Settings {
     /// First sequence of a microbatch among a rank's `rows`, and their number.
     pub fn microbatch(&self, rows: usize, number: usize) -> (usize, usize) {
         part(rows, self.microbatches, number)
+    }
+
+    /// Most tokens of a rank in a call.
+    pub fn most_tokens(&self) -> usize {
+        self.microbatch(self.rows_of(0).1, 0).1 * self.context
     }
 
     /// Tokens among which the load is balanced: those of an EP group in one microbatch. Numbers of tokens in the whole

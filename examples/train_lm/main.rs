@@ -45,6 +45,7 @@ use corpus::Corpus;
 use device::Place;
 use lm::{Scale, Settings, Step, fingerprint, shares};
 use mesh::Mesh;
+use moebius::ep::DispatcherKind;
 use moebius::etp::Payload;
 use output::{Usage, say};
 
@@ -118,6 +119,15 @@ struct Args {
     /// Folder to leave the run's state in, when it ends (candle).
     #[arg(long)]
     save: Option<PathBuf>,
+    /// How tokens travel between ranks: all_to_all, all_gather, nccl_ep [default: that of the state that the run goes on
+    /// from, where this or --measure-dispatcher was given to it; else what the crate's table says, or MOEBIUS_EP].
+    #[arg(long, conflicts_with = "measure_dispatcher")]
+    dispatcher: Option<DispatcherKind>,
+    /// Time each dispatcher in steps of the layers' sizes before the first, and take the quickest; --save stores it. A
+    /// run that goes on from there keeps it and times nothing. Not with --etp, where each group of ranks that share the
+    /// experts would choose for itself.
+    #[arg(long, conflicts_with = "etp")]
+    measure_dispatcher: bool,
     /// End after so many of the --steps, those of the resumed run counted: learning rates are those of --steps (candle).
     #[arg(long)]
     until: Option<usize>,
@@ -308,6 +318,8 @@ impl Args {
             range: 0..self.until.unwrap_or(self.steps),
             resume: self.resume.clone(),
             save: self.save.clone(),
+            dispatcher: self.dispatcher,
+            measure_dispatcher: self.measure_dispatcher,
             layer_dtype: self.layer_dtype.dtype(),
             seed: self.seed,
             text: 0,
@@ -434,12 +446,15 @@ fn run_rank<W: ranks::Peer>(
 /// The settings of a run that goes on where a saved one ended.
 fn resumed(settings: Settings) -> Result<Settings, Failure> {
     let Some(dir) = &settings.resume else { return Ok(settings) };
-    let (first, end) = (state::steps_of(dir, &settings)?, settings.range.end);
+    let saved = state::saved(dir, &settings)?;
+    let (first, end) = (saved.steps, settings.range.end);
     if first >= end {
         let text = format!("--resume {}: {first} steps are made; give --until or --steps above that", dir.display());
         return Err(Usage::from(text).into());
     }
-    Ok(Settings { range: first..end, ..settings })
+    let dispatcher = settings.dispatcher.or(saved.dispatcher);
+    let measure_dispatcher = settings.measure_dispatcher && dispatcher.is_none();
+    Ok(Settings { range: first..end, dispatcher, measure_dispatcher, ..settings })
 }
 
 /// Whether the plots can be written, before there is anything to plot.

@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use moebius::comm::{Op, ReduceOp, Tag};
 use moebius::cpu::Cpu;
-use moebius::ep::{EpGroup, GroupConfig};
+use moebius::ep::{DispatchShape, EpGroup, GroupConfig};
 use moebius::{DType, MoeConfig, TensorMut};
 
 use crate::Failure;
@@ -71,7 +71,16 @@ pub struct Values {
 
 /// Configuration that an EP group agrees on.
 pub fn group_config(settings: &Settings) -> GroupConfig {
-    GroupConfig::new(settings.experts, settings.rows_of(0).1 * settings.context)
+    let config = GroupConfig::new(settings.experts, settings.rows_of(0).1 * settings.context);
+    // One rank has nothing to choose.
+    let dispatcher = settings.dispatcher.filter(|_| settings.mesh.ep > 1).unwrap_or_default();
+    let dtype = match settings.layer_dtype {
+        candle_core::DType::BF16 => DType::BF16,
+        candle_core::DType::F16 => DType::F16,
+        _ => DType::F32,
+    };
+    let shape = || DispatchShape::of(&moe_config(settings), settings.most_tokens(), dtype);
+    GroupConfig { dispatcher, measure: settings.measure_dispatcher.then(shape), ..config }
 }
 
 /// The expert layers' configuration.

@@ -14,6 +14,7 @@ use std::fmt;
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 
+use moebius::ep::DispatcherKind;
 use safetensors::tensor::{Dtype, TensorView};
 use safetensors::{SafeTensors, serialize};
 use serde_json::{Value, json};
@@ -24,6 +25,8 @@ use crate::mesh::Mesh;
 
 const RUN: &str = "training.json";
 const NEW_RUN: &str = "training.json.new";
+/// Field of it.
+const DISPATCHER: &str = "dispatcher";
 const WEIGHTS: &str = "weights.safetensors";
 const FOLDERS: [&str; 2] = ["state-0", "state-1"];
 /// The field of `training.json` that names one.
@@ -103,11 +106,20 @@ fn folder(dir: &Path) -> Result<&'static str, StateError> {
     known.ok_or_else(|| StateError::Damaged { path: dir.join(RUN), reason: format!("{FOLDER}: none of {FOLDERS:?}") })
 }
 
-/// Number of steps that a saved run has made.
+/// A saved run.
+#[derive(Debug)]
+pub struct Saved {
+    /// Steps that it has made.
+    pub steps: usize,
+    /// How its tokens traveled, where that was timed or named: another dispatcher sums in another order.
+    pub dispatcher: Option<DispatcherKind>,
+}
+
+/// What a folder says of the run that left it.
 ///
 /// # Errors
 /// The state of another run than that of these settings, or none.
-pub fn steps_of(dir: &Path, settings: &Settings) -> Result<usize, StateError> {
+pub fn saved(dir: &Path, settings: &Settings) -> Result<Saved, StateError> {
     let path = dir.join(RUN);
     let damaged = |reason: String| StateError::Damaged { path: path.clone(), reason };
     let saved = saved_run(dir)?;
@@ -117,8 +129,13 @@ pub fn steps_of(dir: &Path, settings: &Settings) -> Result<usize, StateError> {
             return Err(StateError::OtherRun { path, field, expected, found });
         }
     }
-    let step = saved.get("step").and_then(Value::as_u64).and_then(|step| usize::try_from(step).ok());
-    step.ok_or_else(|| damaged("no number of steps".to_string()))
+    let steps = saved.get("step").and_then(Value::as_u64).and_then(|step| usize::try_from(step).ok());
+    let steps = steps.ok_or_else(|| damaged("no number of steps".to_string()))?;
+    let dispatcher = saved.get(DISPATCHER).map(|name| {
+        let kind = name.as_str().unwrap_or_default().parse::<DispatcherKind>();
+        kind.map_err(|error| damaged(error.to_string()))
+    });
+    Ok(Saved { steps, dispatcher: dispatcher.transpose()? })
 }
 
 /// The parameters that a run begins with.
@@ -231,6 +248,11 @@ impl Save {
         let mut of: serde_json::Map<String, Value> =
             run(settings).into_iter().map(|(field, value)| (field.to_string(), Value::String(value))).collect();
         of.insert("step".to_string(), json!(step));
+        // A rank alone has had no choice, and decides nothing for several.
+        let chosen = settings.dispatcher.filter(|kind| !matches!(kind, DispatcherKind::Auto | DispatcherKind::Local));
+        if let Some(kind) = chosen {
+            of.insert(DISPATCHER.to_string(), json!(kind.name()));
+        }
         of.insert(FOLDER.to_string(), json!(self.new));
         kill_point("an optimizer written")?;
         write(self.dir.join(self.new).join(WEIGHTS), &weights)?;

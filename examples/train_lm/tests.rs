@@ -4,6 +4,7 @@ use std::path::Path;
 
 use candle_core::Device;
 use clap::Parser;
+use moebius::ep::DispatcherKind;
 use moebius::etp::Payload;
 
 use crate::corpus::Corpus;
@@ -11,7 +12,7 @@ use crate::lm::{Settings, Step, initial};
 use crate::mesh::{self, Mesh};
 use crate::ranks::Worker;
 use crate::state::{self, StateError};
-use crate::{Args, TOLERANCE, candle, process, ranks};
+use crate::{Args, TOLERANCE, candle, process, ranks, resumed};
 
 fn settings(ep: usize, etp: Option<usize>) -> Settings {
     Settings {
@@ -24,6 +25,8 @@ fn settings(ep: usize, etp: Option<usize>) -> Settings {
         range: 0..4,
         resume: None,
         save: None,
+        dispatcher: None,
+        measure_dispatcher: false,
         layer_dtype: candle_core::DType::F32,
         seed: 3,
         text: 0,
@@ -374,7 +377,7 @@ fn what_burn_cannot_do_is_refused() {
 fn in_two_parts(settings: &Settings, then: Mesh, dir: &std::path::Path) -> Vec<Step> {
     let mut steps = train(&Settings { range: 0..2, save: Some(dir.to_path_buf()), ..settings.clone() });
     let resumed = Settings { range: 2..4, resume: Some(dir.to_path_buf()), mesh: then, ..settings.clone() };
-    assert_eq!(state::steps_of(dir, &resumed).unwrap(), 2);
+    assert_eq!(state::saved(dir, &resumed).unwrap().steps, 2);
     steps.extend(train(&resumed));
     steps
 }
@@ -405,6 +408,75 @@ fn a_resumed_run_is_the_unbroken_one() {
     for (found, expected) in in_two_parts(&one_balance, then, &dir.join("whole")).iter().zip(&expected) {
         assert!((found.loss - expected.loss).abs() <= 2e-5, "{} and {}", found.loss, expected.loss);
     }
+}
+
+/// The dispatcher that was the quickest stays that of the run, which times nothing when it goes on: its bits are those
+/// of a run whose dispatcher is named from the start.
+#[test]
+fn a_measured_dispatcher_is_kept() {
+    let folder = tempfile::tempdir().unwrap();
+    let dir = folder.path();
+    let all = Settings { measure_dispatcher: true, ..settings(4, None) };
+    let mut found = train(&Settings { range: 0..2, save: Some(dir.to_path_buf()), ..all.clone() });
+    let kind = state::saved(dir, &all).unwrap().dispatcher.unwrap();
+    assert!(matches!(kind, DispatcherKind::AllToAll | DispatcherKind::AllGather), "{kind}");
+
+    let resumed = resumed(Settings { resume: Some(dir.to_path_buf()), ..all.clone() }).unwrap();
+    assert_eq!((resumed.range.clone(), resumed.dispatcher, resumed.measure_dispatcher), (2..4, Some(kind), false));
+    let config = ranks::group_config(&resumed);
+    assert_eq!((config.dispatcher, config.measure), (kind, None));
+    let again = dir.join("again");
+    found.extend(train(&Settings { save: Some(again.clone()), ..resumed }));
+    let named = Settings { dispatcher: Some(kind), measure_dispatcher: false, ..all.clone() };
+    assert_eq!(bits(&found), bits(&train(&named)), "{kind}");
+    assert_eq!(state::saved(&again, &all).unwrap().dispatcher, Some(kind));
+
+    // What the command line names goes before.
+    let other = [DispatcherKind::AllToAll, DispatcherKind::AllGather].into_iter().find(|other| *other != kind);
+    let renamed = Settings { dispatcher: other, resume: Some(dir.to_path_buf()), ..named.clone() };
+    assert_eq!(super::resumed(renamed).unwrap().dispatcher, other);
+}
+
+/// As states were before dispatchers could be measured, and as they are where none was: the group chooses, or measures.
+#[test]
+fn a_state_need_not_have_a_dispatcher() {
+    let folder = tempfile::tempdir().unwrap();
+    let dir = folder.path();
+    let plain = Settings { layers: 1, ..settings(4, None) };
+    train(&Settings { range: 0..1, save: Some(dir.to_path_buf()), ..plain.clone() });
+    let run = dir.join("training.json");
+    let text = std::fs::read_to_string(&run).unwrap();
+    assert!(!text.contains("dispatcher"), "{text}");
+    for measure_dispatcher in [false, true] {
+        let settings = Settings { resume: Some(dir.to_path_buf()), measure_dispatcher, ..plain.clone() };
+        let resumed = resumed(settings).unwrap();
+        assert_eq!((resumed.dispatcher, resumed.measure_dispatcher), (None, measure_dispatcher));
+        assert_eq!(ranks::group_config(&resumed).measure.is_some(), measure_dispatcher);
+    }
+    // One that no dispatcher has.
+    std::fs::write(&run, text.replacen('{', "{\n  \"dispatcher\": \"by_hand\",", 1)).unwrap();
+    let error = state::saved(dir, &plain).unwrap_err();
+    assert!(matches!(&error, StateError::Damaged { reason, .. } if reason.contains("by_hand")), "{error}");
+    // One rank alone has nothing to choose, whatever several have taken.
+    let alone = Settings { mesh: Mesh { ranks: 1, ep: 1, etp: None, engines: false }, ..plain };
+    let named = Settings { dispatcher: Some(DispatcherKind::AllGather), ..alone };
+    assert_eq!(ranks::group_config(&named).dispatcher, DispatcherKind::Auto);
+}
+
+#[test]
+fn options_of_the_dispatcher_that_exclude_each_other_are_refused() {
+    let refused = |more: &[&str]| {
+        Args::try_parse_from(["train_lm"].iter().chain(more)).map(drop).map_err(|error| error.to_string())
+    };
+    for (more, wanted) in [
+        (&["--dispatcher", "by_hand"][..], "all_gather"),
+        (&["--dispatcher", "all_gather", "--measure-dispatcher"], "--measure-dispatcher"),
+        (&["--etp", "2", "--measure-dispatcher"], "--etp"),
+    ] {
+        let error = refused(more);
+        assert!(error.as_ref().is_err_and(|text| text.contains(wanted)), "{more:?}: {error:?}");
+    }
+    assert_eq!(refused(&["--dispatcher", "all-gather"]), Ok(()));
 }
 
 /// Main weights are in the optimizer's state: a run in 16 bits goes on with those, not with what they were rounded to.
@@ -513,7 +585,7 @@ fn states_that_do_not_fit_are_refused() {
     train(&Settings { range: 0..1, save: Some(first.clone()), ..settings.clone() });
     train(&Settings { range: 0..2, save: Some(second.clone()), ..settings.clone() });
     // Of another model, and of another training.
-    let refused = |settings: Settings| match state::steps_of(&first, &settings) {
+    let refused = |settings: Settings| match state::saved(&first, &settings) {
         Err(StateError::OtherRun { field, expected, found, .. }) => (field, expected, found),
         other => panic!("{other:?}"),
     };
@@ -526,7 +598,7 @@ fn states_that_do_not_fit_are_refused() {
     assert_eq!(refused(Settings { shard_payload: Payload::Mxfp8, ..settings.clone() }).0, "shard_payload");
     assert_eq!(refused(Settings { layer_dtype: candle_core::DType::BF16, ..settings.clone() }).0, "layer_dtype");
     // None, and one that is cut off.
-    let nowhere = state::steps_of(&folder.path().join("nowhere"), &settings);
+    let nowhere = state::saved(&folder.path().join("nowhere"), &settings);
     assert!(matches!(nowhere, Err(StateError::Io { .. })), "{nowhere:?}");
     let resumed = Settings { range: 1..4, resume: Some(first.clone()), ..settings.clone() };
     assert!(state::params(&resumed).is_ok());

@@ -1,6 +1,6 @@
 //! A rank's group as a module of a framework holds it.
 
-use crate::ep::{EpGroup, Membership};
+use crate::ep::{DispatcherKind, EpGroup, Membership};
 
 use super::group::{ErasedGroup, FrameworkDevice};
 
@@ -35,6 +35,11 @@ impl<F> DeviceGroup<F> {
     /// Experts of this rank, L = E / R.
     pub fn local_experts(&self) -> usize {
         self.membership().local_experts
+    }
+
+    /// How tokens travel: [`Group::dispatcher_kind`](crate::ep::Group::dispatcher_kind).
+    pub fn dispatcher_kind(&self) -> DispatcherKind {
+        self.membership().dispatcher
     }
 
     /// The group apart from its device.

@@ -10,7 +10,7 @@ use super::packing::{
     MessageTypes, ReceivedRows, RowMover, RowParts, byte_rows, entries, flat, part_mut, total, unpack,
 };
 use super::row_transport::{HandleCall, ReturnRows, RowTransport};
-use super::{DispatchInputs, Handle, RowOrder};
+use super::{DispatchInputs, DispatcherKind, Handle, RowOrder};
 
 /// Dispatcher over any communicator, best where most tokens visit most ranks. Every call is one collective, but
 /// dispatch_bwd, which is two: the tokens' gradients and the weights' have different dtypes.
@@ -92,11 +92,15 @@ impl<D: Kernels> AllGather<D> {
 }
 
 impl<D: Kernels> RowTransport<D> for AllGather<D> {
-    const NAME: &'static str = "all_gather";
+    const KIND: DispatcherKind = DispatcherKind::AllGather;
     const ROW_ORDER: RowOrder = RowOrder::AllRows;
 
     fn core(&mut self) -> &mut DispatcherState<D> {
         &mut self.core
+    }
+
+    fn into_core(self: Box<Self>) -> DispatcherState<D> {
+        self.core
     }
 
     fn send(&mut self, step: &HandleCall<'_, D>, inputs: &DispatchInputs<'_, D>) -> Result<ReceivedRows<D>> {

@@ -13,7 +13,7 @@ use super::packing::{
     MessageTypes, PeerMessage, ReceivedRows, RowMover, RowParts, elements, entries, flat_mut, part_mut, total, unpack,
 };
 use super::row_transport::{HandleCall, ReturnRows, RowTransport};
-use super::{DispatchInputs, MessageMaps, Plan, RowOrder};
+use super::{DispatchInputs, DispatcherKind, MessageMaps, Plan, RowOrder};
 
 /// Dispatcher over any communicator. Every call is one all-to-all.
 ///
@@ -128,11 +128,15 @@ fn messages<D: Kernels>(plan: &Plan<D>) -> Result<&MessageMaps<D>> {
 }
 
 impl<D: Kernels> RowTransport<D> for AllToAll<D> {
-    const NAME: &'static str = "all_to_all";
+    const KIND: DispatcherKind = DispatcherKind::AllToAll;
     const ROW_ORDER: RowOrder = RowOrder::UniqueRows;
 
     fn core(&mut self) -> &mut DispatcherState<D> {
         &mut self.core
+    }
+
+    fn into_core(self: Box<Self>) -> DispatcherState<D> {
+        self.core
     }
 
     fn send(&mut self, step: &HandleCall<'_, D>, inputs: &DispatchInputs<'_, D>) -> Result<ReceivedRows<D>> {

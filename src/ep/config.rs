@@ -1,6 +1,13 @@
 //! The configuration of a group, which its ranks compare as they form it.
 
+use std::fmt;
+use std::str::FromStr;
+
 use crate::config::MoeConfig;
+use crate::dtype::DType;
+use crate::error::Error;
+
+use super::Capacity;
 
 /// A group's configuration, the same on all of its ranks.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -19,6 +26,41 @@ pub struct GroupConfig {
     /// dispatch whose rows are kept, forward and backward, and one more (at least 2). Each has room for a capacity's rows.
     /// 0: none; the library stages rows.
     pub windows: usize,
+    /// NCCL EP: SMs that its kernels take at most; 0: as the library chooses. More than the GPU has, or for low latency
+    /// fewer than one for 14 experts, are [`NcclEpError::Argument`](crate::NcclEpError::Argument) where NCCL EP is named,
+    /// and keep [`DispatcherKind::Auto`] from taking it.
+    pub max_sms: usize,
+    /// [`DispatcherKind::Auto`] times each dispatcher that every rank can have in steps of this shape, once, as the group
+    /// is formed, and takes the quickest, the same on all ranks; `None`: it decides from its table. A dispatcher that is
+    /// named, here or by `MOEBIUS_EP`, is not timed, nor is that of a rank alone. Times differ from run to run, and with
+    /// the dispatcher the order of sums: a run that is to go on with the same bits stores
+    /// [`Group::dispatcher_kind`](super::Group::dispatcher_kind) and names it from then on.
+    pub measure: Option<DispatchShape>,
+}
+
+/// The step that dispatchers are timed in: every rank brings as many tokens, whose choices are random and even.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct DispatchShape {
+    /// Tokens T of each rank, at most the group's `max_tokens_per_rank`.
+    pub tokens: usize,
+    /// Elements H of a token.
+    pub hidden: usize,
+    /// Choices K of a token.
+    pub top_k: usize,
+    /// Type of the tokens, a floating one.
+    pub dtype: DType,
+    /// Rows that a rank has room for, as the layers ask for them; a static capacity has to hold random choices.
+    pub capacity: Capacity,
+    /// Whether the way back of the gradients counts too.
+    pub backward: bool,
+}
+
+impl DispatchShape {
+    /// Steps of a layer of this many tokens a rank, forward and backward, with an open capacity.
+    pub fn of(layer: &MoeConfig, tokens: usize, dtype: DType) -> Self {
+        let (hidden, top_k) = (layer.hidden, layer.router.top_k);
+        Self { tokens, hidden, top_k, dtype, capacity: Capacity::Eager, backward: true }
+    }
 }
 
 /// How tokens travel between ranks.
@@ -26,9 +68,10 @@ pub struct GroupConfig {
 #[non_exhaustive]
 pub enum DispatcherKind {
     /// The dispatcher that `MOEBIUS_EP` names ([`DISPATCHER_VARIABLE`](super::DISPATCHER_VARIABLE)); where that is not
-    /// set, local for one rank, all-to-all between CPU ranks, and between GPUs what a table of measured times names for
-    /// the number of ranks and of tokens: all-gather for two ranks and for few tokens, NCCL EP where it is built in and
-    /// its checks pass on every rank, else all-gather within a host's eight GPUs, and all-to-all.
+    /// set, local for one rank, the quickest where [`GroupConfig::measure`] asks for it, else all-to-all between CPU
+    /// ranks, and between GPUs what a table of measured times names for the number of ranks and of tokens: all-gather for
+    /// two ranks and for few tokens, NCCL EP where it is built in and its checks pass on every rank, else all-gather
+    /// within a host's eight GPUs, and all-to-all.
     #[default]
     Auto,
     /// One rank: tokens stay where they are.
@@ -46,17 +89,52 @@ pub enum DispatcherKind {
 }
 
 impl DispatcherKind {
+    const ALL: [Self; 6] =
+        [Self::Auto, Self::Local, Self::AllToAll, Self::AllGather, Self::NcclEp, Self::NcclEpLowLatency];
+
+    /// Lower-case name (`"all_to_all"`), which [`str::parse`] reads again.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Auto => "auto",
+            Self::Local => "local",
+            Self::AllToAll => "all_to_all",
+            Self::AllGather => "all_gather",
+            Self::NcclEp => "nccl_ep",
+            Self::NcclEpLowLatency => "nccl_ep_ll",
+        }
+    }
+
     pub(super) fn name_of(number: u64) -> String {
-        let kinds = [Self::Auto, Self::Local, Self::AllToAll, Self::AllGather, Self::NcclEp, Self::NcclEpLowLatency];
-        kinds.iter().find(|k| **k as u64 == number).map_or_else(|| number.to_string(), |k| format!("{k:?}"))
+        Self::ALL.iter().find(|k| **k as u64 == number).map_or_else(|| number.to_string(), |k| format!("{k:?}"))
+    }
+}
+
+impl fmt::Display for DispatcherKind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+/// Of a [`name`](DispatcherKind::name); `-` counts as `_`.
+impl FromStr for DispatcherKind {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<Self, Error> {
+        let name = text.replace('-', "_");
+        Self::ALL.into_iter().find(|kind| kind.name() == name).ok_or_else(|| {
+            let counts = Self::ALL.map(Self::name).join(", ");
+            Error::invalid("DispatcherKind::from_str", "dispatcher", format!("one of {counts}"), text)
+        })
     }
 }
 
 impl GroupConfig {
     /// Eager calls of up to `max_tokens_per_rank` tokens over `num_experts` experts.
     pub fn new(num_experts: usize, max_tokens_per_rank: usize) -> Self {
-        Self { num_experts, max_tokens_per_rank, max_rows: 0, dispatcher: DispatcherKind::Auto, windows: 0 }
+        let dispatcher = DispatcherKind::Auto;
+        Self { num_experts, max_tokens_per_rank, max_rows: 0, dispatcher, windows: 0, max_sms: 0, measure: None }
     }
+
     /// The group of a layer: its experts, and up to `max_tokens_per_rank` tokens a call.
     pub fn of(layer: &MoeConfig, max_tokens_per_rank: usize) -> Self {
         Self::new(layer.router.num_experts, max_tokens_per_rank)
@@ -72,5 +150,21 @@ impl GroupConfig {
 impl From<&MoeConfig> for GroupConfig {
     fn from(layer: &MoeConfig) -> Self {
         Self::one_rank(layer.router.num_experts)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_kinds_name_is_read_again() {
+        for kind in DispatcherKind::ALL {
+            assert_eq!(kind.name().parse::<DispatcherKind>().ok(), Some(kind));
+            assert_eq!(kind.to_string().replace('_', "-").parse::<DispatcherKind>().ok(), Some(kind));
+            assert_eq!(DispatcherKind::name_of(kind as u64), format!("{kind:?}"));
+        }
+        let error = "ncclep".parse::<DispatcherKind>().expect_err("no kind").to_string();
+        assert!(error.contains("ncclep") && error.contains("nccl_ep_ll"), "{error}");
     }
 }

@@ -9,7 +9,9 @@ use crate::kernels::Kernels;
 use crate::tensor::Tensor;
 
 use super::dispatcher_state::DispatcherState;
-use super::{DispatcherKind, GroupConfig, LibraryDispatchers, TokenDispatcher, select};
+use super::{
+    Capacity, DispatchShape, DispatcherKind, GroupConfig, LibraryDispatchers, TokenDispatcher, measure, select,
+};
 
 const CALL: &str = "Group::new";
 
@@ -34,26 +36,85 @@ impl GroupConfig {
             let expected = format!("a dispatcher between the {ranks} ranks");
             return Err(Error::invalid(CALL, source, expected, "local, which is for one rank"));
         }
-        Ok(())
+        self.measure.as_ref().map_or(Ok(()), |shape| self.validate_shape(shape))
     }
 
-    /// Name, number for comparison, and text of every field.
-    fn fields(&self) -> [(&'static str, u64, String); 5] {
-        let number = |name, v: usize| (name, v as u64, v.to_string());
+    fn validate_shape(&self, shape: &DispatchShape) -> Result<()> {
+        let counts = [
+            ("measure.tokens", shape.tokens, self.max_tokens_per_rank, "max_tokens_per_rank"),
+            ("measure.top_k", shape.top_k, self.num_experts, "num_experts"),
+        ];
+        for (name, found, most, limit) in counts {
+            if !(1..=most).contains(&found) {
+                return Err(Error::invalid(CALL, name, format!("1..={most} ({limit})"), found));
+            }
+        }
+        if !shape.dtype.is_float() {
+            return Err(Error::invalid(CALL, "measure.dtype", "a floating dtype", shape.dtype));
+        }
+        let most = isize::MAX as usize / shape.dtype.size() / shape.tokens;
+        if !(1..=most).contains(&shape.hidden) {
+            return Err(Error::invalid(CALL, "measure.hidden", format!("1..={most}"), shape.hidden));
+        }
+        match shape.capacity {
+            Capacity::Static(rows) if !(1..=self.max_rows).contains(&rows) => {
+                let expected = format!("1..={} (max_rows), or an open one", self.max_rows);
+                Err(Error::invalid(CALL, "measure.capacity", expected, rows))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    fn fields(&self) -> [Field; 13] {
+        let text: fn(u64) -> String = |number| number.to_string();
+        let field = |name, value: usize| Field { name, value: value as u64, text };
+        let shape = self.measure;
+        let of_shape = |name, value: fn(DispatchShape) -> usize| field(name, shape.map_or(0, value));
+        let capacity = |shape: DispatchShape| match shape.capacity {
+            Capacity::Eager => 0,
+            Capacity::Static(rows) => rows.saturating_add(1),
+        };
         [
-            number("num_experts", self.num_experts),
-            number("max_tokens_per_rank", self.max_tokens_per_rank),
-            number("max_rows", self.max_rows),
-            ("dispatcher", self.dispatcher as u64, format!("{:?}", self.dispatcher)),
-            number("windows", self.windows),
+            field("num_experts", self.num_experts),
+            field("max_tokens_per_rank", self.max_tokens_per_rank),
+            field("max_rows", self.max_rows),
+            Field { text: DispatcherKind::name_of, ..field("dispatcher", self.dispatcher as usize) },
+            field("windows", self.windows),
+            field("max_sms", self.max_sms),
+            Field { text: |asked| if asked == 0 { "none" } else { "a shape" }.into(), ..of_shape("measure", |_| 1) },
+            of_shape("measure.tokens", |shape| shape.tokens),
+            of_shape("measure.hidden", |shape| shape.hidden),
+            of_shape("measure.top_k", |shape| shape.top_k),
+            Field { text: dtype_of, ..of_shape("measure.dtype", |shape| shape.dtype as usize) },
+            Field {
+                text: |rows| rows.checked_sub(1).map_or_else(|| "open".into(), |rows| rows.to_string()),
+                ..of_shape("measure.capacity", capacity)
+            },
+            Field {
+                text: |asked| (asked != 0).to_string(),
+                ..of_shape("measure.backward", |shape| usize::from(shape.backward))
+            },
         ]
     }
+}
+
+/// A field of the configuration, as ranks compare it.
+struct Field {
+    name: &'static str,
+    value: u64,
+    /// A rank's value in words.
+    text: fn(u64) -> String,
+}
+
+fn dtype_of(number: u64) -> String {
+    let floats = [DType::F64, DType::F32, DType::F16, DType::BF16];
+    floats.into_iter().find(|d| *d as u64 == number).map_or_else(|| number.to_string(), |d| d.to_string())
 }
 
 /// Finds the first field in which the ranks' configurations differ: one all-gather.
 fn compare<D: Kernels>(device: &D, comm: &mut dyn Communicator<D>, config: &GroupConfig) -> Result<()> {
     let fields = config.fields();
-    let bytes: Vec<u8> = fields.iter().flat_map(|(_, number, _)| number.to_ne_bytes()).collect();
+    let bytes: Vec<u8> = fields.iter().flat_map(|field| field.value.to_ne_bytes()).collect();
     let tag = Tag { layer: 0, op: Op::Init, sequence: 0 };
     let buffers = Tensor::empty(device, DType::U8, &[bytes.len()]).and_then(|mut send| {
         device.upload(&bytes, send.view_mut())?;
@@ -62,15 +123,17 @@ fn compare<D: Kernels>(device: &D, comm: &mut dyn Communicator<D>, config: &Grou
     let (send, mut recv) = refuse_on_error(comm, tag, buffers)?;
     comm.all_gather(tag, send.view(), recv.view_mut())?;
     let all: Vec<u64> = device.download(recv.view())?.as_chunks().0.iter().map(|b| u64::from_ne_bytes(*b)).collect();
-    for (i, (field, number, value)) in fields.iter().enumerate() {
+    for (i, Field { name, value, text }) in fields.iter().enumerate() {
         let theirs = all.iter().skip(i).step_by(fields.len());
-        if let Some((peer, other)) = theirs.enumerate().find(|(_, other)| *other != number) {
-            let peer_value = match *field {
-                "dispatcher" => DispatcherKind::name_of(*other),
-                _ => other.to_string(),
-            };
-            let (field, value) = ((*field).to_string(), value.clone());
-            return Err(Error::ConfigMismatch { call: CALL, field, rank: comm.rank(), value, peer, peer_value });
+        if let Some((peer, other)) = theirs.enumerate().find(|(_, other)| *other != value) {
+            return Err(Error::ConfigMismatch {
+                call: CALL,
+                field: (*name).to_string(),
+                rank: comm.rank(),
+                value: text(*value),
+                peer,
+                peer_value: text(*other),
+            });
         }
     }
     Ok(())
@@ -91,7 +154,9 @@ impl<D: LibraryDispatchers> Group<D> {
     /// Joins the group (collective): compares configurations over the ranks first.
     ///
     /// # Errors
-    /// [`Error::ConfigMismatch`] on every rank, naming the field; E not divisible by R; a communicator's error.
+    /// [`Error::ConfigMismatch`] on every rank, naming the field; E not divisible by R; a communicator's error. Where
+    /// dispatchers are timed ([`GroupConfig::measure`]), what fails in that on one rank, which the others return as
+    /// [`Error::Peer`].
     pub fn new(device: D, mut comm: Box<dyn Communicator<D>>, mut config: GroupConfig) -> Result<Self> {
         let (rank, ranks) = (comm.rank(), comm.size());
         let requested = config.dispatcher;
@@ -105,7 +170,12 @@ impl<D: LibraryDispatchers> Group<D> {
         let source = if config.dispatcher == requested { "dispatcher" } else { select::DISPATCHER_VARIABLE };
         config.validate(ranks, source)?;
         let core = DispatcherState::new(device.clone(), comm, config.clone());
-        let (dispatcher, reason) = select::dispatcher(core, source)?;
+        let (dispatcher, reason) = match &config.measure {
+            Some(shape) if config.dispatcher == DispatcherKind::Auto && ranks > 1 => {
+                measure::quickest(core, shape, source)?
+            }
+            _ => select::dispatcher(core, source)?,
+        };
         tracing::info!(rank, ranks, dispatcher = dispatcher.name(), ?requested, reason, "joined a group");
         Ok(Self { config, device, rank, ranks, dispatcher })
     }
@@ -137,6 +207,12 @@ impl<D: Kernels> Group<D> {
         self.config.num_experts / self.ranks
     }
 
+    /// How tokens travel, never [`DispatcherKind::Auto`]: what was named, or what that has taken. To have the same again,
+    /// name it in [`GroupConfig::dispatcher`].
+    pub fn dispatcher_kind(&self) -> DispatcherKind {
+        self.dispatcher.kind()
+    }
+
     /// The dispatcher.
     pub fn dispatcher(&mut self) -> &mut dyn TokenDispatcher<D> {
         &mut *self.dispatcher
@@ -146,6 +222,7 @@ impl<D: Kernels> Group<D> {
 #[cfg(test)]
 mod tests {
     use std::sync::{Arc, Mutex};
+    use std::time::Duration;
 
     use tracing::field::{Field, Visit};
     use tracing::span::{Attributes, Id, Record};
@@ -153,7 +230,7 @@ mod tests {
 
     use super::*;
     use crate::comm::Solo;
-    use crate::cpu::Cpu;
+    use crate::cpu::{Cpu, ThreadWorld};
 
     /// Keeps what is logged.
     #[derive(Default, Clone)]
@@ -213,6 +290,35 @@ mod tests {
                     assert!(lines[0].contains(part), "{part} is not in {}", lines[0]);
                 }
             });
+        }
+    }
+
+    #[test]
+    fn times_of_all_candidates_are_the_reason_and_are_logged_once() {
+        let shape = DispatchShape {
+            tokens: 4,
+            hidden: 8,
+            top_k: 1,
+            dtype: DType::F32,
+            capacity: Capacity::Eager,
+            backward: true,
+        };
+        let ranks = ThreadWorld::create(2, Duration::from_secs(60)).into_iter().map(|comm| {
+            std::thread::spawn(move || {
+                let log = Log::default();
+                tracing::subscriber::with_default(log.clone(), || {
+                    let config = GroupConfig { measure: Some(shape), ..GroupConfig::new(4, 8) };
+                    Group::new(Cpu::new(), Box::new(comm), config).expect("a group");
+                });
+                log.0.lock().expect("no panic").clone()
+            })
+        });
+        let ranks: Vec<_> = ranks.collect();
+        for lines in ranks.into_iter().map(|rank| rank.join().expect("no panic")) {
+            assert_eq!(lines.len(), 1, "{lines:?}");
+            for part in ["timed, ms: all_to_all ", ", all_gather ", "nccl_ep cannot be had", "requested=Auto"] {
+                assert!(lines[0].contains(part), "{part} is not in {}", lines[0]);
+            }
         }
     }
 }

@@ -6,7 +6,7 @@ use crate::kernels::Kernels;
 use super::dispatcher_state::DispatcherState;
 use super::packing::{ReceivedRows, RowMover};
 use super::row_transport::{HandleCall, ReturnRows, RowTransport};
-use super::{DispatchInputs, RowOrder};
+use super::{DispatchInputs, DispatcherKind, RowOrder};
 
 /// Dispatcher of a group of one rank. No call is a collective: the experts read the caller's tokens through a map.
 #[derive(Debug)]
@@ -15,11 +15,15 @@ pub struct Local<D: Kernels> {
 }
 
 impl<D: Kernels> RowTransport<D> for Local<D> {
-    const NAME: &'static str = "local";
+    const KIND: DispatcherKind = DispatcherKind::Local;
     const ROW_ORDER: RowOrder = RowOrder::Local;
 
     fn core(&mut self) -> &mut DispatcherState<D> {
         &mut self.core
+    }
+
+    fn into_core(self: Box<Self>) -> DispatcherState<D> {
+        self.core
     }
 
     fn send(&mut self, _: &HandleCall<'_, D>, _: &DispatchInputs<'_, D>) -> Result<ReceivedRows<D>> {

@@ -33,7 +33,9 @@ mod config;
 pub(crate) mod dispatcher_state;
 mod group;
 pub(crate) mod handle;
+mod heuristics;
 mod local;
+mod measure;
 pub(crate) mod packing;
 mod prepare_on_device;
 pub(crate) mod row_transport;
@@ -42,7 +44,7 @@ mod shared_group;
 
 pub use all_gather::AllGather;
 pub use all_to_all::AllToAll;
-pub use config::{DispatcherKind, GroupConfig};
+pub use config::{DispatchShape, DispatcherKind, GroupConfig};
 pub use group::Group;
 pub use handle::{Agreement, Handle};
 pub use local::Local;
@@ -215,10 +217,27 @@ pub trait TokenDispatcher<D: Kernels>: fmt::Debug + Send {
     /// differ between ranks; a fault that a kernel raised; a rank that came too late for NCCL EP's low latency; a
     /// driver's.
     fn check(&mut self) -> Result<()>;
+    /// Whether it can carry rows of this shape, for what decides between dispatchers. No collective.
+    ///
+    /// # Errors
+    /// The rule that the shape breaks.
+    fn check_shape(&self, shape: &DispatchShape) -> Result<()> {
+        let _ = shape;
+        Ok(())
+    }
     /// The communicator, for collectives beside the tokens' own.
     fn communicator(&mut self) -> &mut dyn Communicator<D>;
+    /// Ends the dispatcher (collective, where it has built on the communicator), and gives the communicator back.
+    ///
+    /// # Errors
+    /// The communicator's or the device's, where it has to meet the other ranks.
+    fn into_communicator(self: Box<Self>) -> Result<Box<dyn Communicator<D>>>;
+    /// Which it is; never [`DispatcherKind::Auto`].
+    fn kind(&self) -> DispatcherKind;
     /// Short name (`"local"`, `"all_to_all"`, `"all_gather"`, `"nccl_ep"`).
-    fn name(&self) -> &'static str;
+    fn name(&self) -> &'static str {
+        self.kind().name()
+    }
 }
 
 /// Arguments of [`TokenDispatcher::dispatch_bwd`].

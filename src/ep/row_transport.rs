@@ -10,7 +10,8 @@ use crate::tensor::{Tensor, TensorMut, TensorRef};
 use super::dispatcher_state::{DispatcherState, TransportRules};
 use super::packing::{ReceivedRows, RowMover, byte_rows_mut, entries};
 use super::{
-    DispatchGrads, DispatchInputs, DispatchOutputs, DispatchSpec, Handle, Received, RowOrder, Stats, TokenDispatcher,
+    DispatchGrads, DispatchInputs, DispatchOutputs, DispatchSpec, DispatcherKind, Handle, Received, RowOrder, Stats,
+    TokenDispatcher,
 };
 
 /// One call over one handle.
@@ -38,9 +39,10 @@ pub(super) struct ReturnRows<'a, D: Kernels> {
 
 /// How rows travel. Arguments have been checked; each movement is one collective unless said otherwise.
 pub(super) trait RowTransport<D: Kernels>: fmt::Debug + Send {
-    const NAME: &'static str;
+    const KIND: DispatcherKind;
     const ROW_ORDER: RowOrder;
     fn core(&mut self) -> &mut DispatcherState<D>;
+    fn into_core(self: Box<Self>) -> DispatcherState<D>;
     /// Tokens to the ranks of their experts, in the order that the plan's `row_map` and `weight_map` index.
     fn send(&mut self, step: &HandleCall<'_, D>, inputs: &DispatchInputs<'_, D>) -> Result<ReceivedRows<D>>;
     /// Sums of the tokens' slots, and each slot's weight to its choice.
@@ -190,8 +192,12 @@ impl<D: Kernels, C: RowTransport<D>> TokenDispatcher<D> for C {
         &mut *self.core().comm
     }
 
-    fn name(&self) -> &'static str {
-        C::NAME
+    fn into_communicator(self: Box<Self>) -> Result<Box<dyn Communicator<D>>> {
+        Ok(self.into_core().comm)
+    }
+
+    fn kind(&self) -> DispatcherKind {
+        C::KIND
     }
 }
 

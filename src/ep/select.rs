@@ -15,29 +15,20 @@ use super::{AllGather, AllToAll, DispatcherKind, GroupConfig, Local, TokenDispat
 pub const DISPATCHER_VARIABLE: &str = "MOEBIUS_EP";
 
 const CALL: &str = "Group::new";
-const NAMES: [(&str, DispatcherKind); 6] = [
-    ("auto", DispatcherKind::Auto),
-    ("local", DispatcherKind::Local),
-    ("all_to_all", DispatcherKind::AllToAll),
-    ("all_gather", DispatcherKind::AllGather),
-    ("nccl_ep", DispatcherKind::NcclEp),
-    ("nccl_ep_ll", DispatcherKind::NcclEpLowLatency),
-];
 
 /// The requested dispatcher: the configuration's choice, or where that is `Auto` the variable's.
 pub(super) fn named(config: DispatcherKind, variable: Option<&OsStr>) -> Result<DispatcherKind> {
     let value = variable.filter(|v| config == DispatcherKind::Auto && !v.is_empty());
     let Some(value) = value else { return Ok(config) };
-    let text = value.to_string_lossy().replace('-', "_");
-    let found = NAMES.iter().find(|(name, _)| text == *name);
-    found.map(|(_, kind)| *kind).ok_or_else(|| {
-        let counts = NAMES.map(|(name, _)| name).join(", ");
-        Error::invalid(CALL, DISPATCHER_VARIABLE, format!("one of {counts}"), value.to_string_lossy())
+    let text = value.to_string_lossy();
+    text.parse().map_err(|error| match error {
+        Error::Invalid { expected, found, .. } => Error::invalid(CALL, DISPATCHER_VARIABLE, expected, found),
+        other => other,
     })
 }
 
 /// A dispatcher, and why it is that one.
-type SelectedDispatcher<D> = (Box<dyn TokenDispatcher<D>>, String);
+pub(super) type SelectedDispatcher<D> = (Box<dyn TokenDispatcher<D>>, String);
 
 /// The dispatcher that the group's configuration asks for.
 /// `source`: what has asked, the field or the variable.
@@ -45,40 +36,58 @@ pub(super) fn dispatcher<D: LibraryDispatchers>(
     core: DispatcherState<D>,
     source: &'static str,
 ) -> Result<SelectedDispatcher<D>> {
-    let reason = |text: &str| text.to_string();
-    Ok(match (core.config.dispatcher, core.ranks()) {
-        (DispatcherKind::Auto, 1) => (Box::new(Local { core }), reason("one rank")),
-        (DispatcherKind::Local, _) => (Box::new(Local { core }), reason("asked for")),
-        (DispatcherKind::AllToAll, _) => (Box::new(AllToAll { core }), reason("asked for")),
-        (DispatcherKind::AllGather, _) => (Box::new(AllGather { core }), reason("asked for")),
-        (DispatcherKind::NcclEp | DispatcherKind::NcclEpLowLatency, _) => match D::library_dispatcher(core, source)? {
-            Ok(dispatcher) => (dispatcher, reason("asked for")),
-            Err(refused) => return Err(refused.1),
+    match (core.config.dispatcher, core.ranks()) {
+        (DispatcherKind::Auto, 1) => Ok((Box::new(Local { core }), "one rank".to_string())),
+        (DispatcherKind::Auto, _) => automatic(core, source),
+        (kind, _) => match of_kind(kind, core, source)? {
+            Ok(dispatcher) => Ok((dispatcher, "asked for".to_string())),
+            Err(refused) => Err(refused.1),
         },
-        (DispatcherKind::Auto, _) => automatic(core, source)?,
-    })
+    }
+}
+
+/// The dispatcher of a kind, or the state it was to have and the reason why not, the same on all ranks. `Auto` is no
+/// kind of its own, and gets what any group of several ranks can have.
+pub(super) fn of_kind<D: LibraryDispatchers>(
+    kind: DispatcherKind,
+    core: DispatcherState<D>,
+    source: &'static str,
+) -> Result<NcclEpOrReason<D>> {
+    Ok(Ok(match kind {
+        DispatcherKind::Local => Box::new(Local { core }),
+        DispatcherKind::AllGather => Box::new(AllGather { core }),
+        DispatcherKind::NcclEp | DispatcherKind::NcclEpLowLatency => return D::library_dispatcher(core, source),
+        DispatcherKind::AllToAll | DispatcherKind::Auto => Box::new(AllToAll { core }),
+    }))
 }
 
 /// The first of the device's preferred dispatchers that every rank can have.
-fn automatic<D: LibraryDispatchers>(core: DispatcherState<D>, source: &'static str) -> Result<SelectedDispatcher<D>> {
+pub(super) fn automatic<D: LibraryDispatchers>(
+    mut core: DispatcherState<D>,
+    source: &'static str,
+) -> Result<SelectedDispatcher<D>> {
     let (ranks, tokens) = (core.ranks(), core.config.max_tokens_per_rank);
-    let preferred = D::preferred_dispatchers(&core.config, ranks);
     let table = format!("preferred for {ranks} ranks of up to {tokens} tokens");
-    if preferred.first() != Some(&DispatcherKind::NcclEp) {
-        return Ok(match preferred.first() {
-            Some(DispatcherKind::AllGather) => (Box::new(AllGather { core }), table),
-            _ => (Box::new(AllToAll { core }), table),
-        });
+    let mut refusal = None;
+    for kind in D::preferred_dispatchers(&core.config, ranks) {
+        match of_kind(*kind, core, source)? {
+            Ok(dispatcher) => {
+                let reason = match (refusal, kind) {
+                    (Some(refusal), _) => format!("next to NCCL EP, which cannot be had: {refusal}"),
+                    (None, DispatcherKind::NcclEp) => format!("{table}, and its checks pass on every rank"),
+                    (None, _) => table,
+                };
+                return Ok((dispatcher, reason));
+            }
+            Err(refused) => {
+                let error;
+                (core, error) = *refused;
+                refusal = Some(error);
+            }
+        }
     }
-    let (core, refusal) = match D::library_dispatcher(core, source)? {
-        Ok(dispatcher) => return Ok((dispatcher, format!("{table}, and its checks pass on every rank"))),
-        Err(refused) => *refused,
-    };
-    let next = format!("next to NCCL EP, which cannot be had: {refusal}");
-    Ok(match preferred.get(1) {
-        Some(DispatcherKind::AllGather) => (Box::new(AllGather { core }), next),
-        _ => (Box::new(AllToAll { core }), next),
-    })
+    // No table ends with a library's.
+    Ok((Box::new(AllToAll { core }), table))
 }
 
 /// A library's dispatcher, or the state it was to have and the reason why not, the same on all ranks.

@@ -9,7 +9,7 @@ use crate::error::Error;
 use crate::error::Result;
 use crate::kernels::Kernels;
 
-use super::Group;
+use super::{DispatcherKind, Group};
 
 /// One rank's group, shared by its layers.
 #[derive(Debug)]
@@ -49,6 +49,8 @@ pub(crate) struct Membership {
     pub(crate) ranks: usize,
     /// Experts of this rank, L = E / R.
     pub(crate) local_experts: usize,
+    /// As [`Group::dispatcher_kind`].
+    pub(crate) dispatcher: DispatcherKind,
     /// The error that unwound the last failed backward.
     failure: BackwardFailure,
     /// Number of the next layer that has none of its own.
@@ -71,6 +73,7 @@ impl<D: Kernels> EpGroup<D> {
             rank: group.rank(),
             ranks: group.ranks(),
             local_experts: group.local_experts(),
+            dispatcher: group.dispatcher_kind(),
             failure: BackwardFailure::default(),
             #[cfg(any(feature = "candle", feature = "burn"))]
             next_layer: AtomicU32::default(),
@@ -93,6 +96,11 @@ impl<D: Kernels> EpGroup<D> {
     /// Experts of this rank, L = E / R.
     pub fn local_experts(&self) -> usize {
         self.membership.local_experts
+    }
+
+    /// As [`Group::dispatcher_kind`].
+    pub fn dispatcher_kind(&self) -> DispatcherKind {
+        self.membership.dispatcher
     }
 
     /// The group, for collectives beside the layers' own. Waits for a layer that runs. A layer that is called, forward

@@ -10,12 +10,14 @@
 //! ```text
 //! ffi       finding NCCL, its interface, its calls on one communicator, how that ends; windows
 //! comm      how ranks join; a rank's communicator and its calls; what libraries on top need
+//! options   what a communicator's collectives may take of a GPU
 //! control   what ranks tell each other: calls compared, refusals, ends; the watchdog
 //! ```
 
 mod comm;
 mod control;
 mod ffi;
+mod options;
 #[cfg(test)]
 mod tests;
 
@@ -29,6 +31,7 @@ pub(crate) use ffi::library::reason;
 pub use ffi::library::{LIBRARY_VARIABLE, NcclLibrary};
 pub use ffi::sys;
 pub use ffi::windows::NcclWindow;
+pub use options::NcclOptions;
 
 use crate::error::Error;
 

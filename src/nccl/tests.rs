@@ -21,7 +21,7 @@ use crate::nccl::ffi::enqueue::{CommStream, PeerBuffer};
 use crate::nccl::ffi::sys::{
     CommPtr, Config, DataType, Functions, RawUniqueId, RedOp, Status, StreamPtr, WaitSignal, WindowPtr,
 };
-use crate::nccl::{NcclError, NcclLibrary};
+use crate::nccl::{NcclError, NcclLibrary, NcclOptions};
 
 /// A call of what exchanges blocks.
 #[derive(Debug, Clone, PartialEq)]
@@ -262,7 +262,7 @@ fn comm_handle() -> (Arc<CommHandle>, &'static Fake) {
 }
 
 fn comm_handle_of(rank: usize, size: usize) -> (Arc<CommHandle>, &'static Fake) {
-    comm_handle_at(RankPlace { rank, size, copy_engines: false })
+    comm_handle_at(RankPlace { rank, size, copy_engines: false, options: NcclOptions::default() })
 }
 
 fn comm_handle_at(place: RankPlace) -> (Arc<CommHandle>, &'static Fake) {
@@ -373,8 +373,9 @@ fn a_communicator_that_its_rank_has_ended() {
 fn what_does_not_end_with_its_communicator() {
     for ends in [false, true] {
         let gpus = [StuckFlag::default(), StuckFlag::default()];
-        let [(comm_handle, fake), (other, others), (failed, failing)] =
-            [true, false, false].map(|copy_engines| comm_handle_at(RankPlace { rank: 0, size: 2, copy_engines }));
+        let [(comm_handle, fake), (other, others), (failed, failing)] = [true, false, false].map(|copy_engines| {
+            comm_handle_at(RankPlace { rank: 0, size: 2, copy_engines, options: NcclOptions::default() })
+        });
         for comm_handle in [&comm_handle, &other, &failed] {
             comm_handle.on(|| gpus.to_vec());
         }
@@ -525,7 +526,7 @@ fn blocks_without_ones_own() {
 
 #[test]
 fn peers_that_do_not_join() {
-    let place = RankPlace { rank: 3, size: 8, copy_engines: false };
+    let place = RankPlace { rank: 3, size: 8, copy_engines: false, options: NcclOptions::default() };
     let pending_join = CommHandle::start(&library(), [0; 128], place, || Ok(()), |_| Ok(())).expect("a thread");
     // The library's call never returns, so this has not waited for it.
     match pending_join.finish(SHORT, || None) {

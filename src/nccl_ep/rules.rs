@@ -34,6 +34,15 @@ pub(super) fn check_tokens(call: &'static str, tokens: usize) -> NcclEpResult<()
     Err(NcclEpError::Argument { call, name: "max_tokens", expected, found })
 }
 
+/// The rule for the SMs that the library's kernels may take; 0: its own choice.
+pub(super) fn check_sms(call: &'static str, max_sms: usize, sms: usize) -> NcclEpResult<()> {
+    if max_sms <= sms {
+        return Ok(());
+    }
+    let (expected, found) = (format!("at most {sms} (the GPU's SMs), or 0"), max_sms.to_string());
+    Err(NcclEpError::Argument { call, name: "max_sms", expected, found })
+}
+
 /// The rules for experts and ranks.
 pub(super) fn check_experts(experts: usize, ranks: usize) -> NcclEpResult<()> {
     if ranks < 2 {

@@ -3,6 +3,8 @@
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};
+use std::thread;
+use std::time::Duration;
 
 use moebius::comm::{Communicator, Exchange, Op, ReduceOp, Tag};
 use moebius::{CommError, DType, Device, Error, Result, Tensor, TensorMut, TensorRef};
@@ -46,6 +48,8 @@ pub struct Changed<D: Device> {
     /// Its part of the first collective from this number on fails: as over NCCL the communicator has ended then, on all
     /// ranks.
     pub breaks: Option<u64>,
+    /// Every collective of this name takes so much longer.
+    pub slow: Option<(&'static str, Duration)>,
     /// Ends with a failure, and returns it from there on.
     pub mortal: bool,
     /// That failure.
@@ -73,6 +77,7 @@ impl<D: Device> Changed<D> {
             windows: None,
             own: Vec::new(),
             breaks: None,
+            slow: None,
             mortal: false,
             ended: None,
             reduced,
@@ -94,6 +99,12 @@ impl<D: Device> Changed<D> {
         self.inner.refuse(tag, "another window")?;
         let message = format!("window {own:?} where the others have {first:?}");
         Err(Error::Device { call: "collective", operation: "write".into(), message })
+    }
+
+    fn linger(&self, name: &str) {
+        if let Some((_, time)) = self.slow.filter(|(slow, _)| *slow == name) {
+            thread::sleep(time);
+        }
     }
 
     /// A collective, unless the communicator has ended or ends here.
@@ -171,6 +182,7 @@ impl<D: Device> Communicator<D> for Changed<D> {
         self.all_gather(tag, own.view(), buffer)
     }
     fn reduce_scatter(&mut self, tag: Tag, send: TensorRef<'_, D>, recv: TensorMut<'_, D>) -> Result<()> {
+        self.linger("reduce_scatter");
         self.call(tag, |inner| inner.reduce_scatter(tag, send, recv))
     }
     fn all_reduce(&mut self, tag: Tag, op: ReduceOp, buffer: TensorMut<'_, D>) -> Result<()> {
@@ -178,6 +190,7 @@ impl<D: Device> Communicator<D> for Changed<D> {
         self.call(tag, |inner| inner.all_reduce(tag, op, buffer))
     }
     fn all_to_all_v(&mut self, tag: Tag, exchange: Exchange<'_, D>) -> Result<()> {
+        self.linger("all_to_all_v");
         self.sent.lock().unwrap().push((tag.op, exchange.send_bytes.to_vec()));
         self.call(tag, |inner| inner.all_to_all_v(tag, exchange))
     }

@@ -218,6 +218,8 @@ fn configurations_that_differ<D: Target>(s: &Setup<D>) {
         ("num_experts", GroupConfig { num_experts: s.experts(4), ..good.clone() }),
         ("max_tokens_per_rank", GroupConfig { max_tokens_per_rank: T + 1, ..good.clone() }),
         ("max_rows", GroupConfig { max_rows: 5, ..good.clone() }),
+        ("windows", GroupConfig { windows: 2, ..good.clone() }),
+        ("max_sms", GroupConfig { max_sms: 8, ..good.clone() }),
         ("dispatcher", GroupConfig { dispatcher: DispatcherKind::Auto, ..good.clone() }),
     ];
     for (name, odd_one) in &configs {

@@ -8,9 +8,13 @@ mod deferred_reporting;
 mod devices;
 mod edges;
 mod faults;
+#[path = "../common/faulty_comm.rs"]
+mod faulty_comm;
+mod group_options;
 mod harness;
 #[path = "../common/limits.rs"]
 mod limits;
+
 mod payload;
 mod random;
 mod reference;
@@ -38,6 +42,7 @@ pub fn cases<D: Target>() -> Vec<(&'static str, Case<D>)> {
         ("random", random::cases()),
         ("deferred_reporting", deferred_reporting::cases()),
         ("payload", payload::cases()),
+        ("group_options", group_options::cases()),
     ];
     files.into_iter().flat_map(|(file, cases)| cases.into_iter().map(move |c| (file, c))).collect()
 }
@@ -114,4 +119,24 @@ fn all_to_all_errors_later() {
 #[test]
 fn all_gather_errors_later() {
     suite(DispatcherKind::AllGather, &[1, 2, 4, 8], true);
+}
+
+/// In processes of their own: this one's environment is all threads'.
+#[test]
+fn a_variable_that_names_a_dispatcher_leaves_nothing_to_time() {
+    for kind in [DispatcherKind::AllToAll, DispatcherKind::AllGather] {
+        let mut child = std::process::Command::new(std::env::current_exe().expect("this program"));
+        child.args(["--exact", "--ignored", "--nocapture", "a_group_of_the_environment"]);
+        let done = child.env("MOEBIUS_EP", kind.name()).output().expect("a child");
+        let text = String::from_utf8_lossy(&done.stdout);
+        // One collective, which compares the configurations.
+        let expected = format!("{:?}", vec![(kind, 1); 2]);
+        assert!(done.status.success() && text.contains(&expected), "{kind}: {done:?}");
+    }
+}
+
+#[test]
+#[ignore = "a process of the test above"]
+fn a_group_of_the_environment() {
+    println!("{:?}", group_options::joined(&over(&Cpu::poisoning(), DispatcherKind::AllToAll, 2, "variable")));
 }

@@ -313,6 +313,7 @@ fn measure(endpoint: &mut Endpoint<'_>, run: &Run) -> Result<()> {
         max_row_bytes: 2 * hidden,
         max_top_k: k,
         trap: false,
+        max_sms: 0,
     };
     let group = HighThroughputGroup::new(&endpoint.library, &endpoint.comm, options)?;
     let mut handle = HighThroughputHandle::new(&group, HandleOptions { top_k: k, alignment: 1 })?;

@@ -64,6 +64,7 @@ fn options(trip: &Trip, ranks: usize) -> LowLatencyOptions {
         max_tokens: M,
         max_row_bytes: trip.hidden * trip.rows.size(),
         timeout: None,
+        max_sms: 0,
     }
 }
 
@@ -419,6 +420,8 @@ fn rules_are_checked_before_the_library_is_called(ranks: usize) {
         assert_eq!(refused(uneven), NcclEpError::Experts { experts, ranks });
         let none = refused(LowLatencyOptions { max_tokens: 0, ..good });
         assert!(matches!(none, NcclEpError::Argument { name: "max_tokens", .. }), "{none}");
+        let wide = refused(LowLatencyOptions { max_sms: 1 << 20, ..good });
+        assert!(matches!(wide, NcclEpError::Argument { name: "max_sms", .. }), "{wide}");
         let group = LowLatencyGroup::new(&endpoint.library, &endpoint.comm, good)?;
         let many = LowLatencyHandle::new(&group, LowLatencyLayout::RankMajor, 4 * ranks + 1).map(|_| ());
         assert!(matches!(many, Err(Error::NcclEp(NcclEpError::Argument { name: "top_k", .. }))), "{many:?}");

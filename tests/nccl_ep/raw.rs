@@ -178,6 +178,7 @@ fn group(endpoint: &Endpoint<'_>, trip: &Trip) -> Result<HighThroughputGroup> {
         max_row_bytes: (trip.hidden * trip.rows.size()).next_multiple_of(16),
         max_top_k: trip.k,
         trap: false,
+        max_sms: 0,
     };
     HighThroughputGroup::new(&endpoint.library, &endpoint.comm, options)
 }
@@ -446,6 +447,7 @@ fn rules_are_checked_before_the_library_is_called(ranks: usize) {
             max_row_bytes: 64,
             max_top_k: 2,
             trap: false,
+            max_sms: 0,
         };
         let refused =
             |options: HighThroughputOptions| match HighThroughputGroup::new(&endpoint.library, &endpoint.comm, options)
@@ -466,6 +468,8 @@ fn rules_are_checked_before_the_library_is_called(ranks: usize) {
         assert!(matches!(odd, NcclEpError::Argument { name: "max_tokens", .. }), "{odd}");
         let small = refused(HighThroughputOptions { capacity: Some(31), ..good });
         assert_eq!(small, NcclEpError::Capacity { expected: "at least 32 rows (max_tokens)".into(), found: 31 });
+        let many = refused(HighThroughputOptions { max_sms: 1 << 20, ..good });
+        assert!(matches!(many, NcclEpError::Argument { name: "max_sms", .. }), "{many}");
         if ranks == 2 {
             assert_eq!(
                 refused(HighThroughputOptions { num_experts: 2, ..good }),

@@ -11,13 +11,13 @@ use crate::dtype::DType;
 use crate::error::{CommError, Result};
 use crate::tensor::Tensor;
 
-use crate::nccl::NcclLibrary;
 use crate::nccl::comm::session::Session;
 use crate::nccl::control::peer_events::CollectiveInfo;
 use crate::nccl::control::plane::ControlPlane;
 use crate::nccl::ffi::comm_handle::{CommHandle, Work};
 use crate::nccl::ffi::enqueue::{CommStream, EnqueueError};
 use crate::nccl::ffi::sys::{CommPtr, Functions, StreamPtr};
+use crate::nccl::{NcclLibrary, NcclOptions};
 
 /// A rank's communicator between GPUs, on the stream of its [`Cuda`].
 ///
@@ -112,6 +112,11 @@ impl NcclComm {
     /// Within which every collective ends.
     pub fn timeout(&self) -> Duration {
         self.session.timeout
+    }
+
+    /// What its collectives may take of the GPU.
+    pub fn options(&self) -> NcclOptions {
+        self.session.comm_handle.options
     }
 
     /// Why the communicator has ended, if it has.

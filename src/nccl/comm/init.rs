@@ -18,9 +18,9 @@ use crate::nccl::control::peer_events::CollectiveInfo;
 use crate::nccl::control::plane::{ControlPlane, ProcessControl, ThreadRendezvous};
 use crate::nccl::control::socket::ControlSocket;
 use crate::nccl::ffi::comm_handle::{CommHandle, PendingJoin, RankPlace};
-use crate::nccl::ffi::enqueue::{CommStream, PeerBuffer};
+use crate::nccl::ffi::enqueue::{CommStream, EnqueueError, PeerBuffer};
 use crate::nccl::ffi::sys::RedOp;
-use crate::nccl::{NcclComm, NcclError, NcclLibrary};
+use crate::nccl::{NcclComm, NcclError, NcclLibrary, NcclOptions};
 
 fn joined(pending_join: PendingJoin, timeout: Duration) -> Result<Arc<CommHandle>> {
     let comm_handle = pending_join.finish(timeout, || None)?;
@@ -68,8 +68,11 @@ fn check_copy_engines(library: &NcclLibrary) -> Result<()> {
 fn connect(comm_handle: &CommHandle, cuda: &Cuda) -> Result<()> {
     const CALL: &str = "NcclComm";
     const BYTES: usize = 16;
-    let (rank, size) = (comm_handle.rank, comm_handle.size);
-    let (own, mut all) = (Tensor::zeros(cuda, DType::U8, &[BYTES])?, Tensor::zeros(cuda, DType::U8, &[size, BYTES])?);
+    let (rank, size, options) = (comm_handle.rank, comm_handle.size, comm_handle.options);
+    let (mut own, mut all) =
+        (Tensor::zeros(cuda, DType::U8, &[BYTES])?, Tensor::zeros(cuda, DType::U8, &[size, BYTES])?);
+    let fields: Vec<u8> = options.fields().iter().flat_map(|(_, value)| value.to_ne_bytes()).collect();
+    cuda.upload(&fields, own.view_mut())?;
     let (from, to) = (own.view().data().address(), all.view_mut().into_data().address());
     let comm_stream = CommStream { comm_handle, stream: cuda.stream().cu_stream().cast() };
     let peers = || (0..size).filter(|peer| *peer != rank);
@@ -77,19 +80,24 @@ fn connect(comm_handle: &CommHandle, cuda: &Cuda) -> Result<()> {
     let place = |peer| to + (peer * BYTES) as u64;
     let receives: Vec<PeerBuffer> =
         peers().map(|peer| PeerBuffer { peer, address: place(peer), bytes: BYTES }).collect();
-    // SAFETY: both tensors have those bytes and live until the stream has been waited for.
-    let done = unsafe {
-        comm_stream
-            .all_gather(from, to, BYTES)
-            .and_then(|()| comm_stream.exchange(&sends, &receives))
-            .and_then(|()| comm_stream.all_reduce(to, BYTES, DType::U8, RedOp::SUM))
-            .and_then(|()| comm_stream.broadcast(to, BYTES, 0))
-    };
-    match done {
+    let finished = |done: std::result::Result<(), EnqueueError>| match done {
         Ok(()) => cuda.finish(CALL),
         Err(Some(error)) => Err(error.into()),
         Err(None) => Err(Error::invalid(CALL, "communicator", "one in use", "one that has ended")),
-    }
+    };
+    // What the first of them brings are the ranks' options.
+    // SAFETY: both tensors have those bytes and live until the stream has been waited for.
+    finished(unsafe { comm_stream.all_gather(from, to, BYTES) })?;
+    let gathered = cuda.download(all.view())?;
+    let gathered: Vec<u64> = gathered.as_chunks().0.iter().map(|b| u64::from_ne_bytes(*b)).collect();
+    options.compare(CALL, rank, &gathered)?;
+    // SAFETY: as above.
+    finished(unsafe {
+        comm_stream
+            .exchange(&sends, &receives)
+            .and_then(|()| comm_stream.all_reduce(to, BYTES, DType::U8, RedOp::SUM))
+            .and_then(|()| comm_stream.broadcast(to, BYTES, 0))
+    })
 }
 
 impl NcclWorld {
@@ -98,7 +106,17 @@ impl NcclWorld {
     /// # Errors
     /// [`NcclError`](crate::nccl::NcclError); the same GPU twice.
     pub fn new(library: &NcclLibrary, gpus: &[Cuda], timeout: Duration) -> Result<Self> {
-        Self::connected(library, gpus, timeout, false)
+        Self::with_options(library, gpus, NcclOptions::default(), timeout)
+    }
+
+    /// The same with what the collectives may take of the GPUs.
+    ///
+    /// # Errors
+    /// As [`NcclWorld::new`]; options out of bounds.
+    pub fn with_options(library: &NcclLibrary, gpus: &[Cuda], options: NcclOptions, timeout: Duration) -> Result<Self> {
+        options.check("NcclWorld::with_options")?;
+        let place = RankPlace { rank: 0, size: gpus.len(), copy_engines: false, options };
+        Self::connected(library, gpus, timeout, place)
     }
 
     /// The same for communicators whose collectives over [`Communicator::memory`] are the GPUs' copy engines', and so
@@ -114,10 +132,12 @@ impl NcclWorld {
     /// memory cannot be moved that way, which is tried here.
     pub fn with_copy_engines(library: &NcclLibrary, gpus: &[Cuda], timeout: Duration) -> Result<Self> {
         check_copy_engines(library)?;
-        Self::connected(library, gpus, timeout, true)
+        let options = NcclOptions::default();
+        Self::connected(library, gpus, timeout, RankPlace { rank: 0, size: gpus.len(), copy_engines: true, options })
     }
 
-    fn connected(library: &NcclLibrary, gpus: &[Cuda], timeout: Duration, copy_engines: bool) -> Result<Self> {
+    /// `place`: that of the first rank.
+    fn connected(library: &NcclLibrary, gpus: &[Cuda], timeout: Duration, place: RankPlace) -> Result<Self> {
         for (i, gpu) in gpus.iter().enumerate() {
             if gpus[..i].iter().any(|other| other.ordinal() == gpu.ordinal()) {
                 return Err(Error::invalid(
@@ -129,10 +149,10 @@ impl NcclWorld {
             }
         }
         let id = library.unique_id()?;
-        let begin = |(rank, cuda)| start(library, id, RankPlace { rank, size: gpus.len(), copy_engines }, cuda);
+        let begin = |(rank, cuda)| start(library, id, RankPlace { rank, ..place }, cuda);
         let pending_join = gpus.iter().enumerate().map(begin).collect::<Result<Vec<_>>>()?;
         let comm_handles: Result<Vec<_>> = pending_join.into_iter().map(|j| joined(j, timeout)).collect();
-        if copy_engines && matches!(comm_handles, Err(Error::Nccl(NcclError::Init { .. }))) {
+        if place.copy_engines && matches!(comm_handles, Err(Error::Nccl(NcclError::Init { .. }))) {
             // A rank may be inside the attempt, and wait there for another's flag.
             gpus.iter().for_each(|gpu| gpu.stuck().set(true));
         }
@@ -199,7 +219,16 @@ impl NcclComm {
     /// [`NcclError`](crate::nccl::NcclError); [`RankError`](crate::ranks::RankError) where the ranks do not find each
     /// other; another value of that variable.
     pub fn join(library: &NcclLibrary, job: &Bootstrap, cuda: &Cuda) -> Result<Self> {
-        Self::join_as(library, job, cuda, checked(std::env::var_os(CHECKED))?)
+        Self::join_with(library, job, cuda, NcclOptions::default())
+    }
+
+    /// The same with what the collectives of it and of its parts may take of the GPU.
+    ///
+    /// # Errors
+    /// As [`NcclComm::join`]; options out of bounds; options in which the ranks differ: [`Error::ConfigMismatch`] on every
+    /// rank, or [`NcclError::Init`] where NCCL, which does not compare them, has waited for them in vain.
+    pub fn join_with(library: &NcclLibrary, job: &Bootstrap, cuda: &Cuda, options: NcclOptions) -> Result<Self> {
+        Self::join_as(library, job, cuda, options, checked(std::env::var_os(CHECKED))?)
     }
 
     /// The same with every collective of it and of its parts compared over the ranks before anything is enqueued, as
@@ -211,14 +240,21 @@ impl NcclComm {
     /// # Errors
     /// As [`NcclComm::join`].
     pub fn join_checked(library: &NcclLibrary, job: &Bootstrap, cuda: &Cuda) -> Result<Self> {
-        Self::join_as(library, job, cuda, true)
+        Self::join_as(library, job, cuda, NcclOptions::default(), true)
     }
 
-    fn join_as(library: &NcclLibrary, job: &Bootstrap, cuda: &Cuda, checked: bool) -> Result<Self> {
+    fn join_as(
+        library: &NcclLibrary,
+        job: &Bootstrap,
+        cuda: &Cuda,
+        options: NcclOptions,
+        checked: bool,
+    ) -> Result<Self> {
+        options.check("NcclComm::join_with")?;
         let (id, streams) = job.connect(|| library.unique_id())?;
         let socket = ControlSocket::new(job.rank, streams, checked)?;
         let control = ProcessControl::new(&socket, 0, (0..job.world).collect());
-        let place = RankPlace { rank: job.rank, size: job.world, copy_engines: false };
+        let place = RankPlace { rank: job.rank, size: job.world, copy_engines: false, options };
         let comm_handle = joined(start(library, id, place, cuda)?, job.timeout)?;
         Self::new(comm_handle, cuda, ControlPlane::ProcessControl(control), job.timeout)
     }
@@ -296,7 +332,8 @@ impl NcclComm {
         let mut members: Vec<(i64, usize)> = all.chunks_exact(2).enumerate().filter_map(of_color).collect();
         members.sort_unstable();
         let rank = members.iter().position(|(_, rank)| *rank == self.session.comm_handle.rank).unwrap_or(0);
-        let place = RankPlace { rank, size: members.len(), copy_engines };
+        let options = self.session.comm_handle.options;
+        let place = RankPlace { rank, size: members.len(), copy_engines, options };
         let (bound, working) = (cuda.clone(), cuda.clone());
         let place_of = (own as i32, key as i32);
         let ready = move |comm_handle: &CommHandle| ready(comm_handle, &working);

@@ -14,7 +14,7 @@ use crate::ranks::UniqueId;
 
 use crate::nccl::ffi::sys::{CommPtr, Config, Functions, RawComm, RawUniqueId, Status, WindowPtr};
 use crate::nccl::ffi::windows::RegisteredWindow;
-use crate::nccl::{NcclError, NcclLibrary};
+use crate::nccl::{NcclError, NcclLibrary, NcclOptions};
 
 /// How long the end of a communicator waits for a call that is under way, before it ends that from outside.
 const GRACE: Duration = Duration::from_millis(200);
@@ -40,6 +40,8 @@ pub(in crate::nccl) struct CommHandle {
     failure: Mutex<Option<CommError>>,
     /// Whether collectives over windows are the copy engines'.
     pub(in crate::nccl) copy_engines: bool,
+    /// What collectives may take of the GPU.
+    pub(in crate::nccl) options: NcclOptions,
     /// Windows that stay as long as the communicator does.
     windows: Mutex<Vec<RegisteredWindow>>,
     /// The GPUs of its ranks in this process. Where one is stuck, NCCL's end of a communicator would free memory, wait
@@ -83,6 +85,8 @@ pub(in crate::nccl) struct RankPlace {
     pub(in crate::nccl) size: usize,
     /// Collectives over windows are to be the copy engines'.
     pub(in crate::nccl) copy_engines: bool,
+    /// What collectives may take of the GPU.
+    pub(in crate::nccl) options: NcclOptions,
 }
 
 /// Result of an attempt to join; `None` where this rank is to be in no part.
@@ -154,10 +158,10 @@ impl CommHandle {
         bind: impl FnOnce() -> Result<()> + Send + 'static,
         ready: impl FnOnce(&CommHandle) -> Result<()> + Send + 'static,
     ) -> Result<PendingJoin> {
-        let RankPlace { rank, size, copy_engines } = place;
+        let RankPlace { rank, size, copy_engines, options } = place;
         let (functions, id) = (*library.functions(), RawUniqueId { internal: id.map(|byte| byte as _) });
         let make = move || {
-            let (mut comm, mut config) = (std::ptr::null_mut(), Config::of(copy_engines));
+            let (mut comm, mut config) = (std::ptr::null_mut(), Config::of(copy_engines, options));
             // SAFETY: the result and the configuration are locals that outlive the call, which blocks.
             let status = unsafe {
                 (functions.comm_init_rank_config)(&raw mut comm, size as i32, id, rank as i32, &raw mut config)
@@ -178,7 +182,7 @@ impl CommHandle {
         let parent = Arc::clone(self);
         let make = move || {
             parent.with(|functions, comm| {
-                let (mut child, mut config) = (std::ptr::null_mut(), Config::of(true));
+                let (mut child, mut config) = (std::ptr::null_mut(), Config::of(true, place.options));
                 // No configuration means the parent's.
                 let config = if place.copy_engines { &raw mut config } else { std::ptr::null_mut() };
                 // SAFETY: the communicator lives while the gate is held; result and configuration are locals.
@@ -192,12 +196,12 @@ impl CommHandle {
     /// Takes over a communicator.
     pub(in crate::nccl) fn new(
         library: NcclLibrary,
-        RankPlace { rank, size, copy_engines }: RankPlace,
+        RankPlace { rank, size, copy_engines, options }: RankPlace,
         comm: CommPtr,
     ) -> Self {
         let (gate, shared) = (Mutex::new(Some(LiveComm(comm))), AtomicPtr::new(comm));
         let (failure, windows, gpus, mark) = (Mutex::new(None), Mutex::default(), OnceLock::new(), OnceLock::new());
-        Self { library, rank, size, gate, shared, failure, copy_engines, windows, gpus, mark }
+        Self { library, rank, size, gate, shared, failure, copy_engines, options, windows, gpus, mark }
     }
 
     /// Says on which GPUs of this process its ranks are; the first time counts.

@@ -6,6 +6,8 @@
 use std::ffi::{c_char, c_int, c_uint, c_void};
 use std::fmt;
 
+use crate::nccl::NcclOptions;
+
 /// `ncclComm_t` points to it.
 #[repr(C)]
 #[derive(Debug)]
@@ -148,12 +150,15 @@ impl Config {
         }
     }
 
-    /// The same; with `copy_engines`, collectives over windows are the copy engines' where they can be.
-    pub fn of(copy_engines: bool) -> Self {
+    /// The same within the options; with `copy_engines`, collectives over windows are the copy engines' where they can
+    /// be.
+    pub fn of(copy_engines: bool, options: NcclOptions) -> Self {
         let (size, version, cta_policy) = (size_of::<Self>(), Self::ENGINES_VERSION, Self::ENGINES);
+        let [min_ctas, max_ctas] = options.bounds().map(|ctas| ctas.unwrap_or(UNDEFINED));
+        let plain = Self { min_ctas, max_ctas, ..Self::blocking() };
         match copy_engines {
-            true => Self { size, version, cta_policy, ..Self::blocking() },
-            false => Self::blocking(),
+            true => Self { size, version, cta_policy, ..plain },
+            false => plain,
         }
     }
 }
@@ -273,9 +278,16 @@ mod tests {
     /// The layout that the header's `ncclConfig_v21800` and its followers have on 64-bit systems.
     #[test]
     fn config_layout() {
-        let of = Config::of;
+        let of = |copy_engines| Config::of(copy_engines, NcclOptions::default());
         assert_eq!((of(false).size, of(false).version, of(false).cta_policy), (48, 21800, UNDEFINED));
         assert_eq!((of(true).size, of(true).version, of(true).cta_policy), (64, 22800, 2));
+        let budget = |min_ctas, max_ctas| {
+            let Config { min_ctas, max_ctas, size, .. } = Config::of(false, NcclOptions { min_ctas, max_ctas });
+            (min_ctas, max_ctas, size)
+        };
+        assert_eq!(budget(0, 0), (UNDEFINED, UNDEFINED, 48));
+        assert_eq!(budget(0, 8), (UNDEFINED, 8, 48));
+        assert_eq!(budget(4, 8), (4, 8, 48));
         let offsets = [
             offset_of!(Config, magic),
             offset_of!(Config, version),

@@ -1,12 +1,13 @@
 //! The dispatcher's calls over the library's.
 
-use crate::comm::{Communicator, Op, Tag};
+use crate::comm::{Communicator, Op, Solo, Tag};
 use crate::cuda::Cuda;
 use crate::dtype::DType;
 use crate::ep::dispatcher_state::TransportRules;
 use crate::ep::row_transport::{check_grads, check_inputs, check_outputs, check_slots, check_tokens};
 use crate::ep::{
-    DispatchGrads, DispatchInputs, DispatchOutputs, DispatchSpec, Handle, Received, RowOrder, TokenDispatcher,
+    DispatchGrads, DispatchInputs, DispatchOutputs, DispatchShape, DispatchSpec, DispatcherKind, Handle, Received,
+    RowOrder, TokenDispatcher,
 };
 use crate::error::{Error, Result};
 use crate::nccl_ep::high_throughput::{CombineArgs, PassDirection};
@@ -223,23 +224,53 @@ impl TokenDispatcher<Cuda> for NcclEp {
         &mut *self.core.comm
     }
 
-    fn name(&self) -> &'static str {
+    fn into_communicator(mut self: Box<Self>) -> Result<Box<dyn Communicator<Cuda>>> {
+        let ended = self.end();
+        // What is dropped is left with a communicator that nobody else is in.
+        let alone = Box::new(Solo::new(self.core.device.clone()));
+        let comm = std::mem::replace(&mut self.core.comm, alone);
+        ended.map(|()| comm)
+    }
+
+    fn check_shape(&self, shape: &DispatchShape) -> Result<()> {
+        let DispatchShape { hidden, top_k, dtype, capacity, backward, .. } = *shape;
+        let spec = DispatchSpec { capacity, backward, returns: Some((dtype, hidden)), ..DispatchSpec::new(0, top_k) };
+        self.rules(&spec)?;
         match self.mode {
-            Algorithm::HighThroughput => "nccl_ep",
-            Algorithm::LowLatency => "nccl_ep_ll",
+            Algorithm::HighThroughput => Ok(self.options(&spec, hidden * dtype.size()).check(self.core.ranks())?),
+            Algorithm::LowLatency => Ok(()),
         }
+    }
+
+    fn kind(&self) -> DispatcherKind {
+        match self.mode {
+            Algorithm::HighThroughput => DispatcherKind::NcclEp,
+            Algorithm::LowLatency => DispatcherKind::NcclEpLowLatency,
+        }
+    }
+}
+
+impl NcclEp {
+    /// Ends the library's groups and gives the windows back (collective, where there are any).
+    fn end(&mut self) -> Result<()> {
+        if self.groups.is_empty() && self.low.is_empty() && self.windows.is_empty() {
+            return Ok(());
+        }
+        // Peers may still read what this rank's groups hold.
+        let checked = self.core.device.check();
+        let met = self.core.comm.barrier(Tag { layer: 0, op: Op::Init, sequence: 0 });
+        self.places.clear();
+        self.end_windows();
+        self.routings.clear();
+        self.groups.clear();
+        self.low.clear();
+        checked.and(met)
     }
 }
 
 impl Drop for NcclEp {
     fn drop(&mut self) {
-        if self.groups.is_empty() && self.low.is_empty() && self.windows.is_empty() {
-            return;
-        }
-        // Peers may still read what this rank's groups hold. Nothing can be reported from here.
-        let _ = self.core.device.check();
-        let _ = self.core.comm.barrier(Tag { layer: 0, op: Op::Init, sequence: 0 });
-        self.places.clear();
-        self.end_windows();
+        // Nothing can be reported from here.
+        let _ = self.end();
     }
 }

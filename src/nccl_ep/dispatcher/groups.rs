@@ -76,16 +76,7 @@ impl NcclEp {
             return Ok(group.clone());
         }
         self.core.device.not_captured("prepare", "create an EP group")?;
-        let known =
-            |of: fn(&HighThroughputOptions) -> usize| self.groups.iter().map(|g| of(g.options())).max().unwrap_or(0);
-        let options = HighThroughputOptions {
-            num_experts: self.core.config.num_experts,
-            max_tokens: self.max_tokens(),
-            capacity,
-            max_row_bytes: row_bytes.max(known(|o| o.max_row_bytes)),
-            max_top_k: spec.top_k.max(known(|o| o.max_top_k)),
-            trap,
-        };
+        let options = self.options(spec, row_bytes);
         self.compare(spec, (options.max_row_bytes, options.max_top_k), options.check(self.core.ranks()))?;
         let library = self.library.clone();
         let (cuda, comm) = (self.core.device.clone(), self.shared.clone());
@@ -96,6 +87,21 @@ impl NcclEp {
         })?;
         self.groups.push(group.clone());
         Ok(group)
+    }
+
+    /// Options of a new group for rows of so many bytes, which serves the rows that were met before too.
+    pub(super) fn options(&self, spec: &DispatchSpec, row_bytes: usize) -> HighThroughputOptions {
+        let known =
+            |of: fn(&HighThroughputOptions) -> usize| self.groups.iter().map(|g| of(g.options())).max().unwrap_or(0);
+        HighThroughputOptions {
+            num_experts: self.core.config.num_experts,
+            max_tokens: self.max_tokens(),
+            capacity: self.fixed(spec),
+            max_row_bytes: row_bytes.max(known(|o| o.max_row_bytes)),
+            max_top_k: spec.top_k.max(known(|o| o.max_top_k)),
+            trap: !plans_on_device(spec),
+            max_sms: self.core.config.max_sms,
+        }
     }
 
     /// Refuses options in which the ranks differ: the library does not look.

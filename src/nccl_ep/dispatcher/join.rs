@@ -9,7 +9,7 @@ use crate::ep::{DispatcherKind, GroupConfig, LibraryDispatchers};
 use crate::error::{Error, Result};
 use crate::nccl::SharedComm;
 use crate::nccl_ep::NcclEpLibrary;
-use crate::nccl_ep::rules::{check_domain, check_experts, check_gpu, check_tokens};
+use crate::nccl_ep::rules::{check_domain, check_experts, check_gpu, check_sms, check_tokens};
 use crate::nccl_ep::tensor::WindowRanges;
 
 use super::collective::nccl;
@@ -81,6 +81,7 @@ fn examine(core: &mut DispatcherState<Cuda>) -> Result<(NcclEpLibrary, SharedCom
     check_tokens(CALL, core.config.max_tokens_per_rank.next_multiple_of(4))?;
     let high = mode(core) == Algorithm::HighThroughput;
     check_gpu(&core.device)?;
+    check_sms(CALL, core.config.max_sms, core.device.sm_count())?;
     let comm = nccl(core)?;
     let shared = comm.shared();
     if high {

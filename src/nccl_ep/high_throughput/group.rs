@@ -8,7 +8,7 @@ use crate::error::Result;
 use crate::nccl::{NcclComm, SharedComm};
 use crate::nccl_ep::raw_group::RawGroup;
 use crate::nccl_ep::result::blank;
-use crate::nccl_ep::rules::{check_domain, check_gpu, narrow};
+use crate::nccl_ep::rules::{check_domain, check_gpu, check_sms, narrow};
 use crate::nccl_ep::tensor::WindowRanges;
 use crate::nccl_ep::{NcclEpLibrary, sys};
 
@@ -59,12 +59,14 @@ impl HighThroughputGroup {
         const CALL: &str = "HighThroughputGroup::new";
         options.check(shared.size())?;
         check_gpu(&cuda)?;
+        check_sms(CALL, options.max_sms, cuda.sm_count())?;
         let mut config: sys::ncclEpGroupConfig_t = blank();
         config.algorithm = sys::ncclEpAlgorithm_t::NCCL_EP_ALGO_HIGH_THROUGHPUT;
         config.num_experts = narrow(CALL, "num_experts", options.num_experts)?;
         config.max_dispatch_tokens_per_rank = narrow(CALL, "max_tokens", options.max_tokens)?;
         config.max_recv_tokens_per_rank = narrow(CALL, "capacity", options.capacity.unwrap_or(0))?;
         config.max_token_bytes = narrow(CALL, "max_row_bytes", options.max_row_bytes)?;
+        config.max_num_sms = narrow(CALL, "max_sms", options.max_sms)?;
         config.num_topk = narrow(CALL, "max_top_k", options.max_top_k)?;
         config.overflow_policy = match (options.capacity, options.trap) {
             (Some(_), false) => sys::ncclEpOverflowPolicy_t::NCCL_EP_OVERFLOW_DROP,

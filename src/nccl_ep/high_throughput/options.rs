@@ -24,6 +24,8 @@ pub struct HighThroughputOptions {
     pub max_top_k: usize,
     /// A row past the capacity ends the process with a message, instead of being dropped.
     pub trap: bool,
+    /// SMs that its kernels take at most; 0: as the library chooses.
+    pub max_sms: usize,
 }
 
 impl HighThroughputOptions {
@@ -84,6 +86,7 @@ mod tests {
             max_row_bytes: 14_336,
             max_top_k: 2,
             trap: false,
+            max_sms: 0,
         }
     }
 

@@ -56,6 +56,7 @@ impl LowLatencyGroup {
         config.num_experts = narrow(CALL, "num_experts", options.num_experts)?;
         config.max_dispatch_tokens_per_rank = narrow(CALL, "max_tokens", options.max_tokens)?;
         config.max_token_bytes = narrow(CALL, "max_row_bytes", options.max_row_bytes)?;
+        config.max_num_sms = narrow(CALL, "max_sms", options.max_sms)?;
         if let Some(timeout) = options.timeout {
             config.enable_mask = 1;
             config.timeout_ns = u64::try_from(timeout.max(SHORTEST).as_nanos()).unwrap_or(u64::MAX);

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use crate::dtype::DType;
 use crate::nccl_ep::NcclEpError;
-use crate::nccl_ep::rules::{MOST_CHOICES, MOST_TOKENS, NcclEpResult, SHARED, check_experts};
+use crate::nccl_ep::rules::{MOST_CHOICES, MOST_TOKENS, NcclEpResult, SHARED, check_experts, check_sms};
 
 const CALL: &str = "LowLatencyGroup::new";
 /// Warps of a block of its kernels, and the most groups that they are divided into.
@@ -23,6 +23,8 @@ pub struct LowLatencyOptions {
     /// A rank that is later than this in a call is skipped then and from then on, and reported. `None`: it is waited
     /// for about 100 s, and then the GPU traps. `NCCL_EP_TIMEOUT_MS` goes before this.
     pub timeout: Option<Duration>,
+    /// SMs that its kernels take at most, one for every 14 experts or more; 0: all.
+    pub max_sms: usize,
 }
 
 /// Groups that the warps of a block are divided into, for so many experts on so many SMs.
@@ -31,6 +33,11 @@ fn warp_groups(experts: usize, sms: usize) -> usize {
 }
 
 impl LowLatencyOptions {
+    /// SMs of `sms` that its kernels take.
+    pub(in crate::nccl_ep) fn taken(&self, sms: usize) -> usize {
+        if self.max_sms == 0 { sms } else { self.max_sms }
+    }
+
     /// Checks options for which the library would end the process, or which it would find wrong too late.
     pub(in crate::nccl_ep) fn check(&self, ranks: usize, sms: usize) -> NcclEpResult<()> {
         let argument = |name, expected: String, found: usize| {
@@ -48,6 +55,8 @@ impl LowLatencyOptions {
         if !self.max_row_bytes.is_multiple_of(16) {
             return Err(NcclEpError::RowBytes { what: "max_row_bytes", bytes: self.max_row_bytes });
         }
+        check_sms(CALL, self.max_sms, sms)?;
+        let sms = self.taken(sms);
         match warp_groups(self.num_experts, sms) {
             1..=MOST_GROUPS => Ok(()),
             _ => {
@@ -59,7 +68,7 @@ impl LowLatencyOptions {
 
     /// The rules for choices of a token: each has a warp, and one more directs them.
     pub(in crate::nccl_ep) fn check_top_k(&self, top_k: usize, sms: usize) -> NcclEpResult<()> {
-        let groups = warp_groups(self.num_experts, sms);
+        let groups = warp_groups(self.num_experts, self.taken(sms));
         let most = (groups * (WARPS / groups) - 1).min(MOST_CHOICES).min(self.num_experts);
         match (1..=most).contains(&top_k) {
             true => Ok(()),
@@ -104,7 +113,7 @@ impl LowLatencyOptions {
         if width == 0 || !width.is_multiple_of(ADDED) {
             return Err(NcclEpError::LowLatencyWidth { lanes: ADDED, dtype: dtype.to_string(), width });
         }
-        let groups = warp_groups(self.num_experts, sms);
+        let groups = warp_groups(self.num_experts, self.taken(sms));
         let fits =
             (2..=WARPS / groups).any(|warps| on_chip(width, dtype.size(), groups * warps).is_some_and(|n| n <= SHARED));
         match fits {
@@ -140,7 +149,7 @@ mod tests {
     const SMS: usize = 132;
 
     fn good() -> LowLatencyOptions {
-        LowLatencyOptions { num_experts: 256, max_tokens: 128, max_row_bytes: 14_336, timeout: None }
+        LowLatencyOptions { num_experts: 256, max_tokens: 128, max_row_bytes: 14_336, timeout: None, max_sms: 0 }
     }
 
     #[test]
@@ -159,6 +168,12 @@ mod tests {
         // 14 groups of warps in 132 blocks.
         assert_eq!(check(LowLatencyOptions { num_experts: 1848, ..good() }), Ok(()));
         assert_eq!(named(LowLatencyOptions { num_experts: 1850, ..good() }), "num_experts");
+        // With fewer SMs fewer experts.
+        let few = |max_sms| LowLatencyOptions { max_sms, num_experts: 256, ..good() };
+        assert_eq!(check(few(19)), Ok(()));
+        assert_eq!(named(few(18)), "num_experts");
+        assert_eq!([check(few(SMS)).is_ok(), check(few(SMS + 1)).is_ok()], [true, false]);
+        assert_eq!(named(few(SMS + 1)), "max_sms");
         let bytes = NcclEpError::RowBytes { what: "max_row_bytes", bytes: 24 };
         assert_eq!(check(LowLatencyOptions { max_row_bytes: 24, ..good() }), Err(bytes));
     }
@@ -174,6 +189,8 @@ mod tests {
         assert_eq!(most(256), 31);
         // 7 groups of 4 warps.
         assert_eq!(most(7 * 132), 27);
+        let few = LowLatencyOptions { max_sms: 37, ..good() };
+        assert!(few.check_top_k(27, SMS).is_ok() && few.check_top_k(28, SMS).is_err());
     }
 
     #[test]

@@ -18,7 +18,7 @@ use crate::comm::{Op, Tag};
 use crate::cuda::Cuda;
 use crate::cuda::low_latency_sort::{self, SegmentStarts};
 use crate::dtype::DType;
-use crate::ep::{Capacity, DispatchSpec};
+use crate::ep::{Capacity, DispatchSpec, GroupConfig};
 use crate::error::{Error, Result};
 use crate::nccl_ep::NcclEpError;
 use crate::nccl_ep::low_latency::{LowLatencyGroup, LowLatencyHandle, LowLatencyLayout, LowLatencyOptions};
@@ -42,8 +42,9 @@ impl NcclEp {
 
     /// For rows of so many bytes, and the library's own timeout.
     fn low_options(&self, max_row_bytes: usize) -> LowLatencyOptions {
-        let (num_experts, max_tokens) = (self.core.config.num_experts, self.max_tokens());
-        LowLatencyOptions { num_experts, max_tokens, max_row_bytes, timeout: None }
+        let GroupConfig { num_experts, max_sms, .. } = self.core.config;
+        let max_tokens = self.max_tokens();
+        LowLatencyOptions { num_experts, max_tokens, max_row_bytes, timeout: None, max_sms }
     }
 
     /// Checks a specification against low latency's rules.
