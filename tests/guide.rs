@@ -196,6 +196,35 @@ mod training {
             }
             Ok(())
         }
+
+        #[derive(burn::module::Module, Debug)]
+        struct Model<B: burn::tensor::backend::Backend> {
+            moe: ExpertParallelMoE<B>,
+        }
+
+        struct Reduced {
+            device: moebius::cpu::Cpu,
+            sums: moebius::cpu::ThreadComm,
+            replicas: moebius::cpu::ThreadComm,
+            steps: Vec<(Vec<Tensor<B, 2>>, Tensor<B, 2>)>,
+        }
+
+        fn reduced(reduced: Reduced, mut model: Model<B>, loss: fn(&Model<B>, Tensor<B, 2>) -> moebius::Result<Tensor<B, 1>>) -> moebius::Result<()> {
+            use moebius::burn::{GradientReducer, ReduceComms};
+
+            let Reduced { device, sums, replicas, steps } = reduced;
+            let mut adam = AdamWConfig::new().init::<B, Model<B>>();
+            let comms = ReduceComms { group: Box::new(sums), replicas: Some(Box::new(replicas)) };
+            let mut reducer = GradientReducer::<B>::new(&device, comms)?.with_layer(&model.moe);
+            for (first, last) in steps {
+                for microbatch in first {
+                    reducer.backward(loss(&model, microbatch)?, &model)?; // communicates no gradient
+                }
+                let gradients = reducer.backward_reduced(loss(&model, last)?, &model)?; // or backward, and then reduce(&model)
+                model = adam.step(1e-3, model, gradients);
+            }
+            Ok(())
+        }
     }
 
     fn ranks() {

@@ -43,6 +43,15 @@ pub(crate) struct GradientSum<D: ShardDevice> {
     pub(crate) values: Tensor<D>,
 }
 
+/// What a rank sums, which all ranks compare before.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct StepCalls {
+    /// Backwards whose gradients are summed.
+    pub(crate) microbatches: u64,
+    /// A hash of the calls of layers, by which sums begin beside the last of them.
+    pub(crate) calls: u64,
+}
+
 /// A sum under way.
 #[derive(Debug)]
 pub(crate) struct PendingSum<D: ShardDevice>(Receiver<SumResult<D>>);
@@ -85,7 +94,7 @@ impl<D: ShardDevice> Drop for ValuesInUse<D> {
 }
 
 enum Job<D: ShardDevice> {
-    Agree { tag: Tag, microbatches: u64, reply: SyncSender<Result<()>> },
+    Agree { tag: Tag, calls: StepCalls, reply: SyncSender<Result<bool>> },
     Sum { sum: GradientSum<D>, after: Result<Option<D::Event>>, reply: SyncSender<SumResult<D>> },
     Compare { tag: Tag, reply: SyncSender<Result<()>> },
     Recover { reason: String, reply: SyncSender<Result<()>> },
@@ -176,14 +185,14 @@ impl<D: ShardDevice> GradientSums<D> {
         pending.0.recv().unwrap_or_else(|_| Err(thread_ended()))?.take()
     }
 
-    /// Compares the number of backwards that a reduction sums with all other ranks', of the group and then of the
-    /// replicas. The host waits for them.
+    /// Compares what a reduction sums with all other ranks', of the group and then of the replicas. The host waits for
+    /// them. Says, alike on every rank, whether the calls of layers are the same on all.
     ///
     /// # Errors
-    /// Another number on another rank; a communicator's; an earlier sum's.
-    pub(crate) fn agree(&self, tag: Tag, microbatches: u64) -> Result<()> {
+    /// Another number of microbatches on another rank; a communicator's; an earlier sum's.
+    pub(crate) fn agree(&self, tag: Tag, calls: StepCalls) -> Result<bool> {
         let (reply, result) = sync_channel(1);
-        self.send(Job::Agree { tag, microbatches, reply });
+        self.send(Job::Agree { tag, calls, reply });
         result.recv().unwrap_or_else(|_| Err(thread_ended()))
     }
 
@@ -238,8 +247,8 @@ impl<D: ShardDevice> Worker<D> {
     fn run(&mut self, job: Job<D>) {
         // Whoever asked may be gone.
         match job {
-            Job::Agree { tag, microbatches, reply } => {
-                let result = self.agree(tag, microbatches);
+            Job::Agree { tag, calls, reply } => {
+                let result = self.agree(tag, calls);
                 self.failed |= result.is_err();
                 let _ = reply.send(result);
             }
@@ -283,22 +292,27 @@ impl<D: ShardDevice> Worker<D> {
         Ok(all)
     }
 
-    fn agree(&mut self, tag: Tag, microbatches: u64) -> Result<()> {
+    fn agree(&mut self, tag: Tag, own: StepCalls) -> Result<bool> {
         self.check_not_failed()?;
+        // Of ranks that are in neither of a rank's communicators, the replicas bring what the group's ranks have found.
+        let mut same = true;
         for comm in self.comms.iter_mut().flatten() {
             let device = comm.device().unwrap_or(&self.compute).clone();
-            let bytes = size_of::<u64>();
-            let mut own = Tensor::empty(&device, DType::U8, &[bytes])?;
-            device.upload(&microbatches.to_le_bytes(), own.view_mut())?;
-            let mut all = Tensor::empty(&device, DType::U8, &[comm.size() * bytes])?;
-            comm.all_gather(tag, own.view(), all.view_mut())?;
+            let sent = [own.microbatches, own.calls, u64::from(same)];
+            let mut send = Tensor::empty(&device, DType::U8, &[size_of_val(&sent)])?;
+            device.upload(&sent.map(u64::to_le_bytes).concat(), send.view_mut())?;
+            let mut all = Tensor::empty(&device, DType::U8, &[comm.size() * size_of_val(&sent)])?;
+            comm.all_gather(tag, send.view(), all.view_mut())?;
             let all = device.download(all.view())?;
-            let of_rank = all.as_chunks().0.iter().map(|number| u64::from_le_bytes(*number));
-            if let Some((peer, theirs)) = of_rank.enumerate().find(|(_, theirs)| *theirs != microbatches) {
-                return Err(other_microbatches((peer, theirs), microbatches));
+            let numbers: Vec<u64> = all.as_chunks().0.iter().map(|number| u64::from_le_bytes(*number)).collect();
+            for (peer, [microbatches, calls, all_same]) in numbers.as_chunks().0.iter().enumerate() {
+                if *microbatches != own.microbatches {
+                    return Err(other_microbatches((peer, *microbatches), own.microbatches));
+                }
+                same &= *calls == own.calls && *all_same != 0;
             }
         }
-        Ok(())
+        Ok(same)
     }
 
     fn compare(&mut self, tag: Tag) -> Result<()> {

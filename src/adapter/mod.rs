@@ -7,7 +7,6 @@ mod collectives;
 mod device_group;
 mod dispatch;
 mod gradient_reduction;
-#[cfg(feature = "candle")]
 mod gradient_sums;
 mod group;
 mod heuristics;
@@ -20,11 +19,10 @@ mod quantized;
 mod resident_weights;
 mod selection_bias;
 mod sharded;
+mod step_reduction;
 mod submit;
 mod training_state;
 
-#[cfg(feature = "candle")]
-pub(crate) use buckets::buckets;
 pub(crate) use buckets::{NO_LAYER, Summand};
 #[cfg(feature = "candle")]
 pub(crate) use collectives::broadcast;
@@ -34,10 +32,8 @@ pub(crate) use dispatch::{FrameworkTensors, GuardedCall, PendingDispatch, pieces
 #[cfg(feature = "burn")]
 pub(crate) use gradient_reduction::AllReduce;
 pub(crate) use gradient_reduction::{GradientReduction, REDUCE_GRADIENTS};
-#[cfg(feature = "candle")]
 pub use gradient_sums::ReduceComms;
-#[cfg(feature = "candle")]
-pub(crate) use gradient_sums::{GradientSum, GradientSums, PendingSum};
+pub(crate) use gradient_sums::{GradientSums, StepCalls};
 #[cfg(feature = "burn")]
 pub(crate) use group::ErasedChain;
 pub use group::{DeviceErased, FrameworkDevice};
@@ -59,4 +55,7 @@ pub(crate) use resident_weights::{
 };
 pub(crate) use selection_bias::moved_selection_bias;
 pub(crate) use sharded::{ErasedLayerShards, LayerShards, NewExperts, TypedSource, param_shard, with_sources};
+pub(crate) use step_reduction::{
+    EarlySums, PendingBuckets, ReducedParam, StepGradients, StepReduction, SumOf, agree, fail, summed_in_part,
+};
 pub(crate) use training_state::{LastForward, TrainingState};

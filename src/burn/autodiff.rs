@@ -34,6 +34,7 @@ use super::dense_autodiff;
 use super::dense_call::{DenseCall, DenseInput};
 use super::dispatch_autodiff::{self, TrackedDispatch};
 use super::group::DeviceGroup;
+use super::layer_calls::CallNode;
 use super::run::{Tracked, run_backward, run_forward};
 
 const CALL: &str = "ExpertParallelMoE::backward";
@@ -71,13 +72,15 @@ struct LayerState<B: NativeMemory> {
     x: NodeId,
     params: PerParam<Option<FloatTensor<B>>>,
     pending: SharedForwardState<B>,
+    node: Arc<CallNode>,
 }
 
 impl<B: NativeMemory> Backward<B, PARENTS> for LayerNode {
     type State = LayerState<B>;
 
     fn backward(self, ops: Ops<LayerState<B>, PARENTS>, grads: &mut Gradients, checkpointer: &mut Checkpointer) {
-        let LayerState { call, x, params, pending } = ops.state;
+        let LayerState { call, x, params, pending, node } = ops.state;
+        node.begin();
         let x = B::contiguous(checkpointer.retrieve_node_output::<FloatTensor<B>>(x));
         let (context, arrived) = {
             let mut pending = locked(&pending);
@@ -89,7 +92,8 @@ impl<B: NativeMemory> Backward<B, PARENTS> for LayerNode {
         let arrived = OutputCotangents { d_y: arrived.d_y.map(B::contiguous), d_aux: arrived.d_aux.map(B::contiguous) };
         match run_backward::<B>(&call, &Operands { x, params }, context, arrived, tracked) {
             Err(error) => call.group.unwind(error),
-            Ok(gradients) => {
+            Ok(mut gradients) => {
+                call.calls.offer::<B>(call.layer.number(), node.leaves(), &mut gradients.params);
                 let gradients = std::iter::once(gradients.x).chain(gradients.params.into_iter().map(|(_, t)| t));
                 for (parent, gradient) in ops.parents.into_iter().zip(gradients) {
                     if let (Some(parent), Some(gradient)) = (parent, gradient) {
@@ -156,6 +160,10 @@ impl<B: NativeBackend, C: CheckpointStrategy> LayerBackend for Autodiff<B, C> {
         <Self as AutodiffBackend>::from_inner(tensor)
     }
 
+    fn node(tensor: &FloatTensor<Self>) -> Option<NodeId> {
+        tensor.is_tracked().then_some(tensor.node.id)
+    }
+
     fn moe_forward(call: &LayerCall, operands: Operands<FloatTensor<Self>>) -> Result<Outputs<Self>> {
         let device = B::float_device(&operands.x.primitive);
         // Stands for operands that the layer has not, so that the number of parents is fixed.
@@ -184,10 +192,12 @@ impl<B: NativeBackend, C: CheckpointStrategy> LayerBackend for Autodiff<B, C> {
             .chain(operands.params.present().map(|(_, t)| t))
             .map(|t| t.rc.clone())
             .collect();
+        let leaves = operands.params.as_ref().map(|_, t| t.as_ref().and_then(Self::node));
         let operands = inner(operands);
         let (out, context) = run_forward::<B>(call, &operands, true)?;
+        let node = call.calls.remember(call.layer.number(), &call.group, leaves);
         let pending = Arc::new(Mutex::new(ForwardState { context, arrived: OutputCotangents::default() }));
-        let state = LayerState { call: call.clone(), x, params: operands.params, pending: pending.clone() };
+        let state = LayerState { call: call.clone(), x, params: operands.params, pending: pending.clone(), node };
         let root = run.finish(state, absent.primitive);
         drop(alive);
 

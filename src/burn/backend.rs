@@ -4,6 +4,7 @@ use std::fmt::Debug;
 use std::ops::Range;
 use std::sync::Arc;
 
+use burn::backend::autodiff::NodeId;
 use burn::tensor::backend::Backend;
 use burn::tensor::ops::{FloatTensor, IntTensor};
 use burn::tensor::{Shape, TensorData, TensorPrimitive};
@@ -23,6 +24,7 @@ use crate::tensor::{Tensor, TensorMut, TensorRef};
 
 use super::dense_call::{DenseCall, DenseInput};
 use super::group::DeviceGroup;
+use super::layer_calls::LayerCalls;
 
 /// A burn back end that the layer runs on: [`Flex`](burn::backend::Flex), with the `burn-cuda` feature burn's CUDA back
 /// end without fusion, and [`Autodiff`](burn::backend::Autodiff) over either.
@@ -60,6 +62,9 @@ pub trait LayerBackend: Backend {
 
     /// The tensor again, a constant.
     fn from_native(tensor: FloatTensor<Self::Native>) -> FloatTensor<Self>;
+
+    /// The tensor's node in the graph, if it tracks gradients.
+    fn node(tensor: &FloatTensor<Self>) -> Option<NodeId>;
 
     /// Forward over all ranks; keeps what backward needs where an operand tracks gradients.
     fn moe_forward(call: &LayerCall, operands: Operands<FloatTensor<Self>>) -> Result<Outputs<Self>>;
@@ -200,13 +205,15 @@ pub struct LayerCall {
     pub(super) details: bool,
     /// Where `up` and `down` are gathered from, if their parameters are shards.
     pub(super) experts: Option<ErasedLayerShards>,
+    /// The module's calls, of which a tracked forward makes this one.
+    pub(super) calls: Arc<LayerCalls>,
 }
 
 impl LayerCall {
     /// A call that applies no jitter, leaves auxiliary losses out and gives no [`Details`], of parameters that are whole.
     pub(super) fn new(layer: &Arc<Layer>, group: &DeviceGroup) -> Self {
         let (layer, group) = (Arc::clone(layer), group.clone());
-        Self { layer, group, noise: None, aux_scale: 0.0, details: false, experts: None }
+        Self { layer, group, noise: None, aux_scale: 0.0, details: false, experts: None, calls: Arc::default() }
     }
 
     /// The group, for a call on a tensor of a back end. A group of another device is refused, and the other ranks, which

@@ -42,6 +42,11 @@ impl DeviceGroup {
         Waits { device: device.load(Ordering::Relaxed), host: host.load(Ordering::Relaxed) }
     }
 
+    /// Whether both are one rank's membership in one group.
+    pub(super) fn is(&self, other: &Self) -> bool {
+        std::ptr::eq(self.membership(), other.membership())
+    }
+
     pub(super) fn count(&self, waited: Waited) {
         match waited {
             Waited::Nothing => {}

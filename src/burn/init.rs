@@ -345,8 +345,9 @@ fn assemble<B: Backend>(
             gate: params.get(ParamKind::SharedGate)?,
         }),
     };
-    let (layer, group, training) = (Arc::new(layer), group.clone(), Arc::default());
-    Ok(ExpertParallelMoE { router, experts, shared, layer, group, sharded: None, training })
+    let (layer, group) = (Arc::new(layer), group.clone());
+    let (training, calls) = (Arc::default(), Arc::default());
+    Ok(ExpertParallelMoE { router, experts, shared, layer, group, sharded: None, training, calls })
 }
 
 /// Parameters as the module holds them.

@@ -142,6 +142,7 @@
 //! Parameters that every rank holds (router, shared expert) get this rank's share of the gradient:
 //! [`ExpertParallelMoE::reduce_gradients`] sums it over the ranks before an optimizer's step, [`reduce_gradients`] that of
 //! a whole model, and [`reduce_gradients_over`] over the ranks of another communicator, such as data-parallel replicas'.
+//! [`GradientReducer`] does all of it beside backward, over microbatches too.
 //! Over several GPUs a rank's device is `CudaDevice::new(rank)`, and its group one over a communicator of
 //! `moebius::nccl`.
 //!
@@ -175,7 +176,8 @@
 //! # Errors in backward
 //! burn's `backward()` returns nothing, so an error unwinds: the panic's message is the error's text, and the typed
 //! error waits in [`DeviceGroup::take_failure`]. Peers are told at once of what fails in the layer's own part, and know
-//! by the communicator's timeout of a rank that fails elsewhere; they end in typed errors. A second `backward()` of the
+//! by the communicator's timeout of a rank that fails elsewhere; they end in typed errors. [`GradientReducer::backward`]
+//! returns the typed error, and tells peers of what fails elsewhere too. A second `backward()` of the
 //! same loss is refused by burn before it reaches the layer. burn frees the nodes that a backward used: a new loss made
 //! of an old output reaches neither this layer nor any other operation before it.
 //!
@@ -206,20 +208,24 @@ mod etp;
 mod flex;
 mod group;
 mod init;
+mod layer_calls;
 mod module;
 mod native;
 mod reduce;
+mod reduce_hook;
+mod reducer;
 mod run;
 mod shard_param;
 mod sharded_dense;
 mod sharded_module;
+mod step_gradients;
 #[cfg(test)]
 mod tests;
 mod train;
 
 /// A rank's group as its layers share it, of the CPU unless said otherwise.
 pub type EpGroup<D = crate::cpu::Cpu> = crate::ep::EpGroup<D>;
-pub use crate::adapter::{BUCKET_BYTES, FrameworkDevice};
+pub use crate::adapter::{BUCKET_BYTES, FrameworkDevice, ReduceComms};
 pub use backend::{CoreDevice, MoeBackend, NativeBackend};
 pub use backward::backward_with;
 pub use config::ExpertParallelMoEConfig;
@@ -234,4 +240,5 @@ pub use module::{
     SharedExpertRecord,
 };
 pub use reduce::{ReduceOptions, reduce_gradients, reduce_gradients_over};
+pub use reducer::GradientReducer;
 pub use sharded_dense::{DenseLoad, ShardedDense, ShardedDenseRecord};

@@ -16,6 +16,7 @@ use crate::metrics::Load;
 
 use super::backend::{Details, LayerCall, MoeBackend, Operands, Outputs, primitive, tensor_of};
 use super::group::DeviceGroup;
+use super::layer_calls::LayerCalls;
 use super::shard_param::FloatParam;
 
 /// A Mixture-of-Experts layer over the ranks of a group. Made by
@@ -42,6 +43,8 @@ pub struct ExpertParallelMoE<B: Backend> {
     pub(super) sharded: Option<ErasedLayerShards>,
     #[module(skip)]
     pub(super) training: Arc<TrainingState>,
+    #[module(skip)]
+    pub(super) calls: Arc<LayerCalls>,
 }
 
 impl<B: Backend> ModuleDisplay for ExpertParallelMoE<B> {
@@ -247,7 +250,8 @@ impl<B: MoeBackend> ExpertParallelMoE<B> {
 
     /// A call of the module, as [`LayerCall::new`] makes it.
     pub(super) fn call(&self) -> LayerCall {
-        LayerCall { experts: self.sharded.clone(), ..LayerCall::new(&self.layer, &self.group) }
+        let (experts, calls) = (self.sharded.clone(), Arc::clone(&self.calls));
+        LayerCall { experts, calls, ..LayerCall::new(&self.layer, &self.group) }
     }
 
     /// y of a forward, whose figures are kept.

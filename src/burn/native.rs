@@ -3,6 +3,7 @@
 use std::ops::Range;
 use std::sync::Arc;
 
+use burn::backend::autodiff::NodeId;
 use burn::tensor::ops::{FloatTensor, IntTensor};
 
 use crate::adapter::DispatchedRows;
@@ -39,6 +40,10 @@ impl<B: NativeGroup> LayerBackend for B {
 
     fn from_native(tensor: FloatTensor<B>) -> FloatTensor<B> {
         tensor
+    }
+
+    fn node(_: &FloatTensor<B>) -> Option<NodeId> {
+        None
     }
 
     fn moe_forward(call: &LayerCall, operands: Operands<FloatTensor<B>>) -> Result<Outputs<B>> {

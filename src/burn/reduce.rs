@@ -15,9 +15,9 @@ use crate::device::Device;
 use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::kernels::Kernels;
-use crate::tensor::TensorMut;
+use crate::tensor::{Tensor as CoreTensor, TensorMut};
 
-use super::backend::{CoreDevice, MoeBackend, Named, NativeMemory, ResultSpec, between, tensor_of};
+use super::backend::{CoreDevice, MoeBackend, Named, NativeMemory, ResultSpec, between, primitive, tensor_of};
 use super::group::DeviceGroup;
 
 const CALL: &str = REDUCE_GRADIENTS;
@@ -142,7 +142,7 @@ impl<B: AutodiffBackend + MoeBackend, M: Module<B>> ModuleReduction<'_, B, M> {
         let bucket_bytes = options.bucket_bytes;
         let reduction = GradientReduction { layer, params: &parts, summand: ParamGradient::summand, bucket_bytes };
         reduction.run(comm, device, |bucket, all_reduce| {
-            let flat = BucketGradients::<B::Native>::new(device, bucket)?.sum(device, all_reduce)?;
+            let flat = BucketGradients::<B::Native>::new(bucket)?.sum(device, all_reduce)?;
             let flat: Tensor<B, 1> = tensor_of(B::from_native(flat));
             let (mut start, flags) = (0, bucket.iter().map(|part| part.count).sum::<usize>());
             for (number, part) in bucket.iter().enumerate() {
@@ -158,17 +158,22 @@ impl<B: AutodiffBackend + MoeBackend, M: Module<B>> ModuleReduction<'_, B, M> {
 }
 
 /// A parameter's gradient.
-struct ParamGradient<B: NativeMemory> {
-    gradient: Option<FloatTensor<B>>,
+pub(super) struct ParamGradient<B: NativeMemory> {
+    pub(super) gradient: Option<FloatTensor<B>>,
     /// Shows the back end where sums are to lie.
-    param: FloatTensor<B>,
-    count: usize,
+    pub(super) param: FloatTensor<B>,
+    pub(super) count: usize,
 }
 
 impl<B: NativeMemory> ParamGradient<B> {
-    fn summand(&self) -> Summand {
+    pub(super) fn summand(&self) -> Summand {
         Summand { count: self.count, double: self.param.dtype() == burn::tensor::DType::F64 }
     }
+}
+
+/// A tensor as its back end's memory holds it, detached.
+pub(super) fn native<B: AutodiffBackend + MoeBackend>(tensor: FloatTensor<B::InnerBackend>) -> FloatTensor<B::Native> {
+    B::to_native(B::from_inner(tensor))
 }
 
 /// Takes the gradients of a module's parameters, in the parameters' order.
@@ -183,26 +188,28 @@ impl<B: AutodiffBackend + MoeBackend> ModuleVisitor<B> for CollectGradients<'_, 
         if !self.options.takes(param) {
             return;
         }
-        let native = |t: Tensor<B, D>| B::to_native(t.into_primitive().tensor());
         let gradient = self.gradients.get::<B::InnerBackend, D>(param.id);
         self.parts.push(ParamGradient {
-            gradient: gradient.map(|gradient| native(Tensor::from_inner(gradient))),
-            param: native(param.val()),
+            gradient: gradient.map(|gradient| native::<B>(primitive(gradient))),
+            param: B::to_native(primitive(param.val())),
             count: param.dims().iter().product(),
         });
     }
 }
 
-/// The gradients of a bucket, and memory for their sums.
-struct BucketGradients<B: NativeMemory> {
+/// The gradients of a bucket.
+pub(super) struct BucketGradients<B: NativeMemory> {
     gradients: Vec<(usize, Option<FloatTensor<B>>)>,
     /// The sums'.
     dtype: DType,
-    sums: B::Output,
+    /// Elements of the sums.
+    count: usize,
+    /// Lies where the sums are to lie.
+    like: FloatTensor<B>,
 }
 
 impl<B: NativeMemory> BucketGradients<B> {
-    fn new(device: &B::Core, parts: &[ParamGradient<B>]) -> Result<Self> {
+    pub(super) fn new(parts: &[ParamGradient<B>]) -> Result<Self> {
         let Some(first) = parts.first() else {
             return Err(Error::invalid(CALL, "parameters", "at least one", 0));
         };
@@ -221,25 +228,32 @@ impl<B: NativeMemory> BucketGradients<B> {
         };
         let gradients = parts.iter().map(of).collect::<Result<Vec<_>>>()?;
         let count = parts.iter().map(|part| part.count).sum::<usize>() + parts.len();
-        let sums = B::output(device, &first.param, ResultSpec { dtype, dims: &[count] })?;
-        Ok(Self { gradients, dtype, sums })
+        Ok(Self { gradients, dtype, count, like: first.param.clone() })
     }
 
     /// Sums `[N]` of the gradients, one behind the other, and behind them for each the number of ranks that have it.
-    fn sum(mut self, device: &B::Core, all_reduce: &mut AllReduce<'_, B::Core>) -> Result<FloatTensor<B>> {
+    fn sum(self, device: &B::Core, all_reduce: &mut AllReduce<'_, B::Core>) -> Result<FloatTensor<B>> {
+        let mut sums = B::output(device, &self.like, ResultSpec { dtype: self.dtype, dims: &[self.count] })?;
         between::<B, _>(
             device,
             |_| (),
             || {
-                self.gather(device)?;
-                all_reduce(B::view_mut(&mut self.sums)?)
+                self.gather(device, B::view_mut(&mut sums)?)?;
+                all_reduce(B::view_mut(&mut sums)?)
             },
         )?;
-        B::float(self.sums)
+        B::float(sums)
     }
 
-    fn gather(&mut self, device: &B::Core) -> Result<()> {
-        let mut rest = B::view_mut(&mut self.sums)?.into_data();
+    /// What is summed, in memory of the device's.
+    pub(super) fn flat(self, device: &B::Core) -> Result<CoreTensor<B::Core>> {
+        let mut flat = CoreTensor::empty(device, self.dtype, &[self.count])?;
+        between::<B, _>(device, |_| (), || self.gather(device, flat.view_mut()))?;
+        Ok(flat)
+    }
+
+    fn gather(&self, device: &B::Core, into: TensorMut<'_, B::Core>) -> Result<()> {
+        let mut rest = into.into_data();
         for (bytes, gradient) in &self.gradients {
             let (own, after) = B::Core::split_mut(rest, *bytes);
             match gradient {

@@ -239,7 +239,7 @@ impl<B: MoeBackend> ShardedDense<B> {
     /// Rows of another width; no pass, or another order than the first forward's; the gather's. Every rank then calls
     /// [`Chain::recover`](crate::etp::Chain::recover).
     pub fn forward<const D: usize>(&self, x: Tensor<B, D>) -> Result<Tensor<B, D>> {
-        self.run(DenseInput::Rows(x.into_primitive().tensor()))
+        self.run(&self.call, DenseInput::Rows(x.into_primitive().tensor()))
     }
 
     /// Rows of an embedding's weight by ids `[batch, tokens]`, as [`Embedding::forward`] has it.
@@ -247,15 +247,31 @@ impl<B: MoeBackend> ShardedDense<B> {
     /// # Errors
     /// As [`forward`](Self::forward).
     pub fn embed(&self, ids: Tensor<B, 2, Int>) -> Result<Tensor<B, 3>> {
-        self.run(DenseInput::Ids(ids.into_primitive()))
+        self.run(&self.call, DenseInput::Ids(ids.into_primitive()))
+    }
+
+    /// The output layer that shares an embedding's weight: y = x·Wᵀ, `[…, n]` of x `[…, width]`. The weight is gathered
+    /// once more for it, and its gradient is the sum of both uses': each use's is added over the ranks first.
+    ///
+    /// # Errors
+    /// A module that is no embedding; as [`forward`](Self::forward).
+    pub fn tied_output<const D: usize>(&self, x: Tensor<B, D>) -> Result<Tensor<B, D>> {
+        let function = self.call.function;
+        if function != DenseFunction::Embedding {
+            let found = format!("{function:?}");
+            return Err(Error::invalid("ShardedDense::tied_output", "module", "an embedding", found));
+        }
+        let call = DenseCall { function: DenseFunction::Linear, ..self.call.clone() };
+        self.run(&call, DenseInput::Rows(x.into_primitive().tensor()))
     }
 
     fn run<const D: usize>(
         &self,
+        call: &DenseCall,
         input: DenseInput<burn::tensor::ops::FloatTensor<B>, burn::tensor::ops::IntTensor<B>>,
     ) -> Result<Tensor<B, D>> {
         let shards = self.shards.iter().map(|shard| shard.val().into_primitive().tensor()).collect();
-        Ok(Tensor::from_primitive(TensorPrimitive::Float(B::dense(&self.call, input, shards)?)))
+        Ok(Tensor::from_primitive(TensorPrimitive::Float(B::dense(call, input, shards)?)))
     }
 
     /// This rank's parts of the weights, for [`Checkpoint::save_parts`]: nothing is copied before it is written.

@@ -8,14 +8,15 @@ use std::sync::Arc;
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Result, Tensor, TensorId, Var};
 
-use crate::adapter::{BUCKET_BYTES, GradientSum, GradientSums, NO_LAYER, PendingSum, ReduceComms, buckets};
-use crate::comm::{Op, Tag};
-use crate::error::Error;
+use crate::adapter::{
+    BUCKET_BYTES, EarlySums, GradientSums, PendingBuckets, ReduceComms, ReducedParam, StepCalls, StepGradients,
+    StepReduction, SumOf, Summand, agree, fail, summed_in_part,
+};
 use crate::layer::PerParam;
 
-use super::device::{CandleDevice, copy_of, into_candle, with_views};
 use super::error::framework;
 use super::gradient_hook::{GradientHook, with_hook};
+use super::device::{CandleDevice, copy_of, into_candle, with_views};
 use super::main_gradients::{MainGradients, added, expert_sum};
 use super::module::ExpertParallelMoE;
 use super::pending::calls_of;
@@ -149,137 +150,89 @@ impl<D: CandleDevice> GradientReducer<D> {
 
     /// Compares the number of microbatches with all other ranks.
     fn agree(&self, microbatches: u64) -> crate::Result<()> {
-        self.sums.agree(tag(NO_LAYER, 0), microbatches).map_err(|error| self.fail(error))
+        // Which calls of layers a backward reaches candle's graph says, on every rank the same.
+        agree(&self.sums, StepCalls { microbatches, calls: 0 }).map(drop)
     }
 
-    /// Ends a reduction that has failed, on every rank; gives its error.
-    fn fail(&self, error: crate::Error) -> crate::Error {
-        // It is the one to report, whatever becomes of the meeting.
-        let _ = self.sums.recover(&error.to_string());
-        error
-    }
-}
-
-/// A bucket whose sum has begun.
-#[derive(Debug)]
-struct PendingBucket<D: CandleDevice> {
-    bucket: Vec<Tensor>,
-    sum: PendingSum<D>,
-}
-
-impl<D: CandleDevice> PendingBucket<D> {
-    /// Begins the sum of the gradients that `gradient` gives.
-    fn begin(
-        sums: &GradientSums<D>,
-        (tag, over_group): (Tag, bool),
-        bucket: Vec<Tensor>,
-        gradient: &dyn Fn(&Tensor) -> Option<Tensor>,
-    ) -> crate::Result<Self> {
-        let device = sums.device();
-        let flat = BucketParams(&bucket.iter().collect::<Vec<_>>()).flat(gradient)?;
-        let values = with_views(device, CALL, &[("gradients", &flat)], |views| copy_of(device, views[0].borrow()))?;
-        Ok(Self { bucket, sum: sums.begin(GradientSum { tag, over_group, values }) })
-    }
-
-    /// Waits for it.
-    fn finish(self, sums: &GradientSums<D>) -> crate::Result<BucketSum<D>> {
-        Ok(BucketSum { values: sums.finish(self.sum)?, bucket: self.bucket })
+    fn reduction(&self) -> StepReduction<'_, D, Tensor> {
+        let Self { sums, replicated, experts, bucket_bytes, .. } = self;
+        StepReduction { sums, replicated, experts, bucket_bytes: *bucket_bytes }
     }
 }
 
-/// A bucket's sums.
-struct BucketSum<D: CandleDevice> {
-    bucket: Vec<Tensor>,
-    values: crate::Tensor<D>,
-}
+impl ReducedParam for Tensor {
+    type Key = TensorId;
 
-impl<D: CandleDevice> BucketSum<D> {
-    /// Each variable that any rank has a gradient of, with the sum in its gradient's type.
-    fn split(self, gradients: &GradStore) -> crate::Result<Vec<(Tensor, Tensor)>> {
-        let Some(first) = self.bucket.first() else { return Ok(Vec::new()) };
-        let count = self.values.view().count();
-        let values = into_candle(self.values, &[count], first.device())?;
-        let split =
-            BucketParams(&self.bucket.iter().collect::<Vec<_>>()).split(&values, gradients).map_err(framework(CALL))?;
-        Ok(self.bucket.into_iter().zip(split).filter_map(|(of, sum)| Some((of, sum?))).collect())
+    fn key(&self) -> TensorId {
+        self.id()
+    }
+
+    fn summand(&self) -> Summand {
+        summand(&self)
     }
 }
 
-/// Tags of a reduction's calls.
-struct Tags {
-    /// Number of the next call.
-    next: usize,
+/// The gradients of a bucket that `gradient` gives, as [`StepGradients::flat`].
+fn flat<D: CandleDevice>(
+    device: &D,
+    bucket: &[Tensor],
+    gradient: &dyn Fn(&Tensor) -> Option<Tensor>,
+) -> crate::Result<crate::Tensor<D>> {
+    let flat = BucketParams(&bucket.iter().collect::<Vec<_>>()).flat(gradient)?;
+    with_views(device, CALL, &[("gradients", &flat)], |views| copy_of(device, views[0].borrow()))
 }
 
-impl Tags {
-    fn next(&mut self) -> Tag {
-        self.next += 1;
-        tag(NO_LAYER, self.next - 1)
+impl<D: CandleDevice> StepGradients<D> for MainGradients {
+    type Param = Tensor;
+    type Sum = Tensor;
+
+    fn flat(&self, device: &D, bucket: &[Tensor]) -> crate::Result<crate::Tensor<D>> {
+        flat(device, bucket, &|of| self.store().get(of).cloned())
     }
-}
 
-/// Tag of a reduction's call.
-fn tag(layer: u32, number: usize) -> Tag {
-    Tag { layer, op: Op::GradReduce, sequence: number as u64 }
+    fn split(&self, _: &D, bucket: &[Tensor], sums: crate::Tensor<D>) -> crate::Result<Vec<Option<Tensor>>> {
+        let Some(first) = bucket.first() else { return Ok(Vec::new()) };
+        let count = sums.view().count();
+        let sums = into_candle(sums, &[count], first.device())?;
+        let bucket: Vec<&Tensor> = bucket.iter().collect();
+        BucketParams(&bucket).split(&sums, self.store()).map_err(framework(CALL))
+    }
+
+    fn set(&mut self, of: &Tensor, sum: Tensor) {
+        self.sums_mut().insert(of, sum);
+    }
+
+    fn reset(&mut self) {
+        MainGradients::reset(self);
+    }
 }
 
 /// Gradients of a running backward that leave for their sums as soon as they are whole.
 struct ReduceHook<D: CandleDevice> {
-    sums: Arc<GradientSums<D>>,
-    /// Calls of layers that are still to run, by the variable that they use: those whose sums begin beside backward.
-    remaining: HashMap<TensorId, usize>,
+    early: EarlySums<D, Tensor>,
     /// The sums before this backward, and the type of those to come.
     before: GradStore,
     type_of: fn(DType) -> DType,
     /// This backward's so far, each with its variable.
     new: HashMap<TensorId, (Tensor, Tensor)>,
-    begun: PendingBuckets<D>,
-    bucket_bytes: usize,
-}
-
-/// Sums that have begun beside a backward.
-#[derive(Debug)]
-struct PendingBuckets<D: CandleDevice> {
-    /// Of what all ranks of the group hold.
-    replicated: Vec<PendingBucket<D>>,
-    /// Of experts, over the replicas.
-    experts: Vec<PendingBucket<D>>,
-}
-
-impl<D: CandleDevice> Default for PendingBuckets<D> {
-    fn default() -> Self {
-        Self { replicated: Vec::new(), experts: Vec::new() }
-    }
-}
-
-impl<D: CandleDevice> PendingBuckets<D> {
-    fn len(&self) -> usize {
-        self.replicated.len() + self.experts.len()
-    }
-}
-
-/// Variables in sums that have begun.
-fn vars_of<D: CandleDevice>(begun: &[PendingBucket<D>]) -> impl Iterator<Item = &Tensor> {
-    begun.iter().flat_map(|begun| &begun.bucket)
 }
 
 impl<D: CandleDevice> ReduceHook<D> {
     /// Begins the sums of a layer's experts over the replicas, if this was the last call that adds to them.
     fn begin_experts(&mut self, layer: u32, params: &PerParam<Option<Tensor>>) -> crate::Result<()> {
-        let mut whole = Vec::new();
+        let (mut whole, mut sums) = (Vec::new(), HashMap::new());
         for (_, t) in params.present().filter(|(kind, _)| !kind.is_replicated()) {
-            let Some(remaining) = self.remaining.get_mut(&t.id()) else { continue };
-            *remaining = remaining.saturating_sub(1);
             // Of one that candle's own way has led to, the sum is not here.
-            whole.extend(expert_sum(t).filter(|_| *remaining == 0).map(|sum| (t.clone(), sum)));
+            if self.early.count_call(&t.id())
+                && let Some(sum) = expert_sum(t)
+            {
+                whole.push(t.clone());
+                sums.insert(t.id(), sum);
+            }
         }
-        let sum = |of: &Tensor| whole.iter().find(|(t, _)| t.id() == of.id()).map(|(_, sum)| sum.clone());
-        for bucket in buckets(&whole, self.bucket_bytes, |(t, _)| summand(&t)) {
-            let tag = tag(layer, self.begun.len());
-            let bucket = bucket.iter().map(|(t, _)| t.clone()).collect();
-            self.begun.experts.push(PendingBucket::begin(&self.sums, (tag, false), bucket, &sum)?);
-        }
-        Ok(())
+        self.early.begin(layer, SumOf::Experts, &whole, |device, bucket| {
+            flat(device, bucket, &|of| sums.get(&of.id()).cloned())
+        })
     }
 }
 
@@ -290,10 +243,9 @@ impl<D: CandleDevice> GradientHook for ReduceHook<D> {
         params: &PerParam<Option<Tensor>>,
         gradients: &mut PerParam<Option<Tensor>>,
     ) -> crate::Result<PerParam<bool>> {
-        let mut whole = Vec::new();
+        let (mut whole, mut sums) = (Vec::new(), HashMap::new());
         let taken = params.as_ref().try_map(|kind, t| -> candle_core::Result<bool> {
-            let Some(t) = t else { return Ok(false) };
-            let Some(remaining) = self.remaining.get_mut(&t.id()).filter(|_| kind.is_replicated()) else {
+            let Some(t) = t.as_ref().filter(|t| kind.is_replicated() && self.early.has(&t.id())) else {
                 return Ok(false);
             };
             let Some(gradient) = gradients[kind].take() else { return Ok(false) };
@@ -302,25 +254,17 @@ impl<D: CandleDevice> GradientHook for ReduceHook<D> {
                 Some((_, sum)) => (sum + gradient)?,
                 None => gradient,
             };
-            self.new.insert(t.id(), (t.clone(), all));
-            *remaining = remaining.saturating_sub(1);
-            if *remaining == 0 {
+            if self.early.count_call(&t.id()) {
+                sums.insert(t.id(), added(self.before.get(t), &all, self.type_of)?);
                 whole.push(t.clone());
             }
+            self.new.insert(t.id(), (t.clone(), all));
             Ok(true)
         });
         let taken = taken.map_err(framework(CALL))?;
-        if !whole.is_empty() {
-            let mut sums = HashMap::new();
-            for t in &whole {
-                let Some((_, new)) = self.new.get(&t.id()) else { continue };
-                let sum = added(self.before.get(t), new, self.type_of).map_err(framework(CALL))?;
-                sums.insert(t.id(), sum);
-            }
-            let tag = tag(layer, self.begun.len());
-            let gradient = |of: &Tensor| sums.get(&of.id()).cloned();
-            self.begun.replicated.push(PendingBucket::begin(&self.sums, (tag, true), whole, &gradient)?);
-        }
+        self.early.begin(layer, SumOf::Replicated, &whole, |device, bucket| {
+            flat(device, bucket, &|of| sums.get(&of.id()).cloned())
+        })?;
         self.begin_experts(layer, params)?;
         Ok(taken)
     }
@@ -342,7 +286,9 @@ impl MainGradients {
             return Ok(());
         }
         reducer.agree(self.microbatches())?;
-        Ok(self.reduce_rest(reducer, PendingBuckets::default())?)
+        reducer.reduction().run(self, PendingBuckets::default())?;
+        self.set_reduced();
+        Ok(())
     }
 
     /// [`backward`](Self::backward) of a step's last microbatch and [`reduce`](Self::reduce), with the same bits: the
@@ -375,13 +321,10 @@ impl MainGradients {
             }
         }
         let hook = Rc::new(RefCell::new(ReduceHook {
-            sums: Arc::clone(&reducer.sums),
-            remaining,
+            early: EarlySums::new(&reducer.sums, remaining, reducer.bucket_bytes),
             before,
             type_of: self.type_of(),
             new: HashMap::new(),
-            begun: PendingBuckets::default(),
-            bucket_bytes: reducer.bucket_bytes,
         }));
         // Of variables whose sums have begun, one that another operation has given a gradient of.
         let mut in_part = None;
@@ -397,103 +340,24 @@ impl MainGradients {
                     };
                     gradients.insert(var, all);
                 }
-                for var in vars_of(&hook.borrow().begun.experts) {
+                for var in hook.borrow().early.begun().experts() {
                     in_part = gradients.get(var).map(|_| var.dims().to_vec()).or(in_part.take());
                 }
                 Ok(())
             })
         });
-        let begun = std::mem::take(&mut hook.borrow_mut().begun);
+        let begun = hook.borrow_mut().early.take();
         if let Err(error) = done {
             // The others are in these sums, or on their way to those that follow.
             let _ = reducer.sums.recover(&error.to_string());
             return Err(error);
         }
         if let Some(dims) = in_part {
-            let expected = "one that only layers use, or that `GradientReducer::with_late_vars` names";
-            let found = format!("one of {dims:?} that another operation uses");
-            return Err(reducer.fail(Error::invalid(CALL, "variable", expected, found)).into());
+            let error = summed_in_part(CALL, &dims, "GradientReducer::with_late_vars");
+            return Err(fail(&reducer.sums, error).into());
         }
-        Ok(self.reduce_rest(reducer, begun)?)
-    }
-
-    /// Sums what has not begun to be summed, and takes all sums.
-    fn reduce_rest<D: CandleDevice>(
-        &mut self,
-        reducer: &GradientReducer<D>,
-        begun: PendingBuckets<D>,
-    ) -> crate::Result<()> {
-        let mut tags = Tags { next: begun.len() };
-        let replicated = self.replicated_sums(reducer, &mut tags, begun.replicated);
-        let replicated = replicated.map_err(|error| reducer.fail(error))?;
-        if reducer.sums.has_replicas() {
-            let experts = self.sum_experts(reducer, &mut tags, begun.experts);
-            experts.map_err(|error| {
-                self.reset();
-                reducer.fail(error)
-            })?;
-        }
-        for (of, sum) in &replicated {
-            self.sums_mut().insert(of, sum.clone());
-        }
+        reducer.reduction().run(self, begun)?;
         self.set_reduced();
         Ok(())
-    }
-
-    /// The sums of what all ranks of the group hold, which every rank has when one returns them.
-    fn replicated_sums<D: CandleDevice>(
-        &self,
-        reducer: &GradientReducer<D>,
-        tags: &mut Tags,
-        begun: Vec<PendingBucket<D>>,
-    ) -> crate::Result<Vec<(Tensor, Tensor)>> {
-        let sums = &reducer.sums;
-        let early: HashSet<TensorId> = vars_of(&begun).map(Tensor::id).collect();
-        let others: Vec<&Tensor> = reducer.replicated.iter().filter(|t| !early.contains(&t.id())).collect();
-        let mut all = begun;
-        for of in buckets(&others, reducer.bucket_bytes, summand) {
-            all.push(self.begin(sums, (tags.next(), true), of)?);
-        }
-        let mut split = Vec::new();
-        for begun in all {
-            split.extend(begun.finish(sums)?.split(self.store())?);
-        }
-        sums.compare(tags.next())?;
-        Ok(split)
-    }
-
-    /// Takes the experts' sums over the replicas that have begun, and sums the other experts' gradients a bucket at a
-    /// time: each sum takes its gradients' place. When one rank returns, every rank has them.
-    fn sum_experts<D: CandleDevice>(
-        &mut self,
-        reducer: &GradientReducer<D>,
-        tags: &mut Tags,
-        begun: Vec<PendingBucket<D>>,
-    ) -> crate::Result<()> {
-        let sums = &reducer.sums;
-        let early: HashSet<TensorId> = vars_of(&begun).map(Tensor::id).collect();
-        for begun in begun {
-            for (of, sum) in begun.finish(sums)?.split(self.store())? {
-                self.sums_mut().insert(&of, sum);
-            }
-        }
-        let experts: Vec<&Tensor> = reducer.experts.iter().filter(|t| !early.contains(&t.id())).collect();
-        for of in buckets(&experts, reducer.bucket_bytes, summand) {
-            let sum = self.begin(sums, (tags.next(), false), of)?.finish(sums)?;
-            for (of, sum) in sum.split(self.store())? {
-                self.sums_mut().insert(&of, sum);
-            }
-        }
-        sums.compare(tags.next())
-    }
-
-    fn begin<D: CandleDevice>(
-        &self,
-        sums: &GradientSums<D>,
-        place: (Tag, bool),
-        of: &[&Tensor],
-    ) -> crate::Result<PendingBucket<D>> {
-        let bucket = of.iter().map(|t| (*t).clone()).collect();
-        PendingBucket::begin(sums, place, bucket, &|of| self.store().get(of).cloned())
     }
 }

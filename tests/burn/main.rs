@@ -25,6 +25,7 @@ mod nccl_gpus;
 #[cfg(feature = "burn-cuda")]
 mod order;
 mod reduce;
+mod reducer;
 mod sharded;
 mod sharded_dense;
 mod sharded_model;
@@ -53,6 +54,7 @@ fn main() -> ExitCode {
         ("gradients", gradients::cases()),
         ("module", module::cases()),
         ("reduce", reduce::cases()),
+        ("reducer", reducer::cases()),
         ("sharded", sharded::cases()),
         ("sharded_dense", sharded_dense::cases()),
         ("sharded_model", sharded_model::cases()),

@@ -1,10 +1,13 @@
 //! A model whose dense weights are shards beside the same model of whole ones: whole training steps.
 
 use burn::backend::{Autodiff, Flex};
-use burn::module::{Module, ParamId};
+use burn::module::{Module, Param, ParamId};
 use burn::nn::{Embedding, Linear, RmsNorm, RmsNormConfig};
 use burn::optim::{AdamWConfig, GradientsParams, Optimizer};
+use burn::tensor::backend::Backend;
+use burn::tensor::module::{embedding, linear};
 use burn::tensor::{Int, Tensor};
+use moebius::Error;
 use moebius::burn::{
     ExpertParallelMoE, MoeBackend, ReduceOptions, ShardHolder, ShardedDense, ShardedParams, reduce_gradients_over,
 };
@@ -226,6 +229,63 @@ fn a_norm_has_the_gradients_of_burns() {
     });
 }
 
+/// The two uses of a tied weight as two parameters.
+#[derive(Module, Debug)]
+struct Untied<B: Backend> {
+    embed: Param<Tensor<B, 2>>,
+    output: Param<Tensor<B, 2>>,
+}
+
+/// An embedding whose weight is the output layer's too: gathered once for each use, and the sum of both uses' gradients
+/// is its shards', over two microbatches.
+fn a_tied_weight_has_the_sum_of_its_gradients() {
+    for ranks in [1, 2, 4] {
+        on_mesh::<Flex, _>(Mesh { world: ranks, ep: 1 }, true, |place| {
+            let Place { rank, shards, mut world, .. } = place;
+            let untied = Untied::<B> { embed: param(1, [VOCABULARY, H]), output: param(1, [VOCABULARY, H]) };
+            let tied = shards.embedding("embed", Around::<B>::new().embed).unwrap();
+            let loss = |y: Tensor<B, 3>| y.powi_scalar(2).sum();
+            let mut sum = vec![0.0; VOCABULARY * H];
+            for microbatch in 0..2 {
+                let x = embedding(untied.embed.val(), ids(rank, microbatch));
+                let whole = loss(linear(x, untied.output.val().transpose(), None));
+                let mut of_uses = GradientsParams::from_grads(whole.clone().backward(), &untied);
+                reduce_gradients_over(&mut *world, &Cpu::new(), &untied, ReduceOptions::default(), &mut of_uses)
+                    .unwrap();
+                shards.begin(Phase::Forward, [&tied]).unwrap();
+                let found = loss(tied.tied_output(tied.embed(ids(rank, microbatch)).unwrap()).unwrap());
+                shards.end().unwrap();
+                assert_eq!(floats(found.clone()), floats(whole));
+                shards.begin(Phase::Backward, [&tied]).unwrap();
+                found.backward();
+                shards.end().unwrap();
+                // Each use's gradients are added over the ranks, the output layer's first, and then to those before.
+                for id in [untied.output.id, untied.embed.id] {
+                    let of_use = floats(of_uses.get::<Flex, 2>(id).unwrap());
+                    sum.iter_mut().zip(of_use).for_each(|(sum, own)| *sum += own);
+                }
+            }
+            let mut gradients = GradientsParams::new();
+            shards.finish(None, [&tied], &mut gradients).unwrap();
+            let found = floats(gradients.get::<Flex, 3>(tied.shards[0].id).unwrap());
+            assert_eq!(found, cut(&sum, &[VOCABULARY, H], ranks, rank), "rank {rank} of {ranks}");
+        });
+    }
+}
+
+/// Nothing but an embedding has an output layer that shares its weight; the pass goes on.
+fn another_module_has_no_tied_output() {
+    on_mesh::<Flex, _>(Mesh { world: 1, ep: 1 }, true, |place| {
+        let linear = place.shards.linear("proj", Around::<B>::new().proj).unwrap();
+        place.shards.begin(Phase::Forward, [&linear]).unwrap();
+        let x = || tensor::<B, 2>(values(20, H, 1.0), [1, H]);
+        let error = linear.tied_output(x()).expect_err("a linear layer");
+        assert!(matches!(&error, Error::Invalid { expected, .. } if expected == "an embedding"), "{error:?}");
+        linear.forward(x()).unwrap();
+        place.shards.end().unwrap();
+    });
+}
+
 /// Frozen layers before the first that is trained have no backward, and the pass ends all the same.
 fn frozen_first_layers_have_no_backward() {
     on_mesh::<Flex, _>(Mesh { world: 2, ep: 1 }, true, |place| {
@@ -254,5 +314,7 @@ tests! {
     fn();
     three_steps_are_those_of_whole_weights,
     a_norm_has_the_gradients_of_burns,
+    a_tied_weight_has_the_sum_of_its_gradients,
+    another_module_has_no_tied_output,
     frozen_first_layers_have_no_backward,
 }
