@@ -14,9 +14,9 @@ use crate::adapter::{
 };
 use crate::layer::PerParam;
 
+use super::device::{CandleDevice, copy_of, into_candle, with_views};
 use super::error::framework;
 use super::gradient_hook::{GradientHook, with_hook};
-use super::device::{CandleDevice, copy_of, into_candle, with_views};
 use super::main_gradients::{MainGradients, added, expert_sum};
 use super::module::ExpertParallelMoE;
 use super::pending::calls_of;
