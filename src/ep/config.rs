@@ -6,8 +6,7 @@ use std::str::FromStr;
 use crate::config::MoeConfig;
 use crate::dtype::DType;
 use crate::error::Error;
-
-use super::Capacity;
+use crate::plan::Capacity;
 
 /// A group's configuration, the same on all of its ranks.
 #[derive(Debug, Clone, PartialEq, Eq)]

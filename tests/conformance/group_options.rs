@@ -7,7 +7,7 @@ use moebius::{CommError, DType, Error, Result};
 
 use super::devices::{Endpoint, Target};
 use super::faulty_comm::Changed;
-use super::harness::{Case, F32, PATIENCE, Rank, Setup, Slots, TokenGrads, case, round_robin, training, x};
+use super::harness::{Case, F32, Rank, Setup, Slots, TIMEOUT, TokenGrads, case, round_robin, training, x};
 
 /// Once for each device: what is timed does not depend on the dispatcher under test.
 const KINDS: &[DispatcherKind] = &[DispatcherKind::AllToAll, DispatcherKind::NcclEp];
@@ -43,7 +43,7 @@ fn config<D: Target>(s: &Setup<D>, shape: DispatchShape) -> GroupConfig {
 
 /// The ranks' results, in rank order.
 fn on_ranks<D: Target, T: Send>(s: &Setup<D>, body: impl Fn(Endpoint<D>) -> T + Sync) -> Vec<T> {
-    s.on_threads(PATIENCE, body).into_iter().map(|rank| rank.expect("no rank panics")).collect()
+    s.on_threads(TIMEOUT, body).into_iter().map(|rank| rank.expect("no rank panics")).collect()
 }
 
 /// Joins over a communicator with changes.

@@ -228,11 +228,11 @@ fn no_host_waits_for_a_gpu(_: &Cuda, n: usize) {
         };
         (0..2).for_each(|_| step());
         cuda.check().unwrap();
-        let gate = Gate::shut(cuda);
+        let gate = &Gate::shut(cuda);
         let before = cuda.record().unwrap();
         let (enqueued, told) = mpsc::channel::<()>();
         let waited = thread::scope(|scope| {
-            scope.spawn(|| {
+            scope.spawn(move || {
                 // A host that waits for its GPU goes on when this is over, and is found out.
                 let _ = told.recv_timeout(MINUTE / 3);
                 gate.open();
