@@ -561,12 +561,12 @@ fn a_save_that_ends_anywhere_leaves_a_whole_state() {
         let (_, saved) = run(1..2, Some(dir), dir);
         let killed = state::POINTS_LEFT.replace(usize::MAX) == 0;
         assert_eq!(saved.is_err(), killed, "{saved:?}");
-        let made = state::steps_of(dir, &settings).unwrap();
+        let made = state::saved(dir, &settings).unwrap().steps;
         seen[made - 1] += 1;
         let (losses, saved) = run(made..3, Some(dir), dir);
         saved.unwrap();
         assert_eq!(losses, unbroken[made..], "point {at}: {made} steps");
-        assert_eq!(state::steps_of(dir, &settings).unwrap(), 3);
+        assert_eq!(state::saved(dir, &settings).unwrap().steps, 3);
         let state = names(dir).remove(0);
         assert_eq!(names(dir), [state.clone(), "training.json".into()], "point {at}");
         assert_eq!(names(&dir.join(state)), ["optimizer", "weights.safetensors"], "point {at}");
