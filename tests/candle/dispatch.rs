@@ -634,8 +634,11 @@ fn a_router_that_fails_tells_the_others() -> AnyResult<()> {
     Ok(())
 }
 
+/// A test of CPU ranks by name.
+type CpuCase = (&'static str, fn() -> AnyResult<()>);
+
 /// Tests of CPU ranks: in f64, or of a failure that is met before a device matters.
-pub fn cpu_cases() -> [(&'static str, fn() -> AnyResult<()>); 3] {
+pub fn cpu_cases() -> [CpuCase; 3] {
     [
         ("gradients_are_those_of_finite_differences", gradients_are_those_of_finite_differences),
         ("a_rank_that_fails_among_its_experts_tells_the_others", a_rank_that_fails_among_its_experts_tells_the_others),
