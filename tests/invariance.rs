@@ -47,7 +47,7 @@ const ALL_VARIABLE: &str = "MOEBIUS_INVARIANCE_ALL";
 ///
 /// On the CPU (`src/cpu/heuristics.rs`): the streamed weight (8, `STREAM_ROWS`), copies of rows (12, `COPY_ROWS`) and
 /// of the weight (24: `COPY_TILES` of 6 rows), blocks of rows (128 and 256, `BLOCK_ROWS` and `NARROW_BLOCK_ROWS`),
-/// tasks (256, `ROW_TILE`); and tiles of 1 to 6 rows (`OrderedProduct::with_simd` in `src/cpu/ordered.rs`).
+/// tasks (256, `ROW_TILE`); and tiles of 1 to 6 rows (`OrderedProduct::with_simd` in `src/cpu/ordered/mod.rs`).
 ///
 /// On a GPU (`src/cuda/heuristics.rs`): kernels for few rows (6, `DECODE_EIGHT_ROWS`; 32, `DECODE_ROWS`; the router's
 /// up to 64, `DECODE_LINEAR_ROWS`), and tiles of 8 to 256 rows (`kernels/common/shapes.h`).

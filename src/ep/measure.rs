@@ -10,9 +10,10 @@ use std::time::{Duration, Instant};
 
 use half::{bf16, f16};
 
+use crate::comm::refusal::refuse_on_error;
 use crate::comm::{Communicator, Op, Tag};
 use crate::dtype::DType;
-use crate::error::{CommError, Error, Result};
+use crate::error::{Error, Result};
 use crate::kernels::Kernels;
 use crate::tensor::Tensor;
 
@@ -43,10 +44,7 @@ pub(super) fn quickest<D: LibraryDispatchers>(
     source: &'static str,
 ) -> Result<SelectedDispatcher<D>> {
     let rank = core.rank();
-    timed(core, shape, source).map_err(|error| match error {
-        Error::Comm(CommError::Refused { peer, reason, .. }) => Error::Peer { call: CALL, rank, peer, reason },
-        other => other,
-    })
+    timed(core, shape, source).map_err(|error| error.of_call(CALL, rank))
 }
 
 fn timed<D: LibraryDispatchers>(
@@ -58,7 +56,7 @@ fn timed<D: LibraryDispatchers>(
     let state = |comm| DispatcherState::new(device.clone(), comm, config.clone());
     let mut comm = core.comm;
     let sample = Sample::new(&device, shape, config.num_experts, rank);
-    let mut sample = told(&mut *comm, sample)?;
+    let mut sample = refuse_on_error(&mut *comm, TAG, sample)?;
     let (mut times, mut left_out) = (Vec::new(), String::new());
     for kind in candidates(D::preferred_dispatchers(&config, comm.size())) {
         let mut dispatcher = match of_kind(kind, state(comm), source)? {
@@ -116,24 +114,15 @@ fn least(times: &[CandidateTime]) -> Option<DispatcherKind> {
     times.iter().find(|time| time.nanos <= most).map(|time| time.kind)
 }
 
-/// Passes on what a rank did by itself; an error is told to the other ranks, which are on their way to a collective.
-fn told<D: Kernels, T>(comm: &mut dyn Communicator<D>, done: Result<T>) -> Result<T> {
-    if let Err(error) = &done {
-        // The rank returns its own error, whatever becomes of the refusal.
-        let _ = comm.refuse(TAG, &error.to_string());
-    }
-    done
-}
-
 /// A number of every rank, in rank order; exact up to 2⁵³.
 fn gathered<D: Kernels>(device: &D, comm: &mut dyn Communicator<D>, own: u64) -> Result<Vec<u64>> {
     let buffers = device
         .write(&[own as f64], DType::I64, &[1])
         .and_then(|send| Ok((send, Tensor::empty(device, DType::I64, &[comm.size()])?)));
-    let (send, mut recv) = told(comm, buffers)?;
+    let (send, mut recv) = refuse_on_error(comm, TAG, buffers)?;
     comm.all_gather(TAG, send.view(), recv.view_mut())?;
     let all = device.read(recv.view());
-    Ok(told(comm, all)?.into_iter().map(|number| number as u64).collect())
+    Ok(refuse_on_error(comm, TAG, all)?.into_iter().map(|number| number as u64).collect())
 }
 
 /// A rank's side of the steps, the same for every candidate.
@@ -196,10 +185,10 @@ impl<D: Kernels> Sample<D> {
             }
             let ended = device.check();
             *sample = start.elapsed();
-            told(dispatcher.communicator(), ended)?;
+            refuse_on_error(dispatcher.communicator(), TAG, ended)?;
         }
         let checked = dispatcher.check();
-        told(dispatcher.communicator(), checked)?;
+        refuse_on_error(dispatcher.communicator(), TAG, checked)?;
         samples.sort_unstable();
         Ok(u64::try_from(samples[SAMPLES / 2].as_nanos()).unwrap_or(u64::MAX) / STEPS as u64)
     }
@@ -211,7 +200,7 @@ impl<D: Kernels> Sample<D> {
         let Received { rows: received, weights, .. } = dispatcher.dispatch_rows(&handle, inputs)?;
         drop(received);
         let rows = self.returning(dispatcher, device, &handle);
-        let rows = told(dispatcher.communicator(), rows)?;
+        let rows = refuse_on_error(dispatcher.communicator(), TAG, rows)?;
         dispatcher.combine(&handle, rows.view(), self.out.view_mut())?;
         drop(rows);
         if !self.spec.backward {
@@ -219,7 +208,7 @@ impl<D: Kernels> Sample<D> {
         }
         drop(dispatcher.combine_bwd_rows(&handle, self.tokens.view())?);
         let rows = self.returning(dispatcher, device, &handle);
-        let rows = told(dispatcher.communicator(), rows)?;
+        let rows = refuse_on_error(dispatcher.communicator(), TAG, rows)?;
         let grads = DispatchGrads {
             rows: rows.view(),
             weights: weights.as_ref().map(Tensor::view),

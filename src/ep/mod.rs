@@ -234,7 +234,7 @@ pub trait TokenDispatcher<D: Kernels>: fmt::Debug + Send {
     fn into_communicator(self: Box<Self>) -> Result<Box<dyn Communicator<D>>>;
     /// Which it is; never [`DispatcherKind::Auto`].
     fn kind(&self) -> DispatcherKind;
-    /// Short name (`"local"`, `"all_to_all"`, `"all_gather"`, `"nccl_ep"`).
+    /// That of its kind ([`DispatcherKind::name`]).
     fn name(&self) -> &'static str {
         self.kind().name()
     }

@@ -22,7 +22,7 @@ mod options;
 mod tests;
 
 pub use crate::error::NcclError;
-pub use comm::communicator::{NcclComm, RawComm};
+pub use comm::communicator::{CommParts, NcclComm};
 pub use comm::init::NcclWorld;
 #[cfg(feature = "nccl-ep")]
 pub(crate) use comm::shared_comm::SharedComm;

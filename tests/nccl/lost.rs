@@ -9,7 +9,7 @@ use moebius::comm::{Communicator, Op, SymmetricMemory, Tag};
 use moebius::cuda::Cuda;
 use moebius::kernels::Kernels;
 use moebius::nccl::sys::{DataType, Status, WaitSignal};
-use moebius::nccl::{NcclComm, RawComm};
+use moebius::nccl::{CommParts, NcclComm};
 use moebius::{CommError, DType, Error, Result, Tensor};
 
 use crate::Run;
@@ -126,7 +126,7 @@ fn with_copy_engines(ranks: usize, limit: Duration) -> Vec<NcclComm> {
 }
 
 /// The first call that the last rank leaves out, of memory that copy engines move.
-fn half_moved(comm: &mut NcclComm, call: impl FnOnce(RawComm<'_>, u64) -> Status) -> Result<Tensor<Cuda>> {
+fn half_moved(comm: &mut NcclComm, call: impl FnOnce(CommParts<'_>, u64) -> Status) -> Result<Tensor<Cuda>> {
     let last = comm.rank() + 1 == comm.size();
     let mut all = comm.memory(tag(0), DType::F32, &[comm.size()])?.expect("memory of its own");
     let address = all.view_mut().into_data().address();

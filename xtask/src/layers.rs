@@ -337,6 +337,8 @@ fn has_items(tokens: TokenStream) -> bool {
             // What is before an item: `pub`, `pub(crate)`.
             (Some("pub"), _) => {}
             (None, _) if matches!(tokens[i], TokenTree::Group(_)) => {}
+            // Behind the names that a test's `use` lists.
+            _ if is(i, ';') => {}
             _ => return true,
         }
         i += 1;

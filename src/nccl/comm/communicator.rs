@@ -47,7 +47,7 @@ impl Drop for NcclComm {
 
 /// Handles of a communicator that other libraries that build on NCCL need.
 #[derive(Debug, Clone, Copy)]
-pub struct RawComm<'a> {
+pub struct CommParts<'a> {
     /// NCCL's functions.
     pub functions: &'a Functions,
     /// The communicator.
@@ -129,10 +129,10 @@ impl NcclComm {
     ///
     /// # Errors
     /// Errors of `calls`; the failure that ended the communicator.
-    pub fn with_raw<T>(&self, calls: impl FnOnce(RawComm<'_>) -> Result<T>) -> Result<T> {
+    pub fn with_raw<T>(&self, calls: impl FnOnce(CommParts<'_>) -> Result<T>) -> Result<T> {
         self.cuda.bind("NcclComm::with_raw")?;
         let stream = self.stream();
-        match self.session.comm_handle.with(|functions, comm| calls(RawComm { functions, comm, stream })) {
+        match self.session.comm_handle.with(|functions, comm| calls(CommParts { functions, comm, stream })) {
             Some(result) => result,
             None => Err(self.session.ended("with_raw", Tag { layer: 0, op: Op::User, sequence: 0 })),
         }
@@ -146,7 +146,7 @@ impl NcclComm {
         &mut self,
         operation: &'static str,
         tag: Tag,
-        calls: impl FnOnce(RawComm<'_>) -> Result<T>,
+        calls: impl FnOnce(CommParts<'_>) -> Result<T>,
     ) -> Result<T> {
         self.together(CollectiveCall { operation, tag, dtype: DType::U8, detail: Detail::Plain, bytes: 0 }, calls)
     }
@@ -154,11 +154,11 @@ impl NcclComm {
     pub(in crate::nccl) fn together<T>(
         &mut self,
         call: CollectiveCall,
-        calls: impl FnOnce(RawComm<'_>) -> Result<T>,
+        calls: impl FnOnce(CommParts<'_>) -> Result<T>,
     ) -> Result<T> {
         let subject = self.session.begin(call)?;
         self.run_watched(subject, |CommStream { comm_handle, stream }| {
-            comm_handle.with(|functions, comm| calls(RawComm { functions, comm, stream: *stream }))
+            comm_handle.with(|functions, comm| calls(CommParts { functions, comm, stream: *stream }))
         })
     }
 

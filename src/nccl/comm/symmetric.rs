@@ -10,7 +10,7 @@ use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::tensor::{TensorMut, TensorRef};
 
-use crate::nccl::comm::communicator::RawComm;
+use crate::nccl::comm::communicator::CommParts;
 use crate::nccl::comm::one_sided::{self, OneSided};
 use crate::nccl::control::peer_events::CollectiveInfo;
 use crate::nccl::ffi::sys::{self, CommPtr, Status, WindowPtr};
@@ -116,7 +116,7 @@ impl NcclComm {
         operation: &'static str,
         tag: Tag,
         bytes: usize,
-        calls: impl FnOnce(RawComm<'_>) -> Result<T>,
+        calls: impl FnOnce(CommParts<'_>) -> Result<T>,
     ) -> Result<T> {
         self.together(CollectiveCall { operation, tag, dtype: DType::U8, detail: Detail::Plain, bytes }, calls)
     }
