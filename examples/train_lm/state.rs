@@ -255,18 +255,34 @@ impl Save {
         }
         of.insert(FOLDER.to_string(), json!(self.new));
         kill_point("an optimizer written")?;
-        write(self.dir.join(self.new).join(WEIGHTS), &weights)?;
+        let folder = self.dir.join(self.new);
+        write(folder.join(WEIGHTS), &weights)?;
+        sync(&folder).map_err(|error| StateError::Io { path: folder, error })?;
         kill_point("weights written")?;
         write(self.dir.join(NEW_RUN), &serde_json::to_vec_pretty(&of)?)?;
         kill_point("a run written")?;
         let run = self.dir.join(RUN);
-        std::fs::rename(self.dir.join(NEW_RUN), &run).map_err(|error| StateError::Io { path: run, error })?;
+        let renamed = std::fs::rename(self.dir.join(NEW_RUN), &run).and_then(|()| sync(&self.dir));
+        renamed.map_err(|error| StateError::Io { path: run, error })?;
         kill_point("the new state counts")?;
         if let Some(old) = self.old {
-            remove(&self.dir.join(old), |path| std::fs::remove_dir_all(path))?;
+            // The new state counts; what cannot be removed now is at the next save's beginning.
+            let _ = std::fs::remove_dir_all(self.dir.join(old));
         }
         Ok(())
     }
+}
+
+/// Waits until the names in a folder are on the disk.
+#[cfg(unix)]
+fn sync(dir: &Path) -> io::Result<()> {
+    std::fs::File::open(dir)?.sync_all()
+}
+
+/// Folders cannot be synchronized elsewhere.
+#[cfg(not(unix))]
+fn sync(_: &Path) -> io::Result<()> {
+    Ok(())
 }
 
 /// Writes a file, and waits until it is on the disk: it is there before what names it.

@@ -437,7 +437,7 @@ fn a_measured_dispatcher_is_kept() {
     assert_eq!(super::resumed(renamed).unwrap().dispatcher, other);
 }
 
-/// As states were before dispatchers could be measured, and as they are where none was: the group chooses, or measures.
+/// As states are where no dispatcher was measured or named: the group chooses, or measures.
 #[test]
 fn a_state_need_not_have_a_dispatcher() {
     let folder = tempfile::tempdir().unwrap();

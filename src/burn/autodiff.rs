@@ -80,7 +80,6 @@ impl<B: NativeMemory> Backward<B, PARENTS> for LayerNode {
 
     fn backward(self, ops: Ops<LayerState<B>, PARENTS>, grads: &mut Gradients, checkpointer: &mut Checkpointer) {
         let LayerState { call, x, params, pending, node } = ops.state;
-        node.begin();
         let x = B::contiguous(checkpointer.retrieve_node_output::<FloatTensor<B>>(x));
         let (context, arrived) = {
             let mut pending = locked(&pending);
@@ -90,6 +89,8 @@ impl<B: NativeMemory> Backward<B, PARENTS> for LayerNode {
         let params_tracked = PerParam::from_fn(|kind| ops.parents[1 + kind as usize].is_some());
         let tracked = Tracked { x: ops.parents[0].is_some(), params: params_tracked };
         let arrived = OutputCotangents { d_y: arrived.d_y.map(B::contiguous), d_aux: arrived.d_aux.map(B::contiguous) };
+        // What fails before leaves the call waiting, so that the other ranks are told of it.
+        node.begin();
         match run_backward::<B>(&call, &Operands { x, params }, context, arrived, tracked) {
             Err(error) => call.group.unwind(error),
             Ok(mut gradients) => {

@@ -122,7 +122,8 @@ fn compare<D: Kernels>(device: &D, comm: &mut dyn Communicator<D>, config: &Grou
     });
     let (send, mut recv) = refuse_on_error(comm, tag, buffers)?;
     comm.all_gather(tag, send.view(), recv.view_mut())?;
-    let all: Vec<u64> = device.download(recv.view())?.as_chunks().0.iter().map(|b| u64::from_ne_bytes(*b)).collect();
+    let all = refuse_on_error(comm, tag, device.download(recv.view()))?;
+    let all: Vec<u64> = all.as_chunks().0.iter().map(|b| u64::from_ne_bytes(*b)).collect();
     for (i, Field { name, value, text }) in fields.iter().enumerate() {
         let theirs = all.iter().skip(i).step_by(fields.len());
         if let Some((peer, other)) = theirs.enumerate().find(|(_, other)| *other != value) {

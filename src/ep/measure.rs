@@ -13,7 +13,7 @@ use half::{bf16, f16};
 use crate::comm::refusal::refuse_on_error;
 use crate::comm::{Communicator, Op, Tag};
 use crate::dtype::DType;
-use crate::error::{Error, Result};
+use crate::error::Result;
 use crate::kernels::Kernels;
 use crate::tensor::Tensor;
 
@@ -37,7 +37,7 @@ const PIECE: usize = 1 << 20;
 /// The quickest of the dispatchers that every rank can have, the same on all ranks.
 ///
 /// # Errors
-/// What fails on one rank fails on all: a candidate's own errors, [`Error::Peer`] for another rank's.
+/// What fails on one rank fails on all: a candidate's own errors, [`Error::Peer`](crate::Error::Peer) for another rank's.
 pub(super) fn quickest<D: LibraryDispatchers>(
     core: DispatcherState<D>,
     shape: &DispatchShape,

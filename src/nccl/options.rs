@@ -11,7 +11,7 @@ const MOST_CTAS: usize = 64;
 pub struct NcclOptions {
     /// Fewest CTAs (thread blocks; one a channel, each on an SM) of a collective, at most 64; 0: as the library chooses.
     pub min_ctas: usize,
-    /// Most CTAs of a collective, at most 64; 0: as the library chooses. Fewer leave SMs to kernels that run beside it,
+    /// Most CTAs of a collective, at most 64; 0: as the library chooses, and 64 beside `min_ctas`. Fewer leave SMs to kernels that run beside it,
     /// and make it slower.
     pub max_ctas: usize,
 }

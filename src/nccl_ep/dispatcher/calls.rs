@@ -1,5 +1,6 @@
 //! The dispatcher's calls over the library's.
 
+use crate::comm::refusal::refuse_on_error;
 use crate::comm::{Communicator, Op, Solo, Tag};
 use crate::cuda::Cuda;
 use crate::dtype::DType;
@@ -257,8 +258,9 @@ impl NcclEp {
             return Ok(());
         }
         // Peers may still read what this rank's groups hold.
-        let checked = self.core.device.check();
-        let met = self.core.comm.barrier(Tag { layer: 0, op: Op::Init, sequence: 0 });
+        let tag = Tag { layer: 0, op: Op::Init, sequence: 0 };
+        let checked = refuse_on_error(&mut *self.core.comm, tag, self.core.device.check());
+        let met = if checked.is_ok() { self.core.comm.barrier(tag) } else { Ok(()) };
         self.places.clear();
         self.end_windows();
         self.routings.clear();
