@@ -119,8 +119,9 @@ struct Args {
     /// Folder to leave the run's state in, when it ends (candle).
     #[arg(long)]
     save: Option<PathBuf>,
-    /// How tokens travel between ranks: all_to_all, all_gather, nccl_ep [default: that of the state that the run goes on
-    /// from, where this or --measure-dispatcher was given to it; else what the crate's table says, or MOEBIUS_EP].
+    /// How tokens travel between ranks: all_to_all, all_gather, nccl_ep, or auto, what the crate's table says or
+    /// MOEBIUS_EP [default: that of the state that the run goes on from, where this or --measure-dispatcher was given to
+    /// it; else auto].
     #[arg(long, conflicts_with = "measure_dispatcher")]
     dispatcher: Option<DispatcherKind>,
     /// Time each dispatcher in steps of the layers' sizes before the first, and take the quickest; --save stores it. A

@@ -210,16 +210,23 @@ impl Save {
     pub fn begin(dir: &Path) -> Result<Self, StateError> {
         let at = |path: PathBuf| move |error| StateError::Io { path, error };
         std::fs::create_dir_all(dir).map_err(at(dir.to_path_buf()))?;
-        let old = match folder(dir) {
-            Ok(folder) => Some(folder),
-            // One that leads to no state is replaced.
-            Err(StateError::Damaged { .. }) => None,
-            Err(StateError::Io { error, .. }) if error.kind() == io::ErrorKind::NotFound => None,
+        // Whether a state is there that nothing leads to: it may be whole, and stays until the save after this one.
+        let (old, unknown) = match folder(dir) {
+            Ok(folder) => (Some(folder), false),
+            Err(StateError::Damaged { .. }) => (None, true),
+            Err(StateError::Io { error, .. }) if error.kind() == io::ErrorKind::NotFound => (None, false),
             Err(error) => return Err(error),
         };
-        let new = if old == Some(FOLDERS[0]) { FOLDERS[1] } else { FOLDERS[0] };
+        let new = FOLDERS.into_iter().find(|folder| match old {
+            Some(old) => old != *folder,
+            None => !unknown || !dir.join(folder).exists(),
+        });
+        let new = new.unwrap_or(FOLDERS[0]);
+        let leftovers = FOLDERS.into_iter().filter(|folder| *folder == new || old.is_none() && !unknown);
+        for leftover in leftovers {
+            remove(&dir.join(leftover), |path| std::fs::remove_dir_all(path))?;
+        }
         let folder = dir.join(new);
-        remove(&folder, |path| std::fs::remove_dir_all(path))?;
         remove(&dir.join(NEW_RUN), |path| std::fs::remove_file(path))?;
         kill_point("cleaned")?;
         std::fs::create_dir(&folder).map_err(at(folder.clone()))?;
