@@ -57,7 +57,7 @@ pub use chain::report::ChainMemory;
 #[cfg(feature = "candle")]
 pub(crate) use chain::stored_weight::NewQuantized;
 pub use chain::stored_weight::{QuantizedWeight, ShardedQuantized};
-#[cfg(feature = "candle")]
+#[cfg(any(feature = "candle", feature = "burn"))]
 pub(crate) use collective_thread::recover;
 pub use shards::Shards;
 #[cfg(feature = "candle")]
