@@ -146,6 +146,7 @@ pub mod nccl_ep;
 #[cfg(any(feature = "candle", feature = "burn"))]
 mod adapter;
 mod aux_loss;
+mod compare;
 mod device;
 mod dtype;
 mod error;
@@ -153,6 +154,7 @@ mod fnv1a;
 mod host_memory;
 mod lazy;
 mod plan;
+mod splitmix64;
 mod tag;
 mod tensor;
 

@@ -14,8 +14,8 @@ use moebius::layer::{
 use moebius::{DType, Error, MoeConfig, Result, Tensor};
 use rand::{Rng, rngs::StdRng};
 
-#[path = "common/arriving.rs"]
-mod arriving;
+#[path = "common/received_rows.rs"]
+mod received_rows;
 #[path = "common/seed.rs"]
 mod seed;
 
@@ -292,7 +292,7 @@ fn what_is_kept_is_known_before() -> Result<()> {
                 });
                 let found = found?;
                 let ids: Vec<Vec<usize>> = found.iter().map(|(_, _, ids)| ids.clone()).collect();
-                let rows = arriving::arriving_rows(kind, &ids, config.router.top_k, config.router.num_experts);
+                let rows = received_rows::received_rows(kind, &ids, config.router.top_k, config.router.num_experts);
                 for ((sizes, bytes, _), rows) in found.into_iter().zip(rows) {
                     let sizes = StepSizes { rows, ..sizes };
                     assert_eq!(sizes.memory(config).saved, bytes, "R = {ranks}, {kind:?}, {config:?}");

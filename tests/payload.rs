@@ -2,11 +2,11 @@
 //! rows that the codec has rounded, how far results move, how many bytes go where, and what is kept.
 //! (`conformance::payload` has every dispatcher and device.)
 
-#[path = "common/arriving.rs"]
-mod arriving;
 mod common;
 #[path = "common/faulty_comm.rs"]
 mod faulty_comm;
+#[path = "common/received_rows.rs"]
+mod received_rows;
 
 use std::sync::Arc;
 use std::thread;
@@ -243,7 +243,7 @@ fn counted(config: &MoeConfig, (ranks, kind): (usize, DispatcherKind), dtype: DT
         let threads: Vec<_> = comms.into_iter().map(|comm| scope.spawn(|| one(comm))).collect();
         let mut counted: Vec<Counted> = threads.into_iter().map(|t| t.join().unwrap()).collect();
         let ids: Vec<Vec<usize>> = counted.iter().map(|c| c.ids.clone()).collect();
-        let rows = arriving::arriving_rows(kind, &ids, config.router.top_k, config.router.num_experts);
+        let rows = received_rows::received_rows(kind, &ids, config.router.top_k, config.router.num_experts);
         counted.iter_mut().zip(rows).for_each(|(c, rows)| c.sizes.rows = rows);
         counted
     })

@@ -9,6 +9,7 @@ use std::thread;
 use std::time::Duration;
 
 use crate::comm::{Communicator, Op, ReduceOp, Tag};
+use crate::compare::gather_numbers;
 use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::etp::{ShardDevice, StreamPair, recover};
@@ -299,12 +300,7 @@ impl<D: ShardDevice> Worker<D> {
         for comm in self.comms.iter_mut().flatten() {
             let device = comm.device().unwrap_or(&self.compute).clone();
             let sent = [own.microbatches, own.calls, u64::from(same)];
-            let mut send = Tensor::empty(&device, DType::U8, &[size_of_val(&sent)])?;
-            device.upload(&sent.map(u64::to_le_bytes).concat(), send.view_mut())?;
-            let mut all = Tensor::empty(&device, DType::U8, &[comm.size() * size_of_val(&sent)])?;
-            comm.all_gather(tag, send.view(), all.view_mut())?;
-            let all = device.download(all.view())?;
-            let numbers: Vec<u64> = all.as_chunks().0.iter().map(|number| u64::from_le_bytes(*number)).collect();
+            let numbers = gather_numbers(&device, &mut **comm, tag, &sent)?;
             for (peer, [microbatches, calls, all_same]) in numbers.as_chunks().0.iter().enumerate() {
                 if *microbatches != own.microbatches {
                     return Err(other_microbatches((peer, *microbatches), own.microbatches));

@@ -51,6 +51,13 @@ struct PendingBucket<D: ShardDevice, P> {
     sum: PendingSum<D>,
 }
 
+impl<D: ShardDevice, P: Clone> PendingBucket<D, P> {
+    /// Begins the sum of a bucket's gradients.
+    fn begin(sums: &GradientSums<D>, bucket: &[P], sum: GradientSum<D>) -> Self {
+        Self { bucket: bucket.to_vec(), sum: sums.begin(sum) }
+    }
+}
+
 /// Sums that have begun beside a backward.
 #[derive(Debug)]
 pub(crate) struct PendingBuckets<D: ShardDevice, P> {
@@ -161,12 +168,12 @@ impl<D: ShardDevice, P: ReducedParam> EarlySums<D, P> {
         for bucket in buckets(params, self.bucket_bytes, P::summand) {
             let values = flat(self.sums.device(), bucket)?;
             let tag = tag(layer, self.begun.len());
-            let sum = self.sums.begin(GradientSum { tag, over_group: of == SumOf::Replicated, values });
-            let begun = match of {
-                SumOf::Replicated => &mut self.begun.replicated,
-                SumOf::Experts => &mut self.begun.experts,
-            };
-            begun.push(PendingBucket { bucket: bucket.to_vec(), sum });
+            let sum = GradientSum { tag, over_group: of == SumOf::Replicated, values };
+            let bucket = PendingBucket::begin(&self.sums, bucket, sum);
+            match of {
+                SumOf::Replicated => self.begun.replicated.push(bucket),
+                SumOf::Experts => self.begun.experts.push(bucket),
+            }
         }
         Ok(())
     }
@@ -273,8 +280,8 @@ impl<D: ShardDevice, P: ReducedParam> StepReduction<'_, D, P> {
         bucket: &[P],
     ) -> Result<PendingBucket<D, P>> {
         let values = gradients.flat(self.sums.device(), bucket)?;
-        let sum = self.sums.begin(GradientSum { tag, over_group: of == SumOf::Replicated, values });
-        Ok(PendingBucket { bucket: bucket.to_vec(), sum })
+        let sum = GradientSum { tag, over_group: of == SumOf::Replicated, values };
+        Ok(PendingBucket::begin(self.sums, bucket, sum))
     }
 
     /// Waits for a bucket's sums: each parameter that any rank has a gradient of, with its sum.

@@ -1,12 +1,11 @@
 //! A rank's membership in a group of ranks that share experts.
 
-use crate::comm::refusal::refuse_on_error;
 use crate::comm::{Communicator, Op, Tag};
+use crate::compare::{ComparedField, compare_fields, gather_numbers};
 use crate::config::MAX_EXPERTS;
 use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::kernels::Kernels;
-use crate::tensor::Tensor;
 
 use super::dispatcher_state::DispatcherState;
 use super::{
@@ -65,9 +64,8 @@ impl GroupConfig {
         }
     }
 
-    fn fields(&self) -> [Field; 13] {
-        let text: fn(u64) -> String = |number| number.to_string();
-        let field = |name, value: usize| Field { name, value: value as u64, text };
+    fn fields(&self) -> [ComparedField; 13] {
+        let field = |name, value: usize| ComparedField::number(name, value as u64);
         let shape = self.measure;
         let of_shape = |name, value: fn(DispatchShape) -> usize| field(name, shape.map_or(0, value));
         let capacity = |shape: DispatchShape| match shape.capacity {
@@ -78,32 +76,27 @@ impl GroupConfig {
             field("num_experts", self.num_experts),
             field("max_tokens_per_rank", self.max_tokens_per_rank),
             field("max_rows", self.max_rows),
-            Field { text: DispatcherKind::name_of, ..field("dispatcher", self.dispatcher as usize) },
+            ComparedField { text: DispatcherKind::name_of, ..field("dispatcher", self.dispatcher as usize) },
             field("windows", self.windows),
             field("max_sms", self.max_sms),
-            Field { text: |asked| if asked == 0 { "none" } else { "a shape" }.into(), ..of_shape("measure", |_| 1) },
+            ComparedField {
+                text: |asked| if asked == 0 { "none" } else { "a shape" }.into(),
+                ..of_shape("measure", |_| 1)
+            },
             of_shape("measure.tokens", |shape| shape.tokens),
             of_shape("measure.hidden", |shape| shape.hidden),
             of_shape("measure.top_k", |shape| shape.top_k),
-            Field { text: dtype_of, ..of_shape("measure.dtype", |shape| shape.dtype as usize) },
-            Field {
+            ComparedField { text: dtype_of, ..of_shape("measure.dtype", |shape| shape.dtype as usize) },
+            ComparedField {
                 text: |rows| rows.checked_sub(1).map_or_else(|| "open".into(), |rows| rows.to_string()),
                 ..of_shape("measure.capacity", capacity)
             },
-            Field {
+            ComparedField {
                 text: |asked| (asked != 0).to_string(),
                 ..of_shape("measure.backward", |shape| usize::from(shape.backward))
             },
         ]
     }
-}
-
-/// A field of the configuration, as ranks compare it.
-struct Field {
-    name: &'static str,
-    value: u64,
-    /// A rank's value in words.
-    text: fn(u64) -> String,
 }
 
 fn dtype_of(number: u64) -> String {
@@ -114,30 +107,9 @@ fn dtype_of(number: u64) -> String {
 /// Finds the first field in which the ranks' configurations differ: one all-gather.
 fn compare<D: Kernels>(device: &D, comm: &mut dyn Communicator<D>, config: &GroupConfig) -> Result<()> {
     let fields = config.fields();
-    let bytes: Vec<u8> = fields.iter().flat_map(|field| field.value.to_ne_bytes()).collect();
     let tag = Tag { layer: 0, op: Op::Init, sequence: 0 };
-    let buffers = Tensor::empty(device, DType::U8, &[bytes.len()]).and_then(|mut send| {
-        device.upload(&bytes, send.view_mut())?;
-        Ok((send, Tensor::empty(device, DType::U8, &[comm.size(), bytes.len()])?))
-    });
-    let (send, mut recv) = refuse_on_error(comm, tag, buffers)?;
-    comm.all_gather(tag, send.view(), recv.view_mut())?;
-    let all = refuse_on_error(comm, tag, device.download(recv.view()))?;
-    let all: Vec<u64> = all.as_chunks().0.iter().map(|b| u64::from_ne_bytes(*b)).collect();
-    for (i, Field { name, value, text }) in fields.iter().enumerate() {
-        let theirs = all.iter().skip(i).step_by(fields.len());
-        if let Some((peer, other)) = theirs.enumerate().find(|(_, other)| *other != value) {
-            return Err(Error::ConfigMismatch {
-                call: CALL,
-                field: (*name).to_string(),
-                rank: comm.rank(),
-                value: text(*value),
-                peer,
-                peer_value: text(*other),
-            });
-        }
-    }
-    Ok(())
+    let all = gather_numbers(device, comm, tag, &ComparedField::values(&fields))?;
+    compare_fields(CALL, comm.rank(), &fields, &all)
 }
 
 /// A rank's membership in a group. Serves any number of layers, one call at a time; owns the dispatcher and through
@@ -232,6 +204,7 @@ mod tests {
     use super::*;
     use crate::comm::Solo;
     use crate::cpu::{Cpu, ThreadWorld};
+    use crate::tensor::Tensor;
 
     /// Keeps what is logged.
     #[derive(Default, Clone)]

@@ -11,10 +11,12 @@ use std::time::{Duration, Instant};
 use half::{bf16, f16};
 
 use crate::comm::refusal::refuse_on_error;
-use crate::comm::{Communicator, Op, Tag};
+use crate::comm::{Op, Tag};
+use crate::compare::gather_numbers;
 use crate::dtype::DType;
 use crate::error::Result;
 use crate::kernels::Kernels;
+use crate::splitmix64::{GAMMA, mix};
 use crate::tensor::Tensor;
 
 use super::dispatcher_state::DispatcherState;
@@ -69,13 +71,13 @@ fn timed<D: LibraryDispatchers>(
             }
         };
         let fits = dispatcher.check_shape(shape);
-        let carried = gathered(&device, dispatcher.communicator(), u64::from(fits.is_ok()))?;
+        let carried = gather_numbers(&device, dispatcher.communicator(), TAG, &[u64::from(fits.is_ok())])?;
         if carried.contains(&0) {
             let reason = fits.err().map_or_else(|| "another rank's reason".to_string(), |error| error.to_string());
             left_out.push_str(&format!("; {kind} cannot carry the shape: {reason}"));
         } else {
             let own = sample.time(&mut *dispatcher, &device)?;
-            let all = gathered(&device, dispatcher.communicator(), own)?;
+            let all = gather_numbers(&device, dispatcher.communicator(), TAG, &[own])?;
             times.push(CandidateTime { kind, nanos: all.into_iter().max().unwrap_or(own) });
         }
         comm = dispatcher.into_communicator()?;
@@ -112,17 +114,6 @@ fn least(times: &[CandidateTime]) -> Option<DispatcherKind> {
     let least = times.iter().map(|time| time.nanos).min()?;
     let most = least.saturating_add(least / 100 * MARGIN);
     times.iter().find(|time| time.nanos <= most).map(|time| time.kind)
-}
-
-/// A number of every rank, in rank order; exact up to 2⁵³.
-fn gathered<D: Kernels>(device: &D, comm: &mut dyn Communicator<D>, own: u64) -> Result<Vec<u64>> {
-    let buffers = device
-        .write(&[own as f64], DType::I64, &[1])
-        .and_then(|send| Ok((send, Tensor::empty(device, DType::I64, &[comm.size()])?)));
-    let (send, mut recv) = refuse_on_error(comm, TAG, buffers)?;
-    comm.all_gather(TAG, send.view(), recv.view_mut())?;
-    let all = device.read(recv.view());
-    Ok(refuse_on_error(comm, TAG, all)?.into_iter().map(|number| number as u64).collect())
 }
 
 /// A rank's side of the steps, the same for every candidate.
@@ -236,15 +227,13 @@ impl<D: Kernels> Sample<D> {
     }
 }
 
-/// Random numbers of a seed: splitmix64 (Steele, Lea and Flood, "Fast Splittable Pseudorandom Number Generators").
+/// Random numbers of a seed, by SplitMix64.
 struct Random(u64);
 
 impl Random {
     fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let z = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        let z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        z ^ (z >> 31)
+        self.0 = self.0.wrapping_add(GAMMA);
+        mix(self.0)
     }
 
     /// Bytes of `tokens` times `k` choices among `experts`, i32, those of a token different from each other: each the

@@ -21,6 +21,7 @@ use std::time::Duration;
 
 use crate::comm::refusal::{refuse_on_error, refuse_unless_entered};
 use crate::comm::{Communicator, Op, ReduceOp, Tag};
+use crate::compare::gather_numbers;
 use crate::device::{CaptureHook, Device};
 use crate::dtype::DType;
 use crate::error::{CommError, Error, Result};
@@ -438,24 +439,6 @@ impl<D: ShardDevice> Collective<D> {
             Collective::Recover { tag, reason } => recover(comm, *tag, reason.take()),
         }
     }
-}
-
-/// Numbers of every rank, in rank order (collective).
-pub(in crate::etp) fn gather_numbers<D: ShardDevice>(
-    device: &D,
-    comm: &mut dyn Communicator<D>,
-    tag: Tag,
-    own: &[u64],
-) -> Result<Vec<u64>> {
-    let bytes: Vec<u8> = own.iter().flat_map(|v| v.to_ne_bytes()).collect();
-    let buffers = Tensor::empty(device, DType::U8, &[bytes.len()]).and_then(|mut send| {
-        device.upload(&bytes, send.view_mut())?;
-        Ok((send, Tensor::empty(device, DType::U8, &[comm.size(), bytes.len()])?))
-    });
-    let (send, mut recv) = refuse_on_error(comm, tag, buffers)?;
-    comm.all_gather(tag, send.view(), recv.view_mut())?;
-    let all = device.download(recv.view())?;
-    Ok(all.as_chunks().0.iter().map(|b| u64::from_ne_bytes(*b)).collect())
 }
 
 fn gather_plain<D: Device>(

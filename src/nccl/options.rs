@@ -1,5 +1,6 @@
 //! What a communicator's collectives may take of a GPU.
 
+use crate::compare::ComparedField;
 use crate::error::{Error, Result};
 
 /// Most CTAs that NCCL's collectives are made for.
@@ -11,8 +12,8 @@ const MOST_CTAS: usize = 64;
 pub struct NcclOptions {
     /// Fewest CTAs (thread blocks; one a channel, each on an SM) of a collective, at most 64; 0: as the library chooses.
     pub min_ctas: usize,
-    /// Most CTAs of a collective, at most 64; 0: as the library chooses, and 64 beside `min_ctas`. Fewer leave SMs to kernels that run beside it,
-    /// and make it slower.
+    /// Most CTAs of a collective, at most 64; 0: as the library chooses, and 64 beside `min_ctas`. Fewer leave SMs to
+    /// kernels that run beside it, and make it slower.
     pub max_ctas: usize,
 }
 
@@ -39,27 +40,16 @@ impl NcclOptions {
     }
 
     /// Fields as the ranks compare them.
-    pub(super) fn fields(&self) -> [(&'static str, u64); 2] {
-        [("min_ctas", self.min_ctas as u64), ("max_ctas", self.max_ctas as u64)]
-    }
-
-    /// Refuses options of a rank other than this one's; `all` has every rank's, as [`fields`](Self::fields) has them.
-    pub(super) fn compare(&self, call: &'static str, rank: usize, all: &[u64]) -> Result<()> {
-        let own = self.fields();
-        for (i, (field, value)) in own.into_iter().enumerate() {
-            let theirs = all.iter().skip(i).step_by(own.len());
-            if let Some((peer, other)) = theirs.enumerate().find(|(_, other)| **other != value) {
-                let (field, value, peer_value) = (field.to_string(), value.to_string(), other.to_string());
-                return Err(Error::ConfigMismatch { call, field, rank, value, peer, peer_value });
-            }
-        }
-        Ok(())
+    pub(super) fn fields(&self) -> [ComparedField; 2] {
+        [("min_ctas", self.min_ctas), ("max_ctas", self.max_ctas)]
+            .map(|(name, value)| ComparedField::number(name, value as u64))
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::compare::compare_fields;
 
     #[test]
     fn bounds_are_checked_and_are_such_as_nccl_takes() {
@@ -79,14 +69,16 @@ mod tests {
 
     #[test]
     fn options_that_differ_between_ranks_are_named() {
-        let own = NcclOptions { min_ctas: 2, max_ctas: 8 };
-        assert!(own.compare("a test", 0, &[2, 8, 2, 8]).is_ok());
-        match own.compare("a test", 1, &[2, 8, 2, 8, 2, 16]) {
+        let own = NcclOptions { min_ctas: 2, max_ctas: 8 }.fields();
+        assert!(compare_fields("a test", 0, &own, &[2, 8, 2, 8]).is_ok());
+        match compare_fields("a test", 1, &own, &[2, 8, 2, 8, 2, 16]) {
             Err(Error::ConfigMismatch { field, rank: 1, value, peer: 2, peer_value, .. }) => {
                 assert_eq!([&field[..], &value, &peer_value], ["max_ctas", "8", "16"]);
             }
             other => panic!("{other:?}"),
         }
-        assert!(own.compare("a test", 0, &[2, 8, 0, 0]).is_err_and(|error| error.to_string().contains("min_ctas")));
+        assert!(
+            compare_fields("a test", 0, &own, &[2, 8, 0, 0]).is_err_and(|error| error.to_string().contains("min_ctas"))
+        );
     }
 }

@@ -5,6 +5,7 @@ use std::sync::Arc;
 use crate::DType;
 use crate::comm::refusal::refuse_on_error_if_any;
 use crate::comm::{Communicator, Op, Tag};
+use crate::compare::ComparedField;
 use crate::error::{Error, Result};
 use crate::etp::StreamPair;
 use crate::kernels::optimizer::{
@@ -13,7 +14,7 @@ use crate::kernels::optimizer::{
 };
 use crate::tensor::{Tensor, TensorMut, TensorRef};
 
-use super::norm::{Field, NormPlan, NormStep, RankRows, exchange, owners};
+use super::norm::{NormPlan, NormStep, RankRows, exchange, owners};
 use super::{AdamWOptions, GroupOptions, ParamSpec, StepDevice, StepStats};
 
 const CALL: &str = "AdamW";
@@ -404,31 +405,31 @@ fn settings<D: StepDevice>(device: &D, groups: &[GroupOptions]) -> Result<Tensor
 }
 
 /// What is the same on all ranks. 0 stands for an option that is `None`: none of these may be 0.
-fn fields(options: &AdamWOptions, groups: usize, parameters: usize) -> [Field; 11] {
+fn fields(options: &AdamWOptions, groups: usize, parameters: usize) -> [ComparedField; 11] {
     let AdamWOptions { max_norm, loss_scaling, moments, seed, .. } = options;
-    let count = |name, number: u64| Field { name, number, show: |n| n.to_string() };
-    let float = |name, value: Option<f64>| Field {
+    let count = ComparedField::number;
+    let float = |name, value: Option<f64>| ComparedField {
         name,
-        number: value.unwrap_or(0.0).to_bits(),
-        show: |n| if n == 0 { "none".to_string() } else { f64::from_bits(n).to_string() },
+        value: value.unwrap_or(0.0).to_bits(),
+        text: |n| if n == 0 { "none".to_string() } else { f64::from_bits(n).to_string() },
     };
     let scaling = |name, of: fn(&LossScaling) -> f64| float(name, loss_scaling.as_ref().map(of));
     [
-        count("parameters", parameters as u64),
-        count("groups", groups as u64),
-        float("max_norm", *max_norm),
-        Field {
-            name: "moments",
-            number: u64::from(*moments == DType::BF16),
-            show: |n| if n == 0 { DType::F32.to_string() } else { DType::BF16.to_string() },
+        count("optimizer.parameters", parameters as u64),
+        count("optimizer.groups", groups as u64),
+        float("optimizer.max_norm", *max_norm),
+        ComparedField {
+            name: "optimizer.moments",
+            value: u64::from(*moments == DType::BF16),
+            text: |n| if n == 0 { DType::F32.to_string() } else { DType::BF16.to_string() },
         },
-        count("seed", *seed),
-        scaling("loss_scaling.initial", |s| s.initial),
-        scaling("loss_scaling.growth", |s| s.growth),
-        scaling("loss_scaling.backoff", |s| s.backoff),
-        scaling("loss_scaling.interval", |s| f64::from(s.interval)),
-        scaling("loss_scaling.min", |s| s.min),
-        scaling("loss_scaling.max", |s| s.max),
+        count("optimizer.seed", *seed),
+        scaling("optimizer.loss_scaling.initial", |s| s.initial),
+        scaling("optimizer.loss_scaling.growth", |s| s.growth),
+        scaling("optimizer.loss_scaling.backoff", |s| s.backoff),
+        scaling("optimizer.loss_scaling.interval", |s| f64::from(s.interval)),
+        scaling("optimizer.loss_scaling.min", |s| s.min),
+        scaling("optimizer.loss_scaling.max", |s| s.max),
     ]
 }
 

@@ -5,6 +5,7 @@ use std::ops::Range;
 use crate::DType;
 use crate::comm::refusal::refuse_on_error;
 use crate::comm::{Communicator, Op, Tag};
+use crate::compare::{ComparedField, compare_fields};
 use crate::error::{Error, Result};
 use crate::etp::StreamPair;
 use crate::fnv1a::fnv1a;
@@ -174,14 +175,6 @@ pub(super) fn owners(spec: &ParamSpec, rank_rows: &RankRows, p: usize) -> Result
     Ok(parts)
 }
 
-/// A field that ranks compare, as a number that travels and as text.
-pub(super) struct Field {
-    pub(super) name: &'static str,
-    pub(super) number: u64,
-    /// The text of such a number.
-    pub(super) show: fn(u64) -> String,
-}
-
 /// Parts of a parameter's description, which ranks compare by their hashes.
 const PARTS: [&str; 4] = ["name", "dims", "dtype", "group"];
 /// Numbers of a parameter in what ranks exchange: those hashes, and the rows that the rank holds.
@@ -195,7 +188,7 @@ pub(super) fn exchange<D: StepDevice>(
     device: &D,
     comm: Option<&mut (dyn Communicator<D> + 'static)>,
     specs: &[ParamSpec],
-    fields: &[Field],
+    fields: &[ComparedField],
 ) -> Result<(RankRows, usize)> {
     let own: Vec<Range<usize>> = specs.iter().map(|spec| spec.shard.rows()).collect();
     let Some(comm) = comm.filter(|comm| comm.size() > 1) else { return Ok((vec![own], 0)) };
@@ -221,12 +214,8 @@ pub(super) fn exchange<D: StepDevice>(
         Err(Error::ConfigMismatch { call: CALL, field, rank, value, peer, peer_value })
     };
 
-    let all = gather(0, &fields.iter().map(|field| field.number).collect::<Vec<_>>())?;
-    for (at, Field { name, number, show }) in fields.iter().enumerate() {
-        if let Some(peer) = differing(&all, at, *number) {
-            return mismatch(format!("optimizer.{name}"), show(*number), peer, show(all[peer][at]));
-        }
-    }
+    let all = gather(0, &ComparedField::values(fields))?;
+    compare_fields(CALL, rank, fields, &all.concat())?;
     let columns = |spec: &ParamSpec| {
         let rows = spec.shard.rows();
         description(spec).map(|part| fnv1a(&part)).into_iter().chain([rows.start as u64, rows.end as u64])

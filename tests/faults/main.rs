@@ -6,14 +6,14 @@ mod candle;
 mod config;
 #[path = "../devices/mod.rs"]
 mod devices;
+mod failed_allocations;
+#[path = "../common/failing_allocator.rs"]
+mod failing_allocator;
 mod input;
 #[path = "../common/limits.rs"]
 mod limits;
 mod lost;
 mod memory;
-mod scarce;
-#[path = "../common/scarce_allocator.rs"]
-mod scarce_allocator;
 mod support;
 
 pub use input::cases;

@@ -8,9 +8,7 @@
 
 use crate::config::RouterConfig;
 use crate::kernels::Jitter;
-
-/// ⌊2⁶⁴ / φ⌋, odd.
-const GAMMA: u64 = 0x9e37_79b9_7f4a_7c15;
+use crate::splitmix64::{GAMMA, mix};
 
 /// The noise of one call.
 pub(super) struct JitterNoise {
@@ -53,8 +51,5 @@ pub(crate) fn key(jitter: Jitter) -> u64 {
 }
 
 fn absorb(h: u64, word: u64) -> u64 {
-    let mut z = (h ^ word).wrapping_add(GAMMA);
-    z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-    z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-    z ^ (z >> 31)
+    mix((h ^ word).wrapping_add(GAMMA))
 }

@@ -1,12 +1,12 @@
 //! The end of a step: gradients that are whole, summed over replicas, and given.
 
 use crate::comm::{Communicator, Op, ReduceOp, Tag, refusal};
+use crate::compare::gather_numbers;
 use crate::error::{CommError, Error, Result};
 use crate::tensor::{Tensor, TensorRef};
 
 use crate::etp::buffers::stream_pair::StreamPair;
 use crate::etp::chain::{Chain, ChainState};
-use crate::etp::collective_thread::gather_numbers;
 use crate::etp::{Reduction, ShardDevice, Shares, WeightId};
 
 const CALL: &str = "Chain::finish";

@@ -32,6 +32,7 @@ use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use crate::comm::{Communicator, Op, Tag};
+use crate::compare::{ComparedField, compare_fields, gather_numbers};
 use crate::error::{Error, Result};
 
 use crate::etp::buffers::cache::{Buffer, BufferCache, BufferId, BufferKey, BufferUsage};
@@ -39,7 +40,7 @@ use crate::etp::chain::collective_state::{
     ActivePass, ChainTraffic, JoinedAmaxes, MainGradient, PendingGather, PendingReduction, StateMachine,
 };
 use crate::etp::chain::schedule::Acquisition;
-use crate::etp::collective_thread::{CollectiveThread, gather_numbers};
+use crate::etp::collective_thread::CollectiveThread;
 use crate::etp::shards::quantized::QuantizedShard;
 use crate::etp::shards::source::ShardSource;
 use crate::etp::{CALL, Comms, EtpOptions, Reduction, Scale, ShardDevice, Shards, WeightId, WeightSpec};
@@ -283,23 +284,20 @@ fn compare<D: ShardDevice>(
 ) -> Result<()> {
     let device = &comm.device().unwrap_or(device).clone();
     // All but the seed from `in_turn` on decide the order of the collective threads' collectives.
-    let names = ["pad", "reduction", "scale", "replicas", "in_turn", "prefetch", "ahead", "seed", "uses_copy_engines"];
-    let pairwise = options.reduction == Reduction::Pairwise;
-    let mean = options.scale == Scale::Mean;
-    let (replicas, in_turn, prefetch) =
-        (options.replicas as u64, u64::from(options.in_turn), u64::from(options.prefetch));
-    let ahead = if options.prefetch { options.ahead as u64 } else { 0 };
     let beside = u64::from(comm.uses_copy_engines()) + 2 * u64::from(reduce.uses_copy_engines());
-    let order = [replicas, in_turn, prefetch, ahead, options.seed, beside];
-    let own: Vec<u64> = [options.pad as u64, u64::from(pairwise), u64::from(mean)].into_iter().chain(order).collect();
-    let all = gather_numbers(device, comm, Tag { layer: 0, op: Op::Init, sequence: 0 }, &own)?;
-    for (i, (field, value)) in names.into_iter().zip(own).enumerate() {
-        let theirs = all.iter().skip(i).step_by(names.len());
-        if let Some((peer, other)) = theirs.enumerate().find(|(_, other)| **other != value) {
-            let (field, rank) = (field.to_string(), comm.rank());
-            let (value, peer_value) = (value.to_string(), other.to_string());
-            return Err(Error::ConfigMismatch { call: "Chain::new", field, rank, value, peer, peer_value });
-        }
-    }
-    Ok(())
+    let fields = [
+        ("pad", options.pad as u64),
+        ("reduction", u64::from(options.reduction == Reduction::Pairwise)),
+        ("scale", u64::from(options.scale == Scale::Mean)),
+        ("replicas", options.replicas as u64),
+        ("in_turn", u64::from(options.in_turn)),
+        ("prefetch", u64::from(options.prefetch)),
+        ("ahead", if options.prefetch { options.ahead as u64 } else { 0 }),
+        ("seed", options.seed),
+        ("uses_copy_engines", beside),
+    ];
+    let fields = fields.map(|(name, value)| ComparedField::number(name, value));
+    let tag = Tag { layer: 0, op: Op::Init, sequence: 0 };
+    let all = gather_numbers(device, comm, tag, &ComparedField::values(&fields))?;
+    compare_fields("Chain::new", comm.rank(), &fields, &all)
 }

@@ -5,6 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use crate::comm::{Communicator, Tag};
+use crate::compare::compare_fields;
 use crate::cuda::Cuda;
 use crate::dtype::DType;
 use crate::error::{CommError, Error, Result};
@@ -71,7 +72,7 @@ fn connect(comm_handle: &CommHandle, cuda: &Cuda) -> Result<()> {
     let (rank, size, options) = (comm_handle.rank, comm_handle.size, comm_handle.options);
     let (mut own, mut all) =
         (Tensor::zeros(cuda, DType::U8, &[BYTES])?, Tensor::zeros(cuda, DType::U8, &[size, BYTES])?);
-    let fields: Vec<u8> = options.fields().iter().flat_map(|(_, value)| value.to_ne_bytes()).collect();
+    let fields: Vec<u8> = options.fields().iter().flat_map(|field| field.value.to_le_bytes()).collect();
     cuda.upload(&fields, own.view_mut())?;
     let (from, to) = (own.view().data().address(), all.view_mut().into_data().address());
     let comm_stream = CommStream { comm_handle, stream: cuda.stream().cu_stream().cast() };
@@ -89,8 +90,8 @@ fn connect(comm_handle: &CommHandle, cuda: &Cuda) -> Result<()> {
     // SAFETY: both tensors have those bytes and live until the stream has been waited for.
     finished(unsafe { comm_stream.all_gather(from, to, BYTES) })?;
     let gathered = cuda.download(all.view())?;
-    let gathered: Vec<u64> = gathered.as_chunks().0.iter().map(|b| u64::from_ne_bytes(*b)).collect();
-    options.compare(CALL, rank, &gathered)?;
+    let gathered: Vec<u64> = gathered.as_chunks().0.iter().map(|b| u64::from_le_bytes(*b)).collect();
+    compare_fields(CALL, rank, &options.fields(), &gathered)?;
     // SAFETY: as above.
     finished(unsafe {
         comm_stream

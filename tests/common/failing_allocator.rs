@@ -10,11 +10,11 @@ thread_local! {
 }
 
 /// The system's, but for the requests that [`without`] names.
-struct ScarceAllocator;
+struct FailingAllocator;
 
 // SAFETY: every call is the system allocator's, with the caller's arguments, or gives null, which means that there is no
 // memory; the cell allocates nothing.
-unsafe impl GlobalAlloc for ScarceAllocator {
+unsafe impl GlobalAlloc for FailingAllocator {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         // SAFETY: the caller's promises are the system's demands.
         unsafe { System.alloc(layout) }
@@ -36,7 +36,7 @@ unsafe impl GlobalAlloc for ScarceAllocator {
 }
 
 #[global_allocator]
-static SCARCE: ScarceAllocator = ScarceAllocator;
+static SCARCE: FailingAllocator = FailingAllocator;
 
 /// Runs `work` on this thread; the first tensor of so many bytes that it asks for is not to be had.
 pub fn without<T>(bytes: usize, work: impl FnOnce() -> T) -> T {

@@ -8,7 +8,7 @@ use moebius::layer::{Layer, Mode, Noise};
 use moebius::optim::{AdamW, AdamWOptions, ParamShard, ParamSpec};
 use moebius::{CommError, DType, Error, Result};
 
-use super::scarce_allocator::without;
+use super::failing_allocator::without;
 use super::support::{AT_ONCE, CULPRIT, EXPERTS, RANKS, Rank, TOKENS, all_well, alone, config, on_ranks, params};
 
 /// Bytes of a number of each rank.
@@ -16,7 +16,7 @@ const COUNTS: usize = 8 * RANKS;
 const NOISE: Noise = Noise { seed: 3, step: 1 };
 
 /// The result of `work`, in which the culprit does not get a tensor of so many bytes.
-fn scarce<T>(rank: usize, bytes: usize, work: impl FnOnce() -> T) -> T {
+fn without_memory<T>(rank: usize, bytes: usize, work: impl FnOnce() -> T) -> T {
     if rank == CULPRIT { without(bytes, work) } else { work() }
 }
 
@@ -71,7 +71,7 @@ fn with_jitter() -> Result<Layer> {
 /// Jitter counts the ranks' tokens in a collective of its own.
 #[test]
 fn no_memory_for_the_counts_of_jitter() {
-    forward("jitter", with_jitter, |rank, layer| scarce(rank.rank, COUNTS, || run(rank, layer)));
+    forward("jitter", with_jitter, |rank, layer| without_memory(rank.rank, COUNTS, || run(rank, layer)));
 }
 
 /// A rank that does not come to its forward meets the others there.
@@ -97,7 +97,7 @@ fn no_memory_for_the_sums_of_auxiliary_losses() {
     };
     // Counts and scores of each expert, and four numbers, in f64.
     let bytes = 8 * (2 * EXPERTS + 4);
-    forward("aux", layer, |rank, layer| scarce(rank.rank, bytes, || run(rank, layer)));
+    forward("aux", layer, |rank, layer| without_memory(rank.rank, bytes, || run(rank, layer)));
 }
 
 /// A communicator's own error names the reason too, where the ranks have no group yet.
@@ -118,7 +118,7 @@ fn no_memory_to_compare_configurations() {
     // Thirteen fields of eight bytes: this rank's, and all ranks'.
     for bytes in [8 * 13, RANKS * 8 * 13] {
         let results = on_ranks(AT_ONCE, |comm| {
-            scarce(comm.rank(), bytes, || {
+            without_memory(comm.rank(), bytes, || {
                 Group::new(Cpu::new(), Box::new(comm), GroupConfig::new(EXPERTS, TOKENS)).map(drop)
             })
         });
@@ -138,7 +138,7 @@ fn optimizer(comm: impl Communicator<Cpu> + 'static) -> Result<AdamW<Cpu>> {
 fn no_memory_to_compare_optimizers() {
     // Eleven fields; six numbers of each parameter.
     for bytes in [8 * 11, RANKS * 8 * 11, 8 * 18, RANKS * 8 * 18] {
-        let results = on_ranks(AT_ONCE, |comm| scarce(comm.rank(), bytes, || optimizer(comm).map(drop)));
+        let results = on_ranks(AT_ONCE, |comm| without_memory(comm.rank(), bytes, || optimizer(comm).map(drop)));
         check_refused("AdamW::new", bytes, all_well("AdamW::new", results));
     }
 }
@@ -153,7 +153,7 @@ fn no_memory_to_compare_loaded_states() {
             let rank = comm.rank();
             let mut adam = optimizer(comm).expect("an optimizer");
             adam.save(dir.path()).expect("a state");
-            let result = scarce(rank, bytes, || adam.load(dir.path()));
+            let result = without_memory(rank, bytes, || adam.load(dir.path()));
             assert_eq!(adam.load(dir.path()).expect("a second load"), 0);
             result
         });

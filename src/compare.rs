@@ -1,0 +1,60 @@
+//! What ranks compare as they form something together: numbers of all of them, and the first in which they differ.
+
+use crate::comm::refusal::refuse_on_error;
+use crate::comm::{Communicator, Tag};
+use crate::dtype::DType;
+use crate::error::{Error, Result};
+use crate::kernels::Kernels;
+use crate::tensor::Tensor;
+
+/// Numbers of every rank, in rank order, each rank's as many (one all-gather, which is waited for). What fails on a rank
+/// by itself is told to the others.
+pub(crate) fn gather_numbers<D: Kernels>(
+    device: &D,
+    comm: &mut dyn Communicator<D>,
+    tag: Tag,
+    own: &[u64],
+) -> Result<Vec<u64>> {
+    let bytes: Vec<u8> = own.iter().flat_map(|v| v.to_le_bytes()).collect();
+    let buffers = Tensor::empty(device, DType::U8, &[bytes.len()]).and_then(|mut send| {
+        device.upload(&bytes, send.view_mut())?;
+        Ok((send, Tensor::empty(device, DType::U8, &[comm.size(), bytes.len()])?))
+    });
+    let (send, mut recv) = refuse_on_error(comm, tag, buffers)?;
+    comm.all_gather(tag, send.view(), recv.view_mut())?;
+    let all = refuse_on_error(comm, tag, device.download(recv.view()))?;
+    Ok(all.as_chunks().0.iter().map(|b| u64::from_le_bytes(*b)).collect())
+}
+
+/// A field that is the same on all ranks, as a number that travels and as text.
+pub(crate) struct ComparedField {
+    pub(crate) name: &'static str,
+    pub(crate) value: u64,
+    /// A rank's value in words.
+    pub(crate) text: fn(u64) -> String,
+}
+
+impl ComparedField {
+    /// One whose number says it.
+    pub(crate) fn number(name: &'static str, value: u64) -> Self {
+        Self { name, value, text: |value| value.to_string() }
+    }
+
+    /// What [`gather_numbers`] takes.
+    pub(crate) fn values(fields: &[Self]) -> Vec<u64> {
+        fields.iter().map(|field| field.value).collect()
+    }
+}
+
+/// Refuses fields of a rank other than this one's, in the first that differs; `all` has every rank's values.
+pub(crate) fn compare_fields(call: &'static str, rank: usize, fields: &[ComparedField], all: &[u64]) -> Result<()> {
+    for (i, ComparedField { name, value, text }) in fields.iter().enumerate() {
+        let mut theirs = all.iter().skip(i).step_by(fields.len());
+        if let Some(peer) = theirs.position(|other| other != value) {
+            let (field, value) = ((*name).to_string(), text(*value));
+            let peer_value = text(all[peer * fields.len() + i]);
+            return Err(Error::ConfigMismatch { call, field, rank, value, peer, peer_value });
+        }
+    }
+    Ok(())
+}
