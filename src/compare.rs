@@ -1,4 +1,4 @@
-//! What ranks compare as they form something together: numbers of all of them, and the first in which they differ.
+//! Numbers of all ranks, and what ranks compare as they form something together: the first field in which they differ.
 
 use crate::comm::refusal::refuse_on_error;
 use crate::comm::{Communicator, Tag};
@@ -8,7 +8,7 @@ use crate::kernels::Kernels;
 use crate::tensor::Tensor;
 
 /// Numbers of every rank, in rank order, each rank's as many (one all-gather, which is waited for). What fails on a rank
-/// by itself is told to the others.
+/// by itself is told to the others: before the all-gather in it, behind it in their next collective.
 pub(crate) fn gather_numbers<D: Kernels>(
     device: &D,
     comm: &mut dyn Communicator<D>,
@@ -26,7 +26,7 @@ pub(crate) fn gather_numbers<D: Kernels>(
     Ok(all.as_chunks().0.iter().map(|b| u64::from_le_bytes(*b)).collect())
 }
 
-/// A field that is the same on all ranks, as a number that travels and as text.
+/// A field that ranks must have alike, as a number that travels and as text.
 pub(crate) struct ComparedField {
     pub(crate) name: &'static str,
     pub(crate) value: u64,

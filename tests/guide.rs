@@ -38,6 +38,7 @@ fn every_piece_of_the_guide_compiles() {
         ("nccl", include_str!("../docs/nccl.md")),
         ("nccl-ep", include_str!("../docs/nccl-ep.md")),
         ("one-gpu", include_str!("../docs/one-gpu.md")),
+        ("quantization", include_str!("../docs/quantization.md")),
         ("training", include_str!("../docs/training.md")),
     ];
     let mut found = 0;
@@ -59,13 +60,17 @@ fn every_piece_of_the_guide_compiles() {
 mod training {
     use std::time::Duration;
 
-    use candle_core::Tensor;
-    use candle_nn::{AdamW, Optimizer, ParamsAdamW, VarBuilder};
-    use moebius::candle::{self, ExpertParallelMoE, MainGradients};
+    use candle_core::{DType, Device, Module, Tensor};
+    use candle_nn::{AdamW, Optimizer, ParamsAdamW, VarBuilder, VarMap};
+    use moebius::MoeConfig;
+    use moebius::candle::{self, AdamWParam, DispatchCombine, ExpertParallelMoE};
+    use moebius::candle::{GradientReducer, MainGradients, ReduceComms};
     use moebius::config::AuxConfig;
     use moebius::cpu::{Cpu, ThreadComm, ThreadWorld};
-    use moebius::ep::{Group, GroupConfig};
-    use moebius::MoeConfig;
+    use moebius::ep::{EpGroup, Group, GroupConfig, Reporting};
+    use moebius::layer::{DispatchOptions, Layer};
+    use moebius::metrics::Load;
+    use moebius::optim::{AdamWOptions, GroupOptions};
 
     use super::Result;
 
@@ -104,6 +109,22 @@ mod training {
         Ok(())
     }
 
+    fn loads(moe: ExpertParallelMoE, mut gradients: MainGradients, loss: Loss, microbatches: Vec<Tensor>) -> Result<()> {
+        let mut loads = Vec::new();
+        for microbatch in microbatches {
+            gradients.backward(&loss(&moe, microbatch)?)?; // its forward is moe.forward_t
+            loads.push(moe.last_load()?); // this microbatch's, read below: nothing waits here
+        }
+        // … gradients reduced, the optimizer's step
+        let mut sum = Load::new(vec![0; moe.layer().config().router.num_experts], 0);
+        for load in &loads {
+            let counts = &load.get()?.tokens_per_expert;
+            sum.tokens_per_expert.iter_mut().zip(counts).for_each(|(sum, tokens)| *sum += tokens);
+        }
+        moe.update_selection_bias(&sum, 0.001)?;
+        Ok(())
+    }
+
     struct Reduced {
         moe: ExpertParallelMoE,
         others: Vec<candle_core::Var>,
@@ -114,8 +135,6 @@ mod training {
     }
 
     fn reduced(reduced: Reduced, mut gradients: MainGradients, mut adam: AdamW, loss: Loss) -> Result<()> {
-        use moebius::candle::{GradientReducer, ReduceComms};
-
         let Reduced { moe, others, device, sums, replicas, microbatches: (first, last) } = reduced;
         let comms = ReduceComms { group: Box::new(sums), replicas: Some(Box::new(replicas)) };
         let reducer = GradientReducer::new(&device, comms)?.with_layer(&moe).with_vars(&others);
@@ -138,9 +157,6 @@ mod training {
     }
 
     fn optimizer(Optimized { moe, norm, device, comm, loss, mut gradients }: Optimized) -> Result<()> {
-        use moebius::candle::AdamWParam;
-        use moebius::optim::{AdamWOptions, GroupOptions};
-
         let group = GroupOptions { lr: 3e-4, weight_decay: 0.1, ..Default::default() };
         let options = AdamWOptions { group, max_norm: Some(1.0), ..Default::default() };
         let mut adam = candle::AdamW::new(moe.vars(), options)?;      // one rank, one group; an Optimizer of candle-nn
@@ -157,9 +173,6 @@ mod training {
     }
 
     fn own_experts(group: candle::DeviceGroup, router: candle_nn::Linear, experts: Vec<candle_nn::Linear>, x: Tensor) -> Result<Tensor> {
-        use candle_core::Module;
-        use moebius::candle::DispatchCombine;
-
         let moe = DispatchCombine::new(MoeConfig::new(64, 32, 8, 2), &group)?; // one rank or several
         let routed = moe.route(&router.forward(&x)?, None)?; // the router's formula over logits `[T, E]`, or your own ids and weights
         let received = moe.dispatch(&x, &routed.ids, &routed.weights)?;
@@ -168,6 +181,16 @@ mod training {
         })?;
         let y = received.combine(&outputs)?;
         Ok(y)
+    }
+
+    fn options(config: MoeConfig, group: candle::DeviceGroup, vb: VarBuilder<'_>) -> Result<()> {
+        let options = DispatchOptions { reporting: Some(Reporting::Immediate), ..DispatchOptions::default() };
+        let layer = Layer::new(config, 0)?.with_dispatch(options); // number 0, the same on all ranks
+        let moe = ExpertParallelMoE::new(layer, &group, vb)?;
+
+        let layer = moe.layer().clone().with_dispatch(options); // of a module that is there, from a checkpoint say
+        let moe = moe.with_layer(layer);
+        Ok(())
     }
 
     #[cfg(feature = "burn")]
@@ -228,15 +251,11 @@ mod training {
     }
 
     fn ranks() {
-        use candle_core::{DType, Device, Result};
-        use moebius::ep::EpGroup; // …
-        use candle_nn::VarMap;
-
-        fn rank(comm: ThreadComm) -> Result<()> {
+        fn rank(comm: ThreadComm) -> candle_core::Result<()> {
             let config = MoeConfig::new(16, 32, 8, 2);
             let group = Group::new(Cpu::new(), Box::new(comm), GroupConfig::of(&config, 64))?; // at most 64 tokens a rank
-            let vb = VarBuilder::from_varmap(&VarMap::new(), DType::F32, &Device::Cpu); // …
             let group = EpGroup::new(group);                                                   // one for all layers
+            let vb = VarBuilder::from_varmap(&VarMap::new(), DType::F32, &Device::Cpu);
             let moe = ExpertParallelMoE::new(config, &group, vb)?;
             Ok(()) // …
         }
@@ -247,30 +266,31 @@ mod training {
 
 #[rustfmt::skip]
 mod checkpoints {
-    use candle_core::Device;
+    use candle_core::{Device, Module, Tensor};
     use moebius::candle::{DeviceGroup, ExpertParallelMoE, Parameters};
     use moebius::checkpoint::{Checkpoint, SaveOptions};
     use moebius::ep::{EpGroup, Group, GroupConfig};
 
     use super::Result;
 
-    fn one_rank(device: Device) -> Result<()> {
+    fn one_rank(device: Device, x: Tensor) -> Result<()> {
         let checkpoint = Checkpoint::open("Qwen3-30B-A3B")?;                              // once, for all layers
         let group = DeviceGroup::single(&checkpoint.block_config(0)?, &device)?;
         let moe = ExpertParallelMoE::from_checkpoint(&checkpoint, 0, &group, Parameters::Trainable)?;
-        // … evaluate, train …
+        let y = moe.detached().forward(&x)?;                                              // keeps nothing for a backward
         let block = moe.to_block()?;
         checkpoint.save("out", &[block.params.at_layer(0)])?;
         Ok(())
     }
 
     #[cfg(feature = "nccl")]
-    fn ranks(device: Device, cuda: moebius::cuda::Cuda, comm: moebius::nccl::NcclComm, checkpoint: Checkpoint) -> Result<()> {
+    fn ranks(on: (Device, moebius::cuda::Cuda), comm: moebius::nccl::NcclComm, checkpoint: Checkpoint, x: Tensor) -> Result<()> {
+        let (device, cuda) = on; // …
         let config = GroupConfig::of(&checkpoint.block_config(0)?, 4096);       // at most 4096 tokens a rank and call
         let group = EpGroup::new(Group::new(cuda, Box::new(comm), config)?);    // see "Several GPUs"
         let on_device = DeviceGroup::new(group.clone(), &device)?;
         let moe = ExpertParallelMoE::from_checkpoint(&checkpoint, 0, &on_device, Parameters::Trainable)?;
-        // … evaluate, train …
+        let y = moe.detached().forward(&x)?;                                    // on every rank
         let block = moe.to_block()?;                                            // this rank's experts
         checkpoint.save_over_ranks("out", &[block.params.at_layer(0)], &mut group.lock(), SaveOptions::default())?;
         Ok(())
@@ -278,22 +298,45 @@ mod checkpoints {
 }
 
 #[rustfmt::skip]
+mod quantization {
+    fn nvfp4(device: candle_core::Device, x: candle_core::Tensor) -> super::Result<()> {
+        use candle_core::{Device, Module, Tensor};
+        use moebius::candle::{DeviceGroup, ExpertParallelMoE, LoadAs, Parameters};
+        use moebius::checkpoint::Checkpoint;
+        use moebius::config::Payload;
+        use moebius::layer::Layer;
+
+        Checkpoint::open("Qwen3-30B-A3B")?.save_nvfp4("Qwen3-30B-A3B-NVFP4")?;  // once: routed experts in NVFP4
+        let checkpoint = Checkpoint::open("Qwen3-30B-A3B-NVFP4")?;
+        let group = DeviceGroup::single(&checkpoint.block_config(0)?, &device)?;
+        let load = LoadAs::new(Parameters::Frozen).quantized();                 // routed experts stay in NVFP4
+        let moe = ExpertParallelMoE::from_checkpoint(&checkpoint, 0, &group, load)?;
+        let config = moe.layer().config().clone().with_payload(Payload::Nvfp4); // tokens travel in NVFP4
+        let moe = moe.with_layer(Layer::new(config, 0)?);                       // the same parameters, layer 0
+        let y = moe.forward(&x)?;
+        Ok(())
+    }
+}
+
+#[rustfmt::skip]
 mod etp {
+    use std::sync::Arc;
+
     use candle_core::{Tensor, Var};
     use candle_nn::{AdamW, Optimizer, ParamsAdamW, VarBuilder};
+    use moebius::MoeConfig;
     use moebius::candle::{DeviceGroup, ExpertParallelMoE, GradientReducer, MainGradients, ReduceComms};
     use moebius::candle::{GradientType, finish_sharded};
-    use moebius::comm::Communicator;
+    use moebius::comm::{Communicator, Solo};
     use moebius::cpu::Cpu;
-    use moebius::etp::{Chain, Payload, Phase};
-    use moebius::MoeConfig;
+    use moebius::etp::{Chain, Comms, EtpOptions, Payload, Phase};
 
     use super::Result;
 
     struct Parts<'a> {
         config: MoeConfig,
         group: DeviceGroup,
-        chain: std::sync::Arc<Chain<Cpu>>,
+        chain: Arc<Chain<Cpu>>,
         vb: VarBuilder<'a>,
         params: ParamsAdamW,
         x: Tensor,
@@ -302,6 +345,13 @@ mod etp {
         ep_ranks: Box<dyn Communicator<Cpu>>,
         same_experts: Box<dyn Communicator<Cpu>>,
         same_shards: Option<&'a mut dyn Communicator<Cpu>>,
+    }
+
+    fn cpu_chain() -> Result<Arc<Chain<Cpu>>> {
+        let (gather, reduce) = (Solo::new(Cpu::new()), Solo::new(Cpu::new())); // one rank on the CPU
+        let comms = Comms::<Cpu> { gather: Box::new(gather), reduce: Box::new(reduce) };
+        let chain = Arc::new(Chain::new(Cpu::new(), comms, EtpOptions::default())?);
+        Ok(chain)
     }
 
     fn step(parts: Parts<'_>) -> Result<()> {
@@ -403,13 +453,14 @@ mod etp {
         use candle_core::backprop::GradStore;
         use candle_core::{Device, Tensor};
         use candle_nn::{Init, Optimizer, VarBuilder};
-        use moebius::candle::{AdamW, DeviceGroup, ExpertParallelMoE, GradientType, NewWeight, Parameters, ShardedIn, ShardedWeights, finish_sharded};
+        use moebius::MoeConfig;
+        use moebius::candle::{AdamW, DeviceGroup, ExpertParallelMoE, GradientType, NewWeight, Parameters};
+        use moebius::candle::{ShardedIn, ShardedWeights, finish_sharded};
         use moebius::checkpoint::{Checkpoint, RankModel, SaveOptions};
         use moebius::comm::Communicator;
         use moebius::cpu::Cpu;
         use moebius::etp::{Chain, Payload};
         use moebius::optim::AdamWOptions;
-        use moebius::MoeConfig;
 
         use super::super::Result;
 
@@ -465,7 +516,6 @@ mod etp {
     #[cfg(feature = "nccl")]
     fn on_gpus(gpus: Vec<moebius::cuda::Cuda>, library: moebius::nccl::NcclLibrary, timeout: std::time::Duration) -> moebius::Result<()> {
         use moebius::cuda::Cuda;
-        use moebius::etp::{Comms, EtpOptions};
         use moebius::nccl::NcclComm;
         use moebius::Result;
 
@@ -525,13 +575,20 @@ mod one_gpu {
         Ok(())
     }
 
-    fn alone(config: moebius::MoeConfig, layer: moebius::layer::Layer, x: moebius::Tensor<moebius::cuda::Cuda>,
-        params: moebius::layer::Params<'_, moebius::cuda::Cuda>) -> super::Result<()> {
+    fn alone() -> super::Result<()> {
         use moebius::cuda::Cuda;
         use moebius::ep::GroupConfig;
-        use moebius::layer::Mode;
+        use moebius::layer::{Layer, Mode, Params, PerParam};
+        use moebius::{DType, MoeConfig, Tensor};
 
         let cuda = Cuda::new(0)?;
+        let config = MoeConfig::new(2048, 768, 128, 8); // hidden, intermediate, experts, top-k
+        let layer = Layer::new(config.clone(), 0)?;
+        let tensor = |dims: &[usize]| Tensor::zeros(&cuda, DType::BF16, dims); // Kernels::upload writes values
+        let (x, router) = (tensor(&[512, 2048])?, tensor(&[128, 2048])?);
+        let (up, down) = (tensor(&[128, 2 * 768, 2048])?, tensor(&[128, 2048, 768])?); // up: gate rows first
+        let params = Params { router: router.view(), up: &up.view(), down: &down.view(), others: PerParam::none() };
+
         let mut group = cuda.group(GroupConfig::of(&config, 16384))?; // the layer's experts, most tokens a call
         let forward = layer.forward(&mut group, Mode { backward: true, noise: None }, x.view(), &params)?;
         Ok(())
@@ -650,7 +707,7 @@ mod nccl_ep {
 
     fn quickest(layer: MoeConfig, device: Cpu, comm: Box<dyn Communicator<Cpu>>) -> Result<()> {
         let mut config = GroupConfig::of(&layer, 8192);
-        config.measure = Some(DispatchShape::of(&layer, 8192, DType::BF16));  // forward and backward, an open capacity
+        config.measure = Some(DispatchShape::of(&layer, 8192, DType::BF16));  // forward and backward, an eager capacity
         let group = Group::new(device, comm, config)?;
         let kind = group.dispatcher_kind();  // store `kind.name()`; `name.parse()` reads it
         Ok(())

@@ -45,8 +45,8 @@ const ALL_VARIABLE: &str = "MOEBIUS_INVARIANCE_ALL";
 /// Rows of a product at which something else takes over. They stand for constants that are private to the crate: who
 /// changes one changes it here.
 ///
-/// On the CPU (`src/cpu/heuristics.rs`): the streamed weight (8, `STREAM_ROWS`), copies of rows (12, `COPY_ROWS`) and
-/// of the weight (24: `COPY_TILES` of 6 rows), blocks of rows (128 and 256, `BLOCK_ROWS` and `NARROW_BLOCK_ROWS`),
+/// On the CPU (`src/cpu/heuristics.rs`): one row, copies of rows (12, `COPY_ROWS`) and of the weight (24: `COPY_TILES`
+/// of 6 rows), blocks of rows (128 and 256, `NARROW_DOT_BLOCK_ROWS` and `BLOCK_ROWS`),
 /// tasks (256, `ROW_TILE`); and tiles of 1 to 6 rows (`OrderedProduct::with_simd` in `src/cpu/ordered/mod.rs`).
 ///
 /// On a GPU (`src/cuda/heuristics.rs`): kernels for few rows (6, `DECODE_EIGHT_ROWS`; 32, `DECODE_ROWS`; the router's
@@ -333,7 +333,7 @@ fn sizes<D: Target>(place: Place, kind: LayerKind) -> (usize, usize) {
     let at = place.turn();
     match kind {
         // Sizes that are no multiple of a register, and for x·w sums longer than a chunk (256, `AXPY_CHUNK`). Those of
-        // x·wᵀ stay within one (1024, `DOT_CHUNK`).
+        // x·wᵀ stay within one (`DOT_REGISTERS`).
         LayerKind::Dense => ([40, 72][at % 2], [36, 300][at / 2 % 2]),
         LayerKind::Routed(_) => ([40, 72][at % 2], 36),
         LayerKind::DenseOfLongSums => long_sums(place.round, D::has_f64()),
@@ -342,8 +342,9 @@ fn sizes<D: Target>(place: Place, kind: LayerKind) -> (usize, usize) {
     }
 }
 
-/// On the CPU x·wᵀ with sums of three chunks (1024, `DOT_CHUNK` in `src/cpu/heuristics.rs`), of the hidden size (the
-/// router and up) or of the intermediate one (down), the last chunk not full.
+/// On the CPU x·wᵀ with sums of several chunks, of the hidden size (the router and up) or of the intermediate one (down),
+/// the last chunk not full. A chunk has 128 registers (`DOT_REGISTERS` in `src/cpu/heuristics.rs`), which hold 1024 f64
+/// at most.
 ///
 /// On a GPU whole words of 16 bytes, so that in 16 bits Hopper's kernels serve all products of experts; once with sums
 /// and columns from which down and the rows' gradient have wider tiles, and rows behind a map are first brought into

@@ -18,7 +18,7 @@ use common::support::dense::{Dense, Params};
 use common::support::quantized_payload::{TOKENS as FORMAT, through};
 use common::support::random::Random;
 use common::{CoreTensor, Cotangent, Outcome, Setup};
-use faulty_comm::Changed;
+use faulty_comm::FaultyComm;
 use moebius::comm::{Communicator, Op};
 use moebius::config::{AuxConfig, Payload};
 use moebius::cpu::{Cpu, ThreadWorld};
@@ -208,7 +208,7 @@ struct Counted {
 
 fn counted(config: &MoeConfig, (ranks, kind): (usize, DispatcherKind), dtype: DType, tokens: usize) -> Vec<Counted> {
     let one = |comm: moebius::cpu::ThreadComm| {
-        let (rank, comm, cpu) = (Communicator::<Cpu>::rank(&comm), Changed::new(Box::new(comm)), Cpu::poisoning());
+        let (rank, comm, cpu) = (Communicator::<Cpu>::rank(&comm), FaultyComm::new(Box::new(comm)), Cpu::poisoning());
         let sent = Arc::clone(&comm.sent);
         let limits = GroupConfig { dispatcher: kind, ..GroupConfig::new(config.router.num_experts, tokens) };
         let mut group = Group::new(cpu, Box::new(comm), limits).unwrap();

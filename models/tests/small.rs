@@ -10,7 +10,7 @@ use moebius_models::{LoadOptions, Model};
 #[path = "support/program.rs"]
 mod program;
 
-use program::{run, text};
+use program::{run, run_example, text};
 
 fn folder() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("small")
@@ -55,6 +55,28 @@ fn greedy_text_is_the_same_at_any_number_of_ranks() {
     assert_eq!(greedy(&["--seed", "4"]), one);
     for ranks in ["2", "4", "8"] {
         assert_eq!(greedy(&["--ranks", ranks]), one, "{ranks} ranks");
+    }
+}
+
+/// A folder that holds something is refused before anything is read or written; with `--force` the next argument is
+/// looked at, which is a text that there is not.
+#[test]
+fn training_replaces_no_folder_unasked() {
+    let dir = tempfile::tempdir().expect("a folder");
+    let file = dir.path().join("tokenizer.json");
+    std::fs::write(&file, "mine").expect("a file");
+    let out = dir.path().to_str().expect("a path");
+    for (force, status, problem) in [
+        (None, 2, "holds files; expected a folder that is new or empty, or --force"),
+        (Some("--force"), 1, "no-such-text.md: "),
+    ] {
+        let mut arguments = vec!["--out", out, "no-such-text.md"];
+        arguments.extend(force);
+        let output = run_example("train_small", &arguments);
+        let error = String::from_utf8_lossy(&output.stderr);
+        assert_eq!(output.status.code(), Some(status), "{error}");
+        assert!(error.starts_with("error: ") && error.contains(problem), "{error}");
+        assert_eq!(std::fs::read_to_string(&file).expect("the file"), "mine");
     }
 }
 

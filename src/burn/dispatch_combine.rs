@@ -145,8 +145,8 @@ impl DispatchCombine {
     /// and be 0. Two collectives: prepare and dispatch.
     ///
     /// # Errors
-    /// Tensors of another shape, type or device, bad ids, capacity, ranks that disagree: on every rank, with the group
-    /// usable afterwards. [`Error::Comm`](crate::Error::Comm) where a rank is lost.
+    /// Tensors of another shape, type or device, bad ids, capacity, ranks that disagree: on every rank, and the group
+    /// is usable afterwards between threads. [`Error::Comm`](crate::Error::Comm) where a rank is lost.
     pub fn dispatch<B: MoeBackend>(
         &self,
         x: Tensor<B, 2>,
@@ -230,7 +230,7 @@ impl<B: MoeBackend> Dispatched<B> {
     /// [`rows`](Self::rows) and of x's type; rows that no expert has are not read. A collective.
     ///
     /// # Errors
-    /// Outputs of another shape, type or device: on every rank, with the group usable afterwards.
+    /// Outputs of another shape, type or device: on every rank, and the group is usable afterwards between threads.
     /// [`Error::Comm`](crate::Error::Comm) where a rank is lost.
     pub fn combine(&self, outputs: Tensor<B, 2>) -> Result<Tensor<B, 2>> {
         Ok(tensor_of(B::moe_combine(&self.routing, primitive(outputs))?))

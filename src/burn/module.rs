@@ -157,7 +157,7 @@ impl<B: Backend> ExpertParallelMoE<B> {
     }
 
     /// Meets the other ranks' forward of this layer as a failure: for a model that fails before it, where they would
-    /// wait. They get the reason at once, and the group stays usable.
+    /// wait. They get the reason at once; between threads the group stays usable.
     pub fn refuse_forward(&self, reason: &str) {
         self.group.erased().refuse(self.layer.number(), Op::Prepare, reason);
     }

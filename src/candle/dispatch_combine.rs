@@ -130,8 +130,8 @@ impl DispatchCombine {
     /// between ranks and be 0. Two collectives: prepare and dispatch.
     ///
     /// # Errors
-    /// Tensors of another shape, type or device, bad ids, capacity, ranks that disagree: on every rank, with the group
-    /// usable afterwards. [`Error::Comm`](crate::Error::Comm) where a rank is lost.
+    /// Tensors of another shape, type or device, bad ids, capacity, ranks that disagree: on every rank, and the group
+    /// is usable afterwards between threads. [`Error::Comm`](crate::Error::Comm) where a rank is lost.
     pub fn dispatch(&self, x: &Tensor, ids: &Tensor, weights: &Tensor) -> Result<Dispatched> {
         let anchor = self.anchor.as_ref().map(Var::as_tensor);
         let (layer, device, tokens) = (&self.layer, self.group.device(), DispatchTokens { x, ids, weights });
@@ -211,7 +211,7 @@ impl Dispatched {
     /// [`rows`](Self::rows) and of x's type; rows that no expert has are not read. A collective.
     ///
     /// # Errors
-    /// Outputs of another shape, type or device: on every rank, with the group usable afterwards.
+    /// Outputs of another shape, type or device: on every rank, and the group is usable afterwards between threads.
     /// [`Error::Comm`](crate::Error::Comm) where a rank is lost.
     pub fn combine(&self, outputs: &Tensor) -> Result<Tensor> {
         self.node.routing.clone().combine(self.node.token.as_ref(), outputs)

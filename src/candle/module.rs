@@ -140,7 +140,7 @@ impl ExpertParallelMoE {
     }
 
     /// Meets the other ranks' forward of this layer as a failure: for a model that fails before it, where they would
-    /// wait. They get the reason at once, and the group stays usable.
+    /// wait. They get the reason at once; between threads the group stays usable.
     pub fn refuse_forward(&self, reason: &str) {
         self.refuse(Op::Prepare, reason);
     }

@@ -6,7 +6,10 @@ use candle_core::{CpuStorage, CudaStorage, Device, Error, Result, Shape, Storage
 
 use super::device::CandleDevice;
 
-const TWICE: &str = "a moebius operation ran twice";
+/// Of an operation that candle has run already.
+fn ran_twice() -> Error {
+    Error::wrap(crate::Error::invalid("candle", "operation", "one that runs once", "a second run"))
+}
 
 /// The value, until candle's operation takes it.
 pub(super) struct Precomputed(Mutex<Option<(Storage, Shape)>>);
@@ -37,14 +40,14 @@ impl Precomputed {
     pub(super) fn on_cpu(&self) -> Result<(CpuStorage, Shape)> {
         match self.take() {
             Some((Storage::Cpu(value), shape)) => Ok((value, shape)),
-            _ => Err(Error::msg(TWICE)),
+            _ => Err(ran_twice()),
         }
     }
 
     pub(super) fn on_cuda(&self) -> Result<(CudaStorage, Shape)> {
         match self.take() {
             Some((Storage::Cuda(value), shape)) => Ok((value, shape)),
-            _ => Err(Error::msg(TWICE)),
+            _ => Err(ran_twice()),
         }
     }
 }

@@ -20,7 +20,7 @@ impl ViewMutOp<'_> {
     fn run(&self, storage: StorageMut<'_>, layout: &Layout) -> candle_core::Result<()> {
         match self.0.take() {
             Some(visit) => visit(storage, layout),
-            None => Err(candle_core::Error::msg("a tensor's memory was borrowed twice")),
+            None => Err(candle_core::Error::wrap(refused("a tensor that is named once", "named twice"))),
         }
     }
 }
@@ -76,7 +76,11 @@ pub fn with_storages_mut<R>(
         }
         Ok(())
     })?;
-    made.ok_or_else(|| candle_core::Error::msg("no storages were lent"))
+    made.ok_or_else(|| candle_core::Error::wrap(refused("one that candle runs", "candle ran nothing")))
+}
+
+fn refused(expected: &str, found: &str) -> crate::Error {
+    crate::Error::invalid("with_storages_mut", "tensors", expected, found)
 }
 
 /// Storages of tensors, and where these lie in them.

@@ -54,6 +54,19 @@ impl Checkpoint {
         })
     }
 
+    /// The JSON of a folder's `config.json`, whatever model it describes; `None` where the checkpoint has none. It is
+    /// found as [`open`](Self::open) finds it, also after a save that was killed, and has the same limits; a key that
+    /// comes twice is an error.
+    ///
+    /// # Errors
+    /// [`CheckpointError`], for a file that cannot be read or is no JSON within the limits.
+    pub fn read_config(dir: impl AsRef<Path>, options: OpenOptions) -> Result<Option<serde_json::Value>> {
+        read_one_version(dir.as_ref(), options, |folder| {
+            let Some(path) = folder.find(CONFIG)? else { return Ok(None) };
+            Ok(Some(json::parse_value(&json::read_limited(&path, json::MAX_CONFIG)?, &path)?))
+        })
+    }
+
     fn read(folder: &Folder) -> Result<Self> {
         Self::read_with(folder, Files::open)
     }

@@ -19,7 +19,7 @@ use super::stored::on_disk;
 use super::{OpenOptions, header};
 use crate::comm::refusal::refuse_on_error;
 use crate::comm::{Exchange, Op, Tag};
-use crate::cpu::Cpu;
+use crate::compare::{ComparedField, compare_fields, gather_numbers};
 use crate::dtype::DType;
 use crate::error::{CheckpointError, Error, Result};
 use crate::optim::{AdamW, Counts, StateKind, StepDevice};
@@ -221,26 +221,10 @@ impl<D: StepDevice> AdamW<D> {
 
     /// Refuses counts that differ from rank to rank: another state has taken the folder meanwhile.
     fn agree(&mut self, counts: &Counts) -> Result<()> {
-        let device = self.device().clone();
-        let (rank, own, streams) = (self.rank(), counts.numbers(), self.streams());
+        let (rank, fields, streams) = (self.rank(), counts.fields(), self.streams());
         let Some(comm) = self.comm().filter(|comm| comm.size() > 1) else { return Ok(()) };
-        let ranks = comm.size();
-        let buffers = Tensor::<Cpu>::from_vec(own.to_vec(), &[own.len()])
-            .and_then(|own| own.to(&device))
-            .and_then(|send| Ok((send, Tensor::empty(&device, DType::I64, &[own.len() * ranks])?)));
-        let (send, mut all) = refuse_on_error(comm, TAG, buffers)?;
-        streams.run_on_transfer(|| comm.all_gather(TAG, send.view(), all.view_mut()))?;
-        let bytes = device.download(all.view())?;
-        let all: Vec<i64> =
-            bytes.chunks_exact(8).map(|b| i64::from_le_bytes(b.try_into().unwrap_or_default())).collect();
-        for (peer, theirs) in all.chunks(own.len()).enumerate() {
-            if theirs != own {
-                let (value, peer_value) = (format!("{own:?}"), format!("{theirs:?}"));
-                let field = "optimizer.state (steps, skipped, good steps, scale)".to_string();
-                return Err(Error::ConfigMismatch { call: CALL, field, rank, value, peer, peer_value });
-            }
-        }
-        Ok(())
+        let all = gather_numbers(&streams.transfer, comm, TAG, &ComparedField::values(&fields))?;
+        compare_fields(CALL, rank, &fields, &all)
     }
 }
 

@@ -1,6 +1,6 @@
 //! Numbers that were measured or weighed, and that nothing else determines: how work is cut into tasks, and where one
 //! loop takes over from another. None changes what is computed, except those marked "Changes the order of sums", whose
-//! results have other bits with another number: [`DOT_CHUNK`], [`AXPY_CHUNK`], [`WGRAD_SLOTS`], [`AUX_PARTIAL_TOKENS`].
+//! results have other bits with another number: [`DOT_REGISTERS`], [`AXPY_CHUNK`], [`WGRAD_SLOTS`], [`AUX_PARTIAL_TOKENS`].
 
 // --------------------------------------------------------------------------------------------------- experts' products
 
@@ -16,18 +16,20 @@ pub(super) const WGRAD_ROWS: usize = 256;
 
 // ---------------------------------------------------------------------------------------- rows by a weight (`ordered`)
 
-/// Terms between two additions to an element of `x · wᵀ`: as long as four rows of a weight stay in a cache of 32 KiB.
-/// Changes the order of sums.
-pub(super) const DOT_CHUNK: usize = 1024;
+/// A chunk of the terms of `x · wᵀ`, in SIMD registers. Behind each chunk the lanes of a sum are added up: the chunk is so
+/// long that this takes little of the time, and so short that the rows of a tile stay in a cache near the core. Changes
+/// the order of sums.
+pub(super) const DOT_REGISTERS: usize = 128;
 
 /// Terms between two additions to an element of `x · w`. Changes the order of sums.
 pub(super) const AXPY_CHUNK: usize = 256;
 
-/// Rows of x that pass over a chunk of the weight together: what stays in a cache of 1 MiB beside it.
-pub(super) const BLOCK_ROWS: usize = 128;
+/// Rows of x that pass over a chunk of the weight together, at most: all of a task ([`ROW_TILE`]). The more, the less the
+/// copies of the weight cost.
+pub(super) const BLOCK_ROWS: usize = 256;
 
-/// The same of `x · w` in narrow tiles, whose copies of the weight cost more.
-pub(super) const NARROW_BLOCK_ROWS: usize = 256;
+/// The same of `x · wᵀ` with few registers, whose small tiles read x more often: what stays in a cache of 1 MiB.
+pub(super) const NARROW_DOT_BLOCK_ROWS: usize = 128;
 
 /// Rows and columns from which on `x · wᵀ` copies what it reads again and again: registers are then loaded from whole
 /// lines of a cache, and rows a power of two apart do not share places in it. `x · w` copies x from as many rows on.
@@ -37,11 +39,8 @@ pub(super) const COPY_COLUMNS: usize = 16;
 /// Tiles of rows above which `x · w` copies the weight even where a cache near the core holds all of it.
 pub(super) const COPY_TILES: usize = 4;
 
-/// Up to so many rows, `x · w` streams the weight; above, it multiplies by tiles of it copied aside.
-pub(super) const STREAM_ROWS: usize = 8;
-
-/// Columns of `x · w` that few rows sum at a time: what stays in a cache of 32 KiB for [`STREAM_ROWS`] rows.
-pub(super) const STREAM_COLUMNS: usize = 1024;
+/// Columns of `x · w` that one row sums at a time: in f32 32 KiB of sums, which stay in a cache near the core.
+pub(super) const STREAM_COLUMNS: usize = 8192;
 
 /// Bytes of a weight from which on streaming it, or copying it for a few tiles of rows, pays: what no cache near the
 /// core holds.
@@ -50,7 +49,7 @@ pub(super) const STREAM_BYTES: usize = 2 << 20;
 /// Columns from which on streaming pays.
 pub(super) const STREAM_MIN_COLUMNS: usize = 512;
 
-/// Rows of w that few rows multiply by at a time.
+/// Rows of w that one row multiplies by at a time.
 pub(super) const STREAM_DEPTH: usize = 8;
 
 // ---------------------------------------------------------------------------------------------------------- the router

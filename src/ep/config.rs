@@ -55,7 +55,7 @@ pub struct DispatchShape {
 }
 
 impl DispatchShape {
-    /// Steps of a layer of this many tokens a rank, forward and backward, with an open capacity.
+    /// Steps of a layer of this many tokens a rank, forward and backward, with an eager capacity.
     pub fn of(layer: &MoeConfig, tokens: usize, dtype: DType) -> Self {
         let (hidden, top_k) = (layer.hidden, layer.router.top_k);
         Self { tokens, hidden, top_k, dtype, capacity: Capacity::Eager, backward: true }
@@ -104,7 +104,7 @@ impl DispatcherKind {
     }
 
     pub(super) fn name_of(number: u64) -> String {
-        Self::ALL.iter().find(|k| **k as u64 == number).map_or_else(|| number.to_string(), |k| format!("{k:?}"))
+        Self::ALL.iter().find(|k| **k as u64 == number).map_or_else(|| number.to_string(), |k| k.name().to_string())
     }
 }
 
@@ -161,7 +161,7 @@ mod tests {
         for kind in DispatcherKind::ALL {
             assert_eq!(kind.name().parse::<DispatcherKind>().ok(), Some(kind));
             assert_eq!(kind.to_string().replace('_', "-").parse::<DispatcherKind>().ok(), Some(kind));
-            assert_eq!(DispatcherKind::name_of(kind as u64), format!("{kind:?}"));
+            assert_eq!(DispatcherKind::name_of(kind as u64), kind.name());
         }
         let error = "ncclep".parse::<DispatcherKind>().expect_err("no kind").to_string();
         assert!(error.contains("ncclep") && error.contains("nccl_ep_ll"), "{error}");

@@ -57,7 +57,7 @@ impl GroupConfig {
         }
         match shape.capacity {
             Capacity::Static(rows) if !(1..=self.max_rows).contains(&rows) => {
-                let expected = format!("1..={} (max_rows), or an open one", self.max_rows);
+                let expected = format!("1..={} (max_rows), or eager", self.max_rows);
                 Err(Error::invalid(CALL, "measure.capacity", expected, rows))
             }
             _ => Ok(()),
@@ -88,7 +88,7 @@ impl GroupConfig {
             of_shape("measure.top_k", |shape| shape.top_k),
             ComparedField { text: dtype_of, ..of_shape("measure.dtype", |shape| shape.dtype as usize) },
             ComparedField {
-                text: |rows| rows.checked_sub(1).map_or_else(|| "open".into(), |rows| rows.to_string()),
+                text: |rows| rows.checked_sub(1).map_or_else(|| "eager".into(), |rows| format!("static {rows}")),
                 ..of_shape("measure.capacity", capacity)
             },
             ComparedField {
@@ -149,7 +149,7 @@ impl<D: LibraryDispatchers> Group<D> {
             }
             _ => select::dispatcher(core, source)?,
         };
-        tracing::info!(rank, ranks, dispatcher = dispatcher.name(), ?requested, reason, "joined a group");
+        tracing::info!(rank, ranks, dispatcher = dispatcher.name(), %requested, reason, "joined a group");
         Ok(Self { config, device, rank, ranks, dispatcher })
     }
 }
@@ -260,7 +260,7 @@ mod tests {
                 let lines = log.0.lock().expect("no panic").clone();
                 assert_eq!(lines.len(), 1, "{lines:?}");
                 let name = group.dispatcher().name();
-                for part in [name, reason, "rank=0", "ranks=1", &format!("requested={dispatcher:?}")] {
+                for part in [name, reason, "rank=0", "ranks=1", &format!("requested={dispatcher}")] {
                     assert!(lines[0].contains(part), "{part} is not in {}", lines[0]);
                 }
             });

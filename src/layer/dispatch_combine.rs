@@ -180,8 +180,8 @@ impl Layer {
     /// Gives the tokens' choices their slots; `backward`: gradients will follow, on every rank. A collective.
     ///
     /// # Errors
-    /// Mis-shaped tensors, bad ids, capacity, ranks whose layers or types of tokens differ: on every rank, with the
-    /// group usable afterwards. [`Error::Comm`] where a rank is lost.
+    /// Mis-shaped tensors, bad ids, capacity, ranks whose layers or types of tokens differ: on every rank, and the
+    /// group is usable afterwards between threads. [`Error::Comm`] where a rank is lost.
     pub fn prepare_dispatch<D: Kernels>(
         &self,
         group: &mut Group<D>,
@@ -210,7 +210,8 @@ impl Layer {
     /// [`prepare_dispatch`](Self::prepare_dispatch). A collective.
     ///
     /// # Errors
-    /// Mis-shaped tensors: on every rank, with the group usable afterwards. [`Error::Comm`] where a rank is lost.
+    /// Mis-shaped tensors: on every rank, and the group is usable afterwards between threads.
+    /// [`Error::Comm`] where a rank is lost.
     pub fn dispatch_into<D: Kernels>(
         &self,
         group: &mut Group<D>,

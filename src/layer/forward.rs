@@ -34,7 +34,7 @@ impl Layer {
     /// auxiliary losses are over ranks, and one more where jitter needs global token numbers.
     ///
     /// # Errors
-    /// Mis-shaped tensors, NaN logits, capacity: on every rank, with the group usable afterwards.
+    /// Mis-shaped tensors, NaN logits, capacity: on every rank, and the group is usable afterwards between threads.
     /// [`Error::Comm`](crate::Error::Comm) where a rank is lost.
     pub fn forward<D: Kernels>(
         &self,

@@ -26,7 +26,7 @@ fn refuse<D: Kernels>(layer: &Layer, group: &mut Group<D>, op: Op, error: Error)
 
 impl Layer {
     /// Meets the other ranks' [`forward`](Self::forward) as a failure: for an adapter that cannot call it. They get
-    /// this error's text at once, and the group stays usable. Returns the error.
+    /// this error's text at once; between threads the group stays usable. Returns the error.
     pub fn refuse_forward<D: Kernels>(&self, group: &mut Group<D>, error: Error) -> Error {
         refuse(self, group, Op::Prepare, error)
     }

@@ -304,9 +304,15 @@ pub(crate) struct Counts {
 }
 
 impl Counts {
-    /// As numbers to compare.
-    pub(crate) fn numbers(&self) -> [i64; 4] {
-        [self.steps as i64, self.skipped as i64, self.good as i64, self.scale.to_bits() as i64]
+    /// To compare with those of other ranks.
+    pub(crate) fn fields(&self) -> [ComparedField; 4] {
+        let scale = ComparedField::number("optimizer.state.scale", self.scale.to_bits());
+        [
+            ComparedField::number("optimizer.state.steps", self.steps),
+            ComparedField::number("optimizer.state.skipped", self.skipped),
+            ComparedField::number("optimizer.state.good_steps", self.good),
+            ComparedField { text: |bits| f64::from_bits(bits).to_string(), ..scale },
+        ]
     }
 }
 

@@ -3,9 +3,8 @@
 use std::ops::Range;
 
 use crate::DType;
-use crate::comm::refusal::refuse_on_error;
 use crate::comm::{Communicator, Op, Tag};
-use crate::compare::{ComparedField, compare_fields};
+use crate::compare::{ComparedField, compare_fields, gather_numbers};
 use crate::error::{Error, Result};
 use crate::etp::StreamPair;
 use crate::fnv1a::fnv1a;
@@ -195,27 +194,13 @@ pub(super) fn exchange<D: StepDevice>(
     let (ranks, rank) = (comm.size(), comm.rank());
     let streams = StreamPair::new(device, comm.device());
     let mut gather = |sequence: u64, numbers: &[u64]| -> Result<Vec<Vec<u64>>> {
-        let tag = Tag { layer: 0, op: Op::Init, sequence };
-        let bytes: Vec<u8> = numbers.iter().flat_map(|v| v.to_le_bytes()).collect();
-        let buffers = upload(device, DType::I64, &bytes)
-            .and_then(|send| Ok((send, Tensor::empty(device, DType::I64, &[ranks * numbers.len()])?)));
-        let (send, mut all) = refuse_on_error(comm, tag, buffers)?;
-        streams.run_on_transfer(|| comm.all_gather(tag, send.view(), all.view_mut()))?;
-        let bytes = device.download(all.view())?;
-        let of_rank = |rank: usize| {
-            let own = bytes.iter().skip(rank * numbers.len() * 8).take(numbers.len() * 8).copied().collect::<Vec<_>>();
-            own.as_chunks().0.iter().map(|b| u64::from_le_bytes(*b)).collect()
-        };
+        let all = gather_numbers(&streams.transfer, comm, Tag { layer: 0, op: Op::Init, sequence }, numbers)?;
+        let of_rank = |rank: usize| all[rank * numbers.len()..(rank + 1) * numbers.len()].to_vec();
         Ok((0..ranks).map(of_rank).collect())
     };
-    // A number that is not the same on all ranks differs from another rank's on each of them.
-    let differing = |all: &[Vec<u64>], at: usize, own: u64| all.iter().position(|theirs| theirs[at] != own);
-    let mismatch = |field: String, value: String, peer: usize, peer_value: String| {
-        Err(Error::ConfigMismatch { call: CALL, field, rank, value, peer, peer_value })
-    };
 
-    let all = gather(0, &ComparedField::values(fields))?;
-    compare_fields(CALL, rank, fields, &all.concat())?;
+    let all = gather(0, &ComparedField::values(fields))?.concat();
+    compare_fields(CALL, rank, fields, &all)?;
     let columns = |spec: &ParamSpec| {
         let rows = spec.shard.rows();
         description(spec).map(|part| fnv1a(&part)).into_iter().chain([rows.start as u64, rows.end as u64])
@@ -225,12 +210,15 @@ pub(super) fn exchange<D: StepDevice>(
     for (p, spec) in specs.iter().enumerate() {
         for (part, name) in PARTS.iter().enumerate() {
             let at = p * COLUMNS + part;
-            let Some(peer) = differing(&all, at, table[at]) else { continue };
+            // A number that is not the same on all ranks differs from another rank's on each of them.
+            let Some(peer) = all.iter().position(|theirs| theirs[at] != table[at]) else { continue };
             // All ranks are here: this part is the first that differs on each of them.
             let own = &description(spec)[part];
             let texts = gather(2, &as_numbers(own))?;
             let of = if part == 0 { String::new() } else { format!(" of {}", spec.name) };
-            return mismatch(format!("optimizer.parameters[{p}].{name}{of}"), own.clone(), peer, as_text(&texts[peer]));
+            let field = format!("optimizer.parameters[{p}].{name}{of}");
+            let (value, peer_value) = (own.clone(), as_text(&texts[peer]));
+            return Err(Error::ConfigMismatch { call: CALL, field, rank, value, peer, peer_value });
         }
     }
     let rows = |of: &[u64]| of[PARTS.len()] as usize..of[PARTS.len() + 1] as usize;

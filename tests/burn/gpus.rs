@@ -8,7 +8,7 @@ use burn::backend::Autodiff;
 use burn::nn::LinearConfig;
 use burn::optim::GradientsParams;
 use burn::tensor::Tensor;
-use moebius::burn::{DeviceGroup, ReduceOptions, ShardedParams, reduce_gradients_over};
+use moebius::burn::{DeviceGroup, GradientReducer, ReduceComms, ReduceOptions, ShardedParams, reduce_gradients_over};
 use moebius::comm::{Communicator, Solo};
 use moebius::config::Payload;
 use moebius::cuda::Cuda;
@@ -70,7 +70,7 @@ fn square(world: usize) -> Mesh {
     Mesh { world, ep: world / 2 }
 }
 
-const CASES: [Case; 16] = [
+const CASES: [Case; 18] = [
     ("matches_a_dense_model", |ranks| dense::matches_a_dense_model::<Gpu>(&[ranks])),
     ("each_output_alone_gives_its_part", |ranks| dense::each_output_alone::<Gpu>(ranks)),
     ("gradients_are_those_of_finite_differences", |ranks| gradients::finite_differences::<Gpu>(ranks)),
@@ -91,6 +91,8 @@ const CASES: [Case; 16] = [
         sharded::begin_is_told::<Gpu>(Mesh { world, ep: world });
     }),
     ("gradients_are_summed_over_the_ranks", |ranks| reduce::of_a_layer::<Gpu>(ranks)),
+    ("sums_beside_backward_are_those_behind_it", |ranks| sums_beside_backward(ranks, false)),
+    ("sums_over_replicas_beside_backward_are_those_behind_it", |ranks| sums_beside_backward(ranks, true)),
     ("gradients_are_summed_over_a_communicator_of_another_stream", over_another_stream),
     ("sums_over_another_gpu_and_groups_of_another_stream_are_refused", elsewhere),
 ];
@@ -114,6 +116,68 @@ fn beside<T: Send>(ranks: usize, rank: impl Fn(usize, Cuda, Box<dyn Communicator
 }
 
 type A = Autodiff<Gpu>;
+
+/// A reducer's sums over two microbatches: the bits of those behind backward, and the sums of what each rank has. The
+/// ranks divide the experts, or are replicas.
+fn sums_beside_backward(ranks: usize, replicas: bool) {
+    let members: Vec<usize> = (0..ranks).collect();
+    let own_gpu = |cuda: &Cuda| Box::new(Solo::new(cuda.with_new_stream().unwrap())) as Box<dyn Communicator<Cuda>>;
+    let layers: Vec<Box<dyn Communicator<Cuda>>> = match replicas {
+        true => members.iter().map(|&gpu| own_gpu(&nccl_gpus::first(gpu + 1).1[gpu])).collect(),
+        false => nccl_gpus::among(&members, "layers", LONG).into_iter().map(|comm| Box::new(comm) as Box<_>).collect(),
+    };
+    let run = |rank: usize, layers: Box<dyn Communicator<Cuda>>, sums: Box<dyn Communicator<Cuda>>| {
+        let cuda = Gpu::device_of(&layers);
+        let comms = match replicas {
+            true => ReduceComms { group: own_gpu(&cuda), replicas: Some(sums) },
+            false => ReduceComms { group: sums, replicas: None },
+        };
+        let model = module::<A>(&config(), &Gpu::group(cuda.clone(), layers));
+        let loss = |factor: f32| {
+            let x = tensor::<A, 2>(inputs(rank).0, [TOKENS[rank], H]).mul_scalar(factor);
+            model.forward(x).unwrap().powi_scalar(2).sum()
+        };
+        let values = |gradients: &GradientsParams| {
+            let own = [&model.router.weight, &model.shared.as_ref().unwrap().up];
+            let own = own.map(|p| floats(gradients.get::<Gpu, 2>(p.id).unwrap()));
+            own.into_iter().chain([floats(gradients.get::<Gpu, 3>(model.experts.up.id).unwrap())]).collect::<Vec<_>>()
+        };
+        let own = [1.0, 0.5].map(|factor| values(&GradientsParams::from_grads(loss(factor).backward(), &model)));
+        let mut reducer = GradientReducer::<A>::new(&cuda, comms).unwrap().with_layer(&model);
+        reducer.backward(loss(1.0), &model).unwrap();
+        reducer.backward(loss(0.5), &model).unwrap();
+        let behind = values(&reducer.reduce(&model).unwrap());
+        reducer.backward(loss(1.0), &model).unwrap();
+        let beside = values(&reducer.backward_reduced(loss(0.5), &model).unwrap());
+        assert_eq!(beside, behind, "rank {rank}");
+        (own, beside)
+    };
+    let found: Vec<_> = thread::scope(|s| {
+        let run = &run;
+        let sums = nccl_gpus::among(&members, "sums", LONG);
+        let start = |(rank, (layers, sums))| {
+            s.spawn(move || {
+                work_on(u16::try_from(rank).unwrap());
+                run(rank, layers, Box::new(sums))
+            })
+        };
+        let threads: Vec<_> = layers.into_iter().zip(sums).enumerate().map(start).collect();
+        threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+    });
+    for (rank, (_, sums)) in found.iter().enumerate() {
+        for (at, sums) in sums.iter().enumerate() {
+            // The last are experts', which replicas alone sum.
+            let of = if at < 2 || replicas { 0..ranks } else { rank..rank + 1 };
+            for (i, sum) in sums.iter().enumerate() {
+                let terms = || found[of.clone()].iter().flat_map(|(own, _)| own).map(|own| f64::from(own[at][i]));
+                let (exact, size) = (terms().sum::<f64>(), terms().map(f64::abs).sum::<f64>());
+                // A rounding of 2⁻²⁴ an addition of f32, of the magnitudes' sum.
+                let bound = 2.0 * ranks as f64 * size / f64::from(1u32 << 24);
+                assert!((f64::from(*sum) - exact).abs() <= bound, "rank {rank}, {at}: {sum} for {exact}");
+            }
+        }
+    }
+}
 
 /// A gradient that burn writes late is read after that, and its sum before burn writes its memory again.
 fn over_another_stream(ranks: usize) {

@@ -21,7 +21,7 @@ use moebius::cpu::{Cpu, ThreadComm, ThreadWorld};
 use moebius::ep::{Group, GroupConfig};
 use moebius::{CommError, Error, Result};
 
-use super::faulty_comm::{Changed, Entered};
+use super::faulty_comm::{Entered, FaultyComm};
 use super::support::*;
 use crate::trials::tests;
 
@@ -54,7 +54,7 @@ fn places<R: Send>([replicas, ranks]: [usize; 2], run: impl Fn(Place) -> R + Syn
         let run = &run;
         let threads = all.into_iter().map(|(replica, layers, sums, across)| {
             scope.spawn(move || {
-                let [layers, sums, across] = [layers, sums, across].map(|comm| Changed::<Cpu>::new(Box::new(comm)));
+                let [layers, sums, across] = [layers, sums, across].map(|comm| FaultyComm::<Cpu>::new(Box::new(comm)));
                 let [of_layers, of_sums, of_replicas] = [&layers, &sums, &across].map(|comm| comm.entered.clone());
                 let group = Group::new(Cpu::new(), Box::new(layers), GroupConfig::new(E, 64)).unwrap();
                 let replicas = (replicas > 1).then(|| Box::new(across) as Box<_>);

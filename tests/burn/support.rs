@@ -19,7 +19,7 @@ use moebius::cpu::{Cpu, ThreadWorld};
 use moebius::ep::{Group, GroupConfig};
 use moebius::layer::{ParamKind, PerParam};
 
-use super::faulty_comm::{Changed, Entered};
+use super::faulty_comm::{Entered, FaultyComm};
 
 pub type B = Autodiff<Flex>;
 
@@ -181,7 +181,7 @@ pub fn on_watched_ranks<T: Send>(
     timeout: Duration,
     rank: impl Fn(usize, EpGroup, &[Entered]) -> T + Sync,
 ) -> Vec<T> {
-    let comms: Vec<_> = ThreadWorld::create(ranks, timeout).into_iter().map(|c| Changed::new(Box::new(c))).collect();
+    let comms: Vec<_> = ThreadWorld::create(ranks, timeout).into_iter().map(|c| FaultyComm::new(Box::new(c))).collect();
     let entered: Vec<Entered> = comms.iter().map(|comm| Entered::clone(&comm.entered)).collect();
     thread::scope(|s| {
         let (run, entered) = (&rank, &entered[..]);

@@ -11,7 +11,7 @@ use moebius::ep::{Group, GroupConfig};
 use moebius::layer::{Layer, ParamKind};
 use moebius::{CommError, Error, MoeConfig};
 
-use crate::faulty_comm::{Changed, Entered};
+use crate::faulty_comm::{Entered, FaultyComm};
 use crate::support::{AnyResult, EXPERTS, H, config, flat, normal, of_type, wide_tokens};
 use crate::trials::tests;
 
@@ -53,7 +53,7 @@ fn places<R: Send>([replicas, ranks]: [usize; 2], run: impl Fn(Place) -> AnyResu
         let run = &run;
         let threads = all.into_iter().map(|(replica, layers, sums, across)| {
             scope.spawn(move || {
-                let [layers, sums, across] = [layers, sums, across].map(|comm| Changed::<Cpu>::new(Box::new(comm)));
+                let [layers, sums, across] = [layers, sums, across].map(|comm| FaultyComm::<Cpu>::new(Box::new(comm)));
                 let [of_layers, of_sums, of_replicas] = [&layers, &sums, &across].map(|comm| comm.entered.clone());
                 let group = Group::new(Cpu::new(), Box::new(layers), GroupConfig::new(EXPERTS, 1024))?;
                 let replicas = (replicas > 1).then(|| Box::new(across) as Box<_>);

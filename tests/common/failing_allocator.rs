@@ -36,7 +36,7 @@ unsafe impl GlobalAlloc for FailingAllocator {
 }
 
 #[global_allocator]
-static SCARCE: FailingAllocator = FailingAllocator;
+static ALLOCATOR: FailingAllocator = FailingAllocator;
 
 /// Runs `work` on this thread; the first tensor of so many bytes that it asks for is not to be had.
 pub fn without<T>(bytes: usize, work: impl FnOnce() -> T) -> T {

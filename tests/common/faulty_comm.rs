@@ -1,4 +1,4 @@
-//! A communicator of which something is changed.
+//! A communicator that fails, delays, hides or counts, as a test says.
 #![allow(dead_code, reason = "each suite uses some of it")]
 
 use std::collections::BTreeMap;
@@ -28,30 +28,30 @@ pub type Windows = Arc<Mutex<BTreeMap<u64, Option<usize>>>>;
 /// Where a buffer lies.
 pub type Address<D> = fn(&TensorMut<'_, D>) -> usize;
 
-/// A communicator, changed as the fields say.
+/// What the fields say of it.
 #[derive(Debug)]
-pub struct Changed<D: Device> {
+pub struct FaultyComm<D: Device> {
     /// The communicator itself.
     pub inner: Box<dyn Communicator<D>>,
     /// In place of the number of ranks.
     pub size: Option<usize>,
     /// Does not tell its device.
-    pub silent: bool,
+    pub hides_device: bool,
     /// Has memory of its own for collectives, of this device.
     pub memory: Option<D>,
     /// So many of the first requests of it fail, which the other ranks are told.
-    pub scarce: usize,
+    pub failing_requests: usize,
     /// Where memory is, and what the ranks' collectives have written: another window than the other ranks' is an error.
     pub windows: Option<(Address<D>, Windows)>,
     /// Its windows so far.
     pub own: Vec<usize>,
     /// Its part of the first collective from this number on fails: as over NCCL the communicator has ended then, on all
     /// ranks.
-    pub breaks: Option<u64>,
+    pub fails_from: Option<u64>,
     /// Every collective of this name takes so much longer.
     pub slow: Option<(&'static str, Duration)>,
     /// Ends with a failure, and returns it from there on.
-    pub mortal: bool,
+    pub ends_with_failure: bool,
     /// That failure.
     pub ended: Option<CommError>,
     /// All-reduces so far.
@@ -64,21 +64,21 @@ pub struct Changed<D: Device> {
     pub entered: Entered,
 }
 
-impl<D: Device> Changed<D> {
-    /// Nothing is changed yet.
+impl<D: Device> FaultyComm<D> {
+    /// The communicator as it is.
     pub fn new(inner: Box<dyn Communicator<D>>) -> Self {
         let (reduced, moved, sent, entered) = Default::default();
         Self {
             inner,
             size: None,
-            silent: false,
+            hides_device: false,
             memory: None,
-            scarce: 0,
+            failing_requests: 0,
             windows: None,
             own: Vec::new(),
-            breaks: None,
+            fails_from: None,
             slow: None,
-            mortal: false,
+            ends_with_failure: false,
             ended: None,
             reduced,
             moved,
@@ -114,20 +114,20 @@ impl<D: Device> Changed<D> {
             return Err(failure.clone().into());
         }
         let (operation, rank, reason) = ("copy", self.inner.rank(), "an illegal address".to_string());
-        if self.breaks.is_some_and(|first| self.inner.calls() >= first) {
+        if self.fails_from.is_some_and(|first| self.inner.calls() >= first) {
             self.inner.refuse(tag, &reason)?;
             let failure = CommError::Transport { operation, tag, rank, reason };
             return Err(self.ended.insert(failure).clone().into());
         }
         let done = run(&mut *self.inner);
-        if let (true, Err(Error::Comm(failure))) = (self.mortal, &done) {
+        if let (true, Err(Error::Comm(failure))) = (self.ends_with_failure, &done) {
             self.ended = Some(failure.clone());
         }
         done
     }
 }
 
-impl<D: Device> Communicator<D> for Changed<D> {
+impl<D: Device> Communicator<D> for FaultyComm<D> {
     fn rank(&self) -> usize {
         self.inner.rank()
     }
@@ -138,15 +138,15 @@ impl<D: Device> Communicator<D> for Changed<D> {
         self.inner.calls()
     }
     fn device(&self) -> Option<&D> {
-        self.inner.device().filter(|_| !self.silent)
+        self.inner.device().filter(|_| !self.hides_device)
     }
     fn uses_copy_engines(&self) -> bool {
         self.memory.is_some() || self.inner.uses_copy_engines()
     }
     fn memory(&mut self, tag: Tag, dtype: DType, dims: &[usize]) -> Result<Option<Tensor<D>>> {
         match &self.memory {
-            Some(_) if self.scarce > 0 => {
-                self.scarce -= 1;
+            Some(_) if self.failing_requests > 0 => {
+                self.failing_requests -= 1;
                 self.inner.refuse(tag, "out of memory")?;
                 Err(Error::Device { call: "memory", operation: "allocate".into(), message: "out of memory".into() })
             }

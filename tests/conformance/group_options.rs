@@ -6,7 +6,7 @@ use moebius::ep::{Capacity, DispatchShape, DispatcherKind, Group, GroupConfig};
 use moebius::{CommError, DType, Error, Result};
 
 use super::devices::{Endpoint, Target};
-use super::faulty_comm::Changed;
+use super::faulty_comm::FaultyComm;
 use super::harness::{Case, F32, Rank, Setup, Slots, TIMEOUT, TokenGrads, case, round_robin, training, x};
 
 /// Once for each device: what is timed does not depend on the dispatcher under test.
@@ -50,9 +50,9 @@ fn on_ranks<D: Target, T: Send>(s: &Setup<D>, body: impl Fn(Endpoint<D>) -> T + 
 fn changed<D: Target>(
     endpoint: Endpoint<D>,
     config: GroupConfig,
-    change: impl FnOnce(&mut Changed<D>),
+    change: impl FnOnce(&mut FaultyComm<D>),
 ) -> Result<Group<D>> {
-    let mut comm = Changed::new(endpoint.comm);
+    let mut comm = FaultyComm::new(endpoint.comm);
     change(&mut comm);
     Group::new(endpoint.device, Box::new(comm), config)
 }
@@ -183,8 +183,8 @@ fn impossible_shapes<D: Target>(s: &Setup<D>) {
 fn a_failure_while_dispatchers_are_timed<D: Target>(s: &Setup<D>) {
     for first in [1, 2, 3, 5, 60, 300] {
         let errors = on_ranks(s, |endpoint| {
-            let breaks = (endpoint.comm.rank() == 1).then_some(first);
-            changed(endpoint, config(s, shape::<D>()), |comm| comm.breaks = breaks).expect_err("a failure")
+            let fails_from = (endpoint.comm.rank() == 1).then_some(first);
+            changed(endpoint, config(s, shape::<D>()), |comm| comm.fails_from = fails_from).expect_err("a failure")
         });
         for (rank, error) in errors.iter().enumerate() {
             match error {

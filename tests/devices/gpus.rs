@@ -73,13 +73,13 @@ pub fn communicators(ranks: usize, timeout: Duration) -> Vec<NcclComm> {
 const END: Duration = Duration::from_secs(5);
 
 /// Communicators between these GPUs, each on a stream of that name beside its GPU's own; without a name on its own.
-pub fn among(ranks: &[usize], lane: &'static str, timeout: Duration) -> Vec<NcclComm> {
-    lanes(ranks, (lane, false), timeout)
+pub fn among(ranks: &[usize], purpose: &'static str, timeout: Duration) -> Vec<NcclComm> {
+    for_purpose(ranks, (purpose, false), timeout)
 }
 
 /// The same, with copy engines where that is asked for.
-pub fn lanes(ranks: &[usize], (lane, engines): (&'static str, bool), timeout: Duration) -> Vec<NcclComm> {
-    let key = (ranks.to_vec(), lane, engines);
+pub fn for_purpose(ranks: &[usize], (purpose, engines): (&'static str, bool), timeout: Duration) -> Vec<NcclComm> {
+    let key = (ranks.to_vec(), purpose, engines);
     let mut gpus = gpus().as_ref().expect("GPUs").lock().unwrap_or_else(PoisonError::into_inner);
     if let Some(world) = gpus.beside.get(&key) {
         let until = Instant::now() + END;
@@ -93,7 +93,7 @@ pub fn lanes(ranks: &[usize], (lane, engines): (&'static str, bool), timeout: Du
         }
         drop(gpus.beside.remove(&key));
     }
-    let stream = |gpu: &Cuda| if lane.is_empty() { gpu.clone() } else { gpu.with_new_stream().expect("a stream") };
+    let stream = |gpu: &Cuda| if purpose.is_empty() { gpu.clone() } else { gpu.with_new_stream().expect("a stream") };
     let own: Vec<Cuda> = ranks.iter().map(|rank| stream(&gpus.gpus[*rank])).collect();
     let make = if engines { NcclWorld::with_copy_engines } else { NcclWorld::new };
     let world = make(&gpus.library, &own, CONNECT).expect("a world");

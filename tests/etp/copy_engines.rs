@@ -6,7 +6,7 @@ use moebius::etp::{Comms, Phase};
 use moebius::weights::WeightSource;
 use moebius::{CommError, Error, Result};
 
-use super::faulty_comm::Changed;
+use super::faulty_comm::FaultyComm;
 use super::test_ranks::{MINUTE, ON, Place, holds, ranks, value};
 use super::{bodies, with_memory};
 
@@ -18,11 +18,13 @@ fn every_body_with_memory_of_the_communicators() {
     }
 }
 
-/// Lanes with memory, of which `scarce` first requests fail on the gathers' collective thread.
-fn place(place: Place<Cpu>, scarce: usize) -> Place<Cpu> {
-    let with = |comm, scarce| Box::new(Changed { memory: Some(place.device), scarce, ..Changed::new(comm) });
+/// Communicators with memory, of which the `failing_requests` first requests fail on the gathers' collective thread.
+fn place(place: Place<Cpu>, failing_requests: usize) -> Place<Cpu> {
+    let with = |comm, failing_requests| {
+        Box::new(FaultyComm { memory: Some(place.device), failing_requests, ..FaultyComm::new(comm) })
+    };
     let Comms { gather, reduce } = place.comms;
-    Place { comms: Comms { gather: with(gather, scarce), reduce: with(reduce, 0) }, ..place }
+    Place { comms: Comms { gather: with(gather, failing_requests), reduce: with(reduce, 0) }, ..place }
 }
 
 #[test]
@@ -45,11 +47,16 @@ fn a_rank_without_memory_is_told_to_the_others_and_all_recover() {
 #[test]
 fn copies_that_fail_end_the_chain_on_every_rank() {
     // Comparison of options; for each of two weights of the first forward a comparison, memory and a gather.
-    for (lane, at) in [("gather", 3), ("gather", 5), ("gather", 6), ("gather", 7), ("reduce", 2), ("reduce", 4)] {
+    for (purpose, at) in [("gather", 3), ("gather", 5), ("gather", 6), ("gather", 7), ("reduce", 2), ("reduce", 4)] {
         ranks(&Cpu::new(), 2, MINUTE, |rank, own| {
             let with = |comm, name: &str| {
-                let breaks = Some(at).filter(|_| rank == 1 && name == lane);
-                Box::new(Changed { memory: Some(own.device), mortal: true, breaks, ..Changed::new(comm) })
+                let fails_from = Some(at).filter(|_| rank == 1 && name == purpose);
+                Box::new(FaultyComm {
+                    memory: Some(own.device),
+                    ends_with_failure: true,
+                    fails_from,
+                    ..FaultyComm::new(comm)
+                })
             };
             let Comms { gather, reduce } = own.comms;
             let comms = Comms { gather: with(gather, "gather"), reduce: with(reduce, "reduce") };
@@ -73,12 +80,12 @@ fn copies_that_fail_end_the_chain_on_every_rank() {
                 | (1, Error::Comm(CommError::Transport { rank: 1, reason, .. })) => {
                     assert!(reason.contains("an illegal address"), "{reason}");
                 }
-                other => panic!("{lane} {at}: {other:?}"),
+                other => panic!("{purpose} {at}: {other:?}"),
             }
             let recovered = test.chain.recover(Some(&failure));
             let Err(Error::Comm(CommError::Poisoned { reason, .. })) = &recovered else { panic!("{recovered:?}") };
             assert!(reason.contains("rank 1") && reason.contains("a new chain over new communicators"), "{reason}");
-            assert!(steps().is_err(), "{lane} {at}");
+            assert!(steps().is_err(), "{purpose} {at}");
         });
     }
 }
@@ -101,11 +108,14 @@ fn memory_stays_when_a_chain_is_cleared() {
 }
 
 #[test]
-fn ranks_whose_lanes_differ_are_refused() {
+fn ranks_whose_copy_engines_differ_are_refused() {
     ranks(&Cpu::new(), 2, MINUTE, |rank, own| {
         let own = if rank == 0 { place(own, 0) } else { own };
         let found = own.test_chain(ON, 1, false).map(drop).unwrap_err();
-        assert!(matches!(&found, Error::ConfigMismatch { field, .. } if field == "uses_copy_engines"), "{found:?}");
+        assert!(
+            matches!(&found, Error::ConfigMismatch { field, .. } if field == "gather.uses_copy_engines"),
+            "{found:?}"
+        );
     });
 }
 

@@ -17,7 +17,7 @@ bodies! {
     2 paddings,
     2 several_microbatches_a_step,
     2 prefetch_or_not,
-    2 lanes_or_one,
+    2 two_collective_threads_or_one,
     2 with_recomputation,
     2 weights_of_one_shape,
     2 means,
@@ -98,7 +98,7 @@ fn prefetch_or_not<D: Chained>(device: &D) {
 }
 
 /// One collective thread for gathers and reductions.
-fn lanes_or_one<D: Chained>(device: &D) {
+fn two_collective_threads_or_one<D: Chained>(device: &D) {
     for (ep, n) in [(1, 2), (1, 4), (2, 2)].into_iter().filter(|(ep, n)| ep * n <= device.most()) {
         let mut run = Run::new(device, ep, n);
         run.microbatches = 2;

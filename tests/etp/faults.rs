@@ -304,10 +304,18 @@ fn options_that_differ_between_ranks<D: Chained>(device: &D) {
             place.chain(options).map(drop)
         });
         for outcome in outcomes {
-            assert!(
-                matches!(&outcome, Err(Error::ConfigMismatch { call: "Chain::new", field, .. }) if field == name),
-                "{outcome:?}"
-            );
+            let Err(Error::ConfigMismatch { call: "Chain::new", field, value, peer_value, .. }) = &outcome else {
+                panic!("{outcome:?}")
+            };
+            assert_eq!(field, name);
+            let mut values = [&value[..], peer_value];
+            values.sort_unstable();
+            match name {
+                "reduction" => assert_eq!(values, ["Native", "Pairwise"]),
+                "scale" => assert_eq!(values, ["Mean", "Sum"]),
+                "in_turn" | "prefetch" => assert_eq!(values, ["false", "true"]),
+                _ => {}
+            }
         }
     }
 }

@@ -5,7 +5,7 @@ use moebius::cpu::Cpu;
 use moebius::etp::{Comms, EtpOptions, Phase};
 use moebius::{CommError, Error, Result, TensorMut};
 
-use super::faulty_comm::Changed;
+use super::faulty_comm::FaultyComm;
 use super::test_ranks::{MINUTE, ON, Place, TestChain};
 use super::world::mesh;
 
@@ -50,28 +50,28 @@ impl Rank {
     }
 }
 
-/// `world` ranks, chains of `n`. `breaks`: this rank's reductions fail from that collective on.
+/// `world` ranks, chains of `n`. `fails_from`: this rank's reductions fail from that collective on.
 fn ranks<R: Send>(
     [world, n]: [usize; 2],
     options: EtpOptions,
-    breaks: Option<(usize, u64)>,
+    fails_from: Option<(usize, u64)>,
     run: impl Fn(Rank) -> R + Sync,
 ) -> Vec<R> {
-    let lanes = || mesh(&Cpu::new(), (world, ""), |w| (w / n, w % n), MINUTE).into_iter();
+    let comms = || mesh(&Cpu::new(), (world, ""), |w| (w / n, w % n), MINUTE).into_iter();
     let replicas = mesh(&Cpu::new(), (world, ""), |w| (w % n, w / n), MINUTE).into_iter();
     std::thread::scope(|scope| {
         let start = |(w, ((gather, reduce), replicas))| {
             let run = &run;
             scope.spawn(move || {
-                let breaks = breaks.filter(|(rank, _)| *rank == w).map(|(_, first)| first);
-                let reduce = Box::new(Changed { breaks, ..Changed::<Cpu>::new(reduce) });
+                let fails_from = fails_from.filter(|(rank, _)| *rank == w).map(|(_, first)| first);
+                let reduce = Box::new(FaultyComm { fails_from, ..FaultyComm::<Cpu>::new(reduce) });
                 let device = Cpu::poisoning();
                 let place = Place { device, comms: Comms { gather, reduce } };
                 let options = EtpOptions { replicas: world / n, ..options };
                 run(Rank { w, test_chain: TestChain::new(place, options, 2, false).unwrap(), replicas })
             })
         };
-        let threads: Vec<_> = lanes().zip(lanes()).zip(replicas).enumerate().map(start).collect();
+        let threads: Vec<_> = comms().zip(comms()).zip(replicas).enumerate().map(start).collect();
         threads.into_iter().map(|thread| thread.join().unwrap()).collect()
     })
 }

@@ -6,7 +6,7 @@ use moebius::comm::ReduceOp;
 use moebius::etp::{Comms, EtpOptions, Payload, Phase, Shard, ShardSource, WeightSpec};
 use moebius::weights::WeightSource;
 
-use super::faulty_comm::Changed;
+use super::faulty_comm::FaultyComm;
 use super::test_ranks::{Chained, DIMS, MINUTE, ON, Place, bodies, cut, ranks, tensor, value};
 
 bodies! {
@@ -143,7 +143,7 @@ fn one_cast_a_step<D: Chained>(device: &D) {
     for payload in [Payload::Nvfp4, Payload::Mxfp8] {
         ranks(device, 2, MINUTE, |_, place| {
             let own = place.device.clone();
-            let gather = Changed::new(place.comms.gather);
+            let gather = FaultyComm::new(place.comms.gather);
             let joined = Arc::clone(&gather.reduced);
             let gather = Box::new(gather);
             let place = Place { comms: Comms { gather, ..place.comms }, ..place };
@@ -209,7 +209,7 @@ fn one_all_reduce_of_amaxes_a_step<D: Chained>(device: &D) {
     for (prefetch, ahead) in [(true, 1), (true, 2), (false, 1)] {
         ranks(device, 2, MINUTE, |_, place| {
             let own = place.device.clone();
-            let gather = Changed::new(place.comms.gather);
+            let gather = FaultyComm::new(place.comms.gather);
             let joined = Arc::clone(&gather.reduced);
             let place = Place { comms: Comms { gather: Box::new(gather), ..place.comms }, ..place };
             let chain = place.chain(EtpOptions { prefetch, ahead, ..ON }).unwrap();

@@ -16,7 +16,7 @@ use moebius::{DType, Result, Tensor, TensorMut, TensorRef};
 use super::devices::Target;
 #[cfg(feature = "nccl")]
 use super::devices::gpus;
-use super::faulty_comm::{Address, Changed, Windows};
+use super::faulty_comm::{Address, FaultyComm, Windows};
 
 /// A device whose ranks can share weights.
 pub trait Chained: Target + ShardDevice {
@@ -26,9 +26,9 @@ pub trait Chained: Target + ShardDevice {
     /// The device of a rank.
     fn of_rank(&self, rank: usize) -> Self;
 
-    /// Communicators of these ranks, in this order, each on a stream of its own; `lane` tells those of the same ranks
+    /// Communicators of these ranks, in this order, each on a stream of its own; `purpose` tells those of the same ranks
     /// apart.
-    fn among(&self, ranks: &[usize], lane: &'static str, limit: Duration) -> Vec<Box<dyn Communicator<Self>>>;
+    fn among(&self, ranks: &[usize], purpose: &'static str, limit: Duration) -> Vec<Box<dyn Communicator<Self>>>;
 
     /// So many ranks, or as many as there can be.
     fn up_to(&self, ranks: usize) -> usize {
@@ -85,7 +85,7 @@ impl Chained for Cpu {
         let address = |recv: &TensorMut<'_, Cpu>| recv.as_ref().data().as_ptr() as usize;
         let endpoint = |comm| {
             let windows = memory.map(|_| (address as Address<Cpu>, Arc::clone(&written)));
-            Box::new(Changed { memory, windows, ..Changed::new(Box::new(comm)) }) as Box<_>
+            Box::new(FaultyComm { memory, windows, ..FaultyComm::new(Box::new(comm)) }) as Box<_>
         };
         ThreadWorld::create(ranks.len(), limit).into_iter().map(endpoint).collect()
     }
@@ -102,14 +102,14 @@ impl Chained for moebius::cuda::Cuda {
         gpus.swap_remove(rank)
     }
 
-    fn among(&self, ranks: &[usize], lane: &'static str, limit: Duration) -> Vec<Box<dyn Communicator<Self>>> {
+    fn among(&self, ranks: &[usize], purpose: &'static str, limit: Duration) -> Vec<Box<dyn Communicator<Self>>> {
         if let [rank] = ranks {
             let own = self.of_rank(*rank);
-            let own = if lane.is_empty() { own } else { own.with_new_stream().unwrap() };
+            let own = if purpose.is_empty() { own } else { own.with_new_stream().unwrap() };
             return vec![Box::new(moebius::comm::Solo::new(own))];
         }
-        let engines = MEMORY.get() && !lane.is_empty();
-        gpus::lanes(ranks, (lane, engines), limit).into_iter().map(|comm| Box::new(comm) as Box<_>).collect()
+        let engines = MEMORY.get() && !purpose.is_empty();
+        gpus::for_purpose(ranks, (purpose, engines), limit).into_iter().map(|comm| Box::new(comm) as Box<_>).collect()
     }
 }
 
@@ -236,8 +236,8 @@ pub fn ranks<D: Chained, R: Send>(
     f: impl Fn(usize, Place<D>) -> R + Sync,
 ) -> Vec<R> {
     let all: Vec<usize> = (0..n).collect();
-    let lane = |name| device.among(&all, name, limit);
-    let comms = lane("gather").into_iter().zip(lane("reduce"));
+    let purpose = |name| device.among(&all, name, limit);
+    let comms = purpose("gather").into_iter().zip(purpose("reduce"));
     thread::scope(|scope| {
         let start = |(rank, (gather, reduce))| {
             let (f, device) = (&f, device.of_rank(rank));

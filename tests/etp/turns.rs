@@ -8,7 +8,7 @@ use moebius::etp::{Chain, CollectiveState, Comms, EtpOptions, Phase, Shard, Shar
 use moebius::weights::WeightSource;
 use moebius::{Error, Result, TensorRef};
 
-use super::faulty_comm::Changed;
+use super::faulty_comm::FaultyComm;
 use super::test_ranks::{COUNT, Chained, DIMS, MINUTE, ON, Place, bodies, cut, holds, ranks, value};
 
 bodies! {
@@ -147,7 +147,7 @@ fn only_what_others_need_is_moved<D: Chained>(device: &D) {
     let n = device.up_to(4);
     for prefetch in [true, false] {
         ranks(device, n, MINUTE, |_, place| {
-            let reduce = Changed::new(place.comms.reduce);
+            let reduce = FaultyComm::new(place.comms.reduce);
             let moved = Arc::clone(&reduce.moved);
             let place = Place { comms: Comms { reduce: Box::new(reduce), ..place.comms }, ..place };
             let test = place.test_chain(EtpOptions { prefetch, ..ON }, 2, false).unwrap();
@@ -434,7 +434,7 @@ fn wrong_arguments<D: Chained>(device: &D) {
         let mut odd = spec(&[2, 4, 3], float);
         odd.payload = moebius::etp::Payload::Nvfp4;
         assert!(chain.add(odd, shard(&[8, 3])).unwrap_err().to_string().contains("even"));
-        let mut two = Changed { size: Some(2), ..Changed::new(Box::new(Solo::new(own.clone()))) };
+        let mut two = FaultyComm { size: Some(2), ..FaultyComm::new(Box::new(Solo::new(own.clone()))) };
         let error = chain.finish(Some(&mut two), |_, _| Ok(())).unwrap_err().to_string();
         assert!(error.contains("replicas") && error.contains("expected 1, found 2"), "{error}");
     });

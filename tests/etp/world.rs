@@ -137,7 +137,7 @@ pub struct Outcome {
 /// collective thread of this name.
 pub fn mesh<D: Chained>(
     device: &D,
-    (world, lane): (usize, &'static str),
+    (world, purpose): (usize, &'static str),
     place: impl Fn(usize) -> (usize, usize),
     timeout: Duration,
 ) -> Vec<Box<dyn Communicator<D>>> {
@@ -146,7 +146,7 @@ pub fn mesh<D: Chained>(
     let mut all: Vec<Option<Box<dyn Communicator<D>>>> = (0..world).map(|_| None).collect();
     for group in places.chunk_by(|a, b| a.0 == b.0) {
         let members: Vec<usize> = group.iter().map(|(_, _, w)| *w).collect();
-        for (w, comm) in members.iter().zip(device.among(&members, lane, timeout)) {
+        for (w, comm) in members.iter().zip(device.among(&members, purpose, timeout)) {
             all[*w] = Some(comm);
         }
     }
@@ -507,14 +507,14 @@ fn sharded<D: Chained>(device: &D, run: &Run, p: usize, comms: Comms<D>) -> Resu
 /// Trains on one thread a rank, with whole weights or sharded ones.
 pub fn train<D: Chained>(device: &D, run: &Run, shard: bool) -> Vec<Outcome> {
     let (world, ep, n) = (run.world, run.ep, run.etp);
-    let lane = |lane| (world, lane);
-    let experts = mesh(device, lane(""), |w| (w / ep, w % ep), MINUTE);
-    let data = mesh(device, lane("data"), |w| (w % ep, w / ep), MINUTE);
+    let purpose = |purpose| (world, purpose);
+    let experts = mesh(device, purpose(""), |w| (w / ep, w % ep), MINUTE);
+    let data = mesh(device, purpose("data"), |w| (w % ep, w / ep), MINUTE);
     // Ranks with the same experts: `etp` in a row make a shard group, those at the same place in them are replicas.
     let in_group = |w: usize| (w / ep / n * ep + w % ep, w / ep % n);
-    let gathers = mesh(device, lane("gather"), in_group, MINUTE);
-    let reductions = mesh(device, lane("reduce"), in_group, MINUTE);
-    let replicas = mesh(device, lane("replicas"), |w| (w % (ep * n), w / (ep * n)), MINUTE);
+    let gathers = mesh(device, purpose("gather"), in_group, MINUTE);
+    let reductions = mesh(device, purpose("reduce"), in_group, MINUTE);
+    let replicas = mesh(device, purpose("replicas"), |w| (w % (ep * n), w / (ep * n)), MINUTE);
     let comms = experts.into_iter().zip(data).zip(gathers.into_iter().zip(reductions)).zip(replicas);
     thread::scope(|scope| {
         let threads: Vec<_> = comms

@@ -122,7 +122,7 @@ fn never_enters(_: &Cuda, ranks: usize) {
 }
 
 fn with_copy_engines(ranks: usize, limit: Duration) -> Vec<NcclComm> {
-    gpus::lanes(&(0..ranks).collect::<Vec<_>>(), ("lost", true), limit)
+    gpus::for_purpose(&(0..ranks).collect::<Vec<_>>(), ("lost", true), limit)
 }
 
 /// The first call that the last rank leaves out, of memory that copy engines move.

@@ -19,7 +19,7 @@ use moebius::{CommError, DType, Device, Error, MoeConfig, Result, Tensor, Tensor
 
 use crate::Run;
 use crate::conformance::seed;
-use crate::etp::faulty_comm::Changed;
+use crate::etp::faulty_comm::FaultyComm;
 use crate::etp::gpus;
 
 pub fn cases() -> Vec<(&'static str, Run)> {
@@ -102,8 +102,8 @@ impl Rank {
 
 pub fn ranks<R: Send>(n: usize, limit: Duration, run: impl Fn(usize, Comms<Cuda>) -> R + Sync) -> Vec<R> {
     let all: Vec<usize> = (0..n).collect();
-    let lane = |name| gpus::lanes(&all, (name, crate::etp::has_memory()), limit);
-    let comms = lane("gather").into_iter().zip(lane("reduce"));
+    let purpose = |name| gpus::for_purpose(&all, (name, crate::etp::has_memory()), limit);
+    let comms = purpose("gather").into_iter().zip(purpose("reduce"));
     thread::scope(|scope| {
         let start = |(rank, (gather, reduce))| {
             let run = &run;
@@ -273,7 +273,7 @@ fn a_communicator_without_a_device_is_refused(_: &Cuda, n: usize) {
     thread::scope(|scope| {
         for (rank, (gather, reduce)) in comms.enumerate() {
             scope.spawn(move || {
-                let reduce = Changed { silent: true, ..Changed::new(Box::new(reduce)) };
+                let reduce = FaultyComm { hides_device: true, ..FaultyComm::new(Box::new(reduce)) };
                 let comms = Comms::<Cuda> { gather: Box::new(gather), reduce: Box::new(reduce) };
                 let error = Rank::new(rank, comms, EtpOptions::default(), 1, Payload::Plain).err().unwrap().to_string();
                 assert!(error.contains("comms.reduce") && error.contains("device"), "{error}");

@@ -49,8 +49,8 @@ fn main() -> ExitCode {
 
 fn run(options: &Options) -> Result<(), AnyError> {
     let folder = options.folder();
-    if !folder.join("config.json").is_file() {
-        return Err(format!("{}: no checkpoint folder (no config.json)", folder.display()).into());
+    if !folder.is_dir() {
+        return Err(format!("{}: no checkpoint folder", folder.display()).into());
     }
     let tokenizer = match folder.join("tokenizer.json").is_file() {
         true => Some(Tokenizer::from_folder(folder)?),

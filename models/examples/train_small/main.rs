@@ -1,5 +1,5 @@
 //! Trains the small model that `generate` runs without arguments: a tokenizer, and a decoder of the Qwen3-MoE family,
-//! from texts.
+//! from texts. A folder that holds something is refused before any work, unless `--force` is given.
 //!
 //! ```text
 //! cargo run --release -p moebius-models --example train_small -- --out small docs/*.md README.md
@@ -12,6 +12,7 @@ mod prose;
 use std::collections::HashSet;
 use std::error::Error;
 use std::fs;
+use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::Instant;
@@ -25,7 +26,7 @@ use moebius::comm::Solo;
 use moebius::cpu::Cpu;
 use moebius::optim::{AdamWOptions, GroupOptions, ParamShard};
 use moebius_models::{LoadOptions, Model};
-use output::{complain, say};
+use output::{Usage, conclude, say};
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 use rand_distr::{Distribution, StandardNormal};
@@ -54,9 +55,12 @@ struct Options {
     /// Texts to train on
     #[arg(required = true)]
     texts: Vec<PathBuf>,
-    /// Folder for the model
+    /// Folder for the model; made if it is not there
     #[arg(long)]
     out: PathBuf,
+    /// Write into a folder that holds something; files of the model's names are replaced, other files stay
+    #[arg(short, long)]
+    force: bool,
     /// Training steps
     #[arg(long, default_value_t = 2500)]
     steps: usize,
@@ -78,16 +82,25 @@ struct Options {
 }
 
 fn main() -> ExitCode {
-    match run(&Options::parse()) {
-        Ok(()) => ExitCode::SUCCESS,
-        Err(error) => {
-            complain(format_args!("error: {error}"));
-            ExitCode::FAILURE
-        }
+    conclude(run(&Options::parse()).map(|()| true))
+}
+
+/// Refuses a folder to write that holds something, unless it was asked for.
+fn check_out(options: &Options) -> Result<(), AnyError> {
+    let out = options.out.display();
+    let holds_something = match fs::read_dir(&options.out) {
+        Ok(mut entries) => entries.next().is_some(),
+        Err(error) if error.kind() == ErrorKind::NotFound => false,
+        Err(error) => return Err(format!("{out}: {error}").into()),
+    };
+    if holds_something && !options.force {
+        return Err(Usage(format!("{out}: holds files; expected a folder that is new or empty, or --force")).into());
     }
+    Ok(())
 }
 
 fn run(options: &Options) -> Result<(), AnyError> {
+    check_out(options)?;
     // Every 25th paragraph is held out: what the model never sees tells learning from memory.
     let (mut texts, mut held_out, mut seen, mut count) = (Vec::new(), Vec::new(), HashSet::new(), 0);
     for path in &options.texts {
@@ -104,7 +117,7 @@ fn run(options: &Options) -> Result<(), AnyError> {
     }
     texts.retain(|text| !text.is_empty());
     held_out.retain(|text| !text.is_empty());
-    fs::create_dir_all(&options.out)?;
+    fs::create_dir_all(&options.out).map_err(|error| format!("{}: {error}", options.out.display()))?;
     let tokenizer = tokenizer(options, &texts)?;
     let encode = |texts: &[String]| -> Result<Vec<u32>, AnyError> {
         let mut ids = Vec::new();
@@ -127,10 +140,12 @@ fn run(options: &Options) -> Result<(), AnyError> {
     train(options, &model, &ids, &held_out)?;
     let trained = tempfile::tempdir()?;
     save(&model, &checkpoint, trained.path())?;
+    // The folder is written at the end: a training that is broken off leaves it as it was.
+    tokenizer.save(options.out.join("tokenizer.json"), false)?;
     halve(trained.path(), &options.out)
 }
 
-/// Trains a byte-level tokenizer and leaves it in the folder.
+/// Trains a byte-level tokenizer.
 fn tokenizer(options: &Options, texts: &[String]) -> Result<ByteTokenizer, AnyError> {
     let end = AddedToken::from(END, true);
     let mut trainer = BpeTrainer::builder()
@@ -148,7 +163,6 @@ fn tokenizer(options: &Options, texts: &[String]) -> Result<ByteTokenizer, AnyEr
         .with_decoder(Some(level))
         .build()?;
     tokenizer.train(&mut trainer, texts.iter().map(String::as_str))?;
-    tokenizer.save(options.out.join("tokenizer.json"), false)?;
     Ok(tokenizer)
 }
 

@@ -312,15 +312,16 @@ impl ChatTemplate {
 
 /// Templates that are files of their own.
 fn files(dir: &Path) -> Result<Vec<(String, String)>> {
+    let text = |dir: &Path, name: &str| folder::text(dir, name, folder::MAX_TEMPLATE);
     let mut sources: Vec<_> =
-        folder::text(dir, "chat_template.jinja")?.map(|source| (DEFAULT.into(), source)).into_iter().collect();
+        text(dir, "chat_template.jinja")?.map(|source| (DEFAULT.into(), source)).into_iter().collect();
     let more = dir.join("additional_chat_templates");
     let Ok(entries) = std::fs::read_dir(&more) else { return Ok(sources) };
     let mut files: Vec<_> = entries.filter_map(|entry| entry.ok()?.file_name().into_string().ok()).collect();
     files.sort();
     for file in files {
         if let Some(name) = file.strip_suffix(".jinja")
-            && let Some(source) = folder::text(&more, &file)?
+            && let Some(source) = text(&more, &file)?
         {
             sources.push((name.into(), source));
         }

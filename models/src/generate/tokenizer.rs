@@ -2,6 +2,8 @@
 
 use std::path::Path;
 
+use moebius::checkpoint::{Checkpoint, OpenOptions};
+
 use super::chat::{Chat, ChatTemplate};
 use super::error::{Error, Result};
 use super::folder;
@@ -23,11 +25,12 @@ impl Tokenizer {
     /// `tokenizer_config.json`'s `eos_token`.
     ///
     /// # Errors
-    /// Unreadable files; ids of special tokens that are no numbers; an `eos_token` that the tokenizer does not have.
+    /// Unreadable files, among them what is no regular file or is far larger than a published one; ids of special
+    /// tokens that are no numbers; an `eos_token` that the tokenizer does not have.
     pub fn from_folder(dir: impl AsRef<Path>) -> Result<Self> {
         const FILE: &str = "tokenizer.json";
         let dir = dir.as_ref();
-        let Some(text) = folder::text(dir, FILE)? else {
+        let Some(text) = folder::text(dir, FILE, folder::MAX_TOKENIZER)? else {
             let problem = "there is no such file; a sentencepiece or tiktoken model must be converted to one";
             return Err(folder::problem(dir, FILE, problem));
         };
@@ -135,14 +138,21 @@ impl Tokenizer {
 }
 
 /// Ids that end a text according to a folder: `eos_token_id`, a number or a list, of `generation_config.json`, else of
-/// `config.json` or the `text_config` in it. Empty where they have none.
+/// `config.json` or the `text_config` in it. Empty where they have none, or there are no such files. `config.json` is
+/// the checkpoint's as [`Checkpoint::read_config`] finds it, also after a save that was killed; it may be a link, as
+/// the folder's other files may.
 ///
 /// # Errors
-/// [`Error::File`]: unreadable files, ids that are no numbers of 32 bits.
+/// [`Error::File`]: unreadable files, ids that are no numbers of 32 bits. [`Error::Model`]: a `config.json` that the
+/// checkpoint's reader refuses, for a key that comes twice among others.
 pub fn eos_ids(dir: impl AsRef<Path>) -> Result<Vec<u32>> {
+    const CONFIG: &str = "config.json";
     let dir = dir.as_ref();
-    for name in ["generation_config.json", "config.json"] {
-        let file = folder::json(dir, name)?;
+    for name in ["generation_config.json", CONFIG] {
+        let file = match name {
+            CONFIG => config(dir)?,
+            name => folder::json(dir, name)?,
+        };
         let field = [file.get("eos_token_id"), file.get("text_config").and_then(|c| c.get("eos_token_id"))];
         let Some(field) = field.into_iter().flatten().find(|v| !v.is_null()) else { continue };
         let list = field.as_array().map_or(std::slice::from_ref(field), Vec::as_slice);
@@ -151,6 +161,14 @@ pub fn eos_ids(dir: impl AsRef<Path>) -> Result<Vec<u32>> {
         return ids.ok_or_else(problem);
     }
     Ok(Vec::new())
+}
+
+/// `config.json` of a checkpoint; null where there is none.
+fn config(dir: &Path) -> Result<serde_json::Value> {
+    let mut options = OpenOptions::default();
+    options.follow_links = true;
+    let config = Checkpoint::read_config(dir, options).map_err(crate::Error::from)?;
+    Ok(config.unwrap_or_default())
 }
 
 #[cfg(test)]
@@ -223,6 +241,18 @@ pub(super) mod tests {
         }
     }
 
+    /// What a killed save leaves: the new config.json lies beside the manifest that says so, none in its own place.
+    #[test]
+    fn a_killed_saves_configuration_is_found() {
+        let dir = tempfile::tempdir().expect("a folder");
+        let staging = dir.path().join(".moebius-save");
+        std::fs::create_dir(&staging).expect("a folder");
+        std::fs::write(staging.join("config.json"), r#"{"eos_token_id": 8}"#).expect("a file");
+        assert_eq!(eos_ids(dir.path()).expect("ids"), [0u32; 0], "a save that is not complete does not count");
+        std::fs::write(staging.join("commit.json"), r#"{"files": ["config.json"], "stale": []}"#).expect("a file");
+        assert_eq!(eos_ids(dir.path()).expect("ids"), [8]);
+    }
+
     #[test]
     fn a_text_begins_with_bos_where_the_folder_says_so() {
         let ids = |config: &str| {
@@ -248,6 +278,8 @@ pub(super) mod tests {
         assert!(message.contains("generation_config.json: eos_token_id: expected ids, found -1"), "{message}");
         let message = error(&[("config.json", "{")]);
         assert!(message.contains("config.json: "), "{message}");
+        let message = error(&[("config.json", r#"{"eos_token_id": 5, "eos_token_id": 6}"#)]);
+        assert!(message.contains("config.json: ") && message.contains("comes twice"), "{message}");
         let message = error(&[("tokenizer.json", "{}")]);
         assert!(message.contains("tokenizer.json: "), "{message}");
         let empty = tempfile::tempdir().expect("a folder");

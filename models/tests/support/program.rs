@@ -1,11 +1,11 @@
-//! The program of `examples/generate`.
+//! The programs of `examples`.
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
 use std::sync::LazyLock;
 
 /// Built from these sources with this test's profile: what an earlier build has left may be another.
-static PROGRAM: LazyLock<PathBuf> = LazyLock::new(|| {
+static EXAMPLES: LazyLock<PathBuf> = LazyLock::new(|| {
     let this = std::env::current_exe().expect("this program");
     let profile = this.ancestors().nth(2).expect("a profile's folder");
     let name = match profile.file_name().and_then(|name| name.to_str()).expect("a name") {
@@ -18,12 +18,18 @@ static PROGRAM: LazyLock<PathBuf> = LazyLock::new(|| {
     command.args(["--profile", name, "--target-dir"]).arg(profile.parent().expect("target")).stdin(Stdio::null());
     let done = command.output().expect("cargo");
     assert!(done.status.success(), "{command:?}: {}", String::from_utf8_lossy(&done.stderr));
-    profile.join("examples/generate").with_extension(std::env::consts::EXE_EXTENSION)
+    profile.join("examples")
 });
 
-/// Runs it to its end.
+/// Runs `generate` to its end.
 pub fn run(arguments: &[&str]) -> Output {
-    Command::new(&*PROGRAM).args(arguments).stdin(Stdio::null()).output().expect("the program")
+    run_example("generate", arguments)
+}
+
+/// Runs the example of this name to its end.
+pub fn run_example(name: &str, arguments: &[&str]) -> Output {
+    let program = EXAMPLES.join(name).with_extension(std::env::consts::EXE_EXTENSION);
+    Command::new(program).args(arguments).stdin(Stdio::null()).output().expect("the program")
 }
 
 /// What it printed, if all went well.

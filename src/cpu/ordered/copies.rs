@@ -5,7 +5,7 @@ use std::ops::Range;
 use super::tiles::Strided;
 
 /// Bytes that copies are aligned to: the longest SIMD register.
-const ALIGN: usize = 64;
+pub(super) const ALIGN: usize = 64;
 
 /// Memory at a multiple of [`ALIGN`] bytes.
 pub(super) struct Aligned<A> {
@@ -24,7 +24,7 @@ impl<A: Copy + Default> Aligned<A> {
     }
 }
 
-/// Rows of a chunk, one after the other at a multiple of [`ALIGN`] bytes.
+/// Rows of a chunk, the first at a multiple of [`ALIGN`] bytes.
 pub(super) struct Copied<A> {
     data: Vec<A>,
     skip: usize,
@@ -37,11 +37,19 @@ impl<A: Copy + Default> Copied<A> {
         Self { data, skip }
     }
 
-    /// At most as many elements as there is room for.
+    /// One row after the other; at most as many elements as there is room for.
     pub(super) fn fill(&mut self, from: Strided<'_, A>, rows: Range<usize>) -> Strided<'_, A> {
+        self.fill_with_gaps(from, rows, 0)
+    }
+
+    /// The same with `gap` elements behind each row.
+    pub(super) fn fill_with_gaps(&mut self, from: Strided<'_, A>, rows: Range<usize>, gap: usize) -> Strided<'_, A> {
         self.data.clear();
         self.data.resize(self.skip, A::default());
-        rows.for_each(|row| self.data.extend_from_slice(from.row(row)));
-        Strided { data: &self.data[self.skip..], first: 0, stride: from.depth, depth: from.depth }
+        for row in rows {
+            self.data.extend_from_slice(from.row(row));
+            self.data.resize(self.data.len() + gap, A::default());
+        }
+        Strided { data: &self.data[self.skip..], first: 0, stride: from.depth + gap, depth: from.depth }
     }
 }

@@ -22,7 +22,13 @@ pub(crate) trait Lanes: Copy + Default + std::ops::Add<Output = Self> + std::ops
     fn store<S: Simd>(simd: S, out: &mut [Self], reg: Self::Reg<S>);
 }
 
-macro_rules! lanes {
+/// Lanes of a register.
+#[inline(always)]
+pub(super) const fn lanes<A: Lanes, S: Simd>() -> usize {
+    size_of::<A::Reg<S>>() / size_of::<A>()
+}
+
+macro_rules! float_lanes {
     ($($float:ty, $reg:ident: $splat:ident, $mul_add:ident, $sum:ident, $regs:ident, $regs_mut:ident,
         $load:ident, $store:ident);*) => {$(
         impl Lanes for $float {
@@ -62,7 +68,7 @@ macro_rules! lanes {
         }
     )*};
 }
-lanes!(
+float_lanes!(
     f32, f32s: splat_f32s, mul_add_e_f32s, reduce_sum_f32s, as_simd_f32s, as_mut_simd_f32s,
         partial_load_f32s, partial_store_f32s;
     f64, f64s: splat_f64s, mul_add_e_f64s, reduce_sum_f64s, as_simd_f64s, as_mut_simd_f64s,

@@ -4,7 +4,7 @@
 //! The order is fixed by the element's own two vectors, never by how many rows there are. Which elements are computed
 //! together (the tiles below) follows the number of rows and is free: a tile keeps a sum for each of its elements and
 //! never adds two of them.
-//! - [`WeightLayout::Rows`], `x · wᵀ`: k in chunks of [`DOT_CHUNK`]. In a chunk, SIMD lane l sums the terms k ≡ l modulo the
+//! - [`WeightLayout::Rows`], `x · wᵀ`: k in chunks of [`DOT_REGISTERS`] registers. In a chunk, SIMD lane l sums the terms k ≡ l modulo the
 //!   number of lanes, by fused multiply-adds; the lanes are then added in a fixed tree, the chunks in sequence.
 //! - [`WeightLayout::Columns`], `x · w`: k in chunks of [`AXPY_CHUNK`]. In a chunk the terms are summed in sequence, by fused
 //!   multiply-adds; then the chunks in sequence.
@@ -21,11 +21,12 @@ mod tiles;
 use pulp::{Arch, Simd, WithSimd};
 
 use super::heuristics::{
-    AXPY_CHUNK, BLOCK_ROWS, COPY_COLUMNS, COPY_ROWS, COPY_TILES, DOT_CHUNK, NARROW_BLOCK_ROWS, STREAM_BYTES,
-    STREAM_COLUMNS, STREAM_DEPTH, STREAM_MIN_COLUMNS, STREAM_ROWS,
+    AXPY_CHUNK, BLOCK_ROWS, COPY_COLUMNS, COPY_ROWS, COPY_TILES, DOT_REGISTERS, NARROW_DOT_BLOCK_ROWS, STREAM_BYTES,
+    STREAM_COLUMNS, STREAM_DEPTH, STREAM_MIN_COLUMNS,
 };
-use copies::{Aligned, Copied};
+use copies::{ALIGN, Aligned, Copied};
 pub(crate) use lanes::Lanes;
+use lanes::lanes;
 use tiles::{Dots, Panel, ProductChunk, Strided, axpy};
 
 /// How a weight of k terms and n results is stored, row-major.
@@ -93,8 +94,9 @@ impl<A: Lanes> WithSimd for OrderedProduct<'_, A> {
         }
         // The sums of a tile, its operands and nothing else are in registers.
         match (self.layout, S::REGISTER_COUNT >= 32) {
-            (WeightLayout::Rows, true) => self.by_rows::<S, 4, 6, 8>(simd),
-            (WeightLayout::Rows, false) => self.by_rows::<S, 3, 4, 8>(simd),
+            (WeightLayout::Rows, _) if self.out.len() == self.n => self.row_by_rows::<S, 4>(simd),
+            (WeightLayout::Rows, true) => self.by_rows::<S, 4, 6>(simd),
+            (WeightLayout::Rows, false) => self.by_rows::<S, 3, 4>(simd),
             (WeightLayout::Columns, _) if self.streams() => self.streamed(simd),
             (WeightLayout::Columns, true) => match self.out.len() / self.n {
                 1 => self.by_columns::<S, 1, 8>(simd),
@@ -104,6 +106,7 @@ impl<A: Lanes> WithSimd for OrderedProduct<'_, A> {
             (WeightLayout::Columns, false) => match self.out.len() / self.n {
                 1 => self.by_columns::<S, 1, 8>(simd),
                 2 => self.by_columns::<S, 2, 4>(simd),
+                5 | 6 => self.by_columns::<S, 6, 2>(simd),
                 _ => self.by_columns::<S, 4, 3>(simd),
             },
         }
@@ -112,89 +115,91 @@ impl<A: Lanes> WithSimd for OrderedProduct<'_, A> {
 
 impl<A: Lanes> OrderedProduct<'_, A> {
     fn streams(&self) -> bool {
-        self.out.len() <= STREAM_ROWS * self.n
-            && size_of_val(self.weight) >= STREAM_BYTES
-            && self.n >= STREAM_MIN_COLUMNS
+        self.out.len() == self.n && size_of_val(self.weight) >= STREAM_BYTES && self.n >= STREAM_MIN_COLUMNS
     }
 
-    /// `x · wᵀ` in tiles of R rows and C columns, of one row and ONE columns where there is only one row.
+    /// `x · wᵀ` of one row, C columns at a time: their rows of the weight are read from end to end.
     #[inline(always)]
-    fn by_rows<S: Simd, const R: usize, const C: usize, const ONE: usize>(self, simd: S) {
+    fn row_by_rows<S: Simd, const C: usize>(self, simd: S) {
         let Self { out, x, weight, k, n, .. } = self;
+        let chunk = DOT_REGISTERS * lanes::<A, S>();
+        let mut column = 0;
+        while column < n {
+            let whole = column + C <= n;
+            for first in (0..k).step_by(chunk) {
+                let part = |data| Strided { data, first, stride: k, depth: chunk.min(k - first) };
+                let mut dots = Dots { simd, out: &mut *out, n, rows: part(x), begins: first == 0 };
+                match whole {
+                    true => dots.columns::<1, C>(1, part(weight).skip(column), column),
+                    false => dots.columns::<1, 1>(1, part(weight).skip(column), column),
+                }
+            }
+            column += if whole { C } else { 1 };
+        }
+    }
+
+    /// `x · wᵀ` in tiles of R rows and C columns.
+    #[inline(always)]
+    fn by_rows<S: Simd, const R: usize, const C: usize>(self, simd: S) {
+        let Self { out, x, weight, k, n, .. } = self;
+        let block = if S::REGISTER_COUNT >= 32 { BLOCK_ROWS } else { NARROW_DOT_BLOCK_ROWS };
+        let chunk = DOT_REGISTERS * lanes::<A, S>();
         let copies = x.len() >= COPY_ROWS * k && n >= COPY_COLUMNS;
-        let depth = if copies { DOT_CHUNK.min(k) } else { 0 };
-        let (mut x_copy, mut w_copy) = (Copied::new(BLOCK_ROWS.min(x.len() / k) * depth), Copied::new(C * depth));
-        for (out, x) in out.chunks_mut(BLOCK_ROWS * n).zip(x.chunks(BLOCK_ROWS * k)) {
+        // Rows a power of two apart would share places in a cache, those of x with those of the weight.
+        let gap = ALIGN / size_of::<A>();
+        let depth = if copies { chunk.min(k) + gap } else { 0 };
+        let (mut x_copy, mut w_copy) = (Copied::new(block.min(x.len() / k) * depth), Copied::new(C * depth));
+        for (out, x) in out.chunks_mut(block * n).zip(x.chunks(block * k)) {
             let m = out.len() / n;
-            for first in (0..k).step_by(DOT_CHUNK) {
-                let depth = DOT_CHUNK.min(k - first);
-                let mut rows = Strided { data: x, first, stride: k, depth };
-                let weight = Strided { data: weight, first, stride: k, depth };
+            for first in (0..k).step_by(chunk) {
+                let part = |data| Strided { data, first, stride: k, depth: chunk.min(k - first) };
+                let (mut rows, weight) = (part(x), part(weight));
                 if copies {
-                    rows = x_copy.fill(rows, 0..m);
+                    rows = x_copy.fill_with_gaps(rows, 0..m, gap);
                 }
                 let mut dots = Dots { simd, out: &mut *out, n, rows, begins: first == 0 };
                 let mut column = 0;
-                while m > 1 && column + C <= n {
+                while column + C <= n {
                     let columns = match copies {
-                        true => w_copy.fill(weight, column..column + C),
+                        true => w_copy.fill_with_gaps(weight, column..column + C, gap),
                         false => weight.skip(column),
                     };
                     dots.columns::<R, C>(m, columns, column);
                     column += C;
                 }
-                while m > 1 && column + 2 <= n {
+                while column + 2 <= n {
                     dots.columns::<R, 2>(m, weight.skip(column), column);
                     column += 2;
                 }
-                while column + ONE <= n {
-                    dots.columns::<1, ONE>(m, weight.skip(column), column);
-                    column += ONE;
-                }
-                while column < n {
+                if column < n {
                     dots.columns::<R, 1>(m, weight.skip(column), column);
-                    column += 1;
                 }
             }
         }
     }
 
-    /// `x · w` for few rows: w is read once, in long runs.
+    /// `x · w` of one row: w is read in long runs.
     #[inline(always)]
     fn streamed<S: Simd>(self, simd: S) {
         let Self { out, x, weight, k, n, .. } = self;
-        let m = out.len() / n;
-        let most = STREAM_COLUMNS * STREAM_ROWS / m;
-        let mut sums = Aligned::new(m * most.min(n));
-        let sums = sums.get();
-        for left in (0..n).step_by(most) {
-            let width = most.min(n - left);
+        let mut sums = Aligned::new(STREAM_COLUMNS.min(n));
+        for (left, out) in (0..n).step_by(STREAM_COLUMNS).zip(out.chunks_mut(STREAM_COLUMNS)) {
+            let width = out.len();
+            let sums = &mut sums.get()[..width];
             for first in (0..k).step_by(AXPY_CHUNK) {
                 let end = k.min(first + AXPY_CHUNK);
                 sums.fill(A::default());
                 let line = |at: usize| &weight[at * n + left..][..width];
                 let mut at = first;
-                while at < end {
-                    let deep = at + STREAM_DEPTH <= end;
-                    for (sums, x) in sums.chunks_exact_mut(width).zip(x.chunks_exact(k)) {
-                        match deep {
-                            true => axpy::<A, S, STREAM_DEPTH>(
-                                simd,
-                                sums,
-                                std::array::from_fn(|i| x[at + i]),
-                                std::array::from_fn(|i| line(at + i)),
-                            ),
-                            false => axpy::<A, S, 1>(simd, sums, [x[at]], [line(at)]),
-                        }
-                    }
-                    at += if deep { STREAM_DEPTH } else { 1 };
+                while at + STREAM_DEPTH <= end {
+                    let (x, lines) = (|i| x[at + i], |i| line(at + i));
+                    axpy::<A, S, STREAM_DEPTH>(simd, sums, std::array::from_fn(x), std::array::from_fn(lines));
+                    at += STREAM_DEPTH;
                 }
-                for (out, sums) in out.chunks_exact_mut(n).zip(sums.chunks_exact(width)) {
-                    let out = &mut out[left..left + width];
-                    match first {
-                        0 => out.copy_from_slice(sums),
-                        _ => out.iter_mut().zip(sums).for_each(|(o, s)| *o += *s),
-                    }
+                (at..end).for_each(|at| axpy::<A, S, 1>(simd, sums, [x[at]], [line(at)]));
+                match first {
+                    0 => out.copy_from_slice(sums),
+                    _ => out.iter_mut().zip(sums.iter()).for_each(|(o, s)| *o += *s),
                 }
             }
         }
@@ -204,19 +209,18 @@ impl<A: Lanes> OrderedProduct<'_, A> {
     #[inline(always)]
     fn by_columns<S: Simd, const R: usize, const C: usize>(self, simd: S) {
         let Self { out, x, weight, k, n, .. } = self;
-        let lanes = size_of::<A::Reg<S>>() / size_of::<A>();
+        let lanes = lanes::<A, S>();
         let (width, m) = (C * lanes, out.len() / n);
-        let block = if S::REGISTER_COUNT >= 32 { BLOCK_ROWS } else { NARROW_BLOCK_ROWS };
         // One row of tiles reads the weight once, and a few read it from a cache near the core where it fits there: a
         // copy would not pay.
         let copies = m > R && n > width && (m > COPY_TILES * R || size_of_val(weight) >= STREAM_BYTES);
         let depth = AXPY_CHUNK.min(k);
         let (mut w_copy, mut x_copy) = (
             Copied::new(if copies { width * depth } else { 0 }),
-            Copied::new(if m >= COPY_ROWS { block.min(m) * depth } else { 0 }),
+            Copied::new(if m >= COPY_ROWS { BLOCK_ROWS.min(m) * depth } else { 0 }),
         );
         let mut last = Aligned::new(if n % lanes > 0 { lanes * depth } else { 0 });
-        for (out, x) in out.chunks_mut(block * n).zip(x.chunks(block * k)) {
+        for (out, x) in out.chunks_mut(BLOCK_ROWS * n).zip(x.chunks(BLOCK_ROWS * k)) {
             let m = out.len() / n;
             for first in (0..k).step_by(AXPY_CHUNK) {
                 let depth = AXPY_CHUNK.min(k - first);

@@ -33,11 +33,11 @@ fn rows_have_the_same_bits_in_every_product<A: Lanes + AsPrimitive<f64>>(unit: f
 where
     f64: AsPrimitive<A>,
 {
-    // Numbers of rows at which another tile, another copy or another kernel begins: at, below and above STREAM_ROWS
-    // (8), COPY_ROWS (12), BLOCK_ROWS (128), NARROW_BLOCK_ROWS (256), and COPY_TILES (4) tiles of up to 6 rows.
+    // Numbers of rows at which another tile, another copy or another loop begins: at, below and above tiles of up to 6
+    // rows, COPY_ROWS (12), COPY_TILES (4) tiles of them, NARROW_DOT_BLOCK_ROWS (128) and BLOCK_ROWS (256).
     let counts =
         [1, 2, 3, 4, 5, 6, 7, 8, 9, 11, 12, 13, 16, 17, 24, 25, 63, 64, 65, 127, 128, 129, 131, 255, 256, 257, 261];
-    // [n, k], around COPY_COLUMNS (16), AXPY_CHUNK (256) and DOT_CHUNK (1024).
+    // [n, k], around COPY_COLUMNS (16), AXPY_CHUNK (256), and DOT_REGISTERS (128) of 8 and of 16 lanes.
     let sizes = [
         [1, 1],
         [1, 300],
@@ -51,6 +51,8 @@ where
         [33, 2100],
         // A weight that no near cache holds, of either type: more than STREAM_BYTES and STREAM_MIN_COLUMNS.
         [520, 1100],
+        // The same, and wider than STREAM_COLUMNS (8192).
+        [8200, 70],
     ];
     for (at, [n, k]) in sizes.into_iter().enumerate() {
         let rows = if n * k < 100_000 { 261 } else { 13 };

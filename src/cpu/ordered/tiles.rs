@@ -2,7 +2,7 @@
 
 use pulp::Simd;
 
-use super::lanes::Lanes;
+use super::lanes::{Lanes, lanes};
 
 /// Rows of a matrix, `depth` elements of each.
 #[derive(Clone, Copy)]
@@ -178,7 +178,7 @@ impl<A: Lanes, S: Simd> ProductChunk<'_, A, S> {
     /// One tile, the rows of the panel where they are.
     #[inline(always)]
     fn read<const R: usize, const C: usize>(&mut self, row: usize, panel: Panel<'_, A>, left: usize, count: usize) {
-        let width = C * size_of::<A::Reg<S>>() / size_of::<A>();
+        let width = C * lanes::<A, S>();
         // Of few registers the compiler would keep some in memory in this loop.
         if panel.stride == width && S::REGISTER_COUNT >= 32 {
             // One run, read without a test in each step.

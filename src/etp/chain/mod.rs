@@ -284,19 +284,25 @@ fn compare<D: ShardDevice>(
 ) -> Result<()> {
     let device = &comm.device().unwrap_or(device).clone();
     // All but the seed from `in_turn` on decide the order of the collective threads' collectives.
-    let beside = u64::from(comm.uses_copy_engines()) + 2 * u64::from(reduce.uses_copy_engines());
+    let number = ComparedField::number;
+    let named = |name, value: bool, text| ComparedField { text, ..number(name, u64::from(value)) };
+    let truth = |value| (value != 0).to_string();
     let fields = [
-        ("pad", options.pad as u64),
-        ("reduction", u64::from(options.reduction == Reduction::Pairwise)),
-        ("scale", u64::from(options.scale == Scale::Mean)),
-        ("replicas", options.replicas as u64),
-        ("in_turn", u64::from(options.in_turn)),
-        ("prefetch", u64::from(options.prefetch)),
-        ("ahead", if options.prefetch { options.ahead as u64 } else { 0 }),
-        ("seed", options.seed),
-        ("uses_copy_engines", beside),
+        number("pad", options.pad as u64),
+        named("reduction", options.reduction == Reduction::Pairwise, |pairwise| {
+            format!("{:?}", if pairwise == 0 { Reduction::Native } else { Reduction::Pairwise })
+        }),
+        named("scale", options.scale == Scale::Mean, |mean| {
+            format!("{:?}", if mean == 0 { Scale::Sum } else { Scale::Mean })
+        }),
+        number("replicas", options.replicas as u64),
+        named("in_turn", options.in_turn, truth),
+        named("prefetch", options.prefetch, truth),
+        number("ahead", if options.prefetch { options.ahead as u64 } else { 0 }),
+        number("seed", options.seed),
+        named("gather.uses_copy_engines", comm.uses_copy_engines(), truth),
+        named("reduce.uses_copy_engines", reduce.uses_copy_engines(), truth),
     ];
-    let fields = fields.map(|(name, value)| ComparedField::number(name, value));
     let tag = Tag { layer: 0, op: Op::Init, sequence: 0 };
     let all = gather_numbers(device, comm, tag, &ComparedField::values(&fields))?;
     compare_fields("Chain::new", comm.rank(), &fields, &all)

@@ -68,19 +68,19 @@ fn check_copy_engines(library: &NcclLibrary) -> Result<()> {
 
 fn connect(comm_handle: &CommHandle, cuda: &Cuda) -> Result<()> {
     const CALL: &str = "NcclComm";
-    const BYTES: usize = 16;
-    let (rank, size, options) = (comm_handle.rank, comm_handle.size, comm_handle.options);
+    let (rank, size) = (comm_handle.rank, comm_handle.size);
+    let fields = comm_handle.options.fields();
+    let values: Vec<u8> = fields.iter().flat_map(|field| field.value.to_le_bytes()).collect();
+    let bytes = values.len();
     let (mut own, mut all) =
-        (Tensor::zeros(cuda, DType::U8, &[BYTES])?, Tensor::zeros(cuda, DType::U8, &[size, BYTES])?);
-    let fields: Vec<u8> = options.fields().iter().flat_map(|field| field.value.to_le_bytes()).collect();
-    cuda.upload(&fields, own.view_mut())?;
+        (Tensor::zeros(cuda, DType::U8, &[bytes])?, Tensor::zeros(cuda, DType::U8, &[size, bytes])?);
+    cuda.upload(&values, own.view_mut())?;
     let (from, to) = (own.view().data().address(), all.view_mut().into_data().address());
     let comm_stream = CommStream { comm_handle, stream: cuda.stream().cu_stream().cast() };
     let peers = || (0..size).filter(|peer| *peer != rank);
-    let sends: Vec<PeerBuffer> = peers().map(|peer| PeerBuffer { peer, address: from, bytes: BYTES }).collect();
-    let place = |peer| to + (peer * BYTES) as u64;
-    let receives: Vec<PeerBuffer> =
-        peers().map(|peer| PeerBuffer { peer, address: place(peer), bytes: BYTES }).collect();
+    let sends: Vec<PeerBuffer> = peers().map(|peer| PeerBuffer { peer, address: from, bytes }).collect();
+    let place = |peer| to + (peer * bytes) as u64;
+    let receives: Vec<PeerBuffer> = peers().map(|peer| PeerBuffer { peer, address: place(peer), bytes }).collect();
     let finished = |done: std::result::Result<(), EnqueueError>| match done {
         Ok(()) => cuda.finish(CALL),
         Err(Some(error)) => Err(error.into()),
@@ -88,16 +88,16 @@ fn connect(comm_handle: &CommHandle, cuda: &Cuda) -> Result<()> {
     };
     // What the first of them brings are the ranks' options.
     // SAFETY: both tensors have those bytes and live until the stream has been waited for.
-    finished(unsafe { comm_stream.all_gather(from, to, BYTES) })?;
+    finished(unsafe { comm_stream.all_gather(from, to, bytes) })?;
     let gathered = cuda.download(all.view())?;
     let gathered: Vec<u64> = gathered.as_chunks().0.iter().map(|b| u64::from_le_bytes(*b)).collect();
-    compare_fields(CALL, rank, &options.fields(), &gathered)?;
+    compare_fields(CALL, rank, &fields, &gathered)?;
     // SAFETY: as above.
     finished(unsafe {
         comm_stream
             .exchange(&sends, &receives)
-            .and_then(|()| comm_stream.all_reduce(to, BYTES, DType::U8, RedOp::SUM))
-            .and_then(|()| comm_stream.broadcast(to, BYTES, 0))
+            .and_then(|()| comm_stream.all_reduce(to, bytes, DType::U8, RedOp::SUM))
+            .and_then(|()| comm_stream.broadcast(to, bytes, 0))
     })
 }
 
@@ -316,7 +316,7 @@ impl NcclComm {
         };
         self.check(tag, checked)?;
         let (of, size) = (self.cuda.clone(), self.session.comm_handle.size);
-        let bytes: Vec<u8> = [own, key as i64].iter().flat_map(|v| v.to_ne_bytes()).collect();
+        let bytes: Vec<u8> = [own, key as i64].iter().flat_map(|v| v.to_le_bytes()).collect();
         let buffers = Tensor::empty(&of, DType::I64, &[2]).and_then(|mut send| {
             of.upload(&bytes, send.view_mut())?;
             Ok((send, Tensor::empty(&of, DType::I64, &[size, 2])?))
@@ -328,7 +328,7 @@ impl NcclComm {
         let subject =
             CollectiveInfo { rank: self.session.comm_handle.rank, number: self.session.calls, operation: CALL, tag };
         let all = self.session.check_begun(subject, all)?;
-        let all: Vec<i64> = all.as_chunks().0.iter().map(|b| i64::from_ne_bytes(*b)).collect();
+        let all: Vec<i64> = all.as_chunks().0.iter().map(|b| i64::from_le_bytes(*b)).collect();
         let of_color = |(rank, pair): (usize, &[i64])| (pair[0] == own).then_some((pair[1], rank));
         let mut members: Vec<(i64, usize)> = all.chunks_exact(2).enumerate().filter_map(of_color).collect();
         members.sort_unstable();
