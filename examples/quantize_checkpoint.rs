@@ -17,7 +17,7 @@ use moebius::cpu::Cpu;
 use moebius::ep::{Group, GroupConfig};
 use moebius::layer::{Layer, Mode};
 use moebius::{DType, Tensor};
-use output::{Usage, conclude, say};
+use output::{conclude, refuse_full_folder, say};
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 use rand_distr::StandardNormal;
@@ -62,11 +62,7 @@ fn run(arguments: &Arguments) -> Result<(), Box<dyn Error + Send + Sync>> {
     let mut open = OpenOptions::default();
     open.follow_links = arguments.follow_links;
     let source = Checkpoint::open_with(&arguments.checkpoint, open)?;
-    let holds_something = std::fs::read_dir(&arguments.out).is_ok_and(|mut entries| entries.next().is_some());
-    if holds_something && !arguments.force {
-        let out = arguments.out.display();
-        return Err(Usage(format!("{out}: holds files; expected a folder that is new or empty, or --force")).into());
-    }
+    refuse_full_folder(&arguments.out, arguments.force)?;
     let mut save = SaveOptions::default();
     save.max_shard_bytes = arguments.max_shard_bytes;
     let matrices = source.save_nvfp4_with(&arguments.out, save)?;

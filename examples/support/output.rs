@@ -4,6 +4,7 @@
 use std::error::Error;
 use std::fmt::Display;
 use std::io::{ErrorKind, Write};
+use std::path::Path;
 use std::process::ExitCode;
 
 /// The status of a program that SIGPIPE ends, as a shell reports it.
@@ -37,6 +38,17 @@ impl Display for Usage {
 }
 
 impl Error for Usage {}
+
+/// Refuses a folder to write that holds something, unless that was asked for.
+pub fn refuse_full_folder(out: &Path, force: bool) -> Result<(), Usage> {
+    let holds_something = std::fs::read_dir(out).is_ok_and(|mut entries| entries.next().is_some());
+    match holds_something && !force {
+        true => {
+            Err(Usage(format!("{}: holds files; expected a folder that is new or empty, or --force", out.display())))
+        }
+        false => Ok(()),
+    }
+}
 
 impl From<String> for Usage {
     fn from(text: String) -> Self {

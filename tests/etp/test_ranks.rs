@@ -236,8 +236,8 @@ pub fn ranks<D: Chained, R: Send>(
     f: impl Fn(usize, Place<D>) -> R + Sync,
 ) -> Vec<R> {
     let all: Vec<usize> = (0..n).collect();
-    let purpose = |name| device.among(&all, name, limit);
-    let comms = purpose("gather").into_iter().zip(purpose("reduce"));
+    let comms_for = |name| device.among(&all, name, limit);
+    let comms = comms_for("gather").into_iter().zip(comms_for("reduce"));
     thread::scope(|scope| {
         let start = |(rank, (gather, reduce))| {
             let (f, device) = (&f, device.of_rank(rank));

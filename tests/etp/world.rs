@@ -507,14 +507,13 @@ fn sharded<D: Chained>(device: &D, run: &Run, p: usize, comms: Comms<D>) -> Resu
 /// Trains on one thread a rank, with whole weights or sharded ones.
 pub fn train<D: Chained>(device: &D, run: &Run, shard: bool) -> Vec<Outcome> {
     let (world, ep, n) = (run.world, run.ep, run.etp);
-    let purpose = |purpose| (world, purpose);
-    let experts = mesh(device, purpose(""), |w| (w / ep, w % ep), MINUTE);
-    let data = mesh(device, purpose("data"), |w| (w % ep, w / ep), MINUTE);
+    let experts = mesh(device, (world, ""), |w| (w / ep, w % ep), MINUTE);
+    let data = mesh(device, (world, "data"), |w| (w % ep, w / ep), MINUTE);
     // Ranks with the same experts: `etp` in a row make a shard group, those at the same place in them are replicas.
     let in_group = |w: usize| (w / ep / n * ep + w % ep, w / ep % n);
-    let gathers = mesh(device, purpose("gather"), in_group, MINUTE);
-    let reductions = mesh(device, purpose("reduce"), in_group, MINUTE);
-    let replicas = mesh(device, purpose("replicas"), |w| (w % (ep * n), w / (ep * n)), MINUTE);
+    let gathers = mesh(device, (world, "gather"), in_group, MINUTE);
+    let reductions = mesh(device, (world, "reduce"), in_group, MINUTE);
+    let replicas = mesh(device, (world, "replicas"), |w| (w % (ep * n), w / (ep * n)), MINUTE);
     let comms = experts.into_iter().zip(data).zip(gathers.into_iter().zip(reductions)).zip(replicas);
     thread::scope(|scope| {
         let threads: Vec<_> = comms

@@ -102,8 +102,8 @@ impl Rank {
 
 pub fn ranks<R: Send>(n: usize, limit: Duration, run: impl Fn(usize, Comms<Cuda>) -> R + Sync) -> Vec<R> {
     let all: Vec<usize> = (0..n).collect();
-    let purpose = |name| gpus::for_purpose(&all, (name, crate::etp::has_memory()), limit);
-    let comms = purpose("gather").into_iter().zip(purpose("reduce"));
+    let comms_for = |name| gpus::for_purpose(&all, (name, crate::etp::has_memory()), limit);
+    let comms = comms_for("gather").into_iter().zip(comms_for("reduce"));
     thread::scope(|scope| {
         let start = |(rank, (gather, reduce))| {
             let run = &run;

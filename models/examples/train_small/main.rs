@@ -12,7 +12,6 @@ mod prose;
 use std::collections::HashSet;
 use std::error::Error;
 use std::fs;
-use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::Instant;
@@ -26,7 +25,7 @@ use moebius::comm::Solo;
 use moebius::cpu::Cpu;
 use moebius::optim::{AdamWOptions, GroupOptions, ParamShard};
 use moebius_models::{LoadOptions, Model};
-use output::{Usage, conclude, say};
+use output::{conclude, refuse_full_folder, say};
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 use rand_distr::{Distribution, StandardNormal};
@@ -85,22 +84,8 @@ fn main() -> ExitCode {
     conclude(run(&Options::parse()).map(|()| true))
 }
 
-/// Refuses a folder to write that holds something, unless it was asked for.
-fn check_out(options: &Options) -> Result<(), AnyError> {
-    let out = options.out.display();
-    let holds_something = match fs::read_dir(&options.out) {
-        Ok(mut entries) => entries.next().is_some(),
-        Err(error) if error.kind() == ErrorKind::NotFound => false,
-        Err(error) => return Err(format!("{out}: {error}").into()),
-    };
-    if holds_something && !options.force {
-        return Err(Usage(format!("{out}: holds files; expected a folder that is new or empty, or --force")).into());
-    }
-    Ok(())
-}
-
 fn run(options: &Options) -> Result<(), AnyError> {
-    check_out(options)?;
+    refuse_full_folder(&options.out, options.force)?;
     // Every 25th paragraph is held out: what the model never sees tells learning from memory.
     let (mut texts, mut held_out, mut seen, mut count) = (Vec::new(), Vec::new(), HashSet::new(), 0);
     for path in &options.texts {

@@ -1,4 +1,4 @@
-//! The small JSON files of a published folder.
+//! The files beside a published folder's weights: tokenizer, templates, small JSON files.
 
 use std::fs::{self, File};
 use std::io::{self, ErrorKind, Read};

@@ -4,8 +4,9 @@
 //! The order is fixed by the element's own two vectors, never by how many rows there are. Which elements are computed
 //! together (the tiles below) follows the number of rows and is free: a tile keeps a sum for each of its elements and
 //! never adds two of them.
-//! - [`WeightLayout::Rows`], `x · wᵀ`: k in chunks of [`DOT_REGISTERS`] registers. In a chunk, SIMD lane l sums the terms k ≡ l modulo the
-//!   number of lanes, by fused multiply-adds; the lanes are then added in a fixed tree, the chunks in sequence.
+//! - [`WeightLayout::Rows`], `x · wᵀ`: k in chunks of [`DOT_REGISTERS`] registers. In a chunk, SIMD lane l sums the terms
+//!   k ≡ l modulo the number of lanes, by fused multiply-adds; the lanes are then added in a fixed tree, the chunks in
+//!   sequence.
 //! - [`WeightLayout::Columns`], `x · w`: k in chunks of [`AXPY_CHUNK`]. In a chunk the terms are summed in sequence, by fused
 //!   multiply-adds; then the chunks in sequence.
 //!
@@ -147,8 +148,8 @@ impl<A: Lanes> OrderedProduct<'_, A> {
         let copies = x.len() >= COPY_ROWS * k && n >= COPY_COLUMNS;
         // Rows a power of two apart would share places in a cache, those of x with those of the weight.
         let gap = ALIGN / size_of::<A>();
-        let depth = if copies { chunk.min(k) + gap } else { 0 };
-        let (mut x_copy, mut w_copy) = (Copied::new(block.min(x.len() / k) * depth), Copied::new(C * depth));
+        let row = if copies { chunk.min(k) + gap } else { 0 };
+        let (mut x_copy, mut w_copy) = (Copied::new(block.min(x.len() / k) * row), Copied::new(C * row));
         for (out, x) in out.chunks_mut(block * n).zip(x.chunks(block * k)) {
             let m = out.len() / n;
             for first in (0..k).step_by(chunk) {
