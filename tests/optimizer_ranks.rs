@@ -403,6 +403,24 @@ fn ranks_that_differ_are_refused() {
         AdamW::new(&Cpu::new(), usual, &groups, vec![], Some(Box::new(comm))).map(drop)
     });
     mismatch(groups, "optimizer.groups", ["1", "2"]);
+    type OfGroup = fn(&mut GroupOptions);
+    let of_groups: [(OfGroup, &str, [&str; 2]); 5] = [
+        (|group| group.lr = 0.5, "lr", ["0.001", "0.5"]),
+        (|group| group.betas[0] = 0.5, "betas[0]", ["0.9", "0.5"]),
+        (|group| group.betas[1] = 0.5, "betas[1]", ["0.999", "0.5"]),
+        (|group| group.eps = 0.5, "eps", ["0.00000001", "0.5"]),
+        (|group| group.weight_decay = 0.5, "weight_decay", ["0.01", "0.5"]),
+    ];
+    for (change, option, values) in of_groups {
+        let results = ranks(2, |comm| {
+            let mut groups = [usual.group; 2];
+            if comm.rank() == 1 {
+                change(&mut groups[1]);
+            }
+            AdamW::new(&Cpu::new(), usual, &groups, vec![], Some(Box::new(comm))).map(drop)
+        });
+        mismatch(results, &format!("optimizer.group.{option}"), values);
+    }
     let long = "é".repeat(200);
     type Change = fn(&mut ParamSpec);
     let parts: [(Change, &str, [&str; 2]); 5] = [
@@ -443,6 +461,93 @@ fn ranks_that_differ_are_refused() {
     for result in holes {
         assert!(matches!(&result, Err(Error::Invalid { name, .. }) if name == "parameter cut"), "{result:?}");
     }
+}
+
+/// The loss's factor of a state is that of whoever goes on with one, and nobody else's.
+#[test]
+fn the_losss_factor_follows_the_options() {
+    let scaling = |initial, max| Some(LossScaling { initial, max, ..LossScaling::default() });
+    let cases = [
+        // Saved under, loaded under, steps with inf in between that halve the factor; the factor then.
+        (scaling(1024.0, 65536.0), None, 1, 1.0),
+        (None, scaling(1024.0, 65536.0), 0, 1024.0),
+        (scaling(1024.0, 65536.0), scaling(8.0, 65536.0), 1, 512.0),
+        (scaling(1024.0, 65536.0), scaling(8.0, 256.0), 1, 256.0),
+        (None, None, 0, 1.0),
+    ];
+    for (before, after, skipped, expected) in cases {
+        let dir = tempfile::tempdir().unwrap();
+        let make = |loss_scaling| {
+            let options = AdamWOptions { loss_scaling, ..Default::default() };
+            let spec = ParamSpec { name: "w".into(), shard: ParamShard::whole(&[1, 1]), dtype: DType::F32, group: 0 };
+            AdamW::new(&Cpu::new(), options, &[options.group], vec![spec], None).unwrap()
+        };
+        let mut adam = make(before);
+        let inf = tensor(DType::F32, &[f64::INFINITY], &[1, 1]);
+        for _ in 0..skipped {
+            adam.begin(&[Some(inf.view())]).unwrap();
+        }
+        adam.save(dir.path()).unwrap();
+        let mut adam = make(after);
+        adam.load(dir.path()).unwrap();
+        assert_eq!(adam.stats().unwrap().loss_scale, expected, "{before:?} to {after:?}");
+        // Gradients of a loss that is scaled so have the norm of the loss itself.
+        let mut param = tensor(DType::F32, &[0.0], &[1, 1]);
+        adam.read_param(0, param.view()).unwrap();
+        let gradient = tensor(DType::F32, &[3.0 * expected], &[1, 1]);
+        adam.begin(&[Some(gradient.view())]).unwrap();
+        adam.update(vec![StepTensor { index: 0, param: param.view_mut(), gradient: gradient.view() }]).unwrap();
+        if after.is_some() {
+            assert_eq!(adam.stats().unwrap().norm, 3.0);
+        }
+    }
+}
+
+/// A state is of a step, and so is a model.
+#[test]
+fn the_state_of_another_step_is_refused_on_every_rank() {
+    let dir = tempfile::tempdir().unwrap();
+    train_and_save(dir.path());
+    let results = ranks(2, |comm| {
+        let own = comm.rank();
+        let mut rank = Rank::new(Mesh::new(2, 1), comm, DType::F32)?;
+        rank.step(0)?;
+        let before = rank.outcome();
+        let refused = rank.adam.load_at(dir.path(), 2 + own as u64).map(drop);
+        assert!(rank.outcome() == before, "nothing has changed");
+        assert_eq!(rank.adam.load_at(dir.path(), 1)?, 1);
+        refused
+    });
+    for result in results {
+        match result {
+            Err(Error::Checkpoint(CheckpointError::Config { field, found, .. })) => {
+                assert_eq!((field.as_str(), found.as_str()), ("steps", "1"));
+            }
+            Err(Error::Comm(CommError::Refused { reason, .. })) => assert!(reason.contains("steps"), "{reason}"),
+            other => panic!("{other:?}"),
+        }
+    }
+}
+
+/// A rank that does not come to a step tells the others, and all go on with the next.
+#[test]
+fn a_refused_step_is_told() {
+    let results = ranks(2, |comm| {
+        let refuses = comm.rank() == 1;
+        let mut rank = Rank::new(Mesh::new(2, 1), comm, DType::F32)?;
+        let first = match refuses {
+            true => {
+                let message = "backward failed".to_string();
+                let reason = Error::Framework { call: "backward", framework: "a test", message };
+                rank.adam.refuse(&reason);
+                Err(reason)
+            }
+            false => rank.step(0),
+        };
+        rank.step(1)?;
+        first
+    });
+    told(results, "backward");
 }
 
 #[test]

@@ -83,6 +83,20 @@ pub fn run(workload: &Workload, gpu: &str) -> Result<()> {
     let frozen = ExpertParallelMoE::new(layer(1)?, group, VarBuilder::from_tensors(values, DType::BF16, &device))?;
     let (x, c) = (draws.draw(&[t, h], 1)?, draws.draw(&[t, h], 1)?);
     let sync = || Ok(device.synchronize()?);
+    if let Some(way) = memory_phase()? {
+        let x = Var::from_tensor(&x)?;
+        let below = Var::zeros((), DType::F32, &device)?.apply_op1(LayerBelow(x.as_detached_tensor()))?;
+        let bytes = most_memory(&cuda(&device)?, || match way {
+            MemoryOf::Plain => {
+                drop((moe.forward(x.as_tensor())? * &c)?.sum(1)?.sum_all()?.backward()?);
+                Ok(())
+            }
+            MemoryOf::Stored => Ok(MainGradients::new().backward_with(&moe.forward(&below)?, &c)?),
+            MemoryOf::F32Added => Ok(MainGradients::in_f32().backward_with(&moe.forward(&below)?, &c)?),
+        })?;
+        workload.report_memory("moebius-candle", way.name(), bytes, gpu);
+        return Ok(());
+    }
     if asked("fwd") {
         let fwd = time(sync, || {
             frozen.forward(&x)?;
@@ -119,20 +133,6 @@ pub fn run(workload: &Workload, gpu: &str) -> Result<()> {
         })?;
         workload.report("moebius-candle", "fwd+bwd-plain", plain, gpu);
     }
-    if asked("memory") {
-        let memory = |way: &str, step: &mut dyn FnMut() -> Result<()>| -> Result<()> {
-            let bytes = most_memory(&core, step)?;
-            workload.report_memory("moebius-candle", way, bytes, gpu);
-            Ok(())
-        };
-        memory("plain", &mut || {
-            drop((moe.forward(x.as_tensor())? * &c)?.sum(1)?.sum_all()?.backward()?);
-            Ok(())
-        })?;
-        for (way, mut main) in [("stored", MainGradients::new()), ("f32-add", MainGradients::in_f32())] {
-            memory(way, &mut || Ok(main.backward_with(&moe.forward(&below)?, &c)?))?;
-        }
-    }
     core.check()?;
     drop((moe, frozen, map, core));
     if asked("fwd-graph") { graph(workload, gpu) } else { Ok(()) }
@@ -164,11 +164,44 @@ fn graph(workload: &Workload, gpu: &str) -> Result<()> {
     Ok(core.check()?)
 }
 
-/// Bytes by which a step has the GPU's free memory fall: its queued work's, as pools give nothing back before the host
-/// waits.
-fn most_memory(cuda: &Cuda, step: &mut dyn FnMut() -> Result<()>) -> Result<usize> {
+/// Gradients whose memory is measured.
+#[derive(Debug, Clone, Copy)]
+enum MemoryOf {
+    Plain,
+    Stored,
+    F32Added,
+}
+
+impl MemoryOf {
+    const ALL: [Self; 3] = [Self::Plain, Self::Stored, Self::F32Added];
+
+    fn name(self) -> &'static str {
+        match self {
+            Self::Plain => "plain",
+            Self::Stored => "stored",
+            Self::F32Added => "f32-add",
+        }
+    }
+}
+
+/// The way whose memory is asked for. It is measured in a process of its own: pools keep what earlier steps took, and a
+/// later step would be given that.
+fn memory_phase() -> Result<Option<MemoryOf>> {
+    let named: Vec<String> = std::env::args().filter_map(|a| Some(a.strip_prefix("--phase=")?.to_string())).collect();
+    let of = |name: &String| {
+        let way = name.strip_prefix("memory-")?;
+        MemoryOf::ALL.into_iter().find(|of| of.name() == way)
+    };
+    match named.iter().find_map(of) {
+        Some(_) if named.len() > 1 => Err("a phase of memory goes alone: pools keep what other phases took".into()),
+        way => Ok(way),
+    }
+}
+
+/// Bytes by which the first step of this process has the GPU's free memory fall, main gradients that stay included: its
+/// queued work's, as pools give nothing back before the host waits.
+fn most_memory(cuda: &Cuda, step: impl FnOnce() -> Result<()>) -> Result<usize> {
     cuda.check()?;
-    cuda.trim();
     let before = cuda.free_memory()?;
     step()?;
     let after = cuda.free_memory()?;

@@ -4,8 +4,9 @@
 //! `fwd` and `fwd+bwd`: wall clock from an idle GPU to an idle GPU with the loss Σ y ∘ c, which both frameworks' programs
 //! share. `fwd+bwd-stored`: steps queued one behind the other, timed by events, with the gradient of y given and no loss,
 //! gradients in the weights' type; `-f32-add` adds the experts' in f32 (candle's). These the layer itself (`moebius`) does
-//! as well, and `fwd-graph`, replays of a captured forward. `-plain`: with the loss Σ y ∘ c, queued. `memory`: bytes that
-//! one step takes of the GPU's free memory, with candle's gradients (`plain`) and with main gradients as above.
+//! as well, and `fwd-graph`, replays of a captured forward. `-plain`: with the loss Σ y ∘ c, queued. By name alone,
+//! one workload and process each: `memory-plain`, `memory-stored`, `memory-f32-add`, the bytes that a first step takes of
+//! the GPU's free memory, with candle's gradients and with main gradients as above, whose memory is part of them.
 //!
 //! ```text
 //! cargo bench -p moebius --no-default-features --features candle,cuda --bench adapters -- [--phase=PHASE …] [WORKLOAD …]

@@ -190,8 +190,14 @@ impl<D: ShardDevice> GradientSums<D> {
     /// them. Says, alike on every rank, whether the calls of layers are the same on all.
     ///
     /// # Errors
-    /// Another number of microbatches on another rank; a communicator's; an earlier sum's.
+    /// Another number of microbatches on another rank; a communicator's; an earlier sum's. In a capture, before the other
+    /// ranks are met: no two threads may add to one graph at a time.
     pub(crate) fn agree(&self, tag: Tag, calls: StepCalls) -> Result<bool> {
+        if self.compute.capture_number().is_some() {
+            let operation =
+                "sums over ranks on a thread of their own: capture forward and backward, and sum after a replay";
+            return Err(Error::not_capturable(CALL, operation));
+        }
         let (reply, result) = sync_channel(1);
         self.send(Job::Agree { tag, calls, reply });
         result.recv().unwrap_or_else(|_| Err(thread_ended()))

@@ -15,6 +15,10 @@ use super::group::DeviceGroup;
 use super::optimizer::AdamW;
 
 const CALL: &str = "candle::Capture";
+/// What to write in place of what a capture cannot hold.
+const HINT: &str = "in candle::Capture::run, whose first run of the calls has taken effect; what a capture holds reads \
+                    nothing on the host (read after a replay) and copies nothing new from it (make tensors before, and \
+                    change them in place with Tensor::slice_set)";
 
 /// A device whose work can be captured: one of `Device::new_cuda_with_stream` on which candle does not track the uses of
 /// tensors by events. An event of a tensor that was made before a capture cannot be waited for in it, so tracking is off
@@ -158,7 +162,7 @@ impl Capture {
         // candle notes down what failed in freeing a tensor, and returns it from the next call, whatever that is.
         let freed = device.cuda_stream().context().check_err();
         let graph = match (captured, failed) {
-            (Err(_), Some(error)) => return Err(error),
+            (Err(_), Some(error)) => return Err(error.context(HINT)),
             (Err(error), None) => return Err(error.into()),
             (Ok(graph), _) => graph,
         };

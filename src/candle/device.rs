@@ -199,6 +199,11 @@ impl<D: CandleDevice> FrameworkTensors<D> for CandleTensors {
     }
 }
 
+/// Where a tensor's storage is: two tensors that share it have one place.
+pub(super) fn storage_place(t: &Tensor) -> usize {
+    std::ptr::from_ref::<Storage>(&t.storage_and_layout().0) as usize
+}
+
 /// Our tensor as candle's, in another shape of as many elements; the memory moves over.
 pub(super) fn into_candle<D: CandleDevice>(t: crate::Tensor<D>, shape: &[usize], device: &Device) -> Result<Tensor> {
     let t = t.reshape(shape)?;

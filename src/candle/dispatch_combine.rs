@@ -6,11 +6,12 @@ use candle_core::{DType, Result, Tensor, Var};
 
 use crate::adapter::{DispatchTokens, DispatchedRows, match_device, pieces};
 use crate::comm::Op;
+use crate::error::Error;
 use crate::layer::{Layer, LayerSpec};
 use crate::lazy::Lazy;
 use crate::metrics::Load;
 
-use super::dispatch_ops::{self, RoutingNode};
+use super::dispatch_ops::{self, DispatchOutputs, RoutingNode};
 use super::group::{DeviceGroup, TypedGroup};
 use super::route_op::{self, Routed};
 
@@ -139,11 +140,41 @@ impl DispatchCombine {
         Ok(Dispatched { rows, weights, load, node })
     }
 
+    /// [`dispatch`](Self::dispatch) into memory of yours, which a captured step, say, finds in one place: of a
+    /// [detached](Self::detached) one. [`Dispatched::rows`] and [`Dispatched::weights`] are that memory. N is what the
+    /// capacity says: [`Capacity::Static`](crate::ep::Capacity::Static) rows.
+    ///
+    /// # Errors
+    /// As [`dispatch`](Self::dispatch), of the memory too: another shape, type or device, not contiguous, shared with
+    /// another tensor of the call. One that tracks gradients, whose results are candle's.
+    pub fn dispatch_into(
+        &self,
+        x: &Tensor,
+        ids: &Tensor,
+        weights: &Tensor,
+        into: DispatchOutputs<'_>,
+    ) -> Result<Dispatched> {
+        const CALL: &str = "DispatchCombine::dispatch_into";
+        let (layer, device, tokens) = (&self.layer, self.group.device(), DispatchTokens { x, ids, weights });
+        if self.anchor.is_some() {
+            let error = tracks_gradients(CALL);
+            self.group.erased().refuse(layer.number(), Op::Prepare, &error.to_string());
+            return Err(error.into());
+        }
+        let DispatchedRows { rows, weights, load, routing: node } = match_device!(self.group.erased(), group => dispatch_ops::dispatch_into(TypedGroup { group, device }, layer, tokens, into))?;
+        Ok(Dispatched { rows, weights, load, node })
+    }
+
     /// Meets the other ranks as a failure, in whichever of their collectives they are: for a rank that fails before a
     /// dispatch, between it and its combine, or among its experts in backward. They get the reason at once.
     pub fn refuse(&self, reason: &str) {
         self.group.erased().refuse(self.layer.number(), Op::Combine, reason);
     }
+}
+
+/// A call that writes memory of the caller's, where a graph would have to have it.
+fn tracks_gradients(call: &'static str) -> Error {
+    Error::invalid(call, "DispatchCombine", "one that is `detached()`", "one that tracks gradients")
 }
 
 /// Result of a [`DispatchCombine::dispatch`].
@@ -215,5 +246,17 @@ impl Dispatched {
     /// [`Error::Comm`](crate::Error::Comm) where a rank is lost.
     pub fn combine(&self, outputs: &Tensor) -> Result<Tensor> {
         self.node.routing.clone().combine(self.node.token.as_ref(), outputs)
+    }
+    /// [`combine`](Self::combine) into `y` `[T, H]`, memory of yours, where the dispatch was
+    /// [detached](DispatchCombine::detached).
+    ///
+    /// # Errors
+    /// As [`combine`](Self::combine), of y too: another shape, type or device, not contiguous, the outputs' own memory.
+    /// A dispatch that tracks gradients.
+    pub fn combine_into(&self, outputs: &Tensor, y: &Tensor) -> Result<()> {
+        match self.node.token {
+            Some(_) => Err(self.node.routing.refuse_combine(tracks_gradients("Dispatched::combine_into")).into()),
+            None => self.node.routing.combine_into(outputs, y),
+        }
     }
 }

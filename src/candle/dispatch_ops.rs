@@ -16,10 +16,12 @@ use candle_core::{
 };
 
 use crate::adapter::{DispatchTokens, DispatchedPart, DispatchedRows, GuardedCall, PendingDispatch};
+use crate::comm::Op;
 use crate::error::Error;
-use crate::layer::Layer;
+use crate::layer::{Layer, RefusalGuard};
 
 use super::device::{CandleDevice, CandleTensors, copy_of, into_candle};
+use super::given_outputs::with_outputs;
 use super::group::TypedGroup;
 use super::pending::{BackwardStage, PendingCollectives, remember};
 use super::precomputed::Precomputed;
@@ -40,6 +42,10 @@ pub(super) trait CombineRouting: Debug + Send + Sync {
     fn segment_tensors(&self) -> Result<[Tensor; 2]>;
     /// Sums of the experts' outputs.
     fn combine(self: Arc<Self>, token: Option<&Tensor>, outputs: &Tensor) -> Result<Tensor>;
+    /// The same into `y`, without gradients.
+    fn combine_into(&self, outputs: &Tensor, y: &Tensor) -> Result<()>;
+    /// Tells the other ranks that this one does not come to the combine, for this reason, which it gives back.
+    fn refuse_combine(&self, error: Error) -> Error;
 }
 
 /// One dispatch in candle's graph.
@@ -78,6 +84,42 @@ pub(super) fn dispatch<D: CandleDevice>(
     Ok(DispatchedRows { rows, weights, load, routing: RoutingNode { token: Some(token), routing: step } })
 }
 
+/// The memory of the caller's for what a dispatch brings.
+#[derive(Debug, Clone, Copy)]
+pub struct DispatchOutputs<'a> {
+    /// Received rows `[N, H]` of x's type, N the rank's capacity of rows.
+    pub rows: &'a Tensor,
+    /// Their routing weights `[N]`, f32 (f64 for f64 tokens).
+    pub weights: &'a Tensor,
+}
+
+/// Dispatches into memory of the caller's, without gradients.
+pub(super) fn dispatch_into<D: CandleDevice>(
+    on: TypedGroup<'_, D>,
+    layer: &Layer,
+    tokens: DispatchTokens<&Tensor, &Tensor>,
+    into: DispatchOutputs<'_>,
+) -> Result<DispatchedRows<Tensor, RoutingNode>> {
+    const CALL: &str = "DispatchCombine::dispatch_into";
+    let device = on.group.lock().device().clone();
+    let outputs = [("received rows", into.rows), ("received weights", into.weights)];
+    let mut entered = false;
+    let inputs = [tokens.x, tokens.ids, tokens.weights];
+    let dispatched = with_outputs(&device, CALL, &outputs, &inputs, &mut entered, |tensors| {
+        let DispatchedRows { load, routing, .. } =
+            GuardedCall { layer, group: on.group, tensors }.dispatch(tokens, false)?;
+        Ok((load, routing))
+    });
+    let (load, routing) = dispatched.map_err(|error| match entered {
+        true => error,
+        false => layer.refuse_forward(&mut on.group.lock(), error),
+    })?;
+    let pending = PendingDispatch::new(routing);
+    let step = DispatchStep { pending, device: on.device.clone(), failed: AtomicBool::new(false) };
+    let (rows, weights) = (into.rows.detach(), into.weights.detach());
+    Ok(DispatchedRows { rows, weights, load, routing: RoutingNode { token: None, routing: Arc::new(step) } })
+}
+
 impl<D: CandleDevice> CombineRouting for DispatchStep<D> {
     fn segments(&self) -> Result<Vec<Range<usize>>> {
         Ok(self.pending.routing.segments()?)
@@ -94,6 +136,22 @@ impl<D: CandleDevice> CombineRouting for DispatchStep<D> {
         let Some(token) = token else { return Ok(self.constant(y)?) };
         let value = Precomputed::new(y, &self.device)?;
         token.apply_op2(outputs, CombineOp { step: self, value, ran: AtomicBool::new(false) })
+    }
+
+    fn combine_into(&self, outputs: &Tensor, y: &Tensor) -> Result<()> {
+        const CALL: &str = "Dispatched::combine_into";
+        let routing = &self.pending.routing;
+        let device = routing.group.lock().device().clone();
+        let mut entered = false;
+        let combined = with_outputs(&device, CALL, &[("y", y)], &[outputs], &mut entered, |tensors| {
+            routing.combine(tensors, outputs).map(drop)
+        });
+        Ok(combined.map_err(|error| if entered { error } else { self.refuse_combine(error) })?)
+    }
+
+    fn refuse_combine(&self, error: Error) -> Error {
+        let routing = &self.pending.routing;
+        RefusalGuard::of(&routing.layer, &mut routing.group.lock(), Op::Combine).refuse(error)
     }
 }
 

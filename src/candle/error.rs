@@ -45,9 +45,14 @@ fn inside(error: &Theirs) -> Option<&Error> {
 
 /// A candle error as ours.
 pub(super) fn framework(call: &'static str) -> impl Fn(Theirs) -> Error {
-    move |e| match error_of(&e) {
+    move |e| reason_of(call, &e)
+}
+
+/// The same of one that is passed on, as other ranks are told of it.
+pub(super) fn reason_of(call: &'static str, error: &Theirs) -> Error {
+    match error_of(error) {
         Some(own) => own.clone(),
-        None => Error::Framework { call, framework: "candle", message: e.to_string() },
+        None => Error::Framework { call, framework: "candle", message: error.to_string() },
     }
 }
 

@@ -4,7 +4,7 @@ use std::fmt::Debug;
 use std::path::Path;
 
 use candle_core::backprop::GradStore;
-use candle_core::{Device, Result, Storage, Tensor, Var};
+use candle_core::{Device, Result, Tensor, Var};
 use candle_nn::Optimizer;
 
 use crate::comm::refusal::refuse_on_error_if_any;
@@ -14,7 +14,8 @@ use crate::error::Error;
 use crate::layer::ParamKind;
 use crate::optim::{self, AdamWOptions, GroupOptions, ParamShard, ParamSpec, StepStats, StepTensor};
 
-use super::device::{CandleDevice, into_candle, location, with_views};
+use super::device::{CandleDevice, into_candle, location, storage_place, with_views};
+use super::error::reason_of;
 use super::module::ExpertParallelMoE;
 use super::views_mut::with_vars_mut;
 
@@ -257,7 +258,21 @@ impl AdamW {
     /// # Errors
     /// As [`optim::AdamW::load`](crate::optim::AdamW::load).
     pub fn load(&mut self, dir: impl AsRef<Path>) -> Result<u64> {
-        self.inner.load(dir.as_ref())
+        self.inner.load(dir.as_ref(), None)
+    }
+
+    /// The same of the state of a model that has taken `steps` steps, as whoever saved both has written down.
+    ///
+    /// # Errors
+    /// As [`optim::AdamW::load_at`](crate::optim::AdamW::load_at).
+    pub fn load_at(&mut self, dir: impl AsRef<Path>, steps: u64) -> Result<u64> {
+        self.inner.load(dir.as_ref(), Some(steps))
+    }
+
+    /// In place of a step, where this rank cannot come to it: the others, which wait there for the norm where there is
+    /// one, get the reason.
+    pub fn refuse(&mut self, reason: &Error) {
+        self.inner.refuse(reason);
     }
 }
 
@@ -271,9 +286,13 @@ impl Optimizer for AdamW {
         Self::with_groups(params, options, &[options.group])
     }
 
-    /// Every rank calls it, with gradients that have been summed over the ranks.
+    /// Every rank calls it, with gradients that have been summed over the ranks. What fails on one rank before the norm
+    /// is told to the others.
     fn step(&mut self, gradients: &GradStore) -> Result<()> {
-        self.write_options()?;
+        if let Err(error) = self.write_options() {
+            self.inner.refuse(&reason_of(CALL, &error));
+            return Err(error);
+        }
         self.inner.step(gradients)
     }
 
@@ -288,8 +307,14 @@ impl Optimizer for AdamW {
     }
 
     fn backward_step(&mut self, loss: &Tensor) -> Result<()> {
-        let gradients = self.scale_loss(loss)?.backward()?;
-        self.step(&gradients)
+        let gradients = self.scale_loss(loss).and_then(|loss| super::backward(&loss));
+        match gradients {
+            Ok(gradients) => self.step(&gradients),
+            Err(error) => {
+                self.refuse(&reason_of(CALL, &error));
+                Err(error)
+            }
+        }
     }
 }
 
@@ -314,7 +339,8 @@ trait DeviceAdamW: Debug + Send {
     fn loss_scale(&self) -> Result<Tensor>;
     fn stats(&self) -> crate::Result<StepStats>;
     fn save(&mut self, dir: &Path) -> crate::Result<()>;
-    fn load(&mut self, dir: &Path) -> Result<u64>;
+    fn load(&mut self, dir: &Path, steps: Option<u64>) -> Result<u64>;
+    fn refuse(&mut self, reason: &Error);
 }
 
 /// An optimizer and its variables.
@@ -323,6 +349,35 @@ struct AdamWOnDevice<D: CandleDevice> {
     optimizer: optim::AdamW<D>,
     params: Vec<AdamWParam>,
     device: Device,
+}
+
+impl<D: CandleDevice> AdamWOnDevice<D> {
+    fn take_step(&mut self, gradients: &GradStore) -> Result<()> {
+        let device = self.optimizer.device().clone();
+        let given = self.params.iter().enumerate();
+        let given = given.filter_map(|(i, param)| Some((i, param, gradients.get(&param.var)?)));
+        let given = given.map(|(i, param, gradient)| Ok((i, param, apart(&param.var, gradient)?)));
+        let given = given.collect::<Result<Vec<(usize, &AdamWParam, Tensor)>>>()?;
+        let named: Vec<(&str, &Tensor)> = given.iter().map(|(_, p, gradient)| (p.name.as_str(), gradient)).collect();
+        let vars: Vec<&Tensor> = given.iter().map(|(_, param, _)| param.var.as_tensor()).collect();
+        let (optimizer, count) = (&mut self.optimizer, self.params.len());
+        with_views(&device, CALL, &named, |views| {
+            let mut all: Vec<_> = (0..count).map(|_| None).collect();
+            for ((i, ..), view) in given.iter().zip(views) {
+                all[*i] = Some(view.borrow());
+            }
+            optimizer.begin(&all)?;
+            with_vars_mut(&device, CALL, &vars, |first, mut params| {
+                let tensors = params.iter_mut().zip(&given[first..]).zip(&views[first..]);
+                let tensors = tensors.map(|((param, (index, ..)), view)| {
+                    let (index, param, gradient) = (*index, param.reborrow(), view.borrow());
+                    StepTensor { index, param, gradient }
+                });
+                optimizer.update(tensors.collect())
+            })
+        })?;
+        Ok(())
+    }
 }
 
 impl<D: CandleDevice> DeviceAdamW for AdamWOnDevice<D> {
@@ -351,30 +406,12 @@ impl<D: CandleDevice> DeviceAdamW for AdamWOnDevice<D> {
     }
 
     fn step(&mut self, gradients: &GradStore) -> Result<()> {
-        let device = self.optimizer.device().clone();
-        let given = self.params.iter().enumerate();
-        let given = given.filter_map(|(i, param)| Some((i, param, gradients.get(&param.var)?)));
-        let given = given.map(|(i, param, gradient)| Ok((i, param, apart(&param.var, gradient)?)));
-        let given = given.collect::<Result<Vec<(usize, &AdamWParam, Tensor)>>>()?;
-        let named: Vec<(&str, &Tensor)> = given.iter().map(|(_, p, gradient)| (p.name.as_str(), gradient)).collect();
-        let vars: Vec<&Tensor> = given.iter().map(|(_, param, _)| param.var.as_tensor()).collect();
-        let (optimizer, count) = (&mut self.optimizer, self.params.len());
-        with_views(&device, CALL, &named, |views| {
-            let mut all: Vec<_> = (0..count).map(|_| None).collect();
-            for ((i, ..), view) in given.iter().zip(views) {
-                all[*i] = Some(view.borrow());
-            }
-            optimizer.begin(&all)?;
-            with_vars_mut(&device, CALL, &vars, |first, mut params| {
-                let tensors = params.iter_mut().zip(&given[first..]).zip(&views[first..]);
-                let tensors = tensors.map(|((param, (index, ..)), view)| {
-                    let (index, param, gradient) = (*index, param.reborrow(), view.borrow());
-                    StepTensor { index, param, gradient }
-                });
-                optimizer.update(tensors.collect())
-            })
-        })?;
-        Ok(())
+        let begun = self.optimizer.begun();
+        let result = self.take_step(gradients);
+        if let (Err(error), true) = (&result, self.optimizer.begun() == begun) {
+            self.optimizer.refuse(&reason_of(CALL, error));
+        }
+        result
     }
 
     fn loss_scale(&self) -> Result<Tensor> {
@@ -389,8 +426,15 @@ impl<D: CandleDevice> DeviceAdamW for AdamWOnDevice<D> {
         self.optimizer.save(dir)
     }
 
-    fn load(&mut self, dir: &Path) -> Result<u64> {
-        let steps = self.optimizer.load(dir)?;
+    fn refuse(&mut self, reason: &Error) {
+        self.optimizer.refuse(reason);
+    }
+
+    fn load(&mut self, dir: &Path, steps: Option<u64>) -> Result<u64> {
+        let steps = match steps {
+            None => self.optimizer.load(dir)?,
+            Some(steps) => self.optimizer.load_at(dir, steps)?,
+        };
         let device = self.optimizer.device().clone();
         let vars: Vec<&Tensor> = self.params.iter().map(|param| param.var.as_tensor()).collect();
         let optimizer = &self.optimizer;
@@ -404,7 +448,6 @@ impl<D: CandleDevice> DeviceAdamW for AdamWOnDevice<D> {
 /// The gradient in contiguous memory that is not the variable's own: reading it must not keep the variable from being
 /// written.
 fn apart(var: &Tensor, gradient: &Tensor) -> Result<Tensor> {
-    let place = |t: &Tensor| std::ptr::from_ref::<Storage>(&t.storage_and_layout().0) as usize;
     let gradient = gradient.contiguous()?;
-    if place(var) == place(&gradient) { gradient.copy() } else { Ok(gradient) }
+    if storage_place(var) == storage_place(&gradient) { gradient.copy() } else { Ok(gradient) }
 }

@@ -12,6 +12,7 @@ use crate::adapter::{
     BUCKET_BYTES, EarlySums, GradientSums, PendingBuckets, ReduceComms, ReducedParam, StepCalls, StepGradients,
     StepReduction, SumOf, Summand, agree, fail, summed_in_part,
 };
+use crate::fnv1a::fnv1a;
 use crate::layer::PerParam;
 
 use super::device::{CandleDevice, copy_of, into_candle, with_views};
@@ -148,10 +149,12 @@ impl<D: CandleDevice> GradientReducer<D> {
         Ok(self.sums.recover(reason)?)
     }
 
-    /// Compares the number of microbatches with all other ranks.
-    fn agree(&self, microbatches: u64) -> crate::Result<()> {
-        // Which calls of layers a backward reaches candle's graph says, on every rank the same.
-        agree(&self.sums, StepCalls { microbatches, calls: 0 }).map(drop)
+    /// Compares the number of microbatches with all other ranks, and with it the sums that will begin beside a backward:
+    /// of variables, the calls of layers that add to each. Says whether these are the same on all.
+    fn agree(&self, microbatches: u64, early: &HashMap<TensorId, usize>) -> crate::Result<bool> {
+        let calls = |t: &Tensor| early.get(&t.id()).map_or_else(|| "-".to_string(), usize::to_string);
+        let calls: Vec<String> = self.replicated.iter().chain(&self.experts).map(calls).collect();
+        agree(&self.sums, StepCalls { microbatches, calls: fnv1a(&calls.join(",")) })
     }
 
     fn reduction(&self) -> StepReduction<'_, D, Tensor> {
@@ -285,7 +288,7 @@ impl MainGradients {
             self.set_reduced();
             return Ok(());
         }
-        reducer.agree(self.microbatches())?;
+        reducer.agree(self.microbatches(), &HashMap::new())?;
         reducer.reduction().run(self, PendingBuckets::default())?;
         self.set_reduced();
         Ok(())
@@ -307,13 +310,15 @@ impl MainGradients {
             return Ok(());
         }
         self.check_unchanged()?;
-        // The backward to come is counted.
-        reducer.agree(self.microbatches() + 1)?;
         let mut remaining = calls_of(loss);
         let experts = reducer.experts.iter().filter(|t| reducer.sums.has_replicas() && !self.is_elsewhere(t));
         let early = reducer.replicated.iter().chain(experts).map(Tensor::id);
         let known: HashSet<TensorId> = early.filter(|id| !reducer.late.contains(id)).collect();
         remaining.retain(|id, _| known.contains(id));
+        // The backward to come is counted. Where another rank would begin other sums, all follow backward.
+        if !reducer.agree(self.microbatches() + 1, &remaining)? {
+            remaining.clear();
+        }
         let mut before = GradStore::default();
         for t in &reducer.replicated {
             if let Some(sum) = self.store().get(t) {

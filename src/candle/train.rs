@@ -40,10 +40,14 @@ impl ExpertParallelMoE {
     /// over `ModuleT` wants `candle_nn::func_t(move |x, train| moe.forward_t(x, train))`.
     ///
     /// # Errors
-    /// As [`forward_full`](Self::forward_full).
+    /// As [`forward_full`](Self::forward_full). In a capture, a router with jitter, whose every replay would have the same.
     pub fn forward_t(&self, x: &Tensor, train: bool) -> Result<Tensor> {
         if !train {
             return self.forward(x);
+        }
+        if self.layer.config().router.jitter > 0.0 && self.group.in_capture() {
+            let operation = "the jitter of the router, whose steps the host counts: forward_full(x, None) has none";
+            return Err(Error::not_capturable("ExpertParallelMoE::forward_t", operation).into());
         }
         let out = self.pass(x, Some(self.training.next_noise()), Some(self.training.aux_scale()))?;
         self.store_figures(&out);

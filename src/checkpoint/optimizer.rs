@@ -84,6 +84,7 @@ impl<D: StepDevice> AdamW<D> {
             "steps": counts.steps,
             "skipped": counts.skipped,
             "good_steps": counts.good,
+            "loss_scaling": counts.scaled,
             // As text, since JSON's numbers are rounded where they are read.
             "loss_scale": format!("{:?}", counts.scale),
         });
@@ -169,20 +170,43 @@ impl<D: StepDevice> AdamW<D> {
 
     /// Goes on from a saved state, whichever ranks and cuts it was saved with; gives the number of steps it has taken.
     /// Parameters of 16 bits are to be set by [`write_param`](Self::write_param) then. Moments that were saved in bf16
-    /// are taken as f32 too; the other way they are refused. Every rank calls it.
+    /// are taken as f32 too; the other way they are refused. The loss's factor is taken where these options scale the
+    /// loss too, within their bounds; else it is theirs. Every rank calls it.
     ///
     /// # Errors
     /// A folder that holds something else, or the state of other parameters, before anything has changed;
-    /// [`CheckpointError`] where reading fails, on every rank, which leaves the state undefined: load again.
+    /// [`CheckpointError`] where reading fails, on every rank, after which no step is taken until a load succeeds.
     pub fn load(&mut self, dir: impl AsRef<Path>) -> Result<u64> {
-        let dir = dir.as_ref();
-        let checked = Saved::open(dir).and_then(|saved| saved.check(self).map(|items| (saved, items)));
+        self.load_state(dir.as_ref(), None)
+    }
+
+    /// The same of the state of a model that has taken `steps` steps, as whoever saved both has written down.
+    ///
+    /// # Errors
+    /// As [`load`](Self::load); before anything has changed, the state of another step.
+    pub fn load_at(&mut self, dir: impl AsRef<Path>, steps: u64) -> Result<u64> {
+        self.load_state(dir.as_ref(), Some(steps))
+    }
+
+    fn load_state(&mut self, dir: &Path, steps: Option<u64>) -> Result<u64> {
+        let checked = Saved::open(dir).and_then(|saved| {
+            saved.check_steps(steps)?;
+            let items = saved.check(self)?;
+            Ok((saved, items))
+        });
         let (saved, items) = self.exchange_outcome(checked)?;
         self.agree(&saved.counts)?;
-        let read = items.iter().try_for_each(|item| self.read_item(&saved, item));
+        self.read_state(&saved, &items)
+    }
+
+    fn read_state(&mut self, saved: &Saved, items: &[StateItem]) -> Result<u64> {
+        self.set_undefined(true);
+        let read = items.iter().try_for_each(|item| self.read_item(saved, item));
         self.exchange_outcome(read)?;
-        self.restart(&saved.counts)?;
-        Ok(saved.counts.steps)
+        let counts = self.adopted(&saved.counts);
+        self.restart(&counts)?;
+        self.set_undefined(false);
+        Ok(counts.steps)
     }
 
     fn read_item(&mut self, saved: &Saved, item: &StateItem) -> Result<()> {
@@ -263,8 +287,25 @@ impl Saved {
         let scale = scale.filter(|s| s.is_finite() && *s > 0.0);
         let scale = scale.ok_or_else(|| field("loss_scale", "a positive number, as text", config.get("loss_scale")))?;
         let (good, steps, skipped) = (count("good_steps")?, count("steps")?, count("skipped")?);
+        let scaled = match config.get("loss_scaling") {
+            Some(Value::Bool(scaled)) => *scaled,
+            // States of before it was written.
+            None => scale != 1.0 || good > 0,
+            other => return Err(field("loss_scaling", "true or false", other)),
+        };
         let files = Files::open(folder)?;
-        Ok(Self { files, counts: Counts { scale, good, steps, skipped }, path: dir.display().to_string() })
+        Ok(Self { files, counts: Counts { scaled, scale, good, steps, skipped }, path: dir.display().to_string() })
+    }
+
+    /// Refuses the state of another step than a model's.
+    fn check_steps(&self, steps: Option<u64>) -> Result<()> {
+        match steps.filter(|steps| *steps != self.counts.steps) {
+            None => Ok(()),
+            Some(steps) => {
+                let path = Path::new(&self.path).join(CONFIG);
+                Err(config_error(&path, "steps", format!("{steps}, as the model has taken"), self.counts.steps).into())
+            }
+        }
     }
 
     /// Refuses the state of other parameters; the tensors to read.
@@ -349,4 +390,33 @@ fn write(dir: &Path, out: &mut dyn Write, bytes: &[u8]) -> Result<()> {
 /// Bytes of bf16 as bytes of f32.
 fn widened(bytes: &[u8]) -> Vec<u8> {
     bytes.chunks_exact(2).flat_map(|b| [0, 0, b[0], b[1]]).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::cpu::Cpu;
+    use crate::optim::{AdamWOptions, ParamShard, ParamSpec};
+
+    /// A file that loses its end between the check and the reading.
+    #[test]
+    fn no_step_uses_a_state_that_was_read_in_part() {
+        let dir = tempfile::tempdir().unwrap();
+        let (options, shard) = (AdamWOptions::default(), ParamShard::whole(&[4, 64]));
+        let spec = ParamSpec { name: "w".into(), shard, dtype: DType::F32, group: 0 };
+        let mut adam = AdamW::new(&Cpu::new(), options, &[options.group], vec![spec], None).unwrap();
+        adam.save(dir.path()).unwrap();
+        let saved = Saved::open(dir.path()).unwrap();
+        let items = saved.check(&adam).unwrap();
+        let path = dir.path().join(SINGLE);
+        let whole = std::fs::read(&path).unwrap();
+        let file = std::fs::OpenOptions::new().write(true).open(&path).unwrap();
+        file.set_len(whole.len() as u64 - 100).unwrap();
+        adam.read_state(&saved, &items).unwrap_err();
+        let refused = adam.begin(&[None]).unwrap_err().to_string();
+        assert!(refused.contains("load"), "{refused}");
+        std::fs::write(&path, whole).unwrap();
+        assert_eq!(adam.load(dir.path()).unwrap(), 0);
+        adam.begin(&[None]).unwrap();
+    }
 }

@@ -74,6 +74,12 @@ impl<'a, D: Kernels> RefusalGuard<'a, D> {
         if self.entered { result } else { refuse_on_error(self.layer, self.group, self.op, result) }
     }
 
+    /// Tells the other ranks that this one does not come, for this reason, which it gives back.
+    #[cfg_attr(not(feature = "candle"), allow(dead_code, reason = "candle's outputs in given memory alone need it"))]
+    pub(crate) fn refuse(self, error: Error) -> Error {
+        refuse(self.layer, self.group, self.op, error)
+    }
+
     /// The group's device.
     #[cfg_attr(not(feature = "candle"), allow(dead_code, reason = "candle's backward alone asks for it"))]
     pub(crate) fn device(&self) -> &D {

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use crate::DType;
-use crate::comm::refusal::refuse_on_error_if_any;
+use crate::comm::refusal::{self, refuse_on_error_if_any};
 use crate::comm::{Communicator, Op, Tag};
 use crate::compare::ComparedField;
 use crate::error::{Error, Result};
@@ -14,7 +14,7 @@ use crate::kernels::optimizer::{
 };
 use crate::tensor::{Tensor, TensorMut, TensorRef};
 
-use super::norm::{NormPlan, NormStep, RankRows, exchange, owners};
+use super::norm::{NormPlan, NormStep, OptimizerFields, RankRows, exchange, owners};
 use super::{AdamWOptions, GroupOptions, ParamSpec, StepDevice, StepStats};
 
 const CALL: &str = "AdamW";
@@ -37,6 +37,8 @@ pub struct AdamW<D: StepDevice> {
     coefficients: Tensor<D>,
     /// Steps begun, for tags.
     begun: u64,
+    /// Reading a saved state failed half way.
+    undefined: bool,
 }
 
 /// State kept for a parameter.
@@ -61,8 +63,8 @@ pub struct StepTensor<'a, D: StepDevice> {
 
 impl<D: StepDevice> AdamW<D> {
     /// An optimizer with moments of zero and main weights that [`read_param`](Self::read_param) fills. `comm` is of all
-    /// ranks that hold parts of these parameters, where there are several (collective: parameters and options are
-    /// compared over the ranks).
+    /// ranks that hold parts of these parameters, where there are several (collective: parameters, options and groups
+    /// are compared over the ranks).
     ///
     /// # Errors
     /// Options out of range, a parameter of another type, a name that occurs twice, a group that there is not;
@@ -79,8 +81,9 @@ impl<D: StepDevice> AdamW<D> {
         // The others wait to compare theirs.
         let checked = sound.and_then(|()| check_specs(&specs, groups.len()));
         refuse_on_error_if_any(comm.as_deref_mut(), Tag { layer: 0, op: Op::Init, sequence: 0 }, checked)?;
-        let (rank_rows, rank): (RankRows, usize) =
-            exchange(device, comm.as_deref_mut(), &specs, &fields(&options, groups.len(), specs.len()))?;
+        let (fields, of_groups) = (fields(&options, groups.len(), specs.len()), group_fields(groups));
+        let fields = OptimizerFields { fields: &fields, of_groups: &of_groups };
+        let (rank_rows, rank): (RankRows, usize) = exchange(device, comm.as_deref_mut(), &specs, fields)?;
         let norm = match options.has_norm() {
             true => Some(NormPlan::new(device, &specs, &rank_rows, rank)?),
             false => None,
@@ -107,6 +110,7 @@ impl<D: StepDevice> AdamW<D> {
             state: Tensor::zeros(device, DType::F64, &[STATE_NUMBERS + GROUP_STATE * count])?,
             coefficients: Tensor::zeros(device, DType::F64, &[count, COEFFICIENTS])?,
             begun: 0,
+            undefined: false,
         };
         adamw.restart(&Counts { scale: options.loss_scaling.map_or(1.0, |s| s.initial), ..Counts::default() })?;
         Ok(adamw)
@@ -145,10 +149,9 @@ impl<D: StepDevice> AdamW<D> {
     /// order; `None`: it has none in this step, counts nothing and is not to be updated. Every rank calls it.
     ///
     /// # Errors
-    /// A gradient of another type or size; the communicator's.
+    /// A gradient of another type or size; a state that [`load`](Self::load) has left half read; the communicator's.
     pub fn begin(&mut self, gradients: &[Option<TensorRef<'_, D>>]) -> Result<()> {
-        let tag = Tag { layer: 0, op: Op::GradNorm, sequence: self.begun };
-        self.begun += 1;
+        let tag = self.next_step();
         let sums = self.own_sums(gradients);
         // The others wait for this rank's sums, where there is a norm.
         refuse_on_error_if_any(self.comm.as_deref_mut().filter(|_| self.norm.is_some()), tag, sums)?;
@@ -166,7 +169,32 @@ impl<D: StepDevice> AdamW<D> {
         })
     }
 
+    /// In place of [`begin`](Self::begin), where this rank cannot come to it: the others, which wait in it for the norm
+    /// where there is one, get the reason, and this rank's next step is their next.
+    pub fn refuse(&mut self, reason: &Error) {
+        let tag = self.next_step();
+        if let Some(comm) = self.comm.as_deref_mut().filter(|_| self.norm.is_some()) {
+            refusal::refuse(comm, tag, reason);
+        }
+    }
+
+    /// Steps begun or refused so far.
+    #[cfg_attr(not(feature = "candle"), allow(dead_code, reason = "an adapter asks for it"))]
+    pub(crate) fn begun(&self) -> u64 {
+        self.begun
+    }
+
+    /// The tag of a step's collective.
+    fn next_step(&mut self) -> Tag {
+        let tag = Tag { layer: 0, op: Op::GradNorm, sequence: self.begun };
+        self.begun += 1;
+        tag
+    }
+
     fn own_sums(&mut self, gradients: &[Option<TensorRef<'_, D>>]) -> Result<()> {
+        if self.undefined {
+            return Err(Error::invalid(CALL, "state", "one that was loaded whole", "one that `load` failed to read"));
+        }
         Error::check_shape(CALL, "gradients", &[self.specs.len()], &[gradients.len()])?;
         for (spec, gradient) in self.specs.iter().zip(gradients) {
             if let Some(gradient) = gradient {
@@ -215,7 +243,7 @@ impl<D: StepDevice> AdamW<D> {
         Ok(())
     }
 
-    /// Changes a group's options, from the next step on.
+    /// Changes a group's options, from the next step on: on every rank alike, which nobody compares.
     ///
     /// # Errors
     /// A group that there is not; options out of range.
@@ -297,6 +325,8 @@ impl<D: StepDevice> AdamW<D> {
 /// Counts of an optimizer, for its saved state.
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
 pub(crate) struct Counts {
+    /// The loss is scaled, by `scale`; else that is 1.
+    pub(crate) scaled: bool,
     pub(crate) scale: f64,
     pub(crate) good: u64,
     pub(crate) steps: u64,
@@ -305,12 +335,16 @@ pub(crate) struct Counts {
 
 impl Counts {
     /// To compare with those of other ranks.
-    pub(crate) fn fields(&self) -> [ComparedField; 4] {
+    pub(crate) fn fields(&self) -> [ComparedField; 5] {
         let scale = ComparedField::number("optimizer.state.scale", self.scale.to_bits());
         [
             ComparedField::number("optimizer.state.steps", self.steps),
             ComparedField::number("optimizer.state.skipped", self.skipped),
             ComparedField::number("optimizer.state.good_steps", self.good),
+            ComparedField {
+                text: |scaled| if scaled == 1 { "scaled" } else { "not scaled" }.to_string(),
+                ..ComparedField::number("optimizer.state.loss", u64::from(self.scaled))
+            },
             ComparedField { text: |bits| f64::from_bits(bits).to_string(), ..scale },
         ]
     }
@@ -322,7 +356,24 @@ impl<D: StepDevice> AdamW<D> {
         let numbers = self.device.read(self.state.view())?;
         let count = |at: usize| numbers[at] as u64;
         let [good, steps, skipped] = [count(state::GOOD), count(state::STEP), count(state::SKIPPED)];
-        Ok(Counts { scale: numbers[state::SCALE], good, steps, skipped })
+        let scaled = self.options.loss_scaling.is_some();
+        Ok(Counts { scaled, scale: numbers[state::SCALE], good, steps, skipped })
+    }
+
+    /// The state is being read: until that has ended well, no step may use it.
+    pub(crate) fn set_undefined(&mut self, undefined: bool) {
+        self.undefined = undefined;
+    }
+
+    /// Counts of a saved state as this optimizer goes on from them: its own options say whether the loss is scaled, and
+    /// within which bounds.
+    pub(crate) fn adopted(&self, saved: &Counts) -> Counts {
+        let (scale, good) = match self.options.loss_scaling {
+            None => (1.0, 0),
+            Some(scaling) if !saved.scaled => (scaling.initial, 0),
+            Some(scaling) => (saved.scale.clamp(scaling.min, scaling.max), saved.good),
+        };
+        Counts { scale, good, scaled: self.options.loss_scaling.is_some(), ..*saved }
     }
 
     /// Goes on from these counts. Powers of the betas are products of as many factors as steps, as steps make them.
@@ -437,6 +488,24 @@ fn fields(options: &AdamWOptions, groups: usize, parameters: usize) -> [Compared
         scaling("optimizer.loss_scaling.min", |s| s.min),
         scaling("optimizer.loss_scaling.max", |s| s.max),
     ]
+}
+
+/// The groups' options, which are the same on all ranks as well.
+fn group_fields(groups: &[GroupOptions]) -> Vec<ComparedField> {
+    let field = |name, value: f64| ComparedField {
+        text: |bits| f64::from_bits(bits).to_string(),
+        ..ComparedField::number(name, value.to_bits())
+    };
+    let of = |group: &GroupOptions| {
+        [
+            field("optimizer.group.lr", group.lr),
+            field("optimizer.group.betas[0]", group.betas[0]),
+            field("optimizer.group.betas[1]", group.betas[1]),
+            field("optimizer.group.eps", group.eps),
+            field("optimizer.group.weight_decay", group.weight_decay),
+        ]
+    };
+    groups.iter().flat_map(of).collect()
 }
 
 fn check_specs(specs: &[ParamSpec], groups: usize) -> Result<()> {

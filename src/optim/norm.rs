@@ -181,13 +181,21 @@ const COLUMNS: usize = PARTS.len() + 2;
 /// Bytes of a part of a description, of which two differ; a longer one is cut.
 const TEXT_BYTES: usize = 256;
 
+/// What all ranks have alike of an optimizer but for its parameters.
+pub(super) struct OptimizerFields<'a> {
+    /// The number of groups among them.
+    pub(super) fields: &'a [ComparedField],
+    /// The groups' options.
+    pub(super) of_groups: &'a [ComparedField],
+}
+
 /// Exchanges which rows all ranks hold. Ranks compare fields and parameters first: one that differs is named on every
 /// rank.
 pub(super) fn exchange<D: StepDevice>(
     device: &D,
     comm: Option<&mut (dyn Communicator<D> + 'static)>,
     specs: &[ParamSpec],
-    fields: &[ComparedField],
+    OptimizerFields { fields, of_groups }: OptimizerFields<'_>,
 ) -> Result<(RankRows, usize)> {
     let own: Vec<Range<usize>> = specs.iter().map(|spec| spec.shard.rows()).collect();
     let Some(comm) = comm.filter(|comm| comm.size() > 1) else { return Ok((vec![own], 0)) };
@@ -201,6 +209,9 @@ pub(super) fn exchange<D: StepDevice>(
 
     let all = gather(0, &ComparedField::values(fields))?.concat();
     compare_fields(CALL, rank, fields, &all)?;
+    // As many groups everywhere, as `fields` says.
+    let all = gather(3, &ComparedField::values(of_groups))?.concat();
+    compare_fields(CALL, rank, of_groups, &all)?;
     let columns = |spec: &ParamSpec| {
         let rows = spec.shard.rows();
         description(spec).map(|part| fnv1a(&part)).into_iter().chain([rows.start as u64, rows.end as u64])

@@ -3,15 +3,19 @@
 
 use std::cell::RefCell;
 
-use candle_core::{D, DType, Device, IndexOp, Module, Result, Tensor};
+use candle_core::{D, DType, Device, IndexOp, Module, Result, Tensor, Var};
 use candle_nn::{Embedding, Linear, Optimizer, RmsNorm, VarBuilder, VarMap, ops};
 use moebius::MoeConfig;
-use moebius::candle::{AdamW, Capture, DeviceGroup, ExpertParallelMoE, MainGradients, device_for_capture, error_of};
+use moebius::candle::{
+    AdamW, Capture, DeviceGroup, DispatchCombine, DispatchOutputs, ExpertParallelMoE, MainGradients, backward,
+    device_for_capture, error_of,
+};
 use moebius::cuda::Cuda;
-use moebius::ep::GroupConfig;
+use moebius::ep::{Capacity, GroupConfig};
+use moebius::layer::{DispatchOptions, Layer};
 use moebius::optim::{AdamWOptions, GroupOptions};
 
-use crate::support::{AnyResult, EXPERTS, H, config, flat, group, redraw, seeded, tokens};
+use crate::support::{AnyResult, EXPERTS, H, config, flat, group, normal, redraw, seeded, tokens};
 use crate::trials::tests;
 
 const VOCABULARY: usize = 32;
@@ -171,6 +175,60 @@ fn replayed_training_steps_have_the_eager_ones_bits(_: &Device) -> AnyResult<()>
 }
 
 /// An operation that a capture cannot hold is refused with the one to use instead, and everything works on afterwards.
+/// Dispatch and combine around candle's operations: a forward into memory that stays, and a forward with its backward.
+fn replayed_dispatch_and_combine_have_the_eager_ones_bits(_: &Device) -> AnyResult<()> {
+    const ROWS: usize = 64;
+    let device = device_for_capture(0)?;
+    let config = GroupConfig { max_rows: ROWS, ..GroupConfig::new(EXPERTS, TOKENS) };
+    let group = DeviceGroup::single(config, &device)?;
+    let options = DispatchOptions { capacity: Capacity::Static(ROWS), ..Default::default() };
+    let layer = Layer::new(self::config(), 0)?.with_dispatch(options);
+    let moe = DispatchCombine::new(layer, &group)?;
+    let detached = moe.detached();
+    let of = |seed: u64, dims: (usize, usize)| normal(seed, dims, DType::F32, &device);
+    let (x, expert) = (Var::from_tensor(&of(1, (TOKENS, H))?)?, Var::from_tensor(&of(2, (H, H))?)?);
+    let (weights, d_y) = (of(3, (TOKENS, 2))?, of(4, (TOKENS, H))?);
+    let chosen = |seed: usize| -> AnyResult<Tensor> {
+        let id = |i: usize| ((seed + i / 2 * 3 + i % 2 * (1 + seed % 3)) % EXPERTS) as u32;
+        Ok(Tensor::from_vec((0..2 * TOKENS).map(id).collect::<Vec<_>>(), (TOKENS, 2), &device)?)
+    };
+    let ids = chosen(0)?;
+    let (rows, of_rows) = (of(5, (ROWS, H))?, of(6, (ROWS, 1))?.flatten_all()?);
+    let experts = |rows: &Tensor, weights: &Tensor| rows.matmul(&expert)?.broadcast_mul(&weights.unsqueeze(1)?);
+    let forward = || -> Result<Vec<Tensor>> {
+        let into = DispatchOutputs { rows: &rows, weights: &of_rows };
+        let received = detached.dispatch_into(&x, &ids, &weights, into)?;
+        let y = received.combine(&experts(&received.rows, &received.weights)?.detach())?;
+        Ok(vec![y, received.offsets()?, received.counts()?])
+    };
+    let step = || -> Result<Vec<Tensor>> {
+        let received = moe.dispatch(&x, &ids, &weights)?;
+        let y = received.combine(&experts(&received.rows, &received.weights)?)?;
+        let gradients = backward(&(&y * &d_y)?.sum_all()?)?;
+        let of = |t: &Tensor| gradients.get(t).cloned().ok_or_else(|| candle_core::Error::msg("no gradient"));
+        Ok(vec![y.detach(), of(&x)?, of(&expert)?])
+    };
+    for training in [false, true] {
+        let calls: &dyn Fn() -> Result<Vec<Tensor>> = if training { &step } else { &forward };
+        // SAFETY: nothing replaces the tensors that the calls read and write.
+        let mut captured = unsafe { Capture::new(&device)?.group(&group)?.run(calls) }?;
+        for replay in 0..50 {
+            x.as_tensor().detach().slice_set(&of(100 + replay, (TOKENS, H))?, 0, 0)?;
+            ids.slice_set(&chosen(replay as usize)?, 0, 0)?;
+            captured.replay()?;
+            let found = captured.outputs().iter().map(|t| t.copy()).collect::<Result<Vec<_>>>()?;
+            for (number, (found, expected)) in found.iter().zip(calls()?).enumerate() {
+                let same = match found.dtype() {
+                    DType::F32 => bits(found)? == bits(&expected)?,
+                    _ => found.to_vec1::<i64>()? == expected.to_vec1::<i64>()?,
+                };
+                assert!(same, "output {number} of replay {replay}, training: {training}");
+            }
+        }
+    }
+    Ok(())
+}
+
 fn refusals_say_what_to_do(_: &Device) -> AnyResult<()> {
     let tracked = Device::new_cuda_with_stream(0)?;
     for wrong in [&tracked, &Device::Cpu] {
@@ -214,7 +272,11 @@ fn refusals_say_what_to_do(_: &Device) -> AnyResult<()> {
         large += 1.0;
         moe.forward(&x)?.broadcast_add(&Tensor::new(vec![large; 4096], &device)?.narrow(0, 0, H)?).map(|y| vec![y])
     })?;
-    assert!(text.contains("host data"), "{text}");
+    assert!(text.contains("host data") && text.contains("slice_set"), "{text}");
+    let jitter = MoeConfig { router: config().router.with_jitter(0.1), ..config() };
+    let jittered = seeded(moe.group().clone(), jitter)?;
+    let text = refused("jitter", all()?, &mut || Ok(vec![jittered.forward_t(&x, true)?]))?;
+    assert!(text.contains("forward_full"), "{text}");
     let kept = RefCell::new(Vec::new());
     let text = refused("a tensor that stays", all()?, &mut || {
         kept.borrow_mut().push(moe.forward(&x)?);
@@ -255,6 +317,7 @@ tests! {
     fn(&Device) -> AnyResult<()>;
     replayed_decode_steps_have_the_eager_ones_bits,
     replayed_training_steps_have_the_eager_ones_bits,
+    replayed_dispatch_and_combine_have_the_eager_ones_bits,
     refusals_say_what_to_do,
     the_cores_own_capture_is_refused,
 }

@@ -6,8 +6,10 @@ use std::time::Duration;
 
 use candle_core::Device;
 use moebius::candle::{DeviceGroup, EpGroup, cuda};
+use moebius::comm::{Communicator, Op, Tag};
+use moebius::cuda::Cuda;
 use moebius::ep::{Group, GroupConfig};
-use moebius::nccl::{NcclLibrary, NcclWorld};
+use moebius::nccl::{NcclComm, NcclLibrary, NcclWorld};
 
 use crate::support::AnyResult;
 
@@ -25,11 +27,47 @@ pub fn available() -> usize {
     }
 }
 
+/// A rank's device, and two communicators of all ranks beside the layers', each on a stream of its own.
+pub struct Beside {
+    pub cuda: Cuda,
+    pub comms: [NcclComm; 2],
+}
+
 /// Runs a closure on each rank; results in rank order. One call at a time.
 pub fn on_ranks<R: Send>(
     ranks: usize,
     config: &GroupConfig,
     run: impl Fn(&DeviceGroup) -> AnyResult<R> + Sync,
+) -> AnyResult<Vec<R>> {
+    let run = &run;
+    on_communicators(ranks, move |comm, device| {
+        let group = Group::new(comm.cuda().clone(), Box::new(comm), config.clone())?;
+        run(&DeviceGroup::new(EpGroup::new(group), device)?)
+    })
+}
+
+/// The same with communicators beside.
+pub fn on_ranks_beside<R: Send>(
+    ranks: usize,
+    config: &GroupConfig,
+    run: impl Fn(&DeviceGroup, Beside) -> AnyResult<R> + Sync,
+) -> AnyResult<Vec<R>> {
+    let run = &run;
+    on_communicators(ranks, move |mut comm, device| {
+        let cuda = comm.cuda().clone();
+        let mut beside = |sequence| -> AnyResult<NcclComm> {
+            let (tag, rank) = (Tag { layer: 0, op: Op::Init, sequence }, comm.rank());
+            Ok(comm.split_on(tag, Some(0), rank, &cuda.with_new_stream()?)?.ok_or("a part")?)
+        };
+        let comms = [beside(1)?, beside(2)?];
+        let group = Group::new(cuda.clone(), Box::new(comm), config.clone())?;
+        run(&DeviceGroup::new(EpGroup::new(group), device)?, Beside { cuda, comms })
+    })
+}
+
+fn on_communicators<R: Send>(
+    ranks: usize,
+    run: impl Fn(NcclComm, &Device) -> AnyResult<R> + Sync,
 ) -> AnyResult<Vec<R>> {
     let mut worlds = WORLDS.lock().unwrap_or_else(PoisonError::into_inner);
     // A test that fails may have ended its connections: the next makes others.
@@ -45,11 +83,8 @@ pub fn on_ranks<R: Send>(
     let comms = world.communicators(LONG)?;
     let found = std::thread::scope(|scope| {
         let threads = comms.into_iter().zip(&devices).map(|(comm, device)| {
-            let (run, config) = (&run, config.clone());
-            scope.spawn(move || {
-                let group = Group::new(comm.cuda().clone(), Box::new(comm), config)?;
-                run(&DeviceGroup::new(EpGroup::new(group), device)?)
-            })
+            let run = &run;
+            scope.spawn(move || run(comm, device))
         });
         let threads: Vec<_> = threads.collect();
         threads.into_iter().map(|t| t.join().expect("a rank panicked")).collect::<AnyResult<Vec<R>>>()

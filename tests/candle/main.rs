@@ -16,6 +16,8 @@ mod goldens;
 mod gpu;
 #[cfg(feature = "nccl")]
 mod gpus;
+#[cfg(feature = "nccl")]
+mod gpus_training;
 mod main_gradients;
 mod module;
 mod optimizer;
@@ -88,6 +90,15 @@ fn main() -> ExitCode {
             trials.add_gpus(format!("dispatch::{name}, {ranks} GPUs"), (ranks, found), move || {
                 let _alone = CONTEXT.write().unwrap_or_else(PoisonError::into_inner);
                 body(&Place::Gpus(ranks))
+            });
+        }
+    }
+    #[cfg(feature = "nccl")]
+    for (name, body) in gpus_training::cases() {
+        for ranks in [2, 4] {
+            trials.add_gpus(format!("gpus_training::{name}, {ranks} GPUs"), (ranks, found), move || {
+                let _alone = CONTEXT.write().unwrap_or_else(PoisonError::into_inner);
+                body(ranks)
             });
         }
     }

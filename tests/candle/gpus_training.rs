@@ -1,0 +1,256 @@
+//! Training over several GPUs: gradients summed beside backward, the optimizer over ranks, and weights that are shards.
+
+use std::collections::HashMap;
+use std::sync::{Arc, Barrier, Mutex, PoisonError};
+
+use candle_core::{DType, Device, Tensor, Var};
+use candle_nn::{Optimizer, VarBuilder};
+use moebius::candle::{
+    AdamW, CandleDevice, DeviceGroup, ExpertParallelMoE, GradientReducer, GradientType, MainGradients, ReduceComms,
+    ShardedWeights, WeightVar, finish_sharded,
+};
+use moebius::comm::Communicator;
+use moebius::config::SharedConfig;
+use moebius::cuda::Cuda;
+use moebius::ep::GroupConfig;
+use moebius::etp::{Chain, Comms, EtpOptions, Payload, Phase, Reduction};
+use moebius::layer::{Layer, ParamKind};
+use moebius::optim::{AdamWOptions, GroupOptions};
+use moebius::{MoeConfig, Tensor as OwnTensor};
+
+use crate::gpus::{Beside, on_ranks_beside};
+use crate::support::{AnyResult, EXPERTS, H, config, flat, normal, of_type};
+
+/// A case's name, and its test on so many GPUs.
+type Case = (&'static str, fn(usize) -> AnyResult<()>);
+
+pub fn cases() -> [Case; 2] {
+    [
+        ("sums_beside_backward_and_steps_over_ranks", sums_beside_backward_and_steps_over_ranks),
+        ("shards_give_what_whole_weights_give", shards_give_what_whole_weights_give),
+    ]
+}
+
+fn full() -> MoeConfig {
+    let mut full = config();
+    full.shared = Some(SharedConfig { intermediate: 8, gated: true });
+    full.expert_bias = true;
+    full
+}
+
+fn options() -> AdamWOptions {
+    let group = GroupOptions { lr: 0.01, ..GroupOptions::default() };
+    AdamWOptions { group, max_norm: Some(0.5), ..AdamWOptions::default() }
+}
+
+fn boxed(comm: moebius::nccl::NcclComm) -> Box<dyn Communicator<Cuda>> {
+    Box::new(comm)
+}
+
+/// Values of all ranks, in rank order.
+struct Exchange {
+    barrier: Barrier,
+    values: Mutex<Vec<Vec<f32>>>,
+}
+
+impl Exchange {
+    fn new(ranks: usize) -> Self {
+        Self { barrier: Barrier::new(ranks), values: Mutex::new(vec![Vec::new(); ranks]) }
+    }
+
+    fn all(&self, rank: usize, own: Vec<f32>) -> Vec<Vec<f32>> {
+        let values = || self.values.lock().unwrap_or_else(PoisonError::into_inner);
+        values()[rank] = own;
+        self.barrier.wait();
+        let all = values().clone();
+        self.barrier.wait();
+        all
+    }
+
+    /// ((0 + 1) + (2 + 3)).
+    fn sum(&self, rank: usize, own: Vec<f32>) -> Vec<f32> {
+        let all = self.all(rank, own);
+        let add = |a: Vec<f32>, b: &[f32]| a.iter().zip(b).map(|(a, b)| a + b).collect::<Vec<f32>>();
+        let pairs: Vec<_> = all.chunks(2).map(|pair| add(pair[0].clone(), &pair[1])).collect();
+        pairs[1..].iter().fold(pairs[0].clone(), |sum, pair| add(sum, pair))
+    }
+}
+
+/// Sums beside backward have the bits of those behind it; the norm is that of all ranks' gradients; what all ranks hold
+/// stays the same on all, through a save and a load.
+fn sums_beside_backward_and_steps_over_ranks(ranks: usize) -> AnyResult<()> {
+    for dtype in [DType::F32, DType::BF16] {
+        let dir = tempfile::tempdir()?;
+        let exchange = Exchange::new(ranks);
+        on_ranks_beside(ranks, &GroupConfig::new(EXPERTS, 64), |group, beside| {
+            let Beside { cuda, comms: [sums, norms] } = beside;
+            let (rank, device) = (group.rank(), group.device());
+            let layers = [0, 4].map(|number| -> AnyResult<_> {
+                Ok(of_type(group.clone(), full(), dtype)?.with_layer(Layer::new(full(), number)?))
+            });
+            let [first, second] = layers;
+            let layers = [first?, second?];
+            let comms = ReduceComms { group: boxed(sums), replicas: None };
+            let reducer = GradientReducer::new(&cuda, comms)?.with_bucket_bytes(300);
+            let reducer = layers.iter().fold(reducer, GradientReducer::with_layer);
+            let loss = |microbatch: u64| -> AnyResult<Tensor> {
+                // Other numbers of tokens on every rank.
+                let x = normal(100 + 10 * microbatch + rank as u64, (7 + rank, H), dtype, device)?;
+                let mut h = x;
+                for layer in &layers {
+                    h = (layer.forward_t(&h, true)? + h)?;
+                }
+                Ok(h.to_dtype(DType::F32)?.sqr()?.sum(1)?.sum_all()?)
+            };
+            let new = || if dtype == DType::F32 { MainGradients::new() } else { MainGradients::in_f32() };
+            let (mut after, mut beside) = (new(), new());
+            let mut params = Vec::new();
+            for (number, layer) in layers.iter().enumerate() {
+                params.extend(layer.optimizer_params(&format!("layers.{number}"))?);
+            }
+            let vars: Vec<_> = layers.iter().flat_map(ExpertParallelMoE::params).map(|(name, t)| (name, t.clone())).collect();
+            let mut adam = AdamW::over_ranks(&cuda, boxed(norms), params, options(), &[options().group])?;
+            for step in 0..3u64 {
+                for microbatch in 0..2 {
+                    after.backward(&loss(2 * step + microbatch)?)?;
+                    match microbatch {
+                        1 => beside.backward_reduced(&loss(2 * step + microbatch)?, &reducer)?,
+                        _ => beside.backward(&loss(2 * step + microbatch)?)?,
+                    }
+                }
+                after.reduce(&reducer)?;
+                let mut squares = 0.0;
+                for (name, t) in &vars {
+                    let found = flat(beside.get(t)?)?;
+                    assert_eq!(found, flat(after.get(t)?)?, "{name}, step {step}");
+                    let own: f64 = found.iter().map(|v| f64::from(*v).powi(2)).sum();
+                    let replicated = !name.starts_with("experts");
+                    let all = exchange.all(rank, found);
+                    match replicated {
+                        true => {
+                            all.iter().for_each(|of| assert_eq!(*of, all[0], "sums of {name} on every rank"));
+                            squares += own;
+                        }
+                        false => squares += all.iter().flatten().map(|v| f64::from(*v).powi(2)).sum::<f64>(),
+                    }
+                }
+                adam.step(beside.store())?;
+                (after.reset(), beside.reset());
+                let stats = adam.stats()?;
+                // Two sums in f64 of the same squares, in other orders.
+                assert!((stats.norm / squares.sqrt() - 1.0).abs() < 1e-12, "{} {}", stats.norm, squares.sqrt());
+                assert_eq!(stats.steps, step + 1);
+                for (name, t) in vars.iter().filter(|(name, _)| !name.starts_with("experts")) {
+                    let all = exchange.all(rank, flat(t)?);
+                    all.iter().for_each(|of| assert_eq!(*of, all[0], "{name} on every rank, step {step}"));
+                }
+                if step == 1 {
+                    adam.save(dir.path())?;
+                    assert_eq!(adam.load_at(dir.path(), 2)?, 2);
+                }
+            }
+            Ok(())
+        })?;
+    }
+    Ok(())
+}
+
+/// A layer with its values, all of it shards of a chain if there is one.
+fn module(group: &DeviceGroup, chain: Option<&Arc<Chain<Cuda>>>) -> AnyResult<ExpertParallelMoE> {
+    let (config, mut tensors) = (full(), HashMap::new());
+    for kind in ParamKind::ALL {
+        let Some(dims) = kind.dims(&config, EXPERTS) else { continue };
+        let t = normal(500 + kind as u64, dims.clone(), DType::F32, &Device::Cpu)?;
+        let t = match chain.filter(|_| matches!(kind, ParamKind::Up | ParamKind::Down)) {
+            Some(chain) => cut(chain, &t)?,
+            None => t,
+        };
+        tensors.insert(kind.name().to_string(), Var::from_tensor(&t.to_device(group.device())?)?.into_inner());
+    }
+    let vb = VarBuilder::from_tensors(tensors, DType::F32, group.device());
+    let layer = Layer::new(config, 0)?;
+    Ok(match chain {
+        Some(chain) => ExpertParallelMoE::sharded(layer, group, chain, Payload::Plain, vb)?,
+        None => ExpertParallelMoE::new(layer, group, vb)?,
+    })
+}
+
+/// This rank's shard of a weight on the host.
+fn cut(chain: &Chain<Cuda>, whole: &Tensor) -> AnyResult<Tensor> {
+    let of = OwnTensor::<moebius::cpu::Cpu>::from_vec(flat(whole)?, whole.dims())?;
+    let own = chain.shards(whole.dims())?.cut(&moebius::cpu::Cpu::new(), of.view(), chain.rank())?;
+    Ok(Tensor::from_slice(own.as_slice::<f32>()?, own.dims(), &Device::Cpu)?)
+}
+
+/// A layer whose experts are shards, with a dense weight that is shards around it: outputs, gradients and steps of AdamW
+/// as those of whole weights, to the bit.
+fn shards_give_what_whole_weights_give(ranks: usize) -> AnyResult<()> {
+    let exchange = Exchange::new(ranks);
+    on_ranks_beside(ranks, &GroupConfig::new(EXPERTS, 64), |of_ranks, beside| {
+        let Beside { cuda, comms: [gather, reduce] } = beside;
+        let (rank, device) = (of_ranks.rank(), of_ranks.device());
+        // Every rank has all experts: a group of its own.
+        let group = DeviceGroup::single(GroupConfig::new(EXPERTS, 64), device)?;
+        let comms = Comms { gather: boxed(gather), reduce: boxed(reduce) };
+        let options = EtpOptions { reduction: Reduction::Pairwise, ..EtpOptions::default() };
+        let chain = Arc::new(Chain::new(cuda.clone(), comms, options)?);
+        let projection = normal(90, (H, H), DType::F32, device)?;
+        let (whole, sharded) = (module(&group, None)?, module(&group, Some(&chain))?);
+        let whole_projection = Var::from_tensor(&projection)?;
+        let lines = chain.shards(&moebius::etp::Shards::lines(&[H, H]))?;
+        let own = OwnTensor::<moebius::cpu::Cpu>::from_vec(flat(&projection)?, lines.dims())?;
+        let own = lines.cut(&moebius::cpu::Cpu::new(), own.view(), chain.rank())?;
+        let shard = Var::from_tensor(&Tensor::from_slice(own.as_slice::<f32>()?, own.dims(), device)?)?;
+        let named = HashMap::from([("weight".to_string(), shard.as_tensor().clone())]);
+        let weights = ShardedWeights::new(&chain, VarBuilder::from_tensors(named, DType::F32, device));
+        let dense = weights.linear_no_bias(H, H)?;
+        let mut adam = AdamW::new(whole.vars().into_iter().chain([whole_projection.clone()]).collect(), self::options())?;
+        for step in 0..3u64 {
+            let x = normal(200 + 10 * step + rank as u64, (5 + rank, H), DType::F32, device)?;
+            let loss = |y: &Tensor| y.sqr()?.sum(1)?.sum_all();
+            let y_expected = whole.forward_t(&x.matmul(&whole_projection.t()?)?, true)?;
+            let expected = loss(&y_expected)?.backward()?;
+            chain.begin(Phase::Forward)?;
+            let y = sharded.forward_t(&candle_core::Module::forward(&dense, &x)?, true)?;
+            chain.end()?;
+            chain.begin(Phase::Backward)?;
+            let mut found = loss(&y)?.backward()?;
+            chain.end()?;
+            assert_eq!(flat(&y)?, flat(&y_expected)?, "y of step {step}");
+            let shards: Vec<WeightVar> = sharded.shards().into_iter().chain(weights.shards()).collect();
+            finish_sharded(&chain, None, &shards, &mut found, GradientType::AsSummed)?;
+            let mut summed = candle_core::backprop::GradStore::default();
+            for t in whole.params().into_iter().map(|(_, t)| t.clone()).chain([whole_projection.as_tensor().clone()]) {
+                let own = expected.get(&t).ok_or("a gradient")?;
+                let sum = exchange.sum(rank, flat(own)?);
+                summed.insert(&t, Tensor::from_vec(sum, t.dims(), device)?);
+            }
+            for (kind, at) in [(ParamKind::Up, 0), (ParamKind::Down, 1)] {
+                let whole = summed.get(whole.param(kind).ok_or("a weight")?).ok_or("a sum")?.clone();
+                let own = flat(&cut(&chain, &whole)?)?;
+                let shard = found.get(&shards[at].var).ok_or("a shard's gradient")?;
+                assert_eq!(flat(shard)?, own, "{kind:?}, step {step}");
+            }
+            let of_lines = flat(summed.get(&whole_projection).ok_or("a sum")?)?;
+            let of_lines = OwnTensor::<moebius::cpu::Cpu>::from_vec(of_lines, lines.dims())?;
+            let own = lines.cut(&moebius::cpu::Cpu::new(), of_lines.view(), chain.rank())?;
+            assert_eq!(flat(found.get(&shard).ok_or("a gradient")?)?, own.as_slice::<f32>()?, "projection, step {step}");
+            adam.step(&summed)?;
+            // The shards become those of the new weights.
+            for (kind, at) in [(ParamKind::Up, 0), (ParamKind::Down, 1)] {
+                let new = cut(&chain, whole.param(kind).ok_or("a weight")?)?;
+                shards[at].var.set(&new.to_device(device)?)?;
+            }
+            let new = OwnTensor::<moebius::cpu::Cpu>::from_vec(flat(&whole_projection)?, lines.dims())?;
+            let new = lines.cut(&moebius::cpu::Cpu::new(), new.view(), chain.rank())?;
+            shard.set(&Tensor::from_slice(new.as_slice::<f32>()?, new.dims(), device)?)?;
+            for ((_, s), (_, w)) in sharded.params().into_iter().zip(whole.params()) {
+                if s.dims() == w.dims() {
+                    Var::from_tensor(s)?.set(w)?;
+                }
+            }
+        }
+        Ok(())
+    })?;
+    Ok(())
+}
