@@ -127,8 +127,11 @@ fn main() -> Result<()> {
             cuda.trim();
             #[cfg(feature = "candle")]
             candle::run(&workload, &gpu)?;
+            // Memory's phases are candle's.
             #[cfg(feature = "burn-cuda")]
-            burn::run(&workload, &gpu)?;
+            if !std::env::args().any(|a| a.starts_with("--phase=memory-")) {
+                burn::run(&workload, &gpu)?;
+            }
         }
     }
     Ok(())

@@ -317,7 +317,15 @@ mod gpus {
         let devices = || (0..settings.mesh.ranks).map(CudaDevice::new);
         let gpus = devices().map(|device| moebius::burn::cuda(&device)).collect::<moebius::Result<Vec<_>>>()?;
         let comms = NcclComm::threads(&NcclLibrary::open()?, &gpus, crate::ranks::TIMEOUT)?;
-        devices().zip(comms).map(|(device, comm)| Ok((device, group(settings, comm)?))).collect()
+        // A group is made by all its ranks at once.
+        std::thread::scope(|scope| {
+            let make = |(device, comm)| scope.spawn(move || Ok((device, group(settings, comm)?)));
+            let threads: Vec<_> = devices().zip(comms).map(make).collect();
+            let joined = |thread: std::thread::ScopedJoinHandle<'_, Result<Endpoint, Failure>>| {
+                thread.join().unwrap_or_else(|_| Err("a rank's thread has ended".into()))
+            };
+            threads.into_iter().map(joined).collect()
+        })
     }
 
     #[cfg(not(feature = "nccl"))]

@@ -104,11 +104,9 @@ pub struct DenseExperts<'a> {
     pub blocks: &'a [Vec<u32>],
     /// Where tokens travel quantized: what the experts read in their place, `[T, H]`. Gradients pass straight through.
     pub read: Option<Tensor>,
+    /// As [`Tolerances::logit`](crate::lm::Tolerances::logit).
+    pub near: f32,
 }
-
-/// Logits may differ by rounding between the two computations, and with them the choice between experts that are as
-/// good as equal. The twin follows the ranks' choice where it is one of the best by this much.
-const NEAR: f32 = 1e-4;
 
 impl DenseExperts<'_> {
     /// Every expert on every token of `x [T, H]`, weighted by zero where it was not chosen. Softmax routing,
@@ -117,7 +115,7 @@ impl DenseExperts<'_> {
         let logits = x.matmul(&self.router.t()?)?;
         let (t, e) = logits.dims2()?;
         let k = ids.first().map_or(1, Vec::len);
-        check_choice(&logits, ids)?;
+        check_choice(&logits, ids, self.near)?;
         let mut mask = vec![0f32; t * e];
         for (token, ids) in ids.iter().enumerate() {
             ids.iter().for_each(|id| mask[token * e + *id as usize] = 1.0);
@@ -152,13 +150,13 @@ impl DenseExperts<'_> {
     }
 }
 
-/// An error where `ids` are not the best experts of a token.
-fn check_choice(logits: &Tensor, ids: &[Vec<u32>]) -> Result<()> {
+/// An error where `ids` are not the best experts of a token, or as good as these by `near`.
+fn check_choice(logits: &Tensor, ids: &[Vec<u32>], near: f32) -> Result<()> {
     for (token, (row, ids)) in logits.to_vec2::<f32>()?.iter().zip(ids).enumerate() {
         let chosen = |e: &usize| ids.contains(&(*e as u32));
         let worst = ids.iter().map(|id| row[*id as usize]).fold(f32::INFINITY, f32::min);
         let best = (0..row.len()).filter(|e| !chosen(e)).map(|e| row[e]).fold(f32::NEG_INFINITY, f32::max);
-        if worst < best - NEAR {
+        if worst < best - near {
             candle_core::bail!("token {token}: experts {ids:?} were chosen, but an expert's logit is {best} > {worst}");
         }
     }

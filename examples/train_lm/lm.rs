@@ -58,6 +58,27 @@ pub struct Settings {
     /// Coefficient of the load-balancing loss.
     pub balance: f64,
     pub learning_rate: f64,
+    pub tolerances: Tolerances,
+}
+
+/// How near the ranks' numbers are to the dense reference model's, which are f32's.
+#[derive(Debug, Clone, Copy)]
+pub struct Tolerances {
+    /// Largest relative difference between the gradients of a parameter.
+    pub gradient: f64,
+    /// Largest difference of a router's logits, and with them the choice between experts that are as good as equal: the
+    /// reference follows the ranks' choice where it is one of the best by this much.
+    pub logit: f32,
+}
+
+impl Tolerances {
+    /// Rounding in f32 over a backward pass of some ten layers, whose sums are over up to 1024 tokens in different orders
+    /// (√1024 · 2⁻²⁴ ≈ 2e-6 each).
+    pub const F32: Self = Self { gradient: 1e-5, logit: 1e-4 };
+    /// Products whose operands are rounded to TF32, to 2⁻¹² of themselves: some twenty one after another, forward and
+    /// backward, of two operands each (√40 · 2⁻¹² ≈ 1.5e-3), and thrice that. Logits are of the size of 1.
+    #[cfg_attr(not(feature = "burn-cuda"), allow(dead_code, reason = "burn's on CUDA"))]
+    pub const TF32: Self = Self { gradient: 5e-3, logit: 5e-3 };
 }
 
 impl Settings {

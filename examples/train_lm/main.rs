@@ -43,15 +43,12 @@ use indicatif::{ProgressBar, ProgressStyle};
 
 use corpus::Corpus;
 use device::Place;
-use lm::{Scale, Settings, Step, fingerprint, shares};
+use lm::{Scale, Settings, Step, Tolerances, fingerprint, shares};
 use mesh::Mesh;
 use moebius::ep::DispatcherKind;
 use moebius::etp::Payload;
 use output::{Usage, say};
 
-/// Largest relative difference between the gradients of the ranks and of the twin: rounding in f32 over a backward
-/// pass of some ten layers, whose sums are over up to 1024 tokens in different orders (√1024 · 2⁻²⁴ ≈ 2e-6 each).
-const TOLERANCE: f64 = 1e-5;
 /// Least share of the choices that any expert may get at the end.
 const LEAST_SHARE: f64 = 0.01;
 /// Steps at the end over which loss and shares are taken.
@@ -66,7 +63,8 @@ const MOST_EXPERTS: usize = 1024;
 
 /// Trains a small byte-level Mixture-of-Experts language model over ranks in one process.
 ///
-/// Fails where a gradient differs from the dense reference model's by more than 1e-5, the loss does not fall below
+/// Fails where a gradient differs from the dense reference model's by more than 1e-5 (burn on CUDA, whose products round
+/// to TF32: 5e-3), the loss does not fall below
 /// --max-loss, or an expert ends with less than 1 % of the load.
 ///
 /// Exit code: 0 where all of that holds, 1 where something does not or the run failed, 2 for a wrong command line.
@@ -334,6 +332,11 @@ impl Args {
             intermediate: 64,
             balance: 0.01,
             learning_rate: 4e-3,
+            // burn's own products in f32 are tensor cores' on CUDA.
+            tolerances: match (self.framework, self.device) {
+                (Framework::Burn, Place::Cuda) => Tolerances::TF32,
+                _ => Tolerances::F32,
+            },
         })
     }
 }
@@ -549,13 +552,14 @@ fn verdict(args: &Args, settings: &Settings, steps: &[Step]) -> bool {
     let worst = checks().max_by(|a, b| a.1.error.total_cmp(&b.1.error));
     if let Some((step, worst)) = worst {
         let text = format!(
-            "gradients equal the dense reference model's within {TOLERANCE:e} in {} comparisons: worst {:.2e} ({}, step \
+            "gradients equal the dense reference model's within {:e} in {} comparisons: worst {:.2e} ({}, step \
              {step})",
+            settings.tolerances.gradient,
             checks().count(),
             worst.error,
             worst.worst
         );
-        line(worst.error <= TOLERANCE, text);
+        line(worst.error <= settings.tolerances.gradient, text);
     }
     let losses = fingerprint(steps.iter().map(|s| s.loss.to_bits()));
     let weights =

@@ -8,11 +8,11 @@ use moebius::ep::DispatcherKind;
 use moebius::etp::Payload;
 
 use crate::corpus::Corpus;
-use crate::lm::{Settings, Step, initial};
+use crate::lm::{Settings, Step, Tolerances, initial};
 use crate::mesh::{self, Mesh};
 use crate::ranks::Worker;
 use crate::state::{self, StateError};
-use crate::{Args, TOLERANCE, candle, process, ranks, resumed};
+use crate::{Args, candle, process, ranks, resumed};
 
 fn settings(ep: usize, etp: Option<usize>) -> Settings {
     Settings {
@@ -41,6 +41,7 @@ fn settings(ep: usize, etp: Option<usize>) -> Settings {
         intermediate: 20,
         balance: 0.01,
         learning_rate: 4e-3,
+        tolerances: Tolerances::F32,
     }
 }
 
@@ -52,7 +53,7 @@ fn train(settings: &Settings) -> Vec<Step> {
     let make = |params: &[_], place, rank| candle::Rank::new(settings, params, (place, rank));
     let on_step = |step: Step| {
         let twin = step.twin.as_ref().unwrap();
-        assert!(twin.error <= TOLERANCE, "step {}: {} at {}", step.step, twin.error, twin.worst);
+        assert!(twin.error <= Tolerances::F32.gradient, "step {}: {} at {}", step.step, twin.error, twin.worst);
         steps.push(step);
         Ok(())
     };
@@ -132,7 +133,7 @@ fn a_twin_that_reads_other_tokens_is_found() {
         Ok(())
     };
     ranks::train(&plain, (places, 1), &corpus, make, on_step).unwrap();
-    assert!(errors.len() == 1 && errors[0] > 100.0 * TOLERANCE, "{errors:?}");
+    assert!(errors.len() == 1 && errors[0] > 100.0 * Tolerances::F32.gradient, "{errors:?}");
 }
 
 /// Copy engines are refused where there are none, whoever asks.
@@ -295,7 +296,13 @@ fn burn_trains_beside_the_twin_over_ranks() {
         let mut expected = Vec::new();
         let on_step = |step: Step| {
             let twin = step.twin.as_ref().unwrap();
-            assert!(twin.error <= TOLERANCE, "{n} ranks, step {}: {} at {}", step.step, twin.error, twin.worst);
+            assert!(
+                twin.error <= Tolerances::F32.gradient,
+                "{n} ranks, step {}: {} at {}",
+                step.step,
+                twin.error,
+                twin.worst
+            );
             expected.push(step);
             Ok(())
         };

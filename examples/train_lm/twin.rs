@@ -10,11 +10,11 @@ use moebius::DType;
 use moebius::etp::Payload;
 use moebius::quant::Nvfp4;
 
+use crate::Failure;
 use crate::dense::{DenseExperts, Loss, Model};
 use crate::lm::{Param, Settings, TwinCheck, fingerprint, is_share};
 use crate::quantized_payload::{TOKENS, through};
 use crate::ranks::{Check, Values};
-use crate::{Failure, TOLERANCE};
 
 /// The twin's model.
 pub struct Twin {
@@ -57,6 +57,7 @@ impl Twin {
                 down: get("experts.down")?,
                 balance: settings.balance,
                 blocks: &self.blocks,
+                near: settings.tolerances.logit,
             };
             let ids: Vec<Vec<u32>> = ranks.iter().flat_map(|r| r.ids[layer].iter().cloned()).collect();
             experts.forward(x, &ids)
@@ -87,7 +88,7 @@ impl Twin {
         }
         let sent: Vec<f32> = ranks.iter().flat_map(|rank| rank.tokens[layer].iter().copied()).collect();
         let error = relative_error(&sent, &x.flatten_all()?.to_vec1::<f32>()?);
-        if error.is_nan() || error > TOLERANCE {
+        if error.is_nan() || error > self.settings.tolerances.gradient {
             candle_core::bail!("layer {layer}: the ranks' tokens differ from the dense reference model's by {error:e}");
         }
         let (values, dims) = (sent.iter().map(|v| f64::from(*v)).collect::<Vec<_>>(), x.dims2()?);

@@ -273,7 +273,8 @@ fn refusals_say_what_to_do(_: &Device) -> AnyResult<()> {
         moe.forward(&x)?.broadcast_add(&Tensor::new(vec![large; 4096], &device)?.narrow(0, 0, H)?).map(|y| vec![y])
     })?;
     assert!(text.contains("host data") && text.contains("slice_set"), "{text}");
-    let jitter = MoeConfig { router: config().router.with_jitter(0.1), ..config() };
+    let mut jitter = config();
+    jitter.router.jitter = 0.1;
     let jittered = seeded(moe.group().clone(), jitter)?;
     let text = refused("jitter", all()?, &mut || Ok(vec![jittered.forward_t(&x, true)?]))?;
     assert!(text.contains("forward_full"), "{text}");

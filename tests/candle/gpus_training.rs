@@ -6,8 +6,8 @@ use std::sync::{Arc, Barrier, Mutex, PoisonError};
 use candle_core::{DType, Device, Tensor, Var};
 use candle_nn::{Optimizer, VarBuilder};
 use moebius::candle::{
-    AdamW, CandleDevice, DeviceGroup, ExpertParallelMoE, GradientReducer, GradientType, MainGradients, ReduceComms,
-    ShardedWeights, WeightVar, finish_sharded,
+    AdamW, DeviceGroup, ExpertParallelMoE, GradientReducer, GradientType, MainGradients, ReduceComms, ShardedWeights,
+    WeightVar, finish_sharded,
 };
 use moebius::comm::Communicator;
 use moebius::config::SharedConfig;
@@ -108,7 +108,8 @@ fn sums_beside_backward_and_steps_over_ranks(ranks: usize) -> AnyResult<()> {
             for (number, layer) in layers.iter().enumerate() {
                 params.extend(layer.optimizer_params(&format!("layers.{number}"))?);
             }
-            let vars: Vec<_> = layers.iter().flat_map(ExpertParallelMoE::params).map(|(name, t)| (name, t.clone())).collect();
+            let vars: Vec<_> =
+                layers.iter().flat_map(ExpertParallelMoE::params).map(|(name, t)| (name, t.clone())).collect();
             let mut adam = AdamW::over_ranks(&cuda, boxed(norms), params, options(), &[options().group])?;
             for step in 0..3u64 {
                 for microbatch in 0..2 {
@@ -204,7 +205,8 @@ fn shards_give_what_whole_weights_give(ranks: usize) -> AnyResult<()> {
         let named = HashMap::from([("weight".to_string(), shard.as_tensor().clone())]);
         let weights = ShardedWeights::new(&chain, VarBuilder::from_tensors(named, DType::F32, device));
         let dense = weights.linear_no_bias(H, H)?;
-        let mut adam = AdamW::new(whole.vars().into_iter().chain([whole_projection.clone()]).collect(), self::options())?;
+        let mut adam =
+            AdamW::new(whole.vars().into_iter().chain([whole_projection.clone()]).collect(), self::options())?;
         for step in 0..3u64 {
             let x = normal(200 + 10 * step + rank as u64, (5 + rank, H), DType::F32, device)?;
             let loss = |y: &Tensor| y.sqr()?.sum(1)?.sum_all();
@@ -234,7 +236,11 @@ fn shards_give_what_whole_weights_give(ranks: usize) -> AnyResult<()> {
             let of_lines = flat(summed.get(&whole_projection).ok_or("a sum")?)?;
             let of_lines = OwnTensor::<moebius::cpu::Cpu>::from_vec(of_lines, lines.dims())?;
             let own = lines.cut(&moebius::cpu::Cpu::new(), of_lines.view(), chain.rank())?;
-            assert_eq!(flat(found.get(&shard).ok_or("a gradient")?)?, own.as_slice::<f32>()?, "projection, step {step}");
+            assert_eq!(
+                flat(found.get(&shard).ok_or("a gradient")?)?,
+                own.as_slice::<f32>()?,
+                "projection, step {step}"
+            );
             adam.step(&summed)?;
             // The shards become those of the new weights.
             for (kind, at) in [(ParamKind::Up, 0), (ParamKind::Down, 1)] {

@@ -4,12 +4,17 @@ use std::time::Duration;
 
 use candle_core::backprop::GradStore;
 use candle_core::{CpuStorage, CustomOp1, DType, Device, Layout, Module, Shape, Tensor, Var};
+use candle_nn::Optimizer;
 use candle_nn::VarBuilder;
 use moebius::candle::{
-    DispatchCombine, EpGroup, ExpertParallelMoE, MainGradients, backward, error_of, reduce_gradients, refuse_backward,
+    AdamW, AdamWParam, DispatchCombine, EpGroup, ExpertParallelMoE, MainGradients, backward, error_of,
+    reduce_gradients, refuse_backward,
 };
+use moebius::comm::Communicator;
 use moebius::config::SharedConfig;
+use moebius::cpu::{Cpu, ThreadComm, ThreadWorld};
 use moebius::layer::{Layer, ParamKind};
+use moebius::optim::{AdamWOptions, GroupOptions};
 use moebius::{CommError, Error, MoeConfig};
 
 use crate::ranks::ranks;
@@ -387,8 +392,55 @@ fn a_main_gradient_of_a_frozen_weight() -> AnyResult<()> {
     Ok(())
 }
 
+/// What fails in an optimizer's step before its norm is told to the ranks that wait there, and all go on.
+fn a_step_that_fails_before_the_norm_is_told() -> AnyResult<()> {
+    for fault in ["lr", "a gradient's size", "the loss"] {
+        let comms = ThreadWorld::create(2, TIMEOUT);
+        let results = std::thread::scope(|scope| {
+            let step = |comm: ThreadComm| -> AnyResult<candle_core::Result<()>> {
+                let fails = comm.rank() == CULPRIT;
+                let var = Var::new(&[1f32, 2.], &Device::Cpu)?;
+                let group = GroupOptions { lr: 0.5, ..GroupOptions::default() };
+                let options = AdamWOptions { group, max_norm: Some(1.0), ..AdamWOptions::default() };
+                let params = vec![AdamWParam::new("w", &var)];
+                let mut adam = AdamW::over_ranks(&Cpu::new(), Box::new(comm), params, options, &[group])?;
+                let gradients = || var.as_tensor().sqr()?.sum_all()?.backward();
+                let failed = match fault {
+                    "lr" if fails => {
+                        adam.set_learning_rate(f64::NAN);
+                        let failed = adam.step(&gradients()?);
+                        adam.set_learning_rate(0.5);
+                        failed
+                    }
+                    "a gradient's size" if fails => {
+                        let mut gradients = gradients()?;
+                        gradients.insert(&var, Tensor::new(&[1f32], &Device::Cpu)?);
+                        adam.step(&gradients)
+                    }
+                    "the loss" if fails => {
+                        adam.backward_step(&var.as_tensor().sqr()?.sum_all()?.apply_op1(Failing(true))?)
+                    }
+                    _ => adam.step(&gradients()?),
+                };
+                adam.step(&gradients()?)?;
+                assert_eq!(adam.stats()?.steps, 1, "{fault}");
+                Ok(failed)
+            };
+            let threads: Vec<_> = comms.into_iter().map(|comm| scope.spawn(move || step(comm))).collect();
+            threads.into_iter().map(|t| t.join().expect("a rank panicked")).collect::<AnyResult<Vec<_>>>()
+        })?;
+        for (rank, result) in results.into_iter().enumerate() {
+            let error = result.expect_err(fault);
+            let told = matches!(error_of(&error), Some(Error::Comm(CommError::Refused { peer: CULPRIT, .. })));
+            assert_eq!(told, rank != CULPRIT, "{fault}: {error}");
+        }
+    }
+    Ok(())
+}
+
 tests! {
     fn() -> AnyResult<()>;
+    a_step_that_fails_before_the_norm_is_told,
     main_gradients_are_candles_on_any_number_of_ranks,
     microbatches_of_ranks_are_summed_as_candles,
     a_backward_that_fails_before_a_layer_is_told,
