@@ -104,6 +104,13 @@ impl Model {
     /// with the sequence's length (dynamic and longrope scaling), whose keys a cache cannot hold once and for all: see
     /// [`decode`](Self::decode). candle's, where there is no memory.
     pub fn stepper(&self, sequences: usize, capacity: usize) -> Result<Stepper<'_>> {
+        let problem = "rotations change with the sequence's length; decode with a cache that grows";
+        self.try_stepper(sequences, capacity)?
+            .ok_or_else(|| Error::Usage { call: "Model::stepper", problem: problem.into() })
+    }
+
+    /// As [`stepper`](Self::stepper); `None` where rotations change with the sequence's length.
+    pub(crate) fn try_stepper(&self, sequences: usize, capacity: usize) -> Result<Option<Stepper<'_>>> {
         let fail = |problem: String| Err(Error::Usage { call: "Model::stepper", problem });
         if self.is_trainable() {
             return fail("the model was loaded as trainable; load another".into());
@@ -111,10 +118,8 @@ impl Model {
         if capacity == 0 || capacity > self.context() {
             return fail(format!("room for {capacity} tokens; expected 1..={}", self.context()));
         }
-        let Some(cache) = self.decoder().static_cache(sequences, capacity)? else {
-            return fail("rotations change with the sequence's length; decode with a cache that grows".into());
-        };
-        Ok(Stepper {
+        let Some(cache) = self.decoder().static_cache(sequences, capacity)? else { return Ok(None) };
+        Ok(Some(Stepper {
             #[cfg(feature = "cuda")]
             graph: None,
             #[cfg(feature = "cuda")]
@@ -124,7 +129,7 @@ impl Model {
             next: Tensor::zeros((sequences, 1), DType::U32, self.device())?,
             logits: None,
             broken: false,
-        })
+        }))
     }
 }
 
@@ -165,6 +170,42 @@ impl<'m> Stepper<'m> {
     pub fn clear(&mut self) -> Result<()> {
         self.cache.clear()?;
         self.broken = false;
+        Ok(())
+    }
+
+    /// Leaves these of the sequences, in this order and each with its tokens, with room for `capacity` tokens each: for a
+    /// batch some of which have ended, or whose texts become longer. What is held is copied to new memory, a layer at a
+    /// time, and the next step is captured anew. No collective.
+    ///
+    /// # Errors
+    /// A sequence that is not held; less room than before, or for more than [`Model::context`]; candle's, after which
+    /// the stepper is of no use.
+    pub fn resize(&mut self, rows: &[usize], capacity: usize) -> Result<()> {
+        let fail = |problem: String| Err(Error::Usage { call: "Stepper::resize", problem });
+        let (held, least, most) = (self.sequences(), self.capacity(), self.model.context());
+        if let Some(row) = rows.iter().find(|row| **row >= held) {
+            return fail(format!("sequence {row}: there are {held}"));
+        }
+        if !(least..=most).contains(&capacity) {
+            return fail(format!("room for {capacity} tokens; expected {least}..={most}"));
+        }
+        // A graph reads and writes the memory that goes.
+        #[cfg(feature = "cuda")]
+        {
+            self.graph = None;
+            self.eager = false;
+        }
+        self.logits = None;
+        let broken = std::mem::replace(&mut self.broken, true);
+        self.model.decoder().resize(&mut self.cache, rows, capacity)?;
+        self.next = match rows {
+            [] => Tensor::zeros((0, 1), DType::U32, self.model.device())?,
+            rows => {
+                let rows: Vec<u32> = rows.iter().map(|row| *row as u32).collect();
+                self.next.index_select(&Tensor::new(rows, self.model.device())?, 0)?
+            }
+        };
+        self.broken = broken;
         Ok(())
     }
 
