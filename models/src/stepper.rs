@@ -173,6 +173,18 @@ impl<'m> Stepper<'m> {
         Ok(())
     }
 
+    /// Captures a step of an empty stepper, where the device can, so that one that cannot be captured costs no tokens:
+    /// steps run one operation after another then.
+    pub(crate) fn capture_ahead(&mut self) -> Result<()> {
+        #[cfg(feature = "cuda")]
+        if self.is_empty() && !self.eager && graph::can_capture(self.model) {
+            // Whatever else has failed will fail again, where it can be told.
+            let _ = self.step();
+            self.clear()?;
+        }
+        Ok(())
+    }
+
     /// Leaves these of the sequences, in this order and each with its tokens, with room for `capacity` tokens each: for a
     /// batch some of which have ended, or whose texts become longer. What is held is copied to new memory, a layer at a
     /// time, and the next step is captured anew. No collective.
@@ -189,11 +201,10 @@ impl<'m> Stepper<'m> {
         if !(least..=most).contains(&capacity) {
             return fail(format!("room for {capacity} tokens; expected {least}..={most}"));
         }
-        // A graph reads and writes the memory that goes.
+        // A graph reads and writes the memory that goes. What could not be captured is not tried again.
         #[cfg(feature = "cuda")]
         {
-            self.graph = None;
-            self.eager = false;
+            self.eager &= self.graph.take().is_none();
         }
         self.logits = None;
         let broken = std::mem::replace(&mut self.broken, true);
@@ -334,23 +345,30 @@ mod graph {
     use crate::error::Result;
     use crate::ops::CapturedResults;
 
+    /// Whether a model's device can capture, and no other ranks take part, whose steps would have to be captured at once.
+    pub(super) fn can_capture(model: &Model) -> bool {
+        let alone = groups(model).all(|group| group.ranks() == 1);
+        alone && model.device().as_cuda_device().is_ok_and(|device| !device.is_event_tracking())
+    }
+
+    fn groups(model: &Model) -> impl Iterator<Item = &DeviceGroup> {
+        (0..model.num_layers()).filter_map(|layer| Some(model.moe(layer)?.group()))
+    }
+
     type Calls<'m> = Box<dyn FnMut() -> CandleResult<Vec<Tensor>> + 'm>;
 
     /// A captured step.
     pub(super) struct Graph<'m>(CapturedStep<Calls<'m>>);
 
     impl<'m> Graph<'m> {
-        /// Runs a step and captures it; `None`, and nothing has run, where the model's device cannot capture, or other
-        /// ranks take part, whose steps would have to be captured at once.
+        /// Runs a step and captures it; `None`, and nothing has run, where that [cannot be](can_capture).
         pub(super) fn capture(model: &'m Model, work: impl FnOnce() -> Work<'m>) -> Result<Option<Self>> {
-            let groups: Vec<&DeviceGroup> =
-                (0..model.num_layers()).filter_map(|layer| Some(model.moe(layer)?.group())).collect();
-            if !model.device().is_cuda() || groups.iter().any(|group| group.ranks() > 1) {
+            if !can_capture(model) {
                 return Ok(None);
             }
-            let Ok(mut capture) = Capture::new(model.device()) else { return Ok(None) };
+            let mut capture = Capture::new(model.device())?;
             // All layers of a model are in one group.
-            if let Some(group) = groups.first() {
+            if let Some(group) = groups(model).next() {
                 capture = capture.group(group)?;
             }
             let mut work = Work { memory: Some(CapturedResults::default()), ..work() };

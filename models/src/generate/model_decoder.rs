@@ -36,6 +36,11 @@ impl ModelCache<'_> {
             Held::Static { .. } => CacheKind::Static,
         }
     }
+
+    /// Whether steps are replayed from a CUDA graph.
+    pub fn is_captured(&self) -> bool {
+        matches!(&self.0, Held::Static { stepper, .. } if stepper.is_captured())
+    }
 }
 
 /// Positions of a static cache that holds so many tokens, and may be asked to hold `most`.
@@ -60,7 +65,8 @@ impl Decoder for Model {
         // A rank without sequences has nothing to hold, and a trainable model's step says that it cannot.
         if kind == CacheKind::Static && sequences > 0 && !self.is_trainable() {
             let stepper = self.try_stepper(sequences, room(prompt_tokens, most))?;
-            if let Some(stepper) = stepper.map(Box::new) {
+            if let Some(mut stepper) = stepper.map(Box::new) {
+                stepper.capture_ahead()?;
                 return Ok(ModelCache(Held::Static { stepper, most }));
             }
         }
