@@ -13,23 +13,10 @@ use moebius::cpu::{Cpu, HostBuffer};
 use moebius::layer::ParamKind;
 use moebius_models::{ExpertWeights, LoadOptions, LoadProgress, Model, Point};
 
-use support::{Golden, on_ranks, relative, say, scalar};
+use support::{F32, Golden, on_ranks, relative, say, scalar, tolerance};
 
-/// f32: each of some 20 chained products sums at most 256 terms (relative rounding about √256 · 2⁻²⁴ ≈ 1e-6), in
-/// another order than the reference; errors of independent products add up to about √20 · 1e-6 ≈ 4e-6, and the
-/// softmaxes and norms between them change that by small factors.
-const F32: f64 = 5e-6;
 /// Gradients go through the same chain twice, and sum over tokens.
 const F32_GRADIENT: f64 = 2e-5;
-/// bf16 keeps 8 bits: each rounding is up to 2⁻⁹ ≈ 2e-3 relative, random in sign. The reference rounds between the
-/// experts' steps where the layer keeps f32; some ten roundings on the way through two layers and the residual stream
-/// give √10 · 2e-3 ≈ 6e-3. (In f32 with the same weights, the distance from the reference is 7.5e-3.)
-const BF16: f64 = 1e-2;
-
-fn tolerance(golden: &Golden) -> f64 {
-    if golden.bf16 { BF16 } else { F32 }
-}
-
 /// Relative errors of logits and loss, rank r running the r-th share of the sequences.
 fn forward_errors(golden: &Golden, options: LoadOptions, split: &[usize]) -> [f64; 2] {
     let shares = golden.shares(split);
@@ -237,53 +224,6 @@ fn a_stepper_gives_the_logits_of_forward() {
                     assert!(stepper.is_empty());
                 }
             }
-        });
-    }
-}
-
-/// Sequences leave, come in another order and get more room, and what goes on has the logits of a forward.
-#[test]
-fn a_resized_stepper_goes_on() {
-    for golden in Golden::all() {
-        let s = golden.ids().dim(1).expect("tokens");
-        let plain = golden.rope()["alpha"].is_null();
-        if golden.rope_type() == "longrope" || golden.rope_type() == "dynamic" && plain {
-            continue;
-        }
-        on_ranks(1, golden.experts, |_, group| {
-            let model = golden.load(&group, golden.options());
-            let ids = golden.ids().narrow(0, 0, 2).and_then(|ids| ids.to_dtype(DType::U32)).expect("two rows");
-            let (expected, rows) = (model.forward(&ids).expect("logits"), ids.to_vec2::<u32>().expect("ids"));
-            let mut stepper = model.stepper(2, 4).expect("a stepper");
-            stepper.feed(&ids.narrow(1, 0, 3).expect("tokens")).expect("logits");
-            let mut held = vec![0, 1];
-            for at in 3..s {
-                // Room for one more token of both, the other way around; then for all, and the first one alone.
-                let resized = [(4, vec![1, 0], vec![1, 0], 5), (5, vec![1], vec![0], s)];
-                if let Some((_, keep, left, capacity)) = resized.into_iter().find(|(when, ..)| *when == at) {
-                    stepper.resize(&keep, capacity).expect("another size");
-                    held = left;
-                    assert_eq!((stepper.sequences(), stepper.len(), stepper.capacity()), (held.len(), at, capacity));
-                }
-                let next: Vec<u32> = held.iter().map(|row| rows[*row][at]).collect();
-                stepper.set_next_ids(&next).expect("ids of the vocabulary");
-                let logits = stepper.step().expect("logits");
-                for (i, row) in held.iter().enumerate() {
-                    let expected = expected.get(*row).and_then(|t| t.get(at)).expect("a position");
-                    let error = relative(&logits.get(i).expect("a row"), &expected);
-                    // Both sides have a forward's error.
-                    assert!(error <= 2.0 * tolerance(&golden), "{}, row {row}, token {at}: {error:e}", golden.name);
-                }
-            }
-            let refused = |result: moebius_models::Result<()>, word: &str| {
-                let text = result.expect_err(word).to_string();
-                assert!(text.contains("Stepper::resize") && text.contains(word), "{text}");
-            };
-            refused(stepper.resize(&[1], s), "sequence 1: there are 1");
-            refused(stepper.resize(&[0], s - 1), "room for");
-            refused(stepper.resize(&[0], model.context() + 1), "room for");
-            stepper.resize(&[], s).expect("a rank without sequences");
-            assert_eq!(stepper.sequences(), 0);
         });
     }
 }

@@ -168,6 +168,65 @@ fn captured_again(config: &Value) -> Result<()> {
     }
 }
 
+/// The small model's greedy tokens over two GPUs, whose ranks are threads and have every second prompt, against one
+/// GPU's: by both kinds of cache, with one prompt too, which leaves the second rank without any. In f32.
+#[cfg(feature = "nccl")]
+fn over_two_gpus(prompts: usize) -> Result<()> {
+    use moebius::candle::{DeviceGroup, EpGroup};
+    use moebius::checkpoint::Checkpoint;
+    use moebius::comm::{Op, Tag};
+    use moebius::ep::{Group, GroupConfig};
+    use moebius::nccl::{NcclComm, NcclLibrary};
+    use moebius_models::generate::OverRanks;
+
+    let checkpoint = Checkpoint::open(concat!(env!("CARGO_MANIFEST_DIR"), "/small"))?;
+    let options = LoadOptions { dtype: Some(DType::F32), ..LoadOptions::default() };
+    let prompt = |i: usize| (0..3 + 4 * i as u32).map(|at| (at * 131 + 17 * i as u32) % 2048).collect();
+    let requests: Vec<Request> = (0..prompts).map(|i| Request::new(prompt(i), 40 - 9 * i)).collect();
+    let devices = (0..2).map(moebius::candle::device_for_capture).collect::<candle_core::Result<Vec<_>>>()?;
+    let alone = Model::load_on(&checkpoint, DeviceGroup::single(GroupConfig::one_rank(8), &devices[0])?, options)?;
+    let expected = generate(&alone, CacheKind::Growing, &requests)?;
+    drop(alone);
+    let rank = |rank: usize, device: &Device, mut comm: NcclComm| -> Result<Vec<Vec<Vec<u32>>>> {
+        let tag = Tag { layer: 0, op: Op::User, sequence: 0 };
+        let cuda = comm.cuda().clone();
+        let between = comm.split(tag, Some(0), rank)?.ok_or("no part of the world")?;
+        let group = Group::new(cuda.clone(), Box::new(comm), GroupConfig::new(8, 256))?;
+        let model = Model::load_on(&checkpoint, DeviceGroup::new(EpGroup::new(group), device)?, options)?;
+        let own: Vec<Request> = requests.iter().skip(rank).step_by(2).cloned().collect();
+        let decoder = OverRanks::on(&model, cuda, Box::new(between));
+        let run = |kind| -> Result<Vec<Vec<u32>>> {
+            let generator = Generator::new(&decoder, None)?.cache(kind);
+            let (outputs, _) = generator.run(&own, |_| ControlFlow::Continue(()))?;
+            Ok(outputs.into_iter().map(|output| output.tokens).collect())
+        };
+        [CacheKind::Static, CacheKind::Growing].into_iter().map(run).collect()
+    };
+    let gpus = devices.iter().map(moebius::candle::cuda).collect::<moebius::Result<Vec<_>>>()?;
+    let comms = NcclComm::threads(&NcclLibrary::open()?, &gpus, std::time::Duration::from_secs(120))?;
+    let rank = &rank;
+    let got = std::thread::scope(|scope| {
+        let places = devices.iter().zip(comms).enumerate();
+        let threads: Vec<_> = places
+            .map(|(i, (device, comm))| scope.spawn(move || rank(i, device, comm).map_err(|e| format!("rank {i}: {e}"))))
+            .collect();
+        let join = |thread: std::thread::ScopedJoinHandle<'_, _>| match thread.join() {
+            Ok(result) => result,
+            Err(_) => Err("a rank panicked".to_string()),
+        };
+        threads.into_iter().map(join).collect::<Vec<_>>()
+    });
+    for (rank, kinds) in got.into_iter().enumerate() {
+        for tokens in kinds? {
+            let own: Vec<_> = expected.iter().skip(rank).step_by(2).cloned().collect();
+            if tokens != own {
+                return Err(format!("rank {rank}: {tokens:?}, expected {own:?}").into());
+            }
+        }
+    }
+    Ok(())
+}
+
 /// What the driver has had reserved grows with a tensor.
 fn highest_reserved() -> Result<()> {
     let device = moebius::candle::device_for_capture(0)?;
@@ -225,6 +284,12 @@ fn main() -> ExitCode {
         more(format!("captures of {name}, as rows leave"), Box::new(move || captured_again(&third)));
     }
     more("the most memory reserved".to_string(), Box::new(highest_reserved));
+    #[cfg(feature = "nccl")]
+    for prompts in [1, 4] {
+        let run = move || over_two_gpus(prompts).map_err(|e| e.to_string().into());
+        let two = gpu && Device::new_cuda_with_stream(1).is_ok();
+        trials.push(Trial::test(format!("{prompts} prompts over two GPUs"), run).with_ignored_flag(!two));
+    }
     // One at a time: a capture ends where another thread makes a device of the same GPU.
     let arguments = Arguments { test_threads: Some(1), ..Arguments::from_args() };
     libtest_mimic::run(&arguments, trials).exit_code()

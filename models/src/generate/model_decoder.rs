@@ -101,14 +101,15 @@ impl Decoder for Model {
     }
 }
 
-/// Makes room for a step's tokens and hands over those of a step of one; whether they are a prompt's instead.
+/// Makes room for a step's tokens and hands over those of a step of one; whether there is a piece of a prompt instead.
 fn prepare(stepper: &mut Stepper<'_>, tokens: &Tensor, most: usize) -> Result<bool> {
-    let len = stepper.len() + tokens.dims2()?.1;
+    let new = tokens.dims2()?.1;
+    let len = stepper.len() + new;
     if len > stepper.capacity() && len <= most {
         let rows: Vec<usize> = (0..stepper.sequences()).collect();
         stepper.resize(&rows, room(len, most))?;
     }
-    let is_prompt = stepper.is_empty();
+    let is_prompt = stepper.is_empty() || new != 1;
     if !is_prompt {
         stepper.set_next_ids(&tokens.flatten_all()?.to_vec1()?)?;
     }
