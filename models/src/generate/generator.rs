@@ -219,6 +219,14 @@ impl<'g, D: Decoder> Run<'g, '_, D> {
             // A sum that is no number has one among its terms, or is too large: then the logits are looked at one by one.
             && logits.sum(1)?.to_vec1::<f32>()?.iter().all(|sum| sum.is_finite())
         {
+            if ids.len() != logits.dim(0)? {
+                return Err(Error::Model(crate::Error::Shape {
+                    call: "Decoder::likeliest",
+                    tensor: "ids".into(),
+                    expected: format!("[{}]", logits.dim(0)?),
+                    found: vec![ids.len()],
+                }));
+            }
             return Ok(Candidates::Likeliest(ids));
         }
         Ok(Candidates::Logits(logits.flatten_all()?.to_vec1()?))
@@ -232,7 +240,9 @@ impl<'g, D: Decoder> Run<'g, '_, D> {
         each: &mut impl FnMut(Event<'_>) -> ControlFlow<()>,
     ) -> Result<()> {
         let vocabulary = self.decoder().vocabulary();
+        let start = Instant::now();
         let mut cache = self.generator.cache_of(rows)?;
+        self.stats.prefill += start.elapsed();
         let first = rows.iter().map(|row| row.prompt.len()).min().unwrap_or(0);
         let (mut len, mut next) = (0, first);
         while !self.broken && rows.iter().any(|row| row.finish.is_none()) {

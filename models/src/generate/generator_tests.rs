@@ -19,6 +19,8 @@ struct Toy {
     fails: Option<usize>,
     /// What it gives as every row's likeliest token, which its logits do not say.
     likeliest: Option<u32>,
+    /// So many more than there are rows.
+    extra: usize,
     shapes: RefCell<Vec<(usize, usize)>>,
 }
 
@@ -31,6 +33,7 @@ impl Toy {
             spoiled: None,
             fails: None,
             likeliest: None,
+            extra: 0,
             shapes: RefCell::default(),
         }
     }
@@ -104,7 +107,7 @@ impl Decoder for Toy {
     }
 
     fn likeliest<'d>(&'d self, cache: &Self::Cache<'d>) -> crate::Result<Option<Vec<u32>>> {
-        Ok(self.likeliest.map(|id| vec![id; cache.len()]))
+        Ok(self.likeliest.map(|id| vec![id; cache.len() + self.extra]))
     }
 
     fn keep<'d>(&'d self, rows: &[usize], cache: &mut Self::Cache<'d>) -> crate::Result<bool> {
@@ -343,7 +346,11 @@ fn the_decoders_own_choice_counts_where_nobody_asks_for_more() {
         // The second chooses from the first step on, the first from the second step on; both have three tokens.
         assert_eq!(tokens(&requests)[1], alone[1]);
     }
-    // Logits that are no numbers are found all the same.
+    // Logits that are no numbers are found all the same, and so are choices of another number.
+    let wrong = Toy { likeliest: Some(7), extra: 1, ..Toy::new() };
+    let generator = Generator::new(&wrong, None).expect("a generator");
+    let message = generator.run(&greedy, go).expect_err("refused").to_string();
+    assert!(message.contains("Decoder::likeliest") && message.contains("[2]"), "{message}");
     let toy = Toy { likeliest: Some(7), spoiled: Some(2), ..Toy::new() };
     let generator = Generator::new(&toy, None).expect("a generator");
     let message = generator.run(&[Request::new(vec![1], 5)], go).expect_err("refused").to_string();

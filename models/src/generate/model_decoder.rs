@@ -6,7 +6,7 @@ use super::decoder::{CacheKind, CacheRequest, Decoder};
 use crate::error::{Error, Result};
 use crate::{Cache, Model, Stepper};
 
-/// Positions that a static cache begins with where fewer are asked for: some hundred of them take little.
+/// Least positions that a static cache begins with, where a text may have as many. Weighed, not measured.
 const LEAST_ROOM: usize = 1024;
 
 /// A model's cache for generation, of either [kind](CacheKind).

@@ -114,7 +114,8 @@ pub struct Stats {
     pub generated_tokens: usize,
     /// Prompts' tokens that batches began with. The rest of longer prompts came a token a step, beside others' decoding.
     pub prefill_tokens: usize,
-    /// Time of those first steps, with the choice of the first tokens.
+    /// Time of those first steps, with the making of caches, a capture of their step included, and the choice of the first
+    /// tokens.
     pub prefill: Duration,
     /// Steps after the first of a batch.
     pub decode_steps: usize,
