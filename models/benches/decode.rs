@@ -3,6 +3,7 @@
 //!
 //! ```text
 //! cargo bench -p moebius-models --features cuda --bench decode -- [--shape qwen3-30b-a3b] [--phase decode-1 …] [--layers 4]
+//! moebius-run -n 2 cargo bench -p moebius-models --features nccl --bench decode
 //! ```
 //!
 //! | phase | what is timed |
@@ -11,29 +12,47 @@
 //! | `decode-64` | the same of 64 sequences |
 //! | `eager-1`, `eager-64` | the same with a cache that grows, one operation after another; not done unless asked for |
 //! | `prefill` | hidden states of `--prefill` tokens, and the logits of the last |
+//! | `candle-1`, `candle-64` | `eager-1` and `eager-64` with candle-transformers' decoder of the same shape and number of layers, in the place of ours, which has left the GPU; not done unless asked for. With `--features fused` its fused kernels, else its loop over the experts |
+//!
+//! Several ranks share the experts: processes that a launcher has started, a GPU each, or `--ranks` threads (on GPUs
+//! with `--features nccl`; on one machine's cores with `--cpu`). Sequences are dealt to the ranks in turn, a rank without
+//! any steps with the others, and a prefill is one of so many tokens on each rank. Each rank prints its own rows, with
+//! its number, its own memory and its own number of sequences; tokens a second are all ranks' together. Steps of several
+//! ranks are not replayed from a graph.
 //!
 //! `weights_gib`: bytes by which loading has the GPU's free memory fall. `peak_gib`: the same of loading and the phase's
 //! work, asked for while the work is queued, as the driver's pool gives memory back when the host waits.
 
 #[path = "../../examples/support/output.rs"]
 mod output;
+#[path = "support/places.rs"]
+mod places;
+#[path = "../examples/support/ranks.rs"]
+mod ranks;
 #[path = "support/checkpoint.rs"]
 #[allow(dead_code, reason = "weights are made elsewhere")]
 mod shape;
+#[path = "support/theirs.rs"]
+mod theirs;
 
 use std::error::Error;
+use std::thread;
 use std::time::Instant;
 
 use candle_core::{D, DType, Device, Tensor};
 use clap::{Parser, ValueEnum};
+use moebius::checkpoint::Checkpoint;
+use moebius::ep::GroupConfig;
 use moebius_models::{ExpertWeights, LoadOptions, Model};
 use output::say;
+use places::{Link, Place, place_of, places};
 use shape::{QWEN3, Sizes};
+use theirs::Theirs;
 
-type Result<T> = std::result::Result<T, Box<dyn Error>>;
+type Result<T> = std::result::Result<T, Box<dyn Error + Send + Sync>>;
 
 /// Measures a decoder with random weights.
-#[derive(Debug, Parser)]
+#[derive(Debug, Clone, Parser)]
 struct Options {
     /// The model's sizes; without it the published ones on a GPU, and tiny ones on a CPU
     #[arg(long, value_enum)]
@@ -62,6 +81,9 @@ struct Options {
     /// Steps that count
     #[arg(long)]
     steps: Option<usize>,
+    /// Threads that share the experts, a GPU each
+    #[arg(long, default_value_t = 1)]
+    ranks: usize,
     /// On the CPU, where there is a GPU too
     #[arg(long)]
     cpu: bool,
@@ -95,6 +117,10 @@ enum Phase {
     #[value(name = "eager-64")]
     EagerMany,
     Prefill,
+    #[value(name = "candle-1")]
+    CandleOne,
+    #[value(name = "candle-64")]
+    CandleMany,
 }
 
 const TINY: Sizes = Sizes {
@@ -117,26 +143,47 @@ struct Bench {
     sizes: Sizes,
     device: Device,
     dtype: DType,
+    rank: usize,
+    ranks: usize,
     /// Free memory before anything was loaded, and after.
     free: [usize; 2],
 }
 
 impl Bench {
-    fn new(options: Options) -> Result<Self> {
-        let device = device(options.cpu);
+    fn new(options: Options, place: &Place) -> Result<Self> {
+        let (device, rank, ranks) = (place.device.clone(), place.rank, place.ranks);
         let tiny = options.shape.map_or(device.is_cpu(), |shape| shape == Shape::Tiny);
         let (shape, mut sizes) = if tiny { ("tiny", TINY) } else { ("qwen3-30b-a3b", QWEN3) };
         sizes.layers = options.layers.unwrap_or(sizes.layers);
         let dtype = if tiny && device.is_cpu() { DType::F32 } else { DType::BF16 };
         let free = [free_memory(&device)?; 2];
-        Ok(Self { options, shape, sizes, device, dtype, free })
+        Ok(Self { options, shape, sizes, device, dtype, rank, ranks, free })
     }
 
-    fn is_small(&self) -> bool {
-        self.shape == "tiny"
+    /// The model, its decoder and its place, as rows begin.
+    fn row(&self, decoder: &str) -> String {
+        let Self { shape, rank, ranks, .. } = self;
+        format!(
+            "\"model\":\"{shape}\",\"decoder\":\"{decoder}\",\"experts\":\"{}\",\"layers\":{},\"ranks\":{ranks},\"rank\":{rank}",
+            self.experts(),
+            self.sizes.layers,
+        )
     }
 
-    fn load(&mut self) -> Result<Model> {
+    /// Sequences of this rank, of so many of all.
+    fn share(&self, sequences: usize) -> usize {
+        sequences / self.ranks + usize::from(self.rank < sequences % self.ranks)
+    }
+
+    fn many(&self) -> usize {
+        self.options.sequences.unwrap_or(64)
+    }
+
+    fn prefill_tokens(&self) -> usize {
+        self.options.prefill.unwrap_or(if self.is_small() { 256 } else { 8192 })
+    }
+
+    fn load(&mut self, link: Link) -> Result<Model> {
         let dir = tempfile::tempdir()?;
         std::fs::write(dir.path().join("config.json"), self.sizes.config(self.dtype).to_string())?;
         let start = Instant::now();
@@ -145,19 +192,39 @@ impl Bench {
             Experts::Nvfp4 => ExpertWeights::Nvfp4,
         };
         let options = LoadOptions { random: Some(self.options.seed), experts, ..LoadOptions::default() };
-        let model = Model::load(dir.path(), &self.device, options)?;
+        let prompts = self.many().div_ceil(self.ranks) * self.past().div_ceil(8);
+        let most = prompts.max(self.past()).max(self.prefill_tokens());
+        let group = link.group(GroupConfig::new(self.sizes.experts, most), &self.device)?;
+        let model = Model::load_on(&Checkpoint::open_config(dir.path())?, group, options)?;
+        self.loaded("moebius", start)?;
+        Ok(model)
+    }
+
+    fn load_theirs(&mut self) -> Result<Theirs> {
+        // Ours has left; what it took is the driver's again once the device is idle.
+        self.device.synchronize()?;
+        self.free = [free_memory(&self.device)?; 2];
+        let start = Instant::now();
+        let theirs = Theirs::new(&self.sizes, self.dtype, &self.device).map_err(|e| e.to_string())?;
+        self.loaded(theirs::NAME, start)?;
+        Ok(theirs)
+    }
+
+    fn loaded(&mut self, decoder: &str, start: Instant) -> Result<()> {
         self.device.synchronize()?;
         self.free[1] = free_memory(&self.device)?;
         say(format_args!(
-            "{{\"model\":\"{}\",\"experts\":\"{}\",\"layers\":{},\"seed\":{},\"load_s\":{:.1},\"weights_gib\":{}}}",
-            self.shape,
-            self.experts(),
-            self.sizes.layers,
+            "{{{},\"seed\":{},\"load_s\":{:.1},\"weights_gib\":{}}}",
+            self.row(decoder),
             self.options.seed,
             start.elapsed().as_secs_f64(),
             self.gib(self.free[1]),
         ));
-        Ok(model)
+        Ok(())
+    }
+
+    fn is_small(&self) -> bool {
+        self.shape == "tiny"
     }
 
     /// Memory taken of the GPU with so much of it free.
@@ -186,16 +253,17 @@ impl Bench {
         Ok(Tensor::from_vec(ids, (sequences, tokens), &self.device)?)
     }
 
-    fn report(&self, phase: &str, tokens: usize, times: &mut [f64], least: usize) {
+    fn report(&self, decoder: &str, phase: &Measured<'_>, (times, least): (Vec<f64>, usize)) {
+        let mut times = times;
         times.sort_by(f64::total_cmp);
         let ms = times[times.len() / 2];
         say(format_args!(
-            "{{\"model\":\"{}\",\"experts\":\"{}\",\"layers\":{},\"phase\":\"{phase}\",\"ms\":{ms:.4},\"tokens_per_s\":{:.1},\"min_ms\":{:.4},\
+            "{{{},\"phase\":\"{}\",\"own_sequences\":{},\"ms\":{ms:.4},\"tokens_per_s\":{:.1},\"min_ms\":{:.4},\
              \"max_ms\":{:.4},\"n\":{},\"peak_gib\":{}}}",
-            self.shape,
-            self.experts(),
-            self.sizes.layers,
-            tokens as f64 / ms * 1e3,
+            self.row(decoder),
+            phase.name,
+            phase.own,
+            phase.tokens as f64 / ms * 1e3,
             times[0],
             times[times.len() - 1],
             times.len(),
@@ -226,14 +294,15 @@ impl Bench {
     }
 
     fn prefill(&self, model: &Model) -> Result<()> {
-        let tokens = self.options.prefill.unwrap_or(if self.is_small() { 256 } else { 8192 });
+        let tokens = self.prefill_tokens();
         let ids = self.ids(1, tokens)?;
-        let (mut times, least) = self.time((2, self.options.steps.unwrap_or(5)), || {
+        let measured = self.time((2, self.options.steps.unwrap_or(5)), || {
             let hidden = model.hidden(&ids)?;
             model.logits(&hidden.narrow(1, tokens - 1, 1)?)?;
             Ok(())
         })?;
-        self.report(&format!("prefill {tokens}"), tokens, &mut times, least);
+        let name = format!("prefill {tokens}{}", if self.ranks > 1 { " a rank" } else { "" });
+        self.report("moebius", &Measured { name: &name, own: 1, tokens: tokens * self.ranks }, measured);
         Ok(())
     }
 
@@ -252,44 +321,96 @@ impl Bench {
     }
 
     fn decode(&self, model: &Model, sequences: usize) -> Result<()> {
-        let (past, (warm_up, steps)) = (self.past(), self.steps());
-        let mut stepper = model.stepper(sequences, past + warm_up + steps)?;
-        for ids in self.prompts(sequences)? {
-            stepper.feed(&ids)?;
+        let (past, (warm_up, steps), own) = (self.past(), self.steps(), self.share(sequences));
+        if own == 0 {
+            return self.eager(model, sequences, "without sequences");
         }
-        let (mut times, least) = self.time((warm_up, steps), || Ok(stepper.step().map(drop)?))?;
+        let mut stepper = model.stepper(own, past + warm_up + steps)?;
+        for ids in self.prompts(sequences)? {
+            stepper.feed(&ids.narrow(0, 0, own)?.contiguous()?)?;
+        }
+        let measured = self.time((warm_up, steps), || Ok(stepper.step().map(drop)?))?;
         let how = if stepper.is_captured() { "graph" } else { "static cache" };
-        self.report(&format!("decode {sequences} x {past}, {how}"), sequences, &mut times, least);
+        let name = format!("decode {sequences} x {past}, {how}");
+        self.report("moebius", &Measured { name: &name, own, tokens: sequences }, measured);
         Ok(())
     }
 
-    fn eager(&self, model: &Model, sequences: usize) -> Result<()> {
-        let past = self.past();
+    fn eager(&self, model: &Model, sequences: usize, how: &str) -> Result<()> {
+        let (past, own) = (self.past(), self.share(sequences));
         let mut cache = model.cache();
         for ids in self.prompts(sequences)? {
-            model.decode_hidden(&ids, &mut cache)?;
+            // Without sequences, on the CPU: a GPU has no memory of no bytes.
+            let ids = if own == 0 { Tensor::zeros((0, 1), DType::U32, &Device::Cpu)? } else { ids.narrow(0, 0, own)? };
+            model.decode_hidden(&ids.contiguous()?, &mut cache)?;
         }
-        let mut next = self.ids(sequences, 1)?;
-        let (mut times, least) = self.time(self.steps(), || {
-            let logits = model.decode(&next, &mut cache)?;
-            next = logits.argmax(D::Minus1)?;
+        let mut next = match own {
+            0 => Tensor::zeros((0, 1), DType::U32, &Device::Cpu)?,
+            own => self.ids(own, 1)?,
+        };
+        let measured = self.time(self.steps(), || {
+            let hidden = model.decode_hidden(&next, &mut cache)?;
+            if own > 0 {
+                next = model.logits(&hidden)?.argmax(D::Minus1)?;
+            }
             Ok(())
         })?;
-        self.report(&format!("decode {sequences} x {past}, eager"), sequences, &mut times, least);
+        let name = format!("decode {sequences} x {past}, {how}");
+        self.report("moebius", &Measured { name: &name, own, tokens: sequences }, measured);
+        Ok(())
+    }
+
+    fn theirs(&self, theirs: &mut Theirs, sequences: usize) -> Result<()> {
+        let past = self.past();
+        theirs.start(&self.ids(sequences, past)?)?;
+        let measured = self.time(self.steps(), || Ok(theirs.step()?))?;
+        let name = format!("decode {sequences} x {past}, eager");
+        self.report(theirs::NAME, &Measured { name: &name, own: sequences, tokens: sequences }, measured);
+        Ok(())
+    }
+
+    /// All phases that are asked for.
+    fn run(mut self, link: Link) -> Result<()> {
+        let candle = [Phase::CandleOne, Phase::CandleMany].map(|phase| self.asked(phase));
+        if candle.contains(&true) && self.ranks > 1 {
+            return Err("candle-1, candle-64: candle-transformers' decoder runs on one rank".into());
+        }
+        let ours = [Phase::One, Phase::Many, Phase::EagerOne, Phase::EagerMany, Phase::Prefill];
+        if ours.into_iter().any(|phase| self.asked(phase)) {
+            let model = self.load(link)?;
+            for (phase, sequences) in [(Phase::One, 1), (Phase::Many, self.many())] {
+                if self.asked(phase) {
+                    self.decode(&model, sequences)?;
+                }
+            }
+            for (phase, sequences) in [(Phase::EagerOne, 1), (Phase::EagerMany, self.many())] {
+                if self.asked(phase) {
+                    self.eager(&model, sequences, "eager")?;
+                }
+            }
+            if self.asked(Phase::Prefill) {
+                self.prefill(&model)?;
+            }
+        }
+        if candle.contains(&true) {
+            let mut theirs = self.load_theirs()?;
+            for (asked, sequences) in candle.into_iter().zip([1, self.many()]) {
+                if asked {
+                    self.theirs(&mut theirs, sequences)?;
+                }
+            }
+        }
         Ok(())
     }
 }
 
-fn device(cpu: bool) -> Device {
-    #[cfg(feature = "cuda")]
-    if !cpu {
-        match moebius::candle::device_for_capture(0) {
-            Ok(device) => return device,
-            Err(e) => output::complain(format_args!("no GPU ({})", e.to_string().lines().next().unwrap_or_default())),
-        }
-    }
-    let _ = cpu;
-    Device::Cpu
+/// What was timed.
+struct Measured<'a> {
+    name: &'a str,
+    /// Sequences of this rank.
+    own: usize,
+    /// Tokens of all ranks.
+    tokens: usize,
 }
 
 /// Bytes of the GPU that are free; 0 of a CPU.
@@ -302,23 +423,19 @@ fn free_memory(device: &Device) -> Result<usize> {
     Ok(0)
 }
 
+fn run(options: &Options, place: Place) -> Result<()> {
+    let bench = Bench::new(options.clone(), &place)?;
+    bench.run(place.link)
+}
+
 fn main() -> Result<()> {
-    let mut bench = Bench::new(Options::parse())?;
-    let model = bench.load()?;
-    if bench.asked(Phase::One) {
-        bench.decode(&model, 1)?;
+    let options = Options::parse();
+    if let Some(me) = ranks::identity()? {
+        return run(&options, place_of(&me)?);
     }
-    if bench.asked(Phase::Many) {
-        bench.decode(&model, bench.options.sequences.unwrap_or(64))?;
-    }
-    if bench.asked(Phase::EagerOne) {
-        bench.eager(&model, 1)?;
-    }
-    if bench.asked(Phase::EagerMany) {
-        bench.eager(&model, bench.options.sequences.unwrap_or(64))?;
-    }
-    if bench.asked(Phase::Prefill) {
-        bench.prefill(&model)?;
-    }
-    Ok(())
+    let places = places(options.ranks, options.cpu)?;
+    thread::scope(|scope| {
+        let threads: Vec<_> = places.into_iter().map(|place| scope.spawn(|| run(&options, place))).collect();
+        threads.into_iter().try_for_each(|thread| thread.join().unwrap_or_else(|_| Err("a rank panicked".into())))
+    })
 }

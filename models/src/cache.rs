@@ -94,15 +94,27 @@ impl LayerCache {
         Ok(())
     }
 
-    /// Leaves these of the sequences held. A tensor has one of them an entry of its first dimension, or a head of one.
+    /// Leaves these of the sequences held.
     pub fn keep_sequences(&mut self, rows: &[usize], held: usize) -> Result<()> {
         let Self::Growing(Some((k, v))) = self else { return Ok(()) };
-        let keep = |t: &Tensor| {
-            let heads = t.dim(0)? / held;
-            let rows: Vec<u32> = rows.iter().flat_map(|row| row * heads..(row + 1) * heads).map(|i| i as u32).collect();
-            t.index_select(&Tensor::new(rows, t.device())?, 0)
-        };
+        let keep = |t: &Tensor| sequences_of(t, rows, held);
         *self = Self::Growing(if rows.is_empty() { None } else { Some((keep(k)?, keep(v)?)) });
+        Ok(())
+    }
+
+    /// Writes these of the sequences held by `old` into this layer's memory, which stays, has room for as many, and no
+    /// fewer positions.
+    pub fn take_sequences(&self, old: &Self, rows: &[usize], held: usize) -> Result<()> {
+        let pairs: Vec<(&Tensor, &Tensor)> = match (self, old) {
+            (Self::State(a, b), Self::State(old_a, old_b)) => vec![(a, old_a), (b, old_b)],
+            (Self::Static(new), Self::Static(old)) => new.tensors.iter().zip(&old.tensors).collect(),
+            _ => return Err(candle_core::Error::msg("a static cache of another model")),
+        };
+        // Positions that wrap do so at a layer's window or chunk, whatever the capacity: each stays in its place.
+        let along = if matches!(self, Self::Static(_)) { 2 } else { 0 };
+        for (new, old) in pairs.into_iter().filter(|(new, _)| new.elem_count() > 0) {
+            new.slice_set(&sequences_of(old, rows, held)?, along, 0)?;
+        }
         Ok(())
     }
 
@@ -123,6 +135,14 @@ impl LayerCache {
         *self = Self::Growing(Some((a, b)));
         Ok(())
     }
+}
+
+/// These of `held` sequences. A tensor has one of them an entry of its first dimension, or a head of one.
+fn sequences_of(t: &Tensor, rows: &[usize], held: usize) -> Result<Tensor> {
+    let heads = t.dim(0)? / held;
+    let rows: Vec<u32> = rows.iter().flat_map(|row| row * heads..(row + 1) * heads).map(|i| i as u32).collect();
+    // What a layer holds may be a part of a larger tensor.
+    t.contiguous()?.index_select(&Tensor::new(rows, t.device())?, 0)
 }
 
 /// Overwrites all of a tensor.

@@ -281,6 +281,21 @@ impl DecoderStack {
         StaticCache::new(&shape, self.rotary.angles(0..capacity, dtype, device)?, layers).map(Some)
     }
 
+    /// Leaves these of a static cache's sequences, in this order, in memory for `capacity` positions, which are no fewer
+    /// than before. A layer at a time, so that one layer alone is there twice. After an error the cache is of no use.
+    pub fn resize(&self, cache: &mut StaticCache, rows: &[usize], capacity: usize) -> CandleResult<()> {
+        let (dtype, device, held) = (self.embedding.dtype(), self.device(), cache.sequences);
+        let shape = StaticShape { sequences: rows.len(), capacity, dtype, device };
+        for (layer, old) in self.layers.iter().zip(&mut cache.layers) {
+            let new = layer.mixer.static_cache(&shape)?;
+            new.take_sequences(old, rows, held)?;
+            *old = new;
+        }
+        let (len, layers) = (cache.len, cache.layers.clone());
+        *cache = StaticCache::new(&shape, self.rotary.angles(0..capacity, dtype, device)?, layers)?;
+        cache.count(len)
+    }
+
     pub fn num_layers(&self) -> usize {
         self.layers.len()
     }
@@ -315,8 +330,13 @@ impl DecoderStack {
             None => (None, 0, None),
             Some(ForwardCaches { layers, past, position }) => (Some(layers), past, position),
         };
-        let mut x = self.embedding.index_select(&ids.flatten_all()?, 0)?;
-        if self.scales.embedding != 1.0 {
+        // A GPU starts no kernel of no element.
+        let nowhere = sequences * len == 0 && !self.device().is_cpu();
+        let mut x = match nowhere {
+            true => self.embedding.narrow(0, 0, 0)?,
+            false => self.embedding.index_select(&ids.flatten_all()?, 0)?,
+        };
+        if self.scales.embedding != 1.0 && !nowhere {
             x = (x * self.scales.embedding)?;
         }
         let (dtype, device) = (x.dtype(), self.device());

@@ -306,6 +306,8 @@ impl Model {
             let (row, position) = (wrong / len, wrong % len);
             return Err(Error::TokenId { call, row, position, id: values[wrong], vocabulary });
         }
-        Ok(ids.to_dtype(DType::U32)?.to_device(self.device())?)
+        let ids = ids.to_dtype(DType::U32)?;
+        // None are not copied: a GPU has no memory of no bytes.
+        if values.is_empty() { Ok(ids) } else { Ok(ids.to_device(self.device())?) }
     }
 }

@@ -104,6 +104,13 @@ impl Model {
     /// with the sequence's length (dynamic and longrope scaling), whose keys a cache cannot hold once and for all: see
     /// [`decode`](Self::decode). candle's, where there is no memory.
     pub fn stepper(&self, sequences: usize, capacity: usize) -> Result<Stepper<'_>> {
+        let problem = "rotations change with the sequence's length; decode with a cache that grows";
+        self.try_stepper(sequences, capacity)?
+            .ok_or_else(|| Error::Usage { call: "Model::stepper", problem: problem.into() })
+    }
+
+    /// As [`stepper`](Self::stepper); `None` where rotations change with the sequence's length.
+    pub(crate) fn try_stepper(&self, sequences: usize, capacity: usize) -> Result<Option<Stepper<'_>>> {
         let fail = |problem: String| Err(Error::Usage { call: "Model::stepper", problem });
         if self.is_trainable() {
             return fail("the model was loaded as trainable; load another".into());
@@ -111,10 +118,8 @@ impl Model {
         if capacity == 0 || capacity > self.context() {
             return fail(format!("room for {capacity} tokens; expected 1..={}", self.context()));
         }
-        let Some(cache) = self.decoder().static_cache(sequences, capacity)? else {
-            return fail("rotations change with the sequence's length; decode with a cache that grows".into());
-        };
-        Ok(Stepper {
+        let Some(cache) = self.decoder().static_cache(sequences, capacity)? else { return Ok(None) };
+        Ok(Some(Stepper {
             #[cfg(feature = "cuda")]
             graph: None,
             #[cfg(feature = "cuda")]
@@ -124,7 +129,7 @@ impl Model {
             next: Tensor::zeros((sequences, 1), DType::U32, self.device())?,
             logits: None,
             broken: false,
-        })
+        }))
     }
 }
 
@@ -165,6 +170,53 @@ impl<'m> Stepper<'m> {
     pub fn clear(&mut self) -> Result<()> {
         self.cache.clear()?;
         self.broken = false;
+        Ok(())
+    }
+
+    /// Captures a step of an empty stepper, where the device can, so that one that cannot be captured costs no tokens:
+    /// steps run one operation after another then.
+    pub(crate) fn capture_ahead(&mut self) -> Result<()> {
+        #[cfg(feature = "cuda")]
+        if self.is_empty() && !self.eager && graph::can_capture(self.model) {
+            // Whatever else has failed will fail again, where it can be told.
+            let _ = self.step();
+            self.clear()?;
+        }
+        Ok(())
+    }
+
+    /// Leaves these of the sequences, in this order and each with its tokens, with room for `capacity` tokens each: for a
+    /// batch some of which have ended, or whose texts become longer. What is held is copied to new memory, a layer at a
+    /// time, and the next step is captured anew. No collective.
+    ///
+    /// # Errors
+    /// A sequence that is not held; less room than before, or for more than [`Model::context`]; candle's, after which
+    /// the stepper is of no use.
+    pub fn resize(&mut self, rows: &[usize], capacity: usize) -> Result<()> {
+        let fail = |problem: String| Err(Error::Usage { call: "Stepper::resize", problem });
+        let (held, least, most) = (self.sequences(), self.capacity(), self.model.context());
+        if let Some(row) = rows.iter().find(|row| **row >= held) {
+            return fail(format!("sequence {row}: there are {held}"));
+        }
+        if !(least..=most).contains(&capacity) {
+            return fail(format!("room for {capacity} tokens; expected {least}..={most}"));
+        }
+        // A graph reads and writes the memory that goes. What could not be captured is not tried again.
+        #[cfg(feature = "cuda")]
+        {
+            self.eager &= self.graph.take().is_none();
+        }
+        self.logits = None;
+        let broken = std::mem::replace(&mut self.broken, true);
+        self.model.decoder().resize(&mut self.cache, rows, capacity)?;
+        self.next = match rows {
+            [] => Tensor::zeros((0, 1), DType::U32, self.model.device())?,
+            rows => {
+                let rows: Vec<u32> = rows.iter().map(|row| *row as u32).collect();
+                self.next.index_select(&Tensor::new(rows, self.model.device())?, 0)?
+            }
+        };
+        self.broken = broken;
         Ok(())
     }
 
@@ -293,23 +345,30 @@ mod graph {
     use crate::error::Result;
     use crate::ops::CapturedResults;
 
+    /// Whether a model's device can capture, and no other ranks take part, whose steps would have to be captured at once.
+    pub(super) fn can_capture(model: &Model) -> bool {
+        let alone = groups(model).all(|group| group.ranks() == 1);
+        alone && model.device().as_cuda_device().is_ok_and(|device| !device.is_event_tracking())
+    }
+
+    fn groups(model: &Model) -> impl Iterator<Item = &DeviceGroup> {
+        (0..model.num_layers()).filter_map(|layer| Some(model.moe(layer)?.group()))
+    }
+
     type Calls<'m> = Box<dyn FnMut() -> CandleResult<Vec<Tensor>> + 'm>;
 
     /// A captured step.
     pub(super) struct Graph<'m>(CapturedStep<Calls<'m>>);
 
     impl<'m> Graph<'m> {
-        /// Runs a step and captures it; `None`, and nothing has run, where the model's device cannot capture, or other
-        /// ranks take part, whose steps would have to be captured at once.
+        /// Runs a step and captures it; `None`, and nothing has run, where that [cannot be](can_capture).
         pub(super) fn capture(model: &'m Model, work: impl FnOnce() -> Work<'m>) -> Result<Option<Self>> {
-            let groups: Vec<&DeviceGroup> =
-                (0..model.num_layers()).filter_map(|layer| Some(model.moe(layer)?.group())).collect();
-            if !model.device().is_cuda() || groups.iter().any(|group| group.ranks() > 1) {
+            if !can_capture(model) {
                 return Ok(None);
             }
-            let Ok(mut capture) = Capture::new(model.device()) else { return Ok(None) };
+            let mut capture = Capture::new(model.device())?;
             // All layers of a model are in one group.
-            if let Some(group) = groups.first() {
+            if let Some(group) = groups(model).next() {
                 capture = capture.group(group)?;
             }
             let mut work = Work { memory: Some(CapturedResults::default()), ..work() };

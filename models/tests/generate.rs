@@ -195,6 +195,60 @@ fn the_program_samples_the_same_at_any_number_of_ranks() {
     assert_eq!(one.lines().nth(3), Some(alone.trim()), "{one}");
 }
 
+#[test]
+fn the_program_takes_either_kind_of_cache() {
+    let prompts = ["--prompt-ids", "5,17,3", "--prompt-ids", "8", "--max-tokens", "12", "--ignore-eos"];
+    let run = |more: &[&str]| text(&run(&golden(), &[&prompts[..], more].concat()));
+    for sampling in [&["--temperature", "0"][..], &["--temperature", "0.9", "--seed", "3"]] {
+        let [default, fixed, growing] =
+            [&[][..], &["--cache", "static"], &["--cache", "growing"]].map(|cache| run(&[sampling, cache].concat()));
+        assert_eq!(default, fixed);
+        assert_eq!(fixed, growing);
+    }
+}
+
+/// A launcher's variables as rank `rank` of `world`.
+fn launched<'a>(rank: &'a str, world: &'a str) -> Vec<(&'a str, &'a str)> {
+    const TOKEN: &str = "0123456789abcdef0123456789abcdef0123456789abcdef0123456789abcdef";
+    let address = ("MOEBIUS_ADDRESS", "127.0.0.1:9");
+    vec![
+        ("MOEBIUS_RANK", rank),
+        ("MOEBIUS_WORLD", world),
+        ("MOEBIUS_LOCAL_RANK", rank),
+        address,
+        ("MOEBIUS_TOKEN", TOKEN),
+    ]
+}
+
+/// This suite's program has no NCCL: every rank ends at once, and says which it is.
+#[test]
+fn a_launched_process_that_cannot_reach_the_others_names_its_rank() {
+    let golden = golden();
+    let run = |rank: &str, world: &str, more: &[&str]| {
+        let arguments =
+            [&[golden.to_str().expect("a path"), "--prompt-ids", "5,17,3", "--max-tokens", "2"], more].concat();
+        program::run_with(&launched(rank, world), &arguments)
+    };
+    for rank in ["0", "1"] {
+        let message = error(1, &run(rank, "2", &[]));
+        assert!(message.starts_with(&format!("error: rank {rank} of 2: ")), "{message}");
+        assert!(message.contains("build with --features nccl"), "{message}");
+    }
+    for (world, more, words) in [
+        ("2", &["--ranks", "4"][..], "rank 1 of 2: --ranks: the launcher has started 2"),
+        ("2", &["--device", "cpu"], "rank 1 of 2: --device cpu: ranks that are processes have a GPU each"),
+        ("3", &[], "rank 1 of 3: --ranks: expected a divisor of 8 experts, found 3"),
+    ] {
+        let message = error(2, &run("1", world, more));
+        assert!(message.contains(words), "{message}");
+    }
+    // One process alone is like any other, and so is one with a part of a launcher's variables.
+    let alone = text(&run("0", "1", &[]));
+    assert_eq!(alone.split_whitespace().count(), 2, "{alone}");
+    let part = [golden.to_str().expect("a path"), "--prompt-ids", "5,17,3", "--max-tokens", "2"];
+    assert_eq!(text(&program::run_with(&[("SLURM_PROCID", "0")], &part)), alone);
+}
+
 /// The layers of the report, as numbers: the choices, and the rest of the line.
 fn loads(output: &Output) -> Vec<(usize, String)> {
     let report = String::from_utf8_lossy(&output.stderr).into_owned();

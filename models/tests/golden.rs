@@ -13,23 +13,10 @@ use moebius::cpu::{Cpu, HostBuffer};
 use moebius::layer::ParamKind;
 use moebius_models::{ExpertWeights, LoadOptions, LoadProgress, Model, Point};
 
-use support::{Golden, on_ranks, relative, say, scalar};
+use support::{F32, Golden, on_ranks, relative, say, scalar, tolerance};
 
-/// f32: each of some 20 chained products sums at most 256 terms (relative rounding about √256 · 2⁻²⁴ ≈ 1e-6), in
-/// another order than the reference; errors of independent products add up to about √20 · 1e-6 ≈ 4e-6, and the
-/// softmaxes and norms between them change that by small factors.
-const F32: f64 = 5e-6;
 /// Gradients go through the same chain twice, and sum over tokens.
 const F32_GRADIENT: f64 = 2e-5;
-/// bf16 keeps 8 bits: each rounding is up to 2⁻⁹ ≈ 2e-3 relative, random in sign. The reference rounds between the
-/// experts' steps where the layer keeps f32; some ten roundings on the way through two layers and the residual stream
-/// give √10 · 2e-3 ≈ 6e-3. (In f32 with the same weights, the distance from the reference is 7.5e-3.)
-const BF16: f64 = 1e-2;
-
-fn tolerance(golden: &Golden) -> f64 {
-    if golden.bf16 { BF16 } else { F32 }
-}
-
 /// Relative errors of logits and loss, rank r running the r-th share of the sequences.
 fn forward_errors(golden: &Golden, options: LoadOptions, split: &[usize]) -> [f64; 2] {
     let shares = golden.shares(split);

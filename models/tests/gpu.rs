@@ -1,10 +1,12 @@
 //! Decoding on a GPU: kernels and captured steps against forwards of whole sequences. Counts as ignored without a GPU.
 
 use std::error::Error;
+use std::ops::ControlFlow;
 use std::process::ExitCode;
 
 use candle_core::{DType, Device, Tensor};
 use libtest_mimic::{Arguments, Trial};
+use moebius_models::generate::{CacheKind, CacheRequest, Decoder, Generator, Request, Sampling};
 use moebius_models::{ExpertWeights, LoadOptions, Model};
 use serde_json::{Value, json};
 
@@ -89,6 +91,154 @@ fn steps(config: &Value, Case { options, captured, tolerance }: Case) -> Result<
     Ok(())
 }
 
+/// Prompts of several lengths, whose texts end one after another, so that the rows that go on move to a smaller cache;
+/// the later ones are sampled where `sampled`.
+fn requests(sampled: bool) -> Vec<Request> {
+    let of = |i: usize| {
+        let len = [7, 3, 12, 5, 9][i];
+        let prompt = (0..len).map(|at| (at * 131 + 17 * i as u32) % 512).collect();
+        let mut request = Request::new(prompt, 4 + 9 * i);
+        if sampled && i > 1 {
+            request.sampling = Sampling { temperature: 0.8, top_k: 50, seed: i as u64, ..request.sampling };
+        }
+        request
+    };
+    (0..5).map(of).collect()
+}
+
+fn generate(model: &Model, kind: CacheKind, requests: &[Request]) -> Result<Vec<Vec<u32>>> {
+    let (outputs, _) = Generator::new(model, None)?.cache(kind).run(requests, |_| ControlFlow::Continue(()))?;
+    Ok(outputs.into_iter().map(|output| output.tokens).collect())
+}
+
+/// Texts over a replayed static cache against those over a cache that grows, in f32.
+fn texts(config: &Value) -> Result<()> {
+    let device = moebius::candle::device_for_capture(0)?;
+    let model = load(config, &device, LoadOptions { dtype: Some(DType::F32), ..LoadOptions::default() })?;
+    for requests in [requests(false), requests(true)] {
+        let [fixed, growing] = [CacheKind::Static, CacheKind::Growing].map(|kind| generate(&model, kind, &requests));
+        if fixed? != growing? {
+            return Err("the texts differ".into());
+        }
+    }
+    Ok(())
+}
+
+/// Greedy tokens in bf16: each has the largest logit of a forward of all tokens before it, or one as near to it as two
+/// ways to round are apart.
+fn greedy(config: &Value, tolerance: f64) -> Result<()> {
+    let device = moebius::candle::device_for_capture(0)?;
+    let model = load(config, &device, LoadOptions { dtype: Some(DType::BF16), ..LoadOptions::default() })?;
+    let requests = requests(false);
+    for (request, tokens) in requests.iter().zip(generate(&model, CacheKind::Static, &requests)?) {
+        let all: Vec<u32> = request.prompt.iter().chain(&tokens).copied().collect();
+        let ids = Tensor::from_slice(&all, (1, all.len()), &Device::Cpu)?;
+        let logits = model.forward(&ids)?.squeeze(0)?.to_dtype(DType::F32)?.to_vec2::<f32>()?;
+        for (at, token) in (request.prompt.len()..).zip(tokens) {
+            let row = &logits[at - 1];
+            let most = f64::from(row.iter().copied().fold(f32::NEG_INFINITY, f32::max));
+            // `tolerance` is of the row's norm; an entry's error is at most the whole row's.
+            let norm = row.iter().map(|x| f64::from(*x).powi(2)).sum::<f64>().sqrt();
+            let behind = most - f64::from(row[token as usize]);
+            if behind.is_nan() || behind > 2.0 * tolerance * norm {
+                return Err(format!("token {at}: {behind} behind the likeliest").into());
+            }
+        }
+    }
+    Ok(())
+}
+
+/// A model's static cache is captured before the first token, and again where rows leave.
+fn captured_again(config: &Value) -> Result<()> {
+    let device = moebius::candle::device_for_capture(0)?;
+    let model = load(config, &device, LoadOptions { dtype: Some(DType::BF16), ..LoadOptions::default() })?;
+    let request = CacheRequest { sequences: 4, prompt_tokens: 3, max_tokens: 20, kind: CacheKind::Static };
+    let mut cache = Decoder::cache(&model, request)?;
+    let ids = |rows: usize, len: usize| Tensor::ones((rows, len), DType::U32, &Device::Cpu);
+    let mut captured = vec![cache.is_captured()];
+    model.step(&ids(4, 3)?, &mut cache)?;
+    model.step(&ids(4, 1)?, &mut cache)?;
+    let moved = model.keep(&[2], &mut cache)?;
+    captured.push(!cache.is_captured());
+    let logits = model.step(&ids(1, 1)?, &mut cache)?;
+    captured.push(cache.is_captured());
+    match (moved, &captured[..], logits.dims()) {
+        (true, [true, true, true], [1, 512]) => Ok(()),
+        found => Err(format!("{found:?}").into()),
+    }
+}
+
+/// The small model's greedy tokens over two GPUs, whose ranks are threads and have every second prompt, against one
+/// GPU's: by both kinds of cache, with one prompt too, which leaves the second rank without any. In f32.
+#[cfg(feature = "nccl")]
+fn over_two_gpus(prompts: usize) -> Result<()> {
+    use moebius::candle::{DeviceGroup, EpGroup};
+    use moebius::checkpoint::Checkpoint;
+    use moebius::comm::{Op, Tag};
+    use moebius::ep::{Group, GroupConfig};
+    use moebius::nccl::{NcclComm, NcclLibrary};
+    use moebius_models::generate::OverRanks;
+
+    let checkpoint = Checkpoint::open(concat!(env!("CARGO_MANIFEST_DIR"), "/small"))?;
+    let options = LoadOptions { dtype: Some(DType::F32), ..LoadOptions::default() };
+    let prompt = |i: usize| (0..3 + 4 * i as u32).map(|at| (at * 131 + 17 * i as u32) % 2048).collect();
+    let requests: Vec<Request> = (0..prompts).map(|i| Request::new(prompt(i), 40 - 9 * i)).collect();
+    let devices = (0..2).map(moebius::candle::device_for_capture).collect::<candle_core::Result<Vec<_>>>()?;
+    let alone = Model::load_on(&checkpoint, DeviceGroup::single(GroupConfig::one_rank(8), &devices[0])?, options)?;
+    let expected = generate(&alone, CacheKind::Growing, &requests)?;
+    drop(alone);
+    let rank = |rank: usize, device: &Device, mut comm: NcclComm| -> Result<Vec<Vec<Vec<u32>>>> {
+        let tag = Tag { layer: 0, op: Op::User, sequence: 0 };
+        let cuda = comm.cuda().clone();
+        let between = comm.split(tag, Some(0), rank)?.ok_or("no part of the world")?;
+        let group = Group::new(cuda.clone(), Box::new(comm), GroupConfig::new(8, 256))?;
+        let model = Model::load_on(&checkpoint, DeviceGroup::new(EpGroup::new(group), device)?, options)?;
+        let own: Vec<Request> = requests.iter().skip(rank).step_by(2).cloned().collect();
+        let decoder = OverRanks::on(&model, cuda, Box::new(between));
+        let run = |kind| -> Result<Vec<Vec<u32>>> {
+            let generator = Generator::new(&decoder, None)?.cache(kind);
+            let (outputs, _) = generator.run(&own, |_| ControlFlow::Continue(()))?;
+            Ok(outputs.into_iter().map(|output| output.tokens).collect())
+        };
+        [CacheKind::Static, CacheKind::Growing].into_iter().map(run).collect()
+    };
+    let gpus = devices.iter().map(moebius::candle::cuda).collect::<moebius::Result<Vec<_>>>()?;
+    let comms = NcclComm::threads(&NcclLibrary::open()?, &gpus, std::time::Duration::from_secs(120))?;
+    let rank = &rank;
+    let got = std::thread::scope(|scope| {
+        let places = devices.iter().zip(comms).enumerate();
+        let threads: Vec<_> = places
+            .map(|(i, (device, comm))| scope.spawn(move || rank(i, device, comm).map_err(|e| format!("rank {i}: {e}"))))
+            .collect();
+        let join = |thread: std::thread::ScopedJoinHandle<'_, _>| match thread.join() {
+            Ok(result) => result,
+            Err(_) => Err("a rank panicked".to_string()),
+        };
+        threads.into_iter().map(join).collect::<Vec<_>>()
+    });
+    for (rank, kinds) in got.into_iter().enumerate() {
+        for tokens in kinds? {
+            let own: Vec<_> = expected.iter().skip(rank).step_by(2).cloned().collect();
+            if tokens != own {
+                return Err(format!("rank {rank}: {tokens:?}, expected {own:?}").into());
+            }
+        }
+    }
+    Ok(())
+}
+
+/// What the driver has had reserved grows with a tensor.
+fn highest_reserved() -> Result<()> {
+    let device = moebius::candle::device_for_capture(0)?;
+    let cuda = moebius::candle::cuda(&device)?;
+    let before = cuda.highest_reserved()?;
+    let bytes = 64 << 20;
+    let tensors = (0..=before as usize / bytes).map(|_| Tensor::zeros(bytes, DType::U8, &device));
+    let tensors = tensors.collect::<candle_core::Result<Vec<_>>>()?;
+    let (held, after) = ((tensors.len() * bytes) as u64, cuda.highest_reserved()?);
+    if after >= held && after > before { Ok(()) } else { Err(format!("{before}, then {after} with {held}").into()) }
+}
+
 fn main() -> ExitCode {
     let gpu = Device::new_cuda_with_stream(0).is_ok();
     let window = json!({ "sliding_window": 40, "intermediate_size": 64 });
@@ -123,6 +273,23 @@ fn main() -> ExitCode {
     let nvfp4 = LoadOptions { experts: ExpertWeights::Nvfp4, ..in_type(DType::BF16) };
     let case = Case { options: nvfp4, captured: true, tolerance: bf16 };
     add("steps with experts in NVFP4, captured".to_string(), &shapes[0].1, case);
+    let mut more = |name: String, run: Box<dyn FnOnce() -> Result<()> + Send>| {
+        let run = move || run().map_err(|e| e.to_string().into());
+        trials.push(Trial::test(name, run).with_ignored_flag(!gpu));
+    };
+    for (name, config) in &shapes {
+        let [first, second, third] = [(); 3].map(|()| config.clone());
+        more(format!("texts of {name}, f32"), Box::new(move || texts(&first)));
+        more(format!("greedy tokens of {name}, bf16"), Box::new(move || greedy(&second, bf16)));
+        more(format!("captures of {name}, as rows leave"), Box::new(move || captured_again(&third)));
+    }
+    more("the most memory reserved".to_string(), Box::new(highest_reserved));
+    #[cfg(feature = "nccl")]
+    for prompts in [1, 4] {
+        let run = move || over_two_gpus(prompts).map_err(|e| e.to_string().into());
+        let two = gpu && Device::new_cuda_with_stream(1).is_ok();
+        trials.push(Trial::test(format!("{prompts} prompts over two GPUs"), run).with_ignored_flag(!two));
+    }
     // One at a time: a capture ends where another thread makes a device of the same GPU.
     let arguments = Arguments { test_threads: Some(1), ..Arguments::from_args() };
     libtest_mimic::run(&arguments, trials).exit_code()

@@ -240,6 +240,19 @@ impl Cuda {
         result::mem_get_info().map(|(free, _)| free).map_err(driver(CALL, "ask for free memory"))
     }
 
+    /// Most bytes of the GPU that the driver has had reserved for this process's tensors so far: the highest marks of the
+    /// GPU's own pool, in which a host framework's tensors are, of this device's workspace and of graphs, added up. An
+    /// upper bound, as the three need not have been at their highest at once. Contexts, kernels' code and a communication
+    /// library's buffers are not in it.
+    ///
+    /// # Errors
+    /// A driver's error.
+    pub fn highest_reserved(&self) -> Result<u64> {
+        const CALL: &str = "Cuda::highest_reserved";
+        self.bind(CALL)?;
+        self.inner.arena().highest_reserved().map_err(driver(CALL, "ask for the memory of pools and graphs"))
+    }
+
     /// Counts [`Memory::peak`] from what is in use now.
     pub fn reset_peak(&self) {
         self.inner.arena().reset_peak();

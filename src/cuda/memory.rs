@@ -151,6 +151,22 @@ impl Pool {
         Ok(ptr)
     }
 
+    /// Highest marks of what the driver has had reserved for this pool, the device's own and graphs, added up.
+    fn highest_reserved(&self) -> std::result::Result<u64, DriverError> {
+        let device = self.context.cu_device();
+        let mark = sys::CUmemPool_attribute::CU_MEMPOOL_ATTR_RESERVED_MEM_HIGH;
+        let graphs = sys::CUgraphMem_attribute::CU_GRAPH_MEM_ATTR_RESERVED_MEM_HIGH;
+        let (mut own, mut shared, mut of_graphs) = (0u64, 0u64, 0u64);
+        // SAFETY: both pools and the device are alive, and each attribute is a u64.
+        unsafe {
+            let default = result::device::get_default_mem_pool(device)?;
+            result::mem_pool::get_attribute(self.handle, mark, (&raw mut own).cast())?;
+            result::mem_pool::get_attribute(default, mark, (&raw mut shared).cast())?;
+            sys::cuDeviceGetGraphMemAttribute(device, graphs, (&raw mut of_graphs).cast()).result()?;
+        }
+        Ok(own + shared + of_graphs)
+    }
+
     fn give_back(&self, blocks: impl Iterator<Item = (usize, CUdeviceptr)>) {
         // Also called from `drop`: a context that is gone has freed everything itself.
         if self.context.bind_to_thread().is_err() {
@@ -185,6 +201,11 @@ impl Arena {
     #[cfg(feature = "candle")]
     pub(super) fn kind(&self) -> ArenaKind {
         self.kind
+    }
+
+    /// As the pool's.
+    pub(super) fn highest_reserved(&self) -> std::result::Result<u64, DriverError> {
+        self.pool.highest_reserved()
     }
 
     /// Before a capture ends: has the graph free what it allocated for this arena.

@@ -5,12 +5,18 @@
 //! cargo run --release -p moebius-models --example generate -- FOLDER --chat "Name a prime."
 //! cargo run --release -p moebius-models --example generate -- FOLDER --prompts-file prompts.txt --ranks 2
 //! cargo run --release -p moebius-models --example generate -- tests/golden/qwen3_moe --prompt-ids 5,17,3
+//! moebius-run -n 2 target/release/examples/generate FOLDER --prompts-file prompts.txt     # --features nccl: a GPU a rank
 //! ```
 
 mod options;
 mod output;
+mod process;
+#[path = "../support/ranks.rs"]
+mod ranks;
+mod results;
+#[cfg(test)]
+mod tests;
 
-use std::collections::BTreeMap;
 use std::error::Error;
 use std::io::{ErrorKind, Write};
 use std::ops::ControlFlow;
@@ -19,35 +25,41 @@ use std::sync::mpsc::{Sender, channel};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use candle_core::{DType, Device};
+use candle_core::DType;
 use clap::Parser;
 use indicatif::ProgressBar;
 use moebius::candle::{DeviceGroup, EpGroup};
 use moebius::checkpoint::Checkpoint;
-use moebius::comm::Communicator;
+use moebius::comm::{Communicator, Solo};
 use moebius::cpu::{Cpu, ThreadWorld};
 use moebius::ep::{Group, GroupConfig};
-use moebius::metrics::Load;
+use moebius::kernels::Kernels;
+use moebius::ranks::Identity;
 use moebius_models::generate::{self, CountChoices, Decoder, Generator, Output, OverRanks, Request, Stats, Tokenizer};
 use moebius_models::{LoadOptions, Model};
 
 use options::{Options, Place, Type, Usage};
+use results::{ExpertChoices, Outcome, gather};
 
 type AnyError = Box<dyn Error + Send + Sync>;
 
 /// Status 0 where all is well, 2 where the command line cannot be, 1 for other errors; where nobody reads the output any
 /// more (`| head`), that of a program which SIGPIPE ends, without a word.
 fn main() -> ExitCode {
-    let Err(error) = run(&Options::parse()) else { return ExitCode::SUCCESS };
+    let (options, launched) = (Options::parse(), ranks::identity());
+    let named = launched.as_ref().ok().and_then(Option::as_ref);
+    let rank = named.map_or(String::new(), |me| format!("rank {} of {}: ", me.rank, me.world));
+    let Err(error) = launched.and_then(|me| run(&options, me.as_ref())) else { return ExitCode::SUCCESS };
     if error.downcast_ref::<std::io::Error>().is_some_and(|e| e.kind() == ErrorKind::BrokenPipe) {
         return ExitCode::from(128 + 13);
     }
-    let _ = writeln!(std::io::stderr(), "error: {error}");
+    let _ = writeln!(std::io::stderr(), "error: {rank}{error}");
     let is_parameter = matches!(error.downcast_ref(), Some(generate::Error::Parameter { .. }));
     ExitCode::from(if is_parameter || error.is::<Usage>() { 2 } else { 1 })
 }
 
-fn run(options: &Options) -> Result<(), AnyError> {
+/// `me`: where this process is one rank of several. Rank 0 speaks for all.
+fn run(options: &Options, me: Option<&Identity>) -> Result<(), AnyError> {
     let folder = options.folder();
     if !folder.is_dir() {
         return Err(format!("{}: no checkpoint folder", folder.display()).into());
@@ -62,17 +74,22 @@ fn run(options: &Options) -> Result<(), AnyError> {
         return Err(Usage("--stop: expected none for a folder without tokenizer.json".into()).into());
     }
     let job = Job { options, checkpoint: &checkpoint, tokenizer: tokenizer.as_ref(), requests: &requests };
-    job.check()?;
+    job.check(me)?;
+    let speaks = me.is_none_or(|me| me.rank == 0);
     let (sender, receiver) = channel();
     let outcome = thread::scope(|scope| {
-        let work = scope.spawn(|| job.over_ranks(sender));
-        let beginning = output::put(options.beginning().unwrap_or(""));
-        let shown = beginning.and_then(|()| output::show(&receiver, requests.len() == 1, tokenizer.is_some()));
+        let work = scope.spawn(|| match me {
+            Some(me) => process::run(&job, me, sender),
+            None => job.over_ranks(sender).map(Some),
+        });
+        let beginning = (speaks && requests.len() == 1).then_some(options.beginning().unwrap_or(""));
+        let shown = output::show(&receiver, beginning, tokenizer.is_some());
         // Where nobody reads the output, ranks end with their next token.
         drop(receiver);
         let outcome = work.join().unwrap_or_else(|_| Err("a rank panicked".into()));
         shown.map_err(AnyError::from).and(outcome)
     })?;
+    let Some(outcome) = outcome else { return Ok(()) };
     output::print(&outcome.outputs, tokenizer.is_some())?;
     output::report(&outcome);
     Ok(())
@@ -92,51 +109,62 @@ struct Job<'a> {
     requests: &'a [Request],
 }
 
-/// Its outcome.
-struct Outcome {
-    /// In the requests' order.
-    outputs: Vec<Output>,
-    /// Tokens of all ranks, times of the slowest.
-    stats: Stats,
-    /// Time until the last rank had its part of the model.
-    loading: Duration,
-    /// How often each layer's experts were chosen, by the tokens of all ranks; none where nobody asked.
-    loads: BTreeMap<usize, Load>,
+/// A rank, and how it reaches the others.
+struct Member<K: Kernels> {
+    rank: usize,
+    ranks: usize,
+    /// That shares the experts.
+    group: DeviceGroup,
+    device: K,
+    /// Of the same ranks, for what they ask each other between the decoder's steps.
+    between: Box<dyn Communicator<K>>,
 }
-
-/// A rank's outcome: as for all, of its own requests.
-type RankOutcome = Result<Outcome, AnyError>;
 
 impl Job<'_> {
     /// Refuses numbers of ranks that cannot be, before anything is written.
-    fn check(&self) -> Result<(), AnyError> {
-        let (ranks, experts) = (self.options.ranks, self.experts()?);
+    fn check(&self, me: Option<&Identity>) -> Result<(), AnyError> {
+        let experts = self.experts()?;
+        let (given, device) = (self.options.ranks, self.options.device);
+        if let Some(me) = me {
+            if given.is_some_and(|ranks| ranks != me.world) {
+                return Err(Usage(format!("--ranks: the launcher has started {}", me.world)).into());
+            }
+            if device == Some(Place::Cpu) {
+                let text = "--device cpu: ranks that are processes have a GPU each; start one process with --ranks";
+                return Err(Usage(text.into()).into());
+            }
+        }
+        let ranks = me.map_or(given.unwrap_or(1), |me| me.world);
         if ranks == 0 || !experts.is_multiple_of(ranks) {
             return Err(Usage(format!("--ranks: expected a divisor of {experts} experts, found {ranks}")).into());
         }
-        if self.options.device == Place::Cuda && ranks > 1 {
-            return Err(Usage("--ranks: expected 1 with --device cuda".into()).into());
+        if device == Some(Place::Cuda) && ranks > 1 && me.is_none() {
+            let text = "--ranks: expected 1 with --device cuda; moebius-run starts a process a GPU";
+            return Err(Usage(text.into()).into());
         }
         Ok(())
     }
 
     fn over_ranks(&self, sender: Sender<Piece>) -> Result<Outcome, AnyError> {
-        let (ranks, experts) = (self.options.ranks, self.experts()?);
-        if self.options.device == Place::Cuda {
-            let group = DeviceGroup::single(self.group_config(experts), &Device::new_cuda_with_stream(0)?)?;
-            return gather(vec![self.rank(0, &group, None, sender)], self.requests.len());
+        let (ranks, experts) = (self.options.ranks.unwrap_or(1), self.experts()?);
+        if self.options.device == Some(Place::Cuda) {
+            let group = DeviceGroup::single(self.group_config(experts), &ranks::gpu(0)?)?;
+            let between = Box::new(Solo::new(Cpu::new()));
+            let alone = Member { rank: 0, ranks: 1, group, device: Cpu::new(), between };
+            return gather(vec![self.rank(alone, sender).map(|(outcome, _)| outcome)], self.requests.len());
         }
         let timeout = Duration::from_secs(self.options.timeout);
         let worlds = ThreadWorld::create(ranks, timeout).into_iter().zip(ThreadWorld::create(ranks, timeout));
         let outcomes = thread::scope(|scope| {
             let threads: Vec<_> = worlds
                 .enumerate()
-                .map(|(rank, (experts_world, steps_world))| {
+                .map(|(rank, (experts_world, between))| {
                     let sender = sender.clone();
                     scope.spawn(move || {
                         let group = Group::new(Cpu::new(), Box::new(experts_world), self.group_config(experts))?;
-                        let group = EpGroup::new(group).into();
-                        self.rank(rank, &group, Some(Box::new(steps_world)), sender)
+                        let (group, between) = (EpGroup::new(group).into(), Box::new(between));
+                        let member = Member { rank, ranks, group, device: Cpu::new(), between };
+                        self.rank(member, sender).map(|(outcome, _)| outcome)
                     })
                 })
                 .collect();
@@ -157,14 +185,13 @@ impl Job<'_> {
         GroupConfig::new(experts, tokens.max(self.requests.len()).max(1))
     }
 
-    /// Loads this rank's part and runs every R-th request. `steps` connects the ranks, where there are several.
-    fn rank(
+    /// Loads this rank's part and runs every R-th request; gives the communicator back beside what came of them.
+    fn rank<K: Kernels>(
         &self,
-        rank: usize,
-        group: &DeviceGroup,
-        steps: Option<Box<dyn Communicator<Cpu>>>,
+        member: Member<K>,
         sender: Sender<Piece>,
-    ) -> RankOutcome {
+    ) -> Result<(Outcome, Box<dyn Communicator<K>>), AnyError> {
+        let Member { rank, ranks, group, device, between } = member;
         let start = Instant::now();
         let dtype = self.options.dtype.map(|dtype| match dtype {
             Type::F64 => DType::F64,
@@ -188,16 +215,22 @@ impl Job<'_> {
             request.check(i, model.vocabulary(), model.context())?;
         }
         let loading = start.elapsed();
-        let own: Vec<Request> = self.requests.iter().skip(rank).step_by(self.options.ranks).cloned().collect();
+        let own: Vec<Request> = self.requests.iter().skip(rank).step_by(ranks).cloned().collect();
         let counter = self.options.expert_load.then(|| CountChoices::new(&model));
-        let (outputs, stats) = match (&counter, steps) {
-            (Some(counter), Some(steps)) => self.generate(OverRanks::new(counter, steps), &own, sender)?,
-            (Some(counter), None) => self.generate(counter, &own, sender)?,
-            (None, Some(steps)) => self.generate(OverRanks::new(&model, steps), &own, sender)?,
-            (None, None) => self.generate(&model, &own, sender)?,
+        let ((outputs, stats), between) = match &counter {
+            Some(counter) => {
+                let decoder = OverRanks::on(counter, device, between);
+                (self.generate(&decoder, &own, sender)?, decoder.into_communicator())
+            }
+            None => {
+                let decoder = OverRanks::on(&model, device, between);
+                (self.generate(&decoder, &own, sender)?, decoder.into_communicator())
+            }
         };
         let loads = counter.map(CountChoices::into_loads).unwrap_or_default();
-        Ok(Outcome { outputs, stats, loading, loads })
+        let loads = loads.into_iter().map(|(layer, load)| (layer, ExpertChoices::from(load))).collect();
+        let (host_memory, gpu_memory) = (output::host_memory(), output::gpu_memory(&group));
+        Ok((Outcome { outputs, stats, loading, loads, host_memory, gpu_memory, processes: 1 }, between))
     }
 
     fn generate<D: Decoder>(
@@ -206,7 +239,8 @@ impl Job<'_> {
         requests: &[Request],
         sender: Sender<Piece>,
     ) -> Result<(Vec<Output>, Stats), AnyError> {
-        let generated = Generator::new(decoder, self.tokenizer)?.run(requests, |event| {
+        let generator = Generator::new(decoder, self.tokenizer)?.cache(self.options.cache.into());
+        let generated = generator.run(requests, |event| {
             // Nobody listens any more where the output is closed.
             match sender.send(Piece { token: event.token, text: event.text.into() }) {
                 Ok(()) => ControlFlow::Continue(()),
@@ -215,36 +249,4 @@ impl Job<'_> {
         })?;
         Ok(generated)
     }
-}
-
-/// Ranks' results as one; where some failed, the error of the first of them, which names the cause as the others' do.
-fn gather(outcomes: Vec<RankOutcome>, requests: usize) -> Result<Outcome, AnyError> {
-    let ranks = outcomes.len();
-    let mut places: Vec<Option<Output>> = vec![None; requests];
-    let (mut stats, mut loading, mut loads) = (Stats::default(), Duration::ZERO, BTreeMap::<usize, Load>::new());
-    for (rank, outcome) in outcomes.into_iter().enumerate() {
-        let outcome = outcome.map_err(|e| if ranks > 1 { format!("rank {rank}: {e}").into() } else { e })?;
-        let own = outcome.stats;
-        for (i, output) in outcome.outputs.into_iter().enumerate() {
-            places[rank + i * ranks] = Some(output);
-        }
-        stats.prompt_tokens += own.prompt_tokens;
-        stats.generated_tokens += own.generated_tokens;
-        stats.prefill_tokens += own.prefill_tokens;
-        stats.decode_tokens += own.decode_tokens;
-        stats.decode_steps = stats.decode_steps.max(own.decode_steps);
-        stats.prefill = stats.prefill.max(own.prefill);
-        stats.decode = stats.decode.max(own.decode);
-        loading = loading.max(outcome.loading);
-        for (layer, load) in outcome.loads {
-            match loads.get_mut(&layer) {
-                Some(sum) => {
-                    sum.tokens_per_expert.iter_mut().zip(load.tokens_per_expert).for_each(|(a, b)| *a += b);
-                    sum.dropped += load.dropped;
-                }
-                None => drop(loads.insert(layer, load)),
-            }
-        }
-    }
-    Ok(Outcome { outputs: places.into_iter().flatten().collect(), stats, loading, loads })
 }

@@ -5,7 +5,7 @@ use std::fmt;
 use std::path::{Path, PathBuf};
 
 use clap::{Args, Parser, ValueEnum};
-use moebius_models::generate::{Chat, ChatTemplate, Request, Sampling, Tokenizer, eos_ids};
+use moebius_models::generate::{CacheKind, Chat, ChatTemplate, Request, Sampling, Tokenizer, eos_ids};
 
 use crate::AnyError;
 
@@ -37,12 +37,16 @@ pub struct Options {
     /// Go on after the tokens that end a text
     #[arg(long)]
     pub ignore_eos: bool,
-    /// Ranks that share the experts, each a thread of this process with a part of the prompts
-    #[arg(long, value_name = "R", default_value_t = 1)]
-    pub ranks: usize,
-    /// Where the model runs
-    #[arg(long, value_enum, default_value_t = Place::Cpu)]
-    pub device: Place,
+    /// Ranks that share the experts, each a thread of this process with a part of the prompts [default: 1; as a process
+    /// that a launcher such as moebius-run has started, the launcher's]
+    #[arg(long, value_name = "R")]
+    pub ranks: Option<usize>,
+    /// Where the model runs [default: cpu; as one process of several, cuda, a GPU each]
+    #[arg(long, value_enum)]
+    pub device: Option<Place>,
+    /// Keys and values in memory that stays, whose steps a GPU replays from a graph, or in memory that grows
+    #[arg(long, value_enum, default_value_t = Cache::Static)]
+    pub cache: Cache,
     /// Convert weights to this type; as stored if absent
     #[arg(long, value_enum)]
     pub dtype: Option<Type>,
@@ -98,8 +102,25 @@ pub struct SamplingOptions {
 pub enum Place {
     /// The CPU
     Cpu,
-    /// One NVIDIA GPU (a build with --features cuda)
+    /// One NVIDIA GPU (a build with --features cuda); several: a process each, over NCCL (--features nccl)
     Cuda,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum Cache {
+    /// Allocated ahead; for models whose rotations change with the length, and with --expert-load, it grows all the same
+    Static,
+    /// Grows with the tokens
+    Growing,
+}
+
+impl From<Cache> for CacheKind {
+    fn from(cache: Cache) -> Self {
+        match cache {
+            Cache::Static => CacheKind::Static,
+            Cache::Growing => CacheKind::Growing,
+        }
+    }
 }
 
 #[derive(Debug, Clone, Copy, ValueEnum)]

@@ -4,18 +4,25 @@ use std::io::Write;
 use std::sync::mpsc::Receiver;
 
 use indicatif::{ProgressBar, ProgressStyle};
+use moebius::candle::DeviceGroup;
 use moebius::metrics::Load;
 use moebius_models::generate::{Finish, Output};
 
-use crate::{Outcome, Piece};
+use crate::Piece;
+use crate::results::{ExpertChoices, Outcome};
 
-/// Writes one prompt's text as it comes, or its ids where there is no text; of several prompts, nothing.
-pub fn show(pieces: &Receiver<Piece>, one: bool, has_text: bool) -> std::io::Result<()> {
+/// Writes one prompt's text as it comes, or its ids where there is no text, behind `beginning`; of several prompts,
+/// nothing.
+pub fn show(pieces: &Receiver<Piece>, beginning: Option<&str>, has_text: bool) -> std::io::Result<()> {
+    let mut before = beginning;
     for piece in pieces {
-        match (one, has_text) {
-            (true, true) => put(&piece.text)?,
-            (true, false) => put(&format!("{} ", piece.token))?,
-            (false, _) => {}
+        if beginning.is_none() {
+            continue;
+        }
+        put(before.take().unwrap_or(""))?;
+        match has_text {
+            true => put(&piece.text)?,
+            false => put(&format!("{} ", piece.token))?,
         }
     }
     Ok(())
@@ -70,10 +77,17 @@ pub fn report(outcome: &Outcome) {
         &format!("prefill: {} tokens, {seconds:.3} s, {:.1} tokens/s\n", stats.prefill_tokens, stats.prefill_rate());
     let seconds = stats.decode.as_secs_f64();
     lines += &format!("decode: {} tokens, {seconds:.3} s, {:.1} tokens/s\n", stats.decode_tokens, stats.decode_rate());
-    if let Some(bytes) = peak_memory() {
-        lines += &format!("memory: {:.0} MiB of this process at most\n", bytes as f64 / f64::from(1 << 20));
+    let (mib, several) = (|bytes: u64| bytes as f64 / f64::from(1 << 20), outcome.processes > 1);
+    if let Some(bytes) = outcome.host_memory {
+        let whose = if several { "a rank's" } else { "this" };
+        lines += &format!("memory: {:.0} MiB of {whose} process at most\n", mib(bytes));
     }
-    lines.extend(outcome.loads.iter().map(|(layer, load)| format!("{}\n", experts(*layer, load))));
+    if let Some(bytes) = outcome.gpu_memory {
+        let whose = if several { " of a rank" } else { "" };
+        lines += &format!("GPU memory: {:.0} MiB{whose} at most\n", mib(bytes));
+    }
+    let load = |choices: &ExpertChoices| Load::new(choices.tokens.clone(), choices.dropped);
+    lines.extend(outcome.loads.iter().map(|(layer, choices)| format!("{}\n", experts(*layer, &load(choices)))));
     let _ = std::io::stderr().write_all(lines.as_bytes());
 }
 
@@ -95,8 +109,19 @@ fn experts(layer: usize, load: &Load) -> String {
     )
 }
 
+/// Most memory of a GPU that tensors of the group's device have taken, in bytes, where it is one and its driver says it.
+pub fn gpu_memory(group: &DeviceGroup) -> Option<u64> {
+    #[cfg(feature = "cuda")]
+    if let Some(group) = group.on::<moebius::cuda::Cuda>() {
+        let cuda = group.lock().device().clone();
+        return cuda.highest_reserved().ok();
+    }
+    let _ = group;
+    None
+}
+
 /// Most memory that this process has had, in bytes, on the host, where the system says it.
-fn peak_memory() -> Option<u64> {
+pub fn host_memory() -> Option<u64> {
     let status = std::fs::read_to_string("/proc/self/status").ok()?;
     let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:"))?;
     line.trim().strip_suffix(" kB")?.parse::<u64>().ok().map(|kib| kib << 10)

@@ -3,15 +3,16 @@
 use std::cell::RefCell;
 use std::collections::BTreeMap;
 
-use candle_core::{DType, Device, Result as CandleResult, Tensor};
+use candle_core::{DType, Result as CandleResult, Tensor};
 use moebius::metrics::Load;
 
-use super::decoder::{Decoder, last_logits};
+use super::decoder::{CacheRequest, Decoder};
+use super::model_decoder::last_logits;
 use crate::error::Result;
 use crate::{Cache, Model, Point};
 
 /// A model that counts how often each expert is chosen by the tokens of its steps, prompts' and generated ones. A step
-/// waits for its device in every layer with experts.
+/// waits for its device in every layer with experts, so that it cannot be replayed from a graph: caches grow.
 #[derive(Debug)]
 pub struct CountChoices<'a> {
     model: &'a Model,
@@ -47,7 +48,10 @@ impl<'a> CountChoices<'a> {
 }
 
 impl Decoder for CountChoices<'_> {
-    type Cache = Cache;
+    type Cache<'d>
+        = Cache
+    where
+        Self: 'd;
 
     fn vocabulary(&self) -> usize {
         self.model.vocabulary()
@@ -57,15 +61,11 @@ impl Decoder for CountChoices<'_> {
         self.model.context()
     }
 
-    fn device(&self) -> &Device {
-        self.model.device()
+    fn cache(&self, _: CacheRequest) -> Result<Cache> {
+        Ok(self.model.cache())
     }
 
-    fn cache(&self, sequences: usize) -> Result<Cache> {
-        Decoder::cache(self.model, sequences)
-    }
-
-    fn step(&self, tokens: &Tensor, cache: &mut Cache) -> Result<Tensor> {
+    fn step<'d>(&'d self, tokens: &Tensor, cache: &mut Self::Cache<'d>) -> Result<Tensor> {
         let mut tap = |point: Point, x: Tensor| {
             if let Point::Choices { layer } = point {
                 self.count(layer, &x)?;
@@ -75,7 +75,8 @@ impl Decoder for CountChoices<'_> {
         last_logits(self.model, tokens, self.model.decode_hidden_tapped(tokens, cache, &mut tap)?)
     }
 
-    fn keep(&self, rows: &[usize], cache: &mut Cache) -> Result<bool> {
-        self.model.keep(rows, cache)
+    fn keep<'d>(&'d self, rows: &[usize], cache: &mut Self::Cache<'d>) -> Result<bool> {
+        cache.keep_sequences(rows)?;
+        Ok(true)
     }
 }

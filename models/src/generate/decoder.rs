@@ -2,17 +2,43 @@
 
 use std::cell::{Cell, RefCell};
 
-use candle_core::{DType, Device, Tensor};
+use candle_core::Tensor;
 use moebius::comm::{Communicator, Op, ReduceOp, Tag};
-use moebius::cpu::{Cpu, HostBuffer};
+use moebius::cpu::Cpu;
+use moebius::kernels::Kernels;
 
-use crate::error::{Error, Result};
-use crate::{Cache, Model};
+use crate::error::Result;
+
+/// Which memory a cache's keys and values are in.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum CacheKind {
+    /// Memory that is allocated ahead and stays, so that a step copies none of it and, on a GPU, can be replayed from a
+    /// graph; where a decoder has no such cache, one that grows.
+    #[default]
+    Static,
+    /// Memory that grows with the tokens.
+    Growing,
+}
+
+/// What a cache is to hold.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct CacheRequest {
+    /// Number of sequences, which may be none.
+    pub sequences: usize,
+    /// Tokens of the longest prompt: so many come for certain, where there are sequences.
+    pub prompt_tokens: usize,
+    /// Most tokens of a sequence; at most the decoder's context.
+    pub max_tokens: usize,
+    /// The kind that is preferred.
+    pub kind: CacheKind,
+}
 
 /// A decoder, a step at a time.
 pub trait Decoder {
     /// Keys and values, or whatever a decoder remembers, of several sequences of one length.
-    type Cache;
+    type Cache<'d>
+    where
+        Self: 'd;
 
     /// Rows of the embedding, which are the logits of a position.
     fn vocabulary(&self) -> usize;
@@ -20,30 +46,37 @@ pub trait Decoder {
     /// Most tokens of a sequence.
     fn context(&self) -> usize;
 
-    /// Where ids are expected.
-    fn device(&self) -> &Device;
-
-    /// An empty cache for `sequences` sequences, which may be none.
+    /// An empty cache.
     ///
     /// # Errors
     /// The decoder's own.
-    fn cache(&self, sequences: usize) -> Result<Self::Cache>;
+    fn cache(&self, request: CacheRequest) -> Result<Self::Cache<'_>>;
 
-    /// Continues each sequence of the cache by S tokens: `tokens` (U32, `[B, S]`, B as the cache has) to the logits of
-    /// the last of them, `[B, V]`, of any floating type. Collective where ranks share the decoder's experts: each calls
-    /// with sequences of its own, without any (`[0, 1]`) too. After an error the cache is of no use; ranks that wait in
-    /// this step's collectives have one as well, the others get it from [`refuse`](Self::refuse).
+    /// Continues each sequence of the cache by S tokens: `tokens` (U32, `[B, S]` on the CPU, B as the cache has) to the
+    /// logits of the last of them, `[B, V]`, of any floating type. Collective where ranks share the decoder's experts:
+    /// each calls with sequences of its own, without any (`[0, 1]`) too. After an error the cache is of no use; ranks
+    /// that wait in this step's collectives have one as well, the others get it from [`refuse`](Self::refuse).
     ///
     /// # Errors
     /// The decoder's own.
-    fn step(&self, tokens: &Tensor, cache: &mut Self::Cache) -> Result<Tensor>;
+    fn step<'d>(&'d self, tokens: &Tensor, cache: &mut Self::Cache<'d>) -> Result<Tensor>;
 
-    /// Leaves these rows of the cache, in this order, and says whether it did. A decoder that cannot goes on with
-    /// sequences that have ended.
+    /// The tokens of the last step's largest logits, one a sequence, of equal ones the first; `None` where the decoder
+    /// has not found them by itself, and the logits say.
     ///
     /// # Errors
     /// The decoder's own.
-    fn keep(&self, rows: &[usize], cache: &mut Self::Cache) -> Result<bool> {
+    fn likeliest<'d>(&'d self, cache: &Self::Cache<'d>) -> Result<Option<Vec<u32>>> {
+        let _ = cache;
+        Ok(None)
+    }
+
+    /// Leaves these rows of the cache, in this order, and says whether it did. A decoder that cannot, or had rather not
+    /// for so few, goes on with sequences that have ended.
+    ///
+    /// # Errors
+    /// The decoder's own.
+    fn keep<'d>(&'d self, rows: &[usize], cache: &mut Self::Cache<'d>) -> Result<bool> {
         let _ = (rows, cache);
         Ok(false)
     }
@@ -64,7 +97,10 @@ pub trait Decoder {
 }
 
 impl<D: Decoder> Decoder for &D {
-    type Cache = D::Cache;
+    type Cache<'d>
+        = D::Cache<'d>
+    where
+        Self: 'd;
 
     fn vocabulary(&self) -> usize {
         (**self).vocabulary()
@@ -74,19 +110,19 @@ impl<D: Decoder> Decoder for &D {
         (**self).context()
     }
 
-    fn device(&self) -> &Device {
-        (**self).device()
+    fn cache(&self, request: CacheRequest) -> Result<Self::Cache<'_>> {
+        (**self).cache(request)
     }
 
-    fn cache(&self, sequences: usize) -> Result<Self::Cache> {
-        (**self).cache(sequences)
-    }
-
-    fn step(&self, tokens: &Tensor, cache: &mut Self::Cache) -> Result<Tensor> {
+    fn step<'d>(&'d self, tokens: &Tensor, cache: &mut Self::Cache<'d>) -> Result<Tensor> {
         (**self).step(tokens, cache)
     }
 
-    fn keep(&self, rows: &[usize], cache: &mut Self::Cache) -> Result<bool> {
+    fn likeliest<'d>(&'d self, cache: &Self::Cache<'d>) -> Result<Option<Vec<u32>>> {
+        (**self).likeliest(cache)
+    }
+
+    fn keep<'d>(&'d self, rows: &[usize], cache: &mut Self::Cache<'d>) -> Result<bool> {
         (**self).keep(rows, cache)
     }
 
@@ -101,16 +137,29 @@ impl<D: Decoder> Decoder for &D {
 
 /// One rank's decoder of several that share their experts, each with sequences of its own. A rank whose sequences have
 /// ended steps on without any until all ranks' have.
-pub struct OverRanks<D> {
+pub struct OverRanks<D, K: Kernels = Cpu> {
     decoder: D,
-    ranks: RefCell<Box<dyn Communicator<Cpu>>>,
+    device: K,
+    ranks: RefCell<Box<dyn Communicator<K>>>,
     calls: Cell<u64>,
 }
 
 impl<D> OverRanks<D> {
-    /// `ranks` connects the same ranks as the decoder's own group, and is another communicator.
+    /// Ranks that are threads. `ranks` connects the same ranks as the decoder's own group, and is another communicator.
     pub fn new(decoder: D, ranks: Box<dyn Communicator<Cpu>>) -> Self {
-        Self { decoder, ranks: RefCell::new(ranks), calls: Cell::new(0) }
+        Self::on(decoder, Cpu::new(), ranks)
+    }
+}
+
+impl<D, K: Kernels> OverRanks<D, K> {
+    /// The same with a communicator of any device, whose work is in the order of `device`'s.
+    pub fn on(decoder: D, device: K, ranks: Box<dyn Communicator<K>>) -> Self {
+        Self { decoder, device, ranks: RefCell::new(ranks), calls: Cell::new(0) }
+    }
+
+    /// The communicator, for what the ranks ask each other once all have ended.
+    pub fn into_communicator(self) -> Box<dyn Communicator<K>> {
+        self.ranks.into_inner()
     }
 
     fn tag(&self) -> Tag {
@@ -118,14 +167,17 @@ impl<D> OverRanks<D> {
     }
 }
 
-impl<D: std::fmt::Debug> std::fmt::Debug for OverRanks<D> {
+impl<D: std::fmt::Debug, K: Kernels> std::fmt::Debug for OverRanks<D, K> {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("OverRanks").field("decoder", &self.decoder).field("calls", &self.calls).finish_non_exhaustive()
     }
 }
 
-impl<D: Decoder> Decoder for OverRanks<D> {
-    type Cache = D::Cache;
+impl<D: Decoder, K: Kernels> Decoder for OverRanks<D, K> {
+    type Cache<'d>
+        = D::Cache<'d>
+    where
+        Self: 'd;
 
     fn vocabulary(&self) -> usize {
         self.decoder.vocabulary()
@@ -135,75 +187,32 @@ impl<D: Decoder> Decoder for OverRanks<D> {
         self.decoder.context()
     }
 
-    fn device(&self) -> &Device {
-        self.decoder.device()
+    fn cache(&self, request: CacheRequest) -> Result<Self::Cache<'_>> {
+        self.decoder.cache(request)
     }
 
-    fn cache(&self, sequences: usize) -> Result<Self::Cache> {
-        self.decoder.cache(sequences)
-    }
-
-    fn step(&self, tokens: &Tensor, cache: &mut Self::Cache) -> Result<Tensor> {
+    fn step<'d>(&'d self, tokens: &Tensor, cache: &mut Self::Cache<'d>) -> Result<Tensor> {
         self.decoder.step(tokens, cache)
     }
 
-    fn keep(&self, rows: &[usize], cache: &mut Self::Cache) -> Result<bool> {
+    fn likeliest<'d>(&'d self, cache: &Self::Cache<'d>) -> Result<Option<Vec<u32>>> {
+        self.decoder.likeliest(cache)
+    }
+
+    fn keep<'d>(&'d self, rows: &[usize], cache: &mut Self::Cache<'d>) -> Result<bool> {
         self.decoder.keep(rows, cache)
     }
 
     fn any(&self, goes_on: bool) -> Result<bool> {
-        let own = HostBuffer::F32(vec![if goes_on { 1.0 } else { 0.0 }]);
-        let mut most = moebius::Tensor::<Cpu>::from_buffer(own, moebius::DType::F32, &[1])?;
+        let own: f32 = if goes_on { 1.0 } else { 0.0 };
+        let mut most = moebius::Tensor::<K>::empty(&self.device, moebius::DType::F32, &[1])?;
+        self.device.upload(&own.to_ne_bytes(), most.view_mut())?;
         self.ranks.borrow_mut().all_reduce(self.tag(), ReduceOp::Max, most.view_mut())?;
-        Ok(matches!(most.into_buffer(), HostBuffer::F32(most) if most[0] > 0.0))
+        Ok(self.device.download(most.view())? != 0f32.to_ne_bytes())
     }
 
     fn refuse(&self, reason: &str) {
         // A meeting that fails is one that the other ranks have failed in as well.
         let _ = self.ranks.borrow_mut().refuse(self.tag(), reason);
     }
-}
-
-impl Decoder for Model {
-    type Cache = Cache;
-
-    fn vocabulary(&self) -> usize {
-        Model::vocabulary(self)
-    }
-
-    fn context(&self) -> usize {
-        Model::context(self)
-    }
-
-    fn device(&self) -> &Device {
-        Model::device(self)
-    }
-
-    fn cache(&self, _: usize) -> Result<Cache> {
-        Ok(Model::cache(self))
-    }
-
-    fn step(&self, tokens: &Tensor, cache: &mut Cache) -> Result<Tensor> {
-        last_logits(self, tokens, self.decode_hidden(tokens, cache)?)
-    }
-
-    fn keep(&self, rows: &[usize], cache: &mut Cache) -> Result<bool> {
-        cache.keep_sequences(rows)?;
-        Ok(true)
-    }
-}
-
-/// Logits `[B, V]` of the last of each sequence's `tokens [B, S]`, from the hidden states of all.
-pub(super) fn last_logits(model: &Model, tokens: &Tensor, hidden: Tensor) -> Result<Tensor> {
-    let (b, s) = tokens.dims2()?;
-    if b == 0 {
-        return Ok(Tensor::zeros((0, model.vocabulary()), DType::F32, tokens.device())?);
-    }
-    let last = s.checked_sub(1).ok_or_else(|| Error::Shape {
-        call: "Decoder::step",
-        tensor: "tokens".into(),
-        expected: "[B, S] with S > 0".into(),
-        found: vec![b, s],
-    })?;
-    Ok(model.logits(&hidden.narrow(1, last, 1)?)?.squeeze(1)?)
 }

@@ -1,149 +1,17 @@
 //! The loop: prompts in, tokens and text out.
 
 use std::ops::ControlFlow;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
-use candle_core::{DType, Tensor};
+use candle_core::{DType, Device, Tensor};
 
-use super::decoder::Decoder;
+use super::decoder::{CacheKind, CacheRequest, Decoder};
 use super::error::{Error, Result};
-use super::sampling::{Sampler, Sampling};
+use super::request::{Event, Finish, Output, Request, Stats};
+use super::sampling::Sampler;
 use super::stop::StopStrings;
 use super::stream::TextStream;
 use super::tokenizer::Tokenizer;
-
-/// A prompt, and how it is continued.
-#[derive(Debug, Clone, PartialEq)]
-pub struct Request {
-    /// Ids of the prompt; one at least.
-    pub prompt: Vec<u32>,
-    /// How tokens are chosen.
-    pub sampling: Sampling,
-    /// Most tokens to generate; one at least.
-    pub max_tokens: usize,
-    /// Tokens that end the text and are no part of it, such as [`Tokenizer::eos`].
-    pub stop_tokens: Vec<u32>,
-    /// Texts that end the text and are no part of it. They need a tokenizer.
-    pub stop_strings: Vec<String>,
-}
-
-impl Request {
-    /// Greedy, of at most `max_tokens` tokens; nothing else ends it.
-    pub fn new(prompt: Vec<u32>, max_tokens: usize) -> Self {
-        Self { prompt, sampling: Sampling::default(), max_tokens, stop_tokens: Vec::new(), stop_strings: Vec::new() }
-    }
-
-    /// The checks of a request that [`Generator::run`] makes before anything runs, for callers that know a
-    /// decoder's vocabulary and context before it is loaded. `index` is what errors name it by.
-    ///
-    /// # Errors
-    /// [`Error::EmptyPrompt`], [`Error::PromptTooLong`], [`Error::IdPastEmbedding`], [`Error::Parameter`].
-    pub fn check(&self, index: usize, vocabulary: usize, context: usize) -> Result<()> {
-        let (request, tokens, rows) = (index, self.prompt.len(), vocabulary);
-        if self.prompt.is_empty() {
-            return Err(Error::EmptyPrompt { request });
-        }
-        if tokens >= context {
-            return Err(Error::PromptTooLong { request, tokens, context });
-        }
-        if let Some(position) = self.prompt.iter().position(|id| *id as usize >= rows) {
-            return Err(Error::IdPastEmbedding { request, position, id: self.prompt[position], rows });
-        }
-        if self.max_tokens == 0 {
-            return Err(Error::Parameter { name: "max_tokens", expected: "1 at least", found: "0".into() });
-        }
-        self.sampling.check()
-    }
-}
-
-/// Why a sequence ended.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Finish {
-    /// With this token.
-    Token(u32),
-    /// With this text, whose tokens are among the output's.
-    Text(String),
-    /// It has as many tokens as were asked for.
-    MaxTokens,
-    /// Prompt and text fill the decoder's context.
-    Context,
-    /// The caller's function said so.
-    Caller,
-}
-
-/// One more token.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Event<'a> {
-    /// Index of the request.
-    pub request: usize,
-    /// The token.
-    pub token: u32,
-    /// Text that is certain with it: whole characters, and no beginning of a stop string. Empty without a tokenizer.
-    pub text: &'a str,
-    /// Set with a sequence's last token.
-    pub finish: Option<&'a Finish>,
-}
-
-/// A request's result.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Output {
-    /// Generated ids, the one that ended it included.
-    pub tokens: Vec<u32>,
-    /// Their text without special tokens, stop tokens and what follows a stop string. Empty without a tokenizer.
-    pub text: String,
-    /// Why it ended.
-    pub finish: Finish,
-    /// The text ends with U+FFFD in place of a character that the tokens are not all of.
-    pub incomplete: bool,
-}
-
-impl Output {
-    /// The text, for callers to whom a part of a character is a fault; `request` is the index to name.
-    ///
-    /// # Errors
-    /// [`Error::IncompleteCharacter`].
-    pub fn complete_text(&self, request: usize) -> Result<&str> {
-        match self.incomplete {
-            true => Err(Error::IncompleteCharacter { request, tokens: self.tokens.len() }),
-            false => Ok(&self.text),
-        }
-    }
-}
-
-/// How many tokens a run had, and how long it took them, on this rank.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct Stats {
-    /// Tokens of all prompts.
-    pub prompt_tokens: usize,
-    /// Tokens that were generated.
-    pub generated_tokens: usize,
-    /// Prompts' tokens that batches began with. The rest of longer prompts came a token a step, beside others' decoding.
-    pub prefill_tokens: usize,
-    /// Time of those first steps, with the choice of the first tokens.
-    pub prefill: Duration,
-    /// Steps after the first of a batch.
-    pub decode_steps: usize,
-    /// Tokens that were generated in these.
-    pub decode_tokens: usize,
-    /// Their time, with the choice of tokens and the caller's function.
-    pub decode: Duration,
-}
-
-impl Stats {
-    /// Tokens of prompts a second; 0 where there were none.
-    pub fn prefill_rate(&self) -> f64 {
-        rate(self.prefill_tokens, self.prefill)
-    }
-
-    /// Generated tokens a second, of all sequences together; 0 where there were none.
-    pub fn decode_rate(&self) -> f64 {
-        rate(self.decode_tokens, self.decode)
-    }
-}
-
-fn rate(tokens: usize, time: Duration) -> f64 {
-    if tokens == 0 { 0.0 } else { tokens as f64 / time.as_secs_f64().max(1e-9) }
-}
 
 /// Generates with a decoder.
 #[derive(Debug)]
@@ -152,6 +20,7 @@ pub struct Generator<'a, D> {
     tokenizer: Option<&'a Tokenizer>,
     max_sequences: usize,
     spread: usize,
+    cache: CacheKind,
 }
 
 impl<'a, D: Decoder> Generator<'a, D> {
@@ -163,7 +32,7 @@ impl<'a, D: Decoder> Generator<'a, D> {
         if let Some(tokenizer) = tokenizer {
             tokenizer.check_embedding(decoder.vocabulary())?;
         }
-        Ok(Self { decoder, tokenizer, max_sequences: 64, spread: 32 })
+        Ok(Self { decoder, tokenizer, max_sequences: 64, spread: 32, cache: CacheKind::default() })
     }
 
     /// Most sequences in a batch, 64 if this is not called; 0 counts as 1.
@@ -178,6 +47,13 @@ impl<'a, D: Decoder> Generator<'a, D> {
     /// batches of their own, one after another.
     pub fn spread(mut self, tokens: usize) -> Self {
         self.spread = tokens;
+        self
+    }
+
+    /// The kind of the decoder's caches, [`CacheKind::Static`] if this is not called. It changes no token, up to how the
+    /// decoder rounds.
+    pub fn cache(mut self, kind: CacheKind) -> Self {
+        self.cache = kind;
         self
     }
 
@@ -216,6 +92,16 @@ impl<'a, D: Decoder> Generator<'a, D> {
         Ok(())
     }
 
+    /// An empty cache for a batch. The last token of a sequence takes no place in it.
+    fn cache_of(&self, rows: &[Sequence<'_>]) -> Result<D::Cache<'_>> {
+        let longest = |length: &dyn Fn(&Sequence<'_>) -> usize| rows.iter().map(length).max().unwrap_or(1);
+        let prompt_tokens = longest(&|row| row.prompt.len());
+        let max_tokens = longest(&|row| row.prompt.len().saturating_add(row.max_tokens - 1));
+        let max_tokens = max_tokens.min(self.decoder.context());
+        let (sequences, kind) = (rows.len(), self.cache);
+        Ok(self.decoder.cache(CacheRequest { sequences, prompt_tokens, max_tokens, kind })?)
+    }
+
     /// Requests that share a cache: in order of length, so that those of a batch differ by as little as can be.
     fn batches(&self, requests: &[Request]) -> Vec<Vec<usize>> {
         let length = |i: usize| requests[i].prompt.len();
@@ -245,6 +131,14 @@ struct Run<'g, 'a, D> {
     meeting: bool,
 }
 
+/// What tokens are chosen from.
+enum Candidates {
+    /// The token of each row's largest logit.
+    Likeliest(Vec<u32>),
+    /// All rows' logits, `[B · V]`.
+    Logits(Vec<f32>),
+}
+
 /// One request on its way.
 struct Sequence<'a> {
     request: usize,
@@ -260,7 +154,7 @@ struct Sequence<'a> {
     finish: Option<Finish>,
 }
 
-impl<D: Decoder> Run<'_, '_, D> {
+impl<'g, D: Decoder> Run<'g, '_, D> {
     fn all(
         &mut self,
         requests: &[Request],
@@ -281,7 +175,7 @@ impl<D: Decoder> Run<'_, '_, D> {
         }
         // Other ranks may go on; their experts' tokens pass through this one.
         while self.any(false)? {
-            let mut cache = self.decoder().cache(0)?;
+            let mut cache = self.generator.cache_of(&[])?;
             self.step(&[], 1, &mut cache)?;
         }
         // All ranks end: a failure from here on meets nobody.
@@ -289,7 +183,7 @@ impl<D: Decoder> Run<'_, '_, D> {
         done.into_iter().flatten().map(Sequence::output).collect()
     }
 
-    fn decoder(&self) -> &D {
+    fn decoder(&self) -> &'g D {
         &self.generator.decoder
     }
 
@@ -300,10 +194,10 @@ impl<D: Decoder> Run<'_, '_, D> {
         Ok(any)
     }
 
-    /// Logits `[B · V]` of the last of so many ids a sequence.
-    fn step(&mut self, ids: &[u32], len: usize, cache: &mut D::Cache) -> Result<Vec<f32>> {
+    /// Logits `[B, V]` of the last of so many ids a sequence.
+    fn step(&mut self, ids: &[u32], len: usize, cache: &mut D::Cache<'g>) -> Result<Tensor> {
         let (sequences, vocabulary) = (ids.len() / len, self.decoder().vocabulary());
-        let tokens = Tensor::from_slice(ids, (sequences, len), self.decoder().device())?;
+        let tokens = Tensor::from_slice(ids, (sequences, len), &Device::Cpu)?;
         let logits = self.decoder().step(&tokens, cache)?;
         if logits.dims() != [sequences, vocabulary] {
             return Err(Error::Model(crate::Error::Shape {
@@ -313,7 +207,29 @@ impl<D: Decoder> Run<'_, '_, D> {
                 found: logits.dims().to_vec(),
             }));
         }
-        Ok(logits.to_dtype(DType::F32)?.flatten_all()?.to_vec1()?)
+        Ok(logits)
+    }
+
+    /// What the rows' next tokens are chosen from: the device's own choice where none of the rows asks for more, without
+    /// a copy of the logits.
+    fn candidates(&self, rows: &[&Sequence<'_>], logits: &Tensor, cache: &D::Cache<'g>) -> Result<Candidates> {
+        let logits = logits.to_dtype(DType::F32)?;
+        if rows.iter().all(|row| row.sampler.is_plain())
+            && let Some(ids) = self.decoder().likeliest(cache)?
+            // A sum that is no number has one among its terms, or is too large: then the logits are looked at one by one.
+            && logits.sum(1)?.to_vec1::<f32>()?.iter().all(|sum| sum.is_finite())
+        {
+            if ids.len() != logits.dim(0)? {
+                return Err(Error::Model(crate::Error::Shape {
+                    call: "Decoder::likeliest",
+                    tensor: "ids".into(),
+                    expected: format!("[{}]", logits.dim(0)?),
+                    found: vec![ids.len()],
+                }));
+            }
+            return Ok(Candidates::Likeliest(ids));
+        }
+        Ok(Candidates::Logits(logits.flatten_all()?.to_vec1()?))
     }
 
     /// Runs one batch until all of it has ended. Rows whose sequence has ended leave it where the decoder can do that.
@@ -324,23 +240,32 @@ impl<D: Decoder> Run<'_, '_, D> {
         each: &mut impl FnMut(Event<'_>) -> ControlFlow<()>,
     ) -> Result<()> {
         let vocabulary = self.decoder().vocabulary();
-        let mut cache = self.decoder().cache(rows.len())?;
+        let start = Instant::now();
+        let mut cache = self.generator.cache_of(rows)?;
+        self.stats.prefill += start.elapsed();
         let first = rows.iter().map(|row| row.prompt.len()).min().unwrap_or(0);
         let (mut len, mut next) = (0, first);
         while !self.broken && rows.iter().any(|row| row.finish.is_none()) {
             self.any(true)?;
             let start = Instant::now();
             let ids: Vec<u32> = rows.iter().flat_map(|row| (len..len + next).map(|at| row.input(at))).collect();
-            let mut logits = self.step(&ids, next, &mut cache)?;
+            let logits = self.step(&ids, next, &mut cache)?;
             let is_prefill = len == 0;
             (len, next) = (len + next, 1);
+            let chooses = |row: &Sequence<'_>| row.finish.is_none() && len >= row.prompt.len();
+            let choosing: Vec<&Sequence<'_>> = rows.iter().filter(|row| chooses(row)).collect();
+            let mut candidates = self.candidates(&choosing, &logits, &cache)?;
             let mut chosen = 0;
-            for (row, logits) in rows.iter_mut().zip(logits.chunks_exact_mut(vocabulary)) {
-                if self.broken || row.finish.is_some() || len < row.prompt.len() {
+            for (i, row) in rows.iter_mut().enumerate() {
+                if self.broken || !chooses(row) {
                     continue;
                 }
                 chosen += 1;
-                self.broken = row.advance(logits, len >= self.decoder().context(), each)?.is_break();
+                let token = match &mut candidates {
+                    Candidates::Likeliest(ids) => ids[i],
+                    Candidates::Logits(all) => row.sampler.choose(&mut all[i * vocabulary..(i + 1) * vocabulary])?,
+                };
+                self.broken = row.advance(token, len >= self.decoder().context(), each)?.is_break();
             }
             self.stats.generated_tokens += chosen;
             if is_prefill {
@@ -360,7 +285,7 @@ impl<D: Decoder> Run<'_, '_, D> {
         &self,
         rows: &mut Vec<Sequence<'s>>,
         done: &mut [Option<Sequence<'s>>],
-        cache: &mut D::Cache,
+        cache: &mut D::Cache<'g>,
     ) -> Result<()> {
         let stay: Vec<usize> = (0..rows.len()).filter(|i| rows[*i].finish.is_none()).collect();
         if stay.is_empty() || stay.len() == rows.len() || !self.decoder().keep(&stay, cache)? {
@@ -402,14 +327,13 @@ impl<'a> Sequence<'a> {
         self.prompt.get(at).or_else(generated).copied().unwrap_or(0)
     }
 
-    /// Chooses the next token and tells the caller.
+    /// Takes the next token and tells the caller.
     fn advance(
         &mut self,
-        logits: &mut [f32],
+        token: u32,
         is_full: bool,
         each: &mut impl FnMut(Event<'_>) -> ControlFlow<()>,
     ) -> Result<ControlFlow<()>> {
-        let token = self.sampler.choose(logits)?;
         self.tokens.push(token);
         let mut text = String::new();
         if self.stop_tokens.contains(&token) {

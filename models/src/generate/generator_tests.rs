@@ -1,7 +1,6 @@
 use std::cell::RefCell;
 
-use candle_core::Device;
-
+use super::super::sampling::Sampling;
 use super::super::tokenizer::tests::bytes;
 use super::*;
 
@@ -18,12 +17,25 @@ struct Toy {
     spoiled: Option<usize>,
     /// The call of this number fails, behind what would be its last collective.
     fails: Option<usize>,
+    /// What it gives as every row's likeliest token, which its logits do not say.
+    likeliest: Option<u32>,
+    /// So many more than there are rows.
+    extra: usize,
     shapes: RefCell<Vec<(usize, usize)>>,
 }
 
 impl Toy {
     fn new() -> Self {
-        Self { context: 64, can_keep: false, says: None, spoiled: None, fails: None, shapes: RefCell::default() }
+        Self {
+            context: 64,
+            can_keep: false,
+            says: None,
+            spoiled: None,
+            fails: None,
+            likeliest: None,
+            extra: 0,
+            shapes: RefCell::default(),
+        }
     }
 
     /// Says these ids after a prompt of one id, whatever it is.
@@ -61,7 +73,7 @@ impl Toy {
 }
 
 impl Decoder for Toy {
-    type Cache = Vec<Vec<u32>>;
+    type Cache<'d> = Vec<Vec<u32>>;
 
     fn vocabulary(&self) -> usize {
         VOCABULARY
@@ -71,15 +83,11 @@ impl Decoder for Toy {
         self.context
     }
 
-    fn device(&self) -> &Device {
-        &Device::Cpu
+    fn cache(&self, request: CacheRequest) -> crate::Result<Self::Cache<'_>> {
+        Ok(vec![Vec::new(); request.sequences])
     }
 
-    fn cache(&self, sequences: usize) -> crate::Result<Self::Cache> {
-        Ok(vec![Vec::new(); sequences])
-    }
-
-    fn step(&self, tokens: &Tensor, cache: &mut Self::Cache) -> crate::Result<Tensor> {
+    fn step<'d>(&'d self, tokens: &Tensor, cache: &mut Self::Cache<'d>) -> crate::Result<Tensor> {
         let (b, s) = tokens.dims2()?;
         assert_eq!(b, cache.len(), "a row for each sequence of the cache");
         self.shapes.borrow_mut().push((b, s));
@@ -98,7 +106,11 @@ impl Decoder for Toy {
         Ok(Tensor::from_vec(logits, (b, VOCABULARY), &Device::Cpu)?)
     }
 
-    fn keep(&self, rows: &[usize], cache: &mut Self::Cache) -> crate::Result<bool> {
+    fn likeliest<'d>(&'d self, cache: &Self::Cache<'d>) -> crate::Result<Option<Vec<u32>>> {
+        Ok(self.likeliest.map(|id| vec![id; cache.len() + self.extra]))
+    }
+
+    fn keep<'d>(&'d self, rows: &[usize], cache: &mut Self::Cache<'d>) -> crate::Result<bool> {
         if self.can_keep {
             *cache = rows.iter().map(|row| cache[*row].clone()).collect();
         }
@@ -285,20 +297,17 @@ fn requests_that_cannot_be_are_refused_before_anything_runs() {
 fn a_tokenizer_of_more_ids_than_the_embedding_is_refused() {
     struct Small(Toy);
     impl Decoder for Small {
-        type Cache = Vec<Vec<u32>>;
+        type Cache<'d> = Vec<Vec<u32>>;
         fn vocabulary(&self) -> usize {
             258
         }
         fn context(&self) -> usize {
             self.0.context()
         }
-        fn device(&self) -> &Device {
-            self.0.device()
+        fn cache(&self, request: CacheRequest) -> crate::Result<Self::Cache<'_>> {
+            self.0.cache(request)
         }
-        fn cache(&self, sequences: usize) -> crate::Result<Self::Cache> {
-            self.0.cache(sequences)
-        }
-        fn step(&self, tokens: &Tensor, cache: &mut Self::Cache) -> crate::Result<Tensor> {
+        fn step<'d>(&'d self, tokens: &Tensor, cache: &mut Self::Cache<'d>) -> crate::Result<Tensor> {
             self.0.step(tokens, cache)
         }
     }
@@ -319,8 +328,38 @@ fn logits_that_are_no_numbers_end_the_run() {
     assert_eq!(message, "logits of a step: that of id 0 is NaN");
 }
 
+/// The decoder's own choice is another here than the logits', so that it shows which one counts.
+#[test]
+fn the_decoders_own_choice_counts_where_nobody_asks_for_more() {
+    let toy = Toy { likeliest: Some(7), ..Toy::new() };
+    let generator = Generator::new(&toy, None).expect("a generator");
+    let tokens = |requests: &[Request]| -> Vec<Vec<u32>> {
+        let (outputs, _) = generator.run(requests, go).expect("outputs");
+        outputs.into_iter().map(|output| output.tokens).collect()
+    };
+    let greedy = [Request::new(vec![1, 2], 3), Request::new(vec![3], 3)];
+    assert_eq!(tokens(&greedy), [[7; 3], [7; 3]]);
+    for change in [|o: &mut Sampling| o.temperature = 0.5, |o: &mut Sampling| o.repetition_penalty = 1.1] {
+        let mut requests = greedy.clone();
+        change(&mut requests[1].sampling);
+        let alone = [toy.expected(&requests[0]), toy.expected(&requests[1])];
+        // The second chooses from the first step on, the first from the second step on; both have three tokens.
+        assert_eq!(tokens(&requests)[1], alone[1]);
+    }
+    // Logits that are no numbers are found all the same, and so are choices of another number.
+    let wrong = Toy { likeliest: Some(7), extra: 1, ..Toy::new() };
+    let generator = Generator::new(&wrong, None).expect("a generator");
+    let message = generator.run(&greedy, go).expect_err("refused").to_string();
+    assert!(message.contains("Decoder::likeliest") && message.contains("[2]"), "{message}");
+    let toy = Toy { likeliest: Some(7), spoiled: Some(2), ..Toy::new() };
+    let generator = Generator::new(&toy, None).expect("a generator");
+    let message = generator.run(&[Request::new(vec![1], 5)], go).expect_err("refused").to_string();
+    assert_eq!(message, "logits of a step: that of id 0 is NaN");
+}
+
 mod ranks {
     use std::thread;
+    use std::time::Duration;
 
     use moebius::cpu::ThreadWorld;
 

@@ -3,7 +3,8 @@
 //! - [`Tokenizer`]: texts as ids and back; [`TextStream`] gives the text of ids that come one at a time.
 //! - [`ChatTemplate`]: conversations as the text that a model was trained to continue.
 //! - [`Sampling`]: how a token is chosen; [`Sampler`] does it for one sequence.
-//! - [`Decoder`]: what is asked of a model, a step at a time; [`OverRanks`] where ranks share its experts.
+//! - [`Decoder`]: what is asked of a model, a step at a time; [`OverRanks`] where ranks share its experts,
+//!   [`ModelCache`] what a model remembers, in memory that stays where it can.
 //! - [`CountChoices`]: a model that counts which experts are chosen.
 //! - [`Generator`]: the loop over a batch of [`Request`]s.
 
@@ -13,7 +14,9 @@ mod decoder;
 mod error;
 mod folder;
 mod generator;
+mod model_decoder;
 mod python;
+mod request;
 mod sampling;
 mod stop;
 mod stream;
@@ -21,9 +24,11 @@ mod tokenizer;
 
 pub use chat::{Chat, ChatTemplate};
 pub use choices::CountChoices;
-pub use decoder::{Decoder, OverRanks};
+pub use decoder::{CacheKind, CacheRequest, Decoder, OverRanks};
 pub use error::{Error, Result};
-pub use generator::{Event, Finish, Generator, Output, Request, Stats};
+pub use generator::Generator;
+pub use model_decoder::ModelCache;
+pub use request::{Event, Finish, Output, Request, Stats};
 pub use sampling::{Sampler, Sampling};
 pub use stream::{TextEnd, TextStream};
 pub use tokenizer::{Tokenizer, eos_ids};

@@ -139,6 +139,11 @@ impl Sampler {
         Ok(id)
     }
 
+    /// Whether it takes the token of the largest logit, whatever came before.
+    pub(super) fn is_plain(&self) -> bool {
+        self.options.temperature == 0.0 && self.options.repetition_penalty == 1.0
+    }
+
     fn see(&mut self, id: u32) {
         if self.options.repetition_penalty == 1.0 {
             return;

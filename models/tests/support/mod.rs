@@ -16,6 +16,20 @@ use moebius_models::{LoadOptions, Model, families};
 /// Most tokens that a rank brings to a call here.
 pub const TOKENS: usize = 1024;
 
+/// f32: each of some 20 chained products sums at most 256 terms (relative rounding about √256 · 2⁻²⁴ ≈ 1e-6), in
+/// another order than the reference; errors of independent products add up to about √20 · 1e-6 ≈ 4e-6, and the
+/// softmaxes and norms between them change that by small factors.
+pub const F32: f64 = 5e-6;
+/// bf16 keeps 8 bits: each rounding is up to 2⁻⁹ ≈ 2e-3 relative, random in sign. The reference rounds between the
+/// experts' steps where the layer keeps f32; some ten roundings on the way through two layers and the residual stream
+/// give √10 · 2e-3 ≈ 6e-3. (In f32 with the same weights, the distance from the reference is 7.5e-3.)
+pub const BF16: f64 = 1e-2;
+
+/// Relative error of a forward's logits.
+pub fn tolerance(golden: &Golden) -> f64 {
+    if golden.bf16 { BF16 } else { F32 }
+}
+
 /// The repository's folders.
 pub fn shipped() -> PathBuf {
     PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../tests/golden")

@@ -26,6 +26,14 @@ pub fn run(arguments: &[&str]) -> Output {
     run_example("generate", arguments)
 }
 
+/// The same with these variables in its environment.
+#[allow(dead_code, reason = "every suite takes a part")]
+pub fn run_with(variables: &[(&str, &str)], arguments: &[&str]) -> Output {
+    let program = EXAMPLES.join("generate").with_extension(std::env::consts::EXE_EXTENSION);
+    let variables = variables.iter().copied();
+    Command::new(program).envs(variables).args(arguments).stdin(Stdio::null()).output().expect("the program")
+}
+
 /// Runs the example of this name to its end.
 pub fn run_example(name: &str, arguments: &[&str]) -> Output {
     let program = EXAMPLES.join(name).with_extension(std::env::consts::EXE_EXTENSION);

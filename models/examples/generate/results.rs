@@ -1,0 +1,125 @@
+//! What comes of a job: each rank's part, and all of them as one.
+
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+use moebius::comm::{Communicator, Op, Tag};
+use moebius::kernels::Kernels;
+use moebius::metrics::Load;
+use moebius::{DType, Tensor};
+use moebius_models::generate::{Output, Stats};
+use serde::{Deserialize, Serialize};
+
+use crate::AnyError;
+
+/// What came of requests: a rank's, or all.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Outcome {
+    /// In the requests' order.
+    pub outputs: Vec<Output>,
+    /// Tokens of all ranks, times of the slowest.
+    pub stats: Stats,
+    /// Time until the last rank had its part of the model.
+    pub loading: Duration,
+    /// How often each layer's experts were chosen, by the tokens of all ranks; none where nobody asked.
+    pub loads: BTreeMap<usize, ExpertChoices>,
+    /// Most memory that a process has had on the host, in bytes, where that is known.
+    pub host_memory: Option<u64>,
+    /// The same of a GPU.
+    pub gpu_memory: Option<u64>,
+    /// Number of processes.
+    pub processes: usize,
+}
+
+/// How often a layer's experts were chosen.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct ExpertChoices {
+    /// Of each expert.
+    pub tokens: Vec<usize>,
+    /// Choices that a capacity dropped.
+    pub dropped: usize,
+}
+
+impl From<Load> for ExpertChoices {
+    fn from(load: Load) -> Self {
+        Self { tokens: load.tokens_per_expert, dropped: load.dropped }
+    }
+}
+
+/// Ranks' results as one; where some failed, the error of the first of them, which names the cause as the others' do.
+pub fn gather(outcomes: Vec<Result<Outcome, AnyError>>, requests: usize) -> Result<Outcome, AnyError> {
+    let ranks = outcomes.len();
+    let mut places: Vec<Option<Output>> = vec![None; requests];
+    let mut all = Outcome {
+        outputs: Vec::new(),
+        stats: Stats::default(),
+        loading: Duration::ZERO,
+        loads: BTreeMap::new(),
+        host_memory: None,
+        gpu_memory: None,
+        processes: 1,
+    };
+    for (rank, outcome) in outcomes.into_iter().enumerate() {
+        let own = outcome.map_err(|e| if ranks > 1 { format!("rank {rank}: {e}").into() } else { e })?;
+        for (i, output) in own.outputs.into_iter().enumerate() {
+            let place = places.get_mut(rank + i * ranks).ok_or("more outputs than requests")?;
+            *place = Some(output);
+        }
+        add(&mut all.stats, &own.stats);
+        all.loading = all.loading.max(own.loading);
+        all.host_memory = all.host_memory.max(own.host_memory);
+        all.gpu_memory = all.gpu_memory.max(own.gpu_memory);
+        all.processes = all.processes.max(own.processes);
+        for (layer, choices) in own.loads {
+            match all.loads.get_mut(&layer) {
+                Some(sum) => {
+                    sum.tokens.iter_mut().zip(choices.tokens).for_each(|(a, b)| *a += b);
+                    sum.dropped += choices.dropped;
+                }
+                None => drop(all.loads.insert(layer, choices)),
+            }
+        }
+    }
+    all.outputs = places.into_iter().flatten().collect();
+    Ok(all)
+}
+
+fn add(all: &mut Stats, own: &Stats) {
+    all.prompt_tokens += own.prompt_tokens;
+    all.generated_tokens += own.generated_tokens;
+    all.prefill_tokens += own.prefill_tokens;
+    all.decode_tokens += own.decode_tokens;
+    all.decode_steps = all.decode_steps.max(own.decode_steps);
+    all.prefill = all.prefill.max(own.prefill);
+    all.decode = all.decode.max(own.decode);
+}
+
+/// All ranks' results on every rank, in rank order. Collective.
+#[cfg_attr(not(feature = "nccl"), allow(dead_code, reason = "ranks that are threads need none of it"))]
+pub fn exchange<K: Kernels>(
+    device: &K,
+    comm: &mut dyn Communicator<K>,
+    own: &Outcome,
+) -> Result<Vec<Outcome>, AnyError> {
+    let ranks = comm.size();
+    // No call of the generator's has this layer.
+    let mut tags = (0..).map(|sequence| Tag { layer: u32::MAX, op: Op::User, sequence });
+    let mut all = |bytes: &[u8]| -> moebius::Result<Vec<u8>> {
+        let tag = tags.next().unwrap_or(Tag { layer: u32::MAX, op: Op::User, sequence: 0 });
+        let mut send = Tensor::empty(device, DType::U8, &[bytes.len()])?;
+        device.upload(bytes, send.view_mut())?;
+        let mut recv = Tensor::empty(device, DType::U8, &[ranks, bytes.len()])?;
+        comm.all_gather(tag, send.view(), recv.view_mut())?;
+        device.download(recv.view())
+    };
+    let mut bytes = serde_json::to_vec(own)?;
+    let lengths = all(&(bytes.len() as u64).to_le_bytes())?;
+    let lengths: Vec<usize> = lengths.as_chunks().0.iter().map(|n| u64::from_le_bytes(*n) as usize).collect();
+    let most = lengths.iter().copied().max().unwrap_or(0).max(1);
+    bytes.resize(most, 0);
+    let bytes = all(&bytes)?;
+    let outcomes = bytes.chunks_exact(most).zip(&lengths).map(|(bytes, len)| serde_json::from_slice(&bytes[..*len]));
+    let mut outcomes = outcomes.collect::<Result<Vec<Outcome>, _>>()?;
+    outcomes.iter_mut().for_each(|outcome| outcome.processes = ranks);
+    Ok(outcomes)
+}

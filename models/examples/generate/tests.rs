@@ -1,0 +1,77 @@
+use std::collections::BTreeMap;
+use std::thread;
+use std::time::Duration;
+
+use moebius::cpu::{Cpu, ThreadWorld};
+use moebius_models::generate::{Finish, Output, Stats};
+
+use crate::results::{ExpertChoices, Outcome, exchange, gather};
+
+fn output(text: &str, finish: Finish) -> Output {
+    Output { tokens: text.bytes().map(u32::from).collect(), text: text.into(), finish, incomplete: text.is_empty() }
+}
+
+/// What rank `rank` has: outputs of the requests that are dealt to it, and numbers of its own.
+fn outcome(rank: usize, outputs: Vec<Output>) -> Outcome {
+    let n = rank + 1;
+    let choices = ExpertChoices { tokens: vec![n, 10 * n], dropped: rank };
+    Outcome {
+        stats: Stats {
+            prompt_tokens: n,
+            generated_tokens: 10 * n,
+            prefill_tokens: 100 * n,
+            prefill: Duration::from_millis(7 * n as u64),
+            decode_steps: 20 - n,
+            decode_tokens: 1000 * n,
+            decode: Duration::from_nanos(1_234_567_891 - n as u64),
+        },
+        outputs,
+        loading: Duration::from_secs(n as u64),
+        loads: BTreeMap::from([(3, choices)]),
+        host_memory: Some(1 << (40 - rank)),
+        gpu_memory: (rank == 1).then_some(17),
+        processes: 1,
+    }
+}
+
+/// Three requests over two ranks, and over four, of which the last has none; texts of different lengths, with characters
+/// of several bytes.
+#[test]
+fn every_rank_gets_all_results_in_the_requests_order() {
+    let requests = [
+        output("a line\n", Finish::MaxTokens),
+        output("\u{20ac} \"\u{fffd}", Finish::Token(u32::MAX)),
+        output("", Finish::Text("\n\n".into())),
+    ];
+    for ranks in [2usize, 4] {
+        let own = |rank: usize| outcome(rank, requests.iter().skip(rank).step_by(ranks).cloned().collect());
+        let gathered: Vec<Vec<Outcome>> = thread::scope(|scope| {
+            let threads: Vec<_> = ThreadWorld::create(ranks, Duration::from_secs(60))
+                .into_iter()
+                .enumerate()
+                .map(|(rank, mut comm)| {
+                    scope.spawn(move || exchange(&Cpu::new(), &mut comm, &own(rank)).expect("results"))
+                })
+                .collect();
+            threads.into_iter().map(|t| t.join().expect("a rank")).collect()
+        });
+        let expected: Vec<Outcome> = (0..ranks).map(|rank| Outcome { processes: ranks, ..own(rank) }).collect();
+        assert!(gathered.iter().all(|all| *all == expected), "{ranks} ranks");
+        let all = gather(expected.into_iter().map(Ok).collect(), requests.len()).expect("one outcome");
+        assert_eq!(all.outputs, requests);
+        let sum = ranks * (ranks + 1) / 2;
+        assert_eq!((all.stats.prompt_tokens, all.stats.decode_tokens), (sum, 1000 * sum));
+        assert_eq!((all.stats.decode_steps, all.stats.decode), (19, Duration::from_nanos(1_234_567_890)));
+        assert_eq!(all.loading, Duration::from_secs(ranks as u64));
+        assert_eq!((all.host_memory, all.gpu_memory, all.processes), (Some(1 << 40), Some(17), ranks));
+        let choices = ExpertChoices { tokens: vec![sum, 10 * sum], dropped: ranks * (ranks - 1) / 2 };
+        assert_eq!(all.loads, BTreeMap::from([(3, choices)]));
+    }
+}
+
+#[test]
+fn the_first_rank_that_failed_is_named() {
+    let outcomes = vec![Ok(outcome(0, vec![])), Err("out of luck".into()), Err("too".into())];
+    assert_eq!(gather(outcomes, 0).expect_err("an error").to_string(), "rank 1: out of luck");
+    assert_eq!(gather(vec![Err("alone".into())], 0).expect_err("an error").to_string(), "alone");
+}

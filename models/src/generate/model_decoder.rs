@@ -1,0 +1,132 @@
+//! A model as a decoder that generates.
+
+use candle_core::{DType, Device, Tensor};
+
+use super::decoder::{CacheKind, CacheRequest, Decoder};
+use crate::error::{Error, Result};
+use crate::{Cache, Model, Stepper};
+
+/// Least positions that a static cache begins with, where a text may have as many. Weighed, not measured.
+const LEAST_ROOM: usize = 1024;
+
+/// A model's cache for generation, of either [kind](CacheKind).
+///
+/// A static one has room for at most twice the tokens held, 1024 at least, and moves to one of twice the room when that
+/// is full, so that a bound on a text's length which it does not come near takes no memory. Sequences that have ended
+/// stay in it until no more than half of its sequences go on; these then move to a smaller one. Either way the next step
+/// is captured anew.
+#[derive(Debug)]
+pub struct ModelCache<'m>(Held<'m>);
+
+#[derive(Debug)]
+enum Held<'m> {
+    Growing(Cache),
+    Static {
+        stepper: Box<Stepper<'m>>,
+        /// Most positions that it is asked for.
+        most: usize,
+    },
+}
+
+impl ModelCache<'_> {
+    /// The kind, which is not the one asked for where the model has none of that.
+    pub fn kind(&self) -> CacheKind {
+        match self.0 {
+            Held::Growing(_) => CacheKind::Growing,
+            Held::Static { .. } => CacheKind::Static,
+        }
+    }
+
+    /// Whether steps are replayed from a CUDA graph.
+    pub fn is_captured(&self) -> bool {
+        matches!(&self.0, Held::Static { stepper, .. } if stepper.is_captured())
+    }
+}
+
+/// Positions of a static cache that holds so many tokens, and may be asked to hold `most`.
+fn room(tokens: usize, most: usize) -> usize {
+    tokens.saturating_mul(2).max(LEAST_ROOM).min(most)
+}
+
+/// Static caches where the model has one: rotations do not change with the sequence's length.
+impl Decoder for Model {
+    type Cache<'d> = ModelCache<'d>;
+
+    fn vocabulary(&self) -> usize {
+        Model::vocabulary(self)
+    }
+
+    fn context(&self) -> usize {
+        Model::context(self)
+    }
+
+    fn cache(&self, request: CacheRequest) -> Result<ModelCache<'_>> {
+        let CacheRequest { sequences, prompt_tokens, max_tokens: most, kind } = request;
+        // A rank without sequences has nothing to hold, and a trainable model's step says that it cannot.
+        if kind == CacheKind::Static && sequences > 0 && !self.is_trainable() {
+            let stepper = self.try_stepper(sequences, room(prompt_tokens, most))?;
+            if let Some(mut stepper) = stepper.map(Box::new) {
+                stepper.capture_ahead()?;
+                return Ok(ModelCache(Held::Static { stepper, most }));
+            }
+        }
+        Ok(ModelCache(Held::Growing(Model::cache(self))))
+    }
+
+    fn step<'d>(&'d self, tokens: &Tensor, cache: &mut ModelCache<'d>) -> Result<Tensor> {
+        match &mut cache.0 {
+            Held::Growing(cache) => last_logits(self, tokens, self.decode_hidden(tokens, cache)?),
+            Held::Static { stepper, most } => {
+                let most = *most;
+                let is_prompt = self.run_or_refuse(|_| prepare(stepper, tokens, most))?;
+                if is_prompt { stepper.feed(tokens) } else { stepper.step().cloned() }
+            }
+        }
+    }
+
+    fn likeliest<'d>(&'d self, cache: &ModelCache<'d>) -> Result<Option<Vec<u32>>> {
+        match &cache.0 {
+            Held::Growing(_) => Ok(None),
+            Held::Static { stepper, .. } => stepper.next_ids().map(Some),
+        }
+    }
+
+    fn keep<'d>(&'d self, rows: &[usize], cache: &mut ModelCache<'d>) -> Result<bool> {
+        match &mut cache.0 {
+            Held::Growing(cache) => cache.keep_sequences(rows)?,
+            Held::Static { stepper, .. } if rows.len() > stepper.sequences() / 2 => return Ok(false),
+            Held::Static { stepper, .. } => stepper.resize(rows, stepper.capacity())?,
+        }
+        Ok(true)
+    }
+}
+
+/// Makes room for a step's tokens and hands over those of a step of one; whether there is a piece of a prompt instead.
+fn prepare(stepper: &mut Stepper<'_>, tokens: &Tensor, most: usize) -> Result<bool> {
+    let new = tokens.dims2()?.1;
+    let len = stepper.len() + new;
+    if len > stepper.capacity() && len <= most {
+        let rows: Vec<usize> = (0..stepper.sequences()).collect();
+        stepper.resize(&rows, room(len, most))?;
+    }
+    let is_prompt = stepper.is_empty() || new != 1;
+    if !is_prompt {
+        stepper.set_next_ids(&tokens.flatten_all()?.to_vec1()?)?;
+    }
+    Ok(is_prompt)
+}
+
+/// Logits `[B, V]` of the last of each sequence's `tokens [B, S]`, from the hidden states of all.
+pub(super) fn last_logits(model: &Model, tokens: &Tensor, hidden: Tensor) -> Result<Tensor> {
+    let (b, s) = tokens.dims2()?;
+    if b == 0 {
+        return Ok(Tensor::zeros((0, model.vocabulary()), DType::F32, &Device::Cpu)?);
+    }
+    let last = s.checked_sub(1).ok_or_else(|| Error::Shape {
+        call: "Decoder::step",
+        tensor: "tokens".into(),
+        expected: "[B, S] with S > 0".into(),
+        found: vec![b, s],
+    })?;
+    Ok(model.logits(&hidden.narrow(1, last, 1)?)?.squeeze(1)?)
+}

@@ -1,0 +1,243 @@
+//! Generation over a cache that stays against one that grows: the same tokens and texts, of every family.
+
+mod support;
+
+use std::collections::HashSet;
+use std::ops::ControlFlow;
+use std::path::{Path, PathBuf};
+use std::sync::Mutex;
+use std::time::Duration;
+
+use candle_core::{DType, Device, Tensor};
+use moebius::cpu::ThreadWorld;
+use moebius_models::generate::{
+    CacheKind, CacheRequest, Decoder, Event, Finish, Generator, Output, OverRanks, Request, Sampling, Tokenizer,
+};
+use moebius_models::{LoadOptions, Model};
+
+use support::{Golden, on_ranks, relative, tolerance};
+
+const KINDS: [CacheKind; 2] = [CacheKind::Static, CacheKind::Growing];
+
+fn go(_: Event<'_>) -> ControlFlow<()> {
+    ControlFlow::Continue(())
+}
+
+/// Prompts of several lengths, half of them sampled, that end after different numbers of tokens: by a stop token, or as
+/// many as were asked for. The last ones go on alone, past the half of the batch.
+fn requests(vocabulary: usize) -> Vec<Request> {
+    [3usize, 9, 1, 5, 9, 4]
+        .into_iter()
+        .enumerate()
+        .map(|(i, len)| {
+            let prompt = (0..len).map(|at| ((at * 13 + 7 * i) % vocabulary) as u32).collect();
+            let mut request = Request::new(prompt, 3 + 2 * i);
+            if i % 2 == 1 {
+                request.sampling = Sampling { temperature: 0.9, top_k: 40, seed: i as u64, ..request.sampling };
+            }
+            request.stop_tokens = vec![11];
+            request
+        })
+        .collect()
+}
+
+/// Outputs of `requests`, dealt to the ranks in turn, each rank's by both kinds of cache.
+fn by_kinds(golden: &Golden, ranks: usize, requests: &[Request]) -> Vec<[Vec<Output>; 2]> {
+    let worlds = KINDS.map(|_| ThreadWorld::create(ranks, Duration::from_secs(60)).into_iter().map(Some).collect());
+    let worlds = worlds.map(|world: Vec<_>| Mutex::new(world));
+    on_ranks(ranks, golden.experts, |rank, group| {
+        let model = golden.load(&group, golden.options());
+        let own: Vec<Request> = requests.iter().skip(rank).step_by(ranks).cloned().collect();
+        let run = |kind: usize| {
+            let steps = worlds[kind].lock().expect("a world")[rank].take().expect("one of each rank");
+            let decoder = OverRanks::new(&model, Box::new(steps));
+            let generator = Generator::new(&decoder, None).expect("a generator").cache(KINDS[kind]);
+            generator.run(&own, go).unwrap_or_else(|e| panic!("{}, {:?}: {e}", golden.name, KINDS[kind])).0
+        };
+        [run(0), run(1)]
+    })
+}
+
+/// Four ranks have one prompt or two each. Logits of the two kinds differ by rounding: those of tokens that are compared
+/// here are further apart (a tie would be another prompt's business).
+#[test]
+fn both_kinds_give_the_same_tokens_in_every_family() {
+    let mut finishes = HashSet::new();
+    for golden in Golden::all() {
+        let vocabulary = golden.checkpoint.config()["vocab_size"].as_u64().map_or(97, |n| n as usize);
+        let requests = requests(vocabulary);
+        for ranks in [1, 2, 4].into_iter().filter(|ranks| golden.experts.is_multiple_of(*ranks)) {
+            for (rank, [fixed, growing]) in by_kinds(&golden, ranks, &requests).into_iter().enumerate() {
+                assert_eq!(fixed, growing, "{}, rank {rank} of {ranks}", golden.name);
+                finishes.extend(growing.iter().map(|output| matches!(output.finish, Finish::MaxTokens)));
+            }
+        }
+    }
+    // Texts of both ends are among them.
+    assert_eq!(finishes.len(), 2, "{finishes:?}");
+}
+
+/// One prompt over four ranks: three have none, and step with the first.
+#[test]
+fn ranks_without_prompts_step_on() {
+    let golden = Golden::named("qwen3_moe");
+    let requests = &requests(97)[5..];
+    let outputs = by_kinds(&golden, 4, requests);
+    let [fixed, growing] = &outputs[0];
+    assert_eq!((fixed.len(), fixed), (1, growing));
+    assert!(outputs[1..].iter().flatten().all(Vec::is_empty));
+}
+
+/// Which kind a model has, and when sequences that have ended leave.
+#[test]
+fn a_static_cache_is_had_where_rotations_stay_and_moves_when_half_have_ended() {
+    let of = |name: &str, sequences: usize, kind: CacheKind| {
+        let golden = Golden::named(name);
+        let [(got, kept)] = &on_ranks(1, golden.experts, |_, group| {
+            let model = golden.load(&group, golden.options());
+            let request = CacheRequest { sequences, prompt_tokens: 2, max_tokens: 9, kind };
+            let mut cache = Decoder::cache(&model, request).expect("a cache");
+            if sequences == 0 {
+                return (cache.kind(), Vec::new());
+            }
+            let tokens = |rows: usize, len: usize| {
+                let ids: Vec<u32> = (0..(rows * len) as u32).map(|i| i % 9).collect();
+                Tensor::from_vec(ids, (rows, len), &Device::Cpu).expect("ids")
+            };
+            model.step(&tokens(sequences, 2), &mut cache).expect("logits");
+            let kept = [vec![0, 1, 3], vec![3, 0]].map(|rows| model.keep(&rows, &mut cache).expect("rows"));
+            let logits = model.step(&tokens(2, 1), &mut cache).expect("logits");
+            assert_eq!(logits.dims()[0], 2);
+            (cache.kind(), kept.to_vec())
+        })[..] else {
+            panic!("one rank")
+        };
+        (*got, kept.clone())
+    };
+    assert_eq!(of("qwen3_moe", 4, CacheKind::Static), (CacheKind::Static, vec![false, true]));
+    assert_eq!(of("qwen3_moe", 0, CacheKind::Static).0, CacheKind::Growing);
+    assert_eq!(of("qwen3_next", 4, CacheKind::Static), (CacheKind::Static, vec![false, true]));
+}
+
+/// Rotations that change with the length have a cache that grows, whatever was asked for.
+#[test]
+fn a_model_without_a_static_cache_has_one_that_grows() {
+    let changing = Golden::all().into_iter().filter(|golden| golden.rope_type() == "longrope");
+    let mut count = 0;
+    for golden in changing {
+        on_ranks(1, golden.experts, |_, group| {
+            let model = golden.load(&group, golden.options());
+            let request = CacheRequest { sequences: 1, prompt_tokens: 2, max_tokens: 9, kind: CacheKind::Static };
+            assert_eq!(Decoder::cache(&model, request).expect("a cache").kind(), CacheKind::Growing);
+        });
+        count += 1;
+    }
+    assert!(count > 0, "no folder with such rotations");
+}
+
+/// Sequences leave, come in another order and get more room, and what goes on has the logits of a forward.
+#[test]
+fn a_resized_stepper_goes_on() {
+    for golden in Golden::all() {
+        let s = golden.ids().dim(1).expect("tokens");
+        let plain = golden.rope()["alpha"].is_null();
+        if golden.rope_type() == "longrope" || golden.rope_type() == "dynamic" && plain {
+            continue;
+        }
+        on_ranks(1, golden.experts, |_, group| {
+            let model = golden.load(&group, golden.options());
+            let ids = golden.ids().narrow(0, 0, 2).and_then(|ids| ids.to_dtype(DType::U32)).expect("two rows");
+            let (expected, rows) = (model.forward(&ids).expect("logits"), ids.to_vec2::<u32>().expect("ids"));
+            let id = |row: usize, at: usize| rows[row][at];
+            let mut stepper = model.stepper(2, 4).expect("a stepper");
+            stepper.feed(&ids.narrow(1, 0, 3).expect("tokens")).expect("logits");
+            let mut held = vec![0, 1];
+            for at in 3..s {
+                // Room for one more token of both, the other way around; then for all, and the first one alone.
+                let resized = [(4, vec![1, 0], vec![1, 0], 5), (5, vec![1], vec![0], s)];
+                if let Some((_, keep, left, capacity)) = resized.into_iter().find(|(when, ..)| *when == at) {
+                    stepper.resize(&keep, capacity).expect("another size");
+                    held = left;
+                    assert_eq!((stepper.sequences(), stepper.len(), stepper.capacity()), (held.len(), at, capacity));
+                }
+                let next: Vec<u32> = held.iter().map(|row| id(*row, at)).collect();
+                stepper.set_next_ids(&next).expect("ids of the vocabulary");
+                let logits = stepper.step().expect("logits");
+                for (i, row) in held.iter().enumerate() {
+                    let expected = expected.get(*row).and_then(|t| t.get(at)).expect("a position");
+                    let error = relative(&logits.get(i).expect("a row"), &expected);
+                    // Both sides have a forward's error.
+                    assert!(error <= 2.0 * tolerance(&golden), "{}, row {row}, token {at}: {error:e}", golden.name);
+                }
+            }
+            let refused = |result: moebius_models::Result<()>, word: &str| {
+                let text = result.expect_err(word).to_string();
+                assert!(text.contains("Stepper::resize") && text.contains(word), "{text}");
+            };
+            refused(stepper.resize(&[1], s), "sequence 1: there are 1");
+            refused(stepper.resize(&[0], s - 1), "room for");
+            refused(stepper.resize(&[0], model.context() + 1), "room for");
+            stepper.resize(&[], s).expect("a rank without sequences");
+            assert_eq!(stepper.sequences(), 0);
+        });
+    }
+}
+
+/// A folder of the repository with a context of its own.
+fn with_context(name: &str, context: usize, to: &Path) {
+    let from = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../tests/golden").join(name);
+    std::fs::copy(from.join("model.safetensors"), to.join("model.safetensors")).expect("weights");
+    let config = std::fs::read(from.join("config.json")).expect("a config");
+    let mut config: serde_json::Value = serde_json::from_slice(&config).expect("JSON");
+    config["max_position_embeddings"] = context.into();
+    std::fs::write(to.join("config.json"), config.to_string()).expect("a config");
+}
+
+/// A cache begins with room for 1024 tokens and moves where a text becomes longer.
+#[test]
+fn a_text_outgrows_the_room_that_a_static_cache_begins_with() {
+    let folder = tempfile::tempdir().expect("a folder");
+    with_context("qwen3_moe", 4096, folder.path());
+    let model = Model::load(folder.path(), &Device::Cpu, LoadOptions::default()).expect("a model");
+    let prompt: Vec<u32> = (0..500u32).map(|at| at * 31 % 97).collect();
+    let run = |kind: CacheKind| {
+        let generator = Generator::new(&model, None).expect("a generator").cache(kind);
+        let mut left = 540;
+        let requests = [Request::new(prompt.clone(), 3000), Request::new(prompt[1..].to_vec(), 3000)];
+        let (outputs, _) = generator
+            .run(&requests, |event| {
+                left -= usize::from(event.request == 0);
+                if left == 0 { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
+            })
+            .expect("outputs");
+        outputs
+    };
+    let [fixed, growing] = KINDS.map(run);
+    assert!(fixed[0].tokens.len() + prompt.len() > 1024, "past the first room");
+    assert_eq!(fixed, growing);
+}
+
+/// The small model's texts, greedy and as its folder says.
+#[test]
+fn the_small_models_texts_are_the_same() {
+    let folder = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("small");
+    let tokenizer = Tokenizer::from_folder(&folder).expect("its tokenizer");
+    let options = LoadOptions { dtype: Some(DType::F32), ..LoadOptions::default() };
+    let model = Model::load(&folder, &Device::Cpu, options).expect("the model");
+    for sampling in [Sampling::default(), Sampling::from_folder(&folder).expect("its sampling")] {
+        let request = |text: &str| Request {
+            sampling,
+            stop_tokens: tokenizer.eos().to_vec(),
+            stop_strings: vec!["\n\n".into()],
+            ..Request::new(tokenizer.encode_prompt(text).expect("ids"), 48)
+        };
+        let requests =
+            ["A rank that fails", "The experts of", "Every rank loads its own part of a checkpoint,"].map(request);
+        let [fixed, growing] = KINDS.map(|kind| {
+            let generator = Generator::new(&model, Some(&tokenizer)).expect("a generator").cache(kind);
+            generator.run(&requests, go).expect("outputs").0
+        });
+        assert_eq!(fixed, growing, "{sampling:?}");
+        assert!(fixed.iter().any(|output| output.text.len() > 40), "{fixed:?}");
+    }
+}
