@@ -98,6 +98,8 @@ pub(in crate::etp) struct PendingReduction<D: ShardDevice> {
     pub weight: usize,
     pub pending: PendingCollective<D>,
     pub cache: [BufferId; 2],
+    /// It is of the step's last backward.
+    pub last: bool,
 }
 
 /// A gather under way.
@@ -126,6 +128,10 @@ pub struct ChainTraffic {
     pub reductions: u64,
     /// Bytes of whole gradients, padding included.
     pub reduced_bytes: u64,
+    /// Sums over replicas on the chain's own thread ([`Chain::with_replicas`](crate::etp::Chain::with_replicas)).
+    pub sums: u64,
+    /// Those that began while a backward ran.
+    pub sums_beside: u64,
     /// Buffers allocated.
     pub allocations: u64,
 }

@@ -8,6 +8,7 @@
 //! pass              beginning and end of a pass over the model
 //! gather            weights in, a step ahead; amaxes: when shards that are sent quantized are cast
 //! reduce            gradients out, a step late
+//! replica_sums      sums over replicas on a thread of their own, beside the step's last backward
 //! finish            the end of a step: gradients whole, summed over replicas, given
 //! capture           passes that are captured and run again without the host
 //! report            memory held, bytes moved
@@ -23,6 +24,7 @@ pub(in crate::etp) mod finish;
 pub(in crate::etp) mod gather;
 pub(in crate::etp) mod pass;
 pub(in crate::etp) mod reduce;
+mod replica_sums;
 pub(in crate::etp) mod report;
 pub(in crate::etp) mod schedule;
 pub(in crate::etp) mod stored_weight;
@@ -39,6 +41,7 @@ use crate::etp::buffers::cache::{Buffer, BufferCache, BufferId, BufferKey, Buffe
 use crate::etp::chain::collective_state::{
     ActivePass, ChainTraffic, JoinedAmaxes, MainGradient, PendingGather, PendingReduction, StateMachine,
 };
+use crate::etp::chain::replica_sums::ReplicaSums;
 use crate::etp::chain::schedule::Acquisition;
 use crate::etp::collective_thread::CollectiveThread;
 use crate::etp::shards::quantized::QuantizedShard;
@@ -77,6 +80,8 @@ pub(in crate::etp) struct ChainState<D: ShardDevice> {
     pub gathers: CollectiveThread<D>,
     /// Of reductions, where they do not take turns with gathers.
     pub apart: Option<CollectiveThread<D>>,
+    /// Sums over the replicas, where the chain makes them itself.
+    pub replicas: Option<ReplicaSums<D>>,
     /// Gradients under way, the oldest first.
     pub pending_reductions: VecDeque<PendingReduction<D>>,
     /// Gradients handed in since the ranks last agreed, for tags.
@@ -167,6 +172,7 @@ impl<D: ShardDevice> Chain<D> {
             cache: BufferCache::new(device.clone()),
             gathers,
             apart,
+            replicas: None,
             pending_reductions: VecDeque::new(),
             reduced: 0,
             traffic: ChainTraffic::default(),
