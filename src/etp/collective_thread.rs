@@ -322,8 +322,11 @@ impl<D: ShardDevice> CollectiveThread<D> {
 mod tests {
     use super::*;
     use crate::cpu::{Cpu, ThreadWorld};
+    use crate::dtype::DType;
+    use crate::error::CommError;
     use crate::etp::buffers::cache::BufferUsage;
-    use crate::etp::shards::source::Shard;
+    use crate::etp::collective::GatherInput;
+    use crate::etp::shards::source::{Shard, ShardSource};
 
     /// A rank whose computation cannot be waited for tells the others, which are in that collective; its next one
     /// meets theirs.

@@ -14,7 +14,7 @@ use moebius::burn::{
 use moebius::checkpoint::{Block, Checkpoint, LoadOptions};
 use moebius::comm::{Communicator, Solo};
 use moebius::config::Payload;
-use moebius::cpu::{Cpu, ThreadComm, ThreadWorld};
+use moebius::cpu::{Cpu, ThreadWorld};
 use moebius::ep::{Group, GroupConfig};
 use moebius::etp::{Chain, Comms, EtpOptions, Phase, Shards};
 use moebius::layer::ParamKind;
@@ -70,11 +70,11 @@ pub trait Meshed: Subject + MoeBackend<Native = Self> {
 
 impl Mesh {
     /// A rank's part, and its place in it, of those that share experts, and of those that divide them.
-    fn data(self, rank: usize) -> (usize, usize) {
+    pub fn data(self, rank: usize) -> (usize, usize) {
         (rank % self.ep, rank / self.ep)
     }
 
-    fn experts(self, rank: usize) -> (usize, usize) {
+    pub fn experts(self, rank: usize) -> (usize, usize) {
         (rank / self.ep, rank % self.ep)
     }
 
