@@ -387,8 +387,7 @@ mod etp {
         let BesideBackward { comms, options, same_shards, config, group, vb, microbatches, model } = parts;
         let (cpu, mut gradients) = (Cpu::new(), MainGradients::new());
         let chain = Arc::new(Chain::new(cpu, comms, options)?.with_replicas(same_shards)?); // of options.replicas ranks
-        // … the model is made
-        let moe = ExpertParallelMoE::sharded(config, &group, &chain, Payload::Plain, vb)?;
+        let moe = ExpertParallelMoE::sharded(config, &group, &chain, Payload::Plain, vb)?; // …
         for (number, x) in microbatches.iter().enumerate() {
             if number + 1 == microbatches.len() {
                 chain.last_backward()?; // the next backward pass is the step's last
