@@ -44,7 +44,7 @@ pub(in crate::etp) struct PendingCollective<D: ShardDevice> {
 #[derive(Debug)]
 enum ResultSlot<D: ShardDevice> {
     Later(Receiver<CollectiveResult<D>>),
-    Here(CollectiveResult<D>),
+    Here(Box<CollectiveResult<D>>),
 }
 
 impl<D: ShardDevice> PendingCollective<D> {
@@ -59,7 +59,7 @@ impl<D: ShardDevice> ResultSlot<D> {
     fn wait(self, thread_name: &'static str) -> CollectiveResult<D> {
         match self {
             Self::Later(reply) => reply.recv().unwrap_or_else(|_| CollectiveResult::failed(thread_ended(thread_name))),
-            Self::Here(done) => done,
+            Self::Here(done) => *done,
         }
     }
 }
@@ -274,7 +274,7 @@ impl<D: ShardDevice> CollectiveThread<D> {
         }
         let later = ResultSlot::Later(receiver);
         let here = self.counters.one_at_a_time.load(Ordering::SeqCst);
-        let reply = if here { ResultSlot::Here(later.wait(self.name)) } else { later };
+        let reply = if here { ResultSlot::Here(Box::new(later.wait(self.name))) } else { later };
         PendingCollective {
             thread_name: self.name,
             reply,

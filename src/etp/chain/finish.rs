@@ -2,27 +2,18 @@
 
 use std::sync::MutexGuard;
 
-use crate::comm::{Communicator, Op, Tag, refusal};
+use crate::comm::{Communicator, refusal};
 use crate::compare::gather_numbers;
-use crate::error::{CommError, Error, Result};
+use crate::error::{Error, Result};
 use crate::tensor::TensorRef;
 
 use crate::etp::buffers::stream_pair::StreamPair;
-use crate::etp::chain::replica_sums::{END, LAST};
+use crate::etp::chain::microbatches::{COUNTS, compare_counts, same_count, sum_tag};
 use crate::etp::chain::{Chain, ChainState};
 use crate::etp::collective::sum_over_replicas;
-use crate::etp::collective_thread::CollectiveThread;
 use crate::etp::{ShardDevice, WeightId};
 
 const CALL: &str = "Chain::finish";
-
-/// Tag of the collective in which ranks compare their numbers of microbatches.
-const COUNTS: Tag = Tag { layer: 0, op: Op::GradReduce, sequence: u64::MAX - 1 };
-
-/// Tag of a weight's sum over replicas.
-pub(super) fn sum_tag(layer: u32, weight: usize) -> Tag {
-    Tag { layer, op: Op::GradReduce, sequence: u64::MAX - 2 - weight as u64 }
-}
 
 impl<D: ShardDevice> Chain<D> {
     /// Ends the accumulation: adds what is under way, sums main gradients over the replicas where there are any, calls
@@ -237,42 +228,5 @@ impl<D: ShardDevice> ChainState<D> {
             // No gradient since the last time.
             chain.device.zero(main.sums.view_mut().into_data())
         })
-    }
-}
-
-/// Compares the ranks' numbers of backward passes on a collective thread; the host waits for them.
-pub(super) fn compare_counts<D: ShardDevice>(
-    call: &'static str,
-    thread: &CollectiveThread<D>,
-    tag: Tag,
-    own: u64,
-) -> Result<()> {
-    let all = thread.compare(tag, own).map_err(other_passes)?;
-    same_count(call, own, &all)
-}
-
-/// Refuses numbers of microbatches of which one is not this rank's.
-fn same_count(call: &'static str, own: u64, all: &[u64]) -> Result<()> {
-    match all.iter().enumerate().find(|(_, other)| **other != own) {
-        None => Ok(()),
-        Some((peer, other)) => Err(Error::invalid(call, "microbatches", format!("{other}, as on rank {peer}"), own)),
-    }
-}
-
-/// The error of ranks of which one ends the step, or says that its last backward comes, while another begins one more
-/// pass, or does the other of the two: they are in different comparisons, or one of them in a gather.
-pub(super) fn other_passes(error: Error) -> Error {
-    let place = |tag| match tag {
-        COUNTS | END => "the end of the step",
-        LAST => "Chain::last_backward",
-        _ => "a further pass",
-    };
-    match error {
-        Error::Comm(CommError::TagMismatch { tag, peer, peer_tag, .. }) if place(tag) != place(peer_tag) => {
-            let theirs = place(peer_tag);
-            let expected = format!("as many as on rank {peer}, which is in {theirs}");
-            Error::invalid(CALL, "microbatches", expected, place(tag))
-        }
-        error => error,
     }
 }

@@ -12,7 +12,7 @@ use crate::weights::{AcquiredWeight, WeightGuard, WeightSource};
 use crate::etp::buffers::cache::{Buffer, BufferId, BufferUsage};
 use crate::etp::buffers::stream_pair::TransferBuffer;
 use crate::etp::chain::collective_state::{ActivePass, CollectiveState, PendingGather};
-use crate::etp::chain::finish::other_passes;
+use crate::etp::chain::microbatches::other_passes;
 use crate::etp::chain::schedule::Acquisition;
 use crate::etp::chain::{Chain, ChainState, UseState};
 use crate::etp::collective::{Collective, GatherInput};

@@ -8,6 +8,7 @@
 //! pass              beginning and end of a pass over the model
 //! gather            weights in, a step ahead; amaxes: when shards that are sent quantized are cast
 //! reduce            gradients out, a step late
+//! microbatches      numbers of backward passes, which ranks compare before sums over replicas
 //! replica_sums      sums over replicas on a thread of their own, beside the step's last backward
 //! finish            the end of a step: gradients whole, summed over replicas, given
 //! capture           passes that are captured and run again without the host
@@ -22,6 +23,7 @@ pub(in crate::etp) mod collective_state;
 mod entry;
 pub(in crate::etp) mod finish;
 pub(in crate::etp) mod gather;
+mod microbatches;
 pub(in crate::etp) mod pass;
 pub(in crate::etp) mod reduce;
 mod replica_sums;
@@ -39,9 +41,8 @@ use crate::error::{Error, Result};
 
 use crate::etp::buffers::cache::{Buffer, BufferCache, BufferId, BufferKey, BufferUsage};
 use crate::etp::chain::collective_state::{
-    ActivePass, ChainTraffic, JoinedAmaxes, MainGradient, PendingGather, PendingReduction, StateMachine,
+    ActivePass, ChainTraffic, JoinedAmaxes, MainGradient, PendingGather, PendingReduction, ReplicaSums, StateMachine,
 };
-use crate::etp::chain::replica_sums::ReplicaSums;
 use crate::etp::chain::schedule::Acquisition;
 use crate::etp::collective_thread::CollectiveThread;
 use crate::etp::shards::quantized::QuantizedShard;

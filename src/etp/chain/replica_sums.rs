@@ -5,56 +5,18 @@
 //! A main gradient is with the thread while it is summed. All replicas begin the same sums in the same order: those of
 //! the last backward as its gradients arrive, the others in `finish`, in the order of registration.
 
-use crate::comm::{Communicator, Op, Tag};
+use crate::comm::Communicator;
 use crate::error::{Error, Result};
 
 use crate::etp::buffers::stream_pair::TransferBuffer;
-use crate::etp::chain::collective_state::MainGradient;
-use crate::etp::chain::finish::{compare_counts, other_passes, sum_tag};
+use crate::etp::chain::collective_state::{LastBackward, MainGradient, PendingSum, ReplicaSums};
+use crate::etp::chain::microbatches::{END, LAST, compare_counts, other_passes, sum_tag};
 use crate::etp::chain::{Chain, ChainState};
 use crate::etp::collective::Collective;
-use crate::etp::collective_thread::{CollectiveThread, PendingCollective};
-use crate::etp::{NO_LAYER, Phase, Reduction, ShardDevice, WeightId};
+use crate::etp::collective_thread::CollectiveThread;
+use crate::etp::{Phase, Reduction, ShardDevice, WeightId};
 
 const CALL: &str = "Chain::last_backward";
-
-/// Tag of the collective in which ranks compare their numbers of backward passes before the step's last.
-pub(super) const LAST: Tag = Tag { layer: NO_LAYER, op: Op::GradReduce, sequence: u64::MAX - 1 };
-
-/// Tag of the collective in which ranks meet behind their sums.
-pub(super) const END: Tag = Tag { layer: NO_LAYER, op: Op::GradReduce, sequence: u64::MAX };
-
-/// The chain's own way to the replicas.
-pub(in crate::etp) struct ReplicaSums<D: ShardDevice> {
-    pub thread: CollectiveThread<D>,
-    pub last: Option<LastBackward>,
-    /// Sums that have begun, the oldest first.
-    pub pending: Vec<PendingSum<D>>,
-    /// A sum has failed: main gradients are neither the replicas' nor this rank's until the chain has recovered.
-    pub failed: bool,
-    /// All ranks have their sums: a `finish` that failed behind it is repeated by itself.
-    pub met: bool,
-}
-
-/// The backward pass that is the step's last.
-#[derive(Debug, PartialEq, Eq)]
-pub(in crate::etp) enum LastBackward {
-    /// It is the next.
-    Announced,
-    /// It has begun, and ended if `over`.
-    Begun {
-        /// Gradients that each weight's main gradient still gets in it.
-        remaining: Vec<usize>,
-        over: bool,
-    },
-}
-
-/// A main gradient's sum under way.
-pub(in crate::etp) struct PendingSum<D: ShardDevice> {
-    weight: usize,
-    pub bytes: usize,
-    pending: PendingCollective<D>,
-}
 
 impl<D: ShardDevice> Chain<D> {
     /// The same chain with a communicator of the replicas of its own ([`EtpOptions::replicas`](crate::etp::EtpOptions)
