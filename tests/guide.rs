@@ -372,6 +372,33 @@ mod etp {
         Ok(())
     }
 
+    struct BesideBackward<'a> {
+        comms: Comms<Cpu>,
+        options: EtpOptions,
+        same_shards: Box<dyn Communicator<Cpu>>,
+        config: MoeConfig,
+        group: DeviceGroup,
+        vb: VarBuilder<'a>,
+        microbatches: Vec<Tensor>,
+        model: fn(&Tensor) -> Result<Tensor>,
+    }
+
+    fn beside_backward(parts: BesideBackward<'_>) -> Result<()> {
+        let BesideBackward { comms, options, same_shards, config, group, vb, microbatches, model } = parts;
+        let (cpu, mut gradients) = (Cpu::new(), MainGradients::new());
+        let chain = Arc::new(Chain::new(cpu, comms, options)?.with_replicas(same_shards)?); // of options.replicas ranks
+        let moe = ExpertParallelMoE::sharded(config, &group, &chain, Payload::Plain, vb)?; // …
+        for (number, x) in microbatches.iter().enumerate() {
+            if number + 1 == microbatches.len() {
+                chain.last_backward()?; // the next backward pass is the step's last
+            }
+            chain.begin(Phase::Forward)?;   let loss = model(x)?;           chain.end()?;
+            chain.begin(Phase::Backward)?;  gradients.backward(&loss)?;     chain.end()?;
+        }
+        finish_sharded(&chain, None, &moe.shards(), gradients.store_mut(), GradientType::AsSummed)?;
+        Ok(())
+    }
+
     #[cfg(feature = "burn")]
     mod from_burn {
         use burn::backend::{Autodiff, Flex};

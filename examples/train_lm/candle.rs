@@ -210,6 +210,9 @@ impl Worker for Rank {
         let mut seen = Seen { loss: 0.0, load, ids, tokens };
         for number in 0..settings.microbatches {
             let (first, rows) = settings.microbatch(rows, number);
+            if let (Some(sharded), true) = (&self.sharded, number + 1 == settings.microbatches) {
+                sharded.last_backward()?;
+            }
             self.microbatch(&bytes[first * length..(first + rows) * length], rows, &mut seen)?;
         }
         self.reduce(step)?;

@@ -238,8 +238,9 @@ mod gpus {
             let comms = NcclWorld::with_copy_engines(&library, &own, timeout)?.communicators(timeout)?;
             Ok(comms.into_iter().map(|comm| Box::new(comm) as Box<_>).collect())
         };
+        let streams = || gpus.iter().map(Cuda::with_new_stream).collect::<moebius::Result<Vec<_>>>();
         let lane = || -> Result<_, Failure> {
-            let beside = gpus.iter().map(Cuda::with_new_stream).collect::<moebius::Result<Vec<_>>>()?;
+            let beside = streams()?;
             split(
                 mesh.ranks,
                 |w| mesh.shard(w),
@@ -250,7 +251,8 @@ mod gpus {
             )
         };
         let lanes = lane()?.into_iter().zip(lane()?).map(|(gather, reduce)| etp::Comms { gather, reduce });
-        let replicas = split(mesh.ranks, |w| mesh.replica(w), |members| boxed(&gpus, members))?;
+        let beside = streams()?;
+        let replicas = split(mesh.ranks, |w| mesh.replica(w), |members| boxed(&beside, members))?;
         let endpoint = |members: &[usize]| -> Result<Vec<Endpoint>, Failure> {
             if let [alone] = members {
                 return Ok(vec![Endpoint::Gpu(devices[*alone].clone())]);
@@ -288,7 +290,7 @@ mod gpus {
             }
         };
         let experts = part((1, false), mesh.expert(rank), &device)?;
-        let replicas = boxed(part((2, false), mesh.replica(rank), &device)?);
+        let replicas = boxed(part((2, false), mesh.replica(rank), &device.with_new_stream()?)?);
         let optimizer = match mesh.ranks {
             1 => AllRanks::Alone,
             _ => AllRanks::Gpus(part((5, false), (0, rank), &device)?),

@@ -32,6 +32,8 @@ pub trait Experts {
     fn module(&self, layer: Layer, parts: Parts<'_>) -> Result<ExpertParallelMoE, Failure>;
     /// The layers, once they are there.
     fn adopt(&mut self, layers: &[ExpertParallelMoE]);
+    /// Says that the next backward is the step's last: sums over replicas begin beside it.
+    fn last_backward(&self) -> Result<(), Failure>;
     /// Begins a pass, and ends it.
     fn begin(&self, phase: Phase) -> Result<(), Failure>;
     fn end(&self) -> Result<(), Failure>;
@@ -44,7 +46,6 @@ pub trait Experts {
 /// The chain of a rank.
 pub struct Sharded<D: ShardDevice> {
     chain: Arc<Chain<D>>,
-    replicas: Box<dyn Communicator<D>>,
     vars: Vec<WeightVar>,
     /// Elements of the whole weights of this rank's experts.
     elements: usize,
@@ -62,11 +63,11 @@ impl<D: ShardDevice> Sharded<D> {
         let (reduction, replicated) = (Reduction::Pairwise, mesh.replicas());
         let (in_turn, ahead) = if mesh.engines { (true, 2) } else { (false, 1) };
         let options = EtpOptions { reduction, replicas: replicated, in_turn, ahead, ..EtpOptions::default() };
-        let chain = Arc::new(Chain::new(device.clone(), comms, options)?);
+        let chain = Arc::new(Chain::new(device.clone(), comms, options)?.with_replicas(replicas)?);
         if mesh.engines && !chain.uses_copy_engines() {
             return Err("these ranks' communicators have no copy engines".into());
         }
-        Ok(Self { chain, replicas, vars: Vec::new(), elements: 0 })
+        Ok(Self { chain, vars: Vec::new(), elements: 0 })
     }
 }
 
@@ -94,6 +95,10 @@ impl<D: CandleDevice> Experts for Sharded<D> {
         self.vars = layers.iter().flat_map(ExpertParallelMoE::shards).collect();
     }
 
+    fn last_backward(&self) -> Result<(), Failure> {
+        Ok(self.chain.last_backward()?)
+    }
+
     fn begin(&self, phase: Phase) -> Result<(), Failure> {
         Ok(self.chain.begin(phase)?)
     }
@@ -103,7 +108,7 @@ impl<D: CandleDevice> Experts for Sharded<D> {
     }
 
     fn finish(&mut self, gradients: &mut GradStore) -> Result<(), Failure> {
-        Ok(finish_sharded(&self.chain, Some(&mut *self.replicas), &self.vars, gradients, GradientType::AsSummed)?)
+        Ok(finish_sharded(&self.chain, None, &self.vars, gradients, GradientType::AsSummed)?)
     }
 
     fn cost(&self, passes: usize) -> Cost {

@@ -171,6 +171,15 @@ impl<B: NativeBackend> ShardedParams<B> {
         self.chain.begin(phase)
     }
 
+    /// [`Chain::last_backward`]: says, before its [`begin`](Self::begin), that the next backward pass is the step's last,
+    /// in which sums over the replicas begin beside it.
+    ///
+    /// # Errors
+    /// As [`Chain::last_backward`].
+    pub fn last_backward(&self) -> Result<()> {
+        self.chain.last_backward()
+    }
+
     /// Ends the pass.
     ///
     /// # Errors
@@ -180,7 +189,8 @@ impl<B: NativeBackend> ShardedParams<B> {
     }
 
     /// [`Chain::finish`] into burn's gradients: each shard's gradient, `[1, S, C]` in its parameter's type, where the
-    /// optimizer looks for it. `modules` are those of the passes, all of them; a frozen shard has no gradient.
+    /// optimizer looks for it. `modules` are those of the passes, all of them; a frozen shard has no gradient. `replicas`
+    /// is none where the chain has a communicator of its own ([`Chain::with_replicas`]).
     ///
     /// # Errors
     /// As [`Chain::finish`]; what [`begin`](Self::begin) refuses of modules. The other ranks of the chain, and the

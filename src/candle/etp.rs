@@ -71,7 +71,8 @@ pub enum GradientType {
 }
 
 /// [`Chain::finish`] into candle's gradients: each shard's gradient, where the optimizer looks for it. Weights without
-/// a variable in `vars` are frozen: their gradients are dropped.
+/// a variable in `vars` are frozen: their gradients are dropped. `replicas` is none where the chain has a communicator of
+/// its own ([`Chain::with_replicas`]), whose sums begin beside backward behind a [`Chain::last_backward`].
 ///
 /// # Errors
 /// As [`Chain::finish`]; a variable of another shape than its shard.

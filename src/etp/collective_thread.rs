@@ -2,7 +2,8 @@
 //! another.
 //!
 //! A rank has two collective threads, one for gathers and one for reductions, so neither waits behind the other; or
-//! one, on which they take turns ([`EtpOptions::in_turn`](crate::etp::EtpOptions::in_turn)). Every rank gives its
+//! one, on which they take turns ([`EtpOptions::in_turn`](crate::etp::EtpOptions::in_turn)). Where the chain has a
+//! communicator of the replicas, one more carries the sums over them. Every rank gives its
 //! collective threads the same collectives in the same order: in place of one that it cannot give, its refusal. A
 //! collective owns its buffers, so nobody can touch them while it runs.
 //!
@@ -19,75 +20,15 @@ use std::sync::mpsc::{Receiver, Sender, SyncSender, channel, sync_channel};
 use std::thread;
 use std::time::Duration;
 
-use crate::comm::refusal::{refuse_on_error, refuse_unless_entered};
-use crate::comm::{Communicator, Op, ReduceOp, Tag};
-use crate::compare::gather_numbers;
-use crate::device::{CaptureHook, Device};
-use crate::dtype::DType;
-use crate::error::{CommError, Error, Result};
-use crate::tensor::{Tensor, TensorMut, TensorRef};
+use crate::comm::{Communicator, Op, Tag};
+use crate::device::CaptureHook;
+use crate::error::{Error, Result};
+use crate::tensor::Tensor;
 
 use crate::etp::buffers::cache::{Buffer, BufferCache, BufferId, BufferKey};
 use crate::etp::buffers::stream_pair::{StreamPair, TransferBuffer};
-use crate::etp::shards::in_place;
-use crate::etp::shards::quantized::QuantizedShard;
-use crate::etp::shards::source::ShardSource;
-use crate::etp::{CALL, Reduction, ShardDevice};
-
-/// A rank's shard on its way to the others.
-#[derive(Debug)]
-pub(in crate::etp) enum GatherInput<D: ShardDevice> {
-    /// As it is.
-    Plain(Arc<dyn ShardSource<D>>),
-    /// As it was cast.
-    ShardCodes(Arc<QuantizedShard<D>>),
-    /// It lies in its place of what is gathered (`shards/in_place.rs`).
-    Placed,
-}
-
-/// One collective.
-#[derive(Debug)]
-pub(in crate::etp) enum Collective<D: ShardDevice> {
-    /// All ranks' shards to `into`.
-    Gather { tag: Tag, shard: GatherInput<D>, into: TransferBuffer<D> },
-    /// The ranks' amaxes, joined where they are.
-    Join { tag: Tag, amaxes: TransferBuffer<D> },
-    /// `gradient`, padded, to this rank's rows: their sum, or the other ranks' shares of it where the caller adds them.
-    Reduce { tag: Tag, how: Reduction, gradient: TransferBuffer<D>, into: TransferBuffer<D> },
-    /// In place of a collective that this rank cannot give: the others, which wait in it, are told why.
-    Refuse { tag: Tag },
-    /// Memory that the collective thread's collectives move beside the computation.
-    Allocate { tag: Tag, dtype: DType, dims: Vec<usize>, made: Option<Tensor<D>> },
-    /// A number of this rank, for all ranks'.
-    Compare { tag: Tag, own: u64, all: Vec<u64> },
-    /// Meets the other ranks after a failure: whatever they have in their collective threads fails, until all meet
-    /// here.
-    Recover { tag: Tag, reason: Option<String> },
-}
-
-/// A collective that is done, or enqueued: its buffers, in the collective's order, and what became of it.
-#[derive(Debug)]
-pub(in crate::etp) struct CollectiveResult<D: ShardDevice> {
-    pub buffers: Vec<TransferBuffer<D>>,
-    pub outcome: Result<()>,
-    /// The end of its work.
-    pub ready: Option<D::Event>,
-    /// Memory, where that was asked for.
-    pub made: Option<Tensor<D>>,
-    /// All ranks' numbers, where they were compared.
-    pub numbers: Vec<u64>,
-}
-
-impl<D: ShardDevice> CollectiveResult<D> {
-    /// With nothing left on a stream.
-    fn with(buffers: Vec<TransferBuffer<D>>, outcome: Result<()>) -> Self {
-        Self { buffers, outcome, ready: None, made: None, numbers: Vec::new() }
-    }
-
-    fn failed(error: Error) -> Self {
-        Self::with(Vec::new(), Err(error))
-    }
-}
+use crate::etp::collective::{Collective, CollectiveResult};
+use crate::etp::{CALL, ShardDevice};
 
 /// A collective under way.
 #[derive(Debug)]
@@ -103,7 +44,7 @@ pub(in crate::etp) struct PendingCollective<D: ShardDevice> {
 #[derive(Debug)]
 enum ResultSlot<D: ShardDevice> {
     Later(Receiver<CollectiveResult<D>>),
-    Here(CollectiveResult<D>),
+    Here(Box<CollectiveResult<D>>),
 }
 
 impl<D: ShardDevice> PendingCollective<D> {
@@ -118,7 +59,7 @@ impl<D: ShardDevice> ResultSlot<D> {
     fn wait(self, thread_name: &'static str) -> CollectiveResult<D> {
         match self {
             Self::Later(reply) => reply.recv().unwrap_or_else(|_| CollectiveResult::failed(thread_ended(thread_name))),
-            Self::Here(done) => done,
+            Self::Here(done) => *done,
         }
     }
 }
@@ -291,6 +232,14 @@ impl<D: ShardDevice> CollectiveThread<D> {
         outcome.map(|()| numbers)
     }
 
+    /// Meets the other ranks behind the thread's collectives so far, of which none is waited for on a GPU.
+    ///
+    /// # Errors
+    /// The collective's.
+    pub fn meet(&self, tag: Tag) -> Result<()> {
+        self.enqueue_after(Collective::Meet { tag }, Ok(None)).wait().outcome
+    }
+
     /// Lends a buffer id's buffer, one that its collectives are to move.
     ///
     /// # Errors
@@ -321,11 +270,11 @@ impl<D: ShardDevice> CollectiveThread<D> {
             None => Err(queued),
         };
         if let Err(QueuedCollective { collective, after, reply, .. }) = refused {
-            let _ = reply.send(CollectiveResult::with(collective.buffers(), after.and(Err(thread_ended(self.name)))));
+            let _ = reply.send(collective.end(after.and(Err(thread_ended(self.name)))));
         }
         let later = ResultSlot::Later(receiver);
         let here = self.counters.one_at_a_time.load(Ordering::SeqCst);
-        let reply = if here { ResultSlot::Here(later.wait(self.name)) } else { later };
+        let reply = if here { ResultSlot::Here(Box::new(later.wait(self.name))) } else { later };
         PendingCollective {
             thread_name: self.name,
             reply,
@@ -348,151 +297,24 @@ impl<D: ShardDevice> CollectiveThread<D> {
             let over = Error::invalid(CALL, "collective", "of a capture under way", "of one that has ended");
             return (buffers.into_iter().filter_map(TransferBuffer::received).collect(), outcome.and(Err(over)));
         }
-        let waited = compute.wait(ready.as_ref());
-        let known = waited.is_ok() && (ready.is_some() || !D::ENQUEUES);
+        let (known, waited) = self.wait_for(ready.as_ref());
         // A buffer that is not received is waited for as it is dropped.
         let buffers =
             if known { buffers.into_iter().filter_map(TransferBuffer::received).collect() } else { Vec::new() };
         (buffers, outcome.and(waited))
     }
-}
 
-impl<D: ShardDevice> Collective<D> {
-    fn buffers(self) -> Vec<TransferBuffer<D>> {
-        match self {
-            Collective::Gather { into: buffer, .. } | Collective::Join { amaxes: buffer, .. } => vec![buffer],
-            Collective::Reduce { gradient, into, .. } => vec![gradient, into],
-            Collective::Allocate { .. }
-            | Collective::Compare { .. }
-            | Collective::Refuse { .. }
-            | Collective::Recover { .. } => Vec::new(),
-        }
+    /// The same of a main gradient that was summed, which is no part of a capture.
+    pub fn receive_sums(&self, pending: PendingCollective<D>) -> (Option<Tensor<D>>, Result<()>) {
+        let CollectiveResult { sums, outcome, ready, .. } = pending.wait();
+        let (known, waited) = self.wait_for(ready.as_ref());
+        (sums.filter(|_| known).and_then(TransferBuffer::received), outcome.and(waited))
     }
 
-    fn run(
-        mut self,
-        comm: &mut dyn Communicator<D>,
-        (streams, after): (&StreamPair<D>, Result<Option<D::Event>>),
-    ) -> CollectiveResult<D> {
-        let transfer = &streams.transfer;
-        let waited = after.and_then(|after| transfer.wait(after.as_ref()));
-        let outcome = refuse_on_error(comm, self.tag(), waited).and_then(|()| self.collective(comm, transfer));
-        match self {
-            // Nothing is left on the stream, and what all ranks have made none of them gives up.
-            Collective::Allocate { made, .. } => {
-                CollectiveResult { made, ..CollectiveResult::with(Vec::new(), outcome) }
-            }
-            Collective::Compare { all, .. } => {
-                CollectiveResult { numbers: all, ..CollectiveResult::with(Vec::new(), outcome) }
-            }
-            collective => {
-                let (ready, outcome) = match transfer.record_event() {
-                    Ok(ready) => (ready, outcome),
-                    Err(error) => (None, outcome.and(Err(error))),
-                };
-                CollectiveResult { ready, ..CollectiveResult::with(collective.buffers(), outcome) }
-            }
-        }
-    }
-
-    fn tag(&self) -> Tag {
-        match self {
-            Collective::Gather { tag, .. } | Collective::Join { tag, .. } | Collective::Reduce { tag, .. } => *tag,
-            Collective::Allocate { tag, .. } | Collective::Compare { tag, .. } => *tag,
-            Collective::Refuse { tag } | Collective::Recover { tag, .. } => *tag,
-        }
-    }
-
-    fn collective(&mut self, comm: &mut dyn Communicator<D>, transfer: &D) -> Result<()> {
-        let gone = || Error::invalid("etp", "buffer", "one for the collective", "none");
-        match self {
-            Collective::Gather { tag, shard, into } => {
-                let into = into.buffer().ok_or_else(gone)?.tensor.view_mut();
-                match shard {
-                    GatherInput::ShardCodes(quantized) => quantized.gather(comm, *tag, into),
-                    GatherInput::Plain(shard) => gather_plain(comm, *tag, &**shard, into),
-                    GatherInput::Placed => comm.gather_in_place(*tag, into),
-                }
-            }
-            Collective::Join { tag, amaxes } => {
-                let amaxes = &mut amaxes.buffer().ok_or_else(gone)?.tensor;
-                let dims = amaxes.dims().to_vec();
-                // No amax has a sign, so their bits are in the numbers' order, and a NaN's are the largest: integers,
-                // which every communicator joins where they are.
-                let bits = TensorMut::new(amaxes.view_mut().into_data(), DType::I32, &dims)?;
-                comm.all_reduce(*tag, ReduceOp::Max, bits)
-            }
-            Collective::Reduce { tag, how, gradient, into } => {
-                let gradient = gradient.buffer().ok_or_else(gone)?.tensor.view();
-                reduce(comm, *tag, *how, (gradient, into.buffer().ok_or_else(gone)?.tensor.view_mut()))
-            }
-            Collective::Allocate { tag, dtype, dims, made } => {
-                *made = comm.memory(*tag, *dtype, dims)?;
-                Ok(())
-            }
-            Collective::Compare { tag, own, all } => {
-                *all = gather_numbers(transfer, comm, *tag, &[*own])?;
-                Ok(())
-            }
-            // Its order brings the reason, and does not come here.
-            Collective::Refuse { .. } => Err(gone()),
-            Collective::Recover { tag, reason } => recover(comm, *tag, reason.take()),
-        }
-    }
-}
-
-fn gather_plain<D: Device>(
-    comm: &mut dyn Communicator<D>,
-    tag: Tag,
-    shard: &dyn ShardSource<D>,
-    mut into: TensorMut<'_, D>,
-) -> Result<()> {
-    refuse_unless_entered(comm, tag, |entry| {
-        shard.read(&mut |shard| gather(entry.enter(), tag, shard, into.reborrow()))
-    })
-}
-
-/// A shard of another size is told to the other ranks, and exchanged with nobody.
-fn gather<D: Device>(
-    comm: &mut dyn Communicator<D>,
-    tag: Tag,
-    shard: TensorRef<'_, D>,
-    into: TensorMut<'_, D>,
-) -> Result<()> {
-    let fits = in_place::fits(&shard, &into, comm.size());
-    refuse_on_error(comm, tag, fits)?;
-    comm.all_gather(tag, shard, into)
-}
-
-fn reduce<D: Device>(
-    comm: &mut dyn Communicator<D>,
-    tag: Tag,
-    how: Reduction,
-    (gradient, into): (TensorRef<'_, D>, TensorMut<'_, D>),
-) -> Result<()> {
-    match how {
-        Reduction::Native => comm.reduce_scatter(tag, gradient, into),
-        Reduction::Pairwise => comm.exchange_blocks(tag, gradient, into),
-    }
-}
-
-/// Ranks that are still in an earlier collective meet this as a mismatch, and are one collective further. After as many
-/// meetings as the longest collective thread has collectives, all ranks are here.
-pub(crate) fn recover<D: Device>(comm: &mut dyn Communicator<D>, tag: Tag, reason: Option<String>) -> Result<()> {
-    use CommError::{ArgumentMismatch, Refused, SizeMismatch, TagMismatch};
-    let mut met = match reason {
-        Some(reason) => comm.refuse(tag, &reason).and_then(|()| comm.barrier(tag)),
-        None => comm.barrier(tag),
-    };
-    loop {
-        match met {
-            Err(Error::Comm(Refused { .. } | TagMismatch { .. } | SizeMismatch { .. } | ArgumentMismatch { .. }))
-                if !comm.ended() =>
-            {
-                met = comm.barrier(tag)
-            }
-            other => return other,
-        }
+    /// Has the computation wait for the end of a collective. Says whether its buffers are in order then.
+    fn wait_for(&self, ready: Option<&D::Event>) -> (bool, Result<()>) {
+        let waited = self.streams.compute.wait(ready);
+        (waited.is_ok() && (ready.is_some() || !D::ENQUEUES), waited)
     }
 }
 
@@ -500,8 +322,11 @@ pub(crate) fn recover<D: Device>(comm: &mut dyn Communicator<D>, tag: Tag, reaso
 mod tests {
     use super::*;
     use crate::cpu::{Cpu, ThreadWorld};
+    use crate::dtype::DType;
+    use crate::error::CommError;
     use crate::etp::buffers::cache::BufferUsage;
-    use crate::etp::shards::source::Shard;
+    use crate::etp::collective::GatherInput;
+    use crate::etp::shards::source::{Shard, ShardSource};
 
     /// A rank whose computation cannot be waited for tells the others, which are in that collective; its next one
     /// meets theirs.

@@ -24,12 +24,14 @@
 //! ```text
 //! shards             the cut of a weight, and where a rank keeps its part: initial values, in place, quantized
 //! buffers            memory of whole weights and gradients, and its way between two streams
-//! collective_thread  collectives beside the computation
+//! collective         the collectives: what they move, and how
+//! collective_thread  where they run, beside the computation
 //! chain              a model's weights in the order of use: gathered, reduced, handed out
 //! ```
 
 mod buffers;
 mod chain;
+mod collective;
 mod collective_thread;
 mod shards;
 #[cfg(test)]
@@ -58,7 +60,7 @@ pub use chain::report::ChainMemory;
 pub(crate) use chain::stored_weight::NewQuantized;
 pub use chain::stored_weight::{QuantizedWeight, ShardedQuantized};
 #[cfg(any(feature = "candle", feature = "burn"))]
-pub(crate) use collective_thread::recover;
+pub(crate) use collective::recover;
 pub use shards::Shards;
 #[cfg(feature = "candle")]
 pub(crate) use shards::initial::{Distribution, initial_values};
@@ -200,7 +202,7 @@ pub struct EtpOptions {
     /// Scale of the ranks' gradients.
     pub scale: Scale,
     /// Groups that hold copies of the same shards (data parallelism around the chain): 1 if there is none. The ranks of
-    /// [`Chain::finish`]'s communicator.
+    /// [`Chain::finish`]'s communicator, or of [`Chain::with_replicas`]'s.
     pub replicas: usize,
     /// Seed of initial values, where a module draws its shards: an element's is that of seed, name and place in the
     /// whole weight, the same on all replicas of a shard and at any number of ranks. The same on replicas, too.

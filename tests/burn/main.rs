@@ -29,6 +29,7 @@ mod reducer;
 mod sharded;
 mod sharded_dense;
 mod sharded_model;
+mod sharded_replicas;
 mod support;
 mod token_model;
 #[path = "../common/trials.rs"]
@@ -58,6 +59,7 @@ fn main() -> ExitCode {
         ("sharded", sharded::cases()),
         ("sharded_dense", sharded_dense::cases()),
         ("sharded_model", sharded_model::cases()),
+        ("sharded_replicas", sharded_replicas::cases()),
         ("user", user::cases()),
     ];
     for (file, cases) in files {

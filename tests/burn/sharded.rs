@@ -14,7 +14,7 @@ use moebius::burn::{
 use moebius::checkpoint::{Block, Checkpoint, LoadOptions};
 use moebius::comm::{Communicator, Solo};
 use moebius::config::Payload;
-use moebius::cpu::{Cpu, ThreadComm, ThreadWorld};
+use moebius::cpu::{Cpu, ThreadWorld};
 use moebius::ep::{Group, GroupConfig};
 use moebius::etp::{Chain, Comms, EtpOptions, Phase, Shards};
 use moebius::layer::ParamKind;
@@ -70,11 +70,11 @@ pub trait Meshed: Subject + MoeBackend<Native = Self> {
 
 impl Mesh {
     /// A rank's part, and its place in it, of those that share experts, and of those that divide them.
-    fn data(self, rank: usize) -> (usize, usize) {
+    pub fn data(self, rank: usize) -> (usize, usize) {
         (rank % self.ep, rank / self.ep)
     }
 
-    fn experts(self, rank: usize) -> (usize, usize) {
+    pub fn experts(self, rank: usize) -> (usize, usize) {
         (rank / self.ep, rank % self.ep)
     }
 
@@ -150,12 +150,12 @@ pub fn on_mesh<S: Meshed, T: Send>(mesh: Mesh, prefetch: bool, run: impl Fn(Plac
 
 /// Two layers, one behind the other.
 #[derive(Module, Debug)]
-struct Model<B: MoeBackend> {
-    layers: Vec<ExpertParallelMoE<B>>,
+pub struct Model<B: MoeBackend> {
+    pub layers: Vec<ExpertParallelMoE<B>>,
 }
 
 impl<B: MoeBackend> Model<B> {
-    fn new(config: &MoeConfig, group: &DeviceGroup) -> Self {
+    pub fn new(config: &MoeConfig, group: &DeviceGroup) -> Self {
         let layer = |number| {
             let block = block(config, group.rank(), group.ranks());
             ExpertParallelMoE::from_block(block, number, group, &here::<B>()).unwrap()
@@ -163,7 +163,7 @@ impl<B: MoeBackend> Model<B> {
         Self { layers: (0..2).map(layer).collect() }
     }
 
-    fn sharded(self, shards: &ShardedParams<B::Native>, payload: Payload) -> Self {
+    pub fn sharded(self, shards: &ShardedParams<B::Native>, payload: Payload) -> Self {
         let sharded = |moe: ExpertParallelMoE<B>| moe.into_sharded(shards, payload).unwrap();
         Self { layers: self.layers.into_iter().map(sharded).collect() }
     }
@@ -393,7 +393,7 @@ fn frozen_shards_have_no_gradient() {
 }
 
 /// Forward and backward of a model, whose gradients the chain then has; those of burn.
-fn passes<S: Meshed>(model: &Model<Autodiff<S>>, shards: &ShardedParams<S>, rank: usize) -> GradientsParams {
+pub fn passes<S: Meshed>(model: &Model<Autodiff<S>>, shards: &ShardedParams<S>, rank: usize) -> GradientsParams {
     let x = tensor::<Autodiff<S>, 2>(inputs(rank).0, [TOKENS[rank], H]);
     shards.begin(Phase::Forward, &model.layers).unwrap();
     let (y, aux) = model.forward(x).unwrap();
@@ -405,7 +405,7 @@ fn passes<S: Meshed>(model: &Model<Autodiff<S>>, shards: &ShardedParams<S>, rank
 }
 
 /// Gradients of the layers' expert weights.
-fn of_experts<S: Meshed>(model: &Model<Autodiff<S>>, gradients: &GradientsParams) -> Vec<Vec<f32>> {
+pub fn of_experts<S: Meshed>(model: &Model<Autodiff<S>>, gradients: &GradientsParams) -> Vec<Vec<f32>> {
     let ids = model.layers.iter().flat_map(|moe| [moe.experts.up.id, moe.experts.down.id]);
     ids.map(|id| floats(gradients.get::<S, 3>(id).unwrap())).collect()
 }
@@ -457,69 +457,6 @@ fn sums_are_kept_until_all_modules_are_given() {
     sums_are_kept::<Flex>(Mesh { world: 1, ep: 1 });
     sums_are_kept::<Flex>(Mesh { world: 2, ep: 1 });
     sums_are_kept::<Flex>(Mesh { world: 4, ep: 2 });
-}
-
-/// Ranks whose layers are whole on each, in chains of N as replicas of each other.
-fn on_replicas<T: Send>(
-    [replicas, n]: [usize; 2],
-    run: impl Fn(usize, ShardedParams<Flex>, &mut dyn Communicator<Cpu>) -> T + Sync,
-) -> Vec<T> {
-    let mesh = Mesh { world: replicas * n, ep: n };
-    // Those that divide the experts of a mesh divide the shards here.
-    let comms = |place: fn(Mesh, usize) -> (usize, usize)| {
-        mesh.parts(|rank| place(mesh, rank), |members| ThreadWorld::create(members.len(), LONG))
-    };
-    let ranks = comms(Mesh::experts).zip(comms(Mesh::experts)).zip(comms(Mesh::data));
-    thread::scope(|scope| {
-        let start = |(rank, ((gather, reduce), mut replica)): (usize, ((ThreadComm, ThreadComm), ThreadComm))| {
-            let run = &run;
-            scope.spawn(move || {
-                let comms = Comms { gather: Box::new(gather) as Comm<Flex>, reduce: Box::new(reduce) };
-                let options = EtpOptions { replicas, ..EtpOptions::default() };
-                let chain = Chain::new(Cpu::poisoning(), comms, options).unwrap();
-                run(rank, ShardedParams::new(Arc::new(chain)), &mut replica)
-            })
-        };
-        let threads: Vec<_> = ranks.enumerate().map(start).collect();
-        threads.into_iter().map(|thread| thread.join().unwrap()).collect()
-    })
-}
-
-/// The last rank is not given all modules: the other ranks of its chain hear of it, and the replicas of all of these,
-/// before anyone calls again.
-fn ranks_hear_of_a_finish_that_one_refuses() {
-    let config = config();
-    for parts in [[2, 1], [4, 1], [1, 2], [1, 4], [2, 2]] {
-        let world = parts[0] * parts[1];
-        let all_failed = Barrier::new(world);
-        let run = |wrong: bool| {
-            on_replicas(parts, |rank, shards, replicas| {
-                let group = Flex::group(Cpu::poisoning(), Box::new(Solo::new(Cpu::poisoning())));
-                let model = Model::<B>::new(&config, &group).sharded(&shards, Payload::Plain);
-                let mut gradients = passes(&model, &shards, rank);
-                if wrong {
-                    let last = rank + 1 == world;
-                    let modules = if last { &model.layers[..1] } else { &model.layers };
-                    let outcome = shards.finish(Some(&mut *replicas), modules, &mut gradients);
-                    all_failed.wait();
-                    let error = outcome.unwrap_err();
-                    let as_meant = match &error {
-                        Error::Comm(CommError::Refused { reason, .. }) => !last && reason.contains("all 4"),
-                        error => last && error.to_string().contains("all 4"),
-                    };
-                    assert!(as_meant, "rank {rank} of {parts:?}: {error:?}");
-                }
-                shards.finish(Some(replicas), &model.layers, &mut gradients).unwrap();
-                of_experts(&model, &gradients)
-            })
-        };
-        let expected = run(false);
-        let [_, n] = parts;
-        for (rank, sums) in expected.iter().enumerate() {
-            assert_eq!(*sums, expected[rank % n], "the replicas' sums, {parts:?}");
-        }
-        assert_eq!(run(true), expected, "{parts:?}");
-    }
 }
 
 /// The last rank's modules are refused: it has its own error, every other rank one that is no timeout, and all go on.
@@ -758,7 +695,6 @@ tests! {
     shards_sent_quantized_give_what_a_rank_alone_does,
     frozen_shards_have_no_gradient,
     sums_are_kept_until_all_modules_are_given,
-    ranks_hear_of_a_finish_that_one_refuses,
     a_rank_that_cannot_begin_tells_the_others,
     sharded_experts_of_a_checkpoint_are_saved_whole,
     a_begin_that_fails_changes_no_parameter,

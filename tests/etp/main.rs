@@ -8,6 +8,8 @@ mod copy_engines;
 #[cfg(feature = "candle")]
 mod dense;
 #[cfg(feature = "candle")]
+mod dense_replicas;
+#[cfg(feature = "candle")]
 mod dense_stored;
 #[cfg(feature = "candle")]
 mod dense_uses;
@@ -27,6 +29,7 @@ mod quantized;
 mod random;
 #[cfg(feature = "candle")]
 mod refused;
+mod replicas;
 mod stored;
 #[cfg(feature = "candle")]
 mod stored_module;
@@ -49,6 +52,7 @@ pub fn bodies<D: Chained>() -> Vec<(&'static str, usize, &'static str, fn(&D))> 
         ("exact", exact::bodies()),
         ("faults", faults::bodies()),
         ("quantized", quantized::bodies()),
+        ("replicas", replicas::bodies()),
         ("turns", turns::bodies()),
     ];
     files.into_iter().flat_map(|(file, all)| all.into_iter().map(move |(n, name, run)| (file, n, name, run))).collect()

@@ -32,6 +32,11 @@ impl<D: ShardDevice> StreamPair<D> {
         Arc::new(Self { compute: compute.clone(), transfer })
     }
 
+    /// One stream as both.
+    pub fn of_one(stream: &D) -> Self {
+        Self { compute: stream.clone(), transfer: stream.clone() }
+    }
+
     /// Later work there waits for the work here so far.
     pub fn fork(&self) -> Result<()> {
         self.transfer.wait(self.compute.record_event()?.as_ref())
@@ -52,34 +57,34 @@ impl<D: ShardDevice> StreamPair<D> {
 }
 
 /// A buffer on the other stream. Dropped there, it is still in order when its own stream gets its memory.
-pub(in crate::etp) struct TransferBuffer<D: ShardDevice> {
-    buffer: Option<Buffer<D>>,
+pub(in crate::etp) struct TransferBuffer<D: ShardDevice, B = Buffer<D>> {
+    buffer: Option<B>,
     streams: Arc<StreamPair<D>>,
 }
 
-impl<D: ShardDevice> fmt::Debug for TransferBuffer<D> {
+impl<D: ShardDevice, B: fmt::Debug> fmt::Debug for TransferBuffer<D, B> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         self.buffer.fmt(f)
     }
 }
 
-impl<D: ShardDevice> TransferBuffer<D> {
-    pub fn new(buffer: Buffer<D>, streams: &Arc<StreamPair<D>>) -> Self {
+impl<D: ShardDevice, B> TransferBuffer<D, B> {
+    pub fn new(buffer: B, streams: &Arc<StreamPair<D>>) -> Self {
         Self { buffer: Some(buffer), streams: Arc::clone(streams) }
     }
 
     /// The buffer, to be used there.
-    pub fn buffer(&mut self) -> Option<&mut Buffer<D>> {
+    pub fn buffer(&mut self) -> Option<&mut B> {
         self.buffer.as_mut()
     }
 
     /// The buffer, by a caller who keeps the order.
-    pub fn received(mut self) -> Option<Buffer<D>> {
+    pub fn received(mut self) -> Option<B> {
         self.buffer.take()
     }
 }
 
-impl<D: ShardDevice> Drop for TransferBuffer<D> {
+impl<D: ShardDevice, B> Drop for TransferBuffer<D, B> {
     fn drop(&mut self) {
         let Some(buffer) = self.buffer.take() else { return };
         if self.streams.rejoin().is_err() {

@@ -10,7 +10,7 @@ use crate::etp::buffers::cache::{Buffer, BufferId, BufferKey, BufferUsage};
 use crate::etp::buffers::stream_pair::TransferBuffer;
 use crate::etp::chain::ChainState;
 use crate::etp::chain::collective_state::JoinedAmaxes;
-use crate::etp::collective_thread::Collective;
+use crate::etp::collective::Collective;
 use crate::etp::{CALL, ShardDevice};
 
 impl<D: ShardDevice> ChainState<D> {

@@ -6,7 +6,7 @@ use crate::error::{Error, Result};
 use crate::tensor::Tensor;
 
 use crate::etp::buffers::cache::{Buffer, BufferId};
-use crate::etp::collective_thread::PendingCollective;
+use crate::etp::collective_thread::{CollectiveThread, PendingCollective};
 use crate::etp::shards::quantized::QuantizedShard;
 use crate::etp::{Phase, ShardDevice};
 
@@ -98,6 +98,40 @@ pub(in crate::etp) struct PendingReduction<D: ShardDevice> {
     pub weight: usize,
     pub pending: PendingCollective<D>,
     pub cache: [BufferId; 2],
+    /// It is of the step's last backward.
+    pub last: bool,
+}
+
+/// The chain's own way to the replicas.
+pub(in crate::etp) struct ReplicaSums<D: ShardDevice> {
+    pub thread: CollectiveThread<D>,
+    pub last: Option<LastBackward>,
+    /// Sums that have begun, the oldest first.
+    pub pending: Vec<PendingSum<D>>,
+    /// A sum has failed: main gradients are neither the replicas' nor this rank's until the chain has recovered.
+    pub failed: bool,
+    /// All ranks have their sums: a `finish` that failed behind it is repeated by itself.
+    pub met: bool,
+}
+
+/// The backward pass that is the step's last.
+#[derive(Debug, PartialEq, Eq)]
+pub(in crate::etp) enum LastBackward {
+    /// It is the next.
+    Announced,
+    /// It has begun, and ended if `over`.
+    Begun {
+        /// Gradients that each weight's main gradient still gets in it.
+        remaining: Vec<usize>,
+        over: bool,
+    },
+}
+
+/// A main gradient's sum under way.
+pub(in crate::etp) struct PendingSum<D: ShardDevice> {
+    pub weight: usize,
+    pub bytes: usize,
+    pub pending: PendingCollective<D>,
 }
 
 /// A gather under way.
@@ -126,6 +160,10 @@ pub struct ChainTraffic {
     pub reductions: u64,
     /// Bytes of whole gradients, padding included.
     pub reduced_bytes: u64,
+    /// Sums over replicas on the chain's own thread ([`Chain::with_replicas`](crate::etp::Chain::with_replicas)).
+    pub sums: u64,
+    /// Those that began while a backward ran.
+    pub sums_beside: u64,
     /// Buffers allocated.
     pub allocations: u64,
 }

@@ -69,6 +69,7 @@ impl<D: ShardDevice> ChainState<D> {
     fn is_under_way(&self) -> bool {
         self.active.is_some()
             || !self.pending_reductions.is_empty()
+            || self.replicas.as_ref().is_some_and(|replicas| !replicas.pending.is_empty())
             || self.uses.iter().any(|node| node.pending_gather.is_some())
     }
 }

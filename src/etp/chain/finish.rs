@@ -1,30 +1,27 @@
 //! The end of a step: gradients that are whole, summed over replicas, and given.
 
-use crate::comm::{Communicator, Op, ReduceOp, Tag, refusal};
+use std::sync::MutexGuard;
+
+use crate::comm::{Communicator, refusal};
 use crate::compare::gather_numbers;
-use crate::error::{CommError, Error, Result};
-use crate::tensor::{Tensor, TensorRef};
+use crate::error::{Error, Result};
+use crate::tensor::TensorRef;
 
 use crate::etp::buffers::stream_pair::StreamPair;
+use crate::etp::chain::microbatches::{COUNTS, compare_counts, same_count, sum_tag};
 use crate::etp::chain::{Chain, ChainState};
-use crate::etp::{Reduction, ShardDevice, Shares, WeightId};
+use crate::etp::collective::sum_over_replicas;
+use crate::etp::{ShardDevice, WeightId};
 
 const CALL: &str = "Chain::finish";
-
-/// Tag of the collective in which ranks compare their numbers of microbatches.
-const COUNTS: Tag = Tag { layer: 0, op: Op::GradReduce, sequence: u64::MAX - 1 };
-
-/// Tag of a weight's sum over replicas.
-fn sum_tag(layer: u32, weight: usize) -> Tag {
-    Tag { layer, op: Op::GradReduce, sequence: u64::MAX - 2 - weight as u64 }
-}
 
 impl<D: ShardDevice> Chain<D> {
     /// Ends the accumulation: adds what is under way, sums main gradients over the replicas where there are any, calls
     /// `enqueue` with each weight's gradient (`[S, C]`, accumulator type, padding zeros) in the order of registration,
     /// and starts the next step's from zero. Weights that have had no gradient yet are left out. All ranks come here
     /// after as many backward passes, which they compare first, those of the chain and then the replicas; not in a
-    /// capture, whose runs nobody counts.
+    /// capture, whose runs nobody counts, and not behind a [`last_backward`](Self::last_backward), where they have.
+    /// `replicas` is none where the chain has a communicator of its own ([`with_replicas`](Self::with_replicas)).
     ///
     /// # Errors
     /// On every rank of the chain, and on every replica, before any sum: another number of backward passes on one of
@@ -33,11 +30,42 @@ impl<D: ShardDevice> Chain<D> {
     /// behind can go on. Errors of `enqueue`, after which all gradients are there still: a second call gives them all,
     /// and sums over the replicas what the first has not; a communicator of another size than
     /// [`EtpOptions::replicas`](crate::etp::EtpOptions::replicas).
+    ///
+    /// With a communicator of the chain's own all ranks of the chain and of the replicas meet behind the sums, before any
+    /// is given: what fails on one of them before is an error on all. Where no sum has failed (one rank alone refuses:
+    /// a communicator that is given as well, say), all have them still, and a second call of all of them gives them; an
+    /// error of `enqueue` is the rank's own, as is its second call. After a sum that fails, or a last backward that has
+    /// not ended, all of them [recover](Self::recover). [`Error::NotCapturable`] in a capture.
     pub fn finish(
         &self,
         replicas: Option<&mut dyn Communicator<D>>,
         mut enqueue: impl FnMut(WeightId, TensorRef<'_, D>) -> Result<()>,
     ) -> Result<()> {
+        let own_thread = self.lock().replicas.is_some();
+        let mut inner = match own_thread {
+            true => self.sum_on_own_thread(replicas.is_some())?,
+            false => self.sum_with(replicas)?,
+        };
+        for (i, weight) in inner.weights.iter().enumerate() {
+            let Some(main) = &weight.main else { continue };
+            enqueue(WeightId(i), main.sums.view())?;
+        }
+        // All have been given, and the optimizer's step follows.
+        inner.epoch += 1;
+        inner.end_step();
+        let capturable = inner.capturable;
+        for main in inner.weights.iter_mut().filter_map(|weight| weight.main.as_mut()) {
+            main.summed = false;
+            match capturable {
+                true => self.device.zero(main.sums.view_mut().into_data())?,
+                false => main.first = true,
+            }
+        }
+        Ok(())
+    }
+
+    /// Main gradients with all that is in them, over the replicas of a communicator that the caller has.
+    fn sum_with(&self, replicas: Option<&mut dyn Communicator<D>>) -> Result<MutexGuard<'_, ChainState<D>>> {
         let size = replicas.as_ref().map_or(1, |comm| comm.size());
         let counted = self.count_microbatches(size);
         let mut replicas = replicas.filter(|comm| comm.size() > 1);
@@ -51,28 +79,76 @@ impl<D: ShardDevice> Chain<D> {
         let mut inner = self.lock();
         if let (Some(comm), None, false) = (&mut replicas, inner.capture, inner.compared) {
             let device = StreamPair::new(&self.device, comm.device()).transfer.clone();
-            same_count(microbatches, &gather_numbers(&device, &mut **comm, COUNTS, &[microbatches])?)?;
+            same_count(CALL, microbatches, &gather_numbers(&device, &mut **comm, COUNTS, &[microbatches])?)?;
         }
         inner.compared = true;
         if let Some(comm) = replicas {
-            self.sum_over_replicas(&mut inner, comm)?;
+            self.sum_here(&mut inner, comm)?;
         }
-        for (i, weight) in inner.weights.iter().enumerate() {
-            let Some(main) = &weight.main else { continue };
-            enqueue(WeightId(i), main.sums.view())?;
+        Ok(inner)
+    }
+
+    /// The same on the chain's own thread, where sums may have begun; `given`: the caller has a communicator, too.
+    fn sum_on_own_thread(&self, given: bool) -> Result<MutexGuard<'_, ChainState<D>>> {
+        let mut inner = self.lock_outside_capture(CALL)?;
+        if inner.replicas.as_ref().is_some_and(|replicas| replicas.failed) {
+            return Err(inner.order_error("(chain)", "Chain::recover", "a sum over replicas that failed"));
         }
-        // All have been given, and the optimizer's step follows.
-        inner.epoch += 1;
-        (inner.microbatches, inner.compared) = (0, false);
-        let capturable = inner.capturable;
-        for main in inner.weights.iter_mut().filter_map(|weight| weight.main.as_mut()) {
-            main.summed = false;
-            match capturable {
-                true => self.device.zero(main.sums.view_mut().into_data())?,
-                false => main.first = true,
+        let none = "none, as the chain has a communicator of them (Chain::with_replicas)";
+        let given = if given { Err(Error::invalid(CALL, "replicas", none, "one")) } else { Ok(()) };
+        if let Err(error) = given.and(inner.check_last_backward()) {
+            self.decline_sums(&mut inner, &error);
+            return Err(error);
+        }
+        let whole = inner.finish_main_gradients(self);
+        if inner.compared {
+            if let Err(error) = whole {
+                return Err(inner.meet(Err(error.clone())).err().unwrap_or(error));
             }
+        } else {
+            self.compare_numbers(&inner, whole)?;
         }
-        Ok(())
+        inner.compared = true;
+        inner.begin_sums(self.options.reduction);
+        let summed = inner.finish_sums();
+        inner.meet(summed)?;
+        Ok(inner)
+    }
+
+    /// Compares the numbers of backward passes, behind main gradients that are `whole`, in the chain and with its
+    /// replicas, on the chain's own thread.
+    fn compare_numbers(&self, inner: &ChainState<D>, whole: Result<()>) -> Result<()> {
+        let counted = self.compare_in_chain(inner, whole);
+        let Some(replicas) = &inner.replicas else { return counted };
+        if let Err(error) = counted {
+            // They are on their way to the same comparison.
+            drop(replicas.thread.refuse(COUNTS, error.clone()));
+            return Err(error);
+        }
+        compare_counts(CALL, &replicas.thread, COUNTS, inner.microbatches)
+    }
+
+    /// In place of `finish`, where this rank cannot come to it, and sums are the chain's own: the others are told, in
+    /// the comparison, or behind it in the meeting that follows the sums, in which this rank has its part, so that all
+    /// have them for another call.
+    fn decline_sums(&self, inner: &mut ChainState<D>, reason: &Error) {
+        if !inner.compared {
+            if self.ranks() > 1 {
+                drop(inner.gathers.refuse(COUNTS, reason.clone()));
+            }
+            inner.replicas.iter().for_each(|replicas| drop(replicas.thread.refuse(COUNTS, reason.clone())));
+            return;
+        }
+        if inner.replicas.as_ref().is_some_and(|replicas| replicas.failed) {
+            // It has failed on the others too.
+            return;
+        }
+        let whole = inner.finish_main_gradients(self);
+        if whole.is_ok() {
+            inner.begin_sums(self.options.reduction);
+        }
+        // It is this rank's own reason that the others get.
+        let _ = inner.meet(whole.and(Err(reason.clone())));
     }
 
     /// For a rank that does not come to [`finish`](Self::finish), as the step has failed before it: its replicas, which
@@ -91,7 +167,10 @@ impl<D: ShardDevice> Chain<D> {
         if self.capture_number().is_some() {
             return;
         }
-        let inner = self.lock();
+        let mut inner = self.lock();
+        if inner.replicas.is_some() {
+            return self.decline_sums(&mut inner, reason);
+        }
         // Behind the comparison the chain's other ranks meet this one no more, and the replicas only in sums.
         if self.ranks() > 1 && !inner.compared {
             drop(inner.gathers.refuse(COUNTS, reason.clone()));
@@ -112,37 +191,28 @@ impl<D: ShardDevice> Chain<D> {
             true => inner.finish_main_gradients(self),
             false => Err(Error::invalid(CALL, "replicas", self.options.replicas, replicas)),
         };
+        self.compare_in_chain(&inner, whole).map(|()| inner.microbatches)
+    }
+
+    /// Compares the numbers of backward passes in the chain, behind main gradients that are `whole`.
+    fn compare_in_chain(&self, inner: &ChainState<D>, whole: Result<()>) -> Result<()> {
         if self.ranks() == 1 || inner.capture.is_some() || inner.compared {
-            return whole.map(|()| inner.microbatches);
+            return whole;
         }
         if let Err(error) = whole {
             // The other ranks are on their way to the same comparison.
             drop(inner.gathers.refuse(COUNTS, error.clone()));
             return Err(error);
         }
-        let own = inner.microbatches;
-        let all = inner.gathers.compare(COUNTS, own).map_err(other_passes)?;
-        same_count(own, &all).map(|()| own)
+        compare_counts(CALL, &inner.gathers, COUNTS, inner.microbatches)
     }
 
-    fn sum_over_replicas(&self, inner: &mut ChainState<D>, comm: &mut dyn Communicator<D>) -> Result<()> {
+    fn sum_here(&self, inner: &mut ChainState<D>, comm: &mut dyn Communicator<D>) -> Result<()> {
         let streams = StreamPair::new(&self.device, comm.device());
         for (i, weight) in inner.weights.iter_mut().enumerate() {
             let Some(main) = weight.main.as_mut().filter(|main| !main.summed) else { continue };
-            let (tag, sums) = (sum_tag(weight.spec.layer, i), &mut main.sums);
-            match self.options.reduction {
-                Reduction::Native => {
-                    streams.run_on_transfer(|| comm.all_reduce(tag, ReduceOp::Sum, sums.view_mut()))?;
-                }
-                Reduction::Pairwise => {
-                    let dims = [comm.size() * sums.view().rows(), sums.dims()[1]];
-                    let memory = Tensor::empty(&self.device, sums.dtype(), &dims);
-                    let mut shares = refusal::refuse_on_error(comm, tag, memory)?;
-                    streams.run_on_transfer(|| comm.all_gather(tag, sums.view(), shares.view_mut()))?;
-                    let shares = Shares::together(shares.view(), sums.view().count(), 1.0, true)?;
-                    self.device.add_shares(shares, sums.view_mut())?;
-                }
-            }
+            let tag = sum_tag(weight.spec.layer, i);
+            sum_over_replicas(&streams, comm, (tag, self.options.reduction), &mut main.sums)?;
             main.summed = true;
         }
         Ok(())
@@ -158,26 +228,5 @@ impl<D: ShardDevice> ChainState<D> {
             // No gradient since the last time.
             chain.device.zero(main.sums.view_mut().into_data())
         })
-    }
-}
-
-/// Refuses numbers of microbatches of which one is not this rank's.
-fn same_count(own: u64, all: &[u64]) -> Result<()> {
-    match all.iter().enumerate().find(|(_, other)| **other != own) {
-        None => Ok(()),
-        Some((peer, other)) => Err(Error::invalid(CALL, "microbatches", format!("{other}, as on rank {peer}"), own)),
-    }
-}
-
-/// The error of ranks of which one ends the step while another begins one more pass: one of them is in the comparison,
-/// the other in a gather.
-pub(super) fn other_passes(error: Error) -> Error {
-    match error {
-        Error::Comm(CommError::TagMismatch { tag, peer, peer_tag, .. }) if (tag == COUNTS) != (peer_tag == COUNTS) => {
-            let [ends, goes_on] = ["the end of the step", "a further pass"];
-            let [own, theirs] = if tag == COUNTS { [ends, goes_on] } else { [goes_on, ends] };
-            Error::invalid(CALL, "microbatches", format!("as many as on rank {peer}, which is in {theirs}"), own)
-        }
-        error => error,
     }
 }

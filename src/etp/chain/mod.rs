@@ -8,6 +8,8 @@
 //! pass              beginning and end of a pass over the model
 //! gather            weights in, a step ahead; amaxes: when shards that are sent quantized are cast
 //! reduce            gradients out, a step late
+//! microbatches      numbers of backward passes, which ranks compare before sums over replicas
+//! replica_sums      sums over replicas on a thread of their own, beside the step's last backward
 //! finish            the end of a step: gradients whole, summed over replicas, given
 //! capture           passes that are captured and run again without the host
 //! report            memory held, bytes moved
@@ -21,8 +23,10 @@ pub(in crate::etp) mod collective_state;
 mod entry;
 pub(in crate::etp) mod finish;
 pub(in crate::etp) mod gather;
+mod microbatches;
 pub(in crate::etp) mod pass;
 pub(in crate::etp) mod reduce;
+mod replica_sums;
 pub(in crate::etp) mod report;
 pub(in crate::etp) mod schedule;
 pub(in crate::etp) mod stored_weight;
@@ -37,7 +41,7 @@ use crate::error::{Error, Result};
 
 use crate::etp::buffers::cache::{Buffer, BufferCache, BufferId, BufferKey, BufferUsage};
 use crate::etp::chain::collective_state::{
-    ActivePass, ChainTraffic, JoinedAmaxes, MainGradient, PendingGather, PendingReduction, StateMachine,
+    ActivePass, ChainTraffic, JoinedAmaxes, MainGradient, PendingGather, PendingReduction, ReplicaSums, StateMachine,
 };
 use crate::etp::chain::schedule::Acquisition;
 use crate::etp::collective_thread::CollectiveThread;
@@ -77,6 +81,8 @@ pub(in crate::etp) struct ChainState<D: ShardDevice> {
     pub gathers: CollectiveThread<D>,
     /// Of reductions, where they do not take turns with gathers.
     pub apart: Option<CollectiveThread<D>>,
+    /// Sums over the replicas, where the chain makes them itself.
+    pub replicas: Option<ReplicaSums<D>>,
     /// Gradients under way, the oldest first.
     pub pending_reductions: VecDeque<PendingReduction<D>>,
     /// Gradients handed in since the ranks last agreed, for tags.
@@ -167,6 +173,7 @@ impl<D: ShardDevice> Chain<D> {
             cache: BufferCache::new(device.clone()),
             gathers,
             apart,
+            replicas: None,
             pending_reductions: VecDeque::new(),
             reduced: 0,
             traffic: ChainTraffic::default(),

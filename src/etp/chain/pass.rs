@@ -8,7 +8,8 @@ use crate::etp::buffers::cache::BufferUsage;
 use crate::etp::chain::collective_state::ActivePass;
 use crate::etp::chain::schedule::{WeightUse, arrival_parities, gather_parities, gradient_parities, schedule};
 use crate::etp::chain::{Chain, ChainState, UseState};
-use crate::etp::collective_thread::{Collective, PendingCollective};
+use crate::etp::collective::Collective;
+use crate::etp::collective_thread::PendingCollective;
 use crate::etp::{NO_LAYER, Phase, ShardDevice};
 
 impl<D: ShardDevice> Chain<D> {
@@ -23,7 +24,8 @@ impl<D: ShardDevice> Chain<D> {
     /// The first forward sets the order of uses: every gather of it is waited for.
     ///
     /// # Errors
-    /// A pass that was not ended (after an error: [`recover`](Self::recover)); a backward before any forward.
+    /// A pass that was not ended (after an error: [`recover`](Self::recover)); a backward before any forward, or behind
+    /// the step's last ([`last_backward`](Self::last_backward)), which is in no capture.
     pub fn begin(&self, phase: Phase) -> Result<()> {
         let mut inner = self.enter("Chain::begin")?;
         if let Some(active) = inner.active {
@@ -41,6 +43,9 @@ impl<D: ShardDevice> Chain<D> {
         };
         if phase == Phase::Backward && std::mem::take(&mut inner.other_backward) {
             inner.steps[phase as usize] = schedule(&inner.weight_uses(), phase);
+        }
+        if phase == Phase::Backward {
+            inner.begin_last_backward()?;
         }
         inner.epoch += u64::from(anew);
         inner.unknown = capture;
@@ -74,7 +79,7 @@ impl<D: ShardDevice> Chain<D> {
         inner.active = None;
         if active.phase == Phase::Backward {
             inner.microbatches += 1;
-            inner.compared = false;
+            inner.compared = inner.end_last_backward();
         }
         // A capture ends with nothing under way.
         if inner.capture.is_some() { inner.finish_reductions(self) } else { Ok(()) }
@@ -113,20 +118,23 @@ impl<D: ShardDevice> Chain<D> {
     }
 
     /// Waits for what is under way: gathers are given up and repeated where they are needed, gradients reach their main
-    /// gradient. All ranks drain at the same point.
+    /// gradient, sums over replicas that have begun end. All ranks drain at the same point.
     ///
     /// # Errors
     /// Those of the collectives.
     pub fn drain(&self) -> Result<()> {
         let mut inner = self.enter("Chain::drain")?;
         let gathers = inner.drop_gathers();
-        gathers.and(inner.finish_reductions(self))
+        let reductions = inner.finish_reductions(self);
+        gathers.and(reductions).and(inner.finish_sums())
     }
 
     /// After a failed step, on every rank (collective): gives up the pass, all that is under way and the main
     /// gradients. Ranks that wait in a collective of the step are told `reason`. The chain works on afterwards, unless
     /// a rank is lost, or the ranks are processes over NCCL: there a refusal ends the communicators, and the chain with
-    /// them.
+    /// them. A chain with a communicator of its replicas ([`with_replicas`](Self::with_replicas)) meets them too: those
+    /// that wait in [`last_backward`](Self::last_backward), in a sum or in [`finish`](Self::finish) are told `reason`,
+    /// each gets a typed error there, and recovers as well.
     ///
     /// # Errors
     /// [`CommError::Poisoned`] with what went wrong: communicators have ended, with a rank that is lost or whose GPU
@@ -164,17 +172,19 @@ impl<D: ShardDevice> Chain<D> {
             Collective::Recover { tag, reason: reason.map(ToString::to_string) }
         };
         let reductions = inner.apart.as_ref().map(|thread| thread.enqueue(collective(Op::GradReduce)));
-        [Some(inner.gathers.enqueue(collective(Op::Weights))), reductions].into_iter().flatten().collect()
+        let sums = inner.replicas.as_ref().map(|replicas| replicas.thread.enqueue(collective(Op::GradReduce)));
+        [Some(inner.gathers.enqueue(collective(Op::Weights))), reductions, sums].into_iter().flatten().collect()
     }
 
     fn end_recovery(&self, waiting: Vec<PendingCollective<D>>) -> Result<()> {
         let mut inner = self.lock();
         // Their errors are the failure that this is the end of.
         let _ = inner.drop_gathers();
+        inner.give_up_sums();
         inner.give_up_gradients(self);
         inner.active = None;
-        (inner.passes, inner.reduced, inner.microbatches) = (0, 0, 0);
-        inner.compared = false;
+        (inner.passes, inner.reduced) = (0, 0);
+        inner.end_step();
         // Some ranks may have cast what others have not.
         inner.epoch += 1;
         if !inner.has_order() {

@@ -11,7 +11,7 @@ use crate::etp::buffers::cache::{Buffer, BufferId, BufferKey, BufferUsage};
 use crate::etp::buffers::stream_pair::TransferBuffer;
 use crate::etp::chain::collective_state::{CollectiveState, MainGradient, PendingReduction};
 use crate::etp::chain::{Chain, ChainState};
-use crate::etp::collective_thread::Collective;
+use crate::etp::collective::Collective;
 use crate::etp::{CALL, Reduction, ShardDevice, Shards, Shares, WeightId};
 
 /// Room for the gradient of a whole weight, until it is [submitted](Chain::submit).
@@ -57,7 +57,8 @@ impl<D: ShardDevice> Chain<D> {
     ///
     /// # Errors
     /// Room that was asked for before and not submitted; no forward before; a [`finish`](Self::finish) over replicas that
-    /// failed and was not repeated; the collective's, where an earlier gradient has to leave first.
+    /// failed and was not repeated, or a sum that has begun ([`last_backward`](Self::last_backward)); the collective's,
+    /// where an earlier gradient has to leave first.
     pub fn gradient_buffer(&self, id: WeightId) -> Result<GradientBuffer<'_, D>> {
         let mut inner = self.enter(CALL)?;
         let weight = inner.weight(id)?;
@@ -65,14 +66,11 @@ impl<D: ShardDevice> Chain<D> {
         let Some(buffer_id) = weight.gradient else {
             return Err(inner.order_error(&weight.spec.name, "a forward before its gradient", "none"));
         };
-        if weight.main.as_ref().is_some_and(|main| main.summed) {
-            let expected = "Chain::finish again, or Chain::recover";
-            return Err(inner.order_error(&weight.spec.name, expected, "a gradient behind a finish that failed"));
-        }
         if !inner.cache.is_free(buffer_id) {
             // The order of a backward keeps its buffers apart; another order waits here.
             inner.finish_reductions(self)?;
         }
+        inner.check_not_summed(id)?;
         let mut buffer = inner.take_for_reduction(buffer_id)?;
         drop(inner);
         let bytes = buffer.tensor.bytes();
@@ -138,7 +136,8 @@ impl<D: ShardDevice> ChainState<D> {
         self.traffic.reduced_bytes += bytes as u64;
         let [gradient, into] = [gradient, into].map(|buffer| TransferBuffer::new(buffer, &self.reductions().streams));
         let pending = self.reductions().enqueue(Collective::Reduce { tag, how, gradient, into });
-        self.pending_reductions.push_back(PendingReduction { weight: index, pending, cache: [from, buffer_id] });
+        let (cache, last) = ([from, buffer_id], self.in_last_backward());
+        self.pending_reductions.push_back(PendingReduction { weight: index, pending, cache, last });
         Ok(())
     }
 
@@ -193,7 +192,7 @@ impl<D: ShardDevice> ChainState<D> {
     /// The same of the oldest.
     fn finish_oldest_reduction(&mut self, chain: &Chain<D>) -> Result<()> {
         let Some(pending_reductions) = self.pending_reductions.pop_front() else { return Ok(()) };
-        let index = pending_reductions.weight;
+        let (index, last) = (pending_reductions.weight, pending_reductions.last);
         let landed = self.finish_reduction(pending_reductions);
         let weight = &mut self.weights[index];
         let added = landed.and_then(|[gradient, reduced]| {
@@ -207,6 +206,9 @@ impl<D: ShardDevice> ChainState<D> {
             added
         });
         self.weights[index].reduce.reset();
+        if last && added.is_ok() {
+            self.count_gradient(index, chain.options.reduction);
+        }
         added
     }
 

@@ -51,8 +51,10 @@ impl<D: ShardDevice> Chain<D> {
     /// Memory that the chain holds.
     pub fn memory(&self) -> ChainMemory {
         let inner = self.lock();
+        let summing = inner.replicas.iter().flat_map(|replicas| &replicas.pending).map(|sum| sum.bytes);
         ChainMemory {
-            main: inner.weights.iter().filter_map(|w| w.main.as_ref()).map(|main| main.sums.bytes()).sum(),
+            main: inner.weights.iter().filter_map(|w| w.main.as_ref()).map(|main| main.sums.bytes()).sum::<usize>()
+                + summing.sum::<usize>(),
             gathered: inner.cache.bytes(BufferUsage::GatheredWeight) + inner.cache.bytes(BufferUsage::Unpacked),
             quantized: inner.quantized().map(|quantized| quantized.kept()).sum::<usize>()
                 + inner.cache.bytes(BufferUsage::Amaxes),

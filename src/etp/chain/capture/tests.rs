@@ -17,6 +17,7 @@ use crate::weights::WeightSource;
 use super::*;
 
 mod copy_engines;
+mod sums_beside;
 
 const DIMS: [usize; 3] = [2, 6, 8];
 const COUNT: usize = 2 * 6 * 8;
