@@ -16,8 +16,8 @@ const CALL: &str = "Stepper";
 /// Decodes a fixed number of sequences with room for a fixed number of tokens each: keys and values lie in memory that
 /// is allocated once, and a step copies none of them. On a device of `moebius::candle::device_for_capture` the first step
 /// is captured into a CUDA graph that later ones replay, so that the host has next to nothing to do; elsewhere steps run
-/// one operation after another. A step that cannot be captured is an error once; behind [`clear`](Self::clear) steps run
-/// so too.
+/// one operation after another, as they do with experts on the host. A step that cannot be captured is an error once;
+/// behind [`clear`](Self::clear) steps run so too.
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
@@ -299,12 +299,14 @@ mod graph {
     pub(super) struct Graph<'m>(CapturedStep<Calls<'m>>);
 
     impl<'m> Graph<'m> {
-        /// Runs a step and captures it; `None`, and nothing has run, where the model's device cannot capture, or other
-        /// ranks take part, whose steps would have to be captured at once.
+        /// Runs a step and captures it; `None`, and nothing has run, where the model's device cannot capture, its experts
+        /// are on the host, or other ranks take part, whose steps would have to be captured at once.
         pub(super) fn capture(model: &'m Model, work: impl FnOnce() -> Work<'m>) -> Result<Option<Self>> {
             let groups: Vec<&DeviceGroup> =
                 (0..model.num_layers()).filter_map(|layer| Some(model.moe(layer)?.group())).collect();
-            if !model.device().is_cuda() || groups.iter().any(|group| group.ranks() > 1) {
+            // A graph would have to wait for gathers that it has no part in.
+            let on_host = model.host_experts().is_some();
+            if !model.device().is_cuda() || on_host || groups.iter().any(|group| group.ranks() > 1) {
                 return Ok(None);
             }
             let Ok(mut capture) = Capture::new(model.device()) else { return Ok(None) };
