@@ -71,7 +71,7 @@ impl HostExperts {
     /// A device's.
     pub fn new(group: impl Into<DeviceGroup>) -> Result<Self> {
         let group = group.into();
-        let chain = match_device!(group.erased(), group => chain_on(group.lock().device().clone()))?;
+        let chain = match_device!(group.erased(), group => chain_on(group.lock().device()))?;
         Ok(Self { group, chain, pass: Mutex::new(PassState::None) })
     }
 
@@ -180,11 +180,11 @@ impl Drop for HostPass<'_> {
 }
 
 /// A chain of this rank alone. One thread serves it, as nothing is reduced; each gather has the time of a layer.
-fn chain_on<D: CandleDevice>(device: D) -> crate::Result<ErasedChain> {
+fn chain_on<D: CandleDevice>(device: &D) -> crate::Result<ErasedChain> {
     let beside = device.beside()?;
     let comms = Comms { gather: Box::new(Solo::new(beside.clone())), reduce: Box::new(Solo::new(beside)) };
     let options = EtpOptions { ahead: 2, in_turn: true, ..EtpOptions::default() };
-    Ok(D::erase(Arc::new(Chain::new(device, comms, options)?)))
+    Ok(D::erase(Arc::new(Chain::new(device.clone(), comms, options)?)))
 }
 
 fn place_in<D: CandleDevice>(chain: &Arc<Chain<D>>, moe: &ExpertParallelMoE) -> Result<ExpertParallelMoE> {

@@ -22,7 +22,7 @@ pub fn bytes_per_second(group: &DeviceGroup, bytes: usize) -> Result<f64> {
         return speed;
     }
     match group.on::<Cpu>() {
-        Some(group) => measured(&group.lock().device().clone(), bytes),
+        Some(group) => measured(group.lock().device(), bytes),
         None => Ok(0.0),
     }
 }
