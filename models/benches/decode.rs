@@ -20,9 +20,15 @@
 //! its number, its own memory and its own number of sequences; tokens a second are all ranks' together. Steps of several
 //! ranks are not replayed from a graph.
 //!
+//! With `--experts-on-host` experts stay in page-locked memory of the host and come a layer ahead (no graph then). A line
+//! behind loading has the link's speed, measured by plain copies of a layer's experts from such memory; a phase's
+//! `link_tokens_per_s` is what that allows where all layers' experts come once a forward.
+//!
 //! `weights_gib`: bytes by which loading has the GPU's free memory fall. `peak_gib`: the same of loading and the phase's
 //! work, asked for while the work is queued, as the driver's pool gives memory back when the host waits.
 
+#[path = "support/link.rs"]
+mod link;
 #[path = "../../examples/support/output.rs"]
 mod output;
 #[path = "support/places.rs"]
@@ -60,6 +66,9 @@ struct Options {
     /// In which form the experts are held
     #[arg(long, value_enum, default_value_t = Experts::Bf16)]
     experts: Experts,
+    /// Experts stay in memory of the host and come a layer ahead
+    #[arg(long)]
+    experts_on_host: bool,
     /// Layers, where not all
     #[arg(long)]
     layers: Option<usize>,
@@ -147,6 +156,8 @@ struct Bench {
     ranks: usize,
     /// Free memory before anything was loaded, and after.
     free: [usize; 2],
+    /// Milliseconds in which the host link brings all experts, where they are on the host.
+    link_ms: Option<f64>,
 }
 
 impl Bench {
@@ -157,7 +168,7 @@ impl Bench {
         sizes.layers = options.layers.unwrap_or(sizes.layers);
         let dtype = if tiny && device.is_cpu() { DType::F32 } else { DType::BF16 };
         let free = [free_memory(&device)?; 2];
-        Ok(Self { options, shape, sizes, device, dtype, rank, ranks, free })
+        Ok(Self { options, shape, sizes, device, dtype, rank, ranks, free, link_ms: None })
     }
 
     /// The model, its decoder and its place, as rows begin.
@@ -191,12 +202,14 @@ impl Bench {
             Experts::Bf16 => ExpertWeights::Dequantized,
             Experts::Nvfp4 => ExpertWeights::Nvfp4,
         };
-        let options = LoadOptions { random: Some(self.options.seed), experts, ..LoadOptions::default() };
+        let (random, experts_on_host) = (Some(self.options.seed), self.options.experts_on_host);
+        let options = LoadOptions { random, experts, experts_on_host, ..LoadOptions::default() };
         let prompts = self.many().div_ceil(self.ranks) * self.past().div_ceil(8);
         let most = prompts.max(self.past()).max(self.prefill_tokens());
         let group = link.group(GroupConfig::new(self.sizes.experts, most), &self.device)?;
         let model = Model::load_on(&Checkpoint::open_config(dir.path())?, group, options)?;
         self.loaded("moebius", start)?;
+        self.measure_link(&model)?;
         Ok(model)
     }
 
@@ -225,6 +238,22 @@ impl Bench {
 
     fn is_small(&self) -> bool {
         self.shape == "tiny"
+    }
+
+    /// The host link's speed for a layer's experts, where they are on the host.
+    fn measure_link(&mut self, model: &Model) -> Result<()> {
+        let (Some(host), Some(moe)) = (model.host_experts(), model.moe(0)) else { return Ok(()) };
+        let speed = link::bytes_per_second(moe.group(), host.bytes() / self.sizes.layers)?;
+        self.link_ms = Some(host.bytes() as f64 / speed * 1e3);
+        say(format_args!(
+            "{{\"model\":\"{}\",\"experts\":\"{}\",\"layers\":{},\"experts_gib\":{:.2},\"link_gb_per_s\":{:.2}}}",
+            self.shape,
+            self.experts(),
+            self.sizes.layers,
+            host.bytes() as f64 / f64::from(1 << 30),
+            speed / 1e9,
+        ));
+        Ok(())
     }
 
     /// Memory taken of the GPU with so much of it free.
@@ -259,7 +288,7 @@ impl Bench {
         let ms = times[times.len() / 2];
         say(format_args!(
             "{{{},\"phase\":\"{}\",\"own_sequences\":{},\"ms\":{ms:.4},\"tokens_per_s\":{:.1},\"min_ms\":{:.4},\
-             \"max_ms\":{:.4},\"n\":{},\"peak_gib\":{}}}",
+             \"max_ms\":{:.4},\"n\":{},\"peak_gib\":{}{}}}",
             self.row(decoder),
             phase.name,
             phase.own,
@@ -268,6 +297,8 @@ impl Bench {
             times[times.len() - 1],
             times.len(),
             self.gib(least),
+            self.link_ms
+                .map_or(String::new(), |ms| format!(",\"link_tokens_per_s\":{:.1}", phase.tokens as f64 / ms * 1e3)),
         ));
     }
 

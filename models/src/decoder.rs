@@ -5,7 +5,7 @@ use std::fmt::Debug;
 
 use candle_core::{DType, Device, Result as CandleResult, Tensor};
 use candle_nn::Linear;
-use moebius::candle::ExpertParallelMoE;
+use moebius::candle::{ExpertParallelMoE, HostExperts};
 
 use crate::cache::{Cache, LayerCache};
 use crate::config::Base;
@@ -131,6 +131,8 @@ pub(crate) struct DecoderStack {
     head: Linear,
     rotary: Rotary,
     scales: Scales,
+    /// Where the layers' experts are, if on the host.
+    host: Option<HostExperts>,
 }
 
 /// Factors of a decoder.
@@ -236,7 +238,8 @@ impl DecoderSpec {
             false => p.linear(name, [vocabulary, hidden], self.head_bias)?,
         };
         p.loaded(count, count);
-        Ok(DecoderStack { embedding, layers, norm, head, rotary, scales: self.scales })
+        let host = p.take_host_experts();
+        Ok(DecoderStack { embedding, layers, norm, head, rotary, scales: self.scales, host })
     }
 }
 
@@ -307,6 +310,11 @@ impl DecoderStack {
         }
     }
 
+    /// The experts that are on the host.
+    pub fn host_experts(&self) -> Option<&HostExperts> {
+        self.host.as_ref()
+    }
+
     /// Tells the ranks that are in a later layer with experts, or will be, that this one is not coming.
     pub fn refuse(&self, at: ForwardProgress, reason: &str) {
         if let Some(moe) = (at.layers..self.layers.len()).find_map(|layer| self.moe(layer))
@@ -318,6 +326,20 @@ impl DecoderStack {
 
     /// Hidden states `[B, S, H]` behind the last norm, of `ids [B, S]` that have been checked.
     pub fn hidden(
+        &self,
+        ids: &Tensor,
+        cache: Option<ForwardCaches<'_>>,
+        tap: &mut Option<&mut Tap<'_>>,
+        at: &mut ForwardProgress,
+    ) -> Result<Tensor> {
+        let layers = || self.hidden_of_layers(ids, cache, tap, at);
+        match &self.host {
+            Some(host) => host.forward(layers),
+            None => layers(),
+        }
+    }
+
+    fn hidden_of_layers(
         &self,
         ids: &Tensor,
         cache: Option<ForwardCaches<'_>>,

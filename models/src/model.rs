@@ -3,7 +3,7 @@
 use std::path::Path;
 
 use candle_core::{DType, Device, Tensor, Var};
-use moebius::candle::{DeviceGroup, ExpertParallelMoE, Parameters};
+use moebius::candle::{DeviceGroup, ExpertParallelMoE, HostExperts, Parameters};
 use moebius::checkpoint::Checkpoint;
 use moebius::ep::GroupConfig;
 
@@ -212,6 +212,11 @@ impl Model {
     /// The experts of a layer, with parameters of their own; `None` for dense layers.
     pub fn moe(&self, layer: usize) -> Option<&ExpertParallelMoE> {
         self.decoder.moe(layer)
+    }
+
+    /// The routed experts that are on the host ([`LoadOptions::experts_on_host`]), all layers'.
+    pub fn host_experts(&self) -> Option<&HostExperts> {
+        self.decoder.host_experts()
     }
 
     /// The layers.

@@ -2,7 +2,7 @@
 
 use candle_core::{DType, Device, Tensor, Var};
 use candle_nn::Linear;
-use moebius::candle::{DeviceGroup, ExpertParallelMoE, Parameters};
+use moebius::candle::{DeviceGroup, ExpertParallelMoE, HostExperts, LoadAs, Parameters};
 use moebius::checkpoint::{self, Checkpoint, Form};
 use moebius::cpu::{Cpu, HostBuffer};
 use serde::de::DeserializeOwned;
@@ -23,6 +23,11 @@ pub struct LoadOptions {
     pub parameters: Parameters,
     /// In which form the routed experts' weights are held.
     pub experts: ExpertWeights,
+    /// Routed experts stay in memory of the host, page-locked where the device is a GPU, and come to it a layer ahead of
+    /// their use, in the form that [`experts`](Self::experts) says: a model larger than the GPU runs, as fast as the host
+    /// link brings all of its experts once a forward (`moebius::candle::HostExperts`). They are frozen, and so is all else:
+    /// such a model is for inference, one forward at a time.
+    pub experts_on_host: bool,
     /// Weights are random and depend on this seed; nothing is read but `config.json`. Matrices are uniform with variance
     /// 1 / fan-in, vectors ones, biases zeros, all in [`dtype`](Self::dtype), else in the type that `config.json` names,
     /// else in f32. Another kind of device has other values.
@@ -78,6 +83,8 @@ pub(crate) struct Loader<'a> {
     options: LoadOptions,
     dtype: Option<moebius::DType>,
     random: Option<RandomWeights>,
+    /// Where the experts are, if on the host.
+    host: Option<HostExperts>,
     vars: Vec<(String, Var)>,
     watch: &'a mut ProgressFn<'a>,
 }
@@ -101,7 +108,15 @@ impl<'a> Loader<'a> {
             parameters: options.parameters,
             dtype: options.dtype.unwrap_or_else(named),
         });
-        Ok(Self { checkpoint, group, options, dtype, random, vars: Vec::new(), watch })
+        let host = match (options.experts_on_host, options.parameters) {
+            (false, _) => None,
+            (true, Parameters::Frozen) => Some(HostExperts::new(group)?),
+            (true, Parameters::Trainable) => {
+                let problem = "option experts_on_host: expected Parameters::Frozen beside it".to_string();
+                return Err(Error::Usage { call: CALL, problem });
+            }
+        };
+        Ok(Self { checkpoint, group, options, dtype, random, host, vars: Vec::new(), watch })
     }
 
     /// Tells that so many layers of all are there.
@@ -182,10 +197,14 @@ impl<'a> Loader<'a> {
         }
         let kept = self.options.experts;
         let finish = |moe: ExpertParallelMoE| -> Result<Option<ExpertParallelMoE>> {
-            match kept {
-                ExpertWeights::Nvfp4 => Ok(Some(moe.to_nvfp4()?)),
-                ExpertWeights::Dequantized | ExpertWeights::AsStored => Ok(Some(moe)),
-            }
+            let moe = match kept {
+                ExpertWeights::Nvfp4 => moe.to_nvfp4()?,
+                ExpertWeights::Dequantized | ExpertWeights::AsStored => moe,
+            };
+            Ok(Some(match &self.host {
+                Some(host) => host.place(&moe)?,
+                None => moe,
+            }))
         };
         if let Some(random) = &self.random {
             return finish(random.experts(self.checkpoint, layer, self.group)?);
@@ -197,12 +216,22 @@ impl<'a> Loader<'a> {
             (ExpertWeights::AsStored, form) => form.is_quantized(),
             (ExpertWeights::Nvfp4, form) => matches!(form, Form::Nvfp4ModelOpt | Form::Nvfp4CompressedTensors),
         };
+        if let Some(host) = self.host.as_ref().filter(|_| as_stored || kept != ExpertWeights::Nvfp4) {
+            let load = self.options.dtype.into_iter().fold(LoadAs::new(parameters), LoadAs::dtype);
+            let load = if as_stored { load.quantized() } else { load };
+            return Ok(Some(host.load(self.checkpoint, layer, load)?));
+        }
         if as_stored {
             let block = self.checkpoint.load_quantized(layer, options)?;
             return Ok(Some(ExpertParallelMoE::from_quantized(block, layer as u32, self.group, parameters)?));
         }
         let block = self.checkpoint.load_block(layer, options)?;
         finish(ExpertParallelMoE::from_block(block, layer as u32, self.group, parameters)?)
+    }
+
+    /// The experts that are on the host, once all layers are loaded.
+    pub fn take_host_experts(&mut self) -> Option<HostExperts> {
+        self.host.take()
     }
 
     pub fn into_vars(self) -> Vec<(String, Var)> {

@@ -16,8 +16,8 @@ const CALL: &str = "Stepper";
 /// Decodes a fixed number of sequences with room for a fixed number of tokens each: keys and values lie in memory that
 /// is allocated once, and a step copies none of them. On a device of `moebius::candle::device_for_capture` the first step
 /// is captured into a CUDA graph that later ones replay, so that the host has next to nothing to do; elsewhere steps run
-/// one operation after another. A step that cannot be captured is an error once; behind [`clear`](Self::clear) steps run
-/// so too.
+/// one operation after another, as they do with experts on the host. A step that cannot be captured is an error once;
+/// behind [`clear`](Self::clear) steps run so too.
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
@@ -348,7 +348,9 @@ mod graph {
     /// Whether a model's device can capture, and no other ranks take part, whose steps would have to be captured at once.
     pub(super) fn can_capture(model: &Model) -> bool {
         let alone = groups(model).all(|group| group.ranks() == 1);
-        alone && model.device().as_cuda_device().is_ok_and(|device| !device.is_event_tracking())
+        // A graph would have to wait for gathers that it has no part in.
+        let on_gpu = model.host_experts().is_none();
+        alone && on_gpu && model.device().as_cuda_device().is_ok_and(|device| !device.is_event_tracking())
     }
 
     fn groups(model: &Model) -> impl Iterator<Item = &DeviceGroup> {

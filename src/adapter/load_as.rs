@@ -18,6 +18,9 @@ pub struct LoadAs<'a, T, P = ()> {
     /// Experts stay as they are stored.
     #[cfg(feature = "candle")]
     pub(crate) quantized: bool,
+    /// Experts are shards in memory of the host.
+    #[cfg(feature = "candle")]
+    pub(crate) on_host: bool,
     progress: Option<&'a mut dyn FnMut(Progress<'_>)>,
 }
 
@@ -41,6 +44,8 @@ impl<'a, T, P> LoadAs<'a, T, P> {
             dtype: None,
             #[cfg(feature = "candle")]
             quantized: false,
+            #[cfg(feature = "candle")]
+            on_host: false,
             progress: None,
         }
     }
@@ -59,6 +64,12 @@ impl<'a, T, P> LoadAs<'a, T, P> {
     #[cfg(feature = "candle")]
     pub(crate) fn keep_quantized(self) -> Self {
         Self { quantized: true, ..self }
+    }
+
+    /// With experts that are shards in memory of the host.
+    #[cfg(feature = "candle")]
+    pub(crate) fn keep_on_host(self) -> Self {
+        Self { on_host: true, ..self }
     }
 
     /// Reads a layer's block, one rank's experts of it.

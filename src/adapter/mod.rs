@@ -34,7 +34,6 @@ pub(crate) use gradient_reduction::AllReduce;
 pub(crate) use gradient_reduction::{GradientReduction, REDUCE_GRADIENTS};
 pub use gradient_sums::ReduceComms;
 pub(crate) use gradient_sums::{GradientSums, StepCalls};
-#[cfg(feature = "burn")]
 pub(crate) use group::ErasedChain;
 pub use group::{DeviceErased, FrameworkDevice};
 #[cfg(feature = "candle")]
@@ -54,6 +53,8 @@ pub(crate) use resident_weights::{
     ErasedResidentWeight, GatheredWeights, ResidentGradients, acquire_resident, resident_sources, resident_view,
 };
 pub(crate) use selection_bias::moved_selection_bias;
+#[cfg(feature = "candle")]
+pub(crate) use sharded::StoredExperts;
 pub(crate) use sharded::{ErasedLayerShards, LayerShards, NewExperts, TypedSource, param_shard, with_sources};
 pub(crate) use step_reduction::{
     EarlySums, PendingBuckets, ReducedParam, StepGradients, StepReduction, SumOf, agree, fail, summed_in_part,

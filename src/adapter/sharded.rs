@@ -3,6 +3,8 @@
 use std::fmt::{self, Debug};
 use std::sync::Arc;
 
+#[cfg(feature = "candle")]
+use crate::cpu::Cpu;
 use crate::dtype::DType;
 use crate::ep::Membership;
 use crate::error::{Error, Result};
@@ -10,13 +12,13 @@ use crate::etp::{
     Chain, GradientBuffer, NewShard, Payload, ShardDevice, ShardSource, ShardedWeight, Shards, WeightId, WeightSpec,
 };
 #[cfg(feature = "candle")]
-use crate::etp::{NewQuantized, QuantizedWeight, ShardedQuantized};
+use crate::etp::{NewQuantized, QuantizedWeight, Shard, ShardPlace, ShardedQuantized, StoredSpec};
 use crate::layer::{
     BackwardProgress, Context, GradientsMut, Layer, ParamKind, ParamViews, Params, PerParam, RefusalGuard,
 };
 use crate::optim::ParamShard;
 #[cfg(feature = "candle")]
-use crate::quant::Quantized;
+use crate::tensor::Tensor;
 use crate::weights::WeightSource;
 
 use super::group::{ErasedChain, FrameworkDevice};
@@ -49,6 +51,15 @@ impl Debug for ErasedLayerShards {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "ErasedLayerShards<{:?}>", self.ids)
     }
+}
+
+/// Experts as they are stored, on their way to a chain.
+#[cfg(feature = "candle")]
+pub(crate) enum StoredExperts<'a, D: FrameworkDevice> {
+    /// They lie on the device, and their shards are to lie there, or on the host.
+    Device(&'a QuantizedExperts<D>, ShardPlace),
+    /// They lie on the host, and so are their shards to.
+    OnHost(&'a QuantizedExperts<Cpu>),
 }
 
 /// A layer's shards of `up` and `down`, on their way to a chain.
@@ -102,17 +113,42 @@ impl ErasedLayerShards {
     pub(crate) fn stored<D: FrameworkDevice>(
         chain: &Arc<Chain<D>>,
         layer: &Layer,
-        experts: &QuantizedExperts<D>,
+        experts: StoredExperts<'_, D>,
     ) -> Result<Self> {
-        let cut = |kind: ParamKind, weight: &Quantized<D>| {
-            let name = format!("layer {} {}", layer.number(), kind.name());
-            let recompute = kind == ParamKind::Up && layer.config().recompute;
-            chain.cut_quantized(name, layer.number(), recompute, weight)
+        let of = |kind: ParamKind| StoredSpec {
+            name: format!("layer {} {}", layer.number(), kind.name()),
+            layer: layer.number(),
+            recompute: kind == ParamKind::Up && layer.config().recompute,
         };
-        let new = [cut(ParamKind::Up, &experts.up)?, cut(ParamKind::Down, &experts.down)?];
+        let (up, down) = (of(ParamKind::Up), of(ParamKind::Down));
+        let new = match experts {
+            StoredExperts::Device(experts, place) => {
+                [chain.cut_quantized(up, &experts.up, place)?, chain.cut_quantized(down, &experts.down, place)?]
+            }
+            StoredExperts::OnHost(experts) => {
+                [chain.host_quantized(up, &experts.up)?, chain.host_quantized(down, &experts.down)?]
+            }
+        };
         let stored = NewQuantized::add_both(chain, new)?;
         let ids = stored.each_ref().map(QuantizedWeight::id);
         Ok(Self { chain: D::erase(Arc::clone(chain)), ids, stored: Some(stored), resident: PerParam::none() })
+    }
+
+    /// Adds a layer's experts of floating type to a chain of one rank, frozen, in page-locked memory of the host: both
+    /// weights, or after an error neither.
+    #[cfg(feature = "candle")]
+    pub(crate) fn dense_on_host<D: FrameworkDevice>(
+        chain: &Arc<Chain<D>>,
+        of: (&Layer, usize),
+        weights: [&Tensor<Cpu>; 2],
+    ) -> Result<Self> {
+        let shard = |weight: &Tensor<Cpu>| -> Result<_> {
+            let (dtype, cut) = (weight.dtype(), chain.shards(weight.dims())?);
+            let shard = Shard::on_host(chain.device(), dtype, cut.shard_dims(), weight.as_bytes())?;
+            Ok(TypedSource { dtype, source: Arc::new(shard) as Arc<dyn ShardSource<D>> })
+        };
+        let [up, down] = weights;
+        NewExperts::new(chain, Payload::Plain, of, [shard(up)?, shard(down)?])?.add(PerParam::none())
     }
 
     /// Whether a parameter is a shard.

@@ -4,12 +4,12 @@ use std::sync::Arc;
 
 use candle_core::{DType, Device, Result, Tensor, Var};
 
-use crate::adapter::{ErasedLayerShards, ErasedResidentWeight, NewExperts};
+use crate::adapter::{ErasedLayerShards, ErasedResidentWeight, NewExperts, StoredExperts};
 use crate::checkpoint::{Block, BlockParams, BlockShards, Checkpoint};
 use crate::comm::Op;
 use crate::cpu::Cpu;
 use crate::error::Error;
-use crate::etp::{Chain, Payload, Shards};
+use crate::etp::{Chain, Payload, ShardPlace, Shards};
 use crate::layer::{Layer, LayerSpec, ParamKind, PerParam};
 
 use super::device::CandleDevice;
@@ -253,6 +253,9 @@ impl ExpertParallelMoE {
         const CALL: &str = "ExpertParallelMoE::from_checkpoint";
         let (group, load) = (group.into(), load.into());
         let (params, options, number) = (load.params, load.options(&group)?, Some(layer as u32));
+        if load.on_host {
+            return Err(Error::invalid(CALL, "experts_on_host", "a chain (from_checkpoint_sharded)", "none").into());
+        }
         if load.quantized {
             let block = load.read_quantized(checkpoint, layer, options)?;
             return Self::of_quantized(CALL, block, number, group, params);
@@ -270,9 +273,14 @@ impl ExpertParallelMoE {
     /// frozen with them. A rank holds the block that [`Checkpoint::load_quantized`] reads until it is cut. What the module
     /// has of its experts cannot be saved, trained or read: it has no tensors of them.
     ///
+    /// Where [`LoadAs`] says `experts_on_host`, the experts, quantized or of floating type, are frozen shards in page-locked
+    /// memory of the host ([`ShardDevice::page_locked`](crate::etp::ShardDevice::page_locked)), in a chain of this rank
+    /// alone. Those of floating type are for [`Parameters::Frozen`]; the module has no tensors of them either.
+    ///
     /// # Errors
     /// Errors of [`Checkpoint::load_shards`] and [`Checkpoint::load_quantized`]; as [`sharded`](Self::sharded);
-    /// `weights` beside experts that stay quantized.
+    /// `weights` beside experts that stay quantized or are on the host; experts on the host that would be trained, or whose
+    /// chain has several ranks.
     pub fn from_checkpoint_sharded<'a, D: CandleDevice>(
         checkpoint: &Checkpoint,
         layer: usize,
@@ -283,18 +291,39 @@ impl ExpertParallelMoE {
         const CALL: &str = "ExpertParallelMoE::from_checkpoint_sharded";
         let (group, load) = (group.into(), load.into());
         let (params, options, number) = (load.params, load.options(&group)?, Some(layer as u32));
+        let on_host = load.on_host;
         shards.check_device(CALL, &group)?;
+        if (load.quantized || on_host) && shards.weights.is_some() {
+            let expected = match load.quantized {
+                true => "none beside experts that stay quantized",
+                false => "none beside experts on the host",
+            };
+            return Err(Error::invalid(CALL, "weights", expected, "some").into());
+        }
         if load.quantized {
-            if shards.weights.is_some() {
-                let expected = "none beside experts that stay quantized";
-                return Err(Error::invalid(CALL, "weights", expected, "some").into());
-            }
             let block = load.read_quantized(checkpoint, layer, options)?;
             let layer = group.erased().layer(CALL, (&block.config).into(), number)?;
             let (experts, params) = unpack(CALL, block, &group, params)?;
-            let experts = experts.to(shards.chain.device())?;
-            let sharded = Some(ErasedLayerShards::stored(shards.chain, &layer, &experts)?);
+            let on_device = match on_host {
+                true => None,
+                false => Some(experts.to(shards.chain.device())?),
+            };
+            let experts = match &on_device {
+                None => StoredExperts::OnHost(&experts),
+                Some(experts) => StoredExperts::Device(experts, ShardPlace::Device),
+            };
+            let sharded = Some(ErasedLayerShards::stored(shards.chain, &layer, experts)?);
             return Ok(Self { sharded, ..Self::of(layer, group, params) });
+        }
+        if on_host {
+            if params == Parameters::Trainable {
+                let expected = "Parameters::Frozen beside experts of floating type on the host";
+                return Err(Error::invalid(CALL, "parameters", expected, format!("{params:?}")).into());
+            }
+            let block = load.read(checkpoint, layer, options)?;
+            let layer = group.erased().layer(CALL, (&block.config).into(), number)?;
+            block.check(CALL, group.local_experts())?;
+            return Self::dense_on_host(shards.chain, layer, block.params, group);
         }
         let cut = BlockShards {
             experts: place_in(shards.chain),
@@ -305,6 +334,20 @@ impl ExpertParallelMoE {
         let params = tensors(block.params, group.device(), params)?;
         let new = shards.check(&layer, group.local_experts(), &params)?;
         let sharded = new.map(NewLayerShards::add).transpose()?;
+        Ok(Self { sharded, ..Self::of(layer, group, params) })
+    }
+
+    /// A module whose experts are frozen shards of a chain, on the host, as is the block.
+    pub(super) fn dense_on_host<D: CandleDevice>(
+        chain: &Arc<Chain<D>>,
+        layer: Layer,
+        block: BlockParams,
+        group: DeviceGroup,
+    ) -> Result<Self> {
+        let of = (&layer, group.local_experts());
+        let sharded = Some(ErasedLayerShards::dense_on_host(chain, of, [&block.up, &block.down])?);
+        let others = block.into_per_param().map(|kind, t| t.filter(|_| !is_expert_weight(kind)));
+        let params = others.try_map(|_, t| t.map(|t| tensor(t, group.device(), Parameters::Frozen)).transpose())?;
         Ok(Self { sharded, ..Self::of(layer, group, params) })
     }
 

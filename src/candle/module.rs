@@ -118,7 +118,7 @@ impl ExpertParallelMoE {
     fn check_dense(&self, call: &'static str) -> crate::Result<()> {
         let found = match &self.quantized {
             Some(experts) => format!("some in {:?}", experts.format()),
-            None if self.param(ParamKind::Up).is_none() => "shards that are quantized".to_string(),
+            None if self.param(ParamKind::Up).is_none() => "shards that are quantized, or on the host".to_string(),
             None => return Ok(()),
         };
         Err(Error::invalid(call, "experts", "weights of floating type", found))
@@ -197,7 +197,7 @@ pub(super) fn part_of(name: &str, t: &Tensor, shard: ParamShard) -> crate::Resul
 }
 
 /// Copies of parameters.
-fn on_host(params: &PerParam<Option<Tensor>>) -> Result<BlockParams> {
+pub(super) fn on_host(params: &PerParam<Option<Tensor>>) -> Result<BlockParams> {
     const CALL: &str = "ExpertParallelMoE::to_block";
     let cpu = Cpu::new();
     let tensors = params.as_ref().try_map(|kind, t| -> Result<_> {

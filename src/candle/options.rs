@@ -51,6 +51,13 @@ impl LoadAs<'_> {
         self.keep_quantized()
     }
 
+    /// Routed experts are frozen shards in page-locked memory of the host, and come to the device a layer ahead of their
+    /// use: for [`ExpertParallelMoE::from_checkpoint_sharded`](super::ExpertParallelMoE::from_checkpoint_sharded) over a
+    /// chain of this rank alone, quantized or in a floating type. [`HostExperts`](super::HostExperts) makes such a chain.
+    pub fn experts_on_host(self) -> Self {
+        self.keep_on_host()
+    }
+
     /// The same for a rank of a group.
     pub(super) fn options(&self, group: &DeviceGroup) -> Result<LoadOptions> {
         let dtype = self.dtype.map(own_dtype).transpose()?;

@@ -1,8 +1,9 @@
 //! Sharded weights on the CPU.
 
+use crate::dtype::DType;
 use crate::error::Result;
 use crate::etp::{ShardDevice, Shares};
-use crate::tensor::TensorMut;
+use crate::tensor::{Tensor, TensorMut};
 
 use super::{Cpu, add_pairwise};
 
@@ -14,5 +15,11 @@ impl ShardDevice for Cpu {
         parts.insert(shares.rank, shares.own.data());
         add_pairwise(dtype, &parts, scale, shares.first, main.into_data());
         Ok(())
+    }
+
+    fn page_locked(&self, dtype: DType, dims: &[usize], fill: &mut dyn FnMut(&mut [u8])) -> Result<Tensor<Self>> {
+        let mut tensor = Tensor::zeros(self, dtype, dims)?;
+        fill(tensor.as_bytes_mut());
+        Ok(tensor)
     }
 }

@@ -1,5 +1,6 @@
 //! Memory of a GPU: owned, shared and borrowed.
 
+use std::ffi::c_void;
 use std::fmt;
 use std::marker::PhantomData;
 use std::ops::Range;
@@ -20,6 +21,7 @@ use crate::tensor::TensorMut;
 use super::device::{Cuda, Event};
 use super::driver::driver;
 use super::memory::{Arena, MemoryBlock};
+use super::page_locked::PageLockedBlock;
 
 /// Owned memory of a GPU, given back in the order of its stream.
 pub struct DeviceBuffer {
@@ -33,6 +35,8 @@ pub struct DeviceBuffer {
 enum Owner {
     /// The workspace's.
     Arena(MemoryBlock),
+    /// Page-locked memory of the host.
+    PageLocked(PageLockedBlock),
     /// A window's: its owner counts the buffers of it by this.
     #[cfg(feature = "nccl-ep")]
     Window(Arc<AtomicUsize>),
@@ -48,6 +52,10 @@ impl fmt::Debug for DeviceBuffer {
 }
 
 impl DeviceBuffer {
+    fn is_on_host(&self) -> bool {
+        matches!(self.owner, Owner::PageLocked(_))
+    }
+
     /// The memory as the driver bindings' own: it leaves the workspace, and whoever holds it gives it back to the
     /// driver, in the order of the stream. `T` is the element type that the buffer was allocated for.
     #[cfg(feature = "candle")]
@@ -55,6 +63,14 @@ impl DeviceBuffer {
         let stream = Arc::clone(self.arena.stream());
         let ptr = match &mut self.owner {
             Owner::Arena(block) => self.arena.give_away(block),
+            Owner::PageLocked(_) => {
+                return Err(Error::invalid(
+                    "DeviceBuffer",
+                    "memory",
+                    "the workspace's",
+                    "page-locked memory of the host",
+                ));
+            }
             #[cfg(feature = "nccl-ep")]
             Owner::Window(_) => return Err(Error::invalid("DeviceBuffer", "memory", "the workspace's", "a window's")),
             #[cfg(feature = "nccl")]
@@ -99,6 +115,7 @@ impl Drop for DeviceBuffer {
     fn drop(&mut self) {
         match &self.owner {
             Owner::Arena(block) => self.arena.free(*block),
+            Owner::PageLocked(block) => self.arena.free_page_locked(block),
             #[cfg(feature = "nccl-ep")]
             Owner::Window(buffers) => drop(buffers.fetch_sub(1, Ordering::AcqRel)),
             #[cfg(feature = "nccl")]
@@ -112,6 +129,8 @@ impl Drop for DeviceBuffer {
 pub struct DeviceRef<'a> {
     pub(super) ptr: CUdeviceptr,
     len: usize,
+    /// It is page-locked memory of the host, which kernels reach through the host link.
+    on_host: bool,
     owner: PhantomData<&'a [u8]>,
 }
 
@@ -129,7 +148,7 @@ impl DeviceRef<'_> {
     /// are captured ([`Cuda::capture`]), only when the graph is gone. `ptr` is not null and a multiple of the element's
     /// size.
     pub unsafe fn from_raw(ptr: u64, len: usize) -> Self {
-        Self { ptr, len, owner: PhantomData }
+        Self { ptr, len, on_host: false, owner: PhantomData }
     }
 }
 
@@ -138,6 +157,8 @@ impl DeviceRef<'_> {
 pub struct DeviceMut<'a> {
     pub(super) ptr: CUdeviceptr,
     len: usize,
+    /// As in [`DeviceRef`].
+    on_host: bool,
     owner: PhantomData<&'a mut [u8]>,
 }
 
@@ -152,11 +173,26 @@ impl DeviceMut<'_> {
     /// # Safety
     /// As [`DeviceRef::from_raw`], and nothing else reads or writes them for the lifetime.
     pub unsafe fn from_raw(ptr: u64, len: usize) -> Self {
-        Self { ptr, len, owner: PhantomData }
+        Self { ptr, len, on_host: false, owner: PhantomData }
     }
 }
 
 impl Cuda {
+    /// Page-locked memory of the host as a buffer, zeros but for what `fill` makes of it.
+    pub(super) fn page_locked_buffer(
+        &self,
+        call: &'static str,
+        bytes: usize,
+        fill: &mut dyn FnMut(&mut [u8]),
+    ) -> Result<DeviceBuffer> {
+        self.not_captured(call, "lock memory of the host")?;
+        self.bind(call)?;
+        let arena = self.inner.arena();
+        let mut block = arena.alloc_page_locked(call, bytes)?;
+        fill(block.bytes_mut());
+        Ok(DeviceBuffer { ptr: block.address(), bytes, arena, owner: Owner::PageLocked(block) })
+    }
+
     /// Sets every byte.
     pub(super) fn fill_bytes(&self, call: &'static str, to: DeviceMut<'_>, byte: u8) -> Result<()> {
         if to.len == 0 {
@@ -234,11 +270,11 @@ impl Device for Cuda {
     }
 
     fn view(buffer: &DeviceBuffer) -> DeviceRef<'_> {
-        DeviceRef { ptr: buffer.ptr, len: buffer.bytes, owner: PhantomData }
+        DeviceRef { ptr: buffer.ptr, len: buffer.bytes, on_host: buffer.is_on_host(), owner: PhantomData }
     }
 
     fn view_mut(buffer: &mut DeviceBuffer) -> DeviceMut<'_> {
-        DeviceMut { ptr: buffer.ptr, len: buffer.bytes, owner: PhantomData }
+        DeviceMut { ptr: buffer.ptr, len: buffer.bytes, on_host: buffer.is_on_host(), owner: PhantomData }
     }
 
     fn len(view: DeviceRef<'_>) -> usize {
@@ -251,17 +287,17 @@ impl Device for Cuda {
 
     fn slice<'a>(view: Self::Ref<'a>, range: Range<usize>) -> Self::Ref<'a> {
         assert!(range.start <= range.end && range.end <= view.len, "{range:?} of {} bytes", view.len);
-        DeviceRef { ptr: view.ptr + range.start as u64, len: range.len(), owner: PhantomData }
+        DeviceRef { ptr: view.ptr + range.start as u64, len: range.len(), ..view }
     }
 
     fn slice_mut<'a>(view: Self::Mut<'a>, range: Range<usize>) -> Self::Mut<'a> {
         assert!(range.start <= range.end && range.end <= view.len, "{range:?} of {} bytes", view.len);
-        DeviceMut { ptr: view.ptr + range.start as u64, len: range.len(), owner: PhantomData }
+        DeviceMut { ptr: view.ptr + range.start as u64, len: range.len(), ..view }
     }
 
     fn split_mut<'a>(view: Self::Mut<'a>, at: usize) -> (Self::Mut<'a>, Self::Mut<'a>) {
         assert!(at <= view.len, "{at} of {} bytes", view.len);
-        let part = |ptr, len| DeviceMut { ptr, len, owner: PhantomData };
+        let part = |ptr, len| DeviceMut { ptr, len, on_host: view.on_host, owner: PhantomData };
         (part(view.ptr, at), part(view.ptr + at as u64, view.len - at))
     }
 
@@ -270,11 +306,11 @@ impl Device for Cuda {
     }
 
     fn reborrow<'s>(view: &'s mut DeviceMut<'_>) -> DeviceMut<'s> {
-        DeviceMut { ptr: view.ptr, len: view.len, owner: PhantomData }
+        DeviceMut { ptr: view.ptr, len: view.len, on_host: view.on_host, owner: PhantomData }
     }
 
     fn downgrade<'s>(view: &'s DeviceMut<'_>) -> DeviceRef<'s> {
-        DeviceRef { ptr: view.ptr, len: view.len, owner: PhantomData }
+        DeviceRef { ptr: view.ptr, len: view.len, on_host: view.on_host, owner: PhantomData }
     }
 
     fn zero(&self, view: DeviceMut<'_>) -> Result<()> {
@@ -290,8 +326,19 @@ impl Device for Cuda {
             return Ok(());
         }
         self.bind(CALL)?;
-        // SAFETY: both views have that many bytes, and borrows keep them apart.
-        unsafe { result::memcpy_dtod_async(to.ptr, from.ptr, from.len, self.inner.stream.cu_stream()) }
-            .map_err(driver(CALL, "copy on the GPU"))
+        let (stream, bytes) = (self.inner.stream.cu_stream(), from.len);
+        // The kinds are named where they are known: then a copy engine carries what crosses the host link, in a capture
+        // too, whose memory the driver cannot look up yet. Page-locked memory has one address for the host and the GPU.
+        // SAFETY: both views have that many bytes, and borrows keep them apart; what is the host's is page-locked, and is
+        // freed behind the work of all streams.
+        let copied = unsafe {
+            match (from.on_host, to.on_host) {
+                (false, false) => sys::cuMemcpyDtoDAsync_v2(to.ptr, from.ptr, bytes, stream),
+                (true, false) => sys::cuMemcpyHtoDAsync_v2(to.ptr, from.ptr as *const c_void, bytes, stream),
+                (false, true) => sys::cuMemcpyDtoHAsync_v2(to.ptr as *mut c_void, from.ptr, bytes, stream),
+                (true, true) => sys::cuMemcpyAsync(to.ptr, from.ptr, bytes, stream),
+            }
+        };
+        copied.result().map_err(driver(CALL, "copy"))
     }
 }

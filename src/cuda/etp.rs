@@ -3,9 +3,10 @@
 use std::sync::Arc;
 
 use crate::device::CaptureHook;
+use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::etp::{ShardDevice, Shares};
-use crate::tensor::TensorMut;
+use crate::tensor::{Shape, Tensor, TensorMut};
 
 use super::device::{Cuda, Event};
 use super::heuristics::ADD_SHARES_BLOCKS;
@@ -47,6 +48,15 @@ impl ShardDevice for Cuda {
         let kernel = self.kernels().permute.add_shares.of(dtype);
         // SAFETY: `own` and each of the `parts - 1` blocks of `others` have `main`'s size.
         unsafe { self.launch(CALL, kernel, Grid::new(blocks, PERMUTE_THREADS), &p) }
+    }
+
+    fn page_locked(&self, dtype: DType, dims: &[usize], fill: &mut dyn FnMut(&mut [u8])) -> Result<Tensor<Self>> {
+        let bytes = Shape::new(dims)?.count() * dtype.size();
+        Tensor::from_buffer(self.page_locked_buffer("Cuda::page_locked", bytes, fill)?, dtype, dims)
+    }
+
+    fn beside(&self) -> Result<Self> {
+        self.with_new_stream()
     }
 
     fn record_event(&self) -> Result<Option<Event>> {

@@ -18,6 +18,7 @@ use crate::error::Result;
 use super::driver::driver;
 use super::failure::StuckFlag;
 use super::heuristics::{AHEAD_BLOCKS, AHEAD_BYTES, BLOCK_BYTES, BLOCK_SLACK};
+use super::page_locked::PageLockedBlock;
 
 /// Memory that a [`Cuda`](super::Cuda) has taken, in bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -30,6 +31,9 @@ pub struct Memory {
     pub peak: usize,
     /// Requests to the driver so far.
     pub allocations: usize,
+    /// Of the host, page-locked ([`ShardDevice::page_locked`](crate::etp::ShardDevice::page_locked)): in tensors that are
+    /// alive. In none of the others.
+    pub page_locked: usize,
 }
 
 /// The driver's pool, and the count of what was taken from it.
@@ -323,6 +327,36 @@ impl Arena {
             }
             is_retained
         });
+    }
+}
+
+impl Arena {
+    /// Page-locked memory of the host, zeros.
+    ///
+    /// # Errors
+    /// `Error::OutOfMemory`: the host has no memory, or may lock no more; a driver's.
+    pub(super) fn alloc_page_locked(&self, call: &'static str, bytes: usize) -> Result<PageLockedBlock> {
+        let block = PageLockedBlock::new(call, bytes)?;
+        self.pool.counts().page_locked += bytes;
+        Ok(block)
+    }
+
+    /// Gives it back to the host behind all that the GPU has been given, on whatever stream: work on another stream than
+    /// this arena's may read it. Where that work may never end, it stays.
+    pub(super) fn free_page_locked(&self, block: &PageLockedBlock) {
+        self.pool.counts().page_locked -= block.bytes();
+        // Nothing can be reported from here; a context that is gone has freed everything itself.
+        if self.pool.stuck.is() || self.pool.context.bind_to_thread().is_err() {
+            return;
+        }
+        // A capture would end with this wait, and its graph may read the memory later.
+        let free = sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE;
+        // SAFETY: the stream is alive.
+        let status = unsafe { result::stream::is_capturing(self.pool.stream.cu_stream()) };
+        if status.is_ok_and(|status| status == free) && result::ctx::synchronize().is_ok() {
+            // SAFETY: the block is freed once, as its buffer is dropped, and nothing reads or writes it any more.
+            unsafe { block.free() };
+        }
     }
 }
 

@@ -21,7 +21,7 @@
 //! params, bindings, heuristics                                what kernels are told, and choices that were measured
 //! driver, failure, exit                                       the driver's errors, streams that do not end, and processes
 //! cubins, tile_config, kernel_table, context_kernels          kernels as they are compiled and loaded
-//! memory, status_words, capture_state                         what else a GPU is made of
+//! page_locked, memory, status_words, capture_state            what else a GPU is made of
 //! device, graph, sync, buffer, context_sync                   a GPU; its captures, waits, tensors, and order with others
 //! launch, tensor_map, fault_site, status, init                launches, errors that kernels raise, and how a GPU is opened
 //! layout, plan, routing_records, low_latency_sort, permute    slots: tiled, planned, moved
@@ -58,6 +58,7 @@ mod linear;
 pub(crate) mod low_latency_sort;
 mod memory;
 mod optimizer;
+mod page_locked;
 mod params;
 mod permute;
 pub(crate) mod plan;

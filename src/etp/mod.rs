@@ -45,7 +45,7 @@ use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::kernels::Kernels;
 use crate::quant::Codec;
-use crate::tensor::{TensorMut, TensorRef};
+use crate::tensor::{Tensor, TensorMut, TensorRef};
 
 pub use crate::config::Payload;
 pub use crate::device::CaptureHook;
@@ -57,7 +57,7 @@ pub use chain::gather::ShardedWeight;
 pub use chain::reduce::GradientBuffer;
 pub use chain::report::ChainMemory;
 #[cfg(feature = "candle")]
-pub(crate) use chain::stored_weight::NewQuantized;
+pub(crate) use chain::stored_weight::{NewQuantized, ShardPlace, StoredSpec};
 pub use chain::stored_weight::{QuantizedWeight, ShardedQuantized};
 #[cfg(any(feature = "candle", feature = "burn"))]
 pub(crate) use collective::recover;
@@ -79,6 +79,22 @@ pub trait ShardDevice: Kernels + Codec {
     /// # Errors
     /// Sizes or types that do not fit.
     fn add_shares(&self, shares: Shares<'_, Self>, main: TensorMut<'_, Self>) -> Result<()>;
+
+    /// A tensor in the host's memory, page-locked where the device is a GPU: its copies ([`Device::copy`]) read and write it
+    /// beside its kernels, at the speed of the host link. Zeros but for what `fill` makes of its bytes. Dropped, it waits
+    /// for all work of the GPU; of a GPU that is stuck, or within a capture, the memory is not given back.
+    ///
+    /// # Errors
+    /// [`Error::OutOfMemory`] where the host has no memory, or lets the process lock no more; a capture; a driver's.
+    fn page_locked(&self, dtype: DType, dims: &[usize], fill: &mut dyn FnMut(&mut [u8])) -> Result<Tensor<Self>>;
+
+    /// The same device for work beside this one's: on a GPU with a new stream.
+    ///
+    /// # Errors
+    /// The device's.
+    fn beside(&self) -> Result<Self> {
+        Ok(self.clone())
+    }
 
     /// Marks the end of the work enqueued so far; nothing where calls run to their end.
     ///

@@ -18,6 +18,7 @@ mod gpu;
 mod gpus;
 #[cfg(feature = "nccl")]
 mod gpus_training;
+mod host_experts;
 mod main_gradients;
 mod module;
 mod optimizer;
@@ -44,9 +45,10 @@ static CONTEXT: RwLock<()> = RwLock::new(());
 
 /// The suites of every device.
 #[allow(clippy::type_complexity, reason = "names and functions, no more")]
-fn suites() -> [(&'static str, Vec<(&'static str, fn(&Device) -> support::AnyResult<()>)>); 6] {
+fn suites() -> [(&'static str, Vec<(&'static str, fn(&Device) -> support::AnyResult<()>)>); 7] {
     [
         ("facade", facade::cases()),
+        ("host_experts", host_experts::cases()),
         ("main_gradients", main_gradients::cases()),
         ("module", module::cases()),
         ("optimizer", optimizer::cases()),

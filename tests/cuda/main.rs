@@ -45,6 +45,7 @@ mod harness;
 mod large;
 mod layer;
 mod memory;
+mod page_locked;
 mod refused;
 mod repeat;
 mod small;
@@ -80,6 +81,7 @@ fn tests() -> Vec<(String, Test)> {
     shared("refused", refused::cases());
     shared("faults", faults::cases());
     shared("large::memory", memory::cases());
+    shared("page_locked", page_locked::cases());
     shared("wgrad", wgrad::cases());
     shared("wide", wide::cases());
     shared("adamw", adamw::cases());

@@ -7,7 +7,7 @@ use candle_nn::{Init, VarBuilder, VarMap};
 use moebius::candle::{EpGroup, ExpertParallelMoE, GradientType, NewWeight, ShardedWeights, error_of, finish_sharded};
 use moebius::cpu::Cpu;
 use moebius::ep::{Group, GroupConfig};
-use moebius::etp::{EtpOptions, Payload, Phase};
+use moebius::etp::{EtpOptions, Payload, Phase, Shard, WeightSpec};
 use moebius::layer::Layer;
 use moebius::{Error, MoeConfig};
 
@@ -76,4 +76,36 @@ fn a_layer_that_is_refused_leaves_nothing_in_its_chain() {
         results.into_iter().map(|result| result.unwrap()).collect::<Vec<_>>()
     };
     assert_eq!(format!("{:?}", run(true)), format!("{:?}", run(false)));
+}
+
+/// A shard on the host is one of a chain of one rank, as it is, and stays as it is.
+#[test]
+fn a_shard_on_the_host_of_several_ranks() {
+    for (n, payload) in [(1, Payload::Plain), (1, Payload::Mxfp8), (2, Payload::Plain)] {
+        ranks(&Cpu::poisoning(), n, MINUTE, |rank, place| {
+            let chain = place.chain(EtpOptions::default()).unwrap();
+            let dims = chain.shards(&[64, 32]).unwrap().shard_dims();
+            let values: Vec<f32> = (0..dims[0] * dims[1]).map(|i| i as f32).collect();
+            let bytes: Vec<u8> = values.iter().flat_map(|v| v.to_ne_bytes()).collect();
+            let short = Shard::on_host(&Cpu::new(), moebius::DType::F32, dims, &bytes[1..]);
+            assert!(matches!(short, Err(Error::Invalid { call: "Shard::on_host", .. })), "{short:?}");
+            let shard = Arc::new(Shard::on_host(&Cpu::new(), moebius::DType::F32, dims, &bytes).unwrap());
+            assert!(matches!(shard.update(|_| Ok(())), Err(Error::Invalid { call: "Shard::update", .. })));
+            let spec = WeightSpec { payload, ..WeightSpec::new("w", 0, &[64, 32], moebius::DType::F32) };
+            let added = chain.add(spec, shard);
+            match (n, payload) {
+                (1, Payload::Plain) => {
+                    let id = added.unwrap();
+                    assert_eq!(chain.bytes_on_host(), bytes.len());
+                    assert_eq!(chain.whole(id).unwrap().as_slice::<f32>().unwrap(), values);
+                }
+                _ => {
+                    let error = added.unwrap_err();
+                    let named = matches!(&error, Error::Shard { rank: at, weight, .. } if *at == rank && weight == "w");
+                    assert!(named && error.to_string().contains("one rank"), "{error}");
+                    assert_eq!(chain.bytes_on_host(), 0);
+                }
+            }
+        });
+    }
 }

@@ -149,10 +149,15 @@ fn quantized_weights_stay_so_in_a_chain() {
         };
         let expected = run(&block.up, &block.down, None);
         let bytes = [&block.up, &block.down].map(|weight| weight.bytes());
-        for (n, prefetch) in [(1, true), (2, true), (4, true), (4, false)] {
+        for (n, prefetch, on_host) in
+            [(1, true, false), (2, true, false), (4, true, false), (4, false, false), (1, true, true), (1, false, true)]
+        {
             ranks(&Cpu::poisoning(), n, MINUTE, |rank, place| {
                 let chain = place.chain(EtpOptions { pad: 1, prefetch, ..EtpOptions::default() }).unwrap();
-                let add = |name, weight| chain.add_quantized(name, 0, block.config.recompute, weight).unwrap();
+                let add = |name, weight| match on_host {
+                    false => chain.add_quantized(name, 0, block.config.recompute, weight).unwrap(),
+                    true => chain.add_quantized_on_host(name, 0, block.config.recompute, weight).unwrap(),
+                };
                 let [up, down] = [add("up", &block.up), add("down", &block.down)];
                 for pass in 0..2 {
                     let [up, down] = [&up, &down].map(|weight| chain.quantized_source(weight).unwrap());

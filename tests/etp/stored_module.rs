@@ -88,6 +88,15 @@ fn a_module_of_quantized_shards_is_the_layer_of_the_block() {
                 chain.end().unwrap();
                 assert_eq!(bits(&y), expected[0]);
                 assert!(moe.to_block().is_err());
+                // Experts on the host are those of one rank.
+                if n > 1 {
+                    let shards = ShardedIn { chain: &chain, payload: Payload::Plain, weights: None };
+                    let load = LoadAs::new(Parameters::Frozen).quantized().experts_on_host();
+                    let made =
+                        ExpertParallelMoE::from_checkpoint_sharded(&checkpoint, number, moe.group(), shards, load);
+                    let error = made.unwrap_err();
+                    assert!(matches!(error_of(&error), Some(Error::Shard { .. })), "{error}");
+                }
                 // Router and shared expert are whole beside such experts.
                 let weights = ShardedWeights::new(&chain, VarBuilder::zeros(candle_core::DType::F32, &Device::Cpu));
                 let shards = ShardedIn { chain: &chain, payload: Payload::Plain, weights: Some(&weights) };

@@ -36,7 +36,7 @@ use moebius::ep::{Group, GroupConfig};
 use moebius::kernels::Kernels;
 use moebius::ranks::Identity;
 use moebius_models::generate::{self, CountChoices, Decoder, Generator, Output, OverRanks, Request, Stats, Tokenizer};
-use moebius_models::{LoadOptions, Model};
+use moebius_models::{ExpertWeights, LoadOptions, Model};
 
 use options::{Options, Place, Type, Usage};
 use results::{ExpertChoices, Outcome, gather};
@@ -199,7 +199,9 @@ impl Job<'_> {
             Type::Bf16 => DType::BF16,
             Type::F16 => DType::F16,
         });
-        let options = LoadOptions { dtype, ..LoadOptions::default() };
+        let experts_on_host = self.options.experts_on_host;
+        let experts = if experts_on_host { ExpertWeights::AsStored } else { ExpertWeights::default() };
+        let options = LoadOptions { dtype, experts, experts_on_host, ..LoadOptions::default() };
         // Seen where standard error is a terminal.
         let bar = if rank == 0 { output::loading() } else { ProgressBar::hidden() };
         let model = Model::load_with_progress(self.checkpoint, group.clone(), options, &mut |progress| {

@@ -50,6 +50,10 @@ pub struct Options {
     /// Convert weights to this type; as stored if absent
     #[arg(long, value_enum)]
     pub dtype: Option<Type>,
+    /// Keep experts in memory of the host, as they are stored, and bring them a layer ahead: for a model larger than the
+    /// GPU
+    #[arg(long)]
+    pub experts_on_host: bool,
     /// Count how often each layer's experts are chosen, and write the most and the least of each layer
     #[arg(long)]
     pub expert_load: bool,

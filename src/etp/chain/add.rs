@@ -8,7 +8,7 @@ use crate::etp::chain::collective_state::StateMachine;
 use crate::etp::chain::{Chain, ChainState, ChainWeight};
 use crate::etp::shards::quantized::{QuantizedShard, ShardForm};
 use crate::etp::shards::source::ShardSource;
-use crate::etp::{ShardDevice, Shards, WeightId, WeightSpec};
+use crate::etp::{Payload, ShardDevice, Shards, WeightId, WeightSpec};
 
 const CALL: &str = "Chain::add";
 
@@ -38,8 +38,8 @@ impl<D: ShardDevice> Chain<D> {
     /// Adds a weight whose shard on this rank is `source`, before the first forward.
     ///
     /// # Errors
-    /// Sizes that cannot be cut; a source of another size or type; [`Error::Shard`], a form in which it cannot be sent; a
-    /// chain that has its order.
+    /// Sizes that cannot be cut; a source of another size or type; [`Error::Shard`], a form in which it cannot be sent, or
+    /// a shard on the host for several ranks; a chain that has its order.
     pub fn add(&self, spec: WeightSpec, source: Arc<dyn ShardSource<D>>) -> Result<WeightId> {
         let [id] = self.add_all([NewShard { spec, source }])?;
         Ok(id)
@@ -76,6 +76,9 @@ impl<D: ShardDevice> Chain<D> {
         let mut inner = self.lock();
         let weight = inner.weight(id)?;
         check_source(&weight.spec, &weight.shards, &*source)?;
+        if source.is_on_host() {
+            self.check_on_host(&weight.spec)?;
+        }
         if inner.active.is_some() {
             return Err(inner.order_error(&weight.spec.name, "to be replaced between passes", "a pass that runs"));
         }
@@ -86,12 +89,28 @@ impl<D: ShardDevice> Chain<D> {
 
     /// The form in which a weight's shards are sent, once nothing speaks against the weight.
     fn form(&self, inner: &ChainState<D>, NewShard { spec, source }: &NewShard<D>) -> Result<ShardForm> {
+        if source.is_on_host() {
+            self.check_on_host(spec)?;
+        }
         let form = ShardForm::new(CALL, self.rank(), spec, self.shards(&spec.dims)?)?;
         check_source(spec, &form.shards, &**source)?;
         if inner.has_order() || inner.active.is_some() {
             return Err(inner.order_error(&spec.name, "to be added before the first forward", "a chain in use"));
         }
         Ok(form)
+    }
+}
+
+impl<D: ShardDevice> Chain<D> {
+    /// A communicator need not read the host's memory, nor does a cast; a copy within a rank does.
+    fn check_on_host(&self, spec: &WeightSpec) -> Result<()> {
+        let found = match (self.ranks(), spec.payload) {
+            (1, Payload::Plain) => return Ok(()),
+            (1, payload) => format!("one that is sent in {payload:?}"),
+            (ranks, _) => format!("one of {ranks} ranks"),
+        };
+        let expected = "a chain of one rank, and a weight that is sent as it is, for a shard on the host".to_string();
+        Err(Error::Shard { call: CALL, rank: self.rank(), weight: spec.name.clone(), expected, found })
     }
 }
 

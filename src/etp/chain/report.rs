@@ -1,8 +1,8 @@
 //! Memory that a chain holds, and bytes that it has moved.
 
 use crate::etp::buffers::cache::BufferUsage;
-use crate::etp::chain::Chain;
 use crate::etp::chain::collective_state::{ChainTraffic, CollectiveState};
+use crate::etp::chain::{Chain, ChainWeight};
 use crate::etp::{Reduction, ShardDevice, WeightId};
 
 /// Bytes of a chain's memory on this rank, its shards not counted: those are the optimizer's.
@@ -62,6 +62,15 @@ impl<D: ShardDevice> Chain<D> {
             gradients: inner.cache.bytes(BufferUsage::Gradient),
             reduced: inner.cache.bytes(BufferUsage::Reduced),
         }
+    }
+
+    /// Bytes of shards that lie in memory of the host ([`ShardDevice::page_locked`]).
+    pub fn bytes_on_host(&self) -> usize {
+        let inner = self.lock();
+        let on_host = inner.weights.iter().filter(|weight| weight.source.is_on_host());
+        let bytes =
+            |weight: &ChainWeight<D>| weight.shards.shard_dims().iter().product::<usize>() * weight.spec.dtype.size();
+        on_host.map(bytes).sum()
     }
 
     /// Collectives so far.

@@ -5,13 +5,14 @@ use std::fmt;
 use std::ops::Range;
 use std::sync::Arc;
 
+use crate::device::Device;
 use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::etp::chain::Chain;
 use crate::etp::chain::add::NewShard;
 use crate::etp::chain::gather::ShardedWeight;
 use crate::etp::shards::source::Shard;
-use crate::etp::{ShardDevice, WeightId, WeightSpec};
+use crate::etp::{ShardDevice, Shards, WeightId, WeightSpec};
 use crate::quant::{Quantized, QuantizedRef, WeightFormat};
 use crate::tensor::{Tensor, TensorRef};
 use crate::weights::{AcquiredWeight, Weight, WeightGuard, WeightSource};
@@ -50,7 +51,42 @@ pub(crate) struct NewQuantized<D: ShardDevice> {
     layout: StoredLayout,
 }
 
+/// Where a rank keeps its shard of a frozen weight.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum ShardPlace {
+    /// In the device's memory.
+    Device,
+    /// In page-locked memory of the host.
+    Host,
+}
+
+/// A weight that stays quantized, before it has a shard; as in [`WeightSpec`].
+#[derive(Debug)]
+pub(crate) struct StoredSpec {
+    pub(crate) name: String,
+    pub(crate) layer: u32,
+    pub(crate) recompute: bool,
+}
+
+impl StoredSpec {
+    /// The weight with its shard.
+    fn with<D: ShardDevice>(self, (cut, layout): (Shards, StoredLayout), shard: Shard<D>) -> NewQuantized<D> {
+        let mut spec = WeightSpec::new(self.name, self.layer, cut.dims(), DType::F32);
+        spec.recompute = self.recompute;
+        NewQuantized { shard: NewShard::new(spec, Arc::new(shard)), layout }
+    }
+}
+
 impl StoredLayout {
+    /// Of a weight, and the lines that its bytes are: words of 32 bits, as scales and factors may be, which nobody reads
+    /// as numbers on the way.
+    fn new<D: Device>(weight: &QuantizedRef<'_, D>) -> (Self, [usize; 2]) {
+        let parts = [Some(weight.codes), Some(weight.scales), weight.factors];
+        let (places, bytes) = places(parts.map(|part| part.map_or(0, |part| D::len(part.data()))));
+        let QuantizedRef { format, dims, parts, .. } = *weight;
+        (Self { format, dims, parts, places }, [bytes / LINE, LINE / DType::F32.size()])
+    }
+
     /// The weight, once a chain has it.
     fn of(self, id: WeightId) -> QuantizedWeight {
         QuantizedWeight { id, layout: self }
@@ -169,7 +205,26 @@ impl<D: ShardDevice> Chain<D> {
         recompute: bool,
         weight: &Quantized<D>,
     ) -> Result<QuantizedWeight> {
-        let NewQuantized { shard, layout } = self.cut_quantized(name, layer, recompute, weight)?;
+        let of = StoredSpec { name: name.into(), layer, recompute };
+        self.add_stored(self.cut_quantized(of, weight, ShardPlace::Device)?)
+    }
+
+    /// The same with the shard in page-locked memory of the host, in a chain of one rank.
+    ///
+    /// # Errors
+    /// As [`add`](Self::add) and [`ShardDevice::page_locked`].
+    pub fn add_quantized_on_host(
+        &self,
+        name: impl Into<String>,
+        layer: u32,
+        recompute: bool,
+        weight: &Quantized<D>,
+    ) -> Result<QuantizedWeight> {
+        let of = StoredSpec { name: name.into(), layer, recompute };
+        self.add_stored(self.cut_quantized(of, weight, ShardPlace::Host)?)
+    }
+
+    fn add_stored(&self, NewQuantized { shard, layout }: NewQuantized<D>) -> Result<QuantizedWeight> {
         Ok(layout.of(self.add(shard.spec, shard.source)?))
     }
 
@@ -179,33 +234,61 @@ impl<D: ShardDevice> Chain<D> {
     /// Where there is no memory.
     pub(crate) fn cut_quantized(
         &self,
-        name: impl Into<String>,
-        layer: u32,
-        recompute: bool,
+        of: StoredSpec,
         weight: &Quantized<D>,
+        place: ShardPlace,
     ) -> Result<NewQuantized<D>> {
-        let QuantizedRef { format, dims, parts, codes, scales, factors } = weight.view();
-        let sources = [Some(codes), Some(scales), factors];
-        let (places, bytes) = places([0, 1, 2].map(|i| sources[i].as_ref().map_or(0, |part| D::len(part.data()))));
-        // Words of 32 bits, as scales and factors may be, which nobody reads as numbers on the way.
-        let word = DType::F32.size();
-        let cut = self.shards(&[bytes / LINE, LINE / word])?;
+        let weight = weight.view();
+        let (layout, lines) = StoredLayout::new(&weight);
+        let cut = self.shards(&lines)?;
         let own = cut.rows_of(self.rank());
         let own = own.start * LINE..own.end * LINE;
-        let mut shard = Tensor::zeros(self.device(), DType::F32, &cut.shard_dims())?;
-        for (part, place) in sources.iter().zip(&places) {
+        let (device, dims) = (self.device(), cut.shard_dims());
+        let mut shard = match place {
+            ShardPlace::Device => Tensor::zeros(device, DType::F32, &dims)?,
+            ShardPlace::Host => device.page_locked(DType::F32, &dims, &mut |_| {})?,
+        };
+        let sources = [Some(weight.codes), Some(weight.scales), weight.factors];
+        for (part, place) in sources.iter().zip(&layout.places) {
             let (Some(part), wanted) = (part, place.start.max(own.start)..place.end.min(own.end)) else { continue };
             if wanted.is_empty() {
                 continue;
             }
             let from = D::slice(part.data(), wanted.start - place.start..wanted.end - place.start);
             let to = D::slice_mut(shard.view_mut().into_data(), wanted.start - own.start..wanted.end - own.start);
-            self.device().copy(from, to)?;
+            device.copy(from, to)?;
         }
-        let mut spec = WeightSpec::new(name, layer, cut.dims(), DType::F32);
-        spec.recompute = recompute;
-        let shard = NewShard::new(spec, Arc::new(Shard::new(shard)));
-        Ok(NewQuantized { shard, layout: StoredLayout { format, dims, parts, places } })
+        let shard = match place {
+            ShardPlace::Device => Shard::new(shard),
+            ShardPlace::Host => Shard::page_locked(shard),
+        };
+        Ok(of.with((cut, layout), shard))
+    }
+
+    /// The shard, in page-locked memory of the host, of a weight whose parts are the host's too: they do not pass through
+    /// the device.
+    ///
+    /// # Errors
+    /// A chain of several ranks; as [`ShardDevice::page_locked`].
+    #[cfg(feature = "candle")]
+    pub(crate) fn host_quantized<H>(&self, of: StoredSpec, weight: &Quantized<H>) -> Result<NewQuantized<D>>
+    where
+        H: for<'b> Device<Ref<'b> = &'b [u8]>,
+    {
+        let weight = weight.view();
+        let (layout, lines) = StoredLayout::new(&weight);
+        let cut = self.shards(&lines)?;
+        let parts = [Some(weight.codes), Some(weight.scales), weight.factors];
+        let mut fill = |to: &mut [u8]| {
+            for (part, place) in parts.iter().zip(&layout.places) {
+                if let Some(part) = part {
+                    to[place.clone()].copy_from_slice(part.data());
+                }
+            }
+        };
+        // Of all rows: adding it tells a chain of several ranks that it cannot be.
+        let shard = self.device().page_locked(DType::F32, &lines, &mut fill)?;
+        Ok(of.with((cut, layout), Shard::page_locked(shard)))
     }
 
     /// Such a weight as a layer takes it.
