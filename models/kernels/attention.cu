@@ -6,17 +6,11 @@
 //
 // Types: bf16 or f16 in memory and in products, f32 in sums. Softmax in powers of two: scores come multiplied by log2(e).
 
-#include "common.cuh"
+#include "attention.cuh"
 
 namespace {
 
 constexpr int KEYS = ATTENTION_KEYS;
-
-// First position that a query at `position` sees.
-__device__ int low(int position, const AttentionParams &params) {
-    int low = params.window ? max(0, position + 1 - params.window) : 0;
-    return params.chunk ? max(low, position / params.chunk * params.chunk) : low;
-}
 
 // D: entries of a query and key; V: of a value. TILES: 16 queries each, of a warp.
 template <int D, int V, int TILES, typename T> __device__ void forward(const AttentionParams &params) {
@@ -60,24 +54,7 @@ template <int D, int V, int TILES, typename T> __device__ void forward(const Att
         load_rows<KEYS, V>(v_tile, v, params.v_strides.row, step * KEYS, params.positions);
         commit();
         float scores[TILES][COLUMNS][4] = {};
-#pragma unroll
-        for (int kk = 0; kk < D / 16; kk++) {
-            uint32_t a[TILES][4];
-#pragma unroll
-            for (int m = 0; m < TILES; m++) {
-                load_matrices(a[m], q_tile + place<D>(warp_row + m * 16 + lane % 16, kk * 2 + lane / 16));
-            }
-#pragma unroll
-            for (int n = 0; n < COLUMNS / 2; n++) {
-                uint32_t b[4];
-                load_matrices(b, k_tile + place<D>(n * 16 + lane / 16 * 8 + lane % 8, kk * 2 + lane / 8 % 2));
-#pragma unroll
-                for (int m = 0; m < TILES; m++) {
-                    multiply(scores[m][2 * n], a[m], b[0], b[1], T());
-                    multiply(scores[m][2 * n + 1], a[m], b[2], b[3], T());
-                }
-            }
-        }
+        multiply_rows<TILES, KEYS, D>(scores, q_tile, warp_row, k_tile, T());
         wait<0>();
         __syncthreads();
         if (step + 1 < steps) {
@@ -133,27 +110,9 @@ template <int D, int V, int TILES, typename T> __device__ void forward(const Att
                     acc[m][n][half * 2 + 1] *= shrink;
                 }
             }
-#pragma unroll
-            for (int kk = 0; kk < KEYS / 16; kk++) {
-                p[m][kk][0] = pack(scores[m][2 * kk][0], scores[m][2 * kk][1], T());
-                p[m][kk][1] = pack(scores[m][2 * kk][2], scores[m][2 * kk][3], T());
-                p[m][kk][2] = pack(scores[m][2 * kk + 1][0], scores[m][2 * kk + 1][1], T());
-                p[m][kk][3] = pack(scores[m][2 * kk + 1][2], scores[m][2 * kk + 1][3], T());
-            }
+            pack_sums<KEYS>(p[m], scores[m], T());
         }
-#pragma unroll
-        for (int kk = 0; kk < KEYS / 16; kk++) {
-#pragma unroll
-            for (int n = 0; n < V / 16; n++) {
-                uint32_t b[4];
-                load_matrices_transposed(b, v_tile + place<V>(kk * 16 + lane % 16, n * 2 + lane / 16));
-#pragma unroll
-                for (int m = 0; m < TILES; m++) {
-                    multiply(acc[m][2 * n], p[m][kk], b[0], b[1], T());
-                    multiply(acc[m][2 * n + 1], p[m][kk], b[2], b[3], T());
-                }
-            }
-        }
+        multiply_columns<TILES, KEYS, V>(acc, p, v_tile, T());
     }
     const float sink = sinks ? wide(sinks[head]) * LOG2E : 0;
 #pragma unroll
@@ -174,11 +133,7 @@ template <int D, int V, int TILES, typename T> __device__ void forward(const Att
             if (row >= params.queries) continue;
             factor /= total;
             T *to = out + (((int64_t)batch * params.queries + row) * params.heads + head) * V;
-#pragma unroll
-            for (int n = 0; n < V / 8; n++) {
-                const uint32_t pair = pack(acc[m][n][half * 2] * factor, acc[m][n][half * 2 + 1] * factor, T());
-                *reinterpret_cast<uint32_t *>(to + n * 8 + lane % 4 * 2) = pair;
-            }
+            store_row<V>(to, acc[m], half, factor);
             if (log_sums && lane % 4 == 0) {
                 log_sums[((int64_t)batch * params.heads + head) * params.queries + row] = (at + log2f(total)) / LOG2E;
             }

@@ -41,6 +41,17 @@ struct AttentionParams {
     float scale;
 };
 
+// Gradients of an attention, from its operands, its result and that one's gradient.
+struct AttentionBackwardParams {
+    AttentionParams forward;   // read alone: operands, `out` and `log_sums`
+    const void* d_out;         // [sequence, query, head, V]
+    float* dots;               // [sequence, head, query], products of rows of `out` and `d_out`
+    void* d_q;                 // [sequence, head, query, D]
+    void* d_k;                 // [sequence, key head, position, D]
+    void* d_v;                 // [sequence, key head, position, V]
+    Strides d_out_strides;
+};
+
 // Cache positions of a step, of which each warp has 16; query heads of a block, the rows of a matrix instruction; most
 // runs that the cache positions of a head are cut into.
 constexpr int32_t CACHE_STEP = 16 * WARPS, CACHE_HEADS = 16, CACHE_MOST_RUNS = 64;

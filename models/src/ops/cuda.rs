@@ -98,11 +98,26 @@ pub(super) fn output<const N: usize>(
     inputs: [Option<&Tensor>; N],
     launch: impl FnOnce(&Launcher, [u64; N], u64) -> Result<()>,
 ) -> Result<Tensor> {
-    let (device, shape) = (device.as_cuda_device()?, shape.into());
-    let launcher = Launcher::new(device)?;
-    let out = new_tensor(device, dtype, shape)?;
-    with_addresses(inputs, |inputs| with_addresses_mut(&[&out], |to| launch(&launcher, inputs, to[0])))?;
+    let out = new_tensor(device.as_cuda_device()?, dtype, shape)?;
+    write(device, inputs, [&out], |launcher, inputs, [to]| launch(launcher, inputs, to))?;
     Ok(out)
+}
+
+/// Calls `launch`, which enqueues kernels to write `outputs`, with where the elements of `inputs` begin, 0 for one that
+/// is not there, and where those of the outputs do. No tensor is among the outputs twice, or among the inputs too.
+pub(super) fn write<const N: usize, const M: usize>(
+    device: &Device,
+    inputs: [Option<&Tensor>; N],
+    outputs: [&Tensor; M],
+    launch: impl FnOnce(&Launcher, [u64; N], [u64; M]) -> Result<()>,
+) -> Result<()> {
+    let launcher = Launcher::new(device.as_cuda_device()?)?;
+    with_addresses(inputs, |inputs| {
+        with_addresses_mut(&outputs, |to| {
+            let to = to.try_into().map_err(|_| Error::msg("kernels: an output without an address"))?;
+            launch(&launcher, inputs, to)
+        })
+    })
 }
 
 /// A tensor whose numbers are to be written before anything reads them.

@@ -39,30 +39,72 @@ struct KernelSpec {
     shared: usize,
 }
 
-/// Heads that attention's forward has kernels for.
+/// Heads that attention's forward and backward have kernels for.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct AttentionHeads {
     /// Entries of a query and key, and of a value.
     pub dim: usize,
     pub value: usize,
-    /// Queries of a block.
+    /// Queries of a block of the forward.
     pub rows: usize,
+    /// Of the backward's kernels that a block of keys, and a block of queries, is the work of.
+    pub keys: BackwardBlock,
+    pub queries: BackwardBlock,
+}
+
+/// A block of a backward's kernel.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct BackwardBlock {
+    /// Its keys or queries.
+    pub rows: usize,
+    /// Queries or keys of a step.
+    pub step: usize,
+    /// Blocks of threads that share it: gradients of keys and of values are made apart where these are 2.
+    pub shares: usize,
 }
 
 impl AttentionHeads {
     /// In the order of [`KernelTable::attention_forward`].
     pub const ALL: [Self; 4] = [
-        Self { dim: 64, value: 64, rows: 128 },
-        Self { dim: 128, value: 128, rows: 128 },
-        Self { dim: 192, value: 128, rows: 64 },
-        Self { dim: 256, value: 256, rows: 64 },
+        Self { dim: 64, value: 64, rows: 128, keys: block(128, 32), queries: block(128, 64) },
+        Self { dim: 128, value: 128, rows: 128, keys: block(64, 64), queries: block(128, 32) },
+        Self { dim: 192, value: 128, rows: 64, keys: block(64, 32), queries: block(64, 32) },
+        Self {
+            dim: 256,
+            value: 256,
+            rows: 64,
+            keys: BackwardBlock { shares: 2, ..block(64, 16) },
+            queries: block(64, 16),
+        },
     ];
 
     /// Bytes of shared memory: tiles of queries, keys and values.
     pub fn shared(self) -> usize {
         (self.rows * self.dim + params::ATTENTION_KEYS as usize * (self.dim + self.value)) * size_of::<u16>()
     }
+
+    /// Of the backward's kernels: two tiles of a block, and of two steps.
+    fn backward_shared(self, block: BackwardBlock) -> usize {
+        (block.rows + 2 * block.step) * (self.dim + self.value) * size_of::<u16>()
+    }
+
+    /// Those of keys have two numbers of each query of two steps beside.
+    pub fn keys_shared(self) -> usize {
+        self.backward_shared(self.keys) + 2 * 2 * self.keys.step * size_of::<f32>()
+    }
+
+    pub fn queries_shared(self) -> usize {
+        self.backward_shared(self.queries)
+    }
 }
+
+const fn block(rows: usize, step: usize) -> BackwardBlock {
+    BackwardBlock { rows, step, shares: 1 }
+}
+
+/// Entries of values that the backward's products of rows have kernels for, in the order of
+/// [`KernelTable::attention_dots`].
+pub(super) const DOTS_VALUES: [usize; 3] = [64, 128, 256];
 
 /// Entries of heads that a decode step's attention has kernels for, in the order of [`KernelTable::cache_attention`].
 pub(super) const CACHE_DIMS: [usize; 3] = [64, 128, 256];
@@ -105,6 +147,10 @@ pub(super) struct KernelTable<K> {
     pub add_rms_norm: PerType<K>,
     pub argmax: PerType<K>,
     pub attention_forward: PerType<Vec<K>>,
+    pub attention_dots: PerType<Vec<K>>,
+    /// In the order of [`AttentionHeads::ALL`], as the next.
+    pub attention_backward_keys: PerType<Vec<K>>,
+    pub attention_backward_queries: PerType<Vec<K>>,
     /// For one row of x, for two, and so on.
     pub gemv: PerType<Vec<K>>,
     pub qk_norm_rope: K,
@@ -124,6 +170,22 @@ impl<K> KernelTable<K> {
                 let named = |heads: AttentionHeads| format!("attention_forward_{t}_{}_{}", heads.dim, heads.value);
                 let all = AttentionHeads::ALL.into_iter();
                 all.map(|heads| asking("attention", named(heads), heads.shared())).collect()
+            })?,
+            attention_dots: PerType::new(|t| {
+                let named = |value: usize| format!("attention_dots_{t}_{value}");
+                DOTS_VALUES.into_iter().map(|value| asking("attention_backward", named(value), 0)).collect()
+            })?,
+            attention_backward_keys: PerType::new(|t| {
+                let named =
+                    |heads: AttentionHeads| format!("attention_backward_keys_{t}_{}_{}", heads.dim, heads.value);
+                let all = AttentionHeads::ALL.into_iter();
+                all.map(|heads| asking("attention_backward", named(heads), heads.keys_shared())).collect()
+            })?,
+            attention_backward_queries: PerType::new(|t| {
+                let named =
+                    |heads: AttentionHeads| format!("attention_backward_queries_{t}_{}_{}", heads.dim, heads.value);
+                let all = AttentionHeads::ALL.into_iter();
+                all.map(|heads| asking("attention_backward", named(heads), heads.queries_shared())).collect()
             })?,
             gemv: PerType::new(|t| {
                 (1..=params::GEMV_MOST_ROWS).map(|rows| asking("gemv", format!("gemv_{t}_{rows}"), 0)).collect()

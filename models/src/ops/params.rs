@@ -70,6 +70,33 @@ const _: () = {
     ["Offset of field: AttentionParams::chunk"][::core::mem::offset_of!(AttentionParams, chunk) - 148usize];
     ["Offset of field: AttentionParams::scale"][::core::mem::offset_of!(AttentionParams, scale) - 152usize];
 };
+#[repr(C)]
+#[derive(Debug, Copy, Clone, Default)]
+pub struct AttentionBackwardParams {
+    pub forward: AttentionParams,
+    pub d_out: u64,
+    pub dots: u64,
+    pub d_q: u64,
+    pub d_k: u64,
+    pub d_v: u64,
+    pub d_out_strides: Strides,
+}
+#[allow(clippy::unnecessary_operation, clippy::identity_op)]
+const _: () = {
+    ["Size of AttentionBackwardParams"][::core::mem::size_of::<AttentionBackwardParams>() - 224usize];
+    ["Alignment of AttentionBackwardParams"][::core::mem::align_of::<AttentionBackwardParams>() - 8usize];
+    ["Offset of field: AttentionBackwardParams::forward"]
+        [::core::mem::offset_of!(AttentionBackwardParams, forward) - 0usize];
+    ["Offset of field: AttentionBackwardParams::d_out"]
+        [::core::mem::offset_of!(AttentionBackwardParams, d_out) - 160usize];
+    ["Offset of field: AttentionBackwardParams::dots"]
+        [::core::mem::offset_of!(AttentionBackwardParams, dots) - 168usize];
+    ["Offset of field: AttentionBackwardParams::d_q"][::core::mem::offset_of!(AttentionBackwardParams, d_q) - 176usize];
+    ["Offset of field: AttentionBackwardParams::d_k"][::core::mem::offset_of!(AttentionBackwardParams, d_k) - 184usize];
+    ["Offset of field: AttentionBackwardParams::d_v"][::core::mem::offset_of!(AttentionBackwardParams, d_v) - 192usize];
+    ["Offset of field: AttentionBackwardParams::d_out_strides"]
+        [::core::mem::offset_of!(AttentionBackwardParams, d_out_strides) - 200usize];
+};
 pub const CACHE_STEP: i32 = 64;
 pub const CACHE_HEADS: i32 = 16;
 pub const CACHE_MOST_RUNS: i32 = 64;

@@ -1,10 +1,13 @@
-//! Attention with a backward that makes the scores of a block of queries again.
+//! Attention with a backward that makes the scores of a block of queries again: by kernels where there are some, else
+//! by candle's operations.
 
 use std::sync::{Arc, Mutex, PoisonError};
 
 use candle_core::{D, Result, Tensor};
 
 use super::super::{wide, with_backward};
+#[cfg(feature = "cuda")]
+use super::backward_cuda::{self, BackwardOutput};
 use super::{AttentionOptions, AttentionSizes, MaskCache, Operands, Output, output};
 
 /// [`AttentionOptions`] for as long as a backward may come.
@@ -49,10 +52,9 @@ pub(super) fn attention(q: &Tensor, k: &Tensor, v: &Tensor, options: &AttentionO
     with_backward("attention", &[q, k, &v], y, move |inputs, y, of| {
         let [q, k, v] = inputs else { return Ok(Vec::new()) };
         let options = kept.options();
-        let operands = Operands::new(q, k, v, &options)?;
-        let (gradients, sinks) = gradients(&operands, &options, [y, of, &log_sums])?;
+        let Gradients { operands: [d_q, d_k, d_v], along } = gradients([q, k, v], &options, [y, of, &log_sums])?;
+        let sinks = options.sinks.map(|sinks| sinks_gradient(sinks, &along, &log_sums)).transpose()?;
         *of_sinks.lock().unwrap_or_else(PoisonError::into_inner) = sinks;
-        let [d_q, d_k, d_v] = gradients;
         Ok(vec![Some(d_q.to_dtype(q.dtype())?), Some(d_k.to_dtype(k.dtype())?), Some(d_v.to_dtype(v.dtype())?)])
     })
 }
@@ -67,18 +69,46 @@ fn beside_sinks(v: &Tensor, sinks: &Tensor, of_sinks: &SinksGradient) -> Result<
     })
 }
 
-/// Gradients of queries, keys and values in f32 (f64 for f64), and of the sinks, from the output, its gradient (both
-/// `[B, S, heads, V]`) and the logarithms of the rows' sums.
+/// What backward makes of queries, keys and values.
+struct Gradients {
+    /// In their type, or f32 (f64 for f64).
+    operands: [Tensor; 3],
+    /// Sums over a head's entries of the output and its gradient, `[B, key heads, groups, S, 1]`, f32 (f64 for f64).
+    along: Tensor,
+}
+
+/// Gradients from the output, its gradient (both `[B, S, heads, V]`) and the logarithms of the rows' sums.
 fn gradients(
+    [q, k, v]: [&Tensor; 3],
+    options: &AttentionOptions<'_>,
+    [y, of, log_sums]: [&Tensor; 3],
+) -> Result<Gradients> {
+    #[cfg(feature = "cuda")]
+    if let Some(found) = backward_cuda::backward([q, k, v], [y, of, log_sums], options)? {
+        let BackwardOutput { d_q, d_k, d_v, dots } = found;
+        return Ok(Gradients { operands: [d_q, d_k, d_v], along: dots.reshape(log_sums.dims())? });
+    }
+    gradients_by_blocks(&Operands::new(q, k, v, options)?, options, [y, of, log_sums])
+}
+
+/// The sinks' gradient: each takes its part of every row's probability, and has no value.
+fn sinks_gradient(sinks: &Tensor, along: &Tensor, log_sums: &Tensor) -> Result<Tensor> {
+    let (_, keys, groups, _, _) = log_sums.dims5()?;
+    let sinks = sinks.to_dtype(along.dtype())?.reshape((1, keys, groups, 1, 1))?;
+    let p = sinks.broadcast_sub(log_sums)?.exp()?;
+    (p * along)?.neg()?.sum((0, 3, 4))?.flatten_all()
+}
+
+/// By candle's operations.
+fn gradients_by_blocks(
     operands: &Operands,
     options: &AttentionOptions<'_>,
     [y, of, log_sums]: [&Tensor; 3],
-) -> Result<([Tensor; 3], Option<Tensor>)> {
+) -> Result<Gradients> {
     let AttentionSizes { sequences, keys, groups, queries, dim, value, .. } = operands.sizes;
     let (k, v, dtype) = (&operands.k, &operands.v, wide(operands.q.dtype()));
     let heads_first = |t: &Tensor| t.transpose(1, 2)?.reshape((sequences, keys, groups, queries, value));
     let (y, of) = (heads_first(y)?, heads_first(of)?);
-    // Sums over a head's entries of y and its gradient.
     let along = (y.to_dtype(dtype)? * of.to_dtype(dtype)?)?.sum_keepdim(D::Minus1)?;
     let (d_k, d_v) = (Tensor::zeros(k.dims(), dtype, k.device())?, Tensor::zeros(v.dims(), dtype, v.device())?);
     let mut d_q = Vec::new();
@@ -99,13 +129,5 @@ fn gradients(
         d_q.push(d_rows.reshape((sequences, keys, groups, block.rows, dim))?);
     }
     let d_q = Tensor::cat(&d_q, 3)?.reshape((sequences, keys * groups, queries, dim))?;
-    let d_sinks = match options.sinks {
-        None => None,
-        Some(sinks) => {
-            let sinks = sinks.to_dtype(dtype)?.reshape((1, keys, groups, 1, 1))?;
-            let p = sinks.broadcast_sub(log_sums)?.exp()?;
-            Some((p * along)?.neg()?.sum((0, 3, 4))?.flatten_all()?)
-        }
-    };
-    Ok(([d_q, d_k, d_v], d_sinks))
+    Ok(Gradients { operands: [d_q, d_k, d_v], along })
 }

@@ -11,56 +11,96 @@ use crate::ops::params::{AttentionParams, Strides, THREADS};
 /// Below so many queries candle's operations are quicker: most of a block's rows would be empty.
 const FEWEST_QUERIES: usize = 16;
 
+/// A call that kernels serve.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct KernelCall {
+    pub sequences: usize,
+    pub heads: usize,
+    pub key_heads: usize,
+    pub queries: usize,
+    pub positions: usize,
+    /// Which of [`AttentionHeads::ALL`] it has.
+    pub kernel: usize,
+    /// Without pointers.
+    pub params: AttentionParams,
+}
+
+impl KernelCall {
+    /// `None` where no kernel serves it.
+    pub fn of([q, k, v]: [&Tensor; 3], options: &AttentionOptions<'_>) -> Result<Option<Self>> {
+        let (sequences, heads, queries, dim) = q.dims4()?;
+        let (_, key_heads, positions, _) = k.dims4()?;
+        let value = v.dims()[3];
+        let same = |of: &AttentionHeads| (of.dim, of.value) == (dim, value);
+        let Some(kernel) = AttentionHeads::ALL.iter().position(same) else { return Ok(None) };
+        let AttentionOptions { first, window, chunk, sinks, scale, .. } = *options;
+        let served = q.device().is_cuda()
+            && is_half(q.dtype())
+            && [q, k, v].into_iter().all(|t| fits(t, q))
+            && sinks.is_none_or(|s| s.dtype() == q.dtype() && s.dims() == [heads] && s.is_contiguous())
+            && queries > 0
+            && sequences > 0
+            && heads.is_multiple_of(key_heads)
+            && k.dims() == [sequences, key_heads, positions, dim]
+            && v.dims() == [sequences, key_heads, positions, value]
+            && positions >= queries;
+        if !served {
+            return Ok(None);
+        }
+        let params = AttentionParams {
+            q_strides: strides(q),
+            k_strides: strides(k),
+            v_strides: strides(v),
+            heads: int(heads)?,
+            key_heads: int(key_heads)?,
+            queries: int(queries)?,
+            positions: int(positions)?,
+            first: int(first)?,
+            first_key: int(first + queries - positions)?,
+            window: int(window.unwrap_or(0).min(i32::MAX as usize))?,
+            chunk: int(chunk.unwrap_or(0).min(i32::MAX as usize))?,
+            scale: scale as f32,
+            ..Default::default()
+        };
+        Ok(Some(Self { sequences, heads, key_heads, queries, positions, kernel, params }))
+    }
+
+    /// That kernels are quicker than candle's operations.
+    pub fn is_long(&self) -> bool {
+        self.queries >= FEWEST_QUERIES
+    }
+}
+
+/// Of the same type and device, in rows of whole loads of 16 bytes.
+pub(super) fn fits(t: &Tensor, like: &Tensor) -> bool {
+    let layout = t.layout();
+    let (rows, entries) = layout.stride().split_at(layout.stride().len() - 1);
+    let aligned = rows.iter().chain([&layout.start_offset()]).all(|n| n.is_multiple_of(8));
+    t.dtype() == like.dtype() && t.device().same_device(like.device()) && entries == [1] && aligned
+}
+
 /// As [`attention`](super::attention), where there is a kernel for it; with the logarithms of the rows' sums where
 /// `log_sums`.
 pub(super) fn forward(
-    [q, k, v]: [&Tensor; 3],
+    operands: [&Tensor; 3],
     options: &AttentionOptions<'_>,
     log_sums: bool,
 ) -> Result<Option<Output>> {
-    let (sequences, heads, queries, dim) = q.dims4()?;
-    let (_, key_heads, positions, _) = k.dims4()?;
-    let value = v.dims()[3];
-    let same = |of: &AttentionHeads| (of.dim, of.value) == (dim, value);
-    let Some(kernel) = AttentionHeads::ALL.iter().position(same) else { return Ok(None) };
-    // Rows of whole loads of 16 bytes.
-    let fits = |t: &Tensor| {
-        let (layout, like) = (t.layout(), (q.dtype(), q.device()));
-        let aligned = layout.stride()[..3].iter().chain([&layout.start_offset()]).all(|n| n.is_multiple_of(8));
-        t.dtype() == like.0 && t.device().same_device(like.1) && layout.stride()[3] == 1 && aligned
-    };
-    let AttentionOptions { first, window, chunk, sinks, scale, .. } = *options;
-    let served = q.device().is_cuda()
-        && is_half(q.dtype())
-        && [q, k, v].into_iter().all(fits)
-        && sinks.is_none_or(|s| s.dtype() == q.dtype() && s.dims() == [heads] && s.is_contiguous())
-        && queries >= FEWEST_QUERIES
-        && sequences > 0
-        && heads.is_multiple_of(key_heads)
-        && k.dims() == [sequences, key_heads, positions, dim]
-        && v.dims() == [sequences, key_heads, positions, value]
-        && positions >= queries;
-    if !served {
-        return Ok(None);
-    }
+    let call = KernelCall::of(operands, options)?.filter(KernelCall::is_long);
+    call.map(|call| run(&call, operands, options.sinks, log_sums)).transpose()
+}
+
+/// By the kernel, however few the queries are.
+pub(super) fn run(
+    call: &KernelCall,
+    [q, k, v]: [&Tensor; 3],
+    sinks: Option<&Tensor>,
+    log_sums: bool,
+) -> Result<Output> {
+    let KernelCall { sequences, heads, key_heads, queries, kernel, params, .. } = *call;
     let log_sums = match log_sums {
         true => Some(Tensor::zeros((sequences, heads, queries), DType::F32, q.device())?),
         false => None,
-    };
-    let params = AttentionParams {
-        q_strides: strides(q),
-        k_strides: strides(k),
-        v_strides: strides(v),
-        heads: int(heads)?,
-        key_heads: int(key_heads)?,
-        queries: int(queries)?,
-        positions: int(positions)?,
-        first: int(first)?,
-        first_key: int(first + queries - positions)?,
-        window: int(window.unwrap_or(0).min(i32::MAX as usize))?,
-        chunk: int(chunk.unwrap_or(0).min(i32::MAX as usize))?,
-        scale: scale as f32,
-        ..Default::default()
     };
     let block = AttentionHeads::ALL[kernel];
     let grid = Grid {
@@ -69,7 +109,7 @@ pub(super) fn forward(
         shared: block.shared(),
     };
     let (like, inputs) = ((q.device(), q.dtype()), [Some(q), Some(k), Some(v), sinks]);
-    let y = output(like, (sequences, queries, heads, value), inputs, |gpu, [q, k, v, sinks], out| {
+    let y = output(like, (sequences, queries, heads, block.value), inputs, |gpu, [q, k, v, sinks], out| {
         let written: Vec<&Tensor> = log_sums.iter().collect();
         with_addresses_mut(&written, |written| {
             let log_sums = written.first().copied().unwrap_or(0);
@@ -81,10 +121,10 @@ pub(super) fn forward(
     })?;
     let log_sums =
         log_sums.map(|sums| sums.reshape((sequences, key_heads, heads / key_heads, queries, 1))).transpose()?;
-    Ok(Some(Output { y, log_sums }))
+    Ok(Output { y, log_sums })
 }
 
-fn strides(t: &Tensor) -> Strides {
+pub(super) fn strides(t: &Tensor) -> Strides {
     let stride = t.stride();
     Strides { sequence: stride[0] as i64, head: stride[1] as i64, row: stride[2] as i64 }
 }

@@ -1,4 +1,4 @@
-//! The kernel of attention's forward on a GPU against a matrix of all scores, in f64 of the same inputs.
+//! Attention by kernels on a GPU, and its gradients, against a matrix of all scores, in f64 of the same inputs.
 
 use candle_core::{DType, Device, Result, Tensor, Var};
 
@@ -23,8 +23,9 @@ fn cases() -> Vec<((usize, usize), Case)> {
     all
 }
 
-/// Values are rounded to `dtype` twice, as exponentials and as results: 2 ε. Gradients come of these, of the scores'
-/// gradients and of the results' products, rounded again: 8 ε.
+/// Values are rounded to `dtype` twice, as exponentials and as results: 2 ε. Gradients of queries, keys and values come
+/// of these, of the scores' gradients, and are rounded again: 8 ε is twice that, as the sinks' are sums that may
+/// cancel.
 #[test]
 #[ignore = "needs a GPU"]
 fn kernel_equals_attention_with_all_scores() -> Result<()> {
@@ -55,9 +56,6 @@ fn kernel_equals_attention_with_all_scores() -> Result<()> {
             let y = attention(&q, &k, &v, &options)?;
             let bits = |t: &Tensor| t.to_dtype(DType::F32)?.flatten_all()?.to_vec1::<f32>();
             assert_eq!(bits(&y)?, bits(&kernel.y)?, "tracking changes {name}");
-            if !number.is_multiple_of(3) {
-                continue;
-            }
             let weights = random(5, y.dims()).to_dtype(dtype)?;
             let (found, expected) = (
                 (y * weights.to_device(&device)?)?.sum_all()?.backward()?,

@@ -1,6 +1,8 @@
 //! Attention: who sees whom, and the weighted sums of values, without a matrix of all scores.
 
 mod backward;
+#[cfg(feature = "cuda")]
+mod backward_cuda;
 mod cache;
 #[cfg(feature = "cuda")]
 mod cache_cuda;
@@ -24,7 +26,7 @@ fn block(device: &Device) -> usize {
 /// Causal attention of `q [B, heads, S, D]` over `k [B, key heads, N, D]` and `v [B, key heads, N, V]`, of which the
 /// last S are the queries' own positions and all are of positions one after the other. Query heads are groups of
 /// neighbors over a key head. Gives `[B, S, heads, V]`. Backward keeps what it was given, the result, and one number a
-/// query and head; it makes the scores of a block of queries again.
+/// query and head; it makes the scores of a block again.
 pub(crate) fn attention(q: &Tensor, k: &Tensor, v: &Tensor, options: &AttentionOptions<'_>) -> Result<Tensor> {
     let tracked = |t: &Tensor| t.track_op();
     if tracked(q) || tracked(k) || tracked(v) || options.sinks.is_some_and(tracked) {
@@ -204,10 +206,14 @@ fn forward(operands: &Operands, options: &AttentionOptions<'_>, log_sums: bool) 
     Ok(Output { y, log_sums })
 }
 
+#[cfg(all(test, feature = "cuda"))]
+mod backward_gpu_tests;
 #[cfg(test)]
 mod cases;
 #[cfg(test)]
 mod closed_forms;
+#[cfg(all(test, feature = "cuda"))]
+mod gpu_rates;
 #[cfg(all(test, feature = "cuda"))]
 mod gpu_tests;
 #[cfg(test)]
