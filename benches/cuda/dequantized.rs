@@ -13,12 +13,8 @@ use crate::quant::quantized;
 use crate::report::Report;
 
 /// Random codes of one format, and scales of one number.
-fn random(
-    cuda: &Cuda,
-    random: &mut Random,
-    format: WeightFormat,
-    (dims, parts): ([usize; 3], usize),
-) -> Result<Quantized<Cuda>> {
+fn random(cuda: &Cuda, random: &mut Random, format: WeightFormat, dims: [usize; 3]) -> Result<Quantized<Cuda>> {
+    let parts = 1;
     let (_, scale_dims) = format.scales(dims, parts);
     let count = scale_dims.iter().product();
     // E4M3 has NaN in the place of its largest magnitudes; scales bring elements to some hundredths.
@@ -45,7 +41,7 @@ pub fn run(cuda: &Cuda, report: &Report, w: &Workload) -> Result<()> {
     let mut stacks = |format: WeightFormat| -> Result<[Quantized<Cuda>; 2]> {
         match format {
             WeightFormat::Nvfp4 => Ok([quantized(cuda, &dense[0])?, quantized(cuda, &dense[1])?]),
-            _ => Ok([random(cuda, &mut numbers, format, (up, 2))?, random(cuda, &mut numbers, format, (down, 1))?]),
+            _ => Ok([random(cuda, &mut numbers, format, up)?, random(cuda, &mut numbers, format, down)?]),
         }
     };
     let base = gemms.backward(cuda, views(), "")?;

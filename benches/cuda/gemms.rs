@@ -179,7 +179,7 @@ impl<'a> Gemms<'a> {
             });
             match up.and(down) {
                 Err(e) if accumulate => complain(format_args!("{}: no gradients in f32: {e}", self.w.name)),
-                done => done?,
+                done => done.map(drop)?,
             }
         }
         Ok(())

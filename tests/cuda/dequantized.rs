@@ -121,7 +121,7 @@ impl Products {
         cuda.down_bwd(DownBwd {
             grad: RowSource::mapped(self.d_y.view(), map.view()),
             segments,
-            weight: down,
+            weight: down.borrow(),
             bias: Some(biases[1].view()),
             pre: self.pre_given.view(),
             slot_weights: weights(WeightAt::Output),
@@ -133,7 +133,7 @@ impl Products {
         cuda.up_dgrad(UpDgrad {
             d_pre: d_pre.view(),
             segments,
-            weight: up,
+            weight: up.borrow(),
             input_weight: None,
             out: RowDest::direct(d_x.view_mut()),
         })
