@@ -52,7 +52,6 @@ fn rounded(cuda: &Cuda, weight: &Quantized<Cpu>, dtype: DType) -> Result<Tensor<
 
 /// All products' operands and results, of the last rows of each expert's many.
 struct Products {
-    experts: Experts,
     segments: Segments<Cuda>,
     x: Tensor<Cuda>,
     map: Tensor<Cuda>,
@@ -93,7 +92,7 @@ impl Products {
         let empty = |width: usize| Tensor::empty(cuda, dtype, &[n, width]);
         let forward = [empty(2 * i)?, empty(i)?, empty(h)?];
         let backward = [empty(2 * i)?, empty(i)?, Tensor::empty(cuda, DType::F32, &[n])?, empty(h)?];
-        Ok(Self { experts, segments, x, map, slot_weights, biases, d_y, pre_given, hidden_given, forward, backward })
+        Ok(Self { segments, x, map, slot_weights, biases, d_y, pre_given, hidden_given, forward, backward })
     }
 
     fn run(&mut self, cuda: &Cuda, [up, down]: [Weight<'_, Cuda>; 2]) -> Result<()> {
