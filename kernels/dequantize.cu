@@ -1,6 +1,6 @@
 // Quantized matrices back to floating point, many in one launch, and block scales to and from the order in which tensor
 // cores read them.
-#include "quant/quantize.cuh"
+#include "quant/eights.cuh"
 
 namespace {
 using namespace quant;
@@ -33,18 +33,7 @@ __device__ __forceinline__ void store(void* to, unsigned i, const float (&v)[8])
         float4* out = static_cast<float4*>(to) + static_cast<int64_t>(i / 2) * 4 + i % 2;
         out[0] = make_float4(v[0], v[1], v[2], v[3]), out[2] = make_float4(v[4], v[5], v[6], v[7]);
     } else {
-        unsigned pairs[4];
-#pragma unroll
-        for (int k = 0; k < 4; k++) {
-            if constexpr (std::is_same<T, f16>::value) {
-                const __half2 pair = __floats2half2_rn(v[2 * k], v[2 * k + 1]);
-                pairs[k] = *reinterpret_cast<const unsigned*>(&pair);
-            } else {
-                const __nv_bfloat162 pair = __floats2bfloat162_rn(v[2 * k], v[2 * k + 1]);
-                pairs[k] = *reinterpret_cast<const unsigned*>(&pair);
-            }
-        }
-        static_cast<uint4*>(to)[i] = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
+        static_cast<uint4*>(to)[i] = pack_eight<T>(v);
     }
 }
 
@@ -60,22 +49,6 @@ __device__ __forceinline__ void decode(const DequantizeJob& p, unsigned word, fl
     if (!p.modelopt) return;
 #pragma unroll
     for (int k = 0; k < 8; k++) v[k] = __fadd_rn(v[k], 0.0f);  // its table has +0 for code 8
-}
-
-// Values of eight E4M3 codes.
-__device__ __forceinline__ void e4m3_values(uint2 codes, float (&v)[8]) {
-#pragma unroll
-    for (int k = 0; k < 8; k += 2) {
-        const unsigned pair = (k < 4 ? codes.x : codes.y) >> 8 * (k % 4) & 0xffffu;
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890 && !defined(MOEBIUS_SOFT_E4M3)
-        unsigned halves;  // f16, exact
-        asm("cvt.rn.f16x2.e4m3x2 %0, %1;\n" : "=r"(halves) : "h"(static_cast<unsigned short>(pair)));
-        const float2 both = __half22float2(*reinterpret_cast<const __half2*>(&halves));
-        v[k] = both.x, v[k + 1] = both.y;
-#else
-        v[k] = e4m3_value(pair & 0xffu), v[k + 1] = e4m3_value(pair >> 8);
-#endif
-    }
 }
 
 // Lines of whole eights without gaps whose number fits 32 bits: an eight's place follows from its number alone.

@@ -114,7 +114,8 @@ __device__ void layout_segments(const LocalPlanParams& p) {
     }
 }
 
-// One block, of at most 1024 threads. Each thread takes a run of groups; runs are joined by a scan over the block, so
+// A block of at most 1024 threads for each chunk of groups. All look at all segments, and list those of their chunk.
+// Each thread takes a run of groups; runs are joined by a scan over the block, so
 // the list is in slot order. Filled segments must be ascending, apart and inside the layout; one that is not gets no
 // tiles and raises the fault.
 //
@@ -126,6 +127,9 @@ __device__ void write_tile_list(const TileListParams& p) {
     __shared__ int64_t totals[32];
     const int64_t per = (p.groups + blockDim.x - 1) / blockDim.x;
     const int64_t first = threadIdx.x * per, last = first + per < p.groups ? first + per : p.groups;
+    const int64_t chunk_first = blockIdx.x * p.chunk, chunk_last = chunk_first + p.chunk;
+    int4* list = p.tiles + blockIdx.x * p.max_tiles;
+    int32_t* count = p.tile_count + blockIdx.x;
     // Sum or largest, none below zero, of the threads before this one, and with its own.
     struct Upto {
         int64_t before, own;
@@ -170,7 +174,7 @@ __device__ void write_tile_list(const TileListParams& p) {
                 continue;
             }
             end = p.offsets[g] + p.counts[g];
-            visit(g);
+            if (g >= chunk_first && g < chunk_last) visit(g);
         }
     };
     // Counts are below 2^31; a division of 64 bits takes as long as a read.
@@ -179,7 +183,7 @@ __device__ void write_tile_list(const TileListParams& p) {
     auto put = [&](int64_t at, int64_t g, int64_t tile, bool empty = false) {
         if (at >= p.max_tiles) return;
         const int64_t s = tile * p.tile_rows, left = p.counts[g] - s, rows = left < p.tile_rows ? left : p.tile_rows;
-        p.tiles[at] = make_int4(static_cast<int>(g), static_cast<int>(p.offsets[g] + s), empty ? 0 : static_cast<int>(rows), 0);
+        list[at] = make_int4(static_cast<int>(g - chunk_first), static_cast<int>(p.offsets[g] + s), empty ? 0 : static_cast<int>(rows), 0);
     };
     int64_t tiles = 0, odd = 0, last_odd = 0;  // the last group with an odd number of tiles, plus one
     for_each_group([&](int64_t g) {
@@ -189,7 +193,7 @@ __device__ void write_tile_list(const TileListParams& p) {
     });
     const Upto upto = scan(tiles, false);
     if (!PAIRED) {
-        if (threadIdx.x == blockDim.x - 1) *p.tile_count = static_cast<int32_t>(upto.own < p.max_tiles ? upto.own : p.max_tiles);
+        if (threadIdx.x == blockDim.x - 1) *count = static_cast<int32_t>(upto.own < p.max_tiles ? upto.own : p.max_tiles);
         int64_t at = upto.before;
         for_each_group([&](int64_t g) {
             for (int64_t i = 0; i < tiles_of(g); i++, at++) put(at, g, i);
@@ -213,7 +217,7 @@ __device__ void write_tile_list(const TileListParams& p) {
         put(at++, waiting - 1, tiles_of(waiting - 1) - 1);
         put(at++, waiting - 1, tiles_of(waiting - 1) - 1, true);
     }
-    *p.tile_count = static_cast<int32_t>(at < p.max_tiles ? at : p.max_tiles);
+    *count = static_cast<int32_t>(at < p.max_tiles ? at : p.max_tiles);
 }
 
 // The work of one block once the segments are laid out: the list of their tiles, and what has been found until now,
@@ -221,7 +225,7 @@ __device__ void write_tile_list(const TileListParams& p) {
 __device__ void finish_segments(const LocalPlanParams& p) {
     __syncthreads();
     if (p.tiles != nullptr) {
-        const TileListParams list{p.offsets, p.counts, p.experts, p.rows, p.tile_rows, p.tiles + 1, &p.tiles->x, p.max_tiles, p.fault, p.origin};
+        const TileListParams list{p.offsets, p.counts, p.experts, p.experts, p.rows, p.tile_rows, p.tiles + 1, &p.tiles->x, p.max_tiles, p.fault, p.origin};
         if (p.paired) write_tile_list<true>(list);
         else write_tile_list<false>(list);
         __syncthreads();

@@ -4,8 +4,8 @@
 //
 // The weights are de-quantized between memory and shared memory (portable/quantized_operand.cuh); the loop, its grid
 // and its tiles are the portable ones. Limited by mma.sync and by the de-quantizing, which each tile of rows repeats.
-// Faster forward kernels with FP4 weights: w4a16_decode.cu (few rows), sm90_w4a16.cu (many). Notes:
-// kernels/notes/w4a16.md.
+// Faster forward kernels with FP4 weights: w4a16_decode.cu (few rows), sm90_w4a16.cu (many). Hopper makes the gradients,
+// and fp8 blocks' forward of many rows, by its dense kernels, behind sm90_dequantize.cu. Notes: kernels/notes/w4a16.md.
 #include "portable/quantized_operand.cuh"
 
 #define MMA_SYNC(name, T, KIND, FORMAT)                                                                                  \

@@ -111,16 +111,17 @@ struct WeightGradParams {
     int64_t site;
 };
 
-// Row tiles of a layout.
+// Row tiles of a layout, in a list for every `chunk` groups, whose tiles number groups from the chunk's first on.
 struct TileListParams {
     const int64_t* offsets;
     const int64_t* counts;
     int64_t groups;
+    int64_t chunk;
     int64_t rows;
     int64_t tile_rows;
-    int4* tiles;
-    int32_t* tile_count;
-    int64_t max_tiles;         // room in `tiles`
+    int4* tiles;               // [chunks, max_tiles]
+    int32_t* tile_count;       // [chunks]
+    int64_t max_tiles;         // room of a chunk
     unsigned long long* fault;
     int64_t site;
 };
@@ -506,6 +507,14 @@ struct QuantWeightParams {
 };
 // Formats of weights: E2M1 with an E4M3 scale each 16; E2M1 with an E8M0 scale each 32; E4M3 with f32 scales.
 enum WeightEncoding : int64_t { WEIGHT_NVFP4 = 0, WEIGHT_MXFP4 = 1, WEIGHT_FP8 = 2 };
+
+// Some groups' quantized weights as 16-bit numbers.
+struct DequantizeExpertsParams {
+    const int64_t* counts;     // rows of each of these groups: weights of one without any are not written
+    void* out;                 // [groups of the launch, rows, columns]
+    int64_t first;             // the first of them
+    int64_t blocks;            // of the launch's, a group
+};
 
 // ---------------------------------------------------------------------------------------------------- optimizer steps
 

@@ -55,7 +55,7 @@ constexpr uint32_t PANEL_ROWS = 128, PANEL_BYTES = 256;
 // Amaxes (quant_amax.cu): bytes of a matrix that a block takes; elements of a line that a thread takes, where those lie
 // apart; rows of a matrix that it takes after the transform; threads of the block that clears a launch's outputs.
 constexpr uint32_t AMAX_SPAN = 1 << 17, AMAX_LINE_ELEMENTS = 256, AMAX_TRANSFORMED_ROWS = 64, AMAX_ZERO_THREADS = 64;
-// Back to floating point (dequantize.cu): eights of elements that a thread takes, and a block.
+// Back to floating point (dequantize.cu, sm90_dequantize.cu): eights of elements that a thread takes, and a block.
 constexpr uint32_t DEQUANTIZE_THREAD_EIGHTS = 8, DEQUANTIZE_SPAN = QUANT_THREADS * DEQUANTIZE_THREAD_EIGHTS;
 
 // The router (router.cu): most threads of a block, a warp of which takes a token, and those of the kernel that

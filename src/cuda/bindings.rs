@@ -268,6 +268,7 @@ pub struct TileListParams {
     pub offsets: u64,
     pub counts: u64,
     pub groups: i64,
+    pub chunk: i64,
     pub rows: i64,
     pub tile_rows: i64,
     pub tiles: u64,
@@ -278,18 +279,19 @@ pub struct TileListParams {
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of TileListParams"][::core::mem::size_of::<TileListParams>() - 80usize];
+    ["Size of TileListParams"][::core::mem::size_of::<TileListParams>() - 88usize];
     ["Alignment of TileListParams"][::core::mem::align_of::<TileListParams>() - 8usize];
     ["Offset of field: TileListParams::offsets"][::core::mem::offset_of!(TileListParams, offsets) - 0usize];
     ["Offset of field: TileListParams::counts"][::core::mem::offset_of!(TileListParams, counts) - 8usize];
     ["Offset of field: TileListParams::groups"][::core::mem::offset_of!(TileListParams, groups) - 16usize];
-    ["Offset of field: TileListParams::rows"][::core::mem::offset_of!(TileListParams, rows) - 24usize];
-    ["Offset of field: TileListParams::tile_rows"][::core::mem::offset_of!(TileListParams, tile_rows) - 32usize];
-    ["Offset of field: TileListParams::tiles"][::core::mem::offset_of!(TileListParams, tiles) - 40usize];
-    ["Offset of field: TileListParams::tile_count"][::core::mem::offset_of!(TileListParams, tile_count) - 48usize];
-    ["Offset of field: TileListParams::max_tiles"][::core::mem::offset_of!(TileListParams, max_tiles) - 56usize];
-    ["Offset of field: TileListParams::fault"][::core::mem::offset_of!(TileListParams, fault) - 64usize];
-    ["Offset of field: TileListParams::site"][::core::mem::offset_of!(TileListParams, site) - 72usize];
+    ["Offset of field: TileListParams::chunk"][::core::mem::offset_of!(TileListParams, chunk) - 24usize];
+    ["Offset of field: TileListParams::rows"][::core::mem::offset_of!(TileListParams, rows) - 32usize];
+    ["Offset of field: TileListParams::tile_rows"][::core::mem::offset_of!(TileListParams, tile_rows) - 40usize];
+    ["Offset of field: TileListParams::tiles"][::core::mem::offset_of!(TileListParams, tiles) - 48usize];
+    ["Offset of field: TileListParams::tile_count"][::core::mem::offset_of!(TileListParams, tile_count) - 56usize];
+    ["Offset of field: TileListParams::max_tiles"][::core::mem::offset_of!(TileListParams, max_tiles) - 64usize];
+    ["Offset of field: TileListParams::fault"][::core::mem::offset_of!(TileListParams, fault) - 72usize];
+    ["Offset of field: TileListParams::site"][::core::mem::offset_of!(TileListParams, site) - 80usize];
 };
 #[repr(C)]
 #[derive(Debug, Copy, Clone, Default)]
@@ -1104,6 +1106,26 @@ pub const WEIGHT_NVFP4: WeightEncoding = 0;
 pub const WEIGHT_MXFP4: WeightEncoding = 1;
 pub const WEIGHT_FP8: WeightEncoding = 2;
 pub type WeightEncoding = i64;
+#[repr(C)]
+#[derive(Debug, Copy, Clone, Default)]
+pub struct DequantizeExpertsParams {
+    pub counts: u64,
+    pub out: u64,
+    pub first: i64,
+    pub blocks: i64,
+}
+#[allow(clippy::unnecessary_operation, clippy::identity_op)]
+const _: () = {
+    ["Size of DequantizeExpertsParams"][::core::mem::size_of::<DequantizeExpertsParams>() - 32usize];
+    ["Alignment of DequantizeExpertsParams"][::core::mem::align_of::<DequantizeExpertsParams>() - 8usize];
+    ["Offset of field: DequantizeExpertsParams::counts"]
+        [::core::mem::offset_of!(DequantizeExpertsParams, counts) - 0usize];
+    ["Offset of field: DequantizeExpertsParams::out"][::core::mem::offset_of!(DequantizeExpertsParams, out) - 8usize];
+    ["Offset of field: DequantizeExpertsParams::first"]
+        [::core::mem::offset_of!(DequantizeExpertsParams, first) - 16usize];
+    ["Offset of field: DequantizeExpertsParams::blocks"]
+        [::core::mem::offset_of!(DequantizeExpertsParams, blocks) - 24usize];
+};
 pub const NORM_LEAF: i64 = 4096;
 pub const NORM_LEAF_SUMS: i64 = 128;
 pub const NORM_TASK_HEIGHT: i64 = 2;

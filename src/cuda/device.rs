@@ -13,6 +13,7 @@ use super::capture_state::CaptureState;
 use super::context_kernels::{ContextKernels, Kernel};
 use super::driver::driver;
 use super::failure::FailureSources;
+use super::heuristics;
 use super::kernel_table::{Sm90Kernels, Table};
 use super::memory::{Arena, Memory};
 use super::status_words::StatusWords;
@@ -28,6 +29,8 @@ pub struct Cuda {
     portable: bool,
     /// Results of quantized experts do not depend on the number of rows.
     batch_invariant: bool,
+    /// Most bytes of quantized weights that are 16-bit at a time.
+    weight_scratch: usize,
     /// SMs that kernels leave alone which else fill the GPU.
     reserved_sms: usize,
 }
@@ -125,7 +128,14 @@ impl fmt::Debug for Cuda {
 
 impl Cuda {
     pub(super) fn of(inner: CudaState) -> Self {
-        Self { inner: Arc::new(inner), poison: false, portable: false, batch_invariant: false, reserved_sms: 0 }
+        Self {
+            inner: Arc::new(inner),
+            poison: false,
+            portable: false,
+            batch_invariant: false,
+            weight_scratch: heuristics::WEIGHT_SCRATCH,
+            reserved_sms: 0,
+        }
     }
 
     /// The same settings over another stream.
@@ -150,8 +160,9 @@ impl Cuda {
     }
 
     /// The same device, on which a token's result has the same bits whatever other tokens a call holds for experts with
-    /// NVFP4 and MXFP4 weights too; for all others it has anyway. The kernel for many rows then serves few rows as well,
-    /// which costs time in decoding (`docs/invariance.md`).
+    /// quantized weights too; for all others it has anyway. With NVFP4 and MXFP4 the kernel for many rows then serves few
+    /// rows as well, which costs time in decoding; with fp8 blocks on Hopper the one for few rows serves many
+    /// (`docs/invariance.md`).
     pub fn batch_invariant(&self) -> Self {
         Self { batch_invariant: true, ..self.clone() }
     }
@@ -159,6 +170,18 @@ impl Cuda {
     /// Whether no kernel may be chosen by the number of rows where kernels sum in different orders.
     pub(super) fn is_batch_invariant(&self) -> bool {
         self.batch_invariant
+    }
+
+    /// The same device, on which products that de-quantize experts' weights first (`docs/quantization.md`) have at most so
+    /// many bytes of them in 16 bits at a time, but one expert's at least; 512 MiB unless it is set. Less memory takes
+    /// more time; results are the same to the bit.
+    pub fn limiting_weight_scratch(&self, bytes: usize) -> Self {
+        Self { weight_scratch: bytes, ..self.clone() }
+    }
+
+    /// Most bytes of quantized weights that are 16-bit at a time, of more than one expert.
+    pub(super) fn weight_scratch(&self) -> usize {
+        self.weight_scratch
     }
 
     /// The same device whose largest kernels leave so many of its SMs (at most all but two) to what runs on

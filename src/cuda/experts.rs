@@ -11,13 +11,14 @@ use crate::tensor::{Tensor, dims3};
 use crate::weights::Weight;
 
 use super::context_kernels::Kernel;
+use super::dequantized::{DequantizedLaunch, Dequantizing, dequantizing};
 use super::device::Cuda;
 use super::fault_site::MappedCall;
 use super::heuristics::ORDER_ROWS_COLUMNS;
 use super::kernel_table::Product;
 use super::launch::Grid;
 use super::layout::{
-    SourceRows, TileOrder, Tiles, aligned, check_segments, input, optional, optional_output, output, row_dest,
+    SourceRows, TileList, TileOrder, Tiles, aligned, check_segments, input, optional, optional_output, output, row_dest,
 };
 use super::params::{self, activation_code, type_code};
 use super::permute::gather_to_slots;
@@ -62,6 +63,8 @@ struct GroupedGemm<'a> {
 struct KernelChoice<'a> {
     /// Hopper's kernel, and what its operands' layout depends on.
     sm90: Option<(Product, &'a Kernel)>,
+    /// With quantized weights, which that kernel takes de-quantized.
+    dequantizing: Option<Dequantizing<'a>>,
     /// That for few rows.
     decode: Option<&'a Kernel>,
     tiles: Tiles,
@@ -118,7 +121,8 @@ impl<'a> GroupedGemm<'a> {
                 Error::check_dtype(self.call, "weight", self.dtype, b.dtype())?;
                 (b.data().ptr, aligned(b, b.dims().last().copied().unwrap_or(1)))
             }
-            Weight::Quantized(_) => (0, false),
+            // Of columns in eights, where they are made 16-bit.
+            Weight::Quantized(_) => (0, true),
         };
         Ok(params::GemmParams {
             a: a.base,
@@ -142,8 +146,8 @@ impl<'a> GroupedGemm<'a> {
         })
     }
 
-    fn tiles(&self, rows: usize, order: TileOrder) -> Result<Tiles> {
-        Tiles::new(self.call, self.device, self.segments, self.site, (rows, order))
+    fn tiles(&self, list: TileList) -> Result<Tiles> {
+        Tiles::new(self.call, self.device, self.segments, self.site, list)
     }
 
     /// Chooses the kernels, Hopper's for `product` where they can serve, and lists the tiles. A tile's columns are
@@ -151,36 +155,47 @@ impl<'a> GroupedGemm<'a> {
     fn choose(&self, p: &mut params::GemmParams, product: Option<Product>, factor: usize) -> Result<KernelChoice<'a>> {
         let quantized = self.quantized.as_ref();
         if let Some(kernel) = quantized.and_then(|q| q.tuned(self.device, self.dtype, p, product, factor)) {
-            let tiles = self.tiles(kernel.rows, TileOrder::Slots)?;
+            let tiles = self.tiles(TileList { tile: kernel.rows, order: TileOrder::Slots, chunk: None })?;
             (p.tiles, p.tile_count, p.m_tiles) = (tiles.list(), tiles.count(), tiles.most as i64);
             p.n_tiles = (p.n as usize).div_ceil(kernel.columns) as i64;
-            return Ok(KernelChoice { sm90: None, decode: None, tiles, tuned: Some(kernel) });
+            return Ok(KernelChoice { sm90: None, dequantizing: None, decode: None, tiles, tuned: Some(kernel) });
         }
         let dense = self.quantized.is_none();
         if let Some(kernel) = sm90_decode::expert_kernel(self.device, self.dtype, p, product).filter(|_| dense) {
-            let tiles = self.tiles(SM90_DECODE.tile, TileOrder::Slots)?;
+            let tiles = self.tiles(TileList { tile: SM90_DECODE.tile, order: TileOrder::Slots, chunk: None })?;
             (p.tiles, p.tile_count, p.m_tiles) = (tiles.list(), tiles.count(), tiles.most as i64);
             p.n_tiles = (p.n as usize).div_ceil(sm90_decode::COLUMNS / factor) as i64;
-            return Ok(KernelChoice { sm90: None, decode: Some(kernel), tiles, tuned: None });
+            return Ok(KernelChoice { sm90: None, dequantizing: None, decode: Some(kernel), tiles, tuned: None });
         }
-        let serves = dense && sm90_grouped_gemm::serves(self.device, self.dtype, p);
+        let dequantizing =
+            quantized.zip(product).and_then(|(q, product)| dequantizing(self.device, self.dtype, q, product, p));
+        let serves = (dense || dequantizing.is_some()) && sm90_grouped_gemm::serves(self.device, self.dtype, p);
         let kernels = self.device.sm90_kernels().filter(|_| serves);
         let sm90 = product.zip(kernels).and_then(|(product, kernels)| {
             let kernel = product.kernels(kernels, p.k as usize).of(self.dtype)?;
             Some((product, kernel))
         });
-        let (rows, order, columns) = match sm90 {
+        let dequantizing = dequantizing.filter(|_| sm90.is_some());
+        let (tile, order, columns) = match sm90 {
             Some((product, _)) => (SM90_GROUPED_GEMM.tile, TileOrder::Pairs, product.columns(p.k as usize)),
             None => (self.shape.tile, TileOrder::Slots, self.shape.tile),
         };
-        let tiles = self.tiles(rows, order)?;
+        let tiles = self.tiles(TileList { tile, order, chunk: dequantizing.map(|d| d.chunks.each) })?;
         (p.tiles, p.tile_count, p.m_tiles) = (tiles.list(), tiles.count(), tiles.most as i64);
         p.n_tiles = (p.n as usize).div_ceil(columns / factor) as i64;
-        Ok(KernelChoice { sm90, decode: None, tiles, tuned: None })
+        Ok(KernelChoice { sm90, dequantizing, decode: None, tiles, tuned: None })
     }
 
     fn launch(&self, product: Product, choice: &KernelChoice<'_>, p: &params::GemmParams) -> Result<()> {
         let blocks = (p.m_tiles as usize).saturating_mul(p.n_tiles as usize);
+        let dequantizing = self.quantized.as_ref().zip(choice.sm90).zip(choice.dequantizing);
+        if let Some(((weight, (product, kernel)), dequantizing)) = dequantizing {
+            let counts = self.segments.counts.view().data().ptr;
+            let (call, device, dtype, tiles) = (self.call, self.device, self.dtype, &choice.tiles);
+            let launch =
+                DequantizedLaunch { call, device, product, dtype, kernel, weight, dequantizing, tiles, counts };
+            return launch.run(p);
+        }
         if let Some(weight) = &self.quantized {
             let grid = Grid { shared: self.shape.shared, ..Grid::new(blocks, self.shape.threads) };
             let launch = QuantizedLaunch { call: self.call, product, dtype: self.dtype, grid, tuned: choice.tuned };
@@ -219,6 +234,14 @@ impl<'a> GroupedGemm<'a> {
         out: u64,
         bias: Option<(u64, &SourceRows, usize)>,
     ) -> Result<()> {
+        // Biases are of all experts.
+        let whole = match tiles.is_whole() {
+            true => None,
+            false => {
+                Some(self.tiles(TileList { tile: SM90_GROUPED_GEMM.tile, order: TileOrder::Pairs, chunk: None })?)
+            }
+        };
+        let tiles = whole.as_ref().unwrap_or(tiles);
         let mut p = params::SlotDotsParams {
             partial: partial.view().data().ptr,
             parts: partial.dims()[1] as i64,

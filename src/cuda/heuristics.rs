@@ -44,6 +44,16 @@ pub(super) fn few_rows(rows: i64, experts: i64) -> bool {
 /// block have so much. `notes/w4a16.md`.
 pub(super) const DECODE_SHARED: u32 = 115_712;
 
+/// Rows of an expert, on average, above which fp8 blocks are de-quantized for Hopper's dense forward kernels. These sum in
+/// another order than the portable ones, so results change there. Weighed, not measured: the portable kernels multiply
+/// whole tiles of 128 rows; and where FP4 weights change their kernel, too. `notes/w4a16.md`.
+pub(super) const DEQUANTIZE_ROWS: i64 = 32;
+
+/// Bytes of 16-bit weights of several experts that products have at a time which de-quantize them first. Weighed, not
+/// measured: each chunk of experts ends with SMs that wait for the last tiles, half a tile's time in the mean, so that
+/// few chunks are better; qwen3-30b-a3b's down is one of 384 MiB, its up two. `notes/w4a16.md`.
+pub(super) const WEIGHT_SCRATCH: usize = 512 << 20;
+
 // ----------------------------------------------------------------------------------------------- the router's products
 
 /// Blocks that a sum over tokens is cut into at least, as far as there are tokens: two for each of an H100's 132 SMs,

@@ -143,14 +143,26 @@ pub(super) fn optional_output(
     t.map_or(Ok(0), |t| output(call, name, t, dtype, dims))
 }
 
-/// Row tiles of a layout, listed on the device.
+/// Row tiles of a layout, listed on the device: in one list, or in one for every so many experts.
 pub(super) struct Tiles {
     list: u64,
     count: u64,
-    /// Most tiles that there can be.
+    /// Most tiles that a list can have.
     pub(super) most: usize,
+    /// Lists.
+    chunks: usize,
     /// Where the list is not the layout's own.
     _made: Option<[Tensor<Cuda>; 2]>,
+}
+
+/// Which row tiles are listed.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct TileList {
+    /// Rows of a tile.
+    pub(super) tile: usize,
+    pub(super) order: TileOrder,
+    /// Experts of a list, whose tiles number them from its first on; `None`: all are in one.
+    pub(super) chunk: Option<usize>,
 }
 
 /// The order of row tiles.
@@ -202,25 +214,29 @@ impl Tiles {
         device: &Cuda,
         segments: &Segments<Cuda>,
         site: i64,
-        (tile, order): (usize, TileOrder),
+        TileList { tile, order, chunk }: TileList,
     ) -> Result<Self> {
         let groups = segments.offsets.dims()[0];
-        let most = order.most(segments.rows, groups, tile);
+        let chunk = chunk.unwrap_or(groups).clamp(1, groups.max(1));
+        let chunks = groups.div_ceil(chunk).max(1);
+        let most = order.most(segments.rows, chunk.min(groups), tile);
         if let Some(tiles) = segments.tiles()
+            && chunks == 1
             && PlannedTiles::new(segments.rows, groups) == (PlannedTiles { tile, order, most })
         {
             Error::check_shape(call, "segments.tiles", &[1 + most, 4], tiles.dims())?;
             Error::check_dtype(call, "segments.tiles", DType::I32, tiles.dtype())?;
             let count = tiles.data().ptr;
-            return Ok(Self { list: count + TILE_BYTES, count, most, _made: None });
+            return Ok(Self { list: count + TILE_BYTES, count, most, chunks, _made: None });
         }
-        let mut list = Tensor::empty(device, DType::I32, &[most, 4])?;
-        let mut count = Tensor::empty(device, DType::I32, &[1])?;
+        let mut list = Tensor::empty(device, DType::I32, &[chunks * most, 4])?;
+        let mut count = Tensor::empty(device, DType::I32, &[chunks])?;
         let made = (at(&mut list), at(&mut count));
         let call_params = params::TileListParams {
             offsets: segments.offsets.view().data().ptr,
             counts: segments.counts.view().data().ptr,
             groups: groups as i64,
+            chunk: chunk as i64,
             rows: segments.rows as i64,
             tile_rows: tile as i64,
             tiles: made.0,
@@ -234,16 +250,33 @@ impl Tiles {
             TileOrder::Slots => &kernels.list_tiles,
             TileOrder::Pairs => &kernels.list_tiles_paired,
         };
-        // SAFETY: offsets and counts have `groups` entries, the list `most`; the kernel writes no more.
-        unsafe { device.launch(call, kernel, Grid::new(1, params::PLAN_THREADS), &call_params) }?;
-        Ok(Self { list: made.0, count: made.1, most, _made: Some([list, count]) })
+        // SAFETY: offsets and counts have `groups` entries, each block's list `most`; the kernel writes no more.
+        unsafe { device.launch(call, kernel, Grid::new(chunks, params::PLAN_THREADS), &call_params) }?;
+        Ok(Self { list: made.0, count: made.1, most, chunks, _made: Some([list, count]) })
     }
 
+    /// The first list.
     pub(super) fn list(&self) -> u64 {
         self.list
     }
 
+    /// The number of its tiles.
     pub(super) fn count(&self) -> u64 {
         self.count
+    }
+
+    /// Whether there is but one.
+    pub(super) fn is_whole(&self) -> bool {
+        self.chunks == 1
+    }
+
+    /// That of a chunk of experts.
+    pub(super) fn list_of(&self, chunk: usize) -> u64 {
+        self.list + (chunk * self.most) as u64 * TILE_BYTES
+    }
+
+    /// The number of its tiles.
+    pub(super) fn count_of(&self, chunk: usize) -> u64 {
+        self.count + (chunk * size_of::<i32>()) as u64
     }
 }

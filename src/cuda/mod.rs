@@ -25,7 +25,8 @@
 //! device, graph, sync, buffer, context_sync                   a GPU; its captures, waits, tensors, and order with others
 //! launch, tensor_map, fault_site, status, init                launches, errors that kernels raise, and how a GPU is opened
 //! layout, plan, routing_records, low_latency_sort, permute    slots: tiled, planned, moved
-//! experts, linear, wgrad, sm90_grouped_gemm, w4a16            products
+//! experts, linear, wgrad, sm90_grouped_gemm                   products
+//! w4a16, dequantized                                          and those with quantized weights
 //! router, quant, etp                                          routing, casts, sums of sharded gradients
 //! optimizer                                                   norms, and steps of AdamW
 //! kernels, group                                              all of it as the trait has it, and a group of one rank
@@ -37,6 +38,7 @@ mod capture_state;
 mod context_kernels;
 mod context_sync;
 mod cubins;
+mod dequantized;
 mod device;
 mod driver;
 mod etp;

@@ -27,8 +27,8 @@ const BLOCK_N: u32 = params::W4A16_BLOCK_N;
 
 /// Checked weights, as kernels take them.
 pub(super) struct QuantizedOperand {
-    format: WeightFormat,
-    params: params::QuantWeightParams,
+    pub(super) format: WeightFormat,
+    pub(super) params: params::QuantWeightParams,
 }
 
 /// A kernel for some products, beside those that make any.

@@ -39,6 +39,7 @@ mod router;
 mod adamw;
 mod decode;
 mod deferred;
+mod dequantized;
 #[path = "../common/gathered_rows.rs"]
 mod gathered_rows;
 mod harness;
@@ -48,6 +49,8 @@ mod memory;
 mod refused;
 mod repeat;
 mod small;
+#[path = "../common/stacks.rs"]
+mod stacks;
 mod wgrad;
 mod wide;
 
@@ -77,6 +80,7 @@ fn tests() -> Vec<(String, Test)> {
     shared("layer", layer::cases());
     shared("decode", decode::cases());
     shared("deferred", deferred::cases());
+    shared("dequantized", dequantized::cases());
     shared("refused", refused::cases());
     shared("faults", faults::cases());
     shared("large::memory", memory::cases());

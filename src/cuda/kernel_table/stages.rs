@@ -220,6 +220,7 @@ pub(in crate::cuda) struct Sm90Kernels<K> {
     pub(in crate::cuda) linear: Half<K>,
     pub(in crate::cuda) linear_d_x: K,
     pub(in crate::cuda) linear_d_weight: K,
+    pub(in crate::cuda) dequantize: PerFormat<Half<K>>,
     pub(in crate::cuda) w4a16: Fp4Forward<K>,
     pub(in crate::cuda) wgrad: Half<K>,
 }
@@ -451,6 +452,12 @@ pub(super) fn sm90<K>(find: &mut dyn FnMut(KernelSpec) -> Result<K>) -> Result<S
     let forward = linear.half(["sm90_linear_f16", "sm90_linear_bf16"], SM90_LINEAR.shared)?;
     let linear_d_x = linear.asking("sm90_linear_d_x", SM90_LINEAR_D_X.shared)?;
     let linear_d_weight = linear.asking("sm90_linear_d_weight", SM90_LINEAR.shared)?;
+    let mut dequantize = Stage { stage: "sm90_dequantize", find };
+    let dequantize = PerFormat {
+        nvfp4: dequantize.half(["sm90_dequantize_nvfp4_f16", "sm90_dequantize_nvfp4_bf16"], 0)?,
+        mxfp4: dequantize.half(["sm90_dequantize_mxfp4_f16", "sm90_dequantize_mxfp4_bf16"], 0)?,
+        fp8: dequantize.half(["sm90_dequantize_fp8_f16", "sm90_dequantize_fp8_bf16"], 0)?,
+    };
     let fp4 = ["sm90_up_nvfp4", "sm90_up_mxfp4", "sm90_down_nvfp4", "sm90_down_mxfp4"];
     Ok(Sm90Kernels {
         gemm: products,
@@ -462,6 +469,7 @@ pub(super) fn sm90<K>(find: &mut dyn FnMut(KernelSpec) -> Result<K>) -> Result<S
         linear: forward,
         linear_d_x,
         linear_d_weight,
+        dequantize,
         w4a16: Stage { stage: "sm90_w4a16", find }.fp4_forward(fp4, SM90_W4A16.shared)?,
         wgrad: Stage { stage: "sm90_wgrad", find }.half(["sm90_wgrad_f16", "sm90_wgrad_bf16"], SM90_WGRAD.shared)?,
     })
