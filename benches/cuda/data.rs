@@ -41,6 +41,17 @@ impl Random {
         gathered_rows(cuda, &source, map)?.reshape(dims)
     }
 
+    /// Bytes that `of` makes of random numbers.
+    pub fn bytes(&mut self, cuda: &Cuda, dims: &[usize], of: impl Fn(u64) -> u8) -> Result<Tensor<Cuda>> {
+        const ROWS: usize = 257;
+        let width = dims[dims.len() - 1];
+        let rows: usize = dims[..dims.len() - 1].iter().product();
+        let values = (0..ROWS * width).map(|_| of(self.next())).collect();
+        let source = Tensor::from_vec(values, &[ROWS, width])?.to(cuda)?;
+        let map = (0..rows).map(|_| (self.next() % ROWS as u64) as i32).collect();
+        gathered_rows(cuda, &source, map)?.reshape(dims)
+    }
+
     /// Distinct experts of each token, uniform.
     pub fn experts(&mut self, w: &Workload) -> Vec<i32> {
         let mut ids = Vec::with_capacity(w.slots());

@@ -3,15 +3,18 @@
 //!
 //! ```text
 //! cargo bench -p moebius --no-default-features --features cuda --bench cuda --
-//!     [--portable] [--quant] [--adamw] [--workloads] [WORKLOAD …]
+//!     [--portable] [--quant] [--dequantized] [--adamw] [--workloads] [WORKLOAD …]
 //! ```
 //!
 //! `--quant` measures quantization and products with quantized weights, and nothing else.
+//! `--dequantized` measures products that de-quantize their weights first, beside those with bf16 weights, and nothing
+//! else.
 //! `--adamw` measures an optimizer's steps, and nothing else.
 //! `--workloads` prints the workloads, for the peers, and measures nothing.
 
 mod adamw;
 mod data;
+mod dequantized;
 mod gemms;
 mod layer;
 #[path = "../../examples/support/output.rs"]
@@ -106,6 +109,11 @@ fn main() -> Result<()> {
     for workload in workloads {
         if asked("--quant") {
             quant::products(&cuda, &report, &workload)?;
+            cuda.trim();
+            continue;
+        }
+        if asked("--dequantized") {
+            dequantized::run(&cuda, &report, &workload)?;
             cuda.trim();
             continue;
         }

@@ -95,7 +95,7 @@ pub fn codec(cuda: &Cuda, report: &Report) -> Result<()> {
 }
 
 /// A stack in NVFP4 by the codec, one factor for all.
-fn quantized(cuda: &Cuda, dense: &Tensor<Cuda>) -> Result<Quantized<Cuda>> {
+pub fn quantized(cuda: &Cuda, dense: &Tensor<Cuda>) -> Result<Quantized<Cuda>> {
     let dims = dense.dims();
     let (stack, rows, columns) = (dims[0], dims[1], dims[2]);
     let matrix = Matrix::new(dense.view())?;

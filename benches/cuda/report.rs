@@ -73,6 +73,11 @@ impl Report {
         self.print("moebius", workload.name, phase, ms, &format!("\"tflops\":{:.1}", flop / ms / 1e9));
     }
 
+    /// A line of products that others were measured beside: the share of these's time.
+    pub fn ratio(&self, workload: &Workload, phase: &str, ms: f64, base: f64) {
+        self.print("moebius", workload.name, phase, ms, &format!("\"of_bf16\":{:.3}", ms / base));
+    }
+
     /// A line of a phase that reads each used expert's weights: how many bytes.
     pub fn reading(&self, workload: &Workload, phase: &str, ms: f64, bytes: usize) {
         let tflops = workload.flop() / ms / 1e9;
