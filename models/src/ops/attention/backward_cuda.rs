@@ -68,7 +68,8 @@ pub(super) fn write_gradients(
     let keys_grid = grid([blocks_of_keys, call.key_heads, call.sequences], heads.keys_shared());
     let blocks_of_queries = call.queries.div_ceil(heads.queries.rows);
     let queries_grid = grid([blocks_of_queries, call.heads, call.sequences], heads.queries_shared());
-    let d_out_strides = strides(of);
+    // It lies as the result does, by positions and then heads.
+    let d_out_strides = strides(&of.transpose(1, 2)?);
     let inputs = [q, k, v, y, of, log_sums].map(Some);
     let BackwardOutput { d_q, d_k, d_v, dots } = output;
     write(q.device(), inputs, [d_q, d_k, d_v, dots], |gpu, [q, k, v, out, d_out, log_sums], [d_q, d_k, d_v, dots]| {
