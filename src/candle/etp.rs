@@ -70,12 +70,13 @@ pub enum GradientType {
     AsSummed,
 }
 
-/// [`Chain::finish`] into candle's gradients: each shard's gradient, where the optimizer looks for it. Weights without
-/// a variable in `vars` are frozen: their gradients are dropped. `replicas` is none where the chain has a communicator of
+/// [`Chain::finish`] into candle's gradients: each shard's gradient, where the optimizer looks for it. `vars` are all
+/// shards of the chain that are trained, those of several modules in one call. `replicas` is none where the chain has a communicator of
 /// its own ([`Chain::with_replicas`]), whose sums begin beside backward behind a [`Chain::last_backward`].
 ///
 /// # Errors
-/// As [`Chain::finish`]; a variable of another shape than its shard.
+/// As [`Chain::finish`]; a weight with a gradient and without a variable among `vars`, or a variable of another shape than
+/// its shard: on every rank, before any sum, and all call again.
 pub fn finish_sharded<D: CandleDevice>(
     chain: &Chain<D>,
     replicas: Option<&mut dyn Communicator<D>>,
@@ -84,9 +85,20 @@ pub fn finish_sharded<D: CandleDevice>(
     of: GradientType,
 ) -> Result<()> {
     const CALL: &str = "finish_sharded";
+    let variable = |id: WeightId| vars.iter().find(|of| of.id == id);
+    let checked = chain.weights_with_gradients().into_iter().try_for_each(|(id, name, dims)| match variable(id) {
+        Some(of) => crate::Error::check_shape(CALL, &name, &dims, of.var.dims()),
+        None => {
+            let expected = "its variable, as one call takes all shards of a chain";
+            Err(crate::Error::invalid(CALL, name, expected, "none of this weight"))
+        }
+    });
+    if let Err(error) = checked {
+        chain.refuse_to_finish(replicas, &error);
+        return Err(error);
+    }
     chain.finish(replicas, |id, gradient| {
-        let Some(WeightVar { var, .. }) = vars.iter().find(|of| of.id == id) else { return Ok(()) };
-        crate::Error::check_shape(CALL, "variable", gradient.dims(), var.dims())?;
+        let Some(WeightVar { var, .. }) = variable(id) else { return Ok(()) };
         let summed = into_candle(copy_of(chain.device(), gradient)?, gradient.dims(), var.device())?;
         let gradient = match of {
             GradientType::InVariableType => summed.to_dtype(var.dtype()).map_err(framework(CALL))?,

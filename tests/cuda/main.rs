@@ -40,6 +40,7 @@ mod adamw;
 mod decode;
 mod deferred;
 mod dequantized;
+mod down_bwd;
 #[path = "../common/gathered_rows.rs"]
 mod gathered_rows;
 mod harness;

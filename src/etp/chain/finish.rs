@@ -159,10 +159,18 @@ impl<D: ShardDevice> Chain<D> {
         }
     }
 
+    /// The weights that have gradients, which [`finish`](Self::finish) gives, with their names and the sizes of a shard.
+    #[cfg(feature = "candle")]
+    pub(crate) fn weights_with_gradients(&self) -> Vec<(WeightId, String, [usize; 2])> {
+        let inner = self.lock();
+        let weights = inner.weights.iter().enumerate().filter(|(_, weight)| weight.main.is_some());
+        weights.map(|(i, weight)| (WeightId(i), weight.spec.name.clone(), weight.shards.shard_dims())).collect()
+    }
+
     /// In place of [`finish`](Self::finish), where this rank cannot come to it: the other ranks of the chain and the
     /// replicas, which wait for it there, get the reason. Nobody is waited for here. All keep their gradients, and call
     /// again; those that were given theirs already are not told. Not in a capture.
-    #[cfg(feature = "burn")]
+    #[cfg(any(feature = "candle", feature = "burn"))]
     pub(crate) fn refuse_to_finish(&self, replicas: Option<&mut dyn Communicator<D>>, reason: &Error) {
         if self.capture_number().is_some() {
             return;
