@@ -81,6 +81,7 @@ fn tests() -> Vec<(String, Test)> {
     shared("small", small::cases());
     shared("layer", layer::cases());
     shared("decode", decode::cases());
+    shared("down_bwd", down_bwd::cases());
     shared("deferred", deferred::cases());
     shared("dequantized", dequantized::cases());
     shared("refused", refused::cases());
