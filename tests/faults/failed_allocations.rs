@@ -147,8 +147,8 @@ fn no_memory_to_compare_optimizers() {
 #[test]
 fn no_memory_to_compare_loaded_states() {
     let dir = tempfile::tempdir().expect("a folder");
-    // Four counts: this rank's, and all ranks'.
-    for bytes in [8 * 4, RANKS * 8 * 4] {
+    // Five numbers of a state: this rank's, and all ranks'.
+    for bytes in [8 * 5, RANKS * 8 * 5] {
         let results = on_ranks(AT_ONCE, |comm| {
             let rank = comm.rank();
             let mut adam = optimizer(comm).expect("an optimizer");
