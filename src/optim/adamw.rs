@@ -5,16 +5,16 @@ use std::sync::Arc;
 use crate::DType;
 use crate::comm::refusal::{self, refuse_on_error_if_any};
 use crate::comm::{Communicator, Op, Tag};
-use crate::compare::ComparedField;
 use crate::error::{Error, Result};
 use crate::etp::StreamPair;
 use crate::kernels::optimizer::{
-    AdamWTensor, AdamWUpdate, COEFFICIENTS, Convert, GROUP_STATE, LossScaling, SETTINGS, STATE_NUMBERS, StepControl,
-    state,
+    AdamWTensor, AdamWUpdate, COEFFICIENTS, Convert, GROUP_STATE, SETTINGS, STATE_NUMBERS, StepControl, state,
 };
 use crate::tensor::{Tensor, TensorMut, TensorRef};
 
+use super::fields::{fields, group_fields};
 use super::norm::{NormPlan, NormStep, OptimizerFields, RankRows, exchange, owners};
+use super::saved_state::{Counts, StateKind};
 use super::{AdamWOptions, GroupOptions, ParamSpec, StepDevice, StepStats};
 
 const CALL: &str = "AdamW";
@@ -322,34 +322,6 @@ impl<D: StepDevice> AdamW<D> {
     }
 }
 
-/// Counts of an optimizer, for its saved state.
-#[derive(Debug, Clone, Copy, PartialEq, Default)]
-pub(crate) struct Counts {
-    /// The loss is scaled, by `scale`; else that is 1.
-    pub(crate) scaled: bool,
-    pub(crate) scale: f64,
-    pub(crate) good: u64,
-    pub(crate) steps: u64,
-    pub(crate) skipped: u64,
-}
-
-impl Counts {
-    /// To compare with those of other ranks.
-    pub(crate) fn fields(&self) -> [ComparedField; 5] {
-        let scale = ComparedField::number("optimizer.state.scale", self.scale.to_bits());
-        [
-            ComparedField::number("optimizer.state.steps", self.steps),
-            ComparedField::number("optimizer.state.skipped", self.skipped),
-            ComparedField::number("optimizer.state.good_steps", self.good),
-            ComparedField {
-                text: |scaled| if scaled == 1 { "scaled" } else { "not scaled" }.to_string(),
-                ..ComparedField::number("optimizer.state.loss", u64::from(self.scaled))
-            },
-            ComparedField { text: |bits| f64::from_bits(bits).to_string(), ..scale },
-        ]
-    }
-}
-
 impl<D: StepDevice> AdamW<D> {
     /// The counts. Waits for the device.
     pub(crate) fn counts(&self) -> Result<Counts> {
@@ -435,77 +407,9 @@ impl<D: StepDevice> AdamW<D> {
     }
 }
 
-/// Kinds of state kept for a parameter, by name.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum StateKind {
-    Main,
-    First,
-    Second,
-}
-
-impl StateKind {
-    pub(crate) const ALL: [Self; 3] = [Self::Main, Self::First, Self::Second];
-
-    /// As PyTorch calls it.
-    pub(crate) const fn name(self) -> &'static str {
-        match self {
-            Self::Main => "main",
-            Self::First => "exp_avg",
-            Self::Second => "exp_avg_sq",
-        }
-    }
-}
-
 fn settings<D: StepDevice>(device: &D, groups: &[GroupOptions]) -> Result<Tensor<D>> {
     let rows = groups.iter().flat_map(|g| [g.lr, g.betas[0], g.betas[1], g.eps, g.weight_decay]);
     device.write(&rows.collect::<Vec<_>>(), DType::F64, &[groups.len(), SETTINGS])
-}
-
-/// What is the same on all ranks. 0 stands for an option that is `None`: none of these may be 0.
-fn fields(options: &AdamWOptions, groups: usize, parameters: usize) -> [ComparedField; 11] {
-    let AdamWOptions { max_norm, loss_scaling, moments, seed, .. } = options;
-    let count = ComparedField::number;
-    let float = |name, value: Option<f64>| ComparedField {
-        name,
-        value: value.unwrap_or(0.0).to_bits(),
-        text: |n| if n == 0 { "none".to_string() } else { f64::from_bits(n).to_string() },
-    };
-    let scaling = |name, of: fn(&LossScaling) -> f64| float(name, loss_scaling.as_ref().map(of));
-    [
-        count("optimizer.parameters", parameters as u64),
-        count("optimizer.groups", groups as u64),
-        float("optimizer.max_norm", *max_norm),
-        ComparedField {
-            name: "optimizer.moments",
-            value: u64::from(*moments == DType::BF16),
-            text: |n| if n == 0 { DType::F32.to_string() } else { DType::BF16.to_string() },
-        },
-        count("optimizer.seed", *seed),
-        scaling("optimizer.loss_scaling.initial", |s| s.initial),
-        scaling("optimizer.loss_scaling.growth", |s| s.growth),
-        scaling("optimizer.loss_scaling.backoff", |s| s.backoff),
-        scaling("optimizer.loss_scaling.interval", |s| f64::from(s.interval)),
-        scaling("optimizer.loss_scaling.min", |s| s.min),
-        scaling("optimizer.loss_scaling.max", |s| s.max),
-    ]
-}
-
-/// The groups' options, which are the same on all ranks as well.
-fn group_fields(groups: &[GroupOptions]) -> Vec<ComparedField> {
-    let field = |name, value: f64| ComparedField {
-        text: |bits| f64::from_bits(bits).to_string(),
-        ..ComparedField::number(name, value.to_bits())
-    };
-    let of = |group: &GroupOptions| {
-        [
-            field("optimizer.group.lr", group.lr),
-            field("optimizer.group.betas[0]", group.betas[0]),
-            field("optimizer.group.betas[1]", group.betas[1]),
-            field("optimizer.group.eps", group.eps),
-            field("optimizer.group.weight_decay", group.weight_decay),
-        ]
-    };
-    groups.iter().flat_map(of).collect()
 }
 
 fn check_specs(specs: &[ParamSpec], groups: usize) -> Result<()> {

@@ -14,8 +14,10 @@
 //! every number of ranks, given the same gradients.
 
 mod adamw;
+mod fields;
 mod norm;
 mod param_shard;
+mod saved_state;
 
 use crate::dtype::DType;
 use crate::error::{Error, Result};
@@ -23,8 +25,8 @@ use crate::etp::ShardDevice;
 
 pub use crate::kernels::optimizer::{LossScaling, OptimizerDevice};
 pub use adamw::{AdamW, StepTensor};
-pub(crate) use adamw::{Counts, StateKind};
 pub use param_shard::ParamShard;
+pub(crate) use saved_state::{Counts, StateKind};
 
 /// A device that optimizers step on, over ranks: all that there are.
 pub trait StepDevice: OptimizerDevice + ShardDevice {}
