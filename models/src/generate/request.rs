@@ -16,7 +16,7 @@ pub struct Request {
     pub sampling: Sampling,
     /// Most tokens to generate; one at least.
     pub max_tokens: usize,
-    /// Tokens that end the text and are no part of it, such as [`Tokenizer::eos`].
+    /// Tokens that end the text and are no part of it, such as [`Tokenizer::eos`](super::Tokenizer::eos).
     pub stop_tokens: Vec<u32>,
     /// Texts that end the text and are no part of it. They need a tokenizer.
     pub stop_strings: Vec<String>,
@@ -28,7 +28,7 @@ impl Request {
         Self { prompt, sampling: Sampling::default(), max_tokens, stop_tokens: Vec::new(), stop_strings: Vec::new() }
     }
 
-    /// The checks of a request that [`Generator::run`] makes before anything runs, for callers that know a
+    /// The checks of a request that [`Generator::run`](super::Generator::run) makes before anything runs, for callers that know a
     /// decoder's vocabulary and context before it is loaded. `index` is what errors name it by.
     ///
     /// # Errors
