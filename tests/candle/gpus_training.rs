@@ -136,7 +136,8 @@ fn sums_beside_backward_and_steps_over_ranks(ranks: usize) -> AnyResult<()> {
                     }
                 }
                 adam.step(beside.store())?;
-                (after.reset(), beside.reset());
+                after.reset();
+                beside.reset();
                 let stats = adam.stats()?;
                 // Two sums in f64 of the same squares, in other orders.
                 assert!((stats.norm / squares.sqrt() - 1.0).abs() < 1e-12, "{} {}", stats.norm, squares.sqrt());
