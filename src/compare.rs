@@ -1,7 +1,8 @@
-//! Numbers of all ranks, and what ranks compare as they form something together: the first field in which they differ.
+//! Numbers of all ranks, meetings, and what ranks compare as they form something together: the first field in which they
+//! differ.
 
 use crate::comm::refusal::refuse_on_error;
-use crate::comm::{Communicator, Tag};
+use crate::comm::{Communicator, ReduceOp, Tag};
 use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::kernels::Kernels;
@@ -24,6 +25,14 @@ pub(crate) fn gather_numbers<D: Kernels>(
     comm.all_gather(tag, send.view(), recv.view_mut())?;
     let all = refuse_on_error(comm, tag, device.download(recv.view()))?;
     Ok(all.as_chunks().0.iter().map(|b| u64::from_le_bytes(*b)).collect())
+}
+
+/// Brings all ranks together without a wait of the host for a GPU, as a barrier has it: behind a failure of one of them it
+/// fails on all.
+pub(crate) fn meet<D: Kernels>(device: &D, comm: &mut dyn Communicator<D>, tag: Tag) -> Result<()> {
+    let nothing = Tensor::zeros(device, DType::F32, &[1]);
+    let mut nothing = refuse_on_error(comm, tag, nothing)?;
+    comm.all_reduce(tag, ReduceOp::Max, nothing.view_mut())
 }
 
 /// A field that ranks must have alike, as a number that travels and as text.

@@ -9,8 +9,7 @@ use std::thread;
 use std::time::Duration;
 
 use crate::comm::{Communicator, Op, ReduceOp, Tag};
-use crate::compare::gather_numbers;
-use crate::dtype::DType;
+use crate::compare::{gather_numbers, meet};
 use crate::error::{Error, Result};
 use crate::etp::{ShardDevice, StreamPair, recover};
 use crate::kernels::Kernels;
@@ -321,8 +320,7 @@ impl<D: ShardDevice> Worker<D> {
         self.check_not_failed()?;
         for comm in self.comms.iter_mut().flatten() {
             let device = comm.device().unwrap_or(&self.compute).clone();
-            let mut nothing = Tensor::zeros(&device, DType::F32, &[1])?;
-            comm.all_reduce(tag, ReduceOp::Max, nothing.view_mut())?;
+            meet(&device, &mut **comm, tag)?;
         }
         Ok(())
     }

@@ -188,7 +188,8 @@ impl<D: StepDevice> AdamW<D> {
         self.load_state(dir.as_ref(), Some(steps))
     }
 
-    fn load_state(&mut self, dir: &Path, steps: Option<u64>) -> Result<u64> {
+    /// [`load`](Self::load), or [`load_at`](Self::load_at) where the steps are known.
+    pub(crate) fn load_state(&mut self, dir: &Path, steps: Option<u64>) -> Result<u64> {
         let checked = Saved::open(dir).and_then(|saved| {
             saved.check_steps(steps)?;
             let items = saved.check(self)?;

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use crate::comm::refusal::{refuse_on_error, refuse_unless_entered};
 use crate::comm::{Communicator, ReduceOp, Tag};
-use crate::compare::gather_numbers;
+use crate::compare::{gather_numbers, meet};
 use crate::device::Device;
 use crate::dtype::DType;
 use crate::error::{CommError, Error, Result};
@@ -165,12 +165,7 @@ impl<D: ShardDevice> Collective<D> {
                 let sums = sums.buffer().ok_or_else(gone)?;
                 sum_over_replicas(&StreamPair::of_one(transfer), comm, (*tag, *how), sums)
             }
-            Collective::Meet { tag } => {
-                // Not a barrier, which waits for a GPU.
-                let nothing = Tensor::zeros(transfer, DType::F32, &[1]);
-                let mut nothing = refuse_on_error(comm, *tag, nothing)?;
-                comm.all_reduce(*tag, ReduceOp::Max, nothing.view_mut())
-            }
+            Collective::Meet { tag } => meet(transfer, comm, *tag),
             // Its order brings the reason, and does not come here.
             Collective::Refuse { .. } => Err(gone()),
             Collective::Recover { tag, reason } => recover(comm, *tag, reason.take()),

@@ -13,6 +13,10 @@ use super::dense::{Failure, PAIRS, Rank, Sharded, WORLD, bits, flat, ids, ranks,
 const STEPS: usize = 2;
 const MICROBATCHES: usize = 2;
 
+fn given(replicas: &mut Option<Box<dyn Communicator<Cpu>>>) -> Option<&mut dyn Communicator<Cpu>> {
+    replicas.as_mut().map(|comm| &mut **comm as &mut dyn Communicator<Cpu>)
+}
+
 /// Bits of all shards' gradients in each step; `beside`: sums begin in a step's last backward.
 fn gradients(n: usize, reduction: Reduction, beside: bool) -> Vec<Vec<Vec<u32>>> {
     let results = ranks(n, EtpOptions { reduction, ..PAIRS }, |rank| {
@@ -34,9 +38,15 @@ fn gradients(n: usize, reduction: Reduction, beside: bool) -> Vec<Vec<Vec<u32>>>
                 main.backward(&loss)?;
                 chain.end()?;
             }
-            let replicas = replicas.as_mut().map(|comm| &mut **comm as &mut dyn Communicator<Cpu>);
-            let sums = main.store_mut();
-            finish_sharded(&chain, replicas, &sharded.shards(), sums, GradientType::AsSummed)?;
+            let (sums, shards) = (main.store_mut(), sharded.shards());
+            // Without one of them, whose gradient may be in a reduction or a sum: nothing is lost.
+            let [first, last] = [&shards[1..], &shards[..shards.len() - 1]];
+            for some in [first, last] {
+                let refused = finish_sharded(&chain, given(&mut replicas), some, sums, GradientType::AsSummed);
+                let refused = refused.expect_err("a weight without its variable").to_string();
+                assert!(refused.contains("all shards of a chain"), "{refused}");
+            }
+            finish_sharded(&chain, given(&mut replicas), &shards, sums, GradientType::AsSummed)?;
             let of = |var: &Tensor| bits(&flat(sums.get(var).expect("a gradient")));
             found.push(sharded.shards().iter().flat_map(|shard| of(&shard.var)).collect());
             main.reset();

@@ -99,9 +99,7 @@ impl<D: ShardDevice> Chain<D> {
         }
         Ok(form)
     }
-}
 
-impl<D: ShardDevice> Chain<D> {
     /// A communicator need not read the host's memory, nor does a cast; a copy within a rank does.
     fn check_on_host(&self, spec: &WeightSpec) -> Result<()> {
         let found = match (self.ranks(), spec.payload) {

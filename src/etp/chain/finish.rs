@@ -163,8 +163,13 @@ impl<D: ShardDevice> Chain<D> {
     #[cfg(feature = "candle")]
     pub(crate) fn weights_with_gradients(&self) -> Vec<(WeightId, String, [usize; 2])> {
         let inner = self.lock();
-        let weights = inner.weights.iter().enumerate().filter(|(_, weight)| weight.main.is_some());
-        weights.map(|(i, weight)| (WeightId(i), weight.spec.name.clone(), weight.shards.shard_dims())).collect()
+        let mut given: Vec<bool> = inner.weights.iter().map(|weight| weight.main.is_some()).collect();
+        // On their way to a main gradient that there may not be yet, and in a sum over replicas.
+        inner.pending_reductions.iter().for_each(|pending| given[pending.weight] = true);
+        let sums = inner.replicas.iter().flat_map(|replicas| &replicas.pending);
+        sums.for_each(|pending| given[pending.weight] = true);
+        let weights = inner.weights.iter().zip(given).enumerate().filter(|(_, (_, given))| *given);
+        weights.map(|(i, (weight, _))| (WeightId(i), weight.spec.name.clone(), weight.shards.shard_dims())).collect()
     }
 
     /// In place of [`finish`](Self::finish), where this rank cannot come to it: the other ranks of the chain and the
