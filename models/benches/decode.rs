@@ -27,8 +27,8 @@
 //! `weights_gib`: bytes by which loading has the GPU's free memory fall. `peak_gib`: the same of loading and the phase's
 //! work, asked for while the work is queued, as the driver's pool gives memory back when the host waits.
 
-#[path = "support/link.rs"]
-mod link;
+#[path = "support/host_link.rs"]
+mod host_link;
 #[path = "../../examples/support/output.rs"]
 mod output;
 #[path = "support/places.rs"]
@@ -51,7 +51,7 @@ use moebius::checkpoint::Checkpoint;
 use moebius::ep::GroupConfig;
 use moebius_models::{ExpertWeights, LoadOptions, Model};
 use output::say;
-use places::{Link, Place, place_of, places};
+use places::{Endpoint, Place, place_of, places};
 use shape::{QWEN3, Sizes};
 use theirs::Theirs;
 
@@ -194,7 +194,7 @@ impl Bench {
         self.options.prefill.unwrap_or(if self.is_small() { 256 } else { 8192 })
     }
 
-    fn load(&mut self, link: Link) -> Result<Model> {
+    fn load(&mut self, endpoint: Endpoint) -> Result<Model> {
         let dir = tempfile::tempdir()?;
         std::fs::write(dir.path().join("config.json"), self.sizes.config(self.dtype).to_string())?;
         let start = Instant::now();
@@ -206,7 +206,7 @@ impl Bench {
         let options = LoadOptions { random, experts, experts_on_host, ..LoadOptions::default() };
         let prompts = self.many().div_ceil(self.ranks) * self.past().div_ceil(8);
         let most = prompts.max(self.past()).max(self.prefill_tokens());
-        let group = link.group(GroupConfig::new(self.sizes.experts, most), &self.device)?;
+        let group = endpoint.group(GroupConfig::new(self.sizes.experts, most), &self.device)?;
         let model = Model::load_on(&Checkpoint::open_config(dir.path())?, group, options)?;
         self.loaded("moebius", start)?;
         self.measure_link(&model)?;
@@ -243,13 +243,11 @@ impl Bench {
     /// The host link's speed for a layer's experts, where they are on the host.
     fn measure_link(&mut self, model: &Model) -> Result<()> {
         let (Some(host), Some(moe)) = (model.host_experts(), model.moe(0)) else { return Ok(()) };
-        let speed = link::bytes_per_second(moe.group(), host.bytes() / self.sizes.layers)?;
+        let speed = host_link::bytes_per_second(moe.group(), host.bytes() / self.sizes.layers)?;
         self.link_ms = Some(host.bytes() as f64 / speed * 1e3);
         say(format_args!(
-            "{{\"model\":\"{}\",\"experts\":\"{}\",\"layers\":{},\"experts_gib\":{:.2},\"link_gb_per_s\":{:.2}}}",
-            self.shape,
-            self.experts(),
-            self.sizes.layers,
+            "{{{},\"experts_gib\":{:.2},\"link_gb_per_s\":{:.2}}}",
+            self.row("moebius"),
             host.bytes() as f64 / f64::from(1 << 30),
             speed / 1e9,
         ));
@@ -401,14 +399,14 @@ impl Bench {
     }
 
     /// All phases that are asked for.
-    fn run(mut self, link: Link) -> Result<()> {
+    fn run(mut self, endpoint: Endpoint) -> Result<()> {
         let candle = [Phase::CandleOne, Phase::CandleMany].map(|phase| self.asked(phase));
         if candle.contains(&true) && self.ranks > 1 {
             return Err("candle-1, candle-64: candle-transformers' decoder runs on one rank".into());
         }
         let ours = [Phase::One, Phase::Many, Phase::EagerOne, Phase::EagerMany, Phase::Prefill];
         if ours.into_iter().any(|phase| self.asked(phase)) {
-            let model = self.load(link)?;
+            let model = self.load(endpoint)?;
             for (phase, sequences) in [(Phase::One, 1), (Phase::Many, self.many())] {
                 if self.asked(phase) {
                     self.decode(&model, sequences)?;
@@ -456,7 +454,7 @@ fn free_memory(device: &Device) -> Result<usize> {
 
 fn run(options: &Options, place: Place) -> Result<()> {
     let bench = Bench::new(options.clone(), &place)?;
-    bench.run(place.link)
+    bench.run(place.endpoint)
 }
 
 fn main() -> Result<()> {

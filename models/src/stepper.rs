@@ -16,7 +16,7 @@ const CALL: &str = "Stepper";
 /// Decodes a fixed number of sequences with room for a fixed number of tokens each: keys and values lie in memory that
 /// is allocated once, and a step copies none of them. On a device of `moebius::candle::device_for_capture` the first step
 /// is captured into a CUDA graph that later ones replay, so that the host has next to nothing to do; elsewhere steps run
-/// one operation after another, as they do with experts on the host. A step that cannot be captured is an error once;
+/// one operation after another, as they do where several ranks share the experts, and with experts on the host. A step that cannot be captured is an error once;
 /// behind [`clear`](Self::clear) steps run so too.
 ///
 /// ```

@@ -304,16 +304,15 @@ impl ExpertParallelMoE {
             let block = load.read_quantized(checkpoint, layer, options)?;
             let layer = group.erased().layer(CALL, (&block.config).into(), number)?;
             let (experts, params) = unpack(CALL, block, &group, params)?;
-            let on_device = match on_host {
-                true => None,
-                false => Some(experts.to(shards.chain.device())?),
+            let sharded = match on_host {
+                true => ErasedLayerShards::stored(shards.chain, &layer, StoredExperts::OnHost(&experts))?,
+                false => {
+                    let experts = experts.to(shards.chain.device())?;
+                    let experts = StoredExperts::Device(&experts, ShardPlace::Device);
+                    ErasedLayerShards::stored(shards.chain, &layer, experts)?
+                }
             };
-            let experts = match &on_device {
-                None => StoredExperts::OnHost(&experts),
-                Some(experts) => StoredExperts::Device(experts, ShardPlace::Device),
-            };
-            let sharded = Some(ErasedLayerShards::stored(shards.chain, &layer, experts)?);
-            return Ok(Self { sharded, ..Self::of(layer, group, params) });
+            return Ok(Self { sharded: Some(sharded), ..Self::of(layer, group, params) });
         }
         if on_host {
             if params == Parameters::Trainable {
@@ -338,7 +337,7 @@ impl ExpertParallelMoE {
     }
 
     /// A module whose experts are frozen shards of a chain, on the host, as is the block.
-    pub(super) fn dense_on_host<D: CandleDevice>(
+    fn dense_on_host<D: CandleDevice>(
         chain: &Arc<Chain<D>>,
         layer: Layer,
         block: BlockParams,
@@ -416,7 +415,7 @@ fn variables<'a, D: CandleDevice>(
     Ok((params, shards))
 }
 
-fn is_expert_weight(kind: ParamKind) -> bool {
+pub(super) fn is_expert_weight(kind: ParamKind) -> bool {
     matches!(kind, ParamKind::Up | ParamKind::Down)
 }
 

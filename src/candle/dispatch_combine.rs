@@ -11,7 +11,7 @@ use crate::layer::{Layer, LayerSpec};
 use crate::lazy::Lazy;
 use crate::metrics::Load;
 
-use super::dispatch_ops::{self, DispatchOutputs, RoutingNode};
+use super::dispatch_ops::{self, DispatchedRowsMut, RoutingNode};
 use super::group::{DeviceGroup, TypedGroup};
 use super::route_op::{self, Routed};
 
@@ -152,7 +152,7 @@ impl DispatchCombine {
         x: &Tensor,
         ids: &Tensor,
         weights: &Tensor,
-        into: DispatchOutputs<'_>,
+        into: DispatchedRowsMut<'_>,
     ) -> Result<Dispatched> {
         const CALL: &str = "DispatchCombine::dispatch_into";
         let (layer, device, tokens) = (&self.layer, self.group.device(), DispatchTokens { x, ids, weights });
@@ -247,6 +247,7 @@ impl Dispatched {
     pub fn combine(&self, outputs: &Tensor) -> Result<Tensor> {
         self.node.routing.clone().combine(self.node.token.as_ref(), outputs)
     }
+
     /// [`combine`](Self::combine) into `y` `[T, H]`, memory of yours, where the dispatch was
     /// [detached](DispatchCombine::detached).
     ///

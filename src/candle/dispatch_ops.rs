@@ -16,12 +16,11 @@ use candle_core::{
 };
 
 use crate::adapter::{DispatchTokens, DispatchedPart, DispatchedRows, GuardedCall, PendingDispatch};
-use crate::comm::Op;
 use crate::error::Error;
-use crate::layer::{Layer, RefusalGuard};
+use crate::layer::Layer;
 
 use super::device::{CandleDevice, CandleTensors, copy_of, into_candle};
-use super::given_outputs::with_outputs;
+use super::given_outputs::{GivenOutputs, with_outputs};
 use super::group::TypedGroup;
 use super::pending::{BackwardStage, PendingCollectives, remember};
 use super::precomputed::Precomputed;
@@ -86,7 +85,7 @@ pub(super) fn dispatch<D: CandleDevice>(
 
 /// The memory of the caller's for what a dispatch brings.
 #[derive(Debug, Clone, Copy)]
-pub struct DispatchOutputs<'a> {
+pub struct DispatchedRowsMut<'a> {
     /// Received rows `[N, H]` of x's type, N the rank's capacity of rows.
     pub rows: &'a Tensor,
     /// Their routing weights `[N]`, f32 (f64 for f64 tokens).
@@ -98,21 +97,17 @@ pub(super) fn dispatch_into<D: CandleDevice>(
     on: TypedGroup<'_, D>,
     layer: &Layer,
     tokens: DispatchTokens<&Tensor, &Tensor>,
-    into: DispatchOutputs<'_>,
+    into: DispatchedRowsMut<'_>,
 ) -> Result<DispatchedRows<Tensor, RoutingNode>> {
     const CALL: &str = "DispatchCombine::dispatch_into";
     let device = on.group.lock().device().clone();
     let outputs = [("received rows", into.rows), ("received weights", into.weights)];
-    let mut entered = false;
     let inputs = [tokens.x, tokens.ids, tokens.weights];
-    let dispatched = with_outputs(&device, CALL, &outputs, &inputs, &mut entered, |tensors| {
+    let refuse = |error| layer.refuse_forward(&mut on.group.lock(), error);
+    let (load, routing) = with_outputs(&device, CALL, &outputs, &inputs, refuse, |tensors| {
         let DispatchedRows { load, routing, .. } =
             GuardedCall { layer, group: on.group, tensors }.dispatch(tokens, false)?;
         Ok((load, routing))
-    });
-    let (load, routing) = dispatched.map_err(|error| match entered {
-        true => error,
-        false => layer.refuse_forward(&mut on.group.lock(), error),
     })?;
     let pending = PendingDispatch::new(routing);
     let step = DispatchStep { pending, device: on.device.clone(), failed: AtomicBool::new(false) };
@@ -142,16 +137,14 @@ impl<D: CandleDevice> CombineRouting for DispatchStep<D> {
         const CALL: &str = "Dispatched::combine_into";
         let routing = &self.pending.routing;
         let device = routing.group.lock().device().clone();
-        let mut entered = false;
-        let combined = with_outputs(&device, CALL, &[("y", y)], &[outputs], &mut entered, |tensors| {
-            routing.combine(tensors, outputs).map(drop)
-        });
-        Ok(combined.map_err(|error| if entered { error } else { self.refuse_combine(error) })?)
+        let refuse = |error| self.refuse_combine(error);
+        let work = |tensors: &GivenOutputs<'_, D>| routing.combine(tensors, outputs).map(drop);
+        Ok(with_outputs(&device, CALL, &[("y", y)], &[outputs], refuse, work)?)
     }
 
     fn refuse_combine(&self, error: Error) -> Error {
         let routing = &self.pending.routing;
-        RefusalGuard::of(&routing.layer, &mut routing.group.lock(), Op::Combine).refuse(error)
+        routing.layer.refuse_combine(&mut routing.group.lock(), error)
     }
 }
 

@@ -55,16 +55,29 @@ impl<'a, D: CandleDevice> FrameworkTensors<D> for GivenOutputs<'a, D> {
 /// Runs `work` with memory of `outputs`, named in errors, for its results; `inputs` are what it reads.
 ///
 /// # Errors
-/// Outputs that are not contiguous, are on another device, or share their memory with an input or with each other:
-/// `entered` says whether it was `work` that failed.
+/// Those of `work`. Before it, told to the other ranks by `refuse`: outputs that are not contiguous, are on another device,
+/// or share their memory with an input or with each other.
 pub(super) fn with_outputs<D: CandleDevice, R>(
     device: &D,
     call: &'static str,
     outputs: &[(&'static str, &Tensor)],
     inputs: &[&Tensor],
-    entered: &mut bool,
+    refuse: impl FnOnce(Error) -> Error,
     work: impl FnOnce(&GivenOutputs<'_, D>) -> Result<R>,
 ) -> Result<R> {
+    let mut entered = false;
+    let done = check_apart(call, outputs, inputs).and_then(|()| {
+        with_views_mut(device, call, outputs, |views| {
+            entered = true;
+            let left = outputs.iter().map(|(name, _)| *name).zip(views).collect();
+            work(&GivenOutputs { call, left: RefCell::new(left) })
+        })
+    });
+    done.map_err(|error| if entered { error } else { refuse(error) })
+}
+
+/// Refuses an output whose memory the call uses already: candle's lock would wait for itself.
+fn check_apart(call: &'static str, outputs: &[(&'static str, &Tensor)], inputs: &[&Tensor]) -> Result<()> {
     let mut places: Vec<usize> = inputs.iter().map(|t| storage_place(t)).collect();
     for (name, output) in outputs {
         let place = storage_place(output);
@@ -74,9 +87,5 @@ pub(super) fn with_outputs<D: CandleDevice, R>(
         }
         places.push(place);
     }
-    with_views_mut(device, call, outputs, |views| {
-        *entered = true;
-        let left = outputs.iter().map(|(name, _)| *name).zip(views).collect();
-        work(&GivenOutputs { call, left: RefCell::new(left) })
-    })
+    Ok(())
 }

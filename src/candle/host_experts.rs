@@ -11,10 +11,10 @@ use crate::error::Error;
 use crate::etp::{Chain, Comms, EtpOptions, Payload, Phase, ShardPlace};
 use crate::layer::ParamKind;
 
-use super::build::ShardedIn;
+use super::build::{ShardedIn, is_expert_weight};
 use super::device::CandleDevice;
 use super::group::DeviceGroup;
-use super::module::{ExpertParallelMoE, on_host};
+use super::module::{ExpertParallelMoE, host_copy};
 use super::options::LoadAs;
 
 const CALL: &str = "HostExperts";
@@ -100,7 +100,7 @@ impl HostExperts {
     /// Experts that are shards already, or are trained; a module of another device; [`Error::OutOfMemory`] where the
     /// process may lock no more memory; after the first forward.
     pub fn place(&self, moe: &ExpertParallelMoE) -> Result<ExpertParallelMoE> {
-        match_device!(&self.chain, chain => place_in(chain, moe))
+        match_device!(&self.chain, chain => placed(chain, moe))
     }
 
     /// Bytes of the experts that lie on the host.
@@ -187,7 +187,7 @@ fn chain_on<D: CandleDevice>(device: &D) -> crate::Result<ErasedChain> {
     Ok(D::erase(Arc::new(Chain::new(device.clone(), comms, options)?)))
 }
 
-fn place_in<D: CandleDevice>(chain: &Arc<Chain<D>>, moe: &ExpertParallelMoE) -> Result<ExpertParallelMoE> {
+fn placed<D: CandleDevice>(chain: &Arc<Chain<D>>, moe: &ExpertParallelMoE) -> Result<ExpertParallelMoE> {
     let refused = |name: &str, expected: &str, found: String| Error::invalid(CALL, name, expected, found);
     if moe.sharded.is_some() {
         return Err(refused("experts", "whole ones", "shards".into()).into());
@@ -206,12 +206,16 @@ fn place_in<D: CandleDevice>(chain: &Arc<Chain<D>>, moe: &ExpertParallelMoE) -> 
             if let Some(kind) = [ParamKind::Up, ParamKind::Down].into_iter().find(tracked) {
                 return Err(refused(kind.name(), "a frozen weight", "one that is trained".into()).into());
             }
-            let block = on_host(&moe.params)?;
-            ErasedLayerShards::dense_on_host(chain, (&moe.layer, moe.group.local_experts()), [&block.up, &block.down])?
+            let copy = |kind: ParamKind| {
+                let missing = || refused(kind.name(), "a weight", "none".into());
+                host_copy(CALL, kind, moe.param(kind).ok_or_else(missing)?)
+            };
+            let [up, down] = [copy(ParamKind::Up)?, copy(ParamKind::Down)?];
+            ErasedLayerShards::dense_on_host(chain, (&moe.layer, moe.group.local_experts()), [&up, &down])?
         }
     };
     let params = moe.params.as_ref().map(|kind, t: &Option<Tensor>| match kind {
-        ParamKind::Up | ParamKind::Down => None,
+        _ if is_expert_weight(kind) => None,
         // Frozen with the experts.
         ParamKind::UpBias | ParamKind::DownBias => t.as_ref().map(Tensor::detach),
         _ => t.clone(),

@@ -148,7 +148,7 @@ pub use capture::{Capture, CapturedStep, device_for_capture};
 pub use cuda::cuda;
 pub use device::{CandleDevice, StorageMut, routing_ids};
 pub use dispatch_combine::{DispatchCombine, Dispatched};
-pub use dispatch_ops::DispatchOutputs;
+pub use dispatch_ops::DispatchedRowsMut;
 pub use error::error_of;
 pub use etp::{GradientType, VarShard, WeightVar, finish_sharded};
 pub use group::DeviceGroup;

@@ -197,13 +197,14 @@ pub(super) fn part_of(name: &str, t: &Tensor, shard: ParamShard) -> crate::Resul
 }
 
 /// Copies of parameters.
-pub(super) fn on_host(params: &PerParam<Option<Tensor>>) -> Result<BlockParams> {
+fn on_host(params: &PerParam<Option<Tensor>>) -> Result<BlockParams> {
     const CALL: &str = "ExpertParallelMoE::to_block";
-    let cpu = Cpu::new();
-    let tensors = params.as_ref().try_map(|kind, t| -> Result<_> {
-        let Some(t) = t else { return Ok(None) };
-        let t = t.to_device(&Device::Cpu)?.contiguous()?;
-        Ok(Some(with_views(&cpu, CALL, &[(kind.name(), &t)], |views| copy_of(&cpu, views[0]))?))
-    })?;
+    let tensors = params.as_ref().try_map(|kind, t| t.as_ref().map(|t| host_copy(CALL, kind, t)).transpose())?;
     Ok(BlockParams::of(CALL, tensors)?)
+}
+
+/// A copy of a parameter.
+pub(super) fn host_copy(call: &'static str, kind: ParamKind, t: &Tensor) -> Result<crate::Tensor<Cpu>> {
+    let (cpu, t) = (Cpu::new(), t.to_device(&Device::Cpu)?.contiguous()?);
+    Ok(with_views(&cpu, call, &[(kind.name(), &t)], |views| copy_of(&cpu, views[0]))?)
 }

@@ -18,7 +18,8 @@ use super::heuristics::ORDER_ROWS_COLUMNS;
 use super::kernel_table::Product;
 use super::launch::Grid;
 use super::layout::{
-    SourceRows, TileList, TileOrder, Tiles, aligned, check_segments, input, optional, optional_output, output, row_dest,
+    SourceRows, TileListSpec, TileOrder, Tiles, aligned, check_segments, input, optional, optional_output, output,
+    row_dest,
 };
 use super::params::{self, activation_code, type_code};
 use super::permute::gather_to_slots;
@@ -146,7 +147,7 @@ impl<'a> GroupedGemm<'a> {
         })
     }
 
-    fn tiles(&self, list: TileList) -> Result<Tiles> {
+    fn tiles(&self, list: TileListSpec) -> Result<Tiles> {
         Tiles::new(self.call, self.device, self.segments, self.site, list)
     }
 
@@ -155,14 +156,14 @@ impl<'a> GroupedGemm<'a> {
     fn choose(&self, p: &mut params::GemmParams, product: Option<Product>, factor: usize) -> Result<KernelChoice<'a>> {
         let quantized = self.quantized.as_ref();
         if let Some(kernel) = quantized.and_then(|q| q.tuned(self.device, self.dtype, p, product, factor)) {
-            let tiles = self.tiles(TileList { tile: kernel.rows, order: TileOrder::Slots, chunk: None })?;
+            let tiles = self.tiles(TileListSpec { tile: kernel.rows, order: TileOrder::Slots, chunk: None })?;
             (p.tiles, p.tile_count, p.m_tiles) = (tiles.list(), tiles.count(), tiles.most as i64);
             p.n_tiles = (p.n as usize).div_ceil(kernel.columns) as i64;
             return Ok(KernelChoice { sm90: None, dequantizing: None, decode: None, tiles, tuned: Some(kernel) });
         }
         let dense = self.quantized.is_none();
         if let Some(kernel) = sm90_decode::expert_kernel(self.device, self.dtype, p, product).filter(|_| dense) {
-            let tiles = self.tiles(TileList { tile: SM90_DECODE.tile, order: TileOrder::Slots, chunk: None })?;
+            let tiles = self.tiles(TileListSpec { tile: SM90_DECODE.tile, order: TileOrder::Slots, chunk: None })?;
             (p.tiles, p.tile_count, p.m_tiles) = (tiles.list(), tiles.count(), tiles.most as i64);
             p.n_tiles = (p.n as usize).div_ceil(sm90_decode::COLUMNS / factor) as i64;
             return Ok(KernelChoice { sm90: None, dequantizing: None, decode: Some(kernel), tiles, tuned: None });
@@ -180,7 +181,7 @@ impl<'a> GroupedGemm<'a> {
             Some((product, _)) => (SM90_GROUPED_GEMM.tile, TileOrder::Pairs, product.columns(p.k as usize)),
             None => (self.shape.tile, TileOrder::Slots, self.shape.tile),
         };
-        let tiles = self.tiles(TileList { tile, order, chunk: dequantizing.map(|d| d.chunks.each) })?;
+        let tiles = self.tiles(TileListSpec { tile, order, chunk: dequantizing.map(|d| d.chunks.each) })?;
         (p.tiles, p.tile_count, p.m_tiles) = (tiles.list(), tiles.count(), tiles.most as i64);
         p.n_tiles = (p.n as usize).div_ceil(columns / factor) as i64;
         Ok(KernelChoice { sm90, dequantizing, decode: None, tiles, tuned: None })
@@ -234,13 +235,10 @@ impl<'a> GroupedGemm<'a> {
         out: u64,
         bias: Option<(u64, &SourceRows, usize)>,
     ) -> Result<()> {
-        // Biases are of all experts.
-        let whole = match tiles.is_whole() {
-            true => None,
-            false => {
-                Some(self.tiles(TileList { tile: SM90_GROUPED_GEMM.tile, order: TileOrder::Pairs, chunk: None })?)
-            }
-        };
+        // The kernel walks through one list, and numbers biases by all experts.
+        let whole = (!tiles.is_whole())
+            .then(|| self.tiles(TileListSpec { tile: SM90_GROUPED_GEMM.tile, order: TileOrder::Pairs, chunk: None }))
+            .transpose()?;
         let tiles = whole.as_ref().unwrap_or(tiles);
         let mut p = params::SlotDotsParams {
             partial: partial.view().data().ptr,

@@ -157,7 +157,7 @@ pub(super) struct Tiles {
 
 /// Which row tiles are listed.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct TileList {
+pub(super) struct TileListSpec {
     /// Rows of a tile.
     pub(super) tile: usize,
     pub(super) order: TileOrder,
@@ -214,7 +214,7 @@ impl Tiles {
         device: &Cuda,
         segments: &Segments<Cuda>,
         site: i64,
-        TileList { tile, order, chunk }: TileList,
+        TileListSpec { tile, order, chunk }: TileListSpec,
     ) -> Result<Self> {
         let groups = segments.offsets.dims()[0];
         let chunk = chunk.unwrap_or(groups).clamp(1, groups.max(1));

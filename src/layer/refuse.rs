@@ -35,6 +35,12 @@ impl Layer {
     pub fn refuse_backward<D: Kernels>(&self, group: &mut Group<D>, error: Error) -> Error {
         refuse(self, group, Op::CombineBwd, error)
     }
+
+    /// The same for a [combine](Self::combine_into) by itself.
+    #[cfg(feature = "candle")]
+    pub(crate) fn refuse_combine<D: Kernels>(&self, group: &mut Group<D>, error: Error) -> Error {
+        refuse(self, group, Op::Combine, error)
+    }
 }
 
 /// A call of a layer that an adapter is about to make, and that the other ranks may be in already: what fails before
@@ -72,12 +78,6 @@ impl<'a, D: Kernels> RefusalGuard<'a, D> {
     pub(crate) fn run<T>(mut self, work: impl FnOnce(&mut Self) -> Result<T>) -> Result<T> {
         let result = work(&mut self);
         if self.entered { result } else { refuse_on_error(self.layer, self.group, self.op, result) }
-    }
-
-    /// Tells the other ranks that this one does not come, for this reason, which it gives back.
-    #[cfg_attr(not(feature = "candle"), allow(dead_code, reason = "candle's outputs in given memory alone need it"))]
-    pub(crate) fn refuse(self, error: Error) -> Error {
-        refuse(self.layer, self.group, self.op, error)
     }
 
     /// The group's device.

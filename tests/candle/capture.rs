@@ -7,7 +7,7 @@ use candle_core::{D, DType, Device, IndexOp, Module, Result, Tensor, Var};
 use candle_nn::{Embedding, Linear, Optimizer, RmsNorm, VarBuilder, VarMap, ops};
 use moebius::MoeConfig;
 use moebius::candle::{
-    AdamW, Capture, DeviceGroup, DispatchCombine, DispatchOutputs, ExpertParallelMoE, MainGradients, backward,
+    AdamW, Capture, DeviceGroup, DispatchCombine, DispatchedRowsMut, ExpertParallelMoE, MainGradients, backward,
     device_for_capture, error_of,
 };
 use moebius::cuda::Cuda;
@@ -174,7 +174,6 @@ fn replayed_training_steps_have_the_eager_ones_bits(_: &Device) -> AnyResult<()>
     Ok(())
 }
 
-/// An operation that a capture cannot hold is refused with the one to use instead, and everything works on afterwards.
 /// Dispatch and combine around candle's operations: a forward into memory that stays, and a forward with its backward.
 fn replayed_dispatch_and_combine_have_the_eager_ones_bits(_: &Device) -> AnyResult<()> {
     const ROWS: usize = 64;
@@ -196,7 +195,7 @@ fn replayed_dispatch_and_combine_have_the_eager_ones_bits(_: &Device) -> AnyResu
     let (rows, of_rows) = (of(5, (ROWS, H))?, of(6, (ROWS, 1))?.flatten_all()?);
     let experts = |rows: &Tensor, weights: &Tensor| rows.matmul(&expert)?.broadcast_mul(&weights.unsqueeze(1)?);
     let forward = || -> Result<Vec<Tensor>> {
-        let into = DispatchOutputs { rows: &rows, weights: &of_rows };
+        let into = DispatchedRowsMut { rows: &rows, weights: &of_rows };
         let received = detached.dispatch_into(&x, &ids, &weights, into)?;
         let y = received.combine(&experts(&received.rows, &received.weights)?.detach())?;
         Ok(vec![y, received.offsets()?, received.counts()?])
@@ -229,6 +228,7 @@ fn replayed_dispatch_and_combine_have_the_eager_ones_bits(_: &Device) -> AnyResu
     Ok(())
 }
 
+/// An operation that a capture cannot hold is refused with the one to use instead, and everything works on afterwards.
 fn refusals_say_what_to_do(_: &Device) -> AnyResult<()> {
     let tracked = Device::new_cuda_with_stream(0)?;
     for wrong in [&tracked, &Device::Cpu] {

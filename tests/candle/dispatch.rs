@@ -8,7 +8,7 @@ use std::time::Duration;
 use candle_core::backprop::GradStore;
 use candle_core::{D, DType, Device, Module, Tensor, Var};
 use moebius::candle::{
-    DeviceGroup, DispatchCombine, DispatchOutputs, Dispatched, EpGroup, ExpertParallelMoE, error_of,
+    DeviceGroup, DispatchCombine, Dispatched, DispatchedRowsMut, EpGroup, ExpertParallelMoE, error_of,
 };
 use moebius::config::{CapacityOrder, ExpertCapacity, Payload};
 use moebius::cpu::{Cpu, ThreadWorld};
@@ -544,7 +544,6 @@ fn wrong_tensors_are_typed_errors_on_every_rank(place: &Place) -> AnyResult<()> 
     Ok(())
 }
 
-/// candle's error again, which the helpers box.
 /// Into memory of the caller's: the values of candle's own, at the same addresses each time.
 fn outputs_in_given_memory_have_the_same_values(place: &Place) -> AnyResult<()> {
     for cuts in place.cuts() {
@@ -560,7 +559,7 @@ fn outputs_in_given_memory_have_the_same_values(place: &Place) -> AnyResult<()> 
             let y = poisoned((rows.len(), H), device)?;
             for _ in 0..2 {
                 let expected = moe.dispatch(&x, &ids, &weights)?;
-                let outputs = DispatchOutputs { rows: &into, weights: &of };
+                let outputs = DispatchedRowsMut { rows: &into, weights: &of };
                 let found = moe.dispatch_into(&x, &ids, &weights, outputs)?;
                 assert_eq!(flat(&into)?, flat(&expected.rows)?);
                 assert_eq!(flat(&of)?, flat(&expected.weights)?);
@@ -609,7 +608,7 @@ fn memory_that_does_not_fit_is_refused(place: &Place) -> AnyResult<()> {
                 "y's own" => y = outputs.clone(),
                 _ => {}
             }
-            let into = DispatchOutputs { rows: &rows, weights: &of };
+            let into = DispatchedRowsMut { rows: &rows, weights: &of };
             let with = if last && wrong == "tracked" { &tracked } else { &moe };
             let result =
                 with.dispatch_into(&x, &ids, &weights, into).and_then(|found| found.combine_into(&outputs, &y));
@@ -618,7 +617,7 @@ fn memory_that_does_not_fit_is_refused(place: &Place) -> AnyResult<()> {
             let text = error.to_string();
             // The group goes on.
             let [rows, of] = [poisoned((CAPACITY, H), device)?, poisoned(CAPACITY, device)?];
-            let into = DispatchOutputs { rows: &rows, weights: &of };
+            let into = DispatchedRowsMut { rows: &rows, weights: &of };
             let found = moe.dispatch_into(&x, &ids, &weights, into)?;
             found.combine_into(&outputs, &poisoned((TOKENS, H), device)?)?;
             Ok(text)
@@ -629,6 +628,7 @@ fn memory_that_does_not_fit_is_refused(place: &Place) -> AnyResult<()> {
     Ok(())
 }
 
+/// candle's error again, which the helpers box.
 fn as_candle(error: crate::support::AnyError) -> candle_core::Error {
     match error.downcast::<candle_core::Error>() {
         Ok(error) => *error,

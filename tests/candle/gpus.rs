@@ -28,7 +28,7 @@ pub fn available() -> usize {
 }
 
 /// A rank's device, and two communicators of all ranks beside the layers', each on a stream of its own.
-pub struct Beside {
+pub struct RankComms {
     pub cuda: Cuda,
     pub comms: [NcclComm; 2],
 }
@@ -47,10 +47,10 @@ pub fn on_ranks<R: Send>(
 }
 
 /// The same with communicators beside.
-pub fn on_ranks_beside<R: Send>(
+pub fn on_ranks_with_comms<R: Send>(
     ranks: usize,
     config: &GroupConfig,
-    run: impl Fn(&DeviceGroup, Beside) -> AnyResult<R> + Sync,
+    run: impl Fn(&DeviceGroup, RankComms) -> AnyResult<R> + Sync,
 ) -> AnyResult<Vec<R>> {
     let run = &run;
     on_communicators(ranks, move |mut comm, device| {
@@ -61,7 +61,7 @@ pub fn on_ranks_beside<R: Send>(
         };
         let comms = [beside(1)?, beside(2)?];
         let group = Group::new(cuda.clone(), Box::new(comm), config.clone())?;
-        run(&DeviceGroup::new(EpGroup::new(group), device)?, Beside { cuda, comms })
+        run(&DeviceGroup::new(EpGroup::new(group), device)?, RankComms { cuda, comms })
     })
 }
 

@@ -18,7 +18,7 @@ use moebius::layer::{Layer, ParamKind};
 use moebius::optim::{AdamWOptions, GroupOptions};
 use moebius::{MoeConfig, Tensor as OwnTensor};
 
-use crate::gpus::{Beside, on_ranks_beside};
+use crate::gpus::{RankComms, on_ranks_with_comms};
 use crate::support::{AnyResult, EXPERTS, H, config, flat, normal, of_type};
 
 /// A case's name, and its test on so many GPUs.
@@ -48,12 +48,12 @@ fn boxed(comm: moebius::nccl::NcclComm) -> Box<dyn Communicator<Cuda>> {
 }
 
 /// Values of all ranks, in rank order.
-struct Exchange {
+struct HostGather {
     barrier: Barrier,
     values: Mutex<Vec<Vec<f32>>>,
 }
 
-impl Exchange {
+impl HostGather {
     fn new(ranks: usize) -> Self {
         Self { barrier: Barrier::new(ranks), values: Mutex::new(vec![Vec::new(); ranks]) }
     }
@@ -81,9 +81,9 @@ impl Exchange {
 fn sums_beside_backward_and_steps_over_ranks(ranks: usize) -> AnyResult<()> {
     for dtype in [DType::F32, DType::BF16] {
         let dir = tempfile::tempdir()?;
-        let exchange = Exchange::new(ranks);
-        on_ranks_beside(ranks, &GroupConfig::new(EXPERTS, 64), |group, beside| {
-            let Beside { cuda, comms: [sums, norms] } = beside;
+        let exchange = HostGather::new(ranks);
+        on_ranks_with_comms(ranks, &GroupConfig::new(EXPERTS, 64), |group, beside| {
+            let RankComms { cuda, comms: [sums, norms] } = beside;
             let (rank, device) = (group.rank(), group.device());
             let layers = [0, 4].map(|number| -> AnyResult<_> {
                 Ok(of_type(group.clone(), full(), dtype)?.with_layer(Layer::new(full(), number)?))
@@ -187,9 +187,9 @@ fn cut(chain: &Chain<Cuda>, whole: &Tensor) -> AnyResult<Tensor> {
 /// A layer whose experts are shards, with a dense weight that is shards around it: outputs, gradients and steps of AdamW
 /// as those of whole weights, to the bit.
 fn shards_give_what_whole_weights_give(ranks: usize) -> AnyResult<()> {
-    let exchange = Exchange::new(ranks);
-    on_ranks_beside(ranks, &GroupConfig::new(EXPERTS, 64), |of_ranks, beside| {
-        let Beside { cuda, comms: [gather, reduce] } = beside;
+    let exchange = HostGather::new(ranks);
+    on_ranks_with_comms(ranks, &GroupConfig::new(EXPERTS, 64), |of_ranks, beside| {
+        let RankComms { cuda, comms: [gather, reduce] } = beside;
         let (rank, device) = (of_ranks.rank(), of_ranks.device());
         // Every rank has all experts: a group of its own.
         let group = DeviceGroup::single(GroupConfig::new(EXPERTS, 64), device)?;

@@ -17,11 +17,11 @@ pub struct Place {
     pub rank: usize,
     pub ranks: usize,
     pub device: Device,
-    pub link: Link,
+    pub endpoint: Endpoint,
 }
 
 /// How a rank reaches the others.
-pub enum Link {
+pub enum Endpoint {
     /// There are none.
     Alone,
     Threads(moebius::cpu::ThreadComm),
@@ -29,14 +29,14 @@ pub enum Link {
     Gpus(moebius::nccl::NcclComm),
 }
 
-impl Link {
+impl Endpoint {
     /// The group of all ranks.
     pub fn group(self, config: GroupConfig, device: &Device) -> Result<DeviceGroup> {
         Ok(match self {
-            Link::Alone => DeviceGroup::single(GroupConfig::one_rank(config.num_experts), device)?,
-            Link::Threads(comm) => EpGroup::new(Group::new(Cpu::new(), Box::new(comm), config)?).into(),
+            Endpoint::Alone => DeviceGroup::single(GroupConfig::one_rank(config.num_experts), device)?,
+            Endpoint::Threads(comm) => EpGroup::new(Group::new(Cpu::new(), Box::new(comm), config)?).into(),
             #[cfg(feature = "nccl")]
-            Link::Gpus(comm) => {
+            Endpoint::Gpus(comm) => {
                 let cuda = comm.cuda().clone();
                 DeviceGroup::new(EpGroup::new(Group::new(cuda, Box::new(comm), config)?), device)?
             }
@@ -58,13 +58,13 @@ fn device(cpu: bool) -> Device {
 
 /// The places of ranks that are threads of this process.
 pub fn places(ranks: usize, cpu: bool) -> Result<Vec<Place>> {
-    let place = |rank, device, link| Place { rank, ranks, device, link };
+    let place = |rank, device, endpoint| Place { rank, ranks, device, endpoint };
     match ranks {
         0 => Err("--ranks: expected 1 at least, found 0".into()),
-        1 => Ok(vec![place(0, device(cpu), Link::Alone)]),
+        1 => Ok(vec![place(0, device(cpu), Endpoint::Alone)]),
         _ if cpu => {
             let comms = ThreadWorld::create(ranks, TIMEOUT).into_iter().enumerate();
-            Ok(comms.map(|(rank, comm)| place(rank, Device::Cpu, Link::Threads(comm))).collect())
+            Ok(comms.map(|(rank, comm)| place(rank, Device::Cpu, Endpoint::Threads(comm))).collect())
         }
         #[cfg(feature = "nccl")]
         _ => {
@@ -73,7 +73,7 @@ pub fn places(ranks: usize, cpu: bool) -> Result<Vec<Place>> {
             let gpus = devices.iter().map(moebius::candle::cuda).collect::<moebius::Result<Vec<_>>>()?;
             let comms = NcclComm::threads(&NcclLibrary::open()?, &gpus, TIMEOUT)?;
             let places = devices.into_iter().zip(comms).enumerate();
-            Ok(places.map(|(rank, (device, comm))| place(rank, device, Link::Gpus(comm))).collect())
+            Ok(places.map(|(rank, (device, comm))| place(rank, device, Endpoint::Gpus(comm))).collect())
         }
         #[cfg(not(feature = "nccl"))]
         _ => Err(ranks::NO_NCCL.into()),
@@ -85,7 +85,7 @@ pub fn place_of(me: &moebius::ranks::Identity) -> Result<Place> {
     #[cfg(feature = "nccl")]
     {
         let (device, comm) = ranks::join(me, TIMEOUT)?;
-        Ok(Place { rank: me.rank, ranks: me.world, device, link: Link::Gpus(comm) })
+        Ok(Place { rank: me.rank, ranks: me.world, device, endpoint: Endpoint::Gpus(comm) })
     }
     #[cfg(not(feature = "nccl"))]
     Err(format!("rank {} of {}: {}", me.rank, me.world, ranks::NO_NCCL).into())

@@ -8,6 +8,8 @@
 //! moebius-run -n 2 target/release/examples/generate FOLDER --prompts-file prompts.txt     # --features nccl: a GPU a rank
 //! ```
 
+#[path = "../../../examples/support/gather.rs"]
+mod gather;
 mod options;
 mod output;
 mod process;
@@ -39,7 +41,7 @@ use moebius_models::generate::{self, CountChoices, Decoder, Generator, Output, O
 use moebius_models::{ExpertWeights, LoadOptions, Model};
 
 use options::{Options, Place, Type, Usage};
-use results::{ExpertChoices, Outcome, gather};
+use results::{ExpertChoices, Outcome, merge};
 
 type AnyError = Box<dyn Error + Send + Sync>;
 
@@ -151,7 +153,7 @@ impl Job<'_> {
             let group = DeviceGroup::single(self.group_config(experts), &ranks::gpu(0)?)?;
             let between = Box::new(Solo::new(Cpu::new()));
             let alone = Member { rank: 0, ranks: 1, group, device: Cpu::new(), between };
-            return gather(vec![self.rank(alone, sender).map(|(outcome, _)| outcome)], self.requests.len());
+            return merge(vec![self.rank(alone, sender).map(|(outcome, _)| outcome)], self.requests.len());
         }
         let timeout = Duration::from_secs(self.options.timeout);
         let worlds = ThreadWorld::create(ranks, timeout).into_iter().zip(ThreadWorld::create(ranks, timeout));
@@ -171,7 +173,7 @@ impl Job<'_> {
             drop(sender);
             threads.into_iter().map(|t| t.join().unwrap_or_else(|_| Err("a rank panicked".into()))).collect()
         });
-        gather(outcomes, self.requests.len())
+        merge(outcomes, self.requests.len())
     }
 
     fn experts(&self) -> Result<usize, AnyError> {

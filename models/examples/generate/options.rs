@@ -44,7 +44,7 @@ pub struct Options {
     /// Where the model runs [default: cpu; as one process of several, cuda, a GPU each]
     #[arg(long, value_enum)]
     pub device: Option<Place>,
-    /// Keys and values in memory that stays, whose steps a GPU replays from a graph, or in memory that grows
+    /// Keys and values in memory that stays, whose steps one GPU alone replays from a graph, or in memory that grows
     #[arg(long, value_enum, default_value_t = Cache::Static)]
     pub cache: Cache,
     /// Convert weights to this type; as stored if absent

@@ -20,7 +20,7 @@ pub fn run(job: &Job<'_>, me: &Identity, sender: Sender<Piece>) -> Result<Option
     if me.rank > 0 {
         return Ok(None);
     }
-    crate::results::gather(outcomes.into_iter().map(Ok).collect(), job.requests.len()).map(Some)
+    crate::results::merge(outcomes.into_iter().map(Ok).collect(), job.requests.len()).map(Some)
 }
 
 /// As above.

@@ -6,11 +6,11 @@ use std::time::Duration;
 use moebius::comm::{Communicator, Op, Tag};
 use moebius::kernels::Kernels;
 use moebius::metrics::Load;
-use moebius::{DType, Tensor};
 use moebius_models::generate::{Output, Stats};
 use serde::{Deserialize, Serialize};
 
 use crate::AnyError;
+use crate::gather::gather_over;
 
 /// What came of requests: a rank's, or all.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -47,7 +47,7 @@ impl From<Load> for ExpertChoices {
 }
 
 /// Ranks' results as one; where some failed, the error of the first of them, which names the cause as the others' do.
-pub fn gather(outcomes: Vec<Result<Outcome, AnyError>>, requests: usize) -> Result<Outcome, AnyError> {
+pub fn merge(outcomes: Vec<Result<Outcome, AnyError>>, requests: usize) -> Result<Outcome, AnyError> {
     let ranks = outcomes.len();
     let mut places: Vec<Option<Output>> = vec![None; requests];
     let mut all = Outcome {
@@ -101,24 +101,11 @@ pub fn exchange<K: Kernels>(
     comm: &mut dyn Communicator<K>,
     own: &Outcome,
 ) -> Result<Vec<Outcome>, AnyError> {
-    let ranks = comm.size();
     // No call of the generator's has this layer.
-    let mut tags = (0..).map(|sequence| Tag { layer: u32::MAX, op: Op::User, sequence });
-    let mut all = |bytes: &[u8]| -> moebius::Result<Vec<u8>> {
-        let tag = tags.next().unwrap_or(Tag { layer: u32::MAX, op: Op::User, sequence: 0 });
-        let mut send = Tensor::empty(device, DType::U8, &[bytes.len()])?;
-        device.upload(bytes, send.view_mut())?;
-        let mut recv = Tensor::empty(device, DType::U8, &[ranks, bytes.len()])?;
-        comm.all_gather(tag, send.view(), recv.view_mut())?;
-        device.download(recv.view())
-    };
-    let mut bytes = serde_json::to_vec(own)?;
-    let lengths = all(&(bytes.len() as u64).to_le_bytes())?;
-    let lengths: Vec<usize> = lengths.as_chunks().0.iter().map(|n| u64::from_le_bytes(*n) as usize).collect();
-    let most = lengths.iter().copied().max().unwrap_or(0).max(1);
-    bytes.resize(most, 0);
-    let bytes = all(&bytes)?;
-    let outcomes = bytes.chunks_exact(most).zip(&lengths).map(|(bytes, len)| serde_json::from_slice(&bytes[..*len]));
+    let tag = Tag { layer: u32::MAX, op: Op::User, sequence: 0 };
+    let all = gather_over(device, comm, tag, &serde_json::to_vec(own)?)?;
+    let ranks = all.len();
+    let outcomes = all.iter().map(|bytes| serde_json::from_slice(bytes));
     let mut outcomes = outcomes.collect::<Result<Vec<Outcome>, _>>()?;
     outcomes.iter_mut().for_each(|outcome| outcome.processes = ranks);
     Ok(outcomes)

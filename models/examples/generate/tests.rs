@@ -5,7 +5,7 @@ use std::time::Duration;
 use moebius::cpu::{Cpu, ThreadWorld};
 use moebius_models::generate::{Finish, Output, Stats};
 
-use crate::results::{ExpertChoices, Outcome, exchange, gather};
+use crate::results::{ExpertChoices, Outcome, exchange, merge};
 
 fn output(text: &str, finish: Finish) -> Output {
     Output { tokens: text.bytes().map(u32::from).collect(), text: text.into(), finish, incomplete: text.is_empty() }
@@ -57,7 +57,7 @@ fn every_rank_gets_all_results_in_the_requests_order() {
         });
         let expected: Vec<Outcome> = (0..ranks).map(|rank| Outcome { processes: ranks, ..own(rank) }).collect();
         assert!(gathered.iter().all(|all| *all == expected), "{ranks} ranks");
-        let all = gather(expected.into_iter().map(Ok).collect(), requests.len()).expect("one outcome");
+        let all = merge(expected.into_iter().map(Ok).collect(), requests.len()).expect("one outcome");
         assert_eq!(all.outputs, requests);
         let sum = ranks * (ranks + 1) / 2;
         assert_eq!((all.stats.prompt_tokens, all.stats.decode_tokens), (sum, 1000 * sum));
@@ -72,6 +72,6 @@ fn every_rank_gets_all_results_in_the_requests_order() {
 #[test]
 fn the_first_rank_that_failed_is_named() {
     let outcomes = vec![Ok(outcome(0, vec![])), Err("out of luck".into()), Err("too".into())];
-    assert_eq!(gather(outcomes, 0).expect_err("an error").to_string(), "rank 1: out of luck");
-    assert_eq!(gather(vec![Err("alone".into())], 0).expect_err("an error").to_string(), "alone");
+    assert_eq!(merge(outcomes, 0).expect_err("an error").to_string(), "rank 1: out of luck");
+    assert_eq!(merge(vec![Err("alone".into())], 0).expect_err("an error").to_string(), "alone");
 }

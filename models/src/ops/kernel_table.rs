@@ -163,30 +163,26 @@ impl<K> KernelTable<K> {
     /// The first that `find` returns.
     fn new(mut find: impl FnMut(KernelSpec) -> Result<K>) -> Result<Self> {
         let mut asking = |stage, name: String, shared| find(KernelSpec { stage, name, shared });
+        let mut by_heads = |stage, kernel: &str, shared: fn(AttentionHeads) -> usize| {
+            PerType::new(|t| {
+                let named = |heads: AttentionHeads| format!("{kernel}_{t}_{}_{}", heads.dim, heads.value);
+                AttentionHeads::ALL.into_iter().map(|heads| asking(stage, named(heads), shared(heads))).collect()
+            })
+        };
+        let attention_forward = by_heads("attention", "attention_forward", AttentionHeads::shared)?;
+        let stage = "attention_backward";
+        let attention_backward_keys = by_heads(stage, "attention_backward_keys", AttentionHeads::keys_shared)?;
+        let attention_backward_queries = by_heads(stage, "attention_backward_queries", AttentionHeads::queries_shared)?;
         Ok(Self {
             add_rms_norm: PerType::new(|t| asking("add_rms_norm", format!("add_rms_norm_{t}"), 0))?,
             argmax: PerType::new(|t| asking("argmax", format!("argmax_{t}"), 0))?,
-            attention_forward: PerType::new(|t| {
-                let named = |heads: AttentionHeads| format!("attention_forward_{t}_{}_{}", heads.dim, heads.value);
-                let all = AttentionHeads::ALL.into_iter();
-                all.map(|heads| asking("attention", named(heads), heads.shared())).collect()
-            })?,
+            attention_forward,
             attention_dots: PerType::new(|t| {
                 let named = |value: usize| format!("attention_dots_{t}_{value}");
                 DOTS_VALUES.into_iter().map(|value| asking("attention_backward", named(value), 0)).collect()
             })?,
-            attention_backward_keys: PerType::new(|t| {
-                let named =
-                    |heads: AttentionHeads| format!("attention_backward_keys_{t}_{}_{}", heads.dim, heads.value);
-                let all = AttentionHeads::ALL.into_iter();
-                all.map(|heads| asking("attention_backward", named(heads), heads.keys_shared())).collect()
-            })?,
-            attention_backward_queries: PerType::new(|t| {
-                let named =
-                    |heads: AttentionHeads| format!("attention_backward_queries_{t}_{}_{}", heads.dim, heads.value);
-                let all = AttentionHeads::ALL.into_iter();
-                all.map(|heads| asking("attention_backward", named(heads), heads.queries_shared())).collect()
-            })?,
+            attention_backward_keys,
+            attention_backward_queries,
             gemv: PerType::new(|t| {
                 (1..=params::GEMV_MOST_ROWS).map(|rows| asking("gemv", format!("gemv_{t}_{rows}"), 0)).collect()
             })?,

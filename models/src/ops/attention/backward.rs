@@ -7,7 +7,7 @@ use candle_core::{D, Result, Tensor};
 
 use super::super::{wide, with_backward};
 #[cfg(feature = "cuda")]
-use super::backward_cuda::{self, BackwardOutput};
+use super::backward_cuda;
 use super::{AttentionOptions, AttentionSizes, MaskCache, Operands, Output, output};
 
 /// [`AttentionOptions`] for as long as a backward may come.
@@ -52,8 +52,9 @@ pub(super) fn attention(q: &Tensor, k: &Tensor, v: &Tensor, options: &AttentionO
     with_backward("attention", &[q, k, &v], y, move |inputs, y, of| {
         let [q, k, v] = inputs else { return Ok(Vec::new()) };
         let options = kept.options();
-        let Gradients { operands: [d_q, d_k, d_v], along } = gradients([q, k, v], &options, [y, of, &log_sums])?;
-        let sinks = options.sinks.map(|sinks| sinks_gradient(sinks, &along, &log_sums)).transpose()?;
+        let BackwardOutput { d_q, d_k, d_v, dots } = gradients([q, k, v], &options, [y, of, &log_sums])?;
+        let dots = dots.reshape(log_sums.dims())?;
+        let sinks = options.sinks.map(|sinks| sinks_gradient(sinks, &dots, &log_sums)).transpose()?;
         *of_sinks.lock().unwrap_or_else(PoisonError::into_inner) = sinks;
         Ok(vec![Some(d_q.to_dtype(q.dtype())?), Some(d_k.to_dtype(k.dtype())?), Some(d_v.to_dtype(v.dtype())?)])
     })
@@ -69,12 +70,15 @@ fn beside_sinks(v: &Tensor, sinks: &Tensor, of_sinks: &SinksGradient) -> Result<
     })
 }
 
-/// What backward makes of queries, keys and values.
-struct Gradients {
-    /// In their type, or f32 (f64 for f64).
-    operands: [Tensor; 3],
-    /// Sums over a head's entries of the output and its gradient, `[B, key heads, groups, S, 1]`, f32 (f64 for f64).
-    along: Tensor,
+/// What backward makes.
+#[derive(Debug)]
+pub(super) struct BackwardOutput {
+    /// Gradients in the operands' shapes: in their type, or f32 (f64 for f64).
+    pub d_q: Tensor,
+    pub d_k: Tensor,
+    pub d_v: Tensor,
+    /// Each row of the result times its gradient's, f32 (f64 for f64), `[B, heads, S]`.
+    pub dots: Tensor,
 }
 
 /// Gradients from the output, its gradient (both `[B, S, heads, V]`) and the logarithms of the rows' sums.
@@ -82,21 +86,20 @@ fn gradients(
     [q, k, v]: [&Tensor; 3],
     options: &AttentionOptions<'_>,
     [y, of, log_sums]: [&Tensor; 3],
-) -> Result<Gradients> {
+) -> Result<BackwardOutput> {
     #[cfg(feature = "cuda")]
     if let Some(found) = backward_cuda::backward([q, k, v], [y, of, log_sums], options)? {
-        let BackwardOutput { d_q, d_k, d_v, dots } = found;
-        return Ok(Gradients { operands: [d_q, d_k, d_v], along: dots.reshape(log_sums.dims())? });
+        return Ok(found);
     }
     gradients_by_blocks(&Operands::new(q, k, v, options)?, options, [y, of, log_sums])
 }
 
 /// The sinks' gradient: each takes its part of every row's probability, and has no value.
-fn sinks_gradient(sinks: &Tensor, along: &Tensor, log_sums: &Tensor) -> Result<Tensor> {
+fn sinks_gradient(sinks: &Tensor, dots: &Tensor, log_sums: &Tensor) -> Result<Tensor> {
     let (_, keys, groups, _, _) = log_sums.dims5()?;
-    let sinks = sinks.to_dtype(along.dtype())?.reshape((1, keys, groups, 1, 1))?;
+    let sinks = sinks.to_dtype(dots.dtype())?.reshape((1, keys, groups, 1, 1))?;
     let p = sinks.broadcast_sub(log_sums)?.exp()?;
-    (p * along)?.neg()?.sum((0, 3, 4))?.flatten_all()
+    (p * dots)?.neg()?.sum((0, 3, 4))?.flatten_all()
 }
 
 /// By candle's operations.
@@ -104,7 +107,7 @@ fn gradients_by_blocks(
     operands: &Operands,
     options: &AttentionOptions<'_>,
     [y, of, log_sums]: [&Tensor; 3],
-) -> Result<Gradients> {
+) -> Result<BackwardOutput> {
     let AttentionSizes { sequences, keys, groups, queries, dim, value, .. } = operands.sizes;
     let (k, v, dtype) = (&operands.k, &operands.v, wide(operands.q.dtype()));
     let heads_first = |t: &Tensor| t.transpose(1, 2)?.reshape((sequences, keys, groups, queries, value));
@@ -129,5 +132,5 @@ fn gradients_by_blocks(
         d_q.push(d_rows.reshape((sequences, keys, groups, block.rows, dim))?);
     }
     let d_q = Tensor::cat(&d_q, 3)?.reshape((sequences, keys * groups, queries, dim))?;
-    Ok(Gradients { operands: [d_q, d_k, d_v], along })
+    Ok(BackwardOutput { d_q, d_k, d_v, dots: along.reshape((sequences, keys * groups, queries))? })
 }

@@ -4,31 +4,18 @@
 use candle_core::{DType, Result, Tensor};
 
 use super::AttentionOptions;
-use super::forward_cuda::{KernelCall, fits, strides};
+use super::backward::BackwardOutput;
+use super::forward_cuda::{AttentionCall, fits, strides};
 use crate::ops::cuda::{Grid, new_tensor, write};
 use crate::ops::kernel_table::{AttentionHeads, DOTS_VALUES};
 use crate::ops::params::{AttentionBackwardParams, AttentionParams, THREADS};
 
-/// What backward makes.
-#[derive(Debug)]
-pub(super) struct BackwardOutput {
-    /// Gradients in the operands' shapes and type.
-    pub d_q: Tensor,
-    pub d_k: Tensor,
-    pub d_v: Tensor,
-    /// Each row of the result times its gradient's, f32 `[B, heads, S]`.
-    pub dots: Tensor,
-}
-
-impl BackwardOutput {
-    /// Memory for it, which is still to be written.
-    fn new(operands: [&Tensor; 3], call: &KernelCall) -> Result<Self> {
-        let device = operands[0].device().as_cuda_device()?;
-        let like = |t: &Tensor| new_tensor(device, t.dtype(), t.shape());
-        let dots = new_tensor(device, DType::F32, (call.sequences, call.heads, call.queries))?;
-        let [q, k, v] = operands;
-        Ok(Self { d_q: like(q)?, d_k: like(k)?, d_v: like(v)?, dots })
-    }
+/// Memory for what backward makes, which is still to be written.
+fn unwritten([q, k, v]: [&Tensor; 3], call: &AttentionCall) -> Result<BackwardOutput> {
+    let device = q.device().as_cuda_device()?;
+    let like = |t: &Tensor| new_tensor(device, t.dtype(), t.shape());
+    let dots = new_tensor(device, DType::F32, (call.sequences, call.heads, call.queries))?;
+    Ok(BackwardOutput { d_q: like(q)?, d_k: like(k)?, d_v: like(v)?, dots })
 }
 
 /// Gradients by kernels from the operands and, `[y, of, log_sums]`, the result, its gradient (both `[B, S, heads, V]`)
@@ -39,8 +26,10 @@ pub(super) fn backward(
     options: &AttentionOptions<'_>,
 ) -> Result<Option<BackwardOutput>> {
     // The sums are those of the forward's kernel: candle's operations round scores to 16 bits.
-    let Some(call) = KernelCall::of(operands, options)?.filter(KernelCall::is_long) else { return Ok(None) };
-    let output = BackwardOutput::new(operands, &call)?;
+    let Some(call) = AttentionCall::of(operands, options)?.filter(AttentionCall::has_enough_queries) else {
+        return Ok(None);
+    };
+    let output = unwritten(operands, &call)?;
     let of = if fits(of, y) { of.clone() } else { of.to_dtype(y.dtype())?.force_contiguous()? };
     write_gradients(&call, operands, [&y.contiguous()?, &of, &log_sums.contiguous()?], &output)?;
     Ok(Some(output))
@@ -48,7 +37,7 @@ pub(super) fn backward(
 
 /// Writes all of `output`. The result and the sums are contiguous, and the result's gradient [`fits`].
 pub(super) fn write_gradients(
-    call: &KernelCall,
+    call: &AttentionCall,
     [q, k, v]: [&Tensor; 3],
     [y, of, log_sums]: [&Tensor; 3],
     output: &BackwardOutput,

@@ -3,9 +3,10 @@
 use candle_core::{DType, Device, Result, Tensor, Var};
 
 use super::super::tests::relative;
-use super::backward_cuda::{BackwardOutput, backward, write_gradients};
+use super::backward::BackwardOutput;
+use super::backward_cuda::{backward, write_gradients};
 use super::cases::{Case, KEYS, dense};
-use super::forward_cuda::{self, KernelCall};
+use super::forward_cuda::{self, AttentionCall};
 use super::*;
 use crate::testing::random;
 
@@ -61,7 +62,7 @@ fn bits(t: &Tensor) -> Result<Vec<u32>> {
 
 /// A call, and what the forward's kernel makes of it, however few the queries are.
 struct Forward {
-    call: KernelCall,
+    call: AttentionCall,
     y: Tensor,
     log_sums: Tensor,
 }
@@ -69,7 +70,7 @@ struct Forward {
 impl Forward {
     fn of(operands: [&Tensor; 3], options: &AttentionOptions<'_>) -> Result<Self> {
         let missing = || candle_core::Error::msg(format!("no kernel for {options:?}"));
-        let call = KernelCall::of(operands, options)?.ok_or_else(missing)?;
+        let call = AttentionCall::of(operands, options)?.ok_or_else(missing)?;
         let Output { y, log_sums } = forward_cuda::run(&call, operands, options.sinks, true)?;
         Ok(Self { call, y, log_sums: log_sums.ok_or_else(missing)? })
     }

@@ -13,7 +13,7 @@ const FEWEST_QUERIES: usize = 16;
 
 /// A call that kernels serve.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct KernelCall {
+pub(super) struct AttentionCall {
     pub sequences: usize,
     pub heads: usize,
     pub key_heads: usize,
@@ -25,7 +25,7 @@ pub(super) struct KernelCall {
     pub params: AttentionParams,
 }
 
-impl KernelCall {
+impl AttentionCall {
     /// `None` where no kernel serves it.
     pub fn of([q, k, v]: [&Tensor; 3], options: &AttentionOptions<'_>) -> Result<Option<Self>> {
         let (sequences, heads, queries, dim) = q.dims4()?;
@@ -66,7 +66,7 @@ impl KernelCall {
     }
 
     /// That kernels are quicker than candle's operations.
-    pub fn is_long(&self) -> bool {
+    pub fn has_enough_queries(&self) -> bool {
         self.queries >= FEWEST_QUERIES
     }
 }
@@ -86,18 +86,18 @@ pub(super) fn forward(
     options: &AttentionOptions<'_>,
     log_sums: bool,
 ) -> Result<Option<Output>> {
-    let call = KernelCall::of(operands, options)?.filter(KernelCall::is_long);
+    let call = AttentionCall::of(operands, options)?.filter(AttentionCall::has_enough_queries);
     call.map(|call| run(&call, operands, options.sinks, log_sums)).transpose()
 }
 
 /// By the kernel, however few the queries are.
 pub(super) fn run(
-    call: &KernelCall,
+    call: &AttentionCall,
     [q, k, v]: [&Tensor; 3],
     sinks: Option<&Tensor>,
     log_sums: bool,
 ) -> Result<Output> {
-    let KernelCall { sequences, heads, key_heads, queries, kernel, params, .. } = *call;
+    let AttentionCall { sequences, heads, key_heads, queries, kernel, params, .. } = *call;
     let log_sums = match log_sums {
         true => Some(Tensor::zeros((sequences, heads, queries), DType::F32, q.device())?),
         false => None,
