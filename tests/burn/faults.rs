@@ -22,10 +22,14 @@ fn message(panic: Box<dyn std::any::Any + Send>) -> String {
 }
 
 fn backward_against_a_rank_that_tracks_nothing_is_refused_before_any_collective() {
+    untracked_peer::<Flex>();
+}
+
+pub fn untracked_peer<S: Subject>() {
     let config = config();
-    on_ranks(2, LONG, |rank, group| {
-        let model = module::<B>(&config, &group);
-        let x = tensor::<B, 2>(inputs(rank).0, [TOKENS[rank], H]);
+    S::on_ranks(2, |rank, group| {
+        let model = module::<Autodiff<S>>(&config, group.clone());
+        let x = tensor::<Autodiff<S>, 2>(inputs(rank).0, [TOKENS[rank], H]);
         if rank == 0 {
             model.clone().no_grad().forward(x.clone()).unwrap();
         } else {
@@ -45,10 +49,14 @@ fn backward_against_a_rank_that_tracks_nothing_is_refused_before_any_collective(
 }
 
 fn a_second_backward_is_refused_before_any_collective() {
+    second_backward_of_a_rank::<Flex>();
+}
+
+pub fn second_backward_of_a_rank<S: Subject>() {
     let config = config();
-    on_ranks(2, LONG, |rank, group| {
-        let model = module::<B>(&config, &group);
-        let x = tensor::<B, 2>(inputs(rank).0, [TOKENS[rank], H]);
+    S::on_ranks(2, |rank, group| {
+        let model = module::<Autodiff<S>>(&config, group.clone());
+        let x = tensor::<Autodiff<S>, 2>(inputs(rank).0, [TOKENS[rank], H]);
         let out = model.forward_full(x.clone(), None).unwrap();
         let loss = out.y.sum();
         loss.backward();
@@ -174,10 +182,14 @@ fn a_leaf_shared_between_ranks_ends_in_typed_errors_and_not_in_a_hang() {
 }
 
 fn a_model_that_fails_around_the_layer_tells_the_other_rank() {
+    refused_around::<Flex>();
+}
+
+pub fn refused_around<S: Subject>() {
     let config = config();
-    on_ranks(2, LONG, |rank, group| {
-        let model = module::<B>(&config, &group);
-        let x = tensor::<B, 2>(inputs(rank).0, [TOKENS[rank], H]);
+    S::on_ranks(2, |rank, group| {
+        let model = module::<Autodiff<S>>(&config, group.clone());
+        let x = tensor::<Autodiff<S>, 2>(inputs(rank).0, [TOKENS[rank], H]);
         let told = |error: Option<Error>, word: &str| {
             let of_rank_0 = matches!(&error, Some(Error::Peer { peer: 0, reason, .. }) if reason.contains(word));
             assert!(of_rank_0, "{error:?}");

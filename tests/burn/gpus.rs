@@ -18,7 +18,7 @@ use moebius::etp::{Chain, Comms, EtpOptions};
 use super::gpu::{Gpu, gpu};
 use super::sharded::{Links, Mesh, Meshed};
 use super::support::*;
-use super::{dense, dispatch, gradients, nccl_gpus, reduce, sharded};
+use super::{dense, dispatch, faults, gradients, nccl_gpus, reduce, sharded, sharded_dense};
 use crate::trials::Trials;
 
 /// Runs `rank` on a thread and a GPU for each rank.
@@ -70,7 +70,7 @@ fn square(world: usize) -> Mesh {
     Mesh { world, ep: world / 2 }
 }
 
-const CASES: [Case; 18] = [
+const CASES: [Case; 25] = [
     ("matches_a_dense_model", |ranks| dense::matches_a_dense_model::<Gpu>(&[ranks])),
     ("each_output_alone_gives_its_part", |ranks| dense::each_output_alone::<Gpu>(ranks)),
     ("gradients_are_those_of_finite_differences", |ranks| gradients::finite_differences::<Gpu>(ranks)),
@@ -83,6 +83,10 @@ const CASES: [Case; 18] = [
     }),
     ("shards_sent_quantized_give_what_a_rank_alone_does", |ranks| sharded::sent_quantized::<Gpu>(&[ranks])),
     ("frozen_shards_have_no_gradient", |world| sharded::frozen::<Gpu>(Mesh { world, ep: 1 })),
+    ("sharded_dense_weights_train_as_whole_ones", |ranks| sharded_dense::three_steps::<Gpu>(&[ranks])),
+    ("a_sharded_norm_has_the_gradients_of_burns", |_| sharded_dense::norm_alone::<Gpu>()),
+    ("a_tied_weight_has_the_sum_of_its_gradients", |ranks| sharded_dense::tied::<Gpu>(&[ranks])),
+    ("frozen_first_layers_have_no_backward", |_| sharded_dense::frozen_first::<Gpu>()),
     ("sums_are_kept_until_all_modules_are_given", |world| sharded::sums_are_kept::<Gpu>(square(world))),
     ("a_rank_that_cannot_begin_tells_those_that_share_shards", |world| {
         sharded::begin_is_told::<Gpu>(Mesh { world, ep: 1 });
@@ -94,6 +98,9 @@ const CASES: [Case; 18] = [
     ("sums_beside_backward_are_those_behind_it", |ranks| sums_beside_backward(ranks, false)),
     ("sums_over_replicas_beside_backward_are_those_behind_it", |ranks| sums_beside_backward(ranks, true)),
     ("gradients_are_summed_over_a_communicator_of_another_stream", over_another_stream),
+    ("a_backward_against_a_rank_that_tracks_nothing_is_refused", |_| faults::untracked_peer::<Gpu>()),
+    ("a_second_backward_is_refused", |_| faults::second_backward_of_a_rank::<Gpu>()),
+    ("a_model_that_fails_around_the_layer_tells_the_other_rank", |_| faults::refused_around::<Gpu>()),
     ("sums_over_another_gpu_and_groups_of_another_stream_are_refused", elsewhere),
 ];
 

@@ -15,7 +15,7 @@ use moebius::config::Payload;
 use moebius::cpu::Cpu;
 use moebius::etp::{EtpOptions, Phase, Shards};
 
-use super::sharded::{Mesh, Place, on_mesh};
+use super::sharded::{Mesh, Meshed, Place, on_mesh};
 use super::support::*;
 use super::token_model::{Around, VOCABULARY, ids, param};
 use crate::trials::tests;
@@ -41,7 +41,7 @@ struct Sharded<B: MoeBackend> {
 }
 
 impl<Bk: MoeBackend> Whole<Bk> {
-    fn new(place: &Place<Flex>, norm: bool) -> Self {
+    fn new<S: Meshed>(place: &Place<S>, norm: bool) -> Self {
         let device = here::<Bk>();
         let Around { embed, proj, head } = Around::new();
         let norm = norm.then(|| {
@@ -101,15 +101,16 @@ impl<Bk: MoeBackend> Sharded<Bk> {
 /// (likewise) and norm, and of the router.
 type Trained = (Vec<f32>, Vec<Vec<f32>>, Vec<f32>);
 
-fn train_whole(place: Place<Flex>, norm: bool) -> Trained {
-    let mut model = Whole::<Autodiff<Flex>>::new(&place, norm);
+fn train_whole<S: Meshed>(place: Place<S>, norm: bool) -> Trained {
+    let mut model = Whole::<Autodiff<S>>::new(&place, norm);
     let (mut world, mut losses) = (place.world, Vec::new());
+    let device = S::device_of(&world);
     let mut adam = AdamWConfig::new().init();
     for step in 0..STEPS {
         let loss = model.loss(ids(place.rank, step));
         losses.extend(floats(loss.clone()));
         let mut gradients = GradientsParams::from_grads(loss.backward(), &model);
-        reduce_gradients_over(&mut *world, &Cpu::new(), &model, ReduceOptions::except(&[]), &mut gradients).unwrap();
+        reduce_gradients_over(&mut *world, &device, &model, ReduceOptions::except(&[]), &mut gradients).unwrap();
         model = adam.step(1e-2, model, gradients);
     }
     let mut weights = vec![
@@ -124,9 +125,10 @@ fn train_whole(place: Place<Flex>, norm: bool) -> Trained {
     (losses, weights, floats(model.moe.router.weight.val()))
 }
 
-fn train_sharded(place: Place<Flex>, norm: bool) -> Trained {
-    let model = Whole::<Autodiff<Flex>>::new(&place, norm);
+fn train_sharded<S: Meshed>(place: Place<S>, norm: bool) -> Trained {
+    let model = Whole::<Autodiff<S>>::new(&place, norm);
     let Place { rank, shards, mut world, .. } = place;
+    let device = S::device_of(&world);
     let mut model = model.sharded(&shards).unwrap();
     let (mut adam, mut losses) = (AdamWConfig::new().init(), Vec::new());
     for step in 0..STEPS {
@@ -139,15 +141,15 @@ fn train_sharded(place: Place<Flex>, norm: bool) -> Trained {
         shards.end().unwrap();
         let mut gradients = GradientsParams::from_grads(all, &model);
         let own = model.own();
-        reduce_gradients_over(&mut *world, &Cpu::new(), &model, ReduceOptions::except(&own), &mut gradients).unwrap();
+        reduce_gradients_over(&mut *world, &device, &model, ReduceOptions::except(&own), &mut gradients).unwrap();
         // With all experts on every rank, the ranks of the world hold the same.
         let biases = model.moe.expert_bias_ids();
-        reduce_gradients_over(&mut *world, &Cpu::new(), &model, ReduceOptions::only(&biases), &mut gradients).unwrap();
+        reduce_gradients_over(&mut *world, &device, &model, ReduceOptions::only(&biases), &mut gradients).unwrap();
         shards.finish(None, model.holders(), &mut gradients).unwrap();
         model = adam.step(1e-2, model, gradients);
     }
     let of =
-        |dense: &ShardedDense<Autodiff<Flex>>| dense.shards.iter().map(|shard| floats(shard.val())).collect::<Vec<_>>();
+        |dense: &ShardedDense<Autodiff<S>>| dense.shards.iter().map(|shard| floats(shard.val())).collect::<Vec<_>>();
     let experts = [&model.moe.experts.up, &model.moe.experts.down].map(|shard| floats(shard.val()));
     let mut weights = [of(&model.embed), of(&model.proj), experts.to_vec(), of(&model.head)].concat();
     weights.extend(model.norm.iter().flat_map(of));
@@ -166,23 +168,30 @@ fn sizes() -> Vec<Vec<usize>> {
     vec![vec![VOCABULARY, H], vec![H, H], vec![H], vec![E, 2 * I, H], vec![E, H, I], vec![VOCABULARY, H], vec![H]]
 }
 
-/// Three steps of burn's AdamW leave what they leave of whole weights, to the bit; a norm's backward, whose operations
-/// are in another order than burn's, leaves it within rounding.
 fn three_steps_are_those_of_whole_weights() {
-    for (ranks, norm) in [1, 2, 4].into_iter().flat_map(|ranks| [(ranks, false), (ranks, true)]) {
+    three_steps::<Flex>(&RANKS);
+}
+
+/// Three steps of burn's AdamW leave what they leave of whole weights, to the bit on a CPU; a norm's backward, whose
+/// operations are in another order than burn's, leaves it within rounding.
+pub fn three_steps<S: Meshed>(ranks: &[usize]) {
+    for (ranks, norm) in ranks.iter().flat_map(|ranks| [(*ranks, false), (*ranks, true)]) {
         let mesh = Mesh { world: ranks, ep: 1 };
-        let whole = on_mesh::<Flex, _>(mesh, true, |place| train_whole(place, norm));
-        let found = on_mesh::<Flex, _>(mesh, true, |place| train_sharded(place, norm));
+        let whole = on_mesh::<S, _>(mesh, true, |place| train_whole(place, norm));
+        let found = on_mesh::<S, _>(mesh, true, |place| train_sharded(place, norm));
         for (rank, (found, whole)) in found.iter().zip(&whole).enumerate() {
             let at = format!("rank {rank} of {ranks}, norm {norm}");
             assert_eq!(found.1.len(), 6 + usize::from(norm), "{at}");
             let pairs = found.1.iter().zip(whole.1.iter().zip(sizes()));
             let pairs = pairs.map(|(found, (whole, dims))| (found, cut(whole, &dims, ranks, rank)));
-            if norm {
+            if norm || S::ROUNDING > 0.0 {
                 // AdamW divides by the root of its second moment: an element's step is at most the rate of 0.01, and
-                // differs with the sign of a gradient that is all rounding. Few elements have such.
-                pairs.for_each(|(found, whole)| close(&at, found, &whole, 1e-4));
-                close(&at, &found.0, &whole.0, 1e-4);
+                // differs with the sign of a gradient that is all rounding. Few elements have such. Where burn chooses
+                // among kernels that round factors, each of the steps differs by a few such roundings of it, of weights
+                // that are 30 times as large and more.
+                let tolerance = 1e-4 + S::ROUNDING;
+                pairs.for_each(|(found, whole)| close(&at, found, &whole, tolerance));
+                close(&at, &found.0, &whole.0, tolerance + 4.0 * S::ROUNDING);
             } else {
                 pairs.for_each(|(found, whole)| assert_eq!(*found, whole, "{at}"));
                 assert_eq!((&found.0, &found.2), (&whole.0, &whole.2), "{at}");
@@ -191,14 +200,20 @@ fn three_steps_are_those_of_whole_weights() {
     }
 }
 
-/// A norm by itself: values of burn's, and gradients within the rounding of their terms. An element of x's gradient is a
-/// sum of H + 1 products of factors below 4, one of γ's of one a row, each of a few roundings of 2⁻²⁴.
 fn a_norm_has_the_gradients_of_burns() {
-    on_mesh::<Flex, _>(Mesh { world: 2, ep: 1 }, true, |place| {
+    norm_alone::<Flex>();
+}
+
+/// A norm by itself: values of burn's, and gradients within the rounding of their terms. An element of x's gradient is a
+/// sum of H + 1 products of factors below 4, one of γ's of one a row, each of a few roundings of 2⁻²⁴; a GPU's roots and
+/// quotients are off by a few more.
+pub fn norm_alone<S: Meshed>() {
+    let tolerance = if S::ROUNDING > 0.0 { 1e-5 } else { 2e-6 };
+    on_mesh::<S, _>(Mesh { world: 2, ep: 1 }, true, |place| {
         let (rows, rank) = (3 + place.rank, place.rank as u64);
-        let x = || tensor::<B, 2>(values(20 + rank, rows * H, 1.0), [rows, H]).require_grad();
-        let d_y = || tensor::<B, 2>(values(30 + rank, rows * H, 1.0), [rows, H]);
-        let mut own: RmsNorm<B> = RmsNormConfig::new(H).init(&here::<B>());
+        let x = || tensor::<Autodiff<S>, 2>(values(20 + rank, rows * H, 1.0), [rows, H]).require_grad();
+        let d_y = || tensor::<Autodiff<S>, 2>(values(30 + rank, rows * H, 1.0), [rows, H]);
+        let mut own: RmsNorm<Autodiff<S>> = RmsNormConfig::new(H).init(&here::<Autodiff<S>>());
         own.gamma = param(4, [H]);
         let (whole_x, y) = (x(), own.forward(x()));
         let y_of = own.forward(whole_x.clone());
@@ -209,22 +224,22 @@ fn a_norm_has_the_gradients_of_burns() {
         shards.begin(Phase::Forward, [&norm]).unwrap();
         let found = norm.forward(found_x.clone()).unwrap();
         shards.end().unwrap();
-        assert_eq!(floats(found.clone()), floats(y));
+        close("y", &floats(found.clone()), &floats(y), if S::ROUNDING > 0.0 { tolerance } else { 0.0 });
         shards.begin(Phase::Backward, [&norm]).unwrap();
         let all = (found * d_y()).sum().backward();
         shards.end().unwrap();
-        close("x", &floats(found_x.grad(&all).unwrap()), &floats(whole_x.grad(&expected).unwrap()), 2e-6);
+        close("x", &floats(found_x.grad(&all).unwrap()), &floats(whole_x.grad(&expected).unwrap()), tolerance);
         let mut gradients = GradientsParams::new();
         shards.finish(None, [&norm], &mut gradients).unwrap();
         let own_gamma = floats(own.gamma.grad(&expected).unwrap());
-        let summed = gradients.get::<Flex, 3>(norm.shards[0].id).unwrap();
+        let summed = gradients.get::<S, 3>(norm.shards[0].id).unwrap();
         (own_gamma, floats(summed))
     })
     .chunks(2)
     .for_each(|ranks| {
         let sum: Vec<f32> = ranks[0].0.iter().zip(&ranks[1].0).map(|(a, b)| a + b).collect();
         for (rank, (_, summed)) in ranks.iter().enumerate() {
-            close("gamma", summed, &cut(&sum, &[H], 2, rank), 2e-6);
+            close("gamma", summed, &cut(&sum, &[H], 2, rank), tolerance);
         }
     });
 }
@@ -236,39 +251,44 @@ struct Untied<B: Backend> {
     output: Param<Tensor<B, 2>>,
 }
 
+fn a_tied_weight_has_the_sum_of_its_gradients() {
+    tied::<Flex>(&RANKS);
+}
+
 /// An embedding whose weight is the output layer's too: gathered once for each use, and the sum of both uses' gradients
 /// is its shards', over two microbatches.
-fn a_tied_weight_has_the_sum_of_its_gradients() {
-    for ranks in [1, 2, 4] {
-        on_mesh::<Flex, _>(Mesh { world: ranks, ep: 1 }, true, |place| {
+pub fn tied<S: Meshed>(ranks: &[usize]) {
+    for &ranks in ranks {
+        on_mesh::<S, _>(Mesh { world: ranks, ep: 1 }, true, |place| {
             let Place { rank, shards, mut world, .. } = place;
-            let untied = Untied::<B> { embed: param(1, [VOCABULARY, H]), output: param(1, [VOCABULARY, H]) };
-            let tied = shards.embedding("embed", Around::<B>::new().embed).unwrap();
-            let loss = |y: Tensor<B, 3>| y.powi_scalar(2).sum();
+            let device = S::device_of(&world);
+            let untied = Untied::<Autodiff<S>> { embed: param(1, [VOCABULARY, H]), output: param(1, [VOCABULARY, H]) };
+            let tied = shards.embedding("embed", Around::<Autodiff<S>>::new().embed).unwrap();
+            let loss = |y: Tensor<Autodiff<S>, 3>| y.powi_scalar(2).sum();
             let mut sum = vec![0.0; VOCABULARY * H];
             for microbatch in 0..2 {
                 let x = embedding(untied.embed.val(), ids(rank, microbatch));
                 let whole = loss(linear(x, untied.output.val().transpose(), None));
                 let mut of_uses = GradientsParams::from_grads(whole.clone().backward(), &untied);
-                reduce_gradients_over(&mut *world, &Cpu::new(), &untied, ReduceOptions::default(), &mut of_uses)
-                    .unwrap();
+                reduce_gradients_over(&mut *world, &device, &untied, ReduceOptions::default(), &mut of_uses).unwrap();
                 shards.begin(Phase::Forward, [&tied]).unwrap();
                 let found = loss(tied.tied_output(tied.embed(ids(rank, microbatch)).unwrap()).unwrap());
                 shards.end().unwrap();
-                assert_eq!(floats(found.clone()), floats(whole));
+                close("loss", &floats(found.clone()), &floats(whole), 4.0 * S::ROUNDING);
                 shards.begin(Phase::Backward, [&tied]).unwrap();
                 found.backward();
                 shards.end().unwrap();
                 // Each use's gradients are added over the ranks, the output layer's first, and then to those before.
                 for id in [untied.output.id, untied.embed.id] {
-                    let of_use = floats(of_uses.get::<Flex, 2>(id).unwrap());
+                    let of_use = floats(of_uses.get::<S, 2>(id).unwrap());
                     sum.iter_mut().zip(of_use).for_each(|(sum, own)| *sum += own);
                 }
             }
             let mut gradients = GradientsParams::new();
             shards.finish(None, [&tied], &mut gradients).unwrap();
-            let found = floats(gradients.get::<Flex, 3>(tied.shards[0].id).unwrap());
-            assert_eq!(found, cut(&sum, &[VOCABULARY, H], ranks, rank), "rank {rank} of {ranks}");
+            let found = floats(gradients.get::<S, 3>(tied.shards[0].id).unwrap());
+            let expected = cut(&sum, &[VOCABULARY, H], ranks, rank);
+            close(&format!("rank {rank} of {ranks}"), &found, &expected, 8.0 * S::ROUNDING);
         });
     }
 }
@@ -286,10 +306,14 @@ fn another_module_has_no_tied_output() {
     });
 }
 
-/// Frozen layers before the first that is trained have no backward, and the pass ends all the same.
 fn frozen_first_layers_have_no_backward() {
-    on_mesh::<Flex, _>(Mesh { world: 2, ep: 1 }, true, |place| {
-        let whole = Whole::<B>::new(&place, true);
+    frozen_first::<Flex>();
+}
+
+/// Frozen layers before the first that is trained have no backward, and the pass ends all the same.
+pub fn frozen_first<S: Meshed>() {
+    on_mesh::<S, _>(Mesh { world: 2, ep: 1 }, true, |place| {
+        let whole = Whole::<Autodiff<S>>::new(&place, true);
         let head = whole.head.clone();
         let mut whole = whole.no_grad();
         whole.head = head;
@@ -304,7 +328,7 @@ fn frozen_first_layers_have_no_backward() {
             shards.end().unwrap();
             let mut gradients = GradientsParams::from_grads(all, &model);
             shards.finish(None, model.holders(), &mut gradients).unwrap();
-            assert!(gradients.get::<Flex, 3>(model.head.shards[0].id).is_some());
+            assert!(gradients.get::<S, 3>(model.head.shards[0].id).is_some());
             assert_eq!(gradients.len(), 1);
         }
     });

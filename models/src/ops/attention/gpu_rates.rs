@@ -17,24 +17,24 @@ use crate::testing::random;
 
 /// Sizes of a causal attention of one sequence.
 #[derive(Debug, Clone, Copy)]
-struct Shape {
-    heads: usize,
-    key_heads: usize,
-    tokens: usize,
-    dim: usize,
-    value: usize,
+pub struct Shape {
+    pub heads: usize,
+    pub key_heads: usize,
+    pub tokens: usize,
+    pub dim: usize,
+    pub value: usize,
 }
 
 /// Operands and a result's gradient in bf16.
-struct Inputs {
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    of: Tensor,
+pub struct Inputs {
+    pub q: Tensor,
+    pub k: Tensor,
+    pub v: Tensor,
+    pub of: Tensor,
 }
 
 impl Shape {
-    fn inputs(self, device: &Device) -> Result<Inputs> {
+    pub fn inputs(self, device: &Device) -> Result<Inputs> {
         let Self { heads, key_heads, tokens, dim, value } = self;
         let of = |seed, dims: &[usize]| random(seed, dims).to_dtype(DType::BF16)?.to_device(device);
         Ok(Inputs {
@@ -54,13 +54,13 @@ impl Shape {
     }
 }
 
-fn options(dim: usize, masks: &MaskCache) -> AttentionOptions<'_> {
+pub fn options(dim: usize, masks: &MaskCache) -> AttentionOptions<'_> {
     let scale = 1.0 / (dim as f64).sqrt();
     AttentionOptions { first: 0, window: None, chunk: None, sinks: None, scale, masks }
 }
 
 /// Median of `repeats` times, in ms of a call, each of a row of calls between two events of a stream that is at work.
-fn time(stream: &Arc<CudaStream>, repeats: usize, mut call: impl FnMut() -> Result<()>) -> Result<f64> {
+pub fn time(stream: &Arc<CudaStream>, repeats: usize, mut call: impl FnMut() -> Result<()>) -> Result<f64> {
     const CALLS: usize = 5;
     let event = || stream.context().new_event(Some(sys::CUevent_flags::CU_EVENT_DEFAULT)).w();
     for _ in 0..3 {

@@ -6,6 +6,8 @@ mod backward_cuda;
 mod cache;
 #[cfg(feature = "cuda")]
 mod cache_cuda;
+#[cfg(feature = "flash-attn")]
+mod flash;
 #[cfg(feature = "cuda")]
 mod forward_cuda;
 mod mask;
@@ -31,6 +33,10 @@ pub(crate) fn attention(q: &Tensor, k: &Tensor, v: &Tensor, options: &AttentionO
     let tracked = |t: &Tensor| t.track_op();
     if tracked(q) || tracked(k) || tracked(v) || options.sinks.is_some_and(tracked) {
         return backward::attention(q, k, v, options);
+    }
+    #[cfg(feature = "flash-attn")]
+    if let Some(y) = flash::forward([q, k, v], options)? {
+        return Ok(y);
     }
     Ok(output([q, k, v], options, false)?.y)
 }
@@ -212,6 +218,8 @@ mod backward_gpu_tests;
 mod cases;
 #[cfg(test)]
 mod closed_forms;
+#[cfg(all(test, feature = "flash-attn"))]
+mod flash_tests;
 #[cfg(all(test, feature = "cuda"))]
 mod gpu_rates;
 #[cfg(all(test, feature = "cuda"))]
