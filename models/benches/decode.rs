@@ -18,7 +18,7 @@
 //! with `--features nccl`; on one machine's cores with `--cpu`). Sequences are dealt to the ranks in turn, a rank without
 //! any steps with the others, and a prefill is one of so many tokens on each rank. Each rank prints its own rows, with
 //! its number, its own memory and its own number of sequences; tokens a second are all ranks' together. Steps of several
-//! ranks are not replayed from a graph.
+//! ranks are replayed from a graph where tokens travel by all-gather, as they do between two GPUs.
 //!
 //! With `--experts-on-host` experts stay in page-locked memory of the host and come a layer ahead (no graph then). A line
 //! behind loading has the link's speed, measured by plain copies of a layer's experts from such memory; a phase's
@@ -206,7 +206,9 @@ impl Bench {
         let options = LoadOptions { random, experts, experts_on_host, ..LoadOptions::default() };
         let prompts = self.many().div_ceil(self.ranks) * self.past().div_ceil(8);
         let most = prompts.max(self.past()).max(self.prefill_tokens());
-        let group = endpoint.group(GroupConfig::new(self.sizes.experts, most), &self.device)?;
+        let max_rows = self.ranks * self.many().div_ceil(self.ranks) * self.sizes.top_k;
+        let config = GroupConfig { max_rows, ..GroupConfig::new(self.sizes.experts, most) };
+        let group = endpoint.group(config, &self.device)?;
         let model = Model::load_on(&Checkpoint::open_config(dir.path())?, group, options)?;
         self.loaded("moebius", start)?;
         self.measure_link(&model)?;
@@ -351,13 +353,13 @@ impl Bench {
 
     fn decode(&self, model: &Model, sequences: usize) -> Result<()> {
         let (past, (warm_up, steps), own) = (self.past(), self.steps(), self.share(sequences));
-        if own == 0 {
-            return self.eager(model, sequences, "without sequences");
-        }
         let mut stepper = model.stepper(own, past + warm_up + steps)?;
         for ids in self.prompts(sequences)? {
-            stepper.feed(&ids.narrow(0, 0, own)?.contiguous()?)?;
+            // Without sequences, on the CPU: a GPU has no memory of no bytes.
+            let ids = if own == 0 { Tensor::zeros((0, 1), DType::U32, &Device::Cpu)? } else { ids.narrow(0, 0, own)? };
+            stepper.feed(&ids.contiguous()?)?;
         }
+        stepper.over_ranks(sequences.div_ceil(self.ranks))?;
         let measured = self.time((warm_up, steps), || Ok(stepper.step().map(drop)?))?;
         let how = if stepper.is_captured() { "graph" } else { "static cache" };
         let name = format!("decode {sequences} x {past}, {how}");

@@ -6,6 +6,8 @@ use std::fmt::Debug;
 use candle_core::{DType, Device, Result as CandleResult, Tensor};
 use candle_nn::Linear;
 use moebius::candle::{ExpertParallelMoE, HostExperts};
+use moebius::ep::Capacity;
+use moebius::layer::DispatchOptions;
 
 use crate::cache::{Cache, LayerCache};
 use crate::config::Base;
@@ -89,6 +91,8 @@ pub(crate) struct ForwardCaches<'a> {
     pub past: usize,
     /// As in [`Step`].
     pub position: Option<StepPosition>,
+    /// Most tokens that a rank brings, where the experts' rows are to have room for any choices of so many.
+    pub most_tokens: Option<usize>,
 }
 
 /// The feed-forward block of a layer.
@@ -243,6 +247,30 @@ impl DecoderSpec {
     }
 }
 
+/// The feed-forward block of a layer in a forward.
+#[derive(Debug, Clone, Copy)]
+struct Experts {
+    /// The layer's.
+    number: usize,
+    /// As in [`ForwardCaches`].
+    most_tokens: Option<usize>,
+}
+
+/// Rows of a rank's experts that any choices of at most `most` tokens a rank fit in.
+pub(crate) fn rows_for(moe: &ExpertParallelMoE, most: usize) -> usize {
+    let (layer, group) = (moe.layer(), moe.group());
+    let padding = group.local_experts() * (layer.dispatch().alignment - 1);
+    group.ranks() * most * layer.config().router.top_k + padding
+}
+
+/// The module with [room for](rows_for) `most` tokens of every rank, so that nothing waits for their number.
+fn with_room(moe: &ExpertParallelMoE, most: usize) -> ExpertParallelMoE {
+    let layer = moe.layer().clone();
+    let (capacity, max_tokens) = (Capacity::Static(rows_for(moe, most)), Some(most));
+    let dispatch = DispatchOptions { capacity, max_tokens, ..layer.dispatch() };
+    moe.clone().with_layer(layer.with_dispatch(dispatch))
+}
+
 /// How far a rank has come in a forward.
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct ForwardProgress {
@@ -280,7 +308,9 @@ impl DecoderStack {
         }
         let (dtype, device) = (self.embedding.dtype(), self.device());
         let shape = StaticShape { sequences, capacity, dtype, device };
-        let layers = self.layers.iter().map(|layer| layer.mixer.static_cache(&shape)).collect::<CandleResult<_>>()?;
+        // A GPU has no memory of no bytes, and no sequence has no keys.
+        let layers = self.layers.iter().filter(|_| sequences > 0);
+        let layers = layers.map(|layer| layer.mixer.static_cache(&shape)).collect::<CandleResult<_>>()?;
         StaticCache::new(&shape, self.rotary.angles(0..capacity, dtype, device)?, layers).map(Some)
     }
 
@@ -289,6 +319,9 @@ impl DecoderStack {
     pub fn resize(&self, cache: &mut StaticCache, rows: &[usize], capacity: usize) -> CandleResult<()> {
         let (dtype, device, held) = (self.embedding.dtype(), self.device(), cache.sequences);
         let shape = StaticShape { sequences: rows.len(), capacity, dtype, device };
+        if rows.is_empty() {
+            cache.layers.clear();
+        }
         for (layer, old) in self.layers.iter().zip(&mut cache.layers) {
             let new = layer.mixer.static_cache(&shape)?;
             new.take_sequences(old, rows, held)?;
@@ -348,9 +381,9 @@ impl DecoderStack {
     ) -> Result<Tensor> {
         let (sequences, len) = ids.dims2()?;
         let late_rotation = cache.is_some() && self.rotary.depends_on_length();
-        let (mut layers, past, position) = match cache {
-            None => (None, 0, None),
-            Some(ForwardCaches { layers, past, position }) => (Some(layers), past, position),
+        let (mut layers, past, position, most_tokens) = match cache {
+            None => (None, 0, None, None),
+            Some(ForwardCaches { layers, past, position, most_tokens }) => (Some(layers), past, position, most_tokens),
         };
         // A GPU starts no kernel of no element.
         let nowhere = sequences * len == 0 && !self.device().is_cpu();
@@ -379,12 +412,13 @@ impl DecoderStack {
             device,
         };
         for (number, layer) in self.layers.iter().enumerate() {
-            let cache = layers.as_mut().map(|layers| &mut layers[number]);
             if sequences * len > 0 {
+                let cache = layers.as_mut().map(|layers| &mut layers[number]);
                 let y = layer.mixer.forward(&x.normed(&layer.input_norm)?, &step, cache)?;
                 self.add(&mut x, y)?;
             }
-            self.feed_forward(number, &mut x, tap, at)?;
+            let experts = Experts { number, most_tokens };
+            self.feed_forward(experts, &mut x, tap, at)?;
         }
         let hidden = if sequences * len > 0 { x.normed(&self.norm)? } else { x.x };
         Ok(hidden.reshape((sequences, len, self.hidden_size()))?)
@@ -399,7 +433,7 @@ impl DecoderStack {
 
     fn feed_forward(
         &self,
-        number: usize,
+        Experts { number, most_tokens }: Experts,
         x: &mut Residual,
         tap: &mut Option<&mut Tap<'_>>,
         at: &mut ForwardProgress,
@@ -420,7 +454,10 @@ impl DecoderStack {
                     h = tap(Point::MoeInput { layer: number }, h)?;
                 }
                 at.inside = true;
-                let output = moe.forward_full(&h, None)?;
+                let output = match most_tokens {
+                    Some(most) => with_room(moe, most).forward_full(&h, None)?,
+                    None => moe.forward_full(&h, None)?,
+                };
                 #[cfg(feature = "cuda")]
                 for made in [&output.y, &output.aux, &output.logits, &output.ids, &output.weights] {
                     crate::ops::release_late(made);

@@ -241,7 +241,12 @@ impl Model {
         let past = cache.as_ref().map_or(0, |cache| cache.len);
         self.run_or_refuse(|at| {
             let ids = self.checked(call, ids, past, |sequences| self.check_cache(call, cache.as_deref(), sequences))?;
-            let caches = cache.as_mut().map(|cache| ForwardCaches { layers: &mut cache.layers, past, position: None });
+            let caches = cache.as_mut().map(|cache| ForwardCaches {
+                layers: &mut cache.layers,
+                past,
+                position: None,
+                most_tokens: None,
+            });
             let hidden = self.decoder.hidden(&ids, caches, &mut tap, at)?;
             if let Some(cache) = cache {
                 let (sequences, len) = ids.dims2()?;

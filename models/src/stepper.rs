@@ -2,11 +2,14 @@
 
 use std::fmt;
 
-use candle_core::{DType, Tensor};
+use candle_core::{DType, Device, Tensor};
+use moebius::candle::DeviceGroup;
+use moebius::cpu::Cpu;
+use moebius::ep::DispatcherKind;
 
 use crate::Model;
 use crate::cache::{LayerCache, write};
-use crate::decoder::{ForwardCaches, ForwardProgress};
+use crate::decoder::{ForwardCaches, ForwardProgress, rows_for};
 use crate::error::{Error, Result};
 use crate::ops::argmax;
 use crate::static_cache::{PositionTables, StaticCache};
@@ -16,8 +19,8 @@ const CALL: &str = "Stepper";
 /// Decodes a fixed number of sequences with room for a fixed number of tokens each: keys and values lie in memory that
 /// is allocated once, and a step copies none of them. On a device of `moebius::candle::device_for_capture` the first step
 /// is captured into a CUDA graph that later ones replay, so that the host has next to nothing to do; elsewhere steps run
-/// one operation after another, as they do where several ranks share the experts, and with experts on the host. A step that cannot be captured is an error once;
-/// behind [`clear`](Self::clear) steps run so too.
+/// one operation after another, as do those that cannot be captured, among them those with experts on the host. Where
+/// several ranks share the experts, [`over_ranks`](Self::over_ranks) has their steps captured.
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
@@ -49,6 +52,8 @@ pub struct Stepper<'m> {
     /// U32 `[B, 1]`: the tokens of the next step.
     next: Tensor,
     logits: Option<Tensor>,
+    /// Most sequences of a rank, where every step of the ranks has room for so many.
+    most: Option<usize>,
     /// An error has left the cache as it may be.
     broken: bool,
 }
@@ -70,6 +75,9 @@ struct Work<'m> {
     layers: Vec<LayerCache>,
     positions: PositionTables,
     next: Tensor,
+    sequences: usize,
+    /// As in [`ForwardCaches`].
+    most_tokens: Option<usize>,
     /// Of a step that is captured.
     #[cfg(feature = "cuda")]
     memory: Option<crate::ops::CapturedResults>,
@@ -78,8 +86,12 @@ struct Work<'m> {
 impl Work<'_> {
     /// Runs a step of `next`: its logits `[B, V]`; `next` becomes the likeliest tokens behind it.
     fn run(&mut self, at: &mut ForwardProgress) -> Result<Tensor> {
-        let caches =
-            ForwardCaches { layers: &mut self.layers, past: 0, position: Some(self.positions.step_position()?) };
+        let caches = ForwardCaches {
+            layers: &mut self.layers,
+            past: 0,
+            position: Some(self.positions.step_position()?),
+            most_tokens: self.most_tokens,
+        };
         let hidden = || self.model.decoder().hidden(&self.next, Some(caches), &mut None, at);
         #[cfg(feature = "cuda")]
         let hidden = match &mut self.memory {
@@ -88,6 +100,9 @@ impl Work<'_> {
         };
         #[cfg(not(feature = "cuda"))]
         let hidden = hidden()?;
+        if self.sequences == 0 {
+            return Ok(Tensor::zeros((0, self.model.vocabulary()), DType::F32, &Device::Cpu)?);
+        }
         let (sequences, _, hidden_size) = hidden.dims3()?;
         let logits = self.model.decoder().logits(&hidden.reshape((sequences, hidden_size))?)?;
         write(&self.next, &argmax(&logits)?)?;
@@ -126,11 +141,18 @@ impl Model {
             eager: false,
             model: self,
             cache,
-            next: Tensor::zeros((sequences, 1), DType::U32, self.device())?,
+            next: first_ids(self, sequences)?,
             logits: None,
+            most: None,
             broken: false,
         }))
     }
+}
+
+/// Zeros `[B, 1]`; none on the CPU, as a GPU has no memory of no bytes.
+fn first_ids(model: &Model, sequences: usize) -> Result<Tensor> {
+    let device = if sequences == 0 { &Device::Cpu } else { model.device() };
+    Ok(Tensor::zeros((sequences, 1), DType::U32, device)?)
 }
 
 impl<'m> Stepper<'m> {
@@ -173,16 +195,41 @@ impl<'m> Stepper<'m> {
         Ok(())
     }
 
-    /// Captures a step of an empty stepper, where the device can, so that one that cannot be captured costs no tokens:
-    /// steps run one operation after another then.
-    pub(crate) fn capture_ahead(&mut self) -> Result<()> {
-        #[cfg(feature = "cuda")]
-        if self.is_empty() && !self.eager && graph::can_capture(self.model) {
-            // Whatever else has failed will fail again, where it can be told.
-            let _ = self.step();
-            self.clear()?;
+    /// Has steps of several ranks captured too; whether they can be. `sequences` is the most that any rank has. Every rank
+    /// calls this ahead of the same step and steps whenever the others do from then on, until all call it again, as they
+    /// do when a rank has come with another stepper, or [resized](Self::resize) its own. The ranks then have room for the
+    /// experts' rows of `sequences` tokens each, however these choose: steps can be captured where their group has a
+    /// place for so many ([`GroupConfig::max_rows`](moebius::ep::GroupConfig), the ranks times `sequences` times top-k)
+    /// and their tokens travel by all-gather. Elsewhere they run as before, as one rank's alone do. [`feed`](Self::feed)
+    /// is not captured: all ranks feed, or have `feed` take the place of a step.
+    ///
+    /// # Errors
+    /// Fewer sequences than this rank has.
+    pub fn over_ranks(&mut self, sequences: usize) -> Result<bool> {
+        if sequences < self.sequences() || sequences == 0 {
+            let problem = format!("{sequences} sequences at most on any rank; this one has {}", self.sequences());
+            return Err(Error::Usage { call: "Stepper::over_ranks", problem });
         }
-        Ok(())
+        let model = self.model;
+        let moe = (0..model.num_layers()).find_map(|layer| model.moe(layer));
+        let Some(moe) = moe.filter(|moe| moe.group().ranks() > 1 && model.host_experts().is_none()) else {
+            return Ok(false);
+        };
+        // A CPU's steps are not captured, over whatever dispatcher.
+        let all_gather = moe.group().dispatcher_kind() == DispatcherKind::AllGather || model.device().is_cpu();
+        let has_room = rows_for(moe, sequences) <= max_rows(moe.group());
+        self.most = (all_gather && has_room).then_some(sequences);
+        #[cfg(feature = "cuda")]
+        {
+            self.graph = None;
+            self.eager = self.most.is_none();
+        }
+        Ok(self.most.is_some())
+    }
+
+    /// Most sequences of a rank that steps have [room](Self::over_ranks) for.
+    pub(crate) fn most_over_ranks(&self) -> Option<usize> {
+        self.most
     }
 
     /// Leaves these of the sequences, in this order and each with its tokens, with room for `capacity` tokens each: for a
@@ -201,6 +248,7 @@ impl<'m> Stepper<'m> {
         if !(least..=most).contains(&capacity) {
             return fail(format!("room for {capacity} tokens; expected {least}..={most}"));
         }
+        self.most = None;
         // A graph reads and writes the memory that goes. What could not be captured is not tried again.
         #[cfg(feature = "cuda")]
         {
@@ -210,7 +258,7 @@ impl<'m> Stepper<'m> {
         let broken = std::mem::replace(&mut self.broken, true);
         self.model.decoder().resize(&mut self.cache, rows, capacity)?;
         self.next = match rows {
-            [] => Tensor::zeros((0, 1), DType::U32, self.model.device())?,
+            [] => first_ids(self.model, 0)?,
             rows => {
                 let rows: Vec<u32> = rows.iter().map(|row| *row as u32).collect();
                 self.next.index_select(&Tensor::new(rows, self.model.device())?, 0)?
@@ -231,8 +279,12 @@ impl<'m> Stepper<'m> {
             let ids = model.checked("Stepper::feed", ids, past, |found| self.check(found, ids.dim(1)?))?;
             let len = ids.dim(1)?;
             self.broken = true;
-            let caches = ForwardCaches { layers: &mut self.cache.layers, past, position: None };
+            let caches = ForwardCaches { layers: &mut self.cache.layers, past, position: None, most_tokens: None };
             let hidden = model.decoder().hidden(&ids, Some(caches), &mut None, at)?;
+            if ids.elem_count() == 0 {
+                self.cache.count(len)?;
+                return Ok(Tensor::zeros((0, model.vocabulary()), DType::F32, &Device::Cpu)?);
+            }
             let last = hidden.narrow(1, len - 1, 1)?.squeeze(1)?.contiguous()?;
             let logits = model.decoder().logits(&last)?;
             write(&self.next, &argmax(&logits)?)?;
@@ -307,6 +359,8 @@ impl<'m> Stepper<'m> {
             layers: layers.clone(),
             positions: positions.clone(),
             next: self.next.clone(),
+            sequences: self.sequences(),
+            most_tokens: self.most,
             #[cfg(feature = "cuda")]
             memory: None,
         }
@@ -325,17 +379,30 @@ impl<'m> Stepper<'m> {
         if self.eager {
             return self.work().run(at);
         }
-        // A step that cannot be captured is an error once, and behind `clear` runs one operation after another.
+        // One that cannot be captured is not tried again.
         self.eager = true;
         match graph::Graph::capture(self.model, || self.work())? {
-            None => self.work().run(at),
-            Some(graph) => Ok(self.graph.insert(graph).logits()),
+            graph::Tried::Not => self.work().run(at),
+            graph::Tried::Ran(logits) => Ok(logits),
+            graph::Tried::Captured(graph) => Ok(self.graph.insert(graph).logits()),
         }
     }
 }
 
+/// Rows that a group has room for in a static capacity.
+fn max_rows(group: &DeviceGroup) -> usize {
+    #[cfg(feature = "cuda")]
+    if let Some(group) = group.on::<moebius::cuda::Cuda>() {
+        return group.lock().config().max_rows;
+    }
+    group.on::<Cpu>().map_or(0, |group| group.lock().config().max_rows)
+}
+
 #[cfg(feature = "cuda")]
 mod graph {
+    use std::cell::RefCell;
+    use std::rc::Rc;
+
     use candle_core::{Result as CandleResult, Tensor};
     use moebius::candle::{Capture, CapturedStep, DeviceGroup};
 
@@ -345,12 +412,12 @@ mod graph {
     use crate::error::Result;
     use crate::ops::CapturedResults;
 
-    /// Whether a model's device can capture, and no other ranks take part, whose steps would have to be captured at once.
-    pub(super) fn can_capture(model: &Model) -> bool {
+    /// Whether a model's device can capture a step, of several ranks one with [room](super::Stepper::over_ranks) for all.
+    fn can_capture(model: &Model, has_room: bool) -> bool {
         let alone = groups(model).all(|group| group.ranks() == 1);
         // A graph would have to wait for gathers that it has no part in.
         let on_gpu = model.host_experts().is_none();
-        alone && on_gpu && model.device().as_cuda_device().is_ok_and(|device| !device.is_event_tracking())
+        (alone || has_room) && on_gpu && model.device().as_cuda_device().is_ok_and(|device| !device.is_event_tracking())
     }
 
     fn groups(model: &Model) -> impl Iterator<Item = &DeviceGroup> {
@@ -360,36 +427,64 @@ mod graph {
     type Calls<'m> = Box<dyn FnMut() -> CandleResult<Vec<Tensor>> + 'm>;
 
     /// A captured step.
-    pub(super) struct Graph<'m>(CapturedStep<Calls<'m>>);
+    pub(super) struct Graph<'m> {
+        step: CapturedStep<Calls<'m>>,
+        /// Those of a rank without sequences, whose step makes none.
+        none: Option<Tensor>,
+    }
+
+    /// What came of capturing a step.
+    pub(super) enum Tried<'m> {
+        /// It [cannot be](can_capture), and has not run.
+        Not,
+        /// It has run, to these logits, but could not be captured.
+        Ran(Tensor),
+        /// It has run and is captured.
+        Captured(Graph<'m>),
+    }
 
     impl<'m> Graph<'m> {
-        /// Runs a step and captures it; `None`, and nothing has run, where that [cannot be](can_capture).
-        pub(super) fn capture(model: &'m Model, work: impl FnOnce() -> Work<'m>) -> Result<Option<Self>> {
-            if !can_capture(model) {
-                return Ok(None);
+        /// Runs a step and captures it, where that can be.
+        pub(super) fn capture(model: &'m Model, work: impl FnOnce() -> Work<'m>) -> Result<Tried<'m>> {
+            let mut work = Work { memory: Some(CapturedResults::default()), ..work() };
+            if !can_capture(model, work.most_tokens.is_some()) {
+                return Ok(Tried::Not);
             }
             let mut capture = Capture::new(model.device())?;
             // All layers of a model are in one group.
             if let Some(group) = groups(model).next() {
                 capture = capture.group(group)?;
             }
-            let mut work = Work { memory: Some(CapturedResults::default()), ..work() };
+            let empty = work.sequences == 0;
+            // The first run's, which a capture that fails leaves.
+            let ran = Rc::new(RefCell::new(None));
+            let (first, mut runs) = (Rc::clone(&ran), 0);
             let calls: Calls<'m> = Box::new(move || {
                 let logits = work.run(&mut ForwardProgress::default()).map_err(candle_core::Error::wrap)?;
-                Ok(vec![logits])
+                runs += 1;
+                if runs == 1 {
+                    *first.borrow_mut() = Some(logits.clone());
+                }
+                Ok(if empty { Vec::new() } else { vec![logits] })
             });
             // SAFETY: the calls own the cache's memory and the ids', which are written in place alone, and borrow the
             // model, none of whose tensors can be replaced through a shared reference.
-            Ok(Some(Self(unsafe { capture.run(calls) }?)))
+            let captured = unsafe { capture.run(calls) };
+            let first = ran.take();
+            match (captured, first) {
+                (Ok(step), first) => Ok(Tried::Captured(Self { step, none: first.filter(|_| empty) })),
+                (Err(_), Some(logits)) => Ok(Tried::Ran(logits)),
+                (Err(error), None) => Err(error.into()),
+            }
         }
 
         pub(super) fn replay(&mut self) -> Result<Tensor> {
-            self.0.replay()?;
+            self.step.replay()?;
             Ok(self.logits())
         }
 
         pub(super) fn logits(&self) -> Tensor {
-            self.0.outputs()[0].clone()
+            self.none.clone().unwrap_or_else(|| self.step.outputs()[0].clone())
         }
     }
 }

@@ -115,7 +115,7 @@ fn a_static_cache_is_had_where_rotations_stay_and_moves_when_half_have_ended() {
         (*got, kept.clone())
     };
     assert_eq!(of("qwen3_moe", 4, CacheKind::Static), (CacheKind::Static, vec![false, true]));
-    assert_eq!(of("qwen3_moe", 0, CacheKind::Static).0, CacheKind::Growing);
+    assert_eq!(of("qwen3_moe", 0, CacheKind::Static).0, CacheKind::Static);
     assert_eq!(of("qwen3_next", 4, CacheKind::Static), (CacheKind::Static, vec![false, true]));
 }
 
@@ -239,5 +239,43 @@ fn the_small_models_texts_are_the_same() {
         });
         assert_eq!(fixed, growing, "{sampling:?}");
         assert!(fixed.iter().any(|output| output.text.len() > 40), "{fixed:?}");
+    }
+}
+
+/// Steps with room for any choices have the logits of those without, on ranks with one sequence, two, or none; which ranks
+/// say what is told by errors, and a group without the room steps as before.
+#[test]
+fn steps_with_room_over_ranks_have_the_same_logits() {
+    let golden = Golden::named("qwen3_moe");
+    for ranks in [1, 2, 4] {
+        on_ranks(ranks, golden.experts, |rank, group| {
+            let model = golden.load(&group, golden.options());
+            let own = [2, 1, 0, 1][rank];
+            let prompt = match own {
+                0 => Tensor::zeros((0, 1), DType::U32, &Device::Cpu),
+                own => Tensor::from_vec((0..3 * own as u32).collect(), (own, 3), &Device::Cpu),
+            };
+            let prompt = prompt.expect("ids");
+            let logits = |most: Option<usize>| {
+                let mut stepper = model.stepper(own, 8).expect("a stepper");
+                let mut all = vec![stepper.feed(&prompt).expect("logits")];
+                if let Some(most) = most {
+                    assert_eq!(stepper.over_ranks(most).expect("as many as there are"), ranks > 1);
+                }
+                all.extend((0..4).map(|_| stepper.step().expect("logits").clone()));
+                all.iter()
+                    .flat_map(|t| t.flatten_all().expect("a row").to_vec1::<f32>().expect("f32"))
+                    .collect::<Vec<_>>()
+            };
+            let expected = logits(None);
+            assert_eq!(expected.len(), 5 * own * model.vocabulary());
+            assert_eq!(logits(Some(2)), expected, "rank {rank} of {ranks}");
+            assert_eq!(logits(Some(5)), expected, "rank {rank} of {ranks}");
+            let mut stepper = model.stepper(2, 8).expect("a stepper");
+            let error = stepper.over_ranks(1).expect_err("two sequences here").to_string();
+            assert!(error.contains("this one has 2"), "{error}");
+            // As many as the group has no room for.
+            assert!(!stepper.over_ranks(1 << 20).expect("too many are no error"));
+        });
     }
 }

@@ -148,30 +148,32 @@ fn greedy(config: &Value, tolerance: f64) -> Result<()> {
     Ok(())
 }
 
-/// A model's static cache is captured before the first token, and again where rows leave.
+/// A model's static cache is captured with the first step of a token, and again where rows leave.
 fn captured_again(config: &Value) -> Result<()> {
     let device = moebius::candle::device_for_capture(0)?;
     let model = load(config, &device, LoadOptions { dtype: Some(DType::BF16), ..LoadOptions::default() })?;
     let request = CacheRequest { sequences: 4, prompt_tokens: 3, max_tokens: 20, kind: CacheKind::Static };
     let mut cache = Decoder::cache(&model, request)?;
     let ids = |rows: usize, len: usize| Tensor::ones((rows, len), DType::U32, &Device::Cpu);
-    let mut captured = vec![cache.is_captured()];
     model.step(&ids(4, 3)?, &mut cache)?;
+    let mut captured = vec![!cache.is_captured()];
     model.step(&ids(4, 1)?, &mut cache)?;
+    captured.push(cache.is_captured());
     let moved = model.keep(&[2], &mut cache)?;
     captured.push(!cache.is_captured());
     let logits = model.step(&ids(1, 1)?, &mut cache)?;
     captured.push(cache.is_captured());
     match (moved, &captured[..], logits.dims()) {
-        (true, [true, true, true], [1, 512]) => Ok(()),
+        (true, [true, true, true, true], [1, 512]) => Ok(()),
         found => Err(format!("{found:?}").into()),
     }
 }
 
 /// The small model's greedy tokens over two GPUs, whose ranks are threads and have every second prompt, against one
-/// GPU's: by both kinds of cache, with one prompt too, which leaves the second rank without any. In f32.
+/// GPU's: by both kinds of cache, with one prompt too, which leaves the second rank without any. In f32. In a group with
+/// room for the rows of any choices steps are captured.
 #[cfg(feature = "nccl")]
-fn over_two_gpus(prompts: usize) -> Result<()> {
+fn over_two_gpus(prompts: usize, has_room: bool) -> Result<()> {
     use moebius::candle::{DeviceGroup, EpGroup};
     use moebius::checkpoint::Checkpoint;
     use moebius::comm::{Op, Tag};
@@ -191,8 +193,10 @@ fn over_two_gpus(prompts: usize) -> Result<()> {
         let tag = Tag { layer: 0, op: Op::User, sequence: 0 };
         let cuda = comm.cuda().clone();
         let between = comm.split(tag, Some(0), rank)?.ok_or("no part of the world")?;
-        let group = Group::new(cuda.clone(), Box::new(comm), GroupConfig::new(8, 256))?;
+        let config = GroupConfig { max_rows: if has_room { 512 } else { 0 }, ..GroupConfig::new(8, 256) };
+        let group = Group::new(cuda.clone(), Box::new(comm), config)?;
         let model = Model::load_on(&checkpoint, DeviceGroup::new(EpGroup::new(group), device)?, options)?;
+        captured_over_ranks(&model, (prompts + 1 - rank) / 2, has_room)?;
         let own: Vec<Request> = requests.iter().skip(rank).step_by(2).cloned().collect();
         let decoder = OverRanks::on(&model, cuda, Box::new(between));
         let run = |kind| -> Result<Vec<Vec<u32>>> {
@@ -225,6 +229,58 @@ fn over_two_gpus(prompts: usize) -> Result<()> {
         }
     }
     Ok(())
+}
+
+/// Steps of `own` sequences on this rank, and two at most on any: of the tokens that a cache which grows finds likeliest.
+/// Captured where `captured`.
+#[cfg(feature = "nccl")]
+fn captured_over_ranks(model: &Model, own: usize, captured: bool) -> Result<()> {
+    const STEPS: usize = 6;
+    let of = |values: Vec<u32>| -> Result<Tensor> { Ok(Tensor::from_vec(values, (own, 3), &Device::Cpu)?) };
+    let prompt = match own {
+        0 => Tensor::zeros((0, 1), DType::U32, &Device::Cpu)?,
+        own => of((0..own as u32 * 3).map(|i| 37 * i % 2048).collect())?,
+    };
+    let mut cache = model.cache();
+    let mut expected = vec![model.decode(&prompt, &mut cache)?];
+    let mut stepper = model.stepper(own, 3 + 2 * STEPS)?;
+    // All ranks again, with other graphs.
+    for round in 0..2 {
+        let mut logits = stepper.feed(&prompt)?;
+        if stepper.over_ranks(2)? != captured {
+            return Err(format!("room for the rows: {}", !captured).into());
+        }
+        for at in 0..STEPS {
+            if own > 0 {
+                let (found, expected) = (values(&logits)?, values(&expected[at])?);
+                let error = found.iter().zip(&expected).map(|(a, b)| (a - b).abs()).fold(0.0, f64::max);
+                if error.is_nan() || error > 1e-4 {
+                    return Err(format!("round {round}, step {at}: logits differ by {error:e}").into());
+                }
+            }
+            logits = match own {
+                0 => stepper.step()?.clone(),
+                _ => stepper.step()?.copy()?,
+            };
+            if stepper.is_captured() != captured {
+                return Err(format!("captured: {}", !captured).into());
+            }
+            if round == 0 {
+                let next = match own {
+                    0 => prompt.clone(),
+                    _ => expected[at].argmax(candle_core::D::Minus1)?.reshape((own, 1))?.to_device(&Device::Cpu)?,
+                };
+                expected.push(model.decode(&next, &mut cache)?);
+            }
+        }
+        stepper.clear()?;
+    }
+    Ok(())
+}
+
+#[cfg(feature = "nccl")]
+fn values(t: &Tensor) -> Result<Vec<f64>> {
+    Ok(t.to_dtype(DType::F64)?.flatten_all()?.to_vec1()?)
 }
 
 /// What the driver has had reserved grows with a tensor.
@@ -390,10 +446,11 @@ fn main() -> ExitCode {
     }
     more("the most memory reserved".to_string(), Box::new(highest_reserved));
     #[cfg(feature = "nccl")]
-    for prompts in [1, 4] {
-        let run = move || over_two_gpus(prompts).map_err(|e| e.to_string().into());
+    for (prompts, has_room) in [(1, false), (4, false), (1, true), (4, true)] {
+        let run = move || over_two_gpus(prompts, has_room).map_err(|e| e.to_string().into());
         let two = gpu && Device::new_cuda_with_stream(1).is_ok();
-        trials.push(Trial::test(format!("{prompts} prompts over two GPUs"), run).with_ignored_flag(!two));
+        let name = format!("{prompts} prompts over two GPUs{}", if has_room { ", captured" } else { "" });
+        trials.push(Trial::test(name, run).with_ignored_flag(!two));
     }
     let mut on_host = |name: &str, config: &Value, options: LoadOptions| {
         let config = config.clone();

@@ -39,13 +39,19 @@ impl<D: Kernels> DispatcherState<D> {
     /// Choices of all ranks where each brings as many tokens as it may; a rank alone is asked when it brings its
     /// tokens.
     pub(super) fn most_choices(&self, spec: &DispatchSpec) -> usize {
-        let most = if self.is_local() { 0 } else { self.config.max_tokens_per_rank };
+        let most = if self.is_local() { 0 } else { self.max_tokens(spec) };
         self.ranks().saturating_mul(most).saturating_mul(spec.top_k)
     }
 
     pub(super) fn check_spec(&self, spec: &DispatchSpec) -> Result<()> {
         if !spec.alignment.is_power_of_two() {
             return Err(Error::invalid(PREPARE, "spec.alignment", "a power of two", spec.alignment));
+        }
+        if let Some(tokens) = spec.max_tokens.filter(|_| !self.is_local())
+            && !(1..=self.config.max_tokens_per_rank).contains(&tokens)
+        {
+            let range = format!("1..={} (the group's max_tokens_per_rank)", self.config.max_tokens_per_rank);
+            return Err(Error::invalid(PREPARE, "spec.max_tokens", range, tokens));
         }
         // Known to all ranks alike, unlike the rows that each needs.
         self.check_rows(spec, self.most_choices(spec))?;
@@ -88,6 +94,10 @@ impl<D: Kernels> DispatcherState<D> {
             [tokens, width] if *width == k => *tokens,
             dims => return Err(Error::invalid(PREPARE, "tensor topk_ids", format!("[T, {k}]"), format!("{dims:?}"))),
         };
+        if let Some(most) = spec.max_tokens.filter(|most| tokens > *most) {
+            let most = format!("at most {most} tokens (spec.max_tokens)");
+            return Err(Error::invalid(PREPARE, "tensor topk_ids", most, tokens));
+        }
         if self.is_local() {
             self.check_rows(spec, tokens.saturating_mul(k))?;
         } else if tokens > self.config.max_tokens_per_rank {

@@ -273,9 +273,14 @@ impl<D: Kernels> DispatcherState<D> {
         Ok(RoutingRecord { status, fields, values, backward, pending: false, tokens, ids, weights })
     }
 
+    /// Most tokens of a rank in a call.
+    pub(super) fn max_tokens(&self, spec: &DispatchSpec) -> usize {
+        spec.max_tokens.unwrap_or(self.config.max_tokens_per_rank)
+    }
+
     pub(super) fn sizes(&self, spec: &DispatchSpec) -> RecordSizes {
         let weights = routing_record::needs_weights(spec);
-        RecordSizes { max_tokens: self.config.max_tokens_per_rank, top_k: spec.top_k, weights }
+        RecordSizes { max_tokens: self.max_tokens(spec), top_k: spec.top_k, weights }
     }
 
     /// Takes part as a failure and returns this rank's error. Hosts that do not read records have to be told otherwise.

@@ -7,7 +7,7 @@ use crate::kernels::Kernels;
 use crate::tensor::{Tensor, TensorRef};
 
 use super::dispatcher_state::{DispatcherState, PREPARE};
-use super::{Capacity, DispatchSpec, GroupConfig, Handle, PlanRecords, RecordIds, Reporting, RowOrder};
+use super::{Capacity, DispatchSpec, Handle, PlanRecords, RecordIds, Reporting, RowOrder};
 use crate::plan::deferred_errors;
 use crate::plan::routing_record::{self, RoutingRecord};
 
@@ -65,7 +65,7 @@ impl<D: Kernels> DispatcherState<D> {
     ) -> Result<(Handle<D>, Option<usize>)> {
         let device = self.device.clone();
         let (rank, ranks, sizes) = (self.rank(), self.ranks(), self.sizes(spec));
-        let GroupConfig { num_experts, max_tokens_per_rank: max_tokens, .. } = self.config;
+        let (num_experts, max_tokens) = (self.config.num_experts, self.max_tokens(spec));
         let own = Tensor::empty(&device, DType::U8, &[sizes.bytes()]);
         let mut own = self.refuse_own_error(tag, own)?;
         let recorded = self.check_ids(ids, spec).and_then(|tokens| {

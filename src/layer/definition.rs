@@ -21,6 +21,9 @@ pub struct Layer {
 pub struct DispatchOptions {
     /// Rows of the receive layout.
     pub capacity: Capacity,
+    /// Most tokens that a rank brings to a call, the same on all ranks; `None`: the group's `max_tokens_per_rank`. With a
+    /// static capacity all-gather sends so many rows of each rank.
+    pub max_tokens: Option<usize>,
     /// Treatment of rows past a static capacity.
     pub overflow: Overflow,
     /// Segments are padded to a multiple of this power of two.
@@ -32,7 +35,7 @@ pub struct DispatchOptions {
 
 impl Default for DispatchOptions {
     fn default() -> Self {
-        Self { capacity: Capacity::Eager, overflow: Overflow::Error, alignment: 1, reporting: None }
+        Self { capacity: Capacity::Eager, max_tokens: None, overflow: Overflow::Error, alignment: 1, reporting: None }
     }
 }
 
@@ -51,6 +54,11 @@ impl Layer {
     pub fn with_dispatch(mut self, dispatch: DispatchOptions) -> Self {
         self.dispatch = dispatch;
         self
+    }
+
+    /// How its tokens travel.
+    pub fn dispatch(&self) -> DispatchOptions {
+        self.dispatch
     }
 
     /// Sizes and formulas.

@@ -165,6 +165,7 @@ pub(super) fn spec<D: Kernels>(layer: &Layer, mode: Mode, dtype: DType) -> Dispa
         top_k: layer.config.router.top_k,
         alignment: options.alignment,
         capacity: options.capacity,
+        max_tokens: options.max_tokens,
         overflow: options.overflow,
         expert_capacity: layer.config.router.expert_capacity,
         formula: payload::formula(layer.fingerprint, layer.config.payload, dtype),

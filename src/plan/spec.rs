@@ -23,6 +23,10 @@ pub struct DispatchSpec {
     pub alignment: usize,
     /// Rows that the receiver has room for.
     pub capacity: Capacity,
+    /// Most tokens that a rank brings to the call, the same on all ranks; `None`: the group's `max_tokens_per_rank`. What
+    /// ranks exchange to plan has room for so many, and where nothing waits for their number so many rows travel of each
+    /// rank: a step of few tokens in a group that is there for many.
+    pub max_tokens: Option<usize>,
     /// Treatment of rows past the capacity.
     pub overflow: Overflow,
     /// Limit per expert.
@@ -46,6 +50,7 @@ impl DispatchSpec {
             top_k,
             alignment: 1,
             capacity: Capacity::Eager,
+            max_tokens: None,
             overflow: Overflow::Error,
             expert_capacity: None,
             formula: Fingerprint::default(),
@@ -69,7 +74,7 @@ pub enum Capacity {
     Eager,
     /// A fixed number per call, at most the group's reserved maximum. With [`Reporting::Deferred`], the prepare of
     /// [`AllGather`](crate::ep::AllGather) does not wait for the device; each rank's tokens then travel as
-    /// `max_tokens_per_rank` rows.
+    /// [`max_tokens`](DispatchSpec::max_tokens) rows.
     Static(usize),
 }
 

@@ -135,6 +135,10 @@ fn too_many_tokens<D: Target>(s: &Setup<D>) {
             return;
         }
         fails_on_rank_zero(r, "max_tokens_per_rank", |r| r.prepare(&vec![0; tokens], &training(0, 1)));
+        // More than the call's own bound.
+        let bounded = DispatchSpec { max_tokens: Some(1), ..training(0, 1) };
+        let tokens = if r.rank == 0 { 2 } else { 1 };
+        fails_on_rank_zero(r, "spec.max_tokens", |r| r.prepare(&vec![0; tokens], &bounded));
     });
 }
 

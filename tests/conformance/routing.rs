@@ -1,7 +1,7 @@
 //! Sizing, capacities and drops.
 
 use moebius::config::{CapacityOrder, ExpertCapacity};
-use moebius::ep::{Capacity, DispatchSpec, GroupConfig, Overflow};
+use moebius::ep::{Capacity, DispatchSpec, GroupConfig, Overflow, Reporting};
 use moebius::{DType, Error};
 
 use super::devices::seed;
@@ -14,6 +14,7 @@ pub fn cases<D: Target>() -> Vec<Case<D>> {
         case!(overflow_drops_and_counts),
         case!(aligned_drop_leaves_canaries),
         case!(capacity_is_per_call),
+        case!(a_bound_on_tokens_is_per_call, 2),
         case!(expert_capacity_by_position),
         case!(expert_capacity_by_probability),
         case!(i32_and_i64_ids),
@@ -159,6 +160,42 @@ fn capacity_is_per_call<D: Target>(s: &Setup<D>) {
         match r.prepare(&ids, &spec) {
             Err(Error::Invalid { name, .. }) => assert_eq!(name, "spec.capacity"),
             other => panic!("{other:?}"),
+        }
+        r.works();
+    });
+}
+
+/// A bound on a call's tokens, that of the ranks' most or a higher one, changes nothing that comes out, with any capacity;
+/// one above the group's is refused.
+fn a_bound_on_tokens_is_per_call<D: Target>(s: &Setup<D>) {
+    const MOST: usize = 2 * T;
+    let rows = s.ranks * MOST * 2;
+    s.run(GroupConfig { max_rows: rows, ..GroupConfig::new(s.experts(2), MOST) }, |r| {
+        let tokens = T - r.rank % 3;
+        let (ids, x) = (round_robin(r.rank, tokens, 2, s.experts(2)), x(r.rank, tokens, 2));
+        for capacity in [Capacity::Eager, Capacity::Static(rows)] {
+            for reporting in [Reporting::Immediate, Reporting::Deferred] {
+                let mut of = |max_tokens: Option<usize>| {
+                    let spec = DispatchSpec { max_tokens, capacity, reporting, ..training(0, 2) };
+                    // A second one, where the host of a device has no part in it.
+                    drop(r.prepare(&ids, &spec).expect("prepare"));
+                    let h = r.prepare(&ids, &spec).expect("prepare");
+                    let mut recv = r.dispatch(&h, F32(2), &x, Some(&vec![0.5; tokens * 2])).expect("dispatch");
+                    r.poison_padding(&h, 2, &mut recv.rows);
+                    let y = r.combine(&h, F32(2), &recv.rows).expect("combine");
+                    let d = r.dispatch_bwd(&h, F32(2), &recv.rows, Some(&recv.weights)).expect("dispatch_bwd");
+                    (y, d.tokens, d.weights)
+                };
+                let expected = of(None);
+                assert_eq!(of(Some(T)), expected, "{capacity:?}, {reporting:?}");
+                assert_eq!(of(Some(MOST)), expected, "{capacity:?}, {reporting:?}");
+            }
+        }
+        for max_tokens in [0, MOST + 1] {
+            match r.prepare(&ids, &DispatchSpec { max_tokens: Some(max_tokens), ..training(0, 2) }) {
+                Err(Error::Invalid { name, .. }) => assert_eq!(name, "spec.max_tokens"),
+                other => panic!("{other:?}"),
+            }
         }
         r.works();
     });

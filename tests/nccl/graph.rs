@@ -56,6 +56,7 @@ fn fixed(ranks: usize, reporting: Reporting) -> DispatchOptions {
         overflow: Overflow::Error,
         alignment: 16,
         reporting: Some(reporting),
+        ..Default::default()
     }
 }
 

@@ -33,6 +33,7 @@ use indicatif::ProgressBar;
 use moebius::candle::{DeviceGroup, EpGroup};
 use moebius::checkpoint::Checkpoint;
 use moebius::comm::{Communicator, Solo};
+use moebius::config::RouterConfig;
 use moebius::cpu::{Cpu, ThreadWorld};
 use moebius::ep::{Group, GroupConfig};
 use moebius::kernels::Kernels;
@@ -44,6 +45,9 @@ use options::{Options, Place, Type, Usage};
 use results::{ExpertChoices, Outcome, merge};
 
 type AnyError = Box<dyn Error + Send + Sync>;
+
+/// Most sequences of a rank in a batch.
+const MAX_SEQUENCES: usize = 64;
 
 /// Status 0 where all is well, 2 where the command line cannot be, 1 for other errors; where nobody reads the output any
 /// more (`| head`), that of a program which SIGPIPE ends, without a word.
@@ -125,7 +129,7 @@ struct Member<K: Kernels> {
 impl Job<'_> {
     /// Refuses numbers of ranks that cannot be, before anything is written.
     fn check(&self, me: Option<&Identity>) -> Result<(), AnyError> {
-        let experts = self.experts()?;
+        let experts = self.router()?.num_experts;
         let (given, device) = (self.options.ranks, self.options.device);
         if let Some(me) = me {
             if given.is_some_and(|ranks| ranks != me.world) {
@@ -148,9 +152,10 @@ impl Job<'_> {
     }
 
     fn over_ranks(&self, sender: Sender<Piece>) -> Result<Outcome, AnyError> {
-        let (ranks, experts) = (self.options.ranks.unwrap_or(1), self.experts()?);
+        let ranks = self.options.ranks.unwrap_or(1);
+        let config = self.group_config(ranks)?;
         if self.options.device == Some(Place::Cuda) {
-            let group = DeviceGroup::single(self.group_config(experts), &ranks::gpu(0)?)?;
+            let group = DeviceGroup::single(config, &ranks::gpu(0)?)?;
             let between = Box::new(Solo::new(Cpu::new()));
             let alone = Member { rank: 0, ranks: 1, group, device: Cpu::new(), between };
             return merge(vec![self.rank(alone, sender).map(|(outcome, _)| outcome)], self.requests.len());
@@ -161,9 +166,9 @@ impl Job<'_> {
             let threads: Vec<_> = worlds
                 .enumerate()
                 .map(|(rank, (experts_world, between))| {
-                    let sender = sender.clone();
+                    let (sender, config) = (sender.clone(), config.clone());
                     scope.spawn(move || {
-                        let group = Group::new(Cpu::new(), Box::new(experts_world), self.group_config(experts))?;
+                        let group = Group::new(Cpu::new(), Box::new(experts_world), config)?;
                         let (group, between) = (EpGroup::new(group).into(), Box::new(between));
                         let member = Member { rank, ranks, group, device: Cpu::new(), between };
                         self.rank(member, sender).map(|(outcome, _)| outcome)
@@ -176,15 +181,19 @@ impl Job<'_> {
         merge(outcomes, self.requests.len())
     }
 
-    fn experts(&self) -> Result<usize, AnyError> {
+    fn router(&self) -> Result<RouterConfig, AnyError> {
         let layer = self.checkpoint.moe_layers().first().ok_or("the checkpoint has no Mixture-of-Experts layer")?;
-        Ok(self.checkpoint.block_config(*layer)?.router.num_experts)
+        Ok(self.checkpoint.block_config(*layer)?.router)
     }
 
-    /// No step has more tokens than all prompts have together, or a row a prompt.
-    fn group_config(&self, experts: usize) -> GroupConfig {
+    /// No step has more tokens than all prompts have together, or a row a prompt. In steps of one token a sequence there
+    /// is room for any choices.
+    fn group_config(&self, ranks: usize) -> Result<GroupConfig, AnyError> {
+        let router = self.router()?;
         let tokens: usize = self.requests.iter().map(|request| request.prompt.len()).sum();
-        GroupConfig::new(experts, tokens.max(self.requests.len()).max(1))
+        let sequences = self.requests.len().div_ceil(ranks).clamp(1, MAX_SEQUENCES);
+        let max_rows = ranks * sequences * router.top_k;
+        Ok(GroupConfig { max_rows, ..GroupConfig::new(router.num_experts, tokens.max(self.requests.len()).max(1)) })
     }
 
     /// Loads this rank's part and runs every R-th request; gives the communicator back beside what came of them.
@@ -243,7 +252,8 @@ impl Job<'_> {
         requests: &[Request],
         sender: Sender<Piece>,
     ) -> Result<(Vec<Output>, Stats), AnyError> {
-        let generator = Generator::new(decoder, self.tokenizer)?.cache(self.options.cache.into());
+        let generator = Generator::new(decoder, self.tokenizer)?;
+        let generator = generator.max_sequences(MAX_SEQUENCES).cache(self.options.cache.into());
         let generated = generator.run(requests, |event| {
             // Nobody listens any more where the output is closed.
             match sender.send(Piece { token: event.token, text: event.text.into() }) {

@@ -42,7 +42,7 @@ fn join(job: &Job<'_>, me: &Identity) -> Result<crate::Member<moebius::cuda::Cud
     let cuda = experts.cuda().clone();
     let tag = Tag { layer: 0, op: Op::User, sequence: 0 };
     let between = experts.split(tag, Some(0), me.rank)?.ok_or("a rank without a part of the world")?;
-    let group = Group::new(cuda.clone(), Box::new(experts), job.group_config(job.experts()?))?;
+    let group = Group::new(cuda.clone(), Box::new(experts), job.group_config(me.world)?)?;
     let group = DeviceGroup::new(EpGroup::new(group), &device)?;
     Ok(crate::Member { rank: me.rank, ranks: me.world, group, device: cuda, between: Box::new(between) })
 }

@@ -33,6 +33,42 @@ pub struct CacheRequest {
     pub kind: CacheKind,
 }
 
+/// What a rank brings to a step, or, once the ranks have [agreed](Decoder::agree), all of them together.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct StepPlan {
+    /// A rank has sequences to continue.
+    pub goes_on: bool,
+    /// A rank does more than continue each of its sequences by one token over memory that stays.
+    pub is_prompt: bool,
+    /// A rank's cache is not the one of the step before, or its memory is elsewhere.
+    pub is_new: bool,
+    /// Most sequences of a rank.
+    pub sequences: usize,
+}
+
+impl StepPlan {
+    /// That of `self` and another rank.
+    pub fn join(self, other: Self) -> Self {
+        Self {
+            goes_on: self.goes_on | other.goes_on,
+            is_prompt: self.is_prompt | other.is_prompt,
+            is_new: self.is_new | other.is_new,
+            sequences: self.sequences.max(other.sequences),
+        }
+    }
+
+    fn numbers(self) -> [f32; 4] {
+        let flag = |flag| if flag { 1.0 } else { 0.0 };
+        [flag(self.goes_on), flag(self.is_prompt), flag(self.is_new), self.sequences as f32]
+    }
+
+    fn of([goes_on, is_prompt, is_new, sequences]: [f32; 4]) -> Self {
+        let flag = |number| number != 0.0;
+        let sequences = sequences as usize;
+        Self { goes_on: flag(goes_on), is_prompt: flag(is_prompt), is_new: flag(is_new), sequences }
+    }
+}
+
 /// A decoder, a step at a time.
 pub trait Decoder {
     /// Keys and values, or whatever a decoder remembers, of several sequences of one length.
@@ -81,16 +117,27 @@ pub trait Decoder {
         Ok(false)
     }
 
-    /// Whether any rank goes on, this one if `goes_on`. Collective, before each step.
+    /// This rank's plan of a step that continues each of the cache's sequences by `tokens` tokens.
+    fn plan<'d>(&'d self, tokens: usize, cache: &Self::Cache<'d>) -> StepPlan {
+        let _ = (tokens, cache);
+        StepPlan { goes_on: true, is_prompt: true, is_new: false, sequences: 0 }
+    }
+
+    /// The plan of all ranks. Collective, before each step.
     ///
     /// # Errors
     /// Another rank failed, or did not come in time.
-    fn any(&self, goes_on: bool) -> Result<bool> {
-        Ok(goes_on)
+    fn agree(&self, own: StepPlan) -> Result<StepPlan> {
+        Ok(own)
     }
 
-    /// Meets the other ranks' next [`any`](Self::any) as a failure, or their own `refuse`: called once, by each rank that
-    /// fails outside `any`.
+    /// Says what the ranks have agreed on for the next step.
+    fn set_plan<'d>(&'d self, plan: StepPlan, cache: &mut Self::Cache<'d>) {
+        let _ = (plan, cache);
+    }
+
+    /// Meets the other ranks' next [`agree`](Self::agree) as a failure, or their own `refuse`: called once, by each rank
+    /// that fails outside `agree`.
     fn refuse(&self, reason: &str) {
         let _ = reason;
     }
@@ -126,8 +173,16 @@ impl<D: Decoder> Decoder for &D {
         (**self).keep(rows, cache)
     }
 
-    fn any(&self, goes_on: bool) -> Result<bool> {
-        (**self).any(goes_on)
+    fn plan<'d>(&'d self, tokens: usize, cache: &Self::Cache<'d>) -> StepPlan {
+        (**self).plan(tokens, cache)
+    }
+
+    fn agree(&self, own: StepPlan) -> Result<StepPlan> {
+        (**self).agree(own)
+    }
+
+    fn set_plan<'d>(&'d self, plan: StepPlan, cache: &mut Self::Cache<'d>) {
+        (**self).set_plan(plan, cache);
     }
 
     fn refuse(&self, reason: &str) {
@@ -203,16 +258,81 @@ impl<D: Decoder, K: Kernels> Decoder for OverRanks<D, K> {
         self.decoder.keep(rows, cache)
     }
 
-    fn any(&self, goes_on: bool) -> Result<bool> {
-        let own: f32 = if goes_on { 1.0 } else { 0.0 };
-        let mut most = moebius::Tensor::<K>::empty(&self.device, moebius::DType::F32, &[1])?;
-        self.device.upload(&own.to_ne_bytes(), most.view_mut())?;
-        self.ranks.borrow_mut().all_reduce(self.tag(), ReduceOp::Max, most.view_mut())?;
-        Ok(self.device.download(most.view())? != 0f32.to_ne_bytes())
+    fn plan<'d>(&'d self, tokens: usize, cache: &Self::Cache<'d>) -> StepPlan {
+        self.decoder.plan(tokens, cache)
+    }
+
+    fn agree(&self, own: StepPlan) -> Result<StepPlan> {
+        let own = own.numbers();
+        let mut all = moebius::Tensor::<K>::empty(&self.device, moebius::DType::F32, &[own.len()])?;
+        self.device.upload(own.map(f32::to_ne_bytes).as_flattened(), all.view_mut())?;
+        self.ranks.borrow_mut().all_reduce(self.tag(), ReduceOp::Max, all.view_mut())?;
+        let bytes = self.device.download(all.view())?;
+        let mut numbers = bytes.as_chunks().0.iter().map(|bytes| f32::from_ne_bytes(*bytes));
+        Ok(StepPlan::of(std::array::from_fn(|_| numbers.next().unwrap_or(0.0))))
+    }
+
+    fn set_plan<'d>(&'d self, plan: StepPlan, cache: &mut Self::Cache<'d>) {
+        self.decoder.set_plan(plan, cache);
     }
 
     fn refuse(&self, reason: &str) {
         // A meeting that fails is one that the other ranks have failed in as well.
         let _ = self.ranks.borrow_mut().refuse(self.tag(), reason);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use moebius::cpu::ThreadWorld;
+
+    use super::*;
+
+    /// No rank's part of a plan is lost on its way.
+    #[test]
+    fn ranks_agree_on_the_plan_of_all() {
+        let plan = |goes_on, is_prompt, is_new, sequences| StepPlan { goes_on, is_prompt, is_new, sequences };
+        let own = [
+            plan(true, false, false, 1),
+            plan(false, false, true, 0),
+            plan(false, false, false, 7),
+            plan(false, true, false, 3),
+        ];
+        for ranks in [1, 2, 3, 4] {
+            let worlds = ThreadWorld::create(ranks, Duration::from_secs(60));
+            let expected = own[..ranks].iter().copied().reduce(StepPlan::join);
+            std::thread::scope(|scope| {
+                for (rank, comm) in worlds.into_iter().enumerate() {
+                    scope.spawn(move || {
+                        let ranks = OverRanks::new(Nothing, Box::new(comm));
+                        assert_eq!(ranks.agree(own[rank]).ok(), expected);
+                    });
+                }
+            });
+        }
+    }
+
+    struct Nothing;
+
+    impl Decoder for Nothing {
+        type Cache<'d> = ();
+
+        fn vocabulary(&self) -> usize {
+            0
+        }
+
+        fn context(&self) -> usize {
+            0
+        }
+
+        fn cache(&self, _: CacheRequest) -> Result<()> {
+            Ok(())
+        }
+
+        fn step<'d>(&'d self, tokens: &Tensor, (): &mut ()) -> Result<Tensor> {
+            Ok(tokens.clone())
+        }
     }
 }

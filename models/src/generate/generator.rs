@@ -5,7 +5,7 @@ use std::time::Instant;
 
 use candle_core::{DType, Device, Tensor};
 
-use super::decoder::{CacheKind, CacheRequest, Decoder};
+use super::decoder::{CacheKind, CacheRequest, Decoder, StepPlan};
 use super::error::{Error, Result};
 use super::request::{Event, Finish, Output, Request, Stats};
 use super::sampling::Sampler;
@@ -94,6 +94,10 @@ impl<'a, D: Decoder> Generator<'a, D> {
 
     /// An empty cache for a batch. The last token of a sequence takes no place in it.
     fn cache_of(&self, rows: &[Sequence<'_>]) -> Result<D::Cache<'_>> {
+        if rows.is_empty() {
+            let (prompt_tokens, max_tokens, kind) = (1, self.decoder.context(), self.cache);
+            return Ok(self.decoder.cache(CacheRequest { sequences: 0, prompt_tokens, max_tokens, kind })?);
+        }
         let longest = |length: &dyn Fn(&Sequence<'_>) -> usize| rows.iter().map(length).max().unwrap_or(1);
         let prompt_tokens = longest(&|row| row.prompt.len());
         let max_tokens = longest(&|row| row.prompt.len().saturating_add(row.max_tokens - 1));
@@ -126,8 +130,8 @@ struct Run<'g, 'a, D> {
     stats: Stats,
     /// The caller's function has ended the run.
     broken: bool,
-    /// Within [`Decoder::any`], whose failures every rank has, or behind the last one. All others may be this rank's alone: those of a step
-    /// behind its last collective, of sampling, of a tokenizer.
+    /// Within [`Decoder::agree`], whose failures every rank has, or behind the last one. All others may be this rank's
+    /// alone: those of a step behind its last collective, of sampling, of a tokenizer.
     meeting: bool,
 }
 
@@ -174,8 +178,14 @@ impl<'g, D: Decoder> Run<'g, '_, D> {
             members.into_iter().for_each(|s| file(s, &mut done));
         }
         // Other ranks may go on; their experts' tokens pass through this one.
-        while self.any(false)? {
-            let mut cache = self.generator.cache_of(&[])?;
+        let mut cache = self.generator.cache_of(&[])?;
+        loop {
+            let own = StepPlan { goes_on: false, ..self.decoder().plan(1, &cache) };
+            let plan = self.agree(own)?;
+            if !plan.goes_on {
+                break;
+            }
+            self.decoder().set_plan(plan, &mut cache);
             self.step(&[], 1, &mut cache)?;
         }
         // All ranks end: a failure from here on meets nobody.
@@ -187,11 +197,11 @@ impl<'g, D: Decoder> Run<'g, '_, D> {
         &self.generator.decoder
     }
 
-    fn any(&mut self, goes_on: bool) -> Result<bool> {
+    fn agree(&mut self, own: StepPlan) -> Result<StepPlan> {
         self.meeting = true;
-        let any = self.decoder().any(goes_on)?;
+        let plan = self.decoder().agree(own)?;
         self.meeting = false;
-        Ok(any)
+        Ok(plan)
     }
 
     /// Logits `[B, V]` of the last of so many ids a sequence.
@@ -246,7 +256,8 @@ impl<'g, D: Decoder> Run<'g, '_, D> {
         let first = rows.iter().map(|row| row.prompt.len()).min().unwrap_or(0);
         let (mut len, mut next) = (0, first);
         while !self.broken && rows.iter().any(|row| row.finish.is_none()) {
-            self.any(true)?;
+            let plan = self.agree(StepPlan { goes_on: true, ..self.decoder().plan(next, &cache) })?;
+            self.decoder().set_plan(plan, &mut cache);
             let start = Instant::now();
             let ids: Vec<u32> = rows.iter().flat_map(|row| (len..len + next).map(|at| row.input(at))).collect();
             let logits = self.step(&ids, next, &mut cache)?;

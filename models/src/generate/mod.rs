@@ -24,7 +24,7 @@ mod tokenizer;
 
 pub use chat::{Chat, ChatTemplate};
 pub use choices::CountChoices;
-pub use decoder::{CacheKind, CacheRequest, Decoder, OverRanks};
+pub use decoder::{CacheKind, CacheRequest, Decoder, OverRanks, StepPlan};
 pub use error::{Error, Result};
 pub use generator::Generator;
 pub use model_decoder::ModelCache;

@@ -2,7 +2,7 @@
 
 use candle_core::{DType, Device, Tensor};
 
-use super::decoder::{CacheKind, CacheRequest, Decoder};
+use super::decoder::{CacheKind, CacheRequest, Decoder, StepPlan};
 use crate::error::{Error, Result};
 use crate::{Cache, Model, Stepper};
 
@@ -25,6 +25,8 @@ enum Held<'m> {
         stepper: Box<Stepper<'m>>,
         /// Most positions that it is asked for.
         most: usize,
+        /// That of the next step.
+        plan: Option<StepPlan>,
     },
 }
 
@@ -62,12 +64,11 @@ impl Decoder for Model {
 
     fn cache(&self, request: CacheRequest) -> Result<ModelCache<'_>> {
         let CacheRequest { sequences, prompt_tokens, max_tokens: most, kind } = request;
-        // A rank without sequences has nothing to hold, and a trainable model's step says that it cannot.
-        if kind == CacheKind::Static && sequences > 0 && !self.is_trainable() {
+        // A trainable model's step says that it cannot.
+        if kind == CacheKind::Static && !self.is_trainable() {
             let stepper = self.try_stepper(sequences, room(prompt_tokens, most))?;
-            if let Some(mut stepper) = stepper.map(Box::new) {
-                stepper.capture_ahead()?;
-                return Ok(ModelCache(Held::Static { stepper, most }));
+            if let Some(stepper) = stepper.map(Box::new) {
+                return Ok(ModelCache(Held::Static { stepper, most, plan: None }));
             }
         }
         Ok(ModelCache(Held::Growing(Model::cache(self))))
@@ -76,11 +77,32 @@ impl Decoder for Model {
     fn step<'d>(&'d self, tokens: &Tensor, cache: &mut ModelCache<'d>) -> Result<Tensor> {
         match &mut cache.0 {
             Held::Growing(cache) => last_logits(self, tokens, self.decode_hidden(tokens, cache)?),
-            Held::Static { stepper, most } => {
+            Held::Static { stepper, most, plan } => {
                 let most = *most;
-                let is_prompt = self.run_or_refuse(|_| prepare(stepper, tokens, most))?;
-                if is_prompt { stepper.feed(tokens) } else { stepper.step().cloned() }
+                let own = plan_of(stepper, tokens.dims2()?.1);
+                let plan = plan.take().map_or(own, |plan| plan.join(own));
+                self.run_or_refuse(|_| prepare(stepper, tokens, most))?;
+                if plan.is_prompt {
+                    return stepper.feed(tokens);
+                }
+                if plan.is_new || stepper.most_over_ranks() < Some(plan.sequences) {
+                    stepper.over_ranks(plan.sequences.max(1))?;
+                }
+                stepper.step().cloned()
             }
+        }
+    }
+
+    fn plan<'d>(&'d self, tokens: usize, cache: &ModelCache<'d>) -> StepPlan {
+        match &cache.0 {
+            Held::Growing(_) => StepPlan { goes_on: true, is_prompt: true, is_new: true, sequences: 0 },
+            Held::Static { stepper, .. } => plan_of(stepper, tokens),
+        }
+    }
+
+    fn set_plan<'d>(&'d self, next: StepPlan, cache: &mut ModelCache<'d>) {
+        if let Held::Static { plan, .. } = &mut cache.0 {
+            *plan = Some(next);
         }
     }
 
@@ -101,19 +123,28 @@ impl Decoder for Model {
     }
 }
 
-/// Makes room for a step's tokens and hands over those of a step of one; whether there is a piece of a prompt instead.
-fn prepare(stepper: &mut Stepper<'_>, tokens: &Tensor, most: usize) -> Result<bool> {
+/// The plan of a step by so many tokens.
+fn plan_of(stepper: &Stepper<'_>, tokens: usize) -> StepPlan {
+    let sequences = stepper.sequences();
+    let is_prompt = sequences > 0 && (stepper.is_empty() || tokens != 1);
+    let is_full = sequences > 0 && stepper.len() + tokens > stepper.capacity();
+    StepPlan { goes_on: true, is_prompt, is_new: is_full || stepper.most_over_ranks().is_none(), sequences }
+}
+
+/// Makes room for a step's tokens and hands over those of a step of one.
+fn prepare(stepper: &mut Stepper<'_>, tokens: &Tensor, most: usize) -> Result<()> {
     let new = tokens.dims2()?.1;
     let len = stepper.len() + new;
-    if len > stepper.capacity() && len <= most {
+    if len > stepper.capacity() && stepper.sequences() == 0 {
+        stepper.clear()?;
+    } else if len > stepper.capacity() && len <= most {
         let rows: Vec<usize> = (0..stepper.sequences()).collect();
         stepper.resize(&rows, room(len, most))?;
     }
-    let is_prompt = stepper.is_empty() || new != 1;
-    if !is_prompt {
+    if new == 1 && !stepper.is_empty() && stepper.sequences() > 0 {
         stepper.set_next_ids(&tokens.flatten_all()?.to_vec1()?)?;
     }
-    Ok(is_prompt)
+    Ok(())
 }
 
 /// Logits `[B, V]` of the last of each sequence's `tokens [B, S]`, from the hidden states of all.

@@ -151,7 +151,8 @@ pub fn on_ranks<T: Send>(ranks: usize, experts: usize, work: impl Fn(usize, EpGr
             .enumerate()
             .map(|(rank, comm)| {
                 scope.spawn(move || {
-                    let config = GroupConfig::new(experts, TOKENS);
+                    // Room for the rows of 64 tokens a rank, however they choose among 16 experts.
+                    let config = GroupConfig { max_rows: ranks * 64 * 16, ..GroupConfig::new(experts, TOKENS) };
                     let group = Group::new(Cpu::new(), Box::new(comm), config).expect("a group");
                     work(rank, EpGroup::new(group))
                 })
