@@ -19,8 +19,8 @@ use crate::trials::tests;
 
 /// First token of each rank among all ranks', and their end.
 fn share(rank: usize) -> Range<usize> {
-    let first = TOKENS[..rank].iter().sum();
-    first..first + TOKENS[rank]
+    let first = token_counts()[..rank].iter().sum();
+    first..first + token_counts()[rank]
 }
 
 /// Two distinct experts for each token.
@@ -32,7 +32,7 @@ fn choices<Bk: Backend>(rows: Range<usize>) -> Tensor<Bk, 2, Int> {
 
 /// Numbers that are the same however tokens are divided.
 fn table<Bk: Backend>(seed: u64, rows: &Range<usize>, width: usize) -> Tensor<Bk, 2> {
-    let all = values(seed, TOKENS.iter().sum::<usize>() * width, 1.0);
+    let all = values(seed, token_counts().iter().sum::<usize>() * width, 1.0);
     tensor(all[rows.start * width..rows.end * width].to_vec(), [rows.len(), width])
 }
 

@@ -41,7 +41,7 @@ fn as_the_core(config: &MoeConfig, dtype: moebius::DType) {
         given.params = cast_params(given.params, &cast);
         let mut kept = block(config, rank, 2);
         kept.params = cast_params(kept.params, &cast);
-        let (t, (x, c)) = (TOKENS[rank], inputs_of(rank, h));
+        let (t, (x, c)) = (token_counts()[rank], inputs_of(rank, h));
         let (x, c) = (cast(CoreTensor::from_vec(x, &[t, h]).unwrap()), cast(CoreTensor::from_vec(c, &[t, h]).unwrap()));
 
         let layer = Layer::new(config.clone(), 3).unwrap();

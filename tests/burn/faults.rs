@@ -29,7 +29,7 @@ pub fn untracked_peer<S: Subject>() {
     let config = config();
     S::on_ranks(2, |rank, group| {
         let model = module::<Autodiff<S>>(&config, group.clone());
-        let x = tensor::<Autodiff<S>, 2>(inputs(rank).0, [TOKENS[rank], H]);
+        let x = tensor::<Autodiff<S>, 2>(inputs(rank).0, [token_counts()[rank], H]);
         if rank == 0 {
             model.clone().no_grad().forward(x.clone()).unwrap();
         } else {
@@ -56,7 +56,7 @@ pub fn second_backward_of_a_rank<S: Subject>() {
     let config = config();
     S::on_ranks(2, |rank, group| {
         let model = module::<Autodiff<S>>(&config, group.clone());
-        let x = tensor::<Autodiff<S>, 2>(inputs(rank).0, [TOKENS[rank], H]);
+        let x = tensor::<Autodiff<S>, 2>(inputs(rank).0, [token_counts()[rank], H]);
         let out = model.forward_full(x.clone(), None).unwrap();
         let loss = out.y.sum();
         loss.backward();
@@ -76,7 +76,7 @@ pub fn second_backward_of_a_rank<S: Subject>() {
 pub fn second_backward<S: Subject>() {
     let config = config();
     let model = module::<Autodiff<S>>(&config, S::alone());
-    let out = model.forward_full(tensor::<Autodiff<S>, 2>(inputs(0).0, [TOKENS[0], H]), None).unwrap();
+    let out = model.forward_full(tensor::<Autodiff<S>, 2>(inputs(0).0, [token_counts()[0], H]), None).unwrap();
     let loss = out.y.sum();
     loss.backward();
     for again in [loss, out.aux] {
@@ -108,7 +108,7 @@ fn a_backward_that_never_comes_is_a_typed_timeout() {
             let counted = (rank == 0).then(|| finished.counted());
             let model = module::<B>(&config, &group);
             // A rank that came late has failed here.
-            let y = model.forward(tensor::<B, 2>(inputs(rank).0, [TOKENS[rank], H])).ok();
+            let y = model.forward(tensor::<B, 2>(inputs(rank).0, [token_counts()[rank], H])).ok();
             if let (0, Some(y)) = (rank, &y) {
                 assert!(catch_unwind(AssertUnwindSafe(|| y.clone().sum().backward())).is_err());
             }
@@ -133,7 +133,7 @@ fn locked_out(shared: bool, before: fn()) {
             let leaf = tensor::<B, 1>(vec![1.5], [1]).require_grad();
             let failures = on_watched_ranks(2, limit, |rank, group, entered| {
                 let model = module::<B>(&config, &group);
-                let y = model.forward(tensor::<B, 2>(inputs(rank).0, [TOKENS[rank], H]));
+                let y = model.forward(tensor::<B, 2>(inputs(rank).0, [token_counts()[rank], H]));
                 late.fetch_or(y.is_err(), Ordering::SeqCst);
                 let loss = y.ok().map(|y| y.sum());
                 let loss = loss.map(|loss| match shared {
@@ -189,7 +189,7 @@ pub fn refused_around<S: Subject>() {
     let config = config();
     S::on_ranks(2, |rank, group| {
         let model = module::<Autodiff<S>>(&config, group.clone());
-        let x = tensor::<Autodiff<S>, 2>(inputs(rank).0, [TOKENS[rank], H]);
+        let x = tensor::<Autodiff<S>, 2>(inputs(rank).0, [token_counts()[rank], H]);
         let told = |error: Option<Error>, word: &str| {
             let of_rank_0 = matches!(&error, Some(Error::Peer { peer: 0, reason, .. }) if reason.contains(word));
             assert!(of_rank_0, "{error:?}");

@@ -207,10 +207,10 @@ fn a_step_repeats_to_the_bit() {
 fn a_group_of_another_device_is_refused() {
     let _alone = gpu();
     let config = config();
-    let x = tensor::<Gpu, 2>(inputs(0).0, [TOKENS[0], H]);
+    let x = tensor::<Gpu, 2>(inputs(0).0, [token_counts()[0], H]);
     let error = module::<Gpu>(&config, single()).forward(x).unwrap_err();
     assert!(matches!(&error, Error::Invalid { name, .. } if name == "group"), "{error}");
-    let x = tensor::<Flex, 2>(inputs(0).0, [TOKENS[0], H]);
+    let x = tensor::<Flex, 2>(inputs(0).0, [token_counts()[0], H]);
     let error = module::<Flex>(&config, Gpu::alone()).forward(x).unwrap_err();
     assert!(matches!(&error, Error::Invalid { name, .. } if name == "group"), "{error}");
 }
@@ -220,7 +220,7 @@ fn a_call_waits_on_the_gpu_alone() {
     let step = |config: &MoeConfig| {
         let group = Gpu::alone();
         let model = module::<A>(config, &group);
-        let x = tensor::<A, 2>(inputs(0).0, [TOKENS[0], H]).require_grad();
+        let x = tensor::<A, 2>(inputs(0).0, [token_counts()[0], H]).require_grad();
         let out = model.forward_full(x, None).unwrap();
         let forward = group.waits();
         (out.y.sum() + out.aux).backward();
@@ -238,7 +238,7 @@ fn a_call_waits_on_the_gpu_alone() {
     assert_eq!(step(&config()), (waits(2), waits(4)), "neither its value nor its gradient");
     let inference = Gpu::alone();
     let model = module::<Gpu>(&plain, &inference);
-    model.forward(tensor::<Gpu, 2>(inputs(0).0, [TOKENS[0], H])).unwrap();
+    model.forward(tensor::<Gpu, 2>(inputs(0).0, [token_counts()[0], H])).unwrap();
     assert_eq!(inference.waits(), waits(2), "inference");
 }
 
@@ -253,7 +253,7 @@ fn the_host_runs_ahead_of_a_step() {
         return;
     }
     let model = module::<A>(&config(), &group);
-    let x = tensor::<A, 2>(inputs(0).0, [TOKENS[0], H]).require_grad();
+    let x = tensor::<A, 2>(inputs(0).0, [token_counts()[0], H]).require_grad();
     let n = 8192;
     let big = Tensor::<Gpu, 2>::zeros([n, n], &x.device());
     // Half a second at 70 TFLOP/s, 0.1 at 350: a GPU may take its TF32 units for f32.
@@ -349,7 +349,7 @@ fn a_nan_is_reported_at_the_next_wait() {
     let at_once = model.forward(nan).err();
     let found = at_once.or_else(|| device_of(&group).check().err());
     assert!(matches!(found, Some(Error::NanLogits { .. })), "{found:?}");
-    model.forward(tensor::<Gpu, 2>(inputs(0).0, [TOKENS[0], H])).unwrap();
+    model.forward(tensor::<Gpu, 2>(inputs(0).0, [token_counts()[0], H])).unwrap();
 }
 
 fn a_capture_of_burns_layer_is_refused() {
@@ -358,7 +358,7 @@ fn a_capture_of_burns_layer_is_refused() {
     config.aux = AuxConfig::default();
     let group = Gpu::alone();
     let (model, core) = (module::<Gpu>(&config, &group), device_of(&group));
-    let x = tensor::<Gpu, 2>(inputs(0).0, [TOKENS[0], H]);
+    let x = tensor::<Gpu, 2>(inputs(0).0, [token_counts()[0], H]);
     let y = floats(model.forward(x.clone()).unwrap());
     let refused = core.capture(|| model.forward(x.clone()).map(drop)).err().map(|e| e.to_string());
     assert!(refused.as_ref().is_some_and(|e| e.contains("cannot be captured")), "{refused:?}");
@@ -373,7 +373,7 @@ fn a_tensor_of_another_gpu_is_refused() {
     }
     // Tensors on the first GPU, a group on the second.
     let group = DeviceGroup::single::<Gpu>(&config(), &CudaDevice::new(1)).unwrap();
-    let x = tensor::<Gpu, 2>(inputs(0).0, [TOKENS[0], H]);
+    let x = tensor::<Gpu, 2>(inputs(0).0, [token_counts()[0], H]);
     let error = module::<Gpu>(&config(), &group).forward(x).err().map(|e| e.to_string());
     assert!(error.as_ref().is_some_and(|e| e.contains("the group's GPU 1")), "{error:?}");
 }

@@ -25,9 +25,10 @@ use crate::trials::Trials;
 pub fn on_ranks<T: Send>(ranks: usize, rank: impl Fn(usize, DeviceGroup) -> T + Sync) -> Vec<T> {
     let comms = nccl_gpus::communicators(ranks, LONG);
     thread::scope(|s| {
-        let run = &rank;
+        let (run, all) = (&rank, all_have_tokens());
         let start = |(number, comm): (usize, moebius::nccl::NcclComm)| {
             s.spawn(move || {
+                set_all_have_tokens(all);
                 work_on(u16::try_from(number).unwrap());
                 let cuda = comm.cuda().clone();
                 let group = Group::new(cuda, Box::new(comm), GroupConfig::new(E, 64)).unwrap();
@@ -109,9 +110,10 @@ fn beside<T: Send>(ranks: usize, rank: impl Fn(usize, Cuda, Box<dyn Communicator
     let members: Vec<usize> = (0..ranks).collect();
     let comms = nccl_gpus::among(&members, "beside", LONG);
     thread::scope(|s| {
-        let run = &rank;
+        let (run, all) = (&rank, all_have_tokens());
         let start = |(number, comm): (usize, moebius::nccl::NcclComm)| {
             s.spawn(move || {
+                set_all_have_tokens(all);
                 work_on(u16::try_from(number).unwrap());
                 let module = comm.cuda().with_new_stream().unwrap();
                 run(number, module, Box::new(comm))
@@ -141,7 +143,7 @@ fn sums_beside_backward(ranks: usize, replicas: bool) {
         };
         let model = module::<A>(&config(), &Gpu::group(cuda.clone(), layers));
         let loss = |factor: f32| {
-            let x = tensor::<A, 2>(inputs(rank).0, [TOKENS[rank], H]).mul_scalar(factor);
+            let x = tensor::<A, 2>(inputs(rank).0, [token_counts()[rank], H]).mul_scalar(factor);
             model.forward(x).unwrap().powi_scalar(2).sum()
         };
         let values = |gradients: &GradientsParams| {
@@ -160,10 +162,11 @@ fn sums_beside_backward(ranks: usize, replicas: bool) {
         (own, beside)
     };
     let found: Vec<_> = thread::scope(|s| {
-        let run = &run;
+        let (run, all) = (&run, all_have_tokens());
         let sums = nccl_gpus::among(&members, "sums", LONG);
         let start = |(rank, (layers, sums))| {
             s.spawn(move || {
+                set_all_have_tokens(all);
                 work_on(u16::try_from(rank).unwrap());
                 run(rank, layers, Box::new(sums))
             })
@@ -248,7 +251,9 @@ pub fn add(trials: &mut Trials) {
         for (name, run) in CASES {
             trials.add_gpus(format!("nccl::r{ranks}::{name}"), (ranks, found), move || {
                 let _alone = gpu();
+                set_all_have_tokens(true);
                 run(ranks);
+                set_all_have_tokens(false);
             });
         }
     }

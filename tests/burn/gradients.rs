@@ -27,7 +27,7 @@ fn direction(path: &str, rank: usize, count: usize) -> Vec<f32> {
 const TOKENS_NAME: &str = "x";
 
 fn direction_of_x(rank: usize) -> Vec<f32> {
-    values(400 + rank as u64, TOKENS[rank] * H, 1.0)
+    values(400 + rank as u64, token_counts()[rank] * H, 1.0)
 }
 
 /// Takes every parameter to f64, and moves one of them along its direction.
@@ -63,7 +63,7 @@ fn loss(ranks: usize, moved: &str, step: f64) -> f64 {
         let double = |values: Vec<f32>, along: Option<Vec<f32>>| {
             let along = along.unwrap_or_else(|| vec![0.0; values.len()]);
             let moved = values.iter().zip(along).map(|(v, along)| f64::from(*v) + step * f64::from(along));
-            let data = TensorData::new(moved.collect::<Vec<f64>>(), [TOKENS[rank], H]);
+            let data = TensorData::new(moved.collect::<Vec<f64>>(), [token_counts()[rank], H]);
             Tensor::<Flex, 2>::from_data(data, (&device(), DType::F64))
         };
         let (x, c) = inputs(rank);
@@ -125,9 +125,9 @@ pub fn finite_differences<S: Subject>(ranks: usize) {
     let slopes = S::on_ranks(ranks, |rank, group| {
         let model = module::<Autodiff<S>>(&config, &group);
         let (x, c) = inputs(rank);
-        let x = tensor::<Autodiff<S>, 2>(x, [TOKENS[rank], H]).require_grad();
+        let x = tensor::<Autodiff<S>, 2>(x, [token_counts()[rank], H]).require_grad();
         let out = model.forward_full(x.clone(), None).unwrap();
-        let gradients = ((out.y * tensor(c, [TOKENS[rank], H])).sum() + out.aux).backward();
+        let gradients = ((out.y * tensor(c, [token_counts()[rank], H])).sum() + out.aux).backward();
         let of_x = Slope::new(&floats(x.grad(&gradients).unwrap()), &direction_of_x(rank));
         let found = vec![(TOKENS_NAME.to_string(), of_x)];
         let mut slopes = Slopes::<Autodiff<S>> { gradients: &gradients, path: vec![], rank, found };
@@ -158,7 +158,7 @@ fn gradients_are_those_of_finite_differences() {
 pub fn given<S: Subject>() {
     let model = module::<Autodiff<S>>(&config(), S::alone());
     let (x, c) = inputs(0);
-    let dims = [TOKENS[0], H];
+    let dims = [token_counts()[0], H];
     let gradients = |given: bool| {
         let leaf = tensor::<Autodiff<S>, 2>(x.clone(), dims).require_grad();
         let y = model.forward(leaf.clone() * 2.0).unwrap();
@@ -179,8 +179,8 @@ pub fn given<S: Subject>() {
 
 /// A tensor that nothing tracks has no backward: burn would panic.
 fn a_given_gradient_of_a_constant_is_a_typed_error() {
-    let dims = [TOKENS[0], H];
-    let ones = || tensor::<Flex, 2>(vec![1.0; TOKENS[0] * H], dims);
+    let dims = [token_counts()[0], H];
+    let ones = || tensor::<Flex, 2>(vec![1.0; token_counts()[0] * H], dims);
     let frozen = module::<B>(&config(), single()).no_grad();
     let constant = tensor::<B, 2>(inputs(0).0, dims);
     for y in [frozen.forward(constant.clone()).unwrap(), constant.clone(), constant.clone() * 2.0] {
@@ -189,7 +189,7 @@ fn a_given_gradient_of_a_constant_is_a_typed_error() {
     }
     let leaf = constant.require_grad();
     let gradients = backward_with(leaf.clone(), ones()).unwrap();
-    assert_eq!(floats(leaf.grad(&gradients).unwrap()), vec![1.0; TOKENS[0] * H]);
+    assert_eq!(floats(leaf.grad(&gradients).unwrap()), vec![1.0; token_counts()[0] * H]);
 }
 
 fn a_given_gradient_is_a_products() {

@@ -23,7 +23,7 @@ fn a_record_holds_the_parameters_under_the_crates_names() {
     on_ranks(2, LONG, |rank, group| {
         let path = path.with_file_name(format!("layer{rank}"));
         let model = module::<B>(&config, &group);
-        let x = tensor::<B, 2>(inputs(rank).0, [TOKENS[rank], H]);
+        let x = tensor::<B, 2>(inputs(rank).0, [token_counts()[rank], H]);
         let y = floats(model.forward(x.clone()).unwrap());
         let recorder = NamedMpkFileRecorder::<FullPrecisionSettings>::default();
         model.clone().save_file(&path, &recorder).unwrap();
@@ -101,7 +101,8 @@ fn training_lowers_the_loss_and_keeps_the_ranks_together() {
         let mut model = Model { first, moe };
         let mut optimizer = AdamWConfig::new().init();
         let (x, target) = inputs(rank);
-        let (x, target) = (tensor::<B, 2>(x, [TOKENS[rank], H]), tensor::<B, 2>(target, [TOKENS[rank], H]));
+        let (x, target) =
+            (tensor::<B, 2>(x, [token_counts()[rank], H]), tensor::<B, 2>(target, [token_counts()[rank], H]));
         let mut losses = vec![];
         for _ in 0..40 {
             let out = model.moe.forward_full(model.first.forward(x.clone()), None).unwrap();
@@ -126,7 +127,7 @@ fn an_absent_gradient_of_a_replicated_parameter_counts_as_zeros() {
     let config = config();
     let sums = on_ranks(2, LONG, |rank, group| {
         let model = module::<B>(&config, &group);
-        let y = model.forward(tensor::<B, 2>(inputs(rank).0, [TOKENS[rank], H])).unwrap();
+        let y = model.forward(tensor::<B, 2>(inputs(rank).0, [token_counts()[rank], H])).unwrap();
         let mut gradients = GradientsParams::from_grads(y.sum().backward(), &model);
         if rank == 1 {
             gradients.remove::<Flex, 2>(model.router.weight.id).unwrap();
@@ -143,11 +144,11 @@ fn ids_come_as_data() {
     let config = config();
     let group = single();
     let model = module::<Flex>(&config, &group);
-    let out = model.forward_full(tensor::<Flex, 2>(inputs(0).0, [TOKENS[0], H]), None).unwrap();
+    let out = model.forward_full(tensor::<Flex, 2>(inputs(0).0, [token_counts()[0], H]), None).unwrap();
     let ids: Tensor<Flex, 2, Int> = out.ids;
-    assert_eq!(ids.dims(), [TOKENS[0], K]);
-    assert_eq!(out.logits.dims(), [TOKENS[0], E]);
-    assert_eq!(out.load.get().unwrap().tokens_per_expert.iter().sum::<usize>(), TOKENS[0] * K);
+    assert_eq!(ids.dims(), [token_counts()[0], K]);
+    assert_eq!(out.logits.dims(), [token_counts()[0], E]);
+    assert_eq!(out.load.get().unwrap().tokens_per_expert.iter().sum::<usize>(), token_counts()[0] * K);
     let sums = floats(out.weights.sum_dim(1));
     // Renormalized: a sum of three f32.
     assert!(sums.iter().all(|s| (s - 1.0).abs() < 4.0 * f32::EPSILON));

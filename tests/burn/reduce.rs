@@ -166,7 +166,7 @@ pub fn of_a_layer<S: Subject>(ranks: usize) {
     let config = config();
     let found = S::on_ranks(ranks, |rank, group| {
         let model = module::<Autodiff<S>>(&config, &group);
-        let y = model.forward(tensor::<Autodiff<S>, 2>(inputs(rank).0, [TOKENS[rank], H])).unwrap();
+        let y = model.forward(tensor::<Autodiff<S>, 2>(inputs(rank).0, [token_counts()[rank], H])).unwrap();
         let all = y.powi_scalar(2).sum().backward();
         let own = [&model.router.weight, &model.shared.as_ref().unwrap().up].map(|p| floats(p.grad(&all).unwrap()));
         let experts = floats(model.experts.up.grad(&all).unwrap());

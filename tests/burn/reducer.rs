@@ -230,7 +230,7 @@ impl ModuleVisitor<B> for Read<'_> {
 fn tokens(place: (usize, &EpGroup), microbatch: usize, dtype: DType) -> Tensor<B, 2> {
     let (replica, group) = place;
     let seed = 300 + 40 * microbatch + 10 * replica + group.rank();
-    let count = TOKENS[group.rank()];
+    let count = token_counts()[group.rank()];
     tensor::<B, 2>(values(seed as u64, count * H, 1.0), [count, H]).cast(dtype).detach().require_grad()
 }
 

@@ -133,8 +133,9 @@ impl Meshed for Flex {
 pub fn on_mesh<S: Meshed, T: Send>(mesh: Mesh, prefetch: bool, run: impl Fn(Place<S>) -> T + Sync) -> Vec<T> {
     thread::scope(|scope| {
         let endpoint = |(rank, (number, links)): (usize, (u16, Links<S>))| {
-            let run = &run;
+            let (run, all) = (&run, all_have_tokens());
             scope.spawn(move || {
+                set_all_have_tokens(all);
                 work_on(number);
                 let Links { device, experts, gather, reduce, data, world } = links;
                 let group = S::group(device.clone(), experts);
@@ -201,8 +202,8 @@ fn train<S: Meshed>(config: &MoeConfig, place: Place<S>, payload: Option<Payload
     }
     let mut optimizer = AdamWConfig::new().init();
     let step = |_| {
-        let x =
-            tensor::<Autodiff<S>, 2>(inputs_of(rank, config.hidden).0, [TOKENS[rank], config.hidden]).require_grad();
+        let x = tensor::<Autodiff<S>, 2>(inputs_of(rank, config.hidden).0, [token_counts()[rank], config.hidden])
+            .require_grad();
         let pass = |phase| payload.map(|_| shards.begin(phase, &model.layers).unwrap());
         let end = || payload.map(|_| shards.end().unwrap());
         pass(Phase::Forward);
@@ -347,7 +348,7 @@ pub fn sent_quantized<S: Meshed>(numbers: &[usize]) {
         on_mesh::<S, _>(Mesh { world: ranks, ep: 1 }, true, |place| {
             let Place { rank, group, shards, .. } = place;
             let model = Model::<Autodiff<S>>::new(&config, &group).sharded(&shards, payload);
-            let x = tensor::<Autodiff<S>, 2>(inputs_of(rank, config.hidden).0, [TOKENS[rank], config.hidden]);
+            let x = tensor::<Autodiff<S>, 2>(inputs_of(rank, config.hidden).0, [token_counts()[rank], config.hidden]);
             shards.begin(Phase::Forward, &model.layers).unwrap();
             let (y, _) = model.forward(x).unwrap();
             shards.end().unwrap();
@@ -373,7 +374,7 @@ pub fn frozen<S: Meshed>(mesh: Mesh) {
     on_mesh::<S, _>(mesh, true, |place| {
         let Place { rank, group, shards, .. } = place;
         let model = Model::<Autodiff<S>>::new(&config, &group).no_grad().sharded(&shards, Payload::Plain);
-        let x = tensor::<Autodiff<S>, 2>(inputs(rank).0, [TOKENS[rank], H]).require_grad();
+        let x = tensor::<Autodiff<S>, 2>(inputs(rank).0, [token_counts()[rank], H]).require_grad();
         shards.begin(Phase::Forward, &model.layers).unwrap();
         let (y, _) = model.forward(x.clone()).unwrap();
         shards.end().unwrap();
@@ -394,7 +395,7 @@ fn frozen_shards_have_no_gradient() {
 
 /// Forward and backward of a model, whose gradients the chain then has; those of burn.
 pub fn passes<S: Meshed>(model: &Model<Autodiff<S>>, shards: &ShardedParams<S>, rank: usize) -> GradientsParams {
-    let x = tensor::<Autodiff<S>, 2>(inputs(rank).0, [TOKENS[rank], H]);
+    let x = tensor::<Autodiff<S>, 2>(inputs(rank).0, [token_counts()[rank], H]);
     shards.begin(Phase::Forward, &model.layers).unwrap();
     let (y, aux) = model.forward(x).unwrap();
     shards.end().unwrap();
@@ -471,7 +472,7 @@ pub fn begin_is_told<S: Meshed>(mesh: Mesh) {
             let model = Model::<S>::new(&config, &group).sharded(&shards, Payload::Plain);
             let forward = |modules: &[ExpertParallelMoE<S>]| {
                 shards.begin(Phase::Forward, modules)?;
-                let (y, _) = model.forward(tensor::<S, 2>(inputs(rank).0, [TOKENS[rank], H]))?;
+                let (y, _) = model.forward(tensor::<S, 2>(inputs(rank).0, [token_counts()[rank], H]))?;
                 shards.end()?;
                 Ok(floats(y))
             };
@@ -590,7 +591,7 @@ fn alone() -> ShardedParams<Flex> {
 fn wrong_use_is_refused() {
     let (shards, other) = (alone(), alone());
     let moe = module::<B>(&config(), single()).into_sharded(&shards, Payload::Plain).unwrap();
-    let x = || tensor::<B, 2>(inputs(0).0, [TOKENS[0], H]);
+    let x = || tensor::<B, 2>(inputs(0).0, [token_counts()[0], H]);
     let text = |error: Option<moebius::Error>| error.map(|e| e.to_string()).unwrap_or_default();
     let error = text(moe.forward(x()).err());
     assert!(error.contains("expected a pass, found none"), "{error}");
@@ -664,7 +665,7 @@ fn a_layer_that_is_refused_leaves_nothing_in_its_chain() {
 fn a_begin_that_fails_changes_no_parameter() {
     let shards = alone();
     let moe = module::<B>(&config(), single()).into_sharded(&shards, Payload::Plain).unwrap();
-    let x = || tensor::<B, 2>(inputs(0).0, [TOKENS[0], H]);
+    let x = || tensor::<B, 2>(inputs(0).0, [token_counts()[0], H]);
     let forward = || {
         let y = floats(moe.forward(x()).unwrap());
         shards.end().unwrap();

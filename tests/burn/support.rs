@@ -53,7 +53,9 @@ pub const H: usize = 12;
 pub const I: usize = 10;
 pub const E: usize = 8;
 pub const K: usize = 3;
-pub const TOKENS: [usize; 4] = [5, 3, 0, 6];
+
+/// Tokens of each rank; see [`token_counts`].
+const TOKENS: [usize; 4] = [5, 3, 0, 6];
 
 /// Sums of at most a few hundred f32 products of values below 4: a few units of 2⁻²⁴ relative to the result's norm.
 pub const FORWARD: f64 = 2e-6;
@@ -62,6 +64,25 @@ pub const BACKWARD: f64 = 1e-5;
 thread_local! {
     /// The device of this thread's rank, where there are several.
     static DEVICE: Cell<u16> = const { Cell::new(0) };
+
+    /// Whether every rank of this thread's test has a token.
+    static ALL_HAVE_TOKENS: Cell<bool> = const { Cell::new(false) };
+}
+
+/// Tokens of each rank. Rank 2 has none but where this thread's test has said that [all have some](set_all_have_tokens).
+pub fn token_counts() -> [usize; 4] {
+    if ALL_HAVE_TOKENS.get() { TOKENS.map(|count| count.max(1)) } else { TOKENS }
+}
+
+/// Has every rank of this thread's test have a token, for a back end that has no tensors of no elements, as burn's CUDA
+/// has none. The ranks' threads do as the one that starts them.
+pub fn set_all_have_tokens(all: bool) {
+    ALL_HAVE_TOKENS.set(all);
+}
+
+/// Whether [they have](set_all_have_tokens).
+pub fn all_have_tokens() -> bool {
+    ALL_HAVE_TOKENS.get()
 }
 
 /// Has this thread work on the device of that number.
@@ -143,7 +164,7 @@ pub fn inputs(rank: usize) -> (Vec<f32>, Vec<f32>) {
 
 /// The same of another hidden size.
 pub fn inputs_of(rank: usize, hidden: usize) -> (Vec<f32>, Vec<f32>) {
-    let count = TOKENS[rank] * hidden;
+    let count = token_counts()[rank] * hidden;
     (values(100 + rank as u64, count, 1.0), values(200 + rank as u64, count, 1.0))
 }
 
@@ -184,12 +205,13 @@ pub fn on_watched_ranks<T: Send>(
     let comms: Vec<_> = ThreadWorld::create(ranks, timeout).into_iter().map(|c| FaultyComm::new(Box::new(c))).collect();
     let entered: Vec<Entered> = comms.iter().map(|comm| Entered::clone(&comm.entered)).collect();
     thread::scope(|s| {
-        let (run, entered) = (&rank, &entered[..]);
+        let (run, entered, all) = (&rank, &entered[..], all_have_tokens());
         let threads: Vec<_> = comms
             .into_iter()
             .enumerate()
             .map(|(r, comm)| {
                 s.spawn(move || {
+                    set_all_have_tokens(all);
                     let group = Group::new(Cpu::new(), Box::new(comm), GroupConfig::new(E, 64)).unwrap();
                     run(r, EpGroup::new(group), entered)
                 })
@@ -249,8 +271,8 @@ pub fn gradients_of<A: AutodiffBackend>(
 /// The loss Σ y·c + aux of one rank.
 pub fn run_rank<S: Subject>(model: &ExpertParallelMoE<Autodiff<S>>, rank: usize) -> Found {
     let (x, c) = inputs(rank);
-    let x = tensor::<Autodiff<S>, 2>(x, [TOKENS[rank], H]).require_grad();
-    let c = tensor::<Autodiff<S>, 2>(c, [TOKENS[rank], H]);
+    let x = tensor::<Autodiff<S>, 2>(x, [token_counts()[rank], H]).require_grad();
+    let c = tensor::<Autodiff<S>, 2>(c, [token_counts()[rank], H]);
     let out = model.forward_full(x.clone(), None).unwrap();
     let (y, aux) = (floats(out.y.clone()), floats(out.aux.clone())[0]);
     let gradients = ((out.y * c).sum() + out.aux).backward();

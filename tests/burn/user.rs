@@ -262,7 +262,7 @@ fn a_graph_outlives_other_threads_backwards_while_its_forward_waits() {
     let config = config();
     let found = on_ranks(2, LONG, |rank, group| {
         let model = module::<B>(&config, &group);
-        let leaf = tensor::<B, 2>(inputs(rank).0, [TOKENS[rank], H]).require_grad();
+        let leaf = tensor::<B, 2>(inputs(rank).0, [token_counts()[rank], H]).require_grad();
         let x = leaf.clone().mul_scalar(2.0);
         // A first backward takes the leaf out of burn's graph, and leaves `x` alone in it.
         x.clone().sum().backward();

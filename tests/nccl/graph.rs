@@ -70,6 +70,7 @@ fn same_bits(_: &Cuda, ranks: usize) {
             overflow: Overflow::Drop,
             alignment: 4,
             reporting: None,
+            ..Default::default()
         };
         for options in [fixed(ranks, Reporting::Immediate), drops, DispatchOptions::default()] {
             let later = results(DispatchOptions { reporting: Some(Reporting::Deferred), ..options });

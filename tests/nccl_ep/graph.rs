@@ -33,7 +33,7 @@ pub fn fixed(shape: &Shape, ranks: usize, alignment: usize) -> DispatchOptions {
     let rows =
         ranks * shape.tokens * shape.config.router.top_k + if alignment > 1 { local * (alignment - 1) } else { 0 };
     let rows = rows.next_multiple_of(16);
-    DispatchOptions { capacity: Capacity::Static(rows), overflow: Overflow::Error, alignment, reporting: None }
+    DispatchOptions { capacity: Capacity::Static(rows), overflow: Overflow::Error, alignment, ..Default::default() }
 }
 
 fn routing_on_the_gpu_is_the_hosts(ranks: usize) {
