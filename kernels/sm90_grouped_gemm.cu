@@ -8,6 +8,7 @@
 //                    [N, I], parts of the rows' dots
 //   sm90_up_dgrad    [N, 2 I], [E, 2 I, H] -> [N, H]
 //   ..._wide         the same in wider tiles, for sums of 8192 and more
+//   ..._square       the same in tiles of fewer columns, for sums of less than 4096
 //
 // The grid is a block an SM at most, in clusters of two; blocks walk through tiles. Limited by the tensor
 // core, down_bwd by its rows and its epilogue. sm90/grouped_gemm_mainloop.cuh has the tiles and the ring. Notes:
@@ -20,6 +21,7 @@
         name(const __grid_constant__ GemmParams p, const __grid_constant__ CUtensorMap a,                                \
              const __grid_constant__ CUtensorMap b, const __grid_constant__ CUtensorMap pre,                       \
              const __grid_constant__ CUtensorMap gated, const __grid_constant__ CUtensorMap plain) {              \
+        wait_for_previous_kernel();                                                                                       \
         grouped_gemm::run<T, KIND>(p, a, b, {pre, gated, plain});                                                         \
     }
 
@@ -31,6 +33,8 @@ GROUPED_GEMM(sm90_down_wide_bf16, bf16, DOWN + grouped_gemm::WIDE_TILE)
 GROUPED_GEMM(sm90_down_wide_f16, f16, DOWN + grouped_gemm::WIDE_TILE)
 GROUPED_GEMM(sm90_down_bwd_bf16, bf16, DOWN_BWD)
 GROUPED_GEMM(sm90_down_bwd_f16, f16, DOWN_BWD)
+GROUPED_GEMM(sm90_down_bwd_square_bf16, bf16, DOWN_BWD + grouped_gemm::SQUARE_TILE)
+GROUPED_GEMM(sm90_down_bwd_square_f16, f16, DOWN_BWD + grouped_gemm::SQUARE_TILE)
 GROUPED_GEMM(sm90_up_dgrad_bf16, bf16, UP_DGRAD)
 GROUPED_GEMM(sm90_up_dgrad_f16, f16, UP_DGRAD)
 GROUPED_GEMM(sm90_up_dgrad_wide_bf16, bf16, UP_DGRAD + grouped_gemm::WIDE_TILE)

@@ -104,87 +104,88 @@ struct Ring {
 struct RowGather {
     const WeightGradParams& p;
     const char* column;  // the thread's first column in row 0
-    int pitch;           // bytes of a row
     const int32_t* map;  // of the segment, from the lane's first entry on
     int slot;            // that entry, within the segment
     uint32_t live;       // which of the two blocks have the thread's columns
-    uint32_t valid;      // of the step's four rows
-    int32_t ahead[3];    // rows of two steps each: a lane holds one, and all the warp's 16 of both are among the lanes
+    // Where rows of two steps lie, in words of 16 bytes from row 0 on: a lane knows one, and all the warp's 16 of both are
+    // among the lanes.
+    uint32_t now;
+    uint32_t there;      // lanes whose row is there; the others know row 0
+    bool whole;          // all are, and so are all columns
+    int32_t ahead[2];    // rows of two steps each
 
-    __device__ RowGather(const WeightGradParams& p, const WorkTile& t) : p(p), pitch(static_cast<int>(p.narrow) * 2) {
+    __device__ RowGather(const WeightGradParams& p, const WorkTile& t) : p(p) {
         const int lane = threadIdx.x % 32, warp = threadIdx.x % 128 / 32, at = t.narrow + lane % 8 * 8;
         column = static_cast<const char*>(p.mapped) + static_cast<int64_t>(at) * 2;
+        // One number from here on: else it is added up anew for each row.
+        asm volatile("" : "+l"(column));
         live = (at < p.narrow ? 1 : 0) | (at + 64 < p.narrow ? 2 : 0);
         slot = lane / 16 * 64 + lane % 16 / 4 * 16 + warp * 4 + lane % 4;
         map = p.map + t.first + slot;
+        const int32_t first = read(0, t.count);
 #pragma unroll
-        for (int i = 0; i < 3; i++) ahead[i] = read(i * 2 * BLOCK_K, t.count);
+        for (int i = 0; i < 2; i++) ahead[i] = read((i + 1) * 2 * BLOCK_K, t.count);
+        find(first, 0, t);
     }
     __device__ __forceinline__ int32_t read(int k, int count) const {
         int32_t row = -1;
         if (slot + k < count) asm volatile("ld.global.nc.s32 %0, [%1];\n" : "=r"(row) : "l"(map + k));
         return row;
     }
-    // The entries `first + 16 i` name no row. They are read again, and reported one after the other: told where each is
-    // found, they made the producers' loop over steps longer, which cost 4 % of the product's time.
-    __device__ __forceinline__ void report(uint32_t outside, int64_t first) const {
-#pragma unroll 1
-        for (; outside; outside &= outside - 1) {
-            const int64_t entry = first + (__ffs(outside) - 1) * 16;
-            raise_map(p.fault, entry, p.map[entry], p.site);
-        }
+    // The lane's row of the two steps from k on.
+    __device__ __forceinline__ void find(int32_t row, int k, const WorkTile& t) {
+        const bool valid = static_cast<unsigned>(row) < p.mapped_rows;
+        if (!valid && slot + k < t.count) raise_map(p.fault, t.first + slot + k, row, p.site);
+        now = valid ? static_cast<uint32_t>(row) * static_cast<uint32_t>(p.narrow / 8) : 0;
+        there = __ballot_sync(~0u, valid);
+        whole = __all_sync(~0u, valid && live == 3);
     }
-    // Where the next step's rows lie; row 0 where there is no slot, or the map points outside. Before the stage is waited
-    // for, so that each row has registers of its own: a copy that shares them waits until the one before has been
-    // taken.
-    __device__ __forceinline__ void find_rows(const char* (&from)[4], int k, int count) {
-        const int lane = threadIdx.x % 32, row = threadIdx.x % 128 / 8, second = k / BLOCK_K % 2;
-        uint32_t outside = 0;
-        valid = 0;
+    // Where the step's rows lie. Before the stage is waited for, so that each row has registers of its own: a copy that
+    // shares them waits until the one before has been taken.
+    __device__ __forceinline__ void addresses(const char* (&from)[4], int second) const {
+        const int lane = threadIdx.x % 32;
 #pragma unroll
-        for (int i = 0; i < 4; i++) {
-            int at = __shfl_sync(~0u, ahead[0], second * 16 + i * 4 + lane / 8);
-            const uint32_t there = row + i * 16 < count - k ? 1 << i : 0;
-            if (static_cast<unsigned>(at) >= p.mapped_rows) {
-                outside |= there;
-                at = 0;
-            } else {
-                valid |= there;
-            }
-            from[i] = column + static_cast<int64_t>(at) * pitch;
-        }
-        if (outside) report(outside, map - p.map - slot + k + row);
-        if (second) {
-            ahead[0] = ahead[1], ahead[1] = ahead[2];
-            ahead[2] = read(k + 5 * BLOCK_K, count);
-        }
+        for (int i = 0; i < 4; i++) from[i] = column + static_cast<uint64_t>(__shfl_sync(~0u, now, second * 16 + i * 4 + lane / 8)) * 16;
     }
     // Zeros where there is none; what is not valid is not read.
-    __device__ __forceinline__ void copy_rows(uint32_t to, const char* const (&from)[4]) const {
+    __device__ __forceinline__ void copy_rows(uint32_t to, const char* const (&from)[4], int second) const {
         const int row = threadIdx.x % 128 / 8, chunk = threadIdx.x % 8;
         to += row * 128 + ((chunk ^ (row & 7)) << 4);
+        if (whole) {
 #pragma unroll
-        for (int i = 0; i < 4; i++) {
-            cp_async(to + i * 2048, from[i], valid >> i & live & 1);
-            cp_async(to + i * 2048 + BLOCK_BYTES, from[i] + 128, (valid >> i & 1) && live & 2);
+            for (int i = 0; i < 4; i++) {
+                cp_async(to + i * 2048, from[i]);
+                cp_async(to + i * 2048 + BLOCK_BYTES, from[i] + 128);
+            }
+        } else {
+            const uint32_t valid = there >> (second * 16 + threadIdx.x % 32 / 8);
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                cp_async(to + i * 2048, from[i], valid >> i * 4 & live & 1);
+                cp_async(to + i * 2048 + BLOCK_BYTES, from[i] + 128, (valid >> i * 4 & 1) && live & 2);
+            }
         }
+    }
+    __device__ __forceinline__ void next(int k, const WorkTile& t) {
+        find(ahead[0], k + BLOCK_K, t);
+        ahead[0] = ahead[1];
+        ahead[1] = read(k + 5 * BLOCK_K, t.count);
     }
 };
 
-// GATHERED: rows may lie behind a map.
-template <bool GATHERED>
 __device__ __forceinline__ void produce(const WeightGradParams& p, const CUtensorMap& narrow, const CUtensorMap& wide, Ring ring) {
-    const bool leader = threadIdx.x % 128 == 0, gathers = GATHERED && p.map != nullptr;
+    const bool orders = __shfl_sync(~0u, threadIdx.x % 128 / 32, 0) == 0, gathers = p.map != nullptr;
     TileScheduler scheduler(p);
     WorkTile t;
     while (scheduler.next(t)) {
         RowGather gather(p, gathers ? t : WorkTile{});
         for (int k = 0; k < t.count; k += BLOCK_K) {
             const char* from[4];
-            if (gathers) gather.find_rows(from, k, t.count);
+            const int second = k / BLOCK_K % 2;
+            if (gathers) gather.addresses(from, second);
             mbarrier_wait(ring.empty_barrier(), ring.parity ^ 1);
             const uint32_t full = ring.full_barrier();
-            if (leader) {
+            if (orders && elect_one()) {
                 mbarrier_expect_tx(full, B_BYTES + (gathers ? 0 : A_BYTES));
 #pragma unroll
                 for (int i = 0; i < BLOCK_N / 128; i++) {
@@ -193,11 +194,12 @@ __device__ __forceinline__ void produce(const WeightGradParams& p, const CUtenso
                 }
                 for (int b = 0; b < BLOCK_M / 64 && !gathers; b++) tma_load(ring.at() + b * BLOCK_BYTES, narrow, full, t.narrow + b * 64, t.first + k);
             }
-            if (gathers) gather.copy_rows(ring.at(), from);
+            if (gathers) gather.copy_rows(ring.at(), from, second);
             // Without copies in flight, the first kind may come to pass before the announcement above, and end the
             // phase.
             if (gathers) mbarrier_arrive_after_cp_async(full);
             else mbarrier_arrive(full);
+            if (gathers && second) gather.next(k, t);
             ring.next();
         }
     }
@@ -349,8 +351,8 @@ __device__ __forceinline__ void wgmma_arrive(float (&acc)[128]) {
 }
 __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;\n" ::: "memory"); }
 
-// DEFERRED: a tile's sums leave under the next one's products. Where rows are gathered, that takes registers and issue
-// slots which the producers need more.
+// DEFERRED: a tile's sums leave under the next one's products. Sums that leave in f32 would take registers which are not
+// there.
 template <class T, bool DEFERRED>
 __device__ __forceinline__ void consume(const WeightGradParams& p, const CUtensorMap& out, Ring ring, uint32_t slices) {
     const uint32_t own = threadIdx.x / 128 * BLOCK_BYTES;
@@ -435,21 +437,13 @@ __device__ __forceinline__ void run(const WeightGradParams& p, const CUtensorMap
     }
     cluster_sync();
     const int role = __shfl_sync(~0u, threadIdx.x / 128, 0);
-    const bool later = p.map == nullptr && p.out_type != TYPE_F32;
     if (role == 2) {
-        if (later) {
-            asm volatile("setmaxnreg.dec.sync.aligned.u32 56;\n");
-            produce<false>(p, narrow, wide, ring);
-        } else {
-            asm volatile("setmaxnreg.dec.sync.aligned.u32 72;\n");
-            produce<true>(p, narrow, wide, ring);
-        }
-    } else if (later) {
-        asm volatile("setmaxnreg.inc.sync.aligned.u32 224;\n");
-        consume<T, true>(p, out, ring, slices);
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 56;\n");
+        produce(p, narrow, wide, ring);
     } else {
-        asm volatile("setmaxnreg.inc.sync.aligned.u32 216;\n");
-        consume<T, false>(p, out, ring, slices);
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 224;\n");
+        if (p.out_type == TYPE_F32) consume<T, false>(p, out, ring, slices);
+        else consume<T, true>(p, out, ring, slices);
     }
     // Copies must not outlive the block's shared memory.
     asm volatile("cp.async.wait_all;\n" ::: "memory");
@@ -463,6 +457,7 @@ __device__ __forceinline__ void run(const WeightGradParams& p, const CUtensorMap
     extern "C" __global__ void __launch_bounds__(THREADS, 1) __cluster_dims__(2, 1, 1)             \
         name(const __grid_constant__ WeightGradParams p, const __grid_constant__ CUtensorMap narrow,    \
              const __grid_constant__ CUtensorMap wide, const __grid_constant__ CUtensorMap out) { \
+        wait_for_previous_kernel();                                                               \
         run<T>(p, narrow, wide, out);                                                             \
     }
 

@@ -36,6 +36,13 @@ __device__ __forceinline__ uint32_t mbarrier_test_wait(uint32_t bar, uint32_t pa
         : "memory");
     return over;
 }
+// Whether this lane is the one that gives a whole warp's orders. Where a lane is told by its number, the compiler makes
+// each order to TMA a loop over lanes.
+__device__ __forceinline__ bool elect_one() {
+    uint32_t elected;
+    asm volatile("{\n.reg .pred p;\nelect.sync _|p, 0xffffffff;\nselp.u32 %0, 1, 0, p;\n}\n" : "=r"(elected)::"memory");
+    return elected != 0;
+}
 // By one lane of a whole warp, where `wanted`.
 __device__ __forceinline__ void mbarrier_arrive_elected(uint32_t bar, bool wanted = true) {
     asm volatile(

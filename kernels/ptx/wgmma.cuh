@@ -1,6 +1,6 @@
 // Matrix instructions of a warpgroup: 64 x N x 16 for N of 256, 192, 128 and 64. Accumulators 4 j .. 4 j + 3 of thread
 // t are, in columns 8 j + 2 (t % 4) and the one after, row t / 4 and then row t / 4 + 8 (of the warp's 16). TA and TB:
-// 1 for an operand stored [k, m or n]. A tag chooses the type. `wgmma_128` of 96 leaves the rest of `d` alone.
+// 1 for an operand stored [k, m or n]. A tag chooses the type. `wgmma_128` of more leaves the rest of `d` alone.
 #pragma once
 #include "common/common.cuh"
 
@@ -48,12 +48,14 @@ template <int TA, int TB>
 __device__ __forceinline__ void wgmma_192(float (&d)[96], uint64_t a, uint64_t b, int add, f16) {
     WGMMA_192("f16");
 }
-template <int TA, int TB>
-__device__ __forceinline__ void wgmma_128(float (&d)[96], uint64_t a, uint64_t b, int add, bf16) {
+template <int TA, int TB, int SIZE>
+__device__ __forceinline__ void wgmma_128(float (&d)[SIZE], uint64_t a, uint64_t b, int add, bf16) {
+    static_assert(SIZE >= 64);
     WGMMA_128("bf16");
 }
-template <int TA, int TB>
-__device__ __forceinline__ void wgmma_128(float (&d)[96], uint64_t a, uint64_t b, int add, f16) {
+template <int TA, int TB, int SIZE>
+__device__ __forceinline__ void wgmma_128(float (&d)[SIZE], uint64_t a, uint64_t b, int add, f16) {
+    static_assert(SIZE >= 64);
     WGMMA_128("f16");
 }
 

@@ -139,7 +139,7 @@ __device__ __forceinline__ void epilogue_plain(const GemmParams& p, const Output
     for (int half = 0; half < COUNT; half++) {
         if (half * 64 + rows.first >= rows.live) continue;
         if (p.scale) scale_by<WIDTH>(rows, acc[half], half, rows.value(p.scale));
-        if (KIND % WIDE_TILE == DOWN && p.bias) {
+        if (OPERATION<KIND> == DOWN && p.bias) {
             const T* bias = static_cast<const T*>(p.bias) + w.group * p.n;
             add_bias<T, WIDTH>(rows, acc[half], half, bias, rows.value(p.bias_scale), column, p.n);
         }

@@ -8,11 +8,14 @@
 
 namespace grouped_gemm {
 
-template <class T>
+template <class T, int KIND>
 struct EpilogueChunks {
     // Three buffers of gate and up, then two of the activation.
     static constexpr int BUFFER = 1024, AHEAD = 3;
-    static_assert((2 * AHEAD + 2) * BUFFER == SmemLayout<DOWN_BWD>::STAGING, "staging buffer");
+    // Chunks that are asked for before their turn. Square tiles, which take a chunk as a whole, ask at its start, where the
+    // buffer of the one before it is still being read.
+    static constexpr int LOADED_AHEAD = SQUARE<KIND> ? 1 : 2;
+    static_assert(OPERATION<KIND> != DOWN_BWD || (2 * AHEAD + 2) * BUFFER == SmemLayout<KIND>::STAGING, "staging buffer");
     const GemmParams& p;
     const OutputMaps& maps;
     const WarpRows& rows;
@@ -24,7 +27,7 @@ struct EpilogueChunks {
     __device__ __forceinline__ uint32_t hidden(uint32_t number) const { return rows.staging + (2 * AHEAD + number % 2) * BUFFER; }
     // Chunks of a half of the warp's rows: one for every 32 columns that exist.
     __device__ __forceinline__ int per_half() const {
-        return static_cast<int>(min(static_cast<int64_t>(COLUMNS<DOWN_BWD>), p.n - column) + 31) / 32;
+        return static_cast<int>(min(static_cast<int64_t>(COLUMNS<KIND>), p.n - column) + 31) / 32;
     }
     // Those of its tile: none for a half without rows.
     __device__ __forceinline__ int count() const {
@@ -77,8 +80,8 @@ struct EpilogueChunks {
 
 // The four accumulators of block c of eight columns: a loop over c in place of as many copies of its body, which would
 // not fit the instruction cache. The moves are in assembly, as the compiler would put the array into memory.
-template <int FIRST, int COUNT>
-__device__ __forceinline__ void select_accumulators(const float (&acc)[96], int c, float (&d)[4]) {
+template <int FIRST, int COUNT, int SIZE>
+__device__ __forceinline__ void select_accumulators(const float (&acc)[SIZE], int c, float (&d)[4]) {
     if constexpr (COUNT == 1) {
         const float* v = acc + FIRST * 4;
         asm volatile("mov.f32 %0, %4;\nmov.f32 %1, %5;\nmov.f32 %2, %6;\nmov.f32 %3, %7;\n"
@@ -107,22 +110,24 @@ __device__ __forceinline__ void activation_bwd(float alpha, float limit, const f
 }
 
 // A warp's part of its half of a tile.
-template <class T>
+template <class T, int KIND>
 struct TileHalf {
-    const EpilogueChunks<T>& chunks;
+    const EpilogueChunks<T, KIND>& chunks;
     int half, first, count;  // first chunk of the half, chunks of the tile
     float factor[2], dot[2];
 
-    __device__ __forceinline__ TileHalf(const EpilogueChunks<T>& chunks, int half, int count)
+    __device__ __forceinline__ TileHalf(const EpilogueChunks<T, KIND>& chunks, int half, int count)
         : chunks(chunks), half(half), first(half * chunks.per_half()), count(count), dot{0.0f, 0.0f} {
         const float scale = chunks.rows.value(chunks.p.scale);
         factor[0] = chunks.rows.of(scale, half, 0), factor[1] = chunks.rows.of(scale, half, 2);
     }
-    // In the middle of a chunk: where the one after the next goes, the one before has left.
+    // The next chunk that is asked for goes where another has left: the one before, in the middle of a chunk, or the one
+    // before that.
     __device__ __forceinline__ void load_ahead(int q, uint32_t number) const {
+        constexpr int NEXT = EpilogueChunks<T, KIND>::LOADED_AHEAD;
         if (chunks.rows.lane == 0) {
-            tma_store_wait_read();
-            if (q + 2 < count) chunks.load(q + 2, number + 2);
+            asm volatile("cp.async.bulk.wait_group.read %0;\n" ::"n"(2 - NEXT) : "memory");
+            if (q + NEXT < count) chunks.load(q + NEXT, number + NEXT);
         }
         __syncwarp();
     }
@@ -137,16 +142,16 @@ struct TileHalf {
             const int row = half * 64 + rows.first + rows.lane / 4 + h * 8;
             // Rows past the end are not stored.
             if (rows.lane % 4 == 0 && row < rows.live) {
-                p.partial[(static_cast<int64_t>(rows.slot) + row) * p.n_tiles + chunks.column / BLOCK_N<DOWN_BWD>] = dot[h];
+                p.partial[(static_cast<int64_t>(rows.slot) + row) * p.n_tiles + chunks.column / BLOCK_N<KIND>] = dot[h];
             }
         }
     }
 };
 
 // A half of a tile. `number` counts the chunks of the warp, of which two are on their way.
-template <class T>
-__device__ __forceinline__ void epilogue_half(TileHalf<T>& half, const float (&acc)[96], uint32_t& number) {
-    const EpilogueChunks<T>& chunks = half.chunks;
+template <class T, int KIND>
+__device__ __forceinline__ void epilogue_half(TileHalf<T, KIND>& half, const float (&acc)[BLOCK_N<KIND> / 2], uint32_t& number) {
+    const EpilogueChunks<T, KIND>& chunks = half.chunks;
     const GemmParams& p = chunks.p;
     const float alpha = static_cast<float>(p.alpha), limit = static_cast<float>(p.limit);
     const int blocks = static_cast<int>(p.n - chunks.column) / 8, all = chunks.per_half() * 4;
@@ -154,42 +159,50 @@ __device__ __forceinline__ void epilogue_half(TileHalf<T>& half, const float (&a
     for (int c = 0; c < all; c++) {
         const int q = half.first + c / 4;
         if (c % 4 == 0) chunks.wait(number);
-        if (c % 4 == 2) half.load_ahead(q, number);
+        if (c % 4 == (SQUARE<KIND> ? 0 : 2)) half.load_ahead(q, number);
         const uint32_t at = chunks.gate(number) + chunks.matrices(c % 4);
         uint32_t v[4], h[2];
         ldmatrix(at, v);
         float d[4];
-        select_accumulators<0, 24>(acc, c, d);
+        select_accumulators<0, BLOCK_N<KIND> / 8>(acc, c, d);
         with_gate(static_cast<int>(p.activation), [&](auto kind) { activation_bwd<T, kind.value>(alpha, limit, d, half.factor, c < blocks, v, h, half.dot); });
         stmatrix(at, v);
-        stmatrix(chunks.hidden(number) + EpilogueChunks<T>::swizzled(chunks.rows.lane % 16, c % 4), h);
+        stmatrix(chunks.hidden(number) + EpilogueChunks<T, KIND>::swizzled(chunks.rows.lane % 16, c % 4), h);
         if (c % 4 == 3) chunks.store(q, number), number++;
     }
 }
 
 // The same for one activation, without a loop: no accumulator is moved, and each that is done with makes room.
-template <class T, int ACT, int WIDTH>
-__device__ __forceinline__ void epilogue_half_fast(TileHalf<T>& half, const float (&acc)[96], uint32_t& number) {
-    const EpilogueChunks<T>& chunks = half.chunks;
+template <class T, int KIND, int ACT, int WIDTH>
+__device__ __forceinline__ void epilogue_half_fast(TileHalf<T, KIND>& half, const float (&acc)[BLOCK_N<KIND> / 2], uint32_t& number) {
+    constexpr int BLOCKS = SQUARE<KIND> ? 4 : 2;  // of eight columns, at a time
+    const EpilogueChunks<T, KIND>& chunks = half.chunks;
     const int blocks = static_cast<int>(chunks.p.n - chunks.column) / 8, per_half = chunks.per_half();
 #pragma unroll
     for (int c = 0; c < WIDTH / 16; c++) {
         if (c >= per_half) break;
+        if (SQUARE<KIND>) half.load_ahead(half.first + c, number);
         chunks.wait(number);
 #pragma unroll
-        for (int two = 0; two < 2; two++) {
-            if (two == 1) half.load_ahead(half.first + c, number);
-            uint32_t v[2][4], h[4];
+        for (int part = 0; part < 4 / BLOCKS; part++) {
+            if (part == 1) half.load_ahead(half.first + c, number);
+            const uint32_t at = chunks.gate(number);
+            uint32_t v[BLOCKS][4], h[2 * BLOCKS];
 #pragma unroll
-            for (int i = 0; i < 2; i++) ldmatrix(chunks.gate(number) + chunks.matrices(two * 2 + i), v[i]);
+            for (int i = 0; i < BLOCKS; i++) ldmatrix(at + chunks.matrices(part * BLOCKS + i), v[i]);
 #pragma unroll
-            for (int i = 0; i < 2; i++) {
-                const int block = c * 4 + two * 2 + i;
+            for (int i = 0; i < BLOCKS; i++) {
+                const int block = c * 4 + part * BLOCKS + i;
                 const float d[4] = {acc[block * 4], acc[block * 4 + 1], acc[block * 4 + 2], acc[block * 4 + 3]};
                 activation_bwd<T, ACT>(0.0f, 0.0f, d, half.factor, block < blocks, v[i], h + 2 * i, half.dot);
-                stmatrix(chunks.gate(number) + chunks.matrices(two * 2 + i), v[i]);
             }
-            stmatrix(chunks.hidden(number) + EpilogueChunks<T>::swizzled(chunks.rows.lane % 16, two * 2 + chunks.rows.lane / 16), h);
+#pragma unroll
+            for (int i = 0; i < BLOCKS; i++) stmatrix(at + chunks.matrices(part * BLOCKS + i), v[i]);
+#pragma unroll
+            for (int i = 0; i < BLOCKS; i += 2) {
+                const uint32_t two[4] = {h[2 * i], h[2 * i + 1], h[2 * i + 2], h[2 * i + 3]};
+                stmatrix(chunks.hidden(number) + EpilogueChunks<T, KIND>::swizzled(chunks.rows.lane % 16, part * BLOCKS + i + chunks.rows.lane / 16), two);
+            }
         }
         chunks.store(half.first + c, number);
         number++;
@@ -197,14 +210,14 @@ __device__ __forceinline__ void epilogue_half_fast(TileHalf<T>& half, const floa
 }
 
 // A half after the other. The second one's accumulators become the first one's, so that there is one copy of the code.
-template <class T, int COUNT, int WIDTH>
-__device__ __forceinline__ void epilogue_down_bwd(const EpilogueChunks<T>& chunks, Accumulators<DOWN_BWD>& acc, uint32_t& number) {
+template <class T, int KIND, int COUNT, int WIDTH>
+__device__ __forceinline__ void epilogue_down_bwd(const EpilogueChunks<T, KIND>& chunks, Accumulators<KIND>& acc, uint32_t& number) {
     const int count = chunks.count(), halves = count > chunks.per_half() ? 2 : count > 0 ? 1 : 0;
 #pragma unroll 1
     for (int i = 0; i < halves; i++) {
-        TileHalf<T> half(chunks, i, count);
-        if (chunks.p.activation == ACT_SILU) epilogue_half_fast<T, ACT_SILU, WIDTH>(half, acc[0], number);
-        else epilogue_half<T>(half, acc[0], number);
+        TileHalf<T, KIND> half(chunks, i, count);
+        if (chunks.p.activation == ACT_SILU) epilogue_half_fast<T, KIND, ACT_SILU, WIDTH>(half, acc[0], number);
+        else epilogue_half<T, KIND>(half, acc[0], number);
         half.put_dots();
         if constexpr (COUNT == 2) {
 #pragma unroll

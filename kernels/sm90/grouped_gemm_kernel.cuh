@@ -13,12 +13,6 @@ __device__ __forceinline__ WorkTile read_tile(const Ring<KIND>& ring, int i) {
     return w;
 }
 
-// Numbers of the whole warp, and known to be.
-__device__ __forceinline__ WorkTile warp_uniform(WorkTile w) {
-    w.slot = __shfl_sync(~0u, w.slot, 0), w.rows = __shfl_sync(~0u, w.rows, 0), w.column = __shfl_sync(~0u, w.column, 0);
-    return w;
-}
-
 // Both warpgroups: 64 rows each of every tile.
 template <class T, int KIND>
 __device__ __forceinline__ void mma_cooperative(const GemmParams& p, const OutputMaps& maps, const Ring<KIND>& ring) {
@@ -60,22 +54,24 @@ __device__ __forceinline__ void mma_pingpong(const GemmParams& p, const OutputMa
         ring.wait_full(at);
         const WorkTile w = warp_uniform(read_tile(ring, i));
         rows.live = w.rows, rows.slot = w.slot;
-        const EpilogueChunks<T> chunks{p, maps, rows, w.column, ring.base + SmemLayout<KIND>::WARP_BARRIER_OFFSET + warp * 24};
-        if constexpr (KIND == DOWN_BWD) {
+        const EpilogueChunks<T, KIND> chunks{p, maps, rows, w.column, ring.base + SmemLayout<KIND>::WARP_BARRIER_OFFSET + warp * 24};
+        if constexpr (OPERATION<KIND> == DOWN_BWD) {
             if (rows.lane == 0) {
                 tma_store_wait_read();
-                for (int q = 0; q < min(2, chunks.count()); q++) chunks.load(q, number + q);
+                for (int q = 0; q < min(EpilogueChunks<T, KIND>::LOADED_AHEAD, chunks.count()); q++) chunks.load(q, number + q);
             }
         }
         // The accumulators of each case are its own: the compiler must see one owner.
         auto tile = [&](auto halves, auto is_narrow) {
-            constexpr int COUNT = halves.value, WIDTH = is_narrow.value ? 64 : 96;
+            constexpr int COUNT = halves.value, WIDTH = is_narrow.value ? 64 : BLOCK_N<KIND> / 2;
             Accumulators<KIND> acc;
             mma_tile<T, KIND, COUNT, is_narrow.value>(acc, ring, at, steps, p.a_map, i + 1 < count);
-            if constexpr (KIND == DOWN_BWD) epilogue_down_bwd<T, COUNT, WIDTH>(chunks, acc, number);
+            if constexpr (OPERATION<KIND> == DOWN_BWD) epilogue_down_bwd<T, KIND, COUNT, WIDTH>(chunks, acc, number);
             else epilogue_plain<T, KIND, COUNT, WIDTH>(p, maps, rows, w, acc, number);
         };
-        if (narrow_tile<KIND>(p, w.column)) tile(Constant<2>{}, Constant<1>{});
+        bool narrow = false;
+        if constexpr (!SQUARE<KIND>) narrow = narrow_tile<KIND>(p, w.column);
+        if (narrow) tile(Constant<2>{}, Constant<!SQUARE<KIND>>{});
         else if (w.rows > 64) tile(Constant<2>{}, Constant<0>{});
         else tile(Constant<1>{}, Constant<0>{});
     }
@@ -106,7 +102,7 @@ __device__ __forceinline__ void run(const GemmParams& p, const CUtensorMap& a, c
         constexpr int LONG_SUM = 4096;
         if (p.a_map && KIND == DOWN_BWD && p.k < LONG_SUM) produce_gather<KIND, 1>(p, a, b, ring);
         else if (p.a_map) produce_gather<KIND, 4>(p, a, b, ring);
-        else if (threadIdx.x % 128 == 0) produce_tma<KIND>(p, a, b, ring);
+        else if (__shfl_sync(~0u, threadIdx.x % 128 / 32, 0) == 0) produce_tma<KIND>(p, a, b, ring);
         __syncwarp();
     } else {
         if (COOPERATIVE<KIND>) asm volatile("setmaxnreg.inc.sync.aligned.u32 224;\n");

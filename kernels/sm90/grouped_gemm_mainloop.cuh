@@ -32,10 +32,17 @@ constexpr int BLOCK_M = 128, BLOCK_K = 64, THREADS = 384;
 // together, 64 rows and all columns each.
 // So does, with WIDE_TILE, a product whose K is long: its epilogue is a small part of it, and a wider tile reads less.
 constexpr int WIDE_TILE = 16;
+// With SQUARE_TILE, a product whose epilogue is long beside its K makes tiles of 128 columns: fewer sums leave registers
+// for more of the epilogue at a time, and shared memory for a fifth stage.
+constexpr int SQUARE_TILE = 32;
 template <int KIND>
-constexpr bool COOPERATIVE = KIND == UP || KIND >= WIDE_TILE;
+constexpr int OPERATION = KIND % WIDE_TILE;
 template <int KIND>
-constexpr int BLOCK_N = COOPERATIVE<KIND> ? 256 : 192;
+constexpr bool SQUARE = KIND / SQUARE_TILE == 1;
+template <int KIND>
+constexpr bool COOPERATIVE = KIND == UP || KIND / WIDE_TILE == 1;
+template <int KIND>
+constexpr int BLOCK_N = COOPERATIVE<KIND> ? 256 : SQUARE<KIND> ? 128 : 192;
 // Columns of the output that a tile makes.
 template <int KIND>
 constexpr int COLUMNS = KIND == UP ? BLOCK_N<KIND> / 2 : BLOCK_N<KIND>;
@@ -55,16 +62,16 @@ constexpr int STORE_COLUMNS = 64, STORE_BOX_BYTES = 16 * STORE_COLUMNS * 2;
 // gradient through the activation needs more room for its epilogue.
 template <int KIND>
 struct SmemLayout {
-    static constexpr int STAGES = 4, STAGE_BYTES = A_BYTES + PAIRS<KIND> * 2 * BOX_BYTES;
+    static constexpr int STAGES = SQUARE<KIND> ? 5 : 4, STAGE_BYTES = A_BYTES + PAIRS<KIND> * 2 * BOX_BYTES;
     // Boxes of a warp that are on their way out at once.
-    static constexpr int STORE_BUFFERS = COOPERATIVE<KIND> ? 2 : 3, STAGING = KIND == DOWN_BWD ? 8192 : STORE_BUFFERS * STORE_BOX_BYTES;
+    static constexpr int STORE_BUFFERS = COOPERATIVE<KIND> ? 2 : 3, STAGING = OPERATION<KIND> == DOWN_BWD ? 8192 : STORE_BUFFERS * STORE_BOX_BYTES;
     static constexpr int STAGING_OFFSET = STAGES * STAGE_BYTES, TILE_QUEUE_OFFSET = STAGING_OFFSET + 8 * STAGING, BARRIER_OFFSET = TILE_QUEUE_OFFSET + QUEUED_TILES * 16;
     static constexpr int WARP_BARRIER_OFFSET = BARRIER_OFFSET + 2 * STAGES * 8;  // barriers of each warp
-    static constexpr int BYTES = WARP_BARRIER_OFFSET + (KIND == DOWN_BWD ? 8 * 3 * 8 : 0);
+    static constexpr int BYTES = WARP_BARRIER_OFFSET + (OPERATION<KIND> == DOWN_BWD ? 8 * 3 * 8 : 0);
 };
 constexpr int SMEM_BYTES = GROUPED_GEMM_SMEM;
-static_assert(SmemLayout<UP>::BYTES <= SMEM_BYTES && SmemLayout<DOWN + WIDE_TILE>::BYTES <= SMEM_BYTES && SmemLayout<DOWN_BWD>::BYTES <= SMEM_BYTES && SMEM_BYTES <= 232448, "a block has no more");
-static_assert(BLOCK_M == GROUPED_GEMM_TILE && THREADS == GROUPED_GEMM_THREADS && BLOCK_N<UP> == GROUPED_GEMM_UP_COLUMNS && BLOCK_N<DOWN> == GROUPED_GEMM_COLUMNS && BLOCK_N<DOWN_BWD> == GROUPED_GEMM_COLUMNS && BLOCK_N<DOWN + WIDE_TILE> == GROUPED_GEMM_WIDE_COLUMNS, "common/shapes.h has others");
+static_assert(SmemLayout<UP>::BYTES <= SMEM_BYTES && SmemLayout<DOWN + WIDE_TILE>::BYTES <= SMEM_BYTES && SmemLayout<DOWN_BWD>::BYTES <= SMEM_BYTES && SmemLayout<DOWN_BWD + SQUARE_TILE>::BYTES <= SMEM_BYTES && SMEM_BYTES <= 232448, "a block has no more");
+static_assert(BLOCK_M == GROUPED_GEMM_TILE && THREADS == GROUPED_GEMM_THREADS && BLOCK_N<UP> == GROUPED_GEMM_UP_COLUMNS && BLOCK_N<DOWN> == GROUPED_GEMM_COLUMNS && BLOCK_N<DOWN_BWD> == GROUPED_GEMM_COLUMNS && BLOCK_N<DOWN + WIDE_TILE> == GROUPED_GEMM_WIDE_COLUMNS && BLOCK_N<DOWN_BWD + SQUARE_TILE> == GROUPED_GEMM_SQUARE_COLUMNS, "common/shapes.h has others");
 
 // One tile: `rows` of group `group` from slot `slot` on, and the columns from `column` on.
 struct WorkTile {
@@ -124,7 +131,7 @@ struct TmaLoader {
     bool direct;  // A comes this way too
 
     __device__ __forceinline__ void load_box(const WorkTile& w, uint32_t at, int k, int pair, int half) const {
-        constexpr bool MN_MAJOR = OperandMajor<KIND % WIDE_TILE>::b_mn_major;
+        constexpr bool MN_MAJOR = OperandMajor<OPERATION<KIND>>::b_mn_major;
         const uint32_t to = ring.stage(at) + A_BYTES + (2 * pair + half) * BOX_BYTES;
         const int column = w.column + pair * (COLUMNS<KIND> / PAIRS<KIND>);
         const int x = MN_MAJOR ? column : k;
@@ -135,7 +142,9 @@ struct TmaLoader {
     // `box_pairs` pairs of boxes, and this thread's arrival.
     __device__ __forceinline__ void load_stage(const WorkTile& w, uint32_t at, int k, int pairs) const {
         mbarrier_arrive_expect_tx(ring.full_at(at), pairs * 2 * BOX_BYTES + (direct ? A_BYTES : 0));
-        for (int pair = 0; pair < pairs; pair++) {
+#pragma unroll
+        for (int pair = 0; pair < PAIRS<KIND>; pair++) {
+            if (pair >= pairs) break;
             if (w.shared) {
                 load_box(w, at, k, pair, blockIdx.x % 2);
             } else {
@@ -150,7 +159,7 @@ struct TmaLoader {
 // Whether a tile is so near the last column that two of its three pairs of boxes hold it.
 template <int KIND>
 __device__ __forceinline__ bool narrow_tile(const GemmParams& p, int column) {
-    return !COOPERATIVE<KIND> && p.n - column <= COLUMNS<KIND> / PAIRS<KIND> * 2;
+    return !COOPERATIVE<KIND> && !SQUARE<KIND> && p.n - column <= COLUMNS<KIND> / PAIRS<KIND> * 2;
 }
 template <int KIND>
 __device__ __forceinline__ int box_pairs(const GemmParams& p, int column) {
@@ -163,7 +172,12 @@ __device__ __forceinline__ void publish_tile(const Ring<KIND>& ring, int i, cons
                  : "memory");
 }
 
-// Producer where TMA brings everything: one thread.
+// Numbers of the whole warp, and known to be.
+__device__ __forceinline__ WorkTile warp_uniform(WorkTile w) {
+    return {__shfl_sync(~0u, w.group, 0), __shfl_sync(~0u, w.slot, 0), __shfl_sync(~0u, w.rows, 0), __shfl_sync(~0u, w.column, 0), __shfl_sync(~0u, static_cast<int>(w.shared), 0) != 0};
+}
+
+// Producer where TMA brings everything: one warp.
 template <int KIND>
 __device__ __forceinline__ void produce_tma(const GemmParams& p, const CUtensorMap& a, const CUtensorMap& b, const Ring<KIND>& ring) {
     const TileScheduler scheduler(p);
@@ -171,9 +185,10 @@ __device__ __forceinline__ void produce_tma(const GemmParams& p, const CUtensorM
     const int steps = static_cast<int>((p.k + BLOCK_K - 1) / BLOCK_K), count = scheduler.count();
     uint32_t at = 0;
     for (int i = 0; i < count; i++) {
-        const WorkTile w = scheduler.at(i, COLUMNS<KIND>);
+        const WorkTile w = warp_uniform(scheduler.at(i, COLUMNS<KIND>));
         for (int step = 0; step < steps; step++, at++) {
             ring.wait_empty(at);
+            if (!elect_one()) continue;
             if (step == 0) publish_tile(ring, i, w);
             loader.load_stage(w, at, step * BLOCK_K, box_pairs<KIND>(p, w.column));
         }
@@ -192,6 +207,7 @@ __device__ __forceinline__ void produce_gather(const GemmParams& p, const CUtens
     const TmaLoader<KIND> loader{p, a, b, ring, false};
     const int thread = threadIdx.x % 128, lane = thread % 32, r = thread / 8, c = thread % 8;
     const int steps = static_cast<int>((p.k + BLOCK_K - 1) / BLOCK_K), count = scheduler.count();
+    const bool orders = __shfl_sync(~0u, thread / 32, 0) == 0;
     const int looked_up = thread / 32 * 4 + lane % 4 + lane / 4 * 16;
     // The tile's first row in place of none: its products are not stored, and no other block asks for it as often.
     auto look_up = [&](int slot, int rows) {
@@ -210,7 +226,7 @@ __device__ __forceinline__ void produce_gather(const GemmParams& p, const CUtens
     }
     uint32_t at = 0;
     for (int i = 0; i < count; i++) {
-        const WorkTile w = scheduler.at(i, COLUMNS<KIND>);
+        const WorkTile next = scheduler.at(i, COLUMNS<KIND>), w = KIND == UP ? next : warp_uniform(next);
         const int passes = (w.rows + 15) / 16;  // 16 rows each; what later ones would bring is not stored either
         const char* from[8];
 #pragma unroll
@@ -221,7 +237,8 @@ __device__ __forceinline__ void produce_gather(const GemmParams& p, const CUtens
                 const int step = first + u;
                 if (step >= steps) break;
                 ring.wait_empty(at);
-                if (thread == 0) {
+                // Up, whose tiles wait for no other warpgroup's, is up to 1 % slower with an elected lane.
+                if (KIND == UP ? thread == 0 : orders && elect_one()) {
                     if (step == 0) publish_tile(ring, i, w);
                     loader.load_stage(w, at, step * BLOCK_K, box_pairs<KIND>(p, w.column));
                 }
@@ -273,7 +290,7 @@ __device__ __forceinline__ void pingpong_arrive(int group) { asm volatile("bar.a
 // flight.
 template <class T, int KIND, int COUNT, bool NARROW>
 __device__ __forceinline__ void mma_tile(Accumulators<KIND>& acc, const Ring<KIND>& ring, uint32_t at, int steps, bool gathered, bool more) {
-    constexpr bool B_MN_MAJOR = OperandMajor<KIND % WIDE_TILE>::b_mn_major;
+    constexpr bool B_MN_MAJOR = OperandMajor<OPERATION<KIND>>::b_mn_major;
     const bool releases = threadIdx.x % 32 == 0;
     const int first = COOPERATIVE<KIND> ? threadIdx.x / 128 : 0;
     for (int step = 0; step < steps; step++) {
@@ -291,7 +308,7 @@ __device__ __forceinline__ void mma_tile(Accumulators<KIND>& acc, const Ring<KIN
             for (int h = 0; h < COUNT; h++) {
                 const uint64_t da = a + h * 512 + k * 2, db = b + k * (B_MN_MAJOR ? 128 : 2);
                 if constexpr (COOPERATIVE<KIND>) wgmma<0, B_MN_MAJOR>(acc[h], da, db, step > 0 || k > 0, T{});
-                else if constexpr (NARROW) wgmma_128<0, B_MN_MAJOR>(acc[h], da, db, step > 0 || k > 0, T{});
+                else if constexpr (SQUARE<KIND> || NARROW) wgmma_128<0, B_MN_MAJOR>(acc[h], da, db, step > 0 || k > 0, T{});
                 else wgmma_192<0, B_MN_MAJOR>(acc[h], da, db, step > 0 || k > 0, T{});
             }
         }

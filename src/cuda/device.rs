@@ -42,6 +42,8 @@ pub(super) struct CudaState {
     pub(super) context: Arc<CudaContext>,
     /// SMs: blocks of a persistent kernel.
     pub(super) sm_count: usize,
+    /// Its L2 holds less than `SMALL_L2`.
+    pub(super) small_l2: bool,
     /// The GPU follows the host's page tables (Grace), and so reads any memory of the host itself.
     pub(super) host_tables: bool,
     /// Words that kernels raise errors in (`report`'s).
@@ -70,6 +72,10 @@ impl CudaState {
             .attribute(sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_PAGEABLE_MEMORY_ACCESS_USES_HOST_PAGE_TABLES)
             .map_err(driver(CALL, "ask whether the GPU follows the host's page tables"))?
             != 0;
+        let l2 = context
+            .attribute(sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE)
+            .map_err(driver(CALL, "ask for the size of L2"))?;
+        let small_l2 = usize::try_from(l2).is_ok_and(|bytes| bytes < heuristics::SMALL_L2);
         let report = StatusWords::new(&stream, &functions.stuck)?;
         let arena = RwLock::new(Arena::new(&stream, &functions.stuck)?);
         let status = report.words;
@@ -80,6 +86,7 @@ impl CudaState {
             stream,
             context,
             sm_count,
+            small_l2,
             host_tables,
             status,
             report,

@@ -173,17 +173,18 @@ impl<'a> GroupedGemm<'a> {
         let serves = (dense || dequantizing.is_some()) && sm90_grouped_gemm::serves(self.device, self.dtype, p);
         let kernels = self.device.sm90_kernels().filter(|_| serves);
         let sm90 = product.zip(kernels).and_then(|(product, kernels)| {
-            let kernel = product.kernels(kernels, p.k as usize).of(self.dtype)?;
-            Some((product, kernel))
+            let (of_types, columns) = product.kernels(self.device, kernels, p);
+            Some((product, of_types.of(self.dtype)?, columns))
         });
         let dequantizing = dequantizing.filter(|_| sm90.is_some());
         let (tile, order, columns) = match sm90 {
-            Some((product, _)) => (SM90_GROUPED_GEMM.tile, TileOrder::Pairs, product.columns(p.k as usize)),
+            Some((_, _, columns)) => (SM90_GROUPED_GEMM.tile, TileOrder::Pairs, columns),
             None => (self.shape.tile, TileOrder::Slots, self.shape.tile),
         };
         let tiles = self.tiles(TileListSpec { tile, order, chunk: dequantizing.map(|d| d.chunks.each) })?;
         (p.tiles, p.tile_count, p.m_tiles) = (tiles.list(), tiles.count(), tiles.most as i64);
         p.n_tiles = (p.n as usize).div_ceil(columns / factor) as i64;
+        let sm90 = sm90.map(|(product, kernel, _)| (product, kernel));
         Ok(KernelChoice { sm90, dequantizing, decode: None, tiles, tuned: None })
     }
 

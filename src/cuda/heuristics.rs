@@ -16,6 +16,14 @@ pub(super) const ORDER_WGRAD_COLUMNS: usize = 8192;
 /// not hide, is then a small part. `notes/grouped_gemm.md`.
 pub(super) const WIDE_SUM: usize = 8192;
 
+/// Length of a sum below which the gradient through the activation may be made in square tiles, of which a warpgroup has
+/// registers left for its long epilogue: where they make fewer columns than tiles of 192 would, or where L2 is small.
+/// `notes/grouped_gemm.md`.
+pub(super) const SQUARE_SUM: usize = 4096;
+
+/// Bytes below which L2 is small: an H100 has 50 MB, an H200 60.
+pub(super) const SMALL_L2: usize = 55 << 20;
+
 /// Tokens up to which Hopper's kernel for few rows makes the router's logits: sums are the same either way.
 /// `notes/router.md`.
 pub(super) const DECODE_LINEAR_ROWS: usize = 64;

@@ -5,30 +5,56 @@ use crate::error::Result;
 
 use super::context_kernels::Kernel;
 use super::device::Cuda;
-use super::heuristics::WIDE_SUM;
-use super::kernel_table::{Half, Product, Sm90Kernels};
+use super::heuristics::{SQUARE_SUM, WIDE_SUM};
+use super::kernel_table::{Half, Product, Sm90Kernels, TileShape};
 use super::launch::{Grid, argument};
 use super::params;
 use super::tensor_map::TensorMapSpec;
 use super::tile_config::SM90_GROUPED_GEMM;
 
-impl Product {
-    fn wide(self, k: usize) -> bool {
-        matches!(self, Self::Down | Self::Dgrad) && k >= WIDE_SUM
+/// Columns that tiles of 192 make of so many: the last one takes 128 where those are enough.
+const fn columns_of_usual_tiles(n: usize) -> usize {
+    const USUAL: usize = params::GROUPED_GEMM_COLUMNS as usize;
+    match n % USUAL {
+        0 => n,
+        1..=128 => n / USUAL * USUAL + 128,
+        _ => n.next_multiple_of(USUAL),
     }
+}
 
-    /// Columns of weights in a tile of a sum of `k` (`kernels/sm90/grouped_gemm_mainloop.cuh`).
-    pub(super) fn columns(self, k: usize) -> usize {
+impl Product {
+    /// The shape of the tiles of `n` columns that are sums of `k`, on a GPU whose L2 is small or not.
+    fn shape(self, n: usize, k: usize, small_l2: bool) -> TileShape {
+        const SQUARE: usize = params::GROUPED_GEMM_SQUARE_COLUMNS as usize;
         match self {
-            Self::Up => params::GROUPED_GEMM_UP_COLUMNS as usize,
-            _ if self.wide(k) => params::GROUPED_GEMM_WIDE_COLUMNS as usize,
-            _ => params::GROUPED_GEMM_COLUMNS as usize,
+            Self::Down | Self::Dgrad if k >= WIDE_SUM => TileShape::Wide,
+            Self::DownBwd if k < SQUARE_SUM => match small_l2 || n.next_multiple_of(SQUARE) < columns_of_usual_tiles(n) {
+                true => TileShape::Square,
+                false => TileShape::Usual,
+            },
+            _ => TileShape::Usual,
         }
     }
 
-    /// The kernels of a sum of `k`.
-    pub(super) fn kernels(self, sm90: &Sm90Kernels<Kernel>, k: usize) -> &Half<Kernel> {
-        sm90.gemm(self, self.wide(k))
+    /// Columns of weights in a tile of this shape.
+    fn columns(self, shape: TileShape) -> usize {
+        match (self, shape) {
+            (Self::Up, _) => params::GROUPED_GEMM_UP_COLUMNS as usize,
+            (_, TileShape::Usual) => params::GROUPED_GEMM_COLUMNS as usize,
+            (_, TileShape::Wide) => params::GROUPED_GEMM_WIDE_COLUMNS as usize,
+            (_, TileShape::Square) => params::GROUPED_GEMM_SQUARE_COLUMNS as usize,
+        }
+    }
+
+    /// The kernels of `p`, and columns of weights in a tile of theirs.
+    pub(super) fn kernels<'a>(
+        self,
+        device: &Cuda,
+        sm90: &'a Sm90Kernels<Kernel>,
+        p: &params::GemmParams,
+    ) -> (&'a Half<Kernel>, usize) {
+        let shape = self.shape(p.n as usize, p.k as usize, device.inner.small_l2);
+        (sm90.gemm(self, shape), self.columns(shape))
     }
 }
 
@@ -88,4 +114,23 @@ pub(super) unsafe fn launch(
     let mut arguments = [argument(p), a, b, pre, gated, plain];
     // SAFETY: the kernels take at most these six, in this order; the rest is the caller's promise.
     unsafe { device.launch_with(call, kernel, grid, &mut arguments) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn tiles_are_square_where_sums_are_short_and_they_save_columns_or_l2_is_small() {
+        let shape = |n, k, small_l2| Product::DownBwd.shape(n, k, small_l2);
+        assert_eq!(shape(1024, 2048, false), TileShape::Square);
+        for n in [768, 2880, 128 + 192, 8] {
+            assert_eq!(shape(n, 2048, false), TileShape::Usual, "{n}");
+            assert_eq!(shape(n, 2048, true), TileShape::Square, "{n}");
+        }
+        assert_eq!(shape(1024, 4096, true), TileShape::Usual);
+        assert_eq!(Product::Down.shape(1024, 2048, true), TileShape::Usual);
+        assert_eq!(Product::Down.shape(1024, 8192, true), TileShape::Wide);
+        assert_eq!([1024, 768, 8, 321].map(columns_of_usual_tiles), [1088, 768, 128, 384]);
+    }
 }

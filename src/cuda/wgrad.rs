@@ -81,10 +81,16 @@ impl WgradCall<'_> {
         let [experts, m, n] = self.sizes;
         let narrow = SM90_WGRAD.tile;
         let tiles = (m.div_ceil(narrow) + 1) as u64 * (n.div_ceil(narrow) + 1) as u64;
+        // Mapped rows are found by a number of 16-byte words.
+        let numbered = |rows: &SourceRows, columns: usize| {
+            rows.map == 0 || u32::try_from((rows.rows as u64).saturating_mul(columns as u64 / 8)).is_ok()
+        };
         let serves = self.left.vector
             && self.right.vector
             && self.out.is_multiple_of(16)
             && (self.left.map == 0 || self.right.map == 0)
+            && numbered(&self.left, m)
+            && numbered(&self.right, n)
             && self.slot_weights == 0
             && i32::try_from(tiles.saturating_mul(experts as u64)).is_ok();
         self.device.sm90_kernels().filter(|_| serves)?.wgrad.of(self.dtype)

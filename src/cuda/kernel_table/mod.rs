@@ -18,7 +18,7 @@ use stages::{
 };
 
 pub(super) use find::{KernelSpec, Traits};
-pub(super) use per_type::{Half, HalfOrAny, Product};
+pub(super) use per_type::{Half, HalfOrAny, Product, TileShape};
 pub(super) use stages::{Nvfp4Mode, Sm90Kernels};
 
 /// All of them.

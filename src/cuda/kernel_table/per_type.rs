@@ -55,6 +55,17 @@ pub(in crate::cuda) enum Product {
     DownBwd,
 }
 
+/// The shape of a product's tiles on Hopper (`kernels/sm90/grouped_gemm_mainloop.cuh`).
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(in crate::cuda) enum TileShape {
+    /// Up's, or 192 columns.
+    Usual,
+    /// More columns.
+    Wide,
+    /// As many columns as rows.
+    Square,
+}
+
 /// Something for each product of experts.
 #[derive(Debug)]
 pub(in crate::cuda) struct PerProduct<T> {

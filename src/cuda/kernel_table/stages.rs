@@ -9,7 +9,7 @@ use crate::cuda::tile_config::{
 };
 
 use super::find::{KernelSpec, Stage};
-use super::per_type::{Fp4Forward, Half, HalfOrAny, PerFormat, PerProduct, PerType, Product};
+use super::per_type::{Fp4Forward, Half, HalfOrAny, PerFormat, PerProduct, PerType, Product, TileShape};
 
 /// `aux_loss.cu`.
 #[derive(Debug)]
@@ -214,6 +214,7 @@ pub(in crate::cuda) struct Sm90Kernels<K> {
     gemm: PerProduct<Half<K>>,
     gemm_down_wide: Half<K>,
     gemm_up_dgrad_wide: Half<K>,
+    gemm_down_bwd_square: Half<K>,
     pub(in crate::cuda) decode_up: Half<K>,
     pub(in crate::cuda) decode_down: Half<K>,
     pub(in crate::cuda) decode_linear: Half<K>,
@@ -226,11 +227,12 @@ pub(in crate::cuda) struct Sm90Kernels<K> {
 }
 
 impl<K> Sm90Kernels<K> {
-    /// Products of 16-bit rows, with wider tiles where the product has such.
-    pub(in crate::cuda) fn gemm(&self, product: Product, wide: bool) -> &Half<K> {
-        match (product, wide) {
-            (Product::Down, true) => &self.gemm_down_wide,
-            (Product::Dgrad, true) => &self.gemm_up_dgrad_wide,
+    /// Products of 16-bit rows, with tiles of a shape where the product has such.
+    pub(in crate::cuda) fn gemm(&self, product: Product, shape: TileShape) -> &Half<K> {
+        match (product, shape) {
+            (Product::Down, TileShape::Wide) => &self.gemm_down_wide,
+            (Product::Dgrad, TileShape::Wide) => &self.gemm_up_dgrad_wide,
+            (Product::DownBwd, TileShape::Square) => &self.gemm_down_bwd_square,
             _ => self.gemm.of(product),
         }
     }
@@ -443,6 +445,8 @@ pub(super) fn sm90<K>(find: &mut dyn FnMut(KernelSpec) -> Result<K>) -> Result<S
     let gemm_down_wide = gemm.half(["sm90_down_wide_f16", "sm90_down_wide_bf16"], SM90_GROUPED_GEMM.shared)?;
     let gemm_up_dgrad_wide =
         gemm.half(["sm90_up_dgrad_wide_f16", "sm90_up_dgrad_wide_bf16"], SM90_GROUPED_GEMM.shared)?;
+    let gemm_down_bwd_square =
+        gemm.half(["sm90_down_bwd_square_f16", "sm90_down_bwd_square_bf16"], SM90_GROUPED_GEMM.shared)?;
     let mut decode = Stage { stage: "sm90_decode", find };
     let decode_up = decode.half(["sm90_decode_up_f16", "sm90_decode_up_bf16"], SM90_DECODE.shared)?;
     let decode_down = decode.half(["sm90_decode_down_f16", "sm90_decode_down_bf16"], SM90_DECODE.shared)?;
@@ -463,6 +467,7 @@ pub(super) fn sm90<K>(find: &mut dyn FnMut(KernelSpec) -> Result<K>) -> Result<S
         gemm: products,
         gemm_down_wide,
         gemm_up_dgrad_wide,
+        gemm_down_bwd_square,
         decode_up,
         decode_down,
         decode_linear,
