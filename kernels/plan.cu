@@ -130,6 +130,7 @@ __device__ void write_tile_list(const TileListParams& p) {
     const int64_t chunk_first = blockIdx.x * p.chunk, chunk_last = chunk_first + p.chunk;
     int4* list = p.tiles + blockIdx.x * p.max_tiles;
     int32_t* count = p.tile_count + blockIdx.x;
+    if (threadIdx.x == 0) p.tickets[blockIdx.x] = 0;
     // Sum or largest, none below zero, of the threads before this one, and with its own.
     struct Upto {
         int64_t before, own;
@@ -225,7 +226,7 @@ __device__ void write_tile_list(const TileListParams& p) {
 __device__ void finish_segments(const LocalPlanParams& p) {
     __syncthreads();
     if (p.tiles != nullptr) {
-        const TileListParams list{p.offsets, p.counts, p.experts, p.experts, p.rows, p.tile_rows, p.tiles + 1, &p.tiles->x, p.max_tiles, p.fault, p.origin};
+        const TileListParams list{p.offsets, p.counts, p.experts, p.experts, p.rows, p.tile_rows, p.tiles + 1, &p.tiles->x, reinterpret_cast<uint32_t*>(&p.tiles->y), p.max_tiles, p.fault, p.origin};
         if (p.paired) write_tile_list<true>(list);
         else write_tile_list<false>(list);
         __syncthreads();

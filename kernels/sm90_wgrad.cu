@@ -12,16 +12,12 @@
 // right one. Limited by shared memory, whose 128 bytes a cycle products and loads use up. Notes:
 // kernels/notes/wgrad.md.
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL) || !defined(__CUDA_ARCH__)
-#include "common/common.cuh"
-#include "ptx/mbarrier_tma.cuh"
 #include "ptx/wgmma.cuh"
+#include "sm90/wgrad_gather.cuh"
 
 namespace {
-using namespace ptx;
+using namespace wgrad;
 
-constexpr int BLOCK_M = 128, BLOCK_N = 256, BLOCK_K = 64, STAGES = 4, THREADS = 384;
-// Operands lie in blocks of 64 columns: a row of 128 bytes for each slot, swizzled.
-constexpr int BLOCK_BYTES = BLOCK_K * 128, A_BYTES = BLOCK_M / 64 * BLOCK_BYTES, B_BYTES = BLOCK_N / 64 * BLOCK_BYTES, STAGE_BYTES = A_BYTES + B_BYTES;
 // Sums leave 64 rows of 128 bytes at a time; each multiplying warpgroup has two such slices.
 constexpr int SLICE_BYTES = 64 * 128, SLICES = 2;
 constexpr int SMEM_BYTES = 1024 + STAGES * STAGE_BYTES + 2 * SLICES * SLICE_BYTES + 2 * STAGES * 8;
@@ -38,12 +34,6 @@ __device__ __forceinline__ void tma_store(const CUtensorMap& map, uint32_t from,
 __device__ __forceinline__ void named_barrier(int id, int threads) { asm volatile("bar.sync %0, %1;\n" ::"r"(id), "r"(threads) : "memory"); }
 
 // ------------------------------------------------------------------------------------------ the order of tiles
-
-struct WorkTile {
-    int group;
-    int narrow, wide;  // first column of either side
-    int first, count;  // slots
-};
 
 // The tiles of this block, an expert after the other; within one, along the narrow side first: blocks that run side by
 // side then read the same columns of the wide one. Two blocks make a cluster and take neighboring tiles of the narrow
@@ -100,92 +90,18 @@ struct Ring {
 
 // ------------------------------------------------------------------------------------------ producers
 
-// The part of a producer in the gathered operand: in each step four rows, 16 bytes in each of two blocks of columns.
-struct RowGather {
-    const WeightGradParams& p;
-    const char* column;  // the thread's first column in row 0
-    const int32_t* map;  // of the segment, from the lane's first entry on
-    int slot;            // that entry, within the segment
-    uint32_t live;       // which of the two blocks have the thread's columns
-    // Where rows of two steps lie, in words of 16 bytes from row 0 on: a lane knows one, and all the warp's 16 of both are
-    // among the lanes.
-    uint32_t now;
-    uint32_t there;      // lanes whose row is there; the others know row 0
-    bool whole;          // all are, and so are all columns
-    int32_t ahead[2];    // rows of two steps each
-
-    __device__ RowGather(const WeightGradParams& p, const WorkTile& t) : p(p) {
-        const int lane = threadIdx.x % 32, warp = threadIdx.x % 128 / 32, at = t.narrow + lane % 8 * 8;
-        column = static_cast<const char*>(p.mapped) + static_cast<int64_t>(at) * 2;
-        // One number from here on: else it is added up anew for each row.
-        asm volatile("" : "+l"(column));
-        live = (at < p.narrow ? 1 : 0) | (at + 64 < p.narrow ? 2 : 0);
-        slot = lane / 16 * 64 + lane % 16 / 4 * 16 + warp * 4 + lane % 4;
-        map = p.map + t.first + slot;
-        const int32_t first = read(0, t.count);
-#pragma unroll
-        for (int i = 0; i < 2; i++) ahead[i] = read((i + 1) * 2 * BLOCK_K, t.count);
-        find(first, 0, t);
-    }
-    __device__ __forceinline__ int32_t read(int k, int count) const {
-        int32_t row = -1;
-        if (slot + k < count) asm volatile("ld.global.nc.s32 %0, [%1];\n" : "=r"(row) : "l"(map + k));
-        return row;
-    }
-    // The lane's row of the two steps from k on.
-    __device__ __forceinline__ void find(int32_t row, int k, const WorkTile& t) {
-        const bool valid = static_cast<unsigned>(row) < p.mapped_rows;
-        if (!valid && slot + k < t.count) raise_map(p.fault, t.first + slot + k, row, p.site);
-        now = valid ? static_cast<uint32_t>(row) * static_cast<uint32_t>(p.narrow / 8) : 0;
-        there = __ballot_sync(~0u, valid);
-        whole = __all_sync(~0u, valid && live == 3);
-    }
-    // Where the step's rows lie. Before the stage is waited for, so that each row has registers of its own: a copy that
-    // shares them waits until the one before has been taken.
-    __device__ __forceinline__ void addresses(const char* (&from)[4], int second) const {
-        const int lane = threadIdx.x % 32;
-#pragma unroll
-        for (int i = 0; i < 4; i++) from[i] = column + static_cast<uint64_t>(__shfl_sync(~0u, now, second * 16 + i * 4 + lane / 8)) * 16;
-    }
-    // Zeros where there is none; what is not valid is not read.
-    __device__ __forceinline__ void copy_rows(uint32_t to, const char* const (&from)[4], int second) const {
-        const int row = threadIdx.x % 128 / 8, chunk = threadIdx.x % 8;
-        to += row * 128 + ((chunk ^ (row & 7)) << 4);
-        if (whole) {
-#pragma unroll
-            for (int i = 0; i < 4; i++) {
-                cp_async(to + i * 2048, from[i]);
-                cp_async(to + i * 2048 + BLOCK_BYTES, from[i] + 128);
-            }
-        } else {
-            const uint32_t valid = there >> (second * 16 + threadIdx.x % 32 / 8);
-#pragma unroll
-            for (int i = 0; i < 4; i++) {
-                cp_async(to + i * 2048, from[i], valid >> i * 4 & live & 1);
-                cp_async(to + i * 2048 + BLOCK_BYTES, from[i] + 128, (valid >> i * 4 & 1) && live & 2);
-            }
-        }
-    }
-    __device__ __forceinline__ void next(int k, const WorkTile& t) {
-        find(ahead[0], k + BLOCK_K, t);
-        ahead[0] = ahead[1];
-        ahead[1] = read(k + 5 * BLOCK_K, t.count);
-    }
-};
-
+template <class Gather>
 __device__ __forceinline__ void produce(const WeightGradParams& p, const CUtensorMap& narrow, const CUtensorMap& wide, Ring ring) {
     const bool orders = __shfl_sync(~0u, threadIdx.x % 128 / 32, 0) == 0, gathers = p.map != nullptr;
     TileScheduler scheduler(p);
     WorkTile t;
     while (scheduler.next(t)) {
-        RowGather gather(p, gathers ? t : WorkTile{});
+        Gather gather(p, gathers ? t : WorkTile{});
         for (int k = 0; k < t.count; k += BLOCK_K) {
-            const char* from[4];
-            const int second = k / BLOCK_K % 2;
-            if (gathers) gather.addresses(from, second);
+            if (gathers) gather.find_rows(k, t.count);
             mbarrier_wait(ring.empty_barrier(), ring.parity ^ 1);
             const uint32_t full = ring.full_barrier();
-            if (orders && elect_one()) {
+            if (Gather::ELECTED ? orders && elect_one() : threadIdx.x % 128 == 0) {
                 mbarrier_expect_tx(full, B_BYTES + (gathers ? 0 : A_BYTES));
 #pragma unroll
                 for (int i = 0; i < BLOCK_N / 128; i++) {
@@ -194,12 +110,12 @@ __device__ __forceinline__ void produce(const WeightGradParams& p, const CUtenso
                 }
                 for (int b = 0; b < BLOCK_M / 64 && !gathers; b++) tma_load(ring.at() + b * BLOCK_BYTES, narrow, full, t.narrow + b * 64, t.first + k);
             }
-            if (gathers) gather.copy_rows(ring.at(), from, second);
+            if (gathers) gather.copy_rows(ring.at(), k);
             // Without copies in flight, the first kind may come to pass before the announcement above, and end the
             // phase.
             if (gathers) mbarrier_arrive_after_cp_async(full);
             else mbarrier_arrive(full);
-            if (gathers && second) gather.next(k, t);
+            if (gathers) gather.next(k, t);
             ring.next();
         }
     }
@@ -437,13 +353,21 @@ __device__ __forceinline__ void run(const WeightGradParams& p, const CUtensorMap
     }
     cluster_sync();
     const int role = __shfl_sync(~0u, threadIdx.x / 128, 0);
+    const bool full = p.out_type == TYPE_F32;
     if (role == 2) {
-        asm volatile("setmaxnreg.dec.sync.aligned.u32 56;\n");
-        produce(p, narrow, wide, ring);
+        if (full) {
+            asm volatile("setmaxnreg.dec.sync.aligned.u32 72;\n");
+            produce<SlowGather>(p, narrow, wide, ring);
+        } else {
+            asm volatile("setmaxnreg.dec.sync.aligned.u32 56;\n");
+            produce<FastGather>(p, narrow, wide, ring);
+        }
+    } else if (full) {
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 216;\n");
+        consume<T, false>(p, out, ring, slices);
     } else {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 224;\n");
-        if (p.out_type == TYPE_F32) consume<T, false>(p, out, ring, slices);
-        else consume<T, true>(p, out, ring, slices);
+        consume<T, true>(p, out, ring, slices);
     }
     // Copies must not outlive the block's shared memory.
     asm volatile("cp.async.wait_all;\n" ::: "memory");

@@ -91,6 +91,7 @@ struct GemmParams {
     int64_t m_tiles;           // upper bound
     int64_t n_tiles;
     int64_t split;             // parts that k is cut into
+    uint32_t* ticket;          // tiles of clusters that were taken, 0 before and after; null: each takes its own
 };
 
 // A weight gradient on Hopper. Null pointers mean "none".
@@ -121,6 +122,7 @@ struct TileListParams {
     int64_t tile_rows;
     int4* tiles;               // [chunks, max_tiles]
     int32_t* tile_count;       // [chunks]
+    uint32_t* tickets;         // [chunks], cleared
     int64_t max_tiles;         // room of a chunk
     unsigned long long* fault;
     int64_t site;

@@ -94,6 +94,14 @@ __device__ __forceinline__ void mbarrier_arrive_cluster(uint32_t bar, uint32_t r
         "mbarrier.arrive.shared::cluster.b64 _, [remote];\n}\n" ::"r"(bar), "r"(rank)
         : "memory");
 }
+// A word for block `rank` of the cluster, at the same address, whose bytes the barrier there counts.
+__device__ __forceinline__ void store_cluster(uint32_t to, uint32_t word, uint32_t bar, uint32_t rank) {
+    asm volatile(
+        "{\n.reg .b32 at, there;\nmapa.shared::cluster.u32 at, %0, %3;\nmapa.shared::cluster.u32 there, %2, %3;\n"
+        "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [at], %1, [there];\n}\n" ::"r"(to),
+        "r"(word), "r"(bar), "r"(rank)
+        : "memory");
+}
 // As `tma_load`, into both blocks of the cluster and onto both barriers.
 __device__ __forceinline__ void tma_load_multicast(uint32_t to, const CUtensorMap& map, uint32_t bar, int x, int y, int z) {
     asm volatile(

@@ -16,16 +16,16 @@ __device__ __forceinline__ WorkTile read_tile(const Ring<KIND>& ring, int i) {
 // Both warpgroups: 64 rows each of every tile.
 template <class T, int KIND>
 __device__ __forceinline__ void mma_cooperative(const GemmParams& p, const OutputMaps& maps, const Ring<KIND>& ring) {
-    const TileScheduler scheduler(p);
     // Of the whole warp, and known to be: TMA is then told without a loop over lanes.
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), group = warp / 4;
-    const int steps = static_cast<int>((p.k + BLOCK_K - 1) / BLOCK_K), count = scheduler.count();
+    const int steps = static_cast<int>((p.k + BLOCK_K - 1) / BLOCK_K);
     WarpRows rows{static_cast<int>(threadIdx.x % 32), warp * 16, 0, 0, ring.base + SmemLayout<KIND>::STAGING_OFFSET + warp * SmemLayout<KIND>::STAGING};
     uint32_t turn = 0;
-    for (int i = 0; i < count; i++) {
+    for (int i = 0;; i++) {
         const uint32_t at = static_cast<uint32_t>(i) * steps;
         ring.wait_full(at);
         const WorkTile w = warp_uniform(read_tile(ring, i));
+        if (w.rows < 0) break;
         rows.live = w.rows, rows.slot = w.slot;
         if (group * 64 >= w.rows) {
             skip_tile(ring, at, steps);
@@ -42,17 +42,22 @@ __device__ __forceinline__ void mma_cooperative(const GemmParams& p, const Outpu
 // One of the two warpgroups: every second tile.
 template <class T, int KIND>
 __device__ __forceinline__ void mma_pingpong(const GemmParams& p, const OutputMaps& maps, const Ring<KIND>& ring) {
-    const TileScheduler scheduler(p);
     const int group = threadIdx.x / 128, warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
-    const int steps = static_cast<int>((p.k + BLOCK_K - 1) / BLOCK_K), count = scheduler.count();
+    const int steps = static_cast<int>((p.k + BLOCK_K - 1) / BLOCK_K);
     const uint32_t staging = ring.base + SmemLayout<KIND>::STAGING_OFFSET + warp * SmemLayout<KIND>::STAGING;
     WarpRows rows{static_cast<int>(threadIdx.x % 32), warp % 4 * 16, 0, 0, staging};
     uint32_t number = 0;
-    for (int i = group; i < count; i += 2) {
+    for (int i = group;; i += 2) {
         const uint32_t at = static_cast<uint32_t>(i) * steps;
         if (i > 0) pingpong_wait(group);
+        // The tile before may have been the end.
+        if (i > 0 && __shfl_sync(~0u, read_tile(ring, i - 1).rows, 0) < 0) break;
         ring.wait_full(at);
         const WorkTile w = warp_uniform(read_tile(ring, i));
+        if (w.rows < 0) {
+            pingpong_arrive(1 - group);
+            break;
+        }
         rows.live = w.rows, rows.slot = w.slot;
         const EpilogueChunks<T, KIND> chunks{p, maps, rows, w.column, ring.base + SmemLayout<KIND>::WARP_BARRIER_OFFSET + warp * 24};
         if constexpr (OPERATION<KIND> == DOWN_BWD) {
@@ -65,7 +70,7 @@ __device__ __forceinline__ void mma_pingpong(const GemmParams& p, const OutputMa
         auto tile = [&](auto halves, auto is_narrow) {
             constexpr int COUNT = halves.value, WIDTH = is_narrow.value ? 64 : BLOCK_N<KIND> / 2;
             Accumulators<KIND> acc;
-            mma_tile<T, KIND, COUNT, is_narrow.value>(acc, ring, at, steps, p.a_map, i + 1 < count);
+            mma_tile<T, KIND, COUNT, is_narrow.value>(acc, ring, at, steps, p.a_map, true);
             if constexpr (OPERATION<KIND> == DOWN_BWD) epilogue_down_bwd<T, KIND, COUNT, WIDTH>(chunks, acc, number);
             else epilogue_plain<T, KIND, COUNT, WIDTH>(p, maps, rows, w, acc, number);
         };
@@ -89,7 +94,7 @@ __device__ __forceinline__ void run(const GemmParams& p, const CUtensorMap& a, c
             // Four warps of each block read a stage, or all eight.
             mbarrier_init(ring.empty_at(s), COOPERATIVE<KIND> ? 16 : 8);
         }
-        for (int at = SmemLayout<KIND>::WARP_BARRIER_OFFSET; at < SmemLayout<KIND>::BYTES; at += 8) mbarrier_init(ring.base + at, 1);
+        for (int at = SmemLayout<KIND>::WARP_BARRIER_OFFSET; at < SmemLayout<KIND>::TICKET_OFFSET + QUEUED_TILES * 8; at += 8) mbarrier_init(ring.base + at, 1);
         asm volatile("fence.mbarrier_init.release.cluster;\n" ::: "memory");
     }
     cluster_sync();

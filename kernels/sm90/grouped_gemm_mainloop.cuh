@@ -67,7 +67,8 @@ struct SmemLayout {
     static constexpr int STORE_BUFFERS = COOPERATIVE<KIND> ? 2 : 3, STAGING = OPERATION<KIND> == DOWN_BWD ? 8192 : STORE_BUFFERS * STORE_BOX_BYTES;
     static constexpr int STAGING_OFFSET = STAGES * STAGE_BYTES, TILE_QUEUE_OFFSET = STAGING_OFFSET + 8 * STAGING, BARRIER_OFFSET = TILE_QUEUE_OFFSET + QUEUED_TILES * 16;
     static constexpr int WARP_BARRIER_OFFSET = BARRIER_OFFSET + 2 * STAGES * 8;  // barriers of each warp
-    static constexpr int BYTES = WARP_BARRIER_OFFSET + (OPERATION<KIND> == DOWN_BWD ? 8 * 3 * 8 : 0);
+    static constexpr int TICKET_OFFSET = WARP_BARRIER_OFFSET + (OPERATION<KIND> == DOWN_BWD ? 8 * 3 * 8 : 0);  // barriers, then words
+    static constexpr int BYTES = TICKET_OFFSET + QUEUED_TILES * 12;
 };
 constexpr int SMEM_BYTES = GROUPED_GEMM_SMEM;
 static_assert(SmemLayout<UP>::BYTES <= SMEM_BYTES && SmemLayout<DOWN + WIDE_TILE>::BYTES <= SMEM_BYTES && SmemLayout<DOWN_BWD>::BYTES <= SMEM_BYTES && SmemLayout<DOWN_BWD + SQUARE_TILE>::BYTES <= SMEM_BYTES && SMEM_BYTES <= 232448, "a block has no more");
@@ -79,21 +80,15 @@ struct WorkTile {
     bool shared;  // the other block needs the same weights
 };
 
-// The tiles of this block, in order.
+// The tiles, by number.
 struct TileScheduler {
     const GemmParams& p;
-    const uint32_t units;  // pairs of row tiles
+    const uint32_t units, all;  // pairs of row tiles; tiles of a cluster
 
-    __device__ __forceinline__ explicit TileScheduler(const GemmParams& p) : p(p), units(*p.tile_count / 2) {}
-    // How many.
-    __device__ __forceinline__ uint32_t count() const {
-        const uint32_t all = units * static_cast<uint32_t>(p.n_tiles), cluster = blockIdx.x / 2, clusters = gridDim.x / 2;
-        return all > cluster ? (all - cluster - 1) / clusters + 1 : 0;
-    }
+    __device__ __forceinline__ explicit TileScheduler(const GemmParams& p) : p(p), units(*p.tile_count / 2), all(units * static_cast<uint32_t>(p.n_tiles)) {}
     // Eight column tiles pass over all rows before the next eight: their weights stay in L2.
-    __device__ __forceinline__ WorkTile at(uint32_t i, int columns) const {
+    __device__ __forceinline__ WorkTile at(uint32_t id, int columns) const {
         constexpr uint32_t GROUP = 8;
-        const uint32_t id = blockIdx.x / 2 + i * (gridDim.x / 2);
         const uint32_t first = id / (GROUP * units) * GROUP;
         const uint32_t wide = min(GROUP, static_cast<uint32_t>(p.n_tiles) - first), rest = id - first * units;
         const uint32_t unit = rest / wide, n = first + rest % wide;
@@ -113,6 +108,8 @@ struct Ring {
     __device__ __forceinline__ uint32_t full_at(uint32_t at) const { return base + SmemLayout<KIND>::BARRIER_OFFSET + at % STAGES * 8; }
     __device__ __forceinline__ uint32_t empty_at(uint32_t at) const { return full_at(at) + STAGES * 8; }
     __device__ __forceinline__ uint32_t tile_slot(uint32_t i) const { return base + SmemLayout<KIND>::TILE_QUEUE_OFFSET + i % QUEUED_TILES * 16; }
+    __device__ __forceinline__ uint32_t ticket_full(uint32_t i) const { return base + SmemLayout<KIND>::TICKET_OFFSET + i % QUEUED_TILES * 8; }
+    __device__ __forceinline__ uint32_t ticket(uint32_t i) const { return base + SmemLayout<KIND>::TICKET_OFFSET + QUEUED_TILES * 8 + i % QUEUED_TILES * 4; }
     __device__ __forceinline__ void wait_full(uint32_t at) const { mbarrier_wait(full_at(at), at / STAGES & 1); }
     __device__ __forceinline__ void wait_empty(uint32_t at) const { mbarrier_wait(empty_at(at), (at / STAGES & 1) ^ 1); }
     // By one lane of each reading warp.
@@ -177,21 +174,69 @@ __device__ __forceinline__ WorkTile warp_uniform(WorkTile w) {
     return {__shfl_sync(~0u, w.group, 0), __shfl_sync(~0u, w.slot, 0), __shfl_sync(~0u, w.rows, 0), __shfl_sync(~0u, w.column, 0), __shfl_sync(~0u, static_cast<int>(w.shared), 0) != 0};
 }
 
+// A tile whose description says this ends the block's walk.
+constexpr int NO_ROWS = -1;
+
+// The numbers of a cluster's tiles: its own and then every so many further, or the next that no cluster has taken. Block 0
+// asks for them, a tile ahead, and tells both.
+template <int KIND>
+struct Tickets {
+    const GemmParams& p;
+    const Ring<KIND>& ring;
+    uint32_t all, id, asked;
+
+    __device__ __forceinline__ Tickets(const GemmParams& p, const Ring<KIND>& ring, uint32_t all) : p(p), ring(ring), all(all), id(blockIdx.x / 2), asked(0) {}
+    // By one thread of either block, in tile i: for the number of the next.
+    __device__ __forceinline__ void ask(uint32_t i) {
+        if (!p.ticket) return;
+        mbarrier_arrive_expect_tx(ring.ticket_full(i), 4);
+        if (blockIdx.x % 2 == 0) asked = atomicAdd(p.ticket, 1u);
+    }
+    // By the same.
+    __device__ __forceinline__ void tell(uint32_t i) const {
+        if (!p.ticket || blockIdx.x % 2 != 0) return;
+        if (asked == all - 1) *p.ticket = 0;  // nobody asks any more
+        store_cluster(ring.ticket(i), asked + gridDim.x / 2, ring.ticket_full(i), 0);
+        store_cluster(ring.ticket(i), asked + gridDim.x / 2, ring.ticket_full(i), 1);
+    }
+    // By all who bring.
+    __device__ __forceinline__ void take(uint32_t i) {
+        if (!p.ticket) {
+            id += gridDim.x / 2;
+            return;
+        }
+        mbarrier_wait(ring.ticket_full(i), i / QUEUED_TILES & 1);
+        asm volatile("ld.shared.b32 %0, [%1];\n" : "=r"(id) : "r"(ring.ticket(i)) : "memory");
+        id = __shfl_sync(~0u, id, 0);
+    }
+    __device__ __forceinline__ bool more() const { return id < all; }
+};
+
 // Producer where TMA brings everything: one warp.
 template <int KIND>
 __device__ __forceinline__ void produce_tma(const GemmParams& p, const CUtensorMap& a, const CUtensorMap& b, const Ring<KIND>& ring) {
     const TileScheduler scheduler(p);
     const TmaLoader<KIND> loader{p, a, b, ring, true};
-    const int steps = static_cast<int>((p.k + BLOCK_K - 1) / BLOCK_K), count = scheduler.count();
-    uint32_t at = 0;
-    for (int i = 0; i < count; i++) {
-        const WorkTile w = warp_uniform(scheduler.at(i, COLUMNS<KIND>));
+    const int steps = static_cast<int>((p.k + BLOCK_K - 1) / BLOCK_K);
+    Tickets<KIND> tickets(p, ring, scheduler.all);
+    uint32_t at = 0, i = 0;
+    while (tickets.more()) {
+        const WorkTile w = warp_uniform(scheduler.at(tickets.id, COLUMNS<KIND>));
+        const int asks = max(steps - 8, 0), tells = max(steps - 4, 0);
         for (int step = 0; step < steps; step++, at++) {
             ring.wait_empty(at);
             if (!elect_one()) continue;
             if (step == 0) publish_tile(ring, i, w);
+            if (step == asks) tickets.ask(i);
             loader.load_stage(w, at, step * BLOCK_K, box_pairs<KIND>(p, w.column));
+            if (step == tells) tickets.tell(i);
         }
+        tickets.take(i++);
+    }
+    ring.wait_empty(at);
+    if (elect_one()) {
+        publish_tile(ring, i, WorkTile{0, 0, NO_ROWS, 0, false});
+        mbarrier_arrive(ring.full_at(at));
     }
 }
 
@@ -206,7 +251,8 @@ __device__ __forceinline__ void produce_gather(const GemmParams& p, const CUtens
     const TileScheduler scheduler(p);
     const TmaLoader<KIND> loader{p, a, b, ring, false};
     const int thread = threadIdx.x % 128, lane = thread % 32, r = thread / 8, c = thread % 8;
-    const int steps = static_cast<int>((p.k + BLOCK_K - 1) / BLOCK_K), count = scheduler.count();
+    const int steps = static_cast<int>((p.k + BLOCK_K - 1) / BLOCK_K);
+    Tickets<KIND> tickets(p, ring, scheduler.all);
     const bool orders = __shfl_sync(~0u, thread / 32, 0) == 0;
     const int looked_up = thread / 32 * 4 + lane % 4 + lane / 4 * 16;
     // The tile's first row in place of none: its products are not stored, and no other block asks for it as often.
@@ -215,18 +261,17 @@ __device__ __forceinline__ void produce_gather(const GemmParams& p, const CUtens
         return static_cast<int>(row < 0 ? 0 : row);
     };
     const uint32_t into = r * 128 + ((c ^ (r & 7)) << 4);
-    int slot = 0, rows = 0, row = 0;  // of the next tile
-    auto look_ahead = [&](int i) {
-        const WorkTile w = scheduler.at(i, COLUMNS<KIND>);
-        slot = w.slot, rows = w.rows;
-    };
-    if (count > 0) {
-        look_ahead(0);
-        row = look_up(slot, rows);
+    int row = 0;  // of the next tile
+    WorkTile next{};
+    if (tickets.more()) {
+        next = scheduler.at(tickets.id, COLUMNS<KIND>);
+        row = look_up(next.slot, next.rows);
     }
-    uint32_t at = 0;
-    for (int i = 0; i < count; i++) {
-        const WorkTile next = scheduler.at(i, COLUMNS<KIND>), w = KIND == UP ? next : warp_uniform(next);
+    // Steps that end with the next tile's number, and with its rows.
+    const int takes = max((steps - 8) / UNROLLED * UNROLLED, 0), looks = min(takes + 1, steps - 1);
+    uint32_t at = 0, i = 0;
+    while (tickets.more()) {
+        const WorkTile w = KIND == UP ? next : warp_uniform(next);
         const int passes = (w.rows + 15) / 16;  // 16 rows each; what later ones would bring is not stored either
         const char* from[8];
 #pragma unroll
@@ -239,8 +284,9 @@ __device__ __forceinline__ void produce_gather(const GemmParams& p, const CUtens
                 ring.wait_empty(at);
                 // Up, whose tiles wait for no other warpgroup's, is up to 1 % slower with an elected lane.
                 if (KIND == UP ? thread == 0 : orders && elect_one()) {
-                    if (step == 0) publish_tile(ring, i, w);
+                    if (step == 0) publish_tile(ring, i, w), tickets.ask(i);
                     loader.load_stage(w, at, step * BLOCK_K, box_pairs<KIND>(p, w.column));
+                    if (u == 0 && step == takes) tickets.tell(i);
                 }
                 const uint32_t to = ring.stage(at) + into;
                 const bool inside = step * BLOCK_K + c * 8 < p.k;
@@ -250,14 +296,24 @@ __device__ __forceinline__ void produce_gather(const GemmParams& p, const CUtens
                 }
                 mbarrier_arrive_after_cp_async(ring.full_at(at));
                 // The next tile's number, and when that has come its rows.
-                if (u > 1 || i + 1 == count) continue;
-                if (step == 0) look_ahead(i + 1);
-                if (step == min(1, steps - 1)) row = look_up(slot, rows);
+                if (u > 1) continue;
+                if (step == takes) {
+                    tickets.take(i);
+                    if (tickets.more()) next = scheduler.at(tickets.id, COLUMNS<KIND>);
+                }
+                if (step == looks && tickets.more()) row = look_up(next.slot, next.rows);
             }
 #pragma unroll
             for (int j = 0; j < 8; j++) from[j] += UNROLLED * BLOCK_K * 2;
         }
+        i++;
     }
+    ring.wait_empty(at);
+    if (thread == 0) {
+        publish_tile(ring, i, WorkTile{0, 0, NO_ROWS, 0, false});
+        mbarrier_arrive(ring.full_at(at));
+    }
+    mbarrier_arrive(ring.full_at(at));
     // Copies must not outlive the block's shared memory.
     asm volatile("cp.async.wait_all;\n" ::: "memory");
 }

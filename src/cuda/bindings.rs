@@ -178,10 +178,11 @@ pub struct GemmParams {
     pub m_tiles: i64,
     pub n_tiles: i64,
     pub split: i64,
+    pub ticket: u64,
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of GemmParams"][::core::mem::size_of::<GemmParams>() - 328usize];
+    ["Size of GemmParams"][::core::mem::size_of::<GemmParams>() - 336usize];
     ["Alignment of GemmParams"][::core::mem::align_of::<GemmParams>() - 8usize];
     ["Offset of field: GemmParams::a"][::core::mem::offset_of!(GemmParams, a) - 0usize];
     ["Offset of field: GemmParams::a_map"][::core::mem::offset_of!(GemmParams, a_map) - 8usize];
@@ -224,6 +225,7 @@ const _: () = {
     ["Offset of field: GemmParams::m_tiles"][::core::mem::offset_of!(GemmParams, m_tiles) - 304usize];
     ["Offset of field: GemmParams::n_tiles"][::core::mem::offset_of!(GemmParams, n_tiles) - 312usize];
     ["Offset of field: GemmParams::split"][::core::mem::offset_of!(GemmParams, split) - 320usize];
+    ["Offset of field: GemmParams::ticket"][::core::mem::offset_of!(GemmParams, ticket) - 328usize];
 };
 #[repr(C)]
 #[derive(Debug, Copy, Clone, Default)]
@@ -274,13 +276,14 @@ pub struct TileListParams {
     pub tile_rows: i64,
     pub tiles: u64,
     pub tile_count: u64,
+    pub tickets: u64,
     pub max_tiles: i64,
     pub fault: u64,
     pub site: i64,
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of TileListParams"][::core::mem::size_of::<TileListParams>() - 88usize];
+    ["Size of TileListParams"][::core::mem::size_of::<TileListParams>() - 96usize];
     ["Alignment of TileListParams"][::core::mem::align_of::<TileListParams>() - 8usize];
     ["Offset of field: TileListParams::offsets"][::core::mem::offset_of!(TileListParams, offsets) - 0usize];
     ["Offset of field: TileListParams::counts"][::core::mem::offset_of!(TileListParams, counts) - 8usize];
@@ -290,9 +293,10 @@ const _: () = {
     ["Offset of field: TileListParams::tile_rows"][::core::mem::offset_of!(TileListParams, tile_rows) - 40usize];
     ["Offset of field: TileListParams::tiles"][::core::mem::offset_of!(TileListParams, tiles) - 48usize];
     ["Offset of field: TileListParams::tile_count"][::core::mem::offset_of!(TileListParams, tile_count) - 56usize];
-    ["Offset of field: TileListParams::max_tiles"][::core::mem::offset_of!(TileListParams, max_tiles) - 64usize];
-    ["Offset of field: TileListParams::fault"][::core::mem::offset_of!(TileListParams, fault) - 72usize];
-    ["Offset of field: TileListParams::site"][::core::mem::offset_of!(TileListParams, site) - 80usize];
+    ["Offset of field: TileListParams::tickets"][::core::mem::offset_of!(TileListParams, tickets) - 64usize];
+    ["Offset of field: TileListParams::max_tiles"][::core::mem::offset_of!(TileListParams, max_tiles) - 72usize];
+    ["Offset of field: TileListParams::fault"][::core::mem::offset_of!(TileListParams, fault) - 80usize];
+    ["Offset of field: TileListParams::site"][::core::mem::offset_of!(TileListParams, site) - 88usize];
 };
 #[repr(C)]
 #[derive(Debug, Copy, Clone, Default)]

@@ -121,6 +121,7 @@ impl DequantizedLaunch<'_> {
                 bias: if p.bias == 0 { 0 } else { p.bias + first as u64 * bias_bytes },
                 tiles: tiles.list_of(chunk),
                 tile_count: tiles.count_of(chunk),
+                ticket: tiles.ticket_of(chunk),
                 ..*p
             };
             // SAFETY: callers have checked every tensor in `p`; the scratch has these experts' weights, and the bias

@@ -183,6 +183,7 @@ impl<'a> GroupedGemm<'a> {
         };
         let tiles = self.tiles(TileListSpec { tile, order, chunk: dequantizing.map(|d| d.chunks.each) })?;
         (p.tiles, p.tile_count, p.m_tiles) = (tiles.list(), tiles.count(), tiles.most as i64);
+        p.ticket = tiles.ticket();
         p.n_tiles = (p.n as usize).div_ceil(columns / factor) as i64;
         let sm90 = sm90.map(|(product, kernel, _)| (product, kernel));
         Ok(KernelChoice { sm90, dequantizing, decode: None, tiles, tuned: None })

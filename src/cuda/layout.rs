@@ -147,6 +147,7 @@ pub(super) fn optional_output(
 pub(super) struct Tiles {
     list: u64,
     count: u64,
+    tickets: u64,
     /// Most tiles that a list can have.
     pub(super) most: usize,
     /// Lists.
@@ -182,7 +183,7 @@ impl TileOrder {
     }
 }
 
-/// The list of tiles that a plan makes with its layout, behind an entry that holds their number: for few rows those of
+/// The list of tiles that a plan makes with its layout, behind an entry that holds their number, then the ticket: for few rows those of
 /// [`SM90_DECODE`], which `w4a16_decode.cu` takes too, else pairs of [`SM90_GROUPED_GEMM`]'s.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct PlannedTiles {
@@ -227,11 +228,13 @@ impl Tiles {
             Error::check_shape(call, "segments.tiles", &[1 + most, 4], tiles.dims())?;
             Error::check_dtype(call, "segments.tiles", DType::I32, tiles.dtype())?;
             let count = tiles.data().ptr;
-            return Ok(Self { list: count + TILE_BYTES, count, most, chunks, _made: None });
+            let tickets = count + size_of::<i32>() as u64;
+            return Ok(Self { list: count + TILE_BYTES, count, tickets, most, chunks, _made: None });
         }
         let mut list = Tensor::empty(device, DType::I32, &[chunks * most, 4])?;
-        let mut count = Tensor::empty(device, DType::I32, &[chunks])?;
+        let mut count = Tensor::empty(device, DType::I32, &[2, chunks])?;
         let made = (at(&mut list), at(&mut count));
+        let tickets = made.1 + (chunks * size_of::<i32>()) as u64;
         let call_params = params::TileListParams {
             offsets: segments.offsets.view().data().ptr,
             counts: segments.counts.view().data().ptr,
@@ -241,6 +244,7 @@ impl Tiles {
             tile_rows: tile as i64,
             tiles: made.0,
             tile_count: made.1,
+            tickets,
             max_tiles: most as i64,
             fault: device.inner.status,
             site,
@@ -252,7 +256,7 @@ impl Tiles {
         };
         // SAFETY: offsets and counts have `groups` entries, each block's list `most`; the kernel writes no more.
         unsafe { device.launch(call, kernel, Grid::new(chunks, params::PLAN_THREADS), &call_params) }?;
-        Ok(Self { list: made.0, count: made.1, most, chunks, _made: Some([list, count]) })
+        Ok(Self { list: made.0, count: made.1, tickets, most, chunks, _made: Some([list, count]) })
     }
 
     /// The first list.
@@ -263,6 +267,11 @@ impl Tiles {
     /// The number of its tiles.
     pub(super) fn count(&self) -> u64 {
         self.count
+    }
+
+    /// What products that share its tiles out as they go count in, one after the other.
+    pub(super) fn ticket(&self) -> u64 {
+        self.tickets
     }
 
     /// Whether there is but one.
@@ -278,5 +287,10 @@ impl Tiles {
     /// The number of its tiles.
     pub(super) fn count_of(&self, chunk: usize) -> u64 {
         self.count + (chunk * size_of::<i32>()) as u64
+    }
+
+    /// Its ticket.
+    pub(super) fn ticket_of(&self, chunk: usize) -> u64 {
+        self.tickets + (chunk * size_of::<i32>()) as u64
     }
 }

@@ -28,10 +28,10 @@ impl Product {
         const SQUARE: usize = params::GROUPED_GEMM_SQUARE_COLUMNS as usize;
         match self {
             Self::Down | Self::Dgrad if k >= WIDE_SUM => TileShape::Wide,
-            Self::DownBwd if k < SQUARE_SUM => match small_l2 || n.next_multiple_of(SQUARE) < columns_of_usual_tiles(n) {
-                true => TileShape::Square,
-                false => TileShape::Usual,
-            },
+            Self::DownBwd if k < SQUARE_SUM => {
+                let (square, usual) = (n.next_multiple_of(SQUARE), columns_of_usual_tiles(n));
+                if small_l2 || usual - square.min(usual) >= usual / 8 { TileShape::Square } else { TileShape::Usual }
+            }
             _ => TileShape::Usual,
         }
     }
@@ -121,14 +121,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn tiles_are_square_where_sums_are_short_and_they_save_columns_or_l2_is_small() {
+    fn tiles_are_square_where_sums_are_short_and_they_save_an_eighth_of_the_columns_or_l2_is_small() {
         let shape = |n, k, small_l2| Product::DownBwd.shape(n, k, small_l2);
-        assert_eq!(shape(1024, 2048, false), TileShape::Square);
-        for n in [768, 2880, 128 + 192, 8] {
+        assert_eq!(shape(200, 2048, false), TileShape::Square);
+        for n in [768, 1024, 2880, 128 + 192, 8] {
             assert_eq!(shape(n, 2048, false), TileShape::Usual, "{n}");
             assert_eq!(shape(n, 2048, true), TileShape::Square, "{n}");
         }
-        assert_eq!(shape(1024, 4096, true), TileShape::Usual);
+        assert_eq!(shape(200, 4096, true), TileShape::Usual);
         assert_eq!(Product::Down.shape(1024, 2048, true), TileShape::Usual);
         assert_eq!(Product::Down.shape(1024, 8192, true), TileShape::Wide);
         assert_eq!([1024, 768, 8, 321].map(columns_of_usual_tiles), [1088, 768, 128, 384]);

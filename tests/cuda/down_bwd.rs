@@ -149,8 +149,10 @@ fn tiles_end_everywhere_with_every_activation(cuda: &Cuda) -> Result<()> {
     let clamped = Activation::ClampedGlu { alpha: 1.702, limit: 1.5 };
     for dtype in [DType::BF16, DType::F16] {
         // Columns: less than a piece of 64, one, two, a tile of 192 and what is left over it; sums shorter than a step
-        // of 64, of whole steps, and not.
-        for (hidden, inner) in [(40, 8), (64, 64), (136, 128), (256, 136), (328, 192), (320, 200), (192, 456)] {
+        // of 64, of whole steps, and not; 200 columns, for which tiles are square everywhere where the sum is not long.
+        const SIZES: [(usize, usize); 9] =
+            [(40, 8), (64, 64), (136, 128), (256, 136), (328, 192), (320, 200), (192, 456), (136, 584), (4104, 200)];
+        for (hidden, inner) in SIZES {
             for mapped in [true, false] {
                 let s = Setting { dtype, activation: SILU, mapped, all: true, weights: true, hidden, inner };
                 check(cuda, &s)?;
@@ -158,7 +160,9 @@ fn tiles_end_everywhere_with_every_activation(cuda: &Cuda) -> Result<()> {
         }
         for activation in [SILU, Activation::GeluGlu, clamped] {
             for (all, weights) in [(true, true), (false, true), (true, false), (false, false)] {
-                check(cuda, &Setting { dtype, activation, mapped: true, all, weights, hidden: 200, inner: 264 })?;
+                for (hidden, inner) in [(200, 264), (200, 200), (4104, 264)] {
+                    check(cuda, &Setting { dtype, activation, mapped: true, all, weights, hidden, inner })?;
+                }
             }
         }
     }
@@ -168,16 +172,16 @@ fn tiles_end_everywhere_with_every_activation(cuda: &Cuda) -> Result<()> {
 /// A result that moves between runs is a barrier that is missing. Rows of one source row and one pre-activation in
 /// different places of tiles of different experts with the same weight must have the same bits.
 fn the_bits_are_those_of_every_run_and_of_a_row_alone(cuda: &Cuda) -> Result<()> {
+    // Tiles of 192 columns for a long sum, square ones for the others where L2 is small, for the last one everywhere.
+    for (hidden, inner) in [(4104, 456), (384, 456), (384, 200)] {
+        check_bits(cuda, hidden, inner)?;
+    }
+    cuda.check()
+}
+
+fn check_bits(cuda: &Cuda, hidden: usize, inner: usize) -> Result<()> {
     const RUNS: usize = 60;
-    let s = Setting {
-        dtype: DType::BF16,
-        activation: SILU,
-        mapped: true,
-        all: true,
-        weights: true,
-        hidden: 384,
-        inner: 456,
-    };
+    let s = Setting { dtype: DType::BF16, activation: SILU, mapped: true, all: true, weights: true, hidden, inner };
     let mut data = Data::new(&s)?;
     let first = on_gpu(cuda, &s, &data)?;
     for run in 0..RUNS {
@@ -202,5 +206,5 @@ fn the_bits_are_those_of_every_run_and_of_a_row_alone(cuda: &Cuda) -> Result<()>
             assert!(row(slot) == row(alone), "slot {slot} has other bits than the row of an expert alone");
         }
     }
-    cuda.check()
+    Ok(())
 }
