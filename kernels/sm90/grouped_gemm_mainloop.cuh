@@ -282,7 +282,7 @@ __device__ __forceinline__ void produce_gather(const GemmParams& p, const CUtens
                 const int step = first + u;
                 if (step >= steps) break;
                 ring.wait_empty(at);
-                // Up, whose tiles wait for no other warpgroup's, is up to 1 % slower with an elected lane.
+                // Up alone is slower with an elected lane, by up to 1 % (kernels/notes/grouped_gemm.md, "Version 12").
                 if (KIND == UP ? thread == 0 : orders && elect_one()) {
                     if (step == 0) publish_tile(ring, i, w), tickets.ask(i);
                     loader.load_stage(w, at, step * BLOCK_K, box_pairs<KIND>(p, w.column));
