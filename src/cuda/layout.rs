@@ -6,7 +6,7 @@ use crate::kernels::{RowDest, RowSource, Segments};
 use crate::tensor::{Tensor, TensorMut, TensorRef};
 
 use super::device::Cuda;
-use super::heuristics::few_rows;
+use super::heuristics::{SHARE_TILES, few_rows};
 use super::launch::Grid;
 use super::params;
 use super::tile_config::{SM90_DECODE, SM90_GROUPED_GEMM};
@@ -269,9 +269,10 @@ impl Tiles {
         self.count
     }
 
-    /// What products that share its tiles out as they go count in, one after the other.
+    /// What products that share its tiles out as they go count in, one after the other; 0 where each cluster takes its
+    /// own.
     pub(super) fn ticket(&self) -> u64 {
-        self.tickets
+        self.ticket_of(0)
     }
 
     /// Whether there is but one.
@@ -291,6 +292,6 @@ impl Tiles {
 
     /// Its ticket.
     pub(super) fn ticket_of(&self, chunk: usize) -> u64 {
-        self.tickets + (chunk * size_of::<i32>()) as u64
+        if SHARE_TILES { self.tickets + (chunk * size_of::<i32>()) as u64 } else { 0 }
     }
 }
