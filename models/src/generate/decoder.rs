@@ -331,7 +331,7 @@ mod tests {
             Ok(())
         }
 
-        fn step<'d>(&'d self, tokens: &Tensor, (): &mut ()) -> Result<Tensor> {
+        fn step(&self, tokens: &Tensor, (): &mut ()) -> Result<Tensor> {
             Ok(tokens.clone())
         }
     }
