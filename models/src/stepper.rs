@@ -43,7 +43,7 @@ const CALL: &str = "Stepper";
 pub struct Stepper<'m> {
     /// Before what it reads and writes.
     #[cfg(feature = "cuda")]
-    graph: Option<graph::Graph<'m>>,
+    graph: Option<Box<graph::Graph<'m>>>,
     /// A capture has been tried.
     #[cfg(feature = "cuda")]
     eager: bool,
@@ -440,7 +440,7 @@ mod graph {
         /// It has run, to these logits, but could not be captured.
         Ran(Tensor),
         /// It has run and is captured.
-        Captured(Graph<'m>),
+        Captured(Box<Graph<'m>>),
     }
 
     impl<'m> Graph<'m> {
@@ -472,7 +472,7 @@ mod graph {
             let captured = unsafe { capture.run(calls) };
             let first = ran.take();
             match (captured, first) {
-                (Ok(step), first) => Ok(Tried::Captured(Self { step, none: first.filter(|_| empty) })),
+                (Ok(step), first) => Ok(Tried::Captured(Box::new(Self { step, none: first.filter(|_| empty) }))),
                 (Err(_), Some(logits)) => Ok(Tried::Ran(logits)),
                 (Err(error), None) => Err(error.into()),
             }
