@@ -7,6 +7,7 @@
 #include <stddef.h>
 #include <stdint.h>
 #include "shapes.h"
+#include "nvlink.h"
 
 // Element types.
 enum ElementType : int64_t { TYPE_F32 = 0, TYPE_F16 = 1, TYPE_BF16 = 2 };
@@ -22,7 +23,8 @@ enum Fault : unsigned long long {
     FAULT_CHOICE = 5,    // an id that is no expert, or twice in a token: the choice, above its origin
     FAULT_CAPACITY = 6,  // a layout of too few rows: these; need and rank in words of their own
     FAULT_RECORD = 7,    // records that are odd: the first such rank, above the origin
-    FAULT_END = 8,       // no code
+    FAULT_PEER = 8,      // a peer that was waited for in vain: what for (NvLinkPhase) above the peer, above the origin
+    FAULT_END = 9,       // no code
 };
 // Whose map it is: that of the rows of a call's first operand, or of its second.
 enum Operand : long long { OPERAND_FIRST = 0, OPERAND_SECOND = 1 };
@@ -208,6 +210,9 @@ struct RecordsPlanParams {
     int32_t* send_tokens;
     int32_t* send_choices;
     int32_t* return_slots;
+    int32_t* token_rows;       // rows in zones (nvlink.h): [T, R], a token's row in the message to each rank, or -1
+    int32_t* row_slots;        // [R, max_tokens, K]: slots here of each row that arrives, or -1
+    int32_t* row_tokens;       // [R, max_tokens]: its token there
     int64_t origin;
 };
 

@@ -1,0 +1,153 @@
+// What calls over windows share: epochs, words that other ranks wait for, and giving up.
+//
+// A call is one kernel on each rank of the group; all ranks make the same calls in the same order, on one stream each.
+// The control words at the start of every window carry it:
+//
+//   start   block 0 stores to each peer that this rank's zone is free, as its stream has come to this call, and where the
+//           zone lies; then each block waits for the same of every peer, and may store rows there
+//   rows    plain stores to peers' zones
+//   end     the last block that ends stores to each peer that all has been written, and waits for the same of every peer;
+//           then the kernel ends, and what comes next on the stream reads the zone
+//
+// Words hold the number of the call, its epoch, and are compared for equality, so nothing is ever cleared. One word for a
+// peer and purpose suffices: a peer stores its word of the next call only when it has ended this one, for which it needed
+// this rank's last word, which is stored when all blocks here have met the peer's. The epoch lives in the window, so a
+// captured graph may be replayed.
+//
+// Order in memory: stores of many threads are followed by a barrier among them and by one thread's release at the scope
+// of the system; whoever waits acquires at that scope, before a barrier with the threads that read.
+//
+// No wait is endless. Whoever has waited for longer than the call allows writes down what for, tells all ranks to give
+// up, and goes on to the end of its kernel without moving anything. Every wait, and every later call, sees that. Then the
+// windows are of no use until the hosts have cleared all their words together.
+#pragma once
+#include "common/common.cuh"
+
+namespace nvlink {
+
+using Word = unsigned long long;
+
+__device__ __forceinline__ Word load_relaxed(const Word* at) {
+    Word value;
+    asm volatile("ld.relaxed.sys.global.u64 %0, [%1];\n" : "=l"(value) : "l"(at) : "memory");
+    return value;
+}
+__device__ __forceinline__ void store_relaxed(Word* at, Word value) {
+    asm volatile("st.relaxed.sys.global.u64 [%0], %1;\n" ::"l"(at), "l"(value) : "memory");
+}
+__device__ __forceinline__ void store_release(Word* at, Word value) {
+    asm volatile("st.release.sys.global.u64 [%0], %1;\n" ::"l"(at), "l"(value) : "memory");
+}
+__device__ __forceinline__ void fence_system() { asm volatile("fence.acq_rel.sys;\n" ::: "memory"); }
+__device__ __forceinline__ Word nanoseconds() {
+    Word now;
+    asm volatile("mov.u64 %0, %globaltimer;\n" : "=l"(now)::"memory");
+    return now;
+}
+
+// The words at the start of a rank's window.
+__device__ __forceinline__ Word* words_of(const NvLinkCall& c, int64_t rank) { return reinterpret_cast<Word*>(c.windows[rank]); }
+
+// Tests: idles in some threads, so that ranks, blocks and warps meet in other orders.
+__device__ __forceinline__ void delay(const NvLinkCall& c, uint32_t who) {
+    if (c.delay == 0) return;
+    uint32_t hash = (who + 1) * 2654435761u ^ static_cast<uint32_t>(words_of(c, c.rank)[NVLINK_EPOCH]) * 40503u ^ static_cast<uint32_t>(c.rank) * 97u;
+    hash ^= hash >> 15;
+    if (hash % 4 != 0) return;
+    const Word until = nanoseconds() + hash / 4 % static_cast<uint32_t>(c.delay);
+    while (nanoseconds() < until) __nanosleep(200);
+}
+
+// Writes down what was waited for in vain, if it is the first here, and tells every rank.
+__device__ __noinline__ void give_up(const NvLinkCall& c, NvLinkPhase phase, int64_t peer, Word epoch, Word met) {
+    Word* own = words_of(c, c.rank);
+    if (atomicCAS(own + NVLINK_ERROR, 0ull, static_cast<Word>(phase) << 32 | static_cast<Word>(peer)) == 0) {
+        store_relaxed(own + NVLINK_ERROR + 1, epoch);
+        store_relaxed(own + NVLINK_ERROR + 2, met);
+        store_relaxed(own + NVLINK_ERROR + 3, static_cast<Word>(c.timeout));
+        raise_fault(c.fault, FAULT_PEER, (static_cast<long long>(phase) << 8 | peer) << ORIGIN_BITS | c.origin);
+    }
+    for (int64_t r = 0; r < c.ranks; r++) store_relaxed(words_of(c, r) + NVLINK_ABORT, static_cast<Word>(c.rank) + 1);
+}
+
+__device__ __forceinline__ bool given_up(const NvLinkCall& c) { return load_relaxed(words_of(c, c.rank) + NVLINK_ABORT) != 0; }
+
+// Waits until a word of this rank's window has the epoch, and acquires what was released with it. False: given up.
+__device__ __forceinline__ bool wait_for(const NvLinkCall& c, const Word* word, uint32_t epoch, NvLinkPhase phase, int64_t peer, Word& met) {
+    met = load_relaxed(word);
+    if (met >> 32 != epoch) {
+        const Word start = nanoseconds();
+        for (uint32_t polls = 1; (met = load_relaxed(word)) >> 32 != epoch; polls++) {
+            if (polls % 64 != 0) continue;
+            if (given_up(c)) return false;
+            if (nanoseconds() - start < static_cast<Word>(c.timeout)) continue;
+            give_up(c, phase, peer, epoch, met);
+            return false;
+        }
+    }
+    fence_system();
+    return true;
+}
+
+// A block's part in a call, in shared memory.
+struct Block {
+    uint8_t* zones[NVLINK_RANKS];  // where this rank may write in each rank's window
+    uint32_t epoch;
+    int stopped;                   // given up
+};
+
+// Begins a call, in every block.
+__device__ __forceinline__ void start(const NvLinkCall& c, Block& block) {
+    Word* own = words_of(c, c.rank);
+    if (threadIdx.x == 0) {
+        // Of 32 bits; 0 is what words hold that were never written.
+        const uint32_t epoch = static_cast<uint32_t>(own[NVLINK_EPOCH]) + 1;
+        block.epoch = epoch == 0 ? 1 : epoch;
+        block.stopped = given_up(c);
+    }
+    __syncthreads();
+    const int64_t peer = threadIdx.x;
+    if (peer < c.ranks && !block.stopped) {
+        const Word epoch = block.epoch;
+        if (blockIdx.x == 0 && peer != c.rank) {
+            delay(c, 1);
+            // Releases what this stream has done with the zone before.
+            store_release(words_of(c, peer) + NVLINK_READY + c.rank, epoch << 32 | static_cast<Word>(c.zone) / NVLINK_ZONE_UNIT);
+        }
+        Word met = static_cast<Word>(c.zone) / NVLINK_ZONE_UNIT;
+        const bool ready = peer == c.rank || wait_for(c, own + NVLINK_READY + peer, block.epoch, NVLINK_WAIT_READY, peer, met);
+        if (!ready) block.stopped = 1;
+        block.zones[peer] = reinterpret_cast<uint8_t*>(c.windows[peer]) + (met & 0xffffffffull) * NVLINK_ZONE_UNIT;
+    }
+    __syncthreads();
+}
+
+// Ends a call, in every block.
+__device__ __forceinline__ void end(const NvLinkCall& c, Block& block) {
+    __shared__ int last;
+    Word* own = words_of(c, c.rank);
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        // The block's stores come before its count, and those of all before the last block's words.
+        fence_system();
+        last = atomicAdd(own + NVLINK_BLOCKS, 1ull) + 1 == gridDim.x;
+        fence_system();
+    }
+    __syncthreads();
+    if (!last) return;
+    const int64_t peer = threadIdx.x;
+    if (peer < c.ranks && peer != c.rank && !given_up(c)) {
+        delay(c, 2);
+        const Word epoch = block.epoch;
+        store_release(words_of(c, peer) + NVLINK_DONE + c.rank, epoch << 32);
+        Word met;
+        wait_for(c, own + NVLINK_DONE + peer, block.epoch, NVLINK_WAIT_DONE, peer, met);
+    }
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        own[NVLINK_BLOCKS] = own[NVLINK_TICKET] = 0;
+        own[NVLINK_EPOCH] = block.epoch;
+    }
+}
+
+}  // namespace nvlink

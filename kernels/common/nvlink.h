@@ -1,0 +1,90 @@
+// Calls over windows: memory of each rank that its peers write to with plain stores over NVLink (nvlink.cuh). Included by
+// params.h.
+#pragma once
+#include <stdint.h>
+
+// Ranks of one host that may form a group.
+constexpr uint32_t NVLINK_RANKS = 8;
+// Threads of a block of the kernels that move rows, and choices of a token that a warp can hold.
+constexpr uint32_t NVLINK_THREADS = 512, NVLINK_TOP_K = 32;
+// What an offset in a window is a multiple of where one rank tells it to another.
+constexpr uint32_t NVLINK_ZONE_UNIT = 256;
+
+// Control words of a window, of 8 bytes, in lines of 128 bytes by who writes them; zeros at first. A word that ends a
+// wait holds the epoch of its call in its upper half.
+enum NvLinkWord : int {
+    NVLINK_EPOCH = 0,          // calls that this rank has ended, in 32 bits, without 0
+    NVLINK_BLOCKS = 1,         // blocks of the present call that have ended
+    NVLINK_TICKET = 2,         // pieces of work that warps of the present call have taken
+    NVLINK_ERROR = 3,          // what was given up: NvLinkPhase above the peer, and from the next word on the epoch, the
+                               // word that was met, and the ns that were waited
+    NVLINK_ABORT = 16,         // one more than the rank that gave up first, as far as this one knows; 0: none
+    NVLINK_READY = 32,         // [R]: the zone that rank r may write to, in units, below the epoch
+    NVLINK_DONE = 48,          // [R]: rank r has written all
+    NVLINK_ROWS = 64           // [R, max_tokens]: rank r has written the sum of this row
+};
+// What a rank waited for.
+enum NvLinkPhase : int { NVLINK_WAIT_READY = 1, NVLINK_WAIT_DONE = 2, NVLINK_WAIT_ROW = 3 };
+
+// A rank's part in a call.
+struct NvLinkCall {
+    int64_t rank;
+    int64_t ranks;
+    unsigned long long windows[NVLINK_RANKS];  // each rank's window as this GPU reaches it
+    int64_t zone;              // where in its own window the rank receives; a multiple of the unit
+    int64_t timeout;           // ns that each wait may take
+    int64_t delay;             // tests: ns that some of its blocks and warps idle before what others wait for
+    unsigned long long* fault;
+    int64_t origin;
+};
+
+// A block of bytes of each rank that all others get.
+struct NvLinkExchangeParams {
+    NvLinkCall call;
+    const void* source;
+    int64_t bytes;             // a multiple of 4
+};
+
+// What travels of each token: `bytes` bytes from `source + token bytes`, to `at` in the receiver's zone, row by row.
+struct NvLinkPart {
+    const void* source;        // null: this part is absent
+    int64_t bytes;
+    int64_t word;              // bytes that a row is moved in: 16, 4, 2 or 1
+    int64_t at;
+};
+
+// Tokens to the ranks that keep a choice of theirs.
+struct NvLinkDispatchParams {
+    NvLinkCall call;
+    NvLinkPart rows;
+    NvLinkPart weights;
+    NvLinkPart scales;
+    const int32_t* token_rows; // [T, R]: the token's row in the message to each rank, or -1
+    int64_t tokens;
+    int64_t max_tokens;        // rows of a message at most; those of rank r begin at row r max_tokens
+};
+
+// Slots back to their tokens.
+struct NvLinkCombineParams {
+    NvLinkCall call;
+    const void* rows;          // [N, width]
+    int64_t width;             // elements
+    int64_t type;
+    int64_t word;              // bytes that a row is moved in: 16, or those of an element
+    int64_t in_k_order;        // every slot's row travels, and the token's rank adds them in the order of k
+    const float* weights;      // [N]; null: zeros, where out_weights is wanted
+    int64_t with_weights;      // whether weights travel
+    int64_t weights_at;        // where they lie in the zone: [T, K]
+    void* out;                 // [T, width]
+    float* out_weights;        // [T, K], or null
+    const int32_t* token_rows; // [T, R]
+    const int32_t* row_slots;  // [R, max_tokens, K]: slots of each row that arrived in dispatch, or -1
+    const int32_t* row_tokens; // [R, max_tokens]: its token there
+    const int32_t* kept;       // [T, K]
+    const int64_t* totals;     // [4 R] of RecordsPlanParams
+    int64_t tokens;
+    int64_t max_tokens;
+    int64_t top_k;
+    int64_t experts;
+    int64_t lag;               // rows that are sent ahead of the tokens that are summed
+};
