@@ -16,6 +16,7 @@
 // Limited by the link's bytes; in memory each slot's row is read once, each sum that travels written and read once.
 //
 // Notes: kernels/notes/nvlink.md.
+#include <type_traits>
 #include "common/nvlink.cuh"
 
 namespace {
@@ -23,29 +24,32 @@ namespace {
 // Slots' rows that a thread has under way before it adds the first, and words of each.
 constexpr int AT_ONCE = 4, WORDS = 2;
 
+// What a thread moves at a time: a word of 16 bytes, or an element.
 template <class T, int N>
-struct alignas(sizeof(T) * N) Pack {
+using WordOf = typename std::conditional<N == 1, T, uint4>::type;
+
+template <class T, int N>
+__device__ __forceinline__ void add(float (&sum)[N], const WordOf<T, N>& word) {
     T v[N];
-};
-
-template <class T, int N>
-__device__ __forceinline__ void add(float (&sum)[N], const Pack<T, N>& pack) {
+    memcpy(v, &word, sizeof v);
 #pragma unroll
-    for (int i = 0; i < N; i++) sum[i] += to_float(pack.v[i]);
+    for (int i = 0; i < N; i++) sum[i] += to_float(v[i]);
 }
 
 template <class T, int N>
-__device__ __forceinline__ Pack<T, N> round(const float (&sum)[N]) {
-    Pack<T, N> pack;
+__device__ __forceinline__ WordOf<T, N> rounded(const float (&sum)[N]) {
+    T v[N];
 #pragma unroll
-    for (int i = 0; i < N; i++) pack.v[i] = from_float<T>(sum[i]);
-    return pack;
+    for (int i = 0; i < N; i++) v[i] = from_float<T>(sum[i]);
+    WordOf<T, N> word;
+    memcpy(&word, v, sizeof v);
+    return word;
 }
 
-// Adds rows of `width` elements in order, from `first` on WORDS packs 32 apart: those of the lanes that `mask` has a bit
+// Adds rows of `width` elements in order, from `first` on WORDS loaded 32 apart: those of the lanes that `mask` has a bit
 // for, of which each holds where its row begins.
 template <class T, int N>
-__device__ __forceinline__ void add_rows(float (&sum)[WORDS][N], const T* row, uint32_t mask, int64_t first, int64_t width) {
+__device__ __forceinline__ void add_rows(float (&sum)[WORDS][N], const T* row, uint32_t mask, int first, int width) {
     while (mask != 0) {
         const T* from[AT_ONCE];
         int rows = 0;
@@ -56,19 +60,19 @@ __device__ __forceinline__ void add_rows(float (&sum)[WORDS][N], const T* row, u
             rows += mask != 0;
             mask &= mask - 1;
         }
-        Pack<T, N> packs[AT_ONCE][WORDS];
+        WordOf<T, N> loaded[AT_ONCE][WORDS];
 #pragma unroll
         for (int i = 0; i < AT_ONCE; i++) {
 #pragma unroll
             for (int w = 0; w < WORDS; w++) {
-                if (i < rows && first + 32 * N * w < width) packs[i][w] = *reinterpret_cast<const Pack<T, N>*>(from[i] + first + 32 * N * w);
+                if (i < rows && first + 32 * N * w < width) loaded[i][w] = *reinterpret_cast<const WordOf<T, N>*>(from[i] + first + 32 * N * w);
             }
         }
 #pragma unroll
         for (int i = 0; i < AT_ONCE; i++) {
 #pragma unroll
             for (int w = 0; w < WORDS; w++) {
-                if (i < rows && first + 32 * N * w < width) add(sum[w], packs[i][w]);
+                if (i < rows && first + 32 * N * w < width) add<T, N>(sum[w], loaded[i][w]);
             }
         }
     }
@@ -78,6 +82,7 @@ template <class T, int N>
 struct Combine {
     const NvLinkCombineParams& p;
     const nvlink::Block& block;
+    int width;
 
     __device__ __forceinline__ int64_t row_of(int64_t rank, int64_t row) const { return rank * p.max_tokens + row; }
 
@@ -87,7 +92,7 @@ struct Combine {
         return lane < p.top_k ? p.row_slots[row_of(rank, row) * p.top_k + lane] : -1;
     }
 
-    __device__ __forceinline__ const T* row_at(int32_t slot) const { return static_cast<const T*>(p.rows) + static_cast<int64_t>(slot) * p.width; }
+    __device__ __forceinline__ const T* row_at(int32_t slot) const { return static_cast<const T*>(p.rows) + static_cast<int64_t>(slot) * width; }
 
     // A row that arrived goes back to rank `to`, by a warp.
     __device__ __forceinline__ void push(int64_t to, int64_t row) const {
@@ -99,18 +104,18 @@ struct Combine {
         if (p.in_k_order) {
             for (uint32_t left = mask; left != 0; left &= left - 1) {
                 const int k = __ffs(left) - 1;
-                copy(row_at(__shfl_sync(~0u, slot, k)), zone + (token * p.top_k + k) * p.width);
+                copy(row_at(__shfl_sync(~0u, slot, k)), zone + (token * p.top_k + k) * width);
             }
         } else {
             const T* from = row_at(slot);
-            T* out = zone + row_of(p.call.rank, row) * p.width;
-            for (int64_t at = 0; at < p.width; at += 32 * N * WORDS) {
+            T* out = zone + row_of(p.call.rank, row) * width;
+            for (int at = 0; at < width; at += 32 * N * WORDS) {
                 float sum[WORDS][N] = {};
-                const int64_t first = at + lane * N;
-                add_rows<T, N>(sum, from, mask, first, p.width);
+                const int first = at + lane * N;
+                add_rows<T, N>(sum, from, mask, first, width);
 #pragma unroll
                 for (int w = 0; w < WORDS; w++) {
-                    if (first + 32 * N * w < p.width) *reinterpret_cast<Pack<T, N>*>(out + first + 32 * N * w) = round<T, N>(sum[w]);
+                    if (first + 32 * N * w < width) *reinterpret_cast<WordOf<T, N>*>(out + first + 32 * N * w) = rounded<T, N>(sum[w]);
                 }
             }
         }
@@ -125,16 +130,16 @@ struct Combine {
     }
 
     __device__ __forceinline__ void copy(const T* from, T* to) const {
-        constexpr int AHEAD = 8;
-        for (int64_t first = threadIdx.x % 32 * N; first < p.width; first += 32 * N * AHEAD) {
-            Pack<T, N> packs[AHEAD];
+        constexpr int AHEAD = 4;
+        for (int first = threadIdx.x % 32 * N; first < width; first += 32 * N * AHEAD) {
+            WordOf<T, N> loaded[AHEAD];
 #pragma unroll
             for (int w = 0; w < AHEAD; w++) {
-                if (first + 32 * N * w < p.width) packs[w] = *reinterpret_cast<const Pack<T, N>*>(from + first + 32 * N * w);
+                if (first + 32 * N * w < width) loaded[w] = *reinterpret_cast<const WordOf<T, N>*>(from + first + 32 * N * w);
             }
 #pragma unroll
             for (int w = 0; w < AHEAD; w++) {
-                if (first + 32 * N * w < p.width) *reinterpret_cast<Pack<T, N>*>(to + first + 32 * N * w) = packs[w];
+                if (first + 32 * N * w < width) *reinterpret_cast<WordOf<T, N>*>(to + first + 32 * N * w) = loaded[w];
             }
         }
     }
@@ -173,23 +178,23 @@ struct Combine {
     __device__ __forceinline__ void sum_ranks(int64_t token, int32_t row, int32_t slot) const {
         const int lane = threadIdx.x % 32, rank = static_cast<int>(p.call.rank);
         const T* own = row_at(slot);
-        const T* arrived = reinterpret_cast<const T*>(block.zones[rank]) + row_of(lane, row) * p.width;
+        const T* arrived = reinterpret_cast<const T*>(block.zones[rank]) + row_of(lane, row) * width;
         const uint32_t slots = __ballot_sync(~0u, slot >= 0), all = __ballot_sync(~0u, row >= 0);
         const uint32_t lower = all & ((1u << rank) - 1), higher = all & ~((2u << rank) - 1);
-        T* out = static_cast<T*>(p.out) + token * p.width;
-        for (int64_t at = 0; at < p.width; at += 32 * N * WORDS) {
-            const int64_t first = at + lane * N;
+        T* out = static_cast<T*>(p.out) + token * width;
+        for (int at = 0; at < width; at += 32 * N * WORDS) {
+            const int first = at + lane * N;
             float sum[WORDS][N] = {}, here[WORDS][N] = {};
-            add_rows<T, N>(here, own, slots, first, p.width);
-            add_rows<T, N>(sum, arrived, lower, first, p.width);
+            add_rows<T, N>(here, own, slots, first, width);
+            add_rows<T, N>(sum, arrived, lower, first, width);
 #pragma unroll
             for (int w = 0; w < WORDS; w++) {
-                if (slots != 0) add(sum[w], round<T, N>(here[w]));
+                if (slots != 0) add<T, N>(sum[w], rounded<T, N>(here[w]));
             }
-            add_rows<T, N>(sum, arrived, higher, first, p.width);
+            add_rows<T, N>(sum, arrived, higher, first, width);
 #pragma unroll
             for (int w = 0; w < WORDS; w++) {
-                if (first + 32 * N * w < p.width) *reinterpret_cast<Pack<T, N>*>(out + first + 32 * N * w) = round<T, N>(sum[w]);
+                if (first + 32 * N * w < width) *reinterpret_cast<WordOf<T, N>*>(out + first + 32 * N * w) = rounded<T, N>(sum[w]);
             }
         }
     }
@@ -197,17 +202,17 @@ struct Combine {
     __device__ __forceinline__ void sum_choices(int64_t token, int32_t slot) const {
         const int lane = threadIdx.x % 32;
         const bool kept = lane < p.top_k && p.kept[token * p.top_k + lane] >= 0;
-        const T* arrived = reinterpret_cast<const T*>(block.zones[p.call.rank]) + (token * p.top_k + lane) * p.width;
+        const T* arrived = reinterpret_cast<const T*>(block.zones[p.call.rank]) + (token * p.top_k + lane) * width;
         const T* from = slot >= 0 ? row_at(slot) : arrived;
         const uint32_t mask = __ballot_sync(~0u, kept);
-        T* out = static_cast<T*>(p.out) + token * p.width;
-        for (int64_t at = 0; at < p.width; at += 32 * N * WORDS) {
-            const int64_t first = at + lane * N;
+        T* out = static_cast<T*>(p.out) + token * width;
+        for (int at = 0; at < width; at += 32 * N * WORDS) {
+            const int first = at + lane * N;
             float sum[WORDS][N] = {};
-            add_rows<T, N>(sum, from, mask, first, p.width);
+            add_rows<T, N>(sum, from, mask, first, width);
 #pragma unroll
             for (int w = 0; w < WORDS; w++) {
-                if (first + 32 * N * w < p.width) *reinterpret_cast<Pack<T, N>*>(out + first + 32 * N * w) = round<T, N>(sum[w]);
+                if (first + 32 * N * w < width) *reinterpret_cast<WordOf<T, N>*>(out + first + 32 * N * w) = rounded<T, N>(sum[w]);
             }
         }
     }
@@ -240,8 +245,8 @@ __device__ __forceinline__ void combine(const NvLinkCombineParams& p) {
     __shared__ nvlink::Block block;
     nvlink::start(p.call, block);
     if (!block.stopped) {
-        if (p.word == 16) Combine<T, 16 / sizeof(T)>{p, block}.run();
-        else Combine<T, 1>{p, block}.run();
+        if (p.word == 16) Combine<T, 16 / sizeof(T)>{p, block, static_cast<int>(p.width)}.run();
+        else Combine<T, 1>{p, block, static_cast<int>(p.width)}.run();
     }
     nvlink::end(p.call, block);
 }
