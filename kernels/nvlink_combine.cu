@@ -21,8 +21,9 @@
 
 namespace {
 
-// Slots' rows that a thread has under way before it adds the first, and words of each.
-constexpr int AT_ONCE = 4, WORDS = 2;
+// Words of each row that a thread handles together.
+constexpr int PAIR = 2;
+constexpr int WARPS = NVLINK_SUM_THREADS / 32;
 
 // What a thread moves at a time: a word of 16 bytes, or an element.
 template <class T, int N>
@@ -46,43 +47,104 @@ __device__ __forceinline__ WordOf<T, N> rounded(const float (&sum)[N]) {
     return word;
 }
 
-// Adds rows of `width` elements in order, from `first` on WORDS loaded 32 apart: those of the lanes that `mask` has a bit
-// for, of which each holds where its row begins.
+// Rows that are added in order, by a warp: first some of lower ranks' sums, then this rank's slots, whose sum is rounded
+// before it counts, then higher ranks' sums. Without such sums that rounding is the last.
+template <class T>
+struct Rows {
+    const T* const* at;  // where each begins, in shared memory
+    int count;
+    int slots_from;
+    int slots;
+};
+
+// The sum of `PAIR` words of a row, as it grows.
 template <class T, int N>
-__device__ __forceinline__ void add_rows(float (&sum)[WORDS][N], const T* row, uint32_t mask, int first, int width) {
-    while (mask != 0) {
-        const T* from[AT_ONCE];
-        int rows = 0;
+struct Sum {
+    float all[PAIR][N] = {};
+    float here[PAIR][N] = {};
+
+    __device__ __forceinline__ void take(const Rows<T>& rows, int row, const WordOf<T, N> (&words)[PAIR]) {
+        const bool slot = row >= rows.slots_from && row < rows.slots_from + rows.slots;
 #pragma unroll
-        for (int i = 0; i < AT_ONCE; i++) {
-            const int lane = mask != 0 ? __ffs(mask) - 1 : 0;
-            from[i] = reinterpret_cast<const T*>(__shfl_sync(~0u, reinterpret_cast<unsigned long long>(row), lane));
-            rows += mask != 0;
-            mask &= mask - 1;
+        for (int w = 0; w < PAIR; w++) slot ? add<T, N>(here[w], words[w]) : add<T, N>(all[w], words[w]);
+        if (row + 1 != rows.slots_from + rows.slots || rows.slots == 0) return;
+#pragma unroll
+        for (int w = 0; w < PAIR; w++) add<T, N>(all[w], rounded<T, N>(here[w]));
+    }
+};
+
+__device__ __forceinline__ void load_to_shared(uint4* to, const void* from) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;\n" ::"r"(static_cast<uint32_t>(__cvta_generic_to_shared(to))), "l"(from) : "memory");
+}
+__device__ __forceinline__ void end_of_place() { asm volatile("cp.async.commit_group;\n" ::: "memory"); }
+// All but the last so many places have come.
+template <int PLACES>
+__device__ __forceinline__ void wait_for_place() { asm volatile("cp.async.wait_group %0;\n" ::"n"(PLACES) : "memory"); }
+
+// Adds rows of `width` elements into `out`. A thread's words come through a ring in shared memory of its own, so that
+// many are under way and none takes a register: place after place has a pair of words of a row, row after row, then the
+// next pair. A thread reads what it has loaded itself, so no barrier is needed.
+template <class T>
+__device__ __forceinline__ void add_rows_in_words(const Rows<T>& rows, T* out, int width, uint4* ring) {
+    constexpr int N = 16 / sizeof(T), STEP = 32 * N * PAIR;
+    const int lane = threadIdx.x % 32;
+    ring += threadIdx.x;
+    int load_row = 0, load_at = rows.count > 0 ? lane * N : width, load_place = 0;
+    auto load = [&]() {
+        if (load_at < width) {
+            const T* from = rows.at[load_row] + load_at;
+            uint4* to = ring + load_place * (PAIR * NVLINK_SUM_THREADS);
+            load_to_shared(to, from);
+            if (load_at + 32 * N < width) load_to_shared(to + NVLINK_SUM_THREADS, from + 32 * N);
         }
-        WordOf<T, N> loaded[AT_ONCE][WORDS];
-#pragma unroll
-        for (int i = 0; i < AT_ONCE; i++) {
-#pragma unroll
-            for (int w = 0; w < WORDS; w++) {
-                if (i < rows && first + 32 * N * w < width) loaded[i][w] = *reinterpret_cast<const WordOf<T, N>*>(from[i] + first + 32 * N * w);
-            }
+        end_of_place();
+        if (++load_place == NVLINK_RING) load_place = 0;
+        if (++load_row == rows.count) load_row = 0, load_at += STEP;
+    };
+#pragma unroll 1
+    for (uint32_t i = 0; i + 1 < NVLINK_RING; i++) load();
+    int place = 0;
+#pragma unroll 1
+    for (int at = lane * N; at < width; at += STEP) {
+        Sum<T, N> sum;
+#pragma unroll 1
+        for (int row = 0; row < rows.count; row++) {
+            load();
+            wait_for_place<NVLINK_RING - 1>();
+            const uint4* from = ring + place * (PAIR * NVLINK_SUM_THREADS);
+            const uint4 words[PAIR] = {from[0], from[NVLINK_SUM_THREADS]};
+            sum.take(rows, row, words);
+            if (++place == NVLINK_RING) place = 0;
         }
 #pragma unroll
-        for (int i = 0; i < AT_ONCE; i++) {
-#pragma unroll
-            for (int w = 0; w < WORDS; w++) {
-                if (i < rows && first + 32 * N * w < width) add<T, N>(sum[w], loaded[i][w]);
-            }
+        for (int w = 0; w < PAIR; w++) {
+            if (at + 32 * N * w < width) *reinterpret_cast<uint4*>(out + at + 32 * N * w) = rounded<T, N>(sum.all[w]);
         }
+    }
+    wait_for_place<0>();
+}
+
+// The same of rows of any width, an element at a time.
+template <class T>
+__device__ __forceinline__ void add_rows_in_elements(const Rows<T>& rows, T* out, int width) {
+    for (int at = threadIdx.x % 32; at < width; at += 32 * PAIR) {
+        Sum<T, 1> sum;
+        const int next = at + 32 < width ? at + 32 : at;
+        for (int row = 0; row < rows.count; row++) {
+            const T words[PAIR] = {rows.at[row][at], rows.at[row][next]};
+            sum.take(rows, row, words);
+        }
+        out[at] = rounded<T, 1>(sum.all[0]);
+        if (next != at) out[next] = rounded<T, 1>(sum.all[1]);
     }
 }
 
-template <class T, int N>
+template <class T>
 struct Combine {
     const NvLinkCombineParams& p;
     const nvlink::Block& block;
-    int width;
+    const T** list;  // the warp's own room for a row of each lane
+    uint4* ring;
 
     __device__ __forceinline__ int64_t row_of(int64_t rank, int64_t row) const { return rank * p.max_tokens + row; }
 
@@ -92,32 +154,37 @@ struct Combine {
         return lane < p.top_k ? p.row_slots[row_of(rank, row) * p.top_k + lane] : -1;
     }
 
-    __device__ __forceinline__ const T* row_at(int32_t slot) const { return static_cast<const T*>(p.rows) + static_cast<int64_t>(slot) * width; }
+    __device__ __forceinline__ const T* row_at(int64_t slot) const { return static_cast<const T*>(p.rows) + slot * p.width; }
 
-    // A row that arrived goes back to rank `to`, by a warp.
+    // Lists the rows of the lanes that name one, in the order of lanes, behind `before` others. Returns how many there are.
+    __device__ __forceinline__ int append(bool names, const T* row, int before) const {
+        const uint32_t all = __ballot_sync(~0u, names);
+        if (names) list[before + __popc(all & ((1u << threadIdx.x % 32) - 1))] = row;
+        return before + __popc(all);
+    }
+
+    __device__ __forceinline__ void add_rows(int count, int slots_from, int slots, T* out) const {
+        __syncwarp();
+        const Rows<T> rows{list, count, slots_from, slots};
+        const int width = static_cast<int>(p.width);
+        if (p.word == 16) add_rows_in_words<T>(rows, out, width, ring);
+        else add_rows_in_elements<T>(rows, out, width);
+        __syncwarp();
+    }
+
+    // A row that arrived goes back to rank `to`.
     __device__ __forceinline__ void push(int64_t to, int64_t row) const {
         const int lane = threadIdx.x % 32;
         const int32_t slot = slot_of_lane(to, row);
-        const uint32_t mask = __ballot_sync(~0u, slot >= 0);
         const int64_t token = p.row_tokens[row_of(to, row)];
         T* zone = reinterpret_cast<T*>(block.zones[to]);
         if (p.in_k_order) {
-            for (uint32_t left = mask; left != 0; left &= left - 1) {
+            for (uint32_t left = __ballot_sync(~0u, slot >= 0); left != 0; left &= left - 1) {
                 const int k = __ffs(left) - 1;
-                copy(row_at(__shfl_sync(~0u, slot, k)), zone + (token * p.top_k + k) * width);
+                copy(row_at(__shfl_sync(~0u, slot, k)), zone + (token * p.top_k + k) * p.width);
             }
         } else {
-            const T* from = row_at(slot);
-            T* out = zone + row_of(p.call.rank, row) * width;
-            for (int at = 0; at < width; at += 32 * N * WORDS) {
-                float sum[WORDS][N] = {};
-                const int first = at + lane * N;
-                add_rows<T, N>(sum, from, mask, first, width);
-#pragma unroll
-                for (int w = 0; w < WORDS; w++) {
-                    if (first + 32 * N * w < width) *reinterpret_cast<WordOf<T, N>*>(out + first + 32 * N * w) = rounded<T, N>(sum[w]);
-                }
-            }
+            add_rows(append(slot >= 0, row_at(slot), 0), 0, 0, zone + row_of(p.call.rank, row) * p.width);
         }
         if (p.with_weights && slot >= 0) {
             auto* weights = reinterpret_cast<float*>(block.zones[to] + p.weights_at);
@@ -129,19 +196,25 @@ struct Combine {
         if (lane == 0) nvlink::store_release(nvlink::words_of(p.call, to) + NVLINK_ROWS + row_of(p.call.rank, row), epoch << 32);
     }
 
-    __device__ __forceinline__ void copy(const T* from, T* to) const {
-        constexpr int AHEAD = 4;
-        for (int first = threadIdx.x % 32 * N; first < width; first += 32 * N * AHEAD) {
-            WordOf<T, N> loaded[AHEAD];
+    template <class W, int AHEAD>
+    __device__ __forceinline__ void copy_words(const W* from, W* to, int words) const {
+        for (int first = threadIdx.x % 32; first < words; first += 32 * AHEAD) {
+            W loaded[AHEAD];
 #pragma unroll
             for (int w = 0; w < AHEAD; w++) {
-                if (first + 32 * N * w < width) loaded[w] = *reinterpret_cast<const WordOf<T, N>*>(from + first + 32 * N * w);
+                if (first + 32 * w < words) loaded[w] = from[first + 32 * w];
             }
 #pragma unroll
             for (int w = 0; w < AHEAD; w++) {
-                if (first + 32 * N * w < width) *reinterpret_cast<WordOf<T, N>*>(to + first + 32 * N * w) = loaded[w];
+                if (first + 32 * w < words) to[first + 32 * w] = loaded[w];
             }
         }
+    }
+
+    __device__ __forceinline__ void copy(const T* from, T* to) const {
+        const int width = static_cast<int>(p.width);
+        if (p.word == 16) copy_words<uint4, 8>(reinterpret_cast<const uint4*>(from), reinterpret_cast<uint4*>(to), width / static_cast<int>(16 / sizeof(T)));
+        else copy_words<T, 4>(from, to, width);
     }
 
     // Waits for a token's rows of other ranks; lane r holds the row's number in the message to rank r. False: given up.
@@ -156,83 +229,49 @@ struct Combine {
         return __all_sync(~0u, there);
     }
 
-    // The sum of a token's rows, by a warp. False: given up.
+    // The sum of a token's rows. False: given up.
     __device__ __forceinline__ bool sum(int64_t token) const {
         const int64_t lane = threadIdx.x % 32, ranks = p.call.ranks, rank = p.call.rank;
         const int32_t row = lane < ranks ? p.token_rows[token * ranks + lane] : -1;
         const int32_t own = __shfl_sync(~0u, row, static_cast<int>(rank));
         const int32_t slot = own >= 0 ? slot_of_lane(rank, own) : -1;
+        const bool kept = lane < p.top_k && p.kept[token * p.top_k + lane] >= 0;
         if (!wait(row)) return false;
-        if (p.in_k_order) sum_choices(token, slot);
-        else sum_ranks(token, row, slot);
+        const auto* arrived = reinterpret_cast<const T*>(block.zones[rank]);
+        T* out = static_cast<T*>(p.out) + token * p.width;
+        if (p.in_k_order) {
+            const T* from = slot >= 0 ? row_at(slot) : arrived + (token * p.top_k + lane) * p.width;
+            add_rows(append(kept, from, 0), 0, 0, out);
+        } else {
+            const T* from = arrived + row_of(lane, row) * p.width;
+            const int lower = append(row >= 0 && lane < rank, from, 0);
+            const int slots = append(slot >= 0, row_at(slot), lower) - lower;
+            add_rows(append(row >= 0 && lane > rank, from, lower + slots), lower, slots, out);
+        }
         if (p.out_weights != nullptr && lane < p.top_k) {
-            const auto* arrived = reinterpret_cast<const float*>(block.zones[rank] + p.weights_at);
+            const auto* weights = reinterpret_cast<const float*>(block.zones[rank] + p.weights_at);
             float weight = 0.0f;
             if (slot >= 0) weight = p.weights != nullptr ? p.weights[slot] : 0.0f;
-            else if (p.kept[token * p.top_k + lane] >= 0) weight = arrived[token * p.top_k + lane];
+            else if (kept) weight = weights[token * p.top_k + lane];
             p.out_weights[token * p.top_k + lane] = weight;
         }
         return true;
     }
 
-    __device__ __forceinline__ void sum_ranks(int64_t token, int32_t row, int32_t slot) const {
-        const int lane = threadIdx.x % 32, rank = static_cast<int>(p.call.rank);
-        const T* own = row_at(slot);
-        const T* arrived = reinterpret_cast<const T*>(block.zones[rank]) + row_of(lane, row) * width;
-        const uint32_t slots = __ballot_sync(~0u, slot >= 0), all = __ballot_sync(~0u, row >= 0);
-        const uint32_t lower = all & ((1u << rank) - 1), higher = all & ~((2u << rank) - 1);
-        T* out = static_cast<T*>(p.out) + token * width;
-        for (int at = 0; at < width; at += 32 * N * WORDS) {
-            const int first = at + lane * N;
-            float sum[WORDS][N] = {}, here[WORDS][N] = {};
-            add_rows<T, N>(here, own, slots, first, width);
-            add_rows<T, N>(sum, arrived, lower, first, width);
-#pragma unroll
-            for (int w = 0; w < WORDS; w++) {
-                if (slots != 0) add<T, N>(sum[w], rounded<T, N>(here[w]));
-            }
-            add_rows<T, N>(sum, arrived, higher, first, width);
-#pragma unroll
-            for (int w = 0; w < WORDS; w++) {
-                if (first + 32 * N * w < width) *reinterpret_cast<WordOf<T, N>*>(out + first + 32 * N * w) = rounded<T, N>(sum[w]);
-            }
-        }
-    }
-
-    __device__ __forceinline__ void sum_choices(int64_t token, int32_t slot) const {
-        const int lane = threadIdx.x % 32;
-        const bool kept = lane < p.top_k && p.kept[token * p.top_k + lane] >= 0;
-        const T* arrived = reinterpret_cast<const T*>(block.zones[p.call.rank]) + (token * p.top_k + lane) * width;
-        const T* from = slot >= 0 ? row_at(slot) : arrived;
-        const uint32_t mask = __ballot_sync(~0u, kept);
-        T* out = static_cast<T*>(p.out) + token * width;
-        for (int at = 0; at < width; at += 32 * N * WORDS) {
-            const int first = at + lane * N;
-            float sum[WORDS][N] = {};
-            add_rows<T, N>(sum, from, mask, first, width);
-#pragma unroll
-            for (int w = 0; w < WORDS; w++) {
-                if (first + 32 * N * w < width) *reinterpret_cast<WordOf<T, N>*>(out + first + 32 * N * w) = rounded<T, N>(sum[w]);
-            }
-        }
-    }
-
     __device__ __forceinline__ void run() const {
-        const int lane = threadIdx.x % 32;
         const int64_t ranks = p.call.ranks, rank = p.call.rank;
-        const int64_t *arrived = p.totals + ranks;
         int64_t most = p.tokens + p.lag;
-        for (int64_t r = 0; r < ranks; r++) most = arrived[r] > most ? arrived[r] : most;
+        for (int64_t r = 0; r < ranks; r++) most = p.arrived[r] > most ? p.arrived[r] : most;
         auto* ticket = nvlink::words_of(p.call, rank) + NVLINK_TICKET;
         while (true) {
             nvlink::Word taken = 0;
-            if (lane == 0) taken = atomicAdd(ticket, 1ull);
+            if (threadIdx.x % 32 == 0) taken = atomicAdd(ticket, 1ull);
             taken = __shfl_sync(~0u, taken, 0);
             const int64_t i = static_cast<int64_t>(taken) / ranks, part = static_cast<int64_t>(taken) - i * ranks;
             if (i >= most) return;
             if (part + 1 < ranks) {
                 const int64_t to = (rank + 1 + part) % ranks;
-                if (i < arrived[to]) push(to, i);
+                if (i < p.arrived[to]) push(to, i);
             } else if (i >= p.lag && i - p.lag < p.tokens) {
                 if (!sum(i - p.lag)) return;
             }
@@ -242,23 +281,22 @@ struct Combine {
 
 template <class T>
 __device__ __forceinline__ void combine(const NvLinkCombineParams& p) {
+    extern __shared__ uint4 ring[];
     __shared__ nvlink::Block block;
+    __shared__ const T* lists[WARPS][32];
     nvlink::start(p.call, block);
-    if (!block.stopped) {
-        if (p.word == 16) Combine<T, 16 / sizeof(T)>{p, block, static_cast<int>(p.width)}.run();
-        else Combine<T, 1>{p, block, static_cast<int>(p.width)}.run();
-    }
+    if (!block.stopped) Combine<T>{p, block, lists[threadIdx.x / 32], ring}.run();
     nvlink::end(p.call, block);
 }
 
 }  // namespace
 
-extern "C" __global__ void __launch_bounds__(NVLINK_THREADS, 1) nvlink_combine_f32(const __grid_constant__ NvLinkCombineParams p) {
+extern "C" __global__ void __launch_bounds__(NVLINK_SUM_THREADS, 1) nvlink_combine_f32(const __grid_constant__ NvLinkCombineParams p) {
     combine<float>(p);
 }
-extern "C" __global__ void __launch_bounds__(NVLINK_THREADS, 1) nvlink_combine_f16(const __grid_constant__ NvLinkCombineParams p) {
+extern "C" __global__ void __launch_bounds__(NVLINK_SUM_THREADS, 1) nvlink_combine_f16(const __grid_constant__ NvLinkCombineParams p) {
     combine<f16>(p);
 }
-extern "C" __global__ void __launch_bounds__(NVLINK_THREADS, 1) nvlink_combine_bf16(const __grid_constant__ NvLinkCombineParams p) {
+extern "C" __global__ void __launch_bounds__(NVLINK_SUM_THREADS, 1) nvlink_combine_bf16(const __grid_constant__ NvLinkCombineParams p) {
     combine<bf16>(p);
 }

@@ -20,9 +20,9 @@ struct Targets {
 };
 
 template <class W, int UNROLL>
-__device__ __forceinline__ void push_words(const W* from, int64_t words, W* const* to, int targets) {
+__device__ __forceinline__ void push_words(const W* from, int words, W* const* to, int targets) {
     const int lane = threadIdx.x % 32;
-    for (int64_t at = lane; at < words; at += 32 * UNROLL) {
+    for (int at = lane; at < words; at += 32 * UNROLL) {
         W values[UNROLL];
 #pragma unroll
         for (int i = 0; i < UNROLL; i++) {
@@ -54,11 +54,11 @@ __device__ __forceinline__ void push_part(const NvLinkDispatchParams& p, const N
     }
     __syncwarp();
     const uint8_t* from = static_cast<const uint8_t*>(part.source) + token * part.bytes;
-    const int targets = __popc(t.mask);
-    if (part.word == 16) push_words<uint4, 4>(reinterpret_cast<const uint4*>(from), part.bytes / 16, reinterpret_cast<uint4**>(to), targets);
-    else if (part.word == 4) push_words<uint32_t, 4>(reinterpret_cast<const uint32_t*>(from), part.bytes / 4, reinterpret_cast<uint32_t**>(to), targets);
-    else if (part.word == 2) push_words<uint16_t, 4>(reinterpret_cast<const uint16_t*>(from), part.bytes / 2, reinterpret_cast<uint16_t**>(to), targets);
-    else push_words<uint8_t, 4>(from, part.bytes, to, targets);
+    const int targets = __popc(t.mask), bytes = static_cast<int>(part.bytes);
+    if (part.word == 16) push_words<uint4, 4>(reinterpret_cast<const uint4*>(from), bytes / 16, reinterpret_cast<uint4**>(to), targets);
+    else if (part.word == 4) push_words<uint32_t, 4>(reinterpret_cast<const uint32_t*>(from), bytes / 4, reinterpret_cast<uint32_t**>(to), targets);
+    else if (part.word == 2) push_words<uint16_t, 4>(reinterpret_cast<const uint16_t*>(from), bytes / 2, reinterpret_cast<uint16_t**>(to), targets);
+    else push_words<uint8_t, 4>(from, bytes, to, targets);
 }
 
 }  // namespace

@@ -12,6 +12,7 @@ extern "C" __global__ void __launch_bounds__(WARP_THREADS) nvlink_maps(const __g
     extern __shared__ int32_t count[];
     const int64_t first = blockIdx.x * p.chunk, last = end_of(p, first), k = p.top_k;
     for (int m = threadIdx.x; m < 4 * p.ranks; m += 32) count[m] = p.message_counts[m * p.chunks + blockIdx.x];
+    if (blockIdx.x == 0 && threadIdx.x < p.ranks) p.arrived[threadIdx.x] = p.totals[p.ranks + threadIdx.x];
     __syncwarp();
     for_each_message_choice<true>(p, first, last, count, [&](int64_t i, ChoiceOrigin at, int message, int, int row, bool leads) {
         if (!leads) return;

@@ -58,6 +58,10 @@ __device__ __forceinline__ void delay(const NvLinkCall& c, uint32_t who) {
     while (nanoseconds() < until) __nanosleep(200);
 }
 
+__device__ __forceinline__ void raise_peer(const NvLinkCall& c, NvLinkPhase phase, int64_t peer) {
+    raise_fault(c.fault, FAULT_PEER, (static_cast<long long>(phase) << NVLINK_PEER_BITS | peer) << ORIGIN_BITS | c.origin);
+}
+
 // Writes down what was waited for in vain, if it is the first here, and tells every rank.
 __device__ __noinline__ void give_up(const NvLinkCall& c, NvLinkPhase phase, int64_t peer, Word epoch, Word met) {
     Word* own = words_of(c, c.rank);
@@ -65,7 +69,7 @@ __device__ __noinline__ void give_up(const NvLinkCall& c, NvLinkPhase phase, int
         store_relaxed(own + NVLINK_ERROR + 1, epoch);
         store_relaxed(own + NVLINK_ERROR + 2, met);
         store_relaxed(own + NVLINK_ERROR + 3, static_cast<Word>(c.timeout));
-        raise_fault(c.fault, FAULT_PEER, (static_cast<long long>(phase) << 8 | peer) << ORIGIN_BITS | c.origin);
+        raise_peer(c, phase, peer);
     }
     for (int64_t r = 0; r < c.ranks; r++) store_relaxed(words_of(c, r) + NVLINK_ABORT, static_cast<Word>(c.rank) + 1);
 }
@@ -103,7 +107,10 @@ __device__ __forceinline__ void start(const NvLinkCall& c, Block& block) {
         // Of 32 bits; 0 is what words hold that were never written.
         const uint32_t epoch = static_cast<uint32_t>(own[NVLINK_EPOCH]) + 1;
         block.epoch = epoch == 0 ? 1 : epoch;
-        block.stopped = given_up(c);
+        const Word gave_up = load_relaxed(own + NVLINK_ABORT);
+        block.stopped = gave_up != 0;
+        // Told again for each call: the host may have asked since.
+        if (gave_up != 0) raise_peer(c, NVLINK_STOPPED, static_cast<int64_t>(gave_up) - 1);
     }
     __syncthreads();
     const int64_t peer = threadIdx.x;
@@ -111,8 +118,8 @@ __device__ __forceinline__ void start(const NvLinkCall& c, Block& block) {
         const Word epoch = block.epoch;
         if (blockIdx.x == 0 && peer != c.rank) {
             delay(c, 1);
-            // Releases what this stream has done with the zone before.
-            store_release(words_of(c, peer) + NVLINK_READY + c.rank, epoch << 32 | static_cast<Word>(c.zone) / NVLINK_ZONE_UNIT);
+            // Needs no release: the kernels that have read the zone have ended.
+            store_relaxed(words_of(c, peer) + NVLINK_READY + c.rank, epoch << 32 | static_cast<Word>(c.zone) / NVLINK_ZONE_UNIT);
         }
         Word met = static_cast<Word>(c.zone) / NVLINK_ZONE_UNIT;
         const bool ready = peer == c.rank || wait_for(c, own + NVLINK_READY + peer, block.epoch, NVLINK_WAIT_READY, peer, met);
@@ -130,19 +137,23 @@ __device__ __forceinline__ void end(const NvLinkCall& c, Block& block) {
     if (threadIdx.x == 0) {
         // The block's stores come before its count, and those of all before the last block's words.
         fence_system();
-        last = atomicAdd(own + NVLINK_BLOCKS, 1ull) + 1 == gridDim.x;
-        fence_system();
+        const Word before = atomicAdd(own + NVLINK_BLOCKS, 1ull);
+        const bool moved = !given_up(c);
+        last = before + 1 == gridDim.x;
+        if (last && moved) {
+            delay(c, 2);
+            fence_system();
+            const Word epoch = block.epoch;
+            for (int64_t r = 0; r < c.ranks; r++) {
+                if (r != c.rank) store_relaxed(words_of(c, r) + NVLINK_DONE + c.rank, epoch << 32);
+            }
+        }
     }
     __syncthreads();
     if (!last) return;
     const int64_t peer = threadIdx.x;
-    if (peer < c.ranks && peer != c.rank && !given_up(c)) {
-        delay(c, 2);
-        const Word epoch = block.epoch;
-        store_release(words_of(c, peer) + NVLINK_DONE + c.rank, epoch << 32);
-        Word met;
-        wait_for(c, own + NVLINK_DONE + peer, block.epoch, NVLINK_WAIT_DONE, peer, met);
-    }
+    Word met;
+    if (peer < c.ranks && peer != c.rank) wait_for(c, own + NVLINK_DONE + peer, block.epoch, NVLINK_WAIT_DONE, peer, met);
     __syncthreads();
     if (threadIdx.x == 0) {
         own[NVLINK_BLOCKS] = own[NVLINK_TICKET] = 0;

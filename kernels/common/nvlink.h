@@ -5,8 +5,11 @@
 
 // Ranks of one host that may form a group.
 constexpr uint32_t NVLINK_RANKS = 8;
-// Threads of a block of the kernels that move rows, and choices of a token that a warp can hold.
-constexpr uint32_t NVLINK_THREADS = 512, NVLINK_TOP_K = 32;
+// Threads of a block of the kernels that send tokens and records; of those that send sums, which load words of rows into
+// a ring of so many places, a pair of words each, and its bytes; choices of a token at most.
+constexpr uint32_t NVLINK_THREADS = 1024;
+constexpr uint32_t NVLINK_SUM_THREADS = 512, NVLINK_RING = 12, NVLINK_SUM_SMEM = NVLINK_RING * 2 * 16 * NVLINK_SUM_THREADS;
+constexpr uint32_t NVLINK_TOP_K = 24;
 // What an offset in a window is a multiple of where one rank tells it to another.
 constexpr uint32_t NVLINK_ZONE_UNIT = 256;
 
@@ -23,8 +26,10 @@ enum NvLinkWord : int {
     NVLINK_DONE = 48,          // [R]: rank r has written all
     NVLINK_ROWS = 64           // [R, max_tokens]: rank r has written the sum of this row
 };
-// What a rank waited for.
-enum NvLinkPhase : int { NVLINK_WAIT_READY = 1, NVLINK_WAIT_DONE = 2, NVLINK_WAIT_ROW = 3 };
+// What a rank waited for in vain; or that it came to a call when one, the peer, had given up before.
+enum NvLinkPhase : int { NVLINK_WAIT_READY = 1, NVLINK_WAIT_DONE = 2, NVLINK_WAIT_ROW = 3, NVLINK_STOPPED = 4 };
+// Bits of a fault's detail that are the peer, above the origin; the phase lies above them.
+constexpr uint32_t NVLINK_PEER_BITS = 8;
 
 // A rank's part in a call.
 struct NvLinkCall {
@@ -81,7 +86,7 @@ struct NvLinkCombineParams {
     const int32_t* row_slots;  // [R, max_tokens, K]: slots of each row that arrived in dispatch, or -1
     const int32_t* row_tokens; // [R, max_tokens]: its token there
     const int32_t* kept;       // [T, K]
-    const int64_t* totals;     // [4 R] of RecordsPlanParams
+    const int64_t* arrived;    // [R]: rows that arrived from each rank
     int64_t tokens;
     int64_t max_tokens;
     int64_t top_k;

@@ -213,6 +213,7 @@ struct RecordsPlanParams {
     int32_t* token_rows;       // rows in zones (nvlink.h): [T, R], a token's row in the message to each rank, or -1
     int32_t* row_slots;        // [R, max_tokens, K]: slots here of each row that arrives, or -1
     int32_t* row_tokens;       // [R, max_tokens]: its token there
+    int64_t* arrived;          // [R]: rows that arrive from each rank
     int64_t origin;
 };
 
