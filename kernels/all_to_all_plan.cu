@@ -5,10 +5,11 @@
 // is kept; `all_to_all_count` and `all_to_all_scan` count choices and tokens of each message over the chunks;
 // `all_to_all_number` writes the maps. Messages to this rank are told apart by their source and those from it by their
 // destination, each with its own ones among them: 4 R counts of choices in, tokens in, choices out and tokens out.
+// `all_to_all_zones` writes the maps of rows that are stored into zones (sm90_nvlink_dispatch.cu) instead.
 //
 // A block of one warp a chunk of the choices; of the scan a warp a count. Limited by launches and walks of single
 // warps. Notes: kernels/notes/plan.md.
-#include "common/message_choices.cuh"
+#include "common/routing_records.cuh"
 
 namespace {
 
@@ -20,6 +21,37 @@ struct PlaceChoices {
         p.places[i] = slot >= 0 ? make_int2(static_cast<int>(e / locals), static_cast<int>(slot)) : make_int2(-1, -1);
     }
 };
+
+// Visits the choices [first, last) in order: `visit(choice, message, number, row, leads)` with the message that the
+// choice travels in (-1: none), its number there, and the number of its token's row there, which it leads if it is the
+// first of the token's choices to travel in it. IN: messages to this rank.
+template <bool IN, class Visit>
+__device__ void for_each_message_choice(const RecordsPlanParams& p, int64_t first, int64_t last, int32_t* counts, Visit&& visit) {
+    const int lane = threadIdx.x % 32;
+    const uint32_t below = (1u << lane) - 1;
+    int32_t *choices = counts, *rows = counts + p.ranks;
+    for (int64_t at = first; at < last; at += 32) {
+        const int64_t i = at + lane;
+        const bool real = i < last;
+        const ChoiceOrigin place = real ? origin_of(p, i) : ChoiceOrigin{0, 0};
+        const int kept_at = real ? p.places[i].x : -1;
+        const bool travels = kept_at >= 0 && (IN ? kept_at : place.rank) == p.rank;
+        const int message = travels ? static_cast<int>(IN ? place.rank : kept_at) : -1;
+        bool leads = travels;
+        if (travels) {
+            const int64_t k = place.choice % static_cast<uint32_t>(p.top_k);
+            for (int64_t other = i - k; other < i; other++) leads = leads && p.places[other].x != kept_at;
+        }
+        const uint32_t same = __match_any_sync(~0u, message), leading = __ballot_sync(~0u, leads);
+        const int ahead = __popc(same & below);
+        const int number = travels ? choices[message] + ahead : 0;
+        const int row = travels ? rows[message] + __popc(same & leading & (below | 1u << lane)) - 1 : 0;
+        if (real) visit(i, place, message, number, row, leads);
+        __syncwarp();
+        if (travels && ahead == 0) choices[message] += __popc(same), rows[message] += __popc(same & leading);
+        __syncwarp();
+    }
+}
 
 }  // namespace
 
@@ -70,5 +102,42 @@ extern "C" __global__ void __launch_bounds__(WARP_THREADS) all_to_all_number(con
         if (message < 0) return;
         p.send_choices[number] = static_cast<int32_t>(at.choice);
         if (leads) p.send_tokens[row] = static_cast<int32_t>(at.choice / static_cast<uint32_t>(p.top_k));
+    });
+}
+
+// The maps of messages that have a zone each, with room for all tokens of a rank, so that a row can be placed without the
+// counts of others: row i of the message from rank r is row r padded_tokens + i of those that arrive. The first choice of
+// a token in a message writes for all of them.
+extern "C" __global__ void __launch_bounds__(WARP_THREADS) all_to_all_zones(const __grid_constant__ RecordsPlanParams p) {
+    extern __shared__ int32_t count[];
+    const int64_t first = blockIdx.x * p.chunk, last = end_of(p, first), k = p.top_k;
+    for (int m = threadIdx.x; m < 4 * p.ranks; m += 32) count[m] = p.message_counts[m * p.chunks + blockIdx.x];
+    if (blockIdx.x == 0 && threadIdx.x < p.ranks) p.arrived[threadIdx.x] = p.totals[p.ranks + threadIdx.x];
+    __syncwarp();
+    for_each_message_choice<true>(p, first, last, count, [&](int64_t i, ChoiceOrigin at, int message, int, int row, bool leads) {
+        if (!leads) return;
+        const int64_t token = at.choice / static_cast<uint32_t>(k), begin = i - (at.choice - token * k);
+        const int64_t arrived = message * p.padded_tokens + row;
+        p.row_tokens[arrived] = static_cast<int32_t>(token);
+        for (int64_t c = 0; c < k; c++) {
+            const int2 place = p.places[begin + c];
+            const bool here = place.x == p.rank;
+            p.row_slots[arrived * k + c] = here ? place.y : -1;
+            if (!here) continue;
+            p.row_map[place.y] = static_cast<int32_t>(arrived);
+            p.weight_map[place.y] = static_cast<int32_t>(arrived * k + c);
+        }
+    });
+    for_each_message_choice<false>(p, first, last, count + 2 * p.ranks,
+                         [&](int64_t i, ChoiceOrigin at, int message, int, int row, bool leads) {
+        if (at.rank != p.rank || at.choice >= p.tokens * k) return;
+        const int64_t token = at.choice / static_cast<uint32_t>(k);
+        if (leads) p.token_rows[token * p.ranks + message] = row;
+        if (at.choice != token * k) return;
+        for (int r = 0; r < p.ranks; r++) {
+            bool goes = false;
+            for (int64_t c = 0; c < k; c++) goes = goes || p.places[i + c].x == r;
+            if (!goes) p.token_rows[token * p.ranks + r] = -1;
+        }
     });
 }

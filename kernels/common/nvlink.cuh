@@ -1,7 +1,7 @@
 // What calls over windows share: epochs, words that other ranks wait for, and giving up.
 //
 // A call is one kernel on each rank of the group; all ranks make the same calls in the same order, on one stream each.
-// The control words at the start of every window carry it:
+// The control words of every rank carry it:
 //
 //   start   block 0 stores to each peer that this rank's zone is free, as its stream has come to this call, and where the
 //           zone lies; then each block waits for the same of every peer, and may store rows there
@@ -11,8 +11,8 @@
 //
 // Words hold the number of the call, its epoch, and are compared for equality, so nothing is ever cleared. One word for a
 // peer and purpose suffices: a peer stores its word of the next call only when it has ended this one, for which it needed
-// this rank's last word, which is stored when all blocks here have met the peer's. The epoch lives in the window, so a
-// captured graph may be replayed.
+// this rank's last word, which is stored when all blocks here have met the peer's. The epoch is such a word, so a captured
+// graph may be replayed.
 //
 // Order in memory: stores of many threads are followed by a barrier among them and by one thread's release at the scope
 // of the system; whoever waits acquires at that scope, before a barrier with the threads that read.
@@ -45,8 +45,8 @@ __device__ __forceinline__ Word nanoseconds() {
     return now;
 }
 
-// The words at the start of a rank's window.
-__device__ __forceinline__ Word* words_of(const NvLinkCall& c, int64_t rank) { return reinterpret_cast<Word*>(c.windows[rank]); }
+// The control words of a rank.
+__device__ __forceinline__ Word* words_of(const NvLinkCall& c, int64_t rank) { return reinterpret_cast<Word*>(c.words[rank]); }
 
 // Tests: idles in some threads, so that ranks, blocks and warps meet in other orders.
 __device__ __forceinline__ void delay(const NvLinkCall& c, uint32_t who) {
@@ -124,7 +124,7 @@ __device__ __forceinline__ void start(const NvLinkCall& c, Block& block) {
         Word met = static_cast<Word>(c.zone) / NVLINK_ZONE_UNIT;
         const bool ready = peer == c.rank || wait_for(c, own + NVLINK_READY + peer, block.epoch, NVLINK_WAIT_READY, peer, met);
         if (!ready) block.stopped = 1;
-        block.zones[peer] = reinterpret_cast<uint8_t*>(c.windows[peer]) + (met & 0xffffffffull) * NVLINK_ZONE_UNIT;
+        block.zones[peer] = reinterpret_cast<uint8_t*>(c.zones[peer]) + (met & 0xffffffffull) * NVLINK_ZONE_UNIT;
     }
     __syncthreads();
 }

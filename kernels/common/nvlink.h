@@ -5,16 +5,17 @@
 
 // Ranks of one host that may form a group.
 constexpr uint32_t NVLINK_RANKS = 8;
-// Threads of a block of the kernels that send tokens and records; of those that send sums, which load words of rows into
-// a ring of so many places, a pair of words each, and its bytes; choices of a token at most.
+// Threads of a block of the kernels that send tokens and records; of those that send sums, which load words of 16 bytes of
+// a row into a place of a ring, its places and its bytes; choices of a token at most.
 constexpr uint32_t NVLINK_THREADS = 1024;
-constexpr uint32_t NVLINK_SUM_THREADS = 512, NVLINK_RING = 12, NVLINK_SUM_SMEM = NVLINK_RING * 2 * 16 * NVLINK_SUM_THREADS;
+constexpr uint32_t NVLINK_SUM_THREADS = 512, NVLINK_SUM_WORDS = 2, NVLINK_RING = 12;
+constexpr uint32_t NVLINK_SUM_SMEM = NVLINK_RING * NVLINK_SUM_WORDS * 16 * NVLINK_SUM_THREADS;
 constexpr uint32_t NVLINK_TOP_K = 24;
-// What an offset in a window is a multiple of where one rank tells it to another.
+// What an offset of a zone is a multiple of.
 constexpr uint32_t NVLINK_ZONE_UNIT = 256;
 
-// Control words of a window, of 8 bytes, in lines of 128 bytes by who writes them; zeros at first. A word that ends a
-// wait holds the epoch of its call in its upper half.
+// Control words of a rank, of 8 bytes, in lines of 128 bytes by who writes them; zeros at first. A word that ends a wait
+// holds the epoch of its call in its upper half.
 enum NvLinkWord : int {
     NVLINK_EPOCH = 0,          // calls that this rank has ended, in 32 bits, without 0
     NVLINK_BLOCKS = 1,         // blocks of the present call that have ended
@@ -35,8 +36,9 @@ constexpr uint32_t NVLINK_PEER_BITS = 8;
 struct NvLinkCall {
     int64_t rank;
     int64_t ranks;
-    unsigned long long windows[NVLINK_RANKS];  // each rank's window as this GPU reaches it
-    int64_t zone;              // where in its own window the rank receives; a multiple of the unit
+    unsigned long long words[NVLINK_RANKS];  // each rank's control words as this GPU reaches them
+    unsigned long long zones[NVLINK_RANKS];  // and its memory for zones
+    int64_t zone;              // where in its own memory the rank receives; a multiple of the unit
     int64_t timeout;           // ns that each wait may take
     int64_t delay;             // tests: ns that some of its blocks and warps idle before what others wait for
     unsigned long long* fault;

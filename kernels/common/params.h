@@ -211,8 +211,8 @@ struct RecordsPlanParams {
     int32_t* send_choices;
     int32_t* return_slots;
     int32_t* token_rows;       // rows in zones (nvlink.h): [T, R], a token's row in the message to each rank, or -1
-    int32_t* row_slots;        // [R, max_tokens, K]: slots here of each row that arrives, or -1
-    int32_t* row_tokens;       // [R, max_tokens]: its token there
+    int32_t* row_slots;        // [R, padded_tokens, K]: slots here of each row that arrives, or -1
+    int32_t* row_tokens;       // [R, padded_tokens]: its token there
     int64_t* arrived;          // [R]: rows that arrive from each rank
     int64_t origin;
 };

@@ -9,7 +9,7 @@ use crate::config::CapacityOrder;
 use crate::error::{Error, Result};
 use crate::host_memory;
 use crate::lazy::Lazy;
-use crate::plan::{Capacity, HostPlanRequest, MessageMaps, Origin, Overflow, Plan, RowOrder, Segments, Stats};
+use crate::plan::{Capacity, HostPlanRequest, MessageMaps, Origin, Overflow, Plan, RowOrder, Segments, Stats, ZoneMaps};
 use crate::tensor::Tensor;
 
 use super::Cpu;
@@ -49,6 +49,7 @@ pub(super) fn plan_of(call: HostPlanRequest<'_>, choices: usize) -> Result<(Plan
         RowOrder::Local | RowOrder::AllRows => builder.all_rows()?,
         RowOrder::UniqueRows => builder.unique_rows()?,
         RowOrder::Slots => builder.slots_only()?,
+        RowOrder::Zones => builder.zones()?,
     };
     let (segments, padded_counts) = layout.segments(call.rank)?;
     let plan = Plan {
@@ -62,6 +63,7 @@ pub(super) fn plan_of(call: HostPlanRequest<'_>, choices: usize) -> Result<(Plan
         weight_map: maps.weight_map,
         return_map: maps.return_map,
         messages: maps.messages,
+        zones: maps.zones,
     };
     Ok((plan, layout.needed))
 }
@@ -232,6 +234,7 @@ struct Maps {
     weight_map: Tensor<Cpu>,
     return_map: Tensor<Cpu>,
     messages: Option<MessageMaps<Cpu>>,
+    zones: Option<ZoneMaps<Cpu>>,
 }
 
 struct MapBuilder<'a, 'r> {
@@ -273,6 +276,7 @@ impl MapBuilder<'_, '_> {
             weight_map: Tensor::from_vec(weight_map, &[rows])?,
             return_map: Tensor::from_vec(return_map, &[self.call.tokens.iter().sum(), k])?,
             messages: None,
+            zones: None,
         })
     }
 
@@ -287,6 +291,7 @@ impl MapBuilder<'_, '_> {
             row_map: Tensor::from_vec(row_map, &[rows])?,
             return_map: Tensor::from_vec(Vec::<i32>::new(), &[0, self.call.spec.top_k])?,
             messages: None,
+            zones: None,
         })
     }
 
@@ -351,7 +356,71 @@ impl MapBuilder<'_, '_> {
                 slots_from,
                 slots_at,
             }),
+            zones: None,
         })
+    }
+}
+
+impl MapBuilder<'_, '_> {
+    fn zones(&self) -> Result<Maps> {
+        let (rank, ranks, k) = (self.call.rank, self.call.ranks, self.call.spec.top_k);
+        let rows = self.layout.rows(rank);
+        let zone_rows = self.call.tokens.iter().copied().max().unwrap_or(0);
+        let (mut row_map, mut weight_map) = (no_rows(rows)?, no_rows(rows)?);
+        let (mut row_slots, mut row_tokens) = (no_rows(ranks * zone_rows * k)?, no_rows(ranks * zone_rows)?);
+        let mut arrived = vec![0; ranks];
+        let mut first = 0;
+        for (source, &tokens) in self.call.tokens.iter().enumerate() {
+            for token in 0..tokens {
+                let choices = (first + token) * k..(first + token + 1) * k;
+                let row = source * zone_rows + arrived[source] as usize;
+                let mut wanted = false;
+                for (j, (id, slot)) in self.ids[choices.clone()].iter().zip(&self.slots[choices]).enumerate() {
+                    if self.rank_of(*id) == rank {
+                        wanted = true;
+                        row_map[*slot as usize] = row as i32;
+                        weight_map[*slot as usize] = (row * k + j) as i32;
+                        row_slots[row * k + j] = *slot;
+                    }
+                }
+                if wanted {
+                    row_tokens[row] = token as i32;
+                    arrived[source] += 1;
+                }
+            }
+            first += tokens;
+        }
+        let token_rows = self.token_rows()?;
+        Ok(Maps {
+            row_map: Tensor::from_vec(row_map, &[rows])?,
+            weight_map: Tensor::from_vec(weight_map, &[rows])?,
+            return_map: Tensor::from_vec(Vec::<i32>::new(), &[0, k])?,
+            messages: None,
+            zones: Some(ZoneMaps {
+                token_rows: Tensor::from_vec(token_rows, &[self.call.tokens[rank], ranks])?,
+                row_slots: Tensor::from_vec(row_slots, &[ranks, zone_rows, k])?,
+                row_tokens: Tensor::from_vec(row_tokens, &[ranks, zone_rows])?,
+                arrived: Tensor::from_vec(arrived, &[ranks])?,
+                zone_rows,
+            }),
+        })
+    }
+
+    /// For each own token its row in the message to each rank.
+    fn token_rows(&self) -> Result<Vec<i32>> {
+        let (tokens, ranks, k) = (self.call.tokens[self.call.rank], self.call.ranks, self.call.spec.top_k);
+        let own = &self.ids[self.first_token * k..(self.first_token + tokens) * k];
+        let mut rows = no_rows(tokens * ranks)?;
+        let mut sent = vec![0; ranks];
+        for (ids, rows) in own.chunks_exact(k).zip(rows.chunks_exact_mut(ranks)) {
+            for to in ids.iter().map(|id| self.rank_of(*id)).filter(|to| *to != NOWHERE) {
+                if rows[to] < 0 {
+                    rows[to] = sent[to];
+                    sent[to] += 1;
+                }
+            }
+        }
+        Ok(rows)
     }
 }
 
@@ -387,6 +456,28 @@ mod tests {
         assert_eq!(plan.row_map.view().as_slice::<i32>()?, [0, 1, 2, -1, 4, -1, -1, -1]);
         assert_eq!(plan.weight_map.view().as_slice::<i32>()?, plan.row_map.view().as_slice::<i32>()?);
         assert_eq!(plan.return_map.dims(), [0, 2]);
+        Ok(())
+    }
+
+    #[test]
+    fn zones_have_room_for_all_tokens_of_each_rank() -> Result<()> {
+        let spec = DispatchSpec { alignment: 4, ..DispatchSpec::new(0, 2) };
+        let ids = &[2, 3, 2, -1, 0, 1, 0, 2];
+        let (ranks, num_experts, tokens, row_order) = (2, 4, &[3, 1][..], RowOrder::Zones);
+        let of = |rank| plan(HostPlanRequest { rank, ranks, num_experts, ids, weights: None, tokens, spec: &spec, row_order });
+        let (first, second) = (of(0)?, of(1)?);
+        let missing = || Error::invalid("test", "zones", "some", "none");
+        let (at_first, at_second) = (first.zones.ok_or_else(missing)?, second.zones.ok_or_else(missing)?);
+        assert_eq!((at_first.zone_rows, at_second.zone_rows), (3, 3));
+        assert_eq!(at_first.token_rows.view().as_slice::<i32>()?, [-1, 0, -1, 1, 0, -1]);
+        assert_eq!(at_second.token_rows.view().as_slice::<i32>()?, [0, 0]);
+        assert_eq!(at_second.arrived.view().as_slice::<i64>()?, [2, 1]);
+        assert_eq!(at_second.row_tokens.view().as_slice::<i32>()?, [0, 1, -1, 0, -1, -1]);
+        // Expert 2 has three rows and a pad, expert 3 one and three.
+        assert_eq!(second.row_map.view().as_slice::<i32>()?, [0, 1, 3, -1, 0, -1, -1, -1]);
+        assert_eq!(second.weight_map.view().as_slice::<i32>()?, [0, 2, 7, -1, 1, -1, -1, -1]);
+        assert_eq!(at_second.row_slots.view().as_slice::<i32>()?, [0, 4, 1, -1, -1, -1, -1, 2, -1, -1, -1, -1]);
+        assert_eq!(first.row_map.view().as_slice::<i32>()?, [0, 3, -1, -1, 0, -1, -1, -1]);
         Ok(())
     }
 }

@@ -15,7 +15,7 @@ use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::kernels::{Kernels, Origin, Segments};
 use crate::lazy::Lazy;
-use crate::plan::{Capacity, DispatchSpec, HostPlanRequest, MessageMaps, Overflow, Plan, PlanRequest, Stats};
+use crate::plan::{Capacity, DispatchSpec, HostPlanRequest, MessageMaps, Overflow, Plan, PlanRequest, Stats, ZoneMaps};
 use crate::tensor::Tensor;
 #[cfg(feature = "nccl-ep")]
 use crate::tensor::TensorRef;
@@ -236,6 +236,7 @@ pub(super) fn plan_on_gpu(device: &Cuda, call: PlanRequest<'_, Cuda>) -> Result<
         weight_map,
         return_map,
         messages: None,
+        zones: None,
     };
     Ok(Some((plan, stats)))
 }
@@ -268,6 +269,15 @@ pub(super) fn plan(device: &Cuda, call: HostPlanRequest<'_>) -> Result<Plan<Cuda
             slots_at: m.slots_at,
         })
     };
+    let zones = |z: ZoneMaps<Cpu>| -> Result<ZoneMaps<Cuda>> {
+        Ok(ZoneMaps {
+            token_rows: z.token_rows.to(device)?,
+            row_slots: z.row_slots.to(device)?,
+            row_tokens: z.row_tokens.to(device)?,
+            arrived: z.arrived.to(device)?,
+            zone_rows: z.zone_rows,
+        })
+    };
     Ok(Plan {
         tokens: plan.tokens,
         total_tokens: plan.total_tokens,
@@ -282,6 +292,7 @@ pub(super) fn plan(device: &Cuda, call: HostPlanRequest<'_>) -> Result<Plan<Cuda
         weight_map: plan.weight_map.to(device)?,
         return_map: plan.return_map.to(device)?,
         messages: plan.messages.map(messages).transpose()?,
+        zones: plan.zones.map(zones).transpose()?,
     })
 }
 

@@ -165,7 +165,7 @@ impl<D: Kernels> DispatcherState<D> {
         };
         let records = match row_order {
             RowOrder::Local => vec![own],
-            RowOrder::UniqueRows | RowOrder::AllRows | RowOrder::Slots => self.gather(tag, spec, &own)?,
+            RowOrder::UniqueRows | RowOrder::AllRows | RowOrder::Slots | RowOrder::Zones => self.gather(tag, spec, &own)?,
         };
         if let Some(error) = routing_record::problem(&records, self.rank(), self.config.num_experts) {
             return Err(error);
@@ -351,7 +351,7 @@ impl<D: Kernels> DispatcherState<D> {
 fn uncapturable_part(row_order: RowOrder, spec: &DispatchSpec) -> &'static str {
     match row_order {
         _ if routing_record::needs_weights(spec) => "an expert capacity by probability, which the host plans",
-        RowOrder::AllRows => {
+        RowOrder::AllRows | RowOrder::Zones => {
             "the host's part in it, which deferred reporting with a static capacity has in a first step only"
         }
         _ => "the host's part in it",
@@ -460,11 +460,11 @@ mod tests {
             let limit = ExpertCapacity { factor: 1.0, order, renormalize: false };
             DispatchSpec { expert_capacity: Some(limit), ..plain }
         };
-        for row_order in [RowOrder::Local, RowOrder::AllRows, RowOrder::UniqueRows, RowOrder::Slots] {
+        for row_order in [RowOrder::Local, RowOrder::AllRows, RowOrder::UniqueRows, RowOrder::Slots, RowOrder::Zones] {
             assert!(uncapturable_part(row_order, &by(CapacityOrder::Probability)).contains("by probability"));
             let advised = uncapturable_part(row_order, &by(CapacityOrder::Position)).contains("static capacity");
-            // No other has a prepare that a static capacity keeps from waiting.
-            assert_eq!(advised, row_order == RowOrder::AllRows, "{row_order:?}");
+            // No others have a prepare that a static capacity keeps from waiting.
+            assert_eq!(advised, matches!(row_order, RowOrder::AllRows | RowOrder::Zones), "{row_order:?}");
         }
     }
 }

@@ -57,7 +57,7 @@ pub(crate) use shared_group::Membership;
 
 pub use crate::plan::{
     Capacity, DevicePlan, DispatchSpec, HostCounts, HostPlanRequest, MessageMaps, Overflow, Plan, PlanRecords,
-    PlanRequest, RecordIds, Reporting, RowOrder, Stats,
+    PlanRequest, RecordIds, Reporting, RowOrder, Stats, ZoneMaps,
 };
 
 use std::fmt;

@@ -14,7 +14,7 @@ use crate::plan::routing_record::{self, RoutingRecord};
 impl<D: Kernels> DispatcherState<D> {
     /// Whether the device plans from records.
     pub(super) fn plans_on_device(&self, row_order: RowOrder, spec: &DispatchSpec) -> bool {
-        matches!(row_order, RowOrder::AllRows | RowOrder::UniqueRows)
+        matches!(row_order, RowOrder::AllRows | RowOrder::UniqueRows | RowOrder::Zones)
             && spec.reporting == Reporting::Deferred
             && self.device.plans_records(spec, self.config.num_experts)
     }

@@ -28,8 +28,8 @@ pub struct RecordIds<'a, D: Device> {
     pub out: TensorMut<'a, D>,
 }
 
-/// All ranks' records, to be planned for one rank. For [`RowOrder::AllRows`], each rank's tokens are padded to the same
-/// number of rows.
+/// All ranks' records, to be planned for one rank. For [`RowOrder::AllRows`] and [`RowOrder::Zones`], each rank's tokens
+/// are padded to the same number of rows.
 #[derive(Debug)]
 pub struct PlanRecords<'a, D: Device> {
     /// The rank that the plan is for.
@@ -44,7 +44,7 @@ pub struct PlanRecords<'a, D: Device> {
     pub tokens: usize,
     /// Alignment, capacities, overflow.
     pub spec: &'a DispatchSpec,
-    /// [`RowOrder::AllRows`] or [`RowOrder::UniqueRows`].
+    /// [`RowOrder::AllRows`], [`RowOrder::UniqueRows`] or [`RowOrder::Zones`].
     pub row_order: RowOrder,
     /// `U8 [R, size]`.
     pub records: TensorRef<'a, D>,
@@ -61,7 +61,7 @@ impl<D: Device> PlanRecords<'_, D> {
 
 /// As [`PlanRecords::waits`].
 pub(crate) fn waits(row_order: RowOrder, spec: &DispatchSpec) -> bool {
-    row_order != RowOrder::AllRows || spec.capacity == Capacity::Eager
+    !matches!(row_order, RowOrder::AllRows | RowOrder::Zones) || spec.capacity == Capacity::Eager
 }
 
 /// A plan made of records.
@@ -69,7 +69,8 @@ pub(crate) fn waits(row_order: RowOrder, spec: &DispatchSpec) -> bool {
 pub struct DevicePlan<D: Device> {
     /// The plan.
     pub plan: Plan<D>,
-    /// Rows of each rank among those that arrive where all do: token t of rank r is row r·padded_tokens + t.
+    /// Rows of each rank among those that arrive where all do: token t of rank r is row r·padded_tokens + t. Of zones:
+    /// rows of each.
     pub padded_tokens: usize,
     /// Counts from the records, where the host had to wait ([`PlanRecords::waits`]).
     pub counts: Option<HostCounts>,
@@ -143,6 +144,9 @@ pub enum RowOrder {
     AllRows,
     /// A copy for each slot, in slots.
     Slots,
+    /// Each (token, destination rank) once, in a zone for each source rank with room for as many tokens as any may bring,
+    /// in the order of tokens.
+    Zones,
 }
 
 /// Who sends what where. All maps are `I32`; −1 means none.
@@ -163,14 +167,32 @@ pub struct Plan<D: Device> {
     /// Row in the transport's order for each slot, `[N]`.
     pub row_map: Tensor<D>,
     /// For each slot, its weight's number among the weights that the transport brings, `[N]`. Local, AllRows: all
-    /// tokens' `[Σ T, K]` flattened. UniqueRows: those of [`MessageMaps::return_slots`]. Slots: its own.
+    /// tokens' `[Σ T, K]` flattened. UniqueRows: those of [`MessageMaps::return_slots`]. Slots: its own. Zones: K for
+    /// each row of the zones.
     pub weight_map: Tensor<D>,
     /// Local, AllRows: slot here of each (token, k) of all tokens in transport order, `[Σ T, K]` (own tokens only
     /// for Local). UniqueRows: for each of this rank's (token, k), the row among all rows returned to it by combine,
-    /// `[T, K]`. Slots: `[0, K]`, since the transport finds its own way back.
+    /// `[T, K]`. Slots, Zones: `[0, K]`, since the transport finds its own way back.
     pub return_map: Tensor<D>,
     /// Maps that [`RowOrder::UniqueRows`] needs beside; `None` for the others.
     pub messages: Option<MessageMaps<D>>,
+    /// Maps that [`RowOrder::Zones`] needs beside; `None` for the others.
+    pub zones: Option<ZoneMaps<D>>,
+}
+
+/// Who sends which rows into which zones, and how they return. Z is the number of rows of a zone; −1 means none.
+#[derive(Debug)]
+pub struct ZoneMaps<D: Device> {
+    /// For each of this rank's tokens its row in the zone at each rank, `I32 [T, R]`.
+    pub token_rows: Tensor<D>,
+    /// Slots here of the choices of each row that arrives, `I32 [R, Z, K]`; rows past those that arrive are not written.
+    pub row_slots: Tensor<D>,
+    /// Its token at its rank, `I32 [R, Z]`; likewise.
+    pub row_tokens: Tensor<D>,
+    /// Rows that arrive from each rank, `I64 [R]`.
+    pub arrived: Tensor<D>,
+    /// Z.
+    pub zone_rows: usize,
 }
 
 /// Which rows and choices make up the messages between two ranks. All maps are `I32 [n]`.

@@ -10,7 +10,7 @@ use crate::cuda::params;
 use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::kernels::{Origin, Segments};
-use crate::plan::{Capacity, DevicePlan, HostCounts, MessageMaps, Overflow, Plan, PlanRecords, RowOrder};
+use crate::plan::{Capacity, DevicePlan, HostCounts, MessageMaps, Overflow, Plan, PlanRecords, RowOrder, ZoneMaps};
 use crate::tensor::Tensor;
 
 use super::all_to_all::AllToAllCounts;
@@ -19,11 +19,11 @@ use super::{CALL, check_errors, sizes};
 
 pub(in crate::cuda) fn plan(device: &Cuda, call: PlanRecords<'_, Cuda>) -> Result<DevicePlan<Cuda>> {
     let origin = Origin { rank: call.rank, layer: call.spec.layer };
-    let of = PlanTarget { rank: call.rank, origin, tokens: call.tokens, sends: call.row_order == RowOrder::UniqueRows };
+    let of = PlanTarget { rank: call.rank, origin, tokens: call.tokens, row_order: call.row_order };
     let (waits, open, most) = (call.waits(), call.spec.capacity == Capacity::Eager, call.max_tokens);
     let mut counting = PlanInProgress::new(device, call)?;
     counting.segments(device)?;
-    let all_to_all = if of.sends { Some(counting.all_to_all(device)?) } else { None };
+    let all_to_all = if of.sends() { Some(counting.all_to_all(device)?) } else { None };
     let mut sizes = PlanSizes { rows: counting.p.rows as usize, padded_tokens: most, counts: None, values: Vec::new() };
     if waits {
         sizes.read(device, &counting, open)?;
@@ -39,8 +39,14 @@ struct PlanTarget {
     /// The rank and layer, for errors.
     origin: Origin,
     tokens: usize,
-    /// It sends rows, and so has messages.
-    sends: bool,
+    row_order: RowOrder,
+}
+
+impl PlanTarget {
+    /// It sends rows to each rank apart, and so has messages.
+    fn sends(&self) -> bool {
+        matches!(self.row_order, RowOrder::UniqueRows | RowOrder::Zones)
+    }
 }
 
 /// A plan in the making: what the kernels are told, and what they leave.
@@ -73,6 +79,7 @@ struct RowMaps {
     weight: Tensor<Cuda>,
     ret: Tensor<Cuda>,
     messages: Option<MessageMaps<Cuda>>,
+    zones: Option<ZoneMaps<Cuda>>,
 }
 
 impl PlanInProgress {
@@ -164,7 +171,11 @@ impl PlanInProgress {
         all_to_all: Option<AllToAllCounts>,
     ) -> Result<RowMaps> {
         let (k, p) = (self.p.top_k as usize, &mut self.p);
-        let arriving = if of.sends { of.tokens } else { self.stats_layout.ranks * sizes.padded_tokens };
+        let arriving = match of.row_order {
+            RowOrder::UniqueRows => of.tokens,
+            RowOrder::Zones => 0,
+            _ => self.stats_layout.ranks * sizes.padded_tokens,
+        };
         let map = |dims: &[usize]| Tensor::empty(device, DType::I32, dims);
         let (mut row, mut weight) = (map(&[sizes.rows])?, map(&[sizes.rows])?);
         let mut ret = map(&[arriving, k])?;
@@ -173,15 +184,20 @@ impl PlanInProgress {
         }
         (p.rows, p.padded_tokens) = (sizes.rows as i64, sizes.padded_tokens as i64);
         (p.row_map, p.weight_map, p.return_map) = (at(&mut row), at(&mut weight), at(&mut ret));
-        let messages = match all_to_all {
-            Some(all_to_all) => Some(all_to_all.number(device, p, self.stats_layout.messages(&sizes.values))?),
+        let (mut messages, mut zones) = (None, None);
+        match all_to_all {
+            Some(all_to_all) if of.row_order == RowOrder::Zones => {
+                zones = Some(all_to_all.zones(device, p, of.tokens)?);
+            }
+            Some(all_to_all) => {
+                messages = Some(all_to_all.number(device, p, self.stats_layout.messages(&sizes.values))?);
+            }
             None => {
                 // SAFETY: as for the segments, for this many rows.
                 unsafe { device.launch(CALL, &device.kernels().routing_records.slots, self.walk, p) }?;
-                None
             }
-        };
-        Ok(RowMaps { row, weight, ret, messages })
+        }
+        Ok(RowMaps { row, weight, ret, messages, zones })
     }
 
     fn gathered(self, device: &Cuda, of: &PlanTarget, sizes: PlanSizes, maps: RowMaps) -> DevicePlan<Cuda> {
@@ -201,6 +217,7 @@ impl PlanInProgress {
             weight_map: maps.weight,
             return_map: maps.ret,
             messages: maps.messages,
+            zones: maps.zones,
         };
         DevicePlan { plan, padded_tokens, counts }
     }

@@ -1,7 +1,7 @@
 // Rows of slots back to their tokens on other GPUs of the host, by stores over NVLink, and their sums
 // (common/nvlink.cuh has the protocol).
 //
-//   nvlink_combine_*  rows [N, width] -> [T, width]; weights of slots [N] -> [T, K], if wanted
+//   sm90_nvlink_combine_*  rows [N, width] -> [T, width]; weights of slots [N] -> [T, K], if wanted
 //
 // Each row that arrived in dispatch goes back to its token's rank: as the sum of its slots here in f32, in the order of
 // k, rounded once. The token's rank adds the sums of the ranks in their order, in f32, and rounds once; its own it makes
@@ -15,14 +15,15 @@
 //
 // Limited by the link's bytes; in memory each slot's row is read once, each sum that travels written and read once.
 //
-// Notes: kernels/notes/nvlink.md.
+// Empty where the architecture is not Hopper (sm_90a). Notes: kernels/notes/nvlink.md.
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL) || !defined(__CUDA_ARCH__)
 #include <type_traits>
 #include "common/nvlink.cuh"
 
 namespace {
 
 // Words of each row that a thread handles together.
-constexpr int PAIR = 2;
+constexpr int WORDS = NVLINK_SUM_WORDS;
 constexpr int WARPS = NVLINK_SUM_THREADS / 32;
 
 // What a thread moves at a time: a word of 16 bytes, or an element.
@@ -57,19 +58,19 @@ struct Rows {
     int slots;
 };
 
-// The sum of `PAIR` words of a row, as it grows.
+// The sum of WORDS words of a row, as it grows.
 template <class T, int N>
 struct Sum {
-    float all[PAIR][N] = {};
-    float here[PAIR][N] = {};
+    float all[WORDS][N] = {};
+    float here[WORDS][N] = {};
 
-    __device__ __forceinline__ void take(const Rows<T>& rows, int row, const WordOf<T, N> (&words)[PAIR]) {
+    __device__ __forceinline__ void take(const Rows<T>& rows, int row, const WordOf<T, N> (&words)[WORDS]) {
         const bool slot = row >= rows.slots_from && row < rows.slots_from + rows.slots;
 #pragma unroll
-        for (int w = 0; w < PAIR; w++) slot ? add<T, N>(here[w], words[w]) : add<T, N>(all[w], words[w]);
+        for (int w = 0; w < WORDS; w++) slot ? add<T, N>(here[w], words[w]) : add<T, N>(all[w], words[w]);
         if (row + 1 != rows.slots_from + rows.slots || rows.slots == 0) return;
 #pragma unroll
-        for (int w = 0; w < PAIR; w++) add<T, N>(all[w], rounded<T, N>(here[w]));
+        for (int w = 0; w < WORDS; w++) add<T, N>(all[w], rounded<T, N>(here[w]));
     }
 };
 
@@ -82,20 +83,22 @@ template <int PLACES>
 __device__ __forceinline__ void wait_for_place() { asm volatile("cp.async.wait_group %0;\n" ::"n"(PLACES) : "memory"); }
 
 // Adds rows of `width` elements into `out`. A thread's words come through a ring in shared memory of its own, so that
-// many are under way and none takes a register: place after place has a pair of words of a row, row after row, then the
-// next pair. A thread reads what it has loaded itself, so no barrier is needed.
+// many are under way and none takes a register: place after place has words of a row, row after row, then the
+// next words. A thread reads what it has loaded itself, so no barrier is needed.
 template <class T>
 __device__ __forceinline__ void add_rows_in_words(const Rows<T>& rows, T* out, int width, uint4* ring) {
-    constexpr int N = 16 / sizeof(T), STEP = 32 * N * PAIR;
+    constexpr int N = 16 / sizeof(T), STEP = 32 * N * WORDS;
     const int lane = threadIdx.x % 32;
     ring += threadIdx.x;
     int load_row = 0, load_at = rows.count > 0 ? lane * N : width, load_place = 0;
     auto load = [&]() {
         if (load_at < width) {
             const T* from = rows.at[load_row] + load_at;
-            uint4* to = ring + load_place * (PAIR * NVLINK_SUM_THREADS);
-            load_to_shared(to, from);
-            if (load_at + 32 * N < width) load_to_shared(to + NVLINK_SUM_THREADS, from + 32 * N);
+            uint4* to = ring + load_place * (WORDS * NVLINK_SUM_THREADS);
+#pragma unroll
+            for (int w = 0; w < WORDS; w++) {
+                if (load_at + 32 * N * w < width) load_to_shared(to + NVLINK_SUM_THREADS * w, from + 32 * N * w);
+            }
         }
         end_of_place();
         if (++load_place == NVLINK_RING) load_place = 0;
@@ -111,13 +114,15 @@ __device__ __forceinline__ void add_rows_in_words(const Rows<T>& rows, T* out, i
         for (int row = 0; row < rows.count; row++) {
             load();
             wait_for_place<NVLINK_RING - 1>();
-            const uint4* from = ring + place * (PAIR * NVLINK_SUM_THREADS);
-            const uint4 words[PAIR] = {from[0], from[NVLINK_SUM_THREADS]};
+            const uint4* from = ring + place * (WORDS * NVLINK_SUM_THREADS);
+            uint4 words[WORDS];
+#pragma unroll
+            for (int w = 0; w < WORDS; w++) words[w] = from[NVLINK_SUM_THREADS * w];
             sum.take(rows, row, words);
             if (++place == NVLINK_RING) place = 0;
         }
 #pragma unroll
-        for (int w = 0; w < PAIR; w++) {
+        for (int w = 0; w < WORDS; w++) {
             if (at + 32 * N * w < width) *reinterpret_cast<uint4*>(out + at + 32 * N * w) = rounded<T, N>(sum.all[w]);
         }
     }
@@ -127,15 +132,20 @@ __device__ __forceinline__ void add_rows_in_words(const Rows<T>& rows, T* out, i
 // The same of rows of any width, an element at a time.
 template <class T>
 __device__ __forceinline__ void add_rows_in_elements(const Rows<T>& rows, T* out, int width) {
-    for (int at = threadIdx.x % 32; at < width; at += 32 * PAIR) {
+    for (int at = threadIdx.x % 32; at < width; at += 32 * WORDS) {
         Sum<T, 1> sum;
-        const int next = at + 32 < width ? at + 32 : at;
         for (int row = 0; row < rows.count; row++) {
-            const T words[PAIR] = {rows.at[row][at], rows.at[row][next]};
+            T words[WORDS] = {};
+#pragma unroll
+            for (int w = 0; w < WORDS; w++) {
+                if (at + 32 * w < width) words[w] = rows.at[row][at + 32 * w];
+            }
             sum.take(rows, row, words);
         }
-        out[at] = rounded<T, 1>(sum.all[0]);
-        if (next != at) out[next] = rounded<T, 1>(sum.all[1]);
+#pragma unroll
+        for (int w = 0; w < WORDS; w++) {
+            if (at + 32 * w < width) out[at + 32 * w] = rounded<T, 1>(sum.all[w]);
+        }
     }
 }
 
@@ -291,12 +301,13 @@ __device__ __forceinline__ void combine(const NvLinkCombineParams& p) {
 
 }  // namespace
 
-extern "C" __global__ void __launch_bounds__(NVLINK_SUM_THREADS, 1) nvlink_combine_f32(const __grid_constant__ NvLinkCombineParams p) {
+extern "C" __global__ void __launch_bounds__(NVLINK_SUM_THREADS, 1) sm90_nvlink_combine_f32(const __grid_constant__ NvLinkCombineParams p) {
     combine<float>(p);
 }
-extern "C" __global__ void __launch_bounds__(NVLINK_SUM_THREADS, 1) nvlink_combine_f16(const __grid_constant__ NvLinkCombineParams p) {
+extern "C" __global__ void __launch_bounds__(NVLINK_SUM_THREADS, 1) sm90_nvlink_combine_f16(const __grid_constant__ NvLinkCombineParams p) {
     combine<f16>(p);
 }
-extern "C" __global__ void __launch_bounds__(NVLINK_SUM_THREADS, 1) nvlink_combine_bf16(const __grid_constant__ NvLinkCombineParams p) {
+extern "C" __global__ void __launch_bounds__(NVLINK_SUM_THREADS, 1) sm90_nvlink_combine_bf16(const __grid_constant__ NvLinkCombineParams p) {
     combine<bf16>(p);
 }
+#endif

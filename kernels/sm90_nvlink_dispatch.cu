@@ -1,14 +1,15 @@
 // Rows to other GPUs of the host by stores over NVLink (common/nvlink.cuh has the protocol).
 //
-//   nvlink_exchange   a block of bytes of each rank -> all ranks' [R, bytes], in the zone of each
-//   nvlink_dispatch   tokens [T, row] -> to every rank that keeps a choice of the token, once, row by row in the order of
-//                     tokens: zone [R, max_tokens, row]. Weights [T, K] and scales [T, bytes] travel with their rows.
+//   sm90_nvlink_exchange  a block of bytes of each rank -> all ranks' [R, bytes], in the zone of each
+//   sm90_nvlink_dispatch  tokens [T, row] -> to every rank that keeps a choice of the token, once, in the order of tokens:
+//                         zone [R, max_tokens, row]. Weights [T, K] and scales [T, bytes] travel with their rows.
 //
 // A warp takes a token: it loads each word of the row once and stores it to every zone that wants it, this rank's own
 // among them. Many warps with 16-byte stores reach the link's rate at any length of rows. Limited by the link's bytes,
 // and on few SMs by the bytes that these have under way.
 //
-// Notes: kernels/notes/nvlink.md.
+// Empty where the architecture is not Hopper (sm_90a). Notes: kernels/notes/nvlink.md.
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL) || !defined(__CUDA_ARCH__)
 #include "common/nvlink.cuh"
 
 namespace {
@@ -63,7 +64,7 @@ __device__ __forceinline__ void push_part(const NvLinkDispatchParams& p, const N
 
 }  // namespace
 
-extern "C" __global__ void __launch_bounds__(NVLINK_THREADS) nvlink_exchange(const __grid_constant__ NvLinkExchangeParams p) {
+extern "C" __global__ void __launch_bounds__(NVLINK_THREADS) sm90_nvlink_exchange(const __grid_constant__ NvLinkExchangeParams p) {
     __shared__ nvlink::Block block;
     nvlink::start(p.call, block);
     if (!block.stopped) {
@@ -84,7 +85,7 @@ extern "C" __global__ void __launch_bounds__(NVLINK_THREADS) nvlink_exchange(con
     nvlink::end(p.call, block);
 }
 
-extern "C" __global__ void __launch_bounds__(NVLINK_THREADS, 1) nvlink_dispatch(const __grid_constant__ NvLinkDispatchParams p) {
+extern "C" __global__ void __launch_bounds__(NVLINK_THREADS, 1) sm90_nvlink_dispatch(const __grid_constant__ NvLinkDispatchParams p) {
     __shared__ nvlink::Block block;
     __shared__ uint8_t* to[NVLINK_THREADS / 32][NVLINK_RANKS];
     nvlink::start(p.call, block);
@@ -103,3 +104,4 @@ extern "C" __global__ void __launch_bounds__(NVLINK_THREADS, 1) nvlink_dispatch(
     }
     nvlink::end(p.call, block);
 }
+#endif
