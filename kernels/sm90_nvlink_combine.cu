@@ -74,8 +74,15 @@ struct Sum {
     }
 };
 
-__device__ __forceinline__ void load_to_shared(uint4* to, const void* from) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;\n" ::"r"(static_cast<uint32_t>(__cvta_generic_to_shared(to))), "l"(from) : "memory");
+// Rows are read once: the first to leave L2, where the peers' sums arrive meanwhile.
+__device__ __forceinline__ uint64_t read_once() {
+    uint64_t policy;
+    asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;\n" : "=l"(policy));
+    return policy;
+}
+__device__ __forceinline__ void load_to_shared(uint4* to, const void* from, uint64_t policy) {
+    const auto at = static_cast<uint32_t>(__cvta_generic_to_shared(to));
+    asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;\n" ::"r"(at), "l"(from), "l"(policy) : "memory");
 }
 __device__ __forceinline__ void end_of_place() { asm volatile("cp.async.commit_group;\n" ::: "memory"); }
 // All but the last so many places have come.
@@ -89,6 +96,7 @@ template <class T>
 __device__ __forceinline__ void add_rows_in_words(const Rows<T>& rows, T* out, int width, uint4* ring) {
     constexpr int N = 16 / sizeof(T), STEP = 32 * N * WORDS;
     const int lane = threadIdx.x % 32;
+    const uint64_t policy = read_once();
     ring += threadIdx.x;
     int load_row = 0, load_at = rows.count > 0 ? lane * N : width, load_place = 0;
     auto load = [&]() {
@@ -97,7 +105,7 @@ __device__ __forceinline__ void add_rows_in_words(const Rows<T>& rows, T* out, i
             uint4* to = ring + load_place * (WORDS * NVLINK_SUM_THREADS);
 #pragma unroll
             for (int w = 0; w < WORDS; w++) {
-                if (load_at + 32 * N * w < width) load_to_shared(to + NVLINK_SUM_THREADS * w, from + 32 * N * w);
+                if (load_at + 32 * N * w < width) load_to_shared(to + NVLINK_SUM_THREADS * w, from + 32 * N * w, policy);
             }
         }
         end_of_place();

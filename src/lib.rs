@@ -142,6 +142,8 @@ pub mod cuda;
 pub mod nccl;
 #[cfg(feature = "nccl-ep")]
 pub mod nccl_ep;
+#[cfg(feature = "nccl")]
+mod nvlink;
 
 #[cfg(any(feature = "candle", feature = "burn"))]
 mod adapter;

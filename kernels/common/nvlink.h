@@ -76,7 +76,6 @@ struct NvLinkCombineParams {
     NvLinkCall call;
     const void* rows;          // [N, width]
     int64_t width;             // elements
-    int64_t type;
     int64_t word;              // bytes that a row is moved in: 16, or those of an element
     int64_t in_k_order;        // every slot's row travels, and the token's rank adds them in the order of k
     const float* weights;      // [N]; null: zeros, where out_weights is wanted
@@ -92,6 +91,5 @@ struct NvLinkCombineParams {
     int64_t tokens;
     int64_t max_tokens;
     int64_t top_k;
-    int64_t experts;
     int64_t lag;               // rows that are sent ahead of the tokens that are summed
 };

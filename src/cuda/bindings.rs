@@ -87,6 +87,169 @@ pub const ADD_SHARES_LEVELS: u32 = 16;
 pub const COLUMN_SUMS_THREADS: u32 = 256;
 pub const COLUMN_SUMS_COLUMNS: u32 = 32;
 pub const ADAMW_THREADS: u32 = 256;
+pub const NVLINK_RANKS: u32 = 8;
+pub const NVLINK_THREADS: u32 = 1024;
+pub const NVLINK_SUM_THREADS: u32 = 512;
+pub const NVLINK_SUM_WORDS: u32 = 2;
+pub const NVLINK_RING: u32 = 12;
+pub const NVLINK_SUM_SMEM: u32 = 196608;
+pub const NVLINK_TOP_K: u32 = 24;
+pub const NVLINK_ZONE_UNIT: u32 = 256;
+pub const NVLINK_EPOCH: NvLinkWord = 0;
+pub const NVLINK_BLOCKS: NvLinkWord = 1;
+pub const NVLINK_TICKET: NvLinkWord = 2;
+pub const NVLINK_ERROR: NvLinkWord = 3;
+pub const NVLINK_ABORT: NvLinkWord = 16;
+pub const NVLINK_READY: NvLinkWord = 32;
+pub const NVLINK_DONE: NvLinkWord = 48;
+pub const NVLINK_ROWS: NvLinkWord = 64;
+pub type NvLinkWord = ::core::ffi::c_int;
+pub const NVLINK_WAIT_READY: NvLinkPhase = 1;
+pub const NVLINK_WAIT_DONE: NvLinkPhase = 2;
+pub const NVLINK_WAIT_ROW: NvLinkPhase = 3;
+pub const NVLINK_STOPPED: NvLinkPhase = 4;
+pub type NvLinkPhase = ::core::ffi::c_int;
+pub const NVLINK_PEER_BITS: u32 = 8;
+#[repr(C)]
+#[derive(Debug, Copy, Clone, Default)]
+pub struct NvLinkCall {
+    pub rank: i64,
+    pub ranks: i64,
+    pub words: [::core::ffi::c_ulonglong; 8usize],
+    pub zones: [::core::ffi::c_ulonglong; 8usize],
+    pub zone: i64,
+    pub timeout: i64,
+    pub delay: i64,
+    pub fault: u64,
+    pub origin: i64,
+}
+#[allow(clippy::unnecessary_operation, clippy::identity_op)]
+const _: () = {
+    ["Size of NvLinkCall"][::core::mem::size_of::<NvLinkCall>() - 184usize];
+    ["Alignment of NvLinkCall"][::core::mem::align_of::<NvLinkCall>() - 8usize];
+    ["Offset of field: NvLinkCall::rank"][::core::mem::offset_of!(NvLinkCall, rank) - 0usize];
+    ["Offset of field: NvLinkCall::ranks"][::core::mem::offset_of!(NvLinkCall, ranks) - 8usize];
+    ["Offset of field: NvLinkCall::words"][::core::mem::offset_of!(NvLinkCall, words) - 16usize];
+    ["Offset of field: NvLinkCall::zones"][::core::mem::offset_of!(NvLinkCall, zones) - 80usize];
+    ["Offset of field: NvLinkCall::zone"][::core::mem::offset_of!(NvLinkCall, zone) - 144usize];
+    ["Offset of field: NvLinkCall::timeout"][::core::mem::offset_of!(NvLinkCall, timeout) - 152usize];
+    ["Offset of field: NvLinkCall::delay"][::core::mem::offset_of!(NvLinkCall, delay) - 160usize];
+    ["Offset of field: NvLinkCall::fault"][::core::mem::offset_of!(NvLinkCall, fault) - 168usize];
+    ["Offset of field: NvLinkCall::origin"][::core::mem::offset_of!(NvLinkCall, origin) - 176usize];
+};
+#[repr(C)]
+#[derive(Debug, Copy, Clone, Default)]
+pub struct NvLinkExchangeParams {
+    pub call: NvLinkCall,
+    pub source: u64,
+    pub bytes: i64,
+}
+#[allow(clippy::unnecessary_operation, clippy::identity_op)]
+const _: () = {
+    ["Size of NvLinkExchangeParams"][::core::mem::size_of::<NvLinkExchangeParams>() - 200usize];
+    ["Alignment of NvLinkExchangeParams"][::core::mem::align_of::<NvLinkExchangeParams>() - 8usize];
+    ["Offset of field: NvLinkExchangeParams::call"][::core::mem::offset_of!(NvLinkExchangeParams, call) - 0usize];
+    ["Offset of field: NvLinkExchangeParams::source"][::core::mem::offset_of!(NvLinkExchangeParams, source) - 184usize];
+    ["Offset of field: NvLinkExchangeParams::bytes"][::core::mem::offset_of!(NvLinkExchangeParams, bytes) - 192usize];
+};
+#[repr(C)]
+#[derive(Debug, Copy, Clone, Default)]
+pub struct NvLinkPart {
+    pub source: u64,
+    pub bytes: i64,
+    pub word: i64,
+    pub at: i64,
+}
+#[allow(clippy::unnecessary_operation, clippy::identity_op)]
+const _: () = {
+    ["Size of NvLinkPart"][::core::mem::size_of::<NvLinkPart>() - 32usize];
+    ["Alignment of NvLinkPart"][::core::mem::align_of::<NvLinkPart>() - 8usize];
+    ["Offset of field: NvLinkPart::source"][::core::mem::offset_of!(NvLinkPart, source) - 0usize];
+    ["Offset of field: NvLinkPart::bytes"][::core::mem::offset_of!(NvLinkPart, bytes) - 8usize];
+    ["Offset of field: NvLinkPart::word"][::core::mem::offset_of!(NvLinkPart, word) - 16usize];
+    ["Offset of field: NvLinkPart::at"][::core::mem::offset_of!(NvLinkPart, at) - 24usize];
+};
+#[repr(C)]
+#[derive(Debug, Copy, Clone, Default)]
+pub struct NvLinkDispatchParams {
+    pub call: NvLinkCall,
+    pub rows: NvLinkPart,
+    pub weights: NvLinkPart,
+    pub scales: NvLinkPart,
+    pub token_rows: u64,
+    pub tokens: i64,
+    pub max_tokens: i64,
+}
+#[allow(clippy::unnecessary_operation, clippy::identity_op)]
+const _: () = {
+    ["Size of NvLinkDispatchParams"][::core::mem::size_of::<NvLinkDispatchParams>() - 304usize];
+    ["Alignment of NvLinkDispatchParams"][::core::mem::align_of::<NvLinkDispatchParams>() - 8usize];
+    ["Offset of field: NvLinkDispatchParams::call"][::core::mem::offset_of!(NvLinkDispatchParams, call) - 0usize];
+    ["Offset of field: NvLinkDispatchParams::rows"][::core::mem::offset_of!(NvLinkDispatchParams, rows) - 184usize];
+    ["Offset of field: NvLinkDispatchParams::weights"]
+        [::core::mem::offset_of!(NvLinkDispatchParams, weights) - 216usize];
+    ["Offset of field: NvLinkDispatchParams::scales"][::core::mem::offset_of!(NvLinkDispatchParams, scales) - 248usize];
+    ["Offset of field: NvLinkDispatchParams::token_rows"]
+        [::core::mem::offset_of!(NvLinkDispatchParams, token_rows) - 280usize];
+    ["Offset of field: NvLinkDispatchParams::tokens"][::core::mem::offset_of!(NvLinkDispatchParams, tokens) - 288usize];
+    ["Offset of field: NvLinkDispatchParams::max_tokens"]
+        [::core::mem::offset_of!(NvLinkDispatchParams, max_tokens) - 296usize];
+};
+#[repr(C)]
+#[derive(Debug, Copy, Clone, Default)]
+pub struct NvLinkCombineParams {
+    pub call: NvLinkCall,
+    pub rows: u64,
+    pub width: i64,
+    pub word: i64,
+    pub in_k_order: i64,
+    pub weights: u64,
+    pub with_weights: i64,
+    pub weights_at: i64,
+    pub out: u64,
+    pub out_weights: u64,
+    pub token_rows: u64,
+    pub row_slots: u64,
+    pub row_tokens: u64,
+    pub kept: u64,
+    pub arrived: u64,
+    pub tokens: i64,
+    pub max_tokens: i64,
+    pub top_k: i64,
+    pub lag: i64,
+}
+#[allow(clippy::unnecessary_operation, clippy::identity_op)]
+const _: () = {
+    ["Size of NvLinkCombineParams"][::core::mem::size_of::<NvLinkCombineParams>() - 328usize];
+    ["Alignment of NvLinkCombineParams"][::core::mem::align_of::<NvLinkCombineParams>() - 8usize];
+    ["Offset of field: NvLinkCombineParams::call"][::core::mem::offset_of!(NvLinkCombineParams, call) - 0usize];
+    ["Offset of field: NvLinkCombineParams::rows"][::core::mem::offset_of!(NvLinkCombineParams, rows) - 184usize];
+    ["Offset of field: NvLinkCombineParams::width"][::core::mem::offset_of!(NvLinkCombineParams, width) - 192usize];
+    ["Offset of field: NvLinkCombineParams::word"][::core::mem::offset_of!(NvLinkCombineParams, word) - 200usize];
+    ["Offset of field: NvLinkCombineParams::in_k_order"]
+        [::core::mem::offset_of!(NvLinkCombineParams, in_k_order) - 208usize];
+    ["Offset of field: NvLinkCombineParams::weights"][::core::mem::offset_of!(NvLinkCombineParams, weights) - 216usize];
+    ["Offset of field: NvLinkCombineParams::with_weights"]
+        [::core::mem::offset_of!(NvLinkCombineParams, with_weights) - 224usize];
+    ["Offset of field: NvLinkCombineParams::weights_at"]
+        [::core::mem::offset_of!(NvLinkCombineParams, weights_at) - 232usize];
+    ["Offset of field: NvLinkCombineParams::out"][::core::mem::offset_of!(NvLinkCombineParams, out) - 240usize];
+    ["Offset of field: NvLinkCombineParams::out_weights"]
+        [::core::mem::offset_of!(NvLinkCombineParams, out_weights) - 248usize];
+    ["Offset of field: NvLinkCombineParams::token_rows"]
+        [::core::mem::offset_of!(NvLinkCombineParams, token_rows) - 256usize];
+    ["Offset of field: NvLinkCombineParams::row_slots"]
+        [::core::mem::offset_of!(NvLinkCombineParams, row_slots) - 264usize];
+    ["Offset of field: NvLinkCombineParams::row_tokens"]
+        [::core::mem::offset_of!(NvLinkCombineParams, row_tokens) - 272usize];
+    ["Offset of field: NvLinkCombineParams::kept"][::core::mem::offset_of!(NvLinkCombineParams, kept) - 280usize];
+    ["Offset of field: NvLinkCombineParams::arrived"][::core::mem::offset_of!(NvLinkCombineParams, arrived) - 288usize];
+    ["Offset of field: NvLinkCombineParams::tokens"][::core::mem::offset_of!(NvLinkCombineParams, tokens) - 296usize];
+    ["Offset of field: NvLinkCombineParams::max_tokens"]
+        [::core::mem::offset_of!(NvLinkCombineParams, max_tokens) - 304usize];
+    ["Offset of field: NvLinkCombineParams::top_k"][::core::mem::offset_of!(NvLinkCombineParams, top_k) - 312usize];
+    ["Offset of field: NvLinkCombineParams::lag"][::core::mem::offset_of!(NvLinkCombineParams, lag) - 320usize];
+};
 pub const TYPE_F32: ElementType = 0;
 pub const TYPE_F16: ElementType = 1;
 pub const TYPE_BF16: ElementType = 2;
@@ -103,7 +266,8 @@ pub const FAULT_SUMS: Fault = 4;
 pub const FAULT_CHOICE: Fault = 5;
 pub const FAULT_CAPACITY: Fault = 6;
 pub const FAULT_RECORD: Fault = 7;
-pub const FAULT_END: Fault = 8;
+pub const FAULT_PEER: Fault = 8;
+pub const FAULT_END: Fault = 9;
 pub type Fault = ::core::ffi::c_ulonglong;
 pub const OPERAND_FIRST: Operand = 0;
 pub const OPERAND_SECOND: Operand = 1;
@@ -423,11 +587,15 @@ pub struct RecordsPlanParams {
     pub send_tokens: u64,
     pub send_choices: u64,
     pub return_slots: u64,
+    pub token_rows: u64,
+    pub row_slots: u64,
+    pub row_tokens: u64,
+    pub arrived: u64,
     pub origin: i64,
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of RecordsPlanParams"][::core::mem::size_of::<RecordsPlanParams>() - 272usize];
+    ["Size of RecordsPlanParams"][::core::mem::size_of::<RecordsPlanParams>() - 304usize];
     ["Alignment of RecordsPlanParams"][::core::mem::align_of::<RecordsPlanParams>() - 8usize];
     ["Offset of field: RecordsPlanParams::records"][::core::mem::offset_of!(RecordsPlanParams, records) - 0usize];
     ["Offset of field: RecordsPlanParams::size"][::core::mem::offset_of!(RecordsPlanParams, size) - 8usize];
@@ -471,7 +639,13 @@ const _: () = {
         [::core::mem::offset_of!(RecordsPlanParams, send_choices) - 248usize];
     ["Offset of field: RecordsPlanParams::return_slots"]
         [::core::mem::offset_of!(RecordsPlanParams, return_slots) - 256usize];
-    ["Offset of field: RecordsPlanParams::origin"][::core::mem::offset_of!(RecordsPlanParams, origin) - 264usize];
+    ["Offset of field: RecordsPlanParams::token_rows"]
+        [::core::mem::offset_of!(RecordsPlanParams, token_rows) - 264usize];
+    ["Offset of field: RecordsPlanParams::row_slots"][::core::mem::offset_of!(RecordsPlanParams, row_slots) - 272usize];
+    ["Offset of field: RecordsPlanParams::row_tokens"]
+        [::core::mem::offset_of!(RecordsPlanParams, row_tokens) - 280usize];
+    ["Offset of field: RecordsPlanParams::arrived"][::core::mem::offset_of!(RecordsPlanParams, arrived) - 288usize];
+    ["Offset of field: RecordsPlanParams::origin"][::core::mem::offset_of!(RecordsPlanParams, origin) - 296usize];
 };
 #[repr(C)]
 #[derive(Debug, Copy, Clone, Default)]

@@ -2,16 +2,16 @@
 
 use crate::comm::Solo;
 use crate::ep::{DispatcherKind, Group, GroupConfig};
-#[cfg(not(feature = "nccl-ep"))]
+#[cfg(not(feature = "nccl"))]
 use crate::ep::{LibraryDispatchers, dispatcher_state::DispatcherState, select::NcclEpOrReason};
-#[cfg(not(feature = "nccl-ep"))]
+#[cfg(not(feature = "nccl"))]
 use crate::error::Error;
 use crate::error::Result;
 
 use super::device::Cuda;
 use super::heuristics::{ALL_GATHER_TOKENS, GPUS_OF_HOST};
 
-#[cfg(not(feature = "nccl-ep"))]
+#[cfg(not(feature = "nccl"))]
 impl LibraryDispatchers for Cuda {
     fn preferred_dispatchers(config: &GroupConfig, ranks: usize) -> &'static [DispatcherKind] {
         preferred_dispatchers(config, ranks)

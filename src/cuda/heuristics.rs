@@ -116,6 +116,10 @@ pub(super) const ADD_SHARES_BLOCKS: usize = 8;
 /// Blocks an SM is given when numbers that are not finite are looked for. Weighed, not measured.
 pub(super) const FINITE_BLOCKS: usize = 16;
 
+/// Rows that combine over NVLink sends ahead of the tokens that it sums. `notes/nvlink.md`.
+#[cfg(feature = "nccl")]
+pub(super) const NVLINK_LAG: usize = 512;
+
 // ------------------------------------------------------------------------------------------------ memory
 
 /// Every block of memory has at least this size and is a multiple of it, so that no tensor has a null pointer, which

@@ -27,6 +27,7 @@
 //! layout, plan, routing_records, low_latency_sort, permute    slots: tiled, planned, moved
 //! experts, linear, wgrad, sm90_grouped_gemm                   products
 //! w4a16, dequantized                                          and those with quantized weights
+//! nvlink                                                      rows between GPUs by stores
 //! router, quant, etp                                          routing, casts, sums of sharded gradients
 //! optimizer                                                   norms, and steps of AdamW
 //! kernels, group                                              all of it as the trait has it, and a group of one rank
@@ -59,6 +60,8 @@ mod linear;
 #[cfg(feature = "nccl-ep")]
 pub(crate) mod low_latency_sort;
 mod memory;
+#[cfg(feature = "nccl")]
+pub(crate) mod nvlink;
 mod optimizer;
 mod page_locked;
 mod params;
@@ -86,6 +89,6 @@ pub use device::{Cuda, Event};
 #[cfg(feature = "nccl")]
 pub(crate) use failure::{FailureSource, StuckFlag};
 pub use graph::Captured;
-#[cfg(feature = "nccl-ep")]
+#[cfg(feature = "nccl")]
 pub(crate) use group::preferred_dispatchers;
 pub use memory::Memory;

@@ -137,6 +137,7 @@ impl Raised<'_> {
             params::FAULT_CHOICE => self.choice(fault, detail),
             params::FAULT_CAPACITY => self.capacity(),
             params::FAULT_RECORD => self.record(fault, detail),
+            params::FAULT_PEER => self.late_peer(detail),
             code => Error::UnknownFault { call: self.call, code, detail },
         })
     }
@@ -205,6 +206,19 @@ impl Raised<'_> {
             first: first.checked_sub(1).map(|first| first as usize),
         }
         .error(self.word(params::STATUS_RECORD_EXPERTS) as usize)
+    }
+
+    /// A rank that was waited for in vain (`give_up` in `kernels/common/nvlink.cuh`).
+    fn late_peer(&self, detail: u64) -> Error {
+        let (Origin { rank, layer }, about) = (self.origin(detail % ORIGINS as u64), detail >> params::ORIGIN_BITS);
+        let peer = (about & ((1 << params::NVLINK_PEER_BITS) - 1)) as usize;
+        let problem = match (about >> params::NVLINK_PEER_BITS) as params::NvLinkPhase {
+            params::NVLINK_WAIT_READY => "did not come to the call in time",
+            params::NVLINK_WAIT_DONE => "did not end the call in time",
+            params::NVLINK_WAIT_ROW => "did not send a row in time",
+            _ => "had given up in an earlier call",
+        };
+        Error::LatePeer { call: self.call, rank, layer, peer, problem }
     }
 
     /// The first id of a backward that names no expert.
@@ -375,7 +389,7 @@ mod tests {
     fn every_code_is_known_and_no_other() {
         let mut words = CLEAR;
         assert_eq!(error_of(&words).map(|e| e.to_string()), None);
-        let named = ["segment 5", "map[5]", "topk_ids[1, 1]", "aux.sums", "topk_ids", "rows", "record of rank 5"];
+        let named = ["segment 5", "map[5]", "topk_ids[1, 1]", "aux.sums", "topk_ids", "rows", "record of rank 5", "had given up"];
         let record = 5 << params::ORIGIN_BITS | 1;
         assert_eq!(named.len() as u64 + 1, params::FAULT_END, "a name for each code");
         for (code, name) in (1..params::FAULT_END).zip(named) {

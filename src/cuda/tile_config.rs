@@ -62,6 +62,8 @@ pub(super) const SM90_W4A16: TileConfig =
 /// Shared memory of the NVFP4 casts of aligned matrices, to nearest and stochastically
 /// (`kernels/nvfp4_cast_aligned.cu`).
 pub(super) const NVFP4_ALIGNED_SMEM: [u32; 2] = [params::NVFP4_ALIGNED_SMEM, params::NVFP4_ALIGNED_STOCHASTIC_SMEM];
+/// Shared memory of the kernels that send sums over NVLink (`kernels/sm90_nvlink_combine.cu`).
+pub(super) const NVLINK_SUM_SMEM: u32 = params::NVLINK_SUM_SMEM;
 /// Shared memory that a block has without asking for it, the kernel's own variables included.
 pub(super) const DEFAULT_SMEM: u32 = 48 << 10;
 /// Warps of the kernel that plans in one block (`plan_small` in `kernels/plan.cu`), and most shared memory of it:

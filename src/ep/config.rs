@@ -23,7 +23,8 @@ pub struct GroupConfig {
     pub dispatcher: DispatcherKind,
     /// NCCL EP, high throughput, static capacities: windows that rows arrive in, which peers write directly; one for each
     /// dispatch whose rows are kept, forward and backward, and one more (at least 2). Each has room for a capacity's rows.
-    /// 0: none; the library stages rows.
+    /// 0: none; the library stages rows. NVLink: zones that rows arrive in, at least 1; a dispatch that finds none free
+    /// copies its rows.
     pub windows: usize,
     /// NCCL EP: SMs that its kernels take at most; 0: as the library chooses. More than the GPU has, or for low latency
     /// fewer than one for 14 experts, are [`NcclEpError::Argument`](crate::NcclEpError::Argument) where NCCL EP is named,
@@ -85,11 +86,15 @@ pub enum DispatcherKind {
     /// NVIDIA's NCCL EP, low latency (feature `nccl-ep`), for decoding: few tokens a rank, forward only. Never taken by
     /// `Auto`.
     NcclEpLowLatency,
+    /// Each (token, destination rank) once, stored by this crate's kernels into the memory of the host's other GPUs
+    /// (feature `nccl`, compute capability 9.0, NCCL 2.29, up to 8 ranks): sums are made where the experts are and added
+    /// per rank, as [`AllGather`](super::AllGather) adds them. Never taken by `Auto`.
+    NvLink,
 }
 
 impl DispatcherKind {
-    const ALL: [Self; 6] =
-        [Self::Auto, Self::Local, Self::AllToAll, Self::AllGather, Self::NcclEp, Self::NcclEpLowLatency];
+    const ALL: [Self; 7] =
+        [Self::Auto, Self::Local, Self::AllToAll, Self::AllGather, Self::NcclEp, Self::NcclEpLowLatency, Self::NvLink];
 
     /// Lower-case name (`"all_to_all"`), which [`str::parse`] reads again.
     pub const fn name(self) -> &'static str {
@@ -100,6 +105,7 @@ impl DispatcherKind {
             Self::AllGather => "all_gather",
             Self::NcclEp => "nccl_ep",
             Self::NcclEpLowLatency => "nccl_ep_ll",
+            Self::NvLink => "nvlink",
         }
     }
 

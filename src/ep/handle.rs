@@ -7,6 +7,8 @@ use crate::error::{Error, Result};
 use crate::kernels::{Kernels, Origin, Segments};
 use crate::lazy::Lazy;
 use crate::metrics::Load;
+#[cfg(feature = "nccl")]
+use crate::plan::ZoneMaps;
 use crate::plan::{DispatchSpec, Plan, Stats};
 use crate::tensor::{Tensor, TensorRef};
 
@@ -106,6 +108,13 @@ impl<D: Kernels> Handle<D> {
     /// Row of a [`Received`](super::Received) for each slot, `I32 [N]`.
     pub fn row_map(&self) -> TensorRef<'_, D> {
         self.plan.row_map.view()
+    }
+
+    /// Maps of rows that travel into zones.
+    #[cfg(feature = "nccl")]
+    pub(crate) fn zones(&self, call: &'static str) -> Result<&ZoneMaps<D>> {
+        let missing = || Error::invalid(call, "plan.zones", "those of RowOrder::Zones", "none");
+        self.plan.zones.as_ref().ok_or_else(missing)
     }
 
     /// Whether all ranks asked for backward; where prepare did not wait, this one alone.

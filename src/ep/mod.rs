@@ -38,6 +38,8 @@ mod local;
 mod measure;
 pub(crate) mod packing;
 mod prepare_on_device;
+#[cfg(feature = "nccl")]
+pub(crate) mod reports;
 pub(crate) mod row_transport;
 pub(crate) mod select;
 mod shared_group;

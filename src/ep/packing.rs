@@ -162,7 +162,7 @@ pub(super) fn total(messages: &[PeerMessage]) -> usize {
 
 /// Rows as they arrived; `None` where they are the caller's own.
 #[derive(Debug)]
-pub(super) struct ReceivedRows<D: Kernels> {
+pub(crate) struct ReceivedRows<D: Kernels> {
     pub rows: Option<Tensor<D>>,
     pub weights: Option<Tensor<D>>,
     pub scales: Option<Tensor<D>>,

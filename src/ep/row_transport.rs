@@ -16,7 +16,7 @@ use super::{
 
 /// One call over one handle.
 #[derive(Debug)]
-pub(super) struct HandleCall<'a, D: Kernels> {
+pub(crate) struct HandleCall<'a, D: Kernels> {
     pub call: &'static str,
     pub op: Op,
     pub handle: &'a Handle<D>,
@@ -24,7 +24,7 @@ pub(super) struct HandleCall<'a, D: Kernels> {
 
 /// Arguments of the way back of rows, from slots to tokens.
 #[derive(Debug)]
-pub(super) struct ReturnRows<'a, D: Kernels> {
+pub(crate) struct ReturnRows<'a, D: Kernels> {
     /// `[N, H]`.
     pub rows: TensorRef<'a, D>,
     /// Whether weights travel too; the same on all ranks.
@@ -38,7 +38,7 @@ pub(super) struct ReturnRows<'a, D: Kernels> {
 }
 
 /// How rows travel. Arguments have been checked; each movement is one collective unless said otherwise.
-pub(super) trait RowTransport<D: Kernels>: fmt::Debug + Send {
+pub(crate) trait RowTransport<D: Kernels>: fmt::Debug + Send {
     const KIND: DispatcherKind;
     const ROW_ORDER: RowOrder;
     fn core(&mut self) -> &mut DispatcherState<D>;

@@ -56,7 +56,9 @@ pub(super) fn of_kind<D: LibraryDispatchers>(
     Ok(Ok(match kind {
         DispatcherKind::Local => Box::new(Local { core }),
         DispatcherKind::AllGather => Box::new(AllGather { core }),
-        DispatcherKind::NcclEp | DispatcherKind::NcclEpLowLatency => return D::library_dispatcher(core, source),
+        DispatcherKind::NcclEp | DispatcherKind::NcclEpLowLatency | DispatcherKind::NvLink => {
+            return D::library_dispatcher(core, source);
+        }
         DispatcherKind::AllToAll | DispatcherKind::Auto => Box::new(AllToAll { core }),
     }))
 }
@@ -109,13 +111,18 @@ pub trait LibraryDispatchers: Kernels {
     /// The ranks could not be asked.
     #[doc(hidden)]
     fn library_dispatcher(core: DispatcherState<Self>, source: &'static str) -> Result<NcclEpOrReason<Self>> {
-        Ok(Err(Box::new((core, no_library(type_name::<Self>(), source)))))
+        let reason = no_library(type_name::<Self>(), core.config.dispatcher, source);
+        Ok(Err(Box::new((core, reason))))
     }
 }
 
 /// Why a device has no library's dispatcher.
-fn no_library(device: &str, source: &'static str) -> Error {
+fn no_library(device: &str, kind: DispatcherKind, source: &'static str) -> Error {
     let device = device.rsplit("::").next().unwrap_or_default();
+    if kind == DispatcherKind::NvLink {
+        let expected = "one that this group can have (nvlink is for ranks on GPUs)";
+        return Error::invalid(CALL, source, expected, format!("nvlink on the device {device}"));
+    }
     if source != DISPATCHER_VARIABLE {
         return NcclEpError::Communicator { found: format!("one of the device {device}") }.into();
     }
@@ -129,8 +136,11 @@ mod tests {
 
     #[test]
     fn a_refused_library_names_what_has_asked() {
-        let text = no_library("moebius::cpu::Cpu", DISPATCHER_VARIABLE).to_string();
-        assert!(text.contains("MOEBIUS_EP") && text.contains("nccl-ep") && text.contains("device Cpu"), "{text}");
+        let text = |kind| no_library("moebius::cpu::Cpu", kind, DISPATCHER_VARIABLE).to_string();
+        for (kind, needs) in [(DispatcherKind::NcclEp, "nccl-ep"), (DispatcherKind::NvLink, "GPUs")] {
+            let text = text(kind);
+            assert!(text.contains("MOEBIUS_EP") && text.contains(needs) && text.contains("device Cpu"), "{text}");
+        }
     }
 
     #[test]

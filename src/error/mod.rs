@@ -187,6 +187,21 @@ pub enum Error {
         /// The first rank that sent such a record.
         peer: usize,
     },
+    /// A kernel has waited for a rank in vain, or a rank had given up before (seen by a kernel). The group's calls over
+    /// NVLink move nothing any more: it has to be formed anew.
+    #[error("{call} on rank {rank}, layer {layer}: rank {peer} {problem} (seen by a kernel)")]
+    LatePeer {
+        /// The call that was told.
+        call: &'static str,
+        /// Rank that found it.
+        rank: usize,
+        /// Layer of the call that it was found in.
+        layer: u32,
+        /// The rank.
+        peer: usize,
+        /// What it did not do.
+        problem: &'static str,
+    },
     /// A kernel has raised a fault that the host does not know.
     #[error("{call}: a kernel has raised fault {code} (detail {detail}), which is none of this crate's")]
     UnknownFault {

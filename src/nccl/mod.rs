@@ -24,6 +24,7 @@ mod tests;
 pub use crate::error::NcclError;
 pub use comm::communicator::{CommParts, NcclComm};
 pub use comm::init::NcclWorld;
+pub(crate) use comm::peer_memory::PeerMemory;
 #[cfg(feature = "nccl-ep")]
 pub(crate) use comm::shared_comm::SharedComm;
 #[cfg(feature = "nccl-ep")]

@@ -176,14 +176,16 @@ fn distinct(ids: &[i64]) -> Vec<i64> {
     (0..ids.len()).map(|k| if ids[..k].contains(&ids[k]) { -1 } else { ids[k] }).collect()
 }
 
-/// Sums run in the order of k at the token's owner, so the number of ranks does not change a bit. All-gather and NCCL
-/// EP sum per rank first: |error| <= (K + R)·2⁻²⁴·Σ|terms|, terms below 8·½, K = 3, R <= 8.
+/// Sums run in the order of k at the token's owner, so the number of ranks does not change a bit. All-gather, NCCL EP
+/// and NVLink sum per rank first: |error| <= (K + R)·2⁻²⁴·Σ|terms|, terms below 8·½, K = 3, R <= 8.
 fn same_bits_for_any_number_of_ranks<D: Target>(s: &Setup<D>) {
     let one = step(&Setup { kind: moebius::ep::DispatcherKind::Local, ranks: 1, ..s.clone() });
     let many = step(s);
     assert!(one.iter().any(|v| *v != 0.0));
     match s.kind {
-        moebius::ep::DispatcherKind::AllGather | moebius::ep::DispatcherKind::NcclEp => {
+        moebius::ep::DispatcherKind::AllGather
+        | moebius::ep::DispatcherKind::NcclEp
+        | moebius::ep::DispatcherKind::NvLink => {
             let bound = 11.0 * 2f64.powi(-24) * 3.0 * 4.05;
             assert!(one.iter().zip(&many).all(|(a, b)| (a - b).abs() <= bound));
         }

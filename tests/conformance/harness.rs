@@ -100,8 +100,13 @@ impl<D: Target> Setup<D> {
 
     /// Collectives of joining a group.
     pub fn joining(&self) -> u64 {
-        // What each rank thinks of the library.
-        if self.is_nccl_ep() { 2 } else { 1 }
+        match self.kind {
+            // What each rank thinks of the library.
+            DispatcherKind::NcclEp | DispatcherKind::NcclEpLowLatency => 2,
+            // The same of the GPUs, and memory that all reach, which takes a meeting and a barrier.
+            DispatcherKind::NvLink => 4,
+            _ => 1,
+        }
     }
 
     /// Collectives of prepare, dispatch, combine, combine_bwd, dispatch_bwd.
@@ -112,6 +117,8 @@ impl<D: Target> Setup<D> {
             // The first dispatch also meets before it compares the rows' size, makes the library's group, and tells it
             // the routing.
             DispatcherKind::NcclEp | DispatcherKind::NcclEpLowLatency => [1, 5, 1, 1, 1],
+            // The first dispatch makes memory that all reach.
+            DispatcherKind::NvLink => [1, 3, 1, 1, 1],
             _ => [1; 5],
         }
     }

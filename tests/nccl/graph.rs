@@ -61,6 +61,12 @@ fn fixed(ranks: usize, reporting: Reporting) -> DispatchOptions {
 }
 
 const GATHER: DispatcherKind = DispatcherKind::AllGather;
+/// Whose steps wait for nothing where the capacity is static.
+const CAPTURABLE: [DispatcherKind; 2] = [GATHER, DispatcherKind::NvLink];
+
+fn capturable() -> impl Iterator<Item = (DispatcherKind, MoeConfig)> {
+    CAPTURABLE.into_iter().flat_map(|kind| configs().into_iter().map(move |config| (kind, config)))
+}
 
 fn same_bits(_: &Cuda, ranks: usize) {
     for (kind, config) in KINDS.into_iter().flat_map(|kind| configs().into_iter().map(move |c| (kind, c))) {
@@ -82,9 +88,9 @@ fn same_bits(_: &Cuda, ranks: usize) {
 }
 
 fn asks_for_nothing(_: &Cuda, ranks: usize) {
-    for config in configs() {
+    for (kind, config) in capturable() {
         each(ranks, |comm, _| {
-            let mut steps = steps(comm, &config, GATHER, fixed(ranks, Reporting::Deferred))?;
+            let mut steps = steps(comm, &config, kind, fixed(ranks, Reporting::Deferred))?;
             steps.over(0..2)?;
             let before = steps.cuda.memory();
             for _ in 0..5 {
@@ -97,9 +103,9 @@ fn asks_for_nothing(_: &Cuda, ranks: usize) {
 }
 
 fn graphs_replay(_: &Cuda, ranks: usize) {
-    for config in configs() {
+    for (kind, config) in capturable() {
         each(ranks, |comm, barrier| {
-            let mut steps = steps(comm, &config, GATHER, fixed(ranks, Reporting::Deferred))?;
+            let mut steps = steps(comm, &config, kind, fixed(ranks, Reporting::Deferred))?;
             let (mut graph, eager) = steps.replays()?;
             // An eager step between replays.
             assert!(steps.over(1..2)?[0] == eager[1]);
@@ -118,31 +124,33 @@ fn graphs_replay(_: &Cuda, ranks: usize) {
 /// All tokens choose the first experts, which the first rank has no room for.
 fn graphs_tell(_: &Cuda, ranks: usize) {
     let config = configs().swap_remove(0);
-    each(ranks, |comm, barrier| {
-        let fits = MOST * 4 + 64 * ranks;
-        let options = DispatchOptions { capacity: Capacity::Static(fits), ..fixed(ranks, Reporting::Deferred) };
-        let mut steps = steps(comm, &config, GATHER, DispatchOptions { alignment: 1, ..options })?;
-        steps.over(0..1)?;
-        let cuda = steps.cuda.clone();
-        let mut graph = cuda.capture(|| steps.step())?;
-        graph.replay()?;
-        steps.group.dispatcher().check()?;
-        steps.choose_the_first_four()?;
-        for _ in 0..3 {
+    for kind in CAPTURABLE {
+        each(ranks, |comm, barrier| {
+            let fits = MOST * 4 + 64 * ranks;
+            let options = DispatchOptions { capacity: Capacity::Static(fits), ..fixed(ranks, Reporting::Deferred) };
+            let mut steps = steps(comm, &config, kind, DispatchOptions { alignment: 1, ..options })?;
+            steps.over(0..1)?;
+            let cuda = steps.cuda.clone();
+            let mut graph = cuda.capture(|| steps.step())?;
             graph.replay()?;
-        }
-        let all = (0..ranks).map(|r| (MOST - FEWER * r) * 4).sum::<usize>();
-        match steps.group.dispatcher().check() {
-            Err(Error::Capacity { rank: 0, needed, capacity, .. }) if fits < all => {
-                assert_eq!((needed, capacity), (all, fits));
+            steps.group.dispatcher().check()?;
+            steps.choose_the_first_four()?;
+            for _ in 0..3 {
+                graph.replay()?;
             }
-            other => panic!("{other:?}"),
-        }
-        steps.group.dispatcher().check()?;
-        drop(graph);
-        barrier.wait();
-        Ok(())
-    });
+            let all = (0..ranks).map(|r| (MOST - FEWER * r) * 4).sum::<usize>();
+            match steps.group.dispatcher().check() {
+                Err(Error::Capacity { rank: 0, needed, capacity, .. }) if fits < all => {
+                    assert_eq!((needed, capacity), (all, fits));
+                }
+                other => panic!("{other:?}"),
+            }
+            steps.group.dispatcher().check()?;
+            drop(graph);
+            barrier.wait();
+            Ok(())
+        });
+    }
 }
 
 fn not_capturable(_: &Cuda, ranks: usize) {
@@ -150,7 +158,10 @@ fn not_capturable(_: &Cuda, ranks: usize) {
     let fixed = fixed(ranks, Reporting::Deferred);
     let waits = DispatchOptions { reporting: Some(Reporting::Immediate), ..fixed };
     let open = DispatchOptions { capacity: Capacity::Eager, ..fixed };
-    for (kind, options) in [(DispatcherKind::AllToAll, fixed), (GATHER, waits), (GATHER, open)] {
+    let nvlink = DispatcherKind::NvLink;
+    for (kind, options) in
+        [(DispatcherKind::AllToAll, fixed), (GATHER, waits), (GATHER, open), (nvlink, waits), (nvlink, open)]
+    {
         each(ranks, |comm, barrier| {
             let mut steps = steps(comm, &config, kind, options)?;
             let eager = steps.over(0..1)?;

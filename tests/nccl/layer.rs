@@ -69,12 +69,14 @@ impl Problem {
         Self { setup, dtype, x: tensor(6, &dims, 3.0), d_y: tensor(7, &dims, 3.0), params: params(config) }
     }
 
-    /// The same on CPU ranks, which have no NCCL EP.
+    /// The same on CPU ranks, which have neither NCCL EP nor NVLink.
     fn on_cpu(&self) -> Result<Outcome, Error> {
         let mut setup = self.setup.clone();
-        if matches!(setup.dispatcher, DispatcherKind::NcclEp | DispatcherKind::NcclEpLowLatency) {
-            setup.dispatcher = DispatcherKind::AllToAll;
-        }
+        setup.dispatcher = match setup.dispatcher {
+            DispatcherKind::NcclEp | DispatcherKind::NcclEpLowLatency => DispatcherKind::AllToAll,
+            DispatcherKind::NvLink => DispatcherKind::AllGather,
+            both => both,
+        };
         let Self { dtype, x, d_y, params, .. } = self;
         let (x, d_y, params) = (x.clone(), d_y.clone(), params.clone());
         Self { setup, dtype: *dtype, x, d_y, params }.on(&Cpu::poisoning())

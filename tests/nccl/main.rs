@@ -42,7 +42,7 @@ use conformance::{later, over};
 use invariance::{LayerKind, RouterKind};
 use several::{Body, Case};
 
-const KINDS: [DispatcherKind; 2] = [DispatcherKind::AllToAll, DispatcherKind::AllGather];
+const KINDS: [DispatcherKind; 3] = [DispatcherKind::AllToAll, DispatcherKind::AllGather, DispatcherKind::NvLink];
 
 /// Layers whose tokens keep their bits whatever else a call holds.
 const INVARIANT: [(&str, LayerKind); 11] = [

@@ -4,7 +4,7 @@ use crate::dtype::DType;
 use crate::error::Result;
 
 use crate::cuda::tile_config::{
-    MMA_SYNC, NVFP4_ALIGNED_SMEM, PLAN_SMALL_SMEM, SM90_DECODE, SM90_DECODE_LINEAR, SM90_GROUPED_GEMM, SM90_LINEAR,
+    MMA_SYNC, NVFP4_ALIGNED_SMEM, NVLINK_SUM_SMEM, PLAN_SMALL_SMEM, SM90_DECODE, SM90_DECODE_LINEAR, SM90_GROUPED_GEMM, SM90_LINEAR,
     SM90_LINEAR_D_X, SM90_W4A16, SM90_WGRAD, TF32,
 };
 
@@ -49,6 +49,16 @@ pub(in crate::cuda) struct AllToAllPlanKernels<K> {
     pub(in crate::cuda) count: K,
     pub(in crate::cuda) scan: K,
     pub(in crate::cuda) number: K,
+    pub(in crate::cuda) zones: K,
+}
+
+/// `sm90_nvlink_dispatch.cu`, `sm90_nvlink_combine.cu`.
+#[derive(Debug)]
+#[cfg_attr(not(feature = "nccl"), expect(dead_code, reason = "only ranks on several GPUs have peers"))]
+pub(in crate::cuda) struct NvLinkKernels<K> {
+    pub(in crate::cuda) exchange: K,
+    pub(in crate::cuda) dispatch: K,
+    pub(in crate::cuda) combine: PerType<K>,
 }
 
 /// `mxfp8_cast.cu`: of whole rows, in tiles, of anything.
@@ -211,6 +221,8 @@ pub(in crate::cuda) struct WgradKernels<K> {
 /// The stages that exist for sm_90a alone.
 #[derive(Debug)]
 pub(in crate::cuda) struct Sm90Kernels<K> {
+    #[cfg_attr(not(feature = "nccl"), expect(dead_code, reason = "only ranks on several GPUs have peers"))]
+    pub(in crate::cuda) nvlink: NvLinkKernels<K>,
     gemm: PerProduct<Half<K>>,
     gemm_down_wide: Half<K>,
     gemm_up_dgrad_wide: Half<K>,
@@ -285,6 +297,7 @@ pub(super) fn all_to_all_plan<K>(mut stage: Stage<'_, K>) -> Result<AllToAllPlan
         count: stage.one("all_to_all_count")?,
         scan: stage.one("all_to_all_scan")?,
         number: stage.one("all_to_all_number")?,
+        zones: stage.one("all_to_all_zones")?,
     })
 }
 
@@ -463,7 +476,16 @@ pub(super) fn sm90<K>(find: &mut dyn FnMut(KernelSpec) -> Result<K>) -> Result<S
         fp8: dequantize.half(["sm90_dequantize_fp8_f16", "sm90_dequantize_fp8_bf16"], 0)?,
     };
     let fp4 = ["sm90_up_nvfp4", "sm90_up_mxfp4", "sm90_down_nvfp4", "sm90_down_mxfp4"];
+    let mut dispatch = Stage { stage: "sm90_nvlink_dispatch", find };
+    let (nvlink_exchange, nvlink_dispatch) =
+        (dispatch.one("sm90_nvlink_exchange")?, dispatch.one("sm90_nvlink_dispatch")?);
+    let mut combine = Stage { stage: "sm90_nvlink_combine", find };
+    let combine = PerType {
+        f32: combine.asking("sm90_nvlink_combine_f32", NVLINK_SUM_SMEM)?,
+        half: combine.half(["sm90_nvlink_combine_f16", "sm90_nvlink_combine_bf16"], NVLINK_SUM_SMEM)?,
+    };
     Ok(Sm90Kernels {
+        nvlink: NvLinkKernels { exchange: nvlink_exchange, dispatch: nvlink_dispatch, combine },
         gemm: products,
         gemm_down_wide,
         gemm_up_dgrad_wide,

@@ -151,6 +151,19 @@ impl NcclComm {
         self.together(CollectiveCall { operation, tag, dtype: DType::U8, detail: Detail::Plain, bytes: 0 }, calls)
     }
 
+    /// A collective that is not NCCL's, of rows of `bytes`: counted, compared over the ranks where they are threads,
+    /// and watched. As [`NcclComm::collective_raw`], for calls that need nothing of NCCL's or reach the
+    /// communicator themselves.
+    pub(crate) fn around<T>(
+        &mut self,
+        (operation, dtype, bytes): (&'static str, DType, usize),
+        tag: Tag,
+        calls: impl FnOnce() -> Result<T>,
+    ) -> Result<T> {
+        let subject = self.session.begin(CollectiveCall { operation, tag, dtype, detail: Detail::Plain, bytes })?;
+        self.run_watched(subject, |_| Some(calls()))
+    }
+
     pub(in crate::nccl) fn together<T>(
         &mut self,
         call: CollectiveCall,

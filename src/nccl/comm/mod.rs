@@ -7,6 +7,7 @@ mod heuristics;
 pub(in crate::nccl) mod init;
 pub(in crate::nccl) mod one_sided;
 pub(in crate::nccl) mod p2p;
+pub(in crate::nccl) mod peer_memory;
 pub(in crate::nccl) mod reduce;
 pub(in crate::nccl) mod session;
 #[cfg(feature = "nccl-ep")]

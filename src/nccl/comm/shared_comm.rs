@@ -2,11 +2,6 @@
 
 use std::sync::Arc;
 
-use crate::comm::Tag;
-use crate::comm::agree::{CollectiveCall, Detail};
-use crate::dtype::DType;
-use crate::error::Result;
-
 use crate::nccl::NcclComm;
 use crate::nccl::ffi::comm_handle::CommHandle;
 use crate::nccl::ffi::sys::CommPtr;
@@ -31,17 +26,5 @@ impl NcclComm {
     /// The communicator, for what is built on it.
     pub(crate) fn shared(&self) -> SharedComm {
         SharedComm(Arc::clone(&self.session.comm_handle))
-    }
-
-    /// A collective of another library, of rows of `bytes`: counted, compared over the ranks where they are threads,
-    /// and watched. As [`NcclComm::collective_raw`], for calls that reach the communicator through [`SharedComm`].
-    pub(crate) fn around<T>(
-        &mut self,
-        (operation, dtype, bytes): (&'static str, DType, usize),
-        tag: Tag,
-        calls: impl FnOnce() -> Result<T>,
-    ) -> Result<T> {
-        let subject = self.session.begin(CollectiveCall { operation, tag, dtype, detail: Detail::Plain, bytes })?;
-        self.run_watched(subject, |_| Some(calls()))
     }
 }

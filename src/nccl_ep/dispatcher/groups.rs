@@ -15,7 +15,7 @@ use crate::tensor::{Tensor, TensorRef};
 use super::collective::around;
 use super::library_handle::{LibraryHandle, LowLatencyState};
 use super::prepare::plans_on_device;
-use super::reports::gather_reports;
+use crate::ep::reports::gather_reports;
 use super::state::{Algorithm, NcclEp};
 
 /// Mark before the error text of a rank that fails.

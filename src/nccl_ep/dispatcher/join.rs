@@ -2,10 +2,10 @@
 
 use std::collections::HashMap;
 
-use crate::cuda::{Cuda, preferred_dispatchers};
+use crate::cuda::Cuda;
 use crate::ep::dispatcher_state::DispatcherState;
 use crate::ep::select::NcclEpOrReason;
-use crate::ep::{DispatcherKind, GroupConfig, LibraryDispatchers};
+use crate::ep::DispatcherKind;
 use crate::error::{Error, Result};
 use crate::nccl::SharedComm;
 use crate::nccl_ep::NcclEpLibrary;
@@ -13,28 +13,18 @@ use crate::nccl_ep::rules::{check_domain, check_experts, check_gpu, check_sms, c
 use crate::nccl_ep::tensor::WindowRanges;
 
 use super::collective::nccl;
-use super::reports::gather_reports;
+use crate::ep::reports::gather_reports;
 use super::state::{Algorithm, NcclEp};
 use super::window_pool::WindowPool;
 
 const CALL: &str = "Group::new";
-
-impl LibraryDispatchers for Cuda {
-    fn preferred_dispatchers(config: &GroupConfig, ranks: usize) -> &'static [DispatcherKind] {
-        preferred_dispatchers(config, ranks)
-    }
-
-    fn library_dispatcher(core: DispatcherState<Cuda>, _: &'static str) -> Result<NcclEpOrReason<Cuda>> {
-        NcclEp::join(core)
-    }
-}
 
 impl NcclEp {
     /// Checks the library, the GPUs and the experts on every rank (one collective).
     ///
     /// # Errors
     /// The ranks could not be asked.
-    fn join(mut core: DispatcherState<Cuda>) -> Result<NcclEpOrReason<Cuda>> {
+    pub(crate) fn join(mut core: DispatcherState<Cuda>) -> Result<NcclEpOrReason<Cuda>> {
         let found = examine(&mut core);
         let reason = found.as_ref().err().map(ToString::to_string).unwrap_or_default();
         let refusals = gather_reports(&mut core, &reason)?;

@@ -10,7 +10,6 @@
 //! library_handle  a handle of either mode; handle_pool: low latency's, which are used again
 //! prepare         routing that the GPUs make among themselves
 //! windows         memory that rows arrive in and leave from; window_pool: whose turn it is
-//! reports         what the ranks tell each other in text
 //! low_latency     low latency: its groups and routings, rows there and back (rows)
 //! ```
 
@@ -22,7 +21,6 @@ mod join;
 mod library_handle;
 mod low_latency;
 mod prepare;
-mod reports;
 mod state;
 mod steps;
 mod window_pool;

@@ -19,7 +19,7 @@ use crate::error::Result;
 use crate::tensor::{Tensor, TensorRef};
 
 use super::collective::nccl;
-use super::reports::gather_reports;
+use crate::ep::reports::gather_reports;
 use super::state::{Algorithm, NcclEp};
 use super::steps::DispatcherCall;
 use super::window_pool::{CountedWindow, WindowDirection, WindowPool};

@@ -1,18 +1,18 @@
 //! Texts that ranks tell each other of themselves.
 
 use crate::comm::{Op, Tag};
-use crate::cuda::Cuda;
 use crate::dtype::DType;
-use crate::ep::dispatcher_state::DispatcherState;
 use crate::error::Result;
 use crate::kernels::Kernels;
 use crate::tensor::Tensor;
+
+use super::dispatcher_state::DispatcherState;
 
 /// Most bytes of a reason that ranks tell each other.
 const REASON: usize = 512;
 
 /// The text of every rank.
-pub(super) fn gather_reports(core: &mut DispatcherState<Cuda>, text: &str) -> Result<Vec<String>> {
+pub(crate) fn gather_reports<D: Kernels>(core: &mut DispatcherState<D>, text: &str) -> Result<Vec<String>> {
     let mut bytes = [0; REASON];
     let end = (0..=text.len().min(REASON)).rev().find(|i| text.is_char_boundary(*i)).unwrap_or(0);
     bytes[..end].copy_from_slice(&text.as_bytes()[..end]);

@@ -1,0 +1,225 @@
+//! Rows between the GPUs of a host by stores into each other's memory (`kernels/sm90_nvlink_dispatch.cu`,
+//! `sm90_nvlink_combine.cu`; the protocol is described in `common/nvlink.cuh`).
+
+use std::time::Duration;
+
+use crate::dtype::DType;
+use crate::error::{Error, Result};
+use crate::kernels::Origin;
+use crate::plan::ZoneMaps;
+use crate::tensor::{TensorMut, TensorRef};
+
+use super::device::Cuda;
+use super::heuristics::NVLINK_LAG;
+use super::launch::Grid;
+use super::layout::{aligned, pointer};
+use super::params::{self, type_code};
+use super::tile_config::NVLINK_SUM_SMEM;
+
+/// Ranks of a group at most.
+pub(crate) const MOST_RANKS: usize = params::NVLINK_RANKS as usize;
+/// Choices of a token at most.
+pub(crate) const MOST_CHOICES: usize = params::NVLINK_TOP_K as usize;
+/// What a zone begins at a multiple of.
+pub(crate) const ZONE_UNIT: usize = params::NVLINK_ZONE_UNIT as usize;
+
+/// Bytes of a rank's control words.
+pub(crate) fn control_bytes(ranks: usize, max_tokens: usize) -> usize {
+    (params::NVLINK_ROWS as usize + ranks * max_tokens) * 8
+}
+
+/// Where the parts of what arrives lie in a zone: rows from its start on, then the others.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct ZoneLayout {
+    pub(crate) weights: usize,
+    pub(crate) scales: usize,
+    pub(crate) bytes: usize,
+}
+
+impl ZoneLayout {
+    /// So many bytes of rows, of weights and of scales.
+    pub(crate) fn new(rows: usize, weights: usize, scales: usize) -> Self {
+        let weights_at = rows.next_multiple_of(ZONE_UNIT);
+        let scales_at = (weights_at + weights).next_multiple_of(ZONE_UNIT);
+        Self { weights: weights_at, scales: scales_at, bytes: (scales_at + scales).next_multiple_of(ZONE_UNIT) }
+    }
+}
+
+/// A rank's part in a call of all ranks.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct PeerCall<'a> {
+    pub(crate) call: &'static str,
+    /// Rank and layer, for errors.
+    pub(crate) origin: Origin,
+    /// Control words of each rank, as this GPU reaches them.
+    pub(crate) words: &'a [u64],
+    /// Memory of each for zones.
+    pub(crate) zones: &'a [u64],
+    /// Where in its memory this rank receives.
+    pub(crate) zone: usize,
+    /// How long a kernel waits for a peer.
+    pub(crate) timeout: Duration,
+    /// Blocks of the kernel at most; 0: as many as the GPU has SMs.
+    pub(crate) max_sms: usize,
+}
+
+/// Tokens to send.
+#[derive(Debug)]
+pub(crate) struct SentTokens<'a> {
+    pub(crate) tokens: TensorRef<'a, Cuda>,
+    pub(crate) weights: Option<TensorRef<'a, Cuda>>,
+    pub(crate) scales: Option<TensorRef<'a, Cuda>>,
+    pub(crate) maps: &'a ZoneMaps<Cuda>,
+    pub(crate) layout: ZoneLayout,
+}
+
+/// Rows of slots to return.
+#[derive(Debug)]
+pub(crate) struct ReturnedRows<'a> {
+    /// `[N, H]`.
+    pub(crate) rows: TensorRef<'a, Cuda>,
+    /// `[N]`; zeros where absent.
+    pub(crate) weights: Option<TensorRef<'a, Cuda>>,
+    /// Whether weights travel.
+    pub(crate) with_weights: bool,
+    /// `[T, H]`.
+    pub(crate) out: TensorMut<'a, Cuda>,
+    /// `[T, K]`.
+    pub(crate) out_weights: Option<TensorMut<'a, Cuda>>,
+    pub(crate) maps: &'a ZoneMaps<Cuda>,
+    /// Kept ids `[T, K]`.
+    pub(crate) kept: TensorRef<'a, Cuda>,
+    pub(crate) layout: ZoneLayout,
+    /// Every slot's row travels, and the token's rank adds them in the order of k.
+    pub(crate) in_k_order: bool,
+}
+
+impl PeerCall<'_> {
+    fn params(&self, device: &Cuda) -> Result<params::NvLinkCall> {
+        let fits = (1..=MOST_RANKS).contains(&self.words.len()) && self.words.len() == self.zones.len();
+        if !fits || self.origin.rank >= self.words.len() {
+            let found = format!("{} of rank {}", self.words.len(), self.origin.rank);
+            return Err(Error::invalid(self.call, "ranks", format!("at most {MOST_RANKS}"), found));
+        }
+        let mut p = params::NvLinkCall {
+            rank: self.origin.rank as i64,
+            ranks: self.words.len() as i64,
+            zone: self.zone as i64,
+            timeout: i64::try_from(self.timeout.as_nanos()).unwrap_or(i64::MAX),
+            fault: device.inner.status,
+            origin: device.origin(self.call, self.origin)?,
+            ..Default::default()
+        };
+        p.words[..self.words.len()].copy_from_slice(self.words);
+        p.zones[..self.zones.len()].copy_from_slice(self.zones);
+        Ok(p)
+    }
+
+    /// Blocks for so many pieces of work, of a block each.
+    fn blocks(&self, device: &Cuda, pieces: usize) -> usize {
+        let most = if self.max_sms == 0 { device.inner.sm_count } else { self.max_sms.min(device.inner.sm_count) };
+        pieces.clamp(1, most)
+    }
+}
+
+/// The largest of these words that rows of so many bytes from here on consist of.
+fn word(address: u64, bytes: usize) -> i64 {
+    let fits = |word: &&i64| bytes.is_multiple_of(**word as usize) && address.is_multiple_of(**word as u64);
+    [16, 4, 2].iter().find(fits).copied().unwrap_or(1)
+}
+
+fn part(t: &Option<TensorRef<'_, Cuda>>, at: usize) -> params::NvLinkPart {
+    let Some(t) = t else { return params::NvLinkPart::default() };
+    let (source, bytes) = (t.data().ptr, t.row_bytes());
+    params::NvLinkPart { source, bytes: bytes as i64, word: word(source, bytes), at: at as i64 }
+}
+
+fn absent(call: &'static str) -> Error {
+    Error::invalid(call, "GPU", "one of compute capability 9.0", "another")
+}
+
+impl Cuda {
+    /// Whether this GPU has the kernels.
+    pub(crate) fn has_nvlink_kernels(&self) -> bool {
+        self.kernels().sm90.is_some()
+    }
+
+    /// Sends tokens to the ranks that keep a choice of theirs; ends when all of theirs have come.
+    ///
+    /// # Safety
+    /// `peers` tells of memory that every rank has for this group, with room for the layout in each zone; all ranks make
+    /// the same calls.
+    pub(crate) unsafe fn send_tokens(&self, peers: &PeerCall<'_>, sent: SentTokens<'_>) -> Result<()> {
+        let kernels = &self.kernels().sm90.as_ref().ok_or_else(|| absent(peers.call))?.nvlink;
+        let tokens = sent.tokens.rows();
+        let p = params::NvLinkDispatchParams {
+            call: peers.params(self)?,
+            rows: part(&Some(sent.tokens), 0),
+            weights: part(&sent.weights, sent.layout.weights),
+            scales: part(&sent.scales, sent.layout.scales),
+            token_rows: sent.maps.token_rows.view().data().ptr,
+            tokens: tokens as i64,
+            max_tokens: sent.maps.zone_rows as i64,
+        };
+        let warps = (params::NVLINK_THREADS / params::WARP_THREADS) as usize;
+        let grid = Grid::new(peers.blocks(self, tokens.div_ceil(warps)), params::NVLINK_THREADS);
+        // SAFETY: the maps have the sizes that `params.h` states; the rest is the caller's promise.
+        unsafe { self.launch(peers.call, &kernels.dispatch, grid, &p) }
+    }
+
+    /// Returns rows of slots to their tokens' ranks, and adds those of this rank's tokens.
+    ///
+    /// # Safety
+    /// As [`Cuda::send_tokens`].
+    pub(crate) unsafe fn return_rows(&self, peers: &PeerCall<'_>, back: ReturnedRows<'_>) -> Result<()> {
+        let kernels = &self.kernels().sm90.as_ref().ok_or_else(|| absent(peers.call))?.nvlink;
+        // Of a type that there is a kernel for.
+        type_code(peers.call, "rows", back.rows.dtype())?;
+        let (dtype, tokens) = (back.rows.dtype(), back.out.rows());
+        let width = back.rows.row_bytes() / dtype.size();
+        let fast = aligned(back.rows, width) && aligned(back.out.as_ref(), width);
+        let maps = back.maps;
+        let p = params::NvLinkCombineParams {
+            call: peers.params(self)?,
+            rows: back.rows.data().ptr,
+            width: width as i64,
+            word: if fast { 16 } else { dtype.size() as i64 },
+            in_k_order: i64::from(back.in_k_order),
+            weights: pointer(&back.weights),
+            with_weights: i64::from(back.with_weights),
+            weights_at: back.layout.weights as i64,
+            out: back.out.into_data().ptr,
+            out_weights: back.out_weights.map_or(0, |t| t.into_data().ptr),
+            token_rows: maps.token_rows.view().data().ptr,
+            row_slots: maps.row_slots.view().data().ptr,
+            row_tokens: maps.row_tokens.view().data().ptr,
+            kept: back.kept.data().ptr,
+            arrived: maps.arrived.view().data().ptr,
+            tokens: tokens as i64,
+            max_tokens: maps.zone_rows as i64,
+            top_k: back.kept.row_bytes() as i64 / DType::I32.size() as i64,
+            lag: NVLINK_LAG.min(tokens) as i64,
+        };
+        let warps = (params::NVLINK_SUM_THREADS / params::WARP_THREADS) as usize;
+        let pieces = (peers.words.len() * maps.zone_rows.max(tokens)).div_ceil(warps);
+        let grid = Grid {
+            shared: NVLINK_SUM_SMEM,
+            ..Grid::new(peers.blocks(self, pieces), params::NVLINK_SUM_THREADS)
+        };
+        // SAFETY: as in `send_tokens`.
+        unsafe { self.launch(peers.call, kernels.combine.of(dtype), grid, &p) }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn parts_of_a_zone_lie_behind_each_other() {
+        let layout = ZoneLayout::new(1000, 96, 0);
+        assert_eq!(layout, ZoneLayout { weights: 1024, scales: 1280, bytes: 1280 });
+        assert_eq!(ZoneLayout::new(0, 0, 0).bytes, 0);
+        assert_eq!([word(256, 48), word(256, 36), word(8, 48), word(256, 6), word(1, 16)], [16, 4, 4, 2, 1]);
+    }
+}

@@ -1,0 +1,129 @@
+//! Memory that rows arrive in. Each rank says in each call where in its memory the peers are to write, so ranks need not
+//! agree on which of their zones are free.
+
+use std::sync::Arc;
+
+use crate::cuda::nvlink::ZoneLayout;
+use crate::dtype::DType;
+use crate::error::Result;
+use crate::nccl::PeerMemory;
+use crate::tensor::Tensor;
+
+use crate::cuda::Cuda;
+
+/// A zone that rows may stay in after their call.
+#[derive(Debug)]
+struct KeptZone {
+    /// Shared with the tensors that lie there.
+    lease: Arc<()>,
+    /// A graph writes there in each of its replays, so calls outside graphs keep away.
+    captured: bool,
+}
+
+/// Zones of one size: the first for rows that no call leaves there, and others that tensors keep.
+#[derive(Debug)]
+pub(super) struct Zones {
+    memory: PeerMemory,
+    bytes: usize,
+    kept: Vec<KeptZone>,
+}
+
+/// A zone of a call.
+#[derive(Debug, Clone)]
+pub(super) struct ZonePlace {
+    /// Where it begins.
+    pub(super) offset: usize,
+    /// `None`: the next call writes there.
+    lease: Option<Arc<()>>,
+}
+
+impl Zones {
+    /// Memory for one zone and `kept` others.
+    pub(super) fn bytes_of(bytes: usize, kept: usize) -> usize {
+        bytes.saturating_mul(kept + 1)
+    }
+
+    /// Zones of so many bytes each in memory that has room for them.
+    pub(super) fn new(memory: PeerMemory, bytes: usize, kept: usize) -> Self {
+        let kept = (0..kept).map(|_| KeptZone { lease: Arc::new(()), captured: false }).collect();
+        Self { memory, bytes, kept }
+    }
+
+    /// Bytes of a zone.
+    pub(super) fn bytes(&self) -> usize {
+        self.bytes
+    }
+
+    /// Where each rank's memory begins.
+    pub(super) fn addresses(&self) -> &[u64] {
+        self.memory.addresses()
+    }
+
+    /// The zone for rows that leave it within their call.
+    pub(super) fn passing(&self) -> ZonePlace {
+        ZonePlace { offset: 0, lease: None }
+    }
+
+    /// A zone that nobody has; where there is none, that for passing rows.
+    pub(super) fn free(&mut self, capturing: bool) -> ZonePlace {
+        let fits = |zone: &KeptZone| Arc::strong_count(&zone.lease) == 1 && (capturing || !zone.captured);
+        let Some(i) = self.kept.iter().position(fits) else { return self.passing() };
+        self.kept[i].captured |= capturing;
+        ZonePlace { offset: (i + 1) * self.bytes, lease: Some(Arc::clone(&self.kept[i].lease)) }
+    }
+
+    /// Part of a zone as a tensor, which keeps the zone.
+    pub(super) fn tensor(&self, place: &ZonePlace, at: usize, dtype: DType, dims: &[usize]) -> Result<Tensor<Cuda>> {
+        let lease = place.lease.clone().unwrap_or_default();
+        // SAFETY: peers write to a zone only in a call for which this rank has named it, on its stream, and it names none
+        // that a tensor keeps; rows of the passing zone are copied before the next call.
+        unsafe { self.memory.tensor(place.offset + at, dtype, dims, lease) }
+    }
+}
+
+impl ZonePlace {
+    /// Whether rows may stay there.
+    pub(super) fn keeps(&self) -> bool {
+        self.lease.is_some()
+    }
+}
+
+/// What arrives in a dispatch, as tensors in its zone.
+#[derive(Debug)]
+pub(super) struct Arrived {
+    pub(super) rows: Tensor<Cuda>,
+    pub(super) weights: Option<Tensor<Cuda>>,
+    pub(super) scales: Option<Tensor<Cuda>>,
+}
+
+/// Sizes of what arrives.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct ArrivingRows {
+    pub(super) rows: usize,
+    pub(super) dtype: DType,
+    pub(super) width: usize,
+    /// Weights of a row, and their type.
+    pub(super) weights: Option<(usize, DType)>,
+    /// Bytes of a row's scales.
+    pub(super) scales: Option<usize>,
+}
+
+impl ArrivingRows {
+    pub(super) fn layout(&self) -> ZoneLayout {
+        let weights = self.weights.map_or(0, |(count, dtype)| count * dtype.size());
+        let scales = self.scales.unwrap_or(0);
+        ZoneLayout::new(self.rows * self.width * self.dtype.size(), self.rows * weights, self.rows * scales)
+    }
+
+    /// As tensors in a zone.
+    pub(super) fn tensors(&self, zones: &Zones, place: &ZonePlace) -> Result<Arrived> {
+        let layout = self.layout();
+        let weights = |(count, dtype)| zones.tensor(place, layout.weights, dtype, &[self.rows * count]);
+        let scales = |bytes| zones.tensor(place, layout.scales, DType::U8, &[self.rows, bytes]);
+        Ok(Arrived {
+            rows: zones.tensor(place, 0, self.dtype, &[self.rows, self.width])?,
+            weights: self.weights.map(weights).transpose()?,
+            scales: self.scales.map(scales).transpose()?,
+        })
+    }
+}
