@@ -368,7 +368,7 @@ impl MapBuilder<'_, '_> {
         let zone_rows = self.call.tokens.iter().copied().max().unwrap_or(0);
         let (mut row_map, mut weight_map) = (no_rows(rows)?, no_rows(rows)?);
         let (mut row_slots, mut row_tokens) = (no_rows(ranks * zone_rows * k)?, no_rows(ranks * zone_rows)?);
-        let mut arrived = vec![0; ranks];
+        let mut arrived = vec![0i64; ranks];
         let mut first = 0;
         for (source, &tokens) in self.call.tokens.iter().enumerate() {
             for token in 0..tokens {
