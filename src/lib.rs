@@ -89,7 +89,7 @@
 //! ```text
 //! candle, burn                        adapters: they gather tensors, call the layer, and wrap what comes back
 //! checkpoint                          published checkpoints, read and written
-//! cpu, cuda, nccl, nccl_ep            devices, and the communicators and dispatchers that connect them
+//! cpu, cuda, nccl, nccl_ep, nvlink    devices, and the communicators and dispatchers that connect them
 //! ep, layer, etp, optim, ranks        dispatchers, the layer (stages, no arithmetic), sharded weights, optimizers,
 //!                                     ranks as processes; over any device and communicator
 //! kernels, comm                       traits: the primitives of a device, the collectives between ranks

@@ -133,6 +133,8 @@ const DISPATCHERS: &[Dispatcher] = &[
     Dispatcher { measured: true, fixed: true, ..Dispatcher::new("auto", "auto measured static", DispatcherKind::Auto) },
     Dispatcher::new("all_to_all", "nccl", DispatcherKind::AllToAll),
     Dispatcher::new("all_gather", "nccl", DispatcherKind::AllGather),
+    Dispatcher::new("nvlink", "nvlink", DispatcherKind::NvLink),
+    Dispatcher { fixed: true, ..Dispatcher::new("nvlink", "nvlink static", DispatcherKind::NvLink) },
     #[cfg(feature = "nccl-ep")]
     Dispatcher::new("nccl_ep", "ht", DispatcherKind::NcclEp),
     #[cfg(feature = "nccl-ep")]

@@ -9,8 +9,8 @@ use crate::kernels::Kernels;
 use super::dispatcher_state::DispatcherState;
 use super::{AllGather, AllToAll, DispatcherKind, GroupConfig, Local, TokenDispatcher};
 
-/// Names the dispatcher of groups that leave it to `Auto`: `auto`, `local`, `all_to_all`, `all_gather`, `nccl_ep` or
-/// `nccl_ep_ll` (low latency); `-` counts as `_`. What cannot be had is an error then, as it is where the
+/// Names the dispatcher of groups that leave it to `Auto`: `auto`, `local`, `all_to_all`, `all_gather`, `nccl_ep`,
+/// `nccl_ep_ll` (low latency) or `nvlink`; `-` counts as `_`. What cannot be had is an error then, as it is where the
 /// configuration names it. All ranks need the same value.
 pub const DISPATCHER_VARIABLE: &str = "MOEBIUS_EP";
 
