@@ -11,7 +11,8 @@
 // Behind each row that has been stored a word of the receiver's has the call's epoch. Groups of warps take pieces of work
 // by a ticket, in one order: for each i, row i to every peer, then token i - lag. So what a token waits for has been taken
 // by some group of the peer before, if the peer has come as far as this rank: no wait is for a group that waits itself,
-// and no number of blocks has to run at once.
+// and no number of blocks has to run at once. A group has a warp more that plans the next piece beside the present one:
+// the ticket, the maps and the wait take as long as a short row.
 //
 // Limited by the link's bytes; in memory each slot's row is read once, each sum that travels written and read once.
 //
@@ -22,8 +23,9 @@
 
 namespace {
 
-// Words of each row that a thread handles together; threads that share a piece of work, and how many such groups there are.
-constexpr int WORDS = NVLINK_SUM_WORDS, GROUP = NVLINK_SUM_WARPS * 32, GROUPS = NVLINK_SUM_THREADS / GROUP;
+// Words of each row that a thread handles together; threads of a group.
+constexpr int WORDS = NVLINK_SUM_WORDS, GROUP = NVLINK_SUM_WARPS * 32;
+static_assert(NVLINK_SUM_GROUPS < 16, "a barrier each, beside the block's");
 
 // What a thread moves at a time: a word of 16 bytes, or an element.
 template <class T, int N>
@@ -47,7 +49,8 @@ __device__ __forceinline__ WordOf<T, N> rounded(const float (&sum)[N]) {
     return word;
 }
 
-enum PieceKind : int { PIECE_SUM, PIECE_COPIES, PIECE_NONE };
+// PIECE_END: there are no more. PIECE_NONE: the next is not known yet.
+enum PieceKind : int { PIECE_SUM, PIECE_COPIES, PIECE_NONE, PIECE_END };
 
 // What a group works on, in shared memory. Rows that are added in order: some of lower ranks' sums, then this rank's
 // slots, whose sum is rounded before it counts, then higher ranks' sums; where one rounding is all, no slot counts as
@@ -108,10 +111,10 @@ __device__ __forceinline__ void add_rows_in_words(const Piece<T>& piece, int wid
     auto load = [&]() {
         if (load_at < width) {
             const T* from = piece.from[load_row] + load_at;
-            uint4* to = ring + load_place * (WORDS * NVLINK_SUM_THREADS);
+            uint4* to = ring + load_place * (WORDS * NVLINK_SUM_WORKERS);
 #pragma unroll
             for (int w = 0; w < WORDS; w++) {
-                if (load_at + NEXT * w < width) load_to_shared(to + NVLINK_SUM_THREADS * w, from + NEXT * w, policy);
+                if (load_at + NEXT * w < width) load_to_shared(to + NVLINK_SUM_WORKERS * w, from + NEXT * w, policy);
             }
         }
         end_of_place();
@@ -128,10 +131,10 @@ __device__ __forceinline__ void add_rows_in_words(const Piece<T>& piece, int wid
         for (int row = 0; row < piece.count; row++) {
             load();
             wait_for_place<NVLINK_RING - 1>();
-            const uint4* from = ring + place * (WORDS * NVLINK_SUM_THREADS);
+            const uint4* from = ring + place * (WORDS * NVLINK_SUM_WORKERS);
             uint4 words[WORDS];
 #pragma unroll
-            for (int w = 0; w < WORDS; w++) words[w] = from[NVLINK_SUM_THREADS * w];
+            for (int w = 0; w < WORDS; w++) words[w] = from[NVLINK_SUM_WORKERS * w];
             sum.take(piece, row, words);
             if (++place == NVLINK_RING) place = 0;
         }
@@ -179,12 +182,10 @@ __device__ __forceinline__ void copy_words(const W* from, W* to, int words) {
     }
 }
 
-// Waits for all threads of the group.
-__device__ __forceinline__ void meet_group() {
-    asm volatile("bar.sync %0, %1;\n" ::"r"(1 + threadIdx.x / GROUP), "n"(GROUP) : "memory");
-}
+// A group's workers have ended a piece, and its planner has made the next.
+__device__ __forceinline__ void meet(int group) { asm volatile("bar.sync %0, %1;\n" ::"r"(1 + group), "n"(GROUP + 32) : "memory"); }
 
-// The first warp of a group finds out what the group does next.
+// Plans a group's pieces, by a warp, each while the one before is worked on.
 template <class T>
 struct Planner {
     const NvLinkCombineParams& p;
@@ -230,26 +231,28 @@ struct Planner {
         weights[choice] = p.weights != nullptr ? p.weights[slot] : 0.0f;
     }
 
-    // Waits for a token's rows of other ranks; lane r holds the row's number in the message to rank r. False: given up.
-    __device__ __forceinline__ bool wait(int32_t row) const {
+    // Whether a token's rows of other ranks are there, or with `patience` will be; lane r holds the row's number in the
+    // message to rank r. With patience, false means given up.
+    __device__ __forceinline__ bool arrive(int32_t row, bool patience) const {
         const int64_t lane = threadIdx.x % 32;
         bool there = true;
         if (lane < p.call.ranks && lane != p.call.rank && row >= 0) {
-            nvlink::Word met;
             const nvlink::Word* word = nvlink::words_of(p.call, p.call.rank) + NVLINK_ROWS + row_of(lane, row);
-            there = nvlink::wait_for(p.call, word, block.epoch, NVLINK_WAIT_ROW, lane, met);
+            nvlink::Word met;
+            if (patience) there = nvlink::wait_for(p.call, word, block.epoch, NVLINK_WAIT_ROW, lane, met);
+            else if ((there = nvlink::load_relaxed(word) >> 32 == block.epoch)) nvlink::fence_system();
         }
         return __all_sync(~0u, there);
     }
 
-    // The sum of a token's rows. False: given up.
-    __device__ __forceinline__ bool plan_sum(int64_t token) const {
+    // The sum of a token's rows. False: they are not there, or with patience given up.
+    __device__ __forceinline__ bool plan_sum(int64_t token, bool patience) const {
         const int64_t lane = threadIdx.x % 32, ranks = p.call.ranks, rank = p.call.rank, choice = token * p.top_k + lane;
         const bool kept = lane < p.top_k && p.kept[choice] >= 0;
         const int32_t row = lane < ranks ? p.token_rows[token * ranks + lane] : -1;
         const int32_t own = __shfl_sync(~0u, row, static_cast<int>(rank));
         const int32_t slot = own >= 0 ? slot_of_lane(rank, own) : -1;
-        if (!wait(row)) return false;
+        if (!arrive(row, patience)) return false;
         const auto* arrived = reinterpret_cast<const T*>(block.zones[rank]);
         int count, lower = 0, slots = 0;
         if (p.in_k_order) {
@@ -273,32 +276,57 @@ struct Planner {
         return true;
     }
 
-    // The next piece; `most`: numbers of rows and of tokens that are summed end before it.
-    __device__ __forceinline__ void next(int64_t most) const {
+    // The next piece; `most`: numbers of rows and of tokens that are summed end before it. `owed`: the piece before is
+    // one that a peer waits for, and is told to be there when the group meets next. A wait must not hold that up, as the
+    // peer's own may be for it: then the token is kept in `waiting` (else -1), and no piece is made.
+    __device__ __forceinline__ void next(int64_t most, bool owed, int64_t& waiting) const {
         const int64_t ranks = p.call.ranks, rank = p.call.rank;
         auto* ticket = nvlink::words_of(p.call, rank) + NVLINK_TICKET;
-        while (true) {
+        while (waiting < 0) {
             nvlink::Word taken = 0;
             if (threadIdx.x % 32 == 0) taken = atomicAdd(ticket, 1ull);
             taken = __shfl_sync(~0u, taken, 0);
             const int64_t i = static_cast<int64_t>(taken) / ranks, part = static_cast<int64_t>(taken) - i * ranks;
-            if (i >= most) break;
+            if (i >= most) return describe(PIECE_END, 0, 0, 0, nullptr);
             if (part + 1 < ranks) {
                 const int64_t to = (rank + 1 + part) % ranks;
                 if (i < p.arrived[to]) return plan_return(to, i);
             } else if (i >= p.lag && i - p.lag < p.tokens) {
-                if (plan_sum(i - p.lag)) return;
-                break;
+                waiting = i - p.lag;
             }
         }
-        describe(PIECE_NONE, 0, 0, 0, nullptr);
+        const bool planned = plan_sum(waiting, !owed);
+        if (!planned) describe(owed ? PIECE_NONE : PIECE_END, 0, 0, 0, nullptr);
+        if (planned || !owed) waiting = -1;
     }
 };
+
+// A group's planner: `pieces` is where two take turns. Tells peers of the rows that have been stored.
+template <class T>
+__device__ __forceinline__ void plan(const NvLinkCombineParams& p, const nvlink::Block& block, Piece<T>* pieces, int group) {
+    int64_t most = p.tokens + p.lag, waiting = -1;
+    for (int64_t r = 0; r < p.call.ranks; r++) most = p.arrived[r] > most ? p.arrived[r] : most;
+    bool owed = false;
+    for (int n = 0;; n++) {
+        Planner<T>{p, block, pieces[n % 2]}.next(most, owed, waiting);
+        __syncwarp();
+        meet(group);
+        nvlink::Word* arrived = n > 0 ? pieces[(n + 1) % 2].arrived : nullptr;
+        if (arrived != nullptr && threadIdx.x % 32 == 0) {
+            nvlink::delay(p.call, static_cast<uint32_t>(reinterpret_cast<uint64_t>(arrived) / sizeof(nvlink::Word)));
+            const nvlink::Word epoch = block.epoch;
+            nvlink::store_release(arrived, epoch << 32);
+        }
+        if (pieces[n % 2].kind == PIECE_END) return;
+        owed = pieces[n % 2].arrived != nullptr;
+    }
+}
 
 template <class T>
 __device__ __forceinline__ void work(const NvLinkCombineParams& p, const Piece<T>& piece, uint4* ring) {
     const int width = static_cast<int>(p.width);
     const bool wide = p.word == 16;
+    if (piece.kind == PIECE_NONE) return;
     if (piece.kind == PIECE_SUM) {
         if (wide) add_rows_in_words<T>(piece, width, ring);
         else add_rows_in_elements<T>(piece, width);
@@ -314,22 +342,18 @@ template <class T>
 __device__ __forceinline__ void combine(const NvLinkCombineParams& p) {
     extern __shared__ uint4 ring[];
     __shared__ nvlink::Block block;
-    __shared__ Piece<T> pieces[GROUPS];
+    __shared__ Piece<T> pieces[NVLINK_SUM_GROUPS][2];
     nvlink::start(p.call, block);
-    if (!block.stopped) {
-        Piece<T>& piece = pieces[threadIdx.x / GROUP];
-        int64_t most = p.tokens + p.lag;
-        for (int64_t r = 0; r < p.call.ranks; r++) most = p.arrived[r] > most ? p.arrived[r] : most;
-        while (true) {
-            if (threadIdx.x % GROUP < 32) Planner<T>{p, block, piece}.next(most);
-            meet_group();
-            if (piece.kind == PIECE_NONE) break;
+    if (!block.stopped && threadIdx.x >= NVLINK_SUM_WORKERS) {
+        const int group = (threadIdx.x - NVLINK_SUM_WORKERS) / 32;
+        plan(p, block, pieces[group], group);
+    } else if (!block.stopped) {
+        const int group = threadIdx.x / GROUP;
+        for (int n = 0;; n++) {
+            meet(group);
+            const Piece<T>& piece = pieces[group][n % 2];
+            if (piece.kind == PIECE_END) break;
             work<T>(p, piece, ring);
-            meet_group();
-            if (threadIdx.x % GROUP != 0 || piece.arrived == nullptr) continue;
-            nvlink::delay(p.call, static_cast<uint32_t>(reinterpret_cast<uint64_t>(piece.arrived) / sizeof(nvlink::Word)));
-            const nvlink::Word epoch = block.epoch;
-            nvlink::store_release(piece.arrived, epoch << 32);
         }
     }
     nvlink::end(p.call, block);

@@ -1,6 +1,5 @@
 //! The dispatcher's calls: each is one kernel on every rank, met and watched as a collective of the communicator.
 
-use crate::comm::Op;
 use crate::cuda::Cuda;
 use crate::cuda::nvlink::{MOST_CHOICES, PeerCall, ReturnedRows, SentTokens, ZONE_UNIT, ZoneLayout};
 use crate::device::Device;
@@ -42,7 +41,7 @@ impl NvLink {
         }
         self.core.device.not_captured(step.call, "allocate zones")?;
         let kept = if self.core.config.windows == 0 { KEPT_ZONES } else { self.core.config.windows };
-        let tag = DispatcherState::tag(step.handle, Op::Init);
+        let tag = DispatcherState::tag(step.handle, step.op);
         let memory = nccl(&mut self.core)?.peer_memory(tag, Zones::bytes_of(bytes, kept))?;
         // Tensors may lie in smaller ones, and keep these; peers are told of the new ones alone.
         self.zones = Some(Zones::new(memory, bytes, kept));
