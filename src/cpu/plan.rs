@@ -9,7 +9,9 @@ use crate::config::CapacityOrder;
 use crate::error::{Error, Result};
 use crate::host_memory;
 use crate::lazy::Lazy;
-use crate::plan::{Capacity, HostPlanRequest, MessageMaps, Origin, Overflow, Plan, RowOrder, Segments, Stats, ZoneMaps};
+use crate::plan::{
+    Capacity, HostPlanRequest, MessageMaps, Origin, Overflow, Plan, RowOrder, Segments, Stats, ZoneMaps,
+};
 use crate::tensor::Tensor;
 
 use super::Cpu;
@@ -464,7 +466,9 @@ mod tests {
         let spec = DispatchSpec { alignment: 4, ..DispatchSpec::new(0, 2) };
         let ids = &[2, 3, 2, -1, 0, 1, 0, 2];
         let (ranks, num_experts, tokens, row_order) = (2, 4, &[3, 1][..], RowOrder::Zones);
-        let of = |rank| plan(HostPlanRequest { rank, ranks, num_experts, ids, weights: None, tokens, spec: &spec, row_order });
+        let of = |rank| {
+            plan(HostPlanRequest { rank, ranks, num_experts, ids, weights: None, tokens, spec: &spec, row_order })
+        };
         let (first, second) = (of(0)?, of(1)?);
         let missing = || Error::invalid("test", "zones", "some", "none");
         let (at_first, at_second) = (first.zones.ok_or_else(missing)?, second.zones.ok_or_else(missing)?);

@@ -202,10 +202,8 @@ impl Cuda {
         };
         let groups = params::NVLINK_SUM_GROUPS as usize;
         let pieces = (peers.words.len() * maps.zone_rows.max(tokens)).div_ceil(groups);
-        let grid = Grid {
-            shared: NVLINK_SUM_SMEM,
-            ..Grid::new(peers.blocks(self, pieces), params::NVLINK_SUM_THREADS)
-        };
+        let grid =
+            Grid { shared: NVLINK_SUM_SMEM, ..Grid::new(peers.blocks(self, pieces), params::NVLINK_SUM_THREADS) };
         // SAFETY: as in `send_tokens`.
         unsafe { self.launch(peers.call, kernels.combine.of(dtype), grid, &p) }
     }

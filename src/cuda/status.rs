@@ -389,7 +389,16 @@ mod tests {
     fn every_code_is_known_and_no_other() {
         let mut words = CLEAR;
         assert_eq!(error_of(&words).map(|e| e.to_string()), None);
-        let named = ["segment 5", "map[5]", "topk_ids[1, 1]", "aux.sums", "topk_ids", "rows", "record of rank 5", "had given up"];
+        let named = [
+            "segment 5",
+            "map[5]",
+            "topk_ids[1, 1]",
+            "aux.sums",
+            "topk_ids",
+            "rows",
+            "record of rank 5",
+            "had given up",
+        ];
         let record = 5 << params::ORIGIN_BITS | 1;
         assert_eq!(named.len() as u64 + 1, params::FAULT_END, "a name for each code");
         for (code, name) in (1..params::FAULT_END).zip(named) {

@@ -30,6 +30,10 @@ pub struct GroupConfig {
     /// fewer than one for 14 experts, are [`NcclEpError::Argument`](crate::NcclEpError::Argument) where NCCL EP is named,
     /// and keep [`DispatcherKind::Auto`] from taking it.
     pub max_sms: usize,
+    /// NVLink: every slot's row returns by itself, and the token's rank adds them in the order of k. Results have the bits
+    /// of [`AllToAll`](super::AllToAll), whatever the number of ranks, at the price of more bytes; otherwise each rank
+    /// adds its own slots' first.
+    pub in_k_order: bool,
     /// [`DispatcherKind::Auto`] times each dispatcher that every rank can have in steps of this shape, once, as the group
     /// is formed, and takes the quickest, the same on all ranks; `None`: it decides from its table. A dispatcher that is
     /// named, here or by `MOEBIUS_EP`, is not timed, nor is that of a rank alone. Times differ from run to run, and with
@@ -137,7 +141,16 @@ impl GroupConfig {
     /// Eager calls of up to `max_tokens_per_rank` tokens over `num_experts` experts.
     pub fn new(num_experts: usize, max_tokens_per_rank: usize) -> Self {
         let dispatcher = DispatcherKind::Auto;
-        Self { num_experts, max_tokens_per_rank, max_rows: 0, dispatcher, windows: 0, max_sms: 0, measure: None }
+        Self {
+            num_experts,
+            max_tokens_per_rank,
+            max_rows: 0,
+            dispatcher,
+            windows: 0,
+            max_sms: 0,
+            in_k_order: false,
+            measure: None,
+        }
     }
 
     /// The group of a layer: its experts, and up to `max_tokens_per_rank` tokens a call.

@@ -165,7 +165,9 @@ impl<D: Kernels> DispatcherState<D> {
         };
         let records = match row_order {
             RowOrder::Local => vec![own],
-            RowOrder::UniqueRows | RowOrder::AllRows | RowOrder::Slots | RowOrder::Zones => self.gather(tag, spec, &own)?,
+            RowOrder::UniqueRows | RowOrder::AllRows | RowOrder::Slots | RowOrder::Zones => {
+                self.gather(tag, spec, &own)?
+            }
         };
         if let Some(error) = routing_record::problem(&records, self.rank(), self.config.num_experts) {
             return Err(error);

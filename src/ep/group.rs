@@ -64,7 +64,7 @@ impl GroupConfig {
         }
     }
 
-    fn fields(&self) -> [ComparedField; 13] {
+    fn fields(&self) -> [ComparedField; 14] {
         let field = |name, value: usize| ComparedField::number(name, value as u64);
         let shape = self.measure;
         let of_shape = |name, value: fn(DispatchShape) -> usize| field(name, shape.map_or(0, value));
@@ -79,6 +79,7 @@ impl GroupConfig {
             ComparedField { text: DispatcherKind::name_of, ..field("dispatcher", self.dispatcher as usize) },
             field("windows", self.windows),
             field("max_sms", self.max_sms),
+            ComparedField { text: |set| (set != 0).to_string(), ..field("in_k_order", usize::from(self.in_k_order)) },
             ComparedField {
                 text: |asked| if asked == 0 { "none" } else { "a shape" }.into(),
                 ..of_shape("measure", |_| 1)

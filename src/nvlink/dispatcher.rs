@@ -1,8 +1,9 @@
 //! The dispatcher's calls: each is one kernel on every rank, met and watched as a collective of the communicator.
 
 use crate::cuda::Cuda;
-use crate::cuda::nvlink::{MOST_CHOICES, PeerCall, ReturnedRows, SentTokens, ZONE_UNIT, ZoneLayout};
+use crate::cuda::nvlink::{MOST_CHOICES, PeerCall, ReturnedRows, SentTokens, ZoneLayout};
 use crate::device::Device;
+use crate::dtype::DType;
 use crate::ep::dispatcher_state::DispatcherState;
 use crate::ep::packing::ReceivedRows;
 use crate::ep::row_transport::{HandleCall, ReturnRows, RowTransport};
@@ -46,6 +47,13 @@ impl NvLink {
         // Tensors may lie in smaller ones, and keep these; peers are told of the new ones alone.
         self.zones = Some(Zones::new(memory, bytes, kept));
         Ok(())
+    }
+
+    /// What returns to this rank: a row of each rank for each of its tokens, or of each choice; and weights.
+    fn returning(&self, step: &HandleCall<'_, Cuda>, tokens: usize, row: usize, accumulator: DType) -> ZoneLayout {
+        let k = step.handle.spec().top_k;
+        let rows = if self.core.config.in_k_order { k } else { self.core.ranks() };
+        ZoneLayout::new(tokens * rows * row, tokens * k * accumulator.size(), 0)
     }
 
     fn check_choices(step: &HandleCall<'_, Cuda>) -> Result<()> {
@@ -118,9 +126,10 @@ impl RowTransport<Cuda> for NvLink {
             scales: inputs.scales.as_ref().map(TensorRef::row_bytes),
         };
         let layout = arriving.layout();
-        // Room for weights in any case, so that the way back finds it.
-        let weights = arriving.weights.map_or(step.handle.spec().top_k * tokens.dtype().accumulator().size(), |_| 0);
-        self.reserve(step, layout.bytes + (arriving.rows * weights).next_multiple_of(ZONE_UNIT))?;
+        // And for the way back, so that it finds memory there.
+        let row = tokens.row_bytes().max(step.handle.spec().returning_bytes());
+        let returning = self.returning(step, maps.zone_rows, row, tokens.dtype().accumulator());
+        self.reserve(step, layout.bytes.max(returning.bytes))?;
         let capturing = self.core.device.is_capturing()?;
         let zones = self.reserved(step.call)?;
         let place = zones.free(capturing);
@@ -144,12 +153,10 @@ impl RowTransport<Cuda> for NvLink {
 
     fn return_sums(&mut self, step: &HandleCall<'_, Cuda>, back: ReturnRows<'_, Cuda>) -> Result<()> {
         Self::check_choices(step)?;
-        let (maps, k) = (step.handle.zones(step.call)?, step.handle.spec().top_k);
+        let maps = step.handle.zones(step.call)?;
         let ReturnRows { rows, with_weights, weights, mut out, mut out_weights } = back;
         let rows = rows.borrow();
-        let accumulator = rows.dtype().accumulator();
-        let arriving = self.core.ranks() * maps.zone_rows;
-        let layout = ZoneLayout::new(arriving * rows.row_bytes(), maps.zone_rows * k * accumulator.size(), 0);
+        let layout = self.returning(step, maps.zone_rows, rows.row_bytes(), rows.dtype().accumulator());
         self.reserve(step, layout.bytes)?;
         let zone = self.reserved(step.call)?.passing().offset;
         let returned = ReturnedRows {
@@ -161,7 +168,7 @@ impl RowTransport<Cuda> for NvLink {
             maps,
             kept: step.handle.kept_ids(),
             layout,
-            in_k_order: false,
+            in_k_order: self.core.config.in_k_order,
         };
         // SAFETY: as in `send`.
         self.meet(step, rows, zone, |device, peers| unsafe { device.return_rows(peers, returned) })

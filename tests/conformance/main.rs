@@ -68,6 +68,12 @@ pub fn later<D: Target>(device: &D, kind: DispatcherKind, ranks: usize, name: &'
     Setup { later: true, ..over(device, kind, ranks, name) }
 }
 
+/// Rows of a type and length.
+#[cfg(feature = "nccl")]
+pub fn rows(dtype: moebius::DType, hidden: usize) -> harness::Rows {
+    harness::Rows { dtype, hidden }
+}
+
 /// A device's own dispatcher, alone.
 pub fn alone<D: Target>(device: &D, name: &'static str) -> Setup<D> {
     Setup { device: device.clone(), kind: DispatcherKind::Local, ranks: 1, name, later: false }

@@ -24,6 +24,7 @@ mod launched;
 mod layer;
 mod library;
 mod lost;
+mod nvlink;
 mod processes;
 #[path = "../common/several.rs"]
 mod several;
@@ -95,6 +96,7 @@ fn over_ranks(ranks: usize) -> Vec<(String, Body)> {
         ("graph", graph::cases()),
         ("layer", layer::cases()),
         ("lost", lost::cases()),
+        ("nvlink", nvlink::cases()),
         ("processes", processes::cases()),
         ("captured", captured::cases()),
         ("streams", streams::cases()),

@@ -4,8 +4,8 @@ use crate::dtype::DType;
 use crate::error::Result;
 
 use crate::cuda::tile_config::{
-    MMA_SYNC, NVFP4_ALIGNED_SMEM, NVLINK_SUM_SMEM, PLAN_SMALL_SMEM, SM90_DECODE, SM90_DECODE_LINEAR, SM90_GROUPED_GEMM, SM90_LINEAR,
-    SM90_LINEAR_D_X, SM90_W4A16, SM90_WGRAD, TF32,
+    MMA_SYNC, NVFP4_ALIGNED_SMEM, NVLINK_SUM_SMEM, PLAN_SMALL_SMEM, SM90_DECODE, SM90_DECODE_LINEAR, SM90_GROUPED_GEMM,
+    SM90_LINEAR, SM90_LINEAR_D_X, SM90_W4A16, SM90_WGRAD, TF32,
 };
 
 use super::find::{KernelSpec, Stage};
@@ -56,6 +56,7 @@ pub(in crate::cuda) struct AllToAllPlanKernels<K> {
 #[derive(Debug)]
 #[cfg_attr(not(feature = "nccl"), expect(dead_code, reason = "only ranks on several GPUs have peers"))]
 pub(in crate::cuda) struct NvLinkKernels<K> {
+    #[cfg_attr(feature = "nccl", expect(dead_code, reason = "prepare gathers records by the communicator so far"))]
     pub(in crate::cuda) exchange: K,
     pub(in crate::cuda) dispatch: K,
     pub(in crate::cuda) combine: PerType<K>,

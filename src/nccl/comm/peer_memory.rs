@@ -32,11 +32,6 @@ impl PeerMemory {
         &self.addresses
     }
 
-    /// Bytes of a rank's memory.
-    pub(crate) fn bytes(&self) -> usize {
-        self.bytes
-    }
-
     /// Part of this rank's memory as a tensor, which `lease` counts.
     ///
     /// # Safety

@@ -15,8 +15,8 @@ use crate::tensor::{Tensor, TensorRef};
 use super::collective::around;
 use super::library_handle::{LibraryHandle, LowLatencyState};
 use super::prepare::plans_on_device;
-use crate::ep::reports::gather_reports;
 use super::state::{Algorithm, NcclEp};
+use crate::ep::reports::gather_reports;
 
 /// Mark before the error text of a rank that fails.
 const FAILED: char = '!';

@@ -3,9 +3,9 @@
 use std::collections::HashMap;
 
 use crate::cuda::Cuda;
+use crate::ep::DispatcherKind;
 use crate::ep::dispatcher_state::DispatcherState;
 use crate::ep::select::NcclEpOrReason;
-use crate::ep::DispatcherKind;
 use crate::error::{Error, Result};
 use crate::nccl::SharedComm;
 use crate::nccl_ep::NcclEpLibrary;
@@ -13,9 +13,9 @@ use crate::nccl_ep::rules::{check_domain, check_experts, check_gpu, check_sms, c
 use crate::nccl_ep::tensor::WindowRanges;
 
 use super::collective::nccl;
-use crate::ep::reports::gather_reports;
 use super::state::{Algorithm, NcclEp};
 use super::window_pool::WindowPool;
+use crate::ep::reports::gather_reports;
 
 const CALL: &str = "Group::new";
 

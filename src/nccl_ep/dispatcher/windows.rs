@@ -19,10 +19,10 @@ use crate::error::Result;
 use crate::tensor::{Tensor, TensorRef};
 
 use super::collective::nccl;
-use crate::ep::reports::gather_reports;
 use super::state::{Algorithm, NcclEp};
 use super::steps::DispatcherCall;
 use super::window_pool::{CountedWindow, WindowDirection, WindowPool};
+use crate::ep::reports::gather_reports;
 
 /// Turns of the way back.
 const OUTGOING: usize = 2;
