@@ -200,8 +200,8 @@ impl Cuda {
             top_k: back.kept.row_bytes() as i64 / DType::I32.size() as i64,
             lag: NVLINK_LAG.min(tokens) as i64,
         };
-        let groups = params::NVLINK_SUM_GROUPS as usize;
-        let pieces = (peers.words.len() * maps.zone_rows.max(tokens)).div_ceil(groups);
+        let warps = (params::NVLINK_SUM_THREADS / params::WARP_THREADS) as usize;
+        let pieces = (peers.words.len() * maps.zone_rows.max(tokens)).div_ceil(warps);
         let grid =
             Grid { shared: NVLINK_SUM_SMEM, ..Grid::new(peers.blocks(self, pieces), params::NVLINK_SUM_THREADS) };
         // SAFETY: as in `send_tokens`.

@@ -13,7 +13,8 @@ pub struct StepSizes {
     /// Rows N of this rank's experts: choices of all ranks' tokens that fall on them, and segments' padding.
     pub slots: usize,
     /// Rows that traveled here: each token that chose one of the experts once ([`DispatcherKind::AllToAll`]), all
-    /// ranks' tokens ([`DispatcherKind::AllGather`]), none where the tokens are the rank's own.
+    /// ranks' tokens ([`DispatcherKind::AllGather`]), room for them ([`DispatcherKind::NvLink`]), none where the tokens
+    /// are the rank's own.
     pub rows: usize,
     /// Ranks R.
     pub ranks: usize,
@@ -78,6 +79,8 @@ impl StepSizes {
             _ if ranks <= 1 => 0,
             // Partial sums of all ranks' tokens, and as many received.
             DispatcherKind::AllGather => sum(&[slots, rows, rows]),
+            // A sum of each rank for each token.
+            DispatcherKind::NvLink => sum(&[slots, rows]),
             // Packed at the experts' rank, and received at the tokens'.
             _ => sum(&[slots, slots, product(&[tokens, k])]),
         };
@@ -101,7 +104,7 @@ fn sum(terms: &[usize]) -> usize {
 fn transported_rows(tokens: usize, ranks: usize, kind: DispatcherKind, visits: usize) -> usize {
     match kind {
         _ if ranks <= 1 => 0,
-        DispatcherKind::AllGather => product(&[ranks, tokens]),
+        DispatcherKind::AllGather | DispatcherKind::NvLink => product(&[ranks, tokens]),
         _ => visits,
     }
 }
