@@ -89,6 +89,7 @@ impl NcclEp {
             row_map,
             return_map: Tensor::empty(device, DType::I32, &[0, spec.top_k])?,
             messages: None,
+            zones: None,
         };
         let mut handle = self.core.accept(spec, plan);
         self.attach_routing(&mut handle, routed);
