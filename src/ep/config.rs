@@ -23,12 +23,12 @@ pub struct GroupConfig {
     pub dispatcher: DispatcherKind,
     /// NCCL EP, high throughput, static capacities: windows that rows arrive in, which peers write directly; one for each
     /// dispatch whose rows are kept, forward and backward, and one more (at least 2). Each has room for a capacity's rows.
-    /// 0: none; the library stages rows. NVLink: zones that rows arrive in, at least 1; a dispatch that finds none free
-    /// copies its rows.
+    /// 0: none; the library stages rows. NVLink: zones that rows arrive in and stay (0: 2); a dispatch that finds none
+    /// free copies its rows.
     pub windows: usize,
     /// NCCL EP: SMs that its kernels take at most; 0: as the library chooses. More than the GPU has, or for low latency
     /// fewer than one for 14 experts, are [`NcclEpError::Argument`](crate::NcclEpError::Argument) where NCCL EP is named,
-    /// and keep [`DispatcherKind::Auto`] from taking it.
+    /// and keep [`DispatcherKind::Auto`] from taking it. NVLink: blocks of its kernels at most; 0: one an SM.
     pub max_sms: usize,
     /// NVLink: every slot's row returns by itself, and the token's rank adds them in the order of k. Results have the bits
     /// of [`AllToAll`](super::AllToAll), whatever the number of ranks, at the price of more bytes; otherwise each rank
