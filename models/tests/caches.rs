@@ -279,3 +279,18 @@ fn steps_with_room_over_ranks_have_the_same_logits() {
         });
     }
 }
+
+/// Ranks of one and of two sequences that are not asked for their plans, but step as often as each other.
+#[test]
+fn ranks_that_do_not_meet_run_their_steps_as_prompts() {
+    let golden = Golden::named("qwen3_moe");
+    let requests = requests(97);
+    on_ranks(2, golden.experts, |rank, group| {
+        let model = golden.load(&group, golden.options());
+        let own: Vec<Request> =
+            (0..1 + rank).map(|i| Request::new(requests[i].prompt[..1 + 2 * rank].to_vec(), 5)).collect();
+        let run =
+            |kind| Generator::new(&model, None).expect("a generator").cache(kind).run(&own, go).expect("outputs").0;
+        assert_eq!(run(CacheKind::Static), run(CacheKind::Growing), "rank {rank}");
+    });
+}

@@ -356,7 +356,9 @@ fn uncapturable_part(row_order: RowOrder, spec: &DispatchSpec) -> &'static str {
         RowOrder::AllRows | RowOrder::Zones => {
             "the host's part in it, which deferred reporting with a static capacity has in a first step only"
         }
-        _ => "the host's part in it, which every step has (dispatchers that plan on the GPU alone have none: all-gather)",
+        _ => {
+            "the host's part in it, which every step has (dispatchers that plan on the GPU alone have none: all-gather)"
+        }
     }
 }
 

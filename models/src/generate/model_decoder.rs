@@ -80,7 +80,10 @@ impl Decoder for Model {
             Held::Static { stepper, most, plan } => {
                 let most = *most;
                 let own = plan_of(stepper, tokens.dims2()?.1);
-                let plan = plan.take().map_or(own, |plan| plan.join(own));
+                let plan = match plan.take() {
+                    Some(plan) => plan.join(own),
+                    None => self.agree(own)?,
+                };
                 self.run_or_refuse(|_| prepare(stepper, tokens, most))?;
                 if plan.is_prompt {
                     return stepper.feed(tokens);
@@ -98,6 +101,14 @@ impl Decoder for Model {
             Held::Growing(_) => StepPlan { goes_on: true, is_prompt: true, is_new: true, sequences: 0 },
             Held::Static { stepper, .. } => plan_of(stepper, tokens),
         }
+    }
+
+    /// Nobody is asked here, as [`OverRanks`](super::OverRanks) does: where there are others, who may have other plans, a
+    /// step is run as a prompt is.
+    fn agree(&self, own: StepPlan) -> Result<StepPlan> {
+        let mut layers = (0..self.num_layers()).filter_map(|layer| self.moe(layer));
+        let alone = layers.all(|moe| moe.group().ranks() == 1);
+        Ok(StepPlan { is_prompt: own.is_prompt || !alone, ..own })
     }
 
     fn set_plan<'d>(&'d self, next: StepPlan, cache: &mut ModelCache<'d>) {
