@@ -359,7 +359,7 @@ impl Bench {
             let ids = if own == 0 { Tensor::zeros((0, 1), DType::U32, &Device::Cpu)? } else { ids.narrow(0, 0, own)? };
             stepper.feed(&ids.contiguous()?)?;
         }
-        stepper.over_ranks(sequences.div_ceil(self.ranks))?;
+        stepper.capture_over_ranks(sequences.div_ceil(self.ranks))?;
         let measured = self.time((warm_up, steps), || Ok(stepper.step().map(drop)?))?;
         let how = if stepper.is_captured() { "graph" } else { "static cache" };
         let name = format!("decode {sequences} x {past}, {how}");

@@ -247,10 +247,9 @@ impl DecoderSpec {
     }
 }
 
-/// The feed-forward block of a layer in a forward.
+/// A layer in a forward.
 #[derive(Debug, Clone, Copy)]
-struct Experts {
-    /// The layer's.
+struct LayerCall {
     number: usize,
     /// As in [`ForwardCaches`].
     most_tokens: Option<usize>,
@@ -260,7 +259,7 @@ struct Experts {
 pub(crate) fn rows_for(moe: &ExpertParallelMoE, most: usize) -> usize {
     let (layer, group) = (moe.layer(), moe.group());
     let padding = group.local_experts() * (layer.dispatch().alignment - 1);
-    group.ranks() * most * layer.config().router.top_k + padding
+    group.ranks().saturating_mul(most).saturating_mul(layer.config().router.top_k).saturating_add(padding)
 }
 
 /// The module with [room for](rows_for) `most` tokens of every rank, so that nothing waits for their number.
@@ -417,8 +416,8 @@ impl DecoderStack {
                 let y = layer.mixer.forward(&x.normed(&layer.input_norm)?, &step, cache)?;
                 self.add(&mut x, y)?;
             }
-            let experts = Experts { number, most_tokens };
-            self.feed_forward(experts, &mut x, tap, at)?;
+            let call = LayerCall { number, most_tokens };
+            self.feed_forward(call, &mut x, tap, at)?;
         }
         let hidden = if sequences * len > 0 { x.normed(&self.norm)? } else { x.x };
         Ok(hidden.reshape((sequences, len, self.hidden_size()))?)
@@ -433,7 +432,7 @@ impl DecoderStack {
 
     fn feed_forward(
         &self,
-        Experts { number, most_tokens }: Experts,
+        LayerCall { number, most_tokens }: LayerCall,
         x: &mut Residual,
         tap: &mut Option<&mut Tap<'_>>,
         at: &mut ForwardProgress,

@@ -5,7 +5,7 @@ use std::fmt;
 use candle_core::{DType, Device, Tensor};
 use moebius::candle::DeviceGroup;
 use moebius::cpu::Cpu;
-use moebius::ep::DispatcherKind;
+use moebius::ep::{DispatcherKind, GroupConfig};
 
 use crate::Model;
 use crate::cache::{LayerCache, write};
@@ -20,7 +20,7 @@ const CALL: &str = "Stepper";
 /// is allocated once, and a step copies none of them. On a device of `moebius::candle::device_for_capture` the first step
 /// is captured into a CUDA graph that later ones replay, so that the host has next to nothing to do; elsewhere steps run
 /// one operation after another, as do those that cannot be captured, among them those with experts on the host. Where
-/// several ranks share the experts, [`over_ranks`](Self::over_ranks) has their steps captured.
+/// several ranks share the experts, [`capture_over_ranks`](Self::capture_over_ranks) has their steps captured.
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
@@ -54,6 +54,8 @@ pub struct Stepper<'m> {
     logits: Option<Tensor>,
     /// Most sequences of a rank, where every step of the ranks has room for so many.
     most: Option<usize>,
+    /// Why the last capture failed; none is tried again.
+    uncaptured: Option<String>,
     /// An error has left the cache as it may be.
     broken: bool,
 }
@@ -144,6 +146,7 @@ impl Model {
             next: first_ids(self, sequences)?,
             logits: None,
             most: None,
+            uncaptured: None,
             broken: false,
         }))
     }
@@ -185,6 +188,11 @@ impl<'m> Stepper<'m> {
         false
     }
 
+    /// Why a step could not be captured, where that was tried: later ones run one operation after another.
+    pub fn capture_error(&self) -> Option<&str> {
+        self.uncaptured.as_deref()
+    }
+
     /// Forgets all tokens; memory and graph stay.
     ///
     /// # Errors
@@ -195,39 +203,44 @@ impl<'m> Stepper<'m> {
         Ok(())
     }
 
-    /// Has steps of several ranks captured too; whether they can be. `sequences` is the most that any rank has. Every rank
-    /// calls this ahead of the same step and steps whenever the others do from then on, until all call it again, as they
-    /// do when a rank has come with another stepper, or [resized](Self::resize) its own. The ranks then have room for the
-    /// experts' rows of `sequences` tokens each, however these choose: steps can be captured where their group has a
-    /// place for so many ([`GroupConfig::max_rows`](moebius::ep::GroupConfig), the ranks times `sequences` times top-k)
-    /// and their tokens travel by all-gather. Elsewhere they run as before, as one rank's alone do. [`feed`](Self::feed)
-    /// is not captured: all ranks feed, or have `feed` take the place of a step.
+    /// Has the next step of several ranks captured, and later ones replayed; whether that can be. `sequences` is the most
+    /// that any rank has. Every rank calls this ahead of the same step and steps whenever the others do from then on,
+    /// until all call it again, as they do once a rank has another stepper, has [resized](Self::resize) its own, or has
+    /// [cleared](Self::clear) it behind an error. A rank that is to [feed](Self::feed) has all feed, if only one token.
+    ///
+    /// The ranks then have room for the experts' rows of `sequences` tokens each, however these choose. Their group needs
+    /// a place for so many ([`GroupConfig::max_rows`]: the ranks times `sequences` times top-k), and tokens travel by
+    /// all-gather; otherwise steps run as before. A capture that [fails](Self::capture_error) on one rank alone leaves it
+    /// with steps that run one operation after another: have all ranks feed then.
     ///
     /// # Errors
     /// Fewer sequences than this rank has.
-    pub fn over_ranks(&mut self, sequences: usize) -> Result<bool> {
-        if sequences < self.sequences() || sequences == 0 {
-            let problem = format!("{sequences} sequences at most on any rank; this one has {}", self.sequences());
-            return Err(Error::Usage { call: "Stepper::over_ranks", problem });
-        }
+    pub fn capture_over_ranks(&mut self, sequences: usize) -> Result<bool> {
         let model = self.model;
+        model.run_or_refuse(|_| match sequences < self.sequences() || sequences == 0 {
+            true => {
+                let problem = format!("{sequences} sequences at most on any rank; this one has {}", self.sequences());
+                Err(Error::Usage { call: "Stepper::capture_over_ranks", problem })
+            }
+            false => Ok(()),
+        })?;
         let moe = (0..model.num_layers()).find_map(|layer| model.moe(layer));
         let Some(moe) = moe.filter(|moe| moe.group().ranks() > 1 && model.host_experts().is_none()) else {
             return Ok(false);
         };
         // A CPU's steps are not captured, over whatever dispatcher.
         let all_gather = moe.group().dispatcher_kind() == DispatcherKind::AllGather || model.device().is_cpu();
-        let has_room = rows_for(moe, sequences) <= max_rows(moe.group());
+        let has_room = has_room(moe.group(), sequences, rows_for(moe, sequences));
         self.most = (all_gather && has_room).then_some(sequences);
         #[cfg(feature = "cuda")]
         {
             self.graph = None;
-            self.eager = self.most.is_none();
+            self.eager = self.most.is_none() || self.uncaptured.is_some();
         }
         Ok(self.most.is_some())
     }
 
-    /// Most sequences of a rank that steps have [room](Self::over_ranks) for.
+    /// Most sequences of a rank that steps have [room](Self::capture_over_ranks) for.
     pub(crate) fn most_over_ranks(&self) -> Option<usize> {
         self.most
     }
@@ -381,26 +394,30 @@ impl<'m> Stepper<'m> {
         }
         // One that cannot be captured is not tried again.
         self.eager = true;
-        match graph::Graph::capture(self.model, || self.work())? {
+        match graph::Graph::capture(self.model, || self.work(), at)? {
             graph::Tried::Not => self.work().run(at),
-            graph::Tried::Ran(logits) => Ok(logits),
+            graph::Tried::Ran { logits, why } => {
+                self.uncaptured = Some(why);
+                Ok(logits)
+            }
             graph::Tried::Captured(graph) => Ok(self.graph.insert(graph).logits()),
         }
     }
 }
 
-/// Rows that a group has room for in a static capacity.
-fn max_rows(group: &DeviceGroup) -> usize {
+/// Whether a group has room for so many tokens a rank, and for a static capacity of so many rows.
+fn has_room(group: &DeviceGroup, tokens: usize, rows: usize) -> bool {
+    let fits = |config: &GroupConfig| tokens <= config.max_tokens_per_rank && rows <= config.max_rows;
     #[cfg(feature = "cuda")]
     if let Some(group) = group.on::<moebius::cuda::Cuda>() {
-        return group.lock().config().max_rows;
+        return fits(group.lock().config());
     }
-    group.on::<Cpu>().map_or(0, |group| group.lock().config().max_rows)
+    group.on::<Cpu>().is_some_and(|group| fits(group.lock().config()))
 }
 
 #[cfg(feature = "cuda")]
 mod graph {
-    use std::cell::RefCell;
+    use std::cell::{Cell, RefCell};
     use std::rc::Rc;
 
     use candle_core::{Result as CandleResult, Tensor};
@@ -412,7 +429,7 @@ mod graph {
     use crate::error::Result;
     use crate::ops::CapturedResults;
 
-    /// Whether a model's device can capture a step, of several ranks one with [room](super::Stepper::over_ranks) for all.
+    /// Whether a model's device can capture a step, of several ranks one with [room](super::Stepper::capture_over_ranks) for all.
     fn can_capture(model: &Model, has_room: bool) -> bool {
         let alone = groups(model).all(|group| group.ranks() == 1);
         // A graph would have to wait for gathers that it has no part in.
@@ -437,15 +454,19 @@ mod graph {
     pub(super) enum Tried<'m> {
         /// It [cannot be](can_capture), and has not run.
         Not,
-        /// It has run, to these logits, but could not be captured.
-        Ran(Tensor),
+        /// It has run, to these logits, but could not be captured, and why.
+        Ran { logits: Tensor, why: String },
         /// It has run and is captured.
         Captured(Box<Graph<'m>>),
     }
 
     impl<'m> Graph<'m> {
-        /// Runs a step and captures it, where that can be.
-        pub(super) fn capture(model: &'m Model, work: impl FnOnce() -> Work<'m>) -> Result<Tried<'m>> {
+        /// Runs a step and captures it, where that can be; `at` is how far its last run has come.
+        pub(super) fn capture(
+            model: &'m Model,
+            work: impl FnOnce() -> Work<'m>,
+            at: &mut ForwardProgress,
+        ) -> Result<Tried<'m>> {
             let mut work = Work { memory: Some(CapturedResults::default()), ..work() };
             if !can_capture(model, work.most_tokens.is_some()) {
                 return Ok(Tried::Not);
@@ -458,9 +479,13 @@ mod graph {
             let empty = work.sequences == 0;
             // The first run's, which a capture that fails leaves.
             let ran = Rc::new(RefCell::new(None));
-            let (first, mut runs) = (Rc::clone(&ran), 0);
+            let come = Rc::new(Cell::new(ForwardProgress::default()));
+            let (first, progress, mut runs) = (Rc::clone(&ran), Rc::clone(&come), 0);
             let calls: Calls<'m> = Box::new(move || {
-                let logits = work.run(&mut ForwardProgress::default()).map_err(candle_core::Error::wrap)?;
+                let mut at = ForwardProgress::default();
+                let logits = work.run(&mut at);
+                progress.set(at);
+                let logits = logits.map_err(candle_core::Error::wrap)?;
                 runs += 1;
                 if runs == 1 {
                     *first.borrow_mut() = Some(logits.clone());
@@ -470,10 +495,10 @@ mod graph {
             // SAFETY: the calls own the cache's memory and the ids', which are written in place alone, and borrow the
             // model, none of whose tensors can be replaced through a shared reference.
             let captured = unsafe { capture.run(calls) };
-            let first = ran.take();
-            match (captured, first) {
+            *at = come.get();
+            match (captured, ran.take()) {
                 (Ok(step), first) => Ok(Tried::Captured(Box::new(Self { step, none: first.filter(|_| empty) }))),
-                (Err(_), Some(logits)) => Ok(Tried::Ran(logits)),
+                (Err(error), Some(logits)) => Ok(Tried::Ran { logits, why: error.to_string() }),
                 (Err(error), None) => Err(error.into()),
             }
         }

@@ -260,7 +260,7 @@ fn steps_with_room_over_ranks_have_the_same_logits() {
                 let mut stepper = model.stepper(own, 8).expect("a stepper");
                 let mut all = vec![stepper.feed(&prompt).expect("logits")];
                 if let Some(most) = most {
-                    assert_eq!(stepper.over_ranks(most).expect("as many as there are"), ranks > 1);
+                    assert_eq!(stepper.capture_over_ranks(most).expect("as many as there are"), ranks > 1);
                 }
                 all.extend((0..4).map(|_| stepper.step().expect("logits").clone()));
                 all.iter()
@@ -272,10 +272,10 @@ fn steps_with_room_over_ranks_have_the_same_logits() {
             assert_eq!(logits(Some(2)), expected, "rank {rank} of {ranks}");
             assert_eq!(logits(Some(5)), expected, "rank {rank} of {ranks}");
             let mut stepper = model.stepper(2, 8).expect("a stepper");
-            let error = stepper.over_ranks(1).expect_err("two sequences here").to_string();
+            let error = stepper.capture_over_ranks(1).expect_err("two sequences here").to_string();
             assert!(error.contains("this one has 2"), "{error}");
             // As many as the group has no room for.
-            assert!(!stepper.over_ranks(1 << 20).expect("too many are no error"));
+            assert!(!stepper.capture_over_ranks(1 << 20).expect("too many are no error"));
         });
     }
 }

@@ -261,7 +261,7 @@ fn captured_over_ranks(model: &Model, own: usize, captured: bool) -> Result<()> 
     // All ranks again, with other graphs.
     for round in 0..2 {
         stepper.feed(&prompt)?;
-        if stepper.over_ranks(2)? != captured {
+        if stepper.capture_over_ranks(2)? != captured {
             return Err(format!("room for the rows: {}", !captured).into());
         }
         for expected in &expected[1..] {

@@ -322,7 +322,7 @@ impl<D: Kernels> DispatcherState<D> {
             }
             Err(Error::Comm(CommError::SizeMismatch { rank, peer, expected, found, .. })) => {
                 let what = format!("a routing record of {expected} bytes (top_k = {})", spec.top_k);
-                let field = "spec.top_k or spec.expert_capacity".to_string();
+                let field = "spec.top_k, spec.max_tokens or spec.expert_capacity".to_string();
                 let peer_value = format!("a routing record of {found} bytes");
                 Err(Error::ConfigMismatch { call: PREPARE, field, rank, value: what, peer, peer_value })
             }

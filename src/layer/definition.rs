@@ -22,7 +22,7 @@ pub struct DispatchOptions {
     /// Rows of the receive layout.
     pub capacity: Capacity,
     /// Most tokens that a rank brings to a call, the same on all ranks; `None`: the group's `max_tokens_per_rank`. With a
-    /// static capacity all-gather sends so many rows of each rank.
+    /// static capacity and deferred reporting all-gather sends so many rows of each rank.
     pub max_tokens: Option<usize>,
     /// Treatment of rows past a static capacity.
     pub overflow: Overflow,

@@ -187,7 +187,8 @@ fn specs_that_differ<D: Target>(s: &Setup<D>) {
     let good = training(0, 2);
     let limit = |order| Some(ExpertCapacity { factor: 1.0, order, renormalize: false });
     let specs = [
-        ("spec.top_k or spec.expert_capacity", DispatchSpec { top_k: 1, ..good }),
+        ("spec.top_k, spec.max_tokens or spec.expert_capacity", DispatchSpec { top_k: 1, ..good }),
+        ("spec.top_k, spec.max_tokens or spec.expert_capacity", DispatchSpec { max_tokens: Some(2), ..good }),
         ("spec.alignment", DispatchSpec { alignment: 2, ..good }),
         ("spec.capacity", DispatchSpec { capacity: Capacity::Static(64), ..good }),
         ("spec.overflow", DispatchSpec { overflow: moebius::ep::Overflow::Drop, ..good }),

@@ -39,7 +39,7 @@ use moebius::ep::{Group, GroupConfig};
 use moebius::kernels::Kernels;
 use moebius::ranks::Identity;
 use moebius_models::generate::{self, CountChoices, Decoder, Generator, Output, OverRanks, Request, Stats, Tokenizer};
-use moebius_models::{ExpertWeights, LoadOptions, Model};
+use moebius_models::{LoadOptions, Model};
 
 use options::{Options, Place, Type, Usage};
 use results::{ExpertChoices, Outcome, merge};
@@ -186,14 +186,16 @@ impl Job<'_> {
         Ok(self.checkpoint.block_config(*layer)?.router)
     }
 
-    /// No step has more tokens than all prompts have together, or a row a prompt. In steps of one token a sequence there
-    /// is room for any choices.
+    /// No step has more tokens than the longest prompts of a batch have together. In steps of one token a sequence there is
+    /// room for any choices.
     fn group_config(&self, ranks: usize) -> Result<GroupConfig, AnyError> {
         let router = self.router()?;
-        let tokens: usize = self.requests.iter().map(|request| request.prompt.len()).sum();
+        let mut lengths: Vec<usize> = self.requests.iter().map(|request| request.prompt.len().max(1)).collect();
+        lengths.sort_unstable_by(|a, b| b.cmp(a));
+        let tokens: usize = lengths.iter().take(MAX_SEQUENCES).sum();
         let sequences = self.requests.len().div_ceil(ranks).clamp(1, MAX_SEQUENCES);
         let max_rows = ranks * sequences * router.top_k;
-        Ok(GroupConfig { max_rows, ..GroupConfig::new(router.num_experts, tokens.max(self.requests.len()).max(1)) })
+        Ok(GroupConfig { max_rows, ..GroupConfig::new(router.num_experts, tokens.max(1)) })
     }
 
     /// Loads this rank's part and runs every R-th request; gives the communicator back beside what came of them.
@@ -210,8 +212,7 @@ impl Job<'_> {
             Type::Bf16 => DType::BF16,
             Type::F16 => DType::F16,
         });
-        let experts_on_host = self.options.experts_on_host;
-        let experts = if experts_on_host { ExpertWeights::AsStored } else { ExpertWeights::default() };
+        let (experts, experts_on_host) = (self.options.experts.into(), self.options.experts_on_host);
         let options = LoadOptions { dtype, experts, experts_on_host, ..LoadOptions::default() };
         // Seen where standard error is a terminal.
         let bar = if rank == 0 { output::loading() } else { ProgressBar::hidden() };

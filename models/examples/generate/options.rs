@@ -5,6 +5,7 @@ use std::fmt;
 use std::path::{Path, PathBuf};
 
 use clap::{Args, Parser, ValueEnum};
+use moebius_models::ExpertWeights;
 use moebius_models::generate::{CacheKind, Chat, ChatTemplate, Request, Sampling, Tokenizer, eos_ids};
 
 use crate::AnyError;
@@ -44,14 +45,16 @@ pub struct Options {
     /// Where the model runs [default: cpu; as one process of several, cuda, a GPU each]
     #[arg(long, value_enum)]
     pub device: Option<Place>,
-    /// Keys and values in memory that stays, whose steps one GPU alone replays from a graph, or in memory that grows
+    /// Keys and values in memory that stays, so that GPUs replay steps from a graph, or in memory that grows
     #[arg(long, value_enum, default_value_t = Cache::Static)]
     pub cache: Cache,
     /// Convert weights to this type; as stored if absent
     #[arg(long, value_enum)]
     pub dtype: Option<Type>,
-    /// Keep experts in memory of the host, as they are stored, and bring them a layer ahead: for a model larger than the
-    /// GPU
+    /// The form of the routed experts' weights
+    #[arg(long, value_enum, default_value_t = Experts::AsStored)]
+    pub experts: Experts,
+    /// Keep experts in memory of the host, and bring them a layer ahead: for a model larger than the GPU
     #[arg(long)]
     pub experts_on_host: bool,
     /// Count how often each layer's experts are chosen, and write the most and the least of each layer
@@ -123,6 +126,26 @@ impl From<Cache> for CacheKind {
         match cache {
             Cache::Static => CacheKind::Static,
             Cache::Growing => CacheKind::Growing,
+        }
+    }
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum Experts {
+    /// NVFP4, MXFP4 and fp8 blocks as they are stored, and multiplied so; others in the type of all weights
+    AsStored,
+    /// In NVFP4, quantized as they are loaded
+    Nvfp4,
+    /// In the type of all weights
+    Dequantized,
+}
+
+impl From<Experts> for ExpertWeights {
+    fn from(experts: Experts) -> Self {
+        match experts {
+            Experts::AsStored => ExpertWeights::AsStored,
+            Experts::Nvfp4 => ExpertWeights::Nvfp4,
+            Experts::Dequantized => ExpertWeights::Dequantized,
         }
     }
 }

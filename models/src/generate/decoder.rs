@@ -38,10 +38,12 @@ pub struct CacheRequest {
 pub struct StepPlan {
     /// A rank has sequences to continue.
     pub goes_on: bool,
-    /// A rank does more than continue each of its sequences by one token over memory that stays.
-    pub is_prompt: bool,
-    /// A rank's cache is not the one of the step before, or its memory is elsewhere.
-    pub is_new: bool,
+    /// A rank has the step's operations run one after another, and so all ranks do: it reads a prompt, its cache grows, or
+    /// its steps cannot be captured.
+    pub runs_eagerly: bool,
+    /// A rank has no graph of its steps that goes with those of the others: its cache is another than in the step before,
+    /// or its memory has moved. All ranks capture anew.
+    pub needs_capture: bool,
     /// Most sequences of a rank.
     pub sequences: usize,
 }
@@ -51,21 +53,21 @@ impl StepPlan {
     pub fn join(self, other: Self) -> Self {
         Self {
             goes_on: self.goes_on | other.goes_on,
-            is_prompt: self.is_prompt | other.is_prompt,
-            is_new: self.is_new | other.is_new,
+            runs_eagerly: self.runs_eagerly | other.runs_eagerly,
+            needs_capture: self.needs_capture | other.needs_capture,
             sequences: self.sequences.max(other.sequences),
         }
     }
 
     fn numbers(self) -> [f32; 4] {
         let flag = |flag| if flag { 1.0 } else { 0.0 };
-        [flag(self.goes_on), flag(self.is_prompt), flag(self.is_new), self.sequences as f32]
+        [flag(self.goes_on), flag(self.runs_eagerly), flag(self.needs_capture), self.sequences as f32]
     }
 
-    fn of([goes_on, is_prompt, is_new, sequences]: [f32; 4]) -> Self {
+    fn of([goes_on, runs_eagerly, needs_capture, sequences]: [f32; 4]) -> Self {
         let flag = |number| number != 0.0;
         let sequences = sequences as usize;
-        Self { goes_on: flag(goes_on), is_prompt: flag(is_prompt), is_new: flag(is_new), sequences }
+        Self { goes_on: flag(goes_on), runs_eagerly: flag(runs_eagerly), needs_capture: flag(needs_capture), sequences }
     }
 }
 
@@ -120,7 +122,7 @@ pub trait Decoder {
     /// This rank's plan of a step that continues each of the cache's sequences by `tokens` tokens.
     fn plan<'d>(&'d self, tokens: usize, cache: &Self::Cache<'d>) -> StepPlan {
         let _ = (tokens, cache);
-        StepPlan { goes_on: true, is_prompt: true, is_new: false, sequences: 0 }
+        StepPlan { goes_on: true, runs_eagerly: true, needs_capture: false, sequences: 0 }
     }
 
     /// The plan of all ranks. Collective, before each step.
@@ -293,7 +295,12 @@ mod tests {
     /// No rank's part of a plan is lost on its way.
     #[test]
     fn ranks_agree_on_the_plan_of_all() {
-        let plan = |goes_on, is_prompt, is_new, sequences| StepPlan { goes_on, is_prompt, is_new, sequences };
+        let plan = |goes_on, runs_eagerly, needs_capture, sequences| StepPlan {
+            goes_on,
+            runs_eagerly,
+            needs_capture,
+            sequences,
+        };
         let own = [
             plan(true, false, false, 1),
             plan(false, false, true, 0),

@@ -85,11 +85,11 @@ impl Decoder for Model {
                     None => self.agree(own)?,
                 };
                 self.run_or_refuse(|_| prepare(stepper, tokens, most))?;
-                if plan.is_prompt {
+                if plan.runs_eagerly {
                     return stepper.feed(tokens);
                 }
-                if plan.is_new || stepper.most_over_ranks() < Some(plan.sequences) {
-                    stepper.over_ranks(plan.sequences.max(1))?;
+                if plan.needs_capture || stepper.most_over_ranks() < Some(plan.sequences) {
+                    stepper.capture_over_ranks(plan.sequences.max(1))?;
                 }
                 stepper.step().cloned()
             }
@@ -98,7 +98,7 @@ impl Decoder for Model {
 
     fn plan<'d>(&'d self, tokens: usize, cache: &ModelCache<'d>) -> StepPlan {
         match &cache.0 {
-            Held::Growing(_) => StepPlan { goes_on: true, is_prompt: true, is_new: true, sequences: 0 },
+            Held::Growing(_) => StepPlan { goes_on: true, runs_eagerly: true, needs_capture: true, sequences: 0 },
             Held::Static { stepper, .. } => plan_of(stepper, tokens),
         }
     }
@@ -108,7 +108,7 @@ impl Decoder for Model {
     fn agree(&self, own: StepPlan) -> Result<StepPlan> {
         let mut layers = (0..self.num_layers()).filter_map(|layer| self.moe(layer));
         let alone = layers.all(|moe| moe.group().ranks() == 1);
-        Ok(StepPlan { is_prompt: own.is_prompt || !alone, ..own })
+        Ok(StepPlan { runs_eagerly: own.runs_eagerly || !alone, ..own })
     }
 
     fn set_plan<'d>(&'d self, next: StepPlan, cache: &mut ModelCache<'d>) {
@@ -136,10 +136,11 @@ impl Decoder for Model {
 
 /// The plan of a step by so many tokens.
 fn plan_of(stepper: &Stepper<'_>, tokens: usize) -> StepPlan {
-    let sequences = stepper.sequences();
+    let (sequences, most) = (stepper.sequences(), stepper.most_over_ranks());
     let is_prompt = sequences > 0 && (stepper.is_empty() || tokens != 1);
     let is_full = sequences > 0 && stepper.len() + tokens > stepper.capacity();
-    StepPlan { goes_on: true, is_prompt, is_new: is_full || stepper.most_over_ranks().is_none(), sequences }
+    let runs_eagerly = is_prompt || most.is_some() && stepper.capture_error().is_some();
+    StepPlan { goes_on: true, runs_eagerly, needs_capture: is_full || most.is_none(), sequences }
 }
 
 /// Makes room for a step's tokens and hands over those of a step of one.

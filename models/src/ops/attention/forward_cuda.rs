@@ -9,7 +9,7 @@ use crate::ops::kernel_table::AttentionHeads;
 use crate::ops::params::{AttentionParams, Strides, THREADS};
 
 /// Below so many queries candle's operations are quicker: most of a block's rows would be empty.
-const FEWEST_QUERIES: usize = 16;
+pub(super) const FEWEST_QUERIES: usize = 16;
 
 /// A call that kernels serve.
 #[derive(Debug, Clone, Copy)]

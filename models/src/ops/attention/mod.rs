@@ -34,8 +34,11 @@ pub(crate) fn attention(q: &Tensor, k: &Tensor, v: &Tensor, options: &AttentionO
     if tracked(q) || tracked(k) || tracked(v) || options.sinks.is_some_and(tracked) {
         return backward::attention(q, k, v, options);
     }
+    // As with the crate's own kernel, of few queries candle's operations are quicker.
     #[cfg(feature = "flash-attn")]
-    if let Some(y) = flash::forward([q, k, v], options)? {
+    if q.dim(2)? >= forward_cuda::FEWEST_QUERIES
+        && let Some(y) = flash::forward([q, k, v], options)?
+    {
         return Ok(y);
     }
     Ok(output([q, k, v], options, false)?.y)
