@@ -29,7 +29,6 @@ SIMT(linear_d_weight_any, LINEAR_DW)
 
 // Adds the parts that a sum was cut into, in their order, and a bias of a value a column where there is one.
 extern "C" __global__ void sum_parts(const __grid_constant__ GemmParams p) {
-    wait_for_previous_kernel();
     const int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
     if (i >= p.m * p.n) return;
     float sum = 0.0f;

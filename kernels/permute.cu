@@ -248,7 +248,6 @@ extern "C" __global__ void add_shares_bf16(const __grid_constant__ AddSharesPara
 
 // Gradient of each slot's weight from the parts that the tiles left: a thread a slot or, with a bias, a warp.
 extern "C" __global__ void slot_dots(const __grid_constant__ SlotDotsParams p) {
-    wait_for_previous_kernel();
     const int64_t tile = blockIdx.x;
     if (tile >= *p.tile_count) return;
     const int4 t = p.tiles[tile];

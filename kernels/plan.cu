@@ -237,7 +237,6 @@ __device__ void finish_segments(const LocalPlanParams& p) {
 }  // namespace
 
 extern "C" __global__ void __launch_bounds__(WARP_THREADS) plan_count(const __grid_constant__ LocalPlanParams p) {
-    wait_for_previous_kernel();
     extern __shared__ int32_t count[];
     for (int e = threadIdx.x; e < p.experts; e += 32) count[e] = 0;
     __syncwarp();
@@ -249,19 +248,16 @@ extern "C" __global__ void __launch_bounds__(WARP_THREADS) plan_count(const __gr
 // A warp an expert: chunks' counts become counts before the chunk. All blocks clear the maps;
 // there are more than experts need where maps are long.
 extern "C" __global__ void __launch_bounds__(PLAN_THREADS) plan_scan(const __grid_constant__ LocalPlanParams p) {
-    wait_for_previous_kernel();
     clear_maps(p);
     scan_chunks(p.before, p.chunks, p.experts, p.stats);
 }
 
 extern "C" __global__ void __launch_bounds__(PLAN_SEGMENTS_THREADS) plan_segments(const __grid_constant__ LocalPlanParams p) {
-    wait_for_previous_kernel();
     layout_segments(p);
     finish_segments(p);
 }
 
 extern "C" __global__ void __launch_bounds__(WARP_THREADS) plan_slots(const __grid_constant__ LocalPlanParams p) {
-    wait_for_previous_kernel();
     extern __shared__ int32_t count[];
     for (int e = threadIdx.x; e < p.experts; e += 32) count[e] = p.before[e * p.chunks + blockIdx.x];
     __syncwarp();

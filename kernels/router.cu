@@ -275,7 +275,6 @@ extern "C" __global__ void __launch_bounds__(ROUTER_THREADS, 4) route(const __gr
 
 // Gradient with respect to the logits, from that of the weights and of the auxiliary losses.
 extern "C" __global__ void __launch_bounds__(ROUTER_THREADS, 4) route_bwd(const __grid_constant__ RoutingParams p) {
-    wait_for_previous_kernel();
     Token token(p, memory_of_warp(p));
     const int lane = token.lane, of_block = blockDim.x / 32, e = token.e, k = token.k;
     for (int64_t t = static_cast<int64_t>(blockIdx.x) * of_block + threadIdx.x / 32; t < p.tokens; t += static_cast<int64_t>(gridDim.x) * of_block) {
@@ -537,7 +536,6 @@ extern "C" __global__ void __launch_bounds__(ROUTER_THREADS, 6) route_softmax(co
     if (t < p.tokens) with_experts(p.experts, [&](auto number) { choose_in_registers<number.value>(p, t); });
 }
 extern "C" __global__ void __launch_bounds__(ROUTER_THREADS, 5) route_softmax_bwd(const __grid_constant__ RoutingParams p) {
-    wait_for_previous_kernel();
     const int64_t t = static_cast<int64_t>(blockIdx.x) * (blockDim.x / 32) + threadIdx.x / 32;
     if (t < p.tokens) with_experts(p.experts, [&](auto number) { gradient_in_registers<number.value>(p, t); });
 }

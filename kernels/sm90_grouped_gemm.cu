@@ -21,7 +21,6 @@
         name(const __grid_constant__ GemmParams p, const __grid_constant__ CUtensorMap a,                                \
              const __grid_constant__ CUtensorMap b, const __grid_constant__ CUtensorMap pre,                       \
              const __grid_constant__ CUtensorMap gated, const __grid_constant__ CUtensorMap plain) {              \
-        wait_for_previous_kernel();                                                                                       \
         grouped_gemm::run<T, KIND>(p, a, b, {pre, gated, plain});                                                         \
     }
 

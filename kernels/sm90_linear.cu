@@ -309,7 +309,6 @@ __device__ void gradient_of_weight(const GemmParams& p, const CUtensorMap& x, co
     extern "C" __global__ void __launch_bounds__(THREADS, 2)                                              \
         name(const __grid_constant__ GemmParams p, const __grid_constant__ CUtensorMap x,                       \
              const __grid_constant__ CUtensorMap weight) {                                                \
-        wait_for_previous_kernel();                                                                       \
         forward<T>(p, x, weight);                                                                         \
     }
 FORWARD(sm90_linear_bf16, bf16)
@@ -318,7 +317,6 @@ FORWARD(sm90_linear_f16, f16)
 extern "C" __global__ void __launch_bounds__(DX_THREADS, 1)
     sm90_linear_d_x(const __grid_constant__ GemmParams p, const __grid_constant__ CUtensorMap weight,
                       const __grid_constant__ CUtensorMap out) {
-    wait_for_previous_kernel();
     if (p.k <= 16) gradient_of_x<1>(p, weight, out);
     else if (p.k <= 32) gradient_of_x<2>(p, weight, out);
     else if (p.k <= 64) gradient_of_x<4>(p, weight, out);
@@ -327,7 +325,6 @@ extern "C" __global__ void __launch_bounds__(DX_THREADS, 1)
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
     sm90_linear_d_weight(const __grid_constant__ GemmParams p, const __grid_constant__ CUtensorMap x,
                            const __grid_constant__ CUtensorMap logits) {
-    wait_for_previous_kernel();
     gradient_of_weight(p, x, logits);
 }
 #endif

@@ -381,7 +381,6 @@ __device__ __forceinline__ void run(const WeightGradParams& p, const CUtensorMap
     extern "C" __global__ void __launch_bounds__(THREADS, 1) __cluster_dims__(2, 1, 1)             \
         name(const __grid_constant__ WeightGradParams p, const __grid_constant__ CUtensorMap narrow,    \
              const __grid_constant__ CUtensorMap wide, const __grid_constant__ CUtensorMap out) { \
-        wait_for_previous_kernel();                                                               \
         run<T>(p, narrow, wide, out);                                                             \
     }
 

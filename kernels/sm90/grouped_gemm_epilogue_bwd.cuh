@@ -1,7 +1,7 @@
 // The epilogue of down's gradient: through the activation to the pre-activations' gradient, with the activation itself
 // (down's right operand in its weight gradient) and the rows' dots (gradients of the routing weights) beside it.
 //
-// The pre-activations come 32 columns at a time, two such chunks ahead, and are replaced by their gradients on the way
+// The pre-activations come 32 columns at a time, two such chunks ahead (one in square tiles), and are replaced by their gradients on the way
 // out. Both by TMA: loads of the warp's own would queue behind the rows that the producer gathers.
 #pragma once
 #include "sm90/grouped_gemm_epilogue.cuh"
@@ -148,7 +148,7 @@ struct TileHalf {
     }
 };
 
-// A half of a tile. `number` counts the chunks of the warp, of which two are on their way.
+// A half of a tile. `number` counts the chunks of the warp, of which two are on their way, one in square tiles.
 template <class T, int KIND>
 __device__ __forceinline__ void epilogue_half(TileHalf<T, KIND>& half, const float (&acc)[BLOCK_N<KIND> / 2], uint32_t& number) {
     const EpilogueChunks<T, KIND>& chunks = half.chunks;

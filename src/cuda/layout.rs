@@ -183,8 +183,8 @@ impl TileOrder {
     }
 }
 
-/// The list of tiles that a plan makes with its layout, behind an entry that holds their number, then the ticket: for few rows those of
-/// [`SM90_DECODE`], which `w4a16_decode.cu` takes too, else pairs of [`SM90_GROUPED_GEMM`]'s.
+/// The list of tiles that a plan makes with its layout, behind an entry that holds their number, then the ticket: for few
+/// rows those of [`SM90_DECODE`], which `w4a16_decode.cu` takes too, else pairs of [`SM90_GROUPED_GEMM`]'s.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct PlannedTiles {
     /// Rows of a tile.

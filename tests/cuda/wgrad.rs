@@ -109,7 +109,7 @@ fn sums_end_where_segments_do_in_every_type(cuda: &Cuda) -> Result<()> {
             }
         }
     }
-    // So wide that mapped rows are brought into order first.
+    // So wide that a cluster has several tiles.
     for (mapped_left, m, n) in [(true, 40, 2056), (false, 2056, 40)] {
         check(cuda, &Setting { dtype: DType::BF16, out: DType::BF16, mapped_left, accumulate: false, m, n })?;
     }
