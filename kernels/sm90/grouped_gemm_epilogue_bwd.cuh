@@ -1,8 +1,8 @@
 // The epilogue of down's gradient: through the activation to the pre-activations' gradient, with the activation itself
 // (down's right operand in its weight gradient) and the rows' dots (gradients of the routing weights) beside it.
 //
-// The pre-activations come 32 columns at a time, two such chunks ahead (one in square tiles), and are replaced by their gradients on the way
-// out. Both by TMA: loads of the warp's own would queue behind the rows that the producer gathers.
+// The pre-activations come 32 columns at a time, two such chunks ahead (one in square tiles), and are replaced by their
+// gradients on the way out. Both by TMA: loads of the warp's own would queue behind the rows that the producer gathers.
 #pragma once
 #include "sm90/grouped_gemm_epilogue.cuh"
 
