@@ -139,6 +139,8 @@ pub mod candle;
 #[cfg(feature = "cuda")]
 pub mod cuda;
 #[cfg(feature = "nccl")]
+mod library_dispatchers;
+#[cfg(feature = "nccl")]
 pub mod nccl;
 #[cfg(feature = "nccl-ep")]
 pub mod nccl_ep;

@@ -355,9 +355,7 @@ impl Bench {
         let (past, (warm_up, steps), own) = (self.past(), self.steps(), self.share(sequences));
         let mut stepper = model.stepper(own, past + warm_up + steps)?;
         for ids in self.prompts(sequences)? {
-            // Without sequences, on the CPU: a GPU has no memory of no bytes.
-            let ids = if own == 0 { Tensor::zeros((0, 1), DType::U32, &Device::Cpu)? } else { ids.narrow(0, 0, own)? };
-            stepper.feed(&ids.contiguous()?)?;
+            stepper.feed(&own_ids(&ids, own)?)?;
         }
         stepper.capture_over_ranks(sequences.div_ceil(self.ranks))?;
         let measured = self.time((warm_up, steps), || Ok(stepper.step().map(drop)?))?;
@@ -371,14 +369,9 @@ impl Bench {
         let (past, own) = (self.past(), self.share(sequences));
         let mut cache = model.cache();
         for ids in self.prompts(sequences)? {
-            // Without sequences, on the CPU: a GPU has no memory of no bytes.
-            let ids = if own == 0 { Tensor::zeros((0, 1), DType::U32, &Device::Cpu)? } else { ids.narrow(0, 0, own)? };
-            model.decode_hidden(&ids.contiguous()?, &mut cache)?;
+            model.decode_hidden(&own_ids(&ids, own)?, &mut cache)?;
         }
-        let mut next = match own {
-            0 => Tensor::zeros((0, 1), DType::U32, &Device::Cpu)?,
-            own => self.ids(own, 1)?,
-        };
+        let mut next = own_ids(&self.ids(own.max(1), 1)?, own)?;
         let measured = self.time(self.steps(), || {
             let hidden = model.decode_hidden(&next, &mut cache)?;
             if own > 0 {
@@ -433,6 +426,11 @@ impl Bench {
         }
         Ok(())
     }
+}
+
+/// Those of a rank's sequences; none on the CPU, as a GPU has no memory of no bytes.
+fn own_ids(ids: &Tensor, own: usize) -> Result<Tensor> {
+    Ok(if own == 0 { Tensor::zeros((0, 1), DType::U32, &Device::Cpu)? } else { ids.narrow(0, 0, own)?.contiguous()? })
 }
 
 /// What was timed.

@@ -219,6 +219,21 @@ impl Model {
         self.decoder.host_experts()
     }
 
+    /// A layer with experts, if there is one; all of them are in one group.
+    pub(crate) fn first_moe(&self) -> Option<&ExpertParallelMoE> {
+        (0..self.num_layers()).find_map(|layer| self.moe(layer))
+    }
+
+    /// Ranks that share the experts.
+    pub(crate) fn ranks(&self) -> usize {
+        self.first_moe().map_or(1, |moe| moe.group().ranks())
+    }
+
+    /// Logits `[0, V]` of a rank without sequences, on the CPU: a GPU has no memory of no bytes.
+    pub(crate) fn no_logits(&self) -> Result<Tensor> {
+        Ok(Tensor::zeros((0, self.vocabulary()), DType::F32, &Device::Cpu)?)
+    }
+
     /// The layers.
     pub(crate) fn decoder(&self) -> &DecoderStack {
         &self.decoder

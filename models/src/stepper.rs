@@ -77,7 +77,6 @@ struct Work<'m> {
     layers: Vec<LayerCache>,
     positions: PositionTables,
     next: Tensor,
-    sequences: usize,
     /// As in [`ForwardCaches`].
     most_tokens: Option<usize>,
     /// Of a step that is captured.
@@ -102,8 +101,8 @@ impl Work<'_> {
         };
         #[cfg(not(feature = "cuda"))]
         let hidden = hidden()?;
-        if self.sequences == 0 {
-            return Ok(Tensor::zeros((0, self.model.vocabulary()), DType::F32, &Device::Cpu)?);
+        if self.next.elem_count() == 0 {
+            return self.model.no_logits();
         }
         let (sequences, _, hidden_size) = hidden.dims3()?;
         let logits = self.model.decoder().logits(&hidden.reshape((sequences, hidden_size))?)?;
@@ -217,15 +216,15 @@ impl<'m> Stepper<'m> {
     /// Fewer sequences than this rank has.
     pub fn capture_over_ranks(&mut self, sequences: usize) -> Result<bool> {
         let model = self.model;
-        model.run_or_refuse(|_| match sequences < self.sequences() || sequences == 0 {
-            true => {
-                let problem = format!("{sequences} sequences at most on any rank; this one has {}", self.sequences());
-                Err(Error::Usage { call: "Stepper::capture_over_ranks", problem })
+        model.run_or_refuse(|_| {
+            if sequences >= self.sequences().max(1) {
+                return Ok(());
             }
-            false => Ok(()),
+            let problem = format!("{sequences} sequences at most on any rank; this one has {}", self.sequences());
+            Err(Error::Usage { call: "Stepper::capture_over_ranks", problem })
         })?;
-        let moe = (0..model.num_layers()).find_map(|layer| model.moe(layer));
-        let Some(moe) = moe.filter(|moe| moe.group().ranks() > 1 && model.host_experts().is_none()) else {
+        let Some(moe) = model.first_moe().filter(|moe| moe.group().ranks() > 1 && model.host_experts().is_none())
+        else {
             return Ok(false);
         };
         // A CPU's steps are not captured, over whatever dispatcher.
@@ -296,7 +295,7 @@ impl<'m> Stepper<'m> {
             let hidden = model.decoder().hidden(&ids, Some(caches), &mut None, at)?;
             if ids.elem_count() == 0 {
                 self.cache.count(len)?;
-                return Ok(Tensor::zeros((0, model.vocabulary()), DType::F32, &Device::Cpu)?);
+                return model.no_logits();
             }
             let last = hidden.narrow(1, len - 1, 1)?.squeeze(1)?.contiguous()?;
             let logits = model.decoder().logits(&last)?;
@@ -372,7 +371,6 @@ impl<'m> Stepper<'m> {
             layers: layers.clone(),
             positions: positions.clone(),
             next: self.next.clone(),
-            sequences: self.sequences(),
             most_tokens: self.most,
             #[cfg(feature = "cuda")]
             memory: None,
@@ -395,12 +393,12 @@ impl<'m> Stepper<'m> {
         // One that cannot be captured is not tried again.
         self.eager = true;
         match graph::Graph::capture(self.model, || self.work(), at)? {
-            graph::Tried::Not => self.work().run(at),
-            graph::Tried::Ran { logits, why } => {
+            graph::CaptureOutcome::NotTried => self.work().run(at),
+            graph::CaptureOutcome::Failed { logits, why } => {
                 self.uncaptured = Some(why);
                 Ok(logits)
             }
-            graph::Tried::Captured(graph) => Ok(self.graph.insert(graph).logits()),
+            graph::CaptureOutcome::Captured(graph) => Ok(self.graph.insert(graph).logits()),
         }
     }
 }
@@ -421,7 +419,7 @@ mod graph {
     use std::rc::Rc;
 
     use candle_core::{Result as CandleResult, Tensor};
-    use moebius::candle::{Capture, CapturedStep, DeviceGroup};
+    use moebius::candle::{Capture, CapturedStep};
 
     use super::Work;
     use crate::Model;
@@ -429,16 +427,13 @@ mod graph {
     use crate::error::Result;
     use crate::ops::CapturedResults;
 
-    /// Whether a model's device can capture a step, of several ranks one with [room](super::Stepper::capture_over_ranks) for all.
+    /// Whether a model's device can capture a step, of several ranks one with
+    /// [room](super::Stepper::capture_over_ranks) for all.
     fn can_capture(model: &Model, has_room: bool) -> bool {
-        let alone = groups(model).all(|group| group.ranks() == 1);
+        let alone = model.ranks() == 1;
         // A graph would have to wait for gathers that it has no part in.
         let on_gpu = model.host_experts().is_none();
         (alone || has_room) && on_gpu && model.device().as_cuda_device().is_ok_and(|device| !device.is_event_tracking())
-    }
-
-    fn groups(model: &Model) -> impl Iterator<Item = &DeviceGroup> {
-        (0..model.num_layers()).filter_map(|layer| Some(model.moe(layer)?.group()))
     }
 
     type Calls<'m> = Box<dyn FnMut() -> CandleResult<Vec<Tensor>> + 'm>;
@@ -447,15 +442,15 @@ mod graph {
     pub(super) struct Graph<'m> {
         step: CapturedStep<Calls<'m>>,
         /// Those of a rank without sequences, whose step makes none.
-        none: Option<Tensor>,
+        empty_logits: Option<Tensor>,
     }
 
     /// What came of capturing a step.
-    pub(super) enum Tried<'m> {
+    pub(super) enum CaptureOutcome<'m> {
         /// It [cannot be](can_capture), and has not run.
-        Not,
+        NotTried,
         /// It has run, to these logits, but could not be captured, and why.
-        Ran { logits: Tensor, why: String },
+        Failed { logits: Tensor, why: String },
         /// It has run and is captured.
         Captured(Box<Graph<'m>>),
     }
@@ -466,39 +461,37 @@ mod graph {
             model: &'m Model,
             work: impl FnOnce() -> Work<'m>,
             at: &mut ForwardProgress,
-        ) -> Result<Tried<'m>> {
+        ) -> Result<CaptureOutcome<'m>> {
             let mut work = Work { memory: Some(CapturedResults::default()), ..work() };
             if !can_capture(model, work.most_tokens.is_some()) {
-                return Ok(Tried::Not);
+                return Ok(CaptureOutcome::NotTried);
             }
             let mut capture = Capture::new(model.device())?;
-            // All layers of a model are in one group.
-            if let Some(group) = groups(model).next() {
-                capture = capture.group(group)?;
+            if let Some(moe) = model.first_moe() {
+                capture = capture.group(moe.group())?;
             }
-            let empty = work.sequences == 0;
+            let empty = work.next.elem_count() == 0;
             // The first run's, which a capture that fails leaves.
             let ran = Rc::new(RefCell::new(None));
-            let come = Rc::new(Cell::new(ForwardProgress::default()));
-            let (first, progress, mut runs) = (Rc::clone(&ran), Rc::clone(&come), 0);
+            let reached = Rc::new(Cell::new(ForwardProgress::default()));
+            let (first, progress) = (Rc::clone(&ran), Rc::clone(&reached));
             let calls: Calls<'m> = Box::new(move || {
                 let mut at = ForwardProgress::default();
                 let logits = work.run(&mut at);
                 progress.set(at);
                 let logits = logits.map_err(candle_core::Error::wrap)?;
-                runs += 1;
-                if runs == 1 {
-                    *first.borrow_mut() = Some(logits.clone());
-                }
+                first.borrow_mut().get_or_insert_with(|| logits.clone());
                 Ok(if empty { Vec::new() } else { vec![logits] })
             });
             // SAFETY: the calls own the cache's memory and the ids', which are written in place alone, and borrow the
             // model, none of whose tensors can be replaced through a shared reference.
             let captured = unsafe { capture.run(calls) };
-            *at = come.get();
+            *at = reached.get();
             match (captured, ran.take()) {
-                (Ok(step), first) => Ok(Tried::Captured(Box::new(Self { step, none: first.filter(|_| empty) }))),
-                (Err(error), Some(logits)) => Ok(Tried::Ran { logits, why: error.to_string() }),
+                (Ok(step), first) => {
+                    Ok(CaptureOutcome::Captured(Box::new(Self { step, empty_logits: first.filter(|_| empty) })))
+                }
+                (Err(error), Some(logits)) => Ok(CaptureOutcome::Failed { logits, why: error.to_string() }),
                 (Err(error), None) => Err(error.into()),
             }
         }
@@ -509,7 +502,7 @@ mod graph {
         }
 
         pub(super) fn logits(&self) -> Tensor {
-            self.none.clone().unwrap_or_else(|| self.step.outputs()[0].clone())
+            self.empty_logits.clone().unwrap_or_else(|| self.step.outputs()[0].clone())
         }
     }
 }

@@ -361,9 +361,7 @@ impl MapBuilder<'_, '_> {
             zones: None,
         })
     }
-}
 
-impl MapBuilder<'_, '_> {
     fn zones(&self) -> Result<Maps> {
         let (rank, ranks, k) = (self.call.rank, self.call.ranks, self.call.spec.top_k);
         let rows = self.layout.rows(rank);

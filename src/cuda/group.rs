@@ -1,10 +1,12 @@
 //! Groups of one rank.
 
 use crate::comm::Solo;
+#[cfg(not(feature = "nccl"))]
+use crate::ep::LibraryDispatchers;
 use crate::ep::{DispatcherKind, Group, GroupConfig};
-#[cfg(not(feature = "nccl"))]
-use crate::ep::{LibraryDispatchers, dispatcher_state::DispatcherState, select::NcclEpOrReason};
-#[cfg(not(feature = "nccl"))]
+#[cfg(not(feature = "nccl-ep"))]
+use crate::ep::{dispatcher_state::DispatcherState, select::DispatcherOrReason};
+#[cfg(not(feature = "nccl-ep"))]
 use crate::error::Error;
 use crate::error::Result;
 
@@ -17,10 +19,22 @@ impl LibraryDispatchers for Cuda {
         preferred_dispatchers(config, ranks)
     }
 
-    fn library_dispatcher(core: DispatcherState<Self>, source: &'static str) -> Result<NcclEpOrReason<Self>> {
-        let found = "NcclEp (feature nccl-ep)";
-        Ok(Err(Box::new((core, Error::invalid("Group::new", source, "one that this build has", found)))))
+    fn library_dispatcher(core: DispatcherState<Self>, source: &'static str) -> Result<DispatcherOrReason<Self>> {
+        dispatcher_not_built(core, source)
     }
+}
+
+/// The answer where a dispatcher is named that this build does not have.
+#[cfg(not(feature = "nccl-ep"))]
+pub(crate) fn dispatcher_not_built(
+    core: DispatcherState<Cuda>,
+    source: &'static str,
+) -> Result<DispatcherOrReason<Cuda>> {
+    let found = match core.config.dispatcher {
+        DispatcherKind::NvLink => "NvLink (feature nccl)",
+        _ => "NcclEp (feature nccl-ep)",
+    };
+    Ok(Err(Box::new((core, Error::invalid("Group::new", source, "one that this build has", found)))))
 }
 
 /// `Auto`'s table, of whole layers' times on H200s (`docs/benchmarks-gpus.md`). On two ranks most tokens visit both, and

@@ -89,6 +89,8 @@ pub use device::{Cuda, Event};
 #[cfg(feature = "nccl")]
 pub(crate) use failure::{FailureSource, StuckFlag};
 pub use graph::Captured;
+#[cfg(all(feature = "nccl", not(feature = "nccl-ep")))]
+pub(crate) use group::dispatcher_not_built;
 #[cfg(feature = "nccl")]
 pub(crate) use group::preferred_dispatchers;
 pub use memory::Memory;

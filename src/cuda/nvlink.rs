@@ -65,7 +65,7 @@ pub(crate) struct PeerCall<'a> {
 
 /// Tokens to send.
 #[derive(Debug)]
-pub(crate) struct SentTokens<'a> {
+pub(crate) struct DispatchCall<'a> {
     pub(crate) tokens: TensorRef<'a, Cuda>,
     pub(crate) weights: Option<TensorRef<'a, Cuda>>,
     pub(crate) scales: Option<TensorRef<'a, Cuda>>,
@@ -75,7 +75,7 @@ pub(crate) struct SentTokens<'a> {
 
 /// Rows of slots to return.
 #[derive(Debug)]
-pub(crate) struct ReturnedRows<'a> {
+pub(crate) struct CombineCall<'a> {
     /// `[N, H]`.
     pub(crate) rows: TensorRef<'a, Cuda>,
     /// `[N]`; zeros where absent.
@@ -149,7 +149,7 @@ impl Cuda {
     /// # Safety
     /// `peers` tells of memory that every rank has for this group, with room for the layout in each zone; all ranks make
     /// the same calls.
-    pub(crate) unsafe fn send_tokens(&self, peers: &PeerCall<'_>, sent: SentTokens<'_>) -> Result<()> {
+    pub(crate) unsafe fn nvlink_dispatch(&self, peers: &PeerCall<'_>, sent: DispatchCall<'_>) -> Result<()> {
         let kernels = &self.kernels().sm90.as_ref().ok_or_else(|| absent(peers.call))?.nvlink;
         let tokens = sent.tokens.rows();
         let p = params::NvLinkDispatchParams {
@@ -170,8 +170,8 @@ impl Cuda {
     /// Returns rows of slots to their tokens' ranks, and adds those of this rank's tokens.
     ///
     /// # Safety
-    /// As [`Cuda::send_tokens`].
-    pub(crate) unsafe fn return_rows(&self, peers: &PeerCall<'_>, back: ReturnedRows<'_>) -> Result<()> {
+    /// As [`Cuda::nvlink_dispatch`].
+    pub(crate) unsafe fn nvlink_combine(&self, peers: &PeerCall<'_>, back: CombineCall<'_>) -> Result<()> {
         let kernels = &self.kernels().sm90.as_ref().ok_or_else(|| absent(peers.call))?.nvlink;
         // Of a type that there is a kernel for.
         type_code(peers.call, "rows", back.rows.dtype())?;
@@ -204,7 +204,7 @@ impl Cuda {
         let pieces = (peers.words.len() * maps.zone_rows.max(tokens)).div_ceil(warps);
         let grid =
             Grid { shared: NVLINK_SUM_SMEM, ..Grid::new(peers.blocks(self, pieces), params::NVLINK_SUM_THREADS) };
-        // SAFETY: as in `send_tokens`.
+        // SAFETY: as in `nvlink_dispatch`.
         unsafe { self.launch(peers.call, kernels.combine.of(dtype), grid, &p) }
     }
 }

@@ -94,15 +94,17 @@ impl<D: Kernels> DispatcherState<D> {
             [tokens, width] if *width == k => *tokens,
             dims => return Err(Error::invalid(PREPARE, "tensor topk_ids", format!("[T, {k}]"), format!("{dims:?}"))),
         };
-        if let Some(most) = spec.max_tokens.filter(|most| tokens > *most) {
-            let most = format!("at most {most} tokens (spec.max_tokens)");
+        let (most, bound) = match spec.max_tokens {
+            Some(most) => (most, "spec.max_tokens"),
+            None if self.is_local() => (usize::MAX, "any number"),
+            None => (self.config.max_tokens_per_rank, "the group's max_tokens_per_rank"),
+        };
+        if tokens > most {
+            let most = format!("at most {most} tokens ({bound})");
             return Err(Error::invalid(PREPARE, "tensor topk_ids", most, tokens));
         }
         if self.is_local() {
             self.check_rows(spec, tokens.saturating_mul(k))?;
-        } else if tokens > self.config.max_tokens_per_rank {
-            let most = format!("at most {} tokens (the group's max_tokens_per_rank)", self.config.max_tokens_per_rank);
-            return Err(Error::invalid(PREPARE, "tensor topk_ids", most, tokens));
         }
         Ok(tokens)
     }

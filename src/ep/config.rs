@@ -34,8 +34,9 @@ pub struct GroupConfig {
     /// of [`AllToAll`](super::AllToAll), whatever the number of ranks, at the price of more bytes; otherwise each rank
     /// adds its own slots' first.
     pub in_k_order: bool,
-    /// [`DispatcherKind::Auto`] times each dispatcher that every rank can have, but NVLink and low latency, in steps of this shape, once, as the group
-    /// is formed, and takes the quickest, the same on all ranks; `None`: it decides from its table. A dispatcher that is
+    /// [`DispatcherKind::Auto`] times each dispatcher that every rank can have, but NVLink and low latency, in steps of
+    /// this shape, once, as the group is formed, and takes the quickest, the same on all ranks; `None`: it decides from
+    /// its table. A dispatcher that is
     /// named, here or by `MOEBIUS_EP`, is not timed, nor is that of a rank alone. Times differ from run to run, and with
     /// the dispatcher the order of sums: a run that is to go on with the same bits stores
     /// [`Group::dispatcher_kind`](super::Group::dispatcher_kind) and names it from then on.

@@ -2,7 +2,7 @@
 
 use crate::comm::{Op, Tag};
 use crate::dtype::DType;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::kernels::Kernels;
 use crate::tensor::Tensor;
 
@@ -10,6 +10,20 @@ use super::dispatcher_state::DispatcherState;
 
 /// Most bytes of a reason that ranks tell each other.
 const REASON: usize = 512;
+
+/// What each rank has found, as one outcome of all: this rank's own, or the first error of another.
+pub(crate) fn agree_on_found<D: Kernels, T>(
+    core: &mut DispatcherState<D>,
+    call: &'static str,
+    found: Result<T>,
+) -> Result<Result<T>> {
+    let reason = found.as_ref().err().map(ToString::to_string).unwrap_or_default();
+    let reports = gather_reports(core, &reason)?;
+    Ok(found.and_then(|found| match reports.into_iter().enumerate().find(|(_, reason)| !reason.is_empty()) {
+        Some((peer, reason)) => Err(Error::Peer { call, rank: core.rank(), peer, reason }),
+        None => Ok(found),
+    }))
+}
 
 /// The text of every rank.
 pub(crate) fn gather_reports<D: Kernels>(core: &mut DispatcherState<D>, text: &str) -> Result<Vec<String>> {

@@ -52,7 +52,7 @@ pub(super) fn of_kind<D: LibraryDispatchers>(
     kind: DispatcherKind,
     core: DispatcherState<D>,
     source: &'static str,
-) -> Result<NcclEpOrReason<D>> {
+) -> Result<DispatcherOrReason<D>> {
     Ok(Ok(match kind {
         DispatcherKind::Local => Box::new(Local { core }),
         DispatcherKind::AllGather => Box::new(AllGather { core }),
@@ -93,9 +93,10 @@ pub(super) fn automatic<D: LibraryDispatchers>(
 }
 
 /// A library's dispatcher, or the state it was to have and the reason why not, the same on all ranks.
-pub type NcclEpOrReason<D> = std::result::Result<Box<dyn TokenDispatcher<D>>, Box<(DispatcherState<D>, Error)>>;
+pub type DispatcherOrReason<D> = std::result::Result<Box<dyn TokenDispatcher<D>>, Box<(DispatcherState<D>, Error)>>;
 
-/// A device's dispatchers: which `Auto` takes, and those that a library brings: NCCL EP's for GPUs, where it is built in.
+/// A device's dispatchers: which `Auto` takes, and those that not every device has: NVLink's and, where it is built in, NCCL
+/// EP's for GPUs.
 pub trait LibraryDispatchers: Kernels {
     /// The dispatchers that [`DispatcherKind::Auto`] takes the first of that can be had, for two ranks or more. The same on
     /// all ranks, as it depends on what they have compared.
@@ -110,7 +111,7 @@ pub trait LibraryDispatchers: Kernels {
     /// # Errors
     /// The ranks could not be asked.
     #[doc(hidden)]
-    fn library_dispatcher(core: DispatcherState<Self>, source: &'static str) -> Result<NcclEpOrReason<Self>> {
+    fn library_dispatcher(core: DispatcherState<Self>, source: &'static str) -> Result<DispatcherOrReason<Self>> {
         let reason = no_library(type_name::<Self>(), core.config.dispatcher, source);
         Ok(Err(Box::new((core, reason))))
     }

@@ -1,7 +1,7 @@
 //! The dispatcher's calls: each is one kernel on every rank, met and watched as a collective of the communicator.
 
 use crate::cuda::Cuda;
-use crate::cuda::nvlink::{MOST_CHOICES, PeerCall, ReturnedRows, SentTokens, ZoneLayout};
+use crate::cuda::nvlink::{CombineCall, DispatchCall, MOST_CHOICES, PeerCall, ZoneLayout};
 use crate::device::Device;
 use crate::dtype::DType;
 use crate::ep::dispatcher_state::DispatcherState;
@@ -12,7 +12,7 @@ use crate::error::{Error, Result};
 use crate::nccl::{NcclComm, PeerMemory};
 use crate::tensor::{Tensor, TensorMut, TensorRef};
 
-use super::zones::{Arrived, ArrivingRows, Zones};
+use super::zones::{ReceivedSizes, Zones};
 
 /// Zones that rows stay in where the configuration asks for none: what a layer's forward and backward keep.
 const KEPT_ZONES: usize = 2;
@@ -21,7 +21,7 @@ const KEPT_ZONES: usize = 2;
 /// are needed; a dispatch that finds no zone free copies them. A token's outputs are summed per rank in the tokens'
 /// dtype, then over ranks in f32.
 #[derive(Debug)]
-pub(super) struct NvLink {
+pub(crate) struct NvLink {
     pub(super) core: DispatcherState<Cuda>,
     /// Control words of all ranks.
     pub(super) words: PeerMemory,
@@ -87,7 +87,7 @@ impl NvLink {
     }
 
     /// A copy of what arrived where the next call writes.
-    fn copied(&self, arrived: &Arrived) -> Result<ReceivedRows<Cuda>> {
+    fn copied(&self, arrived: &ReceivedRows<Cuda>) -> Result<ReceivedRows<Cuda>> {
         let device = &self.core.device;
         let copy = |from: &Tensor<Cuda>| {
             let mut to = Tensor::empty(device, from.dtype(), from.dims())?;
@@ -95,7 +95,7 @@ impl NvLink {
             Ok::<_, Error>(to)
         };
         Ok(ReceivedRows {
-            rows: Some(copy(&arrived.rows)?),
+            rows: arrived.rows.as_ref().map(copy).transpose()?,
             weights: arrived.weights.as_ref().map(copy).transpose()?,
             scales: arrived.scales.as_ref().map(copy).transpose()?,
         })
@@ -118,7 +118,7 @@ impl RowTransport<Cuda> for NvLink {
         Self::check_choices(step)?;
         let maps = step.handle.zones(step.call)?;
         let tokens = inputs.tokens.borrow();
-        let arriving = ArrivingRows {
+        let arriving = ReceivedSizes {
             rows: self.core.ranks() * maps.zone_rows,
             dtype: tokens.dtype(),
             width: tokens.row_bytes() / tokens.dtype().size(),
@@ -135,7 +135,7 @@ impl RowTransport<Cuda> for NvLink {
         let place = zones.free(capturing);
         let arrived = arriving.tensors(zones, &place);
         let arrived = self.core.check_or_refuse(DispatcherState::tag(step.handle, step.op), arrived)?;
-        let sent = SentTokens {
+        let sent = DispatchCall {
             tokens,
             weights: inputs.weights.as_ref().map(TensorRef::borrow),
             scales: inputs.scales.as_ref().map(TensorRef::borrow),
@@ -143,12 +143,8 @@ impl RowTransport<Cuda> for NvLink {
             layout,
         };
         // SAFETY: the memory is this group's alone, and all ranks have reserved room for this layout in each zone.
-        self.meet(step, tokens, place.offset, |device, peers| unsafe { device.send_tokens(peers, sent) })?;
-        if !place.keeps() {
-            return self.copied(&arrived);
-        }
-        let Arrived { rows, weights, scales } = arrived;
-        Ok(ReceivedRows { rows: Some(rows), weights, scales })
+        self.meet(step, tokens, place.offset, |device, peers| unsafe { device.nvlink_dispatch(peers, sent) })?;
+        if place.keeps() { Ok(arrived) } else { self.copied(&arrived) }
     }
 
     fn return_sums(&mut self, step: &HandleCall<'_, Cuda>, back: ReturnRows<'_, Cuda>) -> Result<()> {
@@ -159,7 +155,7 @@ impl RowTransport<Cuda> for NvLink {
         let layout = self.returning(step, maps.zone_rows, rows.row_bytes(), rows.dtype().accumulator());
         self.reserve(step, layout.bytes)?;
         let zone = self.reserved(step.call)?.passing().offset;
-        let returned = ReturnedRows {
+        let returned = CombineCall {
             rows,
             weights: weights.as_ref().map(TensorRef::borrow),
             with_weights,
@@ -171,6 +167,6 @@ impl RowTransport<Cuda> for NvLink {
             in_k_order: self.core.config.in_k_order,
         };
         // SAFETY: as in `send`.
-        self.meet(step, rows, zone, |device, peers| unsafe { device.return_rows(peers, returned) })
+        self.meet(step, rows, zone, |device, peers| unsafe { device.nvlink_combine(peers, returned) })
     }
 }

@@ -3,9 +3,11 @@
 //! ```text
 //! zones       memory that rows arrive in, and who has it
 //! dispatcher  the dispatcher's calls over it
-//! join        whether every rank can have it; the dispatchers of GPUs
+//! join        whether every rank can have it
 //! ```
 
 mod dispatcher;
 mod join;
 mod zones;
+
+pub(crate) use dispatcher::NvLink;

@@ -3,13 +3,13 @@
 
 use std::sync::Arc;
 
+use crate::cuda::Cuda;
 use crate::cuda::nvlink::ZoneLayout;
 use crate::dtype::DType;
+use crate::ep::packing::ReceivedRows;
 use crate::error::Result;
 use crate::nccl::PeerMemory;
 use crate::tensor::Tensor;
-
-use crate::cuda::Cuda;
 
 /// A zone that rows may stay in after their call.
 #[derive(Debug)]
@@ -88,17 +88,9 @@ impl ZonePlace {
     }
 }
 
-/// What arrives in a dispatch, as tensors in its zone.
-#[derive(Debug)]
-pub(super) struct Arrived {
-    pub(super) rows: Tensor<Cuda>,
-    pub(super) weights: Option<Tensor<Cuda>>,
-    pub(super) scales: Option<Tensor<Cuda>>,
-}
-
 /// Sizes of what arrives.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct ArrivingRows {
+pub(super) struct ReceivedSizes {
     pub(super) rows: usize,
     pub(super) dtype: DType,
     pub(super) width: usize,
@@ -108,7 +100,7 @@ pub(super) struct ArrivingRows {
     pub(super) scales: Option<usize>,
 }
 
-impl ArrivingRows {
+impl ReceivedSizes {
     pub(super) fn layout(&self) -> ZoneLayout {
         let weights = self.weights.map_or(0, |(count, dtype)| count * dtype.size());
         let scales = self.scales.unwrap_or(0);
@@ -116,12 +108,12 @@ impl ArrivingRows {
     }
 
     /// As tensors in a zone.
-    pub(super) fn tensors(&self, zones: &Zones, place: &ZonePlace) -> Result<Arrived> {
+    pub(super) fn tensors(&self, zones: &Zones, place: &ZonePlace) -> Result<ReceivedRows<Cuda>> {
         let layout = self.layout();
         let weights = |(count, dtype)| zones.tensor(place, layout.weights, dtype, &[self.rows * count]);
         let scales = |bytes| zones.tensor(place, layout.scales, DType::U8, &[self.rows, bytes]);
-        Ok(Arrived {
-            rows: zones.tensor(place, 0, self.dtype, &[self.rows, self.width])?,
+        Ok(ReceivedRows {
+            rows: Some(zones.tensor(place, 0, self.dtype, &[self.rows, self.width])?),
             weights: self.weights.map(weights).transpose()?,
             scales: self.scales.map(scales).transpose()?,
         })

@@ -52,8 +52,8 @@ pub struct Options {
     #[arg(long, value_enum)]
     pub dtype: Option<Type>,
     /// The form of the routed experts' weights
-    #[arg(long, value_enum, default_value_t = Experts::AsStored)]
-    pub experts: Experts,
+    #[arg(long, value_enum, default_value_t = ExpertForm::AsStored)]
+    pub experts: ExpertForm,
     /// Keep experts in memory of the host, and bring them a layer ahead: for a model larger than the GPU
     #[arg(long)]
     pub experts_on_host: bool,
@@ -131,7 +131,7 @@ impl From<Cache> for CacheKind {
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-pub enum Experts {
+pub enum ExpertForm {
     /// NVFP4, MXFP4 and fp8 blocks as they are stored, and multiplied so; others in the type of all weights
     AsStored,
     /// In NVFP4, quantized as they are loaded
@@ -140,12 +140,12 @@ pub enum Experts {
     Dequantized,
 }
 
-impl From<Experts> for ExpertWeights {
-    fn from(experts: Experts) -> Self {
-        match experts {
-            Experts::AsStored => ExpertWeights::AsStored,
-            Experts::Nvfp4 => ExpertWeights::Nvfp4,
-            Experts::Dequantized => ExpertWeights::Dequantized,
+impl From<ExpertForm> for ExpertWeights {
+    fn from(form: ExpertForm) -> Self {
+        match form {
+            ExpertForm::AsStored => ExpertWeights::AsStored,
+            ExpertForm::Nvfp4 => ExpertWeights::Nvfp4,
+            ExpertForm::Dequantized => ExpertWeights::Dequantized,
         }
     }
 }

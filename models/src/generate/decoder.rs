@@ -49,6 +49,9 @@ pub struct StepPlan {
 }
 
 impl StepPlan {
+    /// A step whose operations run one after another.
+    pub const EAGER: Self = Self { goes_on: true, runs_eagerly: true, needs_capture: false, sequences: 0 };
+
     /// That of `self` and another rank.
     pub fn join(self, other: Self) -> Self {
         Self {
@@ -59,12 +62,12 @@ impl StepPlan {
         }
     }
 
-    fn numbers(self) -> [f32; 4] {
+    fn to_numbers(self) -> [f32; 4] {
         let flag = |flag| if flag { 1.0 } else { 0.0 };
         [flag(self.goes_on), flag(self.runs_eagerly), flag(self.needs_capture), self.sequences as f32]
     }
 
-    fn of([goes_on, runs_eagerly, needs_capture, sequences]: [f32; 4]) -> Self {
+    fn from_numbers([goes_on, runs_eagerly, needs_capture, sequences]: [f32; 4]) -> Self {
         let flag = |number| number != 0.0;
         let sequences = sequences as usize;
         Self { goes_on: flag(goes_on), runs_eagerly: flag(runs_eagerly), needs_capture: flag(needs_capture), sequences }
@@ -122,7 +125,7 @@ pub trait Decoder {
     /// This rank's plan of a step that continues each of the cache's sequences by `tokens` tokens.
     fn plan<'d>(&'d self, tokens: usize, cache: &Self::Cache<'d>) -> StepPlan {
         let _ = (tokens, cache);
-        StepPlan { goes_on: true, runs_eagerly: true, needs_capture: false, sequences: 0 }
+        StepPlan::EAGER
     }
 
     /// The plan of all ranks. Collective, before each step.
@@ -265,13 +268,13 @@ impl<D: Decoder, K: Kernels> Decoder for OverRanks<D, K> {
     }
 
     fn agree(&self, own: StepPlan) -> Result<StepPlan> {
-        let own = own.numbers();
+        let own = own.to_numbers();
         let mut all = moebius::Tensor::<K>::empty(&self.device, moebius::DType::F32, &[own.len()])?;
         self.device.upload(own.map(f32::to_ne_bytes).as_flattened(), all.view_mut())?;
         self.ranks.borrow_mut().all_reduce(self.tag(), ReduceOp::Max, all.view_mut())?;
         let bytes = self.device.download(all.view())?;
         let mut numbers = bytes.as_chunks().0.iter().map(|bytes| f32::from_ne_bytes(*bytes));
-        Ok(StepPlan::of(std::array::from_fn(|_| numbers.next().unwrap_or(0.0))))
+        Ok(StepPlan::from_numbers(std::array::from_fn(|_| numbers.next().unwrap_or(0.0))))
     }
 
     fn set_plan<'d>(&'d self, plan: StepPlan, cache: &mut Self::Cache<'d>) {

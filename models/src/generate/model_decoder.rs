@@ -1,6 +1,6 @@
 //! A model as a decoder that generates.
 
-use candle_core::{DType, Device, Tensor};
+use candle_core::Tensor;
 
 use super::decoder::{CacheKind, CacheRequest, Decoder, StepPlan};
 use crate::error::{Error, Result};
@@ -98,7 +98,7 @@ impl Decoder for Model {
 
     fn plan<'d>(&'d self, tokens: usize, cache: &ModelCache<'d>) -> StepPlan {
         match &cache.0 {
-            Held::Growing(_) => StepPlan { goes_on: true, runs_eagerly: true, needs_capture: true, sequences: 0 },
+            Held::Growing(_) => StepPlan::EAGER,
             Held::Static { stepper, .. } => plan_of(stepper, tokens),
         }
     }
@@ -106,9 +106,7 @@ impl Decoder for Model {
     /// Nobody is asked here, as [`OverRanks`](super::OverRanks) does: where there are others, who may have other plans, a
     /// step is run as a prompt is.
     fn agree(&self, own: StepPlan) -> Result<StepPlan> {
-        let mut layers = (0..self.num_layers()).filter_map(|layer| self.moe(layer));
-        let alone = layers.all(|moe| moe.group().ranks() == 1);
-        Ok(StepPlan { runs_eagerly: own.runs_eagerly || !alone, ..own })
+        Ok(StepPlan { runs_eagerly: own.runs_eagerly || self.ranks() > 1, ..own })
     }
 
     fn set_plan<'d>(&'d self, next: StepPlan, cache: &mut ModelCache<'d>) {
@@ -163,7 +161,7 @@ fn prepare(stepper: &mut Stepper<'_>, tokens: &Tensor, most: usize) -> Result<()
 pub(super) fn last_logits(model: &Model, tokens: &Tensor, hidden: Tensor) -> Result<Tensor> {
     let (b, s) = tokens.dims2()?;
     if b == 0 {
-        return Ok(Tensor::zeros((0, model.vocabulary()), DType::F32, &Device::Cpu)?);
+        return model.no_logits();
     }
     let last = s.checked_sub(1).ok_or_else(|| Error::Shape {
         call: "Decoder::step",

@@ -4,6 +4,7 @@ use crate::comm::{Op, Tag};
 use crate::cuda::Cuda;
 use crate::dtype::DType;
 use crate::ep::dispatcher_state::DispatcherState;
+use crate::ep::reports::gather_reports;
 use crate::ep::{Capacity, DispatchSpec, Handle};
 use crate::error::{Error, Result};
 use crate::nccl_ep::NcclEpError;
@@ -16,7 +17,6 @@ use super::collective::around;
 use super::library_handle::{LibraryHandle, LowLatencyState};
 use super::prepare::plans_on_device;
 use super::state::{Algorithm, NcclEp};
-use crate::ep::reports::gather_reports;
 
 /// Mark before the error text of a rank that fails.
 const FAILED: char = '!';

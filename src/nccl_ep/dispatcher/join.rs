@@ -5,8 +5,9 @@ use std::collections::HashMap;
 use crate::cuda::Cuda;
 use crate::ep::DispatcherKind;
 use crate::ep::dispatcher_state::DispatcherState;
-use crate::ep::select::NcclEpOrReason;
-use crate::error::{Error, Result};
+use crate::ep::reports::agree_on_found;
+use crate::ep::select::DispatcherOrReason;
+use crate::error::Result;
 use crate::nccl::SharedComm;
 use crate::nccl_ep::NcclEpLibrary;
 use crate::nccl_ep::rules::{check_domain, check_experts, check_gpu, check_sms, check_tokens};
@@ -15,7 +16,6 @@ use crate::nccl_ep::tensor::WindowRanges;
 use super::collective::nccl;
 use super::state::{Algorithm, NcclEp};
 use super::window_pool::WindowPool;
-use crate::ep::reports::gather_reports;
 
 const CALL: &str = "Group::new";
 
@@ -24,35 +24,26 @@ impl NcclEp {
     ///
     /// # Errors
     /// The ranks could not be asked.
-    pub(crate) fn join(mut core: DispatcherState<Cuda>) -> Result<NcclEpOrReason<Cuda>> {
+    pub(crate) fn join(mut core: DispatcherState<Cuda>) -> Result<DispatcherOrReason<Cuda>> {
         let found = examine(&mut core);
-        let reason = found.as_ref().err().map(ToString::to_string).unwrap_or_default();
-        let refusals = gather_reports(&mut core, &reason)?;
-        Ok(match found {
-            Err(error) => Err(Box::new((core, error))),
-            Ok((library, shared)) => match refusals.into_iter().enumerate().find(|(_, r)| !r.is_empty()) {
-                None => {
-                    let mode = mode(&core);
-                    Ok(Box::new(Self {
-                        groups: Vec::new(),
-                        low: Vec::new(),
-                        windows: WindowPool::default(),
-                        outgrown: Vec::new(),
-                        places: WindowRanges::default(),
-                        mode,
-                        library,
-                        shared,
-                        agreed: Vec::new(),
-                        routings: HashMap::new(),
-                        core,
-                    }))
-                }
-                Some((peer, reason)) => {
-                    let error = Error::Peer { call: CALL, rank: core.rank(), peer, reason };
-                    Err(Box::new((core, error)))
-                }
-            },
-        })
+        let (library, shared) = match agree_on_found(&mut core, CALL, found)? {
+            Ok(found) => found,
+            Err(error) => return Ok(Err(Box::new((core, error)))),
+        };
+        let mode = mode(&core);
+        Ok(Ok(Box::new(Self {
+            groups: Vec::new(),
+            low: Vec::new(),
+            windows: WindowPool::default(),
+            outgrown: Vec::new(),
+            places: WindowRanges::default(),
+            mode,
+            library,
+            shared,
+            agreed: Vec::new(),
+            routings: HashMap::new(),
+            core,
+        })))
     }
 }
 

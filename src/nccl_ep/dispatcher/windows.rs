@@ -14,6 +14,7 @@ use crate::cuda::Cuda;
 use crate::device::Device;
 use crate::dtype::DType;
 use crate::ep::dispatcher_state::DispatcherState;
+use crate::ep::reports::gather_reports;
 use crate::ep::{Capacity, Handle};
 use crate::error::Result;
 use crate::tensor::{Tensor, TensorRef};
@@ -22,7 +23,6 @@ use super::collective::nccl;
 use super::state::{Algorithm, NcclEp};
 use super::steps::DispatcherCall;
 use super::window_pool::{CountedWindow, WindowDirection, WindowPool};
-use crate::ep::reports::gather_reports;
 
 /// Turns of the way back.
 const OUTGOING: usize = 2;

@@ -9,7 +9,7 @@ use candle_core::{DType, Device, Result, Tensor, Var};
 
 use super::super::tests::relative;
 use super::cases::{Case, dense};
-use super::gpu_rates::{Inputs, Shape, options, time};
+use super::gpu_rates::{AttentionInputs, AttentionShape, causal_options, median_ms};
 use super::*;
 use crate::testing::random;
 
@@ -53,7 +53,7 @@ fn what_flash_attention_does_not_serve() -> Result<()> {
     let of = |dims: [usize; 4], dtype| random(1, &dims).to_dtype(dtype)?.to_device(&device);
     let (q, k) = (of([1, 2, 20, 128], DType::BF16)?, of([1, 1, 20, 128], DType::BF16)?);
     let masks = MaskCache::default();
-    let plain = options(128, &masks);
+    let plain = causal_options(128, &masks);
     assert!(flash::forward([&q, &k, &k], &plain)?.is_some());
     let sinks = random(2, &[2]).to_dtype(DType::BF16)?.to_device(&device)?;
     assert!(flash::forward([&q, &k, &k], &AttentionOptions { sinks: Some(&sinks), ..plain })?.is_none());
@@ -72,12 +72,12 @@ fn the_kernel_has_the_rate_of_flash_attention() -> Result<()> {
     let device = Device::new_cuda_with_stream(0)?;
     let stream = device.as_cuda_device()?.cuda_stream();
     for key_heads in [32, 4] {
-        let shape = Shape { heads: 32, key_heads, tokens: 8192, dim: 128, value: 128 };
-        let Inputs { q, k, v, .. } = shape.inputs(&device)?;
+        let shape = AttentionShape { heads: 32, key_heads, tokens: 8192, dim: 128, value: 128 };
+        let AttentionInputs { q, k, v, .. } = shape.inputs(&device)?;
         let masks = MaskCache::default();
-        let options = options(shape.dim, &masks);
-        let theirs = time(&stream, 9, || flash::forward([&q, &k, &v], &options).map(drop))?;
-        let ours = time(&stream, 9, || output([&q, &k, &v], &options, false).map(drop))?;
+        let options = causal_options(shape.dim, &masks);
+        let theirs = median_ms(&stream, 9, || flash::forward([&q, &k, &v], &options).map(drop))?;
+        let ours = median_ms(&stream, 9, || output([&q, &k, &v], &options, false).map(drop))?;
         println!(
             "{{\"workload\":\"attention forward, causal, bf16\",\"tokens\":8192,\"heads\":32,\"key_heads\":{key_heads},\
              \"dim\":128,\"ms\":{ours:.3},\"candle_flash_attn_ms\":{theirs:.3},\"rate\":{:.2}}}",

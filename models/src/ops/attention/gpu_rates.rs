@@ -17,7 +17,7 @@ use crate::testing::random;
 
 /// Sizes of a causal attention of one sequence.
 #[derive(Debug, Clone, Copy)]
-pub struct Shape {
+pub struct AttentionShape {
     pub heads: usize,
     pub key_heads: usize,
     pub tokens: usize,
@@ -26,18 +26,18 @@ pub struct Shape {
 }
 
 /// Operands and a result's gradient in bf16.
-pub struct Inputs {
+pub struct AttentionInputs {
     pub q: Tensor,
     pub k: Tensor,
     pub v: Tensor,
     pub of: Tensor,
 }
 
-impl Shape {
-    pub fn inputs(self, device: &Device) -> Result<Inputs> {
+impl AttentionShape {
+    pub fn inputs(self, device: &Device) -> Result<AttentionInputs> {
         let Self { heads, key_heads, tokens, dim, value } = self;
         let of = |seed, dims: &[usize]| random(seed, dims).to_dtype(DType::BF16)?.to_device(device);
-        Ok(Inputs {
+        Ok(AttentionInputs {
             q: of(1, &[1, heads, tokens, dim])?,
             k: of(2, &[1, key_heads, tokens, dim])?,
             v: of(3, &[1, key_heads, tokens, value])?,
@@ -54,13 +54,13 @@ impl Shape {
     }
 }
 
-pub fn options(dim: usize, masks: &MaskCache) -> AttentionOptions<'_> {
+pub fn causal_options(dim: usize, masks: &MaskCache) -> AttentionOptions<'_> {
     let scale = 1.0 / (dim as f64).sqrt();
     AttentionOptions { first: 0, window: None, chunk: None, sinks: None, scale, masks }
 }
 
 /// Median of `repeats` times, in ms of a call, each of a row of calls between two events of a stream that is at work.
-pub fn time(stream: &Arc<CudaStream>, repeats: usize, mut call: impl FnMut() -> Result<()>) -> Result<f64> {
+pub fn median_ms(stream: &Arc<CudaStream>, repeats: usize, mut call: impl FnMut() -> Result<()>) -> Result<f64> {
     const CALLS: usize = 5;
     let event = || stream.context().new_event(Some(sys::CUevent_flags::CU_EVENT_DEFAULT)).w();
     for _ in 0..3 {
@@ -87,7 +87,7 @@ pub fn time(stream: &Arc<CudaStream>, repeats: usize, mut call: impl FnMut() -> 
 fn backward_has_half_the_rate_of_the_forward() -> Result<()> {
     let device = Device::new_cuda_with_stream(0)?;
     let stream = device.as_cuda_device()?.cuda_stream();
-    let shape = |heads, key_heads, dim, value| Shape { heads, key_heads, tokens: 8192, dim, value };
+    let shape = |heads, key_heads, dim, value| AttentionShape { heads, key_heads, tokens: 8192, dim, value };
     let shapes = [
         shape(32, 32, 128, 128),
         shape(32, 4, 128, 128),
@@ -97,20 +97,20 @@ fn backward_has_half_the_rate_of_the_forward() -> Result<()> {
     ];
     let mut first = None;
     for shape in shapes {
-        let Inputs { q, k, v, of } = shape.inputs(&device)?;
+        let AttentionInputs { q, k, v, of } = shape.inputs(&device)?;
         let masks = MaskCache::default();
-        let options = options(shape.dim, &masks);
+        let options = causal_options(shape.dim, &masks);
         let Output { y, log_sums } = output([&q, &k, &v], &options, true)?;
         let log_sums = log_sums.ok_or_else(|| candle_core::Error::msg("no sums"))?;
-        let forward_ms = time(&stream, 9, || output([&q, &k, &v], &options, true).map(drop))?;
-        let backward_ms = time(&stream, 9, || {
+        let forward_ms = median_ms(&stream, 9, || output([&q, &k, &v], &options, true).map(drop))?;
+        let backward_ms = median_ms(&stream, 9, || {
             let found = backward([&q, &k, &v], [&y, &of, &log_sums], &options)?;
             found.map(drop).ok_or_else(|| candle_core::Error::msg("no kernel"))
         })?;
         let [forward, back] = shape.operations();
         let rate = |operations: f64, ms: f64| operations / ms / 1e9;
         let ratio = backward_ms / forward_ms;
-        let Shape { heads, key_heads, tokens, dim, value } = shape;
+        let AttentionShape { heads, key_heads, tokens, dim, value } = shape;
         println!(
             "{{\"workload\":\"attention, causal, bf16\",\"tokens\":{tokens},\"heads\":{heads},\
              \"key_heads\":{key_heads},\"dim\":{dim},\"value\":{value},\"forward_ms\":{forward_ms:.3},\"forward_tflops\":{:.0},\
@@ -153,10 +153,10 @@ fn most_bytes<R>(device: &Device, work: impl FnOnce() -> Result<R>) -> Result<(u
 #[ignore = "needs a GPU and nothing beside it"]
 fn memory_is_what_comes_out() -> Result<()> {
     let device = Device::new_cuda_with_stream(0)?;
-    let shape = Shape { heads: 8, key_heads: 2, tokens: 8192, dim: 128, value: 128 };
-    let Inputs { q, k, v, of } = shape.inputs(&device)?;
+    let shape = AttentionShape { heads: 8, key_heads: 2, tokens: 8192, dim: 128, value: 128 };
+    let AttentionInputs { q, k, v, of } = shape.inputs(&device)?;
     let masks = MaskCache::default();
-    let options = options(shape.dim, &masks);
+    let options = causal_options(shape.dim, &masks);
     let bytes = |t: &Tensor| (t.elem_count() * t.dtype().size_in_bytes()) as u64;
     // Kernels are loaded, and their pool is made.
     drop(output([&q, &k, &v], &options, true)?);
