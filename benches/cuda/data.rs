@@ -9,7 +9,7 @@ use moebius::cuda::Cuda;
 use moebius::kernels::{Kernels, Segments};
 use moebius::{DType, Result, Tensor};
 
-use crate::Workload;
+use crate::{Routing, Workload};
 use gathered_rows::gathered_rows;
 
 /// SplitMix64.
@@ -52,13 +52,30 @@ impl Random {
         gathered_rows(cuda, &source, map)?.reshape(dims)
     }
 
-    /// Distinct experts of each token, uniform.
+    /// Distinct experts of each token.
     pub fn experts(&mut self, w: &Workload) -> Vec<i32> {
+        // What each expert's probability and those before it sum to.
+        let sums: Vec<f64> = (0..w.experts)
+            .map(|e| match w.routing {
+                Routing::Zipf => 1.0 / (e + 1) as f64,
+                Routing::HalfEmpty if e >= w.experts / 2 => 0.0,
+                _ => 1.0,
+            })
+            .scan(0.0, |sum, p| {
+                *sum += p;
+                Some(*sum)
+            })
+            .collect();
+        let all = sums[w.experts - 1];
         let mut ids = Vec::with_capacity(w.slots());
         for _ in 0..w.tokens {
             let first = ids.len();
+            if matches!(w.routing, Routing::OneHot) {
+                ids.push(0);
+            }
             while ids.len() < first + w.top_k {
-                let e = (self.next() % w.experts as u64) as i32;
+                let at = (self.next() >> 11) as f64 / (1u64 << 53) as f64 * all;
+                let e = sums.partition_point(|sum| *sum <= at) as i32;
                 if !ids[first..].contains(&e) {
                     ids.push(e);
                 }

@@ -3,9 +3,11 @@
 //!
 //! ```text
 //! cargo bench -p moebius --no-default-features --features cuda --bench cuda --
-//!     [--portable] [--quant] [--dequantized] [--adamw] [--workloads] [WORKLOAD …]
+//!     [--portable] [--energy] [--shapes] [--quant] [--dequantized] [--adamw] [--workloads] [WORKLOAD …]
 //! ```
 //!
+//! `--energy` repeats each phase for a second or more and adds that loop's milliseconds and millijoules a call (NVML).
+//! `--shapes` measures the products alone, of other routings, numbers of tokens and sizes.
 //! `--quant` measures quantization and products with quantized weights, and nothing else.
 //! `--dequantized` measures products that de-quantize their weights first, beside those with bf16 weights, and nothing
 //! else.
@@ -15,6 +17,7 @@
 mod adamw;
 mod data;
 mod dequantized;
+mod energy;
 mod gemms;
 mod layer;
 #[path = "../../examples/support/output.rs"]
@@ -29,6 +32,31 @@ use moebius::{DType, Device, Result, Tensor};
 use output::{complain, say};
 use report::Report;
 
+/// How tokens choose experts where the products are measured alone. Choices of a token are distinct.
+#[derive(Debug, Clone, Copy)]
+enum Routing {
+    /// Every expert as likely.
+    Uniform,
+    /// Expert e with a probability in proportion to 1 / (e + 1).
+    Zipf,
+    /// Expert 0 by every token, the others as likely.
+    OneHot,
+    /// The first half of the experts as likely, the others by none.
+    HalfEmpty,
+}
+
+impl Routing {
+    /// As peers read it.
+    const fn name(self) -> &'static str {
+        match self {
+            Self::Uniform => "uniform",
+            Self::Zipf => "zipf",
+            Self::OneHot => "one-hot",
+            Self::HalfEmpty => "half-empty",
+        }
+    }
+}
+
 /// Sizes of a layer and of its input.
 #[derive(Debug, Clone, Copy)]
 struct Workload {
@@ -38,11 +66,17 @@ struct Workload {
     inner: usize,
     experts: usize,
     top_k: usize,
+    routing: Routing,
 }
 
 impl Workload {
-    const fn new(name: &'static str, [tokens, hidden, inner, experts, top_k]: [usize; 5]) -> Self {
-        Self { name, tokens, hidden, inner, experts, top_k }
+    const fn new(name: &'static str, sizes: [usize; 5]) -> Self {
+        Self::routed(name, sizes, Routing::Uniform)
+    }
+
+    const fn routed(name: &'static str, sizes: [usize; 5], routing: Routing) -> Self {
+        let [tokens, hidden, inner, experts, top_k] = sizes;
+        Self { name, tokens, hidden, inner, experts, top_k, routing }
     }
 
     /// Rows of the experts' buffers.
@@ -61,10 +95,11 @@ impl Workload {
     }
 
     fn json(&self) -> String {
-        let Self { name, tokens, hidden, inner, experts, top_k } = self;
+        let Self { name, tokens, hidden, inner, experts, top_k, routing } = self;
+        let routing = routing.name();
         format!(
             "{{\"workload\":\"{name}\",\"tokens\":{tokens},\"hidden\":{hidden},\"inner\":{inner},\
-             \"experts\":{experts},\"top_k\":{top_k}}}"
+             \"experts\":{experts},\"top_k\":{top_k},\"routing\":\"{routing}\"}}"
         )
     }
 }
@@ -78,6 +113,19 @@ const WORKLOADS: [Workload; 5] = [
     Workload::new("decode-qwen3", [64, 2048, 768, 128, 8]),
 ];
 
+/// Other routings, other numbers of tokens, and published sizes that are no multiple of the kernels' tiles.
+const SHAPES: [Workload; 9] = [
+    Workload::routed("qwen3-zipf", [16384, 2048, 768, 128, 8], Routing::Zipf),
+    Workload::routed("qwen3-one-hot", [16384, 2048, 768, 128, 8], Routing::OneHot),
+    Workload::routed("qwen3-half-empty", [16384, 2048, 768, 128, 8], Routing::HalfEmpty),
+    Workload::new("qwen3-2048", [2048, 2048, 768, 128, 8]),
+    Workload::new("qwen3-8192", [8192, 2048, 768, 128, 8]),
+    Workload::new("qwen3-65536", [65536, 2048, 768, 128, 8]),
+    Workload::new("2880x2880", [8192, 2880, 2880, 32, 4]),
+    Workload::new("5120x1536", [4096, 5120, 1536, 40, 6]),
+    Workload::new("6144x1536", [4096, 6144, 1536, 40, 8]),
+];
+
 fn main() -> Result<()> {
     let arguments: Vec<String> = std::env::args().skip(1).filter(|a| a != "--bench").collect();
     let asked = |flag: &str| arguments.iter().any(|a| a == flag);
@@ -85,7 +133,8 @@ fn main() -> Result<()> {
         let mut names = arguments.iter().filter(|a| !a.starts_with("--")).peekable();
         names.peek().is_none() || names.any(|name| name == w.name)
     };
-    let workloads = WORKLOADS.into_iter().filter(wanted);
+    let all: &[Workload] = if asked("--shapes") { &SHAPES } else { &WORKLOADS };
+    let workloads = all.iter().copied().filter(wanted);
     if asked("--workloads") {
         workloads.for_each(|w| say(format_args!("{}", w.json())));
         return Ok(());
@@ -98,7 +147,7 @@ fn main() -> Result<()> {
         }
     };
     let cuda = if asked("--portable") { cuda.portable() } else { cuda };
-    let report = Report::new(&cuda)?;
+    let report = Report::new(&cuda, asked("--energy"))?;
     copy_rate(&cuda, &report)?;
     if asked("--adamw") {
         return adamw::run(&cuda, &report);
@@ -118,6 +167,10 @@ fn main() -> Result<()> {
             continue;
         }
         gemms::run(&cuda, &report, &workload)?;
+        if asked("--shapes") {
+            cuda.trim();
+            continue;
+        }
         layer::run(&cuda, &report, &workload)?;
         cuda.trim();
     }

@@ -1,13 +1,15 @@
 //! Timing, and its lines.
 
-use std::time::{Duration, SystemTime, UNIX_EPOCH};
+use std::cell::Cell;
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use moebius::cuda::Cuda;
 use moebius::cuda::cudarc::driver::sys::CUevent_flags;
 use moebius::{Error, Result};
 
 use crate::Workload;
-use crate::output::say;
+use crate::energy::Meter;
+use crate::output::{complain, say};
 
 /// Idle time before each phase, so that none starts at the lower clocks that another's heat has left.
 const PAUSE: Duration = Duration::from_millis(400);
@@ -29,16 +31,33 @@ pub const LONG: Burst = Burst { warm_up: 60, repeats: 20 };
 /// Input sets, taken in turn.
 pub const SETS: usize = 3;
 
+/// How long a loop lasts whose energy is taken: the GPU's counter moves every 20 to 100 ms.
+const LOOP: Duration = Duration::from_millis(1200);
+
 pub struct Report {
     cuda: Cuda,
     gpu: String,
     date: String,
+    meter: Option<Meter>,
+    /// Whether phases are repeated for their energy.
+    energy: bool,
+    /// What was measured beside the time of the phase that was timed last, as ends of its line.
+    beside: Cell<Beside>,
+}
+
+#[derive(Debug, Clone, Copy, Default)]
+struct Beside {
+    sm_mhz: Option<u32>,
+    /// Milliseconds and millijoules of a call in a loop of `LOOP`.
+    of_loop: Option<(f64, f64)>,
 }
 
 impl Report {
-    pub fn new(cuda: &Cuda) -> Result<Self> {
+    pub fn new(cuda: &Cuda, energy: bool) -> Result<Self> {
         let seconds = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |d| d.as_secs());
-        Ok(Self { cuda: cuda.clone(), gpu: cuda.name()?, date: date(seconds / 86_400) })
+        let meter = Meter::new(cuda).map_err(|e| complain(format_args!("no clocks and no energy: {e}"))).ok();
+        let (gpu, date) = (cuda.name()?, date(seconds / 86_400));
+        Ok(Self { cuda: cuda.clone(), gpu, date, energy, meter, beside: Cell::default() })
     }
 
     /// Median milliseconds of a call, which is given the number of its input set. Calls are queued one behind the
@@ -62,11 +81,34 @@ impl Report {
             call(repeat % SETS)?;
             spans.push((start, event()?));
         }
+        // While the last of them run.
+        let sm_mhz = self.meter.as_ref().and_then(Meter::sm_mhz);
         self.cuda.check()?;
         let mut times: Vec<f32> =
             spans.iter().map(|(start, end)| start.elapsed_ms(end).map_err(failed)).collect::<Result<_>>()?;
         times.sort_by(f32::total_cmp);
-        Ok(f64::from(times[times.len() / 2]))
+        let ms = f64::from(times[times.len() / 2]);
+        let of_loop = if self.energy { self.time_loop(ms, &mut call)? } else { None };
+        self.beside.set(Beside { sm_mhz, of_loop });
+        Ok(ms)
+    }
+
+    /// Milliseconds and millijoules of a call in a long loop, of calls that take about `ms`.
+    fn time_loop(&self, ms: f64, call: &mut impl FnMut(usize) -> Result<()>) -> Result<Option<(f64, f64)>> {
+        let Some(meter) = &self.meter else { return Ok(None) };
+        // Queued in parts, so that the host does not run a second ahead.
+        let part = (50.0 / ms).ceil() as usize;
+        let Some(before) = meter.millijoules() else { return Ok(None) };
+        let (start, mut calls) = (Instant::now(), 0);
+        while start.elapsed() < LOOP {
+            for _ in 0..part {
+                call(calls % SETS)?;
+                calls += 1;
+            }
+            self.cuda.check()?;
+        }
+        let (took, Some(after)) = (start.elapsed(), meter.millijoules()) else { return Ok(None) };
+        Ok(Some((took.as_secs_f64() * 1e3 / calls as f64, (after - before) as f64 / calls as f64)))
     }
 
     pub fn line(&self, workload: &Workload, phase: &str, ms: f64, flop: f64) {
@@ -96,9 +138,12 @@ impl Report {
 
     fn print(&self, name: &str, workload: &str, phase: &str, ms: f64, rest: &str) {
         let Self { gpu, date, .. } = self;
+        let Beside { sm_mhz, of_loop } = self.beside.take();
+        let clock = sm_mhz.map_or(String::new(), |mhz| format!("\"sm_mhz\":{mhz},"));
+        let energy = of_loop.map_or(String::new(), |(ms, mj)| format!("\"loop_ms\":{ms:.4},\"mj\":{mj:.1},"));
         say(format_args!(
             "{{\"impl\":\"{name}\",\"workload\":\"{workload}\",\"phase\":\"{phase}\",\"ms\":{ms:.4},{rest},\
-             \"gpu\":\"{gpu}\",\"date\":\"{date}\"}}"
+             {clock}{energy}\"gpu\":\"{gpu}\",\"date\":\"{date}\"}}"
         ));
     }
 }

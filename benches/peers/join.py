@@ -6,6 +6,8 @@ LINES is a file of JSON lines. Writes OUT.jsonl (ours and the peers', with ratio
 
 ratio_best_peer: our time over that of the best peer of the same run. Below 1, ours is faster. What did not run counts nowhere;
 the table says which peers ran.
+best_peer_mj: the least energy of a call of a peer in the same run, where loops were measured for it (--energy).
+sum_of_parts_ms: of a forward and backward, the time of its six products alone.
 ratio_cublas: the rate over that of a dense product of the same run; of a phase at the power limit (`-long`), over that there.
 """
 import json
@@ -35,6 +37,26 @@ def best_peer(lines, workload, phase):
     return min(found, default=None)
 
 
+def least_energy(lines, workload, phase):
+    """Millijoules a call of the thriftiest peer, or None."""
+    found = [
+        line["mj"]
+        for line in lines
+        if line["workload"] == workload and line["phase"] == phase and line["impl"] not in ("moebius", "cublas", "copy") and "mj" in line
+    ]
+    return min(found, default=None)
+
+
+# The products of a forward and backward.
+PARTS = ("gemm1+pre", "gemm2", "dgrad2", "dgrad1", "wgrad1", "wgrad2")
+
+
+def sum_of_parts(lines, workload):
+    """Milliseconds of our products alone, or None."""
+    found = [line["ms"] for line in lines if line["impl"] == "moebius" and line["workload"] == workload and line["phase"] in PARTS]
+    return round(sum(found), 4) if len(found) == len(PARTS) else None
+
+
 def dense_rate(lines, phase):
     """TFLOP/s of the dense product, in a burst (`gemm`) or at the power limit (`gemm-long`)."""
     rates = [line["tflops"] for line in lines if line["impl"] == "cublas" and line["phase"] == phase]
@@ -58,6 +80,9 @@ def rated(lines):
         if best:
             line["ratio_best_peer"] = round(line["ms"] / best[0], 3)
             line["best_peer"], line["best_peer_ms"] = best[1], round(best[0], 4)
+        line["best_peer_mj"] = least_energy(lines, line["workload"], SAME.get(line["phase"], line["phase"]))
+        if line["phase"] == "fwd+bwd":
+            line["sum_of_parts_ms"] = sum_of_parts(lines, line["workload"])
         if copy and "bytes" in line:
             line["floor_bytes_ms"] = round(line["bytes"] / copy / 1e6, 4)
             line["ratio_floor_bytes"] = round(line["ms"] / line["floor_bytes_ms"], 2)
@@ -71,13 +96,23 @@ def table(lines, dense, copy):
     peers = sorted({line["impl"] for line in lines} - {"moebius", "cublas", "copy"})
     out = [f"{gpu}, {date}; dense cuBLAS {shown(dense, '.0f')} TFLOP/s, copy {shown(copy, '.0f')} GB/s"]
     out.append(f"peers of this run: {', '.join(peers) or 'none'}\n")
-    out.append("| workload | phase | ms | TFLOP/s | of cuBLAS | best peer | its ms | ours / best |")
-    out.append("|---|---|---|---|---|---|---|---|")
+    clocks, energy = (any(key in line for line in ours) for key in ("sm_mhz", "mj"))
+    head = ["workload", "phase", "ms", "TFLOP/s", "of cuBLAS", "best peer", "its ms", "ours / best"]
+    head += ["SM MHz"] * clocks + ["ms in a loop", "mJ", "least mJ of a peer"] * energy
+    out.append("| " + " | ".join(head) + " |")
+    out.append("|---" * len(head) + "|")
     for line in ours:
         cells = [line["workload"], line["phase"], f"{line['ms']:.3f}", f"{line['tflops']:.0f}"]
         cells += [shown(line["ratio_cublas"], ".2f"), line.get("best_peer", "–")]
         cells += [shown(line.get("best_peer_ms"), ".3f"), shown(line["ratio_best_peer"], ".2f")]
+        if clocks:
+            cells.append(shown(line.get("sm_mhz"), "d"))
+        if energy:
+            cells += [shown(line.get("loop_ms"), ".3f"), shown(line.get("mj"), ".0f"), shown(line.get("best_peer_mj"), ".0f")]
         out.append("| " + " | ".join(cells) + " |")
+    for line in ours:
+        if line.get("sum_of_parts_ms"):
+            out.append(f"\n{line['workload']}: forward and backward {line['ms']:.3f} ms, its products alone {line['sum_of_parts_ms']:.3f}.")
     for line in ours:
         # Where weights are read for few tokens each, the memory bounds the time.
         if line.get("ratio_floor_bytes") and line["workload"].startswith("decode"):

@@ -1,6 +1,6 @@
 """PyTorch beside ours: a layer on torch._grouped_mm, eager and compiled; the grouped products alone; the dense rate.
 
-usage: torch_moe.py WORKLOADS [--compile SECONDS] [--sonic]
+usage: torch_moe.py WORKLOADS [--compile SECONDS] [--sonic] [--energy] [--shapes]
 
 WORKLOADS is a file of JSON lines, as `cuda --workloads` prints them. One JSON line a measurement goes to stdout.
 Workloads are compiled in turn until SECONDS are spent (0: none). SonicMoE runs where it is asked for; not being installed is then
@@ -8,9 +8,12 @@ an error, told at the end.
 Timed as ours is: 400 ms idle, 5 calls to warm up, then 20 calls queued one behind the other, each between two events,
 three input sets in turn, the median; for a forward and backward 3 and 10 calls. (A longer
 burst reads the power limit: after 100 ms the dense rate falls by a tenth. The dense rate at that limit is `gemm-long`.)
+With --energy each phase is repeated for a second more: milliseconds and millijoules a call of that loop (NVML).
+With --shapes the grouped products alone.
 """
 import argparse
 import json
+import math
 import statistics
 import sys
 import time
@@ -19,16 +22,48 @@ import torch
 import torch.nn.functional as F
 
 SETS, PAUSE = 3, 0.4
+# Seconds of a loop whose energy is taken: the GPU's counter moves every 20 to 100 ms.
+LOOP = 1.2
 # Calls to warm up, and those that count: of a forward or a product, of a forward and backward, at the power limit.
-CALLS, STEPS, LONG = (5, 20), (3, 10), (400, 20)
+# (a forward and backward, a dense product).
+CALLS, STEPS, STEPS_LONG, LONG = (5, 20), (3, 10), (60, 20), (400, 20)
 DEVICE, DTYPE = "cuda", torch.bfloat16
+
+
+class Meter:
+    """The GPU's clock and energy."""
+
+    def __init__(self):
+        import pynvml
+
+        pynvml.nvmlInit()
+        uuid = f"GPU-{torch.cuda.get_device_properties(0).uuid}"
+        self.nvml, self.gpu = pynvml, pynvml.nvmlDeviceGetHandleByUUID(uuid)
+        self.sm_mhz(), self.millijoules()  # may be refused
+
+    def sm_mhz(self):
+        return self.nvml.nvmlDeviceGetClockInfo(self.gpu, self.nvml.NVML_CLOCK_SM)
+
+    def millijoules(self):
+        return self.nvml.nvmlDeviceGetTotalEnergyConsumption(self.gpu)
+
+
+class Measured:
+    """Milliseconds of a call, and what was measured beside."""
+
+    def __init__(self, ms, **beside):
+        self.ms, self.beside = ms, beside
+
+
+# Set by main: the meter, if there is one, and whether phases are repeated for their energy.
+METER, ENERGY = None, False
 
 
 def normal(*dims, deviation=1.0):
     return torch.randn(*dims, device=DEVICE, dtype=DTYPE) * deviation
 
 
-def median_ms(call, burst=CALLS):
+def measure(call, burst=CALLS):
     warm_up, repeats = burst
     call(0)  # compiles, allocates
     torch.cuda.synchronize()
@@ -42,13 +77,32 @@ def median_ms(call, burst=CALLS):
         call(repeat % SETS)
         end.record()
         spans.append((start, end))
+    # While the last of them run.
+    beside = {"sm_mhz": METER.sm_mhz()} if METER else {}
     torch.cuda.synchronize()
-    return statistics.median(start.elapsed_time(end) for start, end in spans)
+    ms = statistics.median(start.elapsed_time(end) for start, end in spans)
+    if METER and ENERGY:
+        beside |= loop(call, ms)
+    return Measured(ms, **beside)
 
 
-def report(impl, workload, phase, ms, flop):
+def loop(call, ms):
+    """Milliseconds and millijoules of a call in a loop, queued 50 ms at a time."""
+    part, calls = math.ceil(50 / ms), 0
+    before, start = METER.millijoules(), time.monotonic()
+    while time.monotonic() < start + LOOP:
+        for _ in range(part):
+            call(calls % SETS)
+            calls += 1
+        torch.cuda.synchronize()
+    seconds = time.monotonic() - start
+    return {"loop_ms": round(seconds * 1e3 / calls, 4), "mj": round((METER.millijoules() - before) / calls, 1)}
+
+
+def report(impl, workload, phase, measured, flop):
+    ms = measured.ms
     line = {"impl": impl, "workload": workload, "phase": phase, "ms": round(ms, 4), "tflops": round(flop / ms / 1e9, 1)}
-    print(json.dumps(line | {"gpu": torch.cuda.get_device_name()}), flush=True)
+    print(json.dumps(line | measured.beside | {"gpu": torch.cuda.get_device_name()}), flush=True)
 
 
 def note(text):
@@ -62,6 +116,7 @@ class Sizes:
         self.name = line["workload"]
         self.tokens, self.hidden, self.inner = line["tokens"], line["hidden"], line["inner"]
         self.experts, self.top_k = line["experts"], line["top_k"]
+        self.routing = line.get("routing", "uniform")
         self.rows = self.tokens * self.top_k
         self.flop_down = 2 * self.rows * self.hidden * self.inner
         self.trains = self.tokens > 1000
@@ -87,15 +142,28 @@ class Experts(torch.nn.Module):
         return torch.zeros_like(x).index_add(0, token, out)
 
 
+def choices(s):
+    """Distinct experts of each token, as the workload's routing has them."""
+    likely = torch.ones(s.experts, device=DEVICE)
+    if s.routing == "zipf":
+        likely /= torch.arange(1, s.experts + 1, device=DEVICE)
+    if s.routing == "half-empty":
+        likely[s.experts // 2 :] = 0
+    if s.routing == "one-hot":
+        likely[0] = 0
+        others = torch.multinomial(likely.expand(s.tokens, -1), s.top_k - 1)
+        return torch.cat([torch.zeros_like(others[:, :1]), others], dim=1)
+    return torch.multinomial(likely.expand(s.tokens, -1), s.top_k)
+
+
 class Inputs:
-    """One input set: uniform random choices."""
+    """One input set: random choices."""
 
     def __init__(self, s):
         self.x = normal(s.tokens, s.hidden).requires_grad_()
         self.d_y = normal(s.tokens, s.hidden)
-        scores = torch.rand(s.tokens, s.experts, device=DEVICE).softmax(-1)
-        weights, self.ids = scores.topk(s.top_k, dim=-1)
-        self.weights = weights.detach().requires_grad_()
+        self.ids = choices(s)
+        self.weights = torch.rand(s.tokens, s.top_k, device=DEVICE).softmax(-1).requires_grad_()
         self.ends = torch.bincount(self.ids.flatten(), minlength=s.experts).cumsum(0).to(torch.int32)
 
 
@@ -113,9 +181,10 @@ def layer(impl, s, module, call, sets, inference=None):
         i.x.grad = i.weights.grad = None
         call(i.x, i.ids, i.weights).backward(i.d_y)
 
-    report(impl, s.name, "fwd", median_ms(forward), 3 * s.flop_down)
+    report(impl, s.name, "fwd", measure(forward), 3 * s.flop_down)
     if s.trains:
-        report(impl, s.name, "fwd+bwd", median_ms(both, STEPS), 9 * s.flop_down)
+        for phase, burst in ("fwd+bwd", STEPS), ("fwd+bwd-long", STEPS_LONG):
+            report(impl, s.name, phase, measure(both, burst), 9 * s.flop_down)
 
 
 def products(s, module, sets):
@@ -133,14 +202,14 @@ def products(s, module, sets):
     }
     for phase, (part, call) in calls.items():
         with torch.no_grad():
-            ms = median_ms(lambda number: call(sets[number].ends))
-        report("torch-grouped-mm", s.name, phase, ms, part * s.flop_down)
+            measured = measure(lambda number: call(sets[number].ends))
+        report("torch-grouped-mm", s.name, phase, measured, part * s.flop_down)
 
 
 def dense():
     a, b = normal(SETS, 8192, 8192), normal(8192, 8192)
     for phase, burst in ("gemm", CALLS), ("gemm-long", LONG):
-        report("cublas", "dense-8192", phase, median_ms(lambda number: a[number] @ b, burst), 2 * 8192**3)
+        report("cublas", "dense-8192", phase, measure(lambda number: a[number] @ b, burst), 2 * 8192**3)
 
 
 def sonic(s, sets):
@@ -175,16 +244,28 @@ def main():
     arguments.add_argument("workloads")
     arguments.add_argument("--compile", type=float, default=0.0)
     arguments.add_argument("--sonic", action="store_true")
+    arguments.add_argument("--energy", action="store_true")
+    arguments.add_argument("--shapes", action="store_true")
     arguments = arguments.parse_args()
     torch.manual_seed(0)
+    global METER, ENERGY
+    ENERGY = arguments.energy
+    try:
+        METER = Meter()
+    except Exception as e:  # noqa: BLE001: no library, no rights, another GPU
+        note(f"no clocks and no energy: {e!r}")
     dense()
     compiling, failures = 0.0, []
     with open(arguments.workloads) as lines:
         workloads = [Sizes(json.loads(line)) for line in lines if line.strip()]
     for s in workloads:
         module, sets = Experts(s), [Inputs(s) for _ in range(SETS)]
-        layer("torch-eager", s, module, module, sets)
         products(s, module, sets)
+        if arguments.shapes:
+            del module, sets
+            torch.cuda.empty_cache()
+            continue
+        layer("torch-eager", s, module, module, sets)
         if compiling < arguments.compile:
             # What was compiled for other sizes does not count against this module's.
             torch._dynamo.reset()

@@ -11,8 +11,8 @@ use crate::harness::{Random, distance, tests, tolerance};
 
 tests!(tiles_end_everywhere_with_every_activation, the_bits_are_those_of_every_run_and_of_a_row_alone);
 
-/// Rows of experts: around a warp's 16 rows, half a tile and a tile, none, and several tiles.
-const COUNTS: [i64; 17] = [0, 1, 15, 16, 17, 31, 33, 63, 64, 65, 0, 80, 127, 128, 129, 300, 0];
+/// Rows of experts: around a warp's 16 rows, half a tile and a tile, none, and several tiles, whole and not.
+const COUNTS: [i64; 20] = [0, 1, 15, 16, 17, 31, 33, 63, 64, 65, 0, 80, 127, 128, 129, 300, 385, 449, 640, 0];
 /// Slots of padding behind each segment.
 const PADDING: i64 = 3;
 /// Rows that the map chooses from.
@@ -116,7 +116,8 @@ fn check(cuda: &Cuda, s: &Setting) -> Result<()> {
         Ok(new)
     };
     let want = down_bwd(&Cpu::new(), s, &data, &copied)?;
-    for device in [cuda.clone(), cuda.portable()] {
+    // With no more than two SMs one cluster walks over all tiles.
+    for device in [cuda.clone(), cuda.reserving_sms(10_000), cuda.portable()] {
         let got = on_gpu(&device, s, &data)?;
         let Setting { dtype, activation, mapped, all, weights, hidden, inner } = s;
         let name = format!(

@@ -41,6 +41,7 @@ mod decode;
 mod deferred;
 mod dequantized;
 mod down_bwd;
+mod few_sms;
 #[path = "../common/gathered_rows.rs"]
 mod gathered_rows;
 mod harness;
@@ -82,6 +83,7 @@ fn tests() -> Vec<(String, Test)> {
     shared("layer", layer::cases());
     shared("decode", decode::cases());
     shared("down_bwd", down_bwd::cases());
+    shared("few_sms", few_sms::cases());
     shared("deferred", deferred::cases());
     shared("dequantized", dequantized::cases());
     shared("refused", refused::cases());

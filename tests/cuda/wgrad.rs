@@ -10,7 +10,7 @@ use crate::harness::{Random, distance, tests, tolerance};
 tests!(sums_end_where_segments_do_in_every_type, rows_in_order_are_there_when_they_are_multiplied);
 
 /// Segment ends around the kernels' steps of 16 and 64 slots, empty segments, and one that is much larger.
-const COUNTS: [i64; 14] = [0, 1, 15, 16, 17, 63, 64, 65, 0, 127, 128, 129, 300, 0];
+const COUNTS: [i64; 17] = [0, 1, 15, 16, 17, 63, 64, 65, 0, 127, 128, 129, 300, 385, 449, 640, 0];
 /// Slots of padding behind each segment.
 const PADDING: i64 = 5;
 
@@ -69,7 +69,8 @@ fn check(cuda: &Cuda, s: &Setting) -> Result<()> {
     let before = random.tensor(&dims, s.out, 3.0)?;
     let before_values = before.to_f64();
     let want = expected(s, &left, &right, &map, &offsets, &before_values);
-    for device in [cuda.clone(), cuda.portable()] {
+    // With no more than two SMs one cluster walks over all tiles.
+    for device in [cuda.clone(), cuda.reserving_sms(10_000), cuda.portable()] {
         let mut out = before.to(cuda)?;
         let (l, r) = match s.mapped_left {
             true => (RowSource::mapped(left_rows.view(), on_gpu.view()), RowSource::direct(right_rows.view())),

@@ -8,14 +8,12 @@ use std::time::{Duration, Instant};
 use moebius::cpu::Cpu;
 use moebius::cuda::Cuda;
 use moebius::cuda::cudarc::driver::{result, sys};
-use moebius::ep::GroupConfig;
 use moebius::etp::{
     Chain, Comms, EtpOptions, Payload, Phase, Reduction, Shard, ShardDevice, Shares, WeightId, WeightSpec,
 };
 use moebius::kernels::Kernels;
-use moebius::layer::{Cotangents, GradientsMut, Inputs, Layer, Mode, ParamKind, ParamViews, PerParam};
 use moebius::weights::WeightSource;
-use moebius::{CommError, DType, Device, Error, MoeConfig, Result, Tensor, TensorRef};
+use moebius::{CommError, DType, Device, Error, Result, Tensor, TensorRef};
 
 use crate::Run;
 use crate::conformance::seed;
@@ -30,7 +28,6 @@ pub fn cases() -> Vec<(&'static str, Run)> {
         ("a_communicator_without_a_device_is_refused", a_communicator_without_a_device_is_refused),
         ("memory_comes_back", memory_comes_back),
         ("shares_add_to_the_cpus_bits", shares_add_to_the_cpus_bits),
-        ("reserving_sms_changes_no_bit", reserving_sms_changes_no_bit),
     ]
 }
 
@@ -372,51 +369,4 @@ fn shares_add_to_the_cpus_bits(cuda: &Cuda, _: usize) {
     let shares = Shares::together(shares.view(), 4, 1.0, false).unwrap();
     let error = cuda.add_shares(shares, main.view_mut()).unwrap_err().to_string();
     assert!(error.contains("shares") && error.contains("blocks of main's size"), "{error}");
-}
-
-/// A layer's output and gradients on a part of the SMs.
-fn reserving_sms_changes_no_bit(cuda: &Cuda, _: usize) {
-    let config = MoeConfig::new(256, 128, 8, 2);
-    let tokens = 700;
-    let make = |own: u64, dims: &[usize]| {
-        let mut state = seed::seed(own);
-        let mut next = || {
-            state = state.wrapping_mul(0x5851_f42d_4c95_7f2d).wrapping_add(0x1405_7b7e_f767_814f);
-            (state >> 33) as f64 / (1u64 << 31) as f64 - 0.5
-        };
-        let values: Vec<f64> = (0..dims.iter().product()).map(|_| next()).collect();
-        Cpu::new().write(&values, DType::BF16, dims).unwrap().to(cuda).unwrap()
-    };
-    let (x, router) = (make(1, &[tokens, 256]), make(2, &[8, 256]));
-    let (up, down) = (make(3, &[8, 256, 256]), make(4, &[8, 256, 128]));
-    let layer = Layer::new(config, 0).unwrap();
-    let run = |cuda: &Cuda| {
-        let mut group = cuda.group(GroupConfig::new(8, tokens)).unwrap();
-        let params = ParamViews::collect(|kind| {
-            Ok(match kind {
-                ParamKind::Router => Some(router.view()),
-                ParamKind::Up => Some(up.view()),
-                ParamKind::Down => Some(down.view()),
-                _ => None,
-            })
-        })
-        .unwrap();
-        let params = params.params();
-        let made = layer.forward(&mut group, Mode { backward: true, noise: None }, x.view(), &params).unwrap();
-        let empty = |t: &Tensor<Cuda>| Tensor::empty(cuda, DType::BF16, t.dims()).unwrap();
-        let (mut d_x, mut d_up, mut d_down) = (empty(&x), empty(&up), empty(&down));
-        let into = GradientsMut {
-            x: Some(d_x.view_mut()),
-            params: PerParam { up: Some(d_up.view_mut()), down: Some(d_down.view_mut()), ..PerParam::none() },
-            ..GradientsMut::none()
-        };
-        let inputs = Inputs { x: x.view(), params: &params };
-        let cotangents = Cotangents { y: Some(x.view()), aux: 0.0 };
-        layer.backward_into(&mut group, made.context.unwrap(), inputs, cotangents, into).unwrap();
-        [made.y, d_x, d_up, d_down].map(|t| cuda.download(t.view()).unwrap())
-    };
-    let whole = run(cuda);
-    for spare in [1, 16, 40, 131, 10_000] {
-        assert!(run(&cuda.reserving_sms(spare)) == whole, "{spare}");
-    }
 }
