@@ -93,7 +93,7 @@ struct GemmParams {
     int64_t m_tiles;           // upper bound
     int64_t n_tiles;
     int64_t split;             // parts that k is cut into
-    uint32_t* ticket;          // tiles of clusters that were taken, 0 before and after; null: each takes its own
+    uint32_t* ticket;          // tiles of clusters that were taken, 0 before and after
 };
 
 // A weight gradient on Hopper. Null pointers mean "none".

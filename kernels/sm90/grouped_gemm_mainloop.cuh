@@ -177,8 +177,8 @@ __device__ __forceinline__ WorkTile warp_uniform(WorkTile w) {
 // A tile whose description says this ends the block's walk.
 constexpr int NO_ROWS = -1;
 
-// The numbers of a cluster's tiles: its own and then every so many further, or the next that no cluster has taken. Block 0
-// asks for them, a tile ahead, and tells both.
+// The numbers of a cluster's tiles: its own, and then the next that no cluster has taken. Block 0 asks for them, a tile
+// ahead, and tells both.
 template <int KIND>
 struct Tickets {
     const GemmParams& p;
@@ -188,23 +188,18 @@ struct Tickets {
     __device__ __forceinline__ Tickets(const GemmParams& p, const Ring<KIND>& ring, uint32_t all) : p(p), ring(ring), all(all), id(blockIdx.x / 2), asked(0) {}
     // By one thread of either block, in tile i: for the number of the next.
     __device__ __forceinline__ void ask(uint32_t i) {
-        if (!p.ticket) return;
         mbarrier_arrive_expect_tx(ring.ticket_full(i), 4);
         if (blockIdx.x % 2 == 0) asked = atomicAdd(p.ticket, 1u);
     }
     // By the same.
     __device__ __forceinline__ void tell(uint32_t i) const {
-        if (!p.ticket || blockIdx.x % 2 != 0) return;
+        if (blockIdx.x % 2 != 0) return;
         if (asked == all - 1) *p.ticket = 0;  // nobody asks any more
         store_cluster(ring.ticket(i), asked + gridDim.x / 2, ring.ticket_full(i), 0);
         store_cluster(ring.ticket(i), asked + gridDim.x / 2, ring.ticket_full(i), 1);
     }
     // By all who bring.
     __device__ __forceinline__ void take(uint32_t i) {
-        if (!p.ticket) {
-            id += gridDim.x / 2;
-            return;
-        }
         mbarrier_wait(ring.ticket_full(i), i / QUEUED_TILES & 1);
         asm volatile("ld.shared.b32 %0, [%1];\n" : "=r"(id) : "r"(ring.ticket(i)) : "memory");
         id = __shfl_sync(~0u, id, 0);

@@ -16,11 +16,6 @@ pub(super) const ORDER_WGRAD_COLUMNS: usize = 8192;
 /// not hide, is then a small part. `notes/grouped_gemm.md`.
 pub(super) const WIDE_SUM: usize = 8192;
 
-/// Whether clusters of the row products take their tiles by a ticket, as they come to them, instead of every so many-th:
-/// 0.94 to 1.01 of the time of a kernel alone (one H200). The bits are the same either way. `notes/grouped_gemm.md`,
-/// "Version 12".
-pub(super) const SHARE_TILES: bool = true;
-
 /// Length of a sum below which the gradient through the activation may be made in square tiles, of which a warpgroup has
 /// registers left for its long epilogue: where they make an eighth fewer columns than tiles of 192 would, or where L2 is
 /// small. `notes/grouped_gemm.md`.

@@ -6,7 +6,7 @@ use crate::kernels::{RowDest, RowSource, Segments};
 use crate::tensor::{Tensor, TensorMut, TensorRef};
 
 use super::device::Cuda;
-use super::heuristics::{SHARE_TILES, few_rows};
+use super::heuristics::few_rows;
 use super::launch::Grid;
 use super::params;
 use super::tile_config::{SM90_DECODE, SM90_GROUPED_GEMM};
@@ -269,8 +269,7 @@ impl Tiles {
         self.count
     }
 
-    /// What products that share its tiles out as they go count in, one after the other; 0 where each cluster takes its
-    /// own.
+    /// What products that share its tiles out as they go count in, one after the other.
     pub(super) fn ticket(&self) -> u64 {
         self.ticket_of(0)
     }
@@ -292,6 +291,6 @@ impl Tiles {
 
     /// Its ticket.
     pub(super) fn ticket_of(&self, chunk: usize) -> u64 {
-        if SHARE_TILES { self.tickets + (chunk * size_of::<i32>()) as u64 } else { 0 }
+        self.tickets + (chunk * size_of::<i32>()) as u64
     }
 }
