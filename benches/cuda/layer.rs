@@ -148,7 +148,7 @@ pub fn run(cuda: &Cuda, report: &Report, w: &Workload) -> Result<()> {
         let ms = report.time_burst(burst, |set| bench.step(set, &mut results, false))?;
         report.line(w, phase, ms, 3.0 * w.flop());
     }
-    graphs(cuda, report, w, (&mut bench, &mut results))?;
+    graphs(cuda, report, w, bytes, (&mut bench, &mut results))?;
 
     let mut routed = Routed::new(cuda, w, &weights, &mut random)?;
     let ms = report.time(|set| routed.forward(&sets[set], set, &mut results))?;
@@ -165,11 +165,16 @@ pub fn run(cuda: &Cuda, report: &Report, w: &Workload) -> Result<()> {
     cuda.check()
 }
 
-/// The same, captured once for each input set and replayed.
-fn graphs(cuda: &Cuda, report: &Report, w: &Workload, (bench, results): (&mut Bench<'_>, &mut Results)) -> Result<()> {
+/// The same, captured once for each input set and replayed; a forward reads so many bytes.
+fn graphs(
+    cuda: &Cuda,
+    report: &Report,
+    w: &Workload,
+    bytes: usize,
+    (bench, results): (&mut Bench<'_>, &mut Results),
+) -> Result<()> {
     let shared = RefCell::new((bench, results));
-    let phases = [("fwd-graph", false, CALLS, w.flop()), ("fwd+bwd-graph", true, STEPS, 3.0 * w.flop())];
-    for (phase, backward, burst, flop) in phases {
+    for (phase, backward, burst) in [("fwd-graph", false, CALLS), ("fwd+bwd-graph", true, STEPS)] {
         let captured = (0..SETS).map(|set| {
             cuda.capture(|| {
                 let (bench, results) = &mut *shared.borrow_mut();
@@ -182,7 +187,10 @@ fn graphs(cuda: &Cuda, report: &Report, w: &Workload, (bench, results): (&mut Be
         match captured.collect::<Result<Vec<_>>>() {
             Ok(mut graphs) => {
                 let ms = report.time_burst(burst, |set| graphs[set].replay())?;
-                report.line(w, phase, ms, flop);
+                match backward {
+                    true => report.line(w, phase, ms, 3.0 * w.flop()),
+                    false => report.reading(w, phase, ms, bytes),
+                }
             }
             Err(e) => complain(format_args!("{}: {phase} was not captured: {e}", w.name)),
         }

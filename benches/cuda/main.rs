@@ -105,12 +105,14 @@ impl Workload {
 }
 
 /// The sizes of tokens, hidden, inner, experts, top-k.
-const WORKLOADS: [Workload; 5] = [
+const WORKLOADS: [Workload; 7] = [
     Workload::new("qwen3-30b-a3b", [16384, 2048, 768, 128, 8]),
     Workload::new("olmoe-7b", [16384, 2048, 1024, 64, 8]),
     Workload::new("mixtral-8x7b", [8192, 4096, 14336, 8, 2]),
     Workload::new("dsv3-ep8-rank", [4096, 7168, 2048, 32, 8]),
     Workload::new("decode-qwen3", [64, 2048, 768, 128, 8]),
+    Workload::new("decode-qwen3-8", [8, 2048, 768, 128, 8]),
+    Workload::new("decode-qwen3-1", [1, 2048, 768, 128, 8]),
 ];
 
 /// Other routings, other numbers of tokens, and published sizes that are no multiple of the kernels' tiles.
