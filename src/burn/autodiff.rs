@@ -33,9 +33,10 @@ use super::backward::untracked;
 use super::dense_autodiff;
 use super::dense_call::{DenseCall, DenseInput};
 use super::dispatch_autodiff::{self, TrackedDispatch};
+use super::expert_sums::locked as locked_sums;
 use super::group::DeviceGroup;
 use super::layer_calls::CallNode;
-use super::run::{Tracked, run_backward, run_forward};
+use super::run::{Tracked, Wanted, run_backward, run_forward};
 
 const CALL: &str = "ExpertParallelMoE::backward";
 
@@ -91,10 +92,26 @@ impl<B: NativeMemory> Backward<B, PARENTS> for LayerNode {
         let arrived = OutputCotangents { d_y: arrived.d_y.map(B::contiguous), d_aux: arrived.d_aux.map(B::contiguous) };
         // What fails before leaves the call waiting, so that the other ranks are told of it.
         node.begin();
-        match run_backward::<B>(&call, &Operands { x, params }, context, arrived, tracked) {
+        let progress = context.progress();
+        // Gradients of shards are their chain's.
+        let (sums, mut lent) = match &call.experts {
+            None => call.calls.lend::<B>(node.leaves(), &tracked.params).unzip(),
+            Some(_) => (None, None),
+        };
+        let in_place = PerParam::from_fn(|kind| lent.as_ref().is_some_and(|lent| lent.has(kind)));
+        let wanted = Wanted { tracked, sums: &mut lent };
+        let made = run_backward::<B>(&call, &Operands { x, params }, context, arrived, wanted);
+        if let (Some(sums), Some(lent)) = (&sums, lent) {
+            locked_sums(sums).give_back(lent, progress.has_rows(), made.is_ok());
+        }
+        let offered = made.and_then(|mut gradients| {
+            let in_place = sums.as_ref().map(|sums| (sums, in_place));
+            call.calls.offer::<B>(call.layer.number(), node.leaves(), &mut gradients.params, in_place)?;
+            Ok(gradients)
+        });
+        match offered {
             Err(error) => call.group.unwind(error),
-            Ok(mut gradients) => {
-                call.calls.offer::<B>(call.layer.number(), node.leaves(), &mut gradients.params);
+            Ok(gradients) => {
                 let gradients = std::iter::once(gradients.x).chain(gradients.params.into_iter().map(|(_, t)| t));
                 for (parent, gradient) in ops.parents.into_iter().zip(gradients) {
                     if let (Some(parent), Some(gradient)) = (parent, gradient) {

@@ -17,6 +17,7 @@ use crate::device::Waited;
 use crate::dtype::DType;
 use crate::ep::{EpGroup, GroupConfig};
 use crate::error::{Error, Result};
+use crate::kernels::optimizer::OptimizerDevice;
 use crate::layer::{AuxValue, Layer, Noise, PerParam};
 use crate::lazy::Lazy;
 use crate::metrics::Load;
@@ -116,7 +117,7 @@ pub type CoreDevice<B> = <<B as LayerBackend>::Native as NativeMemory>::Core;
 )]
 pub trait NativeMemory: Backend {
     /// The core's device.
-    type Core: FrameworkDevice;
+    type Core: FrameworkDevice + OptimizerDevice;
     /// Memory of the back end that the core fills.
     type Output: Send;
     /// A tensor that the core reads on any thread.

@@ -8,9 +8,11 @@ use burn::tensor::container::TensorContainer;
 use burn::tensor::ops::FloatTensor;
 
 use crate::comm::Op;
+use crate::error::Result;
 use crate::layer::{ParamKind, PerParam};
 
 use super::backend::NativeMemory;
+use super::expert_sums::{ErasedExpertSums, LentExpertSums, SharedExpertSums, locked as locked_sums};
 use super::group::DeviceGroup;
 
 /// Gradients of a layer's parameters, of a back end that the module does not name.
@@ -21,8 +23,19 @@ pub(super) trait GradientHook: Send {
     /// Whether it takes the gradients of this leaf of the graph: burn does not get them.
     fn takes(&self, leaf: NodeId) -> bool;
 
+    /// Counts a call whose gradient of this leaf lies in memory that stays; says whether the sum there is whole with it.
+    fn counts(&mut self, leaf: NodeId) -> bool;
+
     /// Takes those of a layer's call, whose parameters are these leaves.
-    fn on_gradients(&mut self, layer: u32, leaves: &PerParam<Option<NodeId>>, gradients: LayerGradients);
+    fn on_gradients(&mut self, layer: u32, leaves: &PerParam<Option<NodeId>>, gradients: OfferedGradients);
+}
+
+/// Gradients of a layer's call, for who takes them.
+pub(super) struct OfferedGradients {
+    /// Of the call.
+    pub(super) new: LayerGradients,
+    /// Sums of all microbatches, which the call has made whole.
+    pub(super) whole: LayerGradients,
 }
 
 /// Such a receiver, of several layers.
@@ -92,12 +105,20 @@ impl Drop for CallNode {
     }
 }
 
+/// Who takes the gradients of a backward that runs, and where.
+#[derive(Clone, Default)]
+pub(super) struct Receivers {
+    pub(super) hook: Option<SharedHook>,
+    /// Memory for the experts'.
+    pub(super) sums: Option<ErasedExpertSums>,
+}
+
 /// Calls of a module and its clones.
 #[derive(Default)]
 pub(super) struct LayerCalls {
     pending: Mutex<Vec<Arc<PendingCall>>>,
-    /// That of the backward that runs.
-    hook: Mutex<Option<SharedHook>>,
+    /// Those of the backward that runs.
+    receivers: Mutex<Receivers>,
 }
 
 impl std::fmt::Debug for LayerCalls {
@@ -127,43 +148,67 @@ impl LayerCalls {
         locked(&self.pending).iter().filter(|call| call.stage() == BackwardStage::Waiting).cloned().collect()
     }
 
-    /// Offers the gradients of a call to who takes them.
+    /// Lends memory for the gradients of experts that a call trains.
+    pub(super) fn lend<B: NativeMemory>(
+        &self,
+        leaves: &PerParam<Option<NodeId>>,
+        trained: &PerParam<bool>,
+    ) -> Option<(SharedExpertSums<B>, LentExpertSums<B>)> {
+        // Of another back end: that of a reducer whose module this call is not.
+        let sums: SharedExpertSums<B> = locked(&self.receivers).sums.clone()?.downcast().ok()?;
+        let lent = locked_sums(&sums).lend(leaves, trained)?;
+        Some((sums, lent))
+    }
+
+    /// Offers the gradients of a call to who takes them; those of `in_place` are in memory that was lent.
     pub(super) fn offer<B: NativeMemory>(
         &self,
         layer: u32,
         leaves: &PerParam<Option<NodeId>>,
         gradients: &mut PerParam<Option<FloatTensor<B>>>,
-    ) {
-        let Some(hook) = locked(&self.hook).clone() else { return };
-        let (mut hook, mut taken) = (locked(&hook), LayerGradients::new());
+        in_place: Option<(&SharedExpertSums<B>, PerParam<bool>)>,
+    ) -> Result<()> {
+        let Some(hook) = locked(&self.receivers).hook.clone() else { return Ok(()) };
+        let (mut hook, mut new, mut whole) = (locked(&hook), LayerGradients::new(), LayerGradients::new());
         for kind in ParamKind::ALL {
-            if leaves[kind].is_some_and(|leaf| hook.takes(leaf))
-                && let Some(gradient) = gradients[kind].take()
-            {
-                taken.register::<B>(kind, TensorPrimitive::Float(gradient));
+            let Some(leaf) = leaves[kind].filter(|leaf| hook.takes(*leaf)) else { continue };
+            match &in_place {
+                Some((sums, kinds)) if kinds[kind] => {
+                    if hook.counts(leaf)
+                        && let Some(sum) = locked_sums(sums).take_leaf(leaf)?
+                    {
+                        whole.register::<B>(kind, TensorPrimitive::Float(sum));
+                    }
+                }
+                _ => {
+                    if let Some(gradient) = gradients[kind].take() {
+                        new.register::<B>(kind, TensorPrimitive::Float(gradient));
+                    }
+                }
             }
         }
-        hook.on_gradients(layer, leaves, taken);
+        hook.on_gradients(layer, leaves, OfferedGradients { new, whole });
+        Ok(())
     }
 
-    fn set_hook(&self, hook: Option<SharedHook>) {
-        *locked(&self.hook) = hook;
+    fn receive(&self, receivers: Receivers) {
+        *locked(&self.receivers) = receivers;
     }
 }
 
-/// Has a receiver take the gradients of layers' calls for as long as this lives.
-pub(super) struct HookScope<'a>(Vec<&'a LayerCalls>);
+/// Has receivers take the gradients of layers' calls for as long as this lives.
+pub(super) struct ReceiverScope<'a>(Vec<&'a LayerCalls>);
 
-impl<'a> HookScope<'a> {
-    pub(super) fn new(layers: impl Iterator<Item = &'a LayerCalls>, hook: &SharedHook) -> Self {
+impl<'a> ReceiverScope<'a> {
+    pub(super) fn new(layers: impl Iterator<Item = &'a LayerCalls>, receivers: &Receivers) -> Self {
         let layers: Vec<_> = layers.collect();
-        layers.iter().for_each(|layer| layer.set_hook(Some(Arc::clone(hook))));
+        layers.iter().for_each(|layer| layer.receive(receivers.clone()));
         Self(layers)
     }
 }
 
-impl Drop for HookScope<'_> {
+impl Drop for ReceiverScope<'_> {
     fn drop(&mut self) {
-        self.0.iter().for_each(|layer| layer.set_hook(None));
+        self.0.iter().for_each(|layer| layer.receive(Receivers::default()));
     }
 }

@@ -155,7 +155,8 @@
 //!
 //! # Optimizers
 //! burn's own step element by element on whatever a rank holds: experts, shards, replicated parameters. They keep
-//! moments in the parameter's type and no main weights beside 16-bit ones.
+//! moments in the parameter's type and no main weights beside 16-bit ones. [`AdamW`] keeps both in f32, and takes main
+//! gradients in f32 ([`GradientReducer::with_main_gradients_in_f32`]).
 //!
 //! # Threads as ranks, and burn's graph lock
 //! `backward()` of burn 0.21 holds the lock of its autodiff graph throughout, and at its end takes the lock of every
@@ -205,12 +206,14 @@ mod dispatch;
 mod dispatch_autodiff;
 mod dispatch_combine;
 mod etp;
+mod expert_sums;
 mod flex;
 mod group;
 mod init;
 mod layer_calls;
 mod module;
 mod native;
+mod optimizer;
 mod reduce;
 mod reduce_hook;
 mod reducer;
@@ -239,6 +242,7 @@ pub use module::{
     ExpertParallelMoE, ExpertParallelMoERecord, Experts, ExpertsRecord, MoeOutput, Router, RouterRecord, SharedExpert,
     SharedExpertRecord,
 };
+pub use optimizer::{AdamW, AdamWParam};
 pub use reduce::{ReduceOptions, reduce_gradients, reduce_gradients_over};
 pub use reducer::GradientReducer;
 pub use sharded_dense::{DenseLoad, ShardedDense, ShardedDenseRecord};

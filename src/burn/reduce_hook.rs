@@ -11,8 +11,8 @@ use crate::error::Error;
 use crate::layer::{ParamKind, PerParam};
 
 use super::backend::NativeMemory;
-use super::layer_calls::{GradientHook, LayerGradients};
-use super::step_gradients::{ByParam, ReducedTensor, flat};
+use super::layer_calls::{GradientHook, OfferedGradients};
+use super::step_gradients::{ByParam, ReducedTensor, SumType, flat};
 
 /// Takes gradients of layers, each of which leaves for its sum as soon as it is whole.
 pub(super) struct ReduceHook<B: NativeMemory> {
@@ -25,6 +25,8 @@ pub(super) struct ReduceHook<B: NativeMemory> {
     new: ByParam<B>,
     /// Those of all microbatches, of parameters whose sums have begun.
     whole: ByParam<B>,
+    /// That of the sums of all microbatches.
+    sum_type: SumType,
     error: Option<Error>,
 }
 
@@ -44,8 +46,9 @@ impl<B: NativeMemory> ReduceHook<B> {
         early: EarlySums<B::Core, ReducedTensor<B>>,
         params: HashMap<NodeId, ReducedTensor<B>>,
         before: ByParam<B>,
+        sum_type: SumType,
     ) -> Self {
-        Self { early, params, before, new: HashMap::new(), whole: HashMap::new(), error: None }
+        Self { early, params, before, new: HashMap::new(), whole: HashMap::new(), sum_type, error: None }
     }
 
     /// What has come of the backward.
@@ -65,17 +68,26 @@ impl<B: NativeMemory> ReduceHook<B> {
             Some(before) => B::float_add(gradient, before),
             None => gradient,
         };
-        let is_whole = self.early.count_call(&id) && !self.whole.contains_key(&id);
-        if !is_whole {
+        if !self.counts_whole(&id) {
             self.new.insert(id, new);
             return false;
         }
+        self.set_whole(id, self.sum_type.of::<B>(new));
+        true
+    }
+
+    /// Counts a call of a parameter's layer; says whether its gradient is whole with it.
+    fn counts_whole(&mut self, id: &ParamId) -> bool {
+        self.early.count_call(id) && !self.whole.contains_key(id)
+    }
+
+    /// Adds what was there before this backward.
+    fn set_whole(&mut self, id: ParamId, new: FloatTensor<B>) {
         let sum = match self.before.remove(&id) {
             Some(before) => B::float_add(before, new),
             None => new,
         };
         self.whole.insert(id, sum);
-        true
     }
 }
 
@@ -84,12 +96,24 @@ impl<B: NativeMemory> GradientHook for ReduceHook<B> {
         self.error.is_none() && self.params.contains_key(&leaf)
     }
 
-    fn on_gradients(&mut self, layer: u32, leaves: &PerParam<Option<NodeId>>, mut gradients: LayerGradients) {
+    fn counts(&mut self, leaf: NodeId) -> bool {
+        let id = self.params.get(&leaf).map(|param| param.id);
+        id.is_some_and(|id| self.counts_whole(&id))
+    }
+
+    fn on_gradients(&mut self, layer: u32, leaves: &PerParam<Option<NodeId>>, mut gradients: OfferedGradients) {
         let (mut replicated, mut experts) = (Vec::new(), Vec::new());
         for kind in ParamKind::ALL {
             let Some(param) = leaves[kind].and_then(|leaf| self.params.get(&leaf)).cloned() else { continue };
-            let Some(gradient) = gradients.remove::<B>(&kind) else { continue };
-            if self.add(param.id, gradient.tensor()) {
+            let is_whole = match (gradients.whole.remove::<B>(&kind), gradients.new.remove::<B>(&kind)) {
+                (Some(sum), _) => {
+                    self.set_whole(param.id, sum.tensor());
+                    true
+                }
+                (None, Some(gradient)) => self.add(param.id, gradient.tensor()),
+                (None, None) => false,
+            };
+            if is_whole {
                 let whole = if kind.is_replicated() { &mut replicated } else { &mut experts };
                 whole.push(param);
             }

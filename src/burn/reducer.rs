@@ -13,16 +13,20 @@ use crate::adapter::{
     BUCKET_BYTES, EarlySums, GradientSums, PendingBuckets, ReduceComms, StepCalls, StepReduction, agree, fail,
     summed_in_part,
 };
+use crate::comm::Solo;
 use crate::error::Result;
 use crate::fnv1a::fnv1a;
 
-use super::backend::{CoreDevice, LayerBackend, MoeBackend};
+use super::backend::{CoreDevice, LayerBackend, MoeBackend, NativeMemory};
 use super::etp::ShardHolder;
+use super::expert_sums::{ExpertSums, SharedExpertSums, locked};
 use super::group::DeviceGroup;
-use super::layer_calls::{BackwardStage, HookScope, LayerCalls, PendingCall, SharedHook};
+use super::layer_calls::{BackwardStage, LayerCalls, PendingCall, ReceiverScope, Receivers, SharedHook};
 use super::module::ExpertParallelMoE;
 use super::reduce_hook::ReduceHook;
-use super::step_gradients::{AccumulatedGradients, ReducedTensor, add_each, reduced_params, take_gradients};
+use super::step_gradients::{
+    AccumulatedGradients, ByParam, ReducedTensor, SumType, add_each, reduced_params, take_gradients,
+};
 
 const CALL: &str = "GradientReducer";
 
@@ -84,6 +88,8 @@ pub struct GradientReducer<B: AutodiffBackend + MoeBackend> {
     late_experts: bool,
     bucket_bytes: usize,
     gradients: AccumulatedGradients<B::Native>,
+    /// Those of experts, where kernels add them up.
+    main: Option<SharedExpertSums<B::Native>>,
 }
 
 /// A layer whose sums may begin beside backward.
@@ -112,7 +118,33 @@ impl<B: AutodiffBackend + MoeBackend> GradientReducer<B> {
         let (layers, experts, left_out, late) = Default::default();
         let gradients = AccumulatedGradients::default();
         let (late_experts, bucket_bytes) = (false, BUCKET_BYTES);
-        Ok(Self { sums, layers, experts, left_out, late, late_experts, bucket_bytes, gradients })
+        Ok(Self { sums, layers, experts, left_out, late, late_experts, bucket_bytes, gradients, main: None })
+    }
+
+    /// Of one rank: it accumulates gradients, and sums them with nobody's.
+    ///
+    /// # Errors
+    /// As [`new`](Self::new).
+    pub fn alone(device: &CoreDevice<B>) -> Result<Self> {
+        Self::new(device, ReduceComms { group: Box::new(Solo::new(device.clone())), replicas: None })
+    }
+
+    /// Has the layers' kernels write the experts' gradients, of the layers that [`with_layer`](Self::with_layer) names,
+    /// into memory that stays over a step's microbatches: the first of them writes, the others add, and burn's graph has
+    /// none of them. Each step has its own, since the optimizer takes what [`reduce`](Self::reduce) gives. A layer of
+    /// which an expert parameter is computed, or used as two, goes burn's way.
+    ///
+    /// A backward that fails once a layer has begun to write has lost the sums of this rank's step:
+    /// [`reset`](Self::reset) has been done, and every rank begins the step anew. Before that they are as they were.
+    pub fn with_main_gradients(self) -> Self {
+        Self { main: Some(ExpertSums::new(false)), ..self }
+    }
+
+    /// The same, with all sums of 16-bit parameters in f32, experts' written so by the kernels: for an optimizer that
+    /// takes a gradient of another type than its parameter's. [`AdamW`](super::AdamW) does, burn's do not.
+    pub fn with_main_gradients_in_f32(self) -> Self {
+        let gradients = AccumulatedGradients::new(SumType::F32);
+        Self { main: Some(ExpertSums::new(true)), gradients, ..self }
     }
 
     /// Tells which parameters are a layer's: its experts are summed over replicas alone, and its sums begin beside
@@ -161,7 +193,10 @@ impl<B: AutodiffBackend + MoeBackend> GradientReducer<B> {
 
     /// Forgets what has been accumulated: the step begins anew.
     pub fn reset(&mut self) {
-        self.gradients = AccumulatedGradients::default();
+        self.gradients = AccumulatedGradients::new(self.gradients.sum_type());
+        if let Some(main) = &self.main {
+            locked(main).clear();
+        }
     }
 
     /// Adds the gradients of a microbatch's `loss`, and communicates none.
@@ -170,9 +205,10 @@ impl<B: AutodiffBackend + MoeBackend> GradientReducer<B> {
     /// Those of layers that [`with_layer`](Self::with_layer) names, which unwind a backward of burn's own. What else unwinds
     /// the backward unwinds this call as well. Either way the ranks that wait in such a layer, which this one does not
     /// reach, are told and fail too; those of whose layers none is left go on, and hear of it where they next meet this
-    /// rank ([`refuse`](Self::refuse)). The gradients are as they were.
+    /// rank ([`refuse`](Self::refuse)). The gradients are as they were, but for what
+    /// [`with_main_gradients`](Self::with_main_gradients) says.
     pub fn backward<M: Module<B>, const D: usize>(&mut self, loss: Tensor<B, D>, module: &M) -> Result<()> {
-        let gradients = self.run(loss, None, |_| ())?;
+        let gradients = self.run(loss, (module, None), |_| ())?;
         self.accumulate(gradients, module);
         Ok(())
     }
@@ -193,6 +229,7 @@ impl<B: AutodiffBackend + MoeBackend> GradientReducer<B> {
     /// them, or, where the experts' sums over replicas were being taken, on none: the step begins anew, as behind a
     /// [`reset`](Self::reset). Where the communicators survive, the reducer works on.
     pub fn reduce<M: Module<B>>(&mut self, module: &M) -> Result<GradientsParams> {
+        self.settle()?;
         if self.sums.is_alone() {
             return Ok(self.take());
         }
@@ -218,27 +255,31 @@ impl<B: AutodiffBackend + MoeBackend> GradientReducer<B> {
     ) -> Result<GradientsParams> {
         if self.sums.is_alone() {
             self.backward(loss, module)?;
-            return Ok(self.take());
+            return self.reduce(module);
         }
         let params = self.params(module);
         let hook = Arc::new(Mutex::new(self.agreed_hook(&params)?));
-        let shared: SharedHook = Arc::clone(&hook) as _;
-        let gradients = self.run(loss, Some(&shared), |reason| {
+        let (shared, sums): (SharedHook, _) = (Arc::clone(&hook) as _, Arc::clone(&self.sums));
+        let gradients = self.run(loss, (module, Some(shared)), |reason| {
             // The others are in these sums, or on their way to those that follow.
-            let _ = self.sums.recover(reason);
+            let _ = sums.recover(reason);
         })?;
         let made = hook.lock().unwrap_or_else(PoisonError::into_inner).take();
         if let Some(error) = made.error {
             return Err(fail(&self.sums, error));
         }
         let mut new = take_gradients::<B, M>(gradients, module);
-        let in_part = |param: &&ReducedTensor<_>| new.contains_key(&param.id) || made.new.contains_key(&param.id);
+        let in_main = |id: ParamId| self.main.as_ref().is_some_and(|main| locked(main).has(id));
+        let in_part = |param: &&ReducedTensor<_>| {
+            new.contains_key(&param.id) || made.new.contains_key(&param.id) || in_main(param.id)
+        };
         if let Some(param) = made.begun.params().find(in_part) {
             let error = summed_in_part(CALL, &param.dims(), "GradientReducer::with_late_params");
             return Err(fail(&self.sums, error));
         }
         add_each::<B::Native>(&mut new, made.new);
         self.gradients.add(new, made.whole);
+        self.settle()?;
         self.sum(&params, made.begun)
     }
 
@@ -253,7 +294,16 @@ impl<B: AutodiffBackend + MoeBackend> GradientReducer<B> {
 
     /// The gradients, for an optimizer.
     fn take(&mut self) -> GradientsParams {
-        std::mem::take(&mut self.gradients).into_params::<B>()
+        let next = AccumulatedGradients::new(self.gradients.sum_type());
+        std::mem::replace(&mut self.gradients, next).into_params::<B>()
+    }
+
+    /// Puts the sums that kernels have made among the gradients.
+    fn settle(&mut self) -> Result<()> {
+        let Some(main) = &self.main else { return Ok(()) };
+        let sums = locked(main).take().into_iter().map(|(id, sum)| Ok((id, B::Native::float(sum)?)));
+        self.gradients.take_sums(sums.collect::<Result<ByParam<B::Native>>>()?);
+        Ok(())
     }
 
     fn params<M: Module<B>>(&self, module: &M) -> StepParams<B> {
@@ -290,8 +340,8 @@ impl<B: AutodiffBackend + MoeBackend> GradientReducer<B> {
         }
         by_leaf.retain(|_, param| remaining.contains_key(&param.id));
         let before = by_leaf.values().filter_map(|param| Some((param.id, self.gradients.get(param.id)?.clone())));
-        let before = before.collect();
-        Ok(ReduceHook::new(EarlySums::new(&self.sums, remaining, self.bucket_bytes), by_leaf, before))
+        let (before, sum_type) = (before.collect(), self.gradients.sum_type());
+        Ok(ReduceHook::new(EarlySums::new(&self.sums, remaining, self.bucket_bytes), by_leaf, before, sum_type))
     }
 
     /// Calls of the layers whose backward is still to run.
@@ -299,22 +349,31 @@ impl<B: AutodiffBackend + MoeBackend> GradientReducer<B> {
         self.layers.iter().flat_map(|layer| layer.calls.waiting()).collect()
     }
 
-    /// Runs a backward, whose layers' gradients `hook` takes. Where it fails, the ranks that wait in a layer are told, and
-    /// those that `tell` knows of; what is no layer's error goes on unwinding.
-    fn run<const D: usize>(
-        &self,
+    /// Runs a backward of a module, whose layers' gradients a hook takes if there is one. Where it fails, the ranks that
+    /// wait in a layer are told, and those that `tell` knows of; what is no layer's error goes on unwinding.
+    fn run<M: Module<B>, const D: usize>(
+        &mut self,
         loss: Tensor<B, D>,
-        hook: Option<&SharedHook>,
+        (module, hook): (&M, Option<SharedHook>),
         tell: impl FnOnce(&str),
     ) -> Result<B::Gradients> {
         let waiting = self.waiting();
+        if let Some(main) = &self.main {
+            let experts = reduced_params::<B, M>(module, &self.left_out).into_iter();
+            let experts = experts.filter(|param| self.experts.contains(&param.id));
+            locked(main).begin(experts.filter_map(|param| Some((param.leaf?, param.id))).collect());
+        }
         // What an earlier backward has left is not this one's.
         self.layers.iter().for_each(|layer| drop(layer.group.take_failure()));
         let done = {
             let calls = self.layers.iter().map(|layer| &*layer.calls);
-            let _scope = hook.map(|hook| HookScope::new(calls, hook));
+            let sums = self.main.as_ref().map(|main| Arc::clone(main) as _);
+            let _scope = ReceiverScope::new(calls, &Receivers { hook, sums });
             catch_unwind(AssertUnwindSafe(|| loss.backward()))
         };
+        if done.is_err() && self.main.as_ref().is_some_and(|main| locked(main).is_written()) {
+            self.reset();
+        }
         done.map_err(|panic| {
             // A layer has told its group itself.
             let failed = |layer: &ReducedLayer| Some((layer.group.take_failure()?, layer.group.clone()));

@@ -18,6 +18,7 @@ use crate::layer::{
 use crate::tensor::{TensorMut, TensorRef};
 
 use super::backend::{Details, LayerCall, Named, NativeMemory, Operands, Outputs, ResultSpec, between, core_dtype};
+use super::expert_sums::LentExpertSums;
 use super::group::DeviceGroup;
 
 const FORWARD: &str = "ExpertParallelMoE::forward";
@@ -158,6 +159,12 @@ impl<T> TensorGradients<T> {
     }
 }
 
+/// Gradients that a backward makes, and the memory that is lent for experts'.
+pub(super) struct Wanted<'a, B: NativeMemory> {
+    pub(super) tracked: Tracked,
+    pub(super) sums: &'a mut Option<LentExpertSums<B>>,
+}
+
 /// Gradients that somebody tracks.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Tracked {
@@ -185,7 +192,7 @@ pub(super) fn run_backward<B: NativeMemory>(
     operands: &Operands<FloatTensor<B>>,
     context: Context<B::Core>,
     OutputCotangents { d_y, d_aux }: OutputCotangents<FloatTensor<B>>,
-    tracked: Tracked,
+    Wanted { tracked, sums }: Wanted<'_, B>,
 ) -> Result<TensorGradients<FloatTensor<B>>> {
     context.handle().check_backward(BACKWARD)?;
     let mut group = call.group_of::<B>((BACKWARD, Op::CombineBwd), &operands.x)?.lock();
@@ -193,7 +200,9 @@ pub(super) fn run_backward<B: NativeMemory>(
     let made = RefusalGuard::backward(&call.layer, &mut group).run(|entry| {
         let experts = experts::<B>(call, BACKWARD)?;
         // The gradients of shards come from their chain.
-        let elsewhere = |kind: ParamKind| experts.as_ref().is_some_and(|experts| experts.has(kind));
+        let lent = |kind: ParamKind, sums: &Option<LentExpertSums<B>>| sums.as_ref().is_some_and(|sums| sums.has(kind));
+        let of_chain = |kind: ParamKind| experts.as_ref().is_some_and(|experts| experts.has(kind));
+        let elsewhere = |kind: ParamKind, sums: &_| of_chain(kind) || lent(kind, sums);
         let (views, y, aux, mut made) = B::together(&operands.x, || {
             let views = Views::<B>::new(&core, operands)?;
             let view = |name, tensor| B::view(&core, Named { name, tensor });
@@ -206,8 +215,15 @@ pub(super) fn run_backward<B: NativeMemory>(
             if tracked.x {
                 made.x = Some(like(views.x)?);
             }
-            for kind in ParamKind::ALL.into_iter().filter(|&kind| tracked.makes(kind) && !elsewhere(kind)) {
+            for kind in ParamKind::ALL.into_iter().filter(|&kind| tracked.makes(kind) && !elsewhere(kind, sums)) {
                 made.params[kind] = views.params[kind].map(like).transpose()?;
+            }
+            if let Some(sums) = sums {
+                let of = |kind: ParamKind| views.params.get(kind).map(TensorRef::dtype);
+                sums.allocate(of, |kind, dtype| {
+                    let Some(tensor) = views.params.get(kind) else { return Ok(None) };
+                    B::output(&core, &operands.x, ResultSpec { dtype, dims: tensor.dims() }).map(Some)
+                })?;
             }
             Ok((views, y, aux, made))
         })?;
@@ -230,6 +246,9 @@ pub(super) fn run_backward<B: NativeMemory>(
                 if let Some(output) = output {
                     into.set(kind, B::view_mut(output)?);
                 }
+            }
+            if let Some(sums) = sums {
+                sums.view_in(&mut into)?;
             }
             if let Some(shards) = &mut shards {
                 shards.view_in(&mut into)?;

@@ -7,7 +7,7 @@ use burn::module::{Module, ModuleVisitor, Param, ParamId};
 use burn::optim::GradientsParams;
 use burn::tensor::backend::AutodiffBackend;
 use burn::tensor::ops::FloatTensor;
-use burn::tensor::{Shape, Tensor, TensorMetadata};
+use burn::tensor::{FloatDType, Shape, Tensor, TensorMetadata};
 
 use crate::adapter::{ReducedParam, StepGradients, Summand};
 use crate::device::Device;
@@ -101,7 +101,10 @@ impl<B: AutodiffBackend + MoeBackend> ModuleVisitor<B> for TakeGradients<B> {
 }
 
 /// Adds gradients to those of the same parameters.
-pub(super) fn add_each<B: NativeMemory>(sums: &mut ByParam<B>, new: ByParam<B>) {
+pub(super) fn add_each<B: NativeMemory>(
+    sums: &mut ByParam<B>,
+    new: impl IntoIterator<Item = (ParamId, FloatTensor<B>)>,
+) {
     for (id, new) in new {
         let sum = match sums.remove(&id) {
             Some(before) => B::float_add(before, new),
@@ -111,21 +114,52 @@ pub(super) fn add_each<B: NativeMemory>(sums: &mut ByParam<B>, new: ByParam<B>) 
     }
 }
 
+/// Type of the sums of a step's gradients.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub(super) enum SumType {
+    /// That of each gradient.
+    #[default]
+    AsGradients,
+    /// F32 for gradients of 16 bits.
+    F32,
+}
+
+impl SumType {
+    /// A gradient in the type of its sums.
+    pub(super) fn of<B: NativeMemory>(self, gradient: FloatTensor<B>) -> FloatTensor<B> {
+        match (self, gradient.dtype()) {
+            (Self::F32, burn::tensor::DType::BF16 | burn::tensor::DType::F16) => {
+                B::float_cast(gradient, FloatDType::F32)
+            }
+            _ => gradient,
+        }
+    }
+}
+
 /// A step's gradients.
 #[derive(Debug)]
 pub(super) struct AccumulatedGradients<B: NativeMemory> {
     sums: ByParam<B>,
+    sum_type: SumType,
     /// Backwards that they are the sums of.
     microbatches: u64,
 }
 
 impl<B: NativeMemory> Default for AccumulatedGradients<B> {
     fn default() -> Self {
-        Self { sums: HashMap::new(), microbatches: 0 }
+        Self::new(SumType::default())
     }
 }
 
 impl<B: NativeMemory> AccumulatedGradients<B> {
+    pub(super) fn new(sum_type: SumType) -> Self {
+        Self { sums: HashMap::new(), sum_type, microbatches: 0 }
+    }
+
+    pub(super) fn sum_type(&self) -> SumType {
+        self.sum_type
+    }
+
     pub(super) fn microbatches(&self) -> u64 {
         self.microbatches
     }
@@ -136,9 +170,15 @@ impl<B: NativeMemory> AccumulatedGradients<B> {
 
     /// Adds one backward's gradients; `whole` are sums with those before.
     pub(super) fn add(&mut self, new: ByParam<B>, whole: ByParam<B>) {
-        add_each::<B>(&mut self.sums, new);
+        let sum_type = self.sum_type;
+        add_each::<B>(&mut self.sums, new.into_iter().map(|(id, new)| (id, sum_type.of::<B>(new))));
         self.sums.extend(whole);
         self.microbatches += 1;
+    }
+
+    /// Adds sums that were kept elsewhere, of microbatches that are counted.
+    pub(super) fn take_sums(&mut self, sums: ByParam<B>) {
+        add_each::<B>(&mut self.sums, sums);
     }
 
     /// As optimizers take them.
@@ -208,6 +248,6 @@ impl<B: NativeMemory> StepGradients<B::Core> for AccumulatedGradients<B> {
     }
 
     fn reset(&mut self) {
-        *self = Self::default();
+        *self = Self::new(self.sum_type);
     }
 }

@@ -40,13 +40,16 @@ impl BackwardProgress {
     }
 }
 
-#[cfg(feature = "candle")]
+#[cfg(any(feature = "candle", feature = "burn"))]
 impl BackwardProgress {
     /// The rows have come, on every rank: from here on the experts' gradients are written.
     pub(crate) fn has_rows(&self) -> bool {
         self.0.load(Ordering::Acquire) >= Self::ROWS
     }
+}
 
+#[cfg(feature = "candle")]
+impl BackwardProgress {
     /// No collective is left, so that the other ranks do not hear of what fails from here on.
     pub(crate) fn has_exchanged_all(&self) -> bool {
         self.0.load(Ordering::Acquire) == Self::ALL

@@ -1,0 +1,434 @@
+//! AdamW with main weights, over the parameters of burn modules.
+
+use std::collections::HashMap;
+use std::path::Path;
+
+use burn::module::{Module, ModuleMapper, ModuleVisitor, Param, ParamId};
+use burn::optim::GradientsParams;
+use burn::tensor::backend::AutodiffBackend;
+use burn::tensor::ops::FloatTensor;
+use burn::tensor::{Tensor, TensorMetadata};
+
+use crate::adapter::param_shard;
+use crate::comm::refusal::refuse_on_error_if_any;
+use crate::comm::{Communicator, Op, Tag};
+use crate::device::Device;
+use crate::error::{Error, Result};
+use crate::layer::ParamKind;
+use crate::optim::{self, AdamWOptions, GroupOptions, ParamShard, ParamSpec, StepStats, StepTensor};
+
+use super::backend::{CoreDevice, MoeBackend, Named, NativeMemory, ResultSpec, between, core_dtype, primitive, tensor_of};
+use super::module::ExpertParallelMoE;
+use super::reduce::native;
+use super::shard_param::tensor;
+
+const CALL: &str = "burn::AdamW";
+
+/// A parameter of a module, as an optimizer is told of it.
+#[derive(Debug, Clone)]
+pub struct AdamWParam {
+    name: String,
+    id: ParamId,
+    dtype: burn::tensor::DType,
+    shard: ParamShard,
+    group: usize,
+}
+
+impl AdamWParam {
+    /// The trainable parameters of a module, each once, named by their paths (`moe.experts.up`), as ones that this rank
+    /// has whole: the only rank, or all ranks hold them. What a layer has of its own,
+    /// [`ExpertParallelMoE::place_shards`] puts right.
+    pub fn of_module<B: AutodiffBackend + MoeBackend, M: Module<B>>(module: &M) -> Vec<Self> {
+        let mut collect = CollectParams { path: Vec::new(), params: Vec::new() };
+        module.visit(&mut collect);
+        collect.params
+    }
+
+    /// The parameter is a part of one of these sizes; rows of padding may be behind it.
+    pub fn with_shard(self, shard: ParamShard) -> Self {
+        Self { shard, ..self }
+    }
+
+    /// Options are those of group `group`, 0 without this.
+    pub fn in_group(self, group: usize) -> Self {
+        Self { group, ..self }
+    }
+
+    /// The name: of its own among the optimizer's parameters, and that of its saved state.
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// The parameter's id.
+    pub fn id(&self) -> ParamId {
+        self.id
+    }
+
+    fn spec(&self) -> Result<ParamSpec> {
+        let dtype = core_dtype(CALL, &self.name, self.dtype)?;
+        Ok(ParamSpec { name: self.name.clone(), shard: self.shard.clone(), dtype, group: self.group })
+    }
+}
+
+/// Finds a module's trainable parameters.
+struct CollectParams {
+    path: Vec<String>,
+    params: Vec<AdamWParam>,
+}
+
+impl<B: AutodiffBackend + MoeBackend> ModuleVisitor<B> for CollectParams {
+    fn enter_module(&mut self, name: &str, _: &str) {
+        self.path.push(name.to_string());
+    }
+
+    fn exit_module(&mut self, _: &str, _: &str) {
+        self.path.pop();
+    }
+
+    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<B, D>>) {
+        let known = self.params.iter().any(|other| other.id == param.id);
+        if !known && param.is_require_grad() {
+            let (name, id, dtype) = (self.path.join("."), param.id, param.dtype());
+            let shard = ParamShard::whole(&param.dims());
+            self.params.push(AdamWParam { name, id, dtype, shard, group: 0 });
+        }
+    }
+}
+
+impl<B: MoeBackend> ExpertParallelMoE<B> {
+    /// Says of the layer's parameters among these which parts they are: experts this rank's part of all experts, and
+    /// shards their part of these.
+    ///
+    /// # Errors
+    /// None for a module that was built.
+    pub fn place_shards(&self, params: &mut [AdamWParam]) -> Result<()> {
+        let group = self.group().membership();
+        for kind in ParamKind::ALL {
+            let Some(own) = self.float_param(kind) else { continue };
+            if let Some(param) = params.iter_mut().find(|param| param.id == own.id()) {
+                param.shard = param_shard(self.layer(), group, self.sharded.as_ref(), kind)?;
+            }
+        }
+        Ok(())
+    }
+}
+
+/// AdamW with main weights in f32, for parameters in f32, bf16 and f16: what `candle::AdamW` does, over burn's modules.
+///
+/// burn's parameters are values, so a step takes the module and gives it back, as burn's optimizers do. Gradients may be
+/// in f32 beside parameters of 16 bits
+/// ([`GradientReducer::with_main_gradients_in_f32`](super::GradientReducer::with_main_gradients_in_f32)).
+///
+/// ```
+/// use burn::backend::{Autodiff, Flex};
+/// use burn::tensor::{DType, Distribution, Tensor};
+/// use moebius::MoeConfig;
+/// use moebius::burn::{AdamW, ExpertParallelMoEConfig, GradientReducer};
+/// use moebius::cpu::Cpu;
+/// use moebius::optim::{AdamWOptions, GroupOptions};
+/// # use burn::module::{Module, ModuleMapper, Param};
+/// # struct InBf16;
+/// # impl ModuleMapper<B> for InBf16 {
+/// #     fn map_float<const D: usize>(&mut self, param: Param<Tensor<B, D>>) -> Param<Tensor<B, D>> {
+/// #         let (id, t, mapper) = param.consume();
+/// #         let bf16 = Tensor::from_inner(t.inner().cast(DType::BF16)).require_grad();
+/// #         Param::from_mapped_value(id, bf16, mapper)
+/// #     }
+/// # }
+///
+/// type B = Autodiff<Flex>;
+///
+/// # fn main() -> moebius::Result<()> {
+/// let device = Default::default();
+/// # <Flex as burn::tensor::backend::Backend>::seed(&device, 1);
+/// let moe = ExpertParallelMoEConfig::new(MoeConfig::new(16, 32, 8, 2)).init::<B>(&device)?;
+/// # let moe = moe.map(&mut InBf16); // of bf16 parameters
+/// let mut moe = moe;
+/// let mut reducer = GradientReducer::<B>::alone(&Cpu::new())?.with_layer(&moe).with_main_gradients_in_f32();
+/// let group = GroupOptions { lr: 0.01, ..Default::default() };
+/// let mut adam = AdamW::<B>::new(&Cpu::new(), &moe, AdamWOptions { group, max_norm: Some(1.0), ..Default::default() })?;
+/// for _step in 0..3 {
+///     for _microbatch in 0..4 {
+///         let x = Tensor::<B, 2>::random([64, 16], Distribution::Default, &device).cast(DType::BF16);
+///         let loss = (moe.forward(x.clone())? - x).powi_scalar(2).mean();
+///         reducer.backward(loss, &moe)?; // experts' gradients added in f32 by the layer's kernels
+///     }
+///     let gradients = reducer.reduce(&moe)?;
+///     moe = adam.step(moe, gradients)?;
+/// }
+/// println!("norm before clipping {}", adam.stats()?.norm);
+/// # Ok(()) }
+/// ```
+///
+/// A parameter without a gradient in a step stays as it is. Nothing of a step waits for a GPU. A parameter's new value
+/// lies in new memory of burn's, as a tensor that is held twice may not change.
+#[derive(Debug)]
+pub struct AdamW<B: AutodiffBackend + MoeBackend> {
+    optimizer: optim::AdamW<CoreDevice<B>>,
+    params: Vec<AdamWParam>,
+}
+
+/// A module's values by parameter.
+type Values<B> = HashMap<ParamId, FloatTensor<B>>;
+/// Memory for a parameter's new value.
+type NewValue<B> = <<B as super::backend::LayerBackend>::Native as NativeMemory>::Output;
+
+impl<B: AutodiffBackend + MoeBackend> AdamW<B> {
+    /// An optimizer of one rank, and of one group, over a module's trainable parameters; `device` is that of its layers.
+    ///
+    /// # Errors
+    /// Errors of [`optim::AdamW::new`].
+    pub fn new<M: Module<B>>(device: &CoreDevice<B>, module: &M, options: AdamWOptions) -> Result<Self> {
+        Self::on(device, None, module, (AdamWParam::of_module::<B, M>(module), options, &[options.group]))
+    }
+
+    /// The same of some parameters, with options for each group.
+    ///
+    /// # Errors
+    /// As [`new`](Self::new); a parameter that the module has not.
+    pub fn with_groups<M: Module<B>>(
+        device: &CoreDevice<B>,
+        module: &M,
+        params: Vec<AdamWParam>,
+        options: AdamWOptions,
+        groups: &[GroupOptions],
+    ) -> Result<Self> {
+        Self::on(device, None, module, (params, options, groups))
+    }
+
+    /// The same over ranks: `comm` is of all ranks that hold parts of the parameters, each rank once (collective). It
+    /// carries the norm's sums alone: gradients that several ranks hold are summed before.
+    ///
+    /// # Errors
+    /// As [`with_groups`](Self::with_groups).
+    pub fn over_ranks<M: Module<B>>(
+        device: &CoreDevice<B>,
+        comm: Box<dyn Communicator<CoreDevice<B>>>,
+        module: &M,
+        params: Vec<AdamWParam>,
+        options: AdamWOptions,
+        groups: &[GroupOptions],
+    ) -> Result<Self> {
+        Self::on(device, Some(comm), module, (params, options, groups))
+    }
+
+    fn on<M: Module<B>>(
+        device: &CoreDevice<B>,
+        mut comm: Option<Box<dyn Communicator<CoreDevice<B>>>>,
+        module: &M,
+        (params, options, groups): (Vec<AdamWParam>, AdamWOptions, &[GroupOptions]),
+    ) -> Result<Self> {
+        let values = values::<B, M>(module);
+        let checked = params.iter().map(|param| {
+            find::<B>(&values, param)?;
+            param.spec()
+        });
+        // The others wait to compare theirs.
+        let tag = Tag { layer: 0, op: Op::Init, sequence: 0 };
+        let specs = refuse_on_error_if_any(comm.as_deref_mut(), tag, checked.collect::<Result<Vec<_>>>())?;
+        let optimizer = optim::AdamW::new(device, options, groups, specs, comm)?;
+        let mut made = Self { optimizer, params };
+        made.read_params(module)?;
+        Ok(made)
+    }
+
+    /// Takes the module's values as main weights: after somebody else has changed them.
+    ///
+    /// # Errors
+    /// A parameter that the module has not, or of another type; the device's.
+    pub fn read_params<M: Module<B>>(&mut self, module: &M) -> Result<()> {
+        let (device, values) = (self.optimizer.device().clone(), values::<B, M>(module));
+        let values = self.params.iter().map(|param| find::<B>(&values, param)).collect::<Result<Vec<_>>>()?;
+        let (params, optimizer) = (&self.params, &mut self.optimizer);
+        between::<B::Native, _>(
+            &device,
+            |_| (),
+            || {
+                let mut all = params.iter().zip(&values).enumerate();
+                all.try_for_each(|(index, (param, tensor))| {
+                    let view = B::Native::view(&device, Named { name: &param.name, tensor })?;
+                    optimizer.read_param(index, view)
+                })
+            },
+        )
+    }
+
+    /// A step: the module with its new values. Every rank calls it, with gradients that have been summed over the ranks.
+    /// What fails on one rank before the norm is told to the others.
+    ///
+    /// # Errors
+    /// As [`optim::AdamW::begin`]; a parameter that the module has not.
+    pub fn step<M: Module<B>>(&mut self, module: M, gradients: GradientsParams) -> Result<M> {
+        let begun = self.optimizer.begun();
+        let result = self.take_step(&module, gradients);
+        if let (Err(error), true) = (&result, self.optimizer.begun() == begun) {
+            self.optimizer.refuse(error);
+        }
+        Ok(with_values::<B, M>(module, result?))
+    }
+
+    fn take_step<M: Module<B>>(&mut self, module: &M, gradients: GradientsParams) -> Result<Values<B::Native>> {
+        let (device, values, mut gradients) = (self.optimizer.device().clone(), values::<B, M>(module), gradients);
+        let given = self.params.iter().enumerate().filter_map(|(index, param)| {
+            // burn keeps the tensor as its back end does, whatever number of dimensions is named here.
+            let gradient = gradients.remove::<B::InnerBackend, 1>(param.id)?;
+            let gradient = B::Native::contiguous(native::<B>(primitive(gradient)));
+            Some(find::<B>(&values, param).map(|value| (index, param, gradient, value)))
+        });
+        let given = given.collect::<Result<Vec<_>>>()?;
+        let outputs = given.iter().map(|(_, param, _, value)| new_value::<B>(&device, param, value));
+        let mut outputs = outputs.collect::<Result<Vec<_>>>()?;
+        let (optimizer, count) = (&mut self.optimizer, self.params.len());
+        between::<B::Native, _>(
+            &device,
+            |_| (),
+            || {
+                let views = given.iter().map(|(_, param, tensor, _)| {
+                    B::Native::view(&device, Named { name: &param.name, tensor })
+                });
+                let views = views.collect::<Result<Vec<_>>>()?;
+                let mut all: Vec<_> = (0..count).map(|_| None).collect();
+                for ((index, ..), view) in given.iter().zip(&views) {
+                    all[*index] = Some(view.borrow());
+                }
+                optimizer.begin(&all)?;
+                drop(all);
+                let mut tensors = Vec::with_capacity(given.len());
+                for (((index, param, _, value), output), gradient) in given.iter().zip(&mut outputs).zip(views) {
+                    let mut into = B::Native::view_mut(output)?;
+                    // A step may be skipped, and leaves rows of padding.
+                    let before = B::Native::view(&device, Named { name: &param.name, tensor: value })?;
+                    device.copy(before.data(), into.reborrow().into_data())?;
+                    tensors.push(StepTensor { index: *index, param: into, gradient });
+                }
+                optimizer.update(tensors)
+            },
+        )?;
+        let new = given.iter().zip(outputs).map(|((_, param, ..), output)| Ok((param.id, B::Native::float(output)?)));
+        new.collect()
+    }
+
+    /// The loss, times the factor of [loss scaling](AdamWOptions::loss_scaling), in f32: its gradients are what `step`
+    /// takes. The loss itself where there is none.
+    ///
+    /// # Errors
+    /// The device's.
+    pub fn scale_loss(&self, loss: Tensor<B, 1>) -> Result<Tensor<B, 1>> {
+        if self.optimizer.options().loss_scaling.is_none() {
+            return Ok(loss);
+        }
+        let (device, scale) = (self.optimizer.device(), self.optimizer.loss_scale()?);
+        let like = B::to_native(primitive(loss.clone()));
+        let mut output = B::Native::output(device, &like, ResultSpec { dtype: scale.dtype(), dims: &[1] })?;
+        let copy = || device.copy(scale.view().data(), B::Native::view_mut(&mut output)?.into_data());
+        between::<B::Native, _>(device, |_| (), copy)?;
+        let scale: Tensor<B, 1> = tensor_of(B::from_native(B::Native::float(output)?));
+        Ok(loss.cast(burn::tensor::DType::F32) * scale)
+    }
+
+    /// Norm, counts and factors of the last step. Waits for the device.
+    ///
+    /// # Errors
+    /// The device's.
+    pub fn stats(&self) -> Result<StepStats> {
+        self.optimizer.stats()
+    }
+
+    /// Options of the groups.
+    pub fn groups(&self) -> &[GroupOptions] {
+        self.optimizer.groups()
+    }
+
+    /// Changes a group's options, from the next step on.
+    ///
+    /// # Errors
+    /// A group that there is not; options out of range.
+    pub fn set_group(&mut self, group: usize, options: GroupOptions) -> Result<()> {
+        self.optimizer.set_group(group, options)
+    }
+
+    /// Writes the state to a folder of its own, as one step: [`optim::AdamW::save`](crate::optim::AdamW::save). Every
+    /// rank calls it.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn save(&mut self, dir: impl AsRef<Path>) -> Result<()> {
+        self.optimizer.save(dir)
+    }
+
+    /// Goes on from a saved state, which any number of ranks may have written, candle's too: the module with bf16 and
+    /// f16 parameters of the saved main weights, rounded; f32 ones are to be loaded with the model. `steps`: those that
+    /// the model has taken, where it is known. Every rank calls it.
+    ///
+    /// # Errors
+    /// As [`optim::AdamW::load_at`](crate::optim::AdamW::load_at); a parameter that the module has not.
+    pub fn load<M: Module<B>>(&mut self, dir: impl AsRef<Path>, steps: impl Into<Option<u64>>, module: M) -> Result<M> {
+        self.optimizer.load_state(dir.as_ref(), steps.into())?;
+        let (device, values) = (self.optimizer.device().clone(), values::<B, M>(&module));
+        let mut new = Values::<B::Native>::new();
+        for (index, param) in self.params.iter().enumerate() {
+            let value = find::<B>(&values, param)?;
+            let mut output = new_value::<B>(&device, param, &value)?;
+            let write = || {
+                let mut into = B::Native::view_mut(&mut output)?;
+                let before = B::Native::view(&device, Named { name: &param.name, tensor: &value })?;
+                device.copy(before.data(), into.reborrow().into_data())?;
+                self.optimizer.write_param(index, into)
+            };
+            between::<B::Native, _>(&device, |_| (), write)?;
+            new.insert(param.id, B::Native::float(output)?);
+        }
+        Ok(with_values::<B, M>(module, new))
+    }
+
+    /// In place of a step, where this rank cannot come to it: the others, which wait there for the norm where there is
+    /// one, get the reason.
+    pub fn refuse(&mut self, reason: &Error) {
+        self.optimizer.refuse(reason);
+    }
+}
+
+/// Memory of a parameter's sizes.
+fn new_value<B: MoeBackend>(
+    device: &CoreDevice<B>,
+    param: &AdamWParam,
+    value: &FloatTensor<B::Native>,
+) -> Result<NewValue<B>> {
+    let dtype = core_dtype(CALL, &param.name, value.dtype())?;
+    B::Native::output(device, value, ResultSpec { dtype, dims: &value.shape() })
+}
+
+/// A module's value of a parameter, contiguous.
+fn find<B: MoeBackend>(values: &Values<B::Native>, param: &AdamWParam) -> Result<FloatTensor<B::Native>> {
+    let missing = || Error::invalid(CALL, format!("parameter {}", param.name), "one of the module", "none of this id");
+    values.get(&param.id).cloned().map(B::Native::contiguous).ok_or_else(missing)
+}
+
+fn values<B: AutodiffBackend + MoeBackend, M: Module<B>>(module: &M) -> Values<B::Native> {
+    let mut collect = CollectValues::<B>(HashMap::new());
+    module.visit(&mut collect);
+    collect.0
+}
+
+struct CollectValues<B: MoeBackend>(Values<B::Native>);
+
+impl<B: AutodiffBackend + MoeBackend> ModuleVisitor<B> for CollectValues<B> {
+    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<B, D>>) {
+        self.0.insert(param.id, B::to_native(primitive(param.val())));
+    }
+}
+
+fn with_values<B: AutodiffBackend + MoeBackend, M: Module<B>>(module: M, values: Values<B::Native>) -> M {
+    module.map(&mut SetValues::<B>(values))
+}
+
+struct SetValues<B: MoeBackend>(Values<B::Native>);
+
+impl<B: AutodiffBackend + MoeBackend> ModuleMapper<B> for SetValues<B> {
+    fn map_float<const D: usize>(&mut self, param: Param<Tensor<B, D>>) -> Param<Tensor<B, D>> {
+        let Some(value) = self.0.get(&param.id).cloned() else { return param };
+        let (id, before, mapper) = param.consume();
+        let value = tensor::<B, D>(value).set_require_grad(before.is_require_grad());
+        Param::from_mapped_value(id, value, mapper)
+    }
+}
