@@ -114,20 +114,23 @@ impl<D: ShardDevice> GradientSums<D> {
     /// Starts the thread.
     ///
     /// # Errors
-    /// On a GPU, a communicator that does not tell its device, or whose stream is the computation's; no thread.
+    /// On a GPU, a communicator of several ranks that does not tell its device, or whose stream is the computation's; no
+    /// thread.
     pub(crate) fn start(compute: &D, comms: ReduceComms<D>) -> Result<Self> {
         let all = [Some(comms.group), comms.replicas];
         let size = |comm: &Option<Box<dyn Communicator<D>>>| comm.as_ref().map_or(1, |comm| comm.size());
         let (alone, has_replicas) = (all.iter().all(|comm| size(comm) == 1), size(&all[1]) > 1);
-        if D::ENQUEUES && all.iter().flatten().any(|comm| comm.device().is_none()) {
+        // One of a rank alone carries nothing.
+        let carries = || all.iter().flatten().filter(|comm| comm.size() > 1);
+        if D::ENQUEUES && carries().any(|comm| comm.device().is_none()) {
             let expected = "one that tells its device (Communicator::device)";
             return Err(Error::invalid(CALL, "communicator", expected, "one that does not"));
         }
-        if all.iter().flatten().any(|comm| comm.device().is_some_and(|device| device.shares_stream_with(compute))) {
+        if carries().any(|comm| comm.device().is_some_and(|device| device.shares_stream_with(compute))) {
             let expected = "one of a stream of its own (Cuda::with_new_stream)";
             return Err(Error::invalid(CALL, "communicator", expected, "one of the computation's stream"));
         }
-        for comm in all.iter().flatten() {
+        for comm in carries() {
             // What fails there is to be heard of here.
             StreamPair::new(compute, comm.device());
         }

@@ -14,7 +14,6 @@ mod heuristics;
 mod host_tensor;
 mod load_as;
 mod outputs;
-#[cfg(feature = "candle")]
 mod quantized;
 mod resident_weights;
 mod selection_bias;
@@ -48,14 +47,13 @@ pub use load_as::LoadAs;
 pub(crate) use outputs::DispatchedCotangents;
 pub(crate) use outputs::{DispatchedPart, LayerOutput, OutputCotangents};
 #[cfg(feature = "candle")]
-pub(crate) use quantized::{ErasedQuantizedExperts, QuantizedExperts};
+pub(crate) use quantized::ErasedQuantizedExperts;
+pub(crate) use quantized::QuantizedExperts;
 pub(crate) use resident_weights::{
     ErasedResidentWeight, GatheredWeights, ResidentGradients, acquire_resident, resident_sources, resident_view,
 };
 pub(crate) use selection_bias::moved_selection_bias;
-#[cfg(feature = "candle")]
-pub(crate) use sharded::StoredExperts;
-pub(crate) use sharded::{ErasedLayerShards, LayerShards, NewExperts, TypedSource, param_shard, with_sources};
+pub(crate) use sharded::{ErasedLayerShards, LayerShards, NewExperts, StoredExperts, TypedSource, param_shard, with_sources};
 pub(crate) use step_reduction::{
     EarlySums, PendingBuckets, ReducedParam, StepGradients, StepReduction, SumOf, agree, fail, summed_in_part,
 };

@@ -1,12 +1,16 @@
 //! Routed experts' weights that stay quantized, in a module that does not know its device.
 
+#[cfg(feature = "candle")]
 use std::sync::Arc;
 
 use crate::cpu::Cpu;
 use crate::error::Result;
 use crate::kernels::Kernels;
-use crate::quant::{Quantized, WeightFormat};
+use crate::quant::Quantized;
+#[cfg(feature = "candle")]
+use crate::quant::WeightFormat;
 
+#[cfg(feature = "candle")]
 use super::group::{DeviceErased, DeviceFamily, FrameworkDevice, match_device};
 
 /// `up` and `down` of a rank's experts.
@@ -24,15 +28,19 @@ impl QuantizedExperts<Cpu> {
 }
 
 /// The same, on whichever device.
+#[cfg(feature = "candle")]
 pub(crate) type ErasedQuantizedExperts = DeviceErased<QuantizedExpertsFamily>;
 
+#[cfg(feature = "candle")]
 #[derive(Debug)]
 pub(crate) struct QuantizedExpertsFamily;
 
+#[cfg(feature = "candle")]
 impl DeviceFamily for QuantizedExpertsFamily {
     type On<D: FrameworkDevice> = Arc<QuantizedExperts<D>>;
 }
 
+#[cfg(feature = "candle")]
 impl ErasedQuantizedExperts {
     /// Bytes of codes, scales and factors.
     pub(crate) fn bytes(&self) -> usize {

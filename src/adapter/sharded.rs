@@ -9,10 +9,11 @@ use crate::dtype::DType;
 use crate::ep::Membership;
 use crate::error::{Error, Result};
 use crate::etp::{
-    Chain, GradientBuffer, NewShard, Payload, ShardDevice, ShardSource, ShardedWeight, Shards, WeightId, WeightSpec,
+    Chain, GradientBuffer, NewQuantized, NewShard, Payload, QuantizedWeight, ShardDevice, ShardPlace, ShardSource,
+    ShardedQuantized, ShardedWeight, Shards, StoredSpec, WeightId, WeightSpec,
 };
 #[cfg(feature = "candle")]
-use crate::etp::{NewQuantized, QuantizedWeight, Shard, ShardPlace, ShardedQuantized, StoredSpec};
+use crate::etp::Shard;
 use crate::layer::{
     BackwardProgress, Context, GradientsMut, Layer, ParamKind, ParamViews, Params, PerParam, RefusalGuard,
 };
@@ -22,7 +23,6 @@ use crate::tensor::Tensor;
 use crate::weights::WeightSource;
 
 use super::group::{ErasedChain, FrameworkDevice};
-#[cfg(feature = "candle")]
 use super::quantized::QuantizedExperts;
 use super::resident_weights::{ErasedResidentWeight, ResidentWeights, downcast_resident};
 use super::submit::submit;
@@ -41,7 +41,6 @@ pub(crate) struct ErasedLayerShards {
     /// Of `up` and `down`.
     pub(crate) ids: [WeightId; 2],
     /// The same where they stay quantized, as they are stored.
-    #[cfg(feature = "candle")]
     stored: Option<[QuantizedWeight; 2]>,
     /// Its resident weights, each in its chain.
     pub(crate) resident: PerParam<Option<ErasedResidentWeight>>,
@@ -54,11 +53,11 @@ impl Debug for ErasedLayerShards {
 }
 
 /// Experts as they are stored, on their way to a chain.
-#[cfg(feature = "candle")]
 pub(crate) enum StoredExperts<'a, D: FrameworkDevice> {
     /// They lie on the device, and their shards are to lie there, or on the host.
     Device(&'a QuantizedExperts<D>, ShardPlace),
     /// They lie on the host, and so are their shards to.
+    #[cfg(feature = "candle")]
     OnHost(&'a QuantizedExperts<Cpu>),
 }
 
@@ -100,7 +99,6 @@ impl<D: FrameworkDevice> NewExperts<D> {
         Ok(ErasedLayerShards {
             chain: D::erase(self.chain),
             ids,
-            #[cfg(feature = "candle")]
             stored: None,
             resident,
         })
@@ -109,7 +107,6 @@ impl<D: FrameworkDevice> NewExperts<D> {
 
 impl ErasedLayerShards {
     /// Adds a layer's experts to a chain, frozen and as they are stored: both weights, or after an error neither.
-    #[cfg(feature = "candle")]
     pub(crate) fn stored<D: FrameworkDevice>(
         chain: &Arc<Chain<D>>,
         layer: &Layer,
@@ -125,6 +122,7 @@ impl ErasedLayerShards {
             StoredExperts::Device(experts, place) => {
                 [chain.cut_quantized(up, &experts.up, place)?, chain.cut_quantized(down, &experts.down, place)?]
             }
+            #[cfg(feature = "candle")]
             StoredExperts::OnHost(experts) => {
                 [chain.host_quantized(up, &experts.up)?, chain.host_quantized(down, &experts.down)?]
             }
@@ -156,6 +154,12 @@ impl ErasedLayerShards {
         matches!(kind, ParamKind::Up | ParamKind::Down) || self.resident.get(kind).is_some()
     }
 
+    /// Whether the experts are frozen, as they are stored.
+    #[cfg(feature = "burn")]
+    pub(crate) fn is_stored(&self) -> bool {
+        self.stored.is_some()
+    }
+
     /// The experts' chain.
     #[cfg(feature = "burn")]
     pub(crate) fn chain(&self) -> &ErasedChain {
@@ -176,7 +180,6 @@ impl ErasedLayerShards {
             Some(chain) => Ok(LayerShards {
                 chain: Arc::clone(chain),
                 ids: self.ids,
-                #[cfg(feature = "candle")]
                 stored: self.stored.clone(),
                 resident: downcast_resident(&self.resident, call)?,
             }),
@@ -212,7 +215,6 @@ pub(crate) fn param_shard(
 pub(crate) struct LayerShards<D: ShardDevice> {
     chain: Arc<Chain<D>>,
     ids: [WeightId; 2],
-    #[cfg(feature = "candle")]
     stored: Option<[QuantizedWeight; 2]>,
     pub(crate) resident: ResidentWeights<D>,
 }
@@ -223,7 +225,6 @@ pub(crate) enum ExpertSource<'a, D: ShardDevice> {
     /// Of floating type.
     Dense(ShardedWeight<'a, D>),
     /// As it is stored.
-    #[cfg(feature = "candle")]
     Stored(ShardedQuantized<'a, D>),
 }
 
@@ -231,7 +232,6 @@ impl<D: ShardDevice> ExpertSource<'_, D> {
     fn source(&self) -> &dyn WeightSource<D> {
         match self {
             Self::Dense(weight) => weight,
-            #[cfg(feature = "candle")]
             Self::Stored(weight) => weight,
         }
     }
@@ -239,7 +239,6 @@ impl<D: ShardDevice> ExpertSource<'_, D> {
 
 impl<D: FrameworkDevice> LayerShards<D> {
     /// Whether the experts are frozen, whatever else is trained.
-    #[cfg(feature = "candle")]
     pub(crate) fn is_stored(&self) -> bool {
         self.stored.is_some()
     }
@@ -251,7 +250,6 @@ impl<D: FrameworkDevice> LayerShards<D> {
 
     /// `up` and `down` as a layer takes them; `backward`: a backward goes back through what it computes.
     pub(crate) fn sources(&self, backward: bool) -> Result<[ExpertSource<'_, D>; 2]> {
-        #[cfg(feature = "candle")]
         if let Some([up, down]) = &self.stored {
             let [up, down] = [self.chain.quantized_source(up)?, self.chain.quantized_source(down)?];
             return Ok([up, down].map(|source| ExpertSource::Stored(source.with_backward(backward))));

@@ -7,7 +7,7 @@ use burn::tensor::backend::Backend;
 use burn::tensor::ops::FloatTensor;
 use burn::tensor::{Shape, Tensor, TensorData, TensorMetadata, TensorPrimitive};
 
-use crate::adapter::{self, HostTensor};
+use crate::adapter::{self, HostTensor, QuantizedExperts};
 use crate::checkpoint::{Block, BlockParams, BlockShards, Checkpoint, LoadOptions, ShardOptions};
 use crate::comm::Op;
 use crate::config::{MoeConfig, Payload};
@@ -193,7 +193,7 @@ impl<B: NativeBackend> ShardedParams<B> {
     ///
     /// # Errors
     /// A pass that runs; modules of which [all](ExpertParallelMoE::into_all_sharded) is sharded, which
-    /// [`to_parts`](ExpertParallelMoE::to_parts) saves; what [`begin`](Self::begin) refuses of modules, which the chain's other ranks are told;
+    /// [`to_parts`](ExpertParallelMoE::to_parts) saves; [quantized](Self::load_quantized) experts; what [`begin`](Self::begin) refuses of modules, which the chain's other ranks are told;
     /// parameters of types that the layer has not; the collectives'. Every rank then calls
     /// [`Chain::recover`](crate::etp::Chain::recover).
     pub fn to_blocks<'m, M: MoeBackend<Native = B>>(
@@ -205,6 +205,7 @@ impl<B: NativeBackend> ShardedParams<B> {
         let resident = |module: &&ExpertParallelMoE<M>| {
             module.sharded.as_ref().is_some_and(|sharded| sharded.resident.present().next().is_some())
         };
+        modules.iter().try_for_each(|module| module.check_dense(CALL))?;
         if modules.iter().any(resident) {
             let expected = "whole but for the experts' weights";
             return Err(Error::invalid(CALL, "parameters", expected, "shards (ExpertParallelMoE::to_parts has them)"));
@@ -277,6 +278,26 @@ impl<B: NativeBackend> ShardedParams<B> {
         let to = ShardsTo { experts: self, payload: from.payload, dense: Some(dense) };
         from.load("ShardedParams::load_all", to, group.into(), device)
     }
+
+    /// [`load`](Self::load) of a layer whose experts (NVFP4, MXFP4, fp8 in blocks) stay as they are stored: frozen shards,
+    /// which travel as their codes whatever the payload. The product reads the gathered codes, and gradients pass through
+    /// them to x, router and shared expert, which are parameters of type `dtype`; the experts' biases are frozen. A rank
+    /// holds the block that [`Checkpoint::load_quantized`] reads until it is cut. With a chain of one rank the experts are
+    /// whole.
+    ///
+    /// `experts.up` and `experts.down` are placeholders `[1, 1, 1]`, frozen, that nothing reads: such experts cannot be
+    /// trained or saved.
+    ///
+    /// # Errors
+    /// Errors of [`Checkpoint::load_quantized`]; what [`ExpertParallelMoE::into_sharded`] refuses.
+    pub fn load_quantized<M: MoeBackend<Native = B>>(
+        &self,
+        from: ShardedLoad<'_>,
+        group: impl Into<DeviceGroup>,
+        device: &M::Device,
+    ) -> Result<ExpertParallelMoE<M>> {
+        from.load_quantized("ShardedParams::load_quantized", self, group.into(), device)
+    }
 }
 
 impl ShardedLoad<'_> {
@@ -308,6 +329,42 @@ impl ShardedLoad<'_> {
         };
         let params = params.into_per_param().try_map(shaped)?;
         assemble(&mut BlockValues::<M> { call, params, device }, layer, &group)?.with_shards(call, to)
+    }
+
+    fn load_quantized<M: MoeBackend>(
+        self,
+        call: &'static str,
+        shards: &ShardedParams<M::Native>,
+        group: DeviceGroup,
+        device: &M::Device,
+    ) -> Result<ExpertParallelMoE<M>> {
+        let options = LoadOptions { rank: group.rank(), ranks: group.ranks(), dtype: self.dtype };
+        let block = self.checkpoint.load_quantized(self.layer, options)?;
+        let layer = group.erased().layer(call, (&block.config).into(), Some(self.layer as u32))?;
+        let (up, down, mut params) = block.into_parts();
+        for (kind, weight) in [(ParamKind::Up, &up), (ParamKind::Down, &down)] {
+            let expected = kind.dims(layer.config(), group.local_experts()).unwrap_or_default();
+            Error::check_shape(call, kind.name(), &expected, weight.dims())?;
+            params[kind] = Some(tensor::Tensor::zeros(&Cpu::new(), self.dtype.unwrap_or(DType::F32), &[1, 1, 1])?);
+        }
+        let experts = QuantizedExperts { up, down }.to(shards.chain().device())?;
+        let mut moe = assemble(&mut BlockValues::<M> { call, params, device }, layer, &group)?;
+        moe.freeze_experts();
+        moe.with_stored(call, shards, &experts)
+    }
+}
+
+impl<B: Backend> ExpertParallelMoE<B> {
+    /// Has nothing of the experts track gradients.
+    fn freeze_experts(&mut self) {
+        let Experts { up, up_bias, down, down_bias } = self.experts.clone();
+        let frozen = |bias: Option<Param<Tensor<B, 2>>>| bias.map(|bias| bias.set_require_grad(false));
+        self.experts = Experts {
+            up: up.set_require_grad(false),
+            up_bias: frozen(up_bias),
+            down: down.set_require_grad(false),
+            down_bias: frozen(down_bias),
+        };
     }
 }
 

@@ -308,6 +308,13 @@ impl<B: AutodiffBackend + MoeBackend> AdamW<B> {
         new.collect()
     }
 
+    /// Names the model whose state this is: saved states carry it, and one of another identity, or of none, is not
+    /// loaded ([`optim::AdamW::set_identity`](crate::optim::AdamW::set_identity)). The same on all ranks.
+    pub fn with_identity(mut self, identity: impl Into<String>) -> Self {
+        self.optimizer.set_identity(identity);
+        self
+    }
+
     /// The loss, times the factor of [loss scaling](AdamWOptions::loss_scaling), in f32: its gradients are what `step`
     /// takes. The loss itself where there is none.
     ///

@@ -199,6 +199,12 @@ pub(super) fn run_backward<B: NativeMemory>(
     let core = group.device().clone();
     let made = RefusalGuard::backward(&call.layer, &mut group).run(|entry| {
         let experts = experts::<B>(call, BACKWARD)?;
+        // Experts as they are stored are frozen, with their biases, whatever their module's placeholders are.
+        let stored = experts.as_ref().is_some_and(LayerShards::is_stored);
+        let tracked = Tracked {
+            params: PerParam::from_fn(|kind| tracked.params[kind] && !(stored && !kind.is_replicated())),
+            ..tracked
+        };
         // The gradients of shards come from their chain.
         let lent = |kind: ParamKind, sums: &Option<LentExpertSums<B>>| sums.as_ref().is_some_and(|sums| sums.has(kind));
         let of_chain = |kind: ParamKind| experts.as_ref().is_some_and(|experts| experts.has(kind));

@@ -2,10 +2,13 @@
 
 use std::sync::Arc;
 
-use crate::adapter::{ErasedResidentWeight, FrameworkDevice, NewExperts, TypedSource, param_shard};
+use crate::adapter::{
+    ErasedLayerShards, ErasedResidentWeight, FrameworkDevice, NewExperts, QuantizedExperts, StoredExperts, TypedSource,
+    param_shard,
+};
 use crate::checkpoint::RankBlock;
 use crate::error::{Error, Result};
-use crate::etp::{Payload, ShardDevice, ShardSource, Shards, WeightSpec};
+use crate::etp::{Payload, ShardDevice, ShardPlace, ShardSource, Shards, WeightSpec};
 use crate::layer::{ParamKind, PerParam};
 
 use super::backend::{CoreDevice, MoeBackend, NativeMemory};
@@ -184,12 +187,36 @@ impl<B: MoeBackend> ExpertParallelMoE<B> {
         Ok(self)
     }
 
+    /// Refuses experts that are no parameters.
+    pub(super) fn check_dense(&self, call: &'static str) -> Result<()> {
+        match self.sharded.as_ref().is_some_and(ErasedLayerShards::is_stored) {
+            false => Ok(()),
+            true => Err(Error::invalid(call, "experts", "parameters", "quantized ones, as they are stored")),
+        }
+    }
+
+    /// The module of which `up` and `down` are placeholders, with experts that lie in a chain as they are stored.
+    pub(super) fn with_stored(
+        mut self,
+        call: &'static str,
+        shards: &ShardedParams<B::Native>,
+        experts: &QuantizedExperts<CoreDevice<B>>,
+    ) -> Result<Self> {
+        self.check_chains(call, ShardsTo { experts: shards, payload: Payload::Plain, dense: None })?;
+        let experts = StoredExperts::Device(experts, ShardPlace::Device);
+        let sharded = ErasedLayerShards::stored(shards.chain(), &self.layer, experts)?;
+        shards.register([], OtherRanksAt::Layer(self.group.clone(), self.layer.number()));
+        self.sharded = Some(sharded);
+        Ok(self)
+    }
+
     /// This rank's parts of the layer, whole or shards, for
     /// [`Checkpoint::save_parts`](crate::checkpoint::Checkpoint::save_parts): nothing is copied before it is written.
     ///
     /// # Errors
-    /// Parameters of types that the layer has not.
+    /// Parameters of types that the layer has not; [quantized](ShardedParams::load_quantized) experts.
     pub fn to_parts(&self) -> Result<RankBlock<'static>> {
+        self.check_dense("ExpertParallelMoE::to_parts")?;
         let group = self.group.membership();
         let params = PerParam::try_from_fn(|kind| -> Result<_> {
             let Some(param) = self.float_param(kind) else { return Ok(None) };
@@ -210,6 +237,10 @@ impl<B: MoeBackend> ShardHolder for ExpertParallelMoE<B> {
             [(sharded.ids[0], &self.experts.up), (sharded.ids[1], &self.experts.down)];
         let mut lists =
             vec![ShardList { chain: sharded.chain().clone(), name: name.clone(), params: experts.to_vec() }];
+        if sharded.is_stored() {
+            // Placeholders.
+            lists[0].params.clear();
+        }
         for (kind, resident) in sharded.resident.present() {
             let Some(param) = self.float_param(kind) else { continue };
             match lists.iter_mut().find(|list| list.chain.is(&resident.chain)) {

@@ -180,6 +180,13 @@ impl AdamW {
         Ok(Self { inner: Box::new(on), groups: groups.to_vec() })
     }
 
+    /// Names the model whose state this is: saved states carry it, and one of another identity, or of none, is not
+    /// loaded ([`optim::AdamW::set_identity`](crate::optim::AdamW::set_identity)). The same on all ranks.
+    pub fn with_identity(mut self, identity: impl Into<String>) -> Self {
+        self.inner.set_identity(identity.into());
+        self
+    }
+
     /// The loss, times the factor of [loss scaling](AdamWOptions::loss_scaling), in f32: its gradients are what `step`
     /// takes. The loss itself where there is none.
     ///
@@ -341,6 +348,7 @@ trait DeviceAdamW: Debug + Send {
     fn save(&mut self, dir: &Path) -> crate::Result<()>;
     fn load(&mut self, dir: &Path, steps: Option<u64>) -> Result<u64>;
     fn refuse(&mut self, reason: &Error);
+    fn set_identity(&mut self, identity: String);
 }
 
 /// An optimizer and its variables.
@@ -428,6 +436,10 @@ impl<D: CandleDevice> DeviceAdamW for AdamWOnDevice<D> {
 
     fn refuse(&mut self, reason: &Error) {
         self.optimizer.refuse(reason);
+    }
+
+    fn set_identity(&mut self, identity: String) {
+        self.optimizer.set_identity(identity);
     }
 
     fn load(&mut self, dir: &Path, steps: Option<u64>) -> Result<u64> {

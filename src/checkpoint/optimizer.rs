@@ -80,6 +80,7 @@ impl<D: StepDevice> AdamW<D> {
         check_target(dir)?;
         let config = json!({
             "model_type": KIND,
+            "identity": self.identity(),
             "version": VERSION,
             "steps": counts.steps,
             "skipped": counts.skipped,
@@ -174,7 +175,8 @@ impl<D: StepDevice> AdamW<D> {
     /// loss too, within their bounds; else it is theirs. Every rank calls it.
     ///
     /// # Errors
-    /// A folder that holds something else, or the state of other parameters, before anything has changed;
+    /// A folder that holds something else, or the state of other parameters or of another
+    /// [identity](Self::set_identity), before anything has changed;
     /// [`CheckpointError`] where reading fails, on every rank, after which no step is taken until a load succeeds.
     pub fn load(&mut self, dir: impl AsRef<Path>) -> Result<u64> {
         self.load_state(dir.as_ref(), None)
@@ -191,6 +193,7 @@ impl<D: StepDevice> AdamW<D> {
     /// [`load`](Self::load), or [`load_at`](Self::load_at) where the steps are known.
     pub(crate) fn load_state(&mut self, dir: &Path, steps: Option<u64>) -> Result<u64> {
         let checked = Saved::open(dir).and_then(|saved| {
+            saved.check_identity(self.identity())?;
             saved.check_steps(steps)?;
             let items = saved.check(self)?;
             Ok((saved, items))
@@ -260,6 +263,7 @@ struct Saved {
     files: Files,
     counts: Counts,
     path: String,
+    identity: Option<String>,
 }
 
 impl Saved {
@@ -295,7 +299,25 @@ impl Saved {
             other => return Err(field("loss_scaling", "true or false", other)),
         };
         let files = Files::open(folder)?;
-        Ok(Self { files, counts: Counts { scaled, scale, good, steps, skipped }, path: dir.display().to_string() })
+        let identity = match config.get("identity") {
+            None | Some(Value::Null) => None,
+            Some(Value::String(identity)) => Some(identity.clone()),
+            other => return Err(field("identity", "a text", other)),
+        };
+        let (counts, path) = (Counts { scaled, scale, good, steps, skipped }, dir.display().to_string());
+        Ok(Self { files, counts, path, identity })
+    }
+
+    /// Refuses the state of another model, where the optimizer says whose it is.
+    fn check_identity(&self, own: Option<&str>) -> Result<()> {
+        match own.filter(|own| self.identity.as_deref() != Some(own)) {
+            None => Ok(()),
+            Some(own) => {
+                let path = Path::new(&self.path).join(CONFIG);
+                let found = self.identity.as_ref().map_or_else(|| "none".to_string(), |found| format!("{found:?}"));
+                Err(config_error(&path, "identity", format!("{own:?}, the optimizer's"), found).into())
+            }
+        }
     }
 
     /// Refuses the state of another step than a model's.

@@ -23,7 +23,7 @@ pub struct GroupConfig {
     pub dispatcher: DispatcherKind,
     /// NCCL EP, high throughput, static capacities: windows that rows arrive in, which peers write directly; one for each
     /// dispatch whose rows are kept, forward and backward, and one more (at least 2). Each has room for a capacity's rows.
-    /// 0: none; the library stages rows. NVLink: zones that rows arrive in and stay (0: 2); a dispatch that finds none
+    /// 0: none; the library stages rows. [`DispatcherKind::Auto`] decides without them. NVLink: zones that rows arrive in and stay (0: 2); a dispatch that finds none
     /// free copies its rows.
     pub windows: usize,
     /// NCCL EP: SMs that its kernels take at most; 0: as the library chooses. More than the GPU has, or for low latency

@@ -56,7 +56,7 @@ pub use chain::collective_state::{ChainTraffic, CollectiveState};
 pub use chain::gather::ShardedWeight;
 pub use chain::reduce::GradientBuffer;
 pub use chain::report::ChainMemory;
-#[cfg(feature = "candle")]
+#[cfg(any(feature = "candle", feature = "burn"))]
 pub(crate) use chain::stored_weight::{NewQuantized, ShardPlace, StoredSpec};
 pub use chain::stored_weight::{QuantizedWeight, ShardedQuantized};
 #[cfg(any(feature = "candle", feature = "burn"))]

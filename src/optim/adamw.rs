@@ -39,6 +39,8 @@ pub struct AdamW<D: StepDevice> {
     begun: u64,
     /// Reading a saved state failed half way.
     undefined: bool,
+    /// Whose state it is, as its saved states say.
+    identity: Option<String>,
 }
 
 /// State kept for a parameter.
@@ -111,9 +113,22 @@ impl<D: StepDevice> AdamW<D> {
             coefficients: Tensor::zeros(device, DType::F64, &[count, COEFFICIENTS])?,
             begun: 0,
             undefined: false,
+            identity: None,
         };
         adamw.restart(&Counts { scale: options.loss_scaling.map_or(1.0, |s| s.initial), ..Counts::default() })?;
         Ok(adamw)
+    }
+
+    /// Names the model whose state this is: a name of your own, or what tells a model from others of the same
+    /// parameters, as its configuration written out. Saved states carry it, and one of another identity, or of none, is
+    /// not loaded. The same on all ranks.
+    pub fn set_identity(&mut self, identity: impl Into<String>) {
+        self.identity = Some(identity.into());
+    }
+
+    /// The identity, if there is one.
+    pub fn identity(&self) -> Option<&str> {
+        self.identity.as_deref()
     }
 
     /// Takes the parameters' values as main weights: once after [`new`](Self::new), and whenever somebody else has

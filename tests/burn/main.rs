@@ -17,6 +17,7 @@ mod gpus;
 mod gradients;
 #[path = "../common/limits.rs"]
 mod limits;
+mod main_gradients;
 mod module;
 #[cfg(all(feature = "burn-cuda", feature = "nccl"))]
 #[path = "../devices/gpus.rs"]
@@ -53,6 +54,7 @@ fn main() -> ExitCode {
         ("facade", facade::cases()),
         ("faults", faults::cases()),
         ("gradients", gradients::cases()),
+        ("main_gradients", main_gradients::cases()),
         ("module", module::cases()),
         ("reduce", reduce::cases()),
         ("reducer", reducer::cases()),

@@ -29,10 +29,10 @@ use crate::trials::tests;
 const CULPRIT: usize = 1;
 
 /// A rank's place: of `replicas` groups of `ranks` ranks each.
-struct Place {
-    replica: usize,
-    group: EpGroup,
-    comms: ReduceComms<Cpu>,
+pub struct Place {
+    pub replica: usize,
+    pub group: EpGroup,
+    pub comms: ReduceComms<Cpu>,
     /// Collectives of its layers.
     of_layers: Entered,
     /// Collectives of its sums over the group, and over the replicas.
@@ -41,7 +41,7 @@ struct Place {
 }
 
 /// Runs a closure a rank, replica by replica.
-fn places<R: Send>([replicas, ranks]: [usize; 2], run: impl Fn(Place) -> R + Sync) -> Vec<R> {
+pub fn places<R: Send>([replicas, ranks]: [usize; 2], run: impl Fn(Place) -> R + Sync) -> Vec<R> {
     let mut of_rank: Vec<_> = (0..ranks).map(|_| ThreadWorld::create(replicas, LONG).into_iter()).collect();
     let mut all: Vec<(usize, ThreadComm, ThreadComm, ThreadComm)> = Vec::new();
     for replica in 0..replicas {
@@ -72,7 +72,7 @@ fn places<R: Send>([replicas, ranks]: [usize; 2], run: impl Fn(Place) -> R + Syn
 struct DoingNode;
 
 #[derive(Clone)]
-struct Doing(Arc<dyn Fn() + Send + Sync>);
+pub struct Doing(Arc<dyn Fn() + Send + Sync>);
 
 impl Debug for Doing {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
@@ -81,15 +81,15 @@ impl Debug for Doing {
 }
 
 impl Doing {
-    fn new(what: impl Fn() + Send + Sync + 'static) -> Self {
+    pub fn new(what: impl Fn() + Send + Sync + 'static) -> Self {
         Self(Arc::new(what))
     }
 
-    fn nothing() -> Self {
+    pub fn nothing() -> Self {
         Self::new(|| {})
     }
 
-    fn apply(self, x: Tensor<B, 2>) -> Tensor<B, 2> {
+    pub fn apply(self, x: Tensor<B, 2>) -> Tensor<B, 2> {
         let x = x.into_primitive().tensor();
         let prepared = Backward::<Flex, 1>::prepare::<NoCheckpointing>(DoingNode, [x.node.clone()]);
         let y = match prepared.compute_bound().stateful() {
@@ -114,7 +114,7 @@ impl Backward<Flex, 1> for DoingNode {
 
 /// Two layers, the second of which is called twice, between parameters of the model's own.
 #[derive(Module, Debug)]
-struct Model<B: Backend> {
+pub struct Model<B: Backend> {
     first: ExpertParallelMoE<B>,
     second: ExpertParallelMoE<B>,
     before: Param<Tensor<B, 1>>,
@@ -145,13 +145,13 @@ fn cast<M: Module<B>>(module: M, dtype: DType) -> M {
 }
 
 impl Model<B> {
-    fn new(group: &EpGroup, dtype: DType) -> Self {
+    pub fn new(group: &EpGroup, dtype: DType) -> Self {
         let (first, second) = (layer(group, 3, dtype), layer(group, 4, dtype));
         Self { first, second, before: own(90, dtype), behind: own(91, dtype) }
     }
 
     /// `before`: runs backwards just before the first layer has, when all others have.
-    fn loss(&self, x: Tensor<B, 2>, before: Doing) -> Result<Tensor<B, 1>> {
+    pub fn loss(&self, x: Tensor<B, 2>, before: Doing) -> Result<Tensor<B, 1>> {
         let h = x * self.before.val().unsqueeze();
         let h = before.apply(self.first.forward(h.clone())? + h);
         let h = self.second.forward(h.clone())? + h;
@@ -170,12 +170,12 @@ impl Model<B> {
         reducer.with_layer(&self.first).with_layer(&self.second)
     }
 
-    fn reducer(&self, comms: ReduceComms<Cpu>) -> GradientReducer<B> {
+    pub fn reducer(&self, comms: ReduceComms<Cpu>) -> GradientReducer<B> {
         self.reducer_of_layers(comms).with_late_params(&[self.penalized().id])
     }
 
     /// Parameters with the values of their gradients, and whether they are experts.
-    fn values(&self, gradients: &GradientsParams) -> Vec<Gradient> {
+    pub fn values(&self, gradients: &GradientsParams) -> Vec<Gradient> {
         let experts = [self.first.expert_ids(), self.second.expert_ids()].concat();
         let mut read = Read { gradients, experts, path: Vec::new(), found: Vec::new() };
         self.visit(&mut read);
@@ -194,10 +194,10 @@ impl Model<B> {
 
 /// A parameter's gradient; none where a rank has none.
 #[derive(Debug, Clone, PartialEq)]
-struct Gradient {
+pub struct Gradient {
     name: String,
     expert: bool,
-    values: Option<(DType, Vec<f32>)>,
+    pub values: Option<(DType, Vec<f32>)>,
     count: usize,
 }
 
@@ -227,7 +227,7 @@ impl ModuleVisitor<B> for Read<'_> {
 }
 
 /// Tokens of a rank; the third of four has none.
-fn tokens(place: (usize, &EpGroup), microbatch: usize, dtype: DType) -> Tensor<B, 2> {
+pub fn tokens(place: (usize, &EpGroup), microbatch: usize, dtype: DType) -> Tensor<B, 2> {
     let (replica, group) = place;
     let seed = 300 + 40 * microbatch + 10 * replica + group.rank();
     let count = token_counts()[group.rank()];

@@ -37,7 +37,7 @@ struct StoredLayout {
     places: Places,
 }
 
-#[cfg(feature = "candle")]
+#[cfg(any(feature = "candle", feature = "burn"))]
 impl QuantizedWeight {
     pub(crate) fn id(&self) -> WeightId {
         self.id
@@ -93,7 +93,7 @@ impl StoredLayout {
     }
 }
 
-#[cfg(feature = "candle")]
+#[cfg(any(feature = "candle", feature = "burn"))]
 impl<D: ShardDevice> NewQuantized<D> {
     /// Gives both to a chain, or after an error neither.
     ///

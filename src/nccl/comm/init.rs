@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use crate::comm::{Communicator, Tag};
-use crate::compare::compare_fields;
+use crate::compare::{ComparedField, compare_fields};
 use crate::cuda::Cuda;
 use crate::dtype::DType;
 use crate::error::{CommError, Error, Result};
@@ -202,6 +202,16 @@ impl Drop for NcclWorld {
     }
 }
 
+/// What a part of a communicator is made with.
+struct Part<'a> {
+    cuda: &'a Cuda,
+    copy_engines: bool,
+    options: NcclOptions,
+}
+
+/// Numbers that a rank tells of its part: color, key, and the bounds.
+const PART_NUMBERS: usize = 4;
+
 impl NcclComm {
     /// Communicators of ranks that are threads of this process, one a GPU, in rank order, to be moved to one thread
     /// each. Every collective, and their making, ends within `timeout`.
@@ -275,7 +285,22 @@ impl NcclComm {
     /// # Errors
     /// As [`NcclComm::split`]; another GPU, which the other ranks are told.
     pub fn split_on(&mut self, tag: Tag, color: Option<usize>, key: usize, cuda: &Cuda) -> Result<Option<Self>> {
-        self.divide(tag, color, key, cuda, false)
+        let options = self.session.comm_handle.options;
+        self.divide(tag, (color, key), Part { cuda, copy_engines: false, options })
+    }
+
+    /// A communicator of the same ranks with bounds of its own on what its collectives take of a GPU, on this one's
+    /// stream: for a group that is to have other bounds than what this communicator was made with (collective).
+    ///
+    /// # Errors
+    /// As [`NcclComm::split`]; bounds out of range, which the other ranks are told; [`Error::ConfigMismatch`] on every
+    /// rank where they differ, after which this communicator works on.
+    pub fn with_bounds(&mut self, tag: Tag, options: NcclOptions) -> Result<Self> {
+        const CALL: &str = "NcclComm::with_bounds";
+        self.check(tag, options.check(CALL))?;
+        let (cuda, rank) = (self.cuda.clone(), self.session.comm_handle.rank);
+        let part = self.divide(tag, (Some(0), rank), Part { cuda: &cuda, copy_engines: false, options })?;
+        part.ok_or_else(|| Error::invalid(CALL, "communicator", "one of all ranks", "none"))
     }
 
     /// The same for a communicator whose collectives over [`Communicator::memory`] are the GPU's copy engines', as
@@ -293,16 +318,15 @@ impl NcclComm {
     ) -> Result<Option<Self>> {
         let had = check_copy_engines(self.library());
         self.check(tag, had)?;
-        self.divide(tag, color, key, cuda, true)
+        let options = self.session.comm_handle.options;
+        self.divide(tag, (color, key), Part { cuda, copy_engines: true, options })
     }
 
     fn divide(
         &mut self,
         tag: Tag,
-        color: Option<usize>,
-        key: usize,
-        cuda: &Cuda,
-        copy_engines: bool,
+        (color, key): (Option<usize>, usize),
+        Part { cuda, copy_engines, options }: Part<'_>,
     ) -> Result<Option<Self>> {
         const CALL: &str = "split";
         let own = color.map_or(-1, |c| i64::try_from(c).unwrap_or(i64::MAX));
@@ -316,10 +340,13 @@ impl NcclComm {
         };
         self.check(tag, checked)?;
         let (of, size) = (self.cuda.clone(), self.session.comm_handle.size);
-        let bytes: Vec<u8> = [own, key as i64].iter().flat_map(|v| v.to_le_bytes()).collect();
-        let buffers = Tensor::empty(&of, DType::I64, &[2]).and_then(|mut send| {
+        let fields = options.fields();
+        let bounds = ComparedField::values(&fields);
+        let numbers = [own, key as i64].into_iter().chain(bounds.iter().map(|v| *v as i64));
+        let bytes: Vec<u8> = numbers.flat_map(i64::to_le_bytes).collect();
+        let buffers = Tensor::empty(&of, DType::I64, &[PART_NUMBERS]).and_then(|mut send| {
             of.upload(&bytes, send.view_mut())?;
-            Ok((send, Tensor::empty(&of, DType::I64, &[size, 2])?))
+            Ok((send, Tensor::empty(&of, DType::I64, &[size, PART_NUMBERS])?))
         });
         let (send, mut recv) = self.check(tag, buffers)?;
         self.all_gather(tag, send.view(), recv.view_mut())?;
@@ -329,11 +356,13 @@ impl NcclComm {
             CollectiveInfo { rank: self.session.comm_handle.rank, number: self.session.calls, operation: CALL, tag };
         let all = self.session.check_begun(subject, all)?;
         let all: Vec<i64> = all.as_chunks().0.iter().map(|b| i64::from_le_bytes(*b)).collect();
-        let of_color = |(rank, pair): (usize, &[i64])| (pair[0] == own).then_some((pair[1], rank));
-        let mut members: Vec<(i64, usize)> = all.chunks_exact(2).enumerate().filter_map(of_color).collect();
+        // On all ranks alike, before NCCL is called: it compares none of them.
+        let bounds: Vec<u64> = all.chunks_exact(PART_NUMBERS).flat_map(|n| [n[2] as u64, n[3] as u64]).collect();
+        compare_fields(CALL, self.session.comm_handle.rank, &fields, &bounds)?;
+        let of_color = |(rank, of): (usize, &[i64])| (of[0] == own).then_some((of[1], rank));
+        let mut members: Vec<(i64, usize)> = all.chunks_exact(PART_NUMBERS).enumerate().filter_map(of_color).collect();
         members.sort_unstable();
         let rank = members.iter().position(|(_, rank)| *rank == self.session.comm_handle.rank).unwrap_or(0);
-        let options = self.session.comm_handle.options;
         let place = RankPlace { rank, size: members.len(), copy_engines, options };
         let (bound, working) = (cuda.clone(), cuda.clone());
         let place_of = (own as i32, key as i32);

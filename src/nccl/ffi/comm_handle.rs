@@ -180,11 +180,13 @@ impl CommHandle {
         ready: impl FnOnce(&CommHandle) -> Result<()> + Send + 'static,
     ) -> Result<PendingJoin> {
         let parent = Arc::clone(self);
+        // No configuration means the parent's.
+        let own = place.copy_engines || place.options != self.options;
         let make = move || {
             parent.with(|functions, comm| {
-                let (mut child, mut config) = (std::ptr::null_mut(), Config::of(true, place.options));
-                // No configuration means the parent's.
-                let config = if place.copy_engines { &raw mut config } else { std::ptr::null_mut() };
+                let (mut child, mut config) =
+                    (std::ptr::null_mut(), Config::of(place.copy_engines, place.options));
+                let config = if own { &raw mut config } else { std::ptr::null_mut() };
                 // SAFETY: the communicator lives while the gate is held; result and configuration are locals.
                 let status = unsafe { (functions.comm_split)(comm, color, key, &raw mut child, config) };
                 (LiveComm(child), wait_until_done(functions, child, status))

@@ -1,0 +1,418 @@
+//! Experts' gradients that the layer's kernels add up in place, in f32 beside parameters of 16 bits, and AdamW with main
+//! weights over burn's modules: against burn's own gradients, against candle's adapter, over ranks, and where a backward
+//! fails.
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+
+use burn::backend::{Autodiff, Flex};
+use burn::module::{Module, ModuleMapper, ModuleVisitor, Param, ParamId};
+use burn::optim::GradientsParams;
+use burn::tensor::{DType, Tensor, TensorData};
+use moebius::burn::{AdamW, AdamWParam, CoreDevice, DeviceGroup, ExpertParallelMoE, GradientReducer, MoeBackend};
+use moebius::comm::Communicator;
+use moebius::cpu::{Cpu, ThreadWorld};
+use moebius::layer::ParamKind;
+use moebius::optim::{AdamWOptions, GroupOptions, LossScaling};
+use moebius::{Error, MoeConfig};
+
+use super::reducer::{Doing, Model, Place, places, tokens};
+use super::support::*;
+use crate::trials::tests;
+
+const MICROBATCHES: usize = 3;
+
+/// A module with parameters of another type.
+pub fn cast<S: Subject, M: Module<Autodiff<S>>>(module: M, dtype: DType) -> M {
+    struct Cast(DType);
+    impl<S: Subject> ModuleMapper<Autodiff<S>> for Cast {
+        fn map_float<const D: usize>(&mut self, param: Param<Tensor<Autodiff<S>, D>>) -> Param<Tensor<Autodiff<S>, D>> {
+            let tracked = param.is_require_grad();
+            let value = param.val().detach().cast(self.0).detach().set_require_grad(tracked);
+            Param::initialized(param.id, value)
+        }
+    }
+    module.map(&mut Cast(dtype))
+}
+
+/// Values of a module's gradients by path, with their types.
+type Found = Vec<(String, DType, Vec<f32>)>;
+
+struct Read<'a> {
+    gradients: &'a GradientsParams,
+    path: Vec<String>,
+    found: Found,
+}
+
+impl<S: Subject> ModuleVisitor<Autodiff<S>> for Read<'_> {
+    fn enter_module(&mut self, name: &str, _: &str) {
+        self.path.push(name.to_string());
+    }
+    fn exit_module(&mut self, _: &str, _: &str) {
+        self.path.pop();
+    }
+    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<Autodiff<S>, D>>) {
+        if let Some(gradient) = self.gradients.get::<S, D>(param.id) {
+            assert_eq!(gradient.dims(), param.dims());
+            self.found.push((self.path.join("."), gradient.dtype(), floats(gradient)));
+        }
+    }
+}
+
+fn read<S: Subject>(moe: &impl Module<Autodiff<S>>, gradients: &GradientsParams) -> Found {
+    let mut read = Read { gradients, path: Vec::new(), found: Vec::new() };
+    moe.visit(&mut read);
+    read.found
+}
+
+fn loss<S: Subject>(moe: &ExpertParallelMoE<Autodiff<S>>, microbatch: usize, dtype: DType) -> Tensor<Autodiff<S>, 1> {
+    let (x, c) = inputs(microbatch % 2);
+    let dims = [token_counts()[microbatch % 2], H];
+    let scale = 1.0 + microbatch as f32;
+    let x = tensor::<Autodiff<S>, 2>(x, dims).mul_scalar(scale).cast(dtype);
+    let c = tensor::<Autodiff<S>, 2>(c, dims).cast(dtype);
+    (moe.forward(x).unwrap() * c).cast(DType::F32).sum()
+}
+
+/// The core's device of a group.
+fn core<S: Subject>(group: &DeviceGroup) -> CoreDevice<S>
+where
+    S: MoeBackend<Native = S>,
+{
+    group.on::<CoreDevice<S>>().expect("a group of the back end's").lock().device().clone()
+}
+
+/// Sums in f32 are those of each microbatch's f32 gradients, which round to burn's own; in the parameters' type they have
+/// that type.
+pub fn added_up<S: Subject + MoeBackend<Native = S>>() {
+    for dtype in [DType::F32, DType::BF16] {
+        let group = S::alone();
+        let device = core::<S>(&group);
+        let moe = cast::<S, _>(module::<Autodiff<S>>(&config(), group), dtype);
+        let reducer = || GradientReducer::<Autodiff<S>>::alone(&device).unwrap().with_layer(&moe);
+        let run = |mut reducer: GradientReducer<Autodiff<S>>, which: std::ops::Range<usize>| {
+            for microbatch in which.clone() {
+                reducer.backward(loss::<S>(&moe, microbatch, dtype), &moe).unwrap();
+            }
+            assert_eq!(reducer.microbatches(), which.len() as u64);
+            let found = read::<S>(&moe, &reducer.reduce(&moe).unwrap());
+            assert_eq!(reducer.microbatches(), 0);
+            found
+        };
+        let each: Vec<Found> =
+            (0..MICROBATCHES).map(|m| run(reducer().with_main_gradients_in_f32(), m..m + 1)).collect();
+        for (microbatch, wide) in each.iter().enumerate() {
+            let own = run(reducer(), microbatch..microbatch + 1);
+            let in_place = run(reducer().with_main_gradients(), microbatch..microbatch + 1);
+            assert_eq!(in_place, own, "{dtype:?}");
+            for ((name, wide_type, wide), (_, own_type, own)) in wide.iter().zip(&own) {
+                assert_eq!((*wide_type, *own_type), (DType::F32, dtype), "{name}");
+                let rounded: Vec<f32> = match dtype {
+                    DType::F32 => wide.clone(),
+                    _ => wide.iter().map(|v| half::bf16::from_f32(*v).to_f32()).collect(),
+                };
+                assert_eq!(&rounded, own, "{name} in {dtype:?}");
+                let holds_more = rounded != *wide;
+                // Experts' gradients come as the kernels make them; burn's others are of the parameter's type.
+                assert_eq!(holds_more, dtype != DType::F32 && name.starts_with("experts"), "{name} in {dtype:?}");
+            }
+        }
+        let all = run(reducer().with_main_gradients_in_f32(), 0..MICROBATCHES);
+        for (at, (name, found_type, found)) in all.iter().enumerate() {
+            let sum = |i: usize| each[1..].iter().fold(each[0][at].2[i], |sum, one| sum + one[at].2[i]);
+            let sums: Vec<f32> = (0..found.len()).map(sum).collect();
+            assert_eq!((*found_type, found), (DType::F32, &sums), "{name} in {dtype:?}");
+        }
+        let narrow = run(reducer().with_main_gradients(), 0..MICROBATCHES);
+        assert!(narrow.iter().all(|(_, found_type, _)| *found_type == dtype));
+        for ((name, _, narrow), (_, _, wide)) in narrow.iter().zip(&all) {
+            // A rounding of 2⁻⁹ a microbatch of sums no larger than the microbatches' magnitudes.
+            let at = all.iter().position(|(other, ..)| other == name).unwrap();
+            for (i, (a, b)) in narrow.iter().zip(wide).enumerate() {
+                let size: f32 = each.iter().map(|one| one[at].2[i].abs()).sum();
+                let bound = if dtype == DType::F32 { 0.0 } else { 2.0 * MICROBATCHES as f32 * size / 512.0 };
+                assert!((a - b).abs() <= bound, "{name}: {a}, {b} in f32");
+            }
+        }
+    }
+}
+
+fn sums_in_f32_are_those_of_each_microbatch() {
+    added_up::<Flex>();
+}
+
+/// Over ranks and replicas: sums beside backward have the bits of those behind it, of a layer that is called twice too.
+fn sums_over_ranks_beside_backward_are_those_behind_it() {
+    for (mesh, dtype, wide) in [
+        ([1, 2], DType::F32, true),
+        ([2, 2], DType::F32, false),
+        ([1, 2], DType::BF16, true),
+        ([2, 1], DType::BF16, true),
+        ([2, 2], DType::BF16, true),
+        ([2, 2], DType::BF16, false),
+    ] {
+        for late in [false, true] {
+            places(mesh, |place| {
+                let Place { replica, group, comms, .. } = place;
+                let model = Model::new(&group, dtype);
+                let reducer = if late { model.reducer(comms).with_late_experts() } else { model.reducer(comms) };
+                let mut reducer = match wide {
+                    true => reducer.with_main_gradients_in_f32(),
+                    false => reducer.with_main_gradients(),
+                };
+                let loss =
+                    |microbatch| model.loss(tokens((replica, &group), microbatch, dtype), Doing::nothing()).unwrap();
+                (0..3).for_each(|microbatch| reducer.backward(loss(microbatch), &model).unwrap());
+                let behind = model.values(&reducer.reduce(&model).unwrap());
+                (0..2).for_each(|microbatch| reducer.backward(loss(microbatch), &model).unwrap());
+                let beside = model.values(&reducer.backward_reduced(loss(2), &model).unwrap());
+                assert!(beside == behind, "{mesh:?} {dtype:?}");
+                let expected = if wide { DType::F32 } else { dtype };
+                let types = beside.iter().filter_map(|gradient| gradient.values.as_ref().map(|(dtype, _)| *dtype));
+                assert!(types.into_iter().all(|found| found == expected));
+            });
+        }
+    }
+}
+
+/// Where a layer has begun to write, the step's sums are lost and the reducer begins anew; before that they are as they
+/// were.
+fn a_backward_that_fails() {
+    let group = single();
+    let moe = module::<B>(&config(), group);
+    let mut reducer = GradientReducer::<B>::alone(&Cpu::new()).unwrap().with_layer(&moe).with_main_gradients_in_f32();
+    let loss = |microbatch| loss::<Flex>(&moe, microbatch, DType::F32);
+    let mut expected = |which: &[usize]| {
+        which.iter().for_each(|m| reducer.backward(loss(*m), &moe).unwrap());
+        read::<Flex>(&moe, &reducer.reduce(&moe).unwrap())
+    };
+    let (two, one) = (expected(&[0, 1]), expected(&[1]));
+    let fails = || Doing::new(|| panic!("an operation of the user's own"));
+    let x = || tensor::<B, 2>(inputs(0).0, [token_counts()[0], H]);
+    let run = |reducer: &mut GradientReducer<B>, loss| {
+        let done = catch_unwind(AssertUnwindSafe(|| reducer.backward(loss, &moe)));
+        assert!(done.is_err(), "it unwinds");
+    };
+    reducer.backward(loss(0), &moe).unwrap();
+    // Before the layer's backward.
+    run(&mut reducer, fails().apply(moe.forward(x()).unwrap()).sum());
+    assert_eq!(reducer.microbatches(), 1);
+    reducer.backward(loss(1), &moe).unwrap();
+    assert_eq!(read::<Flex>(&moe, &reducer.reduce(&moe).unwrap()), two);
+    // Behind it.
+    reducer.backward(loss(0), &moe).unwrap();
+    run(&mut reducer, moe.forward(fails().apply(x().require_grad())).unwrap().sum());
+    assert_eq!(reducer.microbatches(), 0);
+    reducer.backward(loss(1), &moe).unwrap();
+    assert_eq!(read::<Flex>(&moe, &reducer.reduce(&moe).unwrap()), one);
+}
+
+fn options() -> AdamWOptions {
+    let group = GroupOptions { lr: 0.01, ..GroupOptions::default() };
+    AdamWOptions { group, max_norm: Some(0.5), ..AdamWOptions::default() }
+}
+
+/// Parameters by path, as f32.
+fn params<M: Module<B>>(module: &M) -> Vec<(String, ParamId, Vec<f32>)> {
+    struct Read(Vec<String>, Vec<(String, ParamId, Vec<f32>)>);
+    impl ModuleVisitor<B> for Read {
+        fn enter_module(&mut self, name: &str, _: &str) {
+            self.0.push(name.to_string());
+        }
+        fn exit_module(&mut self, _: &str, _: &str) {
+            self.0.pop();
+        }
+        fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<B, D>>) {
+            self.1.push((self.0.join("."), param.id, floats(param.val())));
+        }
+    }
+    let mut read = Read(Vec::new(), Vec::new());
+    module.visit(&mut read);
+    read.1
+}
+
+/// A gradient of all ranks' parameter, of which a rank takes its part.
+fn given(kind: ParamKind, config: &MoeConfig, (rank, ranks): (usize, usize), step: u64) -> Option<TensorData> {
+    let (mut dims, seed) = (kind.dims(config, E)?, 700 + 20 * step + kind as u64);
+    let all = values(seed, dims.iter().product(), 0.3);
+    let parts = if kind.is_replicated() { 1 } else { ranks };
+    dims[0] /= parts;
+    let count = all.len() / parts;
+    let own = if parts == 1 { 0 } else { rank };
+    Some(TensorData::new(all[own * count..][..count].to_vec(), dims))
+}
+
+/// Given the same gradients, the parameters are the same at every number of ranks, and a state that some ranks have
+/// saved is gone on from by others.
+fn steps_have_the_same_bits_at_every_number_of_ranks() {
+    let dir = tempfile::tempdir().unwrap();
+    // A rank's parameters; `goes_on`: from the third step, of the folder's state.
+    let run = |ranks: usize, dtype: DType, goes_on: bool| {
+        let comms: Vec<_> = ThreadWorld::create(ranks, LONG).into_iter().map(|c| std::sync::Mutex::new(Some(c))).collect();
+        on_ranks(ranks, LONG, |rank, group| {
+            let comm: Box<dyn Communicator<Cpu>> = Box::new(comms[rank].lock().unwrap().take().unwrap());
+            let mut moe = cast::<Flex, _>(module::<B>(&config(), group), dtype);
+            let mut own = AdamWParam::of_module::<B, _>(&moe);
+            moe.place_shards(&mut own).unwrap();
+            let mut adam =
+                AdamW::<B>::over_ranks(&Cpu::new(), comm, &moe, own, options(), &[options().group]).unwrap();
+            if goes_on {
+                moe = adam.load(dir.path(), 2, moe).unwrap();
+            }
+            for step in if goes_on { 2..3 } else { 0..3 } {
+                let mut gradients = GradientsParams::new();
+                for kind in ParamKind::ALL.into_iter().filter(|kind| *kind != ParamKind::SelectionBias) {
+                    let Some(data) = given(kind, &config(), (rank, ranks), step) else { continue };
+                    let id = params(&moe).into_iter().find(|(name, ..)| name == kind.name()).unwrap().1;
+                    let flat = TensorData { shape: [data.num_elements()].into(), ..data };
+                    gradients.register::<Flex, 1>(id, Tensor::from_data(flat, &device()));
+                }
+                moe = adam.step(moe, gradients).unwrap();
+                if step == 1 && !goes_on {
+                    adam.save(dir.path()).unwrap();
+                }
+            }
+            (adam.stats().unwrap(), params(&moe))
+        })
+    };
+    let joined = |of_ranks: &[(_, Vec<(String, ParamId, Vec<f32>)>)]| -> Vec<(String, Vec<f32>)> {
+        let names = of_ranks[0].1.iter().enumerate();
+        let of = names.map(|(at, (name, ..))| {
+            let parts: Vec<&Vec<f32>> = of_ranks.iter().map(|(_, params)| &params[at].2).collect();
+            if !name.starts_with("experts") {
+                assert!(parts.iter().all(|part| *part == parts[0]), "{name} on every rank");
+                return (name.clone(), parts[0].clone());
+            }
+            (name.clone(), parts.into_iter().flatten().copied().collect())
+        });
+        of.collect()
+    };
+    for dtype in [DType::BF16, DType::F32] {
+        let alone = run(1, dtype, false);
+        let before = params(&cast::<Flex, _>(module::<B>(&config(), single()), dtype));
+        assert!(alone[0].1.iter().zip(&before).all(|((.., new), (.., old))| new != old), "every parameter has moved");
+        assert_eq!(alone[0].0.steps, 3);
+        for ranks in [2, 4] {
+            let found = run(ranks, dtype, false);
+            assert_eq!(found[0].0, alone[0].0);
+            assert_eq!(joined(&found), joined(&alone), "{ranks} ranks, {dtype:?}");
+        }
+        // f32 parameters are loaded with the model, which this one is not.
+        if dtype == DType::BF16 {
+            assert_eq!(joined(&run(2, dtype, true)), joined(&alone), "gone on from four ranks' state");
+        }
+    }
+    let wrong = catch_unwind(AssertUnwindSafe(|| {
+        let moe = module::<B>(&config(), single());
+        let own = AdamWParam::of_module::<B, _>(&module::<B>(&config(), single()));
+        AdamW::<B>::with_groups(&Cpu::new(), &moe, own, options(), &[options().group]).map(drop)
+    }));
+    assert!(matches!(wrong.unwrap(), Err(Error::Invalid { .. })), "parameters of another module");
+}
+
+/// A step whose gradients hold an inf changes nothing and is counted, and scales the next loss by half.
+fn a_step_that_is_skipped_changes_nothing() {
+    let moe = cast::<Flex, _>(module::<B>(&config(), single()), DType::F16);
+    let scaling = LossScaling::default();
+    let options = AdamWOptions { loss_scaling: Some(scaling), ..options() };
+    let mut adam = AdamW::<B>::new(&Cpu::new(), &moe, options).unwrap();
+    let before = params(&moe);
+    let mut gradients = GradientsParams::new();
+    let up = before.iter().find(|(name, ..)| name == "experts.up").unwrap();
+    gradients.register::<Flex, 1>(up.1, Tensor::from_data(TensorData::new(vec![f32::INFINITY; up.2.len()], [up.2.len()]), &device()));
+    let moe = adam.step(moe, gradients).unwrap();
+    assert_eq!(params(&moe), before);
+    let stats = adam.stats().unwrap();
+    assert_eq!((stats.steps, stats.skipped, stats.loss_scale), (0, 1, scaling.initial * scaling.backoff));
+    let scaled = adam.scale_loss(Tensor::from_data(TensorData::new(vec![3.0f32], [1]), &device())).unwrap();
+    assert_eq!(floats(scaled), [3.0 * stats.loss_scale as f32]);
+}
+
+/// Three steps of three microbatches: gradients and parameters have the bits of candle's adapter.
+#[cfg(feature = "candle")]
+fn steps_are_those_of_candle() {
+    use candle_core::{DType as Theirs, Device, Tensor as Candle};
+    use candle_nn::Optimizer;
+    use moebius::candle;
+
+    for (dtype, theirs) in [(DType::F32, Theirs::F32), (DType::BF16, Theirs::BF16)] {
+        let config = config();
+        let mut moe = cast::<Flex, _>(module::<B>(&config, single()), dtype);
+        let group = candle::DeviceGroup::single(&config, &Device::Cpu).unwrap();
+        let other = candle::ExpertParallelMoE::from_block(
+            block(&config, 0, 1),
+            3,
+            group,
+            candle::Parameters::Trainable,
+        );
+        let vars: std::collections::HashMap<_, _> = other
+            .unwrap()
+            .params()
+            .into_iter()
+            .map(|(name, t)| (name.to_string(), candle_core::Var::from_tensor(&t.to_dtype(theirs).unwrap()).unwrap()))
+            .collect();
+        let tensors = vars.iter().map(|(name, var)| (name.clone(), var.as_tensor().clone())).collect();
+        let vb = candle_nn::VarBuilder::from_tensors(tensors, theirs, &Device::Cpu);
+        let layer = moebius::layer::Layer::new(config.clone(), 3).unwrap();
+        let group = candle::DeviceGroup::single(&config, &Device::Cpu).unwrap();
+        let other = candle::ExpertParallelMoE::new(layer, group, vb).unwrap();
+
+        let mut reducer =
+            GradientReducer::<B>::alone(&Cpu::new()).unwrap().with_layer(&moe).with_main_gradients_in_f32();
+        let mut adam = AdamW::<B>::new(&Cpu::new(), &moe, options()).unwrap();
+        // In the order in which burn visits them: the norm is added up in that of the parameters.
+        let order = AdamWParam::of_module::<B, _>(&moe);
+        let theirs_params =
+            order.iter().map(|param| candle::AdamWParam::new(param.name(), &vars[param.name()])).collect();
+        let mut other_adam = candle::AdamW::with_groups(theirs_params, options(), &[options().group]).unwrap();
+        let mut main = candle::MainGradients::in_f32();
+        for step in 0..3 {
+            for microbatch in 0..3 {
+                let at = 3 * step + microbatch;
+                let (x, c) = inputs(at % 2);
+                let dims = [token_counts()[at % 2], H];
+                reducer.backward(loss::<Flex>(&moe, at, dtype), &moe).unwrap();
+                let of = |values: &[f32]| Candle::from_slice(values, &dims, &Device::Cpu).unwrap();
+                let x = (of(&x) * (1.0 + at as f64)).unwrap().to_dtype(theirs).unwrap();
+                let y = candle_core::Module::forward(&other, &x).unwrap();
+                let loss = (y * of(&c).to_dtype(theirs).unwrap()).unwrap().to_dtype(Theirs::F32).unwrap();
+                main.backward(&loss.sum_all().unwrap()).unwrap();
+            }
+            let gradients = reducer.reduce(&moe).unwrap();
+            for (name, found_type, found) in read::<Flex>(&moe, &gradients) {
+                let expected = main.get(&vars[&name]).unwrap();
+                assert_eq!((found_type, expected.dtype()), (DType::F32, Theirs::F32), "{name}");
+                let expected = expected.flatten_all().unwrap().to_vec1::<f32>().unwrap();
+                assert_eq!(found, expected, "gradient of {name}, step {step}, {dtype:?}");
+            }
+            moe = adam.step(moe, gradients).unwrap();
+            other_adam.step(main.store()).unwrap();
+            main.reset();
+            assert_eq!(adam.stats().unwrap(), other_adam.stats().unwrap());
+            for (name, _, found) in params(&moe) {
+                let expected = vars[&name].to_dtype(Theirs::F32).unwrap().flatten_all().unwrap();
+                assert_eq!(found, expected.to_vec1::<f32>().unwrap(), "{name}, step {step}, {dtype:?}");
+            }
+        }
+    }
+}
+
+#[cfg(not(feature = "candle"))]
+tests! {
+    fn();
+    sums_in_f32_are_those_of_each_microbatch,
+    sums_over_ranks_beside_backward_are_those_behind_it,
+    a_backward_that_fails,
+    steps_have_the_same_bits_at_every_number_of_ranks,
+    a_step_that_is_skipped_changes_nothing,
+}
+
+#[cfg(feature = "candle")]
+tests! {
+    fn();
+    sums_in_f32_are_those_of_each_microbatch,
+    sums_over_ranks_beside_backward_are_those_behind_it,
+    a_backward_that_fails,
+    steps_have_the_same_bits_at_every_number_of_ranks,
+    a_step_that_is_skipped_changes_nothing,
+    steps_are_those_of_candle,
+}
