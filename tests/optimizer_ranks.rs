@@ -653,3 +653,45 @@ fn weights_without_a_config_are_no_target() {
     train_and_save(dir.path());
     assert_eq!(std::fs::read_to_string(dir.path().join("README.md")).unwrap(), "mine");
 }
+
+/// A state says whose it is, where the optimizer that saved it did: one of another model with the same parameters is
+/// refused on every rank, before anything has changed.
+#[test]
+fn the_state_of_another_model_is_refused_on_every_rank() {
+    let dir = tempfile::tempdir().unwrap();
+    train_and_save(dir.path());
+    let refused = |identity: &'static str, dir: &Path| {
+        let results = ranks(2, |comm| {
+            let mut rank = Rank::new(Mesh::new(2, 1), comm, DType::F32)?;
+            rank.adam.set_identity(identity);
+            rank.step(0)?;
+            let before = rank.outcome();
+            let refused = rank.adam.load(dir).map(drop);
+            assert!(refused.is_ok() || rank.outcome() == before, "nothing has changed");
+            refused
+        });
+        let text = |result: Result<()>| match result {
+            Err(Error::Checkpoint(CheckpointError::Config { field, expected, found, .. })) => {
+                assert_eq!(field, "identity");
+                format!("{expected}: {found}")
+            }
+            other => format!("{other:?}"),
+        };
+        results.into_iter().map(text).collect::<Vec<_>>()
+    };
+    // One that does not say whose it is.
+    assert_eq!(refused("one", dir.path()), ["\"one\", the optimizer's: none"; 2]);
+    let saved = ranks(2, |comm| {
+        let mut rank = Rank::new(Mesh::new(2, 1), comm, DType::F32)?;
+        rank.adam.set_identity("one");
+        assert_eq!(rank.adam.identity(), Some("one"));
+        rank.step(0)?;
+        rank.adam.save(dir.path())
+    });
+    saved.into_iter().for_each(|saved| saved.unwrap());
+    assert_eq!(refused("another", dir.path()), ["\"another\", the optimizer's: \"one\""; 2]);
+    assert_eq!(refused("one", dir.path()), ["Ok(())"; 2]);
+    // Who does not ask takes any.
+    let loaded = ranks(2, |comm| Rank::new(Mesh::new(2, 1), comm, DType::F32)?.adam.load(dir.path()));
+    loaded.into_iter().for_each(|steps| assert_eq!(steps.unwrap(), 1));
+}

@@ -53,7 +53,9 @@ pub(crate) use resident_weights::{
     ErasedResidentWeight, GatheredWeights, ResidentGradients, acquire_resident, resident_sources, resident_view,
 };
 pub(crate) use selection_bias::moved_selection_bias;
-pub(crate) use sharded::{ErasedLayerShards, LayerShards, NewExperts, StoredExperts, TypedSource, param_shard, with_sources};
+pub(crate) use sharded::{
+    ErasedLayerShards, LayerShards, NewExperts, StoredExperts, TypedSource, param_shard, with_sources,
+};
 pub(crate) use step_reduction::{
     EarlySums, PendingBuckets, ReducedParam, StepGradients, StepReduction, SumOf, agree, fail, summed_in_part,
 };

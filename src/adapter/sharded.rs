@@ -8,12 +8,12 @@ use crate::cpu::Cpu;
 use crate::dtype::DType;
 use crate::ep::Membership;
 use crate::error::{Error, Result};
+#[cfg(feature = "candle")]
+use crate::etp::Shard;
 use crate::etp::{
     Chain, GradientBuffer, NewQuantized, NewShard, Payload, QuantizedWeight, ShardDevice, ShardPlace, ShardSource,
     ShardedQuantized, ShardedWeight, Shards, StoredSpec, WeightId, WeightSpec,
 };
-#[cfg(feature = "candle")]
-use crate::etp::Shard;
 use crate::layer::{
     BackwardProgress, Context, GradientsMut, Layer, ParamKind, ParamViews, Params, PerParam, RefusalGuard,
 };
@@ -96,12 +96,7 @@ impl<D: FrameworkDevice> NewExperts<D> {
     /// Gives both to the chain, or after an error neither; `resident`: what else of the layer is shards.
     pub(crate) fn add(self, resident: PerParam<Option<ErasedResidentWeight>>) -> Result<ErasedLayerShards> {
         let ids = self.chain.add_all(self.shards)?;
-        Ok(ErasedLayerShards {
-            chain: D::erase(self.chain),
-            ids,
-            stored: None,
-            resident,
-        })
+        Ok(ErasedLayerShards { chain: D::erase(self.chain), ids, stored: None, resident })
     }
 }
 

@@ -17,7 +17,9 @@ use crate::error::{Error, Result};
 use crate::layer::ParamKind;
 use crate::optim::{self, AdamWOptions, GroupOptions, ParamShard, ParamSpec, StepStats, StepTensor};
 
-use super::backend::{CoreDevice, MoeBackend, Named, NativeMemory, ResultSpec, between, core_dtype, primitive, tensor_of};
+use super::backend::{
+    CoreDevice, MoeBackend, Named, NativeMemory, ResultSpec, between, core_dtype, primitive, tensor_of,
+};
 use super::module::ExpertParallelMoE;
 use super::reduce::native;
 use super::shard_param::tensor;
@@ -283,9 +285,9 @@ impl<B: AutodiffBackend + MoeBackend> AdamW<B> {
             &device,
             |_| (),
             || {
-                let views = given.iter().map(|(_, param, tensor, _)| {
-                    B::Native::view(&device, Named { name: &param.name, tensor })
-                });
+                let views = given
+                    .iter()
+                    .map(|(_, param, tensor, _)| B::Native::view(&device, Named { name: &param.name, tensor }));
                 let views = views.collect::<Result<Vec<_>>>()?;
                 let mut all: Vec<_> = (0..count).map(|_| None).collect();
                 for ((index, ..), view) in given.iter().zip(&views) {

@@ -15,7 +15,7 @@ use moebius::layer::ParamKind;
 use moebius::{Error, MoeConfig};
 
 use super::support::*;
-use super::{dense, dispatch, exact, faults, gradients};
+use super::{dense, dispatch, exact, faults, gradients, main_gradients};
 use crate::trials::tests;
 
 pub type Gpu = burn::backend::Cuda<f32, i32>;
@@ -63,6 +63,16 @@ fn matches_a_dense_model() {
 fn each_output_alone_gives_its_part() {
     let _alone = gpu();
     dense::each_output_alone::<Gpu>(1);
+}
+
+fn experts_gradients_are_added_up_in_f32() {
+    let _alone = gpu();
+    main_gradients::added_up::<Gpu>();
+}
+
+fn steps_of_adamw_have_the_cpus_bits() {
+    let _alone = gpu();
+    main_gradients::steps_as_on_the_cpu::<Gpu>();
 }
 
 fn any_leading_dimensions_and_strides() {
@@ -412,6 +422,8 @@ tests! {
     fn();
     matches_a_dense_model,
     each_output_alone_gives_its_part,
+    experts_gradients_are_added_up_in_f32,
+    steps_of_adamw_have_the_cpus_bits,
     any_leading_dimensions_and_strides,
     a_gradient_that_is_not_contiguous,
     recomputed_input,

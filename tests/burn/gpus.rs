@@ -18,7 +18,9 @@ use moebius::etp::{Chain, Comms, EtpOptions};
 use super::gpu::{Gpu, gpu};
 use super::sharded::{Links, Mesh, Meshed};
 use super::support::*;
-use super::{dense, dispatch, faults, gradients, nccl_gpus, reduce, sharded, sharded_dense};
+use super::{
+    dense, dispatch, faults, gradients, nccl_gpus, quantized_shards, reduce, sharded, sharded_dense, sharded_model,
+};
 use crate::trials::Trials;
 
 /// Runs `rank` on a thread and a GPU for each rank.
@@ -58,8 +60,8 @@ impl Meshed for Gpu {
         comm.device().expect("a communicator that was made with a GPU").clone()
     }
 
-    fn group(device: Cuda, experts: Box<dyn Communicator<Cuda>>) -> DeviceGroup {
-        Group::new(device, experts, GroupConfig::new(E, 64)).unwrap().into()
+    fn group_of(device: Cuda, experts: Box<dyn Communicator<Cuda>>, config: GroupConfig) -> DeviceGroup {
+        Group::new(device, experts, config).unwrap().into()
     }
 }
 
@@ -71,7 +73,7 @@ fn square(world: usize) -> Mesh {
     Mesh { world, ep: world / 2 }
 }
 
-const CASES: [Case; 25] = [
+const CASES: [Case; 27] = [
     ("matches_a_dense_model", |ranks| dense::matches_a_dense_model::<Gpu>(&[ranks])),
     ("each_output_alone_gives_its_part", |ranks| dense::each_output_alone::<Gpu>(ranks)),
     ("gradients_are_those_of_finite_differences", |ranks| gradients::finite_differences::<Gpu>(ranks)),
@@ -87,6 +89,8 @@ const CASES: [Case; 25] = [
     ("sharded_dense_weights_train_as_whole_ones", |ranks| sharded_dense::three_steps::<Gpu>(&[ranks])),
     ("a_sharded_norm_has_the_gradients_of_burns", |_| sharded_dense::norm_alone::<Gpu>()),
     ("a_tied_weight_has_the_sum_of_its_gradients", |ranks| sharded_dense::tied::<Gpu>(&[ranks])),
+    ("a_model_of_shards_is_saved_and_loaded_at_another_number", |ranks| sharded_model::saved_over_ranks::<Gpu>(ranks)),
+    ("quantized_shards_are_the_layer_of_the_block", |ranks| quantized_shards::as_the_block::<Gpu>(ranks)),
     ("frozen_first_layers_have_no_backward", |_| sharded_dense::frozen_first::<Gpu>()),
     ("sums_are_kept_until_all_modules_are_given", |world| sharded::sums_are_kept::<Gpu>(square(world))),
     ("a_rank_that_cannot_begin_tells_those_that_share_shards", |world| {

@@ -25,6 +25,7 @@ mod module;
 mod nccl_gpus;
 #[cfg(feature = "burn-cuda")]
 mod order;
+mod quantized_shards;
 mod reduce;
 mod reducer;
 mod sharded;
@@ -56,6 +57,7 @@ fn main() -> ExitCode {
         ("gradients", gradients::cases()),
         ("main_gradients", main_gradients::cases()),
         ("module", module::cases()),
+        ("quantized_shards", quantized_shards::cases()),
         ("reduce", reduce::cases()),
         ("reducer", reducer::cases()),
         ("sharded", sharded::cases()),

@@ -241,20 +241,69 @@ fn given(kind: ParamKind, config: &MoeConfig, (rank, ranks): (usize, usize), ste
     Some(TensorData::new(all[own * count..][..count].to_vec(), dims))
 }
 
+/// Parameters after three steps of given gradients, with their gradients' norm.
+#[cfg(feature = "burn-cuda")]
+fn stepped<S: Subject + MoeBackend<Native = S>>(dtype: DType) -> (f64, Vec<(String, Vec<f32>)>) {
+    struct Read<S>(Vec<String>, Vec<(String, ParamId, Vec<f32>)>, std::marker::PhantomData<S>);
+    impl<S: Subject> ModuleVisitor<Autodiff<S>> for Read<S> {
+        fn enter_module(&mut self, name: &str, _: &str) {
+            self.0.push(name.to_string());
+        }
+        fn exit_module(&mut self, _: &str, _: &str) {
+            self.0.pop();
+        }
+        fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<Autodiff<S>, D>>) {
+            self.1.push((self.0.join("."), param.id, floats(param.val())));
+        }
+    }
+    let read = |moe: &ExpertParallelMoE<Autodiff<S>>| {
+        let mut read = Read::<S>(Vec::new(), Vec::new(), std::marker::PhantomData);
+        moe.visit(&mut read);
+        read.1
+    };
+    let group = S::alone();
+    let device = core::<S>(&group);
+    let mut moe = cast::<S, _>(module::<Autodiff<S>>(&config(), group), dtype);
+    let mut adam = AdamW::<Autodiff<S>>::new(&device, &moe, options()).unwrap();
+    for step in 0..3 {
+        let mut gradients = GradientsParams::new();
+        for kind in ParamKind::ALL.into_iter().filter(|kind| *kind != ParamKind::SelectionBias) {
+            let Some(data) = given(kind, &config(), (0, 1), step) else { continue };
+            let id = read(&moe).into_iter().find(|(name, ..)| name == kind.name()).unwrap().1;
+            let flat = TensorData { shape: [data.num_elements()].into(), ..data };
+            gradients.register::<S, 1>(id, Tensor::from_data(flat, &here::<S>()));
+        }
+        moe = adam.step(moe, gradients).unwrap();
+    }
+    (adam.stats().unwrap().norm, read(&moe).into_iter().map(|(name, _, values)| (name, values)).collect())
+}
+
+/// Given the same gradients, a device's steps have the CPU's bits.
+#[cfg(feature = "burn-cuda")]
+pub fn steps_as_on_the_cpu<S: Subject + MoeBackend<Native = S>>() {
+    for dtype in [DType::BF16, DType::F32] {
+        let (found, expected) = (stepped::<S>(dtype), stepped::<Flex>(dtype));
+        assert_eq!(found.0.to_bits(), expected.0.to_bits(), "norm, {dtype:?}");
+        for ((name, found), (_, expected)) in found.1.iter().zip(&expected.1) {
+            assert_eq!(found, expected, "{name}, {dtype:?}");
+        }
+    }
+}
+
 /// Given the same gradients, the parameters are the same at every number of ranks, and a state that some ranks have
 /// saved is gone on from by others.
 fn steps_have_the_same_bits_at_every_number_of_ranks() {
     let dir = tempfile::tempdir().unwrap();
     // A rank's parameters; `goes_on`: from the third step, of the folder's state.
     let run = |ranks: usize, dtype: DType, goes_on: bool| {
-        let comms: Vec<_> = ThreadWorld::create(ranks, LONG).into_iter().map(|c| std::sync::Mutex::new(Some(c))).collect();
+        let comms: Vec<_> =
+            ThreadWorld::create(ranks, LONG).into_iter().map(|c| std::sync::Mutex::new(Some(c))).collect();
         on_ranks(ranks, LONG, |rank, group| {
             let comm: Box<dyn Communicator<Cpu>> = Box::new(comms[rank].lock().unwrap().take().unwrap());
             let mut moe = cast::<Flex, _>(module::<B>(&config(), group), dtype);
             let mut own = AdamWParam::of_module::<B, _>(&moe);
             moe.place_shards(&mut own).unwrap();
-            let mut adam =
-                AdamW::<B>::over_ranks(&Cpu::new(), comm, &moe, own, options(), &[options().group]).unwrap();
+            let mut adam = AdamW::<B>::over_ranks(&Cpu::new(), comm, &moe, own, options(), &[options().group]).unwrap();
             if goes_on {
                 moe = adam.load(dir.path(), 2, moe).unwrap();
             }
@@ -318,7 +367,10 @@ fn a_step_that_is_skipped_changes_nothing() {
     let before = params(&moe);
     let mut gradients = GradientsParams::new();
     let up = before.iter().find(|(name, ..)| name == "experts.up").unwrap();
-    gradients.register::<Flex, 1>(up.1, Tensor::from_data(TensorData::new(vec![f32::INFINITY; up.2.len()], [up.2.len()]), &device()));
+    gradients.register::<Flex, 1>(
+        up.1,
+        Tensor::from_data(TensorData::new(vec![f32::INFINITY; up.2.len()], [up.2.len()]), &device()),
+    );
     let moe = adam.step(moe, gradients).unwrap();
     assert_eq!(params(&moe), before);
     let stats = adam.stats().unwrap();
@@ -338,12 +390,8 @@ fn steps_are_those_of_candle() {
         let config = config();
         let mut moe = cast::<Flex, _>(module::<B>(&config, single()), dtype);
         let group = candle::DeviceGroup::single(&config, &Device::Cpu).unwrap();
-        let other = candle::ExpertParallelMoE::from_block(
-            block(&config, 0, 1),
-            3,
-            group,
-            candle::Parameters::Trainable,
-        );
+        let other =
+            candle::ExpertParallelMoE::from_block(block(&config, 0, 1), 3, group, candle::Parameters::Trainable);
         let vars: std::collections::HashMap<_, _> = other
             .unwrap()
             .params()

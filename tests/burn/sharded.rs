@@ -65,7 +65,12 @@ pub trait Meshed: Subject + MoeBackend<Native = Self> {
     fn device_of(comm: &Comm<Self>) -> CoreDevice<Self>;
 
     /// A group on a device.
-    fn group(device: CoreDevice<Self>, experts: Comm<Self>) -> DeviceGroup;
+    fn group_of(device: CoreDevice<Self>, experts: Comm<Self>, config: GroupConfig) -> DeviceGroup;
+
+    /// The same for the suite's layers.
+    fn group(device: CoreDevice<Self>, experts: Comm<Self>) -> DeviceGroup {
+        Self::group_of(device, experts, GroupConfig::new(E, 64))
+    }
 }
 
 impl Mesh {
@@ -125,8 +130,8 @@ impl Meshed for Flex {
         Cpu::poisoning()
     }
 
-    fn group(device: Cpu, experts: Comm<Self>) -> DeviceGroup {
-        Group::new(device, experts, GroupConfig::new(E, 64)).unwrap().into()
+    fn group_of(device: Cpu, experts: Comm<Self>, config: GroupConfig) -> DeviceGroup {
+        Group::new(device, experts, config).unwrap().into()
     }
 }
 

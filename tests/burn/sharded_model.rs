@@ -5,7 +5,7 @@ use std::path::Path;
 use std::sync::{Arc, Barrier};
 use std::thread;
 
-use burn::backend::Flex;
+use burn::backend::{Autodiff, Flex};
 use burn::module::{Module, Param};
 use burn::nn::{Embedding, Linear};
 use burn::optim::{AdamWConfig, GradientsParams, Optimizer, SgdConfig};
@@ -22,6 +22,7 @@ use moebius::etp::{Chain, Comms, EtpOptions, Phase, Shards};
 use moebius::layer::ParamKind;
 use moebius::{CommError, Error, Result};
 
+use super::sharded::{Comm, Mesh, Meshed, Place, on_mesh};
 use super::support::*;
 use super::token_model::{Around, VOCABULARY, ids};
 use crate::goldens::golden_of;
@@ -37,37 +38,37 @@ struct Size {
 }
 
 /// A rank of a model.
-struct Rank {
+struct Rank<S: Meshed = Flex> {
     rank: usize,
     group: DeviceGroup,
     /// The chain of the ranks with the same experts, and that of all where it is another.
-    experts: ShardedParams<Flex>,
-    dense: Option<ShardedParams<Flex>>,
-    same_experts: ThreadComm,
-    world: ThreadComm,
+    experts: ShardedParams<S>,
+    dense: Option<ShardedParams<S>>,
+    same_experts: Comm<S>,
+    world: Comm<S>,
 }
 
-impl Rank {
-    fn dense(&self) -> &ShardedParams<Flex> {
+impl<S: Meshed> Rank<S> {
+    fn dense(&self) -> &ShardedParams<S> {
         self.dense.as_ref().unwrap_or(&self.experts)
     }
 
-    fn chains(&self) -> Vec<&ShardedParams<Flex>> {
+    fn chains(&self) -> Vec<&ShardedParams<S>> {
         std::iter::once(&self.experts).chain(&self.dense).collect()
     }
 
     /// The modules with weights in a chain: the layers have some in each.
     fn modules<'m>(
         &self,
-        model: &'m impl Holders,
-        chain: &ShardedParams<Flex>,
-    ) -> Vec<&'m dyn ShardHolder<Backend = B>> {
+        model: &'m impl Holders<S>,
+        chain: &ShardedParams<S>,
+    ) -> Vec<&'m dyn ShardHolder<Backend = Autodiff<S>>> {
         let of_experts = Arc::ptr_eq(chain.chain(), self.experts.chain());
         if of_experts && self.dense.is_some() { model.layers() } else { model.holders() }
     }
 
     /// A pass of all chains, each of which has some of the modules.
-    fn pass<T>(&self, phase: Phase, model: &impl Holders, run: impl FnOnce() -> Result<T>) -> Result<T> {
+    fn pass<T>(&self, phase: Phase, model: &impl Holders<S>, run: impl FnOnce() -> Result<T>) -> Result<T> {
         for chain in self.chains() {
             chain.begin(phase, self.modules(model, chain))?;
         }
@@ -76,7 +77,7 @@ impl Rank {
         Ok(done)
     }
 
-    fn finish(&self, model: &impl Holders, gradients: &mut GradientsParams) -> Result<()> {
+    fn finish(&self, model: &impl Holders<S>, gradients: &mut GradientsParams) -> Result<()> {
         self.chains().into_iter().try_for_each(|chain| chain.finish(None, self.modules(model, chain), gradients))
     }
 
@@ -87,10 +88,10 @@ impl Rank {
 }
 
 /// A model of sharded modules.
-trait Holders {
-    fn holders(&self) -> Vec<&dyn ShardHolder<Backend = B>>;
+trait Holders<S: Meshed> {
+    fn holders(&self) -> Vec<&dyn ShardHolder<Backend = Autodiff<S>>>;
 
-    fn layers(&self) -> Vec<&dyn ShardHolder<Backend = B>>;
+    fn layers(&self) -> Vec<&dyn ShardHolder<Backend = Autodiff<S>>>;
 }
 
 fn on<T: Send>(size: Size, run: impl Fn(Rank) -> T + Sync) -> Vec<T> {
@@ -121,6 +122,7 @@ fn on<T: Send>(size: Size, run: impl Fn(Rank) -> T + Sync) -> Vec<T> {
                 let group = Group::new(Cpu::poisoning(), Box::new(group), GroupConfig::new(E, 64)).unwrap().into();
                 let (experts, all) = (chain(own), chain(all));
                 let dense = (ep > 1).then_some(all);
+                let (same_experts, world) = (Box::new(same_experts) as Comm<Flex>, Box::new(world) as Comm<Flex>);
                 run(Rank { rank, group, experts, dense, same_experts, world })
             })
         };
@@ -218,7 +220,7 @@ impl Sharded<B> {
     }
 }
 
-impl Holders for Sharded<B> {
+impl Holders<Flex> for Sharded<B> {
     fn holders(&self) -> Vec<&dyn ShardHolder<Backend = B>> {
         vec![&self.embed, &self.proj, &self.moe, &self.head]
     }
@@ -266,8 +268,8 @@ fn three_steps_are_those_of_whole_weights() {
                 let mut gradients = GradientsParams::from_grads(loss.backward(), &model);
                 let experts = model.moe.expert_ids();
                 let (all, own) = (ReduceOptions::except(&experts), ReduceOptions::only(&experts));
-                reduce_gradients_over(&mut world, &Cpu::new(), &model, all, &mut gradients).unwrap();
-                reduce_gradients_over(&mut same_experts, &Cpu::new(), &model, own, &mut gradients).unwrap();
+                reduce_gradients_over(&mut *world, &Cpu::new(), &model, all, &mut gradients).unwrap();
+                reduce_gradients_over(&mut *same_experts, &Cpu::new(), &model, own, &mut gradients).unwrap();
                 model = adam.step(1e-2, model, gradients);
             }
             (losses, model.weights())
@@ -330,9 +332,9 @@ struct Stored<B: MoeBackend> {
     head: Option<ShardedDense<B>>,
 }
 
-impl Stored<B> {
-    fn load(place: &Rank, checkpoint: &Checkpoint) -> Result<Self> {
-        let (device, dense) = (here::<B>(), place.dense());
+impl<S: Meshed> Stored<Autodiff<S>> {
+    fn load(place: &Rank<S>, checkpoint: &Checkpoint) -> Result<Self> {
+        let (device, dense) = (here::<Autodiff<S>>(), place.dense());
         let proj = format!("{}self_attn.q_proj", checkpoint.layer_prefix(checkpoint.moe_layers()[0]));
         let of = |name| DenseLoad { checkpoint, name, dtype: None };
         let layer = |&layer: &usize| {
@@ -349,8 +351,10 @@ impl Stored<B> {
         })
     }
 
-    fn loss(&self) -> Result<Tensor<B, 1>> {
-        let x = self.embed.embed(Tensor::from_data(TensorData::new(vec![1i64, 5, 3, 8], [1, 4]), &here::<B>()))?;
+    fn loss(&self) -> Result<Tensor<Autodiff<S>, 1>> {
+        let x = self
+            .embed
+            .embed(Tensor::from_data(TensorData::new(vec![1i64, 5, 3, 8], [1, 4]), &here::<Autodiff<S>>()))?;
         let q = self.proj.forward(x.clone())?;
         let mut x = x;
         for layer in &self.layers {
@@ -362,7 +366,7 @@ impl Stored<B> {
     }
 
     /// A step with the same tokens on every rank, so that their number decides nothing but a power of two.
-    fn step(self, place: &Rank, ranks: usize) -> Result<Self> {
+    fn step(self, place: &Rank<S>, ranks: usize) -> Result<Self> {
         let loss = place.pass(Phase::Forward, &self, || self.loss())?;
         let all = place.pass(Phase::Backward, &self, || Ok(loss.mul_scalar(1.0 / ranks as f64).backward()))?;
         let mut gradients = GradientsParams::from_grads(all, &self);
@@ -370,22 +374,23 @@ impl Stored<B> {
         Ok(SgdConfig::new().init().step(0.5, self, gradients))
     }
 
-    fn save(&self, place: &mut Rank, source: &Checkpoint, to: &Path) -> Result<()> {
+    fn save(&self, place: &mut Rank<S>, source: &Checkpoint, to: &Path) -> Result<()> {
         let blocks = self.layers.iter().map(ExpertParallelMoE::to_parts).collect::<Result<Vec<_>>>()?;
         let dense = [Some(&self.embed), Some(&self.proj), Some(&self.norm), self.head.as_ref()];
         let tensors = dense.into_iter().flatten().map(ShardedDense::to_parts).collect::<Result<Vec<_>>>()?.concat();
         let model = RankModel { blocks: &blocks, tensors: &tensors };
-        source.save_parts(to, model, &Cpu::new(), &mut place.world, SaveOptions::default())
+        let device = place.experts.chain().device().clone();
+        source.save_parts(to, model, &device, &mut *place.world, SaveOptions::default())
     }
 }
 
-impl Holders for Stored<B> {
-    fn holders(&self) -> Vec<&dyn ShardHolder<Backend = B>> {
-        let dense: [&dyn ShardHolder<Backend = B>; 3] = [&self.embed, &self.proj, &self.norm];
+impl<S: Meshed> Holders<S> for Stored<Autodiff<S>> {
+    fn holders(&self) -> Vec<&dyn ShardHolder<Backend = Autodiff<S>>> {
+        let dense: [&dyn ShardHolder<Backend = Autodiff<S>>; 3] = [&self.embed, &self.proj, &self.norm];
         self.layers().into_iter().chain(dense).chain(self.head.iter().map(|head| head as _)).collect()
     }
 
-    fn layers(&self) -> Vec<&dyn ShardHolder<Backend = B>> {
+    fn layers(&self) -> Vec<&dyn ShardHolder<Backend = Autodiff<S>>> {
         self.layers.iter().map(|layer| layer as _).collect()
     }
 }
@@ -442,6 +447,50 @@ fn what_is_saved_at_one_size_is_loaded_at_another() {
             same(run(size, &trained, true).path(), next.path(), &format!("the second step over {n}"));
         }
     }
+}
+
+/// The same over so many ranks that hold all experts, and over one, on any back end: what is saved has the bytes of what
+/// was published, the step's weights the same bits at both numbers, and each is loaded at the other.
+pub fn saved_over_ranks<S: Meshed>(ranks: usize) {
+    for family in ["qwen3_moe", "qwen2_moe", "gpt_oss"] {
+        let source = Checkpoint::open(golden_of(family)).unwrap();
+        let experts = source.block_config(source.moe_layers()[0]).unwrap().router.num_experts;
+        let run = |n: usize, from: &Checkpoint, train: bool| {
+            let to = tempfile::tempdir().unwrap();
+            let saved = on_mesh::<S, _>(Mesh { world: n, ep: 1 }, true, |place| {
+                let Place { rank, shards, data, world, .. } = place;
+                let device = shards.chain().device().clone();
+                let alone = Box::new(moebius::comm::Solo::new(device.clone()));
+                let group = S::group_of(device, alone, GroupConfig::new(experts, 64));
+                let mut place = Rank::<S> { rank, group, experts: shards, dense: None, same_experts: data, world };
+                let mut model = Stored::load(&place, from)?;
+                if train {
+                    model = model.step(&place, n)?;
+                }
+                model.save(&mut place, from, to.path())
+            });
+            saved.into_iter().for_each(|saved| saved.unwrap_or_else(|e| panic!("{family} over {n}: {e}")));
+            to
+        };
+        let same = |a: &Path, b: &Path, at: &str| {
+            let (a, b) = (files(a), files(b));
+            assert_eq!(a.len(), b.len(), "{family}, {at}");
+            a.iter().zip(&b).for_each(|(a, b)| assert!(a == b, "{family}, {at}: {}", a.0));
+        };
+        let untrained = run(1, &source, false);
+        same(run(ranks, &source, false).path(), untrained.path(), "untrained");
+        let trained = run(ranks, &source, true);
+        assert!(files(trained.path()) != files(untrained.path()), "{family}: a step changes them");
+        let reopened = Checkpoint::open(trained.path()).unwrap();
+        for n in [1, ranks] {
+            same(run(n, &source, true).path(), trained.path(), &format!("a step over {n}"));
+            same(run(n, &reopened, false).path(), trained.path(), &format!("loaded over {n}"));
+        }
+    }
+}
+
+fn what_some_ranks_save_others_load() {
+    saved_over_ranks::<Flex>(2);
 }
 
 /// The last rank cannot begin: each other rank has a typed error that is no timeout, and all go on.
@@ -504,6 +553,7 @@ tests! {
     three_steps_are_those_of_whole_weights,
     a_rank_holds_its_part_of_everything,
     what_is_saved_at_one_size_is_loaded_at_another,
+    what_some_ranks_save_others_load,
     a_rank_that_cannot_begin_tells_the_others,
     wrong_use_is_refused,
 }

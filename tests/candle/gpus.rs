@@ -31,6 +31,8 @@ pub fn available() -> usize {
 pub struct RankComms {
     pub cuda: Cuda,
     pub comms: [NcclComm; 2],
+    /// And a third.
+    pub world: NcclComm,
 }
 
 /// Runs a closure on each rank; results in rank order. One call at a time.
@@ -60,8 +62,9 @@ pub fn on_ranks_with_comms<R: Send>(
             Ok(comm.split_on(tag, Some(0), rank, &cuda.with_new_stream()?)?.ok_or("a part")?)
         };
         let comms = [beside(1)?, beside(2)?];
+        let world = beside(3)?;
         let group = Group::new(cuda.clone(), Box::new(comm), config.clone())?;
-        run(&DeviceGroup::new(EpGroup::new(group), device)?, RankComms { cuda, comms })
+        run(&DeviceGroup::new(EpGroup::new(group), device)?, RankComms { cuda, comms, world })
     })
 }
 

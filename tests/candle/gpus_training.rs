@@ -83,7 +83,7 @@ fn sums_beside_backward_and_steps_over_ranks(ranks: usize) -> AnyResult<()> {
         let dir = tempfile::tempdir()?;
         let exchange = HostGather::new(ranks);
         on_ranks_with_comms(ranks, &GroupConfig::new(EXPERTS, 64), |group, beside| {
-            let RankComms { cuda, comms: [sums, norms] } = beside;
+            let RankComms { cuda, comms: [sums, norms], .. } = beside;
             let (rank, device) = (group.rank(), group.device());
             let layers = [0, 4].map(|number| -> AnyResult<_> {
                 Ok(of_type(group.clone(), full(), dtype)?.with_layer(Layer::new(full(), number)?))
@@ -189,7 +189,7 @@ fn cut(chain: &Chain<Cuda>, whole: &Tensor) -> AnyResult<Tensor> {
 fn shards_give_what_whole_weights_give(ranks: usize) -> AnyResult<()> {
     let exchange = HostGather::new(ranks);
     on_ranks_with_comms(ranks, &GroupConfig::new(EXPERTS, 64), |of_ranks, beside| {
-        let RankComms { cuda, comms: [gather, reduce] } = beside;
+        let RankComms { cuda, comms: [gather, reduce], .. } = beside;
         let (rank, device) = (of_ranks.rank(), of_ranks.device());
         // Every rank has all experts: a group of its own.
         let group = DeviceGroup::single(GroupConfig::new(EXPERTS, 64), device)?;

@@ -17,6 +17,8 @@ mod gpu;
 #[cfg(feature = "nccl")]
 mod gpus;
 #[cfg(feature = "nccl")]
+mod gpus_sharded;
+#[cfg(feature = "nccl")]
 mod gpus_training;
 mod host_experts;
 mod main_gradients;
@@ -96,9 +98,9 @@ fn main() -> ExitCode {
         }
     }
     #[cfg(feature = "nccl")]
-    for (name, body) in gpus_training::cases() {
-        for ranks in [2, 4] {
-            trials.add_gpus(format!("gpus_training::{name}, {ranks} GPUs"), (ranks, found), move || {
+    for (file, cases) in [("gpus_training", gpus_training::cases()), ("gpus_sharded", gpus_sharded::cases())] {
+        for ((name, body), ranks) in cases.into_iter().flat_map(|case| [2, 4].map(|ranks| (case, ranks))) {
+            trials.add_gpus(format!("{file}::{name}, {ranks} GPUs"), (ranks, found), move || {
                 let _alone = CONTEXT.write().unwrap_or_else(PoisonError::into_inner);
                 body(ranks)
             });

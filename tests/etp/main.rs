@@ -53,6 +53,7 @@ pub fn bodies<D: Chained>() -> Vec<(&'static str, usize, &'static str, fn(&D))> 
         ("faults", faults::bodies()),
         ("quantized", quantized::bodies()),
         ("replicas", replicas::bodies()),
+        ("stored", stored::bodies()),
         ("turns", turns::bodies()),
     ];
     files.into_iter().flat_map(|(file, all)| all.into_iter().map(move |(n, name, run)| (file, n, name, run))).collect()

@@ -4,12 +4,13 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use moebius::DType;
-use moebius::checkpoint::{BlockParams, Checkpoint, LoadOptions, ShardOptions, gather_blocks};
+use moebius::checkpoint::{BlockParams, Checkpoint, LoadOptions, QuantizedBlock, ShardOptions, gather_blocks};
 use moebius::cpu::Cpu;
 use moebius::etp::{EtpOptions, Shard, Shards, WeightSpec};
 use moebius::layer::ParamKind;
 
-use super::test_ranks::{MINUTE, ranks};
+use super::devices::golden_of;
+use super::test_ranks::{Chained, MINUTE, bodies, ranks};
 use super::world::Tensor;
 
 fn folders() -> Vec<PathBuf> {
@@ -61,14 +62,17 @@ fn a_shard_that_there_is_not() {
     }
 }
 
+bodies!(1 saved_at_one_size_and_loaded_at_another, 1 quantized_weights_stay_so_in_a_chain);
+
 /// Loaded over four ranks, saved, loaded over two, saved: the same file.
-#[test]
-fn saved_at_one_size_and_loaded_at_another() {
-    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/qwen3_moe");
+fn saved_at_one_size_and_loaded_at_another<D: Chained>(device: &D) {
+    let source = golden_of("qwen3_moe");
     let (first, second) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
     for (from, n, to) in [(source.as_path(), 4, first.path()), (first.path(), 2, second.path())] {
         let checkpoint = Checkpoint::open(from).unwrap();
-        let saved = ranks(&Cpu::new(), n, MINUTE, |rank, place| {
+        let n = device.up_to(n);
+        let saved = ranks(device, n, MINUTE, |rank, place| {
+            let device = place.device.clone();
             let chain = place.chain(EtpOptions::default()).unwrap();
             let mut blocks = Vec::new();
             for &layer in checkpoint.moe_layers() {
@@ -81,8 +85,8 @@ fn saved_at_one_size_and_loaded_at_another() {
                     let dtype = part.dtype();
                     let own = std::mem::replace(part, Tensor::zeros(&Cpu::new(), dtype, &[0]).unwrap());
                     let spec = WeightSpec::new(kind.name(), layer as u32, &dims, dtype);
-                    let id = chain.add(spec, Arc::new(Shard::new(own))).unwrap();
-                    *part = chain.whole(id).unwrap();
+                    let id = chain.add(spec, Arc::new(Shard::new(device.host(&own)))).unwrap();
+                    *part = device.to_cpu(&chain.whole(id).unwrap());
                 }
                 blocks.push((layer, gather_blocks(vec![params]).unwrap()));
             }
@@ -105,63 +109,68 @@ fn saved_at_one_size_and_loaded_at_another() {
 
 /// Experts that stay as they are stored, sharded: forward and the gradient of the rows are those of the whole block, to
 /// the bit, and a rank keeps its part of the bytes.
-#[test]
-fn quantized_weights_stay_so_in_a_chain() {
+fn quantized_weights_stay_so_in_a_chain<D: Chained>(device: &D) {
     use moebius::Tensor as Any;
     use moebius::ep::{Group, GroupConfig};
     use moebius::etp::{Chain, Phase};
     use moebius::layer::{Cotangents, GradientMask, Inputs, Layer, Mode, Params, PerParam};
     use moebius::weights::WeightSource;
 
-    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden");
     for family in ["qwen3_moe_nvfp4_modelopt", "gpt_oss_mxfp4", "deepseek_v3_fp8"] {
-        let checkpoint = Checkpoint::open(root.join(family)).unwrap();
+        let checkpoint = Checkpoint::open(golden_of(family)).unwrap();
         let number = checkpoint.moe_layers()[0];
         let options = LoadOptions { rank: 0, ranks: 1, dtype: Some(DType::F32) };
-        let block = checkpoint.load_quantized(number, options).unwrap();
-        let (experts, hidden) = (block.config.router.num_experts, block.config.hidden);
+        let on_host = checkpoint.load_quantized(number, options).unwrap();
+        let (experts, hidden) = (on_host.config.router.num_experts, on_host.config.hidden);
         let mut random = super::random::Random::new(super::devices::seed::seed(7));
-        let mut values = || -> Any<Cpu> {
+        let mut values = || -> Tensor {
             let values: Vec<f32> = (0..6 * hidden).map(|_| random.normal() as f32).collect();
             Any::from_vec(values, &[6, hidden]).unwrap()
         };
         let (x, d_y) = (values(), values());
         // y and the gradient of x; a chain's passes around them.
-        let run = |up: &dyn WeightSource<Cpu>, down: &dyn WeightSource<Cpu>, chain: Option<&Chain<Cpu>>| {
-            let mut group = Group::single(GroupConfig::new(experts, 6)).unwrap();
-            let moe = Layer::new(block.config.clone(), 0).unwrap();
-            let others = PerParam::from_fn(|kind| block.get(kind));
-            let params = Params { router: block.get(ParamKind::Router).unwrap(), up, down, others };
-            let pass = |phase| chain.map_or(Ok(()), |chain| chain.begin(phase)).unwrap();
-            let end = || chain.map_or(Ok(()), Chain::end).unwrap();
-            pass(Phase::Forward);
-            let mode = Mode { backward: true, noise: None };
-            let forward = moe.forward(&mut group, mode, x.view(), &params).unwrap();
-            end();
-            pass(Phase::Backward);
-            let inputs = Inputs { x: x.view(), params: &params };
-            let cotangents = Cotangents { y: Some(d_y.view()), aux: 0.0 };
-            let wanted = GradientMask { experts: false, ..GradientMask::ALL };
-            let context = forward.context.unwrap();
-            let gradients = moe.backward(&mut group, context, inputs, cotangents, wanted).unwrap();
-            end();
-            [forward.y.as_bytes().to_vec(), gradients.x.as_ref().unwrap().as_bytes().to_vec()]
-        };
-        let expected = run(&block.up, &block.down, None);
-        let bytes = [&block.up, &block.down].map(|weight| weight.bytes());
-        for (n, prefetch, on_host) in
+        let run =
+            |block: &QuantizedBlock<D>, experts_of: Option<([&dyn WeightSource<D>; 2], &Chain<D>)>, device: &D| {
+                let (x, d_y) = (device.host(&x), device.host(&d_y));
+                let whole: [&dyn WeightSource<D>; 2] = [&block.up, &block.down];
+                let ([up, down], chain) = experts_of.map_or((whole, None), |(experts, chain)| (experts, Some(chain)));
+                let mut group = device.alone(GroupConfig::new(experts, 6)).unwrap();
+                let moe = Layer::new(block.config.clone(), 0).unwrap();
+                let others = PerParam::from_fn(|kind| block.get(kind));
+                let params = Params { router: block.get(ParamKind::Router).unwrap(), up, down, others };
+                let pass = |phase| chain.map_or(Ok(()), |chain| chain.begin(phase)).unwrap();
+                let end = || chain.map_or(Ok(()), Chain::end).unwrap();
+                pass(Phase::Forward);
+                let mode = Mode { backward: true, noise: None };
+                let forward = moe.forward(&mut group, mode, x.view(), &params).unwrap();
+                end();
+                pass(Phase::Backward);
+                let inputs = Inputs { x: x.view(), params: &params };
+                let cotangents = Cotangents { y: Some(d_y.view()), aux: 0.0 };
+                let wanted = GradientMask { experts: false, ..GradientMask::ALL };
+                let context = forward.context.unwrap();
+                let gradients = moe.backward(&mut group, context, inputs, cotangents, wanted).unwrap();
+                end();
+                [device.bytes(forward.y.view()), device.bytes(gradients.x.as_ref().unwrap().view())]
+            };
+        let bytes = [&on_host.up, &on_host.down].map(|weight| weight.bytes());
+        for (n, prefetch, from_host) in
             [(1, true, false), (2, true, false), (4, true, false), (4, false, false), (1, true, true), (1, false, true)]
         {
-            ranks(&Cpu::poisoning(), n, MINUTE, |rank, place| {
+            let n = device.up_to(n);
+            ranks(device, n, MINUTE, |rank, place| {
+                let device = place.device.clone();
+                let block = on_host.to(&device).unwrap();
+                let expected = run(&block, None, &device);
                 let chain = place.chain(EtpOptions { pad: 1, prefetch, ..EtpOptions::default() }).unwrap();
-                let add = |name, weight| match on_host {
+                let add = |name, weight| match from_host {
                     false => chain.add_quantized(name, 0, block.config.recompute, weight).unwrap(),
                     true => chain.add_quantized_on_host(name, 0, block.config.recompute, weight).unwrap(),
                 };
                 let [up, down] = [add("up", &block.up), add("down", &block.down)];
                 for pass in 0..2 {
                     let [up, down] = [&up, &down].map(|weight| chain.quantized_source(weight).unwrap());
-                    let found = run(&up, &down, Some(&chain));
+                    let found = run(&block, Some(([&up, &down], &chain)), &device);
                     assert!(found == expected, "{family} over {n}, rank {rank}, pass {pass}");
                 }
                 let memory = chain.memory();

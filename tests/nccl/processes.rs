@@ -1,14 +1,17 @@
 //! Ranks that are processes, one a GPU: this program starts itself once a rank.
 
+use std::sync::Arc;
 use std::time::Instant;
 
 use moebius::comm::{Communicator, ReduceOp};
 use moebius::config::MoeConfig;
 use moebius::cuda::Cuda;
 use moebius::ep::{Capacity, DispatchSpec, DispatcherKind, Group, GroupConfig, Reporting};
+use moebius::etp::{Chain, Comms, EtpOptions, Phase, Shard, WeightSpec};
 use moebius::kernels::Kernels;
-use moebius::nccl::{NcclComm, NcclLibrary};
+use moebius::nccl::{NcclComm, NcclLibrary, NcclOptions};
 use moebius::ranks::{Axis, Bootstrap, Identity, JobToken, Mesh};
+use moebius::weights::WeightSource;
 use moebius::{CommError, DType, Error, Tensor};
 
 use crate::launched::{AT_ONCE, join, start, succeed, tag, word};
@@ -29,6 +32,8 @@ pub fn cases() -> Vec<(&'static str, Run)> {
         ("prepares_of_different_layers", |_, ranks| succeed(&start("different_layers", ranks, &[]))),
         ("calls_compared", |_, ranks| succeed(&start("compared", ranks, &COMPARED))),
         ("layers_with_calls_compared", |_, ranks| succeed(&start("layers", ranks, &COMPARED))),
+        ("another_number_of_microbatches", |_, ranks| succeed(&start("microbatches", ranks, &[]))),
+        ("bounds_of_a_part", |_, ranks| succeed(&start("bounds", ranks, &[]))),
         ("calls_compared_by_one_rank", |_, ranks| succeed(&start("compared_by_one", ranks, &[]))),
     ]
 }
@@ -76,6 +81,8 @@ pub fn child(body: &str) {
         "different_layers" => different_layers(),
         "compared" => compared(),
         "compared_by_one" => compared_by_one(),
+        "microbatches" => microbatches(),
+        "bounds" => bounds(),
         other => lost::child(other),
     }
 }
@@ -223,6 +230,70 @@ fn compared() {
     works(&mut part);
     assert!(matches!(part.barrier(tag(rank as u64)), Err(Error::Comm(CommError::TagMismatch { .. }))));
     works(&mut part);
+    works(&mut comm);
+}
+
+/// The last rank begins one more pass, and the others end the step: each has a typed error at once, although they compare
+/// no calls.
+fn microbatches() {
+    let mut comm = join(0);
+    let (cuda, rank, last) = (comm.cuda().clone(), comm.rank(), comm.size() - 1);
+    let mut beside = |sequence| -> Box<dyn Communicator<Cuda>> {
+        let own = cuda.with_new_stream().expect("a stream");
+        Box::new(comm.split_on(tag(sequence), Some(0), rank, &own).expect("a part").expect("of all"))
+    };
+    let comms = Comms { gather: beside(1), reduce: beside(2) };
+    let chain = Chain::new(cuda.clone(), comms, EtpOptions::default()).expect("a chain");
+    let dims = [3, 4, 2];
+    let shard = Tensor::zeros(&cuda, DType::F32, &chain.shards(&dims).expect("a cut").shard_dims()).expect("room");
+    let spec = WeightSpec::new("w", 0, &dims, DType::F32);
+    let id = chain.add(spec, Arc::new(Shard::new(shard))).expect("a weight");
+    let used = |phase| -> moebius::Result<()> {
+        chain.begin(phase)?;
+        drop(chain.source(id)?.acquire()?);
+        if phase == Phase::Backward {
+            let mut buffer = chain.gradient_buffer(id)?;
+            cuda.upload(&[0; 4 * 3 * 4 * 2], buffer.view_mut()?)?;
+            chain.submit(buffer)?;
+        }
+        chain.end()
+    };
+    let microbatch = || used(Phase::Forward).and_then(|()| used(Phase::Backward));
+    // A step of two, of which all are done.
+    microbatch().expect("a microbatch");
+    microbatch().expect("a microbatch");
+    chain.finish(None, |_, _| Ok(())).expect("the step's end");
+    microbatch().expect("a microbatch");
+    let start = Instant::now();
+    let error = match rank == last {
+        false => chain.finish(None, |_, _| Ok(())).expect_err("another number"),
+        true => {
+            let value = word(&cuda, 1.0);
+            let more = microbatch().and_then(|()| cuda.read(value.view()).map(drop));
+            more.and_then(|()| chain.finish(None, |_, _| Ok(()))).expect_err("another number")
+        }
+    };
+    assert!(start.elapsed() < AT_ONCE, "{error}");
+    let as_meant = match &error {
+        Error::Invalid { name, .. } => name == "microbatches",
+        Error::Comm(CommError::TagMismatch { .. }) => rank == last,
+        _ => false,
+    };
+    assert!(as_meant, "rank {rank}: {error:?}");
+}
+
+/// A part of all ranks with bounds of its own; others on another rank are an error on each.
+fn bounds() {
+    let mut comm = join(0);
+    works(&mut comm);
+    let of = |max_ctas| NcclOptions { max_ctas, ..NcclOptions::default() };
+    let mut part = comm.with_bounds(tag(3), of(2)).expect("a part");
+    works(&mut part);
+    let differing = comm.with_bounds(tag(4), of(2 + comm.rank()));
+    assert!(matches!(&differing, Err(Error::ConfigMismatch { field, .. }) if field == "max_ctas"), "{differing:?}");
+    works(&mut part);
+    works(&mut comm);
+    drop(part);
     works(&mut comm);
 }
 

@@ -7,10 +7,10 @@ use crate::etp::collective_thread::CollectiveThread;
 use crate::etp::{NO_LAYER, ShardDevice};
 
 /// Tag of the collective in which ranks compare their numbers of microbatches.
-pub(super) const COUNTS: Tag = Tag { layer: 0, op: Op::GradReduce, sequence: u64::MAX - 1 };
+pub(super) const COUNTS: Tag = Tag { layer: 0, op: Op::GradReduce, sequence: Tag::PASSES };
 
 /// Tag of the collective in which ranks compare their numbers of backward passes before the step's last.
-pub(super) const LAST: Tag = Tag { layer: NO_LAYER, op: Op::GradReduce, sequence: u64::MAX - 1 };
+pub(super) const LAST: Tag = Tag { layer: NO_LAYER, op: Op::GradReduce, sequence: Tag::PASSES };
 
 /// Tag of the collective in which ranks meet behind their sums.
 pub(super) const END: Tag = Tag { layer: NO_LAYER, op: Op::GradReduce, sequence: u64::MAX };

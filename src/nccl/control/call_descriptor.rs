@@ -90,6 +90,11 @@ impl CallDescriptor {
         Self { operation, tag: call.tag, dtype: call.dtype, detail, bytes }
     }
 
+    /// Whether both are the same call for the same purpose, whatever their sizes.
+    pub(in crate::nccl) fn is_same_call(&self, other: &Self) -> bool {
+        (&self.operation, self.tag) == (&other.operation, other.tag)
+    }
+
     /// For comparison with the other ranks', on the rank that calls `own`.
     pub(in crate::nccl) fn call(&self, own: &'static str) -> CollectiveCall {
         let operation = [own].iter().chain(&CALLS).find(|name| self.is(name)).copied().unwrap_or(OTHER);

@@ -14,11 +14,16 @@ use crate::nccl::control::call_descriptor::CallDescriptor;
 /// done its part.
 const GRACE: Duration = Duration::from_millis(300);
 
+/// Announced calls that are remembered: others have been compared long since, or never will be.
+const ANNOUNCED: usize = 64;
+
 /// The messages of one communicator.
 #[derive(Debug, Default)]
 pub(in crate::nccl) struct PeerEvents {
     /// Whether this rank compares its collectives with the others' before each.
     pub(in crate::nccl) checked: bool,
+    /// Number of ranks that are processes.
+    size: usize,
     state: Mutex<EventState>,
 }
 
@@ -55,8 +60,8 @@ pub(in crate::nccl) struct CollectiveInfo {
 }
 
 impl PeerEvents {
-    pub(in crate::nccl) fn new(checked: bool) -> Arc<Self> {
-        Arc::new(Self { checked, state: Mutex::default() })
+    pub(in crate::nccl) fn new(checked: bool, size: usize) -> Arc<Self> {
+        Arc::new(Self { checked, size, state: Mutex::default() })
     }
 
     fn lock(&self) -> MutexGuard<'_, EventState> {
@@ -108,7 +113,19 @@ impl PeerEvents {
 
     /// A rank is about to make this collective.
     pub(in crate::nccl) fn call(&self, rank: usize, number: u64, call: CallDescriptor) {
-        self.lock().called.entry(number).or_default().insert(rank, call);
+        let mut state = self.lock();
+        let calls = state.called.entry(number).or_default();
+        calls.insert(rank, call);
+        if self.checked {
+            return;
+        }
+        // Nobody takes them: what is known to be the same everywhere is done with, and so is what lies far behind.
+        if calls.len() == self.size && calls.values().all(|call| calls.values().next() == Some(call)) {
+            state.called.remove(&number);
+        }
+        while state.called.len() > ANNOUNCED {
+            state.called.pop_first();
+        }
     }
 
     /// Calls of `size` ranks, in their order, once all have said theirs; until then who has not.
@@ -130,6 +147,18 @@ impl PeerEvents {
             let says = |checked| format!("MOEBIUS_CHECKED={}", u8::from(checked));
             let (value, peer_value) = (says(self.checked), says(!self.checked));
             return Some(CommError::ArgumentMismatch { operation, tag, rank, peer, value, peer_value });
+        }
+        if !self.checked {
+            let differing = state.called.range(..=number).find_map(|(_, calls)| {
+                let own = calls.get(&rank)?;
+                let (peer, theirs) = calls.iter().find(|(_, call)| !call.is_same_call(own))?;
+                Some((own.call(operation), *peer, theirs.call(operation)))
+            });
+            if let Some((own, peer, theirs)) = differing {
+                let (peer_operation, peer_tag) = (theirs.operation, theirs.tag);
+                let (operation, tag) = (own.operation, own.tag);
+                return Some(CommError::TagMismatch { operation, tag, rank, peer, peer_operation, peer_tag });
+            }
         }
         // A refusal of an earlier one has ended the communicator too. What this rank has refused itself it need not
         // hear.

@@ -3,8 +3,9 @@
 //! Threads of one process have a [`ThreadRendezvous`]: before every collective their hosts meet in it and compare what
 //! they are about to do, so that a disagreement or a refusal is an error on each of them with nothing enqueued, and the
 //! communicator stays usable. Between processes such a meeting costs a network's round trip a collective, and is held
-//! where it was asked for only (`MOEBIUS_CHECKED`): else only [`PeerEvents`] travel, and whoever is refused loses the
-//! communicator.
+//! where it was asked for only (`MOEBIUS_CHECKED`): else only [`PeerEvents`] travel, among them the calls at which ranks
+//! meet that have made different numbers of passes ([`Tag::is_announced`](crate::comm::Tag)), and whoever is refused loses
+//! the communicator.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -69,7 +70,7 @@ pub(in crate::nccl) struct ProcessControl {
 
 impl ProcessControl {
     pub(in crate::nccl) fn new(socket: &Arc<ControlSocket>, id: u64, ranks: Vec<usize>) -> Self {
-        let peer_events = PeerEvents::new(socket.checked());
+        let peer_events = PeerEvents::new(socket.checked(), ranks.len());
         socket.register(id, ranks.clone(), &peer_events);
         Self { peer_events, socket: Arc::clone(socket), id, ranks }
     }
@@ -104,6 +105,14 @@ impl ProcessControl {
             }
             thread::sleep(LOOK);
         }
+    }
+
+    /// Tells the others what this rank calls, and waits for nobody: where another calls something else, each finds out as
+    /// it hears of it, before the collective or while that runs.
+    fn announce(&self, subject: CollectiveInfo, call: &CollectiveCall) {
+        let own = CallDescriptor::of(call);
+        self.peer_events.call(subject.rank, subject.number, own.clone());
+        self.socket.post(MessageKind::Call(self.of(subject.number), own));
     }
 
     fn of(&self, number: u64) -> CollectiveId {
@@ -145,7 +154,12 @@ impl ControlPlane {
             ControlPlane::ProcessControl(process) if process.peer_events.checked => {
                 return process.compare_call(subject, &call, timeout);
             }
-            _ => return self.peer_events().fault(subject).map_or(Ok(()), |fault| Err(CompareError::Over(fault))),
+            ControlPlane::ProcessControl(process) => {
+                if call.tag.is_announced() {
+                    process.announce(subject, &call);
+                }
+                return process.peer_events.fault(subject).map_or(Ok(()), |fault| Err(CompareError::Over(fault)));
+            }
         };
         let CollectiveInfo { rank, operation, tag, .. } = subject;
         let round = rendezvous.meeting.exchange(rank, call, timeout, |all| compare_calls(all.iter()));

@@ -184,8 +184,7 @@ impl CommHandle {
         let own = place.copy_engines || place.options != self.options;
         let make = move || {
             parent.with(|functions, comm| {
-                let (mut child, mut config) =
-                    (std::ptr::null_mut(), Config::of(place.copy_engines, place.options));
+                let (mut child, mut config) = (std::ptr::null_mut(), Config::of(place.copy_engines, place.options));
                 let config = if own { &raw mut config } else { std::ptr::null_mut() };
                 // SAFETY: the communicator lives while the gate is held; result and configuration are locals.
                 let status = unsafe { (functions.comm_split)(comm, color, key, &raw mut child, config) };

@@ -147,6 +147,45 @@ fn all_processes_compare_or_none() {
     }
 }
 
+/// Ranks that have made other numbers of passes: one compares them, another begins one more. Each hears of it, and nobody
+/// has waited for the others before.
+#[test]
+fn processes_that_do_not_compare_announce_passes() {
+    let sockets = sockets([false; 3]);
+    let all = controls(&sockets, &[0, 1, 2], 0);
+    let of = |sequence| CollectiveCall { tag: Tag { layer: 0, op: Op::Weights, sequence }, ..same() };
+    assert!(of(5 << 32).tag.is_announced() && of(Tag::PASSES).tag.is_announced());
+    let silent = [4, (5 << 32) + 1, u64::MAX, u64::MAX - 2];
+    assert!(silent.iter().all(|sequence| !of(*sequence).tag.is_announced()));
+    for number in 1..=200 {
+        assert_eq!(compare_call(&all, number, |_| of(number << 32)), [Ok(()), Ok(()), Ok(())]);
+    }
+    let call = |rank| of(if rank == 2 { 201 << 32 } else { Tag::PASSES });
+    let found = compare_call(&all, 201, call);
+    let start = Instant::now();
+    for (rank, (control, found)) in all.iter().zip(found).enumerate() {
+        let subject = CollectiveInfo { rank, number: 201, operation: "all_gather", tag: call(rank).tag };
+        let error = match found {
+            Err(CompareError::Over(error)) => error,
+            Ok(()) => loop {
+                assert!(start.elapsed() < TIMEOUT);
+                if let Some(error) = control.peer_events().fault(subject) {
+                    break error;
+                }
+            },
+            other => panic!("{other:?}"),
+        };
+        match error {
+            CommError::TagMismatch { rank: own, peer, tag, peer_tag, .. } => {
+                // The last may have heard of either first.
+                assert!(own == rank && (peer == 2) == (rank != 2), "{own}, {peer}");
+                assert_eq!((tag, peer_tag), (call(rank).tag, call(peer).tag));
+            }
+            other => panic!("{other:?}"),
+        }
+    }
+}
+
 #[test]
 fn what_the_variable_says() {
     let of = |value: Option<&str>| checked(value.map(Into::into));

@@ -1,0 +1,125 @@
+//! Experts that stay quantized, as shards of burn's modules: what they compute is what the layer does of the whole block.
+
+use burn::backend::{Autodiff, Flex};
+use burn::module::Module;
+use burn::optim::GradientsParams;
+use moebius::burn::{AdamWParam, CoreDevice, DeviceGroup, ShardHolder, ShardedLoad};
+use moebius::checkpoint::{Checkpoint, LoadOptions, QuantizedBlock};
+use moebius::comm::Solo;
+use moebius::config::Payload;
+use moebius::cpu::Cpu;
+use moebius::ep::GroupConfig;
+use moebius::etp::Phase;
+use moebius::kernels::Kernels;
+use moebius::layer::{Cotangents, GradientMask, Inputs, Layer, Mode, ParamKind};
+use moebius::{DType, Error, Tensor as Core};
+
+use super::sharded::{Mesh, Meshed, Place, on_mesh};
+use super::support::*;
+use crate::goldens::golden_of;
+use crate::trials::tests;
+
+const TOKENS: usize = 6;
+
+/// On the device of `group`.
+fn put<S: Meshed>(device: &CoreDevice<S>, values: &[f32], dims: &[usize]) -> Core<CoreDevice<S>> {
+    Core::<Cpu>::from_vec(values.to_vec(), dims).unwrap().to(device).unwrap()
+}
+
+fn read<S: Meshed>(device: &CoreDevice<S>, t: &Core<CoreDevice<S>>) -> Vec<f32> {
+    let bytes = device.download(t.view()).unwrap();
+    bytes.as_chunks().0.iter().map(|b| f32::from_le_bytes(*b)).collect()
+}
+
+/// y and the gradients of x and the router, of the layer over the whole block.
+fn whole<S: Meshed>(group: &DeviceGroup, block: &QuantizedBlock<Cpu>, x: &[f32], d_y: &[f32]) -> [Vec<f32>; 3] {
+    let mut group = group.on::<CoreDevice<S>>().unwrap().lock();
+    let device = group.device().clone();
+    let dims = [TOKENS, block.config.hidden];
+    let (x, d_y, block) = (put::<S>(&device, x, &dims), put::<S>(&device, d_y, &dims), block.to(&device).unwrap());
+    let (layer, params) = (Layer::new(block.config.clone(), 0).unwrap(), block.params().unwrap());
+    let mode = Mode { backward: true, noise: None };
+    let forward = layer.forward(&mut group, mode, x.view(), &params).unwrap();
+    let inputs = Inputs { x: x.view(), params: &params };
+    let cotangents = Cotangents { y: Some(d_y.view()), aux: 0.0 };
+    let wanted = GradientMask { experts: false, ..GradientMask::ALL };
+    let found = layer.backward(&mut group, forward.context.unwrap(), inputs, cotangents, wanted).unwrap();
+    [&forward.y, found.x.as_ref().unwrap(), found.router.as_ref().unwrap()].map(|t| read::<S>(&device, t))
+}
+
+/// A module of frozen quantized shards over so many ranks that hold the same experts.
+pub fn as_the_block<S: Meshed>(ranks: usize) {
+    for family in ["qwen3_moe_nvfp4_modelopt", "gpt_oss_mxfp4", "deepseek_v3_fp8"] {
+        let checkpoint = Checkpoint::open(golden_of(family)).unwrap();
+        let layer = checkpoint.moe_layers()[0];
+        let options = LoadOptions { rank: 0, ranks: 1, dtype: Some(DType::F32) };
+        let block = checkpoint.load_quantized(layer, options).unwrap();
+        let (experts, hidden) = (block.config.router.num_experts, block.config.hidden);
+        let (x, d_y) = (values(400, TOKENS * hidden, 1.0), values(401, TOKENS * hidden, 1.0));
+        on_mesh::<S, _>(Mesh { world: ranks, ep: 1 }, true, |place| {
+            let Place { rank, shards, .. } = place;
+            let device = shards.chain().device().clone();
+            let alone = || {
+                let comm = Box::new(Solo::new(device.clone()));
+                S::group_of(device.clone(), comm, GroupConfig::new(experts, 64))
+            };
+            let expected = whole::<S>(&alone(), &block, &x, &d_y);
+            let from = ShardedLoad { checkpoint: &checkpoint, layer, dtype: Some(DType::F32), payload: Payload::Plain };
+            let moe = shards.load_quantized::<Autodiff<S>>(from, alone(), &here::<S>()).unwrap();
+            let c = || tensor::<Autodiff<S>, 2>(d_y.clone(), [TOKENS, hidden]);
+            for step in 0..2 {
+                let x = tensor::<Autodiff<S>, 2>(x.clone(), [TOKENS, hidden]).require_grad();
+                shards.begin(Phase::Forward, [&moe]).unwrap();
+                let y = moe.forward(x.clone()).unwrap();
+                shards.end().unwrap();
+                let value = floats(y.clone());
+                shards.begin(Phase::Backward, [&moe]).unwrap();
+                let gradients = (y * c()).sum().backward();
+                shards.end().unwrap();
+                let router = floats(moe.router.weight.grad(&gradients).unwrap());
+                let found = [value, floats(x.grad(&gradients).unwrap()), router];
+                for (at, (found, expected)) in found.iter().zip(&expected).enumerate() {
+                    let same = found.iter().zip(expected).all(|(a, b)| a.to_bits() == b.to_bits());
+                    assert!(same && found.len() == expected.len(), "{family} over {ranks}, rank {rank}, {step}: {at}");
+                }
+                let mut params = GradientsParams::from_grads(gradients, &moe);
+                shards.finish(None, [&moe], &mut params).unwrap();
+                assert!(params.get::<S, 3>(moe.experts.up.id).is_none());
+            }
+            // Nothing of the experts is trained or a shard of a parameter; nothing is de-quantized, and nothing has a
+            // gradient.
+            let memory = shards.chain().memory();
+            assert_eq!((memory.main, memory.gradients, shards.chain().traffic().reductions), (0, 0, 0));
+            assert!(moe.shard_ids().is_empty());
+            let trained = AdamWParam::of_module::<Autodiff<S>, _>(&moe);
+            assert!(trained.iter().all(|param| !param.name().starts_with("experts")), "{trained:?}");
+            let refused = |error: Option<Error>| {
+                assert!(matches!(error, Some(Error::Invalid { ref name, .. }) if name == "experts"), "{error:?}");
+            };
+            refused(moe.to_block().err());
+            refused(moe.to_parts().err());
+            refused(shards.to_blocks([&moe]).err());
+            // A forward without gradients reads the experts too.
+            let inner = burn::module::AutodiffModule::valid(&moe);
+            shards.begin(Phase::Forward, [&inner]).unwrap();
+            let y = inner.forward(tensor::<S, 2>(x.clone(), [TOKENS, hidden])).unwrap();
+            shards.end().unwrap();
+            assert!(floats(y) == expected[0], "{family}: without gradients");
+            assert_eq!(moe.experts.up.dims(), [1, 1, 1]);
+            let up = ParamKind::Up.dims(&block.config, experts).unwrap();
+            assert_eq!(block.up.dims()[..], up[..]);
+            assert!(moe.num_params() < up.iter().product());
+        });
+    }
+}
+
+fn quantized_shards_are_the_layer_of_the_block() {
+    for ranks in RANKS {
+        as_the_block::<Flex>(ranks);
+    }
+}
+
+tests! {
+    fn();
+    quantized_shards_are_the_layer_of_the_block,
+}
