@@ -248,6 +248,23 @@ mod training {
             }
             Ok(())
         }
+
+        fn main_gradients(mut moe: ExpertParallelMoE<B>, options: moebius::optim::AdamWOptions, batches: Vec<Vec<Tensor<B, 2>>>, loss: fn(&ExpertParallelMoE<B>, Tensor<B, 2>) -> moebius::Result<Tensor<B, 1>>) -> moebius::Result<()> {
+            use moebius::burn::{AdamW, GradientReducer};
+            use moebius::cpu::Cpu;
+
+            let reducer = GradientReducer::<B>::alone(&Cpu::new())?.with_layer(&moe); // several ranks: new(&device, comms)?
+            let mut reducer = reducer.with_main_gradients_in_f32();
+            let mut adam = AdamW::<B>::new(&Cpu::new(), &moe, options)?;
+            for step in batches {
+                for x in step {
+                    reducer.backward(loss(&moe, x)?, &moe)?;
+                }
+                let gradients = reducer.reduce(&moe)?;
+                moe = adam.step(moe, gradients)?;
+            }
+            Ok(())
+        }
     }
 
     fn ranks() {
@@ -702,7 +719,9 @@ mod nccl {
         let (gpus, cuda, job) = (vec![Cuda::new(0)?], Cuda::new(0)?, Bootstrap::from_env(timeout)?); // …
         let options = NcclOptions { max_ctas: 8, ..NcclOptions::default() };  // 0, the default: as NCCL chooses
         let world = NcclWorld::with_options(&library, &gpus, options, timeout)?;
-        let comm = NcclComm::join_with(&library, &job, &cuda, options)?;  // processes
+        let tag = moebius::comm::Tag { layer: 0, op: moebius::comm::Op::User, sequence: 0 }; // …
+        let mut comm = NcclComm::join_with(&library, &job, &cuda, options)?;  // processes
+        let own = comm.with_bounds(tag, NcclOptions { max_ctas: 4, ..options })?;  // of either, on all ranks
         Ok(())
     }
 

@@ -19,6 +19,14 @@ pub fn backward_with<B: AutodiffBackend + MoeBackend, const D: usize>(
     y: Tensor<B, D>,
     d_y: Tensor<B::InnerBackend, D>,
 ) -> Result<B::Gradients> {
+    Ok(inner_product(y, d_y)?.backward())
+}
+
+/// Σ y ∘ d_y, for its gradient alone.
+pub(super) fn inner_product<B: AutodiffBackend + MoeBackend, const D: usize>(
+    y: Tensor<B, D>,
+    d_y: Tensor<B::InnerBackend, D>,
+) -> Result<Tensor<B, 1>> {
     Error::check_shape(CALL, GRADIENT, &y.dims(), &d_y.dims())?;
     if y.dtype() != d_y.dtype() {
         let found = format!("{:?}", d_y.dtype());
@@ -30,7 +38,7 @@ pub fn backward_with<B: AutodiffBackend + MoeBackend, const D: usize>(
     }
     let d_y = B::to_native(Tensor::<B, D>::from_inner(d_y).into_primitive().tensor());
     let product = B::moe_inner_product(y.into_primitive().tensor(), d_y)?;
-    Ok(Tensor::<B, 1>::from_primitive(TensorPrimitive::Float(product)).backward())
+    Ok(Tensor::from_primitive(TensorPrimitive::Float(product)))
 }
 
 /// The error for a tensor that no backward can begin at.

@@ -66,6 +66,10 @@ impl AdamWParam {
         self.id
     }
 
+    pub(super) fn set_shard(&mut self, shard: ParamShard) {
+        self.shard = shard;
+    }
+
     fn spec(&self) -> Result<ParamSpec> {
         let dtype = core_dtype(CALL, &self.name, self.dtype)?;
         Ok(ParamSpec { name: self.name.clone(), shard: self.shard.clone(), dtype, group: self.group })

@@ -18,6 +18,7 @@ use crate::error::Result;
 use crate::fnv1a::fnv1a;
 
 use super::backend::{CoreDevice, LayerBackend, MoeBackend, NativeMemory};
+use super::backward::inner_product;
 use super::etp::ShardHolder;
 use super::expert_sums::{ExpertSums, SharedExpertSums, locked};
 use super::group::DeviceGroup;
@@ -213,8 +214,20 @@ impl<B: AutodiffBackend + MoeBackend> GradientReducer<B> {
         Ok(())
     }
 
-    /// Adds the gradients of a microbatch's backward that has run elsewhere, such as
-    /// [`backward_with`](super::backward_with)'s.
+    /// [`backward`](Self::backward) of Σ y ∘ d_y: of an output whose gradient is known, without a loss.
+    ///
+    /// # Errors
+    /// As there, and as [`burn::backward_with`](super::backward_with).
+    pub fn backward_with<M: Module<B>, const D: usize>(
+        &mut self,
+        y: Tensor<B, D>,
+        d_y: Tensor<B::InnerBackend, D>,
+        module: &M,
+    ) -> Result<()> {
+        self.backward(inner_product(y, d_y)?, module)
+    }
+
+    /// Adds the gradients of a microbatch's backward that has run elsewhere.
     pub fn accumulate<M: Module<B>>(&mut self, gradients: B::Gradients, module: &M) {
         self.gradients.add(take_gradients::<B, M>(gradients, module), HashMap::new());
     }

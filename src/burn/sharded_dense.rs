@@ -17,6 +17,7 @@ use crate::optim::ParamShard;
 use super::backend::{CoreDevice, LayerBackend, MoeBackend, NativeBackend, NativeMemory, float};
 use super::dense_call::{DenseCall, DenseFunction, DenseInput, DenseWeight};
 use super::etp::{ShardHolder, ShardList, ShardedParams};
+use super::optimizer::AdamWParam;
 use super::shard_param::{FloatParam, ParamSource, cut, part_of};
 
 const CALL: &str = "ShardedDense";
@@ -287,6 +288,20 @@ impl<B: MoeBackend> ShardedDense<B> {
             Ok(RankTensor { name: weight.name.clone(), dims: weight.dims.clone(), part })
         };
         self.call.weights.iter().zip(&self.shards).map(part).collect()
+    }
+
+    /// Says of the weights' shards among these which parts they are, for [`AdamW`](super::AdamW).
+    ///
+    /// # Errors
+    /// None for weights that were made.
+    pub fn place_shards(&self, params: &mut [AdamWParam]) -> Result<()> {
+        for (weight, shard) in self.call.weights.iter().zip(&self.shards) {
+            let (cut, rank) = self.call.chain.cut(&Shards::lines(&weight.dims))?;
+            if let Some(param) = params.iter_mut().find(|param| param.id() == shard.id) {
+                param.set_shard(ParamShard::whole(cut.dims()).shard(&cut, rank)?);
+            }
+        }
+        Ok(())
     }
 
     /// The weights' places in the chain, in the order of [`shards`](Self::shards).

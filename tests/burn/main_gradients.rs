@@ -174,6 +174,23 @@ fn sums_over_ranks_beside_backward_are_those_behind_it() {
     }
 }
 
+/// A given gradient of y is that of the loss Σ y·c.
+fn a_given_gradient_is_a_losses() {
+    let moe = module::<B>(&config(), single());
+    let mut reducer = GradientReducer::<B>::alone(&Cpu::new()).unwrap().with_layer(&moe).with_main_gradients_in_f32();
+    (0..2).for_each(|microbatch| reducer.backward(loss::<Flex>(&moe, microbatch, DType::F32), &moe).unwrap());
+    let expected = read::<Flex>(&moe, &reducer.reduce(&moe).unwrap());
+    for microbatch in 0..2 {
+        let ((x, c), dims) = (inputs(microbatch), [token_counts()[microbatch], H]);
+        let x = tensor::<B, 2>(x, dims).mul_scalar(1.0 + microbatch as f32);
+        reducer.backward_with(moe.forward(x).unwrap(), tensor::<Flex, 2>(c, dims), &moe).unwrap();
+    }
+    assert_eq!(read::<Flex>(&moe, &reducer.reduce(&moe).unwrap()), expected);
+    let constant = tensor::<B, 2>(vec![0.0; H], [1, H]);
+    let error = reducer.backward_with(constant, tensor::<Flex, 2>(vec![0.0; H], [1, H]), &moe);
+    assert!(matches!(error, Err(Error::Invalid { .. })) && reducer.microbatches() == 0, "{error:?}");
+}
+
 /// Where a layer has begun to write, the step's sums are lost and the reducer begins anew; before that they are as they
 /// were.
 fn a_backward_that_fails() {
@@ -449,6 +466,7 @@ tests! {
     fn();
     sums_in_f32_are_those_of_each_microbatch,
     sums_over_ranks_beside_backward_are_those_behind_it,
+    a_given_gradient_is_a_losses,
     a_backward_that_fails,
     steps_have_the_same_bits_at_every_number_of_ranks,
     a_step_that_is_skipped_changes_nothing,
@@ -459,6 +477,7 @@ tests! {
     fn();
     sums_in_f32_are_those_of_each_microbatch,
     sums_over_ranks_beside_backward_are_those_behind_it,
+    a_given_gradient_is_a_losses,
     a_backward_that_fails,
     steps_have_the_same_bits_at_every_number_of_ranks,
     a_step_that_is_skipped_changes_nothing,

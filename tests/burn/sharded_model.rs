@@ -11,15 +11,17 @@ use burn::nn::{Embedding, Linear};
 use burn::optim::{AdamWConfig, GradientsParams, Optimizer, SgdConfig};
 use burn::tensor::{Int, Tensor, TensorData};
 use moebius::burn::{
-    DenseLoad, DeviceGroup, ExpertParallelMoE, MoeBackend, ReduceOptions, ShardHolder, ShardedDense, ShardedLoad,
+    AdamW, AdamWParam, DenseLoad, DeviceGroup, ExpertParallelMoE, MoeBackend, ReduceOptions, ShardHolder, ShardedDense, ShardedLoad,
     ShardedParams, reduce_gradients_over,
 };
 use moebius::checkpoint::{Checkpoint, LoadOptions, RankModel, SaveOptions};
+use moebius::comm::Solo;
 use moebius::config::Payload;
 use moebius::cpu::{Cpu, ThreadComm, ThreadWorld};
 use moebius::ep::{Group, GroupConfig};
 use moebius::etp::{Chain, Comms, EtpOptions, Phase, Shards};
 use moebius::layer::ParamKind;
+use moebius::optim::AdamWOptions;
 use moebius::{CommError, Error, Result};
 
 use super::sharded::{Comm, Mesh, Meshed, Place, on_mesh};
@@ -322,6 +324,43 @@ fn a_rank_holds_its_part_of_everything() {
     }
 }
 
+/// AdamW with main weights over shards of everything: the norm of the gradients, and what the steps leave of the head,
+/// have the same bits at every N, where all ranks have the same tokens.
+fn main_weights_of_shards_of_everything() {
+    let run = |n: usize| {
+        let found = on(Size { ep: 1, n }, |place| {
+            let mut model = Whole::new(&place.group).sharded(&place).unwrap();
+            let mut params = AdamWParam::of_module::<B, _>(&model);
+            model.moe.place_shards(&mut params).unwrap();
+            for dense in [&model.embed, &model.proj, &model.head] {
+                dense.place_shards(&mut params).unwrap();
+            }
+            let options = AdamWOptions { max_norm: Some(0.5), ..AdamWOptions::default() };
+            let groups = [options.group];
+            let Rank { rank, group, experts, dense, same_experts, world } = place;
+            let mut adam = AdamW::<B>::over_ranks(&Cpu::new(), world, &model, params, options, &groups).unwrap();
+            let place = Rank { rank, group, experts, dense, same_experts, world: Box::new(Solo::new(Cpu::new())) };
+            for step in 0..2 {
+                let loss = place.pass(Phase::Forward, &model, || model.loss(ids(0, step))).unwrap();
+                let loss = loss.mul_scalar(1.0 / n as f64);
+                let all = place.pass(Phase::Backward, &model, || Ok(loss.backward())).unwrap();
+                let mut gradients = GradientsParams::from_grads(all, &model);
+                place.finish(&model, &mut gradients).unwrap();
+                model = adam.step(model, gradients).unwrap();
+            }
+            (adam.stats().unwrap(), floats(model.head.shards[0].val()))
+        });
+        assert!(found.iter().all(|(stats, _)| *stats == found[0].0), "one norm for all ranks");
+        let head: Vec<f32> = found.iter().flat_map(|(_, own)| own.clone()).take(VOCABULARY * H).collect();
+        (found[0].0, head)
+    };
+    let alone = run(1);
+    assert!(alone.0.steps == 2 && alone.0.norm > 0.5);
+    for n in [2, 4] {
+        assert!(run(n) == alone, "over {n}");
+    }
+}
+
 /// A decoder's embedding, one projection, its layers, norm and head.
 #[derive(Module, Debug)]
 struct Stored<B: MoeBackend> {
@@ -552,6 +591,7 @@ tests! {
     fn();
     three_steps_are_those_of_whole_weights,
     a_rank_holds_its_part_of_everything,
+    main_weights_of_shards_of_everything,
     what_is_saved_at_one_size_is_loaded_at_another,
     what_some_ranks_save_others_load,
     a_rank_that_cannot_begin_tells_the_others,
