@@ -11,8 +11,8 @@ use burn::nn::{Embedding, Linear};
 use burn::optim::{AdamWConfig, GradientsParams, Optimizer, SgdConfig};
 use burn::tensor::{Int, Tensor, TensorData};
 use moebius::burn::{
-    AdamW, AdamWParam, DenseLoad, DeviceGroup, ExpertParallelMoE, MoeBackend, ReduceOptions, ShardHolder, ShardedDense, ShardedLoad,
-    ShardedParams, reduce_gradients_over,
+    AdamW, AdamWParam, DenseLoad, DeviceGroup, ExpertParallelMoE, MoeBackend, ReduceOptions, ShardHolder, ShardedDense,
+    ShardedLoad, ShardedParams, reduce_gradients_over,
 };
 use moebius::checkpoint::{Checkpoint, LoadOptions, RankModel, SaveOptions};
 use moebius::comm::Solo;

@@ -17,8 +17,6 @@ mod gpu;
 #[cfg(feature = "nccl")]
 mod gpus;
 #[cfg(feature = "nccl")]
-mod gpus_sharded;
-#[cfg(feature = "nccl")]
 mod gpus_training;
 mod host_experts;
 mod main_gradients;
@@ -28,6 +26,7 @@ mod quantized;
 mod rank_gradients;
 mod ranks;
 mod reducer;
+mod sharded;
 mod support;
 #[path = "../common/trials.rs"]
 mod trials;
@@ -77,6 +76,9 @@ fn main() -> ExitCode {
             trials.add(format!("{file}::{name}"), move || body(&Device::Cpu));
         }
     }
+    for ((name, body), ranks) in sharded::cases().into_iter().flat_map(|case| [1, 2, 4].map(|ranks| (case, ranks))) {
+        trials.add(format!("sharded::{name}, {ranks} ranks"), move || body(ranks));
+    }
     #[cfg(feature = "nccl")]
     let found = gpus::available();
     for (name, body) in dispatch::cpu_cases() {
@@ -98,7 +100,7 @@ fn main() -> ExitCode {
         }
     }
     #[cfg(feature = "nccl")]
-    for (file, cases) in [("gpus_training", gpus_training::cases()), ("gpus_sharded", gpus_sharded::cases())] {
+    for (file, cases) in [("gpus_training", gpus_training::cases()), ("sharded", sharded::gpus_cases())] {
         for ((name, body), ranks) in cases.into_iter().flat_map(|case| [2, 4].map(|ranks| (case, ranks))) {
             trials.add_gpus(format!("{file}::{name}, {ranks} GPUs"), (ranks, found), move || {
                 let _alone = CONTEXT.write().unwrap_or_else(PoisonError::into_inner);
