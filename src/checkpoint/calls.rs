@@ -198,7 +198,8 @@ impl Checkpoint {
         options: SaveOptions,
     ) -> Result<()> {
         let (rank, ranks) = (group.rank(), group.ranks());
-        let mut link = Ranks { device: group.device().clone(), comm: group.dispatcher().communicator() };
+        let device = group.device().clone();
+        let mut link = Ranks::new(&device, group.dispatcher().communicator());
         let mut parts = RankParams::of_experts(shares, rank, ranks).over(&mut link);
         parts.refuse_on_error(self.check_shares(shares, ranks))?;
         self.save_from(dir.as_ref(), parts, options)
@@ -207,7 +208,8 @@ impl Checkpoint {
     /// As [`save_over_ranks`](Self::save_over_ranks), of a model whose parts lie on the ranks of any communicator,
     /// however they are cut: blocks, and tensors beside them in place of this checkpoint's own. Collective: every rank
     /// gives what it holds of the same blocks and tensors in the same order; where several hold the same, the lowest
-    /// rank gives it. The first rank writes, and holds a matrix, or 16 Mi elements of another tensor, at a time.
+    /// rank gives it. The first rank writes, and holds a matrix, or 16 Mi elements of another tensor, at a time. The
+    /// communicator's work may be on another stream than the device's.
     ///
     /// # Errors
     /// As [`save_over_ranks`](Self::save_over_ranks); parts that do not make a tensor whole, on every rank.
@@ -219,7 +221,7 @@ impl Checkpoint {
         comm: &mut dyn Communicator<D>,
         options: SaveOptions,
     ) -> Result<()> {
-        let mut link = Ranks { comm, device: device.clone() };
+        let mut link = Ranks::new(device, comm);
         self.save_from(dir.as_ref(), RankParams::parts(model).over(&mut link), options)
     }
 

@@ -283,8 +283,16 @@ const TAG: Tag = Tag { layer: 0, op: Op::Weights, sequence: 0 };
 
 /// The ranks of a communicator.
 pub(super) struct Ranks<'a, D: Kernels> {
-    pub comm: &'a mut dyn Communicator<D>,
-    pub device: D,
+    comm: &'a mut dyn Communicator<D>,
+    /// The communicator's, if it tells its own: what is sent comes from the host, and goes there again, on its stream.
+    device: D,
+}
+
+impl<'a, D: Kernels> Ranks<'a, D> {
+    pub(super) fn new(device: &D, comm: &'a mut dyn Communicator<D>) -> Self {
+        let device = comm.device().unwrap_or(device).clone();
+        Self { comm, device }
+    }
 }
 
 impl<D: Kernels> RankExchange for Ranks<'_, D> {
