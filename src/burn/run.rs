@@ -202,7 +202,7 @@ pub(super) fn run_backward<B: NativeMemory>(
         // Experts as they are stored are frozen, with their biases, whatever their module's placeholders are.
         let stored = experts.as_ref().is_some_and(LayerShards::is_stored);
         let tracked = Tracked {
-            params: PerParam::from_fn(|kind| tracked.params[kind] && !(stored && !kind.is_replicated())),
+            params: PerParam::from_fn(|kind| tracked.params[kind] && (!stored || kind.is_replicated())),
             ..tracked
         };
         // The gradients of shards come from their chain.

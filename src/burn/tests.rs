@@ -23,7 +23,7 @@ use crate::{MoeConfig, Tensor as CoreTensor};
 
 use super::backend::{LayerCall, Named, NativeMemory, Operands, ResultSpec, between};
 use super::group::DeviceGroup;
-use super::run::{Tracked, run_backward, run_forward};
+use super::run::{Tracked, Wanted, run_backward, run_forward};
 
 /// Flex, under a name that nothing else uses.
 type Failing = Autodiff<Flex, BalancedCheckpointing>;
@@ -145,7 +145,7 @@ fn run(call: &LayerCall, at: Option<(At, bool)>) -> [Result<()>; 2] {
     let tracked = Tracked { x: true, params: operands.params.as_ref().map(|_, t| t.is_some()) };
     let backward = |context| {
         let arrived = OutputCotangents { d_y: Some(float(&[TOKENS, HIDDEN])), d_aux: None };
-        run_backward::<Failing>(call, &operands, context, arrived, tracked).map(drop)
+        run_backward::<Failing>(call, &operands, context, arrived, Wanted { tracked, sums: &mut None }).map(drop)
     };
     let forward = || run_forward::<Failing>(call, &operands, true).map(|(_, context)| context.expect("kept"));
     FAILS.set(at.and_then(|(at, backward)| (!backward).then_some(at)));

@@ -21,6 +21,9 @@ use crate::trials::tests;
 
 const MICROBATCHES: usize = 3;
 
+/// Parameters by path, with their ids.
+type Values = Vec<(String, ParamId, Vec<f32>)>;
+
 /// A module with parameters of another type.
 pub fn cast<S: Subject, M: Module<Autodiff<S>>>(module: M, dtype: DType) -> M {
     struct Cast(DType);
@@ -74,10 +77,7 @@ fn loss<S: Subject>(moe: &ExpertParallelMoE<Autodiff<S>>, microbatch: usize, dty
 }
 
 /// The core's device of a group.
-fn core<S: Subject>(group: &DeviceGroup) -> CoreDevice<S>
-where
-    S: MoeBackend<Native = S>,
-{
+fn core<S: Subject + MoeBackend<Native = S>>(group: &DeviceGroup) -> CoreDevice<S> {
     group.on::<CoreDevice<S>>().expect("a group of the back end's").lock().device().clone()
 }
 
@@ -229,8 +229,8 @@ fn options() -> AdamWOptions {
 }
 
 /// Parameters by path, as f32.
-fn params<M: Module<B>>(module: &M) -> Vec<(String, ParamId, Vec<f32>)> {
-    struct Read(Vec<String>, Vec<(String, ParamId, Vec<f32>)>);
+fn params<M: Module<B>>(module: &M) -> Values {
+    struct Read(Vec<String>, Values);
     impl ModuleVisitor<B> for Read {
         fn enter_module(&mut self, name: &str, _: &str) {
             self.0.push(name.to_string());
@@ -261,7 +261,7 @@ fn given(kind: ParamKind, config: &MoeConfig, (rank, ranks): (usize, usize), ste
 /// Parameters after three steps of given gradients, with their gradients' norm.
 #[cfg(feature = "burn-cuda")]
 fn stepped<S: Subject + MoeBackend<Native = S>>(dtype: DType) -> (f64, Vec<(String, Vec<f32>)>) {
-    struct Read<S>(Vec<String>, Vec<(String, ParamId, Vec<f32>)>, std::marker::PhantomData<S>);
+    struct Read<S>(Vec<String>, Values, std::marker::PhantomData<S>);
     impl<S: Subject> ModuleVisitor<Autodiff<S>> for Read<S> {
         fn enter_module(&mut self, name: &str, _: &str) {
             self.0.push(name.to_string());
@@ -340,7 +340,7 @@ fn steps_have_the_same_bits_at_every_number_of_ranks() {
             (adam.stats().unwrap(), params(&moe))
         })
     };
-    let joined = |of_ranks: &[(_, Vec<(String, ParamId, Vec<f32>)>)]| -> Vec<(String, Vec<f32>)> {
+    let joined = |of_ranks: &[(_, Values)]| -> Vec<(String, Vec<f32>)> {
         let names = of_ranks[0].1.iter().enumerate();
         let of = names.map(|(at, (name, ..))| {
             let parts: Vec<&Vec<f32>> = of_ranks.iter().map(|(_, params)| &params[at].2).collect();
