@@ -24,6 +24,7 @@ use crate::metrics::Load;
 use crate::tensor::{Tensor, TensorMut, TensorRef};
 
 use super::dense_call::{DenseCall, DenseInput};
+use super::expert_sums::{ErasedExpertSums, SharedExpertSums};
 use super::group::DeviceGroup;
 use super::layer_calls::LayerCalls;
 
@@ -163,6 +164,12 @@ pub trait NativeMemory: Backend {
 
     /// The result as a tensor of integers; fails for a type that is no integer.
     fn int(output: Self::Output) -> Result<IntTensor<Self>>;
+
+    /// Hides which memory a step's sums of experts' gradients are in.
+    fn erase_sums(sums: SharedExpertSums<Self::Output>) -> ErasedExpertSums;
+
+    /// The sums again, if they are in this back end's.
+    fn named_sums(sums: &ErasedExpertSums) -> Option<&SharedExpertSums<Self::Output>>;
 
     /// Puts the core's later work behind the back end's so far.
     fn begin(core: &Self::Core) -> Result<Waited>;

@@ -18,6 +18,8 @@ use crate::error::{Error, Result};
 use crate::tensor::{TensorMut, TensorRef};
 
 use super::backend::{Named, NativeMemory, ResultSpec, core_dtype, unfit_ids};
+use super::cuda_output::CudaOutput;
+use super::expert_sums::{ErasedExpertSums, SharedExpertSums};
 use super::group::DeviceGroup;
 use super::native::NativeGroup;
 
@@ -36,15 +38,6 @@ type Primitive = CubeTensor<CudaRuntime>;
 /// [`Error::Device`]: no driver, no such GPU, or no kernels for it in this build.
 pub fn cuda(device: &CudaDevice) -> Result<Cuda> {
     Cuda::new(device.index)
-}
-
-/// A tensor in memory of burn's pool that this crate fills.
-#[derive(Debug)]
-pub struct CudaOutput {
-    tensor: Primitive,
-    ptr: u64,
-    dtype: DType,
-    dims: Vec<usize>,
 }
 
 /// Address of a tensor's first element, once burn has enqueued all that was asked of it before.
@@ -179,6 +172,17 @@ impl<F: FloatElement, I: IntElement, T: BoolElement> NativeMemory for CubeBacken
 
     fn int(output: CudaOutput) -> Result<IntTensor<Self>> {
         Ok(output.tensor)
+    }
+
+    fn erase_sums(sums: SharedExpertSums<CudaOutput>) -> ErasedExpertSums {
+        ErasedExpertSums::Cuda(sums)
+    }
+
+    fn named_sums(sums: &ErasedExpertSums) -> Option<&SharedExpertSums<CudaOutput>> {
+        match sums {
+            ErasedExpertSums::Cuda(sums) => Some(sums),
+            ErasedExpertSums::Cpu(_) => None,
+        }
     }
 
     fn begin(core: &Cuda) -> Result<Waited> {

@@ -1,54 +1,63 @@
 //! Gradients of experts that the layers' kernels write, and add to, in one place over a step's microbatches.
 
-use std::any::Any;
 use std::collections::HashMap;
 use std::fmt::{self, Debug};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use burn::backend::autodiff::NodeId;
 use burn::module::ParamId;
-use burn::tensor::ops::FloatTensor;
 
+use crate::cpu::Cpu;
 use crate::dtype::DType;
 use crate::error::Result;
 use crate::layer::{GradientsMut, ParamKind, PerParam};
+use crate::tensor::Tensor;
 
 use super::backend::NativeMemory;
+#[cfg(feature = "burn-cuda")]
+use super::cuda_output::CudaOutput;
 
 /// Parameters of the routed experts.
 const EXPERTS: [ParamKind; 4] = [ParamKind::Up, ParamKind::UpBias, ParamKind::Down, ParamKind::DownBias];
 
 /// A step's sums of experts' gradients, in memory of the back end's that a later optimizer gets.
-pub(super) struct ExpertSums<B: NativeMemory> {
+pub struct ExpertSums<M> {
     /// Whether those of 16-bit parameters are in f32.
     in_f32: bool,
     /// Parameters of the backward that runs, by their leaves.
     leaves: HashMap<NodeId, ParamId>,
-    sums: HashMap<ParamId, B::Output>,
+    sums: HashMap<ParamId, M>,
     /// The backward that runs has begun to write.
     written: bool,
 }
 
 /// The same, while a backward runs.
-pub(super) type SharedExpertSums<B> = Arc<Mutex<ExpertSums<B>>>;
+pub type SharedExpertSums<M> = Arc<Mutex<ExpertSums<M>>>;
 
 /// The same of a back end that is not named.
-pub(super) type ErasedExpertSums = Arc<dyn Any + Send + Sync>;
+#[derive(Debug, Clone)]
+pub enum ErasedExpertSums {
+    /// Of burn's CPU back end.
+    Cpu(SharedExpertSums<Tensor<Cpu>>),
+    /// Of its CUDA back end.
+    #[cfg(feature = "burn-cuda")]
+    Cuda(SharedExpertSums<CudaOutput>),
+}
 
-impl<B: NativeMemory> Debug for ExpertSums<B> {
+impl<M> Debug for ExpertSums<M> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("ExpertSums").field("in_f32", &self.in_f32).finish_non_exhaustive()
     }
 }
 
 /// Takes the lock.
-pub(super) fn locked<B: NativeMemory>(sums: &SharedExpertSums<B>) -> MutexGuard<'_, ExpertSums<B>> {
+pub(super) fn locked<M>(sums: &SharedExpertSums<M>) -> MutexGuard<'_, ExpertSums<M>> {
     // Every holder leaves it whole.
     sums.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-impl<B: NativeMemory> ExpertSums<B> {
-    pub(super) fn new(in_f32: bool) -> SharedExpertSums<B> {
+impl<M> ExpertSums<M> {
+    pub(super) fn new(in_f32: bool) -> SharedExpertSums<M> {
         let (leaves, sums) = Default::default();
         Arc::new(Mutex::new(Self { in_f32, leaves, sums, written: false }))
     }
@@ -74,14 +83,13 @@ impl<B: NativeMemory> ExpertSums<B> {
     }
 
     /// Takes all sums.
-    pub(super) fn take(&mut self) -> Vec<(ParamId, B::Output)> {
+    pub(super) fn take(&mut self) -> Vec<(ParamId, M)> {
         self.sums.drain().collect()
     }
 
     /// Takes the sum of a leaf's parameter.
-    pub(super) fn take_leaf(&mut self, leaf: NodeId) -> Result<Option<FloatTensor<B>>> {
-        let sum = self.leaves.get(&leaf).and_then(|id| self.sums.remove(id));
-        sum.map(B::float).transpose()
+    pub(super) fn take_leaf(&mut self, leaf: NodeId) -> Option<M> {
+        self.leaves.get(&leaf).and_then(|id| self.sums.remove(id))
     }
 
     /// Lends memory to the backward of a layer, if all experts that it trains have theirs here: what they hold is added
@@ -91,7 +99,7 @@ impl<B: NativeMemory> ExpertSums<B> {
         &mut self,
         leaves: &PerParam<Option<NodeId>>,
         trained: &PerParam<bool>,
-    ) -> Option<LentExpertSums<B>> {
+    ) -> Option<LentExpertSums<M>> {
         // A layer gives the gradient of a bias beside its weight's only.
         let alone = |bias: ParamKind, weight: ParamKind| trained[bias] && !trained[weight];
         if alone(ParamKind::UpBias, ParamKind::Up) || alone(ParamKind::DownBias, ParamKind::Down) {
@@ -117,7 +125,7 @@ impl<B: NativeMemory> ExpertSums<B> {
     }
 
     /// Takes lent memory back; `written`: a backward has begun to write there, which has ended well if `whole`.
-    pub(super) fn give_back(&mut self, lent: LentExpertSums<B>, written: bool, whole: bool) {
+    pub(super) fn give_back(&mut self, lent: LentExpertSums<M>, written: bool, whole: bool) {
         self.written |= written;
         if whole || (lent.accumulate && !written) {
             let ids = lent.ids;
@@ -128,14 +136,14 @@ impl<B: NativeMemory> ExpertSums<B> {
 }
 
 /// Memory that a layer's backward writes or adds to.
-pub(super) struct LentExpertSums<B: NativeMemory> {
+pub(super) struct LentExpertSums<M> {
     ids: PerParam<Option<ParamId>>,
-    memory: PerParam<Option<B::Output>>,
+    memory: PerParam<Option<M>>,
     accumulate: bool,
     in_f32: bool,
 }
 
-impl<B: NativeMemory> LentExpertSums<B> {
+impl<M> LentExpertSums<M> {
     /// Whether a parameter's gradient goes there.
     pub(super) fn has(&self, kind: ParamKind) -> bool {
         self.ids[kind].is_some()
@@ -145,7 +153,7 @@ impl<B: NativeMemory> LentExpertSums<B> {
     pub(super) fn allocate(
         &mut self,
         of: impl Fn(ParamKind) -> Option<DType>,
-        output: impl Fn(ParamKind, DType) -> Result<Option<B::Output>>,
+        output: impl Fn(ParamKind, DType) -> Result<Option<M>>,
     ) -> Result<()> {
         for (kind, _) in self.ids.present() {
             let Some(dtype) = of(kind).filter(|_| self.memory[kind].is_none()) else { continue };
@@ -155,7 +163,10 @@ impl<B: NativeMemory> LentExpertSums<B> {
     }
 
     /// Has a backward write or add there.
-    pub(super) fn view_in<'a>(&'a mut self, into: &mut GradientsMut<'a, B::Core>) -> Result<()> {
+    pub(super) fn view_in<'a, B: NativeMemory<Output = M>>(
+        &'a mut self,
+        into: &mut GradientsMut<'a, B::Core>,
+    ) -> Result<()> {
         into.accumulate = self.accumulate;
         for (kind, memory) in self.memory.as_mut() {
             if let Some(memory) = memory {

@@ -12,6 +12,7 @@ use crate::error::{Error, Result};
 use crate::tensor::{Tensor, TensorMut, TensorRef};
 
 use super::backend::{Named, NativeMemory, ResultSpec, core_dtype, data, float, unfit_ids};
+use super::expert_sums::{ErasedExpertSums, SharedExpertSums};
 use super::group::DeviceGroup;
 use super::native::NativeGroup;
 
@@ -75,6 +76,18 @@ impl NativeMemory for Flex {
 
     fn int(output: Tensor<Cpu>) -> Result<IntTensor<Self>> {
         Ok(Self::int_from_data(data(output)?, &FlexDevice))
+    }
+
+    fn erase_sums(sums: SharedExpertSums<Tensor<Cpu>>) -> ErasedExpertSums {
+        ErasedExpertSums::Cpu(sums)
+    }
+
+    fn named_sums(sums: &ErasedExpertSums) -> Option<&SharedExpertSums<Tensor<Cpu>>> {
+        match sums {
+            ErasedExpertSums::Cpu(sums) => Some(sums),
+            #[cfg(feature = "burn-cuda")]
+            ErasedExpertSums::Cuda(_) => None,
+        }
     }
 
     fn begin(_: &Cpu) -> Result<Waited> {

@@ -105,6 +105,9 @@ impl Drop for CallNode {
     }
 }
 
+/// Memory that is lent, and where it comes back to.
+pub(super) type Lent<M> = (SharedExpertSums<M>, LentExpertSums<M>);
+
 /// Who takes the gradients of a backward that runs, and where.
 #[derive(Clone, Default)]
 pub(super) struct Receivers {
@@ -153,9 +156,9 @@ impl LayerCalls {
         &self,
         leaves: &PerParam<Option<NodeId>>,
         trained: &PerParam<bool>,
-    ) -> Option<(SharedExpertSums<B>, LentExpertSums<B>)> {
+    ) -> Option<Lent<B::Output>> {
         // Of another back end: that of a reducer whose module this call is not.
-        let sums: SharedExpertSums<B> = locked(&self.receivers).sums.clone()?.downcast().ok()?;
+        let sums = Arc::clone(B::named_sums(locked(&self.receivers).sums.as_ref()?)?);
         let lent = locked_sums(&sums).lend(leaves, trained)?;
         Some((sums, lent))
     }
@@ -166,7 +169,7 @@ impl LayerCalls {
         layer: u32,
         leaves: &PerParam<Option<NodeId>>,
         gradients: &mut PerParam<Option<FloatTensor<B>>>,
-        in_place: Option<(&SharedExpertSums<B>, PerParam<bool>)>,
+        in_place: Option<(&SharedExpertSums<B::Output>, PerParam<bool>)>,
     ) -> Result<()> {
         let Some(hook) = locked(&self.receivers).hook.clone() else { return Ok(()) };
         let (mut hook, mut new, mut whole) = (locked(&hook), LayerGradients::new(), LayerGradients::new());
@@ -175,9 +178,9 @@ impl LayerCalls {
             match &in_place {
                 Some((sums, kinds)) if kinds[kind] => {
                     if hook.counts(leaf)
-                        && let Some(sum) = locked_sums(sums).take_leaf(leaf)?
+                        && let Some(sum) = locked_sums(sums).take_leaf(leaf)
                     {
-                        whole.register::<B>(kind, TensorPrimitive::Float(sum));
+                        whole.register::<B>(kind, TensorPrimitive::Float(B::float(sum)?));
                     }
                 }
                 _ => {

@@ -199,6 +199,8 @@ mod backward;
 mod config;
 #[cfg(feature = "burn-cuda")]
 mod cuda;
+#[cfg(feature = "burn-cuda")]
+mod cuda_output;
 mod dense;
 mod dense_autodiff;
 mod dense_call;

@@ -90,7 +90,7 @@ pub struct GradientReducer<B: AutodiffBackend + MoeBackend> {
     bucket_bytes: usize,
     gradients: AccumulatedGradients<B::Native>,
     /// Those of experts, where kernels add them up.
-    main: Option<SharedExpertSums<B::Native>>,
+    main: Option<SharedExpertSums<<B::Native as NativeMemory>::Output>>,
 }
 
 /// A layer whose sums may begin beside backward.
@@ -380,7 +380,7 @@ impl<B: AutodiffBackend + MoeBackend> GradientReducer<B> {
         self.layers.iter().for_each(|layer| drop(layer.group.take_failure()));
         let done = {
             let calls = self.layers.iter().map(|layer| &*layer.calls);
-            let sums = self.main.as_ref().map(|main| Arc::clone(main) as _);
+            let sums = self.main.as_ref().map(|main| B::Native::erase_sums(Arc::clone(main)));
             let _scope = ReceiverScope::new(calls, &Receivers { hook, sums });
             catch_unwind(AssertUnwindSafe(|| loss.backward()))
         };

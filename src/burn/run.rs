@@ -162,7 +162,7 @@ impl<T> TensorGradients<T> {
 /// Gradients that a backward makes, and the memory that is lent for experts'.
 pub(super) struct Wanted<'a, B: NativeMemory> {
     pub(super) tracked: Tracked,
-    pub(super) sums: &'a mut Option<LentExpertSums<B>>,
+    pub(super) sums: &'a mut Option<LentExpertSums<B::Output>>,
 }
 
 /// Gradients that somebody tracks.
@@ -206,7 +206,9 @@ pub(super) fn run_backward<B: NativeMemory>(
             ..tracked
         };
         // The gradients of shards come from their chain.
-        let lent = |kind: ParamKind, sums: &Option<LentExpertSums<B>>| sums.as_ref().is_some_and(|sums| sums.has(kind));
+        let lent = |kind: ParamKind, sums: &Option<LentExpertSums<B::Output>>| {
+            sums.as_ref().is_some_and(|sums| sums.has(kind))
+        };
         let of_chain = |kind: ParamKind| experts.as_ref().is_some_and(|experts| experts.has(kind));
         let elsewhere = |kind: ParamKind, sums: &_| of_chain(kind) || lent(kind, sums);
         let (views, y, aux, mut made) = B::together(&operands.x, || {
@@ -254,7 +256,7 @@ pub(super) fn run_backward<B: NativeMemory>(
                 }
             }
             if let Some(sums) = sums {
-                sums.view_in(&mut into)?;
+                sums.view_in::<B>(&mut into)?;
             }
             if let Some(shards) = &mut shards {
                 shards.view_in(&mut into)?;

@@ -22,6 +22,7 @@ use crate::tensor::{TensorMut, TensorRef};
 use crate::{MoeConfig, Tensor as CoreTensor};
 
 use super::backend::{LayerCall, Named, NativeMemory, Operands, ResultSpec, between};
+use super::expert_sums::{ErasedExpertSums, SharedExpertSums};
 use super::group::DeviceGroup;
 use super::run::{Tracked, Wanted, run_backward, run_forward};
 
@@ -108,6 +109,14 @@ impl NativeMemory for Failing {
 
     fn int(output: CoreTensor<Cpu>) -> Result<IntTensor<Self>> {
         Flex::int(output)
+    }
+
+    fn erase_sums(sums: SharedExpertSums<Self::Output>) -> ErasedExpertSums {
+        Flex::erase_sums(sums)
+    }
+
+    fn named_sums(sums: &ErasedExpertSums) -> Option<&SharedExpertSums<Self::Output>> {
+        Flex::named_sums(sums)
     }
 
     fn begin(_: &Cpu) -> Result<Waited> {

@@ -107,12 +107,15 @@ fn saved_at_one_size_and_loaded_at_another<D: Chained>(device: &D) {
     }
 }
 
+/// `up` and `down` of a chain.
+type Gathered<'a, D> = ([&'a dyn moebius::weights::WeightSource<D>; 2], &'a moebius::etp::Chain<D>);
+
 /// Experts that stay as they are stored, sharded: forward and the gradient of the rows are those of the whole block, to
 /// the bit, and a rank keeps its part of the bytes.
 fn quantized_weights_stay_so_in_a_chain<D: Chained>(device: &D) {
     use moebius::Tensor as Any;
-    use moebius::ep::{Group, GroupConfig};
-    use moebius::etp::{Chain, Phase};
+    use moebius::ep::GroupConfig;
+    use moebius::etp::Phase;
     use moebius::layer::{Cotangents, GradientMask, Inputs, Layer, Mode, Params, PerParam};
     use moebius::weights::WeightSource;
 
@@ -129,30 +132,29 @@ fn quantized_weights_stay_so_in_a_chain<D: Chained>(device: &D) {
         };
         let (x, d_y) = (values(), values());
         // y and the gradient of x; a chain's passes around them.
-        let run =
-            |block: &QuantizedBlock<D>, experts_of: Option<([&dyn WeightSource<D>; 2], &Chain<D>)>, device: &D| {
-                let (x, d_y) = (device.host(&x), device.host(&d_y));
-                let whole: [&dyn WeightSource<D>; 2] = [&block.up, &block.down];
-                let ([up, down], chain) = experts_of.map_or((whole, None), |(experts, chain)| (experts, Some(chain)));
-                let mut group = device.alone(GroupConfig::new(experts, 6)).unwrap();
-                let moe = Layer::new(block.config.clone(), 0).unwrap();
-                let others = PerParam::from_fn(|kind| block.get(kind));
-                let params = Params { router: block.get(ParamKind::Router).unwrap(), up, down, others };
-                let pass = |phase| chain.map_or(Ok(()), |chain| chain.begin(phase)).unwrap();
-                let end = || chain.map_or(Ok(()), Chain::end).unwrap();
-                pass(Phase::Forward);
-                let mode = Mode { backward: true, noise: None };
-                let forward = moe.forward(&mut group, mode, x.view(), &params).unwrap();
-                end();
-                pass(Phase::Backward);
-                let inputs = Inputs { x: x.view(), params: &params };
-                let cotangents = Cotangents { y: Some(d_y.view()), aux: 0.0 };
-                let wanted = GradientMask { experts: false, ..GradientMask::ALL };
-                let context = forward.context.unwrap();
-                let gradients = moe.backward(&mut group, context, inputs, cotangents, wanted).unwrap();
-                end();
-                [device.bytes(forward.y.view()), device.bytes(gradients.x.as_ref().unwrap().view())]
-            };
+        let run = |block: &QuantizedBlock<D>, experts_of: Option<Gathered<'_, D>>, device: &D| {
+            let (x, d_y) = (device.host(&x), device.host(&d_y));
+            let whole: [&dyn WeightSource<D>; 2] = [&block.up, &block.down];
+            let ([up, down], chain) = experts_of.map_or((whole, None), |(experts, chain)| (experts, Some(chain)));
+            let mut group = device.alone(GroupConfig::new(experts, 6)).unwrap();
+            let moe = Layer::new(block.config.clone(), 0).unwrap();
+            let others = PerParam::from_fn(|kind| block.get(kind));
+            let params = Params { router: block.get(ParamKind::Router).unwrap(), up, down, others };
+            let pass = |phase| chain.map_or(Ok(()), |chain| chain.begin(phase)).unwrap();
+            let end = || chain.map_or(Ok(()), moebius::etp::Chain::end).unwrap();
+            pass(Phase::Forward);
+            let mode = Mode { backward: true, noise: None };
+            let forward = moe.forward(&mut group, mode, x.view(), &params).unwrap();
+            end();
+            pass(Phase::Backward);
+            let inputs = Inputs { x: x.view(), params: &params };
+            let cotangents = Cotangents { y: Some(d_y.view()), aux: 0.0 };
+            let wanted = GradientMask { experts: false, ..GradientMask::ALL };
+            let context = forward.context.unwrap();
+            let gradients = moe.backward(&mut group, context, inputs, cotangents, wanted).unwrap();
+            end();
+            [device.bytes(forward.y.view()), device.bytes(gradients.x.as_ref().unwrap().view())]
+        };
         let bytes = [&on_host.up, &on_host.down].map(|weight| weight.bytes());
         for (n, prefetch, from_host) in
             [(1, true, false), (2, true, false), (4, true, false), (4, false, false), (1, true, true), (1, false, true)]
