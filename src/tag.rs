@@ -17,13 +17,14 @@ impl Tag {
     /// Number of the collectives in which the ranks of a chain compare their backward passes. No other has it.
     pub(crate) const PASSES: u64 = u64::MAX - 1;
 
-    /// Whether ranks that have made different numbers of passes of a chain come to this collective beside another one: it
-    /// compares their numbers, or is the first of a pass, whose number its upper half is. Processes tell each other of
-    /// such a call as they make it.
+    /// The pass of a chain that a collective with this number belongs to, from 1: the number's upper half. 0 for others.
     #[cfg_attr(not(feature = "nccl"), allow(dead_code, reason = "between processes alone"))]
-    pub(crate) fn is_announced(&self) -> bool {
-        let (pass, use_of_pass) = (self.sequence >> 32, self.sequence as u32);
-        self.sequence == Self::PASSES || (pass > 0 && use_of_pass == 0)
+    pub(crate) fn pass(&self) -> u64 {
+        match self.sequence >> 32 {
+            // Numbers that stand for no pass.
+            pass if pass == u64::from(u32::MAX) => 0,
+            pass => pass,
+        }
     }
 }
 

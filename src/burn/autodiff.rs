@@ -23,7 +23,7 @@ use burn::tensor::ops::{FloatTensor, IntTensor};
 use crate::adapter::{LayerOutput, OutputCotangents};
 use crate::ep::GroupConfig;
 use crate::error::{Error, Result};
-use crate::layer::{Context, ParamKind, PerParam};
+use crate::layer::{BackwardProgress, Context, ParamKind, PerParam};
 
 use super::backend::{
     Details, DispatchOperands, DispatchResult, LayerBackend, LayerCall, NativeBackend, NativeMemory, Operands, Outputs,
@@ -33,7 +33,7 @@ use super::backward::untracked;
 use super::dense_autodiff;
 use super::dense_call::{DenseCall, DenseInput};
 use super::dispatch_autodiff::{self, TrackedDispatch};
-use super::expert_sums::locked as locked_sums;
+use super::expert_sums::{LentExpertSums, SharedExpertSums, locked as locked_sums};
 use super::group::DeviceGroup;
 use super::layer_calls::CallNode;
 use super::run::{Tracked, Wanted, run_backward, run_forward};
@@ -57,6 +57,23 @@ fn locked<B: NativeMemory>(pending: &SharedForwardState<B>) -> MutexGuard<'_, Fo
 
 fn consumed(call: &LayerCall) -> Error {
     Error::ContextConsumed { call: CALL, rank: call.group.rank() }
+}
+
+/// Memory for experts' gradients while a backward has it: it goes back also where that unwinds.
+struct Loan<M> {
+    sums: SharedExpertSums<M>,
+    lent: Option<LentExpertSums<M>>,
+    progress: Arc<BackwardProgress>,
+    /// The backward has ended well.
+    whole: bool,
+}
+
+impl<M> Drop for Loan<M> {
+    fn drop(&mut self) {
+        if let Some(lent) = self.lent.take() {
+            locked_sums(&self.sums).give_back(lent, self.progress.has_rows(), self.whole);
+        }
+    }
 }
 
 /// Parents of a [`LayerNode`]: x and a place for each kind.
@@ -94,15 +111,18 @@ impl<B: NativeMemory> Backward<B, PARENTS> for LayerNode {
         node.begin();
         let progress = context.progress();
         // Gradients of shards are their chain's.
-        let (sums, mut lent) = match &call.experts {
-            None => call.calls.lend::<B>(node.leaves(), &tracked.params).unzip(),
-            Some(_) => (None, None),
+        let lent = match &call.experts {
+            None => call.calls.lend::<B>(node.leaves(), &tracked.params),
+            Some(_) => None,
         };
+        let mut loan = lent.map(|(sums, lent)| Loan { sums, lent: Some(lent), progress, whole: false });
+        let sums = loan.as_ref().map(|loan| Arc::clone(&loan.sums));
+        let mut lent = loan.as_mut().and_then(|loan| loan.lent.as_mut());
         let in_place = PerParam::from_fn(|kind| lent.as_ref().is_some_and(|lent| lent.has(kind)));
-        let wanted = Wanted { tracked, sums: &mut lent };
+        let wanted = Wanted { tracked, sums: lent.take() };
         let made = run_backward::<B>(&call, &Operands { x, params }, context, arrived, wanted);
-        if let (Some(sums), Some(lent)) = (&sums, lent) {
-            locked_sums(sums).give_back(lent, progress.has_rows(), made.is_ok());
+        if let Some(mut loan) = loan {
+            loan.whole = made.is_ok();
         }
         let offered = made.and_then(|mut gradients| {
             let in_place = sums.as_ref().map(|sums| (sums, in_place));

@@ -14,7 +14,7 @@ use crate::adapter::{
     summed_in_part,
 };
 use crate::comm::Solo;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::fnv1a::fnv1a;
 
 use super::backend::{CoreDevice, LayerBackend, MoeBackend, NativeMemory};
@@ -132,13 +132,16 @@ impl<B: AutodiffBackend + MoeBackend> GradientReducer<B> {
 
     /// Has the layers' kernels write the experts' gradients, of the layers that [`with_layer`](Self::with_layer) names,
     /// into memory that stays over a step's microbatches: the first of them writes, the others add, and burn's graph has
-    /// none of them. Each step has its own, since the optimizer takes what [`reduce`](Self::reduce) gives. A layer of
-    /// which an expert parameter is computed, or used as two, goes burn's way.
+    /// none of them. Each step has its own memory: the optimizer takes it with what [`reduce`](Self::reduce) gives. A layer
+    /// goes burn's way where an expert's parameter is the result of an operation, or one parameter stands for two. Call it
+    /// before the first backward: what has been accumulated is dropped.
     ///
-    /// A backward that fails once a layer has begun to write has lost the sums of this rank's step:
-    /// [`reset`](Self::reset) has been done, and every rank begins the step anew. Before that they are as they were.
+    /// A backward, or a [`backward_reduced`](Self::backward_reduced), that fails once a layer has begun to write has lost
+    /// the sums of this rank's step: [`reset`](Self::reset) has been done, and every rank begins the step anew. Before that
+    /// they are as they were.
     pub fn with_main_gradients(self) -> Self {
-        Self { main: Some(ExpertSums::new(false)), ..self }
+        let gradients = AccumulatedGradients::new(SumType::AsGradients);
+        Self { main: Some(ExpertSums::new(false)), gradients, ..self }
     }
 
     /// The same, with all sums of 16-bit parameters in f32, experts' written so by the kernels: for an optimizer that
@@ -279,7 +282,7 @@ impl<B: AutodiffBackend + MoeBackend> GradientReducer<B> {
         })?;
         let made = hook.lock().unwrap_or_else(PoisonError::into_inner).take();
         if let Some(error) = made.error {
-            return Err(fail(&self.sums, error));
+            return Err(self.fail(error));
         }
         let mut new = take_gradients::<B, M>(gradients, module);
         let in_main = |id: ParamId| self.main.as_ref().is_some_and(|main| locked(main).has(id));
@@ -288,7 +291,7 @@ impl<B: AutodiffBackend + MoeBackend> GradientReducer<B> {
         };
         if let Some(param) = made.begun.params().find(in_part) {
             let error = summed_in_part(CALL, &param.dims(), "GradientReducer::with_late_params");
-            return Err(fail(&self.sums, error));
+            return Err(self.fail(error));
         }
         add_each::<B::Native>(&mut new, made.new);
         self.gradients.add(new, made.whole);
@@ -311,12 +314,26 @@ impl<B: AutodiffBackend + MoeBackend> GradientReducer<B> {
         std::mem::replace(&mut self.gradients, next).into_params::<B>()
     }
 
-    /// Puts the sums that kernels have made among the gradients.
+    /// Puts the sums that kernels have made among the gradients. Where that fails the other ranks are told.
     fn settle(&mut self) -> Result<()> {
         let Some(main) = &self.main else { return Ok(()) };
         let sums = locked(main).take().into_iter().map(|(id, sum)| Ok((id, B::Native::float(sum)?)));
-        self.gradients.take_sums(sums.collect::<Result<ByParam<B::Native>>>()?);
+        match sums.collect::<Result<ByParam<B::Native>>>() {
+            Ok(sums) => self.gradients.take_sums(sums),
+            Err(error) => {
+                self.reset();
+                return Err(fail(&self.sums, error));
+            }
+        }
         Ok(())
+    }
+
+    /// Tells the other ranks of an error behind a backward. What kernels have added to is lost with its microbatch.
+    fn fail(&mut self, error: Error) -> Error {
+        if self.main.as_ref().is_some_and(|main| locked(main).is_written()) {
+            self.reset();
+        }
+        fail(&self.sums, error)
     }
 
     fn params<M: Module<B>>(&self, module: &M) -> StepParams<B> {

@@ -162,7 +162,7 @@ impl<T> TensorGradients<T> {
 /// Gradients that a backward makes, and the memory that is lent for experts'.
 pub(super) struct Wanted<'a, B: NativeMemory> {
     pub(super) tracked: Tracked,
-    pub(super) sums: &'a mut Option<LentExpertSums<B::Output>>,
+    pub(super) sums: Option<&'a mut LentExpertSums<B::Output>>,
 }
 
 /// Gradients that somebody tracks.
@@ -192,7 +192,7 @@ pub(super) fn run_backward<B: NativeMemory>(
     operands: &Operands<FloatTensor<B>>,
     context: Context<B::Core>,
     OutputCotangents { d_y, d_aux }: OutputCotangents<FloatTensor<B>>,
-    Wanted { tracked, sums }: Wanted<'_, B>,
+    Wanted { tracked, mut sums }: Wanted<'_, B>,
 ) -> Result<TensorGradients<FloatTensor<B>>> {
     context.handle().check_backward(BACKWARD)?;
     let mut group = call.group_of::<B>((BACKWARD, Op::CombineBwd), &operands.x)?.lock();
@@ -206,11 +206,9 @@ pub(super) fn run_backward<B: NativeMemory>(
             ..tracked
         };
         // The gradients of shards come from their chain.
-        let lent = |kind: ParamKind, sums: &Option<LentExpertSums<B::Output>>| {
-            sums.as_ref().is_some_and(|sums| sums.has(kind))
-        };
+        let lent = PerParam::from_fn(|kind| sums.as_ref().is_some_and(|sums| sums.has(kind)));
         let of_chain = |kind: ParamKind| experts.as_ref().is_some_and(|experts| experts.has(kind));
-        let elsewhere = |kind: ParamKind, sums: &_| of_chain(kind) || lent(kind, sums);
+        let elsewhere = |kind: ParamKind| of_chain(kind) || lent[kind];
         let (views, y, aux, mut made) = B::together(&operands.x, || {
             let views = Views::<B>::new(&core, operands)?;
             let view = |name, tensor| B::view(&core, Named { name, tensor });
@@ -223,10 +221,10 @@ pub(super) fn run_backward<B: NativeMemory>(
             if tracked.x {
                 made.x = Some(like(views.x)?);
             }
-            for kind in ParamKind::ALL.into_iter().filter(|&kind| tracked.makes(kind) && !elsewhere(kind, sums)) {
+            for kind in ParamKind::ALL.into_iter().filter(|&kind| tracked.makes(kind) && !elsewhere(kind)) {
                 made.params[kind] = views.params[kind].map(like).transpose()?;
             }
-            if let Some(sums) = sums {
+            if let Some(sums) = &mut sums {
                 let of = |kind: ParamKind| views.params.get(kind).map(TensorRef::dtype);
                 sums.allocate(of, |kind, dtype| {
                     let Some(tensor) = views.params.get(kind) else { return Ok(None) };

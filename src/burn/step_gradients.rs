@@ -125,13 +125,19 @@ pub(super) enum SumType {
 }
 
 impl SumType {
+    /// Type of the sum of a parameter's gradients, which are of its type.
+    fn of_param(self, dtype: burn::tensor::DType) -> burn::tensor::DType {
+        match (self, dtype) {
+            (Self::F32, burn::tensor::DType::BF16 | burn::tensor::DType::F16) => burn::tensor::DType::F32,
+            _ => dtype,
+        }
+    }
+
     /// A gradient in the type of its sums.
     pub(super) fn of<B: NativeMemory>(self, gradient: FloatTensor<B>) -> FloatTensor<B> {
-        match (self, gradient.dtype()) {
-            (Self::F32, burn::tensor::DType::BF16 | burn::tensor::DType::F16) => {
-                B::float_cast(gradient, FloatDType::F32)
-            }
-            _ => gradient,
+        match self.of_param(gradient.dtype()) {
+            dtype if dtype == gradient.dtype() => gradient,
+            _ => B::float_cast(gradient, FloatDType::F32),
         }
     }
 }
@@ -235,7 +241,7 @@ impl<B: NativeMemory> StepGradients<B::Core> for AccumulatedGradients<B> {
                 split.push(None);
                 continue;
             }
-            let dtype = own.unwrap_or(&param.value).dtype();
+            let dtype = own.map_or_else(|| self.sum_type.of_param(param.value.dtype()), TensorMetadata::dtype);
             let sum = flat.clone().slice([range]);
             let sum = if sum.dtype() == dtype { sum } else { sum.cast(dtype) };
             split.push(Some(B::float_reshape(primitive(sum), Shape::from(param.dims()))));

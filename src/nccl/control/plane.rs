@@ -4,14 +4,15 @@
 //! they are about to do, so that a disagreement or a refusal is an error on each of them with nothing enqueued, and the
 //! communicator stays usable. Between processes such a meeting costs a network's round trip a collective, and is held
 //! where it was asked for only (`MOEBIUS_CHECKED`): else only [`PeerEvents`] travel, among them the calls at which ranks
-//! meet that have made different numbers of passes ([`Tag::is_announced`](crate::comm::Tag)), and whoever is refused loses
-//! the communicator.
+//! meet that have made different numbers of passes of a chain, and whoever is refused loses the communicator.
 
 use std::collections::HashMap;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use crate::comm::Tag;
 use crate::comm::agree::{CollectiveCall, Verdict, compare_calls, failed};
 use crate::comm::rendezvous::{Failure, Rendezvous};
 use crate::error::CommError;
@@ -66,13 +67,15 @@ pub(in crate::nccl) struct ProcessControl {
     id: u64,
     /// Its ranks, as the world numbers them.
     ranks: Vec<usize>,
+    /// The pass of a chain whose first collective was announced last.
+    announced: Arc<AtomicU64>,
 }
 
 impl ProcessControl {
     pub(in crate::nccl) fn new(socket: &Arc<ControlSocket>, id: u64, ranks: Vec<usize>) -> Self {
         let peer_events = PeerEvents::new(socket.checked(), ranks.len());
         socket.register(id, ranks.clone(), &peer_events);
-        Self { peer_events, socket: Arc::clone(socket), id, ranks }
+        Self { peer_events, socket: Arc::clone(socket), id, ranks, announced: Arc::default() }
     }
 
     /// Sends the others what this rank is about to call, and compares what they send.
@@ -105,6 +108,13 @@ impl ProcessControl {
             }
             thread::sleep(LOOK);
         }
+    }
+
+    /// Whether ranks that have made different numbers of passes of a chain come to this collective beside another one: it
+    /// compares their numbers, or is the first of a pass.
+    fn is_announced(&self, tag: Tag) -> bool {
+        let pass = tag.pass();
+        tag.sequence == Tag::PASSES || (pass > 0 && self.announced.swap(pass, Ordering::Relaxed) != pass)
     }
 
     /// Tells the others what this rank calls, and waits for nobody: where another calls something else, each finds out as
@@ -155,7 +165,7 @@ impl ControlPlane {
                 return process.compare_call(subject, &call, timeout);
             }
             ControlPlane::ProcessControl(process) => {
-                if call.tag.is_announced() {
+                if process.is_announced(call.tag) {
                     process.announce(subject, &call);
                 }
                 return process.peer_events.fault(subject).map_or(Ok(()), |fault| Err(CompareError::Over(fault)));
