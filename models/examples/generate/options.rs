@@ -86,19 +86,19 @@ pub struct Prompts {
 #[derive(Debug, Args)]
 pub struct SamplingOptions {
     /// 0: greedy
-    #[arg(long, value_name = "T")]
+    #[arg(long, value_name = "T", allow_negative_numbers = true)]
     pub temperature: Option<f32>,
     /// Draw from the K largest logits; 0: from all
     #[arg(long, value_name = "K")]
     pub top_k: Option<usize>,
     /// Draw from the fewest tokens with this probability together
-    #[arg(long, value_name = "P")]
+    #[arg(long, value_name = "P", allow_negative_numbers = true)]
     pub top_p: Option<f32>,
     /// Draw from tokens with this share of the largest probability
-    #[arg(long, value_name = "P")]
+    #[arg(long, value_name = "P", allow_negative_numbers = true)]
     pub min_p: Option<f32>,
     /// Above 1: tokens that are there already become less probable
-    #[arg(long, value_name = "X")]
+    #[arg(long, value_name = "X", allow_negative_numbers = true)]
     pub repetition_penalty: Option<f32>,
     /// The same seed gives the same text. Every prompt draws all of its numbers, whatever the others
     #[arg(long, value_name = "S", default_value_t = 0)]
