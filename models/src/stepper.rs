@@ -325,9 +325,23 @@ impl<'m> Stepper<'m> {
     /// Tokens of the next step, one a sequence. Waits for the device.
     ///
     /// # Errors
-    /// candle's.
+    /// A rank that was lost in a replayed step, whose tokens are worth nothing; candle's.
     pub fn next_ids(&self) -> Result<Vec<u32>> {
-        Ok(self.next.flatten_all()?.to_vec1()?)
+        let ids = self.next.flatten_all()?.to_vec1()?;
+        self.check_replays()?;
+        Ok(ids)
+    }
+
+    /// Whether replayed steps have lost a rank: logits that have been read are then worth nothing. Waits for nothing.
+    ///
+    /// # Errors
+    /// How the rank was lost: it is gone, has failed, or did not come within the communicator's timeout.
+    pub fn check_replays(&self) -> Result<()> {
+        #[cfg(feature = "cuda")]
+        if let Some(graph) = &self.graph {
+            graph.check()?;
+        }
+        Ok(())
     }
 
     /// Chooses the tokens of the next step, one a sequence.
@@ -351,7 +365,8 @@ impl<'m> Stepper<'m> {
     /// likeliest tokens become the next ids. Does not wait for the device where a graph is replayed.
     ///
     /// # Errors
-    /// No room for another token; what the layers report. After an error the stepper must be cleared.
+    /// No room for another token; what the layers report; a rank that was lost in a step before, where steps are replayed.
+    /// After an error the stepper must be cleared.
     pub fn step(&mut self) -> Result<&Tensor> {
         let model = self.model;
         let logits = model.run_or_refuse(|at| {
@@ -499,6 +514,11 @@ mod graph {
         pub(super) fn replay(&mut self) -> Result<Tensor> {
             self.step.replay()?;
             Ok(self.logits())
+        }
+
+        /// Whether replays have lost a rank.
+        pub(super) fn check(&self) -> Result<()> {
+            Ok(self.step.check()?)
         }
 
         pub(super) fn logits(&self) -> Tensor {

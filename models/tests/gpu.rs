@@ -1,5 +1,9 @@
 //! Decoding on a GPU: kernels and captured steps against forwards of whole sequences. Counts as ignored without a GPU.
 
+#[cfg(feature = "nccl")]
+#[path = "support/lost_rank.rs"]
+mod lost_rank;
+
 use std::error::Error;
 use std::ops::ControlFlow;
 use std::process::ExitCode;
@@ -448,6 +452,13 @@ fn main() -> ExitCode {
         let run = move || over_two_gpus(prompts, has_room).map_err(|e| e.to_string().into());
         let two = gpu && Device::new_cuda_with_stream(1).is_ok();
         let name = format!("{prompts} prompts over two GPUs{}", if has_room { ", captured" } else { "" });
+        trials.push(Trial::test(name, run).with_ignored_flag(!two));
+    }
+    #[cfg(feature = "nccl")]
+    for (how, name) in [(lost_rank::Lost::Leaves, "leaves"), (lost_rank::Lost::StaysAway, "stays away from")] {
+        let run = move || lost_rank::lost_in_a_replay(how).map_err(|e| e.to_string().into());
+        let two = gpu && Device::new_cuda_with_stream(1).is_ok();
+        let name = format!("a rank {name} a captured step, over two GPUs");
         trials.push(Trial::test(name, run).with_ignored_flag(!two));
     }
     let mut on_host = |name: &str, config: &Value, options: LoadOptions| {

@@ -201,12 +201,22 @@ impl<F> fmt::Debug for CapturedStep<F> {
 }
 
 impl<F> CapturedStep<F> {
-    /// Enqueues the step.
+    /// Enqueues the step. Collectives in it are watched, all of a replay as one, which ends within the communicator's
+    /// timeout or ends the communicator.
     ///
     /// # Errors
-    /// A driver's error.
+    /// What has failed before, as [`check`](Self::check); a communicator of the step that is no more; a driver's error.
     pub fn replay(&mut self) -> Result<()> {
         Ok(self.graph.replay()?)
+    }
+
+    /// Whether something that replays depend on has failed, a peer for instance: outputs are then worth nothing. candle's
+    /// own waits for the device do not say so. Waits for nothing: to be asked once a replay's outputs have been read.
+    ///
+    /// # Errors
+    /// The first failure.
+    pub fn check(&self) -> Result<()> {
+        Ok(self.graph.check()?)
     }
 
     /// The tensors that the calls returned: each replay overwrites them.

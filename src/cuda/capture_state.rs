@@ -5,6 +5,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
 use crate::device::CaptureHook;
 
+use super::failure::ReplayWatch;
+
 /// State of a device's captures.
 #[derive(Default)]
 pub(super) struct CaptureState {
@@ -14,6 +16,8 @@ pub(super) struct CaptureState {
     begun: AtomicU64,
     /// Called before a capture ends.
     hooks: Mutex<Vec<Weak<CaptureHook>>>,
+    /// Who is to watch replays of the one under way.
+    watches: Mutex<Vec<Weak<dyn ReplayWatch>>>,
 }
 
 impl CaptureState {
@@ -28,6 +32,7 @@ impl CaptureState {
 
     /// Gives the one under way its number.
     pub(super) fn count(&self) {
+        self.watches().clear();
         self.begun.fetch_add(1, Ordering::SeqCst);
     }
 
@@ -49,6 +54,24 @@ impl CaptureState {
         let mut hooks = self.lock();
         hooks.retain(|hook| hook.strong_count() > 0);
         hooks.push(Arc::downgrade(hook));
+    }
+
+    fn watches(&self) -> MutexGuard<'_, Vec<Weak<dyn ReplayWatch>>> {
+        self.watches.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Has replays of the capture under way watched.
+    #[cfg(feature = "nccl")]
+    pub(super) fn watch(&self, watch: Weak<dyn ReplayWatch>) {
+        let mut watches = self.watches();
+        if !watches.iter().any(|known| known.ptr_eq(&watch)) {
+            watches.push(watch);
+        }
+    }
+
+    /// Who is to watch replays of the capture that ends.
+    pub(super) fn take_watches(&self) -> Vec<Weak<dyn ReplayWatch>> {
+        std::mem::take(&mut self.watches())
     }
 
     /// The hooks that are alive.

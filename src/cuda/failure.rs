@@ -32,6 +32,15 @@ pub(crate) trait FailureSource: Send + Sync {
     fn failure(&self) -> Option<Error>;
 }
 
+/// Sees to it that what others take part in ends, in every replay of a graph.
+pub(crate) trait ReplayWatch: Send + Sync {
+    /// A replay has been enqueued, of which nothing is behind yet.
+    ///
+    /// # Errors
+    /// A driver's: the end of the replay cannot be seen.
+    fn replayed(&self) -> Result<()>;
+}
+
 /// The sources that one stream's work depends on.
 #[derive(Default)]
 pub(super) struct FailureSources(Mutex<Vec<Weak<dyn FailureSource>>>);

@@ -1,6 +1,7 @@
 //! CUDA graphs: a sequence of calls, captured once and replayed without the host.
 
-use std::sync::Arc;
+use std::fmt;
+use std::sync::{Arc, Weak};
 
 use cudarc::driver::{result, sys};
 
@@ -9,6 +10,7 @@ use crate::error::{Error, Result};
 
 use super::device::Cuda;
 use super::driver::driver;
+use super::failure::ReplayWatch;
 use super::memory::{Arena, ArenaKind};
 
 const CALL: &str = "Cuda::capture";
@@ -28,7 +30,17 @@ pub struct Captured<T> {
     arenas: Vec<Arc<Arena>>,
     _retained: Vec<RetainedBlocks>,
     /// Every device that took part: its kernels and the words that they report in are the graph's.
-    _devices: Vec<Cuda>,
+    devices: Vec<Cuda>,
+    watches: ReplayWatches,
+}
+
+/// Who watches the replays of a graph.
+struct ReplayWatches(Vec<Weak<dyn ReplayWatch>>);
+
+impl fmt::Debug for ReplayWatches {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "ReplayWatches {{ {} }}", self.0.len())
+    }
 }
 
 /// Keeps the blocks that were in use in an arena when it was made from changing hands.
@@ -277,24 +289,42 @@ impl<T> Captured<T> {
             retained.push(blocks);
         }
         let (graph, output) = capture.run(calls)?;
+        let watches = capture.members.iter().flat_map(|member| member.cuda.inner.capture_state.take_watches());
+        let watches = ReplayWatches(watches.collect());
         drop(capture);
         if kind == ArenaKind::InGraph {
             graph.check_self_contained()?;
         }
         let exec = graph.executable()?;
-        Ok(Self { exec, output, cuda: cuda.clone(), arenas, _retained: retained, _devices: devices.to_vec() })
+        Ok(Self { exec, output, cuda: cuda.clone(), arenas, _retained: retained, devices: devices.to_vec(), watches })
     }
 
-    /// Enqueues the captured calls.
+    /// Enqueues the captured calls. Collectives among them are watched, all of a replay as one, which ends within the
+    /// communicator's timeout or ends the communicator.
     ///
     /// # Errors
-    /// A driver's error.
+    /// What has failed before, as [`check`](Self::check); a communicator of the calls that is no more; a driver's error.
     pub fn replay(&mut self) -> Result<()> {
         const CALL: &str = "Captured::replay";
+        self.check()?;
+        let watches: Vec<_> = self.watches.0.iter().filter_map(Weak::upgrade).collect();
+        if watches.len() < self.watches.0.len() {
+            return Err(Error::invalid(CALL, "graph", "the communicators of its collectives alive", "one dropped"));
+        }
         self.cuda.bind(CALL)?;
         // SAFETY: the graph is executable and what it touches is held by `self`.
         unsafe { result::graph::launch(self.exec, self.cuda.inner.stream.cu_stream()) }
-            .map_err(driver(CALL, "launch the graph"))
+            .map_err(driver(CALL, "launch the graph"))?;
+        watches.iter().try_for_each(|watch| watch.replayed())
+    }
+
+    /// Whether something that replays depend on has failed, a peer for instance: what they have computed since is worth
+    /// nothing. Waits for nothing: to be asked once a replay's results are there.
+    ///
+    /// # Errors
+    /// The first failure, as every wait of the [`Cuda`] returns it.
+    pub fn check(&self) -> Result<()> {
+        self.devices.iter().try_for_each(|device| device.inner.failure_sources.check())
     }
 
     /// Result of the captured calls: tensors in it hold the results of the last replay.

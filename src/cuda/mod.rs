@@ -87,7 +87,7 @@ pub use crate::device::Waited;
 pub use buffer::{DeviceBuffer, DeviceMut, DeviceRef};
 pub use device::{Cuda, Event};
 #[cfg(feature = "nccl")]
-pub(crate) use failure::{FailureSource, StuckFlag};
+pub(crate) use failure::{FailureSource, ReplayWatch, StuckFlag};
 pub use graph::Captured;
 #[cfg(all(feature = "nccl", not(feature = "nccl-ep")))]
 pub(crate) use group::dispatcher_not_built;

@@ -103,6 +103,14 @@ impl Cuda {
         self.inner.failure_sources.add(source);
     }
 
+    /// Has replays of the graph that is being captured watched.
+    #[cfg(feature = "nccl")]
+    pub(crate) fn watch_replays(&self, watch: std::sync::Weak<dyn super::failure::ReplayWatch>) {
+        if self.inner.capture_state.is_under_way() {
+            self.inner.capture_state.watch(watch);
+        }
+    }
+
     /// Has this device's waits return what another's would find.
     pub(super) fn adopt_failure_sources(&self, other: &Cuda) {
         self.inner.failure_sources.adopt(&other.inner.failure_sources);

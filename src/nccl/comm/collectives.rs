@@ -26,7 +26,7 @@ impl NcclComm {
 
     /// A collective without any bytes, on all ranks.
     fn nothing(&mut self, subject: CollectiveInfo) -> Result<()> {
-        self.session.last = subject.number;
+        self.session.count.enqueued(subject.number);
         Ok(())
     }
 
@@ -97,7 +97,7 @@ impl Communicator<Cuda> for NcclComm {
     }
 
     fn calls(&self) -> u64 {
-        self.session.calls
+        self.session.count.calls()
     }
 
     fn device(&self) -> Option<&Cuda> {

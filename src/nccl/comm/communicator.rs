@@ -1,20 +1,22 @@
 //! One rank's communicator between GPUs.
 
 use std::collections::HashMap;
+use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
 use crate::comm::agree::{CollectiveCall, Detail};
 use crate::comm::{Op, Tag};
-use crate::cuda::{Cuda, Event};
+use crate::cuda::{Cuda, ReplayWatch};
 use crate::dtype::DType;
 use crate::error::{CommError, Result};
 use crate::tensor::Tensor;
 
+use crate::nccl::comm::replays::{Replays, work_so_far};
 use crate::nccl::comm::session::Session;
 use crate::nccl::control::peer_events::CollectiveInfo;
 use crate::nccl::control::plane::ControlPlane;
-use crate::nccl::ffi::comm_handle::{CommHandle, Work};
+use crate::nccl::ffi::comm_handle::CommHandle;
 use crate::nccl::ffi::enqueue::{CommStream, EnqueueError};
 use crate::nccl::ffi::sys::{CommPtr, Functions, StreamPtr};
 use crate::nccl::{NcclLibrary, NcclOptions};
@@ -36,12 +38,23 @@ pub struct NcclComm {
     pub(in crate::nccl) cuda: Cuda,
     pub(in crate::nccl) sums: RankReduce,
     pub(in crate::nccl) session: Session,
+    /// Of graphs that hold its collectives.
+    replays: WatchedReplays,
 }
 
 impl Drop for NcclComm {
     fn drop(&mut self) {
         // Before anything else of it goes; the communicator is the last.
         self.session.close();
+    }
+}
+
+/// The watch of a communicator's replays.
+struct WatchedReplays(Arc<dyn ReplayWatch>);
+
+impl fmt::Debug for WatchedReplays {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("WatchedReplays")
     }
 }
 
@@ -62,26 +75,8 @@ pub(in crate::nccl) struct RankReduce {
     pub(in crate::nccl) maps: HashMap<usize, Tensor<Cuda>>,
 }
 
-/// Work on a GPU up to an event.
-struct StreamWork {
-    cuda: Cuda,
-    event: Event,
-}
-
-impl Work for StreamWork {
-    fn ended(&self) -> std::result::Result<bool, String> {
-        self.cuda.bind("watch").and_then(|()| self.event.is_done()).map_err(|e| e.to_string())
-    }
-}
-
-/// The watched work that a GPU has been given; not inside a capture, which runs later and any number of
-/// times.
-fn work_so_far(cuda: &Cuda) -> Result<Option<Box<dyn Work>>> {
-    Ok(match cuda.is_capturing()? {
-        true => None,
-        false => Some(Box::new(StreamWork { event: cuda.record()?, cuda: cuda.clone() })),
-    })
-}
+/// Of a call that is no collective.
+const NO_TAG: Tag = Tag { layer: 0, op: Op::User, sequence: 0 };
 
 impl NcclComm {
     pub(in crate::nccl) fn new(
@@ -90,13 +85,17 @@ impl NcclComm {
         control: ControlPlane,
         timeout: Duration,
     ) -> Result<Self> {
+        const CALL: &str = "NcclComm::new";
         comm_handle.on(|| vec![cuda.stuck()]);
         let own = cuda.clone();
         comm_handle.marked(Box::new(move || work_so_far(&own).ok().flatten()));
         let session = Session::new(comm_handle, control, timeout)?;
         let guard: Arc<dyn crate::cuda::FailureSource> = session.comm_handle.clone();
         cuda.add_failure_source(&guard);
-        Ok(Self { cuda: cuda.clone(), sums: RankReduce::default(), session })
+        let (rank, count) = (session.comm_handle.rank, Arc::clone(&session.count));
+        let watch = session.watch().ok_or_else(|| session.ended(CALL, NO_TAG))?;
+        let replays = WatchedReplays(Arc::new(Replays { cuda: cuda.clone(), rank, timeout, count, watch }));
+        Ok(Self { cuda: cuda.clone(), sums: RankReduce::default(), session, replays })
     }
 
     /// The GPU and its stream.
@@ -134,7 +133,7 @@ impl NcclComm {
         let stream = self.stream();
         match self.session.comm_handle.with(|functions, comm| calls(CommParts { functions, comm, stream })) {
             Some(result) => result,
-            None => Err(self.session.ended("with_raw", Tag { layer: 0, op: Op::User, sequence: 0 })),
+            None => Err(self.session.ended("with_raw", NO_TAG)),
         }
     }
 
@@ -188,8 +187,15 @@ impl NcclComm {
     ) -> Result<T> {
         let bound = self.cuda.bind(subject.operation);
         self.session.check_begun(subject, bound)?;
-        let (stream, cuda) = (self.stream(), &self.cuda);
-        self.session.run(subject, |comm_handle| calls(&CommStream { comm_handle, stream }), || work_so_far(cuda))
+        let (stream, cuda, replays) = (self.stream(), &self.cuda, &self.replays.0);
+        let work = || {
+            let work = work_so_far(cuda)?;
+            if work.is_none() {
+                cuda.watch_replays(Arc::downgrade(replays));
+            }
+            Ok(work)
+        };
+        self.session.run(subject, |comm_handle| calls(&CommStream { comm_handle, stream }), work)
     }
 
     /// The same for calls of NCCL alone.

@@ -352,8 +352,12 @@ impl NcclComm {
         self.all_gather(tag, send.view(), recv.view_mut())?;
         let all = of.download(recv.view());
         // The others go on to NCCL's own call, which has no end without this rank, and hear of it there.
-        let subject =
-            CollectiveInfo { rank: self.session.comm_handle.rank, number: self.session.calls, operation: CALL, tag };
+        let subject = CollectiveInfo {
+            rank: self.session.comm_handle.rank,
+            number: self.session.count.calls(),
+            operation: CALL,
+            tag,
+        };
         let all = self.session.check_begun(subject, all)?;
         let all: Vec<i64> = all.as_chunks().0.iter().map(|b| i64::from_le_bytes(*b)).collect();
         // On all ranks alike, before NCCL is called: it compares none of them.
@@ -387,7 +391,7 @@ impl NcclComm {
         let (Some(comm_handle), Some(color)) = (comm_handle, color) else { return Ok(None) };
         comm_handle.on(|| self.session.comm_handle.gpus().iter().cloned().chain([cuda.stuck()]).collect());
         let ranks: Vec<usize> = members.iter().map(|(_, rank)| *rank).collect();
-        let control = self.session.control.part((self.session.calls, color), &ranks);
+        let control = self.session.control.part((self.session.count.calls(), color), &ranks);
         Self::new(Arc::new(comm_handle), cuda, control, self.session.timeout).map(Some)
     }
 

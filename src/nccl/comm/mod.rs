@@ -9,6 +9,7 @@ pub(in crate::nccl) mod one_sided;
 pub(in crate::nccl) mod p2p;
 pub(in crate::nccl) mod peer_memory;
 pub(in crate::nccl) mod reduce;
+pub(in crate::nccl) mod replays;
 pub(in crate::nccl) mod session;
 #[cfg(feature = "nccl-ep")]
 pub(in crate::nccl) mod shared_comm;

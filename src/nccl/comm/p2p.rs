@@ -67,6 +67,6 @@ impl NcclComm {
             return Err(Error::invalid(operation, "peer", format!("a rank below {size}"), peer));
         }
         self.session.check_alive()?;
-        Ok(CollectiveInfo { rank, number: self.session.calls, operation, tag })
+        Ok(CollectiveInfo { rank, number: self.session.count.calls(), operation, tag })
     }
 }

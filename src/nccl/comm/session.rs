@@ -9,9 +9,10 @@ use crate::comm::{Op, Tag};
 use crate::dtype::DType;
 use crate::error::{CommError, Error, Result};
 
+use crate::nccl::control::call_count::CallCount;
 use crate::nccl::control::peer_events::CollectiveInfo;
 use crate::nccl::control::plane::{CompareError, ControlPlane};
-use crate::nccl::control::watchdog::{EndNotice, Watchdog};
+use crate::nccl::control::watchdog::{EndNotice, WatchHandle, Watchdog};
 use crate::nccl::ffi::comm_handle::{CommHandle, Work};
 
 /// A rank's place. Dropping it is to [`close`](Self::close) it.
@@ -19,9 +20,7 @@ use crate::nccl::ffi::comm_handle::{CommHandle, Work};
 pub(in crate::nccl) struct Session {
     pub(in crate::nccl) timeout: Duration,
     pub(in crate::nccl) control: ControlPlane,
-    pub(in crate::nccl) calls: u64,
-    /// The last collective that was enqueued.
-    pub(in crate::nccl) last: u64,
+    pub(in crate::nccl) count: Arc<CallCount>,
     /// Ends before the communicator.
     watchdog: Option<Watchdog>,
     pub(in crate::nccl) comm_handle: Arc<CommHandle>,
@@ -43,13 +42,13 @@ impl Session {
             own.give_up(rank, size, first, last);
         });
         let watchdog = Watchdog::start(Arc::clone(&comm_handle), Arc::clone(control.peer_events()), end_notice)?;
-        Ok(Self { timeout, control, calls: 0, last: 0, watchdog: Some(watchdog), comm_handle })
+        Ok(Self { timeout, control, count: Arc::default(), watchdog: Some(watchdog), comm_handle })
     }
 
     /// Tells the peers that the rank takes part in nothing any more, and waits until its collectives have ended.
     pub(in crate::nccl) fn close(&mut self) {
         let Some(watchdog) = self.watchdog.take() else { return };
-        self.control.announce_departure(self.comm_handle.rank, self.last);
+        self.control.announce_departure(self.comm_handle.rank, self.count.last());
         // A panic inside NCCL's call has enqueued nothing.
         watchdog.entered(None);
         drop(watchdog);
@@ -59,15 +58,19 @@ impl Session {
         }
     }
 
+    /// What has more watched than its calls.
+    pub(in crate::nccl) fn watch(&self) -> Option<WatchHandle> {
+        self.watchdog.as_ref().map(Watchdog::handle)
+    }
+
     pub(in crate::nccl) fn check_alive(&self) -> Result<()> {
         self.comm_handle.failure().map_or(Ok(()), |failure| Err(failure.into()))
     }
 
     /// Counts a collective, and compares it with what the other ranks are about to call.
     pub(in crate::nccl) fn begin(&mut self, call: CollectiveCall) -> Result<CollectiveInfo> {
-        self.calls += 1;
         let (operation, tag) = (call.operation, call.tag);
-        let subject = CollectiveInfo { rank: self.comm_handle.rank, number: self.calls, operation, tag };
+        let subject = CollectiveInfo { rank: self.comm_handle.rank, number: self.count.call(), operation, tag };
         self.check_alive()?;
         match self.control.compare_call(subject, call, self.timeout) {
             Ok(()) => Ok(subject),
@@ -80,8 +83,8 @@ impl Session {
     /// Tells the others that this rank fails where they expect it.
     pub(in crate::nccl) fn refuse(&mut self, tag: Tag, reason: &str) -> Result<()> {
         const CALL: &str = "refuse";
-        self.calls += 1;
-        let subject = CollectiveInfo { rank: self.comm_handle.rank, number: self.calls, operation: CALL, tag };
+        let number = self.count.call();
+        let subject = CollectiveInfo { rank: self.comm_handle.rank, number, operation: CALL, tag };
         self.check_alive()?;
         if !self.control.compares_calls() {
             self.control.post_refusal(subject, reason);
@@ -115,7 +118,7 @@ impl Session {
             Some(Err(error)) => return Err(self.fail_collective(subject, error)),
             None => return Err(self.ended(subject.operation, subject.tag)),
         };
-        self.last = subject.number;
+        self.count.enqueued(subject.number);
         // Work that nobody can see the end of would be nobody's failure until time is up.
         let work = work().map_err(|error| self.fail_collective(subject, error))?;
         if let Some(watchdog) = &self.watchdog {
@@ -145,11 +148,11 @@ impl Session {
     pub(in crate::nccl) fn end(&self, error: CommError) -> Error {
         let first = self.comm_handle.fail(error);
         // Of a call that has failed half of the work may have been enqueued.
-        let oldest = self.watchdog.as_ref().and_then(Watchdog::oldest).unwrap_or(self.last + 1);
+        let oldest = self.watchdog.as_ref().and_then(Watchdog::oldest).unwrap_or(self.count.last() + 1);
         if let Some(watchdog) = &self.watchdog {
             watchdog.entered(None);
         }
-        self.control.give_up(self.comm_handle.rank, self.comm_handle.size, oldest, self.last);
+        self.control.give_up(self.comm_handle.rank, self.comm_handle.size, oldest, self.count.last());
         self.comm_handle.abort();
         first.into()
     }

@@ -1,5 +1,6 @@
 //! Messages between ranks beside the collectives: what they call, what fails, and who has ended.
 
+pub(in crate::nccl) mod call_count;
 pub(in crate::nccl) mod call_descriptor;
 pub(in crate::nccl) mod message;
 pub(in crate::nccl) mod peer_events;

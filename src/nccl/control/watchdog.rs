@@ -89,6 +89,11 @@ impl Watchdog {
         drop(spent);
     }
 
+    /// For what is watched beside the rank's own calls.
+    pub(in crate::nccl) fn handle(&self) -> WatchHandle {
+        WatchHandle(Arc::clone(&self.shared))
+    }
+
     /// Number of the oldest collective that has not ended, the one included that the host is inside of.
     pub(in crate::nccl) fn oldest(&self) -> Option<u64> {
         self.shared.lock().running.front().map(|running| running.subject.number)
@@ -102,6 +107,21 @@ impl Watchdog {
             (Some(last), None) if last.work.is_none() => drop(queue.running.pop_back()),
             _ => {}
         }
+    }
+}
+
+/// A place to have work watched.
+pub(in crate::nccl) struct WatchHandle(Arc<WatchShared>);
+
+impl WatchHandle {
+    /// Watches work that has been enqueued, behind what is watched already.
+    pub(in crate::nccl) fn watch(&self, subject: CollectiveInfo, timeout: Duration, work: Box<dyn Work>) {
+        let mut queue = self.0.lock();
+        queue.running.push_back(RunningCollective { subject, timeout, since: Instant::now(), work: Some(work) });
+        let spent = std::mem::take(&mut queue.spent);
+        drop(queue);
+        self.0.wakeup.notify_one();
+        drop(spent);
     }
 }
 

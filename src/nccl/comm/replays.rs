@@ -1,0 +1,61 @@
+//! What a GPU has been given of a communicator, as its watchdog sees it: collectives, and replays of graphs that have some
+//! among them, each of which is counted and watched as one.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use crate::comm::{Op, Tag};
+use crate::cuda::{Cuda, Event, ReplayWatch};
+use crate::error::Result;
+
+use crate::nccl::control::call_count::CallCount;
+use crate::nccl::control::peer_events::CollectiveInfo;
+use crate::nccl::control::watchdog::WatchHandle;
+use crate::nccl::ffi::comm_handle::Work;
+
+/// Work on a GPU up to an event.
+struct StreamWork {
+    cuda: Cuda,
+    event: Event,
+}
+
+impl Work for StreamWork {
+    fn ended(&self) -> std::result::Result<bool, String> {
+        self.cuda.bind("watch").and_then(|()| self.event.is_done()).map_err(|e| e.to_string())
+    }
+}
+
+/// The watched work that a GPU has been given; not inside a capture, which runs later and any number of
+/// times.
+pub(in crate::nccl) fn work_so_far(cuda: &Cuda) -> Result<Option<Box<dyn Work>>> {
+    Ok(match cuda.is_capturing()? {
+        true => None,
+        false => Some(Box::new(StreamWork { event: cuda.record()?, cuda: cuda.clone() })),
+    })
+}
+
+/// What a replay is given beside the communicator's timeout: kernels that wait for peers themselves give up first, and
+/// their memory is in use until then.
+const LONGER: Duration = Duration::from_secs(1);
+
+/// The watch of a rank's replays. It ends with the communicator, which alone holds it.
+pub(in crate::nccl) struct Replays {
+    pub(in crate::nccl) cuda: Cuda,
+    pub(in crate::nccl) rank: usize,
+    pub(in crate::nccl) timeout: Duration,
+    pub(in crate::nccl) count: Arc<CallCount>,
+    pub(in crate::nccl) watch: WatchHandle,
+}
+
+impl ReplayWatch for Replays {
+    fn replayed(&self) -> Result<()> {
+        let Some(work) = work_so_far(&self.cuda)? else { return Ok(()) };
+        // The other ranks replay as often, so that a replay has one number on all.
+        let number = self.count.call();
+        self.count.enqueued(number);
+        let tag = Tag { layer: 0, op: Op::User, sequence: number };
+        let subject = CollectiveInfo { rank: self.rank, number, operation: "replay", tag };
+        self.watch.watch(subject, self.timeout + LONGER, work);
+        Ok(())
+    }
+}
