@@ -77,10 +77,12 @@ __device__ __forceinline__ void clear_maps(const LocalPlanParams& p) {
     }
 }
 
-// Copies the status words to memory of the host, a thread each: every caller has a warp at least.
+// Copies the status words to memory of the host, a thread each: every caller has a warp at least. Words that tell nothing
+// are there already, and the kernels behind this one would wait until the host has them.
 static_assert(STATUS_WORDS <= 32);
 __device__ __forceinline__ void copy_status(const unsigned long long* words, unsigned long long* host, int64_t count) {
     const volatile unsigned long long* from = words;
+    if (from[STATUS_FAULT] == 0 && from[STATUS_NAN] == ~0ull) return;
     if (threadIdx.x < count) static_cast<volatile unsigned long long*>(host)[threadIdx.x] = from[threadIdx.x];
 }
 
@@ -105,7 +107,9 @@ __device__ void layout_segments(const LocalPlanParams& p) {
         p.stats[p.experts + e] = inside(end) - start;
         dropped += p.stats[e] - count;
     }
-    block_sum(dropped, all_dropped);
+    // By all threads alike: where there is room for everything, nothing is.
+    all_dropped = 0;
+    if (needed > p.rows || p.expert_limit < p.choices) block_sum(dropped, all_dropped);
     if (threadIdx.x != 0) return;
     p.stats[2 * p.experts] = needed;
     p.stats[2 * p.experts + 1] = all_dropped;
@@ -122,7 +126,9 @@ __device__ void layout_segments(const LocalPlanParams& p) {
 // PAIRED: for kernels whose blocks work on tiles 2 i and 2 i + 1 together. Both are of one group where possible: a
 // group's odd tile at the end is put together with that of the next group that has one. Should one be left over, its
 // partner is a tile of no rows.
-template <bool PAIRED>
+//
+// LAID_OUT: segments come from `layout_segments`, which keeps them ascending, apart and inside.
+template <bool PAIRED, bool LAID_OUT = false>
 __device__ void write_tile_list(const TileListParams& p) {
     __shared__ int64_t totals[32];
     const int64_t per = (p.groups + blockDim.x - 1) / blockDim.x;
@@ -159,13 +165,16 @@ __device__ void write_tile_list(const TileListParams& p) {
     auto inside = [&](int64_t g) {
         return p.counts[g] > 0 && p.offsets[g] >= 0 && p.offsets[g] <= p.rows - p.counts[g];
     };
-    int64_t end = 0;
-    for (int64_t g = first; g < last; g++) {
-        if (!inside(g)) continue;
-        const int64_t e = p.offsets[g] + p.counts[g];
-        end = e > end ? e : end;
+    int64_t floor = 0;
+    if (!LAID_OUT) {
+        int64_t end = 0;
+        for (int64_t g = first; g < last; g++) {
+            if (!inside(g)) continue;
+            const int64_t e = p.offsets[g] + p.counts[g];
+            end = e > end ? e : end;
+        }
+        floor = scan(end, true).before;
     }
-    const int64_t floor = scan(end, true).before;
     auto for_each_group = [&](auto&& visit) {
         int64_t end = floor;
         for (int64_t g = first; g < last; g++) {
@@ -227,8 +236,8 @@ __device__ void finish_segments(const LocalPlanParams& p) {
     __syncthreads();
     if (p.tiles != nullptr) {
         const TileListParams list{p.offsets, p.counts, p.experts, p.experts, p.rows, p.tile_rows, p.tiles + 1, &p.tiles->x, reinterpret_cast<uint32_t*>(&p.tiles->y), p.max_tiles, p.fault, p.origin};
-        if (p.paired) write_tile_list<true>(list);
-        else write_tile_list<false>(list);
+        if (p.paired) write_tile_list<true, true>(list);
+        else write_tile_list<false, true>(list);
         __syncthreads();
     }
     copy_status(p.fault, p.report, STATUS_WORDS);

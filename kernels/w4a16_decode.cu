@@ -3,7 +3,7 @@
 //
 // Rows [N, k] or behind a map, codes and scales of [E, n, k] -> [N, n], k a multiple of 64. A block a tile of up to 8
 // rows (four warps, four blocks an SM) or 16 rows (eight warps), by 32 weight rows a warp, with a gate 16 of
-// gate and 16 of up; or half as many.
+// gate and 16 of up; or half as many, and two warps for each half of k.
 //
 // Weights are the left operand of m16n8k16, rows the right one (16 columns of the output by 8 rows). The order of k
 // within a product is free as long as both operands have the same: a thread takes 64 neighboring codes of a weight
@@ -57,15 +57,41 @@ __device__ __forceinline__ uint32_t word_of(const uint4 (&codes)[2], int i) {
 // Chunk of 8 k in a row of shared memory: threads of a quad read chunks 8 apart.
 __device__ __forceinline__ int swizzled_chunk(int chunk) { return chunk ^ (chunk >> 3 & 3); }
 
+// Warps that share a tile of weight rows, each with its part of k: a warp alone with one other on its scheduler waits
+// for its own instructions.
+template <int M>
+constexpr int PARTS = M == 1 ? 2 : 1;
+
+// Steps of a warp, and the first of the second half of all: each half of k has a sum of its own, whoever makes it, and the
+// second is added to the first.
+struct Steps {
+    int from, to, second;
+
+    template <int PARTS>
+    static __device__ __forceinline__ Steps of(int steps, int part) {
+        const int second = (steps + 1) / 2;
+        return {part * second, PARTS == 2 && part == 0 ? second : steps, second};
+    }
+};
+
 // Sums of M tiles of 16 weight rows. `codes` has the first AHEAD steps; as many are on their way while one is multiplied.
 template <int FORMAT, int M, int NT, int AHEAD>
-__device__ __forceinline__ void mma_tile(float (&acc)[M][NT][4], const WeightRows<FORMAT, M>& rows, StepCodes<FORMAT> (&codes)[AHEAD][2 * M], const uint4* x, int pitch, int steps) {
+__device__ __forceinline__ void mma_tile(float (&acc)[M][NT][4], const WeightRows<FORMAT, M>& rows, StepCodes<FORMAT> (&codes)[AHEAD][2 * M], const uint4* x, int pitch, const Steps& steps) {
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    float first[M][NT][4] = {};
     StepCodes<FORMAT> last[2 * M];
     StepCodes<FORMAT>(&now)[2 * M] = codes[0];
 #pragma unroll 1
-    for (int step = 0; step < steps; step++) {
-        if (step + AHEAD < steps) rows.load(last, static_cast<int64_t>(step + AHEAD) * STEP);
+    for (int step = steps.from; step < steps.to; step++) {
+        if (PARTS<M> == 1 && step == steps.second) {
+#pragma unroll
+            for (int m = 0; m < M; m++)
+#pragma unroll
+                for (int n = 0; n < NT; n++)
+#pragma unroll
+                    for (int i = 0; i < 4; i++) first[m][n][i] = acc[m][n][i], acc[m][n][i] = 0.0f;
+        }
+        if (step + AHEAD < steps.to) rows.load(last, static_cast<int64_t>(step + AHEAD) * STEP);
         uint32_t scales[2 * M][4];
 #pragma unroll
         for (int r = 0; r < 2 * M; r++) Format<FORMAT>::expand(scales[r], now[r].scales);
@@ -93,6 +119,13 @@ __device__ __forceinline__ void mma_tile(float (&acc)[M][NT][4], const WeightRow
             codes[AHEAD - 1][r] = last[r];
         }
     }
+    if (PARTS<M> != 1) return;
+#pragma unroll
+    for (int m = 0; m < M; m++)
+#pragma unroll
+        for (int n = 0; n < NT; n++)
+#pragma unroll
+            for (int i = 0; i < 4; i++) acc[m][n][i] = first[m][n][i] + acc[m][n][i];
 }
 
 template <int FORMAT, int KIND, int WARPS, int M, int NT>
@@ -101,8 +134,10 @@ __device__ __forceinline__ void tile(const GemmParams& p, const QuantWeightParam
     const bool gated = KIND == UP && p.activation != ACT_RELU2;
     // A thread has every eighth weight row of the warp's 16 M: of as many columns of the output, or of half of them the
     // gate and then up.
-    const int64_t column = (block * WARPS + warp) * (gated ? 8 : 16) * M + g;
-    const int steps = static_cast<int>((p.k + STEP - 1) / STEP);
+    const int shares = warp / PARTS<M>, part = warp % PARTS<M>;
+    const int64_t column = (block * (WARPS / PARTS<M>) + shares) * (gated ? 8 : 16) * M + g;
+    const int all_steps = static_cast<int>((p.k + STEP - 1) / STEP);
+    const Steps steps = Steps::of<PARTS<M>>(all_steps, part);
     WeightRows<FORMAT, M> rows;
     rows.columns = p.k, rows.first = lane % 4 * 64;
 #pragma unroll
@@ -117,10 +152,18 @@ __device__ __forceinline__ void tile(const GemmParams& p, const QuantWeightParam
     constexpr int AHEAD = M == 1 ? 2 : 1;
     StepCodes<FORMAT> codes[AHEAD][2 * M];
 #pragma unroll
-    for (int i = 0; i < AHEAD; i++) rows.load(codes[i], i * STEP);
+    for (int i = 0; i < AHEAD; i++) rows.load(codes[i], static_cast<int64_t>(steps.from + i) * STEP);
+
+    // What sums are multiplied with comes with the first codes. Of a weight of two parts, gate and up have a factor each.
+    float factors[2];
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        const int64_t part = w.parts == 2 && gated ? half : 0;
+        factors[half] = Format<FORMAT>::LEFT * (w.factors ? w.factors[t.x * w.parts + part] : 1.0f);
+    }
 
     // Rows, the numbers of a chunk in the order of code pairs.
-    const int chunks = steps * (STEP / 8), filled = static_cast<int>(p.k / 8);
+    const int chunks = all_steps * (STEP / 8), filled = static_cast<int>(p.k / 8);
     for (int r = warp; r < NT * 8; r += WARPS) {
         const int64_t row = r < t.z ? mapped_row(p.a_map, t.y + r, p.a_rows, p.fault, p.site) : -1;
         const uint4* from = reinterpret_cast<const uint4*>(static_cast<const bf16*>(p.a) + row * p.k);
@@ -144,14 +187,18 @@ __device__ __forceinline__ void tile(const GemmParams& p, const QuantWeightParam
 
     float acc[M][NT][4] = {};
     mma_tile(acc, rows, codes, x, pitch, steps);
-
-    // Of a weight of two parts, gate and up have a factor each.
-    float factors[2];
-#pragma unroll
-    for (int half = 0; half < 2; half++) {
-        const int64_t part = w.parts == 2 && gated ? half : 0;
-        factors[half] = Format<FORMAT>::LEFT * (w.factors ? w.factors[t.x * w.parts + part] : 1.0f);
+    if constexpr (PARTS<M> == 2) {
+        static_assert(M == 1 && NT == 1, "a thread has one tile's sums");
+        // The rows have been read by all.
+        __syncthreads();
+        float4* sums = reinterpret_cast<float4*>(x);
+        if (part == 1) sums[shares * 32 + lane] = make_float4(acc[0][0][0], acc[0][0][1], acc[0][0][2], acc[0][0][3]);
+        __syncthreads();
+        if (part == 1) return;
+        const float4 second = sums[shares * 32 + lane];
+        acc[0][0][0] += second.x, acc[0][0][1] += second.y, acc[0][0][2] += second.z, acc[0][0][3] += second.w;
     }
+
     // Visits the rows with this thread's sums of one: those of the r-th of its weight rows.
     auto each = [&](auto&& visit) {
 #pragma unroll
@@ -192,16 +239,18 @@ template <int FORMAT, int KIND, int WARPS, int M>
 __device__ __forceinline__ void run(const GemmParams& p, const QuantWeightParams& w) {
     extern __shared__ __align__(16) uint4 x[];
     const int64_t at = blockIdx.x / p.n_tiles, block = blockIdx.x % p.n_tiles;
-    if (at >= *p.tile_count) return;
+    // Both at once: the list has room for this tile even where it has none.
     const int4 t = p.tiles[at];
+    if (at >= *p.tile_count) return;
     const int pitch = static_cast<int>((p.k + STEP - 1) / STEP * (STEP / 8)) + 4;
-    if (WARPS == DECODE8_WARPS || t.z <= 8) tile<FORMAT, KIND, WARPS, M, 1>(p, w, t, block, x, pitch);
+    if constexpr (WARPS == DECODE8_WARPS) tile<FORMAT, KIND, WARPS, M, 1>(p, w, t, block, x, pitch);
+    else if (t.z <= 8) tile<FORMAT, KIND, WARPS, M, 1>(p, w, t, block, x, pitch);
     else tile<FORMAT, KIND, WARPS, M, 2>(p, w, t, block, x, pitch);
 }
 
 }  // namespace
 
-// Tiles of up to 8 rows and small blocks, of which one begins while another ends, of half as many weight rows where there
+// Tiles of up to 8 rows and small blocks, of which one begins while another ends, of a quarter of the weight rows where there
 // would be few blocks; and of up to 16 rows. Sums do not depend on which.
 #define DECODE(name, FORMAT, KIND, WARPS, M)                                                                       \
     extern "C" __global__ void __launch_bounds__(WARPS * 32, 16 / WARPS)                                           \

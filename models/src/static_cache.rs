@@ -2,12 +2,12 @@
 //! what a step that is captured once can be replayed on.
 
 use std::collections::HashMap;
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Mutex, OnceLock, PoisonError};
 
 use candle_core::{DType, Device, Result, Tensor};
 
 use crate::cache::{LayerCache, write};
-use crate::ops::{CacheAttentionOptions, wide};
+use crate::ops::{CacheAttentionOptions, CacheMask, wide};
 use crate::rotary::Angles;
 
 /// Which tokens a layer's cache positions hold: that of position p of its sequence lies at cache position p mod
@@ -182,9 +182,9 @@ impl PositionTables {
         let at = |t: &Tensor| t.index_select(&self.position, 0);
         let of = |table: &CachePositionTable| -> Result<StepCachePosition> {
             let filled = at(&table.filled)?;
-            let mask = table.numbers.broadcast_lt(&filled)?.where_cond(&table.seen, &table.unseen)?;
-            let cache_position = at(&table.cache_position)?;
-            Ok(StepCachePosition { positions: table.positions, cache_position, filled, mask })
+            let (numbers, seen, unseen) = (table.numbers.clone(), table.seen.clone(), table.unseen.clone());
+            let mask = CacheMask { numbers, seen, unseen, filled, made: OnceLock::new() };
+            Ok(StepCachePosition { positions: table.positions, cache_position: at(&table.cache_position)?, mask })
         };
         Ok(StepPosition {
             position: self.position.clone(),
@@ -220,8 +220,7 @@ pub(crate) struct StepPosition {
 struct StepCachePosition {
     positions: CachePositions,
     cache_position: Tensor,
-    filled: Tensor,
-    mask: Tensor,
+    mask: CacheMask,
 }
 
 impl StepPosition {
@@ -237,8 +236,8 @@ impl StepPosition {
         sinks: Option<&'a Tensor>,
         scale: f64,
     ) -> Result<CacheAttentionOptions<'a>> {
-        let StepCachePosition { filled, mask, .. } = self.of(positions)?;
-        Ok(CacheAttentionOptions { mask, filled, sinks, scale })
+        let StepCachePosition { mask, .. } = self.of(positions)?;
+        Ok(CacheAttentionOptions { mask, filled: &mask.filled, sinks, scale })
     }
 
     /// The token's cache position, U32 `[1]`.

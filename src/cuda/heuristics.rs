@@ -39,8 +39,8 @@ pub(super) const DECODE_ROWS: i64 = 32;
 /// (`notes/decode.md`). A plan lists its layout's tiles for the products that this chooses.
 const DECODE_EIGHT_ROWS: i64 = 6;
 
-/// Blocks up to which those of tiles of 8 rows take half as many weight rows each: two for each of an H100's 132 SMs,
-/// whose warps else wait for their own instructions. `notes/w4a16.md`.
+/// Blocks up to which those of tiles of 8 rows take a quarter of the weight rows each, and two warps share these, each with
+/// half of k: two for each of an H100's 132 SMs, whose warps else wait for their own instructions. `notes/w4a16.md`.
 pub(super) const DECODE_NARROW_BLOCKS: usize = 264;
 
 /// Whether so many rows of so many experts are few.

@@ -75,7 +75,11 @@ impl Cuda {
         let mut words = CLEAR;
         words.iter_mut().zip(bytes.as_chunks().0).for_each(|(word, b)| *word = u64::from_ne_bytes(*b));
         let origins = self.inner.origins.lock().unwrap_or_else(PoisonError::into_inner).clone();
-        let Some(error) = (Raised { call, words, origins: &origins }).error() else { return Ok(()) };
+        let Some(error) = (Raised { call, words, origins: &origins }).error() else {
+            // Kernels copy no words that tell nothing.
+            self.inner.report.clear_mirror();
+            return Ok(());
+        };
         self.reset_status(call)?;
         self.inner.report.clear_mirror();
         Err(error)

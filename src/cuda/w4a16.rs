@@ -147,7 +147,7 @@ impl QuantizedOperand {
             // Blocks of the filled tiles, of which there are at most as many as rows, and as experts.
             let blocks = p.m.min(p.groups) as usize * (p.n as usize).div_ceil(wide);
             let (kernels, columns) = match tiles {
-                DecodeTiles::Eight if blocks <= DECODE_NARROW_BLOCKS => (&kernels.eight_narrow, wide / 2),
+                DecodeTiles::Eight if blocks <= DECODE_NARROW_BLOCKS => (&kernels.eight_narrow, wide / 4),
                 DecodeTiles::Eight => (&kernels.eight, wide),
                 DecodeTiles::Sixteen => (&kernels.sixteen, wide),
             };

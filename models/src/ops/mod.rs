@@ -25,7 +25,7 @@ mod qk_norm_rope;
 mod qk_norm_rope_cuda;
 mod rotate;
 
-pub(crate) use attention::{AttentionOptions, CacheAttentionOptions, MaskCache, attention, cache_attention};
+pub(crate) use attention::{AttentionOptions, CacheAttentionOptions, CacheMask, MaskCache, attention, cache_attention};
 #[cfg(feature = "cuda")]
 pub(crate) use captured_results::{CapturedResults, release_late};
 pub(crate) use computed::with_backward;

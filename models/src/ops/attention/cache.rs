@@ -1,5 +1,7 @@
 //! Attention of one query a sequence over keys and values in memory that stays.
 
+use std::sync::OnceLock;
+
 use candle_core::{Result, Tensor};
 
 use crate::ops::wide;
@@ -7,11 +9,35 @@ use crate::ops::wide;
 #[cfg(feature = "cuda")]
 use super::cache_cuda;
 
+/// The cache positions that a query sees, as numbers that are added to scores. Made where it is asked for, as kernels read
+/// how many there are.
+#[derive(Debug)]
+pub(crate) struct CacheMask {
+    /// U32 `[cache positions]`: 0, 1, …
+    pub numbers: Tensor,
+    /// `[cache positions]` in f32 (f64 for f64): zeros, and −∞.
+    pub seen: Tensor,
+    pub unseen: Tensor,
+    /// U32 `[1]`: how many the query sees, from the first on.
+    pub filled: Tensor,
+    pub made: OnceLock<Tensor>,
+}
+
+impl CacheMask {
+    /// 0 where the query sees a cache position, else −∞.
+    fn tensor(&self) -> Result<Tensor> {
+        if let Some(mask) = self.made.get() {
+            return Ok(mask.clone());
+        }
+        let mask = self.numbers.broadcast_lt(&self.filled)?.where_cond(&self.seen, &self.unseen)?;
+        Ok(self.made.get_or_init(|| mask).clone())
+    }
+}
+
 /// The cache positions that a query sees, and how scores are made.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct CacheAttentionOptions<'a> {
-    /// `[cache positions]` in f32 (f64 for f64): 0 where the query sees one, else −∞.
-    pub mask: &'a Tensor,
+    pub mask: &'a CacheMask,
     /// The same as a number of cache positions, U32 `[1]`.
     #[cfg_attr(not(feature = "cuda"), allow(dead_code, reason = "kernels take it"))]
     pub filled: &'a Tensor,
@@ -37,7 +63,7 @@ pub(crate) fn cache_attention(
         return Ok(y);
     }
     let q = (q * options.scale)?.reshape((b, keys, groups, dim))?;
-    let scores = q.matmul(&k.transpose(2, 3)?)?.to_dtype(wide(dtype))?.broadcast_add(options.mask)?;
+    let scores = q.matmul(&k.transpose(2, 3)?)?.to_dtype(wide(dtype))?.broadcast_add(&options.mask.tensor()?)?;
     let p = match options.sinks {
         None => candle_nn::ops::softmax_last_dim(&scores)?,
         Some(sinks) => {

@@ -16,7 +16,7 @@ use candle_core::{D, DType, Device, Result, Tensor};
 
 use super::wide;
 
-pub(crate) use cache::{CacheAttentionOptions, cache_attention};
+pub(crate) use cache::{CacheAttentionOptions, CacheMask, cache_attention};
 pub(crate) use mask::{AttentionOptions, MaskCache};
 
 /// Queries handled at a time: scores of a block stay in a CPU's cache, and the half of the score matrix above the
