@@ -3,7 +3,7 @@
 //
 // Rows [N, k] or behind a map, codes and scales of [E, n, k] -> [N, n], k a multiple of 64. A block a tile of up to 8
 // rows (four warps, four blocks an SM) or 16 rows (eight warps), by 32 weight rows a warp, with a gate 16 of
-// gate and 16 of up; or half as many, and two warps for each half of k.
+// gate and 16 of up; or half as many, of which two warps have half of k each.
 //
 // Weights are the left operand of m16n8k16, rows the right one (16 columns of the output by 8 rows). The order of k
 // within a product is free as long as both operands have the same: a thread takes 64 neighboring codes of a weight
