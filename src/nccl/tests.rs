@@ -330,6 +330,27 @@ fn subject(number: u64) -> CollectiveInfo {
     CollectiveInfo { rank: 0, number, operation: "all_gather", tag: Tag { layer: 1, op: Op::User, sequence: number } }
 }
 
+/// A replay of a graph, while the host is inside NCCL for a call of its own.
+#[test]
+fn what_is_watched_beside_calls_ends_in_time_too() {
+    let fixture = WatchdogFixture::new();
+    let ends = [(); 2].map(|()| Arc::new(AtomicBool::new(false)));
+    let told = |which: usize| Box::new(Told(Arc::clone(&ends[which])));
+    fixture.watchdog.enter(subject(1), LONG);
+    let replay = CollectiveInfo { operation: "replay", ..subject(2) };
+    fixture.watchdog.handle().watch(replay, SHORT, told(1));
+    fixture.watchdog.entered(Some(told(0)));
+    ends[0].store(true, SeqCst);
+    match fixture.failure() {
+        CommError::Timeout { operation: "replay", tag, rank: 0, timeout, .. } => {
+            assert_eq!((tag.sequence, timeout), (2, SHORT));
+        }
+        other => panic!("{other:?}"),
+    }
+    drop(fixture.watchdog);
+    assert_eq!(*fixture.unfinished.lock().unwrap(), Some((2, 2)));
+}
+
 #[test]
 fn a_collective_that_does_not_end_in_time() {
     let fixture = WatchdogFixture::new();

@@ -102,10 +102,12 @@ impl Watchdog {
     /// The host is out again, and has enqueued this; `None`: nothing that is to be watched.
     pub(in crate::nccl) fn entered(&self, work: Option<Box<dyn Work>>) {
         let mut queue = self.shared.lock();
-        match (queue.running.back_mut(), &work) {
-            (Some(last), Some(_)) => last.work = work,
-            (Some(last), None) if last.work.is_none() => drop(queue.running.pop_back()),
-            _ => {}
+        // Behind it may stand what has been watched since.
+        let inside = queue.running.iter().rposition(|running| running.work.is_none());
+        match (inside, work) {
+            (Some(at), Some(work)) => queue.running[at].work = Some(work),
+            (Some(at), None) => drop(queue.running.remove(at)),
+            (None, _) => {}
         }
     }
 }
