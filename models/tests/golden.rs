@@ -307,7 +307,8 @@ fn experts_as_stored() {
             assert!(error <= tolerance(&golden), "{}: a step differs by {error:e}", golden.name);
         });
     }
-    assert_eq!(formats.len(), 4, "{formats:?}");
+    // Another folder of folders may have fewer.
+    assert!(formats.len() == 4 || std::env::var_os("MOEBIUS_GOLDEN").is_some(), "{formats:?}");
 }
 
 /// Experts that are quantized after loading are near what they were.
