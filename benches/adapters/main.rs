@@ -47,10 +47,11 @@ pub struct Workload {
     inner: usize,
     experts: usize,
     top_k: usize,
+    routing: data::Routing,
 }
 
 const fn workload(name: &'static str, [tokens, hidden, inner, experts, top_k]: [usize; 5]) -> Workload {
-    Workload { name, tokens, hidden, inner, experts, top_k }
+    Workload { name, tokens, hidden, inner, experts, top_k, routing: data::Routing::Uniform }
 }
 
 const WORKLOADS: [Workload; 5] = [

@@ -9,8 +9,33 @@ use moebius::cuda::Cuda;
 use moebius::kernels::{Kernels, Segments};
 use moebius::{DType, Result, Tensor};
 
-use crate::{Routing, Workload};
+use crate::Workload;
 use gathered_rows::gathered_rows;
+
+/// How tokens choose experts where the products are measured alone. Choices of a token are distinct.
+#[derive(Debug, Clone, Copy)]
+pub enum Routing {
+    /// Every expert as likely.
+    Uniform,
+    /// Expert e with a probability in proportion to 1 / (e + 1).
+    Zipf,
+    /// Expert 0 by every token, the others as likely.
+    OneHot,
+    /// The first half of the experts as likely, the others by none.
+    HalfEmpty,
+}
+
+impl Routing {
+    /// As peers read it.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Uniform => "uniform",
+            Self::Zipf => "zipf",
+            Self::OneHot => "one-hot",
+            Self::HalfEmpty => "half-empty",
+        }
+    }
+}
 
 /// SplitMix64.
 pub struct Random(pub u64);

@@ -29,33 +29,9 @@ mod routed;
 use moebius::cuda::Cuda;
 use moebius::{DType, Device, Result, Tensor};
 
+use data::Routing;
 use output::{complain, say};
 use report::Report;
-
-/// How tokens choose experts where the products are measured alone. Choices of a token are distinct.
-#[derive(Debug, Clone, Copy)]
-enum Routing {
-    /// Every expert as likely.
-    Uniform,
-    /// Expert e with a probability in proportion to 1 / (e + 1).
-    Zipf,
-    /// Expert 0 by every token, the others as likely.
-    OneHot,
-    /// The first half of the experts as likely, the others by none.
-    HalfEmpty,
-}
-
-impl Routing {
-    /// As peers read it.
-    const fn name(self) -> &'static str {
-        match self {
-            Self::Uniform => "uniform",
-            Self::Zipf => "zipf",
-            Self::OneHot => "one-hot",
-            Self::HalfEmpty => "half-empty",
-        }
-    }
-}
 
 /// Sizes of a layer and of its input.
 #[derive(Debug, Clone, Copy)]

@@ -32,8 +32,15 @@ const REPEATS: usize = 7;
 const LAYERS: usize = 5;
 
 /// Experts of a rank where 256 are spread over eight, with the rows that each then gets.
-const DSV3_EP8: Workload =
-    Workload { name: "dsv3-ep8-rank", tokens: 4096, hidden: 7168, inner: 2048, experts: 32, top_k: 8 };
+const DSV3_EP8: Workload = Workload {
+    name: "dsv3-ep8-rank",
+    tokens: 4096,
+    hidden: 7168,
+    inner: 2048,
+    experts: 32,
+    top_k: 8,
+    routing: crate::UNIFORM,
+};
 
 /// A measured configuration.
 #[derive(Debug, Clone, Copy)]

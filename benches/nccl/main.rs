@@ -57,6 +57,7 @@ struct Workload {
     inner: usize,
     experts: usize,
     top_k: usize,
+    routing: data::Routing,
 }
 
 impl Workload {
@@ -71,9 +72,18 @@ impl Workload {
 }
 
 /// DeepSeek-V3's sizes, of which the calls' times need no inner one.
-const DSV3: Workload = Workload { name: "dsv3", tokens: 4096, hidden: 7168, inner: 2048, experts: 256, top_k: 8 };
-const QWEN3: Workload =
-    Workload { name: "qwen3-30b-a3b", tokens: 4096, hidden: 2048, inner: 768, experts: 128, top_k: 8 };
+const DSV3: Workload =
+    Workload { name: "dsv3", tokens: 4096, hidden: 7168, inner: 2048, experts: 256, top_k: 8, routing: UNIFORM };
+const QWEN3: Workload = Workload {
+    name: "qwen3-30b-a3b",
+    tokens: 4096,
+    hidden: 2048,
+    inner: 768,
+    experts: 128,
+    top_k: 8,
+    routing: UNIFORM,
+};
+const UNIFORM: data::Routing = data::Routing::Uniform;
 
 /// How tokens travel, by its name in the lines.
 #[derive(Clone, Copy)]
