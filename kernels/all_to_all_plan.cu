@@ -107,10 +107,17 @@ extern "C" __global__ void __launch_bounds__(WARP_THREADS) all_to_all_number(con
 
 // The maps of messages that have a zone each, with room for all tokens of a rank, so that a row can be placed without the
 // counts of others: row i of the message from rank r is row r padded_tokens + i of those that arrive. The first choice of
-// a token in a message writes for all of them.
+// a token in a message writes for all of them. Where the ranks' specs differ, so do their plans, and none would find the
+// rows of another: then nothing travels.
 extern "C" __global__ void __launch_bounds__(WARP_THREADS) all_to_all_zones(const __grid_constant__ RecordsPlanParams p) {
     extern __shared__ int32_t count[];
     const int64_t first = blockIdx.x * p.chunk, last = end_of(p, first), k = p.top_k;
+    if (p.stats[p.experts + p.experts / p.ranks + 2] != 0) {
+        if (blockIdx.x == 0 && threadIdx.x < p.ranks) p.arrived[threadIdx.x] = 0;
+        const int64_t step = static_cast<int64_t>(gridDim.x) * 32;
+        for (int64_t i = blockIdx.x * 32 + threadIdx.x; i < p.tokens * p.ranks; i += step) p.token_rows[i] = -1;
+        return;
+    }
     for (int m = threadIdx.x; m < 4 * p.ranks; m += 32) count[m] = p.message_counts[m * p.chunks + blockIdx.x];
     if (blockIdx.x == 0 && threadIdx.x < p.ranks) p.arrived[threadIdx.x] = p.totals[p.ranks + threadIdx.x];
     __syncwarp();

@@ -18,8 +18,9 @@
 // of the system; whoever waits acquires at that scope, before a barrier with the threads that read.
 //
 // No wait is endless. Whoever has waited for longer than the call allows writes down what for, tells all ranks to give
-// up, and goes on to the end of its kernel without moving anything. Every wait, and every later call, sees that. Then the
-// windows are of no use until the hosts have cleared all their words together.
+// up, and goes on to the end of its kernel without moving anything. Every wait, and every later call, sees that, and
+// raises a fault on its own rank. Then the windows are of no use until the hosts have cleared all their words together. A
+// host that is about to take peers' memory away ends its own rank's waits in the same way, by a word of its own.
 #pragma once
 #include "common/common.cuh"
 
@@ -74,21 +75,43 @@ __device__ __noinline__ void give_up(const NvLinkCall& c, NvLinkPhase phase, int
     for (int64_t r = 0; r < c.ranks; r++) store_relaxed(words_of(c, r) + NVLINK_ABORT, static_cast<Word>(c.rank) + 1);
 }
 
-__device__ __forceinline__ bool given_up(const NvLinkCall& c) { return load_relaxed(words_of(c, c.rank) + NVLINK_ABORT) != 0; }
+// Raises the fault of a rank that stops as another has given up. That the host has its own know already.
+__device__ __noinline__ void raise_stopped(const NvLinkCall& c, Word by) {
+    if (by <= static_cast<Word>(c.ranks)) raise_peer(c, NVLINK_STOPPED, static_cast<int64_t>(by) - 1);
+}
 
-// Waits until a word of this rank's window has the epoch, and acquires what was released with it. False: given up.
+// Whether some rank has given up: what this one writes from here on is not to be used either.
+__device__ __forceinline__ bool given_up(const NvLinkCall& c) {
+    const Word by = load_relaxed(words_of(c, c.rank) + NVLINK_ABORT);
+    // What this rank has waited for in vain it has raised.
+    if (by != 0 && by != static_cast<Word>(c.rank) + 1) raise_stopped(c, by);
+    return by != 0;
+}
+
+// Whether the host wants no waits any more. Its word is behind PCIe, so it is looked at seldom, and told to the others here.
+__device__ __noinline__ bool host_stops(const NvLinkCall& c) {
+    if (c.stop == nullptr || load_relaxed(c.stop) == 0) return false;
+    atomicCAS(words_of(c, c.rank) + NVLINK_ABORT, 0ull, static_cast<Word>(NVLINK_HOST));
+    return true;
+}
+
+// Waits until a word of this rank's window has the epoch. False: given up.
+__device__ __noinline__ bool keep_waiting(const NvLinkCall& c, const Word* word, uint32_t epoch, NvLinkPhase phase, int64_t peer, Word* met) {
+    const Word start = nanoseconds();
+    for (uint32_t polls = 1; (*met = load_relaxed(word)) >> 32 != epoch; polls++) {
+        if (polls % 64 != 0) continue;
+        if (given_up(c) || (polls % 1024 == 0 && host_stops(c))) return false;
+        if (nanoseconds() - start < static_cast<Word>(c.timeout)) continue;
+        give_up(c, phase, peer, epoch, *met);
+        return false;
+    }
+    return true;
+}
+
+// The same, and acquires what was released with the word.
 __device__ __forceinline__ bool wait_for(const NvLinkCall& c, const Word* word, uint32_t epoch, NvLinkPhase phase, int64_t peer, Word& met) {
     met = load_relaxed(word);
-    if (met >> 32 != epoch) {
-        const Word start = nanoseconds();
-        for (uint32_t polls = 1; (met = load_relaxed(word)) >> 32 != epoch; polls++) {
-            if (polls % 64 != 0) continue;
-            if (given_up(c)) return false;
-            if (nanoseconds() - start < static_cast<Word>(c.timeout)) continue;
-            give_up(c, phase, peer, epoch, met);
-            return false;
-        }
-    }
+    if (met >> 32 != epoch && !keep_waiting(c, word, epoch, phase, peer, &met)) return false;
     fence_system();
     return true;
 }
@@ -110,7 +133,7 @@ __device__ __forceinline__ void start(const NvLinkCall& c, Block& block) {
         const Word gave_up = load_relaxed(own + NVLINK_ABORT);
         block.stopped = gave_up != 0;
         // Told again for each call: the host may have asked since.
-        if (gave_up != 0) raise_peer(c, NVLINK_STOPPED, static_cast<int64_t>(gave_up) - 1);
+        if (gave_up != 0) raise_stopped(c, gave_up);
     }
     __syncthreads();
     const int64_t peer = threadIdx.x;

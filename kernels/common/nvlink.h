@@ -13,6 +13,8 @@ constexpr uint32_t NVLINK_SUM_SMEM = NVLINK_RING * NVLINK_SUM_WORDS * 16 * NVLIN
 constexpr uint32_t NVLINK_TOP_K = 24;
 // What an offset of a zone is a multiple of.
 constexpr uint32_t NVLINK_ZONE_UNIT = 256;
+// Who gave up first, where it was the host.
+constexpr uint32_t NVLINK_HOST = 0xffffffff;
 
 // Control words of a rank, of 8 bytes, in lines of 128 bytes by who writes them; zeros at first. A word that ends a wait
 // holds the epoch of its call in its upper half.
@@ -22,12 +24,12 @@ enum NvLinkWord : int {
     NVLINK_TICKET = 2,         // pieces of work that warps of the present call have taken
     NVLINK_ERROR = 3,          // what was given up: NvLinkPhase above the peer, and from the next word on the epoch, the
                                // word that was met, and the ns that were waited
-    NVLINK_ABORT = 16,         // one more than the rank that gave up first, as far as this one knows; 0: none
+    NVLINK_ABORT = 16,         // one more than the rank that gave up first, as far as this one knows, or NVLINK_HOST; 0: none
     NVLINK_READY = 32,         // [R]: the zone that rank r may write to, in units, below the epoch
     NVLINK_DONE = 48,          // [R]: rank r has written all
     NVLINK_ROWS = 64           // [R, max_tokens]: rank r has written the sum of this row
 };
-// What a rank waited for in vain; or that it came to a call when one, the peer, had given up before.
+// What a rank waited for in vain; or that it came to a call, or was in one, when another, the peer, gave up.
 enum NvLinkPhase : int { NVLINK_WAIT_READY = 1, NVLINK_WAIT_DONE = 2, NVLINK_WAIT_ROW = 3, NVLINK_STOPPED = 4 };
 // Bits of a fault's detail that are the peer, above the origin; the phase lies above them.
 constexpr uint32_t NVLINK_PEER_BITS = 8;
@@ -41,6 +43,7 @@ struct NvLinkCall {
     int64_t zone;              // where in its own memory the rank receives; a multiple of the unit
     int64_t timeout;           // ns that each wait may take
     int64_t delay;             // tests: ns that some of its blocks and warps idle before what others wait for
+    const unsigned long long* stop; // a word of the host's memory that is not 0 when nobody shall wait any more; null: none
     unsigned long long* fault;
     int64_t origin;
 };

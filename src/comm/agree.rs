@@ -32,6 +32,9 @@ pub(crate) enum Detail {
     /// Where peers write, by a number that all ranks have for it; 0: nowhere that they could.
     #[cfg(feature = "nccl")]
     Place(u64),
+    /// What travels beside a row: bytes of weights above those of scales, in halves.
+    #[cfg(feature = "nccl")]
+    Beside(u64),
     Refusal(String),
 }
 
@@ -122,6 +125,10 @@ fn argument(m: &CollectiveCall) -> String {
             0 => format!("{} in no window", m.dtype),
             _ => format!("{} at place {place:#x} of the windows", m.dtype),
         },
+        #[cfg(feature = "nccl")]
+        Detail::Beside(parts) => {
+            format!("rows of {} with {} bytes of weights and {} of scales", m.dtype, parts >> 32, *parts as u32)
+        }
         _ => m.dtype.to_string(),
     }
 }

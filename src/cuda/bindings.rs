@@ -95,6 +95,7 @@ pub const NVLINK_RING: u32 = 12;
 pub const NVLINK_SUM_SMEM: u32 = 196608;
 pub const NVLINK_TOP_K: u32 = 24;
 pub const NVLINK_ZONE_UNIT: u32 = 256;
+pub const NVLINK_HOST: u32 = 4294967295;
 pub const NVLINK_EPOCH: NvLinkWord = 0;
 pub const NVLINK_BLOCKS: NvLinkWord = 1;
 pub const NVLINK_TICKET: NvLinkWord = 2;
@@ -120,12 +121,13 @@ pub struct NvLinkCall {
     pub zone: i64,
     pub timeout: i64,
     pub delay: i64,
+    pub stop: u64,
     pub fault: u64,
     pub origin: i64,
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of NvLinkCall"][::core::mem::size_of::<NvLinkCall>() - 184usize];
+    ["Size of NvLinkCall"][::core::mem::size_of::<NvLinkCall>() - 192usize];
     ["Alignment of NvLinkCall"][::core::mem::align_of::<NvLinkCall>() - 8usize];
     ["Offset of field: NvLinkCall::rank"][::core::mem::offset_of!(NvLinkCall, rank) - 0usize];
     ["Offset of field: NvLinkCall::ranks"][::core::mem::offset_of!(NvLinkCall, ranks) - 8usize];
@@ -134,8 +136,9 @@ const _: () = {
     ["Offset of field: NvLinkCall::zone"][::core::mem::offset_of!(NvLinkCall, zone) - 144usize];
     ["Offset of field: NvLinkCall::timeout"][::core::mem::offset_of!(NvLinkCall, timeout) - 152usize];
     ["Offset of field: NvLinkCall::delay"][::core::mem::offset_of!(NvLinkCall, delay) - 160usize];
-    ["Offset of field: NvLinkCall::fault"][::core::mem::offset_of!(NvLinkCall, fault) - 168usize];
-    ["Offset of field: NvLinkCall::origin"][::core::mem::offset_of!(NvLinkCall, origin) - 176usize];
+    ["Offset of field: NvLinkCall::stop"][::core::mem::offset_of!(NvLinkCall, stop) - 168usize];
+    ["Offset of field: NvLinkCall::fault"][::core::mem::offset_of!(NvLinkCall, fault) - 176usize];
+    ["Offset of field: NvLinkCall::origin"][::core::mem::offset_of!(NvLinkCall, origin) - 184usize];
 };
 #[repr(C)]
 #[derive(Debug, Copy, Clone, Default)]
@@ -146,11 +149,11 @@ pub struct NvLinkExchangeParams {
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of NvLinkExchangeParams"][::core::mem::size_of::<NvLinkExchangeParams>() - 200usize];
+    ["Size of NvLinkExchangeParams"][::core::mem::size_of::<NvLinkExchangeParams>() - 208usize];
     ["Alignment of NvLinkExchangeParams"][::core::mem::align_of::<NvLinkExchangeParams>() - 8usize];
     ["Offset of field: NvLinkExchangeParams::call"][::core::mem::offset_of!(NvLinkExchangeParams, call) - 0usize];
-    ["Offset of field: NvLinkExchangeParams::source"][::core::mem::offset_of!(NvLinkExchangeParams, source) - 184usize];
-    ["Offset of field: NvLinkExchangeParams::bytes"][::core::mem::offset_of!(NvLinkExchangeParams, bytes) - 192usize];
+    ["Offset of field: NvLinkExchangeParams::source"][::core::mem::offset_of!(NvLinkExchangeParams, source) - 192usize];
+    ["Offset of field: NvLinkExchangeParams::bytes"][::core::mem::offset_of!(NvLinkExchangeParams, bytes) - 200usize];
 };
 #[repr(C)]
 #[derive(Debug, Copy, Clone, Default)]
@@ -182,18 +185,18 @@ pub struct NvLinkDispatchParams {
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of NvLinkDispatchParams"][::core::mem::size_of::<NvLinkDispatchParams>() - 304usize];
+    ["Size of NvLinkDispatchParams"][::core::mem::size_of::<NvLinkDispatchParams>() - 312usize];
     ["Alignment of NvLinkDispatchParams"][::core::mem::align_of::<NvLinkDispatchParams>() - 8usize];
     ["Offset of field: NvLinkDispatchParams::call"][::core::mem::offset_of!(NvLinkDispatchParams, call) - 0usize];
-    ["Offset of field: NvLinkDispatchParams::rows"][::core::mem::offset_of!(NvLinkDispatchParams, rows) - 184usize];
+    ["Offset of field: NvLinkDispatchParams::rows"][::core::mem::offset_of!(NvLinkDispatchParams, rows) - 192usize];
     ["Offset of field: NvLinkDispatchParams::weights"]
-        [::core::mem::offset_of!(NvLinkDispatchParams, weights) - 216usize];
-    ["Offset of field: NvLinkDispatchParams::scales"][::core::mem::offset_of!(NvLinkDispatchParams, scales) - 248usize];
+        [::core::mem::offset_of!(NvLinkDispatchParams, weights) - 224usize];
+    ["Offset of field: NvLinkDispatchParams::scales"][::core::mem::offset_of!(NvLinkDispatchParams, scales) - 256usize];
     ["Offset of field: NvLinkDispatchParams::token_rows"]
-        [::core::mem::offset_of!(NvLinkDispatchParams, token_rows) - 280usize];
-    ["Offset of field: NvLinkDispatchParams::tokens"][::core::mem::offset_of!(NvLinkDispatchParams, tokens) - 288usize];
+        [::core::mem::offset_of!(NvLinkDispatchParams, token_rows) - 288usize];
+    ["Offset of field: NvLinkDispatchParams::tokens"][::core::mem::offset_of!(NvLinkDispatchParams, tokens) - 296usize];
     ["Offset of field: NvLinkDispatchParams::max_tokens"]
-        [::core::mem::offset_of!(NvLinkDispatchParams, max_tokens) - 296usize];
+        [::core::mem::offset_of!(NvLinkDispatchParams, max_tokens) - 304usize];
 };
 #[repr(C)]
 #[derive(Debug, Copy, Clone, Default)]
@@ -220,35 +223,35 @@ pub struct NvLinkCombineParams {
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of NvLinkCombineParams"][::core::mem::size_of::<NvLinkCombineParams>() - 328usize];
+    ["Size of NvLinkCombineParams"][::core::mem::size_of::<NvLinkCombineParams>() - 336usize];
     ["Alignment of NvLinkCombineParams"][::core::mem::align_of::<NvLinkCombineParams>() - 8usize];
     ["Offset of field: NvLinkCombineParams::call"][::core::mem::offset_of!(NvLinkCombineParams, call) - 0usize];
-    ["Offset of field: NvLinkCombineParams::rows"][::core::mem::offset_of!(NvLinkCombineParams, rows) - 184usize];
-    ["Offset of field: NvLinkCombineParams::width"][::core::mem::offset_of!(NvLinkCombineParams, width) - 192usize];
-    ["Offset of field: NvLinkCombineParams::word"][::core::mem::offset_of!(NvLinkCombineParams, word) - 200usize];
+    ["Offset of field: NvLinkCombineParams::rows"][::core::mem::offset_of!(NvLinkCombineParams, rows) - 192usize];
+    ["Offset of field: NvLinkCombineParams::width"][::core::mem::offset_of!(NvLinkCombineParams, width) - 200usize];
+    ["Offset of field: NvLinkCombineParams::word"][::core::mem::offset_of!(NvLinkCombineParams, word) - 208usize];
     ["Offset of field: NvLinkCombineParams::in_k_order"]
-        [::core::mem::offset_of!(NvLinkCombineParams, in_k_order) - 208usize];
-    ["Offset of field: NvLinkCombineParams::weights"][::core::mem::offset_of!(NvLinkCombineParams, weights) - 216usize];
+        [::core::mem::offset_of!(NvLinkCombineParams, in_k_order) - 216usize];
+    ["Offset of field: NvLinkCombineParams::weights"][::core::mem::offset_of!(NvLinkCombineParams, weights) - 224usize];
     ["Offset of field: NvLinkCombineParams::with_weights"]
-        [::core::mem::offset_of!(NvLinkCombineParams, with_weights) - 224usize];
+        [::core::mem::offset_of!(NvLinkCombineParams, with_weights) - 232usize];
     ["Offset of field: NvLinkCombineParams::weights_at"]
-        [::core::mem::offset_of!(NvLinkCombineParams, weights_at) - 232usize];
-    ["Offset of field: NvLinkCombineParams::out"][::core::mem::offset_of!(NvLinkCombineParams, out) - 240usize];
+        [::core::mem::offset_of!(NvLinkCombineParams, weights_at) - 240usize];
+    ["Offset of field: NvLinkCombineParams::out"][::core::mem::offset_of!(NvLinkCombineParams, out) - 248usize];
     ["Offset of field: NvLinkCombineParams::out_weights"]
-        [::core::mem::offset_of!(NvLinkCombineParams, out_weights) - 248usize];
+        [::core::mem::offset_of!(NvLinkCombineParams, out_weights) - 256usize];
     ["Offset of field: NvLinkCombineParams::token_rows"]
-        [::core::mem::offset_of!(NvLinkCombineParams, token_rows) - 256usize];
+        [::core::mem::offset_of!(NvLinkCombineParams, token_rows) - 264usize];
     ["Offset of field: NvLinkCombineParams::row_slots"]
-        [::core::mem::offset_of!(NvLinkCombineParams, row_slots) - 264usize];
+        [::core::mem::offset_of!(NvLinkCombineParams, row_slots) - 272usize];
     ["Offset of field: NvLinkCombineParams::row_tokens"]
-        [::core::mem::offset_of!(NvLinkCombineParams, row_tokens) - 272usize];
-    ["Offset of field: NvLinkCombineParams::kept"][::core::mem::offset_of!(NvLinkCombineParams, kept) - 280usize];
-    ["Offset of field: NvLinkCombineParams::arrived"][::core::mem::offset_of!(NvLinkCombineParams, arrived) - 288usize];
-    ["Offset of field: NvLinkCombineParams::tokens"][::core::mem::offset_of!(NvLinkCombineParams, tokens) - 296usize];
+        [::core::mem::offset_of!(NvLinkCombineParams, row_tokens) - 280usize];
+    ["Offset of field: NvLinkCombineParams::kept"][::core::mem::offset_of!(NvLinkCombineParams, kept) - 288usize];
+    ["Offset of field: NvLinkCombineParams::arrived"][::core::mem::offset_of!(NvLinkCombineParams, arrived) - 296usize];
+    ["Offset of field: NvLinkCombineParams::tokens"][::core::mem::offset_of!(NvLinkCombineParams, tokens) - 304usize];
     ["Offset of field: NvLinkCombineParams::max_tokens"]
-        [::core::mem::offset_of!(NvLinkCombineParams, max_tokens) - 304usize];
-    ["Offset of field: NvLinkCombineParams::top_k"][::core::mem::offset_of!(NvLinkCombineParams, top_k) - 312usize];
-    ["Offset of field: NvLinkCombineParams::lag"][::core::mem::offset_of!(NvLinkCombineParams, lag) - 320usize];
+        [::core::mem::offset_of!(NvLinkCombineParams, max_tokens) - 312usize];
+    ["Offset of field: NvLinkCombineParams::top_k"][::core::mem::offset_of!(NvLinkCombineParams, top_k) - 320usize];
+    ["Offset of field: NvLinkCombineParams::lag"][::core::mem::offset_of!(NvLinkCombineParams, lag) - 328usize];
 };
 pub const TYPE_F32: ElementType = 0;
 pub const TYPE_F16: ElementType = 1;

@@ -4,6 +4,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
 use crate::device::CaptureHook;
+use crate::error::Result;
 
 use super::failure::ReplayWatch;
 
@@ -18,6 +19,17 @@ pub(super) struct CaptureState {
     hooks: Mutex<Vec<Weak<CaptureHook>>>,
     /// Who is to watch replays of the one under way.
     watches: Mutex<Vec<Weak<dyn ReplayWatch>>>,
+    /// What the graph under way needs beside memory of its devices.
+    needs: Mutex<Vec<Arc<dyn GraphNeed>>>,
+}
+
+/// Something that a graph's calls need beside memory of its devices. The graph holds it.
+pub(crate) trait GraphNeed: Send + Sync {
+    /// What has to be held while a replay is enqueued.
+    ///
+    /// # Errors
+    /// It is there no more: the graph cannot run.
+    fn enter(&self) -> Result<Arc<dyn Send + Sync>>;
 }
 
 impl CaptureState {
@@ -34,6 +46,17 @@ impl CaptureState {
     pub(super) fn count(&self) {
         self.watches().clear();
         self.begun.fetch_add(1, Ordering::SeqCst);
+    }
+
+    /// One more thing that the graph under way needs.
+    #[cfg(feature = "nccl")]
+    pub(super) fn add_need(&self, need: Arc<dyn GraphNeed>) {
+        self.needs.lock().unwrap_or_else(PoisonError::into_inner).push(need);
+    }
+
+    /// What has been added since the last call.
+    pub(super) fn take_needs(&self) -> Vec<Arc<dyn GraphNeed>> {
+        std::mem::take(&mut *self.needs.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
     pub(super) fn end(&self) {

@@ -8,6 +8,7 @@ use cudarc::driver::{result, sys};
 use crate::device::CaptureHook;
 use crate::error::{Error, Result};
 
+use super::capture_state::GraphNeed;
 use super::device::Cuda;
 use super::driver::driver;
 use super::failure::ReplayWatch;
@@ -21,11 +22,12 @@ const CALL: &str = "Cuda::capture";
 ///
 /// Tensors read by the graph may be written between replays (with [`Kernels::upload`](crate::kernels::Kernels::upload),
 /// say): the next replay computes with what they hold then. Numbers that were arguments stay as they were captured.
-#[derive(Debug)]
 pub struct Captured<T> {
     exec: sys::CUgraphExec,
     output: T,
     cuda: Cuda,
+    /// What the calls need beside memory of their devices.
+    needs: Vec<Arc<dyn GraphNeed>>,
     /// Blocks of the graph itself, for each device that took part; tensors in `output` are among them.
     arenas: Vec<Arc<Arena>>,
     _retained: Vec<RetainedBlocks>,
@@ -40,6 +42,12 @@ struct ReplayWatches(Vec<Weak<dyn ReplayWatch>>);
 impl fmt::Debug for ReplayWatches {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "ReplayWatches {{ {} }}", self.0.len())
+    }
+}
+
+impl<T: fmt::Debug> fmt::Debug for Captured<T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Captured").field("output", &self.output).field("cuda", &self.cuda).finish_non_exhaustive()
     }
 }
 
@@ -89,6 +97,8 @@ impl CapturedStream {
 impl Drop for CapturedStream {
     fn drop(&mut self) {
         self.cuda.inner.exchange_arena(Arc::clone(&self.shared));
+        // Of a capture that failed.
+        drop(self.cuda.inner.capture_state.take_needs());
         self.cuda.inner.capture_state.end();
     }
 }
@@ -249,6 +259,16 @@ impl Cuda {
         self.inner.capture_state.add_hook(hook);
     }
 
+    /// Has the graph under way hold this, and every replay ask it.
+    #[cfg(feature = "nccl")]
+    pub(crate) fn need_in_graph(&self, need: Arc<dyn GraphNeed>) {
+        match self.inner.capture_state.is_under_way() {
+            true => self.inner.capture_state.add_need(need),
+            // Another's capture: nobody says when its graph ends.
+            false => std::mem::forget(need),
+        }
+    }
+
     /// Whether a graph is being captured on the stream, by this crate or the host framework.
     ///
     /// # Errors
@@ -291,19 +311,22 @@ impl<T> Captured<T> {
         let (graph, output) = capture.run(calls)?;
         let watches = capture.members.iter().flat_map(|member| member.cuda.inner.capture_state.take_watches());
         let watches = ReplayWatches(watches.collect());
+        let needs = capture.members.iter().flat_map(|member| member.cuda.inner.capture_state.take_needs()).collect();
         drop(capture);
         if kind == ArenaKind::InGraph {
             graph.check_self_contained()?;
         }
         let exec = graph.executable()?;
-        Ok(Self { exec, output, cuda: cuda.clone(), arenas, _retained: retained, devices: devices.to_vec(), watches })
+        let (cuda, devices) = (cuda.clone(), devices.to_vec());
+        Ok(Self { exec, output, cuda, needs, arenas, _retained: retained, devices, watches })
     }
 
     /// Enqueues the captured calls. Collectives among them are watched, all of a replay as one, which ends within the
     /// communicator's timeout or ends the communicator.
     ///
     /// # Errors
-    /// What has failed before, as [`check`](Self::check); a communicator of the calls that is no more; a driver's error.
+    /// What has failed before, as [`check`](Self::check); a communicator of the calls that is no more; a driver's error;
+    /// [`Error::Invalid`] where calls of a group were captured that has ended.
     pub fn replay(&mut self) -> Result<()> {
         const CALL: &str = "Captured::replay";
         self.check()?;
@@ -312,6 +335,7 @@ impl<T> Captured<T> {
             return Err(Error::invalid(CALL, "graph", "the communicators of its collectives alive", "one dropped"));
         }
         self.cuda.bind(CALL)?;
+        let _entered = self.needs.iter().map(|need| need.enter()).collect::<Result<Vec<_>>>()?;
         // SAFETY: the graph is executable and what it touches is held by `self`.
         unsafe { result::graph::launch(self.exec, self.cuda.inner.stream.cu_stream()) }
             .map_err(driver(CALL, "launch the graph"))?;

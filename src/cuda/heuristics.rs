@@ -115,6 +115,10 @@ pub(super) const FINITE_BLOCKS: usize = 16;
 #[cfg(feature = "nccl")]
 pub(super) const NVLINK_LAG: usize = 512;
 
+/// Nanoseconds at most that some blocks and warps of kernels over NVLink idle on a device of tests.
+#[cfg(feature = "nccl")]
+pub(super) const NVLINK_TEST_DELAY: i64 = 20_000;
+
 // ------------------------------------------------------------------------------------------------ memory
 
 /// Every block of memory has at least this size and is a multiple of it, so that no tensor has a null pointer, which

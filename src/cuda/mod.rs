@@ -27,7 +27,7 @@
 //! layout, plan, routing_records, low_latency_sort, permute    slots: tiled, planned, moved
 //! experts, linear, wgrad, sm90_grouped_gemm                   products
 //! w4a16, dequantized                                          and those with quantized weights
-//! nvlink                                                      rows between GPUs by stores
+//! peers, nvlink                                               other GPUs of a host, and rows stored there
 //! router, quant, etp                                          routing, casts, sums of sharded gradients
 //! optimizer                                                   norms, and steps of AdamW
 //! kernels, group                                              all of it as the trait has it, and a group of one rank
@@ -65,6 +65,8 @@ pub(crate) mod nvlink;
 mod optimizer;
 mod page_locked;
 mod params;
+#[cfg(feature = "nccl")]
+pub(crate) mod peers;
 mod permute;
 pub(crate) mod plan;
 mod quant;
@@ -85,6 +87,8 @@ pub use cudarc;
 
 pub use crate::device::Waited;
 pub use buffer::{DeviceBuffer, DeviceMut, DeviceRef};
+#[cfg(feature = "nccl")]
+pub(crate) use capture_state::GraphNeed;
 pub use device::{Cuda, Event};
 #[cfg(feature = "nccl")]
 pub(crate) use failure::{FailureSource, ReplayWatch, StuckFlag};

@@ -9,11 +9,13 @@ use crate::kernels::Origin;
 use crate::plan::ZoneMaps;
 use crate::tensor::{TensorMut, TensorRef};
 
+use super::buffer::DeviceMut;
 use super::device::Cuda;
-use super::heuristics::NVLINK_LAG;
+use super::heuristics::{NVLINK_LAG, NVLINK_TEST_DELAY};
 use super::launch::Grid;
 use super::layout::{aligned, pointer};
 use super::params::{self, type_code};
+use super::peers::StopWord;
 use super::tile_config::NVLINK_SUM_SMEM;
 
 /// Ranks of a group at most.
@@ -59,6 +61,8 @@ pub(crate) struct PeerCall<'a> {
     pub(crate) zone: usize,
     /// How long a kernel waits for a peer.
     pub(crate) timeout: Duration,
+    /// What ends its waits before.
+    pub(crate) stop: &'a StopWord,
     /// Blocks of the kernel at most; 0: as many as the GPU has SMs.
     pub(crate) max_sms: usize,
 }
@@ -106,6 +110,9 @@ impl PeerCall<'_> {
             ranks: self.words.len() as i64,
             zone: self.zone as i64,
             timeout: i64::try_from(self.timeout.as_nanos()).unwrap_or(i64::MAX),
+            // A device of tests: ranks, blocks and warps meet in other orders.
+            delay: if device.poisons() { NVLINK_TEST_DELAY } else { 0 },
+            stop: self.stop.address(),
             fault: device.inner.status,
             origin: device.origin(self.call, self.origin)?,
             ..Default::default()
@@ -144,6 +151,22 @@ impl Cuda {
         self.kernels().sm90.is_some()
     }
 
+    /// Whether rows of this type can be added. To be asked before the ranks meet for it.
+    ///
+    /// # Errors
+    /// Another type than the kernels'.
+    pub(crate) fn check_nvlink_sums(&self, call: &'static str, dtype: DType) -> Result<()> {
+        type_code(call, "rows", dtype).map(drop)
+    }
+
+    /// Fills what peers are about to write on a device that poisons its buffers.
+    ///
+    /// # Errors
+    /// A driver's error.
+    pub(crate) fn poison_zone(&self, call: &'static str, zone: DeviceMut<'_>) -> Result<()> {
+        if self.poisons() { self.fill_bytes(call, zone, 0xff) } else { Ok(()) }
+    }
+
     /// Sends tokens to the ranks that keep a choice of theirs; ends when all of theirs have come.
     ///
     /// # Safety
@@ -170,11 +193,9 @@ impl Cuda {
     /// Returns rows of slots to their tokens' ranks, and adds those of this rank's tokens.
     ///
     /// # Safety
-    /// As [`Cuda::nvlink_dispatch`].
+    /// As [`Cuda::nvlink_dispatch`]; rows are of a type that can be added.
     pub(crate) unsafe fn nvlink_combine(&self, peers: &PeerCall<'_>, back: CombineCall<'_>) -> Result<()> {
         let kernels = &self.kernels().sm90.as_ref().ok_or_else(|| absent(peers.call))?.nvlink;
-        // Of a type that there is a kernel for.
-        type_code(peers.call, "rows", back.rows.dtype())?;
         let (dtype, tokens) = (back.rows.dtype(), back.out.rows());
         let width = back.rows.row_bytes() / dtype.size();
         let fast = aligned(back.rows, width) && aligned(back.out.as_ref(), width);

@@ -57,6 +57,14 @@ impl PageLockedBlock {
         unsafe { std::slice::from_raw_parts_mut(self.bytes, self.len) }
     }
 
+    /// The first word, which the host may change while kernels look at it; there are eight bytes at least.
+    #[cfg(feature = "nccl")]
+    pub(super) fn word(&self) -> &std::sync::atomic::AtomicU64 {
+        debug_assert!(self.len >= 8);
+        // SAFETY: the block begins at a page and has the bytes; whoever shares it reads and writes them as one word.
+        unsafe { std::sync::atomic::AtomicU64::from_ptr(self.bytes.cast()) }
+    }
+
     /// Gives the memory back.
     ///
     /// # Safety

@@ -22,6 +22,7 @@ mod options;
 mod tests;
 
 pub use crate::error::NcclError;
+pub(crate) use comm::communicator::TravelingRow;
 pub use comm::communicator::{CommParts, NcclComm};
 pub use comm::init::NcclWorld;
 pub(crate) use comm::peer_memory::PeerMemory;

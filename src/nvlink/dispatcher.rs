@@ -1,5 +1,7 @@
 //! The dispatcher's calls: each is one kernel on every rank, met and watched as a collective of the communicator.
 
+use std::sync::Arc;
+
 use crate::cuda::Cuda;
 use crate::cuda::nvlink::{CombineCall, DispatchCall, MOST_CHOICES, PeerCall, ZoneLayout};
 use crate::device::Device;
@@ -9,13 +11,11 @@ use crate::ep::packing::ReceivedRows;
 use crate::ep::row_transport::{HandleCall, ReturnRows, RowTransport};
 use crate::ep::{DispatchInputs, DispatcherKind, RowOrder};
 use crate::error::{Error, Result};
-use crate::nccl::{NcclComm, PeerMemory};
+use crate::nccl::TravelingRow;
 use crate::tensor::{Tensor, TensorMut, TensorRef};
 
-use super::zones::{ReceivedSizes, Zones};
-
-/// Zones that rows stay in where the configuration asks for none: what a layer's forward and backward keep.
-const KEPT_ZONES: usize = 2;
+use super::memory::{GroupMemory, nccl};
+use super::zones::{ReceivedSizes, ZonePlace, Zones};
 
 /// Dispatcher between the GPUs of a host. Rows arrive in zones, one for each source rank, and stay there as long as they
 /// are needed; a dispatch that finds no zone free copies them. A token's outputs are summed per rank in the tokens'
@@ -23,30 +23,19 @@ const KEPT_ZONES: usize = 2;
 #[derive(Debug)]
 pub(crate) struct NvLink {
     pub(super) core: DispatcherState<Cuda>,
-    /// Control words of all ranks.
-    pub(super) words: PeerMemory,
-    pub(super) zones: Option<Zones>,
-}
-
-/// NCCL's communicator, whose windows the memory is.
-pub(super) fn nccl(core: &mut DispatcherState<Cuda>) -> Result<&mut NcclComm> {
-    let other = || Error::invalid("Group::new", "communicator", "NCCL's", "another");
-    core.comm.native().ok_or_else(other)
+    pub(super) memory: GroupMemory,
 }
 
 impl NvLink {
+    /// Rows that a message may have in any step: zones have room for these, so that no larger step makes new ones.
+    fn most_rows(&self, step: &HandleCall<'_, Cuda>) -> Result<usize> {
+        Ok(step.handle.zones(step.call)?.zone_rows.max(self.core.config.max_tokens_per_rank))
+    }
+
     /// Zones of at least so many bytes (collective where they have to be made).
     fn reserve(&mut self, step: &HandleCall<'_, Cuda>, bytes: usize) -> Result<()> {
-        if self.zones.as_ref().is_some_and(|zones| zones.bytes() >= bytes) {
-            return Ok(());
-        }
-        self.core.device.not_captured(step.call, "allocate zones")?;
-        let kept = if self.core.config.windows == 0 { KEPT_ZONES } else { self.core.config.windows };
         let tag = DispatcherState::tag(step.handle, step.op);
-        let memory = nccl(&mut self.core)?.peer_memory(tag, Zones::bytes_of(bytes, kept))?;
-        // Tensors may lie in smaller ones, and keep these; peers are told of the new ones alone.
-        self.zones = Some(Zones::new(memory, bytes, kept));
-        Ok(())
+        self.memory.reserve(&mut self.core, step.call, tag, bytes)
     }
 
     /// What returns to this rank: a row of each rank for each of its tokens, or of each choice; and weights.
@@ -65,40 +54,99 @@ impl NvLink {
 
     /// The zones, which a call has reserved.
     fn reserved(&mut self, call: &'static str) -> Result<&mut Zones> {
-        self.zones.as_mut().ok_or_else(|| Error::invalid(call, "zones", "some", "none"))
+        self.memory.zones.as_mut().ok_or_else(|| Error::invalid(call, "zones", "some", "none"))
+    }
+
+    /// Passes this rank's part before a call, or tells the others that it failed.
+    fn ready<T>(&mut self, step: &HandleCall<'_, Cuda>, own: Result<T>) -> Result<T> {
+        self.core.check_or_refuse(DispatcherState::tag(step.handle, step.op), own)
+    }
+
+    /// Has the graph under way hold what its replays write to.
+    fn hold_in_graph(&mut self, place: &ZonePlace) -> Result<()> {
+        let GroupMemory { words, zones, stop, .. } = &self.memory;
+        let held =
+            (words.hold(), zones.as_ref().map(|zones| zones.memory().hold()), Arc::clone(stop), place.graph_lease());
+        let need = nccl(&mut self.core)?.graph_need(Arc::new(held));
+        self.core.device.need_in_graph(need);
+        Ok(())
     }
 
     /// A call with rows for this rank from `zone` on in its memory.
     fn meet(
         &mut self,
         step: &HandleCall<'_, Cuda>,
-        rows: TensorRef<'_, Cuda>,
+        row: TravelingRow,
         zone: usize,
         calls: impl FnOnce(&Cuda, &PeerCall<'_>) -> Result<()>,
     ) -> Result<()> {
-        let Self { core, words, zones } = self;
+        let Self { core, memory } = self;
         let (device, max_sms) = (core.device.clone(), core.config.max_sms);
-        let zones = zones.as_ref().map(Zones::addresses).unwrap_or_default();
+        let (words, stop) = (memory.words.addresses(), &memory.stop);
+        let zones = memory.zones.as_ref().map(Zones::addresses).unwrap_or_default();
         let comm = nccl(core)?;
         let (call, origin, timeout) = (step.call, step.handle.origin(), comm.timeout());
-        let peers = PeerCall { call, origin, words: words.addresses(), zones, zone, timeout, max_sms };
+        let peers = PeerCall { call, origin, words, zones, zone, timeout, stop, max_sms };
         let tag = DispatcherState::tag(step.handle, step.op);
-        comm.around((call, rows.dtype(), rows.row_bytes()), tag, || calls(&device, &peers))
+        comm.around_kernel(call, tag, row, || calls(&device, &peers))
     }
 
-    /// A copy of what arrived where the next call writes.
-    fn copied(&self, arrived: &ReceivedRows<Cuda>) -> Result<ReceivedRows<Cuda>> {
-        let device = &self.core.device;
-        let copy = |from: &Tensor<Cuda>| {
-            let mut to = Tensor::empty(device, from.dtype(), from.dims())?;
-            device.copy(from.view().data(), to.view_mut().into_data())?;
-            Ok::<_, Error>(to)
+    /// A zone for what arrives, its tensors there, and where it does not stay, tensors that it is copied to.
+    fn place(&mut self, step: &HandleCall<'_, Cuda>, arriving: &ReceivedSizes) -> Result<Arrival> {
+        let device = self.core.device.clone();
+        let capturing = device.is_capturing()?;
+        let zones = self.reserved(step.call)?;
+        let place = zones.free(capturing);
+        let arrived = arriving.tensors(|at, dtype, dims| zones.tensor(&place, at, dtype, dims))?;
+        let copies = match place.keeps() {
+            true => None,
+            false => Some(arriving.tensors(|_, dtype, dims| Tensor::empty(&device, dtype, dims))?),
         };
-        Ok(ReceivedRows {
-            rows: arrived.rows.as_ref().map(copy).transpose()?,
-            weights: arrived.weights.as_ref().map(copy).transpose()?,
-            scales: arrived.scales.as_ref().map(copy).transpose()?,
-        })
+        device.poison_zone(step.call, zones.part(&place, arriving.layout().bytes)?)?;
+        if capturing {
+            self.hold_in_graph(&place)?;
+        }
+        Ok(Arrival { place, arrived, copies })
+    }
+
+    /// Where this rank's own sums arrive, in a zone that they leave within the call; rows are of a type that can be added.
+    fn returning_zone(&mut self, step: &HandleCall<'_, Cuda>, dtype: DType, layout: ZoneLayout) -> Result<usize> {
+        let device = self.core.device.clone();
+        device.check_nvlink_sums(step.call, dtype)?;
+        let capturing = device.is_capturing()?;
+        let zones = self.reserved(step.call)?;
+        let place = zones.passing();
+        device.poison_zone(step.call, zones.part(&place, layout.bytes)?)?;
+        if capturing {
+            self.hold_in_graph(&place)?;
+        }
+        Ok(place.offset)
+    }
+}
+
+/// Where rows are to arrive.
+#[derive(Debug)]
+struct Arrival {
+    place: ZonePlace,
+    arrived: ReceivedRows<Cuda>,
+    copies: Option<ReceivedRows<Cuda>>,
+}
+
+impl Arrival {
+    /// The rows, where no later call writes.
+    fn kept(self, device: &Cuda) -> Result<ReceivedRows<Cuda>> {
+        let Some(mut copies) = self.copies else { return Ok(self.arrived) };
+        let pairs = [
+            (&self.arrived.rows, &mut copies.rows),
+            (&self.arrived.weights, &mut copies.weights),
+            (&self.arrived.scales, &mut copies.scales),
+        ];
+        for (from, to) in pairs {
+            if let (Some(from), Some(to)) = (from, to) {
+                device.copy(from.view().data(), to.view_mut().into_data())?;
+            }
+        }
+        Ok(copies)
     }
 }
 
@@ -110,41 +158,47 @@ impl RowTransport<Cuda> for NvLink {
         &mut self.core
     }
 
-    fn into_core(self: Box<Self>) -> DispatcherState<Cuda> {
-        self.core
+    fn into_core(self: Box<Self>) -> Result<DispatcherState<Cuda>> {
+        let Self { mut core, memory } = *self;
+        memory.release(&mut core)?;
+        Ok(core)
     }
 
     fn send(&mut self, step: &HandleCall<'_, Cuda>, inputs: &DispatchInputs<'_, Cuda>) -> Result<ReceivedRows<Cuda>> {
         Self::check_choices(step)?;
         let maps = step.handle.zones(step.call)?;
         let tokens = inputs.tokens.borrow();
-        let arriving = ReceivedSizes {
-            rows: self.core.ranks() * maps.zone_rows,
+        let (ranks, k) = (self.core.ranks(), step.handle.spec().top_k);
+        let arriving = |zone_rows| ReceivedSizes {
+            rows: ranks * zone_rows,
             dtype: tokens.dtype(),
             width: tokens.row_bytes() / tokens.dtype().size(),
-            weights: inputs.weights.as_ref().map(|w| (step.handle.spec().top_k, w.dtype())),
+            weights: inputs.weights.as_ref().map(|w| (k, w.dtype())),
             scales: inputs.scales.as_ref().map(TensorRef::row_bytes),
         };
-        let layout = arriving.layout();
         // And for the way back, so that it finds memory there.
         let row = tokens.row_bytes().max(step.handle.spec().returning_bytes());
-        let returning = self.returning(step, maps.zone_rows, row, tokens.dtype().accumulator());
-        self.reserve(step, layout.bytes.max(returning.bytes))?;
-        let capturing = self.core.device.is_capturing()?;
-        let zones = self.reserved(step.call)?;
-        let place = zones.free(capturing);
-        let arrived = arriving.tensors(zones, &place);
-        let arrived = self.core.check_or_refuse(DispatcherState::tag(step.handle, step.op), arrived)?;
+        let accumulator = tokens.dtype().accumulator();
+        let returning = |zone_rows| self.returning(step, zone_rows, row, accumulator).bytes;
+        let most = self.most_rows(step)?;
+        let bytes = arriving(most).layout().bytes.max(returning(most));
+        self.reserve(step, bytes)?;
+        let arriving = arriving(maps.zone_rows);
+        let arrival = self.place(step, &arriving);
+        let arrival = self.ready(step, arrival)?;
+        let (weights, scales) = (arriving.weight_bytes(), arriving.scales.unwrap_or(0));
+        let row = TravelingRow { dtype: tokens.dtype(), bytes: tokens.row_bytes(), weights, scales };
         let sent = DispatchCall {
             tokens,
             weights: inputs.weights.as_ref().map(TensorRef::borrow),
             scales: inputs.scales.as_ref().map(TensorRef::borrow),
             maps,
-            layout,
+            layout: arriving.layout(),
         };
+        let zone = arrival.place.offset;
         // SAFETY: the memory is this group's alone, and all ranks have reserved room for this layout in each zone.
-        self.meet(step, tokens, place.offset, |device, peers| unsafe { device.nvlink_dispatch(peers, sent) })?;
-        if place.keeps() { Ok(arrived) } else { self.copied(&arrived) }
+        self.meet(step, row, zone, |device, peers| unsafe { device.nvlink_dispatch(peers, sent) })?;
+        arrival.kept(&self.core.device)
     }
 
     fn return_sums(&mut self, step: &HandleCall<'_, Cuda>, back: ReturnRows<'_, Cuda>) -> Result<()> {
@@ -152,9 +206,14 @@ impl RowTransport<Cuda> for NvLink {
         let maps = step.handle.zones(step.call)?;
         let ReturnRows { rows, with_weights, weights, mut out, mut out_weights } = back;
         let rows = rows.borrow();
-        let layout = self.returning(step, maps.zone_rows, rows.row_bytes(), rows.dtype().accumulator());
-        self.reserve(step, layout.bytes)?;
-        let zone = self.reserved(step.call)?.passing().offset;
+        let (row, accumulator) = (rows.row_bytes(), rows.dtype().accumulator());
+        let most = self.most_rows(step)?;
+        self.reserve(step, self.returning(step, most, row, accumulator).bytes)?;
+        let layout = self.returning(step, maps.zone_rows, row, accumulator);
+        let zone = self.returning_zone(step, rows.dtype(), layout);
+        let zone = self.ready(step, zone)?;
+        let weight_bytes = if with_weights { step.handle.spec().top_k * accumulator.size() } else { 0 };
+        let row = TravelingRow { dtype: rows.dtype(), bytes: row, weights: weight_bytes, scales: 0 };
         let returned = CombineCall {
             rows,
             weights: weights.as_ref().map(TensorRef::borrow),
@@ -166,7 +225,7 @@ impl RowTransport<Cuda> for NvLink {
             layout,
             in_k_order: self.core.config.in_k_order,
         };
-        // SAFETY: as in `send`.
-        self.meet(step, rows, zone, |device, peers| unsafe { device.nvlink_combine(peers, returned) })
+        // SAFETY: as in `send`; rows of this type can be added.
+        self.meet(step, row, zone, |device, peers| unsafe { device.nvlink_combine(peers, returned) })
     }
 }

@@ -1,35 +1,54 @@
 //! Whether every rank can have the dispatcher.
 
+use std::sync::Arc;
+
 use crate::comm::{Op, Tag};
+use crate::compare::gather_numbers;
 use crate::cuda::Cuda;
 use crate::cuda::nvlink::{MOST_RANKS, control_bytes};
+use crate::cuda::peers::{GpuId, StopWord};
 use crate::ep::dispatcher_state::DispatcherState;
 use crate::ep::reports::agree_on_found;
 use crate::ep::select::DispatcherOrReason;
 use crate::error::{Error, Result};
 
-use super::dispatcher::{NvLink, nccl};
+use super::dispatcher::NvLink;
+use super::memory::{GroupMemory, nccl};
 
 const CALL: &str = "Group::new";
+const TAG: Tag = Tag { layer: 0, op: Op::Init, sequence: 0 };
 
 impl NvLink {
-    /// Checks the GPUs on every rank (one collective), and makes the control words.
+    /// Checks the GPUs on every rank (collectives), and makes the control words.
     ///
     /// # Errors
-    /// The ranks could not be asked; no memory that all ranks reach.
+    /// The ranks could not be asked; NCCL's windows fail where it has them.
     pub(crate) fn join(mut core: DispatcherState<Cuda>) -> Result<DispatcherOrReason<Cuda>> {
-        let found = examine(&mut core);
-        if let Err(error) = agree_on_found(&mut core, CALL, found)? {
+        let own = core.device.gpu_id(CALL);
+        let ids = {
+            let own = core.check_or_refuse(TAG, own)?;
+            let device = core.device.clone();
+            gather_numbers(&device, &mut *core.comm, TAG, &own)?
+        };
+        let found = examine(&mut core, ids.as_chunks().0);
+        let stop = match agree_on_found(&mut core, CALL, found)? {
+            Ok(stop) => stop,
+            Err(error) => return Ok(Err(Box::new((core, error)))),
+        };
+        nccl(&mut core)?.stop_kernels_by(&stop);
+        let bytes = control_bytes(core.ranks(), core.config.max_tokens_per_rank);
+        let (words, reached) = nccl(&mut core)?.peer_memory_found(TAG, bytes)?;
+        // Behind this collective all words are zeros.
+        if let Err(error) = agree_on_found(&mut core, CALL, reached)? {
+            nccl(&mut core)?.release_peer_memory(TAG, words)?;
             return Ok(Err(Box::new((core, error))));
         }
-        let bytes = control_bytes(core.ranks(), core.config.max_tokens_per_rank);
-        let words = nccl(&mut core)?.peer_memory(Tag { layer: 0, op: Op::Init, sequence: 0 }, bytes)?;
-        Ok(Ok(Box::new(Self { core, words, zones: None })))
+        Ok(Ok(Box::new(Self { core, memory: GroupMemory::new(words, stop) })))
     }
 }
 
-/// Whether this rank can have it.
-fn examine(core: &mut DispatcherState<Cuda>) -> Result<()> {
+/// Whether this rank can have it, among these GPUs; and what ends its kernels' waits.
+fn examine(core: &mut DispatcherState<Cuda>, gpus: &[GpuId]) -> Result<Arc<StopWord>> {
     let ranks = core.ranks();
     if ranks > MOST_RANKS {
         return Err(Error::invalid(CALL, "ranks", format!("at most {MOST_RANKS} (nvlink)"), ranks));
@@ -37,5 +56,13 @@ fn examine(core: &mut DispatcherState<Cuda>) -> Result<()> {
     if !core.device.has_nvlink_kernels() {
         return Err(Error::invalid(CALL, "GPU", "one of compute capability 9.0 (nvlink)", "another"));
     }
-    nccl(core)?.check_peer_memory()
+    nccl(core)?.check_peer_memory()?;
+    for (peer, gpu) in gpus.iter().enumerate() {
+        // One that this process does not see shows when its memory is asked for.
+        if core.device.reaches(CALL, *gpu)? == Some(false) {
+            let expected = "GPUs that reach each other's memory (nvlink)";
+            return Err(Error::invalid(CALL, "GPU", expected, format!("that of rank {peer}, which this one does not")));
+        }
+    }
+    Ok(Arc::new(StopWord::new(&core.device, CALL)?))
 }

@@ -2,12 +2,14 @@
 //!
 //! ```text
 //! zones       memory that rows arrive in, and who has it
+//! memory      the group's memory on all ranks, and when it is given back
 //! dispatcher  the dispatcher's calls over it
 //! join        whether every rank can have it
 //! ```
 
 mod dispatcher;
 mod join;
+mod memory;
 mod zones;
 
 pub(crate) use dispatcher::NvLink;

@@ -3,8 +3,8 @@
 
 use std::sync::Arc;
 
-use crate::cuda::Cuda;
 use crate::cuda::nvlink::ZoneLayout;
+use crate::cuda::{Cuda, DeviceMut};
 use crate::dtype::DType;
 use crate::ep::packing::ReceivedRows;
 use crate::error::Result;
@@ -12,12 +12,13 @@ use crate::nccl::PeerMemory;
 use crate::tensor::Tensor;
 
 /// A zone that rows may stay in after their call.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 struct KeptZone {
     /// Shared with the tensors that lie there.
     lease: Arc<()>,
-    /// A graph writes there in each of its replays, so calls outside graphs keep away.
-    captured: bool,
+    /// Shared with the graphs that write there in each of their replays: while there are any, calls outside graphs keep
+    /// away. Graphs may share a zone, since each has read it by its end, or else the tensor that it returns has the lease.
+    graphs: Arc<()>,
 }
 
 /// Zones of one size: the first for rows that no call leaves there, and others that tensors keep.
@@ -33,8 +34,10 @@ pub(super) struct Zones {
 pub(super) struct ZonePlace {
     /// Where it begins.
     pub(super) offset: usize,
-    /// `None`: the next call writes there.
+    /// What the rows' tensors hold; `None`: the next call writes there.
     lease: Option<Arc<()>>,
+    /// What a graph holds.
+    graphs: Option<Arc<()>>,
 }
 
 impl Zones {
@@ -45,8 +48,7 @@ impl Zones {
 
     /// Zones of so many bytes each in memory that has room for them.
     pub(super) fn new(memory: PeerMemory, bytes: usize, kept: usize) -> Self {
-        let kept = (0..kept).map(|_| KeptZone { lease: Arc::new(()), captured: false }).collect();
-        Self { memory, bytes, kept }
+        Self { memory, bytes, kept: (0..kept).map(|_| KeptZone::default()).collect() }
     }
 
     /// Bytes of a zone.
@@ -59,17 +61,32 @@ impl Zones {
         self.memory.addresses()
     }
 
+    pub(super) fn memory(&self) -> &PeerMemory {
+        &self.memory
+    }
+
+    pub(super) fn into_memory(self) -> PeerMemory {
+        self.memory
+    }
+
     /// The zone for rows that leave it within their call.
     pub(super) fn passing(&self) -> ZonePlace {
-        ZonePlace { offset: 0, lease: None }
+        ZonePlace { offset: 0, lease: None, graphs: None }
     }
 
     /// A zone that nobody has; where there is none, that for passing rows.
-    pub(super) fn free(&mut self, capturing: bool) -> ZonePlace {
-        let fits = |zone: &KeptZone| Arc::strong_count(&zone.lease) == 1 && (capturing || !zone.captured);
+    pub(super) fn free(&self, capturing: bool) -> ZonePlace {
+        let alone = |shared: &Arc<()>| Arc::strong_count(shared) == 1;
+        let fits = |zone: &KeptZone| alone(&zone.lease) && (capturing || alone(&zone.graphs));
         let Some(i) = self.kept.iter().position(fits) else { return self.passing() };
-        self.kept[i].captured |= capturing;
-        ZonePlace { offset: (i + 1) * self.bytes, lease: Some(Arc::clone(&self.kept[i].lease)) }
+        let KeptZone { lease, graphs } = &self.kept[i];
+        let (lease, graphs) = (Some(Arc::clone(lease)), Some(Arc::clone(graphs)));
+        ZonePlace { offset: (i + 1) * self.bytes, lease, graphs }
+    }
+
+    /// Bytes of a zone that a call is to write to.
+    pub(super) fn part(&mut self, place: &ZonePlace, bytes: usize) -> Result<DeviceMut<'_>> {
+        self.memory.part(place.offset, bytes)
     }
 
     /// Part of a zone as a tensor, which keeps the zone.
@@ -86,6 +103,11 @@ impl ZonePlace {
     pub(super) fn keeps(&self) -> bool {
         self.lease.is_some()
     }
+
+    /// What a graph holds that writes there.
+    pub(super) fn graph_lease(&self) -> Option<Arc<()>> {
+        self.graphs.clone()
+    }
 }
 
 /// Sizes of what arrives.
@@ -101,19 +123,26 @@ pub(super) struct ReceivedSizes {
 }
 
 impl ReceivedSizes {
+    /// Bytes of a row's weights.
+    pub(super) fn weight_bytes(&self) -> usize {
+        self.weights.map_or(0, |(count, dtype)| count * dtype.size())
+    }
+
     pub(super) fn layout(&self) -> ZoneLayout {
-        let weights = self.weights.map_or(0, |(count, dtype)| count * dtype.size());
-        let scales = self.scales.unwrap_or(0);
+        let (weights, scales) = (self.weight_bytes(), self.scales.unwrap_or(0));
         ZoneLayout::new(self.rows * self.width * self.dtype.size(), self.rows * weights, self.rows * scales)
     }
 
-    /// As tensors in a zone.
-    pub(super) fn tensors(&self, zones: &Zones, place: &ZonePlace) -> Result<ReceivedRows<Cuda>> {
+    /// As tensors that `make` gives, from where each begins, its type and its shape.
+    pub(super) fn tensors(
+        &self,
+        make: impl Fn(usize, DType, &[usize]) -> Result<Tensor<Cuda>>,
+    ) -> Result<ReceivedRows<Cuda>> {
         let layout = self.layout();
-        let weights = |(count, dtype)| zones.tensor(place, layout.weights, dtype, &[self.rows * count]);
-        let scales = |bytes| zones.tensor(place, layout.scales, DType::U8, &[self.rows, bytes]);
+        let weights = |(count, dtype)| make(layout.weights, dtype, &[self.rows * count]);
+        let scales = |bytes| make(layout.scales, DType::U8, &[self.rows, bytes]);
         Ok(ReceivedRows {
-            rows: Some(zones.tensor(place, 0, self.dtype, &[self.rows, self.width])?),
+            rows: Some(make(0, self.dtype, &[self.rows, self.width])?),
             weights: self.weights.map(weights).transpose()?,
             scales: self.scales.map(scales).transpose()?,
         })

@@ -168,6 +168,8 @@ fn a_spec_that_differs_is_told_everywhere<D: Target>(s: &Setup<D>) {
         ("spec.alignment", DispatchSpec { alignment: 2, ..good }),
         ("spec.capacity", DispatchSpec { capacity: Capacity::Static(63), ..good }),
         ("spec.overflow", DispatchSpec { overflow: Overflow::Drop, ..good }),
+        // Its plan leaves out what the others' keep.
+        ("spec.capacity", DispatchSpec { capacity: Capacity::Static(2), overflow: Overflow::Drop, ..good }),
         ("spec.expert_capacity.factor", DispatchSpec { expert_capacity: limit, ..good }),
         ("spec.formula", DispatchSpec { formula: 7.into(), ..good }),
     ];

@@ -103,8 +103,8 @@ impl<D: Target> Setup<D> {
         match self.kind {
             // What each rank thinks of the library.
             DispatcherKind::NcclEp | DispatcherKind::NcclEpLowLatency => 2,
-            // The same of the GPUs, and memory that all reach, which takes a meeting and a barrier.
-            DispatcherKind::NvLink => 4,
+            // Which GPUs they are, the same of these, memory that all reach, and what each thinks of that.
+            DispatcherKind::NvLink => 5,
             _ => 1,
         }
     }

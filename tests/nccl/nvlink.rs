@@ -1,14 +1,14 @@
-//! The crate's own dispatcher over NVLink: bits in the order of k, and a rank that does not come to a call that no host
-//! meets before.
+//! The crate's own dispatcher over NVLink: bits in the order of k, what ranks compare, who has which memory and for how
+//! long, and ranks that do not come, leave or fail while kernels wait for them.
 
 use std::sync::Barrier;
 use std::thread;
 use std::time::{Duration, Instant};
 
 use moebius::cuda::Cuda;
-use moebius::ep::{DispatchSpec, DispatcherKind, Group, GroupConfig};
+use moebius::ep::{DispatchInputs, DispatchSpec, DispatcherKind, Group, GroupConfig, Handle};
 use moebius::kernels::Kernels;
-use moebius::{DType, Error, Result, Tensor};
+use moebius::{CommError, DType, Error, Result, Tensor};
 
 use crate::Run;
 use crate::conformance::{gpus, over};
@@ -17,7 +17,13 @@ use crate::several::numbers;
 pub fn cases() -> Vec<(&'static str, Run)> {
     vec![
         ("in_the_order_of_k_the_bits_are_those_of_all_to_all", same_bits),
+        ("a_group_of_one", |cuda, _| same_bits(cuda, 1)),
         ("a_rank_that_does_not_replay_is_told", lost_in_a_replay),
+        ("weights_of_some_ranks_alone_are_refused", weights_differ),
+        ("zones_have_room_for_any_step", larger_steps),
+        ("a_zone_comes_back_with_its_graph", zones_of_graphs),
+        ("a_graph_outlives_its_group", graph_without_group),
+        ("an_end_while_a_kernel_waits", end_while_waiting),
     ]
 }
 
@@ -56,6 +62,28 @@ fn same_bits(cuda: &Cuda, ranks: usize) {
     }
 }
 
+/// Most tokens of a rank, and elements of a row.
+const MOST: usize = 16;
+const HIDDEN: usize = 64;
+
+/// A handle of so many tokens of two choices.
+fn prepared(group: &mut Group<Cuda>, cuda: &Cuda, tokens: usize) -> Result<Handle<Cuda>> {
+    let experts = 4 * group.ranks();
+    let ids: Vec<i64> = (0..2 * tokens).map(|i| (i * 3 % experts) as i64).collect();
+    let ids = Tensor::from_vec(ids, &[tokens, 2])?.to(cuda)?;
+    group.dispatcher().prepare(ids.view(), None, &DispatchSpec::new(5, 2))
+}
+
+fn tokens(cuda: &Cuda, count: usize) -> Result<Tensor<Cuda>> {
+    cuda.write(&numbers(count as u64, count * HIDDEN, 4.0), DType::BF16, &[count, HIDDEN])
+}
+
+/// The rows that arrive of a handle's tokens.
+fn rows_of(group: &mut Group<Cuda>, handle: &Handle<Cuda>, x: &Tensor<Cuda>) -> Result<Tensor<Cuda>> {
+    let inputs = DispatchInputs { tokens: x.view(), weights: None, scales: None };
+    Ok(group.dispatcher().dispatch_rows(handle, inputs)?.rows.expect("rows that arrived"))
+}
+
 /// Every rank's body on a thread.
 fn each(ranks: usize, limit: Duration, body: impl Fn(Group<Cuda>, &Cuda, &Barrier) -> Result<()> + Sync) {
     let (together, body) = (&Barrier::new(ranks), &body);
@@ -63,7 +91,8 @@ fn each(ranks: usize, limit: Duration, body: impl Fn(Group<Cuda>, &Cuda, &Barrie
         let spawn = |comm: moebius::nccl::NcclComm| {
             scope.spawn(move || {
                 let cuda = comm.cuda().clone();
-                let config = GroupConfig { dispatcher: DispatcherKind::NvLink, ..GroupConfig::new(4 * ranks, 16) };
+                let dispatcher = DispatcherKind::NvLink;
+                let config = GroupConfig { dispatcher, windows: 1, ..GroupConfig::new(4 * ranks, MOST) };
                 body(Group::new(cuda.clone(), Box::new(comm), config)?, &cuda, together)
             })
         };
@@ -86,11 +115,13 @@ fn lost_in_a_replay(_: &Cuda, ranks: usize) {
         graph.replay()?;
         cuda.check()?;
         together.wait();
-        if rank == 0 {
+        // The last does not come. Of several that wait for it the first gives up, and the others hear that it has.
+        if rank + 1 < ranks {
+            thread::sleep(Duration::from_millis(300) * rank as u32);
             let start = Instant::now();
             graph.replay()?;
             match cuda.check() {
-                Err(Error::LatePeer { rank: 0, layer: 5, peer: 1.., .. }) => {}
+                Err(Error::LatePeer { rank: own, layer: 5, .. }) => assert_eq!(own, rank),
                 other => panic!("{other:?}"),
             }
             assert!(start.elapsed() < LIMIT + Duration::from_secs(3));
@@ -100,7 +131,7 @@ fn lost_in_a_replay(_: &Cuda, ranks: usize) {
         let start = Instant::now();
         graph.replay()?;
         match cuda.check() {
-            Err(Error::LatePeer { layer: 5, peer: 0, .. }) => {}
+            Err(Error::LatePeer { layer: 5, .. }) => {}
             other => panic!("{other:?}"),
         }
         assert!(start.elapsed() < LIMIT);
@@ -108,5 +139,115 @@ fn lost_in_a_replay(_: &Cuda, ranks: usize) {
         together.wait();
         drop(graph);
         Ok(())
+    });
+}
+
+/// What travels beside rows is compared before anything does.
+fn weights_differ(_: &Cuda, ranks: usize) {
+    each(ranks, Duration::from_secs(60), |mut group, cuda, _| {
+        let handle = prepared(&mut group, cuda, MOST)?;
+        let (x, weights) = (tokens(cuda, MOST)?, Tensor::zeros(cuda, DType::F32, &[MOST, 2])?);
+        let own = (group.rank() == 0).then(|| weights.view());
+        let inputs = DispatchInputs { tokens: x.view(), weights: own, scales: None };
+        match group.dispatcher().dispatch_rows(&handle, inputs) {
+            Err(Error::Comm(CommError::ArgumentMismatch { value, peer_value, .. })) => assert_ne!(value, peer_value),
+            other => panic!("{other:?}"),
+        }
+        rows_of(&mut group, &handle, &x)?;
+        group.dispatcher().check()
+    });
+}
+
+/// A first step of few tokens makes zones that the largest fits in: a capture could make none.
+fn larger_steps(_: &Cuda, ranks: usize) {
+    each(ranks, Duration::from_secs(60), |mut group, cuda, _| {
+        let few = prepared(&mut group, cuda, 1)?;
+        rows_of(&mut group, &few, &tokens(cuda, 1)?)?;
+        let (most, x) = (prepared(&mut group, cuda, MOST)?, tokens(cuda, MOST)?);
+        let eager = cuda.read(rows_of(&mut group, &most, &x)?.view())?;
+        let mut graph = cuda.capture(|| rows_of(&mut group, &most, &x))?;
+        graph.replay()?;
+        // Rows that nobody sent are whatever lay there.
+        let same = |(a, b): (&f64, &f64)| a.to_bits() == b.to_bits();
+        assert!(cuda.read(graph.output().view())?.iter().zip(&eager).filter(|(_, b)| !b.is_nan()).all(same));
+        drop(graph);
+        group.dispatcher().check()
+    });
+}
+
+/// A zone that a graph writes to is nobody else's, and free again when the graph is gone.
+fn zones_of_graphs(_: &Cuda, ranks: usize) {
+    each(ranks, Duration::from_secs(60), |mut group, cuda, together| {
+        let (handle, x) = (prepared(&mut group, cuda, MOST)?, tokens(cuda, MOST)?);
+        let at = |rows: &Tensor<Cuda>| rows.view().data().address();
+        let zone = at(&rows_of(&mut group, &handle, &x)?);
+        let mut graph = cuda.capture(|| rows_of(&mut group, &handle, &x).map(|rows| at(&rows)))?;
+        assert_eq!(*graph.output(), zone, "the only zone");
+        let kept = rows_of(&mut group, &handle, &x)?;
+        assert_ne!(at(&kept), zone, "the graph's");
+        let before = cuda.read(kept.view())?;
+        graph.replay()?;
+        let after = cuda.read(kept.view())?;
+        assert!(before.iter().zip(&after).all(|(a, b)| a.to_bits() == b.to_bits()));
+        together.wait();
+        drop((graph, kept));
+        assert_eq!(at(&rows_of(&mut group, &handle, &x)?), zone, "free again");
+        group.dispatcher().check()
+    });
+}
+
+/// A graph whose group has ended is refused, instead of writing to memory that is nobody's.
+fn graph_without_group(_: &Cuda, ranks: usize) {
+    each(ranks, Duration::from_secs(60), |mut group, cuda, together| {
+        let (handle, x) = (prepared(&mut group, cuda, MOST)?, tokens(cuda, MOST)?);
+        rows_of(&mut group, &handle, &x)?;
+        let mut graph = cuda.capture(|| rows_of(&mut group, &handle, &x).map(drop))?;
+        graph.replay()?;
+        cuda.check()?;
+        together.wait();
+        drop((group, handle));
+        together.wait();
+        match graph.replay() {
+            Err(Error::Invalid { name, .. }) => assert_eq!(name, "group"),
+            other => panic!("{other:?}"),
+        }
+        cuda.check()
+    });
+}
+
+/// Ranks leave while a kernel of the first waits for them, whose communicator is then ended, and with it peers' memory:
+/// the kernel is out of the way before, though its own patience is far longer, and the GPU works on.
+fn end_while_waiting(_: &Cuda, ranks: usize) {
+    const LIMIT: Duration = Duration::from_secs(60);
+    each(ranks, LIMIT, |mut group, cuda, together| {
+        let (handle, x) = (prepared(&mut group, cuda, MOST)?, tokens(cuda, MOST)?);
+        rows_of(&mut group, &handle, &x)?;
+        let mut graph = cuda.capture(|| rows_of(&mut group, &handle, &x).map(drop))?;
+        graph.replay()?;
+        cuda.check()?;
+        together.wait();
+        if group.rank() != 0 {
+            drop(group);
+            together.wait();
+            return Ok(());
+        }
+        let start = Instant::now();
+        graph.replay()?;
+        together.wait();
+        let left = rows_of(&mut group, &handle, &x);
+        assert!(matches!(left, Err(Error::Comm(CommError::PeerGone { .. }))), "{left:?}");
+        assert!(matches!(cuda.check(), Err(Error::Comm(_))), "as long as the communicator lives");
+        assert!(graph.replay().is_err(), "nothing runs over memory that is gone");
+        drop((group, handle, graph));
+        cuda.check()?;
+        assert!(start.elapsed() < LIMIT / 2, "{:?}", start.elapsed());
+        let sum = cuda.read(x.view())?;
+        assert!(sum.iter().all(|v| v.is_finite()));
+        Ok(())
+    });
+    each(ranks, LIMIT, |mut group, cuda, _| {
+        let (handle, x) = (prepared(&mut group, cuda, MOST)?, tokens(cuda, MOST)?);
+        rows_of(&mut group, &handle, &x)?;
+        group.dispatcher().check()
     });
 }

@@ -58,6 +58,18 @@ impl fmt::Debug for WatchedReplays {
     }
 }
 
+/// A row that travels, and what does beside it, in bytes.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct TravelingRow {
+    pub(crate) dtype: DType,
+    pub(crate) bytes: usize,
+    pub(crate) weights: usize,
+    pub(crate) scales: usize,
+}
+
+/// How much longer than a kernel the watchdog waits.
+const KERNEL_MARGIN: Duration = Duration::from_secs(1);
+
 /// Handles of a communicator that other libraries that build on NCCL need.
 #[derive(Debug, Clone, Copy)]
 pub struct CommParts<'a> {
@@ -153,6 +165,7 @@ impl NcclComm {
     /// A collective that is not NCCL's, of rows of `bytes`: counted, compared over the ranks where they are threads,
     /// and watched. As [`NcclComm::collective_raw`], for calls that need nothing of NCCL's or reach the
     /// communicator themselves.
+    #[cfg(feature = "nccl-ep")]
     pub(crate) fn around<T>(
         &mut self,
         (operation, dtype, bytes): (&'static str, DType, usize),
@@ -161,6 +174,25 @@ impl NcclComm {
     ) -> Result<T> {
         let subject = self.session.begin(CollectiveCall { operation, tag, dtype, detail: Detail::Plain, bytes })?;
         self.run_watched(subject, |_| Some(calls()))
+    }
+
+    /// The same of a kernel that itself waits no longer than the timeout, and tells for whom: the watchdog leaves it the
+    /// time to. What travels beside a row is compared as well.
+    pub(crate) fn around_kernel<T>(
+        &mut self,
+        operation: &'static str,
+        tag: Tag,
+        rows: TravelingRow,
+        calls: impl FnOnce() -> Result<T>,
+    ) -> Result<T> {
+        let TravelingRow { dtype, bytes, weights, scales } = rows;
+        let detail = Detail::Beside((weights as u64) << 32 | scales as u64);
+        let subject = self.session.begin(CollectiveCall { operation, tag, dtype, detail, bytes })?;
+        let timeout = self.session.timeout;
+        self.session.timeout = timeout.saturating_add(KERNEL_MARGIN);
+        let done = self.run_watched(subject, |_| Some(calls()));
+        self.session.timeout = timeout;
+        done
     }
 
     pub(in crate::nccl) fn together<T>(

@@ -1,9 +1,11 @@
 //! Memory that the kernels of all ranks reach, by plain loads and stores.
 
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 
+use crate::comm::agree::{CollectiveCall, Detail};
 use crate::comm::{Communicator, SymmetricMemory, Tag};
-use crate::cuda::{Cuda, DeviceMut};
+use crate::cuda::peers::StopWord;
+use crate::cuda::{Cuda, DeviceMut, GraphNeed};
 use crate::device::Device;
 use crate::dtype::DType;
 use crate::error::{Error, Result};
@@ -11,14 +13,16 @@ use crate::tensor::Tensor;
 
 use crate::nccl::NcclComm;
 use crate::nccl::comm::symmetric::Registering;
+use crate::nccl::ffi::comm_handle::CommHandle;
 use crate::nccl::ffi::windows::{EngineMemory, RegisteredWindow};
 
 const CALL: &str = "peer_memory";
 
-/// A window's memory on every rank, as this rank's GPU addresses it. The window stays until the communicator ends.
-#[derive(Debug, Clone)]
+/// A window's memory on every rank, as this rank's GPU addresses it. The window stays until it is released, or the
+/// communicator ends.
+#[derive(Debug)]
 pub(crate) struct PeerMemory {
-    /// Where each rank's begins.
+    /// Where each rank's begins; none where this GPU does not reach all.
     addresses: Vec<u64>,
     /// Bytes of each.
     bytes: usize,
@@ -51,6 +55,37 @@ impl PeerMemory {
         let buffer = unsafe { self.cuda.external(address, bytes, Arc::new((Arc::clone(&self.own), lease))) };
         Tensor::from_buffer(buffer, dtype, dims)
     }
+
+    /// Bytes of this rank's memory, to be written before the others may write there.
+    pub(crate) fn part(&mut self, offset: usize, bytes: usize) -> Result<DeviceMut<'_>> {
+        crate::comm::Span { offset, bytes }.check(CALL, "part", self.bytes)?;
+        // SAFETY: the memory has those bytes; whoever has a tensor there holds its lease, and asks for none.
+        Ok(unsafe { DeviceMut::from_raw(self.own.address + offset as u64, bytes) })
+    }
+
+    /// What a graph or a tensor holds of it.
+    pub(crate) fn hold(&self) -> Arc<dyn Send + Sync> {
+        Arc::clone(&self.own) as Arc<dyn Send + Sync>
+    }
+
+    /// Whether a tensor or a graph holds it; the communicator does in any case.
+    pub(crate) fn is_held(&self) -> bool {
+        Arc::strong_count(&self.own) > 2
+    }
+}
+
+/// The part of a communicator that a graph's calls need: with it the peers' memory goes.
+struct LiveGroup {
+    comm: Weak<CommHandle>,
+    _held: Arc<dyn Send + Sync>,
+}
+
+impl GraphNeed for LiveGroup {
+    fn enter(&self) -> Result<Arc<dyn Send + Sync>> {
+        let ended = || Error::invalid("Captured::replay", "group", "one that has not ended", "one that has");
+        let comm = self.comm.upgrade().ok_or_else(ended)?;
+        comm.failure().map_or(Ok(comm as Arc<dyn Send + Sync>), |failure| Err(failure.into()))
+    }
 }
 
 impl NcclComm {
@@ -64,11 +99,22 @@ impl NcclComm {
         Registering::of(library).map(drop)
     }
 
-    /// Memory of all ranks that each reaches, of zeros (collective).
+    /// What ends the waits of kernels before peers' memory is taken from under them.
+    pub(crate) fn stop_kernels_by(&self, word: &Arc<StopWord>) {
+        self.session.comm_handle.stop_by(word);
+    }
+
+    /// The part of this communicator that a graph's calls need, which hold `held` too.
+    pub(crate) fn graph_need(&self, held: Arc<dyn Send + Sync>) -> Arc<dyn GraphNeed> {
+        Arc::new(LiveGroup { comm: Arc::downgrade(&self.session.comm_handle), _held: held })
+    }
+
+    /// Memory of all ranks, of zeros (collective), and whether this GPU reaches all of it: the ranks have yet to agree on
+    /// that, and to pass a collective before they write there.
     ///
     /// # Errors
-    /// As [`SymmetricMemory::allocate`]; a peer whose memory this GPU does not reach, which the others are told.
-    pub(crate) fn peer_memory(&mut self, tag: Tag, bytes: usize) -> Result<PeerMemory> {
+    /// As [`SymmetricMemory::allocate`].
+    pub(crate) fn peer_memory_found(&mut self, tag: Tag, bytes: usize) -> Result<(PeerMemory, Result<()>)> {
         let window = self.allocate(tag, bytes)?;
         let (library, cuda, address) = (self.library().clone(), self.cuda.clone(), window.base());
         let reached = |peer| {
@@ -78,10 +124,48 @@ impl NcclComm {
         let addresses = (0..self.size()).map(reached).collect::<Result<Vec<u64>>>();
         let own = Arc::new(EngineMemory { library, cuda: cuda.clone(), address });
         self.session.comm_handle.retain_window(RegisteredWindow { window, block: Arc::clone(&own) });
-        // SAFETY: the memory has those bytes, and no rank writes it before all have passed the barrier.
+        // SAFETY: the memory has those bytes, and no rank writes it yet.
         let zeroed = cuda.zero(unsafe { DeviceMut::from_raw(address, bytes) });
-        let addresses = self.check(tag, zeroed.and(addresses))?;
+        let (addresses, found) = match zeroed.and(addresses) {
+            Ok(addresses) => (addresses, Ok(())),
+            Err(error) => (Vec::new(), Err(error)),
+        };
+        Ok((PeerMemory { addresses, bytes, own, cuda }, found))
+    }
+
+    /// Memory of all ranks that each reaches, of zeros (collective).
+    ///
+    /// # Errors
+    /// As [`SymmetricMemory::allocate`]; a peer whose memory this GPU does not reach, which the others are told.
+    pub(crate) fn peer_memory(&mut self, tag: Tag, bytes: usize) -> Result<PeerMemory> {
+        let (memory, found) = self.peer_memory_found(tag, bytes)?;
+        self.check(tag, found)?;
         self.barrier(tag)?;
-        Ok(PeerMemory { addresses, bytes, own, cuda })
+        Ok(memory)
+    }
+
+    /// Gives memory back (collective): behind all that the ranks' streams have been given, and where nothing of it is held
+    /// any more, as the ranks have agreed.
+    ///
+    /// # Errors
+    /// A collective's own.
+    pub(crate) fn release_peer_memory(&mut self, tag: Tag, memory: PeerMemory) -> Result<()> {
+        const CALL: &str = "release";
+        let library = self.library().clone();
+        let deregister = library.newer("ncclCommWindowDeregister", library.functions().window_deregister)?;
+        self.barrier(tag)?;
+        let Some(kept) = self.session.comm_handle.take_window(memory.own.address) else { return Ok(()) };
+        let call =
+            CollectiveCall { operation: CALL, tag, dtype: DType::U8, detail: Detail::Plain, bytes: memory.bytes };
+        let released = self.together(call, |raw| {
+            // SAFETY: the window is this communicator's and nobody uses it any more.
+            let status = unsafe { deregister(raw.comm, kept.window.raw()) };
+            Ok(library.check("ncclCommWindowDeregister", raw.comm, status)?)
+        });
+        if released.is_err() {
+            // Still a window, and peers may reach it: it stays as those of a communicator that has failed do.
+            self.session.comm_handle.retain_window(kept);
+        }
+        released
     }
 }

@@ -31,6 +31,7 @@ enum DetailCode {
     Max,
     Root(u64),
     Place(u64),
+    Beside(u64),
     Refusal(String),
 }
 
@@ -79,6 +80,7 @@ impl CallDescriptor {
             Detail::Reduce(ReduceOp::Max) => (DetailCode::Max, call.bytes as u64),
             Detail::Root(root) => (DetailCode::Root(*root as u64), call.bytes as u64),
             Detail::Place(place) => (DetailCode::Place(*place), call.bytes as u64),
+            Detail::Beside(parts) => (DetailCode::Beside(*parts), call.bytes as u64),
             Detail::Pieces { .. } => (DetailCode::Plain, 0),
             Detail::Refusal(reason) => {
                 let mut text = [0; TEXT - NAME.end];
@@ -104,6 +106,7 @@ impl CallDescriptor {
             DetailCode::Max => Detail::Reduce(ReduceOp::Max),
             DetailCode::Root(root) => Detail::Root(*root as usize),
             DetailCode::Place(place) => Detail::Place(*place),
+            DetailCode::Beside(parts) => Detail::Beside(*parts),
             DetailCode::Refusal(reason) => Detail::Refusal(reason.clone()),
         };
         CollectiveCall { operation, tag: self.tag, dtype: self.dtype, detail, bytes: self.bytes as usize }
@@ -125,6 +128,7 @@ impl CallDescriptor {
             DetailCode::Root(root) => (3, *root, ""),
             DetailCode::Refusal(reason) => (4, 0, &reason[..]),
             DetailCode::Place(place) => (5, *place, ""),
+            DetailCode::Beside(parts) => (6, *parts, ""),
         };
         bytes[..4].copy_from_slice(&self.tag.layer.to_le_bytes());
         bytes[4] = self.tag.op as u8;
@@ -148,6 +152,7 @@ impl CallDescriptor {
             3 => DetailCode::Root(word(24)),
             4 => DetailCode::Refusal(get(&bytes[NAME.end..])?),
             5 => DetailCode::Place(word(24)),
+            6 => DetailCode::Beside(word(24)),
             _ => return None,
         };
         let (op, dtype) = (*STEPS.get(usize::from(bytes[4]))?, *DTYPES.get(usize::from(bytes[5]))?);
@@ -186,6 +191,7 @@ mod tests {
             Detail::Reduce(ReduceOp::Max),
             Detail::Root(7),
             Detail::Place(1 << 50),
+            Detail::Beside(32 << 32 | 224),
             Detail::Refusal("no room".into()),
         ];
         for detail in details {

@@ -4,10 +4,11 @@ use std::fmt;
 use std::mem::ManuallyDrop;
 use std::sync::atomic::{AtomicPtr, Ordering};
 use std::sync::mpsc::{self, RecvTimeoutError};
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, TryLockError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, TryLockError, Weak};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use crate::cuda::peers::StopWord;
 use crate::cuda::{FailureSource, StuckFlag};
 use crate::error::{CommError, Error, Result};
 use crate::ranks::UniqueId;
@@ -49,6 +50,8 @@ pub(in crate::nccl) struct CommHandle {
     gpus: OnceLock<Vec<StuckFlag>>,
     /// Marks the end of what its stream has been given.
     mark: OnceLock<StreamMark>,
+    /// What ends the waits of this crate's own kernels for peers.
+    stops: Mutex<Vec<Weak<StopWord>>>,
 }
 
 /// Work that was enqueued.
@@ -202,7 +205,8 @@ impl CommHandle {
     ) -> Self {
         let (gate, shared) = (Mutex::new(Some(LiveComm(comm))), AtomicPtr::new(comm));
         let (failure, windows, gpus, mark) = (Mutex::new(None), Mutex::default(), OnceLock::new(), OnceLock::new());
-        Self { library, rank, size, gate, shared, failure, copy_engines, options, windows, gpus, mark }
+        let stops = Mutex::default();
+        Self { library, rank, size, gate, shared, failure, copy_engines, options, windows, gpus, mark, stops }
     }
 
     /// Says on which GPUs of this process its ranks are; the first time counts.
@@ -241,9 +245,30 @@ impl CommHandle {
         true
     }
 
-    /// Keeps a window until the communicator ends.
+    /// Has this word raised before the communicator ends where kernels may wait.
+    pub(in crate::nccl) fn stop_by(&self, word: &Arc<StopWord>) {
+        let mut stops = lock(&self.stops);
+        stops.retain(|stop| stop.strong_count() > 0);
+        stops.push(Arc::downgrade(word));
+    }
+
+    /// Ends the waits of this crate's kernels; tells whether there may be some.
+    fn stop_kernels(&self) -> bool {
+        let stops: Vec<_> = lock(&self.stops).iter().filter_map(Weak::upgrade).collect();
+        stops.iter().for_each(|stop| stop.raise());
+        !stops.is_empty()
+    }
+
+    /// Keeps a window until it is taken back or the communicator ends.
     pub(in crate::nccl) fn retain_window(&self, window: RegisteredWindow) {
         lock(&self.windows).push(window);
+    }
+
+    /// Takes the window back that begins there.
+    pub(in crate::nccl) fn take_window(&self, address: u64) -> Option<RegisteredWindow> {
+        let mut windows = lock(&self.windows);
+        let at = windows.iter().position(|window| window.window.base() == address)?;
+        Some(windows.remove(at))
     }
 
     /// Whether memory lies in a window that is kept.
@@ -318,6 +343,7 @@ impl CommHandle {
 
     /// Ends what runs and frees the communicator. A call that is stuck is ended first.
     pub(in crate::nccl) fn abort(&self) {
+        let kernels = self.stop_kernels();
         let mut gate = match self.lock_within(GRACE) {
             Some(gate) => gate,
             None => {
@@ -347,9 +373,10 @@ impl CommHandle {
             drop(unsafe { ending(alive, revoke) });
             return;
         }
-        if self.copy_engines {
+        if self.copy_engines || kernels {
             // Flags that copy engines wait for lie in memory, which no abort writes: until the stream is seen to end,
-            // nothing that waits for the GPU may be dropped.
+            // nothing that waits for the GPU may be dropped. This crate's kernels wait no more, but may still be storing
+            // into peers' memory, which an abort takes away.
             self.set_stuck(true);
             // SAFETY: as above.
             let revoked = unsafe { ending(alive, revoke) };

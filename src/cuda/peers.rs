@@ -1,0 +1,100 @@
+//! What kernels that wait for other GPUs need of the host: a word that ends their waits, and whom this GPU reaches.
+
+use std::sync::atomic::Ordering;
+
+use cudarc::driver::{result, sys};
+
+use crate::error::Result;
+
+use super::device::Cuda;
+use super::driver::driver;
+use super::page_locked::PageLockedBlock;
+
+/// A GPU's identity, the same in every process.
+pub(crate) type GpuId = [u64; 2];
+
+/// A word of the host's that kernels look at while they wait for a peer. Once it is raised they wait no more: what they
+/// write to may be taken away from under them.
+#[derive(Debug)]
+pub(crate) struct StopWord {
+    block: PageLockedBlock,
+    cuda: Cuda,
+}
+
+impl StopWord {
+    /// # Errors
+    /// No page-locked memory.
+    pub(crate) fn new(cuda: &Cuda, call: &'static str) -> Result<Self> {
+        cuda.bind(call)?;
+        Ok(Self { block: PageLockedBlock::new(call, 8)?, cuda: cuda.clone() })
+    }
+
+    /// Has every wait end. Calls nothing of the driver's, which may be waiting itself.
+    pub(crate) fn raise(&self) {
+        self.block.word().store(1, Ordering::SeqCst);
+    }
+
+    /// Where kernels find it.
+    pub(crate) fn address(&self) -> u64 {
+        self.block.address()
+    }
+}
+
+impl Drop for StopWord {
+    fn drop(&mut self) {
+        // A page that some kernel may still look at stays.
+        if self.cuda.finish_all("StopWord").is_ok() {
+            // SAFETY: the GPU has done with it, and this is the only owner.
+            unsafe { self.block.free() };
+        }
+    }
+}
+
+impl Cuda {
+    /// The GPU's identity.
+    ///
+    /// # Errors
+    /// A driver's error.
+    pub(crate) fn gpu_id(&self, call: &'static str) -> Result<GpuId> {
+        self.bind(call)?;
+        let device = self.inner.context.cu_device();
+        let id = result::device::get_uuid(device).map_err(driver(call, "ask for the GPU's identity"))?;
+        let bytes = id.bytes.map(|byte| byte as u8);
+        let half = |at: usize| u64::from_le_bytes(std::array::from_fn(|i| bytes[at + i]));
+        Ok([half(0), half(8)])
+    }
+
+    /// Whether this GPU reaches another's memory; `None`: this process does not see the other.
+    ///
+    /// # Errors
+    /// A driver's error.
+    pub(crate) fn reaches(&self, call: &'static str, peer: GpuId) -> Result<Option<bool>> {
+        let own = self.inner.context.cu_device();
+        let count = result::device::get_count().map_err(driver(call, "count the GPUs"))?;
+        for ordinal in 0..count {
+            let other = result::device::get(ordinal).map_err(driver(call, "ask for a GPU"))?;
+            let id = result::device::get_uuid(other).map_err(driver(call, "ask for a GPU's identity"))?;
+            let bytes = id.bytes.map(|byte| byte as u8);
+            if bytes != peer_bytes(peer) {
+                continue;
+            }
+            if other == own {
+                return Ok(Some(true));
+            }
+            let mut reached = 0;
+            // SAFETY: both are devices of the driver's; the result is a local.
+            unsafe { sys::cuDeviceCanAccessPeer(&raw mut reached, own, other) }
+                .result()
+                .map_err(driver(call, "ask whether a GPU reaches another"))?;
+            return Ok(Some(reached != 0));
+        }
+        Ok(None)
+    }
+}
+
+fn peer_bytes([first, second]: GpuId) -> [u8; 16] {
+    let mut bytes = [0; 16];
+    bytes[..8].copy_from_slice(&first.to_le_bytes());
+    bytes[8..].copy_from_slice(&second.to_le_bytes());
+    bytes
+}

@@ -1,0 +1,87 @@
+//! The group's memory on all ranks: control words, zones, and zones that were too small.
+
+use std::sync::Arc;
+
+use crate::comm::{Op, Tag};
+use crate::compare::gather_numbers;
+use crate::cuda::Cuda;
+use crate::cuda::peers::StopWord;
+use crate::ep::dispatcher_state::DispatcherState;
+use crate::error::{Error, Result};
+use crate::nccl::{NcclComm, PeerMemory};
+
+use super::zones::Zones;
+
+/// Zones that rows stay in where the configuration asks for none: what a layer's forward and backward keep.
+const KEPT_ZONES: usize = 2;
+
+/// Memory that all ranks reach.
+#[derive(Debug)]
+pub(super) struct GroupMemory {
+    /// Control words of all ranks.
+    pub(super) words: PeerMemory,
+    pub(super) zones: Option<Zones>,
+    /// Zones that were too small, and in which tensors lay when there were new ones.
+    old: Vec<PeerMemory>,
+    /// Ends the waits of kernels.
+    pub(super) stop: Arc<StopWord>,
+}
+
+/// NCCL's communicator, whose windows the memory is.
+pub(super) fn nccl(core: &mut DispatcherState<Cuda>) -> Result<&mut NcclComm> {
+    let other = || Error::invalid("Group::new", "communicator", "NCCL's", "another");
+    core.comm.native().ok_or_else(other)
+}
+
+impl GroupMemory {
+    pub(super) fn new(words: PeerMemory, stop: Arc<StopWord>) -> Self {
+        Self { words, zones: None, old: Vec::new(), stop }
+    }
+
+    /// Zones of at least so many bytes (collective where they have to be made).
+    pub(super) fn reserve(
+        &mut self,
+        core: &mut DispatcherState<Cuda>,
+        call: &'static str,
+        tag: Tag,
+        bytes: usize,
+    ) -> Result<()> {
+        if self.zones.as_ref().is_some_and(|zones| zones.bytes() >= bytes) {
+            return Ok(());
+        }
+        core.device.not_captured(call, "allocate zones")?;
+        let kept = if core.config.windows == 0 { KEPT_ZONES } else { core.config.windows };
+        let before = std::mem::take(&mut self.old).into_iter().chain(self.zones.take().map(Zones::into_memory));
+        self.old = release_unheld(core, tag, before.collect())?;
+        let memory = nccl(core)?.peer_memory(tag, Zones::bytes_of(bytes, kept))?;
+        self.zones = Some(Zones::new(memory, bytes, kept));
+        Ok(())
+    }
+
+    /// Gives all of it back (collective), but for what some rank's tensors or graphs hold: that stays until the
+    /// communicator ends.
+    pub(super) fn release(self, core: &mut DispatcherState<Cuda>) -> Result<()> {
+        let tag = Tag { layer: 0, op: Op::Init, sequence: 0 };
+        let Self { words, zones, old, .. } = self;
+        let all = old.into_iter().chain(zones.map(Zones::into_memory)).chain([words]);
+        release_unheld(core, tag, all.collect()).map(drop)
+    }
+}
+
+/// Gives back memory in which no rank has a tensor or a graph (collective where there is any), and returns the rest.
+fn release_unheld(core: &mut DispatcherState<Cuda>, tag: Tag, all: Vec<PeerMemory>) -> Result<Vec<PeerMemory>> {
+    if all.is_empty() {
+        return Ok(all);
+    }
+    let device = core.device.clone();
+    let own: Vec<u64> = all.iter().map(|memory| u64::from(memory.is_held())).collect();
+    let of_ranks = gather_numbers(&device, &mut *core.comm, tag, &own)?;
+    let mut left = Vec::new();
+    for (i, memory) in all.into_iter().enumerate() {
+        match of_ranks.chunks_exact(own.len()).all(|held| held[i] == 0) {
+            true => nccl(core)?.release_peer_memory(tag, memory)?,
+            false => left.push(memory),
+        }
+    }
+    Ok(left)
+}
