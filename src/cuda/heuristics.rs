@@ -115,6 +115,12 @@ pub(super) const FINITE_BLOCKS: usize = 16;
 #[cfg(feature = "nccl")]
 pub(super) const NVLINK_LAG: usize = 512;
 
+/// Blocks of the exchange of records at most, and bytes for each of them. `notes/nvlink.md`.
+#[cfg(feature = "nccl")]
+pub(super) const NVLINK_EXCHANGE_BLOCKS: usize = 16;
+#[cfg(feature = "nccl")]
+pub(super) const NVLINK_EXCHANGE_BYTES: usize = 16 << 10;
+
 /// Nanoseconds at most that some blocks and warps of kernels over NVLink idle on a device of tests.
 #[cfg(feature = "nccl")]
 pub(super) const NVLINK_TEST_DELAY: i64 = 20_000;

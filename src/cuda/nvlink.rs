@@ -11,7 +11,7 @@ use crate::tensor::{TensorMut, TensorRef};
 
 use super::buffer::DeviceMut;
 use super::device::Cuda;
-use super::heuristics::{NVLINK_LAG, NVLINK_TEST_DELAY};
+use super::heuristics::{NVLINK_EXCHANGE_BLOCKS, NVLINK_EXCHANGE_BYTES, NVLINK_LAG, NVLINK_TEST_DELAY};
 use super::launch::Grid;
 use super::layout::{aligned, pointer};
 use super::params::{self, type_code};
@@ -165,6 +165,20 @@ impl Cuda {
     /// A driver's error.
     pub(crate) fn poison_zone(&self, call: &'static str, zone: DeviceMut<'_>) -> Result<()> {
         if self.poisons() { self.fill_bytes(call, zone, 0xff) } else { Ok(()) }
+    }
+
+    /// Brings a block of bytes of each rank to all, one behind the other where each receives.
+    ///
+    /// # Safety
+    /// As [`Cuda::nvlink_dispatch`], with room for all blocks; the bytes are as many on all ranks, a multiple of 4.
+    pub(crate) unsafe fn nvlink_exchange(&self, peers: &PeerCall<'_>, own: TensorRef<'_, Cuda>) -> Result<()> {
+        let kernels = &self.kernels().sm90.as_ref().ok_or_else(|| absent(peers.call))?.nvlink;
+        let bytes = own.count() * own.dtype().size();
+        let p = params::NvLinkExchangeParams { call: peers.params(self)?, source: own.data().ptr, bytes: bytes as i64 };
+        let pieces = bytes.div_ceil(NVLINK_EXCHANGE_BYTES).min(NVLINK_EXCHANGE_BLOCKS);
+        let grid = Grid::new(peers.blocks(self, pieces), params::NVLINK_THREADS);
+        // SAFETY: the caller's promise.
+        unsafe { self.launch(peers.call, &kernels.exchange, grid, &p) }
     }
 
     /// Sends tokens to the ranks that keep a choice of theirs; ends when all of theirs have come.

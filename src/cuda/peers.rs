@@ -1,6 +1,7 @@
 //! What kernels that wait for other GPUs need of the host: a word that ends their waits, and whom this GPU reaches.
 
 use std::sync::atomic::Ordering;
+use std::sync::{Mutex, PoisonError};
 
 use cudarc::driver::{result, sys};
 
@@ -17,7 +18,8 @@ pub(crate) type GpuId = [u64; 2];
 /// write to may be taken away from under them.
 #[derive(Debug)]
 pub(crate) struct StopWord {
-    block: PageLockedBlock,
+    /// There until it is dropped.
+    block: Option<PageLockedBlock>,
     cuda: Cuda,
 }
 
@@ -26,26 +28,34 @@ impl StopWord {
     /// No page-locked memory.
     pub(crate) fn new(cuda: &Cuda, call: &'static str) -> Result<Self> {
         cuda.bind(call)?;
-        Ok(Self { block: PageLockedBlock::new(call, 8)?, cuda: cuda.clone() })
+        let free = FREE.lock().unwrap_or_else(PoisonError::into_inner).pop();
+        let block = free.map_or_else(|| PageLockedBlock::new(call, 8), Ok)?;
+        block.word().store(0, Ordering::SeqCst);
+        Ok(Self { block: Some(block), cuda: cuda.clone() })
     }
 
     /// Has every wait end. Calls nothing of the driver's, which may be waiting itself.
     pub(crate) fn raise(&self) {
-        self.block.word().store(1, Ordering::SeqCst);
+        self.block.iter().for_each(|block| block.word().store(1, Ordering::SeqCst));
     }
 
     /// Where kernels find it.
     pub(crate) fn address(&self) -> u64 {
-        self.block.address()
+        self.block.as_ref().map_or(0, PageLockedBlock::address)
     }
 }
 
+/// Words that no kernel looks at any more, for the next: to free page-locked memory is to wait for every GPU of the process,
+/// one of which may be waiting for this thread's rank.
+static FREE: Mutex<Vec<PageLockedBlock>> = Mutex::new(Vec::new());
+
 impl Drop for StopWord {
     fn drop(&mut self) {
-        // A page that some kernel may still look at stays.
-        if self.cuda.finish_all("StopWord").is_ok() {
-            // SAFETY: the GPU has done with it, and this is the only owner.
-            unsafe { self.block.free() };
+        // One that some kernel may still look at stays as it is.
+        if self.cuda.finish_all("StopWord").is_ok()
+            && let Some(block) = self.block.take()
+        {
+            FREE.lock().unwrap_or_else(PoisonError::into_inner).push(block);
         }
     }
 }

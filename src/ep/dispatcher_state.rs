@@ -4,6 +4,7 @@
 //! in prepare through its record, elsewhere through [`Communicator::refuse`]. It returns its error, they return
 //! [`Error::Peer`] at once, and the group works again.
 
+use std::fmt;
 use std::sync::Arc;
 
 use crate::comm::refusal::refuse_on_error;
@@ -29,6 +30,19 @@ pub struct TransportRules {
     pub accepted: Result<()>,
 }
 
+/// A way of its own in which the ranks' records of a prepare reach all ranks (one collective).
+pub trait RecordExchange<D: Kernels>: fmt::Debug + Send {
+    /// All ranks' records `[R, bytes]`, which stay until the next exchange; `None`, alike on all ranks: these it does not
+    /// carry, and the communicator gathers them.
+    fn exchange(
+        &mut self,
+        comm: &mut dyn Communicator<D>,
+        tag: Tag,
+        rank: usize,
+        own: TensorRef<'_, D>,
+    ) -> Result<Option<Tensor<D>>>;
+}
+
 /// State of a dispatcher.
 #[derive(Debug)]
 pub struct DispatcherState<D: Kernels> {
@@ -46,6 +60,8 @@ pub struct DispatcherState<D: Kernels> {
     pub(super) errors: Option<Tensor<D>>,
     /// An error that was found beside one that has been told.
     pub(super) pending_error: Option<Error>,
+    /// `None`: the communicator gathers records.
+    pub records: Option<Box<dyn RecordExchange<D>>>,
 }
 
 impl<D: Kernels> DispatcherState<D> {
@@ -60,6 +76,7 @@ impl<D: Kernels> DispatcherState<D> {
             deferred: None,
             errors: None,
             pending_error: None,
+            records: None,
         }
     }
 
@@ -313,12 +330,10 @@ impl<D: Kernels> DispatcherState<D> {
 
     /// The same as the device has them.
     pub(super) fn exchange(&mut self, tag: Tag, spec: &DispatchSpec, own: &Tensor<D>) -> Result<Tensor<D>> {
-        let recv = Tensor::empty(&self.device, DType::U8, &[self.ranks(), own.bytes()]);
-        let mut recv = self.refuse_own_error(tag, recv)?;
-        match self.comm.all_gather(tag, own.view(), recv.view_mut()) {
-            Ok(()) => {
+        match self.gather_records(tag, own) {
+            Ok(all) => {
                 self.sequence += 1;
-                Ok(recv)
+                Ok(all)
             }
             Err(Error::Comm(CommError::SizeMismatch { rank, peer, expected, found, .. })) => {
                 let what = format!("a routing record of {expected} bytes (top_k = {})", spec.top_k);
@@ -328,6 +343,19 @@ impl<D: Kernels> DispatcherState<D> {
             }
             Err(error) => Err(self.as_peer_error(PREPARE, error)),
         }
+    }
+
+    fn gather_records(&mut self, tag: Tag, own: &Tensor<D>) -> Result<Tensor<D>> {
+        let rank = self.rank();
+        if let Some(records) = &mut self.records
+            && let Some(all) = records.exchange(&mut *self.comm, tag, rank, own.view())?
+        {
+            return Ok(all);
+        }
+        let recv = Tensor::empty(&self.device, DType::U8, &[self.ranks(), own.bytes()]);
+        let mut recv = self.refuse_own_error(tag, recv)?;
+        self.comm.all_gather(tag, own.view(), recv.view_mut())?;
+        Ok(recv)
     }
 
     fn plan(&self, row_order: RowOrder, records: &[RoutingRecord], spec: &DispatchSpec) -> Result<Handle<D>> {

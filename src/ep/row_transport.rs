@@ -42,8 +42,7 @@ pub(crate) trait RowTransport<D: Kernels>: fmt::Debug + Send {
     const KIND: DispatcherKind;
     const ROW_ORDER: RowOrder;
     fn core(&mut self) -> &mut DispatcherState<D>;
-    /// Gives back what is the dispatcher's own (collective where that is the ranks' together).
-    fn into_core(self: Box<Self>) -> Result<DispatcherState<D>>;
+    fn into_core(self: Box<Self>) -> DispatcherState<D>;
     /// Tokens to the ranks of their experts, in the order that the plan's `row_map` and `weight_map` index.
     fn send(&mut self, step: &HandleCall<'_, D>, inputs: &DispatchInputs<'_, D>) -> Result<ReceivedRows<D>>;
     /// Sums of the tokens' slots, and each slot's weight to its choice.
@@ -194,7 +193,7 @@ impl<D: Kernels, C: RowTransport<D>> TokenDispatcher<D> for C {
     }
 
     fn into_communicator(self: Box<Self>) -> Result<Box<dyn Communicator<D>>> {
-        Ok(self.into_core()?.comm)
+        Ok(self.into_core().comm)
     }
 
     fn kind(&self) -> DispatcherKind {

@@ -65,8 +65,12 @@ impl NvLink {
     /// Has the graph under way hold what its replays write to.
     fn hold_in_graph(&mut self, place: &ZonePlace) -> Result<()> {
         let GroupMemory { words, zones, stop, .. } = &self.memory;
-        let held =
-            (words.hold(), zones.as_ref().map(|zones| zones.memory().hold()), Arc::clone(stop), place.graph_lease());
+        let held = (
+            words.memory().hold(),
+            zones.as_ref().map(|zones| zones.memory().hold()),
+            Arc::clone(stop),
+            place.graph_lease(),
+        );
         let need = nccl(&mut self.core)?.graph_need(Arc::new(held));
         self.core.device.need_in_graph(need);
         Ok(())
@@ -158,10 +162,8 @@ impl RowTransport<Cuda> for NvLink {
         &mut self.core
     }
 
-    fn into_core(self: Box<Self>) -> Result<DispatcherState<Cuda>> {
-        let Self { mut core, memory } = *self;
-        memory.release(&mut core)?;
-        Ok(core)
+    fn into_core(self: Box<Self>) -> DispatcherState<Cuda> {
+        self.core
     }
 
     fn send(&mut self, step: &HandleCall<'_, Cuda>, inputs: &DispatchInputs<'_, Cuda>) -> Result<ReceivedRows<Cuda>> {

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use crate::comm::{Op, Tag};
 use crate::compare::gather_numbers;
 use crate::cuda::Cuda;
-use crate::cuda::nvlink::{MOST_RANKS, control_bytes};
+use crate::cuda::nvlink::MOST_RANKS;
 use crate::cuda::peers::{GpuId, StopWord};
 use crate::ep::dispatcher_state::DispatcherState;
 use crate::ep::reports::agree_on_found;
@@ -14,6 +14,7 @@ use crate::error::{Error, Result};
 
 use super::dispatcher::NvLink;
 use super::memory::{GroupMemory, nccl};
+use super::records::{StoredRecords, Words};
 
 const CALL: &str = "Group::new";
 const TAG: Tag = Tag { layer: 0, op: Op::Init, sequence: 0 };
@@ -36,13 +37,17 @@ impl NvLink {
             Err(error) => return Ok(Err(Box::new((core, error)))),
         };
         nccl(&mut core)?.stop_kernels_by(&stop);
-        let bytes = control_bytes(core.ranks(), core.config.max_tokens_per_rank);
+        let (ranks, max_tokens) = (core.ranks(), core.config.max_tokens_per_rank);
+        let bytes = Words::bytes(ranks, max_tokens);
         let (words, reached) = nccl(&mut core)?.peer_memory_found(TAG, bytes)?;
         // Behind this collective all words are zeros.
         if let Err(error) = agree_on_found(&mut core, CALL, reached)? {
             nccl(&mut core)?.release_peer_memory(TAG, words)?;
             return Ok(Err(Box::new((core, error))));
         }
+        let words = Arc::new(Words::new(words, ranks, max_tokens));
+        let (device, own) = (core.device.clone(), (Arc::clone(&words), Arc::clone(&stop)));
+        core.records = Some(Box::new(StoredRecords { words: own.0, stop: own.1, device }));
         Ok(Ok(Box::new(Self { core, memory: GroupMemory::new(words, stop) })))
     }
 }

@@ -1,8 +1,9 @@
-//! The group's memory on all ranks: control words, zones, and zones that were too small.
+//! The group's memory on all ranks: control words, zones, and zones that were too small. What a group leaves is the next
+//! one's of the same communicator.
 
 use std::sync::Arc;
 
-use crate::comm::{Op, Tag};
+use crate::comm::Tag;
 use crate::compare::gather_numbers;
 use crate::cuda::Cuda;
 use crate::cuda::peers::StopWord;
@@ -10,6 +11,7 @@ use crate::ep::dispatcher_state::DispatcherState;
 use crate::error::{Error, Result};
 use crate::nccl::{NcclComm, PeerMemory};
 
+use super::records::Words;
 use super::zones::Zones;
 
 /// Zones that rows stay in where the configuration asks for none: what a layer's forward and backward keep.
@@ -18,8 +20,8 @@ const KEPT_ZONES: usize = 2;
 /// Memory that all ranks reach.
 #[derive(Debug)]
 pub(super) struct GroupMemory {
-    /// Control words of all ranks.
-    pub(super) words: PeerMemory,
+    /// Control words of all ranks, and their records.
+    pub(super) words: Arc<Words>,
     pub(super) zones: Option<Zones>,
     /// Zones that were too small, and in which tensors lay when there were new ones.
     old: Vec<PeerMemory>,
@@ -34,7 +36,7 @@ pub(super) fn nccl(core: &mut DispatcherState<Cuda>) -> Result<&mut NcclComm> {
 }
 
 impl GroupMemory {
-    pub(super) fn new(words: PeerMemory, stop: Arc<StopWord>) -> Self {
+    pub(super) fn new(words: Arc<Words>, stop: Arc<StopWord>) -> Self {
         Self { words, zones: None, old: Vec::new(), stop }
     }
 
@@ -56,15 +58,6 @@ impl GroupMemory {
         let memory = nccl(core)?.peer_memory(tag, Zones::bytes_of(bytes, kept))?;
         self.zones = Some(Zones::new(memory, bytes, kept));
         Ok(())
-    }
-
-    /// Gives all of it back (collective), but for what some rank's tensors or graphs hold: that stays until the
-    /// communicator ends.
-    pub(super) fn release(self, core: &mut DispatcherState<Cuda>) -> Result<()> {
-        let tag = Tag { layer: 0, op: Op::Init, sequence: 0 };
-        let Self { words, zones, old, .. } = self;
-        let all = old.into_iter().chain(zones.map(Zones::into_memory)).chain([words]);
-        release_unheld(core, tag, all.collect()).map(drop)
     }
 }
 

@@ -103,8 +103,9 @@ impl<D: Target> Setup<D> {
         match self.kind {
             // What each rank thinks of the library.
             DispatcherKind::NcclEp | DispatcherKind::NcclEpLowLatency => 2,
-            // Which GPUs they are, the same of these, memory that all reach, and what each thinks of that.
-            DispatcherKind::NvLink => 5,
+            // Which GPUs they are, the same of these, memory that all reach (what is left, and a meeting), and what each
+            // thinks of that.
+            DispatcherKind::NvLink => 6,
             _ => 1,
         }
     }
@@ -118,7 +119,7 @@ impl<D: Target> Setup<D> {
             // the routing.
             DispatcherKind::NcclEp | DispatcherKind::NcclEpLowLatency => [1, 5, 1, 1, 1],
             // The first dispatch makes memory that all reach.
-            DispatcherKind::NvLink => [1, 3, 1, 1, 1],
+            DispatcherKind::NvLink => [1, 4, 1, 1, 1],
             _ => [1; 5],
         }
     }

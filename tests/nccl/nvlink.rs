@@ -5,9 +5,11 @@ use std::sync::Barrier;
 use std::thread;
 use std::time::{Duration, Instant};
 
+use moebius::comm::{Op, Tag};
 use moebius::cuda::Cuda;
 use moebius::ep::{DispatchInputs, DispatchSpec, DispatcherKind, Group, GroupConfig, Handle};
 use moebius::kernels::Kernels;
+use moebius::nccl::{CommParts, NcclComm, NcclWorld};
 use moebius::{CommError, DType, Error, Result, Tensor};
 
 use crate::Run;
@@ -17,12 +19,13 @@ use crate::several::numbers;
 pub fn cases() -> Vec<(&'static str, Run)> {
     vec![
         ("in_the_order_of_k_the_bits_are_those_of_all_to_all", same_bits),
-        ("a_group_of_one", |cuda, _| same_bits(cuda, 1)),
+        ("a_group_of_one", |_, _| a_group_of_one()),
         ("a_rank_that_does_not_replay_is_told", lost_in_a_replay),
         ("weights_of_some_ranks_alone_are_refused", weights_differ),
         ("zones_have_room_for_any_step", larger_steps),
         ("a_zone_comes_back_with_its_graph", zones_of_graphs),
         ("a_graph_outlives_its_group", graph_without_group),
+        ("groups_formed_anew_take_no_more_memory", formed_anew),
         ("an_end_while_a_kernel_waits", end_while_waiting),
     ]
 }
@@ -62,6 +65,7 @@ fn same_bits(cuda: &Cuda, ranks: usize) {
     }
 }
 
+const MINUTE: Duration = Duration::from_secs(60);
 /// Most tokens of a rank, and elements of a row.
 const MOST: usize = 16;
 const HIDDEN: usize = 64;
@@ -84,11 +88,11 @@ fn rows_of(group: &mut Group<Cuda>, handle: &Handle<Cuda>, x: &Tensor<Cuda>) -> 
     Ok(group.dispatcher().dispatch_rows(handle, inputs)?.rows.expect("rows that arrived"))
 }
 
-/// Every rank's body on a thread.
-fn each(ranks: usize, limit: Duration, body: impl Fn(Group<Cuda>, &Cuda, &Barrier) -> Result<()> + Sync) {
-    let (together, body) = (&Barrier::new(ranks), &body);
+/// Every rank's body on a thread; results in rank order.
+fn on<T: Send>(comms: Vec<NcclComm>, body: impl Fn(Group<Cuda>, &Cuda, &Barrier) -> Result<T> + Sync) -> Vec<T> {
+    let (together, body, ranks) = (&Barrier::new(comms.len()), &body, comms.len());
     thread::scope(|scope| {
-        let spawn = |comm: moebius::nccl::NcclComm| {
+        let spawn = |comm: NcclComm| {
             scope.spawn(move || {
                 let cuda = comm.cuda().clone();
                 let dispatcher = DispatcherKind::NvLink;
@@ -96,8 +100,27 @@ fn each(ranks: usize, limit: Duration, body: impl Fn(Group<Cuda>, &Cuda, &Barrie
                 body(Group::new(cuda.clone(), Box::new(comm), config)?, &cuda, together)
             })
         };
-        let threads: Vec<_> = gpus::communicators(ranks, limit).into_iter().map(spawn).collect();
-        threads.into_iter().for_each(|t| t.join().expect("no panic").expect("no error"));
+        let threads: Vec<_> = comms.into_iter().map(spawn).collect();
+        threads.into_iter().map(|t| t.join().expect("no panic").expect("no error")).collect()
+    })
+}
+
+/// The same over the communicators of all tests.
+fn each(ranks: usize, limit: Duration, body: impl Fn(Group<Cuda>, &Cuda, &Barrier) -> Result<()> + Sync) {
+    on(gpus::communicators(ranks, limit), body);
+}
+
+/// A rank alone stores to itself.
+fn a_group_of_one() {
+    each(1, MINUTE, |mut group, cuda, _| {
+        let (handle, x) = (prepared(&mut group, cuda, MOST)?, tokens(cuda, MOST)?);
+        let rows = cuda.read(rows_of(&mut group, &handle, &x)?.view())?;
+        assert!(rows[..MOST * HIDDEN] == cuda.read(x.view())?);
+        let outputs = cuda.write(&vec![1.5; handle.rows() * HIDDEN], DType::BF16, &[handle.rows(), HIDDEN])?;
+        let mut y: Tensor<Cuda> = Tensor::empty(cuda, DType::BF16, &[MOST, HIDDEN])?;
+        group.dispatcher().combine(&handle, outputs.view(), y.view_mut())?;
+        assert!(cuda.read(y.view())?.iter().all(|sum| *sum == 3.0), "two choices of each token");
+        group.dispatcher().check()
     });
 }
 
@@ -144,7 +167,7 @@ fn lost_in_a_replay(_: &Cuda, ranks: usize) {
 
 /// What travels beside rows is compared before anything does.
 fn weights_differ(_: &Cuda, ranks: usize) {
-    each(ranks, Duration::from_secs(60), |mut group, cuda, _| {
+    each(ranks, MINUTE, |mut group, cuda, _| {
         let handle = prepared(&mut group, cuda, MOST)?;
         let (x, weights) = (tokens(cuda, MOST)?, Tensor::zeros(cuda, DType::F32, &[MOST, 2])?);
         let own = (group.rank() == 0).then(|| weights.view());
@@ -160,7 +183,7 @@ fn weights_differ(_: &Cuda, ranks: usize) {
 
 /// A first step of few tokens makes zones that the largest fits in: a capture could make none.
 fn larger_steps(_: &Cuda, ranks: usize) {
-    each(ranks, Duration::from_secs(60), |mut group, cuda, _| {
+    each(ranks, MINUTE, |mut group, cuda, _| {
         let few = prepared(&mut group, cuda, 1)?;
         rows_of(&mut group, &few, &tokens(cuda, 1)?)?;
         let (most, x) = (prepared(&mut group, cuda, MOST)?, tokens(cuda, MOST)?);
@@ -177,7 +200,7 @@ fn larger_steps(_: &Cuda, ranks: usize) {
 
 /// A zone that a graph writes to is nobody else's, and free again when the graph is gone.
 fn zones_of_graphs(_: &Cuda, ranks: usize) {
-    each(ranks, Duration::from_secs(60), |mut group, cuda, together| {
+    each(ranks, MINUTE, |mut group, cuda, together| {
         let (handle, x) = (prepared(&mut group, cuda, MOST)?, tokens(cuda, MOST)?);
         let at = |rows: &Tensor<Cuda>| rows.view().data().address();
         let zone = at(&rows_of(&mut group, &handle, &x)?);
@@ -196,56 +219,99 @@ fn zones_of_graphs(_: &Cuda, ranks: usize) {
     });
 }
 
-/// A graph whose group has ended is refused, instead of writing to memory that is nobody's.
+/// A graph runs as long as the communicator of its group lives, also without the group, and beside the next one: the
+/// memory is its own. Then it is refused, instead of writing to memory that is nobody's.
 fn graph_without_group(_: &Cuda, ranks: usize) {
-    each(ranks, Duration::from_secs(60), |mut group, cuda, together| {
+    let (library, gpus) = gpus::first(ranks);
+    let world = NcclWorld::new(&library, &gpus, MINUTE).expect("a world");
+    let graphs = on(world.communicators(MINUTE).expect("communicators"), |mut group, cuda, _| {
         let (handle, x) = (prepared(&mut group, cuda, MOST)?, tokens(cuda, MOST)?);
-        rows_of(&mut group, &handle, &x)?;
-        let mut graph = cuda.capture(|| rows_of(&mut group, &handle, &x).map(drop))?;
-        graph.replay()?;
-        cuda.check()?;
-        together.wait();
-        drop((group, handle));
-        together.wait();
+        let eager = cuda.read(rows_of(&mut group, &handle, &x)?.view())?;
+        let graph = cuda.capture(|| rows_of(&mut group, &handle, &x))?;
+        group.dispatcher().check()?;
+        Ok((graph, eager, x))
+    });
+    let mut graphs = on(world.communicators(MINUTE).expect("communicators"), |mut group, cuda, _| {
+        let handle = prepared(&mut group, cuda, MOST)?;
+        let rows = rows_of(&mut group, &handle, &tokens(cuda, MOST)?)?;
+        group.dispatcher().check()?;
+        drop(rows);
+        Ok(())
+    })
+    .into_iter()
+    .zip(graphs)
+    .map(|((), graph)| graph)
+    .collect::<Vec<_>>();
+    for (graph, _, _) in &mut graphs {
+        graph.replay().expect("the communicator lives");
+    }
+    for ((graph, eager, _), gpu) in graphs.iter().zip(&gpus) {
+        let rows = gpu.read(graph.output().view()).expect("rows");
+        // Rows that nobody sent are NaN.
+        assert!(rows.iter().zip(eager).all(|(a, b)| a.to_bits() == b.to_bits() || a.is_nan() && b.is_nan()));
+    }
+    drop(world);
+    for ((graph, _, _), gpu) in graphs.iter_mut().zip(&gpus) {
         match graph.replay() {
             Err(Error::Invalid { name, .. }) => assert_eq!(name, "group"),
             other => panic!("{other:?}"),
         }
-        cuda.check()
-    });
+        gpu.check().expect("nothing has run");
+    }
 }
 
-/// Ranks leave while a kernel of the first waits for them, whose communicator is then ended, and with it peers' memory:
-/// the kernel is out of the way before, though its own patience is far longer, and the GPU works on.
+/// A group takes what one before it over the same communicator has left.
+fn formed_anew(_: &Cuda, ranks: usize) {
+    let (library, gpus) = gpus::first(ranks);
+    let world = NcclWorld::new(&library, &gpus, MINUTE).expect("a world");
+    let at = || {
+        on(world.communicators(MINUTE).expect("communicators"), |mut group, cuda, _| {
+            let (handle, x) = (prepared(&mut group, cuda, MOST)?, tokens(cuda, MOST)?);
+            let rows = rows_of(&mut group, &handle, &x)?;
+            group.dispatcher().check()?;
+            Ok(rows.view().data().address())
+        })
+    };
+    assert_eq!(at(), at());
+}
+
+/// The first rank's communicator is ended while a kernel of its waits for a peer, and with it the peers' memory goes: the
+/// kernel is out of the way before, though its own patience is far longer, and the GPU works on.
 fn end_while_waiting(_: &Cuda, ranks: usize) {
-    const LIMIT: Duration = Duration::from_secs(60);
-    each(ranks, LIMIT, |mut group, cuda, together| {
+    const PATIENCE: Duration = Duration::from_secs(60);
+    let (library, gpus) = gpus::first(ranks);
+    let world = NcclWorld::new(&library, &gpus, MINUTE).expect("a world");
+    on(world.communicators(PATIENCE).expect("communicators"), |mut group, cuda, together| {
         let (handle, x) = (prepared(&mut group, cuda, MOST)?, tokens(cuda, MOST)?);
         rows_of(&mut group, &handle, &x)?;
         let mut graph = cuda.capture(|| rows_of(&mut group, &handle, &x).map(drop))?;
         graph.replay()?;
         cuda.check()?;
         together.wait();
-        if group.rank() != 0 {
-            drop(group);
-            together.wait();
-            return Ok(());
+        let (start, first) = (Instant::now(), group.rank() == 0);
+        if first {
+            graph.replay()?;
         }
-        let start = Instant::now();
-        graph.replay()?;
+        let tag = Tag { layer: 0, op: Op::User, sequence: 1 };
+        let failing = |_: CommParts<'_>| match first {
+            true => Err(Error::Device { call: "test", operation: "take part".into(), message: "a failure".into() }),
+            false => Ok(()),
+        };
+        let comm = group.dispatcher().communicator().native().expect("NCCL's");
+        let failed = comm.collective_raw("test", tag, failing);
+        assert_eq!(failed.is_err(), first, "{failed:?}");
+        if first {
+            assert!(matches!(cuda.check(), Err(Error::Comm(_))), "as long as the communicator lives");
+            assert!(graph.replay().is_err(), "nothing runs over memory that is gone");
+        }
+        drop((graph, group));
+        assert!(start.elapsed() < PATIENCE / 2, "{:?}", start.elapsed());
         together.wait();
-        let left = rows_of(&mut group, &handle, &x);
-        assert!(matches!(left, Err(Error::Comm(CommError::PeerGone { .. }))), "{left:?}");
-        assert!(matches!(cuda.check(), Err(Error::Comm(_))), "as long as the communicator lives");
-        assert!(graph.replay().is_err(), "nothing runs over memory that is gone");
-        drop((group, handle, graph));
-        cuda.check()?;
-        assert!(start.elapsed() < LIMIT / 2, "{:?}", start.elapsed());
-        let sum = cuda.read(x.view())?;
-        assert!(sum.iter().all(|v| v.is_finite()));
         Ok(())
     });
-    each(ranks, LIMIT, |mut group, cuda, _| {
+    drop(world);
+    gpus.iter().for_each(|gpu| gpu.check().expect("the GPU works on"));
+    each(ranks, MINUTE, |mut group, cuda, _| {
         let (handle, x) = (prepared(&mut group, cuda, MOST)?, tokens(cuda, MOST)?);
         rows_of(&mut group, &handle, &x)?;
         group.dispatcher().check()

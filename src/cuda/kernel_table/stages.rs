@@ -56,7 +56,6 @@ pub(in crate::cuda) struct AllToAllPlanKernels<K> {
 #[derive(Debug)]
 #[cfg_attr(not(feature = "nccl"), expect(dead_code, reason = "only ranks on several GPUs have peers"))]
 pub(in crate::cuda) struct NvLinkKernels<K> {
-    #[cfg_attr(feature = "nccl", expect(dead_code, reason = "prepare gathers records by the communicator so far"))]
     pub(in crate::cuda) exchange: K,
     pub(in crate::cuda) dispatch: K,
     pub(in crate::cuda) combine: PerType<K>,

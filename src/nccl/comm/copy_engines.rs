@@ -88,7 +88,7 @@ impl ProbeDevice for GpuProbe<'_> {
 
     fn adopt_window(&self, window: NcclWindow) -> Result<()> {
         let block = self.memory(window.bytes())?;
-        self.comm_stream.comm_handle.retain_window(RegisteredWindow { window, block });
+        self.comm_stream.comm_handle.retain_window(RegisteredWindow { window, block, shared: false });
         Ok(())
     }
 
@@ -202,7 +202,7 @@ impl NcclComm {
         let window = self.allocate(tag, bytes)?;
         let (library, cuda, address) = (self.library().clone(), self.cuda.clone(), window.base());
         let block = Arc::new(EngineMemory { library, cuda, address });
-        self.session.comm_handle.retain_window(RegisteredWindow { window, block: Arc::clone(&block) });
+        self.session.comm_handle.retain_window(RegisteredWindow { window, block: Arc::clone(&block), shared: false });
         // SAFETY: the memory has that many bytes and lives as long as the block; the tensor alone writes it, and peers
         // where collectives that are given it let them.
         let buffer = unsafe { self.cuda.external(address, bytes, block) };

@@ -4,6 +4,7 @@ use std::sync::{Arc, Weak};
 
 use crate::comm::agree::{CollectiveCall, Detail};
 use crate::comm::{Communicator, SymmetricMemory, Tag};
+use crate::compare::gather_numbers;
 use crate::cuda::peers::StopWord;
 use crate::cuda::{Cuda, DeviceMut, GraphNeed};
 use crate::device::Device;
@@ -11,10 +12,10 @@ use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::tensor::Tensor;
 
-use crate::nccl::NcclComm;
 use crate::nccl::comm::symmetric::Registering;
 use crate::nccl::ffi::comm_handle::CommHandle;
 use crate::nccl::ffi::windows::{EngineMemory, RegisteredWindow};
+use crate::nccl::{NcclComm, NcclWindow};
 
 const CALL: &str = "peer_memory";
 
@@ -110,22 +111,43 @@ impl NcclComm {
     }
 
     /// Memory of all ranks, of zeros (collective), and whether this GPU reaches all of it: the ranks have yet to agree on
-    /// that, and to pass a collective before they write there.
+    /// that, and to pass a collective before they write there. Memory that an earlier group has left on all ranks is used
+    /// again.
     ///
     /// # Errors
     /// As [`SymmetricMemory::allocate`].
     pub(crate) fn peer_memory_found(&mut self, tag: Tag, bytes: usize) -> Result<(PeerMemory, Result<()>)> {
-        let window = self.allocate(tag, bytes)?;
-        let (library, cuda, address) = (self.library().clone(), self.cuda.clone(), window.base());
+        let cuda = self.cuda.clone();
+        let free = self.session.comm_handle.free_windows(bytes);
+        // Behind this collective nothing that the ranks' streams were given before runs any more.
+        let free = gather_numbers(&cuda, self, tag, &[free])?.into_iter().fold(u64::MAX, |all, rank| all & rank);
+        let left = match free {
+            0 => None,
+            free => self.session.comm_handle.window(free.trailing_zeros() as usize),
+        };
+        let (window, own) = match left {
+            Some(left) => {
+                // In place of the meeting that a new one takes.
+                self.barrier(tag)?;
+                left
+            }
+            None => {
+                let window = self.allocate(tag, bytes)?;
+                let again = NcclWindow::new(window.base(), window.bytes(), window.raw());
+                let own = EngineMemory { library: self.library().clone(), cuda: cuda.clone(), address: window.base() };
+                let own = Arc::new(own);
+                let kept = RegisteredWindow { window, block: Arc::clone(&own), shared: true };
+                self.session.comm_handle.retain_window(kept);
+                (again, own)
+            }
+        };
         let reached = |peer| {
             let missing = || Error::invalid(CALL, "peer", "one whose memory this GPU reaches", format!("rank {peer}"));
             self.address(&window, peer)?.ok_or_else(missing)
         };
         let addresses = (0..self.size()).map(reached).collect::<Result<Vec<u64>>>();
-        let own = Arc::new(EngineMemory { library, cuda: cuda.clone(), address });
-        self.session.comm_handle.retain_window(RegisteredWindow { window, block: Arc::clone(&own) });
         // SAFETY: the memory has those bytes, and no rank writes it yet.
-        let zeroed = cuda.zero(unsafe { DeviceMut::from_raw(address, bytes) });
+        let zeroed = cuda.zero(unsafe { DeviceMut::from_raw(own.address, bytes) });
         let (addresses, found) = match zeroed.and(addresses) {
             Ok(addresses) => (addresses, Ok(())),
             Err(error) => (Vec::new(), Err(error)),

@@ -14,7 +14,7 @@ use crate::error::{CommError, Error, Result};
 use crate::ranks::UniqueId;
 
 use crate::nccl::ffi::sys::{CommPtr, Config, Functions, RawComm, RawUniqueId, Status, WindowPtr};
-use crate::nccl::ffi::windows::RegisteredWindow;
+use crate::nccl::ffi::windows::{EngineMemory, NcclWindow, RegisteredWindow};
 use crate::nccl::{NcclError, NcclLibrary, NcclOptions};
 
 /// How long the end of a communicator waits for a call that is under way, before it ends that from outside.
@@ -262,6 +262,24 @@ impl CommHandle {
     /// Keeps a window until it is taken back or the communicator ends.
     pub(in crate::nccl) fn retain_window(&self, window: RegisteredWindow) {
         lock(&self.windows).push(window);
+    }
+
+    /// The kept windows that nobody holds and all ranks' kernels may reach, of `bytes` and no more than twice that, as bits
+    /// by their number, which all ranks have alike.
+    pub(in crate::nccl) fn free_windows(&self, bytes: usize) -> u64 {
+        let windows = lock(&self.windows);
+        let fits = |window: &RegisteredWindow| {
+            let free = window.shared && Arc::strong_count(&window.block) == 1;
+            free && (bytes..=bytes.saturating_mul(2)).contains(&window.window.bytes())
+        };
+        windows.iter().take(64).enumerate().filter(|(_, window)| fits(window)).fold(0, |bits, (i, _)| bits | 1 << i)
+    }
+
+    /// The window of that number, and its memory.
+    pub(in crate::nccl) fn window(&self, number: usize) -> Option<(NcclWindow, Arc<EngineMemory>)> {
+        let windows = lock(&self.windows);
+        let RegisteredWindow { window, block, .. } = windows.get(number)?;
+        Some((NcclWindow::new(window.base(), window.bytes(), window.raw()), Arc::clone(block)))
     }
 
     /// Takes the window back that begins there.

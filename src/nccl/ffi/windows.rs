@@ -70,6 +70,8 @@ impl Drop for EngineMemory {
 pub(in crate::nccl) struct RegisteredWindow {
     pub(in crate::nccl) window: NcclWindow,
     pub(in crate::nccl) block: Arc<EngineMemory>,
+    /// Memory that kernels of all ranks reach, which another group may have when nobody holds it any more.
+    pub(in crate::nccl) shared: bool,
 }
 
 impl RegisteredWindow {
