@@ -12,20 +12,28 @@ impl LibraryDispatchers for Cuda {
         preferred_dispatchers(config, ranks)
     }
 
-    fn library_dispatcher(core: DispatcherState<Cuda>, source: &'static str) -> Result<DispatcherOrReason<Cuda>> {
-        match core.config.dispatcher {
+    fn library_dispatcher(
+        kind: DispatcherKind,
+        core: DispatcherState<Cuda>,
+        source: &'static str,
+    ) -> Result<DispatcherOrReason<Cuda>> {
+        match kind {
             DispatcherKind::NvLink => NvLink::join(core),
-            _ => nccl_ep(core, source),
+            _ => nccl_ep(kind, core, source),
         }
     }
 }
 
 #[cfg(feature = "nccl-ep")]
-fn nccl_ep(core: DispatcherState<Cuda>, _: &'static str) -> Result<DispatcherOrReason<Cuda>> {
+fn nccl_ep(_: DispatcherKind, core: DispatcherState<Cuda>, _: &'static str) -> Result<DispatcherOrReason<Cuda>> {
     crate::nccl_ep::NcclEp::join(core)
 }
 
 #[cfg(not(feature = "nccl-ep"))]
-fn nccl_ep(core: DispatcherState<Cuda>, source: &'static str) -> Result<DispatcherOrReason<Cuda>> {
-    crate::cuda::dispatcher_not_built(core, source)
+fn nccl_ep(
+    kind: DispatcherKind,
+    core: DispatcherState<Cuda>,
+    source: &'static str,
+) -> Result<DispatcherOrReason<Cuda>> {
+    crate::cuda::dispatcher_not_built(kind, core, source)
 }

@@ -35,6 +35,7 @@ fn ways(d: Dispatcher) -> Vec<(Way, &'static str)> {
         (_, "ht static") => vec![(Way::Fixed, d.mode), (Way::Graph, "ht graph")],
         (_, "auto measured static") => vec![(Way::Fixed, d.mode), (Way::Graph, "auto measured graph")],
         (_, "ht windows") => vec![(Way::Fixed, d.mode), (Way::Graph, "ht windows graph")],
+        (_, "nvlink static") => vec![(Way::Fixed, d.mode), (Way::Graph, "nvlink graph")],
         (_, "ll") => vec![(Way::Open, d.mode), (Way::Graph, "ll graph")],
         (_, mode) => vec![(Way::Open, mode)],
     }
@@ -57,8 +58,9 @@ pub fn run(
         let all = [("fwd", 0, forward), ("fwd+bwd", 1, 3.0 * forward)];
         for (phase, i, flop) in all.into_iter().filter(|(_, i, _)| *i == 0 || dispatcher.decodes.is_none()) {
             let (time, collective) = (spread(&of(i)), spread(&of(i + 2)).median);
-            // Spans are of the communicator's own calls, as they are made: a replay and NCCL EP make none.
-            let spanned = way != Way::Graph && !dispatcher.name.starts_with("nccl_ep");
+            // Spans are of the communicator's own calls, as they are made: a replay, NVLink and NCCL EP make none.
+            let own = ["all_to_all", "all_gather"].contains(&dispatcher.name);
+            let spanned = way != Way::Graph && own;
             let share = collective / time.median;
             let parts = match spanned {
                 true => format!(",\"collective_ms\":{collective:.4},\"collective_share\":{share:.3}"),

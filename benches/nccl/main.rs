@@ -4,7 +4,7 @@
 //!
 //! ```text
 //! cargo bench -p moebius --no-default-features --features nccl --bench nccl --
-//!     [--ranks N] [--tokens 128,4096] [--routing uniform] [--mode "ht windows"] [--workload dsv3]
+//!     [--ranks N] [--tokens 128,4096] [--routing uniform] [--mode "ht windows,nvlink"] [--workload dsv3]
 //!     [--token-payload nvfp4] [--shard-payload nvfp4] [--ahead 0,2] [--reserved-sms 0,16] [--collective-threads 2,1]
 //!     [--copy-engines 0,1] [calls] [layer] [etp]
 //! ```
@@ -213,7 +213,7 @@ fn main() -> Result<()> {
     let report = Report::new(&gpus[0], ranks, &library)?;
     report.memory("nccl", before.saturating_sub(free(&gpus[0])?));
     let tokens = numbers("--tokens").unwrap_or_else(|| vec![128, 2048, 4096, 8192]);
-    let only = |flag: &str, name: &str| value(flag).is_none_or(|only| only == name);
+    let only = |flag: &str, name: &str| value(flag).is_none_or(|only| only.split(',').any(|one| one == name));
     let mut workloads = Vec::new();
     for workload in [DSV3, QWEN3].into_iter().filter(|w| only("--workload", w.name)) {
         workloads.extend(tokens.iter().map(|&tokens| Workload { tokens, ..workload }));

@@ -19,18 +19,23 @@ impl LibraryDispatchers for Cuda {
         preferred_dispatchers(config, ranks)
     }
 
-    fn library_dispatcher(core: DispatcherState<Self>, source: &'static str) -> Result<DispatcherOrReason<Self>> {
-        dispatcher_not_built(core, source)
+    fn library_dispatcher(
+        kind: DispatcherKind,
+        core: DispatcherState<Self>,
+        source: &'static str,
+    ) -> Result<DispatcherOrReason<Self>> {
+        dispatcher_not_built(kind, core, source)
     }
 }
 
 /// The answer where a dispatcher is named that this build does not have.
 #[cfg(not(feature = "nccl-ep"))]
 pub(crate) fn dispatcher_not_built(
+    kind: DispatcherKind,
     core: DispatcherState<Cuda>,
     source: &'static str,
 ) -> Result<DispatcherOrReason<Cuda>> {
-    let found = match core.config.dispatcher {
+    let found = match kind {
         DispatcherKind::NvLink => "NvLink (feature nccl)",
         _ => "NcclEp (feature nccl-ep)",
     };

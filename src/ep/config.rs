@@ -34,7 +34,7 @@ pub struct GroupConfig {
     /// of [`AllToAll`](super::AllToAll), whatever the number of ranks, at the price of more bytes; otherwise each rank
     /// adds its own slots' first.
     pub in_k_order: bool,
-    /// [`DispatcherKind::Auto`] times each dispatcher that every rank can have, but NVLink and low latency, in steps of
+    /// [`DispatcherKind::Auto`] times each dispatcher that every rank can have, but low latency, in steps of
     /// this shape, once, as the group is formed, and takes the quickest, the same on all ranks; `None`: it decides from
     /// its table. A dispatcher that is
     /// named, here or by `MOEBIUS_EP`, is not timed, nor is that of a rank alone. Times differ from run to run, and with
@@ -93,7 +93,8 @@ pub enum DispatcherKind {
     NcclEpLowLatency,
     /// Each (token, destination rank) once, stored by this crate's kernels into the memory of the host's other GPUs
     /// (feature `nccl`, compute capability 9.0, NCCL 2.29, up to 8 ranks): sums are made where the experts are and added
-    /// per rank, as [`AllGather`](super::AllGather) adds them. Never taken by `Auto`.
+    /// per rank, as [`AllGather`](super::AllGather) adds them. `Auto` takes it where
+    /// [`GroupConfig::measure`] has found it the quickest.
     NvLink,
 }
 

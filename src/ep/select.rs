@@ -57,7 +57,7 @@ pub(super) fn of_kind<D: LibraryDispatchers>(
         DispatcherKind::Local => Box::new(Local { core }),
         DispatcherKind::AllGather => Box::new(AllGather { core }),
         DispatcherKind::NcclEp | DispatcherKind::NcclEpLowLatency | DispatcherKind::NvLink => {
-            return D::library_dispatcher(core, source);
+            return D::library_dispatcher(kind, core, source);
         }
         DispatcherKind::AllToAll | DispatcherKind::Auto => Box::new(AllToAll { core }),
     }))
@@ -70,13 +70,15 @@ pub(super) fn automatic<D: LibraryDispatchers>(
 ) -> Result<SelectedDispatcher<D>> {
     let (ranks, tokens) = (core.ranks(), core.config.max_tokens_per_rank);
     let table = format!("preferred for {ranks} ranks of up to {tokens} tokens");
-    let mut refusal = None;
+    let mut refusal: Option<(DispatcherKind, Error)> = None;
     for kind in D::preferred_dispatchers(&core.config, ranks) {
         match of_kind(*kind, core, source)? {
             Ok(dispatcher) => {
                 let reason = match (refusal, kind) {
-                    (Some(refusal), _) => format!("next to NCCL EP, which cannot be had: {refusal}"),
-                    (None, DispatcherKind::NcclEp) => format!("{table}, and its checks pass on every rank"),
+                    (Some((better, refusal)), _) => format!("next to {better}, which cannot be had: {refusal}"),
+                    (None, DispatcherKind::NcclEp | DispatcherKind::NvLink) => {
+                        format!("{table}, and its checks pass on every rank")
+                    }
                     (None, _) => table,
                 };
                 return Ok((dispatcher, reason));
@@ -84,7 +86,7 @@ pub(super) fn automatic<D: LibraryDispatchers>(
             Err(refused) => {
                 let error;
                 (core, error) = *refused;
-                refusal = Some(error);
+                refusal = Some((*kind, error));
             }
         }
     }
@@ -105,14 +107,18 @@ pub trait LibraryDispatchers: Kernels {
         &[DispatcherKind::AllToAll]
     }
 
-    /// The one that the group's configuration asks for; a device without any gives the reason, which names `source`: what
+    /// The one of this kind; a device without any gives the reason, which names `source`: what
     /// has asked, the field or the variable.
     ///
     /// # Errors
     /// The ranks could not be asked.
     #[doc(hidden)]
-    fn library_dispatcher(core: DispatcherState<Self>, source: &'static str) -> Result<DispatcherOrReason<Self>> {
-        let reason = no_library(type_name::<Self>(), core.config.dispatcher, source);
+    fn library_dispatcher(
+        kind: DispatcherKind,
+        core: DispatcherState<Self>,
+        source: &'static str,
+    ) -> Result<DispatcherOrReason<Self>> {
+        let reason = no_library(type_name::<Self>(), kind, source);
         Ok(Err(Box::new((core, reason))))
     }
 }
