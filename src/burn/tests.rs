@@ -154,7 +154,7 @@ fn run(call: &LayerCall, at: Option<(At, bool)>) -> [Result<()>; 2] {
     let tracked = Tracked { x: true, params: operands.params.as_ref().map(|_, t| t.is_some()) };
     let backward = |context| {
         let arrived = OutputCotangents { d_y: Some(float(&[TOKENS, HIDDEN])), d_aux: None };
-        run_backward::<Failing>(call, &operands, context, arrived, Wanted { tracked, sums: &mut None }).map(drop)
+        run_backward::<Failing>(call, &operands, context, arrived, Wanted { tracked, sums: None }).map(drop)
     };
     let forward = || run_forward::<Failing>(call, &operands, true).map(|(_, context)| context.expect("kept"));
     FAILS.set(at.and_then(|(at, backward)| (!backward).then_some(at)));
