@@ -64,6 +64,7 @@ mod endpoints {
     type AnyError = Box<dyn Error + Send + Sync>;
 
     /// How a rank reaches the others, from a device of candle's.
+    #[allow(clippy::large_enum_variant, reason = "one a rank, which is moved once")]
     pub enum Endpoint {
         /// Threads on the CPU.
         Cpu(ThreadComm),

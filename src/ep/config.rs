@@ -23,8 +23,9 @@ pub struct GroupConfig {
     pub dispatcher: DispatcherKind,
     /// NCCL EP, high throughput, static capacities: windows that rows arrive in, which peers write directly; one for each
     /// dispatch whose rows are kept, forward and backward, and one more (at least 2). Each has room for a capacity's rows.
-    /// 0: none; the library stages rows. [`DispatcherKind::Auto`] decides without them. NVLink: zones that rows arrive in and stay (0: 2); a dispatch that finds none
-    /// free copies its rows.
+    /// 0: none; the library stages rows. [`DispatcherKind::Auto`] decides without them.
+    ///
+    /// NVLink: zones that rows arrive in and stay (0: 2); a dispatch that finds none free copies its rows.
     pub windows: usize,
     /// NCCL EP: SMs that its kernels take at most; 0: as the library chooses. More than the GPU has, or for low latency
     /// fewer than one for 14 experts, are [`NcclEpError::Argument`](crate::NcclEpError::Argument) where NCCL EP is named,
@@ -34,7 +35,7 @@ pub struct GroupConfig {
     /// of [`AllToAll`](super::AllToAll), whatever the number of ranks, at the price of more bytes; otherwise each rank
     /// adds its own slots' first.
     pub in_k_order: bool,
-    /// [`DispatcherKind::Auto`] times each dispatcher that every rank can have, but low latency, in steps of
+    /// [`DispatcherKind::Auto`] times each dispatcher that every rank can have, but NVLink and low latency, in steps of
     /// this shape, once, as the group is formed, and takes the quickest, the same on all ranks; `None`: it decides from
     /// its table. A dispatcher that is
     /// named, here or by `MOEBIUS_EP`, is not timed, nor is that of a rank alone. Times differ from run to run, and with
@@ -93,8 +94,7 @@ pub enum DispatcherKind {
     NcclEpLowLatency,
     /// Each (token, destination rank) once, stored by this crate's kernels into the memory of the host's other GPUs
     /// (feature `nccl`, compute capability 9.0, NCCL 2.29, up to 8 ranks): sums are made where the experts are and added
-    /// per rank, as [`AllGather`](super::AllGather) adds them. `Auto` takes it where
-    /// [`GroupConfig::measure`] has found it the quickest.
+    /// per rank, as [`AllGather`](super::AllGather) adds them. Never taken by `Auto`.
     NvLink,
 }
 

@@ -24,7 +24,7 @@ pub fn cases() -> Vec<(&'static str, Run)> {
         ("weights_of_some_ranks_alone_are_refused", weights_differ),
         ("zones_have_room_for_any_step", larger_steps),
         ("a_zone_comes_back_with_its_graph", zones_of_graphs),
-        ("a_graph_outlives_its_group", graph_without_group),
+        ("a_graph_without_its_group_is_refused", graph_without_group),
         ("groups_formed_anew_take_no_more_memory", formed_anew),
         ("an_end_while_a_kernel_waits", end_while_waiting),
     ]
@@ -219,45 +219,35 @@ fn zones_of_graphs(_: &Cuda, ranks: usize) {
     });
 }
 
-/// A graph runs as long as the communicator of its group lives, also without the group, and beside the next one: the
-/// memory is its own. Then it is refused, instead of writing to memory that is nobody's.
+/// A graph without its group is refused, instead of writing to memory that is nobody's, while the next group over the same
+/// communicator works.
 fn graph_without_group(_: &Cuda, ranks: usize) {
     let (library, gpus) = gpus::first(ranks);
     let world = NcclWorld::new(&library, &gpus, MINUTE).expect("a world");
-    let graphs = on(world.communicators(MINUTE).expect("communicators"), |mut group, cuda, _| {
+    let mut graphs = on(world.communicators(MINUTE).expect("communicators"), |mut group, cuda, _| {
         let (handle, x) = (prepared(&mut group, cuda, MOST)?, tokens(cuda, MOST)?);
         let eager = cuda.read(rows_of(&mut group, &handle, &x)?.view())?;
-        let graph = cuda.capture(|| rows_of(&mut group, &handle, &x))?;
-        group.dispatcher().check()?;
-        Ok((graph, eager, x))
-    });
-    let mut graphs = on(world.communicators(MINUTE).expect("communicators"), |mut group, cuda, _| {
-        let handle = prepared(&mut group, cuda, MOST)?;
-        let rows = rows_of(&mut group, &handle, &tokens(cuda, MOST)?)?;
-        group.dispatcher().check()?;
-        drop(rows);
-        Ok(())
-    })
-    .into_iter()
-    .zip(graphs)
-    .map(|((), graph)| graph)
-    .collect::<Vec<_>>();
-    for (graph, _, _) in &mut graphs {
-        graph.replay().expect("the communicator lives");
-    }
-    for ((graph, eager, _), gpu) in graphs.iter().zip(&gpus) {
-        let rows = gpu.read(graph.output().view()).expect("rows");
+        let mut graph = cuda.capture(|| rows_of(&mut group, &handle, &x))?;
+        graph.replay()?;
+        let replayed = cuda.read(graph.output().view())?;
         // Rows that nobody sent are NaN.
-        assert!(rows.iter().zip(eager).all(|(a, b)| a.to_bits() == b.to_bits() || a.is_nan() && b.is_nan()));
-    }
-    drop(world);
-    for ((graph, _, _), gpu) in graphs.iter_mut().zip(&gpus) {
+        assert!(replayed.iter().zip(&eager).all(|(a, b)| a.to_bits() == b.to_bits() || a.is_nan() && b.is_nan()));
+        group.dispatcher().check()?;
+        Ok((graph, x))
+    });
+    on(world.communicators(MINUTE).expect("communicators"), |mut group, cuda, _| {
+        let handle = prepared(&mut group, cuda, MOST)?;
+        drop(rows_of(&mut group, &handle, &tokens(cuda, MOST)?)?);
+        group.dispatcher().check()
+    });
+    for ((graph, _), gpu) in graphs.iter_mut().zip(&gpus) {
         match graph.replay() {
-            Err(Error::Invalid { name, .. }) => assert_eq!(name, "group"),
+            Err(Error::Invalid { name, .. }) => assert_eq!(name, "graph"),
             other => panic!("{other:?}"),
         }
         gpu.check().expect("nothing has run");
     }
+    drop(world);
 }
 
 /// A group takes what one before it over the same communicator has left.
