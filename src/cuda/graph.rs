@@ -321,8 +321,8 @@ impl<T> Captured<T> {
         Ok(Self { exec, output, cuda, needs, arenas, _retained: retained, devices, watches })
     }
 
-    /// Enqueues the captured calls. Collectives among them are watched, all of a replay as one, which ends within the
-    /// communicator's timeout or ends the communicator.
+    /// Enqueues the captured calls. Collectives among them are watched, all of a replay as one: one that takes longer
+    /// than the communicator's timeout and one second ends the communicator.
     ///
     /// # Errors
     /// What has failed before, as [`check`](Self::check); a communicator of the calls that is no more; a driver's error;

@@ -112,6 +112,16 @@ pub trait Decoder {
         Ok(None)
     }
 
+    /// Whether what has been read of the last step, its logits, is worth anything: a step that is replayed over ranks may
+    /// have lost one of them.
+    ///
+    /// # Errors
+    /// How it was lost.
+    fn check<'d>(&'d self, cache: &Self::Cache<'d>) -> Result<()> {
+        let _ = cache;
+        Ok(())
+    }
+
     /// Leaves these rows of the cache, in this order, and says whether it did. A decoder that cannot, or had rather not
     /// for so few, goes on with sequences that have ended.
     ///
@@ -172,6 +182,10 @@ impl<D: Decoder> Decoder for &D {
 
     fn likeliest<'d>(&'d self, cache: &Self::Cache<'d>) -> Result<Option<Vec<u32>>> {
         (**self).likeliest(cache)
+    }
+
+    fn check<'d>(&'d self, cache: &Self::Cache<'d>) -> Result<()> {
+        (**self).check(cache)
     }
 
     fn keep<'d>(&'d self, rows: &[usize], cache: &mut Self::Cache<'d>) -> Result<bool> {
@@ -257,6 +271,10 @@ impl<D: Decoder, K: Kernels> Decoder for OverRanks<D, K> {
 
     fn likeliest<'d>(&'d self, cache: &Self::Cache<'d>) -> Result<Option<Vec<u32>>> {
         self.decoder.likeliest(cache)
+    }
+
+    fn check<'d>(&'d self, cache: &Self::Cache<'d>) -> Result<()> {
+        self.decoder.check(cache)
     }
 
     fn keep<'d>(&'d self, rows: &[usize], cache: &mut Self::Cache<'d>) -> Result<bool> {

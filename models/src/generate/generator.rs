@@ -239,7 +239,9 @@ impl<'g, D: Decoder> Run<'g, '_, D> {
             }
             return Ok(Candidates::Likeliest(ids));
         }
-        Ok(Candidates::Logits(logits.flatten_all()?.to_vec1()?))
+        let logits = logits.flatten_all()?.to_vec1()?;
+        self.decoder().check(cache)?;
+        Ok(Candidates::Logits(logits))
     }
 
     /// Runs one batch until all of it has ended. Rows whose sequence has ended leave it where the decoder can do that.

@@ -17,6 +17,8 @@ struct Toy {
     spoiled: Option<usize>,
     /// The call of this number fails, behind what would be its last collective.
     fails: Option<usize>,
+    /// The step whose logits are worth nothing: it has lost a rank.
+    lost: Option<usize>,
     /// What it gives as every row's likeliest token, which its logits do not say.
     likeliest: Option<u32>,
     /// So many more than there are rows.
@@ -32,6 +34,7 @@ impl Toy {
             says: None,
             spoiled: None,
             fails: None,
+            lost: None,
             likeliest: None,
             extra: 0,
             shapes: RefCell::default(),
@@ -110,6 +113,13 @@ impl Decoder for Toy {
         Ok(self.likeliest.map(|id| vec![id; cache.len() + self.extra]))
     }
 
+    fn check<'d>(&'d self, _: &Self::Cache<'d>) -> crate::Result<()> {
+        match self.lost == Some(self.shapes.borrow().len()) {
+            true => Err(crate::Error::Usage { call: "Toy::check", problem: "a toy is lost".into() }),
+            false => Ok(()),
+        }
+    }
+
     fn keep<'d>(&'d self, rows: &[usize], cache: &mut Self::Cache<'d>) -> crate::Result<bool> {
         if self.can_keep {
             *cache = rows.iter().map(|row| cache[*row].clone()).collect();
@@ -166,6 +176,22 @@ fn a_sequences_tokens_do_not_depend_on_its_batch() {
         let shapes = toy.shapes.borrow();
         assert!(shapes.iter().all(|(b, _)| *b <= sequences), "{shapes:?}");
     }
+}
+
+/// Nothing is chosen from logits that are worth nothing.
+#[test]
+fn a_step_that_has_lost_a_rank_gives_no_token() {
+    let toy = Toy { lost: Some(3), ..Toy::new() };
+    let generator = Generator::new(&toy, None).expect("a generator");
+    let mut request = Request::new(vec![7], 20);
+    request.sampling.temperature = 0.9;
+    let mut tokens = 0;
+    let error = generator.run(&[request], |_| {
+        tokens += 1;
+        ControlFlow::Continue(())
+    });
+    assert!(error.expect_err("a lost rank").to_string().contains("a toy is lost"));
+    assert_eq!(tokens, 2);
 }
 
 #[test]

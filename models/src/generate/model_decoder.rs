@@ -122,6 +122,13 @@ impl Decoder for Model {
         }
     }
 
+    fn check<'d>(&'d self, cache: &ModelCache<'d>) -> Result<()> {
+        match &cache.0 {
+            Held::Growing(_) => Ok(()),
+            Held::Static { stepper, .. } => stepper.check_replays(),
+        }
+    }
+
     fn keep<'d>(&'d self, rows: &[usize], cache: &mut ModelCache<'d>) -> Result<bool> {
         match &mut cache.0 {
             Held::Growing(cache) => cache.keep_sequences(rows)?,

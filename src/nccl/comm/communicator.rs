@@ -87,6 +87,22 @@ pub(in crate::nccl) struct RankReduce {
     pub(in crate::nccl) maps: HashMap<usize, Tensor<Cuda>>,
 }
 
+/// Who makes a call.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Callers {
+    /// Every rank: it is in their common count.
+    All,
+    Some,
+}
+
+/// What has come of calls of NCCL. `None`: the communicator has ended.
+fn enqueued(done: std::result::Result<(), EnqueueError>) -> Option<Result<()>> {
+    match done {
+        Ok(()) => Some(Ok(())),
+        Err(refused) => refused.map(|error| Err(error.into())),
+    }
+}
+
 /// Of a call that is no collective.
 const NO_TAG: Tag = Tag { layer: 0, op: Op::User, sequence: 0 };
 
@@ -217,12 +233,22 @@ impl NcclComm {
         subject: CollectiveInfo,
         calls: impl FnOnce(&CommStream<'_>) -> Option<Result<T>>,
     ) -> Result<T> {
+        self.run_by(Callers::All, subject, calls)
+    }
+
+    fn run_by<T>(
+        &mut self,
+        callers: Callers,
+        subject: CollectiveInfo,
+        calls: impl FnOnce(&CommStream<'_>) -> Option<Result<T>>,
+    ) -> Result<T> {
         let bound = self.cuda.bind(subject.operation);
         self.session.check_begun(subject, bound)?;
         let (stream, cuda, replays) = (self.stream(), &self.cuda, &self.replays.0);
         let work = || {
             let work = work_so_far(cuda)?;
-            if work.is_none() {
+            // A replay is counted as one of the ranks' common calls, so it must hold one.
+            if work.is_none() && callers == Callers::All {
                 cuda.watch_replays(Arc::downgrade(replays));
             }
             Ok(work)
@@ -236,9 +262,15 @@ impl NcclComm {
         subject: CollectiveInfo,
         calls: impl FnOnce(&CommStream<'_>) -> std::result::Result<(), EnqueueError>,
     ) -> Result<()> {
-        self.run_watched(subject, |comm_stream| match calls(comm_stream) {
-            Ok(()) => Some(Ok(())),
-            Err(refused) => refused.map(|error| Err(error.into())),
-        })
+        self.run_watched(subject, |comm_stream| enqueued(calls(comm_stream)))
+    }
+
+    /// The same for calls between some of the ranks only.
+    pub(in crate::nccl) fn enqueue_aside(
+        &mut self,
+        subject: CollectiveInfo,
+        calls: impl FnOnce(&CommStream<'_>) -> std::result::Result<(), EnqueueError>,
+    ) -> Result<()> {
+        self.run_by(Callers::Some, subject, |comm_stream| enqueued(calls(comm_stream)))
     }
 }

@@ -52,7 +52,7 @@ impl NcclComm {
     fn pair(&mut self, operation: &'static str, tag: Tag, sends: &[PeerBuffer], receives: &[PeerBuffer]) -> Result<()> {
         let subject = self.aside(operation, tag, sends.iter().chain(receives).map(|piece| piece.peer))?;
         // SAFETY: the views have those bytes, and memory they are of is given back in the stream's order.
-        self.enqueue(subject, |comm_stream| unsafe { comm_stream.exchange(sends, receives) })
+        self.enqueue_aside(subject, |comm_stream| unsafe { comm_stream.exchange(sends, receives) })
     }
 
     /// The subject of a call that concerns these peers only.

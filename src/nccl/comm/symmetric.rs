@@ -204,14 +204,14 @@ impl SymmetricMemory<Cuda> for NcclComm {
         let (from, offset, peer) = (put.from.own(put.span).address(), put.offset, put.peer);
         let put = one_sided::OneSidedPut { from, bytes, peer, window: put.to.window, offset };
         // SAFETY: both spans are inside their windows, which live until `release`, behind a barrier of all ranks.
-        self.enqueue(subject, |comm_stream| unsafe { puts.put(comm_stream, put) })
+        self.enqueue_aside(subject, |comm_stream| unsafe { puts.put(comm_stream, put) })
     }
 
     fn signal(&mut self, tag: Tag, peer: usize) -> Result<()> {
         const CALL: &str = "signal";
         let subject = self.signals(CALL, tag, std::iter::once(peer))?;
         let puts = OneSided::of(self.library())?;
-        self.enqueue(subject, |comm_stream| puts.signal(comm_stream, peer))
+        self.enqueue_aside(subject, |comm_stream| puts.signal(comm_stream, peer))
     }
 
     fn wait(&mut self, tag: Tag, signals: &[PeerSignals]) -> Result<()> {
@@ -221,6 +221,6 @@ impl SymmetricMemory<Cuda> for NcclComm {
         if signals.iter().all(|signals| signals.count == 0) {
             return Ok(());
         }
-        self.enqueue(subject, |comm_stream| puts.wait(comm_stream, signals.iter().copied()))
+        self.enqueue_aside(subject, |comm_stream| puts.wait(comm_stream, signals.iter().copied()))
     }
 }

@@ -104,11 +104,20 @@ impl Watchdog {
         let mut queue = self.shared.lock();
         // Behind it may stand what has been watched since.
         let inside = queue.running.iter().rposition(|running| running.work.is_none());
-        match (inside, work) {
-            (Some(at), Some(work)) => queue.running[at].work = Some(work),
-            (Some(at), None) => drop(queue.running.remove(at)),
-            (None, _) => {}
-        }
+        let left = match (inside, work) {
+            (Some(at), Some(work)) => {
+                queue.running[at].work = Some(work);
+                None
+            }
+            (Some(at), None) => {
+                queue.running.remove(at);
+                None
+            }
+            (None, work) => work,
+        };
+        // The driver frees an event under a lock of its own.
+        drop(queue);
+        drop(left);
     }
 }
 
