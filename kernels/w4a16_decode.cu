@@ -134,8 +134,8 @@ __device__ __forceinline__ void tile(const GemmParams& p, const QuantWeightParam
     const bool gated = KIND == UP && p.activation != ACT_RELU2;
     // A thread has every eighth weight row of the warp's 16 M: of as many columns of the output, or of half of them the
     // gate and then up.
-    const int shares = warp / PARTS<M>, part = warp % PARTS<M>;
-    const int64_t column = (block * (WARPS / PARTS<M>) + shares) * (gated ? 8 : 16) * M + g;
+    const int warp_tile = warp / PARTS<M>, part = warp % PARTS<M>;
+    const int64_t column = (block * (WARPS / PARTS<M>) + warp_tile) * (gated ? 8 : 16) * M + g;
     const int all_steps = static_cast<int>((p.k + STEP - 1) / STEP);
     const Steps steps = Steps::of<PARTS<M>>(all_steps, part);
     WeightRows<FORMAT, M> rows;
@@ -158,8 +158,8 @@ __device__ __forceinline__ void tile(const GemmParams& p, const QuantWeightParam
     float factors[2];
 #pragma unroll
     for (int half = 0; half < 2; half++) {
-        const int64_t part = w.parts == 2 && gated ? half : 0;
-        factors[half] = Format<FORMAT>::LEFT * (w.factors ? w.factors[t.x * w.parts + part] : 1.0f);
+        const int64_t weight_part = w.parts == 2 && gated ? half : 0;
+        factors[half] = Format<FORMAT>::LEFT * (w.factors ? w.factors[t.x * w.parts + weight_part] : 1.0f);
     }
 
     // Rows, the numbers of a chunk in the order of code pairs.
@@ -192,10 +192,10 @@ __device__ __forceinline__ void tile(const GemmParams& p, const QuantWeightParam
         // The rows have been read by all.
         __syncthreads();
         float4* sums = reinterpret_cast<float4*>(x);
-        if (part == 1) sums[shares * 32 + lane] = make_float4(acc[0][0][0], acc[0][0][1], acc[0][0][2], acc[0][0][3]);
+        if (part == 1) sums[warp_tile * 32 + lane] = make_float4(acc[0][0][0], acc[0][0][1], acc[0][0][2], acc[0][0][3]);
         __syncthreads();
         if (part == 1) return;
-        const float4 second = sums[shares * 32 + lane];
+        const float4 second = sums[warp_tile * 32 + lane];
         acc[0][0][0] += second.x, acc[0][0][1] += second.y, acc[0][0][2] += second.z, acc[0][0][3] += second.w;
     }
 

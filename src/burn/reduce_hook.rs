@@ -12,7 +12,7 @@ use crate::layer::{ParamKind, PerParam};
 
 use super::backend::NativeMemory;
 use super::layer_calls::{GradientHook, OfferedGradients};
-use super::step_gradients::{ByParam, ReducedTensor, SumType, flat};
+use super::step_gradients::{ByParam, ReducedTensor, SumDType, flat};
 
 /// Takes gradients of layers, each of which leaves for its sum as soon as it is whole.
 pub(super) struct ReduceHook<B: NativeMemory> {
@@ -26,7 +26,7 @@ pub(super) struct ReduceHook<B: NativeMemory> {
     /// Those of all microbatches, of parameters whose sums have begun.
     whole: ByParam<B>,
     /// That of the sums of all microbatches.
-    sum_type: SumType,
+    sum_dtype: SumDType,
     error: Option<Error>,
 }
 
@@ -46,9 +46,9 @@ impl<B: NativeMemory> ReduceHook<B> {
         early: EarlySums<B::Core, ReducedTensor<B>>,
         params: HashMap<NodeId, ReducedTensor<B>>,
         before: ByParam<B>,
-        sum_type: SumType,
+        sum_dtype: SumDType,
     ) -> Self {
-        Self { early, params, before, new: HashMap::new(), whole: HashMap::new(), sum_type, error: None }
+        Self { early, params, before, new: HashMap::new(), whole: HashMap::new(), sum_dtype, error: None }
     }
 
     /// What has come of the backward.
@@ -72,7 +72,7 @@ impl<B: NativeMemory> ReduceHook<B> {
             self.new.insert(id, new);
             return false;
         }
-        self.set_whole(id, self.sum_type.of::<B>(new));
+        self.set_whole(id, self.sum_dtype.cast::<B>(new));
         true
     }
 

@@ -26,7 +26,7 @@ use super::layer_calls::{BackwardStage, LayerCalls, PendingCall, ReceiverScope, 
 use super::module::ExpertParallelMoE;
 use super::reduce_hook::ReduceHook;
 use super::step_gradients::{
-    AccumulatedGradients, ByParam, ReducedTensor, SumType, add_each, reduced_params, take_gradients,
+    AccumulatedGradients, ByParam, ReducedTensor, SumDType, add_each, reduced_params, take_gradients,
 };
 
 const CALL: &str = "GradientReducer";
@@ -140,14 +140,14 @@ impl<B: AutodiffBackend + MoeBackend> GradientReducer<B> {
     /// the sums of this rank's step: [`reset`](Self::reset) has been done, and every rank begins the step anew. Before that
     /// they are as they were.
     pub fn with_main_gradients(self) -> Self {
-        let gradients = AccumulatedGradients::new(SumType::AsGradients);
+        let gradients = AccumulatedGradients::new(SumDType::AsGradients);
         Self { main: Some(ExpertSums::new(false)), gradients, ..self }
     }
 
     /// The same, with all sums of 16-bit parameters in f32, experts' written so by the kernels: for an optimizer that
     /// takes a gradient of another type than its parameter's. [`AdamW`](super::AdamW) does, burn's do not.
     pub fn with_main_gradients_in_f32(self) -> Self {
-        let gradients = AccumulatedGradients::new(SumType::F32);
+        let gradients = AccumulatedGradients::new(SumDType::F32);
         Self { main: Some(ExpertSums::new(true)), gradients, ..self }
     }
 
@@ -197,7 +197,7 @@ impl<B: AutodiffBackend + MoeBackend> GradientReducer<B> {
 
     /// Forgets what has been accumulated: the step begins anew.
     pub fn reset(&mut self) {
-        self.gradients = AccumulatedGradients::new(self.gradients.sum_type());
+        self.gradients = AccumulatedGradients::new(self.gradients.sum_dtype());
         if let Some(main) = &self.main {
             locked(main).clear();
         }
@@ -310,7 +310,7 @@ impl<B: AutodiffBackend + MoeBackend> GradientReducer<B> {
 
     /// The gradients, for an optimizer.
     fn take(&mut self) -> GradientsParams {
-        let next = AccumulatedGradients::new(self.gradients.sum_type());
+        let next = AccumulatedGradients::new(self.gradients.sum_dtype());
         std::mem::replace(&mut self.gradients, next).into_params::<B>()
     }
 
@@ -370,8 +370,8 @@ impl<B: AutodiffBackend + MoeBackend> GradientReducer<B> {
         }
         by_leaf.retain(|_, param| remaining.contains_key(&param.id));
         let before = by_leaf.values().filter_map(|param| Some((param.id, self.gradients.get(param.id)?.clone())));
-        let (before, sum_type) = (before.collect(), self.gradients.sum_type());
-        Ok(ReduceHook::new(EarlySums::new(&self.sums, remaining, self.bucket_bytes), by_leaf, before, sum_type))
+        let (before, sum_dtype) = (before.collect(), self.gradients.sum_dtype());
+        Ok(ReduceHook::new(EarlySums::new(&self.sums, remaining, self.bucket_bytes), by_leaf, before, sum_dtype))
     }
 
     /// Calls of the layers whose backward is still to run.

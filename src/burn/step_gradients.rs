@@ -116,7 +116,7 @@ pub(super) fn add_each<B: NativeMemory>(
 
 /// Type of the sums of a step's gradients.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub(super) enum SumType {
+pub(super) enum SumDType {
     /// That of each gradient.
     #[default]
     AsGradients,
@@ -124,9 +124,9 @@ pub(super) enum SumType {
     F32,
 }
 
-impl SumType {
+impl SumDType {
     /// Type of the sum of a parameter's gradients, which are of its type.
-    fn of_param(self, dtype: burn::tensor::DType) -> burn::tensor::DType {
+    fn for_param(self, dtype: burn::tensor::DType) -> burn::tensor::DType {
         match (self, dtype) {
             (Self::F32, burn::tensor::DType::BF16 | burn::tensor::DType::F16) => burn::tensor::DType::F32,
             _ => dtype,
@@ -134,8 +134,8 @@ impl SumType {
     }
 
     /// A gradient in the type of its sums.
-    pub(super) fn of<B: NativeMemory>(self, gradient: FloatTensor<B>) -> FloatTensor<B> {
-        match self.of_param(gradient.dtype()) {
+    pub(super) fn cast<B: NativeMemory>(self, gradient: FloatTensor<B>) -> FloatTensor<B> {
+        match self.for_param(gradient.dtype()) {
             dtype if dtype == gradient.dtype() => gradient,
             _ => B::float_cast(gradient, FloatDType::F32),
         }
@@ -146,24 +146,24 @@ impl SumType {
 #[derive(Debug)]
 pub(super) struct AccumulatedGradients<B: NativeMemory> {
     sums: ByParam<B>,
-    sum_type: SumType,
+    sum_dtype: SumDType,
     /// Backwards that they are the sums of.
     microbatches: u64,
 }
 
 impl<B: NativeMemory> Default for AccumulatedGradients<B> {
     fn default() -> Self {
-        Self::new(SumType::default())
+        Self::new(SumDType::default())
     }
 }
 
 impl<B: NativeMemory> AccumulatedGradients<B> {
-    pub(super) fn new(sum_type: SumType) -> Self {
-        Self { sums: HashMap::new(), sum_type, microbatches: 0 }
+    pub(super) fn new(sum_dtype: SumDType) -> Self {
+        Self { sums: HashMap::new(), sum_dtype, microbatches: 0 }
     }
 
-    pub(super) fn sum_type(&self) -> SumType {
-        self.sum_type
+    pub(super) fn sum_dtype(&self) -> SumDType {
+        self.sum_dtype
     }
 
     pub(super) fn microbatches(&self) -> u64 {
@@ -176,8 +176,8 @@ impl<B: NativeMemory> AccumulatedGradients<B> {
 
     /// Adds one backward's gradients; `whole` are sums with those before.
     pub(super) fn add(&mut self, new: ByParam<B>, whole: ByParam<B>) {
-        let sum_type = self.sum_type;
-        add_each::<B>(&mut self.sums, new.into_iter().map(|(id, new)| (id, sum_type.of::<B>(new))));
+        let sum_dtype = self.sum_dtype;
+        add_each::<B>(&mut self.sums, new.into_iter().map(|(id, new)| (id, sum_dtype.cast::<B>(new))));
         self.sums.extend(whole);
         self.microbatches += 1;
     }
@@ -241,7 +241,7 @@ impl<B: NativeMemory> StepGradients<B::Core> for AccumulatedGradients<B> {
                 split.push(None);
                 continue;
             }
-            let dtype = own.map_or_else(|| self.sum_type.of_param(param.value.dtype()), TensorMetadata::dtype);
+            let dtype = own.map_or_else(|| self.sum_dtype.for_param(param.value.dtype()), TensorMetadata::dtype);
             let sum = flat.clone().slice([range]);
             let sum = if sum.dtype() == dtype { sum } else { sum.cast(dtype) };
             split.push(Some(B::float_reshape(primitive(sum), Shape::from(param.dims()))));
@@ -254,6 +254,6 @@ impl<B: NativeMemory> StepGradients<B::Core> for AccumulatedGradients<B> {
     }
 
     fn reset(&mut self) {
-        *self = Self::new(self.sum_type);
+        *self = Self::new(self.sum_dtype);
     }
 }

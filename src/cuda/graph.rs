@@ -33,16 +33,8 @@ pub struct Captured<T> {
     _retained: Vec<RetainedBlocks>,
     /// Every device that took part: its kernels and the words that they report in are the graph's.
     devices: Vec<Cuda>,
-    watches: ReplayWatches,
-}
-
-/// Who watches the replays of a graph.
-struct ReplayWatches(Vec<Weak<dyn ReplayWatch>>);
-
-impl fmt::Debug for ReplayWatches {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "ReplayWatches {{ {} }}", self.0.len())
-    }
+    /// Who watches its replays.
+    watches: Vec<Weak<dyn ReplayWatch>>,
 }
 
 impl<T: fmt::Debug> fmt::Debug for Captured<T> {
@@ -309,8 +301,8 @@ impl<T> Captured<T> {
             retained.push(blocks);
         }
         let (graph, output) = capture.run(calls)?;
-        let watches = capture.members.iter().flat_map(|member| member.cuda.inner.capture_state.take_watches());
-        let watches = ReplayWatches(watches.collect());
+        let watches =
+            capture.members.iter().flat_map(|member| member.cuda.inner.capture_state.take_watches()).collect();
         let needs = capture.members.iter().flat_map(|member| member.cuda.inner.capture_state.take_needs()).collect();
         drop(capture);
         if kind == ArenaKind::InGraph {
@@ -330,8 +322,8 @@ impl<T> Captured<T> {
     pub fn replay(&mut self) -> Result<()> {
         const CALL: &str = "Captured::replay";
         self.check()?;
-        let watches: Vec<_> = self.watches.0.iter().filter_map(Weak::upgrade).collect();
-        if watches.len() < self.watches.0.len() {
+        let watches: Vec<_> = self.watches.iter().filter_map(Weak::upgrade).collect();
+        if watches.len() < self.watches.len() {
             return Err(Error::invalid(CALL, "graph", "the communicators of its collectives alive", "one dropped"));
         }
         self.cuda.bind(CALL)?;

@@ -68,10 +68,7 @@ impl Cuda {
     pub(crate) fn gpu_id(&self, call: &'static str) -> Result<GpuId> {
         self.bind(call)?;
         let device = self.inner.context.cu_device();
-        let id = result::device::get_uuid(device).map_err(driver(call, "ask for the GPU's identity"))?;
-        let bytes = id.bytes.map(|byte| byte as u8);
-        let half = |at: usize| u64::from_le_bytes(std::array::from_fn(|i| bytes[at + i]));
-        Ok([half(0), half(8)])
+        id_of(call, device)
     }
 
     /// Whether this GPU reaches another's memory; `None`: this process does not see the other.
@@ -83,9 +80,7 @@ impl Cuda {
         let count = result::device::get_count().map_err(driver(call, "count the GPUs"))?;
         for ordinal in 0..count {
             let other = result::device::get(ordinal).map_err(driver(call, "ask for a GPU"))?;
-            let id = result::device::get_uuid(other).map_err(driver(call, "ask for a GPU's identity"))?;
-            let bytes = id.bytes.map(|byte| byte as u8);
-            if bytes != peer_bytes(peer) {
+            if id_of(call, other)? != peer {
                 continue;
             }
             if other == own {
@@ -102,9 +97,8 @@ impl Cuda {
     }
 }
 
-fn peer_bytes([first, second]: GpuId) -> [u8; 16] {
-    let mut bytes = [0; 16];
-    bytes[..8].copy_from_slice(&first.to_le_bytes());
-    bytes[8..].copy_from_slice(&second.to_le_bytes());
-    bytes
+fn id_of(call: &'static str, device: sys::CUdevice) -> Result<GpuId> {
+    let id = result::device::get_uuid(device).map_err(driver(call, "ask for a GPU's identity"))?;
+    let half = |at: usize| u64::from_le_bytes(std::array::from_fn(|i| id.bytes[at + i] as u8));
+    Ok([half(0), half(8)])
 }

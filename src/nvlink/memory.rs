@@ -8,10 +8,10 @@ use crate::compare::gather_numbers;
 use crate::cuda::Cuda;
 use crate::cuda::peers::StopWord;
 use crate::ep::dispatcher_state::DispatcherState;
-use crate::error::{Error, Result};
+use crate::error::Result;
 use crate::nccl::{NcclComm, PeerMemory};
 
-use super::records::Words;
+use super::records::{Words, nccl_of};
 use super::zones::Zones;
 
 /// Zones that rows stay in where the configuration asks for none: what a layer's forward and backward keep.
@@ -31,8 +31,7 @@ pub(super) struct GroupMemory {
 
 /// NCCL's communicator, whose windows the memory is.
 pub(super) fn nccl(core: &mut DispatcherState<Cuda>) -> Result<&mut NcclComm> {
-    let other = || Error::invalid("Group::new", "communicator", "NCCL's", "another");
-    core.comm.native().ok_or_else(other)
+    nccl_of("Group::new", &mut *core.comm)
 }
 
 impl GroupMemory {

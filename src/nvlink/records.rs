@@ -53,6 +53,11 @@ impl Words {
     }
 }
 
+/// A communicator as NCCL's.
+pub(super) fn nccl_of<'a>(call: &'static str, comm: &'a mut dyn Communicator<Cuda>) -> Result<&'a mut NcclComm> {
+    comm.native().ok_or_else(|| Error::invalid(call, "communicator", "NCCL's", "another"))
+}
+
 /// Records by stores.
 #[derive(Debug)]
 pub(super) struct StoredRecords {
@@ -73,8 +78,7 @@ impl RecordExchange<Cuda> for StoredRecords {
         if bytes > *record_bytes || !bytes.is_multiple_of(4) {
             return Ok(None);
         }
-        let other = || Error::invalid(CALL, "communicator", "NCCL's", "another");
-        let comm: &mut NcclComm = comm.native().ok_or_else(other)?;
+        let comm = nccl_of(CALL, comm)?;
         let (device, addresses) = (&self.device, self.words.addresses());
         if device.is_capturing()? {
             let held = (self.words.memory().hold(), Arc::clone(&self.stop));

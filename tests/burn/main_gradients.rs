@@ -461,7 +461,6 @@ fn steps_are_those_of_candle() {
     }
 }
 
-#[cfg(not(feature = "candle"))]
 tests! {
     fn();
     sums_in_f32_are_those_of_each_microbatch,
@@ -470,16 +469,6 @@ tests! {
     a_backward_that_fails,
     steps_have_the_same_bits_at_every_number_of_ranks,
     a_step_that_is_skipped_changes_nothing,
-}
-
-#[cfg(feature = "candle")]
-tests! {
-    fn();
-    sums_in_f32_are_those_of_each_microbatch,
-    sums_over_ranks_beside_backward_are_those_behind_it,
-    a_given_gradient_is_a_losses,
-    a_backward_that_fails,
-    steps_have_the_same_bits_at_every_number_of_ranks,
-    a_step_that_is_skipped_changes_nothing,
+    #[cfg(feature = "candle")]
     steps_are_those_of_candle,
 }

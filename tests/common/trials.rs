@@ -95,10 +95,10 @@ impl Trials {
 
 /// Lists a file's tests: functions of one type.
 macro_rules! tests {
-    ($type:ty; $($name:ident),+ $(,)?) => {
+    ($type:ty; $($(#[$attribute:meta])* $name:ident),+ $(,)?) => {
         /// The tests by name.
         pub fn cases() -> Vec<(&'static str, $type)> {
-            vec![$((stringify!($name), $name as $type)),+]
+            Vec::from([$($(#[$attribute])* (stringify!($name), $name as $type)),+])
         }
     };
 }

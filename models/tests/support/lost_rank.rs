@@ -69,11 +69,11 @@ fn rank((rank, how): (usize, Lost), device: &Device, comm: NcclComm, meetings: &
     }
     match (rank, how) {
         (0, _) => {
-            let told = error_of_a_step(&mut stepper);
+            let outcome = error_of_a_step(&mut stepper);
             if how == Lost::StaysAway {
                 meetings[1].wait();
             }
-            told
+            outcome
         }
         (_, Lost::Leaves) => Ok(()),
         // Then this rank's own step fails too.
@@ -87,15 +87,15 @@ fn rank((rank, how): (usize, Lost), device: &Device, comm: NcclComm, meetings: &
 /// A step's ids are an error that names the replay and comes in time, and so is the step behind it.
 fn error_of_a_step(stepper: &mut Stepper<'_>) -> Result<()> {
     let start = Instant::now();
-    let told = match stepper.step().map(drop).and_then(|()| stepper.next_ids()) {
+    let error = match stepper.step().map(drop).and_then(|()| stepper.next_ids()) {
         Ok(ids) => return Err(format!("a step without the other rank gave {ids:?}").into()),
         Err(error) => error.to_string(),
     };
     if start.elapsed() > TIMEOUT + LATE {
-        return Err(format!("{:?} until: {told}", start.elapsed()).into());
+        return Err(format!("{:?} until: {error}", start.elapsed()).into());
     }
-    if !told.contains("replay") {
-        return Err(format!("expected an error of the replay, found: {told}").into());
+    if !error.contains("replay") {
+        return Err(format!("expected an error of the replay, found: {error}").into());
     }
     match stepper.step() {
         Ok(_) => Err("a step behind the one that failed was run".into()),

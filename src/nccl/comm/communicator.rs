@@ -16,6 +16,7 @@ use crate::nccl::comm::replays::{Replays, work_so_far};
 use crate::nccl::comm::session::Session;
 use crate::nccl::control::peer_events::CollectiveInfo;
 use crate::nccl::control::plane::ControlPlane;
+use crate::nccl::control::watchdog::KERNEL_MARGIN;
 use crate::nccl::ffi::comm_handle::CommHandle;
 use crate::nccl::ffi::enqueue::{CommStream, EnqueueError};
 use crate::nccl::ffi::sys::{CommPtr, Functions, StreamPtr};
@@ -67,9 +68,6 @@ pub(crate) struct TravelingRow {
     pub(crate) scales: usize,
 }
 
-/// How much longer than a kernel the watchdog waits.
-const KERNEL_MARGIN: Duration = Duration::from_secs(1);
-
 /// Handles of a communicator that other libraries that build on NCCL need.
 #[derive(Debug, Clone, Copy)]
 pub struct CommParts<'a> {
@@ -91,8 +89,8 @@ pub(in crate::nccl) struct RankReduce {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Callers {
     /// Every rank: it is in their common count.
-    All,
-    Some,
+    AllRanks,
+    SomeRanks,
 }
 
 /// What has come of calls of NCCL. `None`: the communicator has ended.
@@ -233,7 +231,7 @@ impl NcclComm {
         subject: CollectiveInfo,
         calls: impl FnOnce(&CommStream<'_>) -> Option<Result<T>>,
     ) -> Result<T> {
-        self.run_by(Callers::All, subject, calls)
+        self.run_by(Callers::AllRanks, subject, calls)
     }
 
     fn run_by<T>(
@@ -248,7 +246,7 @@ impl NcclComm {
         let work = || {
             let work = work_so_far(cuda)?;
             // A replay is counted as one of the ranks' common calls, so it must hold one.
-            if work.is_none() && callers == Callers::All {
+            if work.is_none() && callers == Callers::AllRanks {
                 cuda.watch_replays(Arc::downgrade(replays));
             }
             Ok(work)
@@ -271,6 +269,6 @@ impl NcclComm {
         subject: CollectiveInfo,
         calls: impl FnOnce(&CommStream<'_>) -> std::result::Result<(), EnqueueError>,
     ) -> Result<()> {
-        self.run_by(Callers::Some, subject, |comm_stream| enqueued(calls(comm_stream)))
+        self.run_by(Callers::SomeRanks, subject, |comm_stream| enqueued(calls(comm_stream)))
     }
 }

@@ -10,7 +10,7 @@ use crate::error::Result;
 
 use crate::nccl::control::call_count::CallCount;
 use crate::nccl::control::peer_events::CollectiveInfo;
-use crate::nccl::control::watchdog::WatchHandle;
+use crate::nccl::control::watchdog::{KERNEL_MARGIN, WatchHandle};
 use crate::nccl::ffi::comm_handle::Work;
 
 /// Work on a GPU up to an event.
@@ -34,10 +34,6 @@ pub(in crate::nccl) fn work_so_far(cuda: &Cuda) -> Result<Option<Box<dyn Work>>>
     })
 }
 
-/// What a replay is given beside the communicator's timeout: kernels that wait for peers themselves give up first, and
-/// their memory is in use until then.
-const LONGER: Duration = Duration::from_secs(1);
-
 /// The watch of a rank's replays. It ends with the communicator, which alone holds it.
 pub(in crate::nccl) struct Replays {
     pub(in crate::nccl) cuda: Cuda,
@@ -55,7 +51,7 @@ impl ReplayWatch for Replays {
         self.count.enqueued(number);
         let tag = Tag { layer: 0, op: Op::User, sequence: number };
         let subject = CollectiveInfo { rank: self.rank, number, operation: "replay", tag };
-        self.watch.watch(subject, self.timeout + LONGER, work);
+        self.watch.watch(subject, self.timeout + KERNEL_MARGIN, work);
         Ok(())
     }
 }

@@ -20,6 +20,10 @@ use crate::nccl::ffi::comm_handle::{CommHandle, Work};
 /// Pause between two looks at a collective that runs.
 const LOOK: Duration = Duration::from_millis(2);
 
+/// How much longer than the communicator's timeout it waits where kernels may wait for peers themselves: they give up
+/// first, and their memory is in use until then.
+pub(in crate::nccl) const KERNEL_MARGIN: Duration = Duration::from_secs(1);
+
 /// One collective that runs.
 struct RunningCollective {
     subject: CollectiveInfo,
