@@ -69,17 +69,21 @@ impl Problem {
         Self { setup, dtype, x: tensor(6, &dims, 3.0), d_y: tensor(7, &dims, 3.0), params: params(config) }
     }
 
-    /// The same on CPU ranks, which have neither NCCL EP nor NVLink.
-    fn on_cpu(&self) -> Result<Outcome, Error> {
+    /// The same for CPU ranks, which have neither NCCL EP nor NVLink.
+    fn cpu_setup(&self) -> Setup {
         let mut setup = self.setup.clone();
         setup.dispatcher = match setup.dispatcher {
             DispatcherKind::NcclEp | DispatcherKind::NcclEpLowLatency => DispatcherKind::AllToAll,
             DispatcherKind::NvLink => DispatcherKind::AllGather,
             both => both,
         };
+        setup
+    }
+
+    fn on_cpu(&self) -> Result<Outcome, Error> {
         let Self { dtype, x, d_y, params, .. } = self;
         let (x, d_y, params) = (x.clone(), d_y.clone(), params.clone());
-        Self { setup, dtype: *dtype, x, d_y, params }.on(&Cpu::poisoning())
+        Self { setup: self.cpu_setup(), dtype: *dtype, x, d_y, params }.on(&Cpu::poisoning())
     }
 
     /// This process's rank over NCCL, compared with the same rank on the CPU.
@@ -87,7 +91,8 @@ impl Problem {
         let (rank, ranks) = (comm.rank(), self.setup.split.len());
         let parts: Vec<BlockParams> = (0..ranks).map(|r| shard(&self.params, r, ranks, self.dtype)).collect();
         let cotangent = Some(Cotangent { y: Some(&self.d_y), aux: 0.3 });
-        let cpu = run_parts(&Cpu::poisoning(), &self.setup, &parts, &self.x, self.dtype, cotangent).expect("the CPU");
+        let cpu =
+            run_parts(&Cpu::poisoning(), &self.cpu_setup(), &parts, &self.x, self.dtype, cotangent).expect("the CPU");
         let endpoint = Endpoint { device: comm.cuda().clone(), comm: Box::new(comm) };
         let own = run_rank(endpoint, &self.setup, &parts[rank], &self.x, self.dtype, cotangent);
         let own = own.unwrap_or_else(|e| panic!("{name}: {e}"));
