@@ -57,19 +57,22 @@ struct TileScheduler {
         asm volatile("ld.global.nc.s64 %0, [%1];\n" : "=l"(offset) : "l"(p.offsets + group));
         asm volatile("ld.global.nc.s64 %0, [%1];\n" : "=l"(count) : "l"(p.counts + group));
     }
+    // Where sums are added, experts without slots have nothing to add.
     __device__ __forceinline__ bool next(WorkTile& t) {
-        if (id >= total) return false;
-        t.group = static_cast<int>(id / per_group);
-        const unsigned within = id % per_group;
-        t.narrow = static_cast<int>((within % pairs * 2 + blockIdx.x % 2) * BLOCK_M);
-        t.wide = static_cast<int>(within / pairs * BLOCK_N);
-        t.first = static_cast<int>(offset), t.count = static_cast<int>(count);
-        if (offset < 0 || count < 0 || offset > p.slots - count) {
-            if (threadIdx.x == 0 && count != 0) raise_segment(p.fault, t.group, offset, count, p.site);
-            t.first = t.count = 0;
-        }
-        id += gridDim.x / 2;
-        read_ahead();
+        do {
+            if (id >= total) return false;
+            t.group = static_cast<int>(id / per_group);
+            const unsigned within = id % per_group;
+            t.narrow = static_cast<int>((within % pairs * 2 + blockIdx.x % 2) * BLOCK_M);
+            t.wide = static_cast<int>(within / pairs * BLOCK_N);
+            t.first = static_cast<int>(offset), t.count = static_cast<int>(count);
+            if (offset < 0 || count < 0 || offset > p.slots - count) {
+                if (threadIdx.x == 0 && count != 0) raise_segment(p.fault, t.group, offset, count, p.site);
+                t.first = t.count = 0;
+            }
+            id += gridDim.x / 2;
+            read_ahead();
+        } while (t.count == 0 && p.accumulate);
         return true;
     }
 };
