@@ -3,13 +3,16 @@
 use candle_core::backend::BackendStorage;
 use candle_core::op::BackpropOp;
 use candle_core::{CpuStorage, CudaStorage, CustomOp1, DType, Device, Layout, Module, Shape, Tensor, Var};
-use candle_nn::{VarBuilder, VarMap};
+use candle_nn::{Optimizer, VarBuilder, VarMap};
 use moebius::MoeConfig;
-use moebius::candle::{CandleDevice, Capture, DeviceGroup, ExpertParallelMoE, MainGradients, cuda, device_for_capture};
+use moebius::candle::{
+    AdamW, CandleDevice, Capture, DeviceGroup, ExpertParallelMoE, MainGradients, cuda, device_for_capture,
+};
 use moebius::cuda::Cuda;
 use moebius::ep::GroupConfig;
 use moebius::layer::{Layer, ParamKind};
 
+use super::adamw::{self, FORMS};
 use super::core::{SEED, time_queued};
 use super::data::Random;
 use super::{Result, Workload, asked, time};
@@ -162,6 +165,30 @@ fn graph(workload: &Workload, gpu: &str) -> Result<()> {
     let core = cuda(&device)?;
     workload.report("moebius-candle", "fwd-graph", time_queued(&core, || Ok(step.replay()?))?, gpu);
     Ok(core.check()?)
+}
+
+/// Steps of `candle::AdamW`.
+pub fn run_adamw(gpu: &str) -> Result<()> {
+    let device = Device::new_cuda_with_stream(0)?;
+    let (mut draws, core) = (Draws::new(&device)?, cuda(&device)?);
+    for form in FORMS.into_iter().filter(|form| asked(form.phase)) {
+        let [param, gradient] = [form.param, form.gradient].map(|dtype| match dtype {
+            moebius::DType::F32 => DType::F32,
+            _ => DType::BF16,
+        });
+        let dims = (0..adamw::LAYERS).flat_map(|_| adamw::SIZES);
+        let vars = dims.map(|dims| Var::zeros(&dims, param, &device)).collect::<candle_core::Result<Vec<_>>>()?;
+        let mut gradients = Var::zeros((), DType::F32, &device)?.backward()?;
+        for var in &vars {
+            gradients.insert(var, draws.draw(var.dims(), 1)?.to_dtype(gradient)?);
+        }
+        let mut adam = AdamW::new(vars, adamw::options())?;
+        let ms = time_queued(&core, || Ok(adam.step(&gradients)?))?;
+        form.report("moebius-candle", ms, gpu);
+        drop((adam, gradients));
+        core.trim();
+    }
+    Ok(())
 }
 
 /// Gradients whose memory is measured.

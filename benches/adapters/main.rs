@@ -3,10 +3,13 @@
 //!
 //! `fwd` and `fwd+bwd`: wall clock from an idle GPU to an idle GPU with the loss Σ y ∘ c, which both frameworks' programs
 //! share. `fwd+bwd-stored`: steps queued one behind the other, timed by events, with the gradient of y given and no loss,
-//! gradients in the weights' type; `-f32-add` adds the experts' in f32 (candle's). These the layer itself (`moebius`) does
-//! as well, and `fwd-graph`, replays of a captured forward. `-plain`: with the loss Σ y ∘ c, queued. By name alone,
-//! one workload and process each: `memory-plain`, `memory-stored`, `memory-f32-add`, the bytes that a first step takes of
-//! the GPU's free memory, with candle's gradients and with main gradients as above, whose memory is part of them.
+//! gradients in the weights' type; `-f32-add` adds the experts' in f32. These the layer itself (`moebius`) does
+//! as well, and `fwd-graph`, replays of a captured forward (candle's). `-plain`: with the loss Σ y ∘ c, queued. By name
+//! alone, one workload and process each: `memory-plain`, `memory-stored`, `memory-f32-add`, the bytes that a first step
+//! takes of the GPU's free memory, with candle's gradients and with main gradients as above, whose memory is part of them.
+//!
+//! The workload `256Mi` is of an optimizer: `adamw-…`, queued steps of the core's AdamW and of the framework's, beside
+//! the copy rate.
 //!
 //! ```text
 //! cargo bench -p moebius --no-default-features --features candle,cuda --bench adapters -- [--phase=PHASE …] [WORKLOAD …]
@@ -18,6 +21,7 @@
     allow(dead_code, unused_variables, reason = "built for neither framework")
 )]
 
+mod adamw;
 #[cfg(feature = "burn-cuda")]
 mod burn;
 #[cfg(feature = "candle")]
@@ -122,8 +126,9 @@ fn main() -> Result<()> {
             return Ok(());
         }
     };
+    let is_wanted = |name: &str| wanted.is_empty() || wanted.iter().any(|w| w == name);
     for workload in WORKLOADS {
-        if wanted.is_empty() || wanted.iter().any(|w| w == workload.name) {
+        if is_wanted(workload.name) {
             core::run(&cuda, &workload, &gpu)?;
             cuda.trim();
             #[cfg(feature = "candle")]
@@ -134,6 +139,13 @@ fn main() -> Result<()> {
                 burn::run(&workload, &gpu)?;
             }
         }
+    }
+    if is_wanted(adamw::WORKLOAD) {
+        adamw::run(&cuda, &gpu)?;
+        #[cfg(feature = "candle")]
+        candle::run_adamw(&gpu)?;
+        #[cfg(feature = "burn-cuda")]
+        burn::run_adamw(&gpu)?;
     }
     Ok(())
 }
