@@ -1,25 +1,24 @@
 //! A rank's training in candle.
 
 use std::collections::BTreeMap;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, Tensor, Var};
 use candle_nn::optim::Optimizer;
 use candle_nn::{VarBuilder, VarMap};
 use moebius::candle::{AdamW, AdamWParam, ExpertParallelMoE, MainGradients};
-use moebius::comm::{Op, Tag};
+use moebius::comm::Tag;
 use moebius::cpu::Cpu;
 use moebius::etp::{Payload, Phase};
 use moebius::layer::Layer;
-use moebius::optim::{AdamWOptions, GroupOptions, LossScaling};
 
 use crate::Failure;
 use crate::dense::{Loss, Model};
-use crate::lm::{Param, Scale, Settings, initial, is_of_layer, is_share};
+use crate::lm::{Param, Scale, Settings, is_of_layer, is_share};
 use crate::mesh::{AllRanks, Place};
-use crate::rank_results::RankResults;
-use crate::ranks::{Check, Peer, Report, Values, Worker, group_config, moe_config};
+use crate::ranks::{Check, Peer, Report, Values, Worker, group_config, moe_config, optimizer_options};
+use crate::save::{self, SavedRank};
 use crate::sharded::{Experts, Parts, pass};
 use crate::state;
 use crate::world::World;
@@ -167,22 +166,17 @@ impl Rank {
     }
 }
 
-/// Whether the loss is scaled: gradients of f16 would vanish.
-fn is_scaled(settings: &Settings) -> bool {
-    settings.layer_dtype == DType::F16
-}
-
 /// The optimizer of a rank's parameters.
 fn optimizer(settings: &Settings, ranks: AllRanks, params: Vec<AdamWParam>) -> Result<AdamW, Failure> {
-    let group = GroupOptions { lr: settings.learning_rate, ..Default::default() };
-    let loss_scaling = is_scaled(settings).then(LossScaling::default);
-    let options = AdamWOptions { group, max_norm: settings.clip, loss_scaling, ..Default::default() };
-    Ok(match ranks {
+    let options = optimizer_options(settings);
+    let group = options.group;
+    let made = match ranks {
         AllRanks::Alone => AdamW::with_groups(params, options, &[group])?,
         AllRanks::Cpu(comm) => AdamW::over_ranks(&Cpu::new(), Box::new(comm), params, options, &[group])?,
         #[cfg(feature = "nccl")]
         AllRanks::Gpus(comm) => AdamW::over_ranks(&comm.cuda().clone(), Box::new(comm), params, options, &[group])?,
-    })
+    };
+    Ok(made.with_identity(state::identity(settings)))
 }
 
 /// Figures of the microbatches of a step.
@@ -225,57 +219,28 @@ impl Worker for Rank {
         self.gradients.reset();
         let stats = self.optimizer.stats()?;
         let norm = settings.clip.map(|_| stats.norm);
-        let scale = is_scaled(&settings).then_some(Scale { factor: stats.loss_scale, skipped: stats.skipped });
+        let scale = optimizer_options(&settings)
+            .loss_scaling
+            .is_some()
+            .then_some(Scale { factor: stats.loss_scale, skipped: stats.skipped });
         let passes = (step + 1 - settings.range.start) * settings.microbatches;
         let cost = self.sharded.as_ref().map(|sharded| sharded.cost(passes));
         Ok(Report { loss: seen.loss, load: seen.load, norm, scale, cost, check })
     }
 
     fn save(&mut self, dir: &Path, steps: usize) -> Result<(), Failure> {
-        let tag = Tag { layer: 0, op: Op::User, sequence: steps as u64 };
-        // Before the optimizers of all ranks meet, and behind what one rank alone does.
-        let (save, begun) = match (self.number == 0).then(|| state::Save::begin(dir)).transpose() {
-            Ok(save) => (save, Ok(())),
-            Err(error) => (None, Err(error.into())),
-        };
-        self.agreed(tag, begun)?;
-        let written = self.write(save, steps, tag);
-        self.agreed(tag, written)
+        let (settings, number) = (self.settings.clone(), self.number);
+        save::save(self, (&settings, number), dir, steps)
     }
 }
 
-impl Rank {
-    /// A rank's result, or that of another rank which has failed.
-    fn agreed(&mut self, tag: Tag, own: Result<(), Failure>) -> Result<(), Failure> {
-        let text = own.as_ref().map_or_else(ToString::to_string, |()| String::new());
-        let gathered = self.world.gather(tag, text.as_bytes())?;
-        own?;
-        match gathered.iter().enumerate().find(|(_, text)| !text.is_empty()) {
-            Some((rank, text)) => Err(format!("rank {rank}: {}", String::from_utf8_lossy(text)).into()),
-            None => Ok(()),
-        }
+impl SavedRank for Rank {
+    fn weights(&self) -> Result<BTreeMap<String, Vec<f32>>, Failure> {
+        let flat = |var: &Var| var.to_dtype(DType::F32)?.flatten_all()?.to_vec1::<f32>();
+        self.model.vars().iter().map(|(name, var)| Ok((name.clone(), flat(var)?))).collect()
     }
 
-    /// Writes the state: the rank that has the save does, from what all have.
-    fn write(&mut self, save: Option<state::Save>, steps: usize, tag: Tag) -> Result<(), Failure> {
-        let mut own = RankResults::default();
-        for (name, var) in self.model.vars() {
-            let values = var.to_dtype(DType::F32)?.flatten_all()?.to_vec1::<f32>()?;
-            own.put(name.clone(), &[values.len()], values.into_iter().map(f64::from));
-        }
-        let gathered = self.world.gather(tag, &own.pack()?)?;
-        // The first rank alone goes by the folder.
-        self.optimizer.save(save.as_ref().map_or_else(PathBuf::new, state::Save::optimizer))?;
-        let Some(save) = save else { return Ok(()) };
-        let ranks = gathered.iter().map(|bytes| RankResults::unpack(bytes)).collect::<Result<Vec<_>, _>>()?;
-        let mut weights = BTreeMap::new();
-        for param in initial(&self.settings) {
-            let part = |rank: &RankResults| -> Result<Vec<f32>, Failure> {
-                Ok(rank.get(&param.name)?.1.iter().map(|v| *v as f32).collect())
-            };
-            let parts = ranks.iter().map(part).collect::<Result<Vec<_>, _>>()?;
-            weights.insert(param.name.clone(), state::whole(self.settings.mesh, &param, &parts));
-        }
-        save.finish(&self.settings, steps, &weights)
+    fn save_optimizer(&mut self, dir: &Path) -> Result<(), Failure> {
+        Ok(self.optimizer.save(dir)?)
     }
 }

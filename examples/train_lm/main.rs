@@ -25,6 +25,7 @@ mod quantized_payload;
 #[path = "../support/rank_results.rs"]
 mod rank_results;
 mod ranks;
+mod save;
 mod sharded;
 mod state;
 #[cfg(test)]
@@ -78,7 +79,7 @@ struct Args {
     #[arg(long)]
     ranks: Option<usize>,
     /// Ranks that share the shards of each expert weight; ranks with the same shard are replicas. Losses and weights
-    /// are the same to the bit for each of 1, 2, 4 with one microbatch a step. Needs candle.
+    /// are the same to the bit for each of 1, 2, 4 with one microbatch a step.
     #[arg(long)]
     etp: Option<usize>,
     /// Ranks among which the experts are divided [default: 1 with --etp, else --ranks].
@@ -92,14 +93,13 @@ struct Args {
     /// above 1.
     #[arg(long, requires = "etp")]
     copy_engines: bool,
-    /// In what form tokens travel to their experts, which read what it stands for, in the dense reference model too
-    /// (candle).
+    /// In what form tokens travel to their experts, which read what it stands for, in the dense reference model too.
     #[arg(long, value_enum, default_value = "plain")]
     token_payload: Form,
-    /// Forwards and backwards a step; a rank's sequences are divided among them (candle).
+    /// Forwards and backwards a step; a rank's sequences are divided among them.
     #[arg(long, default_value_t = 1)]
     microbatches: usize,
-    /// Largest norm of the gradients of all parameters of all ranks (candle) [default: no clipping].
+    /// Largest norm of the gradients of all parameters of all ranks [default: no clipping].
     #[arg(long)]
     clip: Option<f64>,
     /// Be one rank of several that a launcher has started as processes, one GPU each (docs/ranks.md); rank 0 speaks.
@@ -111,10 +111,11 @@ struct Args {
     /// Training steps.
     #[arg(long, default_value_t = MAX_LOSS_STEPS)]
     steps: usize,
-    /// Folder of a run's state (--save) to go on from, with other numbers of ranks if need be (candle).
+    /// Folder of a run's state (--save) to go on from, with other numbers of ranks if need be, and from the other
+    /// framework's.
     #[arg(long)]
     resume: Option<PathBuf>,
-    /// Folder to leave the run's state in, when it ends (candle).
+    /// Folder to leave the run's state in, when it ends.
     #[arg(long)]
     save: Option<PathBuf>,
     /// How tokens travel between ranks: all_to_all, all_gather, nccl_ep, or auto, what the crate's table says or
@@ -127,11 +128,11 @@ struct Args {
     /// experts would choose for itself.
     #[arg(long, conflicts_with = "etp")]
     measure_dispatcher: bool,
-    /// End after so many of the --steps, those of the resumed run counted: learning rates are those of --steps (candle).
+    /// End after so many of the --steps, those of the resumed run counted: learning rates are those of --steps.
     #[arg(long)]
     until: Option<usize>,
     /// Type of router and experts, whose optimizer has main weights in f32; f16 has its loss scaled. Not compared with
-    /// the dense reference model but in f32 (candle).
+    /// the dense reference model but in f32.
     #[arg(long, value_enum, default_value = "f32")]
     layer_dtype: LayerType,
     /// File for the losses, one line a step, to the last bit.
@@ -247,22 +248,6 @@ impl Args {
         Ok(Mesh { ranks, ep, etp: self.etp, engines: self.copy_engines })
     }
 
-    /// Refuses what the framework has not.
-    fn check_framework(&self) -> Result<(), Usage> {
-        let candle_only =
-            self.etp.is_some() || self.microbatches > 1 || self.clip.is_some() || self.token_payload != Form::Plain;
-        let state = self.resume.is_some() || self.save.is_some() || self.until.is_some();
-        match self.framework {
-            Framework::Burn if state || self.layer_dtype != LayerType::F32 => {
-                Err("--resume, --save, --until and --layer-dtype: give --framework candle".into())
-            }
-            Framework::Burn if candle_only => {
-                Err("--etp, --microbatches, --clip and --token-payload: give --framework candle".into())
-            }
-            _ => Ok(()),
-        }
-    }
-
     fn settings(&self) -> Result<Settings, Usage> {
         let mesh = self.mesh()?;
         if self.microbatches == 0 {
@@ -273,7 +258,6 @@ impl Args {
             let each = format!("one for each of {} ranks and {} microbatches", mesh.ranks, self.microbatches);
             return Err(format!("--batch {}: expected at least {least} sequences, {each}", self.batch).into());
         }
-        self.check_framework()?;
         if self.until.is_some_and(|until| !(1..=self.steps).contains(&until)) {
             return Err(format!("--until: expected a step in 1..={}", self.steps).into());
         }
@@ -397,7 +381,6 @@ fn run_process(args: &Args) -> Result<bool, Failure> {
     if args.device != Place::Cuda {
         return Err(Usage::from("--processes: give --device cuda").into());
     }
-    args.check_framework()?;
     match args.framework {
         Framework::Candle => {
             let process = processes::Process::join(ranks::TIMEOUT)?;
@@ -409,8 +392,12 @@ fn run_process(args: &Args) -> Result<bool, Failure> {
         }
         #[cfg(all(feature = "burn-cuda", feature = "nccl"))]
         Framework::Burn => {
-            let process = burn::Process::join()?;
-            run_rank(args, (process.rank(), process.world()), |settings, params| process.worker(settings, params))
+            let process = burn::places::Process::join()?;
+            let of = (process.rank(), process.world());
+            run_rank(args, of, |settings, params| {
+                let (device, place) = process.place(settings.mesh)?;
+                burn::Rank::<burn::places::Gpu>::new(settings, params, (place, &device), of.0)
+            })
         }
         #[cfg(not(all(feature = "burn-cuda", feature = "nccl")))]
         Framework::Burn => {

@@ -42,18 +42,18 @@ impl Mesh {
     }
 
     /// Number of a rank's EP group, and its place in it.
-    fn expert(&self, w: usize) -> (usize, usize) {
+    pub fn expert(&self, w: usize) -> (usize, usize) {
         (w / self.ep, w % self.ep)
     }
 
     /// The same of the ranks that share its shards.
-    fn shard(&self, w: usize) -> (usize, usize) {
+    pub fn shard(&self, w: usize) -> (usize, usize) {
         let n = self.shards();
         (w / self.ep / n * self.ep + w % self.ep, w / self.ep % n)
     }
 
     /// The same of the ranks with the same shard.
-    fn replica(&self, w: usize) -> (usize, usize) {
+    pub fn replica(&self, w: usize) -> (usize, usize) {
         let each = self.ep * self.shards();
         (w % each, w / each)
     }
@@ -173,7 +173,7 @@ fn on_threads(mesh: Mesh, timeout: Duration) -> Vec<Place> {
 }
 
 /// Has `create` make, for each group that `place` names, a value a rank from its members' places in it.
-fn split<C>(
+pub fn split<C>(
     ranks: usize,
     place: impl Fn(usize) -> (usize, usize),
     create: impl Fn(&[usize]) -> Result<Vec<C>, Failure>,

@@ -11,6 +11,7 @@ use std::time::Duration;
 use moebius::comm::{Op, ReduceOp, Tag};
 use moebius::cpu::Cpu;
 use moebius::ep::{DispatchShape, EpGroup, GroupConfig};
+use moebius::optim::{AdamWOptions, GroupOptions, LossScaling};
 use moebius::{DType, MoeConfig, TensorMut};
 
 use crate::Failure;
@@ -91,6 +92,14 @@ pub fn moe_config(settings: &Settings) -> MoeConfig {
     moe.aux.over_ranks = true;
     moe.payload = settings.token_payload;
     moe
+}
+
+/// The optimizer's options, of one group.
+pub fn optimizer_options(settings: &Settings) -> AdamWOptions {
+    let group = GroupOptions { lr: settings.learning_rate, ..Default::default() };
+    // Gradients of f16 would vanish.
+    let loss_scaling = (settings.layer_dtype == candle_core::DType::F16).then(LossScaling::default);
+    AdamWOptions { group, max_norm: settings.clip, loss_scaling, ..Default::default() }
 }
 
 /// Tag of the sum of replicated parameters' gradients.

@@ -2,7 +2,6 @@
 
 use std::sync::Arc;
 
-use candle_core::Var;
 use candle_core::backprop::GradStore;
 use candle_nn::VarBuilder;
 use moebius::Tensor;
@@ -51,23 +50,33 @@ pub struct Sharded<D: ShardDevice> {
     elements: usize,
 }
 
+/// A rank's chain, without weights. Gradients are sums over the ranks: each rank's loss is its part of the whole. Copy
+/// engines take one collective at a time, started a layer ahead.
+pub fn chain<D: ShardDevice>(
+    mesh: Mesh,
+    device: &D,
+    comms: etp::Comms<D>,
+    replicas: Box<dyn Communicator<D>>,
+) -> Result<Arc<Chain<D>>, Failure> {
+    let (reduction, replicated) = (Reduction::Pairwise, mesh.replicas());
+    let (in_turn, ahead) = if mesh.engines { (true, 2) } else { (false, 1) };
+    let options = EtpOptions { reduction, replicas: replicated, in_turn, ahead, ..EtpOptions::default() };
+    let chain = Arc::new(Chain::new(device.clone(), comms, options)?.with_replicas(replicas)?);
+    if mesh.engines && !chain.uses_copy_engines() {
+        return Err("these ranks' communicators have no copy engines".into());
+    }
+    Ok(chain)
+}
+
 impl<D: ShardDevice> Sharded<D> {
-    /// A chain without weights. Gradients are sums over the ranks: each rank's loss is its part of the whole. Copy
-    /// engines take one collective at a time, started a layer ahead.
+    /// A chain without weights.
     pub fn new(
         mesh: Mesh,
         device: &D,
         comms: etp::Comms<D>,
         replicas: Box<dyn Communicator<D>>,
     ) -> Result<Self, Failure> {
-        let (reduction, replicated) = (Reduction::Pairwise, mesh.replicas());
-        let (in_turn, ahead) = if mesh.engines { (true, 2) } else { (false, 1) };
-        let options = EtpOptions { reduction, replicas: replicated, in_turn, ahead, ..EtpOptions::default() };
-        let chain = Arc::new(Chain::new(device.clone(), comms, options)?.with_replicas(replicas)?);
-        if mesh.engines && !chain.uses_copy_engines() {
-            return Err("these ranks' communicators have no copy engines".into());
-        }
-        Ok(Self { chain, vars: Vec::new(), elements: 0 })
+        Ok(Self { chain: chain(mesh, device, comms, replicas)?, vars: Vec::new(), elements: 0 })
     }
 }
 
@@ -112,14 +121,9 @@ impl<D: CandleDevice> Experts for Sharded<D> {
     }
 
     fn cost(&self, passes: usize) -> Cost {
-        let (memory, traffic) = (self.chain.memory(), self.chain.traffic());
-        let shards: usize =
-            self.vars.iter().map(|WeightVar { var, .. }| var.elem_count() * var.dtype().size_in_bytes()).sum();
-        let moved = traffic.gathered_bytes + traffic.reduced_bytes;
-        // Two moments in f32, and main weights where the shards are not in f32.
-        let state = |var: &Var| if var.dtype() == candle_core::DType::F32 { 8 } else { 12 };
-        let optimizer = self.vars.iter().map(|WeightVar { var, .. }| var.elem_count() * state(var)).sum();
-        Cost { shards, optimizer, memory, moved: moved as f64 / (self.elements * passes) as f64 }
+        let own = self.vars.iter().map(|WeightVar { var, .. }| var.elem_count()).sum();
+        let width = self.vars.first().map_or(0, |WeightVar { var, .. }| var.dtype().size_in_bytes());
+        Cost::of_chain(&self.chain, (own, width), self.elements * passes)
     }
 }
 
@@ -145,6 +149,15 @@ pub struct Cost {
 }
 
 impl Cost {
+    /// Of a chain with so many elements of so many bytes on this rank, which has moved those of `passed` elements.
+    pub fn of_chain<D: ShardDevice>(chain: &Chain<D>, (own, width): (usize, usize), passed: usize) -> Self {
+        let (memory, traffic) = (chain.memory(), chain.traffic());
+        let moved = traffic.gathered_bytes + traffic.reduced_bytes;
+        // Two moments in f32, and main weights where the shards are not in f32.
+        let optimizer = own * if width == size_of::<f32>() { 8 } else { 12 };
+        Self { shards: own * width, optimizer, memory, moved: moved as f64 / passed as f64 }
+    }
+
     /// As numbers, exact below 2⁵³.
     pub fn numbers(&self) -> [f64; 9] {
         let etp::ChainMemory { main, gathered, quantized, arrived, gradients, reduced } = self.memory;

@@ -88,6 +88,11 @@ fn run(settings: &Settings) -> [(&'static str, String); 18] {
     ]
 }
 
+/// The same in a line, for what is kept beside the weights.
+pub fn identity(settings: &Settings) -> String {
+    run(settings).map(|(field, value)| format!("{field} {value}")).join(", ")
+}
+
 fn read(path: PathBuf) -> Result<Vec<u8>, StateError> {
     std::fs::read(&path).map_err(|error| StateError::Io { path, error })
 }

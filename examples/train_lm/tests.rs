@@ -14,6 +14,10 @@ use crate::ranks::Worker;
 use crate::state::{self, StateError};
 use crate::{Args, candle, process, ranks, resumed};
 
+#[cfg(feature = "burn")]
+#[path = "burn_tests.rs"]
+mod burn_tests;
+
 fn settings(ep: usize, etp: Option<usize>) -> Settings {
     Settings {
         mesh: Mesh { ranks: 4, ep, etp, engines: false },
@@ -282,59 +286,6 @@ fn ranks_as_processes_train_alike() {
     }
 }
 
-/// burn's ranks, on threads that report to one and on threads that tell each other, as processes do.
-#[cfg(feature = "burn")]
-#[test]
-fn burn_trains_beside_the_twin_over_ranks() {
-    use moebius::cpu::{Cpu, ThreadWorld};
-    use moebius::ep::{EpGroup, Group};
-
-    type Rank = crate::burn::Rank<burn::backend::Flex>;
-    let corpus = Corpus::load(None).unwrap();
-    for n in [1, 2, 4] {
-        let settings = Settings { mesh: Mesh { ranks: n, ep: n, etp: None, engines: false }, ..settings(n, None) };
-        let mut expected = Vec::new();
-        let on_step = |step: Step| {
-            let twin = step.twin.as_ref().unwrap();
-            assert!(
-                twin.error <= Tolerances::F32.gradient,
-                "{n} ranks, step {}: {} at {}",
-                step.step,
-                twin.error,
-                twin.worst
-            );
-            expected.push(step);
-            Ok(())
-        };
-        crate::burn::train(&settings, (crate::device::Place::Cpu, 1), &corpus, on_step).unwrap();
-        assert!(expected.windows(2).all(|w| bits(w)[0][2] != bits(w)[1][2]), "weights move");
-
-        let params = initial(&settings);
-        let mut found = Vec::new();
-        std::thread::scope(|scope| {
-            let run = |(number, comm)| {
-                let (settings, corpus, params) = (&settings, &corpus, &params);
-                scope.spawn(move || {
-                    let group = Group::new(Cpu::new(), Box::new(comm), ranks::group_config(settings)).unwrap();
-                    let group = EpGroup::new(group).into();
-                    let rank = Rank::new(settings, params, (group, &Default::default())).unwrap();
-                    let mut steps = Vec::new();
-                    let on_step = |step| {
-                        steps.push(step);
-                        Ok(())
-                    };
-                    process::train(settings, (rank, number), (corpus, 1), params, on_step).unwrap();
-                    steps
-                })
-            };
-            let comms = ThreadWorld::create(n, ranks::TIMEOUT).into_iter().enumerate();
-            let threads: Vec<_> = comms.map(run).collect();
-            found.extend(threads.into_iter().map(|thread| thread.join().unwrap()));
-        });
-        assert_eq!(bits(&found[0]), bits(&expected), "{n} ranks");
-    }
-}
-
 /// Command lines that a process refuses before it looks for others, and those for which it has no way to them.
 #[test]
 fn processes_that_cannot_be() {
@@ -344,8 +295,8 @@ fn processes_that_cannot_be() {
         crate::run(&args).unwrap_err().to_string()
     };
     assert!(refused(&[]).contains("--device cuda"));
-    #[cfg(feature = "burn")]
-    assert!(refused(&["--device", "cuda", "--framework", "burn"]).contains("--framework candle"));
+    #[cfg(not(all(feature = "burn-cuda", feature = "nccl")))]
+    assert!(refused(&["--device", "cuda", "--framework", "burn"]).contains("--features burn-cuda,nccl"));
     #[cfg(not(feature = "nccl"))]
     assert!(refused(&["--device", "cuda"]).contains("--features candle,nccl"));
     // Sizes are found wrong on every rank alike, whatever its place.
@@ -375,9 +326,9 @@ fn what_burn_cannot_do_is_refused() {
         _ => None,
     };
     assert!(wanted.map_or(text.is_empty(), |wanted| text.contains(wanted)), "{text}");
-    assert_eq!(refused(&["--ranks", "2"]).contains("--features burn"), !cfg!(feature = "burn"));
-    assert!(!refused(&["--clip", "1"]).is_empty());
-    assert!(refused(&["--token-payload", "nvfp4"]).contains("--framework candle"));
+    for all in [&["--ranks", "2"][..], &["--etp", "2", "--microbatches", "2", "--clip", "1", "--save", "state"]] {
+        assert_eq!(refused(all).contains("--features burn"), !cfg!(feature = "burn"));
+    }
 }
 
 /// A run in two parts, the second from the first's state.

@@ -67,6 +67,8 @@ pub struct ShardedParams<B: NativeBackend> {
     registered: Mutex<ShardRegistry<B>>,
     /// Of dense weights' backward.
     failure: Arc<BackwardFailure>,
+    /// Gradients keep the type of the chain's sums.
+    as_summed: bool,
 }
 
 /// A module whose parameters are shards: [`ExpertParallelMoE`](super::ExpertParallelMoE) and
@@ -130,7 +132,13 @@ impl<B: NativeBackend> ShardedParams<B> {
     /// dense weights.
     pub fn new(chain: Arc<Chain<B::Core>>) -> Self {
         let registered = Mutex::new(ShardRegistry { shards: Vec::new(), first: None });
-        Self { chain, registered, failure: Arc::default() }
+        Self { chain, registered, failure: Arc::default(), as_summed: false }
+    }
+
+    /// Has [`finish`](Self::finish) leave gradients as the chain has added them up, in f32 for parameters of 16 bits:
+    /// for [`AdamW`](super::AdamW), which takes them so. burn's own optimizers want the parameters' type.
+    pub fn with_gradients_as_summed(self) -> Self {
+        Self { as_summed: true, ..self }
     }
 
     /// The error that unwound the last failed backward of a [`ShardedDense`](super::ShardedDense), if any; forgets it.
@@ -188,8 +196,8 @@ impl<B: NativeBackend> ShardedParams<B> {
         self.chain.end()
     }
 
-    /// [`Chain::finish`] into burn's gradients: each shard's gradient, `[1, S, C]` in its parameter's type, where the
-    /// optimizer looks for it. `modules` are those of the passes, all of them; a frozen shard has no gradient. `replicas`
+    /// [`Chain::finish`] into burn's gradients: each shard's gradient, `[1, S, C]` in its parameter's type (or that of the
+    /// [sums](Self::with_gradients_as_summed)), where the optimizer looks for it. `modules` are those of the passes, all of them; a frozen shard has no gradient. `replicas`
     /// is none where the chain has a communicator of its own ([`Chain::with_replicas`]).
     ///
     /// # Errors
@@ -216,7 +224,7 @@ impl<B: NativeBackend> ShardedParams<B> {
         if let (Err(error), false) = (&filled, entered) {
             self.chain.refuse_to_finish(replicas, error);
         }
-        filled?.into_iter().try_for_each(|output| output.register(gradients))
+        filled?.into_iter().try_for_each(|output| output.register(self.as_summed, gradients))
     }
 
     /// Has the modules' parameters gathered from here on: those of all weights, or none.
@@ -381,12 +389,12 @@ impl<'m, M: MoeBackend> ShardOutput<'m, M> {
         Ok((self.id, M::Native::view_mut(&mut self.memory)?))
     }
 
-    /// Gives it to the parameter, in the parameter's type.
-    fn register(self, gradients: &mut GradientsParams) -> Result<()>
+    /// Gives it to the parameter, in the parameter's type or in its own.
+    fn register(self, as_summed: bool, gradients: &mut GradientsParams) -> Result<()>
     where
         M: AutodiffBackend,
     {
-        self.param.register(M::Native::float(self.memory)?, gradients);
+        self.param.register(M::Native::float(self.memory)?, as_summed, gradients);
         Ok(())
     }
 }
