@@ -695,3 +695,33 @@ fn the_state_of_another_model_is_refused_on_every_rank() {
     let loaded = ranks(2, |comm| Rank::new(Mesh::new(2, 1), comm, DType::F32)?.adam.load(dir.path()));
     loaded.into_iter().for_each(|steps| assert_eq!(steps.unwrap(), 1));
 }
+
+/// Ranks that say of one state that it is different models' write none of it, and each says what the other takes it for.
+#[test]
+fn ranks_with_other_identities_save_nothing() {
+    let dir = tempfile::tempdir().unwrap();
+    for (identities, texts) in [
+        ([Some("one"), Some("another, longer than one word")], ["\"one\"", "\"another, longer than one word\""]),
+        ([Some("one"), None], ["\"one\"", "none"]),
+    ] {
+        let results = ranks(2, |comm| {
+            let own = comm.rank();
+            let mut rank = Rank::new(Mesh::new(2, 1), comm, DType::F32)?;
+            if let Some(identity) = identities[own] {
+                rank.adam.set_identity(identity);
+            }
+            rank.step(0)?;
+            match rank.adam.save(dir.path()) {
+                Err(Error::ConfigMismatch { call: "AdamW", field, rank, value, peer, peer_value }) => {
+                    assert_eq!((field.as_str(), rank, peer), ("identity", own, 1 - own));
+                    assert_eq!([value.as_str(), &peer_value], [texts[own], texts[1 - own]]);
+                }
+                other => panic!("rank {own}: {other:?}"),
+            }
+            // The optimizer works on.
+            rank.step(1)
+        });
+        results.into_iter().for_each(|result| result.unwrap());
+        assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 0);
+    }
+}

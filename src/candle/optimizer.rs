@@ -181,7 +181,8 @@ impl AdamW {
     }
 
     /// Names the model whose state this is: saved states carry it, and one of another identity, or of none, is not
-    /// loaded ([`optim::AdamW::set_identity`](crate::optim::AdamW::set_identity)). The same on all ranks.
+    /// loaded ([`optim::AdamW::set_identity`](crate::optim::AdamW::set_identity)). The same on all ranks, which a save
+    /// compares.
     pub fn with_identity(mut self, identity: impl Into<String>) -> Self {
         self.inner.set_identity(identity.into());
         self

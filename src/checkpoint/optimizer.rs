@@ -62,10 +62,12 @@ impl<D: StepDevice> AdamW<D> {
     /// device.
     ///
     /// # Errors
-    /// A folder that holds another checkpoint, by its config.json (also one that is a link) or by files of weights
-    /// without one; [`CheckpointError`] where writing fails; both on every rank. A collective's.
+    /// [`Error::ConfigMismatch`] for ranks with other [identities](Self::set_identity), before anything is written; a
+    /// folder that holds another checkpoint, by its config.json (also one that is a link) or by files of weights without
+    /// one; [`CheckpointError`] where writing fails; all on every rank. A collective's.
     pub fn save(&mut self, dir: impl AsRef<Path>) -> Result<()> {
         let dir = dir.as_ref();
+        self.agree_on_identity()?;
         let result = self.write_state(dir);
         self.exchange_outcome(result)
     }
@@ -247,6 +249,30 @@ impl<D: StepDevice> AdamW<D> {
         }
     }
 
+    /// Refuses ranks that say of the state that it is another model's.
+    fn agree_on_identity(&mut self) -> Result<()> {
+        let own = identity_text(self.identity()).into_bytes();
+        let (rank, streams) = (self.rank(), self.streams());
+        let Some(comm) = self.comm().filter(|comm| comm.size() > 1) else { return Ok(()) };
+        let lengths = gather_numbers(&streams.transfer, comm, TAG, &[own.len() as u64])?;
+        let words = lengths.iter().max().map_or(0, |most| most.div_ceil(8)) as usize;
+        let mut padded = own.clone();
+        padded.resize(8 * words, 0);
+        let padded: Vec<u64> = padded.as_chunks().0.iter().map(|word| u64::from_le_bytes(*word)).collect();
+        let all = gather_numbers(&streams.transfer, comm, TAG, &padded)?;
+        let theirs = all.chunks_exact(words).zip(&lengths).map(|(words, length)| {
+            let bytes = words.iter().flat_map(|word| word.to_le_bytes());
+            bytes.take(*length as usize).collect::<Vec<u8>>()
+        });
+        match theirs.enumerate().find(|(_, theirs)| *theirs != own) {
+            None => Ok(()),
+            Some((peer, theirs)) => {
+                let [value, peer_value] = [own, theirs].map(|bytes| String::from_utf8_lossy(&bytes).into_owned());
+                Err(Error::ConfigMismatch { call: CALL, field: "identity".into(), rank, value, peer, peer_value })
+            }
+        }
+    }
+
     /// Refuses counts that differ from rank to rank: another state has taken the folder meanwhile.
     fn agree(&mut self, counts: &Counts) -> Result<()> {
         let (rank, fields, streams) = (self.rank(), counts.fields(), self.streams());
@@ -257,6 +283,11 @@ impl<D: StepDevice> AdamW<D> {
 }
 
 const TAG: Tag = Tag { layer: 0, op: Op::Weights, sequence: 0 };
+
+/// An identity in errors.
+fn identity_text(identity: Option<&str>) -> String {
+    identity.map_or_else(|| "none".to_string(), |identity| format!("{identity:?}"))
+}
 
 /// A state that was saved.
 struct Saved {
@@ -314,7 +345,7 @@ impl Saved {
             None => Ok(()),
             Some(own) => {
                 let path = Path::new(&self.path).join(CONFIG);
-                let found = self.identity.as_ref().map_or_else(|| "none".to_string(), |found| format!("{found:?}"));
+                let found = identity_text(self.identity.as_deref());
                 Err(config_error(&path, "identity", format!("{own:?}, the optimizer's"), found).into())
             }
         }

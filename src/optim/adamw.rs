@@ -121,7 +121,7 @@ impl<D: StepDevice> AdamW<D> {
 
     /// Names the model whose state this is: a name of your own, or what tells a model from others of the same
     /// parameters, as its configuration written out. Saved states carry it, and one of another identity, or of none, is
-    /// not loaded. The same on all ranks.
+    /// not loaded. The same on all ranks, which a save compares.
     pub fn set_identity(&mut self, identity: impl Into<String>) {
         self.identity = Some(identity.into());
     }

@@ -392,6 +392,30 @@ fn a_main_gradient_of_a_frozen_weight() -> AnyResult<()> {
     Ok(())
 }
 
+/// Ranks that name different models save nothing, and each is told.
+fn ranks_with_other_identities_save_nothing() -> AnyResult<()> {
+    let folder = tempfile::tempdir()?;
+    std::thread::scope(|scope| {
+        let save = |comm: ThreadComm| -> AnyResult<()> {
+            let (rank, var) = (comm.rank(), Var::new(&[1f32, 2.], &Device::Cpu)?);
+            let (params, options) = (vec![AdamWParam::new("w", &var)], AdamWOptions::default());
+            let adam = AdamW::over_ranks(&Cpu::new(), Box::new(comm), params, options, &[options.group])?;
+            match error_of(&adam.with_identity(format!("model {rank}")).save(folder.path()).unwrap_err()) {
+                Some(Error::ConfigMismatch { field, peer_value, .. }) => {
+                    assert_eq!((field.as_str(), peer_value), ("identity", &format!("\"model {}\"", 1 - rank)));
+                }
+                other => panic!("rank {rank}: {other:?}"),
+            }
+            Ok(())
+        };
+        let start = |comm| scope.spawn(move || save(comm));
+        let threads: Vec<_> = ThreadWorld::create(2, TIMEOUT).into_iter().map(start).collect();
+        threads.into_iter().try_for_each(|thread| thread.join().unwrap())
+    })?;
+    assert_eq!(std::fs::read_dir(folder.path())?.count(), 0);
+    Ok(())
+}
+
 /// What fails in an optimizer's step before its norm is told to the ranks that wait there, and all go on.
 fn a_step_that_fails_before_the_norm_is_told() -> AnyResult<()> {
     for fault in ["lr", "a gradient's size", "the loss"] {
@@ -440,6 +464,7 @@ fn a_step_that_fails_before_the_norm_is_told() -> AnyResult<()> {
 
 tests! {
     fn() -> AnyResult<()>;
+    ranks_with_other_identities_save_nothing,
     a_step_that_fails_before_the_norm_is_told,
     main_gradients_are_candles_on_any_number_of_ranks,
     microbatches_of_ranks_are_summed_as_candles,
