@@ -285,12 +285,7 @@ impl<B: AutodiffBackend + MoeBackend> GradientReducer<B> {
             return Err(self.fail(error));
         }
         let mut new = take_gradients::<B, M>(gradients, module);
-        let in_main = |id: ParamId| self.main.as_ref().is_some_and(|main| locked(main).has(id));
-        let in_part = |param: &&ReducedTensor<_>| {
-            new.contains_key(&param.id) || made.new.contains_key(&param.id) || in_main(param.id)
-        };
-        if let Some(param) = made.begun.params().find(in_part) {
-            let error = summed_in_part(CALL, &param.dims(), "GradientReducer::with_late_params");
+        if let Some(error) = made.begun.params().find_map(|param| self.summed_too_soon(param, [&new, &made.new])) {
             return Err(self.fail(error));
         }
         add_each::<B::Native>(&mut new, made.new);
@@ -326,6 +321,26 @@ impl<B: AutodiffBackend + MoeBackend> GradientReducer<B> {
             }
         }
         Ok(())
+    }
+
+    /// The error for a parameter whose sum has begun beside a backward, and of which there is more: among the backward's
+    /// `new` gradients, or where kernels add up those of the microbatches before.
+    fn summed_too_soon(&self, param: &ReducedTensor<B::Native>, new: [&ByParam<B::Native>; 2]) -> Option<Error> {
+        const LATE: &str = "GradientReducer::with_late_params";
+        if new.iter().any(|new| new.contains_key(&param.id)) {
+            return Some(summed_in_part(CALL, &param.dims(), LATE));
+        }
+        let in_main = self.main.as_ref().is_some_and(|main| locked(main).has(param.id));
+        in_main.then(|| {
+            let dims = param.dims();
+            let expected = format!(
+                "gradients by the layer's kernels in every microbatch of a step, or a parameter that `{LATE}` names"
+            );
+            let found = format!(
+                "one of {dims:?} whose gradient came through burn's graph in this microbatch, and by the kernels before"
+            );
+            Error::invalid(CALL, "expert's parameter", expected, found)
+        })
     }
 
     /// Tells the other ranks of an error behind a backward. What kernels have added to is lost with its microbatch.

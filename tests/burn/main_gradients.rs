@@ -174,6 +174,52 @@ fn sums_over_ranks_beside_backward_are_those_behind_it() {
     }
 }
 
+/// An expert's weight whose gradient the kernels have added up, and that comes through burn's graph in the microbatch that
+/// begins the sums: refused with what to do, and not as another operation's; named as late it is summed.
+fn an_expert_that_goes_burns_way_once() {
+    let run = |late: bool| {
+        places([2, 1], |place| {
+            let Place { replica, group, comms, .. } = place;
+            let moe = module::<B>(&config(), moebius::burn::DeviceGroup::from(&group));
+            // One weight is the result of an operation, and the others are leaves still: all go burn's way.
+            let computed = || {
+                let (mut computed, down) = (moe.clone(), &moe.experts.down);
+                computed.experts.down = Param::initialized(down.id, down.val().mul_scalar(2.0));
+                computed
+            };
+            let reducer = GradientReducer::<B>::new(&Cpu::new(), comms).unwrap().with_layer(&moe);
+            let reducer = reducer.with_main_gradients_in_f32();
+            let mut reducer = if late { reducer.with_late_params(&moe.expert_ids()) } else { reducer };
+            let loss = |moe: &ExpertParallelMoE<B>, microbatch: usize| {
+                loss::<Flex>(moe, microbatch, DType::F32).mul_scalar(1.0 + replica as f32)
+            };
+            reducer.backward(loss(&moe, 0), &moe).unwrap();
+            if !late {
+                return reducer
+                    .backward_reduced(loss(&computed(), 1), &moe)
+                    .map(drop)
+                    .map_err(|error| error.to_string());
+            }
+            let beside = reducer.backward_reduced(loss(&computed(), 1), &moe).unwrap();
+            reducer.backward(loss(&moe, 0), &moe).unwrap();
+            reducer.backward(loss(&computed(), 1), &moe).unwrap();
+            let behind = reducer.reduce(&moe).unwrap();
+            for ((name, _, beside), (_, _, behind)) in
+                read::<Flex>(&moe, &beside).iter().zip(&read::<Flex>(&moe, &behind))
+            {
+                assert!(beside == behind, "{name}: {:?} and {:?}", &beside[..2], &behind[..2]);
+            }
+            Ok(())
+        })
+    };
+    assert_eq!(run(true), [Ok(()), Ok(())]);
+    for error in run(false) {
+        let error = error.unwrap_err();
+        assert!(error.contains("burn's graph") && error.contains("with_late_params"), "{error}");
+        assert!(!error.contains("another operation"), "{error}");
+    }
+}
+
 /// A given gradient of y is that of the loss Σ y·c.
 fn a_given_gradient_is_a_losses() {
     let moe = module::<B>(&config(), single());
@@ -396,6 +442,26 @@ fn a_step_that_is_skipped_changes_nothing() {
     assert_eq!(floats(scaled), [3.0 * stats.loss_scale as f32]);
 }
 
+/// Ranks that name different models save nothing, and each is told.
+fn ranks_with_other_identities_save_nothing() {
+    let dir = tempfile::tempdir().unwrap();
+    let comms: Vec<_> = ThreadWorld::create(2, LONG).into_iter().map(|c| std::sync::Mutex::new(Some(c))).collect();
+    on_ranks(2, LONG, |rank, group| {
+        let comm: Box<dyn Communicator<Cpu>> = Box::new(comms[rank].lock().unwrap().take().unwrap());
+        let moe = module::<B>(&config(), group);
+        let mut own = AdamWParam::of_module::<B, _>(&moe);
+        moe.place_shards(&mut own).unwrap();
+        let adam = AdamW::<B>::over_ranks(&Cpu::new(), comm, &moe, own, options(), &[options().group]).unwrap();
+        match adam.with_identity(format!("model {rank}")).save(dir.path()) {
+            Err(Error::ConfigMismatch { field, peer_value, .. }) => {
+                assert_eq!((field.as_str(), peer_value), ("identity", format!("\"model {}\"", 1 - rank)));
+            }
+            other => panic!("rank {rank}: {other:?}"),
+        }
+    });
+    assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 0);
+}
+
 /// Three steps of three microbatches: gradients and parameters have the bits of candle's adapter.
 #[cfg(feature = "candle")]
 fn steps_are_those_of_candle() {
@@ -465,10 +531,12 @@ tests! {
     fn();
     sums_in_f32_are_those_of_each_microbatch,
     sums_over_ranks_beside_backward_are_those_behind_it,
+    an_expert_that_goes_burns_way_once,
     a_given_gradient_is_a_losses,
     a_backward_that_fails,
     steps_have_the_same_bits_at_every_number_of_ranks,
     a_step_that_is_skipped_changes_nothing,
+    ranks_with_other_identities_save_nothing,
     #[cfg(feature = "candle")]
     steps_are_those_of_candle,
 }
