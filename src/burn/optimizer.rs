@@ -362,7 +362,7 @@ impl<B: AutodiffBackend + MoeBackend> AdamW<B> {
     }
 
     /// Writes the state to a folder of its own, as one step: [`optim::AdamW::save`](crate::optim::AdamW::save). Every
-    /// rank calls it.
+    /// rank calls it with the same folder, which ranks do not compare.
     ///
     /// # Errors
     /// As there.

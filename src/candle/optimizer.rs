@@ -251,7 +251,7 @@ impl AdamW {
     }
 
     /// Writes the state to a folder of its own, as one step: [`optim::AdamW::save`](crate::optim::AdamW::save). Every
-    /// rank calls it.
+    /// rank calls it with the same folder, which ranks do not compare.
     ///
     /// # Errors
     /// As there.
