@@ -17,6 +17,8 @@
 //! Sends and puts between two ranks are compared nowhere.
 
 pub(crate) mod agree;
+#[cfg(all(test, loom))]
+mod nvlink_loom_tests;
 pub(crate) mod refusal;
 pub(crate) mod rendezvous;
 mod solo;
