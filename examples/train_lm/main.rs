@@ -70,6 +70,7 @@ const MOST_EXPERTS: usize = 1024;
 ///
 /// Exit code: 0 where all of that holds, 1 where something does not or the run failed, 2 for a wrong command line.
 #[derive(Debug, Clone, Parser)]
+#[command(allow_negative_numbers = true)]
 struct Args {
     /// Host framework.
     #[arg(long, value_enum, default_value = "candle")]

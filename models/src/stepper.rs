@@ -116,7 +116,7 @@ impl Model {
     /// A decoder of `sequences` sequences of at most `capacity` tokens each.
     ///
     /// # Errors
-    /// No room for any token, or for more than [`context`](Self::context); a trainable model; one whose rotations change
+    /// No room for any token, or for more than [`context`](Self::context); more than 2^20 sequences; a trainable model; one whose rotations change
     /// with the sequence's length (dynamic and longrope scaling), whose keys a cache cannot hold once and for all: see
     /// [`decode`](Self::decode). candle's, where there is no memory.
     pub fn stepper(&self, sequences: usize, capacity: usize) -> Result<Stepper<'_>> {
@@ -134,6 +134,9 @@ impl Model {
         if capacity == 0 || capacity > self.context() {
             return fail(format!("room for {capacity} tokens; expected 1..={}", self.context()));
         }
+        if sequences > MAX_SEQUENCES {
+            return fail(format!("{sequences} sequences; expected at most {MAX_SEQUENCES}"));
+        }
         let Some(cache) = self.decoder().static_cache(sequences, capacity)? else { return Ok(None) };
         Ok(Some(Stepper {
             #[cfg(feature = "cuda")]
@@ -150,6 +153,9 @@ impl Model {
         }))
     }
 }
+
+/// Sequences of a decoder. What is larger is a mistake, and candle ends the process where a CPU has no memory.
+const MAX_SEQUENCES: usize = 1 << 20;
 
 /// Zeros `[B, 1]`; none on the CPU, as a GPU has no memory of no bytes.
 fn first_ids(model: &Model, sequences: usize) -> Result<Tensor> {

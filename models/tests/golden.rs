@@ -262,6 +262,7 @@ fn a_stepper_has_a_fixed_number_of_sequences_and_tokens() {
         refused(stepper.set_next_ids(&[1, u32::MAX]), "4294967295");
         refused(model.stepper(1, model.context() + 1).map(drop), "room for");
         refused(model.stepper(1, 0).map(drop), "room for 0");
+        refused(model.stepper(usize::MAX, 1).map(drop), "sequences");
     });
     let golden = Golden::named("qwen3_moe");
     on_ranks(1, golden.experts, |_, group| {

@@ -21,6 +21,7 @@ const BEGINNING: &str = "A rank that fails";
 /// Options that are not given are the folder's own (generation_config.json): a model that samples by its publisher's
 /// advice does so here.
 #[derive(Debug, Parser)]
+#[command(allow_negative_numbers = true)]
 pub struct Options {
     /// Folder with config.json and safetensors files; without one, the small model of this repository, which continues a
     /// text of its own where no prompt is given

@@ -7,6 +7,7 @@
 //! filter sees probabilities that sum to one over what the one before left.
 
 use std::cmp::Ordering;
+use std::collections::HashSet;
 use std::path::Path;
 
 use rand_chacha::ChaCha8Rng;
@@ -90,9 +91,8 @@ impl Sampling {
 pub struct Sampler {
     options: Sampling,
     random: ChaCha8Rng,
-    /// Ids of prompt and text, each once, as far as the penalty asks for them.
-    seen: Vec<u32>,
-    is_seen: Vec<bool>,
+    /// Ids of prompt and text, as far as the penalty asks for them.
+    seen: HashSet<u32>,
     kept: Vec<Candidate>,
 }
 
@@ -119,7 +119,7 @@ impl Sampler {
     pub fn new(options: Sampling, prompt: &[u32]) -> Result<Self> {
         options.check()?;
         let random = ChaCha8Rng::seed_from_u64(options.seed);
-        let mut this = Self { options, random, seen: Vec::new(), is_seen: Vec::new(), kept: Vec::new() };
+        let mut this = Self { options, random, seen: HashSet::new(), kept: Vec::new() };
         prompt.iter().for_each(|id| this.see(*id));
         Ok(this)
     }
@@ -148,13 +148,7 @@ impl Sampler {
         if self.options.repetition_penalty == 1.0 {
             return;
         }
-        let index = id as usize;
-        if index >= self.is_seen.len() {
-            self.is_seen.resize(index + 1, false);
-        }
-        if !std::mem::replace(&mut self.is_seen[index], true) {
-            self.seen.push(id);
-        }
+        self.seen.insert(id);
     }
 
     fn penalize(&self, logits: &mut [f32]) {
