@@ -77,15 +77,6 @@ __device__ __forceinline__ void clear_maps(const LocalPlanParams& p) {
     }
 }
 
-// Copies the status words to memory of the host, a thread each: every caller has a warp at least. Words that tell nothing
-// are there already, and the kernels behind this one would wait until the host has them.
-static_assert(STATUS_WORDS <= 32);
-__device__ __forceinline__ void copy_status(const unsigned long long* words, unsigned long long* host, int64_t count) {
-    const volatile unsigned long long* from = words;
-    if (from[STATUS_FAULT] == 0 && from[STATUS_NAN] == ~0ull) return;
-    if (threadIdx.x < count) static_cast<volatile unsigned long long*>(host)[threadIdx.x] = from[threadIdx.x];
-}
-
 // Lays the experts out behind each other, from their numbers of choices in `stats`. A block of whole warps, each with
 // a run of experts.
 __device__ void layout_segments(const LocalPlanParams& p) {

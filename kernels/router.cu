@@ -8,21 +8,16 @@
 // `route` and `route_bwd` have every formula, with six rows of E words a warp in shared memory, or in `scratch` where
 // those do not fit. The others have the commonest one in registers, to the same bits. Blocks of 8 warps, fewer where
 // shared memory asks for it. Limited by instructions, not bytes. Notes: kernels/notes/router.md.
-#include "common/common.cuh"
+#include "common/register_choice.cuh"
 
 #define EACH(i, n) for (int i = lane; i < (n); i += 32)
 
 namespace {
 
-constexpr float NONE = -INFINITY;
-
 __device__ float sigmoid_of(float l) {
     const float small = expf(-fabsf(l));
     return l < 0.0f ? small / (1.0f + small) : 1.0f / (1.0f + small);
 }
-
-// exp(l - max), 1 at the maximum also where that is infinite.
-__device__ float exp_below(float l, float max) { return l == max ? 1.0f : expf(l - max); }
 
 __device__ unsigned long long absorb(unsigned long long h, unsigned long long word) {
     unsigned long long z = (h ^ word) + 0x9e3779b97f4a7c15ull;
@@ -376,104 +371,8 @@ extern "C" __global__ void __launch_bounds__(ROUTER_THREADS, 4) route_bwd(const 
     }
 }
 
-// The commonest formula in registers: softmax of at most 256 logits, no groups, no bias, no jitter, no auxiliary
-// losses, a norm that is a sum. A lane holds logits lane, lane + 32 and so on. Sums run in the order of the general
-// kernels, to the same bits.
+// The gradient of common/register_choice.cuh.
 namespace {
-
-template <int EACH_LANE>
-struct RegisterLogits {
-    const RoutingParams& p;
-    int lane, e;
-    float scores[EACH_LANE];
-
-    // Whether a logit is NaN.
-    __device__ __forceinline__ RegisterLogits(const RoutingParams& p, int64_t t, bool& bad) : p(p), lane(threadIdx.x % 32), e(static_cast<int>(p.experts)) {
-        const float* from = p.logits + t * e + lane;
-        float max = NONE;
-        bad = false;
-#pragma unroll
-        for (int i = 0; i < EACH_LANE; i++) {
-            scores[i] = lane + 32 * i < e ? from[32 * i] : NONE;
-            bad = bad || isnan(scores[i]);
-            max = fmaxf(max, scores[i]);
-        }
-        max = warp_max(max);
-        double sum = 0.0;
-#pragma unroll
-        for (int i = 0; i < EACH_LANE; i++) {
-            if (lane + 32 * i >= e) continue;
-            scores[i] = exp_below(scores[i], max);
-            sum += scores[i];
-        }
-        const float total = static_cast<float>(warp_sum(sum));
-#pragma unroll
-        for (int i = 0; i < EACH_LANE; i++) scores[i] = lane + 32 * i < e ? scores[i] / total : 0.0f;
-    }
-    // The score of an expert, which may be another for each lane.
-    __device__ __forceinline__ float of(int id) const {
-        float score = 0.0f;
-#pragma unroll
-        for (int i = 0; i < EACH_LANE; i++) {
-            const float v = __shfl_sync(~0u, scores[i], id % 32);
-            if (id / 32 == i) score = v;
-        }
-        return score;
-    }
-};
-
-// A token's norm, or 1: see Divisor.
-struct Norm {
-    double value = 1.0;
-    bool floored = true;
-    __device__ __forceinline__ Norm(const RoutingParams& p, float w) {
-        if (!p.renorm) return;
-        value = warp_sum(static_cast<double>(w)) + p.norm_epsilon;
-        floored = value < p.floor;
-        if (floored) value = p.floor;
-    }
-    __device__ __forceinline__ double divide(double w) const { return value > 0.0 ? w / value : 0.0; }
-};
-
-template <int EACH_LANE>
-__device__ __forceinline__ void choose_in_registers(const RoutingParams& p, int64_t t) {
-    bool bad;
-    const RegisterLogits<EACH_LANE> held(p, t, bad);
-    const int lane = held.lane, e = held.e, k = static_cast<int>(p.top_k);
-    int id = lane;
-    float w = lane < k ? held.scores[0] : 0.0f;
-    if (__any_sync(~0u, bad)) {
-        // As in the general kernel: the first NaN of all is noted, every score is NaN, and the choices are the first K
-        // experts, as whoever takes them before the host is told counts on distinct ids.
-        for (int i = lane; i < e; i += 32) {
-            if (isnan(p.logits[t * e + i])) atomicMin(p.fault + STATUS_NAN, (static_cast<unsigned long long>(t) << NAN_EXPERT_BITS | i) << ORIGIN_BITS | p.origin);
-        }
-    } else {
-        // Scores are not negative, so that their bits are in their order; 0 is for what is taken.
-        unsigned keys[EACH_LANE];
-#pragma unroll
-        for (int i = 0; i < EACH_LANE; i++) keys[i] = lane + 32 * i < e ? __float_as_uint(held.scores[i]) + 1 : 0;
-        for (int j = 0; j < k; j++) {
-            unsigned best = 0;
-            int at = e;
-#pragma unroll
-            for (int i = 0; i < EACH_LANE; i++) {
-                if (keys[i] > best) best = keys[i], at = lane + 32 * i;
-            }
-            const unsigned most = __reduce_max_sync(~0u, best);
-            const int taken = __reduce_min_sync(~0u, best == most ? at : e);
-            if (lane == j) id = taken, w = __uint_as_float(most - 1);
-#pragma unroll
-            for (int i = 0; i < EACH_LANE; i++) {
-                if (taken == lane + 32 * i) keys[i] = 0;
-            }
-        }
-    }
-    const Norm norm(p, w);
-    if (lane >= k) return;
-    p.ids[t * k + lane] = id;
-    p.weights[t * k + lane] = static_cast<float>(norm.divide(w) * p.scale);
-}
 
 template <int EACH_LANE>
 __device__ __forceinline__ void gradient_in_registers(const RoutingParams& p, int64_t t) {
@@ -487,7 +386,7 @@ __device__ __forceinline__ void gradient_in_registers(const RoutingParams& p, in
         return;
     }
     bool bad;
-    const RegisterLogits<EACH_LANE> held(p, t, bad);
+    const RegisterLogits<EACH_LANE> held(p, p.logits + t * e, bad);
     const float score = held.of(given), w = chooses ? score : 0.0f;
     float g = chooses ? static_cast<float>(p.d_weights[t * k + lane] * p.scale) : 0.0f;
     if (p.renorm) {
@@ -515,25 +414,17 @@ __device__ __forceinline__ void gradient_in_registers(const RoutingParams& p, in
     }
 }
 
-// `body(number)` for the number of logits that a lane holds.
-template <int N>
-struct LaneCount {
-    static constexpr int value = N;
-};
-template <class Body>
-__device__ __forceinline__ void with_experts(int64_t experts, Body&& body) {
-    if (experts <= 32) body(LaneCount<1>{});
-    else if (experts <= 64) body(LaneCount<2>{});
-    else if (experts <= 128) body(LaneCount<4>{});
-    else body(LaneCount<8>{});
-}
-
 }  // namespace
 
 extern "C" __global__ void __launch_bounds__(ROUTER_THREADS, 6) route_softmax(const __grid_constant__ RoutingParams p) {
     wait_for_previous_kernel();
     const int64_t t = static_cast<int64_t>(blockIdx.x) * (blockDim.x / 32) + threadIdx.x / 32;
-    if (t < p.tokens) with_experts(p.experts, [&](auto number) { choose_in_registers<number.value>(p, t); });
+    if (t >= p.tokens) return;
+    const int k = static_cast<int>(p.top_k), lane = threadIdx.x % 32;
+    with_experts(p.experts, [&](auto number) {
+        const Choice choice = choose_in_registers<number.value>(p, t, p.logits + t * p.experts);
+        if (lane < k) p.ids[t * k + lane] = choice.id, p.weights[t * k + lane] = choice.weight;
+    });
 }
 extern "C" __global__ void __launch_bounds__(ROUTER_THREADS, 5) route_softmax_bwd(const __grid_constant__ RoutingParams p) {
     const int64_t t = static_cast<int64_t>(blockIdx.x) * (blockDim.x / 32) + threadIdx.x / 32;

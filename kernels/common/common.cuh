@@ -67,6 +67,15 @@ __device__ inline void raise_id(unsigned long long* fault, long long choice, int
     atomicMax(fault + STATUS_ID_EXPERTS, first | static_cast<uint32_t>(sizes[1]));
 }
 
+// Copies the status words to memory of the host, a thread each: every caller has a warp at least. Words that tell nothing
+// are there already, and the kernels behind this one would wait until the host has them.
+static_assert(STATUS_WORDS <= 32);
+__device__ __forceinline__ void copy_status(const unsigned long long* words, unsigned long long* host, int64_t count) {
+    const volatile unsigned long long* from = words;
+    if (from[STATUS_FAULT] == 0 && from[STATUS_NAN] == ~0ull) return;
+    if (threadIdx.x < count) static_cast<volatile unsigned long long*>(host)[threadIdx.x] = from[threadIdx.x];
+}
+
 __device__ __forceinline__ float to_float(float v) { return v; }
 __device__ __forceinline__ float to_float(f16 v) { return __half2float(v); }
 __device__ __forceinline__ float to_float(bf16 v) { return __bfloat162float(v); }

@@ -151,6 +151,7 @@ struct LocalPlanParams {
     int32_t* row_map;          // [N], -1 where no choice is
     int32_t* weight_map;       // the same
     int32_t* return_map;       // [T, K]
+    float* slot_weights;       // [N] weight of each slot, 0 where no choice is, where the kernel has chosen; else null
     int4* tiles;               // row tiles of the layout, behind one that holds their number; null: not wanted
     int64_t tile_rows;
     int64_t max_tiles;

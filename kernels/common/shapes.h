@@ -22,6 +22,12 @@ constexpr uint32_t SM90_DECODE_WARPS = 2, SM90_DECODE_ROWS = 8, SM90_DECODE_COLU
 // Of the router's logits a block is a warp of 16 experts, with a longer ring.
 constexpr uint32_t SM90_DECODE_LINEAR_WARPS = 1, SM90_DECODE_LINEAR_COLUMNS = 16, SM90_DECODE_LINEAR_SMEM = 98304;
 
+// The router's logits, choices and plan of few tokens (sm90_route_plan.cu): most tokens, blocks of its one cluster, threads
+// of one, experts of a warp that multiplies and most of such warps; bytes of shared memory for 64 k, with so many warps.
+constexpr uint32_t ROUTE_PLAN_TOKENS = 8, ROUTE_PLAN_BLOCKS = 8, ROUTE_PLAN_THREADS = 256;
+constexpr uint32_t ROUTE_PLAN_WARP_EXPERTS = 16, ROUTE_PLAN_WARPS = 2, ROUTE_PLAN_ROW_BYTES = 1024, ROUTE_PLAN_WEIGHT_BYTES = 2048;
+constexpr uint32_t ROUTE_PLAN_SMEM = 212992;
+
 // Hopper's weight gradients (sm90_wgrad.cu): columns of a tile of the narrower and of the wider side.
 constexpr uint32_t WGRAD_BLOCK_M = 128, WGRAD_BLOCK_N = 256, WGRAD_THREADS = 384, WGRAD_SMEM = 230464;
 

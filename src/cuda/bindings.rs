@@ -31,6 +31,14 @@ pub const SM90_DECODE_SMEM: u32 = 49152;
 pub const SM90_DECODE_LINEAR_WARPS: u32 = 1;
 pub const SM90_DECODE_LINEAR_COLUMNS: u32 = 16;
 pub const SM90_DECODE_LINEAR_SMEM: u32 = 98304;
+pub const ROUTE_PLAN_TOKENS: u32 = 8;
+pub const ROUTE_PLAN_BLOCKS: u32 = 8;
+pub const ROUTE_PLAN_THREADS: u32 = 256;
+pub const ROUTE_PLAN_WARP_EXPERTS: u32 = 16;
+pub const ROUTE_PLAN_WARPS: u32 = 2;
+pub const ROUTE_PLAN_ROW_BYTES: u32 = 1024;
+pub const ROUTE_PLAN_WEIGHT_BYTES: u32 = 2048;
+pub const ROUTE_PLAN_SMEM: u32 = 212992;
 pub const WGRAD_BLOCK_M: u32 = 128;
 pub const WGRAD_BLOCK_N: u32 = 256;
 pub const WGRAD_THREADS: u32 = 384;
@@ -487,6 +495,7 @@ pub struct LocalPlanParams {
     pub row_map: u64,
     pub weight_map: u64,
     pub return_map: u64,
+    pub slot_weights: u64,
     pub tiles: u64,
     pub tile_rows: i64,
     pub max_tiles: i64,
@@ -497,7 +506,7 @@ pub struct LocalPlanParams {
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of LocalPlanParams"][::core::mem::size_of::<LocalPlanParams>() - 208usize];
+    ["Size of LocalPlanParams"][::core::mem::size_of::<LocalPlanParams>() - 216usize];
     ["Alignment of LocalPlanParams"][::core::mem::align_of::<LocalPlanParams>() - 8usize];
     ["Offset of field: LocalPlanParams::ids"][::core::mem::offset_of!(LocalPlanParams, ids) - 0usize];
     ["Offset of field: LocalPlanParams::wide"][::core::mem::offset_of!(LocalPlanParams, wide) - 8usize];
@@ -519,13 +528,15 @@ const _: () = {
     ["Offset of field: LocalPlanParams::row_map"][::core::mem::offset_of!(LocalPlanParams, row_map) - 128usize];
     ["Offset of field: LocalPlanParams::weight_map"][::core::mem::offset_of!(LocalPlanParams, weight_map) - 136usize];
     ["Offset of field: LocalPlanParams::return_map"][::core::mem::offset_of!(LocalPlanParams, return_map) - 144usize];
-    ["Offset of field: LocalPlanParams::tiles"][::core::mem::offset_of!(LocalPlanParams, tiles) - 152usize];
-    ["Offset of field: LocalPlanParams::tile_rows"][::core::mem::offset_of!(LocalPlanParams, tile_rows) - 160usize];
-    ["Offset of field: LocalPlanParams::max_tiles"][::core::mem::offset_of!(LocalPlanParams, max_tiles) - 168usize];
-    ["Offset of field: LocalPlanParams::paired"][::core::mem::offset_of!(LocalPlanParams, paired) - 176usize];
-    ["Offset of field: LocalPlanParams::fault"][::core::mem::offset_of!(LocalPlanParams, fault) - 184usize];
-    ["Offset of field: LocalPlanParams::report"][::core::mem::offset_of!(LocalPlanParams, report) - 192usize];
-    ["Offset of field: LocalPlanParams::origin"][::core::mem::offset_of!(LocalPlanParams, origin) - 200usize];
+    ["Offset of field: LocalPlanParams::slot_weights"]
+        [::core::mem::offset_of!(LocalPlanParams, slot_weights) - 152usize];
+    ["Offset of field: LocalPlanParams::tiles"][::core::mem::offset_of!(LocalPlanParams, tiles) - 160usize];
+    ["Offset of field: LocalPlanParams::tile_rows"][::core::mem::offset_of!(LocalPlanParams, tile_rows) - 168usize];
+    ["Offset of field: LocalPlanParams::max_tiles"][::core::mem::offset_of!(LocalPlanParams, max_tiles) - 176usize];
+    ["Offset of field: LocalPlanParams::paired"][::core::mem::offset_of!(LocalPlanParams, paired) - 184usize];
+    ["Offset of field: LocalPlanParams::fault"][::core::mem::offset_of!(LocalPlanParams, fault) - 192usize];
+    ["Offset of field: LocalPlanParams::report"][::core::mem::offset_of!(LocalPlanParams, report) - 200usize];
+    ["Offset of field: LocalPlanParams::origin"][::core::mem::offset_of!(LocalPlanParams, origin) - 208usize];
 };
 #[repr(C)]
 #[derive(Debug, Copy, Clone, Default)]

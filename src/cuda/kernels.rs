@@ -12,7 +12,7 @@ use crate::tensor::{Tensor, TensorMut, TensorRef};
 
 use super::device::{Cuda, Event};
 use super::driver::driver;
-use super::{experts, linear, permute, plan, router, routing_records, wgrad};
+use super::{experts, linear, permute, plan, route_plan, router, routing_records, wgrad};
 
 impl Kernels for Cuda {
     const REPORTING: Reporting = Reporting::Deferred;
@@ -43,6 +43,9 @@ impl Kernels for Cuda {
     }
     fn plan_on_device(&self, call: PlanRequest<'_, Self>) -> Result<Option<Plan<Self>>> {
         plan::plan_on_device(self, call)
+    }
+    fn route_and_plan(&self, call: RouteAndPlan<'_, Self>) -> Result<Option<RoutedPlan<Self>>> {
+        route_plan::route_and_plan(self, call)
     }
     fn plans_records(&self, spec: &DispatchSpec, num_experts: usize) -> bool {
         routing_records::plans(spec, num_experts)

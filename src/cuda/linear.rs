@@ -25,7 +25,7 @@ const SM90_COLUMNS: usize = params::SM90_LINEAR_DX_COLUMNS as usize;
 const SM90_WEIGHT_COLUMNS: usize = params::SM90_LINEAR_DW_COLUMNS as usize;
 
 /// A tensor of any type that kernels compute in.
-fn any(call: &'static str, name: &str, t: TensorRef<'_, Cuda>, dims: &[usize]) -> Result<(u64, i64)> {
+pub(super) fn any(call: &'static str, name: &str, t: TensorRef<'_, Cuda>, dims: &[usize]) -> Result<(u64, i64)> {
     Error::check_shape(call, name, dims, t.dims())?;
     Ok((t.data().ptr, type_code(call, name, t.dtype())?))
 }

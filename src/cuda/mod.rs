@@ -70,6 +70,7 @@ pub(crate) mod peers;
 mod permute;
 pub(crate) mod plan;
 mod quant;
+mod route_plan;
 mod router;
 mod routing_records;
 mod sm90_decode;

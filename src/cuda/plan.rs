@@ -27,6 +27,8 @@ use super::layout::{PlannedTiles, TileOrder, at, check_number};
 use super::params::{self, PLAN_THREADS, WARP_THREADS};
 use super::tile_config::{DEFAULT_SMEM, PLAN_SMALL_WARPS, plan_small_shared};
 
+const CALL: &str = "prepare";
+
 /// Counts that fit a block's shared memory without asking for more.
 pub(super) const COUNTS: usize = DEFAULT_SMEM as usize / 4;
 
@@ -48,11 +50,11 @@ pub(super) fn plan_on_device(device: &Cuda, call: PlanRequest<'_, Cuda>) -> Resu
     let experts = call.num_experts;
     earlier_faults(device)?;
     let planned = plan_on_gpu(device, call)?;
-    Ok(planned.map(|(plan, stats)| Plan { stats: lazy_stats(device, stats, experts), ..plan }))
+    Ok(planned.map(|planned| with_stats(device, planned, experts)))
 }
 
 /// Reports faults that kernels of an earlier step have raised and nobody has asked for.
-fn earlier_faults(device: &Cuda) -> Result<()> {
+pub(super) fn earlier_faults(device: &Cuda) -> Result<()> {
     match device.inner.report.raised() && !device.inner.capture_state.is_under_way() {
         true => device.faults("prepare"),
         false => Ok(()),
@@ -106,7 +108,6 @@ pub(crate) fn number(device: &Cuda, from: &Tensor<Cuda>) -> Result<i64> {
 /// The layout of another library's plan: segments, and the map of filled slots to themselves.
 #[cfg(feature = "nccl-ep")]
 pub(crate) fn external_layout(device: &Cuda, from: &ExternalPlan<'_>) -> Result<(Segments<Cuda>, Tensor<Cuda>)> {
-    const CALL: &str = "prepare";
     let groups = from.starts.view().count();
     let mut offsets = Tensor::empty(device, DType::I64, &[groups])?;
     let mut counts = Tensor::empty(device, DType::I64, &[groups])?;
@@ -149,96 +150,164 @@ pub(super) fn plan_alone(
 }
 
 pub(super) fn plan_on_gpu(device: &Cuda, call: PlanRequest<'_, Cuda>) -> Result<Option<PlanAndStats>> {
-    const CALL: &str = "prepare";
-    let (spec, experts, k) = (call.spec, call.num_experts, call.spec.top_k);
-    let by_weight = spec.expert_capacity.is_some_and(|c| c.order == CapacityOrder::Probability);
-    if by_weight || experts > COUNTS {
-        return Ok(None);
+    let Some(layout) = LocalLayout::new(device, &call)? else { return Ok(None) };
+    layout.enqueue(device)?;
+    Ok(Some(layout.into_plan()))
+}
+
+/// The plan of one rank's choices before a kernel has made it: its tensors, and what the kernel takes.
+pub(super) struct LocalLayout {
+    pub(super) params: params::LocalPlanParams,
+    /// Tokens T.
+    tokens: usize,
+    origin: Origin,
+    offsets: Tensor<Cuda>,
+    counts: Tensor<Cuda>,
+    stats: Tensor<Cuda>,
+    kept_ids: Tensor<Cuda>,
+    row_map: Tensor<Cuda>,
+    weight_map: Tensor<Cuda>,
+    return_map: Tensor<Cuda>,
+    tiles: Option<Tensor<Cuda>>,
+    _before: Tensor<Cuda>,
+}
+
+impl LocalLayout {
+    /// `None`: the GPU cannot plan for such a request.
+    pub(super) fn new(device: &Cuda, call: &PlanRequest<'_, Cuda>) -> Result<Option<Self>> {
+        let (spec, experts, k) = (call.spec, call.num_experts, call.spec.top_k);
+        let by_weight = spec.expert_capacity.is_some_and(|c| c.order == CapacityOrder::Probability);
+        if by_weight || experts > COUNTS {
+            return Ok(None);
+        }
+        let (tokens, choices) = (call.ids.rows(), call.ids.count());
+        let wide = match call.ids.dtype() {
+            DType::I64 => 1,
+            DType::I32 => 0,
+            other => return Err(Error::invalid(CALL, "tensor topk_ids", "i32 or i64", other)),
+        };
+        let (rows, may_drop) = rows(spec, choices, experts)?;
+        let limit = spec.expert_capacity.map_or(i64::MAX, |c| c.limit(choices, experts) as i64);
+        let (chunk, chunks) = chunks(choices, rows, experts);
+        let of = |dtype, dims: &[usize]| Tensor::empty(device, dtype, dims);
+        let mut before = of(DType::I32, &[experts, chunks])?;
+        let (mut offsets, mut counts) = (of(DType::I64, &[experts])?, of(DType::I64, &[experts])?);
+        let mut stats = of(DType::I64, &[2 * experts + 2])?;
+        let (mut kept_ids, mut return_map) = (of(DType::I32, &[tokens, k])?, of(DType::I32, &[tokens, k])?);
+        let (mut row_map, mut weight_map) = (of(DType::I32, &[rows])?, of(DType::I32, &[rows])?);
+        let list = PlannedTiles::new(rows, experts);
+        let mut tiles = list.empty(device)?;
+        let origin = Origin { rank: call.rank, layer: spec.layer };
+        let params = params::LocalPlanParams {
+            ids: call.ids.data().ptr,
+            wide,
+            choices: choices as i64,
+            top_k: k as i64,
+            experts: experts as i64,
+            alignment: spec.alignment as i64,
+            expert_limit: limit,
+            rows: rows as i64,
+            may_drop: i64::from(may_drop),
+            chunk: chunk as i64,
+            chunks: chunks as i64,
+            before: at(&mut before),
+            offsets: at(&mut offsets),
+            counts: at(&mut counts),
+            stats: at(&mut stats),
+            kept: at(&mut kept_ids),
+            row_map: at(&mut row_map),
+            weight_map: at(&mut weight_map),
+            return_map: at(&mut return_map),
+            slot_weights: 0,
+            tile_rows: list.tile as i64,
+            max_tiles: list.most as i64,
+            tiles: tiles.as_mut().map_or(0, at),
+            paired: i64::from(list.order == TileOrder::Pairs),
+            fault: device.inner.status,
+            report: device.inner.report.address(),
+            origin: device.origin(CALL, origin)?,
+        };
+        Ok(Some(Self {
+            params,
+            tokens,
+            origin,
+            offsets,
+            counts,
+            stats,
+            kept_ids,
+            row_map,
+            weight_map,
+            return_map,
+            tiles,
+            _before: before,
+        }))
     }
-    let (tokens, choices) = (call.ids.rows(), call.ids.count());
-    let wide = match call.ids.dtype() {
-        DType::I64 => 1,
-        DType::I32 => 0,
-        other => return Err(Error::invalid(CALL, "tensor topk_ids", "i32 or i64", other)),
-    };
-    let (rows, may_drop) = rows(spec, choices, experts)?;
-    let limit = spec.expert_capacity.map_or(i64::MAX, |c| c.limit(choices, experts) as i64);
-    let small = choices <= PLAN_SMALL && rows <= 2 * PLAN_SMALL && experts * PLAN_SMALL_WARPS <= COUNTS;
-    // Of one block no more warps than have choices, or experts, to work on: every step waits for all of them.
-    let warps = if small { choices.max(experts).div_ceil(32).clamp(1, PLAN_SMALL_WARPS) } else { PLAN_SMALL_WARPS };
-    let chunk = choices.div_ceil(if small { warps } else { PLAN_CHUNKS }).next_multiple_of(32).max(32);
-    let chunks = if small { warps } else { choices.div_ceil(chunk) };
-    let of = |dtype, dims: &[usize]| Tensor::empty(device, dtype, dims);
-    let mut before = of(DType::I32, &[experts, chunks])?;
-    let (mut offsets, mut counts) = (of(DType::I64, &[experts])?, of(DType::I64, &[experts])?);
-    let mut stats = of(DType::I64, &[2 * experts + 2])?;
-    let (mut kept_ids, mut return_map) = (of(DType::I32, &[tokens, k])?, of(DType::I32, &[tokens, k])?);
-    let (mut row_map, mut weight_map) = (of(DType::I32, &[rows])?, of(DType::I32, &[rows])?);
-    let list = PlannedTiles::new(rows, experts);
-    let mut tiles = list.empty(device)?;
-    let origin = Origin { rank: call.rank, layer: spec.layer };
-    let p = params::LocalPlanParams {
-        ids: call.ids.data().ptr,
-        wide,
-        choices: choices as i64,
-        top_k: k as i64,
-        experts: experts as i64,
-        alignment: spec.alignment as i64,
-        expert_limit: limit,
-        rows: rows as i64,
-        may_drop: i64::from(may_drop),
-        chunk: chunk as i64,
-        chunks: chunks as i64,
-        before: at(&mut before),
-        offsets: at(&mut offsets),
-        counts: at(&mut counts),
-        stats: at(&mut stats),
-        kept: at(&mut kept_ids),
-        row_map: at(&mut row_map),
-        weight_map: at(&mut weight_map),
-        return_map: at(&mut return_map),
-        tile_rows: list.tile as i64,
-        max_tiles: list.most as i64,
-        tiles: tiles.as_mut().map_or(0, at),
-        paired: i64::from(list.order == TileOrder::Pairs),
-        fault: device.inner.status,
-        report: device.inner.report.address(),
-        origin: device.origin(CALL, origin)?,
-    };
-    let shared = (experts * 4) as u32;
-    let walk = Grid { shared, ..Grid::new(chunks, WARP_THREADS) };
-    let one = Grid::new(1, warps as u32 * WARP_THREADS);
-    // A warp scans an expert's chunks; all clear maps.
-    let scanning = Grid::warps_of(experts, PLAN_THREADS).blocks.0;
-    let blocks = scanning.max(rows.div_ceil(PLAN_CLEARED).min(LOOP_BLOCKS));
-    let kernels = &device.kernels().plan;
-    // SAFETY: every tensor has the size that `params.h` states for it; the kernels check the ids.
-    unsafe {
-        if small {
-            let grid = Grid { shared: plan_small_shared(experts, warps), ..one };
-            device.launch(CALL, &kernels.plan_small, grid, &p)?;
-        } else {
-            device.launch(CALL, &kernels.plan_count, walk, &p)?;
-            device.launch(CALL, &kernels.plan_scan, Grid::new(blocks, PLAN_THREADS), &p)?;
-            device.launch(CALL, &kernels.plan_segments, one, &p)?;
-            device.launch(CALL, &kernels.plan_slots, walk, &p)?;
+
+    /// Has the kernels of `plan.cu` make it.
+    fn enqueue(&self, device: &Cuda) -> Result<()> {
+        let p = &self.params;
+        let (choices, rows, experts) = (p.choices as usize, p.rows as usize, p.experts as usize);
+        let chunks = p.chunks as usize;
+        let shared = (experts * 4) as u32;
+        let walk = Grid { shared, ..Grid::new(chunks, WARP_THREADS) };
+        // A warp scans an expert's chunks; all clear maps.
+        let scanning = Grid::warps_of(experts, PLAN_THREADS).blocks.0;
+        let blocks = scanning.max(rows.div_ceil(PLAN_CLEARED).min(LOOP_BLOCKS));
+        let kernels = &device.kernels().plan;
+        let small = is_small(choices, rows, experts);
+        let warps = if small { chunks } else { PLAN_SMALL_WARPS };
+        let one = Grid::new(1, warps as u32 * WARP_THREADS);
+        // SAFETY: every tensor has the size that `params.h` states for it; the kernels check the ids.
+        unsafe {
+            if small {
+                let grid = Grid { shared: plan_small_shared(experts, warps), ..one };
+                return device.launch(CALL, &kernels.plan_small, grid, p);
+            }
+            device.launch(CALL, &kernels.plan_count, walk, p)?;
+            device.launch(CALL, &kernels.plan_scan, Grid::new(blocks, PLAN_THREADS), p)?;
+            device.launch(CALL, &kernels.plan_segments, one, p)?;
+            device.launch(CALL, &kernels.plan_slots, walk, p)
         }
     }
-    let unread = Lazy::from_fn(|| Err(Error::invalid(CALL, "stats", "a plan's", "none yet")));
-    let plan = Plan {
-        tokens,
-        total_tokens: tokens,
-        first_token: 0,
-        segments: Arc::new(Segments { offsets, counts, rows, origin, tiles }),
-        stats: unread,
-        kept_ids,
-        row_map,
-        weight_map,
-        return_map,
-        messages: None,
-        zones: None,
-    };
-    Ok(Some((plan, stats)))
+
+    pub(super) fn into_plan(self) -> PlanAndStats {
+        let (rows, tokens) = (self.params.rows as usize, self.tokens);
+        let unread = Lazy::from_fn(|| Err(Error::invalid(CALL, "stats", "a plan's", "none yet")));
+        let Self { offsets, counts, origin, tiles, .. } = self;
+        let plan = Plan {
+            tokens,
+            total_tokens: tokens,
+            first_token: 0,
+            segments: Arc::new(Segments { offsets, counts, rows, origin, tiles }),
+            stats: unread,
+            kept_ids: self.kept_ids,
+            row_map: self.row_map,
+            weight_map: self.weight_map,
+            return_map: self.return_map,
+            messages: None,
+            zones: None,
+        };
+        (plan, self.stats)
+    }
+}
+
+/// Whether one block plans alone.
+fn is_small(choices: usize, rows: usize, experts: usize) -> bool {
+    choices <= PLAN_SMALL && rows <= 2 * PLAN_SMALL && experts * PLAN_SMALL_WARPS <= COUNTS
+}
+
+/// Choices that a warp walks, and the number of such chunks: of one block no more warps than have choices, or experts, to
+/// work on, as every step waits for all of them.
+fn chunks(choices: usize, rows: usize, experts: usize) -> (usize, usize) {
+    let small = is_small(choices, rows, experts);
+    let warps = if small { choices.max(experts).div_ceil(32).clamp(1, PLAN_SMALL_WARPS) } else { PLAN_CHUNKS };
+    let chunk = choices.div_ceil(warps).next_multiple_of(32).max(32);
+    (chunk, if small { warps } else { choices.div_ceil(chunk) })
+}
+
+/// The plan with its statistics, to be read when somebody asks.
+pub(super) fn with_stats(device: &Cuda, (plan, stats): PlanAndStats, experts: usize) -> Plan<Cuda> {
+    Plan { stats: lazy_stats(device, stats, experts), ..plan }
 }
 
 /// Counts as the kernels leave them.

@@ -97,7 +97,7 @@ const REGISTER_EXPERTS: i64 = params::ROUTER_REGISTER_EXPERTS as i64;
 
 /// Whether the kernels that hold a token's scores in registers serve: softmax over few experts, no groups, bias, jitter
 /// or auxiliary loss, and no norm or a sum.
-fn fits_registers(p: &params::RoutingParams) -> bool {
+pub(super) fn fits_registers(p: &params::RoutingParams) -> bool {
     let plain = p.score == 0 && p.groups == 0 && p.bias == 0 && p.jitter == 0.0;
     plain
         && p.aux_coef == 0
@@ -142,6 +142,19 @@ fn launch(device: &Cuda, call: &'static str, kernel: &Kernel, mut p: params::Rou
 
 pub(super) fn route(device: &Cuda, call: Route<'_, Cuda>) -> Result<()> {
     const CALL: &str = "route";
+    let reporting = call.reporting;
+    let p = route_params(device, call)?;
+    let kernels = &device.kernels().router;
+    launch_either(device, CALL, &kernels.route_softmax, &kernels.route, p)?;
+    match reporting {
+        Reporting::Immediate => device.faults(CALL),
+        Reporting::Deferred => Ok(()),
+    }
+}
+
+/// What the kernels of a route take; shapes and types are checked.
+pub(super) fn route_params(device: &Cuda, call: Route<'_, Cuda>) -> Result<params::RoutingParams> {
+    const CALL: &str = "route";
     let config = call.config;
     let (mut p, t) = over(CALL, config, &call.logits, call.jitter)?;
     let (k, e) = (config.top_k, config.num_experts);
@@ -163,12 +176,7 @@ pub(super) fn route(device: &Cuda, call: Route<'_, Cuda>) -> Result<()> {
     }
     p.fault = device.inner.status;
     p.origin = device.origin(CALL, call.origin)?;
-    let kernels = &device.kernels().router;
-    launch_either(device, CALL, &kernels.route_softmax, &kernels.route, p)?;
-    match call.reporting {
-        Reporting::Immediate => device.faults(CALL),
-        Reporting::Deferred => Ok(()),
-    }
+    Ok(p)
 }
 
 pub(super) fn route_bwd(device: &Cuda, call: RouteBwd<'_, Cuda>) -> Result<()> {

@@ -41,6 +41,8 @@ pub(super) const SM90_DECODE_LINEAR: TileConfig = TileConfig {
     threads: params::SM90_DECODE_LINEAR_WARPS * WARP_THREADS,
     shared: params::SM90_DECODE_LINEAR_SMEM,
 };
+/// Shared memory of the kernel that routes and plans (`kernels/sm90_route_plan.cu`) at most.
+pub(super) const ROUTE_PLAN_SMEM: u32 = params::ROUTE_PLAN_SMEM;
 /// Columns of a narrow operand that a block of the weight gradients' kernel takes (`kernels/sm90_wgrad.cu`).
 pub(super) const SM90_WGRAD: TileConfig =
     TileConfig { tile: params::WGRAD_BLOCK_M as usize, threads: params::WGRAD_THREADS, shared: params::WGRAD_SMEM };

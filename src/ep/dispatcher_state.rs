@@ -11,7 +11,7 @@ use crate::comm::refusal::refuse_on_error;
 use crate::comm::{Communicator, Op, Tag};
 use crate::dtype::DType;
 use crate::error::{CommError, Error, Result};
-use crate::kernels::{Kernels, Origin};
+use crate::kernels::{Kernels, Origin, RouteAndPlan, RoutedPlan};
 use crate::plan::routing_record::{self, BadId, RecordSizes, RecordStatus, RoutingRecord};
 use crate::plan::waits;
 use crate::tensor::{Tensor, TensorRef};
@@ -238,6 +238,19 @@ impl<D: Kernels> DispatcherState<D> {
         let Some(plan) = self.device.plan_on_device(request)? else { return Ok(None) };
         self.sequence += 1;
         Ok(Some(self.handle(spec, plan, if spec.backward { Vec::new() } else { vec![0] }, tokens)))
+    }
+
+    /// The only rank's tokens routed and planned for at once, where the device has that: a handle, and the slots' weights.
+    pub(super) fn route_and_plan(&mut self, call: RouteAndPlan<'_, D>) -> Result<Option<(Handle<D>, Tensor<D>)>> {
+        let spec = *call.spec;
+        // What a prepare refuses is left to it.
+        if self.check_sizes(&spec).is_err() || self.check_spec(&spec).is_err() {
+            return Ok(None);
+        }
+        let Some(RoutedPlan { plan, slot_weights }) = self.device.route_and_plan(call)? else { return Ok(None) };
+        self.sequence += 1;
+        let (absent, tokens) = (if spec.backward { Vec::new() } else { vec![0] }, vec![plan.tokens]);
+        Ok(Some((self.handle(&spec, plan, absent, tokens), slot_weights)))
     }
 
     /// A handle of the last prepare that was counted.

@@ -67,7 +67,7 @@ use std::fmt;
 use crate::comm::Communicator;
 use crate::dtype::DType;
 use crate::error::Result;
-use crate::kernels::{Kernels, RowSource};
+use crate::kernels::{Kernels, RouteAndPlan, RowSource};
 use crate::tensor::{Tensor, TensorMut, TensorRef};
 
 /// Inputs of dispatch, of this rank's tokens.
@@ -137,6 +137,16 @@ pub trait TokenDispatcher<D: Kernels>: fmt::Debug + Send {
         weights: Option<TensorRef<'_, D>>,
         spec: &DispatchSpec,
     ) -> Result<Handle<D>>;
+    /// Routes this rank's tokens and turns the choices into slots, where one rank's device does both [at
+    /// once](Kernels::route_and_plan): the handle, and the weight of each slot. `None`, and nothing done: route, then
+    /// [`prepare`](Self::prepare).
+    ///
+    /// # Errors
+    /// As [`prepare`](Self::prepare), and as [`Kernels::route`].
+    fn route_and_prepare(&mut self, call: RouteAndPlan<'_, D>) -> Result<Option<(Handle<D>, Tensor<D>)>> {
+        let _ = call;
+        Ok(None)
+    }
     /// Rows to their experts, into expert-major order.
     ///
     /// # Errors

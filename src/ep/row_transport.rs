@@ -4,7 +4,7 @@ use std::fmt;
 
 use crate::comm::{Communicator, Op};
 use crate::error::{Error, Result};
-use crate::kernels::Kernels;
+use crate::kernels::{Kernels, RouteAndPlan};
 use crate::tensor::{Tensor, TensorMut, TensorRef};
 
 use super::dispatcher_state::{DispatcherState, TransportRules};
@@ -86,6 +86,13 @@ impl<D: Kernels, C: RowTransport<D>> TokenDispatcher<D> for C {
         spec: &DispatchSpec,
     ) -> Result<Handle<D>> {
         self.core().prepare(TransportRules { row_order: C::ROW_ORDER, accepted: Ok(()) }, ids, weights, spec)
+    }
+
+    fn route_and_prepare(&mut self, call: RouteAndPlan<'_, D>) -> Result<Option<(Handle<D>, Tensor<D>)>> {
+        match C::ROW_ORDER {
+            RowOrder::Local => self.core().route_and_plan(call),
+            _ => Ok(None),
+        }
     }
 
     fn dispatch(

@@ -89,6 +89,34 @@ pub struct Route<'a, D: Device> {
     pub weights: TensorMut<'a, D>,
 }
 
+/// The router of a group of one rank from tokens to slots: [`Linear`], [`Route`] of its logits, and the plan of the choices.
+#[derive(Debug)]
+pub struct RouteAndPlan<'a, D: Device> {
+    /// The product whose result are the logits.
+    pub linear: Linear<'a, D>,
+    /// The formula.
+    pub config: &'a RouterConfig,
+    /// As in [`Route`].
+    pub selection_bias: Option<TensorRef<'a, D>>,
+    /// As in [`Route`].
+    pub jitter: Option<Jitter>,
+    /// As in [`Route`].
+    pub ids: TensorMut<'a, D>,
+    /// As in [`Route`].
+    pub weights: TensorMut<'a, D>,
+    /// Alignment, capacities, and when errors are reported.
+    pub spec: &'a DispatchSpec,
+}
+
+/// What [`Kernels::route_and_plan`] makes beside logits, ids and weights.
+#[derive(Debug)]
+pub struct RoutedPlan<D: Device> {
+    /// As [`Kernels::plan_on_device`] makes it.
+    pub plan: Plan<D>,
+    /// Weight of each slot, accumulator type `[N]`; padding unspecified.
+    pub slot_weights: Tensor<D>,
+}
+
 /// Gradient of [`Route`] and of the auxiliary losses.
 #[derive(Debug)]
 pub struct RouteBwd<'a, D: Device> {
@@ -386,6 +414,15 @@ pub trait Kernels: Codec {
     /// # Errors
     /// As [`linear`](Self::linear); one of an earlier call.
     fn plan_on_device(&self, call: PlanRequest<'_, Self>) -> Result<Option<Plan<Self>>> {
+        let _ = call;
+        Ok(None)
+    }
+    /// [`RouteAndPlan`] at once, to the bits of the separate calls, without waiting for the device. `None`, and nothing done:
+    /// the device has nothing quicker than those for this request. May return an error of an earlier call.
+    ///
+    /// # Errors
+    /// As [`linear`](Self::linear); one of an earlier call.
+    fn route_and_plan(&self, call: RouteAndPlan<'_, Self>) -> Result<Option<RoutedPlan<Self>>> {
         let _ = call;
         Ok(None)
     }

@@ -10,7 +10,7 @@ use crate::dtype::DType;
 use crate::ep::{DispatchInputs, DispatchSpec, Group, Handle, Received};
 use crate::error::Result;
 use crate::kernels::{
-    Down, Jitter, Kernels, Linear, Origin, RenormalizeKept, Route, RowDest, RowSource, SlotWeights, Up,
+    Down, Jitter, Kernels, Linear, Origin, RenormalizeKept, Route, RouteAndPlan, RowDest, RowSource, SlotWeights, Up,
 };
 use crate::lazy::Lazy;
 use crate::metrics::Load;
@@ -94,21 +94,33 @@ fn forward_into<D: Kernels>(
     let checked = check::inputs(CALL, layer, group, x, params);
     let checked = checked.and_then(|tokens| check::output(CALL, layer, x, tokens, &y));
     let pending = checked.and_then(|()| {
-        let routed = trace_span!("route").in_scope(|| route_tokens(layer, group, x, params, jitter))?;
+        let routed = trace_span!("route")
+            .in_scope(|| route_tokens(layer, group, RoutedBy { x: x.borrow(), params, jitter, spec: &spec }))?;
         Ok((routed, EncodedTokens::new(&layer.config, &device, x)?))
     });
-    let (routed, packed) = refuse_on_error(layer, group, Op::Prepare, pending)?;
+    let ((routed, prepared), packed) = refuse_on_error(layer, group, Op::Prepare, pending)?;
     let by_weight = spec.expert_capacity.filter(|c| c.order == CapacityOrder::Probability);
-    let handle = trace_span!("prepare")
-        .in_scope(|| group.dispatcher().prepare(routed.ids.view(), by_weight.map(|_| routed.weights.view()), &spec))?;
+    let (handle, slot_weights) = match prepared {
+        Some((handle, slot_weights)) => (handle, Some(slot_weights)),
+        None => {
+            let weights = by_weight.map(|_| routed.weights.view());
+            let prepare = || group.dispatcher().prepare(routed.ids.view(), weights, &spec);
+            (trace_span!("prepare").in_scope(prepare)?, None)
+        }
+    };
     let (aux, aux_sums) = aux_losses::losses(layer, group, &handle, routed.logits.view(), routed.ids.view())?;
 
     let kept = kept_weights(layer, &device, &handle, &routed);
     let kept = refuse_on_error(layer, group, Op::Dispatch, kept)?;
+    // Those that the slots have already need no way to them.
+    let slot_weights = slot_weights.filter(|_| kept.is_none() && packed.is_none());
     let weights = kept.as_ref().unwrap_or(&routed.weights);
     let inputs = match &packed {
         Some(packed) => packed.inputs(weights.view()),
-        None => DispatchInputs { tokens: x.borrow(), weights: Some(weights.view()), scales: None },
+        None => {
+            let weights = slot_weights.is_none().then(|| weights.view());
+            DispatchInputs { tokens: x.borrow(), weights, scales: None }
+        }
     };
     let begin =
         || trace_span!("shared expert").in_scope(|| shared_expert::begin(layer, &device, mode, x.borrow(), params));
@@ -127,6 +139,7 @@ fn forward_into<D: Kernels>(
     };
     let ready = pending.transpose().and_then(|pending| Ok((pending, unpacked?)));
     let (pending, received) = refuse_on_error(layer, group, Op::Combine, ready)?;
+    let received = Received { weights: slot_weights.or(received.weights), ..received };
 
     let experts = RoutedExperts { layer, params, handle: &handle, received: &received, dtype: x.dtype() };
     let keep = mode.backward && !layer.config.recompute;
@@ -209,38 +222,61 @@ impl<D: Kernels> RouterOutput<D> {
     }
 }
 
+/// What routing takes.
+struct RoutedBy<'a, 'p, D: Kernels> {
+    x: TensorRef<'a, D>,
+    params: &'a Params<'p, D>,
+    jitter: Option<Jitter>,
+    spec: &'a DispatchSpec,
+}
+
+/// The router's outputs; where device and dispatcher plan in the same go, also the handle and the slots' weights.
+type RoutedTokens<D> = (RouterOutput<D>, Option<(Handle<D>, Tensor<D>)>);
+
 fn route_tokens<D: Kernels>(
     layer: &Layer,
-    group: &Group<D>,
-    x: TensorRef<'_, D>,
-    params: &Params<'_, D>,
-    jitter: Option<Jitter>,
-) -> Result<RouterOutput<D>> {
+    group: &mut Group<D>,
+    RoutedBy { x, params, jitter, spec }: RoutedBy<'_, '_, D>,
+) -> Result<RoutedTokens<D>> {
     let tokens = x.rows();
-    let device = group.device();
+    let device = group.device().clone();
     let config = &layer.config.router;
     let acc = x.dtype().accumulator();
-    let mut logits = Tensor::empty(device, acc, &[tokens, config.num_experts])?;
-    let linear = Linear {
-        x: x.borrow(),
-        weight: params.router.borrow(),
-        bias: borrow(&params.others.router_bias),
-        out: logits.view_mut(),
-    };
-    device.linear(linear)?;
-    let mut ids = Tensor::empty(device, DType::I32, &[tokens, config.top_k])?;
-    let mut weights = Tensor::empty(device, acc, &[tokens, config.top_k])?;
-    device.route(Route {
+    let mut logits = Tensor::empty(&device, acc, &[tokens, config.num_experts])?;
+    let mut ids = Tensor::empty(&device, DType::I32, &[tokens, config.top_k])?;
+    let mut weights = Tensor::empty(&device, acc, &[tokens, config.top_k])?;
+    let prepared = group.dispatcher().route_and_prepare(RouteAndPlan {
+        linear: router_product(x.borrow(), params, logits.view_mut()),
         config,
-        logits: logits.view(),
         selection_bias: borrow(&params.others.selection_bias),
         jitter,
-        origin: Origin { rank: group.rank(), layer: layer.number() },
-        reporting: layer.dispatch.reporting.unwrap_or(D::REPORTING),
         ids: ids.view_mut(),
         weights: weights.view_mut(),
+        spec,
     })?;
-    Ok(RouterOutput { logits: Arc::new(logits), ids: Arc::new(ids), weights: Arc::new(weights) })
+    if prepared.is_none() {
+        device.linear(router_product(x.borrow(), params, logits.view_mut()))?;
+        device.route(Route {
+            config,
+            logits: logits.view(),
+            selection_bias: borrow(&params.others.selection_bias),
+            jitter,
+            origin: Origin { rank: group.rank(), layer: layer.number() },
+            reporting: spec.reporting,
+            ids: ids.view_mut(),
+            weights: weights.view_mut(),
+        })?;
+    }
+    let routed = RouterOutput { logits: Arc::new(logits), ids: Arc::new(ids), weights: Arc::new(weights) };
+    Ok((routed, prepared))
+}
+
+fn router_product<'s, D: Kernels>(
+    x: TensorRef<'s, D>,
+    params: &'s Params<'_, D>,
+    out: TensorMut<'s, D>,
+) -> Linear<'s, D> {
+    Linear { x, weight: params.router.borrow(), bias: borrow(&params.others.router_bias), out }
 }
 
 /// The weights to use where choices were dropped and the rest is to keep their sum.

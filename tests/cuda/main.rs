@@ -51,6 +51,7 @@ mod memory;
 mod page_locked;
 mod refused;
 mod repeat;
+mod route_plan;
 mod small;
 #[path = "../common/stacks.rs"]
 mod stacks;
@@ -94,6 +95,7 @@ fn tests() -> Vec<(String, Test)> {
     shared("wide", wide::cases());
     shared("adamw", adamw::cases());
     shared("repeat", repeat::cases());
+    shared("route_plan", route_plan::cases());
     shared("large", large::cases());
     all.extend(conformance::cases().into_iter().filter(|(_, case)| case.is_for(DispatcherKind::Local, 1)).map(
         |(file, case)| {

@@ -16,7 +16,7 @@ pub(in crate::cuda) struct KernelSpec {
 
 /// Kernels of a decode step, short ones, that wait themselves for what the kernel before them in the stream writes
 /// (`wait_for_previous_kernel` in `kernels/common/common.cuh`), so that they are started while it runs.
-const EARLY: [&str; 25] = [
+const EARLY: [&str; 27] = [
     "decode16_down_mxfp4",
     "decode16_down_nvfp4",
     "decode16_up_mxfp4",
@@ -42,6 +42,8 @@ const EARLY: [&str; 25] = [
     "sm90_decode_linear_f16",
     "sm90_decode_up_bf16",
     "sm90_decode_up_f16",
+    "sm90_route_plan_bf16",
+    "sm90_route_plan_f16",
 ];
 
 impl KernelSpec {

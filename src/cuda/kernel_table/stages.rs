@@ -4,8 +4,8 @@ use crate::dtype::DType;
 use crate::error::Result;
 
 use crate::cuda::tile_config::{
-    MMA_SYNC, NVFP4_ALIGNED_SMEM, NVLINK_SUM_SMEM, PLAN_SMALL_SMEM, SM90_DECODE, SM90_DECODE_LINEAR, SM90_GROUPED_GEMM,
-    SM90_LINEAR, SM90_LINEAR_D_X, SM90_W4A16, SM90_WGRAD, TF32,
+    MMA_SYNC, NVFP4_ALIGNED_SMEM, NVLINK_SUM_SMEM, PLAN_SMALL_SMEM, ROUTE_PLAN_SMEM, SM90_DECODE, SM90_DECODE_LINEAR,
+    SM90_GROUPED_GEMM, SM90_LINEAR, SM90_LINEAR_D_X, SM90_W4A16, SM90_WGRAD, TF32,
 };
 
 use super::find::{KernelSpec, Stage};
@@ -230,6 +230,7 @@ pub(in crate::cuda) struct Sm90Kernels<K> {
     pub(in crate::cuda) decode_up: Half<K>,
     pub(in crate::cuda) decode_down: Half<K>,
     pub(in crate::cuda) decode_linear: Half<K>,
+    pub(in crate::cuda) route_plan: Half<K>,
     pub(in crate::cuda) linear: Half<K>,
     pub(in crate::cuda) linear_d_x: K,
     pub(in crate::cuda) linear_d_weight: K,
@@ -465,6 +466,8 @@ pub(super) fn sm90<K>(find: &mut dyn FnMut(KernelSpec) -> Result<K>) -> Result<S
     let decode_down = decode.half(["sm90_decode_down_f16", "sm90_decode_down_bf16"], SM90_DECODE.shared)?;
     let decode_linear =
         decode.half(["sm90_decode_linear_f16", "sm90_decode_linear_bf16"], SM90_DECODE_LINEAR.shared)?;
+    let route_plan = Stage { stage: "sm90_route_plan", find }
+        .half(["sm90_route_plan_f16", "sm90_route_plan_bf16"], ROUTE_PLAN_SMEM)?;
     let mut linear = Stage { stage: "sm90_linear", find };
     let forward = linear.half(["sm90_linear_f16", "sm90_linear_bf16"], SM90_LINEAR.shared)?;
     let linear_d_x = linear.asking("sm90_linear_d_x", SM90_LINEAR_D_X.shared)?;
@@ -493,6 +496,7 @@ pub(super) fn sm90<K>(find: &mut dyn FnMut(KernelSpec) -> Result<K>) -> Result<S
         decode_up,
         decode_down,
         decode_linear,
+        route_plan,
         linear: forward,
         linear_d_x,
         linear_d_weight,
