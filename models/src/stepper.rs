@@ -219,7 +219,7 @@ impl<'m> Stepper<'m> {
     /// with steps that run one operation after another: have all ranks feed then.
     ///
     /// # Errors
-    /// Fewer sequences than this rank has.
+    /// Fewer sequences than this rank has; a rank that was lost in a replayed step before.
     pub fn capture_over_ranks(&mut self, sequences: usize) -> Result<bool> {
         let model = self.model;
         model.run_or_refuse(|_| {
@@ -236,6 +236,7 @@ impl<'m> Stepper<'m> {
         // A CPU's steps are not captured, over whatever dispatcher.
         let all_gather = moe.group().dispatcher_kind() == DispatcherKind::AllGather || model.device().is_cpu();
         let has_room = has_room(moe.group(), sequences, rows_for(moe, sequences));
+        self.settle_replays()?;
         self.most = (all_gather && has_room).then_some(sequences);
         #[cfg(feature = "cuda")]
         {
@@ -255,8 +256,8 @@ impl<'m> Stepper<'m> {
     /// time, and the next step is captured anew. No collective.
     ///
     /// # Errors
-    /// A sequence that is not held; less room than before, or for more than [`Model::context`]; candle's, after which
-    /// the stepper is of no use.
+    /// A sequence that is not held; less room than before, or for more than [`Model::context`]; a rank that was lost in a
+    /// step before, as [`next_ids`](Self::next_ids) has it; candle's, after which the stepper is of no use.
     pub fn resize(&mut self, rows: &[usize], capacity: usize) -> Result<()> {
         let fail = |problem: String| Err(Error::Usage { call: "Stepper::resize", problem });
         let (held, least, most) = (self.sequences(), self.capacity(), self.model.context());
@@ -266,6 +267,7 @@ impl<'m> Stepper<'m> {
         if !(least..=most).contains(&capacity) {
             return fail(format!("room for {capacity} tokens; expected {least}..={most}"));
         }
+        self.settle_replays()?;
         self.most = None;
         // A graph reads and writes the memory that goes. What could not be captured is not tried again.
         #[cfg(feature = "cuda")]
@@ -348,6 +350,15 @@ impl<'m> Stepper<'m> {
             graph.check()?;
         }
         Ok(())
+    }
+
+    /// Waits for the replays of a graph that is about to go, whose failure nobody could ask for behind it.
+    fn settle_replays(&self) -> Result<()> {
+        #[cfg(feature = "cuda")]
+        if self.graph.is_some() {
+            self.model.device().synchronize()?;
+        }
+        self.check_replays()
     }
 
     /// Chooses the tokens of the next step, one a sequence.

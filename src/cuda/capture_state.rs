@@ -4,9 +4,8 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
 use crate::device::CaptureHook;
-use crate::error::Result;
 
-use super::failure::ReplayWatch;
+use super::failure::ReplayGate;
 
 /// State of a device's captures.
 #[derive(Default)]
@@ -17,19 +16,10 @@ pub(super) struct CaptureState {
     begun: AtomicU64,
     /// Called before a capture ends.
     hooks: Mutex<Vec<Weak<CaptureHook>>>,
-    /// Who is to watch replays of the one under way.
-    watches: Mutex<Vec<Weak<dyn ReplayWatch>>>,
-    /// What the graph under way needs beside memory of its devices.
-    needs: Mutex<Vec<Arc<dyn GraphNeed>>>,
-}
-
-/// Something that a graph's calls need beside memory of its devices. The graph holds it.
-pub(crate) trait GraphNeed: Send + Sync {
-    /// What has to be held while a replay is enqueued.
-    ///
-    /// # Errors
-    /// It is there no more: the graph cannot run.
-    fn enter(&self) -> Result<Arc<dyn Send + Sync>>;
+    /// What replays of the one under way have to pass.
+    gates: Mutex<Vec<Weak<dyn ReplayGate>>>,
+    /// What the graph under way holds beside memory of its devices.
+    held: Mutex<Vec<Arc<dyn Send + Sync>>>,
 }
 
 impl CaptureState {
@@ -44,19 +34,19 @@ impl CaptureState {
 
     /// Gives the one under way its number.
     pub(super) fn count(&self) {
-        self.watches().clear();
+        self.gates().clear();
         self.begun.fetch_add(1, Ordering::SeqCst);
     }
 
-    /// One more thing that the graph under way needs.
+    /// One more thing that the graph under way holds.
     #[cfg(feature = "nccl")]
-    pub(super) fn add_need(&self, need: Arc<dyn GraphNeed>) {
-        self.needs.lock().unwrap_or_else(PoisonError::into_inner).push(need);
+    pub(super) fn hold(&self, held: Arc<dyn Send + Sync>) {
+        self.held.lock().unwrap_or_else(PoisonError::into_inner).push(held);
     }
 
     /// What has been added since the last call.
-    pub(super) fn take_needs(&self) -> Vec<Arc<dyn GraphNeed>> {
-        std::mem::take(&mut *self.needs.lock().unwrap_or_else(PoisonError::into_inner))
+    pub(super) fn take_held(&self) -> Vec<Arc<dyn Send + Sync>> {
+        std::mem::take(&mut *self.held.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
     pub(super) fn end(&self) {
@@ -79,22 +69,22 @@ impl CaptureState {
         hooks.push(Arc::downgrade(hook));
     }
 
-    fn watches(&self) -> MutexGuard<'_, Vec<Weak<dyn ReplayWatch>>> {
-        self.watches.lock().unwrap_or_else(PoisonError::into_inner)
+    fn gates(&self) -> MutexGuard<'_, Vec<Weak<dyn ReplayGate>>> {
+        self.gates.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Has replays of the capture under way watched.
+    /// Has replays of the capture under way pass this, once each.
     #[cfg(feature = "nccl")]
-    pub(super) fn watch(&self, watch: Weak<dyn ReplayWatch>) {
-        let mut watches = self.watches();
-        if !watches.iter().any(|known| known.ptr_eq(&watch)) {
-            watches.push(watch);
+    pub(super) fn add_gate(&self, gate: Weak<dyn ReplayGate>) {
+        let mut gates = self.gates();
+        if !gates.iter().any(|known| known.ptr_eq(&gate)) {
+            gates.push(gate);
         }
     }
 
-    /// Who is to watch replays of the capture that ends.
-    pub(super) fn take_watches(&self) -> Vec<Weak<dyn ReplayWatch>> {
-        std::mem::take(&mut self.watches())
+    /// What replays of the capture that ends have to pass.
+    pub(super) fn take_gates(&self) -> Vec<Weak<dyn ReplayGate>> {
+        std::mem::take(&mut self.gates())
     }
 
     /// The hooks that are alive.

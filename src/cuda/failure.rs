@@ -32,13 +32,28 @@ pub(crate) trait FailureSource: Send + Sync {
     fn failure(&self) -> Option<Error>;
 }
 
-/// Sees to it that what others take part in ends, in every replay of a graph.
-pub(crate) trait ReplayWatch: Send + Sync {
-    /// A replay has been enqueued, of which nothing is behind yet.
+/// What a graph's calls go through and others take part in, which may end before the graph does: a communicator. Every
+/// replay passes it, and is watched.
+pub(crate) trait ReplayGate: Send + Sync {
+    /// Runs `launch`, which enqueues a replay, while nobody can end what the calls go through.
+    ///
+    /// # Errors
+    /// It has ended, and nothing was launched; those of `launch`.
+    fn pass(&self, launch: &mut dyn FnMut() -> Result<()>) -> Result<()>;
+
+    /// A replay has been enqueued, of which nothing is behind yet: sees to it that it ends.
     ///
     /// # Errors
     /// A driver's: the end of the replay cannot be seen.
     fn replayed(&self) -> Result<()>;
+}
+
+/// Enqueues a replay through all of its gates, each of which is held until it is.
+pub(super) fn pass_all(gates: &[Arc<dyn ReplayGate>], launch: &mut dyn FnMut() -> Result<()>) -> Result<()> {
+    match gates {
+        [] => launch(),
+        [first, others @ ..] => first.pass(&mut || pass_all(others, launch)),
+    }
 }
 
 /// The sources that one stream's work depends on.

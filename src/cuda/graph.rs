@@ -8,10 +8,10 @@ use cudarc::driver::{result, sys};
 use crate::device::CaptureHook;
 use crate::error::{Error, Result};
 
-use super::capture_state::GraphNeed;
+use super::capture_state::CaptureState;
 use super::device::Cuda;
 use super::driver::driver;
-use super::failure::ReplayWatch;
+use super::failure::{ReplayGate, pass_all};
 use super::memory::{Arena, ArenaKind};
 
 const CALL: &str = "Cuda::capture";
@@ -26,15 +26,15 @@ pub struct Captured<T> {
     exec: sys::CUgraphExec,
     output: T,
     cuda: Cuda,
-    /// What the calls need beside memory of their devices.
-    needs: Vec<Arc<dyn GraphNeed>>,
     /// Blocks of the graph itself, for each device that took part; tensors in `output` are among them.
     arenas: Vec<Arc<Arena>>,
     _retained: Vec<RetainedBlocks>,
+    /// What the calls need beside memory of their devices.
+    _held: Vec<Arc<dyn Send + Sync>>,
     /// Every device that took part: its kernels and the words that they report in are the graph's.
     devices: Vec<Cuda>,
-    /// Who watches its replays.
-    watches: Vec<Weak<dyn ReplayWatch>>,
+    /// What its replays pass.
+    gates: Vec<Weak<dyn ReplayGate>>,
 }
 
 impl<T: fmt::Debug> fmt::Debug for Captured<T> {
@@ -90,7 +90,7 @@ impl Drop for CapturedStream {
     fn drop(&mut self) {
         self.cuda.inner.exchange_arena(Arc::clone(&self.shared));
         // Of a capture that failed.
-        drop(self.cuda.inner.capture_state.take_needs());
+        drop(self.cuda.inner.capture_state.take_held());
         self.cuda.inner.capture_state.end();
     }
 }
@@ -251,13 +251,13 @@ impl Cuda {
         self.inner.capture_state.add_hook(hook);
     }
 
-    /// Has the graph under way hold this, and every replay ask it.
+    /// Has the graph under way hold this.
     #[cfg(feature = "nccl")]
-    pub(crate) fn need_in_graph(&self, need: Arc<dyn GraphNeed>) {
+    pub(crate) fn hold_in_graph(&self, held: Arc<dyn Send + Sync>) {
         match self.inner.capture_state.is_under_way() {
-            true => self.inner.capture_state.add_need(need),
+            true => self.inner.capture_state.hold(held),
             // Another's capture: nobody says when its graph ends.
-            false => std::mem::forget(need),
+            false => std::mem::forget(held),
         }
     }
 
@@ -301,16 +301,21 @@ impl<T> Captured<T> {
             retained.push(blocks);
         }
         let (graph, output) = capture.run(calls)?;
-        let watches =
-            capture.members.iter().flat_map(|member| member.cuda.inner.capture_state.take_watches()).collect();
-        let needs = capture.members.iter().flat_map(|member| member.cuda.inner.capture_state.take_needs()).collect();
+        let states = || capture.members.iter().map(|member| &member.cuda.inner.capture_state);
+        let mut gates: Vec<Weak<dyn ReplayGate>> = Vec::new();
+        for gate in states().flat_map(CaptureState::take_gates) {
+            if !gates.iter().any(|known| known.ptr_eq(&gate)) {
+                gates.push(gate);
+            }
+        }
+        let held = states().flat_map(CaptureState::take_held).collect();
         drop(capture);
         if kind == ArenaKind::InGraph {
             graph.check_self_contained()?;
         }
         let exec = graph.executable()?;
         let (cuda, devices) = (cuda.clone(), devices.to_vec());
-        Ok(Self { exec, output, cuda, needs, arenas, _retained: retained, devices, watches })
+        Ok(Self { exec, output, cuda, arenas, _retained: retained, _held: held, devices, gates })
     }
 
     /// Enqueues the captured calls. Collectives among them are watched, all of a replay as one: one that takes longer
@@ -322,16 +327,19 @@ impl<T> Captured<T> {
     pub fn replay(&mut self) -> Result<()> {
         const CALL: &str = "Captured::replay";
         self.check()?;
-        let watches: Vec<_> = self.watches.iter().filter_map(Weak::upgrade).collect();
-        if watches.len() < self.watches.len() {
+        let gates: Vec<_> = self.gates.iter().filter_map(Weak::upgrade).collect();
+        if gates.len() < self.gates.len() {
             return Err(Error::invalid(CALL, "graph", "the communicators of its collectives alive", "one dropped"));
         }
         self.cuda.bind(CALL)?;
-        let _entered = self.needs.iter().map(|need| need.enter()).collect::<Result<Vec<_>>>()?;
-        // SAFETY: the graph is executable and what it touches is held by `self`.
-        unsafe { result::graph::launch(self.exec, self.cuda.inner.stream.cu_stream()) }
-            .map_err(driver(CALL, "launch the graph"))?;
-        watches.iter().try_for_each(|watch| watch.replayed())
+        pass_all(&gates, &mut || {
+            // SAFETY: the graph is executable, what it touches is held by `self`, and what its collectives go through by
+            // the gates.
+            unsafe { result::graph::launch(self.exec, self.cuda.inner.stream.cu_stream()) }
+                .map_err(driver(CALL, "launch the graph"))
+        })?;
+        // Each is told, whatever another says.
+        gates.iter().map(|gate| gate.replayed()).fold(Ok(()), Result::and)
     }
 
     /// Whether something that replays depend on has failed, a peer for instance: what they have computed since is worth

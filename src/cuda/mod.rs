@@ -88,11 +88,9 @@ pub use cudarc;
 
 pub use crate::device::Waited;
 pub use buffer::{DeviceBuffer, DeviceMut, DeviceRef};
-#[cfg(feature = "nccl")]
-pub(crate) use capture_state::GraphNeed;
 pub use device::{Cuda, Event};
 #[cfg(feature = "nccl")]
-pub(crate) use failure::{FailureSource, ReplayWatch, StuckFlag};
+pub(crate) use failure::{FailureSource, ReplayGate, StuckFlag};
 pub use graph::Captured;
 #[cfg(all(feature = "nccl", not(feature = "nccl-ep")))]
 pub(crate) use group::dispatcher_not_built;

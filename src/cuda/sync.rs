@@ -103,11 +103,11 @@ impl Cuda {
         self.inner.failure_sources.add(source);
     }
 
-    /// Has replays of the graph that is being captured watched.
+    /// Has replays of the graph that is being captured pass this.
     #[cfg(feature = "nccl")]
-    pub(crate) fn watch_replays(&self, watch: std::sync::Weak<dyn super::failure::ReplayWatch>) {
+    pub(crate) fn gate_replays(&self, gate: std::sync::Weak<dyn super::failure::ReplayGate>) {
         if self.inner.capture_state.is_under_way() {
-            self.inner.capture_state.watch(watch);
+            self.inner.capture_state.add_gate(gate);
         }
     }
 

@@ -271,10 +271,10 @@ fn comm_handle_at(place: RankPlace) -> (Arc<CommHandle>, &'static Fake) {
     (Arc::new(CommHandle::new(library(), place, comm)), fake)
 }
 
-/// Work that ends when told.
-struct Told(Arc<AtomicBool>);
+/// Work that ends when its flag is set.
+struct FlaggedWork(Arc<AtomicBool>);
 
-impl Work for Told {
+impl Work for FlaggedWork {
     fn ended(&self) -> Result<bool, String> {
         Ok(self.0.load(SeqCst))
     }
@@ -304,7 +304,7 @@ impl WatchdogFixture {
     fn enqueue(&self, number: u64, timeout: Duration) -> Arc<AtomicBool> {
         let ends = Arc::new(AtomicBool::new(false));
         self.watchdog.enter(subject(number), timeout);
-        self.watchdog.entered(Some(Box::new(Told(Arc::clone(&ends)))));
+        self.watchdog.entered(Some(Box::new(FlaggedWork(Arc::clone(&ends)))));
         ends
     }
 
@@ -335,11 +335,11 @@ fn subject(number: u64) -> CollectiveInfo {
 fn what_is_watched_beside_calls_ends_in_time_too() {
     let fixture = WatchdogFixture::new();
     let ends = [(); 2].map(|()| Arc::new(AtomicBool::new(false)));
-    let told = |which: usize| Box::new(Told(Arc::clone(&ends[which])));
+    let work = |which: usize| Box::new(FlaggedWork(Arc::clone(&ends[which])));
     fixture.watchdog.enter(subject(1), LONG);
     let replay = CollectiveInfo { operation: "replay", ..subject(2) };
-    fixture.watchdog.handle().watch(replay, SHORT, told(1));
-    fixture.watchdog.entered(Some(told(0)));
+    fixture.watchdog.handle().watch(replay, SHORT, work(1));
+    fixture.watchdog.entered(Some(work(0)));
     ends[0].store(true, SeqCst);
     match fixture.failure() {
         CommError::Timeout { operation: "replay", tag, rank: 0, timeout, .. } => {
@@ -400,7 +400,7 @@ fn what_does_not_end_with_its_communicator() {
         for comm_handle in [&comm_handle, &other, &failed] {
             comm_handle.on(|| gpus.to_vec());
         }
-        comm_handle.marked(Box::new(move || Some(Box::new(Told(Arc::new(AtomicBool::new(ends)))))));
+        comm_handle.marked(Box::new(move || Some(Box::new(FlaggedWork(Arc::new(AtomicBool::new(ends)))))));
         comm_handle.abort();
         assert_eq!(gpus.each_ref().map(StuckFlag::is), [!ends; 2]);
         assert!(fake.revoked.load(SeqCst));

@@ -71,8 +71,7 @@ impl NvLink {
             Arc::clone(stop),
             place.graph_lease(),
         );
-        let need = nccl(&mut self.core)?.graph_need(Arc::new(held));
-        self.core.device.need_in_graph(need);
+        self.core.device.hold_in_graph(Arc::new(held));
         Ok(())
     }
 

@@ -82,7 +82,7 @@ impl RecordExchange<Cuda> for StoredRecords {
         let (device, addresses) = (&self.device, self.words.addresses());
         if device.is_capturing()? {
             let held = (self.words.memory().hold(), Arc::clone(&self.stop));
-            device.need_in_graph(comm.graph_need(Arc::new(held)));
+            device.hold_in_graph(Arc::new(held));
         }
         let (origin, timeout) = (Origin { rank, layer: tag.layer }, comm.timeout());
         let peers = PeerCall {

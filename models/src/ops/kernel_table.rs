@@ -59,8 +59,8 @@ pub(super) struct BackwardBlock {
     pub rows: usize,
     /// Queries or keys of a step.
     pub step: usize,
-    /// Blocks of threads that share it: gradients of keys and of values are made apart where these are 2.
-    pub shares: usize,
+    /// Blocks of threads that have it together: gradients of keys and of values are made apart where these are 2.
+    pub blocks: usize,
 }
 
 impl AttentionHeads {
@@ -73,7 +73,7 @@ impl AttentionHeads {
             dim: 256,
             value: 256,
             rows: 64,
-            keys: BackwardBlock { shares: 2, ..block(64, 16) },
+            keys: BackwardBlock { blocks: 2, ..block(64, 16) },
             queries: block(64, 16),
         },
     ];
@@ -99,7 +99,7 @@ impl AttentionHeads {
 }
 
 const fn block(rows: usize, step: usize) -> BackwardBlock {
-    BackwardBlock { rows, step, shares: 1 }
+    BackwardBlock { rows, step, blocks: 1 }
 }
 
 /// Entries of values that the backward's products of rows have kernels for, in the order of

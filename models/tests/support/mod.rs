@@ -86,7 +86,10 @@ impl Golden {
         let of = |root: &PathBuf| std::fs::read_dir(root).expect("the folder of folders");
         let mut dirs: Vec<PathBuf> = roots.iter().flat_map(of).map(|e| e.expect("an entry").path()).collect();
         dirs.sort();
-        dirs.iter().filter_map(|dir| Self::open(dir)).collect()
+        let found: Vec<Self> = dirs.iter().filter_map(|dir| Self::open(dir)).collect();
+        // A test over none of them would hold whatever the code does.
+        assert!(!found.is_empty(), "no folder of a decoder's family, with its golden, in {roots:?}");
+        found
     }
 
     /// The configuration's rotary part.

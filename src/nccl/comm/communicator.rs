@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use crate::comm::agree::{CollectiveCall, Detail};
 use crate::comm::{Op, Tag};
-use crate::cuda::{Cuda, ReplayWatch};
+use crate::cuda::{Cuda, ReplayGate};
 use crate::dtype::DType;
 use crate::error::{CommError, Result};
 use crate::tensor::Tensor;
@@ -50,8 +50,8 @@ impl Drop for NcclComm {
     }
 }
 
-/// The watch of a communicator's replays.
-struct WatchedReplays(Arc<dyn ReplayWatch>);
+/// What replays of a communicator's collectives pass.
+struct WatchedReplays(Arc<dyn ReplayGate>);
 
 impl fmt::Debug for WatchedReplays {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -118,9 +118,9 @@ impl NcclComm {
         let session = Session::new(comm_handle, control, timeout)?;
         let guard: Arc<dyn crate::cuda::FailureSource> = session.comm_handle.clone();
         cuda.add_failure_source(&guard);
-        let (rank, count) = (session.comm_handle.rank, Arc::clone(&session.count));
+        let (comm_handle, count) = (Arc::clone(&session.comm_handle), Arc::clone(&session.count));
         let watch = session.watch().ok_or_else(|| session.ended(CALL, NO_TAG))?;
-        let replays = WatchedReplays(Arc::new(Replays { cuda: cuda.clone(), rank, timeout, count, watch }));
+        let replays = WatchedReplays(Arc::new(Replays { cuda: cuda.clone(), comm_handle, timeout, count, watch }));
         Ok(Self { cuda: cuda.clone(), sums: RankReduce::default(), session, replays })
     }
 
@@ -247,7 +247,7 @@ impl NcclComm {
             let work = work_so_far(cuda)?;
             // A replay is counted as one of the ranks' common calls, so it must hold one.
             if work.is_none() && callers == Callers::AllRanks {
-                cuda.watch_replays(Arc::downgrade(replays));
+                cuda.gate_replays(Arc::downgrade(replays));
             }
             Ok(work)
         };

@@ -1,19 +1,18 @@
 //! Memory that the kernels of all ranks reach, by plain loads and stores.
 
-use std::sync::{Arc, Weak};
+use std::sync::Arc;
 
 use crate::comm::agree::{CollectiveCall, Detail};
 use crate::comm::{Communicator, SymmetricMemory, Tag};
 use crate::compare::gather_numbers;
 use crate::cuda::peers::StopWord;
-use crate::cuda::{Cuda, DeviceMut, GraphNeed};
+use crate::cuda::{Cuda, DeviceMut};
 use crate::device::Device;
 use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::tensor::Tensor;
 
 use crate::nccl::comm::symmetric::Registering;
-use crate::nccl::ffi::comm_handle::CommHandle;
 use crate::nccl::ffi::windows::{EngineMemory, RegisteredWindow};
 use crate::nccl::{NcclComm, NcclWindow};
 
@@ -75,20 +74,6 @@ impl PeerMemory {
     }
 }
 
-/// The part of a communicator that a graph's calls need: with it the peers' memory goes.
-struct LiveGroup {
-    comm: Weak<CommHandle>,
-    _held: Arc<dyn Send + Sync>,
-}
-
-impl GraphNeed for LiveGroup {
-    fn enter(&self) -> Result<Arc<dyn Send + Sync>> {
-        let ended = || Error::invalid("Captured::replay", "group", "one that has not ended", "one that has");
-        let comm = self.comm.upgrade().ok_or_else(ended)?;
-        comm.failure().map_or(Ok(comm as Arc<dyn Send + Sync>), |failure| Err(failure.into()))
-    }
-}
-
 impl NcclComm {
     /// Whether the library has such memory.
     ///
@@ -103,11 +88,6 @@ impl NcclComm {
     /// What ends the waits of kernels before peers' memory is taken from under them.
     pub(crate) fn stop_kernels_by(&self, word: &Arc<StopWord>) {
         self.session.comm_handle.stop_by(word);
-    }
-
-    /// The part of this communicator that a graph's calls need, which hold `held` too.
-    pub(crate) fn graph_need(&self, held: Arc<dyn Send + Sync>) -> Arc<dyn GraphNeed> {
-        Arc::new(LiveGroup { comm: Arc::downgrade(&self.session.comm_handle), _held: held })
     }
 
     /// Memory of all ranks, of zeros (collective), and whether this GPU reaches all of it: the ranks have yet to agree on

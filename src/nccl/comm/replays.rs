@@ -5,13 +5,16 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use crate::comm::{Op, Tag};
-use crate::cuda::{Cuda, Event, ReplayWatch};
-use crate::error::Result;
+use crate::cuda::{Cuda, Event, ReplayGate};
+use crate::error::{CommError, Result};
 
 use crate::nccl::control::call_count::CallCount;
-use crate::nccl::control::peer_events::CollectiveInfo;
+use crate::nccl::control::peer_events::{CollectiveInfo, REPLAY};
 use crate::nccl::control::watchdog::{KERNEL_MARGIN, WatchHandle};
-use crate::nccl::ffi::comm_handle::Work;
+use crate::nccl::ffi::comm_handle::{CommHandle, Work};
+
+/// Of a launch that is not watched yet.
+const NO_TAG: Tag = Tag { layer: 0, op: Op::User, sequence: 0 };
 
 /// Work on a GPU up to an event.
 struct StreamWork {
@@ -34,23 +37,32 @@ pub(in crate::nccl) fn work_so_far(cuda: &Cuda) -> Result<Option<Box<dyn Work>>>
     })
 }
 
-/// The watch of a rank's replays. It ends with the communicator, which alone holds it.
+/// What a rank's replays pass, and who watches them. It ends with the communicator, which alone holds it.
 pub(in crate::nccl) struct Replays {
     pub(in crate::nccl) cuda: Cuda,
-    pub(in crate::nccl) rank: usize,
+    pub(in crate::nccl) comm_handle: Arc<CommHandle>,
     pub(in crate::nccl) timeout: Duration,
     pub(in crate::nccl) count: Arc<CallCount>,
     pub(in crate::nccl) watch: WatchHandle,
 }
 
-impl ReplayWatch for Replays {
+impl ReplayGate for Replays {
+    fn pass(&self, launch: &mut dyn FnMut() -> Result<()>) -> Result<()> {
+        let (operation, tag, rank) = (REPLAY, NO_TAG, self.comm_handle.rank);
+        let reason = || "the communicator has ended".to_string();
+        let ended = || CommError::Poisoned { operation, tag, rank, reason: reason() };
+        // An abort takes memory that the graph's collectives use, and waits for this.
+        let launched = self.comm_handle.with(|_, _| launch());
+        launched.unwrap_or_else(|| Err(self.comm_handle.failure().unwrap_or_else(ended).into()))
+    }
+
     fn replayed(&self) -> Result<()> {
         let Some(work) = work_so_far(&self.cuda)? else { return Ok(()) };
         // The other ranks replay as often, so that a replay has one number on all.
         let number = self.count.call();
         self.count.enqueued(number);
-        let tag = Tag { layer: 0, op: Op::User, sequence: number };
-        let subject = CollectiveInfo { rank: self.rank, number, operation: "replay", tag };
+        let tag = Tag { sequence: number, ..NO_TAG };
+        let subject = CollectiveInfo { rank: self.comm_handle.rank, number, operation: REPLAY, tag };
         self.watch.watch(subject, self.timeout + KERNEL_MARGIN, work);
         Ok(())
     }

@@ -94,7 +94,7 @@ impl Session {
         }
         let detail = Detail::Refusal(reason.to_string());
         let call = CollectiveCall { operation: CALL, tag, dtype: DType::U8, detail, bytes: 0 };
-        match self.control.compare_call(subject, call, self.timeout) {
+        match self.control.refuse_call(subject, (call, reason), self.timeout) {
             // Its own refusal, coming back.
             Ok(()) | Err(CompareError::Differ(CommError::Refused { .. })) => Ok(()),
             Err(CompareError::Differ(error)) => Err(error.into()),

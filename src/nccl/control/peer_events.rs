@@ -14,6 +14,9 @@ use crate::nccl::control::call_descriptor::CallDescriptor;
 /// done its part.
 const GRACE: Duration = Duration::from_millis(300);
 
+/// What the replay of a graph with collectives is called, all of which are one.
+pub(in crate::nccl) const REPLAY: &str = "replay";
+
 /// Announced calls that are remembered: others have been compared long since, or never will be.
 const ANNOUNCED: usize = 64;
 
@@ -35,6 +38,9 @@ struct EventState {
     lost: BTreeMap<usize, Instant>,
     /// The refusals by the number of the collective.
     refused: BTreeMap<u64, PeerRefusal>,
+    /// Those that ranks meet for, so that others need not hear of them here, but for one that replays a graph and does not
+    /// come.
+    met: BTreeMap<u64, PeerRefusal>,
     /// A rank that has aborted its communicator.
     aborted: Option<usize>,
     /// A rank that compares its collectives, or does not, unlike this one.
@@ -104,6 +110,16 @@ impl PeerEvents {
         self.lock().refused.entry(number).or_insert_with(|| PeerRefusal { peer, reason: reason.to_string() });
     }
 
+    /// A rank meets the others to refuse this collective.
+    pub(in crate::nccl) fn refuse_meeting(&self, peer: usize, number: u64, reason: &str) {
+        self.lock().met.entry(number).or_insert_with(|| PeerRefusal { peer, reason: reason.to_string() });
+    }
+
+    /// All ranks have met there: none of them replays a graph.
+    pub(in crate::nccl) fn have_met(&self, number: u64) {
+        self.lock().met.remove(&number);
+    }
+
     /// Whether a rank compares its collectives.
     pub(in crate::nccl) fn compares(&self, rank: usize, checked: bool) {
         if checked != self.checked {
@@ -163,6 +179,8 @@ impl PeerEvents {
         // A refusal of an earlier one has ended the communicator too. What this rank has refused itself it need not
         // hear.
         let refused = state.refused.range(..=number).find(|(_, refusal)| refusal.peer != rank);
+        let met = || state.met.get_key_value(&number).filter(|(_, met)| operation == REPLAY && met.peer != rank);
+        let refused = refused.or_else(met);
         if let Some((_, PeerRefusal { peer, reason })) = refused {
             return Some(CommError::Refused { operation, tag, rank, peer: *peer, reason: reason.clone() });
         }

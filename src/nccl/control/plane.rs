@@ -174,12 +174,14 @@ impl ControlPlane {
         let CollectiveInfo { rank, operation, tag, .. } = subject;
         let round = rendezvous.meeting.exchange(rank, call, timeout, |all| compare_calls(all.iter()));
         let reported = |failure| {
+            let gone = matches!(failure, Failure::Gone(_));
             // Why a rank has left is more than that it has.
-            match self.peer_events().fault(subject).filter(|_| matches!(failure, Failure::Gone(_))) {
-                // A communicator that one rank has aborted has ended for all.
-                Some(why) if self.peer_events().aborted().is_some() => CompareError::Over(why),
-                Some(why) => CompareError::Differ(why),
-                None => CompareError::Differ(failed((operation, tag), rank, timeout, failure)),
+            let why = self.peer_events().fault(subject).filter(|_| gone);
+            let why = why.unwrap_or_else(|| failed((operation, tag), rank, timeout, failure));
+            // A communicator that one rank has aborted has ended for all.
+            match gone && self.peer_events().aborted().is_some() {
+                true => CompareError::Over(why),
+                false => CompareError::Differ(why),
             }
         };
         let round = round.map_err(reported)?;
@@ -187,6 +189,22 @@ impl ControlPlane {
             Some(error) => Err(CompareError::Differ(error.clone())),
             None => Ok(()),
         }
+    }
+
+    /// Meets the others to refuse a collective, for whose detail `call` has the reason. A rank that replays a graph in its
+    /// place hears of it too, and ends its communicator.
+    pub(in crate::nccl) fn refuse_call(
+        &self,
+        subject: CollectiveInfo,
+        (call, reason): (CollectiveCall, &str),
+        timeout: Duration,
+    ) -> Result<(), CompareError> {
+        self.peer_events().refuse_meeting(subject.rank, subject.number, reason);
+        let met = self.compare_call(subject, call, timeout);
+        if matches!(met, Ok(()) | Err(CompareError::Differ(CommError::Refused { .. }))) {
+            self.peer_events().have_met(subject.number);
+        }
+        met
     }
 
     /// Tells the others that a collective will not end, after they have begun it.

@@ -66,7 +66,7 @@ fn exchange(rank: usize, rendezvous: &Arc<ThreadRendezvous>, fails: Option<At>) 
         }
         Some(At::Gpu) => Ok(Some(Box::new(Broken))),
         // The other rank's part does not come.
-        _ => Ok(Some(Box::new(Told(Arc::new(AtomicBool::new(false)))))),
+        _ => Ok(Some(Box::new(FlaggedWork(Arc::new(AtomicBool::new(false)))))),
     });
     until("told", || comm_handle.failure().is_some());
     [own.err(), session.begin(call()).err()]

@@ -6,6 +6,7 @@ use crate::comm::agree::{CollectiveCall, Detail};
 use crate::dtype::DType;
 use crate::nccl::comm::init::checked;
 use crate::nccl::comm::session::Session;
+use crate::nccl::control::peer_events::REPLAY;
 use crate::nccl::control::plane::{CompareError, ControlPlane, ProcessControl, ThreadRendezvous};
 use crate::nccl::control::socket::{ControlSocket, tests::sockets};
 
@@ -222,7 +223,7 @@ fn a_failure_in_the_middle_of_a_collective() {
             (begun, peer.join().expect("no panic"))
         });
         // The other is in the second call, which does not end without the first rank.
-        let never: Option<Box<dyn Work>> = Some(Box::new(Told(Arc::default())));
+        let never: Option<Box<dyn Work>> = Some(Box::new(FlaggedWork(Arc::default())));
         waiting.run(begun.1, |_| Some(Ok(())), || Ok(never)).expect("enqueued");
         let lost: Result<(), Error> =
             failing.check_begun(begun.0, Err(Error::invalid("add", "memory", "some", "none")));
@@ -286,7 +287,7 @@ fn nobody_aborts_before_the_others_know() {
                 scope.spawn(move || {
                     let subject = session.begin(same()).expect("the same call");
                     session.timeout = timeout;
-                    let never: Option<Box<dyn Work>> = Some(Box::new(Told(Arc::default())));
+                    let never: Option<Box<dyn Work>> = Some(Box::new(FlaggedWork(Arc::default())));
                     session.run(subject, |_| Some(Ok(())), || Ok(never)).expect("enqueued");
                 });
             }
@@ -295,5 +296,41 @@ fn nobody_aborts_before_the_others_know() {
         let [own, other] = [&hasty, &patient].map(|session| session.comm_handle.failure());
         assert!(matches!(own, Some(CommError::Timeout { .. })), "{own:?}");
         assert!(matches!(other, Some(CommError::PeerGone { rank: 1, peer: 0, .. })), "{other:?}");
+    }
+}
+
+/// A rank that replays a graph comes to no meeting: it hears of a refusal there by its watchdog, and the communicator ends
+/// on both. Where all come, it goes on.
+#[test]
+fn a_refusal_reaches_a_rank_in_a_replay() {
+    let rendezvous = ThreadRendezvous::new(2);
+    let controls = [0, 1].map(|_| ControlPlane::ThreadRendezvous(Arc::clone(&rendezvous)));
+    let [(mut refusing, fake), (mut other, theirs)] = sessions(controls);
+    // All come: both have their error, and nothing is left of it for the calls behind.
+    thread::scope(|scope| {
+        let peer = scope.spawn(|| other.begin(same()));
+        refusing.refuse(same().tag, "no memory").expect("its own refusal");
+        assert!(matches!(peer.join().expect("no panic"), Err(Error::Comm(CommError::Refused { peer: 0, .. }))));
+    });
+    let replay = |session: &Session| {
+        let number = session.count.call();
+        session.count.enqueued(number);
+        let subject = CollectiveInfo { rank: session.comm_handle.rank, number, operation: REPLAY, tag: same().tag };
+        let ends = Arc::new(AtomicBool::new(false));
+        let watch = session.watch().expect("a watchdog");
+        watch.watch(subject, LONG, Box::new(FlaggedWork(Arc::clone(&ends))));
+        ends
+    };
+    for ends in [replay(&refusing), replay(&other)] {
+        ends.store(true, SeqCst);
+    }
+    let start = Instant::now();
+    let _never = replay(&other);
+    assert!(refusing.refuse(same().tag, "no room").is_err(), "nobody came");
+    until("aborted", || fake.aborts.load(SeqCst) > 0 && theirs.aborts.load(SeqCst) > 0);
+    assert!(start.elapsed() < TIMEOUT);
+    match other.comm_handle.failure() {
+        Some(CommError::Refused { operation: REPLAY, rank: 1, peer: 0, reason, .. }) => assert_eq!(reason, "no room"),
+        other => panic!("{other:?}"),
     }
 }

@@ -53,7 +53,7 @@ pub(super) fn write_gradients(
     // A row of values takes a thread for eight entries.
     let rows = THREADS as usize * 8 / heads.value;
     let dots_grid = grid([(call.queries * call.heads).div_ceil(rows), 1, call.sequences], 0);
-    let blocks_of_keys = call.positions.div_ceil(heads.keys.rows) * heads.keys.shares;
+    let blocks_of_keys = call.positions.div_ceil(heads.keys.rows) * heads.keys.blocks;
     let keys_grid = grid([blocks_of_keys, call.key_heads, call.sequences], heads.keys_shared());
     let blocks_of_queries = call.queries.div_ceil(heads.queries.rows);
     let queries_grid = grid([blocks_of_queries, call.heads, call.sequences], heads.queries_shared());

@@ -32,7 +32,7 @@ use super::state::NcclEp;
 
 /// How much longer than the communicator a kernel waits for a rank: the watchdog's error comes first, and then the
 /// kernel ends by itself.
-const LONGER: Duration = Duration::from_secs(1);
+const KERNEL_PATIENCE: Duration = Duration::from_secs(1);
 
 impl NcclEp {
     /// Choices of a token as they travel: one more carries its number.
@@ -109,7 +109,7 @@ impl NcclEp {
             return Ok((low.group.clone(), low.pool.clone()));
         }
         self.core.device.not_captured("prepare", "create an EP group")?;
-        let timeout = self.core.comm.native().map(|comm| comm.timeout() + LONGER);
+        let timeout = self.core.comm.native().map(|comm| comm.timeout() + KERNEL_PATIENCE);
         let options = LowLatencyOptions { timeout, ..self.low_options(row_bytes.next_multiple_of(16)) };
         let checked = options.check(self.core.ranks(), self.core.device.sm_count());
         self.compare(spec, (options.max_row_bytes, spec.top_k), checked)?;
