@@ -24,6 +24,9 @@
 //! behind loading has the link's speed, measured by plain copies of a layer's experts from such memory; a phase's
 //! `link_tokens_per_s` is what that allows where all layers' experts come once a forward.
 //!
+//! Every line names the card and the commit: `--commit`, or what git says of the sources. Dispatchers are chosen by
+//! `MOEBIUS_EP`; a line's `dispatcher` is what served.
+//!
 //! `weights_gib`: bytes by which loading has the GPU's free memory fall. `peak_gib`: the same of loading and the phase's
 //! work, asked for while the work is queued, as the driver's pool gives memory back when the host waits.
 
@@ -42,6 +45,7 @@ mod shape;
 mod theirs;
 
 use std::error::Error;
+use std::process::Command;
 use std::thread;
 use std::time::Instant;
 
@@ -93,6 +97,9 @@ struct Options {
     /// Threads that share the experts, a GPU each
     #[arg(long, default_value_t = 1)]
     ranks: usize,
+    /// The commit that lines name, where git cannot be asked
+    #[arg(long)]
+    commit: Option<String>,
     /// On the CPU, where there is a GPU too
     #[arg(long)]
     cpu: bool,
@@ -156,6 +163,10 @@ struct Bench {
     ranks: usize,
     /// Free memory before anything was loaded, and after.
     free: [usize; 2],
+    /// What lines begin with: the card, the commit.
+    run: String,
+    /// Of the experts' group, once it is there.
+    dispatcher: &'static str,
     /// Milliseconds in which the host link brings all experts, where they are on the host.
     link_ms: Option<f64>,
 }
@@ -168,14 +179,17 @@ impl Bench {
         sizes.layers = options.layers.unwrap_or(sizes.layers);
         let dtype = if tiny && device.is_cpu() { DType::F32 } else { DType::BF16 };
         let free = [free_memory(&device)?; 2];
-        Ok(Self { options, shape, sizes, device, dtype, rank, ranks, free, link_ms: None })
+        let run = format!("\"card\":\"{}\",\"commit\":\"{}\"", card(&device)?, commit(&options));
+        let dispatcher = "none";
+        Ok(Self { options, shape, sizes, device, dtype, rank, ranks, free, run, dispatcher, link_ms: None })
     }
 
     /// The model, its decoder and its place, as rows begin.
     fn row(&self, decoder: &str) -> String {
-        let Self { shape, rank, ranks, .. } = self;
+        let Self { run, shape, rank, ranks, dispatcher, .. } = self;
         format!(
-            "\"model\":\"{shape}\",\"decoder\":\"{decoder}\",\"experts\":\"{}\",\"layers\":{},\"ranks\":{ranks},\"rank\":{rank}",
+            "{run},\"model\":\"{shape}\",\"decoder\":\"{decoder}\",\"experts\":\"{}\",\"layers\":{},\"ranks\":{ranks},\
+             \"rank\":{rank},\"dispatcher\":\"{dispatcher}\"",
             self.experts(),
             self.sizes.layers,
         )
@@ -209,6 +223,7 @@ impl Bench {
         let max_rows = self.ranks * self.many().div_ceil(self.ranks) * self.sizes.top_k;
         let config = GroupConfig { max_rows, ..GroupConfig::new(self.sizes.experts, most) };
         let group = endpoint.group(config, &self.device)?;
+        self.dispatcher = group.dispatcher_kind().name();
         let model = Model::load_on(&Checkpoint::open_config(dir.path())?, group, options)?;
         self.loaded("moebius", start)?;
         self.measure_link(&model)?;
@@ -218,6 +233,7 @@ impl Bench {
     fn load_theirs(&mut self) -> Result<Theirs> {
         // Ours has left; what it took is the driver's again once the device is idle.
         self.device.synchronize()?;
+        self.dispatcher = "none";
         self.free = [free_memory(&self.device)?; 2];
         let start = Instant::now();
         let theirs = Theirs::new(&self.sizes, self.dtype, &self.device).map_err(|e| e.to_string())?;
@@ -431,6 +447,27 @@ impl Bench {
 /// Those of a rank's sequences; none on the CPU, as a GPU has no memory of no bytes.
 fn own_ids(ids: &Tensor, own: usize) -> Result<Tensor> {
     Ok(if own == 0 { Tensor::zeros((0, 1), DType::U32, &Device::Cpu)? } else { ids.narrow(0, 0, own)?.contiguous()? })
+}
+
+/// The GPU's name, or that it is none.
+fn card(device: &Device) -> Result<String> {
+    #[cfg(feature = "cuda")]
+    if !device.is_cpu() {
+        return Ok(moebius::candle::cuda(device)?.name()?);
+    }
+    let _ = device;
+    Ok("CPU".to_string())
+}
+
+/// The commit that was asked for, or that of the sources.
+fn commit(options: &Options) -> String {
+    let asked = || {
+        let folder = env!("CARGO_MANIFEST_DIR");
+        let git =
+            Command::new("git").args(["-C", folder, "describe", "--always", "--dirty", "--abbrev=12"]).output().ok()?;
+        git.status.success().then(|| String::from_utf8_lossy(&git.stdout).trim().to_string())
+    };
+    options.commit.clone().or_else(asked).unwrap_or_else(|| "unknown".to_string())
 }
 
 /// What was timed.

@@ -94,3 +94,52 @@ impl FailureSources {
         failure.map_or(Ok(()), Err)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Whether it has ended, and whether it is held.
+    #[derive(Default)]
+    struct Gate {
+        ended: bool,
+        held: AtomicBool,
+    }
+
+    impl ReplayGate for Gate {
+        fn pass(&self, launch: &mut dyn FnMut() -> Result<()>) -> Result<()> {
+            if self.ended {
+                return Err(Error::invalid("replay", "gate", "one that has not ended", "one that has"));
+            }
+            self.held.store(true, Ordering::SeqCst);
+            let launched = launch();
+            self.held.store(false, Ordering::SeqCst);
+            launched
+        }
+
+        fn replayed(&self) -> Result<()> {
+            Ok(())
+        }
+    }
+
+    #[test]
+    fn a_replay_is_launched_while_all_gates_are_held() {
+        let open: Vec<Arc<Gate>> = (0..3).map(|_| Arc::default()).collect();
+        let gates: Vec<Arc<dyn ReplayGate>> = open.iter().map(|gate| Arc::clone(gate) as _).collect();
+        let mut launches = 0;
+        let mut launch = || {
+            launches += 1;
+            assert!(open.iter().all(|gate| gate.held.load(Ordering::SeqCst)));
+            Ok(())
+        };
+        assert!(pass_all(&gates, &mut launch).is_ok());
+        // One that has ended lets nothing through, wherever it stands.
+        for at in 0..=gates.len() {
+            let mut gates = gates.clone();
+            gates.insert(at, Arc::new(Gate { ended: true, ..Gate::default() }));
+            assert!(pass_all(&gates, &mut launch).is_err_and(|e| e.to_string().contains("has not ended")));
+        }
+        assert_eq!(launches, 1);
+        assert!(open.iter().all(|gate| !gate.held.load(Ordering::SeqCst)));
+    }
+}
