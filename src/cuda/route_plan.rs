@@ -29,7 +29,7 @@ pub(super) fn route_and_plan(device: &Cuda, call: RouteAndPlan<'_, Cuda>) -> Res
     let RouteAndPlan { linear, config, selection_bias, jitter, mut ids, mut weights, spec } = call;
     let [t, _] = dims2(CALL, "x", linear.x.dims())?;
     let experts = config.num_experts;
-    let with_room = has_room(spec, t, experts) && spec.reporting == Reporting::Deferred;
+    let with_room = has_room(spec, t, experts) && config.top_k == spec.top_k && spec.reporting == Reporting::Deferred;
     let Some((kernel, grid)) = kernel(device, &linear, experts).filter(|_| with_room) else { return Ok(None) };
     let origin = Origin { rank: 0, layer: spec.layer };
     let routing = route_params(

@@ -244,7 +244,8 @@ impl<D: Kernels> DispatcherState<D> {
     pub(super) fn route_and_plan(&mut self, call: RouteAndPlan<'_, D>) -> Result<Option<(Handle<D>, Tensor<D>)>> {
         let spec = *call.spec;
         // What a prepare refuses is left to it.
-        if self.check_sizes(&spec).is_err() || self.check_spec(&spec).is_err() {
+        let other_experts = call.config.num_experts != self.config.num_experts;
+        if other_experts || self.check_sizes(&spec).is_err() || self.check_spec(&spec).is_err() {
             return Ok(None);
         }
         let Some(RoutedPlan { plan, slot_weights }) = self.device.route_and_plan(call)? else { return Ok(None) };

@@ -151,7 +151,7 @@ mod gpus {
 #[cfg(all(feature = "burn-cuda", feature = "nccl"))]
 mod processes {
     use burn::backend::cuda::CudaDevice;
-    use moebius::comm::{Op, Solo, Tag};
+    use moebius::comm::{Communicator, Op, Solo, Tag};
     use moebius::cuda::Cuda;
     use moebius::nccl::{NcclComm, NcclLibrary};
     use moebius::ranks::{Bootstrap, Identity};

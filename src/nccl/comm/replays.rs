@@ -51,8 +51,13 @@ impl ReplayGate for Replays {
         let (operation, tag, rank) = (REPLAY, NO_TAG, self.comm_handle.rank);
         let reason = || "the communicator has ended".to_string();
         let ended = || CommError::Poisoned { operation, tag, rank, reason: reason() };
-        // An abort takes memory that the graph's collectives use, and waits for this.
-        let launched = self.comm_handle.with(|_, _| launch());
+        let refused = || self.comm_handle.failure().map_or(Ok(()), |failure| Err(failure.into()));
+        // An abort takes memory that the graph's collectives use, and waits for this. A launch blocks where the stream's queue
+        // is full, until what it waits for ends: only a library that ends kernels beside a call (2.29) may be kept out.
+        let launched = match self.comm_handle.can_revoke() {
+            true => self.comm_handle.with(|_, _| refused().and_then(|()| launch())),
+            false => self.comm_handle.with(|_, _| refused()).map(|ready| ready.and_then(|()| launch())),
+        };
         launched.unwrap_or_else(|| Err(self.comm_handle.failure().unwrap_or_else(ended).into()))
     }
 

@@ -359,6 +359,11 @@ impl CommHandle {
         self.library.check("ncclCommGetAsyncError", comm, found).err()
     }
 
+    /// Whether a call that is stuck can be ended beside it.
+    pub(in crate::nccl) fn can_revoke(&self) -> bool {
+        self.library.functions().comm_revoke.is_some()
+    }
+
     /// Ends what runs and frees the communicator. A call that is stuck is ended first.
     pub(in crate::nccl) fn abort(&self) {
         let kernels = self.stop_kernels();
@@ -374,7 +379,10 @@ impl CommHandle {
                 // A library that cannot be called back keeps its call, and what is left is the call's.
                 match self.lock_within(END) {
                     Some(gate) => gate,
-                    None => return,
+                    None => {
+                        self.set_stuck(true);
+                        return;
+                    }
                 }
             }
         };
