@@ -12,6 +12,8 @@ use crate::comm::{Communicator, Op, ReduceOp, Tag};
 use crate::compare::{gather_numbers, meet};
 use crate::error::{Error, Result};
 use crate::etp::{ShardDevice, StreamPair, recover};
+#[cfg(feature = "candle")]
+use crate::fnv1a::fnv1a;
 use crate::kernels::Kernels;
 use crate::tensor::Tensor;
 
@@ -50,6 +52,14 @@ pub(crate) struct StepCalls {
     pub(crate) microbatches: u64,
     /// A hash of the calls of layers, by which sums begin beside the last of them.
     pub(crate) calls: u64,
+    /// Of the variables that all ranks hold, in the order in which they are summed (`variables_hash`); 0 where that is given.
+    pub(crate) variables: u64,
+}
+
+/// A hash of variables' sizes and types, which are the same on all ranks: sums of others would be mixed.
+#[cfg(feature = "candle")]
+pub(crate) fn variables_hash(variables: impl Iterator<Item = String>) -> u64 {
+    fnv1a(&variables.collect::<Vec<_>>().join(";"))
 }
 
 /// A sum under way.
@@ -307,11 +317,15 @@ impl<D: ShardDevice> Worker<D> {
         let mut same = true;
         for comm in self.comms.iter_mut().flatten() {
             let device = comm.device().unwrap_or(&self.compute).clone();
-            let sent = [own.microbatches, own.calls, u64::from(same)];
+            let sent = [own.microbatches, own.calls, u64::from(same), own.variables];
             let numbers = gather_numbers(&device, &mut **comm, tag, &sent)?;
-            for (peer, [microbatches, calls, all_same]) in numbers.as_chunks().0.iter().enumerate() {
+            for (peer, [microbatches, calls, all_same, variables]) in numbers.as_chunks().0.iter().enumerate() {
                 if *microbatches != own.microbatches {
                     return Err(other_microbatches((peer, *microbatches), own.microbatches));
+                }
+                if *variables != own.variables {
+                    let expected = format!("sizes and types of rank {peer}'s, in its order");
+                    return Err(Error::invalid(CALL, "variables", expected, "others, or in another order"));
                 }
                 same &= *calls == own.calls && *all_same != 0;
             }

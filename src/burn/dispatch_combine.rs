@@ -8,7 +8,7 @@ use burn::tensor::{Int, Tensor};
 
 use crate::adapter::{DispatchTokens, DispatchedRows, pieces};
 use crate::comm::Op;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::layer::{Layer, LayerSpec};
 use crate::lazy::Lazy;
 use crate::metrics::Load;
@@ -217,7 +217,17 @@ impl<B: MoeBackend> Dispatched<B> {
     ) -> Result<Tensor<B, 2>> {
         let count = self.rows.dims()[0];
         let part = |(e, rows): (Option<usize>, Range<usize>)| match e {
-            Some(e) => expert(e, self.rows.clone().slice([rows.clone()]), self.weights.clone().slice([rows])),
+            Some(e) => {
+                let n = rows.len();
+                let out = expert(e, self.rows.clone().slice([rows.clone()]), self.weights.clone().slice([rows]))?;
+                match out.dims()[0] == n {
+                    true => Ok(out),
+                    false => {
+                        let name = format!("rows of expert {e}");
+                        Err(Error::invalid("DispatchCombine::map_experts", name, n, out.dims()[0]))
+                    }
+                }
+            }
             // These rows are zero, and nobody reads what becomes of them.
             None if rows == (0..count) => Ok(self.rows.clone().detach()),
             None => Ok(self.rows.clone().detach().slice([rows])),

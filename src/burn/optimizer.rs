@@ -275,6 +275,7 @@ impl<B: AutodiffBackend + MoeBackend> AdamW<B> {
 
     fn take_step<M: Module<B>>(&mut self, module: &M, gradients: GradientsParams) -> Result<Values<B::Native>> {
         let (device, values, mut gradients) = (self.optimizer.device().clone(), values::<B, M>(module), gradients);
+        self.params.iter().find(|param| !values.contains_key(&param.id)).map_or(Ok(()), |param| Err(missing(param)))?;
         let given = self.params.iter().enumerate().filter_map(|(index, param)| {
             // burn keeps the tensor as its back end does, whatever number of dimensions is named here.
             let gradient = gradients.remove::<B::InnerBackend, 1>(param.id)?;
@@ -413,9 +414,12 @@ fn new_value<B: MoeBackend>(
 }
 
 /// A module's value of a parameter, contiguous.
+fn missing(param: &AdamWParam) -> Error {
+    Error::invalid(CALL, format!("parameter {}", param.name), "one of the module", "none of this id")
+}
+
 fn find<B: MoeBackend>(values: &Values<B::Native>, param: &AdamWParam) -> Result<FloatTensor<B::Native>> {
-    let missing = || Error::invalid(CALL, format!("parameter {}", param.name), "one of the module", "none of this id");
-    values.get(&param.id).cloned().map(B::Native::contiguous).ok_or_else(missing)
+    values.get(&param.id).cloned().map(B::Native::contiguous).ok_or_else(|| missing(param))
 }
 
 fn values<B: AutodiffBackend + MoeBackend, M: Module<B>>(module: &M) -> Values<B::Native> {

@@ -100,6 +100,10 @@ struct ReducedLayer {
     calls: Arc<LayerCalls>,
 }
 
+/// Instead of a hash of variables: a module is visited in one order on all ranks, and a gradient of another size than its
+/// parameter's is named on its own rank.
+const IN_ORDER: u64 = 0;
+
 /// Parameters of a module whose gradients are summed.
 struct StepParams<B: LayerBackend> {
     replicated: Vec<ReducedTensor<B::Native>>,
@@ -249,9 +253,9 @@ impl<B: AutodiffBackend + MoeBackend> GradientReducer<B> {
         if self.sums.is_alone() {
             return Ok(self.take());
         }
-        let calls = StepCalls { microbatches: self.microbatches(), calls: 0 };
-        agree(&self.sums, calls)?;
-        self.sum(&self.params(module), Begun::<B>::default())
+        let params = self.params(module);
+        agree(&self.sums, StepCalls { microbatches: self.microbatches(), calls: 0, variables: IN_ORDER })?;
+        self.sum(&params, Begun::<B>::default())
     }
 
     /// [`backward`](Self::backward) of a step's last microbatch and [`reduce`](Self::reduce), with the same bits: the
@@ -379,7 +383,8 @@ impl<B: AutodiffBackend + MoeBackend> GradientReducer<B> {
         let of = |param: &ReducedTensor<_>| remaining.get(&param.id).copied().unwrap_or(0usize).to_string();
         let calls: Vec<String> = params.replicated.iter().chain(&params.experts).map(of).collect();
         // The backward to come is counted.
-        let calls = StepCalls { microbatches: self.microbatches() + 1, calls: fnv1a(&calls.join(",")) };
+        let (microbatches, variables) = (self.microbatches() + 1, IN_ORDER);
+        let calls = StepCalls { microbatches, calls: fnv1a(&calls.join(",")), variables };
         if !agree(&self.sums, calls)? {
             remaining.clear();
         }

@@ -229,9 +229,15 @@ impl Dispatched {
     pub fn map_experts(&self, mut expert: impl FnMut(usize, &Tensor, &Tensor) -> Result<Tensor>) -> Result<Tensor> {
         let part = |(e, rows): (Option<usize>, Range<usize>)| {
             let of = |t: &Tensor| t.narrow(0, rows.start, rows.len());
-            match e {
-                Some(e) => expert(e, &of(&self.rows)?, &of(&self.weights)?),
-                None => of(&self.rows)?.detach().zeros_like(),
+            let Some(e) = e else { return of(&self.rows)?.detach().zeros_like() };
+            let out = expert(e, &of(&self.rows)?, &of(&self.weights)?)?;
+            match out.dims().first() == Some(&rows.len()) {
+                true => Ok(out),
+                false => candle_core::bail!(
+                    "DispatchCombine::map_experts: expert {e}: expected {} rows, found {:?}",
+                    rows.len(),
+                    out.dims()
+                ),
             }
         };
         let parts = pieces(&self.segments()?, self.rows.dims()[0]).into_iter().map(part);

@@ -495,6 +495,27 @@ fn a_rank_whose_gradient_cannot_be_summed() -> AnyResult<()> {
     Ok(())
 }
 
+/// Sums of as many bytes, which would be mixed.
+fn variables_in_another_order_are_an_error_on_every_rank() -> AnyResult<()> {
+    places([1, 2], |place| {
+        let Place { group, comms, .. } = place;
+        let var = |n: usize| Var::ones(n, DType::F32, &Device::Cpu);
+        let mut vars = vec![var(3)?, var(4)?];
+        let loss = (vars[0].sum_all()? + vars[1].sum_all()?)?;
+        if group.rank() == CULPRIT {
+            vars.reverse();
+        }
+        let reducer = GradientReducer::new(&Cpu::new(), comms)?.with_vars(&vars);
+        let mut main = MainGradients::new();
+        main.backward(&loss)?;
+        let error = main.reduce(&reducer).expect_err("another order");
+        let named = matches!(error_of(&error), Some(Error::Invalid { name, .. }) if name == "variables");
+        assert!(named, "{error}");
+        Ok(())
+    })?;
+    Ok(())
+}
+
 /// One rank sums after one microbatch more, or less.
 fn another_number_of_microbatches_is_an_error_on_every_rank() -> AnyResult<()> {
     let meshes = [[1, 2], [1, 4], [2, 2]];
@@ -623,5 +644,6 @@ tests! {
     sums_are_summed_once,
     all_variables_of_a_model,
     a_rank_whose_gradient_cannot_be_summed,
+    variables_in_another_order_are_an_error_on_every_rank,
     another_number_of_microbatches_is_an_error_on_every_rank,
 }
