@@ -12,8 +12,6 @@ use crate::comm::{Communicator, Op, ReduceOp, Tag};
 use crate::compare::{gather_numbers, meet};
 use crate::error::{Error, Result};
 use crate::etp::{ShardDevice, StreamPair, recover};
-#[cfg(feature = "candle")]
-use crate::fnv1a::fnv1a;
 use crate::kernels::Kernels;
 use crate::tensor::Tensor;
 
@@ -52,14 +50,9 @@ pub(crate) struct StepCalls {
     pub(crate) microbatches: u64,
     /// A hash of the calls of layers, by which sums begin beside the last of them.
     pub(crate) calls: u64,
-    /// Of the variables that all ranks hold, in the order in which they are summed (`variables_hash`); 0 where that is given.
+    /// A hash of the sizes and types of the variables that all ranks hold, in the order in which they are summed: sums of
+    /// others would be mixed. 0 where they are known to be the same.
     pub(crate) variables: u64,
-}
-
-/// A hash of variables' sizes and types, which are the same on all ranks: sums of others would be mixed.
-#[cfg(feature = "candle")]
-pub(crate) fn variables_hash(variables: impl Iterator<Item = String>) -> u64 {
-    fnv1a(&variables.collect::<Vec<_>>().join(";"))
 }
 
 /// A sum under way.

@@ -32,8 +32,6 @@ pub(crate) use dispatch::{FrameworkTensors, GuardedCall, PendingDispatch, pieces
 pub(crate) use gradient_reduction::AllReduce;
 pub(crate) use gradient_reduction::{GradientReduction, REDUCE_GRADIENTS};
 pub use gradient_sums::ReduceComms;
-#[cfg(feature = "candle")]
-pub(crate) use gradient_sums::variables_hash;
 pub(crate) use gradient_sums::{GradientSums, StepCalls};
 pub(crate) use group::ErasedChain;
 pub use group::{DeviceErased, FrameworkDevice};

@@ -10,7 +10,7 @@ use candle_core::{DType, Result, Tensor, TensorId, Var};
 
 use crate::adapter::{
     BUCKET_BYTES, EarlySums, GradientSums, PendingBuckets, ReduceComms, ReducedParam, StepCalls, StepGradients,
-    StepReduction, SumOf, Summand, agree, fail, summed_in_part, variables_hash,
+    StepReduction, SumOf, Summand, agree, fail, summed_in_part,
 };
 use crate::fnv1a::fnv1a;
 use crate::layer::PerParam;
@@ -154,7 +154,9 @@ impl<D: CandleDevice> GradientReducer<D> {
     fn agree(&self, microbatches: u64, early: &HashMap<TensorId, usize>) -> crate::Result<bool> {
         let calls = |t: &Tensor| early.get(&t.id()).map_or_else(|| "-".to_string(), usize::to_string);
         let calls: Vec<String> = self.replicated.iter().chain(&self.experts).map(calls).collect();
-        let variables = variables_hash(self.replicated.iter().map(|t| format!("{:?} {:?}", t.dims(), t.dtype())));
+        let variables: Vec<String> =
+            self.replicated.iter().map(|t| format!("{:?} {:?}", t.dims(), t.dtype())).collect();
+        let variables = fnv1a(&variables.join(";"));
         agree(&self.sums, StepCalls { microbatches, calls: fnv1a(&calls.join(",")), variables })
     }
 
