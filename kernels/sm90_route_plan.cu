@@ -31,9 +31,9 @@ struct Stages {
 };
 
 // The steps of a warp: each has a run of them, in the order of k.
-struct Run {
+struct StepRange {
     int first, last;
-    __device__ __forceinline__ Run(int warp, int steps) {
+    __device__ __forceinline__ StepRange(int warp, int steps) {
         const int per = (steps + WARPS - 1) / WARPS;
         first = min(warp * per, steps), last = min(first + per, steps);
     }
@@ -41,10 +41,10 @@ struct Run {
 
 // This warp's run of the block's rows and weights, on their way to shared memory; `arrived` counts its lanes' copies.
 template <class T>
-__device__ __forceinline__ void load_run(const GemmParams& p, const Stages& stages, const Run& run, int tiles, uint32_t arrived) {
+__device__ __forceinline__ void load_run(const GemmParams& p, const Stages& stages, const StepRange& own, int tiles, uint32_t arrived) {
     const int lane = threadIdx.x % 32, chunk = lane % 8;
     const T *x = static_cast<const T*>(p.a), *weight = static_cast<const T*>(p.b);
-    for (int step = run.first; step < run.last; step++) {
+    for (int step = own.first; step < own.last; step++) {
         const int64_t k = step * STEP + chunk * 8;
         const bool inside = k < p.k;
         for (int tile = 0; tile < tiles; tile++) {
@@ -89,7 +89,7 @@ __device__ __forceinline__ void multiply(const Stages& stages, int steps, int ti
         if (step >= steps) return;
         if (step >= there) {
             ptx::mbarrier_wait(arrived + warp * 8, 0);
-            there = Run(warp++, steps).last;
+            there = StepRange(warp++, steps).last;
         }
         to.read(stages, step, tile);
     };
@@ -115,7 +115,7 @@ __device__ __forceinline__ void store_first_block(uint32_t to, float v) {
 }
 
 // Sum, with its own, of what the threads up to this one have; `total` gets that of all.
-__device__ __forceinline__ unsigned long long sum_upto(unsigned long long own, unsigned long long& total) {
+__device__ __forceinline__ unsigned long long inclusive_sum(unsigned long long own, unsigned long long& total) {
     __shared__ unsigned long long sums[WARPS];
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
 #pragma unroll
@@ -149,7 +149,7 @@ __device__ void lay_out(const LocalPlanParams& p, const Choice& choice, bool cho
     const uint32_t alignment = static_cast<uint32_t>(p.alignment), tile_rows = static_cast<uint32_t>(p.tile_rows);
     const uint32_t padded = alignment == 1 ? load : (load + alignment - 1) / alignment * alignment, tiles = (load + tile_rows - 1) / tile_rows;
     unsigned long long total;
-    const unsigned long long upto = sum_upto(static_cast<unsigned long long>(tiles) << 32 | padded, total);
+    const unsigned long long upto = inclusive_sum(static_cast<unsigned long long>(tiles) << 32 | padded, total);
     const int start = static_cast<int>(static_cast<uint32_t>(upto) - padded);
     if (e < experts) {
         starts[e] = start;
@@ -195,7 +195,7 @@ __device__ __forceinline__ void run(const GemmParams& p, const RoutingParams& ro
         asm volatile("fence.mbarrier_init.release.cluster;\n" ::: "memory");
     }
     __syncwarp();
-    load_run<T>(p, stages, Run(warp, steps), tiles, barriers + warp * 8);
+    load_run<T>(p, stages, StepRange(warp, steps), tiles, barriers + warp * 8);
     // The first block is there to be written to, once all have come this far; barriers of other warps are, too.
     cluster_arrive();
     cluster_wait();

@@ -3,8 +3,8 @@
 use burn::backend::Flex;
 use moebius::etp::Payload;
 
-use super::{bits, settings, train};
-use crate::burn::{Rank, places};
+use super::{bits, in_two_parts, settings, train};
+use crate::burn::{Rank, communicators};
 use crate::corpus::Corpus;
 use crate::lm::{Settings, Step, Tolerances, initial};
 use crate::mesh::Mesh;
@@ -53,7 +53,8 @@ fn ranks_as_threads_and_as_processes() {
                     steps
                 })
             };
-            let threads: Vec<_> = places::on_cpu(settings.mesh).unwrap().into_iter().enumerate().map(run).collect();
+            let threads: Vec<_> =
+                communicators::on_cpu(settings.mesh).unwrap().into_iter().enumerate().map(run).collect();
             found.extend(threads.into_iter().map(|thread| thread.join().unwrap()));
         });
         assert_eq!(bits(&found[0]), bits(&expected), "{:?}", settings.mesh);
@@ -98,15 +99,6 @@ fn the_number_of_shards_decides_no_bit() {
     }
 }
 
-/// A run in two parts, the second from the first's state.
-fn in_two_parts(settings: &Settings, then: Mesh, dir: &std::path::Path) -> Vec<Step> {
-    let mut steps = train_burn(&Settings { range: 0..2, save: Some(dir.to_path_buf()), ..settings.clone() });
-    let resumed = Settings { range: 2..4, resume: Some(dir.to_path_buf()), mesh: then, ..settings.clone() };
-    assert_eq!(state::saved(dir, &resumed).unwrap().steps, 2);
-    steps.extend(train_burn(&resumed));
-    steps
-}
-
 /// Losses, norms and weights are those of the unbroken run to the bit, at another number of shards too; at another number
 /// of ranks they are as far apart as those that add in another order.
 #[test]
@@ -116,19 +108,20 @@ fn a_resumed_run_is_the_unbroken_one() {
     let with_clip = |s: Settings| Settings { clip: Some(0.5), microbatches: 2, ..s };
     for (number, settings) in [of_ranks(1), of_ranks(2), settings(2, Some(2))].into_iter().enumerate() {
         let settings = with_clip(settings);
-        let found = in_two_parts(&settings, settings.mesh, &dir.join(number.to_string()));
+        let found = in_two_parts(train_burn, (&settings, settings.mesh), &dir.join(number.to_string()));
         assert_eq!(bits(&found), bits(&train_burn(&settings)), "{:?}", settings.mesh);
     }
     let settings = Settings { clip: Some(0.5), ..settings(1, Some(4)) };
     let expected = bits(&train_burn(&settings));
     for etp in [1, 2] {
         let then = Mesh { etp: Some(etp), ..settings.mesh };
-        assert_eq!(bits(&in_two_parts(&settings, then, &dir.join(format!("etp {etp}")))), expected);
+        assert_eq!(bits(&in_two_parts(train_burn, (&settings, then), &dir.join(format!("etp {etp}")))), expected);
     }
     for (saved, then) in [(1, 2), (2, 1)] {
         let settings = Settings { balance: 0.0, ..with_clip(of_ranks(saved)) };
         let expected = train_burn(&settings);
-        let found = in_two_parts(&settings, of_ranks(then).mesh, &dir.join(format!("{saved} then {then}")));
+        let found =
+            in_two_parts(train_burn, (&settings, of_ranks(then).mesh), &dir.join(format!("{saved} then {then}")));
         for (found, expected) in found.iter().zip(&expected) {
             assert!((found.loss - expected.loss).abs() <= 2e-5, "{} and {}", found.loss, expected.loss);
         }
@@ -193,7 +186,7 @@ fn a_state_of_two_steps_is_refused() {
                 Rank::<Flex>::new(settings, params, at, number).map(drop).unwrap_err().to_string()
             })
         };
-        let threads: Vec<_> = places::on_cpu(resumed.mesh).unwrap().into_iter().enumerate().map(start).collect();
+        let threads: Vec<_> = communicators::on_cpu(resumed.mesh).unwrap().into_iter().enumerate().map(start).collect();
         for thread in threads {
             let error = thread.join().unwrap();
             assert!(error.contains("weights after step 1, but an optimizer after step 2"), "{error}");

@@ -393,11 +393,11 @@ fn run_process(args: &Args) -> Result<bool, Failure> {
         }
         #[cfg(all(feature = "burn-cuda", feature = "nccl"))]
         Framework::Burn => {
-            let process = burn::places::Process::join()?;
+            let process = burn::communicators::Process::join()?;
             let of = (process.rank(), process.world());
             run_rank(args, of, |settings, params| {
-                let (device, place) = process.place(settings.mesh)?;
-                burn::Rank::<burn::places::Gpu>::new(settings, params, (place, &device), of.0)
+                let (device, comms) = process.comms(settings.mesh)?;
+                burn::Rank::<burn::communicators::Gpu>::new(settings, params, (comms, &device), of.0)
             })
         }
         #[cfg(not(all(feature = "burn-cuda", feature = "nccl")))]

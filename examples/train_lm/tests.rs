@@ -327,12 +327,18 @@ fn what_burn_cannot_do_is_refused() {
     };
     assert!(wanted.map_or(text.is_empty(), |wanted| text.contains(wanted)), "{text}");
     for all in [&["--ranks", "2"][..], &["--etp", "2", "--microbatches", "2", "--clip", "1", "--save", "state"]] {
-        assert_eq!(refused(all).contains("--features burn"), !cfg!(feature = "burn"));
+        let text = refused(all);
+        assert_eq!(text.contains("--features burn"), !cfg!(feature = "burn"), "{text}");
+        assert_eq!(text.is_empty(), cfg!(feature = "burn"), "{text}");
     }
 }
 
-/// A run in two parts, the second from the first's state.
-fn in_two_parts(settings: &Settings, then: Mesh, dir: &std::path::Path) -> Vec<Step> {
+/// A run in two parts, the second from the first's state, by what trains.
+fn in_two_parts(
+    train: fn(&Settings) -> Vec<Step>,
+    (settings, then): (&Settings, Mesh),
+    dir: &std::path::Path,
+) -> Vec<Step> {
     let mut steps = train(&Settings { range: 0..2, save: Some(dir.to_path_buf()), ..settings.clone() });
     let resumed = Settings { range: 2..4, resume: Some(dir.to_path_buf()), mesh: then, ..settings.clone() };
     assert_eq!(state::saved(dir, &resumed).unwrap().steps, 2);
@@ -350,20 +356,23 @@ fn a_resumed_run_is_the_unbroken_one() {
     for (number, settings) in [with_clip(4, None), with_clip(2, Some(2)), with_clip(1, Some(4))].into_iter().enumerate()
     {
         let expected = train(&settings);
-        assert_eq!(bits(&in_two_parts(&settings, settings.mesh, &dir.join(number.to_string()))), bits(&expected));
+        assert_eq!(
+            bits(&in_two_parts(train, (&settings, settings.mesh), &dir.join(number.to_string()))),
+            bits(&expected)
+        );
     }
     // Other numbers of shards, and none.
     let settings = with_clip(1, Some(4));
     let expected = bits(&train(&settings));
     for etp in [1, 2] {
         let then = Mesh { etp: Some(etp), ..settings.mesh };
-        assert_eq!(bits(&in_two_parts(&settings, then, &dir.join(format!("etp {etp}")))), expected);
+        assert_eq!(bits(&in_two_parts(train, (&settings, then), &dir.join(format!("etp {etp}")))), expected);
     }
     // Another number of ranks sums in another order: as far apart as in `several_microbatches_and_whole_weights`.
     let then = Mesh { ranks: 2, ep: 2, etp: None, engines: false };
     let one_balance = Settings { balance: 0.0, ..settings };
     let expected = train(&one_balance);
-    for (found, expected) in in_two_parts(&one_balance, then, &dir.join("whole")).iter().zip(&expected) {
+    for (found, expected) in in_two_parts(train, (&one_balance, then), &dir.join("whole")).iter().zip(&expected) {
         assert!((found.loss - expected.loss).abs() <= 2e-5, "{} and {}", found.loss, expected.loss);
     }
 }

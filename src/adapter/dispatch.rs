@@ -285,6 +285,14 @@ pub(crate) fn pieces(segments: &[Range<usize>], rows: usize) -> Vec<(Option<usiz
     pieces
 }
 
+/// Refuses what an expert has made of its rows, if these are another number: the next expert's would be taken for its own.
+pub(crate) fn check_expert_rows(expert: usize, rows: usize, made: usize) -> Result<()> {
+    match made == rows {
+        true => Ok(()),
+        false => Err(Error::invalid("DispatchCombine::map_experts", format!("rows of expert {expert}"), rows, made)),
+    }
+}
+
 /// One dispatch, until its backward; cotangents are tensors `T` of a framework.
 pub(crate) struct PendingDispatch<D: FrameworkDevice, T> {
     pub(crate) routing: DispatchRouting<D>,

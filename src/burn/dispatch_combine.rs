@@ -6,9 +6,9 @@ use std::sync::Arc;
 use burn::tensor::backend::Backend;
 use burn::tensor::{Int, Tensor};
 
-use crate::adapter::{DispatchTokens, DispatchedRows, pieces};
+use crate::adapter::{DispatchTokens, DispatchedRows, check_expert_rows, pieces};
 use crate::comm::Op;
-use crate::error::{Error, Result};
+use crate::error::Result;
 use crate::layer::{Layer, LayerSpec};
 use crate::lazy::Lazy;
 use crate::metrics::Load;
@@ -220,13 +220,8 @@ impl<B: MoeBackend> Dispatched<B> {
             Some(e) => {
                 let n = rows.len();
                 let out = expert(e, self.rows.clone().slice([rows.clone()]), self.weights.clone().slice([rows]))?;
-                match out.dims()[0] == n {
-                    true => Ok(out),
-                    false => {
-                        let name = format!("rows of expert {e}");
-                        Err(Error::invalid("DispatchCombine::map_experts", name, n, out.dims()[0]))
-                    }
-                }
+                check_expert_rows(e, n, out.dims()[0])?;
+                Ok(out)
             }
             // These rows are zero, and nobody reads what becomes of them.
             None if rows == (0..count) => Ok(self.rows.clone().detach()),

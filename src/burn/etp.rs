@@ -197,8 +197,9 @@ impl<B: NativeBackend> ShardedParams<B> {
     }
 
     /// [`Chain::finish`] into burn's gradients: each shard's gradient, `[1, S, C]` in its parameter's type (or that of the
-    /// [sums](Self::with_gradients_as_summed)), where the optimizer looks for it. `modules` are those of the passes, all of them; a frozen shard has no gradient. `replicas`
-    /// is none where the chain has a communicator of its own ([`Chain::with_replicas`]).
+    /// [sums](Self::with_gradients_as_summed)), where the optimizer looks for it. `modules` are those of the passes, all of
+    /// them; a frozen shard has no gradient. `replicas` is none where the chain has a communicator of its own
+    /// ([`Chain::with_replicas`]).
     ///
     /// # Errors
     /// As [`Chain::finish`]; what [`begin`](Self::begin) refuses of modules. The other ranks of the chain, and the

@@ -413,11 +413,11 @@ fn new_value<B: MoeBackend>(
     B::Native::output(device, value, ResultSpec { dtype, dims: &value.shape() })
 }
 
-/// A module's value of a parameter, contiguous.
 fn missing(param: &AdamWParam) -> Error {
     Error::invalid(CALL, format!("parameter {}", param.name), "one of the module", "none of this id")
 }
 
+/// A module's value of a parameter, contiguous.
 fn find<B: MoeBackend>(values: &Values<B::Native>, param: &AdamWParam) -> Result<FloatTensor<B::Native>> {
     values.get(&param.id).cloned().map(B::Native::contiguous).ok_or_else(|| missing(param))
 }

@@ -42,8 +42,8 @@ pub trait FloatParam<B: MoeBackend>: Debug {
     /// Makes the parameter another value, under its id.
     fn set(&mut self, value: FloatTensor<B::Native>);
 
-    /// Gives an optimizer its gradient, in the parameter's type unless `as_is`.
-    fn register(&self, gradient: FloatTensor<B::Native>, as_is: bool, gradients: &mut GradientsParams)
+    /// Gives an optimizer its gradient, in the parameter's type unless `as_summed`.
+    fn register(&self, gradient: FloatTensor<B::Native>, as_summed: bool, gradients: &mut GradientsParams)
     where
         B: AutodiffBackend;
 }
@@ -81,12 +81,12 @@ impl<B: MoeBackend, const D: usize> FloatParam<B> for Param<Tensor<B, D>> {
         *self = Self::initialized(self.id, tensor);
     }
 
-    fn register(&self, gradient: FloatTensor<B::Native>, as_is: bool, gradients: &mut GradientsParams)
+    fn register(&self, gradient: FloatTensor<B::Native>, as_summed: bool, gradients: &mut GradientsParams)
     where
         B: AutodiffBackend,
     {
         let (gradient, dtype) = (tensor::<B, D>(gradient).inner(), FloatParam::dtype(self));
-        let gradient = if as_is || gradient.dtype() == dtype { gradient } else { gradient.cast(dtype) };
+        let gradient = if as_summed || gradient.dtype() == dtype { gradient } else { gradient.cast(dtype) };
         gradients.register::<B::InnerBackend, D>(self.id, gradient);
     }
 }

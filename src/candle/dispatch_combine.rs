@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use candle_core::{DType, Result, Tensor, Var};
 
-use crate::adapter::{DispatchTokens, DispatchedRows, match_device, pieces};
+use crate::adapter::{DispatchTokens, DispatchedRows, check_expert_rows, match_device, pieces};
 use crate::comm::Op;
 use crate::error::Error;
 use crate::layer::{Layer, LayerSpec};
@@ -231,14 +231,8 @@ impl Dispatched {
             let of = |t: &Tensor| t.narrow(0, rows.start, rows.len());
             let Some(e) = e else { return of(&self.rows)?.detach().zeros_like() };
             let out = expert(e, &of(&self.rows)?, &of(&self.weights)?)?;
-            match out.dims().first() == Some(&rows.len()) {
-                true => Ok(out),
-                false => candle_core::bail!(
-                    "DispatchCombine::map_experts: expert {e}: expected {} rows, found {:?}",
-                    rows.len(),
-                    out.dims()
-                ),
-            }
+            check_expert_rows(e, rows.len(), out.dims().first().copied().unwrap_or(0))?;
+            Ok(out)
         };
         let parts = pieces(&self.segments()?, self.rows.dims()[0]).into_iter().map(part);
         Tensor::cat(&parts.collect::<Result<Vec<_>>>()?, 0)

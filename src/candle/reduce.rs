@@ -25,7 +25,8 @@ const CALL: &str = REDUCE_GRADIENTS;
 /// order, after a step's last backward, so that microbatches before it communicate nothing. Nothing to do for one rank.
 ///
 /// # Errors
-/// A communicator's error, on every rank; variables of other sizes on another rank.
+/// A communicator's error, on every rank; variables whose sums take another number of bytes on another rank. Others that
+/// differ, or their order, are not noticed: [`GradientReducer`](super::GradientReducer) compares them.
 pub fn reduce_gradients(group: &DeviceGroup, vars: &[Var], gradients: &mut GradStore) -> candle_core::Result<()> {
     let of: Vec<&Tensor> = vars.iter().map(Var::as_tensor).collect();
     Ok(over_group(group, NO_LAYER, &of, gradients)?)

@@ -305,15 +305,10 @@ fn chunks(choices: usize, rows: usize, experts: usize) -> (usize, usize) {
     (chunk, if small { warps } else { choices.div_ceil(chunk) })
 }
 
-/// The plan with its statistics, to be read when somebody asks.
+/// The plan with its statistics, which are read as the kernels leave them when somebody asks.
 pub(super) fn with_stats(device: &Cuda, (plan, stats): PlanAndStats, experts: usize) -> Plan<Cuda> {
-    Plan { stats: lazy_stats(device, stats, experts), ..plan }
-}
-
-/// Counts as the kernels leave them.
-fn lazy_stats(device: &Cuda, stats: Tensor<Cuda>, experts: usize) -> Lazy<Stats> {
     let device = device.clone();
-    Lazy::from_fn(move || {
+    let stats = Lazy::from_fn(move || {
         let values: Vec<usize> =
             device.to_host(stats.view())?.as_slice::<i64>()?.iter().map(|n| usize::try_from(*n).unwrap_or(0)).collect();
         Ok(Stats {
@@ -322,7 +317,8 @@ fn lazy_stats(device: &Cuda, stats: Tensor<Cuda>, experts: usize) -> Lazy<Stats>
             needed_rows: values[2 * experts],
             dropped: values[2 * experts + 1],
         })
-    })
+    });
+    Plan { stats, ..plan }
 }
 
 pub(super) fn plan(device: &Cuda, call: HostPlanRequest<'_>) -> Result<Plan<Cuda>> {

@@ -235,9 +235,7 @@ impl<D: Kernels> DispatcherState<D> {
             spec,
             row_order: RowOrder::Local,
         };
-        let Some(plan) = self.device.plan_on_device(request)? else { return Ok(None) };
-        self.sequence += 1;
-        Ok(Some(self.handle(spec, plan, if spec.backward { Vec::new() } else { vec![0] }, tokens)))
+        Ok(self.device.plan_on_device(request)?.map(|plan| self.alone(spec, plan)))
     }
 
     /// The only rank's tokens routed and planned for at once, where the device has that: a handle, and the slots' weights.
@@ -248,10 +246,15 @@ impl<D: Kernels> DispatcherState<D> {
         if other_experts || self.check_sizes(&spec).is_err() || self.check_spec(&spec).is_err() {
             return Ok(None);
         }
-        let Some(RoutedPlan { plan, slot_weights }) = self.device.route_and_plan(call)? else { return Ok(None) };
+        let routed = self.device.route_and_plan(call)?;
+        Ok(routed.map(|RoutedPlan { plan, slot_weights }| (self.alone(&spec, plan), slot_weights)))
+    }
+
+    /// The handle of the only rank's plan, which counts as a prepare.
+    fn alone(&mut self, spec: &DispatchSpec, plan: Plan<D>) -> Handle<D> {
         self.sequence += 1;
         let (absent, tokens) = (if spec.backward { Vec::new() } else { vec![0] }, vec![plan.tokens]);
-        Ok(Some((self.handle(&spec, plan, absent, tokens), slot_weights)))
+        self.handle(spec, plan, absent, tokens)
     }
 
     /// A handle of the last prepare that was counted.

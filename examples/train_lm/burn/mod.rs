@@ -2,9 +2,9 @@
 //! that rank's thread, so that ranks share no leaf, and a rank begins a backward only when all have left the last one:
 //! more, burn's graph lock does not allow between threads.
 
+pub mod communicators;
 mod model;
 mod params;
-pub mod places;
 mod sharded;
 
 use std::collections::BTreeMap;
@@ -22,9 +22,9 @@ use moebius::comm::{Communicator, Op, Tag};
 use moebius::ep::{Group, LibraryDispatchers};
 use moebius::etp::{Payload, Phase};
 
+use self::communicators::RankComms;
 use self::model::{Loss, Model, dtype};
 use self::params::{Fill, Snapshot};
-use self::places::Place;
 use self::sharded::Sharded;
 use crate::Failure;
 use crate::corpus::Corpus;
@@ -63,10 +63,10 @@ where
     pub fn new(
         settings: &Settings,
         params: &[Param],
-        (place, device): (Place<CoreDevice<Autodiff<Bk>>>, &Bk::Device),
+        (comms, device): (RankComms<CoreDevice<Autodiff<Bk>>>, &Bk::Device),
         number: usize,
     ) -> Result<Self, Failure> {
-        let Place { device: core, experts, world, optimizer, sums, sharded } = place;
+        let RankComms { device: core, experts, world, optimizer, sums, sharded } = comms;
         let mesh = settings.mesh;
         let group: DeviceGroup = Group::new(core.clone(), experts, group_config(settings))?.into();
         let measured = settings.measure_dispatcher.then(|| group.dispatcher_kind());
@@ -252,15 +252,15 @@ pub fn train(
     match place {
         device::Place::Cpu => {
             let make =
-                |params: &[_], place, number| Rank::<Flex>::new(settings, params, (place, &Default::default()), number);
-            ranks::train(settings, (places::on_cpu(settings.mesh)?, check_every), corpus, make, on_step)
+                |params: &[_], comms, number| Rank::<Flex>::new(settings, params, (comms, &Default::default()), number);
+            ranks::train(settings, (communicators::on_cpu(settings.mesh)?, check_every), corpus, make, on_step)
         }
         #[cfg(feature = "burn-cuda")]
         device::Place::Cuda => {
-            let make = |params: &[_], (device, place), number| {
-                Rank::<places::Gpu>::new(settings, params, (place, &device), number)
+            let make = |params: &[_], (device, comms), number| {
+                Rank::<communicators::Gpu>::new(settings, params, (comms, &device), number)
             };
-            ranks::train(settings, (places::on_gpus(settings.mesh)?, check_every), corpus, make, on_step)
+            ranks::train(settings, (communicators::on_gpus(settings.mesh)?, check_every), corpus, make, on_step)
         }
         #[cfg(not(feature = "burn-cuda"))]
         device::Place::Cuda => Err("this build has no burn on CUDA".into()),

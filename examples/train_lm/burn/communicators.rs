@@ -1,4 +1,4 @@
-//! How a rank in burn reaches the others: on one thread each, or as a process.
+//! The communicators of a rank in burn: of ranks on one thread each, or of a process.
 
 use moebius::comm::Communicator;
 use moebius::cpu::{Cpu, ThreadWorld};
@@ -12,7 +12,7 @@ use crate::ranks::TIMEOUT;
 type Comm<D> = Box<dyn Communicator<D>>;
 
 /// A rank's device, and its communicators.
-pub struct Place<D: ShardDevice> {
+pub struct RankComms<D: ShardDevice> {
     pub device: D,
     /// Those that have other experts each.
     pub experts: Comm<D>,
@@ -26,37 +26,37 @@ pub struct Place<D: ShardDevice> {
     pub sharded: Option<(Comms<D>, Comm<D>)>,
 }
 
-/// Work that a communicator's is in order with.
+/// The stream of a communicator's work.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Beside {
-    /// The device's own.
-    Nothing,
-    /// None: it goes on beside.
-    Layers,
-    /// None, and copy engines do it.
-    LayersByEngines,
+pub enum CommStream {
+    /// The device's, in order with the layers' work.
+    OfDevice,
+    /// One of its own, beside that.
+    Own,
+    /// One of its own, where copy engines do the work.
+    OwnByEngines,
 }
 
 /// The group and the place in it of a rank.
-type PlaceIn = fn(&Mesh, usize) -> (usize, usize);
+type GroupOf = fn(&Mesh, usize) -> (usize, usize);
 
 /// The communicators of every rank, in the order in which all ranks make them.
-fn communicators(mesh: Mesh) -> Vec<(PlaceIn, Beside)> {
-    let all: PlaceIn = |_, rank| (0, rank);
+fn communicators(mesh: Mesh) -> Vec<(GroupOf, CommStream)> {
+    let all: GroupOf = |_, rank| (0, rank);
     let mut wanted = vec![
-        (Mesh::expert as PlaceIn, Beside::Nothing),
-        (all, Beside::Nothing),
-        (all, Beside::Nothing),
-        (all, Beside::Layers),
+        (Mesh::expert as GroupOf, CommStream::OfDevice),
+        (all, CommStream::OfDevice),
+        (all, CommStream::OfDevice),
+        (all, CommStream::Own),
     ];
     if mesh.etp.is_some() {
-        let shards = if mesh.engines { Beside::LayersByEngines } else { Beside::Layers };
-        wanted.extend([(Mesh::shard as PlaceIn, shards), (Mesh::shard, shards), (Mesh::replica, Beside::Layers)]);
+        let shards = if mesh.engines { CommStream::OwnByEngines } else { CommStream::Own };
+        wanted.extend([(Mesh::shard as GroupOf, shards), (Mesh::shard, shards), (Mesh::replica, CommStream::Own)]);
     }
     wanted
 }
 
-impl<D: ShardDevice> Place<D> {
+impl<D: ShardDevice> RankComms<D> {
     /// Of the communicators that [`communicators`] lists.
     fn of(mesh: Mesh, device: D, made: Vec<Comm<D>>) -> Result<Self, Failure> {
         let mut made = made.into_iter();
@@ -73,11 +73,11 @@ impl<D: ShardDevice> Place<D> {
     fn on_threads(
         mesh: Mesh,
         devices: Vec<D>,
-        create: impl Fn(&[usize], Beside) -> Result<Vec<Comm<D>>, Failure>,
+        create: impl Fn(&[usize], CommStream) -> Result<Vec<Comm<D>>, Failure>,
     ) -> Result<Vec<Self>, Failure> {
         let mut of_ranks: Vec<Vec<Comm<D>>> = devices.iter().map(|_| Vec::new()).collect();
-        for (place, beside) in communicators(mesh) {
-            let made = split(mesh.ranks, |rank| place(&mesh, rank), |members| create(members, beside))?;
+        for (place, stream) in communicators(mesh) {
+            let made = split(mesh.ranks, |rank| place(&mesh, rank), |members| create(members, stream))?;
             of_ranks.iter_mut().zip(made).for_each(|(rank, comm)| rank.push(comm));
         }
         devices.into_iter().zip(of_ranks).map(|(device, made)| Self::of(mesh, device, made)).collect()
@@ -88,11 +88,11 @@ impl<D: ShardDevice> Place<D> {
 ///
 /// # Errors
 /// Copy engines, which are GPUs'.
-pub fn on_cpu(mesh: Mesh) -> Result<Vec<Place<Cpu>>, Failure> {
+pub fn on_cpu(mesh: Mesh) -> Result<Vec<RankComms<Cpu>>, Failure> {
     if mesh.engines {
         return Err("copy engines are GPUs', over NCCL".into());
     }
-    Place::on_threads(mesh, vec![Cpu::new(); mesh.ranks], |members, _| {
+    RankComms::on_threads(mesh, vec![Cpu::new(); mesh.ranks], |members, _| {
         Ok(ThreadWorld::create(members.len(), TIMEOUT).into_iter().map(|comm| Box::new(comm) as Box<_>).collect())
     })
 }
@@ -108,42 +108,44 @@ mod gpus {
     use moebius::comm::Solo;
     use moebius::cuda::Cuda;
 
-    use super::{Beside, Comm, Mesh, Place};
+    use super::{Comm, CommStream, Mesh, RankComms};
     use crate::Failure;
 
     pub type Gpu = burn::backend::Cuda<f32, i32>;
 
-    /// Each rank's GPU and place. They are made before any tensor of burn's, which panics where there is no GPU.
-    pub fn on_gpus(mesh: Mesh) -> Result<Vec<(CudaDevice, Place<Cuda>)>, Failure> {
+    /// Each rank's GPU and communicators. They are made before any tensor of burn's, which panics where there is no GPU.
+    pub fn on_gpus(mesh: Mesh) -> Result<Vec<(CudaDevice, RankComms<Cuda>)>, Failure> {
         let devices = || (0..mesh.ranks).map(CudaDevice::new);
         let gpus = devices().map(|device| moebius::burn::cuda(&device)).collect::<moebius::Result<Vec<_>>>()?;
-        let create = |members: &[usize], beside: Beside| -> Result<Vec<Comm<Cuda>>, Failure> {
-            let own = |rank: &usize| match beside {
-                Beside::Nothing => Ok(gpus[*rank].clone()),
+        let create = |members: &[usize], stream: CommStream| -> Result<Vec<Comm<Cuda>>, Failure> {
+            let own = |rank: &usize| match stream {
+                CommStream::OfDevice => Ok(gpus[*rank].clone()),
                 _ => gpus[*rank].with_new_stream(),
             };
             let own = members.iter().map(own).collect::<moebius::Result<Vec<_>>>()?;
             match &own[..] {
                 [alone] => Ok(vec![Box::new(Solo::new(alone.clone()))]),
-                several => among(several, beside),
+                several => among(several, stream),
             }
         };
-        Ok(devices().zip(Place::on_threads(mesh, gpus.clone(), create)?).collect())
+        Ok(devices().zip(RankComms::on_threads(mesh, gpus.clone(), create)?).collect())
     }
 
     #[cfg(feature = "nccl")]
-    fn among(gpus: &[Cuda], beside: Beside) -> Result<Vec<Comm<Cuda>>, Failure> {
+    fn among(gpus: &[Cuda], stream: CommStream) -> Result<Vec<Comm<Cuda>>, Failure> {
         use moebius::nccl::{NcclComm, NcclLibrary, NcclWorld};
         let (library, timeout) = (NcclLibrary::open()?, crate::ranks::TIMEOUT);
-        let comms = match beside {
-            Beside::LayersByEngines => NcclWorld::with_copy_engines(&library, gpus, timeout)?.communicators(timeout)?,
+        let comms = match stream {
+            CommStream::OwnByEngines => {
+                NcclWorld::with_copy_engines(&library, gpus, timeout)?.communicators(timeout)?
+            }
             _ => NcclComm::threads(&library, gpus, timeout)?,
         };
         Ok(comms.into_iter().map(|comm| Box::new(comm) as Box<_>).collect())
     }
 
     #[cfg(not(feature = "nccl"))]
-    fn among(_: &[Cuda], _: Beside) -> Result<Vec<Comm<Cuda>>, Failure> {
+    fn among(_: &[Cuda], _: CommStream) -> Result<Vec<Comm<Cuda>>, Failure> {
         Err("several GPUs want a build with --features nccl".into())
     }
 }
@@ -156,7 +158,7 @@ mod processes {
     use moebius::nccl::{NcclComm, NcclLibrary};
     use moebius::ranks::{Bootstrap, Identity};
 
-    use super::{Beside, Comm, Mesh, Place, communicators};
+    use super::{Comm, CommStream, Mesh, RankComms, communicators};
     use crate::Failure;
 
     /// This process, as one rank of several, on the GPU of its number on its host.
@@ -183,28 +185,29 @@ mod processes {
             self.identity.world
         }
 
-        /// The rank's GPU and place, which all ranks ask for: parts of the communicator of all.
-        pub fn place(self, mesh: Mesh) -> Result<(CudaDevice, Place<Cuda>), Failure> {
+        /// The rank's GPU and communicators, which all ranks ask for: parts of the communicator of all.
+        pub fn comms(self, mesh: Mesh) -> Result<(CudaDevice, RankComms<Cuda>), Failure> {
             let Self { identity, mut comm } = self;
             let cuda = comm.cuda().clone();
-            let part = |(sequence, (place, beside)): (u64, (super::PlaceIn, Beside))| -> Result<Comm<Cuda>, Failure> {
-                let tag = Tag { layer: 0, op: Op::User, sequence };
-                let (color, key) = place(&mesh, identity.rank);
-                let own = match beside {
-                    Beside::Nothing => comm.split_on(tag, Some(color), key, &cuda)?,
-                    Beside::Layers => comm.split_on(tag, Some(color), key, &cuda.with_new_stream()?)?,
-                    Beside::LayersByEngines => {
-                        comm.split_with_copy_engines(tag, Some(color), key, &cuda.with_new_stream()?)?
-                    }
+            let part =
+                |(sequence, (place, stream)): (u64, (super::GroupOf, CommStream))| -> Result<Comm<Cuda>, Failure> {
+                    let tag = Tag { layer: 0, op: Op::User, sequence };
+                    let (color, key) = place(&mesh, identity.rank);
+                    let own = match stream {
+                        CommStream::OfDevice => comm.split_on(tag, Some(color), key, &cuda)?,
+                        CommStream::Own => comm.split_on(tag, Some(color), key, &cuda.with_new_stream()?)?,
+                        CommStream::OwnByEngines => {
+                            comm.split_with_copy_engines(tag, Some(color), key, &cuda.with_new_stream()?)?
+                        }
+                    };
+                    let own = own.ok_or_else(|| Failure::from("a split without a part for this rank"))?;
+                    Ok(match own.size() {
+                        1 => Box::new(Solo::new(own.cuda().clone())),
+                        _ => Box::new(own),
+                    })
                 };
-                let own = own.ok_or_else(|| Failure::from("a split without a part for this rank"))?;
-                Ok(match own.size() {
-                    1 => Box::new(Solo::new(own.cuda().clone())),
-                    _ => Box::new(own),
-                })
-            };
             let made = (1..).zip(communicators(mesh)).map(part).collect::<Result<Vec<_>, Failure>>()?;
-            Ok((CudaDevice::new(identity.local_rank), Place::of(mesh, cuda, made)?))
+            Ok((CudaDevice::new(identity.local_rank), RankComms::of(mesh, cuda, made)?))
         }
     }
 }
