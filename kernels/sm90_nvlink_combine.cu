@@ -8,10 +8,11 @@
 // on the way. Or (`in_k_order`) every slot's row goes back, to a place of its (token, k), and the token's rank adds them
 // in the order of k: more bytes, and the same bits for every number of ranks.
 //
-// Behind each row that has been stored a word in the receiver's window has the call's epoch. Warps take pieces of work by
-// a ticket, in one order: for each i, row i to every peer, then token i - lag. So what a token waits for has been taken
-// by some warp of the peer before, if the peer has come as far as this rank: no wait is for a warp that waits itself, and
-// no number of blocks has to run at once.
+// Behind each row that has been stored a word of the receiver's has the call's epoch. Groups of warps take pieces of work
+// by a ticket, in one order: for each i, row i to every peer, then token i - lag. So what a token waits for has been taken
+// by some group of the peer before, if the peer has come as far as this rank: no wait is for a group that waits itself,
+// and no number of blocks has to run at once. A group has a warp more that plans the next piece beside the present one:
+// the ticket, the maps and the wait take as long as a short row.
 //
 // Limited by the link's bytes; in memory each slot's row is read once, each sum that travels written and read once.
 //
@@ -22,9 +23,9 @@
 
 namespace {
 
-// Words of each row that a thread handles together.
-constexpr int WORDS = NVLINK_SUM_WORDS;
-constexpr int WARPS = NVLINK_SUM_THREADS / 32;
+// Words of each row that a thread handles together; threads of a group.
+constexpr int WORDS = NVLINK_SUM_WORDS, GROUP = NVLINK_SUM_WARPS * 32;
+static_assert(NVLINK_SUM_GROUPS < 16, "a barrier each, beside the block's");
 
 // What a thread moves at a time: a word of 16 bytes, or an element.
 template <class T, int N>
@@ -48,14 +49,21 @@ __device__ __forceinline__ WordOf<T, N> rounded(const float (&sum)[N]) {
     return word;
 }
 
-// Rows that are added in order, by a warp: first some of lower ranks' sums, then this rank's slots, whose sum is rounded
-// before it counts, then higher ranks' sums. Without such sums that rounding is the last.
+// PIECE_END: there are no more. PIECE_NONE: the next is not known yet.
+enum PieceKind : int { PIECE_SUM, PIECE_COPIES, PIECE_NONE, PIECE_END };
+
+// What a group works on, in shared memory. Rows that are added in order: some of lower ranks' sums, then this rank's
+// slots, whose sum is rounded before it counts, then higher ranks' sums; where one rounding is all, no slot counts as
+// such. Or rows that are copied.
 template <class T>
-struct Rows {
-    const T* const* at;  // where each begins, in shared memory
+struct Piece {
+    const T* from[32];
+    T* to[32];  // one for a sum
+    int kind;
     int count;
     int slots_from;
     int slots;
+    nvlink::Word* arrived;  // the word that says so at another rank; null: the rows stay here
 };
 
 // The sum of WORDS words of a row, as it grows.
@@ -64,11 +72,11 @@ struct Sum {
     float all[WORDS][N] = {};
     float here[WORDS][N] = {};
 
-    __device__ __forceinline__ void take(const Rows<T>& rows, int row, const WordOf<T, N> (&words)[WORDS]) {
-        const bool slot = row >= rows.slots_from && row < rows.slots_from + rows.slots;
+    __device__ __forceinline__ void take(const Piece<T>& piece, int row, const WordOf<T, N> (&words)[WORDS]) {
+        const bool slot = row >= piece.slots_from && row < piece.slots_from + piece.slots;
 #pragma unroll
         for (int w = 0; w < WORDS; w++) slot ? add<T, N>(here[w], words[w]) : add<T, N>(all[w], words[w]);
-        if (row + 1 != rows.slots_from + rows.slots || rows.slots == 0) return;
+        if (row + 1 != piece.slots_from + piece.slots || piece.slots == 0) return;
 #pragma unroll
         for (int w = 0; w < WORDS; w++) add<T, N>(all[w], rounded<T, N>(here[w]));
     }
@@ -93,45 +101,46 @@ __device__ __forceinline__ void wait_for_place() { asm volatile("cp.async.wait_g
 // many are under way and none takes a register: place after place has words of a row, row after row, then the
 // next words. A thread reads what it has loaded itself, so no barrier is needed.
 template <class T>
-__device__ __forceinline__ void add_rows_in_words(const Rows<T>& rows, T* out, int width, uint4* ring) {
-    constexpr int N = 16 / sizeof(T), STEP = 32 * N * WORDS;
-    const int lane = threadIdx.x % 32;
+__device__ __forceinline__ void add_rows_in_words(const Piece<T>& piece, int width, uint4* ring) {
+    constexpr int N = 16 / sizeof(T), NEXT = GROUP * N, STEP = NEXT * WORDS;
+    const int first = threadIdx.x % GROUP * N;
+    T* out = piece.to[0];
     const uint64_t policy = read_once();
     ring += threadIdx.x;
-    int load_row = 0, load_at = rows.count > 0 ? lane * N : width, load_place = 0;
+    int load_row = 0, load_at = piece.count > 0 ? first : width, load_place = 0;
     auto load = [&]() {
         if (load_at < width) {
-            const T* from = rows.at[load_row] + load_at;
-            uint4* to = ring + load_place * (WORDS * NVLINK_SUM_THREADS);
+            const T* from = piece.from[load_row] + load_at;
+            uint4* to = ring + load_place * (WORDS * NVLINK_SUM_WORKERS);
 #pragma unroll
             for (int w = 0; w < WORDS; w++) {
-                if (load_at + 32 * N * w < width) load_to_shared(to + NVLINK_SUM_THREADS * w, from + 32 * N * w, policy);
+                if (load_at + NEXT * w < width) load_to_shared(to + NVLINK_SUM_WORKERS * w, from + NEXT * w, policy);
             }
         }
         end_of_place();
         if (++load_place == NVLINK_RING) load_place = 0;
-        if (++load_row == rows.count) load_row = 0, load_at += STEP;
+        if (++load_row == piece.count) load_row = 0, load_at += STEP;
     };
 #pragma unroll 1
     for (uint32_t i = 0; i + 1 < NVLINK_RING; i++) load();
     int place = 0;
 #pragma unroll 1
-    for (int at = lane * N; at < width; at += STEP) {
+    for (int at = first; at < width; at += STEP) {
         Sum<T, N> sum;
 #pragma unroll 1
-        for (int row = 0; row < rows.count; row++) {
+        for (int row = 0; row < piece.count; row++) {
             load();
             wait_for_place<NVLINK_RING - 1>();
-            const uint4* from = ring + place * (WORDS * NVLINK_SUM_THREADS);
+            const uint4* from = ring + place * (WORDS * NVLINK_SUM_WORKERS);
             uint4 words[WORDS];
 #pragma unroll
-            for (int w = 0; w < WORDS; w++) words[w] = from[NVLINK_SUM_THREADS * w];
-            sum.take(rows, row, words);
+            for (int w = 0; w < WORDS; w++) words[w] = from[NVLINK_SUM_WORKERS * w];
+            sum.take(piece, row, words);
             if (++place == NVLINK_RING) place = 0;
         }
 #pragma unroll
         for (int w = 0; w < WORDS; w++) {
-            if (at + 32 * N * w < width) *reinterpret_cast<uint4*>(out + at + 32 * N * w) = rounded<T, N>(sum.all[w]);
+            if (at + NEXT * w < width) *reinterpret_cast<uint4*>(out + at + NEXT * w) = rounded<T, N>(sum.all[w]);
         }
     }
     wait_for_place<0>();
@@ -139,30 +148,49 @@ __device__ __forceinline__ void add_rows_in_words(const Rows<T>& rows, T* out, i
 
 // The same of rows of any width, an element at a time.
 template <class T>
-__device__ __forceinline__ void add_rows_in_elements(const Rows<T>& rows, T* out, int width) {
-    for (int at = threadIdx.x % 32; at < width; at += 32 * WORDS) {
+__device__ __forceinline__ void add_rows_in_elements(const Piece<T>& piece, int width) {
+    T* out = piece.to[0];
+    for (int at = threadIdx.x % GROUP; at < width; at += GROUP * WORDS) {
         Sum<T, 1> sum;
-        for (int row = 0; row < rows.count; row++) {
+        for (int row = 0; row < piece.count; row++) {
             T words[WORDS] = {};
 #pragma unroll
             for (int w = 0; w < WORDS; w++) {
-                if (at + 32 * w < width) words[w] = rows.at[row][at + 32 * w];
+                if (at + GROUP * w < width) words[w] = piece.from[row][at + GROUP * w];
             }
-            sum.take(rows, row, words);
+            sum.take(piece, row, words);
         }
 #pragma unroll
         for (int w = 0; w < WORDS; w++) {
-            if (at + 32 * w < width) out[at + 32 * w] = rounded<T, 1>(sum.all[w]);
+            if (at + GROUP * w < width) out[at + GROUP * w] = rounded<T, 1>(sum.all[w]);
         }
     }
 }
 
+template <class W, int AHEAD>
+__device__ __forceinline__ void copy_words(const W* from, W* to, int words) {
+    for (int first = threadIdx.x % GROUP; first < words; first += GROUP * AHEAD) {
+        W loaded[AHEAD];
+#pragma unroll
+        for (int w = 0; w < AHEAD; w++) {
+            if (first + GROUP * w < words) loaded[w] = from[first + GROUP * w];
+        }
+#pragma unroll
+        for (int w = 0; w < AHEAD; w++) {
+            if (first + GROUP * w < words) to[first + GROUP * w] = loaded[w];
+        }
+    }
+}
+
+// A group's workers have ended a piece, and its planner has made the next.
+__device__ __forceinline__ void meet(int group) { asm volatile("bar.sync %0, %1;\n" ::"r"(1 + group), "n"(GROUP + 32) : "memory"); }
+
+// Plans a group's pieces, by a warp, each while the one before is worked on.
 template <class T>
-struct Combine {
+struct Planner {
     const NvLinkCombineParams& p;
     const nvlink::Block& block;
-    const T** list;  // the warp's own room for a row of each lane
-    uint4* ring;
+    Piece<T>& piece;
 
     __device__ __forceinline__ int64_t row_of(int64_t rank, int64_t row) const { return rank * p.max_tokens + row; }
 
@@ -174,136 +202,160 @@ struct Combine {
 
     __device__ __forceinline__ const T* row_at(int64_t slot) const { return static_cast<const T*>(p.rows) + slot * p.width; }
 
-    // Lists the rows of the lanes that name one, in the order of lanes, behind `before` others. Returns how many there are.
-    __device__ __forceinline__ int append(bool names, const T* row, int before) const {
+    // Lists what the lanes name, in their order, behind `before` others. Returns how many there are.
+    __device__ __forceinline__ int append(bool names, const T* from, int before, T* to = nullptr) const {
         const uint32_t all = __ballot_sync(~0u, names);
-        if (names) list[before + __popc(all & ((1u << threadIdx.x % 32) - 1))] = row;
+        const int at = before + __popc(all & ((1u << threadIdx.x % 32) - 1));
+        if (names) piece.from[at] = from, piece.to[at] = to;
         return before + __popc(all);
     }
 
-    __device__ __forceinline__ void add_rows(int count, int slots_from, int slots, T* out) const {
-        __syncwarp();
-        const Rows<T> rows{list, count, slots_from, slots};
-        const int width = static_cast<int>(p.width);
-        if (p.word == 16) add_rows_in_words<T>(rows, out, width, ring);
-        else add_rows_in_elements<T>(rows, out, width);
-        __syncwarp();
+    __device__ __forceinline__ void describe(PieceKind kind, int count, int slots_from, int slots, nvlink::Word* arrived) const {
+        if (threadIdx.x % 32 != 0) return;
+        piece.kind = kind, piece.count = count, piece.slots_from = slots_from, piece.slots = slots, piece.arrived = arrived;
     }
 
     // A row that arrived goes back to rank `to`.
-    __device__ __forceinline__ void push(int64_t to, int64_t row) const {
+    __device__ __forceinline__ void plan_return(int64_t to, int64_t row) const {
         const int lane = threadIdx.x % 32;
         const int32_t slot = slot_of_lane(to, row);
-        const int64_t token = p.row_tokens[row_of(to, row)];
+        const int64_t token = p.row_tokens[row_of(to, row)], choice = token * p.top_k + lane;
         T* zone = reinterpret_cast<T*>(block.zones[to]);
-        if (p.in_k_order) {
-            for (uint32_t left = __ballot_sync(~0u, slot >= 0); left != 0; left &= left - 1) {
-                const int k = __ffs(left) - 1;
-                copy(row_at(__shfl_sync(~0u, slot, k)), zone + (token * p.top_k + k) * p.width);
-            }
-        } else {
-            add_rows(append(slot >= 0, row_at(slot), 0), 0, 0, zone + row_of(p.call.rank, row) * p.width);
-        }
-        if (p.with_weights && slot >= 0) {
-            auto* weights = reinterpret_cast<float*>(block.zones[to] + p.weights_at);
-            weights[token * p.top_k + lane] = p.weights != nullptr ? p.weights[slot] : 0.0f;
-        }
-        nvlink::delay(p.call, static_cast<uint32_t>(row) * 8 + static_cast<uint32_t>(to));
+        const int count = append(slot >= 0, row_at(slot), 0, zone + choice * p.width);
         __syncwarp();
-        const nvlink::Word epoch = block.epoch;
-        if (lane == 0) nvlink::store_release(nvlink::words_of(p.call, to) + NVLINK_ROWS + row_of(p.call.rank, row), epoch << 32);
+        if (!p.in_k_order && lane == 0) piece.to[0] = zone + row_of(p.call.rank, row) * p.width;
+        nvlink::Word* arrived = nvlink::words_of(p.call, to) + NVLINK_ROWS + row_of(p.call.rank, row);
+        describe(p.in_k_order ? PIECE_COPIES : PIECE_SUM, count, 0, 0, arrived);
+        if (!p.with_weights || slot < 0) return;
+        auto* weights = reinterpret_cast<float*>(block.zones[to] + p.weights_at);
+        weights[choice] = p.weights != nullptr ? p.weights[slot] : 0.0f;
     }
 
-    template <class W, int AHEAD>
-    __device__ __forceinline__ void copy_words(const W* from, W* to, int words) const {
-        for (int first = threadIdx.x % 32; first < words; first += 32 * AHEAD) {
-            W loaded[AHEAD];
-#pragma unroll
-            for (int w = 0; w < AHEAD; w++) {
-                if (first + 32 * w < words) loaded[w] = from[first + 32 * w];
-            }
-#pragma unroll
-            for (int w = 0; w < AHEAD; w++) {
-                if (first + 32 * w < words) to[first + 32 * w] = loaded[w];
-            }
-        }
-    }
-
-    __device__ __forceinline__ void copy(const T* from, T* to) const {
-        const int width = static_cast<int>(p.width);
-        if (p.word == 16) copy_words<uint4, 8>(reinterpret_cast<const uint4*>(from), reinterpret_cast<uint4*>(to), width / static_cast<int>(16 / sizeof(T)));
-        else copy_words<T, 4>(from, to, width);
-    }
-
-    // Waits for a token's rows of other ranks; lane r holds the row's number in the message to rank r. False: given up.
-    __device__ __forceinline__ bool wait(int32_t row) const {
+    // Whether a token's rows of other ranks are there, or with `patience` will be; lane r holds the row's number in the
+    // message to rank r. With patience, false means given up.
+    __device__ __forceinline__ bool arrive(int32_t row, bool patience) const {
         const int64_t lane = threadIdx.x % 32;
         bool there = true;
         if (lane < p.call.ranks && lane != p.call.rank && row >= 0) {
-            nvlink::Word met;
             const nvlink::Word* word = nvlink::words_of(p.call, p.call.rank) + NVLINK_ROWS + row_of(lane, row);
-            there = nvlink::wait_for(p.call, word, block.epoch, NVLINK_WAIT_ROW, lane, met);
+            nvlink::Word met;
+            if (patience) there = nvlink::wait_for(p.call, word, block.epoch, NVLINK_WAIT_ROW, lane, met);
+            else if ((there = nvlink::load_relaxed(word) >> 32 == block.epoch)) nvlink::fence_system();
         }
         return __all_sync(~0u, there);
     }
 
-    // The sum of a token's rows. False: given up.
-    __device__ __forceinline__ bool sum(int64_t token) const {
-        const int64_t lane = threadIdx.x % 32, ranks = p.call.ranks, rank = p.call.rank;
+    // The sum of a token's rows. False: they are not there, or with patience given up.
+    __device__ __forceinline__ bool plan_sum(int64_t token, bool patience) const {
+        const int64_t lane = threadIdx.x % 32, ranks = p.call.ranks, rank = p.call.rank, choice = token * p.top_k + lane;
+        const bool kept = lane < p.top_k && p.kept[choice] >= 0;
         const int32_t row = lane < ranks ? p.token_rows[token * ranks + lane] : -1;
         const int32_t own = __shfl_sync(~0u, row, static_cast<int>(rank));
         const int32_t slot = own >= 0 ? slot_of_lane(rank, own) : -1;
-        const bool kept = lane < p.top_k && p.kept[token * p.top_k + lane] >= 0;
-        if (!wait(row)) return false;
+        if (!arrive(row, patience)) return false;
         const auto* arrived = reinterpret_cast<const T*>(block.zones[rank]);
-        T* out = static_cast<T*>(p.out) + token * p.width;
+        int count, lower = 0, slots = 0;
         if (p.in_k_order) {
-            const T* from = slot >= 0 ? row_at(slot) : arrived + (token * p.top_k + lane) * p.width;
-            add_rows(append(kept, from, 0), 0, 0, out);
+            count = append(kept, slot >= 0 ? row_at(slot) : arrived + choice * p.width, 0);
         } else {
             const T* from = arrived + row_of(lane, row) * p.width;
-            const int lower = append(row >= 0 && lane < rank, from, 0);
-            const int slots = append(slot >= 0, row_at(slot), lower) - lower;
-            add_rows(append(row >= 0 && lane > rank, from, lower + slots), lower, slots, out);
+            lower = append(row >= 0 && lane < rank, from, 0);
+            slots = append(slot >= 0, row_at(slot), lower) - lower;
+            count = append(row >= 0 && lane > rank, from, lower + slots);
         }
+        __syncwarp();
+        if (lane == 0) piece.to[0] = static_cast<T*>(p.out) + token * p.width;
+        describe(PIECE_SUM, count, lower, slots, nullptr);
         if (p.out_weights != nullptr && lane < p.top_k) {
             const auto* weights = reinterpret_cast<const float*>(block.zones[rank] + p.weights_at);
             float weight = 0.0f;
             if (slot >= 0) weight = p.weights != nullptr ? p.weights[slot] : 0.0f;
-            else if (kept) weight = weights[token * p.top_k + lane];
-            p.out_weights[token * p.top_k + lane] = weight;
+            else if (kept) weight = weights[choice];
+            p.out_weights[choice] = weight;
         }
         return true;
     }
 
-    __device__ __forceinline__ void run() const {
+    // The next piece; `most`: numbers of rows and of tokens that are summed end before it. `owed`: the piece before is
+    // one that a peer waits for, and is told to be there when the group meets next. A wait must not hold that up, as the
+    // peer's own may be for it: then the token is kept in `waiting` (else -1), and no piece is made.
+    __device__ __forceinline__ void next(int64_t most, bool owed, int64_t& waiting) const {
         const int64_t ranks = p.call.ranks, rank = p.call.rank;
-        int64_t most = p.tokens + p.lag;
-        for (int64_t r = 0; r < ranks; r++) most = p.arrived[r] > most ? p.arrived[r] : most;
         auto* ticket = nvlink::words_of(p.call, rank) + NVLINK_TICKET;
-        while (true) {
+        while (waiting < 0) {
             nvlink::Word taken = 0;
             if (threadIdx.x % 32 == 0) taken = atomicAdd(ticket, 1ull);
             taken = __shfl_sync(~0u, taken, 0);
             const int64_t i = static_cast<int64_t>(taken) / ranks, part = static_cast<int64_t>(taken) - i * ranks;
-            if (i >= most) return;
+            if (i >= most) return describe(PIECE_END, 0, 0, 0, nullptr);
             if (part + 1 < ranks) {
                 const int64_t to = (rank + 1 + part) % ranks;
-                if (i < p.arrived[to]) push(to, i);
+                if (i < p.arrived[to]) return plan_return(to, i);
             } else if (i >= p.lag && i - p.lag < p.tokens) {
-                if (!sum(i - p.lag)) return;
+                waiting = i - p.lag;
             }
         }
+        const bool planned = plan_sum(waiting, !owed);
+        if (!planned) describe(owed ? PIECE_NONE : PIECE_END, 0, 0, 0, nullptr);
+        if (planned || !owed) waiting = -1;
     }
 };
+
+// A group's planner: `pieces` is where two take turns. Tells peers of the rows that have been stored.
+template <class T>
+__device__ __forceinline__ void plan(const NvLinkCombineParams& p, const nvlink::Block& block, Piece<T>* pieces, int group) {
+    int64_t most = p.tokens + p.lag, waiting = -1;
+    for (int64_t r = 0; r < p.call.ranks; r++) most = p.arrived[r] > most ? p.arrived[r] : most;
+    bool owed = false;
+    for (int n = 0;; n++) {
+        Planner<T>{p, block, pieces[n % 2]}.next(most, owed, waiting);
+        __syncwarp();
+        meet(group);
+        nvlink::Word* arrived = n > 0 ? pieces[(n + 1) % 2].arrived : nullptr;
+        if (arrived != nullptr && threadIdx.x % 32 == 0) {
+            nvlink::delay(p.call, static_cast<uint32_t>(reinterpret_cast<uint64_t>(arrived) / sizeof(nvlink::Word)));
+            const nvlink::Word epoch = block.epoch;
+            nvlink::store_release(arrived, epoch << 32);
+        }
+        if (pieces[n % 2].kind == PIECE_END) return;
+        owed = pieces[n % 2].arrived != nullptr;
+    }
+}
+
+template <class T>
+__device__ __forceinline__ void work(const NvLinkCombineParams& p, const Piece<T>& piece, uint4* ring) {
+    const int width = static_cast<int>(p.width);
+    const bool wide = p.word == 16;
+    if (piece.kind == PIECE_NONE) return;
+    if (piece.kind == PIECE_SUM) {
+        if (wide) add_rows_in_words<T>(piece, width, ring);
+        else add_rows_in_elements<T>(piece, width);
+        return;
+    }
+    for (int i = 0; i < piece.count; i++) {
+        if (wide) copy_words<uint4, 4>(reinterpret_cast<const uint4*>(piece.from[i]), reinterpret_cast<uint4*>(piece.to[i]), width / static_cast<int>(16 / sizeof(T)));
+        else copy_words<T, 4>(piece.from[i], piece.to[i], width);
+    }
+}
 
 template <class T>
 __device__ __forceinline__ void combine(const NvLinkCombineParams& p) {
     extern __shared__ uint4 ring[];
     __shared__ nvlink::Block block;
-    __shared__ const T* lists[WARPS][32];
+    __shared__ Piece<T> pieces[NVLINK_SUM_GROUPS][2];
     nvlink::start(p.call, block);
-    if (!block.stopped) Combine<T>{p, block, lists[threadIdx.x / 32], ring}.run();
+    if (!block.stopped && threadIdx.x >= NVLINK_SUM_WORKERS) {
+        const int group = (threadIdx.x - NVLINK_SUM_WORKERS) / 32;
+        plan(p, block, pieces[group], group);
+    } else if (!block.stopped) {
+        const int group = threadIdx.x / GROUP;
+        for (int n = 0;; n++) {
+            meet(group);
+            const Piece<T>& piece = pieces[group][n % 2];
+            if (piece.kind == PIECE_END) break;
+            work<T>(p, piece, ring);
+        }
+    }
     nvlink::end(p.call, block);
 }
 

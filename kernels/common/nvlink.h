@@ -5,11 +5,13 @@
 
 // Ranks of one host that may form a group.
 constexpr uint32_t NVLINK_RANKS = 8;
-// Threads of a block of the kernels that send tokens and records; of those that send sums, which load words of 16 bytes of
-// a row into a place of a ring, its places and its bytes; choices of a token at most.
+// Threads of a block of the kernels that send tokens and records. Of those that send sums: warps that work on the same
+// rows, groups of such warps, each with one more that plans their work; words of 16 bytes of a row that a thread loads
+// into a place of its ring, places, and bytes of all rings. Choices of a token at most.
 constexpr uint32_t NVLINK_THREADS = 1024;
-constexpr uint32_t NVLINK_SUM_THREADS = 512, NVLINK_SUM_WORDS = 2, NVLINK_RING = 12;
-constexpr uint32_t NVLINK_SUM_SMEM = NVLINK_RING * NVLINK_SUM_WORDS * 16 * NVLINK_SUM_THREADS;
+constexpr uint32_t NVLINK_SUM_WARPS = 2, NVLINK_SUM_GROUPS = 7, NVLINK_SUM_WORKERS = NVLINK_SUM_GROUPS * NVLINK_SUM_WARPS * 32;
+constexpr uint32_t NVLINK_SUM_THREADS = NVLINK_SUM_WORKERS + NVLINK_SUM_GROUPS * 32, NVLINK_SUM_WORDS = 2, NVLINK_RING = 13;
+constexpr uint32_t NVLINK_SUM_SMEM = NVLINK_RING * NVLINK_SUM_WORDS * 16 * NVLINK_SUM_WORKERS;
 constexpr uint32_t NVLINK_TOP_K = 24;
 // What an offset of a zone is a multiple of.
 constexpr uint32_t NVLINK_ZONE_UNIT = 256;

@@ -235,8 +235,7 @@ impl Cuda {
             top_k: back.kept.row_bytes() as i64 / DType::I32.size() as i64,
             lag: NVLINK_LAG.min(tokens) as i64,
         };
-        let warps = (params::NVLINK_SUM_THREADS / params::WARP_THREADS) as usize;
-        let pieces = (peers.words.len() * maps.zone_rows.max(tokens)).div_ceil(warps);
+        let pieces = (peers.words.len() * maps.zone_rows.max(tokens)).div_ceil(params::NVLINK_SUM_GROUPS as usize);
         let grid =
             Grid { shared: NVLINK_SUM_SMEM, ..Grid::new(peers.blocks(self, pieces), params::NVLINK_SUM_THREADS) };
         // SAFETY: as in `nvlink_dispatch`.
