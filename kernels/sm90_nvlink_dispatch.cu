@@ -1,6 +1,5 @@
 // Rows to other GPUs of the host by stores over NVLink (common/nvlink.cuh has the protocol).
 //
-//   sm90_nvlink_exchange  a block of bytes of each rank -> all ranks' [R, bytes], in the zone of each
 //   sm90_nvlink_dispatch  tokens [T, row] -> to every rank that keeps a choice of the token, once, in the order of tokens:
 //                         zone [R, max_tokens, row]. Weights [T, K] and scales [T, bytes] travel with their rows.
 //
@@ -63,27 +62,6 @@ __device__ __forceinline__ void push_part(const NvLinkDispatchParams& p, const N
 }
 
 }  // namespace
-
-extern "C" __global__ void __launch_bounds__(NVLINK_THREADS) sm90_nvlink_exchange(const __grid_constant__ NvLinkExchangeParams p) {
-    __shared__ nvlink::Block block;
-    nvlink::start(p.call, block);
-    if (!block.stopped) {
-        const auto* from = static_cast<const uint32_t*>(p.source);
-        const int64_t words = p.bytes / 4, step = static_cast<int64_t>(gridDim.x) * blockDim.x;
-        const bool wide = p.bytes % 16 == 0;
-        const int64_t first = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
-        for (int64_t r = 0; r < p.call.ranks; r++) {
-            auto* to = reinterpret_cast<uint32_t*>(block.zones[r] + p.call.rank * p.bytes);
-            if (to == from) continue;
-            if (wide) {
-                for (int64_t i = first; i < words / 4; i += step) reinterpret_cast<uint4*>(to)[i] = reinterpret_cast<const uint4*>(from)[i];
-            } else {
-                for (int64_t i = first; i < words; i += step) to[i] = from[i];
-            }
-        }
-    }
-    nvlink::end(p.call, block);
-}
 
 extern "C" __global__ void __launch_bounds__(NVLINK_THREADS, 1) sm90_nvlink_dispatch(const __grid_constant__ NvLinkDispatchParams p) {
     __shared__ nvlink::Block block;

@@ -16,6 +16,10 @@ use crate::{Dispatcher, Rank, Workload, on_ranks};
 const WARM_UP: usize = 3;
 const REPEATS: usize = 40;
 
+/// Dispatchers whose prepare is timed in a graph too, of so many calls behind each other.
+const CAPTURED: [&str; 2] = ["all_gather", "nvlink"];
+const CAPTURED_CALLS: usize = 8;
+
 /// Times of a phase, and those of its collectives alone, both in ms.
 type Phase = (&'static str, Vec<f64>, Vec<f64>);
 
@@ -148,6 +152,17 @@ fn measure(rank: &Rank<'_>, comm: Timed, what: (Workload, Dispatcher, &str)) -> 
         let (times, collectives) =
             bench.time(host, |group| group.dispatcher().prepare(ids.view(), None, &spec).map(drop))?;
         phases.push((phase, times, collectives));
+    }
+    if CAPTURED.contains(&dispatcher.name) {
+        // As a captured layer has it: the GPU's time alone.
+        let dispatchers = &mut bench.group;
+        let mut graph = cuda.capture(|| {
+            let prepare = |_| dispatchers.dispatcher().prepare(ids.view(), None, &fixed).map(drop);
+            (0..CAPTURED_CALLS).try_for_each(prepare)
+        })?;
+        let (times, collectives) = bench.time(false, |_| graph.replay().map(drop))?;
+        let each = times.iter().map(|ms| ms / CAPTURED_CALLS as f64).collect();
+        phases.push(("prepare_captured", each, collectives));
     }
     let Some(handle) = handle else { return Ok(Part { phases, pairs, peak: 0 }) };
     let n = handle.rows();

@@ -9,6 +9,9 @@
 //   end     the last block that ends stores to each peer that all has been written, and waits for the same of every peer;
 //           then the kernel ends, and what comes next on the stream reads the zone
 //
+// A call that brings records alone asks for no zone. Each record goes to a bank of its epoch's parity, with a word of that
+// bank behind it: who is two calls on has had a word of the call between, for which this rank had to end the first.
+//
 // Words hold the number of the call, its epoch, and are compared for equality, so nothing is ever cleared. One word for a
 // peer and purpose suffices: a peer stores its word of the next call only when it has ended this one, for which it needed
 // this rank's last word, which is stored when all blocks here have met the peer's. The epoch is such a word, so a captured
@@ -123,19 +126,27 @@ struct Block {
     int stopped;                   // given up
 };
 
-// Begins a call, in every block.
-__device__ __forceinline__ void start(const NvLinkCall& c, Block& block) {
+// The call behind that of this number. Of 32 bits; 0 is what words hold that were never written, so the call behind the last
+// odd number is 2: banks take turns by parity.
+__device__ __forceinline__ uint32_t next_epoch(uint32_t epoch) { return epoch == 0xffffffff ? 2 : epoch + 1; }
+
+// Comes to a call, in every block: its epoch, and whether it has been given up already.
+__device__ __forceinline__ void enter(const NvLinkCall& c, Block& block) {
     Word* own = words_of(c, c.rank);
     if (threadIdx.x == 0) {
-        // Of 32 bits; 0 is what words hold that were never written.
-        const uint32_t epoch = static_cast<uint32_t>(own[NVLINK_EPOCH]) + 1;
-        block.epoch = epoch == 0 ? 1 : epoch;
+        block.epoch = next_epoch(static_cast<uint32_t>(own[NVLINK_EPOCH]));
         const Word gave_up = load_relaxed(own + NVLINK_ABORT);
         block.stopped = gave_up != 0;
         // Told again for each call: the host may have asked since.
         if (gave_up != 0) raise_stopped(c, gave_up);
     }
     __syncthreads();
+}
+
+// Begins a call, in every block.
+__device__ __forceinline__ void start(const NvLinkCall& c, Block& block) {
+    Word* own = words_of(c, c.rank);
+    enter(c, block);
     const int64_t peer = threadIdx.x;
     if (peer < c.ranks && !block.stopped) {
         const Word epoch = block.epoch;
@@ -182,6 +193,67 @@ __device__ __forceinline__ void end(const NvLinkCall& c, Block& block) {
         own[NVLINK_BLOCKS] = own[NVLINK_TICKET] = 0;
         own[NVLINK_EPOCH] = block.epoch;
     }
+}
+
+// Where the record of a rank goes in the memory of another, or lies in this rank's own.
+__device__ __forceinline__ uint8_t* record_at(const NvLinkCall& c, int64_t bank, uint32_t epoch, int64_t at, int64_t rank, int64_t bytes) {
+    return reinterpret_cast<uint8_t*>(c.zones[at]) + c.zone + epoch % 2 * bank + rank * bytes;
+}
+
+// Ends what a block stores of its rank's record; the last block to come stores what `rest` does, by all its threads, and
+// tells every rank. Then each block waits for the records of all. A block waits for the others of its grid, so all of them
+// must run at once.
+template <class Rest>
+__device__ __forceinline__ void end_records(const NvLinkCall& c, Block& block, Rest&& rest) {
+    __shared__ int tells;
+    Word* own = words_of(c, c.rank);
+    const Word epoch = block.epoch;
+    const int bank = static_cast<int>(epoch % 2) * static_cast<int>(NVLINK_RANKS);
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        delay(c, blockIdx.x + 3);
+        // The block's stores come before its count, and those of all before the last block's words.
+        fence_system();
+        const bool last = atomicAdd(own + NVLINK_BLOCKS, 1ull) + 1 == gridDim.x;
+        if (last) {
+            fence_system();
+            // All blocks have read it.
+            own[NVLINK_BLOCKS] = 0;
+            own[NVLINK_EPOCH] = epoch;
+        }
+        tells = last && !given_up(c);
+    }
+    __syncthreads();
+    if (tells) {
+        rest();
+        __syncthreads();
+        if (threadIdx.x == 0) {
+            fence_system();
+            for (int64_t r = 0; r < c.ranks; r++) store_relaxed(words_of(c, r) + NVLINK_RECORDS + bank + c.rank, epoch << 32);
+        }
+    }
+    const int64_t peer = threadIdx.x;
+    Word met;
+    if (peer < c.ranks && !block.stopped && !wait_for(c, own + NVLINK_RECORDS + bank + peer, block.epoch, NVLINK_WAIT_DONE, peer, met)) block.stopped = 1;
+    __syncthreads();
+}
+
+// All blocks of a grid that run at once meet; what each has written is there for all. Without a timeout: none of them waits
+// for anybody else without one. The first block's share turns the word's highest bit over when all have come.
+__device__ __forceinline__ void meet_blocks(const NvLinkCall& c) {
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        auto* word = reinterpret_cast<uint32_t*>(words_of(c, c.rank) + NVLINK_BARRIER);
+        const uint32_t share = blockIdx.x == 0 ? 0x80000000u - (gridDim.x - 1) : 1;
+        __threadfence();
+        const uint32_t before = atomicAdd(word, share);
+        uint32_t now;
+        do {
+            asm volatile("ld.acquire.gpu.global.u32 %0, [%1];\n" : "=r"(now) : "l"(word) : "memory");
+        } while (((before ^ now) & 0x80000000u) == 0);
+        __threadfence();
+    }
+    __syncthreads();
 }
 
 }  // namespace nvlink

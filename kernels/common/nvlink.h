@@ -26,10 +26,12 @@ enum NvLinkWord : int {
     NVLINK_TICKET = 2,         // pieces of work that warps of the present call have taken
     NVLINK_ERROR = 3,          // what was given up: NvLinkPhase above the peer, and from the next word on the epoch, the
                                // word that was met, and the ns that were waited
+    NVLINK_BARRIER = 7,        // where the blocks of a plan meet (32 bits): turns over each time that all have come
     NVLINK_ABORT = 16,         // one more than the rank that gave up first, as far as this one knows, or NVLINK_HOST; 0: none
     NVLINK_READY = 32,         // [R]: the zone that rank r may write to, in units, below the epoch
     NVLINK_DONE = 48,          // [R]: rank r has written all
-    NVLINK_ROWS = 64           // [R, max_tokens]: rank r has written the sum of this row
+    NVLINK_RECORDS = 64,       // [2, NVLINK_RANKS]: rank r has written its record into this bank
+    NVLINK_ROWS = 80           // [R, max_tokens]: rank r has written the sum of this row
 };
 // What a rank waited for in vain; or that it came to a call, or was in one, when another, the peer, gave up.
 enum NvLinkPhase : int { NVLINK_WAIT_READY = 1, NVLINK_WAIT_DONE = 2, NVLINK_WAIT_ROW = 3, NVLINK_STOPPED = 4 };
@@ -50,11 +52,13 @@ struct NvLinkCall {
     int64_t origin;
 };
 
-// A block of bytes of each rank that all others get.
+// A record of each rank that all others get.
 struct NvLinkExchangeParams {
-    NvLinkCall call;
+    NvLinkCall call;           // its zone: where the banks of records begin, alike on all ranks
+    int64_t bank;              // bytes of a bank, which has room for a record of each rank
     const void* source;
     int64_t bytes;             // a multiple of 4
+    void* out;                 // [R, bytes]
 };
 
 // What travels of each token: `bytes` bytes from `source + token bytes`, to `at` in the receiver's zone, row by row.

@@ -218,6 +218,23 @@ struct RecordsPlanParams {
     int64_t origin;
 };
 
+// A prepare over NVLink (nvlink.h) in one kernel: this rank's record, all ranks' records, the plan. Of `plan` the records,
+// chunks and scratch are the kernel's own.
+struct NvLinkPlanParams {
+    NvLinkCall call;
+    int64_t bank;              // bytes of a bank of records; the call's zone is where the banks begin
+    WriteRecordParams record;  // without a place
+    RecordsPlanParams plan;
+    int64_t exchange;          // 0: the last call has brought the records
+    int64_t maps;              // 0: segments and statistics alone
+    int64_t block_tokens;      // tokens, of R max_tokens, that a block plans
+    uint16_t* counts;          // [blocks, E], E up to a multiple of 4: choices of each expert in each block's tokens
+    int32_t* tallies;          // [blocks, 2 R + 1]: of each block's tokens those that come here from each rank, those that
+                               // go from here to each, and choices of this rank's that are dropped
+    void* records;             // [R, size]: all ranks' for a host that waits; null: it reads none
+    unsigned long long* report; // the host's copy of the status words
+};
+
 // The layout that another library made of all ranks' choices.
 struct ExternalLayoutParams {
     const int64_t* loads;      // [E] choices of each expert over all ranks

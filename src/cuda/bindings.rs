@@ -111,10 +111,12 @@ pub const NVLINK_EPOCH: NvLinkWord = 0;
 pub const NVLINK_BLOCKS: NvLinkWord = 1;
 pub const NVLINK_TICKET: NvLinkWord = 2;
 pub const NVLINK_ERROR: NvLinkWord = 3;
+pub const NVLINK_BARRIER: NvLinkWord = 7;
 pub const NVLINK_ABORT: NvLinkWord = 16;
 pub const NVLINK_READY: NvLinkWord = 32;
 pub const NVLINK_DONE: NvLinkWord = 48;
-pub const NVLINK_ROWS: NvLinkWord = 64;
+pub const NVLINK_RECORDS: NvLinkWord = 64;
+pub const NVLINK_ROWS: NvLinkWord = 80;
 pub type NvLinkWord = ::core::ffi::c_int;
 pub const NVLINK_WAIT_READY: NvLinkPhase = 1;
 pub const NVLINK_WAIT_DONE: NvLinkPhase = 2;
@@ -155,16 +157,20 @@ const _: () = {
 #[derive(Debug, Copy, Clone, Default)]
 pub struct NvLinkExchangeParams {
     pub call: NvLinkCall,
+    pub bank: i64,
     pub source: u64,
     pub bytes: i64,
+    pub out: u64,
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of NvLinkExchangeParams"][::core::mem::size_of::<NvLinkExchangeParams>() - 208usize];
+    ["Size of NvLinkExchangeParams"][::core::mem::size_of::<NvLinkExchangeParams>() - 224usize];
     ["Alignment of NvLinkExchangeParams"][::core::mem::align_of::<NvLinkExchangeParams>() - 8usize];
     ["Offset of field: NvLinkExchangeParams::call"][::core::mem::offset_of!(NvLinkExchangeParams, call) - 0usize];
-    ["Offset of field: NvLinkExchangeParams::source"][::core::mem::offset_of!(NvLinkExchangeParams, source) - 192usize];
-    ["Offset of field: NvLinkExchangeParams::bytes"][::core::mem::offset_of!(NvLinkExchangeParams, bytes) - 200usize];
+    ["Offset of field: NvLinkExchangeParams::bank"][::core::mem::offset_of!(NvLinkExchangeParams, bank) - 192usize];
+    ["Offset of field: NvLinkExchangeParams::source"][::core::mem::offset_of!(NvLinkExchangeParams, source) - 200usize];
+    ["Offset of field: NvLinkExchangeParams::bytes"][::core::mem::offset_of!(NvLinkExchangeParams, bytes) - 208usize];
+    ["Offset of field: NvLinkExchangeParams::out"][::core::mem::offset_of!(NvLinkExchangeParams, out) - 216usize];
 };
 #[repr(C)]
 #[derive(Debug, Copy, Clone, Default)]
@@ -663,6 +669,38 @@ const _: () = {
         [::core::mem::offset_of!(RecordsPlanParams, row_tokens) - 280usize];
     ["Offset of field: RecordsPlanParams::arrived"][::core::mem::offset_of!(RecordsPlanParams, arrived) - 288usize];
     ["Offset of field: RecordsPlanParams::origin"][::core::mem::offset_of!(RecordsPlanParams, origin) - 296usize];
+};
+#[repr(C)]
+#[derive(Debug, Copy, Clone, Default)]
+pub struct NvLinkPlanParams {
+    pub call: NvLinkCall,
+    pub bank: i64,
+    pub record: WriteRecordParams,
+    pub plan: RecordsPlanParams,
+    pub exchange: i64,
+    pub maps: i64,
+    pub block_tokens: i64,
+    pub counts: u64,
+    pub tallies: u64,
+    pub records: u64,
+    pub report: u64,
+}
+#[allow(clippy::unnecessary_operation, clippy::identity_op)]
+const _: () = {
+    ["Size of NvLinkPlanParams"][::core::mem::size_of::<NvLinkPlanParams>() - 832usize];
+    ["Alignment of NvLinkPlanParams"][::core::mem::align_of::<NvLinkPlanParams>() - 8usize];
+    ["Offset of field: NvLinkPlanParams::call"][::core::mem::offset_of!(NvLinkPlanParams, call) - 0usize];
+    ["Offset of field: NvLinkPlanParams::bank"][::core::mem::offset_of!(NvLinkPlanParams, bank) - 192usize];
+    ["Offset of field: NvLinkPlanParams::record"][::core::mem::offset_of!(NvLinkPlanParams, record) - 200usize];
+    ["Offset of field: NvLinkPlanParams::plan"][::core::mem::offset_of!(NvLinkPlanParams, plan) - 472usize];
+    ["Offset of field: NvLinkPlanParams::exchange"][::core::mem::offset_of!(NvLinkPlanParams, exchange) - 776usize];
+    ["Offset of field: NvLinkPlanParams::maps"][::core::mem::offset_of!(NvLinkPlanParams, maps) - 784usize];
+    ["Offset of field: NvLinkPlanParams::block_tokens"]
+        [::core::mem::offset_of!(NvLinkPlanParams, block_tokens) - 792usize];
+    ["Offset of field: NvLinkPlanParams::counts"][::core::mem::offset_of!(NvLinkPlanParams, counts) - 800usize];
+    ["Offset of field: NvLinkPlanParams::tallies"][::core::mem::offset_of!(NvLinkPlanParams, tallies) - 808usize];
+    ["Offset of field: NvLinkPlanParams::records"][::core::mem::offset_of!(NvLinkPlanParams, records) - 816usize];
+    ["Offset of field: NvLinkPlanParams::report"][::core::mem::offset_of!(NvLinkPlanParams, report) - 824usize];
 };
 #[repr(C)]
 #[derive(Debug, Copy, Clone, Default)]

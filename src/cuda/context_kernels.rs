@@ -11,7 +11,7 @@ use super::cubins::{self, CUBINS, Cubin, RELEASE, arch_is_hopper};
 use super::driver::driver;
 use super::failure::StuckFlag;
 use super::heuristics;
-use super::kernel_table::{KernelSpec, Table, Traits};
+use super::kernel_table::{BlockStart, KernelSpec, Table, Traits};
 
 /// Why a cubin was not loaded: most often by a driver that is older than the nvcc.
 fn not_loaded(stage: &str, arch: &str, error: DriverError) -> Error {
@@ -34,8 +34,7 @@ fn not_loaded(stage: &str, arch: &str, error: DriverError) -> Error {
 pub(super) struct Kernel {
     pub(super) name: &'static str,
     pub(super) function: sys::CUfunction,
-    /// It waits itself for the kernel before it.
-    pub(super) early: bool,
+    pub(super) start: BlockStart,
 }
 
 /// The kernels of one context, shared by its devices.
@@ -101,7 +100,7 @@ impl ContextKernels {
                 unsafe { result::function::set_function_attribute(function, limit, shared as i32) }
                     .map_err(driver(CALL, &format!("reserve shared memory for kernel {name}")))?;
             }
-            Ok(Kernel { name, function, early: wanted.early() && major >= 9 })
+            Ok(Kernel { name, function, start: wanted.start(major >= 9) })
         })?;
         let decode_shared = traits.decode_shared as usize;
         Ok(Self { arch, decode_shared, stuck: StuckFlag::default(), table, _modules: modules })

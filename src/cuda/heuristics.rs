@@ -121,6 +121,10 @@ pub(super) const NVLINK_EXCHANGE_BLOCKS: usize = 16;
 #[cfg(feature = "nccl")]
 pub(super) const NVLINK_EXCHANGE_BYTES: usize = 16 << 10;
 
+/// Choices that a block of the plan over NVLink takes at least, where there are so many. `notes/nvlink.md`.
+#[cfg(feature = "nccl")]
+pub(super) const NVLINK_PLAN_CHOICES: usize = 512;
+
 /// Nanoseconds at most that some blocks and warps of kernels over NVLink idle on a device of tests.
 #[cfg(feature = "nccl")]
 pub(super) const NVLINK_TEST_DELAY: i64 = 20_000;

@@ -10,6 +10,7 @@ use crate::error::{Error, Result};
 use super::context_kernels::Kernel;
 use super::device::Cuda;
 use super::driver::driver;
+use super::kernel_table::BlockStart;
 use super::params::WARP_THREADS;
 
 /// Blocks and threads of a launch.
@@ -82,7 +83,7 @@ impl Cuda {
             ));
         };
         self.bind(call)?;
-        let mut attribute = early_start();
+        let mut attribute = attribute(kernel.start);
         let config = sys::CUlaunchConfig {
             gridDimX: x as u32,
             gridDimY: u32::from(y),
@@ -92,8 +93,8 @@ impl Cuda {
             blockDimZ: 1,
             sharedMemBytes: grid.shared,
             hStream: self.inner.stream.cu_stream(),
-            attrs: &raw mut attribute,
-            numAttrs: u32::from(kernel.early),
+            attrs: attribute.as_mut().map_or(ptr::null_mut(), ptr::from_mut),
+            numAttrs: u32::from(attribute.is_some()),
         };
         // SAFETY: the function belongs to this context; configuration and arguments are copied before the call returns;
         // a kernel that is started early waits itself for what it reads; the rest is the caller's promise.
@@ -103,11 +104,16 @@ impl Cuda {
     }
 }
 
-/// The launch may begin while the kernel before it in the stream runs.
-fn early_start() -> sys::CUlaunchAttribute {
-    sys::CUlaunchAttribute {
-        id: sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION,
-        pad: [0; 4],
-        value: sys::CUlaunchAttributeValue { programmaticStreamSerializationAllowed: 1 },
-    }
+/// What a launch is to be told of when its blocks start.
+fn attribute(start: BlockStart) -> Option<sys::CUlaunchAttribute> {
+    use sys::CUlaunchAttributeID::{
+        CU_LAUNCH_ATTRIBUTE_COOPERATIVE as COOPERATIVE,
+        CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION as PROGRAMMATIC,
+    };
+    let (id, value) = match start {
+        BlockStart::Plain => return None,
+        BlockStart::Early => (PROGRAMMATIC, sys::CUlaunchAttributeValue { programmaticStreamSerializationAllowed: 1 }),
+        BlockStart::Together => (COOPERATIVE, sys::CUlaunchAttributeValue { cooperative: 1 }),
+    };
+    Some(sys::CUlaunchAttribute { id, pad: [0; 4], value })
 }

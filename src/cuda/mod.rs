@@ -62,6 +62,8 @@ pub(crate) mod low_latency_sort;
 mod memory;
 #[cfg(feature = "nccl")]
 pub(crate) mod nvlink;
+#[cfg(feature = "nccl")]
+pub(crate) mod nvlink_plan;
 mod optimizer;
 mod page_locked;
 mod params;

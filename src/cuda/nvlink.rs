@@ -11,7 +11,7 @@ use crate::tensor::{TensorMut, TensorRef};
 
 use super::buffer::DeviceMut;
 use super::device::Cuda;
-use super::heuristics::{NVLINK_EXCHANGE_BLOCKS, NVLINK_EXCHANGE_BYTES, NVLINK_LAG, NVLINK_TEST_DELAY};
+use super::heuristics::{NVLINK_LAG, NVLINK_TEST_DELAY};
 use super::launch::Grid;
 use super::layout::{aligned, pointer};
 use super::params::{self, type_code};
@@ -99,7 +99,7 @@ pub(crate) struct CombineCall<'a> {
 }
 
 impl PeerCall<'_> {
-    fn params(&self, device: &Cuda) -> Result<params::NvLinkCall> {
+    pub(super) fn params(&self, device: &Cuda) -> Result<params::NvLinkCall> {
         let fits = (1..=MOST_RANKS).contains(&self.words.len()) && self.words.len() == self.zones.len();
         if !fits || self.origin.rank >= self.words.len() {
             let found = format!("{} of rank {}", self.words.len(), self.origin.rank);
@@ -123,7 +123,7 @@ impl PeerCall<'_> {
     }
 
     /// Blocks for so many pieces of work, of a block each.
-    fn blocks(&self, device: &Cuda, pieces: usize) -> usize {
+    pub(super) fn blocks(&self, device: &Cuda, pieces: usize) -> usize {
         let most = if self.max_sms == 0 { device.inner.sm_count } else { self.max_sms.min(device.inner.sm_count) };
         pieces.clamp(1, most)
     }
@@ -141,7 +141,7 @@ fn part(t: &Option<TensorRef<'_, Cuda>>, at: usize) -> params::NvLinkPart {
     params::NvLinkPart { source, bytes: bytes as i64, word: word(source, bytes), at: at as i64 }
 }
 
-fn absent(call: &'static str) -> Error {
+pub(super) fn absent(call: &'static str) -> Error {
     Error::invalid(call, "GPU", "one of compute capability 9.0", "another")
 }
 
@@ -165,20 +165,6 @@ impl Cuda {
     /// A driver's error.
     pub(crate) fn poison_zone(&self, call: &'static str, zone: DeviceMut<'_>) -> Result<()> {
         if self.poisons() { self.fill_bytes(call, zone, 0xff) } else { Ok(()) }
-    }
-
-    /// Brings a block of bytes of each rank to all, one behind the other where each receives.
-    ///
-    /// # Safety
-    /// As [`Cuda::nvlink_dispatch`], with room for all blocks; the bytes are as many on all ranks, a multiple of 4.
-    pub(crate) unsafe fn nvlink_exchange(&self, peers: &PeerCall<'_>, own: TensorRef<'_, Cuda>) -> Result<()> {
-        let kernels = &self.kernels().sm90.as_ref().ok_or_else(|| absent(peers.call))?.nvlink;
-        let bytes = own.count() * own.dtype().size();
-        let p = params::NvLinkExchangeParams { call: peers.params(self)?, source: own.data().ptr, bytes: bytes as i64 };
-        let pieces = bytes.div_ceil(NVLINK_EXCHANGE_BYTES).min(NVLINK_EXCHANGE_BLOCKS);
-        let grid = Grid::new(peers.blocks(self, pieces), params::NVLINK_THREADS);
-        // SAFETY: the caller's promise.
-        unsafe { self.launch(peers.call, &kernels.exchange, grid, &p) }
     }
 
     /// Sends tokens to the ranks that keep a choice of theirs; ends when all of theirs have come.

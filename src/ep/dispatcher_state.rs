@@ -17,7 +17,9 @@ use crate::plan::waits;
 use crate::tensor::{Tensor, TensorRef};
 
 use super::handle::{Agreement, Handle};
-use super::{DispatchSpec, GroupConfig, HostPlanRequest, Plan, PlanRequest, Reporting, RowOrder};
+use super::{
+    DevicePlan, DispatchSpec, GroupConfig, HostPlanRequest, Plan, PlanIds, PlanRequest, Reporting, RowOrder,
+};
 
 pub(super) const PREPARE: &str = "prepare";
 
@@ -41,7 +43,19 @@ pub trait RecordExchange<D: Kernels>: fmt::Debug + Send {
         rank: usize,
         own: TensorRef<'_, D>,
     ) -> Result<Option<Tensor<D>>>;
+
+    /// The same with the plan in one, from choices that the device has. The outer result is that of the ranks' meeting, with
+    /// `None` where [`exchange`](Self::exchange) is to do it (a rank may differ in that); the inner what this rank made of it.
+    fn plan(
+        &mut self,
+        comm: &mut dyn Communicator<D>,
+        tag: Tag,
+        choices: PlanIds<'_, D>,
+    ) -> Result<Option<Result<ExchangedPlan<D>>>>;
 }
+
+/// A plan from records that have been exchanged, and these, where the host has waited for them.
+pub type ExchangedPlan<D> = (DevicePlan<D>, Option<Tensor<D>>);
 
 /// State of a dispatcher.
 #[derive(Debug)]
@@ -347,7 +361,13 @@ impl<D: Kernels> DispatcherState<D> {
 
     /// The same as the device has them.
     pub(super) fn exchange(&mut self, tag: Tag, spec: &DispatchSpec, own: &Tensor<D>) -> Result<Tensor<D>> {
-        match self.gather_records(tag, own) {
+        let gathered = self.gather_records(tag, own);
+        self.exchanged(spec, gathered)
+    }
+
+    /// What an exchange of records comes to: it counts as a prepare, or its error is told in terms of that.
+    pub(super) fn exchanged<T>(&mut self, spec: &DispatchSpec, result: Result<T>) -> Result<T> {
+        match result {
             Ok(all) => {
                 self.sequence += 1;
                 Ok(all)

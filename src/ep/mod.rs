@@ -58,7 +58,7 @@ pub use shared_group::EpGroup;
 pub(crate) use shared_group::Membership;
 
 pub use crate::plan::{
-    Capacity, DevicePlan, DispatchSpec, HostCounts, HostPlanRequest, MessageMaps, Overflow, Plan, PlanRecords,
+    Capacity, DevicePlan, DispatchSpec, HostCounts, HostPlanRequest, MessageMaps, Overflow, Plan, PlanIds, PlanRecords,
     PlanRequest, RecordIds, Reporting, RowOrder, Stats, ZoneMaps,
 };
 

@@ -6,8 +6,8 @@ use crate::error::{Error, Result};
 use crate::kernels::Kernels;
 use crate::tensor::{Tensor, TensorRef};
 
-use super::dispatcher_state::{DispatcherState, PREPARE};
-use super::{Capacity, DispatchSpec, Handle, PlanRecords, RecordIds, Reporting, RowOrder};
+use super::dispatcher_state::{DispatcherState, ExchangedPlan, PREPARE};
+use super::{Capacity, DispatchSpec, Handle, PlanIds, PlanRecords, RecordIds, Reporting, RowOrder};
 use crate::plan::deferred_errors;
 use crate::plan::routing_record::{self, RoutingRecord};
 
@@ -63,41 +63,34 @@ impl<D: Kernels> DispatcherState<D> {
         spec: &DispatchSpec,
         errors: &mut Tensor<D>,
     ) -> Result<(Handle<D>, Option<usize>)> {
-        let device = self.device.clone();
         let (rank, ranks, sizes) = (self.rank(), self.ranks(), self.sizes(spec));
-        let (num_experts, max_tokens) = (self.config.num_experts, self.max_tokens(spec));
-        let own = Tensor::empty(&device, DType::U8, &[sizes.bytes()]);
-        let mut own = self.refuse_own_error(tag, own)?;
-        let recorded = self.check_ids(ids, spec).and_then(|tokens| {
-            let (errors, out) = (errors.view_mut(), own.view_mut());
-            let ids = ids.borrow();
-            device.record_ids(RecordIds { rank, num_experts, max_tokens, spec, ids, errors, out })?;
-            Ok(tokens)
-        });
-        let tokens = match recorded {
+        let tokens = match self.check_ids(ids, spec) {
             Ok(tokens) => tokens,
             Err(error) => return self.fail(tag, row_order, spec, error),
         };
-        let records = self.exchange(tag, spec, &own)?;
-        let call = PlanRecords {
-            rank,
-            ranks,
-            num_experts,
-            max_tokens,
-            tokens,
-            spec,
-            row_order,
-            records: records.view(),
-            errors: errors.view_mut(),
+        let (num_experts, max_tokens) = (self.config.num_experts, self.max_tokens(spec));
+        let by_transport = match &mut self.records {
+            Some(records) => {
+                let (ids, errors) = (ids.borrow(), errors.view_mut());
+                let choices = PlanIds { rank, ranks, num_experts, max_tokens, tokens, spec, ids, errors };
+                records.plan(&mut *self.comm, tag, choices).transpose()
+            }
+            None => None,
         };
-        let gathered = device.plan_records(call);
-        let gathered = self.refuse_own_error(tag, gathered)?;
+        let (gathered, records) = match by_transport {
+            Some(planned) => {
+                let planned = self.exchanged(spec, planned)?;
+                self.refuse_own_error(tag, planned)?
+            }
+            None => self.plan_by_records(tag, row_order, ids, spec, errors)?,
+        };
         let Some(counts) = gathered.counts else {
             let absent = if spec.backward { Vec::new() } else { vec![rank] };
             return Ok((self.handle(spec, gathered.plan, absent, vec![gathered.padded_tokens; ranks]), None));
         };
         if counts.failed {
-            let all = device.download(records.view());
+            let unread = || Error::invalid(PREPARE, "records", "those that the host waits for", "none");
+            let all = records.ok_or_else(unread).and_then(|records| self.device.download(records.view()));
             let all = self.refuse_own_error(tag, all)?;
             let all: Vec<RoutingRecord> =
                 all.chunks_exact(sizes.bytes()).map(|b| RoutingRecord::decode(b, sizes)).collect();
@@ -109,6 +102,41 @@ impl<D: Kernels> DispatcherState<D> {
         }
         let rows = if row_order == RowOrder::AllRows { vec![gathered.padded_tokens; ranks] } else { counts.tokens };
         Ok((self.handle(spec, gathered.plan, counts.absent, rows), counts.pending.first().copied()))
+    }
+
+    /// A record, an exchange and a plan, one after the other.
+    fn plan_by_records(
+        &mut self,
+        tag: Tag,
+        row_order: RowOrder,
+        ids: TensorRef<'_, D>,
+        spec: &DispatchSpec,
+        errors: &mut Tensor<D>,
+    ) -> Result<ExchangedPlan<D>> {
+        let device = self.device.clone();
+        let (rank, ranks, num_experts) = (self.rank(), self.ranks(), self.config.num_experts);
+        let (max_tokens, tokens) = (self.max_tokens(spec), ids.rows());
+        let own = Tensor::empty(&device, DType::U8, &[self.sizes(spec).bytes()]);
+        let mut own = self.refuse_own_error(tag, own)?;
+        let (out, ids) = (own.view_mut(), ids.borrow());
+        let recorded =
+            device.record_ids(RecordIds { rank, num_experts, max_tokens, spec, ids, errors: errors.view_mut(), out });
+        if let Err(error) = recorded {
+            return self.fail(tag, row_order, spec, error);
+        }
+        let records = self.exchange(tag, spec, &own)?;
+        let planned = device.plan_records(PlanRecords {
+            rank,
+            ranks,
+            num_experts,
+            max_tokens,
+            tokens,
+            spec,
+            row_order,
+            records: records.view(),
+            errors: errors.view_mut(),
+        });
+        Ok((self.refuse_own_error(tag, planned)?, Some(records)))
     }
 
     /// Returns and clears what the device has found, from what it has kept of records if that is it. One error a call.

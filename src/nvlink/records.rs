@@ -2,12 +2,15 @@
 
 use std::sync::Arc;
 
+use crate::comm::refusal::refuse_on_error;
 use crate::comm::{Communicator, Tag};
 use crate::cuda::Cuda;
 use crate::cuda::nvlink::{MOST_CHOICES, PeerCall, ZONE_UNIT, control_bytes};
+use crate::cuda::nvlink_plan::NvLinkPlan;
 use crate::cuda::peers::StopWord;
 use crate::dtype::DType;
-use crate::ep::dispatcher_state::RecordExchange;
+use crate::ep::PlanIds;
+use crate::ep::dispatcher_state::{ExchangedPlan, RecordExchange};
 use crate::error::{Error, Result};
 use crate::kernels::Origin;
 use crate::nccl::{NcclComm, PeerMemory, TravelingRow};
@@ -16,32 +19,34 @@ use crate::tensor::{Tensor, TensorRef};
 
 const CALL: &str = "prepare";
 
-/// The group's memory beside its zones: control words, then room for all ranks' records.
+/// The group's memory beside its zones: control words, then two banks with room for all ranks' records.
 #[derive(Debug)]
 pub(super) struct Words {
     memory: PeerMemory,
     records_at: usize,
     /// Of one rank's at most.
     record_bytes: usize,
+    /// Of all ranks'.
+    bank_bytes: usize,
 }
 
 impl Words {
-    /// Where records begin, and bytes of all.
-    fn sizes(ranks: usize, max_tokens: usize) -> (usize, usize, usize) {
+    /// In memory of so many bytes.
+    pub(super) fn new(memory: PeerMemory, ranks: usize, max_tokens: usize) -> Self {
+        let (records_at, record_bytes) = Self::sizes(ranks, max_tokens);
+        Self { memory, records_at, record_bytes, bank_bytes: ranks * record_bytes }
+    }
+
+    /// Where records begin, and bytes of one.
+    fn sizes(ranks: usize, max_tokens: usize) -> (usize, usize) {
         let record = RecordSizes { max_tokens, top_k: MOST_CHOICES, weights: false }.bytes();
-        let at = control_bytes(ranks, max_tokens).next_multiple_of(ZONE_UNIT);
-        (at, record, at + ranks * record)
+        (control_bytes(ranks, max_tokens).next_multiple_of(ZONE_UNIT), record)
     }
 
     /// Bytes for so many ranks of so many tokens at most.
     pub(super) fn bytes(ranks: usize, max_tokens: usize) -> usize {
-        Self::sizes(ranks, max_tokens).2
-    }
-
-    /// In memory of so many bytes.
-    pub(super) fn new(memory: PeerMemory, ranks: usize, max_tokens: usize) -> Self {
-        let (records_at, record_bytes, _) = Self::sizes(ranks, max_tokens);
-        Self { memory, records_at, record_bytes }
+        let (records_at, record) = Self::sizes(ranks, max_tokens);
+        records_at + 2 * ranks * record
     }
 
     pub(super) fn addresses(&self) -> &[u64] {
@@ -66,6 +71,41 @@ pub(super) struct StoredRecords {
     pub(super) device: Cuda,
 }
 
+impl StoredRecords {
+    /// Whether a bank has room for records of so many bytes.
+    fn carries(&self, bytes: usize) -> bool {
+        bytes <= self.words.record_bytes && bytes.is_multiple_of(4)
+    }
+
+    /// A kernel of all ranks that brings records of so many bytes, by `calls`.
+    fn meet(
+        &self,
+        comm: &mut dyn Communicator<Cuda>,
+        tag: Tag,
+        (rank, bytes): (usize, usize),
+        calls: impl FnOnce(&Cuda, &PeerCall<'_>, usize) -> Result<()>,
+    ) -> Result<()> {
+        let comm = nccl_of(CALL, comm)?;
+        let (device, words) = (&self.device, &self.words);
+        if device.is_capturing()? {
+            let held = (words.memory().hold(), Arc::clone(&self.stop));
+            device.hold_in_graph(Arc::new(held));
+        }
+        let peers = PeerCall {
+            call: CALL,
+            origin: Origin { rank, layer: tag.layer },
+            words: words.addresses(),
+            zones: words.addresses(),
+            zone: words.records_at,
+            timeout: comm.timeout(),
+            stop: &self.stop,
+            max_sms: 0,
+        };
+        let row = TravelingRow { dtype: DType::U8, bytes, weights: 0, scales: 0 };
+        comm.around_kernel(CALL, tag, row, || calls(device, &peers, words.bank_bytes))
+    }
+}
+
 impl RecordExchange<Cuda> for StoredRecords {
     fn exchange(
         &mut self,
@@ -74,32 +114,35 @@ impl RecordExchange<Cuda> for StoredRecords {
         rank: usize,
         own: TensorRef<'_, Cuda>,
     ) -> Result<Option<Tensor<Cuda>>> {
-        let (bytes, Words { records_at, record_bytes, .. }) = (own.count(), &*self.words);
-        if bytes > *record_bytes || !bytes.is_multiple_of(4) {
+        let bytes = own.count();
+        if !self.carries(bytes) {
             return Ok(None);
         }
-        let comm = nccl_of(CALL, comm)?;
-        let (device, addresses) = (&self.device, self.words.addresses());
-        if device.is_capturing()? {
-            let held = (self.words.memory().hold(), Arc::clone(&self.stop));
-            device.hold_in_graph(Arc::new(held));
+        let all = Tensor::empty(&self.device, DType::U8, &[self.words.addresses().len(), bytes]);
+        let mut all = refuse_on_error(comm, tag, all)?;
+        let out = all.view_mut();
+        // SAFETY: all ranks' memory has room for two banks of all records behind the words, and all make this call.
+        self.meet(comm, tag, (rank, bytes), |device, peers, bank| unsafe {
+            device.nvlink_exchange(peers, bank, own, out)
+        })?;
+        Ok(Some(all))
+    }
+
+    fn plan(
+        &mut self,
+        comm: &mut dyn Communicator<Cuda>,
+        tag: Tag,
+        choices: PlanIds<'_, Cuda>,
+    ) -> Result<Option<Result<ExchangedPlan<Cuda>>>> {
+        let rank = choices.rank;
+        let made = NvLinkPlan::new(&self.device, choices);
+        let Some(mut plan) = refuse_on_error(comm, tag, made)? else { return Ok(None) };
+        let bytes = plan.record_bytes();
+        if !self.carries(bytes) {
+            return Ok(None);
         }
-        let (origin, timeout) = (Origin { rank, layer: tag.layer }, comm.timeout());
-        let peers = PeerCall {
-            call: CALL,
-            origin,
-            words: addresses,
-            zones: addresses,
-            zone: *records_at,
-            timeout,
-            stop: &self.stop,
-            max_sms: 0,
-        };
-        let row = TravelingRow { dtype: DType::U8, bytes, weights: 0, scales: 0 };
-        // SAFETY: all ranks' memory has room for so many bytes of each rank behind the words, and all make this call.
-        comm.around_kernel(CALL, tag, row, || unsafe { device.nvlink_exchange(&peers, own) })?;
-        let dims = [addresses.len(), bytes];
-        // SAFETY: peers write there in the next exchange alone, which is behind what reads this on the stream.
-        unsafe { self.words.memory().tensor(*records_at, DType::U8, &dims, Arc::new(())) }.map(Some)
+        // SAFETY: as in `exchange`.
+        self.meet(comm, tag, (rank, bytes), |device, peers, bank| unsafe { plan.exchange(device, peers, bank) })?;
+        Ok(Some(plan.finish(&self.device)))
     }
 }

@@ -28,6 +28,27 @@ pub struct RecordIds<'a, D: Device> {
     pub out: TensorMut<'a, D>,
 }
 
+/// A rank's choices, for a transport that plans as it exchanges all ranks'.
+#[derive(Debug)]
+pub struct PlanIds<'a, D: Device> {
+    /// This rank.
+    pub rank: usize,
+    /// Ranks R.
+    pub ranks: usize,
+    /// Experts E.
+    pub num_experts: usize,
+    /// Tokens that a record has room for.
+    pub max_tokens: usize,
+    /// Tokens of the rank.
+    pub tokens: usize,
+    /// Alignment, capacities, overflow.
+    pub spec: &'a DispatchSpec,
+    /// As [`RecordIds::ids`].
+    pub ids: TensorRef<'a, D>,
+    /// As [`PlanRecords::errors`].
+    pub errors: TensorMut<'a, D>,
+}
+
 /// All ranks' records, to be planned for one rank. For [`RowOrder::AllRows`] and [`RowOrder::Zones`], each rank's tokens
 /// are padded to the same number of rows.
 #[derive(Debug)]

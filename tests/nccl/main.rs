@@ -25,6 +25,7 @@ mod layer;
 mod library;
 mod lost;
 mod nvlink;
+mod nvlink_graphs;
 mod processes;
 #[path = "../common/several.rs"]
 mod several;
@@ -97,6 +98,7 @@ fn over_ranks(ranks: usize) -> Vec<(String, Body)> {
         ("layer", layer::cases()),
         ("lost", lost::cases()),
         ("nvlink", nvlink::cases()),
+        ("nvlink_graphs", nvlink_graphs::cases()),
         ("processes", processes::cases()),
         ("captured", captured::cases()),
         ("streams", streams::cases()),

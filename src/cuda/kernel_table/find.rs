@@ -46,10 +46,28 @@ const EARLY: [&str; 27] = [
     "sm90_route_plan_f16",
 ];
 
+/// Kernels whose blocks wait for each other, so that all of them have to run at once.
+const TOGETHER: [&str; 2] = ["sm90_nvlink_exchange", "sm90_nvlink_plan"];
+
+/// When a launch's blocks start.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(in crate::cuda) enum BlockStart {
+    /// Behind the kernel before in the stream, as there is room for them.
+    Plain,
+    /// While that runs.
+    Early,
+    /// Behind it, and all at once.
+    Together,
+}
+
 impl KernelSpec {
-    /// Whether it may be started before the kernel before it has ended, on a GPU that can.
-    pub(in crate::cuda) fn early(&self) -> bool {
-        EARLY.contains(&self.name)
+    /// When its blocks start, on a GPU that can start them early or not.
+    pub(in crate::cuda) fn start(&self, can_early: bool) -> BlockStart {
+        match self.name {
+            name if TOGETHER.contains(&name) => BlockStart::Together,
+            name if can_early && EARLY.contains(&name) => BlockStart::Early,
+            _ => BlockStart::Plain,
+        }
     }
 }
 

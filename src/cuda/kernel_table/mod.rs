@@ -17,7 +17,7 @@ use stages::{
     RouterKernels, RoutingRecordsKernels, WgradKernels,
 };
 
-pub(super) use find::{KernelSpec, Traits};
+pub(super) use find::{BlockStart, KernelSpec, Traits};
 pub(super) use per_type::{Half, HalfOrAny, Product, TileShape};
 pub(super) use stages::{Nvfp4Mode, Sm90Kernels};
 

@@ -70,15 +70,25 @@ impl AllToAllCounts {
         p: &mut params::RecordsPlanParams,
         tokens: usize,
     ) -> Result<ZoneMaps<Cuda>> {
-        let (ranks, zone_rows, k) = (p.ranks as usize, p.padded_tokens as usize, p.top_k as usize);
-        let map = |dims: &[usize]| Tensor::empty(device, DType::I32, dims);
-        let (mut token_rows, mut row_tokens) = (map(&[tokens, ranks])?, map(&[ranks, zone_rows])?);
-        let mut row_slots = map(&[ranks, zone_rows, k])?;
-        let mut arrived = Tensor::empty(device, DType::I64, &[ranks])?;
-        (p.token_rows, p.row_slots) = (at(&mut token_rows), at(&mut row_slots));
-        (p.row_tokens, p.arrived) = (at(&mut row_tokens), at(&mut arrived));
+        let zones = empty_zones(device, p, tokens)?;
         // SAFETY: every tensor has the size that `params.h` states for it; no rank has more tokens than a zone has rows.
         unsafe { device.launch(CALL, &device.kernels().all_to_all_plan.zones, self.walk, p) }?;
-        Ok(ZoneMaps { token_rows, row_slots, row_tokens, arrived, zone_rows })
+        Ok(zones)
     }
+}
+
+/// Room for the maps of messages that have a zone of `padded_tokens` rows each, for a rank of so many tokens.
+pub(in crate::cuda) fn empty_zones(
+    device: &Cuda,
+    p: &mut params::RecordsPlanParams,
+    tokens: usize,
+) -> Result<ZoneMaps<Cuda>> {
+    let (ranks, zone_rows, k) = (p.ranks as usize, p.padded_tokens as usize, p.top_k as usize);
+    let map = |dims: &[usize]| Tensor::empty(device, DType::I32, dims);
+    let (mut token_rows, mut row_tokens) = (map(&[tokens, ranks])?, map(&[ranks, zone_rows])?);
+    let mut row_slots = map(&[ranks, zone_rows, k])?;
+    let mut arrived = Tensor::empty(device, DType::I64, &[ranks])?;
+    (p.token_rows, p.row_slots) = (at(&mut token_rows), at(&mut row_slots));
+    (p.row_tokens, p.arrived) = (at(&mut row_tokens), at(&mut arrived));
+    Ok(ZoneMaps { token_rows, row_slots, row_tokens, arrived, zone_rows })
 }

@@ -9,6 +9,7 @@ use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::plan::routing_record::{self, HEADER_WORDS, RecordSizes, RecordStatus, RoutingRecord};
 use crate::plan::{DispatchSpec, RecordIds, deferred_errors};
+use crate::tensor::TensorRef;
 
 use super::device::Cuda;
 use super::heuristics::RECORD_BLOCKS;
@@ -16,7 +17,8 @@ use super::launch::Grid;
 use super::params;
 use super::plan::COUNTS;
 
-pub(super) use plan::plan;
+pub(super) use all_to_all::empty_zones;
+pub(super) use plan::{PlanDescription, PlanFor, PlanSizes, RowMaps, empty_slot_maps, plan};
 
 // Kernels write and read what the host does.
 const _: () =
@@ -44,40 +46,58 @@ fn sizes(max_tokens: usize, spec: &DispatchSpec) -> RecordSizes {
 
 pub(super) fn record(device: &Cuda, call: RecordIds<'_, Cuda>) -> Result<()> {
     let RecordIds { rank, num_experts, max_tokens, spec, ids, errors, out } = call;
-    let wide = match ids.dtype() {
-        DType::I64 => 1,
-        DType::I32 => 0,
-        other => return Err(Error::invalid(CALL, "tensor topk_ids", "i32 or i64", other)),
-    };
-    let sizes = sizes(max_tokens, spec);
-    Error::check_shape(CALL, "record", &[sizes.bytes()], out.dims())?;
-    Error::check_shape(CALL, "topk_ids", &[ids.rows().min(max_tokens), spec.top_k], ids.dims())?;
+    Error::check_shape(CALL, "record", &[sizes(max_tokens, spec).bytes()], out.dims())?;
+    let choices = ids.count();
     check_errors(errors.as_ref().dims(), 1)?;
-    let own = RoutingRecord {
-        fields: routing_record::fields(spec),
-        backward: spec.backward,
-        tokens: ids.rows(),
-        ..RoutingRecord::failed(RecordStatus::Ready)
-    };
-    let mut header = [0; HEADER_WORDS];
-    let bytes = own.encode(RecordSizes { max_tokens: 0, ..sizes })?;
-    header.iter_mut().zip(bytes.as_chunks().0).for_each(|(to, word)| *to = i64::from_le_bytes(*word));
-    let p = params::WriteRecordParams {
-        ids: ids.data().ptr,
-        wide,
-        choices: ids.count() as i64,
-        top_k: spec.top_k as i64,
-        experts: num_experts as i64,
-        rank: rank as i64,
-        record: out.into_data().ptr,
-        errors: errors.into_data().ptr,
-        header,
-    };
-    let blocks = ids.count().div_ceil(params::PLAN_THREADS as usize).clamp(1, RECORD_BLOCKS);
+    let own = OwnRecord { rank, num_experts, max_tokens, spec, ids };
+    let (record, errors) = (out.into_data().ptr, errors.into_data().ptr);
+    let p = params::WriteRecordParams { record, errors, ..own.params()? };
+    let blocks = choices.div_ceil(params::PLAN_THREADS as usize).clamp(1, RECORD_BLOCKS);
     let grid = Grid::new(blocks, params::PLAN_THREADS);
     // SAFETY: the record has room for a header and `max_tokens` tokens' ids, of which there are no more; `errors` has
     // its words; the kernel checks the ids.
     unsafe { device.launch(CALL, &device.kernels().routing_records.record_ids, grid, &p) }
+}
+
+/// A rank's record that a kernel writes.
+pub(super) struct OwnRecord<'a> {
+    pub(super) rank: usize,
+    pub(super) num_experts: usize,
+    pub(super) max_tokens: usize,
+    pub(super) spec: &'a DispatchSpec,
+    pub(super) ids: TensorRef<'a, Cuda>,
+}
+
+impl OwnRecord<'_> {
+    /// What the kernel is told, but for where the record and errors go.
+    pub(super) fn params(self) -> Result<params::WriteRecordParams> {
+        let Self { rank, num_experts, max_tokens, spec, ids } = self;
+        let wide = match ids.dtype() {
+            DType::I64 => 1,
+            DType::I32 => 0,
+            other => return Err(Error::invalid(CALL, "tensor topk_ids", "i32 or i64", other)),
+        };
+        Error::check_shape(CALL, "topk_ids", &[ids.rows().min(max_tokens), spec.top_k], ids.dims())?;
+        let own = RoutingRecord {
+            fields: routing_record::fields(spec),
+            backward: spec.backward,
+            tokens: ids.rows(),
+            ..RoutingRecord::failed(RecordStatus::Ready)
+        };
+        let mut header = [0; HEADER_WORDS];
+        let bytes = own.encode(RecordSizes { max_tokens: 0, ..sizes(max_tokens, spec) })?;
+        header.iter_mut().zip(bytes.as_chunks().0).for_each(|(to, word)| *to = i64::from_le_bytes(*word));
+        Ok(params::WriteRecordParams {
+            ids: ids.data().ptr,
+            wide,
+            choices: ids.count() as i64,
+            top_k: spec.top_k as i64,
+            experts: num_experts as i64,
+            rank: rank as i64,
+            header,
+            ..Default::default()
+        })
+    }
 }
 
 fn check_errors(dims: &[usize], ranks: usize) -> Result<()> {

@@ -1,0 +1,140 @@
+//! Graphs over NVLink: ten thousand replays whose choices and rows change, and ranks that do not come to one.
+
+use std::thread;
+use std::time::{Duration, Instant};
+
+use moebius::cuda::Cuda;
+use moebius::ep::{Capacity, DispatchInputs, DispatchOutputs, DispatchSpec, Group, Reporting};
+use moebius::kernels::Kernels;
+use moebius::{DType, Device, Error, Result, Tensor};
+
+use crate::Run;
+use crate::nvlink::{HIDDEN, MINUTE, MOST, each, tokens};
+
+pub fn cases() -> Vec<(&'static str, Run)> {
+    vec![
+        ("ten_thousand_replays_with_other_choices", ten_thousand_replays),
+        ("a_rank_that_does_not_replay_is_told", |_, ranks| lost_in_a_replay(ranks, false)),
+        ("a_rank_that_does_not_replay_a_prepare_is_told", |_, ranks| lost_in_a_replay(ranks, true)),
+    ]
+}
+
+/// Choices of a token.
+const K: usize = 2;
+
+/// Choices of one of these kinds: spread, one expert's, one rank's, none, some.
+fn choices(kind: usize, rank: usize, ranks: usize) -> Vec<i64> {
+    let experts = 4 * ranks;
+    let choice = |i: usize| {
+        let (token, k) = (i / K, i % K);
+        let id = match kind {
+            0 => (token * 3 + k * 5 + rank) % experts,
+            1 if k == 0 => 1,
+            2 => 4 * (ranks - 1) + (token + k) % 4,
+            4 if (i * 7 + rank) % 3 != 0 => (token + k * 3) % experts,
+            _ => return -1,
+        };
+        id as i64
+    };
+    (0..MOST * K).map(choice).collect()
+}
+
+/// The rows in slots, and their sums: what a step of prepare, dispatch and combine comes to.
+fn step(
+    group: &mut Group<Cuda>,
+    cuda: &Cuda,
+    (ids, x): (&Tensor<Cuda>, &Tensor<Cuda>),
+    reporting: Reporting,
+) -> Result<[Tensor<Cuda>; 2]> {
+    let slots = group.ranks() * MOST * K + 4 * 8;
+    let spec =
+        DispatchSpec { capacity: Capacity::Static(slots), alignment: 8, reporting, ..DispatchSpec::new(5, K) };
+    let handle = group.dispatcher().prepare(ids.view(), None, &spec)?;
+    let mut rows = Tensor::empty(cuda, DType::BF16, &[handle.rows(), HIDDEN])?;
+    let inputs = DispatchInputs { tokens: x.view(), weights: None, scales: None };
+    let outputs = DispatchOutputs { tokens: rows.view_mut(), weights: None, scales: None };
+    group.dispatcher().dispatch(&handle, inputs, outputs)?;
+    let mut y = Tensor::empty(cuda, DType::BF16, &[MOST, HIDDEN])?;
+    group.dispatcher().combine(&handle, rows.view(), y.view_mut())?;
+    Ok([rows, y])
+}
+
+/// Choices and rows lie in the same memory in each replay, and change there. What the host plans and what the GPUs plan
+/// come to the same bits, in a graph too, with steps outside of it in between.
+fn ten_thousand_replays(_: &Cuda, ranks: usize) {
+    const REPLAYS: usize = 10_000;
+    const KINDS: usize = 5;
+    each(ranks, MINUTE, |mut group, cuda, _| {
+        let rank = group.rank();
+        let ids = |kind| Tensor::from_vec(choices(kind, rank, ranks), &[MOST, K])?.to(cuda);
+        let all_ids: Vec<Tensor<Cuda>> = (0..KINDS).map(ids).collect::<Result<_>>()?;
+        let xs = [tokens(cuda, MOST)?, cuda.write(&vec![3.0; MOST * HIDDEN], DType::BF16, &[MOST, HIDDEN])?];
+        let mut expected = Vec::new();
+        for at in 0..KINDS * xs.len() {
+            let [rows, y] = step(&mut group, cuda, (&all_ids[at % KINDS], &xs[at / KINDS]), Reporting::Immediate)?;
+            expected.push((cuda.download(rows.view())?, cuda.download(y.view())?));
+        }
+        let (mut own_ids, mut own_x) = (ids(0)?, tokens(cuda, MOST)?);
+        let mut graph = cuda.capture(|| step(&mut group, cuda, (&own_ids, &own_x), Reporting::Deferred))?;
+        for replay in 0..REPLAYS {
+            let at = (replay * 7 + replay / 3) % expected.len();
+            cuda.copy(all_ids[at % KINDS].view().data(), own_ids.view_mut().into_data())?;
+            cuda.copy(xs[at / KINDS].view().data(), own_x.view_mut().into_data())?;
+            graph.replay()?;
+            if replay % 100 == 50 {
+                step(&mut group, cuda, (&all_ids[1], &xs[0]), Reporting::Deferred)?;
+            }
+            // Most follow each other without the hosts.
+            if replay % 16 == 0 || replay + 1 == REPLAYS {
+                let [rows, y] = graph.output();
+                let met = (cuda.download(rows.view())?, cuda.download(y.view())?);
+                assert!(met == expected[at], "replay {replay}, choices {}, rank {rank}", at % KINDS);
+            }
+        }
+        group.dispatcher().check()
+    });
+}
+
+/// Graphs run without their hosts: nobody but the kernels themselves can end a wait.
+fn lost_in_a_replay(ranks: usize, prepares: bool) {
+    const LIMIT: Duration = Duration::from_secs(2);
+    each(ranks, LIMIT, |mut group, cuda, together| {
+        let rank = group.rank();
+        let (ids, x) = (Tensor::from_vec(choices(0, rank, ranks), &[MOST, K])?.to(cuda)?, tokens(cuda, MOST)?);
+        step(&mut group, cuda, (&ids, &x), Reporting::Deferred)?;
+        let handle = group.dispatcher().prepare(ids.view(), None, &DispatchSpec::new(5, K))?;
+        let rows = cuda.write(&vec![1.0; handle.rows() * HIDDEN], DType::BF16, &[handle.rows(), HIDDEN])?;
+        let mut y: Tensor<Cuda> = Tensor::empty(cuda, DType::BF16, &[MOST, HIDDEN])?;
+        let mut graph = cuda.capture(|| match prepares {
+            true => step(&mut group, cuda, (&ids, &x), Reporting::Deferred).map(drop),
+            false => group.dispatcher().combine(&handle, rows.view(), y.view_mut()),
+        })?;
+        graph.replay()?;
+        cuda.check()?;
+        together.wait();
+        // The last does not come. Of several that wait for it the first gives up, and the others hear that it has.
+        if rank + 1 < ranks {
+            thread::sleep(Duration::from_millis(300) * rank as u32);
+            let start = Instant::now();
+            graph.replay()?;
+            match cuda.check() {
+                Err(Error::LatePeer { rank: own, layer: 5, .. }) => assert_eq!(own, rank),
+                other => panic!("{other:?}"),
+            }
+            assert!(start.elapsed() < LIMIT + Duration::from_secs(3));
+        }
+        together.wait();
+        // Those that come now are told too, at once, and the GPU works on.
+        let start = Instant::now();
+        graph.replay()?;
+        match cuda.check() {
+            Err(Error::LatePeer { layer: 5, .. }) => {}
+            other => panic!("{other:?}"),
+        }
+        assert!(start.elapsed() < LIMIT);
+        cuda.check()?;
+        together.wait();
+        drop(graph);
+        Ok(())
+    });
+}
