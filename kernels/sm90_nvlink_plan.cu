@@ -80,9 +80,9 @@ __device__ __forceinline__ Held hold(const NvLinkPlanParams& p, uint32_t epoch) 
 }
 
 // Where slots lie that nobody fills.
-__device__ __forceinline__ void clear_maps(const RecordsPlanParams& p) {
+__device__ __forceinline__ void clear_maps(const NvLinkPlanParams& p) {
     const int64_t step = static_cast<int64_t>(gridDim.x) * blockDim.x;
-    for (int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x; i < p.rows; i += step) p.row_map[i] = p.weight_map[i] = -1;
+    for (int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x; i < p.map_rows; i += step) p.plan.row_map[i] = p.plan.weight_map[i] = -1;
 }
 
 // This rank's record to all ranks.
@@ -95,7 +95,7 @@ __device__ __forceinline__ void send_record(const NvLinkPlanParams& p, nvlink::B
         const auto id = static_cast<uint32_t>(recorded_id(p.record, i));
         for (int64_t r = 0; r < ranks; r++) record_of(r)[HEADER_BYTES / 4 + i] = id;
     }
-    if (p.maps) clear_maps(p.plan);
+    if (p.maps) clear_maps(p);
     nvlink::end_records(p.call, block, [&]() {
         write_header(p.record, header);
         __syncthreads();
@@ -356,7 +356,7 @@ extern "C" __global__ void __launch_bounds__(NVLINK_THREADS, 1) sm90_nvlink_plan
     } else {
         // The last call's; it may have been given up.
         if (threadIdx.x == 0) block.epoch = static_cast<uint32_t>(nvlink::words_of(p.call, p.call.rank)[NVLINK_EPOCH]);
-        clear_maps(p.plan);
+        clear_maps(p);
         __syncthreads();
     }
     const Run run = run_of(p);

@@ -227,6 +227,7 @@ struct NvLinkPlanParams {
     RecordsPlanParams plan;
     int64_t exchange;          // 0: the last call has brought the records
     int64_t maps;              // 0: segments and statistics alone
+    int64_t map_rows;          // entries of the slots' maps; `plan.rows` bounds the slots of every rank
     int64_t block_tokens;      // tokens, of R max_tokens, that a block plans
     uint16_t* counts;          // [blocks, E], E up to a multiple of 4: choices of each expert in each block's tokens
     int32_t* tallies;          // [blocks, 2 R + 1]: of each block's tokens those that come here from each rank, those that

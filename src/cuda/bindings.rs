@@ -679,6 +679,7 @@ pub struct NvLinkPlanParams {
     pub plan: RecordsPlanParams,
     pub exchange: i64,
     pub maps: i64,
+    pub map_rows: i64,
     pub block_tokens: i64,
     pub counts: u64,
     pub tallies: u64,
@@ -687,7 +688,7 @@ pub struct NvLinkPlanParams {
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of NvLinkPlanParams"][::core::mem::size_of::<NvLinkPlanParams>() - 832usize];
+    ["Size of NvLinkPlanParams"][::core::mem::size_of::<NvLinkPlanParams>() - 840usize];
     ["Alignment of NvLinkPlanParams"][::core::mem::align_of::<NvLinkPlanParams>() - 8usize];
     ["Offset of field: NvLinkPlanParams::call"][::core::mem::offset_of!(NvLinkPlanParams, call) - 0usize];
     ["Offset of field: NvLinkPlanParams::bank"][::core::mem::offset_of!(NvLinkPlanParams, bank) - 192usize];
@@ -695,12 +696,13 @@ const _: () = {
     ["Offset of field: NvLinkPlanParams::plan"][::core::mem::offset_of!(NvLinkPlanParams, plan) - 472usize];
     ["Offset of field: NvLinkPlanParams::exchange"][::core::mem::offset_of!(NvLinkPlanParams, exchange) - 776usize];
     ["Offset of field: NvLinkPlanParams::maps"][::core::mem::offset_of!(NvLinkPlanParams, maps) - 784usize];
+    ["Offset of field: NvLinkPlanParams::map_rows"][::core::mem::offset_of!(NvLinkPlanParams, map_rows) - 792usize];
     ["Offset of field: NvLinkPlanParams::block_tokens"]
-        [::core::mem::offset_of!(NvLinkPlanParams, block_tokens) - 792usize];
-    ["Offset of field: NvLinkPlanParams::counts"][::core::mem::offset_of!(NvLinkPlanParams, counts) - 800usize];
-    ["Offset of field: NvLinkPlanParams::tallies"][::core::mem::offset_of!(NvLinkPlanParams, tallies) - 808usize];
-    ["Offset of field: NvLinkPlanParams::records"][::core::mem::offset_of!(NvLinkPlanParams, records) - 816usize];
-    ["Offset of field: NvLinkPlanParams::report"][::core::mem::offset_of!(NvLinkPlanParams, report) - 824usize];
+        [::core::mem::offset_of!(NvLinkPlanParams, block_tokens) - 800usize];
+    ["Offset of field: NvLinkPlanParams::counts"][::core::mem::offset_of!(NvLinkPlanParams, counts) - 808usize];
+    ["Offset of field: NvLinkPlanParams::tallies"][::core::mem::offset_of!(NvLinkPlanParams, tallies) - 816usize];
+    ["Offset of field: NvLinkPlanParams::records"][::core::mem::offset_of!(NvLinkPlanParams, records) - 824usize];
+    ["Offset of field: NvLinkPlanParams::report"][::core::mem::offset_of!(NvLinkPlanParams, report) - 832usize];
 };
 #[repr(C)]
 #[derive(Debug, Copy, Clone, Default)]

@@ -27,6 +27,8 @@ pub(crate) struct NvLinkPlan<'a> {
     grid: Grid,
     description: PlanDescription,
     sizes: PlanSizes,
+    /// Rows that no rank's slots exceed.
+    layout_rows: i64,
     /// `None`: the host waits for their sizes.
     maps: Option<RowMaps>,
     /// All ranks' records, for a host that waits.
@@ -73,7 +75,7 @@ impl<'a> NvLinkPlan<'a> {
         let record = OwnRecord { rank, num_experts, max_tokens, spec, ids }.params()?;
         let mut description = PlanDescription::new(device, of, errors)?;
         let record = params::WriteRecordParams { errors: description.p.errors, ..record };
-        let sizes = PlanSizes::of(&description.p, max_tokens);
+        let (sizes, layout_rows) = (PlanSizes::of(&description.p, max_tokens), description.p.rows);
         let bytes = |bytes: usize| Tensor::empty(device, DType::U8, &[bytes]);
         let mut counts = bytes(2 * cut.blocks * num_experts.next_multiple_of(4))?;
         let mut tallies = bytes(4 * cut.blocks * (2 * ranks + 1))?;
@@ -96,7 +98,7 @@ impl<'a> NvLinkPlan<'a> {
             ..Default::default()
         };
         let grid = Grid { shared: cut.shared as u32, ..Grid::new(cut.blocks, params::NVLINK_THREADS) };
-        Ok(Some(Self { of, p, grid, description, sizes, maps, records, _scratch: [counts, tallies] }))
+        Ok(Some(Self { of, p, grid, description, sizes, layout_rows, maps, records, _scratch: [counts, tallies] }))
     }
 
     /// Bytes of a rank's record.
@@ -118,7 +120,9 @@ impl<'a> NvLinkPlan<'a> {
     /// The call's peers are set, as [`Cuda::nvlink_exchange`] asks.
     unsafe fn launch(&mut self, device: &Cuda) -> Result<()> {
         let kernels = &device.kernels().sm90.as_ref().ok_or_else(|| absent(CALL))?.nvlink;
-        self.p.plan = self.description.p;
+        // Slots of all ranks are laid out alike, also where each has as many rows as it needs.
+        self.p.plan = params::RecordsPlanParams { rows: self.layout_rows, ..self.description.p };
+        self.p.map_rows = self.description.p.rows;
         // SAFETY: every tensor has the size that `params.h` states for it, and is held until the kernel has been enqueued;
         // the kernel checks what the records hold; the rest is the caller's promise.
         unsafe { device.launch(CALL, &kernels.plan, self.grid, &self.p) }

@@ -45,6 +45,9 @@ impl NvLink {
             nccl(&mut core)?.release_peer_memory(TAG, words)?;
             return Ok(Err(Box::new((core, error))));
         }
+        let mut words = words;
+        let numbered = words.part(0, 8).and_then(|epoch| core.device.number_calls_of_tests(CALL, epoch));
+        core.check_or_refuse(TAG, numbered)?;
         let words = Arc::new(Words::new(words, ranks, max_tokens));
         let (device, own) = (core.device.clone(), (Arc::clone(&words), Arc::clone(&stop)));
         core.records = Some(Box::new(StoredRecords { words: own.0, stop: own.1, device }));

@@ -95,7 +95,8 @@ fn on<T: Send>(comms: Vec<NcclComm>, body: impl Fn(Group<Cuda>, &Cuda, &Barrier)
             scope.spawn(move || {
                 let cuda = comm.cuda().clone();
                 let dispatcher = DispatcherKind::NvLink;
-                let config = GroupConfig { dispatcher, windows: 1, ..GroupConfig::new(4 * ranks, MOST) };
+                let new = GroupConfig::new(4 * ranks, MOST);
+                let config = GroupConfig { dispatcher, windows: 1, max_rows: 4 * ranks * MOST, ..new };
                 body(Group::new(cuda.clone(), Box::new(comm), config)?, &cuda, together)
             })
         };
