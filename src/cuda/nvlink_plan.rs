@@ -12,9 +12,7 @@ use super::launch::Grid;
 use super::layout::at;
 use super::nvlink::{PeerCall, absent};
 use super::params;
-use super::routing_records::{
-    OwnRecord, PlanDescription, PlanFor, PlanSizes, RowMaps, empty_slot_maps, empty_zones,
-};
+use super::routing_records::{OwnRecord, PlanDescription, PlanFor, PlanSizes, RowMaps, empty_slot_maps, empty_zones};
 use super::tile_config::NVLINK_PLAN_SMEM;
 
 const CALL: &str = "prepare";
@@ -207,7 +205,8 @@ mod tests {
                 sms,
             )
         };
-        let of = |experts, ranks, max_tokens, sms| cut(experts, ranks, max_tokens, 8, sms).map(|c| (c.blocks, c.tokens));
+        let of =
+            |experts, ranks, max_tokens, sms| cut(experts, ranks, max_tokens, 8, sms).map(|c| (c.blocks, c.tokens));
         assert_eq!(of(256, 2, 4096, 132), Some((128, 64)));
         assert_eq!(of(128, 2, 8192, 132), Some((132, 125)));
         assert_eq!(of(128, 2, 1, 132), Some((1, 2)));

@@ -17,9 +17,7 @@ use crate::plan::waits;
 use crate::tensor::{Tensor, TensorRef};
 
 use super::handle::{Agreement, Handle};
-use super::{
-    DevicePlan, DispatchSpec, GroupConfig, HostPlanRequest, Plan, PlanIds, PlanRequest, Reporting, RowOrder,
-};
+use super::{DevicePlan, DispatchSpec, GroupConfig, HostPlanRequest, Plan, PlanIds, PlanRequest, Reporting, RowOrder};
 
 pub(super) const PREPARE: &str = "prepare";
 
