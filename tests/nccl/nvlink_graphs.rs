@@ -31,7 +31,7 @@ fn choices(kind: usize, rank: usize, ranks: usize) -> Vec<i64> {
             0 => (token * 3 + k * 5 + rank) % experts,
             1 if k == 0 => 1,
             2 => 4 * (ranks - 1) + (token + k) % 4,
-            4 if (i * 7 + rank) % 3 != 0 => (token + k * 3) % experts,
+            4 if !(i * 7 + rank).is_multiple_of(3) => (token + k * 3) % experts,
             _ => return -1,
         };
         id as i64
