@@ -17,8 +17,11 @@ use super::launch::Grid;
 use super::params;
 use super::plan::COUNTS;
 
+#[cfg(feature = "nccl")]
 pub(super) use all_to_all::empty_zones;
-pub(super) use plan::{PlanDescription, PlanFor, PlanSizes, RowMaps, empty_slot_maps, plan};
+pub(super) use plan::plan;
+#[cfg(feature = "nccl")]
+pub(super) use plan::{PlanDescription, PlanFor, PlanSizes, RowMaps, empty_slot_maps};
 
 // Kernels write and read what the host does.
 const _: () =
