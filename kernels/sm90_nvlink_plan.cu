@@ -165,10 +165,11 @@ __device__ __forceinline__ void add_counts(const NvLinkPlanParams& p, const Held
 }
 
 // The segments of all ranks' experts, in shared memory; the first block tells what is wrong. Returns whether the ranks'
-// specs differ: so do their plans then, and none would find the rows of another, so nothing travels.
-__device__ __forceinline__ bool lay_out(const NvLinkPlanParams& p, Held& h) {
-    const HeadersFound found = examine_headers(h.plan);
-    const bool tells = blockIdx.x == 0 && p.exchange;
+// specs differ: so do their plans then, and none would find the rows of another, so nothing travels. Where the call has
+// been given up, records may be those of an earlier call, or none: nothing is wrong with them then.
+__device__ __forceinline__ bool lay_out(const NvLinkPlanParams& p, Held& h, bool stopped) {
+    const HeadersFound found = stopped ? HeadersFound{} : examine_headers(h.plan);
+    const bool tells = blockIdx.x == 0 && p.exchange && !stopped;
     if (tells) keep_headers(h.plan, found);
     else h.plan.may_drop = 1;
     __syncthreads();
@@ -331,6 +332,18 @@ __device__ __forceinline__ void copy_records(const uint8_t* bank, void* out, int
     for (int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x; i < bytes / 4; i += step) static_cast<uint32_t*>(out)[i] = from[i];
 }
 
+// In their place where the call has been given up, as the bank may hold records of an earlier call then: records of no
+// tokens with this rank's spec, of which there is nothing to tell but what this rank's own tells.
+__device__ __forceinline__ void write_empty_records(const NvLinkExchangeParams& p) {
+    const int64_t words = p.bytes / 4, step = static_cast<int64_t>(gridDim.x) * blockDim.x;
+    const auto* own = static_cast<const uint32_t*>(p.source);
+    for (int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x; i < p.call.ranks * words; i += step) {
+        const int64_t rank = i / words, at = i - rank * words, word = at / 2;
+        const bool empty = word == TOKENS || (rank != p.call.rank && (word == KIND || word == PENDING));
+        static_cast<uint32_t*>(p.out)[i] = at >= HEADER_BYTES / 4 ? ~0u : empty ? 0 : own[at];
+    }
+}
+
 }  // namespace
 
 extern "C" __global__ void __launch_bounds__(NVLINK_THREADS, 1) sm90_nvlink_exchange(const __grid_constant__ NvLinkExchangeParams p) {
@@ -344,7 +357,8 @@ extern "C" __global__ void __launch_bounds__(NVLINK_THREADS, 1) sm90_nvlink_exch
         for (int64_t i = first; i < words; i += step) to[i] = from[i];
     }
     nvlink::end_records(p.call, block, []() {});
-    copy_records(nvlink::record_at(p.call, p.bank, block.epoch, p.call.rank, 0, 0), p.out, p.call.ranks * p.bytes);
+    if (block.stopped) write_empty_records(p);
+    else copy_records(nvlink::record_at(p.call, p.bank, block.epoch, p.call.rank, 0, 0), p.out, p.call.ranks * p.bytes);
 }
 
 extern "C" __global__ void __launch_bounds__(NVLINK_THREADS, 1) sm90_nvlink_plan(const __grid_constant__ NvLinkPlanParams p) {
@@ -364,7 +378,7 @@ extern "C" __global__ void __launch_bounds__(NVLINK_THREADS, 1) sm90_nvlink_plan
     count_choices(p, h, run, block.stopped);
     nvlink::meet_blocks(p.call);
     add_counts(p, h);
-    const bool troubled = lay_out(p, h);
+    const bool troubled = lay_out(p, h, block.stopped);
     if (!p.maps) {
         if (blockIdx.x == 0) write_segments(p, h);
         if (p.records != nullptr) copy_records(h.plan.records, p.records, p.plan.ranks * p.plan.size);

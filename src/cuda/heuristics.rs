@@ -125,6 +125,12 @@ pub(super) const NVLINK_EXCHANGE_BYTES: usize = 16 << 10;
 #[cfg(feature = "nccl")]
 pub(super) const NVLINK_PLAN_CHOICES: usize = 512;
 
+/// Most blocks of that plan, an SM each. They start together or not at all, and wait for peers: where they took all SMs, a
+/// plan on one rank and a collective of another stream on another would each keep the other's counterpart from starting,
+/// for good. Half of the smallest Hopper's SMs leave room for both. `notes/nvlink.md`.
+#[cfg(feature = "nccl")]
+pub(super) const NVLINK_PLAN_BLOCKS: usize = 64;
+
 /// Nanoseconds at most that some blocks and warps of kernels over NVLink idle on a device of tests.
 #[cfg(feature = "nccl")]
 pub(super) const NVLINK_TEST_DELAY: i64 = 20_000;

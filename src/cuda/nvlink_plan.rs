@@ -7,7 +7,7 @@ use crate::plan::{Capacity, DevicePlan, PlanIds, RowOrder, waits};
 use crate::tensor::{Tensor, TensorMut, TensorRef};
 
 use super::device::Cuda;
-use super::heuristics::{NVLINK_EXCHANGE_BLOCKS, NVLINK_EXCHANGE_BYTES, NVLINK_PLAN_CHOICES};
+use super::heuristics::{NVLINK_EXCHANGE_BLOCKS, NVLINK_EXCHANGE_BYTES, NVLINK_PLAN_BLOCKS, NVLINK_PLAN_CHOICES};
 use super::launch::Grid;
 use super::layout::at;
 use super::nvlink::{PeerCall, absent};
@@ -45,11 +45,11 @@ struct Cut {
 }
 
 impl Cut {
-    /// For so many SMs; `None`: blocks have no room for that.
-    fn new(of: &PlanFor<'_>, sms: usize) -> Option<Self> {
+    /// Into so many blocks at most; `None`: they have no room for that.
+    fn new(of: &PlanFor<'_>, most: usize) -> Option<Self> {
         let (experts, ranks, k) = (of.num_experts, of.ranks, of.spec.top_k);
         let all = ranks.checked_mul(of.max_tokens)?;
-        let blocks = all.checked_mul(k)?.div_ceil(NVLINK_PLAN_CHOICES).clamp(1, sms);
+        let blocks = all.checked_mul(k)?.div_ceil(NVLINK_PLAN_CHOICES).clamp(1, most);
         let tokens = all.div_ceil(blocks);
         let (locals, choices) = (experts / ranks, tokens.checked_mul(k)?);
         // As the kernel lays them out (`hold`).
@@ -61,15 +61,23 @@ impl Cut {
     }
 }
 
+/// Blocks of a plan at most, on a GPU with so many SMs to use, for a group whose kernels take at most `max_sms` of them (0:
+/// any number).
+fn most_blocks(usable_sms: usize, max_sms: usize) -> usize {
+    let of_group = if max_sms == 0 { usize::MAX } else { max_sms };
+    NVLINK_PLAN_BLOCKS.min(usable_sms).min(of_group).max(1)
+}
+
 impl<'a> NvLinkPlan<'a> {
-    /// Room for the plan of these choices, in zones; `None`: blocks have no room for so many.
+    /// Room for the plan of these choices, in zones, by blocks on at most `max_sms` SMs (0: any number); `None`: blocks have
+    /// no room for so many.
     ///
     /// # Errors
     /// Shapes and types that a record cannot have; no memory.
-    pub(crate) fn new(device: &Cuda, call: PlanIds<'a, Cuda>) -> Result<Option<Self>> {
+    pub(crate) fn new(device: &Cuda, call: PlanIds<'a, Cuda>, max_sms: usize) -> Result<Option<Self>> {
         let PlanIds { rank, ranks, num_experts, max_tokens, tokens, spec, ids, errors } = call;
         let of = PlanFor { rank, ranks, num_experts, max_tokens, tokens, spec, row_order: RowOrder::Zones };
-        let Some(cut) = Cut::new(&of, device.inner.sm_count) else { return Ok(None) };
+        let Some(cut) = Cut::new(&of, most_blocks(device.usable_sms(), max_sms)) else { return Ok(None) };
         let record = OwnRecord { rank, num_experts, max_tokens, spec, ids }.params()?;
         let mut description = PlanDescription::new(device, of, errors)?;
         let record = params::WriteRecordParams { errors: description.p.errors, ..record };
@@ -196,24 +204,35 @@ mod tests {
     use crate::plan::DispatchSpec;
 
     #[test]
+    fn a_plan_leaves_room_for_collectives_of_other_streams() {
+        // A whole Hopper, most of it reserved, a group's bound, a bound above all others.
+        let of = [(132, 0), (132, 8), (40, 0), (40, 8), (2, 8), (132, 1), (132, 200)];
+        assert_eq!(of.map(|(usable, max)| most_blocks(usable, max)), [64, 8, 40, 8, 2, 1, 64]);
+        // A plan of another group beside it, or a collective of 50 blocks, on the smallest GPU of this kind.
+        const { assert!(2 * NVLINK_PLAN_BLOCKS + 4 <= 132 && NVLINK_PLAN_BLOCKS + 50 <= 114) };
+    }
+
+    #[test]
     fn work_is_cut_into_blocks_that_hold_their_share() {
-        let cut = |experts, ranks, max_tokens, top_k, sms| {
+        let cut = |experts, ranks, max_tokens, top_k, most| {
             let spec = DispatchSpec::new(0, top_k);
             let row_order = RowOrder::Zones;
             Cut::new(
                 &PlanFor { rank: 0, ranks, num_experts: experts, max_tokens, tokens: 1, spec: &spec, row_order },
-                sms,
+                most,
             )
         };
         let of =
-            |experts, ranks, max_tokens, sms| cut(experts, ranks, max_tokens, 8, sms).map(|c| (c.blocks, c.tokens));
-        assert_eq!(of(256, 2, 4096, 132), Some((128, 64)));
-        assert_eq!(of(128, 2, 8192, 132), Some((132, 125)));
-        assert_eq!(of(128, 2, 1, 132), Some((1, 2)));
-        assert_eq!(of(128, 2, 0, 132), Some((1, 0)));
-        assert_eq!(of(256, 8, 8192, 132).map(|(blocks, _)| blocks), Some(132));
+            |experts, ranks, max_tokens, most| cut(experts, ranks, max_tokens, 8, most).map(|c| (c.blocks, c.tokens));
+        assert_eq!(of(256, 2, 4096, 64), Some((64, 128)));
+        assert_eq!(of(256, 2, 1024, 64), Some((32, 64)));
+        assert_eq!(of(128, 2, 8192, 60), Some((60, 274)));
+        assert_eq!(of(128, 2, 1, 64), Some((1, 2)));
+        assert_eq!(of(128, 2, 0, 64), Some((1, 0)));
+        assert_eq!(of(128, 2, 1000, 1), Some((1, 2000)));
+        assert_eq!(of(256, 8, 8192, 64).map(|(blocks, _)| blocks), Some(64));
         // Counts of each warp, or choices, would not fit.
-        assert_eq!([of(2048, 2, 64, 132), of(256, 8, 8192, 4), of(usize::MAX / 16, 2, 1, 1)], [None; 3]);
-        assert_eq!(cut(8, 2, usize::MAX, 8, 132), None);
+        assert_eq!([of(2048, 2, 64, 64), of(256, 8, 8192, 4), of(usize::MAX / 16, 2, 1, 1)], [None; 3]);
+        assert_eq!(cut(8, 2, usize::MAX, 8, 64), None);
     }
 }

@@ -29,7 +29,8 @@ pub struct GroupConfig {
     pub windows: usize,
     /// NCCL EP: SMs that its kernels take at most; 0: as the library chooses. More than the GPU has, or for low latency
     /// fewer than one for 14 experts, are [`NcclEpError::Argument`](crate::NcclEpError::Argument) where NCCL EP is named,
-    /// and keep [`DispatcherKind::Auto`] from taking it. NVLink: blocks of its kernels at most; 0: one an SM.
+    /// and keep [`DispatcherKind::Auto`] from taking it. NVLink: blocks of its kernels at most; 0: one an SM, of
+    /// prepare 64.
     pub max_sms: usize,
     /// NVLink: every slot's row returns by itself, and the token's rank adds them in the order of k. Results have the bits
     /// of [`AllToAll`](super::AllToAll), whatever the number of ranks, at the price of more bytes; otherwise each rank

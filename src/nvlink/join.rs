@@ -49,8 +49,13 @@ impl NvLink {
         let numbered = words.part(0, 8).and_then(|epoch| core.device.number_calls_of_tests(CALL, epoch));
         core.check_or_refuse(TAG, numbered)?;
         let words = Arc::new(Words::new(words, ranks, max_tokens));
-        let (device, own) = (core.device.clone(), (Arc::clone(&words), Arc::clone(&stop)));
-        core.records = Some(Box::new(StoredRecords { words: own.0, stop: own.1, device }));
+        let records = StoredRecords {
+            words: Arc::clone(&words),
+            stop: Arc::clone(&stop),
+            device: core.device.clone(),
+            max_sms: core.config.max_sms,
+        };
+        core.records = Some(Box::new(records));
         Ok(Ok(Box::new(Self { core, memory: GroupMemory::new(words, stop) })))
     }
 }

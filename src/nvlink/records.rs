@@ -69,6 +69,8 @@ pub(super) struct StoredRecords {
     pub(super) words: Arc<Words>,
     pub(super) stop: Arc<StopWord>,
     pub(super) device: Cuda,
+    /// Blocks of a kernel at most; 0: as the kernels choose.
+    pub(super) max_sms: usize,
 }
 
 impl StoredRecords {
@@ -99,7 +101,7 @@ impl StoredRecords {
             zone: words.records_at,
             timeout: comm.timeout(),
             stop: &self.stop,
-            max_sms: 0,
+            max_sms: self.max_sms,
         };
         let row = TravelingRow { dtype: DType::U8, bytes, weights: 0, scales: 0 };
         comm.around_kernel(CALL, tag, row, || calls(device, &peers, words.bank_bytes))
@@ -135,7 +137,7 @@ impl RecordExchange<Cuda> for StoredRecords {
         choices: PlanIds<'_, Cuda>,
     ) -> Result<Option<Result<ExchangedPlan<Cuda>>>> {
         let rank = choices.rank;
-        let made = NvLinkPlan::new(&self.device, choices);
+        let made = NvLinkPlan::new(&self.device, choices, self.max_sms);
         let Some(mut plan) = refuse_on_error(comm, tag, made)? else { return Ok(None) };
         let bytes = plan.record_bytes();
         if !self.carries(bytes) {

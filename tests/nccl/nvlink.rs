@@ -7,18 +7,19 @@ use std::time::{Duration, Instant};
 
 use moebius::comm::{Op, Tag};
 use moebius::cuda::Cuda;
-use moebius::ep::{DispatchInputs, DispatchSpec, DispatcherKind, Group, GroupConfig, Handle};
+use moebius::ep::{Capacity, DispatchInputs, DispatchSpec, DispatcherKind, Group, GroupConfig, Handle};
 use moebius::kernels::Kernels;
 use moebius::nccl::{CommParts, NcclComm, NcclWorld};
 use moebius::{CommError, DType, Error, Result, Tensor};
 
 use crate::Run;
-use crate::conformance::{gpus, over};
+use crate::conformance::{gpus, later, over};
 use crate::several::numbers;
 
 pub fn cases() -> Vec<(&'static str, Run)> {
     vec![
         ("in_the_order_of_k_the_bits_are_those_of_all_to_all", same_bits),
+        ("kernels_of_few_blocks_do_the_same", few_blocks),
         ("a_group_of_one", |_, _| a_group_of_one()),
         ("weights_of_some_ranks_alone_are_refused", weights_differ),
         ("zones_have_room_for_any_step", larger_steps),
@@ -64,6 +65,37 @@ fn same_bits(cuda: &Cuda, ranks: usize) {
     }
 }
 
+/// Kernels that may take an SM, or three, do what those do that may take all: a plan of one block or three, and with many
+/// choices for one block the plan by kernels of their own, behind the exchange of records.
+fn few_blocks(cuda: &Cuda, ranks: usize) {
+    const K: usize = 4;
+    const HIDDEN: usize = 8;
+    let rows = crate::conformance::rows(DType::BF16, HIDDEN);
+    // The last are more choices than one block has room for: 8 bytes each, and 8 a token, of 200 KiB.
+    for (tokens, capacity) in
+        [(700, Capacity::Eager), (700, Capacity::Static(ranks * 700 * K)), (4400, Capacity::Eager)]
+    {
+        let step = |max_sms: usize| {
+            let config = GroupConfig { max_sms, max_rows: ranks * 700 * K, ..GroupConfig::new(8 * ranks, tokens) };
+            later(cuda, DispatcherKind::NvLink, ranks, "nvlink").run(config, |r| {
+                let tokens = tokens - 9 * r.rank;
+                let spec = DispatchSpec { backward: true, alignment: 8, capacity, ..DispatchSpec::new(3, K) };
+                let handle = r.prepare(&choices(r.rank, tokens, K, 8 * ranks), &spec).expect("prepare");
+                let stats = handle.stats().expect("statistics").clone();
+                let x = numbers(r.rank as u64, tokens * HIDDEN, 8.0);
+                let slots = r.dispatch(&handle, rows, &x, None).expect("dispatch");
+                let outputs = numbers(r.rank as u64 + 1, handle.rows() * HIDDEN, 8.0);
+                let y = r.combine(&handle, rows, &outputs).expect("combine");
+                (stats.expert_load, stats.padded_counts, handle.rows(), slots.rows, y)
+            })
+        };
+        let all = step(0);
+        for max_sms in [1, 3] {
+            assert!(step(max_sms) == all, "{tokens} tokens, {capacity:?}, {max_sms} SMs");
+        }
+    }
+}
+
 pub const MINUTE: Duration = Duration::from_secs(60);
 /// Most tokens of a rank, and elements of a row.
 pub const MOST: usize = 16;
@@ -87,17 +119,30 @@ fn rows_of(group: &mut Group<Cuda>, handle: &Handle<Cuda>, x: &Tensor<Cuda>) -> 
     Ok(group.dispatcher().dispatch_rows(handle, inputs)?.rows.expect("rows that arrived"))
 }
 
+/// The group of these tests.
+pub fn config(ranks: usize) -> GroupConfig {
+    let new = GroupConfig::new(4 * ranks, MOST);
+    GroupConfig { dispatcher: DispatcherKind::NvLink, windows: 1, max_rows: 4 * ranks * MOST, ..new }
+}
+
 /// Every rank's body on a thread; results in rank order.
 fn on<T: Send>(comms: Vec<NcclComm>, body: impl Fn(Group<Cuda>, &Cuda, &Barrier) -> Result<T> + Sync) -> Vec<T> {
-    let (together, body, ranks) = (&Barrier::new(comms.len()), &body, comms.len());
+    let config = config(comms.len());
+    in_groups(comms, &config, body)
+}
+
+/// The same in groups of this configuration.
+pub fn in_groups<T: Send>(
+    comms: Vec<NcclComm>,
+    config: &GroupConfig,
+    body: impl Fn(Group<Cuda>, &Cuda, &Barrier) -> Result<T> + Sync,
+) -> Vec<T> {
+    let (together, body) = (&Barrier::new(comms.len()), &body);
     thread::scope(|scope| {
         let spawn = |comm: NcclComm| {
             scope.spawn(move || {
                 let cuda = comm.cuda().clone();
-                let dispatcher = DispatcherKind::NvLink;
-                let new = GroupConfig::new(4 * ranks, MOST);
-                let config = GroupConfig { dispatcher, windows: 1, max_rows: 4 * ranks * MOST, ..new };
-                body(Group::new(cuda.clone(), Box::new(comm), config)?, &cuda, together)
+                body(Group::new(cuda.clone(), Box::new(comm), config.clone())?, &cuda, together)
             })
         };
         let threads: Vec<_> = comms.into_iter().map(spawn).collect();

@@ -4,18 +4,24 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use moebius::cuda::Cuda;
-use moebius::ep::{Capacity, DispatchInputs, DispatchOutputs, DispatchSpec, Group, Reporting};
+use moebius::ep::{Capacity, DispatchInputs, DispatchOutputs, DispatchSpec, Group, GroupConfig, Reporting};
 use moebius::kernels::Kernels;
 use moebius::{DType, Device, Error, Result, Tensor};
 
 use crate::Run;
-use crate::nvlink::{HIDDEN, MINUTE, MOST, each, tokens};
+use crate::conformance::gpus;
+use crate::nvlink::{HIDDEN, MINUTE, MOST, config, each, in_groups, tokens};
 
 pub fn cases() -> Vec<(&'static str, Run)> {
     vec![
         ("ten_thousand_replays_with_other_choices", ten_thousand_replays),
         ("a_rank_that_does_not_replay_is_told", |_, ranks| lost_in_a_replay(ranks, false)),
         ("a_rank_that_does_not_replay_a_prepare_is_told", |_, ranks| lost_in_a_replay(ranks, true)),
+        ("no_record_of_before_is_taken_for_that_of_a_lost_rank", |_, ranks| lost_before_its_record(&config(ranks))),
+        ("nor_where_other_kernels_plan", |_, ranks| {
+            // More choices than one block has room for.
+            lost_before_its_record(&GroupConfig { max_sms: 1, max_tokens_per_rank: 16384, ..config(ranks) })
+        }),
     ]
 }
 
@@ -134,6 +140,42 @@ fn lost_in_a_replay(ranks: usize, prepares: bool) {
         }
         assert!(start.elapsed() < LIMIT);
         cuda.check()?;
+        together.wait();
+        drop(graph);
+        Ok(())
+    });
+}
+
+/// A rank does not come to a prepare whose spec is another than that of the records that lie in both banks. The others are
+/// told that it was late, and nothing of a spec that differs.
+fn lost_before_its_record(config: &GroupConfig) {
+    const LIMIT: Duration = Duration::from_secs(2);
+    let ranks = config.num_experts / 4;
+    in_groups(gpus::communicators(ranks, LIMIT), config, |mut group, cuda, together| {
+        let rank = group.rank();
+        let ids = Tensor::from_vec(choices(0, rank, ranks), &[MOST, K])?.to(cuda)?;
+        let slots = Capacity::Static(ranks * MOST * K + 4 * 8);
+        let reporting = Reporting::Deferred;
+        let spec =
+            |layer, alignment| DispatchSpec { capacity: slots, alignment, reporting, ..DispatchSpec::new(layer, K) };
+        for _ in 0..2 {
+            group.dispatcher().prepare(ids.view(), None, &spec(5, 4))?;
+        }
+        let mut graph = cuda.capture(|| group.dispatcher().prepare(ids.view(), None, &spec(6, 8)))?;
+        group.dispatcher().check()?;
+        let is_late = |told: Result<()>| match told {
+            Err(Error::LatePeer { layer: 6, rank: own, .. }) => assert_eq!(own, rank),
+            other => panic!("{other:?}"),
+        };
+        together.wait();
+        if rank + 1 < ranks {
+            graph.replay()?;
+            is_late(group.dispatcher().check());
+        }
+        together.wait();
+        graph.replay()?;
+        is_late(group.dispatcher().check());
+        group.dispatcher().check()?;
         together.wait();
         drop(graph);
         Ok(())
