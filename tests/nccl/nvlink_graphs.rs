@@ -55,7 +55,8 @@ fn step(
     let slots = group.ranks() * MOST * K + 4 * 8;
     let spec = DispatchSpec { capacity: Capacity::Static(slots), alignment: 8, reporting, ..DispatchSpec::new(5, K) };
     let handle = group.dispatcher().prepare(ids.view(), None, &spec)?;
-    let mut rows = Tensor::empty(cuda, DType::BF16, &[handle.rows(), HIDDEN])?;
+    // Zeros: rows behind the last segment are zeroed only where the host does not know its end.
+    let mut rows = Tensor::zeros(cuda, DType::BF16, &[handle.rows(), HIDDEN])?;
     let inputs = DispatchInputs { tokens: x.view(), weights: None, scales: None };
     let outputs = DispatchOutputs { tokens: rows.view_mut(), weights: None, scales: None };
     group.dispatcher().dispatch(&handle, inputs, outputs)?;
