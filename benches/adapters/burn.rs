@@ -112,15 +112,16 @@ pub fn run_adamw(gpu: &str) -> Result<()> {
         });
         let dims = || (0..adamw::LAYERS).flat_map(|_| adamw::SIZES);
         let leaf = |dims| Param::from_tensor(Tensor::<B, 2>::from_inner(random_in(param, dims, 1)));
-        let mut weights = Weights { all: dims().map(leaf).collect() };
+        let weights: Weights<B> = Weights { all: dims().map(leaf).collect() };
         let gradients: Vec<_> = dims().map(|dims| random_in::<2>(gradient, dims, 1)).collect();
         let mut adam = AdamW::<B>::new(&core, &weights, adamw::options())?;
+        let mut weights = Some(weights);
         let ms = time_queued(&core, || {
-            let mut given = GradientsParams::new();
-            for (param, gradient) in weights.all.iter().zip(&gradients) {
+            let (taken, mut given) = (weights.take().ok_or("an earlier step failed")?, GradientsParams::new());
+            for (param, gradient) in taken.all.iter().zip(&gradients) {
                 given.register::<Inner, 2>(param.id, gradient.clone());
             }
-            weights = adam.step(weights.clone(), given)?;
+            weights = Some(adam.step(taken, given)?);
             Ok(())
         })?;
         form.report("moebius-burn", ms, gpu);

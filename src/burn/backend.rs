@@ -156,6 +156,13 @@ pub trait NativeMemory: Backend {
     /// Allocates a result where `like` lies.
     fn output(core: &Self::Core, like: &FloatTensor<Self>, place: ResultSpec<'_>) -> Result<Self::Output>;
 
+    /// The memory of a contiguous tensor to be written in place, where nobody but who lends it holds it; `None`: somebody
+    /// may, or the back end cannot tell.
+    fn in_place(core: &Self::Core, tensor: Named<'_, FloatTensor<Self>>) -> Result<Option<Self::Output>> {
+        let _ = (core, tensor);
+        Ok(None)
+    }
+
     /// Borrows a result to fill it.
     fn view_mut(output: &mut Self::Output) -> Result<TensorMut<'_, Self::Core>>;
 

@@ -158,10 +158,20 @@ impl<F: FloatElement, I: IntElement, T: BoolElement> NativeMemory for CubeBacken
         Ok(CudaOutput { tensor, ptr, dtype, dims: dims.to_vec() })
     }
 
+    fn in_place(core: &Cuda, Named { name, tensor }: Named<'_, Primitive>) -> Result<Option<CudaOutput>> {
+        if !tensor.handle.can_mut() || !tensor.is_contiguous() {
+            return Ok(None);
+        }
+        let dtype = core_dtype(CALL, name, tensor.dtype)?;
+        let (ptr, _) = locate(core, Named { name, tensor }, dtype)?;
+        Ok(Some(CudaOutput { tensor: tensor.clone(), ptr, dtype, dims: tensor.shape().to_vec() }))
+    }
+
     fn view_mut(output: &mut CudaOutput) -> Result<TensorMut<'_, Cuda>> {
         let bytes = output.dims.iter().product::<usize>() * output.dtype.size();
         // SAFETY: `output` allocated that many bytes at `ptr`, which nobody else knows before `float` or `int` hands
-        // them over; what used the memory before is burn's work from before `begin`.
+        // them over, or `in_place` found a tensor there that only its lender holds, who reads it behind `end`; what used
+        // the memory before is burn's work from before `begin`.
         let data = unsafe { DeviceMut::from_raw(output.ptr, bytes) };
         TensorMut::new(data, output.dtype, &output.dims)
     }

@@ -193,6 +193,7 @@
 //! layer_runs_on::<Autodiff<Autodiff<Flex>>>();
 //! ```
 
+mod adamw_param;
 mod autodiff;
 mod backend;
 mod backward;
@@ -216,6 +217,7 @@ mod layer_calls;
 mod module;
 mod native;
 mod optimizer;
+mod param_values;
 mod reduce;
 mod reduce_hook;
 mod reducer;
@@ -231,6 +233,7 @@ mod train;
 /// A rank's group as its layers share it, of the CPU unless said otherwise.
 pub type EpGroup<D = crate::cpu::Cpu> = crate::ep::EpGroup<D>;
 pub use crate::adapter::{BUCKET_BYTES, FrameworkDevice, ReduceComms};
+pub use adamw_param::AdamWParam;
 pub use backend::{CoreDevice, MoeBackend, NativeBackend};
 pub use backward::backward_with;
 pub use config::ExpertParallelMoEConfig;
@@ -244,7 +247,7 @@ pub use module::{
     ExpertParallelMoE, ExpertParallelMoERecord, Experts, ExpertsRecord, MoeOutput, Router, RouterRecord, SharedExpert,
     SharedExpertRecord,
 };
-pub use optimizer::{AdamW, AdamWParam};
+pub use optimizer::AdamW;
 pub use reduce::{ReduceOptions, reduce_gradients, reduce_gradients_over};
 pub use reducer::GradientReducer;
 pub use sharded_dense::{DenseLoad, ShardedDense, ShardedDenseRecord};

@@ -3,11 +3,10 @@
 use std::collections::HashMap;
 use std::path::Path;
 
-use burn::module::{Module, ModuleMapper, ModuleVisitor, Param, ParamId};
+use burn::module::Module;
 use burn::optim::GradientsParams;
+use burn::tensor::Tensor;
 use burn::tensor::backend::AutodiffBackend;
-use burn::tensor::ops::FloatTensor;
-use burn::tensor::{Tensor, TensorMetadata};
 
 use crate::adapter::param_shard;
 use crate::comm::refusal::refuse_on_error_if_any;
@@ -15,91 +14,13 @@ use crate::comm::{Communicator, Op, Tag};
 use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::layer::ParamKind;
-use crate::optim::{self, AdamWOptions, GroupOptions, ParamShard, ParamSpec, StepStats, StepTensor};
+use crate::optim::{self, AdamWOptions, GroupOptions, StepStats, StepTensor};
 
-use super::backend::{
-    CoreDevice, MoeBackend, Named, NativeMemory, ResultSpec, between, core_dtype, primitive, tensor_of,
-};
+use super::adamw_param::AdamWParam;
+use super::backend::{CoreDevice, MoeBackend, Named, NativeMemory, ResultSpec, between, primitive, tensor_of};
 use super::module::ExpertParallelMoE;
+use super::param_values::{LendParams, LentParam, Values, find, missing, new_value, values, with_values};
 use super::reduce::native;
-use super::shard_param::tensor;
-
-const CALL: &str = "burn::AdamW";
-
-/// A parameter of a module, as an optimizer is told of it.
-#[derive(Debug, Clone)]
-pub struct AdamWParam {
-    name: String,
-    id: ParamId,
-    dtype: burn::tensor::DType,
-    shard: ParamShard,
-    group: usize,
-}
-
-impl AdamWParam {
-    /// The trainable parameters of a module, each once, named by their paths (`moe.experts.up`), as ones that this rank
-    /// has whole: the only rank, or all ranks hold them. What a layer has of its own,
-    /// [`ExpertParallelMoE::place_shards`] puts right.
-    pub fn of_module<B: AutodiffBackend + MoeBackend, M: Module<B>>(module: &M) -> Vec<Self> {
-        let mut collect = CollectParams { path: Vec::new(), params: Vec::new() };
-        module.visit(&mut collect);
-        collect.params
-    }
-
-    /// The parameter is a part of one of these sizes; rows of padding may be behind it.
-    pub fn with_shard(self, shard: ParamShard) -> Self {
-        Self { shard, ..self }
-    }
-
-    /// Options are those of group `group`, 0 without this.
-    pub fn in_group(self, group: usize) -> Self {
-        Self { group, ..self }
-    }
-
-    /// The name: of its own among the optimizer's parameters, and that of its saved state.
-    pub fn name(&self) -> &str {
-        &self.name
-    }
-
-    /// The parameter's id.
-    pub fn id(&self) -> ParamId {
-        self.id
-    }
-
-    pub(super) fn set_shard(&mut self, shard: ParamShard) {
-        self.shard = shard;
-    }
-
-    fn spec(&self) -> Result<ParamSpec> {
-        let dtype = core_dtype(CALL, &self.name, self.dtype)?;
-        Ok(ParamSpec { name: self.name.clone(), shard: self.shard.clone(), dtype, group: self.group })
-    }
-}
-
-/// Finds a module's trainable parameters.
-struct CollectParams {
-    path: Vec<String>,
-    params: Vec<AdamWParam>,
-}
-
-impl<B: AutodiffBackend + MoeBackend> ModuleVisitor<B> for CollectParams {
-    fn enter_module(&mut self, name: &str, _: &str) {
-        self.path.push(name.to_string());
-    }
-
-    fn exit_module(&mut self, _: &str, _: &str) {
-        self.path.pop();
-    }
-
-    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<B, D>>) {
-        let known = self.params.iter().any(|other| other.id == param.id);
-        if !known && param.is_require_grad() {
-            let (name, id, dtype) = (self.path.join("."), param.id, param.dtype());
-            let shard = ParamShard::whole(&param.dims());
-            self.params.push(AdamWParam { name, id, dtype, shard, group: 0 });
-        }
-    }
-}
 
 impl<B: MoeBackend> ExpertParallelMoE<B> {
     /// Says of the layer's parameters among these which parts they are: experts this rank's part of all experts, and
@@ -111,8 +32,8 @@ impl<B: MoeBackend> ExpertParallelMoE<B> {
         let group = self.group().membership();
         for kind in ParamKind::ALL {
             let Some(own) = self.float_param(kind) else { continue };
-            if let Some(param) = params.iter_mut().find(|param| param.id == own.id()) {
-                param.shard = param_shard(self.layer(), group, self.sharded.as_ref(), kind)?;
+            if let Some(param) = params.iter_mut().find(|param| param.id() == own.id()) {
+                param.set_shard(param_shard(self.layer(), group, self.sharded.as_ref(), kind)?);
             }
         }
         Ok(())
@@ -166,18 +87,14 @@ impl<B: MoeBackend> ExpertParallelMoE<B> {
 /// # Ok(()) }
 /// ```
 ///
-/// A parameter without a gradient in a step stays as it is. Nothing of a step waits for a GPU. A parameter's new value
-/// lies in new memory of burn's, as a tensor that is held twice may not change.
+/// A parameter without a gradient in a step stays as it is. Nothing of a step waits for a GPU. On a GPU a step writes in
+/// place the parameters that its module alone holds; one that somebody else holds too (a clone of the module, a graph, a
+/// chain) gets new memory of burn's, as those of the CPU do, and what else holds it is as it was.
 #[derive(Debug)]
 pub struct AdamW<B: AutodiffBackend + MoeBackend> {
     optimizer: optim::AdamW<CoreDevice<B>>,
     params: Vec<AdamWParam>,
 }
-
-/// A module's values by parameter.
-type Values<B> = HashMap<ParamId, FloatTensor<B>>;
-/// Memory for a parameter's new value.
-type NewValue<B> = <<B as super::backend::LayerBackend>::Native as NativeMemory>::Output;
 
 impl<B: AutodiffBackend + MoeBackend> AdamW<B> {
     /// An optimizer of one rank, and of one group, over a module's trainable parameters; `device` is that of its layers.
@@ -252,7 +169,7 @@ impl<B: AutodiffBackend + MoeBackend> AdamW<B> {
             || {
                 let mut all = params.iter().zip(&values).enumerate();
                 all.try_for_each(|(index, (param, tensor))| {
-                    let view = B::Native::view(&device, Named { name: &param.name, tensor })?;
+                    let view = B::Native::view(&device, Named { name: param.name(), tensor })?;
                     optimizer.read_param(index, view)
                 })
             },
@@ -266,53 +183,66 @@ impl<B: AutodiffBackend + MoeBackend> AdamW<B> {
     /// As [`optim::AdamW::begin`]; a parameter that the module has not.
     pub fn step<M: Module<B>>(&mut self, module: M, gradients: GradientsParams) -> Result<M> {
         let begun = self.optimizer.begun();
-        let result = self.take_step(&module, gradients);
+        let result = self.take_step(module, gradients);
         if let (Err(error), true) = (&result, self.optimizer.begun() == begun) {
             self.optimizer.refuse(error);
         }
-        Ok(with_values::<B, M>(module, result?))
+        result
     }
 
-    fn take_step<M: Module<B>>(&mut self, module: &M, gradients: GradientsParams) -> Result<Values<B::Native>> {
-        let (device, values, mut gradients) = (self.optimizer.device().clone(), values::<B, M>(module), gradients);
-        self.params.iter().find(|param| !values.contains_key(&param.id)).map_or(Ok(()), |param| Err(missing(param)))?;
+    fn take_step<M: Module<B>>(&mut self, module: M, mut gradients: GradientsParams) -> Result<M> {
+        let device = self.optimizer.device().clone();
+        let found = values::<B, M>(&module);
+        let absent = self.params.iter().find(|param| !found.contains_key(&param.id()));
+        drop(found); // holds the values
+        absent.map_or(Ok(()), |param| Err(missing(param)))?;
         let given = self.params.iter().enumerate().filter_map(|(index, param)| {
             // burn keeps the tensor as its back end does, whatever number of dimensions is named here.
-            let gradient = gradients.remove::<B::InnerBackend, 1>(param.id)?;
-            let gradient = B::Native::contiguous(native::<B>(primitive(gradient)));
-            Some(find::<B>(&values, param).map(|value| (index, param, gradient, value)))
+            let gradient = gradients.remove::<B::InnerBackend, 1>(param.id())?;
+            Some((param.id(), (index, B::Native::contiguous(native::<B>(primitive(gradient))))))
         });
-        let given = given.collect::<Result<Vec<_>>>()?;
-        let outputs = given.iter().map(|(_, param, _, value)| new_value::<B>(&device, param, value));
-        let mut outputs = outputs.collect::<Result<Vec<_>>>()?;
-        let (optimizer, count) = (&mut self.optimizer, self.params.len());
+        let given: HashMap<_, _> = given.collect();
+        let mut lend = LendParams::<B> { device: &device, params: &self.params, given, lent: Ok(Vec::new()) };
+        let module = module.map(&mut lend);
+        let mut lent = lend.lent?;
+        let (optimizer, params) = (&mut self.optimizer, &self.params);
         between::<B::Native, _>(
             &device,
             |_| (),
             || {
-                let views = given
-                    .iter()
-                    .map(|(_, param, tensor, _)| B::Native::view(&device, Named { name: &param.name, tensor }));
+                let views = lent.iter().map(|LentParam { index, gradient, .. }| {
+                    B::Native::view(&device, Named { name: params[*index].name(), tensor: gradient })
+                });
                 let views = views.collect::<Result<Vec<_>>>()?;
-                let mut all: Vec<_> = (0..count).map(|_| None).collect();
-                for ((index, ..), view) in given.iter().zip(&views) {
+                let mut all: Vec<_> = params.iter().map(|_| None).collect();
+                for (LentParam { index, .. }, view) in lent.iter().zip(&views) {
                     all[*index] = Some(view.borrow());
                 }
-                optimizer.begin(&all)?;
-                drop(all);
-                let mut tensors = Vec::with_capacity(given.len());
-                for (((index, param, _, value), output), gradient) in given.iter().zip(&mut outputs).zip(views) {
+                optimizer.begin(&all)
+            },
+        )?;
+        between::<B::Native, _>(
+            &device,
+            |_| (),
+            || {
+                let mut tensors = Vec::with_capacity(lent.len());
+                for LentParam { index, gradient, output, before } in &mut lent {
+                    let (index, name) = (*index, params[*index].name());
                     let mut into = B::Native::view_mut(output)?;
-                    // A step may be skipped, and leaves rows of padding.
-                    let before = B::Native::view(&device, Named { name: &param.name, tensor: value })?;
-                    device.copy(before.data(), into.reborrow().into_data())?;
-                    tensors.push(StepTensor { index: *index, param: into, gradient });
+                    if let Some(before) = before {
+                        // A step may be skipped, and leaves rows of padding.
+                        let before = B::Native::view(&device, Named { name, tensor: before })?;
+                        device.copy(before.data(), into.reborrow().into_data())?;
+                    }
+                    let gradient = B::Native::view(&device, Named { name, tensor: gradient })?;
+                    tensors.push(StepTensor { index, param: into, gradient });
                 }
                 optimizer.update(tensors)
             },
         )?;
-        let new = given.iter().zip(outputs).map(|((_, param, ..), output)| Ok((param.id, B::Native::float(output)?)));
-        new.collect()
+        let new = lent.into_iter().filter(|lent| lent.before.is_some());
+        let new = new.map(|LentParam { index, output, .. }| Ok((params[index].id(), B::Native::float(output)?)));
+        Ok(with_values::<B, M>(module, new.collect::<Result<Values<B::Native>>>()?))
     }
 
     /// Names the model whose state this is: saved states carry it, and one of another identity, or of none, is not
@@ -386,12 +316,12 @@ impl<B: AutodiffBackend + MoeBackend> AdamW<B> {
             let mut output = new_value::<B>(&device, param, &value)?;
             let write = || {
                 let mut into = B::Native::view_mut(&mut output)?;
-                let before = B::Native::view(&device, Named { name: &param.name, tensor: &value })?;
+                let before = B::Native::view(&device, Named { name: param.name(), tensor: &value })?;
                 device.copy(before.data(), into.reborrow().into_data())?;
                 self.optimizer.write_param(index, into)
             };
             between::<B::Native, _>(&device, |_| (), write)?;
-            new.insert(param.id, B::Native::float(output)?);
+            new.insert(param.id(), B::Native::float(output)?);
         }
         Ok(with_values::<B, M>(module, new))
     }
@@ -400,53 +330,5 @@ impl<B: AutodiffBackend + MoeBackend> AdamW<B> {
     /// one, get the reason.
     pub fn refuse(&mut self, reason: &Error) {
         self.optimizer.refuse(reason);
-    }
-}
-
-/// Memory of a parameter's sizes.
-fn new_value<B: MoeBackend>(
-    device: &CoreDevice<B>,
-    param: &AdamWParam,
-    value: &FloatTensor<B::Native>,
-) -> Result<NewValue<B>> {
-    let dtype = core_dtype(CALL, &param.name, value.dtype())?;
-    B::Native::output(device, value, ResultSpec { dtype, dims: &value.shape() })
-}
-
-fn missing(param: &AdamWParam) -> Error {
-    Error::invalid(CALL, format!("parameter {}", param.name), "one of the module", "none of this id")
-}
-
-/// A module's value of a parameter, contiguous.
-fn find<B: MoeBackend>(values: &Values<B::Native>, param: &AdamWParam) -> Result<FloatTensor<B::Native>> {
-    values.get(&param.id).cloned().map(B::Native::contiguous).ok_or_else(|| missing(param))
-}
-
-fn values<B: AutodiffBackend + MoeBackend, M: Module<B>>(module: &M) -> Values<B::Native> {
-    let mut collect = CollectValues::<B>(HashMap::new());
-    module.visit(&mut collect);
-    collect.0
-}
-
-struct CollectValues<B: MoeBackend>(Values<B::Native>);
-
-impl<B: AutodiffBackend + MoeBackend> ModuleVisitor<B> for CollectValues<B> {
-    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<B, D>>) {
-        self.0.insert(param.id, B::to_native(primitive(param.val())));
-    }
-}
-
-fn with_values<B: AutodiffBackend + MoeBackend, M: Module<B>>(module: M, values: Values<B::Native>) -> M {
-    module.map(&mut SetValues::<B>(values))
-}
-
-struct SetValues<B: MoeBackend>(Values<B::Native>);
-
-impl<B: AutodiffBackend + MoeBackend> ModuleMapper<B> for SetValues<B> {
-    fn map_float<const D: usize>(&mut self, param: Param<Tensor<B, D>>) -> Param<Tensor<B, D>> {
-        let Some(value) = self.0.get(&param.id).cloned() else { return param };
-        let (id, before, mapper) = param.consume();
-        let value = tensor::<B, D>(value).set_require_grad(before.is_require_grad());
-        Param::from_mapped_value(id, value, mapper)
     }
 }

@@ -14,10 +14,10 @@ use crate::error::{Error, Result};
 use crate::etp::{Chain, NO_LAYER, Shards, WeightId, WeightSpec};
 use crate::optim::ParamShard;
 
+use super::adamw_param::AdamWParam;
 use super::backend::{CoreDevice, LayerBackend, MoeBackend, NativeBackend, NativeMemory, float};
 use super::dense_call::{DenseCall, DenseFunction, DenseInput, DenseWeight};
 use super::etp::{ShardHolder, ShardList, ShardedParams};
-use super::optimizer::AdamWParam;
 use super::shard_param::{FloatParam, ParamSource, cut, part_of};
 
 const CALL: &str = "ShardedDense";

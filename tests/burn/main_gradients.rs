@@ -336,7 +336,13 @@ fn stepped<S: Subject + MoeBackend<Native = S>>(dtype: DType) -> (f64, Vec<(Stri
             let flat = TensorData { shape: [data.num_elements()].into(), ..data };
             gradients.register::<S, 1>(id, Tensor::from_data(flat, &here::<S>()));
         }
+        // A clone shares memory with the module, of which a step may then write nothing in place.
+        let (clone, before) = ((step == 1).then(|| moe.clone()), read(&moe));
         moe = adam.step(moe, gradients).unwrap();
+        if let Some(clone) = clone {
+            assert_eq!(read(&clone), before, "{dtype:?}");
+        }
+        assert!(read(&moe) != before, "{dtype:?}");
     }
     (adam.stats().unwrap().norm, read(&moe).into_iter().map(|(name, _, values)| (name, values)).collect())
 }
