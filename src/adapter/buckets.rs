@@ -1,6 +1,8 @@
 //! Which gradients travel together where they are summed over ranks.
 
+use crate::error::{Error, Result};
 pub(crate) use crate::etp::NO_LAYER;
+use crate::fnv1a::fnv1a;
 
 /// A gradient that is summed, in f32 or f64.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -14,6 +16,22 @@ pub(crate) struct Summand {
 impl Summand {
     fn bytes(self) -> usize {
         self.count * if self.double { size_of::<f64>() } else { size_of::<f32>() }
+    }
+}
+
+/// A hash of variables' sizes and types, in the order in which they are summed.
+pub(crate) fn variables_hash(variables: impl Iterator<Item = String>) -> u64 {
+    fnv1a(&variables.collect::<Vec<_>>().join(";"))
+}
+
+/// Refuses variables of which another rank has others; `all` has every rank's hash. So each rank gets an error.
+pub(crate) fn check_variables(call: &'static str, own: u64, all: impl IntoIterator<Item = u64>) -> Result<()> {
+    match all.into_iter().position(|theirs| theirs != own) {
+        None => Ok(()),
+        Some(peer) => {
+            let expected = format!("those of rank {peer}, of its sizes and types, in its order");
+            Err(Error::invalid(call, "variables", expected, "others, or in another order"))
+        }
     }
 }
 

@@ -2,11 +2,12 @@
 
 use crate::comm::refusal::{refuse_on_error, refuse_unless_entered};
 use crate::comm::{Communicator, Op, ReduceOp, Tag};
+use crate::compare::gather_numbers;
 use crate::error::{Error, Result};
 use crate::etp::{ShardDevice, StreamPair};
 use crate::tensor::TensorMut;
 
-use super::buckets::{Summand, buckets};
+use super::buckets::{Summand, buckets, check_variables, variables_hash};
 
 /// The name of the call in errors.
 pub(crate) const REDUCE_GRADIENTS: &str = "reduce_gradients";
@@ -17,6 +18,9 @@ pub(crate) struct GradientReduction<'a, P> {
     pub(crate) layer: u32,
     pub(crate) params: &'a [P],
     pub(crate) summand: fn(&P) -> Summand,
+    /// Sizes and types in words, which all ranks compare first: sums of others would be mixed. `None` for a layer's own
+    /// parameters, which are the same on all ranks.
+    pub(crate) described: Option<fn(&P) -> String>,
     pub(crate) bucket_bytes: usize,
 }
 
@@ -39,6 +43,13 @@ impl<P> GradientReduction<'_, P> {
         let tag = |sequence: usize| Tag { layer: self.layer, op: Op::GradReduce, sequence: sequence as u64 };
         let checked = check_device(comm, device);
         refuse_on_error(comm, tag(0), checked)?;
+        // A capture repeats what ran before it.
+        if let (Some(described), None) = (self.described, device.capture_number()) {
+            let own = variables_hash(self.params.iter().map(described));
+            let streams = StreamPair::new(device, comm.device());
+            let all = gather_numbers(&streams.transfer, comm, tag(0), &[own])?;
+            check_variables(REDUCE_GRADIENTS, own, all)?;
+        }
         for (number, bucket) in buckets(self.params, self.bucket_bytes, self.summand).into_iter().enumerate() {
             refuse_unless_entered(comm, tag(number), |entry| {
                 sum(bucket, &mut |values| {

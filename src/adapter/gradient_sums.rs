@@ -15,7 +15,7 @@ use crate::etp::{ShardDevice, StreamPair, recover};
 use crate::kernels::Kernels;
 use crate::tensor::Tensor;
 
-use super::buckets::NO_LAYER;
+use super::buckets::{NO_LAYER, check_variables};
 
 const CALL: &str = "GradientReducer";
 /// Longest wait for the end of the thread: of one that waits for ranks which do not come, what is late is late.
@@ -50,8 +50,8 @@ pub(crate) struct StepCalls {
     pub(crate) microbatches: u64,
     /// A hash of the calls of layers, by which sums begin beside the last of them.
     pub(crate) calls: u64,
-    /// A hash of the sizes and types of the variables that all ranks hold, in the order in which they are summed: sums of
-    /// others would be mixed. 0 where they are known to be the same.
+    /// A hash of the sizes and types of the variables, in the order in which they are summed: sums of
+    /// others would be mixed.
     pub(crate) variables: u64,
 }
 
@@ -312,16 +312,17 @@ impl<D: ShardDevice> Worker<D> {
             let device = comm.device().unwrap_or(&self.compute).clone();
             let sent = [own.microbatches, own.calls, u64::from(same), own.variables];
             let numbers = gather_numbers(&device, &mut **comm, tag, &sent)?;
-            for (peer, [microbatches, calls, all_same, variables]) in numbers.as_chunks().0.iter().enumerate() {
+            for (peer, [microbatches, calls, all_same, _]) in numbers.as_chunks().0.iter().enumerate() {
                 if *microbatches != own.microbatches {
                     return Err(other_microbatches((peer, *microbatches), own.microbatches));
                 }
-                if *variables != own.variables {
-                    let expected = format!("sizes and types of rank {peer}'s, in its order");
-                    return Err(Error::invalid(CALL, "variables", expected, "others, or in another order"));
-                }
                 same &= *calls == own.calls && *all_same != 0;
             }
+            check_variables(
+                CALL,
+                own.variables,
+                numbers.as_chunks().0.iter().map(|[.., variables]: &[u64; 4]| *variables),
+            )?;
         }
         Ok(same)
     }

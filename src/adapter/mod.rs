@@ -22,7 +22,7 @@ mod step_reduction;
 mod submit;
 mod training_state;
 
-pub(crate) use buckets::{NO_LAYER, Summand};
+pub(crate) use buckets::{NO_LAYER, Summand, variables_hash};
 #[cfg(feature = "candle")]
 pub(crate) use collectives::broadcast;
 pub use device_group::DeviceGroup;

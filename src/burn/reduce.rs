@@ -67,10 +67,11 @@ impl<'a> ReduceOptions<'a> {
 /// The module may be a whole model; what each rank has of its own, the experts, is left out by
 /// [`ReduceOptions::except`]. Call it on every rank with the same module after a step's last backward, so that
 /// microbatches before it ([`GradientsAccumulator`](burn::optim::GradientsAccumulator)) communicate nothing. Nothing to
-/// do for one rank.
+/// do for one rank. Ranks first compare sizes, types and order of the parameters, for which the host waits.
 ///
 /// # Errors
-/// A communicator's error, on every rank; parameters of other sizes on another rank; a gradient of another shape than
+/// A communicator's error, on every rank; on every rank too, with all gradients as they were, parameters of other sizes or
+/// types than another rank's, or in another order; a gradient of another shape than
 /// its parameter's; a group of another device; on a GPU, a communicator that does not tell its device.
 pub fn reduce_gradients<B: AutodiffBackend + MoeBackend, M: Module<B>>(
     group: &DeviceGroup,
@@ -140,7 +141,10 @@ impl<B: AutodiffBackend + MoeBackend, M: Module<B>> ModuleReduction<'_, B, M> {
         let parts = collect.parts;
         let mut sums = Vec::with_capacity(parts.len());
         let bucket_bytes = options.bucket_bytes;
-        let reduction = GradientReduction { layer, params: &parts, summand: ParamGradient::summand, bucket_bytes };
+        let of_model: fn(&ParamGradient<B::Native>) -> String = ParamGradient::described;
+        let described = (layer == NO_LAYER).then_some(of_model);
+        let reduction =
+            GradientReduction { layer, params: &parts, summand: ParamGradient::summand, described, bucket_bytes };
         reduction.run(comm, device, |bucket, all_reduce| {
             let flat = BucketGradients::<B::Native>::new(bucket)?.sum(device, all_reduce)?;
             let flat: Tensor<B, 1> = tensor_of(B::from_native(flat));
@@ -169,6 +173,16 @@ impl<B: NativeMemory> ParamGradient<B> {
     pub(super) fn summand(&self) -> Summand {
         Summand { count: self.count, double: self.param.dtype() == burn::tensor::DType::F64 }
     }
+
+    /// Sizes and type of the parameter, which ranks compare.
+    fn described(&self) -> String {
+        described(&self.param)
+    }
+}
+
+/// Sizes and type of a parameter, which ranks compare.
+pub(super) fn described(param: &impl TensorMetadata) -> String {
+    format!("{:?} {:?}", param.shape(), param.dtype())
 }
 
 /// A tensor as its back end's memory holds it, detached.

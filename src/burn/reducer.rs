@@ -11,7 +11,7 @@ use burn::tensor::backend::AutodiffBackend;
 
 use crate::adapter::{
     BUCKET_BYTES, EarlySums, GradientSums, PendingBuckets, ReduceComms, StepCalls, StepReduction, agree, fail,
-    summed_in_part,
+    summed_in_part, variables_hash,
 };
 use crate::comm::Solo;
 use crate::error::{Error, Result};
@@ -100,14 +100,17 @@ struct ReducedLayer {
     calls: Arc<LayerCalls>,
 }
 
-/// Instead of a hash of variables: a module is visited in one order on all ranks, and a gradient of another size than its
-/// parameter's is named on its own rank.
-const IN_ORDER: u64 = 0;
-
 /// Parameters of a module whose gradients are summed.
 struct StepParams<B: LayerBackend> {
     replicated: Vec<ReducedTensor<B::Native>>,
     experts: Vec<ReducedTensor<B::Native>>,
+}
+
+impl<B: LayerBackend> StepParams<B> {
+    /// Of sizes and types, in the order of the sums.
+    fn hash(&self) -> u64 {
+        variables_hash(self.replicated.iter().chain(&self.experts).map(ReducedTensor::described))
+    }
 }
 
 /// Sums that have begun beside a backward.
@@ -254,7 +257,8 @@ impl<B: AutodiffBackend + MoeBackend> GradientReducer<B> {
             return Ok(self.take());
         }
         let params = self.params(module);
-        agree(&self.sums, StepCalls { microbatches: self.microbatches(), calls: 0, variables: IN_ORDER })?;
+        let (microbatches, variables) = (self.microbatches(), params.hash());
+        agree(&self.sums, StepCalls { microbatches, calls: 0, variables })?;
         self.sum(&params, Begun::<B>::default())
     }
 
@@ -383,7 +387,7 @@ impl<B: AutodiffBackend + MoeBackend> GradientReducer<B> {
         let of = |param: &ReducedTensor<_>| remaining.get(&param.id).copied().unwrap_or(0usize).to_string();
         let calls: Vec<String> = params.replicated.iter().chain(&params.experts).map(of).collect();
         // The backward to come is counted.
-        let (microbatches, variables) = (self.microbatches() + 1, IN_ORDER);
+        let (microbatches, variables) = (self.microbatches() + 1, params.hash());
         let calls = StepCalls { microbatches, calls: fnv1a(&calls.join(",")), variables };
         if !agree(&self.sums, calls)? {
             remaining.clear();

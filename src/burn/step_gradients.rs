@@ -15,7 +15,7 @@ use crate::error::Result;
 use crate::tensor::Tensor as CoreTensor;
 
 use super::backend::{MoeBackend, NativeMemory, ResultSpec, between, primitive, tensor_of};
-use super::reduce::{BucketGradients, ParamGradient, native};
+use super::reduce::{BucketGradients, ParamGradient, described, native};
 
 /// A parameter of a module whose gradient is summed.
 #[derive(Debug, Clone)]
@@ -30,6 +30,11 @@ pub(super) struct ReducedTensor<B: NativeMemory> {
 impl<B: NativeMemory> ReducedTensor<B> {
     pub(super) fn dims(&self) -> Vec<usize> {
         self.value.shape().to_vec()
+    }
+
+    /// Sizes and type, which ranks compare.
+    pub(super) fn described(&self) -> String {
+        described(&self.value)
     }
 
     fn with_gradient(&self, gradient: Option<FloatTensor<B>>) -> ParamGradient<B> {

@@ -23,13 +23,15 @@ const CALL: &str = REDUCE_GRADIENTS;
 ///
 /// Expert weights are not among them: each rank has its own. Call it on every rank with the same variables in the same
 /// order, after a step's last backward, so that microbatches before it communicate nothing. Nothing to do for one rank.
+/// Ranks first compare sizes, types and order, for which the host waits but in a capture; of two that are alike it cannot
+/// tell which is which.
 ///
 /// # Errors
-/// A communicator's error, on every rank; variables whose sums take another number of bytes on another rank. Others that
-/// differ, or their order, are not noticed: [`GradientReducer`](super::GradientReducer) compares them.
+/// On every rank, with all gradients as they were, variables of other sizes or types than another rank's, or in another
+/// order; a communicator's error, on every rank.
 pub fn reduce_gradients(group: &DeviceGroup, vars: &[Var], gradients: &mut GradStore) -> candle_core::Result<()> {
     let of: Vec<&Tensor> = vars.iter().map(Var::as_tensor).collect();
-    Ok(over_group(group, NO_LAYER, &of, gradients)?)
+    Ok(match_device!(group.erased(), group => sum_on(group, of_vars(&of, BUCKET_BYTES), gradients))?)
 }
 
 /// The same over the ranks of any communicator, for example of data-parallel replicas, whose expert weights are among the
@@ -45,16 +47,23 @@ pub fn reduce_gradients_over<D: CandleDevice>(
     gradients: &mut GradStore,
 ) -> candle_core::Result<()> {
     let of: Vec<&Tensor> = vars.iter().map(Var::as_tensor).collect();
-    Ok(sum(comm, device, reduction(NO_LAYER, &of, bucket_bytes), gradients)?)
+    Ok(sum(comm, device, of_vars(&of, bucket_bytes), gradients)?)
 }
 
-/// Sums over the ranks of a group, of a layer's parameters or of others.
-pub(super) fn over_group(group: &DeviceGroup, layer: u32, of: &[&Tensor], gradients: &mut GradStore) -> Result<()> {
-    match_device!(group.erased(), group => sum_on(group, reduction(layer, of, BUCKET_BYTES), gradients))
+/// Sums over the ranks of a group, of a layer's parameters.
+pub(super) fn of_layer(group: &DeviceGroup, layer: u32, params: &[&Tensor], gradients: &mut GradStore) -> Result<()> {
+    let reduction = GradientReduction { layer, params, summand, described: None, bucket_bytes: BUCKET_BYTES };
+    match_device!(group.erased(), group => sum_on(group, reduction, gradients))
 }
 
-fn reduction<'a, 't>(layer: u32, params: &'a [&'t Tensor], bucket_bytes: usize) -> GradientReduction<'a, &'t Tensor> {
-    GradientReduction { layer, params, summand, bucket_bytes }
+fn of_vars<'a, 't>(params: &'a [&'t Tensor], bucket_bytes: usize) -> GradientReduction<'a, &'t Tensor> {
+    let described = Some(described as fn(&&Tensor) -> String);
+    GradientReduction { layer: NO_LAYER, params, summand, described, bucket_bytes }
+}
+
+/// Sizes and type of a variable, which ranks compare.
+pub(super) fn described(of: &&Tensor) -> String {
+    format!("{:?} {:?}", of.dims(), of.dtype())
 }
 
 fn sum_on<D: CandleDevice>(

@@ -10,7 +10,7 @@ use candle_core::{DType, Result, Tensor, TensorId, Var};
 
 use crate::adapter::{
     BUCKET_BYTES, EarlySums, GradientSums, PendingBuckets, ReduceComms, ReducedParam, StepCalls, StepGradients,
-    StepReduction, SumOf, Summand, agree, fail, summed_in_part,
+    StepReduction, SumOf, Summand, agree, fail, summed_in_part, variables_hash,
 };
 use crate::fnv1a::fnv1a;
 use crate::layer::PerParam;
@@ -21,7 +21,7 @@ use super::gradient_hook::{GradientHook, with_hook};
 use super::main_gradients::{MainGradients, added, expert_sum};
 use super::module::ExpertParallelMoE;
 use super::pending::calls_of;
-use super::reduce::{BucketParams, summand};
+use super::reduce::{BucketParams, described, summand};
 
 const CALL: &str = "MainGradients::reduce";
 
@@ -72,6 +72,8 @@ pub struct GradientReducer<D: CandleDevice> {
     experts: Vec<Tensor>,
     /// Parameters of layers that differ from rank to rank of the group: experts, and shards of them.
     of_one_rank: HashSet<TensorId>,
+    /// Layer and kind of layers' variables: the same on all ranks.
+    of_layer: HashMap<TensorId, String>,
     /// Variables whose sums wait for the end of backward.
     late: HashSet<TensorId>,
     bucket_bytes: usize,
@@ -85,8 +87,8 @@ impl<D: CandleDevice> GradientReducer<D> {
     /// On a GPU, a communicator that does not tell its device, or whose stream is the layers' own; no thread to be had.
     pub fn new(device: &D, comms: ReduceComms<D>) -> Result<Self> {
         let sums = Arc::new(GradientSums::start(device, comms)?);
-        let (replicated, experts, of_one_rank, late) = Default::default();
-        Ok(Self { sums, replicated, experts, of_one_rank, late, bucket_bytes: BUCKET_BYTES })
+        let (replicated, experts, of_one_rank, of_layer, late) = Default::default();
+        Ok(Self { sums, replicated, experts, of_one_rank, of_layer, late, bucket_bytes: BUCKET_BYTES })
     }
 
     /// Sums a layer's gradients too: of router and shared expert over the group, and over replicas of all its variables.
@@ -94,6 +96,7 @@ impl<D: CandleDevice> GradientReducer<D> {
     pub fn with_layer(mut self, moe: &ExpertParallelMoE) -> Self {
         for (kind, t) in moe.trainable().filter(|(_, t)| t.is_variable()) {
             let is_shard = moe.is_shard(kind);
+            self.of_layer.entry(t.id()).or_insert_with(|| format!("layer {} {}", moe.layer().number(), kind.name()));
             if is_shard || !kind.is_replicated() {
                 self.of_one_rank.insert(t.id());
             }
@@ -154,9 +157,11 @@ impl<D: CandleDevice> GradientReducer<D> {
     fn agree(&self, microbatches: u64, early: &HashMap<TensorId, usize>) -> crate::Result<bool> {
         let calls = |t: &Tensor| early.get(&t.id()).map_or_else(|| "-".to_string(), usize::to_string);
         let calls: Vec<String> = self.replicated.iter().chain(&self.experts).map(calls).collect();
-        let variables: Vec<String> =
-            self.replicated.iter().map(|t| format!("{:?} {:?}", t.dims(), t.dtype())).collect();
-        let variables = fnv1a(&variables.join(";"));
+        let variables = self.replicated.iter().chain(&self.experts).map(|t| {
+            let of_layer = self.of_layer.get(&t.id()).map_or("", String::as_str);
+            format!("{of_layer} {}", described(&t))
+        });
+        let variables = variables_hash(variables);
         agree(&self.sums, StepCalls { microbatches, calls: fnv1a(&calls.join(",")), variables })
     }
 

@@ -13,7 +13,7 @@ use crate::lazy::Lazy;
 use crate::metrics::Load;
 
 use super::module::ExpertParallelMoE;
-use super::reduce::over_group;
+use super::reduce::of_layer;
 use super::run::MoeOutput;
 
 impl ExpertParallelMoE {
@@ -110,7 +110,7 @@ impl ExpertParallelMoE {
     pub fn reduce_gradients(&self, gradients: &mut GradStore) -> Result<()> {
         let whole = self.trainable().filter(|(kind, _)| kind.is_replicated() && !self.is_shard(*kind));
         let of: Vec<_> = whole.map(|(_, t)| t).collect();
-        Ok(over_group(&self.group, self.layer.number(), &of, gradients)?)
+        Ok(of_layer(&self.group, self.layer.number(), &of, gradients)?)
     }
 }
 

@@ -123,21 +123,26 @@ fn gradients_of_a_model_are_summed_in_buckets() {
 fn gradients_that_do_not_fit_are_errors_on_every_rank() {
     let results = on_ranks(2, LONG, |rank, group| {
         let group = DeviceGroup::from(group);
-        let errors = |rows: usize, wrong: bool| {
-            let (model, mut gradients) = (Model::new(rows), GradientsParams::new());
+        let errors = |single: [usize; 2], wrong: bool| {
+            let (mut model, mut gradients) = (Model::new(3), GradientsParams::new());
+            model.single = param(single, DType::F32);
             if wrong {
                 let other = Tensor::<Inner, 2>::zeros([4, 3], &device());
                 gradients.register(model.single.id, other);
             }
             reduce_gradients(&group, &model, ReduceOptions::default(), &mut gradients).err().map(|e| e.to_string())
         };
-        // Another size on the second rank; a gradient that is not its parameter's on the first.
-        let (sizes, shape) = (errors(3 + rank, false), errors(3, rank == 0));
-        assert_eq!(errors(3, false), None, "the group works on");
+        // Another size on the second rank, and another of as many elements; a gradient that is not its parameter's on the
+        // first.
+        let sizes = [[[3, 4], [4, 4]], [[3, 4], [4, 3]]].map(|single| errors(single[rank], false));
+        let shape = errors([3, 4], rank == 0);
+        assert_eq!(errors([3, 4], false), None, "the group works on");
         (sizes, shape)
     });
     for (sizes, shape) in results {
-        assert!(sizes.is_some(), "sizes that differ");
+        for error in sizes {
+            assert!(error.as_ref().is_some_and(|e| e.contains("variables")), "{error:?}");
+        }
         assert!(shape.as_ref().is_some_and(|e| e.contains("gradient") && e.contains("[4, 3]")), "{shape:?}");
     }
 }

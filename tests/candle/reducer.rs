@@ -516,6 +516,31 @@ fn variables_in_another_order_are_an_error_on_every_rank() -> AnyResult<()> {
     Ok(())
 }
 
+/// Layers have parameters of the same sizes, of which their numbers tell which is which.
+fn layers_in_another_order_are_an_error_on_every_rank() -> AnyResult<()> {
+    for mesh in [[1, 2], [2, 1], [2, 2]] {
+        places(mesh, |place| {
+            let Place { replica, group, comms, .. } = place;
+            let mut layers = Model::new(&group, DType::F32)?.layers;
+            let x = wide_tokens(0..7, H, DType::F32, &Device::Cpu)?;
+            let loss = layers[1].forward(&layers[0].forward(&x)?)?.sqr()?.sum_all()?;
+            if replica * mesh[1] + group.rank() == CULPRIT {
+                layers.reverse();
+            }
+            let reducer = GradientReducer::new(&Cpu::new(), comms)?.with_layer(&layers[0]).with_layer(&layers[1]);
+            let mut main = MainGradients::new();
+            main.backward(&loss)?;
+            let error = main.reduce(&reducer).expect_err("another order");
+            // In another group than the culprit's it is the replicas who tell.
+            let own = matches!(error_of(&error), Some(Error::Invalid { name, .. }) if name == "variables");
+            let told = matches!(error_of(&error), Some(Error::Comm(CommError::Refused { .. })));
+            assert!(own || (mesh == [2, 2] && told), "{mesh:?}: {error}");
+            Ok(())
+        })?;
+    }
+    Ok(())
+}
+
 /// One rank sums after one microbatch more, or less.
 fn another_number_of_microbatches_is_an_error_on_every_rank() -> AnyResult<()> {
     let meshes = [[1, 2], [1, 4], [2, 2]];
@@ -645,5 +670,6 @@ tests! {
     all_variables_of_a_model,
     a_rank_whose_gradient_cannot_be_summed,
     variables_in_another_order_are_an_error_on_every_rank,
+    layers_in_another_order_are_an_error_on_every_rank,
     another_number_of_microbatches_is_an_error_on_every_rank,
 }
