@@ -20,6 +20,13 @@ pub struct LoadOptions {
     pub dtype: Option<DType>,
 }
 
+impl Default for LoadOptions {
+    /// All experts, of the only rank, as stored.
+    fn default() -> Self {
+        Self { rank: 0, ranks: 1, dtype: None }
+    }
+}
+
 /// Which shard of the routed experts' weights to load; see [`etp`](crate::etp).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ShardOptions {
@@ -77,7 +84,22 @@ pub struct OpenOptions {
     pub follow_links: bool,
 }
 
+impl OpenOptions {
+    /// With [`follow_links`](Self::follow_links).
+    pub fn with_follow_links(mut self, follow_links: bool) -> Self {
+        self.follow_links = follow_links;
+        self
+    }
+}
+
 /// How to save.
+///
+/// ```
+/// use moebius::checkpoint::SaveOptions;
+///
+/// let options = SaveOptions::default().with_max_shard_bytes(1 << 30);
+/// assert_eq!((options.max_shard_bytes, options.replace_source), (1 << 30, false));
+/// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct SaveOptions {
@@ -94,6 +116,20 @@ pub struct SaveOptions {
 impl Default for SaveOptions {
     fn default() -> Self {
         Self { max_shard_bytes: 5_000_000_000, replace_source: false }
+    }
+}
+
+impl SaveOptions {
+    /// With [`max_shard_bytes`](Self::max_shard_bytes).
+    pub fn with_max_shard_bytes(mut self, max_shard_bytes: u64) -> Self {
+        self.max_shard_bytes = max_shard_bytes;
+        self
+    }
+
+    /// With [`replace_source`](Self::replace_source).
+    pub fn with_replace_source(mut self, replace_source: bool) -> Self {
+        self.replace_source = replace_source;
+        self
     }
 }
 

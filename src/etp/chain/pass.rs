@@ -1,6 +1,8 @@
 //! Passes over the model: their beginning and end, the order that the first one shows, and what is done about those
 //! that failed.
 
+use std::fmt::Display;
+
 use crate::comm::{Op, Tag};
 use crate::error::{CommError, Error, Result};
 
@@ -140,7 +142,7 @@ impl<D: ShardDevice> Chain<D> {
     /// [`CommError::Poisoned`] with what went wrong: communicators have ended, with a rank that is lost or whose GPU
     /// failed within a collective, and so has the chain. A new one is made over new ones, of the shards that the ranks
     /// keep.
-    pub fn recover(&self, reason: Option<&Error>) -> Result<()> {
+    pub fn recover(&self, reason: Option<&dyn Display>) -> Result<()> {
         Self::recover_all(&[self], reason)
     }
 
@@ -150,7 +152,7 @@ impl<D: ShardDevice> Chain<D> {
     ///
     /// # Errors
     /// As [`recover`](Self::recover), of the first chain that has ended; the others have recovered.
-    pub fn recover_all(chains: &[&Self], reason: Option<&Error>) -> Result<()> {
+    pub fn recover_all(chains: &[&Self], reason: Option<&dyn Display>) -> Result<()> {
         let mut once: Vec<&Self> = Vec::new();
         for chain in chains {
             if !once.iter().any(|other| std::ptr::eq(*other, *chain)) {
@@ -165,7 +167,7 @@ impl<D: ShardDevice> Chain<D> {
     }
 
     /// Meets the other ranks on all collective threads.
-    fn begin_recovery(&self, reason: Option<&Error>) -> Vec<PendingCollective<D>> {
+    fn begin_recovery(&self, reason: Option<&dyn Display>) -> Vec<PendingCollective<D>> {
         let inner = self.lock();
         let collective = |op| {
             let tag = Tag { layer: 0, op, sequence: u64::MAX };
