@@ -230,8 +230,8 @@ impl RouterConfig {
         {
             return Err(Error::invalid(CALL, "renorm", "finite p > 0, epsilon >= 0, floor >= 0", format!("{n:?}")));
         }
-        if !self.scale.is_finite() {
-            return Err(Error::invalid(CALL, "scale", "a finite number", self.scale));
+        if !(self.scale as f32).is_finite() {
+            return Err(Error::invalid(CALL, "scale", "a finite number in f32", self.scale));
         }
         if !(0.0..1.0).contains(&self.jitter) {
             return Err(Error::invalid(CALL, "jitter", "0 <= jitter < 1", self.jitter));

@@ -1,6 +1,7 @@
 //! AdamW with main weights, over the parameters of burn modules.
 
 use std::collections::HashMap;
+use std::fmt::Display;
 use std::path::Path;
 
 use burn::module::Module;
@@ -12,7 +13,7 @@ use crate::adapter::param_shard;
 use crate::comm::refusal::refuse_on_error_if_any;
 use crate::comm::{Communicator, Op, Tag};
 use crate::device::Device;
-use crate::error::{Error, Result};
+use crate::error::Result;
 use crate::layer::ParamKind;
 use crate::optim::{self, AdamWOptions, GroupOptions, StepStats, StepTensor};
 
@@ -328,7 +329,7 @@ impl<B: AutodiffBackend + MoeBackend> AdamW<B> {
 
     /// In place of a step, where this rank cannot come to it: the others, which wait there for the norm where there is
     /// one, get the reason.
-    pub fn refuse(&mut self, reason: &Error) {
+    pub fn refuse(&mut self, reason: impl Display) {
         self.optimizer.refuse(reason);
     }
 }

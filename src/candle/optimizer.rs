@@ -1,6 +1,6 @@
 //! AdamW over candle's variables.
 
-use std::fmt::Debug;
+use std::fmt::{Debug, Display};
 use std::path::Path;
 
 use candle_core::backprop::GradStore;
@@ -279,8 +279,8 @@ impl AdamW {
 
     /// In place of a step, where this rank cannot come to it: the others, which wait there for the norm where there is
     /// one, get the reason.
-    pub fn refuse(&mut self, reason: &Error) {
-        self.inner.refuse(reason);
+    pub fn refuse(&mut self, reason: impl Display) {
+        self.inner.refuse(&reason);
     }
 }
 
@@ -319,7 +319,7 @@ impl Optimizer for AdamW {
         match gradients {
             Ok(gradients) => self.step(&gradients),
             Err(error) => {
-                self.refuse(&reason_of(CALL, &error));
+                self.refuse(reason_of(CALL, &error));
                 Err(error)
             }
         }
@@ -348,7 +348,7 @@ trait DeviceAdamW: Debug + Send {
     fn stats(&self) -> crate::Result<StepStats>;
     fn save(&mut self, dir: &Path) -> crate::Result<()>;
     fn load(&mut self, dir: &Path, steps: Option<u64>) -> Result<u64>;
-    fn refuse(&mut self, reason: &Error);
+    fn refuse(&mut self, reason: &dyn Display);
     fn set_identity(&mut self, identity: String);
 }
 
@@ -418,7 +418,7 @@ impl<D: CandleDevice> DeviceAdamW for AdamWOnDevice<D> {
         let begun = self.optimizer.begun();
         let result = self.take_step(gradients);
         if let (Err(error), true) = (&result, self.optimizer.begun() == begun) {
-            self.optimizer.refuse(&reason_of(CALL, error));
+            self.optimizer.refuse(reason_of(CALL, error));
         }
         result
     }
@@ -435,7 +435,7 @@ impl<D: CandleDevice> DeviceAdamW for AdamWOnDevice<D> {
         self.optimizer.save(dir)
     }
 
-    fn refuse(&mut self, reason: &Error) {
+    fn refuse(&mut self, reason: &dyn Display) {
         self.optimizer.refuse(reason);
     }
 

@@ -107,13 +107,14 @@ impl Checkpoint {
             return Err(Error::invalid(CALL, "max_shard_bytes", expected, options.max_shard_bytes));
         }
         if count == 0 {
-            groups.push((0, Vec::new()));
+            let expected = "at least one, given or of the checkpoint that is read";
+            return Err(Error::invalid(CALL, "tensors", expected, "none"));
         }
         let total = groups.iter().fold(0u64, |total, (bytes, _)| total.saturating_add(*bytes));
         let mut shards = Vec::new();
         for (n, (_, group)) in groups.into_iter().enumerate() {
             let file = match count {
-                0 | 1 => SINGLE.to_string(),
+                1 => SINGLE.to_string(),
                 _ => format!("model-{:05}-of-{count:05}.safetensors", n + 1),
             };
             shards.push(shard(file, group)?);

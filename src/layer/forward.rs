@@ -5,6 +5,7 @@ use std::sync::Arc;
 use tracing::trace_span;
 
 use crate::comm::{Op, Tag};
+use crate::compare::{ComparedField, compare_fields, gather_numbers};
 use crate::config::CapacityOrder;
 use crate::dtype::DType;
 use crate::ep::{DispatchInputs, DispatchSpec, Group, Handle, Received};
@@ -189,23 +190,24 @@ pub(super) fn spec<D: Kernels>(layer: &Layer, mode: Mode, dtype: DType) -> Dispa
 }
 
 /// Noise for this step, where the layer has it: its numbering of tokens takes a collective of its own, since the
-/// router runs before prepare.
+/// router runs before prepare. In it ranks compare the noise.
 fn jitter<D: Kernels>(layer: &Layer, group: &mut Group<D>, mode: Mode, x: TensorRef<'_, D>) -> Result<Option<Jitter>> {
     let Some(noise) = mode.noise.filter(|_| layer.config.router.jitter > 0.0) else { return Ok(None) };
-    let device = group.device().clone();
     let (rank, ranks) = (group.rank(), group.ranks());
-    if ranks == 1 {
-        return Ok(Some(Jitter { seed: noise.seed, step: noise.step, layer: layer.number, first_token: 0 }));
+    let mut first_token = 0;
+    if ranks > 1 {
+        let device = group.device().clone();
+        let tag = Tag { layer: layer.number, op: Op::Count, sequence: noise.step };
+        let compared =
+            [ComparedField::number("noise.seed", noise.seed), ComparedField::number("noise.step", noise.step)];
+        let own = [&ComparedField::values(&compared)[..], &[x.rows() as u64]].concat();
+        let gathered = gather_numbers(&device, group.dispatcher().communicator(), tag, &own);
+        let all = gathered.map_err(|error| error.of_call(CALL, rank))?;
+        let of_ranks = all.as_chunks::<3>().0;
+        let noises: Vec<u64> = of_ranks.iter().flat_map(|[seed, step, _]| [*seed, *step]).collect();
+        compare_fields(CALL, rank, &compared, &noises)?;
+        first_token = of_ranks.iter().take(rank).map(|[.., tokens]| tokens).sum();
     }
-    let tag = Tag { layer: layer.number, op: Op::Count, sequence: noise.step };
-    let buffers = device.write(&[x.rows() as f64], DType::I64, &[1]);
-    let buffers = buffers.and_then(|own| Ok((own, Tensor::empty(&device, DType::I64, &[ranks])?)));
-    let (own, mut all) = refuse_on_error(layer, group, Op::Count, buffers)?;
-    let gathered = group.dispatcher().communicator().all_gather(tag, own.view(), all.view_mut());
-    gathered.map_err(|error| error.of_call(CALL, rank))?;
-    // The others go on to prepare.
-    let counts = refuse_on_error(layer, group, Op::Prepare, device.read(all.view()))?;
-    let first_token = counts.iter().take(rank).sum::<f64>() as u64;
     Ok(Some(Jitter { seed: noise.seed, step: noise.step, layer: layer.number, first_token }))
 }
 

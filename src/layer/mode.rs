@@ -9,7 +9,7 @@ pub struct Mode {
     pub noise: Option<Noise>,
 }
 
-/// Seed and step of a router's jitter.
+/// Seed and step of a router's jitter; the same on all ranks, which a forward with jitter compares.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Noise {
     /// The run's seed.

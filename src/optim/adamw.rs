@@ -1,5 +1,6 @@
 //! AdamW: its state, and a step.
 
+use std::fmt::Display;
 use std::sync::Arc;
 
 use crate::DType;
@@ -13,6 +14,7 @@ use crate::kernels::optimizer::{
 use crate::tensor::{Tensor, TensorMut, TensorRef};
 
 use super::fields::{fields, group_fields};
+use super::given_gradients::GivenGradients;
 use super::norm::{NormPlan, NormStep, OptimizerFields, RankRows, exchange, owners};
 use super::saved_state::{Counts, StateKind};
 use super::{AdamWOptions, GroupOptions, ParamSpec, StepDevice, StepStats};
@@ -164,13 +166,19 @@ impl<D: StepDevice> AdamW<D> {
     /// order; `None`: it has none in this step, counts nothing and is not to be updated. Every rank calls it.
     ///
     /// # Errors
-    /// A gradient of another type or size; a state that [`load`](Self::load) has left half read; the communicator's.
+    /// A gradient of another type or size; a state that [`load`](Self::load) has left half read; with a norm, on every
+    /// rank, a gradient that some of the ranks with the same rows of a parameter have and others not (not compared within
+    /// a capture); the communicator's.
     pub fn begin(&mut self, gradients: &[Option<TensorRef<'_, D>>]) -> Result<()> {
         let tag = self.next_step();
         let sums = self.own_sums(gradients);
         // The others wait for this rank's sums, where there is a norm.
         refuse_on_error_if_any(self.comm.as_deref_mut().filter(|_| self.norm.is_some()), tag, sums)?;
         if let Some(plan) = &mut self.norm {
+            if let Some(comm) = self.comm.as_deref_mut() {
+                let given = GivenGradients { specs: &self.specs, rank_rows: &self.rank_rows, gradients };
+                given.compare(comm, &self.streams, tag)?;
+            }
             plan.gather(self.comm.as_deref_mut(), &self.streams, tag)?;
         }
         let norm = self.norm.as_mut().map(NormPlan::nodes);
@@ -186,10 +194,10 @@ impl<D: StepDevice> AdamW<D> {
 
     /// In place of [`begin`](Self::begin), where this rank cannot come to it: the others, which wait in it for the norm
     /// where there is one, get the reason, and this rank's next step is their next.
-    pub fn refuse(&mut self, reason: &Error) {
+    pub fn refuse(&mut self, reason: impl Display) {
         let tag = self.next_step();
         if let Some(comm) = self.comm.as_deref_mut().filter(|_| self.norm.is_some()) {
-            refusal::refuse(comm, tag, reason);
+            refusal::refuse(comm, tag, &reason);
         }
     }
 

@@ -15,6 +15,7 @@
 
 mod adamw;
 mod fields;
+mod given_gradients;
 mod norm;
 mod param_shard;
 mod saved_state;
@@ -39,7 +40,7 @@ pub struct GroupOptions {
     pub lr: f64,
     /// Decay of the first and of the second moment, β₁ and β₂.
     pub betas: [f64; 2],
-    /// ε, added to the root of the second moment.
+    /// ε, added to the root of the second moment: positive, at least f32's least normal number.
     pub eps: f64,
     /// Weight decay, decoupled: each step takes `lr · weight_decay` of the weight off it.
     pub weight_decay: f64,
@@ -62,7 +63,15 @@ impl GroupOptions {
         within("lr", self.lr, 0.0..f64::INFINITY)?;
         within("betas[0]", self.betas[0], 0.0..1.0)?;
         within("betas[1]", self.betas[1], 0.0..1.0)?;
-        within("eps", self.eps, 0.0..f64::INFINITY)?;
+        // The step adds it in f32: where the second moment is 0, so is the first, and 0/0 is no number.
+        if !(self.eps > 0.0 && (self.eps as f32).is_normal()) {
+            return Err(Error::invalid(
+                CALL,
+                "eps",
+                format!("a positive number from {:e} on", f32::MIN_POSITIVE),
+                self.eps,
+            ));
+        }
         within("weight_decay", self.weight_decay, 0.0..f64::INFINITY)
     }
 }
@@ -144,4 +153,34 @@ pub struct StepStats {
     pub loss_scale: f64,
     /// Whether the last step was skipped.
     pub skipped_last: bool,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn options_out_of_range_are_named() {
+        let of = |group: GroupOptions| group.check();
+        let group = GroupOptions::default();
+        of(group).unwrap();
+        of(GroupOptions { lr: 0.0, eps: f64::from(f32::MIN_POSITIVE), ..group }).unwrap();
+        let bad = [
+            ("lr", GroupOptions { lr: f64::NAN, ..group }),
+            ("lr", GroupOptions { lr: -1e-3, ..group }),
+            ("lr", GroupOptions { lr: f64::INFINITY, ..group }),
+            ("eps", GroupOptions { eps: 0.0, ..group }),
+            ("eps", GroupOptions { eps: 1e-46, ..group }),
+            ("eps", GroupOptions { eps: -1e-8, ..group }),
+            ("eps", GroupOptions { eps: f64::NAN, ..group }),
+            ("eps", GroupOptions { eps: 1e39, ..group }),
+            ("betas[1]", GroupOptions { betas: [0.9, 1.0], ..group }),
+        ];
+        for (field, group) in bad {
+            match of(group) {
+                Err(Error::Invalid { name, .. }) => assert_eq!(name, field),
+                other => panic!("{field}: {other:?}"),
+            }
+        }
+    }
 }

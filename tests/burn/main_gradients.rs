@@ -427,6 +427,47 @@ fn steps_have_the_same_bits_at_every_number_of_ranks() {
     assert!(matches!(wrong.unwrap(), Err(Error::Invalid { .. })), "parameters of another module");
 }
 
+/// A gradient that one rank alone has of what both hold: nobody steps, and the optimizers work on. A module that is not
+/// the optimizer's is refused whether it has a gradient or not.
+fn a_gradient_on_one_rank_alone_steps_nothing() {
+    let comms: Vec<_> = ThreadWorld::create(2, LONG).into_iter().map(|c| std::sync::Mutex::new(Some(c))).collect();
+    on_ranks(2, LONG, |rank, group| {
+        let comm: Box<dyn Communicator<Cpu>> = Box::new(comms[rank].lock().unwrap().take().unwrap());
+        let moe = module::<B>(&config(), group);
+        let mut own = AdamWParam::of_module::<B, _>(&moe);
+        moe.place_shards(&mut own).unwrap();
+        let mut adam = AdamW::<B>::over_ranks(&Cpu::new(), comm, &moe, own, options(), &[options().group]).unwrap();
+        let gradients = |without: Option<ParamKind>| {
+            let mut gradients = GradientsParams::new();
+            for kind in ParamKind::ALL.into_iter().filter(|kind| *kind != ParamKind::SelectionBias) {
+                let Some(data) = given(kind, &config(), (rank, 2), 0).filter(|_| without != Some(kind)) else {
+                    continue;
+                };
+                let id = params(&moe).into_iter().find(|(name, ..)| name == kind.name()).unwrap().1;
+                let flat = TensorData { shape: [data.num_elements()].into(), ..data };
+                gradients.register::<Flex, 1>(id, Tensor::from_data(flat, &device()));
+            }
+            gradients
+        };
+        let one = gradients((rank == 1).then_some(ParamKind::Router));
+        match adam.step(moe.clone(), one) {
+            Err(Error::Invalid { name, found, .. }) => {
+                assert_eq!(name, format!("gradient of {}", ParamKind::Router.name()));
+                assert_eq!(found, "one on rank 0, none on rank 1");
+            }
+            other => panic!("rank {rank}: {:?}", other.map(drop)),
+        }
+        // Experts are each rank's own.
+        let stepped = adam.step(moe.clone(), gradients((rank == 1).then_some(ParamKind::Up))).unwrap();
+        assert_eq!(adam.stats().unwrap().steps, 1);
+        assert!(params(&stepped) != params(&moe));
+        let other = module::<B>(&config(), single());
+        let refused = adam.step(other, GradientsParams::new()).map(drop);
+        let named = matches!(&refused, Err(Error::Invalid { name, .. }) if name.starts_with("parameter "));
+        assert!(named || matches!(refused, Err(Error::Comm(_))), "{refused:?}");
+    });
+}
+
 /// A step whose gradients hold an inf changes nothing and is counted, and scales the next loss by half.
 fn a_step_that_is_skipped_changes_nothing() {
     let moe = cast::<Flex, _>(module::<B>(&config(), single()), DType::F16);
@@ -541,6 +582,7 @@ tests! {
     a_given_gradient_is_a_losses,
     a_backward_that_fails,
     steps_have_the_same_bits_at_every_number_of_ranks,
+    a_gradient_on_one_rank_alone_steps_nothing,
     a_step_that_is_skipped_changes_nothing,
     ranks_with_other_identities_save_nothing,
     #[cfg(feature = "candle")]

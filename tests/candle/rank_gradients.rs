@@ -367,6 +367,95 @@ fn an_absent_gradient_has_the_other_ranks_type() -> AnyResult<()> {
     Ok(())
 }
 
+/// Ranks that list other variables, or others first, sum nothing, and work on.
+fn variables_that_differ_are_refused_before_sums() -> AnyResult<()> {
+    type Make = fn(usize) -> candle_core::Result<Vec<Var>>;
+    let cases: [Make; 3] = [
+        |rank| {
+            let [first, second] = if rank == CULPRIT { [4, 3] } else { [3, 4] };
+            Ok(vec![Var::ones(first, DType::F32, &Device::Cpu)?, Var::ones(second, DType::F32, &Device::Cpu)?])
+        },
+        |rank| {
+            let dims = if rank == CULPRIT { (2, 3) } else { (3, 2) };
+            Ok(vec![Var::ones(dims, DType::F32, &Device::Cpu)?])
+        },
+        |rank| {
+            let dtype = if rank == CULPRIT { DType::BF16 } else { DType::F32 };
+            Ok(vec![Var::ones(4, dtype, &Device::Cpu)?])
+        },
+    ];
+    for (count, make) in [2, 4].into_iter().flat_map(|count| cases.map(|make| (count, make))) {
+        ranks(count, TIMEOUT, |group| {
+            let vars = make(group.rank())?;
+            let of = |vars: &[Var]| -> candle_core::Result<GradStore> {
+                let sums = vars.iter().map(|var| var.to_dtype(DType::F32)?.sum_all());
+                sums.reduce(|a, b| a? + b?).ok_or_else(|| candle_core::Error::msg("no variable"))??.backward()
+            };
+            let mut gradients = of(&vars)?;
+            let group = group.into();
+            let error = reduce_gradients(&group, &vars, &mut gradients).expect_err("other variables");
+            let named = matches!(error_of(&error), Some(Error::Invalid { name, .. }) if name == "variables");
+            assert!(named, "{error}");
+            for var in &vars {
+                let values = gradients.get(var).ok_or("no gradient")?.flatten_all()?.to_dtype(DType::F32)?;
+                assert!(values.to_vec1::<f32>()?.iter().all(|v| *v == 1.0));
+            }
+            let same = make(0)?;
+            let mut gradients = of(&same)?;
+            reduce_gradients(&group, &same, &mut gradients)?;
+            let sum = gradients.get(&same[0]).ok_or("no gradient")?.flatten_all()?;
+            assert!(sum.to_vec1::<f32>()?.iter().all(|v| *v == count as f32));
+            Ok(())
+        })
+        .into_iter()
+        .collect::<AnyResult<Vec<_>>>()?;
+    }
+    Ok(())
+}
+
+/// A gradient that one rank alone has of what all hold: nobody steps, and all work on. Any text refuses a step.
+fn a_gradient_on_one_rank_alone_steps_nothing() -> AnyResult<()> {
+    for count in [2, 4] {
+        let comms = ThreadWorld::create(count, TIMEOUT);
+        std::thread::scope(|scope| {
+            let run = |comm: ThreadComm| -> AnyResult<()> {
+                let rank = comm.rank();
+                let [router, other] = [[1f32, 2.], [3., 4.]].map(|values| Var::new(&values, &Device::Cpu));
+                let (router, other) = (router?, other?);
+                let group = GroupOptions { lr: 0.5, ..GroupOptions::default() };
+                let options = AdamWOptions { group, max_norm: Some(1.0), ..AdamWOptions::default() };
+                let params = vec![AdamWParam::new("router", &router), AdamWParam::new("other", &other)];
+                let mut adam = AdamW::over_ranks(&Cpu::new(), Box::new(comm), params, options, &[group])?;
+                let all = || (router.sqr()?.sum_all()? + other.sqr()?.sum_all()?)?.backward();
+                let one = if rank == CULPRIT { other.sqr()?.sum_all()?.backward()? } else { all()? };
+                match error_of(&adam.step(&one).expect_err("a gradient on other ranks alone")) {
+                    Some(Error::Invalid { name, found, .. }) => {
+                        assert_eq!(name, "gradient of router");
+                        assert_eq!(found, "one on rank 0, none on rank 1");
+                    }
+                    other => panic!("rank {rank}: {other:?}"),
+                }
+                assert_eq!((router.to_vec1::<f32>()?, other.to_vec1::<f32>()?), (vec![1., 2.], vec![3., 4.]));
+                assert_eq!(adam.stats()?.steps, 0);
+                // One that no rank has is no error.
+                adam.step(&other.sqr()?.sum_all()?.backward()?)?;
+                if rank == CULPRIT {
+                    adam.refuse("a loss of no number");
+                } else {
+                    let error = adam.step(&all()?).expect_err("a refusal");
+                    assert!(error.to_string().contains("a loss of no number"), "{error}");
+                }
+                adam.step(&all()?)?;
+                assert_eq!(adam.stats()?.steps, 2);
+                Ok(())
+            };
+            let threads: Vec<_> = comms.into_iter().map(|comm| scope.spawn(move || run(comm))).collect();
+            threads.into_iter().try_for_each(|t| t.join().expect("a rank panicked"))
+        })?;
+    }
+    Ok(())
+}
+
 fn a_main_gradient_of_a_frozen_weight() -> AnyResult<()> {
     ranks(2, TIMEOUT, |group| {
         let whole = of_type(group.clone(), full(), DType::F32)?;
@@ -465,6 +554,8 @@ fn a_step_that_fails_before_the_norm_is_told() -> AnyResult<()> {
 tests! {
     fn() -> AnyResult<()>;
     ranks_with_other_identities_save_nothing,
+    variables_that_differ_are_refused_before_sums,
+    a_gradient_on_one_rank_alone_steps_nothing,
     a_step_that_fails_before_the_norm_is_told,
     main_gradients_are_candles_on_any_number_of_ranks,
     microbatches_of_ranks_are_summed_as_candles,

@@ -6,10 +6,11 @@ use std::time::Duration;
 use candle_core::{DType, Device, Module, Shape, Tensor, Var};
 use candle_nn::var_builder::SimpleBackend;
 use candle_nn::{Init, VarBuilder};
-use moebius::candle::{DeviceGroup, EpGroup, ExpertParallelMoE, reduce_gradients, reduce_gradients_over};
+use moebius::Error;
+use moebius::candle::{DeviceGroup, EpGroup, ExpertParallelMoE, error_of, reduce_gradients, reduce_gradients_over};
 use moebius::cpu::{Cpu, ThreadWorld};
 use moebius::ep::{Group, GroupConfig};
-use moebius::layer::{Layer, ParamKind};
+use moebius::layer::{Layer, Noise, ParamKind};
 use rand::Rng;
 use rand::rngs::StdRng;
 
@@ -282,6 +283,32 @@ fn training_on_two_ranks_is_training_on_one() -> AnyResult<()> {
     Ok(())
 }
 
+/// Jitter of other seeds would move experts on each rank in its own way.
+fn another_seed_of_the_jitter_is_an_error_on_both_ranks() -> AnyResult<()> {
+    let config = config().with_router(|router| router.with_jitter(0.5));
+    let results = ranks(2, Duration::from_secs(20), |group| {
+        let rank = group.rank();
+        let moe = seeded(group, config.clone())?;
+        let x = tokens(0..5, &Device::Cpu)?;
+        let noise = |seed| Noise { seed, step: 3 };
+        let error = moe.clone().with_noise(noise(rank as u64)).forward_t(&x, true).expect_err("another seed");
+        moe.with_noise(noise(7)).forward_t(&x, true)?;
+        Ok(error)
+    });
+    for (rank, error) in results.into_iter().enumerate() {
+        match error_of(&error?) {
+            Some(Error::ConfigMismatch { field, value, peer_value, .. }) => {
+                assert_eq!(
+                    (field.as_str(), value, peer_value),
+                    ("noise.seed", &rank.to_string(), &(1 - rank).to_string())
+                );
+            }
+            other => panic!("rank {rank}: {other:?}"),
+        }
+    }
+    Ok(())
+}
+
 /// A rank whose variables are wrong tells the other, and both number their next layer alike.
 fn a_layer_that_one_rank_cannot_make_fails_on_both() -> AnyResult<()> {
     let results = ranks(2, Duration::from_secs(20), |group| {
@@ -400,6 +427,7 @@ tests! {
     gradients_that_do_not_fit_are_errors_on_every_rank,
     reduced_gradients_are_those_of_one_rank,
     training_on_two_ranks_is_training_on_one,
+    another_seed_of_the_jitter_is_an_error_on_both_ranks,
     a_layer_that_one_rank_cannot_make_fails_on_both,
     a_second_backward_is_an_error_before_any_collective,
     ranks_share_the_work_of_one,

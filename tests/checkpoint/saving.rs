@@ -44,6 +44,22 @@ fn save_form(source: &Checkpoint, dir: &Path, turn: usize) -> moebius::Result<()
     }
 }
 
+/// A configuration alone has nothing to save.
+#[test]
+fn a_checkpoint_of_no_tensors_is_not_written() {
+    let (dir, target) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+    fs::copy(fixture("qwen3_moe").join("config.json"), dir.path().join("config.json")).unwrap();
+    let checkpoint = Checkpoint::open_config(dir.path()).unwrap();
+    let options = SaveOptions::default().with_max_shard_bytes(1000).with_replace_source(true);
+    for error in [checkpoint.save(target.path(), &[]), checkpoint.save_with(dir.path(), &[], options)] {
+        match error {
+            Err(Error::Invalid { name, .. }) => assert_eq!(name, "tensors"),
+            other => panic!("{other:?}"),
+        }
+    }
+    assert_eq!(fs::read_dir(target.path()).unwrap().count(), 0);
+}
+
 /// Whether a folder holds one form, as configuration, names of files and tensors say, and which: quantized or not.
 fn one_form(dir: &Path, expected: &[BlockParams; 2]) -> bool {
     let checkpoint = Checkpoint::open(dir).unwrap();

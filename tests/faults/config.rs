@@ -39,6 +39,7 @@ fn absurd_configurations_name_their_field() {
         ("renorm", |c| c.router.renorm = Some(Renorm { p: 1.0, epsilon: f64::NAN, floor: 0.0 })),
         ("renorm", |c| c.router.renorm = Some(Renorm { p: 1.0, epsilon: f64::INFINITY, floor: 0.0 })),
         ("scale", |c| c.router.scale = f64::INFINITY),
+        ("scale", |c| c.router.scale = 1e300),
         ("jitter", |c| c.router.jitter = 1.0),
         ("jitter", |c| c.router.jitter = f64::NAN),
         ("expert_capacity.factor", |c| {
