@@ -18,7 +18,6 @@ impl Tag {
     pub(crate) const PASSES: u64 = u64::MAX - 1;
 
     /// The pass of a chain that a collective with this number belongs to, from 1: the number's upper half. 0 for others.
-    #[cfg_attr(not(feature = "nccl"), allow(dead_code, reason = "between processes alone"))]
     pub(crate) fn pass(&self) -> u64 {
         match self.sequence >> 32 {
             // Numbers that stand for no pass.
@@ -30,7 +29,17 @@ impl Tag {
 
 impl fmt::Display for Tag {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "layer {}, {}, sequence {}", self.layer, self.op.name(), self.sequence)
+        match self.layer {
+            u32::MAX => f.write_str("no layer")?,
+            layer => write!(f, "layer {layer}")?,
+        }
+        write!(f, ", {}, ", self.op.name())?;
+        match (self.pass(), self.sequence) {
+            (_, u64::MAX) => f.write_str("the end"),
+            (_, Self::PASSES) => f.write_str("the comparison of passes"),
+            (0, sequence) => write!(f, "sequence {sequence}"),
+            (pass, sequence) => write!(f, "pass {pass}, sequence {}", sequence as u32),
+        }
     }
 }
 

@@ -58,16 +58,17 @@ fn every_piece_of_the_guide_compiles() {
 
 #[rustfmt::skip]
 mod training {
+    use std::path::Path;
     use std::time::Duration;
 
     use candle_core::{DType, Device, Module, Tensor};
     use candle_nn::{AdamW, Optimizer, ParamsAdamW, VarBuilder, VarMap};
     use moebius::MoeConfig;
-    use moebius::candle::{self, AdamWParam, DispatchCombine, ExpertParallelMoE};
+    use moebius::candle::{self, AdamWParam, DispatchCombine, EpGroup, ExpertParallelMoE};
     use moebius::candle::{GradientReducer, MainGradients, ReduceComms};
     use moebius::config::AuxConfig;
     use moebius::cpu::{Cpu, ThreadComm, ThreadWorld};
-    use moebius::ep::{EpGroup, Group, GroupConfig, Reporting};
+    use moebius::ep::{Group, GroupConfig, Reporting};
     use moebius::layer::{DispatchOptions, Layer};
     use moebius::metrics::Load;
     use moebius::optim::{AdamWOptions, GroupOptions};
@@ -144,6 +145,33 @@ mod training {
         gradients.backward_reduced(&loss(&moe, last)?, &reducer)?; // or backward, and then gradients.reduce(&reducer)
         adam.step(gradients.store())?;
         gradients.reset();
+        Ok(())
+    }
+
+    /// `dir` is there, the same for all ranks.
+    fn save(vars: &VarMap, adam: &mut candle::AdamW, rank: usize, dir: &Path) -> candle_core::Result<()> {
+        vars.save(dir.join(format!("{rank}.safetensors")))?; // what this rank holds
+        adam.save(dir.join("optimizer")) // every rank calls it
+    }
+
+    /// `saved`: the number of ranks that saved; `steps`: those that the model has taken.
+    fn load(vars: &VarMap, adam: &mut candle::AdamW, ranks: [usize; 3], dir: &Path, steps: u64) -> candle_core::Result<()> {
+        let [saved, rank, ranks] = ranks;
+        let files = (0..saved).map(|r| candle_core::safetensors::load(dir.join(format!("{r}.safetensors")), &Device::Cpu));
+        let files = files.collect::<candle_core::Result<Vec<_>>>()?;
+        for (name, var) in vars.data().lock().unwrap().iter() {
+            let mut parts = files.iter().map(|file| file[name].clone());
+            let value = if name.contains("experts.") {
+                let all = Tensor::cat(&parts.collect::<Vec<_>>(), 0)?; // E experts, of which each rank has E/R
+                let own = all.dim(0)? / ranks;
+                all.narrow(0, rank * own, own)?
+            } else {
+                parts.next().expect("a rank")
+            };
+            var.set(&value.to_device(var.device())?)?;
+        }
+        adam.read_params()?;
+        adam.load_at(dir.join("optimizer"), steps)?; // and moe.with_noise(Noise { seed, step: steps })
         Ok(())
     }
 

@@ -5,6 +5,7 @@ use crate::comm::{Op, Tag, refusal};
 use crate::ep::EpGroup;
 use crate::error::Result;
 use crate::kernels::Kernels;
+use crate::layer::Layer;
 use crate::tensor::Tensor;
 
 fn tag(layer: u32, op: Op) -> Tag {
@@ -23,6 +24,13 @@ pub(crate) fn broadcast<D: Kernels>(
     let mut values = refuse_on_error(comm, tag, values(&device))?;
     comm.broadcast(tag, 0, values.view_mut())?;
     Ok(values)
+}
+
+/// Compares a layer's configuration over the ranks.
+pub(super) fn compare_layer<D: Kernels>(group: &EpGroup<D>, call: &'static str, layer: &Layer) -> Result<()> {
+    let mut group = group.lock();
+    let device = group.device().clone();
+    layer.compare_over_ranks(call, &device, group.dispatcher().communicator())
 }
 
 /// Meets the other ranks, which are in the collective `op` of a layer, as a failure.

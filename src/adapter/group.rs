@@ -157,6 +157,14 @@ impl ErasedGroup {
         Ok(layer)
     }
 
+    /// Compares a layer's configuration over the ranks. Nothing to do for one rank.
+    pub(crate) fn compare_layer(&self, call: &'static str, layer: &Layer) -> Result<()> {
+        if self.membership().ranks == 1 {
+            return Ok(());
+        }
+        match_device!(self, group => collectives::compare_layer(group, call, layer))
+    }
+
     /// Meets the other ranks, which are in the collective `op` of a layer, as a failure.
     pub(crate) fn refuse(&self, layer: u32, op: Op, reason: &str) {
         match_device!(self, group => collectives::refuse(group, layer, op, reason))

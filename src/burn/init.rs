@@ -14,6 +14,7 @@ use crate::config::{MoeConfig, Payload};
 use crate::cpu::Cpu;
 use crate::dtype::DType;
 use crate::error::{Error, Result};
+use crate::host_memory::reserved;
 use crate::kernels::Kernels;
 use crate::layer::{Layer, ParamKind, PerParam};
 use crate::tensor;
@@ -64,9 +65,24 @@ impl ExpertParallelMoEConfig {
         // The other ranks are in the collectives below: they are told, and the group stays usable.
         let layer = experts
             .and_then(|()| Layer::new(self.moe.clone(), number))
+            .and_then(|layer| check_memory(call, &layer, &group).map(|()| layer))
             .inspect_err(|e| group.erased().refuse(number, Op::Weights, &e.to_string()))?;
+        group.erased().compare_layer(call, &layer)?;
         assemble(&mut InitialValues::<B> { call, config: self, number, group: &group, device }, layer, &group)
     }
+}
+
+/// Whether the host has memory for each of this rank's parameters: without, burn would end the process as it allocates.
+fn check_memory(call: &'static str, layer: &Layer, group: &DeviceGroup) -> Result<()> {
+    if group.on::<Cpu>().is_none() {
+        return Ok(());
+    }
+    for kind in ParamKind::ALL {
+        let Some(dims) = kind.dims(layer.config(), group.local_experts()) else { continue };
+        let elements = dims.iter().fold(1, |elements: usize, n| elements.saturating_mul(*n));
+        reserved::<f32>(call, kind.name(), elements)?;
+    }
+    Ok(())
 }
 
 /// How [`ExpertParallelMoE::from_checkpoint`] loads; the default: in the types that are stored.

@@ -10,6 +10,7 @@ use crate::comm::Op;
 use crate::cpu::Cpu;
 use crate::error::Error;
 use crate::etp::{Chain, Payload, ShardPlace, Shards};
+use crate::host_memory::reserved;
 use crate::layer::{Layer, LayerSpec, ParamKind, PerParam};
 
 use super::device::CandleDevice;
@@ -166,6 +167,7 @@ impl ExpertParallelMoE {
         // The other ranks are in the collectives below: they are told, and the group stays usable.
         let (mut moe, shards) =
             made.inspect_err(|e: &candle_core::Error| group.erased().refuse(number, Op::Weights, &e.to_string()))?;
+        group.erased().compare_layer(call, &moe.layer)?;
         if group.ranks() > 1 {
             // All ranks take part, whatever their parameters are.
             let whole = |kind: &ParamKind| shards.as_ref().is_none_or(|shards| shards.resident.get(*kind).is_none());
@@ -391,7 +393,18 @@ fn variables<'a, D: CandleDevice>(
             (ParamKind::SelectionBias, DType::BF16 | DType::F16) => DType::F32,
             (_, dtype) => dtype,
         };
-        let Some(chain) = &chain else { return vb.get_with_hints_dtype(dims, kind.name(), init, dtype).map(Some) };
+        // A host without the memory would end the process as candle allocates.
+        let check_memory = |dims: &[usize]| -> crate::Result<()> {
+            if vb.device().is_cpu() && !vb.contains_tensor(kind.name()) {
+                let bytes = dims.iter().fold(dtype.size_in_bytes(), |bytes, n| bytes.saturating_mul(*n));
+                reserved::<u8>(call, kind.name(), bytes)?;
+            }
+            Ok(())
+        };
+        let Some(chain) = &chain else {
+            check_memory(&dims)?;
+            return vb.get_with_hints_dtype(dims, kind.name(), init, dtype).map(Some);
+        };
         let (cut, rank, is_shard) = chain.cut(kind, &dims)?;
         let shard = ShardInit {
             name: kind.name(),
@@ -406,6 +419,7 @@ fn variables<'a, D: CandleDevice>(
             // Another chain may have another.
             seed: chain.of(kind).unwrap_or(chain.chain).options().seed,
         };
+        check_memory(&shard.shape)?;
         shard.tensor(&vb).map(Some)
     })?;
     let shards = match chain {

@@ -130,7 +130,7 @@ impl MainGradients {
             false => Ok(()),
             true => {
                 let expected = "a reset after `store_mut` has given the sums";
-                Err(Error::invalid(CALL, "gradients", expected, "none").into())
+                Err(Error::invalid(CALL, "gradients", expected, "those that it gave").into())
             }
         }
     }
@@ -141,7 +141,7 @@ impl MainGradients {
             false => Ok(()),
             true => {
                 let expected = "a reset after they have been summed over the ranks";
-                Err(Error::invalid("MainGradients::reduce", "gradients", expected, "none").into())
+                Err(Error::invalid("MainGradients::reduce", "gradients", expected, "those sums").into())
             }
         }
     }

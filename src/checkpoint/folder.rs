@@ -150,7 +150,12 @@ impl Folder {
 
     /// As [`find`](Self::find) of a file that must be there.
     pub fn require(&self, name: &str) -> CheckpointResult<PathBuf> {
-        let missing = || io_error(&self.dir.join(name), std::io::Error::from(std::io::ErrorKind::NotFound));
+        let missing = || {
+            io_error(
+                &self.dir.join(name),
+                std::io::Error::new(std::io::ErrorKind::NotFound, "No such file or directory"),
+            )
+        };
         self.find(name)?.ok_or_else(missing)
     }
 

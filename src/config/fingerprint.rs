@@ -113,6 +113,20 @@ impl Fingerprint {
     }
 }
 
+impl Fingerprint {
+    /// The fields in which two differ, given as they travel, and each one's values, for an error; `all` names the number
+    /// of all fields, where that is all that is known.
+    pub(crate) fn difference(two: [(&[u64], &FieldValues); 2], all: &str) -> (String, [String; 2]) {
+        let differing = Self::differing(two);
+        if differing.is_empty() {
+            return (all.to_string(), two.map(|(words, _)| format!("{:016x}", words[0])));
+        }
+        let fields: Vec<_> = differing.iter().map(|difference| difference.field).collect();
+        let values = [0, 1].map(|i| differing.iter().map(|d| d.values[i].clone()).collect::<Vec<_>>().join(", "));
+        (fields.join(", "), values)
+    }
+}
+
 impl From<u64> for Fingerprint {
     /// Of what is no layer's, by one number.
     fn from(whole: u64) -> Self {

@@ -1,6 +1,8 @@
 //! A layer as all its calls see it: configuration, number, and how its tokens travel.
 
-use crate::config::{Fingerprint, MoeConfig};
+use crate::comm::{Communicator, Op, Tag};
+use crate::compare::gather_numbers;
+use crate::config::{FieldValues, Fingerprint, MoeConfig};
 use crate::ep::{Capacity, Overflow, Reporting};
 use crate::error::{Error, Result};
 use crate::kernels::Kernels;
@@ -48,6 +50,35 @@ impl Layer {
         config.validate()?;
         let fingerprint = Fingerprint::of(&config);
         Ok(Self { config, number, dispatch: DispatchOptions::default(), fingerprint })
+    }
+
+    /// Compares the configuration over the ranks, before they exchange parameters: each rank's error names the fields.
+    #[cfg_attr(
+        not(any(feature = "candle", feature = "burn")),
+        allow(dead_code, reason = "adapters alone make modules")
+    )]
+    pub(crate) fn compare_over_ranks<D: Kernels>(
+        &self,
+        call: &'static str,
+        device: &D,
+        comm: &mut dyn Communicator<D>,
+    ) -> Result<()> {
+        let rank = comm.rank();
+        let mut text = self.fingerprint.values().text().as_bytes().to_vec();
+        text.resize(FieldValues::BYTES.next_multiple_of(size_of::<u64>()), 0);
+        let text = text.as_chunks().0.iter().map(|bytes| u64::from_le_bytes(*bytes));
+        let own: Vec<u64> = self.fingerprint.words().into_iter().chain(text).collect();
+        let all = gather_numbers(device, comm, Tag { layer: self.number, op: Op::Weights, sequence: 0 }, &own)?;
+        let words = Fingerprint::WORDS;
+        let mut ranks = all.chunks(own.len());
+        let Some(peer) = ranks.position(|theirs| theirs[..words] != own[..words]) else { return Ok(()) };
+        let theirs = &all[peer * own.len()..(peer + 1) * own.len()];
+        let text: Vec<u8> = theirs[words..].iter().flat_map(|word| word.to_le_bytes()).collect();
+        let text = String::from_utf8_lossy(&text);
+        let values = FieldValues::from_text(text.trim_end_matches('\0'));
+        let two = [(&own[..words], self.fingerprint.values()), (&theirs[..words], &values)];
+        let (field, [value, peer_value]) = Fingerprint::difference(two, "configuration");
+        Err(Error::ConfigMismatch { call, field, rank, value, peer, peer_value })
     }
 
     /// The same layer with other dispatch options.

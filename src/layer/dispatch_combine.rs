@@ -134,7 +134,11 @@ impl Layer {
     ) -> Result<()> {
         let config = &self.config.router;
         let checked = self.check_experts(ROUTE, group).and_then(|()| {
-            Error::check_shape(ROUTE, "logits", &[logits.rows(), config.num_experts], logits.dims())?;
+            let experts = config.num_experts;
+            if !matches!(logits.dims(), [_, columns] if *columns == experts) {
+                let found = format!("shape {:?}", logits.dims());
+                return Err(Error::invalid(ROUTE, "logits", format!("shape [T, {experts}]"), found));
+            }
             group.device().route(Route {
                 config,
                 logits: logits.borrow(),

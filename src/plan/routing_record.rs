@@ -218,16 +218,7 @@ fn disagreement(records: &[RoutingRecord], rank: usize) -> Option<Error> {
 /// The fields in which two ranks' layers differ, and each one's values.
 fn formulas(records: &[RoutingRecord], rank: usize, peer: usize) -> Error {
     let two = [rank, peer].map(|rank| (&records[rank].fields[FORMULA_AT..], &records[rank].values));
-    let differing = Fingerprint::differing(two);
-    let (field, [value, peer_value]) = match differing.is_empty() {
-        // The number of all fields is all that is known.
-        true => (FORMULA.to_string(), two.map(|(words, _)| format!("{:016x}", words[0]))),
-        false => {
-            let fields: Vec<_> = differing.iter().map(|difference| difference.field).collect();
-            let values = [0, 1].map(|i| differing.iter().map(|d| d.values[i].clone()).collect::<Vec<_>>().join(", "));
-            (fields.join(", "), values)
-        }
-    };
+    let (field, [value, peer_value]) = Fingerprint::difference(two, FORMULA);
     Error::ConfigMismatch { call: CALL, field, rank, value, peer, peer_value }
 }
 
