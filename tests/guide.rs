@@ -176,6 +176,7 @@ mod training {
     }
 
     struct Optimized {
+        vars: candle_nn::VarMap,
         moe: ExpertParallelMoE,
         norm: candle_core::Var,
         device: Cpu,
@@ -184,10 +185,10 @@ mod training {
         gradients: candle_core::backprop::GradStore,
     }
 
-    fn optimizer(Optimized { moe, norm, device, comm, loss, mut gradients }: Optimized) -> Result<()> {
+    fn optimizer(Optimized { vars, moe, norm, device, comm, loss, mut gradients }: Optimized) -> Result<()> {
         let group = GroupOptions { lr: 3e-4, weight_decay: 0.1, ..Default::default() };
         let options = AdamWOptions { group, max_norm: Some(1.0), ..Default::default() };
-        let mut adam = candle::AdamW::new(moe.vars(), options)?;      // one rank, one group; an Optimizer of candle-nn
+        let mut adam = candle::AdamW::of_var_map(&vars, options)?;    // one rank, one group; an Optimizer of candle-nn
         adam.backward_step(&loss)?;
 
         let mut params = moe.optimizer_params("layers.0.moe")?;       // several ranks: experts, shards, replicated parameters

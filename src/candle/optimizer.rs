@@ -2,10 +2,11 @@
 
 use std::fmt::{Debug, Display};
 use std::path::Path;
+use std::sync::PoisonError;
 
 use candle_core::backprop::GradStore;
 use candle_core::{Device, Result, Tensor, Var};
-use candle_nn::Optimizer;
+use candle_nn::{Optimizer, VarMap};
 
 use crate::comm::refusal::refuse_on_error_if_any;
 use crate::comm::{Communicator, Op, Tag};
@@ -35,6 +36,17 @@ impl AdamWParam {
     /// optimizer's parameters, and that of its saved state.
     pub fn new(name: impl Into<String>, var: &Var) -> Self {
         Self { name: name.into(), var: var.clone(), shard: ParamShard::whole(var.dims()), group: 0 }
+    }
+
+    /// The variables of a map, by its names and in their order, as ones that this rank has whole; those of other than
+    /// floating types are left out. What a layer over several ranks has of its own is in
+    /// [`ExpertParallelMoE::optimizer_params`].
+    pub fn of_var_map(vars: &VarMap) -> Vec<Self> {
+        let vars = vars.data().lock().unwrap_or_else(PoisonError::into_inner);
+        let of_float = vars.iter().filter(|(_, var)| var.dtype().is_float());
+        let mut params: Vec<Self> = of_float.map(|(name, var)| Self::new(name, var)).collect();
+        params.sort_by(|a, b| a.name.cmp(&b.name));
+        params
     }
 
     /// The variable holds a part of the parameter; rows of padding may be behind it.
@@ -90,7 +102,8 @@ impl ExpertParallelMoE {
     }
 }
 
-/// AdamW with main weights in f32, for variables in f32, bf16 and f16: an [`Optimizer`] as candle-nn's own.
+/// AdamW with main weights in f32, for variables in f32, bf16 and f16: an [`Optimizer`] as candle-nn's own, whose
+/// state is saved by the parameters' names.
 ///
 /// ```
 /// use candle_core::{DType, Device, Module, Tensor};
@@ -99,11 +112,12 @@ impl ExpertParallelMoE {
 /// use moebius::{MoeConfig, candle};
 ///
 /// # fn main() -> Result<(), Box<dyn std::error::Error>> {
-/// let vb = VarBuilder::from_varmap(&VarMap::new(), DType::BF16, &Device::Cpu);
+/// let vars = VarMap::new();
+/// let vb = VarBuilder::from_varmap(&vars, DType::BF16, &Device::Cpu);
 /// let moe = candle::moe(MoeConfig::new(16, 32, 8, 2), vb)?;
 /// let group = GroupOptions { lr: 0.01, ..Default::default() };
 /// let options = AdamWOptions { group, max_norm: Some(1.0), ..Default::default() };
-/// let mut adam = candle::AdamW::new(moe.vars(), options)?;
+/// let mut adam = candle::AdamW::of_var_map(&vars, options)?;
 /// for _step in 0..3 {
 ///     let x = Tensor::arange(0f32, 1024., &Device::Cpu)?.sin()?.reshape((64, 16))?.to_dtype(DType::BF16)?;
 ///     let loss = (moe.forward(&x)? - x)?.to_dtype(DType::F32)?.sqr()?.mean_all()?;
@@ -125,9 +139,19 @@ pub struct AdamW {
     inner: Box<dyn DeviceAdamW>,
     /// Options that the next step begins with.
     groups: Vec<GroupOptions>,
+    /// Whether the parameters have names, by which a saved state is read.
+    named: bool,
 }
 
 impl AdamW {
+    /// An optimizer of one rank and one group, of a map's variables ([`AdamWParam::of_var_map`]).
+    ///
+    /// # Errors
+    /// As [`with_groups`](Self::with_groups).
+    pub fn of_var_map(vars: &VarMap, options: AdamWOptions) -> Result<Self> {
+        Self::with_groups(AdamWParam::of_var_map(vars), options, &[options.group])
+    }
+
     /// An optimizer of one rank, on the variables' device, with options for each group.
     ///
     /// # Errors
@@ -177,7 +201,7 @@ impl AdamW {
         let home = params.first().map_or(Device::Cpu, |p| p.var.device().clone());
         let mut on = AdamWOnDevice { optimizer, params, device: home };
         on.read_params()?;
-        Ok(Self { inner: Box::new(on), groups: groups.to_vec() })
+        Ok(Self { inner: Box::new(on), groups: groups.to_vec(), named: true })
     }
 
     /// Names the model whose state this is: saved states carry it, and one of another identity, or of none, is not
@@ -254,8 +278,9 @@ impl AdamW {
     /// rank calls it with the same folder, which ranks do not compare.
     ///
     /// # Errors
-    /// As there.
+    /// As there; an optimizer whose parameters have no names ([`Optimizer::new`]).
     pub fn save(&mut self, dir: impl AsRef<Path>) -> Result<()> {
+        self.check_named()?;
         Ok(self.inner.save(dir.as_ref())?)
     }
 
@@ -264,17 +289,31 @@ impl AdamW {
     /// calls it.
     ///
     /// # Errors
-    /// As [`optim::AdamW::load`](crate::optim::AdamW::load).
+    /// As [`optim::AdamW::load`](crate::optim::AdamW::load); an optimizer whose parameters have no names
+    /// ([`Optimizer::new`]).
     pub fn load(&mut self, dir: impl AsRef<Path>) -> Result<u64> {
+        self.check_named()?;
         self.inner.load(dir.as_ref(), None)
     }
 
     /// The same of the state of a model that has taken `steps` steps, as whoever saved both has written down.
     ///
     /// # Errors
-    /// As [`optim::AdamW::load_at`](crate::optim::AdamW::load_at).
+    /// As [`optim::AdamW::load_at`](crate::optim::AdamW::load_at), and [`load`](Self::load).
     pub fn load_at(&mut self, dir: impl AsRef<Path>, steps: u64) -> Result<u64> {
+        self.check_named()?;
         self.inner.load(dir.as_ref(), Some(steps))
+    }
+
+    /// Refuses a state of parameters that are known by their places alone: in another process these may be others'.
+    fn check_named(&self) -> Result<()> {
+        match self.named {
+            true => Ok(()),
+            false => {
+                let expected = "with names: `AdamW::of_var_map`, or `AdamW::with_groups` of `optimizer_params`";
+                Err(Error::invalid(CALL, "parameters", expected, "of `AdamW::new`, without").into())
+            }
+        }
     }
 
     /// In place of a step, where this rank cannot come to it: the others, which wait there for the norm where there is
@@ -287,11 +326,13 @@ impl AdamW {
 impl Optimizer for AdamW {
     type Config = AdamWOptions;
 
-    /// Of one rank and one group; variables of other than floating types are left out. They are named 0, 1, ….
+    /// Of one rank and one group; variables of other than floating types are left out. They have no names, so no state of
+    /// them is saved or loaded: [`of_var_map`](Self::of_var_map) has. `VarMap::all_vars` gives them in another order in
+    /// every process, which moves the last bits of a norm.
     fn new(vars: Vec<Var>, options: AdamWOptions) -> Result<Self> {
         let vars = vars.into_iter().filter(|var| var.dtype().is_float()).enumerate();
         let params = vars.map(|(i, var)| AdamWParam::new(i.to_string(), &var)).collect();
-        Self::with_groups(params, options, &[options.group])
+        Ok(Self { named: false, ..Self::with_groups(params, options, &[options.group])? })
     }
 
     /// Every rank calls it, with gradients that have been summed over the ranks. What fails on one rank before the norm

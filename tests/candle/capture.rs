@@ -111,7 +111,7 @@ impl Training {
     fn new(device: &Device, dtype: DType) -> AnyResult<Self> {
         let (model, vars) = model(device, dtype)?;
         let group = GroupOptions { lr: 0.01, ..Default::default() };
-        let adam = AdamW::new(vars.all_vars(), AdamWOptions { group, max_norm: Some(1.0), ..Default::default() })?;
+        let adam = AdamW::of_var_map(&vars, AdamWOptions { group, max_norm: Some(1.0), ..Default::default() })?;
         let (input, target) = (ids(0, device)?, ids(1, device)?);
         Ok(Self { model, vars, state: RefCell::new((MainGradients::new(), adam)), input, target })
     }

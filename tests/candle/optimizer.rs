@@ -2,12 +2,12 @@
 
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, Tensor, Var};
-use candle_nn::{Optimizer, ParamsAdamW};
+use candle_nn::{Optimizer, ParamsAdamW, VarBuilder, VarMap};
 use moebius::candle::{AdamW, AdamWParam, ExpertParallelMoE, error_of};
 use moebius::optim::{AdamWOptions, GroupOptions, LossScaling};
 use moebius::{CheckpointError, Error};
 
-use crate::support::{AnyResult, config, flat, normal, single};
+use crate::support::{AnyResult, config, flat, normal, redraw, single};
 use crate::trials::tests;
 
 fn options(lr: f64) -> AdamWOptions {
@@ -135,7 +135,8 @@ fn a_run_goes_on_from_its_saved_state(device: &Device) -> AnyResult<()> {
     for dtype in [DType::F32, DType::BF16] {
         let start = || -> AnyResult<_> {
             let moe = single(config(), dtype, device)?;
-            let adam = AdamW::new(moe.vars(), AdamWOptions { max_norm: Some(0.1), ..options(0.01) })?;
+            let options = AdamWOptions { max_norm: Some(0.1), ..options(0.01) };
+            let adam = AdamW::with_groups(moe.optimizer_params("moe")?, options, &[options.group])?;
             Ok((moe, adam))
         };
         let train = |moe: &ExpertParallelMoE, adam: &mut AdamW, steps: std::ops::Range<u64>| -> AnyResult<()> {
@@ -159,8 +160,54 @@ fn a_run_goes_on_from_its_saved_state(device: &Device) -> AnyResult<()> {
         assert_eq!(all(&other)?, all(&moe)?, "{dtype:?}");
     }
     let var = Var::zeros(3, DType::F32, device)?;
-    let error = AdamW::new(vec![var], options(0.1))?.load(folder.path()).unwrap_err();
+    let params = vec![AdamWParam::new("moe.router.weight", &var)];
+    let error = AdamW::with_groups(params, options(0.1), &[options(0.1).group])?.load(folder.path()).unwrap_err();
     assert!(matches!(error_of(&error), Some(Error::Checkpoint(CheckpointError::Tensor { .. }))), "{error}");
+    Ok(())
+}
+
+/// Variables of the same sizes, of which every map has another order.
+fn states_are_read_by_names(device: &Device) -> AnyResult<()> {
+    const VARS: usize = 16;
+    let folder = tempfile::tempdir()?;
+    let values = |vars: &VarMap| -> AnyResult<Vec<Vec<f32>>> {
+        let vars = vars.data().lock().map_err(|e| e.to_string())?;
+        (0..VARS).map(|i| flat(&vars[&format!("layer.{i}")])).collect()
+    };
+    let start = || -> AnyResult<VarMap> {
+        let vars = VarMap::new();
+        let vb = VarBuilder::from_varmap(&vars, DType::BF16, device);
+        (0..VARS).try_for_each(|i| vb.get(8, &format!("layer.{i}")).map(drop))?;
+        Ok(vars)
+    };
+    let vars = start()?;
+    redraw(&vars, 40)?;
+    let all = vars.all_vars();
+    let loss = || {
+        all.iter().try_fold(Tensor::zeros((), DType::F32, device)?, |sum, var| {
+            sum + var.to_dtype(DType::F32)?.sqr()?.sum_all()?
+        })
+    };
+    let mut adam = AdamW::of_var_map(&vars, options(0.1))?;
+    adam.backward_step(&loss()?)?;
+    adam.save(folder.path())?;
+    for _ in 0..4 {
+        let other = start()?;
+        AdamW::of_var_map(&other, options(0.1))?.load(folder.path())?;
+        assert_eq!(values(&other)?, values(&vars)?);
+    }
+    // Of variables that are known by their places.
+    let mut unnamed = AdamW::new(vars.all_vars(), options(0.1))?;
+    unnamed.backward_step(&loss()?)?;
+    let kept = values(&vars)?;
+    let save = unnamed.save(folder.path());
+    for error in [save, unnamed.load(folder.path()).map(drop), unnamed.load_at(folder.path(), 1).map(drop)] {
+        let error = error.unwrap_err();
+        let named =
+            matches!(error_of(&error), Some(Error::Invalid { expected, .. }) if expected.contains("of_var_map"));
+        assert!(named, "{error}");
+    }
+    assert_eq!(values(&vars)?, kept);
     Ok(())
 }
 
@@ -207,6 +254,7 @@ tests!(
     a_scaled_loss_that_overflows_is_skipped,
     learning_rates_and_groups,
     a_run_goes_on_from_its_saved_state,
+    states_are_read_by_names,
     variables_changed_by_others_are_read_again,
     odd_gradients_and_variables,
 );
