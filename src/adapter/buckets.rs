@@ -28,11 +28,14 @@ pub(crate) fn variables_hash(variables: impl Iterator<Item = String>) -> u64 {
 pub(crate) fn check_variables(call: &'static str, own: u64, all: impl IntoIterator<Item = u64>) -> Result<()> {
     match all.into_iter().position(|theirs| theirs != own) {
         None => Ok(()),
-        Some(peer) => {
-            let expected = format!("those of rank {peer}, of its sizes and types, in its order");
-            Err(Error::invalid(call, "variables", expected, "others, or in another order"))
-        }
+        Some(peer) => Err(other_variables(call, "variables", peer)),
     }
+}
+
+/// The error for variables that are not another rank's.
+pub(crate) fn other_variables(call: &'static str, name: &str, peer: usize) -> Error {
+    let expected = format!("those of rank {peer}, of its names, sizes and types, in its order");
+    Error::invalid(call, name, expected, "others, or in another order")
 }
 
 /// The parameters in order, cut where the sums' type changes or a bucket is full.

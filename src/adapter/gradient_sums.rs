@@ -15,7 +15,7 @@ use crate::etp::{ShardDevice, StreamPair, recover};
 use crate::kernels::Kernels;
 use crate::tensor::Tensor;
 
-use super::buckets::{NO_LAYER, check_variables};
+use super::buckets::{NO_LAYER, other_variables};
 
 const CALL: &str = "GradientReducer";
 /// Longest wait for the end of the thread: of one that waits for ranks which do not come, what is late is late.
@@ -50,9 +50,35 @@ pub(crate) struct StepCalls {
     pub(crate) microbatches: u64,
     /// A hash of the calls of layers, by which sums begin beside the last of them.
     pub(crate) calls: u64,
-    /// A hash of the sizes and types of the variables, in the order in which they are summed: sums of
+    /// A hash of the variables that all ranks hold (layers, sizes, types), in the order in which they are summed: sums of
     /// others would be mixed.
     pub(crate) variables: u64,
+    /// The same of the experts, which the replicas hold.
+    pub(crate) experts: u64,
+    /// Whether gradients of 16 bits are summed in f32, and stay so.
+    pub(crate) in_f32: bool,
+}
+
+impl StepCalls {
+    /// What another rank sums otherwise; experts are compared with those of a replica.
+    fn difference(&self, (peer, theirs): (usize, &Self), is_replica: bool) -> Option<Error> {
+        let of = |name, expected: String, found: String| Some(Error::invalid(CALL, name, expected, found));
+        let sums = |calls: &Self| if calls.in_f32 { "in f32" } else { "in the variables' types" };
+        if theirs.microbatches != self.microbatches {
+            let expected = format!("{}, as on rank {peer}", theirs.microbatches);
+            return of("microbatches", expected, self.microbatches.to_string());
+        }
+        if theirs.in_f32 != self.in_f32 {
+            return of("gradients", format!("{}, as on rank {peer}", sums(theirs)), sums(self).to_string());
+        }
+        if theirs.variables != self.variables {
+            return Some(other_variables(CALL, "variables", peer));
+        }
+        if is_replica && theirs.experts != self.experts {
+            return Some(other_variables(CALL, "experts", peer));
+        }
+        None
+    }
 }
 
 /// A sum under way.
@@ -243,11 +269,6 @@ fn thread_ended() -> Error {
     Error::Device { call: CALL, operation: "sum".to_string(), message: "its thread has ended".to_string() }
 }
 
-/// Ranks sum after other numbers of backwards.
-fn other_microbatches((peer, theirs): (usize, u64), own: u64) -> Error {
-    Error::invalid(CALL, "microbatches", format!("{theirs}, as on rank {peer}"), own)
-}
-
 struct Worker<D: ShardDevice> {
     compute: D,
     /// Of the group and of the replicas, where these are several ranks.
@@ -308,21 +329,20 @@ impl<D: ShardDevice> Worker<D> {
         self.check_not_failed()?;
         // Of ranks that are in neither of a rank's communicators, the replicas bring what the group's ranks have found.
         let mut same = true;
-        for comm in self.comms.iter_mut().flatten() {
+        for (comm, is_replica) in self.comms.iter_mut().zip([false, true]) {
+            let Some(comm) = comm else { continue };
             let device = comm.device().unwrap_or(&self.compute).clone();
-            let sent = [own.microbatches, own.calls, u64::from(same), own.variables];
+            let StepCalls { microbatches, calls, variables, experts, in_f32 } = own;
+            let sent = [microbatches, calls, u64::from(same), variables, experts, u64::from(in_f32)];
             let numbers = gather_numbers(&device, &mut **comm, tag, &sent)?;
-            for (peer, [microbatches, calls, all_same, _]) in numbers.as_chunks().0.iter().enumerate() {
-                if *microbatches != own.microbatches {
-                    return Err(other_microbatches((peer, *microbatches), own.microbatches));
+            for (peer, numbers) in numbers.as_chunks().0.iter().enumerate() {
+                let [microbatches, calls, all_same, variables, experts, in_f32] = *numbers;
+                let theirs = StepCalls { microbatches, calls, variables, experts, in_f32: in_f32 != 0 };
+                if let Some(error) = own.difference((peer, &theirs), is_replica) {
+                    return Err(error);
                 }
-                same &= *calls == own.calls && *all_same != 0;
+                same &= calls == own.calls && all_same != 0;
             }
-            check_variables(
-                CALL,
-                own.variables,
-                numbers.as_chunks().0.iter().map(|[.., variables]: &[u64; 4]| *variables),
-            )?;
         }
         Ok(same)
     }

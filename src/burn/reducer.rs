@@ -106,13 +106,6 @@ struct StepParams<B: LayerBackend> {
     experts: Vec<ReducedTensor<B::Native>>,
 }
 
-impl<B: LayerBackend> StepParams<B> {
-    /// Of sizes and types, in the order of the sums.
-    fn hash(&self) -> u64 {
-        variables_hash(self.replicated.iter().chain(&self.experts).map(ReducedTensor::described))
-    }
-}
-
 /// Sums that have begun beside a backward.
 type Begun<B> = PendingBuckets<CoreDevice<B>, ReducedTensor<<B as LayerBackend>::Native>>;
 
@@ -169,6 +162,13 @@ impl<B: AutodiffBackend + MoeBackend> GradientReducer<B> {
         if !self.layers.iter().any(|layer| Arc::ptr_eq(&layer.calls, &moe.calls)) {
             self.layers.push(ReducedLayer { group: moe.group().clone(), calls: Arc::clone(&moe.calls) });
         }
+        self
+    }
+
+    /// Sums the gradients of parameters that each rank of the group has of its own over the replicas alone: of experts
+    /// between the calls of a [`DispatchCombine`](super::DispatchCombine).
+    pub fn with_experts(mut self, params: &[ParamId]) -> Self {
+        self.experts.extend(params);
         self
     }
 
@@ -257,8 +257,7 @@ impl<B: AutodiffBackend + MoeBackend> GradientReducer<B> {
             return Ok(self.take());
         }
         let params = self.params(module);
-        let (microbatches, variables) = (self.microbatches(), params.hash());
-        agree(&self.sums, StepCalls { microbatches, calls: 0, variables })?;
+        agree(&self.sums, self.step_calls(&params, self.microbatches(), 0))?;
         self.sum(&params, Begun::<B>::default())
     }
 
@@ -365,6 +364,15 @@ impl<B: AutodiffBackend + MoeBackend> GradientReducer<B> {
         StepParams { replicated, experts }
     }
 
+    /// What this rank sums, for the comparison with the others.
+    fn step_calls(&self, params: &StepParams<B>, microbatches: u64, calls: u64) -> StepCalls {
+        // Of sizes and types, in the order of the sums.
+        let hash = |of: &[ReducedTensor<B::Native>]| variables_hash(of.iter().map(ReducedTensor::described));
+        let (variables, experts) = (hash(&params.replicated), hash(&params.experts));
+        let in_f32 = self.gradients.sum_dtype() == SumDType::F32;
+        StepCalls { microbatches, calls, variables, experts, in_f32 }
+    }
+
     /// Sums what has not begun to be summed, and takes all sums.
     fn sum(&mut self, params: &StepParams<B>, begun: Begun<B>) -> Result<GradientsParams> {
         let (replicated, experts) = (&params.replicated[..], &params.experts[..]);
@@ -387,8 +395,7 @@ impl<B: AutodiffBackend + MoeBackend> GradientReducer<B> {
         let of = |param: &ReducedTensor<_>| remaining.get(&param.id).copied().unwrap_or(0usize).to_string();
         let calls: Vec<String> = params.replicated.iter().chain(&params.experts).map(of).collect();
         // The backward to come is counted.
-        let (microbatches, variables) = (self.microbatches() + 1, params.hash());
-        let calls = StepCalls { microbatches, calls: fnv1a(&calls.join(",")), variables };
+        let calls = self.step_calls(params, self.microbatches() + 1, fnv1a(&calls.join(",")));
         if !agree(&self.sums, calls)? {
             remaining.clear();
         }

@@ -199,6 +199,11 @@ impl MainGradients {
         if self.experts.wide { widened } else { |own| own }
     }
 
+    /// Whether the sums of 16-bit variables are in f32.
+    pub(super) fn is_in_f32(&self) -> bool {
+        self.experts.wide
+    }
+
     /// Whether a variable's sum so far lies in no memory that kernels add to.
     pub(super) fn is_elsewhere(&self, of: &Tensor) -> bool {
         self.sums.get(of).is_some() && !self.experts.of.get(&of.id()).is_some_and(|main| main.shown)

@@ -19,7 +19,8 @@ const CALL: &str = REDUCE_GRADIENTS;
 /// layers, over the ranks: in f32 (f64 for f64) whatever their types, in buckets of [`BUCKET_BYTES`], in rank order. A
 /// gradient that is absent on some ranks counts as zeros there, which reads a number or two of the device; one that is
 /// absent on all stays so, and an optimizer leaves the variable alone. A gradient keeps its type, and one that was absent
-/// gets the other ranks': f32 where any of them has a 16-bit variable's in f32.
+/// gets the other ranks'. Of variables of 16 bits the host waits for the sums, to compare their gradients' types, but in a
+/// capture.
 ///
 /// Expert weights are not among them: each rank has its own. Call it on every rank with the same variables in the same
 /// order, after a step's last backward, so that microbatches before it communicate nothing. Nothing to do for one rank.
@@ -28,7 +29,8 @@ const CALL: &str = REDUCE_GRADIENTS;
 ///
 /// # Errors
 /// On every rank, with all gradients as they were, variables of other sizes or types than another rank's, or in another
-/// order; a communicator's error, on every rank.
+/// order; on every rank too, behind the sums of the buckets before it, a gradient in f32 of a variable of 16 bits that
+/// another rank has in these; a communicator's error, on every rank.
 pub fn reduce_gradients(group: &DeviceGroup, vars: &[Var], gradients: &mut GradStore) -> candle_core::Result<()> {
     let of: Vec<&Tensor> = vars.iter().map(Var::as_tensor).collect();
     Ok(match_device!(group.erased(), group => sum_on(group, of_vars(&of, BUCKET_BYTES), gradients))?)
@@ -86,6 +88,10 @@ fn sum<D: CandleDevice>(
         let bucket = BucketParams(params);
         let sums = bucket.flat(&|of| gradients.get(of).cloned())?;
         with_views_mut(device, CALL, &[("gradients", &sums)], |views| views.into_iter().try_for_each(all_reduce))?;
+        // A replay sums what was summed before its capture.
+        if device.capture_number().is_none() {
+            bucket.check_types(&sums)?;
+        }
         let all = bucket.split(&sums, gradients).map_err(framework(CALL))?;
         for (of, sum) in params.iter().zip(all) {
             if let Some(sum) = sum {
@@ -133,6 +139,26 @@ impl BucketParams<'_> {
             Tensor::new([present, wider].concat(), first.device()).and_then(|flags| flags.to_dtype(wide(first)));
         parts.push(flags.map_err(framework(CALL))?);
         Tensor::cat(&parts, 0).map_err(framework(CALL))
+    }
+
+    /// Refuses a gradient that some of the ranks have in another type than the variable's 16 bits: each would keep its own
+    /// type, and the sum with other bits. Waits for the sums.
+    fn check_types(&self, sums: &Tensor) -> Result<()> {
+        let has_16_bits = |of: &&Tensor| matches!(of.dtype(), DType::BF16 | DType::F16);
+        if !self.0.iter().any(has_16_bits) {
+            return Ok(());
+        }
+        let (count, first) = (self.0.len(), self.0.iter().map(|of| of.elem_count()).sum());
+        let flags = sums.narrow(0, first, 2 * count).and_then(|flags| flags.to_dtype(DType::F32)?.to_vec1::<f32>());
+        let flags = flags.map_err(framework(CALL))?;
+        let (present, wider) = flags.split_at(count);
+        let odd = (0..count).find(|at| wider[*at] != 0.0 && wider[*at] != present[*at]);
+        odd.map_or(Ok(()), |at| {
+            let (of, ranks, wider) = (self.0[at], present[at], wider[at]);
+            let name = format!("gradient of a variable of {:?} in {}", of.dims(), of.dtype().as_str());
+            let found = format!("another than the variable's on {wider} of the {ranks} ranks that have it");
+            Err(Error::invalid(CALL, name, "of the same type on all ranks", found))
+        })
     }
 
     /// Takes the sums apart, each in its gradient's type; `None` for one that no rank has.

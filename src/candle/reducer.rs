@@ -7,19 +7,22 @@ use std::sync::Arc;
 
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Result, Tensor, TensorId, Var};
+use candle_nn::VarMap;
 
 use crate::adapter::{
     BUCKET_BYTES, EarlySums, GradientSums, PendingBuckets, ReduceComms, ReducedParam, StepCalls, StepGradients,
     StepReduction, SumOf, Summand, agree, fail, summed_in_part, variables_hash,
 };
+use crate::error::Error;
 use crate::fnv1a::fnv1a;
-use crate::layer::PerParam;
+use crate::layer::{ParamKind, PerParam};
 
 use super::device::{CandleDevice, copy_of, into_candle, with_views};
 use super::error::framework;
 use super::gradient_hook::{GradientHook, with_hook};
 use super::main_gradients::{MainGradients, added, expert_sum};
 use super::module::ExpertParallelMoE;
+use super::optimizer::AdamWParam;
 use super::pending::calls_of;
 use super::reduce::{BucketParams, described, summand};
 
@@ -70,13 +73,25 @@ pub struct GradientReducer<D: CandleDevice> {
     replicated: Vec<Tensor>,
     /// Variables that the replicas hold.
     experts: Vec<Tensor>,
-    /// Parameters of layers that differ from rank to rank of the group: experts, and shards of them.
+    /// Variables that differ from rank to rank of the group: experts, and shards of them.
     of_one_rank: HashSet<TensorId>,
-    /// Layer and kind of layers' variables: the same on all ranks.
-    of_layer: HashMap<TensorId, String>,
+    /// What a variable is, for those of layers and of maps: compared over the ranks.
+    names: HashMap<TensorId, String>,
+    /// Parameters of layers that are no variables.
+    computed: Vec<ComputedParam>,
     /// Variables whose sums wait for the end of backward.
     late: HashSet<TensorId>,
+    /// Those of all experts do.
+    late_experts: bool,
     bucket_bytes: usize,
+}
+
+/// A layer's parameter that is computed of variables: these have gradients, and it has none.
+#[derive(Debug)]
+struct ComputedParam {
+    name: String,
+    is_replicated: bool,
+    vars: Vec<TensorId>,
 }
 
 impl<D: CandleDevice> GradientReducer<D> {
@@ -87,16 +102,33 @@ impl<D: CandleDevice> GradientReducer<D> {
     /// On a GPU, a communicator that does not tell its device, or whose stream is the layers' own; no thread to be had.
     pub fn new(device: &D, comms: ReduceComms<D>) -> Result<Self> {
         let sums = Arc::new(GradientSums::start(device, comms)?);
-        let (replicated, experts, of_one_rank, of_layer, late) = Default::default();
-        Ok(Self { sums, replicated, experts, of_one_rank, of_layer, late, bucket_bytes: BUCKET_BYTES })
+        Ok(Self {
+            sums,
+            replicated: Vec::new(),
+            experts: Vec::new(),
+            of_one_rank: HashSet::new(),
+            names: HashMap::new(),
+            computed: Vec::new(),
+            late: HashSet::new(),
+            late_experts: false,
+            bucket_bytes: BUCKET_BYTES,
+        })
     }
 
     /// Sums a layer's gradients too: of router and shared expert over the group, and over replicas of all its variables.
-    /// Experts that are shards are their chain's ([`finish_sharded`](super::finish_sharded)).
+    /// Experts that are shards are their chain's ([`finish_sharded`](super::finish_sharded)). Where a parameter is computed
+    /// (a cast, a sum of two), its variables are to be named as well: those of router and shared expert by
+    /// [`with_vars`](Self::with_vars), the experts' by [`with_experts`](Self::with_experts).
     pub fn with_layer(mut self, moe: &ExpertParallelMoE) -> Self {
-        for (kind, t) in moe.trainable().filter(|(_, t)| t.is_variable()) {
+        for (kind, t) in moe.trainable() {
+            let name = param_name(moe, kind);
+            if !t.is_variable() {
+                let vars = t.sorted_nodes().into_iter().filter(|node| node.is_variable()).map(Tensor::id).collect();
+                self.computed.push(ComputedParam { name, is_replicated: kind.is_replicated(), vars });
+                continue;
+            }
+            self.names.insert(t.id(), name);
             let is_shard = moe.is_shard(kind);
-            self.of_layer.entry(t.id()).or_insert_with(|| format!("layer {} {}", moe.layer().number(), kind.name()));
             if is_shard || !kind.is_replicated() {
                 self.of_one_rank.insert(t.id());
             }
@@ -105,21 +137,51 @@ impl<D: CandleDevice> GradientReducer<D> {
                 all.push(t.clone());
             }
         }
-        let of_one_rank = &self.of_one_rank;
-        self.replicated.retain(|t| !of_one_rank.contains(&t.id()));
+        self.leave_out_of_group();
         self
     }
 
-    /// Sums the gradients of other variables too, which all ranks hold: of the model around the layers. The layers'
-    /// experts and shards, which ranks hold different ones of, are left out, before [`with_layer`](Self::with_layer) and
-    /// behind it, so that all variables of the model may be given. Their order is to be the same on every rank, which
-    /// that of `VarMap::all_vars` is not: sort by name.
+    /// Sums the gradients of variables that each rank of the group has of its own over the replicas alone: of experts
+    /// between the calls of a [`DispatchCombine`](super::DispatchCombine), or behind a layer's computed ones. Their order is
+    /// to be the same on all replicas of a rank.
+    pub fn with_experts(mut self, vars: &[Var]) -> Self {
+        for var in vars {
+            self.of_one_rank.insert(var.id());
+            if !self.experts.iter().any(|other| other.id() == var.id()) {
+                self.experts.push(var.as_tensor().clone());
+            }
+        }
+        self.leave_out_of_group();
+        self
+    }
+
+    /// What ranks hold different ones of is not summed over the group.
+    fn leave_out_of_group(&mut self) {
+        let of_one_rank = &self.of_one_rank;
+        self.replicated.retain(|t| !of_one_rank.contains(&t.id()));
+    }
+
+    /// Sums the gradients of other variables too, which all ranks hold: of the model around the layers. The experts and
+    /// shards that [`with_layer`](Self::with_layer) and [`with_experts`](Self::with_experts) name, which ranks hold
+    /// different ones of, are left out, before these calls and behind them, so that all variables of the model may be
+    /// given. Their order is to be the same on every rank, which that of `VarMap::all_vars` is not:
+    /// [`with_var_map`](Self::with_var_map) has that of names.
     pub fn with_vars(mut self, vars: &[Var]) -> Self {
         for var in vars {
             let known = self.replicated.iter().any(|other| other.id() == var.id());
             if !known && !self.of_one_rank.contains(&var.id()) {
                 self.replicated.push(var.as_tensor().clone());
             }
+        }
+        self
+    }
+
+    /// [`with_vars`](Self::with_vars) of a map's variables of floating types, in the order of their names, which ranks
+    /// compare.
+    pub fn with_var_map(mut self, vars: &VarMap) -> Self {
+        for param in AdamWParam::of_var_map(vars) {
+            self.names.entry(param.var().id()).or_insert_with(|| param.name().to_string());
+            self = self.with_vars(std::slice::from_ref(param.var()));
         }
         self
     }
@@ -131,11 +193,10 @@ impl<D: CandleDevice> GradientReducer<D> {
         self
     }
 
-    /// Has the sums of all experts over the replicas wait for the end of backward and go a bucket at a time. Beside backward
+    /// Has the sums of all experts, whichever call names them, over the replicas wait for the end of backward and go a bucket at a time. Beside backward
     /// each of them holds a copy of its gradients in f32 (f64 for f64) until the end, which this spares.
-    pub fn with_late_experts(mut self) -> Self {
-        self.late.extend(self.experts.iter().map(Tensor::id));
-        self
+    pub fn with_late_experts(self) -> Self {
+        Self { late_experts: true, ..self }
     }
 
     /// Bytes of sums that one collective takes, [`BUCKET_BYTES`] without this.
@@ -152,23 +213,58 @@ impl<D: CandleDevice> GradientReducer<D> {
         Ok(self.sums.recover(reason)?)
     }
 
-    /// Compares the number of microbatches with all other ranks, and with it the sums that will begin beside a backward:
-    /// of variables, the calls of layers that add to each. Says whether these are the same on all.
-    fn agree(&self, microbatches: u64, early: &HashMap<TensorId, usize>) -> crate::Result<bool> {
+    /// Refuses a layer's computed parameter of whose variables one is summed nowhere, or, of an expert, over other ranks'
+    /// experts: on every rank of a program alike.
+    fn check_computed(&self) -> crate::Result<()> {
+        for ComputedParam { name, is_replicated, vars } in &self.computed {
+            let (of, call) = match is_replicated {
+                true => (&self.replicated, "with_vars"),
+                false => (&self.experts, "with_experts"),
+            };
+            if vars.iter().any(|var| !of.iter().any(|t| t.id() == *var)) {
+                let expected = format!("a variable, or computed of those that `GradientReducer::{call}` names");
+                return Err(Error::invalid(CALL, name, expected, "computed of a variable that it does not name"));
+            }
+        }
+        Ok(())
+    }
+
+    /// Variables, for a comparison: what they are, their sizes and types.
+    fn hash(&self, of: &[Tensor]) -> u64 {
+        let name = |t: &Tensor| self.names.get(&t.id()).map_or("", String::as_str);
+        variables_hash(of.iter().map(|t| format!("{:?} {}", name(t), described(&t))))
+    }
+
+    /// Compares what is summed with all other ranks, and with it the sums that will begin beside a backward: of
+    /// variables, the calls of layers that add to each. Says whether these are the same on all.
+    fn agree(
+        &self,
+        microbatches: u64,
+        gradients: &MainGradients,
+        early: &HashMap<TensorId, usize>,
+    ) -> crate::Result<bool> {
         let calls = |t: &Tensor| early.get(&t.id()).map_or_else(|| "-".to_string(), usize::to_string);
         let calls: Vec<String> = self.replicated.iter().chain(&self.experts).map(calls).collect();
-        let variables = self.replicated.iter().chain(&self.experts).map(|t| {
-            let of_layer = self.of_layer.get(&t.id()).map_or("", String::as_str);
-            format!("{of_layer} {}", described(&t))
-        });
-        let variables = variables_hash(variables);
-        agree(&self.sums, StepCalls { microbatches, calls: fnv1a(&calls.join(",")), variables })
+        let (variables, experts) = (self.hash(&self.replicated), self.hash(&self.experts));
+        let calls = StepCalls {
+            microbatches,
+            calls: fnv1a(&calls.join(",")),
+            variables,
+            experts,
+            in_f32: gradients.is_in_f32(),
+        };
+        agree(&self.sums, calls)
     }
 
     fn reduction(&self) -> StepReduction<'_, D, Tensor> {
         let Self { sums, replicated, experts, bucket_bytes, .. } = self;
         StepReduction { sums, replicated, experts, bucket_bytes: *bucket_bytes }
     }
+}
+
+/// A layer's parameter, by the layer's number and its own name.
+fn param_name(moe: &ExpertParallelMoE, kind: ParamKind) -> String {
+    format!("layer {}, {}", moe.layer().number(), kind.name())
 }
 
 impl ReducedParam for Tensor {
@@ -286,8 +382,10 @@ impl MainGradients {
     /// another sum, are refused until a [`reset`](Self::reset).
     ///
     /// # Errors
-    /// Gradients that have been summed already. On every rank of the group and of its replicas: a rank that has failed, or
-    /// that is here after another number of microbatches; a communicator's. The gradients are as they were on all of
+    /// Gradients that have been summed already; a layer's computed parameter whose variables are not named
+    /// ([`with_layer`](GradientReducer::with_layer)). On every rank of the group and of its replicas: a rank that has failed, or
+    /// that is here after another number of microbatches, with other variables or with sums of another type; a
+    /// communicator's. The gradients are as they were on all of
     /// them, or, where the experts' sums over replicas were being taken, on none: the step begins anew, and
     /// [`reset`](Self::reset) has been done. Where the communicators survive, the reducer works on.
     pub fn reduce<D: CandleDevice>(&mut self, reducer: &GradientReducer<D>) -> Result<()> {
@@ -296,7 +394,8 @@ impl MainGradients {
             self.set_reduced();
             return Ok(());
         }
-        reducer.agree(self.microbatches(), &HashMap::new())?;
+        reducer.check_computed()?;
+        reducer.agree(self.microbatches(), self, &HashMap::new())?;
         reducer.reduction().run(self, PendingBuckets::default())?;
         self.set_reduced();
         Ok(())
@@ -318,13 +417,15 @@ impl MainGradients {
             return Ok(());
         }
         self.check_unchanged()?;
+        reducer.check_computed()?;
         let mut remaining = calls_of(loss);
-        let experts = reducer.experts.iter().filter(|t| reducer.sums.has_replicas() && !self.is_elsewhere(t));
+        let early_experts = reducer.sums.has_replicas() && !reducer.late_experts;
+        let experts = reducer.experts.iter().filter(|t| early_experts && !self.is_elsewhere(t));
         let early = reducer.replicated.iter().chain(experts).map(Tensor::id);
         let known: HashSet<TensorId> = early.filter(|id| !reducer.late.contains(id)).collect();
         remaining.retain(|id, _| known.contains(id));
         // The backward to come is counted. Where another rank would begin other sums, all follow backward.
-        if !reducer.agree(self.microbatches() + 1, &remaining)? {
+        if !reducer.agree(self.microbatches() + 1, self, &remaining)? {
             remaining.clear();
         }
         let mut before = GradStore::default();

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use candle_core::backprop::GradStore;
 use candle_core::{Module, Result, Tensor, Var};
 
-use crate::adapter::{LastForward, TrainingState, moved_selection_bias};
+use crate::adapter::{LastForward, REDUCE_GRADIENTS, TrainingState, moved_selection_bias};
 use crate::error::Error;
 use crate::layer::{AuxValue, Noise, ParamKind};
 use crate::lazy::Lazy;
@@ -106,10 +106,17 @@ impl ExpertParallelMoE {
     /// [`finish_sharded`](super::finish_sharded) sums.
     ///
     /// # Errors
-    /// A communicator's error.
+    /// Over several ranks, a parameter that is computed and has no gradient of its own: its variables are to be given to
+    /// [`reduce_gradients`](super::reduce_gradients), on every rank. A communicator's error.
     pub fn reduce_gradients(&self, gradients: &mut GradStore) -> Result<()> {
         let whole = self.trainable().filter(|(kind, _)| kind.is_replicated() && !self.is_shard(*kind));
-        let of: Vec<_> = whole.map(|(_, t)| t).collect();
+        let (variables, computed): (Vec<_>, Vec<_>) = whole.partition(|(_, t)| t.is_variable());
+        if let Some((kind, _)) = computed.first().filter(|_| self.group.ranks() > 1) {
+            let name = format!("layer {}, {}", self.layer.number(), kind.name());
+            let expected = "a variable, or its variables given to `candle::reduce_gradients`";
+            return Err(Error::invalid(REDUCE_GRADIENTS, name, expected, "a computed parameter").into());
+        }
+        let of: Vec<_> = variables.into_iter().map(|(_, t)| t).collect();
         Ok(of_layer(&self.group, self.layer.number(), &of, gradients)?)
     }
 }

@@ -604,8 +604,46 @@ fn parameters_without_gradients() {
     }
 }
 
+/// Each rank's own, of the same sizes: over replicas they are summed, over the group they are not. Ranks whose sums have
+/// other types are told so.
+fn experts_of_the_users_own() {
+    #[derive(Module, Debug)]
+    struct Own<B: Backend> {
+        expert: Param<Tensor<B, 1>>,
+        norm: Param<Tensor<B, 1>>,
+    }
+    for mesh in [[1, 2], [2, 1], [2, 2]] {
+        places(mesh, |place| {
+            let Place { replica, group, comms, .. } = place;
+            let model = Own { expert: own(group.rank() as u64, DType::F32), norm: own(9, DType::F32) };
+            let mut reducer = GradientReducer::<B>::new(&Cpu::new(), comms).unwrap().with_experts(&[model.expert.id]);
+            let factor = |replica: usize, rank: usize| (1 + 10 * replica + rank) as f32;
+            let loss = || (model.expert.val() + model.norm.val()).mul_scalar(factor(replica, group.rank())).sum();
+            reducer.backward(loss(), &model).unwrap();
+            let sums = reducer.reduce(&model).unwrap();
+            let sum = |of: &Param<Tensor<B, 1>>| floats(sums.get::<Flex, 1>(of.id).unwrap());
+            // Small whole numbers.
+            let of_rank = |rank| (0..mesh[0]).map(|replica| factor(replica, rank)).sum::<f32>();
+            assert_eq!(sum(&model.expert), [of_rank(group.rank()); H]);
+            assert_eq!(sum(&model.norm), [(0..mesh[1]).map(of_rank).sum::<f32>(); H]);
+            let is_culprit = (replica, group.rank()) == (mesh[0] - 1, mesh[1] - 1);
+            let mut reducer = if is_culprit { reducer.with_main_gradients_in_f32() } else { reducer };
+            reducer.backward(loss(), &model).unwrap();
+            match reducer.reduce(&model).expect_err("another type") {
+                Error::Invalid { name, found, .. } => {
+                    assert_eq!((&name[..], found.contains("f32")), ("gradients", is_culprit));
+                }
+                // Of the other replica, which hears of it.
+                error => assert!(mesh == [2, 2] && is_refused(&error, "gradients"), "{error:?}"),
+            }
+            assert_eq!(reducer.microbatches(), 1);
+        });
+    }
+}
+
 tests! {
     fn();
+    experts_of_the_users_own,
     sums_beside_backward_are_those_after_it,
     sums_of_a_layer_begin_while_backward_runs,
     a_forward_without_a_backward_has_its_sums_follow,

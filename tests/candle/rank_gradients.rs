@@ -456,6 +456,30 @@ fn a_gradient_on_one_rank_alone_steps_nothing() -> AnyResult<()> {
     Ok(())
 }
 
+/// One rank has its gradients in f32, the others in bf16, and one has none: their sums would step replicas apart.
+fn gradients_of_another_type_are_an_error_on_every_rank() -> AnyResult<()> {
+    ranks(4, TIMEOUT, |group| {
+        let var = wide_tokens(0..2, 3, DType::BF16, &Device::Cpu)?;
+        let mut main = if group.rank() == 1 { MainGradients::in_f32() } else { MainGradients::new() };
+        match group.rank() {
+            3 => main.backward(&Var::zeros((), DType::F32, &Device::Cpu)?.sqr()?)?,
+            _ => main.backward(&var.to_dtype(DType::F32)?.sqr()?.sum_all()?)?,
+        }
+        let vars = [var];
+        let error = reduce_gradients(&group.clone().into(), &vars, main.store_mut()).expect_err("another type");
+        match error_of(&error) {
+            Some(Error::Invalid { name, found, .. }) => {
+                assert!(name.contains("bf16") && found.contains("1 of the 3 ranks"), "{error}");
+            }
+            other => panic!("{other:?} {error}"),
+        }
+        Ok(())
+    })
+    .into_iter()
+    .collect::<AnyResult<Vec<_>>>()?;
+    Ok(())
+}
+
 fn a_main_gradient_of_a_frozen_weight() -> AnyResult<()> {
     ranks(2, TIMEOUT, |group| {
         let whole = of_type(group.clone(), full(), DType::F32)?;
@@ -565,5 +589,6 @@ tests! {
     a_rank_with_one_microbatch_more,
     a_backward_behind_lent_sums_communicates_nothing,
     an_absent_gradient_has_the_other_ranks_type,
+    gradients_of_another_type_are_an_error_on_every_rank,
     a_main_gradient_of_a_frozen_weight,
 }

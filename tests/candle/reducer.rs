@@ -4,6 +4,7 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use candle_core::{CpuStorage, CustomOp1, DType, Device, Layout, Module, Shape, Tensor, Var};
+use candle_nn::{VarBuilder, VarMap};
 use moebius::candle::{EpGroup, ExpertParallelMoE, GradientReducer, MainGradients, ReduceComms, error_of};
 use moebius::comm::Op;
 use moebius::cpu::{Cpu, ThreadComm, ThreadWorld};
@@ -188,7 +189,6 @@ fn sums_beside_backward_are_those_after_it() -> AnyResult<()> {
         ([1, 2], DType::BF16),
         ([2, 2], DType::BF16),
     ] {
-        let [replicas, ranks] = mesh;
         let results = places(mesh, |place| {
             let Place { replica, group, comms, .. } = place;
             let model = Model::new(&group, dtype)?;
@@ -218,27 +218,35 @@ fn sums_beside_backward_are_those_after_it() -> AnyResult<()> {
             let kinds: Vec<_> = model.vars().into_iter().map(|(kind, _)| kind).collect();
             Ok((kinds, model.own_values(&own)?, found))
         })?;
-        // In rank order, first over the group, in f32.
-        let add = |a: Vec<f32>, b: &Vec<f32>| a.iter().zip(b).map(|(a, b)| a + b).collect::<Vec<f32>>();
-        for at in 0..results[0].0.len() {
-            let replicated = results[0].0[at].is_none_or(ParamKind::is_replicated);
-            for rank in 0..ranks {
-                let of_replica = |replica: usize| {
-                    let own = &results[replica * ranks..(replica + 1) * ranks];
-                    match replicated {
-                        true => own[1..].iter().fold(own[0].1[at].clone(), |sum, one| add(sum, &one.1[at])),
-                        false => own[rank].1[at].clone(),
-                    }
-                };
-                let expected = (1..replicas).fold(of_replica(0), |sum, replica| add(sum, &of_replica(replica)));
-                for replica in 0..replicas {
-                    let found = &results[replica * ranks + rank].2[at];
-                    assert_eq!(*found, expected, "{mesh:?} {:?} of rank {rank}", results[0].0[at]);
+        check_sums(mesh, &results);
+    }
+    Ok(())
+}
+
+/// What a rank has: its variables' kinds, its own gradients, and the sums that it was given.
+type RankSums = (Vec<Option<ParamKind>>, Vec<Vec<f32>>, Vec<Vec<f32>>);
+
+/// Compares the sums with those of every rank's gradients, added up here.
+fn check_sums([replicas, ranks]: [usize; 2], results: &[RankSums]) {
+    // In rank order, first over the group, in f32.
+    let add = |a: Vec<f32>, b: &Vec<f32>| a.iter().zip(b).map(|(a, b)| a + b).collect::<Vec<f32>>();
+    for at in 0..results[0].0.len() {
+        let replicated = results[0].0[at].is_none_or(ParamKind::is_replicated);
+        for rank in 0..ranks {
+            let of_replica = |replica: usize| {
+                let own = &results[replica * ranks..(replica + 1) * ranks];
+                match replicated {
+                    true => own[1..].iter().fold(own[0].1[at].clone(), |sum, one| add(sum, &one.1[at])),
+                    false => own[rank].1[at].clone(),
                 }
+            };
+            let expected = (1..replicas).fold(of_replica(0), |sum, replica| add(sum, &of_replica(replica)));
+            for replica in 0..replicas {
+                let found = &results[replica * ranks + rank].2[at];
+                assert_eq!(*found, expected, "[{replicas}, {ranks}] {:?} of rank {rank}", results[0].0[at]);
             }
         }
     }
-    Ok(())
 }
 
 /// Sums of the second layer are over before the first layer's backward begins, its experts' over replicas among them;
@@ -432,7 +440,7 @@ fn sums_are_summed_once() -> AnyResult<()> {
 /// The layers' own variables given once more: experts stay each rank's, whichever call comes first.
 fn all_variables_of_a_model() -> AnyResult<()> {
     for mesh in [[1, 2], [2, 2]] {
-        places(mesh, |place| {
+        let results = places(mesh, |place| {
             let Place { replica, group, comms, .. } = place;
             let model = Model::new(&group, DType::F32)?;
             let others: Vec<Var> = model.layers.iter().flat_map(ExpertParallelMoE::vars).collect();
@@ -443,12 +451,90 @@ fn all_variables_of_a_model() -> AnyResult<()> {
             let reducer = GradientReducer::new(&Cpu::new(), comms)?.with_vars(&others[..others.len() / 2]);
             let reducer = model.layers.iter().fold(reducer, GradientReducer::with_layer);
             main.reduce(&reducer.with_vars(&others).with_vars(&model.own))?;
-            for (((kind, _), own), sum) in model.vars().iter().zip(&own).zip(model.values(&main)?) {
-                match mesh[0] == 1 && kind.is_some_and(|kind| !kind.is_replicated()) {
-                    true => assert_eq!(*own, sum, "{kind:?}"),
-                    false => assert_eq!(own.len(), sum.len()),
+            let kinds: Vec<_> = model.vars().into_iter().map(|(kind, _)| kind).collect();
+            Ok((kinds, own, model.values(&main)?))
+        });
+        check_sums(mesh, &results?);
+    }
+    Ok(())
+}
+
+/// A step's gradients over the weights' f32 variables, each of whose elements is multiplied by 1: sums are those of a layer
+/// of these variables themselves.
+fn computed_parameters() -> AnyResult<()> {
+    for (mesh, beside) in [[1, 2], [2, 1], [2, 2]].into_iter().flat_map(|mesh| [(mesh, false), (mesh, true)]) {
+        places(mesh, |place| {
+            let Place { replica, group, comms, .. } = place;
+            let whole = of_type(group.clone(), full(), DType::F32)?;
+            let tensors = whole.params().into_iter().map(|(name, t)| Ok((name.to_string(), (t * 1.0)?)));
+            let tensors = tensors.collect::<candle_core::Result<_>>()?;
+            let vb = VarBuilder::from_tensors(tensors, DType::F32, &Device::Cpu);
+            let computed = ExpertParallelMoE::new(Layer::new(full(), 3)?, group.clone(), vb)?;
+            let x = tokens((replica, &group), 0, DType::F32)?;
+            let loss = |moe: &ExpertParallelMoE| -> AnyResult<Tensor> { Ok(moe.forward(&x)?.sqr()?.sum_all()?) };
+            let vars = whole.vars();
+            let kinds = ParamKind::ALL.into_iter().filter(|kind| !kind.is_replicated());
+            let experts = kinds.filter_map(|kind| whole.param(kind)).map(Var::from_tensor);
+            let experts = experts.collect::<candle_core::Result<Vec<Var>>>()?;
+            let mut main = MainGradients::new();
+            // Nothing is summed of a layer of which some gradients would not be.
+            let named = |error: candle_core::Error, kind: ParamKind, by: &str| match error_of(&error) {
+                Some(Error::Invalid { name, expected, .. }) => {
+                    assert!(name.contains("layer 3") && name.contains(kind.name()), "{error}");
+                    assert!(expected.contains(by), "{error}");
+                }
+                other => panic!("{other:?} {error}"),
+            };
+            if mesh[1] > 1 {
+                let error = computed.reduce_gradients(&mut loss(&computed)?.backward()?).expect_err("computed ones");
+                named(error, ParamKind::Router, "candle::reduce_gradients");
+            }
+            let reducer = GradientReducer::new(&Cpu::new(), comms)?.with_layer(&computed);
+            let error = main.backward_reduced(&loss(&computed)?, &reducer).expect_err("computed ones");
+            named(error, ParamKind::Router, "with_vars");
+            main.backward(&loss(&computed)?)?;
+            let reducer = reducer.with_vars(&vars);
+            named(main.reduce(&reducer).expect_err("computed experts"), ParamKind::Up, "with_experts");
+            assert_eq!(main.microbatches(), 1);
+            let reducer = reducer.with_experts(&experts);
+            main.reduce(&reducer)?;
+            let found: Vec<_> = vars.iter().map(|var| Ok(flat(main.get(var)?)?)).collect::<AnyResult<_>>()?;
+            let reducer = reducer.with_layer(&whole);
+            let mut expected = MainGradients::new();
+            match beside {
+                true => expected.backward_reduced(&loss(&whole)?, &reducer)?,
+                false => {
+                    expected.backward(&loss(&whole)?)?;
+                    expected.reduce(&reducer)?;
                 }
             }
+            for (var, found) in vars.iter().zip(&found) {
+                assert_eq!(flat(expected.get(var)?)?, *found, "{mesh:?} {:?}", var.dims());
+            }
+            Ok(())
+        })?;
+    }
+    Ok(())
+}
+
+/// Each rank's own, of the same sizes: over replicas they are summed, over the group they are not.
+fn experts_of_the_users_own() -> AnyResult<()> {
+    for mesh in [[1, 2], [2, 2]] {
+        places(mesh, |place| {
+            let Place { replica, group, comms, .. } = place;
+            let var = |seed| -> AnyResult<Var> { Ok(Var::from_tensor(&normal(seed, 5, DType::F32, &Device::Cpu)?)?) };
+            let (expert, norm) = (var(group.rank() as u64)?, var(9)?);
+            let all = [expert.clone(), norm.clone()];
+            let reducer = GradientReducer::new(&Cpu::new(), comms)?.with_vars(&all);
+            let reducer = reducer.with_experts(std::slice::from_ref(&expert)).with_vars(&all);
+            let factor = |replica: usize, rank: usize| (1 + 10 * replica + rank) as f64;
+            let mut main = MainGradients::new();
+            main.backward(&((expert.as_tensor() + norm.as_tensor())? * factor(replica, group.rank()))?.sum_all()?)?;
+            main.reduce(&reducer)?;
+            // Small whole numbers.
+            let of_rank = |rank| (0..mesh[0]).map(|replica| factor(replica, rank)).sum::<f64>() as f32;
+            assert_eq!(flat(main.get(&expert)?)?, [of_rank(group.rank()); 5]);
+            assert_eq!(flat(main.get(&norm)?)?, [(0..mesh[1]).map(of_rank).sum::<f32>(); 5]);
             Ok(())
         })?;
     }
@@ -492,6 +578,115 @@ fn a_rank_whose_gradient_cannot_be_summed() -> AnyResult<()> {
             Ok(())
         })?;
     }
+    Ok(())
+}
+
+/// Of layers with frozen routers replicas sum the experts alone, which are of the same sizes.
+fn experts_in_another_order_are_an_error_on_every_replica() -> AnyResult<()> {
+    places([2, 1], |place| {
+        let Place { replica, group, comms, .. } = place;
+        let layer = |number| -> AnyResult<ExpertParallelMoE> {
+            let moe = of_type(group.clone(), config(), DType::F32)?;
+            let tensors = moe.params().into_iter().map(|(name, t)| {
+                let is_router = name == ParamKind::Router.name();
+                (name.to_string(), if is_router { t.detach() } else { t.clone() })
+            });
+            let vb = VarBuilder::from_tensors(tensors.collect(), DType::F32, &Device::Cpu);
+            Ok(ExpertParallelMoE::new(Layer::new(config(), number)?, group.clone(), vb)?)
+        };
+        let mut layers = [layer(3)?, layer(4)?];
+        let x = tokens((replica, &group), 0, DType::F32)?;
+        let loss = layers[1].forward(&layers[0].forward(&x)?)?.sum_all()?;
+        if replica == CULPRIT {
+            layers.reverse();
+        }
+        let reducer = layers.iter().fold(GradientReducer::new(&Cpu::new(), comms)?, GradientReducer::with_layer);
+        let mut main = MainGradients::new();
+        main.backward(&loss)?;
+        let error = main.reduce(&reducer).expect_err("another order");
+        let named = matches!(error_of(&error), Some(Error::Invalid { name, .. }) if name == "experts");
+        assert!(named, "{error}");
+        Ok(())
+    })?;
+    Ok(())
+}
+
+/// Variables of the same sizes in maps, each of which has an order of its own.
+fn variables_of_a_map() -> AnyResult<()> {
+    for other_name in [false, true] {
+        places([1, 2], |place| {
+            let Place { group, comms, .. } = place;
+            let names: Vec<String> = (0..16).map(|i| format!("layer.{i}")).collect();
+            let vars = VarMap::new();
+            let vb = VarBuilder::from_varmap(&vars, DType::F32, &Device::Cpu);
+            let get = |name: &String| vb.get(3, name);
+            let all = names.iter().map(get).collect::<candle_core::Result<Vec<_>>>()?;
+            if other_name && group.rank() == CULPRIT {
+                vb.get(3, "layer")?;
+            } else if other_name {
+                vb.get(3, "norm")?;
+            }
+            let mut loss = Tensor::zeros((), DType::F32, &Device::Cpu)?;
+            for (i, t) in all.iter().enumerate() {
+                loss = (loss + (t.sum_all()? * (i + 1) as f64)?)?;
+            }
+            let reducer = GradientReducer::new(&Cpu::new(), comms)?.with_var_map(&vars);
+            let mut main = MainGradients::new();
+            main.backward(&loss)?;
+            let done = main.reduce(&reducer);
+            if other_name {
+                let error = done.expect_err("other names");
+                let named = matches!(error_of(&error), Some(Error::Invalid { name, .. }) if name == "variables");
+                assert!(named, "{error}");
+                return Ok(());
+            }
+            done?;
+            for (i, t) in all.iter().enumerate() {
+                assert_eq!(flat(main.get(t)?)?, [2.0 * (i + 1) as f32; 3]);
+            }
+            Ok(())
+        })?;
+    }
+    Ok(())
+}
+
+/// One rank has its sums in f32, the others in bf16.
+fn gradients_of_another_type_are_an_error_on_every_rank() -> AnyResult<()> {
+    places([1, 2], |place| {
+        let Place { replica, group, comms, .. } = place;
+        let model = Model::new(&group, DType::BF16)?;
+        let reducer = model.reducer(comms)?;
+        let x = tokens((replica, &group), 0, DType::BF16)?;
+        let is_culprit = group.rank() == CULPRIT;
+        let mut main = if is_culprit { MainGradients::in_f32() } else { MainGradients::new() };
+        main.backward(&model.loss(&x, Nothing)?)?;
+        let before = model.own_values(&main)?;
+        let error = main.reduce(&reducer).expect_err("another type");
+        match error_of(&error) {
+            Some(Error::Invalid { name, found, .. }) => {
+                assert_eq!((&name[..], found.contains("f32")), ("gradients", is_culprit), "{error}");
+            }
+            other => panic!("{other:?} {error}"),
+        }
+        assert_eq!(model.own_values(&main)?, before);
+        Ok(())
+    })?;
+    Ok(())
+}
+
+/// Whichever call names the experts, and wherever it stands.
+fn late_experts_in_any_order_of_calls() -> AnyResult<()> {
+    places([2, 1], |place| {
+        let Place { replica, group, comms, .. } = place;
+        let moe = of_type(group.clone(), config(), DType::F32)?;
+        let reducer = GradientReducer::new(&Cpu::new(), comms)?.with_late_experts().with_layer(&moe);
+        let x = tokens((replica, &group), 0, DType::F32)?;
+        let down = moe.param(ParamKind::Down).ok_or("a weight")?;
+        // Which would be too late for a sum that has begun.
+        let loss = (moe.forward(&x)?.sum_all()? + down.sqr()?.sum_all()?)?;
+        MainGradients::new().backward_reduced(&loss, &reducer)?;
+        Ok(())
+    })?;
     Ok(())
 }
 
@@ -668,6 +863,12 @@ tests! {
     a_rank_that_does_not_come_to_sums,
     sums_are_summed_once,
     all_variables_of_a_model,
+    computed_parameters,
+    experts_of_the_users_own,
+    variables_of_a_map,
+    experts_in_another_order_are_an_error_on_every_replica,
+    gradients_of_another_type_are_an_error_on_every_rank,
+    late_experts_in_any_order_of_calls,
     a_rank_whose_gradient_cannot_be_summed,
     variables_in_another_order_are_an_error_on_every_rank,
     layers_in_another_order_are_an_error_on_every_rank,
