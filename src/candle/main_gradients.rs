@@ -109,7 +109,7 @@ impl MainGradients {
 
     /// The same; `complete` adds gradients that layers have left elsewhere.
     pub(super) fn run(&mut self, loss: &Tensor, complete: impl FnOnce(&mut GradStore) -> Result<()>) -> Result<()> {
-        self.check_unchanged()?;
+        self.check_unchanged(CALL)?;
         let made = MemoryScope::run(&mut self.experts, || loss.backward());
         let made = made.inspect_err(|error| refuse_backward(loss, &reason(error)));
         let done = made.and_then(|mut gradients| {
@@ -124,13 +124,14 @@ impl MainGradients {
         done
     }
 
-    /// Refuses to add to sums that `store_mut` has given: on every rank of a program alike, so that nobody waits for another.
-    pub(super) fn check_unchanged(&self) -> Result<()> {
+    /// Refuses to add to sums that `store_mut` has given, and to sum them over the ranks: on every rank of a program alike,
+    /// so that nobody waits for another.
+    pub(super) fn check_unchanged(&self, call: &'static str) -> Result<()> {
         match self.changed {
             false => Ok(()),
             true => {
                 let expected = "a reset after `store_mut` has given the sums";
-                Err(Error::invalid(CALL, "gradients", expected, "those that it gave").into())
+                Err(Error::invalid(call, "gradients", expected, "those that it gave").into())
             }
         }
     }
@@ -178,7 +179,8 @@ impl MainGradients {
 
     /// The same to be changed: for sums over ranks
     /// ([`reduce_gradients`](super::ExpertParallelMoE::reduce_gradients)), clipping and the like, behind the step's last
-    /// backward: the next is refused until a [`reset`](Self::reset), so that nothing is counted twice.
+    /// backward: the next, and [`reduce`](Self::reduce), are refused until a [`reset`](Self::reset), so that nothing is
+    /// counted twice.
     pub fn store_mut(&mut self) -> &mut GradStore {
         self.changed = true;
         &mut self.sums
