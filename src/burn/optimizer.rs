@@ -181,7 +181,7 @@ impl<B: AutodiffBackend + MoeBackend> AdamW<B> {
     /// What fails on one rank before the norm is told to the others.
     ///
     /// # Errors
-    /// As [`optim::AdamW::begin`]; a parameter that the module has not.
+    /// As [`optim::AdamW::begin`]; a gradient of other dimensions than its parameter's; a parameter that the module has not.
     pub fn step<M: Module<B>>(&mut self, module: M, gradients: GradientsParams) -> Result<M> {
         let begun = self.optimizer.begun();
         let result = self.take_step(module, gradients);

@@ -63,6 +63,7 @@ impl<B: AutodiffBackend + MoeBackend> LendParams<'_, B> {
         value: &FloatTensor<B::Native>,
     ) -> Result<LentParam<B::Native>> {
         let param = &self.params[index];
+        Error::check_shape(CALL, &format!("gradient of {}", param.name()), &value.shape(), &gradient.shape())?;
         let named = Named { name: param.name(), tensor: value };
         let (output, before) = match B::Native::in_place(self.device, named)? {
             Some(own) => (own, None),

@@ -335,8 +335,8 @@ impl Optimizer for AdamW {
         Ok(Self { named: false, ..Self::with_groups(params, options, &[options.group])? })
     }
 
-    /// Every rank calls it, with gradients that have been summed over the ranks. What fails on one rank before the norm
-    /// is told to the others.
+    /// Every rank calls it, with gradients that have been summed over the ranks, each of its variable's dimensions. What fails
+    /// on one rank before the norm is told to the others.
     fn step(&mut self, gradients: &GradStore) -> Result<()> {
         if let Err(error) = self.write_options() {
             self.inner.refuse(&reason_of(CALL, &error));
@@ -406,7 +406,10 @@ impl<D: CandleDevice> AdamWOnDevice<D> {
         let device = self.optimizer.device().clone();
         let given = self.params.iter().enumerate();
         let given = given.filter_map(|(i, param)| Some((i, param, gradients.get(&param.var)?)));
-        let given = given.map(|(i, param, gradient)| Ok((i, param, apart(&param.var, gradient)?)));
+        let given = given.map(|(i, param, gradient)| {
+            Error::check_shape(CALL, &format!("gradient of {}", param.name), param.var.dims(), gradient.dims())?;
+            Ok((i, param, apart(&param.var, gradient)?))
+        });
         let given = given.collect::<Result<Vec<(usize, &AdamWParam, Tensor)>>>()?;
         let named: Vec<(&str, &Tensor)> = given.iter().map(|(_, p, gradient)| (p.name.as_str(), gradient)).collect();
         let vars: Vec<&Tensor> = given.iter().map(|(_, param, _)| param.var.as_tensor()).collect();

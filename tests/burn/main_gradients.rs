@@ -304,6 +304,16 @@ fn given(kind: ParamKind, config: &MoeConfig, (rank, ranks): (usize, usize), ste
     Some(TensorData::new(all[own * count..][..count].to_vec(), dims))
 }
 
+/// Gives a parameter a gradient.
+fn register<S: Subject>(gradients: &mut GradientsParams, id: ParamId, data: TensorData) {
+    let device = &here::<S>();
+    match data.shape.len() {
+        1 => gradients.register::<S, 1>(id, Tensor::from_data(data, device)),
+        2 => gradients.register::<S, 2>(id, Tensor::from_data(data, device)),
+        _ => gradients.register::<S, 3>(id, Tensor::from_data(data, device)),
+    }
+}
+
 /// Parameters after three steps of given gradients, with their gradients' norm.
 #[cfg(feature = "burn-cuda")]
 fn stepped<S: Subject + MoeBackend<Native = S>>(dtype: DType) -> (f64, Vec<(String, Vec<f32>)>) {
@@ -333,8 +343,7 @@ fn stepped<S: Subject + MoeBackend<Native = S>>(dtype: DType) -> (f64, Vec<(Stri
         for kind in ParamKind::ALL.into_iter().filter(|kind| *kind != ParamKind::SelectionBias) {
             let Some(data) = given(kind, &config(), (0, 1), step) else { continue };
             let id = read(&moe).into_iter().find(|(name, ..)| name == kind.name()).unwrap().1;
-            let flat = TensorData { shape: [data.num_elements()].into(), ..data };
-            gradients.register::<S, 1>(id, Tensor::from_data(flat, &here::<S>()));
+            register::<S>(&mut gradients, id, data);
         }
         // A clone shares memory with the module, of which a step may then write nothing in place.
         let (clone, before) = ((step == 1).then(|| moe.clone()), read(&moe));
@@ -381,8 +390,7 @@ fn steps_have_the_same_bits_at_every_number_of_ranks() {
                 for kind in ParamKind::ALL.into_iter().filter(|kind| *kind != ParamKind::SelectionBias) {
                     let Some(data) = given(kind, &config(), (rank, ranks), step) else { continue };
                     let id = params(&moe).into_iter().find(|(name, ..)| name == kind.name()).unwrap().1;
-                    let flat = TensorData { shape: [data.num_elements()].into(), ..data };
-                    gradients.register::<Flex, 1>(id, Tensor::from_data(flat, &device()));
+                    register::<Flex>(&mut gradients, id, data);
                 }
                 moe = adam.step(moe, gradients).unwrap();
                 if step == 1 && !goes_on {
@@ -477,10 +485,17 @@ fn a_step_that_is_skipped_changes_nothing() {
     let before = params(&moe);
     let mut gradients = GradientsParams::new();
     let up = before.iter().find(|(name, ..)| name == "experts.up").unwrap();
-    gradients.register::<Flex, 1>(
-        up.1,
-        Tensor::from_data(TensorData::new(vec![f32::INFINITY; up.2.len()], [up.2.len()]), &device()),
-    );
+    let dims = ParamKind::Up.dims(&config(), E).unwrap();
+    // As many elements in other dimensions.
+    register::<Flex>(&mut gradients, up.1, TensorData::new(vec![0.0f32; up.2.len()], [up.2.len()]));
+    match adam.step(moe.clone(), gradients) {
+        Err(Error::Shape { tensor, expected, .. }) => {
+            assert_eq!((&tensor[..], &expected[..]), ("gradient of experts.up", &dims[..]));
+        }
+        other => panic!("{:?}", other.map(drop)),
+    }
+    let mut gradients = GradientsParams::new();
+    register::<Flex>(&mut gradients, up.1, TensorData::new(vec![f32::INFINITY; up.2.len()], dims));
     let moe = adam.step(moe, gradients).unwrap();
     assert_eq!(params(&moe), before);
     let stats = adam.stats().unwrap();

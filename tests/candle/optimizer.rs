@@ -234,6 +234,15 @@ fn odd_gradients_and_variables(device: &Device) -> AnyResult<()> {
     assert_eq!(flat(&own)?, flat(&turned)?);
     assert_ne!(flat(&own)?, flat(&values)?);
     assert_eq!(flat(&none)?, flat(&values)?);
+    // Of as many elements, or of more.
+    for dims in [(5, 3), (4, 5), (1, 15)] {
+        gradients.insert(&none, Tensor::zeros(dims, DType::F32, device)?);
+        let (before, error) = (flat(&own)?, adam.step(&gradients).unwrap_err());
+        let named =
+            matches!(error_of(&error), Some(Error::Shape { .. })) && error.to_string().contains("gradient of 2");
+        assert!(named, "{error}");
+        assert_eq!(flat(&own)?, before);
+    }
     // Integers are left out, as candle-nn does; f64 is refused by name.
     let mut adam = AdamW::new(vec![Var::zeros(2, DType::U32, device)?], options(0.1))?;
     adam.step(&gradients)?;
