@@ -422,6 +422,12 @@ fn bad_input_is_refused<D: Target>(device: &D) {
     refused(make(with(group(f64::NAN, [0.9, 0.9], 1e-8, 0.0)), vec![]), "lr");
     refused(make(with(group(0.1, [0.9, 1.0], 1e-8, 0.0)), vec![]), "betas[1]");
     refused(make(with(group(0.1, [0.9, 0.9], -1.0, 0.0)), vec![]), "eps");
+    // Options that would be of no parameter; without groups they are all parameters'.
+    let slow = with(group(3e-4, [0.9, 0.9], 1e-8, 0.0));
+    let of_groups = |groups: &[GroupOptions]| AdamW::new(device, slow, groups, vec![spec("p", DType::F32)], None);
+    refused(of_groups(&[usual.group]), "options.group");
+    let [none, given] = [&[][..], &[usual.group, slow.group]].map(|groups| of_groups(groups).unwrap());
+    assert_eq!((none.groups(), given.groups().len()), (&[slow.group][..], 2));
     refused(make(AdamWOptions { max_norm: Some(0.0), ..usual }, vec![]), "max_norm");
     refused(make(AdamWOptions { moments: DType::F16, ..usual }, vec![]), "moments");
     let scaling = LossScaling { backoff: 2.0, ..Default::default() };

@@ -106,7 +106,7 @@ impl<B: AutodiffBackend + MoeBackend> AdamW<B> {
         Self::on(device, None, module, (AdamWParam::of_module::<B, M>(module), options, &[options.group]))
     }
 
-    /// The same of some parameters, with options for each group.
+    /// The same of some parameters, with options for each group, or without any for the one of [`AdamWOptions::group`].
     ///
     /// # Errors
     /// As [`new`](Self::new); a parameter that the module has not.

@@ -149,10 +149,11 @@ impl AdamW {
     /// # Errors
     /// As [`with_groups`](Self::with_groups).
     pub fn of_var_map(vars: &VarMap, options: AdamWOptions) -> Result<Self> {
-        Self::with_groups(AdamWParam::of_var_map(vars), options, &[options.group])
+        Self::with_groups(AdamWParam::of_var_map(vars), options, &[])
     }
 
-    /// An optimizer of one rank, on the variables' device, with options for each group.
+    /// An optimizer of one rank, on the variables' device, with options for each group, or without any for the one of
+    /// [`AdamWOptions::group`].
     ///
     /// # Errors
     /// Errors of [`optim::AdamW::new`]; a device that this build does not serve.
@@ -199,9 +200,10 @@ impl AdamW {
         let specs = refuse_on_error_if_any(comm.as_deref_mut(), tag, specs(&params))?;
         let optimizer = optim::AdamW::new(device, options, groups, specs, comm)?;
         let home = params.first().map_or(Device::Cpu, |p| p.var.device().clone());
+        let groups = optimizer.groups().to_vec();
         let mut on = AdamWOnDevice { optimizer, params, device: home };
         on.read_params()?;
-        Ok(Self { inner: Box::new(on), groups: groups.to_vec(), named: true })
+        Ok(Self { inner: Box::new(on), groups, named: true })
     }
 
     /// Names the model whose state this is: saved states carry it, and one of another identity, or of none, is not
@@ -332,7 +334,7 @@ impl Optimizer for AdamW {
     fn new(vars: Vec<Var>, options: AdamWOptions) -> Result<Self> {
         let vars = vars.into_iter().filter(|var| var.dtype().is_float()).enumerate();
         let params = vars.map(|(i, var)| AdamWParam::new(i.to_string(), &var)).collect();
-        Ok(Self { named: false, ..Self::with_groups(params, options, &[options.group])? })
+        Ok(Self { named: false, ..Self::with_groups(params, options, &[])? })
     }
 
     /// Every rank calls it, with gradients that have been summed over the ranks, each of its variable's dimensions. What fails

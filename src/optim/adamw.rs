@@ -66,12 +66,12 @@ pub struct StepTensor<'a, D: StepDevice> {
 }
 
 impl<D: StepDevice> AdamW<D> {
-    /// An optimizer with moments of zero and main weights that [`read_param`](Self::read_param) fills. `comm` is of all
-    /// ranks that hold parts of these parameters, where there are several (collective: parameters, options and groups
-    /// are compared over the ranks).
+    /// An optimizer with moments of zero and main weights that [`read_param`](Self::read_param) fills. Without `groups` there
+    /// is one, of [`AdamWOptions::group`]. `comm` is of all ranks that hold parts of these parameters, where there are
+    /// several (collective: parameters, options and groups are compared over the ranks).
     ///
     /// # Errors
-    /// Options out of range, a parameter of another type, a name that occurs twice, a group that there is not;
+    /// Options out of range, [`AdamWOptions::group`] beside `groups` that it is none of, a parameter of another type, a name that occurs twice, a group that there is not;
     /// [`Error::ConfigMismatch`] on every rank; parts that do not make up a whole.
     pub fn new(
         device: &D,
@@ -81,7 +81,10 @@ impl<D: StepDevice> AdamW<D> {
         comm: Option<Box<dyn Communicator<D>>>,
     ) -> Result<Self> {
         let mut comm = comm;
+        let own = [options.group];
+        let groups = if groups.is_empty() { &own } else { groups };
         let sound = options.check().and_then(|()| groups.iter().try_for_each(GroupOptions::check));
+        let sound = sound.and_then(|()| options.check_group(groups));
         // The others wait to compare theirs.
         let checked = sound.and_then(|()| check_specs(&specs, groups.len()));
         refuse_on_error_if_any(comm.as_deref_mut(), Tag { layer: 0, op: Op::Init, sequence: 0 }, checked)?;
@@ -449,8 +452,8 @@ fn check_specs(specs: &[ParamSpec], groups: usize) -> Result<()> {
             return Err(Error::invalid(CALL, name(), format!("one of {groups} groups"), spec.group));
         }
     }
-    if groups == 0 || u32::try_from(specs.len()).is_err() {
-        return Err(Error::invalid(CALL, "groups", "one or more, of at most 2^32 parameters", groups));
+    if u32::try_from(specs.len()).is_err() {
+        return Err(Error::invalid(CALL, "parameters", "fewer than 2^32", specs.len()));
     }
     Ok(())
 }

@@ -79,7 +79,7 @@ impl GroupOptions {
 /// Options of an optimizer; the same on all ranks.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct AdamWOptions {
-    /// Of the parameters that no group has options for.
+    /// Of all parameters, where no groups are given; else one of these, or the default.
     pub group: GroupOptions,
     /// Gradients whose norm over all parameters exceeds this are scaled to it.
     pub max_norm: Option<f64>,
@@ -101,6 +101,17 @@ impl AdamWOptions {
     /// Whether steps compute the norm of the gradients, and skip one that is inf or NaN.
     pub fn has_norm(&self) -> bool {
         self.max_norm.is_some() || self.loss_scaling.is_some()
+    }
+
+    /// Refuses options that would be of no parameter.
+    fn check_group(&self, groups: &[GroupOptions]) -> Result<()> {
+        match groups.contains(&self.group) || self.group == GroupOptions::default() {
+            true => Ok(()),
+            false => {
+                let expected = "one of the groups that are given beside it, or the default";
+                Err(Error::invalid("AdamW", "options.group", expected, format!("{:?}", self.group)))
+            }
+        }
     }
 
     fn check(&self) -> Result<()> {
