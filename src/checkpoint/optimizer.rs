@@ -62,13 +62,13 @@ impl<D: StepDevice> AdamW<D> {
     /// device.
     ///
     /// # Errors
-    /// [`Error::ConfigMismatch`] for ranks with other [identities](Self::set_identity), before anything is written; a
-    /// folder that holds another checkpoint, by its config.json (also one that is a link) or by files of weights without
+    /// [`Error::ConfigMismatch`] for ranks with other [identities](Self::set_identity), before anything is written, and so a
+    /// state that [`load`](Self::load) has left half read; a folder that holds another checkpoint, by its config.json (also one that is a link) or by files of weights without
     /// one; [`CheckpointError`] where writing fails; all on every rank. A collective's.
     pub fn save(&mut self, dir: impl AsRef<Path>) -> Result<()> {
         let dir = dir.as_ref();
         self.agree_on_identity()?;
-        let result = self.write_state(dir);
+        let result = self.check_defined().and_then(|()| self.write_state(dir));
         self.exchange_outcome(result)
     }
 
@@ -179,7 +179,8 @@ impl<D: StepDevice> AdamW<D> {
     /// # Errors
     /// A folder that holds something else, or the state of other parameters or of another
     /// [identity](Self::set_identity), before anything has changed;
-    /// [`CheckpointError`] where reading fails, on every rank, after which no step is taken until a load succeeds.
+    /// [`CheckpointError`] where reading fails, on every rank, after which no step is taken, and nothing saved, until a load
+    /// succeeds.
     pub fn load(&mut self, dir: impl AsRef<Path>) -> Result<u64> {
         self.load_state(dir.as_ref(), None)
     }
@@ -454,10 +455,10 @@ mod tests {
 
     /// A file that loses its end between the check and the reading.
     #[test]
-    fn no_step_uses_a_state_that_was_read_in_part() {
+    fn nobody_uses_a_state_that_was_read_in_part() {
         let dir = tempfile::tempdir().unwrap();
         let (options, shard) = (AdamWOptions::default(), ParamShard::whole(&[4, 64]));
-        let spec = ParamSpec { name: "w".into(), shard, dtype: DType::F32, group: 0 };
+        let spec = ParamSpec { name: "w".into(), shard, dtype: DType::BF16, group: 0 };
         let mut adam = AdamW::new(&Cpu::new(), options, &[options.group], vec![spec], None).unwrap();
         adam.save(dir.path()).unwrap();
         let saved = Saved::open(dir.path()).unwrap();
@@ -467,10 +468,20 @@ mod tests {
         let file = std::fs::OpenOptions::new().write(true).open(&path).unwrap();
         file.set_len(whole.len() as u64 - 100).unwrap();
         adam.read_state(&saved, &items).unwrap_err();
-        let refused = adam.begin(&[None]).unwrap_err().to_string();
-        assert!(refused.contains("load"), "{refused}");
+        let refused = |error: Error| assert!(error.to_string().contains("loaded whole"), "{error}");
+        refused(adam.begin(&[None]).unwrap_err());
+        let mut param = Tensor::zeros(&Cpu::new(), DType::BF16, &[4, 64]).unwrap();
+        refused(adam.write_param(0, param.view_mut()).unwrap_err());
+        // Neither there nor anywhere else.
+        let other = tempfile::tempdir().unwrap();
+        for dir in [dir.path(), other.path()] {
+            refused(adam.save(dir).unwrap_err());
+        }
+        assert_eq!(std::fs::metadata(&path).unwrap().len(), whole.len() as u64 - 100);
+        assert_eq!(std::fs::read_dir(other.path()).unwrap().count(), 0);
         std::fs::write(&path, whole).unwrap();
         assert_eq!(adam.load(dir.path()).unwrap(), 0);
         adam.begin(&[None]).unwrap();
+        adam.save(dir.path()).unwrap();
     }
 }

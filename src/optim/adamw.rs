@@ -155,8 +155,9 @@ impl<D: StepDevice> AdamW<D> {
     /// Sets a parameter of 16 bits to its main weight, rounded.
     ///
     /// # Errors
-    /// As [`read_param`](Self::read_param).
+    /// As [`read_param`](Self::read_param); a state that [`load`](Self::load) has left half read.
     pub fn write_param(&self, index: usize, mut param: TensorMut<'_, D>) -> Result<()> {
+        self.check_defined()?;
         let spec = self.spec(index)?;
         check_param(spec, param.dtype(), param.count())?;
         let (count, dtype) = (spec.shard.count(), spec.dtype);
@@ -218,9 +219,7 @@ impl<D: StepDevice> AdamW<D> {
     }
 
     fn own_sums(&mut self, gradients: &[Option<TensorRef<'_, D>>]) -> Result<()> {
-        if self.undefined {
-            return Err(Error::invalid(CALL, "state", "one that was loaded whole", "one that `load` failed to read"));
-        }
+        self.check_defined()?;
         Error::check_shape(CALL, "gradients", &[self.specs.len()], &[gradients.len()])?;
         for (spec, gradient) in self.specs.iter().zip(gradients) {
             if let Some(gradient) = gradient {
@@ -358,9 +357,17 @@ impl<D: StepDevice> AdamW<D> {
         Ok(Counts { scaled, scale: numbers[state::SCALE], good, steps, skipped })
     }
 
-    /// The state is being read: until that has ended well, no step may use it.
+    /// The state is being read: until that has ended well, no step may use it, and no save.
     pub(crate) fn set_undefined(&mut self, undefined: bool) {
         self.undefined = undefined;
+    }
+
+    /// Refuses a state that was read in part.
+    pub(crate) fn check_defined(&self) -> Result<()> {
+        match self.undefined {
+            false => Ok(()),
+            true => Err(Error::invalid(CALL, "state", "one that was loaded whole", "one that `load` failed to read")),
+        }
     }
 
     /// Counts of a saved state as this optimizer goes on from them: its own options say whether the loss is scaled, and
