@@ -36,7 +36,7 @@ pub struct GroupConfig {
     /// of [`AllToAll`](super::AllToAll), whatever the number of ranks, at the price of more bytes; otherwise each rank
     /// adds its own slots' first.
     pub in_k_order: bool,
-    /// [`DispatcherKind::Auto`] times each dispatcher that every rank can have, but NVLink and low latency, in steps of
+    /// [`DispatcherKind::Auto`] times each dispatcher that every rank can have, but low latency, in steps of
     /// this shape, once, as the group is formed, and takes the quickest, the same on all ranks; `None`: it decides from
     /// its table. A dispatcher that is
     /// named, here or by `MOEBIUS_EP`, is not timed, nor is that of a rank alone. Times differ from run to run, and with
@@ -77,8 +77,8 @@ pub enum DispatcherKind {
     /// The dispatcher that `MOEBIUS_EP` names ([`DISPATCHER_VARIABLE`](super::DISPATCHER_VARIABLE)); where that is not
     /// set, local for one rank, the quickest where [`GroupConfig::measure`] asks for it, else all-to-all between CPU
     /// ranks, and between GPUs what a table of measured times names for the number of ranks and of tokens: all-gather for
-    /// two ranks and for few tokens, NCCL EP where it is built in and its checks pass on every rank, else all-gather
-    /// within a host's eight GPUs, and all-to-all.
+    /// few tokens, NVLink for two ranks that reach each other's memory, NCCL EP where it is built in and its checks pass on
+    /// every rank, else all-gather within a host's eight GPUs, and all-to-all.
     #[default]
     Auto,
     /// One rank: tokens stay where they are.
@@ -95,7 +95,7 @@ pub enum DispatcherKind {
     NcclEpLowLatency,
     /// Each (token, destination rank) once, stored by this crate's kernels into the memory of the host's other GPUs
     /// (feature `nccl`, compute capability 9.0, NCCL 2.29, up to 8 ranks): sums are made where the experts are and added
-    /// per rank, as [`AllGather`](super::AllGather) adds them. Never taken by `Auto`.
+    /// per rank, as [`AllGather`](super::AllGather) adds them.
     NvLink,
 }
 

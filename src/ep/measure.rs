@@ -32,8 +32,8 @@ const CALL: &str = "Group::new";
 /// Of the collectives beside the candidates' own.
 const TAG: Tag = Tag { layer: 0, op: Op::Init, sequence: 0 };
 /// Candidates behind those of a device's table, which names the ones worth having where nothing is timed.
-/// NVLink's is not among them: what it cannot have, it finds out by failing, and its windows stay with the communicator.
-const OTHERS: [DispatcherKind; 3] = [DispatcherKind::NcclEp, DispatcherKind::AllGather, DispatcherKind::AllToAll];
+const OTHERS: [DispatcherKind; 4] =
+    [DispatcherKind::NvLink, DispatcherKind::NcclEp, DispatcherKind::AllGather, DispatcherKind::AllToAll];
 /// Bytes of random numbers that a rank's tokens repeat.
 const PIECE: usize = 1 << 20;
 
@@ -270,7 +270,7 @@ impl Random {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use DispatcherKind::{AllGather, AllToAll, NcclEp};
+    use DispatcherKind::{AllGather, AllToAll, NcclEp, NvLink};
 
     fn times(list: &[(DispatcherKind, u64)]) -> Vec<CandidateTime> {
         list.iter().map(|&(kind, nanos)| CandidateTime { kind, nanos }).collect()
@@ -288,8 +288,8 @@ mod tests {
 
     #[test]
     fn every_kind_between_ranks_with_a_backward_is_a_candidate_once() {
-        assert_eq!(candidates(&[AllToAll]), [AllToAll, NcclEp, AllGather]);
-        assert_eq!(candidates(&[NcclEp, AllGather]), [NcclEp, AllGather, AllToAll]);
+        assert_eq!(candidates(&[AllToAll]), [AllToAll, NvLink, NcclEp, AllGather]);
+        assert_eq!(candidates(&[NcclEp, AllGather]), [NcclEp, AllGather, NvLink, AllToAll]);
     }
 
     #[test]

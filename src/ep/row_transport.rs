@@ -10,8 +10,8 @@ use crate::tensor::{Tensor, TensorMut, TensorRef};
 use super::dispatcher_state::{DispatcherState, TransportRules};
 use super::packing::{ReceivedRows, RowMover, byte_rows_mut, entries};
 use super::{
-    DispatchGrads, DispatchInputs, DispatchOutputs, DispatchSpec, DispatcherKind, Handle, Received, RowOrder, Stats,
-    TokenDispatcher,
+    DispatchGrads, DispatchInputs, DispatchOutputs, DispatchShape, DispatchSpec, DispatcherKind, Handle, Received,
+    RowOrder, Stats, TokenDispatcher,
 };
 
 /// One call over one handle.
@@ -41,12 +41,26 @@ pub(crate) struct ReturnRows<'a, D: Kernels> {
 pub(crate) trait RowTransport<D: Kernels>: fmt::Debug + Send {
     const KIND: DispatcherKind;
     const ROW_ORDER: RowOrder;
+    /// Most choices K of a token.
+    const MOST_CHOICES: usize = usize::MAX;
     fn core(&mut self) -> &mut DispatcherState<D>;
     fn into_core(self: Box<Self>) -> DispatcherState<D>;
     /// Tokens to the ranks of their experts, in the order that the plan's `row_map` and `weight_map` index.
     fn send(&mut self, step: &HandleCall<'_, D>, inputs: &DispatchInputs<'_, D>) -> Result<ReceivedRows<D>>;
     /// Sums of the tokens' slots, and each slot's weight to its choice.
     fn return_sums(&mut self, step: &HandleCall<'_, D>, back: ReturnRows<'_, D>) -> Result<()>;
+}
+
+/// Whether rows of so many choices can travel.
+///
+/// # Errors
+/// [`Error::Invalid`]: more than [`RowTransport::MOST_CHOICES`].
+fn check_choices<D: Kernels, C: RowTransport<D>>(call: &'static str, top_k: usize) -> Result<()> {
+    if top_k > C::MOST_CHOICES {
+        let expected = format!("at most {} ({}; another dispatcher takes more)", C::MOST_CHOICES, C::KIND);
+        return Err(Error::invalid(call, "spec.top_k", expected, top_k));
+    }
+    Ok(())
 }
 
 /// A rank's checks and the exchange's error, each in its place.
@@ -85,7 +99,8 @@ impl<D: Kernels, C: RowTransport<D>> TokenDispatcher<D> for C {
         weights: Option<TensorRef<'_, D>>,
         spec: &DispatchSpec,
     ) -> Result<Handle<D>> {
-        self.core().prepare(TransportRules { row_order: C::ROW_ORDER, accepted: Ok(()) }, ids, weights, spec)
+        let accepted = check_choices::<D, C>("prepare", spec.top_k);
+        self.core().prepare(TransportRules { row_order: C::ROW_ORDER, accepted }, ids, weights, spec)
     }
 
     fn route_and_prepare(&mut self, call: RouteAndPlan<'_, D>) -> Result<Option<(Handle<D>, Tensor<D>)>> {
@@ -201,6 +216,10 @@ impl<D: Kernels, C: RowTransport<D>> TokenDispatcher<D> for C {
 
     fn into_communicator(self: Box<Self>) -> Result<Box<dyn Communicator<D>>> {
         Ok(self.into_core().comm)
+    }
+
+    fn check_shape(&self, shape: &DispatchShape) -> Result<()> {
+        check_choices::<D, C>("check_shape", shape.top_k)
     }
 
     fn kind(&self) -> DispatcherKind {

@@ -246,6 +246,7 @@ fn functions() -> Functions {
         window_register: Some(register),
         window_deregister: None,
         get_peer_pointer: None,
+        query_properties: None,
         put_signal: Some(put_signal),
         signal: Some(signal),
         wait_signal: Some(wait_signal),

@@ -45,13 +45,6 @@ impl NvLink {
         ZoneLayout::new(tokens * rows * row, tokens * k * accumulator.size(), 0)
     }
 
-    fn check_choices(step: &HandleCall<'_, Cuda>) -> Result<()> {
-        match step.handle.spec().top_k {
-            ..=MOST_CHOICES => Ok(()),
-            more => Err(Error::invalid(step.call, "spec.top_k", format!("at most {MOST_CHOICES} (nvlink)"), more)),
-        }
-    }
-
     /// The zones, which a call has reserved.
     fn reserved(&mut self, call: &'static str) -> Result<&mut Zones> {
         self.memory.zones.as_mut().ok_or_else(|| Error::invalid(call, "zones", "some", "none"))
@@ -156,6 +149,7 @@ impl Arrival {
 impl RowTransport<Cuda> for NvLink {
     const KIND: DispatcherKind = DispatcherKind::NvLink;
     const ROW_ORDER: RowOrder = RowOrder::Zones;
+    const MOST_CHOICES: usize = MOST_CHOICES;
 
     fn core(&mut self) -> &mut DispatcherState<Cuda> {
         &mut self.core
@@ -166,7 +160,6 @@ impl RowTransport<Cuda> for NvLink {
     }
 
     fn send(&mut self, step: &HandleCall<'_, Cuda>, inputs: &DispatchInputs<'_, Cuda>) -> Result<ReceivedRows<Cuda>> {
-        Self::check_choices(step)?;
         let maps = step.handle.zones(step.call)?;
         let tokens = inputs.tokens.borrow();
         let (ranks, k) = (self.core.ranks(), step.handle.spec().top_k);
@@ -203,7 +196,6 @@ impl RowTransport<Cuda> for NvLink {
     }
 
     fn return_sums(&mut self, step: &HandleCall<'_, Cuda>, back: ReturnRows<'_, Cuda>) -> Result<()> {
-        Self::check_choices(step)?;
         let maps = step.handle.zones(step.call)?;
         let ReturnRows { rows, with_weights, weights, mut out, mut out_weights } = back;
         let rows = rows.borrow();

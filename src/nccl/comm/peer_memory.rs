@@ -13,6 +13,7 @@ use crate::error::{Error, Result};
 use crate::tensor::Tensor;
 
 use crate::nccl::comm::symmetric::Registering;
+use crate::nccl::ffi::sys::{Properties, UNDEFINED};
 use crate::nccl::ffi::windows::{EngineMemory, RegisteredWindow};
 use crate::nccl::{NcclComm, NcclWindow};
 
@@ -74,15 +75,38 @@ impl PeerMemory {
     }
 }
 
+impl Properties {
+    /// Whether kernels of all ranks reach the memory of all. A library that does not say how many sets of ranks do is
+    /// asked for addresses instead, once there is memory.
+    fn reach(&self, ranks: usize) -> Result<()> {
+        let expected = "ranks whose GPUs reach each other's memory through NCCL's windows";
+        match (self.device_api, self.load_store_teams) {
+            (0, _) => Err(Error::invalid(CALL, "communicator", expected, "one without symmetric memory")),
+            (_, UNDEFINED | 1) => Ok(()),
+            (_, teams) => Err(Error::invalid(CALL, "communicator", expected, format!("{ranks} ranks in {teams} sets"))),
+        }
+    }
+}
+
 impl NcclComm {
-    /// Whether the library has such memory.
+    /// Whether the library has such memory, and can make it of these ranks.
     ///
     /// # Errors
-    /// [`NcclError`](crate::nccl::NcclError): an older one.
+    /// [`NcclError`](crate::nccl::NcclError): an older one; ranks of several hosts, or GPUs without symmetric memory.
     pub(crate) fn check_peer_memory(&self) -> Result<()> {
+        const FUNCTION: &str = "ncclCommQueryProperties";
         let library = self.library();
         library.newer("ncclGetPeerDevicePointer", library.functions().get_peer_pointer)?;
-        Registering::of(library).map(drop)
+        Registering::of(library).map(drop)?;
+        let query = library.newer(FUNCTION, library.functions().query_properties)?;
+        let properties = self.with_raw(|raw| {
+            let mut properties = Properties::of(library.version_code());
+            // SAFETY: the communicator lives during the call; the result is a local of the size that it names.
+            let status = unsafe { query(raw.comm, &raw mut properties) };
+            library.check(FUNCTION, raw.comm, status)?;
+            Ok(properties)
+        })?;
+        properties.reach(self.size())
     }
 
     /// What ends the waits of kernels before peers' memory is taken from under them.
@@ -169,5 +193,22 @@ impl NcclComm {
             self.session.comm_handle.retain_window(kept);
         }
         released
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Ranks of several hosts and machines without symmetric memory are refused before there is any memory.
+    #[test]
+    fn ranks_that_do_not_reach_each_other_are_refused() {
+        let reach = |device_api, load_store_teams| {
+            let properties = Properties { device_api, load_store_teams, ..Properties::of(23007) };
+            properties.reach(16).map_err(|error| error.to_string())
+        };
+        assert_eq!([reach(1, 1), reach(1, UNDEFINED)], [Ok(()), Ok(())]);
+        assert!(reach(1, 2).is_err_and(|text| text.contains("16 ranks in 2 sets")));
+        assert!(reach(0, 1).is_err_and(|text| text.contains("without symmetric memory")));
     }
 }

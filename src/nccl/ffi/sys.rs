@@ -163,6 +163,55 @@ impl Config {
     }
 }
 
+/// `ncclCommProperties_t` as of 2.30: what a communicator can do.
+#[repr(C)]
+#[derive(Debug)]
+pub struct Properties {
+    size: usize,
+    magic: c_uint,
+    version: c_uint,
+    rank: c_int,
+    ranks: c_int,
+    cuda_device: c_int,
+    nvml_device: c_int,
+    /// 1: kernels of this crate can use windows of its ranks.
+    pub device_api: u8,
+    multimem: u8,
+    gin_type: c_int,
+    /// Sets of ranks whose GPUs load and store each other's memory; what an older library leaves is [`UNDEFINED`].
+    pub load_store_teams: c_int,
+    host_rma: u8,
+    railed_gin_type: c_int,
+}
+
+impl Properties {
+    /// From where on the last field is there.
+    const RAILED: c_int = 23000;
+
+    /// To be filled by a library of this version.
+    pub fn of(version: c_int) -> Self {
+        let size = match version {
+            ..Self::RAILED => std::mem::offset_of!(Self, railed_gin_type),
+            _ => size_of::<Self>(),
+        };
+        Self {
+            size,
+            magic: Config::MAGIC,
+            version: version.cast_unsigned(),
+            rank: 0,
+            ranks: 0,
+            cuda_device: 0,
+            nvml_device: 0,
+            device_api: 0,
+            multimem: 0,
+            gin_type: 0,
+            load_store_teams: UNDEFINED,
+            host_rma: 0,
+            railed_gin_type: 0,
+        }
+    }
+}
+
 /// `ncclWaitSignalDesc_t`.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
@@ -260,6 +309,8 @@ functions! {
         window_deregister: "ncclCommWindowDeregister" = fn(CommPtr, WindowPtr) -> Status;
         /// Address of a peer's part of a window, from an offset on; null where it is out of reach (2.29).
         get_peer_pointer: "ncclGetPeerDevicePointer" = fn(WindowPtr, usize, c_int, *mut *mut c_void) -> Status;
+        /// What a communicator can do (2.29).
+        query_properties: "ncclCommQueryProperties" = fn(CommPtr, *mut Properties) -> Status;
         /// Writes into a peer's window, and signals it (2.29).
         put_signal: "ncclPutSignal" =
             fn(*const c_void, usize, DataType, c_int, WindowPtr, usize, c_int, c_int, c_uint, CommPtr, StreamPtr) -> Status;
@@ -300,5 +351,21 @@ mod tests {
         ];
         assert_eq!(offsets, [8, 12, 16, 28, 32, 40, 48, 60]);
         assert_eq!((size_of::<RawUniqueId>(), size_of::<WaitSignal>()), (128, 16));
+    }
+
+    /// The layout that the header of 2.30 has on 64-bit systems, and the size of the one before it.
+    #[test]
+    fn properties_layout() {
+        let offsets = [
+            offset_of!(Properties, version),
+            offset_of!(Properties, rank),
+            offset_of!(Properties, device_api),
+            offset_of!(Properties, gin_type),
+            offset_of!(Properties, load_store_teams),
+            offset_of!(Properties, host_rma),
+            offset_of!(Properties, railed_gin_type),
+        ];
+        assert_eq!(offsets, [12, 16, 32, 36, 40, 44, 48]);
+        assert_eq!((Properties::of(23007).size, Properties::of(22903).size), (56, 48));
     }
 }
