@@ -2,10 +2,9 @@
 
 use std::fmt;
 
-use crate::checkpoint::{Block, Checkpoint, LoadOptions, Progress};
 #[cfg(feature = "candle")]
-use crate::checkpoint::{BlockShards, QuantizedBlock};
-#[cfg(feature = "candle")]
+use crate::checkpoint::BlockShards;
+use crate::checkpoint::{Block, Checkpoint, LoadOptions, Progress, QuantizedBlock};
 use crate::cpu::Cpu;
 use crate::error::Result;
 
@@ -16,7 +15,6 @@ pub struct LoadAs<'a, T, P = ()> {
     pub(crate) params: P,
     pub(crate) dtype: Option<T>,
     /// Experts stay as they are stored.
-    #[cfg(feature = "candle")]
     pub(crate) quantized: bool,
     /// Experts are shards in memory of the host.
     #[cfg(feature = "candle")]
@@ -42,7 +40,6 @@ impl<'a, T, P> LoadAs<'a, T, P> {
         Self {
             params,
             dtype: None,
-            #[cfg(feature = "candle")]
             quantized: false,
             #[cfg(feature = "candle")]
             on_host: false,
@@ -61,7 +58,6 @@ impl<'a, T, P> LoadAs<'a, T, P> {
     }
 
     /// With experts that stay as they are stored.
-    #[cfg(feature = "candle")]
     pub(crate) fn keep_quantized(self) -> Self {
         Self { quantized: true, ..self }
     }
@@ -81,7 +77,6 @@ impl<'a, T, P> LoadAs<'a, T, P> {
     }
 
     /// The same of a block whose routed experts stay as they are stored.
-    #[cfg(feature = "candle")]
     pub(crate) fn read_quantized(
         self,
         checkpoint: &Checkpoint,

@@ -46,9 +46,7 @@ pub use load_as::LoadAs;
 #[cfg(feature = "burn")]
 pub(crate) use outputs::DispatchedCotangents;
 pub(crate) use outputs::{DispatchedPart, LayerOutput, OutputCotangents};
-#[cfg(feature = "candle")]
-pub(crate) use quantized::ErasedQuantizedExperts;
-pub(crate) use quantized::QuantizedExperts;
+pub(crate) use quantized::{ErasedQuantizedExperts, QuantizedExperts};
 pub(crate) use resident_weights::{
     ErasedResidentWeight, GatheredWeights, ResidentGradients, acquire_resident, resident_sources, resident_view,
 };

@@ -10,7 +10,7 @@ use burn::tensor::ops::{FloatTensor, IntTensor};
 use burn::tensor::{Shape, TensorData, TensorPrimitive};
 
 pub use crate::adapter::ResultSpec;
-use crate::adapter::{DispatchTokens, DispatchedRows, ErasedLayerShards, FrameworkDevice};
+use crate::adapter::{DispatchTokens, DispatchedRows, ErasedLayerShards, ErasedQuantizedExperts, FrameworkDevice};
 use crate::comm::Op;
 use crate::cpu::{Cpu, Element};
 use crate::device::Waited;
@@ -220,6 +220,8 @@ pub struct LayerCall {
     pub(super) details: bool,
     /// Where `up` and `down` are gathered from, if their parameters are shards.
     pub(super) experts: Option<ErasedLayerShards>,
+    /// `up` and `down`, where they stay quantized and their parameters stand for them.
+    pub(super) quantized: Option<ErasedQuantizedExperts>,
     /// The module's calls, of which a tracked forward makes this one.
     pub(super) calls: Arc<LayerCalls>,
 }
@@ -228,7 +230,8 @@ impl LayerCall {
     /// A call that applies no jitter, leaves auxiliary losses out and gives no [`Details`], of parameters that are whole.
     pub(super) fn new(layer: &Arc<Layer>, group: &DeviceGroup) -> Self {
         let (layer, group) = (Arc::clone(layer), group.clone());
-        Self { layer, group, noise: None, aux_scale: 0.0, details: false, experts: None, calls: Arc::default() }
+        let (experts, quantized, calls) = (None, None, Arc::default());
+        Self { layer, group, noise: None, aux_scale: 0.0, details: false, experts, quantized, calls }
     }
 
     /// The group, for a call on a tensor of a back end. A group of another device is refused, and the other ranks, which

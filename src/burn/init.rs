@@ -7,8 +7,8 @@ use burn::tensor::backend::Backend;
 use burn::tensor::ops::FloatTensor;
 use burn::tensor::{Shape, Tensor, TensorData, TensorMetadata, TensorPrimitive};
 
-use crate::adapter::{self, HostTensor, QuantizedExperts};
-use crate::checkpoint::{Block, BlockParams, BlockShards, Checkpoint, LoadOptions, ShardOptions};
+use crate::adapter::{self, ErasedQuantizedExperts, HostTensor, QuantizedExperts};
+use crate::checkpoint::{Block, BlockParams, BlockShards, Checkpoint, LoadOptions, QuantizedBlock, ShardOptions};
 use crate::comm::Op;
 use crate::config::{MoeConfig, Payload};
 use crate::cpu::Cpu;
@@ -17,6 +17,7 @@ use crate::error::{Error, Result};
 use crate::host_memory::reserved;
 use crate::kernels::Kernels;
 use crate::layer::{Layer, ParamKind, PerParam};
+use crate::quant::WeightFormat;
 use crate::tensor;
 
 use super::backend::{MoeBackend, NativeBackend, core_dtype, float};
@@ -88,6 +89,15 @@ fn check_memory(call: &'static str, layer: &Layer, group: &DeviceGroup) -> Resul
 /// How [`ExpertParallelMoE::from_checkpoint`] loads; the default: in the types that are stored.
 pub type LoadAs<'a> = adapter::LoadAs<'a, DType>;
 
+impl LoadAs<'_> {
+    /// Routed experts that are quantized (NVFP4, MXFP4, fp8 in blocks) stay as they are stored, frozen; a checkpoint whose
+    /// experts are not is refused then. The floating type is that of the other parameters. See
+    /// [`ExpertParallelMoE::from_quantized`].
+    pub fn quantized(self) -> Self {
+        self.keep_quantized()
+    }
+}
+
 impl<B: Backend> ExpertParallelMoE<B> {
     /// A module with the parameters of a checkpoint's block, in their types; trainable but for the selection bias
     /// ([`no_grad`](burn::module::Module::no_grad) freezes it). `number` names the layer as
@@ -103,6 +113,42 @@ impl<B: Backend> ExpertParallelMoE<B> {
         device: &B::Device,
     ) -> Result<Self> {
         Self::of_block("ExpertParallelMoE::from_block", block, number.into(), group.into(), device)
+    }
+
+    /// From a loaded block whose routed experts stay quantized; `number` as in [`from_block`](Self::from_block). The
+    /// experts, their biases included, are frozen: gradients flow through them to the tokens, the router and a shared
+    /// expert, which are trainable.
+    ///
+    /// `experts.up` and `experts.down` are placeholders `[1, 1, 1]`, frozen, that nothing reads: such experts cannot be
+    /// trained, sharded or saved, and are not in a record.
+    ///
+    /// # Errors
+    /// As [`from_block`](Self::from_block); a device's, where there is no memory.
+    pub fn from_quantized(
+        block: QuantizedBlock<Cpu>,
+        number: impl Into<Option<u32>>,
+        group: impl Into<DeviceGroup>,
+        device: &B::Device,
+    ) -> Result<Self> {
+        Self::of_quantized("ExpertParallelMoE::from_quantized", block, number.into(), group.into(), device)
+    }
+
+    fn of_quantized(
+        call: &'static str,
+        block: QuantizedBlock<Cpu>,
+        number: Option<u32>,
+        group: DeviceGroup,
+        device: &B::Device,
+    ) -> Result<Self> {
+        let (moe, experts) = with_placeholders(call, block, number, (&group, device))?;
+        let quantized = Some(ErasedQuantizedExperts::on_device_of(group.erased(), experts)?);
+        Ok(Self { quantized, ..moe })
+    }
+
+    /// Bytes of the routed experts' weights that are [quantized](Self::from_quantized), and their format; `None` where they
+    /// are not.
+    pub fn quantized(&self) -> Option<(WeightFormat, usize)> {
+        self.quantized.as_ref().map(|experts| (experts.format(), experts.bytes()))
     }
 
     fn of_block(
@@ -148,7 +194,8 @@ impl<B: Backend> ExpertParallelMoE<B> {
     /// ```
     ///
     /// # Errors
-    /// Errors of [`Checkpoint::load_block`] and of [`from_block`](Self::from_block).
+    /// Errors of [`Checkpoint::load_block`], or where [`LoadAs::quantized`] says so of [`Checkpoint::load_quantized`]; of
+    /// [`from_block`](Self::from_block).
     pub fn from_checkpoint(
         checkpoint: &Checkpoint,
         layer: usize,
@@ -156,10 +203,15 @@ impl<B: Backend> ExpertParallelMoE<B> {
         load: LoadAs<'_>,
         device: &B::Device,
     ) -> Result<Self> {
-        let group = group.into();
+        const CALL: &str = "ExpertParallelMoE::from_checkpoint";
+        let (group, number) = (group.into(), Some(layer as u32));
         let options = LoadOptions { rank: group.rank(), ranks: group.ranks(), dtype: load.dtype };
+        if load.quantized {
+            let block = load.read_quantized(checkpoint, layer, options)?;
+            return Self::of_quantized(CALL, block, number, group, device);
+        }
         let block = load.read(checkpoint, layer, options)?;
-        Self::of_block("ExpertParallelMoE::from_checkpoint", block, Some(layer as u32), group, device)
+        Self::of_block(CALL, block, number, group, device)
     }
 }
 
@@ -168,10 +220,11 @@ impl<B: Backend> ExpertParallelMoE<B> {
     /// [`gather_blocks`](crate::checkpoint::gather_blocks) joins all ranks'.
     ///
     /// # Errors
-    /// Parameters of types that the layer has not; experts that are shards ([`ShardedParams::to_blocks`] takes them, and
+    /// Parameters of types that the layer has not; [quantized](Self::from_quantized) experts; experts that are shards ([`ShardedParams::to_blocks`] takes them, and
     /// [`to_parts`](Self::to_parts)).
     pub fn to_block(&self) -> Result<Block> {
         const CALL: &str = "ExpertParallelMoE::to_block";
+        self.check_dense(CALL)?;
         if self.sharded.is_some() {
             return Err(Error::invalid(CALL, "experts", "whole weights", "shards"));
         }
@@ -356,18 +409,30 @@ impl ShardedLoad<'_> {
     ) -> Result<ExpertParallelMoE<M>> {
         let options = LoadOptions { rank: group.rank(), ranks: group.ranks(), dtype: self.dtype };
         let block = self.checkpoint.load_quantized(self.layer, options)?;
-        let layer = group.erased().layer(call, (&block.config).into(), Some(self.layer as u32))?;
-        let (up, down, mut params) = block.into_parts();
-        for (kind, weight) in [(ParamKind::Up, &up), (ParamKind::Down, &down)] {
-            let expected = kind.dims(layer.config(), group.local_experts()).unwrap_or_default();
-            Error::check_shape(call, kind.name(), &expected, weight.dims())?;
-            params[kind] = Some(tensor::Tensor::zeros(&Cpu::new(), self.dtype.unwrap_or(DType::F32), &[1, 1, 1])?);
-        }
-        let experts = QuantizedExperts { up, down }.to(shards.chain().device())?;
-        let mut moe = assemble(&mut BlockValues::<M> { call, params, device }, layer, &group)?;
-        moe.freeze_experts();
-        moe.with_stored(call, shards, &experts)
+        let (moe, experts) = with_placeholders::<M>(call, block, Some(self.layer as u32), (&group, device))?;
+        moe.with_stored(call, shards, &experts.to(shards.chain().device())?)
     }
+}
+
+/// A module of a block whose routed experts stay quantized, and these. `up` and `down` are placeholders; nothing of the
+/// experts tracks gradients.
+fn with_placeholders<B: Backend>(
+    call: &'static str,
+    block: QuantizedBlock<Cpu>,
+    number: Option<u32>,
+    (group, device): (&DeviceGroup, &B::Device),
+) -> Result<(ExpertParallelMoE<B>, QuantizedExperts<Cpu>)> {
+    let layer = group.erased().layer(call, (&block.config).into(), number)?;
+    let (up, down, mut params) = block.into_parts();
+    let dtype = params.router.as_ref().map_or(DType::F32, tensor::Tensor::dtype);
+    for (kind, weight) in [(ParamKind::Up, &up), (ParamKind::Down, &down)] {
+        let expected = kind.dims(layer.config(), group.local_experts()).unwrap_or_default();
+        Error::check_shape(call, kind.name(), &expected, weight.dims())?;
+        params[kind] = Some(tensor::Tensor::zeros(&Cpu::new(), dtype, &[1, 1, 1])?);
+    }
+    let mut moe = assemble(&mut BlockValues::<B> { call, params, device }, layer, group)?;
+    moe.freeze_experts();
+    Ok((moe, QuantizedExperts { up, down }))
 }
 
 impl<B: Backend> ExpertParallelMoE<B> {
@@ -420,7 +485,7 @@ fn assemble<B: Backend>(
     };
     let (layer, group) = (Arc::new(layer), group.clone());
     let (training, calls) = (Arc::default(), Arc::default());
-    Ok(ExpertParallelMoE { router, experts, shared, layer, group, sharded: None, training, calls })
+    Ok(ExpertParallelMoE { router, experts, shared, layer, group, sharded: None, quantized: None, training, calls })
 }
 
 /// Parameters as the module holds them.

@@ -7,7 +7,7 @@ use burn::tensor::backend::Backend;
 use burn::tensor::ops::FloatTensor;
 use burn::tensor::{Int, Shape, Tensor};
 
-use crate::adapter::{ErasedLayerShards, LastForward, TrainingState};
+use crate::adapter::{ErasedLayerShards, ErasedQuantizedExperts, LastForward, TrainingState};
 use crate::comm::Op;
 use crate::error::{Error, Result};
 use crate::layer::{AuxValue, Layer, Noise, ParamKind, PerParam};
@@ -41,6 +41,9 @@ pub struct ExpertParallelMoE<B: Backend> {
     /// The experts' chain, where their parameters are shards.
     #[module(skip)]
     pub(super) sharded: Option<ErasedLayerShards>,
+    /// The experts' weights, where they stay quantized: their parameters are placeholders.
+    #[module(skip)]
+    pub(super) quantized: Option<ErasedQuantizedExperts>,
     #[module(skip)]
     pub(super) training: Arc<TrainingState>,
     #[module(skip)]
@@ -250,8 +253,8 @@ impl<B: MoeBackend> ExpertParallelMoE<B> {
 
     /// A call of the module, as [`LayerCall::new`] makes it.
     pub(super) fn call(&self) -> LayerCall {
-        let (experts, calls) = (self.sharded.clone(), Arc::clone(&self.calls));
-        LayerCall { experts, calls, ..LayerCall::new(&self.layer, &self.group) }
+        let (experts, quantized, calls) = (self.sharded.clone(), self.quantized.clone(), Arc::clone(&self.calls));
+        LayerCall { experts, quantized, calls, ..LayerCall::new(&self.layer, &self.group) }
     }
 
     /// y of a forward, whose figures are kept.

@@ -1,11 +1,13 @@
 //! Forward and backward of the core on a back end's memory.
 
+use std::sync::Arc;
+
 use burn::tensor::TensorMetadata;
 use burn::tensor::ops::FloatTensor;
 
 use crate::adapter::{
-    GatheredWeights, LayerShards, OutputCotangents, ResidentGradients, acquire_resident, resident_sources,
-    resident_view, with_sources,
+    GatheredWeights, LayerShards, OutputCotangents, QuantizedExperts, ResidentGradients, acquire_resident,
+    resident_sources, resident_view, with_sources,
 };
 use crate::comm::Op;
 use crate::device::Device;
@@ -13,7 +15,7 @@ use crate::dtype::DType;
 use crate::error::Result;
 use crate::kernels::{Kernels, Scalar};
 use crate::layer::{
-    Context, Cotangents, ForwardInfo, GradientsMut, Inputs, Mode, ParamKind, ParamViews, PerParam, RefusalGuard,
+    Context, Cotangents, ForwardInfo, GradientsMut, Inputs, Mode, ParamKind, ParamViews, Params, PerParam, RefusalGuard,
 };
 use crate::tensor::{TensorMut, TensorRef};
 
@@ -99,6 +101,19 @@ fn experts<B: NativeMemory>(call: &LayerCall, name: &'static str) -> Result<Opti
     call.experts.as_ref().map(|sharded| sharded.experts(name)).transpose()
 }
 
+/// The experts, where they stay quantized.
+fn quantized<B: NativeMemory>(call: &LayerCall, name: &'static str) -> Result<Option<Arc<QuantizedExperts<B::Core>>>> {
+    call.quantized.as_ref().map(|quantized| quantized.experts(name)).transpose()
+}
+
+/// Parameters of a layer, whose experts are `quantized` where there are such.
+fn with_quantized<'a, D: Kernels>(params: Params<'a, D>, quantized: Option<&'a QuantizedExperts<D>>) -> Params<'a, D> {
+    match quantized {
+        Some(quantized) => quantized.in_params(params),
+        None => params,
+    }
+}
+
 /// Outputs, and what backward needs where it will follow.
 type Forwarded<B> = (Outputs<B>, Option<Context<<B as NativeMemory>::Core>>);
 
@@ -113,6 +128,7 @@ pub(super) fn run_forward<B: NativeMemory>(
     let mode = Mode { backward, noise: call.noise };
     let done = RefusalGuard::forward(&call.layer, &mut group).run(|entry| {
         let experts = experts::<B>(call, FORWARD)?;
+        let quantized = quantized::<B>(call, FORWARD)?;
         let (views, mut results) = B::together(&operands.x, || {
             Ok((Views::<B>::new(&core, operands)?, Results::<B>::allocate(call, &core, &operands.x)?))
         })?;
@@ -124,7 +140,7 @@ pub(super) fn run_forward<B: NativeMemory>(
             let guards = resident.as_ref().map(|resident| acquire_resident(&core, resident)).transpose()?;
             let weights = views.gathered(experts.as_ref().map(|experts| &experts.resident).zip(guards.as_ref()))?;
             let sources = experts.as_ref().map(|experts| experts.sources(backward)).transpose()?;
-            let params = with_sources(&weights, sources.as_ref());
+            let params = with_quantized(with_sources(&weights, sources.as_ref()), quantized.as_deref());
             let inputs = Inputs { x: views.x.borrow(), params: &params };
             let made = call.layer.forward_into(entry.enter(), mode, inputs, y)?;
             if let Some(details) = details {
@@ -199,8 +215,9 @@ pub(super) fn run_backward<B: NativeMemory>(
     let core = group.device().clone();
     let made = RefusalGuard::backward(&call.layer, &mut group).run(|entry| {
         let experts = experts::<B>(call, BACKWARD)?;
+        let quantized = quantized::<B>(call, BACKWARD)?;
         // Experts as they are stored are frozen, with their biases, whatever their module's placeholders are.
-        let stored = experts.as_ref().is_some_and(LayerShards::is_stored);
+        let stored = quantized.is_some() || experts.as_ref().is_some_and(LayerShards::is_stored);
         let tracked = Tracked {
             params: PerParam::from_fn(|kind| tracked.params[kind] && (!stored || kind.is_replicated())),
             ..tracked
@@ -262,7 +279,7 @@ pub(super) fn run_backward<B: NativeMemory>(
             if let Some(others) = &mut others {
                 others.view_in(&mut into)?;
             }
-            let params = with_sources(&weights, sources.as_ref());
+            let params = with_quantized(with_sources(&weights, sources.as_ref()), quantized.as_deref());
             let inputs = Inputs { x: views.x.borrow(), params: &params };
             call.layer.backward_into(entry.enter(), context, inputs, cotangents, into)?;
             if let Some(shards) = shards {

@@ -2,6 +2,8 @@
 
 use std::sync::Arc;
 
+use burn::tensor::backend::Backend;
+
 use crate::adapter::{
     ErasedLayerShards, ErasedResidentWeight, FrameworkDevice, NewExperts, QuantizedExperts, StoredExperts, TypedSource,
     param_shard,
@@ -62,6 +64,17 @@ fn cut_dims(kind: ParamKind, dims: &[usize]) -> Vec<usize> {
 /// The shards of a layer's parameters, by kind.
 type ParamSources<B> = PerParam<Option<Arc<ParamSource<<B as super::backend::LayerBackend>::Native>>>>;
 
+impl<B: Backend> ExpertParallelMoE<B> {
+    /// Refuses experts that are no parameters.
+    pub(super) fn check_dense(&self, call: &'static str) -> Result<()> {
+        let stored = self.sharded.as_ref().is_some_and(ErasedLayerShards::is_stored);
+        match stored || self.quantized.is_some() {
+            false => Ok(()),
+            true => Err(Error::invalid(call, "experts", "parameters", "quantized ones, as they are stored")),
+        }
+    }
+}
+
 impl<B: MoeBackend> ExpertParallelMoE<B> {
     /// The module with `experts.up` and `experts.down` sharded over the ranks of a chain, to which they are added: their
     /// parameters become this rank's shards, `[1, S, C]` as [`Chain::shards`](crate::etp::Chain::shards) cuts
@@ -103,6 +116,7 @@ impl<B: MoeBackend> ExpertParallelMoE<B> {
     }
 
     fn shard(mut self, call: &'static str, to: ShardsTo<'_, B>) -> Result<Self> {
+        self.check_dense(call)?;
         if self.sharded.is_some() {
             return Err(Error::invalid(call, "experts", "whole weights", "shards"));
         }
@@ -185,14 +199,6 @@ impl<B: MoeBackend> ExpertParallelMoE<B> {
         to.experts.register(sharded.ids.into_iter().zip([up, down]), first);
         self.sharded = Some(sharded);
         Ok(self)
-    }
-
-    /// Refuses experts that are no parameters.
-    pub(super) fn check_dense(&self, call: &'static str) -> Result<()> {
-        match self.sharded.as_ref().is_some_and(ErasedLayerShards::is_stored) {
-            false => Ok(()),
-            true => Err(Error::invalid(call, "experts", "parameters", "quantized ones, as they are stored")),
-        }
     }
 
     /// The module of which `up` and `down` are placeholders, with experts that lie in a chain as they are stored.

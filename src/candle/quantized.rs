@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use candle_core::{DType, Device, Result, Tensor};
 
-use crate::adapter::{ErasedGroup, ErasedQuantizedExperts, QuantizedExperts, match_device};
+use crate::adapter::{ErasedQuantizedExperts, QuantizedExperts, match_device};
 use crate::checkpoint::QuantizedBlock;
 use crate::cpu::Cpu;
 use crate::error::Error;
@@ -47,11 +47,7 @@ impl ExpertParallelMoE {
     ) -> Result<Self> {
         let layer = group.erased().layer(call, (&block.config).into(), number)?;
         let (experts, params) = unpack(call, block, &group, params)?;
-        let quantized = Some(match group.erased() {
-            ErasedGroup::Cpu(_) => ErasedQuantizedExperts::Cpu(Arc::new(experts)),
-            #[cfg(feature = "cuda")]
-            ErasedGroup::Cuda(group) => ErasedQuantizedExperts::Cuda(Arc::new(experts.to(group.lock().device())?)),
-        });
+        let quantized = Some(ErasedQuantizedExperts::on_device_of(group.erased(), experts)?);
         Ok(Self { quantized, ..Self::of(layer, group, params) })
     }
 

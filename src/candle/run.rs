@@ -67,7 +67,7 @@ pub(super) fn forward(group: &DeviceGroup, call: &ForwardInputs<'_>, mode: Mode)
 fn forward_on<D: CandleDevice>(on: TypedGroup<'_, D>, call: &ForwardInputs<'_>, mode: Mode) -> Result<MoeOutput> {
     let experts = call.sharded.map(|sharded| sharded.experts::<D>(CALL)).transpose();
     let experts = experts.map_err(|e| call.layer.refuse_forward(&mut on.group.lock(), e))?;
-    let quantized = call.quantized.map(on_device::<D>).transpose();
+    let quantized = call.quantized.map(|experts| experts.experts::<D>(CALL)).transpose();
     let quantized = quantized.map_err(|e| call.layer.refuse_forward(&mut on.group.lock(), e))?;
     let from = WeightsFrom { chain: experts.as_ref(), quantized: quantized.as_deref() };
     let Forward { y, aux, routing, context } = layer(&on, call, from, mode)?;
@@ -129,12 +129,6 @@ fn forward_on<D: CandleDevice>(on: TypedGroup<'_, D>, call: &ForwardInputs<'_>, 
         weights: data(routing.weights)?,
         load: routing.load,
     })
-}
-
-/// The experts on the group's device.
-fn on_device<D: CandleDevice>(experts: &ErasedQuantizedExperts) -> crate::Result<Arc<QuantizedExperts<D>>> {
-    let elsewhere = || Error::invalid(CALL, "experts", "quantized ones on the group's device", "some elsewhere");
-    D::downcast(experts).cloned().ok_or_else(elsewhere)
 }
 
 /// Where the experts' weights come from, if they are no parameters.

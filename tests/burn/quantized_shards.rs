@@ -1,9 +1,10 @@
-//! Experts that stay quantized, as shards of burn's modules: what they compute is what the layer does of the whole block.
+//! Experts that stay quantized, of one rank and as shards of burn's modules: what they compute is what the layer does of
+//! the whole block.
 
 use burn::backend::{Autodiff, Flex};
 use burn::module::Module;
 use burn::optim::GradientsParams;
-use moebius::burn::{AdamWParam, CoreDevice, DeviceGroup, ShardHolder, ShardedLoad};
+use moebius::burn::{AdamWParam, CoreDevice, DeviceGroup, ExpertParallelMoE, LoadAs, ShardHolder, ShardedLoad};
 use moebius::checkpoint::{Checkpoint, LoadOptions, QuantizedBlock};
 use moebius::comm::Solo;
 use moebius::config::Payload;
@@ -113,6 +114,69 @@ pub fn as_the_block<S: Meshed>(ranks: usize) {
     }
 }
 
+/// A module that keeps a checkpoint's experts as they are stored.
+pub fn kept_as_stored<S: Meshed>() {
+    for (family, bits) in [("qwen3_moe_nvfp4_modelopt", 4), ("gpt_oss_mxfp4", 4), ("deepseek_v3_fp8", 8)] {
+        let checkpoint = Checkpoint::open(golden_of(family)).unwrap();
+        let layer = checkpoint.moe_layers()[0];
+        let options = LoadOptions { rank: 0, ranks: 1, dtype: Some(DType::F32) };
+        let block = checkpoint.load_quantized(layer, options).unwrap();
+        let (experts, hidden) = (block.config.router.num_experts, block.config.hidden);
+        let (x, d_y) = (values(400, TOKENS * hidden, 1.0), values(401, TOKENS * hidden, 1.0));
+        on_mesh::<S, _>(Mesh { world: 1, ep: 1 }, true, |place| {
+            let device = place.shards.chain().device().clone();
+            let alone = || {
+                let comm = Box::new(Solo::new(device.clone()));
+                S::group_of(device.clone(), comm, GroupConfig::new(experts, 64))
+            };
+            let expected = whole::<S>(&alone(), &block, &x, &d_y);
+            let load = LoadAs::default().dtype(DType::F32).quantized();
+            let loaded =
+                ExpertParallelMoE::<Autodiff<S>>::from_checkpoint(&checkpoint, layer, alone(), load, &here::<S>());
+            let moe = loaded.unwrap();
+            let tokens = tensor::<S, 2>(x.clone(), [TOKENS, hidden]);
+            let x = tensor::<Autodiff<S>, 2>(x.clone(), [TOKENS, hidden]).require_grad();
+            let y = moe.forward(x.clone()).unwrap();
+            let c = tensor::<Autodiff<S>, 2>(d_y.clone(), [TOKENS, hidden]);
+            let value = floats(y.clone());
+            let gradients = (y * c).sum().backward();
+            let router = floats(moe.router.weight.grad(&gradients).unwrap());
+            let found = [value, floats(x.grad(&gradients).unwrap()), router];
+            assert!(found == expected, "{family}");
+            assert!(moe.experts.up.grad(&gradients).is_none() && moe.experts.up.dims() == [1, 1, 1]);
+            let numbers: usize = [ParamKind::Up, ParamKind::Down]
+                .map(|kind| kind.dims(&block.config, experts).unwrap().iter().product::<usize>())
+                .iter()
+                .sum();
+            // Codes, and at most a scale of a byte for sixteen of them and a factor in f32 for each expert's part.
+            let (_, bytes) = moe.quantized().unwrap();
+            assert!(
+                (numbers * bits / 8..numbers * bits / 8 + numbers / 16 + 1024).contains(&bytes),
+                "{family}: {bytes}"
+            );
+            let trained = AdamWParam::of_module::<Autodiff<S>, _>(&moe);
+            assert!(trained.iter().all(|param| !param.name().starts_with("experts")), "{trained:?}");
+            let inner = burn::module::AutodiffModule::valid(&moe);
+            let y = inner.forward(tokens).unwrap();
+            assert!(floats(y) == expected[0], "{family}: without gradients");
+            for refused in
+                [moe.to_block().err(), moe.to_parts().err(), moe.into_sharded(&place.shards, Payload::Plain).err()]
+            {
+                assert!(matches!(refused, Some(Error::Invalid { ref name, .. }) if name == "experts"), "{refused:?}");
+            }
+        });
+    }
+    // Experts of floating type are none that could be kept.
+    let checkpoint = Checkpoint::open(golden_of("qwen3_moe")).unwrap();
+    let (layer, load) = (checkpoint.moe_layers()[0], LoadAs::default().quantized());
+    let group = DeviceGroup::single::<S>(&checkpoint.block_config(layer).unwrap(), &here::<S>()).unwrap();
+    assert!(ExpertParallelMoE::<S>::from_checkpoint(&checkpoint, layer, group, load, &here::<S>()).is_err());
+}
+
+fn quantized_experts_are_kept_as_stored() {
+    kept_as_stored::<Flex>();
+}
+
 fn quantized_shards_are_the_layer_of_the_block() {
     for ranks in RANKS {
         as_the_block::<Flex>(ranks);
@@ -121,5 +185,6 @@ fn quantized_shards_are_the_layer_of_the_block() {
 
 tests! {
     fn();
+    quantized_experts_are_kept_as_stored,
     quantized_shards_are_the_layer_of_the_block,
 }
