@@ -476,11 +476,12 @@ fn a_rank_whose_parameters_have_other_sizes() {
             }
             let error = reducer.reduce(&other).expect_err("parameters of other sizes");
             match error {
-                Error::Shape { .. } if is_culprit => {}
-                Error::Comm(CommError::Refused { .. }) if !is_culprit => {}
+                Error::Invalid { name, .. } => assert_eq!(name, "variables"),
+                // Of a group in which all have the same.
+                Error::Comm(CommError::Refused { .. }) if mesh == [2, 2] && !is_culprit => {}
                 other => panic!("{other:?}"),
             }
-            assert_eq!(reducer.microbatches(), u64::from(!is_expert));
+            assert_eq!(reducer.microbatches(), 1);
             reducer.reset();
             reducer.backward_reduced(loss(), &model).unwrap();
         });

@@ -109,7 +109,7 @@ fn a_scaled_loss_that_overflows_is_skipped(device: &Device) -> AnyResult<()> {
 fn learning_rates_and_groups(device: &Device) -> AnyResult<()> {
     let var = |v: f32| -> AnyResult<Var> { Ok(Var::new(&[v], device)?) };
     let (a, b) = (var(1.0)?, var(1.0)?);
-    let of = |lr, weight_decay| GroupOptions { lr, betas: [0.0, 0.0], eps: 0.0, weight_decay };
+    let of = |lr, weight_decay| GroupOptions { lr, betas: [0.0, 0.0], eps: 1e-30, weight_decay };
     let params = vec![AdamWParam::new("a", &a), AdamWParam::new("b", &b).in_group(1)];
     let mut adam = AdamW::with_groups(params, AdamWOptions::default(), &[of(0.5, 0.0), of(0.25, 1.0)])?;
     let step = |adam: &mut AdamW| -> AnyResult<[f32; 2]> {
