@@ -4,6 +4,9 @@ use std::error::Error;
 use std::time::Duration;
 
 #[cfg(feature = "candle")]
+use moebius::comm::Tag;
+
+#[cfg(feature = "candle")]
 use super::device::Endpoint;
 
 type AnyError = Box<dyn Error + Send + Sync>;
@@ -40,5 +43,22 @@ impl Process {
     #[cfg(not(all(feature = "nccl", feature = "candle")))]
     pub fn join(_: Duration) -> Result<Self, AnyError> {
         Err("--processes: candle's ranks reach each other over NCCL; build with --features candle,nccl".into())
+    }
+
+    /// Bytes that every rank tells, in rank order.
+    ///
+    /// # Errors
+    /// The collective's.
+    #[cfg(feature = "candle")]
+    pub fn gather(&mut self, tag: Tag, own: &[u8]) -> Result<Vec<Vec<u8>>, AnyError> {
+        match &mut self.endpoint {
+            #[cfg(feature = "nccl")]
+            Endpoint::Gpus(_, comm) => {
+                let cuda = comm.cuda().clone();
+                super::rank_results::gather_over(&cuda, comm, tag, own)
+            }
+            Endpoint::Cpu(comm) => super::rank_results::gather_over(&moebius::cpu::Cpu::new(), comm, tag, own),
+            Endpoint::Gpu(_) => Ok(vec![own.to_vec()]),
+        }
     }
 }

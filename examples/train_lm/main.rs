@@ -14,6 +14,7 @@ mod dense;
 mod device;
 mod lm;
 mod mesh;
+mod options;
 #[path = "../support/output.rs"]
 mod output;
 mod plot;
@@ -384,18 +385,20 @@ fn run_process(args: &Args) -> Result<bool, Failure> {
     }
     match args.framework {
         Framework::Candle => {
-            let process = processes::Process::join(ranks::TIMEOUT)?;
+            let mut process = processes::Process::join(ranks::TIMEOUT)?;
             let of = (process.rank, process.world);
             run_rank(args, of, |settings, params| {
+                options::compare(settings, args.check_every, |tag, own| process.gather(tag, own))?;
                 let place = mesh::of_process(settings.mesh, process.rank, process.endpoint)?;
                 candle::Rank::new(settings, params, (place, process.rank))
             })
         }
         #[cfg(all(feature = "burn-cuda", feature = "nccl"))]
         Framework::Burn => {
-            let process = burn::communicators::Process::join()?;
+            let mut process = burn::communicators::Process::join()?;
             let of = (process.rank(), process.world());
             run_rank(args, of, |settings, params| {
+                options::compare(settings, args.check_every, |tag, own| process.gather(tag, own))?;
                 let (device, comms) = process.comms(settings.mesh)?;
                 burn::Rank::<burn::communicators::Gpu>::new(settings, params, (comms, &device), of.0)
             })

@@ -27,26 +27,37 @@ pub fn save(
     dir: &Path,
     steps: usize,
 ) -> Result<(), Failure> {
-    let tag = Tag { layer: 0, op: Op::User, sequence: steps as u64 };
-    // Before the optimizers of all ranks meet, and behind what one rank alone does.
-    let (save, begun) = match (number == 0).then(|| state::Save::begin(dir)).transpose() {
-        Ok(save) => (save, Ok(())),
-        Err(error) => (None, Err(error.into())),
-    };
-    agreed(rank, tag, begun)?;
-    let written = write(rank, (settings, save), steps, tag);
-    agreed(rank, tag, written)
+    // All that a rank does by itself comes first, so that all ranks are in the same collective.
+    let begun = (number == 0).then(|| state::Save::begin(dir)).transpose().map_err(Failure::from);
+    let begun = begun.and_then(|save| Ok((save, packed(rank)?)));
+    let (save, weights) = agreed(rank, tag(steps, 0), begun)?;
+    let written = write(rank, (settings, save), steps, &weights);
+    agreed(rank, tag(steps, 2), written)
+}
+
+/// Tag of a save's collectives, by their number in it.
+fn tag(steps: usize, number: u64) -> Tag {
+    Tag { layer: 0, op: Op::Weights, sequence: 3 * steps as u64 + number }
 }
 
 /// A rank's result, or that of another rank which has failed.
-fn agreed(rank: &mut impl SavedRank, tag: Tag, own: Result<(), Failure>) -> Result<(), Failure> {
-    let text = own.as_ref().map_or_else(ToString::to_string, |()| String::new());
+fn agreed<T>(rank: &mut impl SavedRank, tag: Tag, own: Result<T, Failure>) -> Result<T, Failure> {
+    let text = own.as_ref().map_or_else(ToString::to_string, |_| String::new());
     let gathered = rank.gather(tag, text.as_bytes())?;
-    own?;
+    let own = own?;
     match gathered.iter().enumerate().find(|(_, text)| !text.is_empty()) {
         Some((rank, text)) => Err(format!("rank {rank}: {}", String::from_utf8_lossy(text)).into()),
-        None => Ok(()),
+        None => Ok(own),
     }
+}
+
+/// This rank's weights, as they travel.
+fn packed(rank: &impl SavedRank) -> Result<Vec<u8>, Failure> {
+    let mut own = RankResults::default();
+    for (name, values) in rank.weights()? {
+        own.put(name, &[values.len()], values.into_iter().map(f64::from));
+    }
+    own.pack()
 }
 
 /// Writes the state: the rank that has the save does, from what all have.
@@ -54,13 +65,9 @@ fn write(
     rank: &mut impl SavedRank,
     (settings, save): (&Settings, Option<state::Save>),
     steps: usize,
-    tag: Tag,
+    weights: &[u8],
 ) -> Result<(), Failure> {
-    let mut own = RankResults::default();
-    for (name, values) in rank.weights()? {
-        own.put(name, &[values.len()], values.into_iter().map(f64::from));
-    }
-    let gathered = rank.gather(tag, &own.pack()?)?;
+    let gathered = rank.gather(tag(steps, 1), weights)?;
     rank.save_optimizer(&save.as_ref().map_or_else(PathBuf::new, state::Save::optimizer))?;
     let Some(save) = save else { return Ok(()) };
     let ranks = gathered.iter().map(|bytes| RankResults::unpack(bytes)).collect::<Result<Vec<_>, _>>()?;

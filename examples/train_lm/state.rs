@@ -64,7 +64,7 @@ impl fmt::Display for StateError {
 impl Error for StateError {}
 
 /// The identity of a run: numbers that decide the bits of its steps, whatever the ranks.
-fn run(settings: &Settings) -> [(&'static str, String); 18] {
+pub fn run(settings: &Settings) -> [(&'static str, String); 18] {
     let s = settings;
     [
         ("seed", s.seed.to_string()),

@@ -14,6 +14,8 @@ use crate::ranks::Worker;
 use crate::state::{self, StateError};
 use crate::{Args, candle, process, ranks, resumed};
 
+#[path = "agreement_tests.rs"]
+mod agreement_tests;
 #[cfg(feature = "burn")]
 #[path = "burn_tests.rs"]
 mod burn_tests;

@@ -185,6 +185,12 @@ mod processes {
             self.identity.world
         }
 
+        /// Bytes that every rank tells, in rank order.
+        pub fn gather(&mut self, tag: Tag, own: &[u8]) -> Result<Vec<Vec<u8>>, Failure> {
+            let cuda = self.comm.cuda().clone();
+            crate::rank_results::gather_over(&cuda, &mut self.comm, tag, own)
+        }
+
         /// The rank's GPU and communicators, which all ranks ask for: parts of the communicator of all.
         pub fn comms(self, mesh: Mesh) -> Result<(CudaDevice, RankComms<Cuda>), Failure> {
             let Self { identity, mut comm } = self;

@@ -51,7 +51,7 @@ pub struct Rank<Bk: MoeBackend<Native = Bk> + NativeBackend> {
     reducer: GradientReducer<Autodiff<Bk>>,
     optimizer: AdamW<Autodiff<Bk>>,
     number: usize,
-    /// Collectives of `world` so far, for tags.
+    /// Backwards so far, for the tags of their beginnings.
     calls: u64,
 }
 
@@ -133,7 +133,8 @@ impl<Bk: MoeBackend<Native = Bk> + NativeBackend> Rank<Bk> {
         }
         let total = self.optimizer.scale_loss(mean + aux.div_scalar(settings.microbatches as f32))?;
         // No rank is in its last backward any more.
-        self.gather_all(&[])?;
+        self.calls += 1;
+        self.gather(Tag { layer: 0, op: Op::User, sequence: self.calls }, &[])?;
         let reducer = &mut self.reducer;
         let backward = || match last {
             true => Ok(Some(reducer.backward_reduced(total, model)?)),
@@ -143,12 +144,6 @@ impl<Bk: MoeBackend<Native = Bk> + NativeBackend> Rank<Bk> {
             Some(sharded) => sharded.pass(Phase::Backward, model, backward),
             None => backward(),
         }
-    }
-
-    fn gather_all(&mut self, own: &[u8]) -> Result<Vec<Vec<u8>>, Failure> {
-        self.calls += 1;
-        let tag = Tag { layer: 0, op: Op::User, sequence: self.calls };
-        rank_results::gather_over(&self.device, &mut *self.world, tag, own)
     }
 }
 
@@ -237,8 +232,8 @@ fn rows_of<B: Backend>(ids: Tensor<B, 2, Int>) -> Vec<Vec<u32>> {
 }
 
 impl<Bk: MoeBackend<Native = Bk> + NativeBackend> Peer for Rank<Bk> {
-    fn gather(&mut self, _: Tag, own: &[u8]) -> Result<Vec<Vec<u8>>, Failure> {
-        self.gather_all(own)
+    fn gather(&mut self, tag: Tag, own: &[u8]) -> Result<Vec<Vec<u8>>, Failure> {
+        rank_results::gather_over(&self.device, &mut *self.world, tag, own)
     }
 }
 

@@ -1,0 +1,75 @@
+//! What ranks that are processes have been told: each by a command line of its own, the same on all.
+
+use std::error::Error;
+use std::fmt;
+
+use moebius::comm::{Op, Tag};
+
+use crate::Failure;
+use crate::lm::Settings;
+use crate::state;
+
+/// An option in which two ranks differ.
+#[derive(Debug, PartialEq, Eq)]
+pub struct OtherOption {
+    pub option: String,
+    pub ranks: [usize; 2],
+    pub values: [String; 2],
+}
+
+impl fmt::Display for OtherOption {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { option, ranks: [first, other], values: [expected, found] } = self;
+        write!(
+            f,
+            "{option}: expected one value on all ranks, found {expected} on rank {first} and {found} on rank {other}"
+        )
+    }
+}
+
+impl Error for OtherOption {}
+
+/// Compares the options before ranks do anything else together; where they differ each rank gets the same error. `gather`
+/// has every rank's bytes, in rank order.
+///
+/// # Errors
+/// [`OtherOption`]; those of `gather`.
+pub fn compare(
+    settings: &Settings,
+    check_every: usize,
+    gather: impl FnOnce(Tag, &[u8]) -> Result<Vec<Vec<u8>>, Failure>,
+) -> Result<(), Failure> {
+    let lines = |(option, value)| format!("{option}\t{value}\n");
+    let own: String = options(settings, check_every).into_iter().map(lines).collect();
+    let all = gather(Tag { layer: 0, op: Op::Init, sequence: 0 }, own.as_bytes())?;
+    let all: Vec<_> = all.iter().map(|bytes| String::from_utf8_lossy(bytes)).collect();
+    let Some(first) = all.first() else { return Ok(()) };
+    for (rank, other) in all.iter().enumerate() {
+        for (expected, found) in first.lines().zip(other.lines()).filter(|(expected, found)| expected != found) {
+            let [(option, expected), (_, found)] =
+                [expected, found].map(|line| line.split_once('\t').unwrap_or((line, "")));
+            let (ranks, values) = ([0, rank], [expected.to_string(), found.to_string()]);
+            return Err(OtherOption { option: option.to_string(), ranks, values }.into());
+        }
+    }
+    Ok(())
+}
+
+/// Options that decide what ranks do together. Folders may differ.
+fn options(settings: &Settings, check_every: usize) -> Vec<(&'static str, String)> {
+    let Settings { mesh, range, resume, save, dispatcher, measure_dispatcher, .. } = settings;
+    let given = |is: bool| if is { "given" } else { "not given" }.to_string();
+    let mut all = state::run(settings).to_vec();
+    all.extend([
+        ("--ep", mesh.ep.to_string()),
+        ("--etp", mesh.etp.map_or_else(|| "none".to_string(), |etp| etp.to_string())),
+        ("--copy-engines", given(mesh.engines)),
+        ("first and last step", format!("{range:?}")),
+        ("--check-every", check_every.to_string()),
+        ("--resume", given(resume.is_some())),
+        ("--save", given(save.is_some())),
+        ("--dispatcher", dispatcher.map_or("none", |kind| kind.name()).to_string()),
+        ("--measure-dispatcher", given(*measure_dispatcher)),
+    ]);
+    all
+}
