@@ -309,8 +309,10 @@ impl<B: AutodiffBackend + MoeBackend> AdamW<B> {
     /// # Errors
     /// As [`optim::AdamW::load_at`](crate::optim::AdamW::load_at); a parameter that the module has not.
     pub fn load<M: Module<B>>(&mut self, dir: impl AsRef<Path>, steps: impl Into<Option<u64>>, module: M) -> Result<M> {
-        self.optimizer.load_state(dir.as_ref(), steps.into())?;
         let (device, values) = (self.optimizer.device().clone(), values::<B, M>(&module));
+        let absent = self.params.iter().find(|param| !values.contains_key(&param.id()));
+        let able = absent.map_or(Ok(()), |param| Err(missing(param)));
+        self.optimizer.load_state(dir.as_ref(), steps.into(), able)?;
         let mut new = Values::<B::Native>::new();
         for (index, param) in self.params.iter().enumerate() {
             let value = find::<B>(&values, param)?;

@@ -490,7 +490,7 @@ impl<D: CandleDevice> DeviceAdamW for AdamWOnDevice<D> {
     }
 
     fn load(&mut self, dir: &Path, steps: Option<u64>) -> Result<u64> {
-        let steps = self.optimizer.load_state(dir, steps)?;
+        let steps = self.optimizer.load_state(dir, steps, Ok(()))?;
         let device = self.optimizer.device().clone();
         let vars: Vec<&Tensor> = self.params.iter().map(|param| param.var.as_tensor()).collect();
         let optimizer = &self.optimizer;

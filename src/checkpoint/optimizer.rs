@@ -182,7 +182,7 @@ impl<D: StepDevice> AdamW<D> {
     /// [`CheckpointError`] where reading fails, on every rank, after which no step is taken, and nothing saved, until a load
     /// succeeds.
     pub fn load(&mut self, dir: impl AsRef<Path>) -> Result<u64> {
-        self.load_state(dir.as_ref(), None)
+        self.load_state(dir.as_ref(), None, Ok(()))
     }
 
     /// The same of the state of a model that has taken `steps` steps, as whoever saved both has written down.
@@ -190,12 +190,13 @@ impl<D: StepDevice> AdamW<D> {
     /// # Errors
     /// As [`load`](Self::load); before anything has changed, the state of another step.
     pub fn load_at(&mut self, dir: impl AsRef<Path>, steps: u64) -> Result<u64> {
-        self.load_state(dir.as_ref(), Some(steps))
+        self.load_state(dir.as_ref(), Some(steps), Ok(()))
     }
 
-    /// [`load`](Self::load), or [`load_at`](Self::load_at) where the steps are known.
-    pub(crate) fn load_state(&mut self, dir: &Path, steps: Option<u64>) -> Result<u64> {
-        let checked = Saved::open(dir).and_then(|saved| {
+    /// [`load`](Self::load), or [`load_at`](Self::load_at) where the steps are known. `able`: whether this rank can take
+    /// the state, which the others hear of before anything has changed.
+    pub(crate) fn load_state(&mut self, dir: &Path, steps: Option<u64>, able: Result<()>) -> Result<u64> {
+        let checked = able.and_then(|()| Saved::open(dir)).and_then(|saved| {
             saved.check_identity(self.identity())?;
             saved.check_steps(steps)?;
             let items = saved.check(self)?;
