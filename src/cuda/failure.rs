@@ -35,6 +35,13 @@ pub(crate) trait FailureSource: Send + Sync {
 /// What a graph's calls go through and others take part in, which may end before the graph does: a communicator. Every
 /// replay passes it, and is watched.
 pub(crate) trait ReplayGate: Send + Sync {
+    /// Has a drop of what the calls go through, on whichever thread, wait for the [`exit`](Self::exit). Waits for nothing.
+    /// False: it is being dropped, and no replay may pass.
+    fn enter(&self) -> bool;
+
+    /// Ends what an [`enter`](Self::enter) that was true has begun.
+    fn exit(&self);
+
     /// Runs `launch`, which enqueues a replay, while nobody can end what the calls go through.
     ///
     /// # Errors
@@ -48,8 +55,54 @@ pub(crate) trait ReplayGate: Send + Sync {
     fn replayed(&self) -> Result<()>;
 }
 
-/// Enqueues a replay through all of its gates, each of which is held until it is.
-pub(super) fn pass_all(gates: &[Arc<dyn ReplayGate>], launch: &mut dyn FnMut() -> Result<()>) -> Result<()> {
+/// Gates of a graph, each once, in an order that all graphs of the process have: threads that hold some and wait for others
+/// never wait for each other.
+#[derive(Default)]
+pub(super) struct Gates(Vec<Weak<dyn ReplayGate>>);
+
+impl Gates {
+    pub(super) fn new(gates: impl IntoIterator<Item = Weak<dyn ReplayGate>>) -> Self {
+        let mut gates: Vec<_> = gates.into_iter().collect();
+        // No other gate gets the place of one that is gone while something names it.
+        let place = |gate: &Weak<dyn ReplayGate>| gate.as_ptr().cast::<()>();
+        gates.sort_by_key(place);
+        gates.dedup_by_key(|gate| place(gate));
+        Self(gates)
+    }
+
+    /// All of them, for a replay; `None` where one has been dropped or is being so.
+    pub(super) fn enter(&self) -> Option<EnteredGates> {
+        let mut entered = EnteredGates(Vec::with_capacity(self.0.len()));
+        for gate in &self.0 {
+            let gate = gate.upgrade().filter(|gate| gate.enter())?;
+            entered.0.push(gate);
+        }
+        Some(entered)
+    }
+}
+
+/// Gates that a replay has entered, in their order, until this is dropped.
+pub(super) struct EnteredGates(Vec<Arc<dyn ReplayGate>>);
+
+impl EnteredGates {
+    /// Enqueues the replay while all gates are held, and has each watch it.
+    ///
+    /// # Errors
+    /// The first of the gates', of `launch` or of the watches; where a watch fails the others have begun.
+    pub(super) fn pass(&self, launch: &mut dyn FnMut() -> Result<()>) -> Result<()> {
+        pass_all(&self.0, launch)?;
+        self.0.iter().map(|gate| gate.replayed()).fold(Ok(()), Result::and)
+    }
+}
+
+impl Drop for EnteredGates {
+    fn drop(&mut self) {
+        self.0.iter().for_each(|gate| gate.exit());
+    }
+}
+
+/// Runs `launch` while each of the gates is held.
+fn pass_all(gates: &[Arc<dyn ReplayGate>], launch: &mut dyn FnMut() -> Result<()>) -> Result<()> {
     match gates {
         [] => launch(),
         [first, others @ ..] => first.pass(&mut || pass_all(others, launch)),
@@ -97,20 +150,39 @@ impl FailureSources {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::atomic::AtomicUsize;
+    use std::sync::mpsc;
+    use std::thread;
+    use std::time::Duration;
+
     use super::*;
 
-    /// Whether it has ended, and whether it is held.
     #[derive(Default)]
     struct Gate {
         ended: bool,
         held: AtomicBool,
+        lock: Mutex<()>,
+        closed: AtomicBool,
+        entered: AtomicUsize,
+        watched: AtomicUsize,
     }
 
     impl ReplayGate for Gate {
+        fn enter(&self) -> bool {
+            let open = !self.closed.load(Ordering::SeqCst);
+            self.entered.fetch_add(usize::from(open), Ordering::SeqCst);
+            open
+        }
+
+        fn exit(&self) {
+            self.entered.fetch_sub(1, Ordering::SeqCst);
+        }
+
         fn pass(&self, launch: &mut dyn FnMut() -> Result<()>) -> Result<()> {
             if self.ended {
                 return Err(Error::invalid("replay", "gate", "one that has not ended", "one that has"));
             }
+            let _lock = self.lock.lock().unwrap_or_else(PoisonError::into_inner);
             self.held.store(true, Ordering::SeqCst);
             let launched = launch();
             self.held.store(false, Ordering::SeqCst);
@@ -118,28 +190,85 @@ mod tests {
         }
 
         fn replayed(&self) -> Result<()> {
+            self.watched.fetch_add(1, Ordering::SeqCst);
             Ok(())
         }
+    }
+
+    fn weak(gate: &Arc<Gate>) -> Weak<dyn ReplayGate> {
+        let gate: Weak<Gate> = Arc::downgrade(gate);
+        gate
+    }
+
+    fn gates<'a>(gates: impl IntoIterator<Item = &'a Arc<Gate>>) -> Gates {
+        Gates::new(gates.into_iter().map(weak))
+    }
+
+    fn count(gates: &[Arc<Gate>], of: impl Fn(&Gate) -> &AtomicUsize) -> Vec<usize> {
+        gates.iter().map(|gate| of(gate).load(Ordering::SeqCst)).collect()
     }
 
     #[test]
     fn a_replay_is_launched_while_all_gates_are_held() {
         let open: Vec<Arc<Gate>> = (0..3).map(|_| Arc::default()).collect();
-        let gates: Vec<Arc<dyn ReplayGate>> = open.iter().map(|gate| Arc::clone(gate) as _).collect();
         let mut launches = 0;
         let mut launch = || {
             launches += 1;
             assert!(open.iter().all(|gate| gate.held.load(Ordering::SeqCst)));
             Ok(())
         };
-        assert!(pass_all(&gates, &mut launch).is_ok());
-        // One that has ended lets nothing through, wherever it stands.
-        for at in 0..=gates.len() {
-            let mut gates = gates.clone();
-            gates.insert(at, Arc::new(Gate { ended: true, ..Gate::default() }));
-            assert!(pass_all(&gates, &mut launch).is_err_and(|e| e.to_string().contains("has not ended")));
-        }
-        assert_eq!(launches, 1);
+        // One that is named twice is passed once: it would wait for itself.
+        let entered = gates(open.iter().chain(&open)).enter().expect("open gates");
+        assert_eq!(count(&open, |gate| &gate.entered), [1; 3]);
+        assert!(entered.pass(&mut launch).is_ok());
+        drop(entered);
+        assert_eq!(count(&open, |gate| &gate.watched), [1; 3]);
+        // One that has ended lets nothing through, and what is not launched nobody watches.
+        let ended = Arc::new(Gate { ended: true, ..Gate::default() });
+        let entered = gates(open.iter().chain([&ended])).enter().expect("gates that are not dropped");
+        assert!(entered.pass(&mut launch).is_err_and(|e| e.to_string().contains("has not ended")));
+        drop(entered);
+        assert_eq!((launches, count(&open, |gate| &gate.watched)), (1, vec![1; 3]));
         assert!(open.iter().all(|gate| !gate.held.load(Ordering::SeqCst)));
+        assert_eq!(count(&open, |gate| &gate.entered), [0; 3]);
+    }
+
+    #[test]
+    fn nothing_passes_a_gate_that_is_dropped() {
+        let open: Vec<Arc<Gate>> = (0..3).map(|_| Arc::default()).collect();
+        for at in 0..3 {
+            open[at].closed.store(true, Ordering::SeqCst);
+            assert!(gates(&open).enter().is_none());
+            open[at].closed.store(false, Ordering::SeqCst);
+        }
+        let gone = gates(open.iter().chain([&Arc::default()]));
+        assert!(gone.enter().is_none());
+        // What was entered before is left again.
+        assert_eq!(count(&open, |gate| &gate.entered), [0; 3]);
+    }
+
+    /// Two graphs whose captures have met the gates in opposite orders, replayed by two threads. In these orders each
+    /// thread would hold its first gate and wait for the other's before long.
+    #[test]
+    fn threads_take_gates_in_one_order() {
+        const REPLAYS: usize = 2000;
+        let both: [Arc<Gate>; 2] = Default::default();
+        let graphs = [gates(&both), gates(both.iter().rev())];
+        let (send, done) = mpsc::channel();
+        for graph in graphs {
+            let (both, send) = (both.clone(), send.clone());
+            thread::spawn(move || {
+                for _replay in 0..REPLAYS {
+                    let entered = graph.enter().expect("open gates");
+                    entered.pass(&mut || Ok(thread::yield_now())).expect("a launch");
+                }
+                drop(both);
+                send.send(()).expect("a listener");
+            });
+        }
+        for _thread in 0..2 {
+            done.recv_timeout(Duration::from_secs(60)).expect("neither thread waits for the other");
+        }
+        assert_eq!(count(&both, |gate| &gate.watched), [2 * REPLAYS; 2]);
     }
 }

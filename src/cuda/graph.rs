@@ -1,7 +1,7 @@
 //! CUDA graphs: a sequence of calls, captured once and replayed without the host.
 
 use std::fmt;
-use std::sync::{Arc, Weak};
+use std::sync::Arc;
 
 use cudarc::driver::{result, sys};
 
@@ -11,7 +11,7 @@ use crate::error::{Error, Result};
 use super::capture_state::CaptureState;
 use super::device::Cuda;
 use super::driver::driver;
-use super::failure::{ReplayGate, pass_all};
+use super::failure::Gates;
 use super::memory::{Arena, ArenaKind};
 
 const CALL: &str = "Cuda::capture";
@@ -34,7 +34,7 @@ pub struct Captured<T> {
     /// Every device that took part: its kernels and the words that they report in are the graph's.
     devices: Vec<Cuda>,
     /// What its replays pass.
-    gates: Vec<Weak<dyn ReplayGate>>,
+    gates: Gates,
 }
 
 impl<T: fmt::Debug> fmt::Debug for Captured<T> {
@@ -302,12 +302,7 @@ impl<T> Captured<T> {
         }
         let (graph, output) = capture.run(calls)?;
         let states = || capture.members.iter().map(|member| &member.cuda.inner.capture_state);
-        let mut gates: Vec<Weak<dyn ReplayGate>> = Vec::new();
-        for gate in states().flat_map(CaptureState::take_gates) {
-            if !gates.iter().any(|known| known.ptr_eq(&gate)) {
-                gates.push(gate);
-            }
-        }
+        let gates = Gates::new(states().flat_map(CaptureState::take_gates));
         let held = states().flat_map(CaptureState::take_held).collect();
         drop(capture);
         if kind == ArenaKind::InGraph {
@@ -327,19 +322,16 @@ impl<T> Captured<T> {
     pub fn replay(&mut self) -> Result<()> {
         const CALL: &str = "Captured::replay";
         self.check()?;
-        let gates: Vec<_> = self.gates.iter().filter_map(Weak::upgrade).collect();
-        if gates.len() < self.gates.len() {
-            return Err(Error::invalid(CALL, "graph", "the communicators of its collectives alive", "one dropped"));
-        }
+        let entered = self.gates.enter().ok_or_else(|| {
+            Error::invalid(CALL, "graph", "the communicators of its collectives alive", "one dropped")
+        })?;
         self.cuda.bind(CALL)?;
-        pass_all(&gates, &mut || {
+        entered.pass(&mut || {
             // SAFETY: the graph is executable, what it touches is held by `self`, and what its collectives go through by
             // the gates.
             unsafe { result::graph::launch(self.exec, self.cuda.inner.stream.cu_stream()) }
                 .map_err(driver(CALL, "launch the graph"))
-        })?;
-        // Each is told, whatever another says.
-        gates.iter().map(|gate| gate.replayed()).fold(Ok(()), Result::and)
+        })
     }
 
     /// Whether something that replays depend on has failed, a peer for instance: what they have computed since is worth

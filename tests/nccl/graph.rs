@@ -1,12 +1,15 @@
 //! Steps of whole layers over several GPUs in which nothing waits: the same bits as those that do, nothing asked of the
 //! driver, errors told later, and forward and backward, prepare included, replayed from a graph.
 
+use std::sync::mpsc;
+use std::thread;
+
 use moebius::config::{CapacityOrder, ExpertCapacity, MoeConfig, Payload};
 use moebius::cuda::Cuda;
 use moebius::ep::{Capacity, DispatcherKind, Overflow, Reporting};
 use moebius::layer::DispatchOptions;
 use moebius::nccl::NcclComm;
-use moebius::{Error, Result};
+use moebius::{CommError, Error, Result};
 
 use crate::steps::{Shape, Steps, each};
 use crate::{KINDS, Run};
@@ -17,6 +20,7 @@ pub fn cases() -> Vec<(&'static str, Run)> {
         ("a_seen_step_asks_the_driver_for_nothing", asks_for_nothing),
         ("graphs_replay_the_bits_of_eager_steps", graphs_replay),
         ("a_graph_tells_what_is_wrong_later", graphs_tell),
+        ("a_group_may_be_dropped_beside_a_replay", dropped_beside_replays),
         ("what_cannot_be_captured_says_so", not_capturable),
     ]
 }
@@ -151,6 +155,35 @@ fn graphs_tell(_: &Cuda, ranks: usize) {
             Ok(())
         });
     }
+}
+
+/// A rank's group goes while another thread of it replays, on each rank at a time of its own: replays end with an error, in
+/// time, and the GPU works on.
+fn dropped_beside_replays(_: &Cuda, ranks: usize) {
+    let config = configs().swap_remove(0);
+    each(ranks, |comm, barrier| {
+        let mut steps = steps(comm, &config, GATHER, fixed(ranks, Reporting::Deferred))?;
+        steps.over(0..1)?;
+        let cuda = steps.cuda.clone();
+        let mut graph = cuda.capture(|| steps.step())?;
+        barrier.wait();
+        let (send, replayed) = mpsc::channel();
+        let refused = thread::scope(|scope| {
+            let replaying = scope.spawn(move || loop {
+                match graph.replay() {
+                    Ok(()) => send.send(()).expect("a listener"),
+                    Err(error) => return error,
+                }
+            });
+            replayed.iter().take(3).for_each(drop);
+            drop(steps);
+            replaying.join().expect("no panic")
+        });
+        let dropped = matches!(&refused, Error::Invalid { name, .. } if name == "graph");
+        assert!(dropped || matches!(refused, Error::Comm(CommError::PeerGone { .. })), "{refused:?}");
+        barrier.wait();
+        cuda.check()
+    });
 }
 
 fn not_capturable(_: &Cuda, ranks: usize) {

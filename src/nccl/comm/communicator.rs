@@ -1,13 +1,12 @@
 //! One rank's communicator between GPUs.
 
 use std::collections::HashMap;
-use std::fmt;
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use crate::comm::agree::{CollectiveCall, Detail};
 use crate::comm::{Op, Tag};
-use crate::cuda::{Cuda, ReplayGate};
+use crate::cuda::Cuda;
 use crate::dtype::DType;
 use crate::error::{CommError, Result};
 use crate::tensor::Tensor;
@@ -33,29 +32,22 @@ use crate::nccl::{NcclLibrary, NcclOptions};
 /// `BF16` are exchanged piece by piece and added by this crate's kernel, which moves as many bytes as NCCL's own ring;
 /// integers are NCCL's to add; `F64`, and the maximum of floating types, where a NaN must win, pass through the host.
 ///
-/// Dropping it tells the peers that the rank has left, and waits until its collectives have ended, or it has failed.
+/// Dropping it tells the peers that the rank has left, and waits until its collectives have ended, or it has failed; those of
+/// a graph that another thread replays at the time too, whose next replay is an error.
 #[derive(Debug)]
 pub struct NcclComm {
     pub(in crate::nccl) cuda: Cuda,
     pub(in crate::nccl) sums: RankReduce,
     pub(in crate::nccl) session: Session,
     /// Of graphs that hold its collectives.
-    replays: WatchedReplays,
+    replays: Arc<Replays>,
 }
 
 impl Drop for NcclComm {
     fn drop(&mut self) {
         // Before anything else of it goes; the communicator is the last.
+        self.replays.close();
         self.session.close();
-    }
-}
-
-/// What replays of a communicator's collectives pass.
-struct WatchedReplays(Arc<dyn ReplayGate>);
-
-impl fmt::Debug for WatchedReplays {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("WatchedReplays")
     }
 }
 
@@ -118,10 +110,8 @@ impl NcclComm {
         let session = Session::new(comm_handle, control, timeout)?;
         let guard: Arc<dyn crate::cuda::FailureSource> = session.comm_handle.clone();
         cuda.add_failure_source(&guard);
-        let (comm_handle, count) = (Arc::clone(&session.comm_handle), Arc::clone(&session.count));
-        let watch = session.watch().ok_or_else(|| session.ended(CALL, NO_TAG))?;
-        let replays = WatchedReplays(Arc::new(Replays { cuda: cuda.clone(), comm_handle, timeout, count, watch }));
-        Ok(Self { cuda: cuda.clone(), sums: RankReduce::default(), session, replays })
+        let replays = Replays::of(&session, cuda).ok_or_else(|| session.ended(CALL, NO_TAG))?;
+        Ok(Self { cuda: cuda.clone(), sums: RankReduce::default(), session, replays: Arc::new(replays) })
     }
 
     /// The GPU and its stream.
@@ -242,12 +232,13 @@ impl NcclComm {
     ) -> Result<T> {
         let bound = self.cuda.bind(subject.operation);
         self.session.check_begun(subject, bound)?;
-        let (stream, cuda, replays) = (self.stream(), &self.cuda, &self.replays.0);
+        let (stream, cuda, replays) = (self.stream(), &self.cuda, &self.replays);
         let work = || {
             let work = work_so_far(cuda)?;
             // A replay is counted as one of the ranks' common calls, so it must hold one.
             if work.is_none() && callers == Callers::AllRanks {
-                cuda.gate_replays(Arc::downgrade(replays));
+                let gate: Weak<Replays> = Arc::downgrade(replays);
+                cuda.gate_replays(gate);
             }
             Ok(work)
         };

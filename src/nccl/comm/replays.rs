@@ -1,13 +1,15 @@
 //! What a GPU has been given of a communicator, as its watchdog sees it: collectives, and replays of graphs that have some
 //! among them, each of which is counted and watched as one.
 
-use std::sync::Arc;
+use std::fmt;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use crate::comm::{Op, Tag};
 use crate::cuda::{Cuda, Event, ReplayGate};
 use crate::error::{CommError, Result};
 
+use crate::nccl::comm::session::Session;
 use crate::nccl::control::call_count::CallCount;
 use crate::nccl::control::peer_events::{CollectiveInfo, REPLAY};
 use crate::nccl::control::watchdog::{KERNEL_MARGIN, WatchHandle};
@@ -37,16 +39,87 @@ pub(in crate::nccl) fn work_so_far(cuda: &Cuda) -> Result<Option<Box<dyn Work>>>
     })
 }
 
-/// What a rank's replays pass, and who watches them. It ends with the communicator, which alone holds it.
+/// Replays between their beginning and their watch, which a communicator that is dropped waits for.
+#[derive(Debug, Default)]
+struct ReplayDoor {
+    state: Mutex<DoorState>,
+    left: Condvar,
+}
+
+#[derive(Debug, Default)]
+struct DoorState {
+    closed: bool,
+    inside: usize,
+}
+
+impl ReplayDoor {
+    fn lock(&self) -> MutexGuard<'_, DoorState> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// One more is inside, unless it is closed.
+    fn enter(&self) -> bool {
+        let mut state = self.lock();
+        state.inside += usize::from(!state.closed);
+        !state.closed
+    }
+
+    fn exit(&self) {
+        self.lock().inside -= 1;
+        self.left.notify_all();
+    }
+
+    /// Lets no more in, and waits until all have left. A replay inside may wait for room on its stream, until what is there
+    /// ends: by itself, or by the communicator's watchdog, which therefore is to be there still.
+    fn close(&self) {
+        let mut state = self.lock();
+        state.closed = true;
+        while state.inside > 0 {
+            state = self.left.wait(state).unwrap_or_else(PoisonError::into_inner);
+        }
+    }
+}
+
+/// What a rank's replays pass, and who watches them. It ends with the communicator, which alone holds it, but for replays
+/// that have come through its door.
 pub(in crate::nccl) struct Replays {
-    pub(in crate::nccl) cuda: Cuda,
-    pub(in crate::nccl) comm_handle: Arc<CommHandle>,
-    pub(in crate::nccl) timeout: Duration,
-    pub(in crate::nccl) count: Arc<CallCount>,
-    pub(in crate::nccl) watch: WatchHandle,
+    cuda: Cuda,
+    comm_handle: Arc<CommHandle>,
+    timeout: Duration,
+    count: Arc<CallCount>,
+    watch: WatchHandle,
+    door: ReplayDoor,
+}
+
+impl fmt::Debug for Replays {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Replays").field("door", &self.door).finish_non_exhaustive()
+    }
+}
+
+impl Replays {
+    /// Those of a session's communicator; `None` where the session is closed.
+    pub(in crate::nccl) fn of(session: &Session, cuda: &Cuda) -> Option<Self> {
+        let (comm_handle, count) = (Arc::clone(&session.comm_handle), Arc::clone(&session.count));
+        let (timeout, watch, door) = (session.timeout, session.watch()?, ReplayDoor::default());
+        Some(Self { cuda: cuda.clone(), comm_handle, timeout, count, watch, door })
+    }
+
+    /// Lets no more replays pass, and waits until those that have are watched; before the session is closed.
+    pub(in crate::nccl) fn close(&self) {
+        self.door.close();
+    }
 }
 
 impl ReplayGate for Replays {
+    fn enter(&self) -> bool {
+        self.door.enter()
+    }
+
+    fn exit(&self) {
+        self.door.exit();
+    }
+
     fn pass(&self, launch: &mut dyn FnMut() -> Result<()>) -> Result<()> {
         let (operation, tag, rank) = (REPLAY, NO_TAG, self.comm_handle.rank);
         let reason = || "the communicator has ended".to_string();
@@ -70,5 +143,36 @@ impl ReplayGate for Replays {
         let subject = CollectiveInfo { rank: self.comm_handle.rank, number, operation: REPLAY, tag };
         self.watch.watch(subject, self.timeout + KERNEL_MARGIN, work);
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::sync::atomic::{AtomicBool, Ordering};
+    use std::thread;
+
+    #[test]
+    fn a_door_closes_behind_those_inside() {
+        let (door, left) = (ReplayDoor::default(), AtomicBool::new(false));
+        assert!(door.enter() && door.enter());
+        door.exit();
+        thread::scope(|scope| {
+            let closing = scope.spawn(|| {
+                door.close();
+                assert!(left.load(Ordering::SeqCst), "closed over one that is inside");
+            });
+            // Nobody gets in any more, though one is inside still.
+            while door.enter() {
+                door.exit();
+                thread::yield_now();
+            }
+            assert!(!closing.is_finished());
+            left.store(true, Ordering::SeqCst);
+            door.exit();
+        });
+        assert!(!door.enter());
+        // Once more, as a drop behind another.
+        door.close();
     }
 }

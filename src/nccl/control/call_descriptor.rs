@@ -112,6 +112,14 @@ impl CallDescriptor {
         CollectiveCall { operation, tag: self.tag, dtype: self.dtype, detail, bytes: self.bytes as usize }
     }
 
+    /// Why the rank fails in the others' call, where it does.
+    pub(in crate::nccl) fn refusal(&self) -> Option<&str> {
+        match &self.detail {
+            DetailCode::Refusal(reason) => Some(reason),
+            _ => None,
+        }
+    }
+
     /// Whether this is what a call is told as.
     fn is(&self, name: &str) -> bool {
         let mut bytes = [0; NAME.end - NAME.start];

@@ -129,6 +129,9 @@ impl PeerEvents {
 
     /// A rank is about to make this collective.
     pub(in crate::nccl) fn call(&self, rank: usize, number: u64, call: CallDescriptor) {
+        if let Some(reason) = call.refusal() {
+            self.refuse_meeting(rank, number, reason);
+        }
         let mut state = self.lock();
         let calls = state.called.entry(number).or_default();
         calls.insert(rank, call);
@@ -150,7 +153,11 @@ impl PeerEvents {
         let of = |state: &EventState, rank| state.called.get(&number).is_some_and(|calls| calls.contains_key(&rank));
         let missing: Vec<usize> = (0..size).filter(|rank| !of(&state, *rank)).collect();
         match missing.is_empty() {
-            true => Ok(state.called.remove(&number).unwrap_or_default().into_values().collect()),
+            true => {
+                // None of them replays a graph.
+                state.met.remove(&number);
+                Ok(state.called.remove(&number).unwrap_or_default().into_values().collect())
+            }
             false => Err(missing),
         }
     }

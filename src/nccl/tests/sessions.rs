@@ -300,37 +300,43 @@ fn nobody_aborts_before_the_others_know() {
 }
 
 /// A rank that replays a graph comes to no meeting: it hears of a refusal there by its watchdog, and the communicator ends
-/// on both. Where all come, it goes on.
+/// on both, whether the meeting is one of threads or of processes. Where all come, it goes on.
 #[test]
 fn a_refusal_reaches_a_rank_in_a_replay() {
     let rendezvous = ThreadRendezvous::new(2);
-    let controls = [0, 1].map(|_| ControlPlane::ThreadRendezvous(Arc::clone(&rendezvous)));
-    let [(mut refusing, fake), (mut other, theirs)] = sessions(controls);
-    // All come: both have their error, and nothing is left of it for the calls behind.
-    thread::scope(|scope| {
-        let peer = scope.spawn(|| other.begin(same()));
-        refusing.refuse(same().tag, "no memory").expect("its own refusal");
-        assert!(matches!(peer.join().expect("no panic"), Err(Error::Comm(CommError::Refused { peer: 0, .. }))));
-    });
-    let replay = |session: &Session| {
-        let number = session.count.call();
-        session.count.enqueued(number);
-        let subject = CollectiveInfo { rank: session.comm_handle.rank, number, operation: REPLAY, tag: same().tag };
-        let ends = Arc::new(AtomicBool::new(false));
-        let watch = session.watch().expect("a watchdog");
-        watch.watch(subject, LONG, Box::new(FlaggedWork(Arc::clone(&ends))));
-        ends
-    };
-    for ends in [replay(&refusing), replay(&other)] {
-        ends.store(true, SeqCst);
-    }
-    let start = Instant::now();
-    let _never = replay(&other);
-    assert!(refusing.refuse(same().tag, "no room").is_err(), "nobody came");
-    until("aborted", || fake.aborts.load(SeqCst) > 0 && theirs.aborts.load(SeqCst) > 0);
-    assert!(start.elapsed() < TIMEOUT);
-    match other.comm_handle.failure() {
-        Some(CommError::Refused { operation: REPLAY, rank: 1, peer: 0, reason, .. }) => assert_eq!(reason, "no room"),
-        other => panic!("{other:?}"),
+    let ends = sockets([true; 3]);
+    let control = |rank: usize| ControlPlane::ProcessControl(ProcessControl::new(&ends[rank], 0, vec![0, 1]));
+    let threads = [0, 1].map(|_| ControlPlane::ThreadRendezvous(Arc::clone(&rendezvous)));
+    for controls in [threads, [control(0), control(1)]] {
+        let [(mut refusing, fake), (mut other, theirs)] = sessions(controls);
+        // All come: both have their error, and nothing is left of it for the calls behind.
+        thread::scope(|scope| {
+            let peer = scope.spawn(|| other.begin(same()));
+            refusing.refuse(same().tag, "no memory").expect("its own refusal");
+            assert!(matches!(peer.join().expect("no panic"), Err(Error::Comm(CommError::Refused { peer: 0, .. }))));
+        });
+        let replay = |session: &Session| {
+            let number = session.count.call();
+            session.count.enqueued(number);
+            let subject = CollectiveInfo { rank: session.comm_handle.rank, number, operation: REPLAY, tag: same().tag };
+            let ends = Arc::new(AtomicBool::new(false));
+            let watch = session.watch().expect("a watchdog");
+            watch.watch(subject, LONG, Box::new(FlaggedWork(Arc::clone(&ends))));
+            ends
+        };
+        for ends in [replay(&refusing), replay(&other)] {
+            ends.store(true, SeqCst);
+        }
+        let start = Instant::now();
+        let _never = replay(&other);
+        assert!(refusing.refuse(same().tag, "no room").is_err(), "nobody came");
+        until("aborted", || fake.aborts.load(SeqCst) > 0 && theirs.aborts.load(SeqCst) > 0);
+        assert!(start.elapsed() < TIMEOUT);
+        match other.comm_handle.failure() {
+            Some(CommError::Refused { operation: REPLAY, rank: 1, peer: 0, reason, .. }) => {
+                assert_eq!(reason, "no room");
+            }
+            other => panic!("{other:?}"),
+        }
     }
 }
