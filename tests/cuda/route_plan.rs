@@ -5,15 +5,16 @@ use moebius::cuda::Cuda;
 use moebius::ep::{Capacity, DispatchSpec, PlanRequest, Reporting, RowOrder};
 use moebius::kernels::{GatherRows, Kernels, Linear, Origin, Route, RouteAndPlan, Up};
 use moebius::kernels::{RowDest, RowSource};
-use moebius::{DType, Error, Result, Tensor};
+use moebius::{DType, Error, MoeConfig, Result, Tensor};
 
-use crate::harness::{Random, tests};
+use crate::harness::{Case, Data, Random, on_gpu, tests};
 
 tests!(
     one_launch_has_the_bits_of_separate_ones,
     equal_logits_have_them_too,
     logits_that_are_no_numbers_are_told_alike,
-    what_it_is_not_for_is_left_to_separate_ones
+    what_it_is_not_for_is_left_to_separate_ones,
+    layers_have_the_bits_of_separate_ones
 );
 
 const LAYER: u32 = 5;
@@ -142,6 +143,37 @@ fn made(cuda: &Cuda, s: &Setting, inputs: &Inputs, at_once: bool) -> Result<Made
         ("up", bytes(&hidden)?),
         ("statistics", counts.flat_map(|n| n.to_le_bytes()).collect()),
     ]))
+}
+
+/// Forward and backward of whole layers of one rank. Where a layer is told at once what is wrong, its router is three
+/// launches; where later, it is one for up to 8 tokens. Everything else is the same, so that all results have the same bits.
+fn layers_have_the_bits_of_separate_ones(cuda: &Cuda) -> Result<()> {
+    for [experts, top_k, hidden, tokens] in SIZES {
+        let plain = MoeConfig::new(hidden, 16, experts, top_k);
+        let mut other = plain.clone();
+        (other.router.logit_bias, other.aux.balance, other.aux.z) = (true, 0.1, 0.01);
+        other.router.renorm = Some(Renorm { p: 1.0, epsilon: 1e-20, floor: 0.5 });
+        for (config, dtype) in [(plain, DType::BF16), (other, DType::F16)] {
+            // One token, as many as the size has, and one more than the one launch serves.
+            for tokens in [1, tokens, 9] {
+                let case = Case { seed: 19, ..Case::new(config.clone(), tokens, dtype) };
+                let data = Data::new(&case)?;
+                let told = |reporting| {
+                    let mut case = case.clone();
+                    case.dispatch.reporting = Some(reporting);
+                    on_gpu(&case, &data, cuda)
+                };
+                let separate = told(Reporting::Immediate)?;
+                let at_once = told(Reporting::Deferred)?;
+                assert_eq!(at_once.len(), separate.len());
+                for ((name, one), (_, theirs)) in at_once.iter().zip(&separate) {
+                    let same = one.iter().zip(theirs).all(|(a, b)| a.to_bits() == b.to_bits());
+                    assert!(same && one.len() == theirs.len(), "{name} of {experts}, {top_k}, {hidden}, {tokens}, {dtype:?}");
+                }
+            }
+        }
+    }
+    Ok(())
 }
 
 fn is_hopper(cuda: &Cuda) -> bool {
