@@ -74,11 +74,23 @@ struct Steps {
     }
 };
 
+// Sums of the first half of k, which a warp alone sets aside: in shared memory by blocks of four warps, whose registers are
+// all in use; in registers by those of eight, which have no shared memory left.
+template <int THREADS>
+struct SharedSums {
+    float4 (*sums)[THREADS];
+    __device__ __forceinline__ float4& operator[](int i) { return sums[i][threadIdx.x]; }
+};
+template <int N>
+struct RegisterSums {
+    float4 sums[N];
+    __device__ __forceinline__ float4& operator[](int i) { return sums[i]; }
+};
+
 // Sums of M tiles of 16 weight rows. `codes` has the first AHEAD steps; as many are on their way while one is multiplied.
-template <int FORMAT, int M, int NT, int AHEAD>
-__device__ __forceinline__ void mma_tile(float (&acc)[M][NT][4], const WeightRows<FORMAT, M>& rows, StepCodes<FORMAT> (&codes)[AHEAD][2 * M], const uint4* x, int pitch, const Steps& steps) {
+template <int FORMAT, int M, int NT, int AHEAD, class Sums>
+__device__ __forceinline__ void mma_tile(float (&acc)[M][NT][4], const WeightRows<FORMAT, M>& rows, StepCodes<FORMAT> (&codes)[AHEAD][2 * M], const uint4* x, int pitch, const Steps& steps, Sums first) {
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-    float first[M][NT][4] = {};
     StepCodes<FORMAT> last[2 * M];
     StepCodes<FORMAT>(&now)[2 * M] = codes[0];
 #pragma unroll 1
@@ -87,9 +99,11 @@ __device__ __forceinline__ void mma_tile(float (&acc)[M][NT][4], const WeightRow
 #pragma unroll
             for (int m = 0; m < M; m++)
 #pragma unroll
-                for (int n = 0; n < NT; n++)
-#pragma unroll
-                    for (int i = 0; i < 4; i++) first[m][n][i] = acc[m][n][i], acc[m][n][i] = 0.0f;
+                for (int n = 0; n < NT; n++) {
+                    float(&sum)[4] = acc[m][n];
+                    first[m * NT + n] = make_float4(sum[0], sum[1], sum[2], sum[3]);
+                    sum[0] = sum[1] = sum[2] = sum[3] = 0.0f;
+                }
         }
         if (step + AHEAD < steps.to) rows.load(last, static_cast<int64_t>(step + AHEAD) * STEP);
         uint32_t scales[2 * M][4];
@@ -120,12 +134,15 @@ __device__ __forceinline__ void mma_tile(float (&acc)[M][NT][4], const WeightRow
         }
     }
     if (PARTS<M> != 1) return;
+    const bool halved = steps.to > steps.second;
 #pragma unroll
     for (int m = 0; m < M; m++)
 #pragma unroll
-        for (int n = 0; n < NT; n++)
-#pragma unroll
-            for (int i = 0; i < 4; i++) acc[m][n][i] = first[m][n][i] + acc[m][n][i];
+        for (int n = 0; n < NT; n++) {
+            const float4 kept = halved ? first[m * NT + n] : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+            float(&sum)[4] = acc[m][n];
+            sum[0] = kept.x + sum[0], sum[1] = kept.y + sum[1], sum[2] = kept.z + sum[2], sum[3] = kept.w + sum[3];
+        }
 }
 
 template <int FORMAT, int KIND, int WARPS, int M, int NT>
@@ -154,14 +171,6 @@ __device__ __forceinline__ void tile(const GemmParams& p, const QuantWeightParam
 #pragma unroll
     for (int i = 0; i < AHEAD; i++) rows.load(codes[i], static_cast<int64_t>(steps.from + i) * STEP);
 
-    // What sums are multiplied with comes with the first codes. Of a weight of two parts, gate and up have a factor each.
-    float factors[2];
-#pragma unroll
-    for (int half = 0; half < 2; half++) {
-        const int64_t weight_part = w.parts == 2 && gated ? half : 0;
-        factors[half] = Format<FORMAT>::LEFT * (w.factors ? w.factors[t.x * w.parts + weight_part] : 1.0f);
-    }
-
     // Rows, the numbers of a chunk in the order of code pairs.
     const int chunks = all_steps * (STEP / 8), filled = static_cast<int>(p.k / 8);
     for (int r = warp; r < NT * 8; r += WARPS) {
@@ -186,7 +195,12 @@ __device__ __forceinline__ void tile(const GemmParams& p, const QuantWeightParam
     __syncthreads();
 
     float acc[M][NT][4] = {};
-    mma_tile(acc, rows, codes, x, pitch, steps);
+    if constexpr (WARPS == DECODE8_WARPS && PARTS<M> == 1) {
+        __shared__ float4 first[M * NT][WARPS * 32];
+        mma_tile(acc, rows, codes, x, pitch, steps, SharedSums<WARPS * 32>{first});
+    } else {
+        mma_tile(acc, rows, codes, x, pitch, steps, RegisterSums<M * NT>{});
+    }
     if constexpr (PARTS<M> == 2) {
         static_assert(M == 1 && NT == 1, "a thread has one tile's sums");
         // The rows have been read by all.
@@ -197,6 +211,14 @@ __device__ __forceinline__ void tile(const GemmParams& p, const QuantWeightParam
         if (part == 1) return;
         const float4 second = sums[warp_tile * 32 + lane];
         acc[0][0][0] += second.x, acc[0][0][1] += second.y, acc[0][0][2] += second.z, acc[0][0][3] += second.w;
+    }
+
+    // What sums are multiplied with. Of a weight of two parts, gate and up have a factor each.
+    float factors[2];
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        const int64_t weight_part = w.parts == 2 && gated ? half : 0;
+        factors[half] = Format<FORMAT>::LEFT * (w.factors ? w.factors[t.x * w.parts + weight_part] : 1.0f);
     }
 
     // Visits the rows with this thread's sums of one: those of the r-th of its weight rows.

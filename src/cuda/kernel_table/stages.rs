@@ -435,9 +435,10 @@ pub(super) fn w4a16_decode<K>(mut stage: Stage<'_, K>, shared: u32) -> Result<De
         "decode8_narrow_down_mxfp4",
     ];
     let sixteen = ["decode16_up_nvfp4", "decode16_up_mxfp4", "decode16_down_nvfp4", "decode16_down_mxfp4"];
+    // Those of eight rows serve where these take half of it at most, and have memory of a fixed size besides.
     Ok(DecodeKernels {
-        eight: stage.fp4_forward(eight, shared)?,
-        eight_narrow: stage.fp4_forward(narrow, shared)?,
+        eight: stage.fp4_forward(eight, shared / 2)?,
+        eight_narrow: stage.fp4_forward(narrow, shared / 2)?,
         sixteen: stage.fp4_forward(sixteen, shared)?,
     })
 }
