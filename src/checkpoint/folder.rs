@@ -150,12 +150,8 @@ impl Folder {
 
     /// As [`find`](Self::find) of a file that must be there.
     pub fn require(&self, name: &str) -> CheckpointResult<PathBuf> {
-        let missing = || {
-            io_error(
-                &self.dir.join(name),
-                std::io::Error::new(std::io::ErrorKind::NotFound, "No such file or directory"),
-            )
-        };
+        // In the words that the system has for a file that it is asked for.
+        let missing = || io_error(&self.dir.join(name), "No such file or directory");
         self.find(name)?.ok_or_else(missing)
     }
 

@@ -138,7 +138,15 @@ pub(super) fn parse_value(json: &[u8], path: &Path) -> Result<Value, CheckpointE
     let refuse = |problem: String| config_error(path, "(whole file)", "a JSON object within the limits", problem);
     CONFIG_LIMITS.check(json).map_err(refuse)?;
     let Strict(value) = serde_json::from_slice(json).map_err(|e| refuse(e.to_string()))?;
-    Ok(value)
+    let kind = match &value {
+        Value::Object(_) => return Ok(value),
+        Value::Array(_) => "a list",
+        Value::String(_) => "a string",
+        Value::Number(_) => "a number",
+        Value::Bool(_) => "true or false",
+        Value::Null => "null",
+    };
+    Err(config_error(path, "(whole file)", "an object", kind))
 }
 
 /// The pairs of an index's `weight_map`, within the limits.

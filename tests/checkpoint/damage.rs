@@ -334,6 +334,14 @@ fn configurations() {
         fs::write(dir.path().join("config.json"), text).unwrap();
         refuse(what, dir.path(), expected, "config.json");
     }
+    for (text, kind) in [("[1, 2]", "a list"), ("3", "a number"), ("\"a\"", "a string"), ("null", "null")] {
+        let dir = copy("qwen3_moe");
+        fs::write(dir.path().join("config.json"), text).unwrap();
+        refuse(text, dir.path(), Kind::Config, &format!("expected an object, found {kind}"));
+    }
+    let dir = copy("qwen3_moe");
+    fs::remove_file(dir.path().join("config.json")).unwrap();
+    refuse("no configuration", dir.path(), Kind::Io, "config.json: No such file or directory");
 }
 
 /// A key that comes twice is an error wherever it stands, as in a header and an index; the last one does not win.
