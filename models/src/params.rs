@@ -213,7 +213,8 @@ impl<'a> Loader<'a> {
         let parameters = self.options.parameters;
         let as_stored = match (kept, self.checkpoint.block_form(layer)?) {
             (ExpertWeights::Dequantized, _) => false,
-            (ExpertWeights::AsStored, form) => form.is_quantized(),
+            // fp8 with a scale a tensor or a row has no product of its own: it is de-quantized.
+            (ExpertWeights::AsStored, form) => form.is_quantized() && form != Form::Fp8Scaled,
             (ExpertWeights::Nvfp4, form) => matches!(form, Form::Nvfp4ModelOpt | Form::Nvfp4CompressedTensors),
         };
         if let Some(host) = self.host.as_ref().filter(|_| as_stored || kept != ExpertWeights::Nvfp4) {

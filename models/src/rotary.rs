@@ -198,6 +198,18 @@ impl Rotary {
         Self { interleaved: true, ..self }
     }
 
+    /// With longrope's short factors at every length: beyond the original one only the factor of cosines and sines changes.
+    pub fn with_short_frequencies(self) -> Self {
+        let scaling = match self.scaling {
+            Scaling::Long { short, long, original } => {
+                let long = Frequencies { inverse: short.inverse.clone(), ..long };
+                Scaling::Long { short, long, original }
+            }
+            other => other,
+        };
+        Self { scaling, ..self }
+    }
+
     /// Longest sequence.
     pub fn context(&self) -> usize {
         self.context
@@ -400,6 +412,15 @@ mod tests {
             "short_factor": [1.0, 2.0, 3.0, 4.0], "long_factor": [2.0, 2.0, 2.0, 2.0]});
         near(&inverse(long.clone(), 32), &[0, 1, 2, 3].map(|i| plain()[i] / (i + 1) as f64));
         near(&inverse(long.clone(), 33), &plain().map(|f| f / 2.0));
+        let mut phi = long.clone();
+        (phi["short_mscale"], phi["long_mscale"]) = (1.5.into(), 2.5.into());
+        let phi = rotary(phi).expect("a rotary embedding").with_short_frequencies();
+        for (len, scale) in [(32, 1.5), (33, 2.5)] {
+            let found = phi.frequencies(len);
+            let inverse: Vec<f64> = found.inverse.iter().copied().map(f64::from).collect();
+            near(&inverse, &[0, 1, 2, 3].map(|i| plain()[i] / (i + 1) as f64));
+            assert_eq!(found.scale, scale);
+        }
         // √(1 + ln 2 / ln 32) = √1.2.
         let scale = rotary(long).expect("a rotary embedding").frequencies(1).scale;
         assert!((scale - 1.2f64.sqrt()).abs() < 1e-12);

@@ -308,12 +308,30 @@ fn the_program_takes_texts_conversations_and_files() {
     assert!(refused.contains("refuses the conversation: no system"), "{refused}");
 }
 
+/// As a hub's cache has folders: links to files elsewhere.
+#[cfg(unix)]
+#[test]
+fn the_program_takes_a_folder_of_links() {
+    let dir = tempfile::tempdir().expect("a folder");
+    for name in ["config.json", "model.safetensors"] {
+        std::os::unix::fs::symlink(golden().join(name), dir.path().join(name)).expect("a link");
+    }
+    let arguments = ["--prompt-ids", "5,17,3", "--max-tokens", "3"];
+    assert_eq!(text(&run(dir.path(), &arguments)), text(&run(&golden(), &arguments)));
+}
+
 #[test]
 fn what_cannot_be_is_one_line_of_error() {
     let golden = golden();
     for (status, arguments, words) in [
         (2, &["--prompt", "hi"][..], "no tokenizer.json"),
-        (2, &["--prompt-ids", ""], "--prompt-ids: \"\""),
+        (2, &["--prompt-ids", ""], "--prompt-ids: expected ids with commas between them, found \"\""),
+        (2, &["--prompt-ids", "1,,2"], "--prompt-ids: \"\": cannot parse integer"),
+        (2, &["--prompt-ids", "1", "--temperature", "nan"], "temperature: expected 0, or a number above 0, found NaN"),
+        (2, &["--prompt-ids", "1", "--temperature", "-1"], "temperature: expected 0, or a number above 0, found -1"),
+        (2, &["--prompt-ids", "1", "--min-p", "2"], "min_p: expected a number of 0 to 1, found 2"),
+        (2, &["--prompt-ids", "1", "--repetition-penalty", "0"], "repetition_penalty: expected a number above 0, found 0"),
+        (2, &["--prompt-ids", "1", "--stop", ""], "--stop: expected a text, found an empty one"),
         (2, &["--prompt-ids", "1", "--ranks", "3"], "expected a divisor of 8 experts, found 3"),
         (2, &["--prompt-ids", "1", "--ranks", "0"], "expected a divisor of 8 experts, found 0"),
         (2, &["--prompt-ids", "1", "--top-p", "3"], "top_p: expected a number of 0 to 1, found 3"),
@@ -327,6 +345,11 @@ fn what_cannot_be_is_one_line_of_error() {
         assert!(message.contains(words), "{arguments:?}: {message}");
     }
     let dir = folder(&tokenizer(true));
+    std::fs::remove_file(dir.path().join("tokenizer.json")).expect("a file");
+    std::fs::create_dir(dir.path().join("tokenizer.json")).expect("a folder");
+    let message = error(1, &run(dir.path(), &["--prompt", "hi"]));
+    assert!(message.contains("tokenizer.json: not a regular file"), "{message}");
+    let dir = folder(&tokenizer(true));
     let message = error(1, &run(dir.path(), &["--prompt", "hi"]));
     assert!(message.contains("token \"ab\" has id 97; the embedding has 97 rows"), "{message}");
     let message = error(1, &run(&dir.path().join("none"), &["--prompt", "hi"]));
@@ -334,6 +357,21 @@ fn what_cannot_be_is_one_line_of_error() {
     let dir = folder(&tokenizer(false));
     let message = error(1, &run(dir.path(), &["--prompt", ""]));
     assert!(message.contains("the prompt has no token"), "{message}");
+    let of_file = |name: &str, text: &[u8]| {
+        let file = dir.path().join(name);
+        std::fs::write(&file, text).expect("a file");
+        error(1, &run(dir.path(), &["--prompts-file", &file.display().to_string()]))
+    };
+    for (name, text, words) in [
+        ("prompts.txt", &b" \n\n"[..], "prompts.txt: no prompt"),
+        ("prompts.txt", b"abc\n\nd\xffe\n", "prompts.txt: line 3: invalid utf-8 sequence of 1 bytes from index 1"),
+        ("chats.jsonl", b"[]\n", "chats.jsonl: line 1: conversation: there is no message"),
+        ("chats.jsonl", b"\n{\"messages\": 5}\n", "chats.jsonl: line 2: conversation: messages: expected a list"),
+        ("chats.jsonl", b"nope\n", "chats.jsonl: line 1: conversation: expected ident"),
+    ] {
+        let message = of_file(name, text);
+        assert!(message.contains(words), "{message}");
+    }
     // A prompt of the context's length leaves no room for a token, on every rank.
     let full = vec!["1"; 256].join(",");
     for ranks in ["1", "2"] {

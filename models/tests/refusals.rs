@@ -108,7 +108,9 @@ fn bad_folders_are_typed_errors() {
     assert!(error.to_string().contains("layers.2."), "{error:?}");
 
     type Change = (&'static str, fn(&mut serde_json::Value), &'static str);
-    let changes: [Change; 13] = [
+    let changes: [Change; 15] = [
+        ("ernie4_5_moe", |c| c["use_bias"] = true.into(), "use_bias"),
+        ("deepseek_v2", |c| c["mlp_bias"] = true.into(), "mlp_bias"),
         ("mixtral", |c| c["vocab_size"] = 0.into(), "vocab_size"),
         ("mixtral", |c| c["num_attention_heads"] = 0.into(), "num_attention_heads"),
         ("mixtral", |c| c["num_key_value_heads"] = 3.into(), "num_key_value_heads"),

@@ -31,7 +31,7 @@ use candle_core::DType;
 use clap::Parser;
 use indicatif::ProgressBar;
 use moebius::candle::{DeviceGroup, EpGroup};
-use moebius::checkpoint::Checkpoint;
+use moebius::checkpoint::{Checkpoint, OpenOptions};
 use moebius::comm::{Communicator, Solo};
 use moebius::config::RouterConfig;
 use moebius::cpu::{Cpu, ThreadWorld};
@@ -70,12 +70,18 @@ fn run(options: &Options, me: Option<&Identity>) -> Result<(), AnyError> {
     if !folder.is_dir() {
         return Err(format!("{}: no checkpoint folder", folder.display()).into());
     }
-    let tokenizer = match folder.join("tokenizer.json").is_file() {
+    let tokenizer = match folder.join("tokenizer.json").exists() {
         true => Some(Tokenizer::from_folder(folder)?),
         false => None,
     };
     let requests = options::requests(options, tokenizer.as_ref())?;
-    let checkpoint = Checkpoint::open(folder)?;
+    // The user has named the folder; those of a hub's cache are links to files elsewhere.
+    let mut follow = OpenOptions::default();
+    follow.follow_links = true;
+    let checkpoint = Checkpoint::open_with(folder, follow)?;
+    if options.stop.iter().any(String::is_empty) {
+        return Err(Usage("--stop: expected a text, found an empty one".into()).into());
+    }
     if tokenizer.is_none() && !options.stop.is_empty() {
         return Err(Usage("--stop: expected none for a folder without tokenizer.json".into()).into());
     }

@@ -62,7 +62,7 @@ pub struct Options {
     #[arg(long)]
     pub expert_load: bool,
     /// Longest wait of a rank for another, in seconds
-    #[arg(long, value_name = "SECONDS", default_value_t = 600)]
+    #[arg(long, value_name = "SECONDS", default_value_t = 600, value_parser = clap::value_parser!(u64).range(1..))]
     pub timeout: u64,
 }
 
@@ -243,22 +243,33 @@ fn prompts(options: &Options, tokenizer: Option<&Tokenizer>) -> Result<Vec<Vec<u
         return Ok(vec![answer(&ChatTemplate::from_folder(folder)?, Chat::new().say("user", message))?]);
     }
     let path = prompts.prompts_file.as_deref().unwrap_or(Path::new(""));
-    let text = std::fs::read_to_string(path).map_err(|e| format!("{}: {e}", path.display()))?;
-    let lines = text.lines().filter(|line| !line.trim().is_empty());
-    let ids: Result<Vec<_>, _> = match path.extension().is_some_and(|extension| extension == "jsonl") {
-        true => {
-            let template = ChatTemplate::from_folder(folder)?;
-            lines.map(|line| answer(&template, Chat::from_json(line)?)).collect()
-        }
-        false => lines.map(|line| tokenizer.encode_prompt(line)).collect(),
+    let bytes = std::fs::read(path).map_err(|e| format!("{}: {e}", path.display()))?;
+    let lines = bytes.split(|byte| *byte == b'\n').enumerate().filter(|(_, line)| !line.trim_ascii().is_empty());
+    let of_line = |line: &[u8], ids: &dyn Fn(&str) -> Result<Vec<u32>, AnyError>| -> Result<Vec<u32>, AnyError> {
+        let text = std::str::from_utf8(line)?;
+        ids(text.strip_suffix('\r').unwrap_or(text))
     };
-    match ids? {
+    let template = match path.extension().is_some_and(|extension| extension == "jsonl") {
+        true => Some(ChatTemplate::from_folder(folder)?),
+        false => None,
+    };
+    let prompt = |(number, line): (usize, &[u8])| {
+        let ids = of_line(line, &|text| match &template {
+            Some(template) => Ok(answer(template, Chat::from_json(text)?)?),
+            None => Ok(tokenizer.encode_prompt(text)?),
+        });
+        ids.map_err(|e| format!("{}: line {}: {e}", path.display(), number + 1).into())
+    };
+    match lines.map(prompt).collect::<Result<Vec<_>, AnyError>>()? {
         ids if ids.is_empty() => Err(format!("{}: no prompt", path.display()).into()),
         ids => Ok(ids),
     }
 }
 
 fn parse_ids(text: &str) -> Result<Vec<u32>, AnyError> {
+    if text.trim().is_empty() {
+        return Err(Usage(format!("--prompt-ids: expected ids with commas between them, found {text:?}")).into());
+    }
     let id = |part: &str| part.trim().parse().map_err(|e| Usage(format!("--prompt-ids: {part:?}: {e}")).into());
     text.split(',').map(id).collect()
 }

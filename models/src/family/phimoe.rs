@@ -1,4 +1,5 @@
-//! PhiMoE: layer norms with biases, biases in attention and in the output projection.
+//! PhiMoE: layer norms with biases, biases in attention and in the output projection. With longrope transformers takes the
+//! short factors at every length, and this does too.
 
 use serde::Deserialize;
 
@@ -27,7 +28,7 @@ pub(super) fn load(p: &mut Loader<'_>) -> Result<DecoderStack> {
     let heads = config.base.heads(&file)?;
     let window = file.span("sliding_window", config.sliding_window)?;
     let biases = Biases::all(config.attention_bias.unwrap_or(false));
-    let rotary = config.base.rotary(&file, heads.dim, 1e6)?;
+    let rotary = config.base.rotary(&file, heads.dim, 1e6)?.with_short_frequencies();
     let frame = DecoderSpec::of(&config.base);
     let norm = NormSpec { kind: NormKind::Layer { bias: true }, eps: config.base.rms_norm_eps };
     let frame = DecoderSpec { norm, head_bias: config.lm_head_bias.unwrap_or(false), ..frame };

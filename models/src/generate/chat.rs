@@ -29,6 +29,9 @@ const STACK: usize = 256 << 20;
 /// Most bytes of a template: published ones have some 20 KiB.
 const LONGEST: usize = 128 << 10;
 
+/// gpt-oss's format as a template.
+const HARMONY: &str = include_str!("harmony.jinja");
+
 /// The name of the template that is used where none is asked for.
 const DEFAULT: &str = "default";
 
@@ -164,7 +167,9 @@ impl fmt::Debug for ChatTemplate {
 
 impl ChatTemplate {
     /// From a published folder: `chat_template.jinja` and `additional_chat_templates/NAME.jinja`, or where there is
-    /// none of these, `chat_template` of `tokenizer_config.json`, a text or a list of named ones. Special tokens are
+    /// none of these, `chat_template` of `tokenizer_config.json`, a text or a list of named ones. Where that has none either,
+    /// but lists the tokens of gpt-oss's harmony format, this crate's own template of that: variables `reasoning_effort`
+    /// and `model_identity`, an assistant's reasoning as `thinking` or `reasoning_content`. Special tokens are
     /// those of `tokenizer_config.json`, and of `special_tokens_map.json` where the former lacks one.
     ///
     /// # Errors
@@ -177,6 +182,9 @@ impl ChatTemplate {
         let mut sources = files(dir)?;
         if sources.is_empty() {
             sources = named(dir, config.get("chat_template"))?;
+        }
+        if sources.is_empty() && has_harmony(&config) {
+            sources = vec![(DEFAULT.into(), HARMONY.into())];
         }
         if sources.is_empty() {
             let problem = format!("{}: neither chat_template.jinja nor one in tokenizer_config.json", dir.display());
@@ -308,6 +316,13 @@ impl ChatTemplate {
         self.names.push(name.into());
         Ok(())
     }
+}
+
+/// Whether a `tokenizer_config.json` lists the special tokens that structure gpt-oss's messages.
+fn has_harmony(config: &serde_json::Value) -> bool {
+    let added = config["added_tokens_decoder"].as_object();
+    let has = |token: &str| added.is_some_and(|added| added.values().any(|v| folder::token_text(v) == Some(token)));
+    ["<|start|>", "<|channel|>", "<|message|>", "<|end|>"].into_iter().all(has)
 }
 
 /// Templates that are files of their own.

@@ -126,6 +126,12 @@ fn a_template_without_end_is_an_error() {
         "{{ range(10000000000)|list }}",
         "{% set ns = namespace(x=[]) %}{% for i in range(100000) %}{% set ns.x = [ns.x] %}{% endfor %}{{ ns.x|tojson }}",
         "{% set ns = namespace(x=[]) %}{% for i in range(9) %}{% for i in range(100000) %}{% set ns.x = [ns.x] %}{% endfor %}{% endfor %}",
+        // What one call makes is far more than its arguments.
+        "{% set ns = namespace(x=[]) %}{% for i in range(60) %}{% set ns.x = [ns.x, ns.x] %}{% endfor %}{{ ns.x|tojson }}",
+        "{{ ('a' * 1000000).replace('a', 'b' * 1000000) }}",
+        "{{ ('x' * 1000000).join(range(100000)|map('string')) }}",
+        "{{ '{:>99999999999}'.format(1) }}",
+        "{{ '{:{}}'.format(1, 99999999999) }}",
     ] {
         let error = ChatTemplate::from_source(source).expect("it compiles").render(&chat()).expect_err(source);
         assert!(matches!(error, Error::Template { .. }), "{source}: {error}");
@@ -134,6 +140,13 @@ fn a_template_without_end_is_an_error() {
     let message = few.render(&chat()).expect_err("out of fuel").to_string();
     assert!(message.contains("may not end"), "{message}");
     render("{% for i in range(10000) %}{{ i }}{% endfor %}");
+    for (source, text) in [
+        ("{{ 'aXbXc'.replace('X', '--') }} {{ 'aXbXc'.replace('X', '', 1) }} {{ 'ab'.replace('', '.') }}", "a--b--c abXc .a.b."),
+        ("{{ ', '.join(['a', 'b']) }}{{ '-'.join([]) }} {{ '|'.join('ab') }}", "a, b a|b"),
+        ("{{ '{:>4}|{}|{{}}'.format(1, 'x') }}", "   1|x|{}"),
+    ] {
+        assert_eq!(render(source), text);
+    }
     // Nested as deep as steps allow: written, compared and freed without an overflow of the stack.
     let nested = "{% set ns = namespace(x=[], y=[]) %}{% for i in range(100000) %}{% set ns.x = [ns.x] %}\
         {% set ns.y = [ns.y] %}{% endfor %}{{ ns.x == ns.y }}{{ ns.x }}";
@@ -245,4 +258,45 @@ fn conversations_that_are_none() {
     assert_eq!(refused(r#"{"messages": "Hi"}"#), "conversation: messages: expected a list, found a string");
     assert!(refused("[").contains("conversation: "));
     assert!(refused("3").contains("expected a list"));
+}
+
+/// What openai-harmony renders (`tests/golden-chat/make_harmony.py`), from a folder that has the format's tokens alone.
+#[test]
+fn conversations_without_a_template_follow_harmony() {
+    let tokens = ["<|start|>", "<|channel|>", "<|message|>", "<|end|>"];
+    let folder = |tokens: &[&str]| {
+        let dir = tempfile::tempdir().expect("a folder");
+        let added: BTreeMap<usize, serde_json::Value> =
+            tokens.iter().map(|token| serde_json::json!({"content": token})).enumerate().collect();
+        let config = serde_json::json!({"added_tokens_decoder": added});
+        std::fs::write(dir.path().join("tokenizer_config.json"), config.to_string()).expect("a file");
+        ChatTemplate::from_folder(dir.path())
+    };
+    assert!(matches!(folder(&tokens[1..]), Err(Error::NoTemplate { .. })));
+    let template = folder(&tokens).expect("a template").with_strftime(|format| {
+        assert_eq!(format, "%Y-%m-%d");
+        "2026-11-27".into()
+    });
+    let golden: Value = serde_json::from_str(include_str!("../../../tests/golden-chat/harmony.json")).expect("JSON");
+    assert_eq!(golden.get_attr("date").expect("a field").as_str(), Some("2026-11-27"));
+    let records: Vec<Value> = golden.get_attr("chat").expect("a field").try_iter().expect("a list").collect();
+    assert_eq!(records.len(), 12);
+    for record in records {
+        let expected = record.get_attr("rendered").expect("a field");
+        // What was made of it are variables that the template does not know.
+        let chat = Chat::from_json(&serde_json::to_string(&record).expect("JSON")).expect("a conversation");
+        let found = template.render(&chat).unwrap_or_else(|e| panic!("{record}: {e}"));
+        assert_eq!(Some(&found[..]), expected.as_str());
+    }
+    // Contents in parts, arguments as an object, reasoning by its other name.
+    let chat = r#"[{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+        {"role": "assistant", "content": null, "reasoning_content": "t",
+         "tool_calls": [{"function": {"name": "f", "arguments": {"x": 1}}}]}, {"role": "tool", "content": "r"}]"#;
+    let found = template.render(&Chat::from_json(chat).expect("a conversation")).expect("a text");
+    let turns = "<|end|><|start|>user<|message|>ab<|end|><|start|>assistant<|channel|>analysis<|message|>t<|end|>\
+                 <|start|>assistant to=functions.f<|channel|>commentary <|constrain|>json<|message|>{\"x\": 1}<|call|>\
+                 <|start|>functions.f to=assistant<|channel|>commentary<|message|>r<|end|>";
+    assert!(found.ends_with(turns), "{found}");
+    let other = Chat::new().say("narrator", "x");
+    assert!(matches!(template.render(&other), Err(Error::Refused { message, .. }) if message.contains("narrator")));
 }

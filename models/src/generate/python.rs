@@ -7,6 +7,10 @@ use minijinja::{Error, ErrorKind, State, Value};
 /// Deepest nesting that [`dumps`] writes; Python stops at about 1000.
 const MAX_DEPTH: usize = 256;
 
+/// Most bytes of a text that a function of these makes at once, which the engine's fuel does not count: memory that is not
+/// there ends the process.
+const LONGEST: usize = 16 << 20;
+
 /// Arguments of `json.dumps`, as transformers' filter `tojson` takes them.
 #[derive(Debug)]
 pub(super) struct Dumps {
@@ -90,6 +94,8 @@ impl Dumps {
         if depth > MAX_DEPTH {
             return Err(invalid("tojson: the value is nested too deeply"));
         }
+        // A list may hold another many times over.
+        bounded("tojson", out.len())?;
         match value.kind() {
             ValueKind::None => out.push_str("null"),
             ValueKind::Bool => out.push_str(if value.is_true() { "true" } else { "false" }),
@@ -276,6 +282,13 @@ fn string_method(text: &str, name: &str, args: &[Value]) -> Option<Result<Value,
         "ljust" => pad(text, args, |width| (0, width)),
         "rjust" => pad(text, args, |width| (width, 0)),
         "splitlines" => splitlines(text, args),
+        "replace" => replace(text, args),
+        "join" => join(text, args),
+        // Made by pycompat, behind this.
+        "format" => match check_fields(text) {
+            Ok(()) => return None,
+            Err(error) => Err(error),
+        },
         "index" => from_args(args).and_then(|(p,): (&str,)| match text.find(p) {
             Some(at) => Ok(Value::from(text[..at].chars().count())),
             None => Err(invalid("substring not found")),
@@ -301,6 +314,47 @@ fn title(text: &str) -> String {
 
 fn swapped(c: char) -> String {
     if c.is_uppercase() { c.to_lowercase().collect() } else { c.to_uppercase().collect() }
+}
+
+/// Refuses a text of so many bytes.
+fn bounded(call: &str, bytes: usize) -> Result<(), Error> {
+    if bytes > LONGEST { Err(invalid(&format!("{call}: a text of more than {LONGEST} bytes"))) } else { Ok(()) }
+}
+
+fn replace(text: &str, args: &[Value]) -> Result<Value, Error> {
+    let (old, new, count): (&str, &str, Option<i64>) = from_args(args)?;
+    // Python's negative count is none.
+    let count = count.and_then(|count| usize::try_from(count).ok()).unwrap_or(usize::MAX);
+    let found = text.matches(old).take(count).count();
+    bounded("replace", text.len().saturating_add(found.saturating_mul(new.len())))?;
+    Ok(Value::from(text.replacen(old, new, count)))
+}
+
+fn join(separator: &str, args: &[Value]) -> Result<Value, Error> {
+    let (values,): (&Value,) = from_args(args)?;
+    // A text's items are its characters.
+    let characters = values.as_str().map(|text| text.chars().map(Value::from).collect::<Value>());
+    let mut out = String::new();
+    for (i, value) in characters.as_ref().unwrap_or(values).try_iter()?.checked().enumerate() {
+        let value = value?;
+        let part = value.as_str().ok_or_else(|| invalid(&format!("join: item {i} is a {}", value.kind())))?;
+        bounded("join", out.len() + separator.len() + part.len())?;
+        out.push_str(if i > 0 { separator } else { "" });
+        out.push_str(part);
+    }
+    Ok(Value::from(out))
+}
+
+/// Refuses fields of `format` that are wider than any text of a conversation wants, and fields in fields, which may be so.
+fn check_fields(text: &str) -> Result<(), Error> {
+    for field in text.replace("{{", "").split('{').skip(1) {
+        let Some((field, _)) = field.split_once('}') else { return Err(invalid("format: a field without an end")) };
+        let numbers = field.split(|c: char| !c.is_ascii_digit()).filter(|digits| !digits.is_empty());
+        if numbers.into_iter().any(|digits| digits.parse::<usize>().is_ok_and(|n| n > 4096) || digits.len() > 4) {
+            return Err(invalid("format: a field of more than 4096 characters"));
+        }
+    }
+    Ok(())
 }
 
 /// Characters that a text lacks of a width, which is bounded.

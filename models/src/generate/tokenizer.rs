@@ -1,8 +1,11 @@
 //! Texts as ids, and back: a folder's `tokenizer.json`.
 
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::Path;
 
 use moebius::checkpoint::{Checkpoint, OpenOptions};
+use serde::Deserialize;
+use serde_json::Value;
 
 use super::chat::{Chat, ChatTemplate};
 use super::error::{Error, Result};
@@ -55,10 +58,13 @@ impl Tokenizer {
     /// # Errors
     /// [`Error::Tokenizer`].
     pub fn from_json(text: &str) -> Result<Self> {
-        let fail = |e: tokenizers::Error| Error::Tokenizer { call: "Tokenizer::from_json", problem: e.to_string() };
-        let mut inner = tokenizers::Tokenizer::from_bytes(text).map_err(fail)?;
-        inner.with_padding(None);
-        inner.with_truncation(None).map_err(fail)?;
+        check_parts(text).map_err(|problem| Error::Tokenizer { call: "Tokenizer::from_json", problem })?;
+        let inner = guarded("Tokenizer::from_json", || {
+            let mut inner = tokenizers::Tokenizer::from_bytes(text)?;
+            inner.with_padding(None);
+            inner.with_truncation(None)?;
+            Ok(inner)
+        })?;
         Ok(Self { inner, bos: None, eos: Vec::new() })
     }
 
@@ -102,9 +108,7 @@ impl Tokenizer {
     /// # Errors
     /// [`Error::Tokenizer`].
     pub fn decode(&self, ids: &[u32], skip_special: bool) -> Result<String> {
-        self.inner
-            .decode(ids, skip_special)
-            .map_err(|e| Error::Tokenizer { call: "Tokenizer::decode", problem: e.to_string() })
+        guarded("Tokenizer::decode", || self.inner.decode(ids, skip_special))
     }
 
     /// Text of ids that come one at a time, as continuation of a prompt's.
@@ -132,9 +136,63 @@ impl Tokenizer {
     }
 
     fn ids(&self, text: &str, add_special: bool) -> Result<Vec<u32>> {
-        let fail = |e: tokenizers::Error| Error::Tokenizer { call: "Tokenizer::encode", problem: e.to_string() };
-        Ok(self.inner.encode_fast(text, add_special).map_err(fail)?.get_ids().to_vec())
+        guarded("Tokenizer::encode", || Ok(self.inner.encode_fast(text, add_special)?.get_ids().to_vec()))
     }
+}
+
+/// A call of the tokenizers' library, which panics over some files that it takes.
+fn guarded<T>(call: &'static str, work: impl FnOnce() -> tokenizers::Result<T>) -> Result<T> {
+    let fail = |problem: String| Error::Tokenizer { call, problem };
+    // What the call has left half made is not used again, or was only read.
+    match catch_unwind(AssertUnwindSafe(work)) {
+        Ok(done) => done.map_err(|e| fail(e.to_string())),
+        Err(panic) => {
+            let texts = [panic.downcast_ref::<String>().map(String::as_str), panic.downcast_ref::<&str>().copied()];
+            let text = texts.into_iter().flatten().next().unwrap_or("without a text");
+            Err(fail(format!("the tokenizers' library panicked: {text}")))
+        }
+    }
+}
+
+/// Refuses the parts of a `tokenizer.json` that are known to have the library panic as it encodes. What is no JSON is its own
+/// to refuse.
+fn check_parts(text: &str) -> std::result::Result<(), String> {
+    fn check(part: &Value) -> std::result::Result<(), String> {
+        let (parts, kind) = match part {
+            Value::Object(parts) => (parts.values().collect::<Vec<_>>(), part["type"].as_str()),
+            Value::Array(parts) => (parts.iter().collect(), None),
+            _ => return Ok(()),
+        };
+        match kind {
+            Some("Replace" | "Split") if part["pattern"]["String"] == "" => {
+                return Err(format!("{}: an empty pattern", kind.unwrap_or_default()));
+            }
+            Some("TemplateProcessing") => {
+                let pieces = ["single", "pair"].into_iter().filter_map(|name| part[name].as_array()).flatten();
+                let mut tokens = pieces.filter_map(|piece| piece["SpecialToken"]["id"].as_str());
+                if let Some(unknown) = tokens.find(|token| part["special_tokens"].get(token).is_none()) {
+                    return Err(format!("TemplateProcessing: {unknown:?} is none of its special_tokens"));
+                }
+            }
+            _ => {}
+        }
+        parts.into_iter().try_for_each(check)
+    }
+    let Ok(file) = serde_json::from_str::<Parts>(text) else { return Ok(()) };
+    [file.normalizer, file.pre_tokenizer, file.post_processor, file.decoder].iter().try_for_each(check)
+}
+
+/// The parts of a `tokenizer.json` beside its vocabulary.
+#[derive(Deserialize)]
+struct Parts {
+    #[serde(default)]
+    normalizer: Value,
+    #[serde(default)]
+    pre_tokenizer: Value,
+    #[serde(default)]
+    post_processor: Value,
+    #[serde(default)]
+    decoder: Value,
 }
 
 /// Ids that end a text according to a folder: `eos_token_id`, a number or a list, of `generation_config.json`, else of
@@ -285,6 +343,32 @@ pub(super) mod tests {
         let empty = tempfile::tempdir().expect("a folder");
         let message = Tokenizer::from_folder(empty.path()).expect_err("refused").to_string();
         assert!(message.contains("there is no such file"), "{message}");
+    }
+
+    /// Files over which the library panics, as it reads them or as it encodes.
+    #[test]
+    fn what_the_library_panics_over_is_an_error() {
+        let with = |part: &str, value: serde_json::Value| {
+            let mut file: serde_json::Value = serde_json::from_str(&bytes_json()).expect("JSON");
+            file[part] = value;
+            file.to_string()
+        };
+        let pieces = serde_json::json!([{"SpecialToken": {"id": "<x>", "type_id": 0}}]);
+        let template = serde_json::json!({"type": "TemplateProcessing", "single": pieces, "pair": [], "special_tokens": {}});
+        let empty = serde_json::json!({"type": "Replace", "pattern": {"String": ""}, "content": "abc"});
+        let sequence = serde_json::json!({"type": "Sequence", "normalizers": [empty]});
+        let map = serde_json::json!({"type": "Precompiled", "precompiled_charsmap": "AAAA"});
+        for (part, value, words) in [
+            ("post_processor", template, "\"<x>\" is none of its special_tokens"),
+            ("normalizer", empty, "an empty pattern"),
+            ("normalizer", sequence, "an empty pattern"),
+            ("normalizer", map, "Tokenizer::from_json: "),
+        ] {
+            let message = Tokenizer::from_json(&with(part, value)).expect_err("refused").to_string();
+            assert!(message.contains(words), "{message}");
+        }
+        let panics = guarded::<()>("Tokenizer::encode", || panic!("by {}", "design")).expect_err("a panic").to_string();
+        assert_eq!(panics, "Tokenizer::encode: the tokenizers' library panicked: by design");
     }
 
     #[test]
