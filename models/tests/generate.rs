@@ -330,7 +330,11 @@ fn what_cannot_be_is_one_line_of_error() {
         (2, &["--prompt-ids", "1", "--temperature", "nan"], "temperature: expected 0, or a number above 0, found NaN"),
         (2, &["--prompt-ids", "1", "--temperature", "-1"], "temperature: expected 0, or a number above 0, found -1"),
         (2, &["--prompt-ids", "1", "--min-p", "2"], "min_p: expected a number of 0 to 1, found 2"),
-        (2, &["--prompt-ids", "1", "--repetition-penalty", "0"], "repetition_penalty: expected a number above 0, found 0"),
+        (
+            2,
+            &["--prompt-ids", "1", "--repetition-penalty", "0"],
+            "repetition_penalty: expected a number above 0, found 0",
+        ),
         (2, &["--prompt-ids", "1", "--stop", ""], "--stop: expected a text, found an empty one"),
         (2, &["--prompt-ids", "1", "--ranks", "3"], "expected a divisor of 8 experts, found 3"),
         (2, &["--prompt-ids", "1", "--ranks", "0"], "expected a divisor of 8 experts, found 0"),

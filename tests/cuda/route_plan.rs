@@ -168,7 +168,10 @@ fn layers_have_the_bits_of_separate_ones(cuda: &Cuda) -> Result<()> {
                 assert_eq!(at_once.len(), separate.len());
                 for ((name, one), (_, theirs)) in at_once.iter().zip(&separate) {
                     let same = one.iter().zip(theirs).all(|(a, b)| a.to_bits() == b.to_bits());
-                    assert!(same && one.len() == theirs.len(), "{name} of {experts}, {top_k}, {hidden}, {tokens}, {dtype:?}");
+                    assert!(
+                        same && one.len() == theirs.len(),
+                        "{name} of {experts}, {top_k}, {hidden}, {tokens}, {dtype:?}"
+                    );
                 }
             }
         }

@@ -169,10 +169,12 @@ fn dropped_beside_replays(_: &Cuda, ranks: usize) {
         barrier.wait();
         let (send, replayed) = mpsc::channel();
         let refused = thread::scope(|scope| {
-            let replaying = scope.spawn(move || loop {
-                match graph.replay() {
-                    Ok(()) => send.send(()).expect("a listener"),
-                    Err(error) => return error,
+            let replaying = scope.spawn(move || {
+                loop {
+                    match graph.replay() {
+                        Ok(()) => send.send(()).expect("a listener"),
+                        Err(error) => return error,
+                    }
                 }
             });
             replayed.iter().take(3).for_each(drop);

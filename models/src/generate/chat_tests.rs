@@ -141,7 +141,10 @@ fn a_template_without_end_is_an_error() {
     assert!(message.contains("may not end"), "{message}");
     render("{% for i in range(10000) %}{{ i }}{% endfor %}");
     for (source, text) in [
-        ("{{ 'aXbXc'.replace('X', '--') }} {{ 'aXbXc'.replace('X', '', 1) }} {{ 'ab'.replace('', '.') }}", "a--b--c abXc .a.b."),
+        (
+            "{{ 'aXbXc'.replace('X', '--') }} {{ 'aXbXc'.replace('X', '', 1) }} {{ 'ab'.replace('', '.') }}",
+            "a--b--c abXc .a.b.",
+        ),
         ("{{ ', '.join(['a', 'b']) }}{{ '-'.join([]) }} {{ '|'.join('ab') }}", "a, b a|b"),
         ("{{ '{:>4}|{}|{{}}'.format(1, 'x') }}", "   1|x|{}"),
     ] {

@@ -354,7 +354,8 @@ pub(super) mod tests {
             file.to_string()
         };
         let pieces = serde_json::json!([{"SpecialToken": {"id": "<x>", "type_id": 0}}]);
-        let template = serde_json::json!({"type": "TemplateProcessing", "single": pieces, "pair": [], "special_tokens": {}});
+        let template =
+            serde_json::json!({"type": "TemplateProcessing", "single": pieces, "pair": [], "special_tokens": {}});
         let empty = serde_json::json!({"type": "Replace", "pattern": {"String": ""}, "content": "abc"});
         let sequence = serde_json::json!({"type": "Sequence", "normalizers": [empty]});
         let map = serde_json::json!({"type": "Precompiled", "precompiled_charsmap": "AAAA"});
