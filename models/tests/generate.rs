@@ -308,6 +308,29 @@ fn the_program_takes_texts_conversations_and_files() {
     assert!(refused.contains("refuses the conversation: no system"), "{refused}");
 }
 
+/// Special tokens are in no text: one that is to end a text does so by its id.
+#[test]
+fn the_program_stops_at_special_tokens() {
+    let options = ["--max-tokens", "12", "--ignore-eos"];
+    let output = text(&run(&golden(), &[&["--prompt-ids", &ids("Hello")], &options[..]].concat()));
+    let made: Vec<u32> = output.split_whitespace().map(|id| id.parse().expect("an id")).collect();
+    let prompt: Vec<u32> = ids("Hello").split(',').map(|id| id.parse().expect("an id")).collect();
+    // One that comes behind others and is a letter of neither these nor the prompt, made a special token.
+    let at = (2..12).find(|at| made[*at] < 95 && !made[..*at].contains(&made[*at]) && !prompt.contains(&made[*at]));
+    let at = at.expect("another prompt is needed");
+    let mut file: serde_json::Value = serde_json::from_str(&tokenizer(false)).expect("JSON");
+    let vocab = file["model"]["vocab"].as_object_mut().expect("a vocabulary");
+    vocab.retain(|_, id| *id != made[at]);
+    let added = file["added_tokens"].as_array_mut().expect("a list");
+    let mut token = added[0].clone();
+    (token["id"], token["content"]) = (made[at].into(), "<|stop|>".into());
+    added.push(token);
+    let dir = folder(&file.to_string());
+    let shown = text(&run(dir.path(), &[&["--prompt", "Hello", "--stop", "<|stop|>"], &options[..]].concat()));
+    let before: Vec<String> = made[..at].iter().map(u32::to_string).collect();
+    assert_eq!(shown, said(&before.join(" ")) + "\n");
+}
+
 /// As a hub's cache has folders: links to files elsewhere.
 #[cfg(unix)]
 #[test]

@@ -33,7 +33,7 @@ pub struct Options {
     /// Most tokens to generate for a prompt
     #[arg(long, value_name = "N", default_value_t = 128)]
     pub max_tokens: usize,
-    /// A text that ends a generation and is no part of it; may be given several times
+    /// A text that ends a generation and is no part of it, or a special token; may be given several times
     #[arg(long, value_name = "TEXT")]
     pub stop: Vec<String>,
     /// Go on after the tokens that end a text
@@ -213,6 +213,12 @@ pub fn requests(options: &Options, tokenizer: Option<&Tokenizer>) -> Result<Vec<
         Some(tokenizer) => tokenizer.eos().to_vec(),
         None => eos_ids(folder)?,
     };
+    // Text has no special tokens in it, so that one of these ends it by its id.
+    let special = |text: &String| {
+        let id = tokenizer?.id(text)?;
+        tokenizer?.decode(&[id], true).is_ok_and(|shown| shown.is_empty()).then_some(id)
+    };
+    let stop_tokens: Vec<u32> = stop_tokens.into_iter().chain(options.stop.iter().filter_map(special)).collect();
     let prompts = prompts(options, tokenizer)?;
     let request = |prompt| Request {
         sampling,
