@@ -452,8 +452,7 @@ fn a_gradient_on_one_rank_alone_steps_nothing() {
                     continue;
                 };
                 let id = params(&moe).into_iter().find(|(name, ..)| name == kind.name()).unwrap().1;
-                let flat = TensorData { shape: [data.num_elements()].into(), ..data };
-                gradients.register::<Flex, 1>(id, Tensor::from_data(flat, &device()));
+                register::<Flex>(&mut gradients, id, data);
             }
             gradients
         };
