@@ -500,7 +500,7 @@ fn computed_parameters() -> AnyResult<()> {
             assert_eq!(main.microbatches(), 1);
             let reducer = reducer.with_experts(&experts);
             main.reduce(&reducer)?;
-            let found: Vec<_> = vars.iter().map(|var| Ok(flat(main.get(var)?)?)).collect::<AnyResult<_>>()?;
+            let found: Vec<_> = vars.iter().map(|var| flat(main.get(var)?)).collect::<AnyResult<_>>()?;
             let reducer = reducer.with_layer(&whole);
             let mut expected = MainGradients::new();
             match beside {
