@@ -8,7 +8,6 @@ use crate::adapter::{
     ErasedLayerShards, ErasedQuantizedExperts, LayerOutput, LayerShards, OutputCotangents, QuantizedExperts,
     acquire_resident, match_device, resident_sources, with_sources,
 };
-use crate::error::Error;
 use crate::layer::{AuxValue, Forward, Layer, Mode, ParamKind, PerParam, RefusalGuard};
 use crate::lazy::Lazy;
 use crate::metrics::Load;

@@ -64,7 +64,7 @@ fn one_rank_fails_and_all_recover<D: Chained>(device: &D) {
                     Ok(()) if rank != 1 && prefetch && (phase, at) == (1, 2) => {}
                     other => panic!("rank {rank}, phase {phase}, at {at}: {other:?}"),
                 }
-                test.chain.recover((rank == 1).then(broken).as_ref())?;
+                test.chain.recover((rank == 1).then(broken).as_ref().map(|reason| reason as _))?;
                 test.pass(Phase::Forward, &[0, 1, 2])?;
                 test.chain.begin(Phase::Backward)?;
                 for i in [2, 1, 0] {
@@ -102,7 +102,7 @@ fn a_rank_that_leaves<D: Chained>(device: &D) {
             };
             let outcome = rest();
             // Which does not bring the rank back, and says so.
-            let recovered = test.chain.recover(outcome.as_ref().err());
+            let recovered = test.chain.recover(outcome.as_ref().err().map(|error| error as _));
             let Err(Error::Comm(CommError::Poisoned { reason, .. })) = recovered else { panic!("{recovered:?}") };
             assert!(reason.contains("has left the group; a new chain"), "{reason}");
             outcome

@@ -89,7 +89,7 @@ fn other_numbers_of_microbatches_in_a_chain() {
         let found = ranks([2, 2], EtpOptions { prefetch, in_turn, ..ON }, None, |mut rank| {
             let error =
                 (0..counts[rank.w]).try_for_each(|_| rank.microbatch(1.0)).and_then(|()| rank.finish().map(drop));
-            rank.test_chain.chain.recover(error.as_ref().err())?;
+            rank.test_chain.chain.recover(error.as_ref().err().map(|error| error as _))?;
             (0..2).try_for_each(|_| rank.microbatch(1.0))?;
             assert_eq!(rank.finish()?, [2.0 * rank.test_chain.sum(1.0); 2]);
             Ok::<_, Error>(error)
