@@ -45,7 +45,8 @@ pub fn compare(
     let all: Vec<_> = all.iter().map(|bytes| String::from_utf8_lossy(bytes)).collect();
     let Some(first) = all.first() else { return Ok(()) };
     for (rank, other) in all.iter().enumerate() {
-        for (expected, found) in first.lines().zip(other.lines()).filter(|(expected, found)| expected != found) {
+        let differs = first.lines().zip(other.lines()).find(|(expected, found)| expected != found);
+        if let Some((expected, found)) = differs {
             let [(option, expected), (_, found)] =
                 [expected, found].map(|line| line.split_once('\t').unwrap_or((line, "")));
             let (ranks, values) = ([0, rank], [expected.to_string(), found.to_string()]);
