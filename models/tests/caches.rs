@@ -15,7 +15,7 @@ use moebius_models::generate::{
 };
 use moebius_models::{LoadOptions, Model};
 
-use support::{Golden, on_ranks, relative, tolerance};
+use support::{Golden, Rotation, on_ranks, relative, tolerance};
 
 const KINDS: [CacheKind; 2] = [CacheKind::Static, CacheKind::Growing];
 
@@ -46,8 +46,10 @@ fn by_kinds(golden: &Golden, ranks: usize, requests: &[Request]) -> Vec<[Vec<Out
     let worlds = KINDS.map(|_| ThreadWorld::create(ranks, Duration::from_secs(60)).into_iter().map(Some).collect());
     let worlds = worlds.map(|world: Vec<_>| Mutex::new(world));
     on_ranks(ranks, golden.experts, |rank, group| {
-        let model = golden.load(&group, golden.options());
-        let own: Vec<Request> = requests.iter().skip(rank).step_by(ranks).cloned().collect();
+        // In bf16 two tokens are often alike, and caches that sum in other orders would take one or the other.
+        let model = golden.load(&group, LoadOptions { dtype: Some(DType::F32), ..golden.options() });
+        let fits = |request: &&Request| request.prompt.len() + request.max_tokens <= model.context();
+        let own: Vec<Request> = requests.iter().filter(fits).skip(rank).step_by(ranks).cloned().collect();
         let run = |kind: usize| {
             let steps = worlds[kind].lock().expect("a world")[rank].take().expect("one of each rank");
             let decoder = OverRanks::new(&model, Box::new(steps));
@@ -64,8 +66,7 @@ fn by_kinds(golden: &Golden, ranks: usize, requests: &[Request]) -> Vec<[Vec<Out
 fn both_kinds_give_the_same_tokens_in_every_family() {
     let mut finishes = HashSet::new();
     for golden in Golden::all() {
-        let vocabulary = golden.checkpoint.config()["vocab_size"].as_u64().map_or(97, |n| n as usize);
-        let requests = requests(vocabulary);
+        let requests = requests(golden.vocabulary());
         for ranks in [1, 2, 4].into_iter().filter(|ranks| golden.experts.is_multiple_of(*ranks)) {
             for (rank, [fixed, growing]) in by_kinds(&golden, ranks, &requests).into_iter().enumerate() {
                 assert_eq!(fixed, growing, "{}, rank {rank} of {ranks}", golden.name);
@@ -73,8 +74,8 @@ fn both_kinds_give_the_same_tokens_in_every_family() {
             }
         }
     }
-    // Texts of both ends are among those of the repository's folders.
-    assert!(std::env::var_os("MOEBIUS_GOLDEN").is_some() || finishes.len() == 2, "{finishes:?}");
+    // Texts of both ends are among them; those of other folders may all be as long as was asked for.
+    assert!(finishes.len() == 2 || std::env::var_os("MOEBIUS_GOLDEN").is_some(), "{finishes:?}");
 }
 
 /// One prompt over four ranks: three have none, and step with the first.
@@ -122,7 +123,7 @@ fn a_static_cache_is_had_where_rotations_stay_and_moves_when_half_have_ended() {
 /// Rotations that change with the length have a cache that grows, whatever was asked for.
 #[test]
 fn a_model_without_a_static_cache_has_one_that_grows() {
-    let changing = Golden::all().into_iter().filter(|golden| golden.rope_type() == "longrope");
+    let changing = Golden::all().into_iter().filter(|golden| golden.rotation() != Rotation::Fixed);
     let mut count = 0;
     for golden in changing {
         on_ranks(1, golden.experts, |_, group| {
@@ -141,13 +142,14 @@ fn a_model_without_a_static_cache_has_one_that_grows() {
 fn a_resized_stepper_goes_on() {
     for golden in Golden::all() {
         let s = golden.ids().dim(1).expect("tokens");
-        let plain = golden.rope()["alpha"].is_null();
-        if golden.rope_type() == "longrope" || golden.rope_type() == "dynamic" && plain {
+        // Steps from the fourth token on, over another memory from the fifth and the sixth.
+        if golden.rotation() != Rotation::Fixed || s < 6 {
             continue;
         }
         on_ranks(1, golden.experts, |_, group| {
             let model = golden.load(&group, golden.options());
-            let ids = golden.ids().narrow(0, 0, 2).and_then(|ids| ids.to_dtype(DType::U32)).expect("two rows");
+            let ids = Tensor::cat(&[golden.row(0), golden.row(1)], 0).and_then(|ids| ids.to_dtype(DType::U32));
+            let ids = ids.expect("two rows");
             let (expected, rows) = (model.forward(&ids).expect("logits"), ids.to_vec2::<u32>().expect("ids"));
             let id = |row: usize, at: usize| rows[row][at];
             let mut stepper = model.stepper(2, 4).expect("a stepper");

@@ -13,10 +13,15 @@ use moebius::cpu::{Cpu, HostBuffer};
 use moebius::layer::ParamKind;
 use moebius_models::{ExpertWeights, LoadOptions, LoadProgress, Model, Point};
 
-use support::{F32, Golden, on_ranks, relative, say, scalar, tolerance};
+use support::{BF16, F32, Golden, Rotation, on_ranks, relative, say, scalar, tolerance, tolerance_in_f64};
 
 /// Gradients go through the same chain twice, and sum over tokens.
 const F32_GRADIENT: f64 = 2e-5;
+
+fn gradient_tolerance(golden: &Golden) -> f64 {
+    if golden.bf16 { BF16 } else { F32_GRADIENT }
+}
+
 /// Relative errors of logits and loss, rank r running the r-th share of the sequences.
 fn forward_errors(golden: &Golden, options: LoadOptions, split: &[usize]) -> [f64; 2] {
     let shares = golden.shares(split);
@@ -76,12 +81,13 @@ fn every_type_runs() {
             .remove(0)
         };
         let error = relative(&logits(Some(DType::F64)), &golden.tensors["logits"]);
-        assert!(error <= tolerance(&golden), "{}: logits in f64 differ by {error:e}", golden.name);
+        assert!(error <= tolerance_in_f64(&golden), "{}: logits in f64 differ by {error:e}", golden.name);
         for dtype in [Some(DType::BF16), Some(DType::F16), None] {
             let logits = logits(dtype);
             assert!(dtype.is_none_or(|dtype| logits.dtype() == dtype), "{}: {:?}", golden.name, logits.dtype());
             let error = relative(&logits, &golden.tensors["logits"]);
-            assert!(error < 0.5, "{} in {dtype:?}: logits differ by {error:e}", golden.name);
+            // What f16 cannot hold, and how many choices other rounding changes, is known of our own folders alone.
+            assert!(golden.elsewhere || error < 0.5, "{} in {dtype:?}: logits differ by {error:e}", golden.name);
         }
     }
 }
@@ -98,6 +104,32 @@ fn every_rank_may_run_the_same_sequences() {
     }
 }
 
+/// Lengths of a prompt of `first` tokens and of pieces behind it, `s` tokens in all, the last two alone.
+fn pieces(first: usize, s: usize) -> Vec<usize> {
+    let first = first.min(s);
+    let rest = (s - first).saturating_sub(5);
+    let mut left = s - first;
+    let lengths = [2, 1, rest, 1, 1].map(|len| {
+        let len = len.min(left);
+        left -= len;
+        len
+    });
+    let mut pieces = vec![first];
+    pieces.extend(lengths);
+    pieces.retain(|len| *len > 0);
+    pieces
+}
+
+#[test]
+fn pieces_are_a_whole_sequence() {
+    assert_eq!(pieces(5, 12), [5, 2, 1, 2, 1, 1]);
+    for s in 1..30 {
+        for first in 1..=s + 1 {
+            assert_eq!(pieces(first, s).iter().sum::<usize>(), s, "{first} of {s}");
+        }
+    }
+}
+
 /// A prompt, more pieces, and token by token, against the logits of all tokens at once.
 #[test]
 fn decoding_gives_the_logits_of_forward() {
@@ -105,20 +137,19 @@ fn decoding_gives_the_logits_of_forward() {
         let s = golden.ids().dim(1).expect("tokens");
         // Where frequencies change with the length, earlier tokens have seen others than a forward of all: a prompt
         // beyond the change has none of that, and dynamic scaling changes them with every token.
-        let first = match golden.rope_type() {
-            "dynamic" if golden.rope()["alpha"].is_null() => continue,
-            "longrope" => golden.rope()["original_max_position_embeddings"].as_u64().map_or(5, |n| n as usize + 1),
-            _ => 5,
+        let first = match golden.rotation() {
+            Rotation::OfEveryLength => continue,
+            Rotation::TwoFrequencies { original } if s > original => original + 1,
+            Rotation::TwoFrequencies { .. } | Rotation::Fixed => 5,
         };
-        let first = if first + 6 <= s { first } else { 5 };
-        let pieces = [first, 2, 1, s - first - 5, 1, 1];
-        on_ranks(2, golden.experts, |rank, group| {
+        let pieces = pieces(first, s);
+        on_ranks(golden.ranks(2), golden.experts, |rank, group| {
             let model = golden.load(&group, golden.options());
-            let ids = golden.ids().narrow(0, rank, 1).expect("a row");
+            let ids = golden.row(rank);
             let expected = model.forward(&ids).expect("logits");
             let mut cache = model.cache();
             let mut start = 0;
-            for len in pieces {
+            for &len in &pieces {
                 let logits = model.decode(&ids.narrow(1, start, len).expect("tokens"), &mut cache).expect("logits");
                 let error = relative(&logits, &expected.narrow(1, start, len).expect("positions"));
                 let at = format!("{}, tokens {start}..{}", golden.name, start + len);
@@ -154,6 +185,10 @@ fn loading_is_told_layer_by_layer() {
 fn sequences_that_leave_a_cache_change_nothing_for_the_others() {
     for golden in Golden::all() {
         let (_, s) = golden.ids().dims2().expect("[B, S]");
+        // Five tokens, then three more, of sequences that leave out three.
+        if s < 11 {
+            continue;
+        }
         on_ranks(1, golden.experts, |_, group| {
             let model = golden.load(&group, golden.options());
             // Three different sequences, of which the last and the first stay, in this order.
@@ -189,13 +224,12 @@ fn sequences_that_leave_a_cache_change_nothing_for_the_others() {
 fn a_stepper_gives_the_logits_of_forward() {
     for golden in Golden::all() {
         let s = golden.ids().dim(1).expect("tokens");
-        let plain = golden.rope()["alpha"].is_null();
-        if golden.rope_type() == "longrope" || golden.rope_type() == "dynamic" && plain {
+        if golden.rotation() != Rotation::Fixed || s < 8 {
             continue;
         }
-        on_ranks(2, golden.experts, |rank, group| {
+        on_ranks(golden.ranks(2), golden.experts, |rank, group| {
             let model = golden.load(&group, golden.options());
-            let ids = golden.ids().narrow(0, rank, 1).expect("a row");
+            let ids = golden.row(rank);
             let expected = model.forward(&ids).expect("logits");
             let check = |at: usize, logits: &Tensor| {
                 let error =
@@ -203,7 +237,7 @@ fn a_stepper_gives_the_logits_of_forward() {
                 // Both sides have a forward's error.
                 assert!(error <= 2.0 * tolerance(&golden), "{}, token {at}: logits differ by {error:e}", golden.name);
             };
-            for (capacity, first) in [(s, 5), (s + 3, s - 4)] {
+            for (capacity, first) in [(s, 5), (model.context().min(s + 3), s - 4)] {
                 let mut stepper = model.stepper(1, capacity).expect("a stepper");
                 for round in 0..2 {
                     let mut start = 0;
@@ -277,7 +311,9 @@ fn experts_as_stored() {
     let mut formats = HashSet::new();
     for golden in Golden::all() {
         let form = golden.checkpoint.block_form(golden.layer()).expect("a form");
-        if !form.is_quantized() {
+        // Some forms are de-quantized: fp8 with a scale a tensor, say.
+        let one = moebius::checkpoint::LoadOptions { rank: 0, ranks: 1, dtype: None };
+        if !form.is_quantized() || golden.checkpoint.load_quantized(golden.layer(), one).is_err() {
             continue;
         }
         formats.insert(form);
@@ -295,6 +331,9 @@ fn experts_as_stored() {
             let gradients = loss.sum.backward().expect("gradients");
             let missing = model.vars().iter().filter(|(_, var)| gradients.get(var).is_none()).count();
             assert_eq!(missing, 0, "{}: gradients around the experts", golden.name);
+            if golden.rotation() != Rotation::Fixed {
+                return;
+            }
             let model = golden.load(&group, options);
             let s = golden.ids().dim(1).expect("tokens");
             let mut stepper = model.stepper(golden.ids().dim(0).expect("rows"), s).expect("a stepper");
@@ -401,7 +440,8 @@ struct Gradients {
 
 /// Gradient of this rank's part of the mean loss over `positions`, with zeros added where gradients are wanted.
 fn gradients(model: &Model, layer: usize, ids: &Tensor, positions: f64) -> CandleResult<Gradients> {
-    let zeros = Tensor::zeros((ids.elem_count(), model.hidden_size()), DType::F32, &Device::Cpu)?;
+    let dtype = model.vars()[0].1.dtype();
+    let zeros = Tensor::zeros((ids.elem_count(), model.hidden_size()), dtype, &Device::Cpu)?;
     let (input, output) = (Var::from_tensor(&zeros)?, Var::from_tensor(&zeros)?);
     let mut tap = |point: Point, x: Tensor| match point {
         // candle forgets the right operand of empty tensors: the model's own stands first.
@@ -476,7 +516,8 @@ fn gradients_of_the_first_block() {
             assert_eq!(given, 0, "{}: gradients without a parameter", golden.name);
             let worst = errors.iter().max_by(|a, b| a.1.total_cmp(&b.1)).expect("errors");
             line += &format!(" R={} {:.1e}", split.len(), worst.1);
-            if worst.1.is_nan() || worst.1 > F32_GRADIENT {
+            // Not `>`: it is false for NaN.
+            if !(worst.1 <= gradient_tolerance(&golden)) {
                 wrong.push(format!("{} over {split:?}: gradient of {} differs by {:e}", golden.name, worst.0, worst.1));
             }
         }
@@ -515,11 +556,37 @@ fn gradients_of_replicated_parameters() {
                 let error = relative(&sum, expected);
                 // A key's bias shifts all scores of a query alike, which softmax undoes: its gradient is rounding alone,
                 // but for what a rotation behind it leaves.
-                if !(error <= F32_GRADIENT || name.ends_with("k_proj.bias")) {
+                if !(error <= gradient_tolerance(&golden) || name.ends_with("k_proj.bias")) {
                     wrong.push(format!("{} over {split:?}: gradient of {name} differs by {error:.1e}", golden.name));
                 }
             }
         }
     }
     assert!(wrong.is_empty(), "{}", wrong.join("\n"));
+}
+
+/// Folders of other families, without a golden, or with one of a block alone are none of this suite's, and end it not.
+#[test]
+fn folders_of_others_are_passed_over() -> Result<(), Box<dyn std::error::Error>> {
+    let folder = tempfile::tempdir()?;
+    let own = support::shipped().join("mixtral");
+    let write = |model_type: &str| {
+        let config = std::fs::read_to_string(own.join("config.json"))?.replace("\"mixtral\"", model_type);
+        std::fs::write(folder.path().join("config.json"), config)
+    };
+    std::fs::copy(own.join("model.safetensors"), folder.path().join("model.safetensors"))?;
+    write("\"mixtral\"")?;
+    assert!(Golden::open(folder.path()).is_none(), "no golden");
+    std::fs::copy(own.join("golden.safetensors"), folder.path().join("golden.safetensors"))?;
+    let golden = Golden::open(folder.path()).ok_or("a golden")?;
+    assert!(golden.elsewhere && !Golden::named("mixtral").elsewhere);
+    for other in ["\"jamba\"", "\"deepseek_v4\"", "\"nobody_knows\""] {
+        write(other)?;
+        assert!(Golden::open(folder.path()).is_none(), "{other}");
+    }
+    let x = Tensor::zeros(1, DType::F32, &Device::Cpu)?;
+    candle_core::safetensors::save(&HashMap::from([("x", x)]), folder.path().join("golden.safetensors"))?;
+    write("\"mixtral\"")?;
+    assert!(Golden::open(folder.path()).is_none(), "no ids");
+    Ok(())
 }
