@@ -3,12 +3,16 @@
 //! A folder's template is a Jinja program. It runs as in Python's transformers (5.17, `apply_chat_template`): blocks'
 //! line ends and indentation are trimmed, `tojson` is `json.dumps` without ASCII escapes and with keys in the order
 //! given, `raise_exception`, `strftime_now`, `break` and `continue`, `{% generation %}`, methods of Python's strings and
-//! dictionaries. A template that does not end, or makes texts without bound, is an error. Known differences: a loop
-//! over `none` is empty where Python fails, and there is no `%` between a text and values.
+//! dictionaries. A template that does not end, or makes texts without bound, is an error: by its steps, and by its time
+//! where it has the engine compare what it has nested. Known differences: a loop over `none` is empty where Python fails,
+//! there is no `%` between a text and values, and a field of `format` is at most 4096 wide.
 
 use std::collections::BTreeMap;
 use std::fmt;
 use std::path::Path;
+use std::sync::Arc;
+use std::sync::mpsc::{RecvTimeoutError, sync_channel};
+use std::time::Duration;
 
 use minijinja::value::{Serde, ValueKind};
 use minijinja::{AutoEscape, Environment, ErrorKind, UndefinedBehavior, Value, escape_formatter};
@@ -20,6 +24,11 @@ use super::python;
 
 /// Steps that a rendering may take; 64 bytes of text count as one. A published template takes some hundreds for a turn.
 const FUEL: u64 = 2_500_000;
+
+/// Longest time of a rendering. [`FUEL`] is some seconds of steps on a slow processor. The engine counts no steps where it
+/// compares values or seeks them in a dictionary, and goes through a list that holds another one twice, and so on forty
+/// times, once for each of 2⁴⁰ ways.
+const TIME: Duration = Duration::from_secs(20);
 
 /// Stack of a rendering. A template can nest a list in itself at some seven steps a level, and the engine writes,
 /// compares and frees a value recursively, with at most 640 bytes of stack a level (measured): 230 MB for [`FUEL`]. The
@@ -151,7 +160,8 @@ impl Chat {
 
 /// The chat templates of a folder, compiled.
 pub struct ChatTemplate {
-    environment: Environment<'static>,
+    environment: Arc<Environment<'static>>,
+    time: Duration,
     names: Vec<String>,
     special: Vec<(&'static str, Value)>,
 }
@@ -213,14 +223,21 @@ impl ChatTemplate {
 
     /// Replaces the clock of `strftime_now`, which is the local time: `strftime` gets the format and gives the text.
     pub fn with_strftime(mut self, strftime: impl Fn(&str) -> String + Send + Sync + 'static) -> Self {
-        self.environment.add_function("strftime_now", move |format: &str| strftime(format));
+        Arc::make_mut(&mut self.environment).add_function("strftime_now", move |format: &str| strftime(format));
         self
     }
 
     /// Bounds a rendering to about so many steps; 64 bytes of text count as one. 2.5 million if this is not called, which
     /// is what the stack of a rendering suffices for whatever a template does: allow more to templates that are trusted.
     pub fn with_fuel(mut self, steps: u64) -> Self {
-        self.environment.set_fuel(Some(steps));
+        Arc::make_mut(&mut self.environment).set_fuel(Some(steps));
+        self
+    }
+
+    /// Bounds the time of a rendering, which is 20 s if this is not called. The thread of one that takes longer is left
+    /// behind: nothing can end it but its steps, or the end of the process.
+    pub fn with_time(mut self, time: Duration) -> Self {
+        self.time = time;
         self
     }
 
@@ -234,24 +251,32 @@ impl ChatTemplate {
     ///
     /// # Errors
     /// [`Error::Conversation`], [`Error::NoTemplate`], [`Error::Refused`] where the template calls `raise_exception`,
-    /// and [`Error::Template`] where it fails otherwise or takes too many steps.
+    /// and [`Error::Template`] where it fails otherwise, takes too many steps or too much time.
     pub fn render(&self, chat: &Chat) -> Result<String> {
         chat.check()?;
-        let name = self.choose(chat)?;
-        let template = self.environment.get_template(name).map_err(|e| failure(name, &e))?;
-        let mut context: BTreeMap<&str, Value> = self.special.iter().map(|(k, v)| (*k, v.clone())).collect();
-        context.extend(chat.variables.iter().map(|(name, value)| (name.as_str(), value.clone())));
+        let name = self.choose(chat)?.to_string();
+        let mut context: BTreeMap<String, Value> =
+            self.special.iter().map(|(name, value)| (name.to_string(), value.clone())).collect();
+        context.extend(chat.variables.iter().map(|(name, value)| (name.clone(), value.clone())));
         // These are there, and none, also where they are not given.
-        context.insert("messages", Value::from(chat.messages.clone()));
-        context.insert("tools", chat.tools.clone().unwrap_or(Value::from(())));
-        context.insert("documents", chat.documents.clone().unwrap_or(Value::from(())));
-        context.insert("add_generation_prompt", Value::from(chat.generation_prompt));
-        std::thread::scope(|scope| {
-            let render = || template.render(context).map_err(|e| failure(name, &e));
-            let problem = |problem: String| Error::Template { name: name.into(), problem };
-            let thread = std::thread::Builder::new().stack_size(STACK).spawn_scoped(scope, render);
-            let thread = thread.map_err(|e| problem(format!("no thread to render on: {e}")))?;
-            thread.join().unwrap_or_else(|_| Err(problem("the engine panicked".into())))
+        context.insert("messages".into(), Value::from(chat.messages.clone()));
+        context.insert("tools".into(), chat.tools.clone().unwrap_or(Value::from(())));
+        context.insert("documents".into(), chat.documents.clone().unwrap_or(Value::from(())));
+        context.insert("add_generation_prompt".into(), Value::from(chat.generation_prompt));
+        let problem = |problem: String| Error::Template { name: name.clone(), problem };
+        let (result, rendered) = sync_channel(1);
+        let (environment, of) = (Arc::clone(&self.environment), name.clone());
+        let render = move || {
+            let template = environment.get_template(&of);
+            let text = template.and_then(|template| template.render(context)).map_err(|e| failure(&of, &e));
+            // Nobody waits any more where the time was over.
+            let _ = result.send(text);
+        };
+        let thread = std::thread::Builder::new().stack_size(STACK).spawn(render);
+        thread.map_err(|e| problem(format!("no thread to render on: {e}")))?;
+        rendered.recv_timeout(self.time).unwrap_or_else(|e| match e {
+            RecvTimeoutError::Disconnected => Err(problem("the engine panicked".into())),
+            RecvTimeoutError::Timeout => Err(problem(format!("it takes longer than {:?}; it may not end", self.time))),
         })
     }
 
@@ -295,7 +320,7 @@ impl ChatTemplate {
             Err(minijinja::Error::new(ErrorKind::InvalidOperation, "raise_exception").with_source(raised))
         });
         environment.add_function("strftime_now", strftime_now);
-        Self { environment, names: Vec::new(), special: Vec::new() }
+        Self { environment: Arc::new(environment), time: TIME, names: Vec::new(), special: Vec::new() }
     }
 
     fn add(&mut self, name: &str, source: &str) -> Result<()> {
@@ -306,7 +331,7 @@ impl ChatTemplate {
             return Err(problem(format!("expected at most {LONGEST} bytes, found {}", source.len())));
         }
         // The engine's compiler goes as deep as the template.
-        let environment = &mut self.environment;
+        let environment = Arc::make_mut(&mut self.environment);
         std::thread::scope(|scope| {
             let add = || environment.add_template_owned(name.to_string(), source).map_err(|e| failure(name, &e));
             let thread = std::thread::Builder::new().stack_size(STACK).spawn_scoped(scope, add);

@@ -96,6 +96,7 @@ fn what_fails_in_python_is_an_error() {
         "{% set _ = [].append(1) %}",
         "{% include 'other' %}",
         "{{ 1 // 0 }}",
+        "{{ ', '.join(['a', 1]) }}",
     ] {
         let error = ChatTemplate::from_source(source).expect("it compiles").render(&chat()).expect_err(source);
         assert!(matches!(error, Error::Template { .. }), "{source}: {error}");
@@ -115,6 +116,36 @@ fn a_template_that_refuses_says_so_in_its_own_words() {
     assert!(matches!(&error, Error::Refused { message, .. } if message == "no system"), "{error}");
 }
 
+/// The engine counts no steps where it compares.
+#[test]
+fn a_template_that_takes_too_long_is_an_error() {
+    // 2³⁰ ways, so that the threads that are left behind end some time.
+    let nested = "{% set ns = namespace(x=[], y=[]) %}{% for i in range(30) %}{% set ns.x = [ns.x, ns.x] %}{% set ns.y = [ns.y, ns.y] %}{% endfor %}";
+    for end in ["{{ ns.x == ns.y }}", "{{ ns.x in [ns.y] }}", "{{ {ns.x: 1} }}"] {
+        let template = ChatTemplate::from_source(&format!("{nested}{end}")).expect("it compiles");
+        let start = std::time::Instant::now();
+        let error = template.with_time(Duration::from_millis(300)).render(&chat()).expect_err(end).to_string();
+        assert!(error.contains("it takes longer than 300ms; it may not end"), "{error}");
+        assert!(start.elapsed() < Duration::from_secs(20), "{end}");
+    }
+}
+
+/// What is bounded still does what Python does.
+#[test]
+fn bounded_methods_mean_what_they_mean_in_python() {
+    for (source, expected) in [
+        (
+            "{{ 'a.b.c'.replace('.', '--') }}{{ 'aaa'.replace('a', 'bb', 2) }}{{ 'ab'.replace('', '-') }}",
+            "a--b--cbbbba-a-b-",
+        ),
+        ("{{ ', '.join(['a', 'b', '']) }}{{ '-'.join('abc') }}{{ ''.join([]) }}", "a, b, a-b-c"),
+        ("{{ '{}-{:>5}-{x}'.format('a', 12, x='y') }}{{ '{{}} 99999'.format() }}", "a-   12-y{} 99999"),
+        ("{{ 'a,b'.split(',') }}{{ 'a\nb'.splitlines() }}", "['a', 'b']['a', 'b']"),
+    ] {
+        assert_eq!(render(source), expected, "{source}");
+    }
+}
+
 #[test]
 fn a_template_without_end_is_an_error() {
     for source in [
@@ -125,6 +156,23 @@ fn a_template_without_end_is_an_error() {
         "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
         "{{ range(10000000000)|list }}",
         "{% set ns = namespace(x=[]) %}{% for i in range(100000) %}{% set ns.x = [ns.x] %}{% endfor %}{{ ns.x|tojson }}",
+        // Twice what it was, forty times over.
+        "{% set ns = namespace(x=[]) %}{% for i in range(40) %}{% set ns.x = [ns.x, ns.x] %}{% endfor %}{{ ns.x|tojson }}",
+        "{% set ns = namespace(x={}) %}{% for i in range(40) %}{% set ns.x = {'a': ns.x, 'b': ns.x} %}{% endfor %}{{ ns.x|tojson }}",
+        "{% set ns = namespace(x=[]) %}{% for i in range(40) %}{% set ns.x = [ns.x, ns.x] %}{% endfor %}{{ ns.x }}",
+        "{% set ns = namespace(x=[]) %}{% for i in range(40) %}{% set ns.x = [ns.x, ns.x] %}{% endfor %}{{ ' '.join([ns.x]) }}",
+        "{% set ns = namespace(x=[]) %}{% for i in range(40) %}{% set ns.x = [ns.x, ns.x] %}{% endfor %}{{ '{}'.format(ns.x) }}",
+        "{{ ([0] * 10000000000)|tojson }}",
+        "{{ ('\u{1}' * 50000000)|tojson }}",
+        "{% set x = ('a' * 1000000).replace('a', 'b' * 1000000) %}",
+        "{% set x = ('a' * 1000000).replace('', 'b' * 1000000, 1000000) %}",
+        "{% set x = ('x' * 1000000).join(range(100000)) %}",
+        "{% set x = '{:>99999999999}'.format(1) %}",
+        "{% set x = '{:.99999999999}'.format(1.5) %}",
+        "{% set x = ('{0}' * 30000).format('a' * 1000000) %}",
+        "{% set x = (',' * 70000000).split(',') %}",
+        "{% set x = ('\n' * 70000000).splitlines() %}",
+        "{% set s = 'a' * 40000000 %}{% for i in range(100000) %}{% set x = s.find('b') %}{% endfor %}",
         "{% set ns = namespace(x=[]) %}{% for i in range(9) %}{% for i in range(100000) %}{% set ns.x = [ns.x] %}{% endfor %}{% endfor %}",
         // What one call makes is far more than its arguments.
         "{% set ns = namespace(x=[]) %}{% for i in range(60) %}{% set ns.x = [ns.x, ns.x] %}{% endfor %}{{ ns.x|tojson }}",

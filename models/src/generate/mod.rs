@@ -16,6 +16,7 @@ mod folder;
 mod generator;
 mod model_decoder;
 mod python;
+mod python_budget;
 mod request;
 mod sampling;
 mod stop;

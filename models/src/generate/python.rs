@@ -4,12 +4,13 @@
 use minijinja::value::{Kwargs, Rest, Tuple, ValueKind, from_args};
 use minijinja::{Error, ErrorKind, State, Value};
 
+use super::python_budget::{BoundedText, Budget, shown};
+
 /// Deepest nesting that [`dumps`] writes; Python stops at about 1000.
 const MAX_DEPTH: usize = 256;
 
-/// Most bytes of a text that a function of these makes at once, which the engine's fuel does not count: memory that is not
-/// there ends the process.
-const LONGEST: usize = 16 << 20;
+/// Most characters that a method fills a text up to.
+const WIDEST: usize = 4096;
 
 /// Arguments of `json.dumps`, as transformers' filter `tojson` takes them.
 #[derive(Debug)]
@@ -34,7 +35,7 @@ impl Default for Dumps {
 }
 
 /// The filter `tojson(ensure_ascii=False, indent=None, separators=None, sort_keys=False)`.
-pub(super) fn tojson(value: &Value, args: Rest<Value>, kwargs: Kwargs) -> Result<String, Error> {
+pub(super) fn tojson(state: &State, value: &Value, args: Rest<Value>, kwargs: Kwargs) -> Result<String, Error> {
     let argument = |index: usize, name: &str| -> Result<Option<Value>, Error> {
         let named: Option<Value> = kwargs.get(name)?;
         Ok(args.get(index).cloned().or(named).filter(|v| !v.is_none() && !v.is_undefined()))
@@ -60,7 +61,7 @@ pub(super) fn tojson(value: &Value, args: Rest<Value>, kwargs: Kwargs) -> Result
         return Err(invalid("tojson: expected at most 4 arguments"));
     }
     kwargs.assert_all_used()?;
-    dumps.text(value)
+    dumps.text(value, Budget::of(state))
 }
 
 /// A text that is written many times over.
@@ -83,76 +84,72 @@ fn indent_unit(indent: &Value) -> Result<String, Error> {
 }
 
 impl Dumps {
-    /// `json.dumps(value)` with these arguments.
-    pub fn text(&self, value: &Value) -> Result<String, Error> {
-        let mut out = String::new();
+    /// `json.dumps(value)` with these arguments; each value and each 64 bytes of it are a step.
+    pub fn text(&self, value: &Value, budget: Budget<'_>) -> Result<String, Error> {
+        let mut out = BoundedText::new(budget);
         self.write(&mut out, value, 0)?;
-        Ok(out)
+        Ok(out.text)
     }
 
-    fn write(&self, out: &mut String, value: &Value, depth: usize) -> Result<(), Error> {
+    fn write(&self, out: &mut BoundedText<'_>, value: &Value, depth: usize) -> Result<(), Error> {
         if depth > MAX_DEPTH {
             return Err(invalid("tojson: the value is nested too deeply"));
         }
-        // A list may hold another many times over.
-        bounded("tojson", out.len())?;
+        out.budget.spend(1)?;
         match value.kind() {
-            ValueKind::None => out.push_str("null"),
-            ValueKind::Bool => out.push_str(if value.is_true() { "true" } else { "false" }),
-            ValueKind::Number => out.push_str(&number(value)),
+            ValueKind::None => out.push("null"),
+            ValueKind::Bool => out.push(if value.is_true() { "true" } else { "false" }),
+            ValueKind::Number => out.push(&number(value)),
             ValueKind::String => self.quote(out, value.as_str().unwrap_or_default()),
             // A generator is none of what Python writes, but minijinja's lazy sequences (a list repeated or joined) are.
             ValueKind::Seq | ValueKind::Iterable => {
-                let items: Vec<Value> = value.try_iter()?.collect();
-                self.write_all(out, ['[', ']'], depth, items, |out, item| self.write(out, &item, depth + 1))?;
+                let items = value.try_iter()?;
+                self.write_all(out, ['[', ']'], depth, items, |out, item| self.write(out, &item, depth + 1))
             }
             ValueKind::Map => {
                 let mut keys: Vec<Value> = value.try_iter()?.collect();
                 if self.sort_keys {
                     keys.sort();
                 }
-                self.write_all(out, ['{', '}'], depth, keys, |out, key| {
+                self.write_all(out, ['{', '}'], depth, keys.into_iter(), |out, key| {
                     self.write_key(out, &key)?;
-                    out.push_str(&self.key_separator);
+                    out.push(&self.key_separator)?;
                     self.write(out, &value.get_item(&key)?, depth + 1)
-                })?;
+                })
             }
-            other => return Err(invalid(&format!("tojson: {other} is not JSON serializable"))),
+            other => Err(invalid(&format!("tojson: {other} is not JSON serializable"))),
         }
-        Ok(())
     }
 
     fn write_all(
         &self,
-        out: &mut String,
+        out: &mut BoundedText<'_>,
         [open, close]: [char; 2],
         depth: usize,
-        items: Vec<Value>,
-        mut write: impl FnMut(&mut String, Value) -> Result<(), Error>,
+        items: impl Iterator<Item = Value>,
+        mut write: impl FnMut(&mut BoundedText<'_>, Value) -> Result<(), Error>,
     ) -> Result<(), Error> {
-        let newline = |out: &mut String, depth: usize| {
-            if let Some(unit) = &self.indent {
-                out.push('\n');
-                (0..depth).for_each(|_| out.push_str(unit));
-            }
+        let newline = |out: &mut BoundedText<'_>, depth: usize| match &self.indent {
+            Some(unit) => out.push(&format!("\n{}", unit.repeat(depth))),
+            None => Ok(()),
         };
-        let empty = items.is_empty();
-        out.push(open);
-        for (i, item) in items.into_iter().enumerate() {
-            if i > 0 {
-                out.push_str(&self.item_separator);
+        let mut empty = true;
+        out.push_char(open)?;
+        for item in items {
+            if !empty {
+                out.push(&self.item_separator)?;
             }
-            newline(out, depth + 1);
+            empty = false;
+            newline(out, depth + 1)?;
             write(out, item)?;
         }
         if !empty {
-            newline(out, depth);
+            newline(out, depth)?;
         }
-        out.push(close);
-        Ok(())
+        out.push_char(close)
     }
 
-    fn write_key(&self, out: &mut String, key: &Value) -> Result<(), Error> {
+    fn write_key(&self, out: &mut BoundedText<'_>, key: &Value) -> Result<(), Error> {
         let text = match key.kind() {
             ValueKind::String => key.as_str().unwrap_or_default().to_string(),
             ValueKind::None => "null".into(),
@@ -160,29 +157,30 @@ impl Dumps {
             ValueKind::Number => number(key),
             other => return Err(invalid(&format!("tojson: a key is a {other}"))),
         };
-        self.quote(out, &text);
-        Ok(())
+        self.quote(out, &text)
     }
 
-    fn quote(&self, out: &mut String, text: &str) {
-        out.push('"');
+    fn quote(&self, out: &mut BoundedText<'_>, text: &str) -> Result<(), Error> {
+        out.push_char('"')?;
         for c in text.chars() {
             match c {
-                '"' => out.push_str("\\\""),
-                '\\' => out.push_str("\\\\"),
-                '\n' => out.push_str("\\n"),
-                '\r' => out.push_str("\\r"),
-                '\t' => out.push_str("\\t"),
-                '\u{8}' => out.push_str("\\b"),
-                '\u{c}' => out.push_str("\\f"),
+                '"' => out.push("\\\"")?,
+                '\\' => out.push("\\\\")?,
+                '\n' => out.push("\\n")?,
+                '\r' => out.push("\\r")?,
+                '\t' => out.push("\\t")?,
+                '\u{8}' => out.push("\\b")?,
+                '\u{c}' => out.push("\\f")?,
                 c if c < ' ' || (self.ensure_ascii && !(' '..='~').contains(&c)) => {
                     let mut units = [0; 2];
-                    c.encode_utf16(&mut units).iter().for_each(|unit| out.push_str(&format!("\\u{unit:04x}")));
+                    for unit in c.encode_utf16(&mut units) {
+                        out.push(&format!("\\u{unit:04x}"))?;
+                    }
                 }
-                c => out.push(c),
+                c => out.push_char(c)?,
             }
         }
-        out.push('"');
+        out.push_char('"')
     }
 }
 
@@ -254,12 +252,83 @@ pub(super) fn to_float(value: &Value, default: Option<Value>) -> Value {
 
 /// Methods that Python's strings and dictionaries have, for [`minijinja::Environment::set_unknown_method_callback`].
 pub(super) fn method(state: &mut State, value: &Value, name: &str, args: &[Value]) -> Result<Value, Error> {
-    if let Some(text) = value.as_str()
-        && let Some(result) = string_method(text, name, args)
-    {
-        return result;
+    if let Some(text) = value.as_str() {
+        let budget = Budget::of(state);
+        // What a method reads is paid for as well: a quarter of what is written.
+        budget.spend(text.len() as u64 / 256)?;
+        if let Some(result) = bounded_method(text, name, args, budget) {
+            return result;
+        }
+        if let Some(result) = string_method(text, name, args) {
+            return result;
+        }
     }
     minijinja_contrib::pycompat::unknown_method_callback(state, value, name, args)
+}
+
+/// Methods whose results can be larger than what they are given, however short the template: nothing is made that the
+/// rendering's steps do not pay for.
+fn bounded_method(text: &str, name: &str, args: &[Value], budget: Budget<'_>) -> Option<Result<Value, Error>> {
+    // A piece is a value of some 32 bytes, be it as short as it may.
+    let pieces = |count: usize| budget.ensure(count.saturating_mul(32));
+    match name {
+        "replace" => Some(replace(text, args, budget)),
+        "join" => Some(join(text, args, budget)),
+        "format" => format_room(text, args, budget).err().map(Err),
+        "split" | "rsplit" => {
+            let separator = args.first().and_then(Value::as_str).filter(|separator| !separator.is_empty());
+            pieces(text.len() / separator.map_or(1, str::len)).err().map(Err)
+        }
+        "splitlines" => pieces(text.len()).err().map(Err),
+        _ => None,
+    }
+}
+
+/// `replace(old, new, count=-1)`.
+fn replace(text: &str, args: &[Value], budget: Budget<'_>) -> Result<Value, Error> {
+    let (old, new, count, kwargs): (&str, &str, Option<i64>, Kwargs) = from_args(args)?;
+    let count = count.or(kwargs.get("count")?);
+    kwargs.assert_all_used()?;
+    let most = count.and_then(|n| usize::try_from(n).ok()).unwrap_or(usize::MAX);
+    if new.len() > old.len() {
+        let found = text.matches(old).take(most).count();
+        budget.ensure(found.saturating_mul(new.len() - old.len()).saturating_add(text.len()))?;
+    }
+    Ok(Value::from(text.replacen(old, new, most)))
+}
+
+/// `join(texts)`.
+fn join(separator: &str, args: &[Value], budget: Budget<'_>) -> Result<Value, Error> {
+    let (values,): (&Value,) = from_args(args)?;
+    let mut out = BoundedText::new(budget);
+    for (i, value) in values.try_iter()?.checked().enumerate() {
+        let value = value?;
+        let part = value.as_str().ok_or_else(|| invalid(&format!("join: item {i} is a {}", value.kind())))?;
+        if i > 0 {
+            out.push(separator)?;
+        }
+        out.push(part)?;
+    }
+    Ok(Value::from(out.text))
+}
+
+/// Refuses a `format` whose fields are wider than [`WIDEST`], or whose values the steps that are left do not pay for.
+fn format_room(text: &str, args: &[Value], budget: Budget<'_>) -> Result<(), Error> {
+    let mut fields = 0;
+    for field in text.replace("{{", "").split('{').skip(1) {
+        // A field in a field may be as wide as a value says.
+        let Some((field, _)) = field.split_once('}') else { return Err(invalid("format: a field without an end")) };
+        let numbers = field.split(|c: char| !c.is_ascii_digit()).filter(|digits| !digits.is_empty());
+        if numbers.map(str::parse::<usize>).any(|n| n.map_or(true, |n| n > WIDEST)) {
+            return Err(invalid(&format!("format: expected numbers of at most {WIDEST} in a field")));
+        }
+        fields += 1;
+    }
+    let mut longest = 4 * WIDEST;
+    for value in args {
+        longest = longest.max(shown(value, budget)?);
+    }
+    budget.ensure(longest.saturating_mul(fields).saturating_add(text.len()))
 }
 
 /// Methods of strings that pycompat lacks, or that do otherwise than Python's.
@@ -282,13 +351,6 @@ fn string_method(text: &str, name: &str, args: &[Value]) -> Option<Result<Value,
         "ljust" => pad(text, args, |width| (0, width)),
         "rjust" => pad(text, args, |width| (width, 0)),
         "splitlines" => splitlines(text, args),
-        "replace" => replace(text, args),
-        "join" => join(text, args),
-        // Made by pycompat, behind this.
-        "format" => match check_fields(text) {
-            Ok(()) => return None,
-            Err(error) => Err(error),
-        },
         "index" => from_args(args).and_then(|(p,): (&str,)| match text.find(p) {
             Some(at) => Ok(Value::from(text[..at].chars().count())),
             None => Err(invalid("substring not found")),
@@ -316,50 +378,9 @@ fn swapped(c: char) -> String {
     if c.is_uppercase() { c.to_lowercase().collect() } else { c.to_uppercase().collect() }
 }
 
-/// Refuses a text of so many bytes.
-fn bounded(call: &str, bytes: usize) -> Result<(), Error> {
-    if bytes > LONGEST { Err(invalid(&format!("{call}: a text of more than {LONGEST} bytes"))) } else { Ok(()) }
-}
-
-fn replace(text: &str, args: &[Value]) -> Result<Value, Error> {
-    let (old, new, count): (&str, &str, Option<i64>) = from_args(args)?;
-    // Python's negative count is none.
-    let count = count.and_then(|count| usize::try_from(count).ok()).unwrap_or(usize::MAX);
-    let found = text.matches(old).take(count).count();
-    bounded("replace", text.len().saturating_add(found.saturating_mul(new.len())))?;
-    Ok(Value::from(text.replacen(old, new, count)))
-}
-
-fn join(separator: &str, args: &[Value]) -> Result<Value, Error> {
-    let (values,): (&Value,) = from_args(args)?;
-    // A text's items are its characters.
-    let characters = values.as_str().map(|text| text.chars().map(Value::from).collect::<Value>());
-    let mut out = String::new();
-    for (i, value) in characters.as_ref().unwrap_or(values).try_iter()?.checked().enumerate() {
-        let value = value?;
-        let part = value.as_str().ok_or_else(|| invalid(&format!("join: item {i} is a {}", value.kind())))?;
-        bounded("join", out.len() + separator.len() + part.len())?;
-        out.push_str(if i > 0 { separator } else { "" });
-        out.push_str(part);
-    }
-    Ok(Value::from(out))
-}
-
-/// Refuses fields of `format` that are wider than any text of a conversation wants, and fields in fields, which may be so.
-fn check_fields(text: &str) -> Result<(), Error> {
-    for field in text.replace("{{", "").split('{').skip(1) {
-        let Some((field, _)) = field.split_once('}') else { return Err(invalid("format: a field without an end")) };
-        let numbers = field.split(|c: char| !c.is_ascii_digit()).filter(|digits| !digits.is_empty());
-        if numbers.into_iter().any(|digits| digits.parse::<usize>().is_ok_and(|n| n > 4096) || digits.len() > 4) {
-            return Err(invalid("format: a field of more than 4096 characters"));
-        }
-    }
-    Ok(())
-}
-
 /// Characters that a text lacks of a width, which is bounded.
 fn padding(text: &str, width: usize) -> usize {
-    width.min(4096).saturating_sub(text.chars().count())
+    width.min(WIDEST).saturating_sub(text.chars().count())
 }
 
 fn pad(text: &str, args: &[Value], sides: impl Fn(usize) -> (usize, usize)) -> Result<Value, Error> {
@@ -509,9 +530,10 @@ mod tests {
         for _ in 0..=MAX_DEPTH {
             value = Value::from(vec![value]);
         }
-        let message = Dumps::default().text(&value).expect_err("refused").to_string();
+        let text = |value: &Value| Dumps::default().text(value, Budget::none());
+        let message = text(&value).expect_err("refused").to_string();
         assert!(message.contains("nested too deeply"), "{message}");
         let inner = value.get_item(&Value::from(0)).expect("the list in it");
-        Dumps::default().text(&inner).expect("one less is written");
+        text(&inner).expect("one less is written");
     }
 }
