@@ -213,7 +213,8 @@ fn describe(config: &MoeConfig) {
     line("weights", format!("multiply the {place}"));
     if let Some(shared) = &config.shared {
         let gated = if shared.gated { ", times sigmoid(x·gate)" } else { "" };
-        line("shared", format!("S = {} inner{gated}", shared.intermediate));
+        let biases = if shared.bias { ", with biases" } else { "" };
+        line("shared", format!("S = {} inner{biases}{gated}", shared.intermediate));
     }
 }
 

@@ -380,6 +380,9 @@ pub struct SharedConfig {
     pub intermediate: usize,
     /// Its output is multiplied by sigmoid(x·`shared_gate`) (Qwen2-MoE).
     pub gated: bool,
+    /// Its two matrices have biases (Ernie 4.5's and DeepSeek-V2's `use_bias` and `mlp_bias`).
+    #[serde(default)]
+    pub bias: bool,
 }
 
 /// Auxiliary losses. Values are returned beside the output; the caller adds them to the loss.

@@ -274,7 +274,9 @@ fn what_is_kept_is_known_before() -> Result<()> {
     let configs = [
         config(|_| {}),
         config(|c| c.recompute = true),
-        config(|c| (c.aux.balance, c.shared) = (0.1, Some(SharedConfig { intermediate: 10, gated: true }))),
+        config(|c| {
+            (c.aux.balance, c.shared) = (0.1, Some(SharedConfig { intermediate: 10, gated: true, bias: false }))
+        }),
     ];
     for ranks in [1, 2, 4] {
         for kind in [DispatcherKind::Auto, DispatcherKind::AllGather].into_iter().take(ranks) {

@@ -251,7 +251,9 @@ fn parameters(config: &MoeConfig, random: &mut Random) -> Params {
     if let Some(shared) = config.shared {
         let s = shared.intermediate;
         add(true, "shared.up", &[config.activation.gate_factor() * s, h], 0.5);
+        add(shared.bias, "shared.up_bias", &[config.activation.gate_factor() * s], 0.3);
         add(true, "shared.down", &[h, s], 0.5);
+        add(shared.bias, "shared.down_bias", &[h], 0.3);
         add(shared.gated, "shared.gate", &[1, h], 0.5);
     }
     params
@@ -316,12 +318,12 @@ fn activations_and_places_of_the_weight_with_biases<D: Target>(device: &D) {
 
 fn shared_experts<D: Target>(device: &D) {
     for (name, activation) in ACTIVATIONS {
-        for gated in [false, true] {
+        for (gated, bias) in [(false, false), (false, true), (true, false), (true, true)] {
             let config = with(|c| {
                 c.activation = activation;
-                c.shared = Some(SharedConfig { intermediate: 7, gated });
+                c.shared = Some(SharedConfig { intermediate: 7, gated, bias });
             });
-            check(device, &format!("shared {name} gated {gated}"), &config);
+            check(device, &format!("shared {name} gated {gated} bias {bias}"), &config);
         }
     }
 }
@@ -458,7 +460,7 @@ fn recomputing_changes_no_bit<D: Target>(device: &D) {
                 &with(|c| {
                     c.activation = activation;
                     c.expert_bias = true;
-                    c.shared = Some(SharedConfig { intermediate: 7, gated: true });
+                    c.shared = Some(SharedConfig { intermediate: 7, gated: true, bias: true });
                 }),
                 &split,
             );
@@ -475,7 +477,7 @@ fn every_entry<D: Target>(device: &D) {
     for split in splits::<D>().into_iter().take(2) {
         let config = with(|c| {
             c.expert_bias = true;
-            c.shared = Some(SharedConfig { intermediate: 3, gated: true });
+            c.shared = Some(SharedConfig { intermediate: 3, gated: true, bias: true });
         });
         let case = Case::new("every entry", &config, &split);
         let base = case.step(device);

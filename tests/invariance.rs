@@ -359,7 +359,7 @@ fn long_sums(round: usize, on_cpu: bool) -> (usize, usize) {
 fn config(place: Place, kind: LayerKind, (hidden, inner): (usize, usize)) -> MoeConfig {
     let at = place.turn();
     let mut config = MoeConfig::new(hidden, inner, 4, 2);
-    config.shared = Some(SharedConfig { intermediate: 20, gated: true });
+    config.shared = Some(SharedConfig { intermediate: 20, gated: true, bias: false });
     config.weight_at = [WeightAt::Output, WeightAt::Input, WeightAt::Activation][at % 3];
     if at % 4 == 3 {
         config.activation = Activation::ClampedGlu { alpha: 1.702, limit: 1.0 };

@@ -9,7 +9,8 @@ use moebius::config::{Activation, BalanceKind, GroupScore, MoeConfig, RouterConf
 
 /// Parameters of a whole block by name: `router.weight [E, H]`, `router.bias [E]`, `router.selection_bias [E]`,
 /// `experts.up [E, G·I, H]` (gate rows first), `experts.up_bias [E, G·I]`, `experts.down [E, H, I]`,
-/// `experts.down_bias [E, H]`, `shared.up [G·S, H]`, `shared.down [H, S]`, `shared.gate [1, H]`.
+/// `experts.down_bias [E, H]`, `shared.up [G·S, H]`, `shared.up_bias [G·S]`,
+/// `shared.down [H, S]`, `shared.down_bias [H]`, `shared.gate [1, H]`.
 pub type Params = BTreeMap<String, Tensor>;
 
 /// A block with all of its experts.
@@ -181,8 +182,12 @@ impl Dense<'_> {
     }
 
     fn shared(&self, x: &Tensor) -> Result<Tensor> {
-        let pre = x.matmul(&self.get("shared.up")?.t()?)?;
-        let y = self.activate(&pre)?.matmul(&self.get("shared.down")?.t()?)?;
+        let biased = |y: Tensor, name: &str| match self.params.get(name) {
+            Some(bias) => y.broadcast_add(bias),
+            None => Ok(y),
+        };
+        let pre = biased(x.matmul(&self.get("shared.up")?.t()?)?, "shared.up_bias")?;
+        let y = biased(self.activate(&pre)?.matmul(&self.get("shared.down")?.t()?)?, "shared.down_bias")?;
         match self.params.get("shared.gate") {
             Some(gate) => y.broadcast_mul(&sigmoid(&x.matmul(&gate.t()?)?)?),
             None => Ok(y),

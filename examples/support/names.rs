@@ -27,6 +27,16 @@ pub fn on_disk(name: &str, model_type: &str, block: &Params) -> Result<Option<Te
         // Ernie's has a row for each modality.
         return if has("moe_statics") { bias.unsqueeze(0) } else { Ok(bias.clone()) }.map(Some);
     }
+    if has("shared_experts") && last == "bias" {
+        let (up, down) = (get("shared.up_bias")?, get("shared.down_bias")?);
+        let half = up.dim(0)? / 2;
+        return match () {
+            () if has("gate_proj") => up.narrow(0, 0, half),
+            () if has("up_proj") => up.narrow(0, half, half),
+            () => Ok(down.clone()),
+        }
+        .map(Some);
+    }
     if has("shared_expert") || has("shared_experts") || has("shared_mlp") {
         return shared(last, get("shared.up")?, get("shared.down")?).map(Some);
     }
@@ -131,6 +141,8 @@ pub fn pieces(config: &MoeConfig) -> Vec<String> {
     add(config.shared.is_some_and(|_| gated), "shared.gate_proj");
     add(config.shared.is_some(), "shared.up_proj");
     add(config.shared.is_some(), "shared.down_proj");
+    add(config.shared.is_some_and(|s| s.bias), "shared.up_bias");
+    add(config.shared.is_some_and(|s| s.bias), "shared.down_bias");
     add(config.shared.is_some_and(|s| s.gated), "shared.gate");
     names
 }

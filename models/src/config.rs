@@ -138,8 +138,14 @@ impl Base {
     /// The rotary embedding of heads of `head_dim`, whole or in part as the configuration says; `theta`: the family's
     /// base where the configuration has none.
     pub fn rotary(&self, file: &ConfigFile, head_dim: usize, theta: f64) -> Result<Rotary> {
-        // A scaling that was added to a saved configuration counts, as in transformers.
-        let nested = self.rope_scaling.as_ref().or(self.rope_parameters.as_ref());
+        Rotary::new(file, self.rotary_config(file, head_dim, theta)?)
+    }
+
+    /// Its sizes and parameters.
+    pub fn rotary_config(&self, file: &ConfigFile, head_dim: usize, theta: f64) -> Result<RotaryConfig> {
+        // A scaling that was added to a saved configuration counts, as in transformers, but not one without a key.
+        let scaling = self.rope_scaling.as_ref().filter(|scaling| **scaling != RopeParameters::default());
+        let nested = scaling.or(self.rope_parameters.as_ref());
         let part = nested.and_then(|r| r.partial_rotary_factor).or(self.partial_rotary_factor).unwrap_or(1.0);
         if !(part > 0.0 && part <= 1.0) {
             return file.refuse("partial_rotary_factor", "a number in (0, 1]", part);
@@ -152,8 +158,8 @@ impl Base {
         let beside = self.rope_parameters.as_ref().and_then(|r| r.rope_theta);
         let theta = parameters.rope_theta.or(beside).or(self.rope_theta).unwrap_or(theta);
         let theta = file.positive("rope_theta", theta)?;
-        let original = parameters.original_max_position_embeddings.or(self.original_max_position_embeddings);
+        let original = self.original_max_position_embeddings.or(parameters.original_max_position_embeddings);
         let max_positions = self.max_position_embeddings;
-        Rotary::new(file, RotaryConfig { parameters, dim, theta, max_positions, original })
+        Ok(RotaryConfig { parameters, dim, theta, max_positions, original })
     }
 }

@@ -241,6 +241,7 @@ impl DecoderSpec {
             }
             false => p.linear(name, [vocabulary, hidden], self.head_bias)?,
         };
+        p.check_all_read(count)?;
         p.loaded(count, count);
         let host = p.take_host_experts();
         Ok(DecoderStack { embedding, layers, norm, head, rotary, scales: self.scales, host })

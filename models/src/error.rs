@@ -41,6 +41,16 @@ pub enum Error {
         /// Sizes it was given.
         found: Vec<usize>,
     },
+    /// A layer on disk has a tensor that the decoder, as its configuration is, has no place for.
+    #[error("{call}: tensor {tensor}: the decoder that {path} describes has none of this name")]
+    Unread {
+        /// The call that refused.
+        call: &'static str,
+        /// The configuration's file.
+        path: String,
+        /// Name of the tensor.
+        tensor: String,
+    },
     /// The call cannot be made on this model.
     #[error("{call}: {problem}")]
     Usage {

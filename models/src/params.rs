@@ -1,5 +1,7 @@
 //! Reading a checkpoint into candle.
 
+use std::collections::HashSet;
+
 use candle_core::{DType, Device, Tensor, Var};
 use candle_nn::Linear;
 use moebius::candle::{DeviceGroup, ExpertParallelMoE, HostExperts, LoadAs, Parameters};
@@ -86,6 +88,8 @@ pub(crate) struct Loader<'a> {
     /// Where the experts are, if on the host.
     host: Option<HostExperts>,
     vars: Vec<(String, Var)>,
+    /// Names of the tensors outside the experts that were read.
+    read: HashSet<String>,
     watch: &'a mut ProgressFn<'a>,
 }
 
@@ -116,7 +120,7 @@ impl<'a> Loader<'a> {
                 return Err(Error::Usage { call: CALL, problem });
             }
         };
-        Ok(Self { checkpoint, group, options, dtype, random, host, vars: Vec::new(), watch })
+        Ok(Self { checkpoint, group, options, dtype, random, host, vars: Vec::new(), read: HashSet::new(), watch })
     }
 
     /// Tells that so many layers of all are there.
@@ -160,6 +164,7 @@ impl<'a> Loader<'a> {
             return Ok(tensor);
         }
         let tensor = to_candle(self.checkpoint.tensor(name, self.dtype)?)?;
+        self.read.insert(name.into());
         if tensor.dims() != dims {
             return Err(Error::Shape {
                 call: CALL,
@@ -176,6 +181,45 @@ impl<'a> Loader<'a> {
         let tensor = var.as_tensor().clone();
         self.vars.push((name.into(), var));
         Ok(tensor)
+    }
+
+    /// Refuses a checkpoint with a tensor in one of the first `layers` layers, or a bias of the output projection, that
+    /// was not read: a bias or a norm that `config.json` says is not there would make other logits without a word. Blocks
+    /// of experts are checked where they are loaded.
+    pub fn check_all_read(&self, layers: usize) -> Result<()> {
+        if self.random.is_some() {
+            return Ok(());
+        }
+        let first = self.checkpoint.layer_prefix(0);
+        let root = first.strip_suffix("0.").unwrap_or(&first);
+        let mut blocks = HashSet::new();
+        for &layer in self.checkpoint.moe_layers() {
+            blocks.insert(self.checkpoint.block_prefix(layer)?);
+            // Granite's shared expert.
+            blocks.insert(format!("{}shared_mlp.", self.checkpoint.layer_prefix(layer)));
+        }
+        let in_layer = |name: &str| {
+            let (layer, part) = name.strip_prefix(root)?.split_once('.')?;
+            let block = part.split_once('.').map_or(part, |(block, _)| block);
+            let of_block = blocks.contains(&format!("{root}{layer}.{block}."));
+            Some(layer.parse::<usize>().ok()? < layers && !of_block)
+        };
+        let missed = |name: &&str| {
+            let inside = in_layer(name).unwrap_or(name.ends_with("lm_head.bias"));
+            inside && !self.read.contains(*name) && !self.belongs_to_read(name)
+        };
+        match self.checkpoint.names().filter(missed).min() {
+            None => Ok(()),
+            Some(name) => Err(Error::Unread { call: CALL, path: self.file().0, tensor: name.into() }),
+        }
+    }
+
+    /// Whether a tensor is a part of a quantized one that was read, a scale of values that are computed in a floating
+    /// type here, or frequencies that follow from the configuration.
+    fn belongs_to_read(&self, name: &str) -> bool {
+        let (stem, last) = name.rsplit_once('.').unwrap_or(("", name));
+        let scales = ["input_scale", "output_scale", "q_scale", "k_scale", "v_scale", "inv_freq"];
+        scales.contains(&last) || last.starts_with("weight") && self.read.contains(&format!("{stem}.weight"))
     }
 
     /// Whether parameters become variables.

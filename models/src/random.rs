@@ -55,10 +55,7 @@ impl RandomWeights {
             let Some(dims) = kind.dims(&config, group.local_experts()) else { continue };
             let rank = if kind.is_replicated() { 0 } else { group.rank() };
             let name = format!("{}{} of rank {rank}", checkpoint.layer_prefix(layer), kind.name());
-            let bias = matches!(
-                kind,
-                ParamKind::RouterBias | ParamKind::SelectionBias | ParamKind::UpBias | ParamKind::DownBias
-            );
+            let bias = kind.fan_in(&config).is_none();
             let dtype = if kind == ParamKind::SelectionBias { crate::ops::wide(self.dtype) } else { self.dtype };
             let t = match bias {
                 true => self.param(Tensor::zeros(dims, dtype, group.device())?)?,

@@ -11,7 +11,7 @@ use crate::error::Result;
 use crate::ops::{rotate, wide};
 
 /// `rope_parameters`, or `rope_scaling`, as it stands in `config.json`.
-#[derive(Debug, Clone, Default, Deserialize)]
+#[derive(Debug, Clone, Default, PartialEq, Deserialize)]
 pub(crate) struct RopeParameters {
     pub rope_theta: Option<f64>,
     pub rope_type: Option<String>,
@@ -33,9 +33,15 @@ pub(crate) struct RopeParameters {
     pub high_freq_factor: Option<f64>,
     pub short_factor: Option<Vec<f64>>,
     pub long_factor: Option<Vec<f64>>,
-    /// Phi's, in the place of `attention_factor`.
+    /// PhiMoE's alone, in the place of `attention_factor`.
     pub short_mscale: Option<f64>,
     pub long_mscale: Option<f64>,
+}
+
+impl RopeParameters {
+    fn kind(&self) -> &str {
+        self.rope_type.as_deref().or(self.old_type.as_deref()).unwrap_or("default")
+    }
 }
 
 /// The sizes and parameters of a rotary embedding.
@@ -111,7 +117,7 @@ impl Rotary {
     pub fn new(file: &ConfigFile, config: RotaryConfig) -> Result<Self> {
         let RotaryConfig { ref parameters, dim, theta, max_positions, original } = config;
         let r = parameters;
-        let kind = r.rope_type.as_deref().or(r.old_type.as_deref()).unwrap_or("default");
+        let kind = r.kind();
         let known = "default, linear, dynamic, yarn, llama3 or longrope";
         let need = |field: &'static str, value: Option<f64>| match value {
             Some(value) => file.positive(field, value),
@@ -140,7 +146,12 @@ impl Rotary {
         let plain = |inverse| Scaling::Fixed(Frequencies { inverse, scale: 1.0 });
         // Configurations whose sequences may be longer than `max_position_embeddings` say so by a factor.
         let stretched = |factor: f64| max_positions.max((first as f64 * factor).min((1u64 << 28) as f64) as usize);
-        let (mut context, mut softmax_factor) = (max_positions, 1.0);
+        // DeepSeek's models take it with any scaling that has a factor.
+        let all_dim = r.mscale_all_dim.filter(|m| *m != 0.0);
+        let grown = |factor: f64| all_dim.map_or(1.0, |m| yarn_growth(factor, m).powi(2));
+        let plain_type = matches!(kind, "default" | "mrope");
+        let mut softmax_factor = r.factor.filter(|_| !plain_type).map_or(1.0, grown);
+        let mut context = max_positions;
         let scaling = match kind {
             "default" | "mrope" => plain(powers(theta, dim, |_| 1.0)),
             "linear" => {
@@ -171,9 +182,7 @@ impl Rotary {
                     None => max_positions as f64 / first as f64,
                 };
                 context = stretched(factor);
-                if let Some(all) = r.mscale_all_dim.filter(|m| *m != 0.0) {
-                    softmax_factor = yarn_growth(factor, all).powi(2);
-                }
+                softmax_factor = grown(factor);
                 Scaling::Fixed(yarn(&config, factor, first))
             }
             "llama3" => {
@@ -193,21 +202,26 @@ impl Rotary {
         Ok(Self { scaling, dim, interleaved: false, context, softmax_factor })
     }
 
+    /// PhiMoE's, as transformers has it: with a scaling of any kind, frequencies are those of short sequences at every
+    /// length, and the factor of cosines and sines is `short_mscale`, beyond the original length `long_mscale`.
+    pub fn phi(file: &ConfigFile, config: RotaryConfig) -> Result<Self> {
+        let r = &config.parameters;
+        let plain_type = matches!(r.kind(), "default" | "mrope");
+        let (factors, original) = ([r.short_mscale, r.long_mscale], config.original.unwrap_or(config.max_positions));
+        let rotary = Self::new(file, config)?;
+        if plain_type {
+            return Ok(rotary);
+        }
+        let kept = rotary.frequencies(1);
+        let [short, long] =
+            factors.map(|factor| Frequencies { inverse: kept.inverse.clone(), scale: factor.unwrap_or(kept.scale) });
+        let scaling = if short == long { Scaling::Fixed(short) } else { Scaling::Long { short, long, original } };
+        Ok(Self { scaling, ..rotary })
+    }
+
     /// With pairs of neighbors.
     pub fn interleaved(self) -> Self {
         Self { interleaved: true, ..self }
-    }
-
-    /// With longrope's short factors at every length: beyond the original one only the factor of cosines and sines changes.
-    pub fn with_short_frequencies(self) -> Self {
-        let scaling = match self.scaling {
-            Scaling::Long { short, long, original } => {
-                let long = Frequencies { inverse: short.inverse.clone(), ..long };
-                Scaling::Long { short, long, original }
-            }
-            other => other,
-        };
-        Self { scaling, ..self }
     }
 
     /// Longest sequence.
@@ -310,17 +324,17 @@ fn long(file: &ConfigFile, config: &RotaryConfig, original: usize) -> Result<Sca
         true => 1.0,
         false => (1.0 + factor.ln() / (original as f64).ln()).sqrt(),
     });
-    let of = |field: &'static str, factors: &Option<Vec<f64>>, mscale: Option<f64>| {
+    let of = |field: &'static str, factors: &Option<Vec<f64>>| {
         let factors = factors.as_deref().unwrap_or_default();
         if factors.len() != dim / 2 || !factors.iter().all(|f| f.is_finite() && *f > 0.0) {
             return file.refuse(field, format!("{} numbers > 0", dim / 2), format!("{} numbers", factors.len()));
         }
         let inverse = powers(config.theta, dim, |i| factors[i]);
-        Ok(Frequencies { inverse, scale: mscale.unwrap_or(scale) })
+        Ok(Frequencies { inverse, scale })
     };
     Ok(Scaling::Long {
-        short: of("rope_parameters.short_factor", &r.short_factor, r.short_mscale)?,
-        long: of("rope_parameters.long_factor", &r.long_factor, r.long_mscale)?,
+        short: of("rope_parameters.short_factor", &r.short_factor)?,
+        long: of("rope_parameters.long_factor", &r.long_factor)?,
         original,
     })
 }
@@ -412,18 +426,32 @@ mod tests {
             "short_factor": [1.0, 2.0, 3.0, 4.0], "long_factor": [2.0, 2.0, 2.0, 2.0]});
         near(&inverse(long.clone(), 32), &[0, 1, 2, 3].map(|i| plain()[i] / (i + 1) as f64));
         near(&inverse(long.clone(), 33), &plain().map(|f| f / 2.0));
-        let mut phi = long.clone();
-        (phi["short_mscale"], phi["long_mscale"]) = (1.5.into(), 2.5.into());
-        let phi = rotary(phi).expect("a rotary embedding").with_short_frequencies();
-        for (len, scale) in [(32, 1.5), (33, 2.5)] {
-            let found = phi.frequencies(len);
-            let inverse: Vec<f64> = found.inverse.iter().copied().map(f64::from).collect();
-            near(&inverse, &[0, 1, 2, 3].map(|i| plain()[i] / (i + 1) as f64));
-            assert_eq!(found.scale, scale);
-        }
         // √(1 + ln 2 / ln 32) = √1.2.
         let scale = rotary(long).expect("a rotary embedding").frequencies(1).scale;
         assert!((scale - 1.2f64.sqrt()).abs() < 1e-12);
+    }
+
+    /// Other factors of cosines and sines beyond the original length, the same frequencies.
+    #[test]
+    fn phi_changes_the_factor_alone() {
+        let phi = |parameters: serde_json::Value| {
+            let parameters: RopeParameters = serde_json::from_value(parameters).expect("parameters");
+            let original = parameters.original_max_position_embeddings;
+            let config = RotaryConfig { parameters, dim: DIM, theta: THETA, max_positions: 64, original };
+            Rotary::phi(&ConfigFile("config.json".into()), config).expect("a rotary embedding")
+        };
+        let long = json!({"rope_type": "longrope", "original_max_position_embeddings": 32, "short_mscale": 1.5,
+            "long_mscale": 2.5, "short_factor": [1.0, 2.0, 3.0, 4.0], "long_factor": [2.0, 2.0, 2.0, 2.0]});
+        let linear = json!({"rope_type": "linear", "factor": 4.0, "original_max_position_embeddings": 32,
+            "short_mscale": 1.5, "long_mscale": 2.5});
+        for parameters in [long, linear] {
+            let rotary = phi(parameters.clone());
+            let [short, beyond] = [32, 33].map(|len| rotary.frequencies(len));
+            assert_eq!((short.scale, beyond.scale), (1.5, 2.5), "{parameters}");
+            assert_eq!(short.inverse, beyond.inverse, "{parameters}");
+            assert!(rotary.depends_on_length());
+        }
+        assert!(!phi(json!({"short_mscale": 1.5, "long_mscale": 2.5})).depends_on_length());
     }
 
     /// Fast pairs stay, slow ones are divided by the factor, and between them frequencies fall.

@@ -479,7 +479,9 @@ fn assemble<B: Backend>(
         None => None,
         Some(_) => Some(SharedExpert {
             up: params.required(ParamKind::SharedUp)?,
+            up_bias: params.get(ParamKind::SharedUpBias)?,
             down: params.required(ParamKind::SharedDown)?,
+            down_bias: params.get(ParamKind::SharedDownBias)?,
             gate: params.get(ParamKind::SharedGate)?,
         }),
     };

@@ -104,8 +104,12 @@ pub struct Experts<B: Backend> {
 pub struct SharedExpert<B: Backend> {
     /// `[G·S, H]`.
     pub up: Param<Tensor<B, 2>>,
+    /// `[G·S]`.
+    pub up_bias: Option<Param<Tensor<B, 1>>>,
     /// `[H, S]`.
     pub down: Param<Tensor<B, 2>>,
+    /// `[H]`.
+    pub down_bias: Option<Param<Tensor<B, 1>>>,
     /// `[1, H]`.
     pub gate: Option<Param<Tensor<B, 2>>>,
 }
@@ -154,7 +158,9 @@ impl<B: Backend> ExpertParallelMoE<B> {
             ParamKind::Down => Some(value(&experts.down)),
             ParamKind::DownBias => experts.down_bias.as_ref().map(value),
             ParamKind::SharedUp => shared.map(|s| value(&s.up)),
+            ParamKind::SharedUpBias => shared.and_then(|s| s.up_bias.as_ref()).map(value),
             ParamKind::SharedDown => shared.map(|s| value(&s.down)),
+            ParamKind::SharedDownBias => shared.and_then(|s| s.down_bias.as_ref()).map(value),
             ParamKind::SharedGate => shared.and_then(|s| s.gate.as_ref()).map(value),
         }
     }
@@ -194,7 +200,9 @@ impl<B: MoeBackend> ExpertParallelMoE<B> {
             ParamKind::Down => Some(&experts.down),
             ParamKind::DownBias => experts.down_bias.as_ref().map(any),
             ParamKind::SharedUp => shared.map(|s| any(&s.up)),
+            ParamKind::SharedUpBias => shared.and_then(|s| s.up_bias.as_ref()).map(any),
             ParamKind::SharedDown => shared.map(|s| any(&s.down)),
+            ParamKind::SharedDownBias => shared.and_then(|s| s.down_bias.as_ref()).map(any),
             ParamKind::SharedGate => shared.and_then(|s| s.gate.as_ref()).map(any),
         }
     }
@@ -214,7 +222,9 @@ impl<B: MoeBackend> ExpertParallelMoE<B> {
             ParamKind::Down => Some(&mut experts.down),
             ParamKind::DownBias => experts.down_bias.as_mut().map(any),
             ParamKind::SharedUp => shared.map(|s| any(&mut s.up)),
+            ParamKind::SharedUpBias => shared.and_then(|s| s.up_bias.as_mut()).map(any),
             ParamKind::SharedDown => shared.map(|s| any(&mut s.down)),
+            ParamKind::SharedDownBias => shared.and_then(|s| s.down_bias.as_mut()).map(any),
             ParamKind::SharedGate => shared.and_then(|s| s.gate.as_mut()).map(any),
         }
     }

@@ -126,7 +126,13 @@ impl<D: CandleDevice> PendingBackward<D> {
             x: self.tracks_x,
             router: any(&[ParamKind::Router, ParamKind::RouterBias]),
             experts: main.is_none() && !stored && any(&EXPERTS),
-            shared: any(&[ParamKind::SharedUp, ParamKind::SharedDown, ParamKind::SharedGate]),
+            shared: any(&[
+                ParamKind::SharedUp,
+                ParamKind::SharedUpBias,
+                ParamKind::SharedDown,
+                ParamKind::SharedDownBias,
+                ParamKind::SharedGate,
+            ]),
         };
         let params = contiguous(CALL, &self.params)?;
         let mut tensors = named(&self.x, &params);

@@ -120,6 +120,8 @@ pub(super) struct DiskSharedExpert {
     pub linear: bool,
     /// Name of its gate `[1, H]` in the block.
     pub gate: Option<&'static str>,
+    /// Key that says whether its matrices have biases; never if `None`.
+    pub bias: Option<&'static str>,
     pub width: SharedWidth,
 }
 
@@ -180,6 +182,7 @@ const GATED_SHARED: Option<DiskSharedExpert> = Some(DiskSharedExpert {
     in_layer: false,
     linear: false,
     gate: Some("shared_expert_gate.weight"),
+    bias: None,
     width: SharedWidth::Key("shared_expert_intermediate_size"),
 });
 const N_SHARED: Option<DiskSharedExpert> = shared("shared_experts", SharedWidth::Count("n_shared_experts"));
@@ -189,7 +192,12 @@ const fn bias(name: &'static str) -> SelectionBias {
 }
 
 const fn shared(name: &'static str, width: SharedWidth) -> Option<DiskSharedExpert> {
-    Some(DiskSharedExpert { name, in_layer: false, linear: false, gate: None, width })
+    Some(DiskSharedExpert { name, in_layer: false, linear: false, gate: None, bias: None, width })
+}
+
+/// With biases where `key` says so.
+const fn biased(name: &'static str, width: SharedWidth, key: &'static str) -> Option<DiskSharedExpert> {
+    Some(DiskSharedExpert { name, in_layer: false, linear: false, gate: None, bias: Some(key), width })
 }
 
 /// Mixtral, from which the others differ.
@@ -249,7 +257,7 @@ pub(super) static FAMILIES: &[Family] = &[
         types: &["deepseek_v2"],
         formula: Formula::SoftmaxGrouped,
         layers: LayerRule::FirstDense,
-        shared: N_SHARED,
+        shared: biased("shared_experts", SharedWidth::Count("n_shared_experts"), "mlp_bias"),
         ..QWEN
     },
     Family {
@@ -348,6 +356,7 @@ pub(super) static FAMILIES: &[Family] = &[
             in_layer: true,
             linear: true,
             gate: None,
+            bias: None,
             width: SharedWidth::Optional("shared_intermediate_size"),
         }),
         ..BASE
@@ -382,7 +391,7 @@ pub(super) static FAMILIES: &[Family] = &[
         layers: LayerRule::Range,
         router_f32: true,
         selection_bias: &[SelectionBias { name: "moe_statics.e_score_correction_bias", row: true, key: None }],
-        shared: shared("shared_experts", SharedWidth::Count("moe_num_shared_experts")),
+        shared: biased("shared_experts", SharedWidth::Count("moe_num_shared_experts"), "use_bias"),
         ..QWEN
     },
     Family {

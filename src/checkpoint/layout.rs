@@ -161,6 +161,18 @@ impl<'a> BlockLayout<'a> {
             parts.push(up.rows(DiskRows::From((gates - 1) * size)));
             parts.push(DiskMatrix::new(ParamKind::SharedDown, format!("{name}.down_proj.weight"), [hidden, size]));
         }
+        if config.bias {
+            // Where there are biases, matrices have the usual names.
+            let mut vector = |kind, part: &str, rows: DiskRows, len| {
+                let vector = DiskMatrix::new(kind, format!("{name}.{part}.bias"), [len, 1]).dims(&[len]);
+                parts.push(vector.rows(rows));
+            };
+            if gates == 2 {
+                vector(ParamKind::SharedUpBias, "gate_proj", DiskRows::From(0), size);
+            }
+            vector(ParamKind::SharedUpBias, "up_proj", DiskRows::From((gates - 1) * size), size);
+            vector(ParamKind::SharedDownBias, "down_proj", DiskRows::From(0), hidden);
+        }
         if let Some(gate) = shared.gate {
             parts.push(DiskMatrix::new(ParamKind::SharedGate, self.name(gate), [1, hidden]));
         }

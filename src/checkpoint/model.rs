@@ -4,6 +4,7 @@ use std::path::Path;
 
 use serde_json::Value;
 
+use super::absent;
 use super::declared::Declared;
 use super::family::{self, Act, Family, Formula, LayerRule, Normalize, SharedWidth};
 use super::fields::{Fields, MAX_HIDDEN, MAX_INTERMEDIATE, MAX_LAYERS, clip, short};
@@ -36,7 +37,8 @@ pub(super) struct Model {
 impl Model {
     /// Parses and checks a configuration.
     pub fn parse(json: &[u8], path: &Path) -> CheckpointResult<Self> {
-        let root = parse_value(json, path)?;
+        let mut root = parse_value(json, path)?;
+        absent::fill(&mut root);
         let name = path.display().to_string();
         if !root.is_object() {
             let found = match &root {
@@ -271,7 +273,8 @@ fn shared(family: &Family, fields: &Fields<'_>, layer: usize, routed: usize) -> 
     };
     let bound = format!("a count whose product with the inner size {routed} is at most {MAX_INTERMEDIATE}");
     let intermediate = intermediate.ok_or_else(|| fields.error(key, bound, "more"))?;
-    Ok((intermediate > 0).then_some(SharedConfig { intermediate, gated: shared.gate.is_some() }))
+    let bias = shared.bias.map_or(Ok(false), |key| fields.flag(key, false))?;
+    Ok((intermediate > 0).then_some(SharedConfig { intermediate, gated: shared.gate.is_some(), bias }))
 }
 
 fn router(family: &Family, fields: &Fields<'_>, config: &mut MoeConfig) -> CheckpointResult<()> {

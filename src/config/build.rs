@@ -6,7 +6,7 @@
 //!
 //! let config = MoeConfig::new(64, 32, 8, 2) // hidden, intermediate, experts, top-k
 //!     .with_router(|router| router.with_score(Score::Sigmoid).with_selection_bias(true))
-//!     .with_shared(SharedConfig { intermediate: 32, gated: false })
+//!     .with_shared(SharedConfig { intermediate: 32, gated: false, bias: false })
 //!     .with_aux(AuxConfig::default().with_balance(0.01).with_z(0.001));
 //! config.validate()?;
 //! # Ok::<(), moebius::Error>(())
@@ -172,13 +172,13 @@ mod tests {
             set!(c, activation, with_activation, Activation::Relu2),
             set!(c, weight_at, with_weight_at, WeightAt::Input),
             set!(c, expert_bias, with_expert_bias, true),
-            set!(c, shared, with_shared, SharedConfig { intermediate: 16, gated: true }),
+            set!(c, shared, with_shared, SharedConfig { intermediate: 16, gated: true, bias: false }),
             set!(c, aux, with_aux, AuxConfig::default().with_z(0.5)),
             set!(c, recompute, with_recompute, true),
             set!(c, payload, with_payload, Payload::Mxfp8),
         ];
         each_sets_its_own(&c, &["hidden", "intermediate"], set);
-        let shared = c.clone().with_shared(SharedConfig { intermediate: 16, gated: true });
+        let shared = c.clone().with_shared(SharedConfig { intermediate: 16, gated: true, bias: false });
         assert_eq!(shared.with_shared(None), c);
     }
 

@@ -171,7 +171,7 @@ mod tests {
             ("activation", |c| c.activation = Activation::GeluGlu),
             ("weight_at", |c| c.weight_at = WeightAt::Output),
             ("expert_bias", |c| c.expert_bias = true),
-            ("shared", |c| c.shared = Some(SharedConfig { intermediate: 32, gated: false })),
+            ("shared", |c| c.shared = Some(SharedConfig { intermediate: 32, gated: false, bias: false })),
             ("aux.balance", |c| c.aux.balance = 0.01),
             ("aux.balance_kind", |c| c.aux.balance_kind = BalanceKind::HuggingFace),
             ("aux.z", |c| c.aux.z = 0.001),

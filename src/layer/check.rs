@@ -109,7 +109,13 @@ pub(super) fn gradients<D: Kernels>(
         }
     }
     let alone = |bias: ParamKind, weight: ParamKind| into.get(bias).is_some() && into.get(weight).is_none();
-    if alone(ParamKind::UpBias, ParamKind::Up) || alone(ParamKind::DownBias, ParamKind::Down) {
+    let biases = [
+        (ParamKind::UpBias, ParamKind::Up),
+        (ParamKind::DownBias, ParamKind::Down),
+        (ParamKind::SharedUpBias, ParamKind::SharedUp),
+        (ParamKind::SharedDownBias, ParamKind::SharedDown),
+    ];
+    if biases.into_iter().any(|(bias, weight)| alone(bias, weight)) {
         return Err(Error::invalid(call, "gradients", "a bias with its weight", "a bias alone"));
     }
     Ok(())

@@ -102,7 +102,11 @@ impl<D: Kernels> Gradients<D> {
                 ParamKind::Router | ParamKind::RouterBias => wanted.router,
                 ParamKind::SelectionBias => false,
                 ParamKind::Up | ParamKind::UpBias | ParamKind::Down | ParamKind::DownBias => wanted.experts,
-                ParamKind::SharedUp | ParamKind::SharedDown | ParamKind::SharedGate => wanted.shared,
+                ParamKind::SharedUp
+                | ParamKind::SharedUpBias
+                | ParamKind::SharedDown
+                | ParamKind::SharedDownBias
+                | ParamKind::SharedGate => wanted.shared,
             };
             let wanted = wanted && given.get(kind).is_none();
             let dims = kind.dims(layer.config(), group.local_experts()).filter(|_| wanted);

@@ -1,6 +1,6 @@
 //! The parameters of a layer by name, so that adapters can list and shape them without knowing what they are for.
 
-use crate::config::MoeConfig;
+use crate::config::{MoeConfig, SharedConfig};
 
 /// One parameter of a layer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -21,15 +21,19 @@ pub enum ParamKind {
     DownBias,
     /// The shared expert's first weight, `[G·S, H]`, S its inner size.
     SharedUp,
+    /// `[G·S]`.
+    SharedUpBias,
     /// The shared expert's second weight, `[H, S]`.
     SharedDown,
+    /// `[H]`.
+    SharedDownBias,
     /// The gate of the shared expert's output, `[1, H]`.
     SharedGate,
 }
 
 impl ParamKind {
     /// Every kind, in the order in which adapters list parameters.
-    pub const ALL: [ParamKind; 10] = [
+    pub const ALL: [ParamKind; 12] = [
         ParamKind::Router,
         ParamKind::RouterBias,
         ParamKind::SelectionBias,
@@ -38,7 +42,9 @@ impl ParamKind {
         ParamKind::Down,
         ParamKind::DownBias,
         ParamKind::SharedUp,
+        ParamKind::SharedUpBias,
         ParamKind::SharedDown,
+        ParamKind::SharedDownBias,
         ParamKind::SharedGate,
     ];
 
@@ -53,7 +59,9 @@ impl ParamKind {
             ParamKind::Down => "experts.down",
             ParamKind::DownBias => "experts.down_bias",
             ParamKind::SharedUp => "shared.up",
+            ParamKind::SharedUpBias => "shared.up_bias",
             ParamKind::SharedDown => "shared.down",
+            ParamKind::SharedDownBias => "shared.down_bias",
             ParamKind::SharedGate => "shared.gate",
         }
     }
@@ -62,6 +70,7 @@ impl ParamKind {
     pub fn dims(self, config: &MoeConfig, local: usize) -> Option<Vec<usize>> {
         let (e, h, i, n) = (config.router.num_experts, config.hidden, config.intermediate, config.up_rows());
         let shared = config.shared;
+        let shared_rows = |s: SharedConfig| config.activation.gate_factor().saturating_mul(s.intermediate);
         match self {
             ParamKind::Router => Some(vec![e, h]),
             ParamKind::RouterBias => config.router.logit_bias.then(|| vec![e]),
@@ -70,10 +79,10 @@ impl ParamKind {
             ParamKind::UpBias => config.expert_bias.then(|| vec![local, n]),
             ParamKind::Down => Some(vec![local, h, i]),
             ParamKind::DownBias => config.expert_bias.then(|| vec![local, h]),
-            ParamKind::SharedUp => {
-                shared.map(|s| vec![config.activation.gate_factor().saturating_mul(s.intermediate), h])
-            }
+            ParamKind::SharedUp => shared.map(|s| vec![shared_rows(s), h]),
+            ParamKind::SharedUpBias => shared.filter(|s| s.bias).map(|s| vec![shared_rows(s)]),
             ParamKind::SharedDown => shared.map(|s| vec![h, s.intermediate]),
+            ParamKind::SharedDownBias => shared.filter(|s| s.bias).map(|_| vec![h]),
             ParamKind::SharedGate => shared.filter(|s| s.gated).map(|_| vec![1, h]),
         }
     }
@@ -84,7 +93,12 @@ impl ParamKind {
             ParamKind::Router | ParamKind::Up | ParamKind::SharedUp | ParamKind::SharedGate => Some(config.hidden),
             ParamKind::Down => Some(config.intermediate),
             ParamKind::SharedDown => config.shared.map(|s| s.intermediate),
-            ParamKind::RouterBias | ParamKind::SelectionBias | ParamKind::UpBias | ParamKind::DownBias => None,
+            ParamKind::RouterBias
+            | ParamKind::SelectionBias
+            | ParamKind::UpBias
+            | ParamKind::DownBias
+            | ParamKind::SharedUpBias
+            | ParamKind::SharedDownBias => None,
         }
     }
 

@@ -24,8 +24,12 @@ pub struct PerParam<T> {
     pub down_bias: T,
     /// Of [`ParamKind::SharedUp`].
     pub shared_up: T,
+    /// Of [`ParamKind::SharedUpBias`].
+    pub shared_up_bias: T,
     /// Of [`ParamKind::SharedDown`].
     pub shared_down: T,
+    /// Of [`ParamKind::SharedDownBias`].
+    pub shared_down_bias: T,
     /// Of [`ParamKind::SharedGate`].
     pub shared_gate: T,
 }
@@ -81,7 +85,9 @@ impl<T> PerParam<T> {
             down: &self.down,
             down_bias: &self.down_bias,
             shared_up: &self.shared_up,
+            shared_up_bias: &self.shared_up_bias,
             shared_down: &self.shared_down,
+            shared_down_bias: &self.shared_down_bias,
             shared_gate: &self.shared_gate,
         }
     }
@@ -97,7 +103,9 @@ impl<T> PerParam<T> {
             down: &mut self.down,
             down_bias: &mut self.down_bias,
             shared_up: &mut self.shared_up,
+            shared_up_bias: &mut self.shared_up_bias,
             shared_down: &mut self.shared_down,
+            shared_down_bias: &mut self.shared_down_bias,
             shared_gate: &mut self.shared_gate,
         }
     }
@@ -113,23 +121,63 @@ impl<T> PerParam<T> {
             down,
             down_bias,
             shared_up,
+            shared_up_bias,
             shared_down,
+            shared_down_bias,
             shared_gate,
         } = self;
-        [router, router_bias, selection_bias, up, up_bias, down, down_bias, shared_up, shared_down, shared_gate]
+        [
+            router,
+            router_bias,
+            selection_bias,
+            up,
+            up_bias,
+            down,
+            down_bias,
+            shared_up,
+            shared_up_bias,
+            shared_down,
+            shared_down_bias,
+            shared_gate,
+        ]
     }
 
     fn from_array(values: [T; ParamKind::ALL.len()]) -> Self {
-        let [router, router_bias, selection_bias, up, up_bias, down, down_bias, shared_up, shared_down, shared_gate] =
-            values;
-        Self { router, router_bias, selection_bias, up, up_bias, down, down_bias, shared_up, shared_down, shared_gate }
+        let [
+            router,
+            router_bias,
+            selection_bias,
+            up,
+            up_bias,
+            down,
+            down_bias,
+            shared_up,
+            shared_up_bias,
+            shared_down,
+            shared_down_bias,
+            shared_gate,
+        ] = values;
+        Self {
+            router,
+            router_bias,
+            selection_bias,
+            up,
+            up_bias,
+            down,
+            down_bias,
+            shared_up,
+            shared_up_bias,
+            shared_down,
+            shared_down_bias,
+            shared_gate,
+        }
     }
 }
 
 /// Each parameter with its value, in the order of [`ParamKind::ALL`].
 impl<T> IntoIterator for PerParam<T> {
     type Item = (ParamKind, T);
-    type IntoIter = std::iter::Zip<std::array::IntoIter<ParamKind, 10>, std::array::IntoIter<T, 10>>;
+    type IntoIter = std::iter::Zip<std::array::IntoIter<ParamKind, 12>, std::array::IntoIter<T, 12>>;
 
     fn into_iter(self) -> Self::IntoIter {
         ParamKind::ALL.into_iter().zip(self.into_array())
@@ -155,7 +203,9 @@ impl<T> IndexMut<ParamKind> for PerParam<T> {
             ParamKind::Down => &mut self.down,
             ParamKind::DownBias => &mut self.down_bias,
             ParamKind::SharedUp => &mut self.shared_up,
+            ParamKind::SharedUpBias => &mut self.shared_up_bias,
             ParamKind::SharedDown => &mut self.shared_down,
+            ParamKind::SharedDownBias => &mut self.shared_down_bias,
             ParamKind::SharedGate => &mut self.shared_gate,
         }
     }

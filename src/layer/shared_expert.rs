@@ -5,11 +5,13 @@
 use crate::config::{SharedConfig, WeightAt};
 use crate::error::Result;
 use crate::kernels::{
-    Down, DownBwd, Kernels, Linear, LinearBwd, RowDest, RowSource, Segments, Sigmoid, SlotWeights, Up, UpDgrad, Wgrad,
+    BiasGrad, Down, DownBwd, Kernels, Linear, LinearBwd, RowDest, RowSource, Segments, Sigmoid, SlotWeights, Up,
+    UpDgrad, Wgrad,
 };
 use crate::tensor::{Tensor, TensorMut, TensorRef};
 
 use super::definition::Layer;
+use super::forward::borrow;
 use super::gradients::GradientsMut;
 use super::mode::Mode;
 use super::params::{Inputs, Params};
@@ -39,7 +41,9 @@ impl<D: Kernels> SharedContext<D> {
 struct SharedParams<'a, D: Kernels> {
     config: SharedConfig,
     up: TensorRef<'a, D>,
+    up_bias: Option<TensorRef<'a, D>>,
     down: TensorRef<'a, D>,
+    down_bias: Option<TensorRef<'a, D>>,
 }
 
 impl<'a, D: Kernels> SharedParams<'a, D> {
@@ -53,7 +57,11 @@ impl<'a, D: Kernels> SharedParams<'a, D> {
         let h = layer.config.hidden;
         let up = up.borrow().reshape(&[1, layer.config.activation.gate_factor() * config.intermediate, h])?;
         let down = down.borrow().reshape(&[1, h, config.intermediate])?;
-        Ok(Some(Self { config, up, down }))
+        let bias = |bias: &'a Option<TensorRef<'_, D>>| {
+            bias.as_ref().map(|bias| bias.borrow().reshape(&[1, bias.rows()])).transpose()
+        };
+        let (up_bias, down_bias) = (bias(&params.others.shared_up_bias)?, bias(&params.others.shared_down_bias)?);
+        Ok(Some(Self { config, up, up_bias, down, down_bias }))
     }
 
     /// Activations `[T, S]`, and pre-activations `[T, G·S]` if they are to be kept.
@@ -69,7 +77,7 @@ impl<'a, D: Kernels> SharedParams<'a, D> {
             rows: RowSource::direct(x.borrow()),
             segments: &segments,
             weight: self.up.borrow().into(),
-            bias: None,
+            bias: borrow(&self.up_bias),
             slot_weights: None,
             activation: layer.config.activation,
             pre: pre.as_mut().map(Tensor::view_mut),
@@ -131,7 +139,7 @@ pub(super) fn finish<D: Kernels>(
         rows: RowSource::direct(hidden.view()),
         segments: &segments,
         weight: shared.down.borrow().into(),
-        bias: None,
+        bias: borrow(&shared.down_bias),
         slot_weights: saved.slot_weights()?,
         out: RowDest::adding(y.reborrow()),
     };
@@ -165,7 +173,7 @@ pub(super) fn backward<D: Kernels>(
         grad: RowSource::direct(d_y.borrow()),
         segments: &segments,
         weight: shared.down.borrow().into(),
-        bias: None,
+        bias: borrow(&shared.down_bias),
         pre: pre.view(),
         slot_weights: saved.slot_weights()?,
         activation: layer.config.activation,
@@ -182,11 +190,14 @@ pub(super) fn backward<D: Kernels>(
         out: RowDest::adding(d_x.reborrow()),
     };
     device.up_dgrad(dgrad)?;
-    if let Some(out) = &mut into.params.shared_up {
-        wgrad(device, &segments, d_pre.view(), x, out.reborrow())?;
+    let sums = WeightSums { device, segments: &segments };
+    let params = &mut into.params;
+    if let Some(out) = &mut params.shared_up {
+        sums.wgrad([d_pre.view(), x.borrow()], out.reborrow(), (&mut params.shared_up_bias, None))?;
     }
-    if let Some(out) = &mut into.params.shared_down {
-        wgrad(device, &segments, d_y, hidden.view(), out.reborrow())?;
+    if let Some(out) = &mut params.shared_down {
+        let on_bias = saved.slot_weights()?.map(|weights| weights.values);
+        sums.wgrad([d_y.borrow(), hidden.view()], out.reborrow(), (&mut params.shared_down_bias, on_bias))?;
     }
     match (&saved.gate, &inputs.params.others.shared_gate) {
         (Some(gate), Some(weight)) => {
@@ -208,23 +219,34 @@ pub(super) fn backward<D: Kernels>(
     }
 }
 
-/// Gradient of one of the two matrices, in its parameter's shape.
-fn wgrad<D: Kernels>(
-    device: &D,
-    segments: &Segments<D>,
-    left: TensorRef<'_, D>,
-    right: TensorRef<'_, D>,
-    out: TensorMut<'_, D>,
-) -> Result<()> {
-    let mut out = out.reshape(&[1, left.dims()[1], right.dims()[1]])?;
-    let call = Wgrad {
-        left: RowSource::direct(left.borrow()),
-        right: RowSource::direct(right.borrow()),
-        slot_weights: None,
-        segments,
-        out: out.reborrow(),
-        bias: None,
-        accumulate: false,
-    };
-    device.wgrad(call)
+/// Sums over this rank's tokens.
+struct WeightSums<'a, D: Kernels> {
+    device: &'a D,
+    segments: &'a Segments<D>,
+}
+
+impl<D: Kernels> WeightSums<'_, D> {
+    /// Gradient of one of the two matrices, in its parameter's shape, and of its bias where there is one: `on_bias` are
+    /// the factors of the tokens in its sum.
+    fn wgrad(
+        &self,
+        [left, right]: [TensorRef<'_, D>; 2],
+        out: TensorMut<'_, D>,
+        (bias, on_bias): (&mut Option<TensorMut<'_, D>>, Option<TensorRef<'_, D>>),
+    ) -> Result<()> {
+        let on_bias = borrow(&on_bias);
+        let rows = left.dims()[1];
+        let mut out = out.reshape(&[1, rows, right.dims()[1]])?;
+        let mut bias = bias.as_mut().map(|bias| bias.reborrow().reshape(&[1, rows])).transpose()?;
+        let call = Wgrad {
+            left: RowSource::direct(left.borrow()),
+            right: RowSource::direct(right.borrow()),
+            slot_weights: None,
+            segments: self.segments,
+            out: out.reborrow(),
+            bias: bias.as_mut().map(|out| BiasGrad { slot_weights: on_bias, out: out.reborrow() }),
+            accumulate: false,
+        };
+        self.device.wgrad(call)
+    }
 }

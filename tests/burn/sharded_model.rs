@@ -203,7 +203,9 @@ fn layer_values(moe: &ExpertParallelMoE<B>, kind: ParamKind) -> Option<Vec<f32>>
         ParamKind::Down => Some(of(&experts.down)),
         ParamKind::DownBias => experts.down_bias.as_ref().map(of),
         ParamKind::SharedUp => shared.map(|s| of(&s.up)),
+        ParamKind::SharedUpBias => shared.and_then(|s| s.up_bias.as_ref()).map(of),
         ParamKind::SharedDown => shared.map(|s| of(&s.down)),
+        ParamKind::SharedDownBias => shared.and_then(|s| s.down_bias.as_ref()).map(of),
         ParamKind::SharedGate => shared.and_then(|s| s.gate.as_ref()).map(of),
     }
 }

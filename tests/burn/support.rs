@@ -106,7 +106,7 @@ pub fn config() -> MoeConfig {
     MoeConfig::new(H, I, E, K)
         .with_router(|router| router.with_logit_bias(true))
         .with_expert_bias(true)
-        .with_shared(SharedConfig { intermediate: 6, gated: true })
+        .with_shared(SharedConfig { intermediate: 6, gated: true, bias: false })
         .with_aux(AuxConfig::default().with_balance(0.02).with_z(0.01))
 }
 

@@ -53,7 +53,7 @@ fn results(moe: &ExpertParallelMoE, tokens: usize, dtype: DType) -> AnyResult<Ve
 /// tiles.
 fn layers() -> Vec<(&'static str, MoeConfig, usize)> {
     let mut full = MoeConfig::new(136, 104, EXPERTS, 2);
-    full.shared = Some(SharedConfig { intermediate: 72, gated: true });
+    full.shared = Some(SharedConfig { intermediate: 72, gated: true, bias: false });
     (full.expert_bias, full.router.logit_bias) = (true, true);
     (full.aux.balance, full.aux.z) = (0.1, 0.01);
     let mut recomputed = MoeConfig::new(128, 64, EXPERTS, 3);

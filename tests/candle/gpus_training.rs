@@ -33,7 +33,7 @@ pub fn cases() -> [Case; 2] {
 
 fn full() -> MoeConfig {
     let mut full = config();
-    full.shared = Some(SharedConfig { intermediate: 8, gated: true });
+    full.shared = Some(SharedConfig { intermediate: 8, gated: true, bias: false });
     full.expert_bias = true;
     full
 }

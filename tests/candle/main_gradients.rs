@@ -15,7 +15,7 @@ use crate::trials::tests;
 /// Every parameter.
 fn full() -> MoeConfig {
     let mut full = config();
-    full.shared = Some(SharedConfig { intermediate: 8, gated: true });
+    full.shared = Some(SharedConfig { intermediate: 8, gated: true, bias: false });
     (full.expert_bias, full.router.logit_bias) = (true, true);
     (full.aux.balance, full.aux.z) = (0.1, 0.01);
     full

@@ -64,7 +64,7 @@ fn a_second_backward_is_an_error_before_any_collective() -> AnyResult<()> {
 
 fn ranks_share_the_work_of_one() -> AnyResult<()> {
     let mut full = config();
-    full.shared = Some(moebius::config::SharedConfig { intermediate: 8, gated: true });
+    full.shared = Some(moebius::config::SharedConfig { intermediate: 8, gated: true, bias: false });
     full.expert_bias = true;
     full.router.logit_bias = true;
     let total = 13;
@@ -123,7 +123,7 @@ fn fresh_variables_agree_where_ranks_share_them() -> AnyResult<()> {
     let results = ranks(3 + 1, Duration::from_secs(20), |group| {
         let vb = fresh(group.rank());
         let mut shared = config();
-        shared.shared = Some(moebius::config::SharedConfig { intermediate: 8, gated: true });
+        shared.shared = Some(moebius::config::SharedConfig { intermediate: 8, gated: true, bias: false });
         let moe = ExpertParallelMoE::new(Layer::new(shared, 0)?, group, vb)?;
         let of = |t: &Tensor| -> AnyResult<Vec<f32>> { Ok(t.flatten_all()?.to_vec1()?) };
         let all = ParamKind::ALL.into_iter().filter_map(|r| moe.param(r).map(|t| (r, t)));
@@ -212,7 +212,7 @@ type Gradients = Vec<(ParamKind, Vec<f32>)>;
 fn reduced_gradients_are_those_of_one_rank() -> AnyResult<()> {
     let full = config()
         .with_router(|router| router.with_logit_bias(true).with_selection_bias(true))
-        .with_shared(moebius::config::SharedConfig { intermediate: 8, gated: true });
+        .with_shared(moebius::config::SharedConfig { intermediate: 8, gated: true, bias: false });
     let total = 13;
     let run = |cuts: &[usize], lost: bool| -> AnyResult<Vec<Gradients>> {
         let parts = ranks(cuts.len() - 1, Duration::from_secs(20), |group| {

@@ -25,6 +25,7 @@ const SHARED_GATE: usize = 6;
 const SHARED_UP: usize = 7;
 const SHARED_DOWN: usize = 8;
 const SHARED_SCALE: usize = 9;
+const SHARED_BIASES: [usize; 3] = [10, 11, 12];
 
 fn matrix(kind: usize, expert: usize, rows: usize, columns: usize) -> Vec<f32> {
     (0..rows * columns).map(|i| element(kind, expert, i / columns, i % columns)).collect()
@@ -58,6 +59,13 @@ struct Case {
     check: fn(&MoeConfig),
 }
 
+impl Case {
+    /// The shared expert's matrices have biases.
+    fn biased(&self) -> bool {
+        ["use_bias", "mlp_bias"].iter().any(|key| self.config[*key] == true)
+    }
+}
+
 fn tensors(case: &Case) -> Tensors {
     let mut tensors = Tensors::new();
     for layer in case.layers {
@@ -82,6 +90,12 @@ fn tensors(case: &Case) -> Tensors {
                 }
                 put(format!("{name}.up_proj.weight"), &[s, H], matrix(SHARED_UP, 0, s, H));
                 put(format!("{name}.down_proj.weight"), &[H, s], matrix(SHARED_DOWN, 0, H, s));
+                let [gate, up, down] = SHARED_BIASES;
+                for (part, kind, rows) in [("gate_proj", gate, s), ("up_proj", up, s), ("down_proj", down, H)] {
+                    if case.biased() {
+                        put(format!("{name}.{part}.bias"), &[rows], matrix(kind, 0, rows, 1));
+                    }
+                }
             }
             if name.ends_with("shared_expert") && case.block == "mlp" {
                 put(format!("{name}_gate.weight"), &[1, H], matrix(SHARED_SCALE, 0, 1, H));
@@ -189,7 +203,7 @@ fn softmax_cases() -> Vec<Case> {
     let qwen35 = json!({"num_experts": E, "shared_expert_intermediate_size": S});
     let shared: fn(&MoeConfig) = |c| {
         assert_eq!((c.router.score, c.router.renorm), (Score::Softmax, sum(0.0)));
-        assert_eq!(c.shared, Some(SharedConfig { intermediate: S, gated: true }));
+        assert_eq!(c.shared, Some(SharedConfig { intermediate: S, gated: true, bias: false }));
     };
     vec![
         mixtral_like(keys("minimax", json!({"num_local_experts": E, "intermediate_size": I})), |c| {
@@ -273,12 +287,13 @@ fn softmax_cases() -> Vec<Case> {
                     "ernie4_5_moe",
                     json!({"moe_num_experts": E, "moe_k": 2, "num_experts_per_tok": null,
                     "moe_num_shared_experts": 2, "moe_layer_start_index": 1, "moe_layer_end_index": -1,
-                    "moe_layer_interval": 2, "moe_norm_min": 1e-9}),
+                    "moe_layer_interval": 2, "moe_norm_min": 1e-9, "use_bias": true}),
                 ),
                 MODEL,
                 |c| {
                     assert_eq!(c.router.renorm, Some(Renorm { p: 1.0, epsilon: 0.0, floor: 1e-9 }));
                     assert!(c.router.selection_bias && c.router.score == Score::Softmax);
+                    assert!(c.shared.is_some_and(|shared| shared.bias));
                 },
             )
         },
@@ -290,13 +305,14 @@ fn softmax_cases() -> Vec<Case> {
                     "deepseek_v2",
                     json!({"n_routed_experts": E, "n_shared_experts": 2, "first_k_dense_replace": 1,
                     "moe_layer_freq": 1, "topk_method": "group_limited_greedy", "n_group": 2, "topk_group": 1,
-                    "norm_topk_prob": false, "routed_scaling_factor": 16.0, "scoring_func": "softmax"}),
+                    "norm_topk_prob": false, "routed_scaling_factor": 16.0, "scoring_func": "softmax",
+                    "mlp_bias": true}),
                 ),
                 MODEL,
                 |c| {
                     let groups = GroupLimit { groups: 2, keep: 1, rank_by: GroupScore::Max };
                     assert_eq!((c.router.groups, c.router.scale, c.router.renorm), (Some(groups), 16.0, None));
-                    assert_eq!(c.shared, Some(SharedConfig { intermediate: 2 * I, gated: false }));
+                    assert_eq!(c.shared, Some(SharedConfig { intermediate: 2 * I, gated: false, bias: true }));
                 },
             )
         },
@@ -419,7 +435,7 @@ fn topk_cases() -> Vec<Case> {
                 ),
                 |c| {
                     assert_eq!((c.router.score, c.router.renorm), (Score::TopkSoftmax, None));
-                    assert_eq!(c.shared, Some(SharedConfig { intermediate: S, gated: false }));
+                    assert_eq!(c.shared, Some(SharedConfig { intermediate: S, gated: false, bias: false }));
                 },
             )
         },
@@ -476,6 +492,14 @@ fn names_map_to_positions() {
             assert_eq!(shared, expected, "{what}: shared up");
             let shared = p.others.shared_down.as_ref().map(|t| t.as_slice::<f32>().unwrap().to_vec());
             assert_eq!(shared, case.shared.map(|(_, s)| matrix(SHARED_DOWN, 0, H, s)), "{what}: shared down");
+            let [gate, up, down] = SHARED_BIASES;
+            let biases = [&p.others.shared_up_bias, &p.others.shared_down_bias]
+                .map(|t| t.as_ref().map(|t| t.as_slice::<f32>().unwrap().to_vec()));
+            let expected = case
+                .shared
+                .filter(|_| case.biased())
+                .map(|(_, s)| [[matrix(gate, 0, s, 1), matrix(up, 0, s, 1)].concat(), matrix(down, 0, H, 1)]);
+            assert_eq!(biases, expected.map_or([None, None], |biases| biases.map(Some)), "{what}: shared biases");
             assert_eq!(p.others.shared_gate.is_some(), block.config.shared.is_some_and(|s| s.gated), "{what}");
             if let Some(gate) = &p.others.shared_gate {
                 assert_eq!(gate.as_slice::<f32>().unwrap(), matrix(SHARED_SCALE, 0, 1, H), "{what}: shared gate");

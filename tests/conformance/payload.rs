@@ -309,7 +309,7 @@ fn shared_experts_read_tokens_as_they_are<D: Target>(s: &Setup<D>) {
     s.run(group(s), |r| {
         for (number, v) in Variant::all(r).iter().enumerate() {
             let mut config = v.config(s);
-            config.shared = Some(SharedConfig { intermediate: 16, gated: false });
+            config.shared = Some(SharedConfig { intermediate: 16, gated: false, bias: false });
             let (x, d_y) = data(r, v, EXACT);
             let mut params = params(r, &config, v.dtype);
             for (kind, t) in &mut params {

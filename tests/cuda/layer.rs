@@ -109,7 +109,7 @@ fn payloads(cuda: &Cuda) {
         for (hidden, tokens) in [(32, 0), (96, 150), (512, 65)] {
             let mut config = MoeConfig::new(hidden, 72, 6, 2);
             (config.payload, config.recompute) = (payload, hidden == 96);
-            config.shared = Some(SharedConfig { intermediate: 24, gated: false });
+            config.shared = Some(SharedConfig { intermediate: 24, gated: false, bias: false });
             all_types(cuda, &format!("{payload:?}, H {hidden}"), &Case::new(config, tokens, DType::F32));
         }
     }
@@ -118,7 +118,7 @@ fn payloads(cuda: &Cuda) {
 fn shared_experts(cuda: &Cuda) {
     for gated in [false, true] {
         let mut config = MoeConfig::new(96, 72, 6, 2);
-        config.shared = Some(SharedConfig { intermediate: 104, gated });
+        config.shared = Some(SharedConfig { intermediate: 104, gated, bias: false });
         all_types(cuda, &format!("shared, gated {gated}"), &Case::new(config, 150, DType::F32));
     }
 }

@@ -11,7 +11,7 @@ tests!(steps_are_bit_identical);
 /// Forward and backward, from the same inputs each time.
 pub fn repeat(cuda: &Cuda, steps: usize) {
     let mut config = MoeConfig::new(136, 104, 16, 4);
-    config.shared = Some(SharedConfig { intermediate: 72, gated: true });
+    config.shared = Some(SharedConfig { intermediate: 72, gated: true, bias: false });
     config.expert_bias = true;
     (config.aux.balance, config.aux.z) = (0.1, 0.01);
     for dtype in [DType::BF16, DType::F32] {

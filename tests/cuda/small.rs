@@ -25,7 +25,7 @@ fn plain(cuda: &Cuda) {
 
 fn everything(cuda: &Cuda) {
     let mut config = MoeConfig::new(72, 40, 6, 3);
-    config.shared = Some(SharedConfig { intermediate: 24, gated: true });
+    config.shared = Some(SharedConfig { intermediate: 24, gated: true, bias: false });
     (config.expert_bias, config.router.logit_bias, config.router.jitter) = (true, true, 0.1);
     (config.aux.balance, config.aux.z) = (0.1, 0.01);
     let noise = Some(Noise { seed: 5, step: 17 });

@@ -99,7 +99,7 @@ pub fn ids(step: usize, rank: usize) -> (Tensor, Tensor) {
 /// A layer with whatever can be sharded.
 pub fn config() -> MoeConfig {
     let mut config = MoeConfig::new(H, 6, EXPERTS, 2);
-    config.shared = Some(SharedConfig { intermediate: 4, gated: true });
+    config.shared = Some(SharedConfig { intermediate: 4, gated: true, bias: false });
     config.router.logit_bias = true;
     config.expert_bias = true;
     config.aux.balance = 0.1;

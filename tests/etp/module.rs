@@ -27,7 +27,7 @@ const WORLD: usize = 4;
 
 fn config(recompute: bool) -> MoeConfig {
     let mut config = MoeConfig::new(H, 6, EXPERTS, 2);
-    config.shared = Some(SharedConfig { intermediate: 4, gated: true });
+    config.shared = Some(SharedConfig { intermediate: 4, gated: true, bias: false });
     config.expert_bias = true;
     config.aux.balance = 0.1;
     config.aux.over_ranks = true;

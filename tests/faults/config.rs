@@ -18,7 +18,9 @@ fn absurd_configurations_name_their_field() {
         ("hidden", |c| c.hidden = usize::MAX),
         ("intermediate", |c| c.intermediate = 0),
         ("intermediate", |c| c.intermediate = usize::MAX / 2 + 1),
-        ("shared.intermediate", |c| c.shared = Some(SharedConfig { intermediate: usize::MAX, gated: false })),
+        ("shared.intermediate", |c| {
+            c.shared = Some(SharedConfig { intermediate: usize::MAX, gated: false, bias: false })
+        }),
         ("num_experts, intermediate, hidden", |c| {
             (c.hidden, c.intermediate, c.router.num_experts) = (1 << 24, 1 << 24, 1 << 16);
         }),

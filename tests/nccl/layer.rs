@@ -129,7 +129,7 @@ fn configs() -> Vec<(&'static str, MoeConfig)> {
     let mut aux = MoeConfig::new(128, 64, 8, 2);
     (aux.aux.balance, aux.aux.z) = (0.1, 0.01);
     let mut shared = MoeConfig::new(64, 48, 32, 8);
-    shared.shared = Some(SharedConfig { intermediate: 32, gated: false });
+    shared.shared = Some(SharedConfig { intermediate: 32, gated: false, bias: false });
     let mut limited = plain.clone();
     limited.router.expert_capacity =
         Some(ExpertCapacity { factor: 0.8, order: CapacityOrder::Probability, renormalize: true });

@@ -23,7 +23,7 @@ pub fn cases() -> Vec<(&'static str, fn(usize))> {
 
 fn shared() -> MoeConfig {
     let mut config = MoeConfig::new(512, 48, 32, 8);
-    config.shared = Some(SharedConfig { intermediate: 32, gated: false });
+    config.shared = Some(SharedConfig { intermediate: 32, gated: false, bias: false });
     config
 }
 

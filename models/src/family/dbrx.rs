@@ -24,6 +24,10 @@ struct Config {
     #[serde(default)]
     rope_parameters: Option<RopeParameters>,
     #[serde(default)]
+    rope_scaling: Option<RopeParameters>,
+    #[serde(default)]
+    rope_theta: Option<f64>,
+    #[serde(default)]
     tie_word_embeddings: Option<bool>,
 }
 
@@ -52,9 +56,9 @@ impl Config {
             rms_norm_eps: EPS,
             tie_word_embeddings: self.tie_word_embeddings,
             hidden_act: None,
-            rope_theta: self.attn_config.rope_theta,
+            rope_theta: self.rope_theta.or(self.attn_config.rope_theta),
             rope_parameters: self.rope_parameters.clone(),
-            rope_scaling: None,
+            rope_scaling: self.rope_scaling.clone(),
             partial_rotary_factor: None,
             original_max_position_embeddings: None,
         }

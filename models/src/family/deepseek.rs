@@ -15,17 +15,15 @@ struct Config {
     base: Base,
     #[serde(default)]
     attention_bias: Option<bool>,
+    /// Of DeepSeek-V2's dense and shared feed-forward blocks.
+    #[serde(default)]
+    mlp_bias: Option<bool>,
     #[serde(default)]
     q_lora_rank: Option<usize>,
     kv_lora_rank: usize,
     qk_nope_head_dim: usize,
     qk_rope_head_dim: usize,
     v_head_dim: usize,
-    /// DeepSeek-V2's: biases of dense layers and of shared experts.
-    #[serde(default)]
-    mlp_bias: Option<bool>,
-    #[serde(default)]
-    n_shared_experts: Option<usize>,
     /// Rotated pairs are neighbors.
     #[serde(default)]
     rope_interleave: Option<bool>,
@@ -67,11 +65,8 @@ pub(super) fn load(p: &mut Loader<'_>) -> Result<DecoderStack> {
     let scale = ((sizes.plain + sizes.rotated) as f64).powf(-0.5) * rotary.softmax_factor();
     // The latents' norms have an epsilon of their own, whatever the configuration's.
     let options = LatentOptions { bias: config.attention_bias.unwrap_or(false), eps: 1e-6, scale };
-    let dense_bias = p.checkpoint().family() == "deepseek_v2" && config.mlp_bias.unwrap_or(false);
-    if dense_bias && config.n_shared_experts.unwrap_or(0) > 0 {
-        return file.refuse("mlp_bias", "false where there are shared experts, whose biases the layer has not", true);
-    }
-    DecoderSpec { dense_bias, ..DecoderSpec::of(&config.base) }.load(p, rotary, |p, prefix, _| {
+    let biased = config.mlp_bias.unwrap_or(false) && p.checkpoint().family() == "deepseek_v2";
+    DecoderSpec { dense_bias: biased, ..DecoderSpec::of(&config.base) }.load(p, rotary, |p, prefix, _| {
         let prefix = format!("{prefix}self_attn");
         Ok(Box::new(LatentAttention::load(p, &prefix, sizes, options)?))
     })

@@ -1,5 +1,4 @@
-//! PhiMoE: layer norms with biases, biases in attention and in the output projection. With longrope transformers takes the
-//! short factors at every length, and this does too.
+//! PhiMoE: layer norms with biases, biases in attention and in the output projection, a rotation of its own.
 
 use serde::Deserialize;
 
@@ -8,6 +7,7 @@ use crate::decoder::{DecoderSpec, DecoderStack};
 use crate::error::Result;
 use crate::norm::{NormKind, NormSpec};
 use crate::params::Loader;
+use crate::rotary::Rotary;
 use crate::self_attention::{Biases, SelfAttention};
 
 #[derive(Debug, Deserialize)]
@@ -28,7 +28,7 @@ pub(super) fn load(p: &mut Loader<'_>) -> Result<DecoderStack> {
     let heads = config.base.heads(&file)?;
     let window = file.span("sliding_window", config.sliding_window)?;
     let biases = Biases::all(config.attention_bias.unwrap_or(false));
-    let rotary = config.base.rotary(&file, heads.dim, 1e6)?.with_short_frequencies();
+    let rotary = Rotary::phi(&file, config.base.rotary_config(&file, heads.dim, 1e6)?)?;
     let frame = DecoderSpec::of(&config.base);
     let norm = NormSpec { kind: NormKind::Layer { bias: true }, eps: config.base.rms_norm_eps };
     let frame = DecoderSpec { norm, head_bias: config.lm_head_bias.unwrap_or(false), ..frame };

@@ -4,11 +4,13 @@ checkpoints of the repository's tests/golden lack. Sizes are small, weights rand
 
     python make.py [folder ...]        # all of them without an argument; MOEBIUS_GOLDEN_OUT: another place
 
-A folder has config.json and model.safetensors as `save_pretrained` writes them, and golden.safetensors: input_ids
+A folder has config.json and model.safetensors as `save_pretrained` writes them (config.json of some with keys as in
+published folders, from which the model is then loaded again), and golden.safetensors: input_ids
 [2, S] I64, logits [2, S, V], loss (mean cross-entropy of the next token), and gradients of the loss `whole_grad.<name>`
 of some parameters outside the experts in some folders.
 """
 import importlib
+import json
 import os
 import pathlib
 import shutil
@@ -39,6 +41,23 @@ ONE = dict(QWEN3, num_hidden_layers=1)
 # Folders with gradients: of what has operations of its own.
 GRADIENTS = ["mixtral_window", "phimoe_longrope", "olmoe_clip", "deepseek_v3_yarn", "gpt_oss_long", "llama4_chunked",
              "hunyuan_v1_moe_alpha", "qwen3_next_delta", "qwen3_5_moe_delta"]
+
+# folder: what to change in config.json as it is saved, None to leave a key out. The golden is of the model that
+# transformers then loads.
+PUBLISHED = {
+    "qwen3_moe_rope_scaling": dict(rope_parameters=None, rope_theta=2e4, rope_scaling=dict(
+        type="yarn", factor=8.0, original_max_position_embeddings=32)),
+    "deepseek_v3_rope_scaling": dict(rope_parameters=None, rope_theta=2e4, rope_scaling=dict(
+        type="yarn", factor=8.0, original_max_position_embeddings=32, beta_fast=32, beta_slow=1, mscale=1.0,
+        mscale_all_dim=1.0)),
+    "deepseek_v3_absent": dict(routed_scaling_factor=None, first_k_dense_replace=None, norm_topk_prob=None,
+                               rope_interleave=None),
+    "glm4_moe_absent": dict(first_k_dense_replace=None, n_group=None, topk_group=None, norm_topk_prob=None,
+                            routed_scaling_factor=None, rope_parameters=None, rope_theta=1e4,
+                            partial_rotary_factor=0.5),
+    "gpt_oss_plain": dict(sliding_window=None),
+    "qwen3_moe_original": dict(original_max_position_embeddings=16),
+}
 
 # folder: (module, configuration class, model class, tokens S, configuration)
 FOLDERS = {
@@ -101,7 +120,8 @@ FOLDERS = {
                                                  high_freq_factor=4.0, original_max_position_embeddings=32))),
     "ernie4_5_moe_bias": ("ernie4_5_moe", "Ernie4_5_MoeConfig", "Ernie4_5_MoeForCausalLM", 24,
                           dict(intermediate_size=40, moe_intermediate_size=16, moe_num_experts=4, moe_k=2,
-                               moe_num_shared_experts=1, moe_layer_start_index=1, tie_word_embeddings=True)),
+                               moe_num_shared_experts=2, moe_layer_start_index=1, tie_word_embeddings=True,
+                               use_bias=True)),
     "hunyuan_v1_moe_alpha": ("hunyuan_v1_moe", "HunYuanMoEV1Config", "HunYuanMoEV1ForCausalLM", 24,
                              dict(intermediate_size=16, num_experts=4, moe_topk=2, head_dim=16,
                                   rope_parameters=dict(rope_type="dynamic", rope_theta=1e4, alpha=100.0,
@@ -109,6 +129,58 @@ FOLDERS = {
     "qwen3_next_delta": ("qwen3_next", "Qwen3NextConfig", "Qwen3NextForCausalLM", 150,
                          dict(DELTA, intermediate_size=40, norm_topk_prob=True, mlp_only_layers=[0])),
     "qwen3_5_moe_delta": ("qwen3_5_moe", "Qwen3_5MoeTextConfig", "Qwen3_5MoeForCausalLM", 80, DELTA),
+    "deepseek_v2_bias": ("deepseek_v2", "DeepseekV2Config", "DeepseekV2ForCausalLM", 24,
+                         dict(LATENT, q_lora_rank=16, topk_method="greedy", mlp_bias=True)),
+    "phimoe_longrope_beyond": ("phimoe", "PhimoeConfig", "PhimoeForCausalLM", 24,
+                               dict(MIXTRAL, rope_parameters=dict(
+                                   rope_type="longrope", rope_theta=1e4, original_max_position_embeddings=12,
+                                   short_factor=[1.0 + 0.2 * i for i in range(4)],
+                                   long_factor=[1.5 + 0.5 * i for i in range(4)],
+                                   short_mscale=1.1, long_mscale=1.3))),
+    "phimoe_yarn": ("phimoe", "PhimoeConfig", "PhimoeForCausalLM", 24,
+                    dict(MIXTRAL, rope_parameters=dict(
+                        rope_type="yarn", rope_theta=1e4, original_max_position_embeddings=12, factor=4.0,
+                        short_mscale=1.1, long_mscale=1.3))),
+    "gpt_oss_plain": ("gpt_oss", "GptOssConfig", "GptOssForCausalLM", 150,
+                      dict(intermediate_size=16, num_local_experts=4, num_experts_per_tok=2, head_dim=8,
+                           attention_bias=False, layer_types=["full_attention", "sliding_attention"])),
+    "granitemoe_bias": ("granitemoe", "GraniteMoeConfig", "GraniteMoeForCausalLM", 24,
+                        dict(intermediate_size=16, num_local_experts=4, num_experts_per_tok=2, attention_bias=True)),
+    "llama4_plain": ("llama4", "Llama4TextConfig", "Llama4ForCausalLM", 24,
+                     dict(intermediate_size=16, intermediate_size_mlp=40, num_local_experts=4, num_experts_per_tok=2,
+                          moe_layers=[0, 2], head_dim=8, num_hidden_layers=3, attention_chunk_size=12,
+                          no_rope_layers=[0, 1, 1], use_qk_norm=False, attn_temperature_tuning=False, floor_scale=8,
+                          attention_bias=True)),
+    "hunyuan_v1_moe_lists": ("hunyuan_v1_moe", "HunYuanMoEV1Config", "HunYuanMoEV1ForCausalLM", 24,
+                             dict(intermediate_size=16, num_experts=4, moe_topk=[2, 3], head_dim=16,
+                                  attention_bias=True)),
+    "olmoe_bias": ("olmoe", "OlmoeConfig", "OlmoeForCausalLM", 24,
+                   dict(intermediate_size=16, num_experts=4, num_experts_per_tok=2, attention_bias=True,
+                        norm_topk_prob=True)),
+    "qwen2_moe_plain": ("qwen2_moe", "Qwen2MoeConfig", "Qwen2MoeForCausalLM", 24,
+                        dict(intermediate_size=40, moe_intermediate_size=16, shared_expert_intermediate_size=16,
+                             num_experts=4, num_experts_per_tok=2, qkv_bias=False, norm_topk_prob=True,
+                             mlp_only_layers=[0], layer_types=["full_attention", "full_attention"])),
+    "qwen3_moe_rope_scaling": ("qwen3_moe", "Qwen3MoeConfig", "Qwen3MoeForCausalLM", 40, ONE),
+    "deepseek_v3_rope_scaling": ("deepseek_v3", "DeepseekV3Config", "DeepseekV3ForCausalLM", 40,
+                                 dict(LATENT, **GROUPS)),
+    "deepseek_v3_absent": ("deepseek_v3", "DeepseekV3Config", "DeepseekV3ForCausalLM", 12,
+                           dict(LATENT, q_lora_rank=16, num_hidden_layers=4, n_routed_experts=16, n_group=8,
+                                topk_group=4, first_k_dense_replace=3, routed_scaling_factor=2.5,
+                                moe_intermediate_size=8)),
+    "glm4_moe_absent": ("glm4_moe", "Glm4MoeConfig", "Glm4MoeForCausalLM", 12,
+                        dict(intermediate_size=40, moe_intermediate_size=16, n_routed_experts=4,
+                             num_experts_per_tok=2, head_dim=16, use_qk_norm=True, attention_bias=True)),
+    "qwen3_moe_original": ("qwen3_moe", "Qwen3MoeConfig", "Qwen3MoeForCausalLM", 40, dict(ONE, rope_parameters=YARN)),
+    "dbrx_plain": ("dbrx", "DbrxConfig", "DbrxForCausalLM", 24,
+                   dict(d_model=H, n_heads=4, n_layers=2, max_seq_len=64, attn_config=dict(kv_n_heads=2, clip_qkv=2.0, rope_theta=2e4),
+                        ffn_config=dict(ffn_hidden_size=16, moe_num_experts=4, moe_top_k=2,
+                                        moe_normalize_expert_weights=None),
+                        rope_parameters=dict(rope_type="linear", rope_theta=1e4, factor=2.0))),
+    "dbrx_norm": ("dbrx", "DbrxConfig", "DbrxForCausalLM", 24,
+                  dict(d_model=H, n_heads=4, n_layers=1, max_seq_len=64, attn_config=dict(kv_n_heads=4, clip_qkv=0.7, rope_theta=2e4),
+                       ffn_config=dict(ffn_hidden_size=16, moe_num_experts=4, moe_top_k=2,
+                                       moe_normalize_expert_weights=2.0))),
 }
 
 
@@ -116,7 +188,8 @@ def build(name):
     module, config_class, model_class, tokens, settings = FOLDERS[name]
     module = importlib.import_module(f"transformers.models.{module}")
     torch.manual_seed(1 + list(FOLDERS).index(name))
-    config = getattr(module, config_class)(**{**SIZES, **settings})
+    sizes = dict(vocab_size=V) if module.__name__.endswith("dbrx") else SIZES
+    config = getattr(module, config_class)(**{**sizes, **settings})
     config._attn_implementation = "eager"
     model = getattr(module, model_class)(config).eval().float()
     with torch.no_grad():
@@ -136,16 +209,21 @@ def build(name):
         for key, b in model.named_buffers():
             if "correction_bias" in key:
                 b.normal_(0, 0.05)
-    ids = torch.randint(0, V, (2, tokens))
-    logits = model(input_ids=ids, use_cache=False).logits
-    loss = torch.nn.functional.cross_entropy(logits[:, :-1].reshape(-1, V), ids[:, 1:].reshape(-1))
-    loss.backward()
-    golden = dict(input_ids=ids, logits=logits.detach().contiguous(), loss=loss.detach())
     out = pathlib.Path(os.environ.get("MOEBIUS_GOLDEN_OUT", pathlib.Path(__file__).parent)) / name
     shutil.rmtree(out, ignore_errors=True)
     model.save_pretrained(out)
     for extra in out.glob("generation_config.json"):
         extra.unlink()
+    if name in PUBLISHED:
+        saved = json.loads((out / "config.json").read_text())
+        saved = {key: value for key, value in (saved | PUBLISHED[name]).items() if value is not None}
+        (out / "config.json").write_text(json.dumps(saved, indent=2) + "\n")
+        model = getattr(module, model_class).from_pretrained(out, attn_implementation="eager").eval()
+    ids = torch.randint(0, V, (2, tokens))
+    logits = model(input_ids=ids, use_cache=False).logits
+    loss = torch.nn.functional.cross_entropy(logits[:, :-1].reshape(-1, V), ids[:, 1:].reshape(-1))
+    loss.backward()
+    golden = dict(input_ids=ids, logits=logits.detach().contiguous(), loss=loss.detach())
     on_disk = load_file(out / "model.safetensors")
     for key, p in model.named_parameters():
         outside = not any(word in key for word in ("expert", "router", "block_sparse_moe", ".gate.", "shared_m", "embed", "lm_head"))
