@@ -144,8 +144,10 @@ impl Golden {
     pub fn rotation(&self) -> Rotation {
         let rope = self.rope();
         let kind = rope["rope_type"].as_str().or(rope["type"].as_str()).unwrap_or("default");
+        // PhiMoE's has another factor beyond the original length with any scaling.
+        let phi = self.checkpoint.family() == "phimoe" && kind != "default";
         match kind {
-            "longrope" | "su" => {
+            _ if kind == "longrope" || kind == "su" || phi => {
                 let config = self.config();
                 let keys = ["original_max_position_embeddings", "max_position_embeddings"];
                 let length = [&rope[keys[0]], &config[keys[0]], &config[keys[1]]].into_iter().find_map(|n| n.as_u64());
