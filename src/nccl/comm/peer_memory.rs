@@ -204,7 +204,8 @@ mod tests {
     #[test]
     fn ranks_that_do_not_reach_each_other_are_refused() {
         let reach = |device_api, load_store_teams| {
-            let properties = Properties { device_api, load_store_teams, ..Properties::of(23007) };
+            let mut properties = Properties::of(23007);
+            (properties.device_api, properties.load_store_teams) = (device_api, load_store_teams);
             properties.reach(16).map_err(|error| error.to_string())
         };
         assert_eq!([reach(1, 1), reach(1, UNDEFINED)], [Ok(()), Ok(())]);
