@@ -4,7 +4,7 @@ use std::path::Path;
 
 use candle_core::{DType, Device, Tensor, Var};
 use moebius::candle::{DeviceGroup, ExpertParallelMoE, HostExperts, Parameters};
-use moebius::checkpoint::Checkpoint;
+use moebius::checkpoint::{Checkpoint, Form, OpenOptions};
 use moebius::ep::GroupConfig;
 
 use crate::cache::Cache;
@@ -22,6 +22,7 @@ pub struct Model {
     decoder: DecoderStack,
     vars: Vec<(String, Var)>,
     trainable: bool,
+    dequantized: Vec<(usize, Form)>,
 }
 
 impl Model {
@@ -46,9 +47,11 @@ impl Model {
     /// # Errors
     /// A folder of an unknown family, a configuration that the decoder does not do, missing or mis-shaped tensors.
     pub fn load(folder: impl AsRef<Path>, device: &Device, options: LoadOptions) -> Result<Self> {
+        let mut open = OpenOptions::default();
+        open.follow_links = options.follow_links;
         let checkpoint = match options.random {
-            None => Checkpoint::open(folder)?,
-            Some(_) => Checkpoint::open_config(folder)?,
+            None => Checkpoint::open_with(folder, open)?,
+            Some(_) => Checkpoint::open_config_with(folder, open)?,
         };
         let group = match checkpoint.moe_layers().first() {
             Some(&layer) => DeviceGroup::single(&checkpoint.block_config(layer)?, device)?,
@@ -81,12 +84,19 @@ impl Model {
         let mut p = Loader::new(checkpoint, &group, options, &mut watch)?;
         let decoder = family::load(&mut p)?;
         let family = checkpoint.family().to_string();
-        Ok(Self { family, decoder, vars: p.into_vars(), trainable: options.parameters == Parameters::Trainable })
+        let (trainable, dequantized) = (options.parameters == Parameters::Trainable, p.take_dequantized());
+        Ok(Self { family, decoder, vars: p.into_vars(), trainable, dequantized })
     }
 
     /// The `model_type` that named the family.
     pub fn family(&self) -> &str {
         &self.family
+    }
+
+    /// Layers whose experts are de-quantized although [`ExpertWeights::AsStored`](crate::ExpertWeights::AsStored) was asked
+    /// for, as no product reads the form that they are stored in; with that form.
+    pub fn dequantized_experts(&self) -> &[(usize, Form)] {
+        &self.dequantized
     }
 
     /// Number of tokens V.

@@ -25,6 +25,10 @@ pub struct LoadOptions {
     pub parameters: Parameters,
     /// In which form the routed experts' weights are held.
     pub experts: ExpertWeights,
+    /// Let the folder's files be links that leave it, as those of the Hugging Face cache are; off by default, as a folder
+    /// from a stranger could name any file. It counts where a folder is given, [`Model::load`](crate::Model::load); an
+    /// opened checkpoint has its own `moebius::checkpoint::OpenOptions`.
+    pub follow_links: bool,
     /// Routed experts stay in memory of the host, page-locked where the device is a GPU, and come to it a layer ahead of
     /// their use, in the form that [`experts`](Self::experts) says: a model larger than the GPU runs, as fast as the host
     /// link brings all of its experts once a forward (`moebius::candle::HostExperts`). They are frozen, and so is all else:
@@ -71,10 +75,12 @@ pub enum ExpertWeights {
     /// In a floating type; quantized weights are de-quantized.
     #[default]
     Dequantized,
-    /// NVFP4, MXFP4 and fp8 blocks as they are stored, and multiplied so; weights that are not quantized as they are.
+    /// NVFP4, MXFP4 and fp8 in blocks of 128x128 as they are stored, and multiplied so; weights that are not quantized as
+    /// they are. Other forms (fp8 with a scale a tensor or a row, NVFP4 packed along outputs) are de-quantized:
+    /// [`Model::dequantized_experts`](crate::Model::dequantized_experts) says of which layers.
     AsStored,
     /// In NVFP4, quantized on their device with an amax an expert, whatever they are stored in; as they are stored if
-    /// that is NVFP4.
+    /// that is NVFP4, a row an output.
     Nvfp4,
 }
 
@@ -90,6 +96,8 @@ pub(crate) struct Loader<'a> {
     vars: Vec<(String, Var)>,
     /// Names of the tensors outside the experts that were read.
     read: HashSet<String>,
+    /// Layers whose experts could not stay as they are stored.
+    dequantized: Vec<(usize, Form)>,
     watch: &'a mut ProgressFn<'a>,
 }
 
@@ -120,7 +128,8 @@ impl<'a> Loader<'a> {
                 return Err(Error::Usage { call: CALL, problem });
             }
         };
-        Ok(Self { checkpoint, group, options, dtype, random, host, vars: Vec::new(), read: HashSet::new(), watch })
+        let (vars, read, dequantized) = (Vec::new(), HashSet::new(), Vec::new());
+        Ok(Self { checkpoint, group, options, dtype, random, host, vars, read, dequantized, watch })
     }
 
     /// Tells that so many layers of all are there.
@@ -235,7 +244,7 @@ impl<'a> Loader<'a> {
     }
 
     /// This rank's experts of a layer; `None` where the layer is dense.
-    pub fn experts(&self, layer: usize) -> Result<Option<ExpertParallelMoE>> {
+    pub fn experts(&mut self, layer: usize) -> Result<Option<ExpertParallelMoE>> {
         if !self.checkpoint.moe_layers().contains(&layer) {
             return Ok(None);
         }
@@ -255,12 +264,16 @@ impl<'a> Loader<'a> {
         }
         let options = checkpoint::LoadOptions { rank: self.group.rank(), ranks: self.group.ranks(), dtype: self.dtype };
         let parameters = self.options.parameters;
-        let as_stored = match (kept, self.checkpoint.block_form(layer)?) {
-            (ExpertWeights::Dequantized, _) => false,
-            // fp8 with a scale a tensor or a row has no product of its own: it is de-quantized.
-            (ExpertWeights::AsStored, form) => form.is_quantized() && form != Form::Fp8Scaled,
-            (ExpertWeights::Nvfp4, form) => matches!(form, Form::Nvfp4ModelOpt | Form::Nvfp4CompressedTensors),
+        let form = self.checkpoint.block_form(layer)?;
+        let wanted = match kept {
+            ExpertWeights::Dequantized => false,
+            ExpertWeights::AsStored => form.is_quantized(),
+            ExpertWeights::Nvfp4 => matches!(form, Form::Nvfp4ModelOpt | Form::Nvfp4CompressedTensors),
         };
+        let as_stored = wanted && self.checkpoint.keeps_quantized(layer)?;
+        if kept == ExpertWeights::AsStored && wanted && !as_stored {
+            self.dequantized.push((layer, form));
+        }
         if let Some(host) = self.host.as_ref().filter(|_| as_stored || kept != ExpertWeights::Nvfp4) {
             let load = self.options.dtype.into_iter().fold(LoadAs::new(parameters), LoadAs::dtype);
             let load = if as_stored { load.quantized() } else { load };
@@ -277,6 +290,11 @@ impl<'a> Loader<'a> {
     /// The experts that are on the host, once all layers are loaded.
     pub fn take_host_experts(&mut self) -> Option<HostExperts> {
         self.host.take()
+    }
+
+    /// The layers that are de-quantized though their form was asked for, with what they are stored in.
+    pub fn take_dequantized(&mut self) -> Vec<(usize, Form)> {
+        std::mem::take(&mut self.dequantized)
     }
 
     pub fn into_vars(self) -> Vec<(String, Var)> {

@@ -1,14 +1,18 @@
 //! Real tokenizers and chat templates against what transformers made of them (`tests/golden-chat`, or the folder that
-//! `MOEBIUS_CHAT` names). The tokenizers are in folders of `MOEBIUS_TOKENIZERS` (`scripts/tokenizers` fetches them);
-//! without it the tests count as ignored.
+//! `MOEBIUS_CHAT` names), and gpt-oss' conversations against what openai-harmony made of them. The tokenizers are in
+//! folders of `MOEBIUS_TOKENIZERS` (`scripts/tokenizers` fetches them); without it the tests that need one count as
+//! ignored.
 
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use libtest_mimic::{Arguments, Failed, Trial};
 use minijinja::Value;
-use moebius_models::generate::{Chat, ChatTemplate, Tokenizer};
+use moebius_models::generate::{self, Chat, ChatTemplate, Tokenizer};
 use serde::Deserialize;
+
+/// What openai-harmony made of conversations, beside the tokenizers' files.
+const HARMONY: &str = "harmony.json";
 
 /// What transformers made with one tokenizer.
 #[derive(Deserialize)]
@@ -35,39 +39,34 @@ fn main() -> ExitCode {
     let shipped = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/golden-chat");
     let golden = folder("MOEBIUS_CHAT").unwrap_or_else(|| shipped.clone());
     let tokenizers = folder("MOEBIUS_TOKENIZERS");
+    let own = shipped.clone();
+    let harmony = Trial::test("harmony", move || renderings(&own));
     let trials = ["qwen3", "deepseek_v3", "gptoss"].into_iter().flat_map(|name| {
         let checks: [(&str, Check); 3] = [("texts", texts), ("conversations", conversations), ("streams", streams)];
-        let (golden, tokenizers, harmony) = (golden.clone(), tokenizers.clone(), shipped.join("harmony.json"));
+        let (golden, tokenizers, shipped) = (golden.clone(), tokenizers.clone(), shipped.clone());
         checks.into_iter().map(move |(kind, check)| {
-            let (golden, tokenizers, harmony) = (golden.clone(), tokenizers.clone(), harmony.clone());
+            let (golden, tokenizers, shipped) = (golden.clone(), tokenizers.clone(), shipped.clone());
             let ignored = tokenizers.is_none();
             Trial::test(format!("{name}::{kind}"), move || {
                 let dir = tokenizers.ok_or("MOEBIUS_TOKENIZERS is not set")?.join(name);
                 let path = golden.join(format!("{name}.json"));
                 let text = std::fs::read_to_string(&path).map_err(|e| format!("{}: {e}", path.display()))?;
-                check(&Case { name, tokenizer: Tokenizer::from_folder(&dir)?, dir, harmony, text })
+                check(&Case { name, tokenizer: Tokenizer::from_folder(&dir)?, dir, shipped, text })
             })
             .with_ignored_flag(ignored)
         })
     });
-    libtest_mimic::run(&Arguments::from_args(), trials.collect()).exit_code()
+    libtest_mimic::run(&Arguments::from_args(), trials.chain([harmony]).collect()).exit_code()
 }
 
 type Check = fn(&Case) -> Result<(), Failed>;
-
-/// What openai-harmony made on a day.
-#[derive(Deserialize)]
-struct Harmony {
-    date: String,
-    chat: Vec<Value>,
-}
 
 /// A tokenizer, and the file of what is expected of it.
 struct Case {
     name: &'static str,
     dir: PathBuf,
-    /// Conversations in gpt-oss's format.
-    harmony: PathBuf,
+    /// The folder of the repository's own expectations.
+    shipped: PathBuf,
     tokenizer: Tokenizer,
     text: String,
 }
@@ -103,24 +102,48 @@ fn texts(case: &Case) -> Result<(), Failed> {
 }
 
 fn conversations(case: &Case) -> Result<(), Failed> {
-    let mut golden = case.golden()?;
-    let mut template = ChatTemplate::from_folder(&case.dir)?;
-    if golden.chat.is_empty() {
-        // The package of gpt-oss has no template; its format is harmony's.
-        let text = std::fs::read_to_string(&case.harmony).map_err(|e| format!("{}: {e}", case.harmony.display()))?;
-        let Harmony { date, chat } = serde_json::from_str(&text)?;
-        golden.chat = chat;
-        template = template.with_strftime(move |_| date.clone());
+    let mut records = case.golden()?.chat;
+    if case.name == "gptoss" {
+        records.extend(harmony(&case.shipped)?);
     }
+    if records.is_empty() {
+        return Err("no conversation".into());
+    }
+    let template = ChatTemplate::from_folder(&case.dir)?;
+    let ids = |text: &str| case.tokenizer.encode(text).map(Some);
+    case.conclude("conversations", records.len(), differences(&template, &records, ids)?)
+}
+
+/// Conversations that need no tokenizer: without ids.
+fn renderings(golden: &Path) -> Result<(), Failed> {
+    let records = harmony(golden)?;
+    let differences = differences(&ChatTemplate::harmony(), &records, |_| Ok(None))?;
+    println!("harmony: {} conversations compared, {} differ", records.len(), differences.len());
+    let failed = || Failed::from(differences.join("\n"));
+    if records.is_empty() || !differences.is_empty() { Err(failed()) } else { Ok(()) }
+}
+
+fn harmony(golden: &Path) -> Result<Vec<Value>, Failed> {
+    let path = golden.join(HARMONY);
+    let text = std::fs::read_to_string(&path).map_err(|e| format!("{}: {e}", path.display()))?;
+    Ok(serde_json::from_str(&text)?)
+}
+
+/// Records that the template renders to another text, or whose text has other ids, where `ids` gives some.
+fn differences(
+    template: &ChatTemplate,
+    records: &[Value],
+    ids: impl Fn(&str) -> generate::Result<Option<Vec<u32>>>,
+) -> Result<Vec<String>, Failed> {
     let mut differences = Vec::new();
-    for record in &golden.chat {
+    for record in records {
         let got = template.render(&conversation(record)?);
         let field = |name: &str| record.get_attr(name).map_err(|e| e.to_string());
         match (field("rendered")?.as_str(), got) {
             (Some(rendered), Ok(got)) => {
-                let ids: Vec<u32> = Deserialize::deserialize(field("ids")?)?;
-                let got_ids = case.tokenizer.encode(&got)?;
-                if got != rendered || got_ids != ids {
+                let expected: Vec<u32> = Deserialize::deserialize(field("ids")?)?;
+                let got_ids = ids(&got)?.unwrap_or_else(|| expected.clone());
+                if got != rendered || got_ids != expected {
                     differences.push(format!("{record}\nfound {got:?}, {got_ids:?}"));
                 }
             }
@@ -129,7 +152,7 @@ fn conversations(case: &Case) -> Result<(), Failed> {
             (_, got) => differences.push(format!("{record}\nfound {got:?}")),
         }
     }
-    case.conclude("conversations", golden.chat.len(), differences)
+    Ok(differences)
 }
 
 /// What of a record went into the template.

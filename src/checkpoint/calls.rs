@@ -103,6 +103,15 @@ impl Checkpoint {
         Ok(self.check_block(&self.layout(layer, config), false)?.form)
     }
 
+    /// True of a block whose routed experts [`load_quantized`](Self::load_quantized) keeps as they are stored: NVFP4,
+    /// MXFP4 or fp8 in blocks of 128x128, a row an output. False of other forms, and of experts that are not quantized.
+    ///
+    /// # Errors
+    /// As [`load_block`](Self::load_block).
+    pub fn keeps_quantized(&self, layer: usize) -> Result<bool> {
+        self.keeps_all(layer)
+    }
+
     /// Sizes of one rank's share of a block.
     ///
     /// # Errors

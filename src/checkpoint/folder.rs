@@ -167,7 +167,7 @@ impl Folder {
                 path: self.dir.display().to_string(),
                 entry: name.to_string(),
                 problem: format!(
-                    "a link to {}, outside the folder; OpenOptions::follow_links allows it",
+                    "a link to {}, outside the folder; OpenOptions::follow_links allows it, --follow-links of a program",
                     file.display()
                 ),
             }),

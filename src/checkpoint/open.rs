@@ -49,7 +49,15 @@ impl Checkpoint {
     /// # Errors
     /// As [`open`](Self::open).
     pub fn open_config(dir: impl AsRef<Path>) -> Result<Self> {
-        read_one_version(dir.as_ref(), OpenOptions::default(), |folder| {
+        Self::open_config_with(dir, OpenOptions::default())
+    }
+
+    /// As [`open_config`](Self::open_config), with options.
+    ///
+    /// # Errors
+    /// As [`open`](Self::open).
+    pub fn open_config_with(dir: impl AsRef<Path>, options: OpenOptions) -> Result<Self> {
+        read_one_version(dir.as_ref(), options, |folder| {
             Self::read_with(folder, |folder| Ok(Files::none(folder)))
         })
     }

@@ -4,7 +4,7 @@ use super::layout::{DiskMatrix, DiskRows};
 use super::matrix::{MatrixLayout, read_matrix};
 use super::open::Checkpoint;
 use super::options::{LoadOptions, Progress};
-use super::stored::Scratch;
+use super::stored::{Scratch, Stored};
 use crate::config::MoeConfig;
 use crate::cpu::Cpu;
 use crate::dtype::DType;
@@ -180,6 +180,28 @@ impl Checkpoint {
         Ok((codes + scales.iter().product::<usize>() * dtype.size() + factor) as u64)
     }
 
+    /// Whether [`load_quantized`](Self::load_quantized) keeps a block's routed experts: all of them, so that all ranks
+    /// find the same.
+    pub(super) fn keeps_all(&self, layer: usize) -> Result<bool> {
+        let config = self.block_config(layer)?;
+        let layout = self.layout(layer, &config);
+        if !self.check_block(&layout, false)?.form.is_quantized() {
+            return Ok(false);
+        }
+        let mut formats: PerParam<Option<WeightFormat>> = PerParam::default();
+        for part in (0..config.router.num_experts).flat_map(|e| layout.expert(e)) {
+            if !matches!(part.kind, ParamKind::Up | ParamKind::Down) {
+                continue;
+            }
+            let stored = self.stored(&part.name)?.ok_or_else(|| self.missing(&part))?;
+            let Some(format) = kept_format(&stored, &part) else { return Ok(false) };
+            if *get_or_make(&mut formats[part.kind], || Ok(format))? != format {
+                return Ok(false);
+            }
+        }
+        Ok(true)
+    }
+
     /// Reads one matrix of expert `e` to its place.
     fn read_stored(
         &self,
@@ -191,19 +213,19 @@ impl Checkpoint {
         scratch: &mut Scratch,
     ) -> Result<()> {
         let stored = self.stored(&part.name)?.ok_or_else(|| self.missing(part))?;
-        // Rows are outputs on disk where a transposed matrix was flipped, or one was neither.
-        let format = stored.weight_format().filter(|_| part.transposed == stored.flipped);
         let refuse = |found: String| {
             let expected = "NVFP4, MXFP4 or fp8 in blocks of 128x128, a row an output (load_block de-quantizes any)";
             Error::invalid(CALL, &part.name, expected, found)
         };
-        let format = format.ok_or_else(|| refuse(format!("{:?}", stored.form)))?;
+        let format = kept_format(&stored, part).ok_or_else(|| match (stored.weight_format(), part.rows) {
+            (Some(WeightFormat::Fp8Block), rows) if !matches!(rows, DiskRows::From(_)) => {
+                refuse("blocks of gate and up rows in turn".to_string())
+            }
+            _ => refuse(format!("{:?}", stored.form)),
+        })?;
         let stack = get_or_make(&mut stacks[part.kind], || QuantizedStack::new(format, dims, parts))?;
         if stack.format != format {
             return Err(refuse(format!("{:?} beside {:?}", format, stack.format)));
-        }
-        if format == WeightFormat::Fp8Block && !matches!(part.rows, DiskRows::From(_)) {
-            return Err(refuse("blocks of gate and up rows in turn".to_string()));
         }
         // Rows of the matrix and of its scales, in the order on disk.
         let code_row = stack.codes.bytes() / (dims[0] * dims[1]);
@@ -236,6 +258,15 @@ impl Checkpoint {
         }
         Ok(())
     }
+}
+
+/// The format in which a matrix is kept as it is stored, rows being outputs; `None` where it is not.
+fn kept_format(stored: &Stored<'_>, part: &DiskMatrix) -> Option<WeightFormat> {
+    // Rows are outputs on disk where a transposed matrix was flipped, or one was neither.
+    let format = stored.weight_format().filter(|_| part.transposed == stored.flipped)?;
+    // Blocks of rows that are gate and up in turn belong to both.
+    let in_turn = !matches!(part.rows, DiskRows::From(_));
+    (format != WeightFormat::Fp8Block || !in_turn).then_some(format)
 }
 
 /// What is there; made where there is nothing yet.

@@ -377,6 +377,8 @@ fn per_tensor_fp8_and_compressed_tensors_nvfp4() {
         let checkpoint = Checkpoint::open(dir.path()).unwrap();
         let form = if nvfp4 { Form::Nvfp4CompressedTensors } else { Form::Fp8Scaled };
         assert_eq!(checkpoint.block_form(0).unwrap(), form);
+        assert_eq!(checkpoint.keeps_quantized(0).unwrap(), nvfp4);
+        assert_eq!(checkpoint.load_quantized(0, options(0, 1, None)).is_ok(), nvfp4);
         for (name, rows, columns, values) in &values {
             expect(&checkpoint, name, &[*rows, *columns], |_, r, c| values[r * columns + c]);
         }
@@ -419,6 +421,8 @@ fn nvfp4_fused_along_in() {
     let dir = folder(&config, &tensors);
     let checkpoint = Checkpoint::open(dir.path()).unwrap();
     assert_eq!(checkpoint.block_form(0).unwrap(), Form::Nvfp4ModelOpt);
+    assert!(!checkpoint.keeps_quantized(0).unwrap());
+    checkpoint.load_quantized(0, options(0, 1, None)).unwrap_err();
     expect(&checkpoint, &up.0, &up.1, &up.2);
     expect(&checkpoint, &down.0, &down.1, &down.2);
     let block = checkpoint.load_block(0, options(1, 2, None)).unwrap().params;

@@ -103,7 +103,9 @@ fn run(options: &Options, me: Option<&Identity>) -> Result<(), AnyError> {
     })?;
     let Some(outcome) = outcome else { return Ok(()) };
     output::print(&outcome.outputs, tokenizer.is_some())?;
-    output::report(&outcome);
+    output::report(&outcome, tokenizer.as_ref().is_some_and(Tokenizer::has_channels));
+    // Of a text that no reader may take for whole.
+    outcome.outputs.iter().enumerate().try_for_each(|(i, output)| output.complete_text(i).map(drop))?;
     Ok(())
 }
 
@@ -227,6 +229,9 @@ impl Job<'_> {
             bar.set_position(progress.loaded as u64);
         })?;
         bar.finish_and_clear();
+        if rank == 0 {
+            output::tell_of_dequantized(model.dequantized_experts());
+        }
         // Every rank sees all of it, so that none waits for another that cannot begin.
         if let Some(tokenizer) = self.tokenizer {
             tokenizer.check_embedding(model.vocabulary())?;
@@ -260,7 +265,7 @@ impl Job<'_> {
         sender: Sender<Piece>,
     ) -> Result<(Vec<Output>, Stats), AnyError> {
         let generator = Generator::new(decoder, self.tokenizer)?;
-        let generator = generator.max_sequences(MAX_SEQUENCES).cache(self.options.cache.into());
+        let generator = generator.max_sequences(MAX_SEQUENCES).cache(self.options.cache.into()).channels(self.options.channels.into());
         let generated = generator.run(requests, |event| {
             // Nobody listens any more where the output is closed.
             match sender.send(Piece { token: event.token, text: event.text.into() }) {

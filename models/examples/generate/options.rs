@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 
 use clap::{Args, Parser, ValueEnum};
 use moebius_models::ExpertWeights;
-use moebius_models::generate::{CacheKind, Chat, ChatTemplate, Request, Sampling, Tokenizer, eos_ids};
+use moebius_models::generate::{CacheKind, Channels, Chat, ChatTemplate, Request, Sampling, Tokenizer, eos_ids};
 
 use crate::AnyError;
 
@@ -33,9 +33,15 @@ pub struct Options {
     /// Most tokens to generate for a prompt
     #[arg(long, value_name = "N", default_value_t = 128)]
     pub max_tokens: usize,
-    /// A text that ends a generation and is no part of it, or a special token; may be given several times
+    /// A text that ends a generation and is no part of it, or the text of a special token; may be given several times
     #[arg(long, value_name = "TEXT")]
     pub stop: Vec<String>,
+    /// Id of a token that ends a generation, beside the folder's; may be given several times
+    #[arg(long, value_name = "ID")]
+    pub stop_token: Vec<u32>,
+    /// Which messages of an answer are shown, of models that write some in channels of their own (gpt-oss)
+    #[arg(long, value_enum, default_value_t = Shown::Final)]
+    pub channels: Shown,
     /// Go on after the tokens that end a text
     #[arg(long)]
     pub ignore_eos: bool,
@@ -132,8 +138,29 @@ impl From<Cache> for CacheKind {
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum Shown {
+    /// The final one alone
+    Final,
+    /// All: reasoning and calls of tools too, each behind a line with its channel
+    All,
+    /// The text of all tokens, not divided
+    Raw,
+}
+
+impl From<Shown> for Channels {
+    fn from(shown: Shown) -> Self {
+        match shown {
+            Shown::Final => Channels::Final,
+            Shown::All => Channels::All,
+            Shown::Raw => Channels::Raw,
+        }
+    }
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub enum ExpertForm {
-    /// NVFP4, MXFP4 and fp8 blocks as they are stored, and multiplied so; others in the type of all weights
+    /// NVFP4, MXFP4 and fp8 blocks as they are stored, and multiplied so; others in the type of all weights, which other
+    /// quantized forms are brought to
     AsStored,
     /// In NVFP4, quantized as they are loaded
     Nvfp4,
@@ -199,7 +226,9 @@ impl Error for Usage {}
 /// The request of each prompt.
 pub fn requests(options: &Options, tokenizer: Option<&Tokenizer>) -> Result<Vec<Request>, AnyError> {
     let (folder, given) = (options.folder(), &options.sampling);
-    let own = Sampling::from_folder(folder)?;
+    // Where the command line draws, the folder's advice counts whether or not it says that it samples.
+    let draws = given.temperature.is_some_and(|temperature| temperature > 0.0);
+    let own = if draws { Sampling::drawing_from_folder(folder)? } else { Sampling::from_folder(folder)? };
     let sampling = Sampling {
         temperature: given.temperature.unwrap_or(own.temperature),
         top_k: given.top_k.unwrap_or(own.top_k),
@@ -208,22 +237,21 @@ pub fn requests(options: &Options, tokenizer: Option<&Tokenizer>) -> Result<Vec<
         repetition_penalty: given.repetition_penalty.unwrap_or(own.repetition_penalty),
         seed: given.seed,
     };
-    let stop_tokens = match tokenizer {
+    let mut stop_tokens = match tokenizer {
         _ if options.ignore_eos => Vec::new(),
         Some(tokenizer) => tokenizer.eos().to_vec(),
         None => eos_ids(folder)?,
     };
-    // Text has no special tokens in it, so that one of these ends it by its id.
-    let special = |text: &String| {
-        let id = tokenizer?.id(text)?;
-        tokenizer?.decode(&[id], true).is_ok_and(|shown| shown.is_empty()).then_some(id)
-    };
-    let stop_tokens: Vec<u32> = stop_tokens.into_iter().chain(options.stop.iter().filter_map(special)).collect();
+    stop_tokens.extend(&options.stop_token);
+    // Special tokens are left out of the text, where a stop text would look for them in vain.
+    let special = |text: &String| tokenizer.and_then(|t| t.id(text).filter(|id| t.is_special(*id)));
+    stop_tokens.extend(options.stop.iter().filter_map(special));
+    let stop_strings: Vec<String> = options.stop.iter().filter(|text| special(text).is_none()).cloned().collect();
     let prompts = prompts(options, tokenizer)?;
     let request = |prompt| Request {
         sampling,
         stop_tokens: stop_tokens.clone(),
-        stop_strings: options.stop.clone(),
+        stop_strings: stop_strings.clone(),
         ..Request::new(prompt, options.max_tokens)
     };
     Ok(prompts.into_iter().map(request).collect())

@@ -5,6 +5,7 @@ use std::sync::mpsc::Receiver;
 
 use indicatif::{ProgressBar, ProgressStyle};
 use moebius::candle::DeviceGroup;
+use moebius::checkpoint::Form;
 use moebius::metrics::Load;
 use moebius_models::generate::{Finish, Output};
 
@@ -56,8 +57,15 @@ pub fn loading() -> ProgressBar {
     bar
 }
 
-/// Counts and speeds.
-pub fn report(outcome: &Outcome) {
+/// Says once, of all layers, that experts are not in the form they are stored in.
+pub fn tell_of_dequantized(layers: &[(usize, Form)]) {
+    let Some((_, form)) = layers.first() else { return };
+    let text = format!("experts: stored as {form:?}, which no product reads; de-quantized in {} layers\n", layers.len());
+    let _ = std::io::stderr().write_all(text.as_bytes());
+}
+
+/// Counts and speeds. `channels`: outputs' texts are messages in channels, of which some are not shown.
+pub fn report(outcome: &Outcome, channels: bool) {
     let stats = &outcome.stats;
     let mut lines = String::new();
     for (i, output) in outcome.outputs.iter().enumerate() {
@@ -70,6 +78,9 @@ pub fn report(outcome: &Outcome) {
         };
         let cut = if output.incomplete { ", inside a character" } else { "" };
         lines += &format!("prompt {i}: {} tokens, ended by {why}{cut}\n", output.tokens.len());
+        if channels && output.text.is_empty() {
+            lines += &format!("prompt {i}: no text in the final channel; --channels all shows the others\n");
+        }
     }
     lines += &format!("load: {:.2} s\n", outcome.loading.as_secs_f64());
     let seconds = stats.prefill.as_secs_f64();

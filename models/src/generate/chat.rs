@@ -20,6 +20,7 @@ use serde::Serialize;
 
 use super::error::{Error, Result};
 use super::folder;
+use super::harmony;
 use super::python;
 
 /// Steps that a rendering may take; 64 bytes of text count as one. A published template takes some hundreds for a turn.
@@ -38,9 +39,6 @@ const STACK: usize = 256 << 20;
 /// Most bytes of a template: published ones have some 20 KiB.
 const LONGEST: usize = 128 << 10;
 
-/// gpt-oss's format as a template.
-const HARMONY: &str = include_str!("harmony.jinja");
-
 /// The name of the template that is used where none is asked for.
 const DEFAULT: &str = "default";
 
@@ -50,11 +48,11 @@ const SPECIAL: [&str; 7] = ["bos_token", "eos_token", "unk_token", "sep_token", 
 /// A conversation, and what else a template is told.
 #[derive(Debug, Clone, Default)]
 pub struct Chat {
-    messages: Vec<Value>,
-    tools: Option<Value>,
+    pub(super) messages: Vec<Value>,
+    pub(super) tools: Option<Value>,
     documents: Option<Value>,
-    generation_prompt: bool,
-    variables: BTreeMap<String, Value>,
+    pub(super) generation_prompt: bool,
+    pub(super) variables: BTreeMap<String, Value>,
     template: Option<String>,
 }
 
@@ -158,8 +156,10 @@ impl Chat {
     }
 }
 
-/// The chat templates of a folder, compiled.
+/// The chat templates of a folder, compiled; or the format of gpt-oss, which needs none.
 pub struct ChatTemplate {
+    /// Conversations are rendered as openai-harmony does.
+    is_harmony: bool,
     environment: Arc<Environment<'static>>,
     time: Duration,
     names: Vec<String>,
@@ -177,10 +177,11 @@ impl fmt::Debug for ChatTemplate {
 
 impl ChatTemplate {
     /// From a published folder: `chat_template.jinja` and `additional_chat_templates/NAME.jinja`, or where there is
-    /// none of these, `chat_template` of `tokenizer_config.json`, a text or a list of named ones. Where that has none either,
-    /// but lists the tokens of gpt-oss's harmony format, this crate's own template of that: variables `reasoning_effort`
-    /// and `model_identity`, an assistant's reasoning as `thinking` or `reasoning_content`. Special tokens are
+    /// none of these, `chat_template` of `tokenizer_config.json`, a text or a list of named ones. Special tokens are
     /// those of `tokenizer_config.json`, and of `special_tokens_map.json` where the former lacks one.
+    ///
+    /// A folder of gpt-oss without a template (one whose `config.json` says so, or whose tokenizer has harmony's tokens)
+    /// gives [`harmony`](Self::harmony).
     ///
     /// # Errors
     /// [`Error::NoTemplate`] where the folder has none, [`Error::Template`] for one that does not compile, unreadable
@@ -193,8 +194,8 @@ impl ChatTemplate {
         if sources.is_empty() {
             sources = named(dir, config.get("chat_template"))?;
         }
-        if sources.is_empty() && has_harmony(&config) {
-            sources = vec![(DEFAULT.into(), HARMONY.into())];
+        if sources.is_empty() && harmony::is_of(dir)? {
+            return Ok(Self::harmony());
         }
         if sources.is_empty() {
             let problem = format!("{}: neither chat_template.jinja nor one in tokenizer_config.json", dir.display());
@@ -209,6 +210,22 @@ impl ChatTemplate {
             this.special.extend(token.map(|token| (name, Value::from(token))));
         }
         Ok(this)
+    }
+
+    /// The format of gpt-oss, as openai-harmony 0.0.8 renders it. Beside what it takes of openai-harmony's own form (a
+    /// message's `channel`, `recipient` and `content_type`, contents of type `system_content` and `developer_content`),
+    /// messages are those of chat templates:
+    ///
+    /// - The system message is made of the variables `model_identity`, `knowledge_cutoff` (2024-06), `current_date` (none
+    ///   if it is not given), `reasoning_effort` (`low`, `medium` or `high`) and `valid_channels`; none (`null`) leaves one
+    ///   out.
+    /// - A message of `system` or `developer` is the developer's instructions; the tools stand behind the first one's.
+    /// - `reasoning_content` of an assistant goes to the channel `analysis`, `content` to `final`, or to `commentary`
+    ///   beside `tool_calls`. Reasoning before the first final message is left out where the last message of an assistant
+    ///   is final, unless `auto_drop_analysis` is false.
+    /// - A message of `tool` is named by `name`, or by the call it answers.
+    pub fn harmony() -> Self {
+        Self { is_harmony: true, names: vec![DEFAULT.into()], ..Self::empty() }
     }
 
     /// One template, without special tokens.
@@ -255,6 +272,9 @@ impl ChatTemplate {
     pub fn render(&self, chat: &Chat) -> Result<String> {
         chat.check()?;
         let name = self.choose(chat)?.to_string();
+        if self.is_harmony {
+            return harmony::render(chat);
+        }
         let mut context: BTreeMap<String, Value> =
             self.special.iter().map(|(name, value)| (name.to_string(), value.clone())).collect();
         context.extend(chat.variables.iter().map(|(name, value)| (name.clone(), value.clone())));
@@ -320,7 +340,7 @@ impl ChatTemplate {
             Err(minijinja::Error::new(ErrorKind::InvalidOperation, "raise_exception").with_source(raised))
         });
         environment.add_function("strftime_now", strftime_now);
-        Self { environment: Arc::new(environment), time: TIME, names: Vec::new(), special: Vec::new() }
+        Self { is_harmony: false, environment: Arc::new(environment), time: TIME, names: Vec::new(), special: Vec::new() }
     }
 
     fn add(&mut self, name: &str, source: &str) -> Result<()> {
@@ -341,13 +361,6 @@ impl ChatTemplate {
         self.names.push(name.into());
         Ok(())
     }
-}
-
-/// Whether a `tokenizer_config.json` lists the special tokens that structure gpt-oss's messages.
-fn has_harmony(config: &serde_json::Value) -> bool {
-    let added = config["added_tokens_decoder"].as_object();
-    let has = |token: &str| added.is_some_and(|added| added.values().any(|v| folder::token_text(v) == Some(token)));
-    ["<|start|>", "<|channel|>", "<|message|>", "<|end|>"].into_iter().all(has)
 }
 
 /// Templates that are files of their own.

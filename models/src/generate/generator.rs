@@ -7,10 +7,10 @@ use candle_core::{DType, Device, Tensor};
 
 use super::decoder::{CacheKind, CacheRequest, Decoder, StepPlan};
 use super::error::{Error, Result};
+use super::harmony::{ChannelStream, Channels};
 use super::request::{Event, Finish, Output, Request, Stats};
 use super::sampling::Sampler;
 use super::stop::StopStrings;
-use super::stream::TextStream;
 use super::tokenizer::Tokenizer;
 
 /// Generates with a decoder.
@@ -21,6 +21,7 @@ pub struct Generator<'a, D> {
     max_sequences: usize,
     spread: usize,
     cache: CacheKind,
+    channels: Channels,
 }
 
 impl<'a, D: Decoder> Generator<'a, D> {
@@ -32,7 +33,7 @@ impl<'a, D: Decoder> Generator<'a, D> {
         if let Some(tokenizer) = tokenizer {
             tokenizer.check_embedding(decoder.vocabulary())?;
         }
-        Ok(Self { decoder, tokenizer, max_sequences: 64, spread: 32, cache: CacheKind::default() })
+        Ok(Self { decoder, tokenizer, max_sequences: 64, spread: 32, cache: CacheKind::default(), channels: Channels::default() })
     }
 
     /// Most sequences in a batch, 64 if this is not called; 0 counts as 1.
@@ -54,6 +55,13 @@ impl<'a, D: Decoder> Generator<'a, D> {
     /// decoder rounds.
     pub fn cache(mut self, kind: CacheKind) -> Self {
         self.cache = kind;
+        self
+    }
+
+    /// Which messages of an answer are its text, [`Channels::Final`] if this is not called. It counts for tokenizers that
+    /// [have channels](Tokenizer::has_channels).
+    pub fn channels(mut self, channels: Channels) -> Self {
+        self.channels = channels;
         self
     }
 
@@ -150,7 +158,7 @@ struct Sequence<'a> {
     max_tokens: usize,
     stop_tokens: &'a [u32],
     sampler: Sampler,
-    stream: Option<TextStream<'a>>,
+    stream: Option<ChannelStream<'a>>,
     stops: StopStrings,
     tokens: Vec<u32>,
     text: String,
@@ -167,7 +175,7 @@ impl<'g, D: Decoder> Run<'g, '_, D> {
         let mut sequences = Vec::with_capacity(requests.len());
         for (i, request) in requests.iter().enumerate() {
             self.generator.check(i, request)?;
-            sequences.push(Some(Sequence::new(i, request, self.generator.tokenizer)?));
+            sequences.push(Some(Sequence::new(i, request, self.generator.tokenizer, self.generator.channels)?));
         }
         let mut done: Vec<Option<Sequence<'_>>> = (0..requests.len()).map(|_| None).collect();
         for batch in self.generator.batches(requests) {
@@ -318,14 +326,19 @@ fn file<'s>(sequence: Sequence<'s>, done: &mut [Option<Sequence<'s>>]) {
 }
 
 impl<'a> Sequence<'a> {
-    fn new(request: usize, r: &'a Request, tokenizer: Option<&'a Tokenizer>) -> Result<Self> {
+    fn new(
+        request: usize,
+        r: &'a Request,
+        tokenizer: Option<&'a Tokenizer>,
+        channels: Channels,
+    ) -> Result<Self> {
         Ok(Self {
             request,
             prompt: &r.prompt,
             max_tokens: r.max_tokens,
             stop_tokens: &r.stop_tokens,
             sampler: Sampler::new(r.sampling, &r.prompt)?,
-            stream: tokenizer.map(|t| t.stream(&r.prompt)),
+            stream: tokenizer.map(|t| t.channel_stream(&r.prompt, channels)),
             stops: StopStrings::new(&r.stop_strings),
             tokens: Vec::new(),
             text: String::new(),

@@ -2,6 +2,7 @@
 //!
 //! - [`Tokenizer`]: texts as ids and back; [`TextStream`] gives the text of ids that come one at a time.
 //! - [`ChatTemplate`]: conversations as the text that a model was trained to continue.
+//! - [`Channels`]: which messages of an answer are shown, of models that reason in a channel of its own.
 //! - [`Sampling`]: how a token is chosen; [`Sampler`] does it for one sequence.
 //! - [`Decoder`]: what is asked of a model, a step at a time; [`OverRanks`] where ranks share its experts,
 //!   [`ModelCache`] what a model remembers, in memory that stays where it can.
@@ -14,6 +15,7 @@ mod decoder;
 mod error;
 mod folder;
 mod generator;
+mod harmony;
 mod model_decoder;
 mod python;
 mod python_budget;
@@ -28,6 +30,7 @@ pub use choices::CountChoices;
 pub use decoder::{CacheKind, CacheRequest, Decoder, OverRanks, StepPlan};
 pub use error::{Error, Result};
 pub use generator::Generator;
+pub use harmony::Channels;
 pub use model_decoder::ModelCache;
 pub use request::{Event, Finish, Output, Request, Stats};
 pub use sampling::{Sampler, Sampling};

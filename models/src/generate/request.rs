@@ -84,7 +84,8 @@ pub struct Event<'a> {
 pub struct Output {
     /// Generated ids, the one that ended it included.
     pub tokens: Vec<u32>,
-    /// Their text without special tokens, stop tokens and what follows a stop string. Empty without a tokenizer.
+    /// Their text without special tokens, stop tokens and what follows a stop string, of the messages that
+    /// [`Generator::channels`](super::Generator::channels) says. Empty without a tokenizer.
     pub text: String,
     /// Why it ended.
     pub finish: Finish,

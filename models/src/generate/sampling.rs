@@ -48,8 +48,19 @@ impl Sampling {
     /// # Errors
     /// [`Error::File`], [`Error::Parameter`].
     pub fn from_folder(dir: impl AsRef<Path>) -> Result<Self> {
+        Self::read(dir.as_ref(), false)
+    }
+
+    /// The same as if the file said that it samples, which is what transformers does where a caller asks it to.
+    ///
+    /// # Errors
+    /// As [`from_folder`](Self::from_folder).
+    pub fn drawing_from_folder(dir: impl AsRef<Path>) -> Result<Self> {
+        Self::read(dir.as_ref(), true)
+    }
+
+    fn read(dir: &Path, draws: bool) -> Result<Self> {
         const FILE: &str = "generation_config.json";
-        let dir = dir.as_ref();
         let file = folder::json(dir, FILE)?;
         let number = |name: &str, default: f64| match file.get(name) {
             None | Some(serde_json::Value::Null) => Ok(default),
@@ -58,7 +69,7 @@ impl Sampling {
                 .ok_or_else(|| folder::problem(dir, FILE, &format!("{name}: expected a number, found {value}"))),
         };
         let mut this = Self { repetition_penalty: number("repetition_penalty", 1.0)? as f32, ..Self::default() };
-        if file["do_sample"] == true {
+        if draws || file["do_sample"] == true {
             this.temperature = number("temperature", 1.0)? as f32;
             this.top_k = number("top_k", 50.0)? as usize;
             this.top_p = number("top_p", 1.0)? as f32;
@@ -478,6 +489,9 @@ mod tests {
             Sampling { temperature: 0.6, top_k: 20, top_p: 0.95, repetition_penalty: 1.05, ..Sampling::default() };
         assert_eq!(read(published).expect("options"), expected);
         assert_eq!(read(r#"{"do_sample": true}"#).expect("options").top_k, 50);
+        read(r#"{"top_p": 0.9}"#).expect("greedy");
+        let drawing = Sampling::drawing_from_folder(dir.path()).expect("options");
+        assert_eq!(drawing, Sampling { temperature: 1.0, top_k: 50, top_p: 0.9, ..Sampling::default() });
         assert!(read(r#"{"do_sample": true, "top_p": 2}"#).expect_err("refused").to_string().contains("top_p"));
         assert!(read(r#"{"do_sample": true, "top_p": "a"}"#).expect_err("refused").to_string().contains("top_p"));
     }

@@ -71,7 +71,9 @@ impl<'a> TextStream<'a> {
     pub fn finish(self) -> Result<TextEnd> {
         let text = self.pending()?;
         let text = text.strip_prefix(&self.out[..]).unwrap_or_default();
-        Ok(TextEnd { incomplete: text.ends_with(REPLACEMENT), text: text.into() })
+        // A U+FFFD may be the text's own, or stand for bytes that begin no character.
+        let bytes = || self.ids[self.before..].iter().flat_map(|id| self.tokenizer.bytes(*id)).collect::<Vec<u8>>();
+        Ok(TextEnd { incomplete: text.ends_with(REPLACEMENT) && ends_inside(&bytes()), text: text.into() })
     }
 
     /// Text of the ids whose text is not all out.
@@ -92,6 +94,15 @@ impl<'a> TextStream<'a> {
         self.out.clear();
         Ok(())
     }
+}
+
+/// True of bytes that end with the beginning of a character.
+fn ends_inside(mut bytes: &[u8]) -> bool {
+    while let Err(error) = std::str::from_utf8(bytes) {
+        let Some(wrong) = error.error_len() else { return true };
+        bytes = &bytes[error.valid_up_to() + wrong..];
+    }
+    false
 }
 
 /// A text without the U+FFFD at its end that further ids may make a character of.
@@ -123,6 +134,15 @@ mod tests {
         let (got, end) = pieces(&[65, 0xf0, 0x9f]);
         assert_eq!(got, ["A", "", ""]);
         assert_eq!(end, TextEnd { text: "\u{fffd}".into(), incomplete: true });
+    }
+
+    #[test]
+    fn what_is_no_beginning_of_a_character_is_not_told_of() {
+        for ids in [&[65, 0xef, 0xbf, 0xbd][..], &[65, 0xff], &[0xe2, 0x82, 0xff], &[0x80, 0x80], &[0xe2, 0x82, 65, 257]] {
+            assert!(!pieces(ids).1.incomplete, "{ids:?}");
+        }
+        assert!(pieces(&[0xff, 0xef, 0xbf]).1.incomplete);
+        assert!(pieces(&[0xef, 0xbf, 0xbd, 0xe2, 257]).1.incomplete, "a special token has no bytes");
     }
 
     #[test]

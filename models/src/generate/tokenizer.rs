@@ -10,6 +10,7 @@ use serde_json::Value;
 use super::chat::{Chat, ChatTemplate};
 use super::error::{Error, Result};
 use super::folder;
+use super::harmony::{ChannelStream, Channels, Marks};
 use super::stream::TextStream;
 
 /// The tokenizer of a published folder.
@@ -19,6 +20,8 @@ pub struct Tokenizer {
     /// The token that begins a text, where `tokenizer_config.json` says that one is added.
     bos: Option<u32>,
     eos: Vec<u32>,
+    /// Of a tokenizer that has them all.
+    marks: Option<Marks>,
 }
 
 impl Tokenizer {
@@ -65,7 +68,8 @@ impl Tokenizer {
             inner.with_truncation(None)?;
             Ok(inner)
         })?;
-        Ok(Self { inner, bos: None, eos: Vec::new() })
+        let marks = Marks::of(|token| inner.token_to_id(token));
+        Ok(Self { inner, bos: None, eos: Vec::new(), marks })
     }
 
     /// Ids of the tokens that end a text, in the order of the configuration.
@@ -114,6 +118,38 @@ impl Tokenizer {
     /// Text of ids that come one at a time, as continuation of a prompt's.
     pub fn stream(&self, prompt: &[u32]) -> TextStream<'_> {
         TextStream::new(self, prompt)
+    }
+
+    /// Text of ids that come one at a time, as an answer to a prompt: of the messages in `channels` where the tokenizer
+    /// divides a text into channels, else all of it.
+    pub(super) fn channel_stream(&self, prompt: &[u32], channels: Channels) -> ChannelStream<'_> {
+        ChannelStream::new(self, self.marks.filter(|_| channels != Channels::Raw), channels, prompt)
+    }
+
+    /// True of a tokenizer with the special tokens of openai-harmony, whose texts are messages in [`Channels`].
+    pub fn has_channels(&self) -> bool {
+        self.marks.is_some()
+    }
+
+    /// Bytes of a token's text; none of a special token's.
+    pub(super) fn bytes(&self, id: u32) -> Vec<u8> {
+        if self.is_special(id) {
+            return Vec::new();
+        }
+        let token = self.inner.id_to_token(id).unwrap_or_default();
+        // A byte by its number, of tokenizers that fall back on these.
+        let number = token.strip_prefix("<0x").and_then(|hex| hex.strip_suffix('>'));
+        if let Some(byte) = number.and_then(|hex| u8::from_str_radix(hex, 16).ok()) {
+            return vec![byte];
+        }
+        // Letters for bytes, of tokenizers whose tokens are bytes; others have characters beyond these.
+        let bytes: Option<Vec<u8>> = token.chars().map(byte_of_letter).collect();
+        bytes.unwrap_or_else(|| token.into_bytes())
+    }
+
+    /// True of a token that is left out of texts, such as one that ends a turn.
+    pub fn is_special(&self, id: u32) -> bool {
+        self.inner.get_added_tokens_decoder().get(&id).is_some_and(|token| token.special)
     }
 
     /// Id of a token.
@@ -195,6 +231,17 @@ struct Parts {
     decoder: Value,
 }
 
+/// The byte that a letter of GPT-2's alphabet stands for: those that print stand for themselves, the others for the
+/// letters from U+0100 on in order.
+fn byte_of_letter(letter: char) -> Option<u8> {
+    let prints = |b: &u8| matches!(b, b'!'..=b'~' | 0xa1..=0xac | 0xae..=0xff);
+    let code = u32::from(letter);
+    match u8::try_from(code) {
+        Ok(byte) => Some(byte).filter(prints),
+        Err(_) => (0..=u8::MAX).filter(|b| !prints(b)).nth(code.checked_sub(256)? as usize),
+    }
+}
+
 /// Ids that end a text according to a folder: `eos_token_id`, a number or a list, of `generation_config.json`, else of
 /// `config.json` or the `text_config` in it. Empty where they have none, or there are no such files. `config.json` is
 /// the checkpoint's as [`Checkpoint::read_config`] finds it, also after a save that was killed; it may be a link, as
@@ -222,7 +269,7 @@ pub fn eos_ids(dir: impl AsRef<Path>) -> Result<Vec<u32>> {
 }
 
 /// `config.json` of a checkpoint; null where there is none.
-fn config(dir: &Path) -> Result<serde_json::Value> {
+pub(super) fn config(dir: &Path) -> Result<serde_json::Value> {
     let mut options = OpenOptions::default();
     options.follow_links = true;
     let config = Checkpoint::read_config(dir, options).map_err(crate::Error::from)?;

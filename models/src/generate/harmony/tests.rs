@@ -1,0 +1,175 @@
+use serde_json::json;
+
+use super::*;
+use crate::generate::tokenizer::tests::bytes_json;
+use crate::generate::{Chat, ChatTemplate, Tokenizer};
+
+fn refusal(conversation: serde_json::Value) -> String {
+    let chat = Chat::from_json(&conversation.to_string()).expect("a conversation");
+    ChatTemplate::harmony().render(&chat).expect_err("refused").to_string()
+}
+
+#[test]
+fn what_no_rendering_is_of_is_named() {
+    let message = |message: serde_json::Value| refusal(json!({ "messages": [message] }));
+    for (found, expected) in [
+        (message(json!({"role": "function", "content": "x"})), "conversation: message 0: role: expected system"),
+        (message(json!({"content": "x"})), "message 0: role: expected"),
+        (message(json!({"role": "user"})), "message 0: content: expected a text"),
+        (message(json!({"role": "user", "content": 5})), "content: expected a text or a list of parts, found a number"),
+        (message(json!({"role": "user", "content": [{"type": "image"}]})), "parts of type text, found \"image\""),
+        (message(json!({"role": "user", "content": [{"type": "system_content"}]})), "found \"system_content\" in a message of user"),
+        (message(json!({"role": "assistant"})), "expected content, reasoning_content or tool_calls"),
+        (message(json!({"role": "assistant", "tool_calls": [{"id": "a"}]})), "message 0: tool_calls: no name"),
+        (message(json!({"role": "tool", "content": "x"})), "message 0: name: expected that of a tool"),
+        (
+            message(json!({"role": "system", "content": [{"type": "system_content", "reasoning_effort": "vast"}]})),
+            "conversation: message 0: reasoning_effort: expected low, medium or high, found \"vast\"",
+        ),
+        (refusal(json!({"messages": []})), "there is no message"),
+        (
+            refusal(json!({"messages": [{"role": "user", "content": "x"}], "reasoning_effort": 3})),
+            "reasoning_effort: expected a text, found 3",
+        ),
+        (
+            refusal(json!({"messages": [{"role": "user", "content": "x"}], "tools": [{"function": {}}]})),
+            "tools: expected a name",
+        ),
+        (refusal(json!({"messages": [{"role": "user", "content": "x"}], "tools": "f"})), "tools: expected a list"),
+    ] {
+        assert!(found.contains(expected), "{found}");
+    }
+}
+
+#[test]
+fn schemas_that_are_nested_too_deeply_are_refused() {
+    let nested = |levels: usize| {
+        let schema = (0..levels).fold(json!({"type": "string"}), |inner, _| json!({"type": "array", "items": inner}));
+        let tools = json!([{"function": {"name": "f", "parameters": schema}}]);
+        ChatTemplate::harmony().render(&Chat::new().say("user", "x").tools(tools))
+    };
+    assert!(nested(50).expect("a text").contains("(_: string[][]"));
+    let message = nested(70).expect_err("refused").to_string();
+    assert!(message.contains("at most 64 levels"), "{message}");
+}
+
+/// Tools' messages without a name are of the call that they answer.
+#[test]
+fn calls_and_answers_find_each_other() {
+    let call = |id: &str, name: &str| json!({"id": id, "function": {"name": name, "arguments": {"a": [1, "é"]}}});
+    let chat = json!([
+        {"role": "user", "content": "x"},
+        {"role": "assistant", "tool_calls": [call("1", "f"), call("2", "python")]},
+        {"role": "tool", "tool_call_id": "1", "content": {"b": null}},
+        {"role": "tool", "content": "y"},
+    ]);
+    let text = ChatTemplate::harmony().render(&Chat::from_json(&chat.to_string()).expect("a chat")).expect("a text");
+    let expected = "<|start|>assistant to=functions.f<|channel|>commentary <|constrain|>json<|message|>\
+        {\"a\": [1, \"é\"]}<|call|><|start|>assistant to=python<|channel|>commentary <|constrain|>json<|message|>\
+        {\"a\": [1, \"é\"]}<|call|><|start|>functions.f to=assistant<|channel|>commentary<|message|>{\"b\": null}<|end|>\
+        <|start|>python to=assistant<|channel|>commentary<|message|>y<|end|>";
+    assert!(text.ends_with(expected), "{text}");
+}
+
+/// The bytes' tokenizer with harmony's tokens.
+fn with_marks() -> String {
+    let mut json: serde_json::Value = serde_json::from_str(&bytes_json()).expect("a tokenizer");
+    let added = json["added_tokens"].as_array_mut().expect("tokens");
+    let proto = added[0].clone();
+    for (i, content) in TOKENS.into_iter().chain(["<|constrain|>", "<|return|>"]).enumerate() {
+        let mut token = proto.clone();
+        (token["id"], token["content"], token["special"]) = (json!(259 + i), json!(content), json!(true));
+        added.push(token);
+    }
+    json.to_string()
+}
+
+#[test]
+fn folders_of_gpt_oss_are_known() {
+    let marks: Vec<serde_json::Value> = TOKENS.iter().map(|token| json!({ "content": token })).collect();
+    let decoder: serde_json::Map<_, _> = marks.iter().enumerate().map(|(i, t)| (i.to_string(), t.clone())).collect();
+    let decoder = json!({ "added_tokens_decoder": decoder }).to_string();
+    for (files, expected) in [
+        (vec![("config.json", r#"{"model_type": "gpt_oss"}"#.to_string())], true),
+        (vec![("config.json", r#"{"model_type": "qwen3_moe"}"#.into()), ("tokenizer.json", with_marks())], false),
+        (vec![("tokenizer_config.json", decoder)], true),
+        (vec![("tokenizer_config.json", "{}".into()), ("tokenizer.json", with_marks())], true),
+        (vec![("tokenizer.json", bytes_json())], false),
+        (vec![], false),
+    ] {
+        let dir = tempfile::tempdir().expect("a folder");
+        files.iter().for_each(|(name, text)| std::fs::write(dir.path().join(name), text).expect("a file"));
+        let found = ChatTemplate::from_folder(dir.path());
+        assert_eq!(found.is_ok(), expected, "{files:?}");
+        let own = dir.path().join("chat_template.jinja");
+        std::fs::write(own, "own").expect("a file");
+        let template = ChatTemplate::from_folder(dir.path()).expect("the folder's own template");
+        assert_eq!(template.render(&Chat::new().say("user", "x")).expect("a text"), "own");
+    }
+}
+
+/// What is shown of an answer to a prompt, an id at a time.
+fn shown(prompt: &str, answer: &str, channels: Channels) -> (Vec<String>, bool) {
+    let tokenizer = Tokenizer::from_json(&with_marks()).expect("a tokenizer");
+    let ids = |text: &str| tokenizer.encode(text).expect("ids");
+    let mut stream = tokenizer.channel_stream(&ids(prompt), channels);
+    let mut pieces: Vec<String> = ids(answer).into_iter().map(|id| stream.push(id).expect("text")).collect();
+    let end = stream.finish().expect("an end");
+    pieces.push(end.text);
+    (pieces, end.incomplete)
+}
+
+const PROMPT: &str = "<|start|>user<|message|>2+2?<|end|><|start|>assistant";
+const ANSWER: &str = "<|channel|>analysis<|message|>We need €.<|end|><|start|>assistant<|channel|>final<|message|>Four €!<|return|>";
+
+#[test]
+fn the_final_channel_alone_is_shown() {
+    let (pieces, _) = shown(PROMPT, ANSWER, Channels::Final);
+    assert_eq!(pieces.concat(), "Four €!");
+    assert!(pieces.iter().any(|piece| piece == "F"), "as it comes: {pieces:?}");
+    assert_eq!(shown(PROMPT, ANSWER, Channels::Raw).0.concat(), "analysisWe need €.assistantfinalFour €!");
+    assert_eq!(
+        shown(PROMPT, ANSWER, Channels::All).0.concat(),
+        "[analysis]\nWe need €.\n\n[final]\nFour €!"
+    );
+}
+
+#[test]
+fn calls_are_shown_with_all_channels() {
+    let call = "<|channel|>commentary<|message|>I look.<|end|><|start|>assistant to=functions.f<|channel|>commentary \
+        <|constrain|>json<|message|>{}<|call|>";
+    assert_eq!(shown(PROMPT, call, Channels::Final).0.concat(), "");
+    let all = "[commentary]\nI look.\n\n[commentary to functions.f]\n{}";
+    assert_eq!(shown(PROMPT, call, Channels::All).0.concat(), all);
+    let behind = "<|channel|>commentary to=functions.f <|constrain|>json<|message|>{}<|call|>";
+    assert_eq!(shown(PROMPT, behind, Channels::All).0.concat(), "[commentary to functions.f]\n{}");
+}
+
+/// What a prompt leaves open goes on: no message, a header, the content of one.
+#[test]
+fn answers_begin_where_the_prompt_ends() {
+    for (prompt, answer, expected) in [
+        ("2+2 is", " 4.", " 4."),
+        ("", "Four<|end|>gone", "Four"),
+        (PROMPT, "<|message|>no channel<|end|>", "no channel"),
+        ("<|start|>assistant<|channel|>final<|message|>It is", " 4.<|return|>x", " 4."),
+        ("<|start|>assistant<|channel|>analysis<|message|>It is", " 4.<|end|>", ""),
+        ("<|start|>assistant<|channel|>fin", "al<|message|>4", "4"),
+        ("<|start|>assistant<|channel|>analysis<|message|>It is<|end|>", "x<|start|>assistant<|message|>4", "4"),
+        (PROMPT, "<|channel|>final<|message|>a<|end|><|start|>assistant<|channel|>final<|message|>b", "a\nb"),
+        (PROMPT, "<|start|><|channel|><|channel|><|message|><|message|>x<|end|><|call|><|end|>", "x"),
+    ] {
+        assert_eq!(shown(prompt, answer, Channels::Final).0.concat(), expected, "{prompt} {answer}");
+    }
+}
+
+#[test]
+fn a_character_does_not_go_on_in_another_message() {
+    let tokenizer = Tokenizer::from_json(&with_marks()).expect("a tokenizer");
+    let mut stream = tokenizer.channel_stream(&[], Channels::Final);
+    let id = |token: &str| tokenizer.id(token).expect("a token");
+    let ids = [65, 0xe2, 0x82, id("<|end|>"), 0xac, id("<|start|>"), id("<|message|>"), 66, 0xe2];
+    let text: String = ids.into_iter().map(|id| stream.push(id).expect("text")).collect();
+    let end = stream.finish().expect("an end");
+    assert_eq!((text.as_str(), end.text.as_str(), end.incomplete), ("A\u{fffd}\nB", "\u{fffd}", true));
+}
