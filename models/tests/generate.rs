@@ -8,11 +8,11 @@ use std::time::Duration;
 
 use candle_core::{Device, IndexOp, Tensor};
 use moebius::candle::EpGroup;
-use moebius::checkpoint::Checkpoint;
+use moebius::checkpoint::{Checkpoint, Form};
 use moebius::cpu::{Cpu, ThreadWorld};
 use moebius::ep::{Group, GroupConfig};
 use moebius_models::generate::{Event, Generator, OverRanks, Request};
-use moebius_models::{LoadOptions, Model};
+use moebius_models::{ExpertWeights, LoadOptions, Model};
 
 #[path = "support/program.rs"]
 mod program;
@@ -405,4 +405,143 @@ fn what_cannot_be_is_one_line_of_error() {
         let message = error(1, &run(&golden, &["--prompt-ids", "1", "--prompt-ids", &full, "--ranks", ranks]));
         assert!(message.contains("request 1: the prompt has 256 tokens, the decoder's context 256"), "{message}");
     }
+}
+
+/// As the Hugging Face cache has them: a snapshot's files are links to others elsewhere.
+#[cfg(unix)]
+#[test]
+fn a_folder_of_links_is_followed_where_asked() {
+    let real = folder(&tokenizer(false));
+    let snapshot = tempfile::tempdir().expect("a folder");
+    for name in ["config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"] {
+        std::os::unix::fs::symlink(real.path().join(name), snapshot.path().join(name)).expect("a link");
+    }
+    let arguments = ["--prompt", "hi", "--max-tokens", "5"];
+    let message = error(1, &run(snapshot.path(), &arguments));
+    assert!(message.contains("outside the folder") && message.contains("--follow-links"), "{message}");
+    let followed = run(snapshot.path(), &[&arguments[..], &["--follow-links"]].concat());
+    assert_eq!(text(&followed), text(&run(real.path(), &arguments)));
+    let load = |options| Model::load(snapshot.path(), &Device::Cpu, options);
+    load(LoadOptions::default()).expect_err("links");
+    let follow = LoadOptions { follow_links: true, ..LoadOptions::default() };
+    load(follow).expect("a model");
+    load(LoadOptions { random: Some(1), ..LoadOptions::default() }).expect_err("links");
+    load(LoadOptions { random: Some(1), ..follow }).expect("a random model");
+}
+
+/// A special token is in no text, so that it ends a generation as a token, whichever way it is named.
+#[test]
+fn tokens_end_a_generation() {
+    let dir = folder(&tokenizer(false));
+    let ids = text(&run(dir.path(), &["--prompt", "hi", "--max-tokens", "6", "--channels", "raw"]));
+    assert_eq!(ids.trim_end_matches('\n').len(), 6, "six printable characters: choose another prompt: {ids:?}");
+    let printed: Vec<u8> = ids.bytes().collect();
+    let third = u32::from(printed[2] - b' ');
+    let first = printed.iter().position(|b| *b == printed[2]).expect("a place");
+    let stopped = run(dir.path(), &["--prompt", "hi", "--max-tokens", "6", "--stop-token", &third.to_string()]);
+    let report = String::from_utf8(stopped.stderr.clone()).expect("UTF-8");
+    assert_eq!(text(&stopped).trim_end_matches('\n').as_bytes(), &printed[..first]);
+    assert!(report.contains(&format!("ended by token {third}")), "{report}");
+    // The same token as a special one of this text.
+    let mut json: serde_json::Value = serde_json::from_str(&tokenizer(false)).expect("JSON");
+    let mut token = json["added_tokens"][0].clone();
+    let letter = char::from(printed[2]).to_string();
+    (token["id"], token["content"]) = (third.into(), letter.clone().into());
+    json["added_tokens"].as_array_mut().expect("tokens").push(token);
+    let special = folder(&json.to_string());
+    let stopped = run(special.path(), &["--prompt-ids", "72,73", "--max-tokens", "6", "--stop", &letter]);
+    let report = String::from_utf8(stopped.stderr.clone()).expect("UTF-8");
+    assert!(stopped.status.success() && report.contains(&format!("ended by token {third}")), "{report}");
+}
+
+/// Blocks of 64x64 with the scales of those of 128x128 that they are parts of: the same values in a form that is not
+/// kept.
+#[test]
+fn experts_in_a_form_that_is_not_kept_are_dequantized() {
+    let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/golden/deepseek_v3_fp8");
+    let dir = tempfile::tempdir().expect("a folder");
+    let config = std::fs::read_to_string(golden.join("config.json")).expect("a file");
+    let mut config: serde_json::Value = serde_json::from_str(&config).expect("JSON");
+    config["quantization_config"]["weight_block_size"] = serde_json::json!([64, 64]);
+    std::fs::write(dir.path().join("config.json"), config.to_string()).expect("a file");
+    let weights = std::fs::read(golden.join("model.safetensors")).expect("a file");
+    std::fs::write(dir.path().join("model.safetensors"), with_smaller_blocks(&weights)).expect("a file");
+    let ids = Tensor::new(&[[3u32, 14, 15, 92, 6]], &Device::Cpu).expect("ids");
+    let logits = |folder: &Path, experts| {
+        let model = Model::load(folder, &Device::Cpu, LoadOptions { experts, ..LoadOptions::default() }).expect("a model");
+        let logits = model.forward(&ids).expect("logits").flatten_all().expect("flat");
+        let logits = logits.to_dtype(candle_core::DType::F32).expect("f32").to_vec1::<f32>().expect("values");
+        (logits, model.dequantized_experts().to_vec())
+    };
+    let (expected, none) = logits(&golden, ExpertWeights::Dequantized);
+    assert!(none.is_empty());
+    assert!(logits(&golden, ExpertWeights::AsStored).1.is_empty(), "blocks of 128x128 are kept");
+    let (found, dequantized) = logits(dir.path(), ExpertWeights::AsStored);
+    assert_eq!((found, dequantized), (expected, vec![(1, Form::Fp8Block)]));
+    let done = run(dir.path(), &["--prompt-ids", "3,14,15", "--max-tokens", "4"]);
+    let report = String::from_utf8(done.stderr.clone()).expect("UTF-8");
+    assert_eq!(report.matches("stored as Fp8Block, which no product reads; de-quantized").count(), 1, "{report}");
+    assert_eq!(text(&done).split_whitespace().count(), 4);
+}
+
+/// A safetensors file in which every scale of a block of 128x128 is that of four of 64x64.
+fn with_smaller_blocks(file: &[u8]) -> Vec<u8> {
+    let header = u64::from_le_bytes(file[..8].try_into().expect("a length")) as usize;
+    let (header, data) = file[8..].split_at(header);
+    let header: serde_json::Map<String, serde_json::Value> = serde_json::from_slice(header).expect("JSON");
+    let number = |value: &serde_json::Value| value.as_u64().expect("a number") as usize;
+    let (mut out, mut entries) = (Vec::new(), serde_json::Map::new());
+    for (name, entry) in header.iter().filter(|(name, _)| *name != "__metadata__") {
+        let bytes = &data[number(&entry["data_offsets"][0])..number(&entry["data_offsets"][1])];
+        let (mut entry, start) = (entry.clone(), out.len());
+        match name.strip_suffix("_scale_inv").map(|weight| header[weight]["shape"].clone()) {
+            None => out.extend_from_slice(bytes),
+            Some(shape) => {
+                let [rows, columns] = [0, 1].map(|d| number(&shape[d]).div_ceil(64));
+                let wide = number(&entry["shape"][1]);
+                let scales = (0..rows * columns).map(|n| (n / columns / 2) * wide + n % columns / 2);
+                scales.for_each(|at| out.extend_from_slice(&bytes[4 * at..4 * at + 4]));
+                entry["shape"] = serde_json::json!([rows, columns]);
+            }
+        }
+        entry["data_offsets"] = serde_json::json!([start, out.len()]);
+        entries.insert(name.clone(), entry);
+    }
+    let mut header = serde_json::Value::Object(entries).to_string();
+    header.push_str(&" ".repeat((8 - header.len() % 8) % 8));
+    [&(header.len() as u64).to_le_bytes()[..], header.as_bytes(), &out].concat()
+}
+
+/// A folder of gpt-oss has no template and answers all the same. What is shown of an answer of random weights nobody
+/// knows, but that it differs where its text is not divided.
+#[test]
+fn gpt_oss_converses_without_a_template() {
+    let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/golden/gpt_oss");
+    let dir = tempfile::tempdir().expect("a folder");
+    for name in ["config.json", "model.safetensors"] {
+        std::fs::copy(golden.join(name), dir.path().join(name)).expect("a copy");
+    }
+    let mut json: serde_json::Value = serde_json::from_str(&tokenizer(false)).expect("JSON");
+    let vocab = json["model"]["vocab"].as_object_mut().expect("tokens");
+    vocab.retain(|_, id| id.as_u64().is_some_and(|id| id < 90));
+    let proto = json["added_tokens"][0].clone();
+    let marks = ["<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>", "<|constrain|>"];
+    let added = marks.iter().enumerate().map(|(i, mark)| {
+        let mut token = proto.clone();
+        (token["id"], token["content"]) = ((90 + i).into(), (*mark).into());
+        token
+    });
+    json["added_tokens"] = added.collect();
+    std::fs::write(dir.path().join("tokenizer.json"), json.to_string()).expect("a file");
+    let lines = dir.path().join("lines.jsonl");
+    let line = r#"{"messages": [{"role": "user", "content": "hi"}], "model_identity": null, "knowledge_cutoff": null}"#;
+    std::fs::write(&lines, line).expect("a file");
+    let lines = lines.to_str().expect("a path");
+    let said = |channels: &str| {
+        let done = run(dir.path(), &["--prompts-file", lines, "--max-tokens", "40", "--ignore-eos", "--channels", channels]);
+        text(&done)
+    };
+    let (shown, all, raw) = (said("final"), said("all"), said("raw"));
+    assert!(raw.len() > 1 && raw.len() > shown.len(), "{raw:?}, {shown:?}");
+    assert!(all.len() >= shown.len(), "{all:?}, {shown:?}");
 }
