@@ -57,9 +57,7 @@ impl Checkpoint {
     /// # Errors
     /// As [`open`](Self::open).
     pub fn open_config_with(dir: impl AsRef<Path>, options: OpenOptions) -> Result<Self> {
-        read_one_version(dir.as_ref(), options, |folder| {
-            Self::read_with(folder, |folder| Ok(Files::none(folder)))
-        })
+        read_one_version(dir.as_ref(), options, |folder| Self::read_with(folder, |folder| Ok(Files::none(folder))))
     }
 
     /// The JSON of a folder's `config.json`, whatever model it describes; `None` where the checkpoint has none. It is

@@ -235,5 +235,6 @@ own(M(Role.SYSTEM, S()), Message.from_author_and_content(Author.new(Role.USER, "
     M(A, "look").with_channel("analysis"), M(A, "ls").with_channel("analysis").with_recipient("shell").with_content_type("code"),
     Message.from_author_and_content(Author.new(T, "shell"), "a b").with_channel("analysis"),
     M(A, "seen").with_channel("analysis"), M(A, "a and b").with_channel("final").with_recipient("all"), M(Role.USER, "so"))
-json.dump(records, open(sys.argv[2], "w"), ensure_ascii=False, indent=0)
+with open(sys.argv[2], "w") as file:
+    file.write("[\n" + ",\n".join(json.dumps(record, ensure_ascii=False) for record in records) + "\n]\n")
 print(len(records))

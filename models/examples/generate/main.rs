@@ -265,7 +265,10 @@ impl Job<'_> {
         sender: Sender<Piece>,
     ) -> Result<(Vec<Output>, Stats), AnyError> {
         let generator = Generator::new(decoder, self.tokenizer)?;
-        let generator = generator.max_sequences(MAX_SEQUENCES).cache(self.options.cache.into()).channels(self.options.channels.into());
+        let generator = generator
+            .max_sequences(MAX_SEQUENCES)
+            .cache(self.options.cache.into())
+            .channels(self.options.channels.into());
         let generated = generator.run(requests, |event| {
             // Nobody listens any more where the output is closed.
             match sender.send(Piece { token: event.token, text: event.text.into() }) {

@@ -33,7 +33,14 @@ impl<'a, D: Decoder> Generator<'a, D> {
         if let Some(tokenizer) = tokenizer {
             tokenizer.check_embedding(decoder.vocabulary())?;
         }
-        Ok(Self { decoder, tokenizer, max_sequences: 64, spread: 32, cache: CacheKind::default(), channels: Channels::default() })
+        Ok(Self {
+            decoder,
+            tokenizer,
+            max_sequences: 64,
+            spread: 32,
+            cache: CacheKind::default(),
+            channels: Channels::default(),
+        })
     }
 
     /// Most sequences in a batch, 64 if this is not called; 0 counts as 1.
@@ -326,12 +333,7 @@ fn file<'s>(sequence: Sequence<'s>, done: &mut [Option<Sequence<'s>>]) {
 }
 
 impl<'a> Sequence<'a> {
-    fn new(
-        request: usize,
-        r: &'a Request,
-        tokenizer: Option<&'a Tokenizer>,
-        channels: Channels,
-    ) -> Result<Self> {
+    fn new(request: usize, r: &'a Request, tokenizer: Option<&'a Tokenizer>, channels: Channels) -> Result<Self> {
         Ok(Self {
             request,
             prompt: &r.prompt,

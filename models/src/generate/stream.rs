@@ -138,7 +138,9 @@ mod tests {
 
     #[test]
     fn what_is_no_beginning_of_a_character_is_not_told_of() {
-        for ids in [&[65, 0xef, 0xbf, 0xbd][..], &[65, 0xff], &[0xe2, 0x82, 0xff], &[0x80, 0x80], &[0xe2, 0x82, 65, 257]] {
+        for ids in
+            [&[65, 0xef, 0xbf, 0xbd][..], &[65, 0xff], &[0xe2, 0x82, 0xff], &[0x80, 0x80], &[0xe2, 0x82, 65, 257]]
+        {
             assert!(!pieces(ids).1.incomplete, "{ids:?}");
         }
         assert!(pieces(&[0xff, 0xef, 0xbf]).1.incomplete);

@@ -84,7 +84,9 @@ impl<'a> ChannelStream<'a> {
         }
         this.place = match message.place {
             // Ids behind the last mark are part of the header.
-            Place::Header(text) => Place::Header(text + &tokenizer.decode(&prompt[open + 1..], true).unwrap_or_default()),
+            Place::Header(text) => {
+                Place::Header(text + &tokenizer.decode(&prompt[open + 1..], true).unwrap_or_default())
+            }
             place => place,
         };
         this

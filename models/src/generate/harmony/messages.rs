@@ -181,7 +181,9 @@ impl Reader {
         let role = [Role::System, Role::Developer, Role::User, Role::Assistant, Role::Tool]
             .into_iter()
             .find(|known| known.name() == role)
-            .ok_or_else(|| fail(format!("role: expected system, developer, user, assistant or tool, found {role:?}")))?;
+            .ok_or_else(|| {
+                fail(format!("role: expected system, developer, user, assistant or tool, found {role:?}"))
+            })?;
         let contents = contents(role, value).map_err(fail)?;
         let mut message = Message {
             role,
@@ -293,7 +295,9 @@ fn contents(role: Role, message: &Value) -> std::result::Result<Option<Vec<Conte
         Some("developer_content") if matches!(role, Role::System | Role::Developer) => {
             Developer::from_content(part).map(Content::Developer).map_err(plain)
         }
-        Some(other) => Err(format!("content: expected parts of type text, found {other:?} in a message of {}", role.name())),
+        Some(other) => {
+            Err(format!("content: expected parts of type text, found {other:?} in a message of {}", role.name()))
+        }
         None => Err(format!("content: no type in {part}")),
     };
     parts.iter().map(part).collect::<std::result::Result<_, _>>().map(Some)

@@ -34,8 +34,8 @@ pub(super) fn is_of(dir: &Path) -> Result<bool> {
         return Ok(has_all(added.values()));
     }
     let text = folder::text(dir, "tokenizer.json", folder::MAX_TOKENIZER)?.unwrap_or_else(|| "{}".into());
-    let tokenizer: AddedTokens = serde_json::from_str(&text)
-        .map_err(|e| folder::problem(dir, "tokenizer.json", &e.to_string()))?;
+    let tokenizer: AddedTokens =
+        serde_json::from_str(&text).map_err(|e| folder::problem(dir, "tokenizer.json", &e.to_string()))?;
     Ok(has_all(tokenizer.added_tokens.iter()))
 }
 

@@ -18,7 +18,10 @@ fn what_no_rendering_is_of_is_named() {
         (message(json!({"role": "user"})), "message 0: content: expected a text"),
         (message(json!({"role": "user", "content": 5})), "content: expected a text or a list of parts, found a number"),
         (message(json!({"role": "user", "content": [{"type": "image"}]})), "parts of type text, found \"image\""),
-        (message(json!({"role": "user", "content": [{"type": "system_content"}]})), "found \"system_content\" in a message of user"),
+        (
+            message(json!({"role": "user", "content": [{"type": "system_content"}]})),
+            "found \"system_content\" in a message of user",
+        ),
         (message(json!({"role": "assistant"})), "expected content, reasoning_content or tool_calls"),
         (message(json!({"role": "assistant", "tool_calls": [{"id": "a"}]})), "message 0: tool_calls: no name"),
         (message(json!({"role": "tool", "content": "x"})), "message 0: name: expected that of a tool"),
@@ -120,7 +123,8 @@ fn shown(prompt: &str, answer: &str, channels: Channels) -> (Vec<String>, bool) 
 }
 
 const PROMPT: &str = "<|start|>user<|message|>2+2?<|end|><|start|>assistant";
-const ANSWER: &str = "<|channel|>analysis<|message|>We need €.<|end|><|start|>assistant<|channel|>final<|message|>Four €!<|return|>";
+const ANSWER: &str =
+    "<|channel|>analysis<|message|>We need €.<|end|><|start|>assistant<|channel|>final<|message|>Four €!<|return|>";
 
 #[test]
 fn the_final_channel_alone_is_shown() {
@@ -128,10 +132,7 @@ fn the_final_channel_alone_is_shown() {
     assert_eq!(pieces.concat(), "Four €!");
     assert!(pieces.iter().any(|piece| piece == "F"), "as it comes: {pieces:?}");
     assert_eq!(shown(PROMPT, ANSWER, Channels::Raw).0.concat(), "analysisWe need €.assistantfinalFour €!");
-    assert_eq!(
-        shown(PROMPT, ANSWER, Channels::All).0.concat(),
-        "[analysis]\nWe need €.\n\n[final]\nFour €!"
-    );
+    assert_eq!(shown(PROMPT, ANSWER, Channels::All).0.concat(), "[analysis]\nWe need €.\n\n[final]\nFour €!");
 }
 
 #[test]
