@@ -103,9 +103,9 @@ fn texts(case: &Case) -> Result<(), Failed> {
 
 fn conversations(case: &Case) -> Result<(), Failed> {
     let mut records = case.golden()?.chat;
-    if case.name == "gptoss" {
-        records.extend(harmony(&case.shipped)?);
-    }
+    // Conversations with tools and reasoning, and gpt-oss' all.
+    let more = if case.name == "gptoss" { HARMONY.into() } else { format!("{}_turns.json", case.name) };
+    records.extend(shipped_records(&case.shipped, &more)?);
     if records.is_empty() {
         return Err("no conversation".into());
     }
@@ -116,15 +116,15 @@ fn conversations(case: &Case) -> Result<(), Failed> {
 
 /// Conversations that need no tokenizer: without ids.
 fn renderings(golden: &Path) -> Result<(), Failed> {
-    let records = harmony(golden)?;
+    let records = shipped_records(golden, HARMONY)?;
     let differences = differences(&ChatTemplate::harmony(), &records, |_| Ok(None))?;
     println!("harmony: {} conversations compared, {} differ", records.len(), differences.len());
     let failed = || Failed::from(differences.join("\n"));
     if records.is_empty() || !differences.is_empty() { Err(failed()) } else { Ok(()) }
 }
 
-fn harmony(golden: &Path) -> Result<Vec<Value>, Failed> {
-    let path = golden.join(HARMONY);
+fn shipped_records(folder: &Path, name: &str) -> Result<Vec<Value>, Failed> {
+    let path = folder.join(name);
     let text = std::fs::read_to_string(&path).map_err(|e| format!("{}: {e}", path.display()))?;
     Ok(serde_json::from_str(&text)?)
 }
