@@ -343,6 +343,8 @@ __device__ __forceinline__ void combine(const NvLinkCombineParams& p) {
     extern __shared__ uint4 ring[];
     __shared__ nvlink::Block block;
     __shared__ Piece<T> pieces[NVLINK_SUM_GROUPS][2];
+    // All blocks are there: weight gradients may start on the SMs that they leave.
+    asm volatile("griddepcontrol.launch_dependents;\n" ::: "memory");
     nvlink::start(p.call, block);
     if (!block.stopped && threadIdx.x >= NVLINK_SUM_WORKERS) {
         const int group = (threadIdx.x - NVLINK_SUM_WORKERS) / 32;

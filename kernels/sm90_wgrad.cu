@@ -67,7 +67,7 @@ struct TileScheduler {
             t.wide = static_cast<int>(within / pairs * BLOCK_N);
             t.first = static_cast<int>(offset), t.count = static_cast<int>(count);
             if (offset < 0 || count < 0 || offset > p.slots - count) {
-                if (threadIdx.x == 0 && count != 0) raise_segment(p.fault, t.group, offset, count, p.site);
+                if (threadIdx.x == 0 && count != 0) raise_segment(p.fault, p.first + t.group, offset, count, p.site);
                 t.first = t.count = 0;
             }
             id += gridDim.x / 2;
@@ -374,6 +374,9 @@ __device__ __forceinline__ void run(const WeightGradParams& p, const CUtensorMap
     }
     // Copies must not outlive the block's shared memory.
     asm volatile("cp.async.wait_all;\n" ::: "memory");
+    __syncwarp();
+    // What started while the kernel before it ran ends behind it.
+    if (threadIdx.x == 0) asm volatile("griddepcontrol.wait;\n" ::: "memory");
     // Nor may a block leave while the other still signals it.
     __syncwarp();
     cluster_sync();

@@ -191,6 +191,7 @@ fn weight_gradients_sum_over_filled_slots_only_and_add<D: Target>(device: &D) {
             out: out.view_mut(),
             bias: Some(BiasGrad { slot_weights: None, out: bias.view_mut() }),
             accumulate,
+            movement_sms: None,
         };
         device.settled(device.wgrad(call)).unwrap();
         let (out, bias) = (device.values(out.view()), device.values(bias.view()));
@@ -273,7 +274,7 @@ fn weights_at_activation_and_output_agree_and_input_differs<D: Target>(device: &
             segments: &segments,
             weight: up_weight.view().into(),
             bias: None,
-            slot_weights: Some(SlotWeights { values: weights.view(), at }),
+            slot_weights: Some(SlotWeights { values: weights.view(), map: None, at }),
             activation: Activation::Relu2,
             pre: None,
             out: RowDest::direct(hidden.view_mut()),
@@ -284,7 +285,7 @@ fn weights_at_activation_and_output_agree_and_input_differs<D: Target>(device: &
             segments: &segments,
             weight: down_weight.view().into(),
             bias: None,
-            slot_weights: Some(SlotWeights { values: weights.view(), at }),
+            slot_weights: Some(SlotWeights { values: weights.view(), map: None, at }),
             out: RowDest::direct(out.view_mut()),
         };
         device.settled(device.down(down)).unwrap();

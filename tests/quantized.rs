@@ -119,7 +119,7 @@ impl Case {
         let map: Vec<i32> = (0..n as i32).map(|s| (s * 7) % 40).collect();
         let map = device.host(&Tensor::from_vec(map, &[n]).unwrap());
         let filled = self.filled();
-        let slot_weights = |at| Some(SlotWeights { values: weights.view(), at });
+        let slot_weights = |at| Some(SlotWeights { values: weights.view(), map: None, at });
         let empty = |dims: &[usize]| Tensor::empty(device, dtype, dims).unwrap();
         let (mut pre, mut hidden) = (empty(&[n, wide]), empty(&[n, i]));
         let (mut d_pre, mut again, mut d_x) = (empty(&[n, wide]), empty(&[n, i]), empty(&[n, h]));

@@ -91,7 +91,7 @@ impl<'a> Gemms<'a> {
                     segments: &set.segments,
                     weight: up.borrow(),
                     bias: None,
-                    slot_weights: Some(SlotWeights { values: weights.view(), at: WeightAt::Activation }),
+                    slot_weights: Some(SlotWeights { values: weights.view(), map: None, at: WeightAt::Activation }),
                     activation: Activation::SiluGlu,
                     pre: keep.then(|| set.pre.view_mut()),
                     out: RowDest::direct(set.hidden.view_mut()),
@@ -105,7 +105,7 @@ impl<'a> Gemms<'a> {
                 segments: &set.segments,
                 weight: down.borrow(),
                 bias: None,
-                slot_weights: Some(SlotWeights { values: weights.view(), at: WeightAt::Activation }),
+                slot_weights: Some(SlotWeights { values: weights.view(), map: None, at: WeightAt::Activation }),
                 out: RowDest::direct(set.out.view_mut()),
             };
             cuda.down(call)
@@ -126,7 +126,7 @@ impl<'a> Gemms<'a> {
                 weight: down.borrow(),
                 bias: None,
                 pre: set.pre.view(),
-                slot_weights: Some(SlotWeights { values: weights.view(), at: WeightAt::Activation }),
+                slot_weights: Some(SlotWeights { values: weights.view(), map: None, at: WeightAt::Activation }),
                 activation: Activation::SiluGlu,
                 d_pre: d_pre.view_mut(),
                 hidden: Some(set.hidden.view_mut()),
@@ -162,6 +162,7 @@ impl<'a> Gemms<'a> {
                     out: d_up.view_mut(),
                     bias: None,
                     accumulate,
+                    movement_sms: None,
                 };
                 cuda.wgrad(call)
             });
@@ -174,6 +175,7 @@ impl<'a> Gemms<'a> {
                     out: d_down.view_mut(),
                     bias: None,
                     accumulate,
+                    movement_sms: None,
                 };
                 cuda.wgrad(call)
             });

@@ -34,7 +34,7 @@ struct Kept {
 
 /// Weight of each slot.
 fn scaled(received: &Received<Cuda>) -> Option<SlotWeights<'_, Cuda>> {
-    received.weights.as_ref().map(|v| SlotWeights { values: v.view(), at: WeightAt::Activation })
+    received.weights.as_ref().map(|v| SlotWeights { values: v.view(), map: None, at: WeightAt::Activation })
 }
 
 impl<'a> Routed<'a> {
@@ -134,6 +134,7 @@ impl<'a> Routed<'a> {
                 out: out.view_mut(),
                 bias: None,
                 accumulate: false,
+                movement_sms: None,
             };
             cuda.wgrad(call)?;
         }

@@ -2,7 +2,7 @@
 
 use moebius::config::{MoeConfig, Payload};
 use moebius::cuda::Cuda;
-use moebius::ep::{Capacity, Group};
+use moebius::ep::{Capacity, DispatcherKind, Group};
 use moebius::layer::{Cotangents, DispatchOptions, GradientsMut, Inputs, Layer, Mode, ParamKind, ParamViews, PerParam};
 use moebius::nccl::NcclWorld;
 use moebius::{DType, Result, Tensor, TensorMut};
@@ -35,6 +35,10 @@ fn ways(d: Dispatcher) -> Vec<(Way, &'static str)> {
         (_, "ht static") => vec![(Way::Fixed, d.mode), (Way::Graph, "ht graph")],
         (_, "auto measured static") => vec![(Way::Fixed, d.mode), (Way::Graph, "auto measured graph")],
         (_, "ht windows") => vec![(Way::Fixed, d.mode), (Way::Graph, "ht windows graph")],
+        (_, "compute alone") => vec![(Way::Fixed, d.mode), (Way::Graph, "compute alone graph")],
+        (_, "nvlink static serial") => vec![(Way::Fixed, d.mode), (Way::Graph, "nvlink graph serial")],
+        (_, "nvlink static 16 SMs") => vec![(Way::Graph, "nvlink graph 16 SMs")],
+        (_, "nvlink static 8 SMs") => vec![(Way::Graph, "nvlink graph 8 SMs")],
         (_, "nvlink static") => vec![(Way::Fixed, d.mode), (Way::Graph, "nvlink graph")],
         (_, "ll") => vec![(Way::Open, d.mode), (Way::Graph, "ll graph")],
         (_, mode) => vec![(Way::Open, mode)],
@@ -88,8 +92,11 @@ fn measure(
 ) -> Result<Times> {
     let cuda = &rank.cuda;
     let spans = comm.about.clone();
+    // A rank alone has the experts of one of several, and as many choices of them: the same products.
+    let alone = dispatcher.kind == DispatcherKind::Local;
+    let w = if alone { Workload { experts: w.experts / rank.ranks, ..w } } else { w };
     let mut group: Group<Cuda> = dispatcher.make(comm, &w)?;
-    let local = w.experts / rank.ranks;
+    let local = if alone { w.experts } else { w.experts / rank.ranks };
     let scale = |n: usize| (n as f64).powf(-0.5);
     // The router is every rank's; the rest is each one's own.
     let router = Random(1).tensor(cuda, &[w.experts, w.hidden], scale(w.hidden))?;

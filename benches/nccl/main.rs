@@ -35,9 +35,9 @@ use std::sync::Barrier;
 use std::thread;
 use std::time::Duration;
 
-use moebius::comm::Communicator;
+use moebius::comm::{Communicator, Solo};
 use moebius::cuda::Cuda;
-use moebius::ep::{Capacity, DispatchShape, DispatcherKind, Group, GroupConfig};
+use moebius::ep::{Capacity, DispatchShape, DispatcherKind, Group, GroupConfig, Overlap};
 use moebius::etp::Payload;
 use moebius::nccl::{NcclComm, NcclLibrary, NcclWorld};
 use moebius::{DType, Error, Result};
@@ -99,11 +99,12 @@ struct Dispatcher {
     decodes: Option<usize>,
     /// Times the dispatchers, and takes the quickest.
     measured: bool,
+    overlap: Overlap,
 }
 
 impl Dispatcher {
     const fn new(name: &'static str, mode: &'static str, kind: DispatcherKind) -> Self {
-        Self { name, mode, kind, fixed: false, windows: 0, decodes: None, measured: false }
+        Self { name, mode, kind, fixed: false, windows: 0, decodes: None, measured: false, overlap: Overlap::Auto }
     }
 
     fn make(&self, comm: Timed, w: &Workload) -> Result<Group<Cuda>> {
@@ -117,8 +118,16 @@ impl Dispatcher {
             max_rows: w.most_rows(comm.inner.size()),
             windows: self.windows,
             measure: self.measured.then_some(shape),
+            overlap: self.overlap,
             ..GroupConfig::new(w.experts, w.tokens)
         };
+        if self.kind == DispatcherKind::Local {
+            return Group::new(
+                cuda.clone(),
+                Box::new(Solo::new(cuda)),
+                GroupConfig { dispatcher: self.kind, ..config },
+            );
+        }
         let group = Group::new(cuda, Box::new(comm), config)?;
         if self.measured && rank == 0 {
             complain(format_args!("{}, {tokens} tokens, {}: {}", w.name, self.mode, group.dispatcher_kind()));
@@ -136,6 +145,10 @@ impl Dispatcher {
     }
 }
 
+const fn overlapped(mode: &'static str, overlap: Overlap) -> Dispatcher {
+    Dispatcher { fixed: true, overlap, ..Dispatcher::new("nvlink", mode, DispatcherKind::NvLink) }
+}
+
 /// Every dispatcher that is measured.
 const DISPATCHERS: &[Dispatcher] = &[
     Dispatcher::new("auto", "auto", DispatcherKind::Auto),
@@ -145,6 +158,10 @@ const DISPATCHERS: &[Dispatcher] = &[
     Dispatcher::new("all_gather", "nccl", DispatcherKind::AllGather),
     Dispatcher::new("nvlink", "nvlink", DispatcherKind::NvLink),
     Dispatcher { fixed: true, ..Dispatcher::new("nvlink", "nvlink static", DispatcherKind::NvLink) },
+    Dispatcher { fixed: true, ..Dispatcher::new("local", "compute alone", DispatcherKind::Local) },
+    overlapped("nvlink static serial", Overlap::Off),
+    overlapped("nvlink static 16 SMs", Overlap::Sms(16)),
+    overlapped("nvlink static 8 SMs", Overlap::Sms(8)),
     #[cfg(feature = "nccl-ep")]
     Dispatcher::new("nccl_ep", "ht", DispatcherKind::NcclEp),
     #[cfg(feature = "nccl-ep")]
@@ -227,7 +244,9 @@ fn main() -> Result<()> {
     for workload in workloads {
         let serving: Vec<Dispatcher> = dispatchers.iter().copied().filter(|d| d.serves(&workload)).collect();
         if asked("calls") {
-            calls::run(&world, &report, (workload, &serving), value("--routing"))?;
+            // One rank alone has none.
+            let between: Vec<_> = serving.iter().copied().filter(|d| d.kind != DispatcherKind::Local).collect();
+            calls::run(&world, &report, (workload, &between), value("--routing"))?;
         }
         if asked("layer") {
             for payload in payloads("--token-payload", "plain") {

@@ -9,6 +9,11 @@
 //   end     the last block that ends stores to each peer that all has been written, and waits for the same of every peer;
 //           then the kernel ends, and what comes next on the stream reads the zone
 //
+// A dispatch that sends by groups of experts has marks between its rows and its end: each block stores to each peer how many
+// groups it has sent, and block 0 of the receiver writes how many have come whole from all blocks of all ranks, for a
+// product on the same GPU that has started before its rows have come (sm90_nvlink_groups.cu). All ranks send so in the
+// same calls, by as many blocks.
+//
 // A call that brings records alone asks for no zone. Each record goes to a bank of its epoch's parity, with a word of that
 // bank behind it: who is two calls on has had a word of the call between, for which this rank had to end the first.
 //

@@ -13,6 +13,8 @@ constexpr uint32_t NVLINK_SUM_WARPS = 2, NVLINK_SUM_GROUPS = 7, NVLINK_SUM_WORKE
 constexpr uint32_t NVLINK_SUM_THREADS = NVLINK_SUM_WORKERS + NVLINK_SUM_GROUPS * 32, NVLINK_SUM_WORDS = 2, NVLINK_RING = 13;
 constexpr uint32_t NVLINK_SUM_SMEM = NVLINK_RING * NVLINK_SUM_WORDS * 16 * NVLINK_SUM_WORKERS;
 constexpr uint32_t NVLINK_TOP_K = 24;
+// Blocks and groups of experts of a dispatch that sends by groups at most, and its shared memory for lists of rows.
+constexpr uint32_t NVLINK_MARK_BLOCKS = 16, NVLINK_GROUPS = 32, NVLINK_ITEMS_SMEM = 131072;
 // What an offset of a zone is a multiple of.
 constexpr uint32_t NVLINK_ZONE_UNIT = 256;
 // Who gave up first, where it was the host.
@@ -31,10 +33,17 @@ enum NvLinkWord : int {
     NVLINK_READY = 32,         // [R]: the zone that rank r may write to, in units, below the epoch
     NVLINK_DONE = 48,          // [R]: rank r has written all
     NVLINK_RECORDS = 64,       // [2, NVLINK_RANKS]: rank r has written its record into this bank
-    NVLINK_ROWS = 80           // [R, max_tokens]: rank r has written the sum of this row
+    NVLINK_MARKS = 80,         // [R, NVLINK_MARK_BLOCKS]: groups that a block of rank r has sent, below the epoch
+    NVLINK_ARRIVED = 208,      // written here alone: groups of experts whose rows have come, in a call that sends by groups
+    NVLINK_ROWS = 224          // [R, max_tokens]: rank r has written the sum of this row
 };
+// Each range of words ends before the next begins.
+static_assert(NVLINK_BARRIER < NVLINK_ABORT && NVLINK_ABORT < NVLINK_READY);
+static_assert(NVLINK_READY + NVLINK_RANKS <= NVLINK_DONE && NVLINK_DONE + NVLINK_RANKS <= NVLINK_RECORDS);
+static_assert(NVLINK_RECORDS + 2 * NVLINK_RANKS <= NVLINK_MARKS && NVLINK_MARKS + NVLINK_RANKS * NVLINK_MARK_BLOCKS <= NVLINK_ARRIVED);
+static_assert(NVLINK_ARRIVED < NVLINK_ROWS);
 // What a rank waited for in vain; or that it came to a call, or was in one, when another, the peer, gave up.
-enum NvLinkPhase : int { NVLINK_WAIT_READY = 1, NVLINK_WAIT_DONE = 2, NVLINK_WAIT_ROW = 3, NVLINK_STOPPED = 4 };
+enum NvLinkPhase : int { NVLINK_WAIT_READY = 1, NVLINK_WAIT_DONE = 2, NVLINK_WAIT_ROW = 3, NVLINK_STOPPED = 4, NVLINK_WAIT_MARK = 5 };
 // Bits of a fault's detail that are the peer, above the origin; the phase lies above them.
 constexpr uint32_t NVLINK_PEER_BITS = 8;
 
@@ -78,6 +87,16 @@ struct NvLinkDispatchParams {
     const int32_t* token_rows; // [T, R]: the token's row in the message to each rank, or -1
     int64_t tokens;
     int64_t max_tokens;        // rows of a message at most; those of rank r begin at row r max_tokens
+};
+
+// The same by groups of the experts of each rank, in their order.
+struct NvLinkGroupsParams {
+    NvLinkDispatchParams sent;
+    const int32_t* kept;       // [T, K]
+    int64_t top_k;
+    int64_t local_experts;     // of a rank
+    int64_t group_experts;     // of a group
+    int64_t groups;
 };
 
 // Slots back to their tokens.

@@ -94,6 +94,10 @@ struct GemmParams {
     int64_t n_tiles;
     int64_t split;             // parts that k is cut into
     uint32_t* ticket;          // tiles of clusters that were taken, 0 before and after
+    const unsigned long long* arrived; // groups of experts whose rows of A have come; null: all have
+    int64_t arrived_experts;   // of a group
+    const int32_t* out_scale_map; // of each slot its value in out_scale, or -1; null: that of its number
+    int64_t out_scales;
 };
 
 // A weight gradient on Hopper. Null pointers mean "none".
@@ -107,6 +111,7 @@ struct WeightGradParams {
     const int64_t* counts;
     int64_t slots;
     int64_t groups;
+    int64_t first;             // number of the first of them, for faults
     int64_t transposed;        // the output is [groups, wide, narrow] instead of [groups, narrow, wide]
     int64_t out_type;          // the operands' type, or f32
     int64_t accumulate;

@@ -32,6 +32,12 @@ struct WarpRows {
     __device__ __forceinline__ float value(const float* of_slot) const {
         return of_slot && own() < live ? of_slot[slot + own()] : 1.0f;
     }
+    // The same of values behind a map of slots.
+    __device__ __forceinline__ float value(const float* of_slot, const GemmParams& p) const {
+        if (!p.out_scale_map || own() >= live) return value(of_slot);
+        const int64_t at = p.out_scale_map[slot + own()];
+        return at >= 0 && at < p.out_scales ? of_slot[at] : 0.0f;
+    }
     // The value that lane holds for the row of accumulator i (of a group of four) in a half.
     template <class V>
     __device__ __forceinline__ V of(V held, int half, int i) const {
@@ -155,9 +161,9 @@ __device__ __forceinline__ void epilogue_plain(const GemmParams& p, const Output
 
 // Up's: weights, biases, pre-activations out, activation, weights, out. Pairs of 32 gate and 32 up columns lie side by
 // side in the accumulators: gate j is at 32 (j / 16) + j % 16, and up 16 behind. Half of the columns at a time, in an
-// order in which an activation is made between a buffer's uses.
+// order in which an activation is made between a buffer's uses. `after`: the weight on the activation of this lane's row.
 template <class T>
-__device__ __forceinline__ void epilogue_up(const GemmParams& p, const OutputMaps& maps, const WarpRows& rows, const WorkTile& w, Accumulators<UP>& acc, uint32_t& turn) {
+__device__ __forceinline__ void epilogue_up(const GemmParams& p, const OutputMaps& maps, const WarpRows& rows, const WorkTile& w, Accumulators<UP>& acc, uint32_t& turn, float after) {
     constexpr int WIDTH = BLOCK_N<UP> / 2;
     if (rows.first >= rows.live) return;
     const int own = rows.own(), act = static_cast<int>(p.activation);
@@ -175,7 +181,7 @@ __device__ __forceinline__ void epilogue_up(const GemmParams& p, const OutputMap
             if (n < p.n) v[i] += to_float(bias[i / 16 % 2 * p.n + n]);
         }
     }
-    const float after = rows.value(p.out_scale), factor[2] = {rows.of(after, 0, 0), rows.of(after, 0, 2)};
+    const float factor[2] = {rows.of(after, 0, 0), rows.of(after, 0, 2)};
     auto store_part = [&](int part, int up, const OutputRows<T>& target) {
         const int column = w.column + part * STORE_COLUMNS;
         if (column >= p.n) return;

@@ -32,8 +32,10 @@ __device__ __forceinline__ void mma_cooperative(const GemmParams& p, const Outpu
             continue;
         }
         Accumulators<KIND> acc;
+        // Asked for under the products.
+        const float after = KIND == UP ? rows.value(p.out_scale, p) : 1.0f;
         mma_tile<T, KIND, 1, false>(acc, ring, at, steps, p.a_map, false);
-        if constexpr (KIND == UP) epilogue_up<T>(p, maps, rows, w, acc, turn);
+        if constexpr (KIND == UP) epilogue_up<T>(p, maps, rows, w, acc, turn, after);
         else epilogue_plain<T, KIND, 1, BLOCK_N<KIND> / 2>(p, maps, rows, w, acc, turn);
     }
     tma_store_wait_read();
@@ -115,6 +117,8 @@ __device__ __forceinline__ void run(const GemmParams& p, const CUtensorMap& a, c
         if constexpr (COOPERATIVE<KIND>) mma_cooperative<T, KIND>(p, maps, ring);
         else mma_pingpong<T, KIND>(p, maps, ring);
     }
+    // What started while the kernel before it ran (`p.arrived`) ends behind it.
+    if (threadIdx.x == 0) asm volatile("griddepcontrol.wait;\n" ::: "memory");
     // No block leaves while the other may still signal it.
     cluster_sync();
 }

@@ -207,6 +207,24 @@ struct Tickets {
     __device__ __forceinline__ bool more() const { return id < all; }
 };
 
+// What a product waits for that starts while its rows are still coming (sm90_nvlink_groups.cu).
+struct Arrivals {
+    const GemmParams& p;
+    int seen = 0;  // groups
+
+    // Until the rows of a tile of this expert have come. By all who bring rows: the number is not cleared while any waits.
+    __device__ __forceinline__ void wait(int expert) {
+        if (p.arrived == nullptr) return;
+        const int needed = expert / static_cast<int>(p.arrived_experts) + 1;
+        while (seen < needed) {
+            unsigned long long come;
+            asm volatile("ld.acquire.gpu.global.u64 %0, [%1];\n" : "=l"(come) : "l"(p.arrived) : "memory");
+            seen = static_cast<int>(come);
+            if (seen < needed) __nanosleep(100);
+        }
+    }
+};
+
 // Producer where TMA brings everything: one warp.
 template <int KIND>
 __device__ __forceinline__ void produce_tma(const GemmParams& p, const CUtensorMap& a, const CUtensorMap& b, const Ring<KIND>& ring) {
@@ -265,8 +283,10 @@ __device__ __forceinline__ void produce_gather(const GemmParams& p, const CUtens
     // Steps that end with the next tile's number, and with its rows.
     const int takes = max((steps - 8) / UNROLLED * UNROLLED, 0), looks = min(takes + 1, steps - 1);
     uint32_t at = 0, i = 0;
+    Arrivals arrivals{p};
     while (tickets.more()) {
         const WorkTile w = KIND == UP ? next : warp_uniform(next);
+        arrivals.wait(w.group);
         const int passes = (w.rows + 15) / 16;  // 16 rows each; what later ones would bring is not stored either
         const char* from[8];
 #pragma unroll

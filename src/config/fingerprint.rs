@@ -8,9 +8,9 @@ use crate::fnv1a::fnv1a;
 
 use super::{FieldValues, MoeConfig};
 
-/// Fields that have a digest of their own, as paths into a [`MoeConfig`]; the last is no field of it. What a dispatch's
+/// Fields that have a digest of their own, as paths into a [`MoeConfig`]; the last two are no fields of it. What a dispatch's
 /// own fields compare (experts, top-k, expert capacity) is not among them.
-const NAMES: [&str; 19] = [
+const NAMES: [&str; 20] = [
     "hidden",
     "intermediate",
     "router.score",
@@ -30,8 +30,12 @@ const NAMES: [&str; 19] = [
     "aux.over_ranks",
     "payload",
     TOKENS,
+    OVERLAP,
 ];
+/// Those of a [`MoeConfig`].
+const FIELDS: usize = NAMES.len() - 2;
 const TOKENS: &str = "the tokens' type";
+const OVERLAP: &str = "whether products run while rows travel";
 /// Bits of a field's digest: two values have the same once in 4096.
 const BITS: usize = 12;
 const EACH: usize = 64 / BITS;
@@ -64,8 +68,8 @@ impl Fingerprint {
         let config = serde_json::to_value(MoeConfig { recompute: false, ..config.clone() }).unwrap_or_default();
         let field = |path: &str| path.split('.').try_fold(&config, |value, key| value.get(key)).map(Value::to_string);
         let mut own = Self { whole: hash(&config.to_string()), ..Self::default() };
-        // The tokens' type is the last, and set where it counts.
-        for (i, name) in NAMES[..NAMES.len() - 1].iter().enumerate() {
+        // The last are set where they count.
+        for (i, name) in NAMES[..FIELDS].iter().enumerate() {
             own.set(i, &field(name).unwrap_or_default());
         }
         own
@@ -74,7 +78,15 @@ impl Fingerprint {
     /// The same with the type of tokens, where ranks must have that alike too.
     pub(crate) fn with_tokens(mut self, dtype: DType) -> Self {
         self.whole ^= hash(dtype.name());
-        self.set(NAMES.len() - 1, dtype.name());
+        self.set(FIELDS, dtype.name());
+        self
+    }
+
+    /// The same, [with the type of tokens](Self::with_tokens), with what a layer's ranks do while its rows travel.
+    pub(crate) fn with_overlap(mut self, overlapped: bool) -> Self {
+        let text = if overlapped { "yes" } else { "no" };
+        self.whole ^= hash(text);
+        self.set(FIELDS + 1, text);
         self
     }
 
@@ -204,6 +216,10 @@ mod tests {
         assert!(types[0].whole != types[1].whole);
         let values = [DType::F32, DType::BF16].map(|dtype| dtype.name().to_string());
         assert_eq!(differing(types[0], types[1]), [Difference { field: TOKENS, values }]);
+        let overlap = [true, false].map(|overlapped| types[0].with_overlap(overlapped));
+        assert!(overlap[0].whole != overlap[1].whole);
+        let values = ["yes", "no"].map(str::to_string);
+        assert_eq!(differing(overlap[0], overlap[1]), [Difference { field: OVERLAP, values }]);
         assert!(named(7.into(), 8.into()).is_empty());
     }
 

@@ -105,6 +105,9 @@ pub const NVLINK_SUM_WORDS: u32 = 2;
 pub const NVLINK_RING: u32 = 13;
 pub const NVLINK_SUM_SMEM: u32 = 186368;
 pub const NVLINK_TOP_K: u32 = 24;
+pub const NVLINK_MARK_BLOCKS: u32 = 16;
+pub const NVLINK_GROUPS: u32 = 32;
+pub const NVLINK_ITEMS_SMEM: u32 = 131072;
 pub const NVLINK_ZONE_UNIT: u32 = 256;
 pub const NVLINK_HOST: u32 = 4294967295;
 pub const NVLINK_EPOCH: NvLinkWord = 0;
@@ -116,12 +119,15 @@ pub const NVLINK_ABORT: NvLinkWord = 16;
 pub const NVLINK_READY: NvLinkWord = 32;
 pub const NVLINK_DONE: NvLinkWord = 48;
 pub const NVLINK_RECORDS: NvLinkWord = 64;
-pub const NVLINK_ROWS: NvLinkWord = 80;
+pub const NVLINK_MARKS: NvLinkWord = 80;
+pub const NVLINK_ARRIVED: NvLinkWord = 208;
+pub const NVLINK_ROWS: NvLinkWord = 224;
 pub type NvLinkWord = ::core::ffi::c_int;
 pub const NVLINK_WAIT_READY: NvLinkPhase = 1;
 pub const NVLINK_WAIT_DONE: NvLinkPhase = 2;
 pub const NVLINK_WAIT_ROW: NvLinkPhase = 3;
 pub const NVLINK_STOPPED: NvLinkPhase = 4;
+pub const NVLINK_WAIT_MARK: NvLinkPhase = 5;
 pub type NvLinkPhase = ::core::ffi::c_int;
 pub const NVLINK_PEER_BITS: u32 = 8;
 #[repr(C)]
@@ -214,6 +220,29 @@ const _: () = {
     ["Offset of field: NvLinkDispatchParams::tokens"][::core::mem::offset_of!(NvLinkDispatchParams, tokens) - 296usize];
     ["Offset of field: NvLinkDispatchParams::max_tokens"]
         [::core::mem::offset_of!(NvLinkDispatchParams, max_tokens) - 304usize];
+};
+#[repr(C)]
+#[derive(Debug, Copy, Clone, Default)]
+pub struct NvLinkGroupsParams {
+    pub sent: NvLinkDispatchParams,
+    pub kept: u64,
+    pub top_k: i64,
+    pub local_experts: i64,
+    pub group_experts: i64,
+    pub groups: i64,
+}
+#[allow(clippy::unnecessary_operation, clippy::identity_op)]
+const _: () = {
+    ["Size of NvLinkGroupsParams"][::core::mem::size_of::<NvLinkGroupsParams>() - 352usize];
+    ["Alignment of NvLinkGroupsParams"][::core::mem::align_of::<NvLinkGroupsParams>() - 8usize];
+    ["Offset of field: NvLinkGroupsParams::sent"][::core::mem::offset_of!(NvLinkGroupsParams, sent) - 0usize];
+    ["Offset of field: NvLinkGroupsParams::kept"][::core::mem::offset_of!(NvLinkGroupsParams, kept) - 312usize];
+    ["Offset of field: NvLinkGroupsParams::top_k"][::core::mem::offset_of!(NvLinkGroupsParams, top_k) - 320usize];
+    ["Offset of field: NvLinkGroupsParams::local_experts"]
+        [::core::mem::offset_of!(NvLinkGroupsParams, local_experts) - 328usize];
+    ["Offset of field: NvLinkGroupsParams::group_experts"]
+        [::core::mem::offset_of!(NvLinkGroupsParams, group_experts) - 336usize];
+    ["Offset of field: NvLinkGroupsParams::groups"][::core::mem::offset_of!(NvLinkGroupsParams, groups) - 344usize];
 };
 #[repr(C)]
 #[derive(Debug, Copy, Clone, Default)]
@@ -363,10 +392,14 @@ pub struct GemmParams {
     pub n_tiles: i64,
     pub split: i64,
     pub ticket: u64,
+    pub arrived: u64,
+    pub arrived_experts: i64,
+    pub out_scale_map: u64,
+    pub out_scales: i64,
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of GemmParams"][::core::mem::size_of::<GemmParams>() - 336usize];
+    ["Size of GemmParams"][::core::mem::size_of::<GemmParams>() - 368usize];
     ["Alignment of GemmParams"][::core::mem::align_of::<GemmParams>() - 8usize];
     ["Offset of field: GemmParams::a"][::core::mem::offset_of!(GemmParams, a) - 0usize];
     ["Offset of field: GemmParams::a_map"][::core::mem::offset_of!(GemmParams, a_map) - 8usize];
@@ -410,6 +443,10 @@ const _: () = {
     ["Offset of field: GemmParams::n_tiles"][::core::mem::offset_of!(GemmParams, n_tiles) - 312usize];
     ["Offset of field: GemmParams::split"][::core::mem::offset_of!(GemmParams, split) - 320usize];
     ["Offset of field: GemmParams::ticket"][::core::mem::offset_of!(GemmParams, ticket) - 328usize];
+    ["Offset of field: GemmParams::arrived"][::core::mem::offset_of!(GemmParams, arrived) - 336usize];
+    ["Offset of field: GemmParams::arrived_experts"][::core::mem::offset_of!(GemmParams, arrived_experts) - 344usize];
+    ["Offset of field: GemmParams::out_scale_map"][::core::mem::offset_of!(GemmParams, out_scale_map) - 352usize];
+    ["Offset of field: GemmParams::out_scales"][::core::mem::offset_of!(GemmParams, out_scales) - 360usize];
 };
 #[repr(C)]
 #[derive(Debug, Copy, Clone, Default)]
@@ -423,6 +460,7 @@ pub struct WeightGradParams {
     pub counts: u64,
     pub slots: i64,
     pub groups: i64,
+    pub first: i64,
     pub transposed: i64,
     pub out_type: i64,
     pub accumulate: i64,
@@ -431,7 +469,7 @@ pub struct WeightGradParams {
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of WeightGradParams"][::core::mem::size_of::<WeightGradParams>() - 112usize];
+    ["Size of WeightGradParams"][::core::mem::size_of::<WeightGradParams>() - 120usize];
     ["Alignment of WeightGradParams"][::core::mem::align_of::<WeightGradParams>() - 8usize];
     ["Offset of field: WeightGradParams::mapped"][::core::mem::offset_of!(WeightGradParams, mapped) - 0usize];
     ["Offset of field: WeightGradParams::map"][::core::mem::offset_of!(WeightGradParams, map) - 8usize];
@@ -443,11 +481,12 @@ const _: () = {
     ["Offset of field: WeightGradParams::counts"][::core::mem::offset_of!(WeightGradParams, counts) - 48usize];
     ["Offset of field: WeightGradParams::slots"][::core::mem::offset_of!(WeightGradParams, slots) - 56usize];
     ["Offset of field: WeightGradParams::groups"][::core::mem::offset_of!(WeightGradParams, groups) - 64usize];
-    ["Offset of field: WeightGradParams::transposed"][::core::mem::offset_of!(WeightGradParams, transposed) - 72usize];
-    ["Offset of field: WeightGradParams::out_type"][::core::mem::offset_of!(WeightGradParams, out_type) - 80usize];
-    ["Offset of field: WeightGradParams::accumulate"][::core::mem::offset_of!(WeightGradParams, accumulate) - 88usize];
-    ["Offset of field: WeightGradParams::fault"][::core::mem::offset_of!(WeightGradParams, fault) - 96usize];
-    ["Offset of field: WeightGradParams::site"][::core::mem::offset_of!(WeightGradParams, site) - 104usize];
+    ["Offset of field: WeightGradParams::first"][::core::mem::offset_of!(WeightGradParams, first) - 72usize];
+    ["Offset of field: WeightGradParams::transposed"][::core::mem::offset_of!(WeightGradParams, transposed) - 80usize];
+    ["Offset of field: WeightGradParams::out_type"][::core::mem::offset_of!(WeightGradParams, out_type) - 88usize];
+    ["Offset of field: WeightGradParams::accumulate"][::core::mem::offset_of!(WeightGradParams, accumulate) - 96usize];
+    ["Offset of field: WeightGradParams::fault"][::core::mem::offset_of!(WeightGradParams, fault) - 104usize];
+    ["Offset of field: WeightGradParams::site"][::core::mem::offset_of!(WeightGradParams, site) - 112usize];
 };
 #[repr(C)]
 #[derive(Debug, Copy, Clone, Default)]

@@ -17,7 +17,7 @@ use super::kernel_table::Product;
 use super::launch::{Grid, argument};
 use super::layout::{Tiles, at};
 use super::params;
-use super::sm90_grouped_gemm;
+use super::sm90_grouped_gemm::{self, Sm90Launch};
 use super::w4a16::QuantizedOperand;
 
 /// Threads of a block that de-quantizes, and eights of elements that it takes (`kernels/sm90_dequantize.cu`).
@@ -124,10 +124,11 @@ impl DequantizedLaunch<'_> {
                 ticket: tiles.ticket_of(chunk),
                 ..*p
             };
+            let launch = Sm90Launch { call, kernel, product, dtype, blocks: grid, movement_sms: None };
             // SAFETY: callers have checked every tensor in `p`; the scratch has these experts' weights, and the bias
             // theirs from the first of them on; maps and segments, which only the device knows, are checked by the
             // kernels.
-            unsafe { sm90_grouped_gemm::launch(device, call, kernel, product, dtype, grid, &part) }?;
+            unsafe { sm90_grouped_gemm::launch(device, launch, &part) }?;
         }
         // The scratch is given back behind the last kernel that reads it, in the stream's order.
         Ok(())

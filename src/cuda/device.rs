@@ -156,6 +156,11 @@ impl Cuda {
         Self { poison: true, ..self.clone() }
     }
 
+    /// The same device, filling none.
+    pub(super) fn without_poison(&self) -> Self {
+        Self { poison: false, ..self.clone() }
+    }
+
     /// Whether buffers are filled.
     pub(super) fn poisons(&self) -> bool {
         self.poison
@@ -201,6 +206,22 @@ impl Cuda {
     /// SMs that a kernel may fill.
     pub(super) fn usable_sms(&self) -> usize {
         self.inner.sm_count.saturating_sub(self.reserved_sms).max(self.inner.sm_count.min(2))
+    }
+
+    /// The same device, reserving so many more SMs.
+    pub(super) fn reserving_more(&self, sms: usize) -> Self {
+        self.reserving_sms(self.reserved_sms.saturating_add(sms))
+    }
+
+    /// SMs that a product may fill which waits for its rows; 0: products here wait for none.
+    #[cfg(feature = "nccl")]
+    pub(crate) fn sms_of_waiting_products(&self) -> usize {
+        if self.sm90() { self.usable_sms() } else { 0 }
+    }
+
+    /// Whether some are reserved.
+    pub(super) fn reserves_sms(&self) -> bool {
+        self.reserved_sms > 0
     }
 
     /// Whether work on `stream` is in the order of this device's.

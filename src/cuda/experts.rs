@@ -14,17 +14,17 @@ use super::context_kernels::Kernel;
 use super::dequantized::{DequantizedLaunch, Dequantizing, dequantizing};
 use super::device::Cuda;
 use super::fault_site::MappedCall;
-use super::heuristics::ORDER_ROWS_COLUMNS;
+use super::heuristics::{ORDER_ROWS_COLUMNS, ORDER_WGRAD_COLUMNS};
 use super::kernel_table::Product;
 use super::launch::Grid;
 use super::layout::{
-    SourceRows, TileListSpec, TileOrder, Tiles, aligned, check_segments, input, optional, optional_output, output,
-    row_dest,
+    SourceRows, TileListSpec, TileOrder, Tiles, aligned, check_segments, input, list_planned, optional,
+    optional_output, output, row_dest,
 };
 use super::params::{self, activation_code, type_code};
 use super::permute::gather_to_slots;
 use super::sm90_decode;
-use super::sm90_grouped_gemm;
+use super::sm90_grouped_gemm::{self, Sm90Launch};
 use super::tile_config::{MMA_SYNC, SIMT, SM90_DECODE, SM90_GROUPED_GEMM, TileConfig};
 use super::w4a16::{QuantizedLaunch, QuantizedOperand, TunedKernel};
 
@@ -71,6 +71,8 @@ struct KernelChoice<'a> {
     tiles: Tiles,
     /// With quantized weights: a kernel that serves these best.
     tuned: Option<TunedKernel<'a>>,
+    /// Hopper's, where it waits for its rows: SMs of the kernel that brings them.
+    movement_sms: Option<usize>,
 }
 
 impl<'a> GroupedGemm<'a> {
@@ -159,14 +161,28 @@ impl<'a> GroupedGemm<'a> {
             let tiles = self.tiles(TileListSpec { tile: kernel.rows, order: TileOrder::Slots, chunk: None })?;
             (p.tiles, p.tile_count, p.m_tiles) = (tiles.list(), tiles.count(), tiles.most as i64);
             p.n_tiles = (p.n as usize).div_ceil(kernel.columns) as i64;
-            return Ok(KernelChoice { sm90: None, dequantizing: None, decode: None, tiles, tuned: Some(kernel) });
+            return Ok(KernelChoice {
+                sm90: None,
+                dequantizing: None,
+                decode: None,
+                tiles,
+                tuned: Some(kernel),
+                movement_sms: None,
+            });
         }
         let dense = self.quantized.is_none();
         if let Some(kernel) = sm90_decode::expert_kernel(self.device, self.dtype, p, product).filter(|_| dense) {
             let tiles = self.tiles(TileListSpec { tile: SM90_DECODE.tile, order: TileOrder::Slots, chunk: None })?;
             (p.tiles, p.tile_count, p.m_tiles) = (tiles.list(), tiles.count(), tiles.most as i64);
             p.n_tiles = (p.n as usize).div_ceil(sm90_decode::COLUMNS / factor) as i64;
-            return Ok(KernelChoice { sm90: None, dequantizing: None, decode: Some(kernel), tiles, tuned: None });
+            return Ok(KernelChoice {
+                sm90: None,
+                dequantizing: None,
+                decode: Some(kernel),
+                tiles,
+                tuned: None,
+                movement_sms: None,
+            });
         }
         let dequantizing =
             quantized.zip(product).and_then(|(q, product)| dequantizing(self.device, self.dtype, q, product, p));
@@ -186,7 +202,7 @@ impl<'a> GroupedGemm<'a> {
         p.ticket = tiles.ticket();
         p.n_tiles = (p.n as usize).div_ceil(columns / factor) as i64;
         let sm90 = sm90.map(|(product, kernel, _)| (product, kernel));
-        Ok(KernelChoice { sm90, dequantizing, decode: None, tiles, tuned: None })
+        Ok(KernelChoice { sm90, dequantizing, decode: None, tiles, tuned: None, movement_sms: None })
     }
 
     fn launch(&self, product: Product, choice: &KernelChoice<'_>, p: &params::GemmParams) -> Result<()> {
@@ -213,7 +229,15 @@ impl<'a> GroupedGemm<'a> {
         match choice.sm90 {
             // SAFETY: as above.
             Some((product, kernel)) => unsafe {
-                sm90_grouped_gemm::launch(self.device, self.call, kernel, product, self.dtype, blocks, p)
+                let launch = Sm90Launch {
+                    call: self.call,
+                    kernel,
+                    product,
+                    dtype: self.dtype,
+                    blocks,
+                    movement_sms: choice.movement_sms,
+                };
+                sm90_grouped_gemm::launch(self.device, launch, p)
             },
             None => {
                 let grid = Grid { shared: self.shape.shared, ..Grid::new(blocks, self.shape.threads) };
@@ -222,6 +246,46 @@ impl<'a> GroupedGemm<'a> {
                 unsafe { self.device.launch(self.call, kernel, grid, p) }
             }
         }
+    }
+
+    /// Has the kernel start early and wait for rows that are still coming, where it is Hopper's and nothing else has been
+    /// enqueued for the product. Every other kernel runs behind what brings them.
+    fn wait_in_kernel(
+        &self,
+        choice: &mut KernelChoice<'_>,
+        rows: &RowSource<'_, Cuda>,
+        p: &mut params::GemmParams,
+    ) -> Result<()> {
+        let Some(arrivals) = &rows.arrivals else { return Ok(()) };
+        let groups = input(self.call, "arrivals.groups", &arrivals.groups, DType::I64, &[1])?;
+        if choice.sm90.is_some() && choice.dequantizing.is_none() && choice.tiles.is_planned() && p.a_map != 0 {
+            (p.arrived, p.arrived_experts) = (groups, arrivals.experts.max(1) as i64);
+            choice.movement_sms = Some(arrivals.movement_sms);
+        }
+        Ok(())
+    }
+
+    /// Describes weights on the activation that lie behind a map; false: they do not.
+    fn mapped_weights(&self, weights: &Option<SlotWeights<'_, Cuda>>, p: &mut params::GemmParams) -> Result<bool> {
+        let Some(SlotWeights { values, map: Some(map), at }) = weights else { return Ok(false) };
+        if *at != WeightAt::Activation {
+            let found = format!("{at:?}");
+            return Err(Error::invalid(self.call, "slot_weights.map", "weights at the activation", found));
+        }
+        p.out_scale = input(self.call, "slot_weights", values, DType::F32, values.dims())?;
+        p.out_scale_map = input(self.call, "slot_weights.map", map, DType::I32, &[self.slots])?;
+        p.out_scales = values.count() as i64;
+        Ok(true)
+    }
+
+    /// Brings those into slot order for kernels that follow no map. The tensor is to live until the product has been
+    /// launched.
+    fn weights_in_slots(&self, p: &mut params::GemmParams) -> Result<Tensor<Cuda>> {
+        let Self { site, slots, .. } = *self;
+        let source = SourceRows { base: p.out_scale, map: p.out_scale_map, rows: p.out_scales, vector: false, site };
+        let weights = gather_to_slots(self.device, self.call, &source, slots, 1, DType::F32)?;
+        (p.out_scale, p.out_scale_map, p.out_scales) = (weights.view().data().ptr, 0, 0);
+        Ok(weights)
     }
 
     /// Room for one dot a slot and column tile.
@@ -269,6 +333,24 @@ impl<'a> GroupedGemm<'a> {
     }
 }
 
+/// Whether up and down's gradient of gated experts start early where their rows are still coming, and up's weight gradient
+/// where the rows' gradient travels: not where rows are brought into slot order before.
+pub(super) fn products_wait(device: &Cuda, dtype: DType, [hidden, intermediate]: [usize; 2]) -> bool {
+    device.sm90()
+        && matches!(dtype, DType::BF16 | DType::F16)
+        && intermediate < ORDER_ROWS_COLUMNS
+        && 2 * intermediate < ORDER_WGRAD_COLUMNS
+        && [hidden, intermediate].iter().all(|elements| elements.is_multiple_of(8))
+}
+
+pub(super) fn list_tiles(device: &Cuda, segments: &Segments<Cuda>) -> Result<()> {
+    const MAPPED: MappedCall = MappedCall::Up;
+    let experts = segments.offsets.dims().first().copied().unwrap_or(0);
+    check_segments(MAPPED.name(), segments, experts)?;
+    let site = device.site(MAPPED, segments.origin, params::OPERAND_FIRST)?;
+    list_planned(MAPPED.name(), device, segments, site)
+}
+
 pub(super) fn up(device: &Cuda, call: Up<'_, Cuda>) -> Result<()> {
     const MAPPED: MappedCall = MappedCall::Up;
     const CALL: &str = MAPPED.name();
@@ -283,14 +365,19 @@ pub(super) fn up(device: &Cuda, call: Up<'_, Cuda>) -> Result<()> {
     let mut p = gemm.params(&rows, call.weight, (inner, h))?;
     p.bias = optional(CALL, "bias", &call.bias, dtype, &[experts, wide])?;
     p.scale = applies(CALL, &call.slot_weights, &[WeightAt::Input], gemm.slots)?;
-    p.out_scale = applies(CALL, &call.slot_weights, &[WeightAt::Activation], gemm.slots)?;
+    let behind_map = gemm.mapped_weights(&call.slot_weights, &mut p)?;
+    if !behind_map {
+        p.out_scale = applies(CALL, &call.slot_weights, &[WeightAt::Activation], gemm.slots)?;
+    }
     p.pre_out = optional_output(CALL, "pre", call.pre, dtype, &[gemm.slots, wide])?;
     (p.out, p.accumulate) = row_dest(CALL, call.out, dtype, &[gemm.slots, inner])?;
     (p.activation, p.alpha, p.limit) = activation_code(call.activation);
-    let choice = gemm.choose(&mut p, (factor == 2).then_some(Product::Up), factor)?;
+    let mut choice = gemm.choose(&mut p, (factor == 2).then_some(Product::Up), factor)?;
     let in_order = if choice.sm90.is_some() { gemm.in_order(&mut p)? } else { None };
+    gemm.wait_in_kernel(&mut choice, &call.rows, &mut p)?;
+    let in_slots = if behind_map && choice.sm90.is_none() { Some(gemm.weights_in_slots(&mut p)?) } else { None };
     gemm.launch(Product::Up, &choice, &p)?;
-    drop(in_order);
+    drop((in_order, in_slots));
     Ok(())
 }
 
@@ -324,15 +411,19 @@ pub(super) fn down_bwd(device: &Cuda, call: DownBwd<'_, Cuda>) -> Result<()> {
     p.out = output(CALL, "d_pre", call.d_pre, dtype, &[gemm.slots, wide])?;
     p.hidden = optional_output(CALL, "hidden", call.hidden, dtype, &[gemm.slots, inner])?;
     (p.activation, p.alpha, p.limit) = activation_code(call.activation);
-    let choice = gemm.choose(&mut p, (call.activation.gate_factor() == 2).then_some(Product::DownBwd), 1)?;
+    let mut choice = gemm.choose(&mut p, (call.activation.gate_factor() == 2).then_some(Product::DownBwd), 1)?;
     let in_order = if choice.sm90.is_some() { gemm.in_order(&mut p)? } else { None };
     let d_weights = call.d_slot_weights.filter(|_| p.scale != 0);
     let d_weights = optional_output(CALL, "d_slot_weights", d_weights, DType::F32, &[gemm.slots])?;
     if d_weights == 0 {
+        gemm.wait_in_kernel(&mut choice, &call.grad, &mut p)?;
         return gemm.launch(Product::DownBwd, &choice, &p);
     }
-    let partial = gemm.partial(p.n_tiles)?;
+    // Nothing may be enqueued before a product that starts while its rows come.
+    let filled = if call.grad.arrivals.is_some() { &device.without_poison() } else { device };
+    let partial = Tensor::empty(filled, DType::F32, &[gemm.slots, p.n_tiles as usize])?;
     p.partial = partial.view().data().ptr;
+    gemm.wait_in_kernel(&mut choice, &call.grad, &mut p)?;
     gemm.launch(Product::DownBwd, &choice, &p)?;
     drop(in_order);
     gemm.slot_dots(&partial, &choice.tiles, d_weights, (bias != 0).then_some((bias, &grad, h)))

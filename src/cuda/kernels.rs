@@ -59,6 +59,12 @@ impl Kernels for Cuda {
     fn check(&self) -> Result<()> {
         self.faults("check")
     }
+    fn products_wait(&self, dtype: DType, sizes: [usize; 2]) -> bool {
+        experts::products_wait(self, dtype, sizes)
+    }
+    fn list_tiles(&self, segments: &Segments<Self>) -> Result<()> {
+        experts::list_tiles(self, segments)
+    }
     fn orders_rows(&self, dtype: DType, columns: usize) -> bool {
         wgrad::orders_rows(self, dtype, columns)
     }

@@ -19,12 +19,16 @@ pub(super) struct Grid {
     pub(super) blocks: (usize, usize),
     pub(super) threads: u32,
     pub(super) shared: u32,
+    /// It may start before the kernel that was enqueued last has ended, once all blocks of that one let it.
+    pub(super) starts_early: bool,
+    /// Blocks sit on SMs that lie together by twos.
+    pub(super) pairs: bool,
 }
 
 impl Grid {
     /// So many blocks of so many threads.
     pub(super) fn new(blocks: usize, threads: u32) -> Self {
-        Self { blocks: (blocks, 1), threads, shared: 0 }
+        Self { blocks: (blocks, 1), threads, shared: 0, starts_early: false, pairs: false }
     }
 
     /// Blocks of so many threads, one of which takes an item.
@@ -83,7 +87,7 @@ impl Cuda {
             ));
         };
         self.bind(call)?;
-        let mut attribute = attribute(kernel.start);
+        let mut attributes = attributes(kernel.start, &grid);
         let config = sys::CUlaunchConfig {
             gridDimX: x as u32,
             gridDimY: u32::from(y),
@@ -93,8 +97,8 @@ impl Cuda {
             blockDimZ: 1,
             sharedMemBytes: grid.shared,
             hStream: self.inner.stream.cu_stream(),
-            attrs: attribute.as_mut().map_or(ptr::null_mut(), ptr::from_mut),
-            numAttrs: u32::from(attribute.is_some()),
+            attrs: attributes.as_mut_ptr(),
+            numAttrs: attributes.len() as u32,
         };
         // SAFETY: the function belongs to this context; configuration and arguments are copied before the call returns;
         // a kernel that is started early waits itself for what it reads; the rest is the caller's promise.
@@ -104,16 +108,20 @@ impl Cuda {
     }
 }
 
-/// What a launch is to be told of when its blocks start.
-fn attribute(start: BlockStart) -> Option<sys::CUlaunchAttribute> {
+/// What a launch is to be told of when and where its blocks start.
+fn attributes(start: BlockStart, grid: &Grid) -> Vec<sys::CUlaunchAttribute> {
     use sys::CUlaunchAttributeID::{
-        CU_LAUNCH_ATTRIBUTE_COOPERATIVE as COOPERATIVE,
+        CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION as CLUSTER, CU_LAUNCH_ATTRIBUTE_COOPERATIVE as COOPERATIVE,
         CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION as PROGRAMMATIC,
     };
-    let (id, value) = match start {
-        BlockStart::Plain => return None,
-        BlockStart::Early => (PROGRAMMATIC, sys::CUlaunchAttributeValue { programmaticStreamSerializationAllowed: 1 }),
-        BlockStart::Together => (COOPERATIVE, sys::CUlaunchAttributeValue { cooperative: 1 }),
+    let early = (PROGRAMMATIC, sys::CUlaunchAttributeValue { programmaticStreamSerializationAllowed: 1 });
+    let start = match start {
+        BlockStart::Plain => grid.starts_early.then_some(early),
+        BlockStart::Early => Some(early),
+        BlockStart::Together => Some((COOPERATIVE, sys::CUlaunchAttributeValue { cooperative: 1 })),
     };
-    Some(sys::CUlaunchAttribute { id, pad: [0; 4], value })
+    let pair = sys::CUlaunchAttributeValue_union__bindgen_ty_1 { x: 2, y: 1, z: 1 };
+    let pairs = grid.pairs.then_some((CLUSTER, sys::CUlaunchAttributeValue { clusterDim: pair }));
+    let of = |(id, value)| sys::CUlaunchAttribute { id, pad: [0; 4], value };
+    start.into_iter().chain(pairs).map(of).collect()
 }

@@ -209,6 +209,62 @@ impl PlannedTiles {
     }
 }
 
+/// Lists of tiles to make.
+struct ListRequest {
+    site: i64,
+    tile: usize,
+    order: TileOrder,
+    /// Experts of a list.
+    chunk: i64,
+    chunks: usize,
+    /// Where lists, their lengths and tickets begin.
+    lists: [u64; 3],
+    /// Room of a list.
+    most: usize,
+}
+
+fn enqueue_list(call: &'static str, device: &Cuda, segments: &Segments<Cuda>, request: ListRequest) -> Result<()> {
+    let ListRequest { site, tile, order, chunk, chunks, lists: [tiles, tile_count, tickets], most } = request;
+    let p = params::TileListParams {
+        offsets: segments.offsets.view().data().ptr,
+        counts: segments.counts.view().data().ptr,
+        groups: segments.offsets.dims().first().copied().unwrap_or(0) as i64,
+        chunk,
+        rows: segments.rows as i64,
+        tile_rows: tile as i64,
+        tiles,
+        tile_count,
+        tickets,
+        max_tiles: most as i64,
+        fault: device.inner.status,
+        site,
+    };
+    let kernels = &device.kernels().plan;
+    let kernel = match order {
+        TileOrder::Slots => &kernels.list_tiles,
+        TileOrder::Pairs => &kernels.list_tiles_paired,
+    };
+    // SAFETY: offsets and counts have `groups` entries, each block's list `most`; the kernel writes no more.
+    unsafe { device.launch(call, kernel, Grid::new(chunks, params::PLAN_THREADS), &p) }
+}
+
+/// Makes the list that a plan makes, where it has made none.
+pub(super) fn list_planned(call: &'static str, device: &Cuda, segments: &Segments<Cuda>, site: i64) -> Result<()> {
+    if segments.tiles().is_some() {
+        return Ok(());
+    }
+    let groups = segments.offsets.dims().first().copied().unwrap_or(0);
+    let PlannedTiles { tile, order, most } = PlannedTiles::new(segments.rows, groups);
+    let Some(mut list) = (PlannedTiles { tile, order, most }).empty(device)? else { return Ok(()) };
+    let count = at(&mut list);
+    let lists = [count + TILE_BYTES, count, count + size_of::<i32>() as u64];
+    let request = ListRequest { site, tile, order, chunk: groups.max(1) as i64, chunks: 1, lists, most };
+    enqueue_list(call, device, segments, request)?;
+    // Another thread's is as good.
+    let _ = segments.tiles.set(list);
+    Ok(())
+}
+
 impl Tiles {
     pub(super) fn new(
         call: &'static str,
@@ -235,27 +291,8 @@ impl Tiles {
         let mut count = Tensor::empty(device, DType::I32, &[2, chunks])?;
         let made = (at(&mut list), at(&mut count));
         let tickets = made.1 + (chunks * size_of::<i32>()) as u64;
-        let call_params = params::TileListParams {
-            offsets: segments.offsets.view().data().ptr,
-            counts: segments.counts.view().data().ptr,
-            groups: groups as i64,
-            chunk: chunk as i64,
-            rows: segments.rows as i64,
-            tile_rows: tile as i64,
-            tiles: made.0,
-            tile_count: made.1,
-            tickets,
-            max_tiles: most as i64,
-            fault: device.inner.status,
-            site,
-        };
-        let kernels = &device.kernels().plan;
-        let kernel = match order {
-            TileOrder::Slots => &kernels.list_tiles,
-            TileOrder::Pairs => &kernels.list_tiles_paired,
-        };
-        // SAFETY: offsets and counts have `groups` entries, each block's list `most`; the kernel writes no more.
-        unsafe { device.launch(call, kernel, Grid::new(chunks, params::PLAN_THREADS), &call_params) }?;
+        let (chunk, lists) = (chunk as i64, [made.0, made.1, tickets]);
+        enqueue_list(call, device, segments, ListRequest { site, tile, order, chunk, chunks, lists, most })?;
         Ok(Self { list: made.0, count: made.1, tickets, most, chunks, _made: Some([list, count]) })
     }
 
@@ -272,6 +309,11 @@ impl Tiles {
     /// What products that share its tiles out as they go count in, one after the other.
     pub(super) fn ticket(&self) -> u64 {
         self.ticket_of(0)
+    }
+
+    /// Whether the layout's plan has made it, so that nothing was enqueued for it.
+    pub(super) fn is_planned(&self) -> bool {
+        self._made.is_none()
     }
 
     /// Whether there is but one.

@@ -1,5 +1,5 @@
 //! Rows between the GPUs of a host by stores into each other's memory (`kernels/sm90_nvlink_dispatch.cu`,
-//! `sm90_nvlink_combine.cu`; the protocol is described in `common/nvlink.cuh`).
+//! `sm90_nvlink_groups.cu`, `sm90_nvlink_combine.cu`; the protocol is described in `common/nvlink.cuh`).
 
 use std::time::Duration;
 
@@ -11,12 +11,12 @@ use crate::tensor::{TensorMut, TensorRef};
 
 use super::buffer::DeviceMut;
 use super::device::Cuda;
-use super::heuristics::{NVLINK_LAG, NVLINK_TEST_DELAY};
+use super::heuristics::{self, NVLINK_LAG, NVLINK_TEST_DELAY};
 use super::launch::Grid;
 use super::layout::{aligned, pointer};
 use super::params::{self, type_code};
 use super::peers::StopWord;
-use super::tile_config::NVLINK_SUM_SMEM;
+use super::tile_config::{NVLINK_ITEMS_SMEM, NVLINK_SUM_SMEM};
 
 /// Ranks of a group at most.
 pub(crate) const MOST_RANKS: usize = params::NVLINK_RANKS as usize;
@@ -65,6 +65,8 @@ pub(crate) struct PeerCall<'a> {
     pub(crate) stop: &'a StopWord,
     /// Blocks of the kernel at most; 0: as many as the GPU has SMs.
     pub(crate) max_sms: usize,
+    /// A product starts while the call's kernel runs.
+    pub(crate) overlapped: bool,
 }
 
 /// Tokens to send.
@@ -75,6 +77,38 @@ pub(crate) struct DispatchCall<'a> {
     pub(crate) scales: Option<TensorRef<'a, Cuda>>,
     pub(crate) maps: &'a ZoneMaps<Cuda>,
     pub(crate) layout: ZoneLayout,
+}
+
+/// How tokens are sent by groups of experts, while a product of theirs runs.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct ByGroups<'a> {
+    /// Kept ids `[T, K]`.
+    pub(crate) kept: TensorRef<'a, Cuda>,
+    /// Experts of a rank.
+    pub(crate) local_experts: usize,
+    /// Blocks of the kernel: even, at most 16, the same on all ranks.
+    pub(crate) blocks: usize,
+}
+
+/// Blocks of the kernel that sends by groups at most.
+const MOST_GROUP_BLOCKS: usize = params::NVLINK_MARK_BLOCKS as usize;
+/// Where the word lies among a rank's control words that tells how many groups have come.
+pub(crate) const ARRIVED_AT: usize = params::NVLINK_ARRIVED as usize * 8;
+
+/// Experts of a group where a rank has so many.
+pub(crate) fn group_experts(local_experts: usize) -> usize {
+    local_experts.div_ceil(params::NVLINK_GROUPS as usize).max(1)
+}
+
+/// Whether so many rows of so many experts are few, for which products wait for none.
+pub(crate) fn few_rows(rows: usize, experts: usize) -> bool {
+    heuristics::few_rows(i64::try_from(rows).unwrap_or(i64::MAX), experts as i64)
+}
+
+/// Whether so many blocks can list the rows of so many tokens to so many ranks.
+pub(crate) fn lists_rows(tokens: usize, ranks: usize, blocks: usize) -> bool {
+    let room = params::NVLINK_ITEMS_SMEM as usize / size_of::<u32>();
+    (1..=MOST_GROUP_BLOCKS).contains(&blocks) && tokens.div_ceil(blocks).saturating_mul(ranks) <= room
 }
 
 /// Rows of slots to return.
@@ -126,6 +160,20 @@ impl PeerCall<'_> {
     pub(super) fn blocks(&self, device: &Cuda, pieces: usize) -> usize {
         let most = if self.max_sms == 0 { device.inner.sm_count } else { self.max_sms.min(device.inner.sm_count) };
         pieces.clamp(1, most)
+    }
+}
+
+impl DispatchCall<'_> {
+    fn params(&self, device: &Cuda, peers: &PeerCall<'_>) -> Result<params::NvLinkDispatchParams> {
+        Ok(params::NvLinkDispatchParams {
+            call: peers.params(device)?,
+            rows: part(&Some(self.tokens), 0),
+            weights: part(&self.weights, self.layout.weights),
+            scales: part(&self.scales, self.layout.scales),
+            token_rows: self.maps.token_rows.view().data().ptr,
+            tokens: self.tokens.rows() as i64,
+            max_tokens: self.maps.zone_rows as i64,
+        })
     }
 }
 
@@ -185,19 +233,37 @@ impl Cuda {
     pub(crate) unsafe fn nvlink_dispatch(&self, peers: &PeerCall<'_>, sent: DispatchCall<'_>) -> Result<()> {
         let kernels = &self.kernels().sm90.as_ref().ok_or_else(|| absent(peers.call))?.nvlink;
         let tokens = sent.tokens.rows();
-        let p = params::NvLinkDispatchParams {
-            call: peers.params(self)?,
-            rows: part(&Some(sent.tokens), 0),
-            weights: part(&sent.weights, sent.layout.weights),
-            scales: part(&sent.scales, sent.layout.scales),
-            token_rows: sent.maps.token_rows.view().data().ptr,
-            tokens: tokens as i64,
-            max_tokens: sent.maps.zone_rows as i64,
-        };
+        let p = sent.params(self, peers)?;
         let warps = (params::NVLINK_THREADS / params::WARP_THREADS) as usize;
         let grid = Grid::new(peers.blocks(self, tokens.div_ceil(warps)), params::NVLINK_THREADS);
         // SAFETY: the maps have the sizes that `params.h` states; the rest is the caller's promise.
         unsafe { self.launch(peers.call, &kernels.dispatch, grid, &p) }
+    }
+
+    /// The same by groups of experts, on few SMs; a product that is enqueued next starts early and waits for their rows itself.
+    ///
+    /// # Safety
+    /// As [`Cuda::nvlink_dispatch`]; `by` lists the tokens that are sent, as [`lists_rows`] allows.
+    pub(crate) unsafe fn nvlink_dispatch_by_groups(
+        &self,
+        peers: &PeerCall<'_>,
+        sent: DispatchCall<'_>,
+        by: ByGroups<'_>,
+    ) -> Result<()> {
+        let kernels = &self.kernels().sm90.as_ref().ok_or_else(|| absent(peers.call))?.nvlink;
+        let group_experts = group_experts(by.local_experts);
+        let p = params::NvLinkGroupsParams {
+            sent: sent.params(self, peers)?,
+            kept: by.kept.data().ptr,
+            top_k: by.kept.row_bytes() as i64 / DType::I32.size() as i64,
+            local_experts: by.local_experts as i64,
+            group_experts: group_experts as i64,
+            groups: by.local_experts.div_ceil(group_experts) as i64,
+        };
+        let one = Grid::new(by.blocks, params::NVLINK_THREADS);
+        let grid = Grid { shared: NVLINK_ITEMS_SMEM, pairs: true, ..one };
+        // SAFETY: the caller's promise.
+        unsafe { self.launch(peers.call, &kernels.groups, grid, &p) }
     }
 
     /// Returns rows of slots to their tokens' ranks, and adds those of this rank's tokens.
@@ -232,8 +298,9 @@ impl Cuda {
             lag: NVLINK_LAG.min(tokens) as i64,
         };
         let pieces = (peers.words.len() * maps.zone_rows.max(tokens)).div_ceil(params::NVLINK_SUM_GROUPS as usize);
-        let grid =
-            Grid { shared: NVLINK_SUM_SMEM, ..Grid::new(peers.blocks(self, pieces), params::NVLINK_SUM_THREADS) };
+        let blocks = peers.blocks(self, pieces);
+        let pairs = peers.overlapped && blocks.is_multiple_of(2);
+        let grid = Grid { shared: NVLINK_SUM_SMEM, pairs, ..Grid::new(blocks, params::NVLINK_SUM_THREADS) };
         // SAFETY: as in `nvlink_dispatch`.
         unsafe { self.launch(peers.call, kernels.combine.of(dtype), grid, &p) }
     }

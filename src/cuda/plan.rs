@@ -5,7 +5,7 @@
 //! Everything else is planned on the host, which has all ranks' ids then, by the CPU's code, and the maps are copied
 //! over.
 
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 use crate::config::CapacityOrder;
 use crate::cpu::Cpu;
@@ -273,7 +273,8 @@ impl LocalLayout {
     pub(super) fn into_plan(self) -> PlanAndStats {
         let (rows, tokens) = (self.params.rows as usize, self.tokens);
         let unread = Lazy::from_fn(|| Err(Error::invalid(CALL, "stats", "a plan's", "none yet")));
-        let Self { offsets, counts, origin, tiles, .. } = self;
+        let Self { offsets, counts, origin, .. } = self;
+        let tiles = self.tiles.map_or_else(OnceLock::new, OnceLock::from);
         let plan = Plan {
             tokens,
             total_tokens: tokens,

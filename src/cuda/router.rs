@@ -258,7 +258,7 @@ fn totals(
     p.partial = partial.view().data().ptr;
     p.totals = totals.view().data().ptr;
     let threads = whole_warps(p.experts as usize, params::AUX_THREADS);
-    let grid = Grid { blocks: (cut.chunks, cut.sequences), threads, shared: 0 };
+    let grid = Grid { blocks: (cut.chunks, cut.sequences), ..Grid::new(0, threads) };
     // SAFETY: sizes as allocated above; logits, ids and scratch were checked or made by the callers.
     unsafe { device.launch(call, &device.kernels().aux_loss.chunks, grid, p) }?;
     let grid = numbers_grid(width, cut.sequences);

@@ -72,19 +72,25 @@ pub(super) fn serves(device: &Cuda, dtype: DType, p: &params::GemmParams) -> boo
         && p.k % 8 == 0
 }
 
-/// Launches a kernel of blocks that stay, at most one an SM.
+/// A launch of so many blocks of work.
+pub(super) struct Sm90Launch<'a> {
+    pub(super) call: &'static str,
+    pub(super) kernel: &'a Kernel,
+    pub(super) product: Product,
+    pub(super) dtype: DType,
+    pub(super) blocks: usize,
+    /// SMs of the kernel that is still bringing its rows.
+    pub(super) movement_sms: Option<usize>,
+}
+
+/// Launches a kernel of blocks that stay, at most one an SM. Where rows are still coming (`p.arrived`), it starts while the
+/// kernel that brings them runs, on the SMs that this one leaves, and then on all; where the device reserves SMs, on those
+/// that are left beside both all along.
 ///
 /// # Safety
-/// As [`Cuda::launch`], for the kernel of `product`.
-pub(super) unsafe fn launch(
-    device: &Cuda,
-    call: &'static str,
-    kernel: &Kernel,
-    product: Product,
-    dtype: DType,
-    blocks: usize,
-    p: &params::GemmParams,
-) -> Result<()> {
+/// As [`Cuda::launch`], for the kernel of `product`; where rows are still coming, what brings them was enqueued last.
+pub(super) unsafe fn launch(device: &Cuda, launch: Sm90Launch<'_>, p: &params::GemmParams) -> Result<()> {
+    let Sm90Launch { call, kernel, product, dtype, blocks, movement_sms } = launch;
     if blocks == 0 {
         return Ok(());
     }
@@ -108,8 +114,13 @@ pub(super) unsafe fn launch(
         _ => (b, or_none(p.pre_out, 2)?, planes(p.out, 1)?),
     };
     // Blocks work in pairs.
-    let blocks = blocks.min(device.usable_sms() / 2 * 2).next_multiple_of(2);
-    let grid = Grid { shared: SM90_GROUPED_GEMM.shared, ..Grid::new(blocks, SM90_GROUPED_GEMM.threads) };
+    let usable = match movement_sms {
+        Some(sms) if device.reserves_sms() => device.reserving_more(sms).usable_sms(),
+        _ => device.usable_sms(),
+    };
+    let blocks = blocks.min(usable / 2 * 2).next_multiple_of(2);
+    let starts_early = p.arrived != 0;
+    let grid = Grid { shared: SM90_GROUPED_GEMM.shared, starts_early, ..Grid::new(blocks, SM90_GROUPED_GEMM.threads) };
     let [a, b, pre, gated, plain] = [&a, &b, &pre, &gated, &plain].map(argument);
     let mut arguments = [argument(p), a, b, pre, gated, plain];
     // SAFETY: the kernels take at most these six, in this order; the rest is the caller's promise.

@@ -220,6 +220,7 @@ impl Raised<'_> {
             params::NVLINK_WAIT_READY => "did not come to the call in time",
             params::NVLINK_WAIT_DONE => "did not end the call in time",
             params::NVLINK_WAIT_ROW => "did not send a row in time",
+            params::NVLINK_WAIT_MARK => "did not send an expert's rows in time",
             _ => "had given up in an earlier call",
         };
         Error::LatePeer { call: self.call, rank, layer, peer, problem }

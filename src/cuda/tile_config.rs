@@ -68,6 +68,8 @@ pub(super) const NVFP4_ALIGNED_SMEM: [u32; 2] = [params::NVFP4_ALIGNED_SMEM, par
 pub(super) const NVLINK_SUM_SMEM: u32 = params::NVLINK_SUM_SMEM;
 /// Most shared memory of the kernel that plans over NVLink (`kernels/sm90_nvlink_plan.cu`), beside its own variables.
 pub(super) const NVLINK_PLAN_SMEM: u32 = 200 << 10;
+/// Shared memory of the kernel that sends tokens by groups of experts (`kernels/sm90_nvlink_groups.cu`).
+pub(super) const NVLINK_ITEMS_SMEM: u32 = params::NVLINK_ITEMS_SMEM;
 /// Shared memory that a block has without asking for it, the kernel's own variables included.
 pub(super) const DEFAULT_SMEM: u32 = 48 << 10;
 /// Warps of the kernel that plans in one block (`plan_small` in `kernels/plan.cu`), and most shared memory of it:

@@ -177,7 +177,7 @@ impl QuantizedOperand {
         let (kernel, grid) = match tuned {
             Some(TunedKernel { kernel, threads, shared, most, .. }) => {
                 let blocks = (grid.blocks.0.min(most), 1);
-                (kernel, Grid { blocks, threads, shared })
+                (kernel, Grid { blocks, shared, ..Grid::new(0, threads) })
             }
             None => (device.kernels().w4a16.of(self.format).of(product).of(dtype), grid),
         };

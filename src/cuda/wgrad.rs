@@ -11,7 +11,7 @@ use super::context_kernels::Kernel;
 use super::device::Cuda;
 use super::experts::portable_shape;
 use super::fault_site::MappedCall;
-use super::heuristics::ORDER_WGRAD_COLUMNS;
+use super::heuristics::{ORDER_WGRAD_COLUMNS, WGRAD_UNDER_RETURN};
 use super::launch::{Grid, argument};
 use super::layout::{SourceRows, check_segments, input, optional, output, pointer};
 use super::params::{self, type_code};
@@ -41,6 +41,7 @@ struct WgradCall<'a> {
     out: u64,
     out_type: DType,
     accumulate: bool,
+    movement_sms: Option<usize>,
 }
 
 pub(super) fn wgrad(device: &Cuda, call: Wgrad<'_, Cuda>) -> Result<()> {
@@ -62,6 +63,7 @@ pub(super) fn wgrad(device: &Cuda, call: Wgrad<'_, Cuda>) -> Result<()> {
         out: output(CALL, "out", call.out, out_type, &[experts, m, n])?,
         out_type,
         accumulate: call.accumulate,
+        movement_sms: call.movement_sms,
     };
     match sums.sm90_kernel() {
         Some(kernel) => sums.sm90(kernel)?,
@@ -124,6 +126,7 @@ impl WgradCall<'_> {
             counts: self.segments.counts.view().data().ptr,
             slots: self.segments.rows as i64,
             groups: experts as i64,
+            first: 0,
             transposed: i64::from(transposed),
             out_type: type_code(CALL, "out", self.out_type)?,
             accumulate: i64::from(self.accumulate),
@@ -134,23 +137,50 @@ impl WgradCall<'_> {
             let sizes = [columns as u64, source.rows as u64];
             TensorMapSpec { call: CALL, dtype: self.dtype, base: source.base, sizes: &sizes }.boxes(64)
         };
-        let sizes = [n as u64, m as u64, experts as u64];
-        let out = TensorMapSpec { call: CALL, dtype: self.out_type, base: self.out, sizes: &sizes };
-        // Operands come 64 rows at a time, sums leave in squares of 64 or, in f32, 32.
-        let maps = [
-            rows(narrow, columns)?,
-            rows(wide, wide_columns)?,
-            out.boxes(if self.out_type == DType::F32 { 32 } else { 64 })?,
-        ];
+        // Operands come 64 rows at a time.
+        let operands = [rows(narrow, columns)?, rows(wide, wide_columns)?];
         // Blocks work in pairs, on neighboring tiles of the narrow side.
-        let pairs = experts * columns.div_ceil(2 * SM90_WGRAD.tile) * wide_columns.div_ceil(BLOCK_N);
-        let blocks = 2 * pairs.min(self.device.usable_sms() / 2);
-        let grid = Grid { shared: SM90_WGRAD.shared, ..Grid::new(blocks, SM90_WGRAD.threads) };
-        let [a, b, c] = &maps;
-        let mut arguments = [argument(&p), argument(a), argument(b), argument(c)];
-        // SAFETY: all tensors were checked against the sizes in `p`; maps and segments, which only the device knows,
-        // are checked by the kernel. It takes these four arguments.
-        unsafe { self.device.launch_with(CALL, kernel, grid, &mut arguments) }
+        let pairs = columns.div_ceil(2 * SM90_WGRAD.tile) * wide_columns.div_ceil(BLOCK_N);
+        // Rows that were brought into order are waited for.
+        let movement_sms = self.movement_sms.filter(|_| in_order.is_none()).unwrap_or(0);
+        let first = self.experts_under(movement_sms);
+        let beside_movement = self.device.reserving_more(movement_sms);
+        let parts = [(0..first, true, &beside_movement), (first..experts, false, self.device)];
+        for (part, starts_early, device) in parts {
+            if part.is_empty() {
+                continue;
+            }
+            let at = part.start as u64;
+            let p = params::WeightGradParams {
+                offsets: p.offsets + at * size_of::<i64>() as u64,
+                counts: p.counts + at * size_of::<i64>() as u64,
+                groups: part.len() as i64,
+                first: part.start as i64,
+                ..p
+            };
+            let base = self.out + at * (m * n * self.out_type.size()) as u64;
+            let sizes = [n as u64, m as u64, part.len() as u64];
+            let out = TensorMapSpec { call: CALL, dtype: self.out_type, base, sizes: &sizes };
+            // Sums leave in squares of 64 or, in f32, 32.
+            let out = out.boxes(if self.out_type == DType::F32 { 32 } else { 64 })?;
+            let blocks = 2 * (part.len() * pairs).min(device.usable_sms() / 2);
+            let grid = Grid { shared: SM90_WGRAD.shared, starts_early, ..Grid::new(blocks, SM90_WGRAD.threads) };
+            let [a, b] = &operands;
+            let mut arguments = [argument(&p), argument(a), argument(b), argument(&out)];
+            // SAFETY: all tensors were checked against the sizes in `p`; maps and segments, which only the device knows,
+            // are checked by the kernel. It takes these four arguments.
+            unsafe { device.launch_with(CALL, kernel, grid, &mut arguments) }?;
+        }
+        Ok(())
+    }
+
+    /// Experts whose gradients are made while a movement of so many SMs runs.
+    fn experts_under(&self, movement_sms: usize) -> usize {
+        let [experts, rows, _] = self.sizes;
+        if movement_sms == 0 {
+            return 0;
+        }
+        experts.saturating_mul(WGRAD_UNDER_RETURN).div_ceil((rows * movement_sms).max(1)).min(experts)
     }
 
     fn portable(&self) -> Result<()> {
@@ -218,7 +248,7 @@ impl WgradCall<'_> {
             site: self.left.site,
         };
         let blocks = (m.div_ceil(params::COLUMN_SUMS_COLUMNS as usize), experts);
-        let grid = Grid { blocks, threads: params::COLUMN_SUMS_THREADS, shared: 0 };
+        let grid = Grid { blocks, ..Grid::new(0, params::COLUMN_SUMS_THREADS) };
         // SAFETY: as for the weight gradient.
         unsafe { self.device.launch(CALL, &self.device.kernels().wgrad.column_sums, grid, &p) }
     }

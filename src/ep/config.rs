@@ -36,6 +36,8 @@ pub struct GroupConfig {
     /// of [`AllToAll`](super::AllToAll), whatever the number of ranks, at the price of more bytes; otherwise each rank
     /// adds its own slots' first.
     pub in_k_order: bool,
+    /// NVLink: whether products of a layer run while its rows travel. Results are the same to the bit.
+    pub overlap: Overlap,
     /// [`DispatcherKind::Auto`] times each dispatcher that every rank can have, but low latency, in steps of
     /// this shape, once, as the group is formed, and takes the quickest, the same on all ranks; `None`: it decides from
     /// its table. A dispatcher that is
@@ -43,6 +45,89 @@ pub struct GroupConfig {
     /// the dispatcher the order of sums: a run that is to go on with the same bits stores
     /// [`Group::dispatcher_kind`](super::Group::dispatcher_kind) and names it from then on.
     pub measure: Option<DispatchShape>,
+}
+
+/// Whether products of a layer run while its rows travel, and how many SMs the movements then take: up and down's gradient
+/// start while the rows come that they read, and weight gradients run under the way back of the rows' gradient.
+///
+/// It is for gated activations, weights that are not at the experts' input, tokens and experts' weights of 16 bits as they
+/// are multiplied, fewer than 8192 columns of gate and up, more rows than decoding has, and layouts that the GPU plans.
+/// Elsewhere one follows the other.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Overlap {
+    /// As measured: on 16 SMs (fewer where [`GroupConfig::max_sms`] or what a rank's device reserves leaves no 16), for
+    /// messages of 1024 rows and more of at most 8192 bytes each.
+    #[default]
+    Auto,
+    /// One after the other.
+    Off,
+    /// Rows travel to their experts on so many SMs, and back on up to twice as many: an even number from 2 to 16, at most
+    /// [`GroupConfig::max_sms`] where that is set, and two fewer than any rank's device may fill
+    /// ([`Cuda::reserving_sms`](crate::cuda::Cuda::reserving_sms)), so that a product has SMs beside them. None at all would
+    /// be a product that waits for rows which nothing brings. What does not fit is [`Error::Invalid`].
+    Sms(usize),
+}
+
+impl Overlap {
+    /// SMs of the movements where kernels may take `max_sms` (0: any number) and fill `usable` on every rank. A product
+    /// takes a pair at least.
+    #[cfg(any(test, feature = "nccl"))]
+    pub(crate) fn movement_sms(self, call: &'static str, max_sms: usize, usable: usize) -> Result<MovementSms, Error> {
+        let most = usable.saturating_sub(Self::PAIR);
+        let most = if max_sms == 0 { most } else { most.min(max_sms) } / Self::PAIR * Self::PAIR;
+        let dispatch = match self {
+            Self::Auto => Self::MOST_SMS.min(most),
+            Self::Off => 0,
+            Self::Sms(sms) if sms <= most => sms,
+            Self::Sms(sms) => {
+                let expected = format!("at most {most} SMs, where kernels may fill {usable} and max_sms is {max_sms}");
+                return Err(Error::invalid(call, "overlap", expected, sms));
+            }
+        };
+        Ok(MovementSms { dispatch, back: (2 * dispatch).min(most) })
+    }
+
+    /// As ranks compare it.
+    pub(super) fn number(self) -> usize {
+        match self {
+            Self::Auto => 0,
+            Self::Off => 1,
+            Self::Sms(sms) => sms.saturating_add(2),
+        }
+    }
+
+    pub(super) fn name_of(number: u64) -> String {
+        match number {
+            0 => "auto".into(),
+            1 => "off".into(),
+            sms => format!("{} SMs", sms - 2),
+        }
+    }
+
+    const MOST_SMS: usize = 16;
+    /// Blocks of products work in pairs.
+    const PAIR: usize = 2;
+
+    /// Refuses what can bring no rows.
+    pub(super) fn check(self, call: &'static str) -> Result<(), Error> {
+        match self {
+            Self::Sms(sms) if sms == 0 || sms > Self::MOST_SMS || !sms.is_multiple_of(Self::PAIR) => {
+                let expected = format!("an even number of SMs from 2 to {}", Self::MOST_SMS);
+                Err(Error::invalid(call, "overlap", expected, sms))
+            }
+            _ => Ok(()),
+        }
+    }
+}
+
+/// SMs of movements that products run beside, the same on all ranks.
+#[cfg(any(test, feature = "nccl"))]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct MovementSms {
+    /// Of rows to their experts; 0: nothing runs beside them.
+    pub dispatch: usize,
+    /// Of rows' gradients on their way back.
+    pub back: usize,
 }
 
 /// The step that dispatchers are timed in: every rank brings as many tokens, whose choices are random and even.
@@ -152,6 +237,7 @@ impl GroupConfig {
             windows: 0,
             max_sms: 0,
             in_k_order: false,
+            overlap: Overlap::default(),
             measure: None,
         }
     }
@@ -187,5 +273,24 @@ mod tests {
         }
         let error = "ncclep".parse::<DispatcherKind>().expect_err("no kind").to_string();
         assert!(error.contains("ncclep") && error.contains("nccl_ep_ll"), "{error}");
+    }
+
+    #[test]
+    fn movements_leave_a_pair_of_sms_and_keep_to_what_the_group_allows() {
+        let sms = |overlap: Overlap, max_sms, usable| {
+            overlap.movement_sms("a test", max_sms, usable).ok().map(|sms| [sms.dispatch, sms.back])
+        };
+        assert_eq!(sms(Overlap::Auto, 0, 132), Some([16, 32]));
+        assert_eq!(sms(Overlap::Auto, 21, 132), Some([16, 20]));
+        assert_eq!(sms(Overlap::Auto, 7, 132), Some([6, 6]));
+        assert_eq!(sms(Overlap::Auto, 0, 9), Some([6, 6]));
+        assert_eq!(sms(Overlap::Auto, 1, 132), Some([0, 0]), "nothing that could be shared");
+        assert_eq!(sms(Overlap::Auto, 0, 2), Some([0, 0]));
+        assert_eq!(sms(Overlap::Off, 0, 132), Some([0, 0]));
+        assert_eq!(sms(Overlap::Sms(8), 0, 132), Some([8, 16]));
+        assert_eq!(sms(Overlap::Sms(8), 8, 10), Some([8, 8]));
+        assert_eq!(sms(Overlap::Sms(8), 7, 132), None);
+        assert_eq!(sms(Overlap::Sms(8), 0, 9), None);
+        assert_eq!(sms(Overlap::Sms(2), 0, 0), None);
     }
 }

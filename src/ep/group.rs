@@ -9,7 +9,7 @@ use crate::kernels::Kernels;
 
 use super::dispatcher_state::DispatcherState;
 use super::{
-    Capacity, DispatchShape, DispatcherKind, GroupConfig, LibraryDispatchers, TokenDispatcher, measure, select,
+    Capacity, DispatchShape, DispatcherKind, GroupConfig, LibraryDispatchers, Overlap, TokenDispatcher, measure, select,
 };
 
 const CALL: &str = "Group::new";
@@ -35,6 +35,7 @@ impl GroupConfig {
             let expected = format!("a dispatcher between the {ranks} ranks");
             return Err(Error::invalid(CALL, source, expected, "local, which is for one rank"));
         }
+        self.overlap.check(CALL)?;
         self.measure.as_ref().map_or(Ok(()), |shape| self.validate_shape(shape))
     }
 
@@ -64,7 +65,7 @@ impl GroupConfig {
         }
     }
 
-    fn fields(&self) -> [ComparedField; 14] {
+    fn fields(&self) -> [ComparedField; 15] {
         let field = |name, value: usize| ComparedField::number(name, value as u64);
         let shape = self.measure;
         let of_shape = |name, value: fn(DispatchShape) -> usize| field(name, shape.map_or(0, value));
@@ -80,6 +81,7 @@ impl GroupConfig {
             field("windows", self.windows),
             field("max_sms", self.max_sms),
             ComparedField { text: |set| (set != 0).to_string(), ..field("in_k_order", usize::from(self.in_k_order)) },
+            ComparedField { text: Overlap::name_of, ..field("overlap", self.overlap.number()) },
             ComparedField {
                 text: |asked| if asked == 0 { "none" } else { "a shape" }.into(),
                 ..of_shape("measure", |_| 1)

@@ -46,7 +46,9 @@ mod shared_group;
 
 pub use all_gather::AllGather;
 pub use all_to_all::AllToAll;
-pub use config::{DispatchShape, DispatcherKind, GroupConfig};
+#[cfg(feature = "nccl")]
+pub(crate) use config::MovementSms;
+pub use config::{DispatchShape, DispatcherKind, GroupConfig, Overlap};
 pub use group::Group;
 pub use handle::{Agreement, Handle};
 pub use local::Local;
@@ -66,7 +68,7 @@ use std::fmt;
 
 use crate::comm::Communicator;
 use crate::dtype::DType;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::kernels::{Kernels, RouteAndPlan, RowSource};
 use crate::tensor::{Tensor, TensorMut, TensorRef};
 
@@ -182,6 +184,62 @@ pub trait TokenDispatcher<D: Kernels>: fmt::Debug + Send {
     fn overlaps(&self) -> bool {
         false
     }
+    /// Whether products of some rows may run while they travel; the same on all ranks.
+    fn may_overlap_products(&self) -> bool {
+        false
+    }
+    /// Whether those of rows of so many elements do, over such a handle ([`dispatch_rows_with_product`] and its like); the
+    /// same on all ranks.
+    ///
+    /// [`dispatch_rows_with_product`]: Self::dispatch_rows_with_product
+    fn overlaps_products(&self, handle: &Handle<D>, dtype: DType, width: usize) -> bool {
+        let _ = (handle, dtype, width);
+        false
+    }
+    /// [`dispatch_rows`](Self::dispatch_rows), and a product of these rows that starts while they come. `product` is
+    /// called once, as soon as rows are on their way: it enqueues that product before anything else, has taken what memory
+    /// it needs before, and keeps its own errors.
+    ///
+    /// # Errors
+    /// As [`dispatch_rows`](Self::dispatch_rows), and then `product` may not have been called; a dispatcher that does not
+    /// [overlap products](Self::overlaps_products).
+    fn dispatch_rows_with_product(
+        &mut self,
+        handle: &Handle<D>,
+        inputs: DispatchInputs<'_, D>,
+        product: &mut ProductOfRows<'_, D>,
+    ) -> Result<Received<D>> {
+        let _ = (handle, inputs, product);
+        Err(no_overlap("dispatch_rows_with_product", self.kind()))
+    }
+    /// [`combine_bwd_rows`](Self::combine_bwd_rows), likewise.
+    ///
+    /// # Errors
+    /// As [`combine_bwd`](Self::combine_bwd) and [`dispatch_rows_with_product`](Self::dispatch_rows_with_product).
+    fn combine_bwd_rows_with_product(
+        &mut self,
+        handle: &Handle<D>,
+        grad: TensorRef<'_, D>,
+        product: &mut ProductOfRows<'_, D>,
+    ) -> Result<Received<D>> {
+        let _ = (handle, grad, product);
+        Err(no_overlap("combine_bwd_rows_with_product", self.kind()))
+    }
+    /// [`dispatch_bwd`](Self::dispatch_bwd), and other work of this rank that runs meanwhile: it begins with a product that
+    /// may start early ([`Wgrad::movement_sms`](crate::kernels::Wgrad::movement_sms)), is told how many SMs the movement
+    /// takes, and keeps its own errors.
+    ///
+    /// # Errors
+    /// As [`dispatch_bwd`](Self::dispatch_bwd) and [`dispatch_rows_with_product`](Self::dispatch_rows_with_product).
+    fn dispatch_bwd_with_products(
+        &mut self,
+        handle: &Handle<D>,
+        grads: DispatchGrads<'_, D>,
+        work: &mut dyn FnMut(usize),
+    ) -> Result<()> {
+        let _ = (handle, grads, work);
+        Err(no_overlap("dispatch_bwd_with_products", self.kind()))
+    }
     /// Memory `[N, width]` that the rows of the next combine or dispatch_bwd had better be written to, where the
     /// transport has some that peers can read; elsewhere rows may lie anywhere.
     ///
@@ -250,6 +308,24 @@ pub trait TokenDispatcher<D: Kernels>: fmt::Debug + Send {
     fn name(&self) -> &'static str {
         self.kind().name()
     }
+}
+
+/// Rows that are on their way, as a product reads them that starts before they have come.
+#[derive(Debug)]
+pub struct ArrivingRows<'a, D: Kernels> {
+    /// The rows, and what the product waits for.
+    pub rows: RowSource<'a, D>,
+    /// Weights, accumulator type, which come with the rows.
+    pub weights: Option<TensorRef<'a, D>>,
+    /// Which of these each slot has, `I32 [N]`.
+    pub weight_map: TensorRef<'a, D>,
+}
+
+/// Enqueues a product of rows that are on their way.
+pub type ProductOfRows<'p, D> = dyn FnMut(ArrivingRows<'_, D>) + 'p;
+
+fn no_overlap(call: &'static str, kind: DispatcherKind) -> Error {
+    Error::invalid(call, "dispatcher", "one that overlaps products", kind)
 }
 
 /// Arguments of [`TokenDispatcher::dispatch_bwd`].

@@ -3,15 +3,16 @@
 use std::fmt;
 
 use crate::comm::{Communicator, Op};
+use crate::dtype::DType;
 use crate::error::{Error, Result};
-use crate::kernels::{Kernels, RouteAndPlan};
+use crate::kernels::{Arrivals, Kernels, RouteAndPlan, RowSource};
 use crate::tensor::{Tensor, TensorMut, TensorRef};
 
 use super::dispatcher_state::{DispatcherState, TransportRules};
 use super::packing::{ReceivedRows, RowMover, byte_rows_mut, entries};
 use super::{
-    DispatchGrads, DispatchInputs, DispatchOutputs, DispatchShape, DispatchSpec, DispatcherKind, Handle, Received,
-    RowOrder, Stats, TokenDispatcher,
+    ArrivingRows, DispatchGrads, DispatchInputs, DispatchOutputs, DispatchShape, DispatchSpec, DispatcherKind, Handle,
+    ProductOfRows, Received, RowOrder, Stats, TokenDispatcher,
 };
 
 /// One call over one handle.
@@ -47,9 +48,44 @@ pub(crate) trait RowTransport<D: Kernels>: fmt::Debug + Send {
     fn into_core(self: Box<Self>) -> DispatcherState<D>;
     /// Tokens to the ranks of their experts, in the order that the plan's `row_map` and `weight_map` index.
     fn send(&mut self, step: &HandleCall<'_, D>, inputs: &DispatchInputs<'_, D>) -> Result<ReceivedRows<D>>;
+    /// Whether products of some rows may run while they travel; the same on all ranks.
+    fn may_overlap_products(&self) -> bool {
+        false
+    }
+    /// Whether those of rows of so many bytes do, over such a handle; the same on all ranks.
+    fn overlaps_products(&self, handle: &Handle<D>, row_bytes: usize) -> bool {
+        let _ = (handle, row_bytes);
+        false
+    }
+    /// The same as [`send`](Self::send), and `product` of these rows, which is enqueued behind it, waits in its kernel for
+    /// what it is told, and starts while they come.
+    fn send_with_product(
+        &mut self,
+        step: &HandleCall<'_, D>,
+        inputs: &DispatchInputs<'_, D>,
+        product: &mut ProductOfReceived<'_, D>,
+    ) -> Result<ReceivedRows<D>> {
+        let received = self.send(step, inputs)?;
+        product(&received, None);
+        Ok(received)
+    }
     /// Sums of the tokens' slots, and each slot's weight to its choice.
     fn return_sums(&mut self, step: &HandleCall<'_, D>, back: ReturnRows<'_, D>) -> Result<()>;
+    /// The same, and `work`, which is enqueued behind it, runs meanwhile, and is told how many SMs that takes.
+    fn return_sums_with_products(
+        &mut self,
+        step: &HandleCall<'_, D>,
+        back: ReturnRows<'_, D>,
+        work: &mut dyn FnMut(usize),
+    ) -> Result<()> {
+        self.return_sums(step, back)?;
+        work(0);
+        Ok(())
+    }
 }
+
+/// A product of rows, and what it waits for where they are still coming.
+pub(crate) type ProductOfReceived<'p, D> = dyn FnMut(&ReceivedRows<D>, Option<Arrivals<'_, D>>) + 'p;
 
 /// Whether rows of so many choices can travel.
 ///
@@ -81,6 +117,43 @@ fn send_rows<D: Kernels, C: RowTransport<D>>(
 ) -> Result<ReceivedRows<D>> {
     let result = row_transport.send(step, inputs);
     result.map_err(|e| row_transport.core().as_peer_error(step.call, e))
+}
+
+/// As [`send_rows`], with a product that starts while they come.
+fn send_with_product<D: Kernels, C: RowTransport<D>>(
+    row_transport: &mut C,
+    step: &HandleCall<'_, D>,
+    inputs: &DispatchInputs<'_, D>,
+    product: &mut ProductOfRows<'_, D>,
+) -> Result<ReceivedRows<D>> {
+    let handle = step.handle;
+    let result = row_transport.send_with_product(step, inputs, &mut |received, arrivals| {
+        let base = match &received.rows {
+            Some(rows) => rows.view(),
+            None => inputs.tokens.borrow(),
+        };
+        let arrivals = arrivals.as_ref().map(Arrivals::borrow);
+        let rows = RowSource { arrivals, ..RowSource::mapped(base, handle.row_map()) };
+        let weights = received.weights.as_ref().map(Tensor::view);
+        product(ArrivingRows { rows, weights, weight_map: handle.plan.weight_map.view() });
+    });
+    result.map_err(|e| row_transport.core().as_peer_error(step.call, e))
+}
+
+/// Rows that have come, with their weights in slot order.
+fn with_slot_weights<D: Kernels, C: RowTransport<D>>(
+    row_transport: &mut C,
+    handle: &Handle<D>,
+    received: ReceivedRows<D>,
+    inputs: &DispatchInputs<'_, D>,
+) -> Result<Received<D>> {
+    let core = row_transport.core();
+    let mut weights = None;
+    if let Some(source) = weights_of(&received, inputs)? {
+        let slots = weights.insert(Tensor::empty(&core.device, source.dtype(), &[handle.rows()])?);
+        RowMover::of(&core.device, handle).gather(source, handle.plan.weight_map.view(), slots.view_mut())?;
+    }
+    Ok(Received { rows: received.rows, weights, scales: received.scales, map: None })
 }
 
 fn return_rows<D: Kernels, C: RowTransport<D>>(
@@ -142,13 +215,27 @@ impl<D: Kernels, C: RowTransport<D>> TokenDispatcher<D> for C {
         let step = HandleCall { call: "dispatch_rows", op: Op::Dispatch, handle };
         checked(self, &step, check_inputs(step.call, handle, &inputs))?;
         let received = send_rows(self, &step, &inputs)?;
-        let core = self.core();
-        let mut weights = None;
-        if let Some(source) = weights_of(&received, &inputs)? {
-            let slots = weights.insert(Tensor::empty(&core.device, source.dtype(), &[handle.rows()])?);
-            RowMover::of(&core.device, handle).gather(source, handle.plan.weight_map.view(), slots.view_mut())?;
-        }
-        Ok(Received { rows: received.rows, weights, scales: received.scales, map: None })
+        with_slot_weights(self, handle, received, &inputs)
+    }
+
+    fn may_overlap_products(&self) -> bool {
+        RowTransport::may_overlap_products(self)
+    }
+
+    fn overlaps_products(&self, handle: &Handle<D>, dtype: DType, width: usize) -> bool {
+        RowTransport::overlaps_products(self, handle, width * dtype.size())
+    }
+
+    fn dispatch_rows_with_product(
+        &mut self,
+        handle: &Handle<D>,
+        inputs: DispatchInputs<'_, D>,
+        product: &mut ProductOfRows<'_, D>,
+    ) -> Result<Received<D>> {
+        let step = HandleCall { call: "dispatch_rows", op: Op::Dispatch, handle };
+        checked(self, &step, check_inputs(step.call, handle, &inputs))?;
+        let received = send_with_product(self, &step, &inputs, product)?;
+        with_slot_weights(self, handle, received, &inputs)
     }
 
     fn combine(&mut self, handle: &Handle<D>, expert_out: TensorRef<'_, D>, mut out: TensorMut<'_, D>) -> Result<()> {
@@ -196,14 +283,40 @@ impl<D: Kernels, C: RowTransport<D>> TokenDispatcher<D> for C {
         Ok(Received { rows: received.rows, weights: None, scales: None, map: None })
     }
 
+    fn combine_bwd_rows_with_product(
+        &mut self,
+        handle: &Handle<D>,
+        grad: TensorRef<'_, D>,
+        product: &mut ProductOfRows<'_, D>,
+    ) -> Result<Received<D>> {
+        let step = HandleCall { call: "combine_bwd_rows", op: Op::CombineBwd, handle };
+        let inputs = DispatchInputs { tokens: grad.borrow(), weights: None, scales: None };
+        let arguments = check_float(step.call, "grad", grad).and_then(|()| check_inputs(step.call, handle, &inputs));
+        agreed(self, &step)?;
+        checked(self, &step, arguments)?;
+        let received = send_with_product(self, &step, &inputs, product)?;
+        Ok(Received { rows: received.rows, weights: None, scales: None, map: None })
+    }
+
+    fn dispatch_bwd_with_products(
+        &mut self,
+        handle: &Handle<D>,
+        grads: DispatchGrads<'_, D>,
+        work: &mut dyn FnMut(usize),
+    ) -> Result<()> {
+        let step = HandleCall { call: "dispatch_bwd", op: Op::DispatchBwd, handle };
+        agreed(self, &step)?;
+        checked(self, &step, check_grads(step.call, handle, &grads))?;
+        let result = self.return_sums_with_products(&step, returned(grads), work);
+        result.map_err(|e| self.core().as_peer_error(step.call, e))
+    }
+
     fn dispatch_bwd(&mut self, handle: &Handle<D>, grads: DispatchGrads<'_, D>) -> Result<()> {
         let step = HandleCall { call: "dispatch_bwd", op: Op::DispatchBwd, handle };
         agreed(self, &step)?;
         let arguments = check_grads(step.call, handle, &grads);
         checked(self, &step, arguments)?;
-        let DispatchGrads { rows, weights, d_tokens, d_weights } = grads;
-        let back = ReturnRows { rows, with_weights: true, weights, out: d_tokens, out_weights: d_weights };
-        return_rows(self, &step, back)
+        return_rows(self, &step, returned(grads))
     }
 
     fn check(&mut self) -> Result<()> {
@@ -225,6 +338,11 @@ impl<D: Kernels, C: RowTransport<D>> TokenDispatcher<D> for C {
     fn kind(&self) -> DispatcherKind {
         C::KIND
     }
+}
+
+fn returned<D: Kernels>(grads: DispatchGrads<'_, D>) -> ReturnRows<'_, D> {
+    let DispatchGrads { rows, weights, d_tokens, d_weights } = grads;
+    ReturnRows { rows, with_weights: true, weights, out: d_tokens, out_weights: d_weights }
 }
 
 /// Rows that dispatch writes: to the last segment's end, or all where only the device knows that.

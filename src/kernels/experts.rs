@@ -119,6 +119,9 @@ pub struct Wgrad<'a, D: Device> {
     pub bias: Option<BiasGrad<'a, D>>,
     /// Add to what `out` and the bias gradient hold instead of overwriting them.
     pub accumulate: bool,
+    /// SMs of the movement of rows that was enqueued last, which touches nothing of this call's: the kernel may start before
+    /// that has ended, and leaves it these SMs. `None`: it starts behind all that was enqueued.
+    pub movement_sms: Option<usize>,
 }
 
 /// Bias gradient `out[j] = Σ_s w_s · left[s]`.

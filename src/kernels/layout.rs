@@ -11,7 +11,34 @@ pub struct RowSource<'a, D: Device> {
     pub base: TensorRef<'a, D>,
     /// Row of `base` for each slot, `I32 [N]`; negative at padding.
     pub map: Option<TensorRef<'a, D>>,
+    /// Where rows are still coming, from the kernel that was enqueued last; `None`: all are there.
+    pub arrivals: Option<Arrivals<'a, D>>,
 }
+
+/// Rows that come while a product of them runs, those of the first experts first.
+#[derive(Debug)]
+pub struct Arrivals<'a, D: Device> {
+    /// Groups of experts whose rows have come, `I64 [1]`, which the transport writes.
+    pub groups: TensorRef<'a, D>,
+    /// Experts of a group.
+    pub experts: usize,
+    /// SMs of the kernel that brings them.
+    pub movement_sms: usize,
+}
+
+impl<D: Device> Arrivals<'_, D> {
+    /// Shorter borrow.
+    pub fn borrow(&self) -> Arrivals<'_, D> {
+        Arrivals { groups: self.groups.borrow(), ..*self }
+    }
+}
+
+impl<D: Device> Clone for Arrivals<'_, D> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+impl<D: Device> Copy for Arrivals<'_, D> {}
 
 impl<D: Device> Clone for RowSource<'_, D> {
     fn clone(&self) -> Self {
@@ -23,17 +50,21 @@ impl<D: Device> Copy for RowSource<'_, D> {}
 impl<'a, D: Device> RowSource<'a, D> {
     /// Rows in slot order.
     pub fn direct(base: TensorRef<'a, D>) -> Self {
-        Self { base, map: None }
+        Self { base, map: None, arrivals: None }
     }
 
     /// Shorter borrow, to join sources of different lifetimes in one description.
     pub fn borrow(&self) -> RowSource<'_, D> {
-        RowSource { base: self.base.borrow(), map: self.map.as_ref().map(TensorRef::borrow) }
+        RowSource {
+            base: self.base.borrow(),
+            map: self.map.as_ref().map(TensorRef::borrow),
+            arrivals: self.arrivals.as_ref().map(Arrivals::borrow),
+        }
     }
 
     /// Rows behind a map.
     pub fn mapped(base: TensorRef<'a, D>, map: TensorRef<'a, D>) -> Self {
-        Self { base, map: Some(map) }
+        Self { base, map: Some(map), arrivals: None }
     }
 }
 
@@ -66,8 +97,11 @@ impl<'a, D: Device> RowDest<'a, D> {
 /// Routing weight of each slot and where it applies.
 #[derive(Debug)]
 pub struct SlotWeights<'a, D: Device> {
-    /// Accumulator type, `[N]`.
+    /// Accumulator type, `[N]`; any number of them with a map.
     pub values: TensorRef<'a, D>,
+    /// Value for each slot, `I32 [N]`, which [`Up`](super::Up) alone follows, at
+    /// [`WeightAt::Activation`]; negative at padding.
+    pub map: Option<TensorRef<'a, D>>,
     /// Where it meets the expert.
     pub at: WeightAt,
 }
@@ -82,6 +116,6 @@ impl<D: Device> Copy for SlotWeights<'_, D> {}
 impl<D: Device> SlotWeights<'_, D> {
     /// Shorter borrow, to join weights and outputs in one description.
     pub fn borrow(&self) -> SlotWeights<'_, D> {
-        SlotWeights { values: self.values.borrow(), at: self.at }
+        SlotWeights { values: self.values.borrow(), map: self.map.as_ref().map(TensorRef::borrow), at: self.at }
     }
 }

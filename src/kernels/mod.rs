@@ -20,7 +20,7 @@ use crate::quant::Codec;
 use crate::tensor::{Tensor, TensorMut, TensorRef};
 
 pub use experts::{BiasGrad, Down, DownBwd, InputWeightBwd, Up, UpDgrad, Wgrad};
-pub use layout::{RowDest, RowSource, SlotWeights};
+pub use layout::{Arrivals, RowDest, RowSource, SlotWeights};
 
 pub use crate::plan::{Origin, Segments};
 
@@ -447,6 +447,22 @@ pub trait Kernels: Codec {
     /// The first of an earlier call: NaN logits, bad ids, a capacity that is too small, [`Error::RowMap`],
     /// [`Error::Segment`]; the device's.
     fn check(&self) -> Result<()> {
+        Ok(())
+    }
+    /// Whether [`up`](Self::up) and [`down_bwd`](Self::down_bwd) of gated experts of `[hidden, intermediate]`, with weights
+    /// of the rows' `dtype`, start before their rows have come ([`Arrivals`]). Of sizes and the kind of device alone, so that
+    /// ranks on devices of one kind find the same.
+    fn products_wait(&self, dtype: DType, sizes: [usize; 2]) -> bool {
+        let _ = (dtype, sizes);
+        false
+    }
+    /// Makes the list of a layout's row tiles that its products share, where the device has such and there is none yet. A
+    /// product that starts early has no time for it.
+    ///
+    /// # Errors
+    /// As [`linear`](Self::linear).
+    fn list_tiles(&self, segments: &Segments<Self>) -> Result<()> {
+        let _ = segments;
         Ok(())
     }
     /// Whether rows behind a map, which several products read, had better be brought into slot order once: `columns` is

@@ -3,22 +3,20 @@
 use tracing::trace_span;
 
 use crate::comm::Op;
-use crate::config::WeightAt;
-use crate::ep::{DispatchGrads, Group, Handle, Received};
+use crate::ep::{ArrivingRows, DispatchGrads, Group};
 use crate::error::{Error, Result};
-use crate::kernels::{
-    AuxBwd, BiasGrad, DownBwd, GatherRows, InputWeightBwd, Kernels, LinearBwd, Origin, RenormalizeKept, RouteBwd,
-    RowDest, RowSource, Scalar, SlotWeights, UpDgrad, Wgrad,
-};
-use crate::tensor::{Tensor, TensorMut, TensorRef};
+use crate::kernels::{AuxBwd, Kernels, LinearBwd, Origin, RenormalizeKept, RouteBwd, Scalar};
+use crate::tensor::{Tensor, TensorMut};
 
 use super::context::{BackwardProgress, Context};
 use super::definition::Layer;
-use super::forward::{RoutedExperts, borrow};
+use super::experts_bwd::{ExpertsBwd, WgradOrder};
+use super::forward::borrow;
 use super::gradients::{Cotangents, GradientMask, GradientRequest, Gradients, GradientsMut};
+use super::overlap::LayerOverlap;
 use super::params::Inputs;
 use super::refuse::refuse_on_error;
-use super::{check, payload, shared_expert};
+use super::{check, shared_expert};
 
 const CALL: &str = "Layer::backward";
 
@@ -129,21 +127,43 @@ fn backward_into<D: Kernels>(
         return Err(Error::invalid(CALL, "gradient of y", "a tensor", "none"));
     };
 
-    let d_out = trace_span!("combine_bwd").in_scope(|| group.dispatcher().combine_bwd_rows(&context.handle, d_y))?;
+    // Either products run while rows travel, or one follows the other, with less memory.
+    let stage =
+        |into: &GradientsMut<'_, D>| ExpertsBwd::new(layer, &device, &context, &inputs, into.params.down.is_some());
+    let overlapped = context.overlap == LayerOverlap::Yes
+        && group.dispatcher().overlaps_products(&context.handle, context.dtype, layer.config.hidden);
+    let early = overlapped.then(|| stage(&into)).transpose();
+    let mut early = refuse_on_error(layer, group, Op::CombineBwd, early)?;
+    let d_out = trace_span!("combine_bwd").in_scope(|| match &mut early {
+        Some(experts) => {
+            let mut start = |arriving: ArrivingRows<'_, D>| experts.start(&device, arriving);
+            group.dispatcher().combine_bwd_rows_with_product(&context.handle, d_y, &mut start)
+        }
+        None => group.dispatcher().combine_bwd_rows(&context.handle, d_y),
+    })?;
     context.progress.set(BackwardProgress::ROWS);
     let place = group.dispatcher().place_for_return(&context.handle, context.dtype, layer.config.hidden);
     let computed = trace_span!("experts_bwd").in_scope(|| {
-        experts(
-            layer,
-            &device,
-            &context,
-            &inputs,
-            OutputGrads { d_out: &d_out, d_y: d_y.borrow(), place: place? },
-            &mut into,
-        )
+        let mut experts = match early {
+            Some(experts) => experts.started()?,
+            None => {
+                let mut experts = stage(&into)?;
+                experts.down_bwd(&device, d_out.source(d_y.borrow(), &context.handle))?;
+                // Before the rows' gradient takes its room: a device may need as much for the sums.
+                experts.wgrads(
+                    &device,
+                    d_out.source(d_y.borrow(), &context.handle),
+                    &mut into,
+                    WgradOrder::DownFirst,
+                )?;
+                experts
+            }
+        };
+        let d_rows = experts.dgrad(&device, place?)?;
+        Ok((experts, d_rows))
     });
-    let (d_rows, d_slot_weights) = refuse_on_error(layer, group, Op::DispatchBwd, computed)?;
-    drop(d_out);
+    let (mut experts, d_rows) = refuse_on_error(layer, group, Op::DispatchBwd, computed)?;
+    let d_out = overlapped.then_some(d_out);
     // Router and shared expert add to the gradient of x, so it is made also where nobody wants it.
     let unwanted = match &into.x {
         Some(_) => Ok(None),
@@ -157,15 +177,28 @@ fn backward_into<D: Kernels>(
     let Some(mut d_x) = d_x else {
         return Err(Error::invalid(CALL, "gradient of x", "a tensor", "none"));
     };
+    let d_slot_weights = experts.take_d_slot_weights();
     let grads = DispatchGrads {
         rows: d_rows.view(),
-        weights: Some(d_slot_weights.view()),
+        weights: d_slot_weights.as_ref().map(Tensor::view),
         d_tokens: d_x.reborrow(),
         d_weights: Some(d_weights.view_mut()),
     };
-    trace_span!("dispatch_bwd").in_scope(|| group.dispatcher().dispatch_bwd(&context.handle, grads))?;
+    let mut summed = Ok(());
+    trace_span!("dispatch_bwd").in_scope(|| match &d_out {
+        Some(d_out) => group.dispatcher().dispatch_bwd_with_products(&context.handle, grads, &mut |sms| {
+            let grad = d_out.source(d_y.borrow(), &context.handle);
+            summed = experts.wgrads(&device, grad, &mut into, WgradOrder::UpFirst { movement_sms: sms });
+        }),
+        None => group.dispatcher().dispatch_bwd(&context.handle, grads),
+    })?;
     context.progress.set(BackwardProgress::ALL);
-    drop((d_rows, d_slot_weights));
+    if let Err(error) = summed {
+        // The movement that the others were in went well: they are told where they meet this rank next.
+        context.progress.set_refused();
+        return Err(layer.refuse_backward(group, error));
+    }
+    drop((d_rows, d_slot_weights, experts, d_out));
 
     let router = trace_span!("route_bwd").in_scope(|| {
         let origin = Origin { rank: group.rank(), layer: layer.number() };
@@ -194,7 +227,7 @@ fn check_inputs<D: Kernels>(
         return Err(Error::invalid(CALL, "context", format!("one of layer {own}"), format!("one of layer {found}")));
     }
     // The sizes of two formulas may be the same.
-    if spec.formula != payload::formula(layer.fingerprint, layer.config.payload, context.dtype) {
+    if spec.formula != context.overlap.formula(layer, context.dtype) {
         return Err(Error::invalid(CALL, "context", "one of this configuration", "one of another"));
     }
     let dims = [context.handle.tokens(), layer.config.hidden];
@@ -205,154 +238,6 @@ fn check_inputs<D: Kernels>(
         Error::check_dtype(CALL, "gradient of y", context.dtype, y.dtype())?;
     }
     cotangents.aux.check(CALL, "gradient of aux", context.dtype.accumulator())
-}
-
-/// The output's gradient, as the routed experts need it.
-struct OutputGrads<'a, D: Kernels> {
-    /// The rows of it that dispatch has brought here.
-    d_out: &'a Received<D>,
-    /// `[T, H]`.
-    d_y: TensorRef<'a, D>,
-    /// Memory for the gradient of the received rows that saves a copy on their way back.
-    place: Option<Tensor<D>>,
-}
-
-/// Gradients of the routed experts into `into`; gives those of the received rows `[N, H]` and the slot weights `[N]`.
-fn experts<D: Kernels>(
-    layer: &Layer,
-    device: &D,
-    context: &Context<D>,
-    inputs: &Inputs<'_, '_, D>,
-    OutputGrads { d_out, d_y, place }: OutputGrads<'_, D>,
-    into: &mut GradientsMut<'_, D>,
-) -> Result<(Tensor<D>, Tensor<D>)> {
-    let (config, params, handle) = (&layer.config, inputs.params, &context.handle);
-    let stage = RoutedExperts { layer, params, handle, received: &context.received, dtype: context.dtype };
-    let x = inputs.x.borrow();
-    let rows = context.received.source(x, handle);
-    let grad = d_out.source(d_y.borrow(), handle);
-    // Two products read these rows.
-    let in_order = match &grad.map {
-        Some(map) if device.orders_rows(context.dtype, config.intermediate) => {
-            let mut rows = handle.slot_tensor(device, context.dtype, config.hidden)?;
-            let (source, origin) = (grad.base.borrow(), handle.origin());
-            let call = GatherRows { source, map: map.borrow(), origin, out: rows.view_mut() };
-            device.gather_rows(call)?;
-            Some(rows)
-        }
-        _ => None,
-    };
-    let grad = in_order.as_ref().map_or(grad, |rows| RowSource::direct(rows.view()));
-    let slot_weights = stage.slot_weights();
-    let at_input = config.weight_at == WeightAt::Input;
-    let (on_rows, on_bias) = match slot_weights.map(|w| w.values) {
-        values if at_input => (values, None),
-        values => (None, values),
-    };
-
-    let recomputed = match &context.pre {
-        Some(_) => None,
-        None => {
-            let mut pre = handle.slot_tensor(device, context.dtype, config.up_rows())?;
-            stage.up(device, rows.borrow(), Some(pre.view_mut()))?;
-            Some(pre)
-        }
-    };
-    let Some(pre) = context.pre.as_ref().or(recomputed.as_ref()) else {
-        return Err(Error::invalid(CALL, "pre-activations", "a tensor", "none"));
-    };
-
-    let mut d_pre = handle.slot_tensor(device, context.dtype, config.up_rows())?;
-    let mut hidden = match into.params.down.is_some() {
-        true => Some(handle.slot_tensor(device, context.dtype, config.intermediate)?),
-        false => None,
-    };
-    let mut d_slot_weights = Tensor::empty(device, context.dtype.accumulator(), &[handle.rows()])?;
-    let weight = params.down.acquire()?;
-    device.wait(weight.ready.as_ref())?;
-    let call = DownBwd {
-        grad: grad.borrow(),
-        segments: handle.segments(),
-        weight: weight.weight()?,
-        bias: borrow(&params.others.down_bias),
-        pre: pre.view(),
-        slot_weights: slot_weights.as_ref().map(SlotWeights::borrow),
-        activation: config.activation,
-        d_pre: d_pre.view_mut(),
-        hidden: hidden.as_mut().map(Tensor::view_mut),
-        d_slot_weights: Some(d_slot_weights.view_mut()),
-    };
-    device.down_bwd(call)?;
-    drop(weight);
-
-    // Before the rows' gradient takes its room: a device may need as much for the sums.
-    let grads = ExpertGrads { device, handle, accumulate: into.accumulate };
-    let out = &mut into.params;
-    if let (Some(weight), Some(hidden)) = (&mut out.down, &hidden) {
-        let weights = SumWeights { on_weight: None, on_bias };
-        grads.wgrad(grad, RowSource::direct(hidden.view()), weights, weight, out.down_bias.as_mut())?;
-    }
-    drop(in_order);
-    if let Some(weight) = &mut out.up {
-        let weights = SumWeights { on_weight: borrow(&on_rows), on_bias: None };
-        grads.wgrad(RowSource::direct(d_pre.view()), rows.borrow(), weights, weight, out.up_bias.as_mut())?;
-    }
-    drop(hidden);
-
-    let mut d_rows = place.map_or_else(|| handle.slot_tensor(device, context.dtype, config.hidden), Ok)?;
-    let weight = params.up.acquire()?;
-    device.wait(weight.ready.as_ref())?;
-    let input_weight = on_rows.as_ref().map(|values| InputWeightBwd {
-        values: values.borrow(),
-        rows: rows.borrow(),
-        d_slot_weights: Some(d_slot_weights.view_mut()),
-    });
-    let call = UpDgrad {
-        d_pre: d_pre.view(),
-        segments: handle.segments(),
-        weight: weight.weight()?,
-        input_weight,
-        out: RowDest::direct(d_rows.view_mut()),
-    };
-    device.up_dgrad(call)?;
-    drop(weight);
-    Ok((d_rows, d_slot_weights))
-}
-
-/// Weights of the slots in the sums over them.
-struct SumWeights<'a, D: Kernels> {
-    on_weight: Option<TensorRef<'a, D>>,
-    on_bias: Option<TensorRef<'a, D>>,
-}
-
-/// Weight gradients in one handle's layout.
-struct ExpertGrads<'a, D: Kernels> {
-    device: &'a D,
-    handle: &'a Handle<D>,
-    accumulate: bool,
-}
-
-impl<D: Kernels> ExpertGrads<'_, D> {
-    /// Gradients of a weight and of its bias.
-    fn wgrad(
-        &self,
-        left: RowSource<'_, D>,
-        right: RowSource<'_, D>,
-        weights: SumWeights<'_, D>,
-        out: &mut TensorMut<'_, D>,
-        bias: Option<&mut TensorMut<'_, D>>,
-    ) -> Result<()> {
-        let call = Wgrad {
-            left: left.borrow(),
-            right: right.borrow(),
-            slot_weights: borrow(&weights.on_weight),
-            segments: self.handle.segments(),
-            out: out.reborrow(),
-            bias: bias.map(|out| BiasGrad { slot_weights: borrow(&weights.on_bias), out: out.reborrow() }),
-            accumulate: self.accumulate,
-        };
-        self.device.wgrad(call)
-    }
 }
 
 /// Gradients that reach the router.

@@ -8,6 +8,7 @@ use crate::ep::{Handle, Received};
 use crate::kernels::{Jitter, Kernels};
 use crate::tensor::Tensor;
 
+use super::overlap::LayerOverlap;
 use super::shared_expert::SharedContext;
 
 /// State of a forward that its backward needs; consumed by it. The adapter keeps the inputs themselves (x and
@@ -24,6 +25,7 @@ pub struct Context<D: Kernels> {
     pub(super) received: Received<D>,
     pub(super) pre: Option<Tensor<D>>,
     pub(super) shared: Option<SharedContext<D>>,
+    pub(super) overlap: LayerOverlap,
     pub(super) progress: Arc<BackwardProgress>,
 }
 
@@ -34,9 +36,15 @@ pub(crate) struct BackwardProgress(AtomicU8);
 impl BackwardProgress {
     pub(super) const ROWS: u8 = 1;
     pub(super) const ALL: u8 = 2;
+    const REFUSED: u8 = 3;
 
     pub(super) fn set(&self, to: u8) {
         self.0.store(to, Ordering::Release);
+    }
+
+    /// The other ranks have been told of a failure after the last collective.
+    pub(crate) fn set_refused(&self) {
+        self.set(Self::REFUSED);
     }
 }
 
@@ -53,16 +61,6 @@ impl BackwardProgress {
     /// No collective is left, so that the other ranks do not hear of what fails from here on.
     pub(crate) fn has_exchanged_all(&self) -> bool {
         self.0.load(Ordering::Acquire) == Self::ALL
-    }
-}
-
-#[cfg(any(feature = "candle", feature = "burn"))]
-impl BackwardProgress {
-    const REFUSED: u8 = 3;
-
-    /// The other ranks have been told of a failure after the last collective.
-    pub(crate) fn set_refused(&self) {
-        self.set(Self::REFUSED);
     }
 }
 

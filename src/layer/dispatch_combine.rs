@@ -193,9 +193,9 @@ impl Layer {
         backward: bool,
     ) -> Result<DispatchContext<D>> {
         let dtype = tokens.x.dtype();
-        let mut spec = forward::spec::<D>(self, Mode { backward, noise: None }, dtype);
         // Rows of the same size may be of two types, and the gradient is of their own.
-        spec.formula = self.fingerprint.with_tokens(dtype);
+        let formula = self.fingerprint.with_tokens(dtype);
+        let spec = forward::spec::<D>(self, Mode { backward, noise: None }, dtype, formula);
         let checked = self.check_tokens(PREPARE, group, tokens);
         refuse_on_error(self, group, Op::Prepare, checked)?;
         let by_weight = spec.expert_capacity.filter(|c| c.order == CapacityOrder::Probability);

@@ -6,7 +6,7 @@ use tracing::trace_span;
 
 use crate::comm::{Op, Tag};
 use crate::compare::{ComparedField, compare_fields, gather_numbers};
-use crate::config::CapacityOrder;
+use crate::config::{CapacityOrder, Fingerprint};
 use crate::dtype::DType;
 use crate::ep::{DispatchInputs, DispatchSpec, Group, Handle, Received};
 use crate::error::Result;
@@ -19,8 +19,10 @@ use crate::tensor::{Tensor, TensorMut, TensorRef};
 
 use super::context::Context;
 use super::definition::Layer;
+use super::early_up::{EarlyUp, UpOutputs};
 use super::mode::Mode;
 use super::outputs::{Forward, ForwardInfo, Routing};
+use super::overlap::LayerOverlap;
 use super::params::{Inputs, Params};
 use super::payload::{self, EncodedTokens};
 use super::refuse::refuse_on_error;
@@ -88,7 +90,8 @@ fn forward_into<D: Kernels>(
     Inputs { x, params }: Inputs<'_, '_, D>,
     mut y: TensorMut<'_, D>,
 ) -> Result<ForwardInfo<D>> {
-    let spec = spec::<D>(layer, mode, x.dtype());
+    let overlap = LayerOverlap::of(layer, group, params, x.dtype());
+    let spec = spec::<D>(layer, mode, x.dtype(), overlap.formula(layer, x.dtype()));
     let device = group.device().clone();
     let jitter = jitter(layer, group, mode, x)?;
     // The others wait in prepare, and are told there of an error that is this rank's alone.
@@ -125,27 +128,41 @@ fn forward_into<D: Kernels>(
     };
     let begin =
         || trace_span!("shared expert").in_scope(|| shared_expert::begin(layer, &device, mode, x.borrow(), params));
+    let keep = mode.backward && !layer.config.recompute;
+    let overlapped =
+        overlap == LayerOverlap::Yes && group.dispatcher().overlaps_products(&handle, x.dtype(), layer.config.hidden);
+    let early = overlapped.then(|| EarlyUp::new(layer, &device, &handle, params, (x.dtype(), keep))).transpose();
+    let mut early = refuse_on_error(layer, group, Op::Dispatch, early)?;
     // Where rows take their time, this rank's own tokens have theirs.
     let mut pending = None;
-    let received = trace_span!("dispatch").in_scope(|| match group.dispatcher().overlaps() {
-        false => group.dispatcher().dispatch_rows(&handle, inputs),
-        true => group.dispatcher().dispatch_rows_overlapped(&handle, inputs, &mut || {
+    let received = trace_span!("dispatch").in_scope(|| match (&mut early, group.dispatcher().overlaps()) {
+        (Some(up), _) => {
+            group.dispatcher().dispatch_rows_with_product(&handle, inputs, &mut |rows| up.start(&device, rows))
+        }
+        (None, false) => group.dispatcher().dispatch_rows(&handle, inputs),
+        (None, true) => group.dispatcher().dispatch_rows_overlapped(&handle, inputs, &mut || {
             pending = Some(begin());
             Ok(())
         }),
     })?;
+    let early = early.map(EarlyUp::finish).transpose();
     let unpacked = match packed {
         Some(packed) => packed.unpack(&device, received),
         None => Ok(received),
     };
-    let ready = pending.transpose().and_then(|pending| Ok((pending, unpacked?)));
-    let (pending, received) = refuse_on_error(layer, group, Op::Combine, ready)?;
+    let ready = pending.transpose().and_then(|pending| Ok((pending, unpacked?, early?)));
+    let (pending, received, early) = refuse_on_error(layer, group, Op::Combine, ready)?;
     let received = Received { weights: slot_weights.or(received.weights), ..received };
 
     let experts = RoutedExperts { layer, params, handle: &handle, received: &received, dtype: x.dtype() };
-    let keep = mode.backward && !layer.config.recompute;
     let place = group.dispatcher().place_for_return(&handle, x.dtype(), layer.config.hidden);
-    let computed = place.and_then(|place| experts.forward(&device, x.borrow(), (keep, place)));
+    let computed = place.and_then(|place| {
+        let UpOutputs { hidden, pre } = match early {
+            Some(outputs) => outputs,
+            None => experts.up_of_received(&device, x.borrow(), keep)?,
+        };
+        Ok((trace_span!("down").in_scope(|| experts.down(&device, hidden, place))?, pre))
+    });
     let (out, pre) = refuse_on_error(layer, group, Op::Combine, computed)?;
     trace_span!("combine").in_scope(|| group.dispatcher().combine(&handle, out.view(), y.reborrow()))?;
     drop(out);
@@ -167,12 +184,13 @@ fn forward_into<D: Kernels>(
         received,
         pre,
         shared,
+        overlap,
         progress: Arc::default(),
     });
     Ok(ForwardInfo { aux, routing, context })
 }
 
-pub(super) fn spec<D: Kernels>(layer: &Layer, mode: Mode, dtype: DType) -> DispatchSpec {
+pub(super) fn spec<D: Kernels>(layer: &Layer, mode: Mode, dtype: DType, formula: Fingerprint) -> DispatchSpec {
     let options = layer.dispatch;
     DispatchSpec {
         layer: layer.number,
@@ -182,7 +200,7 @@ pub(super) fn spec<D: Kernels>(layer: &Layer, mode: Mode, dtype: DType) -> Dispa
         max_tokens: options.max_tokens,
         overflow: options.overflow,
         expert_capacity: layer.config.router.expert_capacity,
-        formula: payload::formula(layer.fingerprint, layer.config.payload, dtype),
+        formula,
         returns: payload::returns(&layer.config, dtype),
         backward: mode.backward,
         reporting: options.reporting.unwrap_or(D::REPORTING),
@@ -299,6 +317,7 @@ fn kept_weights<D: Kernels>(
 }
 
 /// The routed experts of this rank on the rows that one handle brought.
+#[derive(Debug)]
 pub(super) struct RoutedExperts<'a, 'p, D: Kernels> {
     pub(super) layer: &'a Layer,
     pub(super) params: &'a Params<'p, D>,
@@ -311,23 +330,18 @@ impl<D: Kernels> RoutedExperts<'_, '_, D> {
     /// Routing weight of each slot.
     pub(super) fn slot_weights(&self) -> Option<SlotWeights<'_, D>> {
         let at = self.layer.config.weight_at;
-        self.received.weights.as_ref().map(|w| SlotWeights { values: w.view(), at })
+        self.received.weights.as_ref().map(|w| SlotWeights { values: w.view(), map: None, at })
     }
 
-    /// Expert outputs `[N, H]`, in `place` where there is one, and pre-activations `[N, G·I]` if they are to be kept.
-    fn forward(
-        &self,
-        device: &D,
-        x: TensorRef<'_, D>,
-        (keep, place): (bool, Option<Tensor<D>>),
-    ) -> Result<(Tensor<D>, Option<Tensor<D>>)> {
+    /// Activations of the received rows, and pre-activations if they are to be kept.
+    fn up_of_received(&self, device: &D, x: TensorRef<'_, D>, keep: bool) -> Result<UpOutputs<D>> {
         let mut pre = match keep {
             true => Some(self.handle.slot_tensor(device, self.dtype, self.layer.config.up_rows())?),
             false => None,
         };
         let rows = self.received.source(x.borrow(), self.handle);
         let hidden = trace_span!("up").in_scope(|| self.up(device, rows, pre.as_mut().map(Tensor::view_mut)))?;
-        Ok((trace_span!("down").in_scope(|| self.down(device, hidden, place))?, pre))
+        Ok(UpOutputs { hidden, pre })
     }
 
     /// Activations h `[N, I]` of the received rows; pre-activations where asked for.
@@ -337,21 +351,19 @@ impl<D: Kernels> RoutedExperts<'_, '_, D> {
         rows: RowSource<'_, D>,
         mut pre: Option<TensorMut<'_, D>>,
     ) -> Result<Tensor<D>> {
-        let config = &self.layer.config;
-        let mut hidden = self.handle.slot_tensor(device, self.dtype, config.intermediate)?;
+        let mut hidden = self.handle.slot_tensor(device, self.dtype, self.layer.config.intermediate)?;
         let weight = self.params.up.acquire()?;
         device.wait(weight.ready.as_ref())?;
-        let call = Up {
+        device.up(Up {
             rows: rows.borrow(),
             segments: self.handle.segments(),
             weight: weight.weight()?,
             bias: borrow(&self.params.others.up_bias),
             slot_weights: self.slot_weights(),
-            activation: config.activation,
+            activation: self.layer.config.activation,
             pre: pre.as_mut().map(TensorMut::reborrow),
             out: RowDest::direct(hidden.view_mut()),
-        };
-        device.up(call)?;
+        })?;
         Ok(hidden)
     }
 

@@ -33,7 +33,7 @@ impl<D: Kernels> SharedContext<D> {
     fn slot_weights(&self) -> Result<Option<SlotWeights<'_, D>>> {
         let Some(gate) = &self.gate else { return Ok(None) };
         let values = gate.view().reshape(&[gate.dims()[0]])?;
-        Ok(Some(SlotWeights { values, at: WeightAt::Output }))
+        Ok(Some(SlotWeights { values, map: None, at: WeightAt::Output }))
     }
 }
 
@@ -246,6 +246,7 @@ impl<D: Kernels> WeightSums<'_, D> {
             out: out.reborrow(),
             bias: bias.as_mut().map(|out| BiasGrad { slot_weights: on_bias, out: out.reborrow() }),
             accumulate: false,
+            movement_sms: None,
         };
         self.device.wgrad(call)
     }

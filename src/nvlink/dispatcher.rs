@@ -3,19 +3,29 @@
 use std::sync::Arc;
 
 use crate::cuda::Cuda;
-use crate::cuda::nvlink::{CombineCall, DispatchCall, MOST_CHOICES, PeerCall, ZoneLayout};
+use crate::cuda::nvlink::{
+    ARRIVED_AT, ByGroups, CombineCall, DispatchCall, MOST_CHOICES, PeerCall, ZoneLayout, few_rows, group_experts,
+    lists_rows,
+};
 use crate::device::Device;
 use crate::dtype::DType;
 use crate::ep::dispatcher_state::DispatcherState;
 use crate::ep::packing::ReceivedRows;
-use crate::ep::row_transport::{HandleCall, ReturnRows, RowTransport};
-use crate::ep::{DispatchInputs, DispatcherKind, RowOrder};
+use crate::ep::row_transport::{HandleCall, ProductOfReceived, ReturnRows, RowTransport};
+use crate::ep::{DispatchInputs, DispatcherKind, GroupConfig, Handle, MovementSms, Overlap, RowOrder};
 use crate::error::{Error, Result};
+use crate::kernels::Arrivals;
 use crate::nccl::TravelingRow;
 use crate::tensor::{Tensor, TensorMut, TensorRef};
 
 use super::memory::{GroupMemory, nccl};
 use super::zones::{ReceivedSizes, ZonePlace, Zones};
+
+const CALL: &str = "dispatch_rows_with_product";
+/// Rows of a message from which products start while they come, unless told otherwise, and bytes of a row up to which they
+/// do: longer rows have longer products, of which it is no measurable part. `kernels/notes/nvlink.md`.
+const OVERLAP_TOKENS: usize = 1024;
+const OVERLAP_ROW_BYTES: usize = 8192;
 
 /// Dispatcher between the GPUs of a host. Rows arrive in zones, one for each source rank, and stay there as long as they
 /// are needed; a dispatch that finds no zone free copies them. A token's outputs are summed per rank in the tokens'
@@ -24,6 +34,8 @@ use super::zones::{ReceivedSizes, ZonePlace, Zones};
 pub(crate) struct NvLink {
     pub(super) core: DispatcherState<Cuda>,
     pub(super) memory: GroupMemory,
+    /// Where products run while rows travel.
+    pub(super) movement_sms: MovementSms,
 }
 
 impl NvLink {
@@ -68,21 +80,22 @@ impl NvLink {
         Ok(())
     }
 
-    /// A call with rows for this rank from `zone` on in its memory.
+    /// A call of all ranks.
     fn meet(
         &mut self,
         step: &HandleCall<'_, Cuda>,
         row: TravelingRow,
-        zone: usize,
+        Meeting { zone, overlapped_sms }: Meeting,
         calls: impl FnOnce(&Cuda, &PeerCall<'_>) -> Result<()>,
     ) -> Result<()> {
-        let Self { core, memory } = self;
-        let (device, max_sms) = (core.device.clone(), core.config.max_sms);
+        let Self { core, memory, .. } = self;
+        let (device, overlapped) = (core.device.clone(), overlapped_sms.is_some());
+        let max_sms = overlapped_sms.unwrap_or(core.config.max_sms);
         let (words, stop) = (memory.words.addresses(), &memory.stop);
         let zones = memory.zones.as_ref().map(Zones::addresses).unwrap_or_default();
         let comm = nccl(core)?;
         let (call, origin, timeout) = (step.call, step.handle.origin(), comm.timeout());
-        let peers = PeerCall { call, origin, words, zones, zone, timeout, stop, max_sms };
+        let peers = PeerCall { call, origin, words, zones, zone, timeout, stop, max_sms, overlapped };
         let tag = DispatcherState::tag(step.handle, step.op);
         comm.around_kernel(call, tag, row, || calls(&device, &peers))
     }
@@ -105,6 +118,44 @@ impl NvLink {
         Ok(Arrival { place, arrived, copies })
     }
 
+    /// Room for what arrives, what travels of a row, and what is sent.
+    fn prepared<'a>(
+        &mut self,
+        step: &HandleCall<'a, Cuda>,
+        inputs: &'a DispatchInputs<'_, Cuda>,
+    ) -> Result<(Arrival, TravelingRow, DispatchCall<'a>)> {
+        let maps = step.handle.zones(step.call)?;
+        let tokens = inputs.tokens.borrow();
+        let (ranks, k) = (self.core.ranks(), step.handle.spec().top_k);
+        let arriving = |zone_rows| ReceivedSizes {
+            rows: ranks * zone_rows,
+            dtype: tokens.dtype(),
+            width: tokens.row_bytes() / tokens.dtype().size(),
+            weights: inputs.weights.as_ref().map(|w| (k, w.dtype())),
+            scales: inputs.scales.as_ref().map(TensorRef::row_bytes),
+        };
+        // And for the way back, so that it finds memory there.
+        let row = tokens.row_bytes().max(step.handle.spec().returning_bytes());
+        let accumulator = tokens.dtype().accumulator();
+        let returning = |zone_rows| self.returning(step, zone_rows, row, accumulator).bytes;
+        let most = self.most_rows(step)?;
+        let bytes = arriving(most).layout().bytes.max(returning(most));
+        self.reserve(step, bytes)?;
+        let arriving = arriving(maps.zone_rows);
+        let arrival = self.place(step, &arriving);
+        let arrival = self.ready(step, arrival)?;
+        let (weights, scales) = (arriving.weight_bytes(), arriving.scales.unwrap_or(0));
+        let row = TravelingRow { dtype: tokens.dtype(), bytes: tokens.row_bytes(), weights, scales };
+        let sent = DispatchCall {
+            tokens,
+            weights: inputs.weights.as_ref().map(TensorRef::borrow),
+            scales: inputs.scales.as_ref().map(TensorRef::borrow),
+            maps,
+            layout: arriving.layout(),
+        };
+        Ok((arrival, row, sent))
+    }
+
     /// Where this rank's own sums arrive, in a zone that they leave within the call; rows are of a type that can be added.
     fn returning_zone(&mut self, step: &HandleCall<'_, Cuda>, dtype: DType, layout: ZoneLayout) -> Result<usize> {
         let device = self.core.device.clone();
@@ -117,6 +168,21 @@ impl NvLink {
             self.hold_in_graph(&place)?;
         }
         Ok(place.offset)
+    }
+}
+
+/// Where a call's kernel works.
+#[derive(Debug, Clone, Copy)]
+struct Meeting {
+    /// Where in its memory this rank receives.
+    zone: usize,
+    /// The kernel's SMs where products run meanwhile; `None`: none do.
+    overlapped_sms: Option<usize>,
+}
+
+impl Meeting {
+    fn alone(zone: usize) -> Self {
+        Self { zone, overlapped_sms: None }
     }
 }
 
@@ -159,43 +225,75 @@ impl RowTransport<Cuda> for NvLink {
         self.core
     }
 
+    fn may_overlap_products(&self) -> bool {
+        lists_rows(self.core.config.max_tokens_per_rank, self.core.ranks(), self.movement_sms.dispatch)
+    }
+
+    fn overlaps_products(&self, handle: &Handle<Cuda>, row_bytes: usize) -> bool {
+        let GroupConfig { overlap, num_experts, .. } = self.core.config;
+        // Of the plan's sizes, which all ranks have alike.
+        let gains = |rows: usize| match overlap {
+            Overlap::Auto => rows >= OVERLAP_TOKENS && row_bytes <= OVERLAP_ROW_BYTES,
+            // Of fewer rows products are made by kernels that wait for none.
+            _ => !few_rows(rows * self.core.ranks() * handle.spec().top_k, num_experts),
+        };
+        RowTransport::may_overlap_products(self) && handle.zones(CALL).is_ok_and(|maps| gains(maps.zone_rows))
+    }
+
     fn send(&mut self, step: &HandleCall<'_, Cuda>, inputs: &DispatchInputs<'_, Cuda>) -> Result<ReceivedRows<Cuda>> {
-        let maps = step.handle.zones(step.call)?;
-        let tokens = inputs.tokens.borrow();
-        let (ranks, k) = (self.core.ranks(), step.handle.spec().top_k);
-        let arriving = |zone_rows| ReceivedSizes {
-            rows: ranks * zone_rows,
-            dtype: tokens.dtype(),
-            width: tokens.row_bytes() / tokens.dtype().size(),
-            weights: inputs.weights.as_ref().map(|w| (k, w.dtype())),
-            scales: inputs.scales.as_ref().map(TensorRef::row_bytes),
-        };
-        // And for the way back, so that it finds memory there.
-        let row = tokens.row_bytes().max(step.handle.spec().returning_bytes());
-        let accumulator = tokens.dtype().accumulator();
-        let returning = |zone_rows| self.returning(step, zone_rows, row, accumulator).bytes;
-        let most = self.most_rows(step)?;
-        let bytes = arriving(most).layout().bytes.max(returning(most));
-        self.reserve(step, bytes)?;
-        let arriving = arriving(maps.zone_rows);
-        let arrival = self.place(step, &arriving);
-        let arrival = self.ready(step, arrival)?;
-        let (weights, scales) = (arriving.weight_bytes(), arriving.scales.unwrap_or(0));
-        let row = TravelingRow { dtype: tokens.dtype(), bytes: tokens.row_bytes(), weights, scales };
-        let sent = DispatchCall {
-            tokens,
-            weights: inputs.weights.as_ref().map(TensorRef::borrow),
-            scales: inputs.scales.as_ref().map(TensorRef::borrow),
-            maps,
-            layout: arriving.layout(),
-        };
+        let (arrival, row, sent) = self.prepared(step, inputs)?;
         let zone = arrival.place.offset;
         // SAFETY: the memory is this group's alone, and all ranks have reserved room for this layout in each zone.
-        self.meet(step, row, zone, |device, peers| unsafe { device.nvlink_dispatch(peers, sent) })?;
+        self.meet(step, row, Meeting::alone(zone), |device, peers| unsafe { device.nvlink_dispatch(peers, sent) })?;
+        arrival.kept(&self.core.device)
+    }
+
+    fn send_with_product(
+        &mut self,
+        step: &HandleCall<'_, Cuda>,
+        inputs: &DispatchInputs<'_, Cuda>,
+        product: &mut ProductOfReceived<'_, Cuda>,
+    ) -> Result<ReceivedRows<Cuda>> {
+        let local_experts = self.core.config.num_experts / self.core.ranks();
+        let by = ByGroups { kept: step.handle.kept_ids(), local_experts, blocks: self.movement_sms.dispatch };
+        // SAFETY: the calls that bring rows, and so write there, are this rank's too, on its stream.
+        let groups = unsafe { self.memory.words.memory().tensor(ARRIVED_AT, DType::I64, &[1], Arc::new(())) };
+        let groups = self.ready(step, groups)?;
+        let (arrival, row, sent) = self.prepared(step, inputs)?;
+        let meeting = Meeting { zone: arrival.place.offset, overlapped_sms: Some(by.blocks) };
+        self.meet(step, row, meeting, |device, peers| {
+            // SAFETY: as in `send`; the group's tokens can be listed (`overlaps_products`).
+            unsafe { device.nvlink_dispatch_by_groups(peers, sent, by) }?;
+            let experts = group_experts(local_experts);
+            let arrivals = Arrivals { groups: groups.view(), experts, movement_sms: by.blocks };
+            product(&arrival.arrived, Some(arrivals));
+            Ok(())
+        })?;
         arrival.kept(&self.core.device)
     }
 
     fn return_sums(&mut self, step: &HandleCall<'_, Cuda>, back: ReturnRows<'_, Cuda>) -> Result<()> {
+        self.returned(step, back, None)
+    }
+
+    fn return_sums_with_products(
+        &mut self,
+        step: &HandleCall<'_, Cuda>,
+        back: ReturnRows<'_, Cuda>,
+        work: &mut dyn FnMut(usize),
+    ) -> Result<()> {
+        self.returned(step, back, Some(work))
+    }
+}
+
+impl NvLink {
+    /// Returns rows, with work of this rank's meanwhile if there is some.
+    fn returned(
+        &mut self,
+        step: &HandleCall<'_, Cuda>,
+        back: ReturnRows<'_, Cuda>,
+        work: Option<&mut dyn FnMut(usize)>,
+    ) -> Result<()> {
         let maps = step.handle.zones(step.call)?;
         let ReturnRows { rows, with_weights, weights, mut out, mut out_weights } = back;
         let rows = rows.borrow();
@@ -218,7 +316,15 @@ impl RowTransport<Cuda> for NvLink {
             layout,
             in_k_order: self.core.config.in_k_order,
         };
-        // SAFETY: as in `send`; rows of this type can be added.
-        self.meet(step, row, zone, |device, peers| unsafe { device.nvlink_combine(peers, returned) })
+        let sms = self.movement_sms.back;
+        let meeting = Meeting { zone, overlapped_sms: work.is_some().then_some(sms) };
+        self.meet(step, row, meeting, |device, peers| {
+            // SAFETY: as in `send`; rows of this type can be added.
+            unsafe { device.nvlink_combine(peers, returned) }?;
+            if let Some(work) = work {
+                work(sms);
+            }
+            Ok(())
+        })
     }
 }

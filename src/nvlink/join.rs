@@ -7,6 +7,7 @@ use crate::compare::gather_numbers;
 use crate::cuda::Cuda;
 use crate::cuda::nvlink::MOST_RANKS;
 use crate::cuda::peers::{GpuId, StopWord};
+use crate::ep::GroupConfig;
 use crate::ep::dispatcher_state::DispatcherState;
 use crate::ep::reports::agree_on_found;
 use crate::ep::select::DispatcherOrReason;
@@ -26,12 +27,22 @@ impl NvLink {
     /// The ranks could not be asked; NCCL's windows fail where it has them.
     pub(crate) fn join(mut core: DispatcherState<Cuda>) -> Result<DispatcherOrReason<Cuda>> {
         let own = core.device.gpu_id(CALL);
-        let ids = {
+        let (gpus, usable) = {
             let own = core.check_or_refuse(TAG, own)?;
             let device = core.device.clone();
-            gather_numbers(&device, &mut *core.comm, TAG, &own)?
+            let usable = device.sms_of_waiting_products() as u64;
+            let all = gather_numbers(&device, &mut *core.comm, TAG, &[&own[..], &[usable]].concat())?;
+            let ranks = all.as_chunks::<{ size_of::<GpuId>() / size_of::<u64>() + 1 }>().0;
+            let gpus: Vec<GpuId> = ranks.iter().filter_map(|rank| rank.first_chunk().copied()).collect();
+            (gpus, ranks.iter().filter_map(|rank| rank.last().copied()).min().unwrap_or(0))
         };
-        let found = examine(&mut core, ids.as_chunks().0);
+        let GroupConfig { overlap, max_sms, .. } = core.config;
+        // From what all ranks have told, so that all find the same.
+        let movement_sms = match overlap.movement_sms(CALL, max_sms, usable as usize) {
+            Ok(sms) => sms,
+            Err(error) => return Ok(Err(Box::new((core, error)))),
+        };
+        let found = examine(&mut core, &gpus);
         let stop = match agree_on_found(&mut core, CALL, found)? {
             Ok(stop) => stop,
             Err(error) => return Ok(Err(Box::new((core, error)))),
@@ -56,7 +67,7 @@ impl NvLink {
             max_sms: core.config.max_sms,
         };
         core.records = Some(Box::new(records));
-        Ok(Ok(Box::new(Self { core, memory: GroupMemory::new(words, stop) })))
+        Ok(Ok(Box::new(Self { core, memory: GroupMemory::new(words, stop), movement_sms })))
     }
 }
 

@@ -102,6 +102,7 @@ impl StoredRecords {
             timeout: comm.timeout(),
             stop: &self.stop,
             max_sms: self.max_sms,
+            overlapped: false,
         };
         let row = TravelingRow { dtype: DType::U8, bytes, weights: 0, scales: 0 };
         comm.around_kernel(CALL, tag, row, || calls(device, &peers, words.bank_bytes))

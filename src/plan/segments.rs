@@ -1,5 +1,7 @@
 //! Where the rows of a rank's experts lie.
 
+use std::sync::OnceLock;
+
 use crate::device::Device;
 use crate::tensor::{Tensor, TensorRef};
 
@@ -20,13 +22,13 @@ pub struct Segments<D: Device> {
     /// The rank and layer that it is of, for errors.
     pub origin: Origin,
     /// Kernels go by it unchecked, so none but the device gives one.
-    pub(crate) tiles: Option<Tensor<D>>,
+    pub(crate) tiles: OnceLock<Tensor<D>>,
 }
 
 impl<D: Device> Segments<D> {
     /// A layout of one's own; what does not fit is an error of the call that takes it.
     pub fn new(offsets: Tensor<D>, counts: Tensor<D>, rows: usize) -> Self {
-        Self { offsets, counts, rows, origin: Origin::default(), tiles: None }
+        Self { offsets, counts, rows, origin: Origin::default(), tiles: OnceLock::new() }
     }
 
     /// The same of this rank and layer.
@@ -34,8 +36,8 @@ impl<D: Device> Segments<D> {
         Self { origin, ..self }
     }
 
-    /// The device's own list of row tiles, where it has made one with the layout.
+    /// The device's own list of row tiles, where it has made one with the layout or since.
     pub fn tiles(&self) -> Option<TensorRef<'_, D>> {
-        self.tiles.as_ref().map(Tensor::view)
+        self.tiles.get().map(Tensor::view)
     }
 }

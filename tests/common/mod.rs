@@ -15,7 +15,7 @@ use candle_core::{Device, Tensor};
 use moebius::checkpoint::BlockParams;
 use moebius::config::MoeConfig;
 use moebius::cpu::Cpu;
-use moebius::ep::{DispatcherKind, Group, GroupConfig};
+use moebius::ep::{DispatcherKind, Group, GroupConfig, Overlap};
 use moebius::layer::{
     Cotangents, DispatchOptions, GradientMask, Inputs, Layer, Mode, Noise, ParamKind, ParamViews, PerParam,
 };
@@ -183,6 +183,8 @@ pub fn run_rank<D: Target>(
     let most = setup.max_tokens_per_rank.unwrap_or(most);
     let mut config = GroupConfig::new(setup.config.router.num_experts, most);
     config.dispatcher = setup.dispatcher;
+    // Where products can start before their rows have come, they do.
+    config.overlap = Overlap::Sms(4);
     if let moebius::ep::Capacity::Static(rows) = setup.dispatch.capacity {
         config.max_rows = rows;
     }

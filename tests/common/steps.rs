@@ -8,7 +8,7 @@ use moebius::comm::Communicator;
 use moebius::config::MoeConfig;
 use moebius::cpu::Cpu;
 use moebius::cuda::{Captured, Cuda};
-use moebius::ep::{DispatcherKind, Group, GroupConfig};
+use moebius::ep::{DispatcherKind, Group, GroupConfig, Overlap};
 use moebius::kernels::Kernels;
 use moebius::layer::{Cotangents, DispatchOptions, GradientsMut, Inputs, Layer, Mode, ParamKind, ParamViews, PerParam};
 use moebius::nccl::NcclComm;
@@ -34,6 +34,7 @@ pub struct Shape {
     pub backward: bool,
     /// Of the group.
     pub windows: usize,
+    pub overlap: Overlap,
 }
 
 /// A layer of one rank with memory for everything that a step writes.
@@ -51,10 +52,11 @@ pub struct Steps {
 
 impl Steps {
     pub fn new(comm: NcclComm, (shape, options): (Shape, DispatchOptions)) -> Result<Self> {
-        let Shape { kind, config, tokens, fewer, backward, windows } = shape;
+        let Shape { kind, config, tokens, fewer, backward, windows, overlap } = shape;
         let (cuda, rank, ranks) = (comm.cuda().clone(), comm.rank(), comm.size());
         let experts = config.router.num_experts;
         let group = GroupConfig { dispatcher: kind, max_rows: 1 << 16, windows, ..GroupConfig::new(experts, tokens) };
+        let group = GroupConfig { overlap, ..group };
         let group = Group::new(cuda.clone(), Box::new(comm), group)?;
         let put = |seed: u64, dims: &[usize], scale: f64| {
             let values = numbers(seed, dims.iter().product(), scale);

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use moebius::comm::Op;
 use moebius::config::{CapacityOrder, ExpertCapacity};
-use moebius::ep::{Capacity, DispatchSpec, DispatcherKind, GroupConfig, Handle, Reporting};
+use moebius::ep::{Capacity, DispatchSpec, DispatcherKind, GroupConfig, Handle, Overlap, Reporting};
 use moebius::{CommError, DType, Error, IdProblem, Result, Tensor};
 
 use super::harness::*;
@@ -225,6 +225,7 @@ fn configurations_that_differ<D: Target>(s: &Setup<D>) {
         ("max_rows", GroupConfig { max_rows: 5, ..good.clone() }),
         ("windows", GroupConfig { windows: 2, ..good.clone() }),
         ("max_sms", GroupConfig { max_sms: 8, ..good.clone() }),
+        ("overlap", GroupConfig { overlap: Overlap::Off, ..good.clone() }),
         ("dispatcher", GroupConfig { dispatcher: DispatcherKind::Auto, ..good.clone() }),
     ];
     for (name, odd_one) in &configs {
@@ -252,6 +253,9 @@ fn impossible_configurations<D: Target>(s: &Setup<D>) {
         ("max_tokens_per_rank", GroupConfig { max_tokens_per_rank: 0, ..good.clone() }),
         ("max_tokens_per_rank", GroupConfig { max_tokens_per_rank: usize::MAX, ..good.clone() }),
         ("max_rows", GroupConfig { max_rows: usize::MAX, ..good.clone() }),
+        ("overlap", GroupConfig { overlap: Overlap::Sms(0), ..good.clone() }),
+        ("overlap", GroupConfig { overlap: Overlap::Sms(7), ..good.clone() }),
+        ("overlap", GroupConfig { overlap: Overlap::Sms(18), ..good.clone() }),
     ];
     if s.ranks > 1 {
         configs.push(("num_experts", GroupConfig { num_experts: s.ranks + 1, ..good.clone() }));

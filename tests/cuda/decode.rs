@@ -71,7 +71,7 @@ fn products(cuda: &Cuda, s: Setting, rows: &Rows) -> Result<[Vec<f64>; 3]> {
     let (x, map) = (cuda.write(&x, dtype, &[all, k])?, Tensor::from_vec(map, &[count])?.to(cuda)?);
     let hidden = cuda.write(&rows.take(&hidden, n), dtype, &[count, n])?;
     let weights = Tensor::from_vec(rows.take(&weights, 1), &[count])?.to(cuda)?;
-    let slot_weights = || s.weights.map(|at| SlotWeights { values: weights.view(), at });
+    let slot_weights = || s.weights.map(|at| SlotWeights { values: weights.view(), map: None, at });
     let of = |width| Tensor::empty(cuda, dtype, &[count, width]);
     let (mut out, mut pre, mut sums) = (of(n)?, of(2 * n)?, of(k)?);
     cuda.up(Up {

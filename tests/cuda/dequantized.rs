@@ -98,7 +98,7 @@ impl Products {
     fn run(&mut self, cuda: &Cuda, [up, down]: [Weight<'_, Cuda>; 2]) -> Result<()> {
         let (segments, map, biases) = (&self.segments, &self.map, &self.biases);
         let ([pre, hidden, y], [d_pre, again, d_weights, d_x]) = (&mut self.forward, &mut self.backward);
-        let weights = |at| Some(SlotWeights { values: self.slot_weights.view(), at });
+        let weights = |at| Some(SlotWeights { values: self.slot_weights.view(), map: None, at });
         cuda.up(Up {
             rows: RowSource::mapped(self.x.view(), map.view()),
             segments,

@@ -95,7 +95,11 @@ fn down_bwd<D: Kernels>(
         weight: weight.view().into(),
         bias: None,
         pre: pre.view(),
-        slot_weights: s.weights.then(|| SlotWeights { values: slot_weights.view(), at: WeightAt::Activation }),
+        slot_weights: s.weights.then(|| SlotWeights {
+            values: slot_weights.view(),
+            map: None,
+            at: WeightAt::Activation,
+        }),
         activation: s.activation,
         d_pre: d_pre.view_mut(),
         hidden: s.all.then(|| hidden.view_mut()),

@@ -171,6 +171,7 @@ fn where_a_segment_lies_is_told(cuda: &Cuda) {
                 out: out.view_mut(),
                 bias: None,
                 accumulate: false,
+                movement_sms: None,
             };
             cuda.wgrad(call).expect("enqueued");
             let found = Some((offset, count));

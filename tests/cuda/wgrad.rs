@@ -84,6 +84,7 @@ fn check(cuda: &Cuda, s: &Setting) -> Result<()> {
             out: out.view_mut(),
             bias: None,
             accumulate: s.accumulate,
+            movement_sms: None,
         };
         device.wgrad(call)?;
         let off = distance(&cuda.read(out.view())?, &want);
@@ -148,6 +149,7 @@ fn rows_in_order_are_there_when_they_are_multiplied(cuda: &Cuda) -> Result<()> {
             out: out.view_mut(),
             bias: None,
             accumulate: true,
+            movement_sms: None,
         };
         cuda.wgrad(call)?;
         let source = out.view().reshape(&[lines, narrow])?;

@@ -6,7 +6,7 @@ use std::thread;
 
 use moebius::config::{CapacityOrder, ExpertCapacity, MoeConfig, Payload};
 use moebius::cuda::Cuda;
-use moebius::ep::{Capacity, DispatcherKind, Overflow, Reporting};
+use moebius::ep::{Capacity, DispatcherKind, Overflow, Overlap, Reporting};
 use moebius::layer::DispatchOptions;
 use moebius::nccl::NcclComm;
 use moebius::{CommError, Error, Result};
@@ -48,7 +48,8 @@ fn configs() -> Vec<MoeConfig> {
 }
 
 fn steps(comm: NcclComm, config: &MoeConfig, kind: DispatcherKind, options: DispatchOptions) -> Result<Steps> {
-    let shape = Shape { kind, config: config.clone(), tokens: MOST, fewer: FEWER, backward: true, windows: 0 };
+    let overlap = Overlap::Sms(4);
+    let shape = Shape { kind, config: config.clone(), tokens: MOST, fewer: FEWER, backward: true, windows: 0, overlap };
     Steps::new(comm, (shape, options))
 }
 

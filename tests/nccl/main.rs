@@ -26,6 +26,8 @@ mod library;
 mod lost;
 mod nvlink;
 mod nvlink_graphs;
+mod overlap;
+mod overlap_waits;
 mod processes;
 #[path = "../common/several.rs"]
 mod several;
@@ -99,6 +101,8 @@ fn over_ranks(ranks: usize) -> Vec<(String, Body)> {
         ("lost", lost::cases()),
         ("nvlink", nvlink::cases()),
         ("nvlink_graphs", nvlink_graphs::cases()),
+        ("overlap", overlap::cases()),
+        ("overlap_waits", overlap_waits::cases()),
         ("processes", processes::cases()),
         ("captured", captured::cases()),
         ("streams", streams::cases()),

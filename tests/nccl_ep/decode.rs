@@ -48,6 +48,7 @@ fn shape() -> Shape {
         fewer: 0,
         backward: false,
         windows: 0,
+        overlap: Default::default(),
     }
 }
 

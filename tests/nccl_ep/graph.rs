@@ -21,7 +21,15 @@ pub fn cases() -> Vec<(&'static str, fn(usize))> {
 const T: usize = 96;
 
 fn shape() -> Shape {
-    Shape { kind: DispatcherKind::NcclEp, config: config(), tokens: T, fewer: 0, backward: true, windows: 0 }
+    Shape {
+        kind: DispatcherKind::NcclEp,
+        config: config(),
+        tokens: T,
+        fewer: 0,
+        backward: true,
+        windows: 0,
+        overlap: Default::default(),
+    }
 }
 
 fn config() -> MoeConfig {

@@ -23,7 +23,15 @@ pub fn cases() -> Vec<(&'static str, fn(usize))> {
 
 fn shape(windows: usize) -> Shape {
     let config = MoeConfig::new(128, 64, 16, 4);
-    Shape { kind: DispatcherKind::NcclEp, config, tokens: 96, fewer: 0, backward: true, windows }
+    Shape {
+        kind: DispatcherKind::NcclEp,
+        config,
+        tokens: 96,
+        fewer: 0,
+        backward: true,
+        windows,
+        overlap: Default::default(),
+    }
 }
 
 fn layers_have_the_bits_of_staged_rows(ranks: usize) {

@@ -4,8 +4,9 @@ use crate::dtype::DType;
 use crate::error::Result;
 
 use crate::cuda::tile_config::{
-    MMA_SYNC, NVFP4_ALIGNED_SMEM, NVLINK_PLAN_SMEM, NVLINK_SUM_SMEM, PLAN_SMALL_SMEM, ROUTE_PLAN_SMEM, SM90_DECODE,
-    SM90_DECODE_LINEAR, SM90_GROUPED_GEMM, SM90_LINEAR, SM90_LINEAR_D_X, SM90_W4A16, SM90_WGRAD, TF32,
+    MMA_SYNC, NVFP4_ALIGNED_SMEM, NVLINK_ITEMS_SMEM, NVLINK_PLAN_SMEM, NVLINK_SUM_SMEM, PLAN_SMALL_SMEM,
+    ROUTE_PLAN_SMEM, SM90_DECODE, SM90_DECODE_LINEAR, SM90_GROUPED_GEMM, SM90_LINEAR, SM90_LINEAR_D_X, SM90_W4A16,
+    SM90_WGRAD, TF32,
 };
 
 use super::find::{KernelSpec, Stage};
@@ -52,13 +53,14 @@ pub(in crate::cuda) struct AllToAllPlanKernels<K> {
     pub(in crate::cuda) zones: K,
 }
 
-/// `sm90_nvlink_plan.cu`, `sm90_nvlink_dispatch.cu`, `sm90_nvlink_combine.cu`.
+/// `sm90_nvlink_plan.cu`, `sm90_nvlink_dispatch.cu`, `sm90_nvlink_groups.cu`, `sm90_nvlink_combine.cu`.
 #[derive(Debug)]
 #[cfg_attr(not(feature = "nccl"), expect(dead_code, reason = "only ranks on several GPUs have peers"))]
 pub(in crate::cuda) struct NvLinkKernels<K> {
     pub(in crate::cuda) exchange: K,
     pub(in crate::cuda) plan: K,
     pub(in crate::cuda) dispatch: K,
+    pub(in crate::cuda) groups: K,
     pub(in crate::cuda) combine: PerType<K>,
 }
 
@@ -484,13 +486,14 @@ pub(super) fn sm90<K>(find: &mut dyn FnMut(KernelSpec) -> Result<K>) -> Result<S
     let mut plan = Stage { stage: "sm90_nvlink_plan", find };
     let (exchange, plan) = (plan.one("sm90_nvlink_exchange")?, plan.asking("sm90_nvlink_plan", NVLINK_PLAN_SMEM)?);
     let dispatch = Stage { stage: "sm90_nvlink_dispatch", find }.one("sm90_nvlink_dispatch")?;
+    let groups = Stage { stage: "sm90_nvlink_groups", find }.asking("sm90_nvlink_groups", NVLINK_ITEMS_SMEM)?;
     let mut combine = Stage { stage: "sm90_nvlink_combine", find };
     let combine = PerType {
         f32: combine.asking("sm90_nvlink_combine_f32", NVLINK_SUM_SMEM)?,
         half: combine.half(["sm90_nvlink_combine_f16", "sm90_nvlink_combine_bf16"], NVLINK_SUM_SMEM)?,
     };
     Ok(Sm90Kernels {
-        nvlink: NvLinkKernels { exchange, plan, dispatch, combine },
+        nvlink: NvLinkKernels { exchange, plan, dispatch, groups, combine },
         gemm: products,
         gemm_down_wide,
         gemm_up_dgrad_wide,

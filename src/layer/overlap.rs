@@ -1,0 +1,55 @@
+//! Whether a layer's products run while its rows travel: decided once a forward, from what all ranks have alike.
+
+use crate::config::{Fingerprint, Payload, WeightAt};
+use crate::dtype::DType;
+use crate::ep::Group;
+use crate::kernels::Kernels;
+
+use super::definition::Layer;
+use super::params::Params;
+use super::payload;
+
+/// What the ranks of a forward are to have alike. Rows that are to meet a waiting product are sent in another way, so a
+/// rank that decides otherwise than the rest is told so in prepare.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum LayerOverlap {
+    /// Not in this group, whatever the layer.
+    Never,
+    /// In others of the group's layers, or with other weights.
+    No,
+    /// Where the handle's rows are enough.
+    Yes,
+}
+
+impl LayerOverlap {
+    /// Of tokens of this type and these weights.
+    pub(super) fn of<D: Kernels>(
+        layer: &Layer,
+        group: &mut Group<D>,
+        params: &Params<'_, D>,
+        dtype: DType,
+    ) -> LayerOverlap {
+        let config = &layer.config;
+        // Quantized weights, which have no type of their own, are multiplied by kernels that wait for no rows.
+        let typed = [params.up.dtype(), params.down.dtype()].iter().all(|own| *own == Some(dtype));
+        let waits = config.weight_at != WeightAt::Input
+            && config.activation.gate_factor() == 2
+            && config.payload == Payload::Plain
+            && typed
+            && group.device().products_wait(dtype, [config.hidden, config.intermediate]);
+        match (group.dispatcher().may_overlap_products(), waits) {
+            (false, _) => Self::Never,
+            (true, false) => Self::No,
+            (true, true) => Self::Yes,
+        }
+    }
+
+    /// The layer's fingerprint with it.
+    pub(super) fn formula(self, layer: &Layer, dtype: DType) -> Fingerprint {
+        let plain = payload::formula(layer.fingerprint, layer.config.payload, dtype);
+        match self {
+            Self::Never => plain,
+            Self::No | Self::Yes => layer.fingerprint.with_tokens(dtype).with_overlap(self == Self::Yes),
+        }
+    }
+}
