@@ -340,7 +340,13 @@ impl ChatTemplate {
             Err(minijinja::Error::new(ErrorKind::InvalidOperation, "raise_exception").with_source(raised))
         });
         environment.add_function("strftime_now", strftime_now);
-        Self { is_harmony: false, environment: Arc::new(environment), time: TIME, names: Vec::new(), special: Vec::new() }
+        Self {
+            is_harmony: false,
+            environment: Arc::new(environment),
+            time: TIME,
+            names: Vec::new(),
+            special: Vec::new(),
+        }
     }
 
     fn add(&mut self, name: &str, source: &str) -> Result<()> {
