@@ -285,11 +285,25 @@ pub(crate) fn pieces(segments: &[Range<usize>], rows: usize) -> Vec<(Option<usiz
     pieces
 }
 
-/// Refuses what an expert has made of its rows, if these are another number: the next expert's would be taken for its own.
-pub(crate) fn check_expert_rows(expert: usize, rows: usize, made: usize) -> Result<()> {
-    match made == rows {
+/// Refuses what an expert has made of its rows, if it has other dimensions or another type than these: of another number of
+/// rows the next expert's would be taken for its own, and experts of several types are no one tensor.
+pub(crate) fn check_expert_output<T: PartialEq + Debug>(
+    expert: usize,
+    (rows, dtype): (&[usize], T),
+    (made, of): (&[usize], T),
+) -> Result<()> {
+    const CALL: &str = "DispatchCombine::map_experts";
+    if made != rows {
+        return Err(Error::invalid(CALL, format!("rows of expert {expert}"), format!("{rows:?}"), format!("{made:?}")));
+    }
+    match of == dtype {
         true => Ok(()),
-        false => Err(Error::invalid("DispatchCombine::map_experts", format!("rows of expert {expert}"), rows, made)),
+        false => Err(Error::invalid(
+            CALL,
+            format!("type of expert {expert}'s rows"),
+            format!("{dtype:?}"),
+            format!("{of:?}"),
+        )),
     }
 }
 

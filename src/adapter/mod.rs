@@ -27,7 +27,7 @@ pub(crate) use buckets::{NO_LAYER, Summand, variables_hash};
 pub(crate) use collectives::broadcast;
 pub use device_group::DeviceGroup;
 pub use dispatch::{DispatchTokens, DispatchedRows, ResultSpec};
-pub(crate) use dispatch::{FrameworkTensors, GuardedCall, PendingDispatch, check_expert_rows, pieces};
+pub(crate) use dispatch::{FrameworkTensors, GuardedCall, PendingDispatch, check_expert_output, pieces};
 #[cfg(feature = "burn")]
 pub(crate) use gradient_reduction::AllReduce;
 pub(crate) use gradient_reduction::{GradientReduction, REDUCE_GRADIENTS};

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use burn::tensor::backend::Backend;
 use burn::tensor::{Int, Tensor};
 
-use crate::adapter::{DispatchTokens, DispatchedRows, check_expert_rows, pieces};
+use crate::adapter::{DispatchTokens, DispatchedRows, check_expert_output, pieces};
 use crate::comm::Op;
 use crate::error::Result;
 use crate::layer::{Layer, LayerSpec};
@@ -210,7 +210,8 @@ impl<B: MoeBackend> Dispatched<B> {
     /// gradient. Waits for the GPU.
     ///
     /// # Errors
-    /// Errors of `expert`, of which the other ranks are not told ([`DispatchCombine::refuse`]).
+    /// Errors of `expert`; outputs of other dimensions or of another type than its rows. The other ranks are told of neither
+    /// ([`DispatchCombine::refuse`]).
     pub fn map_experts(
         &self,
         mut expert: impl FnMut(usize, Tensor<B, 2>, Tensor<B, 1>) -> Result<Tensor<B, 2>>,
@@ -218,9 +219,10 @@ impl<B: MoeBackend> Dispatched<B> {
         let count = self.rows.dims()[0];
         let part = |(e, rows): (Option<usize>, Range<usize>)| match e {
             Some(e) => {
-                let n = rows.len();
-                let out = expert(e, self.rows.clone().slice([rows.clone()]), self.weights.clone().slice([rows]))?;
-                check_expert_rows(e, n, out.dims()[0])?;
+                let own = self.rows.clone().slice([rows.clone()]);
+                let (dims, dtype) = (own.dims(), own.dtype());
+                let out = expert(e, own, self.weights.clone().slice([rows]))?;
+                check_expert_output(e, (&dims, dtype), (&out.dims(), out.dtype()))?;
                 Ok(out)
             }
             // These rows are zero, and nobody reads what becomes of them.

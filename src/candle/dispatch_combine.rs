@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use candle_core::{DType, Result, Tensor, Var};
 
-use crate::adapter::{DispatchTokens, DispatchedRows, check_expert_rows, match_device, pieces};
+use crate::adapter::{DispatchTokens, DispatchedRows, check_expert_output, match_device, pieces};
 use crate::comm::Op;
 use crate::error::Error;
 use crate::layer::{Layer, LayerSpec};
@@ -225,13 +225,15 @@ impl Dispatched {
     /// experts are many, work on all rows at once instead.
     ///
     /// # Errors
-    /// Errors of `expert`, of which the other ranks are not told ([`DispatchCombine::refuse`]).
+    /// Errors of `expert`; outputs of other dimensions or of another type than its rows. The other ranks are told of neither
+    /// ([`DispatchCombine::refuse`]).
     pub fn map_experts(&self, mut expert: impl FnMut(usize, &Tensor, &Tensor) -> Result<Tensor>) -> Result<Tensor> {
         let part = |(e, rows): (Option<usize>, Range<usize>)| {
             let of = |t: &Tensor| t.narrow(0, rows.start, rows.len());
             let Some(e) = e else { return of(&self.rows)?.detach().zeros_like() };
-            let out = expert(e, &of(&self.rows)?, &of(&self.weights)?)?;
-            check_expert_rows(e, rows.len(), out.dims().first().copied().unwrap_or(0))?;
+            let own = of(&self.rows)?;
+            let out = expert(e, &own, &of(&self.weights)?)?;
+            check_expert_output(e, (own.dims(), own.dtype()), (out.dims(), out.dtype()))?;
             Ok(out)
         };
         let parts = pieces(&self.segments()?, self.rows.dims()[0]).into_iter().map(part);

@@ -270,6 +270,19 @@ fn ranks_without_rows_and_without_tracking_take_part() {
                 Tensor::from_data(TensorData::new(vec![0i64; rows.len()], [rows.len(), 1]), (&device(), DType::I64));
             let scale = tensor::<B, 2>(vec![3.0; H], [1, H]).require_grad();
             let received = moe.dispatch(x.clone(), ids, weights).unwrap();
+            if rank == 0 {
+                // Which would shift the rows of experts behind, or are no outputs of combine.
+                type Made = fn(Tensor<B, 2>) -> Tensor<B, 2>;
+                let others: [(Made, &str); 3] = [
+                    (|rows| Tensor::cat(vec![rows.clone(), rows], 0), "rows of expert 0"),
+                    (|rows| rows.slice([0..1, 0..H - 1]), "rows of expert 0"),
+                    (|rows| rows.cast(DType::F64), "type of expert 0's rows"),
+                ];
+                for (made, expected) in others {
+                    let error = received.map_experts(|_, rows, _| Ok(made(rows))).expect_err("other rows");
+                    assert!(matches!(&error, Error::Invalid { name, .. } if name == expected), "{error}");
+                }
+            }
             let outputs = received.map_experts(|_, rows, _| Ok(rows * scale.clone())).unwrap();
             let y = received.combine(outputs).unwrap();
             assert_eq!(floats(y.clone()), floats(x.mul_scalar(3.0)));

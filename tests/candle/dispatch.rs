@@ -703,6 +703,34 @@ fn a_rank_that_fails_among_its_experts_tells_the_others() -> AnyResult<()> {
     Ok(())
 }
 
+/// A number of rows that is not the expert's would shift those behind it; another width or type is no output of combine.
+fn experts_that_give_other_rows_are_typed_errors() -> AnyResult<()> {
+    type Made = fn(&Tensor) -> candle_core::Result<Tensor>;
+    let cases: [(Made, &str); 4] = [
+        (|rows| Tensor::cat(&[rows, rows], 0), "rows of expert"),
+        (|rows| rows.narrow(1, 0, H - 1), "rows of expert"),
+        (|rows| rows.unsqueeze(0), "rows of expert"),
+        (|rows| rows.to_dtype(DType::F64), "type of expert"),
+    ];
+    for (made, expected) in cases {
+        on_ranks(&Place::Cpu, 2, |group| {
+            let moe = DispatchCombine::new(config(), group)?;
+            let received = good(&moe)?;
+            if group.rank() == 1 {
+                let error = received.map_experts(|_, rows, _| made(rows)).expect_err("other rows");
+                let named = matches!(error_of(&error), Some(Error::Invalid { name, .. }) if name.starts_with(expected));
+                assert!(named, "{error}");
+                moe.refuse(&error.to_string());
+            } else {
+                let error = received.combine(&received.rows).err().ok_or("taken")?;
+                assert!(error.to_string().contains(expected), "{error}");
+            }
+            whole(&moe)
+        })?;
+    }
+    Ok(())
+}
+
 fn a_router_that_fails_tells_the_others() -> AnyResult<()> {
     on_ranks(&Place::Cpu, 2, |group| {
         let moe = DispatchCombine::new(config(), group)?;
@@ -734,10 +762,11 @@ fn a_router_that_fails_tells_the_others() -> AnyResult<()> {
 type CpuCase = (&'static str, fn() -> AnyResult<()>);
 
 /// Tests of CPU ranks: in f64, or of a failure that is met before a device matters.
-pub fn cpu_cases() -> [CpuCase; 3] {
+pub fn cpu_cases() -> [CpuCase; 4] {
     [
         ("gradients_are_those_of_finite_differences", gradients_are_those_of_finite_differences),
         ("a_rank_that_fails_among_its_experts_tells_the_others", a_rank_that_fails_among_its_experts_tells_the_others),
+        ("experts_that_give_other_rows_are_typed_errors", experts_that_give_other_rows_are_typed_errors),
         ("a_router_that_fails_tells_the_others", a_router_that_fails_tells_the_others),
     ]
 }
