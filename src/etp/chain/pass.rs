@@ -4,7 +4,9 @@
 use std::fmt::Display;
 
 use crate::comm::{Op, Tag};
-use crate::error::{CommError, Error, Result};
+#[cfg(feature = "burn")]
+use crate::error::Error;
+use crate::error::{CommError, Result};
 
 use crate::etp::buffers::cache::BufferUsage;
 use crate::etp::chain::collective_state::ActivePass;
