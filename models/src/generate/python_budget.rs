@@ -17,8 +17,7 @@ impl<'a> Budget<'a> {
         Self(Some(state))
     }
 
-    /// Without a bound.
-    #[cfg(test)]
+    /// Without a bound: for what no template makes.
     pub fn none() -> Self {
         Self(None)
     }

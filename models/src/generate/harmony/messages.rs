@@ -8,6 +8,7 @@ use super::typescript::{field, items, list, text};
 use crate::generate::chat::Chat;
 use crate::generate::error::{Error, Result};
 use crate::generate::python::Dumps;
+use crate::generate::python_budget::Budget;
 
 const ANALYSIS: &str = "analysis";
 const COMMENTARY: &str = "commentary";
@@ -314,7 +315,7 @@ fn text_or_json(value: &Value) -> std::result::Result<String, String> {
     match value.as_str() {
         Some(text) => Ok(text.into()),
         None if value.is_undefined() => Ok(String::new()),
-        None => Dumps::default().text(value).map_err(|e| e.to_string()),
+        None => Dumps::default().text(value, Budget::none()).map_err(|e| e.to_string()),
     }
 }
 
