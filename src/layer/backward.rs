@@ -11,10 +11,9 @@ use crate::tensor::{Tensor, TensorMut};
 use super::context::{BackwardProgress, Context};
 use super::definition::Layer;
 use super::experts_bwd::{ExpertsBwd, WgradOrder};
-use super::forward::borrow;
 use super::gradients::{Cotangents, GradientMask, GradientRequest, Gradients, GradientsMut};
 use super::overlap::LayerOverlap;
-use super::params::Inputs;
+use super::params::{Inputs, borrow};
 use super::refuse::refuse_on_error;
 use super::{check, shared_expert};
 

@@ -28,6 +28,7 @@ use crate::tensor::{Tensor, TensorMut, TensorRef};
 use super::definition::Layer;
 use super::forward;
 use super::mode::Mode;
+use super::params::borrow;
 use super::payload::{self, EncodedTokens};
 use super::refuse::refuse_on_error;
 
@@ -142,7 +143,7 @@ impl Layer {
             group.device().route(Route {
                 config,
                 logits: logits.borrow(),
-                selection_bias: forward::borrow(&selection_bias),
+                selection_bias: borrow(&selection_bias),
                 jitter: None,
                 origin: Origin { rank: group.rank(), layer: self.number },
                 reporting: self.dispatch.reporting.unwrap_or(D::REPORTING),
@@ -336,7 +337,7 @@ impl Layer {
         let d_weights = scaled.as_mut().map_or_else(|| into.weights.reborrow(), Tensor::view_mut);
         let grads = DispatchGrads {
             rows: grads.rows.borrow(),
-            weights: forward::borrow(&grads.weights),
+            weights: borrow(&grads.weights),
             d_tokens: into.x.reborrow(),
             d_weights: Some(d_weights),
         };

@@ -11,9 +11,9 @@ use crate::weights::WeightGuard;
 
 use super::context::Context;
 use super::definition::Layer;
-use super::forward::{RoutedExperts, borrow};
+use super::forward::RoutedExperts;
 use super::gradients::GradientsMut;
-use super::params::Inputs;
+use super::params::{Inputs, borrow};
 
 /// The order of the weights' gradients.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -23,7 +23,7 @@ use super::early_up::{EarlyUp, UpOutputs};
 use super::mode::Mode;
 use super::outputs::{Forward, ForwardInfo, Routing};
 use super::overlap::LayerOverlap;
-use super::params::{Inputs, Params};
+use super::params::{Inputs, Params, borrow};
 use super::payload::{self, EncodedTokens};
 use super::refuse::refuse_on_error;
 use super::{aux_losses, check, shared_expert};
@@ -383,9 +383,4 @@ impl<D: Kernels> RoutedExperts<'_, '_, D> {
         device.down(call)?;
         Ok(out)
     }
-}
-
-/// Shorter borrow of an optional view.
-pub(super) fn borrow<'s, D: Kernels>(t: &'s Option<TensorRef<'_, D>>) -> Option<TensorRef<'s, D>> {
-    t.as_ref().map(TensorRef::borrow)
 }

@@ -8,6 +8,11 @@ use crate::weights::WeightSource;
 use super::param_kind::ParamKind;
 use super::per_param::PerParam;
 
+/// Shorter borrow of an optional view.
+pub(super) fn borrow<'s, D: Kernels>(t: &'s Option<TensorRef<'_, D>>) -> Option<TensorRef<'s, D>> {
+    t.as_ref().map(TensorRef::borrow)
+}
+
 /// Parameters of this rank: replicated router and shared expert, this rank's L = E / R routed experts. [`ParamKind`]
 /// states the shapes; G is 2 with a gate, 1 without, and gate rows come first.
 #[derive(Debug, Clone, Copy)]

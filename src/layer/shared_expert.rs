@@ -11,10 +11,9 @@ use crate::kernels::{
 use crate::tensor::{Tensor, TensorMut, TensorRef};
 
 use super::definition::Layer;
-use super::forward::borrow;
 use super::gradients::GradientsMut;
 use super::mode::Mode;
-use super::params::{Inputs, Params};
+use super::params::{Inputs, Params, borrow};
 
 /// State of the shared expert that backward needs.
 #[derive(Debug)]
