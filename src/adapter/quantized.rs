@@ -5,6 +5,7 @@ use std::sync::Arc;
 use crate::cpu::Cpu;
 use crate::error::{Error, Result};
 use crate::kernels::Kernels;
+#[cfg(feature = "burn")]
 use crate::layer::Params;
 use crate::quant::{Quantized, WeightFormat};
 
@@ -24,6 +25,7 @@ impl QuantizedExperts<Cpu> {
     }
 }
 
+#[cfg(feature = "burn")]
 impl<D: Kernels> QuantizedExperts<D> {
     /// A layer's parameters with these experts.
     pub(crate) fn in_params<'a>(&'a self, params: Params<'a, D>) -> Params<'a, D> {

@@ -116,10 +116,10 @@ fn payloads(cuda: &Cuda) {
 }
 
 fn shared_experts(cuda: &Cuda) {
-    for gated in [false, true] {
+    for (gated, bias) in [(false, false), (true, false), (false, true), (true, true)] {
         let mut config = MoeConfig::new(96, 72, 6, 2);
-        config.shared = Some(SharedConfig { intermediate: 104, gated, bias: false });
-        all_types(cuda, &format!("shared, gated {gated}"), &Case::new(config, 150, DType::F32));
+        config.shared = Some(SharedConfig { intermediate: 104, gated, bias });
+        all_types(cuda, &format!("shared, gated {gated}, bias {bias}"), &Case::new(config, 150, DType::F32));
     }
 }
 
