@@ -39,6 +39,8 @@ pub struct AdamW<D: StepDevice> {
     coefficients: Tensor<D>,
     /// Steps begun, for tags.
     begun: u64,
+    /// The ranks have compared which parameters have gradients.
+    compared: bool,
     /// Reading a saved state failed half way.
     undefined: bool,
     /// Whose state it is, as its saved states say.
@@ -117,6 +119,7 @@ impl<D: StepDevice> AdamW<D> {
             state: Tensor::zeros(device, DType::F64, &[STATE_NUMBERS + GROUP_STATE * count])?,
             coefficients: Tensor::zeros(device, DType::F64, &[count, COEFFICIENTS])?,
             begun: 0,
+            compared: false,
             undefined: false,
             identity: None,
         };
@@ -171,17 +174,18 @@ impl<D: StepDevice> AdamW<D> {
     ///
     /// # Errors
     /// A gradient of another type or size; a state that [`load`](Self::load) has left half read; with a norm, on every
-    /// rank, a gradient that some of the ranks with the same rows of a parameter have and others not (not compared within
-    /// a capture); the communicator's.
+    /// rank and in the first step alone, a gradient that some of the ranks with the same rows of a parameter have and others
+    /// not; the communicator's.
     pub fn begin(&mut self, gradients: &[Option<TensorRef<'_, D>>]) -> Result<()> {
         let tag = self.next_step();
         let sums = self.own_sums(gradients);
         // The others wait for this rank's sums, where there is a norm.
         refuse_on_error_if_any(self.comm.as_deref_mut().filter(|_| self.norm.is_some()), tag, sums)?;
         if let Some(plan) = &mut self.norm {
-            if let Some(comm) = self.comm.as_deref_mut() {
+            // Once: the host waits for the answer.
+            if let Some(comm) = self.comm.as_deref_mut().filter(|_| !self.compared) {
                 let given = GivenGradients { specs: &self.specs, rank_rows: &self.rank_rows, gradients };
-                given.compare(comm, &self.streams, tag)?;
+                self.compared = given.compare(comm, &self.streams, tag)?;
             }
             plan.gather(self.comm.as_deref_mut(), &self.streams, tag)?;
         }

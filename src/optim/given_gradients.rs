@@ -24,20 +24,21 @@ pub(super) struct GivenGradients<'s, 'a, D: StepDevice> {
 
 impl<D: StepDevice> GivenGradients<'_, '_, D> {
     /// Compares over the ranks, each of which gets the same error. The host waits for the other ranks and for what the
-    /// communicator's stream has been given, which on a stream of its own is the last step's norm. In a capture nothing is
-    /// compared: a replay has what the steps before it had.
-    pub(super) fn compare(&self, comm: &mut dyn Communicator<D>, streams: &StreamPair<D>, tag: Tag) -> Result<()> {
+    /// communicator's stream has been given: so an optimizer asks in its first step alone. Whether this was one to compare:
+    /// in a capture, and where no rank holds any parameter, nothing is.
+    pub(super) fn compare(&self, comm: &mut dyn Communicator<D>, streams: &StreamPair<D>, tag: Tag) -> Result<bool> {
         if self.rank_rows.len() == 1 || streams.compute.capture_number().is_some() {
-            return Ok(());
+            return Ok(false);
         }
         let has: Vec<bool> = self.gradients.iter().map(Option::is_some).collect();
         let bits = |part: &[bool]| part.iter().rev().fold(0, |bits: u64, has| bits << 1 | u64::from(*has));
         let own: Vec<u64> = has.chunks(BITS).map(bits).collect();
         if own.is_empty() {
-            return Ok(());
+            return Ok(false);
         }
         let all = gather_numbers(&streams.transfer, comm, tag, &own)?;
-        check(self.specs, self.rank_rows, |rank, p| all[rank * own.len() + p / BITS] >> (p % BITS) & 1 != 0)
+        check(self.specs, self.rank_rows, |rank, p| all[rank * own.len() + p / BITS] >> (p % BITS) & 1 != 0)?;
+        Ok(true)
     }
 }
 
