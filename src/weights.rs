@@ -73,6 +73,10 @@ pub trait WeightSource<D: Device>: Debug {
     fn frozen(&self) -> bool {
         false
     }
+    /// True of a weight that is gathered as it is acquired: rows are not kept waiting for it.
+    fn is_gathered(&self) -> bool {
+        false
+    }
 }
 
 /// A readable weight.

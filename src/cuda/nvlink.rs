@@ -158,7 +158,8 @@ impl PeerCall<'_> {
 
     /// Blocks for so many pieces of work, of a block each.
     pub(super) fn blocks(&self, device: &Cuda, pieces: usize) -> usize {
-        let most = if self.max_sms == 0 { device.inner.sm_count } else { self.max_sms.min(device.inner.sm_count) };
+        let usable = device.usable_sms();
+        let most = if self.max_sms == 0 { usable } else { self.max_sms.min(usable) };
         pieces.clamp(1, most)
     }
 }

@@ -71,7 +71,8 @@ impl Cuda {
         id_of(call, device)
     }
 
-    /// Whether this GPU reaches another's memory; `None`: this process does not see the other.
+    /// Whether this GPU reaches another's memory over NVLink, which PCIe's ways there lack atomic operations of; `None`: this
+    /// process does not see the other.
     ///
     /// # Errors
     /// A driver's error.
@@ -91,7 +92,12 @@ impl Cuda {
             unsafe { sys::cuDeviceCanAccessPeer(&raw mut reached, own, other) }
                 .result()
                 .map_err(driver(call, "ask whether a GPU reaches another"))?;
-            return Ok(Some(reached != 0));
+            let (mut atomic, asked) = (0, sys::CUdevice_P2PAttribute::CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED);
+            // SAFETY: as above.
+            unsafe { sys::cuDeviceGetP2PAttribute(&raw mut atomic, asked, own, other) }
+                .result()
+                .map_err(driver(call, "ask how a GPU reaches another"))?;
+            return Ok(Some(reached != 0 && atomic != 0));
         }
         Ok(None)
     }

@@ -51,7 +51,7 @@ pub struct GroupConfig {
 /// start while the rows come that they read, and weight gradients run under the way back of the rows' gradient.
 ///
 /// It is for gated activations, weights that are not at the experts' input, tokens and experts' weights of 16 bits as they
-/// are multiplied, fewer than 8192 columns of gate and up, more rows than decoding has, and layouts that the GPU plans.
+/// are multiplied, fewer than 8192 columns of gate and up, more rows than decoding has, and no shards of weights.
 /// Elsewhere one follows the other.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Overlap {

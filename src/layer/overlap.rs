@@ -32,10 +32,13 @@ impl LayerOverlap {
         let config = &layer.config;
         // Quantized weights, which have no type of their own, are multiplied by kernels that wait for no rows.
         let typed = [params.up.dtype(), params.down.dtype()].iter().all(|own| *own == Some(dtype));
+        // A gather would stand between the rows and their way.
+        let gathered = params.up.is_gathered() || params.down.is_gathered();
         let waits = config.weight_at != WeightAt::Input
             && config.activation.gate_factor() == 2
             && config.payload == Payload::Plain
             && typed
+            && !gathered
             && group.device().products_wait(dtype, [config.hidden, config.intermediate]);
         match (group.dispatcher().may_overlap_products(), waits) {
             (false, _) => Self::Never,

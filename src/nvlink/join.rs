@@ -84,7 +84,7 @@ fn examine(core: &mut DispatcherState<Cuda>, gpus: &[GpuId]) -> Result<Arc<StopW
     for (peer, gpu) in gpus.iter().enumerate() {
         // One that this process does not see shows when its memory is asked for.
         if core.device.reaches(CALL, *gpu)? == Some(false) {
-            let expected = "GPUs that reach each other's memory (nvlink)";
+            let expected = "GPUs that reach each other's memory over NVLink (nvlink)";
             return Err(Error::invalid(CALL, "GPU", expected, format!("that of rank {peer}, which this one does not")));
         }
     }

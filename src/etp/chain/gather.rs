@@ -60,6 +60,10 @@ impl<D: ShardDevice> WeightSource<D> for ShardedWeight<'_, D> {
         Some(self.dtype)
     }
 
+    fn is_gathered(&self) -> bool {
+        true
+    }
+
     fn acquire(&self) -> Result<WeightGuard<'_, D>> {
         let mut inner = self.chain.enter(CALL)?;
         let options = &self.chain.options;
