@@ -52,7 +52,8 @@ pub(crate) fn dispatcher_not_built(
 pub(crate) fn preferred_dispatchers(config: &GroupConfig, ranks: usize) -> &'static [DispatcherKind] {
     use DispatcherKind::{AllGather, AllToAll, NcclEp, NvLink};
     match ranks {
-        ..=2 if config.max_tokens_per_rank <= ALL_GATHER_TOKENS => &[AllGather],
+        // Room for static capacities is what replayed steps of decoders need, whose waits look for no fault of NVLink's.
+        ..=2 if config.max_tokens_per_rank <= ALL_GATHER_TOKENS || config.max_rows > 0 => &[AllGather],
         ..=2 => &[NvLink, AllGather],
         3..=GPUS_OF_HOST if config.max_tokens_per_rank <= ALL_GATHER_TOKENS => &[AllGather],
         3..=GPUS_OF_HOST => &[NcclEp, AllGather],
@@ -79,6 +80,8 @@ mod tests {
     fn auto_takes_what_was_measured_to_be_quickest() {
         let first = |ranks, tokens| preferred_dispatchers(&GroupConfig::new(256, tokens), ranks)[0];
         assert_eq!([first(2, 128), first(2, 4096), first(2, 8192)], [AllGather, NvLink, NvLink]);
+        let fixed = GroupConfig { max_rows: 1024, ..GroupConfig::new(256, 4096) };
+        assert_eq!(preferred_dispatchers(&fixed, 2), [AllGather]);
         assert_eq!([first(4, 128), first(4, 4096), first(4, 8192)], [AllGather, NcclEp, NcclEp]);
         assert_eq!([first(16, 128), first(64, 4096)], [NcclEp; 2]);
         for ranks in 2..100 {

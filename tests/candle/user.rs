@@ -17,7 +17,7 @@ use crate::trials::tests;
 
 fn full() -> MoeConfig {
     let mut full = config();
-    full.shared = Some(SharedConfig { intermediate: 8, gated: true, bias: false });
+    full.shared = Some(SharedConfig { intermediate: 8, gated: true, bias: true });
     (full.expert_bias, full.router.logit_bias, full.router.selection_bias) = (true, true, true);
     full
 }

@@ -11,8 +11,8 @@ use moebius::{CommError, DType, Error, Result};
 use super::failing_allocator::without;
 use super::support::{AT_ONCE, CULPRIT, EXPERTS, RANKS, Rank, TOKENS, all_well, alone, config, on_ranks, params};
 
-/// Bytes of a number of each rank.
-const COUNTS: usize = 8 * RANKS;
+/// Bytes of three numbers of each rank: seed and step of the jitter, and its tokens.
+const COUNTS: usize = 8 * 3 * RANKS;
 const NOISE: Noise = Noise { seed: 3, step: 1 };
 
 /// The result of `work`, in which the culprit does not get a tensor of so many bytes.
