@@ -124,14 +124,13 @@ impl MainGradients {
         done
     }
 
-    /// Refuses to add to sums that `store_mut` has given, and to sum them over the ranks: on every rank of a program alike,
-    /// so that nobody waits for another.
-    pub(super) fn check_unchanged(&self, call: &'static str) -> Result<()> {
+    /// Refuses to add to sums that `store_mut` has given, and to sum them over the ranks.
+    pub(super) fn check_unchanged(&self, call: &'static str) -> crate::Result<()> {
         match self.changed {
             false => Ok(()),
             true => {
                 let expected = "a reset after `store_mut` has given the sums";
-                Err(Error::invalid(call, "gradients", expected, "those that it gave").into())
+                Err(Error::invalid(call, "gradients", expected, "those that it gave"))
             }
         }
     }

@@ -3,7 +3,9 @@
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Tensor, Var};
 
-use crate::adapter::{BUCKET_BYTES, GradientReduction, NO_LAYER, REDUCE_GRADIENTS, Summand, match_device};
+use crate::adapter::{
+    BUCKET_BYTES, GradientReduction, GradientType, NO_LAYER, REDUCE_GRADIENTS, Summand, match_device,
+};
 use crate::comm::Communicator;
 use crate::ep::EpGroup;
 use crate::error::{Error, Result};
@@ -17,30 +19,30 @@ const CALL: &str = REDUCE_GRADIENTS;
 
 /// Sums the gradients of variables that every rank of the group holds, such as those of a model around its expert
 /// layers, over the ranks: in f32 (f64 for f64) whatever their types, in buckets of [`BUCKET_BYTES`], in rank order. A
-/// gradient that is absent on some ranks counts as zeros there, which reads a number or two of the device; one that is
-/// absent on all stays so, and an optimizer leaves the variable alone. A gradient keeps its type, and one that was absent
-/// gets the other ranks'. Of variables of 16 bits the host waits for the sums, to compare their gradients' types, but in a
-/// capture.
+/// gradient that is absent on some ranks counts as zeros there; one that is absent on all stays so, and an optimizer leaves
+/// the variable alone. A gradient keeps its type, and one that was absent gets the other ranks'.
 ///
 /// Expert weights are not among them: each rank has its own. Call it on every rank with the same variables in the same
 /// order, after a step's last backward, so that microbatches before it communicate nothing. Nothing to do for one rank.
-/// Ranks first compare sizes, types and order, for which the host waits but in a capture; of two that are alike it cannot
-/// tell which is which.
+/// Ranks first compare sizes, types and order of the variables, and the presence and types of their gradients: the host
+/// waits for these numbers, and on a GPU for the work before them, once a call. In a capture nothing is compared. Of two
+/// variables that are alike it cannot tell which is which.
 ///
 /// # Errors
-/// On every rank, with all gradients as they were, variables of other sizes or types than another rank's, or in another
-/// order; on every rank too, behind the sums of the buckets before it, a gradient in f32 of a variable of 16 bits that
-/// another rank has in these; a communicator's error, on every rank.
+/// On every rank, with all gradients as they were: variables of other sizes or types than another rank's, or in another
+/// order; a gradient of which ranks have other types, as f32 and the variable's 16 bits; one of another shape than its
+/// variable's. In a capture, a gradient that is absent; a capture that was not told of the group. A communicator's error,
+/// on every rank.
 pub fn reduce_gradients(group: &DeviceGroup, vars: &[Var], gradients: &mut GradStore) -> candle_core::Result<()> {
     let of: Vec<&Tensor> = vars.iter().map(Var::as_tensor).collect();
-    Ok(match_device!(group.erased(), group => sum_on(group, of_vars(&of, BUCKET_BYTES), gradients))?)
+    Ok(match_device!(group.erased(), group => sum_on(group, of_vars(NO_LAYER, &of, BUCKET_BYTES), gradients))?)
 }
 
 /// The same over the ranks of any communicator, for example of data-parallel replicas, whose expert weights are among the
 /// variables: `device` is the communicator's, and the variables lie on it. Buckets take `bucket_bytes`.
 ///
 /// # Errors
-/// As [`reduce_gradients`].
+/// As [`reduce_gradients`]; on every rank, other `bucket_bytes` than another rank's.
 pub fn reduce_gradients_over<D: CandleDevice>(
     comm: &mut dyn Communicator<D>,
     device: &D,
@@ -49,23 +51,22 @@ pub fn reduce_gradients_over<D: CandleDevice>(
     gradients: &mut GradStore,
 ) -> candle_core::Result<()> {
     let of: Vec<&Tensor> = vars.iter().map(Var::as_tensor).collect();
-    Ok(sum(comm, device, of_vars(&of, bucket_bytes), gradients)?)
+    Ok(sum(comm, device, of_vars(NO_LAYER, &of, bucket_bytes), gradients)?)
 }
 
 /// Sums over the ranks of a group, of a layer's parameters.
 pub(super) fn of_layer(group: &DeviceGroup, layer: u32, params: &[&Tensor], gradients: &mut GradStore) -> Result<()> {
-    let reduction = GradientReduction { layer, params, summand, described: None, bucket_bytes: BUCKET_BYTES };
-    match_device!(group.erased(), group => sum_on(group, reduction, gradients))
+    match_device!(group.erased(), group => sum_on(group, of_vars(layer, params, BUCKET_BYTES), gradients))
 }
 
-fn of_vars<'a, 't>(params: &'a [&'t Tensor], bucket_bytes: usize) -> GradientReduction<'a, &'t Tensor> {
+fn of_vars<'a, 't>(layer: u32, params: &'a [&'t Tensor], bucket_bytes: usize) -> GradientReduction<'a, &'t Tensor> {
     let described = Some(described as fn(&&Tensor) -> String);
-    GradientReduction { layer: NO_LAYER, params, summand, described, bucket_bytes }
+    GradientReduction { layer, params, summand, described, bucket_bytes }
 }
 
 /// Sizes and type of a variable, which ranks compare.
 pub(super) fn described(of: &&Tensor) -> String {
-    format!("{:?} {:?}", of.dims(), of.dtype())
+    format!("{:?} {}", of.dims(), of.dtype().as_str())
 }
 
 fn sum_on<D: CandleDevice>(
@@ -84,15 +85,13 @@ fn sum<D: CandleDevice>(
     reduction: GradientReduction<'_, &Tensor>,
     gradients: &mut GradStore,
 ) -> Result<()> {
-    reduction.run(comm, device, |params, all_reduce| {
+    let own = reduction.params.iter().map(|of| gradient_type(of, gradients)).collect();
+    reduction.run_typed(comm, device, own, |params, types, all_reduce| {
         let bucket = BucketParams(params);
         let sums = bucket.flat(&|of| gradients.get(of).cloned())?;
         with_views_mut(device, CALL, &[("gradients", &sums)], |views| views.into_iter().try_for_each(all_reduce))?;
-        // A replay sums what was summed before its capture.
-        if device.capture_number().is_none() {
-            bucket.check_types(&sums)?;
-        }
-        let all = bucket.split(&sums, gradients).map_err(framework(CALL))?;
+        let absent = |number: usize| Ok(dtype_of_type(types[number]));
+        let all = bucket.split(&sums, gradients, &absent).map_err(framework(CALL))?;
         for (of, sum) in params.iter().zip(all) {
             if let Some(sum) = sum {
                 gradients.insert(of, sum);
@@ -100,6 +99,24 @@ fn sum<D: CandleDevice>(
         }
         Ok(())
     })
+}
+
+/// Types of gradients, by the order of their numbers.
+const TYPES: [DType; 4] = [DType::F16, DType::BF16, DType::F32, DType::F64];
+
+/// The type of a variable's gradient, which is of its shape.
+fn gradient_type(of: &Tensor, gradients: &GradStore) -> Result<GradientType> {
+    let Some(gradient) = gradients.get(of) else { return Ok(0) };
+    Error::check_shape(CALL, "gradient", of.dims(), gradient.dims())?;
+    match TYPES.iter().position(|dtype| *dtype == gradient.dtype()) {
+        Some(number) => Ok(number as GradientType + 1),
+        None => Err(Error::invalid(CALL, "gradient", "f16, bf16, f32 or f64", gradient.dtype().as_str())),
+    }
+}
+
+/// Of a gradient that no rank has, none.
+fn dtype_of_type(of: GradientType) -> Option<DType> {
+    TYPES.get(usize::from(of).checked_sub(1)?).copied()
 }
 
 /// The type of a parameter's sum.
@@ -141,43 +158,39 @@ impl BucketParams<'_> {
         Tensor::cat(&parts, 0).map_err(framework(CALL))
     }
 
-    /// Refuses a gradient that some of the ranks have in another type than the variable's 16 bits: each would keep its own
-    /// type, and the sum with other bits. Waits for the sums.
-    fn check_types(&self, sums: &Tensor) -> Result<()> {
-        let has_16_bits = |of: &&Tensor| matches!(of.dtype(), DType::BF16 | DType::F16);
-        if !self.0.iter().any(has_16_bits) {
-            return Ok(());
-        }
-        let (count, first) = (self.0.len(), self.0.iter().map(|of| of.elem_count()).sum());
-        let flags = sums.narrow(0, first, 2 * count).and_then(|flags| flags.to_dtype(DType::F32)?.to_vec1::<f32>());
-        let flags = flags.map_err(framework(CALL))?;
-        let (present, wider) = flags.split_at(count);
-        let odd = (0..count).find(|at| wider[*at] != 0.0 && wider[*at] != present[*at]);
-        odd.map_or(Ok(()), |at| {
-            let (of, ranks, wider) = (self.0[at], present[at], wider[at]);
-            let name = format!("gradient of a variable of {:?} in {}", of.dims(), of.dtype().as_str());
-            let found = format!("another than the variable's on {wider} of the {ranks} ranks that have it");
-            Err(Error::invalid(CALL, name, "of the same type on all ranks", found))
-        })
-    }
-
-    /// Takes the sums apart, each in its gradient's type; `None` for one that no rank has.
-    pub(super) fn split(&self, sums: &Tensor, gradients: &GradStore) -> candle_core::Result<Vec<Option<Tensor>>> {
+    /// The type of a gradient that this rank does not have, by the flags of [`flat`](Self::flat) and not by a comparison:
+    /// reads a number or two of the device.
+    pub(super) fn flagged_type(&self, sums: &Tensor, number: usize) -> candle_core::Result<Option<DType>> {
         let count = self.0.len();
         let flags = self.0.iter().map(|of| of.elem_count()).sum::<usize>();
         let flag = |at: usize| {
             Ok::<_, candle_core::Error>(sums.get(flags + at)?.to_dtype(DType::F32)?.to_scalar::<f32>()? > 0.0)
         };
+        let of = self.0[number];
+        Ok(match flag(number)? {
+            false => None,
+            true if flag(count + number)? => Some(wide(of)),
+            true => Some(of.dtype()),
+        })
+    }
+
+    /// Takes the sums apart, each in its gradient's type, which `absent` gives of those that this rank does not have; `None`
+    /// for one that no rank has.
+    pub(super) fn split(
+        &self,
+        sums: &Tensor,
+        gradients: &GradStore,
+        absent: &dyn Fn(usize) -> candle_core::Result<Option<DType>>,
+    ) -> candle_core::Result<Vec<Option<Tensor>>> {
         let mut start = 0;
         let split = self.0.iter().enumerate().map(|(number, of)| {
             let part = start..start + of.elem_count();
             start = part.end;
             let dtype = match gradients.get(of) {
-                Some(gradient) => gradient.dtype(),
-                None if !flag(number)? => return Ok(None),
-                None if flag(count + number)? => wide(of),
-                None => of.dtype(),
+                Some(gradient) => Some(gradient.dtype()),
+                None => absent(number)?,
             };
+            let Some(dtype) = dtype else { return Ok(None) };
             Ok(Some(sums.narrow(0, part.start, part.len())?.reshape(of.dims())?.to_dtype(dtype)?))
         });
         split.collect()

@@ -27,6 +27,7 @@ use super::pending::calls_of;
 use super::reduce::{BucketParams, described, summand};
 
 const CALL: &str = "MainGradients::reduce";
+const BACKWARD_REDUCED: &str = "MainGradients::backward_reduced";
 
 /// Sums of [`MainGradients`] over the ranks of a group, and over data-parallel replicas of it, in f32 (f64 for f64), in
 /// buckets, in rank order. A thread carries them beside the computation:
@@ -75,6 +76,8 @@ pub struct GradientReducer<D: CandleDevice> {
     experts: Vec<Tensor>,
     /// Variables that differ from rank to rank of the group: experts, and shards of them.
     of_one_rank: HashSet<TensorId>,
+    /// Variables that are summed nowhere here.
+    left_out: HashSet<TensorId>,
     /// What a variable is, for those of layers and of maps: compared over the ranks.
     names: HashMap<TensorId, String>,
     /// Parameters of layers that are no variables.
@@ -107,6 +110,7 @@ impl<D: CandleDevice> GradientReducer<D> {
             replicated: Vec::new(),
             experts: Vec::new(),
             of_one_rank: HashSet::new(),
+            left_out: HashSet::new(),
             names: HashMap::new(),
             computed: Vec::new(),
             late: HashSet::new(),
@@ -118,7 +122,7 @@ impl<D: CandleDevice> GradientReducer<D> {
     /// Sums a layer's gradients too: of router and shared expert over the group, and over replicas of all its variables.
     /// Experts that are shards are their chain's ([`finish_sharded`](super::finish_sharded)). Where a parameter is computed
     /// (a cast, a sum of two), its variables are to be named as well: those of router and shared expert by
-    /// [`with_vars`](Self::with_vars), the experts' by [`with_experts`](Self::with_experts).
+    /// [`with_vars`](Self::with_vars), the experts' by [`with_experts`](Self::with_experts) where there are replicas.
     pub fn with_layer(mut self, moe: &ExpertParallelMoE) -> Self {
         for (kind, t) in moe.trainable() {
             let name = param_name(moe, kind);
@@ -137,7 +141,7 @@ impl<D: CandleDevice> GradientReducer<D> {
                 all.push(t.clone());
             }
         }
-        self.leave_out_of_group();
+        self.leave_out();
         self
     }
 
@@ -151,38 +155,52 @@ impl<D: CandleDevice> GradientReducer<D> {
                 self.experts.push(var.as_tensor().clone());
             }
         }
-        self.leave_out_of_group();
+        self.leave_out();
         self
     }
 
-    /// What ranks hold different ones of is not summed over the group.
-    fn leave_out_of_group(&mut self) {
-        let of_one_rank = &self.of_one_rank;
-        self.replicated.retain(|t| !of_one_rank.contains(&t.id()));
+    /// What ranks hold different ones of is not summed over the group, and what is left out nowhere.
+    fn leave_out(&mut self) {
+        let Self { of_one_rank, left_out, .. } = self;
+        self.replicated.retain(|t| !of_one_rank.contains(&t.id()) && !left_out.contains(&t.id()));
+        self.experts.retain(|t| !left_out.contains(&t.id()));
     }
 
     /// Sums the gradients of other variables too, which all ranks hold: of the model around the layers. The experts and
     /// shards that [`with_layer`](Self::with_layer) and [`with_experts`](Self::with_experts) name, which ranks hold
     /// different ones of, are left out, before these calls and behind them, so that all variables of the model may be
-    /// given. Their order is to be the same on every rank, which that of `VarMap::all_vars` is not:
-    /// [`with_var_map`](Self::with_var_map) has that of names.
+    /// given; of a model with shards of dense weights, behind [`without`](Self::without) of these. Their order is to be
+    /// the same on every rank, which that of `VarMap::all_vars` is not: [`with_var_map`](Self::with_var_map) has that of
+    /// names.
     pub fn with_vars(mut self, vars: &[Var]) -> Self {
-        for var in vars {
-            let known = self.replicated.iter().any(|other| other.id() == var.id());
-            if !known && !self.of_one_rank.contains(&var.id()) {
-                self.replicated.push(var.as_tensor().clone());
-            }
-        }
+        vars.iter().for_each(|var| self.add_replicated(var));
+        self.leave_out();
         self
     }
 
     /// [`with_vars`](Self::with_vars) of a map's variables of floating types, in the order of their names, which ranks
-    /// compare.
+    /// compare. Shards of dense weights ([`ShardedWeights`](super::ShardedWeights)) that lie in the map are each rank's own,
+    /// of the same names and sizes on all, which no comparison finds: they are named to [`without`](Self::without).
     pub fn with_var_map(mut self, vars: &VarMap) -> Self {
         for param in AdamWParam::of_var_map(vars) {
             self.names.entry(param.var().id()).or_insert_with(|| param.name().to_string());
-            self = self.with_vars(std::slice::from_ref(param.var()));
+            self.add_replicated(param.var());
         }
+        self.leave_out();
+        self
+    }
+
+    fn add_replicated(&mut self, var: &Var) {
+        if !self.replicated.iter().any(|other| other.id() == var.id()) {
+            self.replicated.push(var.as_tensor().clone());
+        }
+    }
+
+    /// Leaves variables out of all sums, whichever call names them, before this one or behind it: shards of dense weights,
+    /// which their chain sums ([`finish_sharded`](super::finish_sharded)).
+    pub fn without(mut self, vars: &[Var]) -> Self {
+        self.left_out.extend(vars.iter().map(|var| var.id()));
+        self.leave_out();
         self
     }
 
@@ -193,8 +211,9 @@ impl<D: CandleDevice> GradientReducer<D> {
         self
     }
 
-    /// Has the sums of all experts, whichever call names them, over the replicas wait for the end of backward and go a bucket at a time. Beside backward
-    /// each of them holds a copy of its gradients in f32 (f64 for f64) until the end, which this spares.
+    /// Has the sums of all experts, whichever call names them, over the replicas wait for the end of backward and go a
+    /// bucket at a time. Beside backward each of them holds a copy of its gradients in f32 (f64 for f64) until the end,
+    /// which this spares.
     pub fn with_late_experts(self) -> Self {
         Self { late_experts: true, ..self }
     }
@@ -214,19 +233,29 @@ impl<D: CandleDevice> GradientReducer<D> {
     }
 
     /// Refuses a layer's computed parameter of whose variables one is summed nowhere, or, of an expert, over other ranks'
-    /// experts: on every rank of a program alike.
-    fn check_computed(&self) -> crate::Result<()> {
+    /// experts. Over the group, experts are summed with nobody.
+    fn check_computed(&self, call: &'static str) -> crate::Result<()> {
+        let is_in = |all: &[Tensor], var: &TensorId| all.iter().any(|t| t.id() == *var);
+        let is_summed = |var: &TensorId, is_replicated| match is_replicated {
+            _ if self.left_out.contains(var) => true,
+            true => is_in(&self.replicated, var),
+            false if self.sums.has_replicas() => is_in(&self.experts, var),
+            false => !is_in(&self.replicated, var),
+        };
         for ComputedParam { name, is_replicated, vars } in &self.computed {
-            let (of, call) = match is_replicated {
-                true => (&self.replicated, "with_vars"),
-                false => (&self.experts, "with_experts"),
-            };
-            if vars.iter().any(|var| !of.iter().any(|t| t.id() == *var)) {
-                let expected = format!("a variable, or computed of those that `GradientReducer::{call}` names");
-                return Err(Error::invalid(CALL, name, expected, "computed of a variable that it does not name"));
+            if !vars.iter().all(|var| is_summed(var, *is_replicated)) {
+                let by = if *is_replicated { "with_vars" } else { "with_experts" };
+                let expected = format!("a variable, or computed of those that `GradientReducer::{by}` names");
+                return Err(Error::invalid(call, name, expected, "computed of a variable that it does not name"));
             }
         }
         Ok(())
+    }
+
+    /// Refuses what this rank cannot sum, on every rank: the others may be in the comparison.
+    fn check(&self, call: &'static str, gradients: &MainGradients) -> crate::Result<()> {
+        let checked = gradients.check_unchanged(call).and_then(|()| self.check_computed(call));
+        checked.map_err(|error| fail(&self.sums, error))
     }
 
     /// Variables, for a comparison: what they are, their sizes and types.
@@ -302,7 +331,8 @@ impl<D: CandleDevice> StepGradients<D> for MainGradients {
         let count = sums.view().count();
         let sums = into_candle(sums, &[count], first.device())?;
         let bucket: Vec<&Tensor> = bucket.iter().collect();
-        BucketParams(&bucket).split(&sums, self.store()).map_err(framework(CALL))
+        let bucket = BucketParams(&bucket);
+        bucket.split(&sums, self.store(), &|number| bucket.flagged_type(&sums, number)).map_err(framework(CALL))
     }
 
     fn set(&mut self, of: &Tensor, sum: Tensor) {
@@ -382,21 +412,21 @@ impl MainGradients {
     /// another sum, are refused until a [`reset`](Self::reset).
     ///
     /// # Errors
-    /// Gradients that have been summed already, or that [`store_mut`](Self::store_mut) has given, as whoever changes them may
-    /// have summed them; a layer's computed parameter whose variables are not named
-    /// ([`with_layer`](GradientReducer::with_layer)). On every rank of the group and of its replicas: a rank that has failed, or
-    /// that is here after another number of microbatches, with other variables or with sums of another type; a
-    /// communicator's. The gradients are as they were on all of
-    /// them, or, where the experts' sums over replicas were being taken, on none: the step begins anew, and
-    /// [`reset`](Self::reset) has been done. Where the communicators survive, the reducer works on.
+    /// Gradients that have been summed already. On every rank of the group and of its replicas: gradients that
+    /// [`store_mut`](Self::store_mut) has given on one of them, as whoever changes them may have summed them; a layer's
+    /// computed parameter whose variables are not named ([`with_layer`](GradientReducer::with_layer)); a rank that has
+    /// failed, or that is here after another number of microbatches, with other variables or with sums of another type; a
+    /// communicator's. The gradients are as they were on all of them, or, where the experts' sums over replicas were being
+    /// taken, on none: the step begins anew, and [`reset`](Self::reset) has been done. Where the communicators survive, the
+    /// reducer works on.
     pub fn reduce<D: CandleDevice>(&mut self, reducer: &GradientReducer<D>) -> Result<()> {
         self.check_not_reduced()?;
-        self.check_unchanged(CALL)?;
         if reducer.sums.is_alone() {
+            self.check_unchanged(CALL)?;
             self.set_reduced();
             return Ok(());
         }
-        reducer.check_computed()?;
+        reducer.check(CALL, self)?;
         reducer.agree(self.microbatches(), self, &HashMap::new())?;
         reducer.reduction().run(self, PendingBuckets::default())?;
         self.set_reduced();
@@ -418,8 +448,7 @@ impl MainGradients {
             self.set_reduced();
             return Ok(());
         }
-        self.check_unchanged("MainGradients::backward_reduced")?;
-        reducer.check_computed()?;
+        reducer.check(BACKWARD_REDUCED, self)?;
         let mut remaining = calls_of(loss);
         let early_experts = reducer.sums.has_replicas() && !reducer.late_experts;
         let experts = reducer.experts.iter().filter(|t| early_experts && !self.is_elsewhere(t));

@@ -7,6 +7,7 @@ use candle_core::backprop::GradStore;
 use candle_core::{Module, Result, Tensor, Var};
 
 use crate::adapter::{LastForward, REDUCE_GRADIENTS, TrainingState, moved_selection_bias};
+use crate::comm::Op;
 use crate::error::Error;
 use crate::layer::{AuxValue, Noise, ParamKind};
 use crate::lazy::Lazy;
@@ -103,18 +104,22 @@ impl ExpertParallelMoE {
     /// Sums the gradients of the variables that every rank holds (router, shared expert) over the ranks, in one
     /// collective, as [`reduce_gradients`](super::reduce_gradients) does for others; an absent gradient counts as zeros.
     /// Call it on every rank before the optimizer's step. Nothing to do for one rank, nor of shards, which
-    /// [`finish_sharded`](super::finish_sharded) sums.
+    /// [`finish_sharded`](super::finish_sharded) sums. Ranks first compare variables and gradients, for which the host waits
+    /// once a call but in a capture: [`GradientReducer`](super::GradientReducer) sums many layers without these waits.
     ///
     /// # Errors
-    /// Over several ranks, a parameter that is computed and has no gradient of its own: its variables are to be given to
-    /// [`reduce_gradients`](super::reduce_gradients), on every rank. A communicator's error.
+    /// Over several ranks, on every rank, a parameter that is computed and has no gradient of its own: its variables are to
+    /// be given to [`reduce_gradients`](super::reduce_gradients), on every rank. Else as those of that function.
     pub fn reduce_gradients(&self, gradients: &mut GradStore) -> Result<()> {
         let whole = self.trainable().filter(|(kind, _)| kind.is_replicated() && !self.is_shard(*kind));
         let (variables, computed): (Vec<_>, Vec<_>) = whole.partition(|(_, t)| t.is_variable());
         if let Some((kind, _)) = computed.first().filter(|_| self.group.ranks() > 1) {
             let name = format!("layer {}, {}", self.layer.number(), kind.name());
             let expected = "a variable, or its variables given to `candle::reduce_gradients`";
-            return Err(Error::invalid(REDUCE_GRADIENTS, name, expected, "a computed parameter").into());
+            let error = Error::invalid(REDUCE_GRADIENTS, name, expected, "a computed parameter");
+            // The others may be in the first collective.
+            self.group.erased().refuse(self.layer.number(), Op::GradReduce, &error.to_string());
+            return Err(error.into());
         }
         let of: Vec<_> = variables.into_iter().map(|(_, t)| t).collect();
         Ok(of_layer(&self.group, self.layer.number(), &of, gradients)?)

@@ -8,7 +8,7 @@ use candle_nn::Optimizer;
 use candle_nn::VarBuilder;
 use moebius::candle::{
     AdamW, AdamWParam, DispatchCombine, EpGroup, ExpertParallelMoE, MainGradients, backward, error_of,
-    reduce_gradients, refuse_backward,
+    reduce_gradients, reduce_gradients_over, refuse_backward,
 };
 use moebius::comm::Communicator;
 use moebius::config::SharedConfig;
@@ -459,6 +459,7 @@ fn a_gradient_on_one_rank_alone_steps_nothing() -> AnyResult<()> {
 /// One rank has its gradients in f32, the others in bf16, and one has none: their sums would step replicas apart.
 fn gradients_of_another_type_are_an_error_on_every_rank() -> AnyResult<()> {
     ranks(4, TIMEOUT, |group| {
+        let group_rank = group.rank();
         let var = wide_tokens(0..2, 3, DType::BF16, &Device::Cpu)?;
         let mut main = if group.rank() == 1 { MainGradients::in_f32() } else { MainGradients::new() };
         match group.rank() {
@@ -466,13 +467,29 @@ fn gradients_of_another_type_are_an_error_on_every_rank() -> AnyResult<()> {
             _ => main.backward(&var.to_dtype(DType::F32)?.sqr()?.sum_all()?)?,
         }
         let vars = [var];
-        let error = reduce_gradients(&group.clone().into(), &vars, main.store_mut()).expect_err("another type");
+        // All are compared before the first bucket is summed.
+        let (first, second) = (Var::ones(5, DType::F32, &Device::Cpu)?, vars[0].clone());
+        main.store_mut().insert(&first, first.ones_like()?);
+        let vars = [first, second];
+        let before = main.get(&vars[1]).ok().map(flat).transpose()?;
+        let mut comm = group.lock();
+        let error = reduce_gradients_over(comm.dispatcher().communicator(), &Cpu::new(), &vars, 1, main.store_mut());
+        let error = error.expect_err("another type");
         match error_of(&error) {
             Some(Error::Invalid { name, found, .. }) => {
                 assert!(name.contains("bf16") && found.contains("1 of the 3 ranks"), "{error}");
             }
             other => panic!("{other:?} {error}"),
         }
+        assert_eq!(flat(main.get(&vars[0])?)?, [1.0; 5]);
+        assert_eq!(main.get(&vars[1]).ok().map(flat).transpose()?, before);
+        // Ranks that cut their buckets otherwise would be in other collectives.
+        let bytes = if group_rank == CULPRIT { 1 } else { 2 };
+        let mut all = GradStore::default();
+        let error = reduce_gradients_over(comm.dispatcher().communicator(), &Cpu::new(), &vars, bytes, &mut all);
+        let error = error.expect_err("other buckets");
+        let named = matches!(error_of(&error), Some(Error::Invalid { name, .. }) if name == "bucket_bytes");
+        assert!(named, "{error}");
         Ok(())
     })
     .into_iter()
