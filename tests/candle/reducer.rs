@@ -439,6 +439,67 @@ fn sums_are_summed_once() -> AnyResult<()> {
     Ok(())
 }
 
+/// Gradients that were lent on one rank alone: the others hear of it at once, and nothing is summed.
+fn gradients_lent_on_one_rank_are_told() -> AnyResult<()> {
+    for (mesh, beside) in [([1, 2], false), ([1, 2], true), ([2, 2], false)] {
+        places(mesh, |place| {
+            let Place { replica, group, comms, .. } = place;
+            let is_culprit = (replica, group.rank()) == (0, CULPRIT);
+            let model = Model::new(&group, DType::F32)?;
+            let reducer = model.reducer(comms)?;
+            let x = tokens((replica, &group), 0, DType::F32)?;
+            let mut main = MainGradients::new();
+            main.backward(&model.loss(&x, Nothing)?)?;
+            if is_culprit {
+                main.store_mut();
+            }
+            let (before, loss) = (model.own_values(&main)?, model.loss(&x, Nothing)?);
+            let done = if beside { main.backward_reduced(&loss, &reducer) } else { main.reduce(&reducer) };
+            let error = done.expect_err("gradients that were lent");
+            match (is_culprit, error_of(&error)) {
+                (true, Some(Error::Invalid { name, .. })) => assert_eq!(name, "gradients"),
+                (false, Some(Error::Comm(CommError::Refused { reason, .. }))) => {
+                    assert!(reason.contains("store_mut"), "{reason}");
+                }
+                (_, other) => panic!("{other:?} {error}"),
+            }
+            assert_eq!(model.own_values(&main)?, before);
+            // The reducer works on.
+            main.reset();
+            main.backward_reduced(&model.loss(&x, Nothing)?, &reducer)?;
+            Ok(())
+        })?;
+    }
+    Ok(())
+}
+
+/// Experts that are computed and of which nothing is summed need no name, and what is left out is each rank's own.
+fn what_no_rank_sums_needs_no_name() -> AnyResult<()> {
+    places([1, 2], |place| {
+        let Place { replica, group, comms, .. } = place;
+        let whole = of_type(group.clone(), full(), DType::F32)?;
+        let tensors = whole.params().into_iter().map(|(name, t)| Ok((name.to_string(), (t * 1.0)?)));
+        let tensors = tensors.collect::<candle_core::Result<_>>()?;
+        let vb = VarBuilder::from_tensors(tensors, DType::F32, &Device::Cpu);
+        let computed = ExpertParallelMoE::new(Layer::new(full(), 3)?, group.clone(), vb)?;
+        let kinds = ParamKind::ALL.into_iter().filter(|kind| kind.is_replicated());
+        let replicated = kinds.filter_map(|kind| whole.param(kind)).filter(|t| t.is_variable()).map(Var::from_tensor);
+        let replicated = replicated.collect::<candle_core::Result<Vec<Var>>>()?;
+        let vars = VarMap::new();
+        let shard = VarBuilder::from_varmap(&vars, DType::F32, &Device::Cpu).get(3, "shard")?;
+        let reducer = GradientReducer::new(&Cpu::new(), comms)?.with_layer(&computed).with_vars(&replicated);
+        let reducer = reducer.without(&vars.all_vars()).with_var_map(&vars);
+        let x = tokens((replica, &group), 0, DType::F32)?;
+        let factor = (1 + group.rank()) as f64;
+        let mut main = MainGradients::new();
+        main.backward(&(computed.forward(&x)?.sqr()?.sum_all()? + (shard.sum_all()? * factor)?)?)?;
+        main.reduce(&reducer)?;
+        assert_eq!(flat(main.get(&shard)?)?, [factor as f32; 3]);
+        Ok(())
+    })?;
+    Ok(())
+}
+
 /// The layers' own variables given once more: experts stay each rank's, whichever call comes first.
 fn all_variables_of_a_model() -> AnyResult<()> {
     for mesh in [[1, 2], [2, 2]] {
@@ -824,6 +885,8 @@ tests! {
     a_rank_that_fails_among_sums,
     a_rank_that_does_not_come_to_sums,
     sums_are_summed_once,
+    gradients_lent_on_one_rank_are_told,
+    what_no_rank_sums_needs_no_name,
     all_variables_of_a_model,
     computed_parameters,
     experts_of_the_users_own,
