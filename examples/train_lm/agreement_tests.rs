@@ -7,11 +7,11 @@ use moebius::comm::{Communicator, Op, Tag};
 use moebius::cpu::{Cpu, ThreadComm, ThreadWorld};
 
 use super::settings;
-use crate::Failure;
 use crate::options::{OtherOption, compare};
 use crate::rank_results::gather_over;
 use crate::ranks::{Peer, Report, TIMEOUT, Worker};
 use crate::save::{SavedRank, save};
+use crate::{Failure, Framework};
 
 /// Runs a closure a rank, of three.
 fn on_ranks<R: Send>(run: impl Fn(ThreadComm) -> R + Sync) -> Vec<R> {
@@ -26,22 +26,39 @@ fn on_ranks<R: Send>(run: impl Fn(ThreadComm) -> R + Sync) -> Vec<R> {
 #[test]
 fn options_that_differ_are_named_on_every_rank() {
     // One rank has each of these alone; `None`: they agree.
-    for other in [None, Some("clip"), Some("--check-every"), Some("--save"), Some("--ep")] {
+    for other in [None, Some("clip"), Some("--framework"), Some("--check-every"), Some("--save"), Some("--ep")] {
         let errors = on_ranks(|mut comm| {
-            let (mut own, mut check_every) = (settings(1, None), 1);
+            let (mut own, mut framework, mut check_every) = (settings(1, None), Framework::Candle, 1);
             match other.filter(|_| comm.rank() == 2) {
                 Some("clip") => own.clip = Some(0.5),
+                Some("--framework") => framework = Framework::Burn,
                 Some("--check-every") => check_every = 7,
                 Some("--save") => own.save = Some("state".into()),
                 Some("--ep") => own.mesh.ep = 2,
                 _ => own.save = None,
             }
-            compare(&own, check_every, |tag, own| gather_over(&Cpu::new(), &mut comm, tag, own)).err()
+            compare(&own, (framework, check_every), |tag, own| gather_over(&Cpu::new(), &mut comm, tag, own)).err()
         });
         for error in errors {
             let found = error.as_ref().and_then(|error| error.downcast_ref::<OtherOption>());
             assert_eq!(found.map(|found| (found.option.as_str(), found.ranks)), other.map(|other| (other, [0, 2])));
         }
+    }
+}
+
+/// Rank 1 is of a build with an option more, or less.
+#[test]
+fn options_of_another_build_are_named() {
+    for more in [0, 1] {
+        let gather = |_: Tag, own: &[u8]| {
+            let mut all = vec![own.to_vec(); 2];
+            all[more].extend(b"--other\t3\n");
+            Ok(all)
+        };
+        let error = compare(&settings(1, None), (Framework::Candle, 1), gather).unwrap_err();
+        let found = error.downcast_ref::<OtherOption>().unwrap();
+        assert_eq!((found.option.as_str(), found.ranks), ("--other", [0, 1]));
+        assert_eq!((found.values[more].as_str(), found.values[1 - more].as_str()), ("3", "no such option"));
     }
 }
 

@@ -388,7 +388,7 @@ fn run_process(args: &Args) -> Result<bool, Failure> {
             let mut process = processes::Process::join(ranks::TIMEOUT)?;
             let of = (process.rank, process.world);
             run_rank(args, of, |settings, params| {
-                options::compare(settings, args.check_every, |tag, own| process.gather(tag, own))?;
+                options::compare(settings, (args.framework, args.check_every), |tag, own| process.gather(tag, own))?;
                 let place = mesh::of_process(settings.mesh, process.rank, process.endpoint)?;
                 candle::Rank::new(settings, params, (place, process.rank))
             })
@@ -398,7 +398,7 @@ fn run_process(args: &Args) -> Result<bool, Failure> {
             let mut process = burn::communicators::Process::join()?;
             let of = (process.rank(), process.world());
             run_rank(args, of, |settings, params| {
-                options::compare(settings, args.check_every, |tag, own| process.gather(tag, own))?;
+                options::compare(settings, (args.framework, args.check_every), |tag, own| process.gather(tag, own))?;
                 let (device, comms) = process.comms(settings.mesh)?;
                 burn::Rank::<burn::communicators::Gpu>::new(settings, params, (comms, &device), of.0)
             })

@@ -93,7 +93,7 @@ pub(crate) struct ResidentGradients<'a, D: ShardDevice>(
 );
 
 impl<'a, D: FrameworkDevice> ResidentGradients<'a, D> {
-    /// For those that are wanted.
+    /// For those that are wanted: that somebody tracks, and weights whose bias somebody does.
     pub(crate) fn new(resident: &'a ResidentWeights<D>, wanted: impl Fn(ParamKind) -> bool) -> Result<Self> {
         let of = |kind, resident: &'a Option<ResidentWeight<D>>| {
             let Some(resident) = resident.as_ref().filter(|_| wanted(kind)) else { return Ok(None) };
@@ -113,14 +113,14 @@ impl<'a, D: FrameworkDevice> ResidentGradients<'a, D> {
         Ok(())
     }
 
-    /// Sends them on their way.
+    /// Sends those that somebody tracks on their way.
     pub(crate) fn submit(
         self,
-        layer: &Layer,
-        progress: &BackwardProgress,
+        (layer, progress): (&Layer, &BackwardProgress),
         entry: &mut RefusalGuard<'_, D>,
+        tracked: impl Fn(ParamKind) -> bool,
     ) -> Result<()> {
-        for (_, (resident, gradient)) in self.0.into_present() {
+        for (_, (resident, gradient)) in self.0.into_present().filter(|(kind, _)| tracked(*kind)) {
             submit(&resident.chain, gradient, progress, layer, entry)?;
         }
         Ok(())

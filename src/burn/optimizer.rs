@@ -20,7 +20,7 @@ use crate::optim::{self, AdamWOptions, GroupOptions, StepStats, StepTensor};
 use super::adamw_param::AdamWParam;
 use super::backend::{CoreDevice, MoeBackend, Named, NativeMemory, ResultSpec, between, primitive, tensor_of};
 use super::module::ExpertParallelMoE;
-use super::param_values::{LendParams, LentParam, Values, find, missing, new_value, values, with_values};
+use super::param_values::{LendParams, LentParam, Values, count_fields, find, missing, new_value, values, with_values};
 use super::reduce::native;
 
 impl<B: MoeBackend> ExpertParallelMoE<B> {
@@ -180,6 +180,10 @@ impl<B: AutodiffBackend + MoeBackend> AdamW<B> {
     /// A step: the module with its new values. Every rank calls it, with gradients that have been summed over the ranks.
     /// What fails on one rank before the norm is told to the others.
     ///
+    /// On an error the module is gone, with its parameters as they were or, where the step itself has failed, some of
+    /// them new. A clone of it, for who goes on behind an error, shares its memory and stays as it was; what a step
+    /// changes then gets new memory and is never written in place.
+    ///
     /// # Errors
     /// As [`optim::AdamW::begin`]; a gradient of other dimensions than its parameter's; a parameter that the module has not.
     pub fn step<M: Module<B>>(&mut self, module: M, gradients: GradientsParams) -> Result<M> {
@@ -193,9 +197,8 @@ impl<B: AutodiffBackend + MoeBackend> AdamW<B> {
 
     fn take_step<M: Module<B>>(&mut self, module: M, mut gradients: GradientsParams) -> Result<M> {
         let device = self.optimizer.device().clone();
-        let found = values::<B, M>(&module);
-        let absent = self.params.iter().find(|param| !found.contains_key(&param.id()));
-        drop(found); // holds the values
+        let fields = count_fields::<B, M>(&module);
+        let absent = self.params.iter().find(|param| !fields.contains_key(&param.id()));
         absent.map_or(Ok(()), |param| Err(missing(param)))?;
         let given = self.params.iter().enumerate().filter_map(|(index, param)| {
             // burn keeps the tensor as its back end does, whatever number of dimensions is named here.
@@ -203,7 +206,7 @@ impl<B: AutodiffBackend + MoeBackend> AdamW<B> {
             Some((param.id(), (index, B::Native::contiguous(native::<B>(primitive(gradient))))))
         });
         let given: HashMap<_, _> = given.collect();
-        let mut lend = LendParams::<B> { device: &device, params: &self.params, given, lent: Ok(Vec::new()) };
+        let mut lend = LendParams::<B> { device: &device, params: &self.params, fields, given, lent: Ok(Vec::new()) };
         let module = module.map(&mut lend);
         let mut lent = lend.lent?;
         let (optimizer, params) = (&mut self.optimizer, &self.params);

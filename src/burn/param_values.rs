@@ -47,10 +47,13 @@ pub(super) struct LentParam<B: NativeMemory> {
     pub(super) before: Option<FloatTensor<B>>,
 }
 
-/// Lends the parameters of a module for which there are gradients: in place where the module alone holds the tensor.
+/// Lends the parameters of a module for which there are gradients: in place where the module alone holds the tensor, in
+/// one field.
 pub(super) struct LendParams<'a, B: MoeBackend> {
     pub(super) device: &'a CoreDevice<B>,
     pub(super) params: &'a [AdamWParam],
+    /// The module's fields of each id.
+    pub(super) fields: HashMap<ParamId, usize>,
     /// Index and gradient of those to come.
     pub(super) given: HashMap<ParamId, (usize, FloatTensor<B::Native>)>,
     pub(super) lent: Result<Vec<LentParam<B::Native>>>,
@@ -65,7 +68,10 @@ impl<B: AutodiffBackend + MoeBackend> LendParams<'_, B> {
         let param = &self.params[index];
         Error::check_shape(CALL, &format!("gradient of {}", param.name()), &value.shape(), &gradient.shape())?;
         let named = Named { name: param.name(), tensor: value };
-        let (output, before) = match B::Native::in_place(self.device, named)? {
+        // Other fields of the id, which may have memory of their own, get the new value behind the step.
+        let one_field = self.fields.get(&param.id()) == Some(&1);
+        let own = if one_field { B::Native::in_place(self.device, named)? } else { None };
+        let (output, before) = match own {
             Some(own) => (own, None),
             None => (new_value::<B>(self.device, param, value)?, Some(value.clone())),
         };
@@ -101,6 +107,21 @@ struct CollectValues<B: MoeBackend>(Values<B::Native>);
 impl<B: AutodiffBackend + MoeBackend> ModuleVisitor<B> for CollectValues<B> {
     fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<B, D>>) {
         self.0.insert(param.id, B::to_native(primitive(param.val())));
+    }
+}
+
+/// Fields of a module by the id of their parameter.
+pub(super) fn count_fields<B: AutodiffBackend + MoeBackend, M: Module<B>>(module: &M) -> HashMap<ParamId, usize> {
+    let mut count = CountFields(HashMap::new());
+    module.visit(&mut count);
+    count.0
+}
+
+struct CountFields(HashMap<ParamId, usize>);
+
+impl<B: MoeBackend> ModuleVisitor<B> for CountFields {
+    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<B, D>>) {
+        *self.0.entry(param.id).or_default() += 1;
     }
 }
 

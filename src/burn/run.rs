@@ -197,6 +197,8 @@ impl Tracked {
             ParamKind::SelectionBias => false,
             ParamKind::Up => tracked(kind) || tracked(ParamKind::UpBias),
             ParamKind::Down => tracked(kind) || tracked(ParamKind::DownBias),
+            ParamKind::SharedUp => tracked(kind) || tracked(ParamKind::SharedUpBias),
+            ParamKind::SharedDown => tracked(kind) || tracked(ParamKind::SharedDownBias),
             _ => tracked(kind),
         }
     }
@@ -261,7 +263,7 @@ pub(super) fn run_backward<B: NativeMemory>(
             let sources = experts.as_ref().map(|experts| experts.sources(true)).transpose()?;
             let mut shards =
                 experts.as_ref().filter(|_| trained).map(|experts| experts.gradients(&context)).transpose()?;
-            let others = resident.map(|resident| ResidentGradients::new(resident, |kind| tracked.params[kind]));
+            let others = resident.map(|resident| ResidentGradients::new(resident, |kind| tracked.makes(kind)));
             let mut others = others.transpose()?;
             let mut into = GradientsMut::none();
             into.x = made.x.as_mut().map(B::view_mut).transpose()?;
@@ -285,7 +287,7 @@ pub(super) fn run_backward<B: NativeMemory>(
             if let Some(shards) = shards {
                 shards.submit(&call.layer, entry, [tracked.params.up, tracked.params.down])?;
             }
-            others.map_or(Ok(()), |others| others.submit(&call.layer, &progress, entry))
+            others.map_or(Ok(()), |others| others.submit((&call.layer, &progress), entry, |kind| tracked.params[kind]))
         })?;
         Ok(made)
     });

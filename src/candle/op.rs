@@ -173,7 +173,7 @@ impl<D: CandleDevice> PendingBackward<D> {
                 if let Some(shards) = shards {
                     shards.submit(&self.layer, entry, [ParamKind::Up, ParamKind::Down].map(tracks))?;
                 }
-                others.submit(&self.layer, &self.progress, entry)?;
+                others.submit((&self.layer, &self.progress), entry, tracks)?;
                 return Ok((gradients, PerParam::from_fn(|kind| experts.has(kind))));
             }
             let weights = weights.params();

@@ -40,16 +40,6 @@ impl Model {
         let mut root = parse_value(json, path)?;
         absent::fill(&mut root);
         let name = path.display().to_string();
-        if !root.is_object() {
-            let found = match &root {
-                Value::Array(_) => "a list",
-                Value::String(_) => "a text",
-                Value::Number(_) => "a number",
-                Value::Bool(_) => "a truth value",
-                Value::Null | Value::Object(_) => "null",
-            };
-            return Err(Fields::new(&name, &root, None).error("(the whole file)", "an object", found));
-        }
         // Multimodal wrappers keep the text model's keys in an object of their own.
         let text = root.get("text_config").filter(|text| text.is_object()).unwrap_or(&root);
         let outer = Fields::new(&name, &root, None);

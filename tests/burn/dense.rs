@@ -20,6 +20,8 @@ fn dense(config: &MoeConfig, ranks: usize) -> (Vec<Found>, Vec<(&'static str, Ve
     let (up, up_bias) = (leaf::<3>(param(ParamKind::Up)), leaf::<2>(param(ParamKind::UpBias)));
     let (down, down_bias) = (leaf::<3>(param(ParamKind::Down)), leaf::<2>(param(ParamKind::DownBias)));
     let (s_up, s_down) = (leaf::<2>(param(ParamKind::SharedUp)), leaf::<2>(param(ParamKind::SharedDown)));
+    let s_up_bias = leaf::<1>(param(ParamKind::SharedUpBias));
+    let s_down_bias = leaf::<1>(param(ParamKind::SharedDownBias));
     let s_gate = leaf::<2>(param(ParamKind::SharedGate));
     let glu = |h: Tensor<B, 2>| {
         let [t, n] = h.dims();
@@ -56,7 +58,8 @@ fn dense(config: &MoeConfig, ranks: usize) -> (Vec<Found>, Vec<(&'static str, Ve
             // WeightAt::Activation weighs what enters down, and its bias.
             y = y + (inner.matmul(of(&down).transpose()) + bias(&down_bias)) * w;
         }
-        let shared = glu(x.clone().matmul(s_up.clone().transpose())).matmul(s_down.clone().transpose());
+        let inner = glu(x.clone().matmul(s_up.clone().transpose()) + s_up_bias.clone().unsqueeze());
+        let shared = inner.matmul(s_down.clone().transpose()) + s_down_bias.clone().unsqueeze();
         let y = y + shared * sigmoid(x.clone().matmul(s_gate.clone().transpose()));
         // Switch: coefficient · E · Σ (choices / (T·K)) · mean score.
         let f = mask.sum_dim(0).mul_scalar(1.0 / (t * K) as f64).detach();
@@ -80,6 +83,8 @@ fn dense(config: &MoeConfig, ranks: usize) -> (Vec<Found>, Vec<(&'static str, Ve
         (ParamKind::Down.name(), floats(down.grad(&gradients).unwrap())),
         (ParamKind::DownBias.name(), floats(down_bias.grad(&gradients).unwrap())),
         (ParamKind::SharedUp.name(), floats(s_up.grad(&gradients).unwrap())),
+        (ParamKind::SharedUpBias.name(), floats(s_up_bias.grad(&gradients).unwrap())),
+        (ParamKind::SharedDownBias.name(), floats(s_down_bias.grad(&gradients).unwrap())),
         (ParamKind::SharedDown.name(), floats(s_down.grad(&gradients).unwrap())),
         (ParamKind::SharedGate.name(), floats(s_gate.grad(&gradients).unwrap())),
     ];

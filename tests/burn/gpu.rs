@@ -73,6 +73,7 @@ fn experts_gradients_are_added_up_in_f32() {
 fn steps_of_adamw_have_the_cpus_bits() {
     let _alone = gpu();
     main_gradients::steps_as_on_the_cpu::<Gpu>();
+    main_gradients::fields_of_one_id::<Gpu>();
 }
 
 fn any_leading_dimensions_and_strides() {

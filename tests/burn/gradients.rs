@@ -177,6 +177,39 @@ pub fn given<S: Subject>() {
     assert!(error.as_ref().is_some_and(|e| e.contains("BF16")), "{error:?}");
 }
 
+/// Biases of experts and of the shared one train beside weights that are frozen: their gradients, and all others, are
+/// those beside weights that train.
+pub fn beside_frozen_weights<S: Subject>(ranks: usize) {
+    let run = |frozen: bool| {
+        S::on_ranks(ranks, |rank, group| {
+            let mut model = module::<Autodiff<S>>(&config(), &group);
+            if frozen {
+                let (experts, shared) = (&mut model.experts, model.shared.as_mut().unwrap());
+                for weight in [&mut experts.up, &mut experts.down] {
+                    *weight = weight.clone().set_require_grad(false);
+                }
+                for weight in [&mut shared.up, &mut shared.down] {
+                    *weight = weight.clone().set_require_grad(false);
+                }
+            }
+            run_rank::<S>(&model, rank)
+        })
+    };
+    let weights = [ParamKind::Up, ParamKind::Down, ParamKind::SharedUp, ParamKind::SharedDown].map(ParamKind::name);
+    for (found, mut expected) in run(true).into_iter().zip(run(false)) {
+        let all = expected.params.len();
+        expected.params.retain(|(name, _)| !weights.contains(&name.as_str()));
+        assert_eq!(expected.params.len(), all - weights.len());
+        assert_eq!(found, expected);
+    }
+}
+
+fn biases_train_beside_frozen_weights() {
+    for ranks in RANKS {
+        beside_frozen_weights::<Flex>(ranks);
+    }
+}
+
 /// A tensor that nothing tracks has no backward: burn would panic.
 fn a_given_gradient_of_a_constant_is_a_typed_error() {
     let dims = [token_counts()[0], H];
@@ -200,5 +233,6 @@ tests! {
     fn();
     gradients_are_those_of_finite_differences,
     a_given_gradient_is_a_products,
+    biases_train_beside_frozen_weights,
     a_given_gradient_of_a_constant_is_a_typed_error,
 }

@@ -38,7 +38,7 @@ pub fn cast<S: Subject, M: Module<Autodiff<S>>>(module: M, dtype: DType) -> M {
 }
 
 /// Values of a module's gradients by path, with their types.
-type Found = Vec<(String, DType, Vec<f32>)>;
+pub type Found = Vec<(String, DType, Vec<f32>)>;
 
 struct Read<'a> {
     gradients: &'a GradientsParams,
@@ -61,7 +61,7 @@ impl<S: Subject> ModuleVisitor<Autodiff<S>> for Read<'_> {
     }
 }
 
-fn read<S: Subject>(moe: &impl Module<Autodiff<S>>, gradients: &GradientsParams) -> Found {
+pub fn read<S: Subject>(moe: &impl Module<Autodiff<S>>, gradients: &GradientsParams) -> Found {
     let mut read = Read { gradients, path: Vec::new(), found: Vec::new() };
     moe.visit(&mut read);
     read.found
@@ -368,6 +368,36 @@ pub fn steps_as_on_the_cpu<S: Subject + MoeBackend<Native = S>>() {
     }
 }
 
+/// One parameter in two fields with memory of their own, as a record that is loaded leaves them.
+#[derive(Module, Debug)]
+struct Tied<Bk: MoeBackend> {
+    first: Param<Tensor<Bk, 2>>,
+    second: Param<Tensor<Bk, 2>>,
+}
+
+/// A step gives all fields of an id its new value, whatever memory they have.
+pub fn fields_of_one_id<S: Subject + MoeBackend<Native = S>>() {
+    let device = core::<S>(&S::alone());
+    let before = values(90, 6, 1.0);
+    let own = || tensor::<Autodiff<S>, 2>(before.clone(), [2, 3]);
+    let first = Param::from_tensor(own());
+    let second = Param::initialized(first.id, own().require_grad());
+    let mut tied = Tied { first, second };
+    let mut adam = AdamW::<Autodiff<S>>::new(&device, &tied, options()).unwrap();
+    for step in 0..2 {
+        let mut gradients = GradientsParams::new();
+        register::<S>(&mut gradients, tied.first.id, TensorData::new(values(91 + step, 6, 1.0), [2, 3]));
+        tied = adam.step(tied, gradients).unwrap();
+        let [first, second] = [&tied.first, &tied.second].map(|field| floats(field.val()));
+        assert!(first != before, "step {step}");
+        assert_eq!(first, second, "step {step}");
+    }
+}
+
+fn a_step_is_one_of_all_fields_of_an_id() {
+    fields_of_one_id::<Flex>();
+}
+
 /// Given the same gradients, the parameters are the same at every number of ranks, and a state that some ranks have
 /// saved is gone on from by others.
 fn steps_have_the_same_bits_at_every_number_of_ranks() {
@@ -598,6 +628,7 @@ tests! {
     steps_have_the_same_bits_at_every_number_of_ranks,
     a_gradient_on_one_rank_alone_steps_nothing,
     a_step_that_is_skipped_changes_nothing,
+    a_step_is_one_of_all_fields_of_an_id,
     ranks_with_other_identities_save_nothing,
     #[cfg(feature = "candle")]
     steps_are_those_of_candle,

@@ -25,6 +25,7 @@ use moebius::layer::ParamKind;
 use moebius::optim::AdamWOptions;
 use moebius::{CommError, Error, Result};
 
+use super::main_gradients::read;
 use super::sharded::{Comm, Mesh, Meshed, Place, on_mesh};
 use super::support::*;
 use super::token_model::{Around, VOCABULARY, ids};
@@ -327,6 +328,36 @@ fn a_rank_holds_its_part_of_everything() {
     }
 }
 
+/// The shared expert's biases train beside weights that are frozen, where all are shards: their gradients, and all
+/// others, are those beside weights that train.
+fn shared_biases_train_beside_frozen_weights() {
+    for size in [Size { ep: 1, n: 2 }, Size { ep: 2, n: 2 }] {
+        let run = |frozen: bool| {
+            on(size, |place| {
+                let mut model = Whole::new(&place.group).sharded(&place).unwrap();
+                if frozen {
+                    let shared = model.moe.shared.as_mut().unwrap();
+                    for weight in [&mut shared.up, &mut shared.down] {
+                        *weight = weight.clone().set_require_grad(false);
+                    }
+                }
+                let loss = place.pass(Phase::Forward, &model, || model.loss(ids(place.rank, 0))).unwrap();
+                let all = place.pass(Phase::Backward, &model, || Ok(loss.backward())).unwrap();
+                let mut gradients = GradientsParams::from_grads(all, &model);
+                place.finish(&model, &mut gradients).unwrap();
+                read::<Flex>(&model, &gradients)
+            })
+        };
+        for (found, mut expected) in run(true).into_iter().zip(run(false)) {
+            let all = expected.len();
+            expected.retain(|(name, ..)| !["moe.shared.up", "moe.shared.down"].contains(&name.as_str()));
+            assert_eq!(expected.len(), all - 2);
+            assert!(expected.iter().any(|(name, ..)| name == "moe.shared.up_bias"));
+            assert_eq!(found, expected, "{size:?}");
+        }
+    }
+}
+
 /// AdamW with main weights over shards of everything: the norm of the gradients, and what the steps leave of the head,
 /// have the same bits at every N, where all ranks have the same tokens.
 fn main_weights_of_shards_of_everything() {
@@ -598,6 +629,7 @@ tests! {
     fn();
     three_steps_are_those_of_whole_weights,
     a_rank_holds_its_part_of_everything,
+    shared_biases_train_beside_frozen_weights,
     main_weights_of_shards_of_everything,
     what_is_saved_at_one_size_is_loaded_at_another,
     what_some_ranks_save_others_load,

@@ -101,12 +101,12 @@ pub fn device() -> FlexDevice {
     FlexDevice
 }
 
-/// Every part that has a gradient: router bias, expert biases, gated shared expert, both auxiliary losses per rank.
+/// Every part that has a gradient: router bias, expert biases, gated shared expert with biases, both auxiliary losses per rank.
 pub fn config() -> MoeConfig {
     MoeConfig::new(H, I, E, K)
         .with_router(|router| router.with_logit_bias(true))
         .with_expert_bias(true)
-        .with_shared(SharedConfig { intermediate: 6, gated: true, bias: false })
+        .with_shared(SharedConfig { intermediate: 6, gated: true, bias: true })
         .with_aux(AuxConfig::default().with_balance(0.02).with_z(0.01))
 }
 

@@ -30,7 +30,7 @@ const CUTS: [&[usize]; 3] = [&[0, 13], &[0, 5, 13], &[0, 6, 7, 13, 13]];
 
 fn full() -> MoeConfig {
     let mut full = config();
-    full.shared = Some(SharedConfig { intermediate: 8, gated: true, bias: false });
+    full.shared = Some(SharedConfig { intermediate: 8, gated: true, bias: true });
     (full.expert_bias, full.router.logit_bias) = (true, true);
     full
 }

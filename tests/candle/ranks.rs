@@ -14,7 +14,7 @@ use moebius::layer::{Layer, Noise, ParamKind};
 use rand::Rng;
 use rand::rngs::StdRng;
 
-use crate::support::{AnyResult, EXPERTS, H, Part, close, config, seeded, step, tokens};
+use crate::support::{AnyResult, EXPERTS, H, Part, close, config, flat, seeded, step, tokens};
 use crate::trials::{seed, tests};
 
 /// Runs one closure a rank, each on its own thread, and returns what they give in rank order.
@@ -64,7 +64,7 @@ fn a_second_backward_is_an_error_before_any_collective() -> AnyResult<()> {
 
 fn ranks_share_the_work_of_one() -> AnyResult<()> {
     let mut full = config();
-    full.shared = Some(moebius::config::SharedConfig { intermediate: 8, gated: true, bias: false });
+    full.shared = Some(moebius::config::SharedConfig { intermediate: 8, gated: true, bias: true });
     full.expert_bias = true;
     full.router.logit_bias = true;
     let total = 13;
@@ -123,7 +123,7 @@ fn fresh_variables_agree_where_ranks_share_them() -> AnyResult<()> {
     let results = ranks(3 + 1, Duration::from_secs(20), |group| {
         let vb = fresh(group.rank());
         let mut shared = config();
-        shared.shared = Some(moebius::config::SharedConfig { intermediate: 8, gated: true, bias: false });
+        shared.shared = Some(moebius::config::SharedConfig { intermediate: 8, gated: true, bias: true });
         let moe = ExpertParallelMoE::new(Layer::new(shared, 0)?, group, vb)?;
         let of = |t: &Tensor| -> AnyResult<Vec<f32>> { Ok(t.flatten_all()?.to_vec1()?) };
         let all = ParamKind::ALL.into_iter().filter_map(|r| moe.param(r).map(|t| (r, t)));
@@ -212,7 +212,7 @@ type Gradients = Vec<(ParamKind, Vec<f32>)>;
 fn reduced_gradients_are_those_of_one_rank() -> AnyResult<()> {
     let full = config()
         .with_router(|router| router.with_logit_bias(true).with_selection_bias(true))
-        .with_shared(moebius::config::SharedConfig { intermediate: 8, gated: true, bias: false });
+        .with_shared(moebius::config::SharedConfig { intermediate: 8, gated: true, bias: true });
     let total = 13;
     let run = |cuts: &[usize], lost: bool| -> AnyResult<Vec<Gradients>> {
         let parts = ranks(cuts.len() - 1, Duration::from_secs(20), |group| {
@@ -225,8 +225,14 @@ fn reduced_gradients_are_those_of_one_rank() -> AnyResult<()> {
                 gradients.remove(router);
             }
             moe.reduce_gradients(&mut gradients)?;
+            let block: Vec<_> = moe.to_block()?.params.into_params().collect();
+            assert_eq!(block.len(), moe.params().len());
+            for (kind, found) in block {
+                let own = flat(moe.param(kind).ok_or("a parameter")?)?;
+                assert_eq!(found.as_slice::<f32>()?, own, "{}", kind.name());
+            }
             let all = ParamKind::ALL.into_iter().filter_map(|r| Some((r, gradients.get(moe.param(r)?)?)));
-            all.map(|(r, t)| Ok((r, crate::support::flat(t)?))).collect::<AnyResult<Vec<_>>>()
+            all.map(|(r, t)| Ok((r, flat(t)?))).collect::<AnyResult<Vec<_>>>()
         });
         parts.into_iter().collect()
     };

@@ -23,7 +23,7 @@ const TIMEOUT: Duration = Duration::from_secs(60);
 
 fn full() -> MoeConfig {
     let mut full = config();
-    full.shared = Some(moebius::config::SharedConfig { intermediate: 8, gated: true, bias: false });
+    full.shared = Some(moebius::config::SharedConfig { intermediate: 8, gated: true, bias: true });
     (full.expert_bias, full.router.logit_bias) = (true, true);
     full
 }

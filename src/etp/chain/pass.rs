@@ -134,7 +134,8 @@ impl<D: ShardDevice> Chain<D> {
     }
 
     /// After a failed step, on every rank (collective): gives up the pass, all that is under way and the main
-    /// gradients. Ranks that wait in a collective of the step are told `reason`. The chain works on afterwards, unless
+    /// gradients. Ranks that wait in a collective of the step are told `reason`, by reference: `Some(&error)`, of a text
+    /// `Some(&"text")`. The chain works on afterwards, unless
     /// a rank is lost, or the ranks are processes over NCCL: there a refusal ends the communicators, and the chain with
     /// them. A chain with a communicator of its replicas ([`with_replicas`](Self::with_replicas)) meets them too: those
     /// that wait in [`last_backward`](Self::last_backward), in a sum or in [`finish`](Self::finish) are told `reason`,
