@@ -41,7 +41,8 @@ pub enum Error {
         /// Sizes it was given.
         found: Vec<usize>,
     },
-    /// A layer on disk has a tensor that the decoder, as its configuration is, has no place for.
+    /// A layer on disk has a tensor that the decoder, as its configuration is, has no place for, or the output projection
+    /// a bias. Tensors beside the layers are not looked at otherwise.
     #[error("{call}: tensor {tensor}: the decoder that {path} describes has none of this name")]
     Unread {
         /// The call that refused.

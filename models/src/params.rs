@@ -76,8 +76,8 @@ pub enum ExpertWeights {
     #[default]
     Dequantized,
     /// NVFP4, MXFP4 and fp8 in blocks of 128x128 as they are stored, and multiplied so; weights that are not quantized as
-    /// they are. Other forms (fp8 with a scale a tensor or a row, NVFP4 packed along outputs) are de-quantized:
-    /// [`Model::dequantized_experts`](crate::Model::dequantized_experts) says of which layers.
+    /// they are. Other forms (fp8 with a scale a tensor or a row, NVFP4 of matrices whose rows are inputs, as Llama-4's)
+    /// are de-quantized: [`Model::dequantized_experts`](crate::Model::dequantized_experts) says of which layers.
     AsStored,
     /// In NVFP4, quantized on their device with an amax an expert, whatever they are stored in; as they are stored if
     /// that is NVFP4, a row an output.
@@ -223,12 +223,14 @@ impl<'a> Loader<'a> {
         }
     }
 
-    /// Whether a tensor is a part of a quantized one that was read, a scale of values that are computed in a floating
-    /// type here, or frequencies that follow from the configuration.
+    /// Whether a tensor is a part of a quantized one that was read, a scale or a zero point of values that are computed in
+    /// a floating type here, or frequencies that follow from the configuration.
     fn belongs_to_read(&self, name: &str) -> bool {
         let (stem, last) = name.rsplit_once('.').unwrap_or(("", name));
-        let scales = ["input_scale", "output_scale", "q_scale", "k_scale", "v_scale", "inv_freq"];
-        scales.contains(&last) || last.starts_with("weight") && self.read.contains(&format!("{stem}.weight"))
+        let of_cache = ["q_scale", "k_scale", "v_scale", "kv_scale", "prob_scale", "k_zero_point", "v_zero_point"];
+        let of_weight = ["weight", "input_", "output_"].iter().any(|start| last.starts_with(start));
+        let is_read = || self.read.contains(&format!("{stem}.weight"));
+        last == "inv_freq" || of_cache.contains(&last) || of_weight && is_read()
     }
 
     /// Whether parameters become variables.

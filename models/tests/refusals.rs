@@ -125,6 +125,49 @@ fn tensors_of_a_layer_that_nothing_reads_are_refused() {
     .expect("a model");
 }
 
+/// Scales of an attention that is quantized, those of its inputs and of its cache among them, belong to what is read.
+#[test]
+fn scales_of_a_quantized_attention_are_no_unread_tensors() {
+    const NAME: &str = "model.layers.0.self_attn.q_proj";
+    let load = |weight: &[(&str, DType, &[usize])], scales: &[&str]| {
+        let dir = changed("mixtral", |_| {});
+        let file = dir.path().join("model.safetensors");
+        let mut tensors = candle_core::safetensors::load(&file, &Device::Cpu).expect("weights");
+        let dims = tensors.remove(&format!("{NAME}.weight")).expect("a weight").dims().to_vec();
+        let scales = scales.iter().map(|name| (*name, DType::F32, &[1, 1][..1]));
+        for (name, dtype, divided) in weight.iter().copied().chain(scales) {
+            let dims: Vec<usize> = match divided {
+                [rows, columns] => vec![dims[0].div_ceil(*rows), dims[1].div_ceil(*columns)],
+                other => other.to_vec(),
+            };
+            let ones = Tensor::ones(dims, DType::F32, &Device::Cpu).and_then(|ones| ones.to_dtype(dtype));
+            tensors.insert(format!("{NAME}.{name}"), ones.expect("a tensor"));
+        }
+        candle_core::safetensors::save(&tensors, file).expect("weights");
+        Model::load(dir.path(), &Device::Cpu, LoadOptions::default())
+    };
+    let (codes, fp8, f32) = (DType::U8, DType::F8E4M3, DType::F32);
+    let packed: [(&str, DType, &[usize]); 3] =
+        [("weight_packed", codes, &[1, 2]), ("weight_scale", fp8, &[1, 16]), ("weight_global_scale", f32, &[1])];
+    let model_opt: [(&str, DType, &[usize]); 3] =
+        [("weight", codes, &[1, 2]), ("weight_scale", fp8, &[1, 16]), ("weight_scale_2", f32, &[1])];
+    let blocks: [(&str, DType, &[usize]); 2] = [("weight", fp8, &[1, 1]), ("weight_scale_inv", f32, &[128, 128])];
+    let scaled: [(&str, DType, &[usize]); 2] = [("weight", fp8, &[1, 1]), ("weight_scale", f32, &[1])];
+    let cache = ["k_scale", "v_scale", "q_scale", "kv_scale", "prob_scale", "output_scale"];
+    for (weight, scales) in [
+        (&packed[..], &["input_global_scale"][..]),
+        (&model_opt, &["input_scale"]),
+        (&blocks, &["input_scale_inv"]),
+        (&scaled, &["input_scale", "input_scale_ub", "input_zero_point"]),
+        (&scaled, &cache),
+    ] {
+        load(weight, scales).unwrap_or_else(|error| panic!("{weight:?}, {scales:?}: {error}"));
+    }
+    // A scale of a weight that is not there is one that nothing reads.
+    let error = load(&scaled, &["part.input_scale"]).expect_err("a scale alone");
+    assert!(matches!(&error, Error::Unread { tensor, .. } if tensor.ends_with("part.input_scale")), "{error:?}");
+}
+
 #[test]
 fn bad_folders_are_typed_errors() {
     let error = refused(&shipped().join("jamba"));
