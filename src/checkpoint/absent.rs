@@ -3,11 +3,16 @@
 use serde_json::Value;
 
 /// By `model_type`: keys and their values where the file has none, as the configuration classes of transformers 5.17 have
-/// them. Those whose value is that of no key at all are not here.
-const ABSENT: &[(&str, &[(&str, &str)])] = &[
-    ("deepseek_v3", &[("routed_scaling_factor", "2.5"), ("first_k_dense_replace", "3")]),
+/// them: those that change what is computed without an error.
+const DEFAULTS: &[(&str, &[(&str, &str)])] = &[
+    (
+        "deepseek_v3",
+        &[("routed_scaling_factor", "2.5"), ("first_k_dense_replace", "3"), ("n_group", "8"), ("topk_group", "4")],
+    ),
     ("glm4_moe", &[("first_k_dense_replace", "1")]),
     ("gpt_oss", &[("sliding_window", "128")]),
+    ("llama4", &[("attention_chunk_size", "8192")]),
+    ("llama4_text", &[("attention_chunk_size", "8192")]),
 ];
 
 /// Puts them into the text model's configuration; a key that is null stays so.
@@ -17,7 +22,7 @@ pub(super) fn fill(root: &mut Value) {
     let text = if has_text { root.get_mut("text_config") } else { Some(root) };
     let Some(text) = text.and_then(Value::as_object_mut) else { return };
     let Some(model_type) = text.get("model_type").cloned().or(outer) else { return };
-    for (_, keys) in ABSENT.iter().filter(|(word, _)| model_type == *word) {
+    for (_, keys) in DEFAULTS.iter().filter(|(word, _)| model_type == *word) {
         for (key, value) in *keys {
             if let (false, Ok(value)) = (text.contains_key(*key), serde_json::from_str(value)) {
                 text.insert(key.to_string(), value);

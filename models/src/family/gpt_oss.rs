@@ -25,7 +25,8 @@ struct Config {
 pub(super) fn load(p: &mut Loader<'_>) -> Result<DecoderStack> {
     let (mut config, file) = (p.config::<Config>()?, p.file());
     config.base.check(&file)?;
-    if config.base.rope_parameters.is_none() && config.base.rope_scaling.is_none() {
+    let scaling = config.base.rope_scaling.as_ref().filter(|scaling| **scaling != RopeParameters::default());
+    if config.base.rope_parameters.is_none() && scaling.is_none() {
         config.base.rope_parameters = Some(RopeParameters {
             rope_type: Some("yarn".into()),
             factor: Some(32.0),

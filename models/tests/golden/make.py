@@ -50,8 +50,8 @@ PUBLISHED = {
     "deepseek_v3_rope_scaling": dict(rope_parameters=None, rope_theta=2e4, rope_scaling=dict(
         type="yarn", factor=8.0, original_max_position_embeddings=32, beta_fast=32, beta_slow=1, mscale=1.0,
         mscale_all_dim=1.0)),
-    "deepseek_v3_absent": dict(routed_scaling_factor=None, first_k_dense_replace=None, norm_topk_prob=None,
-                               rope_interleave=None),
+    "deepseek_v3_absent": dict(routed_scaling_factor=None, first_k_dense_replace=None, n_group=None, topk_group=None,
+                               norm_topk_prob=None, rope_interleave=None),
     "glm4_moe_absent": dict(first_k_dense_replace=None, n_group=None, topk_group=None, norm_topk_prob=None,
                             routed_scaling_factor=None, rope_parameters=None, rope_theta=1e4,
                             partial_rotary_factor=0.5),
