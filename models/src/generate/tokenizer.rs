@@ -200,8 +200,8 @@ fn check_parts(text: &str) -> std::result::Result<(), String> {
             _ => return Ok(()),
         };
         match kind {
-            Some("Replace" | "Split") if part["pattern"]["String"] == "" => {
-                return Err(format!("{}: an empty pattern", kind.unwrap_or_default()));
+            Some("Replace") if part["pattern"]["String"] == "" => {
+                return Err("Replace: an empty pattern".into());
             }
             Some("TemplateProcessing") => {
                 let pieces = ["single", "pair"].into_iter().filter_map(|name| part[name].as_array()).flatten();
@@ -415,6 +415,11 @@ pub(super) mod tests {
             let message = Tokenizer::from_json(&with(part, value)).expect_err("refused").to_string();
             assert!(message.contains(words), "{message}");
         }
+        // Splits into characters.
+        let split =
+            serde_json::json!({"type": "Split", "pattern": {"String": ""}, "behavior": "Isolated", "invert": false});
+        let split = Tokenizer::from_json(&with("pre_tokenizer", split)).expect("a tokenizer");
+        split.encode("ab").expect("ids");
         let panics = guarded::<()>("Tokenizer::encode", || panic!("by {}", "design")).expect_err("a panic").to_string();
         assert_eq!(panics, "Tokenizer::encode: the tokenizers' library panicked: by design");
     }
