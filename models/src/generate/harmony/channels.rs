@@ -23,6 +23,8 @@ pub(in crate::generate) struct Marks {
     start: u32,
     channel: u32,
     message: u32,
+    /// In headers, before a content's form.
+    constrain: Option<u32>,
     /// Those that end one.
     ends: [u32; 3],
 }
@@ -33,7 +35,8 @@ impl Marks {
         let [start, channel, message, end, call] = TOKENS.map(&id);
         let (end, call) = (end?, call?);
         let ends = [end, call, id("<|return|>").unwrap_or(end)];
-        Some(Self { start: start?, channel: channel?, message: message?, ends })
+        let constrain = id("<|constrain|>");
+        Some(Self { start: start?, channel: channel?, message: message?, constrain, ends })
     }
 }
 
@@ -99,7 +102,11 @@ impl<'a> ChannelStream<'a> {
     pub fn push(&mut self, id: u32) -> Result<String> {
         let Some(marks) = self.marks else { return self.stream.push(id) };
         if ![marks.start, marks.channel, marks.message].contains(&id) && !marks.ends.contains(&id) {
-            let text = self.stream.push(id)?;
+            let mut text = self.stream.push(id)?;
+            // It ends the word before it.
+            if let (Place::Header(_), true) = (&self.place, marks.constrain == Some(id)) {
+                text.push(' ');
+            }
             return Ok(self.take(text));
         }
         // A message ends with its characters.

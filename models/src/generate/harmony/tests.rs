@@ -144,6 +144,10 @@ fn calls_are_shown_with_all_channels() {
     assert_eq!(shown(PROMPT, call, Channels::All).0.concat(), all);
     let behind = "<|channel|>commentary to=functions.f <|constrain|>json<|message|>{}<|call|>";
     assert_eq!(shown(PROMPT, behind, Channels::All).0.concat(), "[commentary to functions.f]\n{}");
+    let no_space = "<|channel|>commentary to=functions.f<|constrain|>json<|message|>{}<|call|>";
+    assert_eq!(shown(PROMPT, no_space, Channels::All).0.concat(), "[commentary to functions.f]\n{}");
+    let answer = "<|channel|>final<|constrain|>json<|message|>{}<|return|>";
+    assert_eq!(shown(PROMPT, answer, Channels::Final).0.concat(), "{}");
 }
 
 /// What a prompt leaves open goes on: no message, a header, the content of one.
