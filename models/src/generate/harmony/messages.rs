@@ -194,15 +194,16 @@ impl Reader {
             content_type: text(value, "content_type"),
             contents: contents.clone().unwrap_or_default(),
         };
-        let is_addressed = [&message.recipient, &message.channel, &message.content_type].iter().any(|f| f.is_some());
+        let is_own_form = [&message.recipient, &message.channel, &message.content_type].iter().any(|f| f.is_some());
         match role {
-            Role::Assistant if !is_addressed => return self.assistant(message, value, contents.is_some(), fail),
+            Role::Assistant if !is_own_form => return self.assistant(message, value, contents.is_some(), fail),
             _ if contents.is_none() => return Err(fail("content: expected a text".into())),
             Role::System if message.contents.iter().all(Content::is_text) => message.role = Role::Developer,
             Role::Tool => {
-                let name = self.tool(message.name.take(), value);
+                let name = message.name.take();
+                let name = if is_own_form && name.is_some() { name } else { self.tool(name, value) };
                 message.name = Some(name.ok_or_else(|| fail("name: expected that of a tool".into()))?);
-                if !is_addressed {
+                if !is_own_form {
                     message.recipient = Some("assistant".into());
                     message.channel = Some(COMMENTARY.into());
                 }

@@ -74,6 +74,18 @@ fn calls_and_answers_find_each_other() {
     assert!(text.ends_with(expected), "{text}");
 }
 
+/// In openai-harmony's own form a tool's name is its address.
+#[test]
+fn own_form_names_tools_as_they_are() {
+    let chat = json!([
+        {"role": "user", "content": "x"},
+        {"role": "tool", "name": "shell", "channel": "commentary", "recipient": "assistant", "content": "y"},
+    ]);
+    let text = ChatTemplate::harmony().render(&Chat::from_json(&chat.to_string()).expect("a chat")).expect("a text");
+    let expected = "<|start|>shell to=assistant<|channel|>commentary<|message|>y<|end|>";
+    assert!(text.contains(expected), "{text}");
+}
+
 /// The bytes' tokenizer with harmony's tokens.
 fn with_marks() -> String {
     let mut json: serde_json::Value = serde_json::from_str(&bytes_json()).expect("a tokenizer");
