@@ -370,9 +370,9 @@ pub fn steps_as_on_the_cpu<S: Subject + MoeBackend<Native = S>>() {
 
 /// One parameter in two fields with memory of their own, as a record that is loaded leaves them.
 #[derive(Module, Debug)]
-struct Tied<Bk: MoeBackend> {
-    first: Param<Tensor<Bk, 2>>,
-    second: Param<Tensor<Bk, 2>>,
+struct Tied<B: MoeBackend> {
+    first: Param<Tensor<B, 2>>,
+    second: Param<Tensor<B, 2>>,
 }
 
 /// A step gives all fields of an id its new value, whatever memory they have.
