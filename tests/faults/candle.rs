@@ -173,7 +173,7 @@ fn a_module_that_one_rank_cannot_build() {
         let start = Instant::now();
         let error = module(group.clone(), usize::from(rank == CULPRIT)).expect_err("a wrong shape").to_string();
         if rank != CULPRIT {
-            names(&error, rank, "broadcast");
+            names(&error, rank, "all_gather");
         }
         assert!(start.elapsed() < AT_ONCE);
         step(&module(group, 0).expect("module")).expect("a step after a fault");
