@@ -260,7 +260,11 @@ mod tests {
             thread::spawn(move || {
                 for _replay in 0..REPLAYS {
                     let entered = graph.enter().expect("open gates");
-                    entered.pass(&mut || Ok(thread::yield_now())).expect("a launch");
+                    let mut launch = || {
+                        thread::yield_now();
+                        Ok(())
+                    };
+                    entered.pass(&mut launch).expect("a launch");
                 }
                 drop(both);
                 send.send(()).expect("a listener");
