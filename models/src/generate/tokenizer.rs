@@ -28,7 +28,7 @@ impl Tokenizer {
     /// From a folder with `tokenizer.json`; its padding and truncation are not applied.
     ///
     /// The tokens that end a text are those of [`eos_ids`], and where the configurations name none,
-    /// `tokenizer_config.json`'s `eos_token`.
+    /// `tokenizer_config.json`'s `eos_token`; of gpt-oss's harmony format also the end of an answer and that of a call.
     ///
     /// # Errors
     /// Unreadable files, among them what is no regular file or is far larger than a published one; ids of special
@@ -51,6 +51,12 @@ impl Tokenizer {
         let mut eos = eos_ids(dir)?;
         if eos.is_empty() {
             eos.extend(id("eos_token")?);
+        }
+        if this.has_channels() {
+            // What ends a message of harmony's assistant for whoever is to act on it: its answer, and a call of a tool.
+            let ends = ["<|return|>", "<|call|>"].into_iter().filter_map(|token| this.inner.token_to_id(token));
+            let missing: Vec<u32> = ends.filter(|id| !eos.contains(id)).collect();
+            eos.extend(missing);
         }
         (this.bos, this.eos) = (bos, eos);
         Ok(this)
