@@ -63,7 +63,7 @@ pub enum Overlap {
     Off,
     /// Rows travel to their experts on so many SMs, and back on up to twice as many: an even number from 2 to 16, at most
     /// [`GroupConfig::max_sms`] where that is set, and two fewer than any rank's device may fill
-    /// ([`Cuda::reserving_sms`](crate::cuda::Cuda::reserving_sms)), so that a product has SMs beside them. None at all would
+    /// (`Cuda::reserving_sms`), so that a product has SMs beside them. None at all would
     /// be a product that waits for rows which nothing brings. What does not fit is [`Error::Invalid`].
     Sms(usize),
 }

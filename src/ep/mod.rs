@@ -14,7 +14,7 @@
 //! That is what [`AllToAll`] does; [`AllGather`] needs two collectives for dispatch_bwd, [`Local`] none for anything.
 //!
 //! Errors: a rank that finds one of its own (a bad id, a wrong shape) still takes part in the collective that the
-//! others wait in, as a failure. It returns its error, every other rank returns [`Error::Peer`](crate::Error::Peer)
+//! others wait in, as a failure. It returns its error, every other rank returns [`Error::Peer`]
 //! naming it at once, and the group works again. Code between the calls does the same with
 //! [`Communicator::refuse`].
 //!
@@ -153,7 +153,7 @@ pub trait TokenDispatcher<D: Kernels>: fmt::Debug + Send {
     ///
     /// # Errors
     /// Tensors whose shapes or types do not fit the handle or one another, or that the transport cannot carry, and a
-    /// handle of another group: the other ranks are told, and fail with [`Error::Peer`](crate::Error::Peer) or, between
+    /// handle of another group: the other ranks are told, and fail with [`Error::Peer`] or, between
     /// processes, with the communicator's end. No memory; the communicator's or a driver's.
     fn dispatch(
         &mut self,
@@ -257,7 +257,7 @@ pub trait TokenDispatcher<D: Kernels>: fmt::Debug + Send {
     /// Gradient of combine into expert-major order; padding is zeroed.
     ///
     /// # Errors
-    /// A handle whose ranks did not all ask for backward ([`Error::BackwardNotAgreed`](crate::Error::BackwardNotAgreed),
+    /// A handle whose ranks did not all ask for backward ([`Error::BackwardNotAgreed`],
     /// before any collective); as [`dispatch`](Self::dispatch).
     fn combine_bwd(
         &mut self,
