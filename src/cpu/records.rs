@@ -7,7 +7,8 @@ use crate::lazy::Lazy;
 use crate::plan::deferred_errors::{self, SmallCapacity};
 use crate::plan::routing_record::{self, RecordSizes, RecordStatus, RoutingRecord};
 use crate::plan::{
-    Capacity, DevicePlan, DispatchSpec, HostCounts, HostPlanRequest, Overflow, PlanRecords, RecordIds, RowOrder,
+    Capacity, DevicePlan, DispatchSpec, HostCounts, HostPlanRequest, Overflow, PlanFor, PlanRecords, RecordIds,
+    RowOrder,
 };
 use crate::tensor::Tensor;
 
@@ -45,8 +46,9 @@ pub(super) fn record(call: RecordIds<'_, Cpu>) -> Result<()> {
 }
 
 pub(super) fn plan(call: PlanRecords<'_, Cpu>) -> Result<DevicePlan<Cpu>> {
-    let waits = call.waits();
-    let PlanRecords { rank, ranks, num_experts, max_tokens, tokens, spec, row_order, records, errors } = call;
+    let PlanRecords { of, records, errors } = call;
+    let PlanFor { rank, ranks, num_experts, max_tokens, tokens, spec, row_order } = of;
+    let waits = of.waits();
     let (sizes, kept, k) = (sizes(max_tokens, spec), errors.into_data(), spec.top_k);
     let bytes = records.data();
     Error::check_shape(CALL, "records", &[ranks, sizes.bytes()], records.dims())?;

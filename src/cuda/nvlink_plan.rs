@@ -3,7 +3,7 @@
 
 use crate::dtype::DType;
 use crate::error::{Error, Result};
-use crate::plan::{Capacity, DevicePlan, PlanIds, RowOrder, waits};
+use crate::plan::{Capacity, DevicePlan, PlanFor, PlanIds};
 use crate::tensor::{Tensor, TensorMut, TensorRef};
 
 use super::device::Cuda;
@@ -12,7 +12,7 @@ use super::launch::Grid;
 use super::layout::at;
 use super::nvlink::{PeerCall, absent};
 use super::params;
-use super::routing_records::{OwnRecord, PlanDescription, PlanFor, PlanSizes, RowMaps, empty_slot_maps, empty_zones};
+use super::routing_records::{OwnRecord, PlanDescription, PlanSizes, RowMaps, empty_slot_maps, empty_zones};
 use super::tile_config::NVLINK_PLAN_SMEM;
 
 const CALL: &str = "prepare";
@@ -75,8 +75,8 @@ impl<'a> NvLinkPlan<'a> {
     /// # Errors
     /// Shapes and types that a record cannot have; no memory.
     pub(crate) fn new(device: &Cuda, call: PlanIds<'a, Cuda>, max_sms: usize) -> Result<Option<Self>> {
-        let PlanIds { rank, ranks, num_experts, max_tokens, tokens, spec, ids, errors } = call;
-        let of = PlanFor { rank, ranks, num_experts, max_tokens, tokens, spec, row_order: RowOrder::Zones };
+        let PlanIds { of, ids, errors } = call;
+        let PlanFor { rank, ranks, num_experts, max_tokens, spec, .. } = of;
         let Some(cut) = Cut::new(&of, most_blocks(device.usable_sms(), max_sms)) else { return Ok(None) };
         let record = OwnRecord { rank, num_experts, max_tokens, spec, ids }.params()?;
         let mut description = PlanDescription::new(device, of, errors)?;
@@ -87,7 +87,7 @@ impl<'a> NvLinkPlan<'a> {
         let mut tallies = bytes(4 * cut.blocks * (2 * ranks + 1))?;
         let mut records = None;
         let mut maps = None;
-        if waits(of.row_order, spec) {
+        if of.waits() {
             records = Some(Tensor::empty(device, DType::U8, &[ranks, description.p.size as usize])?);
         } else {
             maps = Some(empty_maps(device, &mut description, &sizes)?);
@@ -216,7 +216,7 @@ mod tests {
     fn work_is_cut_into_blocks_that_hold_their_share() {
         let cut = |experts, ranks, max_tokens, top_k, most| {
             let spec = DispatchSpec::new(0, top_k);
-            let row_order = RowOrder::Zones;
+            let row_order = crate::plan::RowOrder::Zones;
             Cut::new(
                 &PlanFor { rank: 0, ranks, num_experts: experts, max_tokens, tokens: 1, spec: &spec, row_order },
                 most,

@@ -60,8 +60,8 @@ pub use shared_group::EpGroup;
 pub(crate) use shared_group::Membership;
 
 pub use crate::plan::{
-    Capacity, DevicePlan, DispatchSpec, HostCounts, HostPlanRequest, MessageMaps, Overflow, Plan, PlanIds, PlanRecords,
-    PlanRequest, RecordIds, Reporting, RowOrder, Stats, ZoneMaps,
+    Capacity, DevicePlan, DispatchSpec, HostCounts, HostPlanRequest, MessageMaps, Overflow, Plan, PlanFor, PlanIds,
+    PlanRecords, PlanRequest, RecordIds, Reporting, RowOrder, Stats, ZoneMaps,
 };
 
 use std::fmt;

@@ -7,7 +7,7 @@ use crate::kernels::Kernels;
 use crate::tensor::{Tensor, TensorRef};
 
 use super::dispatcher_state::{DispatcherState, ExchangedPlan, PREPARE};
-use super::{Capacity, DispatchSpec, Handle, PlanIds, PlanRecords, RecordIds, Reporting, RowOrder};
+use super::{Capacity, DispatchSpec, Handle, PlanFor, PlanIds, PlanRecords, RecordIds, Reporting, RowOrder};
 use crate::plan::deferred_errors;
 use crate::plan::routing_record::{self, RoutingRecord};
 
@@ -72,7 +72,8 @@ impl<D: Kernels> DispatcherState<D> {
         let by_transport = match &mut self.records {
             Some(records) => {
                 let (ids, errors) = (ids.borrow(), errors.view_mut());
-                let choices = PlanIds { rank, ranks, num_experts, max_tokens, tokens, spec, ids, errors };
+                let of = PlanFor { rank, ranks, num_experts, max_tokens, tokens, spec, row_order };
+                let choices = PlanIds { of, ids, errors };
                 records.plan(&mut *self.comm, tag, choices).transpose()
             }
             None => None,
@@ -125,17 +126,8 @@ impl<D: Kernels> DispatcherState<D> {
             return self.fail(tag, row_order, spec, error);
         }
         let records = self.exchange(tag, spec, &own)?;
-        let planned = device.plan_records(PlanRecords {
-            rank,
-            ranks,
-            num_experts,
-            max_tokens,
-            tokens,
-            spec,
-            row_order,
-            records: records.view(),
-            errors: errors.view_mut(),
-        });
+        let of = PlanFor { rank, ranks, num_experts, max_tokens, tokens, spec, row_order };
+        let planned = device.plan_records(PlanRecords { of, records: records.view(), errors: errors.view_mut() });
         Ok((self.refuse_own_error(tag, planned)?, Some(records)))
     }
 

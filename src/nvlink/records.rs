@@ -137,7 +137,7 @@ impl RecordExchange<Cuda> for StoredRecords {
         tag: Tag,
         choices: PlanIds<'_, Cuda>,
     ) -> Result<Option<Result<ExchangedPlan<Cuda>>>> {
-        let rank = choices.rank;
+        let rank = choices.of.rank;
         let made = NvLinkPlan::new(&self.device, choices, self.max_sms);
         let Some(mut plan) = refuse_on_error(comm, tag, made)? else { return Ok(None) };
         let bytes = plan.record_bytes();

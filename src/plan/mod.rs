@@ -11,8 +11,8 @@ mod stats;
 
 pub(crate) use request::waits;
 pub use request::{
-    DevicePlan, HostCounts, HostPlanRequest, MessageMaps, Plan, PlanIds, PlanRecords, PlanRequest, RecordIds, RowOrder,
-    ZoneMaps,
+    DevicePlan, HostCounts, HostPlanRequest, MessageMaps, Plan, PlanFor, PlanIds, PlanRecords, PlanRequest, RecordIds,
+    RowOrder, ZoneMaps,
 };
 pub use segments::Segments;
 pub use spec::{Capacity, DispatchSpec, Origin, Overflow, Reporting};

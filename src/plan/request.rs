@@ -28,31 +28,9 @@ pub struct RecordIds<'a, D: Device> {
     pub out: TensorMut<'a, D>,
 }
 
-/// A rank's choices, for a transport that plans as it exchanges all ranks'.
-#[derive(Debug)]
-pub struct PlanIds<'a, D: Device> {
-    /// This rank.
-    pub rank: usize,
-    /// Ranks R.
-    pub ranks: usize,
-    /// Experts E.
-    pub num_experts: usize,
-    /// Tokens that a record has room for.
-    pub max_tokens: usize,
-    /// Tokens of the rank.
-    pub tokens: usize,
-    /// Alignment, capacities, overflow.
-    pub spec: &'a DispatchSpec,
-    /// As [`RecordIds::ids`].
-    pub ids: TensorRef<'a, D>,
-    /// As [`PlanRecords::errors`].
-    pub errors: TensorMut<'a, D>,
-}
-
-/// All ranks' records, to be planned for one rank. For [`RowOrder::AllRows`] and [`RowOrder::Zones`], each rank's tokens
-/// are padded to the same number of rows.
-#[derive(Debug)]
-pub struct PlanRecords<'a, D: Device> {
+/// For which rank a plan is, and of what.
+#[derive(Debug, Clone, Copy)]
+pub struct PlanFor<'a> {
     /// The rank that the plan is for.
     pub rank: usize,
     /// Ranks R.
@@ -67,20 +45,39 @@ pub struct PlanRecords<'a, D: Device> {
     pub spec: &'a DispatchSpec,
     /// [`RowOrder::AllRows`], [`RowOrder::UniqueRows`] or [`RowOrder::Zones`].
     pub row_order: RowOrder,
-    /// `U8 [R, size]`.
-    pub records: TensorRef<'a, D>,
-    /// Where what is wrong with them is kept until somebody asks; what is there stays.
-    pub errors: TensorMut<'a, D>,
 }
 
-impl<D: Device> PlanRecords<'_, D> {
+impl PlanFor<'_> {
     /// Whether the host has to know what the plan needs: the number of rows, or the sizes of messages.
     pub fn waits(&self) -> bool {
         waits(self.row_order, self.spec)
     }
 }
 
-/// As [`PlanRecords::waits`].
+/// A rank's choices, for a transport that plans as it exchanges all ranks'.
+#[derive(Debug)]
+pub struct PlanIds<'a, D: Device> {
+    /// The plan.
+    pub of: PlanFor<'a>,
+    /// As [`RecordIds::ids`].
+    pub ids: TensorRef<'a, D>,
+    /// As [`PlanRecords::errors`].
+    pub errors: TensorMut<'a, D>,
+}
+
+/// All ranks' records, to be planned for one rank. For [`RowOrder::AllRows`] and [`RowOrder::Zones`], each rank's tokens
+/// are padded to the same number of rows.
+#[derive(Debug)]
+pub struct PlanRecords<'a, D: Device> {
+    /// The plan.
+    pub of: PlanFor<'a>,
+    /// `U8 [R, size]`.
+    pub records: TensorRef<'a, D>,
+    /// Where what is wrong with them is kept until somebody asks; what is there stays.
+    pub errors: TensorMut<'a, D>,
+}
+
+/// As [`PlanFor::waits`].
 pub(crate) fn waits(row_order: RowOrder, spec: &DispatchSpec) -> bool {
     !matches!(row_order, RowOrder::AllRows | RowOrder::Zones) || spec.capacity == Capacity::Eager
 }
@@ -93,7 +90,7 @@ pub struct DevicePlan<D: Device> {
     /// Rows of each rank among those that arrive where all do: token t of rank r is row r·padded_tokens + t. Of zones:
     /// rows of each.
     pub padded_tokens: usize,
-    /// Counts from the records, where the host had to wait ([`PlanRecords::waits`]).
+    /// Counts from the records, where the host had to wait ([`PlanFor::waits`]).
     pub counts: Option<HostCounts>,
 }
 

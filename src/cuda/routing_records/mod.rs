@@ -21,7 +21,7 @@ use super::plan::COUNTS;
 pub(super) use all_to_all::empty_zones;
 pub(super) use plan::plan;
 #[cfg(feature = "nccl")]
-pub(super) use plan::{PlanDescription, PlanFor, PlanSizes, RowMaps, empty_slot_maps};
+pub(super) use plan::{PlanDescription, PlanSizes, RowMaps, empty_slot_maps};
 
 // Kernels write and read what the host does.
 const _: () =

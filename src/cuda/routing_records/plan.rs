@@ -11,7 +11,7 @@ use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::kernels::{Origin, Segments};
 use crate::plan::{
-    Capacity, DevicePlan, DispatchSpec, HostCounts, MessageMaps, Overflow, Plan, PlanRecords, RowOrder, ZoneMaps, waits,
+    Capacity, DevicePlan, HostCounts, MessageMaps, Overflow, Plan, PlanFor, PlanRecords, RowOrder, ZoneMaps,
 };
 use crate::tensor::{Tensor, TensorMut};
 
@@ -20,10 +20,9 @@ use super::stats_layout::{StatsLayout, lazy_stats};
 use super::{CALL, check_errors, sizes};
 
 pub(in crate::cuda) fn plan(device: &Cuda, call: PlanRecords<'_, Cuda>) -> Result<DevicePlan<Cuda>> {
-    let (waits, open, most) = (call.waits(), call.spec.capacity == Capacity::Eager, call.max_tokens);
-    let PlanRecords { rank, ranks, num_experts, max_tokens, tokens, spec, row_order, records, errors } = call;
-    Error::check_shape(CALL, "records", &[ranks, sizes(max_tokens, spec).bytes()], records.dims())?;
-    let of = PlanFor { rank, ranks, num_experts, max_tokens, tokens, spec, row_order };
+    let PlanRecords { of, records, errors } = call;
+    let (waits, open, most) = (of.waits(), of.spec.capacity == Capacity::Eager, of.max_tokens);
+    Error::check_shape(CALL, "records", &[of.ranks, sizes(of.max_tokens, of.spec).bytes()], records.dims())?;
     let mut counting = PlanInProgress::new(device, PlanDescription::new(device, of, errors)?)?;
     counting.description.p.records = records.data().ptr;
     counting.segments(device)?;
@@ -36,18 +35,6 @@ pub(in crate::cuda) fn plan(device: &Cuda, call: PlanRecords<'_, Cuda>) -> Resul
     let maps = counting.maps(device, &of, &sizes, all_to_all)?;
     device.report(CALL)?;
     Ok(counting.description.finish(device, &of, sizes, maps))
-}
-
-/// For which rank a plan is, and of what.
-#[derive(Debug, Clone, Copy)]
-pub(in crate::cuda) struct PlanFor<'a> {
-    pub(in crate::cuda) rank: usize,
-    pub(in crate::cuda) ranks: usize,
-    pub(in crate::cuda) num_experts: usize,
-    pub(in crate::cuda) max_tokens: usize,
-    pub(in crate::cuda) tokens: usize,
-    pub(in crate::cuda) spec: &'a DispatchSpec,
-    pub(in crate::cuda) row_order: RowOrder,
 }
 
 impl PlanFor<'_> {
@@ -114,7 +101,7 @@ pub(in crate::cuda) fn empty_slot_maps(
 
 impl PlanDescription {
     pub(in crate::cuda) fn new(device: &Cuda, of: PlanFor<'_>, errors: TensorMut<'_, Cuda>) -> Result<Self> {
-        let PlanFor { rank, ranks, num_experts: experts, max_tokens, tokens, spec, row_order } = of;
+        let PlanFor { rank, ranks, num_experts: experts, max_tokens, tokens, spec, .. } = of;
         let (sizes, k) = (sizes(max_tokens, spec), spec.top_k);
         check_errors(errors.as_ref().dims(), ranks)?;
         let stats_layout = StatsLayout { experts, locals: experts / ranks, ranks };
@@ -137,7 +124,7 @@ impl PlanDescription {
             factor: spec.expert_capacity.map_or(-1.0, |c| c.factor),
             rows: i64::MAX,
             may_drop: 1,
-            host_waits: i64::from(waits(row_order, spec)),
+            host_waits: i64::from(of.waits()),
             padded_tokens: max_tokens as i64,
             offsets: at(&mut offsets),
             counts: at(&mut counts),
