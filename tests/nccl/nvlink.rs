@@ -269,6 +269,19 @@ fn formed_anew(_: &Cuda, ranks: usize) {
     assert_eq!(at(), at());
 }
 
+/// Ends the first rank's communicator by a failure of its part in a collective, which the others pass.
+pub fn end_on_first(group: &mut Group<Cuda>) {
+    let first = group.rank() == 0;
+    let tag = Tag { layer: 0, op: Op::User, sequence: 1 };
+    let failing = |_: CommParts<'_>| match first {
+        true => Err(Error::Device { call: "test", operation: "take part".into(), message: "a failure".into() }),
+        false => Ok(()),
+    };
+    let comm = group.dispatcher().communicator().native().expect("NCCL's");
+    let failed = comm.collective_raw("test", tag, failing);
+    assert_eq!(failed.is_err(), first, "{failed:?}");
+}
+
 /// The first rank's communicator is ended while a kernel of its waits for a peer, and with it the peers' memory goes: the
 /// kernel is out of the way before, though its own patience is far longer, and the GPU works on.
 fn end_while_waiting(_: &Cuda, ranks: usize) {
@@ -286,14 +299,7 @@ fn end_while_waiting(_: &Cuda, ranks: usize) {
         if first {
             graph.replay()?;
         }
-        let tag = Tag { layer: 0, op: Op::User, sequence: 1 };
-        let failing = |_: CommParts<'_>| match first {
-            true => Err(Error::Device { call: "test", operation: "take part".into(), message: "a failure".into() }),
-            false => Ok(()),
-        };
-        let comm = group.dispatcher().communicator().native().expect("NCCL's");
-        let failed = comm.collective_raw("test", tag, failing);
-        assert_eq!(failed.is_err(), first, "{failed:?}");
+        end_on_first(&mut group);
         if first {
             assert!(matches!(cuda.check(), Err(Error::Comm(_))), "as long as the communicator lives");
             assert!(graph.replay().is_err(), "nothing runs over memory that is gone");

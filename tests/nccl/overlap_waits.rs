@@ -11,11 +11,12 @@ use moebius::cpu::Cpu;
 use moebius::cuda::{Captured, Cuda};
 use moebius::ep::{ArrivingRows, DispatchInputs, DispatchSpec, DispatcherKind, Group, GroupConfig, Handle, Overlap};
 use moebius::kernels::{Arrivals, Kernels, RowDest, RowSource, Up};
-use moebius::nccl::{CommParts, NcclComm, NcclWorld};
+use moebius::nccl::{NcclComm, NcclWorld};
 use moebius::{DType, Error, Result, Tensor};
 
 use crate::Run;
 use crate::conformance::gpus;
+use crate::nvlink::end_on_first;
 use crate::several::numbers;
 
 pub fn cases() -> Vec<(&'static str, Run)> {
@@ -237,7 +238,6 @@ fn works_on(product: &mut Product) -> Result<()> {
 /// The first rank's communicator ends while its product waits: both kernels are out of the way before the peers' memory
 /// goes, though their own patience is far longer, and the GPU works on.
 fn ended(_: &Cuda, ranks: usize) {
-    use moebius::comm::{Op, Tag};
     const PATIENCE: Duration = Duration::from_secs(60);
     let (library, gpus) = gpus::first(ranks);
     let world = NcclWorld::new(&library, &gpus, MINUTE).expect("a world");
@@ -250,14 +250,7 @@ fn ended(_: &Cuda, ranks: usize) {
         if first {
             graph.replay()?;
         }
-        let tag = Tag { layer: 0, op: Op::User, sequence: 1 };
-        let failing = |_: CommParts<'_>| match first {
-            true => Err(Error::Device { call: "test", operation: "take part".into(), message: "a failure".into() }),
-            false => Ok(()),
-        };
-        let comm = product.group.dispatcher().communicator().native().expect("NCCL's");
-        let failed = comm.collective_raw("test", tag, failing);
-        assert_eq!(failed.is_err(), first, "{failed:?}");
+        end_on_first(&mut product.group);
         if first {
             assert!(matches!(product.cuda.check(), Err(Error::Comm(_))), "as long as the communicator lives");
         }
