@@ -376,7 +376,7 @@ extern "C" __global__ void __launch_bounds__(NVLINK_THREADS, 1) sm90_nvlink_plan
     const Run run = run_of(p);
     Held h = hold(p, block.epoch);
     count_choices(p, h, run, block.stopped);
-    nvlink::meet_blocks(p.call);
+    nvlink::grid_sync(p.call);
     add_counts(p, h);
     const bool troubled = lay_out(p, h, block.stopped);
     if (!p.maps) {
@@ -387,7 +387,7 @@ extern "C" __global__ void __launch_bounds__(NVLINK_THREADS, 1) sm90_nvlink_plan
     const int dropped = number_slots(p, h, run);
     find_ranks(p, h, run, troubled);
     count_rows(p, h, run, dropped, rows);
-    nvlink::meet_blocks(p.call);
+    nvlink::grid_sync(p.call);
     add_rows(p, rows);
     write_maps(p, h, run, rows);
     if (blockIdx.x != 0) return;

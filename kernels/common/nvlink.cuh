@@ -245,7 +245,7 @@ __device__ __forceinline__ void end_records(const NvLinkCall& c, Block& block, R
 
 // All blocks of a grid that run at once meet; what each has written is there for all. Without a timeout: none of them waits
 // for anybody else without one. The first block's share turns the word's highest bit over when all have come.
-__device__ __forceinline__ void meet_blocks(const NvLinkCall& c) {
+__device__ __forceinline__ void grid_sync(const NvLinkCall& c) {
     __syncthreads();
     if (threadIdx.x == 0) {
         auto* word = reinterpret_cast<uint32_t*>(words_of(c, c.rank) + NVLINK_BARRIER);

@@ -204,7 +204,7 @@ impl Rotary {
 
     /// PhiMoE's, as transformers has it: with a scaling of any kind, frequencies are those of short sequences at every
     /// length, and the factor of cosines and sines is `short_mscale`, beyond the original length `long_mscale`.
-    pub fn phi(file: &ConfigFile, config: RotaryConfig) -> Result<Self> {
+    pub fn phimoe(file: &ConfigFile, config: RotaryConfig) -> Result<Self> {
         let r = &config.parameters;
         let plain_type = matches!(r.kind(), "default" | "mrope");
         let (factors, original) = ([r.short_mscale, r.long_mscale], config.original.unwrap_or(config.max_positions));
@@ -438,7 +438,7 @@ mod tests {
             let parameters: RopeParameters = serde_json::from_value(parameters).expect("parameters");
             let original = parameters.original_max_position_embeddings;
             let config = RotaryConfig { parameters, dim: DIM, theta: THETA, max_positions: 64, original };
-            Rotary::phi(&ConfigFile("config.json".into()), config).expect("a rotary embedding")
+            Rotary::phimoe(&ConfigFile("config.json".into()), config).expect("a rotary embedding")
         };
         let long = json!({"rope_type": "longrope", "original_max_position_embeddings": 32, "short_mscale": 1.5,
             "long_mscale": 2.5, "short_factor": [1.0, 2.0, 3.0, 4.0], "long_factor": [2.0, 2.0, 2.0, 2.0]});

@@ -5,9 +5,9 @@
 //! have limits, far above published ones, that are checked before anything is parsed; every size is checked against the
 //! file before a tensor is allocated; and what is wrong is a [`CheckpointError`](crate::CheckpointError) that names file and tensor.
 
-mod absent;
 mod calls;
 mod commit;
+mod config_defaults;
 mod convert;
 mod declared;
 mod family;

@@ -4,7 +4,7 @@ use std::path::Path;
 
 use serde_json::Value;
 
-use super::absent;
+use super::config_defaults;
 use super::declared::Declared;
 use super::family::{self, Act, Family, Formula, LayerRule, Normalize, SharedWidth};
 use super::fields::{Fields, MAX_HIDDEN, MAX_INTERMEDIATE, MAX_LAYERS, clip, short};
@@ -38,7 +38,7 @@ impl Model {
     /// Parses and checks a configuration.
     pub fn parse(json: &[u8], path: &Path) -> CheckpointResult<Self> {
         let mut root = parse_value(json, path)?;
-        absent::fill(&mut root);
+        config_defaults::fill(&mut root);
         let name = path.display().to_string();
         // Multimodal wrappers keep the text model's keys in an object of their own.
         let text = root.get("text_config").filter(|text| text.is_object()).unwrap_or(&root);

@@ -20,15 +20,15 @@ pub(super) struct Grid {
     pub(super) threads: u32,
     pub(super) shared: u32,
     /// It may start before the kernel that was enqueued last has ended, once all blocks of that one let it.
-    pub(super) starts_early: bool,
-    /// Blocks sit on SMs that lie together by twos.
+    pub(super) programmatic: bool,
+    /// Blocks form clusters of two.
     pub(super) pairs: bool,
 }
 
 impl Grid {
     /// So many blocks of so many threads.
     pub(super) fn new(blocks: usize, threads: u32) -> Self {
-        Self { blocks: (blocks, 1), threads, shared: 0, starts_early: false, pairs: false }
+        Self { blocks: (blocks, 1), threads, shared: 0, programmatic: false, pairs: false }
     }
 
     /// Blocks of so many threads, one of which takes an item.
@@ -114,11 +114,11 @@ fn attributes(start: BlockStart, grid: &Grid) -> Vec<sys::CUlaunchAttribute> {
         CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION as CLUSTER, CU_LAUNCH_ATTRIBUTE_COOPERATIVE as COOPERATIVE,
         CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION as PROGRAMMATIC,
     };
-    let early = (PROGRAMMATIC, sys::CUlaunchAttributeValue { programmaticStreamSerializationAllowed: 1 });
+    let dependent = (PROGRAMMATIC, sys::CUlaunchAttributeValue { programmaticStreamSerializationAllowed: 1 });
     let start = match start {
-        BlockStart::Plain => grid.starts_early.then_some(early),
-        BlockStart::Early => Some(early),
-        BlockStart::Together => Some((COOPERATIVE, sys::CUlaunchAttributeValue { cooperative: 1 })),
+        BlockStart::Plain => grid.programmatic.then_some(dependent),
+        BlockStart::Programmatic => Some(dependent),
+        BlockStart::Cooperative => Some((COOPERATIVE, sys::CUlaunchAttributeValue { cooperative: 1 })),
     };
     let pair = sys::CUlaunchAttributeValue_union__bindgen_ty_1 { x: 2, y: 1, z: 1 };
     let pairs = grid.pairs.then_some((CLUSTER, sys::CUlaunchAttributeValue { clusterDim: pair }));

@@ -119,8 +119,8 @@ pub(super) unsafe fn launch(device: &Cuda, launch: Sm90Launch<'_>, p: &params::G
         _ => device.usable_sms(),
     };
     let blocks = blocks.min(usable / 2 * 2).next_multiple_of(2);
-    let starts_early = p.arrived != 0;
-    let grid = Grid { shared: SM90_GROUPED_GEMM.shared, starts_early, ..Grid::new(blocks, SM90_GROUPED_GEMM.threads) };
+    let programmatic = p.arrived != 0;
+    let grid = Grid { shared: SM90_GROUPED_GEMM.shared, programmatic, ..Grid::new(blocks, SM90_GROUPED_GEMM.threads) };
     let [a, b, pre, gated, plain] = [&a, &b, &pre, &gated, &plain].map(argument);
     let mut arguments = [argument(p), a, b, pre, gated, plain];
     // SAFETY: the kernels take at most these six, in this order; the rest is the caller's promise.

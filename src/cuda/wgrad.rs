@@ -146,7 +146,7 @@ impl WgradCall<'_> {
         let first = self.experts_under(movement_sms);
         let beside_movement = self.device.reserving_more(movement_sms);
         let parts = [(0..first, true, &beside_movement), (first..experts, false, self.device)];
-        for (part, starts_early, device) in parts {
+        for (part, programmatic, device) in parts {
             if part.is_empty() {
                 continue;
             }
@@ -164,7 +164,7 @@ impl WgradCall<'_> {
             // Sums leave in squares of 64 or, in f32, 32.
             let out = out.boxes(if self.out_type == DType::F32 { 32 } else { 64 })?;
             let blocks = 2 * (part.len() * pairs).min(device.usable_sms() / 2);
-            let grid = Grid { shared: SM90_WGRAD.shared, starts_early, ..Grid::new(blocks, SM90_WGRAD.threads) };
+            let grid = Grid { shared: SM90_WGRAD.shared, programmatic, ..Grid::new(blocks, SM90_WGRAD.threads) };
             let [a, b] = &operands;
             let mut arguments = [argument(&p), argument(a), argument(b), argument(&out)];
             // SAFETY: all tensors were checked against the sizes in `p`; maps and segments, which only the device knows,

@@ -14,7 +14,7 @@ use crate::kernels::optimizer::{
 use crate::tensor::{Tensor, TensorMut, TensorRef};
 
 use super::fields::{fields, group_fields};
-use super::given_gradients::GivenGradients;
+use super::gradient_presence::GradientPresence;
 use super::norm::{NormPlan, NormStep, OptimizerFields, RankRows, exchange, owners};
 use super::saved_state::{Counts, StateKind};
 use super::{AdamWOptions, GroupOptions, ParamSpec, StepDevice, StepStats};
@@ -184,7 +184,7 @@ impl<D: StepDevice> AdamW<D> {
         if let Some(plan) = &mut self.norm {
             // Once: the host waits for the answer.
             if let Some(comm) = self.comm.as_deref_mut().filter(|_| !self.compared) {
-                let given = GivenGradients { specs: &self.specs, rank_rows: &self.rank_rows, gradients };
+                let given = GradientPresence { specs: &self.specs, rank_rows: &self.rank_rows, gradients };
                 self.compared = given.compare(comm, &self.streams, tag)?;
             }
             plan.gather(self.comm.as_deref_mut(), &self.streams, tag)?;

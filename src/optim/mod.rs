@@ -15,7 +15,7 @@
 
 mod adamw;
 mod fields;
-mod given_gradients;
+mod gradient_presence;
 mod norm;
 mod param_shard;
 mod saved_state;

@@ -41,7 +41,7 @@ use moebius::ranks::Identity;
 use moebius_models::generate::{self, CountChoices, Decoder, Generator, Output, OverRanks, Request, Stats, Tokenizer};
 use moebius_models::{LoadOptions, Model};
 
-use options::{Options, Place, Shown, Type, Usage};
+use options::{Options, Place, ShownChannels, Type, Usage};
 use results::{ExpertChoices, Outcome, merge};
 
 type AnyError = Box<dyn Error + Send + Sync>;
@@ -103,7 +103,8 @@ fn run(options: &Options, me: Option<&Identity>) -> Result<(), AnyError> {
     })?;
     let Some(outcome) = outcome else { return Ok(()) };
     output::print(&outcome.outputs, tokenizer.is_some())?;
-    let hides = matches!(options.channels, Shown::Final) && tokenizer.as_ref().is_some_and(Tokenizer::has_channels);
+    let hides =
+        matches!(options.channels, ShownChannels::Final) && tokenizer.as_ref().is_some_and(Tokenizer::has_channels);
     output::report(&outcome, hides);
     // Of a text that no reader may take for whole.
     outcome.outputs.iter().enumerate().try_for_each(|(i, output)| output.complete_text(i).map(drop))?;

@@ -40,8 +40,8 @@ pub struct Options {
     #[arg(long, value_name = "ID")]
     pub stop_token: Vec<u32>,
     /// Which messages of an answer are shown, of models that write some in channels of their own (gpt-oss)
-    #[arg(long, value_enum, default_value_t = Shown::Final)]
-    pub channels: Shown,
+    #[arg(long, value_enum, default_value_t = ShownChannels::Final)]
+    pub channels: ShownChannels,
     /// Go on after the tokens that end a text
     #[arg(long)]
     pub ignore_eos: bool,
@@ -138,7 +138,7 @@ impl From<Cache> for CacheKind {
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-pub enum Shown {
+pub enum ShownChannels {
     /// The final one alone
     Final,
     /// All: reasoning and calls of tools too, each behind a line with its channel
@@ -147,12 +147,12 @@ pub enum Shown {
     Raw,
 }
 
-impl From<Shown> for Channels {
-    fn from(shown: Shown) -> Self {
+impl From<ShownChannels> for Channels {
+    fn from(shown: ShownChannels) -> Self {
         match shown {
-            Shown::Final => Channels::Final,
-            Shown::All => Channels::All,
-            Shown::Raw => Channels::Raw,
+            ShownChannels::Final => Channels::Final,
+            ShownChannels::All => Channels::All,
+            ShownChannels::Raw => Channels::Raw,
         }
     }
 }

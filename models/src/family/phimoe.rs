@@ -28,7 +28,7 @@ pub(super) fn load(p: &mut Loader<'_>) -> Result<DecoderStack> {
     let heads = config.base.heads(&file)?;
     let window = file.span("sliding_window", config.sliding_window)?;
     let biases = Biases::all(config.attention_bias.unwrap_or(false));
-    let rotary = Rotary::phi(&file, config.base.rotary_config(&file, heads.dim, 1e6)?)?;
+    let rotary = Rotary::phimoe(&file, config.base.rotary_config(&file, heads.dim, 1e6)?)?;
     let frame = DecoderSpec::of(&config.base);
     let norm = NormSpec { kind: NormKind::Layer { bias: true }, eps: config.base.rms_norm_eps };
     let frame = DecoderSpec { norm, head_bias: config.lm_head_bias.unwrap_or(false), ..frame };

@@ -16,7 +16,7 @@ pub(in crate::cuda) struct KernelSpec {
 
 /// Kernels of a decode step, short ones, that wait themselves for what the kernel before them in the stream writes
 /// (`wait_for_previous_kernel` in `kernels/common/common.cuh`), so that they are started while it runs.
-const EARLY: [&str; 27] = [
+const PROGRAMMATIC: [&str; 27] = [
     "decode16_down_mxfp4",
     "decode16_down_nvfp4",
     "decode16_up_mxfp4",
@@ -47,25 +47,25 @@ const EARLY: [&str; 27] = [
 ];
 
 /// Kernels whose blocks wait for each other, so that all of them have to run at once.
-const TOGETHER: [&str; 2] = ["sm90_nvlink_exchange", "sm90_nvlink_plan"];
+const COOPERATIVE: [&str; 2] = ["sm90_nvlink_exchange", "sm90_nvlink_plan"];
 
 /// When a launch's blocks start.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(in crate::cuda) enum BlockStart {
     /// Behind the kernel before in the stream, as there is room for them.
     Plain,
-    /// While that runs.
-    Early,
-    /// Behind it, and all at once.
-    Together,
+    /// While that runs (programmatic dependent launch).
+    Programmatic,
+    /// Behind it, and all at once (cooperative launch).
+    Cooperative,
 }
 
 impl KernelSpec {
-    /// When its blocks start, on a GPU that can start them early or not.
-    pub(in crate::cuda) fn start(&self, can_early: bool) -> BlockStart {
+    /// When its blocks start, on a GPU that has programmatic dependent launches or not.
+    pub(in crate::cuda) fn start(&self, programmatic: bool) -> BlockStart {
         match self.name {
-            name if TOGETHER.contains(&name) => BlockStart::Together,
-            name if can_early && EARLY.contains(&name) => BlockStart::Early,
+            name if COOPERATIVE.contains(&name) => BlockStart::Cooperative,
+            name if programmatic && PROGRAMMATIC.contains(&name) => BlockStart::Programmatic,
             _ => BlockStart::Plain,
         }
     }
@@ -144,7 +144,7 @@ mod tests {
             .filter(|path| path.extension().is_some_and(|e| e == "cu"))
             .filter_map(|path| std::fs::read_to_string(path).ok())
             .collect();
-        for name in EARLY {
+        for name in PROGRAMMATIC {
             let found: Vec<&str> = sources.iter().filter_map(|source| definition(source, name)).collect();
             assert_eq!(found.len(), 1, "{name}");
             let body = found[0].split_once("GemmParams p").map_or(found[0], |(_, rest)| rest);

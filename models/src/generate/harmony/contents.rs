@@ -17,7 +17,7 @@ const FUNCTIONS: &str = "functions";
 
 /// A system message.
 #[derive(Debug, Clone)]
-pub(super) struct System {
+pub(super) struct SystemMessage {
     identity: Option<String>,
     cutoff: Option<String>,
     date: Option<String>,
@@ -34,7 +34,7 @@ struct ValidChannels {
 
 /// A developer message.
 #[derive(Debug, Clone, Default)]
-pub(super) struct Developer {
+pub(super) struct DeveloperMessage {
     instructions: Option<String>,
     /// With the name that the message has them under.
     tools: Vec<(String, Namespace)>,
@@ -55,7 +55,7 @@ struct Tool {
     parameters: Option<Value>,
 }
 
-impl System {
+impl SystemMessage {
     /// Of a conversation that has no such message: what its variables say, else the usual. There is no date unless one is
     /// given, so that a rendering can be made again.
     pub fn from_variables(variable: impl Fn(&str) -> Option<Value>) -> Result<Self> {
@@ -122,7 +122,7 @@ impl System {
     }
 }
 
-impl Developer {
+impl DeveloperMessage {
     pub fn of_instructions(text: String) -> Self {
         Self { instructions: Some(text), ..Self::default() }
     }

@@ -2,7 +2,7 @@
 
 use minijinja::Value;
 
-use super::contents::{Developer, System};
+use super::contents::{DeveloperMessage, SystemMessage};
 use super::problem;
 use super::typescript::{field, items, list, text};
 use crate::generate::chat::Chat;
@@ -41,8 +41,8 @@ enum Role {
 #[derive(Debug, Clone)]
 enum Content {
     Text(String),
-    System(System),
-    Developer(Developer),
+    System(SystemMessage),
+    Developer(DeveloperMessage),
 }
 
 /// The conversation as text.
@@ -54,7 +54,7 @@ pub(in crate::generate) fn render(chat: &Chat) -> Result<String> {
     let mut messages = reader.messages;
     let variable = |name: &str| chat.variables.get(name).cloned();
     if !messages.iter().any(|message| message.role == Role::System) {
-        let contents = vec![Content::System(System::from_variables(variable)?)];
+        let contents = vec![Content::System(SystemMessage::from_variables(variable)?)];
         messages.insert(0, Message { role: Role::System, contents, ..Message::default() });
     }
     if let Some(tools) = &chat.tools {
@@ -80,7 +80,7 @@ fn add_tools(messages: &mut Vec<Message>, tools: &Value) -> Result<()> {
     if let Some(developer) = developers.find_map(Content::developer) {
         return developer.add_functions(tools);
     }
-    let mut developer = Developer::default();
+    let mut developer = DeveloperMessage::default();
     developer.add_functions(tools)?;
     if developer.has_functions() {
         let at = messages.iter().position(|message| message.role != Role::System).unwrap_or(messages.len());
@@ -158,7 +158,7 @@ impl Content {
         matches!(self, Content::Developer(developer) if developer.has_functions())
     }
 
-    fn developer(&mut self) -> Option<&mut Developer> {
+    fn developer(&mut self) -> Option<&mut DeveloperMessage> {
         match self {
             Content::Developer(developer) => Some(developer),
             Content::Text(_) | Content::System(_) => None,

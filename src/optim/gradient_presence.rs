@@ -15,14 +15,14 @@ use super::{ParamSpec, StepDevice};
 const BITS: usize = u64::BITS as usize;
 
 /// The gradients of a step, as this rank has them.
-pub(super) struct GivenGradients<'s, 'a, D: StepDevice> {
+pub(super) struct GradientPresence<'s, 'a, D: StepDevice> {
     pub(super) specs: &'s [ParamSpec],
     pub(super) rank_rows: &'s RankRows,
     /// One a parameter.
     pub(super) gradients: &'s [Option<TensorRef<'a, D>>],
 }
 
-impl<D: StepDevice> GivenGradients<'_, '_, D> {
+impl<D: StepDevice> GradientPresence<'_, '_, D> {
     /// Compares over the ranks, each of which gets the same error. The host waits for the other ranks and for what the
     /// communicator's stream has been given: so an optimizer asks in its first step alone. Whether this was one to compare:
     /// in a capture, and where no rank holds any parameter, nothing is.
