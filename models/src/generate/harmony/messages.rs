@@ -292,10 +292,10 @@ fn contents(role: Role, message: &Value) -> std::result::Result<Option<Vec<Conte
         _ if part.as_str().is_some() => Ok(Content::Text(part.to_string())),
         Some("text") => text(part, "text").map(Content::Text).ok_or_else(|| format!("content: no text in {part}")),
         Some("system_content") if role == Role::System => {
-            System::from_content(part).map(Content::System).map_err(plain)
+            SystemMessage::from_content(part).map(Content::System).map_err(plain)
         }
         Some("developer_content") if matches!(role, Role::System | Role::Developer) => {
-            Developer::from_content(part).map(Content::Developer).map_err(plain)
+            DeveloperMessage::from_content(part).map(Content::Developer).map_err(plain)
         }
         Some(other) => {
             Err(format!("content: expected parts of type text, found {other:?} in a message of {}", role.name()))
@@ -308,7 +308,7 @@ fn contents(role: Role, message: &Value) -> std::result::Result<Option<Vec<Conte
 /// Texts of a developer, or of a system message in chat templates' sense, as instructions.
 fn instructions(texts: &[Content]) -> Vec<Content> {
     let text = |content: &Content| if let Content::Text(text) = content { text.clone() } else { String::new() };
-    vec![Content::Developer(Developer::of_instructions(texts.iter().map(text).collect()))]
+    vec![Content::Developer(DeveloperMessage::of_instructions(texts.iter().map(text).collect()))]
 }
 
 /// A text, or another value as Python's `json.dumps` writes it.
