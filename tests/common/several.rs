@@ -8,8 +8,8 @@ use moebius::cuda::Cuda;
 
 use super::conformance::{gpus, seed};
 
-/// Numbers of ranks.
-pub const RANKS: [usize; 2] = [2, 4];
+/// Numbers of ranks: each as far as there are GPUs.
+pub const RANKS: [usize; 3] = [2, 4, 8];
 
 /// A test over some ranks, given the first GPU. Returns why it is not for what the suite is about, if it is not.
 pub type Body = Box<dyn Fn(&Cuda) -> Option<String> + Send>;

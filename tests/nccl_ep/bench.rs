@@ -43,7 +43,7 @@ struct Run {
 }
 
 pub fn run(available: usize) {
-    for ranks in [2, 4].into_iter().filter(|r| *r <= available) {
+    for ranks in [2, 4, 8].into_iter().filter(|r| *r <= available) {
         let plain = |shape, tokens| Run { shape, tokens, zipf: false, fixed: true };
         let mut runs: Vec<Run> = [128, 2048, 4096, 8192].map(|t| plain(DSV3, t)).to_vec();
         runs.push(Run { fixed: false, ..plain(DSV3, 4096) });
