@@ -23,7 +23,7 @@ pub struct Burst {
 
 /// Of a forward, or of one product.
 pub const CALLS: Burst = Burst { warm_up: 5, repeats: 20 };
-/// Of a forward and backward: as many as the tabled peers' times come from. A chip reaches its power limit after some
+/// Of a forward and backward: as many as the peers'. A chip reaches its power limit after some
 /// 100 ms and then clocks lower, so that a burst's length is part of what is measured.
 pub const STEPS: Burst = Burst { warm_up: 3, repeats: 10 };
 /// A burst for measurements at the power limit.
