@@ -61,8 +61,9 @@ impl<'a> ReduceOptions<'a> {
 }
 
 /// Sums the gradients of a module's trainable parameters over the ranks of a group: in f32 (f64 for f64) whatever their
-/// types, in buckets, in rank order. A gradient keeps its type. One that is absent on some ranks counts as zeros there, which reads
-/// a number of the device; one that is absent on all stays so, and an optimizer leaves the parameter alone.
+/// types, in buckets, in rank order. A gradient keeps its type. One that is absent on some ranks counts as zeros there, and
+/// gets the other ranks' type, for which a number or two of the device is read; one that is absent on all stays so, and an
+/// optimizer leaves the parameter alone.
 ///
 /// The module may be a whole model; what each rank has of its own, the experts, is left out by
 /// [`ReduceOptions::except`]. Call it on every rank with the same module after a step's last backward, so that
@@ -152,7 +153,8 @@ impl<B: AutodiffBackend + MoeBackend, M: Module<B>> ModuleReduction<'_, B, M> {
             for (number, part) in bucket.iter().enumerate() {
                 let range = start..start + part.count;
                 start = range.end;
-                sums.push(ParamSum { flat: flat.clone().inner(), range, flag: flags + number });
+                let [flag, wider] = [flags + number, flags + bucket.len() + number];
+                sums.push(ParamSum { flat: flat.clone().inner(), range, flag, wider });
             }
             Ok(())
         })?;
@@ -211,9 +213,18 @@ impl<B: AutodiffBackend + MoeBackend> ModuleVisitor<B> for CollectGradients<'_, 
     }
 }
 
+/// A gradient within a bucket.
+struct BucketGradient<B: NativeMemory> {
+    bytes: usize,
+    /// Of the sums' type.
+    gradient: Option<FloatTensor<B>>,
+    /// Whether it was given in a wider type than its parameter's.
+    wider: bool,
+}
+
 /// The gradients of a bucket.
 pub(super) struct BucketGradients<B: NativeMemory> {
-    gradients: Vec<(usize, Option<FloatTensor<B>>)>,
+    gradients: Vec<BucketGradient<B>>,
     /// The sums'.
     dtype: DType,
     /// Elements of the sums.
@@ -232,20 +243,25 @@ impl<B: NativeMemory> BucketGradients<B> {
             false => (DType::F32, FloatDType::F32),
         };
         let of = |part: &ParamGradient<B>| -> Result<_> {
-            let Some(gradient) = &part.gradient else { return Ok((part.count * dtype.size(), None)) };
+            let bytes = part.count * dtype.size();
+            let Some(gradient) = &part.gradient else {
+                return Ok(BucketGradient { bytes, gradient: None, wider: false });
+            };
             Error::check_shape(CALL, "gradient", &part.param.shape(), &gradient.shape())?;
             let wide = match gradient.dtype() == cast.into() {
                 true => gradient.clone(),
                 false => B::float_cast(gradient.clone(), cast),
             };
-            Ok((part.count * dtype.size(), Some(B::contiguous(wide))))
+            let wider = gradient.dtype() != part.param.dtype();
+            Ok(BucketGradient { bytes, gradient: Some(B::contiguous(wide)), wider })
         };
         let gradients = parts.iter().map(of).collect::<Result<Vec<_>>>()?;
-        let count = parts.iter().map(|part| part.count).sum::<usize>() + parts.len();
+        let count = parts.iter().map(|part| part.count).sum::<usize>() + 2 * parts.len();
         Ok(Self { gradients, dtype, count, like: first.param.clone() })
     }
 
-    /// Sums `[N]` of the gradients, one behind the other, and behind them for each the number of ranks that have it.
+    /// Sums `[N]` of the gradients, one behind the other, and behind them for each the number of ranks that have it, and
+    /// then for each of those that have it in a wider type than its parameter's.
     fn sum(self, device: &B::Core, all_reduce: &mut AllReduce<'_, B::Core>) -> Result<FloatTensor<B>> {
         let mut sums = B::output(device, &self.like, ResultSpec { dtype: self.dtype, dims: &[self.count] })?;
         between::<B, _>(
@@ -268,7 +284,7 @@ impl<B: NativeMemory> BucketGradients<B> {
 
     fn gather(&self, device: &B::Core, into: TensorMut<'_, B::Core>) -> Result<()> {
         let mut rest = into.into_data();
-        for (bytes, gradient) in &self.gradients {
+        for BucketGradient { bytes, gradient, .. } in &self.gradients {
             let (own, after) = B::Core::split_mut(rest, *bytes);
             match gradient {
                 Some(tensor) => device.copy(B::view(device, Named { name: "gradient", tensor })?.data(), own)?,
@@ -276,12 +292,13 @@ impl<B: NativeMemory> BucketGradients<B> {
             }
             rest = after;
         }
-        let present = self.gradients.iter().map(|(_, gradient)| gradient.is_some());
+        let present = self.gradients.iter().map(|of| of.gradient.is_some());
+        let present = present.chain(self.gradients.iter().map(|of| of.wider));
         let flags: Vec<u8> = match self.dtype {
             DType::F64 => present.flat_map(|is| f64::from(u8::from(is)).to_le_bytes()).collect(),
             _ => present.flat_map(|is| f32::from(u8::from(is)).to_le_bytes()).collect(),
         };
-        device.upload(&flags, TensorMut::new(rest, self.dtype, &[self.gradients.len()])?)
+        device.upload(&flags, TensorMut::new(rest, self.dtype, &[2 * self.gradients.len()])?)
     }
 }
 
@@ -291,6 +308,8 @@ struct ParamSum<B: AutodiffBackend> {
     range: Range<usize>,
     /// Where the number of ranks is that have the gradient.
     flag: usize,
+    /// Where the number of those is that have it in a wider type than the parameter's.
+    wider: usize,
 }
 
 /// Gives the sums to a module's parameters, in the parameters' order, each in its gradient's type.
@@ -305,13 +324,15 @@ impl<B: AutodiffBackend + MoeBackend> ModuleVisitor<B> for StoreSums<'_, B> {
         if !self.options.takes(param) {
             return;
         }
-        let Some(ParamSum { flat, range, flag }) = self.sums.next() else { return };
+        let Some(ParamSum { flat, range, flag, wider }) = self.sums.next() else { return };
         let before = self.gradients.remove::<B::InnerBackend, D>(param.id);
-        let any_has = || flat.clone().narrow(0, flag, 1).into_data().iter::<f64>().any(|ranks| ranks > 0.0);
-        if before.is_none() && !any_has() {
-            return;
-        }
-        let dtype = before.map_or_else(|| param.dtype(), |before| before.dtype());
+        let any_has = |at: usize| flat.clone().narrow(0, at, 1).into_data().iter::<f64>().any(|ranks| ranks > 0.0);
+        let dtype = match before {
+            Some(before) => before.dtype(),
+            None if !any_has(flag) => return,
+            None if any_has(wider) => flat.dtype(),
+            None => param.dtype(),
+        };
         let sum = flat.slice([range]).reshape(Shape::from(param.dims().to_vec()));
         let sum: Tensor<B::InnerBackend, D> = if sum.dtype() == dtype { sum } else { sum.cast(dtype) };
         self.gradients.register::<B::InnerBackend, D>(param.id, sum);

@@ -147,6 +147,27 @@ fn gradients_that_do_not_fit_are_errors_on_every_rank() {
     }
 }
 
+/// A gradient in f32 beside a parameter in bf16 has that type on the ranks too that had none.
+fn an_absent_gradient_has_the_other_ranks_type() {
+    let sums = on_ranks(2, LONG, |rank, group| {
+        let (group, model) = (DeviceGroup::from(group), Model::new(3));
+        let mut gradients = GradientsParams::new();
+        let [half, other] = [&model.half[0], &model.half[1]];
+        if rank == 0 {
+            let values = TensorData::new(values(97, 14, 1.0), half.dims());
+            gradients.register(half.id, Tensor::<Inner, 3>::from_data(values, (&device(), DType::F32)));
+            give(&mut gradients, 98, other);
+        }
+        reduce_gradients(&group, &model, ReduceOptions::default(), &mut gradients).unwrap();
+        [half, other].map(|param| {
+            let sum = gradients.get::<Inner, 3>(param.id).unwrap();
+            (sum.dtype(), sum.into_data().iter::<f64>().collect::<Vec<_>>())
+        })
+    });
+    assert_eq!(sums[0].each_ref().map(|(dtype, _)| *dtype), [DType::F32, DType::F16]);
+    assert_eq!(sums[0], sums[1]);
+}
+
 /// Of the parameters that are named, those that are not left out.
 fn named_gradients_alone_are_summed() {
     on_ranks(2, LONG, |rank, group| {
@@ -220,5 +241,6 @@ tests! {
     gradients_of_a_layer_are_summed_over_the_ranks,
     gradients_of_a_model_are_summed_in_buckets,
     gradients_that_do_not_fit_are_errors_on_every_rank,
+    an_absent_gradient_has_the_other_ranks_type,
     named_gradients_alone_are_summed,
 }
