@@ -27,6 +27,30 @@ pub(crate) fn gather_numbers<D: Kernels>(
     Ok(all.as_chunks().0.iter().map(|b| u64::from_le_bytes(*b)).collect())
 }
 
+/// Texts of every rank, in rank order (two all-gathers, which are waited for), as [`gather_numbers`].
+pub(crate) fn gather_texts<D: Kernels>(
+    device: &D,
+    comm: &mut dyn Communicator<D>,
+    tag: Tag,
+    own: &str,
+) -> Result<Vec<String>> {
+    let lengths = gather_numbers(device, comm, tag, &[own.len() as u64])?;
+    let words = lengths.iter().max().map_or(0, |most| most.div_ceil(8)) as usize;
+    if words == 0 {
+        return Ok(vec![String::new(); lengths.len()]);
+    }
+    let mut padded = own.as_bytes().to_vec();
+    padded.resize(8 * words, 0);
+    let padded: Vec<u64> = padded.as_chunks().0.iter().map(|word| u64::from_le_bytes(*word)).collect();
+    let all = gather_numbers(device, comm, tag, &padded)?;
+    let texts = all.chunks_exact(words).zip(&lengths).map(|(words, length)| {
+        let bytes = words.iter().flat_map(|word| word.to_le_bytes());
+        let bytes: Vec<u8> = bytes.take(usize::try_from(*length).unwrap_or(usize::MAX)).collect();
+        String::from_utf8_lossy(&bytes).into_owned()
+    });
+    Ok(texts.collect())
+}
+
 /// Brings all ranks together without a wait of the host for a GPU, as a barrier has it: behind a failure of one of them it
 /// fails on all.
 pub(crate) fn meet<D: Kernels>(device: &D, comm: &mut dyn Communicator<D>, tag: Tag) -> Result<()> {

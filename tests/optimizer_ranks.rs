@@ -2,6 +2,8 @@
 //! ranks goes on from, and what ranks that disagree are told.
 
 mod devices;
+#[path = "common/faulty_comm.rs"]
+mod faulty_comm;
 
 use std::path::Path;
 use std::thread;
@@ -14,6 +16,7 @@ use moebius::optim::{AdamW, AdamWOptions, GroupOptions, LossScaling, ParamShard,
 use moebius::{CheckpointError, CommError, DType, Error, Result, Tensor};
 
 use devices::seed;
+use faulty_comm::FaultyComm;
 
 const LIMIT: Duration = Duration::from_secs(60);
 /// Sizes of the whole experts: 4 experts of 5 rows, so that no cut of 2 or 4 ranks falls on a power of two.
@@ -94,7 +97,7 @@ fn cut(shard: &ParamShard, rows: usize, whole: &[f64]) -> Vec<f64> {
 }
 
 impl Rank {
-    fn new(mesh: Mesh, comm: ThreadComm, moments: DType) -> Result<Self> {
+    fn new(mesh: Mesh, comm: impl Communicator<Cpu> + 'static, moments: DType) -> Result<Self> {
         let rank = comm.rank();
         let (options, groups) = options(moments);
         let (mut specs, mut params, mut all_rows) = (Vec::new(), Vec::new(), Vec::new());
@@ -320,10 +323,19 @@ fn a_rank_that_fails_tells_the_others() {
     told(
         ranks(2, |comm| {
             let from = if comm.rank() == 1 { empty.path() } else { dir.path() };
-            Rank::new(mesh, comm, DType::F32)?.adam.load(from).map(drop)
+            let mut rank = Rank::new(mesh, ending(comm), DType::F32)?;
+            let refused = rank.adam.load(from).map(drop);
+            // The communicator works on.
+            rank.adam.load(dir.path())?;
+            refused
         }),
         "config.json",
     );
+}
+
+/// A communicator that a refusal ends, as between processes.
+fn ending(comm: ThreadComm) -> FaultyComm<Cpu> {
+    FaultyComm { ends_with_failure: true, ..FaultyComm::new(Box::new(comm)) }
 }
 
 /// The first rank alone writes; where it cannot, no rank has saved, and what was there stays.
@@ -333,7 +345,7 @@ fn a_save_that_fails_fails_on_every_rank() {
     let config = dir.path().join("config.json");
     std::fs::write(&config, "{\"model_type\": \"qwen3_moe\"}").unwrap();
     let results = ranks(2, |comm| {
-        let mut rank = Rank::new(Mesh::new(2, 1), comm, DType::F32)?;
+        let mut rank = Rank::new(Mesh::new(2, 1), ending(comm), DType::F32)?;
         let refused = rank.adam.save(dir.path());
         // The communicator works on.
         let other = tempfile::tempdir().unwrap();

@@ -28,13 +28,13 @@ pub(crate) fn variables_hash(variables: impl Iterator<Item = String>) -> u64 {
 pub(crate) fn check_variables(call: &'static str, own: u64, all: impl IntoIterator<Item = u64>) -> Result<()> {
     match all.into_iter().position(|theirs| theirs != own) {
         None => Ok(()),
-        Some(peer) => Err(other_variables(call, "variables", peer)),
+        Some(peer) => Err(other_variables(call, "variables", &format!("rank {peer}"))),
     }
 }
 
-/// The error for variables that are not another rank's.
-pub(crate) fn other_variables(call: &'static str, name: &str, peer: usize) -> Error {
-    let expected = format!("those of rank {peer}, of its names, sizes and types, in its order");
+/// The error for variables that are not a peer's.
+pub(crate) fn other_variables(call: &'static str, name: &str, peer: &str) -> Error {
+    let expected = format!("those of {peer}, of its names, sizes and types, in its order");
     Error::invalid(call, name, expected, "others, or in another order")
 }
 

@@ -3,6 +3,7 @@
 //! The thread runs the sums in the order in which it was given them, which is the same on every rank. After one that
 //! fails it runs none, until all ranks have met again ([`GradientSums::recover`]).
 
+use std::fmt;
 use std::sync::mpsc::{Receiver, Sender, SyncSender, channel, sync_channel};
 use std::sync::{Mutex, PoisonError};
 use std::thread;
@@ -57,27 +58,71 @@ pub(crate) struct StepCalls {
     pub(crate) experts: u64,
     /// Whether gradients of 16 bits are summed in f32, and stay so.
     pub(crate) in_f32: bool,
+    /// Bytes of sums that one collective takes.
+    pub(crate) bucket_bytes: usize,
+}
+
+/// What all ranks have found of what they sum, alike on each of them.
+#[derive(Debug)]
+pub(crate) enum Agreement {
+    /// It is the same on all; `calls`: those of layers too.
+    Same { calls: bool },
+    /// It is not, so nothing is summed. Nobody is to be told, and another comparison may follow.
+    Differs(Error),
 }
 
 impl StepCalls {
-    /// What another rank sums otherwise; experts are compared with those of a replica.
-    fn difference(&self, (peer, theirs): (usize, &Self), is_replica: bool) -> Option<Error> {
-        let of = |name, expected: String, found: String| Some(Error::invalid(CALL, name, expected, found));
+    /// As they travel.
+    fn numbers(&self) -> [u64; 6] {
+        let Self { microbatches, calls, variables, experts, in_f32, bucket_bytes } = *self;
+        [microbatches, calls, variables, experts, u64::from(in_f32), bucket_bytes as u64]
+    }
+
+    fn of_numbers([microbatches, calls, variables, experts, in_f32, bucket_bytes]: [u64; 6]) -> Self {
+        let (in_f32, bucket_bytes) = (in_f32 != 0, usize::try_from(bucket_bytes).unwrap_or(usize::MAX));
+        Self { microbatches, calls, variables, experts, in_f32, bucket_bytes }
+    }
+
+    /// What another rank sums otherwise, with the number of its field; experts are compared with those of a replica.
+    fn difference(&self, theirs: &Self, peer: Peer) -> Option<(usize, Error)> {
         let sums = |calls: &Self| if calls.in_f32 { "in f32" } else { "in the variables' types" };
-        if theirs.microbatches != self.microbatches {
-            let expected = format!("{}, as on rank {peer}", theirs.microbatches);
-            return of("microbatches", expected, self.microbatches.to_string());
+        let number = |number: u64, found: u64| (format!("{number}, as on {peer}"), found.to_string());
+        let same = [
+            theirs.microbatches == self.microbatches,
+            theirs.in_f32 == self.in_f32,
+            theirs.variables == self.variables,
+            matches!(peer, Peer::Rank(_)) || theirs.experts == self.experts,
+            theirs.bucket_bytes == self.bucket_bytes,
+        ];
+        let field = same.iter().position(|same| !same)?;
+        let (expected, found) = match field {
+            0 => number(theirs.microbatches, self.microbatches),
+            1 => (format!("{}, as on {peer}", sums(theirs)), sums(self).to_string()),
+            2 | 3 => return Some((field, other_variables(CALL, FIELDS[field], &peer.to_string()))),
+            _ => number(theirs.bucket_bytes as u64, self.bucket_bytes as u64),
+        };
+        Some((field, Error::invalid(CALL, FIELDS[field], expected, found)))
+    }
+}
+
+/// What ranks compare, as errors name it.
+const FIELDS: [&str; 5] = ["microbatches", "gradients", "variables", "experts", "bucket_bytes"];
+
+/// Whom a rank compares itself with.
+#[derive(Debug, Clone, Copy)]
+enum Peer {
+    /// A rank of the group.
+    Rank(usize),
+    /// The rank in its place of another replica of the group.
+    Replica(usize),
+}
+
+impl fmt::Display for Peer {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Rank(rank) => write!(f, "rank {rank}"),
+            Self::Replica(replica) => write!(f, "replica {replica}"),
         }
-        if theirs.in_f32 != self.in_f32 {
-            return of("gradients", format!("{}, as on rank {peer}", sums(theirs)), sums(self).to_string());
-        }
-        if theirs.variables != self.variables {
-            return Some(other_variables(CALL, "variables", peer));
-        }
-        if is_replica && theirs.experts != self.experts {
-            return Some(other_variables(CALL, "experts", peer));
-        }
-        None
     }
 }
 
@@ -123,7 +168,7 @@ impl<D: ShardDevice> Drop for ValuesInUse<D> {
 }
 
 enum Job<D: ShardDevice> {
-    Agree { tag: Tag, calls: StepCalls, reply: SyncSender<Result<bool>> },
+    Agree { tag: Tag, calls: StepCalls, reply: SyncSender<Result<Agreement>> },
     Sum { sum: GradientSum<D>, after: Result<Option<D::Event>>, reply: SyncSender<SumResult<D>> },
     Compare { tag: Tag, reply: SyncSender<Result<()>> },
     Recover { reason: String, reply: SyncSender<Result<()>> },
@@ -217,13 +262,13 @@ impl<D: ShardDevice> GradientSums<D> {
         pending.0.recv().unwrap_or_else(|_| Err(thread_ended()))?.take()
     }
 
-    /// Compares what a reduction sums with all other ranks', of the group and then of the replicas. The host waits for
-    /// them. Says, alike on every rank, whether the calls of layers are the same on all.
+    /// Compares what a reduction sums with all other ranks', of the replicas and then of the group. The host waits for
+    /// them.
     ///
     /// # Errors
-    /// Another number of microbatches on another rank; a communicator's; an earlier sum's. In a capture, before the other
-    /// ranks are met: no two threads may add to one graph at a time.
-    pub(crate) fn agree(&self, tag: Tag, calls: StepCalls) -> Result<bool> {
+    /// A communicator's; an earlier sum's. In a capture, before the other ranks are met: no two threads may add to one
+    /// graph at a time.
+    pub(crate) fn agree(&self, tag: Tag, calls: StepCalls) -> Result<Agreement> {
         if self.compute.capture_number().is_some() {
             let operation =
                 "sums over ranks on a thread of their own: capture forward and backward, and sum after a replay";
@@ -263,6 +308,12 @@ impl<D: ShardDevice> Drop for GradientSums<D> {
         let ended = self.ended.get_mut().unwrap_or_else(PoisonError::into_inner);
         let _ = ended.recv_timeout(END);
     }
+}
+
+/// A field in which a rank of the group differs from its replicas, which are in neither of this rank's communicators.
+fn differs_elsewhere(field: usize, peer: usize) -> Option<(usize, Error)> {
+    let (name, found) = (*FIELDS.get(field)?, format!("others on a replica of rank {peer}"));
+    Some((field, Error::invalid(CALL, name, "the same on all replicas", found)))
 }
 
 fn thread_ended() -> Error {
@@ -313,8 +364,14 @@ impl<D: ShardDevice> Worker<D> {
             let device = comm.device().unwrap_or(&self.compute).clone();
             device.wait(all.ready.as_ref())?;
             let Some(values) = &mut all.values else { continue };
-            let summed = comm.all_reduce(tag, ReduceOp::Sum, values.view_mut()).and_then(|()| device.record_event());
-            match summed {
+            // One that a communicator survives has begun on no rank.
+            if let Err(error) = comm.all_reduce(tag, ReduceOp::Sum, values.view_mut()) {
+                if comm.ended() {
+                    all.leak();
+                }
+                return Err(error);
+            }
+            match device.record_event() {
                 Ok(event) => all.ready = event,
                 Err(error) => {
                     all.leak();
@@ -325,26 +382,30 @@ impl<D: ShardDevice> Worker<D> {
         Ok(all)
     }
 
-    fn agree(&mut self, tag: Tag, own: StepCalls) -> Result<bool> {
+    fn agree(&mut self, tag: Tag, own: StepCalls) -> Result<Agreement> {
         self.check_not_failed()?;
-        // Of ranks that are in neither of a rank's communicators, the replicas bring what the group's ranks have found.
-        let mut same = true;
-        for (comm, is_replica) in self.comms.iter_mut().zip([false, true]) {
+        // The replicas come first. If no rank differs from its own, all groups are alike, and each finds the same by itself;
+        // if one does, it tells its group, and the replicas that it differs from tell theirs.
+        let (mut same, mut difference) = (true, None);
+        let peers: [fn(usize) -> Peer; 2] = [Peer::Rank, Peer::Replica];
+        for (comm, peer) in self.comms.iter_mut().zip(peers).rev() {
             let Some(comm) = comm else { continue };
             let device = comm.device().unwrap_or(&self.compute).clone();
-            let StepCalls { microbatches, calls, variables, experts, in_f32 } = own;
-            let sent = [microbatches, calls, u64::from(same), variables, experts, u64::from(in_f32)];
+            // The field that differs, from 1 on.
+            let field = difference.as_ref().map_or(0, |(field, _)| *field as u64 + 1);
+            let sent = [&[u64::from(same), field], &own.numbers()[..]].concat();
             let numbers = gather_numbers(&device, &mut **comm, tag, &sent)?;
-            for (peer, numbers) in numbers.as_chunks().0.iter().enumerate() {
-                let [microbatches, calls, all_same, variables, experts, in_f32] = *numbers;
-                let theirs = StepCalls { microbatches, calls, variables, experts, in_f32: in_f32 != 0 };
-                if let Some(error) = own.difference((peer, &theirs), is_replica) {
-                    return Err(error);
-                }
-                same &= calls == own.calls && all_same != 0;
+            for (number, [all_same, field, theirs @ ..]) in numbers.as_chunks::<8>().0.iter().enumerate() {
+                let theirs = StepCalls::of_numbers(*theirs);
+                let elsewhere = || differs_elsewhere((*field as usize).checked_sub(1)?, number);
+                difference = difference.or_else(|| own.difference(&theirs, peer(number))).or_else(elsewhere);
+                same &= theirs.calls == own.calls && *all_same != 0;
             }
         }
-        Ok(same)
+        Ok(match difference {
+            None => Agreement::Same { calls: same },
+            Some((_, error)) => Agreement::Differs(error),
+        })
     }
 
     fn compare(&mut self, tag: Tag) -> Result<()> {

@@ -11,7 +11,7 @@ use crate::etp::ShardDevice;
 use crate::tensor::Tensor;
 
 use super::buckets::{NO_LAYER, Summand, buckets};
-use super::gradient_sums::{GradientSum, GradientSums, PendingSum, StepCalls};
+use super::gradient_sums::{Agreement, GradientSum, GradientSums, PendingSum, StepCalls};
 
 /// A parameter of a framework whose gradient is summed.
 pub(crate) trait ReducedParam: Clone {
@@ -102,9 +102,14 @@ fn tag(layer: u32, number: usize) -> Tag {
 /// calls of layers, by which sums may begin beside backward. Says whether these are.
 ///
 /// # Errors
-/// Another number of microbatches on another rank; a communicator's; all ranks have met behind it.
+/// On every rank: what differs from another rank's, where each finds so by itself, and none is told; a communicator's,
+/// behind which all ranks have met.
 pub(crate) fn agree<D: ShardDevice>(sums: &GradientSums<D>, calls: StepCalls) -> Result<bool> {
-    sums.agree(tag(NO_LAYER, 0), calls).map_err(|error| fail(sums, error))
+    match sums.agree(tag(NO_LAYER, 0), calls) {
+        Ok(Agreement::Same { calls }) => Ok(calls),
+        Ok(Agreement::Differs(error)) => Err(error),
+        Err(error) => Err(fail(sums, error)),
+    }
 }
 
 /// Ends a reduction that has failed, on every rank; gives its error.

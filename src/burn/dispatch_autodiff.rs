@@ -19,9 +19,11 @@ use burn::tensor::ops::{FloatTensor, FloatTensorOps};
 
 use crate::adapter::{DispatchTokens, DispatchedPart, DispatchedRows};
 use crate::error::Result;
+use crate::layer::PerParam;
 
 use super::backend::{DispatchOperands, DispatchResult, LayerCall, NativeBackend, NativeMemory, RouteOutputs};
 use super::dispatch::{NativeDispatch, contiguous, route_bwd, run_dispatch, run_route};
+use super::layer_calls::CallNode;
 
 /// A dispatch in a graph.
 #[derive(Debug, Clone)]
@@ -41,12 +43,21 @@ fn unwinding<B: NativeMemory, T>(native: &NativeDispatch<B>, made: Result<T>) ->
 #[derive(Debug)]
 struct DispatchToken;
 
+#[derive(Debug, Clone)]
+struct TokenState<B: NativeMemory> {
+    native: Arc<NativeDispatch<B>>,
+    /// Waits until its backward begins: the last collective of the dispatch.
+    call: Arc<CallNode>,
+}
+
 impl<B: NativeMemory> Backward<B, 3> for DispatchToken {
-    type State = Arc<NativeDispatch<B>>;
+    type State = TokenState<B>;
 
     fn backward(self, ops: Ops<Self::State, 3>, grads: &mut Gradients, _: &mut Checkpointer) {
+        let TokenState { native, call } = &ops.state;
+        call.begin();
         // Made whether wanted or not: the other ranks are in the collective.
-        let gradients = unwinding(&ops.state, ops.state.backward());
+        let gradients = unwinding(native, native.backward());
         for (parent, gradient) in ops.parents.into_iter().skip(1).zip(gradients) {
             if let Some(parent) = parent {
                 grads.register::<B>(parent.id, gradient);
@@ -104,7 +115,10 @@ pub(super) fn dispatch<B: NativeBackend, C: CheckpointStrategy>(
     let DispatchedRows { rows, weights, load, routing } = run_dispatch::<B>(call, &inner, tracked)?;
     let native = Arc::new(routing);
     let token = match prepared {
-        OpsKind::Tracked(p) => p.finish(native.clone(), anchor.primitive),
+        OpsKind::Tracked(p) => {
+            let call = call.calls.remember(call.layer.number(), &call.group, PerParam::default());
+            p.finish(TokenState { native: native.clone(), call }, anchor.primitive)
+        }
         OpsKind::UnTracked(p) => p.finish(anchor.primitive),
     };
     drop(alive);

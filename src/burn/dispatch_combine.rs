@@ -15,6 +15,7 @@ use crate::metrics::Load;
 
 use super::backend::{LayerCall, MoeBackend, RouteOutputs, primitive, tensor_of};
 use super::group::DeviceGroup;
+use super::layer_calls::LayerCalls;
 
 /// Dispatch and combine as operations of burn's graph, with experts of your own between them: an MLP, a LoRA, any
 /// burn operations.
@@ -82,11 +83,15 @@ use super::group::DeviceGroup;
 /// and its parameters are. A loss must reach y on every rank: with it, the collectives of combine's and dispatch's
 /// backward run whatever else tracks gradients. Where ranks are threads, one rank's `backward()` ends before another
 /// rank begins the next ([burn's graph lock](super#threads-as-ranks-and-burns-graph-lock)). A rank that fails between
-/// the calls meets the others with [`refuse`](Self::refuse); otherwise they wait for the communicator's timeout.
+/// the calls meets the others with [`refuse`](Self::refuse); otherwise they wait for the communicator's timeout. A backward
+/// that fails among the experts is told by the [`GradientReducer`](super::GradientReducer) that runs it, if
+/// [`with_dispatch`](super::GradientReducer::with_dispatch) names these calls.
 #[derive(Debug, Clone)]
 pub struct DispatchCombine {
     layer: Arc<Layer>,
     group: DeviceGroup,
+    /// Dispatches of this and its clones.
+    pub(super) calls: Arc<LayerCalls>,
 }
 
 /// Experts and weights of this rank's tokens.
@@ -107,7 +112,7 @@ impl DispatchCombine {
     pub fn new(layer: impl Into<LayerSpec>, group: impl Into<DeviceGroup>) -> Result<Self> {
         let group = group.into();
         let layer = group.erased().layer("DispatchCombine::new", layer.into(), None)?;
-        Ok(Self { layer: Arc::new(layer), group })
+        Ok(Self { layer: Arc::new(layer), group, calls: Arc::default() })
     }
 
     /// The layer that stands for these calls in tags, errors and comparisons.
@@ -121,7 +126,7 @@ impl DispatchCombine {
     }
 
     fn call(&self) -> LayerCall {
-        LayerCall::new(&self.layer, &self.group)
+        LayerCall { calls: Arc::clone(&self.calls), ..LayerCall::new(&self.layer, &self.group) }
     }
 
     /// The configuration's router over logits `[T, E]`, f32 (f64 beside f64 tokens): scores, groups, top-k,

@@ -52,12 +52,12 @@ pub(super) enum BackwardStage {
     Dropped,
 }
 
-/// A call of a layer whose backward meets the other ranks of the group.
+/// A call of a layer, or a dispatch, whose backward meets the other ranks of the group.
 #[derive(Debug)]
 pub(super) struct PendingCall {
     layer: u32,
     group: DeviceGroup,
-    /// Nodes of the parameters that track gradients.
+    /// Nodes of the parameters that track gradients; none of a dispatch.
     leaves: PerParam<Option<NodeId>>,
     stage: Mutex<BackwardStage>,
 }

@@ -19,6 +19,7 @@ use crate::fnv1a::fnv1a;
 
 use super::backend::{CoreDevice, LayerBackend, MoeBackend, NativeMemory};
 use super::backward::inner_product;
+use super::dispatch_combine::DispatchCombine;
 use super::etp::ShardHolder;
 use super::expert_sums::{ExpertSums, SharedExpertSums, locked};
 use super::group::DeviceGroup;
@@ -93,7 +94,7 @@ pub struct GradientReducer<B: AutodiffBackend + MoeBackend> {
     main: Option<SharedExpertSums<<B::Native as NativeMemory>::Output>>,
 }
 
-/// A layer whose sums may begin beside backward.
+/// A layer whose sums may begin beside backward, or dispatches for experts of the user's own.
 #[derive(Debug)]
 struct ReducedLayer {
     group: DeviceGroup,
@@ -159,10 +160,22 @@ impl<B: AutodiffBackend + MoeBackend> GradientReducer<B> {
         let shards = moe.shard_ids();
         self.experts.extend(moe.expert_ids().into_iter().filter(|id| !shards.contains(id)));
         self.left_out.extend(shards);
-        if !self.layers.iter().any(|layer| Arc::ptr_eq(&layer.calls, &moe.calls)) {
-            self.layers.push(ReducedLayer { group: moe.group().clone(), calls: Arc::clone(&moe.calls) });
-        }
+        self.add_layer(moe.group(), &moe.calls);
         self
+    }
+
+    /// Tells of dispatches between which experts of the user's own lie: where a backward fails before it has come to
+    /// theirs, the ranks that wait there are told, and the error of one of their own collectives is this call's result.
+    /// Clones are the same.
+    pub fn with_dispatch(mut self, moe: &DispatchCombine) -> Self {
+        self.add_layer(moe.group(), &moe.calls);
+        self
+    }
+
+    fn add_layer(&mut self, group: &DeviceGroup, calls: &Arc<LayerCalls>) {
+        if !self.layers.iter().any(|layer| Arc::ptr_eq(&layer.calls, calls)) {
+            self.layers.push(ReducedLayer { group: group.clone(), calls: Arc::clone(calls) });
+        }
     }
 
     /// Sums the gradients of parameters that each rank of the group has of its own over the replicas alone: of experts
@@ -192,7 +205,7 @@ impl<B: AutodiffBackend + MoeBackend> GradientReducer<B> {
         Self { late_experts: true, ..self }
     }
 
-    /// Bytes of sums that one collective takes, [`BUCKET_BYTES`] without this.
+    /// Bytes of sums that one collective takes, [`BUCKET_BYTES`] without this. The same on every rank, which ranks compare.
     pub fn with_bucket_bytes(self, bucket_bytes: usize) -> Self {
         Self { bucket_bytes, ..self }
     }
@@ -213,7 +226,8 @@ impl<B: AutodiffBackend + MoeBackend> GradientReducer<B> {
     /// Adds the gradients of a microbatch's `loss`, and communicates none.
     ///
     /// # Errors
-    /// Those of layers that [`with_layer`](Self::with_layer) names, which unwind a backward of burn's own. What else unwinds
+    /// Those of layers that [`with_layer`](Self::with_layer) names, and of dispatches that
+    /// [`with_dispatch`](Self::with_dispatch) does, which unwind a backward of burn's own. What else unwinds
     /// the backward unwinds this call as well. Either way the ranks that wait in such a layer, which this one does not
     /// reach, are told and fail too; those of whose layers none is left go on, and hear of it where they next meet this
     /// rank ([`refuse`](Self::refuse)). The gradients are as they were, but for what
@@ -370,7 +384,7 @@ impl<B: AutodiffBackend + MoeBackend> GradientReducer<B> {
         let hash = |of: &[ReducedTensor<B::Native>]| variables_hash(of.iter().map(ReducedTensor::described));
         let (variables, experts) = (hash(&params.replicated), hash(&params.experts));
         let in_f32 = self.gradients.sum_dtype() == SumDType::F32;
-        StepCalls { microbatches, calls, variables, experts, in_f32 }
+        StepCalls { microbatches, calls, variables, experts, in_f32, bucket_bytes: self.bucket_bytes }
     }
 
     /// Sums what has not begun to be summed, and takes all sums.

@@ -218,7 +218,7 @@ impl<D: CandleDevice> GradientReducer<D> {
         Self { late_experts: true, ..self }
     }
 
-    /// Bytes of sums that one collective takes, [`BUCKET_BYTES`] without this.
+    /// Bytes of sums that one collective takes, [`BUCKET_BYTES`] without this. The same on every rank, which ranks compare.
     pub fn with_bucket_bytes(self, bucket_bytes: usize) -> Self {
         Self { bucket_bytes, ..self }
     }
@@ -281,6 +281,7 @@ impl<D: CandleDevice> GradientReducer<D> {
             variables,
             experts,
             in_f32: gradients.is_in_f32(),
+            bucket_bytes: self.bucket_bytes,
         };
         agree(&self.sums, calls)
     }

@@ -19,9 +19,9 @@ use super::stored::on_disk;
 use super::{OpenOptions, header};
 use crate::comm::refusal::refuse_on_error;
 use crate::comm::{Exchange, Op, Tag};
-use crate::compare::{ComparedField, compare_fields, gather_numbers};
+use crate::compare::{ComparedField, compare_fields, gather_numbers, gather_texts};
 use crate::dtype::DType;
-use crate::error::{CheckpointError, Error, Result};
+use crate::error::{CheckpointError, CommError, Error, Result};
 use crate::optim::{AdamW, Counts, StateKind, StepDevice};
 use crate::tensor::{Tensor, TensorMut, TensorRef};
 
@@ -68,7 +68,9 @@ impl<D: StepDevice> AdamW<D> {
     pub fn save(&mut self, dir: impl AsRef<Path>) -> Result<()> {
         let dir = dir.as_ref();
         self.agree_on_identity()?;
-        let result = self.check_defined().and_then(|()| self.write_state(dir));
+        let checked = self.check_defined().and_then(|()| if self.rank() == 0 { check_target(dir) } else { Ok(()) });
+        self.exchange_check(checked)?;
+        let result = self.write_state(dir);
         self.exchange_outcome(result)
     }
 
@@ -79,7 +81,6 @@ impl<D: StepDevice> AdamW<D> {
         if !writes {
             return items.iter().try_for_each(|item| self.send(item, None));
         }
-        check_target(dir)?;
         let config = json!({
             "model_type": KIND,
             "identity": self.identity(),
@@ -178,7 +179,7 @@ impl<D: StepDevice> AdamW<D> {
     ///
     /// # Errors
     /// A folder that holds something else, or the state of other parameters or of another
-    /// [identity](Self::set_identity), before anything has changed;
+    /// [identity](Self::set_identity), before anything has changed, on every rank, whose communicator works on;
     /// [`CheckpointError`] where reading fails, on every rank, after which no step is taken, and nothing saved, until a load
     /// succeeds.
     pub fn load(&mut self, dir: impl AsRef<Path>) -> Result<u64> {
@@ -202,7 +203,7 @@ impl<D: StepDevice> AdamW<D> {
             let items = saved.check(self)?;
             Ok((saved, items))
         });
-        let (saved, items) = self.exchange_outcome(checked)?;
+        let (saved, items) = self.exchange_check(checked)?;
         self.agree(&saved.counts)?;
         self.read_state(&saved, &items)
     }
@@ -210,7 +211,7 @@ impl<D: StepDevice> AdamW<D> {
     fn read_state(&mut self, saved: &Saved, items: &[StateItem]) -> Result<u64> {
         self.set_undefined(true);
         let read = items.iter().try_for_each(|item| self.read_item(saved, item));
-        self.exchange_outcome(read)?;
+        self.exchange_check(read)?;
         let counts = self.adopted(&saved.counts);
         self.restart(&counts)?;
         self.set_undefined(false);
@@ -239,6 +240,21 @@ impl<D: StepDevice> AdamW<D> {
         Ok(())
     }
 
+    /// What this rank has found before anything travels or changes, of which all ranks hear: those that have found nothing
+    /// get the error of the first that has, as its refusal. Since all of them are here, nobody refuses, and the communicator
+    /// survives on every transport.
+    fn exchange_check<T>(&mut self, checked: Result<T>) -> Result<T> {
+        let (rank, streams) = (self.rank(), self.streams());
+        let Some(comm) = self.comm().filter(|comm| comm.size() > 1) else { return checked };
+        let own = checked.as_ref().err().map_or_else(String::new, Error::to_string);
+        let errors = gather_texts(&streams.transfer, comm, TAG, &own)?;
+        let value = checked?;
+        match errors.into_iter().enumerate().find(|(_, error)| !error.is_empty()) {
+            None => Ok(value),
+            Some((peer, reason)) => Err(CommError::Refused { operation: CALL, tag: TAG, rank, peer, reason }.into()),
+        }
+    }
+
     /// A rank's outcome, which the others hear of: those that have not failed get its error.
     fn exchange_outcome<T>(&mut self, outcome: Result<T>) -> Result<T> {
         let Some(comm) = self.comm().filter(|comm| comm.size() > 1) else { return outcome };
@@ -253,24 +269,15 @@ impl<D: StepDevice> AdamW<D> {
 
     /// Refuses ranks that say of the state that it is another model's.
     fn agree_on_identity(&mut self) -> Result<()> {
-        let own = identity_text(self.identity()).into_bytes();
+        let own = identity_text(self.identity());
         let (rank, streams) = (self.rank(), self.streams());
         let Some(comm) = self.comm().filter(|comm| comm.size() > 1) else { return Ok(()) };
-        let lengths = gather_numbers(&streams.transfer, comm, TAG, &[own.len() as u64])?;
-        let words = lengths.iter().max().map_or(0, |most| most.div_ceil(8)) as usize;
-        let mut padded = own.clone();
-        padded.resize(8 * words, 0);
-        let padded: Vec<u64> = padded.as_chunks().0.iter().map(|word| u64::from_le_bytes(*word)).collect();
-        let all = gather_numbers(&streams.transfer, comm, TAG, &padded)?;
-        let theirs = all.chunks_exact(words).zip(&lengths).map(|(words, length)| {
-            let bytes = words.iter().flat_map(|word| word.to_le_bytes());
-            bytes.take(*length as usize).collect::<Vec<u8>>()
-        });
-        match theirs.enumerate().find(|(_, theirs)| *theirs != own) {
+        let theirs = gather_texts(&streams.transfer, comm, TAG, &own)?;
+        match theirs.into_iter().enumerate().find(|(_, theirs)| *theirs != own) {
             None => Ok(()),
-            Some((peer, theirs)) => {
-                let [value, peer_value] = [own, theirs].map(|bytes| String::from_utf8_lossy(&bytes).into_owned());
-                Err(Error::ConfigMismatch { call: CALL, field: "identity".into(), rank, value, peer, peer_value })
+            Some((peer, peer_value)) => {
+                let field = "identity".to_string();
+                Err(Error::ConfigMismatch { call: CALL, field, rank, value: own, peer, peer_value })
             }
         }
     }

@@ -40,6 +40,12 @@ struct Place {
     of_replicas: Entered,
 }
 
+/// Communicators that a refusal ends, as between processes.
+fn ending(comms: ReduceComms<Cpu>) -> ReduceComms<Cpu> {
+    let of = |inner| Box::new(FaultyComm { ends_with_failure: true, ..FaultyComm::new(inner) }) as Box<_>;
+    ReduceComms { group: of(comms.group), replicas: comms.replicas.map(of) }
+}
+
 /// Sums of a loss's gradients are refused, on every rank, for this argument.
 fn refused(reducer: &GradientReducer<Cpu>, loss: &Tensor, argument: &str) -> AnyResult<()> {
     let mut main = MainGradients::new();
@@ -614,6 +620,26 @@ fn experts_of_the_users_own() -> AnyResult<()> {
     Ok(())
 }
 
+/// Sums in buckets of other sizes would be of other gradients.
+fn buckets_of_another_size_are_an_error_on_every_rank() -> AnyResult<()> {
+    for mesh in [[1, 2], [2, 1], [2, 2]] {
+        places(mesh, |Place { replica, group, comms, of_sums, of_replicas, .. }| {
+            let is_culprit = (replica, group.rank()) == (0, 0);
+            let var = Var::ones(3, DType::F32, &Device::Cpu)?;
+            let reducer = GradientReducer::new(&Cpu::new(), comms)?.with_vars(std::slice::from_ref(&var));
+            let other = if is_culprit { 4 } else { 8 };
+            refused(&reducer.with_bucket_bytes(other), &var.sum_all()?, "bucket_bytes")?;
+            // Each rank has found so by itself, behind one comparison with each of its peers.
+            for entered in [of_sums, of_replicas] {
+                let tags = entered.lock().unwrap().len();
+                assert!(tags <= 1, "{tags} calls");
+            }
+            Ok(())
+        })?;
+    }
+    Ok(())
+}
+
 /// Of layers with frozen routers replicas sum the experts alone, which are of the same sizes.
 fn experts_in_another_order_are_an_error_on_every_replica() -> AnyResult<()> {
     places([2, 1], |place| {
@@ -763,7 +789,7 @@ fn another_number_of_microbatches_is_an_error_on_every_rank() -> AnyResult<()> {
             let Place { replica, group, comms, .. } = place;
             let is_culprit = (replica, group.rank()) == (0, CULPRIT);
             let model = Model::new(&group, DType::F32)?;
-            let reducer = model.reducer(comms)?;
+            let reducer = model.reducer(ending(comms))?;
             let x = tokens((replica, &group), 0, DType::F32)?;
             let mut main = MainGradients::new();
             main.backward(&model.loss(&x, Nothing)?)?;
@@ -781,9 +807,11 @@ fn another_number_of_microbatches_is_an_error_on_every_rank() -> AnyResult<()> {
                     assert_eq!((&name[..], found.clone()), ("microbatches", own.to_string()));
                     assert!(is_culprit || expected.contains(&format!("rank {CULPRIT}")), "{expected}");
                 }
-                // Of the other replica, which hears of it.
-                (1, Some(Error::Comm(CommError::Refused { reason, .. }))) => {
-                    assert!(reason.contains("microbatches"), "{reason}");
+                // Of the other replica, whose ranks all find the same.
+                (1, Some(Error::Invalid { name, expected, found, .. })) => {
+                    let at_culprit = group.rank() == CULPRIT;
+                    let named = if at_culprit { (expected, "as on replica 0") } else { (found, "a replica of rank 1") };
+                    assert!(name == "microbatches" && named.0.contains(named.1), "{error}");
                 }
                 (_, other) => panic!("replica {replica}, rank {}: {other:?} {error}", group.rank()),
             }
@@ -893,4 +921,5 @@ tests! {
     variables_in_another_order_are_an_error_on_every_rank,
     layers_in_another_order_are_an_error_on_every_rank,
     another_number_of_microbatches_is_an_error_on_every_rank,
+    buckets_of_another_size_are_an_error_on_every_rank,
 }

@@ -10,6 +10,7 @@ use moebius::ep::{Capacity, DispatchSpec, DispatcherKind, Group, GroupConfig, Re
 use moebius::etp::{Chain, Comms, EtpOptions, Phase, Shard, WeightSpec};
 use moebius::kernels::Kernels;
 use moebius::nccl::{NcclComm, NcclLibrary, NcclOptions};
+use moebius::optim::{AdamW, AdamWOptions, ParamShard, ParamSpec};
 use moebius::ranks::{Axis, Bootstrap, Identity, JobToken, Mesh};
 use moebius::weights::WeightSource;
 use moebius::{CommError, DType, Error, Tensor};
@@ -33,6 +34,7 @@ pub fn cases() -> Vec<(&'static str, Run)> {
         ("calls_compared", |_, ranks| succeed(&start("compared", ranks, &COMPARED))),
         ("layers_with_calls_compared", |_, ranks| succeed(&start("layers", ranks, &COMPARED))),
         ("another_number_of_microbatches", |_, ranks| succeed(&start("microbatches", ranks, &[]))),
+        ("steps_that_all_ranks_refuse", |_, ranks| refuse_steps(ranks)),
         ("bounds_of_a_part", |_, ranks| succeed(&start("bounds", ranks, &[]))),
         ("calls_compared_by_one_rank", |_, ranks| succeed(&start("compared_by_one", ranks, &[]))),
     ]
@@ -83,6 +85,7 @@ pub fn child(body: &str) {
         "compared_by_one" => compared_by_one(),
         "microbatches" => microbatches(),
         "bounds" => bounds(),
+        "refused_steps" => refused_steps(),
         other => lost::child(other),
     }
 }
@@ -282,6 +285,71 @@ fn microbatches() {
         _ => false,
     };
     assert!(as_meant, "rank {rank}: {error:?}");
+}
+
+/// A folder for the state of the children's optimizer.
+const STATE: &str = "MOEBIUS_TEST_STATE";
+
+fn refuse_steps(ranks: usize) {
+    let dir = tempfile::tempdir().expect("a folder");
+    succeed(&start("refused_steps", ranks, &[(STATE, dir.path().to_str().expect("a path in UTF-8"))]));
+}
+
+/// What each rank finds to be wrong by itself ends no communicator, although the ranks compare no calls: a state that one
+/// of them looks for in another folder, a save over another checkpoint, and sums behind another number of microbatches.
+fn refused_steps() {
+    let comm = join(0);
+    let (cuda, is_last) = (comm.cuda().clone(), comm.rank() + 1 == comm.size());
+    let (options, spec) = (AdamWOptions { max_norm: Some(1.0), ..Default::default() }, ParamShard::whole(&[4]));
+    let spec = ParamSpec { name: "w".into(), shard: spec, dtype: DType::F32, group: 0 };
+    let mut adam = AdamW::new(&cuda, options, &[], vec![spec], Some(Box::new(comm))).expect("an optimizer");
+    let all = std::path::PathBuf::from(std::env::var_os(STATE).expect("a folder"));
+    let (own, other) = (all.join("own"), all.join("other"));
+    adam.save(&own).expect("a save");
+    let error = adam.load(if is_last { &other } else { &own }).expect_err("no state");
+    match &error {
+        Error::Checkpoint(_) => assert!(is_last, "{error}"),
+        Error::Comm(CommError::Refused { .. }) => assert!(!is_last, "{error}"),
+        _ => panic!("{error:?}"),
+    }
+    adam.load(&own).expect("the state");
+    if is_last {
+        std::fs::create_dir(&other).expect("a folder");
+        std::fs::write(other.join("model.safetensors"), "weights").expect("a file");
+    }
+    // A load meets the other ranks: the file is there.
+    adam.load(&own).expect("the state");
+    adam.save(&other).expect_err("a folder of weights");
+    drop(adam);
+    #[cfg(feature = "candle")]
+    sums(join(1)).expect("sums");
+}
+
+/// The last rank has one microbatch more than the others, whose missing one follows.
+#[cfg(feature = "candle")]
+fn sums(comm: NcclComm) -> candle_core::Result<()> {
+    use candle_core::{DType, Device, Var};
+    use moebius::candle::{GradientReducer, MainGradients, ReduceComms, cuda, error_of};
+
+    let (rank, ranks) = (comm.rank(), comm.size());
+    let device = Device::new_cuda_with_stream(Identity::from_env().expect("an identity").local_rank)?;
+    let var = Var::zeros(3, DType::F32, &device)?;
+    let comms = ReduceComms { group: Box::new(comm), replicas: None };
+    let reducer = GradientReducer::new(&cuda(&device)?, comms)?.with_vars(std::slice::from_ref(&var));
+    let mut main = MainGradients::new();
+    let loss = || var.affine(2.0, 0.0)?.sum_all();
+    main.backward(&loss()?)?;
+    if rank + 1 == ranks {
+        main.backward(&loss()?)?;
+    }
+    let error = main.reduce(&reducer).expect_err("another number");
+    assert!(matches!(error_of(&error), Some(Error::Invalid { name, .. }) if name == "microbatches"), "{error:?}");
+    if rank + 1 < ranks {
+        main.backward(&loss()?)?;
+    }
+    main.reduce(&reducer)?;
+    assert_eq!(main.get(&var)?.to_vec1::<f32>()?, [4.0 * ranks as f32; 3]);
+    Ok(())
 }
 
 /// A part of all ranks with bounds of its own; others on another rank are an error on each.
