@@ -3,7 +3,8 @@
 use std::collections::HashMap;
 use std::sync::{Arc, Barrier, Mutex, PoisonError};
 
-use candle_core::{DType, Device, Tensor, Var};
+use candle_core::backend::BackendStorage;
+use candle_core::{CpuStorage, CudaStorage, CustomOp1, DType, Device, Layout, Shape, Tensor, Var};
 use candle_nn::{Optimizer, VarBuilder};
 use moebius::candle::{
     AdamW, DeviceGroup, ExpertParallelMoE, GradientReducer, GradientType, MainGradients, ReduceComms, ShardedWeights,
@@ -24,8 +25,9 @@ use crate::support::{AnyResult, EXPERTS, H, config, flat, normal, of_type};
 /// A case's name, and its test on so many GPUs.
 type Case = (&'static str, fn(usize) -> AnyResult<()>);
 
-pub fn cases() -> [Case; 2] {
+pub fn cases() -> [Case; 3] {
     [
+        ("sums_that_fail_give_their_memory_back", sums_that_fail_give_their_memory_back),
         ("sums_beside_backward_and_steps_over_ranks", sums_beside_backward_and_steps_over_ranks),
         ("shards_give_what_whole_weights_give", shards_give_what_whole_weights_give),
     ]
@@ -155,6 +157,63 @@ fn sums_beside_backward_and_steps_over_ranks(ranks: usize) -> AnyResult<()> {
         })?;
     }
     Ok(())
+}
+
+/// The same values, whose backward fails if it is to.
+struct Fails(bool);
+
+impl CustomOp1 for Fails {
+    fn name(&self) -> &'static str {
+        "fails"
+    }
+
+    fn cpu_fwd(&self, _: &CpuStorage, _: &Layout) -> candle_core::Result<(CpuStorage, Shape)> {
+        candle_core::bail!("of a GPU alone")
+    }
+
+    fn cuda_fwd(&self, x: &CudaStorage, layout: &Layout) -> candle_core::Result<(CudaStorage, Shape)> {
+        Ok((x.try_clone(layout)?, layout.shape().clone()))
+    }
+
+    fn bwd(&self, _: &Tensor, _: &Tensor, gradient: &Tensor) -> candle_core::Result<Option<Tensor>> {
+        match self.0 {
+            true => candle_core::bail!("an operation of the user's own"),
+            false => Ok(Some(gradient.clone())),
+        }
+    }
+}
+
+/// A rank's backward fails between two layers, when the sums of the second have begun on the others: where the
+/// communicators live, those buckets' memory is free again.
+fn sums_that_fail_give_their_memory_back(ranks: usize) -> AnyResult<()> {
+    on_ranks_with_comms(ranks, &GroupConfig::new(EXPERTS, 64), |group, beside| {
+        let RankComms { cuda, comms: [sums, _], .. } = beside;
+        let layer = |number| -> AnyResult<_> {
+            Ok(of_type(group.clone(), full(), DType::F32)?.with_layer(Layer::new(full(), number)?))
+        };
+        let layers = [layer(0)?, layer(4)?];
+        let reducer = GradientReducer::new(&cuda, ReduceComms { group: boxed(sums), replicas: None })?;
+        let reducer = layers.iter().fold(reducer, GradientReducer::with_layer);
+        let x = normal(70 + group.rank() as u64, (5, H), DType::F32, group.device())?;
+        let mut main = MainGradients::new();
+        let mut step = |fails: bool| -> AnyResult<bool> {
+            let h = layers[0].forward_t(&x, true)?.apply_op1(Fails(fails && group.rank() == 0))?;
+            let done = main.backward_reduced(&layers[1].forward_t(&h, true)?.sqr()?.sum_all()?, &reducer);
+            main.reset();
+            Ok(done.is_ok())
+        };
+        assert!(step(false)?);
+        let mut in_use = Vec::new();
+        for _ in 0..4 {
+            assert!(!step(true)?);
+            group.device().synchronize()?;
+            in_use.push(cuda.memory().in_use);
+        }
+        assert_eq!(in_use, [in_use[0]; 4], "rank {}", group.rank());
+        assert!(step(false)?);
+        Ok(())
+    })
+    .map(drop)
 }
 
 /// A layer with its values, all of it shards of a chain if there is one.
