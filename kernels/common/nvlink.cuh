@@ -28,7 +28,9 @@
 // No wait is endless. Whoever has waited for longer than the call allows writes down what for, tells all ranks to give
 // up, and goes on to the end of its kernel without moving anything. Every wait, and every later call, sees that, and
 // raises a fault on its own rank. Then the windows are of no use until the hosts have cleared all their words together. A
-// host that is about to take peers' memory away ends its own rank's waits in the same way, by a word of its own.
+// host that is about to take peers' memory away ends its own rank's waits in the same way, by a word of its own. Behind that
+// word lies one in which kernels tell the host at once what they have raised: nobody waits for the replays of a graph who
+// would read the fault.
 #pragma once
 #include "common/common.cuh"
 
@@ -68,7 +70,12 @@ __device__ __forceinline__ void delay(const NvLinkCall& c, uint32_t who) {
 }
 
 __device__ __forceinline__ void raise_peer(const NvLinkCall& c, NvLinkPhase phase, int64_t peer) {
-    raise_fault(c.fault, FAULT_PEER, (static_cast<long long>(phase) << NVLINK_PEER_BITS | peer) << ORIGIN_BITS | c.origin);
+    const long long detail = (static_cast<long long>(phase) << NVLINK_PEER_BITS | peer) << ORIGIN_BITS | c.origin;
+    raise_fault(c.fault, FAULT_PEER, detail);
+    if (c.stop == nullptr) return;
+    // The second of the host's words, which kernels write. The first fault stays: what follows comes of it.
+    Word* told = const_cast<Word*>(c.stop) + 1;
+    if (load_relaxed(told) == 0) store_relaxed(told, fault_word(FAULT_PEER, detail));
 }
 
 // Writes down what was waited for in vain, if it is the first here, and tells every rank.

@@ -215,7 +215,7 @@ impl<'m> Stepper<'m> {
     ///
     /// The ranks then have room for the experts' rows of `sequences` tokens each, however these choose. Their group needs
     /// a place for so many ([`GroupConfig::max_rows`]: the ranks times `sequences` times top-k), and tokens travel by
-    /// all-gather; otherwise steps run as before. A capture that [fails](Self::capture_error) on one rank alone leaves it
+    /// all-gather or over NVLink; otherwise steps run as before. A capture that [fails](Self::capture_error) on one rank alone leaves it
     /// with steps that run one operation after another: have all ranks feed then.
     ///
     /// # Errors
@@ -233,8 +233,9 @@ impl<'m> Stepper<'m> {
         else {
             return Ok(false);
         };
-        // A CPU's steps are not captured, over whatever dispatcher.
-        let captured = moe.group().dispatcher_kind() == DispatcherKind::AllGather || model.device().is_cpu();
+        // Whose prepare waits for nothing. A CPU's steps are not captured, over whatever dispatcher.
+        let waits_for_nothing = [DispatcherKind::AllGather, DispatcherKind::NvLink];
+        let captured = waits_for_nothing.contains(&moe.group().dispatcher_kind()) || model.device().is_cpu();
         let has_room = has_room(moe.group(), sequences, rows_for(moe, sequences));
         self.settle_replays()?;
         self.most = (captured && has_room).then_some(sequences);

@@ -10,6 +10,8 @@ use std::process::ExitCode;
 
 use candle_core::{DType, Device, Tensor};
 use libtest_mimic::{Arguments, Trial};
+#[cfg(feature = "nccl")]
+use moebius::ep::{DispatcherKind, Group, GroupConfig};
 use moebius_models::generate::{CacheKind, CacheRequest, Decoder, Generator, Request, Sampling};
 use moebius_models::{ExpertWeights, LoadOptions, Model, Point};
 use serde_json::{Value, json};
@@ -180,11 +182,10 @@ fn captured_again(config: &Value) -> Result<()> {
 /// GPU's: by both kinds of cache, with one prompt too, which leaves the second rank without any. In f32. In a group with
 /// room for the rows of any choices steps are captured.
 #[cfg(feature = "nccl")]
-fn over_two_gpus(prompts: usize, has_room: bool) -> Result<()> {
+fn over_two_gpus(prompts: usize, has_room: bool, dispatcher: DispatcherKind) -> Result<()> {
     use moebius::candle::{DeviceGroup, EpGroup};
     use moebius::checkpoint::Checkpoint;
     use moebius::comm::{Op, Tag};
-    use moebius::ep::{Group, GroupConfig};
     use moebius::nccl::{NcclComm, NcclLibrary};
     use moebius_models::generate::OverRanks;
 
@@ -200,7 +201,8 @@ fn over_two_gpus(prompts: usize, has_room: bool) -> Result<()> {
         let tag = Tag { layer: 0, op: Op::User, sequence: 0 };
         let cuda = comm.cuda().clone();
         let between = comm.split(tag, Some(0), rank)?.ok_or("no part of the world")?;
-        let config = GroupConfig { max_rows: if has_room { 512 } else { 0 }, ..GroupConfig::new(8, 256) };
+        let max_rows = if has_room { 512 } else { 0 };
+        let config = GroupConfig { max_rows, dispatcher, ..GroupConfig::new(8, 256) };
         let group = Group::new(cuda.clone(), Box::new(comm), config)?;
         let model = Model::load_on(&checkpoint, DeviceGroup::new(EpGroup::new(group), device)?, options)?;
         captured_over_ranks(&model, (prompts + 1 - rank) / 2, has_room)?;
@@ -283,6 +285,32 @@ fn captured_over_ranks(model: &Model, own: usize, captured: bool) -> Result<()> 
         stepper.clear()?;
     }
     Ok(())
+}
+
+/// What two GPUs are for: by the dispatcher that a group takes, and over NVLink, which needs GPUs that have its kernels.
+#[cfg(feature = "nccl")]
+fn two_gpus(gpu: bool) -> Vec<Trial> {
+    use lost_rank::{Lost, lost_in_a_replay};
+
+    let two = gpu && Device::new_cuda_with_stream(1).is_ok();
+    let mut trials = Vec::new();
+    let mut more = |name: String, run: Box<dyn Fn() -> Result<()> + Send>| {
+        let run = move || run().map_err(|e| e.to_string().into());
+        trials.push(Trial::test(name, run).with_ignored_flag(!two));
+    };
+    for (dispatcher, over) in [(DispatcherKind::Auto, ""), (DispatcherKind::NvLink, ", NVLink")] {
+        for (prompts, has_room) in [(1, false), (4, false), (1, true), (4, true)] {
+            let captured = if has_room { ", captured" } else { "" };
+            let run = move || over_two_gpus(prompts, has_room, dispatcher);
+            more(format!("{prompts} prompts over two GPUs{captured}{over}"), Box::new(run));
+        }
+        let ways = [(Lost::Leaves, "leaves"), (Lost::StaysAway, "stays away from"), (Lost::ComesLate, "is late to")];
+        for (how, what) in ways {
+            let run = move || lost_in_a_replay(how, dispatcher);
+            more(format!("a rank {what} a captured step, over two GPUs{over}"), Box::new(run));
+        }
+    }
+    trials
 }
 
 /// What the driver has had reserved grows with a tensor.
@@ -448,19 +476,7 @@ fn main() -> ExitCode {
     }
     more("the most memory reserved".to_string(), Box::new(highest_reserved));
     #[cfg(feature = "nccl")]
-    for (prompts, has_room) in [(1, false), (4, false), (1, true), (4, true)] {
-        let run = move || over_two_gpus(prompts, has_room).map_err(|e| e.to_string().into());
-        let two = gpu && Device::new_cuda_with_stream(1).is_ok();
-        let name = format!("{prompts} prompts over two GPUs{}", if has_room { ", captured" } else { "" });
-        trials.push(Trial::test(name, run).with_ignored_flag(!two));
-    }
-    #[cfg(feature = "nccl")]
-    for (how, name) in [(lost_rank::Lost::Leaves, "leaves"), (lost_rank::Lost::StaysAway, "stays away from")] {
-        let run = move || lost_rank::lost_in_a_replay(how).map_err(|e| e.to_string().into());
-        let two = gpu && Device::new_cuda_with_stream(1).is_ok();
-        let name = format!("a rank {name} a captured step, over two GPUs");
-        trials.push(Trial::test(name, run).with_ignored_flag(!two));
-    }
+    trials.extend(two_gpus(gpu));
     let mut on_host = |name: &str, config: &Value, options: LoadOptions| {
         let config = config.clone();
         let run = move || experts_on_host(&config, options).map_err(|e| e.to_string().into());

@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
 use crate::device::CaptureHook;
 
-use super::failure::ReplayGate;
+use super::failure::{FailureSource, ReplayGate};
 
 /// State of a device's captures.
 #[derive(Default)]
@@ -20,6 +20,8 @@ pub(super) struct CaptureState {
     gates: Mutex<Vec<Weak<dyn ReplayGate>>>,
     /// What the graph under way holds beside memory of its devices.
     held: Mutex<Vec<Arc<dyn Send + Sync>>>,
+    /// What may fail in replays of the one under way, each once.
+    sources: Mutex<Vec<Arc<dyn FailureSource>>>,
 }
 
 impl CaptureState {
@@ -47,6 +49,20 @@ impl CaptureState {
     /// What has been added since the last call.
     pub(super) fn take_held(&self) -> Vec<Arc<dyn Send + Sync>> {
         std::mem::take(&mut *self.held.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+
+    /// Something that may fail in replays of the graph under way.
+    #[cfg(feature = "nccl")]
+    pub(super) fn add_source(&self, source: Arc<dyn FailureSource>) {
+        let mut sources = self.sources.lock().unwrap_or_else(PoisonError::into_inner);
+        if !sources.iter().any(|known| Arc::ptr_eq(known, &source)) {
+            sources.push(source);
+        }
+    }
+
+    /// What has been added since the last call.
+    pub(super) fn take_sources(&self) -> Vec<Arc<dyn FailureSource>> {
+        std::mem::take(&mut *self.sources.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
     pub(super) fn end(&self) {

@@ -11,7 +11,7 @@ use crate::error::{Error, Result};
 use super::capture_state::CaptureState;
 use super::device::Cuda;
 use super::driver::driver;
-use super::failure::Gates;
+use super::failure::{FailureSource, Gates};
 use super::memory::{Arena, ArenaKind};
 
 const CALL: &str = "Cuda::capture";
@@ -35,6 +35,8 @@ pub struct Captured<T> {
     devices: Vec<Cuda>,
     /// What its replays pass.
     gates: Gates,
+    /// What may fail in a replay and tells of it itself.
+    sources: Vec<Arc<dyn FailureSource>>,
 }
 
 impl<T: fmt::Debug> fmt::Debug for Captured<T> {
@@ -91,6 +93,7 @@ impl Drop for CapturedStream {
         self.cuda.inner.exchange_arena(Arc::clone(&self.shared));
         // Of a capture that failed.
         drop(self.cuda.inner.capture_state.take_held());
+        drop(self.cuda.inner.capture_state.take_sources());
         self.cuda.inner.capture_state.end();
     }
 }
@@ -261,6 +264,14 @@ impl Cuda {
         }
     }
 
+    /// Has the graph under way, which holds it, ask this whether its replays have failed.
+    #[cfg(feature = "nccl")]
+    pub(crate) fn ask_in_replays(&self, source: Arc<dyn FailureSource>) {
+        if self.inner.capture_state.is_under_way() {
+            self.inner.capture_state.add_source(source);
+        }
+    }
+
     /// Whether a graph is being captured on the stream, by this crate or the host framework.
     ///
     /// # Errors
@@ -304,13 +315,14 @@ impl<T> Captured<T> {
         let states = || capture.members.iter().map(|member| &member.cuda.inner.capture_state);
         let gates = Gates::new(states().flat_map(CaptureState::take_gates));
         let held = states().flat_map(CaptureState::take_held).collect();
+        let sources = states().flat_map(CaptureState::take_sources).collect();
         drop(capture);
         if kind == ArenaKind::InGraph {
             graph.check_self_contained()?;
         }
         let exec = graph.executable()?;
         let (cuda, devices) = (cuda.clone(), devices.to_vec());
-        Ok(Self { exec, output, cuda, arenas, _retained: retained, _held: held, devices, gates })
+        Ok(Self { exec, output, cuda, arenas, _retained: retained, _held: held, devices, gates, sources })
     }
 
     /// Enqueues the captured calls. Collectives among them are watched, all of a replay as one: one that takes longer
@@ -338,9 +350,11 @@ impl<T> Captured<T> {
     /// nothing. Waits for nothing: to be asked once a replay's results are there.
     ///
     /// # Errors
-    /// The first failure, as every wait of the [`Cuda`] returns it.
+    /// The first failure, as every wait of the [`Cuda`] returns it; [`Error::LatePeer`] where a replay has waited for a rank
+    /// over NVLink in vain, from then on for as long as the graph lives.
     pub fn check(&self) -> Result<()> {
-        self.devices.iter().try_for_each(|device| device.inner.failure_sources.check())
+        self.devices.iter().try_for_each(|device| device.inner.failure_sources.check())?;
+        self.sources.iter().find_map(|source| source.failure()).map_or(Ok(()), Err)
     }
 
     /// Result of the captured calls: tensors in it hold the results of the last replay.

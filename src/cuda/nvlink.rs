@@ -15,7 +15,7 @@ use super::heuristics::{self, NVLINK_LAG, NVLINK_TEST_DELAY};
 use super::launch::Grid;
 use super::layout::{aligned, pointer};
 use super::params::{self, type_code};
-use super::peers::StopWord;
+use super::peers::HostWords;
 use super::tile_config::{NVLINK_ITEMS_SMEM, NVLINK_SUM_SMEM};
 
 /// Ranks of a group at most.
@@ -61,8 +61,8 @@ pub(crate) struct PeerCall<'a> {
     pub(crate) zone: usize,
     /// How long a kernel waits for a peer.
     pub(crate) timeout: Duration,
-    /// What ends its waits before.
-    pub(crate) stop: &'a StopWord,
+    /// What ends its waits before, and is told of those that it gives up.
+    pub(crate) host: &'a HostWords,
     /// Blocks of the kernel at most; 0: as many as the GPU has SMs.
     pub(crate) max_sms: usize,
     /// A product starts while the call's kernel runs.
@@ -146,7 +146,7 @@ impl PeerCall<'_> {
             timeout: i64::try_from(self.timeout.as_nanos()).unwrap_or(i64::MAX),
             // A device of tests: ranks, blocks and warps meet in other orders.
             delay: if device.poisons() { NVLINK_TEST_DELAY } else { 0 },
-            stop: self.stop.address(),
+            stop: self.host.address(),
             fault: device.inner.status,
             origin: device.origin(self.call, self.origin)?,
             ..Default::default()

@@ -57,12 +57,12 @@ impl PageLockedBlock {
         unsafe { std::slice::from_raw_parts_mut(self.bytes, self.len) }
     }
 
-    /// The first word, which the host may change while kernels look at it; there are eight bytes at least.
+    /// A word that the host and kernels share, of eight bytes; the block has it.
     #[cfg(feature = "nccl")]
-    pub(super) fn word(&self) -> &std::sync::atomic::AtomicU64 {
-        debug_assert!(self.len >= 8);
-        // SAFETY: the block begins at a page and has the bytes; whoever shares it reads and writes them as one word.
-        unsafe { std::sync::atomic::AtomicU64::from_ptr(self.bytes.cast()) }
+    pub(super) fn word(&self, i: usize) -> &std::sync::atomic::AtomicU64 {
+        assert!((i + 1) * 8 <= self.len, "word {i} of {} bytes", self.len);
+        // SAFETY: the block begins at a page and has the bytes; whoever shares it reads and writes them as words.
+        unsafe { std::sync::atomic::AtomicU64::from_ptr(self.bytes.cast::<u64>().add(i)) }
     }
 
     /// Gives the memory back.

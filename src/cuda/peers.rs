@@ -1,47 +1,65 @@
-//! What kernels that wait for other GPUs need of the host: a word that ends their waits, and whom this GPU reaches.
+//! What kernels that wait for other GPUs share with the host: words that end their waits and tell of those given up; and
+//! whom this GPU reaches.
 
 use std::sync::atomic::Ordering;
 use std::sync::{Mutex, PoisonError};
 
 use cudarc::driver::{result, sys};
 
-use crate::error::Result;
+use crate::error::{Error, Result};
 
 use super::device::Cuda;
 use super::driver::driver;
+use super::failure::FailureSource;
 use super::page_locked::PageLockedBlock;
 
 /// A GPU's identity, the same in every process.
 pub(crate) type GpuId = [u64; 2];
 
-/// A word of the host's that kernels look at while they wait for a peer. Once it is raised they wait no more: what they
-/// write to may be taken away from under them.
+/// Words of the host's, of eight bytes, that it shares with the kernels of a group which wait for peers.
+const WORDS: usize = 2;
+/// Once it is raised they wait no more: what they write to may be taken away from under them.
+const STOP: usize = 0;
+/// The first fault that they have raised (`fault_word` of `kernels/common/common.cuh`); 0: none.
+const FAULT: usize = 1;
+/// Who asks for a fault: replays, for which nobody else does.
+const CALL: &str = "Captured::replay";
+
+/// Page-locked words by which the host ends the waits of kernels for peers, and learns without a wait of its own that they
+/// have given up. They are the group's: once a fault is there it stays, as the group's calls move nothing any more.
 #[derive(Debug)]
-pub(crate) struct StopWord {
+pub(crate) struct HostWords {
     /// There until it is dropped.
     block: Option<PageLockedBlock>,
     cuda: Cuda,
 }
 
-impl StopWord {
+impl HostWords {
     /// # Errors
     /// No page-locked memory.
     pub(crate) fn new(cuda: &Cuda, call: &'static str) -> Result<Self> {
         cuda.bind(call)?;
         let free = FREE.lock().unwrap_or_else(PoisonError::into_inner).pop();
-        let block = free.map_or_else(|| PageLockedBlock::new(call, 8), Ok)?;
-        block.word().store(0, Ordering::SeqCst);
+        let block = free.map_or_else(|| PageLockedBlock::new(call, WORDS * 8), Ok)?;
+        (0..WORDS).for_each(|i| block.word(i).store(0, Ordering::SeqCst));
         Ok(Self { block: Some(block), cuda: cuda.clone() })
     }
 
     /// Has every wait end. Calls nothing of the driver's, which may be waiting itself.
-    pub(crate) fn raise(&self) {
-        self.block.iter().for_each(|block| block.word().store(1, Ordering::SeqCst));
+    pub(crate) fn stop(&self) {
+        self.block.iter().for_each(|block| block.word(STOP).store(1, Ordering::SeqCst));
     }
 
-    /// Where kernels find it.
+    /// Where kernels find them.
     pub(crate) fn address(&self) -> u64 {
         self.block.as_ref().map_or(0, PageLockedBlock::address)
+    }
+}
+
+impl FailureSource for HostWords {
+    fn failure(&self) -> Option<Error> {
+        let fault = self.block.as_ref()?.word(FAULT).load(Ordering::SeqCst);
+        if fault == 0 { None } else { self.cuda.error_of(CALL, fault) }
     }
 }
 
@@ -49,10 +67,10 @@ impl StopWord {
 /// one of which may be waiting for this thread's rank.
 static FREE: Mutex<Vec<PageLockedBlock>> = Mutex::new(Vec::new());
 
-impl Drop for StopWord {
+impl Drop for HostWords {
     fn drop(&mut self) {
-        // One that some kernel may still look at stays as it is.
-        if self.cuda.finish_all("StopWord").is_ok()
+        // Those that some kernel may still look at stay as they are.
+        if self.cuda.finish_all("HostWords").is_ok()
             && let Some(block) = self.block.take()
         {
             FREE.lock().unwrap_or_else(PoisonError::into_inner).push(block);

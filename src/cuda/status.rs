@@ -84,6 +84,15 @@ impl Cuda {
         self.inner.report.clear_mirror();
         Err(error)
     }
+
+    /// The error of a fault that a kernel has told the host of.
+    #[cfg(feature = "nccl")]
+    pub(super) fn error_of(&self, call: &'static str, fault: u64) -> Option<Error> {
+        let mut words = CLEAR;
+        words[FAULT] = fault;
+        let origins = self.inner.origins.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        Raised { call, words, origins: &origins }.error()
+    }
 }
 
 fn numbered(call: &'static str, known: &mut Vec<Origin>, of: Origin) -> Result<i64> {

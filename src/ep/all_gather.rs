@@ -99,8 +99,8 @@ impl<D: Kernels> RowTransport<D> for AllGather<D> {
         &mut self.core
     }
 
-    fn into_core(self: Box<Self>) -> DispatcherState<D> {
-        self.core
+    fn into_core(self: Box<Self>) -> Result<DispatcherState<D>> {
+        Ok(self.core)
     }
 
     fn send(&mut self, step: &HandleCall<'_, D>, inputs: &DispatchInputs<'_, D>) -> Result<ReceivedRows<D>> {

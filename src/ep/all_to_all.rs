@@ -135,8 +135,8 @@ impl<D: Kernels> RowTransport<D> for AllToAll<D> {
         &mut self.core
     }
 
-    fn into_core(self: Box<Self>) -> DispatcherState<D> {
-        self.core
+    fn into_core(self: Box<Self>) -> Result<DispatcherState<D>> {
+        Ok(self.core)
     }
 
     fn send(&mut self, step: &HandleCall<'_, D>, inputs: &DispatchInputs<'_, D>) -> Result<ReceivedRows<D>> {

@@ -22,8 +22,8 @@ impl<D: Kernels> RowTransport<D> for Local<D> {
         &mut self.core
     }
 
-    fn into_core(self: Box<Self>) -> DispatcherState<D> {
-        self.core
+    fn into_core(self: Box<Self>) -> Result<DispatcherState<D>> {
+        Ok(self.core)
     }
 
     fn send(&mut self, _: &HandleCall<'_, D>, _: &DispatchInputs<'_, D>) -> Result<ReceivedRows<D>> {

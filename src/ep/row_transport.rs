@@ -45,7 +45,11 @@ pub(crate) trait RowTransport<D: Kernels>: fmt::Debug + Send {
     /// Most choices K of a token.
     const MOST_CHOICES: usize = usize::MAX;
     fn core(&mut self) -> &mut DispatcherState<D>;
-    fn into_core(self: Box<Self>) -> DispatcherState<D>;
+    /// Gives back what it has made of the communicator (collective where there is any).
+    ///
+    /// # Errors
+    /// A collective's.
+    fn into_core(self: Box<Self>) -> Result<DispatcherState<D>>;
     /// Tokens to the ranks of their experts, in the order that the plan's `row_map` and `weight_map` index.
     fn send(&mut self, step: &HandleCall<'_, D>, inputs: &DispatchInputs<'_, D>) -> Result<ReceivedRows<D>>;
     /// Whether products of some rows may run while they travel; the same on all ranks.
@@ -328,7 +332,7 @@ impl<D: Kernels, C: RowTransport<D>> TokenDispatcher<D> for C {
     }
 
     fn into_communicator(self: Box<Self>) -> Result<Box<dyn Communicator<D>>> {
-        Ok(self.into_core().comm)
+        Ok(self.into_core()?.comm)
     }
 
     fn check_shape(&self, shape: &DispatchShape) -> Result<()> {

@@ -15,21 +15,29 @@ pub struct RowSource<'a, D: Device> {
     pub arrivals: Option<Arrivals<'a, D>>,
 }
 
-/// Rows that come while a product of them runs, those of the first experts first.
+/// Rows that come while a product of them runs, those of the first experts first. Transports of this crate alone make them:
+/// a product waits for rows without an end of its own, and the kernel that brings them, which gives up in time, ends that
+/// wait too.
 #[derive(Debug)]
 pub struct Arrivals<'a, D: Device> {
     /// Groups of experts whose rows have come, `I64 [1]`, which the transport writes.
-    pub groups: TensorRef<'a, D>,
+    pub(crate) groups: TensorRef<'a, D>,
     /// Experts of a group.
-    pub experts: usize,
+    pub(crate) experts: usize,
     /// SMs of the kernel that brings them.
-    pub movement_sms: usize,
+    pub(crate) movement_sms: usize,
 }
 
-impl<D: Device> Arrivals<'_, D> {
+impl<'a, D: Device> Arrivals<'a, D> {
     /// Shorter borrow.
     pub fn borrow(&self) -> Arrivals<'_, D> {
         Arrivals { groups: self.groups.borrow(), ..*self }
+    }
+
+    /// Tests: with another count of groups that have come. One that never reaches them all is waited for without end.
+    #[doc(hidden)]
+    pub fn with_groups(self, groups: TensorRef<'a, D>) -> Self {
+        Self { groups, ..self }
     }
 }
 

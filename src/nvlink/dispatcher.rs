@@ -69,14 +69,11 @@ impl NvLink {
 
     /// Has the graph under way hold what its replays write to.
     fn hold_in_graph(&mut self, place: &ZonePlace) -> Result<()> {
-        let GroupMemory { words, zones, stop, .. } = &self.memory;
-        let held = (
-            words.memory().hold(),
-            zones.as_ref().map(|zones| zones.memory().hold()),
-            Arc::clone(stop),
-            place.graph_lease(),
-        );
+        let GroupMemory { words, zones, host, .. } = &self.memory;
+        let zones = zones.as_ref().map(|zones| zones.memory().hold());
+        let held = (words.memory().hold(), zones, Arc::clone(host), place.graph_lease());
         self.core.device.hold_in_graph(Arc::new(held));
+        self.core.device.ask_in_replays(Arc::clone(host) as _);
         Ok(())
     }
 
@@ -91,11 +88,11 @@ impl NvLink {
         let Self { core, memory, .. } = self;
         let (device, overlapped) = (core.device.clone(), overlapped_sms.is_some());
         let max_sms = overlapped_sms.unwrap_or(core.config.max_sms);
-        let (words, stop) = (memory.words.addresses(), &memory.stop);
+        let (words, host) = (memory.words.addresses(), &memory.host);
         let zones = memory.zones.as_ref().map(Zones::addresses).unwrap_or_default();
         let comm = nccl(core)?;
         let (call, origin, timeout) = (step.call, step.handle.origin(), comm.timeout());
-        let peers = PeerCall { call, origin, words, zones, zone, timeout, stop, max_sms, overlapped };
+        let peers = PeerCall { call, origin, words, zones, zone, timeout, host, max_sms, overlapped };
         let tag = DispatcherState::tag(step.handle, step.op);
         comm.around_kernel(call, tag, row, || calls(&device, &peers))
     }
@@ -221,8 +218,12 @@ impl RowTransport<Cuda> for NvLink {
         &mut self.core
     }
 
-    fn into_core(self: Box<Self>) -> DispatcherState<Cuda> {
-        self.core
+    fn into_core(self: Box<Self>) -> Result<DispatcherState<Cuda>> {
+        let Self { mut core, memory, .. } = *self;
+        // It holds the words too.
+        core.records = None;
+        memory.release(&mut core)?;
+        Ok(core)
     }
 
     fn may_overlap_products(&self) -> bool {

@@ -6,7 +6,7 @@ use crate::comm::{Op, Tag};
 use crate::compare::gather_numbers;
 use crate::cuda::Cuda;
 use crate::cuda::nvlink::MOST_RANKS;
-use crate::cuda::peers::{GpuId, StopWord};
+use crate::cuda::peers::{GpuId, HostWords};
 use crate::ep::GroupConfig;
 use crate::ep::dispatcher_state::DispatcherState;
 use crate::ep::reports::agree_on_found;
@@ -43,11 +43,11 @@ impl NvLink {
             Err(error) => return Ok(Err(Box::new((core, error)))),
         };
         let found = examine(&mut core, &gpus);
-        let stop = match agree_on_found(&mut core, CALL, found)? {
-            Ok(stop) => stop,
+        let host = match agree_on_found(&mut core, CALL, found)? {
+            Ok(host) => host,
             Err(error) => return Ok(Err(Box::new((core, error)))),
         };
-        nccl(&mut core)?.stop_kernels_by(&stop);
+        nccl(&mut core)?.stop_kernels_by(&host);
         let (ranks, max_tokens) = (core.ranks(), core.config.max_tokens_per_rank);
         let bytes = Words::bytes(ranks, max_tokens);
         let (words, reached) = nccl(&mut core)?.peer_memory_found(TAG, bytes)?;
@@ -62,17 +62,17 @@ impl NvLink {
         let words = Arc::new(Words::new(words, ranks, max_tokens));
         let records = StoredRecords {
             words: Arc::clone(&words),
-            stop: Arc::clone(&stop),
+            host: Arc::clone(&host),
             device: core.device.clone(),
             max_sms: core.config.max_sms,
         };
         core.records = Some(Box::new(records));
-        Ok(Ok(Box::new(Self { core, memory: GroupMemory::new(words, stop), movement_sms })))
+        Ok(Ok(Box::new(Self { core, memory: GroupMemory::new(words, host), movement_sms })))
     }
 }
 
-/// Whether this rank can have it, among these GPUs; and what ends its kernels' waits.
-fn examine(core: &mut DispatcherState<Cuda>, gpus: &[GpuId]) -> Result<Arc<StopWord>> {
+/// Whether this rank can have it, among these GPUs; and the words that its kernels share with the host.
+fn examine(core: &mut DispatcherState<Cuda>, gpus: &[GpuId]) -> Result<Arc<HostWords>> {
     let ranks = core.ranks();
     if ranks > MOST_RANKS {
         return Err(Error::invalid(CALL, "ranks", format!("at most {MOST_RANKS} (nvlink)"), ranks));
@@ -88,5 +88,5 @@ fn examine(core: &mut DispatcherState<Cuda>, gpus: &[GpuId]) -> Result<Arc<StopW
             return Err(Error::invalid(CALL, "GPU", expected, format!("that of rank {peer}, which this one does not")));
         }
     }
-    Ok(Arc::new(StopWord::new(&core.device, CALL)?))
+    Ok(Arc::new(HostWords::new(&core.device, CALL)?))
 }

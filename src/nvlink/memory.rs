@@ -3,10 +3,10 @@
 
 use std::sync::Arc;
 
-use crate::comm::Tag;
+use crate::comm::{Op, Tag};
 use crate::compare::gather_numbers;
 use crate::cuda::Cuda;
-use crate::cuda::peers::StopWord;
+use crate::cuda::peers::HostWords;
 use crate::ep::dispatcher_state::DispatcherState;
 use crate::error::Result;
 use crate::nccl::{NcclComm, PeerMemory};
@@ -14,6 +14,8 @@ use crate::nccl::{NcclComm, PeerMemory};
 use super::records::{Words, nccl_of};
 use super::zones::Zones;
 
+/// Of the end of a dispatcher, which is no step's.
+const TAG: Tag = Tag { layer: 0, op: Op::Init, sequence: 0 };
 /// Zones that rows stay in where the configuration asks for none: what a layer's forward and backward keep.
 const KEPT_ZONES: usize = 2;
 
@@ -25,8 +27,8 @@ pub(super) struct GroupMemory {
     pub(super) zones: Option<Zones>,
     /// Zones that were too small, and in which tensors lay when there were new ones.
     old: Vec<PeerMemory>,
-    /// Ends the waits of kernels.
-    pub(super) stop: Arc<StopWord>,
+    /// Ends the waits of kernels, and tells of those that were given up.
+    pub(super) host: Arc<HostWords>,
 }
 
 /// NCCL's communicator, whose windows the memory is.
@@ -35,8 +37,8 @@ pub(super) fn nccl(core: &mut DispatcherState<Cuda>) -> Result<&mut NcclComm> {
 }
 
 impl GroupMemory {
-    pub(super) fn new(words: Arc<Words>, stop: Arc<StopWord>) -> Self {
-        Self { words, zones: None, old: Vec::new(), stop }
+    pub(super) fn new(words: Arc<Words>, host: Arc<HostWords>) -> Self {
+        Self { words, zones: None, old: Vec::new(), host }
     }
 
     /// Zones of at least so many bytes (collective where they have to be made).
@@ -57,6 +59,17 @@ impl GroupMemory {
         let memory = nccl(core)?.peer_memory(tag, Zones::bytes_of(bytes, kept))?;
         self.zones = Some(Zones::new(memory, bytes, kept));
         Ok(())
+    }
+
+    /// Gives back all that nobody holds (collective), of a dispatcher that ends before its communicator.
+    ///
+    /// # Errors
+    /// A collective's.
+    pub(super) fn release(self, core: &mut DispatcherState<Cuda>) -> Result<()> {
+        let Self { words, zones, old, host: _stops } = self;
+        let words = Arc::into_inner(words).map(Words::into_memory);
+        let all = words.into_iter().chain(zones.map(Zones::into_memory)).chain(old).collect();
+        release_unheld(core, TAG, all).map(drop)
     }
 }
 

@@ -7,7 +7,7 @@ use crate::comm::{Communicator, Tag};
 use crate::cuda::Cuda;
 use crate::cuda::nvlink::{MOST_CHOICES, PeerCall, ZONE_UNIT, control_bytes};
 use crate::cuda::nvlink_plan::NvLinkPlan;
-use crate::cuda::peers::StopWord;
+use crate::cuda::peers::HostWords;
 use crate::dtype::DType;
 use crate::ep::PlanIds;
 use crate::ep::dispatcher_state::{ExchangedPlan, RecordExchange};
@@ -56,6 +56,10 @@ impl Words {
     pub(super) fn memory(&self) -> &PeerMemory {
         &self.memory
     }
+
+    pub(super) fn into_memory(self) -> PeerMemory {
+        self.memory
+    }
 }
 
 /// A communicator as NCCL's.
@@ -67,7 +71,7 @@ pub(super) fn nccl_of<'a>(call: &'static str, comm: &'a mut dyn Communicator<Cud
 #[derive(Debug)]
 pub(super) struct StoredRecords {
     pub(super) words: Arc<Words>,
-    pub(super) stop: Arc<StopWord>,
+    pub(super) host: Arc<HostWords>,
     pub(super) device: Cuda,
     /// Blocks of a kernel at most; 0: as the kernels choose.
     pub(super) max_sms: usize,
@@ -90,8 +94,9 @@ impl StoredRecords {
         let comm = nccl_of(CALL, comm)?;
         let (device, words) = (&self.device, &self.words);
         if device.is_capturing()? {
-            let held = (words.memory().hold(), Arc::clone(&self.stop));
+            let held = (words.memory().hold(), Arc::clone(&self.host));
             device.hold_in_graph(Arc::new(held));
+            device.ask_in_replays(Arc::clone(&self.host) as _);
         }
         let peers = PeerCall {
             call: CALL,
@@ -100,7 +105,7 @@ impl StoredRecords {
             zones: words.addresses(),
             zone: words.records_at,
             timeout: comm.timeout(),
-            stop: &self.stop,
+            host: &self.host,
             max_sms: self.max_sms,
             overlapped: false,
         };

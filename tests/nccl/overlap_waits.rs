@@ -10,13 +10,14 @@ use moebius::config::Activation;
 use moebius::cpu::Cpu;
 use moebius::cuda::{Captured, Cuda};
 use moebius::ep::{ArrivingRows, DispatchInputs, DispatchSpec, DispatcherKind, Group, GroupConfig, Handle, Overlap};
-use moebius::kernels::{Arrivals, Kernels, RowDest, RowSource, Up};
+use moebius::kernels::{Kernels, RowDest, RowSource, Up};
 use moebius::nccl::{NcclComm, NcclWorld};
 use moebius::{DType, Error, Result, Tensor};
 
 use crate::Run;
 use crate::conformance::gpus;
 use crate::nvlink::end_on_first;
+use crate::nvlink_graphs::told_of_the_lost;
 use crate::several::numbers;
 
 pub fn cases() -> Vec<(&'static str, Run)> {
@@ -96,7 +97,7 @@ impl Product {
             let rows = arriving.rows;
             let told = rows.arrivals.as_ref().expect("rows that are on their way");
             let arrivals = match pretended {
-                Some(groups) => Arrivals { groups: groups.view(), ..told.borrow() },
+                Some(groups) => told.borrow().with_groups(groups.view()),
                 None => told.borrow(),
             };
             let rows = RowSource { arrivals: Some(arrivals), ..rows.borrow() };
@@ -211,14 +212,7 @@ fn lost(_: &Cuda, ranks: usize) {
             assert!(start.elapsed() < LIMIT + Duration::from_secs(3));
         }
         together.wait();
-        // Those that come now are told too, at once.
-        let start = Instant::now();
-        graph.replay()?;
-        match product.cuda.check() {
-            Err(Error::LatePeer { layer: 5, .. }) => {}
-            other => panic!("{other:?}"),
-        }
-        assert!(start.elapsed() < LIMIT);
+        told_of_the_lost(&mut graph, &product.cuda, (rank, ranks), 5);
         works_on(&mut product)?;
         together.wait();
         drop(graph);

@@ -1,12 +1,13 @@
-//! A rank that is lost in a captured step over two GPUs: each rank hears of it by a typed error within the timeout.
+//! A rank that is lost in a captured step over two GPUs, or late: each rank hears of a lost one by a typed error within the
+//! timeout, and has no tokens of that step; one that is late and comes is waited for.
 
 use std::sync::{Condvar, Mutex};
 use std::time::{Duration, Instant};
 
-use candle_core::{Device, Tensor};
+use candle_core::{DType, Device, Tensor};
 use moebius::candle::{DeviceGroup, EpGroup};
 use moebius::checkpoint::Checkpoint;
-use moebius::ep::{Group, GroupConfig};
+use moebius::ep::{DispatcherKind, Group, GroupConfig};
 use moebius::nccl::{NcclComm, NcclLibrary};
 use moebius_models::{LoadOptions, Model, Stepper};
 
@@ -18,24 +19,30 @@ const TIMEOUT: Duration = Duration::from_secs(8);
 const LATE: Duration = Duration::from_secs(8);
 /// Longest wait of a rank for the other, which may have failed on its way: the model is loaded and captured before.
 const MEETING: Duration = Duration::from_secs(60);
+/// How late a rank is that is waited for.
+const DELAY: Duration = Duration::from_millis(500);
 /// Replayed steps before.
 const STEPS: usize = 3;
 
-/// How the second rank is lost.
+/// What becomes of the second rank.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Lost {
     /// It fails between two steps, drops what it has and leaves.
     Leaves,
     /// It is there, and does not step.
     StaysAway,
+    /// It steps late, and is not lost.
+    ComesLate,
 }
 
 impl Lost {
-    /// What the error of the rank that is left names.
-    fn reason(self) -> &'static str {
-        match self {
-            Self::Leaves => "has left the group",
-            Self::StaysAway => "did not arrive within",
+    /// What the error of the rank that is left names, over this dispatcher.
+    fn reason(self, dispatcher: DispatcherKind) -> &'static str {
+        match (self, dispatcher) {
+            (Self::Leaves, _) => "has left the group",
+            // Kernels of its own wait there, which tell for whom.
+            (_, DispatcherKind::NvLink) => "rank 1 did not come to the call in time",
+            _ => "did not arrive within",
         }
     }
 }
@@ -54,8 +61,8 @@ impl Meeting {
     }
 }
 
-/// The first rank replays steps behind the second's last.
-pub fn lost_in_a_replay(how: Lost) -> Result<()> {
+/// The first rank replays steps behind the second's last, over the dispatcher.
+pub fn lost_in_a_replay(how: Lost, dispatcher: DispatcherKind) -> Result<()> {
     let devices = (0..2).map(moebius::candle::device_for_capture).collect::<candle_core::Result<Vec<_>>>()?;
     let gpus = devices.iter().map(moebius::candle::cuda).collect::<moebius::Result<Vec<_>>>()?;
     let comms = NcclComm::threads(&NcclLibrary::open()?, &gpus, TIMEOUT)?;
@@ -66,7 +73,8 @@ pub fn lost_in_a_replay(how: Lost) -> Result<()> {
         let places = devices.iter().zip(comms).enumerate();
         let threads: Vec<_> = places
             .map(|(i, (device, comm))| {
-                scope.spawn(move || rank((i, how), device, comm, meetings).map_err(|e| format!("rank {i}: {e}")))
+                let work = move || rank((i, how), device, (comm, dispatcher), meetings);
+                scope.spawn(move || work().map_err(|e| format!("rank {i}: {e}")))
             })
             .collect();
         threads.into_iter().map(|thread| thread.join().unwrap_or_else(|_| Err("a rank panicked".into()))).collect()
@@ -75,10 +83,16 @@ pub fn lost_in_a_replay(how: Lost) -> Result<()> {
     outcomes.into_iter().try_for_each(|outcome| outcome.map_err(Into::into))
 }
 
-fn rank((rank, how): (usize, Lost), device: &Device, comm: NcclComm, meetings: &[Meeting; 2]) -> Result<()> {
+fn rank(
+    (rank, how): (usize, Lost),
+    device: &Device,
+    (comm, dispatcher): (NcclComm, DispatcherKind),
+    meetings: &[Meeting; 2],
+) -> Result<()> {
     let checkpoint = Checkpoint::open(concat!(env!("CARGO_MANIFEST_DIR"), "/small"))?;
-    let config = GroupConfig { max_rows: 512, ..GroupConfig::new(8, 256) };
+    let config = GroupConfig { max_rows: 512, dispatcher, ..GroupConfig::new(8, 256) };
     let group = Group::new(comm.cuda().clone(), Box::new(comm), config)?;
+    let reason = how.reason(group.dispatcher_kind());
     let group = DeviceGroup::new(EpGroup::new(group), device)?;
     let model = Model::load_on(&checkpoint, group, LoadOptions::default())?;
     let mut stepper = model.stepper(1, 64)?;
@@ -94,20 +108,50 @@ fn rank((rank, how): (usize, Lost), device: &Device, comm: NcclComm, meetings: &
         return Err(format!("steps are not captured: {:?}", stepper.capture_error()).into());
     }
     match (rank, how) {
+        (_, Lost::ComesLate) => late_step(&mut stepper, rank, &meetings[1]),
         (0, _) => {
-            let outcome = error_of_a_step(&mut stepper, how.reason());
+            let outcome = error_of_a_step(&mut stepper, reason);
             if how == Lost::StaysAway {
                 meetings[1].wait()?;
             }
-            outcome
+            outcome?;
+            computes(device)
         }
         (_, Lost::Leaves) => Ok(()),
         // Then this rank's own step fails too.
         (_, Lost::StaysAway) => {
             meetings[1].wait()?;
-            error_of_a_step(&mut stepper, "replay")
+            error_of_a_step(&mut stepper, "replay")?;
+            computes(device)
         }
     }
+}
+
+/// A step that the second rank is late to: the tokens are those of a step that nobody is late to.
+fn late_step(stepper: &mut Stepper<'_>, rank: usize, meeting: &Meeting) -> Result<()> {
+    let mut steps = Vec::new();
+    for late in [false, true] {
+        stepper.clear()?;
+        stepper.feed(&Tensor::new(&[[5u32 + rank as u32, 92, 65]], &Device::Cpu)?)?;
+        if late {
+            meeting.wait()?;
+            if rank == 1 {
+                std::thread::sleep(DELAY);
+            }
+        }
+        stepper.step()?;
+        steps.push(stepper.next_ids()?);
+    }
+    if !stepper.is_captured() || steps[0] != steps[1] {
+        return Err(format!("captured: {}; {steps:?}", stepper.is_captured()).into());
+    }
+    Ok(())
+}
+
+/// The GPU works on.
+fn computes(device: &Device) -> Result<()> {
+    let sum = Tensor::ones((64, 64), DType::F32, device)?.sum_all()?.to_scalar::<f32>()?;
+    if sum == 4096.0 { Ok(()) } else { Err(format!("a sum of 4096 ones: {sum}").into()) }
 }
 
 /// A step's ids are an error that names the replay and why it has failed, and comes in time; so is the step behind it.

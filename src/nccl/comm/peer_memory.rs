@@ -5,7 +5,7 @@ use std::sync::Arc;
 use crate::comm::agree::{CollectiveCall, Detail};
 use crate::comm::{Communicator, SymmetricMemory, Tag};
 use crate::compare::gather_numbers;
-use crate::cuda::peers::StopWord;
+use crate::cuda::peers::HostWords;
 use crate::cuda::{Cuda, DeviceMut};
 use crate::device::Device;
 use crate::dtype::DType;
@@ -110,8 +110,8 @@ impl NcclComm {
     }
 
     /// What ends the waits of kernels before peers' memory is taken from under them.
-    pub(crate) fn stop_kernels_by(&self, word: &Arc<StopWord>) {
-        self.session.comm_handle.stop_by(word);
+    pub(crate) fn stop_kernels_by(&self, words: &Arc<HostWords>) {
+        self.session.comm_handle.stop_by(words);
     }
 
     /// Memory of all ranks, of zeros (collective), and whether this GPU reaches all of it: the ranks have yet to agree on

@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, TryLockError, Wea
 use std::thread;
 use std::time::{Duration, Instant};
 
-use crate::cuda::peers::StopWord;
+use crate::cuda::peers::HostWords;
 use crate::cuda::{FailureSource, StuckFlag};
 use crate::error::{CommError, Error, Result};
 use crate::ranks::UniqueId;
@@ -51,7 +51,7 @@ pub(in crate::nccl) struct CommHandle {
     /// Marks the end of what its stream has been given.
     mark: OnceLock<StreamMark>,
     /// What ends the waits of this crate's own kernels for peers.
-    stops: Mutex<Vec<Weak<StopWord>>>,
+    stops: Mutex<Vec<Weak<HostWords>>>,
 }
 
 /// Work that was enqueued.
@@ -245,17 +245,17 @@ impl CommHandle {
         true
     }
 
-    /// Has this word raised before the communicator ends where kernels may wait.
-    pub(in crate::nccl) fn stop_by(&self, word: &Arc<StopWord>) {
+    /// Has these words stop kernels that may wait before the communicator ends.
+    pub(in crate::nccl) fn stop_by(&self, words: &Arc<HostWords>) {
         let mut stops = lock(&self.stops);
         stops.retain(|stop| stop.strong_count() > 0);
-        stops.push(Arc::downgrade(word));
+        stops.push(Arc::downgrade(words));
     }
 
     /// Ends the waits of this crate's kernels; tells whether there may be some.
     fn stop_kernels(&self) -> bool {
         let stops: Vec<_> = lock(&self.stops).iter().filter_map(Weak::upgrade).collect();
-        stops.iter().for_each(|stop| stop.raise());
+        stops.iter().for_each(|stop| stop.stop());
         !stops.is_empty()
     }
 
