@@ -23,8 +23,10 @@ pub struct Arrivals<'a, D: Device> {
     /// Groups of experts whose rows have come, `I64 [1]`, which the transport writes.
     pub(crate) groups: TensorRef<'a, D>,
     /// Experts of a group.
+    #[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "rows come so between GPUs alone"))]
     pub(crate) experts: usize,
     /// SMs of the kernel that brings them.
+    #[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "as above"))]
     pub(crate) movement_sms: usize,
 }
 

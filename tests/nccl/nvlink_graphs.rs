@@ -3,6 +3,7 @@
 use std::thread;
 use std::time::{Duration, Instant};
 
+use moebius::comm::Communicator;
 use moebius::cuda::{Captured, Cuda};
 use moebius::ep::{Capacity, DispatchInputs, DispatchOutputs, DispatchSpec, Group, GroupConfig, Reporting};
 use moebius::kernels::Kernels;
@@ -10,6 +11,7 @@ use moebius::{DType, Device, Error, Result, Tensor};
 
 use crate::Run;
 use crate::conformance::gpus;
+use crate::launched::{join_within, start, succeed, tag};
 use crate::nvlink::{HIDDEN, MINUTE, MOST, config, each, in_groups, tokens};
 
 pub fn cases() -> Vec<(&'static str, Run)> {
@@ -17,6 +19,7 @@ pub fn cases() -> Vec<(&'static str, Run)> {
         ("ten_thousand_replays_with_other_choices", ten_thousand_replays),
         ("a_rank_that_is_late_to_a_replay_is_waited_for", late_to_a_replay),
         ("a_rank_that_does_not_replay_is_told", |_, ranks| lost_in_a_replay(ranks, false)),
+        ("a_process_that_does_not_replay_is_told", |_, ranks| succeed(&start("not_replayed", ranks, &[]))),
         ("a_rank_that_does_not_replay_a_prepare_is_told", |_, ranks| lost_in_a_replay(ranks, true)),
         ("no_record_of_before_is_taken_for_that_of_a_lost_rank", |_, ranks| lost_before_its_record(&config(ranks))),
         ("nor_where_other_kernels_plan", |_, ranks| {
@@ -139,6 +142,35 @@ fn lost_in_a_replay(ranks: usize, prepares: bool) {
         drop(graph);
         Ok(())
     });
+}
+
+/// The same between processes: work of a child.
+pub fn not_replayed() {
+    const LIMIT: Duration = Duration::from_secs(8);
+    let comm = join_within(0, LIMIT);
+    let (rank, ranks, cuda) = (comm.rank(), comm.size(), comm.cuda().clone());
+    let mut group = Group::new(cuda.clone(), Box::new(comm), config(ranks)).expect("a group");
+    let (ids, x) = (Tensor::from_vec(choices(0, rank, ranks), &[MOST, K]), tokens(&cuda, MOST).expect("tokens"));
+    let ids = ids.and_then(|ids| ids.to(&cuda)).expect("ids");
+    step(&mut group, &cuda, (&ids, &x), Reporting::Deferred).expect("a step");
+    let graph = cuda.capture(|| step(&mut group, &cuda, (&ids, &x), Reporting::Deferred));
+    let mut graph = graph.expect("a graph");
+    graph.replay().expect("a replay");
+    cuda.check().expect("a replay of all");
+    let start = Instant::now();
+    match rank + 1 == ranks {
+        true => thread::sleep(LIMIT + Duration::from_secs(2)),
+        false => {
+            graph.replay().expect("it is enqueued");
+            let told = cuda.check();
+            assert!(matches!(told, Err(Error::LatePeer { layer: 5, .. })), "{told:?}");
+            assert!(start.elapsed() < LIMIT + Duration::from_secs(3));
+        }
+    }
+    told_of_the_lost(&mut graph, &cuda, (rank, ranks), 5);
+    // The communicator is as it was.
+    group.dispatcher().communicator().barrier(tag(1)).expect("a barrier");
+    drop(graph);
 }
 
 /// Behind a replay that was given up, where the last rank had not come: that one is told of it as it comes, at once; no

@@ -17,8 +17,7 @@ use moebius::{CommError, DType, Error, Tensor};
 
 use crate::launched::{AT_ONCE, join, start, succeed, tag, word};
 use crate::layer::Problem;
-use crate::lost;
-use crate::{KINDS, Run};
+use crate::{KINDS, Run, lost, nvlink_graphs};
 
 pub fn cases() -> Vec<(&'static str, Run)> {
     vec![
@@ -86,6 +85,7 @@ pub fn child(body: &str) {
         "microbatches" => microbatches(),
         "bounds" => bounds(),
         "refused_steps" => refused_steps(),
+        "not_replayed" => nvlink_graphs::not_replayed(),
         other => lost::child(other),
     }
 }
