@@ -13,7 +13,7 @@ use crate::quant::quantized;
 use crate::report::Report;
 
 /// Random codes of one format, and scales of one number.
-fn random(cuda: &Cuda, random: &mut Random, format: WeightFormat, dims: [usize; 3]) -> Result<Quantized<Cuda>> {
+pub fn random_codes(cuda: &Cuda, random: &mut Random, format: WeightFormat, dims: [usize; 3]) -> Result<Quantized<Cuda>> {
     let parts = 1;
     let (_, scale_dims) = format.scales(dims, parts);
     let count = scale_dims.iter().product();
@@ -41,7 +41,7 @@ pub fn run(cuda: &Cuda, report: &Report, w: &Workload) -> Result<()> {
     let mut stacks = |format: WeightFormat| -> Result<[Quantized<Cuda>; 2]> {
         match format {
             WeightFormat::Nvfp4 => Ok([quantized(cuda, &dense[0])?, quantized(cuda, &dense[1])?]),
-            _ => Ok([random(cuda, &mut numbers, format, up)?, random(cuda, &mut numbers, format, down)?]),
+            _ => Ok([random_codes(cuda, &mut numbers, format, up)?, random_codes(cuda, &mut numbers, format, down)?]),
         }
     };
     let base = gemms.backward(cuda, views(), "")?;

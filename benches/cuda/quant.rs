@@ -9,6 +9,7 @@ use moebius::{DType, Result, Tensor};
 
 use crate::Workload;
 use crate::data::{Random, slots};
+use crate::dequantized::random_codes;
 use crate::report::{Report, SETS};
 
 /// A matrix of 512 MiB in bf16, larger than any cache, as 64 experts' or as one.
@@ -16,9 +17,11 @@ const ROWS: usize = 1 << 17;
 const COLUMNS: usize = 1 << 11;
 const MATRICES: usize = 64;
 
-/// Bytes of a bf16 element, and of one in NVFP4 with its share of a scale.
+/// Bytes of a bf16 element, and of one in NVFP4, in MXFP4 and in an fp8 block of 128 x 128 with its share of a scale.
 const WIDE: f64 = 2.0;
 const NARROW: f64 = 9.0 / 16.0;
+const MXFP4: f64 = 17.0 / 32.0;
+const FP8_BLOCK: f64 = 1.0 + 4.0 / (128.0 * 128.0);
 
 /// Amaxes and casts: the share of the copy rate is bytes read and written by it.
 pub fn codec(cuda: &Cuda, report: &Report) -> Result<()> {
@@ -114,14 +117,23 @@ pub fn quantized(cuda: &Cuda, dense: &Tensor<Cuda>) -> Result<Quantized<Cuda>> {
     })
 }
 
-/// The two products of a forward with weights in bf16 and in NVFP4, and these by one kernel for all numbers of rows. Sets of weights take turns where they would fit a
-/// cache.
+fn weights(stacks: &[Quantized<Cuda>; 2]) -> [Weight<'_, Cuda>; 2] {
+    stacks.each_ref().map(|stack| Weight::Quantized(stack.view()))
+}
+
+/// The two products of a forward with weights in bf16 and in each quantized format, and of NVFP4 and fp8 blocks by one kernel
+/// for all numbers of rows. Sets of weights take turns where they would fit a cache.
 pub fn products(cuda: &Cuda, report: &Report, w: &Workload) -> Result<()> {
     let mut random = Random(1);
     let n = w.slots();
     let up = random.tensor(cuda, &[w.experts, 2 * w.inner, w.hidden], (w.hidden as f64).powf(-0.5))?;
     let down = random.tensor(cuda, &[w.experts, w.hidden, w.inner], (w.inner as f64).powf(-0.5))?;
-    let (up_codes, down_codes) = (quantized(cuda, &up)?, quantized(cuda, &down)?);
+    let nvfp4 = [quantized(cuda, &up)?, quantized(cuda, &down)?];
+    let [up_dims, down_dims] = [[w.experts, 2 * w.inner, w.hidden], [w.experts, w.hidden, w.inner]];
+    let mut codes_of = |format: WeightFormat| -> Result<[Quantized<Cuda>; 2]> {
+        Ok([random_codes(cuda, &mut random, format, up_dims)?, random_codes(cuda, &mut random, format, down_dims)?])
+    };
+    let (mxfp4, fp8) = (codes_of(WeightFormat::Mxfp4)?, codes_of(WeightFormat::Fp8Block)?);
     let ids = random.experts(w);
     let used = (0..w.experts as i32).filter(|e| ids.contains(e)).count();
     let (segments, map) = slots(cuda, w, &ids)?;
@@ -130,11 +142,14 @@ pub fn products(cuda: &Cuda, report: &Report, w: &Workload) -> Result<()> {
     let mut out = Tensor::empty(cuda, DType::BF16, &[n, w.hidden])?;
     let bytes = (used * w.hidden * w.inner) as f64;
     let invariant = cuda.batch_invariant();
-    let codes = || (Weight::Quantized(up_codes.view()), Weight::Quantized(down_codes.view()));
-    for (suffix, cuda, (up, down), each) in [
-        ("", cuda, (Weight::Dense(up.view()), Weight::Dense(down.view())), WIDE),
-        ("-w4a16", cuda, codes(), NARROW),
-        ("-w4a16-invariant", &invariant, codes(), NARROW),
+
+    for (suffix, cuda, [up, down], each) in [
+        ("", cuda, [Weight::Dense(up.view()), Weight::Dense(down.view())], WIDE),
+        ("-w4a16", cuda, weights(&nvfp4), NARROW),
+        ("-w4a16-invariant", &invariant, weights(&nvfp4), NARROW),
+        ("-w4a16-mxfp4", cuda, weights(&mxfp4), MXFP4),
+        ("-fp8", cuda, weights(&fp8), FP8_BLOCK),
+        ("-fp8-invariant", &invariant, weights(&fp8), FP8_BLOCK),
     ] {
         let mut first = |set: usize| {
             let call = Up {

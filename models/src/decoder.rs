@@ -10,6 +10,7 @@ use moebius::ep::Capacity;
 use moebius::layer::DispatchOptions;
 
 use crate::cache::{Cache, LayerCache};
+use crate::chunk_masks::ChunkMaskCache;
 use crate::config::Base;
 use crate::error::Result;
 use crate::mlp::Mlp;
@@ -56,6 +57,8 @@ pub(crate) struct Step<'a> {
     /// Angles depend on the sequence's length.
     pub late_rotation: bool,
     pub masks: MaskCache,
+    /// Those of recurrent layers' chunks, of all forwards.
+    pub chunk_masks: &'a ChunkMaskCache,
     /// Where the token stands in a static cache, if this is a step of one token a sequence over one.
     pub position: Option<StepPosition>,
     rotary: &'a Rotary,
@@ -137,6 +140,7 @@ pub(crate) struct DecoderStack {
     scales: Scales,
     /// Where the layers' experts are, if on the host.
     host: Option<HostExperts>,
+    chunk_masks: ChunkMaskCache,
 }
 
 /// Factors of a decoder.
@@ -244,7 +248,7 @@ impl DecoderSpec {
         p.check_all_read(count)?;
         p.loaded(count, count);
         let host = p.take_host_experts();
-        Ok(DecoderStack { embedding, layers, norm, head, rotary, scales: self.scales, host })
+        Ok(DecoderStack { embedding, layers, norm, head, rotary, scales: self.scales, host, chunk_masks: ChunkMaskCache::default() })
     }
 }
 
@@ -406,6 +410,7 @@ impl DecoderStack {
             },
             late_rotation,
             masks: MaskCache::default(),
+            chunk_masks: &self.chunk_masks,
             position,
             rotary: &self.rotary,
             dtype,

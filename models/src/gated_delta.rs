@@ -7,10 +7,11 @@
 //!
 //! Tokens are handled in chunks: within one, all δ follow from one triangular system.
 
-use candle_core::{D, DType, Device, Module, Result as CandleResult, Tensor};
+use candle_core::{D, Module, Result as CandleResult, Tensor};
 use candle_nn::Linear;
 
 use crate::cache::LayerCache;
+use crate::chunk_masks::{ChunkMaskCache, ChunkMasks};
 use crate::decoder::{Mixer, Step};
 use crate::error::Result;
 use crate::norm::{Norm, NormSpec};
@@ -200,6 +201,7 @@ struct Tokens<'a> {
     v: &'a Tensor,
     beta: &'a Tensor,
     g: &'a Tensor,
+    masks: &'a ChunkMaskCache,
 }
 
 impl Tokens<'_> {
@@ -207,61 +209,24 @@ impl Tokens<'_> {
     fn chunk(&self, from: usize, n: usize, state: &Tensor) -> CandleResult<(Tensor, Tensor)> {
         let part = |t: &Tensor| t.narrow(1, from, n)?.contiguous();
         let (q, k, v, beta) = (part(self.q)?, part(self.k)?, part(self.v)?, part(self.beta)?);
-        let triangle = Triangle { n, dtype: k.dtype(), device: k.device() };
+        let masks = self.masks.get(n, &k)?;
+        let ChunkMasks { upto, after, beyond, .. } = &*masks;
         // Decay from the chunk's start to the end of each step, and from each step to each later one: sums of g over the
         // steps between, since a difference of sums from the start would cancel.
-        let (upto, g) = (triangle.mask(|row, column| column <= row)?, part(self.g)?);
+        let g = part(self.g)?;
         let decay = upto.broadcast_matmul(&g)?;
-        let after = triangle.mask(|row, column| row > column)?;
-        let beyond = triangle.fill(|row, column| if column <= row { 0.0 } else { f64::NEG_INFINITY })?;
-        let between = upto.broadcast_matmul(&after.broadcast_mul(&g)?)?.broadcast_add(&beyond)?.exp()?;
+        let between = upto.broadcast_matmul(&after.broadcast_mul(&g)?)?.broadcast_add(beyond)?.exp()?;
         let decay_from_start = decay.exp()?;
         // (I + L) δ = β (v − exp(decay) k S), L strictly below the diagonal.
         let seen = k.matmul(&k.transpose(1, 2)?.contiguous()?)?.mul(&between)?.broadcast_mul(&beta)?;
         let given = k.broadcast_mul(&decay_from_start)?.matmul(state)?;
-        let delta = triangle.inverse(&seen)?.matmul(&(v - given)?.broadcast_mul(&beta)?)?;
+        let delta = masks.inverse(&seen)?.matmul(&(v - given)?.broadcast_mul(&beta)?)?;
         let y = q.broadcast_mul(&decay_from_start)?.matmul(state)?;
         let y = (y + q.matmul(&k.transpose(1, 2)?.contiguous()?)?.mul(&between)?.matmul(&delta)?)?;
         let to_end = between.narrow(1, n - 1, 1)?.transpose(1, 2)?;
         let added = k.broadcast_mul(&to_end)?.transpose(1, 2)?.contiguous()?.matmul(&delta)?;
         let state = (state.broadcast_mul(&decay_from_start.narrow(1, n - 1, 1)?)? + added)?;
         Ok((y, state))
-    }
-}
-
-/// Matrices of a chunk of n tokens.
-struct Triangle<'a> {
-    n: usize,
-    dtype: DType,
-    device: &'a Device,
-}
-
-impl Triangle<'_> {
-    /// `[1, n, n]`
-    fn fill(&self, value: impl Fn(usize, usize) -> f64) -> CandleResult<Tensor> {
-        let n = self.n;
-        let values: Vec<f64> = (0..n * n).map(|i| value(i / n, i % n)).collect();
-        Tensor::from_vec(values, (1, n, n), &Device::Cpu)?.to_dtype(self.dtype)?.to_device(self.device)
-    }
-
-    fn mask(&self, there: impl Fn(usize, usize) -> bool) -> CandleResult<Tensor> {
-        self.fill(|row, column| if there(row, column) { 1.0 } else { 0.0 })
-    }
-
-    /// `(I + L)⁻¹` for the part L of `lower [N, n, n]` that lies strictly below the diagonal. Inverses of blocks along
-    /// the diagonal double in size: that of `[[A, 0], [B, D]]` is `[[A⁻¹, 0], [−D⁻¹ B A⁻¹, D⁻¹]]`, as stable as a
-    /// substitution row by row.
-    fn inverse(&self, lower: &Tensor) -> CandleResult<Tensor> {
-        let mut inverse = self.mask(|row, column| row == column)?.broadcast_as(lower.shape())?.contiguous()?;
-        let mut size = 1;
-        while size < self.n {
-            let below =
-                |row: usize, column: usize| row / size == column / size + 1 && row / (2 * size) == column / (2 * size);
-            let b = lower.broadcast_mul(&self.mask(below)?)?;
-            inverse = (&inverse - inverse.matmul(&b)?.matmul(&inverse)?)?;
-            size *= 2;
-        }
-        Ok(inverse)
     }
 }
 
@@ -285,7 +250,7 @@ impl Mixer for GatedDelta {
             Some((_, state)) => state.clone(),
             None => Tensor::zeros((b * value_heads, key_dim, value_dim), q.dtype(), q.device())?,
         };
-        let tokens = Tokens { q: &q, k: &k, v: &v, beta: &beta, g: &g };
+        let tokens = Tokens { q: &q, k: &k, v: &v, beta: &beta, g: &g, masks: step.chunk_masks };
         let mut chunks = Vec::with_capacity(s.div_ceil(CHUNK));
         for from in (0..s).step_by(CHUNK) {
             let (y, next) = tokens.chunk(from, CHUNK.min(s - from), &state)?;
@@ -307,6 +272,8 @@ impl Mixer for GatedDelta {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use candle_core::Device;
+
     use crate::testing::{check_gradients, difference, random, values};
 
     const HEADS: usize = 2;
@@ -324,7 +291,8 @@ mod tests {
     }
 
     fn chunked(t: &[Tensor], chunk: usize) -> CandleResult<(Tensor, Tensor)> {
-        let tokens = Tokens { q: &t[0], k: &t[1], v: &t[2], beta: &t[3], g: &t[4] };
+        let masks = ChunkMaskCache::default();
+        let tokens = Tokens { q: &t[0], k: &t[1], v: &t[2], beta: &t[3], g: &t[4], masks: &masks };
         let (s, mut state, mut parts) = (t[0].dim(1)?, t[5].clone(), Vec::new());
         for from in (0..s).step_by(chunk) {
             let (y, next) = tokens.chunk(from, chunk.min(s - from), &state)?;
@@ -376,22 +344,5 @@ mod tests {
             let (y, state) = chunked(t, 8).expect("outputs");
             Tensor::cat(&[y, state], 1).expect("all of it")
         });
-    }
-
-    /// Ones below the diagonal, the same key again and again: the powers of this matrix reach 1e18, its inverse has
-    /// entries of 1 and −1 beside the diagonal alone.
-    #[test]
-    fn the_triangular_inverse_is_stable() {
-        for n in [1, 2, 3, 5, 64] {
-            let triangle = Triangle { n, dtype: DType::F64, device: &Device::Cpu };
-            let ones = Tensor::ones((1, n, n), DType::F64, &Device::Cpu).expect("ones");
-            let expected = triangle.fill(|row, column| match row.wrapping_sub(column) {
-                0 => 1.0,
-                1 => -1.0,
-                _ => 0.0,
-            });
-            let error = difference(&triangle.inverse(&ones).expect("an inverse"), &expected.expect("a matrix"));
-            assert!(error == 0.0, "{n}: differs by {error:e}");
-        }
     }
 }

@@ -12,6 +12,7 @@ struct Readme;
 pub mod generate;
 
 mod cache;
+mod chunk_masks;
 mod config;
 mod decoder;
 mod error;

@@ -1,5 +1,7 @@
 //! Generation over a cache that stays against one that grows: the same tokens and texts, of every family.
 
+#[path = "support/checks.rs"]
+mod checks;
 mod support;
 
 use std::collections::HashSet;
@@ -15,7 +17,8 @@ use moebius_models::generate::{
 };
 use moebius_models::{LoadOptions, Model};
 
-use support::{Golden, Rotation, on_ranks, relative, tolerance};
+use checks::resizing;
+use support::{Golden, Rotation, on_ranks, tolerance};
 
 const KINDS: [CacheKind; 2] = [CacheKind::Static, CacheKind::Growing];
 
@@ -141,47 +144,13 @@ fn a_model_without_a_static_cache_has_one_that_grows() {
 #[test]
 fn a_resized_stepper_goes_on() {
     for golden in Golden::all() {
-        let s = golden.ids().dim(1).expect("tokens");
         // Steps from the fourth token on, over another memory from the fifth and the sixth.
-        if golden.rotation() != Rotation::Fixed || s < 6 {
+        if golden.rotation() != Rotation::Fixed || golden.ids().dim(1).expect("tokens") < 6 {
             continue;
         }
         on_ranks(1, golden.experts, |_, group| {
             let model = golden.load(&group, golden.options());
-            let ids = Tensor::cat(&[golden.row(0), golden.row(1)], 0).and_then(|ids| ids.to_dtype(DType::U32));
-            let ids = ids.expect("two rows");
-            let (expected, rows) = (model.forward(&ids).expect("logits"), ids.to_vec2::<u32>().expect("ids"));
-            let id = |row: usize, at: usize| rows[row][at];
-            let mut stepper = model.stepper(2, 4).expect("a stepper");
-            stepper.feed(&ids.narrow(1, 0, 3).expect("tokens")).expect("logits");
-            let mut held = vec![0, 1];
-            for at in 3..s {
-                // Room for one more token of both, the other way around; then for all, and the first one alone.
-                let resized = [(4, vec![1, 0], vec![1, 0], 5), (5, vec![1], vec![0], s)];
-                if let Some((_, keep, left, capacity)) = resized.into_iter().find(|(when, ..)| *when == at) {
-                    stepper.resize(&keep, capacity).expect("another size");
-                    held = left;
-                    assert_eq!((stepper.sequences(), stepper.len(), stepper.capacity()), (held.len(), at, capacity));
-                }
-                let next: Vec<u32> = held.iter().map(|row| id(*row, at)).collect();
-                stepper.set_next_ids(&next).expect("ids of the vocabulary");
-                let logits = stepper.step().expect("logits");
-                for (i, row) in held.iter().enumerate() {
-                    let expected = expected.get(*row).and_then(|t| t.get(at)).expect("a position");
-                    let error = relative(&logits.get(i).expect("a row"), &expected);
-                    // Both sides have a forward's error.
-                    assert!(error <= 2.0 * tolerance(&golden), "{}, row {row}, token {at}: {error:e}", golden.name);
-                }
-            }
-            let refused = |result: moebius_models::Result<()>, word: &str| {
-                let text = result.expect_err(word).to_string();
-                assert!(text.contains("Stepper::resize") && text.contains(word), "{text}");
-            };
-            refused(stepper.resize(&[1], s), "sequence 1: there are 1");
-            refused(stepper.resize(&[0], s - 1), "room for");
-            refused(stepper.resize(&[0], model.context() + 1), "room for");
-            stepper.resize(&[], s).expect("a rank without sequences");
-            assert_eq!(stepper.sequences(), 0);
+            resizing(&golden, &model, tolerance(&golden), false);
         });
     }
 }

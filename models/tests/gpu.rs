@@ -100,6 +100,44 @@ fn steps(config: &Value, Case { options, captured, tolerance }: Case) -> Result<
     Ok(())
 }
 
+/// A captured stepper that is resized: sequences change places and get more room, then some leave, and steps are captured
+/// again over the new memory. Against a forward of all tokens, in f32.
+fn resized(config: &Value) -> Result<()> {
+    let device = moebius::candle::device_for_capture(0)?;
+    let model = load(config, &device, LoadOptions { dtype: Some(DType::F32), ..LoadOptions::default() })?;
+    let ids: Vec<u32> = (0..(SEQUENCES * TOKENS) as u32).map(|i| i.wrapping_mul(2_654_435_761) % 512).collect();
+    let ids = Tensor::from_vec(ids, (SEQUENCES, TOKENS), &Device::Cpu)?;
+    let (expected, rows) = (model.forward(&ids)?, ids.to_vec2::<u32>()?);
+    // Behind so many tokens, the stepper's sequences that stay, and room for so many tokens. More than windows and the
+    // block of a cache's attention lie between.
+    let changes = [(50, vec![2, 0, 1], 60), (60, vec![1, 2], 130), (130, vec![1], TOKENS)];
+    let mut stepper = model.stepper(SEQUENCES, 50)?;
+    stepper.feed(&ids.narrow(1, 0, 45)?)?;
+    let mut held: Vec<usize> = (0..SEQUENCES).collect();
+    let id = |row: usize, at: usize| rows[row][at];
+    for at in 45..TOKENS {
+        if let Some((_, keep, capacity)) = changes.iter().find(|(when, ..)| *when == at) {
+            stepper.resize(keep, *capacity)?;
+            held = keep.iter().map(|row| held[*row]).collect();
+            if stepper.is_captured() {
+                return Err(format!("token {at}: a graph over memory that went").into());
+            }
+        }
+        stepper.set_next_ids(&held.iter().map(|row| id(*row, at)).collect::<Vec<_>>())?;
+        let logits = stepper.step()?.copy()?;
+        if !stepper.is_captured() {
+            return Err(format!("token {at}: not captured: {:?}", stepper.capture_error()).into());
+        }
+        for (i, row) in held.iter().enumerate() {
+            let error = relative(&logits.get(i)?, &expected.get(*row)?.get(at)?)?;
+            if error.is_nan() || error > F32 {
+                return Err(format!("sequence {row}, token {at}: logits differ by {error:e}").into());
+            }
+        }
+    }
+    Ok(())
+}
+
 /// Prompts of several lengths, whose texts end one after another, so that the rows that go on move to a smaller cache;
 /// the later ones are sampled where `sampled`.
 fn requests(sampled: bool) -> Vec<Request> {
@@ -469,10 +507,11 @@ fn main() -> ExitCode {
         trials.push(Trial::test(name, run).with_ignored_flag(!gpu));
     };
     for (name, config) in &shapes {
-        let [first, second, third] = [(); 3].map(|()| config.clone());
+        let [first, second, third, fourth] = [(); 4].map(|()| config.clone());
         more(format!("texts of {name}, f32"), Box::new(move || texts(&first)));
         more(format!("greedy tokens of {name}, bf16"), Box::new(move || greedy(&second, bf16)));
         more(format!("captures of {name}, as rows leave"), Box::new(move || captured_again(&third)));
+        more(format!("resized steps of {name}, f32"), Box::new(move || resized(&fourth)));
     }
     more("the most memory reserved".to_string(), Box::new(highest_reserved));
     #[cfg(feature = "nccl")]
