@@ -1,26 +1,36 @@
-// Products of few rows with FP4 weights: up and down, bf16, on any architecture. Memory bound, so weights are read
-// once, by the threads that multiply, straight into registers, and become bf16 there.
+// Products of few rows with FP4 weights and with fp8 blocks: up and down, bf16, on any architecture. Memory bound, so
+// weights are read once, by the threads that multiply, straight into registers, and become bf16 there.
 //
 // Rows [N, k] or behind a map, codes and scales of [E, n, k] -> [N, n], k a multiple of 64. A block a tile of up to 8
 // rows (four warps, four blocks an SM) or 16 rows (eight warps), by 32 weight rows a warp, with a gate 16 of
 // gate and 16 of up; or half as many, of which two warps have half of k each.
 //
 // Weights are the left operand of m16n8k16, rows the right one (16 columns of the output by 8 rows). The order of k
-// within a product is free as long as both operands have the same: a thread takes 64 neighboring codes of a weight
-// row, and rows lie in shared memory so that the matching numbers are 16 bytes. A code word's pairs are its nibbles i
-// and i + 4.
+// within a product is free as long as both operands have the same: a thread takes 32 neighboring bytes of a weight
+// row, 64 codes of FP4 or 32 of fp8, and rows lie in shared memory so that the matching numbers are 16 bytes. The pairs of
+// a word of FP4 are its nibbles i and i + 4, of fp8 its bytes i and i + 2.
 //
-// E2M1 times E4M3 is exact in bf16; what is above the blocks is applied to the f32 sums. Notes: kernels/notes/w4a16.md.
+// E2M1 times E4M3 is exact in bf16; what is above the blocks is applied to the f32 sums. So is E4M3 alone: a step of fp8 is
+// a block's 128 columns, whose sums are multiplied with its scale. Notes: kernels/notes/w4a16.md.
 #include "common/decode_epilogue.cuh"
 #include "quant/fp4_to_bf16.cuh"
+#include "quant/fp8_to_bf16.cuh"
 #include "portable/gemm.cuh"
 
 namespace {
 using namespace fp4;
 
-constexpr int STEP = DECODE_STEP;
+// Codes of a byte.
+template <int FORMAT>
+constexpr int PER_BYTE = FORMAT == WEIGHT_FP8 ? 1 : 2;
+// Chunks of 8 k that a thread takes in a step, and columns of a step.
+template <int FORMAT>
+constexpr int CHUNKS = DECODE_THREAD_STEP / 16 * PER_BYTE<FORMAT>;
+template <int FORMAT>
+constexpr int STEP = 4 * 8 * CHUNKS<FORMAT>;
+static_assert(STEP<WEIGHT_NVFP4> == DECODE_STEP && STEP<WEIGHT_FP8> == 128, "fp8: the columns of a block");
 
-// A thread's share of a step of one weight row: 64 codes and their scales.
+// A thread's share of a step of one weight row: 32 bytes of codes, and their scales.
 template <int FORMAT>
 struct StepCodes {
     uint4 codes[2];
@@ -40,10 +50,12 @@ struct WeightRows {
         for (int r = 0; r < 2 * M; r++) {
             to[r].codes[0] = to[r].codes[1] = make_uint4(0, 0, 0, 0);
             to[r].scales = 0;
+            // A block's scale is for the sums of the whole quad, whichever of it have codes.
+            if (FORMAT == WEIGHT_FP8 && k0 < columns) to[r].scales = Format<FORMAT>::load(scales[r], k0);
             if (!inside) continue;
-            const uint4* from = reinterpret_cast<const uint4*>(codes[r] + k0 / 2);
+            const uint4* from = reinterpret_cast<const uint4*>(codes[r] + k0 / PER_BYTE<FORMAT>);
             to[r].codes[0] = __ldcs(from), to[r].codes[1] = __ldcs(from + 1);
-            to[r].scales = Format<FORMAT>::load(scales[r], k0 + first);
+            if (FORMAT != WEIGHT_FP8) to[r].scales = Format<FORMAT>::load(scales[r], k0 + first);
         }
     }
 };
@@ -54,8 +66,23 @@ __device__ __forceinline__ uint32_t word_of(const uint4 (&codes)[2], int i) {
     return i % 4 == 0 ? v.x : i % 4 == 1 ? v.y : i % 4 == 2 ? v.z : v.w;
 }
 
-// Chunk of 8 k in a row of shared memory: threads of a quad read chunks 8 apart.
-__device__ __forceinline__ int swizzled_chunk(int chunk) { return chunk ^ (chunk >> 3 & 3); }
+// Eight codes, those of a thread's i-th chunk.
+template <int FORMAT>
+__device__ __forceinline__ void decode_chunk(uint32_t (&to)[4], const uint4 (&codes)[2], int i, const uint32_t (&scales)[4]) {
+    if constexpr (FORMAT == WEIGHT_FP8) fp8::decode(to, word_of(codes, 2 * i), word_of(codes, 2 * i + 1));
+    else decode<FORMAT>(to, word_of(codes, i), scales[i / 2]);
+}
+// Eight numbers of a row, in the order of their codes' pairs.
+template <int FORMAT>
+__device__ __forceinline__ uint4 paired(const uint4& v) {
+    if constexpr (FORMAT == WEIGHT_FP8)
+        return make_uint4(__byte_perm(v.x, v.y, 0x5410), __byte_perm(v.x, v.y, 0x7632), __byte_perm(v.z, v.w, 0x5410), __byte_perm(v.z, v.w, 0x7632));
+    return make_uint4(__byte_perm(v.x, v.z, 0x5410), __byte_perm(v.x, v.z, 0x7632), __byte_perm(v.y, v.w, 0x5410), __byte_perm(v.y, v.w, 0x7632));
+}
+
+// Chunk of 8 k in a row of shared memory: threads of a quad read chunks that lie as far apart as one takes.
+template <int FORMAT>
+__device__ __forceinline__ int swizzled_chunk(int chunk) { return chunk ^ (chunk / CHUNKS<FORMAT> & 3); }
 
 // Warps that share a tile of weight rows, each with its part of k: a warp alone with one other on its scheduler waits
 // for its own instructions.
@@ -105,26 +132,39 @@ __device__ __forceinline__ void mma_tile(float (&acc)[M][NT][4], const WeightRow
                     sum[0] = sum[1] = sum[2] = sum[3] = 0.0f;
                 }
         }
-        if (step + AHEAD < steps.to) rows.load(last, static_cast<int64_t>(step + AHEAD) * STEP);
+        if (step + AHEAD < steps.to) rows.load(last, static_cast<int64_t>(step + AHEAD) * STEP<FORMAT>);
+        constexpr bool BY_BLOCK = FORMAT == WEIGHT_FP8;
         uint32_t scales[2 * M][4];
+        float of_block[BY_BLOCK ? M : 1][BY_BLOCK ? NT : 1][4] = {};
+        if constexpr (!BY_BLOCK) {
 #pragma unroll
-        for (int r = 0; r < 2 * M; r++) Format<FORMAT>::expand(scales[r], now[r].scales);
+            for (int r = 0; r < 2 * M; r++) Format<FORMAT>::expand(scales[r], now[r].scales);
+        }
 #pragma unroll
-        for (int i = 0; i < 8; i++) {
+        for (int i = 0; i < CHUNKS<FORMAT>; i++) {
             uint4 b[NT];
 #pragma unroll
-            for (int n = 0; n < NT; n++) b[n] = x[(n * 8 + g) * pitch + step * (STEP / 8) + t * 8 + (i ^ t)];
+            for (int n = 0; n < NT; n++) b[n] = x[(n * 8 + g) * pitch + step * (STEP<FORMAT> / 8) + t * CHUNKS<FORMAT> + (i ^ t)];
 #pragma unroll
             for (int m = 0; m < M; m++) {
                 uint32_t low[4], high[4];
-                decode<FORMAT>(low, word_of(now[2 * m].codes, i), scales[2 * m][i / 2]);
-                decode<FORMAT>(high, word_of(now[2 * m + 1].codes, i), scales[2 * m + 1][i / 2]);
+                decode_chunk<FORMAT>(low, now[2 * m].codes, i, scales[2 * m]);
+                decode_chunk<FORMAT>(high, now[2 * m + 1].codes, i, scales[2 * m + 1]);
 #pragma unroll
                 for (int n = 0; n < NT; n++) {
-                    mma<bf16>(acc[m][n], {low[0], high[0], low[1], high[1]}, b[n].x, b[n].y);
-                    mma<bf16>(acc[m][n], {low[2], high[2], low[3], high[3]}, b[n].z, b[n].w);
+                    float(&sums)[4] = *(BY_BLOCK ? &of_block[BY_BLOCK ? m : 0][BY_BLOCK ? n : 0] : &acc[m][n]);
+                    mma<bf16>(sums, {low[0], high[0], low[1], high[1]}, b[n].x, b[n].y);
+                    mma<bf16>(sums, {low[2], high[2], low[3], high[3]}, b[n].z, b[n].w);
                 }
             }
+        }
+        if constexpr (BY_BLOCK) {
+#pragma unroll
+            for (int m = 0; m < M; m++)
+#pragma unroll
+                for (int n = 0; n < NT; n++)
+#pragma unroll
+                    for (int i = 0; i < 4; i++) acc[m][n][i] = fmaf(of_block[m][n][i], __uint_as_float(now[2 * m + i / 2].scales), acc[m][n][i]);
         }
 #pragma unroll
         for (int r = 0; r < 2 * M; r++) {
@@ -153,26 +193,26 @@ __device__ __forceinline__ void tile(const GemmParams& p, const QuantWeightParam
     // gate and then up.
     const int warp_tile = warp / PARTS<M>, part = warp % PARTS<M>;
     const int64_t column = (block * (WARPS / PARTS<M>) + warp_tile) * (gated ? 8 : 16) * M + g;
-    const int all_steps = static_cast<int>((p.k + STEP - 1) / STEP);
+    const int all_steps = static_cast<int>((p.k + STEP<FORMAT> - 1) / STEP<FORMAT>);
     const Steps steps = Steps::of<PARTS<M>>(all_steps, part);
     WeightRows<FORMAT, M> rows;
-    rows.columns = p.k, rows.first = lane % 4 * 64;
+    rows.columns = p.k, rows.first = lane % 4 * 8 * CHUNKS<FORMAT>;
 #pragma unroll
     for (int r = 0; r < 2 * M; r++) {
         const bool up = gated && r >= M;
         // Past the last column: that one again, not stored.
         const int64_t n = column + (up ? r - M : r) * 8, inside = (n < p.n ? n : p.n - 1) + (up ? p.n : 0);
-        rows.codes[r] = w.codes + (t.x * w.rows + inside) * w.code_bytes + rows.first / 2;
-        rows.scales[r] = static_cast<const uint8_t*>(w.scales) + (t.x * w.rows + inside) * w.blocks;
+        rows.codes[r] = w.codes + (t.x * w.rows + inside) * w.code_bytes + rows.first / PER_BYTE<FORMAT>;
+        rows.scales[r] = Format<FORMAT>::scales(w, t.x, inside);
     }
     // A warp of one tile has registers for a step more.
     constexpr int AHEAD = M == 1 ? 2 : 1;
     StepCodes<FORMAT> codes[AHEAD][2 * M];
 #pragma unroll
-    for (int i = 0; i < AHEAD; i++) rows.load(codes[i], static_cast<int64_t>(steps.from + i) * STEP);
+    for (int i = 0; i < AHEAD; i++) rows.load(codes[i], static_cast<int64_t>(steps.from + i) * STEP<FORMAT>);
 
     // Rows, the numbers of a chunk in the order of code pairs.
-    const int chunks = all_steps * (STEP / 8), filled = static_cast<int>(p.k / 8);
+    const int chunks = all_steps * (STEP<FORMAT> / 8), filled = static_cast<int>(p.k / 8);
     for (int r = warp; r < NT * 8; r += WARPS) {
         const int64_t row = r < t.z ? mapped_row(p.a_map, t.y + r, p.a_rows, p.fault, p.site) : -1;
         const uint4* from = reinterpret_cast<const uint4*>(static_cast<const bf16*>(p.a) + row * p.k);
@@ -187,8 +227,7 @@ __device__ __forceinline__ void tile(const GemmParams& p, const QuantWeightParam
 #pragma unroll
             for (int j = 0; j < 8; j++) {
                 if (first + j * 32 >= chunks) break;
-                x[r * pitch + swizzled_chunk(first + j * 32)] = make_uint4(__byte_perm(v[j].x, v[j].z, 0x5410), __byte_perm(v[j].x, v[j].z, 0x7632),
-                                                                  __byte_perm(v[j].y, v[j].w, 0x5410), __byte_perm(v[j].y, v[j].w, 0x7632));
+                x[r * pitch + swizzled_chunk<FORMAT>(first + j * 32)] = paired<FORMAT>(v[j]);
             }
         }
     }
@@ -264,7 +303,7 @@ __device__ __forceinline__ void run(const GemmParams& p, const QuantWeightParams
     // Both at once: the list has room for this tile even where it has none.
     const int4 t = p.tiles[at];
     if (at >= *p.tile_count) return;
-    const int pitch = static_cast<int>((p.k + STEP - 1) / STEP * (STEP / 8)) + 4;
+    const int pitch = static_cast<int>((p.k + STEP<FORMAT> - 1) / STEP<FORMAT> * (STEP<FORMAT> / 8)) + 4;
     if constexpr (WARPS == DECODE8_WARPS) tile<FORMAT, KIND, WARPS, M, 1>(p, w, t, block, x, pitch);
     else if (t.z <= 8) tile<FORMAT, KIND, WARPS, M, 1>(p, w, t, block, x, pitch);
     else tile<FORMAT, KIND, WARPS, M, 2>(p, w, t, block, x, pitch);
@@ -285,11 +324,17 @@ DECODE(decode8_narrow_up_nvfp4, WEIGHT_NVFP4, UP, DECODE8_WARPS, 1)
 DECODE(decode8_narrow_down_nvfp4, WEIGHT_NVFP4, DOWN, DECODE8_WARPS, 1)
 DECODE(decode8_narrow_up_mxfp4, WEIGHT_MXFP4, UP, DECODE8_WARPS, 1)
 DECODE(decode8_narrow_down_mxfp4, WEIGHT_MXFP4, DOWN, DECODE8_WARPS, 1)
+DECODE(decode8_narrow_up_fp8, WEIGHT_FP8, UP, DECODE8_WARPS, 1)
+DECODE(decode8_narrow_down_fp8, WEIGHT_FP8, DOWN, DECODE8_WARPS, 1)
 DECODE(decode8_up_nvfp4, WEIGHT_NVFP4, UP, DECODE8_WARPS, 2)
 DECODE(decode8_down_nvfp4, WEIGHT_NVFP4, DOWN, DECODE8_WARPS, 2)
 DECODE(decode8_up_mxfp4, WEIGHT_MXFP4, UP, DECODE8_WARPS, 2)
 DECODE(decode8_down_mxfp4, WEIGHT_MXFP4, DOWN, DECODE8_WARPS, 2)
+DECODE(decode8_up_fp8, WEIGHT_FP8, UP, DECODE8_WARPS, 2)
+DECODE(decode8_down_fp8, WEIGHT_FP8, DOWN, DECODE8_WARPS, 2)
 DECODE(decode16_up_nvfp4, WEIGHT_NVFP4, UP, DECODE16_WARPS, 2)
 DECODE(decode16_down_nvfp4, WEIGHT_NVFP4, DOWN, DECODE16_WARPS, 2)
 DECODE(decode16_up_mxfp4, WEIGHT_MXFP4, UP, DECODE16_WARPS, 2)
 DECODE(decode16_down_mxfp4, WEIGHT_MXFP4, DOWN, DECODE16_WARPS, 2)
+DECODE(decode16_up_fp8, WEIGHT_FP8, UP, DECODE16_WARPS, 2)
+DECODE(decode16_down_fp8, WEIGHT_FP8, DOWN, DECODE16_WARPS, 2)

@@ -4,7 +4,8 @@
 //! `fwd` and `fwd+bwd`: wall clock from an idle GPU to an idle GPU with the loss Σ y ∘ c, which both frameworks' programs
 //! share. `fwd+bwd-stored`: steps queued one behind the other, timed by events, with the gradient of y given and no loss,
 //! gradients in the weights' type; `-f32-add` adds the experts' in f32. These the layer itself (`moebius`) does
-//! as well, and `fwd-graph`, replays of a captured forward (candle's). `-plain`: with the loss Σ y ∘ c, queued. By name
+//! as well, and `fwd-graph`, replays of a captured forward (candle's); with experts that stay quantized, of the
+//! workloads named `decode`, `fwd-graph-nvfp4`, `-mxfp4` and `-fp8`. `-plain`: with the loss Σ y ∘ c, queued. By name
 //! alone, one workload and process each: `memory-plain`, `memory-stored`, `memory-f32-add`, the bytes that a first step
 //! takes of the GPU's free memory, with candle's gradients and with main gradients as above, whose memory is part of them.
 //!
@@ -32,6 +33,8 @@ mod core;
 mod data;
 #[path = "../../examples/support/output.rs"]
 mod output;
+#[cfg(feature = "candle")]
+mod quantized;
 
 use std::error::Error;
 use std::time::Instant;
@@ -58,12 +61,14 @@ const fn workload(name: &'static str, [tokens, hidden, inner, experts, top_k]: [
     Workload { name, tokens, hidden, inner, experts, top_k, routing: data::Routing::Uniform }
 }
 
-const WORKLOADS: [Workload; 5] = [
+const WORKLOADS: [Workload; 7] = [
     workload("qwen3-30b-a3b", [16384, 2048, 768, 128, 8]),
     workload("olmoe-7b", [16384, 2048, 1024, 64, 8]),
     workload("mixtral-8x7b", [8192, 4096, 14336, 8, 2]),
     workload("dsv3-ep8-rank", [4096, 7168, 2048, 32, 8]),
     workload("decode-qwen3", [64, 2048, 768, 128, 8]),
+    workload("decode-qwen3-8", [8, 2048, 768, 128, 8]),
+    workload("decode-qwen3-1", [1, 2048, 768, 128, 8]),
 ];
 const WARM_UP: usize = 3;
 const REPEATS: usize = 15;
@@ -133,6 +138,10 @@ fn main() -> Result<()> {
             cuda.trim();
             #[cfg(feature = "candle")]
             candle::run(&workload, &gpu)?;
+            #[cfg(feature = "candle")]
+            if workload.name.starts_with("decode") {
+                quantized::run(&cuda, &workload, &gpu)?;
+            }
             // Memory's phases are candle's.
             #[cfg(feature = "burn-cuda")]
             if !std::env::args().any(|a| a.starts_with("--phase=memory-")) {

@@ -13,7 +13,12 @@ use crate::quant::quantized;
 use crate::report::Report;
 
 /// Random codes of one format, and scales of one number.
-pub fn random_codes(cuda: &Cuda, random: &mut Random, format: WeightFormat, dims: [usize; 3]) -> Result<Quantized<Cuda>> {
+pub fn random_codes(
+    cuda: &Cuda,
+    random: &mut Random,
+    format: WeightFormat,
+    dims: [usize; 3],
+) -> Result<Quantized<Cuda>> {
     let parts = 1;
     let (_, scale_dims) = format.scales(dims, parts);
     let count = scale_dims.iter().product();

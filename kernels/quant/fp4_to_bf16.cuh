@@ -13,6 +13,11 @@ __device__ __forceinline__ uint32_t multiply(uint32_t a, uint32_t b) {
 }
 __host__ __device__ constexpr uint32_t pair_of(int exponent) { return static_cast<uint32_t>((exponent + 127) << 7) * 0x10001u; }
 
+// Where a weight row's scales begin, a byte each.
+__device__ __forceinline__ const uint8_t* scales_of_row(const QuantWeightParams& w, int64_t group, int64_t row) {
+    return static_cast<const uint8_t*>(w.scales) + (group * w.rows + row) * w.blocks;
+}
+
 template <int FORMAT>
 struct Format;
 template <>
@@ -21,6 +26,7 @@ struct Format<WEIGHT_NVFP4> {
     // times 2^-7.
     static constexpr float LEFT = 128.0f;
     static constexpr int BLOCK = 16;
+    static __device__ __forceinline__ const uint8_t* scales(const QuantWeightParams& w, int64_t group, int64_t row) { return scales_of_row(w, group, row); }
     static __device__ __forceinline__ uint32_t load(const uint8_t* row, int64_t k) {
         return __ldcs(reinterpret_cast<const uint32_t*>(row + k / 16));
     }
@@ -39,6 +45,7 @@ template <>
 struct Format<WEIGHT_MXFP4> {
     static constexpr float LEFT = 1.0f;
     static constexpr int BLOCK = 32;
+    static __device__ __forceinline__ const uint8_t* scales(const QuantWeightParams& w, int64_t group, int64_t row) { return scales_of_row(w, group, row); }
     static __device__ __forceinline__ uint32_t load(const uint8_t* row, int64_t k) {
         return __ldcs(reinterpret_cast<const unsigned short*>(row + k / 32));
     }

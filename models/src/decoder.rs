@@ -248,7 +248,16 @@ impl DecoderSpec {
         p.check_all_read(count)?;
         p.loaded(count, count);
         let host = p.take_host_experts();
-        Ok(DecoderStack { embedding, layers, norm, head, rotary, scales: self.scales, host, chunk_masks: ChunkMaskCache::default() })
+        Ok(DecoderStack {
+            embedding,
+            layers,
+            norm,
+            head,
+            rotary,
+            scales: self.scales,
+            host,
+            chunk_masks: ChunkMaskCache::default(),
+        })
     }
 }
 

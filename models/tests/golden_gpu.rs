@@ -163,7 +163,9 @@ fn main() -> ExitCode {
             [(can_step(&golden), "steps", steps), (can_step(&golden), "captured steps", captured_steps)];
         let others: [(bool, &str, Check); 5] = [
             (true, "logits and loss", |golden, devices| logits_and_loss(golden, &devices.plain)),
-            (golden.rotation() != Rotation::OfEveryLength, "decoding", |golden, devices| decode(golden, &devices.plain)),
+            (golden.rotation() != Rotation::OfEveryLength, "decoding", |golden, devices| {
+                decode(golden, &devices.plain)
+            }),
             (has_gradients(&golden), "gradients", |golden, devices| gradients(golden, &devices.plain)),
             (true, "16 bits", |golden, devices| in_16_bits(golden, &devices.plain)),
             (keeps_quantized(&golden), "experts as stored", as_stored),

@@ -31,6 +31,36 @@ pub struct QuantizedBlock<D: Kernels> {
 }
 
 impl<D: Kernels> QuantizedBlock<D> {
+    /// A block of `up` `[L, G·I, H]` and `down` `[L, H, I]` of a rank's L experts, and every other parameter that `config`
+    /// has.
+    ///
+    /// # Errors
+    /// A parameter that is missing or too many; shapes that are not those of `config`.
+    pub fn new(
+        config: MoeConfig,
+        up: Quantized<D>,
+        down: Quantized<D>,
+        others: PerParam<Option<Tensor<D>>>,
+    ) -> Result<Self> {
+        const CALL: &str = "QuantizedBlock::new";
+        let others = PerParam { up: None, down: None, ..others };
+        let local = up.dims()[0];
+        for kind in ParamKind::ALL {
+            let found = match kind {
+                ParamKind::Up => Some(&up.dims()[..]),
+                ParamKind::Down => Some(&down.dims()[..]),
+                _ => others.get(kind).map(Tensor::dims),
+            };
+            match (kind.dims(&config, local), found) {
+                (Some(expected), Some(found)) => Error::check_shape(CALL, kind.name(), &expected, found)?,
+                (Some(_), None) => return Err(Error::invalid(CALL, kind.name(), "a tensor", "nothing")),
+                (None, Some(_)) => return Err(Error::invalid(CALL, kind.name(), "nothing", "a tensor")),
+                (None, None) => {}
+            }
+        }
+        Ok(Self { config, up, down, others })
+    }
+
     /// One of the parameters that are not quantized.
     pub fn get(&self, kind: ParamKind) -> Option<TensorRef<'_, D>> {
         self.others.get(kind).map(Tensor::view)

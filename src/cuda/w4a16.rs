@@ -127,7 +127,6 @@ impl QuantizedOperand {
         let product = product.filter(|product| matches!(product, Product::Up | Product::Down))?;
         let parts = self.params.parts == 1 || self.params.parts == 2 && factor == 2;
         let serves = dtype == DType::BF16
-            && self.format != WeightFormat::Fp8Block
             && self.params.scales.is_multiple_of(16)
             && p.vector_a == 1
             && p.k % THREAD_STEP == 0

@@ -97,7 +97,8 @@ pub fn stepping(golden: &Golden, model: &Model, ids: &Tensor, tolerance: f64) ->
 /// Two sequences of which both change places and get more room, and then one goes on alone, against the logits of a
 /// forward. As [`decoding`]; whether every step was `captured`, before and behind each change.
 pub fn resizing(golden: &Golden, model: &Model, tolerance: f64, captured: bool) {
-    let ids = Tensor::cat(&[golden.row(0), golden.row(1)], 0).and_then(|ids| ids.to_dtype(DType::U32)).expect("two rows");
+    let ids =
+        Tensor::cat(&[golden.row(0), golden.row(1)], 0).and_then(|ids| ids.to_dtype(DType::U32)).expect("two rows");
     let s = ids.dim(1).expect("tokens");
     let (expected, rows) = (model.forward(&ids).expect("logits"), ids.to_vec2::<u32>().expect("ids"));
     let id = |row: usize, at: usize| rows[row][at];

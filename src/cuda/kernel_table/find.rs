@@ -2,7 +2,7 @@
 
 use crate::error::Result;
 
-use super::per_type::{Fp4Forward, Half, HalfOrAny, PerType};
+use super::per_type::{FewRowsForward, Fp4Forward, Half, HalfOrAny, PerType};
 
 /// A kernel to be found.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -16,17 +16,23 @@ pub(in crate::cuda) struct KernelSpec {
 
 /// Kernels of a decode step, short ones, that wait themselves for what the kernel before them in the stream writes
 /// (`wait_for_previous_kernel` in `kernels/common/common.cuh`), so that they are started while it runs.
-const PROGRAMMATIC: [&str; 27] = [
+const PROGRAMMATIC: [&str; 33] = [
+    "decode16_down_fp8",
     "decode16_down_mxfp4",
     "decode16_down_nvfp4",
+    "decode16_up_fp8",
     "decode16_up_mxfp4",
     "decode16_up_nvfp4",
+    "decode8_down_fp8",
     "decode8_down_mxfp4",
+    "decode8_narrow_down_fp8",
     "decode8_narrow_down_mxfp4",
     "decode8_narrow_down_nvfp4",
+    "decode8_narrow_up_fp8",
     "decode8_narrow_up_mxfp4",
     "decode8_narrow_up_nvfp4",
     "decode8_down_nvfp4",
+    "decode8_up_fp8",
     "decode8_up_mxfp4",
     "decode8_up_nvfp4",
     "gather_rows",
@@ -116,6 +122,20 @@ impl<K> Stage<'_, K> {
             up_mxfp4: self.asking(up_mxfp4, shared)?,
             down_nvfp4: self.asking(down_nvfp4, shared)?,
             down_mxfp4: self.asking(down_mxfp4, shared)?,
+        })
+    }
+
+    /// Those of few rows: of 4-bit weights as [`fp4_forward`](Self::fp4_forward) has them, then of fp8 blocks.
+    pub(super) fn few_rows_forward(
+        &mut self,
+        fp4: [&'static str; 4],
+        [up_fp8, down_fp8]: [&'static str; 2],
+        shared: u32,
+    ) -> Result<FewRowsForward<K>> {
+        Ok(FewRowsForward {
+            fp4: self.fp4_forward(fp4, shared)?,
+            up_fp8: self.asking(up_fp8, shared)?,
+            down_fp8: self.asking(down_fp8, shared)?,
         })
     }
 }

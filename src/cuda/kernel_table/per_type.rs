@@ -104,6 +104,25 @@ impl<T> PerFormat<T> {
     }
 }
 
+/// Kernels for bf16 rows and few of them, forward.
+#[derive(Debug)]
+pub(in crate::cuda) struct FewRowsForward<K> {
+    pub(super) fp4: Fp4Forward<K>,
+    pub(super) up_fp8: K,
+    pub(super) down_fp8: K,
+}
+
+impl<K> FewRowsForward<K> {
+    /// That of a product and format, if they have one.
+    pub(in crate::cuda) fn of(&self, product: Product, format: WeightFormat) -> Option<&K> {
+        match (product, format) {
+            (Product::Up, WeightFormat::Fp8Block) => Some(&self.up_fp8),
+            (Product::Down, WeightFormat::Fp8Block) => Some(&self.down_fp8),
+            _ => self.fp4.of(product, format),
+        }
+    }
+}
+
 /// Kernels for bf16 rows and 4-bit weights, forward.
 #[derive(Debug)]
 pub(in crate::cuda) struct Fp4Forward<K> {

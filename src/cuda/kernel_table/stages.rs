@@ -10,7 +10,9 @@ use crate::cuda::tile_config::{
 };
 
 use super::find::{KernelSpec, Stage};
-use super::per_type::{Fp4Forward, Half, HalfOrAny, PerFormat, PerProduct, PerType, Product, TileShape};
+use super::per_type::{
+    FewRowsForward, Fp4Forward, Half, HalfOrAny, PerFormat, PerProduct, PerType, Product, TileShape,
+};
 
 /// `aux_loss.cu`.
 #[derive(Debug)]
@@ -209,9 +211,9 @@ pub(in crate::cuda) struct RouterKernels<K> {
 /// `w4a16_decode.cu`: tiles of 8 rows by four warps, the same of half as many weight rows, of up to 16 by eight.
 #[derive(Debug)]
 pub(in crate::cuda) struct DecodeKernels<K> {
-    pub(in crate::cuda) eight: Fp4Forward<K>,
-    pub(in crate::cuda) eight_narrow: Fp4Forward<K>,
-    pub(in crate::cuda) sixteen: Fp4Forward<K>,
+    pub(in crate::cuda) eight: FewRowsForward<K>,
+    pub(in crate::cuda) eight_narrow: FewRowsForward<K>,
+    pub(in crate::cuda) sixteen: FewRowsForward<K>,
 }
 
 /// `wgrad.cu`.
@@ -439,9 +441,13 @@ pub(super) fn w4a16_decode<K>(mut stage: Stage<'_, K>, shared: u32) -> Result<De
     let sixteen = ["decode16_up_nvfp4", "decode16_up_mxfp4", "decode16_down_nvfp4", "decode16_down_mxfp4"];
     // Those of eight rows serve where these take half of it at most, and have memory of a fixed size besides.
     Ok(DecodeKernels {
-        eight: stage.fp4_forward(eight, shared / 2)?,
-        eight_narrow: stage.fp4_forward(narrow, shared / 2)?,
-        sixteen: stage.fp4_forward(sixteen, shared)?,
+        eight: stage.few_rows_forward(eight, ["decode8_up_fp8", "decode8_down_fp8"], shared / 2)?,
+        eight_narrow: stage.few_rows_forward(
+            narrow,
+            ["decode8_narrow_up_fp8", "decode8_narrow_down_fp8"],
+            shared / 2,
+        )?,
+        sixteen: stage.few_rows_forward(sixteen, ["decode16_up_fp8", "decode16_down_fp8"], shared)?,
     })
 }
 
