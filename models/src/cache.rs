@@ -1,5 +1,7 @@
 //! A decoder's state of the tokens so far.
 
+use std::sync::Arc;
+
 use candle_core::{Result, Tensor};
 
 use crate::error::Error;
@@ -9,6 +11,8 @@ use crate::static_cache::StaticLayerCache;
 /// with the tokens, in layers with a window or chunks up to that. A clone goes on by itself.
 #[derive(Debug, Clone)]
 pub struct Cache {
+    /// The decoder's own, whose state this is.
+    pub(crate) decoder: Arc<DecoderIdentity>,
     pub(crate) layers: Vec<LayerCache>,
     pub(crate) len: usize,
     /// Sequences that it holds, once it holds any.
@@ -16,8 +20,8 @@ pub struct Cache {
 }
 
 impl Cache {
-    pub(crate) fn new(layers: usize) -> Self {
-        Self { layers: vec![LayerCache::default(); layers], len: 0, sequences: None }
+    pub(crate) fn new(decoder: &Arc<DecoderIdentity>, layers: usize) -> Self {
+        Self { decoder: Arc::clone(decoder), layers: vec![LayerCache::default(); layers], len: 0, sequences: None }
     }
 
     /// Tokens held of each sequence.
@@ -50,9 +54,13 @@ impl Cache {
 
     /// Forgets all tokens.
     pub fn clear(&mut self) {
-        *self = Self::new(self.layers.len());
+        *self = Self::new(&self.decoder, self.layers.len());
     }
 }
+
+/// What tells one loaded decoder from all others.
+#[derive(Debug, Default)]
+pub(crate) struct DecoderIdentity;
 
 /// The state of one layer.
 #[derive(Debug, Clone)]

@@ -2,6 +2,7 @@
 //! block, each behind a norm and beside the residual stream, a last norm, and a projection to the vocabulary.
 
 use std::fmt::Debug;
+use std::sync::Arc;
 
 use candle_core::{DType, Device, Result as CandleResult, Tensor};
 use candle_nn::Linear;
@@ -9,7 +10,7 @@ use moebius::candle::{ExpertParallelMoE, HostExperts};
 use moebius::ep::Capacity;
 use moebius::layer::DispatchOptions;
 
-use crate::cache::{Cache, LayerCache};
+use crate::cache::{Cache, DecoderIdentity, LayerCache};
 use crate::chunk_masks::ChunkMaskCache;
 use crate::config::Base;
 use crate::error::Result;
@@ -132,6 +133,8 @@ impl Residual {
 /// A rank's copy of a decoder: all of it but for the experts, of which the rank holds its E / R.
 #[derive(Debug)]
 pub(crate) struct DecoderStack {
+    /// Of its caches too.
+    identity: Arc<DecoderIdentity>,
     embedding: Tensor,
     layers: Vec<Layer>,
     norm: Norm,
@@ -249,6 +252,7 @@ impl DecoderSpec {
         p.loaded(count, count);
         let host = p.take_host_experts();
         Ok(DecoderStack {
+            identity: Arc::default(),
             embedding,
             layers,
             norm,
@@ -311,7 +315,12 @@ impl DecoderStack {
     }
 
     pub fn cache(&self) -> Cache {
-        Cache::new(self.layers.len())
+        Cache::new(&self.identity, self.layers.len())
+    }
+
+    /// Whether a cache is one of this decoder's.
+    pub fn made(&self, cache: &Cache) -> bool {
+        Arc::ptr_eq(&self.identity, &cache.decoder)
     }
 
     /// A cache of memory that stays; `None` where angles depend on the sequence's length.

@@ -294,9 +294,8 @@ impl Model {
         if self.trainable {
             return fail("the model was loaded as trainable; load another".into());
         }
-        if cache.layers.len() != self.num_layers() {
-            let (theirs, ours) = (cache.layers.len(), self.num_layers());
-            return fail(format!("the cache has {theirs} layers, the model {ours}"));
+        if !self.decoder.made(cache) {
+            return fail("the cache is of another model: expected one that this model's cache() made".into());
         }
         match cache.sequences {
             Some(held) if held != sequences => {

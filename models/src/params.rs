@@ -109,6 +109,10 @@ impl<'a> Loader<'a> {
         watch: &'a mut ProgressFn<'a>,
     ) -> Result<Self> {
         let dtype = options.moe_dtype()?;
+        if options.experts == ExpertWeights::Nvfp4 && dtype == Some(moebius::DType::F64) {
+            let problem = "option dtype: expected f32, bf16 or f16 beside ExpertWeights::Nvfp4, found f64".to_string();
+            return Err(Error::Usage { call: CALL, problem });
+        }
         let named = || match checkpoint.model_dtype() {
             Some(moebius::DType::BF16) => DType::BF16,
             Some(moebius::DType::F16) => DType::F16,
@@ -150,9 +154,12 @@ impl<'a> Loader<'a> {
     pub fn config<T: DeserializeOwned>(&self) -> Result<T> {
         let root = self.checkpoint.config();
         let text = root.get("text_config").filter(|text| text.is_object()).unwrap_or(root);
-        T::deserialize(text).or_else(|e| {
+        serde_path_to_error::deserialize(text).or_else(|e| {
             let expected = format!("a configuration of {}", self.checkpoint.family());
-            self.file().refuse("(file)", expected, e)
+            // Of the whole object where a key is missing.
+            let key = e.path().to_string();
+            let found = if key == "." { e.into_inner().to_string() } else { format!("{} in {key}", e.into_inner()) };
+            self.file().refuse("(file)", expected, found)
         })
     }
 
@@ -172,7 +179,12 @@ impl<'a> Loader<'a> {
             }
             return Ok(tensor);
         }
-        let tensor = to_candle(self.checkpoint.tensor(name, self.dtype)?)?;
+        let mut loaded = self.checkpoint.tensor(name, self.dtype)?;
+        if !loaded.dtype().is_float() {
+            // No weight: the error says so.
+            loaded = self.checkpoint.tensor(name, Some(moebius::DType::F32))?;
+        }
+        let tensor = to_candle(loaded)?;
         self.read.insert(name.into());
         if tensor.dims() != dims {
             return Err(Error::Shape {

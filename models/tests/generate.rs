@@ -297,7 +297,8 @@ fn the_program_takes_texts_conversations_and_files() {
     let at = whole.find(stop).expect("it is there");
     assert_eq!(by_text(&["--prompt", "Hello", "--stop", stop]), format!("{}\n", &whole[..at]));
     let file = dir.path().join("prompts.txt");
-    std::fs::write(&file, "Hello\n\nabc\n").expect("a file");
+    // A byte order mark is no part of the first.
+    std::fs::write(&file, "\u{feff}Hello\n\nabc\n").expect("a file");
     let both = format!("== 0\n{whole}\n== 1\n{}\n", by_ids("abc"));
     assert_eq!(by_text(&["--prompts-file", &file.display().to_string(), "--ranks", "2"]), both);
     let file = dir.path().join("chats.jsonl");

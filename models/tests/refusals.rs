@@ -4,7 +4,7 @@ mod support;
 
 use candle_core::{DType, Device, Tensor};
 use moebius::candle::{Parameters, error_of};
-use moebius_models::{Error, LoadOptions, Model};
+use moebius_models::{Error, ExpertWeights, LoadOptions, Model};
 
 use support::{Golden, on_ranks, shipped};
 
@@ -70,7 +70,37 @@ fn bad_calls_are_typed_errors() {
         let integer = LoadOptions { dtype: Some(DType::U8), ..LoadOptions::default() };
         let message = Model::load_on(&golden.checkpoint, &group, integer).expect_err("no float").to_string();
         assert!(message.contains("U8"), "{message}");
+        let wide = LoadOptions { dtype: Some(DType::F64), experts: ExpertWeights::Nvfp4, ..LoadOptions::default() };
+        let message = Model::load_on(&golden.checkpoint, &group, wide).expect_err("no NVFP4 of f64").to_string();
+        assert!(message.contains("dtype") && message.contains("Nvfp4") && message.contains("f64"), "{message}");
+        // Of the same sizes, even of the same folder: its keys are another model's.
+        let [one, other] = [(), ()].map(|()| golden.load(&group, golden.options()));
+        let mut cache = one.cache();
+        one.decode(&token, &mut cache).expect("logits");
+        let error = other.decode(&token, &mut cache).expect_err("another model's cache");
+        assert!(matches!(&error, Error::Usage { problem, .. } if problem.contains("another model")), "{error:?}");
+        one.decode(&token, &mut cache.clone()).expect("logits");
+        cache.clear();
+        other.decode(&token, &mut cache).expect_err("another model's cache, though empty");
     });
+}
+
+/// Integers where the decoder's own weights are to be would be read as numbers of another size.
+#[test]
+fn weights_of_integers_are_refused() {
+    for name in ["model.norm.weight", "model.embed_tokens.weight", "model.layers.0.self_attn.q_proj.weight"] {
+        let dir = changed("qwen3_moe", |_| {});
+        let file = dir.path().join("model.safetensors");
+        let mut tensors = candle_core::safetensors::load(&file, &Device::Cpu).expect("weights");
+        let dims = tensors[name].dims().to_vec();
+        tensors.insert(name.into(), Tensor::ones(dims, DType::I64, &Device::Cpu).expect("a tensor"));
+        candle_core::safetensors::save(&tensors, file).expect("weights");
+        for dtype in [None, Some(DType::F32)] {
+            let options = LoadOptions { dtype, ..LoadOptions::default() };
+            let message = Model::load(dir.path(), &Device::Cpu, options).expect_err(name).to_string();
+            assert!(message.contains(name) && message.to_lowercase().contains("i64"), "{message}");
+        }
+    }
 }
 
 /// A copy of a shipped folder with another configuration.
@@ -188,12 +218,15 @@ fn bad_folders_are_typed_errors() {
     assert!(error.to_string().contains("layers.2."), "{error:?}");
 
     type Change = (&'static str, fn(&mut serde_json::Value), &'static str);
-    let changes: [Change; 13] = [
+    let changes: [Change; 16] = [
         ("mixtral", |c| c["vocab_size"] = 0.into(), "vocab_size"),
         ("mixtral", |c| c["num_attention_heads"] = 0.into(), "num_attention_heads"),
         ("mixtral", |c| c["num_key_value_heads"] = 3.into(), "num_key_value_heads"),
         ("mixtral", |c| c["head_dim"] = 15.into(), "head_dim"),
         ("mixtral", |c| c["hidden_size"] = "many".into(), "hidden_size"),
+        ("qwen3_moe", |c| c["attention_bias"] = (-1).into(), "attention_bias"),
+        ("mixtral", |c| c["tie_word_embeddings"] = 3.into(), "tie_word_embeddings"),
+        ("mixtral", |c| c["rope_parameters"]["factor"] = "two".into(), "rope_parameters.factor"),
         ("mixtral", |c| c["rope_parameters"]["rope_type"] = "spiral".into(), "rope_type"),
         ("mixtral", |c| c["rope_parameters"]["rope_theta"] = (-1.0).into(), "rope_theta"),
         ("mixtral", |c| c["rope_parameters"]["rope_type"] = "linear".into(), "factor"),

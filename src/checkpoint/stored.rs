@@ -186,6 +186,12 @@ impl<'a> Stored<'a> {
                     stored.form = Form::Nvfp4ModelOpt;
                     stored.scales = scale();
                     stored.global = Some(global);
+                } else if scale().is_some() {
+                    return Err(CheckpointError::Missing {
+                        path: files.path_of(stored.data.1),
+                        tensor: sibling(name, "weight_scale_2"),
+                        expected: format!("the second-level scale of {name}, which is U8 and has scales"),
+                    });
                 }
             }
             other if plain(other).is_none() => {
@@ -207,15 +213,18 @@ impl<'a> Stored<'a> {
 
     /// Checks codes, scales and their shapes against each other, and settles `dims`.
     fn check(&mut self, name: &str) -> CheckpointResult<()> {
-        let missing = |suffix: &str| CheckpointError::Missing {
+        let missing = |tensor: String| CheckpointError::Missing {
             path: self.files.path_of(self.data.1),
-            tensor: sibling(name, suffix),
+            tensor,
             expected: format!("the scales of {name}"),
         };
         if let Form::Plain(_) = self.form {
             return Ok(());
         }
-        let scales = self.scales.clone().ok_or_else(|| missing("weight_scale"))?;
+        let scales = self.scales.clone().ok_or_else(|| match self.form {
+            Form::Mxfp4 => missing(format!("{name}_scales")),
+            _ => missing(sibling(name, "weight_scale")),
+        })?;
         let codes = &self.data.1.shape;
         if codes.len() < 2 || codes.len() > 4 {
             return Err(self.wrong(&self.data, "2 to 4 dimensions"));
@@ -259,7 +268,7 @@ impl<'a> Stored<'a> {
                 (self.dims, self.flipped, self.block) = (dims, true, [1, MXFP4_BLOCK]);
             }
             Form::Nvfp4ModelOpt | Form::Nvfp4CompressedTensors => {
-                let global = self.global.clone().ok_or_else(|| missing("weight_global_scale"))?;
+                let global = self.global.clone().ok_or_else(|| missing(sibling(name, "weight_global_scale")))?;
                 self.expect(&self.data, &[Dtype::U8])?;
                 self.expect(&scales, &[Dtype::F8_E4M3])?;
                 self.expect(&global, &[Dtype::F32])?;
@@ -447,7 +456,20 @@ impl<'a> Stored<'a> {
             }
             _ => scratch.scales.extend(bytes.iter().map(|b| e8m0(*b))),
         }
-        Ok(())
+        self.check_scales(first, scratch.scales.iter().copied())
+    }
+
+    /// Refuses block scales, from number `first` on, that no quantizer writes: they would make other weights without a word.
+    fn check_scales(&self, first: usize, mut scales: impl Iterator<Item = f32>) -> CheckpointResult<()> {
+        let fits = |scale: f32| scale.is_finite() && scale >= 0.0;
+        let Some((i, found)) = scales.by_ref().enumerate().find(|(_, scale)| !fits(*scale)) else { return Ok(()) };
+        let Some((name, entry)) = &self.scales else { return Ok(()) };
+        Err(CheckpointError::Tensor {
+            path: self.files.path_of(entry),
+            tensor: name.clone(),
+            expected: "scales that are finite and not negative".into(),
+            found: format!("{found} at element {}", first + i),
+        })
     }
 
     /// How a product can read the matrix as it is stored, rows being outputs; `None` where none can.
@@ -474,7 +496,9 @@ impl<'a> Stored<'a> {
             return Ok(());
         }
         let Some((name, entry)) = &self.scales else { return Ok(()) };
-        self.files.read(name, entry, first as u64, scales)
+        self.files.read(name, entry, first as u64, scales)?;
+        let value = |b: &u8| if self.form == Form::Mxfp4 { e8m0(*b) } else { E4M3[*b as usize] };
+        self.check_scales(first, scales.iter().map(value))
     }
 
     /// The second-level scale as a factor; `None` where the form has none.
@@ -491,7 +515,15 @@ impl<'a> Stored<'a> {
         let Some((name, entry)) = &self.global else { return Ok(1.0) };
         let mut bytes = [0; 4];
         self.files.read(name, entry, 0, &mut bytes)?;
-        Ok(f32::from_le_bytes(bytes))
+        let found = f32::from_le_bytes(bytes);
+        // Of compressed-tensors a divisor. A matrix of zeros has a factor of 0 in the other form.
+        let divides = self.form == Form::Nvfp4CompressedTensors;
+        if found.is_finite() && found >= 0.0 && !(divides && found == 0.0) {
+            return Ok(found);
+        }
+        let expected = if divides { "a finite number above 0" } else { "a finite number from 0 on" };
+        let (path, found) = (self.files.path_of(entry), found.to_string());
+        Err(CheckpointError::Tensor { path, tensor: name.clone(), expected: expected.into(), found })
     }
 }
 

@@ -67,17 +67,27 @@ impl Layer {
         let mut text = self.fingerprint.values().text().as_bytes().to_vec();
         text.resize(FieldValues::BYTES.next_multiple_of(size_of::<u64>()), 0);
         let text = text.as_chunks().0.iter().map(|bytes| u64::from_le_bytes(*bytes));
-        let own: Vec<u64> = self.fingerprint.words().into_iter().chain(text).collect();
+        let router = &self.config.router;
+        // What a dispatch's own fields compare, and a fingerprint does not name.
+        let counts = [("router.num_experts", router.num_experts as u64), ("router.top_k", router.top_k as u64)];
+        let own = self.fingerprint.words().into_iter().chain(counts.map(|(_, count)| count)).chain(text);
+        let own: Vec<u64> = own.collect();
         let all = gather_numbers(device, comm, Tag { layer: self.number, op: Op::Weights, sequence: 0 }, &own)?;
         let words = Fingerprint::WORDS;
         let mut ranks = all.chunks(own.len());
         let Some(peer) = ranks.position(|theirs| theirs[..words] != own[..words]) else { return Ok(()) };
         let theirs = &all[peer * own.len()..(peer + 1) * own.len()];
-        let text: Vec<u8> = theirs[words..].iter().flat_map(|word| word.to_le_bytes()).collect();
+        let text_at = words + counts.len();
+        for (i, (field, count)) in counts.into_iter().enumerate().filter(|(i, (_, count))| theirs[words + i] != *count)
+        {
+            let [value, peer_value] = [count, theirs[words + i]].map(|count| count.to_string());
+            return Err(Error::ConfigMismatch { call, field: field.into(), rank, value, peer, peer_value });
+        }
+        let text: Vec<u8> = theirs[text_at..].iter().flat_map(|word| word.to_le_bytes()).collect();
         let text = String::from_utf8_lossy(&text);
         let values = FieldValues::from_text(text.trim_end_matches('\0'));
         let two = [(&own[..words], self.fingerprint.values()), (&theirs[..words], &values)];
-        let (field, [value, peer_value]) = Fingerprint::difference(two, "configuration");
+        let (field, [value, peer_value]) = Fingerprint::difference(two, "router.expert_capacity");
         Err(Error::ConfigMismatch { call, field, rank, value, peer, peer_value })
     }
 

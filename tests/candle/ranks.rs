@@ -8,6 +8,7 @@ use candle_nn::var_builder::SimpleBackend;
 use candle_nn::{Init, VarBuilder};
 use moebius::Error;
 use moebius::candle::{DeviceGroup, EpGroup, ExpertParallelMoE, error_of, reduce_gradients, reduce_gradients_over};
+use moebius::config::{CapacityOrder, ExpertCapacity};
 use moebius::cpu::{Cpu, ThreadWorld};
 use moebius::ep::{Group, GroupConfig};
 use moebius::layer::{Layer, Noise, ParamKind};
@@ -315,6 +316,35 @@ fn another_seed_of_the_jitter_is_an_error_on_both_ranks() -> AnyResult<()> {
     Ok(())
 }
 
+/// Fields that a dispatch compares are named where layers are made, too.
+fn other_choices_of_a_layer_are_named() -> AnyResult<()> {
+    for which in 0..2 {
+        let results = ranks(2, Duration::from_secs(20), |group| {
+            let first = group.rank() == 0;
+            let mut config = config();
+            match which {
+                0 => config.router.top_k = if first { 1 } else { 2 },
+                _ => {
+                    let factor = if first { 1.0 } else { 2.0 };
+                    let order = CapacityOrder::Probability;
+                    config.router.expert_capacity = Some(ExpertCapacity { factor, order, renormalize: false });
+                }
+            }
+            Ok(seeded(group, config).expect_err("another configuration"))
+        });
+        for (rank, error) in results.into_iter().enumerate() {
+            match (error_of(&error?), which) {
+                (Some(Error::ConfigMismatch { field, value, .. }), 0) => {
+                    assert_eq!((field.as_str(), value.as_str()), ("router.top_k", ["1", "2"][rank]));
+                }
+                (Some(Error::ConfigMismatch { field, .. }), _) => assert_eq!(field, "router.expert_capacity"),
+                other => panic!("rank {rank}: {other:?}"),
+            }
+        }
+    }
+    Ok(())
+}
+
 /// A rank whose variables are wrong tells the other, and both number their next layer alike.
 fn a_layer_that_one_rank_cannot_make_fails_on_both() -> AnyResult<()> {
     let results = ranks(2, Duration::from_secs(20), |group| {
@@ -434,6 +464,7 @@ tests! {
     reduced_gradients_are_those_of_one_rank,
     training_on_two_ranks_is_training_on_one,
     another_seed_of_the_jitter_is_an_error_on_both_ranks,
+    other_choices_of_a_layer_are_named,
     a_layer_that_one_rank_cannot_make_fails_on_both,
     a_second_backward_is_an_error_before_any_collective,
     ranks_share_the_work_of_one,

@@ -585,7 +585,7 @@ fn tensors_of_a_block() {
             "gpt_oss_mxfp4",
             |t| drop(t.remove(&name("experts.down_proj_scales"))),
             Kind::Missing,
-            "scale",
+            "experts.down_proj_scales is missing",
         ),
         (
             "no bias",
@@ -605,8 +605,8 @@ fn tensors_of_a_block() {
             "NVFP4 without its factor",
             "qwen3_moe_nvfp4_modelopt",
             |t| drop(t.remove(&name("experts.7.down_proj.weight_scale_2"))),
-            Kind::Tensor,
-            "down_proj.weight",
+            Kind::Missing,
+            "experts.7.down_proj.weight_scale_2 is missing",
         ),
         (
             "NVFP4 scales of other blocks",
@@ -628,6 +628,41 @@ fn tensors_of_a_block() {
         change(&mut tensors);
         let dir = folder(&config(family), &tensors);
         refuse(what, dir.path(), expected, words);
+    }
+}
+
+/// Scales that no quantizer writes would make other weights without a word: those of blocks, in each form, and of matrices.
+#[test]
+fn scales_that_are_no_scales() {
+    const MODELOPT: &str = "model.layers.0.mlp.experts.7.down_proj";
+    const COMPRESSED: &str = "model.layers.0.mlp.experts.7.down_proj";
+    const V3: &str = "model.layers.1.mlp.experts.3.down_proj.weight_scale_inv";
+    const OSS: &str = "model.layers.0.mlp.experts.down_proj_scales";
+    let f32s = [f32::NAN, f32::INFINITY, -1.0].map(|value| value.to_le_bytes().to_vec());
+    let e4m3 = [0x7f, 0xff, 0xb8].map(|byte| vec![byte]);
+    let cases: [(&str, String, &[Vec<u8>]); 6] = [
+        ("qwen3_moe_nvfp4_modelopt", format!("{MODELOPT}.weight_scale_2"), &f32s),
+        ("qwen3_moe_nvfp4_modelopt", format!("{MODELOPT}.weight_scale"), &e4m3),
+        ("qwen3_moe_nvfp4_ct", format!("{COMPRESSED}.weight_global_scale"), &f32s),
+        ("qwen3_moe_nvfp4_ct", format!("{COMPRESSED}.weight_scale"), &e4m3),
+        ("deepseek_v3_fp8", V3.into(), &f32s),
+        ("gpt_oss_mxfp4", OSS.into(), &[vec![0xff]]),
+    ];
+    for (family, name, values) in cases {
+        for value in values {
+            let mut tensors = raw(&fixture(family).join("model.safetensors"));
+            let data = &mut tensors.get_mut(&name).unwrap_or_else(|| panic!("{family}: no {name}")).data;
+            // The last rank's, which loads.
+            let at = data.len() - value.len();
+            data[at..].copy_from_slice(value);
+            let dir = folder(&config(family), &tensors);
+            let what = format!("{family}, {value:?}");
+            refuse(&what, dir.path(), Kind::Tensor, &name);
+            let checkpoint = Checkpoint::open(dir.path()).unwrap();
+            let layer = checkpoint.moe_layers()[0];
+            let error = checkpoint.load_quantized(layer, options(1, 2, None)).expect_err(&what);
+            assert!(kind(&error) == Kind::Tensor && error.to_string().contains(&name), "{what}: {error}");
+        }
     }
 }
 

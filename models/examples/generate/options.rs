@@ -278,6 +278,8 @@ fn prompts(options: &Options, tokenizer: Option<&Tokenizer>) -> Result<Vec<Vec<u
     }
     let path = prompts.prompts_file.as_deref().unwrap_or(Path::new(""));
     let bytes = std::fs::read(path).map_err(|e| format!("{}: {e}", path.display()))?;
+    // A byte order mark is no part of the first prompt.
+    let bytes = bytes.strip_prefix(b"\xef\xbb\xbf").unwrap_or(&bytes);
     let lines = bytes.split(|byte| *byte == b'\n').enumerate().filter(|(_, line)| !line.trim_ascii().is_empty());
     let of_line = |line: &[u8], ids: &dyn Fn(&str) -> Result<Vec<u32>, AnyError>| -> Result<Vec<u32>, AnyError> {
         let text = std::str::from_utf8(line)?;

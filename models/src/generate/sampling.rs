@@ -68,14 +68,27 @@ impl Sampling {
                 .as_f64()
                 .ok_or_else(|| folder::problem(dir, FILE, &format!("{name}: expected a number, found {value}"))),
         };
+        let wrong = |name: &str, expected: &str| {
+            folder::problem(dir, FILE, &format!("{name}: expected {expected}, found {}", file[name]))
+        };
+        if !file.is_object() && !file.is_null() {
+            return Err(folder::problem(dir, FILE, "expected an object"));
+        }
+        if !matches!(file["do_sample"], serde_json::Value::Null | serde_json::Value::Bool(_)) {
+            return Err(wrong("do_sample", "true or false"));
+        }
         let mut this = Self { repetition_penalty: number("repetition_penalty", 1.0)? as f32, ..Self::default() };
         if draws || file["do_sample"] == true {
             this.temperature = number("temperature", 1.0)? as f32;
-            this.top_k = number("top_k", 50.0)? as usize;
+            let top_k = number("top_k", 50.0)?;
+            if !(0.0..=f64::from(u32::MAX)).contains(&top_k) || top_k.fract() != 0.0 {
+                return Err(wrong("top_k", "a whole number from 0 on"));
+            }
+            this.top_k = top_k as usize;
             this.top_p = number("top_p", 1.0)? as f32;
             this.min_p = number("min_p", 0.0)? as f32;
         }
-        this.check()?;
+        this.check().map_err(|e| folder::problem(dir, FILE, &e.to_string()))?;
         Ok(this)
     }
 
@@ -89,7 +102,7 @@ impl Sampling {
             false => Err(Error::Parameter { name, expected, found: value.to_string() }),
         };
         let probability = "a number of 0 to 1";
-        finite("temperature", "0, or a number above 0", self.temperature, self.temperature >= 0.0)?;
+        finite("temperature", "0, or a finite number above 0", self.temperature, self.temperature >= 0.0)?;
         finite("top_p", probability, self.top_p, (0.0..=1.0).contains(&self.top_p))?;
         finite("min_p", probability, self.min_p, (0.0..=1.0).contains(&self.min_p))?;
         let penalty = self.repetition_penalty;
@@ -492,7 +505,19 @@ mod tests {
         read(r#"{"top_p": 0.9}"#).expect("greedy");
         let drawing = Sampling::drawing_from_folder(dir.path()).expect("options");
         assert_eq!(drawing, Sampling { temperature: 1.0, top_k: 50, top_p: 0.9, ..Sampling::default() });
-        assert!(read(r#"{"do_sample": true, "top_p": 2}"#).expect_err("refused").to_string().contains("top_p"));
-        assert!(read(r#"{"do_sample": true, "top_p": "a"}"#).expect_err("refused").to_string().contains("top_p"));
+        for (text, field) in [
+            (r#"{"do_sample": true, "top_p": 2}"#, "top_p"),
+            (r#"{"do_sample": true, "top_p": "a"}"#, "top_p"),
+            (r#"{"do_sample": true, "temperature": -1}"#, "temperature"),
+            (r#"{"repetition_penalty": 0}"#, "repetition_penalty"),
+            (r#"{"do_sample": true, "top_k": -5}"#, "top_k: expected a whole number"),
+            (r#"{"do_sample": true, "top_k": 0.5}"#, "top_k: expected a whole number"),
+            (r#"{"do_sample": true, "top_k": 1e300}"#, "top_k: expected a whole number"),
+            (r#"{"do_sample": "true"}"#, "do_sample: expected true or false"),
+            ("[]", "expected an object"),
+        ] {
+            let message = read(text).expect_err(text).to_string();
+            assert!(message.contains("generation_config.json") && message.contains(field), "{text}: {message}");
+        }
     }
 }
