@@ -11,7 +11,7 @@ use crate::error::Error;
 use crate::error::Result;
 
 use super::device::Cuda;
-use super::heuristics::{ALL_GATHER_TOKENS, GPUS_OF_HOST};
+use super::heuristics::{ALL_GATHER_TOKENS, FEW_STATIC_ROWS, GPUS_OF_HOST};
 
 #[cfg(not(feature = "nccl"))]
 impl LibraryDispatchers for Cuda {
@@ -43,7 +43,7 @@ pub(crate) fn dispatcher_not_built(
 }
 
 /// `Auto`'s table, of whole layers' times on H200s (`docs/benchmarks-gpus.md`). With few tokens, whose time is that of
-/// calls, all-gather is the quickest or within 3 % of it. With more, NVLink's kernels are on two ranks that reach each
+/// calls, all-gather is the quickest or within 3 % of it, and so it is for a decoder's captured steps. With more, NVLink's kernels are on two ranks that reach each
 /// other's memory, and all-gather where they do not, as most tokens visit both; on more ranks NCCL EP, which sends each row
 /// once to the ranks that it visits. Measured were two and four ranks, 128 and 4096 tokens and more; up
 /// to a host's GPUs and to [`ALL_GATHER_TOKENS`] the table goes on from these, and beyond a host all-gather's rows, which grow
@@ -52,13 +52,17 @@ pub(crate) fn dispatcher_not_built(
 pub(crate) fn preferred_dispatchers(config: &GroupConfig, ranks: usize) -> &'static [DispatcherKind] {
     use DispatcherKind::{AllGather, AllToAll, NcclEp, NvLink};
     match ranks {
-        // Room for static capacities is what replayed steps of decoders need, whose waits look for no fault of NVLink's.
-        ..=2 if config.max_tokens_per_rank <= ALL_GATHER_TOKENS || config.max_rows > 0 => &[AllGather],
+        ..=2 if config.max_tokens_per_rank <= ALL_GATHER_TOKENS || replays_few_tokens(config) => &[AllGather],
         ..=2 => &[NvLink, AllGather],
         3..=GPUS_OF_HOST if config.max_tokens_per_rank <= ALL_GATHER_TOKENS => &[AllGather],
         3..=GPUS_OF_HOST => &[NcclEp, AllGather],
         _ => &[NcclEp, AllToAll],
     }
+}
+
+/// Whether a group has room for captured steps of few tokens alone, as decoders have, whose prompts are longer.
+fn replays_few_tokens(config: &GroupConfig) -> bool {
+    (1..=FEW_STATIC_ROWS).contains(&config.max_rows)
 }
 
 impl Cuda {
@@ -80,8 +84,9 @@ mod tests {
     fn auto_takes_what_was_measured_to_be_quickest() {
         let first = |ranks, tokens| preferred_dispatchers(&GroupConfig::new(256, tokens), ranks)[0];
         assert_eq!([first(2, 128), first(2, 4096), first(2, 8192)], [AllGather, NvLink, NvLink]);
-        let fixed = GroupConfig { max_rows: 1024, ..GroupConfig::new(256, 4096) };
-        assert_eq!(preferred_dispatchers(&fixed, 2), [AllGather]);
+        let fixed = |max_rows| preferred_dispatchers(&GroupConfig { max_rows, ..GroupConfig::new(256, 4096) }, 2)[0];
+        // A decoder of 64 sequences, and a training step of 4096 tokens whose rows all go to one rank.
+        assert_eq!([fixed(1024), fixed(8192), fixed(8193), fixed(65536)], [AllGather, AllGather, NvLink, NvLink]);
         assert_eq!([first(4, 128), first(4, 4096), first(4, 8192)], [AllGather, NcclEp, NcclEp]);
         assert_eq!([first(16, 128), first(64, 4096)], [NcclEp; 2]);
         for ranks in 2..100 {

@@ -162,8 +162,8 @@ pub enum DispatcherKind {
     /// The dispatcher that `MOEBIUS_EP` names ([`DISPATCHER_VARIABLE`](super::DISPATCHER_VARIABLE)); where that is not
     /// set, local for one rank, the quickest where [`GroupConfig::measure`] asks for it, else all-to-all between CPU
     /// ranks, and between GPUs what a table of measured times names for the number of ranks and of tokens: all-gather for
-    /// few tokens and for two ranks with [`max_rows`](GroupConfig::max_rows), else NVLink for two ranks that reach each
-    /// other's memory, NCCL EP where it is built in and its checks pass on
+    /// few tokens and for two ranks with few static rows ([`max_rows`](GroupConfig::max_rows)), as decoding has them, else
+    /// NVLink for two ranks that reach each other's memory, NCCL EP where it is built in and its checks pass on
     /// every rank, else all-gather within a host's eight GPUs, and all-to-all.
     #[default]
     Auto,
