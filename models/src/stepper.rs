@@ -386,6 +386,8 @@ impl<'m> Stepper<'m> {
     /// No room for another token; what the layers report; a rank that was lost in a step before, where steps are replayed.
     /// After an error the stepper must be cleared.
     pub fn step(&mut self) -> Result<&Tensor> {
+        // Told to nobody: the other ranks replay, or have been told of it themselves, and meet no refusal.
+        self.check_replays()?;
         let model = self.model;
         let logits = model.run_or_refuse(|at| {
             self.check(self.sequences(), 1)?;
