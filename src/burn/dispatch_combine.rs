@@ -8,7 +8,7 @@ use burn::tensor::{Int, Tensor};
 
 use crate::adapter::{DispatchTokens, DispatchedRows, check_expert_output, pieces};
 use crate::comm::Op;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::layer::{Layer, LayerSpec};
 use crate::lazy::Lazy;
 use crate::metrics::Load;
@@ -160,7 +160,7 @@ impl DispatchCombine {
     ) -> Result<Dispatched<B>> {
         let tokens = DispatchTokens { x: primitive(x), ids: ids.into_primitive(), weights: primitive(weights) };
         let DispatchedRows { rows, weights, load, routing } = B::moe_dispatch(&self.call(), tokens)?;
-        Ok(Dispatched { rows: tensor_of(rows), weights: tensor_of(weights), load, routing })
+        Ok(Dispatched { rows: tensor_of(rows), weights: tensor_of(weights), load, routing, moe: self.clone() })
     }
 
     /// Meets the other ranks as a failure, in whichever of their collectives they are: for a rank that fails before a
@@ -181,6 +181,8 @@ pub struct Dispatched<B: MoeBackend> {
     /// Load of the experts over all ranks.
     pub load: Lazy<Load>,
     routing: B::Dispatch,
+    /// Whose dispatch it is.
+    moe: DispatchCombine,
 }
 
 impl<B: MoeBackend> Dispatched<B> {
@@ -215,8 +217,8 @@ impl<B: MoeBackend> Dispatched<B> {
     /// gradient. Waits for the GPU.
     ///
     /// # Errors
-    /// Errors of `expert`; outputs of other dimensions or of another type than its rows. The other ranks are told of neither
-    /// ([`DispatchCombine::refuse`]).
+    /// Errors of `expert`; outputs of other dimensions or of another type than its rows. The other ranks, which are in
+    /// combine or on their way to it, are told: no [`DispatchCombine::refuse`] follows.
     pub fn map_experts(
         &self,
         mut expert: impl FnMut(usize, Tensor<B, 2>, Tensor<B, 1>) -> Result<Tensor<B, 2>>,
@@ -234,8 +236,9 @@ impl<B: MoeBackend> Dispatched<B> {
             None if rows == (0..count) => Ok(self.rows.clone().detach()),
             None => Ok(self.rows.clone().detach().slice([rows])),
         };
-        let parts = pieces(&self.segments()?, count).into_iter().map(part);
-        Ok(Tensor::cat(parts.collect::<Result<Vec<_>>>()?, 0))
+        let parts = self.segments().and_then(|segments| pieces(&segments, count).into_iter().map(part).collect());
+        let parts: Vec<_> = parts.inspect_err(|error: &Error| self.moe.refuse(&error.to_string()))?;
+        Ok(Tensor::cat(parts, 0))
     }
 
     /// Sums of each token's outputs `[T, H]`, where the tokens came from. `outputs`: `[N, H]` in the order of

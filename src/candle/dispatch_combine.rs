@@ -13,6 +13,7 @@ use crate::metrics::Load;
 
 use super::dispatch_ops::{self, DispatchedRowsMut, RoutingNode};
 use super::group::{DeviceGroup, TypedGroup};
+use super::pending::reason;
 use super::route_op::{self, Routed};
 
 /// Dispatch and combine as operations of candle's graph, with experts of your own between them: an MLP, a LoRA, any
@@ -225,8 +226,8 @@ impl Dispatched {
     /// experts are many, work on all rows at once instead.
     ///
     /// # Errors
-    /// Errors of `expert`; outputs of other dimensions or of another type than its rows. The other ranks are told of neither
-    /// ([`DispatchCombine::refuse`]).
+    /// Errors of `expert`; outputs of other dimensions or of another type than its rows. The other ranks, which are in
+    /// combine or on their way to it, are told: no [`DispatchCombine::refuse`] follows.
     pub fn map_experts(&self, mut expert: impl FnMut(usize, &Tensor, &Tensor) -> Result<Tensor>) -> Result<Tensor> {
         let part = |(e, rows): (Option<usize>, Range<usize>)| {
             let of = |t: &Tensor| t.narrow(0, rows.start, rows.len());
@@ -236,8 +237,15 @@ impl Dispatched {
             check_expert_output(e, (own.dims(), own.dtype()), (out.dims(), out.dtype()))?;
             Ok(out)
         };
-        let parts = pieces(&self.segments()?, self.rows.dims()[0]).into_iter().map(part);
-        Tensor::cat(&parts.collect::<Result<Vec<_>>>()?, 0)
+        let all = self.segments().and_then(|segments| {
+            let parts = pieces(&segments, self.rows.dims()[0]).into_iter().map(part);
+            Tensor::cat(&parts.collect::<Result<Vec<_>>>()?, 0)
+        });
+        all.inspect_err(|error| {
+            let call = "DispatchCombine::map_experts";
+            let told = Error::Framework { call, framework: "candle", message: reason(error) };
+            self.node.routing.refuse_combine(told);
+        })
     }
 
     /// Sums of each token's outputs `[T, H]`, where the tokens came from. `outputs`: `[N, H]` in the order of

@@ -62,7 +62,7 @@ pub enum Error {
         found: DType,
     },
     /// An expert id is out of range, or twice in one token.
-    #[error("{call} on rank {rank}, layer {layer}: topk_ids[{token}, {k}] = {id}: {problem}")]
+    #[error("{call} on rank {rank}, layer {layer}: topk_ids[{token}, {k}] = {}: {problem}", text::id(*id))]
     ExpertId {
         /// The call that refused.
         call: &'static str,
@@ -74,7 +74,7 @@ pub enum Error {
         token: usize,
         /// Column of the entry.
         k: usize,
-        /// The id found.
+        /// The id found; one of U32 above `i32::MAX` as the I32 of the same bits.
         id: i64,
         /// The problem with it.
         problem: IdProblem,

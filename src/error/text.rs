@@ -12,6 +12,14 @@ pub(super) fn found(value: &Option<i64>) -> String {
     value.map_or("another (seen by a kernel)".to_string(), |value| value.to_string())
 }
 
+/// An expert's id: of a negative one also what it is where ids are U32, whose bits travel as an I32.
+pub(super) fn id(id: i64) -> String {
+    match i32::try_from(id) {
+        Ok(bits) if bits < -1 => format!("{id} ({} as U32)", bits.cast_unsigned()),
+        _ => id.to_string(),
+    }
+}
+
 /// Slots that were found, where they are known.
 pub(super) fn slots(first_and_count: &Option<(i64, i64)>) -> String {
     let known = first_and_count.map(|(first, count)| format!("{count} slots from {first}"));
@@ -47,7 +55,13 @@ fn escape(text: &str, out: &mut String) {
 
 #[cfg(test)]
 mod tests {
-    use super::printable;
+    use super::{id, printable};
+
+    #[test]
+    fn an_id_is_shown_as_either_type() {
+        assert_eq!([-1, 7, 1 << 40].map(id), ["-1", "7", "1099511627776"]);
+        assert_eq!(id(-5), "-5 (4294967291 as U32)");
+    }
 
     #[test]
     fn terminals_are_not_steered_and_logs_not_filled() {

@@ -270,19 +270,6 @@ fn ranks_without_rows_and_without_tracking_take_part() {
                 Tensor::from_data(TensorData::new(vec![0i64; rows.len()], [rows.len(), 1]), (&device(), DType::I64));
             let scale = tensor::<B, 2>(vec![3.0; H], [1, H]).require_grad();
             let received = moe.dispatch(x.clone(), ids, weights).unwrap();
-            if rank == 0 {
-                // Which would shift the rows of experts behind, or are no outputs of combine.
-                type Made = fn(Tensor<B, 2>) -> Tensor<B, 2>;
-                let others: [(Made, &str); 3] = [
-                    (|rows| Tensor::cat(vec![rows.clone(), rows], 0), "rows of expert 0"),
-                    (|rows| rows.slice([0..1, 0..H - 1]), "rows of expert 0"),
-                    (|rows| rows.cast(DType::F64), "type of expert 0's rows"),
-                ];
-                for (made, expected) in others {
-                    let error = received.map_experts(|_, rows, _| Ok(made(rows))).expect_err("other rows");
-                    assert!(matches!(&error, Error::Invalid { name, .. } if name == expected), "{error}");
-                }
-            }
             let outputs = received.map_experts(|_, rows, _| Ok(rows * scale.clone())).unwrap();
             let y = received.combine(outputs).unwrap();
             assert_eq!(floats(y.clone()), floats(x.mul_scalar(3.0)));
@@ -300,6 +287,33 @@ fn ranks_without_rows_and_without_tracking_take_part() {
 fn good(moe: &DispatchCombine) -> moebius::Result<Dispatched<B>> {
     let ones = |width| tensor::<B, 2>(vec![1.0; 4 * width], [4, width]);
     moe.dispatch(ones(H), choices(0..4), ones(2))
+}
+
+/// Outputs that would shift the rows of experts behind, or are none of combine, are told to the ranks that wait there.
+fn experts_that_give_other_rows_are_typed_errors() {
+    type Made = fn(Tensor<B, 2>) -> Tensor<B, 2>;
+    let others: [(Made, &str); 3] = [
+        (|rows| Tensor::cat(vec![rows.clone(), rows], 0), "rows of expert"),
+        (|rows| rows.slice([0..1, 0..H - 1]), "rows of expert"),
+        (|rows| rows.cast(DType::F64), "type of expert"),
+    ];
+    for (made, expected) in others {
+        on_ranks(2, LONG, |rank, group| {
+            let moe = DispatchCombine::new(plain(), &group).unwrap();
+            let received = good(&moe).unwrap();
+            let error = match rank {
+                1 => received.map_experts(|_, rows, _| Ok(made(rows))).expect_err("other rows"),
+                _ => received.combine(received.rows.clone()).err().expect("the other rank's error"),
+            };
+            match &error {
+                Error::Invalid { name, .. } if rank == 1 => assert!(name.starts_with(expected), "{error}"),
+                _ => assert!(rank == 0 && error.to_string().contains(expected), "{error}"),
+            }
+            // The group works on.
+            let received = good(&moe).unwrap();
+            received.combine(received.rows.clone()).unwrap();
+        });
+    }
 }
 
 /// The last rank's error is typed; that of the others names the rank.
@@ -408,4 +422,5 @@ tests! {
     wrong_tensors_are_typed_errors_on_every_rank,
     a_rank_that_fails_among_its_experts_tells_the_others,
     a_combine_after_its_dispatchs_backward_is_refused_in_backward,
+    experts_that_give_other_rows_are_typed_errors,
 }

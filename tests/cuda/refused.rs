@@ -71,7 +71,7 @@ fn the_gpu_returns_the_errors_of_the_cpu(cuda: &Cuda) {
             let mut ids = good.clone();
             // The last one is told only where there is no other.
             (ids[last], ids[at]) = (99, id);
-            let place = format!("on rank 0, layer 11: topk_ids[{}, {}] = {id}: ", at / 2, at % 2);
+            let place = format!("on rank 0, layer 11: topk_ids[{}, {}] = {id}", at / 2, at % 2);
             let said = both(&ids, &spec);
             assert!(said.contains(&place), "{said}");
         }
