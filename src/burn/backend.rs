@@ -308,6 +308,11 @@ pub struct RouteOutputs<B: Backend> {
 }
 
 /// Runs the core's work between the back end's: what it reads was enqueued before, what reads its results comes behind.
+///
+/// Views of what it reads, or its outputs, are taken before this call. burn enqueues on a thread of its own what it is asked
+/// for, and has done so with all before it as it answers for an address; work that is put behind burn's without such an
+/// answer would read a tensor that is still to be computed.
+///
 /// `count` gets what either wait was. The work's own error comes before that of the wait behind it.
 pub(super) fn between<B: NativeMemory, R>(
     core: &B::Core,

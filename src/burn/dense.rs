@@ -52,11 +52,11 @@ fn gather<B: NativeMemory>(
 fn submit<B: NativeMemory>(call: &DenseCall, weight: &DenseWeight, gradient: FloatTensor<B>) -> Result<()> {
     let (chain, gradient) = (chain::<B>(call)?, B::contiguous(gradient));
     let core = chain.device();
+    let view = B::view(core, Named { name: &weight.name, tensor: &gradient })?;
     between::<B, _>(
         core,
         |_| (),
         || {
-            let view = B::view(core, Named { name: &weight.name, tensor: &gradient })?;
             Error::check_shape(CALL, &weight.name, &weight.dims, view.dims())?;
             let mut buffer = chain.gradient_buffer(weight.id)?;
             let into = buffer.view_mut()?;

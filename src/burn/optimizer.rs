@@ -164,16 +164,13 @@ impl<B: AutodiffBackend + MoeBackend> AdamW<B> {
         let (device, values) = (self.optimizer.device().clone(), values::<B, M>(module));
         let values = self.params.iter().map(|param| find::<B>(&values, param)).collect::<Result<Vec<_>>>()?;
         let (params, optimizer) = (&self.params, &mut self.optimizer);
+        let all = params.iter().zip(&values);
+        let views = all.map(|(param, tensor)| B::Native::view(&device, Named { name: param.name(), tensor }));
+        let views = views.collect::<Result<Vec<_>>>()?;
         between::<B::Native, _>(
             &device,
             |_| (),
-            || {
-                let mut all = params.iter().zip(&values).enumerate();
-                all.try_for_each(|(index, (param, tensor))| {
-                    let view = B::Native::view(&device, Named { name: param.name(), tensor })?;
-                    optimizer.read_param(index, view)
-                })
-            },
+            || views.into_iter().enumerate().try_for_each(|(index, view)| optimizer.read_param(index, view)),
         )
     }
 
@@ -210,21 +207,17 @@ impl<B: AutodiffBackend + MoeBackend> AdamW<B> {
         let module = module.map(&mut lend);
         let mut lent = lend.lent?;
         let (optimizer, params) = (&mut self.optimizer, &self.params);
-        between::<B::Native, _>(
-            &device,
-            |_| (),
-            || {
-                let views = lent.iter().map(|LentParam { index, gradient, .. }| {
-                    B::Native::view(&device, Named { name: params[*index].name(), tensor: gradient })
-                });
-                let views = views.collect::<Result<Vec<_>>>()?;
-                let mut all: Vec<_> = params.iter().map(|_| None).collect();
-                for (LentParam { index, .. }, view) in lent.iter().zip(&views) {
-                    all[*index] = Some(view.borrow());
-                }
-                optimizer.begin(&all)
-            },
-        )?;
+        {
+            let views = lent.iter().map(|LentParam { index, gradient, .. }| {
+                B::Native::view(&device, Named { name: params[*index].name(), tensor: gradient })
+            });
+            let views = views.collect::<Result<Vec<_>>>()?;
+            let mut all: Vec<_> = params.iter().map(|_| None).collect();
+            for (LentParam { index, .. }, view) in lent.iter().zip(&views) {
+                all[*index] = Some(view.borrow());
+            }
+            between::<B::Native, _>(&device, |_| (), || optimizer.begin(&all))?;
+        }
         between::<B::Native, _>(
             &device,
             |_| (),

@@ -15,7 +15,7 @@ use crate::device::Device;
 use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::kernels::Kernels;
-use crate::tensor::{Tensor as CoreTensor, TensorMut};
+use crate::tensor::{Tensor as CoreTensor, TensorMut, TensorRef};
 
 use super::backend::{CoreDevice, MoeBackend, Named, NativeMemory, ResultSpec, between, primitive, tensor_of};
 use super::group::DeviceGroup;
@@ -264,11 +264,12 @@ impl<B: NativeMemory> BucketGradients<B> {
     /// then for each of those that have it in a wider type than its parameter's.
     fn sum(self, device: &B::Core, all_reduce: &mut AllReduce<'_, B::Core>) -> Result<FloatTensor<B>> {
         let mut sums = B::output(device, &self.like, ResultSpec { dtype: self.dtype, dims: &[self.count] })?;
+        let views = self.views(device)?;
         between::<B, _>(
             device,
             |_| (),
             || {
-                self.gather(device, B::view_mut(&mut sums)?)?;
+                self.gather(device, &views, B::view_mut(&mut sums)?)?;
                 all_reduce(B::view_mut(&mut sums)?)
             },
         )?;
@@ -278,16 +279,28 @@ impl<B: NativeMemory> BucketGradients<B> {
     /// What is summed, in memory of the device's.
     pub(super) fn flat(self, device: &B::Core) -> Result<CoreTensor<B::Core>> {
         let mut flat = CoreTensor::empty(device, self.dtype, &[self.count])?;
-        between::<B, _>(device, |_| (), || self.gather(device, flat.view_mut()))?;
+        let views = self.views(device)?;
+        between::<B, _>(device, |_| (), || self.gather(device, &views, flat.view_mut()))?;
         Ok(flat)
     }
 
-    fn gather(&self, device: &B::Core, into: TensorMut<'_, B::Core>) -> Result<()> {
+    /// The gradients that there are.
+    fn views(&self, device: &B::Core) -> Result<Vec<Option<TensorRef<'_, B::Core>>>> {
+        let view = |tensor| B::view(device, Named { name: "gradient", tensor });
+        self.gradients.iter().map(|of| of.gradient.as_ref().map(view).transpose()).collect()
+    }
+
+    fn gather(
+        &self,
+        device: &B::Core,
+        views: &[Option<TensorRef<'_, B::Core>>],
+        into: TensorMut<'_, B::Core>,
+    ) -> Result<()> {
         let mut rest = into.into_data();
-        for BucketGradient { bytes, gradient, .. } in &self.gradients {
+        for (BucketGradient { bytes, .. }, view) in self.gradients.iter().zip(views) {
             let (own, after) = B::Core::split_mut(rest, *bytes);
-            match gradient {
-                Some(tensor) => device.copy(B::view(device, Named { name: "gradient", tensor })?.data(), own)?,
+            match view {
+                Some(view) => device.copy(view.data(), own)?,
                 None => device.zero(own)?,
             }
             rest = after;

@@ -4,14 +4,16 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use burn::backend::cuda::CudaDevice;
 use burn::backend::{Autodiff, Flex};
-use burn::module::Param;
+use burn::module::{Module, Param, ParamId};
+use burn::optim::GradientsParams;
 use burn::tensor::backend::Backend;
 use burn::tensor::{DType, Tensor, TensorData};
-use moebius::burn::{DeviceGroup, EpGroup, ExpertParallelMoE, Waits, cuda};
+use moebius::burn::{AdamW, DeviceGroup, EpGroup, ExpertParallelMoE, Waits, cuda};
 use moebius::config::AuxConfig;
 use moebius::cuda::{Cuda, Waited};
 use moebius::ep::GroupConfig;
 use moebius::layer::ParamKind;
+use moebius::optim::{AdamWOptions, GroupOptions};
 use moebius::{Error, MoeConfig};
 
 use super::support::*;
@@ -389,6 +391,36 @@ fn a_tensor_of_another_gpu_is_refused() {
     assert!(error.as_ref().is_some_and(|e| e.contains("the group's GPU 1")), "{error:?}");
 }
 
+/// A tensor `[2048, 2048]` of this value, a whole number, that the GPU is at for milliseconds; burn's thread has not
+/// enqueued all of it when this returns.
+pub fn slow<Bk: Backend>(value: f32) -> Tensor<Bk, 2> {
+    let full = Tensor::full([2048, 2048], value, &here::<Bk>());
+    (0..300).fold(full, |t, _| t.mul_scalar(2.0).mul_scalar(0.5))
+}
+
+#[derive(Module, Debug)]
+pub struct OneParam<B: Backend> {
+    pub weight: Param<Tensor<B, 2>>,
+}
+
+/// Main weights are those of a parameter that burn computes at this moment, and a step reads a gradient so.
+fn an_optimizer_waits_for_what_burn_computes() {
+    let _alone = gpu();
+    let device = cuda(&CudaDevice::default()).unwrap();
+    // burn's kernels are compiled, and its memory has held another value.
+    assert!(floats(slow::<Gpu>(7.0)).iter().all(|v| *v == 7.0));
+    let weight = Tensor::<A, 2>::from_inner(slow::<Gpu>(3.0).cast(DType::BF16)).require_grad();
+    let model = OneParam { weight: Param::initialized(ParamId::new(), weight) };
+    // Of a gradient of 4 a step is the rate, as its first moment is the root of its second: half of the weight, and ε.
+    let group = GroupOptions { lr: 1.5, weight_decay: 0.0, eps: 1e-20, ..Default::default() };
+    let mut adam = AdamW::<A>::new(&device, &model, AdamWOptions { group, ..Default::default() }).unwrap();
+    let mut gradients = GradientsParams::new();
+    gradients.register(model.weight.id, slow::<Gpu>(4.0));
+    let model = adam.step(model, gradients).unwrap();
+    let found = floats(model.weight.val());
+    assert!(found.iter().all(|v| *v == 1.5), "{} to {}", found[0], found[found.len() - 1]);
+}
+
 fn a_bf16_back_end_runs_it_too() {
     let _alone = gpu();
     // burn keeps one default type a device and process, the first that is asked for: a process of its own.
@@ -445,5 +477,6 @@ tests! {
     a_nan_is_reported_at_the_next_wait,
     a_capture_of_burns_layer_is_refused,
     a_tensor_of_another_gpu_is_refused,
+    an_optimizer_waits_for_what_burn_computes,
     a_bf16_back_end_runs_it_too,
 }

@@ -5,6 +5,7 @@ use std::sync::Arc;
 use std::thread;
 
 use burn::backend::Autodiff;
+use burn::module::{Param, ParamId};
 use burn::nn::LinearConfig;
 use burn::optim::GradientsParams;
 use burn::tensor::Tensor;
@@ -15,7 +16,7 @@ use moebius::cuda::Cuda;
 use moebius::ep::{Group, GroupConfig};
 use moebius::etp::{Chain, Comms, EtpOptions};
 
-use super::gpu::{Gpu, gpu};
+use super::gpu::{Gpu, OneParam, gpu, slow};
 use super::sharded::{Links, Mesh, Meshed};
 use super::support::*;
 use super::{
@@ -73,7 +74,7 @@ fn square(world: usize) -> Mesh {
     Mesh { world, ep: world / 2 }
 }
 
-const CASES: [Case; 28] = [
+const CASES: [Case; 29] = [
     ("matches_a_dense_model", |ranks| dense::matches_a_dense_model::<Gpu>(&[ranks])),
     ("each_output_alone_gives_its_part", |ranks| dense::each_output_alone::<Gpu>(ranks)),
     ("gradients_are_those_of_finite_differences", |ranks| gradients::finite_differences::<Gpu>(ranks)),
@@ -104,6 +105,7 @@ const CASES: [Case; 28] = [
     ("sums_beside_backward_are_those_behind_it", |ranks| sums_beside_backward(ranks, false)),
     ("sums_over_replicas_beside_backward_are_those_behind_it", |ranks| sums_beside_backward(ranks, true)),
     ("gradients_are_summed_over_a_communicator_of_another_stream", over_another_stream),
+    ("a_reducer_sums_gradients_that_burn_computes", of_late_gradients),
     ("a_backward_against_a_rank_that_tracks_nothing_is_refused", |_| faults::untracked_peer::<Gpu>()),
     ("a_second_backward_is_refused", |_| faults::second_backward_of_a_rank::<Gpu>()),
     ("a_model_that_fails_around_the_layer_tells_the_other_rank", |_| faults::refused_around::<Gpu>()),
@@ -224,6 +226,22 @@ fn over_another_stream(ranks: usize) {
             assert!(sum.iter().all(|v| *v == expected), "rank {rank}, step {step}: {} for {expected}", sum[0]);
         }
     }
+}
+
+/// The same of a reducer's sums.
+fn of_late_gradients(ranks: usize) {
+    let found = beside(ranks, |rank, cuda, comm| {
+        assert!(floats(slow::<Gpu>(7.0)).iter().all(|v| *v == 7.0));
+        let weight = Tensor::<A, 2>::ones([2048, 2048], &here::<Gpu>()).require_grad();
+        let model = OneParam { weight: Param::initialized(ParamId::new(), weight) };
+        let mut reducer = GradientReducer::<A>::new(&cuda, ReduceComms { group: comm, replicas: None }).unwrap();
+        let loss = (model.weight.val() * Tensor::from_inner(slow::<Gpu>((rank + 1) as f32))).sum();
+        reducer.backward(loss, &model).unwrap();
+        let sums = reducer.reduce(&model).unwrap();
+        floats(sums.get::<Gpu, 2>(model.weight.id).unwrap())
+    });
+    let expected = (1..=ranks).sum::<usize>() as f32;
+    found.iter().for_each(|sum| assert!(sum.iter().all(|v| *v == expected), "{} for {expected}", sum[0]));
 }
 
 /// Each rank gets its own error, before anything runs, or hears the other's.
