@@ -32,7 +32,7 @@
 
 #[path = "support/host_link.rs"]
 mod host_link;
-#[path = "../../examples/support/output.rs"]
+#[path = "../examples/support/output.rs"]
 mod output;
 #[path = "support/places.rs"]
 mod places;

@@ -2,9 +2,9 @@
 
 #[path = "support/checkpoint.rs"]
 mod checkpoint;
-#[path = "../../examples/support/output.rs"]
+#[path = "../examples/support/output.rs"]
 mod output;
-#[path = "../../benches/support/pair.rs"]
+#[path = "support/pair.rs"]
 mod pair;
 
 use std::error::Error;

@@ -14,7 +14,7 @@
 
 #[path = "support/checkpoint.rs"]
 mod checkpoint;
-#[path = "../../examples/support/output.rs"]
+#[path = "../examples/support/output.rs"]
 mod output;
 
 use std::collections::HashMap;

@@ -33,7 +33,7 @@ impl Model {
     /// use moebius_models::{LoadOptions, Model};
     ///
     /// # fn main() -> Result<(), Box<dyn std::error::Error>> {
-    /// # let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/../tests/golden/mixtral");
+    /// # let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/small");
     /// let model = Model::load(folder, &Device::Cpu, LoadOptions::default())?;
     /// let prompt = Tensor::new(&[[3u32, 14, 15]], &Device::Cpu)?;
     /// let mut cache = model.cache();

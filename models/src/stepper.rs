@@ -27,7 +27,7 @@ const CALL: &str = "Stepper";
 /// use moebius_models::{LoadOptions, Model};
 ///
 /// # fn main() -> Result<(), Box<dyn std::error::Error>> {
-/// # let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/../tests/golden/mixtral");
+/// # let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/small");
 /// let model = Model::load(folder, &Device::Cpu, LoadOptions::default())?;
 /// let mut stepper = model.stepper(1, 32)?; // one sequence of at most 32 tokens
 /// stepper.feed(&Tensor::new(&[[3u32, 14, 15]], &Device::Cpu)?)?;

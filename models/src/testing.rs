@@ -3,7 +3,7 @@
 use candle_core::{Device, Tensor, Var};
 use rand::Rng;
 
-#[path = "../../tests/common/seed.rs"]
+#[path = "../tests/support/seed.rs"]
 mod seed;
 
 /// Values uniform in ±1, in f64, from a seed of the place.

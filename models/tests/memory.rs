@@ -6,7 +6,7 @@ use candle_core::{Device, Tensor};
 use moebius::candle::Parameters;
 use moebius_models::{LoadOptions, Model};
 
-#[path = "../../tests/common/counting_allocator.rs"]
+#[path = "support/counting_allocator.rs"]
 mod counting_allocator;
 
 use counting_allocator::most_bytes;

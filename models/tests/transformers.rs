@@ -13,7 +13,7 @@ use moebius::ep::GroupConfig;
 use moebius_models::{LoadOptions, Model};
 use serde_json::{Value, json};
 
-#[path = "../../tests/common/seed.rs"]
+#[path = "support/seed.rs"]
 mod seed;
 
 const HIDDEN: usize = 32;

@@ -8,8 +8,9 @@
 //! moebius-run -n 2 target/release/examples/generate FOLDER --prompts-file prompts.txt     # --features nccl: a GPU a rank
 //! ```
 
-#[path = "../../../examples/support/gather.rs"]
+#[path = "../support/gather.rs"]
 mod gather;
+mod launch;
 mod options;
 mod output;
 mod process;
@@ -155,8 +156,10 @@ impl Job<'_> {
             return Err(Usage(format!("--ranks: expected a divisor of {experts} experts, found {ranks}")).into());
         }
         if device == Some(Place::Cuda) && ranks > 1 && me.is_none() {
-            let text = "--ranks: expected 1 with --device cuda; moebius-run starts a process a GPU";
-            return Err(Usage(text.into()).into());
+            let build = if cfg!(feature = "nccl") { "" } else { " (in a build with --features nccl)" };
+            let arguments = std::env::args_os().map(|argument| argument.to_string_lossy().into_owned());
+            let command = launch::command(ranks, arguments);
+            return Err(Usage(format!("--ranks: a process has one GPU; for {ranks}{build}: {command}")).into());
         }
         Ok(())
     }

@@ -5,6 +5,7 @@ use std::time::Duration;
 use moebius::cpu::{Cpu, ThreadWorld};
 use moebius_models::generate::{Finish, Output, Stats};
 
+use crate::launch::command;
 use crate::results::{ExpertChoices, Outcome, exchange, merge};
 
 fn output(text: &str, finish: Finish) -> Output {
@@ -32,6 +33,30 @@ fn outcome(rank: usize, outputs: Vec<Output>) -> Outcome {
         gpu_memory: (rank == 1).then_some(17),
         processes: 1,
     }
+}
+
+/// The launcher's command has all arguments but the number of ranks, and a shell gives each to the program as it was.
+#[test]
+fn a_command_for_several_gpus_says_what_was_asked() {
+    let of = |arguments: &[&str]| command(2, arguments.iter().map(|argument| argument.to_string()));
+    let expected =
+        "moebius-run -n 2 target/generate FOLDER --device cuda --chat 'Name a prime.' --stop '' --prompt 'it'\\''s'";
+    let asked = [
+        "target/generate",
+        "FOLDER",
+        "--ranks",
+        "2",
+        "--device",
+        "cuda",
+        "--chat",
+        "Name a prime.",
+        "--stop",
+        "",
+        "--prompt",
+        "it's",
+    ];
+    assert_eq!(of(&asked), expected);
+    assert_eq!(of(&["a", "--ranks=2", "--cache=static"]), "moebius-run -n 2 a --cache=static");
 }
 
 /// Three requests over two ranks, and over four, of which the last has none; texts of different lengths, with characters

@@ -5,7 +5,7 @@
 //! cargo run --release -p moebius-models --example train_small -- --out small docs/*.md README.md
 //! ```
 
-#[path = "../../../examples/support/output.rs"]
+#[path = "../support/output.rs"]
 mod output;
 mod prose;
 

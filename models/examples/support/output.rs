@@ -1,0 +1,1 @@
+../../../examples/support/output.rs

@@ -1,0 +1,1 @@
+../../../tests/common/counting_allocator.rs
