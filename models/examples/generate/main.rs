@@ -71,7 +71,8 @@ fn run(options: &Options, me: Option<&Identity>) -> Result<(), AnyError> {
     if !folder.is_dir() {
         return Err(format!("{}: no checkpoint folder", folder.display()).into());
     }
-    let tokenizer = match folder.join("tokenizer.json").exists() {
+    // Of a link that leads nowhere too: a folder without a tokenizer has no such name.
+    let tokenizer = match folder.join("tokenizer.json").symlink_metadata().is_ok() {
         true => Some(Tokenizer::from_folder(folder)?),
         false => None,
     };

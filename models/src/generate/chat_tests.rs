@@ -146,6 +146,26 @@ fn bounded_methods_mean_what_they_mean_in_python() {
     }
 }
 
+/// A long text is split where its pieces are few, and a field's name is no width.
+#[test]
+fn what_is_split_and_formatted_costs_what_it_makes() {
+    let long = "{% set s = 'a' * 30000000 %}";
+    for (source, expected) in [
+        (
+            format!("{long}{{{{ s.split(',')|length }}}}{{{{ s.rsplit()|length }}}}{{{{ s.splitlines()|length }}}}"),
+            "111",
+        ),
+        ("{% set s = ',' * 30000000 %}{{ s.split(',', 2)|length }}{{ s.rsplit(',', maxsplit=1)|length }}".into(), "32"),
+        ("{{ '{x10000}{x5:>3}'.format(x10000='a', x5='b') }}".into(), "a  b"),
+    ] {
+        assert_eq!(render(&source), expected, "{source}");
+    }
+    // 300 thousand pieces are more than the rest of so few steps pays for, however short the text is beside it.
+    let few = |source: &str| ChatTemplate::from_source(source).expect("it compiles").with_fuel(30_000).render(&chat());
+    assert_eq!(few("{{ '{}-{:>4}'.format('a', 1.5) }}").expect("a text"), "a- 1.5");
+    few("{% set x = (',' * 300000).split(',') %}").expect_err("pieces");
+}
+
 #[test]
 fn a_template_without_end_is_an_error() {
     for source in [

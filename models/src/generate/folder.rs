@@ -26,6 +26,9 @@ pub(super) fn text(dir: &Path, name: &str, limit: u64) -> Result<Option<String>>
         false => Ok(()),
     };
     let meta = match fs::metadata(&path) {
+        Err(e) if e.kind() == ErrorKind::NotFound && path.symlink_metadata().is_ok() => {
+            return Err(problem(dir, name, "a link to a file that is not there"));
+        }
         Err(e) if e.kind() == ErrorKind::NotFound => return Ok(None),
         meta => meta.map_err(fail)?,
     };

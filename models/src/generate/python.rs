@@ -11,6 +11,8 @@ const MAX_DEPTH: usize = 256;
 
 /// Most characters that a method fills a text up to.
 const WIDEST: usize = 4096;
+/// Most bytes of a number without digits behind its point: those of 1e308, with commas between.
+const LONGEST_NUMBER: usize = 512;
 
 /// Arguments of `json.dumps`, as transformers' filter `tojson` takes them.
 #[derive(Debug)]
@@ -276,10 +278,15 @@ fn bounded_method(text: &str, name: &str, args: &[Value], budget: Budget<'_>) ->
         "join" => Some(join(text, args, budget)),
         "format" => format_room(text, args, budget).err().map(Err),
         "split" | "rsplit" => {
-            let separator = args.first().and_then(Value::as_str).filter(|separator| !separator.is_empty());
-            pieces(text.len() / separator.map_or(1, str::len)).err().map(Err)
+            // Arguments that are wrong are told where the text is split.
+            let (separator, most) = split_args(args).ok()?;
+            let ends = match &separator {
+                Some(separator) => text.matches(separator.as_str()).count(),
+                None => text.split(space).filter(|part| !part.is_empty()).count(),
+            };
+            pieces(ends.min(most.unwrap_or(usize::MAX)).saturating_add(1)).err().map(Err)
         }
-        "splitlines" => pieces(text.len()).err().map(Err),
+        "splitlines" => pieces(text.matches(ends_line).count().saturating_add(1)).err().map(Err),
         _ => None,
     }
 }
@@ -314,21 +321,24 @@ fn join(separator: &str, args: &[Value], budget: Budget<'_>) -> Result<Value, Er
 
 /// Refuses a `format` whose fields are wider than [`WIDEST`], or whose values the steps that are left do not pay for.
 fn format_room(text: &str, args: &[Value], budget: Budget<'_>) -> Result<(), Error> {
-    let mut fields = 0;
-    for field in text.replace("{{", "").split('{').skip(1) {
-        // A field in a field may be as wide as a value says.
-        let Some((field, _)) = field.split_once('}') else { return Err(invalid("format: a field without an end")) };
-        let numbers = field.split(|c: char| !c.is_ascii_digit()).filter(|digits| !digits.is_empty());
-        if numbers.map(str::parse::<usize>).any(|n| n.map_or(true, |n| n > WIDEST)) {
-            return Err(invalid(&format!("format: expected numbers of at most {WIDEST} in a field")));
-        }
-        fields += 1;
-    }
-    let mut longest = 4 * WIDEST;
+    let mut longest = 0;
     for value in args {
         longest = longest.max(shown(value, budget)?);
     }
-    budget.ensure(longest.saturating_mul(fields).saturating_add(text.len()))
+    let mut room = text.len();
+    for field in text.replace("{{", "").split('{').skip(1) {
+        // A field in a field may be as wide as a value says.
+        let Some((field, _)) = field.split_once('}') else { return Err(invalid("format: a field without an end")) };
+        let spec = field.split_once(':').map_or("", |(_, spec)| spec);
+        let mut widest = 0;
+        for digits in spec.split(|c: char| !c.is_ascii_digit()).filter(|digits| !digits.is_empty()) {
+            let number = digits.parse().ok().filter(|number| *number <= WIDEST);
+            let too_wide = || invalid(&format!("format: expected numbers of at most {WIDEST} in a field"));
+            widest = widest.max(number.ok_or_else(too_wide)?);
+        }
+        room = room.saturating_add(longest.max(LONGEST_NUMBER + 4 * widest));
+    }
+    budget.ensure(room)
 }
 
 /// Methods of strings that pycompat lacks, or that do otherwise than Python's.
@@ -476,14 +486,17 @@ fn rsplit(text: &str, args: &[Value]) -> Result<Value, Error> {
 }
 
 /// Python's line ends: `\r\n` as one, and more than Rust's.
+fn ends_line(c: char) -> bool {
+    matches!(c, '\n'..='\r' | '\u{1c}'..='\u{1e}' | '\u{85}' | '\u{2028}' | '\u{2029}')
+}
+
 fn splitlines(text: &str, args: &[Value]) -> Result<Value, Error> {
     let (keep, kwargs): (Option<bool>, Kwargs) = from_args(args)?;
     let keep = keep.or(kwargs.get("keepends")?).unwrap_or(false);
     kwargs.assert_all_used()?;
-    let end = |c: char| matches!(c, '\n'..='\r' | '\u{1c}'..='\u{1e}' | '\u{85}' | '\u{2028}' | '\u{2029}');
     let (mut lines, mut rest) = (Vec::new(), text);
     while !rest.is_empty() {
-        let at = rest.find(end).unwrap_or(rest.len());
+        let at = rest.find(ends_line).unwrap_or(rest.len());
         let width =
             if rest[at..].starts_with("\r\n") { 2 } else { rest[at..].chars().next().map_or(0, char::len_utf8) };
         lines.push(Value::from(&rest[..if keep { at + width } else { at }]));

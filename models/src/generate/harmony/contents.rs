@@ -177,7 +177,7 @@ impl Namespace {
         if self.tools.is_empty() {
             // Such a tool takes text as it is.
             if !description.is_empty() {
-                out += &format!("\n{description}");
+                out += &format!("\n{}", description.lines().collect::<Vec<_>>().join("\n"));
             }
             return Ok(out);
         }

@@ -56,6 +56,28 @@ fn schemas_that_are_nested_too_deeply_are_refused() {
     assert!(message.contains("at most 64 levels"), "{message}");
 }
 
+/// Schemas and namespaces that say nothing where openai-harmony 0.0.8 looks, as it writes them.
+#[test]
+fn schemas_of_rare_forms() {
+    let of = |property: serde_json::Value| {
+        let schema = json!({"type": "object", "properties": {"a": property}});
+        let tools = json!([{"function": {"name": "f", "parameters": schema}}]);
+        let text = ChatTemplate::harmony().render(&Chat::new().say("user", "x").tools(tools)).expect("a text");
+        let (_, text) = text.split_once("(_: {\n").expect("the schema");
+        text.split_once("}) => any;").expect("its end").0.to_string()
+    };
+    assert_eq!(of(json!({"type": []})), "a?: any,\n");
+    assert_eq!(of(json!({"type": [3]})), "a?: any,\n");
+    assert_eq!(of(json!({"oneOf": 5, "description": "d", "default": 1, "type": "string"})), "a?: string,\n");
+    assert_eq!(of(json!({"oneOf": null, "description": "d", "default": 1, "type": "number"})), "a?: number,\n");
+    assert_eq!(of(json!({"oneOf": [], "description": "d", "default": 1})), "// d\n// default: 1\na?:\n,\n");
+    let namespace = json!({"name": "n", "description": "one\r\ntwo\n", "tools": []});
+    let content = json!([{"type": "developer_content", "tools": {"n": namespace}}]);
+    let chat = json!([{"role": "developer", "content": content}, {"role": "user", "content": "x"}]);
+    let text = ChatTemplate::harmony().render(&Chat::from_json(&chat.to_string()).expect("a chat")).expect("a text");
+    assert!(text.contains("# Tools\n\n## n\n\none\ntwo<|end|>"), "{text}");
+}
+
 /// Tools' messages without a name are of the call that they answer.
 #[test]
 fn calls_and_answers_find_each_other() {

@@ -69,7 +69,7 @@ impl Writer {
         if let Some(names) = list(schema, "type") {
             let names = names.iter().filter_map(Value::as_str);
             let names: Vec<&str> = names.map(|name| if name == "integer" { "number" } else { name }).collect();
-            return Ok(names.join(" | "));
+            return Ok(if names.is_empty() { "any".into() } else { names.join(" | ") });
         }
         Ok(match text(schema, "type").as_deref() {
             Some("object") => self.object(schema, indent)?,
@@ -109,12 +109,14 @@ impl Writer {
     /// A property's lines: comments, name and type.
     fn property(self, name: &str, schema: &Value, indent: &str) -> Result<String> {
         let variants = list(schema, "oneOf");
+        // Also where it is no list, and so says nothing.
+        let has_variants = field(schema, "oneOf").is_some();
         let mut out = String::new();
         if let Some(title) = text(schema, "title") {
             out += &format!("{indent}// {title}\n{indent}//\n");
         }
         let description = text(schema, "description");
-        if let (Some(description), None) = (&description, &variants) {
+        if let Some(description) = description.as_ref().filter(|_| !has_variants) {
             out += &format!("{indent}// {description}\n");
         }
         let examples = list(schema, "examples").unwrap_or_default();
@@ -124,7 +126,8 @@ impl Writer {
             texts.for_each(|example| out += &format!("{indent}// - \"{example}\"\n"));
         }
         let Some(variants) = variants else {
-            let ends = default(schema, Quotes::OfOthers)?.map_or(String::new(), |default| format!(" // {default}"));
+            let default = default(schema, Quotes::OfOthers)?.filter(|_| !has_variants);
+            let ends = default.map_or(String::new(), |default| format!(" // {default}"));
             let type_of = nullable(schema, self.below().type_of(schema, &format!("{indent}    "))?);
             return Ok(format!("{out}{indent}{name}: {type_of},{ends}\n"));
         };
