@@ -135,4 +135,21 @@ mod tests {
         let message = text(dir.path(), "a", 3).expect_err("refused").to_string();
         assert!(message.contains("invalid utf-8"), "{message}");
     }
+
+    /// A cache that was fetched in part has links to files that are not there.
+    #[cfg(unix)]
+    #[test]
+    fn links_that_lead_nowhere_are_named() {
+        for (name, read) in readers() {
+            let dir = tempfile::tempdir().expect("a folder");
+            if name != "tokenizer.json" {
+                fs::write(dir.path().join("tokenizer.json"), bytes_json()).expect("a tokenizer");
+            }
+            let at = dir.path().join(name);
+            fs::create_dir_all(at.parent().expect("a folder")).expect("a folder");
+            std::os::unix::fs::symlink(dir.path().join("blobs"), at).expect("a link");
+            let error = read(dir.path()).expect("an error");
+            assert!(error.contains(name) && error.contains("a link to a file that is not there"), "{error}");
+        }
+    }
 }
