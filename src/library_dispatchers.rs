@@ -5,7 +5,7 @@ use crate::ep::dispatcher_state::DispatcherState;
 use crate::ep::select::DispatcherOrReason;
 use crate::ep::{DispatcherKind, GroupConfig, LibraryDispatchers};
 use crate::error::Result;
-use crate::nvlink::NvLink;
+use crate::nvlink::{NvLink, NvLinkLowLatency};
 
 impl LibraryDispatchers for Cuda {
     fn preferred_dispatchers(config: &GroupConfig, ranks: usize) -> &'static [DispatcherKind] {
@@ -19,6 +19,7 @@ impl LibraryDispatchers for Cuda {
     ) -> Result<DispatcherOrReason<Cuda>> {
         match kind {
             DispatcherKind::NvLink => NvLink::join(core),
+            DispatcherKind::NvLinkLowLatency => NvLinkLowLatency::join(core),
             _ => nccl_ep(kind, core, source),
         }
     }

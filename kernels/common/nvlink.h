@@ -121,3 +121,57 @@ struct NvLinkCombineParams {
     int64_t top_k;
     int64_t lag;               // rows that are sent ahead of the tokens that are summed
 };
+
+// Calls of low latency (nvlink_low_latency.cuh): bytes of a packet and of what it carries, threads of a block, and blocks
+// of an SM that run at once.
+constexpr uint32_t PACKET_BYTES = 16, PACKET_PAYLOAD = 14, LOW_LATENCY_THREADS = 256, LOW_LATENCY_BLOCKS = 3;
+
+// Control words of a rank for them, of 8 bytes; zeros at first.
+enum LowLatencyWord : int {
+    LOW_LATENCY_EPOCH = 0,     // calls that this rank has ended, in 32 bits, without those whose lower half is 0
+    LOW_LATENCY_BLOCKS_ENDED = 1, // blocks of the present call that have ended
+    LOW_LATENCY_ABSENT = 2,    // a bit for each rank that this one goes on without
+    LOW_LATENCY_LATE = 3,      // a bit for each that it has begun to go on without since the host last asked
+    LOW_LATENCY_HEADERS = 16,  // [2, NVLINK_RANKS] packets: rank r has come to the call of this epoch, in its bank
+    LOW_LATENCY_RETURNS = 48,  // [NVLINK_RANKS]: rank r waits for a prepare of this layer, plus one, to come back
+    LOW_LATENCY_WORDS = 64
+};
+
+// A rank's part in such a call.
+struct LowLatencyCall {
+    NvLinkCall call;           // its zones: two banks of packets each
+    int64_t control;           // where in the ranks' words those of low latency begin
+    int64_t area;              // packets of each rank in a bank
+    int64_t patience;          // ns after which the call goes on without a rank; 0: it gives up after the call's timeout
+};
+
+// Tokens to the ranks that keep a choice of theirs. Of a part `at` is not used.
+struct LowLatencyDispatchParams {
+    LowLatencyCall call;
+    NvLinkPart rows;
+    NvLinkPart weights;
+    NvLinkPart scales;
+    void* out_rows;            // [R, max_tokens, bytes], as the other two
+    void* out_weights;
+    void* out_scales;
+    const int32_t* token_rows; // as in the maps of zones above
+    const int32_t* row_tokens;
+    const int64_t* arrived;
+    int64_t tokens;
+    int64_t max_tokens;        // rows of a message at most, as the maps count them
+};
+
+// Slots back to their tokens.
+struct LowLatencyCombineParams {
+    LowLatencyCall call;
+    const void* rows;          // [N, width]
+    void* out;                 // [T, width]
+    int64_t width;             // elements
+    int64_t slots;             // N
+    const int32_t* token_rows;
+    const int32_t* row_slots;
+    const int64_t* arrived;
+    int64_t tokens;
+    int64_t max_tokens;
+    int64_t top_k;
+};

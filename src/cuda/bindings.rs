@@ -299,6 +299,120 @@ const _: () = {
     ["Offset of field: NvLinkCombineParams::top_k"][::core::mem::offset_of!(NvLinkCombineParams, top_k) - 320usize];
     ["Offset of field: NvLinkCombineParams::lag"][::core::mem::offset_of!(NvLinkCombineParams, lag) - 328usize];
 };
+pub const PACKET_BYTES: u32 = 16;
+pub const PACKET_PAYLOAD: u32 = 14;
+pub const LOW_LATENCY_THREADS: u32 = 256;
+pub const LOW_LATENCY_BLOCKS: u32 = 3;
+pub const LOW_LATENCY_EPOCH: LowLatencyWord = 0;
+pub const LOW_LATENCY_BLOCKS_ENDED: LowLatencyWord = 1;
+pub const LOW_LATENCY_ABSENT: LowLatencyWord = 2;
+pub const LOW_LATENCY_LATE: LowLatencyWord = 3;
+pub const LOW_LATENCY_HEADERS: LowLatencyWord = 16;
+pub const LOW_LATENCY_RETURNS: LowLatencyWord = 48;
+pub const LOW_LATENCY_WORDS: LowLatencyWord = 64;
+pub type LowLatencyWord = ::core::ffi::c_int;
+#[repr(C)]
+#[derive(Debug, Copy, Clone, Default)]
+pub struct LowLatencyCall {
+    pub call: NvLinkCall,
+    pub control: i64,
+    pub area: i64,
+    pub patience: i64,
+}
+#[allow(clippy::unnecessary_operation, clippy::identity_op)]
+const _: () = {
+    ["Size of LowLatencyCall"][::core::mem::size_of::<LowLatencyCall>() - 216usize];
+    ["Alignment of LowLatencyCall"][::core::mem::align_of::<LowLatencyCall>() - 8usize];
+    ["Offset of field: LowLatencyCall::call"][::core::mem::offset_of!(LowLatencyCall, call) - 0usize];
+    ["Offset of field: LowLatencyCall::control"][::core::mem::offset_of!(LowLatencyCall, control) - 192usize];
+    ["Offset of field: LowLatencyCall::area"][::core::mem::offset_of!(LowLatencyCall, area) - 200usize];
+    ["Offset of field: LowLatencyCall::patience"][::core::mem::offset_of!(LowLatencyCall, patience) - 208usize];
+};
+#[repr(C)]
+#[derive(Debug, Copy, Clone, Default)]
+pub struct LowLatencyDispatchParams {
+    pub call: LowLatencyCall,
+    pub rows: NvLinkPart,
+    pub weights: NvLinkPart,
+    pub scales: NvLinkPart,
+    pub out_rows: u64,
+    pub out_weights: u64,
+    pub out_scales: u64,
+    pub token_rows: u64,
+    pub row_tokens: u64,
+    pub arrived: u64,
+    pub tokens: i64,
+    pub max_tokens: i64,
+}
+#[allow(clippy::unnecessary_operation, clippy::identity_op)]
+const _: () = {
+    ["Size of LowLatencyDispatchParams"][::core::mem::size_of::<LowLatencyDispatchParams>() - 376usize];
+    ["Alignment of LowLatencyDispatchParams"][::core::mem::align_of::<LowLatencyDispatchParams>() - 8usize];
+    ["Offset of field: LowLatencyDispatchParams::call"]
+        [::core::mem::offset_of!(LowLatencyDispatchParams, call) - 0usize];
+    ["Offset of field: LowLatencyDispatchParams::rows"]
+        [::core::mem::offset_of!(LowLatencyDispatchParams, rows) - 216usize];
+    ["Offset of field: LowLatencyDispatchParams::weights"]
+        [::core::mem::offset_of!(LowLatencyDispatchParams, weights) - 248usize];
+    ["Offset of field: LowLatencyDispatchParams::scales"]
+        [::core::mem::offset_of!(LowLatencyDispatchParams, scales) - 280usize];
+    ["Offset of field: LowLatencyDispatchParams::out_rows"]
+        [::core::mem::offset_of!(LowLatencyDispatchParams, out_rows) - 312usize];
+    ["Offset of field: LowLatencyDispatchParams::out_weights"]
+        [::core::mem::offset_of!(LowLatencyDispatchParams, out_weights) - 320usize];
+    ["Offset of field: LowLatencyDispatchParams::out_scales"]
+        [::core::mem::offset_of!(LowLatencyDispatchParams, out_scales) - 328usize];
+    ["Offset of field: LowLatencyDispatchParams::token_rows"]
+        [::core::mem::offset_of!(LowLatencyDispatchParams, token_rows) - 336usize];
+    ["Offset of field: LowLatencyDispatchParams::row_tokens"]
+        [::core::mem::offset_of!(LowLatencyDispatchParams, row_tokens) - 344usize];
+    ["Offset of field: LowLatencyDispatchParams::arrived"]
+        [::core::mem::offset_of!(LowLatencyDispatchParams, arrived) - 352usize];
+    ["Offset of field: LowLatencyDispatchParams::tokens"]
+        [::core::mem::offset_of!(LowLatencyDispatchParams, tokens) - 360usize];
+    ["Offset of field: LowLatencyDispatchParams::max_tokens"]
+        [::core::mem::offset_of!(LowLatencyDispatchParams, max_tokens) - 368usize];
+};
+#[repr(C)]
+#[derive(Debug, Copy, Clone, Default)]
+pub struct LowLatencyCombineParams {
+    pub call: LowLatencyCall,
+    pub rows: u64,
+    pub out: u64,
+    pub width: i64,
+    pub slots: i64,
+    pub token_rows: u64,
+    pub row_slots: u64,
+    pub arrived: u64,
+    pub tokens: i64,
+    pub max_tokens: i64,
+    pub top_k: i64,
+}
+#[allow(clippy::unnecessary_operation, clippy::identity_op)]
+const _: () = {
+    ["Size of LowLatencyCombineParams"][::core::mem::size_of::<LowLatencyCombineParams>() - 296usize];
+    ["Alignment of LowLatencyCombineParams"][::core::mem::align_of::<LowLatencyCombineParams>() - 8usize];
+    ["Offset of field: LowLatencyCombineParams::call"][::core::mem::offset_of!(LowLatencyCombineParams, call) - 0usize];
+    ["Offset of field: LowLatencyCombineParams::rows"]
+        [::core::mem::offset_of!(LowLatencyCombineParams, rows) - 216usize];
+    ["Offset of field: LowLatencyCombineParams::out"][::core::mem::offset_of!(LowLatencyCombineParams, out) - 224usize];
+    ["Offset of field: LowLatencyCombineParams::width"]
+        [::core::mem::offset_of!(LowLatencyCombineParams, width) - 232usize];
+    ["Offset of field: LowLatencyCombineParams::slots"]
+        [::core::mem::offset_of!(LowLatencyCombineParams, slots) - 240usize];
+    ["Offset of field: LowLatencyCombineParams::token_rows"]
+        [::core::mem::offset_of!(LowLatencyCombineParams, token_rows) - 248usize];
+    ["Offset of field: LowLatencyCombineParams::row_slots"]
+        [::core::mem::offset_of!(LowLatencyCombineParams, row_slots) - 256usize];
+    ["Offset of field: LowLatencyCombineParams::arrived"]
+        [::core::mem::offset_of!(LowLatencyCombineParams, arrived) - 264usize];
+    ["Offset of field: LowLatencyCombineParams::tokens"]
+        [::core::mem::offset_of!(LowLatencyCombineParams, tokens) - 272usize];
+    ["Offset of field: LowLatencyCombineParams::max_tokens"]
+        [::core::mem::offset_of!(LowLatencyCombineParams, max_tokens) - 280usize];
+    ["Offset of field: LowLatencyCombineParams::top_k"]
+        [::core::mem::offset_of!(LowLatencyCombineParams, top_k) - 288usize];
+};
 pub const TYPE_F32: ElementType = 0;
 pub const TYPE_F16: ElementType = 1;
 pub const TYPE_BF16: ElementType = 2;

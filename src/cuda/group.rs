@@ -36,7 +36,7 @@ pub(crate) fn dispatcher_not_built(
     source: &'static str,
 ) -> Result<DispatcherOrReason<Cuda>> {
     let found = match kind {
-        DispatcherKind::NvLink => "NvLink (feature nccl)",
+        DispatcherKind::NvLink | DispatcherKind::NvLinkLowLatency => "NvLink (feature nccl)",
         _ => "NcclEp (feature nccl-ep)",
     };
     Ok(Err(Box::new((core, Error::invalid("Group::new", source, "one that this build has", found)))))

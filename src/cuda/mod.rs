@@ -63,6 +63,8 @@ mod memory;
 #[cfg(feature = "nccl")]
 pub(crate) mod nvlink;
 #[cfg(feature = "nccl")]
+pub(crate) mod nvlink_low_latency;
+#[cfg(feature = "nccl")]
 pub(crate) mod nvlink_plan;
 mod optimizer;
 mod page_locked;

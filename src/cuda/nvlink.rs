@@ -184,7 +184,7 @@ fn word(address: u64, bytes: usize) -> i64 {
     [16, 4, 2].iter().find(fits).copied().unwrap_or(1)
 }
 
-fn part(t: &Option<TensorRef<'_, Cuda>>, at: usize) -> params::NvLinkPart {
+pub(super) fn part(t: &Option<TensorRef<'_, Cuda>>, at: usize) -> params::NvLinkPart {
     let Some(t) = t else { return params::NvLinkPart::default() };
     let (source, bytes) = (t.data().ptr, t.row_bytes());
     params::NvLinkPart { source, bytes: bytes as i64, word: word(source, bytes), at: at as i64 }

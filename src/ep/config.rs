@@ -183,11 +183,22 @@ pub enum DispatcherKind {
     /// (feature `nccl`, compute capability 9.0, NCCL 2.29, up to 8 ranks): sums are made where the experts are and added
     /// per rank, as [`AllGather`](super::AllGather) adds them.
     NvLink,
+    /// The same for decoding, with low latency: few tokens a rank, forward only, sums per rank. Rows say themselves that they
+    /// have come. Never taken by `Auto`.
+    NvLinkLowLatency,
 }
 
 impl DispatcherKind {
-    const ALL: [Self; 7] =
-        [Self::Auto, Self::Local, Self::AllToAll, Self::AllGather, Self::NcclEp, Self::NcclEpLowLatency, Self::NvLink];
+    const ALL: [Self; 8] = [
+        Self::Auto,
+        Self::Local,
+        Self::AllToAll,
+        Self::AllGather,
+        Self::NcclEp,
+        Self::NcclEpLowLatency,
+        Self::NvLink,
+        Self::NvLinkLowLatency,
+    ];
 
     /// Lower-case name (`"all_to_all"`), which [`str::parse`] reads again.
     pub const fn name(self) -> &'static str {
@@ -199,6 +210,7 @@ impl DispatcherKind {
             Self::NcclEp => "nccl_ep",
             Self::NcclEpLowLatency => "nccl_ep_ll",
             Self::NvLink => "nvlink",
+            Self::NvLinkLowLatency => "nvlink_ll",
         }
     }
 

@@ -44,6 +44,8 @@ pub(crate) trait RowTransport<D: Kernels>: fmt::Debug + Send {
     const ROW_ORDER: RowOrder;
     /// Most choices K of a token.
     const MOST_CHOICES: usize = usize::MAX;
+    /// Whether nothing comes back but sums of a forward.
+    const FORWARD_ONLY: bool = false;
     fn core(&mut self) -> &mut DispatcherState<D>;
     /// Gives back what it has made of the communicator (collective where there is any).
     ///
@@ -91,11 +93,15 @@ pub(crate) trait RowTransport<D: Kernels>: fmt::Debug + Send {
 /// A product of rows, and what it waits for where they are still coming.
 pub(crate) type ProductOfReceived<'p, D> = dyn FnMut(&ReceivedRows<D>, Option<Arrivals<'_, D>>) + 'p;
 
-/// Whether rows of so many choices can travel.
+/// Whether rows of so many choices can travel, and, where asked for, their gradients.
 ///
 /// # Errors
-/// [`Error::Invalid`]: more than [`RowTransport::MOST_CHOICES`].
-fn check_choices<D: Kernels, C: RowTransport<D>>(call: &'static str, top_k: usize) -> Result<()> {
+/// [`Error::Invalid`]: more than [`RowTransport::MOST_CHOICES`]; backward of a transport for forward alone.
+fn check_steps<D: Kernels, C: RowTransport<D>>(call: &'static str, top_k: usize, backward: bool) -> Result<()> {
+    if backward && C::FORWARD_ONLY {
+        let expected = format!("false ({} is for forward only)", C::KIND);
+        return Err(Error::invalid(call, "spec.backward", expected, "true"));
+    }
     if top_k > C::MOST_CHOICES {
         let expected = format!("at most {} ({}; another dispatcher takes more)", C::MOST_CHOICES, C::KIND);
         return Err(Error::invalid(call, "spec.top_k", expected, top_k));
@@ -176,7 +182,7 @@ impl<D: Kernels, C: RowTransport<D>> TokenDispatcher<D> for C {
         weights: Option<TensorRef<'_, D>>,
         spec: &DispatchSpec,
     ) -> Result<Handle<D>> {
-        let accepted = check_choices::<D, C>("prepare", spec.top_k);
+        let accepted = check_steps::<D, C>("prepare", spec.top_k, spec.backward);
         self.core().prepare(TransportRules { row_order: C::ROW_ORDER, accepted }, ids, weights, spec)
     }
 
@@ -336,7 +342,7 @@ impl<D: Kernels, C: RowTransport<D>> TokenDispatcher<D> for C {
     }
 
     fn check_shape(&self, shape: &DispatchShape) -> Result<()> {
-        check_choices::<D, C>("check_shape", shape.top_k)
+        check_steps::<D, C>("check_shape", shape.top_k, shape.backward)
     }
 
     fn kind(&self) -> DispatcherKind {

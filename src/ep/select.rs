@@ -10,7 +10,7 @@ use super::dispatcher_state::DispatcherState;
 use super::{AllGather, AllToAll, DispatcherKind, GroupConfig, Local, TokenDispatcher};
 
 /// Names the dispatcher of groups that leave it to `Auto`: `auto`, `local`, `all_to_all`, `all_gather`, `nccl_ep`,
-/// `nccl_ep_ll` (low latency) or `nvlink`; `-` counts as `_`. What cannot be had is an error then, as it is where the
+/// `nccl_ep_ll` (low latency), `nvlink` or `nvlink_ll`; `-` counts as `_`. What cannot be had is an error then, as it is where the
 /// configuration names it. All ranks need the same value.
 pub const DISPATCHER_VARIABLE: &str = "MOEBIUS_EP";
 
@@ -56,7 +56,10 @@ pub(super) fn of_kind<D: LibraryDispatchers>(
     Ok(Ok(match kind {
         DispatcherKind::Local => Box::new(Local { core }),
         DispatcherKind::AllGather => Box::new(AllGather { core }),
-        DispatcherKind::NcclEp | DispatcherKind::NcclEpLowLatency | DispatcherKind::NvLink => {
+        DispatcherKind::NcclEp
+        | DispatcherKind::NcclEpLowLatency
+        | DispatcherKind::NvLink
+        | DispatcherKind::NvLinkLowLatency => {
             return D::library_dispatcher(kind, core, source);
         }
         DispatcherKind::AllToAll | DispatcherKind::Auto => Box::new(AllToAll { core }),
@@ -126,9 +129,9 @@ pub trait LibraryDispatchers: Kernels {
 /// Why a device has no library's dispatcher.
 fn no_library(device: &str, kind: DispatcherKind, source: &'static str) -> Error {
     let device = device.rsplit("::").next().unwrap_or_default();
-    if kind == DispatcherKind::NvLink {
-        let expected = "one that this group can have (nvlink is for ranks on GPUs)";
-        return Error::invalid(CALL, source, expected, format!("nvlink on the device {device}"));
+    if matches!(kind, DispatcherKind::NvLink | DispatcherKind::NvLinkLowLatency) {
+        let expected = format!("one that this group can have ({kind} is for ranks on GPUs)");
+        return Error::invalid(CALL, source, expected, format!("{kind} on the device {device}"));
     }
     if source != DISPATCHER_VARIABLE {
         return NcclEpError::Communicator { found: format!("one of the device {device}") }.into();

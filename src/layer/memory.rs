@@ -80,7 +80,7 @@ impl StepSizes {
             // Partial sums of all ranks' tokens, and as many received.
             DispatcherKind::AllGather => sum(&[slots, rows, rows]),
             // A sum of each rank for each token.
-            DispatcherKind::NvLink => sum(&[slots, rows]),
+            DispatcherKind::NvLink | DispatcherKind::NvLinkLowLatency => sum(&[slots, rows]),
             // Packed at the experts' rank, and received at the tokens'.
             _ => sum(&[slots, slots, product(&[tokens, k])]),
         };
@@ -104,7 +104,9 @@ fn sum(terms: &[usize]) -> usize {
 fn transported_rows(tokens: usize, ranks: usize, kind: DispatcherKind, visits: usize) -> usize {
     match kind {
         _ if ranks <= 1 => 0,
-        DispatcherKind::AllGather | DispatcherKind::NvLink => product(&[ranks, tokens]),
+        DispatcherKind::AllGather | DispatcherKind::NvLink | DispatcherKind::NvLinkLowLatency => {
+            product(&[ranks, tokens])
+        }
         _ => visits,
     }
 }

@@ -15,7 +15,7 @@ use super::records::{Words, nccl_of};
 use super::zones::Zones;
 
 /// Of the end of a dispatcher, which is no step's.
-const TAG: Tag = Tag { layer: 0, op: Op::Init, sequence: 0 };
+pub(super) const END: Tag = Tag { layer: 0, op: Op::Init, sequence: 0 };
 /// Zones that rows stay in where the configuration asks for none: what a layer's forward and backward keep.
 const KEPT_ZONES: usize = 2;
 
@@ -69,12 +69,16 @@ impl GroupMemory {
         let Self { words, zones, old, host: _stops } = self;
         let words = Arc::into_inner(words).map(Words::into_memory);
         let all = words.into_iter().chain(zones.map(Zones::into_memory)).chain(old).collect();
-        release_unheld(core, TAG, all).map(drop)
+        release_unheld(core, END, all).map(drop)
     }
 }
 
 /// Gives back memory in which no rank has a tensor or a graph (collective where there is any), and returns the rest.
-fn release_unheld(core: &mut DispatcherState<Cuda>, tag: Tag, all: Vec<PeerMemory>) -> Result<Vec<PeerMemory>> {
+pub(super) fn release_unheld(
+    core: &mut DispatcherState<Cuda>,
+    tag: Tag,
+    all: Vec<PeerMemory>,
+) -> Result<Vec<PeerMemory>> {
     if all.is_empty() {
         return Ok(all);
     }

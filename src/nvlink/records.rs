@@ -6,6 +6,7 @@ use crate::comm::refusal::refuse_on_error;
 use crate::comm::{Communicator, Tag};
 use crate::cuda::Cuda;
 use crate::cuda::nvlink::{MOST_CHOICES, PeerCall, ZONE_UNIT, control_bytes};
+use crate::cuda::nvlink_low_latency::{LOW_LATENCY_CONTROL_BYTES, PACKET_BYTES};
 use crate::cuda::nvlink_plan::NvLinkPlan;
 use crate::cuda::peers::HostWords;
 use crate::dtype::DType;
@@ -19,7 +20,8 @@ use crate::tensor::{Tensor, TensorRef};
 
 const CALL: &str = "prepare";
 
-/// The group's memory beside its zones: control words, then two banks with room for all ranks' records.
+/// The group's memory beside its zones: control words, then two banks with room for all ranks' records, then the control
+/// words of low latency.
 #[derive(Debug)]
 pub(super) struct Words {
     memory: PeerMemory,
@@ -37,16 +39,30 @@ impl Words {
         Self { memory, records_at, record_bytes, bank_bytes: ranks * record_bytes }
     }
 
+    /// Where the words of low latency begin.
+    pub(super) fn low_latency_at(&self) -> usize {
+        self.records_at + 2 * self.bank_bytes
+    }
+
+    /// Has calls be numbered from where numbers are about to begin anew, on a device of tests.
+    pub(super) fn number_calls_of_tests(&mut self, device: &Cuda, call: &'static str) -> Result<()> {
+        let low_latency_at = self.low_latency_at();
+        device.number_calls_of_tests(call, self.memory.part(0, 8)?)?;
+        device.number_low_latency_calls_of_tests(call, self.memory.part(low_latency_at, 8)?)
+    }
+
     /// Where records begin, and bytes of one.
     fn sizes(ranks: usize, max_tokens: usize) -> (usize, usize) {
-        let record = RecordSizes { max_tokens, top_k: MOST_CHOICES, weights: false }.bytes();
+        // Behind the records lie packets.
+        let record =
+            RecordSizes { max_tokens, top_k: MOST_CHOICES, weights: false }.bytes().next_multiple_of(PACKET_BYTES);
         (control_bytes(ranks, max_tokens).next_multiple_of(ZONE_UNIT), record)
     }
 
     /// Bytes for so many ranks of so many tokens at most.
     pub(super) fn bytes(ranks: usize, max_tokens: usize) -> usize {
         let (records_at, record) = Self::sizes(ranks, max_tokens);
-        records_at + 2 * ranks * record
+        records_at + 2 * ranks * record + LOW_LATENCY_CONTROL_BYTES
     }
 
     pub(super) fn addresses(&self) -> &[u64] {

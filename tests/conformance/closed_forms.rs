@@ -185,7 +185,8 @@ fn same_bits_for_any_number_of_ranks<D: Target>(s: &Setup<D>) {
     match s.kind {
         moebius::ep::DispatcherKind::AllGather
         | moebius::ep::DispatcherKind::NcclEp
-        | moebius::ep::DispatcherKind::NvLink => {
+        | moebius::ep::DispatcherKind::NvLink
+        | moebius::ep::DispatcherKind::NvLinkLowLatency => {
             let bound = 11.0 * 2f64.powi(-24) * 3.0 * 4.05;
             assert!(one.iter().zip(&many).all(|(a, b)| (a - b).abs() <= bound));
         }

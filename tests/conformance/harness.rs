@@ -84,7 +84,7 @@ impl<D: Target> Setup<D> {
             DispatcherKind::NcclEpLowLatency => 512,
             _ => 1,
         };
-        let forward_only = self.kind == DispatcherKind::NcclEpLowLatency;
+        let forward_only = matches!(self.kind, DispatcherKind::NcclEpLowLatency | DispatcherKind::NvLinkLowLatency);
         Ok(Rank { rank: group.rank(), group, columns, forward_only, later: self.later })
     }
 
@@ -105,7 +105,7 @@ impl<D: Target> Setup<D> {
             DispatcherKind::NcclEp | DispatcherKind::NcclEpLowLatency => 2,
             // Which GPUs they are, the same of these, memory that all reach (what is left, and a meeting), and what each
             // thinks of that.
-            DispatcherKind::NvLink => 6,
+            DispatcherKind::NvLink | DispatcherKind::NvLinkLowLatency => 6,
             _ => 1,
         }
     }
@@ -120,6 +120,8 @@ impl<D: Target> Setup<D> {
             DispatcherKind::NcclEp | DispatcherKind::NcclEpLowLatency => [1, 5, 1, 1, 1],
             // The first dispatch makes memory that all reach.
             DispatcherKind::NvLink => [1, 4, 1, 1, 1],
+            // And it meets once more, when all have cleared theirs.
+            DispatcherKind::NvLinkLowLatency => [1, 5, 1, 1, 1],
             _ => [1; 5],
         }
     }

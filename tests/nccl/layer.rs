@@ -74,7 +74,7 @@ impl Problem {
         let mut setup = self.setup.clone();
         setup.dispatcher = match setup.dispatcher {
             DispatcherKind::NcclEp | DispatcherKind::NcclEpLowLatency => DispatcherKind::AllToAll,
-            DispatcherKind::NvLink => DispatcherKind::AllGather,
+            DispatcherKind::NvLink | DispatcherKind::NvLinkLowLatency => DispatcherKind::AllGather,
             both => both,
         };
         setup

@@ -24,6 +24,7 @@ mod launched;
 mod layer;
 mod library;
 mod lost;
+mod low_latency;
 mod nvlink;
 mod nvlink_graphs;
 mod overlap;
@@ -46,6 +47,7 @@ use conformance::{later, over};
 use invariance::{LayerKind, RouterKind};
 use several::{Body, Case};
 
+/// Dispatchers of whole steps, forward and backward.
 const KINDS: [DispatcherKind; 3] = [DispatcherKind::AllToAll, DispatcherKind::AllGather, DispatcherKind::NvLink];
 
 /// Layers whose tokens keep their bits whatever else a call holds.
@@ -63,6 +65,9 @@ const INVARIANT: [(&str, LayerKind); 11] = [
     ("mxfp8_payload", LayerKind::Payload(Payload::Mxfp8)),
 ];
 
+/// Cases about backward, which low latency refuses in prepare.
+const NOT_FOR_LOW_LATENCY: [&str; 2] = ["backward_that_was_not_agreed", "backward_that_never_comes"];
+
 /// A body for any number of ranks.
 type Run = fn(&Cuda, usize);
 
@@ -76,8 +81,11 @@ fn body(run: impl Fn(&Cuda) + Send + 'static) -> Body {
 
 fn over_ranks(ranks: usize) -> Vec<(String, Body)> {
     let mut all: Vec<(String, Body)> = Vec::new();
-    for kind in KINDS {
+    for kind in KINDS.into_iter().chain([DispatcherKind::NvLinkLowLatency]) {
         for (file, case) in conformance::cases().into_iter().filter(|(_, case)| case.is_for(kind, ranks)) {
+            if kind == DispatcherKind::NvLinkLowLatency && NOT_FOR_LOW_LATENCY.contains(&case.name) {
+                continue;
+            }
             let name = format!("conformance::{kind:?}::{file}::{}", case.name);
             let run = case.run;
             all.push((name, body(move |cuda| run(&over(cuda, kind, ranks, case.name)))));
@@ -99,6 +107,7 @@ fn over_ranks(ranks: usize) -> Vec<(String, Body)> {
         ("graph", graph::cases()),
         ("layer", layer::cases()),
         ("lost", lost::cases()),
+        ("low_latency", low_latency::cases()),
         ("nvlink", nvlink::cases()),
         ("nvlink_graphs", nvlink_graphs::cases()),
         ("overlap", overlap::cases()),

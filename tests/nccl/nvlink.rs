@@ -31,7 +31,7 @@ pub fn cases() -> Vec<(&'static str, Run)> {
 }
 
 /// Choices of 5 experts' distance, some dropped.
-fn choices(rank: usize, tokens: usize, k: usize, experts: usize) -> Vec<i64> {
+pub fn choices(rank: usize, tokens: usize, k: usize, experts: usize) -> Vec<i64> {
     let choice = |i: usize| match (i * 7 + rank) % 11 {
         0 => -1,
         _ => ((i / k * 3 + i % k * 5 + rank) % experts) as i64,

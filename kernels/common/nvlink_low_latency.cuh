@@ -1,0 +1,207 @@
+// Calls of low latency over windows: packets that say themselves that they have come (nvlink.cuh has the rest).
+//
+// A call is one kernel on each rank of the group; all make the same calls in the same order. What travels is cut into
+// packets of 16 bytes: 14 of payload, and the call's tag. A receiver knows from the plan which packets come, and looks at
+// each until it has the tag. Nothing else tells of rows: no flag behind them, no fence, no meeting before them.
+//
+// Order in memory. A packet is one store of 128 bits and is read by one load of 128 bits, both relaxed at the scope of the
+// system and aligned to their size, so each is performed as a whole (single-copy atomicity): who sees the tag has the
+// payload that was stored with it. No packet says anything of another, so no store has to come before another, and neither
+// side needs a fence. What a kernel reads of other kernels' data, it reads on its own GPU behind them in one stream.
+//
+// Tags. The tag is the lower half of the call's number, its epoch. Epochs whose lower half is 0 are left out, as this is
+// what memory holds at first. A packet that was written 65536 epochs ago would look like one of now, so each call clears
+// a part of what it has not used of its bank: all of a bank within SWEEPS of its calls, a fraction of the tags.
+//
+// Banks. There are two, and a call uses that of its epoch's parity. In each call each rank sends each other a header, with
+// rows or without, and waits for theirs. So a peer that writes to a bank again, two calls on, has had this rank's header of
+// the call between, which is sent by a kernel behind the one that read the bank: all its reads have been performed, as it
+// has compared and stored what they returned. Likewise the bank is cleared by the call that has used it.
+//
+// Patience. With one, a rank whose packets are not there in time is marked as absent: the call goes on without what it
+// lacks, and later calls neither wait for that rank nor send it rows. Without one it is given up as in every other call.
+#pragma once
+#include "common/nvlink.cuh"
+
+namespace low_latency {
+
+using nvlink::Word;
+
+// Calls of a bank in which all of it is cleared once.
+constexpr int64_t SWEEPS = 4096;
+
+__device__ __forceinline__ void store_packet(void* at, uint4 v) {
+    const uint64_t low = static_cast<uint64_t>(v.y) << 32 | v.x, high = static_cast<uint64_t>(v.w) << 32 | v.z;
+    asm volatile("{\n.reg .b128 v;\nmov.b128 v, {%1, %2};\nst.relaxed.sys.global.b128 [%0], v;\n}\n" ::"l"(at), "l"(low), "l"(high) : "memory");
+}
+__device__ __forceinline__ uint4 load_packet(const void* at) {
+    uint64_t low, high;
+    asm volatile("{\n.reg .b128 v;\nld.relaxed.sys.global.b128 v, [%2];\nmov.b128 {%0, %1}, v;\n}\n" : "=l"(low), "=l"(high) : "l"(at) : "memory");
+    return {static_cast<uint32_t>(low), static_cast<uint32_t>(low >> 32), static_cast<uint32_t>(high), static_cast<uint32_t>(high >> 32)};
+}
+
+// The call behind that of this number: of the other bank, and not of tag 0.
+__device__ __forceinline__ uint32_t next_epoch(uint32_t epoch) { return (epoch & 0xffff) == 0xffff ? epoch + 3 : epoch + 1; }
+
+// A block's part in a call, in shared memory.
+struct Block {
+    uint32_t epoch;
+    uint32_t absent;  // a bit for each rank that the call goes without
+    int stopped;      // given up
+    Word start;
+};
+
+__device__ __forceinline__ Word* control_of(const LowLatencyCall& c, int64_t rank) {
+    return reinterpret_cast<Word*>(c.call.words[rank] + c.control);
+}
+// Where rank `at` has the packets that rank `from` sends it.
+__device__ __forceinline__ uint4* area_of(const LowLatencyCall& c, uint32_t epoch, int64_t at, int64_t from) {
+    return reinterpret_cast<uint4*>(c.call.zones[at] + c.call.zone) + ((epoch & 1) * c.call.ranks + from) * c.area;
+}
+__device__ __forceinline__ uint4* header_of(const LowLatencyCall& c, uint32_t epoch, int64_t at, int64_t from) {
+    return reinterpret_cast<uint4*>(control_of(c, at) + LOW_LATENCY_HEADERS) + (epoch & 1) * NVLINK_RANKS + from;
+}
+__device__ __forceinline__ bool is_absent(const Block& block, int64_t rank) { return block.absent >> rank & 1; }
+
+// Goes on without a rank.
+__device__ __forceinline__ void mark_absent(const LowLatencyCall& c, int64_t peer) {
+    Word* own = control_of(c, c.call.rank);
+    if ((atomicOr(own + LOW_LATENCY_ABSENT, 1ull << peer) >> peer & 1) == 0) atomicOr(own + LOW_LATENCY_LATE, 1ull << peer);
+}
+
+// Whether nobody waits any more for what rank `peer` sends in this call.
+__device__ __noinline__ bool no_longer_waits(const LowLatencyCall& c, const Block& block, int64_t peer, uint32_t polls, Word met) {
+    const bool late = nvlink::nanoseconds() - block.start >= static_cast<Word>(c.patience > 0 ? c.patience : c.call.timeout);
+    if (c.patience > 0) {
+        if (nvlink::load_relaxed(control_of(c, c.call.rank) + LOW_LATENCY_ABSENT) >> peer & 1) return true;
+        // One that is calls ahead has gone on without this rank, and what it had sent is overwritten.
+        const uint32_t seen = load_packet(header_of(c, block.epoch, c.call.rank, peer)).x;
+        if (late || static_cast<int32_t>(seen - block.epoch) > 0) {
+            mark_absent(c, peer);
+            return true;
+        }
+        return polls % 1024 == 0 && nvlink::host_stops(c.call);
+    }
+    if (nvlink::given_up(c.call) || (polls % 1024 == 0 && nvlink::host_stops(c.call))) return true;
+    if (late) nvlink::give_up(c.call, NVLINK_WAIT_ROW, peer, block.epoch, met);
+    return late;
+}
+
+// Reads a packet once it has the tag. False: it does not come.
+__device__ __forceinline__ bool wait_for_packet(const LowLatencyCall& c, const Block& block, const uint4* at, int64_t peer, uint4& packet) {
+    const uint32_t tag = block.epoch & 0xffff;
+    packet = load_packet(at);
+    for (uint32_t polls = 1; packet.w >> 16 != tag; polls++) {
+        if (polls % 64 == 0 && no_longer_waits(c, block, peer, polls, packet.w >> 16)) return false;
+        packet = load_packet(at);
+    }
+    return true;
+}
+
+// Comes to a call, in every block. The first one tells all peers.
+__device__ __forceinline__ void start(const LowLatencyCall& c, Block& block) {
+    if (threadIdx.x == 0) {
+        const Word* own = control_of(c, c.call.rank);
+        block.epoch = next_epoch(static_cast<uint32_t>(own[LOW_LATENCY_EPOCH]));
+        block.absent = static_cast<uint32_t>(nvlink::load_relaxed(own + LOW_LATENCY_ABSENT));
+        block.start = nvlink::nanoseconds();
+        const Word gave_up = nvlink::load_relaxed(nvlink::words_of(c.call, c.call.rank) + NVLINK_ABORT);
+        block.stopped = gave_up != 0;
+        if (gave_up != 0) nvlink::raise_stopped(c.call, gave_up);
+        nvlink::delay(c.call, blockIdx.x);
+    }
+    __syncthreads();
+    const int64_t peer = threadIdx.x;
+    if (blockIdx.x == 0 && peer < c.call.ranks && peer != c.call.rank && !block.stopped) {
+        store_packet(header_of(c, block.epoch, peer, c.call.rank), {block.epoch, ~block.absent, 0, 0});
+    }
+}
+
+// Clears a part of what this call has not used of its bank: of each rank's area, from packet `used(rank)` on.
+template <class Used>
+__device__ __forceinline__ void sweep(const LowLatencyCall& c, const Block& block, Used&& used) {
+    const int64_t part = (c.area + SWEEPS - 1) / SWEEPS, first = block.epoch / 2 % SWEEPS * part;
+    const int64_t last = first + part < c.area ? first + part : c.area;
+    const int64_t thread = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x, threads = static_cast<int64_t>(gridDim.x) * blockDim.x;
+    for (int64_t from = 0; from < c.call.ranks; from++) {
+        if (from == c.call.rank || is_absent(block, from)) continue;
+        const int64_t unused = used(from) > first ? used(from) : first;
+        for (int64_t i = unused + thread; i < last; i += threads) store_packet(area_of(c, block.epoch, c.call.rank, from) + i, {});
+    }
+}
+
+// Ends a call, in every block: the first waits for all peers' headers, the last counts the call.
+__device__ __forceinline__ void end(const LowLatencyCall& c, Block& block) {
+    const int64_t peer = threadIdx.x;
+    if (blockIdx.x == 0 && peer < c.call.ranks && peer != c.call.rank && !block.stopped && !is_absent(block, peer)) {
+        const uint4* at = header_of(c, block.epoch, c.call.rank, peer);
+        for (uint32_t polls = 1; static_cast<int32_t>(load_packet(at).x - block.epoch) < 0; polls++) {
+            if (polls % 64 == 0 && no_longer_waits(c, block, peer, polls, 0)) break;
+        }
+    }
+    __syncthreads();
+    if (threadIdx.x != 0) return;
+    Word* own = control_of(c, c.call.rank);
+    __threadfence();
+    if (atomicAdd(own + LOW_LATENCY_BLOCKS_ENDED, 1ull) + 1 != gridDim.x) return;
+    own[LOW_LATENCY_BLOCKS_ENDED] = 0;
+    own[LOW_LATENCY_EPOCH] = block.epoch;
+}
+
+// Numbers work of several lists over the grid's warps, one list behind the other.
+struct WarpShare {
+    int warp = static_cast<int>((blockIdx.x * blockDim.x + threadIdx.x) / 32);
+    int warps = static_cast<int>(gridDim.x * blockDim.x / 32);
+    int before = 0;  // entries of earlier lists, modulo `warps`
+
+    // Calls `each` with this warp's entries of a list of so many.
+    template <class Each>
+    __device__ __forceinline__ void of(int entries, Each&& each) {
+        const int first = warp - before < 0 ? warp - before + warps : warp - before;
+        for (int i = first; i < entries; i += warps) each(i);
+        before = (before + entries) % warps;
+    }
+};
+
+// Payload of a packet: bytes [14 j, 14 j + 14) of a row of an even number of bytes; what lies past its end is 0. In words
+// of 4 bytes where rows are aligned to these. The upper half of the last word is free.
+__device__ __forceinline__ uint32_t row_word(const uint8_t* row, int at, int bytes, bool words) {
+    if (at >= bytes) return 0;
+    if (words) return *reinterpret_cast<const uint32_t*>(row + at);
+    const auto* halves = reinterpret_cast<const uint16_t*>(row + at);
+    return halves[0] | (at + 2 < bytes ? static_cast<uint32_t>(halves[1]) << 16 : 0);
+}
+__device__ __forceinline__ uint4 row_payload(const uint8_t* row, int j, int bytes, bool words) {
+    const int at = static_cast<int>(PACKET_PAYLOAD) * j;
+    if (!words || j % 2 == 0) {
+        return {row_word(row, at, bytes, words), row_word(row, at + 4, bytes, words), row_word(row, at + 8, bytes, words), row_word(row, at + 12, bytes, words) & 0xffff};
+    }
+    uint32_t w[4];
+#pragma unroll
+    for (int i = 0; i < 4; i++) w[i] = row_word(row, at - 2 + 4 * i, bytes, true);
+    return {__funnelshift_r(w[0], w[1], 16), __funnelshift_r(w[1], w[2], 16), __funnelshift_r(w[2], w[3], 16), w[3] >> 16};
+}
+
+// Stores payloads of a warp's neighboring packets, the first of them an even one, into a row; lanes past its end take part.
+__device__ __forceinline__ void store_payload(uint8_t* row, int j, int bytes, bool words, uint4 v) {
+    const int at = static_cast<int>(PACKET_PAYLOAD) * j;
+    // The half that an even packet ends with and the one that the next begins with share a word.
+    const uint32_t next = __shfl_down_sync(~0u, v.x, 1);
+    if (words) {
+        uint32_t w[4] = {v.x, v.y, v.z, (v.w & 0xffff) | next << 16};
+        if (j % 2 != 0) w[0] = __funnelshift_r(v.x, v.y, 16), w[1] = __funnelshift_r(v.y, v.z, 16), w[2] = __funnelshift_r(v.z, v.w, 16);
+        const int first = j % 2 == 0 ? at : at + 2;
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            if (first + 4 * i < bytes && (i < 3 || j % 2 == 0)) *reinterpret_cast<uint32_t*>(row + first + 4 * i) = w[i];
+        }
+        return;
+    }
+    const uint32_t w[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+    for (int i = 0; i < 7; i++) {
+        if (at + 2 * i < bytes) *reinterpret_cast<uint16_t*>(row + at + 2 * i) = static_cast<uint16_t>(w[i / 2] >> 16 * (i % 2));
+    }
+}
+
+}  // namespace low_latency

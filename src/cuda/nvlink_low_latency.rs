@@ -1,0 +1,210 @@
+//! Few rows between the GPUs of a host by packets over NVLink (`kernels/sm90_nvlink_low_latency.cu`; the protocol is
+//! described in `common/nvlink_low_latency.cuh`).
+
+use std::time::Duration;
+
+use crate::dtype::DType;
+use crate::error::{Error, Result};
+use crate::plan::ZoneMaps;
+use crate::tensor::{TensorMut, TensorRef};
+
+use super::buffer::DeviceMut;
+use super::device::Cuda;
+use super::launch::Grid;
+use super::nvlink::{PeerCall, absent, part};
+use super::params;
+
+/// Bytes of a rank's control words for these calls.
+pub(crate) const LOW_LATENCY_CONTROL_BYTES: usize = params::LOW_LATENCY_WORDS as usize * 8;
+/// Bytes of a packet.
+pub(crate) const PACKET_BYTES: usize = params::PACKET_BYTES as usize;
+const PAYLOAD: usize = params::PACKET_PAYLOAD as usize;
+const WARP: usize = params::WARP_THREADS as usize;
+const WARPS: usize = params::LOW_LATENCY_THREADS as usize / WARP;
+
+/// Packets that carry so many bytes.
+pub(crate) fn packets(bytes: usize) -> usize {
+    bytes.div_ceil(PAYLOAD)
+}
+
+/// Packets that carry a row of so many elements, whole ones each.
+fn sum_packets(dtype: DType, width: usize) -> usize {
+    width.div_ceil(PAYLOAD / dtype.size())
+}
+
+/// Packets of a sum of so many bytes at most, whatever its type.
+pub(crate) fn most_sum_packets(bytes: usize) -> usize {
+    bytes.div_ceil(PAYLOAD / DType::F32.size() * DType::F32.size())
+}
+
+/// A rank's part in a call of low latency.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct LowLatencyPeers<'a> {
+    /// Its zones are the banks.
+    pub(crate) peers: PeerCall<'a>,
+    /// Where the control words of these calls lie behind the others.
+    pub(crate) control: usize,
+    /// Packets of each rank in a bank.
+    pub(crate) area: usize,
+    /// After how long a call goes on without a rank; `None`: it gives up when its time is over.
+    pub(crate) patience: Option<Duration>,
+}
+
+impl LowLatencyPeers<'_> {
+    fn params(&self, device: &Cuda) -> Result<params::LowLatencyCall> {
+        let nanoseconds = |time: Duration| i64::try_from(time.as_nanos()).unwrap_or(i64::MAX).max(1);
+        Ok(params::LowLatencyCall {
+            call: self.peers.params(device)?,
+            control: self.control as i64,
+            area: self.area as i64,
+            patience: self.patience.map_or(0, nanoseconds),
+        })
+    }
+
+    /// Blocks for so many packets of a rank, all of which run at once.
+    fn grid(&self, device: &Cuda, packets: usize) -> Grid {
+        let blocks_of_sm = params::LOW_LATENCY_BLOCKS as usize;
+        let most = self.peers.blocks(device, usize::MAX) * blocks_of_sm;
+        Grid::new(packets.div_ceil(WARP * WARPS).clamp(1, most), params::LOW_LATENCY_THREADS)
+    }
+
+    /// Refuses rows that do not fit the ranks' areas.
+    fn check_room(&self, packets: usize) -> Result<()> {
+        if packets <= self.area {
+            return Ok(());
+        }
+        Err(Error::invalid(self.peers.call, "packets", format!("at most {} of a rank", self.area), packets))
+    }
+}
+
+/// Tokens to send, and where those that arrive go.
+#[derive(Debug)]
+pub(crate) struct LowLatencyDispatch<'a> {
+    pub(crate) tokens: TensorRef<'a, Cuda>,
+    pub(crate) weights: Option<TensorRef<'a, Cuda>>,
+    pub(crate) scales: Option<TensorRef<'a, Cuda>>,
+    pub(crate) maps: &'a ZoneMaps<Cuda>,
+    /// `[R max_tokens, H]`, and the same of the other two where they are sent.
+    pub(crate) out_rows: TensorMut<'a, Cuda>,
+    pub(crate) out_weights: Option<TensorMut<'a, Cuda>>,
+    pub(crate) out_scales: Option<TensorMut<'a, Cuda>>,
+}
+
+/// Rows of slots to return.
+#[derive(Debug)]
+pub(crate) struct LowLatencyCombine<'a> {
+    /// `[N, H]`.
+    pub(crate) rows: TensorRef<'a, Cuda>,
+    /// `[T, H]`.
+    pub(crate) out: TensorMut<'a, Cuda>,
+    pub(crate) maps: &'a ZoneMaps<Cuda>,
+    pub(crate) top_k: usize,
+}
+
+impl Cuda {
+    /// Sends tokens to the ranks that keep a choice of theirs; ends when all of theirs have come.
+    ///
+    /// # Safety
+    /// `peers` tells of memory that every rank has for this group alone, with two banks of areas for all ranks; all ranks
+    /// make the same calls.
+    pub(crate) unsafe fn low_latency_dispatch(
+        &self,
+        peers: &LowLatencyPeers<'_>,
+        sent: LowLatencyDispatch<'_>,
+    ) -> Result<()> {
+        let call = peers.peers.call;
+        let kernels = &self.kernels().sm90.as_ref().ok_or_else(|| absent(call))?.nvlink;
+        let given = [Some(&sent.tokens), sent.weights.as_ref(), sent.scales.as_ref()];
+        let row: usize = given.into_iter().flatten().map(|t| packets(t.row_bytes())).sum();
+        let (tokens, max_tokens) = (sent.tokens.rows(), sent.maps.zone_rows);
+        peers.check_room(row * max_tokens)?;
+        let mutable = |t: Option<TensorMut<'_, Self>>| t.map_or(0, |t| t.into_data().ptr);
+        let p = params::LowLatencyDispatchParams {
+            call: peers.params(self)?,
+            rows: part(&Some(sent.tokens), 0),
+            weights: part(&sent.weights, 0),
+            scales: part(&sent.scales, 0),
+            out_rows: sent.out_rows.into_data().ptr,
+            out_weights: mutable(sent.out_weights),
+            out_scales: mutable(sent.out_scales),
+            token_rows: sent.maps.token_rows.view().data().ptr,
+            row_tokens: sent.maps.row_tokens.view().data().ptr,
+            arrived: sent.maps.arrived.view().data().ptr,
+            tokens: tokens as i64,
+            max_tokens: max_tokens as i64,
+        };
+        let grid = peers.grid(self, row * tokens.max(max_tokens.min(tokens * peers.peers.words.len())));
+        // SAFETY: the maps have the sizes that `params.h` states; the rest is the caller's promise.
+        unsafe { self.launch(call, &kernels.low_latency_dispatch, grid, &p) }
+    }
+
+    /// Returns rows of slots to their tokens' ranks, and adds those of this rank's tokens.
+    ///
+    /// # Safety
+    /// As [`Cuda::low_latency_dispatch`]; rows are of a type that can be added.
+    pub(crate) unsafe fn low_latency_combine(
+        &self,
+        peers: &LowLatencyPeers<'_>,
+        back: LowLatencyCombine<'_>,
+    ) -> Result<()> {
+        let call = peers.peers.call;
+        let kernels = &self.kernels().sm90.as_ref().ok_or_else(|| absent(call))?.nvlink;
+        let (dtype, tokens) = (back.rows.dtype(), back.out.rows());
+        let width = back.rows.row_bytes() / dtype.size();
+        let row = sum_packets(dtype, width);
+        peers.check_room(row * back.maps.zone_rows)?;
+        let p = params::LowLatencyCombineParams {
+            call: peers.params(self)?,
+            rows: back.rows.data().ptr,
+            out: back.out.into_data().ptr,
+            width: width as i64,
+            slots: back.rows.rows() as i64,
+            token_rows: back.maps.token_rows.view().data().ptr,
+            row_slots: back.maps.row_slots.view().data().ptr,
+            arrived: back.maps.arrived.view().data().ptr,
+            tokens: tokens as i64,
+            max_tokens: back.maps.zone_rows as i64,
+            top_k: back.top_k as i64,
+        };
+        let grid = peers.grid(self, row * tokens);
+        // SAFETY: as in `low_latency_dispatch`.
+        unsafe { self.launch(call, kernels.low_latency_combine.of(dtype), grid, &p) }
+    }
+
+    /// Has the calls of low latency over a rank's control words, which are zeros, be numbered from 2^16 - 2 on where the
+    /// device is one of tests, so that these see tags begin anew. To be called on all ranks or on none.
+    ///
+    /// # Errors
+    /// A driver's error.
+    pub(crate) fn number_low_latency_calls_of_tests(&self, call: &'static str, words: DeviceMut<'_>) -> Result<()> {
+        const LAST: u64 = u16::MAX as u64 - 2;
+        if self.poisons() { self.write_bytes(call, words.ptr, &LAST.to_ne_bytes()) } else { Ok(()) }
+    }
+
+    /// Fills banks of so many packets, which are zeros, with packets that have no tag on a device that poisons its buffers.
+    ///
+    /// # Errors
+    /// A driver's error.
+    pub(crate) fn poison_banks(&self, call: &'static str, banks: DeviceMut<'_>, packets: usize) -> Result<()> {
+        if !self.poisons() {
+            return Ok(());
+        }
+        let mut packet = [0xff; PACKET_BYTES];
+        packet[PAYLOAD..].fill(0);
+        self.write_bytes(call, banks.ptr, &packet.repeat(packets))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn rows_fit_their_packets() {
+        assert_eq!([packets(14336), packets(14), packets(15), packets(0)], [1024, 1, 2, 0]);
+        assert_eq!([sum_packets(DType::BF16, 7168), sum_packets(DType::F32, 7)], [1024, 3]);
+        for (dtype, width) in [(DType::BF16, 7168), (DType::F16, 9), (DType::F32, 7), (DType::F32, 4096)] {
+            assert!(sum_packets(dtype, width) <= most_sum_packets(width * dtype.size()), "{dtype} {width}");
+        }
+    }
+}

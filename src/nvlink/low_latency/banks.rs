@@ -1,0 +1,73 @@
+//! Memory that packets arrive in: two banks, which calls take in turns, with an area for each rank in both.
+
+use std::sync::Arc;
+
+use crate::comm::Tag;
+use crate::cuda::Cuda;
+use crate::cuda::nvlink_low_latency::PACKET_BYTES;
+use crate::ep::dispatcher_state::DispatcherState;
+use crate::error::{Error, Result};
+use crate::nccl::PeerMemory;
+use crate::nvlink::memory::{END, nccl, release_unheld};
+use crate::nvlink::records::Words;
+
+/// The banks, and those that were too small.
+#[derive(Debug, Default)]
+pub(super) struct Banks {
+    memory: Option<PeerMemory>,
+    /// Packets of a rank in a bank.
+    area: usize,
+    /// Graphs may still write there.
+    old: Vec<PeerMemory>,
+}
+
+impl Banks {
+    /// Areas of at least so many packets (collective where they have to be made).
+    pub(super) fn reserve(
+        &mut self,
+        core: &mut DispatcherState<Cuda>,
+        call: &'static str,
+        tag: Tag,
+        area: usize,
+    ) -> Result<()> {
+        if self.memory.is_some() && self.area >= area {
+            return Ok(());
+        }
+        core.device.not_captured(call, "allocate banks of packets")?;
+        let before = std::mem::take(&mut self.old).into_iter().chain(self.memory.take());
+        self.old = release_unheld(core, tag, before.collect())?;
+        let ranks = core.ranks();
+        let bytes = area.checked_mul(2 * ranks * PACKET_BYTES);
+        let bytes = bytes.ok_or_else(|| Error::invalid(call, "packets", "as many as memory has room for", area));
+        let bytes = core.check_or_refuse(tag, bytes)?;
+        let mut memory = nccl(core)?.peer_memory(tag, bytes)?;
+        let device = core.device.clone();
+        let poisoned = memory.part(0, bytes).and_then(|banks| device.poison_banks(call, banks, bytes / PACKET_BYTES));
+        core.check_or_refuse(tag, poisoned)?;
+        // Nobody writes before all have cleared theirs.
+        core.comm.barrier(tag)?;
+        (self.memory, self.area) = (Some(memory), area);
+        Ok(())
+    }
+
+    /// Gives back all that nobody holds (collective), and the control words, of a dispatcher that ends before its
+    /// communicator.
+    ///
+    /// # Errors
+    /// A collective's.
+    pub(super) fn release(self, core: &mut DispatcherState<Cuda>, words: Arc<Words>) -> Result<()> {
+        let words = Arc::into_inner(words).map(Words::into_memory);
+        let all = words.into_iter().chain(self.memory).chain(self.old).collect();
+        release_unheld(core, END, all).map(drop)
+    }
+
+    /// The banks, which a call has reserved.
+    pub(super) fn memory(&self, call: &'static str) -> Result<&PeerMemory> {
+        self.memory.as_ref().ok_or_else(|| Error::invalid(call, "banks", "some", "none"))
+    }
+
+    /// Packets of a rank in a bank.
+    pub(super) fn area(&self) -> usize {
+        self.area
+    }
+}
