@@ -182,6 +182,21 @@ fn measure(rank: &Rank<'_>, comm: Timed, what: (Workload, Dispatcher, &str)) -> 
     })?;
     phases.push(("combine", times, collectives));
     if dispatcher.decodes.is_some() {
+        // As a captured step has them.
+        let group = &mut bench.group;
+        let mut dispatches = cuda.capture(|| {
+            (0..CAPTURED_CALLS).try_for_each(|_| {
+                let inputs = DispatchInputs { tokens: x.view(), weights: Some(weights.view()), scales: None };
+                group.dispatcher().dispatch_rows(&handle, inputs).map(drop)
+            })
+        })?;
+        let mut combines = cuda.capture(|| {
+            (0..CAPTURED_CALLS).try_for_each(|_| group.dispatcher().combine(&handle, slots.view(), out.view_mut()))
+        })?;
+        for (phase, graph) in [("dispatch_captured", &mut dispatches), ("combine_captured", &mut combines)] {
+            let (times, collectives) = bench.time(false, |_| graph.replay().map(drop))?;
+            phases.push((phase, times.iter().map(|ms| ms / CAPTURED_CALLS as f64).collect(), collectives));
+        }
         return Ok(Part { phases, pairs, peak: cuda.memory().peak });
     }
     let (times, collectives) =

@@ -159,6 +159,11 @@ const DISPATCHERS: &[Dispatcher] = &[
     Dispatcher::new("nvlink", "nvlink", DispatcherKind::NvLink),
     Dispatcher { fixed: true, ..Dispatcher::new("nvlink", "nvlink static", DispatcherKind::NvLink) },
     Dispatcher { fixed: true, ..Dispatcher::new("local", "compute alone", DispatcherKind::Local) },
+    Dispatcher {
+        decodes: Some(256),
+        fixed: true,
+        ..Dispatcher::new("nvlink", "nvlink ll", DispatcherKind::NvLinkLowLatency)
+    },
     overlapped("nvlink static serial", Overlap::Off),
     overlapped("nvlink static 16 SMs", Overlap::Sms(16)),
     overlapped("nvlink static 8 SMs", Overlap::Sms(8)),
