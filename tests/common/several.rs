@@ -1,7 +1,9 @@
 //! Suites over several GPUs: each test is there for every number of ranks, and ignored where there are not as many
 //! GPUs.
 
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::process::ExitCode;
+use std::sync::{Arc, Mutex};
 
 use libtest_mimic::{Arguments, Completion, Trial};
 use moebius::cuda::Cuda;
@@ -26,6 +28,33 @@ pub fn numbers(own: u64, count: usize, scale: f64) -> Vec<f64> {
         (state >> 40) as f64 / (1u64 << 24) as f64 - 0.5
     };
     (0..count).map(|_| next() * scale).collect()
+}
+
+/// A case of a shared suite: one that breaks a rule of the suite's dispatcher, as its panic shows it, says so and no more.
+#[allow(dead_code, reason = "for dispatchers that have rules of their own")]
+pub fn unless_against(rules: &'static [&'static str], run: impl Fn(&Cuda) + Send + 'static) -> Body {
+    Box::new(move |cuda| {
+        let said = Arc::new(Mutex::new(String::new()));
+        let (keep, before) = (Arc::clone(&said), std::panic::take_hook());
+        std::panic::set_hook(Box::new(move |info| {
+            if let Ok(mut said) = keep.lock() {
+                said.push_str(&format!("{info}\n"));
+            }
+        }));
+        let result = catch_unwind(AssertUnwindSafe(|| run(cuda)));
+        std::panic::set_hook(before);
+        let said = said.lock().map(|s| s.clone()).unwrap_or_default();
+        match result {
+            Ok(()) => None,
+            Err(panic) => match rules.iter().find(|rule| said.contains(**rule)) {
+                Some(rule) => Some(format!("breaks a rule of the library: {rule}")),
+                None => {
+                    println!("{said}");
+                    resume_unwind(panic)
+                }
+            },
+        }
+    })
 }
 
 /// The GPUs that tests may use, or why there is none.

@@ -35,9 +35,7 @@ mod several;
 mod steps;
 mod windows;
 
-use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::process::ExitCode;
-use std::sync::{Arc, Mutex};
 
 use moebius::config::Payload;
 use moebius::cuda::Cuda;
@@ -86,28 +84,7 @@ type Run = fn(&Cuda, usize);
 
 /// A shared case: one that breaks a rule of the library says so and no more.
 fn shared(run: impl Fn(&Cuda) + Send + 'static) -> Body {
-    Box::new(move |cuda| {
-        let said = Arc::new(Mutex::new(String::new()));
-        let (keep, before) = (Arc::clone(&said), std::panic::take_hook());
-        std::panic::set_hook(Box::new(move |info| {
-            if let Ok(mut said) = keep.lock() {
-                said.push_str(&format!("{info}\n"));
-            }
-        }));
-        let result = catch_unwind(AssertUnwindSafe(|| run(cuda)));
-        std::panic::set_hook(before);
-        let said = said.lock().map(|s| s.clone()).unwrap_or_default();
-        match result {
-            Ok(()) => None,
-            Err(panic) => match RULES.iter().find(|rule| said.contains(**rule)) {
-                Some(rule) => Some(format!("breaks a rule of the library: {rule}")),
-                None => {
-                    println!("{said}");
-                    resume_unwind(panic)
-                }
-            },
-        }
-    })
+    several::unless_against(&RULES, run)
 }
 
 fn over_ranks(ranks: usize) -> Vec<(String, Body)> {

@@ -2,12 +2,12 @@
 
 use std::sync::Arc;
 
-use crate::comm::Tag;
 use crate::cuda::Cuda;
 use crate::cuda::nvlink_low_latency::PACKET_BYTES;
 use crate::ep::dispatcher_state::DispatcherState;
+use crate::ep::row_transport::HandleCall;
 use crate::error::{Error, Result};
-use crate::nccl::PeerMemory;
+use crate::nccl::{PeerMemory, TravelingRow};
 use crate::nvlink::memory::{END, nccl, release_unheld};
 use crate::nvlink::records::Words;
 
@@ -22,28 +22,32 @@ pub(super) struct Banks {
 }
 
 impl Banks {
-    /// Areas of at least so many packets (collective where they have to be made).
+    /// Areas of at least so many packets for such rows (collective where they have to be made).
     pub(super) fn reserve(
         &mut self,
         core: &mut DispatcherState<Cuda>,
-        call: &'static str,
-        tag: Tag,
+        step: &HandleCall<'_, Cuda>,
+        row: TravelingRow,
         area: usize,
     ) -> Result<()> {
+        let (call, tag) = (step.call, DispatcherState::tag(step.handle, step.op));
         if self.memory.is_some() && self.area >= area {
             return Ok(());
         }
         core.device.not_captured(call, "allocate banks of packets")?;
+        // As a rank meets that has room for its own rows: one whose rows are others, or that has refused the call, shows here,
+        // while all ranks have what they had.
+        nccl(core)?.around_kernel(call, tag, row, || Ok(()))?;
         let before = std::mem::take(&mut self.old).into_iter().chain(self.memory.take());
         self.old = release_unheld(core, tag, before.collect())?;
-        let ranks = core.ranks();
-        let bytes = area.checked_mul(2 * ranks * PACKET_BYTES);
+        let bytes = area.checked_mul(2 * core.ranks() * PACKET_BYTES);
         let bytes = bytes.ok_or_else(|| Error::invalid(call, "packets", "as many as memory has room for", area));
         let bytes = core.check_or_refuse(tag, bytes)?;
-        let mut memory = nccl(core)?.peer_memory(tag, bytes)?;
+        let (mut memory, reached) = nccl(core)?.peer_memory_found(tag, bytes)?;
         let device = core.device.clone();
-        let poisoned = memory.part(0, bytes).and_then(|banks| device.poison_banks(call, banks, bytes / PACKET_BYTES));
-        core.check_or_refuse(tag, poisoned)?;
+        let poison = |banks| device.poison_banks(call, banks, bytes / PACKET_BYTES);
+        let ready = reached.and_then(|()| memory.part(0, bytes)).and_then(poison);
+        core.check_or_refuse(tag, ready)?;
         // Nobody writes before all have cleared theirs.
         core.comm.barrier(tag)?;
         (self.memory, self.area) = (Some(memory), area);

@@ -54,11 +54,10 @@ impl NvLinkLowLatency {
     }
 
     /// Room for rows of so many packets there, and of so many back (collective where there is less).
-    fn reserve(&mut self, step: &HandleCall<'_, Cuda>, row_packets: usize) -> Result<()> {
+    fn reserve(&mut self, step: &HandleCall<'_, Cuda>, row: TravelingRow, row_packets: usize) -> Result<()> {
         // For the most rows that a step may have, so that no larger step makes new banks.
         let rows = step.handle.zones(step.call)?.zone_rows.max(self.core.config.max_tokens_per_rank);
-        let tag = DispatcherState::tag(step.handle, step.op);
-        self.banks.reserve(&mut self.core, step.call, tag, rows.saturating_mul(row_packets))
+        self.banks.reserve(&mut self.core, step, row, rows.saturating_mul(row_packets))
     }
 
     /// Passes this rank's part before a call, or tells the others that it failed.
@@ -133,7 +132,7 @@ impl RowTransport<Cuda> for NvLinkLowLatency {
         let row = TravelingRow { dtype: tokens.dtype(), bytes: tokens.row_bytes(), weights, scales };
         // And for the way back, so that it finds memory there.
         let back = most_sum_packets(row.bytes.max(step.handle.spec().returning_bytes()));
-        self.reserve(step, back.max(packets(row.bytes) + packets(weights) + packets(scales)))?;
+        self.reserve(step, row, back.max(packets(row.bytes) + packets(weights) + packets(scales)))?;
         let device = self.core.device.clone();
         let received = arriving.tensors(|_, dtype, dims| Tensor::empty(&device, dtype, dims));
         let mut received = self.ready(step, received)?;
@@ -158,8 +157,8 @@ impl RowTransport<Cuda> for NvLinkLowLatency {
         let rows = rows.borrow();
         let checked = self.core.device.check_nvlink_sums(step.call, rows.dtype());
         self.ready(step, checked)?;
-        self.reserve(step, most_sum_packets(rows.row_bytes()))?;
         let row = TravelingRow { dtype: rows.dtype(), bytes: rows.row_bytes(), weights: 0, scales: 0 };
+        self.reserve(step, row, most_sum_packets(row.bytes))?;
         let top_k = step.handle.spec().top_k;
         let returned = LowLatencyCombine { rows, out: out.reborrow(), maps, top_k };
         // SAFETY: as in `send`; rows of this type can be added.
