@@ -175,3 +175,12 @@ struct LowLatencyCombineParams {
     int64_t max_tokens;
     int64_t top_k;
 };
+
+// The ranks' records, with patience.
+struct LowLatencyExchangeParams {
+    LowLatencyCall call;       // its zones: two banks of packets of records each
+    int64_t layer;             // the prepare's
+    const void* source;
+    int64_t bytes;             // a multiple of 4
+    void* out;                 // [R, bytes]
+};

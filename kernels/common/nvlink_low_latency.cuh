@@ -74,9 +74,11 @@ __device__ __noinline__ bool no_longer_waits(const LowLatencyCall& c, const Bloc
     const bool late = nvlink::nanoseconds() - block.start >= static_cast<Word>(c.patience > 0 ? c.patience : c.call.timeout);
     if (c.patience > 0) {
         if (nvlink::load_relaxed(control_of(c, c.call.rank) + LOW_LATENCY_ABSENT) >> peer & 1) return true;
-        // One that is calls ahead has gone on without this rank, and what it had sent is overwritten.
-        const uint32_t seen = load_packet(header_of(c, block.epoch, c.call.rank, peer)).x;
-        if (late || static_cast<int32_t>(seen - block.epoch) > 0) {
+        // One that is calls ahead has gone on without this rank, and what it had sent is overwritten; one that says so has sent
+        // nothing.
+        const uint4 header = load_packet(header_of(c, block.epoch, c.call.rank, peer));
+        const bool ahead = static_cast<int32_t>(header.x - block.epoch) > 0, alone = header.x == block.epoch && (header.y >> c.call.rank & 1) == 0;
+        if (late || ahead || alone) {
             mark_absent(c, peer);
             return true;
         }

@@ -413,6 +413,30 @@ const _: () = {
     ["Offset of field: LowLatencyCombineParams::top_k"]
         [::core::mem::offset_of!(LowLatencyCombineParams, top_k) - 288usize];
 };
+#[repr(C)]
+#[derive(Debug, Copy, Clone, Default)]
+pub struct LowLatencyExchangeParams {
+    pub call: LowLatencyCall,
+    pub layer: i64,
+    pub source: u64,
+    pub bytes: i64,
+    pub out: u64,
+}
+#[allow(clippy::unnecessary_operation, clippy::identity_op)]
+const _: () = {
+    ["Size of LowLatencyExchangeParams"][::core::mem::size_of::<LowLatencyExchangeParams>() - 248usize];
+    ["Alignment of LowLatencyExchangeParams"][::core::mem::align_of::<LowLatencyExchangeParams>() - 8usize];
+    ["Offset of field: LowLatencyExchangeParams::call"]
+        [::core::mem::offset_of!(LowLatencyExchangeParams, call) - 0usize];
+    ["Offset of field: LowLatencyExchangeParams::layer"]
+        [::core::mem::offset_of!(LowLatencyExchangeParams, layer) - 216usize];
+    ["Offset of field: LowLatencyExchangeParams::source"]
+        [::core::mem::offset_of!(LowLatencyExchangeParams, source) - 224usize];
+    ["Offset of field: LowLatencyExchangeParams::bytes"]
+        [::core::mem::offset_of!(LowLatencyExchangeParams, bytes) - 232usize];
+    ["Offset of field: LowLatencyExchangeParams::out"]
+        [::core::mem::offset_of!(LowLatencyExchangeParams, out) - 240usize];
+};
 pub const TYPE_F32: ElementType = 0;
 pub const TYPE_F16: ElementType = 1;
 pub const TYPE_BF16: ElementType = 2;

@@ -102,6 +102,49 @@ pub(crate) struct LowLatencyCombine<'a> {
 }
 
 impl Cuda {
+    /// Brings a record of each rank to all, into `out`, `[R, bytes]`, and in place of those of ranks that do not come within
+    /// the patience one without tokens.
+    ///
+    /// # Safety
+    /// As [`Cuda::low_latency_dispatch`]; records are as long on all ranks, of a multiple of 4 bytes.
+    pub(crate) unsafe fn low_latency_exchange(
+        &self,
+        peers: &LowLatencyPeers<'_>,
+        layer: u32,
+        own: TensorRef<'_, Self>,
+        out: TensorMut<'_, Self>,
+    ) -> Result<()> {
+        let call = peers.peers.call;
+        let kernels = &self.kernels().sm90.as_ref().ok_or_else(|| absent(call))?.nvlink;
+        let bytes = own.count() * own.dtype().size();
+        Error::check_shape(call, "records", &[peers.peers.words.len(), bytes], out.dims())?;
+        peers.check_room(packets(bytes))?;
+        let p = params::LowLatencyExchangeParams {
+            call: peers.params(self)?,
+            layer: i64::from(layer),
+            source: own.data().ptr,
+            bytes: bytes as i64,
+            out: out.into_data().ptr,
+        };
+        let grid = Grid::new(1, params::NVLINK_THREADS);
+        // SAFETY: the caller's promise.
+        unsafe { self.launch(call, &kernels.low_latency_exchange, grid, &p) }
+    }
+
+    /// Ranks that this rank's calls have begun to go on without since this was last asked, a bit each, from its control
+    /// words. Waits for the device.
+    ///
+    /// # Errors
+    /// A driver's error; a capture.
+    pub(crate) fn take_late_ranks(&self, call: &'static str, control: DeviceMut<'_>) -> Result<u64> {
+        let (at, mut late) = (control.ptr + 8 * params::LOW_LATENCY_LATE as u64, [0; 8]);
+        self.read_bytes(call, at, &mut late)?;
+        if late != [0; 8] {
+            self.write_bytes(call, at, &[0; 8])?;
+        }
+        Ok(u64::from_ne_bytes(late))
+    }
+
     /// Sends tokens to the ranks that keep a choice of theirs; ends when all of theirs have come.
     ///
     /// # Safety

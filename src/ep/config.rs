@@ -2,6 +2,7 @@
 
 use std::fmt;
 use std::str::FromStr;
+use std::time::Duration;
 
 use crate::config::MoeConfig;
 use crate::dtype::DType;
@@ -38,6 +39,11 @@ pub struct GroupConfig {
     pub in_k_order: bool,
     /// NVLink: whether products of a layer run while its rows travel. Results are the same to the bit.
     pub overlap: Overlap,
+    /// NVLink with low latency: how long a step waits for a rank before it goes on without it, and without its experts' share.
+    /// [`TokenDispatcher::check`](super::TokenDispatcher::check) tells of that once, and the rank is taken in again when it
+    /// comes to a later step of the layer. `None`: ranks meet in every call, and one that does not come is an error on all,
+    /// as it is with every other dispatcher.
+    pub patience: Option<Duration>,
     /// [`DispatcherKind::Auto`] times each dispatcher that every rank can have, but low latency, in steps of
     /// this shape, once, as the group is formed, and takes the quickest, the same on all ranks; `None`: it decides from
     /// its table. A dispatcher that is
@@ -251,6 +257,7 @@ impl GroupConfig {
             max_sms: 0,
             in_k_order: false,
             overlap: Overlap::default(),
+            patience: None,
             measure: None,
         }
     }

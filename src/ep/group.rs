@@ -36,6 +36,9 @@ impl GroupConfig {
             return Err(Error::invalid(CALL, source, expected, "local, which is for one rank"));
         }
         self.overlap.check(CALL)?;
+        if self.patience.is_some_and(|time| time.is_zero()) {
+            return Err(Error::invalid(CALL, "patience", "some time, or none", "0 ns"));
+        }
         self.measure.as_ref().map_or(Ok(()), |shape| self.validate_shape(shape))
     }
 
@@ -65,7 +68,7 @@ impl GroupConfig {
         }
     }
 
-    fn fields(&self) -> [ComparedField; 15] {
+    fn fields(&self) -> [ComparedField; 16] {
         let field = |name, value: usize| ComparedField::number(name, value as u64);
         let shape = self.measure;
         let of_shape = |name, value: fn(DispatchShape) -> usize| field(name, shape.map_or(0, value));
@@ -82,6 +85,13 @@ impl GroupConfig {
             field("max_sms", self.max_sms),
             ComparedField { text: |set| (set != 0).to_string(), ..field("in_k_order", usize::from(self.in_k_order)) },
             ComparedField { text: Overlap::name_of, ..field("overlap", self.overlap.number()) },
+            ComparedField {
+                text: |time| if time == 0 { "none".into() } else { format!("{time} ns") },
+                ..field(
+                    "patience",
+                    self.patience.map_or(0, |time| usize::try_from(time.as_nanos()).unwrap_or(usize::MAX)),
+                )
+            },
             ComparedField {
                 text: |asked| if asked == 0 { "none" } else { "a shape" }.into(),
                 ..of_shape("measure", |_| 1)

@@ -52,6 +52,10 @@ pub(crate) trait RowTransport<D: Kernels>: fmt::Debug + Send {
     /// # Errors
     /// A collective's.
     fn into_core(self: Box<Self>) -> Result<DispatcherState<D>>;
+    /// Tells, once, of ranks that calls have gone on without.
+    fn check_late(&mut self) -> Result<()> {
+        Ok(())
+    }
     /// Tokens to the ranks of their experts, in the order that the plan's `row_map` and `weight_map` index.
     fn send(&mut self, step: &HandleCall<'_, D>, inputs: &DispatchInputs<'_, D>) -> Result<ReceivedRows<D>>;
     /// Whether products of some rows may run while they travel; the same on all ranks.
@@ -330,7 +334,7 @@ impl<D: Kernels, C: RowTransport<D>> TokenDispatcher<D> for C {
     }
 
     fn check(&mut self) -> Result<()> {
-        self.core().take_deferred()
+        self.core().take_deferred().and_then(|()| self.check_late())
     }
 
     fn communicator(&mut self) -> &mut dyn Communicator<D> {

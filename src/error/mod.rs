@@ -202,6 +202,17 @@ pub enum Error {
         /// What it did not do.
         problem: &'static str,
     },
+    /// Kernels have gone on without ranks that did not come within the group's patience, and without their experts' share
+    /// (seen by a kernel). The group goes on, and takes them in again when they come.
+    #[error("{call} on rank {rank}: went on without ranks {late:?} and their experts' share (seen by a kernel)")]
+    LateRanks {
+        /// The call that was told.
+        call: &'static str,
+        /// Rank that found it.
+        rank: usize,
+        /// The ranks.
+        late: Vec<usize>,
+    },
     /// A kernel has raised a fault that the host does not know.
     #[error("{call}: a kernel has raised fault {code} (detail {detail}), which is none of this crate's")]
     UnknownFault {

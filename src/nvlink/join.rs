@@ -65,7 +65,7 @@ pub(super) fn join_words<T>(
     };
     nccl(&mut core)?.stop_kernels_by(&host);
     let (ranks, max_tokens) = (core.ranks(), core.config.max_tokens_per_rank);
-    let bytes = Words::bytes(ranks, max_tokens);
+    let bytes = Words::bytes(ranks, max_tokens, core.config.patience.is_some());
     let (words, reached) = nccl(&mut core)?.peer_memory_found(TAG, bytes)?;
     // Behind this collective all words are zeros.
     if let Err(error) = agree_on_found(&mut core, CALL, reached)? {

@@ -6,7 +6,7 @@ use crate::comm::refusal::refuse_on_error;
 use crate::comm::{Communicator, Tag};
 use crate::cuda::Cuda;
 use crate::cuda::nvlink::{MOST_CHOICES, PeerCall, ZONE_UNIT, control_bytes};
-use crate::cuda::nvlink_low_latency::{LOW_LATENCY_CONTROL_BYTES, PACKET_BYTES};
+use crate::cuda::nvlink_low_latency::{LOW_LATENCY_CONTROL_BYTES, PACKET_BYTES, packets};
 use crate::cuda::nvlink_plan::NvLinkPlan;
 use crate::cuda::peers::HostWords;
 use crate::dtype::DType;
@@ -44,6 +44,11 @@ impl Words {
         self.records_at + 2 * self.bank_bytes
     }
 
+    /// Where the packets of records begin, and how many each rank has in a bank.
+    pub(super) fn record_packets(&self) -> (usize, usize) {
+        (self.low_latency_at() + LOW_LATENCY_CONTROL_BYTES, packets(self.record_bytes))
+    }
+
     /// Has calls be numbered from where numbers are about to begin anew, on a device of tests.
     pub(super) fn number_calls_of_tests(&mut self, device: &Cuda, call: &'static str) -> Result<()> {
         let low_latency_at = self.low_latency_at();
@@ -59,10 +64,11 @@ impl Words {
         (control_bytes(ranks, max_tokens).next_multiple_of(ZONE_UNIT), record)
     }
 
-    /// Bytes for so many ranks of so many tokens at most.
-    pub(super) fn bytes(ranks: usize, max_tokens: usize) -> usize {
+    /// Bytes for so many ranks of so many tokens at most; `in_packets`: also for records in packets.
+    pub(super) fn bytes(ranks: usize, max_tokens: usize, in_packets: bool) -> usize {
         let (records_at, record) = Self::sizes(ranks, max_tokens);
-        records_at + 2 * ranks * record + LOW_LATENCY_CONTROL_BYTES
+        let of_packets = if in_packets { packets(record) * PACKET_BYTES } else { 0 };
+        records_at + 2 * ranks * (record + of_packets) + LOW_LATENCY_CONTROL_BYTES
     }
 
     pub(super) fn addresses(&self) -> &[u64] {

@@ -51,12 +51,21 @@ pub struct Steps {
 }
 
 impl Steps {
-    pub fn new(comm: NcclComm, (shape, options): (Shape, DispatchOptions)) -> Result<Self> {
+    pub fn new(comm: NcclComm, what: (Shape, DispatchOptions)) -> Result<Self> {
+        Self::in_group(comm, what, |config| config)
+    }
+
+    /// In a group of another configuration.
+    pub fn in_group(
+        comm: NcclComm,
+        (shape, options): (Shape, DispatchOptions),
+        change: impl FnOnce(GroupConfig) -> GroupConfig,
+    ) -> Result<Self> {
         let Shape { kind, config, tokens, fewer, backward, windows, overlap } = shape;
         let (cuda, rank, ranks) = (comm.cuda().clone(), comm.rank(), comm.size());
         let experts = config.router.num_experts;
         let group = GroupConfig { dispatcher: kind, max_rows: 1 << 16, windows, ..GroupConfig::new(experts, tokens) };
-        let group = GroupConfig { overlap, ..group };
+        let group = change(GroupConfig { overlap, ..group });
         let group = Group::new(cuda.clone(), Box::new(comm), group)?;
         let put = |seed: u64, dims: &[usize], scale: f64| {
             let values = numbers(seed, dims.iter().product(), scale);

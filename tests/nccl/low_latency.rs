@@ -1,6 +1,10 @@
 //! The crate's own dispatcher over NVLink for few tokens: the bits of the other one, whole layers as on CPU ranks, graphs,
-//! and what it refuses.
+//! what it refuses, and steps that go on without a rank.
 
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::{Duration, Instant};
+
+use moebius::comm::Communicator;
 use moebius::config::{MoeConfig, SharedConfig};
 use moebius::cuda::Cuda;
 use moebius::ep::{Capacity, DispatchSpec, DispatcherKind, Group, GroupConfig, Overflow, Reporting};
@@ -21,6 +25,9 @@ pub fn cases() -> Vec<(&'static str, Run)> {
         ("layers_are_the_same_as_on_cpu_ranks", |cuda, ranks| layers(cuda, ranks)),
         ("graphs_replay_the_bits_of_eager_steps", graphs_replay),
         ("what_it_does_not_do_is_refused", refused),
+        ("patience_changes_no_bits", patience_changes_no_bits),
+        ("a_late_rank_is_skipped_and_taken_in_again", |_, ranks| late(ranks, false)),
+        ("a_late_rank_of_replayed_steps_is_skipped_and_taken_in_again", |_, ranks| late(ranks, true)),
     ]
 }
 
@@ -181,5 +188,91 @@ fn refused(cuda: &Cuda, ranks: usize) {
                 other => panic!("{:?}", other.map(|_| "a group")),
             });
         }
+    });
+}
+
+/// How long steps wait for a rank.
+const PATIENCE: Duration = Duration::from_millis(1500);
+
+fn patient(config: GroupConfig) -> GroupConfig {
+    GroupConfig { patience: Some(PATIENCE), ..config }
+}
+
+/// Where all ranks come in time.
+fn patience_changes_no_bits(_: &Cuda, ranks: usize) {
+    let (shape, fixed) = captured(ranks);
+    for options in [fixed, DispatchOptions::default()] {
+        let run = |change: fn(GroupConfig) -> GroupConfig| {
+            each(ranks, |comm, _| {
+                let mut steps = Steps::in_group(comm, (shape.clone(), options), change)?;
+                let all = steps.over(0..6)?;
+                steps.group.dispatcher().check().map(|()| all)
+            })
+        };
+        assert!(run(patient) == run(|config| config), "{options:?}");
+    }
+}
+
+/// The last rank stays away for some steps of a layer: the others go on without its experts' share, waiting once, are told,
+/// and have whole results again when it is back.
+fn late(ranks: usize, replayed: bool) {
+    each(ranks, |comm, barrier| {
+        let (rank, last) = (comm.rank(), ranks - 1);
+        let mut steps = Steps::in_group(comm, captured(ranks), patient)?;
+        let whole = steps.over(1..4)?.swap_remove(0);
+        steps.set_x(1)?;
+        let cuda = steps.cuda.clone();
+        barrier.wait();
+        let mut graph = if replayed { Some(cuda.capture(|| steps.step())?) } else { None };
+        let mut step = |steps: &mut Steps| {
+            match &mut graph {
+                Some(graph) => graph.replay()?,
+                None => steps.step()?,
+            }
+            steps.results()
+        };
+        barrier.wait();
+        for _ in 0..3 {
+            assert!(step(&mut steps)? == whole, "all are there");
+        }
+        steps.group.dispatcher().check()?;
+        barrier.wait();
+        if rank != last {
+            let began = Instant::now();
+            let without = step(&mut steps)?;
+            let took = began.elapsed();
+            assert!(took >= PATIENCE / 2 && took < 4 * PATIENCE, "{took:?}");
+            assert!(without != whole, "the last rank has experts");
+            match steps.group.dispatcher().check() {
+                Err(Error::LateRanks { rank: own, late, .. }) => assert_eq!((own, late), (rank, vec![last])),
+                other => panic!("{other:?}"),
+            }
+            // Now nobody waits.
+            let began = Instant::now();
+            for _ in 0..20 {
+                assert!(step(&mut steps)? == without, "the same share is missing");
+            }
+            assert!(began.elapsed() < PATIENCE, "{:?}", began.elapsed());
+            steps.group.dispatcher().check()?;
+        }
+        barrier.wait();
+        // Until all ranks have had a whole step; nobody knows when that will be.
+        static BACK: AtomicUsize = AtomicUsize::new(0);
+        if rank == 0 {
+            BACK.store(0, Ordering::SeqCst);
+        }
+        barrier.wait();
+        let (began, mut back) = (Instant::now(), false);
+        while BACK.load(Ordering::SeqCst) < ranks {
+            assert!(began.elapsed() < MINUTE, "rank {rank} is not back");
+            if step(&mut steps)? == whole && !back {
+                back = true;
+                BACK.fetch_add(1, Ordering::SeqCst);
+            }
+        }
+        // Before the group that it calls.
+        drop(graph);
+        barrier.wait();
+        Ok(())
     });
 }

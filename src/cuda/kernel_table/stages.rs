@@ -56,7 +56,7 @@ pub(in crate::cuda) struct AllToAllPlanKernels<K> {
 }
 
 /// `sm90_nvlink_plan.cu`, `sm90_nvlink_dispatch.cu`, `sm90_nvlink_groups.cu`, `sm90_nvlink_combine.cu`,
-/// `sm90_nvlink_low_latency.cu`.
+/// `sm90_nvlink_low_latency.cu`, `sm90_nvlink_low_latency_exchange.cu`.
 #[derive(Debug)]
 #[cfg_attr(not(feature = "nccl"), expect(dead_code, reason = "only ranks on several GPUs have peers"))]
 pub(in crate::cuda) struct NvLinkKernels<K> {
@@ -65,6 +65,7 @@ pub(in crate::cuda) struct NvLinkKernels<K> {
     pub(in crate::cuda) dispatch: K,
     pub(in crate::cuda) groups: K,
     pub(in crate::cuda) combine: PerType<K>,
+    pub(in crate::cuda) low_latency_exchange: K,
     pub(in crate::cuda) low_latency_dispatch: K,
     pub(in crate::cuda) low_latency_combine: PerType<K>,
 }
@@ -501,13 +502,24 @@ pub(super) fn sm90<K>(find: &mut dyn FnMut(KernelSpec) -> Result<K>) -> Result<S
         f32: combine.asking("sm90_nvlink_combine_f32", NVLINK_SUM_SMEM)?,
         half: combine.half(["sm90_nvlink_combine_f16", "sm90_nvlink_combine_bf16"], NVLINK_SUM_SMEM)?,
     };
+    let low_latency_exchange =
+        Stage { stage: "sm90_nvlink_low_latency_exchange", find }.one("sm90_nvlink_low_latency_exchange")?;
     let mut low_latency = Stage { stage: "sm90_nvlink_low_latency", find };
     let low_latency_dispatch = low_latency.one("sm90_nvlink_low_latency_dispatch")?;
     let sums = ["sm90_nvlink_low_latency_combine_f16", "sm90_nvlink_low_latency_combine_bf16"];
     let low_latency_combine =
         PerType { f32: low_latency.one("sm90_nvlink_low_latency_combine_f32")?, half: low_latency.half(sums, 0)? };
     Ok(Sm90Kernels {
-        nvlink: NvLinkKernels { exchange, plan, dispatch, groups, combine, low_latency_dispatch, low_latency_combine },
+        nvlink: NvLinkKernels {
+            exchange,
+            plan,
+            dispatch,
+            groups,
+            combine,
+            low_latency_exchange,
+            low_latency_dispatch,
+            low_latency_combine,
+        },
         gemm: products,
         gemm_down_wide,
         gemm_up_dgrad_wide,

@@ -64,6 +64,13 @@ impl PeerMemory {
         Ok(unsafe { DeviceMut::from_raw(self.own.address + offset as u64, bytes) })
     }
 
+    /// Bytes of this rank's memory that kernels alone write, for between them.
+    pub(crate) fn shared_part(&self, offset: usize, bytes: usize) -> Result<DeviceMut<'_>> {
+        crate::comm::Span { offset, bytes }.check(CALL, "part", self.bytes)?;
+        // SAFETY: the memory has those bytes; nobody has a tensor where words lie.
+        Ok(unsafe { DeviceMut::from_raw(self.own.address + offset as u64, bytes) })
+    }
+
     /// What a graph or a tensor holds of it.
     pub(crate) fn hold(&self) -> Arc<dyn Send + Sync> {
         Arc::clone(&self.own) as Arc<dyn Send + Sync>

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use crate::cuda::Cuda;
 use crate::cuda::nvlink::{MOST_CHOICES, PeerCall};
 use crate::cuda::nvlink_low_latency::{
-    LowLatencyCombine, LowLatencyDispatch, LowLatencyPeers, most_sum_packets, packets,
+    LOW_LATENCY_CONTROL_BYTES, LowLatencyCombine, LowLatencyDispatch, LowLatencyPeers, most_sum_packets, packets,
 };
 use crate::cuda::peers::HostWords;
 use crate::ep::dispatcher_state::DispatcherState;
@@ -22,6 +22,7 @@ use crate::nvlink::zones::ReceivedSizes;
 use crate::tensor::{Tensor, TensorRef};
 
 use super::banks::Banks;
+use super::records::PatientRecords;
 
 /// Dispatcher of few tokens between the GPUs of a host, forward only. Rows are brought from packets into plain tensors. A
 /// token's outputs are summed per rank in the tokens' dtype, then over ranks in f32.
@@ -47,7 +48,11 @@ impl NvLinkLowLatency {
             true => Err(Error::invalid("Group::new", "in_k_order", format!("false ({kind} adds per rank)"), "true")),
         };
         Ok(join_words(core, kind, check)?.map(|joined| {
-            let Joined { core, words, host, .. } = joined;
+            let Joined { mut core, words, host, .. } = joined;
+            if let Some(patience) = core.config.patience {
+                let (words, host, device) = (Arc::clone(&words), Arc::clone(&host), core.device.clone());
+                core.records = Some(Box::new(PatientRecords { words, host, device, patience }));
+            }
             let made: Box<dyn TokenDispatcher<Cuda>> = Box::new(Self { core, words, banks: Banks::default(), host });
             made
         }))
@@ -62,7 +67,11 @@ impl NvLinkLowLatency {
 
     /// Passes this rank's part before a call, or tells the others that it failed.
     fn ready<T>(&mut self, step: &HandleCall<'_, Cuda>, own: Result<T>) -> Result<T> {
-        self.core.check_or_refuse(DispatcherState::tag(step.handle, step.op), own)
+        match self.core.config.patience {
+            // They do not wait for this rank.
+            Some(_) => own,
+            None => self.core.check_or_refuse(DispatcherState::tag(step.handle, step.op), own),
+        }
     }
 
     /// A call of all ranks.
@@ -80,7 +89,7 @@ impl NvLinkLowLatency {
             device.hold_in_graph(Arc::new((words.memory().hold(), memory.hold(), Arc::clone(host))));
             device.ask_in_replays(Arc::clone(host) as _);
         }
-        let max_sms = core.config.max_sms;
+        let GroupConfig { max_sms, patience, .. } = core.config;
         let comm = nccl(core)?;
         let peers = PeerCall {
             call: step.call,
@@ -93,9 +102,13 @@ impl NvLinkLowLatency {
             max_sms,
             overlapped: false,
         };
-        let peers = LowLatencyPeers { peers, control: words.low_latency_at(), area: banks.area(), patience: None };
+        let peers = LowLatencyPeers { peers, control: words.low_latency_at(), area: banks.area(), patience };
         let tag = DispatcherState::tag(step.handle, step.op);
-        comm.around_kernel(step.call, tag, row, || calls(&device, &peers))
+        match patience {
+            // No host waits for another.
+            Some(_) => calls(&device, &peers),
+            None => comm.around_kernel(step.call, tag, row, || calls(&device, &peers)),
+        }
     }
 }
 
@@ -115,6 +128,18 @@ impl RowTransport<Cuda> for NvLinkLowLatency {
         core.records = None;
         banks.release(&mut core, words)?;
         Ok(core)
+    }
+
+    fn check_late(&mut self) -> Result<()> {
+        const CALL: &str = "check";
+        let device = &self.core.device;
+        if self.core.config.patience.is_none() || device.is_capturing()? {
+            return Ok(());
+        }
+        let control = self.words.memory().shared_part(self.words.low_latency_at(), LOW_LATENCY_CONTROL_BYTES)?;
+        let late = device.take_late_ranks(CALL, control)?;
+        let late: Vec<usize> = (0..self.core.ranks()).filter(|rank| late >> rank & 1 == 1).collect();
+        if late.is_empty() { Ok(()) } else { Err(Error::LateRanks { call: CALL, rank: self.core.rank(), late }) }
     }
 
     fn send(&mut self, step: &HandleCall<'_, Cuda>, inputs: &DispatchInputs<'_, Cuda>) -> Result<ReceivedRows<Cuda>> {

@@ -2,10 +2,12 @@
 //!
 //! ```text
 //! banks       memory that packets arrive in
+//! records     the ranks' records of a prepare, with patience
 //! dispatcher  the dispatcher's calls over it
 //! ```
 
 mod banks;
 mod dispatcher;
+mod records;
 
 pub(crate) use dispatcher::NvLinkLowLatency;

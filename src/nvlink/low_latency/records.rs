@@ -1,0 +1,71 @@
+//! The ranks' records of a prepare by packets: a rank that does not come within the patience has no tokens.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use crate::comm::{Communicator, Tag};
+use crate::cuda::Cuda;
+use crate::cuda::nvlink::PeerCall;
+use crate::cuda::nvlink_low_latency::LowLatencyPeers;
+use crate::cuda::peers::HostWords;
+use crate::dtype::DType;
+use crate::ep::PlanIds;
+use crate::ep::dispatcher_state::{ExchangedPlan, RecordExchange};
+use crate::error::Result;
+use crate::kernels::Origin;
+use crate::nvlink::records::Words;
+use crate::tensor::{Tensor, TensorRef};
+
+/// Records by packets.
+#[derive(Debug)]
+pub(super) struct PatientRecords {
+    pub(super) words: Arc<Words>,
+    pub(super) host: Arc<HostWords>,
+    pub(super) device: Cuda,
+    pub(super) patience: Duration,
+}
+
+impl RecordExchange<Cuda> for PatientRecords {
+    fn exchange(
+        &mut self,
+        _: &mut dyn Communicator<Cuda>,
+        tag: Tag,
+        rank: usize,
+        own: TensorRef<'_, Cuda>,
+    ) -> Result<Option<Tensor<Cuda>>> {
+        let Self { words, host, device, patience } = self;
+        let addresses = words.addresses();
+        let mut all = Tensor::empty(device, DType::U8, &[addresses.len(), own.count()])?;
+        if device.is_capturing()? {
+            device.hold_in_graph(Arc::new((words.memory().hold(), Arc::clone(host))));
+            device.ask_in_replays(Arc::clone(host) as _);
+        }
+        let (zone, area) = words.record_packets();
+        let peers = PeerCall {
+            call: "prepare",
+            origin: Origin { rank, layer: tag.layer },
+            words: addresses,
+            zones: addresses,
+            zone,
+            timeout: *patience,
+            host,
+            max_sms: 1,
+            overlapped: false,
+        };
+        let peers = LowLatencyPeers { peers, control: words.low_latency_at(), area, patience: Some(*patience) };
+        // SAFETY: all ranks' words have room for two banks of packets of all records behind the control words of low latency,
+        // and all ranks make this call.
+        unsafe { device.low_latency_exchange(&peers, tag.layer, own, all.view_mut()) }?;
+        Ok(Some(all))
+    }
+
+    /// A plan of its own kernels, from records that have come.
+    fn plan(
+        &mut self,
+        _: &mut dyn Communicator<Cuda>,
+        _: Tag,
+        _: PlanIds<'_, Cuda>,
+    ) -> Result<Option<Result<ExchangedPlan<Cuda>>>> {
+        Ok(None)
+    }
+}
