@@ -78,8 +78,8 @@ impl Layer {
         let Some(peer) = ranks.position(|theirs| theirs[..words] != own[..words]) else { return Ok(()) };
         let theirs = &all[peer * own.len()..(peer + 1) * own.len()];
         let text_at = words + counts.len();
-        for (i, (field, count)) in counts.into_iter().enumerate().filter(|(i, (_, count))| theirs[words + i] != *count)
-        {
+        let mut other = counts.into_iter().enumerate().filter(|(i, (_, count))| theirs[words + i] != *count);
+        if let Some((i, (field, count))) = other.next() {
             let [value, peer_value] = [count, theirs[words + i]].map(|count| count.to_string());
             return Err(Error::ConfigMismatch { call, field: field.into(), rank, value, peer, peer_value });
         }

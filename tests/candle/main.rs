@@ -100,8 +100,9 @@ fn main() -> ExitCode {
         }
     }
     #[cfg(feature = "nccl")]
-    let all = [("gpus_training", gpus_training::cases().to_vec()), ("sharded", sharded::gpus_cases().to_vec())];
-    for (file, cases) in all {
+    for (file, cases) in
+        [("gpus_training", gpus_training::cases().to_vec()), ("sharded", sharded::gpus_cases().to_vec())]
+    {
         for ((name, body), ranks) in cases.into_iter().flat_map(|case| [2, 4].map(|ranks| (case, ranks))) {
             trials.add_gpus(format!("{file}::{name}, {ranks} GPUs"), (ranks, found), move || {
                 let _alone = CONTEXT.write().unwrap_or_else(PoisonError::into_inner);

@@ -333,7 +333,8 @@ fn other_choices_of_a_layer_are_named() -> AnyResult<()> {
             Ok(seeded(group, config).expect_err("another configuration"))
         });
         for (rank, error) in results.into_iter().enumerate() {
-            match (error_of(&error?), which) {
+            let error = error?;
+            match (error_of(error.as_ref()), which) {
                 (Some(Error::ConfigMismatch { field, value, .. }), 0) => {
                     assert_eq!((field.as_str(), value.as_str()), ("router.top_k", ["1", "2"][rank]));
                 }
