@@ -10,15 +10,15 @@ use common::stacks::{self, FORMATS};
 use common::support::compare::{difference, values};
 use common::support::folder::{Folder, tokens};
 use half::bf16;
-use moebius::checkpoint::{Checkpoint, Form, LoadOptions};
+use moebius::checkpoint::{Checkpoint, Form, LoadOptions, QuantizedBlock};
 use moebius::config::{Activation, WeightAt};
 use moebius::cpu::Cpu;
 use moebius::ep::GroupConfig;
 use moebius::kernels::*;
-use moebius::layer::{Cotangents, GradientMask, Inputs, Layer, Mode};
+use moebius::layer::{Cotangents, GradientMask, Inputs, Layer, Mode, PerParam};
 use moebius::quant::*;
 use moebius::weights::Weight;
-use moebius::{DType, Tensor};
+use moebius::{DType, MoeConfig, Tensor};
 
 cases!(
     products_are_those_of_the_values,
@@ -27,6 +27,7 @@ cases!(
     quantized_folders_match_their_goldens,
     quantized_weights_have_no_gradient,
     weights_that_do_not_fit_are_errors,
+    a_block_is_what_its_config_says,
 );
 
 /// SplitMix64.
@@ -421,5 +422,31 @@ fn weights_that_do_not_fit_are_errors<D: Target>(device: &D) {
     for (weight, expected) in wrong {
         let found = message(weight);
         assert!(found.starts_with(expected), "{found}");
+    }
+}
+
+/// A block of experts that were quantized elsewhere has what a layer of its config reads, and nothing else.
+fn a_block_is_what_its_config_says<D: Target>(device: &D) {
+    let block = |hidden: usize, others: &[(&str, [usize; 2])]| {
+        let mut random = Random::new(2);
+        let up = random.weight(WeightFormat::Fp8Block, [2, 64, 128], 2).to(device).unwrap();
+        let down = random.weight(WeightFormat::Fp8Block, [2, 128, 32], 1).to(device).unwrap();
+        let given = |name: &str| {
+            let (_, dims) = others.iter().find(|(other, _)| *other == name)?;
+            Some(Tensor::zeros(device, DType::F32, dims).unwrap())
+        };
+        let others = PerParam { router: given("router"), selection_bias: given("bias"), ..PerParam::default() };
+        QuantizedBlock::new(MoeConfig::new(hidden, 32, 2, 1), up, down, others)
+    };
+    let made = block(128, &[("router", [2, 128])]).unwrap();
+    assert_eq!((made.params().unwrap().router.dims(), made.up.dims()), (&[2, 128][..], &[2, 64, 128]));
+    for (hidden, others, expected) in [
+        (128, &[][..], "router.weight: expected a tensor, found nothing"),
+        (128, &[("router", [2, 64])], "expected shape [2, 128], found [2, 64]"),
+        (64, &[("router", [2, 64])], "expected shape [2, 64, 64], found [2, 64, 128]"),
+        (128, &[("router", [2, 128]), ("bias", [2, 1])], "expected nothing, found a tensor"),
+    ] {
+        let text = block(hidden, others).unwrap_err().to_string();
+        assert!(text.starts_with("QuantizedBlock::new: ") && text.contains(expected), "{text}");
     }
 }
