@@ -303,7 +303,7 @@ fn experts_that_give_other_rows_are_typed_errors() {
             let received = good(&moe).unwrap();
             let error = match rank {
                 1 => received.map_experts(|_, rows, _| Ok(made(rows))).expect_err("other rows"),
-                _ => received.combine(received.rows.clone()).err().expect("the other rank's error"),
+                _ => received.combine(received.rows.clone()).expect_err("the other rank's error"),
             };
             match &error {
                 Error::Invalid { name, .. } if rank == 1 => assert!(name.starts_with(expected), "{error}"),
