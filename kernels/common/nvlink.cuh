@@ -73,7 +73,7 @@ __device__ __forceinline__ void raise_peer(const NvLinkCall& c, NvLinkPhase phas
     const long long detail = (static_cast<long long>(phase) << NVLINK_PEER_BITS | peer) << ORIGIN_BITS | c.origin;
     raise_fault(c.fault, FAULT_PEER, detail);
     if (c.stop == nullptr) return;
-    // The second of the host's words, which kernels write. The first fault stays: what follows comes of it.
+    // The second of the host's words, which kernels write: one of the first faults, as what follows comes of these.
     Word* told = const_cast<Word*>(c.stop) + 1;
     if (load_relaxed(told) == 0) store_relaxed(told, fault_word(FAULT_PEER, detail));
 }

@@ -18,6 +18,8 @@
 // the call between, which is sent by a kernel behind the one that read the bank: all its reads have been performed, as it
 // has compared and stored what they returned. Likewise the bank is cleared by the call that has used it.
 //
+// A rank that is absent is not sent rows, and sends none before both have met in a prepare again, which is a later kernel.
+//
 // Patience. With one, a rank whose packets are not there in time is marked as absent: the call goes on without what it
 // lacks, and later calls neither wait for that rank nor send it rows. Without one it is given up as in every other call.
 #pragma once
@@ -126,8 +128,9 @@ __device__ __forceinline__ void sweep(const LowLatencyCall& c, const Block& bloc
     const int64_t last = first + part < c.area ? first + part : c.area;
     const int64_t thread = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x, threads = static_cast<int64_t>(gridDim.x) * blockDim.x;
     for (int64_t from = 0; from < c.call.ranks; from++) {
-        if (from == c.call.rank || is_absent(block, from)) continue;
-        const int64_t unused = used(from) > first ? used(from) : first;
+        if (from == c.call.rank) continue;
+        // What a rank had sent before it was gone on without would be taken for a later call's as well.
+        const int64_t in_use = is_absent(block, from) ? 0 : used(from), unused = in_use > first ? in_use : first;
         for (int64_t i = unused + thread; i < last; i += threads) store_packet(area_of(c, block.epoch, c.call.rank, from) + i, {});
     }
 }

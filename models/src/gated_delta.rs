@@ -15,7 +15,7 @@ use crate::chunk_masks::{ChunkMaskCache, ChunkMasks};
 use crate::decoder::{Mixer, Step};
 use crate::error::Result;
 use crate::norm::{Norm, NormSpec};
-use crate::ops::wide;
+use crate::ops::{silu, wide};
 use crate::params::Loader;
 use crate::static_cache::StaticShape;
 
@@ -153,12 +153,15 @@ impl GatedDelta {
             None => Tensor::zeros((b, held, mixed), qkv.dtype(), qkv.device())?,
         };
         let all = if held == 0 { qkv.clone() } else { Tensor::cat(&[&before, qkv], 1)? };
-        let weight = self.convolution.squeeze(1)?.t()?.contiguous()?;
-        let mut sum = all.narrow(1, 0, s)?.broadcast_mul(&weight.narrow(0, 0, 1)?)?;
+        // Products and sums are rounded once, as a convolution's are.
+        let wide = wide(qkv.dtype());
+        let weight = self.convolution.to_dtype(wide)?.squeeze(1)?.t()?.contiguous()?;
+        let taps = all.to_dtype(wide)?;
+        let mut sum = taps.narrow(1, 0, s)?.broadcast_mul(&weight.narrow(0, 0, 1)?)?;
         for tap in 1..self.sizes.kernel {
-            sum = (sum + all.narrow(1, tap, s)?.broadcast_mul(&weight.narrow(0, tap, 1)?)?)?;
+            sum = (sum + taps.narrow(1, tap, s)?.broadcast_mul(&weight.narrow(0, tap, 1)?)?)?;
         }
-        Ok((sum.silu()?, all.narrow(1, s, held)?.force_contiguous()?))
+        Ok((silu(&sum.to_dtype(qkv.dtype())?)?, all.narrow(1, s, held)?.force_contiguous()?))
     }
 
     /// Heads of queries, keys and values, `[B · value heads, S, D]`, in f32 or wider.

@@ -4,7 +4,7 @@ use candle_core::Tensor;
 use candle_nn::Linear;
 
 use crate::error::Result;
-use crate::ops::linear;
+use crate::ops::{linear, silu};
 use crate::params::Loader;
 
 /// `down(silu(gate x) · up x)`.
@@ -25,6 +25,6 @@ impl Mlp {
     }
 
     pub fn forward(&self, x: &Tensor) -> candle_core::Result<Tensor> {
-        linear(&self.down, &(linear(&self.gate, x)?.silu()? * linear(&self.up, x)?)?)
+        linear(&self.down, &(silu(&linear(&self.gate, x)?)? * linear(&self.up, x)?)?)
     }
 }

@@ -8,7 +8,7 @@ use crate::config::Heads;
 use crate::decoder::{Mixer, Step};
 use crate::error::Result;
 use crate::norm::{Norm, NormSpec, unit_rms};
-use crate::ops::{AttentionOptions, QkNormRope, attention, cache_attention, linear};
+use crate::ops::{AttentionOptions, QkNormRope, attention, cache_attention, linear, sigmoid};
 use crate::params::Loader;
 use crate::static_cache::{CachePositions, StaticShape};
 
@@ -313,7 +313,7 @@ impl Mixer for SelfAttention {
             let y = flat(y)?;
             let y = match &gate {
                 None => y,
-                Some(gate) => (y * candle_nn::ops::sigmoid(gate)?)?,
+                Some(gate) => (y * sigmoid(gate)?)?,
             };
             Ok(linear(&self.output, &y)?)
         };

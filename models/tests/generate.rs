@@ -470,7 +470,11 @@ fn experts_in_a_form_that_is_not_kept_are_dequantized() {
     assert_eq!((found, dequantized), (expected, vec![(1, Form::Fp8Block)]));
     let done = run(dir.path(), &["--prompt-ids", "3,14,15", "--max-tokens", "4"]);
     let report = String::from_utf8(done.stderr.clone()).expect("UTF-8");
-    assert_eq!(report.matches("stored as Fp8Block, which no product reads; de-quantized").count(), 1, "{report}");
+    assert_eq!(
+        report.matches("no product reads the form they are stored in (Fp8Block); de-quantized").count(),
+        1,
+        "{report}"
+    );
     assert_eq!(text(&done).split_whitespace().count(), 4);
 }
 

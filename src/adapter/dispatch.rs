@@ -292,7 +292,7 @@ pub(crate) fn check_expert_output<T: PartialEq + Debug>(
     (rows, dtype): (&[usize], T),
     (made, of): (&[usize], T),
 ) -> Result<()> {
-    const CALL: &str = "DispatchCombine::map_experts";
+    const CALL: &str = "Dispatched::map_experts";
     if made != rows {
         return Err(Error::invalid(CALL, format!("rows of expert {expert}"), format!("{rows:?}"), format!("{made:?}")));
     }

@@ -252,7 +252,7 @@ impl<B: NativeMemory> BucketGradients<B> {
                 true => gradient.clone(),
                 false => B::float_cast(gradient.clone(), cast),
             };
-            let wider = gradient.dtype() != part.param.dtype();
+            let wider = gradient.dtype().size() > part.param.dtype().size();
             Ok(BucketGradient { bytes, gradient: Some(B::contiguous(wide)), wider })
         };
         let gradients = parts.iter().map(of).collect::<Result<Vec<_>>>()?;

@@ -242,7 +242,7 @@ impl Dispatched {
             Tensor::cat(&parts.collect::<Result<Vec<_>>>()?, 0)
         });
         all.inspect_err(|error| {
-            let call = "DispatchCombine::map_experts";
+            let call = "Dispatched::map_experts";
             let told = Error::Framework { call, framework: "candle", message: reason(error) };
             self.node.routing.refuse_combine(told);
         })

@@ -63,8 +63,9 @@ impl<D: StepDevice> AdamW<D> {
     ///
     /// # Errors
     /// [`Error::ConfigMismatch`] for ranks with other [identities](Self::set_identity), before anything is written, and so a
-    /// state that [`load`](Self::load) has left half read; a folder that holds another checkpoint, by its config.json (also one that is a link) or by files of weights without
-    /// one; [`CheckpointError`] where writing fails; all on every rank. A collective's.
+    /// state that [`load`](Self::load) has left half read; a folder that holds another checkpoint, by its config.json (also
+    /// one that is a link) or by files of weights without one; [`CheckpointError`] where writing fails; all on every rank. A
+    /// collective's.
     pub fn save(&mut self, dir: impl AsRef<Path>) -> Result<()> {
         let dir = dir.as_ref();
         self.agree_on_identity()?;
@@ -240,7 +241,7 @@ impl<D: StepDevice> AdamW<D> {
         Ok(())
     }
 
-    /// What this rank has found before anything travels or changes, of which all ranks hear: those that have found nothing
+    /// What this rank has found where nothing is under way, of which all ranks hear: those that have found nothing
     /// get the error of the first that has, as its refusal. Since all of them are here, nobody refuses, and the communicator
     /// survives on every transport.
     fn exchange_check<T>(&mut self, checked: Result<T>) -> Result<T> {

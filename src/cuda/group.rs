@@ -43,10 +43,10 @@ pub(crate) fn dispatcher_not_built(
 }
 
 /// `Auto`'s table, of whole layers' times on H200s (`docs/benchmarks-gpus.md`). With few tokens, whose time is that of
-/// calls, all-gather is the quickest or within 3 % of it, and so it is for a decoder's captured steps. With more, NVLink's kernels are on two ranks that reach each
-/// other's memory, and all-gather where they do not, as most tokens visit both; on more ranks NCCL EP, which sends each row
-/// once to the ranks that it visits. Measured were two and four ranks, 128 and 4096 tokens and more; up
-/// to a host's GPUs and to [`ALL_GATHER_TOKENS`] the table goes on from these, and beyond a host all-gather's rows, which grow
+/// calls, all-gather is the quickest or within 3 % of it, and so it is for a decoder's captured steps. With more, NVLink's
+/// kernels are on two ranks that reach each other's memory, and all-gather where they do not, as most tokens visit both;
+/// on more ranks NCCL EP, which sends each row once to the ranks that it visits. Measured were two and four ranks, 128 and
+/// 4096 tokens and more; up to a host's GPUs and to [`ALL_GATHER_TOKENS`] the table goes on from these, and beyond a host all-gather's rows, which grow
 /// with the ranks, leave all-to-all as what remains. Windows do not make NCCL EP quicker than all-gather where it is not
 /// (two H200s, DeepSeek-V3's layer: within 2 %; qwen3's is 26 % slower there): they are room for where it is taken.
 pub(crate) fn preferred_dispatchers(config: &GroupConfig, ranks: usize) -> &'static [DispatcherKind] {

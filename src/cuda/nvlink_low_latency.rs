@@ -19,6 +19,8 @@ pub(crate) const LOW_LATENCY_CONTROL_BYTES: usize = params::LOW_LATENCY_WORDS as
 /// Bytes of a packet.
 pub(crate) const PACKET_BYTES: usize = params::PACKET_BYTES as usize;
 const PAYLOAD: usize = params::PACKET_PAYLOAD as usize;
+/// Bytes of a record at most: a packet a thread of the exchange, whose lanes then stay together.
+pub(crate) const MOST_RECORD_BYTES: usize = params::NVLINK_THREADS as usize * PAYLOAD;
 const WARP: usize = params::WARP_THREADS as usize;
 const WARPS: usize = params::LOW_LATENCY_THREADS as usize / WARP;
 

@@ -42,7 +42,7 @@ pub struct GroupConfig {
     /// NVLink with low latency: how long a step waits for a rank before it goes on without it, and without its experts' share.
     /// [`TokenDispatcher::check`](super::TokenDispatcher::check) tells of that once, and the rank is taken in again when it
     /// comes to a later step of the layer. `None`: ranks meet in every call, and one that does not come is an error on all,
-    /// as it is with every other dispatcher.
+    /// as it is with every other dispatcher, which refuse a time here.
     pub patience: Option<Duration>,
     /// [`DispatcherKind::Auto`] times each dispatcher that every rank can have, but low latency, in steps of
     /// this shape, once, as the group is formed, and takes the quickest, the same on all ranks; `None`: it decides from

@@ -12,6 +12,7 @@ use crate::comm::{Communicator, Op, Tag};
 use crate::dtype::DType;
 use crate::error::{CommError, Error, Result};
 use crate::kernels::{Kernels, Origin, RouteAndPlan, RoutedPlan};
+use crate::plan::Overflow;
 use crate::plan::routing_record::{self, BadId, RecordSizes, RecordStatus, RoutingRecord};
 use crate::plan::waits;
 use crate::tensor::{Tensor, TensorRef};
@@ -126,9 +127,31 @@ impl<D: Kernels> DispatcherState<D> {
         Err(Error::invalid(call, "handle", "a handle that this group prepared", "one of another group"))
     }
 
-    /// Passes this rank's checks before a collective, or tells the others that they failed.
+    /// Passes this rank's checks before a collective, or tells the others that they failed: not those that go on without
+    /// this rank anyway.
     pub fn check_or_refuse<T>(&mut self, tag: Tag, checked: Result<T>) -> Result<T> {
-        refuse_on_error(&mut *self.comm, tag, checked)
+        match self.config.patience {
+            Some(_) => checked,
+            None => refuse_on_error(&mut *self.comm, tag, checked),
+        }
+    }
+
+    /// With patience, ranks plan from the records that have come to each of them, so that nothing may depend on all ranks'
+    /// tokens.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`]: a spec by which choices may be dropped.
+    pub fn check_patience(&self, call: &'static str, spec: &DispatchSpec) -> Result<()> {
+        let beside = "beside GroupConfig::patience";
+        match (self.config.patience, spec.overflow, spec.expert_capacity) {
+            (Some(_), Overflow::Drop, _) => {
+                Err(Error::invalid(call, "spec.overflow", format!("Overflow::Error {beside}"), "Overflow::Drop"))
+            }
+            (Some(_), _, Some(_)) => {
+                Err(Error::invalid(call, "spec.expert_capacity", format!("none {beside}"), "some"))
+            }
+            _ => Ok(()),
+        }
     }
 
     /// The same of what a rank needs for an exchange or makes of one: the others hear of it where they are next. That a
@@ -334,7 +357,7 @@ impl<D: Kernels> DispatcherState<D> {
     /// Takes part as a failure and returns this rank's error. Hosts that do not read records have to be told otherwise.
     pub(super) fn fail<T>(&mut self, tag: Tag, row_order: RowOrder, spec: &DispatchSpec, error: Error) -> Result<T> {
         if self.plans_on_device(row_order, spec) && !waits(row_order, spec) {
-            return refuse_on_error(&mut *self.comm, tag, Err(error));
+            return self.check_or_refuse(tag, Err(error));
         }
         // The rank returns its own error, whatever becomes of the exchange.
         if self.ranks() > 1 {

@@ -39,6 +39,10 @@ impl GroupConfig {
         if self.patience.is_some_and(|time| time.is_zero()) {
             return Err(Error::invalid(CALL, "patience", "some time, or none", "0 ns"));
         }
+        if self.patience.is_some() && self.dispatcher != DispatcherKind::NvLinkLowLatency {
+            let found = format!("some time, with {}", self.dispatcher);
+            return Err(Error::invalid(CALL, "patience", "none: nvlink_ll alone goes on without a rank", found));
+        }
         self.measure.as_ref().map_or(Ok(()), |shape| self.validate_shape(shape))
     }
 

@@ -284,8 +284,8 @@ pub trait TokenDispatcher<D: Kernels>: fmt::Debug + Send {
     ///
     /// # Errors
     /// Errors that prepare found too late to return: a bad id, a capacity that is too small, specs or dtypes that
-    /// differ between ranks; a fault that a kernel raised; a rank that came too late for NCCL EP's low latency; a
-    /// driver's.
+    /// differ between ranks; a fault that a kernel raised; a rank that came too late for NCCL EP's low latency, or
+    /// ([`Error::LateRanks`]) for [`GroupConfig::patience`]; a driver's.
     fn check(&mut self) -> Result<()>;
     /// Whether it can carry rows of this shape, for what decides between dispatchers. No collective.
     ///

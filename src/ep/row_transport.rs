@@ -187,6 +187,7 @@ impl<D: Kernels, C: RowTransport<D>> TokenDispatcher<D> for C {
         spec: &DispatchSpec,
     ) -> Result<Handle<D>> {
         let accepted = check_steps::<D, C>("prepare", spec.top_k, spec.backward);
+        let accepted = accepted.and_then(|()| self.core().check_patience("prepare", spec));
         self.core().prepare(TransportRules { row_order: C::ROW_ORDER, accepted }, ids, weights, spec)
     }
 

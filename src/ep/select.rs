@@ -10,8 +10,8 @@ use super::dispatcher_state::DispatcherState;
 use super::{AllGather, AllToAll, DispatcherKind, GroupConfig, Local, TokenDispatcher};
 
 /// Names the dispatcher of groups that leave it to `Auto`: `auto`, `local`, `all_to_all`, `all_gather`, `nccl_ep`,
-/// `nccl_ep_ll` (low latency), `nvlink` or `nvlink_ll`; `-` counts as `_`. What cannot be had is an error then, as it is where the
-/// configuration names it. All ranks need the same value.
+/// `nccl_ep_ll` (low latency), `nvlink` or `nvlink_ll`; `-` counts as `_`. What cannot be had is an error then, as it is
+/// where the configuration names it. All ranks need the same value.
 pub const DISPATCHER_VARIABLE: &str = "MOEBIUS_EP";
 
 const CALL: &str = "Group::new";

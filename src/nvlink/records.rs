@@ -21,7 +21,7 @@ use crate::tensor::{Tensor, TensorRef};
 const CALL: &str = "prepare";
 
 /// The group's memory beside its zones: control words, then two banks with room for all ranks' records, then the control
-/// words of low latency.
+/// words of low latency, and with patience two banks of packets of records.
 #[derive(Debug)]
 pub(super) struct Words {
     memory: PeerMemory,

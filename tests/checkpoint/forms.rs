@@ -267,6 +267,11 @@ fn codes(next: &mut impl FnMut() -> u64, count: usize) -> Vec<u8> {
     (0..count).map(|_| next() as u8).map(|b| if b & 127 == 127 { 0 } else { b }).collect()
 }
 
+/// Random scales in E4M3: what a quantizer writes is not negative.
+fn scales(next: &mut impl FnMut() -> u64, count: usize) -> Vec<u8> {
+    codes(next, count).into_iter().map(|b| b & 127).collect()
+}
+
 fn expect(checkpoint: &Checkpoint, name: &str, dims: &[usize], value: impl Fn(usize, usize, usize) -> f32) {
     let tensor = checkpoint.tensor(name, Some(DType::F32)).unwrap();
     assert_eq!(tensor.dims(), dims, "{name}");
@@ -348,7 +353,7 @@ fn per_tensor_fp8_and_compressed_tensors_nvfp4() {
                 let factor = 1.0 + (next() % 1000) as f32 / 777.0;
                 if nvfp4 {
                     let q: Vec<u8> = (0..rows * columns / 2).map(|_| next() as u8).collect();
-                    let s = codes(&mut next, rows * columns / 16);
+                    let s = scales(&mut next, rows * columns / 16);
                     let value = |n: usize| {
                         let code = if n.is_multiple_of(2) { q[n / 2] & 15 } else { q[n / 2] >> 4 };
                         e2m1(code) * (e4m3(s[n / 16]) / factor)
@@ -403,7 +408,7 @@ fn nvfp4_fused_along_in() {
     let mut put = |name: &str, inn: usize, out: usize, factor: f32| {
         let name = format!("{block}.experts.{name}");
         let q: Vec<u8> = (0..e * inn / 2 * out).map(|_| next() as u8).collect();
-        let s = codes(&mut next, e * inn / 16 * out);
+        let s = scales(&mut next, e * inn / 16 * out);
         tensors.insert(name.clone(), Raw::new("u8", &[e, inn / 2, out], q.clone()));
         tensors.insert(format!("{name}_weight_scale"), Raw::new("f8_e4m3", &[e, inn / 16, out], s.clone()));
         tensors.insert(format!("{name}_weight_scale_2"), Raw::f32(&[], [factor]));

@@ -60,8 +60,10 @@ pub fn loading() -> ProgressBar {
 /// Says once, of all layers, that experts are not in the form they are stored in.
 pub fn tell_of_dequantized(layers: &[(usize, Form)]) {
     let Some((_, form)) = layers.first() else { return };
-    let text =
-        format!("experts: stored as {form:?}, which no product reads; de-quantized in {} layers\n", layers.len());
+    let text = format!(
+        "experts: no product reads the form they are stored in ({form:?}); de-quantized in {} layers\n",
+        layers.len()
+    );
     let _ = std::io::stderr().write_all(text.as_bytes());
 }
 

@@ -49,6 +49,17 @@ pub(crate) fn argmax(x: &Tensor) -> Result<Tensor> {
     x.argmax_keepdim(D::Minus1)
 }
 
+/// x · sigmoid(x), rounded once to x's type. candle's own rounds 16-bit values three times, which is enough to send a token
+/// to another expert behind it.
+pub(crate) fn silu(x: &Tensor) -> Result<Tensor> {
+    x.to_dtype(wide(x.dtype()))?.silu()?.to_dtype(x.dtype())
+}
+
+/// sigmoid(x), rounded once to x's type.
+pub(crate) fn sigmoid(x: &Tensor) -> Result<Tensor> {
+    candle_nn::ops::sigmoid(&x.to_dtype(wide(x.dtype()))?)?.to_dtype(x.dtype())
+}
+
 /// f32 for narrower types.
 pub(crate) fn wide(dtype: DType) -> DType {
     if dtype == DType::F64 { dtype } else { DType::F32 }

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use crate::comm::agree::{CollectiveCall, Detail};
 use crate::comm::{Op, Tag};
-use crate::cuda::Cuda;
+use crate::cuda::{Cuda, ReplayGate};
 use crate::dtype::DType;
 use crate::error::{CommError, Result};
 use crate::tensor::Tensor;
@@ -197,6 +197,21 @@ impl NcclComm {
         let done = self.run_watched(subject, |_| Some(calls()));
         self.session.timeout = timeout;
         done
+    }
+
+    /// A kernel of this crate's own between ranks that go on without each other: no host waits for another's, and nobody
+    /// watches it. From the first on, nobody counts this communicator's replays either, which pass it as others do.
+    ///
+    /// # Errors
+    /// The communicator has ended, and nothing was enqueued; those of `calls`.
+    pub(crate) fn beside_others(&mut self, mut calls: impl FnMut() -> Result<()>) -> Result<()> {
+        self.replays.stop_counting();
+        if self.cuda.is_capturing()? {
+            let gate: Weak<Replays> = Arc::downgrade(&self.replays);
+            self.cuda.gate_replays(gate);
+            return calls();
+        }
+        self.replays.pass(&mut calls)
     }
 
     pub(in crate::nccl) fn together<T>(

@@ -2,6 +2,7 @@
 //! among them, each of which is counted and watched as one.
 
 use std::fmt;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -89,6 +90,8 @@ pub(in crate::nccl) struct Replays {
     count: Arc<CallCount>,
     watch: WatchHandle,
     door: ReplayDoor,
+    /// Whether a replay is one of the ranks' common calls.
+    counts: AtomicBool,
 }
 
 impl fmt::Debug for Replays {
@@ -102,7 +105,13 @@ impl Replays {
     pub(in crate::nccl) fn of(session: &Session, cuda: &Cuda) -> Option<Self> {
         let (comm_handle, count) = (Arc::clone(&session.comm_handle), Arc::clone(&session.count));
         let (timeout, watch, door) = (session.timeout, session.watch()?, ReplayDoor::default());
-        Some(Self { cuda: cuda.clone(), comm_handle, timeout, count, watch, door })
+        let counts = AtomicBool::new(true);
+        Some(Self { cuda: cuda.clone(), comm_handle, timeout, count, watch, door, counts })
+    }
+
+    /// From here on a rank may replay more often than another: nobody counts or watches it.
+    pub(in crate::nccl) fn stop_counting(&self) {
+        self.counts.store(false, Ordering::SeqCst);
     }
 
     /// Lets no more replays pass, and waits until those that have are watched; before the session is closed.
@@ -135,6 +144,9 @@ impl ReplayGate for Replays {
     }
 
     fn replayed(&self) -> Result<()> {
+        if !self.counts.load(Ordering::SeqCst) {
+            return Ok(());
+        }
         let Some(work) = work_so_far(&self.cuda)? else { return Ok(()) };
         // The other ranks replay as often, so that a replay has one number on all.
         let number = self.count.call();
@@ -149,7 +161,6 @@ impl ReplayGate for Replays {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use std::sync::atomic::{AtomicBool, Ordering};
     use std::thread;
 
     #[test]

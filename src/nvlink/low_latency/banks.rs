@@ -2,6 +2,8 @@
 
 use std::sync::Arc;
 
+use crate::comm::Tag;
+use crate::comm::refusal::refuse_on_error;
 use crate::cuda::Cuda;
 use crate::cuda::nvlink_low_latency::PACKET_BYTES;
 use crate::ep::dispatcher_state::DispatcherState;
@@ -30,7 +32,8 @@ impl Banks {
         row: TravelingRow,
         area: usize,
     ) -> Result<()> {
-        let (call, tag) = (step.call, DispatcherState::tag(step.handle, step.op));
+        // Ranks that have gone on without each other number their steps differently.
+        let (call, tag) = (step.call, Tag { sequence: 0, ..DispatcherState::tag(step.handle, step.op) });
         if self.memory.is_some() && self.area >= area {
             return Ok(());
         }
@@ -42,12 +45,13 @@ impl Banks {
         self.old = release_unheld(core, tag, before.collect())?;
         let bytes = area.checked_mul(2 * core.ranks() * PACKET_BYTES);
         let bytes = bytes.ok_or_else(|| Error::invalid(call, "packets", "as many as memory has room for", area));
-        let bytes = core.check_or_refuse(tag, bytes)?;
+        // All ranks are here, with patience too.
+        let bytes = refuse_on_error(&mut *core.comm, tag, bytes)?;
         let (mut memory, reached) = nccl(core)?.peer_memory_found(tag, bytes)?;
         let device = core.device.clone();
         let poison = |banks| device.poison_banks(call, banks, bytes / PACKET_BYTES);
         let ready = reached.and_then(|()| memory.part(0, bytes)).and_then(poison);
-        core.check_or_refuse(tag, ready)?;
+        refuse_on_error(&mut *core.comm, tag, ready)?;
         // Nobody writes before all have cleared theirs.
         core.comm.barrier(tag)?;
         (self.memory, self.area) = (Some(memory), area);

@@ -67,11 +67,7 @@ impl NvLinkLowLatency {
 
     /// Passes this rank's part before a call, or tells the others that it failed.
     fn ready<T>(&mut self, step: &HandleCall<'_, Cuda>, own: Result<T>) -> Result<T> {
-        match self.core.config.patience {
-            // They do not wait for this rank.
-            Some(_) => own,
-            None => self.core.check_or_refuse(DispatcherState::tag(step.handle, step.op), own),
-        }
+        self.core.check_or_refuse(DispatcherState::tag(step.handle, step.op), own)
     }
 
     /// A call of all ranks.
@@ -82,6 +78,7 @@ impl NvLinkLowLatency {
         calls: impl FnOnce(&Cuda, &LowLatencyPeers<'_>) -> Result<()>,
     ) -> Result<()> {
         let Self { core, words, banks, host } = self;
+        let mut calls = Some(calls);
         let device = core.device.clone();
         let memory = banks.memory(step.call)?;
         if device.is_capturing()? {
@@ -105,9 +102,10 @@ impl NvLinkLowLatency {
         let peers = LowLatencyPeers { peers, control: words.low_latency_at(), area: banks.area(), patience };
         let tag = DispatcherState::tag(step.handle, step.op);
         match patience {
-            // No host waits for another.
-            Some(_) => calls(&device, &peers),
-            None => comm.around_kernel(step.call, tag, row, || calls(&device, &peers)),
+            Some(_) => comm.beside_others(|| calls.take().map_or(Ok(()), |calls| calls(&device, &peers))),
+            None => {
+                comm.around_kernel(step.call, tag, row, || calls.take().map_or(Ok(()), |calls| calls(&device, &peers)))
+            }
         }
     }
 }

@@ -6,15 +6,17 @@ use std::time::Duration;
 use crate::comm::{Communicator, Tag};
 use crate::cuda::Cuda;
 use crate::cuda::nvlink::PeerCall;
-use crate::cuda::nvlink_low_latency::LowLatencyPeers;
+use crate::cuda::nvlink_low_latency::{LowLatencyPeers, MOST_RECORD_BYTES};
 use crate::cuda::peers::HostWords;
 use crate::dtype::DType;
 use crate::ep::PlanIds;
 use crate::ep::dispatcher_state::{ExchangedPlan, RecordExchange};
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::kernels::Origin;
-use crate::nvlink::records::Words;
+use crate::nvlink::records::{Words, nccl_of};
 use crate::tensor::{Tensor, TensorRef};
+
+const CALL: &str = "prepare";
 
 /// Records by packets.
 #[derive(Debug)]
@@ -28,12 +30,18 @@ pub(super) struct PatientRecords {
 impl RecordExchange<Cuda> for PatientRecords {
     fn exchange(
         &mut self,
-        _: &mut dyn Communicator<Cuda>,
+        comm: &mut dyn Communicator<Cuda>,
         tag: Tag,
         rank: usize,
         own: TensorRef<'_, Cuda>,
     ) -> Result<Option<Tensor<Cuda>>> {
         let Self { words, host, device, patience } = self;
+        let bytes = own.count();
+        if bytes > MOST_RECORD_BYTES || !bytes.is_multiple_of(4) {
+            let expected =
+                format!("a record of words, of at most {MOST_RECORD_BYTES} bytes: fewer tokens a rank, or no patience");
+            return Err(Error::invalid(CALL, "max_tokens_per_rank", expected, format!("{bytes} bytes")));
+        }
         let addresses = words.addresses();
         let mut all = Tensor::empty(device, DType::U8, &[addresses.len(), own.count()])?;
         if device.is_capturing()? {
@@ -42,7 +50,7 @@ impl RecordExchange<Cuda> for PatientRecords {
         }
         let (zone, area) = words.record_packets();
         let peers = PeerCall {
-            call: "prepare",
+            call: CALL,
             origin: Origin { rank, layer: tag.layer },
             words: addresses,
             zones: addresses,
@@ -55,7 +63,9 @@ impl RecordExchange<Cuda> for PatientRecords {
         let peers = LowLatencyPeers { peers, control: words.low_latency_at(), area, patience: Some(*patience) };
         // SAFETY: all ranks' words have room for two banks of packets of all records behind the control words of low latency,
         // and all ranks make this call.
-        unsafe { device.low_latency_exchange(&peers, tag.layer, own, all.view_mut()) }?;
+        nccl_of(CALL, comm)?.beside_others(|| unsafe {
+            device.low_latency_exchange(&peers, tag.layer, own.borrow(), all.view_mut())
+        })?;
         Ok(Some(all))
     }
 
