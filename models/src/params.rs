@@ -8,6 +8,7 @@ use moebius::candle::{DeviceGroup, ExpertParallelMoE, HostExperts, LoadAs, Param
 use moebius::checkpoint::{self, Checkpoint, Form};
 use moebius::cpu::{Cpu, HostBuffer};
 use serde::de::DeserializeOwned;
+use serde_json::Value;
 
 use crate::config::ConfigFile;
 use crate::error::{Error, Result};
@@ -154,11 +155,13 @@ impl<'a> Loader<'a> {
     pub fn config<T: DeserializeOwned>(&self) -> Result<T> {
         let root = self.checkpoint.config();
         let text = root.get("text_config").filter(|text| text.is_object()).unwrap_or(root);
-        serde_path_to_error::deserialize(text).or_else(|e| {
+        T::deserialize(text).or_else(|e| {
             let expected = format!("a configuration of {}", self.checkpoint.family());
-            // Of the whole object where a key is missing.
-            let key = e.path().to_string();
-            let found = if key == "." { e.into_inner().to_string() } else { format!("{} in {key}", e.into_inner()) };
+            let found = e.to_string();
+            let found = match culprit::<T>(text, &found) {
+                Some(key) => format!("{found} in {key}"),
+                None => found,
+            };
             self.file().refuse("(file)", expected, found)
         })
     }
@@ -314,6 +317,17 @@ impl<'a> Loader<'a> {
     pub fn into_vars(self) -> Vec<(String, Var)> {
         self.vars
     }
+}
+
+/// The key that an error is of: without it there is none, or another. Flattened fields keep no path of their own.
+fn culprit<T: DeserializeOwned>(config: &Value, error: &str) -> Option<String> {
+    let object = config.as_object()?;
+    let is_of = |key: &&String| {
+        let mut without = object.clone();
+        without.remove(*key);
+        T::deserialize(Value::Object(without)).err().is_none_or(|other| other.to_string() != error)
+    };
+    object.keys().find(is_of).cloned()
 }
 
 /// Hands a host tensor's memory to candle.
