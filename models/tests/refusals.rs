@@ -85,6 +85,23 @@ fn bad_calls_are_typed_errors() {
     });
 }
 
+/// Each rank looks at all ranks' tensors, and finds what one of them would lack.
+#[test]
+fn a_folder_without_a_tensor_fails_on_every_rank() {
+    for name in ["model.layers.0.mlp.experts.7.down_proj.weight", "model.layers.1.self_attn.q_proj.weight"] {
+        let dir = changed("qwen3_moe", |_| {});
+        let file = dir.path().join("model.safetensors");
+        let mut tensors = candle_core::safetensors::load(&file, &Device::Cpu).expect("weights");
+        tensors.remove(name).expect("a tensor of this name");
+        candle_core::safetensors::save(&tensors, file).expect("weights");
+        let checkpoint = moebius::checkpoint::Checkpoint::open(dir.path()).expect("a folder");
+        on_ranks(2, Golden::named("qwen3_moe").experts, |rank, group| {
+            let error = Model::load_on(&checkpoint, &group, LoadOptions::default()).expect_err("a tensor is missing");
+            assert!(error.to_string().contains(name), "rank {rank}: {error}");
+        });
+    }
+}
+
 /// Integers where the decoder's own weights are to be would be read as numbers of another size.
 #[test]
 fn weights_of_integers_are_refused() {
