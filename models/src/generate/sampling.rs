@@ -465,7 +465,7 @@ mod tests {
     #[test]
     fn parameters_outside_their_range_are_named() {
         let refused = |change: fn(&mut Sampling)| Sampler::new(sampled(change), &[]).expect_err("refused").to_string();
-        assert_eq!(refused(|o| o.temperature = -1.0), "temperature: expected 0, or a number above 0, found -1");
+        assert_eq!(refused(|o| o.temperature = -1.0), "temperature: expected 0, or a finite number above 0, found -1");
         assert!(refused(|o| o.temperature = f32::NAN).contains("found NaN"));
         assert!(refused(|o| o.temperature = f32::INFINITY).contains("temperature"));
         assert_eq!(refused(|o| o.top_p = 1.5), "top_p: expected a number of 0 to 1, found 1.5");
