@@ -353,8 +353,16 @@ fn what_cannot_be_is_one_line_of_error() {
         (2, &["--prompt", "hi"][..], "no tokenizer.json"),
         (2, &["--prompt-ids", ""], "--prompt-ids: expected ids with commas between them, found \"\""),
         (2, &["--prompt-ids", "1,,2"], "--prompt-ids: \"\": cannot parse integer"),
-        (2, &["--prompt-ids", "1", "--temperature", "nan"], "temperature: expected 0, or a number above 0, found NaN"),
-        (2, &["--prompt-ids", "1", "--temperature", "-1"], "temperature: expected 0, or a number above 0, found -1"),
+        (
+            2,
+            &["--prompt-ids", "1", "--temperature", "nan"],
+            "temperature: expected 0, or a finite number above 0, found NaN",
+        ),
+        (
+            2,
+            &["--prompt-ids", "1", "--temperature", "-1"],
+            "temperature: expected 0, or a finite number above 0, found -1",
+        ),
         (2, &["--prompt-ids", "1", "--min-p", "2"], "min_p: expected a number of 0 to 1, found 2"),
         (
             2,
