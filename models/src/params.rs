@@ -158,7 +158,7 @@ impl<'a> Loader<'a> {
         T::deserialize(text).or_else(|e| {
             let expected = format!("a configuration of {}", self.checkpoint.family());
             let found = e.to_string();
-            let found = match culprit::<T>(text, &found) {
+            let found = match key_of_error::<T>(text, &found) {
                 Some(key) => format!("{found} in {key}"),
                 None => found,
             };
@@ -320,7 +320,7 @@ impl<'a> Loader<'a> {
 }
 
 /// The key that an error is of: without it there is none, or another. Flattened fields keep no path of their own.
-fn culprit<T: DeserializeOwned>(config: &Value, error: &str) -> Option<String> {
+fn key_of_error<T: DeserializeOwned>(config: &Value, error: &str) -> Option<String> {
     let object = config.as_object()?;
     let is_of = |key: &&String| {
         let mut without = object.clone();

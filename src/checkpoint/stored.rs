@@ -460,9 +460,9 @@ impl<'a> Stored<'a> {
     }
 
     /// Refuses block scales, from number `first` on, that no quantizer writes: they would make other weights without a word.
-    fn check_scales(&self, first: usize, mut scales: impl Iterator<Item = f32>) -> CheckpointResult<()> {
+    fn check_scales(&self, first: usize, scales: impl Iterator<Item = f32>) -> CheckpointResult<()> {
         let fits = |scale: f32| scale.is_finite() && scale >= 0.0;
-        let Some((i, found)) = scales.by_ref().enumerate().find(|(_, scale)| !fits(*scale)) else { return Ok(()) };
+        let Some((i, found)) = scales.enumerate().find(|(_, scale)| !fits(*scale)) else { return Ok(()) };
         let Some((name, entry)) = &self.scales else { return Ok(()) };
         Err(CheckpointError::Tensor {
             path: self.files.path_of(entry),

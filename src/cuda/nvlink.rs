@@ -208,14 +208,13 @@ impl Cuda {
         type_code(call, "rows", dtype).map(drop)
     }
 
-    /// Has the calls over a rank's control words, which are zeros, be numbered from 2^32 - 2 on where the device is one of
-    /// tests, so that these see the numbers begin anew. To be called on all ranks or on none.
+    /// Has the calls over a rank's control words, which are zeros, be numbered from shortly before the last of their numbers
+    /// on where the device is one of tests, so that these see the numbers begin anew. To be called on all ranks or on none.
     ///
     /// # Errors
     /// A driver's error.
-    pub(crate) fn number_calls_of_tests(&self, call: &'static str, words: DeviceMut<'_>) -> Result<()> {
-        const LAST: u64 = u32::MAX as u64 - 2;
-        if self.poisons() { self.write_bytes(call, words.ptr, &LAST.to_ne_bytes()) } else { Ok(()) }
+    pub(crate) fn number_calls_of_tests(&self, call: &'static str, words: DeviceMut<'_>, last: u64) -> Result<()> {
+        if self.poisons() { self.write_bytes(call, words.ptr, &(last - 2).to_ne_bytes()) } else { Ok(()) }
     }
 
     /// Fills what peers are about to write on a device that poisons its buffers.

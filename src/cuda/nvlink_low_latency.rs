@@ -216,16 +216,6 @@ impl Cuda {
         unsafe { self.launch(call, kernels.low_latency_combine.of(dtype), grid, &p) }
     }
 
-    /// Has the calls of low latency over a rank's control words, which are zeros, be numbered from 2^16 - 2 on where the
-    /// device is one of tests, so that these see tags begin anew. To be called on all ranks or on none.
-    ///
-    /// # Errors
-    /// A driver's error.
-    pub(crate) fn number_low_latency_calls_of_tests(&self, call: &'static str, words: DeviceMut<'_>) -> Result<()> {
-        const LAST: u64 = u16::MAX as u64 - 2;
-        if self.poisons() { self.write_bytes(call, words.ptr, &LAST.to_ne_bytes()) } else { Ok(()) }
-    }
-
     /// Fills banks of so many packets, which are zeros, with packets that have no tag on a device that poisons its buffers.
     ///
     /// # Errors

@@ -127,12 +127,16 @@ impl<D: Kernels> DispatcherState<D> {
         Err(Error::invalid(call, "handle", "a handle that this group prepared", "one of another group"))
     }
 
-    /// Passes this rank's checks before a collective, or tells the others that they failed: not those that go on without
-    /// this rank anyway.
+    /// Passes this rank's checks before a collective, or tells the others that they failed.
     pub fn check_or_refuse<T>(&mut self, tag: Tag, checked: Result<T>) -> Result<T> {
+        refuse_on_error(&mut *self.comm, tag, checked)
+    }
+
+    /// The same in a step, in which ranks with patience go on without this one anyway: they are not told.
+    pub fn check_in_step<T>(&mut self, tag: Tag, checked: Result<T>) -> Result<T> {
         match self.config.patience {
             Some(_) => checked,
-            None => refuse_on_error(&mut *self.comm, tag, checked),
+            None => self.check_or_refuse(tag, checked),
         }
     }
 
@@ -159,7 +163,7 @@ impl<D: Kernels> DispatcherState<D> {
     pub(super) fn refuse_own_error<T>(&mut self, tag: Tag, made: Result<T>) -> Result<T> {
         match made {
             Err(Error::Capacity { .. } | Error::NotCapturable { .. }) => made,
-            other => self.check_or_refuse(tag, other),
+            other => self.check_in_step(tag, other),
         }
     }
 
@@ -195,7 +199,7 @@ impl<D: Kernels> DispatcherState<D> {
         let tag = Tag { layer: spec.layer, op: Op::Prepare, sequence: self.sequence + 1 };
         // Where sizes are refused there is no record of that size either.
         let sizes = self.check_sizes(spec);
-        self.check_or_refuse(tag, sizes)?;
+        self.check_in_step(tag, sizes)?;
         let checked = self.check_spec(spec).and(accepted).and_then(|()| Self::check_weights(ids, weights));
         if let Err(error) = checked {
             return self.fail(tag, row_order, spec, error);
@@ -357,7 +361,7 @@ impl<D: Kernels> DispatcherState<D> {
     /// Takes part as a failure and returns this rank's error. Hosts that do not read records have to be told otherwise.
     pub(super) fn fail<T>(&mut self, tag: Tag, row_order: RowOrder, spec: &DispatchSpec, error: Error) -> Result<T> {
         if self.plans_on_device(row_order, spec) && !waits(row_order, spec) {
-            return self.check_or_refuse(tag, Err(error));
+            return self.check_in_step(tag, Err(error));
         }
         // The rank returns its own error, whatever becomes of the exchange.
         if self.ranks() > 1 {

@@ -121,7 +121,7 @@ fn checked<D: Kernels, C: RowTransport<D>>(
 ) -> Result<()> {
     let core = row_transport.core();
     let all = core.check_handle(step.call, step.handle).and(arguments);
-    core.check_or_refuse(DispatcherState::tag(step.handle, step.op), all)
+    core.check_in_step(DispatcherState::tag(step.handle, step.op), all)
 }
 
 fn send_rows<D: Kernels, C: RowTransport<D>>(

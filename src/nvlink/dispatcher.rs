@@ -19,6 +19,7 @@ use crate::nccl::TravelingRow;
 use crate::tensor::{Tensor, TensorMut, TensorRef};
 
 use super::memory::{GroupMemory, nccl};
+use super::records::hold_in_graph;
 use super::zones::{ReceivedSizes, ZonePlace, Zones};
 
 const CALL: &str = "dispatch_rows_with_product";
@@ -68,13 +69,10 @@ impl NvLink {
     }
 
     /// Has the graph under way hold what its replays write to.
-    fn hold_in_graph(&mut self, place: &ZonePlace) -> Result<()> {
+    fn hold_in_graph(&self, place: &ZonePlace) -> Result<()> {
         let GroupMemory { words, zones, host, .. } = &self.memory;
-        let zones = zones.as_ref().map(|zones| zones.memory().hold());
-        let held = (words.memory().hold(), zones, Arc::clone(host), place.graph_lease());
-        self.core.device.hold_in_graph(Arc::new(held));
-        self.core.device.ask_in_replays(Arc::clone(host) as _);
-        Ok(())
+        let zones = || zones.as_ref().map(|zones| zones.memory().hold());
+        hold_in_graph(&self.core.device, host, || (words.memory().hold(), zones(), place.graph_lease()))
     }
 
     /// A call of all ranks.
@@ -109,9 +107,7 @@ impl NvLink {
             false => Some(arriving.tensors(|_, dtype, dims| Tensor::empty(&device, dtype, dims))?),
         };
         device.poison_zone(step.call, zones.part(&place, arriving.layout().bytes)?)?;
-        if capturing {
-            self.hold_in_graph(&place)?;
-        }
+        self.hold_in_graph(&place)?;
         Ok(Arrival { place, arrived, copies })
     }
 
@@ -157,13 +153,10 @@ impl NvLink {
     fn returning_zone(&mut self, step: &HandleCall<'_, Cuda>, dtype: DType, layout: ZoneLayout) -> Result<usize> {
         let device = self.core.device.clone();
         device.check_nvlink_sums(step.call, dtype)?;
-        let capturing = device.is_capturing()?;
         let zones = self.reserved(step.call)?;
         let place = zones.passing();
         device.poison_zone(step.call, zones.part(&place, layout.bytes)?)?;
-        if capturing {
-            self.hold_in_graph(&place)?;
-        }
+        self.hold_in_graph(&place)?;
         Ok(place.offset)
     }
 }

@@ -1,6 +1,7 @@
 //! The ranks' records of a prepare, stored into each other's memory.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use crate::comm::refusal::refuse_on_error;
 use crate::comm::{Communicator, Tag};
@@ -18,7 +19,7 @@ use crate::nccl::{NcclComm, PeerMemory, TravelingRow};
 use crate::plan::routing_record::RecordSizes;
 use crate::tensor::{Tensor, TensorRef};
 
-const CALL: &str = "prepare";
+pub(super) const CALL: &str = "prepare";
 
 /// The group's memory beside its zones: control words, then two banks with room for all ranks' records, then the control
 /// words of low latency, and with patience two banks of packets of records.
@@ -52,8 +53,8 @@ impl Words {
     /// Has calls be numbered from where numbers are about to begin anew, on a device of tests.
     pub(super) fn number_calls_of_tests(&mut self, device: &Cuda, call: &'static str) -> Result<()> {
         let low_latency_at = self.low_latency_at();
-        device.number_calls_of_tests(call, self.memory.part(0, 8)?)?;
-        device.number_low_latency_calls_of_tests(call, self.memory.part(low_latency_at, 8)?)
+        device.number_calls_of_tests(call, self.memory.part(0, 8)?, u32::MAX.into())?;
+        device.number_calls_of_tests(call, self.memory.part(low_latency_at, 8)?, u16::MAX.into())
     }
 
     /// Where records begin, and bytes of one.
@@ -82,11 +83,30 @@ impl Words {
     pub(super) fn into_memory(self) -> PeerMemory {
         self.memory
     }
+
+    /// A rank's part in an exchange of records, by one block, into the banks of records.
+    pub(super) fn record_call<'a>(&'a self, origin: Origin, host: &'a HostWords, timeout: Duration) -> PeerCall<'a> {
+        let (words, zone) = (self.addresses(), self.records_at);
+        PeerCall { call: CALL, origin, words, zones: words, zone, timeout, host, max_sms: 1, overlapped: false }
+    }
 }
 
 /// A communicator as NCCL's.
 pub(super) fn nccl_of<'a>(call: &'static str, comm: &'a mut dyn Communicator<Cuda>) -> Result<&'a mut NcclComm> {
     comm.native().ok_or_else(|| Error::invalid(call, "communicator", "NCCL's", "another"))
+}
+
+/// Has a graph under way, if there is one, hold what its replays write to, and ask whether their kernels have given up.
+pub(super) fn hold_in_graph<T: Send + Sync + 'static>(
+    device: &Cuda,
+    host: &Arc<HostWords>,
+    written: impl FnOnce() -> T,
+) -> Result<()> {
+    if device.is_capturing()? {
+        device.hold_in_graph(Arc::new((written(), Arc::clone(host))));
+        device.ask_in_replays(Arc::clone(host) as _);
+    }
+    Ok(())
 }
 
 /// Records by stores.
@@ -115,22 +135,9 @@ impl StoredRecords {
     ) -> Result<()> {
         let comm = nccl_of(CALL, comm)?;
         let (device, words) = (&self.device, &self.words);
-        if device.is_capturing()? {
-            let held = (words.memory().hold(), Arc::clone(&self.host));
-            device.hold_in_graph(Arc::new(held));
-            device.ask_in_replays(Arc::clone(&self.host) as _);
-        }
-        let peers = PeerCall {
-            call: CALL,
-            origin: Origin { rank, layer: tag.layer },
-            words: words.addresses(),
-            zones: words.addresses(),
-            zone: words.records_at,
-            timeout: comm.timeout(),
-            host: &self.host,
-            max_sms: self.max_sms,
-            overlapped: false,
-        };
+        hold_in_graph(device, &self.host, || words.memory().hold())?;
+        let origin = Origin { rank, layer: tag.layer };
+        let peers = PeerCall { max_sms: self.max_sms, ..words.record_call(origin, &self.host, comm.timeout()) };
         let row = TravelingRow { dtype: DType::U8, bytes, weights: 0, scales: 0 };
         comm.around_kernel(CALL, tag, row, || calls(device, &peers, words.bank_bytes))
     }

@@ -204,14 +204,15 @@ impl NcclComm {
     ///
     /// # Errors
     /// The communicator has ended, and nothing was enqueued; those of `calls`.
-    pub(crate) fn beside_others(&mut self, mut calls: impl FnMut() -> Result<()>) -> Result<()> {
+    pub(crate) fn around_uncounted_kernel(&mut self, calls: impl FnOnce() -> Result<()>) -> Result<()> {
         self.replays.stop_counting();
         if self.cuda.is_capturing()? {
             let gate: Weak<Replays> = Arc::downgrade(&self.replays);
             self.cuda.gate_replays(gate);
             return calls();
         }
-        self.replays.pass(&mut calls)
+        let mut calls = Some(calls);
+        self.replays.pass(&mut || calls.take().map_or(Ok(()), |calls| calls()))
     }
 
     pub(in crate::nccl) fn together<T>(

@@ -3,7 +3,6 @@
 use std::sync::Arc;
 
 use crate::comm::Tag;
-use crate::comm::refusal::refuse_on_error;
 use crate::cuda::Cuda;
 use crate::cuda::nvlink_low_latency::PACKET_BYTES;
 use crate::ep::dispatcher_state::DispatcherState;
@@ -45,13 +44,12 @@ impl Banks {
         self.old = release_unheld(core, tag, before.collect())?;
         let bytes = area.checked_mul(2 * core.ranks() * PACKET_BYTES);
         let bytes = bytes.ok_or_else(|| Error::invalid(call, "packets", "as many as memory has room for", area));
-        // All ranks are here, with patience too.
-        let bytes = refuse_on_error(&mut *core.comm, tag, bytes)?;
+        let bytes = core.check_or_refuse(tag, bytes)?;
         let (mut memory, reached) = nccl(core)?.peer_memory_found(tag, bytes)?;
         let device = core.device.clone();
         let poison = |banks| device.poison_banks(call, banks, bytes / PACKET_BYTES);
         let ready = reached.and_then(|()| memory.part(0, bytes)).and_then(poison);
-        refuse_on_error(&mut *core.comm, tag, ready)?;
+        core.check_or_refuse(tag, ready)?;
         // Nobody writes before all have cleared theirs.
         core.comm.barrier(tag)?;
         (self.memory, self.area) = (Some(memory), area);

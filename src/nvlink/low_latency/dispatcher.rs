@@ -17,12 +17,12 @@ use crate::error::{Error, Result};
 use crate::nccl::TravelingRow;
 use crate::nvlink::join::{Joined, join_words};
 use crate::nvlink::memory::nccl;
-use crate::nvlink::records::Words;
+use crate::nvlink::records::{Words, hold_in_graph};
 use crate::nvlink::zones::ReceivedSizes;
 use crate::tensor::{Tensor, TensorRef};
 
 use super::banks::Banks;
-use super::records::PatientRecords;
+use super::records::PacketRecords;
 
 /// Dispatcher of few tokens between the GPUs of a host, forward only. Rows are brought from packets into plain tensors. A
 /// token's outputs are summed per rank in the tokens' dtype, then over ranks in f32.
@@ -51,7 +51,7 @@ impl NvLinkLowLatency {
             let Joined { mut core, words, host, .. } = joined;
             if let Some(patience) = core.config.patience {
                 let (words, host, device) = (Arc::clone(&words), Arc::clone(&host), core.device.clone());
-                core.records = Some(Box::new(PatientRecords { words, host, device, patience }));
+                core.records = Some(Box::new(PacketRecords { words, host, device, patience }));
             }
             let made: Box<dyn TokenDispatcher<Cuda>> = Box::new(Self { core, words, banks: Banks::default(), host });
             made
@@ -67,7 +67,7 @@ impl NvLinkLowLatency {
 
     /// Passes this rank's part before a call, or tells the others that it failed.
     fn ready<T>(&mut self, step: &HandleCall<'_, Cuda>, own: Result<T>) -> Result<T> {
-        self.core.check_or_refuse(DispatcherState::tag(step.handle, step.op), own)
+        self.core.check_in_step(DispatcherState::tag(step.handle, step.op), own)
     }
 
     /// A call of all ranks.
@@ -78,14 +78,9 @@ impl NvLinkLowLatency {
         calls: impl FnOnce(&Cuda, &LowLatencyPeers<'_>) -> Result<()>,
     ) -> Result<()> {
         let Self { core, words, banks, host } = self;
-        let mut calls = Some(calls);
         let device = core.device.clone();
         let memory = banks.memory(step.call)?;
-        if device.is_capturing()? {
-            // The graph holds what its replays write to.
-            device.hold_in_graph(Arc::new((words.memory().hold(), memory.hold(), Arc::clone(host))));
-            device.ask_in_replays(Arc::clone(host) as _);
-        }
+        hold_in_graph(&device, host, || (words.memory().hold(), memory.hold()))?;
         let GroupConfig { max_sms, patience, .. } = core.config;
         let comm = nccl(core)?;
         let peers = PeerCall {
@@ -102,10 +97,8 @@ impl NvLinkLowLatency {
         let peers = LowLatencyPeers { peers, control: words.low_latency_at(), area: banks.area(), patience };
         let tag = DispatcherState::tag(step.handle, step.op);
         match patience {
-            Some(_) => comm.beside_others(|| calls.take().map_or(Ok(()), |calls| calls(&device, &peers))),
-            None => {
-                comm.around_kernel(step.call, tag, row, || calls.take().map_or(Ok(()), |calls| calls(&device, &peers)))
-            }
+            Some(_) => comm.around_uncounted_kernel(|| calls(&device, &peers)),
+            None => comm.around_kernel(step.call, tag, row, || calls(&device, &peers)),
         }
     }
 }

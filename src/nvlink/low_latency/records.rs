@@ -13,21 +13,19 @@ use crate::ep::PlanIds;
 use crate::ep::dispatcher_state::{ExchangedPlan, RecordExchange};
 use crate::error::{Error, Result};
 use crate::kernels::Origin;
-use crate::nvlink::records::{Words, nccl_of};
+use crate::nvlink::records::{CALL, Words, hold_in_graph, nccl_of};
 use crate::tensor::{Tensor, TensorRef};
-
-const CALL: &str = "prepare";
 
 /// Records by packets.
 #[derive(Debug)]
-pub(super) struct PatientRecords {
+pub(super) struct PacketRecords {
     pub(super) words: Arc<Words>,
     pub(super) host: Arc<HostWords>,
     pub(super) device: Cuda,
     pub(super) patience: Duration,
 }
 
-impl RecordExchange<Cuda> for PatientRecords {
+impl RecordExchange<Cuda> for PacketRecords {
     fn exchange(
         &mut self,
         comm: &mut dyn Communicator<Cuda>,
@@ -42,28 +40,14 @@ impl RecordExchange<Cuda> for PatientRecords {
                 format!("a record of words, of at most {MOST_RECORD_BYTES} bytes: fewer tokens a rank, or no patience");
             return Err(Error::invalid(CALL, "max_tokens_per_rank", expected, format!("{bytes} bytes")));
         }
-        let addresses = words.addresses();
-        let mut all = Tensor::empty(device, DType::U8, &[addresses.len(), own.count()])?;
-        if device.is_capturing()? {
-            device.hold_in_graph(Arc::new((words.memory().hold(), Arc::clone(host))));
-            device.ask_in_replays(Arc::clone(host) as _);
-        }
+        let mut all = Tensor::empty(device, DType::U8, &[words.addresses().len(), bytes])?;
+        hold_in_graph(device, host, || words.memory().hold())?;
         let (zone, area) = words.record_packets();
-        let peers = PeerCall {
-            call: CALL,
-            origin: Origin { rank, layer: tag.layer },
-            words: addresses,
-            zones: addresses,
-            zone,
-            timeout: *patience,
-            host,
-            max_sms: 1,
-            overlapped: false,
-        };
+        let peers = PeerCall { zone, ..words.record_call(Origin { rank, layer: tag.layer }, host, *patience) };
         let peers = LowLatencyPeers { peers, control: words.low_latency_at(), area, patience: Some(*patience) };
         // SAFETY: all ranks' words have room for two banks of packets of all records behind the control words of low latency,
         // and all ranks make this call.
-        nccl_of(CALL, comm)?.beside_others(|| unsafe {
+        nccl_of(CALL, comm)?.around_uncounted_kernel(|| unsafe {
             device.low_latency_exchange(&peers, tag.layer, own.borrow(), all.view_mut())
         })?;
         Ok(Some(all))
