@@ -120,15 +120,57 @@ struct QkNormRopeParams {
 // Threads of a block that has a row.
 constexpr int32_t ROW_THREADS = 512;
 
-// A sum with its root mean square norm.
-struct AddRmsNormParams {
-    const void* x;             // [rows, size], size a multiple of 8
-    const void* y;
-    const void* weight;        // [size]
-    void* out;                 // [2, rows, size]: x + y, and its norm
+// A norm of rows: x - mean, if centered, over the root of its mean square and eps, times weight + weight_offset, + bias.
+struct NormParams {
+    const void* x;             // [rows, size]
+    const void* y;             // added to x before; null: nothing is
+    const void* weight;        // [size]; null: 1, whatever the offset
+    const void* bias;          // [size]; null: none
+    void* sums;                // x + y; unused without y
+    void* out;
     int32_t rows;
     int32_t size;
+    int32_t centered;          // 1: rows are less their means; 0: they are not
+    float weight_offset;
     float eps;
+};
+
+// Threads of a block that adds up columns.
+constexpr int32_t NORM_COLUMN_THREADS = 256;
+
+// Gradients of a norm of rows: of x by one kernel, which writes statistics, of weight and bias by another, which reads
+// them.
+struct NormBackwardParams {
+    const void* x;             // as NormParams has them
+    const void* weight;
+    const void* d_out;         // [rows, size]
+    void* d_x;                 // null: not asked for
+    float2* stats;             // of each row, its mean (0 if not centered) and 1 over the root; null: not asked for
+    float* d_weight;           // [blocks of rows, size], sums over the rows of each; null: not asked for
+    float* d_bias;             // the same
+    int32_t rows;
+    int32_t size;
+    int32_t centered;
+    float weight_offset;
+    float eps;
+    int32_t rows_of_block;     // of the kernel of sums
+};
+
+// Softmax of rows.
+struct SoftmaxParams {
+    const void* x;             // [rows, size]
+    void* out;
+    int32_t rows;
+    int32_t size;
+};
+
+// Its gradient.
+struct SoftmaxBackwardParams {
+    const void* y;             // [rows, size], the result
+    const void* d_out;
+    void* d_x;
+    int32_t rows;
+    int32_t size;
 };
 
 // The first of each row's largest entries.

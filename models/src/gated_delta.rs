@@ -7,14 +7,14 @@
 //!
 //! Tokens are handled in chunks: within one, all δ follow from one triangular system.
 
-use candle_core::{D, Module, Result as CandleResult, Tensor};
+use candle_core::{Module, Result as CandleResult, Tensor};
 use candle_nn::Linear;
 
 use crate::cache::LayerCache;
 use crate::chunk_masks::{ChunkMaskCache, ChunkMasks};
 use crate::decoder::{Mixer, Step};
 use crate::error::Result;
-use crate::norm::{Norm, NormSpec};
+use crate::norm::{Norm, NormSpec, unit_rms};
 use crate::ops::{silu, wide};
 use crate::params::Loader;
 use crate::static_cache::StaticShape;
@@ -171,8 +171,9 @@ impl GatedDelta {
         let mixed = mixed.to_dtype(wide(mixed.dtype()))?;
         let unit = |from: usize| -> CandleResult<Tensor> {
             let t = mixed.narrow(2, from, self.sizes.keys())?.contiguous()?.reshape((b, s, key_heads, key_dim))?;
-            let norm = (t.sqr()?.sum_keepdim(D::Minus1)? + UNIT_EPS)?.sqrt()?;
-            let t = t.broadcast_div(&norm)?.transpose(1, 2)?.unsqueeze(2)?;
+            // x / √(Σ x² + ε), as a root mean square norm: its mean and its ε are those of D entries.
+            let t = (unit_rms(&t, UNIT_EPS / key_dim as f64)? * (key_dim as f64).powf(-0.5))?;
+            let t = t.transpose(1, 2)?.unsqueeze(2)?;
             // Value heads are groups of neighbors over a key head.
             let t = t.broadcast_as((b, key_heads, value_heads / key_heads, s, key_dim))?.contiguous()?;
             t.reshape((b * value_heads, s, key_dim))

@@ -10,6 +10,7 @@
 struct Readme;
 
 pub mod generate;
+pub mod ops;
 
 mod cache;
 mod chunk_masks;
@@ -23,7 +24,6 @@ mod loss;
 mod mlp;
 mod model;
 mod norm;
-mod ops;
 mod params;
 mod random;
 mod rotary;

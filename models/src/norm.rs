@@ -1,9 +1,9 @@
 //! Norms over the last dimension. Tokens are rows, `[T, H]`.
 
-use candle_core::{D, Result as CandleResult, Tensor};
+use candle_core::{Result as CandleResult, Tensor};
 
 use crate::error::Result;
-use crate::ops::{add_rms_norm, rms_norm, wide};
+use crate::ops::{NormOptions, NormWeights, add_norm, norm};
 use crate::params::Loader;
 
 /// Which norm a family has.
@@ -33,10 +33,9 @@ impl NormSpec {
 /// A norm.
 #[derive(Debug)]
 pub(crate) struct Norm {
-    kind: NormKind,
+    options: NormOptions,
     weight: Tensor,
     bias: Option<Tensor>,
-    eps: f64,
 }
 
 impl Norm {
@@ -47,19 +46,23 @@ impl Norm {
             NormKind::Layer { bias: true } => Some(p.get(&format!("{name}.bias"), &[size])?),
             _ => None,
         };
-        Ok(Self { kind, weight, bias, eps })
+        let options = match kind {
+            NormKind::Rms => NormOptions::rms(eps),
+            NormKind::RmsPlusOne => NormOptions { weight_offset: 1.0, ..NormOptions::rms(eps) },
+            NormKind::Layer { .. } => NormOptions { centered: true, ..NormOptions::rms(eps) },
+        };
+        Ok(Self { options, weight, bias })
     }
 
     /// Weight and ε of a plain root mean square norm.
     pub fn rms(&self) -> Option<(&Tensor, f64)> {
-        (self.kind == NormKind::Rms).then_some((&self.weight, self.eps))
+        self.options.is_plain_rms().then_some((&self.weight, self.options.eps))
     }
 
     /// `x + y` and its norm, `[T, size]` each.
     pub fn of_sum(&self, x: &Tensor, y: &Tensor) -> CandleResult<[Tensor; 2]> {
-        if let Some((weight, eps)) = self.rms()
-            && let Some(both) = add_rms_norm(x, y, weight, eps)?
-        {
+        let weights = NormWeights { weight: &self.weight, bias: self.bias.as_ref() };
+        if let Some(both) = add_norm(x, y, Some(weights), self.options)? {
             return Ok(both);
         }
         let x = (x + y)?;
@@ -69,30 +72,13 @@ impl Norm {
 
     /// Of `[…, size]`, contiguous.
     pub fn forward(&self, x: &Tensor) -> CandleResult<Tensor> {
-        let dtype = x.dtype();
-        match self.kind {
-            NormKind::Rms => rms_norm(x, &self.weight.to_dtype(dtype)?, self.eps),
-            NormKind::RmsPlusOne => {
-                let x = unit_rms(&x.to_dtype(wide(dtype))?, self.eps)?;
-                x.broadcast_mul(&(self.weight.to_dtype(wide(dtype))? + 1.0)?)?.to_dtype(dtype)
-            }
-            NormKind::Layer { .. } => {
-                let x = x.to_dtype(wide(dtype))?;
-                let x = x.broadcast_sub(&x.mean_keepdim(D::Minus1)?)?;
-                let x = unit_rms(&x, self.eps)?.broadcast_mul(&self.weight.to_dtype(wide(dtype))?)?;
-                match &self.bias {
-                    Some(bias) => x.broadcast_add(&bias.to_dtype(wide(dtype))?)?.to_dtype(dtype),
-                    None => x.to_dtype(dtype),
-                }
-            }
-        }
+        let in_type = |t: &Tensor| t.to_dtype(x.dtype());
+        let (weight, bias) = (in_type(&self.weight)?, self.bias.as_ref().map(in_type).transpose()?);
+        norm(x, Some(NormWeights { weight: &weight, bias: bias.as_ref() }), self.options)
     }
 }
 
-/// `x / √(mean x² + ε)` over the last dimension, computed in f32 or wider, in x's type.
+/// `x / √(mean x² + ε)` over the last dimension of a contiguous `x`, computed in f32 or wider, in x's type.
 pub(crate) fn unit_rms(x: &Tensor, eps: f64) -> CandleResult<Tensor> {
-    let dtype = x.dtype();
-    let x = x.to_dtype(wide(dtype))?;
-    let mean = x.sqr()?.mean_keepdim(D::Minus1)?;
-    x.broadcast_div(&(mean + eps)?.sqrt()?)?.to_dtype(dtype)
+    norm(x, None, NormOptions::rms(eps))
 }

@@ -2,7 +2,7 @@
 
 use candle_core::{D, DType, Result, Tensor};
 
-use super::{wide, with_backward};
+use super::{softmax, wide, with_backward};
 
 /// Tokens whose logits are there at a time.
 const ROWS: usize = 512;
@@ -83,7 +83,7 @@ fn gradients(
         let rows = hidden.narrow(0, start, len)?;
         let logits = head.logits(&rows)?;
         // Of the logits before their scale.
-        let p = candle_nn::ops::softmax_last_dim(&logits)?;
+        let p = softmax(&logits)?;
         let minus = Tensor::ones((len, 1), p.dtype(), p.device())?.neg()?;
         let d = p.scatter_add(&next.narrow(0, start, len)?.contiguous()?, &minus, 1)?;
         let d = (d.broadcast_mul(&of.to_dtype(p.dtype())?)? * head.scale)?;

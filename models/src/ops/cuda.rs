@@ -22,6 +22,11 @@ pub(super) fn is_half(dtype: DType) -> bool {
     matches!(dtype, DType::BF16 | DType::F16)
 }
 
+/// Whether kernels of rows have this type.
+pub(super) fn is_kernel_float(dtype: DType) -> bool {
+    is_half(dtype) || dtype == DType::F32
+}
+
 /// Contiguous on this GPU, of this type, and at a place that loads of 16 bytes take.
 pub(super) fn is_plain(t: &Tensor, like: &Tensor) -> bool {
     t.is_contiguous()
@@ -29,6 +34,11 @@ pub(super) fn is_plain(t: &Tensor, like: &Tensor) -> bool {
         && t.device().is_cuda()
         && t.device().same_device(like.device())
         && t.layout().start_offset().is_multiple_of(8)
+}
+
+/// `t` in the type of `like`, as [`is_plain`] has it.
+pub(super) fn plain(t: &Tensor, like: &Tensor) -> Result<Tensor> {
+    if is_plain(t, like) { Ok(t.clone()) } else { t.to_dtype(like.dtype())?.force_contiguous() }
 }
 
 /// A size as kernels take it.
@@ -111,10 +121,22 @@ pub(super) fn write<const N: usize, const M: usize>(
     outputs: [&Tensor; M],
     launch: impl FnOnce(&Launcher, [u64; N], [u64; M]) -> Result<()>,
 ) -> Result<()> {
+    write_asked(device, inputs, outputs.map(Some), launch)
+}
+
+/// The same where some outputs are not there, whose address is 0.
+pub(super) fn write_asked<const N: usize, const M: usize>(
+    device: &Device,
+    inputs: [Option<&Tensor>; N],
+    outputs: [Option<&Tensor>; M],
+    launch: impl FnOnce(&Launcher, [u64; N], [u64; M]) -> Result<()>,
+) -> Result<()> {
     let launcher = Launcher::new(device.as_cuda_device()?)?;
+    let asked: Vec<&Tensor> = outputs.iter().copied().flatten().collect();
     with_addresses(inputs, |inputs| {
-        with_addresses_mut(&outputs, |to| {
-            let to = to.try_into().map_err(|_| Error::msg("kernels: an output without an address"))?;
+        with_addresses_mut(&asked, |to| {
+            let mut to = to.iter().copied();
+            let to = outputs.map(|output| output.and_then(|_| to.next()).unwrap_or_default());
             launch(&launcher, inputs, to)
         })
     })

@@ -10,7 +10,7 @@ use candle_core::cuda_backend::WrapErr;
 use candle_core::cuda_backend::cudarc::driver::{CudaContext, result, sys};
 use candle_core::{DType, Error, Result};
 
-use super::cuda::int;
+use super::cuda::{Grid, int};
 use super::params;
 
 /// One stage, compiled for every GPU from a capability on.
@@ -141,10 +141,52 @@ impl<K> PerType<K> {
     }
 }
 
+/// Something for each type that rows have.
+#[derive(Debug)]
+pub(super) struct PerFloat<K> {
+    half: PerType<K>,
+    f32: K,
+}
+
+impl<K> PerFloat<K> {
+    fn new(mut find: impl FnMut(&str) -> Result<K>) -> Result<Self> {
+        Ok(Self { f32: find("f32")?, half: PerType::new(find)? })
+    }
+
+    /// That of a type.
+    ///
+    /// # Errors
+    /// A type without kernels.
+    pub fn of(&self, dtype: DType) -> Result<&K> {
+        if dtype == DType::F32 { Ok(&self.f32) } else { self.half.of(dtype) }
+    }
+}
+
+/// Longest row that a warp has.
+const WARP_ROW: usize = 1024;
+
+/// A stage's kernels of rows, by who has a row (`kernels/rows.cuh`).
+#[derive(Debug)]
+pub(super) struct RowKernels<K> {
+    warp: K,
+    block: K,
+}
+
+impl<K> RowKernels<K> {
+    /// That of rows of this size, and its grid; with shared memory for a row in f32 each where rows are kept.
+    pub fn of(&self, rows: usize, size: usize, kept: bool) -> (&K, Grid) {
+        let (kernel, of_block, threads) = match size <= WARP_ROW {
+            true => (&self.warp, params::WARPS as usize, params::THREADS),
+            false => (&self.block, 1, params::ROW_THREADS),
+        };
+        let shared = if kept { of_block * size * size_of::<f32>() } else { 0 };
+        (kernel, Grid { blocks: [rows.div_ceil(of_block), 1, 1], threads: threads as usize, shared })
+    }
+}
+
 /// All of them.
 #[derive(Debug)]
 pub(super) struct KernelTable<K> {
-    pub add_rms_norm: PerType<K>,
     pub argmax: PerType<K>,
     pub attention_forward: PerType<Vec<K>>,
     pub attention_dots: PerType<Vec<K>>,
@@ -153,7 +195,12 @@ pub(super) struct KernelTable<K> {
     pub attention_backward_queries: PerType<Vec<K>>,
     /// For one row of x, for two, and so on.
     pub gemv: PerType<Vec<K>>,
+    pub norm: PerFloat<RowKernels<K>>,
+    pub norm_backward: PerFloat<RowKernels<K>>,
+    pub norm_weight_sums: PerFloat<K>,
     pub qk_norm_rope: K,
+    pub softmax: PerFloat<RowKernels<K>>,
+    pub softmax_backward: PerFloat<RowKernels<K>>,
     pub cache_attention: Vec<K>,
     pub cache_combine: K,
 }
@@ -173,8 +220,15 @@ impl<K> KernelTable<K> {
         let stage = "attention_backward";
         let attention_backward_keys = by_heads(stage, "attention_backward_keys", AttentionHeads::keys_shared)?;
         let attention_backward_queries = by_heads(stage, "attention_backward_queries", AttentionHeads::queries_shared)?;
+        let mut rows = |stage, kernel: &str| {
+            PerFloat::new(|t| {
+                let mut of = |group: i32| asking(stage, format!("{kernel}_{t}_{group}"), 0);
+                Ok(RowKernels { warp: of(32)?, block: of(params::ROW_THREADS)? })
+            })
+        };
+        let [norm, norm_backward] = [rows("norm", "norm")?, rows("norm_backward", "norm_backward")?];
+        let [softmax, softmax_backward] = [rows("softmax", "softmax")?, rows("softmax", "softmax_backward")?];
         Ok(Self {
-            add_rms_norm: PerType::new(|t| asking("add_rms_norm", format!("add_rms_norm_{t}"), 0))?,
             argmax: PerType::new(|t| asking("argmax", format!("argmax_{t}"), 0))?,
             attention_forward,
             attention_dots: PerType::new(|t| {
@@ -186,6 +240,11 @@ impl<K> KernelTable<K> {
             gemv: PerType::new(|t| {
                 (1..=params::GEMV_MOST_ROWS).map(|rows| asking("gemv", format!("gemv_{t}_{rows}"), 0)).collect()
             })?,
+            norm,
+            norm_backward,
+            norm_weight_sums: PerFloat::new(|t| asking("norm_backward", format!("norm_weight_sums_{t}"), 0))?,
+            softmax,
+            softmax_backward,
             qk_norm_rope: asking("qk_norm_rope", "qk_norm_rope".to_string(), 0)?,
             cache_attention: CACHE_DIMS
                 .into_iter()

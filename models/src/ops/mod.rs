@@ -1,8 +1,6 @@
 //! Operations with a backward of their own: fused, or in blocks that backward computes again, where candle's plain
-//! operations would keep what a whole forward made.
+//! operations would keep what a whole forward made. The decoders are made of them; [`softmax`] is for others too.
 
-#[cfg(feature = "cuda")]
-mod add_rms_norm_cuda;
 #[cfg(feature = "cuda")]
 mod argmax_cuda;
 mod attention;
@@ -19,11 +17,18 @@ mod kernel_table;
 mod linear;
 mod norm;
 #[cfg(feature = "cuda")]
+mod norm_cuda;
+#[cfg(feature = "cuda")]
 mod params;
 mod qk_norm_rope;
 #[cfg(feature = "cuda")]
 mod qk_norm_rope_cuda;
 mod rotate;
+mod softmax;
+#[cfg(feature = "cuda")]
+mod softmax_cuda;
+
+pub use softmax::softmax;
 
 pub(crate) use attention::{AttentionOptions, CacheAttentionOptions, CacheMask, MaskCache, attention, cache_attention};
 #[cfg(feature = "cuda")]
@@ -31,7 +36,7 @@ pub(crate) use captured_results::{CapturedResults, release_late};
 pub(crate) use computed::with_backward;
 pub(crate) use cross_entropy::{Head, cross_entropy};
 pub(crate) use linear::linear;
-pub(crate) use norm::{add_rms_norm, rms_norm};
+pub(crate) use norm::{NormOptions, NormWeights, add_norm, norm};
 pub(crate) use qk_norm_rope::QkNormRope;
 pub(crate) use rotate::rotate;
 
@@ -65,5 +70,11 @@ pub(crate) fn wide(dtype: DType) -> DType {
     if dtype == DType::F64 { dtype } else { DType::F32 }
 }
 
+#[cfg(all(test, feature = "cuda"))]
+mod row_gpu_tests;
+#[cfg(all(test, feature = "cuda"))]
+mod row_rates;
+#[cfg(test)]
+mod row_tests;
 #[cfg(test)]
 mod tests;

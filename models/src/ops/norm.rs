@@ -1,50 +1,141 @@
-//! The root mean square norm, with a backward.
+//! Norms of rows, with a backward.
 
 use candle_core::{D, DType, Result, Tensor};
 
 use super::{wide, with_backward};
 
-/// `x / √(mean x² + ε) · w` over the last dimension of a contiguous `x`, computed in f32 (f64 for f64), in x's type; `w`
-/// has it too. Backward keeps x and w alone.
-pub(crate) fn rms_norm(x: &Tensor, w: &Tensor, eps: f64) -> Result<Tensor> {
-    let y = forward(&x.detach(), &w.detach(), eps)?;
-    let asked = [x.track_op(), w.track_op()];
-    with_backward("rms_norm", &[x, w], y, move |inputs, _, of| {
-        let [x, w] = inputs else { return Ok(Vec::new()) };
-        let dtype = wide(x.dtype());
-        let (x, w, of) = (x.to_dtype(dtype)?, w.to_dtype(dtype)?, of.to_dtype(dtype)?);
-        let rms = (x.sqr()?.mean_keepdim(D::Minus1)? + eps)?.sqrt()?;
-        let unit = x.broadcast_div(&rms)?;
-        let d_x = asked[0].then(|| {
-            let scaled = of.broadcast_mul(&w)?;
-            let along = (&scaled * &unit)?.mean_keepdim(D::Minus1)?;
-            (scaled - unit.broadcast_mul(&along)?)?.broadcast_div(&rms)?.to_dtype(inputs[0].dtype())
-        });
-        let d_w = asked[1].then(|| {
-            let size = w.elem_count();
-            (&of * &unit)?.reshape(((), size))?.sum(0)?.to_dtype(inputs[1].dtype())
-        });
-        Ok(vec![d_x.transpose()?, d_w.transpose()?])
-    })
+/// A norm but for its weights.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(crate) struct NormOptions {
+    pub eps: f64,
+    /// Rows are less their means first, as layer norms have it.
+    pub centered: bool,
+    /// Added to each weight.
+    pub weight_offset: f64,
+}
+
+impl NormOptions {
+    /// A root mean square norm.
+    pub fn rms(eps: f64) -> Self {
+        Self { eps, centered: false, weight_offset: 0.0 }
+    }
+
+    /// Whether it is a root mean square norm with weights as they are.
+    pub fn is_plain_rms(&self) -> bool {
+        !self.centered && self.weight_offset == 0.0
+    }
+}
+
+/// A norm's weight `[H]`, and its bias `[H]` where it has one.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct NormWeights<'a> {
+    pub weight: &'a Tensor,
+    pub bias: Option<&'a Tensor>,
+}
+
+/// `x / √(mean x² + ε) · (w + offset) + b` over the last dimension of a contiguous `x [.., H]`, centered where that is asked
+/// for, computed in f32 (f64 for f64), in x's type; weights have it too. Without weights the row is as it was divided.
+/// Backward keeps x and the weights alone.
+///
+/// The result is rounded once, as torch's `layer_norm` and norms of 1 + w of transformers are. But on a CPU a root mean
+/// square norm of 16 bits with weights as they are is rounded before its product with them and behind it, as
+/// transformers' is.
+pub(crate) fn norm(x: &Tensor, weights: Option<NormWeights<'_>>, options: NormOptions) -> Result<Tensor> {
+    let inputs: Vec<&Tensor> = std::iter::once(x).chain(weights.iter().flat_map(NormWeights::tensors)).collect();
+    let detached: Vec<Tensor> = inputs.iter().map(|input| input.detach()).collect();
+    let y = forward(&detached, options)?;
+    let asked: Vec<bool> = inputs.iter().map(|input| input.track_op()).collect();
+    with_backward("norm", &inputs, y, move |inputs, _, of| gradients(inputs, options, of, &asked))
 }
 
 /// `x + y` and its norm, without a backward, by a kernel; `None` where there is none.
-pub(crate) fn add_rms_norm(x: &Tensor, y: &Tensor, w: &Tensor, eps: f64) -> Result<Option<[Tensor; 2]>> {
+pub(crate) fn add_norm(
+    x: &Tensor,
+    y: &Tensor,
+    weights: Option<NormWeights<'_>>,
+    options: NormOptions,
+) -> Result<Option<[Tensor; 2]>> {
     #[cfg(feature = "cuda")]
-    if let Some(both) = super::add_rms_norm_cuda::add_rms_norm(x, y, w, eps)? {
+    if let Some(both) = super::norm_cuda::add_norm(x, y, weights, options)? {
         return Ok(Some(both));
     }
-    let _ = (x, y, w, eps);
+    let _ = (x, y, weights, options);
     Ok(None)
 }
 
-fn forward(x: &Tensor, w: &Tensor, eps: f64) -> Result<Tensor> {
-    // candle's own on the CPU rounds the root mean square to x's type, and has no f64.
-    if x.device().is_cuda() && x.dtype() != DType::F64 || x.dtype() == DType::F32 {
-        return candle_nn::ops::rms_norm(x, w, eps as f32);
+impl NormWeights<'_> {
+    /// The weight, then the bias.
+    pub fn tensors(&self) -> impl Iterator<Item = &Tensor> {
+        std::iter::once(self.weight).chain(self.bias)
     }
-    let dtype = x.dtype();
-    let wide_x = x.to_dtype(wide(dtype))?;
-    let rms = (wide_x.sqr()?.mean_keepdim(D::Minus1)? + eps)?.sqrt()?;
-    wide_x.broadcast_div(&rms)?.to_dtype(dtype)?.broadcast_mul(w)
+}
+
+/// Of x, and weight and bias where they are there.
+fn forward(inputs: &[Tensor], options: NormOptions) -> Result<Tensor> {
+    #[cfg(feature = "cuda")]
+    if let Some(y) = super::norm_cuda::norm(inputs, options)? {
+        return Ok(y);
+    }
+    let (x, dtype) = (&inputs[0], inputs[0].dtype());
+    if let ([_, w], false) = (inputs, options.centered) {
+        // candle's own on the CPU rounds the root mean square to x's type, and has no f64.
+        let in_half = x.device().is_cuda() && dtype != DType::F64 && options.is_plain_rms();
+        if in_half || dtype == DType::F32 {
+            return candle_nn::ops::rms_norm(x, &offset(w, options)?.to_dtype(dtype)?, options.eps as f32);
+        }
+        if options.is_plain_rms() {
+            return unit(x, options)?.0.to_dtype(dtype)?.broadcast_mul(w);
+        }
+    }
+    let (mut y, _) = unit(x, options)?;
+    if let Some(w) = inputs.get(1) {
+        y = y.broadcast_mul(&offset(w, options)?)?;
+    }
+    if let Some(b) = inputs.get(2) {
+        y = y.broadcast_add(&b.to_dtype(y.dtype())?)?;
+    }
+    y.to_dtype(dtype)
+}
+
+/// Rows of a norm before their weights, and what they were divided by, `[.., 1]`: in f32, or wider.
+fn unit(x: &Tensor, options: NormOptions) -> Result<(Tensor, Tensor)> {
+    let x = x.to_dtype(wide(x.dtype()))?;
+    let x = if options.centered { x.broadcast_sub(&x.mean_keepdim(D::Minus1)?)? } else { x };
+    let root = (x.sqr()?.mean_keepdim(D::Minus1)? + options.eps)?.sqrt()?;
+    Ok((x.broadcast_div(&root)?, root))
+}
+
+/// What rows are multiplied by, in f32 or wider.
+fn offset(w: &Tensor, options: NormOptions) -> Result<Tensor> {
+    let w = w.to_dtype(wide(w.dtype()))?;
+    if options.weight_offset == 0.0 { Ok(w) } else { w + options.weight_offset }
+}
+
+fn gradients(inputs: &[Tensor], options: NormOptions, of: &Tensor, asked: &[bool]) -> Result<Vec<Option<Tensor>>> {
+    #[cfg(feature = "cuda")]
+    if let Some(found) = super::norm_cuda::gradients(inputs, options, of, asked)? {
+        return Ok(found);
+    }
+    let (unit, root) = unit(&inputs[0], options)?;
+    let of = of.to_dtype(unit.dtype())?;
+    let of_rows = || {
+        let scaled = match inputs.get(1) {
+            Some(w) => of.broadcast_mul(&offset(w, options)?)?,
+            None => of.clone(),
+        };
+        let along = (&scaled * &unit)?.mean_keepdim(D::Minus1)?;
+        let d = if options.centered { scaled.broadcast_sub(&scaled.mean_keepdim(D::Minus1)?)? } else { scaled };
+        (d - unit.broadcast_mul(&along)?)?.broadcast_div(&root)
+    };
+    let of_column = |t: Tensor| t.reshape(((), t.dim(D::Minus1)?))?.sum(0);
+    let of_input = |number: usize| match number {
+        0 => of_rows(),
+        1 => of_column((&of * &unit)?),
+        _ => of_column(of.clone()),
+    };
+    let gradient = |number: usize| match asked[number] {
+        true => of_input(number)?.to_dtype(inputs[number].dtype()).map(Some),
+        false => Ok(None),
+    };
+    (0..inputs.len()).map(gradient).collect()
 }

@@ -228,26 +228,108 @@ const _: () = {
 pub const ROW_THREADS: i32 = 512;
 #[repr(C)]
 #[derive(Debug, Copy, Clone, Default)]
-pub struct AddRmsNormParams {
+pub struct NormParams {
     pub x: u64,
     pub y: u64,
     pub weight: u64,
+    pub bias: u64,
+    pub sums: u64,
     pub out: u64,
     pub rows: i32,
     pub size: i32,
+    pub centered: i32,
+    pub weight_offset: f32,
     pub eps: f32,
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of AddRmsNormParams"][::core::mem::size_of::<AddRmsNormParams>() - 48usize];
-    ["Alignment of AddRmsNormParams"][::core::mem::align_of::<AddRmsNormParams>() - 8usize];
-    ["Offset of field: AddRmsNormParams::x"][::core::mem::offset_of!(AddRmsNormParams, x) - 0usize];
-    ["Offset of field: AddRmsNormParams::y"][::core::mem::offset_of!(AddRmsNormParams, y) - 8usize];
-    ["Offset of field: AddRmsNormParams::weight"][::core::mem::offset_of!(AddRmsNormParams, weight) - 16usize];
-    ["Offset of field: AddRmsNormParams::out"][::core::mem::offset_of!(AddRmsNormParams, out) - 24usize];
-    ["Offset of field: AddRmsNormParams::rows"][::core::mem::offset_of!(AddRmsNormParams, rows) - 32usize];
-    ["Offset of field: AddRmsNormParams::size"][::core::mem::offset_of!(AddRmsNormParams, size) - 36usize];
-    ["Offset of field: AddRmsNormParams::eps"][::core::mem::offset_of!(AddRmsNormParams, eps) - 40usize];
+    ["Size of NormParams"][::core::mem::size_of::<NormParams>() - 72usize];
+    ["Alignment of NormParams"][::core::mem::align_of::<NormParams>() - 8usize];
+    ["Offset of field: NormParams::x"][::core::mem::offset_of!(NormParams, x) - 0usize];
+    ["Offset of field: NormParams::y"][::core::mem::offset_of!(NormParams, y) - 8usize];
+    ["Offset of field: NormParams::weight"][::core::mem::offset_of!(NormParams, weight) - 16usize];
+    ["Offset of field: NormParams::bias"][::core::mem::offset_of!(NormParams, bias) - 24usize];
+    ["Offset of field: NormParams::sums"][::core::mem::offset_of!(NormParams, sums) - 32usize];
+    ["Offset of field: NormParams::out"][::core::mem::offset_of!(NormParams, out) - 40usize];
+    ["Offset of field: NormParams::rows"][::core::mem::offset_of!(NormParams, rows) - 48usize];
+    ["Offset of field: NormParams::size"][::core::mem::offset_of!(NormParams, size) - 52usize];
+    ["Offset of field: NormParams::centered"][::core::mem::offset_of!(NormParams, centered) - 56usize];
+    ["Offset of field: NormParams::weight_offset"][::core::mem::offset_of!(NormParams, weight_offset) - 60usize];
+    ["Offset of field: NormParams::eps"][::core::mem::offset_of!(NormParams, eps) - 64usize];
+};
+pub const NORM_COLUMN_THREADS: i32 = 256;
+#[repr(C)]
+#[derive(Debug, Copy, Clone, Default)]
+pub struct NormBackwardParams {
+    pub x: u64,
+    pub weight: u64,
+    pub d_out: u64,
+    pub d_x: u64,
+    pub stats: u64,
+    pub d_weight: u64,
+    pub d_bias: u64,
+    pub rows: i32,
+    pub size: i32,
+    pub centered: i32,
+    pub weight_offset: f32,
+    pub eps: f32,
+    pub rows_of_block: i32,
+}
+#[allow(clippy::unnecessary_operation, clippy::identity_op)]
+const _: () = {
+    ["Size of NormBackwardParams"][::core::mem::size_of::<NormBackwardParams>() - 80usize];
+    ["Alignment of NormBackwardParams"][::core::mem::align_of::<NormBackwardParams>() - 8usize];
+    ["Offset of field: NormBackwardParams::x"][::core::mem::offset_of!(NormBackwardParams, x) - 0usize];
+    ["Offset of field: NormBackwardParams::weight"][::core::mem::offset_of!(NormBackwardParams, weight) - 8usize];
+    ["Offset of field: NormBackwardParams::d_out"][::core::mem::offset_of!(NormBackwardParams, d_out) - 16usize];
+    ["Offset of field: NormBackwardParams::d_x"][::core::mem::offset_of!(NormBackwardParams, d_x) - 24usize];
+    ["Offset of field: NormBackwardParams::stats"][::core::mem::offset_of!(NormBackwardParams, stats) - 32usize];
+    ["Offset of field: NormBackwardParams::d_weight"][::core::mem::offset_of!(NormBackwardParams, d_weight) - 40usize];
+    ["Offset of field: NormBackwardParams::d_bias"][::core::mem::offset_of!(NormBackwardParams, d_bias) - 48usize];
+    ["Offset of field: NormBackwardParams::rows"][::core::mem::offset_of!(NormBackwardParams, rows) - 56usize];
+    ["Offset of field: NormBackwardParams::size"][::core::mem::offset_of!(NormBackwardParams, size) - 60usize];
+    ["Offset of field: NormBackwardParams::centered"][::core::mem::offset_of!(NormBackwardParams, centered) - 64usize];
+    ["Offset of field: NormBackwardParams::weight_offset"]
+        [::core::mem::offset_of!(NormBackwardParams, weight_offset) - 68usize];
+    ["Offset of field: NormBackwardParams::eps"][::core::mem::offset_of!(NormBackwardParams, eps) - 72usize];
+    ["Offset of field: NormBackwardParams::rows_of_block"]
+        [::core::mem::offset_of!(NormBackwardParams, rows_of_block) - 76usize];
+};
+#[repr(C)]
+#[derive(Debug, Copy, Clone, Default)]
+pub struct SoftmaxParams {
+    pub x: u64,
+    pub out: u64,
+    pub rows: i32,
+    pub size: i32,
+}
+#[allow(clippy::unnecessary_operation, clippy::identity_op)]
+const _: () = {
+    ["Size of SoftmaxParams"][::core::mem::size_of::<SoftmaxParams>() - 24usize];
+    ["Alignment of SoftmaxParams"][::core::mem::align_of::<SoftmaxParams>() - 8usize];
+    ["Offset of field: SoftmaxParams::x"][::core::mem::offset_of!(SoftmaxParams, x) - 0usize];
+    ["Offset of field: SoftmaxParams::out"][::core::mem::offset_of!(SoftmaxParams, out) - 8usize];
+    ["Offset of field: SoftmaxParams::rows"][::core::mem::offset_of!(SoftmaxParams, rows) - 16usize];
+    ["Offset of field: SoftmaxParams::size"][::core::mem::offset_of!(SoftmaxParams, size) - 20usize];
+};
+#[repr(C)]
+#[derive(Debug, Copy, Clone, Default)]
+pub struct SoftmaxBackwardParams {
+    pub y: u64,
+    pub d_out: u64,
+    pub d_x: u64,
+    pub rows: i32,
+    pub size: i32,
+}
+#[allow(clippy::unnecessary_operation, clippy::identity_op)]
+const _: () = {
+    ["Size of SoftmaxBackwardParams"][::core::mem::size_of::<SoftmaxBackwardParams>() - 32usize];
+    ["Alignment of SoftmaxBackwardParams"][::core::mem::align_of::<SoftmaxBackwardParams>() - 8usize];
+    ["Offset of field: SoftmaxBackwardParams::y"][::core::mem::offset_of!(SoftmaxBackwardParams, y) - 0usize];
+    ["Offset of field: SoftmaxBackwardParams::d_out"][::core::mem::offset_of!(SoftmaxBackwardParams, d_out) - 8usize];
+    ["Offset of field: SoftmaxBackwardParams::d_x"][::core::mem::offset_of!(SoftmaxBackwardParams, d_x) - 16usize];
+    ["Offset of field: SoftmaxBackwardParams::rows"][::core::mem::offset_of!(SoftmaxBackwardParams, rows) - 24usize];
+    ["Offset of field: SoftmaxBackwardParams::size"][::core::mem::offset_of!(SoftmaxBackwardParams, size) - 28usize];
 };
 #[repr(C)]
 #[derive(Debug, Copy, Clone, Default)]

@@ -4,7 +4,7 @@ use std::sync::OnceLock;
 
 use candle_core::{Result, Tensor};
 
-use crate::ops::wide;
+use crate::ops::{softmax, wide};
 
 #[cfg(feature = "cuda")]
 use super::cache_cuda;
@@ -65,11 +65,11 @@ pub(crate) fn cache_attention(
     let q = (q * options.scale)?.reshape((b, keys, groups, dim))?;
     let scores = q.matmul(&k.transpose(2, 3)?)?.to_dtype(wide(dtype))?.broadcast_add(&options.mask.tensor()?)?;
     let p = match options.sinks {
-        None => candle_nn::ops::softmax_last_dim(&scores)?,
+        None => softmax(&scores)?,
         Some(sinks) => {
             let sinks = sinks.to_dtype(wide(dtype))?.reshape((1, keys, groups, 1))?;
             let sinks = sinks.broadcast_as((b, keys, groups, 1))?;
-            let all = candle_nn::ops::softmax_last_dim(&Tensor::cat(&[scores, sinks.contiguous()?], 3)?)?;
+            let all = softmax(&Tensor::cat(&[scores, sinks.contiguous()?], 3)?)?;
             all.narrow(3, 0, positions)?.contiguous()?
         }
     };

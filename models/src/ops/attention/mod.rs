@@ -14,7 +14,7 @@ mod mask;
 
 use candle_core::{D, DType, Device, Result, Tensor};
 
-use super::wide;
+use super::{softmax, wide};
 
 pub(crate) use cache::{CacheAttentionOptions, CacheMask, cache_attention};
 pub(crate) use mask::{AttentionOptions, MaskCache};
@@ -196,9 +196,9 @@ fn forward(operands: &Operands, options: &AttentionOptions<'_>, log_sums: bool) 
             sums.push((most + sum.log()?)?.reshape((sequences, keys, groups, block.rows, 1))?);
         }
         let p = match sinks {
-            None => candle_nn::ops::softmax_last_dim(&scores)?,
+            None => softmax(&scores)?,
             Some(sinks) => {
-                let all = candle_nn::ops::softmax_last_dim(&Tensor::cat(&[scores, sinks], 3)?)?;
+                let all = softmax(&Tensor::cat(&[scores, sinks], 3)?)?;
                 all.narrow(3, 0, block.len())?.contiguous()?
             }
         };
@@ -224,7 +224,7 @@ mod closed_forms;
 #[cfg(all(test, feature = "flash-attn"))]
 mod flash_tests;
 #[cfg(all(test, feature = "cuda"))]
-mod gpu_rates;
+pub(super) mod gpu_rates;
 #[cfg(all(test, feature = "cuda"))]
 mod gpu_tests;
 #[cfg(test)]
