@@ -12,7 +12,7 @@
 //! | `decode-64` | the same of 64 sequences |
 //! | `eager-1`, `eager-64` | the same with a cache that grows, one operation after another; not done unless asked for |
 //! | `prefill` | hidden states of `--prefill` tokens, and the logits of the last |
-//! | `candle-1`, `candle-64` | `eager-1` and `eager-64` with candle-transformers' decoder of the same shape and number of layers, in the place of ours, which has left the GPU; not done unless asked for. With `--features fused` its fused kernels, else its loop over the experts |
+//! | `candle-1`, `candle-64`, `candle-prefill` | `eager-1`, `eager-64` and `prefill` with candle-transformers' decoder of the same shape and number of layers, in the place of ours, which has left the GPU; not done unless asked for. With `--features fused` its fused kernels, else its loop over the experts. A prefill that it has no memory for, as its attention has all scores at once, is a row that says so |
 //!
 //! Several ranks share the experts: processes that a launcher has started, a GPU each, or `--ranks` threads (on GPUs
 //! with `--features nccl`; on one machine's cores with `--cpu`). Sequences are dealt to the ranks in turn, a rank without
@@ -28,7 +28,8 @@
 //! `MOEBIUS_EP`; a line's `dispatcher` is what served.
 //!
 //! `weights_gib`: bytes by which loading has the GPU's free memory fall. `peak_gib`: the same of loading and the phase's
-//! work, asked for while the work is queued, as the driver's pool gives memory back when the host waits.
+//! work, asked for while the work is queued, as the driver's pool gives memory back when the host waits. Of
+//! candle-transformers' loop over experts, which waits in every layer, it is what is there at a call's end.
 
 #[path = "support/host_link.rs"]
 mod host_link;
@@ -137,6 +138,8 @@ enum Phase {
     CandleOne,
     #[value(name = "candle-64")]
     CandleMany,
+    #[value(name = "candle-prefill")]
+    CandlePrefill,
 }
 
 const TINY: Sizes = Sizes {
@@ -409,11 +412,30 @@ impl Bench {
         Ok(())
     }
 
+    /// Prefill by candle-transformers' decoder, where there is memory for its scores.
+    fn their_prefill(&self, theirs: &mut Theirs) -> Result<()> {
+        let tokens = self.prefill_tokens();
+        let ids = self.ids(1, tokens)?;
+        let name = format!("prefill {tokens}");
+        match self.time((2, self.options.steps.unwrap_or(5)), || Ok(theirs.start(&ids)?)) {
+            Ok(measured) => self.report(theirs::NAME, &Measured { name: &name, own: 1, tokens }, measured),
+            Err(e) if e.to_string().to_uppercase().contains("OUT_OF_MEMORY") => say(format_args!(
+                "{{{},\"phase\":\"{name}\",\"fits\":false,\"weights_gib\":{}}}",
+                self.row(theirs::NAME),
+                self.gib(self.free[1]),
+            )),
+            Err(e) => return Err(e),
+        }
+        Ok(())
+    }
+
     /// All phases that are asked for.
     fn run(mut self, endpoint: Endpoint) -> Result<()> {
-        let candle = [Phase::CandleOne, Phase::CandleMany].map(|phase| self.asked(phase));
-        if candle.contains(&true) && self.ranks > 1 {
-            return Err("candle-1, candle-64: candle-transformers' decoder runs on one rank".into());
+        let candle = [Phase::CandleOne, Phase::CandleMany, Phase::CandlePrefill];
+        let [candle_one, candle_many, candle_prefill] = candle.map(|phase| self.asked(phase));
+        let candle = candle_one || candle_many || candle_prefill;
+        if candle && self.ranks > 1 {
+            return Err("candle-1, candle-64, candle-prefill: candle-transformers' decoder runs on one rank".into());
         }
         let ours = [Phase::One, Phase::Many, Phase::EagerOne, Phase::EagerMany, Phase::Prefill];
         if ours.into_iter().any(|phase| self.asked(phase)) {
@@ -432,12 +454,15 @@ impl Bench {
                 self.prefill(&model)?;
             }
         }
-        if candle.contains(&true) {
+        if candle {
             let mut theirs = self.load_theirs()?;
-            for (asked, sequences) in candle.into_iter().zip([1, self.many()]) {
+            for (asked, sequences) in [(candle_one, 1), (candle_many, self.many())] {
                 if asked {
                     self.theirs(&mut theirs, sequences)?;
                 }
+            }
+            if candle_prefill {
+                self.their_prefill(&mut theirs)?;
             }
         }
         Ok(())
