@@ -33,6 +33,7 @@ fn ways(d: Dispatcher) -> Vec<(Way, &'static str)> {
     match (d.name, d.mode) {
         ("all_gather", mode) => vec![(Way::Open, mode), (Way::Fixed, "nccl-static"), (Way::Graph, "nccl-graph")],
         (_, "ht static") => vec![(Way::Fixed, d.mode), (Way::Graph, "ht graph")],
+        (_, "auto static") => vec![(Way::Fixed, d.mode), (Way::Graph, "auto graph")],
         (_, "auto measured static") => vec![(Way::Fixed, d.mode), (Way::Graph, "auto measured graph")],
         (_, "ht windows") => vec![(Way::Fixed, d.mode), (Way::Graph, "ht windows graph")],
         (_, "compute alone") => vec![(Way::Fixed, d.mode), (Way::Graph, "compute alone graph")],

@@ -152,6 +152,7 @@ const fn overlapped(mode: &'static str, overlap: Overlap) -> Dispatcher {
 /// Every dispatcher that is measured.
 const DISPATCHERS: &[Dispatcher] = &[
     Dispatcher::new("auto", "auto", DispatcherKind::Auto),
+    Dispatcher { fixed: true, ..Dispatcher::new("auto", "auto static", DispatcherKind::Auto) },
     Dispatcher { measured: true, ..Dispatcher::new("auto", "auto measured", DispatcherKind::Auto) },
     Dispatcher { measured: true, fixed: true, ..Dispatcher::new("auto", "auto measured static", DispatcherKind::Auto) },
     Dispatcher::new("all_to_all", "nccl", DispatcherKind::AllToAll),
