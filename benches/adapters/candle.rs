@@ -138,11 +138,16 @@ pub fn run(workload: &Workload, gpu: &str) -> Result<()> {
     }
     core.check()?;
     drop((moe, frozen, map, core));
-    if asked("fwd-graph") { graph(workload, gpu) } else { Ok(()) }
+    for (phase, returned) in [("fwd-graph", false), ("fwd-graph-returned", true)] {
+        if asked(phase) {
+            workload.report("moebius-candle", phase, graph(workload, returned)?, gpu);
+        }
+    }
+    Ok(())
 }
 
-/// The layer's forward as a graph that is replayed.
-fn graph(workload: &Workload, gpu: &str) -> Result<()> {
+/// The layer's forward as a graph that is replayed, into memory that stays, or `returned` in candle's.
+fn graph(workload: &Workload, returned: bool) -> Result<f64> {
     let Workload { tokens: t, hidden: h, inner: i, experts: e, top_k: k, .. } = *workload;
     let device = device_for_capture(0)?;
     let given = [
@@ -159,12 +164,20 @@ fn graph(workload: &Workload, gpu: &str) -> Result<()> {
     let vb = VarBuilder::from_tensors(weights, DType::BF16, &device);
     let moe = ExpertParallelMoE::new(Layer::new(MoeConfig::new(h, i, e, k), 0)?, group, vb)?;
     let x = draws.draw(&[t, h], 1)?;
+    let y = x.zeros_like()?;
+    let forward = || {
+        if returned {
+            return Ok(vec![moe.forward(&x)?]);
+        }
+        moe.forward_into(&x, &y).map(|()| Vec::new())
+    };
     let capture = Capture::new(&device)?.group(moe.group())?;
-    // SAFETY: nothing replaces the layer's weights or x.
-    let mut step = unsafe { capture.run(|| Ok(vec![moe.forward(&x)?])) }?;
+    // SAFETY: nothing replaces the layer's weights, x or y.
+    let mut step = unsafe { capture.run(forward) }?;
     let core = cuda(&device)?;
-    workload.report("moebius-candle", "fwd-graph", time_queued(&core, || Ok(step.replay()?))?, gpu);
-    Ok(core.check()?)
+    let ms = time_queued(&core, || Ok(step.replay()?))?;
+    core.check()?;
+    Ok(ms)
 }
 
 /// Steps of `candle::AdamW`.

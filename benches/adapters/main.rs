@@ -4,10 +4,11 @@
 //! `fwd` and `fwd+bwd`: wall clock from an idle GPU to an idle GPU with the loss Σ y ∘ c, which both frameworks' programs
 //! share. `fwd+bwd-stored`: steps queued one behind the other, timed by events, with the gradient of y given and no loss,
 //! gradients in the weights' type; `-f32-add` adds the experts' in f32. These the layer itself (`moebius`) does
-//! as well, and `fwd-graph`, replays of a captured forward (candle's); with experts that stay quantized, of the
-//! workloads named `decode`, `fwd-graph-nvfp4`, `-mxfp4` and `-fp8`. `-plain`: with the loss Σ y ∘ c, queued. By name
-//! alone, one workload and process each: `memory-plain`, `memory-stored`, `memory-f32-add`, the bytes that a first step
-//! takes of the GPU's free memory, with candle's gradients and with main gradients as above, whose memory is part of them.
+//! as well, and `fwd-graph`, replays of a captured forward into memory that stays (candle's; `fwd-graph-returned`:
+//! its result in candle's memory); with experts that stay quantized, of the workloads named `decode`, `fwd-graph-nvfp4`,
+//! `-mxfp4` and `-fp8`. `-plain`: with the loss Σ y ∘ c, queued. By name alone, one workload and process each:
+//! `memory-plain`, `memory-stored`, `memory-f32-add`, the bytes that a first step takes of the GPU's free memory, with
+//! candle's gradients and with main gradients as above, whose memory is part of them.
 //!
 //! The workload `256Mi` is of an optimizer: `adamw-…`, queued steps of the core's AdamW and of the framework's, beside
 //! the copy rate.

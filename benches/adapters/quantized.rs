@@ -77,9 +77,10 @@ fn candle(workload: &Workload, format: WeightFormat) -> Result<f64> {
     let x = tokens(&cuda, workload)?;
     let dims = x.dims().to_vec();
     let x = candle_core::Tensor::from_storage(Cuda::storage(x, &device)?, dims, BackpropOp::none(), false);
+    let y = x.zeros_like()?;
     let capture = Capture::new(&device)?.group(moe.group())?;
-    // SAFETY: nothing replaces the layer's weights or x.
-    let mut step = unsafe { capture.run(|| Ok(vec![candle_core::Module::forward(&moe, &x)?])) }?;
+    // SAFETY: nothing replaces the layer's weights, x or y.
+    let mut step = unsafe { capture.run(|| moe.forward_into(&x, &y).map(|()| Vec::new())) }?;
     let ms = time_queued(&cuda, || Ok(step.replay()?))?;
     cuda.check()?;
     Ok(ms)

@@ -5,7 +5,6 @@ use crate::comm::{Communicator, Op, ReduceOp, Tag};
 use crate::compare::gather_numbers;
 use crate::error::{Error, Result};
 use crate::etp::{ShardDevice, StreamPair};
-#[cfg(feature = "candle")]
 use crate::fnv1a::fnv1a;
 use crate::tensor::TensorMut;
 
@@ -20,9 +19,8 @@ pub(crate) struct GradientReduction<'a, P> {
     pub(crate) layer: u32,
     pub(crate) params: &'a [P],
     pub(crate) summand: fn(&P) -> Summand,
-    /// Sizes and types in words, which all ranks compare first: sums of others would be mixed. `None` where nothing is
-    /// compared.
-    pub(crate) described: Option<fn(&P) -> String>,
+    /// Sizes and types in words, which all ranks compare first: sums of others would be mixed.
+    pub(crate) described: fn(&P) -> String,
     pub(crate) bucket_bytes: usize,
 }
 
@@ -30,43 +28,20 @@ pub(crate) struct GradientReduction<'a, P> {
 pub(crate) type AllReduce<'a, D> = dyn FnMut(TensorMut<'_, D>) -> Result<()> + 'a;
 
 /// The type of a gradient, by a framework's number from 1 on; 0 for one that is absent.
-#[cfg(feature = "candle")]
 pub(crate) type GradientType = u8;
 
-#[cfg(feature = "candle")]
 const ABSENT: GradientType = 0;
 
 impl<P> GradientReduction<'_, P> {
     /// Runs `sum` for each bucket, which puts the bucket's gradients behind each other in memory of the framework's on
-    /// `device`, has them summed, and takes the sums. What fails on this rank before that is told to the others, which are
-    /// in the collective.
-    #[cfg(feature = "burn")]
-    pub(crate) fn run<D: ShardDevice>(
-        self,
-        comm: &mut dyn Communicator<D>,
-        device: &D,
-        mut sum: impl FnMut(&[P], &mut AllReduce<'_, D>) -> Result<()>,
-    ) -> Result<()> {
-        if comm.size() == 1 {
-            return Ok(());
-        }
-        let checked = check_device(comm, device);
-        refuse_on_error(comm, self.tag(0), checked)?;
-        // A capture repeats what ran before it.
-        if device.capture_number().is_none() {
-            self.compare(comm, device, 0)?;
-        }
-        self.sum_buckets(comm, device, |bucket, _, all_reduce| sum(bucket, all_reduce))
-    }
-
-    /// The same, of gradients that this rank has of the types `own`. They are compared before anything is summed, and
-    /// `sum` gets the type of each on the ranks that have it.
+    /// `device`, has them summed, and takes the sums; it gets the type of each on the ranks that have it. This rank's are
+    /// of the types `own`, which are compared before anything is summed. What fails here before that is told to the
+    /// others, which are in the collective.
     ///
     /// # Errors
     /// On every rank, with all gradients as they were: other parameters or buckets on another rank; a gradient of which
     /// ranks have other types; what `own` failed with. In a capture, where nothing is compared, an absent gradient.
-    #[cfg(feature = "candle")]
-    pub(crate) fn run_typed<D: ShardDevice>(
+    pub(crate) fn run<D: ShardDevice>(
         self,
         comm: &mut dyn Communicator<D>,
         device: &D,
@@ -99,8 +74,8 @@ impl<P> GradientReduction<'_, P> {
     /// Compares what is summed with all other ranks, and a hash of the gradients' types with it. Says whether that is the
     /// same on all, for which the host waits.
     fn compare<D: ShardDevice>(&self, comm: &mut dyn Communicator<D>, device: &D, types: u64) -> Result<bool> {
-        let Some(described) = self.described else { return Ok(true) };
-        let (variables, bytes) = (variables_hash(self.params.iter().map(described)), self.bucket_bytes as u64);
+        let variables = variables_hash(self.params.iter().map(self.described));
+        let bytes = self.bucket_bytes as u64;
         let streams = StreamPair::new(device, comm.device());
         let all = gather_numbers(&streams.transfer, comm, self.tag(0), &[variables, bytes, types])?;
         let all: &[[u64; 3]] = all.as_chunks().0;
@@ -113,7 +88,6 @@ impl<P> GradientReduction<'_, P> {
     }
 
     /// The types of the gradients on the ranks that have them, of this rank's, which are not the same on all.
-    #[cfg(feature = "candle")]
     fn join_types<D: ShardDevice>(
         &self,
         comm: &mut dyn Communicator<D>,
@@ -134,8 +108,7 @@ impl<P> GradientReduction<'_, P> {
             if others == 0 {
                 return Ok(**first);
             }
-            let described = self.described.map_or_else(String::new, |described| described(param));
-            let name = format!("gradient of a variable of {described}");
+            let name = format!("gradient of a variable of {}", (self.described)(param));
             let found = format!("another than rank {rank}'s on {others} of the {ranks} ranks that have it");
             Err(Error::invalid(REDUCE_GRADIENTS, name, "of the same type on all ranks", found))
         };
@@ -163,7 +136,6 @@ impl<P> GradientReduction<'_, P> {
     }
 }
 
-#[cfg(feature = "candle")]
 fn types_hash(types: &[GradientType]) -> u64 {
     fnv1a(&types.iter().copied().map(char::from).collect::<String>())
 }

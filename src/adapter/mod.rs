@@ -30,9 +30,7 @@ pub use dispatch::{DispatchTokens, DispatchedRows, ResultSpec};
 pub(crate) use dispatch::{FrameworkTensors, GuardedCall, PendingDispatch, check_expert_output, pieces};
 #[cfg(feature = "burn")]
 pub(crate) use gradient_reduction::AllReduce;
-#[cfg(feature = "candle")]
-pub(crate) use gradient_reduction::GradientType;
-pub(crate) use gradient_reduction::{GradientReduction, REDUCE_GRADIENTS};
+pub(crate) use gradient_reduction::{GradientReduction, GradientType, REDUCE_GRADIENTS};
 pub use gradient_sums::ReduceComms;
 pub(crate) use gradient_sums::{GradientSums, StepCalls};
 pub(crate) use group::ErasedChain;

@@ -9,7 +9,7 @@ use burn::tensor::backend::AutodiffBackend;
 use burn::tensor::ops::FloatTensor;
 use burn::tensor::{FloatDType, Shape, Tensor, TensorMetadata};
 
-use crate::adapter::{AllReduce, BUCKET_BYTES, GradientReduction, NO_LAYER, REDUCE_GRADIENTS, Summand};
+use crate::adapter::{AllReduce, BUCKET_BYTES, GradientReduction, GradientType, NO_LAYER, REDUCE_GRADIENTS, Summand};
 use crate::comm::{Communicator, Op};
 use crate::device::Device;
 use crate::dtype::DType;
@@ -73,7 +73,7 @@ impl<'a> ReduceOptions<'a> {
 /// # Errors
 /// A communicator's error, on every rank; on every rank too, with all gradients as they were, parameters of other sizes or
 /// types than another rank's, or in another order; a gradient of another shape than
-/// its parameter's; a group of another device; on a GPU, a communicator that does not tell its device.
+/// its parameter's, or of another type than on another rank that has it; a group of another device; on a GPU, a communicator that does not tell its device.
 pub fn reduce_gradients<B: AutodiffBackend + MoeBackend, M: Module<B>>(
     group: &DeviceGroup,
     module: &M,
@@ -142,11 +142,15 @@ impl<B: AutodiffBackend + MoeBackend, M: Module<B>> ModuleReduction<'_, B, M> {
         let parts = collect.parts;
         let mut sums = Vec::with_capacity(parts.len());
         let bucket_bytes = options.bucket_bytes;
-        let of_model: fn(&ParamGradient<B::Native>) -> String = ParamGradient::described;
-        let described = (layer == NO_LAYER).then_some(of_model);
-        let reduction =
-            GradientReduction { layer, params: &parts, summand: ParamGradient::summand, described, bucket_bytes };
-        reduction.run(comm, device, |bucket, all_reduce| {
+        let reduction = GradientReduction {
+            layer,
+            params: &parts,
+            summand: ParamGradient::summand,
+            described: ParamGradient::described,
+            bucket_bytes,
+        };
+        let own = parts.iter().map(ParamGradient::gradient_type).collect();
+        reduction.run(comm, device, own, |bucket, _, all_reduce| {
             let flat = BucketGradients::<B::Native>::new(bucket)?.sum(device, all_reduce)?;
             let flat: Tensor<B, 1> = tensor_of(B::from_native(flat));
             let (mut start, flags) = (0, bucket.iter().map(|part| part.count).sum::<usize>());
@@ -179,6 +183,15 @@ impl<B: NativeMemory> ParamGradient<B> {
     /// Sizes and type of the parameter, which ranks compare.
     fn described(&self) -> String {
         described(&self.param)
+    }
+
+    fn gradient_type(&self) -> Result<GradientType> {
+        use burn::tensor::DType::{BF16, F16, F32, F64};
+        let Some(gradient) = &self.gradient else { return Ok(0) };
+        match [F16, BF16, F32, F64].iter().position(|dtype| *dtype == gradient.dtype()) {
+            Some(number) => Ok(number as GradientType + 1),
+            None => Err(Error::invalid(CALL, "gradient", "f16, bf16, f32 or f64", format!("{:?}", gradient.dtype()))),
+        }
     }
 }
 

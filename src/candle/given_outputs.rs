@@ -77,7 +77,7 @@ pub(super) fn with_outputs<D: CandleDevice, R>(
 }
 
 /// Refuses an output whose memory the call uses already: candle's lock would wait for itself.
-fn check_apart(call: &'static str, outputs: &[(&'static str, &Tensor)], inputs: &[&Tensor]) -> Result<()> {
+pub(super) fn check_apart(call: &'static str, outputs: &[(&'static str, &Tensor)], inputs: &[&Tensor]) -> Result<()> {
     let mut places: Vec<usize> = inputs.iter().map(|t| storage_place(t)).collect();
     for (name, output) in outputs {
         let place = storage_place(output);

@@ -166,20 +166,48 @@ impl ExpertParallelMoE {
         self.pass(x, noise, None)
     }
 
-    /// A forward; `aux_scale`: the auxiliary losses' gradient comes with y's, multiplied by it.
-    pub(super) fn pass(&self, x: &Tensor, noise: Option<Noise>, aux_scale: Option<f64>) -> Result<MoeOutput> {
+    /// [`forward`](candle_core::Module::forward) into memory of yours, of x's shape and type: for a step that is
+    /// captured, whose results would be allocated, copied and released in each replay. Of a
+    /// [detached](Self::detached) module, on tokens without a graph.
+    ///
+    /// # Errors
+    /// As [`forward`](candle_core::Module::forward), of `y` too: another shape, type or device, not contiguous, memory of x or
+    /// of a parameter. A module that tracks gradients, or tokens that do.
+    pub fn forward_into(&self, x: &Tensor, y: &Tensor) -> Result<()> {
+        const CALL: &str = "ExpertParallelMoE::forward_into";
+        if x.track_op() || self.trainable().next().is_some() {
+            let (expected, found) = ("a `detached()` module and tokens without a graph", "what tracks gradients");
+            let error = Error::invalid(CALL, "module and x", expected, found);
+            self.refuse_forward(&error.to_string());
+            return Err(error.into());
+        }
+        let flat = self.flat(x)?;
+        let last = run::forward_into(&self.group, &self.inputs(x, &flat, None), y)?;
+        self.store_figures(last);
+        Ok(())
+    }
+
+    /// x as `[T, H]`, contiguous.
+    fn flat(&self, x: &Tensor) -> Result<Tensor> {
         let hidden = self.layer.config().hidden;
         let flat = match x.dims() {
             [.., h] if *h == hidden => x.reshape((x.elem_count() / hidden, hidden)).and_then(|x| x.contiguous()),
             // The layer refuses it, on every rank.
             _ => x.contiguous(),
         };
-        let flat = flat.inspect_err(|e| self.refuse_forward(&e.to_string()))?;
-        let tracks = x.track_op() || self.trainable().next().is_some();
+        flat.inspect_err(|e| self.refuse_forward(&e.to_string()))
+    }
+
+    fn inputs<'a>(&'a self, x: &'a Tensor, flat: &'a Tensor, aux_scale: Option<f64>) -> ForwardInputs<'a> {
         let (sharded, quantized) = (self.sharded.as_ref(), self.quantized.as_ref());
-        let (layer, params) = (&self.layer, &self.params);
-        let call = ForwardInputs { layer, params, sharded, quantized, x, flat: &flat, aux_scale };
-        run::forward(&self.group, &call, Mode { backward: tracks, noise })
+        ForwardInputs { layer: &self.layer, params: &self.params, sharded, quantized, x, flat, aux_scale }
+    }
+
+    /// A forward; `aux_scale`: the auxiliary losses' gradient comes with y's, multiplied by it.
+    pub(super) fn pass(&self, x: &Tensor, noise: Option<Noise>, aux_scale: Option<f64>) -> Result<MoeOutput> {
+        let flat = self.flat(x)?;
+        let tracks = x.track_op() || self.trainable().next().is_some();
+        run::forward(&self.group, &self.inputs(x, &flat, aux_scale), Mode { backward: tracks, noise })
     }
 }
 

@@ -90,12 +90,16 @@ impl ExpertParallelMoE {
     /// [`all_sharded`](Self::all_sharded) are among [`ShardedWeights::optimizer_params`](super::ShardedWeights::optimizer_params).
     ///
     /// # Errors
-    /// None for a module that was built.
+    /// A parameter that is computed, a cast for instance: the variables that it is computed of are to be named one by one.
     pub fn optimizer_params(&self, prefix: &str) -> Result<Vec<AdamWParam>> {
         let elsewhere = |kind: ParamKind| kind.is_replicated() && self.is_shard(kind);
-        let variables = self.trainable().filter(|(kind, t)| t.is_variable() && !elsewhere(*kind));
-        let params = variables.map(|(kind, t)| {
+        let params = self.trainable().filter(|(kind, _)| !elsewhere(*kind)).map(|(kind, t)| {
             let name = if prefix.is_empty() { kind.name().to_string() } else { format!("{prefix}.{}", kind.name()) };
+            if !t.is_variable() {
+                let expected = "a variable, or variables of its own given as `AdamWParam`s";
+                let error = Error::invalid("optimizer_params", name, expected, "a computed parameter");
+                return Err(error.into());
+            }
             Ok(AdamWParam::new(name, &Var::from_tensor(t)?).with_shard(self.param_shard(kind)?))
         });
         params.collect()

@@ -60,7 +60,6 @@ pub(super) fn of_layer(group: &DeviceGroup, layer: u32, params: &[&Tensor], grad
 }
 
 fn of_vars<'a, 't>(layer: u32, params: &'a [&'t Tensor], bucket_bytes: usize) -> GradientReduction<'a, &'t Tensor> {
-    let described = Some(described as fn(&&Tensor) -> String);
     GradientReduction { layer, params, summand, described, bucket_bytes }
 }
 
@@ -86,7 +85,7 @@ fn sum<D: CandleDevice>(
     gradients: &mut GradStore,
 ) -> Result<()> {
     let own = reduction.params.iter().map(|of| gradient_type(of, gradients)).collect();
-    reduction.run_typed(comm, device, own, |params, types, all_reduce| {
+    reduction.run(comm, device, own, |params, types, all_reduce| {
         let bucket = BucketParams(params);
         let sums = bucket.flat(&|of| gradients.get(of).cloned())?;
         with_views_mut(device, CALL, &[("gradients", &sums)], |views| views.into_iter().try_for_each(all_reduce))?;

@@ -5,20 +5,24 @@ use std::sync::{Arc, Mutex};
 use candle_core::{Result, Shape, Tensor};
 
 use crate::adapter::{
-    ErasedLayerShards, ErasedQuantizedExperts, LayerOutput, LayerShards, OutputCotangents, QuantizedExperts,
-    acquire_resident, match_device, resident_sources, with_sources,
+    ErasedLayerShards, ErasedQuantizedExperts, LastForward, LayerOutput, LayerShards, OutputCotangents,
+    QuantizedExperts, acquire_resident, match_device, resident_sources, with_sources,
 };
-use crate::layer::{AuxValue, Forward, Layer, Mode, ParamKind, PerParam, RefusalGuard};
+use crate::error::Error;
+use crate::layer::{AuxValue, Forward, ForwardInfo, Inputs, Layer, Mode, ParamKind, PerParam, RefusalGuard};
 use crate::lazy::Lazy;
 use crate::metrics::Load;
 
 use super::device::{CandleDevice, copy_of, into_candle, with_views};
+use super::error::framework;
+use super::given_outputs::check_apart;
 use super::group::{DeviceGroup, TypedGroup};
 use super::op::{BackwardState, InputOp, OutputOp, PendingBackward};
 use super::params::{contiguous, named, views_of};
 use super::pending::{remember, remember_output};
 use super::precomputed::Precomputed;
 use super::quantized_params::params_of;
+use super::views_mut::with_views_mut;
 
 const CALL: &str = "ExpertParallelMoE::forward";
 
@@ -57,6 +61,12 @@ pub struct MoeOutput {
     pub load: Lazy<Load>,
 }
 
+impl MoeOutput {
+    pub(super) fn figures(&self) -> LastForward {
+        LastForward { losses: self.losses.clone(), load: self.load.clone() }
+    }
+}
+
 /// A layer's forward, on the device of its group.
 pub(super) fn forward(group: &DeviceGroup, call: &ForwardInputs<'_>, mode: Mode) -> Result<MoeOutput> {
     let device = group.device();
@@ -69,7 +79,9 @@ fn forward_on<D: CandleDevice>(on: TypedGroup<'_, D>, call: &ForwardInputs<'_>, 
     let quantized = call.quantized.map(|experts| experts.experts::<D>(CALL)).transpose();
     let quantized = quantized.map_err(|e| call.layer.refuse_forward(&mut on.group.lock(), e))?;
     let from = WeightsFrom { chain: experts.as_ref(), quantized: quantized.as_deref() };
-    let Forward { y, aux, routing, context } = layer(&on, call, from, mode)?;
+    let Forward { y, aux, routing, context } = pass(&on, CALL, call, (from, mode.backward), |entry, inputs| {
+        call.layer.forward(entry.enter(), mode, inputs.x, inputs.params)
+    })?;
     let device = on.group.lock().device().clone();
     let losses = aux.value().clone();
     let aux = {
@@ -136,29 +148,70 @@ struct WeightsFrom<'a, D: CandleDevice> {
     quantized: Option<&'a QuantizedExperts<D>>,
 }
 
-fn layer<D: CandleDevice>(
+/// Runs one of the layer's forwards on the call's tensors.
+fn pass<D: CandleDevice, R>(
     on: &TypedGroup<'_, D>,
+    name: &'static str,
     call: &ForwardInputs<'_>,
-    WeightsFrom { chain: experts, quantized }: WeightsFrom<'_, D>,
-    mode: Mode,
-) -> crate::Result<Forward<D>> {
+    (WeightsFrom { chain: experts, quantized }, backward): (WeightsFrom<'_, D>, bool),
+    run: impl FnOnce(&mut RefusalGuard<'_, D>, Inputs<'_, '_, D>) -> crate::Result<R>,
+) -> crate::Result<R> {
     let mut group = on.group.lock();
     let device = group.device().clone();
     // Errors of candle's tensors are this rank's alone; the other ranks, which are in forward, are told.
     RefusalGuard::forward(call.layer, &mut group).run(|entry| {
-        let params = contiguous(CALL, call.params)?;
-        with_views(&device, CALL, &named(call.flat, &params), |views| {
+        let params = contiguous(name, call.params)?;
+        with_views(&device, name, &named(call.flat, &params), |views| {
+            let x = views[0].borrow();
             if let Some(experts) = quantized {
-                let params = params_of(&params, &views[1..], experts)?;
-                return call.layer.forward(entry.enter(), mode, views[0].borrow(), &params);
+                let params = &params_of(&params, &views[1..], experts)?;
+                return run(entry, Inputs { x, params });
             }
-            let resident = experts.map(|experts| resident_sources(&experts.resident, mode.backward)).transpose()?;
+            let resident = experts.map(|experts| resident_sources(&experts.resident, backward)).transpose()?;
             let guards = resident.as_ref().map(|resident| acquire_resident(&device, resident)).transpose()?;
             let gathered = experts.map(|experts| &experts.resident).zip(guards.as_ref());
             let weights = views_of(&params, &views[1..], gathered)?;
-            let sources = experts.map(|experts| experts.sources(mode.backward)).transpose()?;
-            let params = with_sources(&weights, sources.as_ref());
-            call.layer.forward(entry.enter(), mode, views[0].borrow(), &params)
+            let sources = experts.map(|experts| experts.sources(backward)).transpose()?;
+            let params = &with_sources(&weights, sources.as_ref());
+            run(entry, Inputs { x, params })
         })
     })
+}
+
+/// A layer's forward into `y`, of which nothing is kept.
+pub(super) fn forward_into(group: &DeviceGroup, call: &ForwardInputs<'_>, y: &Tensor) -> crate::Result<LastForward> {
+    let device = group.device();
+    match_device!(group.erased(), group => forward_into_on(TypedGroup { group, device }, call, y))
+}
+
+fn forward_into_on<D: CandleDevice>(
+    on: TypedGroup<'_, D>,
+    call: &ForwardInputs<'_>,
+    y: &Tensor,
+) -> crate::Result<LastForward> {
+    const CALL: &str = "ExpertParallelMoE::forward_into";
+    let refused = |e| call.layer.refuse_forward(&mut on.group.lock(), e);
+    let experts = call.sharded.map(|sharded| sharded.experts::<D>(CALL)).transpose().map_err(refused)?;
+    let quantized = call.quantized.map(|experts| experts.experts::<D>(CALL)).transpose().map_err(refused)?;
+    let from = WeightsFrom { chain: experts.as_ref(), quantized: quantized.as_deref() };
+    let used: Vec<&Tensor> = call.params.present().map(|(_, t)| t).chain([call.flat]).collect();
+    let ForwardInfo { aux, routing, .. } = pass(&on, CALL, call, (from, false), |entry, inputs| {
+        Error::check_shape(CALL, "y", call.x.dims(), y.dims())?;
+        let device = entry.device().clone();
+        let rows = flat_view(CALL, y, call.flat)?;
+        check_apart(CALL, &[("y", &rows)], &used)?;
+        with_views_mut(&device, CALL, &[("y", &rows)], |mut views| {
+            let Some(y) = views.pop() else { return Err(Error::invalid(CALL, "y", "one", "none")) };
+            call.layer.forward_into(entry.enter(), Mode::default(), inputs, y)
+        })
+    })?;
+    Ok(LastForward { losses: aux.value().clone(), load: routing.load })
+}
+
+/// `y` in the shape of `like`, on the same memory.
+fn flat_view(call: &'static str, y: &Tensor, like: &Tensor) -> crate::Result<Tensor> {
+    if !y.is_contiguous() {
+        return Err(Error::invalid(call, "tensor y", "contiguous memory", format!("{:?}", y.layout())));
+    }
+    y.reshape(like.shape()).map_err(framework(call))
 }

@@ -15,7 +15,6 @@ use crate::metrics::Load;
 
 use super::module::ExpertParallelMoE;
 use super::reduce::of_layer;
-use super::run::MoeOutput;
 
 impl ExpertParallelMoE {
     /// Seed of the router's jitter, and the step that the next training forward counts from (0 and 0 without this).
@@ -51,15 +50,15 @@ impl ExpertParallelMoE {
             return Err(Error::not_capturable("ExpertParallelMoE::forward_t", operation).into());
         }
         let out = self.pass(x, Some(self.training.next_noise()), Some(self.training.aux_scale()))?;
-        self.store_figures(&out);
+        self.store_figures(out.figures());
         Ok(out.y)
     }
 
     /// Keeps a forward's figures; a captured one's would be memory of the graph, outside of it.
-    fn store_figures(&self, out: &MoeOutput) {
+    pub(super) fn store_figures(&self, last: LastForward) {
         match self.group.in_capture() {
             true => self.training.forget(),
-            false => self.training.store(LastForward { losses: out.losses.clone(), load: out.load.clone() }),
+            false => self.training.store(last),
         }
     }
 
@@ -129,7 +128,7 @@ impl ExpertParallelMoE {
 impl Module for ExpertParallelMoE {
     fn forward(&self, x: &Tensor) -> Result<Tensor> {
         let out = self.pass(x, None, None)?;
-        self.store_figures(&out);
+        self.store_figures(out.figures());
         Ok(out.y)
     }
 }

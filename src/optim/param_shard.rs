@@ -21,19 +21,21 @@ impl ParamShard {
     }
 
     /// The experts of rank `rank` of `ranks`: `local` (`[L, …]`) are the sizes of what it holds, and the whole parameter
-    /// is `[ranks · L, …]`, in rank order.
+    /// is `[ranks · L, …]`, in rank order. So is a parameter of one expert that every rank has under the same name: a
+    /// matrix `[n, m]` is rows of `[ranks · n, m]`, and a vector `[n]`, a bias, a row of `[ranks, n]`.
     ///
     /// # Errors
-    /// A rank that there is not; sizes of fewer than two dimensions.
+    /// A rank that there is not; sizes of no dimension.
     pub fn of_experts(local: &[usize], rank: usize, ranks: usize) -> Result<Self> {
         const CALL: &str = "ParamShard::of_experts";
         if rank >= ranks {
             return Err(Error::invalid(CALL, "rank", format!("one of {ranks}"), rank));
         }
-        if local.len() < 2 {
-            return Err(Error::invalid(CALL, "local", "two dimensions or more", format!("{local:?}")));
+        match local {
+            [] => Err(Error::invalid(CALL, "local", "one dimension or more", format!("{local:?}"))),
+            [n] => Ok(Self::experts(&[1, *n], rank, ranks)),
+            _ => Ok(Self::experts(local, rank, ranks)),
         }
-        Ok(Self::experts(local, rank, ranks))
     }
 
     /// The same of sizes that are known to be sound.

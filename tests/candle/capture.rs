@@ -98,6 +98,25 @@ fn replayed_decode_steps_have_the_eager_ones_bits(_: &Device) -> AnyResult<()> {
     Ok(())
 }
 
+/// A layer whose result is memory of the caller's: nothing of the step is allocated, and its bits are a forward's.
+fn a_forward_into_given_memory_is_replayed(_: &Device) -> AnyResult<()> {
+    let device = device_for_capture(0)?;
+    let moe = seeded(group(&device)?, config())?.detached();
+    let x = tokens(0..TOKENS, &device)?.as_detached_tensor();
+    let y = x.zeros_like()?;
+    let capture = Capture::new(&device)?.group(moe.group())?;
+    // SAFETY: nothing replaces the layer's weights, x or y.
+    let mut step = unsafe { capture.run(|| moe.forward_into(&x, &y).map(|()| Vec::new())) }?;
+    for at in 1..9 {
+        let next = tokens(at..at + TOKENS, &device)?.as_detached_tensor();
+        let expected = bits(&moe.forward(&next)?)?;
+        x.slice_set(&next, 0, 0)?;
+        step.replay()?;
+        assert_eq!(bits(&y)?, expected);
+    }
+    Ok(())
+}
+
 /// A model in training: forward, backward and the optimizer's step.
 struct Training {
     model: Model,
@@ -318,6 +337,7 @@ fn the_cores_own_capture_is_refused(device: &Device) -> AnyResult<()> {
 tests! {
     fn(&Device) -> AnyResult<()>;
     replayed_decode_steps_have_the_eager_ones_bits,
+    a_forward_into_given_memory_is_replayed,
     replayed_training_steps_have_the_eager_ones_bits,
     replayed_dispatch_and_combine_have_the_eager_ones_bits,
     refusals_say_what_to_do,

@@ -71,7 +71,7 @@ impl Place {
 }
 
 /// Runs a closure on each rank; results in rank order.
-fn on_ranks<R: Send>(
+pub fn on_ranks<R: Send>(
     place: &Place,
     count: usize,
     run: impl Fn(&DeviceGroup) -> AnyResult<R> + Sync,

@@ -10,6 +10,7 @@ mod dispatch;
 mod facade;
 #[path = "../common/faulty_comm.rs"]
 mod faulty_comm;
+mod forward_into;
 #[path = "../common/goldens.rs"]
 mod goldens;
 #[cfg(feature = "cuda")]
@@ -84,16 +85,17 @@ fn main() -> ExitCode {
     for (name, body) in dispatch::cpu_cases() {
         trials.add(format!("dispatch::{name}"), body);
     }
-    for (name, body) in dispatch::cases() {
-        trials.add(format!("dispatch::{name}"), move || body(&Place::Cpu));
+    let dispatch = dispatch::cases().into_iter().map(|case| ("dispatch", case));
+    for (file, (name, body)) in dispatch.chain(forward_into::cases().into_iter().map(|case| ("forward_into", case))) {
+        trials.add(format!("{file}::{name}"), move || body(&Place::Cpu));
         #[cfg(feature = "cuda")]
-        trials.add_gpu(format!("dispatch::{name}, GPU"), move || {
+        trials.add_gpu(format!("{file}::{name}, GPU"), move || {
             let _beside = CONTEXT.read().unwrap_or_else(PoisonError::into_inner);
             body(&Place::Gpu(Device::new_cuda_with_stream(0)?))
         });
         #[cfg(feature = "nccl")]
         for ranks in [2, 4] {
-            trials.add_gpus(format!("dispatch::{name}, {ranks} GPUs"), (ranks, found), move || {
+            trials.add_gpus(format!("{file}::{name}, {ranks} GPUs"), (ranks, found), move || {
                 let _alone = CONTEXT.write().unwrap_or_else(PoisonError::into_inner);
                 body(&Place::Gpus(ranks))
             });

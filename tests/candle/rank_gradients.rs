@@ -14,7 +14,7 @@ use moebius::comm::Communicator;
 use moebius::config::SharedConfig;
 use moebius::cpu::{Cpu, ThreadComm, ThreadWorld};
 use moebius::layer::{Layer, ParamKind};
-use moebius::optim::{AdamWOptions, GroupOptions};
+use moebius::optim::{AdamWOptions, GroupOptions, ParamShard};
 use moebius::{CommError, Error, MoeConfig};
 
 use crate::ranks::ranks;
@@ -546,6 +546,70 @@ fn ranks_with_other_identities_save_nothing() -> AnyResult<()> {
     Ok(())
 }
 
+/// Experts of the user's own, of one name on every rank, are parts of one parameter: norm, steps and saved state are those
+/// of a single rank that has all of them, a bias among them.
+fn own_experts_step_as_parts_of_one_parameter() -> AnyResult<()> {
+    const RANKS: usize = 2;
+    let group = GroupOptions { lr: 0.25, ..GroupOptions::default() };
+    let options = AdamWOptions { group, max_norm: Some(1.0), ..AdamWOptions::default() };
+    let values = |rank: usize, dims: &[usize]| -> AnyResult<Var> {
+        let count = dims.iter().product::<usize>();
+        let of = (0..count).map(|i| ((rank * 7 + i * 3) % 11) as f32 - 5.0).collect::<Vec<_>>();
+        Ok(Var::from_vec(of, dims, &Device::Cpu)?)
+    };
+    let gradients = |vars: [&Var; 2]| (vars[0].sqr()?.sum_all()? + vars[1].sqr()?.sum_all()?)?.backward();
+    let folder = tempfile::tempdir()?;
+    // The same as one rank has it: ranks' rows behind each other.
+    let whole = [[3, 4], [1, 3]].map(|dims| -> AnyResult<Var> {
+        let parts =
+            (0..RANKS).map(|rank| Ok(values(rank, &dims)?.as_detached_tensor())).collect::<AnyResult<Vec<_>>>()?;
+        Ok(Var::from_tensor(&Tensor::cat(&parts, 0)?)?)
+    });
+    let [weight, bias] = whole;
+    let (weight, bias) = (weight?, bias?);
+    let named = vec![AdamWParam::new("expert.weight", &weight), AdamWParam::new("expert.bias", &bias)];
+    let mut one = AdamW::with_groups(named, options, &[group])?;
+    let mut norms = Vec::new();
+    for _ in 0..2 {
+        one.step(&gradients([&weight, &bias])?)?;
+        norms.push(one.stats()?.norm);
+    }
+    let at_two = [flat(&weight)?, flat(&bias)?];
+    std::thread::scope(|scope| {
+        let (at_two, norms, folder) = (&at_two, &norms, folder.path());
+        let run = |comm: ThreadComm| -> AnyResult<()> {
+            let rank = comm.rank();
+            let (weight, bias) = (values(rank, &[3, 4])?, values(rank, &[3])?);
+            let part = |name: &str, var: &Var| -> AnyResult<AdamWParam> {
+                Ok(AdamWParam::new(name, var).with_shard(ParamShard::of_experts(var.dims(), rank, RANKS)?))
+            };
+            let params = vec![part("expert.weight", &weight)?, part("expert.bias", &bias)?];
+            let mut adam = AdamW::over_ranks(&Cpu::new(), Box::new(comm), params, options, &[group])?;
+            for norm in norms {
+                adam.step(&gradients([&weight, &bias])?)?;
+                assert_eq!(adam.stats()?.norm, *norm, "rank {rank}");
+            }
+            assert_eq!(flat(&weight)?, at_two[0][rank * 12..(rank + 1) * 12]);
+            assert_eq!(flat(&bias)?, at_two[1][rank * 3..(rank + 1) * 3]);
+            Ok(adam.save(folder.join("state"))?)
+        };
+        let threads: Vec<_> =
+            ThreadWorld::create(RANKS, TIMEOUT).into_iter().map(|comm| scope.spawn(move || run(comm))).collect();
+        threads.into_iter().try_for_each(|t| t.join().expect("a rank panicked"))
+    })?;
+    // What two ranks have saved goes on on one, with both ranks' moments.
+    let resumed = [weight.as_detached_tensor(), bias.as_detached_tensor()].map(|t| Var::from_tensor(&t));
+    let [first, second] = resumed;
+    let (first, second) = (first?, second?);
+    let named = vec![AdamWParam::new("expert.weight", &first), AdamWParam::new("expert.bias", &second)];
+    let mut loaded = AdamW::with_groups(named, options, &[group])?;
+    assert_eq!(loaded.load(folder.path().join("state"))?, 2);
+    one.step(&gradients([&weight, &bias])?)?;
+    loaded.step(&gradients([&first, &second])?)?;
+    assert_eq!([flat(&first)?, flat(&second)?], [flat(&weight)?, flat(&bias)?]);
+    Ok(())
+}
+
 /// What fails in an optimizer's step before its norm is told to the ranks that wait there, and all go on.
 fn a_step_that_fails_before_the_norm_is_told() -> AnyResult<()> {
     for fault in ["lr", "a gradient's size", "the loss"] {
@@ -598,6 +662,7 @@ tests! {
     variables_that_differ_are_refused_before_sums,
     a_gradient_on_one_rank_alone_steps_nothing,
     a_step_that_fails_before_the_norm_is_told,
+    own_experts_step_as_parts_of_one_parameter,
     main_gradients_are_candles_on_any_number_of_ranks,
     microbatches_of_ranks_are_summed_as_candles,
     a_backward_that_fails_before_a_layer_is_told,
