@@ -64,6 +64,15 @@ __device__ __noinline__ uint32_t come_back(const LowLatencyCall& c, Block& block
     return ahead;
 }
 
+// Keeps the headers of a rank that does not come any more within half a round of epochs of this one's, past which they would
+// count as ahead. One that comes back just then loses a header, and is met a step later.
+__device__ __forceinline__ void renew_headers(const LowLatencyCall& c, uint32_t ended, int64_t from) {
+    constexpr uint32_t HALF = 0x80000000;
+    if (ended - last_header(c, from).x < HALF / 2) return;
+    // Of both banks, counting on nobody.
+    for (uint32_t epoch = ended - HALF / 4, i = 0; i < 2; i++, epoch--) low_latency::store_packet(header_of(c, epoch, c.call.rank, from), {epoch, 0, 0, 0});
+}
+
 // Which ranks this one counts on, in `block.absent` those that it does not. By one thread.
 __device__ __forceinline__ void choose_ranks(const LowLatencyCall& c, Block& block, uint32_t layer) {
     const uint32_t ended = static_cast<uint32_t>(control_of(c, c.call.rank)[LOW_LATENCY_EPOCH]);
@@ -72,6 +81,7 @@ __device__ __forceinline__ void choose_ranks(const LowLatencyCall& c, Block& blo
         if (r == c.call.rank || !low_latency::is_absent(block, r)) counted |= 1u << r;
         else if (!is_later(ended, last_header(c, r).x)) counted |= 1u << r;
         else if (nvlink::load_relaxed(control_of(c, c.call.rank) + LOW_LATENCY_RETURNS + r) == layer) counted |= 1u << r;
+        else renew_headers(c, ended, r);
     }
     block.absent = ((1u << c.call.ranks) - 1) & ~counted;
 }

@@ -74,6 +74,11 @@ pub enum Op {
 }
 
 impl Op {
+    /// Whether it is one of those in which a layer's rows travel, or say where to.
+    pub(crate) const fn moves_rows(self) -> bool {
+        matches!(self, Op::Prepare | Op::Dispatch | Op::Combine | Op::CombineBwd | Op::DispatchBwd)
+    }
+
     /// Lower-case name.
     pub const fn name(self) -> &'static str {
         match self {

@@ -215,7 +215,8 @@ impl<'m> Stepper<'m> {
     ///
     /// The ranks then have room for the experts' rows of `sequences` tokens each, however these choose. Their group needs
     /// a place for so many ([`GroupConfig::max_rows`]: the ranks times `sequences` times top-k), and tokens travel by
-    /// all-gather or over NVLink; otherwise steps run as before. A capture that [fails](Self::capture_error) on one rank alone leaves it
+    /// all-gather or over NVLink, with low latency or without; otherwise steps run as before. A group with
+    /// [`GroupConfig::patience`] replays on without a rank that is gone, and its dispatcher's `check` tells of that. A capture that [fails](Self::capture_error) on one rank alone leaves it
     /// with steps that run one operation after another: have all ranks feed then.
     ///
     /// # Errors
@@ -234,7 +235,8 @@ impl<'m> Stepper<'m> {
             return Ok(false);
         };
         // Whose prepare waits for nothing. A CPU's steps are not captured, over whatever dispatcher.
-        let waits_for_nothing = [DispatcherKind::AllGather, DispatcherKind::NvLink];
+        let waits_for_nothing =
+            [DispatcherKind::AllGather, DispatcherKind::NvLink, DispatcherKind::NvLinkLowLatency];
         let captured = waits_for_nothing.contains(&moe.group().dispatcher_kind()) || model.device().is_cpu();
         let has_room = has_room(moe.group(), sequences, rows_for(moe, sequences));
         self.settle_replays()?;

@@ -325,7 +325,8 @@ fn captured_over_ranks(model: &Model, own: usize, captured: bool) -> Result<()> 
     Ok(())
 }
 
-/// What two GPUs are for: by the dispatcher that a group takes, and over NVLink, which needs GPUs that have its kernels.
+/// What two GPUs are for: by the dispatcher that a group takes, and over NVLink, with low latency too, which need GPUs that
+/// have the kernels.
 #[cfg(feature = "nccl")]
 fn two_gpus(gpu: bool) -> Vec<Trial> {
     use lost_rank::{Lost, lost_in_a_replay};
@@ -336,7 +337,9 @@ fn two_gpus(gpu: bool) -> Vec<Trial> {
         let run = move || run().map_err(|e| e.to_string().into());
         trials.push(Trial::test(name, run).with_ignored_flag(!two));
     };
-    for (dispatcher, over) in [(DispatcherKind::Auto, ""), (DispatcherKind::NvLink, ", NVLink")] {
+    let low_latency = DispatcherKind::NvLinkLowLatency;
+    let kinds = [(DispatcherKind::Auto, ""), (DispatcherKind::NvLink, ", NVLink"), (low_latency, ", low latency")];
+    for (dispatcher, over) in kinds {
         for (prompts, has_room) in [(1, false), (4, false), (1, true), (4, true)] {
             let captured = if has_room { ", captured" } else { "" };
             let run = move || over_two_gpus(prompts, has_room, dispatcher);
@@ -348,6 +351,8 @@ fn two_gpus(gpu: bool) -> Vec<Trial> {
             more(format!("a rank {what} a captured step, over two GPUs{over}"), Box::new(run));
         }
     }
+    let run = move || lost_in_a_replay(Lost::IsGoneOnWithout, low_latency);
+    more("captured steps go on without a rank, over two GPUs".into(), Box::new(run));
     trials
 }
 

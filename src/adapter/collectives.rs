@@ -1,7 +1,7 @@
 //! Collectives that an adapter runs itself, beside its layers'.
 
 use crate::comm::refusal::refuse_on_error;
-use crate::comm::{Op, Tag, refusal};
+use crate::comm::{Op, Tag};
 use crate::ep::EpGroup;
 use crate::error::Result;
 use crate::kernels::Kernels;
@@ -35,5 +35,5 @@ pub(super) fn compare_layer<D: Kernels>(group: &EpGroup<D>, call: &'static str, 
 
 /// Meets the other ranks, which are in the collective `op` of a layer, as a failure.
 pub(super) fn refuse<D: Kernels>(group: &EpGroup<D>, layer: u32, op: Op, reason: &str) {
-    refusal::refuse(group.lock().dispatcher().communicator(), tag(layer, op), &reason);
+    group.lock().refuse(tag(layer, op), &reason);
 }

@@ -41,7 +41,8 @@ pub struct GroupConfig {
     pub overlap: Overlap,
     /// NVLink with low latency: how long a step waits for a rank before it goes on without it, and without its experts' share.
     /// [`TokenDispatcher::check`](super::TokenDispatcher::check) tells of that once, and the rank is taken in again when it
-    /// comes to a later step of the layer. `None`: ranks meet in every call, and one that does not come is an error on all,
+    /// comes to a later step of the layer. One that is gone for good, its process dead or its group dropped, is gone on without
+    /// too; what needs all ranks is then [`CommError::PeerGone`](crate::CommError::PeerGone). `None`: ranks meet in every call, and one that does not come is an error on all,
     /// as it is with every other dispatcher, which refuse a time here.
     pub patience: Option<Duration>,
     /// [`DispatcherKind::Auto`] times each dispatcher that every rank can have, but low latency, in steps of

@@ -1,6 +1,8 @@
 //! A rank's membership in a group of ranks that share experts.
 
-use crate::comm::{Communicator, Op, Tag};
+use std::fmt::Display;
+
+use crate::comm::{Communicator, Op, Tag, refusal};
 use crate::compare::{ComparedField, compare_fields, gather_numbers};
 use crate::config::MAX_EXPERTS;
 use crate::dtype::DType;
@@ -201,6 +203,14 @@ impl<D: Kernels> Group<D> {
     /// name it in [`GroupConfig::dispatcher`].
     pub fn dispatcher_kind(&self) -> DispatcherKind {
         self.dispatcher.kind()
+    }
+
+    /// Meets the other ranks, which are in this collective or on their way to it, as a failure, for this reason; not where
+    /// rows are moved by calls in which they go on without this rank.
+    pub(crate) fn refuse(&mut self, tag: Tag, reason: &dyn Display) {
+        if self.config.patience.is_none() || !tag.op.moves_rows() {
+            refusal::refuse(self.dispatcher.communicator(), tag, reason);
+        }
     }
 
     /// The dispatcher.

@@ -1,6 +1,6 @@
 //! Refusals: what fails on one rank is reported to the others, which wait for it in a collective.
 
-use crate::comm::{Op, Tag, refusal};
+use crate::comm::{Op, Tag};
 use crate::ep::Group;
 use crate::error::{Error, Result};
 use crate::kernels::Kernels;
@@ -20,7 +20,7 @@ pub(super) fn refuse_on_error<D: Kernels, T>(
 
 fn refuse<D: Kernels>(layer: &Layer, group: &mut Group<D>, op: Op, error: Error) -> Error {
     let tag = Tag { layer: layer.number, op, sequence: 0 };
-    refusal::refuse(group.dispatcher().communicator(), tag, &error);
+    group.refuse(tag, &error);
     error
 }
 

@@ -97,6 +97,15 @@ impl Steps {
         self.cuda.upload(values.as_bytes(), self.x.view_mut())
     }
 
+    /// The router's weight.
+    pub fn router(&self) -> Result<Vec<u8>> {
+        self.cuda.download(self.params[0].1.view())
+    }
+
+    pub fn set_router(&mut self, weight: &[u8]) -> Result<()> {
+        self.cuda.upload(weight, self.params[0].1.view_mut())
+    }
+
     /// Inputs and a router by which every token chooses the first four experts.
     pub fn choose_the_first_four(&mut self) -> Result<()> {
         let dims = self.x.dims().to_vec();
@@ -107,6 +116,27 @@ impl Steps {
         let values: Tensor<Cpu> = Cpu::new().write(&values, DType::BF16, &[experts, hidden])?;
         self.cuda.upload(ones.as_bytes(), self.x.view_mut())?;
         self.cuda.upload(values.as_bytes(), router.view_mut())
+    }
+
+    /// Takes this rank's experts out: what they add is zero.
+    pub fn zero_experts(&mut self) -> Result<()> {
+        for (_, down) in self.params.iter_mut().filter(|(kind, _)| *kind == ParamKind::Down) {
+            let zeros = vec![0; down.bytes()];
+            self.cuda.upload(&zeros, down.view_mut())?;
+        }
+        Ok(())
+    }
+
+    /// A step of tokens that are wider than the layer's.
+    pub fn step_of_wider_tokens(&mut self) -> Result<()> {
+        let [tokens, hidden] = self.x.dims() else {
+            return Err(Error::invalid("test", "x", "[T, H]", format!("{:?}", self.x.dims())));
+        };
+        let wider = Tensor::zeros(&self.cuda, DType::BF16, &[*tokens, hidden + 8])?;
+        let own = std::mem::replace(&mut self.x, wider);
+        let result = self.step();
+        self.x = own;
+        result
     }
 
     /// Forward and, where the shape says so, backward.
@@ -145,6 +175,11 @@ impl Steps {
         self.out.iter().map(|t| self.cuda.download(t.view())).collect()
     }
 
+    /// Ends the group: the memory of the results.
+    pub fn without_group(self) -> Vec<Tensor<Cuda>> {
+        self.out
+    }
+
     /// Results of steps over these inputs.
     pub fn over(&mut self, seeds: std::ops::Range<u64>) -> Result<Vec<Bits>> {
         let one = |seed| {
@@ -174,10 +209,20 @@ impl Steps {
 
 /// Every rank's body on a thread; results in rank order.
 pub fn each<T: Send>(ranks: usize, body: impl Fn(NcclComm, &Barrier) -> Result<T> + Sync) -> Vec<T> {
-    let (body, barrier) = (&body, &Barrier::new(ranks));
+    each_of(gpus::communicators(ranks, TIMEOUT), body)
+}
+
+/// The same of ranks whose communicators the tests do not share: what they have goes with them.
+pub fn each_apart<T: Send>(ranks: usize, body: impl Fn(NcclComm, &Barrier) -> Result<T> + Sync) -> Vec<T> {
+    let (library, gpus) = gpus::first(ranks);
+    each_of(NcclComm::threads(&library, &gpus, TIMEOUT).expect("communicators"), body)
+}
+
+fn each_of<T: Send>(comms: Vec<NcclComm>, body: impl Fn(NcclComm, &Barrier) -> Result<T> + Sync) -> Vec<T> {
+    let (body, barrier) = (&body, &Barrier::new(comms.len()));
     thread::scope(|scope| {
         let start = |comm| scope.spawn(move || body(comm, barrier));
-        let threads: Vec<_> = gpus::communicators(ranks, TIMEOUT).into_iter().map(start).collect();
+        let threads: Vec<_> = comms.into_iter().map(start).collect();
         let one = |(rank, thread): (usize, thread::ScopedJoinHandle<'_, Result<T>>)| {
             thread.join().expect("a rank").unwrap_or_else(|e| panic!("rank {rank}: {e}"))
         };

@@ -1,8 +1,7 @@
 //! The crate's own dispatcher over NVLink for few tokens: the bits of the other one, whole layers as on CPU ranks, graphs,
-//! what it refuses, and steps that go on without a rank.
+//! and what it refuses.
 
-use std::sync::atomic::{AtomicUsize, Ordering};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use moebius::comm::Communicator;
 use moebius::config::{MoeConfig, SharedConfig};
@@ -25,9 +24,7 @@ pub fn cases() -> Vec<(&'static str, Run)> {
         ("layers_are_the_same_as_on_cpu_ranks", |cuda, ranks| layers(cuda, ranks)),
         ("graphs_replay_the_bits_of_eager_steps", graphs_replay),
         ("what_it_does_not_do_is_refused", refused),
-        ("patience_changes_no_bits", patience_changes_no_bits),
-        ("a_late_rank_is_skipped_and_taken_in_again", |_, ranks| late(ranks, false)),
-        ("a_late_rank_of_replayed_steps_is_skipped_and_taken_in_again", |_, ranks| late(ranks, true)),
+        ("tags_that_come_again_are_not_those_of_before", tags_come_again),
     ]
 }
 
@@ -124,7 +121,7 @@ fn layers(cuda: &Cuda, ranks: usize) {
 }
 
 /// Forward alone, few tokens, a capacity that is enough for all.
-fn captured(ranks: usize) -> (Shape, DispatchOptions) {
+pub fn captured(ranks: usize) -> (Shape, DispatchOptions) {
     const TOKENS: usize = 24;
     let shape = Shape {
         kind: LOW_LATENCY,
@@ -191,85 +188,38 @@ fn refused(cuda: &Cuda, ranks: usize) {
     });
 }
 
-/// How long steps wait for a rank.
-const PATIENCE: Duration = Duration::from_millis(1500);
-
-fn patient(config: GroupConfig) -> GroupConfig {
-    GroupConfig { patience: Some(PATIENCE), ..config }
-}
-
-/// Where all ranks come in time.
-fn patience_changes_no_bits(_: &Cuda, ranks: usize) {
-    let (shape, fixed) = captured(ranks);
-    for options in [fixed, DispatchOptions::default()] {
-        let run = |change: fn(GroupConfig) -> GroupConfig| {
-            each(ranks, |comm, _| {
-                let mut steps = Steps::in_group(comm, (shape.clone(), options), change)?;
-                let all = steps.over(0..6)?;
-                steps.group.dispatcher().check().map(|()| all)
-            })
-        };
-        assert!(run(patient) == run(|config| config), "{options:?}");
-    }
-}
-
-/// The last rank stays away for some steps of a layer: the others go on without its experts' share, waiting once, are told,
-/// and have whole results again when it is back.
-fn late(ranks: usize, replayed: bool) {
+/// Packets of a step lie in a bank, of rows that no step has for as many calls as there are tags. Then calls with the same
+/// tags bring other rows there, and a rank comes late to them: the others do not take what lies there for those.
+fn tags_come_again(_: &Cuda, ranks: usize) {
+    /// Steps of two calls until their tags come again: 0 and 1 are none.
+    const STEPS: usize = 65_534 / 2;
+    const LATE: Duration = Duration::from_millis(100);
     each(ranks, |comm, barrier| {
         let (rank, last) = (comm.rank(), ranks - 1);
-        let mut steps = Steps::in_group(comm, captured(ranks), patient)?;
-        let whole = steps.over(1..4)?.swap_remove(0);
-        steps.set_x(1)?;
-        let cuda = steps.cuda.clone();
-        barrier.wait();
-        let mut graph = if replayed { Some(cuda.capture(|| steps.step())?) } else { None };
-        let mut step = |steps: &mut Steps| {
-            match &mut graph {
-                Some(graph) => graph.replay()?,
-                None => steps.step()?,
-            }
-            steps.results()
-        };
-        barrier.wait();
-        for _ in 0..3 {
-            assert!(step(&mut steps)? == whole, "all are there");
+        let mut steps = Steps::new(comm, captured(ranks))?;
+        let whole = steps.over(5..6)?.swap_remove(0);
+        let mut graph = steps.cuda.clone().capture(|| steps.step())?;
+        // What lies in the banks.
+        steps.set_x(4)?;
+        graph.replay()?;
+        let before = steps.results()?;
+        assert!(before != whole, "other rows");
+        // All rows go to the first rank, and their sums from there.
+        let router = steps.router()?;
+        steps.choose_the_first_four()?;
+        for _ in 1..STEPS {
+            graph.replay()?;
         }
+        steps.results()?;
+        steps.set_router(&router)?;
+        steps.set_x(5)?;
+        barrier.wait();
+        if rank == last {
+            std::thread::sleep(LATE);
+        }
+        graph.replay()?;
+        assert!(steps.results()? == whole);
         steps.group.dispatcher().check()?;
-        barrier.wait();
-        if rank != last {
-            let began = Instant::now();
-            let without = step(&mut steps)?;
-            let took = began.elapsed();
-            assert!(took >= PATIENCE / 2 && took < 4 * PATIENCE, "{took:?}");
-            assert!(without != whole, "the last rank has experts");
-            match steps.group.dispatcher().check() {
-                Err(Error::LateRanks { rank: own, late, .. }) => assert_eq!((own, late), (rank, vec![last])),
-                other => panic!("{other:?}"),
-            }
-            // Now nobody waits.
-            let began = Instant::now();
-            for _ in 0..20 {
-                assert!(step(&mut steps)? == without, "the same share is missing");
-            }
-            assert!(began.elapsed() < PATIENCE, "{:?}", began.elapsed());
-            steps.group.dispatcher().check()?;
-        }
-        barrier.wait();
-        // Until all ranks have had a whole step; nobody knows when that will be.
-        static BACK: AtomicUsize = AtomicUsize::new(0);
-        if rank == 0 {
-            BACK.store(0, Ordering::SeqCst);
-        }
-        barrier.wait();
-        let (began, mut back) = (Instant::now(), false);
-        while BACK.load(Ordering::SeqCst) < ranks {
-            assert!(began.elapsed() < MINUTE, "rank {rank} is not back");
-            if step(&mut steps)? == whole && !back {
-                back = true;
-                BACK.fetch_add(1, Ordering::SeqCst);
-            }
-        }
         // Before the group that it calls.
         drop(graph);
         barrier.wait();

@@ -29,6 +29,7 @@ mod nvlink;
 mod nvlink_graphs;
 mod overlap;
 mod overlap_waits;
+mod patience;
 mod processes;
 #[path = "../common/several.rs"]
 mod several;
@@ -118,6 +119,7 @@ fn over_ranks(ranks: usize) -> Vec<(String, Body)> {
         ("nvlink_graphs", nvlink_graphs::cases()),
         ("overlap", overlap::cases()),
         ("overlap_waits", overlap_waits::cases()),
+        ("patience", patience::cases()),
         ("processes", processes::cases()),
         ("captured", captured::cases()),
         ("streams", streams::cases()),

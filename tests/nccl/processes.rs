@@ -17,7 +17,7 @@ use moebius::{CommError, DType, Error, Tensor};
 
 use crate::launched::{AT_ONCE, join, start, succeed, tag, word};
 use crate::layer::Problem;
-use crate::{KINDS, Run, lost, nvlink_graphs};
+use crate::{KINDS, Run, lost, nvlink_graphs, patience};
 
 pub fn cases() -> Vec<(&'static str, Run)> {
     vec![
@@ -85,6 +85,8 @@ pub fn child(body: &str) {
         "microbatches" => microbatches(),
         "bounds" => bounds(),
         "refused_steps" => refused_steps(),
+        "killed_in_steps" => patience::killed(false),
+        "killed_in_replays" => patience::killed(true),
         "not_replayed" => nvlink_graphs::not_replayed(),
         other => lost::child(other),
     }

@@ -137,6 +137,23 @@ fn status_of_the_first_to_fail() {
     assert_eq!((done.status.code(), lines(&done.stdout)), (Some(0), vec!["[1] still here".to_string()]));
 }
 
+/// One that fails ends nobody where the others are to keep going; each that does is told, and the first is the job's status.
+#[test]
+fn others_keep_going() {
+    let script = "case $MOEBIUS_RANK in 1) kill -KILL $$;; 2) sleep 0.5; exit 3;; esac; sleep 1; echo still here";
+    let done = shell(&["-n", "3", "--keep-going"], script);
+    assert_eq!((done.status.code(), lines(&done.stdout)), (Some(128 + 9), vec!["[0] still here".to_string()]));
+    let text = String::from_utf8_lossy(&done.stderr).into_owned();
+    assert!(text.contains("rank 2 ended with status 3; the others keep going"), "{text}");
+    // A signal ends them as ever.
+    let mut running = Running::start(&["-n", "2", "--keep-going"], "echo up; if [ $MOEBIUS_RANK = 1 ]; then exit 4; fi; sleep 600");
+    running.lines(2);
+    send("TERM", running.child.id());
+    // The second rank's status, or that of the signal, which may come before it.
+    let code = running.end().0.code();
+    assert!(matches!(code, Some(4 | 143)), "{code:?}");
+}
+
 /// Whoever ignores TERM is killed after the grace period, with all it has started in the group.
 #[test]
 fn nothing_of_the_job_stays() {

@@ -19,6 +19,8 @@ const TIMEOUT: Duration = Duration::from_secs(8);
 const LATE: Duration = Duration::from_secs(8);
 /// Longest wait of a rank for the other, which may have failed on its way: the model is loaded and captured before.
 const MEETING: Duration = Duration::from_secs(60);
+/// How long a rank is waited for that the others go on without.
+const PATIENCE: Duration = Duration::from_millis(500);
 /// How late a rank is that is waited for.
 const DELAY: Duration = Duration::from_millis(500);
 /// Replayed steps before.
@@ -33,6 +35,8 @@ pub enum Lost {
     StaysAway,
     /// It steps late, and is not lost.
     ComesLate,
+    /// It leaves, and the first goes on without it.
+    IsGoneOnWithout,
 }
 
 impl Lost {
@@ -41,7 +45,7 @@ impl Lost {
         match (self, dispatcher) {
             (Self::Leaves, _) => "has left the group",
             // Kernels of its own wait there, which tell for whom.
-            (_, DispatcherKind::NvLink) => "rank 1 did not come to the call in time",
+            (_, DispatcherKind::NvLink | DispatcherKind::NvLinkLowLatency) => "rank 1 did not come to the call in time",
             _ => "did not arrive within",
         }
     }
@@ -90,11 +94,12 @@ fn rank(
     meetings: &[Meeting; 2],
 ) -> Result<()> {
     let checkpoint = Checkpoint::open(concat!(env!("CARGO_MANIFEST_DIR"), "/small"))?;
-    let config = GroupConfig { max_rows: 512, dispatcher, ..GroupConfig::new(8, 256) };
+    let patience = (how == Lost::IsGoneOnWithout).then_some(PATIENCE);
+    let config = GroupConfig { max_rows: 512, dispatcher, patience, ..GroupConfig::new(8, 256) };
     let group = Group::new(comm.cuda().clone(), Box::new(comm), config)?;
     let reason = how.reason(group.dispatcher_kind());
     let group = DeviceGroup::new(EpGroup::new(group), device)?;
-    let model = Model::load_on(&checkpoint, group, LoadOptions::default())?;
+    let model = Model::load_on(&checkpoint, group.clone(), LoadOptions::default())?;
     let mut stepper = model.stepper(1, 64)?;
     stepper.feed(&Tensor::new(&[[3u32 + rank as u32, 14, 15]], device)?)?;
     stepper.capture_over_ranks(1)?;
@@ -109,6 +114,8 @@ fn rank(
     }
     match (rank, how) {
         (_, Lost::ComesLate) => late_step(&mut stepper, rank, &meetings[1]),
+        (0, Lost::IsGoneOnWithout) => steps_without(&mut stepper, &group),
+        (_, Lost::IsGoneOnWithout) => Ok(()),
         (0, _) => {
             let outcome = error_of_a_step(&mut stepper, reason);
             if how == Lost::StaysAway {
@@ -146,6 +153,23 @@ fn late_step(stepper: &mut Stepper<'_>, rank: usize, meeting: &Meeting) -> Resul
         return Err(format!("captured: {}; {steps:?}", stepper.is_captured()).into());
     }
     Ok(())
+}
+
+/// Replayed steps of a rank that the other has left: each has its ids, and the group tells once whom it goes on without.
+fn steps_without(stepper: &mut Stepper<'_>, group: &DeviceGroup) -> Result<()> {
+    let group = group.on::<moebius::cuda::Cuda>().ok_or("a group on another device")?;
+    for round in 0..2 {
+        for _ in 0..STEPS {
+            stepper.step()?;
+            stepper.next_ids()?;
+        }
+        match (round, group.lock().dispatcher().check()) {
+            (0, Err(moebius::Error::LateRanks { late, .. })) if late == [1] => {}
+            (1, Ok(())) => {}
+            (_, told) => return Err(format!("round {round}: {told:?}").into()),
+        }
+    }
+    if stepper.is_captured() { Ok(()) } else { Err("steps are not captured any more".into()) }
 }
 
 /// The GPU works on.

@@ -16,6 +16,8 @@ group when all ranks have ended, or when this program is killed, is killed.
 
   -n RANKS              ranks to start here
   --grace SECONDS       between TERM and KILL (5): when a rank has failed, and after HUP, INT, QUIT, TERM from outside
+  --keep-going          a rank that fails ends no other: for programs that go on without one (GroupConfig::patience). The
+                        status is still the first failed rank's
   --address HOST:PORT   where rank 0 is to be met (127.0.0.1 and a free port)
   --world RANKS         ranks on all hosts together: start moebius-run once on each, with --address, --first-rank and
                         the same MOEBIUS_TOKEN in the environment
@@ -43,6 +45,8 @@ pub struct Options {
     pub world: Option<usize>,
     pub address: Option<String>,
     pub grace: Duration,
+    /// A rank that fails ends no other.
+    pub keep_going: bool,
     pub program: OsString,
     pub args: Vec<OsString>,
 }
@@ -52,6 +56,7 @@ const MOST: usize = 1024;
 
 pub fn parse(mut args: impl Iterator<Item = OsString>) -> Result<Request, String> {
     let (mut ranks, mut first, mut world, mut address, mut grace) = (None, None, None, None, 5);
+    let mut keep_going = false;
     let program = loop {
         let arg = args.next().ok_or("no PROGRAM")?;
         let Some(text) = arg.to_str().filter(|text| text.starts_with('-')) else { break arg };
@@ -63,6 +68,7 @@ pub fn parse(mut args: impl Iterator<Item = OsString>) -> Result<Request, String
             "--first-rank" => first = Some(number("--first-rank", args.next(), 0..=usize::from(u16::MAX))?),
             "--world" => world = Some(number("--world", args.next(), 1..=usize::from(u16::MAX) + 1)?),
             "--grace" => grace = number("--grace", args.next(), 0..=86_400)?,
+            "--keep-going" => keep_going = true,
             "--address" => {
                 let text = args.next().and_then(|value| value.into_string().ok());
                 address = Some(text.ok_or("--address: expected HOST:PORT")?);
@@ -79,7 +85,7 @@ pub fn parse(mut args: impl Iterator<Item = OsString>) -> Result<Request, String
         return Err(format!("--first-rank {first} and -n {ranks} reach past --world {}", world.unwrap_or(0)));
     }
     let grace = Duration::from_secs(grace as u64);
-    Ok(Request::Run(Options { ranks, first, world, address, grace, program, args: args.collect() }))
+    Ok(Request::Run(Options { ranks, first, world, address, grace, keep_going, program, args: args.collect() }))
 }
 
 fn number(name: &str, value: Option<OsString>, range: std::ops::RangeInclusive<usize>) -> Result<usize, String> {
@@ -104,6 +110,9 @@ mod tests {
         assert_eq!((options.ranks, options.first, options.world, options.address), (8, 0, None, None));
         assert_eq!((options.grace, options.program.to_str()), (Duration::ZERO, Some("prog")));
         assert_eq!(options.args, ["-n", "3", "--help"], "the program's own");
+        assert!(!options.keep_going);
+        let Ok(Request::Run(options)) = of("-n 2 --keep-going prog --keep-going") else { panic!() };
+        assert_eq!((options.keep_going, options.args.len()), (true, 1));
         let Ok(Request::Run(options)) = of("-n 1 -- -odd x") else { panic!() };
         assert_eq!((options.program.to_str(), options.args.len()), (Some("-odd"), 1));
         let Ok(Request::Run(options)) = of("-n 2 --world 4 --first-rank 2 --address h:1 p") else { panic!() };

@@ -78,7 +78,7 @@ pub fn run(options: &Options) -> Result<u8, RunError> {
             return Err(RunError::System { operation: "start a thread", error });
         }
     };
-    let (status, asked) = watch(&mut group, &signals, &output, options.grace);
+    let (status, asked) = watch(&mut group, &signals, &output, options);
     group.finish();
     // A program that its user ends waits for no reader for ever.
     let unread = output.finish(asked.then(|| options.grace.max(LEAST_FLUSH)));
@@ -86,18 +86,24 @@ pub fn run(options: &Options) -> Result<u8, RunError> {
 }
 
 /// Waits until all ranks have ended; the status is the first failed one's, and whether the end was asked for. From the
-/// first reason to end the job on (a rank that failed, a signal of the user's, output that nobody reads) the ranks have
-/// the grace period; what is left then is killed.
-fn watch(group: &mut RankGroup, signals: &Signals, output: &OutputForwarder, grace: Duration) -> (u8, bool) {
+/// first reason to end the job on (a rank that failed, unless the others are to keep going; a signal of the user's; output
+/// that nobody reads) the ranks have the grace period; what is left then is killed.
+fn watch(group: &mut RankGroup, signals: &Signals, output: &OutputForwarder, options: &Options) -> (u8, bool) {
+    let grace = options.grace;
     let mut status = 0;
     let mut kill_at = None;
     let (mut unread, mut asked) = (false, false);
     loop {
         for (rank, ended) in group.newly_ended() {
-            if ended.status() == 0 || status != 0 {
+            if ended.status() == 0 || status != 0 && !options.keep_going {
                 continue;
             }
-            status = ended.status();
+            status = if status == 0 { ended.status() } else { status };
+            if options.keep_going {
+                let others = if group.all_ended() { "" } else { "; the others keep going" };
+                say(&format!("rank {rank} {ended}{others}"));
+                continue;
+            }
             kill_at.get_or_insert_with(|| Instant::now() + grace);
             let others = if group.all_ended() { "" } else { "; ending the others" };
             say(&format!("rank {rank} {ended}{others}"));

@@ -47,6 +47,11 @@ impl Drop for NcclComm {
     fn drop(&mut self) {
         // Before anything else of it goes; the communicator is the last.
         self.replays.close();
+        if self.session.outlives_ranks() {
+            // Kernels that nobody has watched end by themselves, and may be storing into memory that goes. Nothing can be
+            // reported from here.
+            let _ = self.cuda.finish("NcclComm");
+        }
         self.session.close();
     }
 }
@@ -197,6 +202,12 @@ impl NcclComm {
         let done = self.run_watched(subject, |_| Some(calls()));
         self.session.timeout = timeout;
         done
+    }
+
+    /// Whether a rank that is gone leaves this communicator to the others for what needs no collective: their
+    /// [uncounted kernels](Self::around_uncounted_kernel). Collectives then are errors that name the rank.
+    pub(crate) fn outlive_ranks(&mut self, outlives: bool) {
+        self.session.outlive_ranks(outlives);
     }
 
     /// A kernel of this crate's own between ranks that go on without each other: no host waits for another's, and nobody

@@ -24,6 +24,8 @@ pub(in crate::nccl) struct Session {
     /// Ends before the communicator.
     watchdog: Option<Watchdog>,
     pub(in crate::nccl) comm_handle: Arc<CommHandle>,
+    /// A rank that is gone ends no more than the collectives, which need all.
+    outlives_ranks: bool,
 }
 
 impl Drop for Session {
@@ -42,7 +44,7 @@ impl Session {
             own.give_up(rank, size, first, last);
         });
         let watchdog = Watchdog::start(Arc::clone(&comm_handle), Arc::clone(control.peer_events()), end_notice)?;
-        Ok(Self { timeout, control, count: Arc::default(), watchdog: Some(watchdog), comm_handle })
+        Ok(Self { timeout, control, count: Arc::default(), watchdog: Some(watchdog), comm_handle, outlives_ranks: false })
     }
 
     /// Tells the peers that the rank takes part in nothing any more, and waits until its collectives have ended.
@@ -63,6 +65,16 @@ impl Session {
         self.watchdog.as_ref().map(Watchdog::handle)
     }
 
+    /// Whether a collective to which a rank will not come is that collective's error alone, and what needs no collective goes
+    /// on. One that has begun before the rank was gone ends the communicator as ever: nothing else ends it.
+    pub(in crate::nccl) fn outlive_ranks(&mut self, outlives: bool) {
+        self.outlives_ranks = outlives;
+    }
+
+    pub(in crate::nccl) fn outlives_ranks(&self) -> bool {
+        self.outlives_ranks
+    }
+
     pub(in crate::nccl) fn check_alive(&self) -> Result<()> {
         self.comm_handle.failure().map_or(Ok(()), |failure| Err(failure.into()))
     }
@@ -75,6 +87,8 @@ impl Session {
         match self.control.compare_call(subject, call, self.timeout) {
             Ok(()) => Ok(subject),
             Err(CompareError::Differ(error)) => Err(error.into()),
+            // Nobody is where all know that: who does not know it yet ends by what it will hear.
+            Err(CompareError::Over(error @ CommError::PeerGone { .. })) if self.outlives_ranks => Err(error.into()),
             // Others may be inside the collective: without this rank it never ends.
             Err(CompareError::Over(error)) => Err(self.end(error)),
         }

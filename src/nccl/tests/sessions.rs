@@ -270,6 +270,47 @@ fn refusals_end_what_does_not_compare() {
     }
 }
 
+/// A rank leaves, or its process dies. A communicator that outlives ranks has an error from each collective that names it,
+/// and goes on; another ends, but between threads, whose meeting it is that fails.
+#[test]
+fn a_rank_that_is_gone_leaves_what_needs_no_collective() {
+    let (compared, uncompared) = (sockets([true; 3]), sockets([false; 3]));
+    let mut communicator = 0;
+    for (outlives, dies) in [(true, false), (true, true), (false, false), (false, true)] {
+        communicator += 1;
+        let processes = |ends: &[Arc<ControlSocket>]| {
+            [0, 1].map(|r| ControlPlane::ProcessControl(ProcessControl::new(&ends[r], communicator, vec![0, 1])))
+        };
+        let rendezvous = ThreadRendezvous::new(2);
+        let threads = [0, 1].map(|_| ControlPlane::ThreadRendezvous(Arc::clone(&rendezvous)));
+        for (controls, ends) in [(threads, false), (processes(&compared), true), (processes(&uncompared), true)] {
+            if dies && !ends {
+                continue;
+            }
+            let [(gone, _), (mut left, fake)] = sessions(controls);
+            left.outlive_ranks(outlives);
+            match dies {
+                true => left.control.peer_events().lose(0),
+                false => drop(gone),
+            }
+            let start = Instant::now();
+            for _call in 0..3 {
+                let error = loop {
+                    match left.begin(same()) {
+                        // It has not heard of it.
+                        Ok(_) => assert!(start.elapsed() < TIMEOUT),
+                        Err(error) => break error,
+                    }
+                    thread::sleep(Duration::from_millis(1));
+                };
+                assert!(matches!(error, Error::Comm(CommError::PeerGone { peer: 0, rank: 1, .. })), "{error:?}");
+            }
+            let ended = left.comm_handle.failure().is_some();
+            assert_eq!((ended, fake.aborts.load(SeqCst) > 0), (ends && !outlives, ends && !outlives));
+        }
+    }
+}
+
 /// The first to give up on a collective aborts only when the other, which would have waited longer, has ended too: an
 /// abort lets the other's kernel go on with whatever lies in its memory.
 #[test]

@@ -47,15 +47,17 @@ impl NvLinkLowLatency {
             false => Ok(()),
             true => Err(Error::invalid("Group::new", "in_k_order", format!("false ({kind} adds per rank)"), "true")),
         };
-        Ok(join_words(core, kind, check)?.map(|joined| {
-            let Joined { mut core, words, host, .. } = joined;
-            if let Some(patience) = core.config.patience {
-                let (words, host, device) = (Arc::clone(&words), Arc::clone(&host), core.device.clone());
-                core.records = Some(Box::new(PacketRecords { words, host, device, patience }));
-            }
-            let made: Box<dyn TokenDispatcher<Cuda>> = Box::new(Self { core, words, banks: Banks::default(), host });
-            made
-        }))
+        let joined = match join_words(core, kind, check)? {
+            Ok(joined) => joined,
+            Err(reason) => return Ok(Err(reason)),
+        };
+        let Joined { mut core, words, host, .. } = joined;
+        if let Some(patience) = core.config.patience {
+            let (words, host, device) = (Arc::clone(&words), Arc::clone(&host), core.device.clone());
+            core.records = Some(Box::new(PacketRecords { words, host, device, patience }));
+            nccl(&mut core)?.outlive_ranks(true);
+        }
+        Ok(Ok(Box::new(Self { core, words, banks: Banks::default(), host })))
     }
 
     /// Room for rows of so many packets there, and of so many back (collective where there is less).
@@ -118,6 +120,7 @@ impl RowTransport<Cuda> for NvLinkLowLatency {
         // It holds the words too.
         core.records = None;
         banks.release(&mut core, words)?;
+        nccl(&mut core)?.outlive_ranks(false);
         Ok(core)
     }
 

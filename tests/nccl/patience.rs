@@ -1,0 +1,297 @@
+//! Low latency over NVLink with patience: steps that go on without a rank, be it late, gone, or dead, and what of them needs
+//! all ranks.
+
+use std::process::Command;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use moebius::comm::Communicator;
+use moebius::cuda::{Captured, Cuda};
+use moebius::ep::GroupConfig;
+use moebius::layer::DispatchOptions;
+use moebius::{CommError, Error, Result};
+
+use crate::Run;
+use crate::launched::{AT_ONCE, join, start, succeed, tag};
+use crate::low_latency::captured;
+use crate::nvlink::MINUTE;
+use crate::steps::{Bits, Steps, each, each_apart};
+
+pub fn cases() -> Vec<(&'static str, Run)> {
+    vec![
+        ("changes_no_bits", changes_no_bits),
+        ("a_late_rank_is_skipped_and_taken_in_again", |_, ranks| late(ranks, Away::Stays, false)),
+        ("a_late_rank_of_replayed_steps_is_skipped_and_taken_in_again", |_, ranks| late(ranks, Away::Stays, true)),
+        ("a_rank_whose_own_call_is_refused_is_late", |_, ranks| late(ranks, Away::Refuses, false)),
+        ("a_rank_that_leaves_is_gone_on_without", |_, ranks| leaves(ranks, false)),
+        ("a_rank_that_leaves_replayed_steps_is_gone_on_without", |_, ranks| leaves(ranks, true)),
+        ("a_process_that_is_killed_is_gone_on_without", |_, ranks| lose_the_last(ranks, "killed_in_steps")),
+        ("a_process_that_is_killed_in_replays_is_gone_on_without", |_, ranks| {
+            lose_the_last(ranks, "killed_in_replays");
+        }),
+        ("a_replay_behind_the_group_is_refused", behind_the_group),
+    ]
+}
+
+/// How long steps wait for a rank.
+const PATIENCE: Duration = Duration::from_millis(1500);
+
+fn patient(config: GroupConfig) -> GroupConfig {
+    GroupConfig { patience: Some(PATIENCE), ..config }
+}
+
+/// Where all ranks come in time.
+fn changes_no_bits(_: &Cuda, ranks: usize) {
+    let (shape, fixed) = captured(ranks);
+    for options in [fixed, DispatchOptions::default()] {
+        let run = |change: fn(GroupConfig) -> GroupConfig| {
+            each(ranks, |comm, _| {
+                let mut steps = Steps::in_group(comm, (shape.clone(), options), change)?;
+                let all = steps.over(0..6)?;
+                steps.group.dispatcher().check().map(|()| all)
+            })
+        };
+        assert!(run(patient) == run(|config| config), "{options:?}");
+    }
+}
+
+/// A step, or its replay: its results.
+fn step(steps: &mut Steps, graph: &mut Option<Captured<()>>) -> Result<Bits> {
+    match graph {
+        Some(graph) => graph.replay()?,
+        None => steps.step()?,
+    }
+    steps.results()
+}
+
+fn graph_of(steps: &mut Steps, replayed: bool) -> Result<Option<Captured<()>>> {
+    let cuda = steps.cuda.clone();
+    Ok(if replayed { Some(cuda.capture(|| steps.step())?) } else { None })
+}
+
+/// Kernels have told, on this rank, that they have gone on without the last.
+fn is_told(steps: &mut Steps, rank: usize, last: usize) {
+    match steps.group.dispatcher().check() {
+        Err(Error::LateRanks { rank: own, late, .. }) => assert_eq!((own, late), (rank, vec![last])),
+        other => panic!("{other:?}"),
+    }
+}
+
+/// What the last rank does while the others step.
+#[derive(Debug, Clone, Copy, PartialEq)]
+enum Away {
+    Stays,
+    /// It makes a call that is refused on it alone.
+    Refuses,
+}
+
+/// The last rank stays away for some steps of a layer: the others go on without its experts' share, waiting once, are told,
+/// and have whole results again when it is back.
+fn late(ranks: usize, away: Away, replayed: bool) {
+    each(ranks, |comm, barrier| {
+        let (rank, last) = (comm.rank(), ranks - 1);
+        let mut steps = Steps::in_group(comm, captured(ranks), patient)?;
+        let whole = steps.over(1..4)?.swap_remove(0);
+        steps.set_x(1)?;
+        barrier.wait();
+        let mut graph = graph_of(&mut steps, replayed)?;
+        barrier.wait();
+        for _ in 0..3 {
+            assert!(step(&mut steps, &mut graph)? == whole, "all are there");
+        }
+        steps.group.dispatcher().check()?;
+        barrier.wait();
+        if rank == last && away == Away::Refuses {
+            let refused = steps.step_of_wider_tokens();
+            assert!(matches!(&refused, Err(Error::Invalid { name, .. }) if name == "tensor x"), "{refused:?}");
+        }
+        if rank != last {
+            let began = Instant::now();
+            let without = step(&mut steps, &mut graph)?;
+            let took = began.elapsed();
+            assert!(took >= PATIENCE / 2 && took < 4 * PATIENCE, "{took:?}");
+            assert!(without != whole, "the last rank has experts");
+            is_told(&mut steps, rank, last);
+            // Now nobody waits.
+            let began = Instant::now();
+            for _ in 0..20 {
+                assert!(step(&mut steps, &mut graph)? == without, "the same share is missing");
+            }
+            assert!(began.elapsed() < PATIENCE, "{:?}", began.elapsed());
+            steps.group.dispatcher().check()?;
+        }
+        barrier.wait();
+        // Until all ranks have had a whole step; nobody knows when that will be.
+        static BACK: AtomicUsize = AtomicUsize::new(0);
+        if rank == 0 {
+            BACK.store(0, Ordering::SeqCst);
+        }
+        barrier.wait();
+        let (began, mut back) = (Instant::now(), false);
+        while BACK.load(Ordering::SeqCst) < ranks {
+            assert!(began.elapsed() < MINUTE, "rank {rank} is not back");
+            if step(&mut steps, &mut graph)? == whole && !back {
+                back = true;
+                BACK.fetch_add(1, Ordering::SeqCst);
+            }
+        }
+        // Before the group that it calls.
+        drop(graph);
+        barrier.wait();
+        Ok(())
+    });
+}
+
+/// A collective, to which all ranks would have to come, says which one does not; the communicator is none the worse for it.
+fn needs_all(steps: &mut Steps, last: usize) {
+    let met = steps.group.dispatcher().communicator().barrier(tag(1));
+    assert!(matches!(met, Err(Error::Comm(CommError::PeerGone { peer, .. })) if peer == last), "{met:?}");
+    assert!(!steps.group.dispatcher().communicator().ended());
+}
+
+/// The last rank drops its group and its communicator, while the others step: they go on without it for good. What it had of
+/// memory that they write to is freed by then, and is there for them as long as they have it mapped.
+fn leaves(ranks: usize, replayed: bool) {
+    each_apart(ranks, |comm, barrier| {
+        let (rank, last) = (comm.rank(), ranks - 1);
+        let mut steps = Steps::in_group(comm, captured(ranks), patient)?;
+        let whole = steps.over(1..4)?.swap_remove(0);
+        steps.set_x(1)?;
+        barrier.wait();
+        let mut graph = graph_of(&mut steps, replayed)?;
+        barrier.wait();
+        for _ in 0..3 {
+            assert!(step(&mut steps, &mut graph)? == whole, "all are there");
+        }
+        barrier.wait();
+        if rank == last {
+            drop((graph, steps));
+            barrier.wait();
+            barrier.wait();
+            return Ok(());
+        }
+        let without = step(&mut steps, &mut graph)?;
+        assert!(without != whole, "the last rank has experts");
+        is_told(&mut steps, rank, last);
+        barrier.wait();
+        for round in 0..3 {
+            for _ in 0..20 {
+                assert!(step(&mut steps, &mut graph)? == without, "the same share is missing");
+            }
+            needs_all(&mut steps, last);
+            if round == 1 {
+                // A step that the host plans.
+                assert!(steps.over(7..9)?.len() == 2);
+                steps.set_x(1)?;
+            }
+        }
+        steps.group.dispatcher().check()?;
+        drop(graph);
+        barrier.wait();
+        Ok(())
+    });
+}
+
+/// All but the last end well.
+fn lose_the_last(ranks: usize, body: &str) {
+    let said = start(body, ranks, &[]);
+    succeed(&said[..ranks - 1]);
+    assert!(!said[ranks - 1].ok, "the last was to be killed");
+}
+
+/// The last rank's process is killed by SIGKILL in the midst of steps, with kernels of all ranks under way. Its experts have
+/// added nothing, so that whole steps and steps without it have the same bits: all of them are right, but for one in which
+/// some rows of its had not come.
+pub fn killed(replayed: bool) {
+    /// Steps of the others from when they are told on.
+    const MORE: usize = 200;
+    let comm = join(0);
+    let (rank, ranks) = (comm.rank(), comm.size());
+    let last = ranks - 1;
+    let run = || -> Result<()> {
+        let mut steps = Steps::in_group(comm, captured(ranks), patient)?;
+        if rank == last {
+            steps.zero_experts()?;
+        }
+        let whole = steps.over(1..4)?.swap_remove(0);
+        steps.set_x(1)?;
+        let mut graph = graph_of(&mut steps, replayed)?;
+        let stepped = AtomicBool::new(false);
+        thread::scope(|scope| {
+            if rank == last {
+                scope.spawn(|| {
+                    while !stepped.load(Ordering::SeqCst) {
+                        thread::yield_now();
+                    }
+                    thread::sleep(Duration::from_millis(50));
+                    let own = std::process::id().to_string();
+                    let killed = Command::new("kill").args(["-KILL", &own]).status();
+                    panic!("not killed: {killed:?}");
+                });
+            }
+            let began = Instant::now();
+            while rank == last {
+                step(&mut steps, &mut graph)?;
+                stepped.store(true, Ordering::SeqCst);
+            }
+            let mut other = 0;
+            loop {
+                assert!(began.elapsed() < AT_ONCE + 4 * PATIENCE, "the last rank is not missed");
+                other += usize::from(step(&mut steps, &mut graph)? != whole);
+                match steps.group.dispatcher().check() {
+                    Ok(()) => assert_eq!(other, 0, "all are there"),
+                    Err(Error::LateRanks { late, .. }) => break assert_eq!(late, [last]),
+                    Err(error) => return Err(error),
+                }
+            }
+            assert!(other <= 1);
+            // Until the hosts have heard of it too, and behind that.
+            let began = Instant::now();
+            for i in 0.. {
+                assert!(step(&mut steps, &mut graph)? == whole, "its experts add nothing");
+                if i > MORE && began.elapsed() > Duration::from_secs(1) {
+                    break;
+                }
+            }
+            needs_all(&mut steps, last);
+            for _ in 0..MORE {
+                assert!(step(&mut steps, &mut graph)? == whole, "behind a collective that was refused");
+            }
+            steps.group.dispatcher().check()?;
+            drop(graph.take());
+            Ok(())
+        })?;
+        let cuda = steps.cuda.clone();
+        drop(steps);
+        cuda.check()
+    };
+    run().unwrap_or_else(|error| panic!("rank {rank}: {error}"));
+}
+
+/// A graph of a group that is dropped: its replay is refused, with patience and without, and moves nothing.
+fn behind_the_group(_: &Cuda, ranks: usize) {
+    for change in [patient, |config| config] {
+        each(ranks, |comm, barrier| {
+            let mut steps = Steps::in_group(comm, captured(ranks), change)?;
+            steps.over(0..2)?;
+            barrier.wait();
+            let mut graph = steps.cuda.clone().capture(|| steps.step())?;
+            barrier.wait();
+            graph.replay()?;
+            let (cuda, before) = (steps.cuda.clone(), steps.results()?);
+            barrier.wait();
+            let kept = steps.without_group();
+            for _ in 0..2 {
+                match graph.replay() {
+                    Err(Error::Invalid { call: "Captured::replay", name, .. }) => assert_eq!(name, "graph"),
+                    other => panic!("{other:?}"),
+                }
+            }
+            let after: Result<Bits> = kept.iter().map(|t| cuda.download(t.view())).collect();
+            assert!(after? == before);
+            barrier.wait();
+            Ok(())
+        });
+    }
+}
