@@ -172,6 +172,18 @@ __device__ __forceinline__ uint4 slot_sum(const LowLatencyCombineParams& p, int 
     return rounded<T>(sum);
 }
 
+// How many of this rank's tokens have a row that comes back from a rank: rows are numbered in the tokens' order. By a warp.
+__device__ __forceinline__ int64_t rows_back(const LowLatencyCombineParams& p, int64_t from) {
+    const int lane = threadIdx.x % 32;
+    for (int64_t end = p.tokens; end > 0; end -= 32) {
+        const int64_t token = end - 32 + lane;
+        const int row = token >= 0 ? p.token_rows[token * p.call.call.ranks + from] : -1;
+        const uint32_t has = __ballot_sync(~0u, row >= 0);
+        if (has != 0) return __shfl_sync(~0u, row, 31 - __clz(has)) + 1;
+    }
+    return 0;
+}
+
 template <class T>
 __device__ __forceinline__ void combine(const LowLatencyCombineParams& p) {
     __shared__ Block block;
@@ -195,6 +207,8 @@ __device__ __forceinline__ void combine(const LowLatencyCombineParams& p) {
                 if (j < packets) low_latency::store_packet(area + row * packets + j, v);
             });
         }
+        // While rows are on their way.
+        low_latency::sweep(p.call, block, [&](int64_t from) { return rows_back(p, from) * packets; });
         WarpShare summed;
         summed.of(tokens * pieces, [&](int entry) {
             const int token = entry / pieces, j = (entry - token * pieces) * 32 + lane;
@@ -225,7 +239,6 @@ __device__ __forceinline__ void combine(const LowLatencyCombineParams& p) {
                 low_latency::store_payload(reinterpret_cast<uint8_t*>(to), j, width * 2, words, v);
             }
         });
-        low_latency::sweep(p.call, block, [&](int64_t) { return p.tokens * packets; });
     }
     low_latency::end(p.call, block);
 }

@@ -21,7 +21,8 @@
 // A rank that is absent is not sent rows, and sends none before both have met in a prepare again, which is a later kernel.
 //
 // Patience. With one, a rank whose packets are not there in time is marked as absent: the call goes on without what it
-// lacks, and later calls neither wait for that rank nor send it rows. Without one it is given up as in every other call.
+// lacks, and later calls neither wait for that rank nor send it rows, but a header each: where it is gone for good that goes
+// to memory which nobody reads and its own mapping keeps. Without one it is given up as in every other call.
 #pragma once
 #include "common/nvlink.cuh"
 
@@ -121,17 +122,19 @@ __device__ __forceinline__ void start(const LowLatencyCall& c, Block& block) {
     }
 }
 
-// Clears a part of what this call has not used of its bank: of each rank's area, from packet `used(rank)` on.
+// Clears a part of what this call does not use of its bank: of each rank's area, from packet `used(rank)` on, which is to be
+// exact, as what is neither used nor cleared stays until its tag comes again. By a warp for each rank.
 template <class Used>
 __device__ __forceinline__ void sweep(const LowLatencyCall& c, const Block& block, Used&& used) {
     const int64_t part = (c.area + SWEEPS - 1) / SWEEPS, first = block.epoch / 2 % SWEEPS * part;
     const int64_t last = first + part < c.area ? first + part : c.area;
-    const int64_t thread = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x, threads = static_cast<int64_t>(gridDim.x) * blockDim.x;
-    for (int64_t from = 0; from < c.call.ranks; from++) {
+    const int warp = static_cast<int>((blockIdx.x * blockDim.x + threadIdx.x) / 32), warps = static_cast<int>(gridDim.x * blockDim.x / 32);
+    // The last warps have the least to do.
+    for (int64_t from = warps - 1 - warp; from < c.call.ranks; from += warps) {
         if (from == c.call.rank) continue;
         // What a rank had sent before it was gone on without would be taken for a later call's as well.
         const int64_t in_use = is_absent(block, from) ? 0 : used(from), unused = in_use > first ? in_use : first;
-        for (int64_t i = unused + thread; i < last; i += threads) store_packet(area_of(c, block.epoch, c.call.rank, from) + i, {});
+        for (int64_t i = unused + threadIdx.x % 32; i < last; i += 32) store_packet(area_of(c, block.epoch, c.call.rank, from) + i, {});
     }
 }
 

@@ -235,8 +235,7 @@ impl<'m> Stepper<'m> {
             return Ok(false);
         };
         // Whose prepare waits for nothing. A CPU's steps are not captured, over whatever dispatcher.
-        let waits_for_nothing =
-            [DispatcherKind::AllGather, DispatcherKind::NvLink, DispatcherKind::NvLinkLowLatency];
+        let waits_for_nothing = [DispatcherKind::AllGather, DispatcherKind::NvLink, DispatcherKind::NvLinkLowLatency];
         let captured = waits_for_nothing.contains(&moe.group().dispatcher_kind()) || model.device().is_cpu();
         let has_room = has_room(moe.group(), sequences, rows_for(moe, sequences));
         self.settle_replays()?;

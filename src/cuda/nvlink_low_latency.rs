@@ -235,8 +235,7 @@ mod tests {
     use super::*;
     use crate::cuda::nvlink::control_bytes;
     use crate::cuda::peers::HostWords;
-    use crate::device::Device;
-    use crate::kernels::Origin;
+    use crate::kernels::{Kernels, Origin};
     use crate::plan::routing_record::{HEADER, PENDING};
     use crate::tensor::Tensor;
 

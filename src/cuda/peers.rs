@@ -2,9 +2,9 @@
 //! whom this GPU reaches.
 
 use std::sync::atomic::Ordering;
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError, Weak};
 
-use cudarc::driver::{result, sys};
+use cudarc::driver::{CudaContext, result, sys};
 
 use crate::error::{Error, Result};
 
@@ -29,8 +29,8 @@ const CALL: &str = "Captured::replay";
 /// have given up. They are the group's: once a fault is there it stays, as the group's calls move nothing any more.
 #[derive(Debug)]
 pub(crate) struct HostWords {
-    /// There until it is dropped.
-    block: Option<PageLockedBlock>,
+    /// There until it is dropped, with the context that it ends with, which may be another GPU's.
+    block: Option<(PageLockedBlock, Arc<CudaContext>)>,
     cuda: Cuda,
 }
 
@@ -39,41 +39,54 @@ impl HostWords {
     /// No page-locked memory.
     pub(crate) fn new(cuda: &Cuda, call: &'static str) -> Result<Self> {
         cuda.bind(call)?;
-        let free = FREE.lock().unwrap_or_else(PoisonError::into_inner).pop();
-        let block = free.map_or_else(|| PageLockedBlock::new(call, WORDS * 8), Ok)?;
+        let (block, context) = match free_block() {
+            Some(free) => free,
+            None => (PageLockedBlock::new(call, WORDS * 8)?, Arc::clone(&cuda.inner.context)),
+        };
         (0..WORDS).for_each(|i| block.word(i).store(0, Ordering::SeqCst));
-        Ok(Self { block: Some(block), cuda: cuda.clone() })
+        Ok(Self { block: Some((block, context)), cuda: cuda.clone() })
     }
 
     /// Has every wait end. Calls nothing of the driver's, which may be waiting itself.
     pub(crate) fn stop(&self) {
-        self.block.iter().for_each(|block| block.word(STOP).store(1, Ordering::SeqCst));
+        self.block.iter().for_each(|(block, _)| block.word(STOP).store(1, Ordering::SeqCst));
     }
 
     /// Where kernels find them.
     pub(crate) fn address(&self) -> u64 {
-        self.block.as_ref().map_or(0, PageLockedBlock::address)
+        self.block.as_ref().map_or(0, |(block, _)| block.address())
     }
 }
 
 impl FailureSource for HostWords {
     fn failure(&self) -> Option<Error> {
-        let fault = self.block.as_ref()?.word(FAULT).load(Ordering::SeqCst);
+        let fault = self.block.as_ref()?.0.word(FAULT).load(Ordering::SeqCst);
         if fault == 0 { None } else { self.cuda.error_of(CALL, fault) }
     }
 }
 
 /// Words that no kernel looks at any more, for the next: to free page-locked memory is to wait for every GPU of the process,
-/// one of which may be waiting for this thread's rank.
-static FREE: Mutex<Vec<PageLockedBlock>> = Mutex::new(Vec::new());
+/// one of which may be waiting for this thread's rank. The driver frees them with the context that they were made in.
+static FREE: Mutex<Vec<(PageLockedBlock, Weak<CudaContext>)>> = Mutex::new(Vec::new());
+
+/// One of them whose context is still there, which stays as long as it is used.
+fn free_block() -> Option<(PageLockedBlock, Arc<CudaContext>)> {
+    let mut free = FREE.lock().unwrap_or_else(PoisonError::into_inner);
+    while let Some((block, context)) = free.pop() {
+        if let Some(context) = context.upgrade() {
+            return Some((block, context));
+        }
+    }
+    None
+}
 
 impl Drop for HostWords {
     fn drop(&mut self) {
         // Those that some kernel may still look at stay as they are.
         if self.cuda.finish_all("HostWords").is_ok()
-            && let Some(block) = self.block.take()
+            && let Some((block, context)) = self.block.take()
         {
-            FREE.lock().unwrap_or_else(PoisonError::into_inner).push(block);
+            FREE.lock().unwrap_or_else(PoisonError::into_inner).push((block, Arc::downgrade(&context)));
         }
     }
 }

@@ -129,10 +129,7 @@ impl Steps {
 
     /// A step of tokens that are wider than the layer's.
     pub fn step_of_wider_tokens(&mut self) -> Result<()> {
-        let [tokens, hidden] = self.x.dims() else {
-            return Err(Error::invalid("test", "x", "[T, H]", format!("{:?}", self.x.dims())));
-        };
-        let wider = Tensor::zeros(&self.cuda, DType::BF16, &[*tokens, hidden + 8])?;
+        let wider = Tensor::zeros(&self.cuda, DType::BF16, &[self.x.dims()[0], self.x.dims()[1] + 8])?;
         let own = std::mem::replace(&mut self.x, wider);
         let result = self.step();
         self.x = own;

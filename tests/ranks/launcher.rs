@@ -146,7 +146,8 @@ fn others_keep_going() {
     let text = String::from_utf8_lossy(&done.stderr).into_owned();
     assert!(text.contains("rank 2 ended with status 3; the others keep going"), "{text}");
     // A signal ends them as ever.
-    let mut running = Running::start(&["-n", "2", "--keep-going"], "echo up; if [ $MOEBIUS_RANK = 1 ]; then exit 4; fi; sleep 600");
+    let mut running =
+        Running::start(&["-n", "2", "--keep-going"], "echo up; if [ $MOEBIUS_RANK = 1 ]; then exit 4; fi; sleep 600");
     running.lines(2);
     send("TERM", running.child.id());
     // The second rank's status, or that of the signal, which may come before it.

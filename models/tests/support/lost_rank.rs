@@ -20,7 +20,7 @@ const LATE: Duration = Duration::from_secs(8);
 /// Longest wait of a rank for the other, which may have failed on its way: the model is loaded and captured before.
 const MEETING: Duration = Duration::from_secs(60);
 /// How long a rank is waited for that the others go on without.
-const PATIENCE: Duration = Duration::from_millis(500);
+const PATIENCE: Duration = Duration::from_secs(2);
 /// How late a rank is that is waited for.
 const DELAY: Duration = Duration::from_millis(500);
 /// Replayed steps before.

@@ -44,7 +44,14 @@ impl Session {
             own.give_up(rank, size, first, last);
         });
         let watchdog = Watchdog::start(Arc::clone(&comm_handle), Arc::clone(control.peer_events()), end_notice)?;
-        Ok(Self { timeout, control, count: Arc::default(), watchdog: Some(watchdog), comm_handle, outlives_ranks: false })
+        Ok(Self {
+            timeout,
+            control,
+            count: Arc::default(),
+            watchdog: Some(watchdog),
+            comm_handle,
+            outlives_ranks: false,
+        })
     }
 
     /// Tells the peers that the rank takes part in nothing any more, and waits until its collectives have ended.

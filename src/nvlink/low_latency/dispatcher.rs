@@ -12,7 +12,7 @@ use crate::ep::dispatcher_state::DispatcherState;
 use crate::ep::packing::ReceivedRows;
 use crate::ep::row_transport::{HandleCall, ReturnRows, RowTransport};
 use crate::ep::select::DispatcherOrReason;
-use crate::ep::{DispatchInputs, DispatcherKind, GroupConfig, RowOrder, TokenDispatcher};
+use crate::ep::{DispatchInputs, DispatcherKind, GroupConfig, RowOrder};
 use crate::error::{Error, Result};
 use crate::nccl::TravelingRow;
 use crate::nvlink::join::{Joined, join_words};
