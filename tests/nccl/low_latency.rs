@@ -188,8 +188,9 @@ fn refused(cuda: &Cuda, ranks: usize) {
     });
 }
 
-/// Packets of a step lie in a bank, of rows that no step has for as many calls as there are tags. Then calls with the same
-/// tags bring other rows there, and a rank comes late to them: the others do not take what lies there for those.
+/// Packets of a step lie in a bank, of rows that no step has for some calls: as many as there are tags, and 256, whose tags
+/// end alike. Then calls bring other rows there, and a rank comes late to them: the others do not take what lies there for
+/// those.
 fn tags_come_again(_: &Cuda, ranks: usize) {
     /// Steps of two calls until their tags come again: 0 and 1 are none.
     const STEPS: usize = 65_534 / 2;
@@ -198,28 +199,31 @@ fn tags_come_again(_: &Cuda, ranks: usize) {
         let (rank, last) = (comm.rank(), ranks - 1);
         let mut steps = Steps::new(comm, captured(ranks))?;
         let whole = steps.over(5..6)?.swap_remove(0);
-        let mut graph = steps.cuda.clone().capture(|| steps.step())?;
-        // What lies in the banks.
-        steps.set_x(4)?;
-        graph.replay()?;
-        let before = steps.results()?;
-        assert!(before != whole, "other rows");
-        // All rows go to the first rank, and their sums from there.
         let router = steps.router()?;
-        steps.choose_the_first_four()?;
-        for _ in 1..STEPS {
+        let mut graph = steps.cuda.clone().capture(|| steps.step())?;
+        for between in [128, STEPS] {
+            // What lies in the banks.
+            steps.set_x(4)?;
             graph.replay()?;
+            let before = steps.results()?;
+            assert!(before != whole, "other rows");
+            // All rows go to the first rank, and their sums from there.
+            steps.choose_the_first_four()?;
+            for _ in 1..between {
+                graph.replay()?;
+            }
+            steps.results()?;
+            steps.set_router(&router)?;
+            steps.set_x(5)?;
+            barrier.wait();
+            if rank == last {
+                std::thread::sleep(LATE);
+            }
+            graph.replay()?;
+            assert!(steps.results()? == whole, "rank {rank}, {between} steps behind");
+            steps.group.dispatcher().check()?;
+            barrier.wait();
         }
-        steps.results()?;
-        steps.set_router(&router)?;
-        steps.set_x(5)?;
-        barrier.wait();
-        if rank == last {
-            std::thread::sleep(LATE);
-        }
-        graph.replay()?;
-        assert!(steps.results()? == whole);
-        steps.group.dispatcher().check()?;
         // Before the group that it calls.
         drop(graph);
         barrier.wait();
