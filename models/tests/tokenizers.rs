@@ -8,7 +8,7 @@ use std::process::ExitCode;
 
 use libtest_mimic::{Arguments, Failed, Trial};
 use minijinja::Value;
-use moebius_models::generate::{self, Chat, ChatTemplate, Tokenizer};
+use moebius_models::generate::{Chat, ChatTemplate, Tokenizer};
 use serde::Deserialize;
 
 /// What openai-harmony made of conversations, beside the tokenizers' files.
@@ -110,14 +110,13 @@ fn conversations(case: &Case) -> Result<(), Failed> {
         return Err("no conversation".into());
     }
     let template = ChatTemplate::from_folder(&case.dir)?;
-    let ids = |text: &str| case.tokenizer.encode(text).map(Some);
-    case.conclude("conversations", records.len(), differences(&template, &records, ids)?)
+    case.conclude("conversations", records.len(), differences(&template, &records, Some(&case.tokenizer))?)
 }
 
 /// Conversations that need no tokenizer: without ids.
 fn renderings(golden: &Path) -> Result<(), Failed> {
     let records = shipped_records(golden, HARMONY)?;
-    let differences = differences(&ChatTemplate::harmony(), &records, |_| Ok(None))?;
+    let differences = differences(&ChatTemplate::harmony(), &records, None)?;
     println!("harmony: {} conversations compared, {} differ", records.len(), differences.len());
     let failed = || Failed::from(differences.join("\n"));
     if records.is_empty() || !differences.is_empty() { Err(failed()) } else { Ok(()) }
@@ -129,20 +128,24 @@ fn shipped_records(folder: &Path, name: &str) -> Result<Vec<Value>, Failed> {
     Ok(serde_json::from_str(&text)?)
 }
 
-/// Records that the template renders to another text, or whose text has other ids, where `ids` gives some.
+/// Records that the template renders to another text, or to other ids by the tokenizer, where there is one.
 fn differences(
     template: &ChatTemplate,
     records: &[Value],
-    ids: impl Fn(&str) -> generate::Result<Option<Vec<u32>>>,
+    tokenizer: Option<&Tokenizer>,
 ) -> Result<Vec<String>, Failed> {
     let mut differences = Vec::new();
     for record in records {
-        let got = template.render(&conversation(record)?);
+        let chat = conversation(record)?;
+        let got = template.render(&chat);
         let field = |name: &str| record.get_attr(name).map_err(|e| e.to_string());
         match (field("rendered")?.as_str(), got) {
             (Some(rendered), Ok(got)) => {
                 let expected: Vec<u32> = Deserialize::deserialize(field("ids")?)?;
-                let got_ids = ids(&got)?.unwrap_or_else(|| expected.clone());
+                let got_ids = match tokenizer {
+                    Some(tokenizer) => tokenizer.encode_chat(template, &chat)?,
+                    None => expected.clone(),
+                };
                 if got != rendered || got_ids != expected {
                     differences.push(format!("{record}\nfound {got:?}, {got_ids:?}"));
                 }

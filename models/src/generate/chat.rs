@@ -22,6 +22,7 @@ use super::error::{Error, Result};
 use super::folder;
 use super::harmony;
 use super::python;
+use super::template_files::{self, DEFAULT};
 
 /// Steps that a rendering may take; 64 bytes of text count as one. A published template takes some hundreds for a turn.
 const FUEL: u64 = 2_500_000;
@@ -38,9 +39,6 @@ const STACK: usize = 256 << 20;
 
 /// Most bytes of a template: published ones have some 20 KiB.
 const LONGEST: usize = 128 << 10;
-
-/// The name of the template that is used where none is asked for.
-const DEFAULT: &str = "default";
 
 /// Special tokens that templates know by name.
 const SPECIAL: [&str; 7] = ["bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"];
@@ -190,9 +188,9 @@ impl ChatTemplate {
         let dir = dir.as_ref();
         let config = folder::json(dir, "tokenizer_config.json")?;
         let map = folder::json(dir, "special_tokens_map.json")?;
-        let mut sources = files(dir)?;
+        let mut sources = template_files::files(dir)?;
         if sources.is_empty() {
-            sources = named(dir, config.get("chat_template"))?;
+            sources = template_files::named(dir, config.get("chat_template"))?;
         }
         if sources.is_empty() && harmony::is_of(dir)? {
             return Ok(Self::harmony());
@@ -224,6 +222,8 @@ impl ChatTemplate {
     ///   beside `tool_calls`. Reasoning before the first final message is left out where the last message of an assistant
     ///   is final, unless `auto_drop_analysis` is false.
     /// - A message of `tool` is named by `name`, or by the call it answers.
+    ///
+    /// [`Tokenizer::encode_chat`](super::Tokenizer::encode_chat) gives openai-harmony's ids.
     pub fn harmony() -> Self {
         Self { is_harmony: true, names: vec![DEFAULT.into()], ..Self::empty() }
     }
@@ -264,17 +264,18 @@ impl ChatTemplate {
     }
 
     /// The conversation as text. It begins with the special tokens that the template writes: encode it without adding
-    /// any.
+    /// any. Of harmony's format [`Tokenizer::encode_chat`](super::Tokenizer::encode_chat) gives the ids; the text does not
+    /// say where a special token is meant and where a message has its text.
     ///
     /// # Errors
     /// [`Error::Conversation`], [`Error::NoTemplate`], [`Error::Refused`] where the template calls `raise_exception`,
     /// and [`Error::Template`] where it fails otherwise, takes too many steps or too much time.
     pub fn render(&self, chat: &Chat) -> Result<String> {
+        if let Some(pieces) = self.harmony_pieces(chat)? {
+            return Ok(pieces.text());
+        }
         chat.check()?;
         let name = self.choose(chat)?.to_string();
-        if self.is_harmony {
-            return harmony::render(chat);
-        }
         let mut context: BTreeMap<String, Value> =
             self.special.iter().map(|(name, value)| (name.to_string(), value.clone())).collect();
         context.extend(chat.variables.iter().map(|(name, value)| (name.clone(), value.clone())));
@@ -298,6 +299,16 @@ impl ChatTemplate {
             RecvTimeoutError::Disconnected => Err(problem("the engine panicked".into())),
             RecvTimeoutError::Timeout => Err(problem(format!("it takes longer than {:?}; it may not end", self.time))),
         })
+    }
+
+    /// The conversation in harmony's format; `None` where a template renders it.
+    pub(super) fn harmony_pieces(&self, chat: &Chat) -> Result<Option<harmony::Pieces>> {
+        if !self.is_harmony {
+            return Ok(None);
+        }
+        chat.check()?;
+        self.choose(chat)?;
+        harmony::render(chat).map(Some)
     }
 
     fn choose<'a>(&'a self, chat: &'a Chat) -> Result<&'a str> {
@@ -367,42 +378,6 @@ impl ChatTemplate {
         self.names.push(name.into());
         Ok(())
     }
-}
-
-/// Templates that are files of their own.
-fn files(dir: &Path) -> Result<Vec<(String, String)>> {
-    let text = |dir: &Path, name: &str| folder::text(dir, name, folder::MAX_TEMPLATE);
-    let mut sources: Vec<_> =
-        text(dir, "chat_template.jinja")?.map(|source| (DEFAULT.into(), source)).into_iter().collect();
-    let more = dir.join("additional_chat_templates");
-    let Ok(entries) = std::fs::read_dir(&more) else { return Ok(sources) };
-    let mut files: Vec<_> = entries.filter_map(|entry| entry.ok()?.file_name().into_string().ok()).collect();
-    files.sort();
-    for file in files {
-        if let Some(name) = file.strip_suffix(".jinja")
-            && let Some(source) = text(&more, &file)?
-        {
-            sources.push((name.into(), source));
-        }
-    }
-    Ok(sources)
-}
-
-/// `chat_template` of `tokenizer_config.json`.
-fn named(dir: &Path, field: Option<&serde_json::Value>) -> Result<Vec<(String, String)>> {
-    use serde_json::Value as Json;
-    let pair = |entry: &Json| Some((entry["name"].as_str()?.to_string(), entry["template"].as_str()?.to_string()));
-    let sources = match field {
-        None | Some(Json::Null) => Some(Vec::new()),
-        Some(Json::String(source)) => Some(vec![(DEFAULT.into(), source.clone())]),
-        Some(Json::Array(list)) => list.iter().map(pair).collect(),
-        Some(Json::Object(map)) => {
-            map.iter().map(|(name, source)| Some((name.clone(), source.as_str()?.to_string()))).collect()
-        }
-        Some(_) => None,
-    };
-    let expected = "chat_template: expected a text, or a list of objects with name and template";
-    sources.ok_or_else(|| folder::problem(dir, "tokenizer_config.json", expected))
 }
 
 /// The argument of `raise_exception`, on its way through the engine's error.

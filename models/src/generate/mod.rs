@@ -23,6 +23,7 @@ mod request;
 mod sampling;
 mod stop;
 mod stream;
+mod template_files;
 mod tokenizer;
 
 pub use chat::{Chat, ChatTemplate};

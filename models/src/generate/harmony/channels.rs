@@ -1,6 +1,6 @@
 //! The text of an answer that comes in channels.
 
-use super::TOKENS;
+use super::{CHANNEL, CONSTRAIN, TOKENS};
 use crate::generate::error::Result;
 use crate::generate::stream::{TextEnd, TextStream};
 use crate::generate::tokenizer::Tokenizer;
@@ -35,7 +35,7 @@ impl Marks {
         let [start, channel, message, end, call] = TOKENS.map(&id);
         let (end, call) = (end?, call?);
         let ends = [end, call, id("<|return|>").unwrap_or(end)];
-        let constrain = id("<|constrain|>");
+        let constrain = id(CONSTRAIN);
         Some(Self { start: start?, channel: channel?, message: message?, constrain, ends })
     }
 }
@@ -43,7 +43,7 @@ impl Marks {
 /// Where in a message a text is.
 #[derive(Debug, Clone, PartialEq, Eq)]
 enum Place {
-    /// In what comes before its content: role, recipient, channel.
+    /// In what comes before its content: role, recipient, channel, with the text of the channel's token before that.
     Header(String),
     /// In its content, which is shown or not.
     Content { shown: bool },
@@ -161,9 +161,6 @@ impl<'a> ChannelStream<'a> {
         String::new()
     }
 }
-
-/// Stands in a header where its token does.
-const CHANNEL: &str = "<|channel|>";
 
 /// A line for a header's channel and recipient, and whether a message of it is shown in any case: one of the channel
 /// `final`, or without a channel, to nobody in particular.

@@ -1,10 +1,11 @@
-//! A conversation as harmony's messages, and these as text.
+//! A conversation as harmony's messages, and these as special tokens and text.
 
 use minijinja::Value;
 
 use super::contents::{DeveloperMessage, SystemMessage};
-use super::problem;
+use super::pieces::Pieces;
 use super::typescript::{field, items, list, text};
+use super::{CALL, CHANNEL, CONSTRAIN, END, MESSAGE, START, problem};
 use crate::generate::chat::Chat;
 use crate::generate::error::{Error, Result};
 use crate::generate::python::Dumps;
@@ -45,8 +46,8 @@ enum Content {
     Developer(DeveloperMessage),
 }
 
-/// The conversation as text.
-pub(in crate::generate) fn render(chat: &Chat) -> Result<String> {
+/// The conversation in harmony's format.
+pub(in crate::generate) fn render(chat: &Chat) -> Result<Pieces> {
     let mut reader = Reader::default();
     for (i, message) in chat.messages.iter().enumerate() {
         reader.read(i, message)?;
@@ -64,12 +65,13 @@ pub(in crate::generate) fn render(chat: &Chat) -> Result<String> {
         drop_analysis(&mut messages);
     }
     let has_functions = messages.iter().flat_map(|message| &message.contents).any(Content::has_functions);
-    let mut out = String::new();
+    let mut out = Pieces::default();
     for message in &messages {
         message.write(has_functions, &mut out)?;
     }
     if chat.generation_prompt {
-        out.push_str("<|start|>assistant");
+        out.special(START);
+        out.say(Role::Assistant.name());
     }
     Ok(out)
 }
@@ -107,32 +109,44 @@ fn drop_analysis(messages: &mut Vec<Message>) {
 }
 
 impl Message {
-    fn write(&self, has_functions: bool, out: &mut String) -> Result<()> {
-        out.push_str("<|start|>");
+    fn write(&self, has_functions: bool, out: &mut Pieces) -> Result<()> {
+        out.special(START);
         match (self.role, &self.name) {
-            (Role::Tool, name) => out.push_str(name.as_deref().unwrap_or_default()),
-            (role, None) => out.push_str(role.name()),
-            (role, Some(name)) => *out += &format!("{}:{name}", role.name()),
+            (Role::Tool, name) => out.say(name.as_deref().unwrap_or_default()),
+            (role, None) => out.say(role.name()),
+            (role, Some(name)) => {
+                out.say(role.name());
+                out.say(format!(":{name}"));
+            }
         }
         if let Some(recipient) = self.recipient.as_ref().filter(|recipient| *recipient != "all") {
-            *out += &format!(" to={recipient}");
+            out.say(format!(" to={recipient}"));
         }
         if let Some(channel) = &self.channel {
-            *out += &format!("<|channel|>{channel}");
+            out.special(CHANNEL);
+            out.say(channel);
         }
         if let Some(content_type) = &self.content_type {
-            *out += &format!(" {content_type}");
+            // The one special token that a message's own fields may have, at this place alone.
+            match content_type.strip_prefix(CONSTRAIN) {
+                Some(form) => {
+                    out.say(" ");
+                    out.special(CONSTRAIN);
+                    out.say(form);
+                }
+                None => out.say(format!(" {content_type}")),
+            }
         }
-        out.push_str("<|message|>");
+        out.special(MESSAGE);
         for content in &self.contents {
             match content {
-                Content::Text(text) => out.push_str(text),
-                Content::System(system) => out.push_str(&system.text(has_functions)?),
-                Content::Developer(developer) => out.push_str(&developer.text()?),
+                Content::Text(text) => out.say(text),
+                Content::System(system) => out.say(system.text(has_functions)?),
+                Content::Developer(developer) => out.say(developer.text()?),
             }
         }
         let calls = self.role == Role::Assistant && self.recipient.is_some();
-        out.push_str(if calls { "<|call|>" } else { "<|end|>" });
+        out.special(if calls { CALL } else { END });
         Ok(())
     }
 }
@@ -246,7 +260,7 @@ impl Reader {
             self.calls.push((text(call, "id"), name.clone()));
             self.messages.push(Message {
                 recipient: Some(address(&name)),
-                content_type: Some("<|constrain|>json".into()),
+                content_type: Some(format!("{CONSTRAIN}json")),
                 ..said(COMMENTARY, vec![Content::Text(arguments)])
             });
         }

@@ -8,6 +8,7 @@
 mod channels;
 mod contents;
 mod messages;
+mod pieces;
 mod typescript;
 
 use std::path::Path;
@@ -15,12 +16,21 @@ use std::path::Path;
 pub use channels::Channels;
 pub(super) use channels::{ChannelStream, Marks};
 pub(super) use messages::render;
+pub(super) use pieces::Pieces;
 
 use super::error::{Error, Result};
 use super::folder;
 
 /// Special tokens that begin, divide and end messages.
-const TOKENS: [&str; 5] = ["<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>"];
+const TOKENS: [&str; 5] = [START, CHANNEL, MESSAGE, END, CALL];
+
+const START: &str = "<|start|>";
+const CHANNEL: &str = "<|channel|>";
+const MESSAGE: &str = "<|message|>";
+const END: &str = "<|end|>";
+const CALL: &str = "<|call|>";
+/// In headers, before a content's form.
+const CONSTRAIN: &str = "<|constrain|>";
 
 /// True of the folder of a gpt-oss model, or of a tokenizer with harmony's special tokens.
 pub(super) fn is_of(dir: &Path) -> Result<bool> {

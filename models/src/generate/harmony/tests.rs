@@ -121,6 +121,57 @@ fn with_marks() -> String {
     json.to_string()
 }
 
+/// Each part by itself, and no special token of a message's own text: a tokenizer of bytes in which `ab` is a token too.
+#[test]
+fn ids_of_parts_and_of_special_tokens_in_messages() {
+    let mut json: serde_json::Value = serde_json::from_str(&with_marks()).expect("a tokenizer");
+    json["model"]["vocab"]["ab"] = json!(266);
+    json["model"]["merges"] = json!([["a", "b"]]);
+    let tokenizer = Tokenizer::from_json(&json.to_string()).expect("a tokenizer");
+    let id = |token: &str| tokenizer.id(token).expect("a token");
+    let bytes = |text: &str| text.bytes().map(u32::from).collect::<Vec<u32>>();
+    let chat =
+        |messages: serde_json::Value| Chat::from_json(&messages.to_string()).expect("a chat").generation_prompt(true);
+    let ids = |chat: &Chat| tokenizer.encode_chat(&ChatTemplate::harmony(), chat).expect("ids");
+    let system = json!({"role": "system", "content": [{"type": "system_content"}]});
+    let part = |text: &str| json!({"type": "text", "text": text});
+    let [start, message, end] = ["<|start|>", "<|message|>", "<|end|>"].map(id);
+    let turn = |content: &[u32]| {
+        let open = [&[start][..], &bytes("system"), &[message, end, start], &bytes("user"), &[message]].concat();
+        [&open, content, &[end, start], &bytes("assistant")].concat()
+    };
+    let of = |content: serde_json::Value| ids(&chat(json!([system, {"role": "user", "content": content}])));
+    assert_eq!(of(json!("abc")), turn(&[266, 99]));
+    assert_eq!(of(json!([part("a"), part("bc")])), turn(&[97, 98, 99]), "parts are encoded by themselves");
+    assert_eq!(of(json!([part("<|en"), part("d|>")])), turn(&bytes("<|end|>")));
+    for special in ["<|end|>", "<|start|>x<|message|>", "</think>", "<s>", "<|constrain|>"] {
+        assert_eq!(of(json!(special)), turn(&bytes(special)), "{special} is text");
+    }
+    let spoken = json!({"role": "assistant", "name": "<|end|>", "recipient": "<|call|>", "channel": "<|start|>",
+        "content_type": "<|constrain|><|constrain|>", "content": "x"});
+    let header = [
+        &[start][..],
+        &bytes("assistant:<|end|> to=<|call|>"),
+        &[id("<|channel|>")],
+        &bytes("<|start|> "),
+        &[id("<|constrain|>")],
+        &bytes("<|constrain|>"),
+        &[message, 120, id("<|call|>")],
+    ];
+    let found = ids(&chat(json!([system, spoken])).generation_prompt(false));
+    assert_eq!(found[9..], header.concat());
+}
+
+#[test]
+fn a_tokenizer_without_harmony_s_tokens_is_refused() {
+    let tokenizer = Tokenizer::from_json(&bytes_json()).expect("a tokenizer");
+    let refused = tokenizer.encode_chat(&ChatTemplate::harmony(), &Chat::new().say("user", "x"));
+    let message = refused.expect_err("refused").to_string();
+    let expected =
+        "Tokenizer::encode_chat: \"<|start|>\", which harmony's format needs, is none of the tokenizer's tokens";
+    assert_eq!(message, expected);
+}
+
 #[test]
 fn folders_of_gpt_oss_are_known() {
     let marks: Vec<serde_json::Value> = TOKENS.iter().map(|token| json!({ "content": token })).collect();
