@@ -17,7 +17,7 @@ use std::time::Duration;
 use candle_core::{Device, Tensor, Var};
 use clap::{Parser, ValueEnum};
 use moebius::MoeConfig;
-use moebius::checkpoint::{Checkpoint, OpenOptions};
+use moebius::checkpoint::{Checkpoint, OpenOptions, printable};
 use moebius::etp::Payload;
 use support::compare::{Difference, difference};
 use support::dense::{Dense, DenseOutput, Params, choice_scores, choose};
@@ -130,7 +130,7 @@ impl Args {
 /// Runs the layer and its references; true where all results agree.
 fn compare(args: &Args) -> Result<bool, AnyError> {
     if !args.checkpoint.join("config.json").is_file() {
-        let dir = args.checkpoint.display();
+        let dir = printable(&args.checkpoint.display().to_string());
         return Err(format!("{dir}: no checkpoint folder (no config.json); name one with --checkpoint DIR").into());
     }
     check_framework(args)?;
@@ -290,7 +290,8 @@ fn print_header(folder: &Folder, config: &MoeConfig, job: &Job) {
     let shared = config.shared.map_or(String::new(), |s| {
         format!(", shared expert {}{}", s.intermediate, if s.gated { " (gated)" } else { "" })
     });
-    say(format_args!("{} ({}), layer {}, {}", job.dir.display(), folder.model_type, job.layer, folder.dtype));
+    let dir = printable(&job.dir.display().to_string());
+    say(format_args!("{dir} ({}), layer {}, {}", folder.model_type, job.layer, folder.dtype));
     say(format_args!(
         "hidden {}, {} experts of {}, top {}{shared}",
         config.hidden, r.num_experts, config.intermediate, r.top_k

@@ -7,6 +7,8 @@ use std::io::{ErrorKind, Write};
 use std::path::Path;
 use std::process::ExitCode;
 
+use moebius::checkpoint::{printable, printable_lines};
+
 /// The status of a program that SIGPIPE ends, as a shell reports it.
 const UNREAD: i32 = 128 + 13;
 
@@ -44,7 +46,8 @@ pub fn refuse_full_folder(out: &Path, force: bool) -> Result<(), Usage> {
     let holds_something = std::fs::read_dir(out).is_ok_and(|mut entries| entries.next().is_some());
     match holds_something && !force {
         true => {
-            Err(Usage(format!("{}: holds files; expected a folder that is new or empty, or --force", out.display())))
+            let out = printable(&out.display().to_string());
+            Err(Usage(format!("{out}: holds files; expected a folder that is new or empty, or --force")))
         }
         false => Ok(()),
     }
@@ -69,7 +72,8 @@ pub fn conclude(outcome: Result<bool, Box<dyn Error + Send + Sync>>) -> ExitCode
         Ok(true) => ExitCode::SUCCESS,
         Ok(false) => ExitCode::FAILURE,
         Err(error) => {
-            complain(format_args!("error: {error}"));
+            // It may quote names and texts of others.
+            complain(format_args!("error: {}", printable_lines(&error.to_string())));
             ExitCode::from(if error.is::<Usage>() { 2 } else { 1 })
         }
     }

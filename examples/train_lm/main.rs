@@ -47,6 +47,7 @@ use corpus::Corpus;
 use device::Place;
 use lm::{Scale, Settings, Step, Tolerances, fingerprint, shares};
 use mesh::Mesh;
+use moebius::checkpoint::printable;
 use moebius::ep::DispatcherKind;
 use moebius::etp::Payload;
 use output::{Usage, say};
@@ -524,7 +525,8 @@ fn conclude(args: &Args, settings: &Settings, progress: Progress) -> Result<bool
     let [loss, load] = PLOTS.map(|name| args.out.join(name));
     plot::loss(&loss, &steps, args.loss_bound())?;
     plot::expert_load(&load, &steps, LEAST_SHARE)?;
-    say(format_args!("plots: {0}/loss.png, {0}/expert-load.png", args.out.display()));
+    let out = printable(&args.out.display().to_string());
+    say(format_args!("plots: {out}/loss.png, {out}/expert-load.png"));
     if let Some(last) = steps.last().filter(|last| !last.costs.is_empty()) {
         sharded::print(&last.costs);
     }

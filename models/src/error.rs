@@ -1,5 +1,7 @@
 //! Typed errors of loading and running a decoder.
 
+use moebius::checkpoint::printable;
+
 /// Result with this crate's [`enum@Error`].
 pub type Result<T> = std::result::Result<T, Error>;
 
@@ -8,7 +10,7 @@ pub type Result<T> = std::result::Result<T, Error>;
 #[non_exhaustive]
 pub enum Error {
     /// The layer knows the family's experts, but there is no decoder around them.
-    #[error("{path}: field model_type: expected one of {known}, found {found:?}")]
+    #[error("{}: field model_type: expected one of {known}, found \"{}\"", printable(.path), printable(.found))]
     Family {
         /// The file.
         path: String,
@@ -18,7 +20,7 @@ pub enum Error {
         known: String,
     },
     /// `config.json` cannot be read, or holds what this decoder does not do.
-    #[error("{path}: field {field}: expected {expected}, found {found}")]
+    #[error("{}: field {field}: expected {}, found {}", printable(.path), printable(.expected), printable(.found))]
     Config {
         /// The file.
         path: String,
@@ -30,7 +32,7 @@ pub enum Error {
         found: String,
     },
     /// A tensor or argument has the wrong shape.
-    #[error("{call}: tensor {tensor}: expected shape {expected}, found {found:?}")]
+    #[error("{call}: tensor {}: expected shape {expected}, found {found:?}", printable(.tensor))]
     Shape {
         /// The call that refused.
         call: &'static str,
@@ -43,7 +45,7 @@ pub enum Error {
     },
     /// A layer on disk has a tensor that the decoder, as its configuration is, has no place for, or the output projection
     /// a bias. Tensors beside the layers are not looked at otherwise.
-    #[error("{call}: tensor {tensor}: the decoder that {path} describes has none of this name")]
+    #[error("{call}: tensor {}: the decoder that {} describes has none of this name", printable(.tensor), printable(.path))]
     Unread {
         /// The call that refused.
         call: &'static str,
@@ -53,7 +55,7 @@ pub enum Error {
         tensor: String,
     },
     /// The call cannot be made on this model.
-    #[error("{call}: {problem}")]
+    #[error("{call}: {}", printable(.problem))]
     Usage {
         /// The call that refused.
         call: &'static str,

@@ -418,6 +418,37 @@ fn what_cannot_be_is_one_line_of_error() {
     }
 }
 
+/// Names of files and texts of templates may hold what steers a terminal, or looks like another line of it.
+#[cfg(unix)]
+#[test]
+fn errors_of_the_program_have_no_control_characters() {
+    let steer = "a\u{1b}]0;title\u{7}\r\nerror: \u{9b}31m";
+    let shown = r"a\u{1b}]0;title\u{7}\r\nerror: \u{9b}31m";
+    let refused = |output: Output| {
+        let message = error(1, &output);
+        assert!(message.contains(shown) && !message.trim_end().chars().any(char::is_control), "{message:?}");
+    };
+    let dir = folder(&tokenizer(false));
+    refused(run(&dir.path().join(steer), &["--prompt", "hi"]));
+    let path = |name: &str| dir.path().join(name).display().to_string();
+    refused(run(dir.path(), &["--prompts-file", &path(steer)]));
+    std::fs::write(path(&format!("{steer}.txt")), "").expect("a file");
+    refused(run(dir.path(), &["--prompts-file", &path(&format!("{steer}.txt"))]));
+    let conversation = serde_json::json!([{"role": "user", "content": "x"}, {"role": steer}]);
+    for template in ["{{ raise_exception(messages[1].role) }}", "{{ messages[0][messages[1].role]() }}"] {
+        std::fs::write(path("chat_template.jinja"), template).expect("a file");
+        std::fs::write(path("chats.jsonl"), conversation.to_string()).expect("a file");
+        let output = run(dir.path(), &["--prompts-file", &path("chats.jsonl")]);
+        let message = error(1, &output);
+        assert!(!message.trim_end().chars().any(char::is_control), "{message:?}");
+    }
+    let mut file: serde_json::Value = serde_json::from_str(&tokenizer(true)).expect("JSON");
+    file["pre_tokenizer"] = serde_json::json!({"type": steer});
+    std::fs::write(path("tokenizer.json"), file.to_string()).expect("a file");
+    let message = error(1, &run(dir.path(), &["--prompt", "hi"]));
+    assert!(!message.trim_end().chars().any(char::is_control), "{message:?}");
+}
+
 /// A program that loads the model says whether links are followed.
 #[cfg(unix)]
 #[test]

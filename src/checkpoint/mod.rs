@@ -35,7 +35,7 @@ mod reader;
 mod save;
 mod stored;
 
-pub use crate::error::printable;
+pub use crate::error::{printable, printable_lines};
 pub use gather::gather_blocks;
 pub use open::Checkpoint;
 pub use options::{BlockBytes, BlockShards, LoadOptions, OpenOptions, Progress, SaveOptions, ShardOptions};

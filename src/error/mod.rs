@@ -16,7 +16,7 @@ pub use comm::CommError;
 pub use nccl::NcclError;
 pub use nccl_ep::NcclEpError;
 pub use ranks::{Launcher, RankError, Refusal};
-pub use text::printable;
+pub use text::{printable, printable_lines};
 
 /// Result with this crate's [`Error`].
 pub type Result<T> = std::result::Result<T, Error>;
@@ -26,7 +26,7 @@ pub type Result<T> = std::result::Result<T, Error>;
 #[non_exhaustive]
 pub enum Error {
     /// An argument, field or tensor is not what the call needs.
-    #[error("{call}: {name}: expected {expected}, found {found}")]
+    #[error("{call}: {}: expected {}, found {}", printable(.name), printable_lines(.expected), printable_lines(.found))]
     Invalid {
         /// The call that refused.
         call: &'static str,
@@ -38,7 +38,7 @@ pub enum Error {
         found: String,
     },
     /// A tensor has the wrong shape.
-    #[error("{call}: tensor {tensor}: expected shape {expected:?}, found {found:?}")]
+    #[error("{call}: tensor {}: expected shape {expected:?}, found {found:?}", printable(.tensor))]
     Shape {
         /// The call that refused.
         call: &'static str,
@@ -50,7 +50,7 @@ pub enum Error {
         found: Vec<usize>,
     },
     /// A tensor has the wrong element type.
-    #[error("{call}: tensor {tensor}: expected {expected}, found {found}")]
+    #[error("{call}: tensor {}: expected {expected}, found {found}", printable(.tensor))]
     DType {
         /// The call that refused.
         call: &'static str,
@@ -160,7 +160,7 @@ pub enum Error {
         found: Option<(i64, i64)>,
     },
     /// The host has no memory of the size that a call needs.
-    #[error("{call}: {name}: no memory for {bytes} bytes")]
+    #[error("{call}: {}: no memory for {bytes} bytes", printable(.name))]
     OutOfMemory {
         /// The call.
         call: &'static str,

@@ -42,6 +42,17 @@ pub fn printable(text: &str) -> String {
     out
 }
 
+/// A text of several lines for a terminal, of any length, such as a program's last words: as [`printable`], but line ends
+/// stay.
+pub fn printable_lines(text: &str) -> String {
+    let mut out = String::with_capacity(text.len());
+    for (i, line) in text.split('\n').enumerate() {
+        out.extend((i > 0).then_some('\n'));
+        escape(line, &mut out);
+    }
+    out
+}
+
 fn escape(text: &str, out: &mut String) {
     for c in text.chars() {
         // Marks that change the direction of text, invisible characters, and what ends a line.
@@ -55,7 +66,7 @@ fn escape(text: &str, out: &mut String) {
 
 #[cfg(test)]
 mod tests {
-    use super::{id, printable};
+    use super::{id, printable, printable_lines};
 
     #[test]
     fn an_id_is_shown_as_either_type() {
@@ -71,6 +82,10 @@ mod tests {
         let long = printable(&format!("start{}end", "é".repeat(1 << 20)));
         assert!(long.starts_with("starté") && long.ends_with("éend") && long.contains("…[2097160 bytes]…"));
         assert!(long.chars().count() < 400, "{}", long.chars().count());
+        let lines = "error:\n  a\u{1b}]0;t\u{7}\r\n\n\u{2028}";
+        assert_eq!(printable_lines(lines), "error:\n  a\\u{1b}]0;t\\u{7}\\r\n\n\\u{2028}");
+        let once = printable_lines(lines);
+        assert_eq!(printable_lines(&once), once, "what is escaped stays as it is");
         // Escapes take at most 10 characters for one.
         assert!(printable(&"\u{1b}".repeat(1 << 20)).len() < 4000);
     }

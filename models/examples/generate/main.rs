@@ -32,7 +32,7 @@ use candle_core::DType;
 use clap::Parser;
 use indicatif::ProgressBar;
 use moebius::candle::{DeviceGroup, EpGroup};
-use moebius::checkpoint::{Checkpoint, OpenOptions};
+use moebius::checkpoint::{Checkpoint, OpenOptions, printable, printable_lines};
 use moebius::comm::{Communicator, Solo};
 use moebius::config::RouterConfig;
 use moebius::cpu::{Cpu, ThreadWorld};
@@ -60,7 +60,8 @@ fn main() -> ExitCode {
     if error.downcast_ref::<std::io::Error>().is_some_and(|e| e.kind() == ErrorKind::BrokenPipe) {
         return ExitCode::from(128 + 13);
     }
-    let _ = writeln!(std::io::stderr(), "error: {rank}{error}");
+    // It may quote names and texts of others: of files, of a template.
+    let _ = writeln!(std::io::stderr(), "error: {rank}{}", printable_lines(&error.to_string()));
     let is_parameter = matches!(error.downcast_ref(), Some(generate::Error::Parameter { .. }));
     ExitCode::from(if is_parameter || error.is::<Usage>() { 2 } else { 1 })
 }
@@ -69,7 +70,7 @@ fn main() -> ExitCode {
 fn run(options: &Options, me: Option<&Identity>) -> Result<(), AnyError> {
     let folder = options.folder();
     if !folder.is_dir() {
-        return Err(format!("{}: no checkpoint folder", folder.display()).into());
+        return Err(format!("{}: no checkpoint folder", printable(&folder.display().to_string())).into());
     }
     // Of a link that leads nowhere too: a folder without a tokenizer has no such name.
     let tokenizer = match folder.join("tokenizer.json").symlink_metadata().is_ok() {

@@ -5,6 +5,7 @@ use std::fmt;
 use std::path::{Path, PathBuf};
 
 use clap::{Args, Parser, ValueEnum};
+use moebius::checkpoint::printable;
 use moebius_models::ExpertWeights;
 use moebius_models::generate::{CacheKind, Channels, Chat, ChatTemplate, Request, Sampling, Tokenizer, eos_ids};
 
@@ -267,7 +268,8 @@ fn prompts(options: &Options, tokenizer: Option<&Tokenizer>) -> Result<Vec<Vec<u
     if !prompts.prompt_ids.is_empty() {
         return prompts.prompt_ids.iter().map(|ids| parse_ids(ids)).collect();
     }
-    let missing = || Usage(format!("{}: no tokenizer.json; give prompts as --prompt-ids", folder.display()));
+    let shown = |path: &Path| printable(&path.display().to_string());
+    let missing = || Usage(format!("{}: no tokenizer.json; give prompts as --prompt-ids", shown(folder)));
     let tokenizer = tokenizer.ok_or_else(missing)?;
     let answer = |template: &ChatTemplate, chat: Chat| tokenizer.encode_chat(template, &chat.generation_prompt(true));
     if let Some(prompt) = prompts.prompt.as_deref().or(options.beginning()) {
@@ -277,7 +279,7 @@ fn prompts(options: &Options, tokenizer: Option<&Tokenizer>) -> Result<Vec<Vec<u
         return Ok(vec![answer(&ChatTemplate::from_folder(folder)?, Chat::new().say("user", message))?]);
     }
     let path = prompts.prompts_file.as_deref().unwrap_or(Path::new(""));
-    let bytes = std::fs::read(path).map_err(|e| format!("{}: {e}", path.display()))?;
+    let bytes = std::fs::read(path).map_err(|e| format!("{}: {e}", shown(path)))?;
     // A byte order mark is no part of the first prompt.
     let bytes = bytes.strip_prefix(b"\xef\xbb\xbf").unwrap_or(&bytes);
     let lines = bytes.split(|byte| *byte == b'\n').enumerate().filter(|(_, line)| !line.trim_ascii().is_empty());
@@ -294,10 +296,10 @@ fn prompts(options: &Options, tokenizer: Option<&Tokenizer>) -> Result<Vec<Vec<u
             Some(template) => Ok(answer(template, Chat::from_json(text)?)?),
             None => Ok(tokenizer.encode_prompt(text)?),
         });
-        ids.map_err(|e| format!("{}: line {}: {e}", path.display(), number + 1).into())
+        ids.map_err(|e| format!("{}: line {}: {e}", shown(path), number + 1).into())
     };
     match lines.map(prompt).collect::<Result<Vec<_>, AnyError>>()? {
-        ids if ids.is_empty() => Err(format!("{}: no prompt", path.display()).into()),
+        ids if ids.is_empty() => Err(format!("{}: no prompt", shown(path)).into()),
         ids => Ok(ids),
     }
 }

@@ -1,5 +1,7 @@
 //! Errors between a text and a decoder.
 
+use moebius::checkpoint::printable;
+
 /// Result with [`enum@Error`].
 pub type Result<T> = std::result::Result<T, Error>;
 
@@ -8,7 +10,7 @@ pub type Result<T> = std::result::Result<T, Error>;
 #[non_exhaustive]
 pub enum Error {
     /// A file of the folder cannot be read, or does not hold what it should.
-    #[error("{path}: {problem}")]
+    #[error("{}: {}", printable(.path), printable(.problem))]
     File {
         /// The file.
         path: String,
@@ -16,7 +18,7 @@ pub enum Error {
         problem: String,
     },
     /// The tokenizer cannot encode a text or decode ids.
-    #[error("{call}: {problem}")]
+    #[error("{call}: {}", printable(.problem))]
     Tokenizer {
         /// The call that refused.
         call: &'static str,
@@ -24,7 +26,7 @@ pub enum Error {
         problem: String,
     },
     /// The tokenizer has a token that the decoder's embedding has no row for.
-    #[error("tokenizer: token {token:?} has id {id}; the embedding has {rows} rows")]
+    #[error("tokenizer: token \"{}\" has id {id}; the embedding has {rows} rows", printable(.token))]
     TokenPastEmbedding {
         /// The token of the largest id.
         token: String,
@@ -78,13 +80,13 @@ pub enum Error {
         problem: String,
     },
     /// The folder has no chat template, or none of that name.
-    #[error("chat template: {problem}")]
+    #[error("chat template: {}", printable(.problem))]
     NoTemplate {
         /// The name that was looked for, and those that there are.
         problem: String,
     },
     /// A chat template does not compile, fails, or takes more steps than it may.
-    #[error("chat template {name:?}: {problem}")]
+    #[error("chat template \"{}\": {}", printable(.name), printable(.problem))]
     Template {
         /// Name of the template, `default` where it has none.
         name: String,
@@ -92,7 +94,7 @@ pub enum Error {
         problem: String,
     },
     /// A chat template refused the conversation by `raise_exception`.
-    #[error("chat template {name:?} refuses the conversation: {message}")]
+    #[error("chat template \"{}\" refuses the conversation: {}", printable(.name), printable(.message))]
     Refused {
         /// Name of the template, `default` where it has none.
         name: String,
@@ -100,7 +102,7 @@ pub enum Error {
         message: String,
     },
     /// A conversation that is not what templates take.
-    #[error("conversation: {problem}")]
+    #[error("conversation: {}", printable(.problem))]
     Conversation {
         /// The problem.
         problem: String,
@@ -119,4 +121,35 @@ pub enum Error {
     /// Candle failed.
     #[error(transparent)]
     Candle(#[from] candle_core::Error),
+}
+
+#[cfg(test)]
+mod tests {
+    use super::Error;
+
+    #[test]
+    fn texts_of_others_do_not_steer_a_terminal() {
+        let text = || "a\u{1b}[31m\r\nb".to_string();
+        for error in [
+            Error::File { path: text(), problem: text() },
+            Error::Tokenizer { call: "encode", problem: text() },
+            Error::TokenPastEmbedding { token: text(), id: 3, rows: 2 },
+            Error::NoTemplate { problem: text() },
+            Error::Template { name: text(), problem: text() },
+            Error::Refused { name: text(), message: text() },
+            Error::Conversation { problem: text() },
+            crate::Error::Family { path: text(), found: text(), known: "x".into() }.into(),
+            crate::Error::Config { path: text(), field: "f", expected: text(), found: text() }.into(),
+            crate::Error::Shape { call: "load", tensor: text(), expected: "[1]".into(), found: vec![2] }.into(),
+            crate::Error::Unread { call: "load", path: text(), tensor: text() }.into(),
+            crate::Error::from(moebius::Error::Invalid { call: "load", name: text(), expected: text(), found: text() })
+                .into(),
+        ] {
+            let shown = error.to_string();
+            assert!(
+                shown.contains(r"a\u{1b}[31m\r") && shown.chars().filter(|c| *c != '\n').all(|c| !c.is_control()),
+                "{shown:?}"
+            );
+        }
+    }
 }
