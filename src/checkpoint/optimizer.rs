@@ -181,8 +181,8 @@ impl<D: StepDevice> AdamW<D> {
     /// # Errors
     /// A folder that holds something else, or the state of other parameters or of another
     /// [identity](Self::set_identity), before anything has changed, on every rank, whose communicator works on;
-    /// [`CheckpointError`] where reading fails, on every rank, after which no step is taken, and nothing saved, until a load
-    /// succeeds.
+    /// [`CheckpointError`] where reading fails, or a main weight or moment is NaN or infinite, or a second moment negative,
+    /// on every rank, after which no step is taken, and nothing saved, until a load succeeds.
     pub fn load(&mut self, dir: impl AsRef<Path>) -> Result<u64> {
         self.load_state(dir.as_ref(), None, Ok(()))
     }
@@ -233,6 +233,9 @@ impl<D: StepDevice> AdamW<D> {
             buffer.resize(len * on_disk, 0);
             saved.files.read(&item.name, &entry, ((first + at) * on_disk) as u64, &mut buffer)?;
             let bytes = if widen { widened(&buffer) } else { std::mem::take(&mut buffer) };
+            if let Some((i, found)) = unusable(item, &bytes) {
+                return Err(saved.unusable(item, first + at + i, found));
+            }
             let Some(tensor) = self.state_tensor_mut(item.param, item.kind) else { continue };
             let place = at * item.dtype.size()..(at + len) * item.dtype.size();
             let to = D::slice_mut(tensor.view_mut().into_data(), place);
@@ -399,6 +402,24 @@ impl Saved {
         }
     }
 
+    /// Refuses element `index` of a tensor.
+    fn unusable(&self, item: &StateItem, index: usize, found: f32) -> Error {
+        let mut rest = index;
+        let mut place: Vec<usize> = Vec::new();
+        for dim in item.dims.iter().rev() {
+            place.insert(0, rest % dim);
+            rest /= dim;
+        }
+        let from = if item.kind == StateKind::Second { " from 0 on" } else { "" };
+        CheckpointError::Tensor {
+            path: self.path.clone(),
+            tensor: item.name.clone(),
+            expected: format!("finite numbers{from}"),
+            found: format!("{found} at {place:?}"),
+        }
+        .into()
+    }
+
     fn misfit(&self, item: &StateItem, entry: &TensorEntry) -> Error {
         CheckpointError::Tensor {
             path: self.path.clone(),
@@ -451,46 +472,24 @@ fn write(dir: &Path, out: &mut dyn Write, bytes: &[u8]) -> Result<()> {
     Ok(out.write_all(bytes).map_err(|e| io_error(dir, e))?)
 }
 
+/// The first of these elements that no step leaves behind, and which would spoil all steps to come: one that is not
+/// finite, or a negative second moment. Its index among them, and its value.
+fn unusable(item: &StateItem, bytes: &[u8]) -> Option<(usize, f32)> {
+    let is_unusable = |x: f32| !x.is_finite() || (item.kind == StateKind::Second && x < 0.0);
+    let found = |(i, x): (usize, f32)| is_unusable(x).then_some((i, x));
+    match item.dtype {
+        DType::BF16 => {
+            bytes.chunks_exact(2).map(|b| f32::from_le_bytes([0, 0, b[0], b[1]])).enumerate().find_map(found)
+        }
+        _ => bytes.chunks_exact(4).map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]])).enumerate().find_map(found),
+    }
+}
+
 /// Bytes of bf16 as bytes of f32.
 fn widened(bytes: &[u8]) -> Vec<u8> {
     bytes.chunks_exact(2).flat_map(|b| [0, 0, b[0], b[1]]).collect()
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::cpu::Cpu;
-    use crate::optim::{AdamWOptions, ParamShard, ParamSpec};
-
-    /// A file that loses its end between the check and the reading.
-    #[test]
-    fn nobody_uses_a_state_that_was_read_in_part() {
-        let dir = tempfile::tempdir().unwrap();
-        let (options, shard) = (AdamWOptions::default(), ParamShard::whole(&[4, 64]));
-        let spec = ParamSpec { name: "w".into(), shard, dtype: DType::BF16, group: 0 };
-        let mut adam = AdamW::new(&Cpu::new(), options, &[options.group], vec![spec], None).unwrap();
-        adam.save(dir.path()).unwrap();
-        let saved = Saved::open(dir.path()).unwrap();
-        let items = saved.check(&adam).unwrap();
-        let path = dir.path().join(SINGLE);
-        let whole = std::fs::read(&path).unwrap();
-        let file = std::fs::OpenOptions::new().write(true).open(&path).unwrap();
-        file.set_len(whole.len() as u64 - 100).unwrap();
-        adam.read_state(&saved, &items).unwrap_err();
-        let refused = |error: Error| assert!(error.to_string().contains("loaded whole"), "{error}");
-        refused(adam.begin(&[None]).unwrap_err());
-        let mut param = Tensor::zeros(&Cpu::new(), DType::BF16, &[4, 64]).unwrap();
-        refused(adam.write_param(0, param.view_mut()).unwrap_err());
-        // Neither there nor anywhere else.
-        let other = tempfile::tempdir().unwrap();
-        for dir in [dir.path(), other.path()] {
-            refused(adam.save(dir).unwrap_err());
-        }
-        assert_eq!(std::fs::metadata(&path).unwrap().len(), whole.len() as u64 - 100);
-        assert_eq!(std::fs::read_dir(other.path()).unwrap().count(), 0);
-        std::fs::write(&path, whole).unwrap();
-        assert_eq!(adam.load(dir.path()).unwrap(), 0);
-        adam.begin(&[None]).unwrap();
-        adam.save(dir.path()).unwrap();
-    }
-}
+#[path = "optimizer_tests.rs"]
+mod tests;

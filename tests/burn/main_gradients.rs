@@ -13,7 +13,7 @@ use moebius::comm::Communicator;
 use moebius::cpu::{Cpu, ThreadWorld};
 use moebius::layer::ParamKind;
 use moebius::optim::{AdamWOptions, GroupOptions, LossScaling};
-use moebius::{Error, MoeConfig};
+use moebius::{CheckpointError, Error, MoeConfig};
 
 use super::reducer::{Doing, Model, Place, places, tokens};
 use super::support::*;
@@ -398,6 +398,28 @@ fn a_step_is_one_of_all_fields_of_an_id() {
     fields_of_one_id::<Flex>();
 }
 
+/// A run that has diverged does not spoil the one that would go on from its state.
+fn a_state_that_is_not_finite_is_refused() {
+    let dir = tempfile::tempdir().unwrap();
+    let own = |seed| Param::from_tensor(tensor::<B, 2>(values(seed, 6, 1.0), [2, 3]));
+    let tied = Tied { first: own(90), second: own(91) };
+    // Without a norm no step is skipped.
+    let options = AdamWOptions { max_norm: None, ..options() };
+    let mut adam = AdamW::<B>::new(&Cpu::new(), &tied, options).unwrap();
+    let mut gradients = GradientsParams::new();
+    let gradient = vec![0.0, 0.0, 0.0, 0.0, f32::NAN, 0.0];
+    register::<Flex>(&mut gradients, tied.second.id, TensorData::new(gradient, [2, 3]));
+    let tied = adam.step(tied, gradients).unwrap();
+    adam.save(dir.path()).unwrap();
+    match adam.load(dir.path(), None, tied).unwrap_err() {
+        Error::Checkpoint(CheckpointError::Tensor { tensor, found, .. }) => {
+            assert!(tensor.starts_with("second.exp_avg"), "{tensor}");
+            assert_eq!(found, "NaN at [1, 1]");
+        }
+        other => panic!("{other}"),
+    }
+}
+
 /// Given the same gradients, the parameters are the same at every number of ranks, and a state that some ranks have
 /// saved is gone on from by others.
 fn steps_have_the_same_bits_at_every_number_of_ranks() {
@@ -629,6 +651,7 @@ tests! {
     a_gradient_on_one_rank_alone_steps_nothing,
     a_step_that_is_skipped_changes_nothing,
     a_step_is_one_of_all_fields_of_an_id,
+    a_state_that_is_not_finite_is_refused,
     ranks_with_other_identities_save_nothing,
     #[cfg(feature = "candle")]
     steps_are_those_of_candle,

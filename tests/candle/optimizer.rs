@@ -211,6 +211,28 @@ fn states_are_read_by_names(device: &Device) -> AnyResult<()> {
     Ok(())
 }
 
+/// A run that has diverged does not spoil the one that would go on from its state.
+fn a_state_that_is_not_finite_is_refused(device: &Device) -> AnyResult<()> {
+    let folder = tempfile::tempdir()?;
+    let of = |value: f32| -> AnyResult<(Var, AdamW)> {
+        let var = Var::from_tensor(&Tensor::new(&[1f32, value], device)?.to_dtype(DType::BF16)?)?;
+        let params = vec![AdamWParam::new("w", &var)];
+        let adam = AdamW::with_groups(params, options(0.1), &[options(0.1).group])?;
+        Ok((var, adam))
+    };
+    for (value, found) in [(f32::NAN, "NaN at [1]"), (f32::NEG_INFINITY, "-inf at [1]")] {
+        of(value)?.1.save(folder.path())?;
+        let (var, mut adam) = of(2.0)?;
+        let error = adam.load(folder.path()).expect_err("refused");
+        let Some(Error::Checkpoint(CheckpointError::Tensor { tensor, found: is, .. })) = error_of(&error) else {
+            return Err(error.into());
+        };
+        assert_eq!((&tensor[..], &is[..]), ("w.main", found));
+        assert_eq!(flat(&var)?, [1.0, 2.0]);
+    }
+    Ok(())
+}
+
 fn variables_changed_by_others_are_read_again(device: &Device) -> AnyResult<()> {
     let var = Var::zeros(4, DType::BF16, device)?;
     let mut adam = AdamW::new(vec![var.clone()], options(0.0))?;
@@ -264,6 +286,7 @@ tests!(
     learning_rates_and_groups,
     a_run_goes_on_from_its_saved_state,
     states_are_read_by_names,
+    a_state_that_is_not_finite_is_refused,
     variables_changed_by_others_are_read_again,
     odd_gradients_and_variables,
 );
