@@ -186,8 +186,8 @@ pub trait NativeMemory: Backend {
 }
 
 impl DeviceGroup {
-    /// A group of one rank on `device` of a back end: of a layer's configuration (`&MoeConfig`) one for its experts,
-    /// which takes any number of tokens.
+    /// A group of one rank on `device` of a back end; of a layer's configuration (`&MoeConfig`), one for its experts. It
+    /// takes any number of tokens, whatever [`max_tokens_per_rank`](GroupConfig::max_tokens_per_rank) says.
     ///
     /// # Errors
     /// No such device; what [`Group::new`](crate::ep::Group::new) finds.

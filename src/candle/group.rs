@@ -33,8 +33,8 @@ impl DeviceGroup {
         Err(Error::invalid("DeviceGroup::new", "device", expected, D::other(device)))
     }
 
-    /// A group of one rank on `device`: of a layer's configuration (`&MoeConfig`) one for its experts, which takes any
-    /// number of tokens. On a GPU `device` is of `Device::new_cuda_with_stream`: the stream of `Device::new_cuda` is
+    /// A group of one rank on `device`; of a layer's configuration (`&MoeConfig`), one for its experts. It takes any number
+    /// of tokens, whatever [`max_tokens_per_rank`](GroupConfig::max_tokens_per_rank) says. On a GPU `device` is of `Device::new_cuda_with_stream`: the stream of `Device::new_cuda` is
     /// another one on every thread.
     ///
     /// # Errors

@@ -9,7 +9,8 @@ use super::Cpu;
 impl LibraryDispatchers for Cpu {}
 
 impl Group<Cpu> {
-    /// A group of one rank.
+    /// A group of one rank, which takes any number of tokens, whatever
+    /// [`max_tokens_per_rank`](GroupConfig::max_tokens_per_rank) says.
     ///
     /// # Errors
     /// As [`Group::new`].
@@ -19,7 +20,8 @@ impl Group<Cpu> {
 }
 
 impl EpGroup<Cpu> {
-    /// A group of one rank on the CPU; of a layer's configuration, one for that layer.
+    /// A group of one rank on the CPU; of a layer's configuration, one for that layer. It takes any number of tokens,
+    /// whatever [`max_tokens_per_rank`](GroupConfig::max_tokens_per_rank) says.
     ///
     /// # Errors
     /// As [`Group::new`].

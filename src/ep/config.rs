@@ -14,8 +14,10 @@ use crate::plan::Capacity;
 pub struct GroupConfig {
     /// Experts E over all ranks; a multiple of the number of ranks.
     pub num_experts: usize,
-    /// Most tokens that one rank may bring to a call, where tokens travel: [`DispatcherKind::Local`] asks for none of
-    /// this, so that one rank alone may bring any number. Reserve no more than needed: prepare ships this many rows of K
+    /// Most tokens that one rank may bring to a call, where tokens travel; more are refused. It does not bound
+    /// a group of one rank whose dispatcher is [`DispatcherKind::Auto`] or [`DispatcherKind::Local`]: its tokens stay
+    /// where they are, and any number of them is taken ([`DispatchSpec::max_tokens`](super::DispatchSpec::max_tokens) bounds
+    /// its calls, too). Reserve no more than needed: prepare ships this many rows of K
     /// ids whatever a step has, 4 bytes an id (12 where an expert capacity keeps by probability), to every rank.
     pub max_tokens_per_rank: usize,
     /// Largest static capacity in rows; 0: eager calls only.
@@ -246,7 +248,8 @@ impl FromStr for DispatcherKind {
 }
 
 impl GroupConfig {
-    /// Eager calls of up to `max_tokens_per_rank` tokens over `num_experts` experts.
+    /// Eager calls of up to [`max_tokens_per_rank`](Self::max_tokens_per_rank) tokens over `num_experts` experts; a rank
+    /// alone takes any number of tokens.
     pub fn new(num_experts: usize, max_tokens_per_rank: usize) -> Self {
         let dispatcher = DispatcherKind::Auto;
         Self {
@@ -263,7 +266,7 @@ impl GroupConfig {
         }
     }
 
-    /// The group of a layer: its experts, and up to `max_tokens_per_rank` tokens a call.
+    /// The group of a layer: its experts, and up to [`max_tokens_per_rank`](Self::max_tokens_per_rank) tokens a call.
     pub fn of(layer: &MoeConfig, max_tokens_per_rank: usize) -> Self {
         Self::new(layer.router.num_experts, max_tokens_per_rank)
     }

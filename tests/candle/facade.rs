@@ -7,12 +7,13 @@ use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, Module, ModuleT, Tensor};
 use candle_nn::{VarBuilder, VarMap};
 use moebius::candle::{
-    EpGroup, ExpertParallelMoE, LoadAs, Parameters, ShardedIn, ShardedWeights, error_of, moe, routing_ids,
+    DeviceGroup, EpGroup, ExpertParallelMoE, LoadAs, Parameters, ShardedIn, ShardedWeights, error_of, moe, routing_ids,
 };
 use moebius::checkpoint::{Checkpoint, LoadOptions};
 use moebius::comm::Solo;
 use moebius::config::AuxConfig;
 use moebius::cpu::Cpu;
+use moebius::ep::{DispatcherKind, GroupConfig};
 use moebius::etp::{Chain, Comms, EtpOptions, Payload};
 use moebius::layer::{Layer, Noise, ParamKind};
 use moebius::{Error, MoeConfig};
@@ -44,6 +45,25 @@ fn one_call_makes_a_layer_of_any_number_of_tokens(device: &Device) -> AnyResult<
     let many = tokens(0..5000, device)?;
     let gradients = alone.forward(&many)?.sqr()?.mean_all()?.backward()?;
     assert!(gradients.get(&many).is_some());
+    Ok(())
+}
+
+/// A configuration bounds what travels: of one rank alone nothing does, unless its dispatcher is named or a call says so.
+fn a_rank_alone_has_no_bound_of_tokens(device: &Device) -> AnyResult<()> {
+    let of = |most: usize, dispatcher: DispatcherKind| -> AnyResult<ExpertParallelMoE> {
+        let group = GroupConfig { dispatcher, ..GroupConfig::new(EXPERTS, most) };
+        seeded(DeviceGroup::single(group, device)?, config())
+    };
+    let x = tokens(0..9, device)?;
+    let expected = flat(&of(9, DispatcherKind::AllToAll)?.forward(&x)?)?;
+    for dispatcher in [DispatcherKind::Auto, DispatcherKind::Local] {
+        assert_eq!(flat(&of(4, dispatcher)?.forward(&x)?)?, expected, "{dispatcher:?}");
+    }
+    for dispatcher in [DispatcherKind::AllToAll, DispatcherKind::AllGather] {
+        let error = of(4, dispatcher)?.forward(&x).expect_err("refused");
+        let Some(Error::Invalid { expected, found, .. }) = error_of(&error) else { return Err(error.into()) };
+        assert_eq!((&expected[..], &found[..]), ("at most 4 tokens (the group's max_tokens_per_rank)", "9"));
+    }
     Ok(())
 }
 
@@ -247,6 +267,7 @@ fn an_error_of_making_a_module_names_the_call(_: &Device) -> AnyResult<()> {
 tests! {
     fn(&Device) -> AnyResult<()>;
     one_call_makes_a_layer_of_any_number_of_tokens,
+    a_rank_alone_has_no_bound_of_tokens,
     layers_are_numbered_in_the_order_of_their_making,
     a_path_numbers_the_layer_of_one_call,
     training_has_the_losses_gradient_behind_y,
