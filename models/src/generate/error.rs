@@ -2,8 +2,8 @@
 
 use moebius::checkpoint::printable;
 
-/// Result with [`enum@Error`].
-pub type Result<T> = std::result::Result<T, Error>;
+/// Result with generation's error; the public alias of this name is [`crate::Result`], of another error.
+pub(super) type Result<T> = std::result::Result<T, Error>;
 
 /// Everything that can go wrong in generation.
 #[derive(Debug, thiserror::Error)]

@@ -29,7 +29,7 @@ mod tokenizer;
 pub use chat::{Chat, ChatTemplate};
 pub use choices::CountChoices;
 pub use decoder::{CacheKind, CacheRequest, Decoder, OverRanks, StepPlan};
-pub use error::{Error, Result};
+pub use error::Error;
 pub use generator::Generator;
 pub use harmony::Channels;
 pub use model_decoder::ModelCache;
