@@ -4,7 +4,12 @@
 //! line ends and indentation are trimmed, `tojson` is `json.dumps` without ASCII escapes and with keys in the order
 //! given, `raise_exception`, `strftime_now`, `break` and `continue`, `{% generation %}`, methods of Python's strings and
 //! dictionaries. A template that does not end, or makes texts without bound, is an error: by its steps, and by its time
-//! where it has the engine compare what it has nested. Known differences: a loop over `none` is empty where Python fails,
+//! where it has the engine compare what it has nested. One that has it write what it has nested ends by its steps before
+//! anything is written, but for two operators that the engine gives no hold on: where a list or dictionary stands beside
+//! `~`, or before `in` with a text behind it, its text is made before it is counted, and a thread that is left behind may go
+//! on making it.
+//!
+//! Known differences: a loop over `none` is empty where Python fails,
 //! there is no `%` between a text and values, and a field of `format` is at most 4096 wide.
 
 use std::collections::BTreeMap;
@@ -15,13 +20,15 @@ use std::sync::mpsc::{RecvTimeoutError, sync_channel};
 use std::time::Duration;
 
 use minijinja::value::{Serde, ValueKind};
-use minijinja::{AutoEscape, Environment, ErrorKind, UndefinedBehavior, Value, escape_formatter};
+use minijinja::{AutoEscape, Environment, ErrorKind, State, UndefinedBehavior, Value, escape_formatter};
 use serde::Serialize;
 
 use super::error::{Error, Result};
 use super::folder;
 use super::harmony;
 use super::python;
+use super::python_budget::{Budget, shown, written};
+use super::python_filters;
 use super::template_files::{self, DEFAULT};
 
 /// Steps that a rendering may take; 64 bytes of text count as one. A published template takes some hundreds for a turn.
@@ -333,23 +340,26 @@ impl ChatTemplate {
         // Errors keep no values, which would outlive the rendering's stack.
         environment.set_debug(false);
         environment.set_unknown_method_callback(python::method);
-        environment.set_formatter(|out, state, value| match value.as_object().is_none() && value.is_number() {
-            true if !value.is_integer() => {
-                let x = f64::try_from(value.clone())?;
-                out.write_str(&python::float(x)).map_err(|_| minijinja::Error::from(ErrorKind::WriteFailure))
+        environment.set_formatter(|out, state, value| {
+            if value.as_object().is_some() {
+                shown(value, Budget::of(state))?;
             }
-            _ => escape_formatter(out, state, value),
+            match value.as_object().is_none() && value.is_number() {
+                true if !value.is_integer() => {
+                    let x = f64::try_from(value.clone())?;
+                    out.write_str(&python::float(x)).map_err(|_| minijinja::Error::from(ErrorKind::WriteFailure))
+                }
+                _ => escape_formatter(out, state, value),
+            }
         });
+        python_filters::add(&mut environment);
         environment.add_filter("tojson", python::tojson);
         environment.add_filter("int", python::int);
         environment.add_filter("float", python::to_float);
         environment.add_test("sequence", python::is_sequence);
         environment.add_function("cycler", minijinja_contrib::globals::cycler);
         environment.add_function("joiner", minijinja_contrib::globals::joiner);
-        environment.add_function("raise_exception", |message: Value| -> std::result::Result<Value, minijinja::Error> {
-            let raised = Raised(message.to_string());
-            Err(minijinja::Error::new(ErrorKind::InvalidOperation, "raise_exception").with_source(raised))
-        });
+        environment.add_function("raise_exception", raise_exception);
         environment.add_function("strftime_now", strftime_now);
         Self {
             is_harmony: false,
@@ -384,6 +394,14 @@ impl ChatTemplate {
 #[derive(Debug, thiserror::Error)]
 #[error("{0}")]
 struct Raised(String);
+
+fn raise_exception(state: &State, message: Value) -> std::result::Result<Value, minijinja::Error> {
+    let raised = Raised(match message.as_str() {
+        Some(text) => text.into(),
+        None => written(format_args!("{message}"), Budget::of(state))?,
+    });
+    Err(minijinja::Error::new(ErrorKind::InvalidOperation, "raise_exception").with_source(raised))
+}
 
 fn failure(name: &str, error: &minijinja::Error) -> Error {
     let mut cause: Option<&(dyn std::error::Error + 'static)> = Some(error);

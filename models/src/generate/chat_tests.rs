@@ -146,6 +146,43 @@ fn bounded_methods_mean_what_they_mean_in_python() {
     }
 }
 
+/// As the engine's own: they are bounded, and no more.
+#[test]
+fn bounded_filters_mean_what_they_did() {
+    for (source, expected) in [
+        ("{{ [1, 'a']|string }}{{ 1.5|string }}{{ 'a'|string }}{{ none|string }}", "[1, 'a']1.5aNone"),
+        (
+            "{{ [1, 'a', none]|join('-') }}{{ [{'a': 1}, {'a': 2}]|join(', ', attribute='a') }}{{ 'ab'|join(d='.') }}",
+            "1-a-None1, 2a.b",
+        ),
+        ("{{ ' aB '|trim }}{{ 'xax'|trim('x') }}{{ 'aB'|upper }}{{ 'aB'|lower }}{{ 12|upper }}", "aBaABab12"),
+        ("{{ 'a bC'|title }}{{ 'aBC'|capitalize }}{{ '<a>'|e }}{{ '<a>'|safe }}", "A BcAbc&lt;a&gt;<a>"),
+        (
+            "{{ 'aaa'|replace('a', 'bb') }}{{ 'aaa'|replace('a', '', 2) }}{{ 'aaa'|replace('a', 'b', count=1) }}{{ 121|replace(1, 3) }}",
+            "bbbbbbabaa323",
+        ),
+        (
+            "{{ 'a\nb'|indent(2) }}|{{ 'a\nb'|indent(width=1, first=true) }}|{{ 'a\nb'|indent }}",
+            "a\n  b| a\n b|a\n    b",
+        ),
+        (
+            "{{ '%s, %05.1f, %(a)s'|format(1, 2.5) if false else '%s, %05.1f'|format(1, 2.5) }}{{ '%(a)s'|format(a=1) }}",
+            "1, 002.51",
+        ),
+        (
+            "{{ [1, 0, 2]|select|list }}{{ [1, 2]|reject('odd')|list }}{{ messages|rejectattr('role', 'eq', 'user')|list|length }}",
+            "[1, 2][2]1",
+        ),
+        (
+            "{{ 'ab' is startingwith 'a' }}{{ 'ab' is endingwith('a') }}{{ 'a' is in 'ab' }}{{ 1 is in [1] }}",
+            "TrueFalseTrueTrue",
+        ),
+        ("{{ [1]|pprint }}", "[\n    1,\n]"),
+    ] {
+        assert_eq!(render(source), expected, "{source}");
+    }
+}
+
 /// A long text is split where its pieces are few, and a field's name is no width.
 #[test]
 fn what_is_split_and_formatted_costs_what_it_makes() {
@@ -203,6 +240,51 @@ fn a_template_without_end_is_an_error() {
     ] {
         let error = ChatTemplate::from_source(source).expect("it compiles").render(&chat()).expect_err(source);
         assert!(matches!(error, Error::Template { .. }), "{source}: {error}");
+    }
+    // The text of what is nested forty times over is not made.
+    let nested = "{% set ns = namespace(x=[]) %}{% for i in range(40) %}{% set ns.x = [ns.x, ns.x] %}{% endfor %}";
+    for end in [
+        "{{ ns.x }}",
+        "{% set x %}{{ ns.x }}{% endset %}",
+        "{% set x = ns.x|string %}",
+        "{% set x = ns.x|pprint %}",
+        "{% set x = [1, ns.x]|join %}",
+        "{% set x = [{'a': ns.x}]|join('', attribute='a') %}",
+        "{% set x = ['a', 'b']|join(ns.x) %}",
+        "{% set x = ns.x|upper %}",
+        "{% set x = ns.x|lower %}",
+        "{% set x = ns.x|title %}",
+        "{% set x = ns.x|capitalize %}",
+        "{% set x = ns.x|trim %}",
+        "{% set x = 'a'|trim(ns.x) %}",
+        "{% set x = ns.x|escape %}",
+        "{% set x = ns.x|e %}",
+        "{% set x = ns.x|safe %}",
+        "{% set x = ns.x|indent %}",
+        "{% set x = ns.x|replace('a', 'b') %}",
+        "{% set x = 'a'|replace('a', ns.x) %}",
+        "{% set x = '%s'|format(ns.x) %}",
+        "{% set x = [ns.x]|map('string')|list %}",
+        "{% set x = [1]|select(ns.x)|list %}",
+        "{% set x = [1]|rejectattr(ns.x)|list %}",
+        "{% set x = ns.x is startingwith 'a' %}",
+        "{% set x = 'a' is endingwith ns.x %}",
+        "{% set x = ns.x is in 'a' %}",
+        "{% set x = [ns.x]|select('in', 'a')|list %}",
+        "{{ raise_exception(ns.x) }}",
+        "{{ debug(ns.x) }}",
+        "{% set x = ([[0] * 50000] * 50000)|string %}",
+        "{% set x = ('x' * 1000000)|replace('x', 'y' * 1000000) %}",
+        "{% set x = ('\n' * 1000000)|indent(1000000) %}",
+        "{% set x = ('\n' * 1000000)|indent(width=1000000) %}",
+        "{% set x = ('%(a)s' * 30000)|format({'a': 'x' * 1000000}) %}",
+    ] {
+        let template = ChatTemplate::from_source(&format!("{nested}{end}")).expect("it compiles").with_fuel(100_000);
+        let error = template.render(&chat()).expect_err(end).to_string();
+        assert!(
+            error.contains("more steps than a rendering may") || error.contains("debug is unknown"),
+            "{end}: {error}"
+        );
     }
     let few = ChatTemplate::from_source("{% for i in range(100) %}{% endfor %}").expect("it compiles").with_fuel(50);
     let message = few.render(&chat()).expect_err("out of fuel").to_string();

@@ -19,6 +19,7 @@ mod harmony;
 mod model_decoder;
 mod python;
 mod python_budget;
+mod python_filters;
 mod request;
 mod sampling;
 mod stop;

@@ -292,7 +292,7 @@ fn bounded_method(text: &str, name: &str, args: &[Value], budget: Budget<'_>) ->
 }
 
 /// `replace(old, new, count=-1)`.
-fn replace(text: &str, args: &[Value], budget: Budget<'_>) -> Result<Value, Error> {
+pub(super) fn replace(text: &str, args: &[Value], budget: Budget<'_>) -> Result<Value, Error> {
     let (old, new, count, kwargs): (&str, &str, Option<i64>, Kwargs) = from_args(args)?;
     let count = count.or(kwargs.get("count")?);
     kwargs.assert_all_used()?;

@@ -70,16 +70,48 @@ impl<'a> BoundedText<'a> {
     }
 }
 
-/// Bytes of a value as `str` writes it, where the steps pay for them; nothing is made.
-pub(super) fn shown(value: &Value, budget: Budget<'_>) -> Result<usize, Error> {
-    struct Count<'a>(usize, Budget<'a>);
-    impl Write for Count<'_> {
-        fn write_str(&mut self, part: &str) -> fmt::Result {
-            self.0 += part.len();
-            self.1.ensure(self.0).map_err(|_| fmt::Error)
-        }
+/// A byte of a text that is written of another value than a text counts as so many, as with the engine.
+const WRITTEN: usize = 17;
+
+/// Text of values, made or counted, as far as the steps pay for it.
+struct Writer<'a> {
+    budget: Budget<'a>,
+    text: Option<String>,
+    bytes: usize,
+}
+
+impl Writer<'_> {
+    fn write(mut self, text: fmt::Arguments<'_>) -> Result<Self, Error> {
+        self.write_fmt(text).map_err(|_| Error::from(ErrorKind::OutOfFuel))?;
+        self.budget.spend((self.bytes.saturating_mul(WRITTEN) / BYTES) as u64)?;
+        Ok(self)
     }
-    let mut count = Count(0, budget);
-    write!(count, "{value}").map_err(|_| Error::from(ErrorKind::OutOfFuel))?;
-    Ok(count.0)
+}
+
+impl Write for Writer<'_> {
+    fn write_str(&mut self, part: &str) -> fmt::Result {
+        self.bytes += part.len();
+        self.budget.ensure(self.bytes.saturating_mul(WRITTEN)).map_err(|_| fmt::Error)?;
+        if let Some(text) = &mut self.text {
+            text.push_str(part);
+        }
+        Ok(())
+    }
+}
+
+/// The text of a value that is none, where the steps pay for it: `{value}`, or in another form.
+pub(super) fn written(text: fmt::Arguments<'_>, budget: Budget<'_>) -> Result<String, Error> {
+    let writer = Writer { budget, text: Some(String::new()), bytes: 0 };
+    Ok(writer.write(text)?.text.unwrap_or_default())
+}
+
+/// Bytes of a value as `str` writes it, where the steps pay for them; nothing is made. Of what is no text yet they are
+/// charged.
+pub(super) fn shown(value: &Value, budget: Budget<'_>) -> Result<usize, Error> {
+    if let Some(text) = value.as_str() {
+        budget.ensure(text.len())?;
+        return Ok(text.len());
+    }
+    let writer = Writer { budget, text: None, bytes: 0 };
+    Ok(writer.write(format_args!("{value}"))?.bytes)
 }
