@@ -63,7 +63,7 @@ fn tokens_equal_whole_forwards_at_any_number_of_ranks() {
     let requests = requests();
     let alone = load(EpGroup::single(GroupConfig::new(8, 64)).expect("a group"));
     let expected: Vec<_> = requests.iter().map(|request| expected(&alone, request)).collect();
-    for (ranks, spread) in [(1, 0), (1, 32), (2, 32), (4, 0)] {
+    for (ranks, spread, prefill) in [(1, 0, 64), (1, 32, 64), (2, 32, 64), (4, 0, 64), (1, 0, 4), (2, 32, 3)] {
         let worlds = || ThreadWorld::create(ranks, Duration::from_secs(60));
         let outputs: Vec<Vec<Vec<u32>>> = thread::scope(|scope| {
             let threads: Vec<_> = worlds()
@@ -76,7 +76,8 @@ fn tokens_equal_whole_forwards_at_any_number_of_ranks() {
                         let config = GroupConfig::new(8, 64);
                         let group = Group::new(Cpu::new(), Box::new(experts), config).expect("a group");
                         let decoder = OverRanks::new(load(EpGroup::new(group)), Box::new(steps));
-                        let generator = Generator::new(decoder, None).expect("a generator").spread(spread);
+                        let generator = Generator::new(decoder, None).expect("a generator");
+                        let generator = generator.spread(spread).prefill_tokens(prefill);
                         let own: Vec<Request> = requests.iter().skip(rank).step_by(ranks).cloned().collect();
                         let (outputs, _) = generator.run(&own, go).expect("outputs");
                         outputs.into_iter().map(|output| output.tokens).collect()
@@ -86,7 +87,11 @@ fn tokens_equal_whole_forwards_at_any_number_of_ranks() {
             threads.into_iter().map(|t| t.join().expect("a rank")).collect()
         });
         for (i, expected) in expected.iter().enumerate() {
-            assert_eq!(&outputs[i % ranks][i / ranks], expected, "request {i} over {ranks} ranks, spread {spread}");
+            assert_eq!(
+                &outputs[i % ranks][i / ranks],
+                expected,
+                "request {i} over {ranks} ranks, spread {spread}, pieces of {prefill}"
+            );
         }
     }
 }

@@ -49,6 +49,8 @@ type AnyError = Box<dyn Error + Send + Sync>;
 
 /// Most sequences of a rank in a batch.
 const MAX_SEQUENCES: usize = 64;
+/// Most tokens of a step, of which a batch has one a sequence at least.
+const PREFILL_TOKENS: usize = 16_384;
 
 /// Status 0 where all is well, 2 where the command line cannot be, 1 for other errors; where nobody reads the output any
 /// more (`| head`), that of a program which SIGPIPE ends, without a word.
@@ -201,7 +203,7 @@ impl Job<'_> {
         Ok(self.checkpoint.block_config(*layer)?.router)
     }
 
-    /// No step has more tokens than the longest prompts of a batch have together. In steps of one token a sequence there is
+    /// No step has more tokens than [`PREFILL_TOKENS`], or than the longest prompts of a batch have together. In steps of one token a sequence there is
     /// room for any choices.
     fn group_config(&self, ranks: usize) -> Result<GroupConfig, AnyError> {
         let router = self.router()?;
@@ -209,6 +211,7 @@ impl Job<'_> {
         lengths.sort_unstable_by(|a, b| b.cmp(a));
         let tokens: usize = lengths.iter().take(MAX_SEQUENCES).sum();
         let sequences = self.requests.len().div_ceil(ranks).clamp(1, MAX_SEQUENCES);
+        let tokens = tokens.min(PREFILL_TOKENS);
         let max_rows = ranks * sequences * router.top_k;
         Ok(GroupConfig { max_rows, ..GroupConfig::new(router.num_experts, tokens.max(1)) })
     }
@@ -274,6 +277,7 @@ impl Job<'_> {
         let generator = Generator::new(decoder, self.tokenizer)?;
         let generator = generator
             .max_sequences(MAX_SEQUENCES)
+            .prefill_tokens(PREFILL_TOKENS)
             .cache(self.options.cache.into())
             .channels(self.options.channels.into());
         let generated = generator.run(requests, |event| {

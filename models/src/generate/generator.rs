@@ -13,6 +13,9 @@ use super::sampling::Sampler;
 use super::stop::StopStrings;
 use super::tokenizer::Tokenizer;
 
+/// Most tokens of a forward that reads prompts, where nothing else is asked for.
+const PREFILL_TOKENS: usize = 16_384;
+
 /// Generates with a decoder.
 #[derive(Debug)]
 pub struct Generator<'a, D> {
@@ -20,6 +23,7 @@ pub struct Generator<'a, D> {
     tokenizer: Option<&'a Tokenizer>,
     max_sequences: usize,
     spread: usize,
+    prefill_tokens: usize,
     cache: CacheKind,
     channels: Channels,
 }
@@ -38,6 +42,7 @@ impl<'a, D: Decoder> Generator<'a, D> {
             tokenizer,
             max_sequences: 64,
             spread: 32,
+            prefill_tokens: PREFILL_TOKENS,
             cache: CacheKind::default(),
             channels: Channels::default(),
         })
@@ -55,6 +60,14 @@ impl<'a, D: Decoder> Generator<'a, D> {
     /// batches of their own, one after another.
     pub fn spread(mut self, tokens: usize) -> Self {
         self.spread = tokens;
+        self
+    }
+
+    /// Most tokens of a forward that reads prompts, those of all sequences of the batch together, 16,384 if this is not
+    /// called: longer prompts come in pieces, each a step of the decoder, so that the memory of a forward does not grow
+    /// with them. A piece has a token of each sequence at least. It changes no token, up to how the decoder rounds.
+    pub fn prefill_tokens(mut self, tokens: usize) -> Self {
+        self.prefill_tokens = tokens;
         self
     }
 
@@ -271,15 +284,17 @@ impl<'g, D: Decoder> Run<'g, '_, D> {
         let mut cache = self.generator.cache_of(rows)?;
         self.stats.prefill += start.elapsed();
         let first = rows.iter().map(|row| row.prompt.len()).min().unwrap_or(0);
-        let (mut len, mut next) = (0, first);
+        let piece = (self.generator.prefill_tokens / rows.len().max(1)).max(1);
+        let (mut len, mut next) = (0, first.min(piece));
         while !self.broken && rows.iter().any(|row| row.finish.is_none()) {
             let plan = self.agree(StepPlan { goes_on: true, ..self.decoder().plan(next, &cache) })?;
             self.decoder().set_plan(plan, &mut cache);
             let start = Instant::now();
             let ids: Vec<u32> = rows.iter().flat_map(|row| (len..len + next).map(|at| row.input(at))).collect();
             let logits = self.step(&ids, next, &mut cache)?;
-            let is_prefill = len == 0;
-            (len, next) = (len + next, 1);
+            let is_prefill = len < first;
+            len += next;
+            next = first.saturating_sub(len).clamp(1, piece);
             let chooses = |row: &Sequence<'_>| row.finish.is_none() && len >= row.prompt.len();
             let choosing: Vec<&Sequence<'_>> = rows.iter().filter(|row| chooses(row)).collect();
             let mut candidates = self.candidates(&choosing, &logits, &cache)?;

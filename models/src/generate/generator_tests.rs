@@ -210,6 +210,43 @@ fn batches_share_steps_and_what_has_ended_leaves() {
     assert_eq!(shapes(true, 0), (vec![(2, 2), (1, 1), (1, 3), (1, 1), (1, 1)], 7, 3, 3));
 }
 
+/// No forward has more tokens than were asked for, unless there are more sequences; the same tokens come of it.
+#[test]
+fn prompts_are_read_in_pieces() {
+    let requests: Vec<Request> =
+        [10, 11, 10].into_iter().map(|len| Request::new((0..len).map(|at| at * 31 % 250).collect(), 3)).collect();
+    let run = |tokens: Option<usize>| {
+        let toy = Toy::new();
+        let generator = Generator::new(&toy, None).expect("a generator");
+        let generator = match tokens {
+            Some(tokens) => generator.prefill_tokens(tokens),
+            None => generator,
+        };
+        let (outputs, stats) = generator.run(&requests, go).expect("outputs");
+        assert_eq!((stats.prefill_tokens, stats.decode_steps, stats.generated_tokens), (30, 3, 9));
+        (outputs, toy.shapes.take())
+    };
+    let (expected, whole) = run(None);
+    let decode = [(3, 1); 3];
+    assert_eq!(whole, [&[(3, 10)], &decode[..]].concat());
+    for (tokens, pieces) in [
+        (30, &[10][..]),
+        (29, &[9, 1]),
+        (14, &[4, 4, 2]),
+        (6, &[2; 5]),
+        // A token of each sequence at least.
+        (1, &[1; 10]),
+        (0, &[1; 10]),
+    ] {
+        let (outputs, shapes) = run(Some(tokens));
+        assert_eq!(outputs, expected, "{tokens}");
+        let pieces: Vec<(usize, usize)> = pieces.iter().map(|len| (3, *len)).collect();
+        assert_eq!(shapes, [&pieces[..], &decode].concat(), "{tokens}");
+        let largest = shapes.iter().map(|(b, s)| b * s).max();
+        assert!(largest <= Some(tokens.max(3)), "{tokens}: {largest:?}");
+    }
+}
+
 #[test]
 fn text_comes_in_whole_characters_and_ends_at_a_stop_token() {
     let tokenizer = bytes();
@@ -396,6 +433,17 @@ mod ranks {
 
     /// Runs `shares[r]` on rank r, each with a toy of its own; gives outputs and the shapes of its steps.
     fn over(shares: &[Vec<Request>], toy: impl Fn(usize) -> Toy + Sync) -> Vec<(Result<Vec<Output>>, Shapes)> {
+        over_with(shares, toy, |generator| generator)
+    }
+
+    type Ranked<'t> = OverRanks<&'t Toy>;
+
+    /// The same with another generator.
+    fn over_with(
+        shares: &[Vec<Request>],
+        toy: impl Fn(usize) -> Toy + Sync,
+        options: for<'a, 't> fn(Generator<'a, &'t Ranked<'t>>) -> Generator<'a, &'t Ranked<'t>>,
+    ) -> Vec<(Result<Vec<Output>>, Shapes)> {
         let toy = &toy;
         thread::scope(|scope| {
             let threads: Vec<_> = ThreadWorld::create(shares.len(), Duration::from_secs(60))
@@ -406,7 +454,7 @@ mod ranks {
                     scope.spawn(move || {
                         let toy = toy(rank);
                         let ranked = OverRanks::new(&toy, Box::new(comm));
-                        let generator = Generator::new(&ranked, None).expect("a generator");
+                        let generator = options(Generator::new(&ranked, None).expect("a generator"));
                         let outputs = generator.run(requests, go).map(|(outputs, _)| outputs);
                         drop(ranked);
                         (outputs, toy.shapes.take())
@@ -428,6 +476,20 @@ mod ranks {
             assert_eq!(shapes.len(), 40, "the same number of steps on every rank");
         }
         assert!(got[2].1.iter().all(|shape| *shape == (0, 1)), "{:?}", got[2].1);
+    }
+
+    /// A rank of long prompts reads them in more steps than another, which decodes meanwhile.
+    #[test]
+    fn ranks_read_prompts_in_pieces_of_their_own() {
+        let shares = [vec![Request::new((0..30).collect(), 3)], vec![Request::new(vec![7], 5)], vec![]];
+        let got = over_with(&shares, |_| Toy::new(), |generator| generator.prefill_tokens(8));
+        for (requests, (outputs, shapes)) in shares.iter().zip(&got) {
+            let outputs = outputs.as_ref().expect("outputs");
+            let expected: Vec<_> = requests.iter().map(|r| Toy::new().expected(r)).collect();
+            assert_eq!(outputs.iter().map(|o| o.tokens.clone()).collect::<Vec<_>>(), expected);
+            assert_eq!(shapes.len(), 6, "the same number of steps on every rank");
+        }
+        assert_eq!(got[0].1, [(1, 8), (1, 8), (1, 8), (1, 6), (1, 1), (1, 1)]);
     }
 
     #[test]
