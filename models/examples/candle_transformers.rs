@@ -6,6 +6,10 @@
 //! cargo run --release -p moebius-models --example candle_transformers -- tests/golden/mixtral 5 17 3
 //! ```
 //!
+//! It infers. candle-nn's fused norm, rotation and softmax have no backward, and `loss.backward()` ends at them without a
+//! word: to train, take `RmsNorm::forward_diff`, `rope_slow` and `candle_nn::ops::softmax`, or a decoder of
+//! `moebius-models`.
+//!
 //! Several ranks, each with its part of the sequences, take a group of several: an
 //! [`EpGroup`](moebius::candle::EpGroup) in place of [`DeviceGroup::single`].
 

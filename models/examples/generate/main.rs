@@ -203,8 +203,8 @@ impl Job<'_> {
         Ok(self.checkpoint.block_config(*layer)?.router)
     }
 
-    /// No step has more tokens than [`PREFILL_TOKENS`], or than the longest prompts of a batch have together. In steps of one token a sequence there is
-    /// room for any choices.
+    /// No step has more tokens than [`PREFILL_TOKENS`], or than the longest prompts of a batch have together. In steps of
+    /// one token a sequence there is room for any choices.
     fn group_config(&self, ranks: usize) -> Result<GroupConfig, AnyError> {
         let router = self.router()?;
         let mut lengths: Vec<usize> = self.requests.iter().map(|request| request.prompt.len().max(1)).collect();
