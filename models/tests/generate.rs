@@ -454,6 +454,70 @@ fn errors_of_the_program_have_no_control_characters() {
     assert!(!message.trim_end().chars().any(char::is_control), "{message:?}");
 }
 
+/// What the command line and `config.json` say is refused before weights are looked for.
+#[test]
+fn parameters_are_refused_before_anything_is_loaded() {
+    let dir = folder(&tokenizer(false));
+    std::fs::remove_file(dir.path().join("model.safetensors")).expect("no weights");
+    for (status, arguments, words) in [
+        (2, &["--top-p", "3", "--temperature", "1"][..], "top_p: expected a number of 0 to 1, found 3"),
+        (2, &["--top-p", "3"], "top_p: expected a number of 0 to 1, found 3"),
+        (2, &["--temperature", "-1"], "temperature"),
+        (2, &["--max-tokens", "0"], "max_tokens: expected 1 at least"),
+        (1, &["--max-tokens", "1"], "safetensors"),
+    ] {
+        let message = error(status, &run(dir.path(), &[&["--prompt", "hi"], arguments].concat()));
+        assert!(message.contains(words), "{arguments:?}: {message}");
+    }
+    let message = error(1, &run(dir.path(), &["--prompt-ids", "5,97"]));
+    assert!(message.contains("id 97 at position 1 of the prompt; the embedding has 97 rows"), "{message}");
+    let long = vec!["1"; 256].join(",");
+    let message = error(1, &run(dir.path(), &["--prompt-ids", &long]));
+    assert!(message.contains("256 tokens, the decoder's context 256"), "{message}");
+    std::fs::write(dir.path().join("tokenizer.json"), tokenizer(true)).expect("a tokenizer");
+    let message = error(1, &run(dir.path(), &["--prompt", "hi"]));
+    assert!(message.contains("id 97; the embedding has 97 rows"), "{message}");
+}
+
+/// Nothing that was asked for is left out without a word.
+#[test]
+fn options_without_effect_are_named() {
+    let dir = folder(&tokenizer(false));
+    let report = |arguments: &[&str]| {
+        let done = run(dir.path(), &[&["--prompt", "hi", "--max-tokens", "2"], arguments].concat());
+        text(&done);
+        String::from_utf8(done.stderr).expect("UTF-8")
+    };
+    let said = report(&["--top-p", "0.5", "--seed", "3"]);
+    assert!(said.contains("temperature 0 takes the likeliest tokens: no effect of --top-p, --seed\n"), "{said}");
+    for arguments in [&[][..], &["--temperature", "0.5", "--top-p", "0.5"], &["--repetition-penalty", "1.1"]] {
+        let said = report(arguments);
+        assert!(!said.contains("no effect"), "{said}");
+    }
+}
+
+/// A line says whether an answer begins behind it; one that does not say has one.
+#[test]
+fn a_conversation_may_go_without_an_answers_beginning() {
+    let dir = folder(&tokenizer(false));
+    let template = "{{ messages[0].content }}{% if add_generation_prompt %}abcdefgh{% endif %}";
+    std::fs::write(dir.path().join("chat_template.jinja"), template).expect("a file");
+    let lines = dir.path().join("lines.jsonl");
+    let prefill = |line: &str| {
+        std::fs::write(&lines, line).expect("a file");
+        let done = run(dir.path(), &["--prompts-file", &lines.display().to_string(), "--max-tokens", "1"]);
+        text(&done);
+        let report = String::from_utf8(done.stderr).expect("UTF-8");
+        let line = report.lines().find_map(|line| line.strip_prefix("prefill: ")).expect("a count").to_string();
+        line.split(' ').next().and_then(|count| count.parse::<usize>().ok()).expect("a number")
+    };
+    let messages = r#"[{"role": "user", "content": "hi"}]"#;
+    assert_eq!(prefill(messages), 10);
+    assert_eq!(prefill(&format!(r#"{{"messages": {messages}}}"#)), 10);
+    assert_eq!(prefill(&format!(r#"{{"messages": {messages}, "add_generation_prompt": true}}"#)), 10);
+    assert_eq!(prefill(&format!(r#"{{"messages": {messages}, "add_generation_prompt": false}}"#)), 2);
+}
+
 /// A program that loads the model says whether links are followed.
 #[cfg(unix)]
 #[test]

@@ -83,6 +83,15 @@ fn run(options: &Options, me: Option<&Identity>) -> Result<(), AnyError> {
     // The user has named the folder; those of a hub's cache are links to files elsewhere.
     let mut follow = OpenOptions::default();
     follow.follow_links = true;
+    // Loading takes minutes, where there is anything to load.
+    let config = Checkpoint::read_config(folder, follow)?.unwrap_or_default();
+    let (vocabulary, context) = options::sizes(&config);
+    if let Some(tokenizer) = &tokenizer {
+        tokenizer.check_embedding(vocabulary)?;
+    }
+    for (i, request) in requests.iter().enumerate() {
+        request.check(i, vocabulary, context)?;
+    }
     let checkpoint = Checkpoint::open_with(folder, follow)?;
     if options.stop.iter().any(String::is_empty) {
         return Err(Usage("--stop: expected a text, found an empty one".into()).into());
@@ -93,6 +102,9 @@ fn run(options: &Options, me: Option<&Identity>) -> Result<(), AnyError> {
     let job = Job { options, checkpoint: &checkpoint, tokenizer: tokenizer.as_ref(), requests: &requests };
     job.check(me)?;
     let speaks = me.is_none_or(|me| me.rank == 0);
+    if speaks && requests.iter().all(|request| request.sampling.temperature == 0.0) {
+        output::tell_of_greedy(&options.sampling.of_draws());
+    }
     let (sender, receiver) = channel();
     let outcome = thread::scope(|scope| {
         let work = scope.spawn(|| match me {

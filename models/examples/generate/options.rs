@@ -83,7 +83,8 @@ pub struct Prompts {
     #[arg(long, value_name = "TEXT")]
     pub chat: Option<String>,
     /// A prompt a line; of a file whose name ends in .jsonl, a conversation a line: a list of messages, or an object
-    /// with "messages" and the template's other variables ("tools", "enable_thinking", ...)
+    /// with "messages" and the template's other variables ("tools", "enable_thinking", ...). An answer begins behind
+    /// each, unless it has "add_generation_prompt": false
     #[arg(long, value_name = "FILE")]
     pub prompts_file: Option<PathBuf>,
     /// Ids of a prompt, with commas between them; may be given several times
@@ -108,9 +109,22 @@ pub struct SamplingOptions {
     /// Above 1: tokens that are there already become less probable
     #[arg(long, value_name = "X", allow_negative_numbers = true)]
     pub repetition_penalty: Option<f32>,
-    /// The same seed gives the same text. Every prompt draws all of its numbers, whatever the others
-    #[arg(long, value_name = "S", default_value_t = 0)]
-    pub seed: u64,
+    /// The same seed gives the same text. Every prompt draws all of its numbers, whatever the others [default: 0]
+    #[arg(long, value_name = "S")]
+    pub seed: Option<u64>,
+}
+
+impl SamplingOptions {
+    /// Options that only count where tokens are drawn.
+    pub fn of_draws(&self) -> Vec<&'static str> {
+        let given = [
+            ("--top-k", self.top_k.is_some()),
+            ("--top-p", self.top_p.is_some()),
+            ("--min-p", self.min_p.is_some()),
+            ("--seed", self.seed.is_some()),
+        ];
+        given.iter().filter(|(_, given)| *given).map(|(name, _)| *name).collect()
+    }
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
@@ -236,7 +250,7 @@ pub fn requests(options: &Options, tokenizer: Option<&Tokenizer>) -> Result<Vec<
         top_p: given.top_p.unwrap_or(own.top_p),
         min_p: given.min_p.unwrap_or(own.min_p),
         repetition_penalty: given.repetition_penalty.unwrap_or(own.repetition_penalty),
-        seed: given.seed,
+        seed: given.seed.unwrap_or(0),
     };
     let mut stop_tokens = match tokenizer {
         _ if options.ignore_eos => Vec::new(),
@@ -293,7 +307,13 @@ fn prompts(options: &Options, tokenizer: Option<&Tokenizer>) -> Result<Vec<Vec<u
     };
     let prompt = |(number, line): (usize, &[u8])| {
         let ids = of_line(line, &|text| match &template {
-            Some(template) => Ok(answer(template, Chat::from_json(text)?)?),
+            Some(template) => {
+                let chat = Chat::from_json(text)?;
+                Ok(match says_generation_prompt(text) {
+                    true => tokenizer.encode_chat(template, &chat)?,
+                    false => answer(template, chat)?,
+                })
+            }
             None => Ok(tokenizer.encode_prompt(text)?),
         });
         ids.map_err(|e| format!("{}: line {}: {e}", shown(path), number + 1).into())
@@ -302,6 +322,26 @@ fn prompts(options: &Options, tokenizer: Option<&Tokenizer>) -> Result<Vec<Vec<u
         ids if ids.is_empty() => Err(format!("{}: no prompt", shown(path)).into()),
         ids => Ok(ids),
     }
+}
+
+/// Rows of the embedding and most tokens of a sequence, as far as a `config.json` says them in so many words; else more
+/// than anything has. A scaled rotation may go further than `max_position_embeddings`.
+pub fn sizes(config: &serde_json::Value) -> (usize, usize) {
+    let text = if config["text_config"].is_object() { &config["text_config"] } else { config };
+    let size = |name: &str| text[name].as_u64().and_then(|size| usize::try_from(size).ok()).unwrap_or(usize::MAX);
+    let is_plain = |field: &str| {
+        let of_layers = |fields: &serde_json::Map<_, _>| fields.values().any(serde_json::Value::is_object);
+        let kind = ["rope_type", "type"].into_iter().find_map(|name| text[field][name].as_str());
+        text[field].as_object().is_none_or(|fields| kind.is_none_or(|kind| kind == "default") && !of_layers(fields))
+    };
+    let context = if is_plain("rope_scaling") && is_plain("rope_parameters") { "max_position_embeddings" } else { "" };
+    (size("vocab_size"), size(context))
+}
+
+/// Whether a conversation says by itself if the answer's beginning ends its text.
+fn says_generation_prompt(conversation: &str) -> bool {
+    let object: Option<serde_json::Value> = serde_json::from_str(conversation).ok();
+    object.is_some_and(|object| object.get("add_generation_prompt").is_some())
 }
 
 fn parse_ids(text: &str) -> Result<Vec<u32>, AnyError> {

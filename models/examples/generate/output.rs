@@ -67,6 +67,14 @@ pub fn tell_of_dequantized(layers: &[(usize, Form)]) {
     let _ = std::io::stderr().write_all(text.as_bytes());
 }
 
+/// Says which options change nothing where the likeliest token is taken.
+pub fn tell_of_greedy(options: &[&str]) {
+    if !options.is_empty() {
+        let text = format!("temperature 0 takes the likeliest tokens: no effect of {}\n", options.join(", "));
+        let _ = std::io::stderr().write_all(text.as_bytes());
+    }
+}
+
 /// Counts and speeds. `channels`: outputs' texts are messages in channels, of which some are not shown.
 pub fn report(outcome: &Outcome, channels: bool) {
     let stats = &outcome.stats;
