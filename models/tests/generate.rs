@@ -11,7 +11,7 @@ use moebius::candle::EpGroup;
 use moebius::checkpoint::{Checkpoint, Form};
 use moebius::cpu::{Cpu, ThreadWorld};
 use moebius::ep::{Group, GroupConfig};
-use moebius_models::generate::{Event, Generator, OverRanks, Request};
+use moebius_models::generate::{Chat, ChatTemplate, Event, Generator, OverRanks, Request, Tokenizer};
 use moebius_models::{ExpertWeights, LoadOptions, Model};
 
 #[path = "support/program.rs"]
@@ -614,8 +614,8 @@ fn with_smaller_blocks(file: &[u8]) -> Vec<u8> {
     [&(header.len() as u64).to_le_bytes()[..], header.as_bytes(), &out].concat()
 }
 
-/// A folder of gpt-oss has no template and answers all the same. What is shown of an answer of random weights nobody
-/// knows, but that it differs where its text is not divided.
+/// A folder of gpt-oss has no template and answers all the same. What random weights answer nobody knows, but which part
+/// of it is shown.
 #[test]
 fn gpt_oss_converses_without_a_template() {
     let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/golden/gpt_oss");
@@ -644,7 +644,24 @@ fn gpt_oss_converses_without_a_template() {
             run(dir.path(), &["--prompts-file", lines, "--max-tokens", "40", "--ignore-eos", "--channels", channels]);
         text(&done)
     };
-    let (shown, all, raw) = (said("final"), said("all"), said("raw"));
-    assert!(raw.len() > 1 && raw.len() > shown.len(), "{raw:?}, {shown:?}");
-    assert!(all.len() >= shown.len(), "{all:?}, {shown:?}");
+    assert!(said("raw").len() > 1 && said("final").len() < said("raw").len());
+    // The program's prompt is harmony's.
+    let chat = Chat::from_json(line).expect("a conversation").generation_prompt(true);
+    let ids = Tokenizer::from_folder(dir.path()).and_then(|t| t.encode_chat(&ChatTemplate::harmony(), &chat));
+    let done = run(dir.path(), &["--prompts-file", lines, "--max-tokens", "1"]);
+    let expected = format!("prefill: {} tokens,", ids.expect("ids").len());
+    let report = String::from_utf8(done.stderr).expect("UTF-8");
+    assert!(report.contains(&expected), "{expected} {report}");
+    // Of an answer that has begun in a channel, whose first two tokens are characters: choose another beginning if not.
+    for channel in ["final", "analysis"] {
+        let beginning = format!("<|start|>assistant<|channel|>{channel}<|message|>ab");
+        let [last, all, raw] = ["final", "all", "raw"].map(|channels| {
+            let arguments = ["--prompt", &beginning, "--max-tokens", "40", "--ignore-eos", "--channels", channels];
+            text(&run(dir.path(), &arguments))
+        });
+        let begins = raw.get(..2).expect("two characters");
+        assert!(all.starts_with(begins), "{channel}: {all:?}, {raw:?}");
+        assert_eq!(last.starts_with(begins), channel == "final", "{channel}: {last:?}, {raw:?}");
+        assert!(all.len() >= last.len() && all != raw, "{channel}: {all:?}, {last:?}");
+    }
 }

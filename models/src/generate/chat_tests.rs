@@ -387,6 +387,9 @@ fn templates_of_a_folder() {
 
     let error = |files: &[(&str, &str)], chat: &Chat| rendered(files, chat).expect_err("refused").to_string();
     assert!(error(&[], &plain).contains("neither chat_template.jinja nor"), "{}", error(&[], &plain));
+    // One that cannot be read is not as if it were not there.
+    let unreadable = error(&[file, ("additional_chat_templates", "no folder")], &plain);
+    assert!(unreadable.contains("additional_chat_templates: "), "{unreadable}");
     assert!(error(&[more], &plain).contains("none of name \"default\"; there are [\"tool_use\"]"));
     assert!(error(&[several], &plain.clone().template("x")).contains("none of name \"x\""));
     assert!(

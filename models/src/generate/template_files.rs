@@ -14,8 +14,17 @@ pub(super) fn files(dir: &Path) -> Result<Vec<(String, String)>> {
     let mut sources: Vec<_> =
         text(dir, "chat_template.jinja")?.map(|source| (DEFAULT.into(), source)).into_iter().collect();
     let more = dir.join("additional_chat_templates");
-    let Ok(entries) = std::fs::read_dir(&more) else { return Ok(sources) };
-    let mut files: Vec<_> = entries.filter_map(|entry| entry.ok()?.file_name().into_string().ok()).collect();
+    let fail = |e: std::io::Error| folder::problem(dir, "additional_chat_templates", &e.to_string());
+    let entries = match std::fs::read_dir(&more) {
+        // A link that leads nowhere is there.
+        Err(e) if e.kind() == std::io::ErrorKind::NotFound && more.symlink_metadata().is_err() => return Ok(sources),
+        entries => entries.map_err(fail)?,
+    };
+    let mut files = Vec::new();
+    for entry in entries {
+        // A name that is no text ends with none of what is looked for.
+        files.extend(entry.map_err(fail)?.file_name().into_string().ok());
+    }
     files.sort();
     for file in files {
         if let Some(name) = file.strip_suffix(".jinja")
