@@ -9,7 +9,7 @@ use super::decoder::{CacheKind, CacheRequest, Decoder, StepPlan};
 use super::error::{Error, Result};
 use super::harmony::{ChannelStream, Channels};
 use super::request::{Event, Finish, Output, Request, Stats};
-use super::sampling::Sampler;
+use super::sampling::{Sampler, choose_all};
 use super::stop::StopStrings;
 use super::tokenizer::Tokenizer;
 
@@ -297,17 +297,16 @@ impl<'g, D: Decoder> Run<'g, '_, D> {
             next = first.saturating_sub(len).clamp(1, piece);
             let chooses = |row: &Sequence<'_>| row.finish.is_none() && len >= row.prompt.len();
             let choosing: Vec<&Sequence<'_>> = rows.iter().filter(|row| chooses(row)).collect();
-            let mut candidates = self.candidates(&choosing, &logits, &cache)?;
+            let candidates = self.candidates(&choosing, &logits, &cache)?;
+            let mut choosing: Vec<(usize, &mut Sequence<'_>)> =
+                rows.iter_mut().enumerate().filter(|(_, row)| chooses(row)).collect();
+            let tokens = choose(&mut choosing, candidates, vocabulary)?;
             let mut chosen = 0;
-            for (i, row) in rows.iter_mut().enumerate() {
-                if self.broken || !chooses(row) {
-                    continue;
+            for ((_, row), token) in choosing.into_iter().zip(tokens) {
+                if self.broken {
+                    break;
                 }
                 chosen += 1;
-                let token = match &mut candidates {
-                    Candidates::Likeliest(ids) => ids[i],
-                    Candidates::Logits(all) => row.sampler.choose(&mut all[i * vocabulary..(i + 1) * vocabulary])?,
-                };
                 self.broken = row.advance(token, len >= self.decoder().context(), each)?.is_break();
             }
             self.stats.generated_tokens += chosen;
@@ -339,6 +338,17 @@ impl<'g, D: Decoder> Run<'g, '_, D> {
         gone.into_iter().for_each(|row| file(row, done));
         Ok(())
     }
+}
+
+/// The next token of each of these rows, which are a batch's with their places in it.
+fn choose(rows: &mut [(usize, &mut Sequence<'_>)], candidates: Candidates, vocabulary: usize) -> Result<Vec<u32>> {
+    let mut logits = match candidates {
+        Candidates::Likeliest(ids) => return Ok(rows.iter().map(|(at, _)| ids[*at]).collect()),
+        Candidates::Logits(logits) => logits,
+    };
+    let mut of_rows: Vec<Option<&mut [f32]>> = logits.chunks_mut(vocabulary.max(1)).map(Some).collect();
+    let work = rows.iter_mut().filter_map(|(at, row)| Some((&mut row.sampler, of_rows.get_mut(*at)?.take()?)));
+    choose_all(work.collect())
 }
 
 /// Puts a sequence in its request's place.
