@@ -5,7 +5,7 @@ use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
 use candle_core::Device;
-use moebius::candle::{DeviceGroup, EpGroup, cuda};
+use moebius::candle::{DeviceGroup, EpGroup, cuda, device_for_capture};
 use moebius::comm::{Communicator, Op, Tag};
 use moebius::cuda::Cuda;
 use moebius::ep::{Group, GroupConfig};
@@ -65,6 +65,31 @@ pub fn on_ranks_with_comms<R: Send>(
         let world = beside(3)?;
         let group = Group::new(cuda.clone(), Box::new(comm), config.clone())?;
         run(&DeviceGroup::new(EpGroup::new(group), device)?, RankComms { cuda, comms, world })
+    })
+}
+
+/// Runs a closure on each rank, on devices whose work can be captured, with a communicator beside the group's.
+pub fn on_ranks_for_capture<R: Send>(
+    ranks: usize,
+    config: &GroupConfig,
+    run: impl Fn(&DeviceGroup, NcclComm) -> AnyResult<R> + Sync,
+) -> AnyResult<Vec<R>> {
+    let devices = (0..ranks).map(device_for_capture).collect::<Result<Vec<_>, _>>()?;
+    let gpus = devices.iter().map(cuda).collect::<Result<Vec<_>, _>>()?;
+    let world = NcclWorld::new(&NcclLibrary::open()?, &gpus, LONG)?;
+    let comms = world.communicators(LONG)?;
+    std::thread::scope(|scope| {
+        let threads = comms.into_iter().zip(&devices).map(|(mut comm, device)| {
+            let run = &run;
+            scope.spawn(move || {
+                let (tag, rank) = (Tag { layer: 0, op: Op::Init, sequence: 1 }, comm.rank());
+                let beside = comm.split(tag, Some(0), rank)?.ok_or("a part")?;
+                let group = Group::new(comm.cuda().clone(), Box::new(comm), config.clone())?;
+                run(&DeviceGroup::new(EpGroup::new(group), device)?, beside)
+            })
+        });
+        let threads: Vec<_> = threads.collect();
+        threads.into_iter().map(|t| t.join().expect("a rank panicked")).collect()
     })
 }
 

@@ -1,32 +1,35 @@
 //! Training over several GPUs: gradients summed beside backward, the optimizer over ranks, and weights that are shards.
 
+use std::cell::RefCell;
 use std::collections::HashMap;
 use std::sync::{Arc, Barrier, Mutex, PoisonError};
 
 use candle_core::backend::BackendStorage;
-use candle_core::{CpuStorage, CudaStorage, CustomOp1, DType, Device, Layout, Shape, Tensor, Var};
+use candle_core::{CpuStorage, CudaStorage, CustomOp1, DType, Device, Layout, Module, Shape, Tensor, Var};
 use candle_nn::{Optimizer, VarBuilder};
 use moebius::candle::{
-    AdamW, DeviceGroup, ExpertParallelMoE, GradientReducer, GradientType, MainGradients, ReduceComms, ShardedWeights,
-    WeightVar, finish_sharded,
+    AdamW, Capture, DeviceGroup, ExpertParallelMoE, GradientReducer, GradientType, MainGradients, ReduceComms,
+    ShardedWeights, WeightVar, error_of, finish_sharded,
 };
 use moebius::comm::Communicator;
 use moebius::config::SharedConfig;
 use moebius::cuda::Cuda;
-use moebius::ep::GroupConfig;
+use moebius::ep::{Capacity, GroupConfig};
 use moebius::etp::{Chain, Comms, EtpOptions, Payload, Phase, Reduction};
-use moebius::layer::{Layer, ParamKind};
+use moebius::layer::{DispatchOptions, Layer, ParamKind};
 use moebius::optim::{AdamWOptions, GroupOptions};
 use moebius::{MoeConfig, Tensor as OwnTensor};
 
-use crate::gpus::{RankComms, on_ranks_with_comms};
+use crate::gpus::{RankComms, on_ranks_for_capture, on_ranks_with_comms};
 use crate::support::{AnyResult, EXPERTS, H, config, flat, normal, of_type};
 
 /// A case's name, and its test on so many GPUs.
 type Case = (&'static str, fn(usize) -> AnyResult<()>);
 
-pub fn cases() -> [Case; 3] {
+pub fn cases() -> [Case; 5] {
     [
+        ("captured_steps_have_the_eager_ones_bits", captured_steps_have_the_eager_ones_bits),
+        ("a_capture_with_an_eager_capacity_is_refused", a_capture_with_an_eager_capacity_is_refused),
         ("sums_that_fail_give_their_memory_back", sums_that_fail_give_their_memory_back),
         ("sums_beside_backward_and_steps_over_ranks", sums_beside_backward_and_steps_over_ranks),
         ("shards_give_what_whole_weights_give", shards_give_what_whole_weights_give),
@@ -76,6 +79,96 @@ impl HostGather {
         let pairs: Vec<_> = all.chunks(2).map(|pair| add(pair[0].clone(), &pair[1])).collect();
         pairs[1..].iter().fold(pairs[0].clone(), |sum, pair| add(sum, pair))
     }
+}
+
+/// A rank's layer in training, with its sums over ranks and its optimizer.
+struct Training {
+    moe: ExpertParallelMoE,
+    state: RefCell<(MainGradients, AdamW)>,
+    x: Tensor,
+}
+
+impl Training {
+    fn step(&self) -> candle_core::Result<Tensor> {
+        let (gradients, adam) = &mut *self.state.borrow_mut();
+        let y = (self.moe.forward(&self.x)? + &self.x)?;
+        let loss = y.to_dtype(DType::F32)?.sqr()?.sum(1)?.sum_all()?;
+        gradients.backward(&loss)?;
+        self.moe.reduce_gradients(gradients.store_mut())?;
+        adam.step(gradients.store())?;
+        gradients.reset();
+        Ok(loss.detach())
+    }
+}
+
+/// Rows that hold every routing of [`TOKENS`] a rank.
+const ROWS: usize = 256;
+const TOKENS: usize = 16;
+
+fn with_capacity(capacity: Capacity, number: u32) -> AnyResult<Layer> {
+    Ok(Layer::new(full(), number)?.with_dispatch(DispatchOptions { capacity, ..DispatchOptions::default() }))
+}
+
+/// Replays of a step of all ranks, whose router's gradients and norm are summed in it, give an eager step's bits.
+fn captured_steps_have_the_eager_ones_bits(ranks: usize) -> AnyResult<()> {
+    for dtype in [DType::F32, DType::BF16] {
+        let config = GroupConfig { max_rows: ROWS, ..GroupConfig::new(EXPERTS, TOKENS) };
+        on_ranks_for_capture(ranks, &config, |group, mut beside| {
+            let (rank, device) = (group.rank(), group.device());
+            let tokens = |step: u64| normal(100 + 10 * step + rank as u64, (TOKENS, H), dtype, device);
+            let norms = [1, 2].map(|sequence| {
+                let tag = moebius::comm::Tag { layer: 1, op: moebius::comm::Op::Init, sequence };
+                beside.split(tag, Some(0), rank)
+            });
+            let mut trainings = Vec::new();
+            for (number, norms) in norms.into_iter().enumerate() {
+                let layer = with_capacity(Capacity::Static(ROWS), number as u32)?;
+                let moe = of_type(group.clone(), full(), dtype)?.with_layer(layer);
+                let (params, norms) = (moe.optimizer_params("moe")?, norms?.ok_or("a part")?);
+                let cuda = norms.cuda().clone();
+                let adam = AdamW::over_ranks(&cuda, boxed(norms), params, options(), &[options().group])?;
+                let state = RefCell::new((MainGradients::new(), adam));
+                trainings.push(Training { moe, state, x: tokens(0)? });
+            }
+            let [eager, captured] = &trainings[..] else { return Err("two".into()) };
+            let expected = flat(&eager.step()?)?;
+            let capture = Capture::new(device)?.group(group)?.optimizer(&captured.state.borrow().1)?;
+            // SAFETY: nothing replaces what `captured` has, and its gradients are reset by the step alone.
+            let mut graph = unsafe { capture.run(|| Ok(vec![captured.step()?])) }?;
+            assert_eq!(flat(&graph.outputs()[0])?, expected, "{dtype:?}, the first step");
+            for step in 1..100 {
+                let x = tokens(step)?;
+                for training in [eager, captured] {
+                    training.x.slice_set(&x, 0, 0)?;
+                }
+                let expected = flat(&eager.step()?)?;
+                graph.replay()?;
+                assert_eq!(flat(&graph.outputs()[0])?, expected, "{dtype:?}, step {step}");
+                graph.check()?;
+            }
+            for ((name, a), (_, b)) in captured.moe.params().into_iter().zip(eager.moe.params()) {
+                assert_eq!(flat(a)?, flat(b)?, "{dtype:?}, {name}");
+            }
+            Ok(())
+        })?;
+    }
+    Ok(())
+}
+
+/// What waits for the number of rows cannot be captured: typed, on every rank, and eager calls go on.
+fn a_capture_with_an_eager_capacity_is_refused(ranks: usize) -> AnyResult<()> {
+    on_ranks_for_capture(ranks, &GroupConfig::new(EXPERTS, TOKENS), |group, _| {
+        let moe = of_type(group.clone(), full(), DType::F32)?.with_layer(with_capacity(Capacity::Eager, 0)?).detached();
+        let x = normal(100 + group.rank() as u64, (TOKENS, H), DType::F32, group.device())?;
+        let expected = flat(&moe.forward(&x)?)?;
+        let capture = Capture::new(group.device())?.group(group)?;
+        // SAFETY: nothing replaces the layer's weights or x.
+        let error = unsafe { capture.run(|| Ok(vec![moe.forward(&x)?])) }.map(drop).expect_err("an eager capacity");
+        assert!(error_of(&error).is_some() && error.to_string().contains("static capacity"), "{error}");
+        assert_eq!(flat(&moe.forward(&x)?)?, expected, "the group goes on");
+        Ok(())
+    })?;
+    Ok(())
 }
 
 /// Sums beside backward have the bits of those behind it; the norm is that of all ranks' gradients; what all ranks hold
