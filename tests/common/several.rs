@@ -32,7 +32,7 @@ pub fn numbers(own: u64, count: usize, scale: f64) -> Vec<f64> {
 
 /// A case of a shared suite: one that breaks a rule of the suite's dispatcher, as its panic shows it, says so and no more.
 #[allow(dead_code, reason = "for dispatchers that have rules of their own")]
-pub fn unless_against(rules: &'static [&'static str], run: impl Fn(&Cuda) + Send + 'static) -> Body {
+pub fn unless_against(rules: &'static [&'static str], run: impl Fn(&Cuda) -> Option<String> + Send + 'static) -> Body {
     Box::new(move |cuda| {
         let said = Arc::new(Mutex::new(String::new()));
         let (keep, before) = (Arc::clone(&said), std::panic::take_hook());
@@ -45,7 +45,7 @@ pub fn unless_against(rules: &'static [&'static str], run: impl Fn(&Cuda) + Send
         std::panic::set_hook(before);
         let said = said.lock().map(|s| s.clone()).unwrap_or_default();
         match result {
-            Ok(()) => None,
+            Ok(reason) => reason,
             Err(panic) => match rules.iter().find(|rule| said.contains(**rule)) {
                 Some(rule) => Some(format!("breaks a rule of the library: {rule}")),
                 None => {
@@ -55,6 +55,12 @@ pub fn unless_against(rules: &'static [&'static str], run: impl Fn(&Cuda) + Send
             },
         }
     })
+}
+
+/// What is said of a case that has come to backward over a dispatcher that has none.
+#[allow(dead_code, reason = "for dispatchers for forward alone")]
+pub fn came_to_backward(came: bool) -> Option<String> {
+    came.then(|| "came to backward, which every rank was refused".into())
 }
 
 /// The GPUs that tests may use, or why there is none.

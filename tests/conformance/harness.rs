@@ -9,8 +9,10 @@ use moebius::ep::{
 use moebius::{DType, Error, Result, Tensor, TensorRef};
 
 pub use super::devices::{Endpoint, Target};
+use super::forward_alone::end_together;
 
 /// One case of the suite.
+#[derive(Clone)]
 pub struct Case<D: Target> {
     pub name: &'static str,
     /// Fewest ranks that it makes sense for.
@@ -53,6 +55,8 @@ pub struct Setup<D: Target> {
     pub name: &'static str,
     /// Specs that would report at once report later, and are asked right after prepare.
     pub later: bool,
+    /// No rank asks for backward.
+    pub forward_only: bool,
 }
 
 impl<D: Target> Setup<D> {
@@ -84,8 +88,8 @@ impl<D: Target> Setup<D> {
             DispatcherKind::NcclEpLowLatency => 512,
             _ => 1,
         };
-        let forward_only = matches!(self.kind, DispatcherKind::NcclEpLowLatency | DispatcherKind::NvLinkLowLatency);
-        Ok(Rank { rank: group.rank(), group, columns, forward_only, later: self.later })
+        let (forward_only, later) = (self.forward_only, self.later);
+        Ok(Rank { rank: group.rank(), group, columns, forward_only, later })
     }
 
     /// Whether the library's rules and habits apply.
@@ -133,11 +137,11 @@ pub fn on_threads<D: Target, T: Send>(
     body: impl Fn(Endpoint<D>) -> T + Sync,
 ) -> Vec<thread::Result<T>> {
     let body = &body;
-    thread::scope(|scope| {
+    end_together(thread::scope(|scope| {
         let spawn = |endpoint| scope.spawn(move || body(endpoint));
         let threads: Vec<_> = endpoints.into_iter().map(spawn).collect();
         threads.into_iter().map(|t| t.join()).collect()
-    })
+    }))
 }
 
 /// A rank of the group under test.
@@ -146,7 +150,7 @@ pub struct Rank<D: Target> {
     pub group: Group<D>,
     /// Rows are widened to a multiple of this, with zeros that no case sees.
     pub columns: usize,
-    /// No rank asks for backward: cases that call it end there, with `BackwardNotAgreed`.
+    /// As [`Setup::forward_only`]: cases that come to backward end there.
     pub forward_only: bool,
     /// As [`Setup::later`].
     pub later: bool,
@@ -300,14 +304,16 @@ impl<D: Target> Rank<D> {
         let grad = self.put_rows(rows, grad, handle.tokens());
         let n = handle.rows();
         let mut out = self.put(rows.dtype, &vec![CANARY; n * self.width(rows)], &[n, self.width(rows)]);
-        self.group.dispatcher().combine_bwd(handle, grad.view(), out.view_mut())?;
+        let done = self.group.dispatcher().combine_bwd(handle, grad.view(), out.view_mut());
+        self.unless_forward_alone(done)?;
         Ok(self.narrow(rows, self.values(out.view())))
     }
 
     /// In slot order; padding becomes zero.
     pub fn combine_bwd_rows(&mut self, handle: &Handle<D>, rows: Rows, grad: &[f64]) -> Result<Vec<f64>> {
         let grad = self.put_rows(rows, grad, handle.tokens());
-        let received = self.group.dispatcher().combine_bwd_rows(handle, grad.view())?;
+        let received = self.group.dispatcher().combine_bwd_rows(handle, grad.view());
+        let received = self.unless_forward_alone(received)?;
         Ok(self.narrow(rows, self.gathered(received.source(grad.view(), handle).base, None, handle)))
     }
 
@@ -329,7 +335,8 @@ impl<D: Target> Rank<D> {
             d_tokens: d_tokens.view_mut(),
             d_weights: Some(d_weights.view_mut()),
         };
-        self.group.dispatcher().dispatch_bwd(handle, grads)?;
+        let done = self.group.dispatcher().dispatch_bwd(handle, grads);
+        self.unless_forward_alone(done)?;
         let tokens = self.narrow(rows, self.values(d_tokens.view()));
         Ok(TokenGrads { tokens, weights: self.values(d_weights.view()) })
     }

@@ -10,6 +10,7 @@ mod edges;
 mod faults;
 #[path = "../common/faulty_comm.rs"]
 mod faulty_comm;
+mod forward_alone;
 mod group_options;
 mod harness;
 #[path = "../common/limits.rs"]
@@ -28,7 +29,10 @@ use devices::Target;
 pub use devices::gpus;
 #[cfg(feature = "cuda")]
 pub use devices::seed;
-use harness::{Case, Setup};
+use forward_alone::{COME_TO_BACKWARD, ends_at_backward};
+pub use forward_alone::{NOT_FOR_FORWARD_ALONE, comes_to_backward};
+use harness::Case;
+pub(crate) use harness::Setup;
 use moebius::cpu::Cpu;
 use moebius::ep::DispatcherKind;
 
@@ -60,7 +64,8 @@ pub fn windows<D: Target, C: moebius::comm::SymmetricMemory<D>>(comm: C, device:
 
 /// A dispatcher over some ranks.
 pub fn over<D: Target>(device: &D, kind: DispatcherKind, ranks: usize, name: &'static str) -> Setup<D> {
-    Setup { device: device.clone(), kind, ranks, name, later: false }
+    let forward_only = matches!(kind, DispatcherKind::NcclEpLowLatency | DispatcherKind::NvLinkLowLatency);
+    Setup { device: device.clone(), kind, ranks, name, later: false, forward_only }
 }
 
 /// The same with errors asked for after prepare.
@@ -76,7 +81,7 @@ pub fn rows(dtype: moebius::DType, hidden: usize) -> harness::Rows {
 
 /// A device's own dispatcher, alone.
 pub fn alone<D: Target>(device: &D, name: &'static str) -> Setup<D> {
-    Setup { device: device.clone(), kind: DispatcherKind::Local, ranks: 1, name, later: false }
+    over(device, DispatcherKind::Local, 1, name)
 }
 
 /// Runs every case that applies at every number of ranks.
@@ -86,7 +91,7 @@ fn suite(kind: DispatcherKind, ranks: &[usize], later: bool) {
     let applicable = cases.iter().filter(|c| c.is_for(kind, most)).count();
     for &ranks in ranks {
         for case in cases.iter().filter(|c| c.is_for(kind, ranks)) {
-            let setup = Setup { device: Cpu::poisoning(), kind, ranks, name: case.name, later };
+            let setup = Setup { later, ..over(&Cpu::poisoning(), kind, ranks, case.name) };
             (case.run)(&setup);
             runs += 1;
         }
@@ -125,6 +130,31 @@ fn all_to_all_errors_later() {
 #[test]
 fn all_gather_errors_later() {
     suite(DispatcherKind::AllGather, &[1, 2, 4, 8], true);
+}
+
+/// Ranks that ask for forward alone, as over a dispatcher that has no backward: the cases that come to it are those that
+/// are known to, at every number of ranks, and all ranks are refused there.
+#[test]
+fn forward_alone() {
+    let (mut runs, mut came) = (0, Vec::new());
+    for (_, case) in cases::<Cpu>() {
+        for ranks in [1, 2, 4] {
+            if NOT_FOR_FORWARD_ALONE.contains(&case.name) || !case.is_for(DispatcherKind::AllToAll, ranks) {
+                continue;
+            }
+            let over = over(&Cpu::poisoning(), DispatcherKind::AllToAll, ranks, case.name);
+            let comes = ends_at_backward(&case, &Setup { forward_only: true, ..over });
+            came.push((case.name, comes));
+            runs += 1;
+        }
+    }
+    came.dedup();
+    let all: Vec<_> = came.iter().filter(|(_, comes)| *comes).map(|(name, _)| *name).collect();
+    let line = format!("conformance, forward alone: {runs} runs, {} cases come to backward\n", all.len());
+    std::io::stderr().write_all(line.as_bytes()).expect("stderr");
+    assert_eq!(all, COME_TO_BACKWARD);
+    let both: Vec<_> = came.windows(2).filter(|two| two[0].0 == two[1].0).collect();
+    assert!(both.is_empty(), "they come to it at some numbers of ranks alone: {both:?}");
 }
 
 /// In processes of their own: this one's environment is all threads'.

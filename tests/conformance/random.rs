@@ -11,6 +11,7 @@ use proptest::test_runner::{Config, RngAlgorithm, TestRng, TestRunner};
 
 use super::devices::seed;
 use super::harness::*;
+use super::over;
 use super::reference::Problem;
 
 pub fn cases<D: Target>() -> Vec<Case<D>> {
@@ -136,7 +137,7 @@ pub fn keep_the_rules<D: Target>(device: &D) {
     for (kind, ranks) in
         [DispatcherKind::NcclEp, DispatcherKind::NcclEpLowLatency].into_iter().flat_map(|k| [2, 4, 8].map(|r| (k, r)))
     {
-        let setup = Setup { device: device.clone(), kind, ranks, name: "rules", later: false };
+        let setup = over(device, kind, ranks, "rules");
         let limits = Limits::of(&setup);
         let rng = TestRng::from_seed(RngAlgorithm::ChaCha, &seed::bytes(9));
         let mut runner =

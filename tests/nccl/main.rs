@@ -44,7 +44,7 @@ use moebius::cuda::Cuda;
 use moebius::ep::DispatcherKind;
 use moebius::quant::WeightFormat;
 
-use conformance::{later, over};
+use conformance::{NOT_FOR_FORWARD_ALONE, comes_to_backward, later, over};
 use invariance::{LayerKind, RouterKind};
 use several::{Body, Case};
 
@@ -66,11 +66,10 @@ const INVARIANT: [(&str, LayerKind); 11] = [
     ("mxfp8_payload", LayerKind::Payload(Payload::Mxfp8)),
 ];
 
-/// Cases about backward, which low latency refuses in prepare.
-const NOT_FOR_LOW_LATENCY: [&str; 2] = ["backward_that_was_not_agreed", "backward_that_never_comes"];
-
 /// A body for any number of ranks.
 type Run = fn(&Cuda, usize);
+/// What makes a case's setup.
+type Setup = fn(&Cuda, DispatcherKind, usize, &'static str) -> conformance::Setup<Cuda>;
 
 /// A test that is for these dispatchers.
 fn body(run: impl Fn(&Cuda) + Send + 'static) -> Body {
@@ -80,24 +79,26 @@ fn body(run: impl Fn(&Cuda) + Send + 'static) -> Body {
     })
 }
 
-/// The same of a suite whose steps go on to backward, which a dispatcher for forward alone cannot.
-fn forward(alone: bool, run: impl Fn(&Cuda) + Send + 'static) -> Body {
-    if alone { several::unless_against(&["BackwardNotAgreed"], run) } else { body(run) }
-}
-
 fn over_ranks(ranks: usize) -> Vec<(String, Body)> {
     let mut all: Vec<(String, Body)> = Vec::new();
     for kind in KINDS.into_iter().chain([DispatcherKind::NvLinkLowLatency]) {
         for (file, case) in conformance::cases().into_iter().filter(|(_, case)| case.is_for(kind, ranks)) {
             let low = kind == DispatcherKind::NvLinkLowLatency;
-            if low && NOT_FOR_LOW_LATENCY.contains(&case.name) {
+            if low && NOT_FOR_FORWARD_ALONE.contains(&case.name) {
                 continue;
             }
-            let name = format!("conformance::{kind:?}::{file}::{}", case.name);
-            let run = case.run;
-            all.push((name, forward(low, move |cuda| run(&over(cuda, kind, ranks, case.name)))));
-            let name = format!("conformance_later::{kind:?}::{file}::{}", case.name);
-            all.push((name, forward(low, move |cuda| run(&later(cuda, kind, ranks, case.name)))));
+            for (suite, setup) in [("conformance", over as Setup), ("conformance_later", later)] {
+                let (name, case) = (format!("{suite}::{kind:?}::{file}::{}", case.name), case.clone());
+                let run = move |cuda: &Cuda| {
+                    let setup = setup(cuda, kind, ranks, case.name);
+                    if low {
+                        return several::came_to_backward(comes_to_backward(&case, &setup));
+                    }
+                    (case.run)(&setup);
+                    None
+                };
+                all.push((name, Box::new(run)));
+            }
         }
     }
     for kind in KINDS {

@@ -41,7 +41,7 @@ use moebius::config::Payload;
 use moebius::cuda::Cuda;
 use moebius::ep::DispatcherKind;
 
-use conformance::{gpus, over};
+use conformance::{comes_to_backward, gpus, over};
 use invariance::LayerKind;
 use several::Body;
 
@@ -54,8 +54,7 @@ const MODES: [(&str, DispatcherKind); 2] =
 const NOT_FOR_LOW_LATENCY: [&str; 4] =
     ["backward_that_was_not_agreed", "backward_that_never_comes", "handle_of_another_group", "tags_that_differ"];
 /// Rules of the library that cases of the shared suites break, as its errors say them and as `expect` shows them.
-const RULES: [&str; 10] = [
-    "BackwardNotAgreed",
+const RULES: [&str; 9] = [
     "NcclEp(LowLatency",
     "name: \"top_k\"",
     "must be a multiple of 4, found",
@@ -84,7 +83,10 @@ type Run = fn(&Cuda, usize);
 
 /// A shared case: one that breaks a rule of the library says so and no more.
 fn shared(run: impl Fn(&Cuda) + Send + 'static) -> Body {
-    several::unless_against(&RULES, run)
+    several::unless_against(&RULES, move |cuda| {
+        run(cuda);
+        None
+    })
 }
 
 fn over_ranks(ranks: usize) -> Vec<(String, Body)> {
@@ -96,14 +98,16 @@ fn over_ranks(ranks: usize) -> Vec<(String, Body)> {
                 continue;
             }
             let name = format!("{mode}::{file}::{}", case.name);
-            let run = move |cuda: &Cuda| (case.run)(&over(cuda, kind, ranks, case.name));
-            let body: Body = match case.name {
-                KEEPS_THE_RULES => Box::new(move |cuda| {
-                    run(cuda);
-                    None
-                }),
-                _ => shared(run),
+            let keeps = case.name == KEEPS_THE_RULES;
+            let run = move |cuda: &Cuda| {
+                let setup = over(cuda, kind, ranks, case.name);
+                if low {
+                    return several::came_to_backward(comes_to_backward(&case, &setup));
+                }
+                (case.run)(&setup);
+                None
             };
+            let body: Body = if keeps { Box::new(run) } else { several::unless_against(&RULES, run) };
             all.push((name, body));
         }
     }
