@@ -233,9 +233,11 @@ pub fn killed(replayed: bool) {
                 });
             }
             let began = Instant::now();
-            while rank == last {
-                step(&mut steps, &mut graph)?;
-                stepped.store(true, Ordering::SeqCst);
+            if rank == last {
+                loop {
+                    step(&mut steps, &mut graph)?;
+                    stepped.store(true, Ordering::SeqCst);
+                }
             }
             let mut other = 0;
             loop {
