@@ -59,7 +59,7 @@ impl Place {
     }
 
     /// A number of ranks that it can have, two on the CPU.
-    fn count(&self) -> usize {
+    pub fn count(&self) -> usize {
         match self {
             Place::Cpu => 2,
             #[cfg(feature = "cuda")]

@@ -2,7 +2,7 @@
 
 use candle_core::{DType, Device, Module, Tensor};
 use moebius::candle::{DeviceGroup, ExpertParallelMoE, error_of};
-use moebius::config::{AuxConfig, BalanceKind};
+use moebius::config::AuxConfig;
 
 use crate::dispatch::{Place, on_ranks};
 use crate::support::{AnyResult, H, config, flat, seeded, wide_tokens};
@@ -23,7 +23,7 @@ fn tokens(group: &DeviceGroup) -> AnyResult<Tensor> {
 /// The memory has the bits that a forward returns, whatever its leading dimensions, and the module its figures.
 fn given_memory_has_the_bits_of_a_result(place: &Place) -> AnyResult<()> {
     let mut config = config();
-    config.aux = AuxConfig { balance: 0.01, balance_kind: BalanceKind::Switch, ..AuxConfig::default() };
+    config.aux = AuxConfig::default().with_balance(0.01);
     on_ranks(place, place.count(), |group| {
         let (moe, x) = (seeded(group, config.clone())?.detached(), tokens(group)?);
         let expected = flat(&moe.forward(&x)?)?;

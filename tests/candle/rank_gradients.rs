@@ -575,24 +575,24 @@ fn own_experts_step_as_parts_of_one_parameter() -> AnyResult<()> {
         norms.push(one.stats()?.norm);
     }
     let at_two = [flat(&weight)?, flat(&bias)?];
-    std::thread::scope(|scope| {
-        let (at_two, norms, folder) = (&at_two, &norms, folder.path());
-        let run = |comm: ThreadComm| -> AnyResult<()> {
-            let rank = comm.rank();
-            let (weight, bias) = (values(rank, &[3, 4])?, values(rank, &[3])?);
-            let part = |name: &str, var: &Var| -> AnyResult<AdamWParam> {
-                Ok(AdamWParam::new(name, var).with_shard(ParamShard::of_experts(var.dims(), rank, RANKS)?))
-            };
-            let params = vec![part("expert.weight", &weight)?, part("expert.bias", &bias)?];
-            let mut adam = AdamW::over_ranks(&Cpu::new(), Box::new(comm), params, options, &[group])?;
-            for norm in norms {
-                adam.step(&gradients([&weight, &bias])?)?;
-                assert_eq!(adam.stats()?.norm, *norm, "rank {rank}");
-            }
-            assert_eq!(flat(&weight)?, at_two[0][rank * 12..(rank + 1) * 12]);
-            assert_eq!(flat(&bias)?, at_two[1][rank * 3..(rank + 1) * 3]);
-            Ok(adam.save(folder.join("state"))?)
+    let run = |comm: ThreadComm| -> AnyResult<()> {
+        let rank = comm.rank();
+        let (weight, bias) = (values(rank, &[3, 4])?, values(rank, &[3])?);
+        let part = |name: &str, var: &Var| -> AnyResult<AdamWParam> {
+            Ok(AdamWParam::new(name, var).with_shard(ParamShard::of_experts(var.dims(), rank, RANKS)?))
         };
+        let params = vec![part("expert.weight", &weight)?, part("expert.bias", &bias)?];
+        let mut adam = AdamW::over_ranks(&Cpu::new(), Box::new(comm), params, options, &[group])?;
+        for norm in &norms {
+            adam.step(&gradients([&weight, &bias])?)?;
+            assert_eq!(adam.stats()?.norm, *norm, "rank {rank}");
+        }
+        assert_eq!(flat(&weight)?, at_two[0][rank * 12..(rank + 1) * 12]);
+        assert_eq!(flat(&bias)?, at_two[1][rank * 3..(rank + 1) * 3]);
+        Ok(adam.save(folder.path().join("state"))?)
+    };
+    std::thread::scope(|scope| {
+        let run = &run;
         let threads: Vec<_> =
             ThreadWorld::create(RANKS, TIMEOUT).into_iter().map(|comm| scope.spawn(move || run(comm))).collect();
         threads.into_iter().try_for_each(|t| t.join().expect("a rank panicked"))
