@@ -8,7 +8,7 @@ those that hold a weight gradient, behind the first third (the warm-up). All ste
 import sys
 from xml.sax.saxutils import escape
 
-IDLE = 40_000  # Nanoseconds.
+IDLE = 40_000  # Nanoseconds
 LEFT, WIDTH, ROW, TOP = 70, 1130, 22, 26
 KINDS = [
     ("dispatch", "#66ccee", ["nvlink_dispatch"]),

@@ -45,7 +45,8 @@ impl Lost {
         match (self, dispatcher) {
             (Self::Leaves, _) => "has left the group",
             // Kernels of its own wait there, which tell for whom.
-            (_, DispatcherKind::NvLink | DispatcherKind::NvLinkLowLatency) => "rank 1 did not come to the call in time",
+            // Which of a rank's words is missed first depends on how far its last replay has come.
+            (_, DispatcherKind::NvLink | DispatcherKind::NvLinkLowLatency) => "layer 0: rank 1 did not ",
             _ => "did not arrive within",
         }
     }
