@@ -32,6 +32,7 @@ mod raw;
 #[path = "../common/several.rs"]
 mod several;
 #[path = "../common/steps.rs"]
+#[allow(dead_code, reason = "a suite takes a part")]
 mod steps;
 mod windows;
 

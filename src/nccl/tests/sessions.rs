@@ -275,9 +275,7 @@ fn refusals_end_what_does_not_compare() {
 #[test]
 fn a_rank_that_is_gone_leaves_what_needs_no_collective() {
     let (compared, uncompared) = (sockets([true; 3]), sockets([false; 3]));
-    let mut communicator = 0;
-    for (outlives, dies) in [(true, false), (true, true), (false, false), (false, true)] {
-        communicator += 1;
+    for (communicator, outlives, dies) in [(1, true, false), (2, true, true), (3, false, false), (4, false, true)] {
         let processes = |ends: &[Arc<ControlSocket>]| {
             [0, 1].map(|r| ControlPlane::ProcessControl(ProcessControl::new(&ends[r], communicator, vec![0, 1])))
         };
