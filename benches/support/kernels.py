@@ -8,16 +8,23 @@ import statistics
 import sys
 
 
+def read(path, gpu):
+    """What ran on a GPU: start, end, stream, size and name of each, in no order."""
+    with open(path) as lines:
+        for line in lines:
+            device, start, end, stream, size, name = line.rstrip("\n").split("\t", 5)
+            if int(device) == gpu:
+                yield int(start), int(end), int(stream), int(size), name
+
+
 def main():
     gpu = int(sys.argv[2]) if len(sys.argv) > 2 else 0
     spans = {}
-    with open(sys.argv[1]) as lines:
-        for line in lines:
-            device, start, end, _, size, name = line.rstrip("\n").split("\t", 5)
-            if int(device) == gpu:
-                spans.setdefault((name, int(size)), []).append((int(end) - int(start)) / 1e3)
+    for start, end, _, size, name in read(sys.argv[1], gpu):
+        spans.setdefault((name, size), []).append((end - start) / 1e3)
     for (name, size), us in sorted(spans.items(), key=lambda item: -sum(item[1])):
         print(f"{sum(us) / 1e3:10.3f} ms {len(us):6} x {statistics.median(us):9.1f} us {size:12}  {name[:90]}")
 
 
-main()
+if __name__ == "__main__":
+    main()

@@ -8,30 +8,22 @@ those that hold a weight gradient, behind the first third (the warm-up). All ste
 import sys
 from xml.sax.saxutils import escape
 
+from kernels import read
+
 IDLE = 40_000  # Nanoseconds
 LEFT, WIDTH, ROW, TOP = 70, 1130, 22, 26
 KINDS = [
-    ("dispatch", "#66ccee", ["nvlink_dispatch"]),
+    ("dispatch", "#66ccee", ["nvlink_dispatch", "nvlink_groups"]),
     ("combine", "#228833", ["nvlink_combine", "add_shares"]),
-    ("plan", "#4477aa", ["nvlink_plan", "nvlink_exchange", "nvlink_groups", "plan", "route", "tiles"]),
+    ("plan", "#4477aa", ["nvlink_exchange", "plan", "tiles"]),
     ("weight gradients", "#ee6677", ["wgrad"]),
-    ("products", "#ccbb44", ["gemm", "linear", "pre_bwd", "down_bwd", "up_", "down"]),
+    ("products", "#ccbb44", ["linear", "_up", "_down"]),
     ("other", "#aaaaaa", [""]),
 ]
 
 
 def kind(name):
     return next((label, color) for label, color, parts in KINDS if any(part in name for part in parts))
-
-
-def read(path, gpu):
-    spans = []
-    with open(path) as lines:
-        for line in lines:
-            device, start, end, stream, size, name = line.rstrip("\n").split("\t", 5)
-            if int(device) == gpu:
-                spans.append((int(start), int(end), int(stream), int(size), name))
-    return sorted(spans)
 
 
 def steps(spans):
@@ -70,7 +62,7 @@ def draw(title, step, scale, y):
         for start, end, _, size, name in (span for span in step if span[2] == stream):
             label, color = kind(name)
             x, width = LEFT + (start - first) * scale, max((end - start) * scale, 0.5)
-            out.append(f'<rect x="{x:.2f}" y="{at}" width="{width:.2f}" height="{ROW - 4}" fill="{color}" stroke="#ffffff" '
+            out.append(f'<rect x="{x:.2f}" y="{at}" width="{width:.2f}" height="{ROW - 4}" fill="{color}" stroke="#fff" '
                        f'stroke-width="0.4"><title>{escape(name)}, {size}: {(end - start) / 1e3:.1f} µs</title></rect>')
     return out, y + len(streams) * ROW + 14
 
@@ -83,7 +75,7 @@ def main():
         gpu = int(arguments[at + 1])
         del arguments[at:at + 2]
     out, *inputs = arguments
-    drawn = [(title, chosen(read(path, gpu))) for title, path in (one.split("=", 1) for one in inputs)]
+    drawn = [(title, chosen(sorted(read(path, gpu)))) for title, path in (one.split("=", 1) for one in inputs)]
     longest = max(max(span[1] for span in step) - step[0][0] for _, step in drawn)
     scale, y, body = WIDTH / longest, 34, []
     x = LEFT

@@ -32,6 +32,14 @@ pub(crate) type GradientType = u8;
 
 const ABSENT: GradientType = 0;
 
+/// The number of the type of a gradient that is there, by its place among a framework's.
+pub(crate) fn gradient_type<T: PartialEq>(types: &[T; 4], of: &T, name: impl Fn(&T) -> String) -> Result<GradientType> {
+    match types.iter().position(|dtype| dtype == of) {
+        Some(number) => Ok(number as GradientType + 1),
+        None => Err(Error::invalid(REDUCE_GRADIENTS, "gradient", "f16, bf16, f32 or f64", name(of))),
+    }
+}
+
 impl<P> GradientReduction<'_, P> {
     /// Runs `sum` for each bucket, which puts the bucket's gradients behind each other in memory of the framework's on
     /// `device`, has them summed, and takes the sums; it gets the type of each on the ranks that have it. This rank's are

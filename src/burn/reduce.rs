@@ -9,7 +9,9 @@ use burn::tensor::backend::AutodiffBackend;
 use burn::tensor::ops::FloatTensor;
 use burn::tensor::{FloatDType, Shape, Tensor, TensorMetadata};
 
-use crate::adapter::{AllReduce, BUCKET_BYTES, GradientReduction, GradientType, NO_LAYER, REDUCE_GRADIENTS, Summand};
+use crate::adapter::{
+    AllReduce, BUCKET_BYTES, GradientReduction, GradientType, NO_LAYER, REDUCE_GRADIENTS, Summand, gradient_type,
+};
 use crate::comm::{Communicator, Op};
 use crate::device::Device;
 use crate::dtype::DType;
@@ -72,8 +74,8 @@ impl<'a> ReduceOptions<'a> {
 ///
 /// # Errors
 /// A communicator's error, on every rank; on every rank too, with all gradients as they were, parameters of other sizes or
-/// types than another rank's, or in another order; a gradient of another shape than
-/// its parameter's, or of another type than on another rank that has it; a group of another device; on a GPU, a communicator that does not tell its device.
+/// types than another rank's, or in another order; a gradient of another shape than its parameter's, or of another type
+/// than on another rank that has it; a group of another device; on a GPU, a communicator that does not tell its device.
 pub fn reduce_gradients<B: AutodiffBackend + MoeBackend, M: Module<B>>(
     group: &DeviceGroup,
     module: &M,
@@ -188,10 +190,7 @@ impl<B: NativeMemory> ParamGradient<B> {
     fn gradient_type(&self) -> Result<GradientType> {
         use burn::tensor::DType::{BF16, F16, F32, F64};
         let Some(gradient) = &self.gradient else { return Ok(0) };
-        match [F16, BF16, F32, F64].iter().position(|dtype| *dtype == gradient.dtype()) {
-            Some(number) => Ok(number as GradientType + 1),
-            None => Err(Error::invalid(CALL, "gradient", "f16, bf16, f32 or f64", format!("{:?}", gradient.dtype()))),
-        }
+        gradient_type(&[F16, BF16, F32, F64], &gradient.dtype(), |dtype| format!("{dtype:?}"))
     }
 }
 

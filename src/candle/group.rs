@@ -34,8 +34,8 @@ impl DeviceGroup {
     }
 
     /// A group of one rank on `device`; of a layer's configuration (`&MoeConfig`), one for its experts. It takes any number
-    /// of tokens, whatever [`max_tokens_per_rank`](GroupConfig::max_tokens_per_rank) says. On a GPU `device` is of `Device::new_cuda_with_stream`: the stream of `Device::new_cuda` is
-    /// another one on every thread.
+    /// of tokens, whatever [`max_tokens_per_rank`](GroupConfig::max_tokens_per_rank) says. On a GPU `device` is of
+    /// `Device::new_cuda_with_stream`: the stream of `Device::new_cuda` is another one on every thread.
     ///
     /// # Errors
     /// A device that this build does not serve; what [`Group::new`](crate::ep::Group::new) finds.

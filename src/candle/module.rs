@@ -181,14 +181,14 @@ impl ExpertParallelMoE {
             self.refuse_forward(&error.to_string());
             return Err(error.into());
         }
-        let flat = self.flat(x)?;
-        let last = run::forward_into(&self.group, &self.inputs(x, &flat, None), y)?;
+        let flat = self.flat_tokens(x)?;
+        let last = run::forward_into(&self.group, &self.forward_inputs(x, &flat, None), y)?;
         self.store_figures(last);
         Ok(())
     }
 
     /// x as `[T, H]`, contiguous.
-    fn flat(&self, x: &Tensor) -> Result<Tensor> {
+    fn flat_tokens(&self, x: &Tensor) -> Result<Tensor> {
         let hidden = self.layer.config().hidden;
         let flat = match x.dims() {
             [.., h] if *h == hidden => x.reshape((x.elem_count() / hidden, hidden)).and_then(|x| x.contiguous()),
@@ -198,16 +198,17 @@ impl ExpertParallelMoE {
         flat.inspect_err(|e| self.refuse_forward(&e.to_string()))
     }
 
-    fn inputs<'a>(&'a self, x: &'a Tensor, flat: &'a Tensor, aux_scale: Option<f64>) -> ForwardInputs<'a> {
+    /// A forward's inputs; x in its own shape, and as rows.
+    fn forward_inputs<'a>(&'a self, x: &'a Tensor, flat: &'a Tensor, aux_scale: Option<f64>) -> ForwardInputs<'a> {
         let (sharded, quantized) = (self.sharded.as_ref(), self.quantized.as_ref());
         ForwardInputs { layer: &self.layer, params: &self.params, sharded, quantized, x, flat, aux_scale }
     }
 
     /// A forward; `aux_scale`: the auxiliary losses' gradient comes with y's, multiplied by it.
     pub(super) fn pass(&self, x: &Tensor, noise: Option<Noise>, aux_scale: Option<f64>) -> Result<MoeOutput> {
-        let flat = self.flat(x)?;
+        let flat = self.flat_tokens(x)?;
         let tracks = x.track_op() || self.trainable().next().is_some();
-        run::forward(&self.group, &self.inputs(x, &flat, aux_scale), Mode { backward: tracks, noise })
+        run::forward(&self.group, &self.forward_inputs(x, &flat, aux_scale), Mode { backward: tracks, noise })
     }
 }
 

@@ -107,10 +107,7 @@ const TYPES: [DType; 4] = [DType::F16, DType::BF16, DType::F32, DType::F64];
 fn gradient_type(of: &Tensor, gradients: &GradStore) -> Result<GradientType> {
     let Some(gradient) = gradients.get(of) else { return Ok(0) };
     Error::check_shape(CALL, "gradient", of.dims(), gradient.dims())?;
-    match TYPES.iter().position(|dtype| *dtype == gradient.dtype()) {
-        Some(number) => Ok(number as GradientType + 1),
-        None => Err(Error::invalid(CALL, "gradient", "f16, bf16, f32 or f64", gradient.dtype().as_str())),
-    }
+    crate::adapter::gradient_type(&TYPES, &gradient.dtype(), |dtype| dtype.as_str().to_string())
 }
 
 /// Of a gradient that no rank has, none.

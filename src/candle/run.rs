@@ -14,7 +14,6 @@ use crate::lazy::Lazy;
 use crate::metrics::Load;
 
 use super::device::{CandleDevice, copy_of, into_candle, with_views};
-use super::error::framework;
 use super::given_outputs::check_apart;
 use super::group::{DeviceGroup, TypedGroup};
 use super::op::{BackwardState, InputOp, OutputOp, PendingBackward};
@@ -62,7 +61,8 @@ pub struct MoeOutput {
 }
 
 impl MoeOutput {
-    pub(super) fn figures(&self) -> LastForward {
+    /// What the module keeps of it.
+    pub(super) fn last_forward(&self) -> LastForward {
         LastForward { losses: self.losses.clone(), load: self.load.clone() }
     }
 }
@@ -74,14 +74,11 @@ pub(super) fn forward(group: &DeviceGroup, call: &ForwardInputs<'_>, mode: Mode)
 }
 
 fn forward_on<D: CandleDevice>(on: TypedGroup<'_, D>, call: &ForwardInputs<'_>, mode: Mode) -> Result<MoeOutput> {
-    let experts = call.sharded.map(|sharded| sharded.experts::<D>(CALL)).transpose();
-    let experts = experts.map_err(|e| call.layer.refuse_forward(&mut on.group.lock(), e))?;
-    let quantized = call.quantized.map(|experts| experts.experts::<D>(CALL)).transpose();
-    let quantized = quantized.map_err(|e| call.layer.refuse_forward(&mut on.group.lock(), e))?;
-    let from = WeightsFrom { chain: experts.as_ref(), quantized: quantized.as_deref() };
-    let Forward { y, aux, routing, context } = pass(&on, CALL, call, (from, mode.backward), |entry, inputs| {
-        call.layer.forward(entry.enter(), mode, inputs.x, inputs.params)
-    })?;
+    let experts = Experts::of(&on, CALL, call)?;
+    let Forward { y, aux, routing, context } =
+        guarded_forward(&on, GuardedForward { name: CALL, call, experts: &experts, mode }, |entry, inputs| {
+            call.layer.forward(entry.enter(), mode, inputs.x, inputs.params)
+        })?;
     let device = on.group.lock().device().clone();
     let losses = aux.value().clone();
     let aux = {
@@ -99,8 +96,8 @@ fn forward_on<D: CandleDevice>(on: TypedGroup<'_, D>, call: &ForwardInputs<'_>, 
                 x: call.flat.detach(),
                 tracks_x: call.x.track_op(),
                 params: call.params.clone(),
-                experts,
-                quantized,
+                experts: experts.chain,
+                quantized: experts.quantized,
                 aux_scale: call.aux_scale.unwrap_or(0.0),
                 progress: context.progress(),
                 state: Mutex::new(BackwardState::Ready {
@@ -143,19 +140,36 @@ fn forward_on<D: CandleDevice>(on: TypedGroup<'_, D>, call: &ForwardInputs<'_>, 
 }
 
 /// Where the experts' weights come from, if they are no parameters.
-struct WeightsFrom<'a, D: CandleDevice> {
-    chain: Option<&'a LayerShards<D>>,
-    quantized: Option<&'a QuantizedExperts<D>>,
+struct Experts<D: CandleDevice> {
+    chain: Option<LayerShards<D>>,
+    quantized: Option<Arc<QuantizedExperts<D>>>,
+}
+
+impl<D: CandleDevice> Experts<D> {
+    /// Those of a call, on the group's device; the other ranks are told where they are not there.
+    fn of(on: &TypedGroup<'_, D>, name: &'static str, call: &ForwardInputs<'_>) -> crate::Result<Self> {
+        let refused = |e| call.layer.refuse_forward(&mut on.group.lock(), e);
+        let chain = call.sharded.map(|sharded| sharded.experts(name)).transpose().map_err(refused)?;
+        let quantized = call.quantized.map(|experts| experts.experts(name)).transpose().map_err(refused)?;
+        Ok(Self { chain, quantized })
+    }
+}
+
+/// A forward of the layer, with its name in errors.
+struct GuardedForward<'a, D: CandleDevice> {
+    name: &'static str,
+    call: &'a ForwardInputs<'a>,
+    experts: &'a Experts<D>,
+    mode: Mode,
 }
 
 /// Runs one of the layer's forwards on the call's tensors.
-fn pass<D: CandleDevice, R>(
+fn guarded_forward<D: CandleDevice, R>(
     on: &TypedGroup<'_, D>,
-    name: &'static str,
-    call: &ForwardInputs<'_>,
-    (WeightsFrom { chain: experts, quantized }, backward): (WeightsFrom<'_, D>, bool),
+    GuardedForward { name, call, experts, mode }: GuardedForward<'_, D>,
     run: impl FnOnce(&mut RefusalGuard<'_, D>, Inputs<'_, '_, D>) -> crate::Result<R>,
 ) -> crate::Result<R> {
+    let (chain, quantized) = (experts.chain.as_ref(), experts.quantized.as_deref());
     let mut group = on.group.lock();
     let device = group.device().clone();
     // Errors of candle's tensors are this rank's alone; the other ranks, which are in forward, are told.
@@ -167,11 +181,11 @@ fn pass<D: CandleDevice, R>(
                 let params = &params_of(&params, &views[1..], experts)?;
                 return run(entry, Inputs { x, params });
             }
-            let resident = experts.map(|experts| resident_sources(&experts.resident, backward)).transpose()?;
+            let resident = chain.map(|chain| resident_sources(&chain.resident, mode.backward)).transpose()?;
             let guards = resident.as_ref().map(|resident| acquire_resident(&device, resident)).transpose()?;
-            let gathered = experts.map(|experts| &experts.resident).zip(guards.as_ref());
+            let gathered = chain.map(|chain| &chain.resident).zip(guards.as_ref());
             let weights = views_of(&params, &views[1..], gathered)?;
-            let sources = experts.map(|experts| experts.sources(backward)).transpose()?;
+            let sources = chain.map(|chain| chain.sources(mode.backward)).transpose()?;
             let params = &with_sources(&weights, sources.as_ref());
             run(entry, Inputs { x, params })
         })
@@ -190,28 +204,16 @@ fn forward_into_on<D: CandleDevice>(
     y: &Tensor,
 ) -> crate::Result<LastForward> {
     const CALL: &str = "ExpertParallelMoE::forward_into";
-    let refused = |e| call.layer.refuse_forward(&mut on.group.lock(), e);
-    let experts = call.sharded.map(|sharded| sharded.experts::<D>(CALL)).transpose().map_err(refused)?;
-    let quantized = call.quantized.map(|experts| experts.experts::<D>(CALL)).transpose().map_err(refused)?;
-    let from = WeightsFrom { chain: experts.as_ref(), quantized: quantized.as_deref() };
+    let (experts, mode, outputs) = (Experts::of(&on, CALL, call)?, Mode::default(), [("y", y)]);
     let used: Vec<&Tensor> = call.params.present().map(|(_, t)| t).chain([call.flat]).collect();
-    let ForwardInfo { aux, routing, .. } = pass(&on, CALL, call, (from, false), |entry, inputs| {
+    let forward = GuardedForward { name: CALL, call, experts: &experts, mode };
+    let ForwardInfo { aux, routing, .. } = guarded_forward(&on, forward, |entry, inputs| {
         Error::check_shape(CALL, "y", call.x.dims(), y.dims())?;
-        let device = entry.device().clone();
-        let rows = flat_view(CALL, y, call.flat)?;
-        check_apart(CALL, &[("y", &rows)], &used)?;
-        with_views_mut(&device, CALL, &[("y", &rows)], |mut views| {
+        check_apart(CALL, &outputs, &used)?;
+        with_views_mut(&entry.device().clone(), CALL, &outputs, |mut views| {
             let Some(y) = views.pop() else { return Err(Error::invalid(CALL, "y", "one", "none")) };
-            call.layer.forward_into(entry.enter(), Mode::default(), inputs, y)
+            call.layer.forward_into(entry.enter(), mode, inputs, y.reshape(call.flat.dims())?)
         })
     })?;
     Ok(LastForward { losses: aux.value().clone(), load: routing.load })
-}
-
-/// `y` in the shape of `like`, on the same memory.
-fn flat_view(call: &'static str, y: &Tensor, like: &Tensor) -> crate::Result<Tensor> {
-    if !y.is_contiguous() {
-        return Err(Error::invalid(call, "tensor y", "contiguous memory", format!("{:?}", y.layout())));
-    }
-    y.reshape(like.shape()).map_err(framework(call))
 }

@@ -50,7 +50,7 @@ impl ExpertParallelMoE {
             return Err(Error::not_capturable("ExpertParallelMoE::forward_t", operation).into());
         }
         let out = self.pass(x, Some(self.training.next_noise()), Some(self.training.aux_scale()))?;
-        self.store_figures(out.figures());
+        self.store_figures(out.last_forward());
         Ok(out.y)
     }
 
@@ -128,7 +128,7 @@ impl ExpertParallelMoE {
 impl Module for ExpertParallelMoE {
     fn forward(&self, x: &Tensor) -> Result<Tensor> {
         let out = self.pass(x, None, None)?;
-        self.store_figures(out.figures());
+        self.store_figures(out.last_forward());
         Ok(out.y)
     }
 }

@@ -233,8 +233,8 @@ impl<D: StepDevice> AdamW<D> {
             buffer.resize(len * on_disk, 0);
             saved.files.read(&item.name, &entry, ((first + at) * on_disk) as u64, &mut buffer)?;
             let bytes = if widen { widened(&buffer) } else { std::mem::take(&mut buffer) };
-            if let Some((i, found)) = unusable(item, &bytes) {
-                return Err(saved.unusable(item, first + at + i, found));
+            if let Some((i, found)) = first_unusable(item, &bytes) {
+                return Err(saved.refused_element(item, first + at + i, found));
             }
             let Some(tensor) = self.state_tensor_mut(item.param, item.kind) else { continue };
             let place = at * item.dtype.size()..(at + len) * item.dtype.size();
@@ -402,8 +402,8 @@ impl Saved {
         }
     }
 
-    /// Refuses element `index` of a tensor.
-    fn unusable(&self, item: &StateItem, index: usize, found: f32) -> Error {
+    /// The error of element `index` of a tensor.
+    fn refused_element(&self, item: &StateItem, index: usize, found: f32) -> Error {
         let mut rest = index;
         let mut place: Vec<usize> = Vec::new();
         for dim in item.dims.iter().rev() {
@@ -474,7 +474,7 @@ fn write(dir: &Path, out: &mut dyn Write, bytes: &[u8]) -> Result<()> {
 
 /// The first of these elements that no step leaves behind, and which would spoil all steps to come: one that is not
 /// finite, or a negative second moment. Its index among them, and its value.
-fn unusable(item: &StateItem, bytes: &[u8]) -> Option<(usize, f32)> {
+fn first_unusable(item: &StateItem, bytes: &[u8]) -> Option<(usize, f32)> {
     let is_unusable = |x: f32| !x.is_finite() || (item.kind == StateKind::Second && x < 0.0);
     let found = |(i, x): (usize, f32)| is_unusable(x).then_some((i, x));
     match item.dtype {

@@ -43,8 +43,9 @@ pub(crate) fn dispatcher_not_built(
 }
 
 /// `Auto`'s table, of whole layers' times on H200s (`docs/benchmarks-gpus.md`). With few tokens, whose time is that of
-/// calls, all-gather is the quickest in graphs, and so it is for a decoder's captured steps; launched one by one, NVLink's
-/// kernels take 5 to 8 % less of 128 tokens on two H100s, which the table cannot tell from a graph. With more, NVLink's
+/// calls, all-gather is within 3 % of the quickest in graphs, a decoder's captured steps among them; launched one by one,
+/// NVLink's kernels take 5 to 8 % less of 128 tokens on two H100s and 10 to 26 % less on two H200s, which the table does not
+/// have yet. With more, NVLink's
 /// kernels are on two ranks that reach each other's memory, and all-gather where they do not, as most tokens visit both;
 /// on more ranks NCCL EP, which sends each row once to the ranks that it visits. Measured were two and four ranks, 128 and
 /// 4096 tokens and more; up to a host's GPUs and to [`ALL_GATHER_TOKENS`] the table goes on from these, and beyond a host all-gather's rows, which grow
@@ -52,12 +53,10 @@ pub(crate) fn dispatcher_not_built(
 /// (two H200s, DeepSeek-V3's layer: within 2 %; qwen3's is 26 % slower there): they are room for where it is taken.
 pub(crate) fn preferred_dispatchers(config: &GroupConfig, ranks: usize) -> &'static [DispatcherKind] {
     use DispatcherKind::{AllGather, AllToAll, NcclEp, NvLink};
+    let few_tokens = config.max_tokens_per_rank <= ALL_GATHER_TOKENS || replays_few_tokens(config);
     match ranks {
-        ..=2 if config.max_tokens_per_rank <= ALL_GATHER_TOKENS || replays_few_tokens(config) => &[AllGather],
+        ..=GPUS_OF_HOST if few_tokens => &[AllGather],
         ..=2 => &[NvLink, AllGather],
-        3..=GPUS_OF_HOST if config.max_tokens_per_rank <= ALL_GATHER_TOKENS || replays_few_tokens(config) => {
-            &[AllGather]
-        }
         3..=GPUS_OF_HOST => &[NcclEp, AllGather],
         _ => &[NcclEp, AllToAll],
     }

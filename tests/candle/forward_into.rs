@@ -1,8 +1,9 @@
 //! A forward into the caller's memory, on every device and over ranks.
 
-use candle_core::{DType, Device, Module, Tensor};
+use candle_core::{DType, Device, Module, Tensor, Var};
 use moebius::candle::{DeviceGroup, ExpertParallelMoE, error_of};
 use moebius::config::AuxConfig;
+use moebius::layer::ParamKind;
 
 use crate::dispatch::{Place, on_ranks};
 use crate::support::{AnyResult, H, config, flat, seeded, wide_tokens};
@@ -54,7 +55,7 @@ fn what_does_not_fit_is_refused(place: &Place) -> AnyResult<()> {
             let (trained, x) = (seeded(group, config())?, tokens(group)?);
             let (moe, y) = (trained.detached(), poisoned(&[TOKENS, H], group.device())?);
             let other = |moe: &ExpertParallelMoE| -> AnyResult<_> {
-                let router = moe.param(moebius::layer::ParamKind::Router).ok_or("a router")?;
+                let router = moe.param(ParamKind::Router).ok_or("a router")?;
                 Ok(router.flatten_all()?.narrow(0, 0, TOKENS * H)?.reshape((TOKENS, H))?)
             };
             let of = match group.rank() == count - 1 {
@@ -69,7 +70,7 @@ fn what_does_not_fit_is_refused(place: &Place) -> AnyResult<()> {
                 "a weight's own" => moe.forward_into(&x, &other(&moe)?),
                 "a module that tracks" => trained.forward_into(&x, &y),
                 "tokens that track" => {
-                    let tracked = candle_core::Var::from_tensor(&x)?;
+                    let tracked = Var::from_tensor(&x)?;
                     moe.forward_into(tracked.as_tensor(), &y)
                 }
                 _ => moe.forward_into(&x, &y),

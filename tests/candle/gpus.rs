@@ -77,16 +77,24 @@ pub fn on_ranks_for_capture<R: Send>(
     let devices = (0..ranks).map(device_for_capture).collect::<Result<Vec<_>, _>>()?;
     let gpus = devices.iter().map(cuda).collect::<Result<Vec<_>, _>>()?;
     let world = NcclWorld::new(&NcclLibrary::open()?, &gpus, LONG)?;
-    let comms = world.communicators(LONG)?;
+    on_each(&devices, world.communicators(LONG)?, |mut comm, device| {
+        let (tag, rank) = (Tag { layer: 0, op: Op::Init, sequence: 1 }, comm.rank());
+        let beside = comm.split(tag, Some(0), rank)?.ok_or("a part")?;
+        let group = Group::new(comm.cuda().clone(), Box::new(comm), config.clone())?;
+        run(&DeviceGroup::new(EpGroup::new(group), device)?, beside)
+    })
+}
+
+/// Runs a closure on a thread for each rank; results in rank order.
+fn on_each<R: Send>(
+    devices: &[Device],
+    comms: Vec<NcclComm>,
+    run: impl Fn(NcclComm, &Device) -> AnyResult<R> + Sync,
+) -> AnyResult<Vec<R>> {
     std::thread::scope(|scope| {
-        let threads = comms.into_iter().zip(&devices).map(|(mut comm, device)| {
+        let threads = comms.into_iter().zip(devices).map(|(comm, device)| {
             let run = &run;
-            scope.spawn(move || {
-                let (tag, rank) = (Tag { layer: 0, op: Op::Init, sequence: 1 }, comm.rank());
-                let beside = comm.split(tag, Some(0), rank)?.ok_or("a part")?;
-                let group = Group::new(comm.cuda().clone(), Box::new(comm), config.clone())?;
-                run(&DeviceGroup::new(EpGroup::new(group), device)?, beside)
-            })
+            scope.spawn(move || run(comm, device))
         });
         let threads: Vec<_> = threads.collect();
         threads.into_iter().map(|t| t.join().expect("a rank panicked")).collect()
@@ -108,15 +116,7 @@ fn on_communicators<R: Send>(
             (devices, world)
         }
     };
-    let comms = world.communicators(LONG)?;
-    let found = std::thread::scope(|scope| {
-        let threads = comms.into_iter().zip(&devices).map(|(comm, device)| {
-            let run = &run;
-            scope.spawn(move || run(comm, device))
-        });
-        let threads: Vec<_> = threads.collect();
-        threads.into_iter().map(|t| t.join().expect("a rank panicked")).collect::<AnyResult<Vec<R>>>()
-    })?;
+    let found = on_each(&devices, world.communicators(LONG)?, run)?;
     worlds.insert(ranks, (devices, world));
     Ok(found)
 }

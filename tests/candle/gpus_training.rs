@@ -11,7 +11,7 @@ use moebius::candle::{
     AdamW, Capture, DeviceGroup, ExpertParallelMoE, GradientReducer, GradientType, MainGradients, ReduceComms,
     ShardedWeights, WeightVar, error_of, finish_sharded,
 };
-use moebius::comm::Communicator;
+use moebius::comm::{Communicator, Op, Tag};
 use moebius::config::SharedConfig;
 use moebius::cuda::Cuda;
 use moebius::ep::{Capacity, GroupConfig};
@@ -116,10 +116,7 @@ fn captured_steps_have_the_eager_ones_bits(ranks: usize) -> AnyResult<()> {
         on_ranks_for_capture(ranks, &config, |group, mut beside| {
             let (rank, device) = (group.rank(), group.device());
             let tokens = |step: u64| normal(100 + 10 * step + rank as u64, (TOKENS, H), dtype, device);
-            let norms = [1, 2].map(|sequence| {
-                let tag = moebius::comm::Tag { layer: 1, op: moebius::comm::Op::Init, sequence };
-                beside.split(tag, Some(0), rank)
-            });
+            let norms = [1, 2].map(|sequence| beside.split(Tag { layer: 1, op: Op::Init, sequence }, Some(0), rank));
             let mut trainings = Vec::new();
             for (number, norms) in norms.into_iter().enumerate() {
                 let layer = with_capacity(Capacity::Static(ROWS), number as u32)?;

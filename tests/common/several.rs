@@ -59,8 +59,8 @@ pub fn unless_against(rules: &'static [&'static str], run: impl Fn(&Cuda) -> Opt
 
 /// What is said of a case that has come to backward over a dispatcher that has none.
 #[allow(dead_code, reason = "for dispatchers for forward alone")]
-pub fn came_to_backward(came: bool) -> Option<String> {
-    came.then(|| "came to backward, which every rank was refused".into())
+pub fn ignored_at_backward(ended: bool) -> Option<String> {
+    ended.then(|| "came to backward, which every rank was refused".into())
 }
 
 /// The GPUs that tests may use, or why there is none.

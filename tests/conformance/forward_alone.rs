@@ -60,7 +60,7 @@ pub fn ends_at_backward<D: Target>(case: &Case<D>, setup: &Setup<D>) -> bool {
 ///
 /// # Panics
 /// A case that fails, that comes to backward without being one of [`COME_TO_BACKWARD`], or that is one and does not.
-pub fn comes_to_backward<D: Target>(case: &Case<D>, setup: &Setup<D>) -> bool {
+pub fn ends_at_backward_as_known<D: Target>(case: &Case<D>, setup: &Setup<D>) -> bool {
     let (comes, expected) = (ends_at_backward(case, setup), COME_TO_BACKWARD.contains(&case.name));
     assert_eq!(comes, expected, "case {}: whether it comes to backward, {setup:?}", case.name);
     comes

@@ -30,7 +30,7 @@ pub use devices::gpus;
 #[cfg(feature = "cuda")]
 pub use devices::seed;
 use forward_alone::{COME_TO_BACKWARD, ends_at_backward};
-pub use forward_alone::{NOT_FOR_FORWARD_ALONE, comes_to_backward};
+pub use forward_alone::{NOT_FOR_FORWARD_ALONE, ends_at_backward_as_known};
 use harness::Case;
 pub(crate) use harness::Setup;
 use moebius::cpu::Cpu;

@@ -44,7 +44,7 @@ use moebius::cuda::Cuda;
 use moebius::ep::DispatcherKind;
 use moebius::quant::WeightFormat;
 
-use conformance::{NOT_FOR_FORWARD_ALONE, comes_to_backward, later, over};
+use conformance::{NOT_FOR_FORWARD_ALONE, ends_at_backward_as_known, later, over};
 use invariance::{LayerKind, RouterKind};
 use several::{Body, Case};
 
@@ -92,7 +92,7 @@ fn over_ranks(ranks: usize) -> Vec<(String, Body)> {
                 let run = move |cuda: &Cuda| {
                     let setup = setup(cuda, kind, ranks, case.name);
                     if low {
-                        return several::came_to_backward(comes_to_backward(&case, &setup));
+                        return several::ignored_at_backward(ends_at_backward_as_known(&case, &setup));
                     }
                     (case.run)(&setup);
                     None

@@ -103,7 +103,7 @@ fn run(options: &Options, me: Option<&Identity>) -> Result<(), AnyError> {
     job.check(me)?;
     let speaks = me.is_none_or(|me| me.rank == 0);
     if speaks && requests.iter().all(|request| request.sampling.temperature == 0.0) {
-        output::tell_of_greedy(&options.sampling.of_draws());
+        output::report_unused_sampling(&options.sampling.of_draws());
     }
     let (sender, receiver) = channel();
     let outcome = thread::scope(|scope| {

@@ -68,7 +68,7 @@ pub fn tell_of_dequantized(layers: &[(usize, Form)]) {
 }
 
 /// Says which options change nothing where the likeliest token is taken.
-pub fn tell_of_greedy(options: &[&str]) {
+pub fn report_unused_sampling(options: &[&str]) {
     if !options.is_empty() {
         let text = format!("temperature 0 takes the likeliest tokens: no effect of {}\n", options.join(", "));
         let _ = std::io::stderr().write_all(text.as_bytes());

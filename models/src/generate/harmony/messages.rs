@@ -70,8 +70,8 @@ pub(in crate::generate) fn render(chat: &Chat) -> Result<Pieces> {
         message.write(has_functions, &mut out)?;
     }
     if chat.generation_prompt {
-        out.special(START);
-        out.say(Role::Assistant.name());
+        out.push_special(START);
+        out.push_text(Role::Assistant.name());
     }
     Ok(out)
 }
@@ -110,43 +110,43 @@ fn drop_analysis(messages: &mut Vec<Message>) {
 
 impl Message {
     fn write(&self, has_functions: bool, out: &mut Pieces) -> Result<()> {
-        out.special(START);
+        out.push_special(START);
         match (self.role, &self.name) {
-            (Role::Tool, name) => out.say(name.as_deref().unwrap_or_default()),
-            (role, None) => out.say(role.name()),
+            (Role::Tool, name) => out.push_text(name.as_deref().unwrap_or_default()),
+            (role, None) => out.push_text(role.name()),
             (role, Some(name)) => {
-                out.say(role.name());
-                out.say(format!(":{name}"));
+                out.push_text(role.name());
+                out.push_text(format!(":{name}"));
             }
         }
         if let Some(recipient) = self.recipient.as_ref().filter(|recipient| *recipient != "all") {
-            out.say(format!(" to={recipient}"));
+            out.push_text(format!(" to={recipient}"));
         }
         if let Some(channel) = &self.channel {
-            out.special(CHANNEL);
-            out.say(channel);
+            out.push_special(CHANNEL);
+            out.push_text(channel);
         }
         if let Some(content_type) = &self.content_type {
             // The one special token that a message's own fields may have, at this place alone.
             match content_type.strip_prefix(CONSTRAIN) {
                 Some(form) => {
-                    out.say(" ");
-                    out.special(CONSTRAIN);
-                    out.say(form);
+                    out.push_text(" ");
+                    out.push_special(CONSTRAIN);
+                    out.push_text(form);
                 }
-                None => out.say(format!(" {content_type}")),
+                None => out.push_text(format!(" {content_type}")),
             }
         }
-        out.special(MESSAGE);
+        out.push_special(MESSAGE);
         for content in &self.contents {
             match content {
-                Content::Text(text) => out.say(text),
-                Content::System(system) => out.say(system.text(has_functions)?),
-                Content::Developer(developer) => out.say(developer.text()?),
+                Content::Text(text) => out.push_text(text),
+                Content::System(system) => out.push_text(system.text(has_functions)?),
+                Content::Developer(developer) => out.push_text(developer.text()?),
             }
         }
         let calls = self.role == Role::Assistant && self.recipient.is_some();
-        out.special(if calls { CALL } else { END });
+        out.push_special(if calls { CALL } else { END });
         Ok(())
     }
 }

@@ -15,11 +15,11 @@ enum Piece {
 }
 
 impl Pieces {
-    pub(super) fn special(&mut self, token: &'static str) {
+    pub(super) fn push_special(&mut self, token: &'static str) {
         self.0.push(Piece::Special(token));
     }
 
-    pub(super) fn say(&mut self, text: impl Into<String>) {
+    pub(super) fn push_text(&mut self, text: impl Into<String>) {
         self.0.push(Piece::Text(text.into()));
     }
 
