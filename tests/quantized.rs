@@ -435,7 +435,8 @@ fn a_block_is_what_its_config_says<D: Target>(device: &D) {
             let (_, dims) = others.iter().find(|(other, _)| *other == name)?;
             Some(Tensor::zeros(device, DType::F32, dims).unwrap())
         };
-        let others = PerParam { router: given("router"), selection_bias: given("bias"), ..PerParam::default() };
+        let others =
+            PerParam { router: given("router"), selection_bias: given("bias"), up: given("up"), ..PerParam::default() };
         QuantizedBlock::new(MoeConfig::new(hidden, 32, 2, 1), up, down, others)
     };
     let made = block(128, &[("router", [2, 128])]).unwrap();
@@ -445,6 +446,7 @@ fn a_block_is_what_its_config_says<D: Target>(device: &D) {
         (128, &[("router", [2, 64])], "expected shape [2, 128], found [2, 64]"),
         (64, &[("router", [2, 64])], "expected shape [2, 64, 64], found [2, 64, 128]"),
         (128, &[("router", [2, 128]), ("bias", [2, 1])], "expected nothing, found a tensor"),
+        (128, &[("router", [2, 128]), ("up", [64, 128])], "expected nothing beside the quantized one, found a tensor"),
     ] {
         let text = block(hidden, others).unwrap_err().to_string();
         assert!(text.starts_with("QuantizedBlock::new: ") && text.contains(expected), "{text}");

@@ -2,7 +2,7 @@
 //
 // Shared memory of the rows' kernel: a row in f32 for each group of threads.
 
-#include "rows.cuh"
+#include "norm.cuh"
 
 namespace {
 
@@ -10,33 +10,17 @@ namespace {
 template <typename T, int GROUP, int N> __device__ void norm_backward(const NormBackwardParams &params) {
     extern __shared__ __align__(16) float shared[];
     const int size = params.size, thread = Row<GROUP>::thread();
-    float *unit = Row<GROUP>::kept(shared, size);
+    NormRow<GROUP, N> row{Row<GROUP>::kept(shared, size), size};
     const int64_t index = Row<GROUP>::index();
     const size_t start = (size_t)index * size;
     const T *x = static_cast<const T *>(params.x) + start, *d_out = static_cast<const T *>(params.d_out) + start;
     const T *weight = static_cast<const T *>(params.weight);
-    float sum = 0, squares = 0;
-    // A thread has the same entries in all loops, so what it keeps needs no barrier.
     for (int i = thread * N; i < size; i += GROUP * N) {
         float a[N];
         load(x + i, a);
-#pragma unroll
-        for (int j = 0; j < N; j++) {
-            unit[i + j] = a[j];
-            sum += a[j];
-            squares = fmaf(a[j], a[j], squares);
-        }
+        row.keep(i, a);
     }
-    float mean = 0;
-    if (params.centered) {
-        mean = reduce<GROUP, Sum>(sum) / size;
-        squares = 0;
-        for (int i = thread * N; i < size; i += GROUP * N) {
-#pragma unroll
-            for (int j = 0; j < N; j++) squares = fmaf(unit[i + j] - mean, unit[i + j] - mean, squares);
-        }
-    }
-    const float factor = rsqrtf(reduce<GROUP, Sum>(squares) / size + params.eps);
+    const auto [mean, factor] = row.statistics(params.centered, params.eps);
     if (params.stats && thread == 0) params.stats[index] = make_float2(mean, factor);
     if (!params.d_x) return;
     // The gradient of an entry before its weight.
@@ -49,7 +33,7 @@ template <typename T, int GROUP, int N> __device__ void norm_backward(const Norm
         for (int j = 0; j < N; j++) d[j] *= w[j] + params.weight_offset;
     };
     // Of these gradients, the sum and the product with the row that is normed.
-    float sums[2] = {0, 0};
+    float *unit = row.entries, sums[2] = {0, 0};
     for (int i = thread * N; i < size; i += GROUP * N) {
         float d[N];
         scaled(i, d);

@@ -116,9 +116,9 @@ impl Model {
     /// A decoder of `sequences` sequences of at most `capacity` tokens each.
     ///
     /// # Errors
-    /// No room for any token, or for more than [`context`](Self::context); more than 2^20 sequences; a trainable model; one whose rotations change
-    /// with the sequence's length (dynamic and longrope scaling), whose keys a cache cannot hold once and for all: see
-    /// [`decode`](Self::decode). candle's, where there is no memory.
+    /// No room for any token, or for more than [`context`](Self::context); more than 2^20 sequences; a trainable model; one
+    /// whose rotations change with the sequence's length (dynamic and longrope scaling), whose keys a cache cannot hold once
+    /// and for all: see [`decode`](Self::decode). candle's, where there is no memory.
     pub fn stepper(&self, sequences: usize, capacity: usize) -> Result<Stepper<'_>> {
         let problem = "rotations change with the sequence's length; decode with a cache that grows";
         self.try_stepper(sequences, capacity)?
@@ -216,8 +216,9 @@ impl<'m> Stepper<'m> {
     /// The ranks then have room for the experts' rows of `sequences` tokens each, however these choose. Their group needs
     /// a place for so many ([`GroupConfig::max_rows`]: the ranks times `sequences` times top-k), and tokens travel by
     /// all-gather or over NVLink, with low latency or without; otherwise steps run as before. A group with
-    /// [`GroupConfig::patience`] replays on without a rank that is gone, and its dispatcher's `check` tells of that. A capture that [fails](Self::capture_error) on one rank alone leaves it
-    /// with steps that run one operation after another: have all ranks feed then.
+    /// [`GroupConfig::patience`] replays on without a rank that is gone, and its dispatcher's `check` tells of that. A capture
+    /// that [fails](Self::capture_error) on one rank alone leaves it with steps that run one operation after another: have
+    /// all ranks feed then.
     ///
     /// # Errors
     /// Fewer sequences than this rank has; a rank that was lost in a replayed step before.
@@ -385,7 +386,7 @@ impl<'m> Stepper<'m> {
     ///
     /// # Errors
     /// No room for another token; what the layers report; a rank that was lost in a step before, where steps are replayed.
-    /// After an error the stepper must be cleared.
+    /// After an error the stepper must be cleared; behind a lost rank that does not help, and ranks form a group anew.
     pub fn step(&mut self) -> Result<&Tensor> {
         // Told to nobody: the other ranks replay, or have been told of it themselves, and meet no refusal.
         self.check_replays()?;

@@ -7,7 +7,7 @@ use burn::module::{Module, ModuleVisitor, Param, ParamId};
 use burn::optim::GradientsParams;
 use burn::tensor::backend::AutodiffBackend;
 use burn::tensor::ops::FloatTensor;
-use burn::tensor::{FloatDType, Shape, Tensor, TensorMetadata};
+use burn::tensor::{DType as BurnDType, FloatDType, Shape, Tensor, TensorMetadata};
 
 use crate::adapter::{
     AllReduce, BUCKET_BYTES, GradientReduction, GradientType, NO_LAYER, REDUCE_GRADIENTS, Summand, gradient_type,
@@ -64,8 +64,7 @@ impl<'a> ReduceOptions<'a> {
 
 /// Sums the gradients of a module's trainable parameters over the ranks of a group: in f32 (f64 for f64) whatever their
 /// types, in buckets, in rank order. A gradient keeps its type. One that is absent on some ranks counts as zeros there, and
-/// gets the other ranks' type, for which a number or two of the device is read; one that is absent on all stays so, and an
-/// optimizer leaves the parameter alone.
+/// gets the other ranks' type; one that is absent on all stays so, and an optimizer leaves the parameter alone.
 ///
 /// The module may be a whole model; what each rank has of its own, the experts, is left out by
 /// [`ReduceOptions::except`]. Call it on every rank with the same module after a step's last backward, so that
@@ -152,15 +151,14 @@ impl<B: AutodiffBackend + MoeBackend, M: Module<B>> ModuleReduction<'_, B, M> {
             bucket_bytes,
         };
         let own = parts.iter().map(ParamGradient::gradient_type).collect();
-        reduction.run(comm, device, own, |bucket, _, all_reduce| {
+        reduction.run(comm, device, own, |bucket, types, all_reduce| {
             let flat = BucketGradients::<B::Native>::new(bucket)?.sum(device, all_reduce)?;
             let flat: Tensor<B, 1> = tensor_of(B::from_native(flat));
-            let (mut start, flags) = (0, bucket.iter().map(|part| part.count).sum::<usize>());
-            for (number, part) in bucket.iter().enumerate() {
+            let mut start = 0;
+            for (part, of) in bucket.iter().zip(types) {
                 let range = start..start + part.count;
                 start = range.end;
-                let [flag, wider] = [flags + number, flags + bucket.len() + number];
-                sums.push(ParamSum { flat: flat.clone().inner(), range, flag, wider });
+                sums.push(ParamSum { flat: flat.clone().inner(), range, dtype: dtype_of_type(*of) });
             }
             Ok(())
         })?;
@@ -179,7 +177,7 @@ pub(super) struct ParamGradient<B: NativeMemory> {
 
 impl<B: NativeMemory> ParamGradient<B> {
     pub(super) fn summand(&self) -> Summand {
-        Summand { count: self.count, double: self.param.dtype() == burn::tensor::DType::F64 }
+        Summand { count: self.count, double: self.param.dtype() == BurnDType::F64 }
     }
 
     /// Sizes and type of the parameter, which ranks compare.
@@ -188,10 +186,17 @@ impl<B: NativeMemory> ParamGradient<B> {
     }
 
     fn gradient_type(&self) -> Result<GradientType> {
-        use burn::tensor::DType::{BF16, F16, F32, F64};
         let Some(gradient) = &self.gradient else { return Ok(0) };
-        gradient_type(&[F16, BF16, F32, F64], &gradient.dtype(), |dtype| format!("{dtype:?}"))
+        gradient_type(&TYPES, &gradient.dtype(), |dtype| format!("{dtype:?}"))
     }
+}
+
+/// Types of gradients, by the order of their numbers.
+const TYPES: [BurnDType; 4] = [BurnDType::F16, BurnDType::BF16, BurnDType::F32, BurnDType::F64];
+
+/// Of a gradient that no rank has, none.
+fn dtype_of_type(of: GradientType) -> Option<BurnDType> {
+    TYPES.get(usize::from(of).checked_sub(1)?).copied()
 }
 
 /// Sizes and type of a parameter, which ranks compare.
@@ -230,8 +235,6 @@ struct BucketGradient<B: NativeMemory> {
     bytes: usize,
     /// Of the sums' type.
     gradient: Option<FloatTensor<B>>,
-    /// Whether it was given in a wider type than its parameter's.
-    wider: bool,
 }
 
 /// The gradients of a bucket.
@@ -257,23 +260,21 @@ impl<B: NativeMemory> BucketGradients<B> {
         let of = |part: &ParamGradient<B>| -> Result<_> {
             let bytes = part.count * dtype.size();
             let Some(gradient) = &part.gradient else {
-                return Ok(BucketGradient { bytes, gradient: None, wider: false });
+                return Ok(BucketGradient { bytes, gradient: None });
             };
             Error::check_shape(CALL, "gradient", &part.param.shape(), &gradient.shape())?;
             let wide = match gradient.dtype() == cast.into() {
                 true => gradient.clone(),
                 false => B::float_cast(gradient.clone(), cast),
             };
-            let wider = gradient.dtype().size() > part.param.dtype().size();
-            Ok(BucketGradient { bytes, gradient: Some(B::contiguous(wide)), wider })
+            Ok(BucketGradient { bytes, gradient: Some(B::contiguous(wide)) })
         };
         let gradients = parts.iter().map(of).collect::<Result<Vec<_>>>()?;
-        let count = parts.iter().map(|part| part.count).sum::<usize>() + 2 * parts.len();
+        let count = parts.iter().map(|part| part.count).sum::<usize>() + parts.len();
         Ok(Self { gradients, dtype, count, like: first.param.clone() })
     }
 
-    /// Sums `[N]` of the gradients, one behind the other, and behind them for each the number of ranks that have it, and
-    /// then for each of those that have it in a wider type than its parameter's.
+    /// Sums `[N]` of the gradients, one behind the other, and behind them for each the number of ranks that have it.
     fn sum(self, device: &B::Core, all_reduce: &mut AllReduce<'_, B::Core>) -> Result<FloatTensor<B>> {
         let mut sums = B::output(device, &self.like, ResultSpec { dtype: self.dtype, dims: &[self.count] })?;
         let views = self.views(device)?;
@@ -317,13 +318,12 @@ impl<B: NativeMemory> BucketGradients<B> {
             }
             rest = after;
         }
-        let present = self.gradients.iter().map(|of| of.gradient.is_some());
-        let present = present.chain(self.gradients.iter().map(|of| of.wider));
+        let present = views.iter().map(Option::is_some);
         let flags: Vec<u8> = match self.dtype {
             DType::F64 => present.flat_map(|is| f64::from(u8::from(is)).to_le_bytes()).collect(),
             _ => present.flat_map(|is| f32::from(u8::from(is)).to_le_bytes()).collect(),
         };
-        device.upload(&flags, TensorMut::new(rest, self.dtype, &[2 * self.gradients.len()])?)
+        device.upload(&flags, TensorMut::new(rest, self.dtype, &[self.gradients.len()])?)
     }
 }
 
@@ -331,10 +331,8 @@ impl<B: NativeMemory> BucketGradients<B> {
 struct ParamSum<B: AutodiffBackend> {
     flat: Tensor<B::InnerBackend, 1>,
     range: Range<usize>,
-    /// Where the number of ranks is that have the gradient.
-    flag: usize,
-    /// Where the number of those is that have it in a wider type than the parameter's.
-    wider: usize,
+    /// The gradient's, `None` where no rank has one.
+    dtype: Option<BurnDType>,
 }
 
 /// Gives the sums to a module's parameters, in the parameters' order, each in its gradient's type.
@@ -349,15 +347,8 @@ impl<B: AutodiffBackend + MoeBackend> ModuleVisitor<B> for StoreSums<'_, B> {
         if !self.options.takes(param) {
             return;
         }
-        let Some(ParamSum { flat, range, flag, wider }) = self.sums.next() else { return };
-        let before = self.gradients.remove::<B::InnerBackend, D>(param.id);
-        let any_has = |at: usize| flat.clone().narrow(0, at, 1).into_data().iter::<f64>().any(|ranks| ranks > 0.0);
-        let dtype = match before {
-            Some(before) => before.dtype(),
-            None if !any_has(flag) => return,
-            None if any_has(wider) => flat.dtype(),
-            None => param.dtype(),
-        };
+        let Some(ParamSum { flat, range, dtype: Some(dtype) }) = self.sums.next() else { return };
+        self.gradients.remove::<B::InnerBackend, D>(param.id);
         let sum = flat.slice([range]).reshape(Shape::from(param.dims().to_vec()));
         let sum: Tensor<B::InnerBackend, D> = if sum.dtype() == dtype { sum } else { sum.cast(dtype) };
         self.gradients.register::<B::InnerBackend, D>(param.id, sum);

@@ -31,8 +31,8 @@ pub struct QuantizedBlock<D: Kernels> {
 }
 
 impl<D: Kernels> QuantizedBlock<D> {
-    /// A block of `up` `[L, G·I, H]` and `down` `[L, H, I]` of a rank's L experts, and every other parameter that `config`
-    /// has.
+    /// A block of `up` `[L, G·I, H]` and `down` `[L, H, I]` of a rank's L experts, and in `others` every other parameter
+    /// that `config` has.
     ///
     /// # Errors
     /// A parameter that is missing or too many; shapes that are not those of `config`.
@@ -43,13 +43,16 @@ impl<D: Kernels> QuantizedBlock<D> {
         others: PerParam<Option<Tensor<D>>>,
     ) -> Result<Self> {
         const CALL: &str = "QuantizedBlock::new";
-        let others = PerParam { up: None, down: None, ..others };
         let local = up.dims()[0];
         for kind in ParamKind::ALL {
-            let found = match kind {
-                ParamKind::Up => Some(&up.dims()[..]),
-                ParamKind::Down => Some(&down.dims()[..]),
-                _ => others.get(kind).map(Tensor::dims),
+            let other = others.get(kind).map(Tensor::dims);
+            let found = match (kind, other) {
+                (ParamKind::Up | ParamKind::Down, Some(_)) => {
+                    return Err(Error::invalid(CALL, kind.name(), "nothing beside the quantized one", "a tensor"));
+                }
+                (ParamKind::Up, None) => Some(&up.dims()[..]),
+                (ParamKind::Down, None) => Some(&down.dims()[..]),
+                (_, other) => other,
             };
             match (kind.dims(&config, local), found) {
                 (Some(expected), Some(found)) => Error::check_shape(CALL, kind.name(), &expected, found)?,

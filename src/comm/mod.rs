@@ -138,7 +138,8 @@ pub trait Communicator<D: Device>: fmt::Debug + Send {
         Ok(None)
     }
     /// Whether it has failed for good: every later call returns why, whatever kind of error that was. One that wraps
-    /// another says what that does.
+    /// another says what that does. A collective that fails on a communicator which has not ended has given its device no
+    /// work: the caller uses the collective's memory again.
     fn ended(&self) -> bool {
         false
     }

@@ -44,13 +44,13 @@ pub(crate) fn dispatcher_not_built(
 
 /// `Auto`'s table, of whole layers' times on H200s (`docs/benchmarks-gpus.md`). With few tokens, whose time is that of
 /// calls, all-gather is within 3 % of the quickest in graphs, a decoder's captured steps among them; launched one by one,
-/// NVLink's kernels take 5 to 8 % less of 128 tokens on two H100s and 10 to 26 % less on two H200s, which the table does not
-/// have yet. With more, NVLink's
-/// kernels are on two ranks that reach each other's memory, and all-gather where they do not, as most tokens visit both;
+/// NVLink's kernels take 5 to 8 % less of 128 tokens on two H100s and 10 to 26 % less on two H200s, which the
+/// table does not have yet. With more, NVLink's kernels are on two ranks that reach each other's memory, and all-gather where they do not, as most tokens visit both;
 /// on more ranks NCCL EP, which sends each row once to the ranks that it visits. Measured were two and four ranks, 128 and
-/// 4096 tokens and more; up to a host's GPUs and to [`ALL_GATHER_TOKENS`] the table goes on from these, and beyond a host all-gather's rows, which grow
-/// with the ranks, leave all-to-all as what remains. Windows do not make NCCL EP quicker than all-gather where it is not
-/// (two H200s, DeepSeek-V3's layer: within 2 %; qwen3's is 26 % slower there): they are room for where it is taken.
+/// 4096 tokens and more; up to a host's GPUs and to [`ALL_GATHER_TOKENS`] the table goes on from these, and beyond a host
+/// all-gather's rows, which grow with the ranks, leave all-to-all as what remains. Windows do not make NCCL EP quicker than
+/// all-gather where it is not (two H200s, DeepSeek-V3's layer: within 2 %; qwen3's is 26 % slower there): they are room for
+/// where it is taken.
 pub(crate) fn preferred_dispatchers(config: &GroupConfig, ranks: usize) -> &'static [DispatcherKind] {
     use DispatcherKind::{AllGather, AllToAll, NcclEp, NvLink};
     let few_tokens = config.max_tokens_per_rank <= ALL_GATHER_TOKENS || replays_few_tokens(config);

@@ -156,11 +156,12 @@ pub(super) const AHEAD_BLOCKS: usize = 15;
 
 // ------------------------------------------------------------------------------------------------ dispatchers
 
-/// Most tokens of a rank with which all-gather is the quickest on up to [`GPUS_OF_HOST`] ranks. `docs/benchmarks-gpus.md`.
+/// Most tokens of a rank with which all-gather is within 3 % of the quickest, in graphs, on up to [`GPUS_OF_HOST`] ranks.
+/// `docs/benchmarks-gpus.md`.
 pub(super) const ALL_GATHER_TOKENS: usize = 512;
 
-/// Largest static capacity with which a group of two ranks replays steps of few tokens, whatever else it has room for: as many
-/// rows as two ranks have of [`ALL_GATHER_TOKENS`] with eight choices each. `docs/benchmarks-gpus.md`.
+/// Largest static capacity with which a group replays steps of few tokens, whatever else it has room for: as many rows as two
+/// ranks have of [`ALL_GATHER_TOKENS`] with eight choices each. `docs/benchmarks-gpus.md`.
 pub(super) const FEW_STATIC_ROWS: usize = 2 * ALL_GATHER_TOKENS * 8;
 
 /// GPUs of a host, between which a row that nobody asked for costs least.

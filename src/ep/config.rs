@@ -44,8 +44,10 @@ pub struct GroupConfig {
     /// NVLink with low latency: how long a step waits for a rank before it goes on without it, and without its experts' share.
     /// [`TokenDispatcher::check`](super::TokenDispatcher::check) tells of that once, and the rank is taken in again when it
     /// comes to a later step of the layer. One that is gone for good, its process dead or its group dropped, is gone on without
-    /// too; what needs all ranks is then [`CommError::PeerGone`](crate::CommError::PeerGone). `None`: ranks meet in every call, and one that does not come is an error on all,
-    /// as it is with every other dispatcher, which refuse a time here.
+    /// too; what needs all ranks is then [`CommError::PeerGone`](crate::CommError::PeerGone). Refused beside it are
+    /// capacities that drop choices, and more tokens than those whose choices, 4 bytes each, fit a record of 14,336 bytes
+    /// with its head: 432 of eight choices. `None`: ranks meet in every call, and one that does not come is an error on
+    /// all, as it is with every other dispatcher, which refuse a time here.
     pub patience: Option<Duration>,
     /// [`DispatcherKind::Auto`] times each dispatcher that every rank can have, but low latency, in steps of
     /// this shape, once, as the group is formed, and takes the quickest, the same on all ranks; `None`: it decides from
@@ -170,10 +172,10 @@ impl DispatchShape {
 pub enum DispatcherKind {
     /// The dispatcher that `MOEBIUS_EP` names ([`DISPATCHER_VARIABLE`](super::DISPATCHER_VARIABLE)); where that is not
     /// set, local for one rank, the quickest where [`GroupConfig::measure`] asks for it, else all-to-all between CPU
-    /// ranks, and between GPUs what a table of measured times names for the number of ranks and of tokens: all-gather for
-    /// few tokens and for two ranks with few static rows ([`max_rows`](GroupConfig::max_rows)), as decoding has them, else
-    /// NVLink for two ranks that reach each other's memory, NCCL EP where it is built in and its checks pass on
-    /// every rank, else all-gather within a host's eight GPUs, and all-to-all.
+    /// ranks, and between GPUs what a table of measured times names for the number of ranks and of tokens: up to a host's
+    /// eight GPUs all-gather for few tokens and for few static rows ([`max_rows`](GroupConfig::max_rows)), as decoding has
+    /// them; else NVLink for two ranks that reach each other's memory, NCCL EP for more where it is built in and its checks
+    /// pass on every rank, else all-gather within a host, and all-to-all.
     #[default]
     Auto,
     /// One rank: tokens stay where they are.
@@ -192,8 +194,11 @@ pub enum DispatcherKind {
     /// (feature `nccl`, compute capability 9.0, NCCL 2.29, up to 8 ranks): sums are made where the experts are and added
     /// per rank, as [`AllGather`](super::AllGather) adds them.
     NvLink,
-    /// The same for decoding, with low latency: few tokens a rank, forward only, sums per rank. Rows say themselves that they
-    /// have come. Never taken by `Auto`.
+    /// The same for decoding, with low latency: few tokens a rank, forward only, sums per rank, at most 8 ranks and 24 choices
+    /// of a token, not [`in_k_order`](GroupConfig::in_k_order). Each 16 bytes of a row carry the number of their call, by
+    /// which the receiver knows that they have come. Every rank has memory for
+    /// [`max_tokens_per_rank`](GroupConfig::max_tokens_per_rank) T of R ranks: 2 · R · T rows and a third more. Never taken
+    /// by `Auto`.
     NvLinkLowLatency,
 }
 

@@ -98,7 +98,7 @@ fn replayed_decode_steps_have_the_eager_ones_bits(_: &Device) -> AnyResult<()> {
     Ok(())
 }
 
-/// A layer whose result is memory of the caller's: nothing of the step is allocated, and its bits are a forward's.
+/// A layer whose result is memory of the caller's, which each replay writes with the bits of a forward.
 fn a_forward_into_given_memory_is_replayed(_: &Device) -> AnyResult<()> {
     let device = device_for_capture(0)?;
     let moe = seeded(group(&device)?, config())?.detached();

@@ -50,7 +50,15 @@ fn given_memory_has_the_bits_of_a_result(place: &Place) -> AnyResult<()> {
 /// Memory that does not fit, and gradients: typed, on every rank, and the group goes on.
 fn what_does_not_fit_is_refused(place: &Place) -> AnyResult<()> {
     let count = place.count();
-    for wrong in ["shape", "type", "layout", "x's own", "a weight's own", "a module that tracks", "tokens that track"] {
+    for (wrong, told) in [
+        ("shape", "SHAPE"),
+        ("type", "TYPE"),
+        ("layout", "LAYOUT"),
+        ("x's own", "XOWN"),
+        ("a weight's own", "WOWN"),
+        ("a module that tracks", "MTRACK"),
+        ("tokens that track", "TTRACK"),
+    ] {
         let failed = on_ranks(place, count, |group| {
             let (trained, x) = (seeded(group, config())?, tokens(group)?);
             let (moe, y) = (trained.detached(), poisoned(&[TOKENS, H], group.device())?);
@@ -81,7 +89,8 @@ fn what_does_not_fit_is_refused(place: &Place) -> AnyResult<()> {
             assert_eq!(flat(&y)?, flat(&moe.forward(&x)?)?, "the group goes on");
             Ok(error.to_string())
         })?;
-        assert!(failed[count - 1].contains("forward"), "{wrong}: {}", failed[count - 1]);
+        let text = &failed[count - 1];
+        assert!(text.contains("forward") && text.contains(told), "{wrong}: {text}");
         for other in &failed[..count - 1] {
             assert!(other.contains(&format!("rank {}", count - 1)), "{wrong}: {other}");
         }

@@ -39,7 +39,9 @@ use moebius::cpu::{Cpu, ThreadWorld};
 use moebius::ep::{Group, GroupConfig};
 use moebius::kernels::Kernels;
 use moebius::ranks::Identity;
-use moebius_models::generate::{self, CountChoices, Decoder, Generator, Output, OverRanks, Request, Stats, Tokenizer};
+use moebius_models::generate::{
+    self, CountChoices, Decoder, Generator, Output, OverRanks, PREFILL_TOKENS, Request, Stats, Tokenizer,
+};
 use moebius_models::{LoadOptions, Model};
 
 use options::{Options, Place, ShownChannels, Type, Usage};
@@ -49,8 +51,6 @@ type AnyError = Box<dyn Error + Send + Sync>;
 
 /// Most sequences of a rank in a batch.
 const MAX_SEQUENCES: usize = 64;
-/// Most tokens of a step, of which a batch has one a sequence at least.
-const PREFILL_TOKENS: usize = 16_384;
 
 /// Status 0 where all is well, 2 where the command line cannot be, 1 for other errors; where nobody reads the output any
 /// more (`| head`), that of a program which SIGPIPE ends, without a word.
@@ -289,7 +289,6 @@ impl Job<'_> {
         let generator = Generator::new(decoder, self.tokenizer)?;
         let generator = generator
             .max_sequences(MAX_SEQUENCES)
-            .prefill_tokens(PREFILL_TOKENS)
             .cache(self.options.cache.into())
             .channels(self.options.channels.into());
         let generated = generator.run(requests, |event| {

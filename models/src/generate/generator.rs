@@ -13,8 +13,9 @@ use super::sampling::{Sampler, choose_all};
 use super::stop::StopStrings;
 use super::tokenizer::Tokenizer;
 
-/// Most tokens of a forward that reads prompts, where nothing else is asked for.
-const PREFILL_TOKENS: usize = 16_384;
+/// Most tokens of a forward that reads prompts, where nothing else is asked for
+/// ([`Generator::prefill_tokens`]).
+pub const PREFILL_TOKENS: usize = 16_384;
 
 /// Generates with a decoder.
 #[derive(Debug)]
@@ -63,8 +64,8 @@ impl<'a, D: Decoder> Generator<'a, D> {
         self
     }
 
-    /// Most tokens of a forward that reads prompts, those of all sequences of the batch together, 16,384 if this is not
-    /// called: longer prompts come in pieces, each a step of the decoder, so that the memory of a forward does not grow
+    /// Most tokens of a forward that reads prompts, those of all sequences of the batch together, [`PREFILL_TOKENS`]
+    /// if this is not called: longer prompts come in pieces, each a step of the decoder, so that the memory of a forward does not grow
     /// with them. A piece has a token of each sequence at least. It changes no token, up to how the decoder rounds.
     pub fn prefill_tokens(mut self, tokens: usize) -> Self {
         self.prefill_tokens = tokens;

@@ -31,7 +31,7 @@ pub use chat::{Chat, ChatTemplate};
 pub use choices::CountChoices;
 pub use decoder::{CacheKind, CacheRequest, Decoder, OverRanks, StepPlan};
 pub use error::Error;
-pub use generator::Generator;
+pub use generator::{Generator, PREFILL_TOKENS};
 pub use harmony::Channels;
 pub use model_decoder::ModelCache;
 pub use request::{Event, Finish, Output, Request, Stats};

@@ -113,7 +113,8 @@ pub struct Stats {
     pub prompt_tokens: usize,
     /// Tokens that were generated.
     pub generated_tokens: usize,
-    /// Prompts' tokens that batches began with, in one step or several. The rest of longer prompts came a token a step, beside others' decoding.
+    /// Prompts' tokens that batches began with, in one step or several. The rest of longer prompts came a token a step,
+    /// beside others' decoding.
     pub prefill_tokens: usize,
     /// Time of these first steps, with the making of caches, a capture of their step included, and the choice of the first
     /// tokens.

@@ -94,7 +94,7 @@ impl Session {
         match self.control.compare_call(subject, call, self.timeout) {
             Ok(()) => Ok(subject),
             Err(CompareError::Differ(error)) => Err(error.into()),
-            // Nobody is where all know that: who does not know it yet ends by what it will hear.
+            // Hosts that know that the rank is gone do not enter the collective; one that does not know it yet fails in it.
             Err(CompareError::Over(error @ CommError::PeerGone { .. })) if self.outlives_ranks => Err(error.into()),
             // Others may be inside the collective: without this rank it never ends.
             Err(CompareError::Over(error)) => Err(self.end(error)),
