@@ -51,13 +51,13 @@ fn given_memory_has_the_bits_of_a_result(place: &Place) -> AnyResult<()> {
 fn what_does_not_fit_is_refused(place: &Place) -> AnyResult<()> {
     let count = place.count();
     for (wrong, told) in [
-        ("shape", "SHAPE"),
-        ("type", "TYPE"),
-        ("layout", "LAYOUT"),
-        ("x's own", "XOWN"),
-        ("a weight's own", "WOWN"),
-        ("a module that tracks", "MTRACK"),
-        ("tokens that track", "TTRACK"),
+        ("shape", "tensor y: expected shape [6, "),
+        ("type", "found f64"),
+        ("layout", "tensor y: expected contiguous memory"),
+        ("x's own", "y: expected memory of its own"),
+        ("a weight's own", "y: expected memory of its own"),
+        ("a module that tracks", "found what tracks gradients"),
+        ("tokens that track", "found what tracks gradients"),
     ] {
         let failed = on_ranks(place, count, |group| {
             let (trained, x) = (seeded(group, config())?, tokens(group)?);
