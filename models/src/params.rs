@@ -1,6 +1,7 @@
 //! Reading a checkpoint into candle.
 
 use std::collections::HashSet;
+use std::fmt::Display;
 
 use candle_core::{DType, Device, Tensor, Var};
 use candle_nn::Linear;
@@ -19,7 +20,8 @@ const CALL: &str = "Model::load";
 /// How to load a decoder.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct LoadOptions {
-    /// Convert to this floating type; `None`: as stored.
+    /// Convert to this floating type; `None`: as stored. A CPU has f64, f32, bf16 and f16, a GPU all of them but f64: there
+    /// the option is refused as the model is loaded, and so are tensors that are stored in it.
     pub dtype: Option<DType>,
     /// Whether parameters are variables; forward then uses operations that have a gradient (slower than the fused ones
     /// of inference).
@@ -125,6 +127,11 @@ impl<'a> Loader<'a> {
             parameters: options.parameters,
             dtype: options.dtype.unwrap_or_else(named),
         });
+        let on_gpu = !group.device().is_cpu();
+        match &random {
+            Some(random) if dtype.is_none() => check_type("config.json's type", random.dtype == DType::F64, on_gpu)?,
+            _ => check_type("option dtype", dtype == Some(moebius::DType::F64), on_gpu)?,
+        }
         let host = match (options.experts_on_host, options.parameters) {
             (false, _) => None,
             (true, Parameters::Frozen) => Some(HostExperts::new(group)?),
@@ -187,6 +194,7 @@ impl<'a> Loader<'a> {
             // No weight: the error says so.
             loaded = self.checkpoint.tensor(name, Some(moebius::DType::F32))?;
         }
+        check_type(format_args!("tensor {name}"), loaded.dtype() == moebius::DType::F64, self.on_gpu())?;
         let tensor = to_candle(loaded)?;
         self.read.insert(name.into());
         if tensor.dims() != dims {
@@ -248,6 +256,10 @@ impl<'a> Loader<'a> {
         last == "inv_freq" || of_cache.contains(&last) || of_weight && is_read()
     }
 
+    fn on_gpu(&self) -> bool {
+        !self.group.device().is_cpu()
+    }
+
     /// Whether parameters become variables.
     pub fn is_trainable(&self) -> bool {
         self.options.parameters == Parameters::Trainable
@@ -282,6 +294,8 @@ impl<'a> Loader<'a> {
         let options = checkpoint::LoadOptions { rank: self.group.rank(), ranks: self.group.ranks(), dtype: self.dtype };
         let parameters = self.options.parameters;
         let form = self.checkpoint.block_form(layer)?;
+        let stays_f64 = self.dtype.is_none() && form == Form::Plain(moebius::DType::F64);
+        check_type(format_args!("experts of layer {layer}"), stays_f64, self.on_gpu())?;
         let wanted = match kept {
             ExpertWeights::Dequantized => false,
             ExpertWeights::AsStored => form.is_quantized(),
@@ -319,6 +333,16 @@ impl<'a> Loader<'a> {
     }
 }
 
+/// Refuses f64 on a GPU: the experts' kernels there have none of it, which a model would else find in its first forward.
+/// `what` says whose type it is.
+fn check_type(what: impl Display, is_f64: bool, on_gpu: bool) -> Result<()> {
+    if !(is_f64 && on_gpu) {
+        return Ok(());
+    }
+    let problem = format!("{what}: expected f32, bf16 or f16 on a GPU, found f64 (LoadOptions::dtype converts)");
+    Err(Error::Usage { call: CALL, problem })
+}
+
 /// The key that an error is of: without it there is none, or another. Flattened fields keep no path of their own.
 fn key_of_error<T: DeserializeOwned>(config: &Value, error: &str) -> Option<String> {
     let object = config.as_object()?;
@@ -343,4 +367,23 @@ fn to_candle(tensor: moebius::Tensor<Cpu>) -> Result<Tensor> {
         HostBuffer::I32(v) => Tensor::from_vec(v, dims, device)?,
         HostBuffer::U8(v) => Tensor::from_vec(v, dims, device)?,
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A group's device alone says where it is; the rule needs no GPU.
+    #[test]
+    fn f64_is_refused_on_a_gpu_alone() {
+        for what in ["option dtype", "tensor model.norm.weight"] {
+            for (is_f64, on_gpu) in [(false, false), (false, true), (true, false)] {
+                check_type(what, is_f64, on_gpu).expect("a type that the device has");
+            }
+            let error = check_type(what, true, true).expect_err("f64 on a GPU");
+            assert!(matches!(&error, Error::Usage { call: CALL, .. }), "{error:?}");
+            let message = error.to_string();
+            assert!(message.contains(what) && message.contains("on a GPU, found f64"), "{message}");
+        }
+    }
 }

@@ -5,14 +5,15 @@
 mod checks;
 mod support;
 
+use std::collections::HashMap;
 use std::process::ExitCode;
 use std::sync::Arc;
 
-use candle_core::{DType, Device};
+use candle_core::{DType, Device, Tensor};
 use libtest_mimic::{Arguments, Trial};
 use moebius::candle::{DeviceGroup, Parameters};
-use moebius::checkpoint::LoadOptions as BlockOptions;
-use moebius_models::{ExpertWeights, LoadOptions, Model};
+use moebius::checkpoint::{Checkpoint, LoadOptions as BlockOptions};
+use moebius_models::{Error, ExpertWeights, LoadOptions, Model};
 
 use checks::{
     block_gradient_errors, block_gradients, can_step, choices, decoding, replicated_gradient_errors,
@@ -131,6 +132,38 @@ fn as_stored(golden: &Golden, devices: &Devices) {
     }
 }
 
+/// The experts' kernels have no f64, which is told as a model is loaded: where it is asked for, and where the first
+/// forward would find it.
+fn f64_is_refused(devices: &Devices) {
+    let golden = Golden::named("qwen3_moe");
+    let block = golden.checkpoint.block_config(golden.layer()).expect("a block");
+    let refused = |checkpoint: &Checkpoint, options, what: &str| {
+        let group = DeviceGroup::single(&block, &devices.plain).expect("a group");
+        let error = Model::load_on(checkpoint, group, options).expect_err(what);
+        let named = matches!(&error, Error::Usage { problem, .. } if problem.contains(what) && problem.contains("f64"));
+        assert!(named, "{what}: {error:?}");
+    };
+    let wide = LoadOptions { dtype: Some(DType::F64), ..LoadOptions::default() };
+    refused(&golden.checkpoint, wide, "option dtype");
+    refused(&golden.checkpoint, LoadOptions { random: Some(1), ..wide }, "option dtype");
+    let dir = tempfile::tempdir().expect("a folder");
+    let from = golden.checkpoint.dir();
+    let weights = candle_core::safetensors::load(from.join("model.safetensors"), &Device::Cpu).expect("weights");
+    let in_f64 = |part: &str| -> HashMap<String, Tensor> {
+        let dtype = |name: &str, t: &Tensor| if name.contains(part) { DType::F64 } else { t.dtype() };
+        weights.iter().map(|(name, t)| (name.clone(), t.to_dtype(dtype(name, t)).expect("a type"))).collect()
+    };
+    std::fs::copy(from.join("config.json"), dir.path().join("config.json")).expect("a config");
+    for (part, what) in [("", "model.embed_tokens.weight"), (".mlp.", "experts of layer 0")] {
+        candle_core::safetensors::save(&in_f64(part), dir.path().join("model.safetensors")).expect("weights");
+        let checkpoint = Checkpoint::open(dir.path()).expect("a checkpoint");
+        refused(&checkpoint, LoadOptions::default(), what);
+        let group = DeviceGroup::single(&block, &devices.plain).expect("a group");
+        let model = Model::load_on(&checkpoint, group, golden.options()).expect("f32 of f64");
+        hold(&golden, "logits of weights in f64", &forward_errors(&golden, &model), tolerance(&golden));
+    }
+}
+
 /// Whether a folder's experts are in a form that products read.
 fn keeps_quantized(golden: &Golden) -> bool {
     let form = golden.checkpoint.block_form(golden.layer()).expect("a form");
@@ -181,6 +214,12 @@ fn main() -> ExitCode {
             trials.push(Trial::test(title, run).with_ignored_flag(!there));
         }
     }
+    let (there, one) = (devices.is_some(), devices.clone());
+    let run = move || {
+        f64_is_refused(&*one.ok_or("no GPU")?);
+        Ok(())
+    };
+    trials.push(Trial::test("f64 is refused", run).with_ignored_flag(!there));
     // One at a time: a capture ends where another thread works on the same GPU.
     libtest_mimic::run(&Arguments { test_threads: Some(1), ..arguments }, trials).exit_code()
 }

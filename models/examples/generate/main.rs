@@ -167,6 +167,9 @@ impl Job<'_> {
                 return Err(Usage(text.into()).into());
             }
         }
+        if self.options.dtype == Some(Type::F64) && (device == Some(Place::Cuda) || me.is_some()) {
+            return Err(Usage("--dtype f64: a GPU has f32, bf16 and f16".into()).into());
+        }
         let ranks = me.map_or(given.unwrap_or(1), |me| me.world);
         if ranks == 0 || !experts.is_multiple_of(ranks) {
             return Err(Usage(format!("--ranks: expected a divisor of {experts} experts, found {ranks}")).into());

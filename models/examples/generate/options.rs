@@ -193,7 +193,7 @@ impl From<ExpertForm> for ExpertWeights {
     }
 }
 
-#[derive(Debug, Clone, Copy, ValueEnum)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub enum Type {
     /// 64 bits
     F64,
