@@ -1,7 +1,7 @@
 //! Generation with the decoder of the golden folder, as a library and as the program of `examples/generate`.
 
 use std::ops::ControlFlow;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::Output;
 use std::thread;
 use std::time::Duration;
@@ -14,14 +14,13 @@ use moebius::ep::{Group, GroupConfig};
 use moebius_models::generate::{Chat, ChatTemplate, Event, Generator, OverRanks, Request, Tokenizer};
 use moebius_models::{ExpertWeights, LoadOptions, Model};
 
+#[path = "support/chat_folder.rs"]
+mod chat_folder;
 #[path = "support/program.rs"]
 mod program;
 
+use chat_folder::{folder, golden, tokenizer};
 use program::text;
-
-fn golden() -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/golden/qwen3_moe")
-}
 
 fn load(group: EpGroup) -> Model {
     let checkpoint = Checkpoint::open(golden()).expect("a checkpoint");
@@ -118,39 +117,6 @@ fn error(status: i32, output: &Output) -> String {
     text
 }
 
-/// A tokenizer of the 97 ids that the folder's embedding has: 95 printable characters and the line end, in the letters
-/// that byte-level tokenizers write them with, and a special token. With `more`, one too many.
-fn tokenizer(more: bool) -> String {
-    let letter = |b: u8| if b == b' ' { 'Ġ' } else { char::from(b) };
-    let vocab: serde_json::Map<_, _> = (b' '..=b'~').map(|b| (letter(b).to_string(), (b - b' ').into())).collect();
-    let mut vocab = serde_json::Value::Object(vocab);
-    vocab["Ċ"] = 95.into();
-    if more {
-        vocab["ab"] = 97.into();
-    }
-    let level =
-        serde_json::json!({"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": false, "use_regex": false});
-    serde_json::json!({
-        "version": "1.0", "pre_tokenizer": level, "decoder": level,
-        "model": {"type": "BPE", "vocab": vocab, "merges": if more { vec![["a", "b"]] } else { vec![] }},
-        "added_tokens": [{"id": 96, "content": "<|end|>", "single_word": false, "lstrip": false, "rstrip": false,
-            "normalized": false, "special": true}],
-    })
-    .to_string()
-}
-
-/// The golden folder with a tokenizer and a chat template.
-fn folder(tokenizer: &str) -> tempfile::TempDir {
-    let dir = tempfile::tempdir().expect("a folder");
-    for name in ["config.json", "model.safetensors"] {
-        std::fs::copy(golden().join(name), dir.path().join(name)).expect("a copy");
-    }
-    std::fs::write(dir.path().join("tokenizer.json"), tokenizer).expect("a file");
-    let config = r#"{"chat_template": "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system') }}{% endif %}[{{ m.role }}] {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}[me]{% endif %}"}"#;
-    std::fs::write(dir.path().join("tokenizer_config.json"), config).expect("a file");
-    dir
-}
-
 fn ids(text: &str) -> String {
     let id = |b: u8| if b == b'\n' { 95 } else { u32::from(b - b' ') };
     text.bytes().map(|b| id(b).to_string()).collect::<Vec<_>>().join(",")
@@ -243,6 +209,7 @@ fn a_launched_process_that_cannot_reach_the_others_names_its_rank() {
         ("2", &["--ranks", "4"][..], "rank 1 of 2: --ranks: the launcher has started 2"),
         ("2", &["--device", "cpu"], "rank 1 of 2: --device cpu: ranks that are processes have a GPU each"),
         ("3", &[], "rank 1 of 3: --ranks: expected a divisor of 8 experts, found 3"),
+        ("2", &["--dtype", "f64"], "rank 1 of 2: --dtype f64: a GPU has f32, bf16 and f16"),
     ] {
         let message = error(2, &run("1", world, more));
         assert!(message.contains(words), "{message}");
@@ -339,6 +306,38 @@ fn the_program_stops_at_special_tokens() {
     assert_eq!(shown, said(&before.join(" ")) + "\n");
 }
 
+/// A text that ends inside a character is the same, and the same error behind it, on any number of ranks: whichever rank
+/// has the prompt, and where another has none.
+#[test]
+fn a_text_that_ends_inside_a_character_is_the_same_on_any_number_of_ranks() {
+    let mut file: serde_json::Value = serde_json::from_str(&tokenizer(false)).expect("JSON");
+    let vocab = file["model"]["vocab"].as_object_mut().expect("a vocabulary");
+    // Every token is a printable character and the first byte of one of three, in a byte-level tokenizer's letters.
+    *vocab = vocab.iter().map(|(token, id)| (format!("{token}\u{e2}"), id.clone())).collect();
+    let dir = folder(&file.to_string());
+    let incomplete = |ranks: &str, prompts: &[&str]| {
+        let prompts = prompts.iter().flat_map(|ids| ["--prompt-ids", *ids]);
+        let limits = ["--max-tokens", "4", "--ignore-eos", "--ranks", ranks];
+        let output = run(dir.path(), &prompts.chain(limits).collect::<Vec<_>>());
+        let shown = String::from_utf8(output.stdout).expect("UTF-8");
+        let report = String::from_utf8(output.stderr).expect("UTF-8");
+        let error = report.lines().last().unwrap_or_default().to_string();
+        (output.status.code(), shown, error)
+    };
+    // One that ends with a whole character is none of these: a special token has no bytes, so choose other prompts.
+    for prompts in [&["5,17,3"][..], &["5,17,3", "8"], &["8", "5,17,3", "1,2"]] {
+        let one = incomplete("1", prompts);
+        assert_eq!(
+            (one.0, &one.2[..]),
+            (Some(1), "error: request 0: the text ends inside a character, after 4 tokens")
+        );
+        assert_eq!(one.1.matches('\u{fffd}').count(), 4 * prompts.len(), "{:?}", one.1);
+        for ranks in ["2", "4"] {
+            assert_eq!(incomplete(ranks, prompts), one, "{ranks} ranks");
+        }
+    }
+}
+
 /// As a hub's cache has folders: links to files elsewhere.
 #[cfg(unix)]
 #[test]
@@ -380,6 +379,7 @@ fn what_cannot_be_is_one_line_of_error() {
         (2, &["--prompt-ids", "1", "--top-p", "3"], "top_p: expected a number of 0 to 1, found 3"),
         (2, &["--prompt-ids", "1", "--max-tokens", "0"], "max_tokens: expected 1 at least"),
         (2, &["--prompt-ids", "1", "--stop", "x"], "--stop: expected none"),
+        (2, &["--prompt-ids", "1", "--dtype", "f64", "--device", "cuda"], "--dtype f64: a GPU has f32, bf16 and f16"),
         (2, &[], "expected one of --prompt, --chat, --prompts-file, --prompt-ids"),
         (1, &["--prompt-ids", "5,97"], "id 97 at position 1 of the prompt; the embedding has 97 rows"),
         (1, &["--prompt-ids", "1", "--prompt-ids", "2,98", "--ranks", "2"], "request 1: id 98 at position 1"),

@@ -84,6 +84,9 @@ fn every_rank_gets_all_results_in_the_requests_order() {
         assert!(gathered.iter().all(|all| *all == expected), "{ranks} ranks");
         let all = merge(expected.into_iter().map(Ok).collect(), requests.len()).expect("one outcome");
         assert_eq!(all.outputs, requests);
+        // Whichever rank had it, a text that ends inside a character is told of behind all of them.
+        let whole: Vec<bool> = (0..).zip(&all.outputs).map(|(i, output)| output.complete_text(i).is_ok()).collect();
+        assert_eq!(whole, [true, true, false]);
         let sum = ranks * (ranks + 1) / 2;
         assert_eq!((all.stats.prompt_tokens, all.stats.decode_tokens), (sum, 1000 * sum));
         assert_eq!((all.stats.decode_steps, all.stats.decode), (19, Duration::from_nanos(1_234_567_890)));
