@@ -310,6 +310,11 @@ impl DecoderStack {
         self.embedding.device()
     }
 
+    /// The type of hidden states.
+    pub fn dtype(&self) -> DType {
+        self.embedding.dtype()
+    }
+
     pub fn context(&self) -> usize {
         self.rotary.context()
     }

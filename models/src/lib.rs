@@ -14,6 +14,7 @@ pub mod ops;
 
 mod cache;
 mod chunk_masks;
+mod comparison;
 mod config;
 mod decoder;
 mod error;

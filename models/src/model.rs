@@ -1,6 +1,8 @@
 //! A decoder of any family.
 
+use std::collections::BTreeMap;
 use std::path::Path;
+use std::sync::OnceLock;
 
 use candle_core::{DType, Device, Tensor, Var};
 use moebius::candle::{DeviceGroup, ExpertParallelMoE, HostExperts, Parameters};
@@ -8,6 +10,7 @@ use moebius::checkpoint::{Checkpoint, Form, OpenOptions};
 use moebius::ep::GroupConfig;
 
 use crate::cache::Cache;
+use crate::comparison;
 use crate::decoder::{DecoderStack, ForwardCaches, ForwardProgress, Tap};
 use crate::error::{Error, Result};
 use crate::family;
@@ -23,6 +26,11 @@ pub struct Model {
     vars: Vec<(String, Var)>,
     trainable: bool,
     dequantized: Vec<(usize, Form)>,
+    group: DeviceGroup,
+    /// What all ranks' models have alike, by name.
+    alike: BTreeMap<String, String>,
+    /// Set once the ranks have compared it.
+    compared: OnceLock<()>,
 }
 
 impl Model {
@@ -85,7 +93,12 @@ impl Model {
         let decoder = family::load(&mut p)?;
         let family = checkpoint.family().to_string();
         let (trainable, dequantized) = (options.parameters == Parameters::Trainable, p.take_dequantized());
-        Ok(Self { family, decoder, vars: p.into_vars(), trainable, dequantized })
+        let vars = p.into_vars();
+        let mut alike = comparison::of_config(checkpoint.config());
+        alike.insert("type of the embedding".into(), format!("{:?}", decoder.dtype()));
+        alike.insert("option random".into(), format!("{:?}", options.random));
+        let compared = OnceLock::new();
+        Ok(Self { family, decoder, vars, trainable, dequantized, group, alike, compared })
     }
 
     /// The `model_type` that named the family.
@@ -129,7 +142,8 @@ impl Model {
     ///
     /// # Errors
     /// Mis-shaped ids, empty sequences, ids outside the vocabulary, sequences longer than [`context`](Self::context),
-    /// and what the layer reports. The other ranks get an error too.
+    /// and what the layer reports. The other ranks get an error too. Ranks whose models differ in `config.json`, in
+    /// [`LoadOptions::random`] or in the type of the embedding all get `Error::ConfigMismatch` from their first call.
     pub fn forward(&self, ids: &Tensor) -> Result<Tensor> {
         self.logits(&self.hidden(ids)?)
     }
@@ -282,8 +296,19 @@ impl Model {
         })
     }
 
+    /// Compares the model with the other ranks' in the first call that they make together: ranks with other layers would
+    /// wait for each other, or go on to other logits without a word. Every rank has the error.
+    fn compare(&self) -> Result<()> {
+        if self.compared.get().is_none() {
+            self.group.compare_over_ranks("Model", &self.alike)?;
+            let _ = self.compared.set(());
+        }
+        Ok(())
+    }
+
     /// Tells the other ranks of an error.
     pub(crate) fn run_or_refuse<T>(&self, run: impl FnOnce(&mut ForwardProgress) -> Result<T>) -> Result<T> {
+        self.compare()?;
         let mut at = ForwardProgress::default();
         run(&mut at).inspect_err(|error| self.decoder.refuse(at, &error.to_string()))
     }

@@ -1,6 +1,9 @@
 //! A rank's group as a module of a framework holds it.
 
+use std::collections::BTreeMap;
+
 use crate::ep::{DispatcherKind, EpGroup, Membership};
+use crate::error::Result;
 
 use super::group::{ErasedGroup, FrameworkDevice};
 
@@ -40,6 +43,16 @@ impl<F> DeviceGroup<F> {
     /// How tokens travel: [`Group::dispatcher_kind`](crate::ep::Group::dispatcher_kind).
     pub fn dispatcher_kind(&self) -> DispatcherKind {
         self.membership().dispatcher
+    }
+
+    /// Compares texts over the ranks by their names: what a program has alike on all of them, such as a model's
+    /// configuration. Collective: two all-gathers that are waited for, none where there is one rank.
+    ///
+    /// # Errors
+    /// [`Error::ConfigMismatch`](crate::Error::ConfigMismatch) on every rank where a text differs, or a rank lacks it: with
+    /// the first such name as the field. Another rank's failure before; a communicator's error.
+    pub fn compare_over_ranks(&self, call: &'static str, own: &BTreeMap<String, String>) -> Result<()> {
+        self.group.compare_texts(call, own)
     }
 
     /// The group apart from its device.

@@ -1,5 +1,6 @@
 //! A rank's group as a module holds it: host frameworks know at run time only which device they work on.
 
+use std::collections::BTreeMap;
 use std::fmt::{self, Debug};
 use std::sync::Arc;
 
@@ -163,6 +164,14 @@ impl ErasedGroup {
             return Ok(());
         }
         match_device!(self, group => collectives::compare_layer(group, call, layer))
+    }
+
+    /// Compares texts over the ranks, by their names. Nothing to do for one rank.
+    pub(super) fn compare_texts(&self, call: &'static str, own: &BTreeMap<String, String>) -> Result<()> {
+        if self.membership().ranks == 1 {
+            return Ok(());
+        }
+        match_device!(self, group => collectives::compare_texts(group, call, own))
     }
 
     /// Meets the other ranks, which are in the collective `op` of a layer, as a failure.
