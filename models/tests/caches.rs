@@ -48,7 +48,7 @@ fn requests(vocabulary: usize) -> Vec<Request> {
 fn by_kinds(golden: &Golden, ranks: usize, requests: &[Request]) -> Vec<[Vec<Output>; 2]> {
     let worlds = KINDS.map(|_| ThreadWorld::create(ranks, Duration::from_secs(60)).into_iter().map(Some).collect());
     let worlds = worlds.map(|world: Vec<_>| Mutex::new(world));
-    on_ranks(ranks, golden.experts, |rank, group| {
+    on_ranks(ranks, golden, |rank, group| {
         // In bf16 two tokens are often alike, and caches that sum in other orders would take one or the other.
         let model = golden.load(&group, LoadOptions { dtype: Some(DType::F32), ..golden.options() });
         let fits = |request: &&Request| request.prompt.len() + request.max_tokens <= model.context();
@@ -97,7 +97,7 @@ fn ranks_without_prompts_step_on() {
 fn a_static_cache_is_had_where_rotations_stay_and_moves_when_half_have_ended() {
     let of = |name: &str, sequences: usize, kind: CacheKind| {
         let golden = Golden::named(name);
-        let [(got, kept)] = &on_ranks(1, golden.experts, |_, group| {
+        let [(got, kept)] = &on_ranks(1, &golden, |_, group| {
             let model = golden.load(&group, golden.options());
             let request = CacheRequest { sequences, prompt_tokens: 2, max_tokens: 9, kind };
             let mut cache = Decoder::cache(&model, request).expect("a cache");
@@ -129,7 +129,7 @@ fn a_model_without_a_static_cache_has_one_that_grows() {
     let changing = Golden::all().into_iter().filter(|golden| golden.rotation() != Rotation::Fixed);
     let mut count = 0;
     for golden in changing {
-        on_ranks(1, golden.experts, |_, group| {
+        on_ranks(1, &golden, |_, group| {
             let model = golden.load(&group, golden.options());
             let request = CacheRequest { sequences: 1, prompt_tokens: 2, max_tokens: 9, kind: CacheKind::Static };
             assert_eq!(Decoder::cache(&model, request).expect("a cache").kind(), CacheKind::Growing);
@@ -148,7 +148,7 @@ fn a_resized_stepper_goes_on() {
         if golden.rotation() != Rotation::Fixed || golden.ids().dim(1).expect("tokens") < 6 {
             continue;
         }
-        on_ranks(1, golden.experts, |_, group| {
+        on_ranks(1, &golden, |_, group| {
             let model = golden.load(&group, golden.options());
             resizing(&golden, &model, tolerance(&golden), false);
         });
@@ -220,7 +220,7 @@ fn the_small_models_texts_are_the_same() {
 fn steps_with_room_over_ranks_have_the_same_logits() {
     let golden = Golden::named("qwen3_moe");
     for ranks in [1, 2, 4] {
-        on_ranks(ranks, golden.experts, |rank, group| {
+        on_ranks(ranks, &golden, |rank, group| {
             let model = golden.load(&group, golden.options());
             let own = [2, 1, 0, 1][rank];
             let prompt = match own {
@@ -257,7 +257,7 @@ fn steps_with_room_over_ranks_have_the_same_logits() {
 fn ranks_that_do_not_meet_run_their_steps_as_prompts() {
     let golden = Golden::named("qwen3_moe");
     let requests = requests(97);
-    on_ranks(2, golden.experts, |rank, group| {
+    on_ranks(2, &golden, |rank, group| {
         let model = golden.load(&group, golden.options());
         let own: Vec<Request> =
             (0..1 + rank).map(|i| Request::new(requests[i].prompt[..1 + 2 * rank].to_vec(), 5)).collect();

@@ -63,7 +63,7 @@ fn decoded(model: &Model, ids: &Tensor) -> Vec<Vec<u64>> {
 fn results_are_those_of_experts_at_hand() {
     for (golden, options) in cases() {
         let name = format!("{} {:?}, {:?}", golden.name, options.experts, options.random);
-        on_ranks(1, golden.experts, |_, group| {
+        on_ranks(1, &golden, |_, group| {
             let expected = golden.load(&group, options);
             let model = golden.load(&group, LoadOptions { experts_on_host: true, ..options });
             let logits = bits(&expected.forward(golden.ids()).expect("logits"));
@@ -92,7 +92,7 @@ fn a_forward_behind_one_that_failed() {
         let golden = Golden::named(name);
         let last = *golden.checkpoint.moe_layers().last().expect("a layer");
         assert!(last > 0, "{name}: a layer before the last");
-        on_ranks(1, golden.experts, |_, group| {
+        on_ranks(1, &golden, |_, group| {
             let options = LoadOptions { experts: ExpertWeights::AsStored, ..golden.options() };
             let expected = bits(&golden.load(&group, options).forward(golden.ids()).expect("logits"));
             let model = golden.load(&group, LoadOptions { experts_on_host: true, ..options });
@@ -135,7 +135,7 @@ fn ranks_have_their_experts_on_their_hosts() {
     for split in golden.splits() {
         let shares = golden.shares(&split);
         let ranks = split.len();
-        on_ranks(ranks, golden.experts, |rank, group| {
+        on_ranks(ranks, &golden, |rank, group| {
             let options = LoadOptions { experts: ExpertWeights::AsStored, ..golden.options() };
             let expected = bits(&golden.load(&group, options).forward(&shares[rank]).expect("logits"));
             let model = golden.load(&group, LoadOptions { experts_on_host: true, ..options });
@@ -153,7 +153,7 @@ fn ranks_have_their_experts_on_their_hosts() {
 #[test]
 fn what_cannot_be_is_refused() {
     let golden = Golden::named("qwen3_moe");
-    on_ranks(1, golden.experts, |_, group| {
+    on_ranks(1, &golden, |_, group| {
         let on_host = LoadOptions { experts_on_host: true, ..golden.options() };
         let options = LoadOptions { parameters: Parameters::Trainable, ..on_host };
         let error = Model::load_on(&golden.checkpoint, &group, options).expect_err("trainable");

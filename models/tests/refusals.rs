@@ -22,7 +22,7 @@ fn what_fails_on_a_rank_is_told_to_the_others() {
         // Of this the layer itself tells.
         (ids(0, &[20, 250]), "5000"),
     ] {
-        on_ranks(2, golden.experts, |rank, group| {
+        on_ranks(2, &golden, |rank, group| {
             let model = golden.load(&group, golden.options());
             let token = ids(0, &[1, 1]);
             let error = model.forward(if rank == 1 { &wrong } else { &token }).expect_err("a failure on rank 1");
@@ -47,7 +47,7 @@ fn what_fails_on_a_rank_is_told_to_the_others() {
 #[test]
 fn bad_calls_are_typed_errors() {
     let golden = Golden::named("qwen3_moe");
-    on_ranks(1, golden.experts, |_, group| {
+    on_ranks(1, &golden, |_, group| {
         let model = golden.load(&group, LoadOptions { parameters: Parameters::Trainable, ..golden.options() });
         let ids = Tensor::zeros((1, 300), DType::U32, &Device::Cpu).expect("ids");
         let message = model.forward(&ids).expect_err("too long").to_string();
@@ -95,7 +95,7 @@ fn a_folder_without_a_tensor_fails_on_every_rank() {
         tensors.remove(name).expect("a tensor of this name");
         candle_core::safetensors::save(&tensors, file).expect("weights");
         let checkpoint = moebius::checkpoint::Checkpoint::open(dir.path()).expect("a folder");
-        on_ranks(2, Golden::named("qwen3_moe").experts, |rank, group| {
+        on_ranks(2, &Golden::named("qwen3_moe"), |rank, group| {
             let error = Model::load_on(&checkpoint, &group, LoadOptions::default()).expect_err("a tensor is missing");
             assert!(error.to_string().contains(name), "rank {rank}: {error}");
         });

@@ -14,8 +14,8 @@ use moebius::ep::{Group, GroupConfig};
 use moebius::{CheckpointError, Error};
 use moebius_models::{LoadOptions, Model, families};
 
-/// Most tokens that a rank brings to a call here.
-pub const TOKENS: usize = 4096;
+/// Tokens that a rank may bring to a call, where its folder has no more.
+pub const FEWEST_TOKENS: usize = 4096;
 
 /// f32: each of some 20 chained products sums at most 256 terms (relative rounding about √256 · 2⁻²⁴ ≈ 1e-6), in
 /// another order than the reference; errors of independent products add up to about √20 · 1e-6 ≈ 4e-6, and the
@@ -232,9 +232,11 @@ pub fn scalar(t: &Tensor) -> f64 {
     t.to_dtype(DType::F64).and_then(|t| t.to_scalar()).expect("a scalar")
 }
 
-/// Runs `work(rank, group)` on one thread a rank, results in rank order.
-pub fn on_ranks<T: Send>(ranks: usize, experts: usize, work: impl Fn(usize, EpGroup) -> T + Sync) -> Vec<T> {
+/// Runs `work(rank, group)` on one thread a rank, results in rank order. The group is for the folder's experts, and any rank
+/// may bring all of the folder's tokens.
+pub fn on_ranks<T: Send>(ranks: usize, golden: &Golden, work: impl Fn(usize, EpGroup) -> T + Sync) -> Vec<T> {
     let comms = ThreadWorld::create(ranks, Duration::from_secs(60));
+    let (experts, tokens) = (golden.experts, golden.ids().elem_count().max(FEWEST_TOKENS));
     thread::scope(|scope| {
         let work = &work;
         let threads: Vec<_> = comms
@@ -243,7 +245,7 @@ pub fn on_ranks<T: Send>(ranks: usize, experts: usize, work: impl Fn(usize, EpGr
             .map(|(rank, comm)| {
                 scope.spawn(move || {
                     // Room for the rows of 64 tokens a rank, however they choose among 16 experts.
-                    let config = GroupConfig { max_rows: ranks * 64 * 16, ..GroupConfig::new(experts, TOKENS) };
+                    let config = GroupConfig { max_rows: ranks * 64 * 16, ..GroupConfig::new(experts, tokens) };
                     let group = Group::new(Cpu::new(), Box::new(comm), config).expect("a group");
                     work(rank, EpGroup::new(group))
                 })
