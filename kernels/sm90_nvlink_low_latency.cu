@@ -67,9 +67,8 @@ extern "C" __global__ void __launch_bounds__(LOW_LATENCY_THREADS, LOW_LATENCY_BL
         WarpShare sent;
         for (int i = 1; i < ranks; i++) {
             const int to = (rank + i) % ranks;
-            if (low_latency::is_absent(block, to)) continue;
             uint4* area = low_latency::area_of(p.call, block.epoch, to, rank);
-            sent.of(tokens * pieces, [&](int entry) {
+            sent.of(!low_latency::is_absent(block, to), tokens * pieces, [&](int entry) {
                 const int token = entry / pieces, row = p.token_rows[token * ranks + to];
                 if (row < 0) return;
                 int piece = entry - token * pieces, first;
@@ -85,9 +84,8 @@ extern "C" __global__ void __launch_bounds__(LOW_LATENCY_THREADS, LOW_LATENCY_BL
         for (int i = 0; i < ranks; i++) {
             // This rank's own rows while others' are on their way.
             const int from = (rank + i) % ranks;
-            if (low_latency::is_absent(block, from)) continue;
             const uint4* area = low_latency::area_of(p.call, block.epoch, rank, from);
-            received.of(static_cast<int>(p.arrived[from]) * pieces, [&](int entry) {
+            received.of(!low_latency::is_absent(block, from), static_cast<int>(p.arrived[from]) * pieces, [&](int entry) {
                 const int row = entry / pieces;
                 int piece = entry - row * pieces, first;
                 const Part part = parts.of(piece, first);
@@ -198,9 +196,8 @@ __device__ __forceinline__ void combine(const LowLatencyCombineParams& p) {
         WarpShare sent;
         for (int i = 1; i < ranks; i++) {
             const int to = (rank + i) % ranks;
-            if (low_latency::is_absent(block, to)) continue;
             uint4* area = low_latency::area_of(p.call, block.epoch, to, rank);
-            sent.of(static_cast<int>(p.arrived[to]) * pieces, [&](int entry) {
+            sent.of(!low_latency::is_absent(block, to), static_cast<int>(p.arrived[to]) * pieces, [&](int entry) {
                 const int row = entry / pieces, j = (entry - row * pieces) * 32 + lane;
                 uint4 v = slot_sum<T>(p, to, row, j, words);
                 v.w |= tag;
@@ -210,7 +207,7 @@ __device__ __forceinline__ void combine(const LowLatencyCombineParams& p) {
         // While rows are on their way.
         low_latency::sweep(p.call, block, [&](int64_t from) { return rows_back(p, from) * packets; });
         WarpShare summed;
-        summed.of(tokens * pieces, [&](int entry) {
+        summed.of(true, tokens * pieces, [&](int entry) {
             const int token = entry / pieces, j = (entry - token * pieces) * 32 + lane;
             const int row_of = lane < ranks ? p.token_rows[token * ranks + lane] : -1;
             const int own = __shfl_sync(~0u, row_of, rank);

@@ -8,7 +8,10 @@
 //
 // A rank that finds the others calls ahead was absent there. It asks them to wait for it at this layer, waits for the next
 // header of such a call that counts on it, and takes over its epoch: so it enters the same step of the same layer. Where
-// nobody comes it goes on alone.
+// nobody comes it goes on alone. What it had not stored of its last call when it stalled may have come to the others a moment
+// ago, and is cleared there within 2 SWEEPS epochs. So it asks only where the tags of twice as many epochs to come are not
+// those of its last call, and waits as the others go on where they are. What lies in its own memory is cleared, or tells it
+// to count on nobody (common/nvlink_low_latency.cuh).
 //
 // The record of a rank that does not come is this rank's own without tokens. By one block. Limited by latencies: a launch and
 // a flight over the link.
@@ -23,9 +26,8 @@ namespace {
 using low_latency::Block;
 using low_latency::control_of;
 using low_latency::header_of;
+using low_latency::is_later;
 using nvlink::Word;
-
-__device__ __forceinline__ bool is_later(uint32_t epoch, uint32_t than) { return static_cast<int32_t>(epoch - than) > 0; }
 
 // The header of the last call that a rank has come to.
 __device__ __forceinline__ uint4 last_header(const LowLatencyCall& c, int64_t from) {
@@ -34,6 +36,9 @@ __device__ __forceinline__ uint4 last_header(const LowLatencyCall& c, int64_t fr
 }
 
 __device__ __forceinline__ bool in_time(const LowLatencyCall& c, Word start) { return nvlink::nanoseconds() - start < static_cast<Word>(c.patience); }
+
+// Whether tags of the epochs from this one on are not soon those of the last calls of a rank that is about to make this call.
+__device__ __forceinline__ bool may_return(uint32_t call, uint32_t at) { return (call - at) % 0x10000 >= 4 * low_latency::SWEEPS; }
 
 // Where peers are ahead, waits until one of them counts on this rank at this layer, and takes over its epoch. By one thread.
 // Returns the peers that are ahead.
@@ -49,17 +54,23 @@ __device__ __noinline__ uint32_t come_back(const LowLatencyCall& c, Block& block
     auto ask = [&](Word word) {
         for (int64_t r = 0; r < c.call.ranks; r++) nvlink::store_relaxed(control_of(c, r) + LOW_LATENCY_RETURNS + c.call.rank, word);
     };
-    ask(layer);
     uint32_t met = 0;
+    bool asked = false;
     for (uint32_t polls = 1; met == 0 && in_time(c, block.start); polls++) {
+        if (!asked && may_return(block.epoch, seen)) {
+            ask(layer);
+            asked = true;
+        }
         for (int64_t r = 0; r < c.call.ranks; r++) {
             if ((ahead >> r & 1) == 0) continue;
             const uint4 header = last_header(c, r);
-            if (is_later(header.x, seen) && header.z == layer && (header.y >> c.call.rank & 1)) met = header.x;
+            if (!is_later(header.x, seen)) continue;
+            if (!asked) seen = header.x;
+            else if (header.z == layer && (header.y >> c.call.rank & 1)) met = header.x;
         }
         if (polls % 1024 == 0 && nvlink::host_stops(c.call)) break;
     }
-    ask(0);
+    if (asked) ask(0);
     if (met != 0) block.epoch = met;
     return ahead;
 }
@@ -102,8 +113,10 @@ extern "C" __global__ void __launch_bounds__(NVLINK_THREADS, 1) sm90_nvlink_low_
         block.stopped = nvlink::host_stops(c.call) || nvlink::load_relaxed(nvlink::words_of(c.call, rank) + NVLINK_ABORT) != 0;
         if (!block.stopped) choose_ranks(c, block, layer);
         else block.absent = ((1u << ranks) - 1) & ~(1u << rank);
+        block.rested = block.epoch - static_cast<uint32_t>(*low_latency::last_call_of(c, block.epoch));
         // What has been waited for before does not count.
         block.start = nvlink::nanoseconds();
+        if (!block.stopped && block.rested > low_latency::MOST_REST) low_latency::go_alone(c, block);
         atomicExch(own + LOW_LATENCY_ABSENT, static_cast<Word>(block.absent));
     }
     __syncthreads();
@@ -165,6 +178,6 @@ extern "C" __global__ void __launch_bounds__(NVLINK_THREADS, 1) sm90_nvlink_low_
     }
     low_latency::sweep(c, block, [&](int64_t) { return static_cast<int64_t>(packets); });
     __syncthreads();
-    if (threadIdx.x == 0) own[LOW_LATENCY_EPOCH] = block.epoch;
+    if (threadIdx.x == 0) low_latency::count_call(c, block);
 }
 #endif

@@ -132,6 +132,7 @@ enum LowLatencyWord : int {
     LOW_LATENCY_BLOCKS_ENDED = 1, // blocks of the present call that have ended
     LOW_LATENCY_ABSENT = 2,    // a bit for each rank that this one goes on without
     LOW_LATENCY_LATE = 3,      // a bit for each that it has begun to go on without since the host last asked
+    LOW_LATENCY_LOST = 4,      // the last call that has lost a rank on which it had counted
     LOW_LATENCY_HEADERS = 16,  // [2, NVLINK_RANKS] packets: rank r has come to the call of this epoch, in its bank
     LOW_LATENCY_RETURNS = 48,  // [NVLINK_RANKS]: rank r waits for a prepare of this layer, plus one, to come back
     LOW_LATENCY_WORDS = 64
@@ -139,7 +140,8 @@ enum LowLatencyWord : int {
 
 // A rank's part in such a call.
 struct LowLatencyCall {
-    NvLinkCall call;           // its zones: two banks of packets each
+    NvLinkCall call;           // its zones: two banks of packets each, of an area for each rank; in that of its own a rank has
+                               // the epoch of the bank's last call
     int64_t control;           // where in the ranks' words those of low latency begin
     int64_t area;              // packets of each rank in a bank
     int64_t patience;          // ns after which the call goes on without a rank; 0: it gives up after the call's timeout

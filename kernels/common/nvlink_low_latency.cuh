@@ -9,14 +9,28 @@
 // payload that was stored with it. No packet says anything of another, so no store has to come before another, and neither
 // side needs a fence. What a kernel reads of other kernels' data, it reads on its own GPU behind them in one stream.
 //
-// Tags. The tag is the lower half of the call's number, its epoch. Epochs whose lower half is 0 are left out, as this is
-// what memory holds at first. A packet that was written 65536 epochs ago would look like one of now, so each call clears
-// a part of what it has not used of its bank: all of a bank within SWEEPS of its calls, a fraction of the tags.
+// Banks. There are two in each memory (of records, and of rows), and a call uses that of its epoch's parity. In each call
+// each rank sends each other a header, with rows or without, and waits for theirs. So a peer that writes to a bank again, two
+// calls on, has had this rank's header of the call between, which is sent by a kernel behind the one that read the bank: all
+// its reads have been performed, as it has compared and stored what they returned. Likewise the bank is cleared by the call
+// that has used it.
 //
-// Banks. There are two, and a call uses that of its epoch's parity. In each call each rank sends each other a header, with
-// rows or without, and waits for theirs. So a peer that writes to a bank again, two calls on, has had this rank's header of
-// the call between, which is sent by a kernel behind the one that read the bank: all its reads have been performed, as it
-// has compared and stored what they returned. Likewise the bank is cleared by the call that has used it.
+// Tags. The tag is the lower half of the call's number, its epoch. Epochs whose lower half is 0 are left out, as this is
+// what memory holds at first. A packet of 65536 epochs ago looks like one of now, so what is left over has to go before:
+//
+//   sweep   a bank has SWEEPS parts, numbered by the epochs of its parity in turn. A call clears the parts of all epochs
+//           since the bank's last call, but for what it uses. So it does not matter how many of the epochs between were calls
+//           in other memory, or calls of the peers while this rank was away. The last call's epoch lies in the bank, where
+//           the rank would receive from itself. A call in which a rank was lost, whose packets have not overwritten what it
+//           uses, does not count: the next one clears its parts too. So behind the last call that counts a bank holds nothing
+//           that was stored more than 2 SWEEPS epochs before it.
+//   rest    a call whose bank has had none for MOST_REST epochs, and may therefore find what has its tag, counts on nobody:
+//           it reads no packet and clears all of the bank. Its rank says so in the header, as one that is absent, and all meet
+//           again in the next prepare. That is a rank that was away for so long; or all of them, where a handle was kept for
+//           as many calls. Without patience a rank cannot be away, and rows' memory has every call; but that of a graph from
+//           before wider rows came, which has no other calls than its replays, must not rest for so long.
+//   return  what a rank was storing when it stalled may be there only after the receiver has cleared that part. It has the
+//           tag of the rank's last calls, with which it therefore does not return (sm90_nvlink_low_latency_exchange.cu).
 //
 // A rank that is absent is not sent rows, and sends none before both have met in a prepare again, which is a later kernel.
 //
@@ -30,8 +44,10 @@ namespace low_latency {
 
 using nvlink::Word;
 
-// Calls of a bank in which all of it is cleared once.
-constexpr int64_t SWEEPS = 4096;
+// Parts of a bank, one of which is cleared for each epoch of its parity.
+constexpr uint32_t SWEEPS = 4096;
+// Epochs for which a bank may have had no call: with the 2 SWEEPS before, and as many as a margin, all tags.
+constexpr uint32_t MOST_REST = 0x10000 - 4 * SWEEPS;
 
 __device__ __forceinline__ void store_packet(void* at, uint4 v) {
     const uint64_t low = static_cast<uint64_t>(v.y) << 32 | v.x, high = static_cast<uint64_t>(v.w) << 32 | v.z;
@@ -49,6 +65,7 @@ __device__ __forceinline__ uint32_t next_epoch(uint32_t epoch) { return (epoch &
 // A block's part in a call, in shared memory.
 struct Block {
     uint32_t epoch;
+    uint32_t rested;  // epochs since the bank's last call
     uint32_t absent;  // a bit for each rank that the call goes without
     int stopped;      // given up
     Word start;
@@ -64,12 +81,30 @@ __device__ __forceinline__ uint4* area_of(const LowLatencyCall& c, uint32_t epoc
 __device__ __forceinline__ uint4* header_of(const LowLatencyCall& c, uint32_t epoch, int64_t at, int64_t from) {
     return reinterpret_cast<uint4*>(control_of(c, at) + LOW_LATENCY_HEADERS) + (epoch & 1) * NVLINK_RANKS + from;
 }
+// Where the epoch of the last call of a bank lies.
+__device__ __forceinline__ Word* last_call_of(const LowLatencyCall& c, uint32_t epoch) {
+    return reinterpret_cast<Word*>(area_of(c, epoch, c.call.rank, c.call.rank));
+}
+__device__ __forceinline__ bool is_later(uint32_t epoch, uint32_t than) { return static_cast<int32_t>(epoch - than) > 0; }
 __device__ __forceinline__ bool is_absent(const Block& block, int64_t rank) { return block.absent >> rank & 1; }
 
 // Goes on without a rank.
 __device__ __forceinline__ void mark_absent(const LowLatencyCall& c, int64_t peer) {
     Word* own = control_of(c, c.call.rank);
     if ((atomicOr(own + LOW_LATENCY_ABSENT, 1ull << peer) >> peer & 1) == 0) atomicOr(own + LOW_LATENCY_LATE, 1ull << peer);
+}
+// The same in the midst of a call that had counted on it.
+__device__ __forceinline__ void lose(const LowLatencyCall& c, const Block& block, int64_t peer) {
+    nvlink::store_relaxed(control_of(c, c.call.rank) + LOW_LATENCY_LOST, block.epoch);
+    mark_absent(c, peer);
+}
+// Begins a call without all others.
+__device__ __noinline__ void go_alone(const LowLatencyCall& c, Block& block) {
+    for (int64_t peer = 0; peer < c.call.ranks; peer++) {
+        if (peer == c.call.rank) continue;
+        mark_absent(c, peer);
+        block.absent |= 1u << peer;
+    }
 }
 
 // Whether nobody waits any more for what rank `peer` sends in this call.
@@ -80,9 +115,9 @@ __device__ __noinline__ bool no_longer_waits(const LowLatencyCall& c, const Bloc
         // One that is calls ahead has gone on without this rank, and what it had sent is overwritten; one that says so has sent
         // nothing.
         const uint4 header = load_packet(header_of(c, block.epoch, c.call.rank, peer));
-        const bool ahead = static_cast<int32_t>(header.x - block.epoch) > 0, alone = header.x == block.epoch && (header.y >> c.call.rank & 1) == 0;
+        const bool ahead = is_later(header.x, block.epoch), alone = header.x == block.epoch && (header.y >> c.call.rank & 1) == 0;
         if (late || ahead || alone) {
-            mark_absent(c, peer);
+            lose(c, block, peer);
             return true;
         }
         return polls % 1024 == 0 && nvlink::host_stops(c.call);
@@ -107,12 +142,17 @@ __device__ __forceinline__ bool wait_for_packet(const LowLatencyCall& c, const B
 __device__ __forceinline__ void start(const LowLatencyCall& c, Block& block) {
     if (threadIdx.x == 0) {
         const Word* own = control_of(c, c.call.rank);
+        // Of both banks, so that the loads do not wait for the epoch.
+        const auto even = static_cast<uint32_t>(*last_call_of(c, 0)), odd = static_cast<uint32_t>(*last_call_of(c, 1));
         block.epoch = next_epoch(static_cast<uint32_t>(own[LOW_LATENCY_EPOCH]));
+        block.rested = block.epoch - (block.epoch % 2 == 0 ? even : odd);
         block.absent = static_cast<uint32_t>(nvlink::load_relaxed(own + LOW_LATENCY_ABSENT));
         block.start = nvlink::nanoseconds();
         const Word gave_up = nvlink::load_relaxed(nvlink::words_of(c.call, c.call.rank) + NVLINK_ABORT);
         block.stopped = gave_up != 0;
         if (gave_up != 0) nvlink::raise_stopped(c.call, gave_up);
+        // In every block, as all see the same epochs.
+        if (c.patience > 0 && block.rested > MOST_REST) go_alone(c, block);
         nvlink::delay(c.call, blockIdx.x);
     }
     __syncthreads();
@@ -122,20 +162,33 @@ __device__ __forceinline__ void start(const LowLatencyCall& c, Block& block) {
     }
 }
 
-// Clears a part of what this call does not use of its bank: of each rank's area, from packet `used(rank)` on, which is to be
-// exact, as what is neither used nor cleared stays until its tag comes again. By a warp for each rank.
+// Clears what this call does not use of its bank, in the parts of the epochs since the bank's last call: of each rank's
+// area, from packet `used(rank)` on, which is to be exact, as what is neither used nor cleared stays until its tag comes
+// again. By a warp for each rank.
 template <class Used>
 __device__ __forceinline__ void sweep(const LowLatencyCall& c, const Block& block, Used&& used) {
-    const int64_t part = (c.area + SWEEPS - 1) / SWEEPS, first = block.epoch / 2 % SWEEPS * part;
-    const int64_t last = first + part < c.area ? first + part : c.area;
+    const int64_t part = (c.area + SWEEPS - 1) / SWEEPS;
+    const uint32_t epochs = (block.rested + 1) / 2, parts = epochs < SWEEPS ? epochs : SWEEPS;
     const int warp = static_cast<int>((blockIdx.x * blockDim.x + threadIdx.x) / 32), warps = static_cast<int>(gridDim.x * blockDim.x / 32);
     // The last warps have the least to do.
     for (int64_t from = warps - 1 - warp; from < c.call.ranks; from += warps) {
         if (from == c.call.rank) continue;
         // What a rank had sent before it was gone on without would be taken for a later call's as well.
-        const int64_t in_use = is_absent(block, from) ? 0 : used(from), unused = in_use > first ? in_use : first;
-        for (int64_t i = unused + threadIdx.x % 32; i < last; i += 32) store_packet(area_of(c, block.epoch, c.call.rank, from) + i, {});
+        const int64_t in_use = is_absent(block, from) ? 0 : used(from);
+        uint4* area = area_of(c, block.epoch, c.call.rank, from);
+#pragma unroll 1
+        for (uint32_t i = 0; i < parts; i++) {
+            const int64_t first = (block.epoch / 2 - i) % SWEEPS * part, last = first + part < c.area ? first + part : c.area;
+            for (int64_t j = (in_use > first ? in_use : first) + threadIdx.x % 32; j < last; j += 32) store_packet(area + j, {});
+        }
     }
+}
+
+// Counts a call that has ended, and as one of its bank. By one thread.
+__device__ __forceinline__ void count_call(const LowLatencyCall& c, const Block& block) {
+    Word* own = control_of(c, c.call.rank);
+    own[LOW_LATENCY_EPOCH] = block.epoch;
+    if (!block.stopped && nvlink::load_relaxed(own + LOW_LATENCY_LOST) != block.epoch) *last_call_of(c, block.epoch) = block.epoch;
 }
 
 // Ends a call, in every block: the first waits for all peers' headers, the last counts the call.
@@ -143,30 +196,36 @@ __device__ __forceinline__ void end(const LowLatencyCall& c, Block& block) {
     const int64_t peer = threadIdx.x;
     if (blockIdx.x == 0 && peer < c.call.ranks && peer != c.call.rank && !block.stopped && !is_absent(block, peer)) {
         const uint4* at = header_of(c, block.epoch, c.call.rank, peer);
-        for (uint32_t polls = 1; static_cast<int32_t>(load_packet(at).x - block.epoch) < 0; polls++) {
+        uint32_t met = load_packet(at).x;
+        for (uint32_t polls = 1; is_later(block.epoch, met); polls++) {
             if (polls % 64 == 0 && no_longer_waits(c, block, peer, polls, 0)) break;
+            met = load_packet(at).x;
         }
+        // One that is calls ahead has gone on without this rank: so it is sent nothing more, whatever is waited for.
+        if (c.patience > 0 && is_later(met, block.epoch)) lose(c, block, peer);
     }
     __syncthreads();
     if (threadIdx.x != 0) return;
     Word* own = control_of(c, c.call.rank);
     __threadfence();
     if (atomicAdd(own + LOW_LATENCY_BLOCKS_ENDED, 1ull) + 1 != gridDim.x) return;
+    __threadfence();
     own[LOW_LATENCY_BLOCKS_ENDED] = 0;
-    own[LOW_LATENCY_EPOCH] = block.epoch;
+    count_call(c, block);
 }
 
-// Numbers work of several lists over the grid's warps, one list behind the other.
+// Numbers work of several lists over the grid's warps, one list behind the other. A list that is not wanted counts all the
+// same: of the blocks of a call, one that comes late may see a rank as absent that another has counted on.
 struct WarpShare {
     int warp = static_cast<int>((blockIdx.x * blockDim.x + threadIdx.x) / 32);
     int warps = static_cast<int>(gridDim.x * blockDim.x / 32);
     int before = 0;  // entries of earlier lists, modulo `warps`
 
-    // Calls `each` with this warp's entries of a list of so many.
+    // Calls `each` with this warp's entries of a list of so many, if it is wanted.
     template <class Each>
-    __device__ __forceinline__ void of(int entries, Each&& each) {
+    __device__ __forceinline__ void of(bool wanted, int entries, Each&& each) {
         const int first = warp - before < 0 ? warp - before + warps : warp - before;
-        for (int i = first; i < entries; i += warps) each(i);
+        for (int i = first; wanted && i < entries; i += warps) each(i);
         before = (before + entries) % warps;
     }
 };

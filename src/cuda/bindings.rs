@@ -307,6 +307,7 @@ pub const LOW_LATENCY_EPOCH: LowLatencyWord = 0;
 pub const LOW_LATENCY_BLOCKS_ENDED: LowLatencyWord = 1;
 pub const LOW_LATENCY_ABSENT: LowLatencyWord = 2;
 pub const LOW_LATENCY_LATE: LowLatencyWord = 3;
+pub const LOW_LATENCY_LOST: LowLatencyWord = 4;
 pub const LOW_LATENCY_HEADERS: LowLatencyWord = 16;
 pub const LOW_LATENCY_RETURNS: LowLatencyWord = 48;
 pub const LOW_LATENCY_WORDS: LowLatencyWord = 64;

@@ -1,5 +1,8 @@
 //! Shapes and dtypes of a layer's inputs, checked before any work.
 
+use std::time::Duration;
+
+use crate::config::AuxConfig;
 use crate::dtype::DType;
 use crate::ep::Group;
 use crate::error::{Error, Result};
@@ -55,6 +58,27 @@ pub(super) fn inputs<D: Kernels>(
         }
     }
     Ok(tokens)
+}
+
+/// Refuses what needs all ranks in a forward, beside a group's patience: ranks do not make each other's calls alike there, and
+/// a collective would wait for one that is away, in a replayed graph without an end.
+pub(super) fn needs_no_rank(
+    call: &'static str,
+    aux: &AuxConfig,
+    patience: Option<Duration>,
+    jitters: bool,
+) -> Result<()> {
+    const NONE: &str = "beside GroupConfig::patience";
+    if patience.is_none() {
+        return Ok(());
+    }
+    if aux.over_ranks && !aux.is_off() {
+        return Err(Error::invalid(call, "aux.over_ranks", format!("false {NONE}"), "true"));
+    }
+    if jitters {
+        return Err(Error::invalid(call, "noise", format!("none {NONE}"), "some"));
+    }
+    Ok(())
 }
 
 /// The type that all parameters have which must have the tokens': where they agree, it is x that is of another.

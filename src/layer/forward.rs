@@ -93,6 +93,8 @@ fn forward_into<D: Kernels>(
     let overlap = LayerOverlap::of(layer, group, params, x.dtype());
     let spec = spec::<D>(layer, mode, x.dtype(), overlap.formula(layer, x.dtype()));
     let device = group.device().clone();
+    let jitters = mode.noise.is_some() && layer.config.router.jitter > 0.0;
+    check::needs_no_rank(CALL, &layer.config.aux, group.config().patience, jitters)?;
     let jitter = jitter(layer, group, mode, x)?;
     // The others wait in prepare, and are told there of an error that is this rank's alone.
     let checked = check::inputs(CALL, layer, group, x, params);

@@ -17,8 +17,8 @@ use super::dispatcher::NvLink;
 use super::memory::{GroupMemory, nccl};
 use super::records::{StoredRecords, Words};
 
-const CALL: &str = "Group::new";
-const TAG: Tag = Tag { layer: 0, op: Op::Init, sequence: 0 };
+pub(super) const CALL: &str = "Group::new";
+pub(super) const TAG: Tag = Tag { layer: 0, op: Op::Init, sequence: 0 };
 
 /// What a group has once its ranks have found that all of them can have it.
 pub(super) struct Joined<T> {

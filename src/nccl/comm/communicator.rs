@@ -205,18 +205,19 @@ impl NcclComm {
     }
 
     /// Whether a rank that is gone leaves this communicator to the others for what needs no collective: their
-    /// [uncounted kernels](Self::around_uncounted_kernel). Collectives then are errors that name the rank.
+    /// [uncounted kernels](Self::around_uncounted_kernel). Collectives then are errors that name the rank, and replays of
+    /// graphs are not counted.
     pub(crate) fn outlive_ranks(&mut self, outlives: bool) {
         self.session.outlive_ranks(outlives);
+        self.replays.count_replays(!outlives);
     }
 
     /// A kernel of this crate's own between ranks that go on without each other: no host waits for another's, and nobody
-    /// watches it. From the first on, nobody counts this communicator's replays either, which pass it as others do.
+    /// watches it. For a communicator that outlives ranks, whose replays pass it as others do.
     ///
     /// # Errors
     /// The communicator has ended, and nothing was enqueued; those of `calls`.
     pub(crate) fn around_uncounted_kernel(&mut self, calls: impl FnOnce() -> Result<()>) -> Result<()> {
-        self.replays.stop_counting();
         if self.cuda.is_capturing()? {
             let gate: Weak<Replays> = Arc::downgrade(&self.replays);
             self.cuda.gate_replays(gate);

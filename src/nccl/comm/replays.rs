@@ -109,9 +109,9 @@ impl Replays {
         Some(Self { cuda: cuda.clone(), comm_handle, timeout, count, watch, door, counts })
     }
 
-    /// From here on a rank may replay more often than another: nobody counts or watches it.
-    pub(in crate::nccl) fn stop_counting(&self) {
-        self.counts.store(false, Ordering::SeqCst);
+    /// Whether every rank replays as often as each other from here on: where one may not, nobody counts or watches it.
+    pub(in crate::nccl) fn count_replays(&self, counts: bool) {
+        self.counts.store(counts, Ordering::SeqCst);
     }
 
     /// Lets no more replays pass, and waits until those that have are watched; before the session is closed.

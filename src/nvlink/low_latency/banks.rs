@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use crate::comm::Tag;
 use crate::cuda::Cuda;
-use crate::cuda::nvlink_low_latency::PACKET_BYTES;
+use crate::cuda::nvlink_low_latency::{self, PACKET_BYTES};
 use crate::ep::dispatcher_state::DispatcherState;
 use crate::ep::row_transport::HandleCall;
 use crate::error::{Error, Result};
@@ -28,8 +28,8 @@ impl Banks {
         &mut self,
         core: &mut DispatcherState<Cuda>,
         step: &HandleCall<'_, Cuda>,
-        row: TravelingRow,
-        area: usize,
+        words: &Words,
+        (row, area): (TravelingRow, usize),
     ) -> Result<()> {
         // Ranks that have gone on without each other number their steps differently.
         let (call, tag) = (step.call, Tag { sequence: 0, ..DispatcherState::tag(step.handle, step.op) });
@@ -42,13 +42,18 @@ impl Banks {
         nccl(core)?.around_kernel(call, tag, row, || Ok(()))?;
         let before = std::mem::take(&mut self.old).into_iter().chain(self.memory.take());
         self.old = release_unheld(core, tag, before.collect())?;
-        let bytes = area.checked_mul(2 * core.ranks() * PACKET_BYTES);
+        let (rank, ranks) = (core.rank(), core.ranks());
+        let bytes = area.checked_mul(2 * ranks * PACKET_BYTES);
         let bytes = bytes.ok_or_else(|| Error::invalid(call, "packets", "as many as memory has room for", area));
         let bytes = core.check_or_refuse(tag, bytes)?;
         let (mut memory, reached) = nccl(core)?.peer_memory_found(tag, bytes)?;
         let device = core.device.clone();
-        let poison = |banks| device.poison_banks(call, banks, bytes / PACKET_BYTES);
-        let ready = reached.and_then(|()| memory.part(0, bytes)).and_then(poison);
+        let mut ready = || {
+            device.poison_banks(call, memory.part(0, bytes)?, bytes / PACKET_BYTES)?;
+            let memory = memory.part(0, bytes)?;
+            device.number_banks(call, words.low_latency()?, nvlink_low_latency::Banks { memory, rank, ranks, area })
+        };
+        let ready = reached.and_then(|()| ready());
         core.check_or_refuse(tag, ready)?;
         // Nobody writes before all have cleared theirs.
         core.comm.barrier(tag)?;

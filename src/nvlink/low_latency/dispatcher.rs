@@ -5,7 +5,7 @@ use std::sync::Arc;
 use crate::cuda::Cuda;
 use crate::cuda::nvlink::{MOST_CHOICES, PeerCall};
 use crate::cuda::nvlink_low_latency::{
-    LOW_LATENCY_CONTROL_BYTES, LowLatencyCombine, LowLatencyDispatch, LowLatencyPeers, most_sum_packets, packets,
+    LowLatencyCombine, LowLatencyDispatch, LowLatencyPeers, most_sum_packets, packets,
 };
 use crate::cuda::peers::HostWords;
 use crate::ep::dispatcher_state::DispatcherState;
@@ -15,7 +15,7 @@ use crate::ep::select::DispatcherOrReason;
 use crate::ep::{DispatchInputs, DispatcherKind, GroupConfig, RowOrder};
 use crate::error::{Error, Result};
 use crate::nccl::TravelingRow;
-use crate::nvlink::join::{Joined, join_words};
+use crate::nvlink::join::{CALL, Joined, TAG, join_words};
 use crate::nvlink::memory::nccl;
 use crate::nvlink::records::{Words, hold_in_graph};
 use crate::nvlink::zones::ReceivedSizes;
@@ -54,6 +54,11 @@ impl NvLinkLowLatency {
         let Joined { mut core, words, host, .. } = joined;
         if let Some(patience) = core.config.patience {
             let (words, host, device) = (Arc::clone(&words), Arc::clone(&host), core.device.clone());
+            // Peers may be sending records already, but not to where this lies.
+            let numbered = words
+                .record_banks(core.rank())
+                .and_then(|banks| device.number_banks(CALL, words.low_latency()?, banks));
+            core.check_or_refuse(TAG, numbered)?;
             core.records = Some(Box::new(PacketRecords { words, host, device, patience }));
             nccl(&mut core)?.outlive_ranks(true);
         }
@@ -64,7 +69,7 @@ impl NvLinkLowLatency {
     fn reserve(&mut self, step: &HandleCall<'_, Cuda>, row: TravelingRow, row_packets: usize) -> Result<()> {
         // For the most rows that a step may have, so that no larger step makes new banks.
         let rows = step.handle.zones(step.call)?.zone_rows.max(self.core.config.max_tokens_per_rank);
-        self.banks.reserve(&mut self.core, step, row, rows.saturating_mul(row_packets))
+        self.banks.reserve(&mut self.core, step, &self.words, (row, rows.saturating_mul(row_packets)))
     }
 
     /// Passes this rank's part before a call, or tells the others that it failed.
@@ -130,8 +135,7 @@ impl RowTransport<Cuda> for NvLinkLowLatency {
         if self.core.config.patience.is_none() || device.is_capturing()? {
             return Ok(());
         }
-        let control = self.words.memory().shared_part(self.words.low_latency_at(), LOW_LATENCY_CONTROL_BYTES)?;
-        let late = device.take_late_ranks(CALL, control)?;
+        let late = device.take_late_ranks(CALL, self.words.low_latency()?)?;
         let late: Vec<usize> = (0..self.core.ranks()).filter(|rank| late >> rank & 1 == 1).collect();
         if late.is_empty() { Ok(()) } else { Err(Error::LateRanks { call: CALL, rank: self.core.rank(), late }) }
     }
