@@ -144,3 +144,32 @@ pub(super) fn gradients<D: Kernels>(
     }
     Ok(())
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn nothing_needs_all_ranks_beside_patience() {
+        let some = Some(Duration::from_millis(1));
+        let own = AuxConfig { balance: 0.1, ..Default::default() };
+        let over = AuxConfig { over_ranks: true, ..own };
+        let off = AuxConfig { balance: 0.0, ..over };
+        let cases = [
+            (own, some, false, None),
+            (off, some, false, None),
+            (over, None, true, None),
+            (over, some, false, Some("aux.over_ranks")),
+            (AuxConfig { z: 0.1, ..off }, some, false, Some("aux.over_ranks")),
+            (own, some, true, Some("noise")),
+        ];
+        for (aux, patience, jitters, expected) in cases {
+            let refused = needs_no_rank("forward", &aux, patience, jitters);
+            match (&refused, expected) {
+                (Ok(()), None) => {}
+                (Err(Error::Invalid { call: "forward", name, .. }), Some(expected)) if name == expected => {}
+                other => panic!("{aux:?}, {patience:?}, {jitters}: {other:?}"),
+            }
+        }
+    }
+}

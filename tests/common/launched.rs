@@ -1,6 +1,7 @@
 //! Ranks that are processes, one a GPU: the test's program starts itself once a rank.
 
 use std::net::TcpListener;
+use std::os::unix::process::ExitStatusExt;
 use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
@@ -22,6 +23,8 @@ pub const AT_ONCE: Duration = Duration::from_secs(10);
 /// A child's exit and what it said.
 pub struct Said {
     pub ok: bool,
+    /// By signal 9, as `timeout` tells it.
+    pub killed: bool,
     pub text: String,
 }
 
@@ -50,6 +53,7 @@ pub fn start(body: &str, ranks: usize, environment: &[(&str, &str)]) -> Vec<Said
     let finished = children.into_iter().map(|child| child.wait_with_output().expect("a child's end"));
     let said = |out: std::process::Output| Said {
         ok: out.status.success(),
+        killed: out.status.signal() == Some(9) || out.status.code() == Some(128 + 9),
         text: [out.stdout, out.stderr].map(|b| String::from_utf8_lossy(&b).into_owned()).concat(),
     };
     finished.map(said).collect()

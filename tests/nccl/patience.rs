@@ -32,6 +32,8 @@ pub fn cases() -> Vec<(&'static str, Run)> {
             lose_the_last(ranks, "killed_in_replays");
         }),
         ("a_replay_behind_the_group_is_refused", behind_the_group),
+        ("a_rank_is_back_behind_a_round_of_tags", back_behind_a_round),
+        ("losses_over_the_ranks_are_refused", losses_are_refused),
     ]
 }
 
@@ -144,6 +146,76 @@ fn late(ranks: usize, away: Away, replayed: bool) {
     });
 }
 
+/// The last rank stays away until the tags of the packets that it has in its memory, and that the others have of it, come
+/// again: they are not taken for those of the step that it returns in.
+fn back_behind_a_round(_: &Cuda, ranks: usize) {
+    /// Of three calls, of which 65,534 have other tags: those of the last whole step are those of the last of these.
+    const STEPS: usize = 65_534;
+    static BACK: AtomicUsize = AtomicUsize::new(0);
+    // From some steps before on, as a rank that has come waits for the next step of the others.
+    for steps_away in [STEPS - 2, STEPS - 1, 7 * STEPS / 8] {
+        BACK.store(0, Ordering::SeqCst);
+        each(ranks, |comm, barrier| {
+            let (rank, last) = (comm.rank(), ranks - 1);
+            let mut steps = Steps::in_group(comm, captured(ranks), patient)?;
+            let whole = steps.over(1..4)?.swap_remove(0);
+            steps.set_x(2)?;
+            barrier.wait();
+            let mut graph = graph_of(&mut steps, true)?;
+            barrier.wait();
+            // What lies in the banks is of other inputs.
+            for _ in 0..2 {
+                step(&mut steps, &mut graph)?;
+            }
+            steps.set_x(1)?;
+            barrier.wait();
+            let mut without = whole.clone();
+            if rank != last {
+                without = step(&mut steps, &mut graph)?;
+                assert!(without != whole, "the last rank has experts");
+                is_told(&mut steps, rank, last);
+                let replays = graph.as_mut().expect("a graph");
+                (1..steps_away).try_for_each(|_| replays.replay())?;
+                assert!(steps.results()? == without, "the same share is missing");
+            }
+            barrier.wait();
+            let (began, mut back) = (Instant::now(), false);
+            while BACK.load(Ordering::SeqCst) < ranks {
+                assert!(began.elapsed() < MINUTE, "rank {rank} is not back, {steps_away} steps on");
+                let made = step(&mut steps, &mut graph)?;
+                assert!(made == whole || rank == last || made == without, "neither whole nor without the last");
+                if made == whole && !back {
+                    back = true;
+                    BACK.fetch_add(1, Ordering::SeqCst);
+                }
+            }
+            // Before the group that it calls.
+            drop(graph);
+            barrier.wait();
+            Ok(())
+        });
+    }
+}
+
+/// A layer whose losses are summed over the ranks needs all of them in each step: refused on each rank, before anything that
+/// would wait for another.
+fn losses_are_refused(_: &Cuda, ranks: usize) {
+    each(ranks, |comm, barrier| {
+        let (mut shape, options) = captured(ranks);
+        shape.config.aux.balance = 0.01;
+        shape.config.aux.over_ranks = true;
+        let mut steps = Steps::in_group(comm, (shape, options), patient)?;
+        if steps.group.rank() == 0 {
+            let refused = steps.step();
+            assert!(matches!(&refused, Err(Error::Invalid { name, .. }) if name == "aux.over_ranks"), "{refused:?}");
+            let refused = steps.cuda.clone().capture(|| steps.step()).err();
+            assert!(matches!(&refused, Some(Error::Invalid { name, .. }) if name == "aux.over_ranks"), "{refused:?}");
+        }
+        barrier.wait();
+        Ok(())
+    });
+}
+
 /// A collective, to which all ranks would have to come, says which one does not; the communicator is none the worse for it.
 fn needs_all(steps: &mut Steps, last: usize) {
     let met = steps.group.dispatcher().communicator().barrier(tag(1));
@@ -198,7 +270,8 @@ fn leaves(ranks: usize, replayed: bool) {
 fn lose_the_last(ranks: usize, body: &str) {
     let said = start(body, ranks, &[]);
     succeed(&said[..ranks - 1]);
-    assert!(!said[ranks - 1].ok, "the last was to be killed");
+    let last = &said[ranks - 1];
+    assert!(last.killed, "the last was to be killed: {}", last.text);
 }
 
 /// The last rank's process is killed by SIGKILL in the midst of steps, with kernels of all ranks under way. Its experts have

@@ -72,6 +72,19 @@ impl Ranks {
         self.word(rank, params::LOW_LATENCY_HEADERS) + (at * PACKET_BYTES) as u64
     }
 
+    /// As if the first rank had made so many calls over other memory.
+    fn go_on(&self, calls: u32) {
+        let epoch = self.read(0, params::LOW_LATENCY_EPOCH) + u64::from(calls);
+        self.write(self.word(0, params::LOW_LATENCY_EPOCH), &epoch.to_le_bytes());
+    }
+
+    /// What the first rank has of the second in the bank of a call.
+    fn read_area(&self, epoch: u32) -> Vec<u8> {
+        let mut area = vec![0; AREA * PACKET_BYTES];
+        self.cuda.read_bytes(CALL, self.area(epoch), &mut area).expect("a bank");
+        area
+    }
+
     /// The epoch and the ranks that are gone on with, of the header that a rank has of the other.
     fn read_header(&self, rank: usize, epoch: u32) -> (u32, u32) {
         let mut bytes = [0; 8];
@@ -190,22 +203,58 @@ fn a_rank_that_is_gone_does_not_come_to_be_ahead() {
     assert_eq!(ranks.read(0, params::LOW_LATENCY_LATE), 0, "told once");
 }
 
-/// Packets that nobody has used are gone before their tag comes round, those of a rank that is absent among them.
+/// Packets that nobody has used are gone before their tag comes round, those of a rank that is absent among them; also where
+/// calls over other memory come between.
 #[test]
 fn banks_are_cleared_before_tags_come_again() {
-    // Calls in which both banks are cleared: `SWEEPS` of each.
-    const CALLS: u32 = 2 * 4096;
-    let Some(ranks) = Ranks::new() else { return };
-    ranks.exchange(&record(0));
-    for bank in 0..2 {
-        ranks.write(ranks.area(bank), &[0x5a; AREA * PACKET_BYTES]);
-    }
-    for _call in 0..CALLS {
+    // Epochs in which both banks are cleared: `SWEEPS` of each parity.
+    const EPOCHS: u32 = 2 * 4096;
+    for period in [1, 3, 4] {
+        let Some(ranks) = Ranks::new() else { return };
         ranks.exchange(&record(0));
+        for bank in 0..2 {
+            ranks.write(ranks.area(bank), &[0x5a; AREA * PACKET_BYTES]);
+        }
+        let mut used = [false; 2];
+        for _call in 0..EPOCHS.div_ceil(period) + 1 {
+            ranks.go_on(period - 1);
+            ranks.exchange(&record(0));
+            used[ranks.read(0, params::LOW_LATENCY_EPOCH) as usize % 2] = true;
+        }
+        for bank in (0..2).filter(|bank| used[*bank as usize]) {
+            let left = ranks.read_area(bank);
+            assert!(left.iter().all(|byte| *byte == 0), "period {period}, bank {bank}");
+        }
     }
-    for bank in 0..2 {
-        let mut left = vec![0; AREA * PACKET_BYTES];
-        ranks.cuda.read_bytes(CALL, ranks.area(bank), &mut left).expect("a bank");
-        assert!(left.iter().all(|byte| *byte == 0), "bank {bank}");
+}
+
+/// A record that has lain in a bank until its tag comes again is not taken for that of the call: its rank counts on nobody,
+/// says so, and has cleared the bank behind that.
+#[test]
+fn a_bank_that_has_rested_is_cleared_first() {
+    let Some(ranks) = Ranks::new() else { return };
+    let [own, other] = [record(0), record(1)];
+    for epoch in 1..3 {
+        ranks.send_header(epoch);
+        (0..AREA).for_each(|i| ranks.send_packet(epoch, &other, i));
+        assert!(ranks.exchange(&own)[1] == other, "call {epoch}");
+    }
+    // Up to the calls with the tags of these, one of each bank.
+    ranks.go_on(0x10000 - 2);
+    for epoch in 0x10001..0x10003 {
+        ranks.send_header(epoch);
+        assert!(ranks.exchange(&own)[1] == without_tokens(&own), "call {epoch}: its record has not come");
+        let (said, with) = ranks.read_header(1, epoch);
+        assert_eq!((said, with & 3), (epoch, 1), "it counts on itself alone");
+        assert!(ranks.read_area(epoch).iter().all(|byte| *byte == 0), "call {epoch}");
+    }
+    let told = [params::LOW_LATENCY_ABSENT, params::LOW_LATENCY_LATE].map(|word| ranks.read(0, word));
+    assert_eq!(told, [2, 2], "it has begun to go on without the other");
+    // Both meet again.
+    for epoch in 0x10003..0x10005 {
+        ranks.send_header(epoch);
+        (0..AREA).for_each(|i| ranks.send_packet(epoch, &other, i));
+        assert!(ranks.exchange(&own)[1] == other, "call {epoch}");
+        assert_eq!(ranks.read(0, params::LOW_LATENCY_ABSENT), 0);
     }
 }
