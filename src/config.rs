@@ -395,7 +395,8 @@ pub struct AuxConfig {
     pub balance_kind: BalanceKind,
     /// z-loss (ST-MoE, arXiv 2202.08906): coefficient, 0 for none.
     pub z: f64,
-    /// Sums over all ranks (one more collective in forward), or each rank's own.
+    /// Sums over all ranks (one more collective in forward; refused beside
+    /// [`GroupConfig::patience`](crate::ep::GroupConfig::patience)), or each rank's own.
     pub over_ranks: bool,
 }
 

@@ -44,10 +44,11 @@ pub struct GroupConfig {
     /// NVLink with low latency: how long a step waits for a rank before it goes on without it, and without its experts' share.
     /// [`TokenDispatcher::check`](super::TokenDispatcher::check) tells of that once, and the rank is taken in again when it
     /// comes to a later step of the layer. One that is gone for good, its process dead or its group dropped, is gone on without
-    /// too; what needs all ranks is then [`CommError::PeerGone`](crate::CommError::PeerGone). Refused beside it are
-    /// capacities that drop choices, and more tokens than those whose choices, 4 bytes each, fit a record of 14,336 bytes
-    /// with its head: 432 of eight choices. `None`: ranks meet in every call, and one that does not come is an error on
-    /// all, as it is with every other dispatcher, which refuse a time here.
+    /// too; what needs all ranks is then [`CommError::PeerGone`](crate::CommError::PeerGone), and a layer that needs them in
+    /// each step is refused: by capacities that drop choices, [`AuxConfig::over_ranks`](crate::config::AuxConfig::over_ranks)
+    /// or noise. So are more tokens than those whose choices, 4 bytes each, fit a record of 14,336 bytes with its head: 432 of
+    /// eight choices. `None`: ranks meet in every call, and one that does not come is an error on all, as it is with every
+    /// other dispatcher, which refuse a time here.
     pub patience: Option<Duration>,
     /// [`DispatcherKind::Auto`] times each dispatcher that every rank can have, but low latency, in steps of
     /// this shape, once, as the group is formed, and takes the quickest, the same on all ranks; `None`: it decides from
