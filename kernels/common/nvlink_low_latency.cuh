@@ -1,4 +1,5 @@
-// Calls of low latency over windows: packets that say themselves that they have come (nvlink.cuh has the rest).
+// Calls of low latency over windows: in packets, each with the number of its call, by which the receiver knows that it has
+// come (nvlink.cuh has the rest).
 //
 // A call is one kernel on each rank of the group; all make the same calls in the same order. What travels is cut into
 // packets of 16 bytes: 14 of payload, and the call's tag. A receiver knows from the plan which packets come, and looks at

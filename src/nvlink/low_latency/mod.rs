@@ -1,4 +1,5 @@
-//! Few tokens between the GPUs of a host, forward only: rows travel in packets that say themselves that they have come.
+//! Few tokens between the GPUs of a host, forward only: rows travel in packets, each with the number of its call, by
+//! which the receiver knows that it has come.
 //!
 //! ```text
 //! banks       memory that packets arrive in
