@@ -153,7 +153,7 @@ __device__ __forceinline__ void start(const LowLatencyCall& c, Block& block) {
         block.stopped = gave_up != 0;
         if (gave_up != 0) nvlink::raise_stopped(c.call, gave_up);
         // In every block, as all see the same epochs.
-        if (c.patience > 0 && block.rested > MOST_REST) go_alone(c, block);
+        if (c.patience > 0 && !block.stopped && block.rested > MOST_REST) go_alone(c, block);
         nvlink::delay(c.call, blockIdx.x);
     }
     __syncthreads();

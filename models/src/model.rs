@@ -69,7 +69,8 @@ impl Model {
     }
 
     /// Loads this rank's part of a checkpoint to the group's device. No collective; every rank loads for itself. The
-    /// group is one for the checkpoint's number of experts.
+    /// group is one for the checkpoint's number of experts. In a model's first call the ranks compare it, so all ranks make as
+    /// many models of a group and call them in the same order.
     ///
     /// # Errors
     /// As [`load`](Self::load).

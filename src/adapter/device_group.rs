@@ -46,7 +46,8 @@ impl<F> DeviceGroup<F> {
     }
 
     /// Compares texts over the ranks by their names: what a program has alike on all of them, such as a model's
-    /// configuration. Collective: two all-gathers that are waited for, none where there is one rank.
+    /// configuration. Collective: two all-gathers that are waited for, none where there is one rank, so all ranks call it as
+    /// often and in the same order among their layers' calls.
     ///
     /// # Errors
     /// [`Error::ConfigMismatch`](crate::Error::ConfigMismatch) on every rank where a text differs, or a rank lacks it: with
