@@ -14,8 +14,8 @@ pub mod ops;
 
 mod cache;
 mod chunk_masks;
-mod comparison;
 mod config;
+mod config_entries;
 mod decoder;
 mod error;
 mod family;

@@ -10,7 +10,7 @@ use moebius::checkpoint::{Checkpoint, Form, OpenOptions};
 use moebius::ep::GroupConfig;
 
 use crate::cache::Cache;
-use crate::comparison;
+use crate::config_entries::config_entries;
 use crate::decoder::{DecoderStack, ForwardCaches, ForwardProgress, Tap};
 use crate::error::{Error, Result};
 use crate::family;
@@ -95,7 +95,7 @@ impl Model {
         let family = checkpoint.family().to_string();
         let (trainable, dequantized) = (options.parameters == Parameters::Trainable, p.take_dequantized());
         let vars = p.into_vars();
-        let mut alike = comparison::of_config(checkpoint.config());
+        let mut alike = config_entries(checkpoint.config());
         alike.insert("type of the embedding".into(), format!("{:?}", decoder.dtype()));
         alike.insert("option random".into(), format!("{:?}", options.random));
         let compared = OnceLock::new();
@@ -301,7 +301,7 @@ impl Model {
     /// wait for each other, or go on to other logits without a word. Every rank has the error.
     fn compare(&self) -> Result<()> {
         if self.compared.get().is_none() {
-            self.group.compare_over_ranks("Model", &self.alike)?;
+            self.group.compare_texts("Model", &self.alike)?;
             let _ = self.compared.set(());
         }
         Ok(())

@@ -19,11 +19,11 @@ mod chat_folder;
 #[path = "support/program.rs"]
 mod program;
 
-use chat_folder::{folder, golden, tokenizer};
+use chat_folder::{chat_folder, golden_folder, tokenizer_json};
 use program::text;
 
 fn load(group: EpGroup) -> Model {
-    let checkpoint = Checkpoint::open(golden()).expect("a checkpoint");
+    let checkpoint = Checkpoint::open(golden_folder()).expect("a checkpoint");
     Model::load_on(&checkpoint, group, LoadOptions::default()).expect("a model")
 }
 
@@ -134,7 +134,7 @@ fn said(ids: &str) -> String {
 
 #[test]
 fn the_program_prints_ids_without_a_tokenizer() {
-    let output = run(&golden(), &["--prompt-ids", "5,17,3", "--max-tokens", "8", "--ignore-eos"]);
+    let output = run(&golden_folder(), &["--prompt-ids", "5,17,3", "--max-tokens", "8", "--ignore-eos"]);
     let model = load(EpGroup::single(GroupConfig::new(8, 64)).expect("a group"));
     let expected: Vec<_> = expected(&model, &Request::new(vec![5, 17, 3], 8)).iter().map(u32::to_string).collect();
     assert_eq!(text(&output).split_whitespace().collect::<Vec<_>>(), expected);
@@ -153,7 +153,7 @@ fn the_program_samples_the_same_at_any_number_of_ranks() {
     let prompts =
         ["--prompt-ids", "5,17,3", "--prompt-ids", "8", "--prompt-ids", "1,2,3,4,5,6,7", "--max-tokens", "12"];
     let sampled = ["--temperature", "0.9", "--top-k", "40", "--top-p", "0.95", "--seed", "11", "--ignore-eos"];
-    let run = |more: &[&str]| text(&run(&golden(), &[&prompts[..], more].concat()));
+    let run = |more: &[&str]| text(&run(&golden_folder(), &[&prompts[..], more].concat()));
     let one = run(&sampled);
     assert_eq!(one.lines().count(), 6, "{one}");
     for ranks in ["2", "4"] {
@@ -162,14 +162,14 @@ fn the_program_samples_the_same_at_any_number_of_ranks() {
     assert_ne!(run(&[&sampled[..], &["--repetition-penalty", "1.5"]].concat()), one);
     // A prompt alone gives what it gives among others.
     let alone = ["--prompt-ids", "8", "--max-tokens", "12"];
-    let alone = text(&self::run(&golden(), &[&alone[..], &sampled].concat()));
+    let alone = text(&self::run(&golden_folder(), &[&alone[..], &sampled].concat()));
     assert_eq!(one.lines().nth(3), Some(alone.trim()), "{one}");
 }
 
 #[test]
 fn the_program_takes_either_kind_of_cache() {
     let prompts = ["--prompt-ids", "5,17,3", "--prompt-ids", "8", "--max-tokens", "12", "--ignore-eos"];
-    let run = |more: &[&str]| text(&run(&golden(), &[&prompts[..], more].concat()));
+    let run = |more: &[&str]| text(&run(&golden_folder(), &[&prompts[..], more].concat()));
     for sampling in [&["--temperature", "0"][..], &["--temperature", "0.9", "--seed", "3"]] {
         let [default, fixed, growing] =
             [&[][..], &["--cache", "static"], &["--cache", "growing"]].map(|cache| run(&[sampling, cache].concat()));
@@ -194,7 +194,7 @@ fn launched<'a>(rank: &'a str, world: &'a str) -> Vec<(&'a str, &'a str)> {
 /// This suite's program has no NCCL: every rank ends at once, and says which it is.
 #[test]
 fn a_launched_process_that_cannot_reach_the_others_names_its_rank() {
-    let golden = golden();
+    let golden = golden_folder();
     let run = |rank: &str, world: &str, more: &[&str]| {
         let arguments =
             [&[golden.to_str().expect("a path"), "--prompt-ids", "5,17,3", "--max-tokens", "2"], more].concat();
@@ -237,12 +237,12 @@ fn loads(output: &Output) -> Vec<(usize, String)> {
 fn the_program_counts_choices_of_experts() {
     let prompts = ["--prompt-ids", "5,17,3", "--prompt-ids", "8,1", "--max-tokens", "4", "--ignore-eos"];
     let count = |ranks: &str| {
-        let output = run(&golden(), &[&prompts[..], &["--expert-load", "--ranks", ranks]].concat());
+        let output = run(&golden_folder(), &[&prompts[..], &["--expert-load", "--ranks", ranks]].concat());
         text(&output);
         loads(&output)
     };
     let one = count("1");
-    let config = std::fs::read_to_string(golden().join("config.json")).expect("a config");
+    let config = std::fs::read_to_string(golden_folder().join("config.json")).expect("a config");
     let config: serde_json::Value = serde_json::from_str(&config).expect("JSON");
     let of = |key: &str| config[key].as_u64().expect("a number") as usize;
     // A model of layers with experts alone. Each prompt's tokens and all generated ones but the last, which is of no
@@ -258,9 +258,10 @@ fn the_program_counts_choices_of_experts() {
 
 #[test]
 fn the_program_takes_texts_conversations_and_files() {
-    let dir = folder(&tokenizer(false));
+    let dir = chat_folder(&tokenizer_json(false));
     let options = ["--max-tokens", "12", "--ignore-eos"];
-    let by_ids = |prompt: &str| said(&text(&run(&golden(), &[&["--prompt-ids", &ids(prompt)], &options[..]].concat())));
+    let by_ids =
+        |prompt: &str| said(&text(&run(&golden_folder(), &[&["--prompt-ids", &ids(prompt)], &options[..]].concat())));
     let by_text = |arguments: &[&str]| text(&run(dir.path(), &[arguments, &options[..]].concat()));
     let whole = by_ids("Hello");
     assert_eq!(by_text(&["--prompt", "Hello"]), whole.clone() + "\n");
@@ -285,13 +286,13 @@ fn the_program_takes_texts_conversations_and_files() {
 #[test]
 fn the_program_stops_at_special_tokens() {
     let options = ["--max-tokens", "12", "--ignore-eos"];
-    let output = text(&run(&golden(), &[&["--prompt-ids", &ids("Hello")], &options[..]].concat()));
+    let output = text(&run(&golden_folder(), &[&["--prompt-ids", &ids("Hello")], &options[..]].concat()));
     let made: Vec<u32> = output.split_whitespace().map(|id| id.parse().expect("an id")).collect();
     let prompt: Vec<u32> = ids("Hello").split(',').map(|id| id.parse().expect("an id")).collect();
     // One that comes behind others and is a letter of neither these nor the prompt, made a special token.
     let at = (2..12).find(|at| made[*at] < 95 && !made[..*at].contains(&made[*at]) && !prompt.contains(&made[*at]));
     let at = at.expect("another prompt is needed");
-    let mut file: serde_json::Value = serde_json::from_str(&tokenizer(false)).expect("JSON");
+    let mut file: serde_json::Value = serde_json::from_str(&tokenizer_json(false)).expect("JSON");
     let vocab = file["model"]["vocab"].as_object_mut().expect("a vocabulary");
     vocab.retain(|_, id| *id != made[at]);
     // Added tokens that the vocabulary has not get ids behind it, whatever the file says.
@@ -300,7 +301,7 @@ fn the_program_stops_at_special_tokens() {
     let mut token = added[0].clone();
     (token["id"], token["content"]) = (made[at].into(), "<|stop|>".into());
     added.push(token);
-    let dir = folder(&file.to_string());
+    let dir = chat_folder(&file.to_string());
     let shown = text(&run(dir.path(), &[&["--prompt", "Hello", "--stop", "<|stop|>"], &options[..]].concat()));
     let before: Vec<String> = made[..at].iter().map(u32::to_string).collect();
     assert_eq!(shown, said(&before.join(" ")) + "\n");
@@ -310,11 +311,11 @@ fn the_program_stops_at_special_tokens() {
 /// has the prompt, and where another has none.
 #[test]
 fn a_text_that_ends_inside_a_character_is_the_same_on_any_number_of_ranks() {
-    let mut file: serde_json::Value = serde_json::from_str(&tokenizer(false)).expect("JSON");
+    let mut file: serde_json::Value = serde_json::from_str(&tokenizer_json(false)).expect("JSON");
     let vocab = file["model"]["vocab"].as_object_mut().expect("a vocabulary");
     // Every token is a printable character and the first byte of one of three, in a byte-level tokenizer's letters.
     *vocab = vocab.iter().map(|(token, id)| (format!("{token}\u{e2}"), id.clone())).collect();
-    let dir = folder(&file.to_string());
+    let dir = chat_folder(&file.to_string());
     let incomplete = |ranks: &str, prompts: &[&str]| {
         let prompts = prompts.iter().flat_map(|ids| ["--prompt-ids", *ids]);
         let limits = ["--max-tokens", "4", "--ignore-eos", "--ranks", ranks];
@@ -344,15 +345,15 @@ fn a_text_that_ends_inside_a_character_is_the_same_on_any_number_of_ranks() {
 fn the_program_takes_a_folder_of_links() {
     let dir = tempfile::tempdir().expect("a folder");
     for name in ["config.json", "model.safetensors"] {
-        std::os::unix::fs::symlink(golden().join(name), dir.path().join(name)).expect("a link");
+        std::os::unix::fs::symlink(golden_folder().join(name), dir.path().join(name)).expect("a link");
     }
     let arguments = ["--prompt-ids", "5,17,3", "--max-tokens", "3"];
-    assert_eq!(text(&run(dir.path(), &arguments)), text(&run(&golden(), &arguments)));
+    assert_eq!(text(&run(dir.path(), &arguments)), text(&run(&golden_folder(), &arguments)));
 }
 
 #[test]
 fn what_cannot_be_is_one_line_of_error() {
-    let golden = golden();
+    let golden = golden_folder();
     for (status, arguments, words) in [
         (2, &["--prompt", "hi"][..], "no tokenizer.json"),
         (2, &["--prompt-ids", ""], "--prompt-ids: expected ids with commas between them, found \"\""),
@@ -387,17 +388,17 @@ fn what_cannot_be_is_one_line_of_error() {
         let message = error(status, &run(&golden, arguments));
         assert!(message.contains(words), "{arguments:?}: {message}");
     }
-    let dir = folder(&tokenizer(true));
+    let dir = chat_folder(&tokenizer_json(true));
     std::fs::remove_file(dir.path().join("tokenizer.json")).expect("a file");
     std::fs::create_dir(dir.path().join("tokenizer.json")).expect("a folder");
     let message = error(1, &run(dir.path(), &["--prompt", "hi"]));
     assert!(message.contains("tokenizer.json: not a regular file"), "{message}");
-    let dir = folder(&tokenizer(true));
+    let dir = chat_folder(&tokenizer_json(true));
     let message = error(1, &run(dir.path(), &["--prompt", "hi"]));
     assert!(message.contains("token \"ab\" has id 97; the embedding has 97 rows"), "{message}");
     let message = error(1, &run(&dir.path().join("none"), &["--prompt", "hi"]));
     assert!(message.contains("no checkpoint folder"), "{message}");
-    let dir = folder(&tokenizer(false));
+    let dir = chat_folder(&tokenizer_json(false));
     let message = error(1, &run(dir.path(), &["--prompt", ""]));
     assert!(message.contains("the prompt has no token"), "{message}");
     let of_file = |name: &str, text: &[u8]| {
@@ -433,7 +434,7 @@ fn errors_of_the_program_have_no_control_characters() {
         let message = error(1, &output);
         assert!(message.contains(shown) && !message.trim_end().chars().any(char::is_control), "{message:?}");
     };
-    let dir = folder(&tokenizer(false));
+    let dir = chat_folder(&tokenizer_json(false));
     refused(run(&dir.path().join(steer), &["--prompt", "hi"]));
     let path = |name: &str| dir.path().join(name).display().to_string();
     refused(run(dir.path(), &["--prompts-file", &path(steer)]));
@@ -447,7 +448,7 @@ fn errors_of_the_program_have_no_control_characters() {
         let message = error(1, &output);
         assert!(!message.trim_end().chars().any(char::is_control), "{message:?}");
     }
-    let mut file: serde_json::Value = serde_json::from_str(&tokenizer(true)).expect("JSON");
+    let mut file: serde_json::Value = serde_json::from_str(&tokenizer_json(true)).expect("JSON");
     file["pre_tokenizer"] = serde_json::json!({"type": steer});
     std::fs::write(path("tokenizer.json"), file.to_string()).expect("a file");
     let message = error(1, &run(dir.path(), &["--prompt", "hi"]));
@@ -457,7 +458,7 @@ fn errors_of_the_program_have_no_control_characters() {
 /// What the command line and `config.json` say is refused before weights are looked for.
 #[test]
 fn parameters_are_refused_before_anything_is_loaded() {
-    let dir = folder(&tokenizer(false));
+    let dir = chat_folder(&tokenizer_json(false));
     std::fs::remove_file(dir.path().join("model.safetensors")).expect("no weights");
     for (status, arguments, words) in [
         (2, &["--top-p", "3", "--temperature", "1"][..], "top_p: expected a number of 0 to 1, found 3"),
@@ -474,7 +475,7 @@ fn parameters_are_refused_before_anything_is_loaded() {
     let long = vec!["1"; 256].join(",");
     let message = error(1, &run(dir.path(), &["--prompt-ids", &long]));
     assert!(message.contains("256 tokens, the decoder's context 256"), "{message}");
-    std::fs::write(dir.path().join("tokenizer.json"), tokenizer(true)).expect("a tokenizer");
+    std::fs::write(dir.path().join("tokenizer.json"), tokenizer_json(true)).expect("a tokenizer");
     let message = error(1, &run(dir.path(), &["--prompt", "hi"]));
     assert!(message.contains("id 97; the embedding has 97 rows"), "{message}");
 }
@@ -482,7 +483,7 @@ fn parameters_are_refused_before_anything_is_loaded() {
 /// Nothing that was asked for is left out without a word.
 #[test]
 fn options_without_effect_are_named() {
-    let dir = folder(&tokenizer(false));
+    let dir = chat_folder(&tokenizer_json(false));
     let report = |arguments: &[&str]| {
         let done = run(dir.path(), &[&["--prompt", "hi", "--max-tokens", "2"], arguments].concat());
         text(&done);
@@ -499,7 +500,7 @@ fn options_without_effect_are_named() {
 /// A line says whether an answer begins behind it; one that does not say has one.
 #[test]
 fn a_conversation_may_go_without_an_answers_beginning() {
-    let dir = folder(&tokenizer(false));
+    let dir = chat_folder(&tokenizer_json(false));
     let template = "{{ messages[0].content }}{% if add_generation_prompt %}abcdefgh{% endif %}";
     std::fs::write(dir.path().join("chat_template.jinja"), template).expect("a file");
     let lines = dir.path().join("lines.jsonl");
@@ -522,7 +523,7 @@ fn a_conversation_may_go_without_an_answers_beginning() {
 #[cfg(unix)]
 #[test]
 fn a_model_is_loaded_through_links_where_asked() {
-    let real = folder(&tokenizer(false));
+    let real = chat_folder(&tokenizer_json(false));
     let snapshot = tempfile::tempdir().expect("a folder");
     for name in ["config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"] {
         std::os::unix::fs::symlink(real.path().join(name), snapshot.path().join(name)).expect("a link");
@@ -539,7 +540,7 @@ fn a_model_is_loaded_through_links_where_asked() {
 /// A token by its id, which is no part of the text.
 #[test]
 fn the_program_stops_at_tokens_by_their_ids() {
-    let dir = folder(&tokenizer(false));
+    let dir = chat_folder(&tokenizer_json(false));
     let ids = text(&run(dir.path(), &["--prompt", "hi", "--max-tokens", "6", "--channels", "raw"]));
     assert_eq!(ids.trim_end_matches('\n').len(), 6, "six printable characters: choose another prompt: {ids:?}");
     let printed: Vec<u8> = ids.bytes().collect();
@@ -623,7 +624,7 @@ fn gpt_oss_converses_without_a_template() {
     for name in ["config.json", "model.safetensors"] {
         std::fs::copy(golden.join(name), dir.path().join(name)).expect("a copy");
     }
-    let mut json: serde_json::Value = serde_json::from_str(&tokenizer(false)).expect("JSON");
+    let mut json: serde_json::Value = serde_json::from_str(&tokenizer_json(false)).expect("JSON");
     let vocab = json["model"]["vocab"].as_object_mut().expect("tokens");
     vocab.retain(|_, id| id.as_u64().is_some_and(|id| id < 90));
     let proto = json["added_tokens"][0].clone();

@@ -21,7 +21,7 @@ use moebius_models::{Error, LoadOptions, Model};
 use serde_json::{Value, json};
 use tempfile::TempDir;
 
-use chat_folder::{folder, tokenizer};
+use chat_folder::{chat_folder, tokenizer_json};
 
 type AnyError = Box<dyn StdError + Send + Sync>;
 type Outcome = Result<(), AnyError>;
@@ -153,7 +153,7 @@ impl Case {
 
     /// What becomes of the ranks where these have it wrong.
     fn outcomes(&self, wrong: [bool; RANKS]) -> Vec<Outcome> {
-        let folders: Vec<TempDir> = wrong.iter().map(|_| folder(&tokenizer(false))).collect();
+        let folders: Vec<TempDir> = wrong.iter().map(|_| chat_folder(&tokenizer_json(false))).collect();
         let spoiled = folders.iter().zip(wrong).filter(|(_, wrong)| *wrong);
         spoiled.for_each(|(folder, _)| (self.spoil)(folder.path()));
         let worlds = ThreadWorld::create(RANKS, TIMEOUT).into_iter().zip(ThreadWorld::create(RANKS, TIMEOUT));
@@ -441,7 +441,7 @@ fn texts_that_cannot_be() {
     for case in [
         Case::of_texts(
             "a tokenizer whose ids exceed the embedding",
-            |dir| std::fs::write(dir.join("tokenizer.json"), tokenizer(true)).expect("a file"),
+            |dir| std::fs::write(dir.join("tokenizer.json"), tokenizer_json(true)).expect("a file"),
             "token \"ab\" has id 97; the embedding has 97 rows",
         ),
         Case::of_texts(

@@ -52,7 +52,7 @@ impl<F> DeviceGroup<F> {
     /// # Errors
     /// [`Error::ConfigMismatch`](crate::Error::ConfigMismatch) on every rank where a text differs, or a rank lacks it: with
     /// the first such name as the field. Another rank's failure before; a communicator's error.
-    pub fn compare_over_ranks(&self, call: &'static str, own: &BTreeMap<String, String>) -> Result<()> {
+    pub fn compare_texts(&self, call: &'static str, own: &BTreeMap<String, String>) -> Result<()> {
         self.group.compare_texts(call, own)
     }
 

@@ -33,11 +33,20 @@ pub(crate) type GradientType = u8;
 const ABSENT: GradientType = 0;
 
 /// The number of the type of a gradient that is there, by its place among a framework's.
-pub(crate) fn gradient_type<T: PartialEq>(types: &[T; 4], of: &T, name: impl Fn(&T) -> String) -> Result<GradientType> {
+pub(crate) fn number_of_type<T: PartialEq>(
+    types: &[T; 4],
+    of: &T,
+    name: impl Fn(&T) -> String,
+) -> Result<GradientType> {
     match types.iter().position(|dtype| dtype == of) {
         Some(number) => Ok(number as GradientType + 1),
         None => Err(Error::invalid(REDUCE_GRADIENTS, "gradient", "f16, bf16, f32 or f64", name(of))),
     }
+}
+
+/// The type of this number, among a framework's; none of a gradient that no rank has.
+pub(crate) fn type_of_number<T: Copy>(types: &[T; 4], number: GradientType) -> Option<T> {
+    types.get(usize::from(number).checked_sub(1)?).copied()
 }
 
 impl<P> GradientReduction<'_, P> {

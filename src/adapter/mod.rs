@@ -30,7 +30,9 @@ pub use dispatch::{DispatchTokens, DispatchedRows, ResultSpec};
 pub(crate) use dispatch::{FrameworkTensors, GuardedCall, PendingDispatch, check_expert_output, pieces};
 #[cfg(feature = "burn")]
 pub(crate) use gradient_reduction::AllReduce;
-pub(crate) use gradient_reduction::{GradientReduction, GradientType, REDUCE_GRADIENTS, gradient_type};
+pub(crate) use gradient_reduction::{
+    GradientReduction, GradientType, REDUCE_GRADIENTS, number_of_type, type_of_number,
+};
 pub use gradient_sums::ReduceComms;
 pub(crate) use gradient_sums::{GradientSums, StepCalls};
 pub(crate) use group::ErasedChain;

@@ -10,7 +10,8 @@ use burn::tensor::ops::FloatTensor;
 use burn::tensor::{DType as BurnDType, FloatDType, Shape, Tensor, TensorMetadata};
 
 use crate::adapter::{
-    AllReduce, BUCKET_BYTES, GradientReduction, GradientType, NO_LAYER, REDUCE_GRADIENTS, Summand, gradient_type,
+    AllReduce, BUCKET_BYTES, GradientReduction, GradientType, NO_LAYER, REDUCE_GRADIENTS, Summand, number_of_type,
+    type_of_number,
 };
 use crate::comm::{Communicator, Op};
 use crate::device::Device;
@@ -158,7 +159,7 @@ impl<B: AutodiffBackend + MoeBackend, M: Module<B>> ModuleReduction<'_, B, M> {
             for (part, of) in bucket.iter().zip(types) {
                 let range = start..start + part.count;
                 start = range.end;
-                sums.push(ParamSum { flat: flat.clone().inner(), range, dtype: dtype_of_type(*of) });
+                sums.push(ParamSum { flat: flat.clone().inner(), range, dtype: type_of_number(&TYPES, *of) });
             }
             Ok(())
         })?;
@@ -187,17 +188,12 @@ impl<B: NativeMemory> ParamGradient<B> {
 
     fn gradient_type(&self) -> Result<GradientType> {
         let Some(gradient) = &self.gradient else { return Ok(0) };
-        gradient_type(&TYPES, &gradient.dtype(), |dtype| format!("{dtype:?}"))
+        number_of_type(&TYPES, &gradient.dtype(), |dtype| format!("{dtype:?}"))
     }
 }
 
 /// Types of gradients, by the order of their numbers.
 const TYPES: [BurnDType; 4] = [BurnDType::F16, BurnDType::BF16, BurnDType::F32, BurnDType::F64];
-
-/// Of a gradient that no rank has, none.
-fn dtype_of_type(of: GradientType) -> Option<BurnDType> {
-    TYPES.get(usize::from(of).checked_sub(1)?).copied()
-}
 
 /// Sizes and type of a parameter, which ranks compare.
 pub(super) fn described(param: &impl TensorMetadata) -> String {

@@ -4,7 +4,8 @@ use candle_core::backprop::GradStore;
 use candle_core::{DType, Tensor, Var};
 
 use crate::adapter::{
-    BUCKET_BYTES, GradientReduction, GradientType, NO_LAYER, REDUCE_GRADIENTS, Summand, match_device,
+    BUCKET_BYTES, GradientReduction, GradientType, NO_LAYER, REDUCE_GRADIENTS, Summand, match_device, number_of_type,
+    type_of_number,
 };
 use crate::comm::Communicator;
 use crate::ep::EpGroup;
@@ -89,7 +90,7 @@ fn sum<D: CandleDevice>(
         let bucket = BucketParams(params);
         let sums = bucket.flat(&|of| gradients.get(of).cloned())?;
         with_views_mut(device, CALL, &[("gradients", &sums)], |views| views.into_iter().try_for_each(all_reduce))?;
-        let absent = |number: usize| Ok(dtype_of_type(types[number]));
+        let absent = |number: usize| Ok(type_of_number(&TYPES, types[number]));
         let all = bucket.split(&sums, gradients, &absent).map_err(framework(CALL))?;
         for (of, sum) in params.iter().zip(all) {
             if let Some(sum) = sum {
@@ -107,12 +108,7 @@ const TYPES: [DType; 4] = [DType::F16, DType::BF16, DType::F32, DType::F64];
 fn gradient_type(of: &Tensor, gradients: &GradStore) -> Result<GradientType> {
     let Some(gradient) = gradients.get(of) else { return Ok(0) };
     Error::check_shape(CALL, "gradient", of.dims(), gradient.dims())?;
-    crate::adapter::gradient_type(&TYPES, &gradient.dtype(), |dtype| dtype.as_str().to_string())
-}
-
-/// Of a gradient that no rank has, none.
-fn dtype_of_type(of: GradientType) -> Option<DType> {
-    TYPES.get(usize::from(of).checked_sub(1)?).copied()
+    number_of_type(&TYPES, &gradient.dtype(), |dtype| dtype.as_str().to_string())
 }
 
 /// The type of a parameter's sum.

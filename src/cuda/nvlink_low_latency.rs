@@ -82,7 +82,7 @@ impl LowLatencyPeers<'_> {
 
 /// A rank's two banks, of an area of so many packets for each rank.
 #[derive(Debug)]
-pub(crate) struct Banks<'a> {
+pub(crate) struct PacketBanks<'a> {
     pub(crate) memory: DeviceMut<'a>,
     pub(crate) rank: usize,
     pub(crate) ranks: usize,
@@ -233,8 +233,13 @@ impl Cuda {
     ///
     /// # Errors
     /// A driver's error; memory that has no room for them.
-    pub(crate) fn number_banks(&self, call: &'static str, control: DeviceMut<'_>, banks: Banks<'_>) -> Result<()> {
-        let Banks { memory, rank, ranks, area } = banks;
+    pub(crate) fn write_last_call(
+        &self,
+        call: &'static str,
+        control: DeviceMut<'_>,
+        banks: PacketBanks<'_>,
+    ) -> Result<()> {
+        let PacketBanks { memory, rank, ranks, area } = banks;
         Error::check_shape(call, "banks", &[2 * ranks * area * PACKET_BYTES], &[Self::len_mut(&memory)])?;
         let mut last = [0; 8];
         self.read_bytes(call, control.ptr + 8 * params::LOW_LATENCY_EPOCH as u64, &mut last)?;

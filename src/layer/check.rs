@@ -62,12 +62,7 @@ pub(super) fn inputs<D: Kernels>(
 
 /// Refuses what needs all ranks in a forward, beside a group's patience: ranks do not make each other's calls alike there, and
 /// a collective would wait for one that is away, in a replayed graph without an end.
-pub(super) fn needs_no_rank(
-    call: &'static str,
-    aux: &AuxConfig,
-    patience: Option<Duration>,
-    jitters: bool,
-) -> Result<()> {
+pub(super) fn patience(call: &'static str, aux: &AuxConfig, patience: Option<Duration>, jitters: bool) -> Result<()> {
     const NONE: &str = "beside GroupConfig::patience";
     if patience.is_none() {
         return Ok(());
@@ -164,7 +159,7 @@ mod tests {
             (own, some, true, Some("noise")),
         ];
         for (aux, patience, jitters, expected) in cases {
-            let refused = needs_no_rank("forward", &aux, patience, jitters);
+            let refused = super::patience("forward", &aux, patience, jitters);
             match (&refused, expected) {
                 (Ok(()), None) => {}
                 (Err(Error::Invalid { call: "forward", name, .. }), Some(expected)) if name == expected => {}

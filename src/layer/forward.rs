@@ -20,7 +20,7 @@ use crate::tensor::{Tensor, TensorMut, TensorRef};
 use super::context::Context;
 use super::definition::Layer;
 use super::early_up::{EarlyUp, UpOutputs};
-use super::mode::Mode;
+use super::mode::{Mode, Noise};
 use super::outputs::{Forward, ForwardInfo, Routing};
 use super::overlap::LayerOverlap;
 use super::params::{Inputs, Params, borrow};
@@ -93,9 +93,9 @@ fn forward_into<D: Kernels>(
     let overlap = LayerOverlap::of(layer, group, params, x.dtype());
     let spec = spec::<D>(layer, mode, x.dtype(), overlap.formula(layer, x.dtype()));
     let device = group.device().clone();
-    let jitters = mode.noise.is_some() && layer.config.router.jitter > 0.0;
-    check::needs_no_rank(CALL, &layer.config.aux, group.config().patience, jitters)?;
-    let jitter = jitter(layer, group, mode, x)?;
+    let noise = mode.noise.filter(|_| layer.config.router.jitter > 0.0);
+    check::patience(CALL, &layer.config.aux, group.config().patience, noise.is_some())?;
+    let jitter = noise.map(|noise| jitter(layer, group, noise, x)).transpose()?;
     // The others wait in prepare, and are told there of an error that is this rank's alone.
     let checked = check::inputs(CALL, layer, group, x, params);
     let checked = checked.and_then(|tokens| check::output(CALL, layer, x, tokens, &y));
@@ -209,10 +209,9 @@ pub(super) fn spec<D: Kernels>(layer: &Layer, mode: Mode, dtype: DType, formula:
     }
 }
 
-/// Noise for this step, where the layer has it: its numbering of tokens takes a collective of its own, since the
+/// A step's noise: its numbering of tokens takes a collective of its own, since the
 /// router runs before prepare. In it ranks compare the noise.
-fn jitter<D: Kernels>(layer: &Layer, group: &mut Group<D>, mode: Mode, x: TensorRef<'_, D>) -> Result<Option<Jitter>> {
-    let Some(noise) = mode.noise.filter(|_| layer.config.router.jitter > 0.0) else { return Ok(None) };
+fn jitter<D: Kernels>(layer: &Layer, group: &mut Group<D>, noise: Noise, x: TensorRef<'_, D>) -> Result<Jitter> {
     let (rank, ranks) = (group.rank(), group.ranks());
     let mut first_token = 0;
     if ranks > 1 {
@@ -228,7 +227,7 @@ fn jitter<D: Kernels>(layer: &Layer, group: &mut Group<D>, mode: Mode, x: Tensor
         compare_fields(CALL, rank, &compared, &noises)?;
         first_token = of_ranks.iter().take(rank).map(|[.., tokens]| tokens).sum();
     }
-    Ok(Some(Jitter { seed: noise.seed, step: noise.step, layer: layer.number, first_token }))
+    Ok(Jitter { seed: noise.seed, step: noise.step, layer: layer.number, first_token })
 }
 
 /// Outputs of the router; shared by the result and the context.

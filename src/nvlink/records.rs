@@ -6,7 +6,7 @@ use std::time::Duration;
 use crate::comm::refusal::refuse_on_error;
 use crate::comm::{Communicator, Tag};
 use crate::cuda::nvlink::{MOST_CHOICES, PeerCall, ZONE_UNIT, control_bytes};
-use crate::cuda::nvlink_low_latency::{Banks, LOW_LATENCY_CONTROL_BYTES, PACKET_BYTES, packets};
+use crate::cuda::nvlink_low_latency::{LOW_LATENCY_CONTROL_BYTES, PACKET_BYTES, PacketBanks, packets};
 use crate::cuda::nvlink_plan::NvLinkPlan;
 use crate::cuda::peers::HostWords;
 use crate::cuda::{Cuda, DeviceMut};
@@ -46,14 +46,14 @@ impl Words {
     }
 
     /// This rank's, which kernels alone write.
-    pub(super) fn low_latency(&self) -> Result<DeviceMut<'_>> {
+    pub(super) fn low_latency_control(&self) -> Result<DeviceMut<'_>> {
         self.memory.shared_part(self.low_latency_at(), LOW_LATENCY_CONTROL_BYTES)
     }
 
     /// The banks of packets of records on this rank, in memory that has some.
-    pub(super) fn record_banks(&self, rank: usize) -> Result<Banks<'_>> {
+    pub(super) fn record_banks(&self, rank: usize) -> Result<PacketBanks<'_>> {
         let ((at, area), ranks) = (self.record_packets(), self.addresses().len());
-        Ok(Banks { memory: self.memory.shared_part(at, 2 * ranks * area * PACKET_BYTES)?, rank, ranks, area })
+        Ok(PacketBanks { memory: self.memory.shared_part(at, 2 * ranks * area * PACKET_BYTES)?, rank, ranks, area })
     }
 
     /// Where the packets of records begin, and how many each rank has in a bank.

@@ -81,6 +81,19 @@ fn is_told(steps: &mut Steps, rank: usize, last: usize) {
     }
 }
 
+/// Steps until each rank has had a whole step, which it counts in `back`; nobody knows when that will be.
+fn until_all_are_back(back: &AtomicUsize, ranks: usize, mut is_whole: impl FnMut() -> Result<bool>) -> Result<()> {
+    let (began, mut is_back) = (Instant::now(), false);
+    while back.load(Ordering::SeqCst) < ranks {
+        assert!(began.elapsed() < MINUTE, "a rank is not back");
+        if is_whole()? && !is_back {
+            is_back = true;
+            back.fetch_add(1, Ordering::SeqCst);
+        }
+    }
+    Ok(())
+}
+
 /// What the last rank does while the others step.
 #[derive(Debug, Clone, Copy, PartialEq)]
 enum Away {
@@ -125,20 +138,12 @@ fn late(ranks: usize, away: Away, replayed: bool) {
             steps.group.dispatcher().check()?;
         }
         barrier.wait();
-        // Until all ranks have had a whole step; nobody knows when that will be.
         static BACK: AtomicUsize = AtomicUsize::new(0);
         if rank == 0 {
             BACK.store(0, Ordering::SeqCst);
         }
         barrier.wait();
-        let (began, mut back) = (Instant::now(), false);
-        while BACK.load(Ordering::SeqCst) < ranks {
-            assert!(began.elapsed() < MINUTE, "rank {rank} is not back");
-            if step(&mut steps, &mut graph)? == whole && !back {
-                back = true;
-                BACK.fetch_add(1, Ordering::SeqCst);
-            }
-        }
+        until_all_are_back(&BACK, ranks, || Ok(step(&mut steps, &mut graph)? == whole))?;
         // Before the group that it calls.
         drop(graph);
         barrier.wait();
@@ -179,20 +184,14 @@ fn back_behind_a_round(_: &Cuda, ranks: usize) {
                 assert!(steps.results()? == without, "the same share is missing");
             }
             barrier.wait();
-            let (began, mut back) = (Instant::now(), false);
-            while BACK.load(Ordering::SeqCst) < ranks {
-                assert!(began.elapsed() < MINUTE, "rank {rank} is not back, {steps_away} steps on");
+            until_all_are_back(&BACK, ranks, || {
                 let made = step(&mut steps, &mut graph)?;
                 // The rank that was the last to be back has gone on meanwhile, and may be missing from this step.
-                if BACK.load(Ordering::SeqCst) >= ranks {
-                    break;
-                }
-                assert!(made == whole || rank == last || made == without, "neither whole nor without the last");
-                if made == whole && !back {
-                    back = true;
-                    BACK.fetch_add(1, Ordering::SeqCst);
-                }
-            }
+                let over = BACK.load(Ordering::SeqCst) >= ranks;
+                let known = over || made == whole || rank == last || made == without;
+                assert!(known, "neither whole nor without the last, {steps_away} steps on");
+                Ok(made == whole)
+            })?;
             // Before the group that it calls.
             drop(graph);
             barrier.wait();

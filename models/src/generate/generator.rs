@@ -64,9 +64,9 @@ impl<'a, D: Decoder> Generator<'a, D> {
         self
     }
 
-    /// Most tokens of a forward that reads prompts, those of all sequences of the batch together, [`PREFILL_TOKENS`]
-    /// if this is not called: longer prompts come in pieces, each a step of the decoder, so that the memory of a forward does not grow
-    /// with them. A piece has a token of each sequence at least. It changes no token, up to how the decoder rounds.
+    /// Most tokens of a forward that reads prompts, those of all sequences of the batch together, [`PREFILL_TOKENS`] if this
+    /// is not called: longer prompts come in pieces, each a step of the decoder, so that the memory of a forward does not
+    /// grow with them. A piece has a token of each sequence at least. It changes no token, up to how the decoder rounds.
     pub fn prefill_tokens(mut self, tokens: usize) -> Self {
         self.prefill_tokens = tokens;
         self

@@ -2,14 +2,14 @@
 
 use std::path::{Path, PathBuf};
 
-/// The checkpoint.
-pub fn golden() -> PathBuf {
+/// The golden folder of the checkpoint.
+pub fn golden_folder() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/golden/qwen3_moe")
 }
 
-/// A tokenizer of the 97 ids that the folder's embedding has: 95 printable characters and the line end, in the letters
+/// A `tokenizer.json` of the 97 ids that the folder's embedding has: 95 printable characters and the line end, in the letters
 /// that byte-level tokenizers write them with, and a special token. With `more`, one too many.
-pub fn tokenizer(more: bool) -> String {
+pub fn tokenizer_json(more: bool) -> String {
     let letter = |b: u8| if b == b' ' { 'Ġ' } else { char::from(b) };
     let vocab: serde_json::Map<_, _> = (b' '..=b'~').map(|b| (letter(b).to_string(), (b - b' ').into())).collect();
     let mut vocab = serde_json::Value::Object(vocab);
@@ -29,10 +29,10 @@ pub fn tokenizer(more: bool) -> String {
 }
 
 /// The golden folder with a tokenizer and a chat template.
-pub fn folder(tokenizer: &str) -> tempfile::TempDir {
+pub fn chat_folder(tokenizer: &str) -> tempfile::TempDir {
     let dir = tempfile::tempdir().expect("a folder");
     for name in ["config.json", "model.safetensors"] {
-        std::fs::copy(golden().join(name), dir.path().join(name)).expect("a copy");
+        std::fs::copy(golden_folder().join(name), dir.path().join(name)).expect("a copy");
     }
     std::fs::write(dir.path().join("tokenizer.json"), tokenizer).expect("a file");
     let config = r#"{"chat_template": "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system') }}{% endif %}[{{ m.role }}] {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}[me]{% endif %}"}"#;

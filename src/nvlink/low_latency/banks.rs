@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use crate::comm::Tag;
 use crate::cuda::Cuda;
-use crate::cuda::nvlink_low_latency::{self, PACKET_BYTES};
+use crate::cuda::nvlink_low_latency::{PACKET_BYTES, PacketBanks};
 use crate::ep::dispatcher_state::DispatcherState;
 use crate::ep::row_transport::HandleCall;
 use crate::error::{Error, Result};
@@ -51,7 +51,7 @@ impl Banks {
         let mut ready = || {
             device.poison_banks(call, memory.part(0, bytes)?, bytes / PACKET_BYTES)?;
             let memory = memory.part(0, bytes)?;
-            device.number_banks(call, words.low_latency()?, nvlink_low_latency::Banks { memory, rank, ranks, area })
+            device.write_last_call(call, words.low_latency_control()?, PacketBanks { memory, rank, ranks, area })
         };
         let ready = reached.and_then(|()| ready());
         core.check_or_refuse(tag, ready)?;

@@ -55,10 +55,10 @@ impl NvLinkLowLatency {
         if let Some(patience) = core.config.patience {
             let (words, host, device) = (Arc::clone(&words), Arc::clone(&host), core.device.clone());
             // Peers may be sending records already, but not to where this lies.
-            let numbered = words
+            let written = words
                 .record_banks(core.rank())
-                .and_then(|banks| device.number_banks(CALL, words.low_latency()?, banks));
-            core.check_or_refuse(TAG, numbered)?;
+                .and_then(|banks| device.write_last_call(CALL, words.low_latency_control()?, banks));
+            core.check_or_refuse(TAG, written)?;
             core.records = Some(Box::new(PacketRecords { words, host, device, patience }));
             nccl(&mut core)?.outlive_ranks(true);
         }
@@ -135,7 +135,7 @@ impl RowTransport<Cuda> for NvLinkLowLatency {
         if self.core.config.patience.is_none() || device.is_capturing()? {
             return Ok(());
         }
-        let late = device.take_late_ranks(CALL, self.words.low_latency()?)?;
+        let late = device.take_late_ranks(CALL, self.words.low_latency_control()?)?;
         let late: Vec<usize> = (0..self.core.ranks()).filter(|rank| late >> rank & 1 == 1).collect();
         if late.is_empty() { Ok(()) } else { Err(Error::LateRanks { call: CALL, rank: self.core.rank(), late }) }
     }

@@ -1,21 +1,21 @@
-//! What the models of several ranks have alike.
+//! A configuration's entries by name, as ranks compare them.
 
 use std::collections::BTreeMap;
 
 use serde_json::Value;
 
 /// Every entry of a configuration, those of objects by themselves, but for what says where it came from.
-pub(crate) fn of_config(config: &Value) -> BTreeMap<String, String> {
-    let mut alike = BTreeMap::new();
+pub(crate) fn config_entries(config: &Value) -> BTreeMap<String, String> {
+    let mut named = BTreeMap::new();
     for (key, value) in entries(config) {
         match value {
             Value::Object(part) if !part.is_empty() => {
-                alike.extend(entries(value).map(|(inner, value)| (format!("{key}.{inner}"), value.to_string())));
+                named.extend(entries(value).map(|(inner, value)| (format!("{key}.{inner}"), value.to_string())));
             }
-            _ => drop(alike.insert(key.clone(), value.to_string())),
+            _ => drop(named.insert(key.clone(), value.to_string())),
         }
     }
-    alike
+    named
 }
 
 fn entries(object: &Value) -> impl Iterator<Item = (&String, &Value)> {
@@ -33,10 +33,10 @@ mod tests {
     fn entries_have_names_of_their_own() {
         let config = json!({"_name_or_path": "here", "transformers_version": "5", "hidden_size": 8, "empty": {},
             "text_config": {"_attn_implementation": "x", "layers": [1, 2], "rope": {"factor": 2.0}}});
-        let found = of_config(&config);
+        let found = config_entries(&config);
         let found: Vec<(&str, &str)> = found.iter().map(|(name, text)| (&name[..], &text[..])).collect();
         let inner = [("text_config.layers", "[1,2]"), ("text_config.rope", r#"{"factor":2.0}"#)];
         assert_eq!(found, [("empty", "{}"), ("hidden_size", "8"), inner[0], inner[1]]);
-        assert!(of_config(&json!(3)).is_empty());
+        assert!(config_entries(&json!(3)).is_empty());
     }
 }
