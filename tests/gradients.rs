@@ -39,7 +39,8 @@ const TOKENS: usize = 9;
 /// derivative of order 1 to 100), 2⁻⁵²·|loss| over it the rounding (1e-11 for losses of order 1): 1e-7 has a margin of
 /// ten over their sum and is far below what a wrong term would add.
 const STEP: f64 = 1e-5;
-/// Shorter ones for data near a tie of the routing or a kink. The rounding of the shortest (1e-9) is far below the tolerance still.
+/// Shorter ones for data near a tie of the routing or a kink. The rounding of the shortest (1e-9) is far below the
+/// tolerance still.
 const STEPS: [f64; 3] = [STEP, STEP / 10.0, STEP / 100.0];
 const TOLERANCE: f64 = 1e-7;
 /// Same formulas, other order of sums: some hundred roundings of 2⁻⁵³ at most.

@@ -98,6 +98,8 @@ impl Model {
         let mut alike = config_entries(checkpoint.config());
         alike.insert("type of the embedding".into(), format!("{:?}", decoder.dtype()));
         alike.insert("option random".into(), format!("{:?}", options.random));
+        // Steps with experts on the host are not captured, and so on no rank.
+        alike.insert("option experts_on_host".into(), options.experts_on_host.to_string());
         let compared = OnceLock::new();
         Ok(Self { family, decoder, vars, trainable, dequantized, group, alike, compared })
     }

@@ -1,6 +1,6 @@
 //! The decoders against what Hugging Face transformers computed: every folder of a supported family under
-//! `MOEBIUS_GOLDEN`, the repository's own and those beside this file by default. Logits, loss, and gradients of the first layer with experts by
-//! whole-model backward, over ranks; decoding with the cache.
+//! `MOEBIUS_GOLDEN`, the repository's own and those beside this file by default. Logits, loss, and gradients of the
+//! first layer with experts by whole-model backward, over ranks; decoding with the cache.
 
 #[path = "support/checks.rs"]
 mod checks;

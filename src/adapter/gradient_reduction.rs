@@ -28,24 +28,20 @@ pub(crate) struct GradientReduction<'a, P> {
 pub(crate) type AllReduce<'a, D> = dyn FnMut(TensorMut<'_, D>) -> Result<()> + 'a;
 
 /// The type of a gradient, by a framework's number from 1 on; 0 for one that is absent.
-pub(crate) type GradientType = u8;
+pub(crate) type TypeNumber = u8;
 
-const ABSENT: GradientType = 0;
+const ABSENT: TypeNumber = 0;
 
 /// The number of the type of a gradient that is there, by its place among a framework's.
-pub(crate) fn number_of_type<T: PartialEq>(
-    types: &[T; 4],
-    of: &T,
-    name: impl Fn(&T) -> String,
-) -> Result<GradientType> {
+pub(crate) fn number_of_type<T: PartialEq>(types: &[T; 4], of: &T, name: impl Fn(&T) -> String) -> Result<TypeNumber> {
     match types.iter().position(|dtype| dtype == of) {
-        Some(number) => Ok(number as GradientType + 1),
+        Some(number) => Ok(number as TypeNumber + 1),
         None => Err(Error::invalid(REDUCE_GRADIENTS, "gradient", "f16, bf16, f32 or f64", name(of))),
     }
 }
 
 /// The type of this number, among a framework's; none of a gradient that no rank has.
-pub(crate) fn type_of_number<T: Copy>(types: &[T; 4], number: GradientType) -> Option<T> {
+pub(crate) fn type_of_number<T: Copy>(types: &[T; 4], number: TypeNumber) -> Option<T> {
     types.get(usize::from(number).checked_sub(1)?).copied()
 }
 
@@ -62,8 +58,8 @@ impl<P> GradientReduction<'_, P> {
         self,
         comm: &mut dyn Communicator<D>,
         device: &D,
-        own: Result<Vec<GradientType>>,
-        mut sum: impl FnMut(&[P], &[GradientType], &mut AllReduce<'_, D>) -> Result<()>,
+        own: Result<Vec<TypeNumber>>,
+        mut sum: impl FnMut(&[P], &[TypeNumber], &mut AllReduce<'_, D>) -> Result<()>,
     ) -> Result<()> {
         if comm.size() == 1 {
             return Ok(());
@@ -109,8 +105,8 @@ impl<P> GradientReduction<'_, P> {
         &self,
         comm: &mut dyn Communicator<D>,
         device: &D,
-        own: &[GradientType],
-    ) -> Result<Vec<GradientType>> {
+        own: &[TypeNumber],
+    ) -> Result<Vec<TypeNumber>> {
         let mut bytes = own.to_vec();
         bytes.resize(own.len().next_multiple_of(size_of::<u64>()), ABSENT);
         let numbers: Vec<u64> = bytes.as_chunks().0.iter().map(|number| u64::from_le_bytes(*number)).collect();
@@ -153,7 +149,7 @@ impl<P> GradientReduction<'_, P> {
     }
 }
 
-fn types_hash(types: &[GradientType]) -> u64 {
+fn types_hash(types: &[TypeNumber]) -> u64 {
     fnv1a(&types.iter().copied().map(char::from).collect::<String>())
 }
 

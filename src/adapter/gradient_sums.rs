@@ -12,15 +12,16 @@ use std::time::Duration;
 use crate::comm::{Communicator, Op, ReduceOp, Tag};
 use crate::compare::{gather_numbers, meet};
 use crate::error::{Error, Result};
-use crate::etp::{ShardDevice, StreamPair, recover};
+use crate::etp::{ShardDevice, recover};
 use crate::kernels::Kernels;
 use crate::tensor::Tensor;
 
 use super::buckets::{NO_LAYER, other_variables};
 
 const CALL: &str = "GradientReducer";
-/// Longest wait for the end of the thread: of one that waits for ranks which do not come, what is late is late.
-const END: Duration = Duration::from_millis(200);
+/// Longest wait for the thread as its owner goes away: one that waits for ranks which do not come ends by itself, with
+/// their communicator's timeout.
+const LONGEST_END_WAIT: Duration = Duration::from_millis(200);
 
 /// Communicators that a rank's gradients are summed over, for this alone: one thread drives them beside the layers'
 /// own. On a GPU each is made with a `Cuda` of its own beside the layers' (`Cuda::with_new_stream`): on the computation's
@@ -46,11 +47,11 @@ pub(crate) struct GradientSum<D: ShardDevice> {
 
 /// What a rank sums, which all ranks compare before.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct StepCalls {
+pub(crate) struct SumDescription {
     /// Backwards whose gradients are summed.
     pub(crate) microbatches: u64,
     /// A hash of the calls of layers, by which sums begin beside the last of them.
-    pub(crate) calls: u64,
+    pub(crate) layer_calls: u64,
     /// A hash of the variables that all ranks hold (layers, sizes, types), in the order in which they are summed: sums of
     /// others would be mixed.
     pub(crate) variables: u64,
@@ -64,28 +65,28 @@ pub(crate) struct StepCalls {
 
 /// What all ranks have found of what they sum, alike on each of them.
 #[derive(Debug)]
-pub(crate) enum Agreement {
-    /// It is the same on all; `calls`: those of layers too.
-    Same { calls: bool },
+pub(crate) enum SumAgreement {
+    /// It is the same on all, and the calls of layers are or are not.
+    Same { same_calls: bool },
     /// It is not, so nothing is summed. Nobody is to be told, and another comparison may follow.
     Differs(Error),
 }
 
-impl StepCalls {
+impl SumDescription {
     /// As they travel.
     fn numbers(&self) -> [u64; 6] {
-        let Self { microbatches, calls, variables, experts, in_f32, bucket_bytes } = *self;
-        [microbatches, calls, variables, experts, u64::from(in_f32), bucket_bytes as u64]
+        let Self { microbatches, layer_calls, variables, experts, in_f32, bucket_bytes } = *self;
+        [microbatches, layer_calls, variables, experts, u64::from(in_f32), bucket_bytes as u64]
     }
 
-    fn of_numbers([microbatches, calls, variables, experts, in_f32, bucket_bytes]: [u64; 6]) -> Self {
+    fn of_numbers([microbatches, layer_calls, variables, experts, in_f32, bucket_bytes]: [u64; 6]) -> Self {
         let (in_f32, bucket_bytes) = (in_f32 != 0, usize::try_from(bucket_bytes).unwrap_or(usize::MAX));
-        Self { microbatches, calls, variables, experts, in_f32, bucket_bytes }
+        Self { microbatches, layer_calls, variables, experts, in_f32, bucket_bytes }
     }
 
     /// What another rank sums otherwise, with the number of its field; experts are compared with those of a replica.
     fn difference(&self, theirs: &Self, peer: Peer) -> Option<(usize, Error)> {
-        let sums = |calls: &Self| if calls.in_f32 { "in f32" } else { "in the variables' types" };
+        let sums = |of: &Self| if of.in_f32 { "in f32" } else { "in the variables' types" };
         let number = |number: u64, found: u64| (format!("{number}, as on {peer}"), found.to_string());
         let same = [
             theirs.microbatches == self.microbatches,
@@ -168,7 +169,7 @@ impl<D: ShardDevice> Drop for ValuesInUse<D> {
 }
 
 enum Job<D: ShardDevice> {
-    Agree { tag: Tag, calls: StepCalls, reply: SyncSender<Result<Agreement>> },
+    Agree { tag: Tag, own: SumDescription, reply: SyncSender<Result<SumAgreement>> },
     Sum { sum: GradientSum<D>, after: Result<Option<D::Event>>, reply: SyncSender<SumResult<D>> },
     Compare { tag: Tag, reply: SyncSender<Result<()>> },
     Recover { reason: String, reply: SyncSender<Result<()>> },
@@ -205,8 +206,10 @@ impl<D: ShardDevice> GradientSums<D> {
             return Err(Error::invalid(CALL, "communicator", expected, "one of the computation's stream"));
         }
         for comm in carries() {
-            // What fails there is to be heard of here.
-            StreamPair::new(compute, comm.device());
+            if let Some(device) = comm.device() {
+                // A wait for the computation returns what has failed among the sums, too.
+                compute.adopt_errors_of(device);
+            }
         }
         let [group, replicas] = all.map(|comm| comm.filter(|comm| comm.size() > 1));
         let mut worker = Worker { compute: compute.clone(), comms: [group, replicas], failed: false };
@@ -268,14 +271,14 @@ impl<D: ShardDevice> GradientSums<D> {
     /// # Errors
     /// A communicator's; an earlier sum's. In a capture, before the other ranks are met: no two threads may add to one
     /// graph at a time.
-    pub(crate) fn agree(&self, tag: Tag, calls: StepCalls) -> Result<Agreement> {
+    pub(crate) fn agree(&self, tag: Tag, own: SumDescription) -> Result<SumAgreement> {
         if self.compute.capture_number().is_some() {
             let operation =
                 "sums over ranks on a thread of their own: capture forward and backward, and sum after a replay";
             return Err(Error::not_capturable(CALL, operation));
         }
         let (reply, result) = sync_channel(1);
-        self.send(Job::Agree { tag, calls, reply });
+        self.send(Job::Agree { tag, own, reply });
         result.recv().unwrap_or_else(|_| Err(thread_ended()))
     }
 
@@ -306,7 +309,7 @@ impl<D: ShardDevice> Drop for GradientSums<D> {
     fn drop(&mut self) {
         self.queue = None;
         let ended = self.ended.get_mut().unwrap_or_else(PoisonError::into_inner);
-        let _ = ended.recv_timeout(END);
+        let _ = ended.recv_timeout(LONGEST_END_WAIT);
     }
 }
 
@@ -331,8 +334,8 @@ impl<D: ShardDevice> Worker<D> {
     fn run(&mut self, job: Job<D>) {
         // Whoever asked may be gone.
         match job {
-            Job::Agree { tag, calls, reply } => {
-                let result = self.agree(tag, calls);
+            Job::Agree { tag, own, reply } => {
+                let result = self.agree(tag, own);
                 self.failed |= result.is_err();
                 let _ = reply.send(result);
             }
@@ -382,29 +385,29 @@ impl<D: ShardDevice> Worker<D> {
         Ok(all)
     }
 
-    fn agree(&mut self, tag: Tag, own: StepCalls) -> Result<Agreement> {
+    fn agree(&mut self, tag: Tag, own: SumDescription) -> Result<SumAgreement> {
         self.check_not_failed()?;
         // The replicas come first. If no rank differs from its own, all groups are alike, and each finds the same by itself;
         // if one does, it tells its group, and the replicas that it differs from tell theirs.
-        let (mut same, mut difference) = (true, None);
+        let (mut same_calls, mut difference) = (true, None);
         let peers: [fn(usize) -> Peer; 2] = [Peer::Rank, Peer::Replica];
         for (comm, peer) in self.comms.iter_mut().zip(peers).rev() {
             let Some(comm) = comm else { continue };
             let device = comm.device().unwrap_or(&self.compute).clone();
             // The field that differs, from 1 on.
             let field = difference.as_ref().map_or(0, |(field, _)| *field as u64 + 1);
-            let sent = [&[u64::from(same), field], &own.numbers()[..]].concat();
+            let sent = [&[u64::from(same_calls), field], &own.numbers()[..]].concat();
             let numbers = gather_numbers(&device, &mut **comm, tag, &sent)?;
             for (number, [all_same, field, theirs @ ..]) in numbers.as_chunks::<8>().0.iter().enumerate() {
-                let theirs = StepCalls::of_numbers(*theirs);
+                let theirs = SumDescription::of_numbers(*theirs);
                 let elsewhere = || differs_elsewhere((*field as usize).checked_sub(1)?, number);
                 difference = difference.or_else(|| own.difference(&theirs, peer(number))).or_else(elsewhere);
-                same &= theirs.calls == own.calls && *all_same != 0;
+                same_calls &= theirs.layer_calls == own.layer_calls && *all_same != 0;
             }
         }
         Ok(match difference {
-            None => Agreement::Same { calls: same },
-            Some((_, error)) => Agreement::Differs(error),
+            None => SumAgreement::Same { same_calls },
+            Some((_, error)) => SumAgreement::Differs(error),
         })
     }
 

@@ -1,12 +1,13 @@
 //! Collectives over tensors of the host, for a framework whose memory the device need not share.
 
+use crate::comm::Op;
 use crate::dtype::DType;
 use crate::ep::EpGroup;
 use crate::error::Result;
 use crate::kernels::Kernels;
 use crate::tensor::Tensor;
 
-use super::collectives::broadcast;
+use super::collectives::{broadcast, refuse};
 use super::group::{ErasedGroup, match_device};
 
 /// A tensor of the host.
@@ -31,7 +32,10 @@ impl HostTensor<'_> {
             Ok(values)
         })?;
         let device = group.lock().device().clone();
-        bytes.copy_from_slice(&device.download(made.view())?);
+        let downloaded = device.download(made.view());
+        // The others are on their way to the next tensor's broadcast.
+        let downloaded = downloaded.inspect_err(|error| refuse(group, layer, Op::Weights, &error.to_string()))?;
+        bytes.copy_from_slice(&downloaded);
         Ok(())
     }
 }

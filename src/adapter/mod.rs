@@ -30,11 +30,9 @@ pub use dispatch::{DispatchTokens, DispatchedRows, ResultSpec};
 pub(crate) use dispatch::{FrameworkTensors, GuardedCall, PendingDispatch, check_expert_output, pieces};
 #[cfg(feature = "burn")]
 pub(crate) use gradient_reduction::AllReduce;
-pub(crate) use gradient_reduction::{
-    GradientReduction, GradientType, REDUCE_GRADIENTS, number_of_type, type_of_number,
-};
+pub(crate) use gradient_reduction::{GradientReduction, REDUCE_GRADIENTS, TypeNumber, number_of_type, type_of_number};
 pub use gradient_sums::ReduceComms;
-pub(crate) use gradient_sums::{GradientSums, StepCalls};
+pub(crate) use gradient_sums::{GradientSums, SumDescription};
 pub(crate) use group::ErasedChain;
 pub use group::{DeviceErased, FrameworkDevice};
 #[cfg(feature = "candle")]

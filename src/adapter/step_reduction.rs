@@ -11,7 +11,7 @@ use crate::etp::ShardDevice;
 use crate::tensor::Tensor;
 
 use super::buckets::{NO_LAYER, Summand, buckets};
-use super::gradient_sums::{Agreement, GradientSum, GradientSums, PendingSum, StepCalls};
+use super::gradient_sums::{GradientSum, GradientSums, PendingSum, SumAgreement, SumDescription};
 
 /// A parameter of a framework whose gradient is summed.
 pub(crate) trait ReducedParam: Clone {
@@ -104,10 +104,10 @@ fn tag(layer: u32, number: usize) -> Tag {
 /// # Errors
 /// On every rank: what differs from another rank's, where each finds so by itself, and none is told; a communicator's,
 /// behind which all ranks have met.
-pub(crate) fn agree<D: ShardDevice>(sums: &GradientSums<D>, calls: StepCalls) -> Result<bool> {
-    match sums.agree(tag(NO_LAYER, 0), calls) {
-        Ok(Agreement::Same { calls }) => Ok(calls),
-        Ok(Agreement::Differs(error)) => Err(error),
+pub(crate) fn agree<D: ShardDevice>(sums: &GradientSums<D>, own: SumDescription) -> Result<bool> {
+    match sums.agree(tag(NO_LAYER, 0), own) {
+        Ok(SumAgreement::Same { same_calls }) => Ok(same_calls),
+        Ok(SumAgreement::Differs(error)) => Err(error),
         Err(error) => Err(fail(sums, error)),
     }
 }

@@ -128,8 +128,8 @@ struct ShardParam<'m, M: MoeBackend> {
 }
 
 impl<B: NativeBackend> ShardedParams<B> {
-    /// Over a chain, to which [`ExpertParallelMoE::into_sharded`](super::ExpertParallelMoE::into_sharded) adds experts, and [`linear`](Self::linear) and its like
-    /// dense weights.
+    /// Over a chain, to which [`ExpertParallelMoE::into_sharded`](super::ExpertParallelMoE::into_sharded) adds experts,
+    /// and [`linear`](Self::linear) and its like dense weights.
     pub fn new(chain: Arc<Chain<B::Core>>) -> Self {
         let registered = Mutex::new(ShardRegistry { shards: Vec::new(), first: None });
         Self { chain, registered, failure: Arc::default(), as_summed: false }
@@ -215,7 +215,7 @@ impl<B: NativeBackend> ShardedParams<B> {
     where
         T: ShardHolder<Backend: AutodiffBackend + MoeBackend<Native = B>> + ?Sized + 'm,
     {
-        // Not by `refuse_unless_entered`: the chain's other ranks, on its own threads, and the replicas are told.
+        // What fails before the collective is told by the chain, which has communicators of its own, and to the replicas.
         let mut entered = false;
         let filled = self.fill_gradients(modules, |enqueue| {
             entered = true;

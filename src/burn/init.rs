@@ -17,7 +17,6 @@ use crate::error::{Error, Result};
 use crate::host_memory::reserved;
 use crate::kernels::Kernels;
 use crate::layer::{Layer, ParamKind, PerParam};
-use crate::quant::WeightFormat;
 use crate::tensor;
 
 use super::backend::{MoeBackend, NativeBackend, core_dtype, float};
@@ -145,12 +144,6 @@ impl<B: Backend> ExpertParallelMoE<B> {
         Ok(Self { quantized, ..moe })
     }
 
-    /// Bytes of the routed experts' weights that are [quantized](Self::from_quantized), and their format; `None` where they
-    /// are not.
-    pub fn quantized(&self) -> Option<(WeightFormat, usize)> {
-        self.quantized.as_ref().map(|experts| (experts.format(), experts.bytes()))
-    }
-
     fn of_block(
         call: &'static str,
         block: Block,
@@ -220,8 +213,8 @@ impl<B: Backend> ExpertParallelMoE<B> {
     /// [`gather_blocks`](crate::checkpoint::gather_blocks) joins all ranks'.
     ///
     /// # Errors
-    /// Parameters of types that the layer has not; [quantized](Self::from_quantized) experts; experts that are shards ([`ShardedParams::to_blocks`] takes them, and
-    /// [`to_parts`](Self::to_parts)).
+    /// Parameters of types that the layer has not; [quantized](Self::from_quantized) experts; experts that are shards
+    /// ([`ShardedParams::to_blocks`] takes them, and [`to_parts`](Self::to_parts)).
     pub fn to_block(&self) -> Result<Block> {
         const CALL: &str = "ExpertParallelMoE::to_block";
         self.check_dense(CALL)?;
@@ -262,9 +255,9 @@ impl<B: NativeBackend> ShardedParams<B> {
     ///
     /// # Errors
     /// A pass that runs; modules of which [all](ExpertParallelMoE::into_all_sharded) is sharded, which
-    /// [`to_parts`](ExpertParallelMoE::to_parts) saves; [quantized](Self::load_quantized) experts; what [`begin`](Self::begin) refuses of modules, which the chain's other ranks are told;
-    /// parameters of types that the layer has not; the collectives'. Every rank then calls
-    /// [`Chain::recover`](crate::etp::Chain::recover).
+    /// [`to_parts`](ExpertParallelMoE::to_parts) saves; [quantized](Self::load_quantized) experts; what
+    /// [`begin`](Self::begin) refuses of modules, which the chain's other ranks are told; parameters of types that the
+    /// layer has not; the collectives'. Every rank then calls [`Chain::recover`](crate::etp::Chain::recover).
     pub fn to_blocks<'m, M: MoeBackend<Native = B>>(
         &self,
         modules: impl IntoIterator<Item = &'m ExpertParallelMoE<M>>,
@@ -437,7 +430,7 @@ fn with_placeholders<B: Backend>(
 
 impl<B: Backend> ExpertParallelMoE<B> {
     /// Has nothing of the experts track gradients.
-    fn freeze_experts(&mut self) {
+    pub(super) fn freeze_experts(&mut self) {
         let Experts { up, up_bias, down, down_bias } = self.experts.clone();
         let frozen = |bias: Option<Param<Tensor<B, 2>>>| bias.map(|bias| bias.set_require_grad(false));
         self.experts = Experts {

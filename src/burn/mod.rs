@@ -218,6 +218,7 @@ mod module;
 mod native;
 mod optimizer;
 mod param_values;
+mod quantized;
 mod reduce;
 mod reduce_hook;
 mod reducer;

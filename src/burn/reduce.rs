@@ -10,7 +10,7 @@ use burn::tensor::ops::FloatTensor;
 use burn::tensor::{DType as BurnDType, FloatDType, Shape, Tensor, TensorMetadata};
 
 use crate::adapter::{
-    AllReduce, BUCKET_BYTES, GradientReduction, GradientType, NO_LAYER, REDUCE_GRADIENTS, Summand, number_of_type,
+    AllReduce, BUCKET_BYTES, GradientReduction, NO_LAYER, REDUCE_GRADIENTS, Summand, TypeNumber, number_of_type,
     type_of_number,
 };
 use crate::comm::{Communicator, Op};
@@ -186,7 +186,7 @@ impl<B: NativeMemory> ParamGradient<B> {
         described(&self.param)
     }
 
-    fn gradient_type(&self) -> Result<GradientType> {
+    fn gradient_type(&self) -> Result<TypeNumber> {
         let Some(gradient) = &self.gradient else { return Ok(0) };
         number_of_type(&TYPES, &gradient.dtype(), |dtype| format!("{dtype:?}"))
     }

@@ -10,7 +10,7 @@ use burn::tensor::Tensor;
 use burn::tensor::backend::AutodiffBackend;
 
 use crate::adapter::{
-    BUCKET_BYTES, EarlySums, GradientSums, PendingBuckets, ReduceComms, StepCalls, StepReduction, agree, fail,
+    BUCKET_BYTES, EarlySums, GradientSums, PendingBuckets, ReduceComms, StepReduction, SumDescription, agree, fail,
     summed_in_part, variables_hash,
 };
 use crate::comm::Solo;
@@ -271,7 +271,7 @@ impl<B: AutodiffBackend + MoeBackend> GradientReducer<B> {
             return Ok(self.take());
         }
         let params = self.params(module);
-        agree(&self.sums, self.step_calls(&params, self.microbatches(), 0))?;
+        agree(&self.sums, self.sum_description(&params, self.microbatches(), 0))?;
         self.sum(&params, Begun::<B>::default())
     }
 
@@ -379,12 +379,12 @@ impl<B: AutodiffBackend + MoeBackend> GradientReducer<B> {
     }
 
     /// What this rank sums, for the comparison with the others.
-    fn step_calls(&self, params: &StepParams<B>, microbatches: u64, calls: u64) -> StepCalls {
+    fn sum_description(&self, params: &StepParams<B>, microbatches: u64, layer_calls: u64) -> SumDescription {
         // Of sizes and types, in the order of the sums.
         let hash = |of: &[ReducedTensor<B::Native>]| variables_hash(of.iter().map(ReducedTensor::described));
         let (variables, experts) = (hash(&params.replicated), hash(&params.experts));
         let in_f32 = self.gradients.sum_dtype() == SumDType::F32;
-        StepCalls { microbatches, calls, variables, experts, in_f32, bucket_bytes: self.bucket_bytes }
+        SumDescription { microbatches, layer_calls, variables, experts, in_f32, bucket_bytes: self.bucket_bytes }
     }
 
     /// Sums what has not begun to be summed, and takes all sums.
@@ -409,8 +409,8 @@ impl<B: AutodiffBackend + MoeBackend> GradientReducer<B> {
         let of = |param: &ReducedTensor<_>| remaining.get(&param.id).copied().unwrap_or(0usize).to_string();
         let calls: Vec<String> = params.replicated.iter().chain(&params.experts).map(of).collect();
         // The backward to come is counted.
-        let calls = self.step_calls(params, self.microbatches() + 1, fnv1a(&calls.join(",")));
-        if !agree(&self.sums, calls)? {
+        let own = self.sum_description(params, self.microbatches() + 1, fnv1a(&calls.join(",")));
+        if !agree(&self.sums, own)? {
             remaining.clear();
         }
         by_leaf.retain(|_, param| remaining.contains_key(&param.id));

@@ -90,8 +90,8 @@ impl<B: Backend> ExpertParallelMoE<B> {
 }
 
 impl<B: AutodiffBackend + MoeBackend> ExpertParallelMoE<B> {
-    /// Sums the gradients of the parameters that every rank holds whole (router, shared expert) over the ranks, in one
-    /// collective for all; an absent gradient counts as zeros. Call it on every rank before the optimizer's step. For
+    /// Sums the gradients of the parameters that every rank holds whole (router, shared expert) over the ranks; an absent
+    /// gradient counts as zeros. Call it on every rank before the optimizer's step. For
     /// more than one layer, and for what is around them, [`reduce_gradients`](super::reduce_gradients) takes a whole
     /// model at once.
     ///

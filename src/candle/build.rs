@@ -14,6 +14,7 @@ use crate::host_memory::reserved;
 use crate::layer::{Layer, LayerSpec, ParamKind, PerParam};
 
 use super::device::CandleDevice;
+use super::error::reason;
 use super::etp::VarShard;
 use super::group::DeviceGroup;
 use super::initial::{ShardInit, full_name};
@@ -166,7 +167,7 @@ impl ExpertParallelMoE {
         });
         // The other ranks are in the collectives below: they are told, and the group stays usable.
         let (mut moe, shards) =
-            made.inspect_err(|e: &candle_core::Error| group.erased().refuse(number, Op::Weights, &e.to_string()))?;
+            made.inspect_err(|e: &candle_core::Error| group.erased().refuse(number, Op::Weights, &reason(e)))?;
         group.erased().compare_layer(call, &moe.layer)?;
         if group.ranks() > 1 {
             // All ranks take part, whatever their parameters are.
@@ -175,7 +176,10 @@ impl ExpertParallelMoE {
                 let Some(t) = &mut moe.params[kind] else { continue };
                 let first = group.broadcast(number, t)?;
                 match t.is_variable() {
-                    true => Var::from_tensor(t)?.set(&first)?,
+                    true => {
+                        let set = Var::from_tensor(t).and_then(|var| var.set(&first));
+                        set.inspect_err(|e| group.erased().refuse(number, Op::Weights, &reason(e)))?;
+                    }
                     // Tensors computed from variables stay so: the variables are the caller's.
                     false if t.track_op() => {}
                     false => *t = first,
@@ -416,7 +420,7 @@ fn variables<'a, D: CandleDevice>(
             before: if kind.is_replicated() { 0 } else { group.rank() * dims.iter().product::<usize>() },
             init,
             dtype,
-            // Another chain may have another.
+            // That of the parameter's own chain: the dense parameters' chain may have another than the experts'.
             seed: chain.of(kind).unwrap_or(chain.chain).options().seed,
         };
         check_memory(&shard.shape)?;

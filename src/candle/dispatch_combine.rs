@@ -12,8 +12,8 @@ use crate::lazy::Lazy;
 use crate::metrics::Load;
 
 use super::dispatch_ops::{self, DispatchedRowsMut, RoutingNode};
+use super::error::reason;
 use super::group::{DeviceGroup, TypedGroup};
-use super::pending::reason;
 use super::route_op::{self, Routed};
 
 /// Dispatch and combine as operations of candle's graph, with experts of your own between them: an MLP, a LoRA, any
@@ -124,7 +124,9 @@ impl DispatchCombine {
     /// Tensors of another shape, type or device; a NaN logit.
     pub fn route(&self, logits: &Tensor, selection_bias: Option<&Tensor>) -> Result<Routed> {
         let (layer, device) = (&self.layer, self.group.device());
-        match_device!(self.group.erased(), group => route_op::route(TypedGroup { group, device }, layer, logits, selection_bias))
+        match_device!(self.group.erased(), group => {
+            route_op::route(TypedGroup { group, device }, layer, logits, selection_bias)
+        })
     }
 
     /// Sends tokens to the ranks of their experts. `x`: `[T, H]`; `ids`: the chosen experts `[T, K]`, U32 or I64, a
@@ -137,7 +139,10 @@ impl DispatchCombine {
     pub fn dispatch(&self, x: &Tensor, ids: &Tensor, weights: &Tensor) -> Result<Dispatched> {
         let anchor = self.anchor.as_ref().map(Var::as_tensor);
         let (layer, device, tokens) = (&self.layer, self.group.device(), DispatchTokens { x, ids, weights });
-        let DispatchedRows { rows, weights, load, routing: node } = match_device!(self.group.erased(), group => dispatch_ops::dispatch(TypedGroup { group, device }, layer, anchor, tokens))?;
+        let sent = match_device!(self.group.erased(), group => {
+            dispatch_ops::dispatch(TypedGroup { group, device }, layer, anchor, tokens)
+        });
+        let DispatchedRows { rows, weights, load, routing: node } = sent?;
         Ok(Dispatched { rows, weights, load, node })
     }
 
@@ -162,7 +167,10 @@ impl DispatchCombine {
             self.group.erased().refuse(layer.number(), Op::Prepare, &error.to_string());
             return Err(error.into());
         }
-        let DispatchedRows { rows, weights, load, routing: node } = match_device!(self.group.erased(), group => dispatch_ops::dispatch_into(TypedGroup { group, device }, layer, tokens, into))?;
+        let sent = match_device!(self.group.erased(), group => {
+            dispatch_ops::dispatch_into(TypedGroup { group, device }, layer, tokens, into)
+        });
+        let DispatchedRows { rows, weights, load, routing: node } = sent?;
         Ok(Dispatched { rows, weights, load, node })
     }
 
@@ -238,7 +246,7 @@ impl Dispatched {
             Ok(out)
         };
         let all = self.segments().and_then(|segments| {
-            let parts = pieces(&segments, self.rows.dims()[0]).into_iter().map(part);
+            let parts = pieces(&segments, self.rows.dim(0)?).into_iter().map(part);
             Tensor::cat(&parts.collect::<Result<Vec<_>>>()?, 0)
         });
         all.inspect_err(|error| {

@@ -52,7 +52,15 @@ pub(super) fn framework(call: &'static str) -> impl Fn(Theirs) -> Error {
 pub(super) fn reason_of(call: &'static str, error: &Theirs) -> Error {
     match error_of(error) {
         Some(own) => own.clone(),
-        None => Error::Framework { call, framework: "candle", message: error.to_string() },
+        None => Error::Framework { call, framework: "candle", message: reason(error) },
+    }
+}
+
+/// An error as others are told of it: without the backtrace, which is this rank's.
+pub(super) fn reason(error: &Theirs) -> String {
+    match error {
+        Theirs::WithBacktrace { inner, .. } => inner.to_string(),
+        other => other.to_string(),
     }
 }
 

@@ -71,8 +71,9 @@ pub enum GradientType {
 }
 
 /// [`Chain::finish`] into candle's gradients: each shard's gradient, where the optimizer looks for it. `vars` are all
-/// shards of the chain that are trained, those of several modules in one call. `replicas` is none where the chain has a communicator of
-/// its own ([`Chain::with_replicas`]), whose sums begin beside backward behind a [`Chain::last_backward`].
+/// shards of the chain that are trained, those of several modules in one call. `replicas` is none where the chain has a
+/// communicator of its own ([`Chain::with_replicas`]), whose sums begin beside backward behind a
+/// [`Chain::last_backward`].
 ///
 /// # Errors
 /// As [`Chain::finish`]; a weight with a gradient and without a variable among `vars`, or a variable of another shape than

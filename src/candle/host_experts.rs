@@ -128,7 +128,7 @@ impl HostExperts {
         Ok(done)
     }
 
-    /// Poisoned: between a change and the next nothing can panic.
+    /// The state, also where a thread has panicked that held the lock: it is whole at every point where that can be.
     fn state(&self) -> MutexGuard<'_, PassState> {
         self.pass.lock().unwrap_or_else(PoisonError::into_inner)
     }

@@ -12,7 +12,8 @@ use crate::error::Error;
 use crate::layer::{ParamKind, PerParam};
 
 use super::device::{CandleDevice, dtype_of, into_candle, location};
-use super::pending::{OutputGradient, operation_of, reason, refuse_backward};
+use super::error::reason;
+use super::pending::{OutputGradient, operation_of, refuse_backward};
 
 const CALL: &str = "MainGradients::backward";
 
@@ -100,25 +101,29 @@ impl MainGradients {
     /// # Errors
     /// Errors of candle and of the layers. The ranks that wait in a layer which this one does not reach are told
     /// ([`refuse_backward`]) and fail as well; those of whose layers none is left go on, and hear of it where they next
-    /// meet this rank ([`GradientReducer::refuse`](super::GradientReducer::refuse)). Where a layer had begun to write,
-    /// the sums before are lost on this rank: [`reset`](Self::reset) has been done, and the step begins anew. Else they
-    /// are as they were. A backward behind [`store_mut`](Self::store_mut).
+    /// meet this rank ([`GradientReducer::refuse`](super::GradientReducer::refuse)). Where a layer had begun to write, or
+    /// gradients to be added, the sums before are lost on this rank: [`reset`](Self::reset) has been done, and the step
+    /// begins anew. Else they are as they were. A backward behind [`store_mut`](Self::store_mut), of which no rank is
+    /// told, as all of a program make it alike.
     pub fn backward(&mut self, loss: &Tensor) -> Result<()> {
         self.run(loss, |_| Ok(()))
     }
 
     /// The same; `complete` adds gradients that layers have left elsewhere.
     pub(super) fn run(&mut self, loss: &Tensor, complete: impl FnOnce(&mut GradStore) -> Result<()>) -> Result<()> {
+        // A mistake that all ranks of a program make alike, so that none is told.
         self.check_unchanged(CALL)?;
         let made = MemoryScope::run(&mut self.experts, || loss.backward());
         let made = made.inspect_err(|error| refuse_backward(loss, &reason(error)));
+        let mut adding = false;
         let done = made.and_then(|mut gradients| {
             complete(&mut gradients)?;
+            adding = true;
             self.add(loss, gradients)
         });
         match &done {
             Ok(()) => self.microbatches += 1,
-            Err(_) => self.fail(),
+            Err(_) => self.fail(adding),
         }
         self.experts.written = false;
         done
@@ -151,9 +156,10 @@ impl MainGradients {
         (self.changed, self.reduced) = (true, true);
     }
 
-    /// Leaves what was before a failed backward, where that is whole.
-    fn fail(&mut self) {
-        if self.experts.written {
+    /// Leaves what was before a failed backward, where that is whole: not where some variables' sums have its gradients
+    /// (`adding`) or a layer has written to them.
+    fn fail(&mut self, adding: bool) {
+        if adding || self.experts.written {
             return self.reset();
         }
         // Memory that it was to write first.
@@ -239,7 +245,7 @@ impl MainGradients {
         }
     }
 
-    /// Adds one backward's gradients, those of its variables alone.
+    /// Adds one backward's gradients, those of its variables alone. Where that fails, some may have been added.
     fn add(&mut self, loss: &Tensor, mut gradients: GradStore) -> Result<()> {
         for (id, main) in self.experts.of.iter_mut().filter(|(_, main)| main.holds) {
             if !main.shown {

@@ -15,7 +15,7 @@ use crate::layer::{Layer, Mode, Noise, ParamKind, PerParam};
 use crate::optim::ParamShard;
 
 use super::device::{copy_of, dtype_of, with_views};
-use super::error::framework;
+use super::error::{framework, reason};
 use super::etp::WeightVar;
 use super::group::DeviceGroup;
 use super::run::{self, ForwardInputs, MoeOutput};
@@ -195,7 +195,7 @@ impl ExpertParallelMoE {
             // The layer refuses it, on every rank.
             _ => x.contiguous(),
         };
-        flat.inspect_err(|e| self.refuse_forward(&e.to_string()))
+        flat.inspect_err(|e| self.refuse_forward(&reason(e)))
     }
 
     /// A forward's inputs; x in its own shape, and as rows.

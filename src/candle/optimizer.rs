@@ -87,7 +87,8 @@ impl AdamWParam {
 impl ExpertParallelMoE {
     /// The trainable parameters for [`AdamW::over_ranks`], named `{prefix}.router.weight`, `{prefix}.experts.up`, …:
     /// experts are this rank's part of all experts, and shards their part of these. Router and shared expert of
-    /// [`all_sharded`](Self::all_sharded) are among [`ShardedWeights::optimizer_params`](super::ShardedWeights::optimizer_params).
+    /// [`all_sharded`](Self::all_sharded) are among
+    /// [`ShardedWeights::optimizer_params`](super::ShardedWeights::optimizer_params).
     ///
     /// # Errors
     /// A parameter that is computed, a cast for instance: the variables that it is computed of are to be named one by one.

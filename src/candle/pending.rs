@@ -96,14 +96,6 @@ pub fn refuse_backward(loss: &Tensor, reason: &str) {
     }
 }
 
-/// An error as others are told of it: without the backtrace, which is this rank's.
-pub(super) fn reason(error: &candle_core::Error) -> String {
-    match error {
-        candle_core::Error::WithBacktrace { inner, .. } => inner.to_string(),
-        other => other.to_string(),
-    }
-}
-
 /// How often the backward of `loss` will give a gradient of a layer's variable, by layers.
 pub(super) fn calls_of(loss: &Tensor) -> HashMap<TensorId, usize> {
     let mut calls = HashMap::new();

@@ -2,25 +2,20 @@
 
 use std::sync::Arc;
 
-use candle_core::{DType, Device, Result, Tensor};
+use candle_core::{Result, Tensor};
 
 use crate::adapter::{ErasedQuantizedExperts, QuantizedExperts, match_device};
 use crate::checkpoint::QuantizedBlock;
 use crate::cpu::Cpu;
 use crate::error::Error;
 use crate::layer::{ParamKind, PerParam};
-use crate::quant::{
-    Amax, Layout, Matrix, NVFP4_BLOCK, Nvfp4, Nvfp4Mut, Quantize, Quantized, QuantizedTensors, WeightFormat,
-};
-use crate::tensor::TensorMut;
+use crate::quant::{Quantized, WeightFormat};
 
-use super::device::{CandleDevice, copy_of, into_candle, with_views};
+use super::device::{CandleDevice, with_views};
 use super::error::framework;
 use super::group::DeviceGroup;
 use super::module::ExpertParallelMoE;
 use super::options::{Parameters, tensor};
-
-const NVFP4: &Nvfp4 = &Nvfp4::MODELOPT;
 
 impl ExpertParallelMoE {
     /// From a loaded block whose routed experts are quantized; `number` as in [`from_block`](Self::from_block). The
@@ -113,70 +108,8 @@ pub(super) fn unpack(
     Ok((QuantizedExperts { up, down }, params))
 }
 
-/// A stack `[L, out, in]` in NVFP4, with an amax a matrix.
+/// A stack `[L, out, in]` in NVFP4.
 fn nvfp4<D: CandleDevice>(device: &D, name: &str, weight: &Tensor) -> crate::Result<Quantized<D>> {
-    let candle = framework(CALL);
-    let (stack, rows, columns) = weight.dims3().map_err(&candle)?;
-    let dims = [stack, rows, columns];
-    if !columns.is_multiple_of(NVFP4_BLOCK) {
-        return Err(Error::invalid(CALL, name, "rows of a multiple of 16 entries", format!("{dims:?}")));
-    }
-    let weight = weight.detach().contiguous().map_err(&candle)?;
-    with_views(device, CALL, &[(name, &weight)], |views| {
-        let matrix = |e: usize| {
-            let layout = Layout { offset: e * rows * columns, dims: [rows, columns], strides: [columns, 1] };
-            Matrix::strided(views[0].borrow(), layout)
-        };
-        let mut amaxes = crate::Tensor::zeros(device, crate::DType::F32, &[stack])?;
-        for e in 0..stack {
-            let (matrix, rows) = (matrix(e)?, Some(entry(amaxes.view_mut(), e)?));
-            device.compute_amax(Amax { format: NVFP4, matrix: matrix.borrow(), rows, columns: None })?;
-        }
-        let (mut amaxes, factors) = second_level(device, name, (amaxes, weight.device()))?;
-        let format = WeightFormat::Nvfp4;
-        let (dtype, scale_dims) = format.scales(dims, 1);
-        let mut codes = crate::Tensor::empty(device, crate::DType::U8, &format.code_dims(dims))?;
-        let mut scales = crate::Tensor::empty(device, dtype, &scale_dims)?;
-        for e in 0..stack {
-            let (codes, scales) = (slice(codes.view_mut(), e)?, slice(scales.view_mut(), e)?);
-            let rows = Some(Nvfp4Mut { codes, scales, amax: entry(amaxes.view_mut(), e)? });
-            let matrix = matrix(e)?;
-            device.quantize_cast_only(Quantize { format: NVFP4, matrix: matrix.borrow(), rows, columns: None })?;
-        }
-        Quantized::new(QuantizedTensors { format, dims, parts: 1, codes, scales, factors: Some(factors) })
-    })
-}
-
-/// Amaxes as the cast takes them, and the factors `[L, 1]` that belong to them. Reads the amaxes to the host.
-fn second_level<D: CandleDevice>(
-    device: &D,
-    name: &str,
-    (amaxes, on): (crate::Tensor<D>, &Device),
-) -> crate::Result<(crate::Tensor<D>, crate::Tensor<D>)> {
-    let candle = framework(CALL);
-    let stack = amaxes.dims()[0];
-    let values = into_candle(amaxes, &[stack], on)?.to_vec1::<f32>().map_err(candle)?;
-    if let Some(e) = values.iter().position(|amax| !amax.is_finite()) {
-        return Err(Error::invalid(CALL, name, "finite weights", format!("NaN or infinity in expert {e}")));
-    }
-    // Of zeros alone the formulas make NaN; under any other amax they stay zeros.
-    let amaxes: Vec<f32> = values.into_iter().map(|amax| if amax > 0.0 { amax } else { 1.0 }).collect();
-    let factors: Vec<f32> = amaxes.iter().map(|amax| Nvfp4::second_scale(*amax)).collect();
-    let put = |values: Vec<f32>, dims: &[usize]| {
-        let t = Tensor::from_vec(values, dims, on).and_then(|t| t.to_dtype(DType::F32)).map_err(framework(CALL))?;
-        with_views(device, CALL, &[(name, &t)], |views| copy_of(device, views[0]))
-    };
-    Ok((put(amaxes, &[stack])?, put(factors, &[stack, 1])?))
-}
-
-/// One number of `F32 [L]`, as `[1]`.
-fn entry<D: CandleDevice>(of: TensorMut<'_, D>, index: usize) -> crate::Result<TensorMut<'_, D>> {
-    TensorMut::new(D::slice_mut(of.into_data(), index * 4..index * 4 + 4), crate::DType::F32, &[1])
-}
-
-/// Matrix `index` of a stack of bytes `[L, rows, bytes]`.
-fn slice<D: CandleDevice>(of: TensorMut<'_, D>, index: usize) -> crate::Result<TensorMut<'_, D>> {
-    let dims = [of.dims()[1], of.dims()[2]];
-    let bytes = dims[0] * dims[1];
-    TensorMut::new(D::slice_mut(of.into_data(), index * bytes..(index + 1) * bytes), crate::DType::U8, &dims)
+    let weight = weight.detach().contiguous().map_err(framework(CALL))?;
+    with_views(device, CALL, &[(name, &weight)], |views| Quantized::nvfp4(device, CALL, name, views[0].borrow()))
 }

@@ -4,7 +4,7 @@ use candle_core::backprop::GradStore;
 use candle_core::{DType, Tensor, Var};
 
 use crate::adapter::{
-    BUCKET_BYTES, GradientReduction, GradientType, NO_LAYER, REDUCE_GRADIENTS, Summand, match_device, number_of_type,
+    BUCKET_BYTES, GradientReduction, NO_LAYER, REDUCE_GRADIENTS, Summand, TypeNumber, match_device, number_of_type,
     type_of_number,
 };
 use crate::comm::Communicator;
@@ -26,14 +26,16 @@ const CALL: &str = REDUCE_GRADIENTS;
 /// Expert weights are not among them: each rank has its own. Call it on every rank with the same variables in the same
 /// order, after a step's last backward, so that microbatches before it communicate nothing. Nothing to do for one rank.
 /// Ranks first compare sizes, types and order of the variables, and the presence and types of their gradients: the host
-/// waits for these numbers, and on a GPU for the work before them, once a call. In a capture nothing is compared. Of two
-/// variables that are alike it cannot tell which is which.
+/// waits for these numbers, and on a GPU for the work before them, once a call, and once more where a gradient is absent
+/// or has another type on some ranks. In a capture nothing is compared. Of two variables that are alike it cannot tell
+/// which is which.
 ///
 /// # Errors
 /// On every rank, with all gradients as they were: variables of other sizes or types than another rank's, or in another
 /// order; a gradient of which ranks have other types, as f32 and the variable's 16 bits; one of another shape than its
-/// variable's. In a capture, a gradient that is absent; a capture that was not told of the group. A communicator's error,
-/// on every rank.
+/// variable's. In a capture, a gradient that is absent; a capture that was not told of the group. On every rank, with the
+/// gradients of the buckets before as sums and the others as they were, so that the step begins anew: no memory for a
+/// bucket, a communicator's error.
 pub fn reduce_gradients(group: &DeviceGroup, vars: &[Var], gradients: &mut GradStore) -> candle_core::Result<()> {
     let of: Vec<&Tensor> = vars.iter().map(Var::as_tensor).collect();
     Ok(match_device!(group.erased(), group => sum_on(group, of_vars(NO_LAYER, &of, BUCKET_BYTES), gradients))?)
@@ -105,7 +107,7 @@ fn sum<D: CandleDevice>(
 const TYPES: [DType; 4] = [DType::F16, DType::BF16, DType::F32, DType::F64];
 
 /// The type of a variable's gradient, which is of its shape.
-fn gradient_type(of: &Tensor, gradients: &GradStore) -> Result<GradientType> {
+fn gradient_type(of: &Tensor, gradients: &GradStore) -> Result<TypeNumber> {
     let Some(gradient) = gradients.get(of) else { return Ok(0) };
     Error::check_shape(CALL, "gradient", of.dims(), gradient.dims())?;
     number_of_type(&TYPES, &gradient.dtype(), |dtype| dtype.as_str().to_string())

@@ -10,15 +10,15 @@ use candle_core::{DType, Result, Tensor, TensorId, Var};
 use candle_nn::VarMap;
 
 use crate::adapter::{
-    BUCKET_BYTES, EarlySums, GradientSums, PendingBuckets, ReduceComms, ReducedParam, StepCalls, StepGradients,
-    StepReduction, SumOf, Summand, agree, fail, summed_in_part, variables_hash,
+    BUCKET_BYTES, EarlySums, GradientSums, PendingBuckets, ReduceComms, ReducedParam, StepGradients, StepReduction,
+    SumDescription, SumOf, Summand, agree, fail, summed_in_part, variables_hash,
 };
 use crate::error::Error;
 use crate::fnv1a::fnv1a;
 use crate::layer::{ParamKind, PerParam};
 
 use super::device::{CandleDevice, copy_of, into_candle, with_views};
-use super::error::framework;
+use super::error::{framework, reason};
 use super::gradient_hook::{GradientHook, with_hook};
 use super::main_gradients::{MainGradients, added, expert_sum};
 use super::module::ExpertParallelMoE;
@@ -275,15 +275,15 @@ impl<D: CandleDevice> GradientReducer<D> {
         let calls = |t: &Tensor| early.get(&t.id()).map_or_else(|| "-".to_string(), usize::to_string);
         let calls: Vec<String> = self.replicated.iter().chain(&self.experts).map(calls).collect();
         let (variables, experts) = (self.hash(&self.replicated), self.hash(&self.experts));
-        let calls = StepCalls {
+        let own = SumDescription {
             microbatches,
-            calls: fnv1a(&calls.join(",")),
+            layer_calls: fnv1a(&calls.join(",")),
             variables,
             experts,
             in_f32: gradients.is_in_f32(),
             bucket_bytes: self.bucket_bytes,
         };
-        agree(&self.sums, calls)
+        agree(&self.sums, own)
     }
 
     fn reduction(&self) -> StepReduction<'_, D, Tensor> {
@@ -495,7 +495,7 @@ impl MainGradients {
         let begun = hook.borrow_mut().early.take();
         if let Err(error) = done {
             // The others are in these sums, or on their way to those that follow.
-            let _ = reducer.sums.recover(&error.to_string());
+            let _ = reducer.sums.recover(&reason(&error));
             return Err(error);
         }
         if let Some(dims) = in_part {

@@ -170,8 +170,9 @@ impl<D: CandleDevice> ShardedTensor<D> {
 ///
 /// Variables are named as those of candle-nn's layers, and hold this rank's shard, `[S, C]` of the weight's
 /// [lines](Shards::lines). New ones have the initial values of their names and places, under
-/// [`EtpOptions::seed`](crate::etp::EtpOptions::seed). Modules run within the chain's passes, in backward in reverse; of operands of one operation
-/// the left one comes first. Their gradients come with [`finish_sharded`](super::finish_sharded).
+/// [`EtpOptions::seed`](crate::etp::EtpOptions::seed). Modules run within the chain's passes, in backward in reverse;
+/// of operands of one operation the left one comes first. Their gradients come with
+/// [`finish_sharded`](super::finish_sharded).
 ///
 /// ```
 /// use std::sync::Arc;

@@ -100,8 +100,8 @@ impl ExpertParallelMoE {
         Var::from_tensor(bias)?.set(&values)
     }
 
-    /// Sums the gradients of the variables that every rank holds (router, shared expert) over the ranks, in one
-    /// collective, as [`reduce_gradients`](super::reduce_gradients) does for others; an absent gradient counts as zeros.
+    /// Sums the gradients of the variables that every rank holds (router, shared expert) over the ranks, as
+    /// [`reduce_gradients`](super::reduce_gradients) does for others; an absent gradient counts as zeros.
     /// Call it on every rank before the optimizer's step. Nothing to do for one rank, nor of shards, which
     /// [`finish_sharded`](super::finish_sharded) sums. Ranks first compare variables and gradients, for which the host waits
     /// once a call but in a capture: [`GradientReducer`](super::GradientReducer) sums many layers without these waits.

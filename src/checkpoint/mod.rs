@@ -3,7 +3,8 @@
 //! [`Checkpoint::open`] reads `config.json` and the headers of the tensor files; [`Checkpoint::load_block`] then reads
 //! the bytes of one rank's experts and no others. Checkpoints are untrusted: files, their JSON and every name in it
 //! have limits, far above published ones, that are checked before anything is parsed; every size is checked against the
-//! file before a tensor is allocated; and what is wrong is a [`CheckpointError`](crate::CheckpointError) that names file and tensor.
+//! file before a tensor is allocated; and what is wrong is a [`CheckpointError`](crate::CheckpointError) that names
+//! file and tensor.
 
 mod calls;
 mod commit;

@@ -18,7 +18,7 @@ use crate::cpu::Cpu;
 use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::layer::ParamKind;
-use crate::quant::{Amax, Codec, Matrix, NVFP4_BLOCK};
+use crate::quant::{Amax, Codec, Matrix, NVFP4_BLOCK, amax_of_cast};
 use crate::tensor::{Tensor, TensorMut};
 
 const CALL: &str = "Checkpoint::save_nvfp4";
@@ -106,8 +106,7 @@ impl Checkpoint {
                 return Err(Error::invalid(CALL, name, "finite weights", format!("NaN or infinity at [{i}, {j}]")));
             }
         }
-        // Of zeros alone the formulas make NaN; under any other amax they stay zeros.
-        let amax = Some(amaxes.into_iter().fold(0.0, f32::max)).filter(|amax| *amax > 0.0).unwrap_or(1.0);
+        let amax = amax_of_cast(amaxes.into_iter().fold(0.0, f32::max));
         for (name, weight) in names.into_iter().zip(weights) {
             let dims = Matrix::new(weight.view())?.dims();
             let made = cast(&weight, amax)?;

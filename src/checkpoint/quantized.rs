@@ -111,6 +111,16 @@ struct PartToRead {
     bytes: u64,
 }
 
+/// Where a matrix belongs in a stack.
+struct StackPlace {
+    /// Among the experts that are read.
+    expert: usize,
+    /// Of the stack, `[L, out, in]`.
+    dims: [usize; 3],
+    /// Matrices that each of its own is made of, as gate and up.
+    parts: usize,
+}
+
 /// A stack under way.
 struct QuantizedStack {
     format: WeightFormat,
@@ -168,22 +178,22 @@ impl Checkpoint {
                 kind => (part.out * part.inn * dtype_of(kind).size()) as u64,
             })
         };
-        let mut parts = Vec::new();
+        let mut to_read = Vec::new();
         for (expert, part) in replicated.chain(routed) {
             // None: the configuration has no such parameter.
             let Some(dims) = part.kind.dims(&config, experts.len()) else { continue };
-            parts.push(PartToRead { expert, bytes: bytes_of(&part)?, part, dims });
+            to_read.push(PartToRead { expert, bytes: bytes_of(&part)?, part, dims });
         }
-        let total = parts.iter().map(|part| part.bytes).sum();
-        let mut done = 0;
-        for PartToRead { expert: e, part, dims, bytes } in parts {
-            done += bytes;
-            let done = Progress { layer, tensor: &part.name, done, total };
+        let total = to_read.iter().map(|part| part.bytes).sum();
+        let mut bytes_read = 0;
+        for PartToRead { expert: e, part, dims, bytes } in to_read {
+            bytes_read += bytes;
+            let read = Progress { layer, tensor: &part.name, done: bytes_read, total };
             if matches!(part.kind, ParamKind::Up | ParamKind::Down) {
                 let parts = layout.expert(0).iter().filter(|p| p.kind == part.kind).count();
-                let dims = [dims[0], dims[1], dims[2]];
-                self.read_stored(&part, e, dims, parts, &mut stacks, &mut scratch)?;
-                progress(done);
+                let place = StackPlace { expert: e, dims: [dims[0], dims[1], dims[2]], parts };
+                self.read_stored(&part, place, &mut stacks, &mut scratch)?;
+                progress(read);
                 continue;
             }
             let dtype = dtype_of(part.kind);
@@ -192,7 +202,7 @@ impl Checkpoint {
             let one = if part.kind.is_replicated() { bytes.len() } else { bytes.len() / experts.len() };
             let stored = self.stored(&part.name)?.ok_or_else(|| self.missing(&part))?;
             read_matrix(&stored, &MatrixLayout::of(&part), &mut bytes[e * one..(e + 1) * one], dtype, &mut scratch)?;
-            progress(done);
+            progress(read);
         }
         let mut take = |kind: ParamKind| {
             let missing = || Error::invalid(CALL, kind.name(), "a tensor", "nothing");
@@ -235,13 +245,11 @@ impl Checkpoint {
         Ok(true)
     }
 
-    /// Reads one matrix of expert `e` to its place.
+    /// Reads one of an expert's matrices to its place.
     fn read_stored(
         &self,
         part: &DiskMatrix,
-        e: usize,
-        dims: [usize; 3],
-        parts: usize,
+        StackPlace { expert: e, dims, parts }: StackPlace,
         stacks: &mut PerParam<Option<QuantizedStack>>,
         scratch: &mut Scratch,
     ) -> Result<()> {

@@ -10,6 +10,7 @@ use super::layout::DiskRows;
 use super::params::LayerBlock;
 use super::parts::{RankBlock, RankModel, RankPart, RankTensor};
 use crate::comm::{Communicator, Exchange, Op, Tag};
+use crate::compare::gather_numbers;
 use crate::config::MoeConfig;
 use crate::dtype::DType;
 use crate::error::{Error, Result};
@@ -337,15 +338,8 @@ impl<D: Kernels> RankExchange for Ranks<'_, D> {
         if numbers.is_empty() {
             return Ok(vec![Vec::new(); self.ranks()]);
         }
-        let device = &self.device;
-        let bytes: Vec<u8> = numbers.iter().flat_map(|number| number.to_le_bytes()).collect();
-        let mut send = Tensor::<D>::empty(device, DType::U8, &[bytes.len()])?;
-        device.upload(&bytes, send.view_mut())?;
-        let mut recv = Tensor::<D>::empty(device, DType::U8, &[bytes.len() * self.comm.size()])?;
-        self.comm.all_gather(TAG, send.view(), recv.view_mut())?;
-        let all = device.download(recv.view())?;
-        let of_rank = |bytes: &[u8]| bytes.chunks_exact(8).map(bytemuck::pod_read_unaligned).collect();
-        Ok(all.chunks_exact(bytes.len()).map(of_rank).collect())
+        let all = gather_numbers(&self.device, &mut *self.comm, TAG, numbers)?;
+        Ok(all.chunks_exact(numbers.len()).map(<[u64]>::to_vec).collect())
     }
 
     fn barrier(&mut self) -> Result<()> {

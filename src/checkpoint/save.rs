@@ -22,6 +22,7 @@ use super::rank_params::{Item, RankParams};
 use super::reader::MAX_SHARDS;
 use super::stored::{Stored, on_disk};
 use crate::error::{CheckpointError, Error, Result};
+use crate::fnv1a::fnv1a;
 
 const CALL: &str = "Checkpoint::save";
 const COPY_BYTES: usize = 1 << 20;
@@ -59,18 +60,11 @@ pub(super) struct SavePlan<'a> {
 impl SavePlan<'_> {
     /// A number that differs where layers do, or tensors in name, type, shape or file.
     pub fn fingerprint(&self, shares: &RankParams<'_>) -> u64 {
-        use std::hash::{DefaultHasher, Hash, Hasher};
-        let mut hasher = DefaultHasher::new();
-        for (layer, _) in shares.blocks() {
-            layer.hash(&mut hasher);
-        }
-        for tensor in shares.tensors() {
-            tensor.name.hash(&mut hasher);
-        }
-        for shard in &self.shards {
-            (&shard.file, &shard.header).hash(&mut hasher);
-        }
-        hasher.finish()
+        let layers: Vec<_> = shares.blocks().map(|(layer, _)| layer).collect();
+        let tensors: Vec<_> = shares.tensors().iter().map(|tensor| &tensor.name).collect();
+        let files: Vec<_> =
+            self.shards.iter().map(|shard| (&shard.file, shard.header.escape_ascii().to_string())).collect();
+        fnv1a(&format!("{layers:?} {tensors:?} {files:?}"))
     }
 }
 

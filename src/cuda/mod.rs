@@ -13,7 +13,7 @@
 //!
 //! With one rank, forward and backward of a layer wait for nothing and, once they have seen their sizes, ask the driver
 //! for no memory ([`Cuda::memory`]); so they can be captured ([`Cuda::capture`]). With several ranks the same holds
-//! over all-gather with a static capacity; all-to-all, and an eager capacity, wait in prepare for numbers of rows. What
+//! over all-gather and NVLink with a static capacity; all-to-all, and an eager capacity, wait in prepare for numbers of rows. What
 //! waits in any case: reading a load or an auxiliary loss, an expert capacity that keeps by probability (planned on the
 //! host), and [`Reporting::Immediate`](crate::ep::Reporting::Immediate).
 //!
@@ -30,7 +30,8 @@
 //! peers, nvlink                                               other GPUs of a host, and rows stored there
 //! router, quant, etp                                          routing, casts, sums of sharded gradients
 //! optimizer                                                   norms, and steps of AdamW
-//! kernels, group                                              all of it as the trait has it, and a group of one rank
+//! kernels                                                     all of it as the trait has it
+//! preferred_dispatchers, group                                what `Auto` takes between GPUs, and a group of one rank
 //! ```
 
 mod bindings;
@@ -73,6 +74,7 @@ mod params;
 pub(crate) mod peers;
 mod permute;
 pub(crate) mod plan;
+mod preferred_dispatchers;
 mod quant;
 mod route_plan;
 mod router;
@@ -96,8 +98,8 @@ pub use device::{Cuda, Event};
 #[cfg(feature = "nccl")]
 pub(crate) use failure::{FailureSource, ReplayGate, StuckFlag};
 pub use graph::Captured;
-#[cfg(all(feature = "nccl", not(feature = "nccl-ep")))]
-pub(crate) use group::dispatcher_not_built;
-#[cfg(feature = "nccl")]
-pub(crate) use group::preferred_dispatchers;
 pub use memory::Memory;
+#[cfg(all(feature = "nccl", not(feature = "nccl-ep")))]
+pub(crate) use preferred_dispatchers::dispatcher_not_built;
+#[cfg(feature = "nccl")]
+pub(crate) use preferred_dispatchers::preferred_dispatchers;

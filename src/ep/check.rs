@@ -27,10 +27,14 @@ impl<D: Kernels> DispatcherState<D> {
         if !(1..=experts).contains(&spec.top_k) {
             return Err(Error::invalid(PREPARE, "spec.top_k", format!("1..={experts} (num_experts)"), spec.top_k));
         }
-        // Segments count rows in i32, padding included.
-        let (choices, most) = (self.most_choices(spec), i32::MAX as usize - experts);
+        self.check_choices(self.most_choices(spec))
+    }
+
+    /// Segments count rows in i32, an expert's padding of one row at least included.
+    fn check_choices(&self, choices: usize) -> Result<()> {
+        let most = i32::MAX as usize - self.config.num_experts;
         if choices > most {
-            let most = format!("at most {most} choices over all ranks' max_tokens_per_rank");
+            let most = format!("at most {most} choices of all ranks' tokens (max_tokens_per_rank)");
             return Err(Error::invalid(PREPARE, "spec.top_k", most, choices));
         }
         Ok(())
@@ -76,10 +80,7 @@ impl<D: Kernels> DispatcherState<D> {
 
     /// Refuses more rows than kernels count.
     pub(super) fn check_rows(&self, spec: &DispatchSpec, choices: usize) -> Result<()> {
-        if choices > i32::MAX as usize {
-            let most = format!("at most {} choices over all ranks' tokens (max_tokens_per_rank)", i32::MAX);
-            return Err(Error::invalid(PREPARE, "spec.top_k", most, choices));
-        }
+        self.check_choices(choices)?;
         if choices.saturating_add(self.config.num_experts.saturating_mul(spec.alignment)) > i32::MAX as usize {
             let most = format!("segments of at most {} rows, padding included", i32::MAX);
             return Err(Error::invalid(PREPARE, "spec.alignment", most, spec.alignment));

@@ -2,7 +2,8 @@
 
 use std::fmt::Display;
 
-use crate::comm::{Communicator, Op, Tag, refusal};
+use crate::comm::refusal::{self, refuse_on_error};
+use crate::comm::{Communicator, Op, Tag};
 use crate::compare::{ComparedField, compare_fields, gather_numbers};
 use crate::config::MAX_EXPERTS;
 use crate::dtype::DType;
@@ -15,6 +16,7 @@ use super::{
 };
 
 const CALL: &str = "Group::new";
+const INIT: Tag = Tag { layer: 0, op: Op::Init, sequence: 0 };
 
 impl GroupConfig {
     /// `source`: what has chosen the dispatcher, the field or the variable.
@@ -126,8 +128,7 @@ fn dtype_of(number: u64) -> String {
 /// Finds the first field in which the ranks' configurations differ: one all-gather.
 fn compare<D: Kernels>(device: &D, comm: &mut dyn Communicator<D>, config: &GroupConfig) -> Result<()> {
     let fields = config.fields();
-    let tag = Tag { layer: 0, op: Op::Init, sequence: 0 };
-    let all = gather_numbers(device, comm, tag, &ComparedField::values(&fields))?;
+    let all = gather_numbers(device, comm, INIT, &ComparedField::values(&fields))?;
     compare_fields(CALL, comm.rank(), &fields, &all)
 }
 
@@ -152,12 +153,9 @@ impl<D: LibraryDispatchers> Group<D> {
     pub fn new(device: D, mut comm: Box<dyn Communicator<D>>, mut config: GroupConfig) -> Result<Self> {
         let (rank, ranks) = (comm.rank(), comm.size());
         let requested = config.dispatcher;
-        // A bad value of the variable fails below, when the other ranks have met this one.
         let named = select::named(requested, std::env::var_os(select::DISPATCHER_VARIABLE).as_deref());
-        config.dispatcher = *named.as_ref().unwrap_or(&requested);
-        let compared = compare(&device, &mut *comm, &config);
-        named?;
-        compared?;
+        config.dispatcher = refuse_on_error(&mut *comm, INIT, named)?;
+        compare(&device, &mut *comm, &config)?;
         // All ranks hold the same values from here on, so they fail alike.
         let source = if config.dispatcher == requested { "dispatcher" } else { select::DISPATCHER_VARIABLE };
         config.validate(ranks, source)?;

@@ -11,7 +11,7 @@ pub(super) const SAMPLES: usize = 9;
 /// host's calls of one step are hidden behind the step before; of a sample only those of the first are not.
 pub(super) const STEPS: usize = 4;
 
-/// Hundredths of the quickest candidate's time that one may take longer: the first such in the table is taken. Candidates
-/// closer than this are not told apart, so that repeated runs agree; what that costs stays below the 3 % by which `Auto` may be slower than the best
-/// choice. Weighed, not measured.
+/// Hundredths of the quickest candidate's time that one may take longer: the first such in the table is taken.
+/// Candidates closer than this are not told apart, so that repeated runs agree; what that costs stays below the 3 % by
+/// which `Auto` may be slower than the best choice. Weighed, not measured.
 pub(super) const MARGIN: u64 = 2;

@@ -7,6 +7,7 @@
 
 mod experts;
 mod layout;
+mod nvfp4_stack;
 pub mod optimizer;
 
 use std::sync::Arc;

@@ -6,17 +6,17 @@ use std::sync::Arc;
 use crate::DType;
 use crate::comm::refusal::{self, refuse_on_error_if_any};
 use crate::comm::{Communicator, Op, Tag};
+use crate::compare::meet;
 use crate::error::{Error, Result};
 use crate::etp::StreamPair;
-use crate::kernels::optimizer::{
-    AdamWTensor, AdamWUpdate, COEFFICIENTS, Convert, GROUP_STATE, SETTINGS, STATE_NUMBERS, StepControl, state,
-};
+use crate::kernels::optimizer::{AdamWTensor, AdamWUpdate, Convert, STATE_NUMBERS, StepControl, state};
 use crate::tensor::{Tensor, TensorMut, TensorRef};
 
 use super::fields::{fields, group_fields};
 use super::gradient_presence::GradientPresence;
 use super::norm::{NormPlan, NormStep, OptimizerFields, RankRows, exchange, owners};
 use super::saved_state::{Counts, StateKind};
+use super::state_memory::{ParamState, StateMemory, settings};
 use super::{AdamWOptions, GroupOptions, ParamSpec, StepDevice, StepStats};
 
 const CALL: &str = "AdamW";
@@ -47,15 +47,6 @@ pub struct AdamW<D: StepDevice> {
     identity: Option<String>,
 }
 
-/// State kept for a parameter.
-#[derive(Debug)]
-pub(super) struct ParamState<D: StepDevice> {
-    /// None where the parameter itself is F32.
-    pub(super) main: Option<Tensor<D>>,
-    pub(super) first: Tensor<D>,
-    pub(super) second: Tensor<D>,
-}
-
 /// A parameter and its gradient, for [`AdamW::update`].
 #[derive(Debug)]
 pub struct StepTensor<'a, D: StepDevice> {
@@ -73,8 +64,9 @@ impl<D: StepDevice> AdamW<D> {
     /// several (collective: parameters, options and groups are compared over the ranks).
     ///
     /// # Errors
-    /// Options out of range, [`AdamWOptions::group`] beside `groups` that it is none of, a parameter of another type, a name that occurs twice, a group that there is not;
-    /// [`Error::ConfigMismatch`] on every rank; parts that do not make up a whole.
+    /// Options out of range, [`AdamWOptions::group`] beside `groups` that it is none of, a parameter of another type, a
+    /// name that occurs twice, a group that there is not; [`Error::ConfigMismatch`] on every rank; parts that do not make
+    /// up a whole; no memory for the state of one rank, of which the others are told.
     pub fn new(
         device: &D,
         options: AdamWOptions,
@@ -93,18 +85,16 @@ impl<D: StepDevice> AdamW<D> {
         let (fields, of_groups) = (fields(&options, groups.len(), specs.len()), group_fields(groups));
         let fields = OptimizerFields { fields: &fields, of_groups: &of_groups };
         let (rank_rows, rank): (RankRows, usize) = exchange(device, comm.as_deref_mut(), &specs, fields)?;
-        let norm = match options.has_norm() {
-            true => Some(NormPlan::new(device, &specs, &rank_rows, rank)?),
-            false => None,
-        };
-        let params = specs.iter().map(|spec| {
-            let dims = [spec.shard.count()];
-            let main = (spec.dtype != DType::F32).then(|| Tensor::zeros(device, DType::F32, &dims)).transpose()?;
-            let moment = || Tensor::zeros(device, options.moments, &dims);
-            Ok(ParamState { main, first: moment()?, second: moment()? })
-        });
-        let params = params.collect::<Result<_>>()?;
-        let count = groups.len();
+        let streams = StreamPair::new(device, comm.as_ref().and_then(|comm| comm.device()));
+        let norm = options.has_norm().then(|| NormPlan::new(device, &specs, &rank_rows, rank)).transpose();
+        let memory = norm.and_then(|norm| Ok((norm, StateMemory::new(device, &options, groups, &specs)?)));
+        let tag = Tag { layer: 0, op: Op::Init, sequence: 4 };
+        let (norm, memory) = refuse_on_error_if_any(comm.as_deref_mut(), tag, memory)?;
+        if let Some(comm) = comm.as_deref_mut().filter(|comm| comm.size() > 1) {
+            // A rank without memory for its state is heard of here, and not in the others' first step.
+            meet(&streams.transfer, comm, tag)?;
+        }
+        let StateMemory { params, settings, state, coefficients } = memory;
         let mut adamw = Self {
             device: device.clone(),
             options,
@@ -113,11 +103,11 @@ impl<D: StepDevice> AdamW<D> {
             params,
             norm,
             rank_rows,
-            streams: StreamPair::new(device, comm.as_ref().and_then(|comm| comm.device())),
+            streams,
             comm,
-            settings: settings(device, groups)?,
-            state: Tensor::zeros(device, DType::F64, &[STATE_NUMBERS + GROUP_STATE * count])?,
-            coefficients: Tensor::zeros(device, DType::F64, &[count, COEFFICIENTS])?,
+            settings,
+            state,
+            coefficients,
             begun: 0,
             compared: false,
             undefined: false,
@@ -442,11 +432,6 @@ impl<D: StepDevice> AdamW<D> {
     pub(crate) fn comm(&mut self) -> Option<&mut (dyn Communicator<D> + 'static)> {
         self.comm.as_deref_mut()
     }
-}
-
-fn settings<D: StepDevice>(device: &D, groups: &[GroupOptions]) -> Result<Tensor<D>> {
-    let rows = groups.iter().flat_map(|g| [g.lr, g.betas[0], g.betas[1], g.eps, g.weight_decay]);
-    device.write(&rows.collect::<Vec<_>>(), DType::F64, &[groups.len(), SETTINGS])
 }
 
 fn check_specs(specs: &[ParamSpec], groups: usize) -> Result<()> {

@@ -19,6 +19,7 @@ mod gradient_presence;
 mod norm;
 mod param_shard;
 mod saved_state;
+mod state_memory;
 
 use crate::dtype::DType;
 use crate::error::{Error, Result};

@@ -50,6 +50,7 @@ pub use element::{
 pub use format::{AmaxScope, Blocks, Direction, MxScale, Mxfp8, Nvfp4, Nvfp4Sizes, Random, Recipe, Rounding};
 pub use hadamard::Hadamard;
 pub use matrix::{Layout, Matrix};
+pub(crate) use nvfp4::amax_of_cast;
 pub use philox::philox4x32;
 pub use swizzle::{TILE_COLUMNS, TILE_ROWS, swizzled_index, swizzled_len};
 pub use weight::{FP8_BLOCK, Quantized, QuantizedRef, QuantizedTensors, WeightFormat};

@@ -17,6 +17,11 @@ pub(crate) fn max_nan(left: f32, right: f32) -> f32 {
     if right > left || right.is_nan() { right } else { left }
 }
 
+/// An amax as a cast takes it: of zeros alone the formulas make NaN, and under any other amax they stay zeros.
+pub(crate) fn amax_of_cast(amax: f32) -> f32 {
+    if amax > 0.0 { amax } else { 1.0 }
+}
+
 /// max |x|, NaN if any is.
 pub(crate) fn magnitude(values: &[f32]) -> f32 {
     // Magnitudes are ordered as their bits are, NaN above infinity.

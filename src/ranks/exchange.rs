@@ -13,7 +13,8 @@ impl Bootstrap {
     /// returns the same id, or an error.
     ///
     /// # Errors
-    /// [`RankError`](crate::error::RankError): ranks missing after the timeout (named), this rank refused, rank 0 unreachable or failed.
+    /// [`RankError`](crate::error::RankError): ranks missing after the timeout (named), this rank refused, rank 0
+    /// unreachable or failed.
     pub fn exchange(&self, make: impl FnOnce() -> Result<UniqueId>) -> Result<UniqueId> {
         self.check()?;
         if self.world == 1 {

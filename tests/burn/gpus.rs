@@ -91,6 +91,7 @@ const CASES: [Case; 29] = [
     ("a_sharded_norm_has_the_gradients_of_burns", |_| sharded_dense::norm_alone::<Gpu>()),
     ("a_tied_weight_has_the_sum_of_its_gradients", |ranks| sharded_dense::tied::<Gpu>(&[ranks])),
     ("a_model_of_shards_is_saved_and_loaded_at_another_number", |ranks| sharded_model::saved_over_ranks::<Gpu>(ranks)),
+    ("experts_are_quantized_where_they_lie", |_| quantized_shards::quantized_where_they_lie::<Gpu>()),
     ("quantized_experts_are_kept_as_stored", |_| quantized_shards::kept_as_stored::<Gpu>()),
     ("quantized_shards_are_the_layer_of_the_block", |ranks| quantized_shards::as_the_block::<Gpu>(ranks)),
     ("frozen_first_layers_have_no_backward", |_| sharded_dense::frozen_first::<Gpu>()),

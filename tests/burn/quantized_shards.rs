@@ -2,7 +2,7 @@
 //! the whole block.
 
 use burn::backend::{Autodiff, Flex};
-use burn::module::Module;
+use burn::module::{Module, Param, ParamId};
 use burn::optim::GradientsParams;
 use moebius::burn::{AdamWParam, CoreDevice, DeviceGroup, ExpertParallelMoE, LoadAs, ShardHolder, ShardedLoad};
 use moebius::checkpoint::{Checkpoint, LoadOptions, QuantizedBlock};
@@ -13,7 +13,8 @@ use moebius::ep::GroupConfig;
 use moebius::etp::Phase;
 use moebius::kernels::Kernels;
 use moebius::layer::{Cotangents, GradientMask, Inputs, Layer, Mode, ParamKind};
-use moebius::{DType, Error, Tensor as Core};
+use moebius::quant::WeightFormat;
+use moebius::{DType, Error, MoeConfig, Tensor as Core};
 
 use super::sharded::{Mesh, Meshed, Place, on_mesh};
 use super::support::*;
@@ -173,6 +174,53 @@ pub fn kept_as_stored<S: Meshed>() {
     assert!(ExpertParallelMoE::<S>::from_checkpoint(&checkpoint, layer, group, load, &here::<S>()).is_err());
 }
 
+/// Experts that are quantized where they lie: weights that NVFP4 holds exactly (codes times a power of two, the largest of
+/// them in every block) stay what they are.
+pub fn quantized_where_they_lie<S: Meshed>() {
+    let config = MoeConfig::new(32, 48, E, K).with_expert_bias(true);
+    let mut moe = module::<Autodiff<S>>(&config, S::alone());
+    let of_nvfp4 = [0.0, 0.5, -1.0, 1.5, -2.0, 3.0, -4.0, 6.0];
+    let exact = |dims: [usize; 3], sign: f32| {
+        let code = |i: usize| of_nvfp4[if i.is_multiple_of(16) { 7 } else { (i * 5 + i / 16) % 8 }];
+        let values = (0..dims.iter().product()).map(|i| sign * code(i) / 16.0).collect();
+        Param::initialized(ParamId::new(), tensor::<Autodiff<S>, 3>(values, dims))
+    };
+    moe.experts.up = exact(moe.experts.up.dims(), 1.0);
+    moe.experts.down = exact(moe.experts.down.dims(), -1.0);
+    let kept = moe.to_nvfp4().unwrap();
+    assert_eq!(kept.quantized().map(|(format, _)| format), Some(WeightFormat::Nvfp4));
+    assert_eq!([kept.experts.up.dims(), kept.experts.down.dims()], [[1; 3]; 2]);
+    let x = || tensor::<Autodiff<S>, 2>(values(402, 9 * config.hidden, 1.0), [9, config.hidden]).require_grad();
+    let pass = |moe: &ExpertParallelMoE<Autodiff<S>>| {
+        let x = x();
+        let y = moe.forward(x.clone()).unwrap();
+        let gradients = y.clone().powi_scalar(2).sum().backward();
+        let router = moe.router.weight.grad(&gradients).unwrap();
+        [floats(y), floats(x.grad(&gradients).unwrap()), floats(router)]
+    };
+    // Sums of up to 48 terms in f32, of which each product adds one rounding, and one of each factor where burn's do.
+    let tolerance = 1e-5 + 4.0 * S::ROUNDING;
+    for (name, (found, expected)) in ["y", "dx", "router"].iter().zip(pass(&kept).iter().zip(&pass(&moe))) {
+        close(name, found, expected, tolerance);
+    }
+    let trained = AdamWParam::of_module::<Autodiff<S>, _>(&kept);
+    assert!(trained.iter().all(|param| !param.name().starts_with("experts")), "{trained:?}");
+
+    let refused = |result: moebius::Result<ExpertParallelMoE<Autodiff<S>>>, word: &str| {
+        let text = result.unwrap_err().to_string();
+        assert!(text.contains(word), "{text}");
+    };
+    refused(kept.to_nvfp4(), "floating type");
+    refused(module::<Autodiff<S>>(&MoeConfig::new(32, 24, E, K), S::alone()).to_nvfp4(), "multiple of 16");
+    let nan = moe.experts.up.val().mul_scalar(f32::NAN).detach();
+    moe.experts.up = Param::initialized(ParamId::new(), nan);
+    refused(moe.to_nvfp4(), "expert 0");
+}
+
+fn experts_are_quantized_where_they_lie() {
+    quantized_where_they_lie::<Flex>();
+}
+
 fn quantized_experts_are_kept_as_stored() {
     kept_as_stored::<Flex>();
 }
@@ -185,6 +233,7 @@ fn quantized_shards_are_the_layer_of_the_block() {
 
 tests! {
     fn();
+    experts_are_quantized_where_they_lie,
     quantized_experts_are_kept_as_stored,
     quantized_shards_are_the_layer_of_the_block,
 }

@@ -58,8 +58,8 @@ fn templates_mean_what_they_mean_in_python() {
             "c['a', 'b c '][' a', 'b']",
         ),
         (
-            "{{ 'abc'.removeprefix('a').removesuffix('c') }}{{ 'a=b=c'.partition('=') }}{{ \"they're\".title() }}{{ '7'.zfill(3) }}",
-            "b('a', '=', 'b=c')They'Re007",
+            "{{ 'abc'.removeprefix('a').removesuffix('c') }}{{ 'a=b=c'.partition('=') }}{{ \"they're\".title() }}{{ '7'.zfill(3) }}{{ '--5'.zfill(5) }}",
+            "b('a', '=', 'b=c')They'Re007-00-5",
         ),
         (
             "{{ messages[::-1][0].role }}{{ messages[:-1]|length }}{{ 'abc'[1:] }}{{ messages[-1].content[0]['text'] }}",

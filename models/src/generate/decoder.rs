@@ -287,10 +287,17 @@ impl<D: Decoder, K: Kernels> Decoder for OverRanks<D, K> {
 
     fn agree(&self, own: StepPlan) -> Result<StepPlan> {
         let own = own.to_numbers();
-        let mut all = moebius::Tensor::<K>::empty(&self.device, moebius::DType::F32, &[own.len()])?;
-        self.device.upload(own.map(f32::to_ne_bytes).as_flattened(), all.view_mut())?;
-        self.ranks.borrow_mut().all_reduce(self.tag(), ReduceOp::Max, all.view_mut())?;
-        let bytes = self.device.download(all.view())?;
+        let (tag, mut ranks) = (self.tag(), self.ranks.borrow_mut());
+        let numbers = moebius::Tensor::<K>::empty(&self.device, moebius::DType::F32, &[own.len()]);
+        let numbers = numbers.and_then(|mut numbers| {
+            self.device.upload(own.map(f32::to_ne_bytes).as_flattened(), numbers.view_mut())?;
+            Ok(numbers)
+        });
+        // What fails here beside the collective is this rank's alone: the others are told.
+        let mut all = numbers.inspect_err(|error| drop(ranks.refuse(tag, &error.to_string())))?;
+        ranks.all_reduce(tag, ReduceOp::Max, all.view_mut())?;
+        let bytes = self.device.download(all.view());
+        let bytes = bytes.inspect_err(|error| drop(ranks.refuse(tag, &error.to_string())))?;
         let mut numbers = bytes.as_chunks().0.iter().map(|bytes| f32::from_ne_bytes(*bytes));
         Ok(StepPlan::from_numbers(std::array::from_fn(|_| numbers.next().unwrap_or(0.0))))
     }

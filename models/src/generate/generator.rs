@@ -166,6 +166,8 @@ struct Run<'g, 'a, D> {
 
 /// What tokens are chosen from.
 enum Candidates {
+    /// No row chooses.
+    None,
     /// The token of each row's largest logit.
     Likeliest(Vec<u32>),
     /// All rows' logits, `[B · V]`.
@@ -252,6 +254,10 @@ impl<'g, D: Decoder> Run<'g, '_, D> {
     /// What the rows' next tokens are chosen from: the device's own choice where none of the rows asks for more, without
     /// a copy of the logits.
     fn candidates(&self, rows: &[&Sequence<'_>], logits: &Tensor, cache: &D::Cache<'g>) -> Result<Candidates> {
+        if rows.is_empty() {
+            // A piece of a prompt: nothing waits for the device.
+            return Ok(Candidates::None);
+        }
         let logits = logits.to_dtype(DType::F32)?;
         if rows.iter().all(|row| row.sampler.is_plain())
             && let Some(ids) = self.decoder().likeliest(cache)?
@@ -344,6 +350,7 @@ impl<'g, D: Decoder> Run<'g, '_, D> {
 /// The next token of each of these rows, which are a batch's with their places in it.
 fn choose(rows: &mut [(usize, &mut Sequence<'_>)], candidates: Candidates, vocabulary: usize) -> Result<Vec<u32>> {
     let mut logits = match candidates {
+        Candidates::None => return Ok(Vec::new()),
         Candidates::Likeliest(ids) => return Ok(rows.iter().map(|(at, _)| ids[*at]).collect()),
         Candidates::Logits(logits) => logits,
     };

@@ -354,7 +354,7 @@ fn string_method(text: &str, name: &str, args: &[Value]) -> Option<Result<Value,
         "title" => from_args(args).map(|()| Value::from(title(text))),
         "swapcase" => from_args(args).map(|()| text.chars().map(swapped).collect::<String>().into()),
         "zfill" => from_args(args).map(|(width,): (usize,)| {
-            let digits = text.trim_start_matches(['+', '-']);
+            let digits = text.strip_prefix(['+', '-']).unwrap_or(text);
             let sign = &text[..text.len() - digits.len()];
             Value::from(format!("{sign}{}{digits}", "0".repeat(padding(text, width))))
         }),

@@ -28,8 +28,8 @@ impl Request {
         Self { prompt, sampling: Sampling::default(), max_tokens, stop_tokens: Vec::new(), stop_strings: Vec::new() }
     }
 
-    /// The checks of a request that [`Generator::run`](super::Generator::run) makes before anything runs, for callers that know a
-    /// decoder's vocabulary and context before it is loaded. `index` is what errors name it by.
+    /// The checks of a request that [`Generator::run`](super::Generator::run) makes before anything runs, for callers
+    /// that know a decoder's vocabulary and context before it is loaded. `index` is what errors name it by.
     ///
     /// # Errors
     /// [`Error::EmptyPrompt`], [`Error::PromptTooLong`], [`Error::IdPastEmbedding`], [`Error::Parameter`].

@@ -121,12 +121,12 @@ impl NcclWorld {
     }
 
     /// The same for communicators whose collectives over [`Communicator::memory`] are the GPUs' copy engines', and so
-    /// run beside kernels that take every SM: for the collective threads of a [`Chain`](crate::etp::Chain), between GPUs
-    /// that reach each other's memory. NCCL 2.29 or later. That memory stays as long as the world, whose communicators
-    /// may come and go; after a failure the process keeps it. Where a rank is lost inside such a collective, or fails in it, the streams
-    /// of the others stay stuck, and those behind them: they have their errors, streams that do not wait for these work
-    /// on, and new worlds can be made, but what these GPUs have is kept to the end of the process. The driver is of
-    /// CUDA 12.5 or later.
+    /// run beside kernels that take every SM: for the collective threads of a [`Chain`](crate::etp::Chain), between
+    /// GPUs that reach each other's memory. NCCL 2.29 or later. That memory stays as long as the world, whose
+    /// communicators may come and go; after a failure the process keeps it. Where a rank is lost inside such a
+    /// collective, or fails in it, the streams of the others stay stuck, and those behind them: they have their errors,
+    /// streams that do not wait for these work on, and new worlds can be made, but what these GPUs have is kept to the
+    /// end of the process. The driver is of CUDA 12.5 or later.
     ///
     /// # Errors
     /// As [`NcclWorld::new`]; an older library; [`NcclError::Engines`](crate::nccl::NcclError::Engines): a rank whose

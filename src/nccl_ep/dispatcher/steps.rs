@@ -129,8 +129,8 @@ impl NcclEp {
         Tensor::empty(&self.core.device, dtype, dims)
     }
 
-    /// Refuses with an error that this rank alone has found between its checks and the collective, memory that it has not for instance: the
-    /// others, which are on their way there, are told of an error.
+    /// Refuses with an error that this rank alone has found between its checks and the collective, memory that it has
+    /// not for instance: the others, which are on their way there, are told of an error.
     pub(super) fn refuse_own_error_of<T>(
         &mut self,
         DispatcherCall { op, .. }: DispatcherCall,

@@ -36,7 +36,7 @@ pub(super) fn json(value: &Value) -> Result<String> {
     serde_json::to_string(value).map_err(|e| problem(format!("{value}: {e}")))
 }
 
-/// The type of a schema, whose further lines are indented by `indent` spaces.
+/// The type of a schema, whose further lines are not indented.
 pub(super) fn type_of(schema: &Value) -> Result<String> {
     Writer { depth: 0 }.type_of(schema, "")
 }
