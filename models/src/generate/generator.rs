@@ -458,5 +458,5 @@ impl<'a> Sequence<'a> {
 }
 
 #[cfg(test)]
-#[path = "generator_tests.rs"]
+#[path = "generator_tests/mod.rs"]
 mod tests;

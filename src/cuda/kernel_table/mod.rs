@@ -5,21 +5,26 @@
 
 mod find;
 mod per_type;
+mod quant_stages;
+mod sm90_stages;
 mod stages;
 
 use crate::error::Result;
 
 use find::Stage;
 use per_type::{PerFormat, PerProduct, PerType};
+use quant_stages::{
+    DecodeKernels, DequantizeKernels, Mxfp8CastKernels, Nvfp4AlignedKernels, Nvfp4CastKernels, QuantAmaxKernels,
+};
 use stages::{
-    AdamWKernels, AllToAllPlanKernels, AuxLossKernels, DecodeKernels, DequantizeKernels, LinearKernels,
-    Mxfp8CastKernels, Nvfp4AlignedKernels, Nvfp4CastKernels, PermuteKernels, PlanKernels, QuantAmaxKernels,
-    RouterKernels, RoutingRecordsKernels, WgradKernels,
+    AdamWKernels, AllToAllPlanKernels, AuxLossKernels, LinearKernels, PermuteKernels, PlanKernels, RouterKernels,
+    RoutingRecordsKernels, WgradKernels,
 };
 
 pub(super) use find::{BlockStart, KernelSpec, Traits};
 pub(super) use per_type::{Half, HalfOrAny, Product, TileShape};
-pub(super) use stages::{Nvfp4Mode, Sm90Kernels};
+pub(super) use quant_stages::Nvfp4Mode;
+pub(super) use sm90_stages::Sm90Kernels;
 
 /// All of them.
 #[derive(Debug)]
@@ -60,19 +65,19 @@ impl<K> Table<K> {
             concat_rows: Stage { stage: "concat_rows", find }.one("concat_rows")?,
             linear: stages::linear(Stage { stage: "linear", find })?,
             all_to_all_plan: stages::all_to_all_plan(Stage { stage: "all_to_all_plan", find })?,
-            mxfp8_cast: stages::mxfp8_cast(Stage { stage: "mxfp8_cast", find })?,
-            nvfp4_cast: stages::nvfp4_cast(Stage { stage: "nvfp4_cast", find })?,
-            nvfp4_aligned: stages::nvfp4_aligned(Stage { stage: "nvfp4_cast_aligned", find })?,
+            mxfp8_cast: quant_stages::mxfp8_cast(Stage { stage: "mxfp8_cast", find })?,
+            nvfp4_cast: quant_stages::nvfp4_cast(Stage { stage: "nvfp4_cast", find })?,
+            nvfp4_aligned: quant_stages::nvfp4_aligned(Stage { stage: "nvfp4_cast_aligned", find })?,
             permute: stages::permute(Stage { stage: "permute", find })?,
             plan: stages::plan(Stage { stage: "plan", find })?,
-            quant_amax: stages::quant_amax(Stage { stage: "quant_amax", find })?,
-            dequantize: stages::dequantize(Stage { stage: "dequantize", find })?,
+            quant_amax: quant_stages::quant_amax(Stage { stage: "quant_amax", find })?,
+            dequantize: quant_stages::dequantize(Stage { stage: "dequantize", find })?,
             routing_records: stages::routing_records(Stage { stage: "routing_records", find })?,
             router: stages::router(Stage { stage: "router", find })?,
-            w4a16: stages::w4a16(Stage { stage: "w4a16", find })?,
-            w4a16_decode: stages::w4a16_decode(Stage { stage: "w4a16_decode", find }, traits.decode_shared)?,
+            w4a16: quant_stages::w4a16(Stage { stage: "w4a16", find })?,
+            w4a16_decode: quant_stages::w4a16_decode(Stage { stage: "w4a16_decode", find }, traits.decode_shared)?,
             wgrad: stages::wgrad(Stage { stage: "wgrad", find })?,
-            sm90: if traits.sm90 { Some(stages::sm90(find)?) } else { None },
+            sm90: if traits.sm90 { Some(sm90_stages::sm90(find)?) } else { None },
         })
     }
 }
