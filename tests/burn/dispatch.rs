@@ -147,7 +147,7 @@ fn the_module_and_plain_operations_agree() {
     as_the_module::<Flex>(&RANKS);
 }
 
-/// Step of the differences and what they may be off, as in `tests/candle/dispatch.rs`: the loss is of order 10.
+/// Step of the differences and what they may be off, as in `tests/candle/dispatch/values.rs`: the loss is of order 10.
 const STEPS: [f64; 2] = [1e-5, 1e-6];
 const TOLERANCE: f64 = 1e-5;
 

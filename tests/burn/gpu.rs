@@ -69,13 +69,13 @@ fn each_output_alone_gives_its_part() {
 
 fn experts_gradients_are_added_up_in_f32() {
     let _alone = gpu();
-    main_gradients::added_up::<Gpu>();
+    main_gradients::backward::added_up::<Gpu>();
 }
 
 fn steps_of_adamw_have_the_cpus_bits() {
     let _alone = gpu();
-    main_gradients::steps_as_on_the_cpu::<Gpu>();
-    main_gradients::fields_of_one_id::<Gpu>();
+    main_gradients::optimizer::steps_as_on_the_cpu::<Gpu>();
+    main_gradients::optimizer::fields_of_one_id::<Gpu>();
 }
 
 fn any_leading_dimensions_and_strides() {

@@ -74,33 +74,37 @@ fn square(world: usize) -> Mesh {
     Mesh { world, ep: world / 2 }
 }
 
-const CASES: [Case; 29] = [
+const CASES: [Case; 30] = [
     ("matches_a_dense_model", |ranks| dense::matches_a_dense_model::<Gpu>(&[ranks])),
     ("each_output_alone_gives_its_part", |ranks| dense::each_output_alone::<Gpu>(ranks)),
     ("gradients_are_those_of_finite_differences", |ranks| gradients::finite_differences::<Gpu>(ranks)),
     ("dispatch_and_combine_with_identity_experts", |ranks| dispatch::identity_experts::<Gpu>(&[ranks])),
     ("dispatch_and_combine_make_the_module", |ranks| dispatch::as_the_module::<Gpu>(&[ranks])),
     ("several_dispatches_in_flight", |ranks| dispatch::several_in_flight::<Gpu>(&[ranks])),
-    ("sharded_experts_train_as_whole_ones", |world| sharded::as_whole_ones::<Gpu>(square(world), false, true)),
-    ("sharded_experts_train_as_whole_ones_recomputed", |world| {
-        sharded::as_whole_ones::<Gpu>(square(world), true, false);
+    ("sharded_experts_train_as_whole_ones", |world| {
+        sharded::training::as_whole_ones::<Gpu>(square(world), false, true)
     }),
-    ("shards_sent_quantized_give_what_a_rank_alone_does", |ranks| sharded::sent_quantized::<Gpu>(&[ranks])),
-    ("frozen_shards_have_no_gradient", |world| sharded::frozen::<Gpu>(Mesh { world, ep: 1 })),
+    ("sharded_experts_train_as_whole_ones_recomputed", |world| {
+        sharded::training::as_whole_ones::<Gpu>(square(world), true, false);
+    }),
+    ("shards_sent_quantized_give_what_a_rank_alone_does", |ranks| sharded::training::sent_quantized::<Gpu>(&[ranks])),
+    ("frozen_shards_have_no_gradient", |world| sharded::training::frozen::<Gpu>(Mesh { world, ep: 1 })),
     ("sharded_dense_weights_train_as_whole_ones", |ranks| sharded_dense::three_steps::<Gpu>(&[ranks])),
     ("a_sharded_norm_has_the_gradients_of_burns", |_| sharded_dense::norm_alone::<Gpu>()),
     ("a_tied_weight_has_the_sum_of_its_gradients", |ranks| sharded_dense::tied::<Gpu>(&[ranks])),
-    ("a_model_of_shards_is_saved_and_loaded_at_another_number", |ranks| sharded_model::saved_over_ranks::<Gpu>(ranks)),
+    ("a_model_of_shards_is_saved_and_loaded_at_another_number", |ranks| {
+        sharded_model::stored::saved_over_ranks::<Gpu>(ranks)
+    }),
     ("experts_are_quantized_where_they_lie", |_| quantized_shards::quantized_where_they_lie::<Gpu>()),
     ("quantized_experts_are_kept_as_stored", |_| quantized_shards::kept_as_stored::<Gpu>()),
     ("quantized_shards_are_the_layer_of_the_block", |ranks| quantized_shards::as_the_block::<Gpu>(ranks)),
     ("frozen_first_layers_have_no_backward", |_| sharded_dense::frozen_first::<Gpu>()),
-    ("sums_are_kept_until_all_modules_are_given", |world| sharded::sums_are_kept::<Gpu>(square(world))),
+    ("sums_are_kept_until_all_modules_are_given", |world| sharded::refused::sums_are_kept::<Gpu>(square(world))),
     ("a_rank_that_cannot_begin_tells_those_that_share_shards", |world| {
-        sharded::begin_is_told::<Gpu>(Mesh { world, ep: 1 });
+        sharded::refused::begin_is_told::<Gpu>(Mesh { world, ep: 1 });
     }),
     ("a_rank_that_cannot_begin_tells_those_with_other_experts", |world| {
-        sharded::begin_is_told::<Gpu>(Mesh { world, ep: world });
+        sharded::refused::begin_is_told::<Gpu>(Mesh { world, ep: world });
     }),
     ("gradients_are_summed_over_the_ranks", |ranks| reduce::of_a_layer::<Gpu>(ranks)),
     ("sums_beside_backward_are_those_behind_it", |ranks| sums_beside_backward(ranks, false)),

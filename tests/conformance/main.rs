@@ -15,7 +15,7 @@ mod group_options;
 mod harness;
 #[path = "../common/limits.rs"]
 mod limits;
-
+mod lost_ranks;
 mod payload;
 mod random;
 mod reference;
@@ -43,6 +43,7 @@ pub fn cases<D: Target>() -> Vec<(&'static str, Case<D>)> {
         ("routing", routing::cases()),
         ("edges", edges::cases()),
         ("faults", faults::cases()),
+        ("lost_ranks", lost_ranks::cases()),
         ("random", random::cases()),
         ("deferred_reporting", deferred_reporting::cases()),
         ("payload", payload::cases()),

@@ -14,7 +14,7 @@ mod faults;
 #[path = "../golden.rs"]
 #[allow(dead_code, unused_imports, reason = "a suite has parts for the CPU alone")]
 mod golden;
-#[path = "../gradients.rs"]
+#[path = "../gradients/main.rs"]
 #[allow(dead_code, unused_imports, reason = "a suite has parts for the CPU alone")]
 mod gradients;
 #[path = "../invariance.rs"]

@@ -8,7 +8,7 @@ use moebius::comm::Communicator;
 use moebius::cpu::Cpu;
 use moebius::etp::{EtpOptions, Phase, Reduction};
 
-use super::dense::{Failure, PAIRS, Rank, Sharded, WORLD, bits, flat, ids, ranks, shards_of};
+use super::dense_model::{Failure, PAIRS, Rank, Sharded, WORLD, bits, flat, ids, ranks, shards_of};
 
 const STEPS: usize = 2;
 const MICROBATCHES: usize = 2;

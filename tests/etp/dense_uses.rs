@@ -11,7 +11,7 @@ use moebius::cpu::Cpu;
 use moebius::etp::{Chain, EtpOptions, Payload, Phase};
 use moebius::layer::{Layer, ParamKind};
 
-use super::dense::{
+use super::dense_model::{
     Failure, H, PAIRS, Rank, Sharded, VOCABULARY, Whole, bits, builder, config, flat, ids, norm, ranks, shard,
     shards_of, sum_over, values, whole,
 };

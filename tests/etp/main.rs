@@ -8,6 +8,8 @@ mod copy_engines;
 #[cfg(feature = "candle")]
 mod dense;
 #[cfg(feature = "candle")]
+mod dense_model;
+#[cfg(feature = "candle")]
 mod dense_replicas;
 #[cfg(feature = "candle")]
 mod dense_stored;

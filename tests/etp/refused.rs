@@ -11,7 +11,7 @@ use moebius::etp::{EtpOptions, Payload, Phase, Shard, WeightSpec};
 use moebius::layer::Layer;
 use moebius::{Error, MoeConfig};
 
-use super::dense::{Failure, bits, flat, norm, values};
+use super::dense_model::{Failure, bits, flat, norm, values};
 use super::test_ranks::{MINUTE, ranks};
 
 const H: usize = 8;

@@ -10,7 +10,9 @@ use moebius::ep::{Group, GroupConfig};
 use moebius::etp::{Chain, Comms, Payload, Phase};
 use moebius::layer::{Layer, ParamKind};
 
-use super::dense::{EXPERTS, Failure, H, PAIRS, Rank, WORLD, bits, builder, config, flat, ranks, shard, values, whole};
+use super::dense_model::{
+    EXPERTS, Failure, H, PAIRS, Rank, WORLD, bits, builder, config, flat, ranks, shard, values, whole,
+};
 use super::test_ranks::MINUTE;
 use super::world::mesh;
 
