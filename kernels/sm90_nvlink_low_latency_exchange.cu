@@ -4,14 +4,15 @@
 //
 // A call in which ranks that were absent are taken in again, and others left. Each rank says in its header which ranks it
 // goes on with, and two go on together where both say so. A rank counts on another that it had in its last call; on one whose
-// last call is as far as its own; and on one that waits to come back to a prepare of this layer.
+// last call is as far as its own, or that has come to the last prepare; and on one that waits to come back to a prepare of this
+// layer.
 //
 // A rank that finds the others calls ahead was absent there. It asks them to wait for it at this layer, waits for the next
 // header of such a call that counts on it, and takes over its epoch: so it enters the same step of the same layer. Where
-// nobody comes it goes on alone. What it had not stored of its last call when it stalled may have come to the others a moment
-// ago, and is cleared there within 2 SWEEPS epochs. So it asks only where the tags of twice as many epochs to come are not
-// those of its last call, and waits as the others go on where they are. What lies in its own memory is cleared, or tells it
-// to count on nobody (common/nvlink_low_latency.cuh).
+// nobody comes it goes on alone, and sends nothing to those that are past its call. What it had not stored of the last call
+// in which it has sent when it stalled may have come to the others a moment ago. Where the tag of that call is about to come
+// again it does not ask, and goes on alone without waiting; what lies in its own memory is cleared, or tells it to count on
+// nobody (common/nvlink_low_latency.cuh says when).
 //
 // The record of a rank that does not come is this rank's own without tokens. By one block. Limited by latencies: a launch and
 // a flight over the link.
@@ -37,40 +38,42 @@ __device__ __forceinline__ uint4 last_header(const LowLatencyCall& c, int64_t fr
 
 __device__ __forceinline__ bool in_time(const LowLatencyCall& c, Word start) { return nvlink::nanoseconds() - start < static_cast<Word>(c.patience); }
 
-// Whether tags of the epochs from this one on are not soon those of the last calls of a rank that is about to make this call.
-__device__ __forceinline__ bool may_return(uint32_t call, uint32_t at) { return (call - at) % 0x10000 >= 4 * low_latency::SWEEPS; }
+// Whether a call's tag does not come within so many calls from another on.
+__device__ __forceinline__ bool has_passed(uint32_t call, uint32_t from, uint32_t calls) { return (call - from) % 0x10000 >= calls; }
+
+// The last call in which this rank may have sent to another. `ended`: the last that it has ended.
+__device__ __forceinline__ uint32_t last_sent(const LowLatencyCall& c, const Block& block, uint32_t ended, int64_t to) {
+    return low_latency::is_absent(block, to) ? static_cast<uint32_t>(control_of(c, c.call.rank)[LOW_LATENCY_SENT + to]) : ended;
+}
 
 // Where peers are ahead, waits until one of them counts on this rank at this layer, and takes over its epoch. By one thread.
-// Returns the peers that are ahead.
-__device__ __noinline__ uint32_t come_back(const LowLatencyCall& c, Block& block, uint32_t layer) {
-    uint32_t ahead = 0, seen = block.epoch;
+// Returns the peers that were ahead.
+__device__ __noinline__ uint32_t come_back(const LowLatencyCall& c, Block& block, uint32_t layer, uint32_t ended) {
+    uint32_t ahead = 0, latest = block.epoch, seen[NVLINK_RANKS];
+    int64_t first = 0;  // of those that are ahead
     for (int64_t r = 0; r < c.call.ranks; r++) {
         if (r == c.call.rank) continue;
-        const uint32_t epoch = last_header(c, r).x;
-        if (is_later(epoch, block.epoch)) ahead |= 1u << r;
-        if (is_later(epoch, seen)) seen = epoch;
+        seen[r] = last_header(c, r).x;
+        if (is_later(seen[r], block.epoch)) ahead |= 1u << r;
+        if (is_later(seen[r], latest)) latest = seen[r], first = r;
     }
-    if (ahead == 0) return 0;
+    // As many calls more than it takes to count on it, as they go on until both meet.
+    if (ahead == 0 || !has_passed(last_sent(c, block, ended, first), latest, 4 * low_latency::SWEEPS)) return ahead;
     auto ask = [&](Word word) {
         for (int64_t r = 0; r < c.call.ranks; r++) nvlink::store_relaxed(control_of(c, r) + LOW_LATENCY_RETURNS + c.call.rank, word);
     };
+    ask(layer);
     uint32_t met = 0;
-    bool asked = false;
     for (uint32_t polls = 1; met == 0 && in_time(c, block.start); polls++) {
-        if (!asked && may_return(block.epoch, seen)) {
-            ask(layer);
-            asked = true;
-        }
         for (int64_t r = 0; r < c.call.ranks; r++) {
             if ((ahead >> r & 1) == 0) continue;
             const uint4 header = last_header(c, r);
-            if (!is_later(header.x, seen)) continue;
-            if (!asked) seen = header.x;
-            else if (header.z == layer && (header.y >> c.call.rank & 1)) met = header.x;
+            // Who says so for the first time waits for this rank, whether others of the same call have seen it ask or not.
+            if (is_later(header.x, seen[r]) && header.z == layer && (header.y >> c.call.rank & 1)) met = header.x;
         }
         if (polls % 1024 == 0 && nvlink::host_stops(c.call)) break;
     }
-    if (asked) ask(0);
+    ask(0);
     if (met != 0) block.epoch = met;
     return ahead;
 }
@@ -85,39 +88,58 @@ __device__ __forceinline__ void renew_headers(const LowLatencyCall& c, uint32_t 
 }
 
 // Which ranks this one counts on, in `block.absent` those that it does not. By one thread.
-__device__ __forceinline__ void choose_ranks(const LowLatencyCall& c, Block& block, uint32_t layer) {
-    const uint32_t ended = static_cast<uint32_t>(control_of(c, c.call.rank)[LOW_LATENCY_EPOCH]);
-    uint32_t counted = come_back(c, block, layer);
+__device__ __forceinline__ void choose_ranks(const LowLatencyCall& c, Block& block, uint32_t layer, uint32_t ended) {
+    Word* own = control_of(c, c.call.rank);
+    const uint32_t before = block.absent, came = before == 0 ? 0 : static_cast<uint32_t>(own[LOW_LATENCY_CAME]);
+    if (came != 0) own[LOW_LATENCY_CAME] = 0;
+    const uint32_t ahead = come_back(c, block, layer, ended);
+    uint32_t counted = 1u << c.call.rank;
     for (int64_t r = 0; r < c.call.ranks; r++) {
-        if (r == c.call.rank || !low_latency::is_absent(block, r)) counted |= 1u << r;
-        else if (!is_later(ended, last_header(c, r).x)) counted |= 1u << r;
-        else if (nvlink::load_relaxed(control_of(c, c.call.rank) + LOW_LATENCY_RETURNS + r) == layer) counted |= 1u << r;
-        else renew_headers(c, ended, r);
+        if (r == c.call.rank) continue;
+        const bool absent = before >> r & 1, was_ahead = ahead >> r & 1;
+        // One that is past this call does not come to it.
+        if (was_ahead && is_later(last_header(c, r).x, block.epoch)) continue;
+        const bool comes = !absent || (came >> r & 1) || !is_later(ended, last_header(c, r).x) ||
+                           nvlink::load_relaxed(own + LOW_LATENCY_RETURNS + r) == layer;
+        const bool in_step = !absent && !was_ahead;
+        if (!comes) renew_headers(c, ended, r);
+        else if (in_step || has_passed(last_sent(c, block, ended, r), block.epoch, 3 * low_latency::SWEEPS)) counted |= 1u << r;
     }
     block.absent = ((1u << c.call.ranks) - 1) & ~counted;
+    const uint32_t lost = block.absent & ~before;
+    if (lost == 0) return;
+    for (int64_t r = 0; r < c.call.ranks; r++) {
+        if (lost >> r & 1) nvlink::store_relaxed(own + LOW_LATENCY_SENT + r, ended);
+    }
+    atomicOr(own + LOW_LATENCY_LATE, static_cast<Word>(lost));
 }
 
 }  // namespace
 
 extern "C" __global__ void __launch_bounds__(NVLINK_THREADS, 1) sm90_nvlink_low_latency_exchange(const __grid_constant__ LowLatencyExchangeParams p) {
     __shared__ Block block;
-    __shared__ uint32_t before;
+    __shared__ uint32_t before, awaited;  // ranks that it went on without, and those that it waits for
     const LowLatencyCall& c = p.call;
     Word* own = control_of(c, c.call.rank);
     const int rank = static_cast<int>(c.call.rank), ranks = static_cast<int>(c.call.ranks), bytes = static_cast<int>(p.bytes);
     const auto layer = static_cast<uint32_t>(p.layer) + 1;
     if (threadIdx.x == 0) {
-        block.epoch = low_latency::next_epoch(static_cast<uint32_t>(own[LOW_LATENCY_EPOCH]));
+        const auto ended = static_cast<uint32_t>(own[LOW_LATENCY_EPOCH]);
+        const uint32_t others = ((1u << ranks) - 1) & ~(1u << rank);
+        block.epoch = low_latency::next_epoch(ended);
         block.absent = before = static_cast<uint32_t>(own[LOW_LATENCY_ABSENT]);
         block.start = nvlink::nanoseconds();
         block.stopped = nvlink::host_stops(c.call) || nvlink::load_relaxed(nvlink::words_of(c.call, rank) + NVLINK_ABORT) != 0;
-        if (!block.stopped) choose_ranks(c, block, layer);
-        else block.absent = ((1u << ranks) - 1) & ~(1u << rank);
+        if (!block.stopped) choose_ranks(c, block, layer, ended);
+        else block.absent = others;
+        awaited = others & ~block.absent;
+        if (before & awaited) own[LOW_LATENCY_RETURNED] = block.epoch;
         block.rested = block.epoch - static_cast<uint32_t>(*low_latency::last_call_of(c, block.epoch));
+        // It reads no records then, but waits for the others to come.
+        if (low_latency::rests(block, static_cast<uint32_t>(own[LOW_LATENCY_RETURNED]))) block.absent = others;
+        atomicExch(own + LOW_LATENCY_ABSENT, static_cast<Word>(block.absent));
         // What has been waited for before does not count.
         block.start = nvlink::nanoseconds();
-        if (!block.stopped && block.rested > low_latency::MOST_REST) low_latency::go_alone(c, block);
-        atomicExch(own + LOW_LATENCY_ABSENT, static_cast<Word>(block.absent));
     }
     __syncthreads();
     const int peer = threadIdx.x;
@@ -134,7 +156,7 @@ extern "C" __global__ void __launch_bounds__(NVLINK_THREADS, 1) sm90_nvlink_low_
         }
     }
     // Those that come, and count on this rank.
-    if (peer < ranks && peer != rank && !low_latency::is_absent(block, peer)) {
+    if (peer < ranks && (awaited >> peer & 1)) {
         const uint4* at = header_of(c, block.epoch, rank, peer);
         uint4 header = low_latency::load_packet(at);
         bool comes = true;
@@ -143,8 +165,11 @@ extern "C" __global__ void __launch_bounds__(NVLINK_THREADS, 1) sm90_nvlink_low_
             header = low_latency::load_packet(at);
         }
         comes = header.x == block.epoch;
-        if (!comes || (header.y >> rank & 1) == 0) {
+        if (low_latency::is_absent(block, peer) || !comes || (header.y >> rank & 1) == 0) {
             atomicOr(own + LOW_LATENCY_ABSENT, 1ull << peer);
+            // Awaited in the next prepare too, so that neither is ahead of the other there.
+            if (comes) atomicOr(own + LOW_LATENCY_CAME, 1ull << peer);
+            nvlink::store_relaxed(own + LOW_LATENCY_SENT + peer, block.epoch);
             if ((before >> peer & 1) == 0) atomicOr(own + LOW_LATENCY_LATE, 1ull << peer);
         }
     }

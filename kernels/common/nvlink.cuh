@@ -33,28 +33,9 @@
 // would read the fault.
 #pragma once
 #include "common/common.cuh"
+#include "common/nvlink_memory.cuh"
 
 namespace nvlink {
-
-using Word = unsigned long long;
-
-__device__ __forceinline__ Word load_relaxed(const Word* at) {
-    Word value;
-    asm volatile("ld.relaxed.sys.global.u64 %0, [%1];\n" : "=l"(value) : "l"(at) : "memory");
-    return value;
-}
-__device__ __forceinline__ void store_relaxed(Word* at, Word value) {
-    asm volatile("st.relaxed.sys.global.u64 [%0], %1;\n" ::"l"(at), "l"(value) : "memory");
-}
-__device__ __forceinline__ void store_release(Word* at, Word value) {
-    asm volatile("st.release.sys.global.u64 [%0], %1;\n" ::"l"(at), "l"(value) : "memory");
-}
-__device__ __forceinline__ void fence_system() { asm volatile("fence.acq_rel.sys;\n" ::: "memory"); }
-__device__ __forceinline__ Word nanoseconds() {
-    Word now;
-    asm volatile("mov.u64 %0, %globaltimer;\n" : "=l"(now)::"memory");
-    return now;
-}
 
 // The control words of a rank.
 __device__ __forceinline__ Word* words_of(const NvLinkCall& c, int64_t rank) { return reinterpret_cast<Word*>(c.words[rank]); }

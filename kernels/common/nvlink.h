@@ -133,6 +133,9 @@ enum LowLatencyWord : int {
     LOW_LATENCY_ABSENT = 2,    // a bit for each rank that this one goes on without
     LOW_LATENCY_LATE = 3,      // a bit for each that it has begun to go on without since the host last asked
     LOW_LATENCY_LOST = 4,      // the last call that has lost a rank on which it had counted
+    LOW_LATENCY_RETURNED = 5,  // the last prepare in which this rank has counted on one again that it had gone on without
+    LOW_LATENCY_CAME = 6,      // a bit for each rank that has come to the last prepare, though the two do not count on each other
+    LOW_LATENCY_SENT = 8,      // [NVLINK_RANKS]: the last call in which this rank may have sent to rank r, while it goes on without it
     LOW_LATENCY_HEADERS = 16,  // [2, NVLINK_RANKS] packets: rank r has come to the call of this epoch, in its bank
     LOW_LATENCY_RETURNS = 48,  // [NVLINK_RANKS]: rank r waits for a prepare of this layer, plus one, to come back
     LOW_LATENCY_WORDS = 64

@@ -30,8 +30,15 @@
 //           again in the next prepare. That is a rank that was away for so long; or all of them, where a handle was kept for
 //           as many calls. Without patience a rank cannot be away, and rows' memory has every call; but that of a graph from
 //           before wider rows came, which has no other calls than its replays, must not rest for so long.
-//   return  what a rank was storing when it stalled may be there only after the receiver has cleared that part. It has the
-//           tag of the rank's last calls, with which it therefore does not return (sm90_nvlink_low_latency_exchange.cu).
+//   return  what a rank was storing when it stalled may come only when the receiver is many calls on, and has cleared that
+//           part. All that comes so late is of the last call in which the rank has sent to that receiver, as at the end of
+//           each call it looks for peers that are ahead, and sends those nothing more. For each rank that it goes on without
+//           it keeps the number of this call. It counts on one again only in a call from which on the tag of that number
+//           does not come for 3 SWEEPS epochs. Two ranks read each other's packets where both count on each other, so it
+//           suffices that each looks at what it has sent itself. The receiver has cleared those packets 2 SWEEPS epochs
+//           behind their coming in a bank that has calls; one that has had none for so long, and a rank has been taken in
+//           again since, rests. The number stays as it is while a rank makes calls by itself, and the receiver's go on: so
+//           the tag has passed within 4 SWEEPS of the receiver's calls, whatever this rank does meanwhile.
 //
 // A rank that is absent is not sent rows, and sends none before both have met in a prepare again, which is a later kernel.
 //
@@ -43,22 +50,16 @@
 
 namespace low_latency {
 
+using nvlink::load_packet;
+using nvlink::store_packet;
 using nvlink::Word;
 
 // Parts of a bank, one of which is cleared for each epoch of its parity.
 constexpr uint32_t SWEEPS = 4096;
 // Epochs for which a bank may have had no call: with the 2 SWEEPS before, and as many as a margin, all tags.
 constexpr uint32_t MOST_REST = 0x10000 - 4 * SWEEPS;
-
-__device__ __forceinline__ void store_packet(void* at, uint4 v) {
-    const uint64_t low = static_cast<uint64_t>(v.y) << 32 | v.x, high = static_cast<uint64_t>(v.w) << 32 | v.z;
-    asm volatile("{\n.reg .b128 v;\nmov.b128 v, {%1, %2};\nst.relaxed.sys.global.b128 [%0], v;\n}\n" ::"l"(at), "l"(low), "l"(high) : "memory");
-}
-__device__ __forceinline__ uint4 load_packet(const void* at) {
-    uint64_t low, high;
-    asm volatile("{\n.reg .b128 v;\nld.relaxed.sys.global.b128 v, [%2];\nmov.b128 {%0, %1}, v;\n}\n" : "=l"(low), "=l"(high) : "l"(at) : "memory");
-    return {static_cast<uint32_t>(low), static_cast<uint32_t>(low >> 32), static_cast<uint32_t>(high), static_cast<uint32_t>(high >> 32)};
-}
+// The same where a rank has been taken in again since, whose packets of before may have come there behind the last call.
+constexpr uint32_t MOST_REST_OF_RETURN = 2 * SWEEPS;
 
 // The call behind that of this number: of the other bank, and not of tag 0.
 __device__ __forceinline__ uint32_t next_epoch(uint32_t epoch) { return (epoch & 0xffff) == 0xffff ? epoch + 3 : epoch + 1; }
@@ -89,21 +90,29 @@ __device__ __forceinline__ Word* last_call_of(const LowLatencyCall& c, uint32_t 
 __device__ __forceinline__ bool is_later(uint32_t epoch, uint32_t than) { return static_cast<int32_t>(epoch - than) > 0; }
 __device__ __forceinline__ bool is_absent(const Block& block, int64_t rank) { return block.absent >> rank & 1; }
 
-// Goes on without a rank.
-__device__ __forceinline__ void mark_absent(const LowLatencyCall& c, int64_t peer) {
+// Whether a call may find packets of before that have its tag in its bank. `returned`: LOW_LATENCY_RETURNED.
+__device__ __forceinline__ bool rests(const Block& block, uint32_t returned) {
+    // Numbers of calls come round: so what is compared is how long ago both were.
+    return block.rested > MOST_REST || (block.rested > MOST_REST_OF_RETURN && block.epoch - returned < block.rested);
+}
+
+// Goes on without a rank, to which this one may have sent until a call.
+__device__ __forceinline__ void mark_absent(const LowLatencyCall& c, int64_t peer, uint32_t sent) {
     Word* own = control_of(c, c.call.rank);
-    if ((atomicOr(own + LOW_LATENCY_ABSENT, 1ull << peer) >> peer & 1) == 0) atomicOr(own + LOW_LATENCY_LATE, 1ull << peer);
+    if ((atomicOr(own + LOW_LATENCY_ABSENT, 1ull << peer) >> peer & 1) != 0) return;
+    nvlink::store_relaxed(own + LOW_LATENCY_SENT + peer, sent);
+    atomicOr(own + LOW_LATENCY_LATE, 1ull << peer);
 }
 // The same in the midst of a call that had counted on it.
 __device__ __forceinline__ void lose(const LowLatencyCall& c, const Block& block, int64_t peer) {
     nvlink::store_relaxed(control_of(c, c.call.rank) + LOW_LATENCY_LOST, block.epoch);
-    mark_absent(c, peer);
+    mark_absent(c, peer, block.epoch);
 }
-// Begins a call without all others.
-__device__ __noinline__ void go_alone(const LowLatencyCall& c, Block& block) {
+// Begins a call without all others, to which this rank may have sent until the one before.
+__device__ __noinline__ void go_alone(const LowLatencyCall& c, Block& block, uint32_t ended) {
     for (int64_t peer = 0; peer < c.call.ranks; peer++) {
         if (peer == c.call.rank) continue;
-        mark_absent(c, peer);
+        mark_absent(c, peer, ended);
         block.absent |= 1u << peer;
     }
 }
@@ -145,7 +154,8 @@ __device__ __forceinline__ void start(const LowLatencyCall& c, Block& block) {
         const Word* own = control_of(c, c.call.rank);
         // Of both banks, so that the loads do not wait for the epoch.
         const auto even = static_cast<uint32_t>(*last_call_of(c, 0)), odd = static_cast<uint32_t>(*last_call_of(c, 1));
-        block.epoch = next_epoch(static_cast<uint32_t>(own[LOW_LATENCY_EPOCH]));
+        const auto ended = static_cast<uint32_t>(own[LOW_LATENCY_EPOCH]), returned = static_cast<uint32_t>(own[LOW_LATENCY_RETURNED]);
+        block.epoch = next_epoch(ended);
         block.rested = block.epoch - (block.epoch % 2 == 0 ? even : odd);
         block.absent = static_cast<uint32_t>(nvlink::load_relaxed(own + LOW_LATENCY_ABSENT));
         block.start = nvlink::nanoseconds();
@@ -153,7 +163,7 @@ __device__ __forceinline__ void start(const LowLatencyCall& c, Block& block) {
         block.stopped = gave_up != 0;
         if (gave_up != 0) nvlink::raise_stopped(c.call, gave_up);
         // In every block, as all see the same epochs.
-        if (c.patience > 0 && !block.stopped && block.rested > MOST_REST) go_alone(c, block);
+        if (c.patience > 0 && !block.stopped && rests(block, returned)) go_alone(c, block, ended);
         nvlink::delay(c.call, blockIdx.x);
     }
     __syncthreads();

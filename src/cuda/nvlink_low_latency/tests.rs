@@ -95,8 +95,13 @@ impl Ranks {
 
     /// Where the first rank's packets of the second begin.
     fn area(&self, epoch: u32) -> u64 {
-        let bank = (epoch as usize % 2 * RANKS + 1) * AREA * PACKET_BYTES;
-        self.word(0, 0) + (LOW_LATENCY_CONTROL_BYTES + bank) as u64
+        self.area_of(0, epoch)
+    }
+
+    /// Where a rank's packets of the other begin.
+    fn area_of(&self, rank: usize, epoch: u32) -> u64 {
+        let bank = (epoch as usize % 2 * RANKS + (1 - rank)) * AREA * PACKET_BYTES;
+        self.word(rank, 0) + (LOW_LATENCY_CONTROL_BYTES + bank) as u64
     }
 
     /// The second rank's packet of this number of a record.
@@ -174,6 +179,31 @@ fn a_record_that_comes_in_part_is_none() {
         assert_eq!([absent, told].map(|word| ranks.read(0, word)), [late; 2], "without packet {missing:?}");
         ranks.write(ranks.word(0, told), &[0; 8]);
     }
+}
+
+/// A rank that finds the other past its call, where the tag of the last call in which it has sent is about to come again, sends
+/// it nothing, and that call stays the last, however many it makes by itself.
+#[test]
+fn a_rank_sends_nothing_to_one_that_is_past_its_call() {
+    let Some(ranks) = Ranks::new() else { return };
+    let [own, other] = [record(0), record(1)];
+    ranks.send_header(1);
+    (0..AREA).for_each(|i| ranks.send_packet(1, &other, i));
+    assert!(ranks.exchange(&own)[1] == other);
+    ranks.send_header(60_000);
+    for bank in 0..2 {
+        ranks.write(ranks.area_of(1, bank), &[0; AREA * PACKET_BYTES]);
+    }
+    for call in 2..8 {
+        assert!(ranks.exchange(&own)[1] == without_tokens(&own), "call {call}");
+        assert_eq!(ranks.read(0, params::LOW_LATENCY_SENT + 1), 1, "call {call}");
+        for bank in 0..2 {
+            let mut sent = vec![0; AREA * PACKET_BYTES];
+            ranks.cuda.read_bytes(CALL, ranks.area_of(1, bank), &mut sent).expect("a bank");
+            assert!(sent.iter().all(|byte| *byte == 0), "call {call}");
+        }
+    }
+    assert_eq!(ranks.read(0, params::LOW_LATENCY_LATE), 2, "told that it goes on alone");
 }
 
 /// A rank that never comes again is not taken for one that is ahead, however many calls are made without it: its epoch

@@ -1,0 +1,69 @@
+//! Low latency over NVLink without a GPU: the kernels' sources as C++ (`tests/low_latency/`), each thread of a grid a fiber, two
+//! to four ranks beside each other, one of which is away for some calls. What each call has taken is compared with what was
+//! sent in it.
+
+#![cfg(target_os = "linux")]
+
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output};
+use std::sync::LazyLock;
+
+const KERNELS: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/kernels");
+const SOURCES: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/low_latency");
+
+/// `None`: there is no compiler.
+struct Built {
+    program: PathBuf,
+    kernels: PathBuf,
+}
+
+static BUILT: LazyLock<Option<Built>> = LazyLock::new(build);
+
+fn compile(arguments: &[&str], out: &Path) -> Option<()> {
+    let mut call = Command::new("c++");
+    call.args(["-std=c++17", "-O2", "-I", SOURCES, "-I", KERNELS]).args(arguments).arg("-o").arg(out);
+    let Ok(Output { status, stderr, .. }) = call.current_dir(SOURCES).output() else {
+        println!("skipped: no c++");
+        return None;
+    };
+    assert!(status.success(), "{}", String::from_utf8_lossy(&stderr));
+    Some(())
+}
+
+fn build() -> Option<Built> {
+    let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join("low_latency");
+    std::fs::create_dir_all(&folder).expect("a folder");
+    let built = Built { program: folder.join("program"), kernels: folder.join("kernels.so") };
+    // Hidden, so that each copy of the library has what it shares in a block.
+    compile(&["-w", "-shared", "-fPIC", "-fvisibility=hidden", "kernels.cpp"], &built.kernels)?;
+    // Fibers jump between stacks, which checked jumps refuse.
+    let flags = ["-U_FORTIFY_SOURCE", "-rdynamic", "main.cpp", "ranks.cpp", "fibers.cpp", "-ldl"];
+    compile(&flags, &built.program)?;
+    Some(built)
+}
+
+fn run(name: &str) {
+    let Some(built) = &*BUILT else { return };
+    let said = Command::new(&built.program).arg(&built.kernels).arg(name).output().expect("the program starts");
+    let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
+    print!("{}", text(&said.stdout));
+    assert!(said.status.success(), "{}", text(&said.stderr));
+}
+
+/// Behind 49,152 calls and more, whose tags are about to come again.
+#[test]
+fn a_rank_that_was_away_is_back_in_lockstep() {
+    run("back_in_lockstep");
+}
+
+/// While these go on with each other, what they send each other does not keep them from the others.
+#[test]
+fn two_ranks_that_were_away_are_back_in_lockstep() {
+    run("two_back_in_lockstep");
+}
+
+/// However long it was away, it takes no packet of before for one of now, nor do the others.
+#[test]
+fn a_rank_that_was_away_is_back_as_it_goes() {
+    run("back_as_they_go");
+}
