@@ -67,3 +67,15 @@ fn two_ranks_that_were_away_are_back_in_lockstep() {
 fn a_rank_that_was_away_is_back_as_it_goes() {
     run("back_as_they_go");
 }
+
+/// What it was storing when it stalled has the tag of the call that it returns in.
+#[test]
+fn packets_of_a_round_before_are_not_taken() {
+    run("back_behind_a_round");
+}
+
+/// It has three layers, as the others, which take longer for each.
+#[test]
+fn nobody_waits_in_vain_for_a_rank_that_returns() {
+    run("back_among_slower");
+}
