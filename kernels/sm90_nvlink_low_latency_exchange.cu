@@ -87,8 +87,9 @@ __device__ __forceinline__ void renew_headers(const LowLatencyCall& c, uint32_t 
     for (uint32_t epoch = ended - HALF / 4, i = 0; i < 2; i++, epoch--) low_latency::store_packet(header_of(c, epoch, c.call.rank, from), {epoch, 0, 0, 0});
 }
 
-// Which ranks this one counts on, in `block.absent` those that it does not. By one thread.
-__device__ __forceinline__ void choose_ranks(const LowLatencyCall& c, Block& block, uint32_t layer, uint32_t ended) {
+// Which ranks this one counts on, in `block.absent` those that it does not. By one thread. Returns those that came to the last
+// prepare, though the two did not count on each other.
+__device__ __forceinline__ uint32_t choose_ranks(const LowLatencyCall& c, Block& block, uint32_t layer, uint32_t ended) {
     Word* own = control_of(c, c.call.rank);
     const uint32_t before = block.absent, came = before == 0 ? 0 : static_cast<uint32_t>(own[LOW_LATENCY_CAME]);
     if (came != 0) own[LOW_LATENCY_CAME] = 0;
@@ -107,11 +108,12 @@ __device__ __forceinline__ void choose_ranks(const LowLatencyCall& c, Block& blo
     }
     block.absent = ((1u << c.call.ranks) - 1) & ~counted;
     const uint32_t lost = block.absent & ~before;
-    if (lost == 0) return;
+    if (lost == 0) return came;
     for (int64_t r = 0; r < c.call.ranks; r++) {
         if (lost >> r & 1) nvlink::store_relaxed(own + LOW_LATENCY_SENT + r, ended);
     }
     atomicOr(own + LOW_LATENCY_LATE, static_cast<Word>(lost));
+    return came;
 }
 
 }  // namespace
@@ -130,13 +132,20 @@ extern "C" __global__ void __launch_bounds__(NVLINK_THREADS, 1) sm90_nvlink_low_
         block.absent = before = static_cast<uint32_t>(own[LOW_LATENCY_ABSENT]);
         block.start = nvlink::nanoseconds();
         block.stopped = nvlink::host_stops(c.call) || nvlink::load_relaxed(nvlink::words_of(c.call, rank) + NVLINK_ABORT) != 0;
-        if (!block.stopped) choose_ranks(c, block, layer, ended);
+        uint32_t came = 0;
+        if (!block.stopped) came = choose_ranks(c, block, layer, ended);
         else block.absent = others;
         awaited = others & ~block.absent;
-        if (before & awaited) own[LOW_LATENCY_RETURNED] = block.epoch;
         block.rested = block.epoch - static_cast<uint32_t>(*low_latency::last_call_of(c, block.epoch));
+        // A rank that stayed does not rest for one that it takes in again now: it would find the same in each prepare to come,
+        // where handles are kept for long, and the tag of what the other has sent does not come in this call, which clears the
+        // bank. One that has taken over an epoch has more to clear. One that has come to the last prepare has cleared already.
+        const auto returned_before = static_cast<uint32_t>(own[LOW_LATENCY_RETURNED]);
+        if (before & awaited & ~came) own[LOW_LATENCY_RETURNED] = block.epoch;
+        const bool took_over = block.epoch != low_latency::next_epoch(ended);
+        const uint32_t returned = took_over ? static_cast<uint32_t>(own[LOW_LATENCY_RETURNED]) : returned_before;
         // It reads no records then, but waits for the others to come.
-        if (low_latency::rests(block, static_cast<uint32_t>(own[LOW_LATENCY_RETURNED]))) block.absent = others;
+        if (low_latency::rests(block, returned)) block.absent = others;
         atomicExch(own + LOW_LATENCY_ABSENT, static_cast<Word>(block.absent));
         // What has been waited for before does not count.
         block.start = nvlink::nanoseconds();
@@ -165,6 +174,8 @@ extern "C" __global__ void __launch_bounds__(NVLINK_THREADS, 1) sm90_nvlink_low_
             header = low_latency::load_packet(at);
         }
         comes = header.x == block.epoch;
+        // One that has asked to come back, and has not, asks again if it is still there.
+        if (!comes) nvlink::store_relaxed(own + LOW_LATENCY_RETURNS + peer, 0);
         if (low_latency::is_absent(block, peer) || !comes || (header.y >> rank & 1) == 0) {
             atomicOr(own + LOW_LATENCY_ABSENT, 1ull << peer);
             // Awaited in the next prepare too, so that neither is ahead of the other there.

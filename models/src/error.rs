@@ -83,3 +83,13 @@ pub enum Error {
     #[error(transparent)]
     Candle(#[from] candle_core::Error),
 }
+
+impl Error {
+    /// As other ranks are told of it.
+    pub(crate) fn reason(&self) -> String {
+        match self {
+            Self::Candle(error) => moebius::candle::reason(error),
+            other => other.to_string(),
+        }
+    }
+}

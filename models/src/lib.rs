@@ -28,6 +28,7 @@ mod norm;
 mod params;
 mod random;
 mod rotary;
+mod save;
 mod self_attention;
 mod static_cache;
 mod stepper;

@@ -98,7 +98,7 @@ impl Model {
         let mut alike = config_entries(checkpoint.config());
         alike.insert("type of the embedding".into(), format!("{:?}", decoder.dtype()));
         alike.insert("option random".into(), format!("{:?}", options.random));
-        // Steps with experts on the host are not captured, and so on no rank.
+        // Steps with experts on the host are never captured, so all ranks have them there or none.
         alike.insert("option experts_on_host".into(), options.experts_on_host.to_string());
         let compared = OnceLock::new();
         Ok(Self { family, decoder, vars, trainable, dequantized, group, alike, compared })
@@ -146,7 +146,7 @@ impl Model {
     /// # Errors
     /// Mis-shaped ids, empty sequences, ids outside the vocabulary, sequences longer than [`context`](Self::context),
     /// and what the layer reports. The other ranks get an error too. Ranks whose models differ in `config.json`, in
-    /// [`LoadOptions::random`] or in the type of the embedding all get `Error::ConfigMismatch` from their first call.
+    /// [`LoadOptions::random`], in [`LoadOptions::experts_on_host`] or in the type of the embedding all get `Error::ConfigMismatch` from their first call.
     pub fn forward(&self, ids: &Tensor) -> Result<Tensor> {
         self.logits(&self.hidden(ids)?)
     }
@@ -246,6 +246,11 @@ impl Model {
         self.decoder.host_experts()
     }
 
+    /// The ranks' group.
+    pub(crate) fn group(&self) -> &DeviceGroup {
+        &self.group
+    }
+
     /// A layer with experts, if there is one; all of them are in one group.
     pub(crate) fn first_moe(&self) -> Option<&ExpertParallelMoE> {
         (0..self.num_layers()).find_map(|layer| self.moe(layer))
@@ -301,7 +306,7 @@ impl Model {
 
     /// Compares the model with the other ranks' in the first call that they make together: ranks with other layers would
     /// wait for each other, or go on to other logits without a word. Every rank has the error.
-    fn compare(&self) -> Result<()> {
+    pub(crate) fn compare(&self) -> Result<()> {
         if self.compared.get().is_none() {
             self.group.compare_texts("Model", &self.alike)?;
             let _ = self.compared.set(());
@@ -313,7 +318,7 @@ impl Model {
     pub(crate) fn run_or_refuse<T>(&self, run: impl FnOnce(&mut ForwardProgress) -> Result<T>) -> Result<T> {
         self.compare()?;
         let mut at = ForwardProgress::default();
-        run(&mut at).inspect_err(|error| self.decoder.refuse(at, &error.to_string()))
+        run(&mut at).inspect_err(|error| self.decoder.refuse(at, &error.reason()))
     }
 
     fn check_cache(&self, call: &'static str, cache: Option<&Cache>, sequences: usize) -> Result<()> {

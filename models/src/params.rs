@@ -35,7 +35,7 @@ pub struct LoadOptions {
     /// Routed experts stay in memory of the host, page-locked where the device is a GPU, and come to it a layer ahead of
     /// their use, in the form that [`experts`](Self::experts) says: a model larger than the GPU runs, as fast as the host
     /// link brings all of its experts once a forward (`moebius::candle::HostExperts`). They are frozen, and so is all else:
-    /// such a model is for inference, one forward at a time.
+    /// such a model is for inference, one forward at a time. The same on all ranks.
     pub experts_on_host: bool,
     /// Weights are random and depend on this seed; nothing is read but `config.json`. Matrices are uniform with variance
     /// 1 / fan-in, vectors ones, biases zeros, all in [`dtype`](Self::dtype), else in the type that `config.json` names,

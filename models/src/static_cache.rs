@@ -49,8 +49,14 @@ pub(crate) struct StaticShape<'a> {
 }
 
 impl StaticShape<'_> {
-    /// Zeros.
+    /// Zeros; an error where the host has no memory for this one tensor, for which candle would end the process.
     pub fn zeros(&self, dims: &[usize]) -> Result<Tensor> {
+        if self.device.is_cpu() {
+            let bytes = dims.iter().fold(self.dtype.size_in_bytes(), |bytes, dim| bytes.saturating_mul(*dim));
+            let name = "keys and values".to_string();
+            let none = |_| moebius::Error::OutOfMemory { call: "Stepper", name, bytes };
+            Vec::<u8>::new().try_reserve_exact(bytes).map_err(none)?;
+        }
         Tensor::zeros(dims, self.dtype, self.device)
     }
 

@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use burn::module::{Param, ParamId};
 use burn::tensor::Tensor;
+use burn::tensor::backend::Backend;
 
 use crate::adapter::{FrameworkDevice, QuantizedExperts};
 use crate::error::{Error, Result};
@@ -22,15 +23,15 @@ impl<B: MoeBackend> ExpertParallelMoE<B> {
     /// [`from_quantized`](Self::from_quantized). Weights in bf16 take 3.6 times the memory. Waits for the device.
     ///
     /// # Errors
-    /// Experts that are quantized or shards already; weights whose rows are no multiple of 16 entries, or that are not
-    /// finite; tensors of another device than the group's.
+    /// Experts that are quantized or shards already; weights whose rows are no multiple of 16 entries, that are in f64, or
+    /// not finite; tensors of another device than the group's.
     pub fn to_nvfp4(&self) -> Result<Self> {
         let group = B::Native::core_group(&self.group);
         let elsewhere = || Error::invalid(CALL, "group", "one of the tensors' device", "another");
         let core = group.ok_or_else(elsewhere)?.lock().device().clone();
         let stack = |kind: ParamKind, param: &Param<Tensor<B, 3>>| match (&self.sharded, &self.quantized) {
             (None, None) => nvfp4::<B>(&core, kind.name(), param),
-            _ => Err(Error::invalid(CALL, kind.name(), "a whole weight of floating type", "another")),
+            _ => Err(Error::invalid(CALL, kind.name(), "a whole weight of floating type", "a shard, or quantized")),
         };
         let up = stack(ParamKind::Up, &self.experts.up)?;
         let down = stack(ParamKind::Down, &self.experts.down)?;
@@ -40,7 +41,9 @@ impl<B: MoeBackend> ExpertParallelMoE<B> {
         moe.freeze_experts();
         Ok(moe)
     }
+}
 
+impl<B: Backend> ExpertParallelMoE<B> {
     /// Bytes of the routed experts' weights that are quantized, and their format; `None` where they are not.
     pub fn quantized(&self) -> Option<(WeightFormat, usize)> {
         self.quantized.as_ref().map(|experts| (experts.format(), experts.bytes()))

@@ -56,10 +56,13 @@ pub(super) fn reason_of(call: &'static str, error: &Theirs) -> Error {
     }
 }
 
-/// An error as others are told of it: without the backtrace, which is this rank's.
-pub(super) fn reason(error: &Theirs) -> String {
+/// An error as other ranks are told of it, by [`ExpertParallelMoE::refuse_forward`](super::ExpertParallelMoE::refuse_forward)
+/// say: without the backtrace that `RUST_BACKTRACE` adds to its text, which is this rank's.
+pub fn reason(error: &Theirs) -> String {
     match error {
-        Theirs::WithBacktrace { inner, .. } => inner.to_string(),
+        Theirs::WithBacktrace { inner, .. } => reason(inner),
+        Theirs::Context { inner, context } => format!("{context}\n{}", reason(inner)),
+        Theirs::WithPath { inner, path } => format!("path: {path:?} {}", reason(inner)),
         other => other.to_string(),
     }
 }

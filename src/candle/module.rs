@@ -7,7 +7,7 @@ use candle_core::{Device, Result, Tensor, Var};
 use crate::adapter::{ErasedLayerShards, ErasedQuantizedExperts, TrainingState, param_shard};
 #[cfg(doc)]
 use crate::checkpoint::Checkpoint;
-use crate::checkpoint::{Block, BlockParams, RankBlock, RankPart};
+use crate::checkpoint::{Block, BlockParams, RankBlock, RankPart, RankTensor};
 use crate::comm::Op;
 use crate::cpu::Cpu;
 use crate::error::Error;
@@ -94,8 +94,9 @@ impl ExpertParallelMoE {
         Ok(RankBlock { layer: self.layer.number() as usize, params })
     }
 
-    /// The same module without gradients, for evaluation: it shares the parameters, sees what an optimizer makes of
-    /// them, and keeps nothing for a backward. Where there are several ranks, all of them evaluate, or none.
+    /// The same module without gradients of its parameters, for evaluation: it shares them, sees what an optimizer makes
+    /// of them, and keeps nothing for a backward of an x that is outside of a graph (`x.detach()`). Where there are several
+    /// ranks, all of them evaluate, or none.
     pub fn detached(&self) -> Self {
         let params = self.params.as_ref().map(|_, t| t.as_ref().map(Tensor::detach));
         Self { params, training: Arc::new(self.training.settings()), ..self.clone() }
@@ -210,6 +211,16 @@ impl ExpertParallelMoE {
         let tracks = x.track_op() || self.trainable().next().is_some();
         run::forward(&self.group, &self.forward_inputs(x, &flat, aux_scale), Mode { backward: tracks, noise })
     }
+}
+
+/// A parameter outside the MoE layers, which every rank holds whole, as [`Checkpoint::save_parts`] takes it: `name` is that
+/// on disk. The save copies it to the host piece by piece.
+///
+/// # Errors
+/// A type that checkpoints do not have.
+pub fn whole_tensor(name: &str, t: &Tensor) -> Result<RankTensor<'static>> {
+    let part = part_of(name, t, ParamShard::whole(t.dims()))?;
+    Ok(RankTensor { name: name.to_string(), dims: t.dims().to_vec(), part })
 }
 
 /// A tensor that a save reads piece by piece.

@@ -67,7 +67,7 @@ impl ExpertParallelMoE {
     fn nvfp4_on<D: CandleDevice>(&self, device: &D) -> Result<ErasedQuantizedExperts> {
         let stack = |kind: ParamKind| match (self.param(kind), &self.sharded) {
             (Some(t), None) => Ok(nvfp4(device, kind.name(), t)?),
-            _ => Err(Error::invalid(CALL, kind.name(), "a whole weight of floating type", "another")),
+            _ => Err(Error::invalid(CALL, kind.name(), "a whole weight of floating type", "a shard, or quantized")),
         };
         let experts = QuantizedExperts { up: stack(ParamKind::Up)?, down: stack(ParamKind::Down)? };
         Ok(D::erase(Arc::new(experts)))

@@ -58,12 +58,18 @@ pub(super) fn read(path: &Path, file: &File, file_len: u64) -> Result<Header, Ch
     Ok(Header { tensors, data: LENGTH + length })
 }
 
+/// How a pointer of Git LFS begins (`version https://git-lfs…`), which a clone without LFS has in the place of weights.
+const GIT_LFS: &[u8; LENGTH as usize] = b"version ";
+
 /// Length of the JSON, from the first bytes of a file of `file_len` bytes.
 pub(super) fn length(prefix: [u8; LENGTH as usize], file_len: u64) -> Result<u64, String> {
     let Some(rest) = file_len.checked_sub(LENGTH) else {
         return Err(format!("the file has {file_len} bytes, fewer than a header's length takes"));
     };
     let length = u64::from_le_bytes(prefix);
+    if prefix == *GIT_LFS {
+        return Err("it is a pointer of Git LFS and not the file itself, which `git lfs pull` brings".into());
+    }
     if length > MAX_HEADER || length > rest {
         return Err(format!("it claims {length} bytes, the file has {rest} (limit {MAX_HEADER})"));
     }

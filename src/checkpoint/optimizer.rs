@@ -22,6 +22,7 @@ use crate::comm::{Exchange, Op, Tag};
 use crate::compare::{ComparedField, compare_fields, gather_numbers, gather_texts};
 use crate::dtype::DType;
 use crate::error::{CheckpointError, CommError, Error, Result};
+use crate::fnv1a::fnv1a;
 use crate::optim::{AdamW, Counts, StateKind, StepDevice};
 use crate::tensor::{Tensor, TensorMut, TensorRef};
 
@@ -62,15 +63,17 @@ impl<D: StepDevice> AdamW<D> {
     /// device.
     ///
     /// # Errors
-    /// [`Error::ConfigMismatch`] for ranks with other [identities](Self::set_identity), before anything is written, and so a
-    /// state that [`load`](Self::load) has left half read; a folder that holds another checkpoint, by its config.json (also
-    /// one that is a link) or by files of weights without one; [`CheckpointError`] where writing fails; all on every rank. A
+    /// [`Error::ConfigMismatch`] for ranks with other [identities](Self::set_identity), or with other moments of a parameter
+    /// that they hold whole (of its first 1024 elements), before anything is written, and so a state that
+    /// [`load`](Self::load) has left half read; a folder that holds another checkpoint, by its config.json (also one that is
+    /// a link) or by files of weights without one; [`CheckpointError`] where writing fails; all on every rank. A
     /// collective's.
     pub fn save(&mut self, dir: impl AsRef<Path>) -> Result<()> {
         let dir = dir.as_ref();
         self.agree_on_identity()?;
         let checked = self.check_defined().and_then(|()| if self.rank() == 0 { check_target(dir) } else { Ok(()) });
         self.exchange_check(checked)?;
+        self.agree_on_whole()?;
         let result = self.write_state(dir);
         self.exchange_outcome(result)
     }
@@ -286,6 +289,43 @@ impl<D: StepDevice> AdamW<D> {
         }
     }
 
+    /// Refuses parameters that ranks hold whole, and of which they have other moments: such as experts that were not named as
+    /// parts, of which a save would keep the first rank's for all. Compares the first elements of each.
+    fn agree_on_whole(&mut self) -> Result<()> {
+        let (rank, streams) = (self.rank(), self.streams());
+        if self.comm().is_none_or(|comm| comm.size() == 1) {
+            return Ok(());
+        }
+        let device = self.device().clone();
+        let hash = |item: &StateItem| -> Result<u64> {
+            let shard = &self.specs()[item.param].shard;
+            let count = shard.count().min(COMPARED_ELEMENTS);
+            if shard.rows() != (0..shard.all_rows()) || count == 0 {
+                return Ok(NO_HASH);
+            }
+            let bytes = device.download(self.state_bytes(item, 0..count * item.dtype.size())?)?;
+            // Not that of no hash.
+            Ok(fnv1a(&bytes.escape_ascii().to_string()) | 1)
+        };
+        let items: Vec<_> = state_items(self).into_iter().filter(|item| item.kind == StateKind::First).collect();
+        let hashes = self.exchange_check(items.iter().map(hash).collect::<Result<Vec<u64>>>())?;
+        let Some(comm) = self.comm().filter(|_| !hashes.is_empty()) else { return Ok(()) };
+        let all = gather_numbers(&streams.transfer, comm, TAG, &hashes)?;
+        // By what all have, so that each rank finds the same.
+        for (at, item) in items.iter().enumerate() {
+            let of_ranks =
+                || all.iter().skip(at).step_by(hashes.len()).enumerate().filter(|(_, hash)| **hash != NO_HASH);
+            let Some((_, first)) = of_ranks().next() else { continue };
+            let Some((other, _)) = of_ranks().find(|(_, hash)| *hash != first) else { continue };
+            let peer = of_ranks().map(|(peer, _)| peer).find(|peer| *peer != rank).unwrap_or(other);
+            let field = format!("moments of {}, which ranks hold whole", self.specs()[item.param].name);
+            let peer_value = "others (experts and shards are parts of a parameter, as optimizer_params has them)";
+            let (value, peer_value) = ("values of its own".into(), peer_value.into());
+            return Err(Error::ConfigMismatch { call: CALL, field, rank, value, peer, peer_value });
+        }
+        Ok(())
+    }
+
     /// Refuses counts that differ from rank to rank: another state has taken the folder meanwhile.
     fn agree(&mut self, counts: &Counts) -> Result<()> {
         let (rank, fields, streams) = (self.rank(), counts.fields(), self.streams());
@@ -296,6 +336,11 @@ impl<D: StepDevice> AdamW<D> {
 }
 
 const TAG: Tag = Tag { layer: 0, op: Op::Weights, sequence: 0 };
+
+/// Elements of a parameter's first moment that ranks compare before a save.
+const COMPARED_ELEMENTS: usize = 1024;
+/// Of a parameter that the rank holds a part of.
+const NO_HASH: u64 = 0;
 
 /// An identity in errors.
 fn identity_text(identity: Option<&str>) -> String {

@@ -13,9 +13,9 @@
 //!
 //! With one rank, forward and backward of a layer wait for nothing and, once they have seen their sizes, ask the driver
 //! for no memory ([`Cuda::memory`]); so they can be captured ([`Cuda::capture`]). With several ranks the same holds
-//! over all-gather and NVLink with a static capacity; all-to-all, and an eager capacity, wait in prepare for numbers of rows. What
-//! waits in any case: reading a load or an auxiliary loss, an expert capacity that keeps by probability (planned on the
-//! host), and [`Reporting::Immediate`](crate::ep::Reporting::Immediate).
+//! over all-gather, NVLink and NCCL EP with a static capacity; all-to-all, and an eager capacity, wait in prepare for
+//! numbers of rows. What waits in any case: reading a load or an auxiliary loss, an expert capacity that keeps by
+//! probability (planned on the host), and [`Reporting::Immediate`](crate::ep::Reporting::Immediate).
 //!
 //! ```text
 //! params, bindings, heuristics                                what kernels are told, and choices that were measured

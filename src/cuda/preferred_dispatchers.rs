@@ -8,6 +8,7 @@ use crate::ep::{dispatcher_state::DispatcherState, select::DispatcherOrReason};
 #[cfg(not(feature = "nccl-ep"))]
 use crate::error::{Error, Result};
 
+#[cfg(not(feature = "nccl-ep"))]
 use super::device::Cuda;
 use super::heuristics::{ALL_GATHER_TOKENS, FEW_STATIC_ROWS, GPUS_OF_HOST};
 

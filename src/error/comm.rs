@@ -2,6 +2,7 @@
 
 use std::time::Duration;
 
+use super::text::printable_lines;
 use crate::tag::Tag;
 
 /// A collective operation failed. All ranks of a collective get an error, or none does.
@@ -71,7 +72,7 @@ pub enum CommError {
         peer_value: String,
     },
     /// A rank met an error of its own before it could take part; no data was exchanged.
-    #[error("{operation} [{tag}] on rank {rank}: rank {peer} failed: {reason}")]
+    #[error("{operation} [{tag}] on rank {rank}: rank {peer} failed: {}", printable_lines(.reason))]
     Refused {
         /// The collective.
         operation: &'static str,

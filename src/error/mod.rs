@@ -224,7 +224,7 @@ pub enum Error {
         detail: u64,
     },
     /// Another rank refused the call that this rank was part of.
-    #[error("{call} on rank {rank}: rank {peer} failed: {reason}")]
+    #[error("{call} on rank {rank}: rank {peer} failed: {}", printable_lines(.reason))]
     Peer {
         /// The call.
         call: &'static str,
@@ -236,7 +236,10 @@ pub enum Error {
         reason: String,
     },
     /// Two ranks were built with different configurations, or make a call with different options.
-    #[error("{call}: configuration field {field} differs: rank {rank} has {value}, rank {peer} has {peer_value}")]
+    #[error(
+        "{call}: configuration field {} differs: rank {rank} has {}, rank {peer} has {}",
+        printable(.field), printable(.value), printable(.peer_value)
+    )]
     ConfigMismatch {
         /// The call that compares them.
         call: &'static str,

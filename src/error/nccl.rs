@@ -2,6 +2,8 @@
 
 use std::time::Duration;
 
+use super::text::printable;
+
 /// NCCL is not there, is not usable, or refused a call.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
@@ -76,7 +78,7 @@ pub enum NcclError {
     },
     /// Collectives cannot be the copy engines' on some rank; told alike by all that tried, when the communicator was
     /// made.
-    #[error("NCCL: rank {rank}: copy engines are of no use to this communicator: rank {peer}: {reason}")]
+    #[error("NCCL: rank {rank}: copy engines are of no use to this communicator: rank {peer}: {}", printable(.reason))]
     Engines {
         /// This rank.
         rank: usize,

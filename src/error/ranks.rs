@@ -3,6 +3,8 @@
 use std::fmt;
 use std::time::Duration;
 
+use super::text::printable;
+
 /// A rank does not know who it is, or the ranks did not find each other.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
@@ -114,7 +116,7 @@ pub enum RankError {
         missing: Vec<usize>,
     },
     /// Rank 0 could not make the id.
-    #[error("bootstrap on rank {rank}: rank 0 failed: {reason}")]
+    #[error("bootstrap on rank {rank}: rank 0 failed: {}", printable(.reason))]
     RootFailed {
         /// This rank.
         rank: usize,

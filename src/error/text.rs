@@ -69,6 +69,13 @@ mod tests {
     use super::{id, printable, printable_lines};
 
     #[test]
+    fn another_ranks_text_steers_no_terminal() {
+        let reason = "\u{1b}[31m".to_string();
+        let error = crate::Error::Peer { call: "combine", rank: 0, peer: 1, reason };
+        assert_eq!(error.to_string(), "combine on rank 0: rank 1 failed: \\u{1b}[31m");
+    }
+
+    #[test]
     fn an_id_is_shown_as_either_type() {
         assert_eq!([-1, 7, 1 << 40].map(id), ["-1", "7", "1099511627776"]);
         assert_eq!(id(-5), "-5 (4294967291 as U32)");

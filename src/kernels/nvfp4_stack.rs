@@ -12,13 +12,13 @@ use crate::tensor::{Tensor, TensorMut, TensorRef};
 const NVFP4: &Nvfp4 = &Nvfp4::MODELOPT;
 
 impl<D: Kernels + Codec> Quantized<D> {
-    /// A stack `[L, out, in]` by ModelOpt's recipe, with an amax a matrix, which the host waits for. `call` and `name` are
-    /// the errors'.
+    /// A stack of weights `[L, out, in]` by ModelOpt's recipe, with an amax a matrix, which the host waits for. `call` and
+    /// `name` are the caller's and the weight's in errors.
     ///
     /// # Errors
     /// A weight of other dimensions, rows of no multiple of 16 entries, weights that are not finite; no memory; the
     /// device's.
-    pub(crate) fn nvfp4(device: &D, call: &'static str, name: &str, weight: TensorRef<'_, D>) -> Result<Self> {
+    pub fn nvfp4(device: &D, call: &'static str, name: &str, weight: TensorRef<'_, D>) -> Result<Self> {
         let &[stack, rows, columns] = weight.dims() else {
             return Err(Error::invalid(call, name, "[L, out, in]", format!("{:?}", weight.dims())));
         };

@@ -90,10 +90,6 @@ impl<D: StepDevice> AdamW<D> {
         let memory = norm.and_then(|norm| Ok((norm, StateMemory::new(device, &options, groups, &specs)?)));
         let tag = Tag { layer: 0, op: Op::Init, sequence: 4 };
         let (norm, memory) = refuse_on_error_if_any(comm.as_deref_mut(), tag, memory)?;
-        if let Some(comm) = comm.as_deref_mut().filter(|comm| comm.size() > 1) {
-            // A rank without memory for its state is heard of here, and not in the others' first step.
-            meet(&streams.transfer, comm, tag)?;
-        }
         let StateMemory { params, settings, state, coefficients } = memory;
         let mut adamw = Self {
             device: device.clone(),
@@ -113,7 +109,13 @@ impl<D: StepDevice> AdamW<D> {
             undefined: false,
             identity: None,
         };
-        adamw.restart(&Counts { scale: options.loss_scaling.map_or(1.0, |s| s.initial), ..Counts::default() })?;
+        let begun =
+            adamw.restart(&Counts { scale: options.loss_scaling.map_or(1.0, |s| s.initial), ..Counts::default() });
+        refuse_on_error_if_any(adamw.comm.as_deref_mut(), tag, begun)?;
+        if let Some(comm) = adamw.comm.as_deref_mut().filter(|comm| comm.size() > 1) {
+            // A rank without memory for its state is heard of here, and not in the others' first step.
+            meet(&adamw.streams.transfer, comm, tag)?;
+        }
         Ok(adamw)
     }
 

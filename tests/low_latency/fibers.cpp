@@ -5,6 +5,10 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <ucontext.h>
+#include <unistd.h>
+
+#include <filesystem>
+#include <system_error>
 
 Index threadIdx, blockIdx, blockDim, gridDim;
 
@@ -102,11 +106,14 @@ const uint64_t* meet_warp(uint64_t value) {
 Gpu::Gpu(const std::string& library) : host_(new Fiber(this)), blocks_(BLOCKS), warps_(BLOCKS) {
     for (int block = 0; block < BLOCKS; block++) {
         // A file of its own, as one that is loaded already is not loaded again.
-        char copy[] = "/tmp/low_latency_XXXXXX";
-        const int file = mkstemp(copy);
-        if (file < 0 || system(("cp '" + library + "' " + copy).c_str()) != 0) fail("no copy of " + library);
-        void* loaded = dlopen(copy, RTLD_NOW | RTLD_LOCAL);
-        remove(copy);
+        std::string copy = library + "XXXXXX";
+        const int file = mkstemp(copy.data());
+        std::error_code failed;
+        std::filesystem::copy_file(library, copy, std::filesystem::copy_options::overwrite_existing, failed);
+        if (file < 0 || failed) fail("no copy of " + library);
+        close(file);
+        void* loaded = dlopen(copy.c_str(), RTLD_NOW | RTLD_LOCAL);
+        remove(copy.c_str());
         if (loaded == nullptr) fail(dlerror());
         kernels_.push_back(static_cast<const Kernels*>(dlsym(loaded, "kernels")));
     }

@@ -96,8 +96,10 @@ void Group::make_step(int r) {
     Rank& rank = *ranks_[r];
     const auto id = static_cast<uint32_t>((r + 1) << 24 | (rank.steps & 0xffffff));
     const auto arrived = exchange(r, id, static_cast<uint32_t>(rank.steps % layers_));
-    const auto rows = dispatch(r, id, arrived);
-    rank.shares = combine(r, id, rows, arrived);
+    for (uint32_t i = 0; i < uses; i++) {
+        const auto rows = dispatch(r, id, arrived);
+        rank.shares = combine(r, id, rows, arrived);
+    }
     rank.told |= static_cast<uint32_t>(atomicExch(&word(r, LOW_LATENCY_LATE), 0));
     if (rank.fault != 0) fail(name + ": a fault");
 }

@@ -63,6 +63,7 @@ class Group {
     std::mt19937& random() { return random_; }
 
     std::string name = "ranks";
+    uint32_t uses = 1;  // dispatches and combines of a prepare
 
   private:
     // What a rank has taken for another's part in a call.

@@ -293,7 +293,8 @@ impl<D: Decoder, K: Kernels> Decoder for OverRanks<D, K> {
             self.device.upload(own.map(f32::to_ne_bytes).as_flattened(), numbers.view_mut())?;
             Ok(numbers)
         });
-        // What fails here beside the collective is this rank's alone: the others are told.
+        // What fails beside the collective is this rank's alone: the others are told, in their next agreement where it is
+        // behind this one.
         let mut all = numbers.inspect_err(|error| drop(ranks.refuse(tag, &error.to_string())))?;
         ranks.all_reduce(tag, ReduceOp::Max, all.view_mut())?;
         let bytes = self.device.download(all.view());

@@ -123,6 +123,17 @@ pub enum Error {
     Candle(#[from] candle_core::Error),
 }
 
+impl Error {
+    /// As other ranks are told of it.
+    pub(super) fn reason(&self) -> String {
+        match self {
+            Self::Model(error) => error.reason(),
+            Self::Candle(error) => moebius::candle::reason(error),
+            other => other.to_string(),
+        }
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::Error;

@@ -66,7 +66,8 @@ impl<'a, D: Decoder> Generator<'a, D> {
 
     /// Most tokens of a forward that reads prompts, those of all sequences of the batch together, [`PREFILL_TOKENS`] if this
     /// is not called: longer prompts come in pieces, each a step of the decoder, so that the memory of a forward does not
-    /// grow with them. A piece has a token of each sequence at least. It changes no token, up to how the decoder rounds.
+    /// grow with them. A piece has a token of each sequence at least. It changes no token, up to how the decoder rounds,
+    /// and to rotations that change with a sequence's length.
     pub fn prefill_tokens(mut self, tokens: usize) -> Self {
         self.prefill_tokens = tokens;
         self
@@ -88,8 +89,8 @@ impl<'a, D: Decoder> Generator<'a, D> {
 
     /// Continues all prompts; outputs are in the requests' order. `each` sees every token as it comes, and ends the run
     /// with `Break`: sequences that have not ended then end with [`Finish::Caller`]. A sequence's tokens come from its
-    /// request alone, up to how the decoder rounds in a batch. Collective where the decoder is: each rank runs requests
-    /// of its own, or none.
+    /// request alone, up to how the decoder rounds in a batch, and to rotations that change with the length of a batch's
+    /// sequences. Collective where the decoder is: each rank runs requests of its own, or none.
     ///
     /// # Errors
     /// A request that cannot be, before anything runs; the tokenizer's, logits that are no numbers, the decoder's. The
@@ -107,7 +108,7 @@ impl<'a, D: Decoder> Generator<'a, D> {
         };
         let outputs = run.all(requests, &mut each);
         if let (Err(error), false) = (&outputs, run.meeting) {
-            self.decoder.refuse(&error.to_string());
+            self.decoder.refuse(&error.reason());
         }
         Ok((outputs?, run.stats))
     }
@@ -355,8 +356,15 @@ fn choose(rows: &mut [(usize, &mut Sequence<'_>)], candidates: Candidates, vocab
         Candidates::Logits(logits) => logits,
     };
     let mut of_rows: Vec<Option<&mut [f32]>> = logits.chunks_mut(vocabulary.max(1)).map(Some).collect();
+    let requests: Vec<usize> = rows.iter().map(|(_, row)| row.request).collect();
     let work = rows.iter_mut().filter_map(|(at, row)| Some((&mut row.sampler, of_rows.get_mut(*at)?.take()?)));
-    choose_all(work.collect())
+    let of_request = |(token, request): (Result<u32>, usize)| {
+        token.map_err(|error| match error {
+            Error::Logits { problem } => Error::Logits { problem: format!("{problem}, in request {request}") },
+            other => other,
+        })
+    };
+    choose_all(work.collect()).into_iter().zip(requests).map(of_request).collect()
 }
 
 /// Puts a sequence in its request's place.

@@ -24,7 +24,7 @@ enum Held<'m> {
     Static {
         stepper: Box<Stepper<'m>>,
         /// Most positions that it is asked for.
-        most: usize,
+        most_positions: usize,
         /// That of the next step.
         plan: Option<StepPlan>,
     },
@@ -45,9 +45,9 @@ impl ModelCache<'_> {
     }
 }
 
-/// Positions of a static cache that holds so many tokens, and may be asked to hold `most`.
-fn room(tokens: usize, most: usize) -> usize {
-    tokens.saturating_mul(2).max(LEAST_ROOM).min(most)
+/// Positions of a static cache that holds so many tokens, and may be asked to hold `most_positions`.
+fn room(tokens: usize, most_positions: usize) -> usize {
+    tokens.saturating_mul(2).max(LEAST_ROOM).min(most_positions)
 }
 
 /// Static caches where the model has one: rotations do not change with the sequence's length.
@@ -63,12 +63,12 @@ impl Decoder for Model {
     }
 
     fn cache(&self, request: CacheRequest) -> Result<ModelCache<'_>> {
-        let CacheRequest { sequences, prompt_tokens, max_tokens: most, kind } = request;
+        let CacheRequest { sequences, prompt_tokens, max_tokens: most_positions, kind } = request;
         // A trainable model's step says that it cannot.
         if kind == CacheKind::Static && !self.is_trainable() {
-            let stepper = self.try_stepper(sequences, room(prompt_tokens, most))?;
+            let stepper = self.try_stepper(sequences, room(prompt_tokens, most_positions))?;
             if let Some(stepper) = stepper.map(Box::new) {
-                return Ok(ModelCache(Held::Static { stepper, most, plan: None }));
+                return Ok(ModelCache(Held::Static { stepper, most_positions, plan: None }));
             }
         }
         Ok(ModelCache(Held::Growing(Model::cache(self))))
@@ -77,14 +77,14 @@ impl Decoder for Model {
     fn step<'d>(&'d self, tokens: &Tensor, cache: &mut ModelCache<'d>) -> Result<Tensor> {
         match &mut cache.0 {
             Held::Growing(cache) => last_logits(self, tokens, self.decode_hidden(tokens, cache)?),
-            Held::Static { stepper, most, plan } => {
-                let most = *most;
+            Held::Static { stepper, most_positions, plan } => {
+                let most_positions = *most_positions;
                 let own = plan_of(stepper, tokens.dims2()?.1);
                 let plan = match plan.take() {
                     Some(plan) => plan.join(own),
                     None => self.agree(own)?,
                 };
-                self.run_or_refuse(|_| prepare(stepper, tokens, most))?;
+                self.run_or_refuse(|_| prepare(stepper, tokens, most_positions))?;
                 if plan.runs_eagerly {
                     return stepper.feed(tokens);
                 }
@@ -141,22 +141,22 @@ impl Decoder for Model {
 
 /// The plan of a step by so many tokens.
 fn plan_of(stepper: &Stepper<'_>, tokens: usize) -> StepPlan {
-    let (sequences, most) = (stepper.sequences(), stepper.most_over_ranks());
+    let (sequences, most_sequences) = (stepper.sequences(), stepper.most_over_ranks());
     let is_prompt = sequences > 0 && (stepper.is_empty() || tokens != 1);
     let is_full = sequences > 0 && stepper.len() + tokens > stepper.capacity();
-    let runs_eagerly = is_prompt || most.is_some() && stepper.capture_error().is_some();
-    StepPlan { goes_on: true, runs_eagerly, needs_capture: is_full || most.is_none(), sequences }
+    let runs_eagerly = is_prompt || most_sequences.is_some() && stepper.capture_error().is_some();
+    StepPlan { goes_on: true, runs_eagerly, needs_capture: is_full || most_sequences.is_none(), sequences }
 }
 
 /// Makes room for a step's tokens and hands over those of a step of one.
-fn prepare(stepper: &mut Stepper<'_>, tokens: &Tensor, most: usize) -> Result<()> {
+fn prepare(stepper: &mut Stepper<'_>, tokens: &Tensor, most_positions: usize) -> Result<()> {
     let new = tokens.dims2()?.1;
     let len = stepper.len() + new;
     if len > stepper.capacity() && stepper.sequences() == 0 {
         stepper.clear()?;
-    } else if len > stepper.capacity() && len <= most {
+    } else if len > stepper.capacity() && len <= most_positions {
         let rows: Vec<usize> = (0..stepper.sequences()).collect();
-        stepper.resize(&rows, room(len, most))?;
+        stepper.resize(&rows, room(len, most_positions))?;
     }
     if new == 1 && !stepper.is_empty() && stepper.sequences() > 0 {
         stepper.set_next_ids(&tokens.flatten_all()?.to_vec1()?)?;

@@ -118,8 +118,8 @@ impl Model {
     ///
     /// # Errors
     /// No room for any token, or for more than [`context`](Self::context); more than 2^20 sequences; a trainable model; one
-    /// whose rotations change with the sequence's length (dynamic and longrope scaling), whose keys a cache cannot hold once
-    /// and for all: see [`decode`](Self::decode). candle's, where there is no memory.
+    /// whose rotations change with the sequence's length (dynamic and longrope scaling, and `phimoe` whatever its scaling), whose
+    /// keys a cache cannot hold once and for all: see [`decode`](Self::decode). No memory.
     pub fn stepper(&self, sequences: usize, capacity: usize) -> Result<Stepper<'_>> {
         let problem = "rotations change with the sequence's length; decode with a cache that grows";
         self.try_stepper(sequences, capacity)?
@@ -155,7 +155,7 @@ impl Model {
     }
 }
 
-/// Sequences of a decoder. What is larger is a mistake, and candle ends the process where a CPU has no memory.
+/// Sequences of a decoder. What is larger is a mistake.
 const MAX_SEQUENCES: usize = 1 << 20;
 
 /// Zeros `[B, 1]`; none on the CPU, as a GPU has no memory of no bytes.

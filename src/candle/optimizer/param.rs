@@ -30,8 +30,8 @@ impl AdamWParam {
     }
 
     /// The variables of a map, by its names and in their order, as ones that this rank has whole; those of other than
-    /// floating types are left out. What a layer over several ranks has of its own is in
-    /// [`ExpertParallelMoE::optimizer_params`].
+    /// floating types are left out. Not for the experts of a layer over several ranks, of which each rank has others: a
+    /// norm would count one rank's, and a save is refused. [`ExpertParallelMoE::optimizer_params`] has these.
     pub fn of_var_map(vars: &VarMap) -> Vec<Self> {
         let vars = vars.data().lock().unwrap_or_else(PoisonError::into_inner);
         let of_float = vars.iter().filter(|(_, var)| var.dtype().is_float());

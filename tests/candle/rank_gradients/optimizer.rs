@@ -69,6 +69,40 @@ fn ranks_with_other_identities_save_nothing() -> AnyResult<()> {
     Ok(())
 }
 
+/// Experts that are not named as parts have other moments on every rank: a save would keep the first rank's for all.
+fn experts_that_are_named_as_whole_are_not_saved() -> AnyResult<()> {
+    let folder = tempfile::tempdir()?;
+    std::thread::scope(|scope| {
+        let save = |comm: ThreadComm| -> AnyResult<()> {
+            let rank = comm.rank();
+            let [norm, expert] = [1f32, 2.].map(|value| Var::new(&[value, value], &Device::Cpu));
+            let (norm, expert) = (norm?, expert?);
+            let params = vec![AdamWParam::new("norm", &norm), AdamWParam::new("experts.up", &expert)];
+            let options = AdamWOptions::default();
+            let mut adam = AdamW::over_ranks(&Cpu::new(), Box::new(comm), params, options, &[options.group])?;
+            let own = expert.as_tensor().affine(1.0 + rank as f64, 0.0)?.sum_all()?;
+            let loss = |expert: &Tensor| (norm.as_tensor().sum_all()? + expert)?.backward();
+            // The same on both ranks, and then each rank's own.
+            adam.step(&loss(&expert.as_tensor().sum_all()?)?)?;
+            adam.save(folder.path().join("alike"))?;
+            adam.step(&loss(&own)?)?;
+            match error_of(&adam.save(folder.path().join("others")).unwrap_err()) {
+                Some(Error::ConfigMismatch { field, peer, .. }) if field.contains("experts.up") => {
+                    assert_eq!(*peer, 1 - rank);
+                }
+                other => panic!("rank {rank}: {other:?}"),
+            }
+            adam.step(&loss(&own)?)?;
+            Ok(())
+        };
+        let start = |comm| scope.spawn(move || save(comm));
+        let threads: Vec<_> = ThreadWorld::create(2, TIMEOUT).into_iter().map(start).collect();
+        threads.into_iter().try_for_each(|thread| thread.join().unwrap())
+    })?;
+    assert!(!folder.path().join("others").exists());
+    Ok(())
+}
+
 /// Experts of the user's own, of one name on every rank, are parts of one parameter: norm, steps and saved state are those
 /// of a single rank that has all of them, a bias among them.
 fn own_experts_step_as_parts_of_one_parameter() -> AnyResult<()> {
@@ -182,6 +216,7 @@ fn a_step_that_fails_before_the_norm_is_told() -> AnyResult<()> {
 tests! {
     fn() -> AnyResult<()>;
     ranks_with_other_identities_save_nothing,
+    experts_that_are_named_as_whole_are_not_saved,
     a_gradient_on_one_rank_alone_steps_nothing,
     a_step_that_fails_before_the_norm_is_told,
     own_experts_step_as_parts_of_one_parameter,

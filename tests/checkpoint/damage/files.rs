@@ -26,6 +26,11 @@ fn headers() {
     let cases: Vec<(&str, Vec<u8>, &str)> = vec![
         ("empty file", Vec::new(), "0 bytes"),
         ("four bytes", good[..4].to_vec(), "4 bytes"),
+        (
+            "a pointer of Git LFS",
+            b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 1\n".to_vec(),
+            "git lfs pull",
+        ),
         ("length beyond the file", long, "claims"),
         ("length of 2^64 - 1", huge, "claims"),
         ("length over the format's limit", limit, "claims"),

@@ -268,7 +268,13 @@ fn logits_that_are_no_numbers_end_the_run() {
     let toy = Toy { spoiled: Some(2), ..Toy::new() };
     let generator = Generator::new(&toy, None).expect("a generator");
     let message = generator.run(&[Request::new(vec![1], 5)], go).expect_err("refused").to_string();
-    assert_eq!(message, "logits of a step: that of id 0 is NaN");
+    assert_eq!(message, "logits of a step: that of id 0 is NaN, in request 0");
+    // Batches are in order of length: the request's number is the caller's.
+    let requests = [Request::new(vec![1, 1, 1], 5), Request::new(vec![1], 5)];
+    let toy = Toy { spoiled: Some(2), ..Toy::new() };
+    let generator = Generator::new(&toy, None).expect("a generator").spread(0);
+    let message = generator.run(&requests, go).expect_err("refused").to_string();
+    assert_eq!(message, "logits of a step: that of id 0 is NaN, in request 1");
 }
 
 /// The decoder's own choice is another here than the logits', so that it shows which one counts.
@@ -297,5 +303,5 @@ fn the_decoders_own_choice_counts_where_nobody_asks_for_more() {
     let toy = Toy { likeliest: Some(7), spoiled: Some(2), ..Toy::new() };
     let generator = Generator::new(&toy, None).expect("a generator");
     let message = generator.run(&[Request::new(vec![1], 5)], go).expect_err("refused").to_string();
-    assert_eq!(message, "logits of a step: that of id 0 is NaN");
+    assert_eq!(message, "logits of a step: that of id 0 is NaN, in request 0");
 }

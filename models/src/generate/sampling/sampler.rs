@@ -84,14 +84,13 @@ impl Sampler {
     }
 }
 
-/// The next tokens of several sequences, side by side on all cores: one of 150 thousand logits takes some milliseconds,
-/// and each has random numbers of its own. Of those that fail, the first is told.
-pub(in crate::generate) fn choose_all(mut sequences: Vec<(&mut Sampler, &mut [f32])>) -> Result<Vec<u32>> {
+/// The next token of each of several sequences, side by side on all cores: one of 150 thousand logits takes some
+/// milliseconds, and each has random numbers of its own.
+pub(in crate::generate) fn choose_all(mut sequences: Vec<(&mut Sampler, &mut [f32])>) -> Vec<Result<u32>> {
     if let [(sampler, logits)] = &mut sequences[..] {
-        return Ok(vec![sampler.choose(logits)?]);
+        return vec![sampler.choose(logits)];
     }
-    let tokens: Vec<Result<u32>> = sequences.into_par_iter().map(|(sampler, logits)| sampler.choose(logits)).collect();
-    tokens.into_iter().collect()
+    sequences.into_par_iter().map(|(sampler, logits)| sampler.choose(logits)).collect()
 }
 
 fn check(logits: &[f32]) -> Result<()> {

@@ -2,6 +2,7 @@
 
 use super::filters::{Candidate, Softmax, top_p};
 use super::*;
+use crate::generate::error::Result;
 
 fn sampled(change: impl FnOnce(&mut Sampling)) -> Sampling {
     let mut options = Sampling { temperature: 1.0, seed: 1, ..Sampling::default() };
@@ -142,14 +143,16 @@ fn rows_side_by_side_have_the_tokens_of_each_alone() {
         let expected: Vec<u32> =
             alone.iter_mut().zip(rows.clone()).map(|(s, mut row)| s.choose(&mut row).expect("a token")).collect();
         let work = together.iter_mut().zip(rows.iter_mut().map(Vec::as_mut_slice)).collect();
-        assert_eq!(choose_all(work).expect("tokens"), expected);
+        assert_eq!(choose_all(work).into_iter().collect::<Result<Vec<_>>>().expect("tokens"), expected);
     }
     let mut rows: Vec<Vec<f32>> = (0..9).map(logits).collect();
     (rows[7][0], rows[3][5]) = (f32::NAN, f32::NAN);
     let work = together.iter_mut().zip(rows.iter_mut().map(Vec::as_mut_slice)).collect();
-    let message = choose_all(work).expect_err("refused").to_string();
-    assert_eq!(message, "logits of a step: that of id 5 is NaN");
-    assert!(choose_all(Vec::new()).expect("none").is_empty());
+    let tokens = choose_all(work);
+    let refused = |at: usize| tokens[at].as_ref().expect_err("refused").to_string();
+    assert_eq!([refused(3), refused(7)], [5, 0].map(|id| format!("logits of a step: that of id {id} is NaN")));
+    assert_eq!(tokens.iter().filter(|token| token.is_ok()).count(), 7);
+    assert!(choose_all(Vec::new()).is_empty());
 }
 
 /// A penalty that no f32 holds leaves logits that can be drawn from.
