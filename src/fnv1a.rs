@@ -1,8 +1,9 @@
 //! The hash of names and descriptions, which is the same in every build.
 
 /// FNV-1a, of 64 bits.
-pub(crate) fn fnv1a(text: &str) -> u64 {
-    text.bytes().fold(0xcbf2_9ce4_8422_2325, |hash, byte| (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3))
+pub(crate) fn fnv1a(of: impl AsRef<[u8]>) -> u64 {
+    let step = |hash: u64, byte: &u8| (hash ^ u64::from(*byte)).wrapping_mul(0x0100_0000_01b3);
+    of.as_ref().iter().fold(0xcbf2_9ce4_8422_2325, step)
 }
 
 #[cfg(test)]

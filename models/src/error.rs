@@ -86,9 +86,9 @@ pub enum Error {
 
 impl Error {
     /// As other ranks are told of it.
-    pub(crate) fn reason(&self) -> String {
+    pub(crate) fn refusal_reason(&self) -> String {
         match self {
-            Self::Candle(error) => moebius::candle::reason(error),
+            Self::Candle(error) => moebius::candle::refusal_reason(error),
             other => other.to_string(),
         }
     }

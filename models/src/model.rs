@@ -146,7 +146,8 @@ impl Model {
     /// # Errors
     /// Mis-shaped ids, empty sequences, ids outside the vocabulary, sequences longer than [`context`](Self::context),
     /// and what the layer reports. The other ranks get an error too. Ranks whose models differ in `config.json`, in
-    /// [`LoadOptions::random`], in [`LoadOptions::experts_on_host`] or in the type of the embedding all get `Error::ConfigMismatch` from their first call.
+    /// [`LoadOptions::random`], in [`LoadOptions::experts_on_host`] or in the type of the embedding all get
+    /// `Error::ConfigMismatch` from their first call.
     pub fn forward(&self, ids: &Tensor) -> Result<Tensor> {
         self.logits(&self.hidden(ids)?)
     }
@@ -318,7 +319,7 @@ impl Model {
     pub(crate) fn run_or_refuse<T>(&self, run: impl FnOnce(&mut ForwardProgress) -> Result<T>) -> Result<T> {
         self.compare()?;
         let mut at = ForwardProgress::default();
-        run(&mut at).inspect_err(|error| self.decoder.refuse(at, &error.reason()))
+        run(&mut at).inspect_err(|error| self.decoder.refuse(at, &error.refusal_reason()))
     }
 
     fn check_cache(&self, call: &'static str, cache: Option<&Cache>, sequences: usize) -> Result<()> {

@@ -12,8 +12,8 @@ use crate::error::{Error, Result};
 
 impl Model {
     /// Writes the model to `dir` as it is published: its parameters as they are now, in their types, everything else as
-    /// `checkpoint` has it, which it was loaded from; what was quantized there is written plain. [`load`](Self::load) reads the folder on any number of ranks. A
-    /// collective of the group's ranks, whose first one writes.
+    /// `checkpoint` has it, which it was loaded from; what was quantized there is written plain. [`load`](Self::load) reads
+    /// the folder on any number of ranks. A collective of the group's ranks, whose first one writes.
     ///
     /// ```
     /// use candle_core::Device;
@@ -78,7 +78,7 @@ impl SaveCall<'_> {
         let ranks = group.dispatcher().communicator();
         // The others are in the save's first collective, or on their way to it.
         let tag = Tag { layer: 0, op: Op::Weights, sequence: 0 };
-        let parts = parts.inspect_err(|error| drop(ranks.refuse(tag, &error.reason())));
+        let parts = parts.inspect_err(|error| drop(ranks.refuse(tag, &error.refusal_reason())));
         let (blocks, tensors) = parts?;
         let model = RankModel { blocks: &blocks, tensors: &tensors };
         Ok(self.checkpoint.save_parts(self.dir, model, &device, ranks, self.options)?)

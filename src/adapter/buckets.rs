@@ -21,7 +21,7 @@ impl Summand {
 
 /// A hash of variables' sizes and types, in the order in which they are summed.
 pub(crate) fn variables_hash(variables: impl Iterator<Item = String>) -> u64 {
-    fnv1a(&variables.collect::<Vec<_>>().join(";"))
+    fnv1a(variables.collect::<Vec<_>>().join(";"))
 }
 
 /// Refuses variables of which another rank has others; `all` has every rank's hash. So each rank gets an error.

@@ -150,7 +150,7 @@ impl<P> GradientReduction<'_, P> {
 }
 
 fn types_hash(types: &[TypeNumber]) -> u64 {
-    fnv1a(&types.iter().copied().map(char::from).collect::<String>())
+    fnv1a(types)
 }
 
 /// Refuses a communicator whose work cannot be put in order with the device's, and a capture that does not know the device:

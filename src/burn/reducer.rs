@@ -409,7 +409,7 @@ impl<B: AutodiffBackend + MoeBackend> GradientReducer<B> {
         let of = |param: &ReducedTensor<_>| remaining.get(&param.id).copied().unwrap_or(0usize).to_string();
         let calls: Vec<String> = params.replicated.iter().chain(&params.experts).map(of).collect();
         // The backward to come is counted.
-        let own = self.sum_description(params, self.microbatches() + 1, fnv1a(&calls.join(",")));
+        let own = self.sum_description(params, self.microbatches() + 1, fnv1a(calls.join(",")));
         if !agree(&self.sums, own)? {
             remaining.clear();
         }

@@ -12,7 +12,7 @@ use crate::lazy::Lazy;
 use crate::metrics::Load;
 
 use super::dispatch_ops::{self, DispatchedRowsMut, RoutingNode};
-use super::error::reason;
+use super::error::refusal_reason;
 use super::group::{DeviceGroup, TypedGroup};
 use super::route_op::{self, Routed};
 
@@ -251,7 +251,7 @@ impl Dispatched {
         });
         all.inspect_err(|error| {
             let call = "Dispatched::map_experts";
-            let told = Error::Framework { call, framework: "candle", message: reason(error) };
+            let told = Error::Framework { call, framework: "candle", message: refusal_reason(error) };
             self.node.routing.refuse_combine(told);
         })
     }

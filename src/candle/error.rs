@@ -52,17 +52,17 @@ pub(super) fn framework(call: &'static str) -> impl Fn(Theirs) -> Error {
 pub(super) fn reason_of(call: &'static str, error: &Theirs) -> Error {
     match error_of(error) {
         Some(own) => own.clone(),
-        None => Error::Framework { call, framework: "candle", message: reason(error) },
+        None => Error::Framework { call, framework: "candle", message: refusal_reason(error) },
     }
 }
 
 /// An error as other ranks are told of it, by [`ExpertParallelMoE::refuse_forward`](super::ExpertParallelMoE::refuse_forward)
 /// say: without the backtrace that `RUST_BACKTRACE` adds to its text, which is this rank's.
-pub fn reason(error: &Theirs) -> String {
+pub fn refusal_reason(error: &Theirs) -> String {
     match error {
-        Theirs::WithBacktrace { inner, .. } => reason(inner),
-        Theirs::Context { inner, context } => format!("{context}\n{}", reason(inner)),
-        Theirs::WithPath { inner, path } => format!("path: {path:?} {}", reason(inner)),
+        Theirs::WithBacktrace { inner, .. } => refusal_reason(inner),
+        Theirs::Context { inner, context } => format!("{context}\n{}", refusal_reason(inner)),
+        Theirs::WithPath { inner, path } => format!("path: {path:?} {}", refusal_reason(inner)),
         other => other.to_string(),
     }
 }

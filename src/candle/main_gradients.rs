@@ -12,7 +12,7 @@ use crate::error::Error;
 use crate::layer::{ParamKind, PerParam};
 
 use super::device::{CandleDevice, dtype_of, into_candle, location};
-use super::error::reason;
+use super::error::refusal_reason;
 use super::pending::{OutputGradient, operation_of, refuse_backward};
 
 const CALL: &str = "MainGradients::backward";
@@ -114,7 +114,7 @@ impl MainGradients {
         // A mistake that all ranks of a program make alike, so that none is told.
         self.check_unchanged(CALL)?;
         let made = MemoryScope::run(&mut self.experts, || loss.backward());
-        let made = made.inspect_err(|error| refuse_backward(loss, &reason(error)));
+        let made = made.inspect_err(|error| refuse_backward(loss, &refusal_reason(error)));
         let mut adding = false;
         let done = made.and_then(|mut gradients| {
             complete(&mut gradients)?;
@@ -172,7 +172,7 @@ impl MainGradients {
     /// A `d_y` of another shape, type or device than y's; a y that no variable leads to; as
     /// [`backward`](Self::backward).
     pub fn backward_with(&mut self, y: &Tensor, d_y: &Tensor) -> Result<()> {
-        let inner_product = inner_product(y, d_y).inspect_err(|error| refuse_backward(y, &reason(error)));
+        let inner_product = inner_product(y, d_y).inspect_err(|error| refuse_backward(y, &refusal_reason(error)));
         self.backward(&inner_product?)
     }
 

@@ -149,7 +149,7 @@ pub use cuda::cuda;
 pub use device::{CandleDevice, StorageMut, routing_ids};
 pub use dispatch_combine::{DispatchCombine, Dispatched};
 pub use dispatch_ops::DispatchedRowsMut;
-pub use error::{error_of, reason};
+pub use error::{error_of, refusal_reason};
 pub use etp::{GradientType, VarShard, WeightVar, finish_sharded};
 pub use group::DeviceGroup;
 pub use host_experts::HostExperts;

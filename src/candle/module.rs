@@ -15,7 +15,7 @@ use crate::layer::{Layer, Mode, Noise, ParamKind, PerParam};
 use crate::optim::ParamShard;
 
 use super::device::{copy_of, dtype_of, with_views};
-use super::error::{framework, reason};
+use super::error::{framework, refusal_reason};
 use super::etp::WeightVar;
 use super::group::DeviceGroup;
 use super::run::{self, ForwardInputs, MoeOutput};
@@ -196,7 +196,7 @@ impl ExpertParallelMoE {
             // The layer refuses it, on every rank.
             _ => x.contiguous(),
         };
-        flat.inspect_err(|e| self.refuse_forward(&reason(e)))
+        flat.inspect_err(|e| self.refuse_forward(&refusal_reason(e)))
     }
 
     /// A forward's inputs; x in its own shape, and as rows.

@@ -72,8 +72,10 @@ impl<D: StepDevice> AdamW<D> {
         let dir = dir.as_ref();
         self.agree_on_identity()?;
         let checked = self.check_defined().and_then(|()| if self.rank() == 0 { check_target(dir) } else { Ok(()) });
-        self.exchange_check(checked)?;
-        self.agree_on_whole()?;
+        let alone = self.comm().is_none_or(|comm| comm.size() == 1);
+        let hashes = checked.and_then(|()| if alone { Ok(Vec::new()) } else { self.hashes_of_whole() });
+        let hashes = self.exchange_check(hashes)?;
+        self.agree_on_whole(&hashes)?;
         let result = self.write_state(dir);
         self.exchange_outcome(result)
     }
@@ -289,36 +291,35 @@ impl<D: StepDevice> AdamW<D> {
         }
     }
 
-    /// Refuses parameters that ranks hold whole, and of which they have other moments: such as experts that were not named as
-    /// parts, of which a save would keep the first rank's for all. Compares the first elements of each.
-    fn agree_on_whole(&mut self) -> Result<()> {
-        let (rank, streams) = (self.rank(), self.streams());
-        if self.comm().is_none_or(|comm| comm.size() == 1) {
-            return Ok(());
-        }
-        let device = self.device().clone();
-        let hash = |item: &StateItem| -> Result<u64> {
+    /// A hash of the first moment's first elements, of each parameter that this rank holds whole.
+    fn hashes_of_whole(&self) -> Result<Vec<u64>> {
+        let hash = |item: &StateItem| {
             let shard = &self.specs()[item.param].shard;
             let count = shard.count().min(COMPARED_ELEMENTS);
             if shard.rows() != (0..shard.all_rows()) || count == 0 {
                 return Ok(NO_HASH);
             }
-            let bytes = device.download(self.state_bytes(item, 0..count * item.dtype.size())?)?;
+            let bytes = self.device().download(self.state_bytes(item, 0..count * item.dtype.size())?)?;
             // Not that of no hash.
-            Ok(fnv1a(&bytes.escape_ascii().to_string()) | 1)
+            Ok(fnv1a(&bytes) | 1)
         };
-        let items: Vec<_> = state_items(self).into_iter().filter(|item| item.kind == StateKind::First).collect();
-        let hashes = self.exchange_check(items.iter().map(hash).collect::<Result<Vec<u64>>>())?;
+        state_items(self).iter().filter(|item| item.kind == StateKind::First).map(hash).collect()
+    }
+
+    /// Refuses parameters that ranks hold whole, and of which they have other moments: such as experts that were not named as
+    /// parts, of which a save would keep the first rank's for all.
+    fn agree_on_whole(&mut self, hashes: &[u64]) -> Result<()> {
+        let (rank, streams) = (self.rank(), self.streams());
         let Some(comm) = self.comm().filter(|_| !hashes.is_empty()) else { return Ok(()) };
-        let all = gather_numbers(&streams.transfer, comm, TAG, &hashes)?;
-        // By what all have, so that each rank finds the same.
-        for (at, item) in items.iter().enumerate() {
-            let of_ranks =
-                || all.iter().skip(at).step_by(hashes.len()).enumerate().filter(|(_, hash)| **hash != NO_HASH);
-            let Some((_, first)) = of_ranks().next() else { continue };
-            let Some((other, _)) = of_ranks().find(|(_, hash)| *hash != first) else { continue };
-            let peer = of_ranks().map(|(peer, _)| peer).find(|peer| *peer != rank).unwrap_or(other);
-            let field = format!("moments of {}, which ranks hold whole", self.specs()[item.param].name);
+        let all = gather_numbers(&streams.transfer, comm, TAG, hashes)?;
+        // By what all have, so that each rank finds the same parameter, also one that it holds a part of.
+        for (param, own) in hashes.iter().enumerate() {
+            let of_ranks = || all.iter().skip(param).step_by(hashes.len()).enumerate().filter(|(_, h)| **h != NO_HASH);
+            let Some(expected) = of_ranks().map(|(_, hash)| hash).find(|hash| *own == NO_HASH || *hash == own) else {
+                continue;
+            };
+            let Some((peer, _)) = of_ranks().find(|(_, hash)| *hash != expected) else { continue };
+            let field = format!("moments of {}, which ranks hold whole", self.specs()[param].name);
             let peer_value = "others (experts and shards are parts of a parameter, as optimizer_params has them)";
             let (value, peer_value) = ("values of its own".into(), peer_value.into());
             return Err(Error::ConfigMismatch { call: CALL, field, rank, value, peer, peer_value });

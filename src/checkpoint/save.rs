@@ -62,9 +62,8 @@ impl SavePlan<'_> {
     pub fn fingerprint(&self, shares: &RankParams<'_>) -> u64 {
         let layers: Vec<_> = shares.blocks().map(|(layer, _)| layer).collect();
         let tensors: Vec<_> = shares.tensors().iter().map(|tensor| &tensor.name).collect();
-        let files: Vec<_> =
-            self.shards.iter().map(|shard| (&shard.file, shard.header.escape_ascii().to_string())).collect();
-        fnv1a(&format!("{layers:?} {tensors:?} {files:?}"))
+        let files: Vec<_> = self.shards.iter().map(|shard| (&shard.file, fnv1a(&shard.header))).collect();
+        fnv1a(format!("{layers:?} {tensors:?} {files:?}"))
     }
 }
 

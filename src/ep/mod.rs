@@ -29,7 +29,7 @@
 mod all_gather;
 mod all_to_all;
 mod check;
-pub(crate) mod check_rows;
+pub(crate) mod check_tensors;
 mod config;
 pub(crate) mod dispatcher_state;
 mod group;

@@ -15,7 +15,7 @@ use super::{
     ProductOfRows, Received, RowOrder, Stats, TokenDispatcher,
 };
 
-use super::check_rows::{check_float, check_grads, check_inputs, check_outputs, check_slots, check_tokens};
+use super::check_tensors::{check_float, check_grads, check_inputs, check_outputs, check_slots, check_tokens};
 
 /// One call over one handle.
 #[derive(Debug)]

@@ -214,7 +214,7 @@ pub(super) fn exchange<D: StepDevice>(
     compare_fields(CALL, rank, of_groups, &all)?;
     let columns = |spec: &ParamSpec| {
         let rows = spec.shard.rows();
-        description(spec).map(|part| fnv1a(&part)).into_iter().chain([rows.start as u64, rows.end as u64])
+        description(spec).map(fnv1a).into_iter().chain([rows.start as u64, rows.end as u64])
     };
     let table: Vec<u64> = specs.iter().flat_map(columns).collect();
     let all = gather(1, &table)?;

@@ -125,10 +125,10 @@ pub enum Error {
 
 impl Error {
     /// As other ranks are told of it.
-    pub(super) fn reason(&self) -> String {
+    pub(super) fn refusal_reason(&self) -> String {
         match self {
-            Self::Model(error) => error.reason(),
-            Self::Candle(error) => moebius::candle::reason(error),
+            Self::Model(error) => error.refusal_reason(),
+            Self::Candle(error) => moebius::candle::refusal_reason(error),
             other => other.to_string(),
         }
     }

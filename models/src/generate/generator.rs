@@ -108,7 +108,7 @@ impl<'a, D: Decoder> Generator<'a, D> {
         };
         let outputs = run.all(requests, &mut each);
         if let (Err(error), false) = (&outputs, run.meeting) {
-            self.decoder.refuse(&error.reason());
+            self.decoder.refuse(&error.refusal_reason());
         }
         Ok((outputs?, run.stats))
     }
@@ -167,8 +167,6 @@ struct Run<'g, 'a, D> {
 
 /// What tokens are chosen from.
 enum Candidates {
-    /// No row chooses.
-    None,
     /// The token of each row's largest logit.
     Likeliest(Vec<u32>),
     /// All rows' logits, `[B · V]`.
@@ -257,7 +255,7 @@ impl<'g, D: Decoder> Run<'g, '_, D> {
     fn candidates(&self, rows: &[&Sequence<'_>], logits: &Tensor, cache: &D::Cache<'g>) -> Result<Candidates> {
         if rows.is_empty() {
             // A piece of a prompt: nothing waits for the device.
-            return Ok(Candidates::None);
+            return Ok(Candidates::Likeliest(Vec::new()));
         }
         let logits = logits.to_dtype(DType::F32)?;
         if rows.iter().all(|row| row.sampler.is_plain())
@@ -351,7 +349,6 @@ impl<'g, D: Decoder> Run<'g, '_, D> {
 /// The next token of each of these rows, which are a batch's with their places in it.
 fn choose(rows: &mut [(usize, &mut Sequence<'_>)], candidates: Candidates, vocabulary: usize) -> Result<Vec<u32>> {
     let mut logits = match candidates {
-        Candidates::None => return Ok(Vec::new()),
         Candidates::Likeliest(ids) => return Ok(rows.iter().map(|(at, _)| ids[*at]).collect()),
         Candidates::Logits(logits) => logits,
     };

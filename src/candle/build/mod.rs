@@ -15,7 +15,7 @@ use crate::etp::{Chain, Payload, ShardPlace};
 use crate::layer::{Layer, LayerSpec, ParamKind, PerParam};
 
 use super::device::CandleDevice;
-use super::error::reason;
+use super::error::refusal_reason;
 use super::group::DeviceGroup;
 use super::module::ExpertParallelMoE;
 use super::options::{LoadAs, Parameters, place_in, tensor};
@@ -159,7 +159,7 @@ impl ExpertParallelMoE {
         });
         // The other ranks are in the collectives below: they are told, and the group stays usable.
         let (mut moe, shards) =
-            made.inspect_err(|e: &candle_core::Error| group.erased().refuse(number, Op::Weights, &reason(e)))?;
+            made.inspect_err(|e: &candle_core::Error| group.erased().refuse(number, Op::Weights, &refusal_reason(e)))?;
         group.erased().compare_layer(call, &moe.layer)?;
         if group.ranks() > 1 {
             // All ranks take part, whatever their parameters are.
@@ -170,7 +170,7 @@ impl ExpertParallelMoE {
                 match t.is_variable() {
                     true => {
                         let set = Var::from_tensor(t).and_then(|var| var.set(&first));
-                        set.inspect_err(|e| group.erased().refuse(number, Op::Weights, &reason(e)))?;
+                        set.inspect_err(|e| group.erased().refuse(number, Op::Weights, &refusal_reason(e)))?;
                     }
                     // Tensors computed from variables stay so: the variables are the caller's.
                     false if t.track_op() => {}

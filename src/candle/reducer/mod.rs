@@ -274,7 +274,7 @@ impl<D: CandleDevice> GradientReducer<D> {
         let (variables, experts) = (self.hash(&self.replicated), self.hash(&self.experts));
         let own = SumDescription {
             microbatches,
-            layer_calls: fnv1a(&calls.join(",")),
+            layer_calls: fnv1a(calls.join(",")),
             variables,
             experts,
             in_f32: gradients.is_in_f32(),

@@ -11,7 +11,7 @@ use crate::adapter::{EarlySums, PendingBuckets, ReducedParam, StepGradients, Sum
 use crate::layer::PerParam;
 
 use crate::candle::device::{CandleDevice, copy_of, into_candle, with_views};
-use crate::candle::error::{framework, reason};
+use crate::candle::error::{framework, refusal_reason};
 use crate::candle::gradient_hook::{GradientHook, with_hook};
 use crate::candle::main_gradients::{MainGradients, added, expert_sum};
 use crate::candle::pending::calls_of;
@@ -217,7 +217,7 @@ impl MainGradients {
         let begun = hook.borrow_mut().early.take();
         if let Err(error) = done {
             // The others are in these sums, or on their way to those that follow.
-            let _ = reducer.sums.recover(&reason(&error));
+            let _ = reducer.sums.recover(&refusal_reason(&error));
             return Err(error);
         }
         if let Some(dims) = in_part {

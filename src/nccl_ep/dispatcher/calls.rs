@@ -4,7 +4,7 @@ use crate::comm::refusal::refuse_on_error;
 use crate::comm::{Communicator, Op, Solo, Tag};
 use crate::cuda::Cuda;
 use crate::dtype::DType;
-use crate::ep::check_rows::{check_grads, check_inputs, check_outputs, check_slots, check_tokens};
+use crate::ep::check_tensors::{check_grads, check_inputs, check_outputs, check_slots, check_tokens};
 use crate::ep::dispatcher_state::TransportRules;
 use crate::ep::{
     DispatchGrads, DispatchInputs, DispatchOutputs, DispatchShape, DispatchSpec, DispatcherKind, Handle, Received,

@@ -6,7 +6,7 @@ use crate::comm::Op;
 use crate::cuda::Cuda;
 use crate::device::Device;
 use crate::dtype::DType;
-use crate::ep::check_rows::{check_float, check_inputs};
+use crate::ep::check_tensors::{check_float, check_inputs};
 use crate::ep::dispatcher_state::DispatcherState;
 use crate::ep::row_transport::written;
 use crate::ep::{DispatchInputs, DispatchOutputs, Handle};
