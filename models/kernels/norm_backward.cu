@@ -33,26 +33,28 @@ template <typename T, int GROUP, int N> __device__ void norm_backward(const Norm
         for (int j = 0; j < N; j++) d[j] *= w[j] + params.weight_offset;
     };
     // Of these gradients, the sum and the product with the row that is normed.
-    float *unit = row.entries, sums[2] = {0, 0};
+    float sums[2] = {0, 0};
     for (int i = thread * N; i < size; i += GROUP * N) {
-        float d[N];
+        float d[N], unit[N];
         scaled(i, d);
+        row.get(i, unit);
 #pragma unroll
         for (int j = 0; j < N; j++) {
-            const float u = factor * (unit[i + j] - mean);
-            unit[i + j] = u;
+            unit[j] = factor * (unit[j] - mean);
             sums[0] += d[j];
-            sums[1] = fmaf(d[j], u, sums[1]);
+            sums[1] = fmaf(d[j], unit[j], sums[1]);
         }
+        row.put(i, unit);
     }
     reduce<GROUP, Sum>(sums);
     const float all = params.centered ? sums[0] / size : 0, along = sums[1] / size;
     T *d_x = static_cast<T *>(params.d_x) + start;
     for (int i = thread * N; i < size; i += GROUP * N) {
-        float d[N];
+        float d[N], unit[N];
         scaled(i, d);
+        row.get(i, unit);
 #pragma unroll
-        for (int j = 0; j < N; j++) d[j] = factor * (d[j] - all - along * unit[i + j]);
+        for (int j = 0; j < N; j++) d[j] = factor * (d[j] - all - along * unit[j]);
         store(d_x + i, d);
     }
 }

@@ -117,8 +117,8 @@ struct QkNormRopeParams {
     float eps;
 };
 
-// Threads of a block that has a row.
-constexpr int32_t ROW_THREADS = 512;
+// Threads of a block that has a row, and of one that has a shorter row.
+constexpr int32_t ROW_THREADS = 512, SMALL_ROW_THREADS = 256;
 
 // A norm of rows: x - mean, if centered, over the root of its mean square and eps, times weight + weight_offset, + bias.
 struct NormParams {

@@ -1,4 +1,5 @@
-// Rows of f32, bf16 or f16, of which a group of threads has each: a warp a short one, a block a longer one.
+// Rows of f32, bf16 or f16, of which a group of threads has each: a warp a short one, a block of few threads a longer one, a
+// block of many the longest.
 #pragma once
 
 #include "common.cuh"
@@ -104,9 +105,12 @@ template <int GROUP> struct Row {
 typedef float f32;
 #define ROW_KERNELS(NAME, PARAMS)                                                                                      \
     ROW_KERNEL(NAME, PARAMS, bf16, 32, THREADS)                                                                        \
+    ROW_KERNEL(NAME, PARAMS, bf16, 256, SMALL_ROW_THREADS)                                                             \
     ROW_KERNEL(NAME, PARAMS, bf16, 512, ROW_THREADS)                                                                   \
     ROW_KERNEL(NAME, PARAMS, f16, 32, THREADS)                                                                         \
+    ROW_KERNEL(NAME, PARAMS, f16, 256, SMALL_ROW_THREADS)                                                              \
     ROW_KERNEL(NAME, PARAMS, f16, 512, ROW_THREADS)                                                                    \
     ROW_KERNEL(NAME, PARAMS, f32, 32, THREADS)                                                                         \
+    ROW_KERNEL(NAME, PARAMS, f32, 256, SMALL_ROW_THREADS)                                                              \
     ROW_KERNEL(NAME, PARAMS, f32, 512, ROW_THREADS)
-static_assert(ROW_THREADS == 512, "the names of kernels that have a block a row");
+static_assert(SMALL_ROW_THREADS == 256 && ROW_THREADS == 512, "the names of kernels that have a block a row");

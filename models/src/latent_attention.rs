@@ -105,21 +105,27 @@ impl LatentAttention {
 
     /// Queries over latents and rotated keys, `[B, heads, S, latent + rotated]`: they go through the matrix that would
     /// have made keys.
-    fn absorbed(&self, q: &Tensor, rotated: &Tensor, keys: &Tensor) -> CandleResult<Tensor> {
-        Tensor::cat(&[&q.broadcast_matmul(&keys.unsqueeze(0)?)?, rotated], 3)
+    fn absorbed(&self, q: &Tensor, rotated: &Tensor) -> CandleResult<Tensor> {
+        let LatentSizes { heads, latent, plain, .. } = self.sizes;
+        let (b, _, s, _) = q.dims4()?;
+        let made = q.transpose(0, 1)?.reshape((heads, b * s, plain))?.matmul(&self.head_matrices(0, plain)?)?;
+        Tensor::cat(&[&made.reshape((heads, b, s, latent))?.transpose(0, 1)?, rotated], 3)
     }
 
     /// `[B, S, heads, value]` of sums of latents `[B, S, heads, latent]`.
-    fn values_of(&self, y: &Tensor, values: &Tensor) -> CandleResult<Tensor> {
-        let y = y.transpose(1, 2)?.contiguous()?.broadcast_matmul(&values.transpose(1, 2)?.unsqueeze(0)?)?;
-        y.transpose(1, 2)
+    fn values_of(&self, y: &Tensor) -> CandleResult<Tensor> {
+        let LatentSizes { heads, latent, plain, value, .. } = self.sizes;
+        let (b, s, ..) = y.dims4()?;
+        let values = self.head_matrices(plain, value)?.t()?;
+        let made = y.permute((2, 0, 1, 3))?.reshape((heads, b * s, latent))?.matmul(&values)?;
+        made.reshape((heads, b, s, value))?.permute((1, 2, 0, 3))
     }
 
-    /// The matrices of each head that make a key `[heads, plain, latent]` and a value `[heads, value, latent]`.
-    fn head_matrices(&self) -> CandleResult<(Tensor, Tensor)> {
+    /// Each head's matrix that makes of a latent this part of its key and value, `[heads, part, latent]`: a view, as copies
+    /// would take longer than products of few rows.
+    fn head_matrices(&self, first: usize, part: usize) -> CandleResult<Tensor> {
         let LatentSizes { heads, latent, plain, value, .. } = self.sizes;
-        let up = self.up.reshape((heads, plain + value, latent))?;
-        Ok((up.narrow(1, 0, plain)?.contiguous()?, up.narrow(1, plain, value)?.contiguous()?))
+        self.up.reshape((heads, plain + value, latent))?.narrow(1, first, part)
     }
 }
 
@@ -154,11 +160,10 @@ impl Mixer for LatentAttention {
                 let new = [Tensor::cat(&[&c, &k], 3)?];
                 if let Some(position) = &step.position {
                     cache.put_at(position, &new)?;
-                    let (keys, values) = self.head_matrices()?;
-                    let q = self.absorbed(&q, &q_rotated, &keys)?;
+                    let q = self.absorbed(&q, &q_rotated)?;
                     let held = &cache.tensors[0];
                     let y = cache_attention(&q, held, held, &position.options(cache.positions, None, self.scale)?)?;
-                    let y = self.values_of(&y.narrow(3, 0, latent)?, &values)?;
+                    let y = self.values_of(&y.narrow(3, 0, latent)?)?;
                     return Ok(self.output.forward(&y.reshape((b, heads * value))?)?);
                 }
                 let all = cache.with_past(step.past, &new)?;
@@ -171,9 +176,8 @@ impl Mixer for LatentAttention {
         let k = if late { step.key_angles(n)?.apply(&k)? } else { k };
         let y = if absorbed {
             // One key head, the latent and the rotated key.
-            let (keys, values) = self.head_matrices()?;
-            let q = self.absorbed(&q, &q_rotated, &keys)?;
-            self.values_of(&attention(&q, &Tensor::cat(&[&c, &k], 3)?, &c, &options)?, &values)?
+            let q = self.absorbed(&q, &q_rotated)?;
+            self.values_of(&attention(&q, &Tensor::cat(&[&c, &k], 3)?, &c, &options)?)?
         } else {
             let made = c.reshape((b * n, latent))?.matmul(&self.up.t()?)?;
             let made = made.reshape((b, n, heads, plain + value))?.transpose(1, 2)?;

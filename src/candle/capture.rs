@@ -62,11 +62,12 @@ pub fn device_for_capture(ordinal: usize) -> Result<Device> {
 /// replays.
 ///
 /// A replay launches the same kernels on the same memory. So what the calls read from the host is what it was in the
-/// capture: numbers in operations (candle-nn's own optimizers take a learning rate and a step count so), the step of a
-/// router's jitter, the sizes of tensors, choices made in Rust. Inputs change in place, by [`Tensor::slice_set`]. Refused
-/// are a wait for the device (`to_vec`, `to_scalar`, `Lazy::get`), a copy from the host of more than 4096 bytes or of
-/// others than in the first run, and an expert capacity that the host plans. A module's `last_load` and `last_aux` have
-/// nothing of a captured forward.
+/// capture: numbers in operations (candle-nn's own optimizers take a learning rate and a step count so), the step of
+/// a router's jitter, the sizes of tensors, choices made in Rust. What replays draw from candle's own generator
+/// (`Tensor::rand`, dropout) is not said: draw random numbers before a replay, into an input. Inputs change in
+/// place, by [`Tensor::slice_set`]. Refused are a wait for the device (`to_vec`, `to_scalar`, `Lazy::get`), a copy
+/// from the host of more than 4096 bytes or of others than in the first run, and an expert capacity that the host
+/// plans. A module's `last_load` and `last_aux` have nothing of a captured forward.
 #[derive(Debug)]
 pub struct Capture {
     device: Device,

@@ -425,6 +425,10 @@ impl<D: StepDevice> AdamW<D> {
         self.comm.as_ref().map_or(0, |comm| comm.rank())
     }
 
+    pub(crate) fn ranks(&self) -> usize {
+        self.comm.as_ref().map_or(1, |comm| comm.size())
+    }
+
     /// The order of the communicator's work beside the device's own.
     pub(crate) fn streams(&self) -> Arc<StreamPair<D>> {
         Arc::clone(&self.streams)

@@ -165,19 +165,27 @@ impl<K> PerFloat<K> {
 /// Longest row that a warp has.
 const WARP_ROW: usize = 1024;
 
+/// Longest row that a block of fewer threads has. More threads wait longer for each other, and have nothing to do in a row of
+/// 2048, eight entries each.
+const SMALL_BLOCK_ROW: usize = 4096;
+
 /// A stage's kernels of rows, by who has a row (`kernels/rows.cuh`).
 #[derive(Debug)]
 pub(super) struct RowKernels<K> {
     warp: K,
+    /// Blocks of [`params::SMALL_ROW_THREADS`].
+    small_block: K,
+    /// Blocks of [`params::ROW_THREADS`].
     block: K,
 }
 
 impl<K> RowKernels<K> {
     /// That of rows of this size, and its grid; with shared memory for a row in f32 each where rows are kept.
     pub fn of(&self, rows: usize, size: usize, kept: bool) -> (&K, Grid) {
-        let (kernel, of_block, threads) = match size <= WARP_ROW {
-            true => (&self.warp, params::WARPS as usize, params::THREADS),
-            false => (&self.block, 1, params::ROW_THREADS),
+        let (kernel, of_block, threads) = match size {
+            ..=WARP_ROW => (&self.warp, params::WARPS as usize, params::THREADS),
+            ..=SMALL_BLOCK_ROW => (&self.small_block, 1, params::SMALL_ROW_THREADS),
+            _ => (&self.block, 1, params::ROW_THREADS),
         };
         let shared = if kept { of_block * size * size_of::<f32>() } else { 0 };
         (kernel, Grid { blocks: [rows.div_ceil(of_block), 1, 1], threads: threads as usize, shared })
@@ -223,7 +231,11 @@ impl<K> KernelTable<K> {
         let mut rows = |stage, kernel: &str| {
             PerFloat::new(|t| {
                 let mut of = |group: i32| asking(stage, format!("{kernel}_{t}_{group}"), 0);
-                Ok(RowKernels { warp: of(32)?, block: of(params::ROW_THREADS)? })
+                Ok(RowKernels {
+                    warp: of(32)?,
+                    small_block: of(params::SMALL_ROW_THREADS)?,
+                    block: of(params::ROW_THREADS)?,
+                })
             })
         };
         let [norm, norm_backward] = [rows("norm", "norm")?, rows("norm_backward", "norm_backward")?];

@@ -226,6 +226,7 @@ const _: () = {
     ["Offset of field: QkNormRopeParams::eps"][::core::mem::offset_of!(QkNormRopeParams, eps) - 100usize];
 };
 pub const ROW_THREADS: i32 = 512;
+pub const SMALL_ROW_THREADS: i32 = 256;
 #[repr(C)]
 #[derive(Debug, Copy, Clone, Default)]
 pub struct NormParams {

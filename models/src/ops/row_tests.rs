@@ -33,10 +33,21 @@ pub(super) fn kinds() -> [Kind; 5] {
     ]
 }
 
-/// Rows that a warp has and that a block has, whose sizes are whole accesses of a kernel and are not, one that is longer
+/// Rows that a warp has and that blocks have, whose sizes are whole accesses of a kernel and are not, one that is longer
 /// than kernels keep, and so many that several blocks add up columns.
-pub(super) const SHAPES: [&[usize]; 9] =
-    [&[7, 12], &[2, 3, 33], &[300, 64], &[5, 128], &[2, 1024], &[3, 1032], &[3, 1027], &[4, 2, 2048], &[2, 12_104]];
+pub(super) const SHAPES: [&[usize]; 11] = [
+    &[7, 12],
+    &[2, 3, 33],
+    &[300, 64],
+    &[5, 128],
+    &[2, 1024],
+    &[3, 1032],
+    &[3, 1027],
+    &[4, 2, 2048],
+    &[2, 4104],
+    &[2, 4099],
+    &[2, 12_104],
+];
 
 /// A norm of x, weight and bias, where they are there.
 pub(super) fn of_kind(inputs: &[Tensor], kind: Kind) -> Result<Tensor> {

@@ -279,15 +279,17 @@ impl Optimizer for AdamW {
         self.groups.iter_mut().for_each(|group| group.lr = lr);
     }
 
+    /// Of one rank. Over several it is an error on each, as their gradients have to be summed between backward and step.
     fn backward_step(&mut self, loss: &Tensor) -> Result<()> {
-        let gradients = self.scale_loss(loss).and_then(|loss| super::backward(&loss));
-        match gradients {
-            Ok(gradients) => self.step(&gradients),
-            Err(error) => {
-                self.refuse(reason_of(CALL, &error));
-                Err(error)
-            }
+        let ranks = self.inner.ranks();
+        if ranks > 1 {
+            let expected = "one rank; over several, backward, the gradients' sums and step";
+            let error = Error::invalid("AdamW::backward_step", "ranks", expected, ranks);
+            self.refuse(&error);
+            return Err(error.into());
         }
+        let loss = self.scale_loss(loss)?;
+        self.step(&super::backward(&loss)?)
     }
 }
 

@@ -28,6 +28,8 @@ pub(super) trait DeviceAdamW: Debug + Send {
     fn save(&mut self, dir: &Path) -> crate::Result<()>;
     fn load(&mut self, dir: &Path, steps: Option<u64>) -> Result<u64>;
     fn refuse(&mut self, reason: &dyn Display);
+    /// Ranks that hold parts of the parameters.
+    fn ranks(&self) -> usize;
     fn set_identity(&mut self, identity: String);
 }
 
@@ -119,6 +121,10 @@ impl<D: CandleDevice> DeviceAdamW for AdamWOnDevice<D> {
 
     fn refuse(&mut self, reason: &dyn Display) {
         self.optimizer.refuse(reason);
+    }
+
+    fn ranks(&self) -> usize {
+        self.optimizer.ranks()
     }
 
     fn set_identity(&mut self, identity: String) {

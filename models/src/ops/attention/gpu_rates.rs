@@ -62,6 +62,7 @@ pub fn causal_options(dim: usize, masks: &MaskCache) -> AttentionOptions<'_> {
 /// Median of `repeats` times, in ms of a call, each of a row of calls between two events of a stream that is at work.
 pub fn median_ms(stream: &Arc<CudaStream>, repeats: usize, mut call: impl FnMut() -> Result<()>) -> Result<f64> {
     const CALLS: usize = 5;
+    keep_freed_memory(stream)?;
     let event = || stream.context().new_event(Some(sys::CUevent_flags::CU_EVENT_DEFAULT)).w();
     for _ in 0..3 {
         call()?;
@@ -124,13 +125,29 @@ fn backward_has_half_the_rate_of_the_forward() -> Result<()> {
     Ok(())
 }
 
+/// The pool of a stream's GPU.
+fn default_pool(stream: &CudaStream) -> Result<sys::CUmemoryPool> {
+    let mut pool = std::ptr::null_mut();
+    // SAFETY: the context's device, and a local.
+    unsafe { sys::cuDeviceGetDefaultMemPool(&raw mut pool, stream.context().cu_device()) }.result().w()?;
+    Ok(pool)
+}
+
+/// Has the GPU's pool keep what is freed. It would give it back at each wait, and the first call behind it would map it anew,
+/// which is none of a kernel's time.
+fn keep_freed_memory(stream: &CudaStream) -> Result<()> {
+    let pool = default_pool(stream)?;
+    let mut bytes = u64::MAX;
+    let attribute = sys::CUmemPool_attribute_enum::CU_MEMPOOL_ATTR_RELEASE_THRESHOLD;
+    // SAFETY: the device's pool, and the attribute is a number of 64 bits.
+    unsafe { sys::cuMemPoolSetAttribute(pool, attribute, (&raw mut bytes).cast()) }.result().w()
+}
+
 /// Most bytes that work takes of the GPU's pool beside what is in use before it.
 fn most_bytes<R>(device: &Device, work: impl FnOnce() -> Result<R>) -> Result<(u64, R)> {
     use sys::CUmemPool_attribute_enum::{CU_MEMPOOL_ATTR_USED_MEM_CURRENT, CU_MEMPOOL_ATTR_USED_MEM_HIGH};
     let stream = device.as_cuda_device()?.cuda_stream();
-    let mut pool = std::ptr::null_mut();
-    // SAFETY: the context's device, and a local.
-    unsafe { sys::cuDeviceGetDefaultMemPool(&raw mut pool, stream.context().cu_device()) }.result().w()?;
+    let pool = default_pool(&stream)?;
     let get = |attribute| -> Result<u64> {
         let mut bytes = 0u64;
         // SAFETY: the device's pool, and both attributes are numbers of 64 bits.
