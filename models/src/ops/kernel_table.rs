@@ -182,10 +182,12 @@ pub(super) struct RowKernels<K> {
 impl<K> RowKernels<K> {
     /// That of rows of this size, and its grid; with shared memory for a row in f32 each where rows are kept.
     pub fn of(&self, rows: usize, size: usize, kept: bool) -> (&K, Grid) {
-        let (kernel, of_block, threads) = match size {
-            ..=WARP_ROW => (&self.warp, params::WARPS as usize, params::THREADS),
-            ..=SMALL_BLOCK_ROW => (&self.small_block, 1, params::SMALL_ROW_THREADS),
-            _ => (&self.block, 1, params::ROW_THREADS),
+        let (kernel, of_block, threads) = if size <= WARP_ROW {
+            (&self.warp, params::WARPS as usize, params::THREADS)
+        } else if size <= SMALL_BLOCK_ROW {
+            (&self.small_block, 1, params::SMALL_ROW_THREADS)
+        } else {
+            (&self.block, 1, params::ROW_THREADS)
         };
         let shared = if kept { of_block * size * size_of::<f32>() } else { 0 };
         (kernel, Grid { blocks: [rows.div_ceil(of_block), 1, 1], threads: threads as usize, shared })
