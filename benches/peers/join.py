@@ -123,11 +123,25 @@ def table(lines, dense, copy):
     return "\n".join(out) + "\n"
 
 
+def beside(line, name):
+    """What a bar's label has behind its time: whose it is, energy of a call in a loop, the SM clock of the burst."""
+    if name == "at the dense rate":
+        return ""
+    ours = name == "ours"
+    energy, clock = line.get("mj" if ours else "best_peer_mj"), line.get("sm_mhz") if ours else None
+    parts = [] if ours else [line["best_peer"]]
+    if energy is not None:
+        parts.append(f"{energy:.0f} mJ" if ours else f"least energy of a peer {energy:.0f} mJ")
+    if clock is not None:
+        parts.append(f"{clock} MHz")
+    return f" ({', '.join(parts)})" if parts else ""
+
+
 def plot(lines, dense):
-    """Bars of forward, and both, for each workload: ours, the best peer, the floor at the dense rate."""
+    """Bars of forward, and both, for each workload: ours, the best peer, the floor at the dense rate; with energy and clock."""
     ours = [line for line in lines if line["impl"] == "moebius" and line["phase"] in ("fwd", "fwd+bwd")]
     ours = [line for line in ours if line["ratio_best_peer"]]
-    width, left, top, bar = 900, 210, 40, 14
+    width, left, top, bar = 1000, 210, 40, 14
     height = top + len(ours) * (3 * bar + 14) + 10
     colors = {"ours": "#0b6e4f", "best peer": "#c5a880", "at the dense rate": "#b8b8b8"}
     svg = [f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" font-family="sans-serif" font-size="12">']
@@ -139,11 +153,11 @@ def plot(lines, dense):
         floor = line["ms"] * line["ratio_cublas"] if line["ratio_cublas"] else 0.0
         times = [("ours", line["ms"]), ("best peer", line["best_peer_ms"]), ("at the dense rate", floor)]
         # Each row has a scale of its own: ratios are what counts.
-        scale = (width - left - 150) / max(time for _, time in times)
+        scale = (width - left - 300) / max(time for _, time in times)
         y = top + row * (3 * bar + 14)
         svg.append(f'<text x="{left - 10}" y="{y + 1.7 * bar}" text-anchor="end">{line["workload"]}, {line["phase"]}</text>')
         for i, (name, time) in enumerate(times):
-            label = f"{time:.2f} ms" + (f" ({line['best_peer']})" if name == "best peer" else "")
+            label = f"{time:.2f} ms" + beside(line, name)
             svg.append(f'<rect x="{left}" y="{y + i * bar}" width="{time * scale:.1f}" height="{bar - 2}" fill="{colors[name]}"/>')
             svg.append(f'<text x="{left + time * scale + 5:.1f}" y="{y + (i + 0.8) * bar}" font-size="11">{label}</text>')
     svg.append("</svg>")

@@ -16,11 +16,7 @@ template <typename T, int GROUP, int N> __device__ void norm(const NormParams &p
     const T *y = params.y ? static_cast<const T *>(params.y) + start : nullptr;
     const T *weight = static_cast<const T *>(params.weight), *bias = static_cast<const T *>(params.bias);
     T *sums = static_cast<T *>(params.sums) + start, *out = static_cast<T *>(params.out) + start;
-    // The first weights come while the row does: of a row of 2048 they are all.
-    float w[N];
-    const int first = thread * N;
-    if (weight && first < size) load(weight + first, w);
-    for (int i = first; i < size; i += GROUP * N) {
+    for (int i = thread * N; i < size; i += GROUP * N) {
         float a[N];
         load(x + i, a);
         if (y) {
@@ -34,13 +30,14 @@ template <typename T, int GROUP, int N> __device__ void norm(const NormParams &p
         row.keep(i, a);
     }
     const auto [mean, factor] = row.statistics(params.centered, params.eps);
-    for (int i = first; i < size; i += GROUP * N) {
+    for (int i = thread * N; i < size; i += GROUP * N) {
         float values[N];
         row.get(i, values);
 #pragma unroll
         for (int j = 0; j < N; j++) values[j] = factor * (values[j] - mean);
         if (weight) {
-            if (i != first) load(weight + i, w);
+            float w[N];
+            load(weight + i, w);
 #pragma unroll
             for (int j = 0; j < N; j++) values[j] *= w[j] + params.weight_offset;
         }

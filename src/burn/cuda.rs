@@ -67,6 +67,17 @@ fn check_gpu(core: &Cuda, Named { name, tensor }: Named<'_, Primitive>) -> Resul
     Err(Error::invalid(CALL, format!("tensor {name}"), expected, format!("one on GPU {}", tensor.device.index)))
 }
 
+/// The tensor, its elements behind each other. burn's rows are padded, also those of no elements, which it would copy by a
+/// launch over no block: the driver refuses that, and burn's next read fails for it.
+fn contiguous(tensor: Primitive) -> Primitive {
+    if tensor.shape().num_elements() > 0 {
+        return kernel::into_contiguous(tensor);
+    }
+    let shape = tensor.shape();
+    let CubeTensor { client, handle, device, dtype, .. } = tensor;
+    CubeTensor::new_contiguous(client, device, shape, handle, dtype)
+}
+
 /// Address of a contiguous tensor on the core's GPU, and its bytes; elements are of this type as the core names it.
 fn locate(core: &Cuda, Named { name, tensor }: Named<'_, Primitive>, dtype: DType) -> Result<(u64, usize)> {
     check_gpu(core, Named { name, tensor })?;
@@ -110,7 +121,7 @@ impl<F: FloatElement, I: IntElement, T: BoolElement> NativeMemory for CubeBacken
     }
 
     fn contiguous(tensor: Primitive) -> Primitive {
-        kernel::into_contiguous(tensor)
+        contiguous(tensor)
     }
 
     fn view<'a>(core: &Cuda, Named { name, tensor }: Named<'a, Primitive>) -> Result<TensorRef<'a, Cuda>> {
@@ -135,7 +146,7 @@ impl<F: FloatElement, I: IntElement, T: BoolElement> NativeMemory for CubeBacken
     }
 
     fn contiguous_ids(tensor: Primitive) -> Primitive {
-        kernel::into_contiguous(tensor)
+        contiguous(tensor)
     }
 
     fn view_ids<'a>(core: &Cuda, Named { name, tensor }: Named<'a, Primitive>) -> Result<TensorRef<'a, Cuda>> {

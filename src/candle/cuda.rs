@@ -73,7 +73,7 @@ impl CandleDevice for Cuda {
             candle_core::DType::F64 => view::<f64>(self, DType::F64, storage, part),
             candle_core::DType::BF16 => view::<bf16>(self, DType::BF16, storage, part),
             candle_core::DType::F16 => view::<f16>(self, DType::F16, storage, part),
-            _ => Err(part.unfit("f32, f64, bf16 or f16")),
+            _ => Err(part.unfit("f32, bf16 or f16")),
         }
     }
 
@@ -87,7 +87,7 @@ impl CandleDevice for Cuda {
             candle_core::DType::F64 => view_mut::<f64>(self, DType::F64, part),
             candle_core::DType::BF16 => view_mut::<bf16>(self, DType::BF16, part),
             candle_core::DType::F16 => view_mut::<f16>(self, DType::F16, part),
-            _ => Err(part.unfit("f32, f64, bf16 or f16")),
+            _ => Err(part.unfit("f32, bf16 or f16")),
         }
     }
 

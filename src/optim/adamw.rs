@@ -425,6 +425,8 @@ impl<D: StepDevice> AdamW<D> {
         self.comm.as_ref().map_or(0, |comm| comm.rank())
     }
 
+    /// The number of ranks.
+    #[cfg(feature = "candle")]
     pub(crate) fn ranks(&self) -> usize {
         self.comm.as_ref().map_or(1, |comm| comm.size())
     }

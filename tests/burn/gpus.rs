@@ -20,7 +20,8 @@ use super::gpu::{Gpu, OneParam, gpu, slow};
 use super::sharded::{Links, Mesh, Meshed};
 use super::support::*;
 use super::{
-    dense, dispatch, faults, gradients, nccl_gpus, quantized_shards, reduce, sharded, sharded_dense, sharded_model,
+    dense, dispatch, faults, gradients, main_gradients, nccl_gpus, quantized_shards, reduce, sharded, sharded_dense,
+    sharded_model,
 };
 use crate::trials::Trials;
 
@@ -74,7 +75,7 @@ fn square(world: usize) -> Mesh {
     Mesh { world, ep: world / 2 }
 }
 
-const CASES: [Case; 30] = [
+const CASES: [Case; 34] = [
     ("matches_a_dense_model", |ranks| dense::matches_a_dense_model::<Gpu>(&[ranks])),
     ("each_output_alone_gives_its_part", |ranks| dense::each_output_alone::<Gpu>(ranks)),
     ("gradients_are_those_of_finite_differences", |ranks| gradients::finite_differences::<Gpu>(ranks)),
@@ -107,8 +108,21 @@ const CASES: [Case; 30] = [
         sharded::refused::begin_is_told::<Gpu>(Mesh { world, ep: world });
     }),
     ("gradients_are_summed_over_the_ranks", |ranks| reduce::of_a_layer::<Gpu>(ranks)),
-    ("sums_beside_backward_are_those_behind_it", |ranks| sums_beside_backward(ranks, false)),
-    ("sums_over_replicas_beside_backward_are_those_behind_it", |ranks| sums_beside_backward(ranks, true)),
+    ("sums_beside_backward_are_those_behind_it", |ranks| sums_beside_backward(ranks, Sums::default())),
+    ("sums_over_replicas_beside_backward_are_those_behind_it", |ranks| {
+        sums_beside_backward(ranks, Sums { replicas: true, ..Sums::default() });
+    }),
+    ("main_gradients_are_summed_beside_backward", |ranks| {
+        sums_beside_backward(ranks, Sums { main_gradients: true, ..Sums::default() });
+        sums_beside_backward(ranks, Sums { main_gradients: true, replicas: true });
+    }),
+    ("another_number_of_microbatches_is_an_error_on_every_rank", other_microbatches),
+    ("steps_have_the_same_bits_at_every_number_of_ranks", |ranks| {
+        main_gradients::optimizer::same_bits::<Gpu>(&[ranks])
+    }),
+    ("a_gradient_on_one_rank_alone_steps_nothing", |ranks| {
+        main_gradients::optimizer::gradient_on_one_rank::<Gpu>(ranks)
+    }),
     ("gradients_are_summed_over_a_communicator_of_another_stream", over_another_stream),
     ("a_reducer_sums_gradients_that_burn_computes", of_late_gradients),
     ("a_backward_against_a_rank_that_tracks_nothing_is_refused", |_| faults::untracked_peer::<Gpu>()),
@@ -138,9 +152,16 @@ fn beside<T: Send>(ranks: usize, rank: impl Fn(usize, Cuda, Box<dyn Communicator
 
 type A = Autodiff<Gpu>;
 
-/// A reducer's sums over two microbatches: the bits of those behind backward, and the sums of what each rank has. The
-/// ranks divide the experts, or are replicas.
-fn sums_beside_backward(ranks: usize, replicas: bool) {
+/// Which sums a reducer makes: of ranks that divide the experts or are replicas, of burn's gradients of experts or of the
+/// module's own.
+#[derive(Debug, Clone, Copy, Default)]
+struct Sums {
+    replicas: bool,
+    main_gradients: bool,
+}
+
+/// A reducer's sums over two microbatches: the bits of those behind backward, and the sums of what each rank has.
+fn sums_beside_backward(ranks: usize, Sums { replicas, main_gradients }: Sums) {
     let members: Vec<usize> = (0..ranks).collect();
     let own_gpu = |cuda: &Cuda| Box::new(Solo::new(cuda.with_new_stream().unwrap())) as Box<dyn Communicator<Cuda>>;
     let layers: Vec<Box<dyn Communicator<Cuda>>> = match replicas {
@@ -164,7 +185,8 @@ fn sums_beside_backward(ranks: usize, replicas: bool) {
             own.into_iter().chain([floats(gradients.get::<Gpu, 3>(model.experts.up.id).unwrap())]).collect::<Vec<_>>()
         };
         let own = [1.0, 0.5].map(|factor| values(&GradientsParams::from_grads(loss(factor).backward(), &model)));
-        let mut reducer = GradientReducer::<A>::new(&cuda, comms).unwrap().with_layer(&model);
+        let reducer = GradientReducer::<A>::new(&cuda, comms).unwrap().with_layer(&model);
+        let mut reducer = if main_gradients { reducer.with_main_gradients_in_f32() } else { reducer };
         reducer.backward(loss(1.0), &model).unwrap();
         reducer.backward(loss(0.5), &model).unwrap();
         let behind = values(&reducer.reduce(&model).unwrap());
@@ -199,6 +221,38 @@ fn sums_beside_backward(ranks: usize, replicas: bool) {
             }
         }
     }
+}
+
+/// Rank 0 has had one microbatch more than the others: each rank's sum is an error that says so, and the next step's is not.
+fn other_microbatches(ranks: usize) {
+    let members: Vec<usize> = (0..ranks).collect();
+    let layers: Vec<_> = members
+        .iter()
+        .map(|&gpu| Solo::new(nccl_gpus::first(gpu + 1).1[gpu].with_new_stream().unwrap()))
+        .map(|own| std::sync::Mutex::new(Some(own)))
+        .collect();
+    beside(ranks, |rank, _, comm| {
+        let own: Box<dyn Communicator<Cuda>> = Box::new(layers[rank].lock().unwrap().take().unwrap());
+        let cuda = Gpu::device_of(&own);
+        let model = module::<A>(&config(), &Gpu::group(cuda.clone(), own));
+        let alone = Box::new(Solo::new(cuda.with_new_stream().unwrap())) as Box<dyn Communicator<Cuda>>;
+        let comms = ReduceComms { group: alone, replicas: Some(comm) };
+        let reducer = GradientReducer::<A>::new(&cuda, comms).unwrap().with_layer(&model);
+        let mut reducer = reducer.with_main_gradients_in_f32();
+        let backward = |reducer: &mut GradientReducer<A>| {
+            let x = tensor::<A, 2>(inputs(rank).0, [token_counts()[rank], H]);
+            reducer.backward(model.forward(x).unwrap().sum(), &model).unwrap();
+        };
+        let own = if rank == 0 { 2 } else { 1 };
+        (0..own).for_each(|_| backward(&mut reducer));
+        let error = reducer.reduce(&model).map(drop).unwrap_err().to_string();
+        assert!(error.contains("microbatches"), "rank {rank}: {error}");
+        assert_eq!(reducer.microbatches(), own);
+        if rank > 0 {
+            backward(&mut reducer);
+        }
+        reducer.reduce(&model).map(drop).unwrap();
+    });
 }
 
 /// A gradient that burn writes late is read after that, and its sum before burn writes its memory again.

@@ -13,7 +13,7 @@ use moebius::candle::{
 use moebius::cuda::Cuda;
 use moebius::ep::{Capacity, GroupConfig};
 use moebius::layer::{DispatchOptions, Layer};
-use moebius::optim::{AdamWOptions, GroupOptions};
+use moebius::optim::{AdamWOptions, GroupOptions, LossScaling};
 
 use crate::support::{AnyResult, EXPERTS, H, config, flat, group, normal, redraw, seeded, tokens};
 use crate::trials::tests;
@@ -127,10 +127,11 @@ struct Training {
 }
 
 impl Training {
-    fn new(device: &Device, dtype: DType) -> AnyResult<Self> {
+    fn new(device: &Device, dtype: DType, loss_scaling: Option<LossScaling>) -> AnyResult<Self> {
         let (model, vars) = model(device, dtype)?;
         let group = GroupOptions { lr: 0.01, ..Default::default() };
-        let adam = AdamW::of_var_map(&vars, AdamWOptions { group, max_norm: Some(1.0), ..Default::default() })?;
+        let options = AdamWOptions { group, max_norm: Some(1.0), loss_scaling, ..Default::default() };
+        let adam = AdamW::of_var_map(&vars, options)?;
         let (input, target) = (ids(0, device)?, ids(1, device)?);
         Ok(Self { model, vars, state: RefCell::new((MainGradients::new(), adam)), input, target })
     }
@@ -139,7 +140,7 @@ impl Training {
         let (gradients, adam) = &mut *self.state.borrow_mut();
         let logits = self.model.forward(&self.input)?.to_dtype(DType::F32)?;
         let loss = candle_nn::loss::cross_entropy(&logits, &self.target)?;
-        gradients.backward(&loss)?;
+        gradients.backward(&adam.scale_loss(&loss)?)?;
         adam.step(gradients.store())?;
         gradients.reset();
         Ok(loss.detach())
@@ -165,7 +166,7 @@ fn replayed_training_steps_have_the_eager_ones_bits(_: &Device) -> AnyResult<()>
     let device = device_for_capture(0)?;
     const STEPS: usize = 10_000;
     for dtype in [DType::F32, DType::BF16] {
-        let (eager, captured) = (Training::new(&device, dtype)?, Training::new(&device, dtype)?);
+        let (eager, captured) = (Training::new(&device, dtype, None)?, Training::new(&device, dtype, None)?);
         let expected = bits(&eager.step()?)?;
         let capture = Capture::new(&device)?.group(captured.model.moe.group())?;
         let capture = capture.optimizer(&captured.state.borrow().1)?;
@@ -191,6 +192,45 @@ fn replayed_training_steps_have_the_eager_ones_bits(_: &Device) -> AnyResult<()>
         let counted = |training: &Training| Ok::<_, candle_core::Error>(training.state.borrow().1.stats()?.steps);
         assert_eq!((counted(&captured)?, counted(&eager)?), (STEPS as u64, STEPS as u64));
     }
+    Ok(())
+}
+
+/// Steps in f16 with a loss whose factor is the device's own: of replays as of eager steps some are skipped, and the factor
+/// falls and rises with them.
+fn replayed_f16_steps_scale_the_loss_as_eager_ones(_: &Device) -> AnyResult<()> {
+    let device = device_for_capture(0)?;
+    // The logits' gradients are up to a twelfth of the factor, so that the first ones overflow f16 and later ones do again.
+    let scaling = LossScaling { initial: 4_194_304.0, interval: 5, ..LossScaling::default() };
+    let train = || Training::new(&device, DType::F16, Some(scaling));
+    let (eager, captured) = (train()?, train()?);
+    let expected = bits(&eager.step()?)?;
+    let capture = Capture::new(&device)?.group(captured.model.moe.group())?;
+    let capture = capture.optimizer(&captured.state.borrow().1)?;
+    // SAFETY: nothing replaces what `captured` has, and its gradients are reset by the step alone.
+    let mut graph = unsafe { capture.run(|| Ok(vec![captured.step()?])) }?;
+    assert_eq!(bits(&graph.outputs()[0])?, expected, "the first step");
+    let figures = |training: &Training| -> AnyResult<_> {
+        let stats = training.state.borrow().1.stats()?;
+        // The norm of a step that is skipped is inf or NaN.
+        Ok((stats.steps, stats.skipped, stats.loss_scale, stats.norm.to_bits(), stats.factor.to_bits()))
+    };
+    let mut all = Vec::new();
+    for at in 1..300 {
+        eager.give(at)?;
+        captured.give(at)?;
+        let expected = bits(&eager.step()?)?;
+        graph.replay()?;
+        assert_eq!(bits(&graph.outputs()[0])?, expected, "step {at}");
+        all.push(figures(&captured)?);
+        assert_eq!(all.last(), Some(&figures(&eager)?), "step {at}");
+    }
+    assert_eq!(captured.weights()?, eager.weights()?);
+    let (_, skipped, scale, ..) = all[0];
+    assert_eq!((skipped, scale), (2, scaling.initial / 4.0), "both first steps are skipped");
+    let rises = |pair: &[(u64, u64, f64, u64, u64)]| pair[0].2 < pair[1].2;
+    let first_rise = all.windows(2).position(rises).ok_or("the factor never rises")?;
+    let last = all.last().ok_or("no step")?;
+    assert!(last.0 > 200 && last.1 > all[first_rise].1, "skipped again behind a rise: {all:?}");
     Ok(())
 }
 
@@ -339,6 +379,7 @@ tests! {
     replayed_decode_steps_have_the_eager_ones_bits,
     a_forward_into_given_memory_is_replayed,
     replayed_training_steps_have_the_eager_ones_bits,
+    replayed_f16_steps_scale_the_loss_as_eager_ones,
     replayed_dispatch_and_combine_have_the_eager_ones_bits,
     refusals_say_what_to_do,
     the_cores_own_capture_is_refused,

@@ -171,7 +171,7 @@ fn wrong_tensors_are_named(device: &Device) -> AnyResult<()> {
     let bad = [
         (tokens(0..4, &Device::Cpu)?.as_tensor().clone(), ["tensor x", "CUDA device", "the CPU"]),
         (tokens(0..4, &another)?.as_tensor().clone(), ["tensor x", "CUDA device", "another CUDA device"]),
-        (good.to_dtype(DType::U32)?, ["tensor x", "bf16 or f16", "u32"]),
+        (good.to_dtype(DType::U32)?, ["tensor x", "f32, bf16 or f16", "u32"]),
         (good.to_dtype(DType::F64)?, ["f64", "expected", "found"]),
         (good.narrow(1, 0, 8)?.contiguous()?, ["tensor x", "16]", "8]"]),
         (Tensor::new(1f32, device)?, ["tensor x", "16]", "[]"]),

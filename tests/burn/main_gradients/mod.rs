@@ -5,6 +5,7 @@
 pub mod backward;
 pub mod optimizer;
 
+use std::marker::PhantomData;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use burn::backend::{Autodiff, Flex};
@@ -12,8 +13,7 @@ use burn::module::{Module, ModuleMapper, ModuleVisitor, Param, ParamId};
 use burn::optim::GradientsParams;
 use burn::tensor::{DType, Tensor, TensorData};
 use moebius::burn::{AdamW, AdamWParam, CoreDevice, DeviceGroup, ExpertParallelMoE, GradientReducer, MoeBackend};
-use moebius::comm::Communicator;
-use moebius::cpu::{Cpu, ThreadWorld};
+use moebius::cpu::Cpu;
 use moebius::layer::ParamKind;
 use moebius::optim::{AdamWOptions, GroupOptions, LossScaling};
 use moebius::{CheckpointError, Error, MoeConfig};

@@ -1,5 +1,6 @@
 //! Steps of the optimizer of main weights.
 
+use super::super::sharded::{Mesh, Meshed, Place, on_mesh};
 use super::*;
 
 fn options() -> AdamWOptions {
@@ -7,23 +8,29 @@ fn options() -> AdamWOptions {
     AdamWOptions { group, max_norm: Some(0.5), ..AdamWOptions::default() }
 }
 
-/// Parameters by path, as f32.
-fn params<M: Module<B>>(module: &M) -> Values {
-    struct Read(Vec<String>, Values);
-    impl ModuleVisitor<B> for Read {
-        fn enter_module(&mut self, name: &str, _: &str) {
-            self.0.push(name.to_string());
-        }
-        fn exit_module(&mut self, _: &str, _: &str) {
-            self.0.pop();
-        }
-        fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<B, D>>) {
-            self.1.push((self.0.join("."), param.id, floats(param.val())));
-        }
+struct ReadParams<S> {
+    path: Vec<String>,
+    found: Values,
+    back_end: PhantomData<S>,
+}
+
+impl<S: Subject> ModuleVisitor<Autodiff<S>> for ReadParams<S> {
+    fn enter_module(&mut self, name: &str, _: &str) {
+        self.path.push(name.to_string());
     }
-    let mut read = Read(Vec::new(), Vec::new());
+    fn exit_module(&mut self, _: &str, _: &str) {
+        self.path.pop();
+    }
+    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<Autodiff<S>, D>>) {
+        self.found.push((self.path.join("."), param.id, floats(param.val())));
+    }
+}
+
+/// Parameters by path, as f32.
+fn params<S: Subject>(module: &impl Module<Autodiff<S>>) -> Values {
+    let mut read = ReadParams::<S> { path: Vec::new(), found: Vec::new(), back_end: PhantomData };
     module.visit(&mut read);
-    read.1
+    read.found
 }
 
 /// A gradient of all ranks' parameter, of which a rank takes its part.
@@ -47,46 +54,43 @@ fn register<S: Subject>(gradients: &mut GradientsParams, id: ParamId, data: Tens
     }
 }
 
+/// The gradients that a rank is given for a step, without that of `without`.
+fn all_given<S: Subject>(
+    moe: &ExpertParallelMoE<Autodiff<S>>,
+    place: (usize, usize),
+    step: u64,
+    without: Option<ParamKind>,
+) -> GradientsParams {
+    let (mut gradients, params) = (GradientsParams::new(), params::<S>(moe));
+    for kind in ParamKind::ALL {
+        if kind == ParamKind::SelectionBias || Some(kind) == without {
+            continue;
+        }
+        let Some(data) = given(kind, &config(), place, step) else { continue };
+        let (_, id, _) = params.iter().find(|(name, ..)| name == kind.name()).unwrap();
+        register::<S>(&mut gradients, *id, data);
+    }
+    gradients
+}
+
 /// Parameters after three steps of given gradients, with their gradients' norm.
 #[cfg(feature = "burn-cuda")]
 fn stepped<S: Subject + MoeBackend<Native = S>>(dtype: DType) -> (f64, Vec<(String, Vec<f32>)>) {
-    struct Read<S>(Vec<String>, Values, std::marker::PhantomData<S>);
-    impl<S: Subject> ModuleVisitor<Autodiff<S>> for Read<S> {
-        fn enter_module(&mut self, name: &str, _: &str) {
-            self.0.push(name.to_string());
-        }
-        fn exit_module(&mut self, _: &str, _: &str) {
-            self.0.pop();
-        }
-        fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<Autodiff<S>, D>>) {
-            self.1.push((self.0.join("."), param.id, floats(param.val())));
-        }
-    }
-    let read = |moe: &ExpertParallelMoE<Autodiff<S>>| {
-        let mut read = Read::<S>(Vec::new(), Vec::new(), std::marker::PhantomData);
-        moe.visit(&mut read);
-        read.1
-    };
     let group = S::alone();
     let device = core::<S>(&group);
     let mut moe = cast::<S, _>(module::<Autodiff<S>>(&config(), group), dtype);
     let mut adam = AdamW::<Autodiff<S>>::new(&device, &moe, options()).unwrap();
     for step in 0..3 {
-        let mut gradients = GradientsParams::new();
-        for kind in ParamKind::ALL.into_iter().filter(|kind| *kind != ParamKind::SelectionBias) {
-            let Some(data) = given(kind, &config(), (0, 1), step) else { continue };
-            let id = read(&moe).into_iter().find(|(name, ..)| name == kind.name()).unwrap().1;
-            register::<S>(&mut gradients, id, data);
-        }
+        let gradients = all_given::<S>(&moe, (0, 1), step, None);
         // A clone shares memory with the module, of which a step may then write nothing in place.
-        let (clone, before) = ((step == 1).then(|| moe.clone()), read(&moe));
+        let (clone, before) = ((step == 1).then(|| moe.clone()), params::<S>(&moe));
         moe = adam.step(moe, gradients).unwrap();
         if let Some(clone) = clone {
-            assert_eq!(read(&clone), before, "{dtype:?}");
+            assert_eq!(params::<S>(&clone), before, "{dtype:?}");
         }
-        assert!(read(&moe) != before, "{dtype:?}");
+        assert!(params::<S>(&moe) != before, "{dtype:?}");
     }
-    (adam.stats().unwrap().norm, read(&moe).into_iter().map(|(name, _, values)| (name, values)).collect())
+    (adam.stats().unwrap().norm, params::<S>(&moe).into_iter().map(|(name, _, values)| (name, values)).collect())
 }
 
 /// Given the same gradients, a device's steps have the CPU's bits.
@@ -153,36 +157,37 @@ fn a_state_that_is_not_finite_is_refused() {
     }
 }
 
+/// An optimizer over a mesh's ranks, of a layer whose experts they divide.
+fn over_ranks<S: Meshed>(place: Place<S>, dtype: DType) -> (ExpertParallelMoE<Autodiff<S>>, AdamW<Autodiff<S>>) {
+    let Place { group, world, .. } = place;
+    let device = core::<S>(&group);
+    let moe = cast::<S, _>(module::<Autodiff<S>>(&config(), group), dtype);
+    let mut own = AdamWParam::of_module::<Autodiff<S>, _>(&moe);
+    moe.place_shards(&mut own).unwrap();
+    let adam = AdamW::over_ranks(&device, world, &moe, own, options(), &[options().group]).unwrap();
+    (moe, adam)
+}
+
 /// Given the same gradients, the parameters are the same at every number of ranks, and a state that some ranks have
 /// saved is gone on from by others.
-fn steps_have_the_same_bits_at_every_number_of_ranks() {
+pub fn same_bits<S: Meshed>(numbers: &[usize]) {
     let dir = tempfile::tempdir().unwrap();
     // A rank's parameters; `goes_on`: from the third step, of the folder's state.
     let run = |ranks: usize, dtype: DType, goes_on: bool| {
-        let comms: Vec<_> =
-            ThreadWorld::create(ranks, LONG).into_iter().map(|c| std::sync::Mutex::new(Some(c))).collect();
-        on_ranks(ranks, LONG, |rank, group| {
-            let comm: Box<dyn Communicator<Cpu>> = Box::new(comms[rank].lock().unwrap().take().unwrap());
-            let mut moe = cast::<Flex, _>(module::<B>(&config(), group), dtype);
-            let mut own = AdamWParam::of_module::<B, _>(&moe);
-            moe.place_shards(&mut own).unwrap();
-            let mut adam = AdamW::<B>::over_ranks(&Cpu::new(), comm, &moe, own, options(), &[options().group]).unwrap();
+        on_mesh(Mesh { world: ranks, ep: ranks }, false, |place: Place<S>| {
+            let rank = place.rank;
+            let (mut moe, mut adam) = over_ranks(place, dtype);
             if goes_on {
                 moe = adam.load(dir.path(), 2, moe).unwrap();
             }
             for step in if goes_on { 2..3 } else { 0..3 } {
-                let mut gradients = GradientsParams::new();
-                for kind in ParamKind::ALL.into_iter().filter(|kind| *kind != ParamKind::SelectionBias) {
-                    let Some(data) = given(kind, &config(), (rank, ranks), step) else { continue };
-                    let id = params(&moe).into_iter().find(|(name, ..)| name == kind.name()).unwrap().1;
-                    register::<Flex>(&mut gradients, id, data);
-                }
+                let gradients = all_given::<S>(&moe, (rank, ranks), step, None);
                 moe = adam.step(moe, gradients).unwrap();
                 if step == 1 && !goes_on {
                     adam.save(dir.path()).unwrap();
                 }
             }
-            (adam.stats().unwrap(), params(&moe))
+            (adam.stats().unwrap(), params::<S>(&moe))
         })
     };
     let joined = |of_ranks: &[(_, Values)]| -> Vec<(String, Vec<f32>)> {
@@ -199,19 +204,32 @@ fn steps_have_the_same_bits_at_every_number_of_ranks() {
     };
     for dtype in [DType::BF16, DType::F32] {
         let alone = run(1, dtype, false);
-        let before = params(&cast::<Flex, _>(module::<B>(&config(), single()), dtype));
+        let before = params::<S>(&cast::<S, _>(module::<Autodiff<S>>(&config(), S::alone()), dtype));
         assert!(alone[0].1.iter().zip(&before).all(|((.., new), (.., old))| new != old), "every parameter has moved");
         assert_eq!(alone[0].0.steps, 3);
-        for ranks in [2, 4] {
+        for &ranks in numbers {
             let found = run(ranks, dtype, false);
             assert_eq!(found[0].0, alone[0].0);
             assert_eq!(joined(&found), joined(&alone), "{ranks} ranks, {dtype:?}");
         }
         // f32 parameters are loaded with the model, which this one is not.
         if dtype == DType::BF16 {
-            assert_eq!(joined(&run(2, dtype, true)), joined(&alone), "gone on from four ranks' state");
+            for ranks in [1, numbers[0]] {
+                assert_eq!(
+                    joined(&run(ranks, dtype, true)),
+                    joined(&alone),
+                    "{ranks} ranks go on from the last's state"
+                );
+            }
         }
     }
+}
+
+fn steps_have_the_same_bits_at_every_number_of_ranks() {
+    same_bits::<Flex>(&[2, 4]);
+}
+
+fn parameters_of_another_module_are_refused() {
     let wrong = catch_unwind(AssertUnwindSafe(|| {
         let moe = module::<B>(&config(), single());
         let own = AdamWParam::of_module::<B, _>(&module::<B>(&config(), single()));
@@ -220,44 +238,34 @@ fn steps_have_the_same_bits_at_every_number_of_ranks() {
     assert!(matches!(wrong.unwrap(), Err(Error::Invalid { .. })), "parameters of another module");
 }
 
-/// A gradient that one rank alone has of what both hold: nobody steps, and the optimizers work on. A module that is not
+/// A gradient that one rank alone has of what all hold: nobody steps, and the optimizers work on. A module that is not
 /// the optimizer's is refused whether it has a gradient or not.
-fn a_gradient_on_one_rank_alone_steps_nothing() {
-    let comms: Vec<_> = ThreadWorld::create(2, LONG).into_iter().map(|c| std::sync::Mutex::new(Some(c))).collect();
-    on_ranks(2, LONG, |rank, group| {
-        let comm: Box<dyn Communicator<Cpu>> = Box::new(comms[rank].lock().unwrap().take().unwrap());
-        let moe = module::<B>(&config(), group);
-        let mut own = AdamWParam::of_module::<B, _>(&moe);
-        moe.place_shards(&mut own).unwrap();
-        let mut adam = AdamW::<B>::over_ranks(&Cpu::new(), comm, &moe, own, options(), &[options().group]).unwrap();
-        let gradients = |without: Option<ParamKind>| {
-            let mut gradients = GradientsParams::new();
-            for kind in ParamKind::ALL.into_iter().filter(|kind| *kind != ParamKind::SelectionBias) {
-                let Some(data) = given(kind, &config(), (rank, 2), 0).filter(|_| without != Some(kind)) else {
-                    continue;
-                };
-                let id = params(&moe).into_iter().find(|(name, ..)| name == kind.name()).unwrap().1;
-                register::<Flex>(&mut gradients, id, data);
-            }
-            gradients
-        };
-        let one = gradients((rank == 1).then_some(ParamKind::Router));
-        match adam.step(moe.clone(), one) {
+pub fn gradient_on_one_rank<S: Meshed>(ranks: usize) {
+    on_mesh(Mesh { world: ranks, ep: ranks }, false, |place: Place<S>| {
+        let (rank, group) = (place.rank, place.group.clone());
+        let (moe, mut adam) = over_ranks(place, DType::F32);
+        let last = rank + 1 == ranks;
+        let gradients = |without: ParamKind| all_given::<S>(&moe, (rank, ranks), 0, last.then_some(without));
+        match adam.step(moe.clone(), gradients(ParamKind::Router)) {
             Err(Error::Invalid { name, found, .. }) => {
                 assert_eq!(name, format!("gradient of {}", ParamKind::Router.name()));
-                assert_eq!(found, "one on rank 0, none on rank 1");
+                assert_eq!(found, format!("one on rank 0, none on rank {}", ranks - 1));
             }
             other => panic!("rank {rank}: {:?}", other.map(drop)),
         }
         // Experts are each rank's own.
-        let stepped = adam.step(moe.clone(), gradients((rank == 1).then_some(ParamKind::Up))).unwrap();
+        let stepped = adam.step(moe.clone(), gradients(ParamKind::Up)).unwrap();
         assert_eq!(adam.stats().unwrap().steps, 1);
-        assert!(params(&stepped) != params(&moe));
-        let other = module::<B>(&config(), single());
+        assert!(params::<S>(&stepped) != params::<S>(&moe));
+        let other = module::<Autodiff<S>>(&config(), group);
         let refused = adam.step(other, GradientsParams::new()).map(drop);
         let named = matches!(&refused, Err(Error::Invalid { name, .. }) if name.starts_with("parameter "));
         assert!(named || matches!(refused, Err(Error::Comm(_))), "{refused:?}");
     });
+}
+
+fn a_gradient_on_one_rank_alone_steps_nothing() {
+    gradient_on_one_rank::<Flex>(2);
 }
 
 /// A step whose gradients hold an inf changes nothing and is counted, and scales the next loss by half.
@@ -266,7 +274,7 @@ fn a_step_that_is_skipped_changes_nothing() {
     let scaling = LossScaling::default();
     let options = AdamWOptions { loss_scaling: Some(scaling), ..options() };
     let mut adam = AdamW::<B>::new(&Cpu::new(), &moe, options).unwrap();
-    let before = params(&moe);
+    let before = params::<Flex>(&moe);
     let mut gradients = GradientsParams::new();
     let up = before.iter().find(|(name, ..)| name == "experts.up").unwrap();
     let dims = ParamKind::Up.dims(&config(), E).unwrap();
@@ -281,7 +289,7 @@ fn a_step_that_is_skipped_changes_nothing() {
     let mut gradients = GradientsParams::new();
     register::<Flex>(&mut gradients, up.1, TensorData::new(vec![f32::INFINITY; up.2.len()], dims));
     let moe = adam.step(moe, gradients).unwrap();
-    assert_eq!(params(&moe), before);
+    assert_eq!(params::<Flex>(&moe), before);
     let stats = adam.stats().unwrap();
     assert_eq!((stats.steps, stats.skipped, stats.loss_scale), (0, 1, scaling.initial * scaling.backoff));
     let scaled = adam.scale_loss(Tensor::from_data(TensorData::new(vec![3.0f32], [1]), &device())).unwrap();
@@ -291,13 +299,9 @@ fn a_step_that_is_skipped_changes_nothing() {
 /// Ranks that name different models save nothing, and each is told.
 fn ranks_with_other_identities_save_nothing() {
     let dir = tempfile::tempdir().unwrap();
-    let comms: Vec<_> = ThreadWorld::create(2, LONG).into_iter().map(|c| std::sync::Mutex::new(Some(c))).collect();
-    on_ranks(2, LONG, |rank, group| {
-        let comm: Box<dyn Communicator<Cpu>> = Box::new(comms[rank].lock().unwrap().take().unwrap());
-        let moe = module::<B>(&config(), group);
-        let mut own = AdamWParam::of_module::<B, _>(&moe);
-        moe.place_shards(&mut own).unwrap();
-        let adam = AdamW::<B>::over_ranks(&Cpu::new(), comm, &moe, own, options(), &[options().group]).unwrap();
+    on_mesh(Mesh { world: 2, ep: 2 }, false, |place: Place<Flex>| {
+        let rank = place.rank;
+        let (_, adam) = over_ranks(place, DType::F32);
         match adam.with_identity(format!("model {rank}")).save(dir.path()) {
             Err(Error::ConfigMismatch { field, peer_value, .. }) => {
                 assert_eq!((field.as_str(), peer_value), ("identity", format!("\"model {}\"", 1 - rank)));
@@ -365,7 +369,7 @@ fn steps_are_those_of_candle() {
             other_adam.step(main.store()).unwrap();
             main.reset();
             assert_eq!(adam.stats().unwrap(), other_adam.stats().unwrap());
-            for (name, _, found) in params(&moe) {
+            for (name, _, found) in params::<Flex>(&moe) {
                 let expected = vars[&name].to_dtype(Theirs::F32).unwrap().flatten_all().unwrap();
                 assert_eq!(found, expected.to_vec1::<f32>().unwrap(), "{name}, step {step}, {dtype:?}");
             }
@@ -376,6 +380,7 @@ fn steps_are_those_of_candle() {
 tests! {
     fn();
     steps_have_the_same_bits_at_every_number_of_ranks,
+    parameters_of_another_module_are_refused,
     a_gradient_on_one_rank_alone_steps_nothing,
     a_step_that_is_skipped_changes_nothing,
     a_step_is_one_of_all_fields_of_an_id,

@@ -171,7 +171,7 @@ fn own_experts_step_as_parts_of_one_parameter() -> AnyResult<()> {
 
 /// What fails in an optimizer's step before its norm is told to the ranks that wait there, and all go on.
 fn a_step_that_fails_before_the_norm_is_told() -> AnyResult<()> {
-    for fault in ["lr", "a gradient's size", "gradients that are not summed"] {
+    for fault in ["lr", "a gradient's size", "the loss", "gradients that are not summed"] {
         let comms = ThreadWorld::create(2, TIMEOUT);
         let results = std::thread::scope(|scope| {
             let step = |comm: ThreadComm| -> AnyResult<candle_core::Result<()>> {
@@ -193,6 +193,12 @@ fn a_step_that_fails_before_the_norm_is_told() -> AnyResult<()> {
                         let mut gradients = gradients()?;
                         gradients.insert(&var, Tensor::new(&[1f32], &Device::Cpu)?);
                         adam.step(&gradients)
+                    }
+                    "the loss" if fails => {
+                        let loss = var.as_tensor().sqr()?.sum_all()?.apply_op1(Failing(true))?;
+                        let failed = loss.backward().map(drop);
+                        adam.refuse(failed.as_ref().expect_err("a loss that fails"));
+                        failed
                     }
                     "gradients that are not summed" if fails => adam.backward_step(&var.as_tensor().sqr()?.sum_all()?),
                     _ => adam.step(&gradients()?),
