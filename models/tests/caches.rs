@@ -13,7 +13,7 @@ use std::time::Duration;
 use candle_core::{DType, Device, Tensor};
 use moebius::cpu::ThreadWorld;
 use moebius_models::generate::{
-    CacheKind, CacheRequest, Decoder, Event, Finish, Generator, Output, OverRanks, Request, Sampling, Tokenizer,
+    CacheKind, CacheRequest, Decoder, EndOf, Event, Finish, Generator, Output, OverRanks, Request, Sampling, Tokenizer,
 };
 use moebius_models::{LoadOptions, Model};
 
@@ -22,7 +22,7 @@ use support::{Golden, Rotation, on_ranks, tolerance};
 
 const KINDS: [CacheKind; 2] = [CacheKind::Static, CacheKind::Growing];
 
-fn go(_: Event<'_>) -> ControlFlow<()> {
+fn go(_: Event<'_>) -> ControlFlow<EndOf> {
     ControlFlow::Continue(())
 }
 
@@ -179,7 +179,7 @@ fn a_text_outgrows_the_room_that_a_static_cache_begins_with() {
         let (outputs, _) = generator
             .run(&requests, |event| {
                 left -= usize::from(event.request == 0);
-                if left == 0 { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
+                if left == 0 { ControlFlow::Break(EndOf::Run) } else { ControlFlow::Continue(()) }
             })
             .expect("outputs");
         outputs

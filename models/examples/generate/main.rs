@@ -40,7 +40,7 @@ use moebius::ep::{Group, GroupConfig};
 use moebius::kernels::Kernels;
 use moebius::ranks::Identity;
 use moebius_models::generate::{
-    self, CountChoices, Decoder, Generator, Output, OverRanks, PREFILL_TOKENS, Request, Stats, Tokenizer,
+    self, CountChoices, Decoder, EndOf, Generator, Output, OverRanks, PREFILL_TOKENS, Request, Stats, Tokenizer,
 };
 use moebius_models::{LoadOptions, Model};
 
@@ -298,7 +298,7 @@ impl Job<'_> {
             // Nobody listens any more where the output is closed.
             match sender.send(Piece { token: event.token, text: event.text.into() }) {
                 Ok(()) => ControlFlow::Continue(()),
-                Err(_) => ControlFlow::Break(()),
+                Err(_) => ControlFlow::Break(EndOf::Run),
             }
         })?;
         Ok(generated)

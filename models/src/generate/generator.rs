@@ -8,7 +8,7 @@ use candle_core::{DType, Device, Tensor};
 use super::decoder::{CacheKind, CacheRequest, Decoder, StepPlan};
 use super::error::{Error, Result};
 use super::harmony::{ChannelStream, Channels};
-use super::request::{Event, Finish, Output, Request, Stats};
+use super::request::{EndOf, Event, Finish, Output, Request, Stats};
 use super::sampling::{Sampler, choose_all};
 use super::stop::StopStrings;
 use super::tokenizer::Tokenizer;
@@ -87,8 +87,8 @@ impl<'a, D: Decoder> Generator<'a, D> {
         self
     }
 
-    /// Continues all prompts; outputs are in the requests' order. `each` sees every token as it comes, and ends the run
-    /// with `Break`: sequences that have not ended then end with [`Finish::Caller`]. A sequence's tokens come from its
+    /// Continues all prompts; outputs are in the requests' order. `each` sees every token as it comes, and ends that
+    /// request or the run with `Break`: what has not ended then ends with [`Finish::Caller`]. A sequence's tokens come from its
     /// request alone, up to how the decoder rounds in a batch, and to rotations that change with the length of a batch's
     /// sequences. Collective where the decoder is: each rank runs requests of its own, or none.
     ///
@@ -98,7 +98,7 @@ impl<'a, D: Decoder> Generator<'a, D> {
     pub fn run(
         &self,
         requests: &[Request],
-        mut each: impl FnMut(Event<'_>) -> ControlFlow<()>,
+        mut each: impl FnMut(Event<'_>) -> ControlFlow<EndOf>,
     ) -> Result<(Vec<Output>, Stats)> {
         let mut run = Run {
             generator: self,
@@ -192,7 +192,7 @@ impl<'g, D: Decoder> Run<'g, '_, D> {
     fn all(
         &mut self,
         requests: &[Request],
-        each: &mut impl FnMut(Event<'_>) -> ControlFlow<()>,
+        each: &mut impl FnMut(Event<'_>) -> ControlFlow<EndOf>,
     ) -> Result<Vec<Output>> {
         let mut sequences = Vec::with_capacity(requests.len());
         for (i, request) in requests.iter().enumerate() {
@@ -283,7 +283,7 @@ impl<'g, D: Decoder> Run<'g, '_, D> {
         &mut self,
         rows: &mut Vec<Sequence<'s>>,
         done: &mut [Option<Sequence<'s>>],
-        each: &mut impl FnMut(Event<'_>) -> ControlFlow<()>,
+        each: &mut impl FnMut(Event<'_>) -> ControlFlow<EndOf>,
     ) -> Result<()> {
         let vocabulary = self.decoder().vocabulary();
         let start = Instant::now();
@@ -398,8 +398,8 @@ impl<'a> Sequence<'a> {
         &mut self,
         token: u32,
         is_full: bool,
-        each: &mut impl FnMut(Event<'_>) -> ControlFlow<()>,
-    ) -> Result<ControlFlow<()>> {
+        each: &mut impl FnMut(Event<'_>) -> ControlFlow<EndOf>,
+    ) -> Result<ControlFlow<EndOf>> {
         self.tokens.push(token);
         let mut text = String::new();
         if self.stop_tokens.contains(&token) {
@@ -420,7 +420,23 @@ impl<'a> Sequence<'a> {
         }
         self.text.push_str(&text);
         let event = Event { request: self.request, token, text: &text, finish: self.finish.as_ref() };
-        Ok(each(event))
+        let flow = each(event);
+        if flow == ControlFlow::Break(EndOf::Request) {
+            self.end_for_caller()?;
+            return Ok(ControlFlow::Continue(()));
+        }
+        Ok(flow)
+    }
+
+    /// Ends a sequence that has not ended; what is held back joins its text.
+    fn end_for_caller(&mut self) -> Result<()> {
+        if self.finish.is_none() {
+            let mut text = String::new();
+            self.finish = Some(Finish::Caller);
+            self.end(&mut text)?;
+            self.text.push_str(&text);
+        }
+        Ok(())
     }
 
     /// Appends what of a piece belongs to no stop string.
@@ -448,16 +464,8 @@ impl<'a> Sequence<'a> {
     }
 
     fn output(mut self) -> Result<Output> {
-        let finish = match self.finish.take() {
-            Some(finish) => finish,
-            None => {
-                let mut text = String::new();
-                self.finish = Some(Finish::Caller);
-                self.end(&mut text)?;
-                self.text.push_str(&text);
-                self.finish.take().unwrap_or(Finish::Caller)
-            }
-        };
+        self.end_for_caller()?;
+        let finish = self.finish.unwrap_or(Finish::Caller);
         Ok(Output { tokens: self.tokens, text: self.text, finish, incomplete: self.incomplete })
     }
 }

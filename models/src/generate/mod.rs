@@ -34,7 +34,7 @@ pub use error::Error;
 pub use generator::{Generator, PREFILL_TOKENS};
 pub use harmony::Channels;
 pub use model_decoder::ModelCache;
-pub use request::{Event, Finish, Output, Request, Stats};
+pub use request::{EndOf, Event, Finish, Output, Request, Stats};
 pub use sampling::{Sampler, Sampling};
 pub use stream::{TextEnd, TextStream};
 pub use tokenizer::{Tokenizer, eos_ids};

@@ -66,6 +66,15 @@ pub enum Finish {
     Caller,
 }
 
+/// What ends where the caller's function of [`Generator::run`](super::Generator::run) breaks.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum EndOf {
+    /// The request whose token it was told of; the others go on.
+    Request,
+    /// All of the run.
+    Run,
+}
+
 /// One more token.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Event<'a> {

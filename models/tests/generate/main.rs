@@ -15,7 +15,7 @@ use moebius::candle::EpGroup;
 use moebius::checkpoint::{Checkpoint, Form};
 use moebius::cpu::{Cpu, ThreadWorld};
 use moebius::ep::{Group, GroupConfig};
-use moebius_models::generate::{Chat, ChatTemplate, Event, Generator, OverRanks, Request, Tokenizer};
+use moebius_models::generate::{Chat, ChatTemplate, EndOf, Event, Generator, OverRanks, Request, Tokenizer};
 use moebius_models::{ExpertWeights, LoadOptions, Model};
 
 #[path = "../support/chat_folder.rs"]

@@ -2,7 +2,7 @@
 
 use super::*;
 
-fn go(_: Event<'_>) -> ControlFlow<()> {
+fn go(_: Event<'_>) -> ControlFlow<EndOf> {
     ControlFlow::Continue(())
 }
 

@@ -8,7 +8,7 @@ use super::super::tokenizer::tests::bytes;
 use super::*;
 use toy::Toy;
 
-fn go(_: Event<'_>) -> ControlFlow<()> {
+fn go(_: Event<'_>) -> ControlFlow<EndOf> {
     ControlFlow::Continue(())
 }
 
@@ -207,11 +207,42 @@ fn the_caller_can_end_a_run() {
     let (outputs, stats) = generator
         .run(&requests, |_| {
             left -= 1;
-            if left == 0 { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
+            if left == 0 { ControlFlow::Break(EndOf::Run) } else { ControlFlow::Continue(()) }
         })
         .expect("outputs");
     assert_eq!(stats.generated_tokens, 3);
     assert!(outputs.iter().all(|o| o.finish == Finish::Caller && o.tokens.len() == 1));
+}
+
+/// Whatever it was, the others' tokens stay what they are.
+#[test]
+fn the_caller_can_end_one_request() {
+    let toy = Toy::new();
+    let generator = Generator::new(&toy, None).expect("a generator");
+    let requests: Vec<Request> = (0..3).map(|first| Request::new(vec![first, 2], 9)).collect();
+    let (whole, _) = generator.run(&requests, go).expect("outputs");
+    assert!(whole.iter().all(|output| output.tokens.len() > 3), "{whole:?}");
+    let mut of_one = Vec::new();
+    let (outputs, _) = generator
+        .run(&requests, |event| {
+            if event.request != 1 {
+                return ControlFlow::Continue(());
+            }
+            of_one.push(event.token);
+            if of_one.len() == 3 { ControlFlow::Break(EndOf::Request) } else { ControlFlow::Continue(()) }
+        })
+        .expect("outputs");
+    assert_eq!((&outputs[0], &outputs[2]), (&whole[0], &whole[2]));
+    assert_eq!((&outputs[1].finish, &outputs[1].tokens[..]), (&Finish::Caller, &whole[1].tokens[..3]));
+    assert_eq!(of_one, outputs[1].tokens);
+    // With its last token it has ended already.
+    let (ended, _) = generator
+        .run(&requests, |event| match event.finish {
+            Some(_) => ControlFlow::Break(EndOf::Request),
+            None => ControlFlow::Continue(()),
+        })
+        .expect("outputs");
+    assert_eq!(ended, whole);
 }
 
 #[test]
