@@ -3,7 +3,8 @@
 use burn::backend::Flex;
 use moebius::etp::Payload;
 
-use super::{bits, in_two_parts, settings, train};
+use super::resume_tests::in_two_parts;
+use super::{bits, settings, train};
 use crate::burn::{Rank, communicators};
 use crate::corpus::Corpus;
 use crate::lm::{Settings, Step, Tolerances, initial};

@@ -33,6 +33,8 @@
 
 #[path = "support/host_link.rs"]
 mod host_link;
+#[path = "support/decode_options.rs"]
+mod options;
 #[path = "../examples/support/output.rs"]
 mod output;
 #[path = "support/places.rs"]
@@ -51,96 +53,17 @@ use std::thread;
 use std::time::Instant;
 
 use candle_core::{D, DType, Device, Tensor};
-use clap::{Parser, ValueEnum};
+use clap::Parser;
 use moebius::checkpoint::Checkpoint;
 use moebius::ep::GroupConfig;
 use moebius_models::{ExpertWeights, LoadOptions, Model};
+use options::{Experts, Options, Phase, Shape};
 use output::say;
 use places::{Endpoint, Place, place_of, places};
 use shape::{QWEN3, Sizes};
 use theirs::Theirs;
 
 type Result<T> = std::result::Result<T, Box<dyn Error + Send + Sync>>;
-
-/// Measures a decoder with random weights.
-#[derive(Debug, Clone, Parser)]
-struct Options {
-    /// The model's sizes; without it the published ones on a GPU, and tiny ones on a CPU
-    #[arg(long, value_enum)]
-    shape: Option<Shape>,
-    /// In which form the experts are held
-    #[arg(long, value_enum, default_value_t = Experts::Bf16)]
-    experts: Experts,
-    /// Experts stay in memory of the host and come a layer ahead
-    #[arg(long)]
-    experts_on_host: bool,
-    /// Layers, where not all
-    #[arg(long)]
-    layers: Option<usize>,
-    /// Phases to measure; all without it
-    #[arg(long, value_enum)]
-    phase: Vec<Phase>,
-    /// Tokens in the cache before a step
-    #[arg(long)]
-    past: Option<usize>,
-    /// Tokens of the prefill
-    #[arg(long)]
-    prefill: Option<usize>,
-    /// Sequences of `decode-64`, if not 64
-    #[arg(long)]
-    sequences: Option<usize>,
-    /// Of the weights
-    #[arg(long, default_value_t = 1)]
-    seed: u64,
-    /// Steps that count
-    #[arg(long)]
-    steps: Option<usize>,
-    /// Threads that share the experts, a GPU each
-    #[arg(long, default_value_t = 1)]
-    ranks: usize,
-    /// The commit that lines name, where git cannot be asked
-    #[arg(long)]
-    commit: Option<String>,
-    /// On the CPU, where there is a GPU too
-    #[arg(long)]
-    cpu: bool,
-    /// An option that `cargo bench` gives
-    #[arg(long, hide = true)]
-    bench: bool,
-}
-
-#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-enum Shape {
-    #[value(name = "qwen3-30b-a3b")]
-    Qwen3,
-    Tiny,
-}
-
-#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-enum Experts {
-    /// As all other weights (in f32 on a CPU)
-    Bf16,
-    Nvfp4,
-}
-
-#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-enum Phase {
-    #[value(name = "decode-1")]
-    One,
-    #[value(name = "decode-64")]
-    Many,
-    #[value(name = "eager-1")]
-    EagerOne,
-    #[value(name = "eager-64")]
-    EagerMany,
-    Prefill,
-    #[value(name = "candle-1")]
-    CandleOne,
-    #[value(name = "candle-64")]
-    CandleMany,
-    #[value(name = "candle-prefill")]
-    CandlePrefill,
-}
 
 const TINY: Sizes = Sizes {
     layers: 2,

@@ -26,6 +26,7 @@ mod model;
 mod nvfp4;
 mod open;
 mod optimizer;
+mod optimizer_state;
 mod options;
 mod params;
 mod parts;
