@@ -48,6 +48,8 @@ pub(crate) trait RowTransport<D: Kernels>: fmt::Debug + Send {
     const MOST_CHOICES: usize = usize::MAX;
     /// Whether nothing comes back but sums of a forward.
     const FORWARD_ONLY: bool = false;
+    /// Whether its movements tell the other ranks of what fails on this one alone; else their callers do.
+    const TELLS_OWN_ERRORS: bool = false;
     fn core(&mut self) -> &mut DispatcherState<D>;
     /// Gives back what it has made of the communicator (collective where there is any).
     ///
@@ -126,13 +128,34 @@ fn checked<D: Kernels, C: RowTransport<D>>(
     core.check_in_step(DispatcherState::tag(step.handle, step.op), all)
 }
 
+/// The outcome of a movement. What fails on this rank alone, such as memory that it has not got, the others hear of where
+/// they meet it next: in the movement, or in what follows it.
+fn moved<D: Kernels, C: RowTransport<D>, T>(
+    row_transport: &mut C,
+    step: &HandleCall<'_, D>,
+    result: Result<T>,
+) -> Result<T> {
+    let core = row_transport.core();
+    match result.map_err(|e| core.as_peer_error(step.call, e)) {
+        // Of all ranks, or told by whoever it is of.
+        Err(error @ (Error::Comm(_) | Error::Peer { .. })) => Err(error),
+        result if C::TELLS_OWN_ERRORS => result,
+        result => told(core, step, result),
+    }
+}
+
+/// The outcome of what this rank makes of rows that have come.
+fn told<D: Kernels, T>(core: &mut DispatcherState<D>, step: &HandleCall<'_, D>, result: Result<T>) -> Result<T> {
+    core.refuse_own_error(DispatcherState::tag(step.handle, step.op), result)
+}
+
 fn send_rows<D: Kernels, C: RowTransport<D>>(
     row_transport: &mut C,
     step: &HandleCall<'_, D>,
     inputs: &DispatchInputs<'_, D>,
 ) -> Result<ReceivedRows<D>> {
     let result = row_transport.send(step, inputs);
-    result.map_err(|e| row_transport.core().as_peer_error(step.call, e))
+    moved(row_transport, step, result)
 }
 
 /// As [`send_rows`], with a product that starts while they come.
@@ -153,23 +176,30 @@ fn send_with_product<D: Kernels, C: RowTransport<D>>(
         let weights = received.weights.as_ref().map(Tensor::view);
         product(ArrivingRows { rows, weights, weight_map: handle.plan.weight_map.view() });
     });
-    result.map_err(|e| row_transport.core().as_peer_error(step.call, e))
+    moved(row_transport, step, result)
 }
 
 /// Rows that have come, with their weights in slot order.
-fn with_slot_weights<D: Kernels, C: RowTransport<D>>(
-    row_transport: &mut C,
-    handle: &Handle<D>,
+fn with_slot_weights<D: Kernels>(
+    core: &mut DispatcherState<D>,
+    step: &HandleCall<'_, D>,
     received: ReceivedRows<D>,
     inputs: &DispatchInputs<'_, D>,
 ) -> Result<Received<D>> {
-    let core = row_transport.core();
-    let mut weights = None;
-    if let Some(source) = weights_of(&received, inputs)? {
-        let slots = weights.insert(Tensor::empty(&core.device, source.dtype(), &[handle.rows()])?);
-        RowMover::of(&core.device, handle).gather(source, handle.plan.weight_map.view(), slots.view_mut())?;
-    }
+    let gathered = slot_weights(core, step.handle, weights_of(&received, inputs));
+    let weights = told(core, step, gathered)?;
     Ok(Received { rows: received.rows, weights, scales: received.scales, map: None })
+}
+
+fn slot_weights<D: Kernels>(
+    core: &DispatcherState<D>,
+    handle: &Handle<D>,
+    source: Result<Option<TensorRef<'_, D>>>,
+) -> Result<Option<Tensor<D>>> {
+    let Some(source) = source? else { return Ok(None) };
+    let mut slots = Tensor::empty(&core.device, source.dtype(), &[handle.rows()])?;
+    RowMover::of(&core.device, handle).gather(source, handle.plan.weight_map.view(), slots.view_mut())?;
+    Ok(Some(slots))
 }
 
 fn return_rows<D: Kernels, C: RowTransport<D>>(
@@ -178,7 +208,7 @@ fn return_rows<D: Kernels, C: RowTransport<D>>(
     back: ReturnRows<'_, D>,
 ) -> Result<()> {
     let result = row_transport.return_sums(step, back);
-    result.map_err(|e| row_transport.core().as_peer_error(step.call, e))
+    moved(row_transport, step, result)
 }
 
 impl<D: Kernels, C: RowTransport<D>> TokenDispatcher<D> for C {
@@ -222,17 +252,18 @@ impl<D: Kernels, C: RowTransport<D>> TokenDispatcher<D> for C {
             _ => Ok(()),
         };
         let rows = received.rows.as_ref().map_or(inputs.tokens.borrow(), Tensor::view);
-        fill(Some(rows), handle.row_map(), Some(outputs.tokens))?;
-        fill(weights_of(&received, &inputs)?, handle.plan.weight_map.view(), outputs.weights)?;
         let scales = received.scales.as_ref().map(Tensor::view).or(inputs.scales.as_ref().map(TensorRef::borrow));
-        fill(scales, handle.row_map(), outputs.scales)
+        let filled = fill(Some(rows), handle.row_map(), Some(outputs.tokens))
+            .and_then(|()| fill(weights_of(&received, &inputs)?, handle.plan.weight_map.view(), outputs.weights))
+            .and_then(|()| fill(scales, handle.row_map(), outputs.scales));
+        told(core, &step, filled)
     }
 
     fn dispatch_rows(&mut self, handle: &Handle<D>, inputs: DispatchInputs<'_, D>) -> Result<Received<D>> {
         let step = HandleCall { call: "dispatch_rows", op: Op::Dispatch, handle };
         checked(self, &step, check_inputs(step.call, handle, &inputs))?;
         let received = send_rows(self, &step, &inputs)?;
-        with_slot_weights(self, handle, received, &inputs)
+        with_slot_weights(self.core(), &step, received, &inputs)
     }
 
     fn may_overlap_products(&self) -> bool {
@@ -252,7 +283,7 @@ impl<D: Kernels, C: RowTransport<D>> TokenDispatcher<D> for C {
         let step = HandleCall { call: "dispatch_rows", op: Op::Dispatch, handle };
         checked(self, &step, check_inputs(step.call, handle, &inputs))?;
         let received = send_with_product(self, &step, &inputs, product)?;
-        with_slot_weights(self, handle, received, &inputs)
+        with_slot_weights(self.core(), &step, received, &inputs)
     }
 
     fn combine(&mut self, handle: &Handle<D>, expert_out: TensorRef<'_, D>, mut out: TensorMut<'_, D>) -> Result<()> {
@@ -286,8 +317,10 @@ impl<D: Kernels, C: RowTransport<D>> TokenDispatcher<D> for C {
         let core = self.core();
         let end = written(handle);
         let rows = received.rows.as_ref().map_or(grad.borrow(), Tensor::view);
-        let out = byte_rows_mut(grad_expert_out, 0..end)?;
-        RowMover::of(&core.device, handle).gather(rows, entries(handle.row_map(), 0..end)?, out)
+        let mover = RowMover::of(&core.device, handle);
+        let gathered = byte_rows_mut(grad_expert_out, 0..end)
+            .and_then(|out| mover.gather(rows, entries(handle.row_map(), 0..end)?, out));
+        told(core, &step, gathered)
     }
 
     fn combine_bwd_rows(&mut self, handle: &Handle<D>, grad: TensorRef<'_, D>) -> Result<Received<D>> {
@@ -325,7 +358,7 @@ impl<D: Kernels, C: RowTransport<D>> TokenDispatcher<D> for C {
         agreed(self, &step)?;
         checked(self, &step, check_grads(step.call, handle, &grads))?;
         let result = self.return_sums_with_products(&step, returned(grads), work);
-        result.map_err(|e| self.core().as_peer_error(step.call, e))
+        moved(self, &step, result)
     }
 
     fn dispatch_bwd(&mut self, handle: &Handle<D>, grads: DispatchGrads<'_, D>) -> Result<()> {

@@ -168,9 +168,12 @@ fn forward_into<D: Kernels>(
     let (out, pre) = refuse_on_error(layer, group, Op::Combine, computed)?;
     trace_span!("combine").in_scope(|| group.dispatcher().combine(&handle, out.view(), y.reborrow()))?;
     drop(out);
-    let pending = pending.map_or_else(begin, Ok)?;
-    let shared = trace_span!("shared expert")
-        .in_scope(|| shared_expert::finish(layer, &device, mode, pending, params, y.reborrow()))?;
+    let shared = pending.map_or_else(begin, Ok).and_then(|pending| {
+        trace_span!("shared expert")
+            .in_scope(|| shared_expert::finish(layer, &device, mode, pending, params, y.reborrow()))
+    });
+    // All rows have come: the others are told where they meet this rank next.
+    let shared = refuse_on_error(layer, group, Op::Combine, shared)?;
 
     let routing = routed.routing(handle.load());
     let RouterOutput { logits, ids, weights } = routed;

@@ -7,7 +7,11 @@ use std::cell::Cell;
 thread_local! {
     /// Bytes of the zeroed memory that the next request on this thread does not get; 0: it gets all.
     static REFUSED: Cell<usize> = const { Cell::new(0) };
+    /// Sizes of the zeroed memory that this thread has asked for, and how many there are; no more than there is room for.
+    static ASKED: Cell<([usize; MOST_ASKED], usize)> = const { Cell::new(([0; MOST_ASKED], MOST_ASKED)) };
 }
+
+const MOST_ASKED: usize = 512;
 
 /// The system's, but for the requests that [`without`] names.
 struct FailingAllocator;
@@ -24,6 +28,11 @@ unsafe impl GlobalAlloc for FailingAllocator {
         if REFUSED.get() == layout.size() {
             REFUSED.set(0);
             return std::ptr::null_mut();
+        }
+        let (mut sizes, count) = ASKED.get();
+        if count < MOST_ASKED {
+            sizes[count] = layout.size();
+            ASKED.set((sizes, count + 1));
         }
         // SAFETY: as above.
         unsafe { System.alloc_zeroed(layout) }
@@ -44,4 +53,13 @@ pub fn without<T>(bytes: usize, work: impl FnOnce() -> T) -> T {
     let result = work();
     assert_eq!(REFUSED.replace(0), 0, "no tensor of {bytes} bytes was asked for");
     result
+}
+
+/// Sizes of the tensors that `work` asks for on this thread, in their order; all of them, or a panic.
+pub fn asked(work: impl FnOnce()) -> Vec<usize> {
+    ASKED.set(([0; MOST_ASKED], 0));
+    work();
+    let (sizes, count) = ASKED.replace(([0; MOST_ASKED], MOST_ASKED));
+    assert!(count < MOST_ASKED, "more than {count} tensors");
+    sizes[..count].to_vec()
 }

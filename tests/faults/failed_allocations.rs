@@ -4,12 +4,14 @@
 use moebius::comm::Communicator;
 use moebius::cpu::Cpu;
 use moebius::ep::{DispatcherKind, Group, GroupConfig};
-use moebius::layer::{Layer, Mode, Noise};
+use moebius::layer::{Layer, Mode, Noise, Params};
 use moebius::optim::{AdamW, AdamWOptions, ParamShard, ParamSpec};
-use moebius::{CommError, DType, Error, Result};
+use moebius::{CommError, DType, Error, Result, Tensor};
 
-use super::failing_allocator::without;
-use super::support::{AT_ONCE, CULPRIT, EXPERTS, RANKS, Rank, TOKENS, all_well, alone, config, on_ranks, params};
+use super::failing_allocator::{asked, without};
+use super::support::{
+    AT_ONCE, CULPRIT, EXPERTS, HIDDEN, KINDS, RANKS, Rank, TIMEOUT, TOKENS, all_well, alone, config, on_ranks, params,
+};
 
 /// Bytes of three numbers of each rank: seed and step of the jitter, and its tokens.
 const COUNTS: usize = 8 * 3 * RANKS;
@@ -98,6 +100,63 @@ fn no_memory_for_the_sums_of_auxiliary_losses() {
     // Counts and scores of each expert, and four numbers, in f64.
     let bytes = 8 * (2 * EXPERTS + 4);
     forward("aux", layer, |rank, layer| without_memory(rank.rank, bytes, || run(rank, layer)));
+}
+
+/// Sizes of the tensors of a step on the culprit that are no smaller than its tokens, each once.
+fn sizes_of_a_step(kind: DispatcherKind) -> Vec<usize> {
+    let sizes = on_ranks(TIMEOUT, |comm| {
+        let mut rank = Rank::new(comm, kind);
+        let (own, x) = (rank.own(&params(rank.rank, RANKS)), rank.put(&rank.x()));
+        let views = own.views().expect("views");
+        asked(|| step(&mut rank, &x, &views.params()).expect("a step"))
+    });
+    let mut sizes = all_well("sizes", sizes).swap_remove(CULPRIT);
+    // Others may be a kernel's own numbers, a few for each expert, or a product's scratch, without which a process ends.
+    let row = HIDDEN * size_of::<f64>();
+    sizes.retain(|bytes| bytes % row == 0 && *bytes >= TOKENS * row);
+    sizes.sort_unstable();
+    sizes.dedup();
+    sizes
+}
+
+fn step<'a>(rank: &mut Rank, x: &'a Tensor<Cpu>, params: &'a Params<'a, Cpu>) -> Result<()> {
+    let mode = Mode { backward: true, noise: None };
+    let forward = rank.layer.forward(&mut rank.group, mode, x.view(), params)?;
+    rank.backward(forward.context.expect("a context"), x, params, x).map(drop)
+}
+
+/// Whatever tensor of rows of a step a rank has no memory for, the others hear of it at once, in that step or in the next, and the
+/// group works.
+#[test]
+fn no_memory_for_any_rows_of_a_step() {
+    let alone = alone();
+    for kind in KINDS {
+        for bytes in sizes_of_a_step(kind) {
+            let name = format!("{kind:?}, {bytes} bytes");
+            all_well(
+                &name,
+                on_ranks(AT_ONCE, |comm| {
+                    let mut rank = Rank::new(comm, kind);
+                    let (own, x) = (rank.own(&params(rank.rank, RANKS)), rank.put(&rank.x()));
+                    let views = own.views().expect("views");
+                    let params = views.params();
+                    if rank.is_culprit() {
+                        let result = without(bytes, || step(&mut rank, &x, &params));
+                        assert!(is_own(bytes, &result), "{name}: {result:?}");
+                    } else {
+                        let result = step(&mut rank, &x, &params).and_then(|()| step(&mut rank, &x, &params));
+                        match &result {
+                            Err(Error::Peer { peer: CULPRIT, reason, .. }) => {
+                                assert!(reason.contains("no memory"), "{reason}")
+                            }
+                            other => panic!("{name}, rank {}: {other:?}", rank.rank),
+                        }
+                    }
+                    rank.works(&alone);
+                }),
+            );
+        }
+    }
 }
 
 /// A communicator's own error names the reason too, where the ranks have no group yet.
