@@ -45,6 +45,13 @@ impl<B: Backend> ExpertParallelMoE<B> {
         self
     }
 
+    /// Seed of the jitter, and the step that the next training forward takes: what a run keeps that is to go on from here
+    /// ([`with_noise`](Self::with_noise)). Ranks have one step: where one has not come to a training forward of the others
+    /// ([`refuse_forward`](Self::refuse_forward)), it is one behind, and those that go on are given one by `with_noise`.
+    pub fn noise(&self) -> Noise {
+        self.training.noise()
+    }
+
     /// Factor of the auxiliary losses' gradient in [`forward_t`](Self::forward_t), 1 without this: what the
     /// loss is multiplied by before its backward, as by a loss scaler or for gradients that add up over microbatches.
     pub fn with_aux_scale(mut self, aux_scale: f64) -> Self {

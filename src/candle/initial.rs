@@ -4,6 +4,8 @@ use candle_core::{DType, Device, Result, Tensor, Var};
 use candle_nn::VarBuilder;
 use candle_nn::init::{Init, NormalOrUniform};
 
+use rayon::prelude::*;
+
 use crate::etp::{Distribution, Shards, initial_values};
 
 /// A rank's shard of a weight whose variable a builder has, or makes.
@@ -39,18 +41,46 @@ impl ShardInit<'_> {
         Ok(t)
     }
 
+    /// Gives a variable values by its place in the whole weight.
+    pub(super) fn redraw(self, t: &Tensor) -> Result<()> {
+        match distribution(self.init, self.dims) {
+            Some(of) if t.is_variable() => Var::from_tensor(t)?.set(&self.draw(of, t)?),
+            _ => Ok(()),
+        }
+    }
+
     fn draw(&self, of: Distribution, like: &Tensor) -> Result<Tensor> {
         let ([_, width], rows) = (self.cut.shard_dims(), self.cut.rows_of(self.rank));
-        let elements = self.before + rows.start * width..self.before + rows.end * width;
-        let values = initial_values(self.seed, &self.full_name, of, elements);
+        let (first, drawn) = (self.before + rows.start * width, rows.len() * width);
         let (count, dims) = (like.elem_count(), like.dims());
-        let padded = values.chain(std::iter::repeat(0.0)).take(count);
+        let values = |from: usize, len: usize| initial_values(self.seed, &self.full_name, of, from..from + len);
+        // What lies behind the drawn values is padding.
         let t = match self.dtype {
-            DType::F64 => Tensor::from_vec(padded.collect::<Vec<f64>>(), dims, &Device::Cpu)?,
-            _ => Tensor::from_vec(padded.map(|v| v as f32).collect::<Vec<f32>>(), dims, &Device::Cpu)?,
+            DType::F64 => {
+                let mut all = vec![0f64; count];
+                in_chunks(&mut all[..drawn], |at, chunk| {
+                    let drawn = values(first + at, chunk.len());
+                    chunk.iter_mut().zip(drawn).for_each(|(to, value)| *to = value);
+                });
+                Tensor::from_vec(all, dims, &Device::Cpu)?
+            }
+            _ => {
+                let mut all = vec![0f32; count];
+                in_chunks(&mut all[..drawn], |at, chunk| {
+                    let drawn = values(first + at, chunk.len());
+                    chunk.iter_mut().zip(drawn).for_each(|(to, value)| *to = value as f32);
+                });
+                Tensor::from_vec(all, dims, &Device::Cpu)?
+            }
         };
         t.to_dtype(like.dtype())?.to_device(like.device())
     }
+}
+
+/// Runs `fill` on parts of a slice, on all cores; it is told where a part begins.
+fn in_chunks<T: Send>(all: &mut [T], fill: impl Fn(usize, &mut [T]) + Sync) {
+    const CHUNK: usize = 1 << 16;
+    all.par_chunks_mut(CHUNK).enumerate().for_each(|(number, chunk)| fill(number * CHUNK, chunk));
 }
 
 /// A weight's name behind a builder's path.

@@ -1,5 +1,7 @@
 //! Sums of gradients over ranks, many parameters to a collective.
 
+use std::collections::HashSet;
+
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Tensor, Var};
 
@@ -28,7 +30,9 @@ const CALL: &str = REDUCE_GRADIENTS;
 /// Ranks first compare sizes, types and order of the variables, and the presence and types of their gradients: the host
 /// waits for these numbers, and on a GPU for the work before them, once a call, and once more where a gradient is absent
 /// or has another type on some ranks. In a capture nothing is compared. Of two variables that are alike it cannot tell
-/// which is which.
+/// which is which: the order of [`VarMap::all_vars`](candle_nn::VarMap::all_vars) is another in each process, and experts
+/// are among them. [`GradientReducer::with_var_map`](super::GradientReducer::with_var_map) goes by names. A variable that is
+/// named twice counts once.
 ///
 /// # Errors
 /// On every rank, with all gradients as they were: variables of other sizes or types than another rank's, or in another
@@ -37,7 +41,7 @@ const CALL: &str = REDUCE_GRADIENTS;
 /// gradients of the buckets before as sums and the others as they were, so that the step begins anew: no memory for a
 /// bucket, a communicator's error.
 pub fn reduce_gradients(group: &DeviceGroup, vars: &[Var], gradients: &mut GradStore) -> candle_core::Result<()> {
-    let of: Vec<&Tensor> = vars.iter().map(Var::as_tensor).collect();
+    let of = distinct(vars);
     Ok(match_device!(group.erased(), group => sum_on(group, of_vars(NO_LAYER, &of, BUCKET_BYTES), gradients))?)
 }
 
@@ -53,13 +57,19 @@ pub fn reduce_gradients_over<D: CandleDevice>(
     bucket_bytes: usize,
     gradients: &mut GradStore,
 ) -> candle_core::Result<()> {
-    let of: Vec<&Tensor> = vars.iter().map(Var::as_tensor).collect();
+    let of = distinct(vars);
     Ok(sum(comm, device, of_vars(NO_LAYER, &of, bucket_bytes), gradients)?)
 }
 
 /// Sums over the ranks of a group, of a layer's parameters.
 pub(super) fn of_layer(group: &DeviceGroup, layer: u32, params: &[&Tensor], gradients: &mut GradStore) -> Result<()> {
     match_device!(group.erased(), group => sum_on(group, of_vars(layer, params, BUCKET_BYTES), gradients))
+}
+
+/// Each variable once, where it is named first: what several modules share is summed as one.
+fn distinct(vars: &[Var]) -> Vec<&Tensor> {
+    let mut seen = HashSet::new();
+    vars.iter().map(Var::as_tensor).filter(|var| seen.insert(var.id())).collect()
 }
 
 fn of_vars<'a, 't>(layer: u32, params: &'a [&'t Tensor], bucket_bytes: usize) -> GradientReduction<'a, &'t Tensor> {

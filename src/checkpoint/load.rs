@@ -23,6 +23,8 @@ pub(super) struct CheckedBlock {
     pub natural: PerParam<Option<DType>>,
     /// Form of the routed experts.
     pub form: Form,
+    /// Whether any of its tensors is quantized.
+    pub quantized: bool,
     /// Every tensor that belongs to the block.
     pub names: HashSet<String>,
     /// Bytes on disk of the routed experts, and of the rest.
@@ -126,6 +128,7 @@ impl Checkpoint {
         let mut checked = CheckedBlock {
             natural: PerParam::default(),
             form: Form::Plain(DType::F32),
+            quantized: false,
             names: HashSet::new(),
             disk: [0; 2],
         };
@@ -174,6 +177,7 @@ impl Checkpoint {
         if uniform && first != natural {
             return Err(stored.mismatch(format!("{first}, as the tensors before it"), natural).into());
         }
+        checked.quantized |= stored.form.is_quantized();
         let routed = !part.kind.is_replicated();
         if part.kind == ParamKind::Down {
             checked.form = stored.form;

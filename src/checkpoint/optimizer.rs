@@ -15,6 +15,7 @@ use super::commit::Save;
 use super::folder::{CONFIG, Folder, INDEX, QUANTIZATION, SINGLE};
 use super::json::{MAX_CONFIG, config_error, io_error, parse_value, read_limited};
 use super::optimizer_state::{KIND, Saved, StateItem, VERSION, identity_text, state_items};
+use super::rank_params::BARRIER_BYTES;
 use super::stored::on_disk;
 use super::{OpenOptions, header};
 use crate::comm::refusal::refuse_on_error;
@@ -59,7 +60,8 @@ impl<D: StepDevice> AdamW<D> {
         let (header, items) = plan(state_items(self))?;
         let writes = self.rank() == 0;
         if !writes {
-            return items.iter().try_for_each(|item| self.send(item, None));
+            let mut alone = 0;
+            return items.iter().try_for_each(|item| self.send(item, None, &mut alone));
         }
         let config = json!({
             "model_type": KIND,
@@ -75,15 +77,17 @@ impl<D: StepDevice> AdamW<D> {
         let mut save = Save::begin(dir)?;
         save.file(SINGLE, |out| {
             write(dir, out, &header)?;
-            items.iter().try_for_each(|item| self.send(item, Some((dir, out))))
+            let mut alone = 0;
+            items.iter().try_for_each(|item| self.send(item, Some((dir, out)), &mut alone))
         })?;
         let text = serde_json::to_vec_pretty(&config).map_err(|e| io_error(dir, e))?;
         save.file(CONFIG, |out| write(dir, out, &text))?;
         save.finish()
     }
 
-    /// Brings a tensor to the first rank, which writes it.
-    fn send(&mut self, item: &StateItem, mut out: Option<(&Path, &mut dyn Write)>) -> Result<()> {
+    /// Brings a tensor to the first rank, which writes it. `alone`: bytes that it has written since the ranks met, the
+    /// same on all of them, which wait for it.
+    fn send(&mut self, item: &StateItem, mut out: Option<(&Path, &mut dyn Write)>, alone: &mut usize) -> Result<()> {
         let rank = self.rank();
         let owners = self.owners(item.param)?;
         for (owner, rows) in owners {
@@ -95,6 +99,11 @@ impl<D: StepDevice> AdamW<D> {
                 let chunk = self.fetch(item, owner, own, len)?;
                 if let Some((dir, out)) = &mut out {
                     write(dir, *out, &chunk)?;
+                }
+                *alone = if owner == 0 { *alone + len } else { 0 };
+                if *alone >= BARRIER_BYTES {
+                    *alone = 0;
+                    self.comm().filter(|comm| comm.size() > 1).map_or(Ok(()), |comm| comm.barrier(TAG))?;
                 }
             }
         }

@@ -22,7 +22,7 @@ use crate::tensor::Tensor;
 const CALL: &str = "Checkpoint::save_over_ranks";
 /// The other ranks wait for the first one in collectives, whose time is bounded: it meets them at least once in so many
 /// bytes.
-const BARRIER_BYTES: usize = 256 << 20;
+pub(super) const BARRIER_BYTES: usize = 256 << 20;
 
 /// Parameters of blocks and other tensors, and the ranks that hold them.
 pub(super) struct RankParams<'a> {

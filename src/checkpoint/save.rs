@@ -185,7 +185,7 @@ impl Checkpoint {
                 return Err(Error::invalid(CALL, format!("layer {layer}: {kind:?}"), "a tensor", "none"));
             }
             shares.check_block(index, config)?;
-            dequantized |= checked.form.is_quantized();
+            dequantized |= checked.quantized;
             seen.extend(checked.names);
             let planned = self.plan_all(layer, config, &dtypes);
             items.extend(planned.into_iter().map(|tensor| NewTensor::Block(index, tensor)));

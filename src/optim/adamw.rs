@@ -9,7 +9,7 @@ use crate::comm::{Communicator, Op, Tag};
 use crate::compare::meet;
 use crate::error::{Error, Result};
 use crate::etp::StreamPair;
-use crate::kernels::optimizer::{AdamWTensor, AdamWUpdate, Convert, STATE_NUMBERS, StepControl, state};
+use crate::kernels::optimizer::{AdamWTensor, AdamWUpdate, Convert, GROUP_STATE, STATE_NUMBERS, StepControl, state};
 use crate::tensor::{Tensor, TensorMut, TensorRef};
 
 use super::fields::{fields, group_fields};
@@ -274,17 +274,20 @@ impl<D: StepDevice> AdamW<D> {
         let own = self.groups.get(group);
         let own = *own.ok_or_else(|| Error::invalid(CALL, "group", format!("one of {count}"), group))?;
         if own != options {
-            let betas = own.betas;
             let mut groups = self.groups.clone();
             groups[group] = options;
             let fresh = settings(&self.device, &groups)?;
+            if own.betas != options.betas {
+                let mut numbers = self.device.read(self.state.view())?;
+                let steps = numbers[state::STEP] as u64;
+                let powers = options.betas.map(|beta| power(beta, steps));
+                numbers[STATE_NUMBERS + GROUP_STATE * group..][..powers.len()].copy_from_slice(&powers);
+                let powers = self.device.write(&numbers, DType::F64, &[numbers.len()])?;
+                self.device.copy(powers.view().data(), self.state.view_mut().into_data())?;
+            }
             self.device.copy(fresh.view().data(), self.settings.view_mut().into_data())?;
             // Only what the device has been given counts as set.
             self.groups = groups;
-            if betas != options.betas {
-                let counts = self.counts()?;
-                self.restart(&counts)?;
-            }
         }
         Ok(())
     }
@@ -343,6 +346,20 @@ impl<D: StepDevice> AdamW<D> {
     }
 }
 
+/// The product of so many factors, as steps make it.
+fn power(beta: f64, steps: u64) -> f64 {
+    let mut power = 1.0;
+    for _ in 0..steps {
+        let next = power * beta;
+        // Near 0 a product rounds back to itself, and stays.
+        if next == power {
+            break;
+        }
+        power = next;
+    }
+    power
+}
+
 impl<D: StepDevice> AdamW<D> {
     /// The counts. Waits for the device.
     pub(crate) fn counts(&self) -> Result<Counts> {
@@ -385,11 +402,7 @@ impl<D: StepDevice> AdamW<D> {
         numbers[state::STEP] = counts.steps as f64;
         numbers[state::SKIPPED] = counts.skipped as f64;
         for group in &self.groups {
-            let power = |beta: f64| {
-                // Once it is 0 it stays.
-                (0..counts.steps).try_fold(1.0, |power, _| if power == 0.0 { Err(power) } else { Ok(power * beta) })
-            };
-            numbers.extend(group.betas.map(|beta| power(beta).unwrap_or_else(|zero| zero)));
+            numbers.extend(group.betas.map(|beta| power(beta, counts.steps)));
         }
         let fresh = self.device.write(&numbers, DType::F64, &[numbers.len()])?;
         self.device.copy(fresh.view().data(), self.state.view_mut().into_data())

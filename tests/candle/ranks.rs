@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use candle_core::{DType, Device, Module, Shape, Tensor, Var};
 use candle_nn::var_builder::SimpleBackend;
-use candle_nn::{Init, VarBuilder};
+use candle_nn::{Init, VarBuilder, VarMap};
 use moebius::Error;
 use moebius::candle::{DeviceGroup, EpGroup, ExpertParallelMoE, error_of, reduce_gradients, reduce_gradients_over};
 use moebius::config::{CapacityOrder, ExpertCapacity};
@@ -135,6 +135,59 @@ fn fresh_variables_agree_where_ranks_share_them() -> AnyResult<()> {
         for ((kind, first), (_, second)) in results[0].iter().zip(other) {
             assert_eq!(first == second, kind.is_replicated(), "{kind:?}");
         }
+    }
+    Ok(())
+}
+
+/// New experts are drawn by the router and their place: each another, and the same at every number of ranks.
+fn new_experts_are_those_of_their_place() -> AnyResult<()> {
+    let run = |count: usize| -> AnyResult<Vec<Vec<Vec<f32>>>> {
+        let results = ranks(count, Duration::from_secs(20), |group| {
+            let vars = VarMap::new();
+            let vb = VarBuilder::from_varmap(&vars, DType::F32, &Device::Cpu);
+            // What a generator that begins alike on all ranks draws there.
+            let router = crate::support::normal(90, &[EXPERTS, H], DType::F32, &Device::Cpu)?;
+            vb.get((EXPERTS, H), "router.weight")?;
+            vars.data().lock().map_err(|e| e.to_string())?["router.weight"].set(&router)?;
+            let moe = ExpertParallelMoE::new(config(), &group, vb)?;
+            let of = |kind: ParamKind| -> AnyResult<Vec<Vec<f32>>> {
+                let t = moe.param(kind).ok_or("a parameter")?;
+                Ok(t.flatten_from(1)?.to_vec2()?)
+            };
+            Ok([of(ParamKind::Up)?, of(ParamKind::Down)?].concat())
+        });
+        let results = results.into_iter().collect::<AnyResult<Vec<_>>>()?;
+        // All experts' up, in the ranks' order, and then their down.
+        let local = EXPERTS / count;
+        let all = |first: usize| results.iter().flat_map(|own| own[first..first + local].to_vec()).collect::<Vec<_>>();
+        Ok(vec![all(0), all(local)])
+    };
+    let two = run(2)?;
+    for weights in &two {
+        for (at, expert) in weights.iter().enumerate() {
+            assert!(!weights[..at].contains(expert), "two experts are alike");
+            let bound = 1.0 / (expert.len() as f32 / 2.0).sqrt();
+            assert!(expert.iter().any(|v| v.abs() > 1e-4 * bound), "an expert of zeros");
+        }
+    }
+    assert_eq!(run(4)?, two);
+    Ok(())
+}
+
+/// A variable of two layers that is named twice is summed once, whatever bucket its second name would be in.
+fn a_variable_that_is_named_twice_is_summed_once() -> AnyResult<()> {
+    let results = ranks(2, Duration::from_secs(20), |group| {
+        let tied = Var::ones((4, 4), DType::F32, &Device::Cpu)?;
+        let between = Var::ones(64, DType::F32, &Device::Cpu)?;
+        let loss = (tied.sum_all()? + between.sum_all()?)?.affine(1.0 + group.rank() as f64, 0.0)?;
+        let mut gradients = loss.backward()?;
+        let vars = [tied.clone(), between, tied.clone()];
+        let mut guard = group.lock();
+        reduce_gradients_over(guard.dispatcher().communicator(), &Cpu::new(), &vars, 64, &mut gradients)?;
+        Ok(gradients.get(&tied).ok_or("a gradient")?.flatten_all()?.to_vec1::<f32>()?)
+    });
+    for found in results {
+        assert_eq!(found?, [3.0; 16]);
     }
     Ok(())
 }
@@ -470,6 +523,8 @@ tests! {
     a_second_backward_is_an_error_before_any_collective,
     ranks_share_the_work_of_one,
     fresh_variables_agree_where_ranks_share_them,
+    new_experts_are_those_of_their_place,
+    a_variable_that_is_named_twice_is_summed_once,
     constants_agree_where_ranks_share_them,
     backward_is_refused_where_a_rank_does_not_track,
     wrong_inputs_are_errors_on_every_rank,

@@ -22,7 +22,7 @@ use super::options::{LoadAs, Parameters, place_in, tensor};
 use super::quantized::unpack;
 use super::sharded_weights::ShardedWeights;
 
-use variables::{NewLayerShards, variables};
+use variables::{NewLayerShards, missing_experts, redraw_experts, variables};
 
 pub use variables::ShardedIn;
 pub(super) use variables::is_expert_weight;
@@ -55,7 +55,9 @@ impl ExpertParallelMoE {
     /// next layer number, a [`Layer`] has its own.
     ///
     /// Over several ranks this is a collective: the parameters that all ranks hold (router, shared expert) become
-    /// rank 0's, so that every rank starts from the same router.
+    /// rank 0's, so that every rank starts from the same router, and new experts are drawn by the router's values, their
+    /// name and their place among all ranks' experts. Replicas, ranks of other groups that hold the same experts, are for
+    /// the caller to make alike.
     ///
     /// # Errors
     /// Another number of experts than the group's; a variable of another shape; a collective's error.
@@ -154,11 +156,12 @@ impl ExpertParallelMoE {
     ) -> Result<Self> {
         let number = group.membership().number_layer(spec.number());
         let made = spec.layer(number).map_err(Into::into).and_then(|layer| {
-            let (params, shards) = variables(call, &layer, &group, vb, chain)?;
-            Ok((Self::of(layer, group.clone(), params), shards))
+            let missing = missing_experts(&layer, &vb);
+            let (params, shards) = variables(call, &layer, &group, vb.clone(), chain)?;
+            Ok((Self::of(layer, group.clone(), params), shards, missing))
         });
         // The other ranks are in the collectives below: they are told, and the group stays usable.
-        let (mut moe, shards) =
+        let (mut moe, shards, missing) =
             made.inspect_err(|e: &candle_core::Error| group.erased().refuse(number, Op::Weights, &refusal_reason(e)))?;
         group.erased().compare_layer(call, &moe.layer)?;
         if group.ranks() > 1 {
@@ -176,6 +179,10 @@ impl ExpertParallelMoE {
                     false if t.track_op() => {}
                     false => *t = first,
                 }
+            }
+            if shards.is_none() {
+                let drawn = redraw_experts(&moe.layer, &group, &vb, (&moe.params, &missing));
+                drawn.inspect_err(|e| group.erased().refuse(number, Op::Weights, &refusal_reason(e)))?;
             }
         }
         // Behind the collectives: where one rank of the group has refused, no rank's chain has the layer.

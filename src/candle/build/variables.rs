@@ -5,9 +5,11 @@ use std::sync::Arc;
 use candle_core::{DType, Result, Tensor};
 
 use crate::adapter::{ErasedLayerShards, ErasedResidentWeight, NewExperts};
+use crate::config::MoeConfig;
 use crate::cpu::Cpu;
 use crate::error::Error;
 use crate::etp::{Chain, Payload, Shards};
+use crate::fnv1a::fnv1a;
 use crate::host_memory::reserved;
 use crate::layer::{Layer, ParamKind, PerParam};
 
@@ -47,13 +49,7 @@ pub(super) fn variables<'a, D: CandleDevice>(
     }
     let params = PerParam::try_from_fn(|kind| -> Result<Option<Tensor>> {
         let Some(dims) = kind.dims(config, local) else { return Ok(None) };
-        let init = match kind.fan_in(config) {
-            Some(n) => {
-                let bound = 1.0 / (n as f64).sqrt();
-                candle_nn::Init::Uniform { lo: -bound, up: bound }
-            }
-            None => candle_nn::Init::Const(0.0),
-        };
+        let init = initial(kind, config);
         let dtype = match (kind, vb.dtype()) {
             // Its small steps would be rounded away, as no other copy of it is kept.
             (ParamKind::SelectionBias, DType::BF16 | DType::F16) => DType::F32,
@@ -93,6 +89,52 @@ pub(super) fn variables<'a, D: CandleDevice>(
         None => None,
     };
     Ok((params, shards))
+}
+
+fn initial(kind: ParamKind, config: &MoeConfig) -> candle_nn::Init {
+    match kind.fan_in(config) {
+        Some(n) => {
+            let bound = 1.0 / (n as f64).sqrt();
+            candle_nn::Init::Uniform { lo: -bound, up: bound }
+        }
+        None => candle_nn::Init::Const(0.0),
+    }
+}
+
+/// Experts that a builder has not, and will make.
+pub(super) fn missing_experts(layer: &Layer, vb: &candle_nn::VarBuilder<'_>) -> Vec<ParamKind> {
+    let missing = |kind: &ParamKind| !kind.is_replicated() && !vb.contains_tensor(kind.name());
+    ParamKind::ALL.into_iter().filter(|kind| kind.fan_in(layer.config()).is_some()).filter(missing).collect()
+}
+
+/// Draws experts that were made anew by their place among all ranks' experts. candle draws them on each rank by itself: on
+/// GPUs, whose generators begin alike, every rank would have the same ones. The router, which all ranks have, is the seed.
+pub(super) fn redraw_experts(
+    layer: &Layer,
+    group: &DeviceGroup,
+    vb: &candle_nn::VarBuilder<'_>,
+    (params, kinds): (&PerParam<Option<Tensor>>, &[ParamKind]),
+) -> Result<()> {
+    let Some(router) = &params.router else { return Ok(()) };
+    let router = router.to_dtype(DType::F32)?.flatten_all()?.to_vec1::<f32>()?;
+    let seed = fnv1a(bytemuck::cast_slice::<f32, u8>(&router));
+    for &kind in kinds {
+        let (Some(t), Some(dims)) = (&params[kind], kind.dims(layer.config(), group.local_experts())) else { continue };
+        let shard = ShardInit {
+            name: kind.name(),
+            full_name: full_name(vb, kind.name()),
+            dims: &dims,
+            cut: Shards::new(&Shards::lines(&dims), 1, 1)?,
+            rank: 0,
+            shape: dims.clone(),
+            before: group.rank() * dims.iter().product::<usize>(),
+            init: initial(kind, layer.config()),
+            dtype: t.dtype(),
+            seed,
+        };
+        shard.redraw(t)?;
+    }
+    Ok(())
 }
 
 pub(in crate::candle) fn is_expert_weight(kind: ParamKind) -> bool {

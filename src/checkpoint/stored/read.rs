@@ -199,10 +199,11 @@ impl Stored<'_> {
         let found = f32::from_le_bytes(bytes);
         // Of compressed-tensors a divisor. A matrix of zeros has a factor of 0 in the other form.
         let divides = self.form == Form::Nvfp4CompressedTensors;
-        if found.is_finite() && found >= 0.0 && !(divides && found == 0.0) {
+        // The reciprocal of a number below 2^-128 is infinite.
+        if found.is_finite() && found >= 0.0 && !(divides && !(1.0 / found).is_finite()) {
             return Ok(found);
         }
-        let expected = if divides { "a finite number above 0" } else { "a finite number from 0 on" };
+        let expected = if divides { "a number above 0 with a finite reciprocal" } else { "a finite number from 0 on" };
         let (path, found) = (self.files.path_of(entry), found.to_string());
         Err(CheckpointError::Tensor { path, tensor: name.clone(), expected: expected.into(), found })
     }

@@ -140,7 +140,8 @@ impl<D: ShardDevice> Chain<D> {
         let key = inner.key(id.0, BufferUsage::GatheredWeight, 0);
         let buffer_id = inner.cache.reserve(key);
         // From the shards themselves.
-        let sequence = u64::MAX - 1 - id.0 as u64;
+        // Below `Tag::PASSES`.
+        let sequence = u64::MAX - 2 - id.0 as u64;
         let gather = WeightGather { buffer_id, arrived: None, sequence, serial: NO_PASS };
         let pending_gather = inner.start(id.0, gather, false)?;
         let buffer = inner.finish_gather(pending_gather)?;
