@@ -93,6 +93,8 @@ pub(crate) struct Loader<'a> {
     group: &'a DeviceGroup,
     options: LoadOptions,
     dtype: Option<moebius::DType>,
+    /// The first matrix that was read, and its type.
+    matrix_type: Option<(String, moebius::DType)>,
     random: Option<RandomWeights>,
     /// Where the experts are, if on the host.
     host: Option<HostExperts>,
@@ -141,7 +143,8 @@ impl<'a> Loader<'a> {
             }
         };
         let (vars, read, dequantized) = (Vec::new(), HashSet::new(), Vec::new());
-        Ok(Self { checkpoint, group, options, dtype, random, host, vars, read, dequantized, watch })
+        let matrix_type = None;
+        Ok(Self { checkpoint, group, options, dtype, matrix_type, random, host, vars, read, dequantized, watch })
     }
 
     /// Tells that so many layers of all are there.
@@ -195,6 +198,9 @@ impl<'a> Loader<'a> {
             loaded = self.checkpoint.tensor(name, Some(moebius::DType::F32))?;
         }
         check_type(format_args!("tensor {name}"), loaded.dtype() == moebius::DType::F64, self.on_gpu())?;
+        if dims.len() == 2 {
+            self.compare_type(name, loaded.dtype())?;
+        }
         let tensor = to_candle(loaded)?;
         self.read.insert(name.into());
         if tensor.dims() != dims {
@@ -213,6 +219,19 @@ impl<'a> Loader<'a> {
         let tensor = var.as_tensor().clone();
         self.vars.push((name.into(), var));
         Ok(tensor)
+    }
+
+    /// Refuses matrices of several types, whose products would fail in the first forward: as where some of them were
+    /// quantized, and `config.json` does not name a type.
+    fn compare_type(&mut self, name: &str, found: moebius::DType) -> Result<()> {
+        let (first, expected) = self.matrix_type.get_or_insert_with(|| (name.into(), found));
+        if *expected == found {
+            return Ok(());
+        }
+        let problem = format!(
+            "tensor {name}: expected {expected}, the type of {first}, found {found} (LoadOptions::dtype converts all)"
+        );
+        Err(Error::Usage { call: CALL, problem })
     }
 
     /// Refuses a checkpoint with a tensor in one of the first `layers` layers, or a bias of the output projection, that
@@ -343,9 +362,16 @@ fn check_type(what: impl Display, is_f64: bool, on_gpu: bool) -> Result<()> {
     Err(Error::Usage { call: CALL, problem })
 }
 
-/// The key that an error is of: without it there is none, or another. Flattened fields keep no path of their own.
+/// Most keys of a file in which the one that an error is of is looked for, each by reading the file without it.
+const MOST_KEYS: usize = 1024;
+
+/// The key that an error is of: without it there is none, or another. Flattened fields keep no path of their own. An
+/// absent key is named by the error itself.
 fn key_of_error<T: DeserializeOwned>(config: &Value, error: &str) -> Option<String> {
-    let object = config.as_object()?;
+    let object = config.as_object().filter(|object| object.len() <= MOST_KEYS)?;
+    if error.starts_with("missing field") {
+        return None;
+    }
     let is_of = |key: &&String| {
         let mut without = object.clone();
         without.remove(*key);
@@ -372,6 +398,29 @@ fn to_candle(tensor: moebius::Tensor<Cpu>) -> Result<Tensor> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn an_error_is_of_the_key_without_which_there_is_another() {
+        #[derive(Debug, serde::Deserialize)]
+        #[allow(dead_code, reason = "read alone")]
+        struct Keys {
+            first: u32,
+            second: u32,
+            #[serde(default)]
+            third: bool,
+        }
+        let key = |text: &str| {
+            let config: Value = serde_json::from_str(text).expect("JSON");
+            let error = serde_json::from_value::<Keys>(config.clone()).expect_err("a mistake").to_string();
+            key_of_error::<Keys>(&config, &error)
+        };
+        assert_eq!(key(r#"{"first": 1, "second": 2, "third": 3}"#).as_deref(), Some("third"));
+        assert_eq!(key(r#"{"first": "1", "second": 2}"#).as_deref(), Some("first"));
+        // The error names the absent one, and no other.
+        assert_eq!(key(r#"{"first": 1}"#), None);
+        let many = (0..2 * MOST_KEYS).map(|n| format!(r#""a{n}": 0, "#)).collect::<String>();
+        assert_eq!(key(&format!(r#"{{{many}"first": 1, "second": 2, "third": 3}}"#)), None);
+    }
 
     /// A group's device alone says where it is; the rule needs no GPU.
     #[test]

@@ -215,6 +215,21 @@ fn scales_of_a_quantized_attention_are_no_unread_tensors() {
     assert!(matches!(&error, Error::Unread { tensor, .. } if tensor.ends_with("part.input_scale")), "{error:?}");
 }
 
+/// A matrix of another type than the others is named when it is read, not in the first forward.
+#[test]
+fn matrices_of_two_types_are_refused_where_nothing_converts_them() {
+    let dir = changed("mixtral", |_| {});
+    let file = dir.path().join("model.safetensors");
+    let mut tensors = candle_core::safetensors::load(&file, &Device::Cpu).expect("weights");
+    let head = tensors.get_mut("lm_head.weight").expect("an output layer");
+    *head = head.to_dtype(DType::BF16).expect("a tensor");
+    candle_core::safetensors::save(&tensors, file).expect("weights");
+    let load = |options| Model::load(dir.path(), &Device::Cpu, options);
+    let error = load(LoadOptions::default()).expect_err("two types").to_string();
+    assert!(error.contains("lm_head.weight") && error.contains("LoadOptions::dtype"), "{error}");
+    load(LoadOptions { dtype: Some(DType::F32), ..LoadOptions::default() }).expect("one type");
+}
+
 #[test]
 fn bad_folders_are_typed_errors() {
     let error = refused(&shipped().join("jamba"));

@@ -9,10 +9,13 @@ const DEFAULTS: &[(&str, &[(&str, &str)])] = &[
         "deepseek_v3",
         &[("routed_scaling_factor", "2.5"), ("first_k_dense_replace", "3"), ("n_group", "8"), ("topk_group", "4")],
     ),
+    ("ernie4_5_moe", &[("moe_layer_start_index", "1"), ("moe_num_shared_experts", "2")]),
     ("glm4_moe", &[("first_k_dense_replace", "1")]),
     ("gpt_oss", &[("sliding_window", "128")]),
     ("llama4", &[("attention_chunk_size", "8192")]),
     ("llama4_text", &[("attention_chunk_size", "8192")]),
+    ("qwen2_moe", &[("sliding_window", "4096")]),
+    ("qwen3_moe", &[("sliding_window", "4096")]),
 ];
 
 /// Puts them into the text model's configuration; a key that is null stays so.

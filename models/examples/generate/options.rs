@@ -258,15 +258,11 @@ pub fn requests(options: &Options, tokenizer: Option<&Tokenizer>) -> Result<Vec<
         None => eos_ids(folder)?,
     };
     stop_tokens.extend(&options.stop_token);
-    // Special tokens are left out of the text, where a stop text would look for them in vain.
-    let special = |text: &String| tokenizer.and_then(|t| t.id(text).filter(|id| t.is_special(*id)));
-    stop_tokens.extend(options.stop.iter().filter_map(special));
-    let stop_strings: Vec<String> = options.stop.iter().filter(|text| special(text).is_none()).cloned().collect();
     let prompts = prompts(options, tokenizer)?;
     let request = |prompt| Request {
         sampling,
         stop_tokens: stop_tokens.clone(),
-        stop_strings: stop_strings.clone(),
+        stop_strings: options.stop.clone(),
         ..Request::new(prompt, options.max_tokens)
     };
     Ok(prompts.into_iter().map(request).collect())

@@ -178,7 +178,7 @@ struct Sequence<'a> {
     request: usize,
     prompt: &'a [u32],
     max_tokens: usize,
-    stop_tokens: &'a [u32],
+    stop_tokens: Vec<u32>,
     sampler: Sampler,
     stream: Option<ChannelStream<'a>>,
     stops: StopStrings,
@@ -372,14 +372,18 @@ fn file<'s>(sequence: Sequence<'s>, done: &mut [Option<Sequence<'s>>]) {
 
 impl<'a> Sequence<'a> {
     fn new(request: usize, r: &'a Request, tokenizer: Option<&'a Tokenizer>, channels: Channels) -> Result<Self> {
+        // Special tokens are left out of the text, where a stop string would look for them in vain.
+        let special = |text: &String| tokenizer.and_then(|t| t.id(text).filter(|id| t.is_special(*id)));
+        let stop_tokens = r.stop_tokens.iter().copied().chain(r.stop_strings.iter().filter_map(special)).collect();
+        let stop_strings: Vec<String> = r.stop_strings.iter().filter(|t| special(t).is_none()).cloned().collect();
         Ok(Self {
             request,
             prompt: &r.prompt,
             max_tokens: r.max_tokens,
-            stop_tokens: &r.stop_tokens,
+            stop_tokens,
             sampler: Sampler::new(r.sampling, &r.prompt)?,
             stream: tokenizer.map(|t| t.channel_stream(&r.prompt, channels)),
-            stops: StopStrings::new(&r.stop_strings),
+            stops: StopStrings::new(&stop_strings),
             tokens: Vec::new(),
             text: String::new(),
             incomplete: false,

@@ -104,6 +104,10 @@ impl<'a> Stored<'a> {
             (Some(data), ..) => Self::of_weight(files, name, data, fp8_block)?,
             (None, Some(data), _) => {
                 let mut stored = Self::plain_of(files, data);
+                if stored.data.1.dtype == Dtype::I32 {
+                    let expected = "U8, two FP4 codes a byte (the INT4 weights of pack-quantized are not read)";
+                    return Err(stored.wrong(&stored.data, expected));
+                }
                 stored.form = Form::Nvfp4CompressedTensors;
                 stored.scales = get(sibling(name, "weight_scale"));
                 stored.global = get(sibling(name, "weight_global_scale"));

@@ -32,7 +32,8 @@ impl Default for Sampling {
 
 impl Sampling {
     /// The sampling of a folder's `generation_config.json`, with transformers' defaults where it samples and does not
-    /// say: temperature 1, `top_k` 50. Greedy where it does not sample, or there is no such file.
+    /// say: temperature 1, `top_k` 50. Greedy where it does not sample, or there is no such file. The seed is 0: who wants
+    /// other texts for the same prompt sets one.
     ///
     /// # Errors
     /// [`Error::File`], [`Error::Parameter`].
