@@ -9,7 +9,7 @@ use super::dispatcher_state::DispatcherState;
 use super::packing::{
     MessageTypes, ReceivedRows, RowMover, RowParts, byte_rows, entries, flat, part_mut, total, unpack,
 };
-use super::row_transport::{HandleCall, ReturnRows, RowTransport};
+use super::row_transport::{HandleCall, ReturnRows, RowTransport, told};
 use super::{DispatchInputs, DispatcherKind, Handle, RowOrder};
 
 /// Dispatcher over any communicator, best where most tokens visit most ranks. Every call is one collective, but
@@ -54,14 +54,28 @@ impl<D: Kernels> AllGather<D> {
     /// Sums `partial [R, padded_tokens, width]` over ranks into this rank's rows.
     fn scatter(&mut self, step: &HandleCall<'_, D>, partial: &Tensor<D>, out: TensorMut<'_, D>) -> Result<()> {
         let tag = DispatcherState::tag(step.handle, step.op);
-        let DispatcherState { device, comm, .. } = &mut self.core;
         let (padded_tokens, width) = (partial.dims()[1], partial.dims()[2]);
         if out.rows() == padded_tokens {
-            return comm.reduce_scatter(tag, partial.view(), out);
+            return self.core.comm.reduce_scatter(tag, partial.view(), out);
         }
-        let mut sums = Tensor::empty(device, partial.dtype(), &[padded_tokens, width])?;
-        comm.reduce_scatter(tag, partial.view(), sums.view_mut())?;
-        device.copy(byte_rows(sums.view(), 0..out.rows())?.data(), out.into_data())
+        let sums = Tensor::empty(&self.core.device, partial.dtype(), &[padded_tokens, width]);
+        let mut sums = told(&mut self.core, step, sums)?;
+        self.core.comm.reduce_scatter(tag, partial.view(), sums.view_mut())?;
+        let rows = byte_rows(sums.view(), 0..out.rows());
+        let copied = rows.and_then(|rows| self.core.device.copy(rows.data(), out.into_data()));
+        told(&mut self.core, step, copied)
+    }
+
+    /// Room for all ranks' tokens, filled by [`fill`](Self::fill).
+    fn partial(
+        &self,
+        handle: &Handle<D>,
+        (dtype, dims): (DType, &[usize]),
+        fill: impl Fn(TensorRef<'_, D>, TensorMut<'_, D>) -> Result<()>,
+    ) -> Result<Tensor<D>> {
+        let mut partial = Tensor::empty(&self.core.device, dtype, dims)?;
+        self.fill(handle, &mut partial, fill)?;
+        Ok(partial)
     }
 
     /// Runs `fill` on each rank's block of `partial [R, padded_tokens, width]` with its tokens' part of the return map, and
@@ -110,28 +124,30 @@ impl<D: Kernels> RowTransport<D> for AllGather<D> {
         let (ranks, dtype) = (self.core.ranks(), inputs.tokens.dtype());
         let width = parts.row / dtype.size();
         if parts.rows_only() && handle.tokens.iter().all(|t| *t == padded_tokens) {
-            let mut padded = None;
-            if inputs.tokens.rows() < padded_tokens {
-                padded = Some(self.pack(inputs, parts, padded_tokens, k)?);
-            }
+            let shorter = inputs.tokens.rows() < padded_tokens;
+            let padded = shorter.then(|| self.pack(inputs, parts, padded_tokens, k)).transpose();
+            let rows = Tensor::empty(&self.core.device, dtype, &[ranks * padded_tokens, width]);
+            let buffers = padded.and_then(|padded| Ok((padded, rows?)));
+            let (padded, mut rows) = told(&mut self.core, step, buffers)?;
             let own = match &padded {
                 Some(bytes) => TensorRef::new(bytes.view().data(), dtype, &[padded_tokens, width])?,
                 None => inputs.tokens.borrow(),
             };
-            let DispatcherState { device, comm, .. } = &mut self.core;
-            let mut rows = Tensor::empty(device, dtype, &[ranks * padded_tokens, width])?;
-            comm.all_gather(tag, own, rows.view_mut())?;
+            self.core.comm.all_gather(tag, own, rows.view_mut())?;
             return Ok(ReceivedRows { rows: Some(rows), weights: None, scales: None });
         }
-        let packed = self.pack(inputs, parts, padded_tokens, k)?;
         let messages = parts.messages(&vec![padded_tokens; ranks], &vec![padded_tokens * k; ranks]);
-        let DispatcherState { device, comm, .. } = &mut self.core;
-        let mut buffer = Tensor::empty(device, DType::U8, &[total(&messages)])?;
-        comm.all_gather(tag, packed.view(), buffer.view_mut())?;
+        let packed = self.pack(inputs, parts, padded_tokens, k);
+        let buffer = Tensor::empty(&self.core.device, DType::U8, &[total(&messages)]);
+        let buffers = packed.and_then(|packed| Ok((packed, buffer?)));
+        let (packed, mut buffer) = told(&mut self.core, step, buffers)?;
+        self.core.comm.all_gather(tag, packed.view(), buffer.view_mut())?;
         let choices: Vec<usize> = handle.tokens.iter().map(|t| t * k).collect();
         let weight_dtype = inputs.weights.map_or(dtype.accumulator(), |w| w.dtype());
         let content = MessageTypes { dtype, width, weight_dtype };
-        unpack(device, buffer.view(), &messages, (&handle.tokens, &choices), parts, content)
+        let received = (&handle.tokens[..], &choices[..]);
+        let unpacked = unpack(&self.core.device, buffer.view(), &messages, received, parts, content);
+        told(&mut self.core, step, unpacked)
     }
 
     fn return_sums(&mut self, step: &HandleCall<'_, D>, back: ReturnRows<'_, D>) -> Result<()> {
@@ -139,28 +155,33 @@ impl<D: Kernels> RowTransport<D> for AllGather<D> {
         let (ranks, padded_tokens, k) = (self.core.ranks(), padded_tokens(handle), handle.spec().top_k);
         let dtype = back.rows.dtype();
         let width = back.rows.row_bytes() / dtype.size();
-        let mut partial = Tensor::empty(&self.core.device, dtype, &[ranks, padded_tokens, width])?;
-        self.fill(handle, &mut partial, |map, out| {
+        let partial = self.partial(handle, (dtype, &[ranks, padded_tokens, width]), |map, out| {
             RowMover::of(&self.core.device, handle).reduce(back.rows.borrow(), map, out)
-        })?;
+        });
+        let partial = told(&mut self.core, step, partial)?;
         self.scatter(step, &partial, back.out)?;
         if !back.with_weights {
             return Ok(());
         }
-        let mut partial = Tensor::empty(&self.core.device, dtype.accumulator(), &[ranks, padded_tokens, k])?;
-        self.fill(handle, &mut partial, |map, out| {
+        drop(partial);
+        let acc = dtype.accumulator();
+        let partial = self.partial(handle, (acc, &[ranks, padded_tokens, k]), |map, out| {
             let device = &self.core.device;
             match &back.weights {
                 Some(w) => RowMover::of(device, handle).gather_elements(w.borrow(), map, out),
                 None => device.zero(out.into_data()),
             }
-        })?;
-        match back.out_weights {
-            Some(out) => self.scatter(step, &partial, out),
-            None => {
-                let mut unused = Tensor::empty(&self.core.device, dtype.accumulator(), &[handle.tokens(), k])?;
-                self.scatter(step, &partial, unused.view_mut())
-            }
+        });
+        let unused = match &back.out_weights {
+            Some(_) => Ok(None),
+            None => Tensor::empty(&self.core.device, acc, &[handle.tokens(), k]).map(Some),
+        };
+        let buffers = partial.and_then(|partial| Ok((partial, unused?)));
+        let (partial, mut unused) = told(&mut self.core, step, buffers)?;
+        match (back.out_weights, &mut unused) {
+            (Some(out), _) => self.scatter(step, &partial, out),
+            (None, Some(unused)) => self.scatter(step, &partial, unused.view_mut()),
+            (None, None) => Ok(()),
         }
     }
 }

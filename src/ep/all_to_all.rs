@@ -12,7 +12,7 @@ use super::dispatcher_state::DispatcherState;
 use super::packing::{
     MessageTypes, PeerMessage, ReceivedRows, RowMover, RowParts, elements, entries, flat_mut, part_mut, total, unpack,
 };
-use super::row_transport::{HandleCall, ReturnRows, RowTransport};
+use super::row_transport::{HandleCall, ReturnRows, RowTransport, told};
 use super::{DispatchInputs, DispatcherKind, MessageMaps, Plan, RowOrder};
 
 /// Dispatcher over any communicator. Every call is one all-to-all.
@@ -56,20 +56,21 @@ impl<D: Kernels> AllToAll<D> {
     ) -> Result<ReceivedRows<D>> {
         let send = parts.messages(traffic.send.0, traffic.send.1);
         let recv = parts.messages(traffic.recv.0, traffic.recv.1);
-        let packed = self.pack(step, parts, traffic.send, &send, sources)?;
         let dtype = sources.rows.dtype();
         let content = MessageTypes {
             dtype,
             width: parts.row / dtype.size(),
             weight_dtype: sources.weights.map_or(dtype.accumulator(), |w| w.dtype()),
         };
-        let DispatcherState { device, comm, .. } = &mut self.core;
-        let (rows, size) = match parts.rows_only() {
-            true => (Some(Tensor::empty(device, dtype, &[traffic.recv.0.iter().sum(), content.width])?), 0),
-            false => (None, total(&recv)),
-        };
-        let mut rows = rows;
-        let mut buffer = Tensor::empty(device, DType::U8, &[size])?;
+        let buffers = self.pack(step, parts, traffic.send, &send, sources).and_then(|packed| {
+            let device = &self.core.device;
+            let (rows, size) = match parts.rows_only() {
+                true => (Some(Tensor::empty(device, dtype, &[traffic.recv.0.iter().sum(), content.width])?), 0),
+                false => (None, total(&recv)),
+            };
+            Ok((packed, rows, Tensor::empty(device, DType::U8, &[size])?))
+        });
+        let (packed, mut rows, mut buffer) = told(&mut self.core, step, buffers)?;
         let lengths = |messages: &[PeerMessage]| -> Vec<usize> { messages.iter().map(|m| m.bytes).collect() };
         let (send_bytes, recv_bytes) = (lengths(&send), lengths(&recv));
         let exchange = Exchange {
@@ -79,10 +80,13 @@ impl<D: Kernels> AllToAll<D> {
             recv_bytes: &recv_bytes,
             dtype,
         };
-        comm.all_to_all_v(DispatcherState::tag(step.handle, step.op), exchange)?;
+        self.core.comm.all_to_all_v(DispatcherState::tag(step.handle, step.op), exchange)?;
         match rows {
             Some(rows) => Ok(ReceivedRows { rows: Some(rows), weights: None, scales: None }),
-            None => unpack(device, buffer.view(), &recv, traffic.recv, parts, content),
+            None => {
+                let unpacked = unpack(&self.core.device, buffer.view(), &recv, traffic.recv, parts, content);
+                told(&mut self.core, step, unpacked)
+            }
         }
     }
 
@@ -170,12 +174,14 @@ impl<D: Kernels> RowTransport<D> for AllToAll<D> {
         let received = self.exchange(step, parts, &traffic, &sources)?;
         let mover = RowMover::of(&self.core.device, step.handle);
         let map = plan.return_map.view();
-        if let Some(rows) = &received.rows {
-            mover.reduce(rows.view(), map, back.out)?;
-        }
-        if let (Some(out), Some(weights)) = (back.out_weights, &received.weights) {
-            mover.gather_elements(weights.view(), map, out)?;
-        }
-        Ok(())
+        let reduced = match &received.rows {
+            Some(rows) => mover.reduce(rows.view(), map, back.out),
+            None => Ok(()),
+        };
+        let done = reduced.and_then(|()| match (back.out_weights, &received.weights) {
+            (Some(out), Some(weights)) => mover.gather_elements(weights.view(), map, out),
+            _ => Ok(()),
+        });
+        told(&mut self.core, step, done)
     }
 }

@@ -40,7 +40,8 @@ pub(crate) struct ReturnRows<'a, D: Kernels> {
     pub out_weights: Option<TensorMut<'a, D>>,
 }
 
-/// How rows travel. Arguments have been checked; each movement is one collective unless said otherwise.
+/// How rows travel. Arguments have been checked; each movement is one collective unless said otherwise. What fails on this
+/// rank alone, such as memory that it has not got, a movement tells the others itself.
 pub(crate) trait RowTransport<D: Kernels>: fmt::Debug + Send {
     const KIND: DispatcherKind;
     const ROW_ORDER: RowOrder;
@@ -48,8 +49,6 @@ pub(crate) trait RowTransport<D: Kernels>: fmt::Debug + Send {
     const MOST_CHOICES: usize = usize::MAX;
     /// Whether nothing comes back but sums of a forward.
     const FORWARD_ONLY: bool = false;
-    /// Whether its movements tell the other ranks of what fails on this one alone; else their callers do.
-    const TELLS_OWN_ERRORS: bool = false;
     fn core(&mut self) -> &mut DispatcherState<D>;
     /// Gives back what it has made of the communicator (collective where there is any).
     ///
@@ -128,24 +127,13 @@ fn checked<D: Kernels, C: RowTransport<D>>(
     core.check_in_step(DispatcherState::tag(step.handle, step.op), all)
 }
 
-/// The outcome of a movement. What fails on this rank alone, such as memory that it has not got, the others hear of where
-/// they meet it next: in the movement, or in what follows it.
-fn moved<D: Kernels, C: RowTransport<D>, T>(
-    row_transport: &mut C,
+/// The outcome of what this rank makes of rows for a movement, or of those that have come: the others hear of an error where
+/// they meet this rank next.
+pub(super) fn told<D: Kernels, T>(
+    core: &mut DispatcherState<D>,
     step: &HandleCall<'_, D>,
     result: Result<T>,
 ) -> Result<T> {
-    let core = row_transport.core();
-    match result.map_err(|e| core.as_peer_error(step.call, e)) {
-        // Of all ranks, or told by whoever it is of.
-        Err(error @ (Error::Comm(_) | Error::Peer { .. })) => Err(error),
-        result if C::TELLS_OWN_ERRORS => result,
-        result => told(core, step, result),
-    }
-}
-
-/// The outcome of what this rank makes of rows that have come.
-fn told<D: Kernels, T>(core: &mut DispatcherState<D>, step: &HandleCall<'_, D>, result: Result<T>) -> Result<T> {
     core.refuse_own_error(DispatcherState::tag(step.handle, step.op), result)
 }
 
@@ -155,7 +143,7 @@ fn send_rows<D: Kernels, C: RowTransport<D>>(
     inputs: &DispatchInputs<'_, D>,
 ) -> Result<ReceivedRows<D>> {
     let result = row_transport.send(step, inputs);
-    moved(row_transport, step, result)
+    result.map_err(|e| row_transport.core().as_peer_error(step.call, e))
 }
 
 /// As [`send_rows`], with a product that starts while they come.
@@ -176,7 +164,7 @@ fn send_with_product<D: Kernels, C: RowTransport<D>>(
         let weights = received.weights.as_ref().map(Tensor::view);
         product(ArrivingRows { rows, weights, weight_map: handle.plan.weight_map.view() });
     });
-    moved(row_transport, step, result)
+    result.map_err(|e| row_transport.core().as_peer_error(step.call, e))
 }
 
 /// Rows that have come, with their weights in slot order.
@@ -208,7 +196,7 @@ fn return_rows<D: Kernels, C: RowTransport<D>>(
     back: ReturnRows<'_, D>,
 ) -> Result<()> {
     let result = row_transport.return_sums(step, back);
-    moved(row_transport, step, result)
+    result.map_err(|e| row_transport.core().as_peer_error(step.call, e))
 }
 
 impl<D: Kernels, C: RowTransport<D>> TokenDispatcher<D> for C {
@@ -358,7 +346,7 @@ impl<D: Kernels, C: RowTransport<D>> TokenDispatcher<D> for C {
         agreed(self, &step)?;
         checked(self, &step, check_grads(step.call, handle, &grads))?;
         let result = self.return_sums_with_products(&step, returned(grads), work);
-        moved(self, &step, result)
+        result.map_err(|e| self.core().as_peer_error(step.call, e))
     }
 
     fn dispatch_bwd(&mut self, handle: &Handle<D>, grads: DispatchGrads<'_, D>) -> Result<()> {

@@ -205,7 +205,6 @@ impl Arrival {
 impl RowTransport<Cuda> for NvLink {
     const KIND: DispatcherKind = DispatcherKind::NvLink;
     const ROW_ORDER: RowOrder = RowOrder::Zones;
-    const TELLS_OWN_ERRORS: bool = true;
     const MOST_CHOICES: usize = MOST_CHOICES;
 
     fn core(&mut self) -> &mut DispatcherState<Cuda> {

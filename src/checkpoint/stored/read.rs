@@ -200,7 +200,8 @@ impl Stored<'_> {
         // Of compressed-tensors a divisor. A matrix of zeros has a factor of 0 in the other form.
         let divides = self.form == Form::Nvfp4CompressedTensors;
         // The reciprocal of a number below 2^-128 is infinite.
-        if found.is_finite() && found >= 0.0 && !(divides && !(1.0 / found).is_finite()) {
+        let factor = if divides { 1.0 / found } else { found };
+        if found.is_finite() && found >= 0.0 && factor.is_finite() {
             return Ok(found);
         }
         let expected = if divides { "a number above 0 with a finite reciprocal" } else { "a finite number from 0 on" };

@@ -113,7 +113,6 @@ impl NvLinkLowLatency {
 impl RowTransport<Cuda> for NvLinkLowLatency {
     const KIND: DispatcherKind = DispatcherKind::NvLinkLowLatency;
     const ROW_ORDER: RowOrder = RowOrder::Zones;
-    const TELLS_OWN_ERRORS: bool = true;
     const MOST_CHOICES: usize = MOST_CHOICES;
     const FORWARD_ONLY: bool = true;
 
