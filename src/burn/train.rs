@@ -46,8 +46,8 @@ impl<B: Backend> ExpertParallelMoE<B> {
     }
 
     /// Seed of the jitter, and the step that the next training forward takes: what a run keeps that is to go on from here
-    /// ([`with_noise`](Self::with_noise)). Ranks have one step: where one has not come to a training forward of the others
-    /// ([`refuse_forward`](Self::refuse_forward)), it is one behind, and those that go on are given one by `with_noise`.
+    /// ([`with_noise`](Self::with_noise)). All ranks have the same step. One that has not come to a training forward of the
+    /// others ([`refuse_forward`](Self::refuse_forward)) is a step behind them: to go on, every rank is given the same one.
     pub fn noise(&self) -> Noise {
         self.training.noise()
     }

@@ -7,6 +7,9 @@ use candle_nn::init::{Init, NormalOrUniform};
 use rayon::prelude::*;
 
 use crate::etp::{Distribution, Shards, initial_values};
+use crate::host_memory::zeroed;
+
+const CALL: &str = "ExpertParallelMoE";
 
 /// A rank's shard of a weight whose variable a builder has, or makes.
 pub(super) struct ShardInit<'a> {
@@ -57,7 +60,7 @@ impl ShardInit<'_> {
         // What lies behind the drawn values is padding.
         let t = match self.dtype {
             DType::F64 => {
-                let mut all = vec![0f64; count];
+                let mut all = zeroed::<f64>(CALL, self.name, count)?;
                 in_chunks(&mut all[..drawn], |at, chunk| {
                     let drawn = values(first + at, chunk.len());
                     chunk.iter_mut().zip(drawn).for_each(|(to, value)| *to = value);
@@ -65,7 +68,7 @@ impl ShardInit<'_> {
                 Tensor::from_vec(all, dims, &Device::Cpu)?
             }
             _ => {
-                let mut all = vec![0f32; count];
+                let mut all = zeroed::<f32>(CALL, self.name, count)?;
                 in_chunks(&mut all[..drawn], |at, chunk| {
                     let drawn = values(first + at, chunk.len());
                     chunk.iter_mut().zip(drawn).for_each(|(to, value)| *to = value as f32);

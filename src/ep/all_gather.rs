@@ -61,9 +61,7 @@ impl<D: Kernels> AllGather<D> {
         let sums = Tensor::empty(&self.core.device, partial.dtype(), &[padded_tokens, width]);
         let mut sums = told(&mut self.core, step, sums)?;
         self.core.comm.reduce_scatter(tag, partial.view(), sums.view_mut())?;
-        let rows = byte_rows(sums.view(), 0..out.rows());
-        let copied = rows.and_then(|rows| self.core.device.copy(rows.data(), out.into_data()));
-        told(&mut self.core, step, copied)
+        self.core.device.copy(byte_rows(sums.view(), 0..out.rows())?.data(), out.into_data())
     }
 
     /// Room for all ranks' tokens, filled by [`fill`](Self::fill).

@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use crate::comm::Exchange;
+use crate::comm::{Exchange, Op};
 use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::kernels::Kernels;
@@ -85,7 +85,11 @@ impl<D: Kernels> AllToAll<D> {
             Some(rows) => Ok(ReceivedRows { rows: Some(rows), weights: None, scales: None }),
             None => {
                 let unpacked = unpack(&self.core.device, buffer.view(), &recv, traffic.recv, parts, content);
-                told(&mut self.core, step, unpacked)
+                match step.op {
+                    // The last movement of a forward or a backward.
+                    Op::Combine | Op::DispatchBwd => unpacked,
+                    _ => told(&mut self.core, step, unpacked),
+                }
             }
         }
     }
@@ -174,14 +178,12 @@ impl<D: Kernels> RowTransport<D> for AllToAll<D> {
         let received = self.exchange(step, parts, &traffic, &sources)?;
         let mover = RowMover::of(&self.core.device, step.handle);
         let map = plan.return_map.view();
-        let reduced = match &received.rows {
-            Some(rows) => mover.reduce(rows.view(), map, back.out),
-            None => Ok(()),
-        };
-        let done = reduced.and_then(|()| match (back.out_weights, &received.weights) {
-            (Some(out), Some(weights)) => mover.gather_elements(weights.view(), map, out),
-            _ => Ok(()),
-        });
-        told(&mut self.core, step, done)
+        if let Some(rows) = &received.rows {
+            mover.reduce(rows.view(), map, back.out)?;
+        }
+        if let (Some(out), Some(weights)) = (back.out_weights, &received.weights) {
+            mover.gather_elements(weights.view(), map, out)?;
+        }
+        Ok(())
     }
 }

@@ -41,7 +41,7 @@ pub(crate) struct ReturnRows<'a, D: Kernels> {
 }
 
 /// How rows travel. Arguments have been checked; each movement is one collective unless said otherwise. What fails on this
-/// rank alone, such as memory that it has not got, a movement tells the others itself.
+/// rank alone before rows have come, such as memory that it has not got, a movement tells the others itself.
 pub(crate) trait RowTransport<D: Kernels>: fmt::Debug + Send {
     const KIND: DispatcherKind;
     const ROW_ORDER: RowOrder;
@@ -127,8 +127,9 @@ fn checked<D: Kernels, C: RowTransport<D>>(
     core.check_in_step(DispatcherState::tag(step.handle, step.op), all)
 }
 
-/// The outcome of what this rank makes of rows for a movement, or of those that have come: the others hear of an error where
-/// they meet this rank next.
+/// The outcome of what this rank makes of rows for a movement, or of those that have come and are to go back: the others hear of
+/// an error where they meet this rank next. Behind a step's last movement nobody is told: the others may be in a collective of
+/// another communicator next, where a refusal in this one would wait for them.
 pub(super) fn told<D: Kernels, T>(
     core: &mut DispatcherState<D>,
     step: &HandleCall<'_, D>,

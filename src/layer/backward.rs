@@ -199,22 +199,16 @@ fn backward_into<D: Kernels>(
     }
     drop((d_rows, d_slot_weights, experts, d_out));
 
-    let origin = Origin { rank: group.rank(), layer: layer.number() };
     let router = trace_span!("route_bwd").in_scope(|| {
+        let origin = Origin { rank: group.rank(), layer: layer.number() };
         let grads = RouterCotangents { origin, weights: d_weights, d_aux: cotangents.aux };
         router(layer, &device, &context, &inputs, grads, d_x.reborrow(), &mut into)
-    });
-    let done = router.and_then(|router| {
-        if let Some(saved) = context.shared {
-            trace_span!("shared expert_bwd")
-                .in_scope(|| shared_expert::backward(layer, &device, saved, &inputs, (d_y, d_x), &mut into))?;
-        }
-        Ok(router)
-    });
-    if done.is_err() {
-        context.progress.set_refused();
+    })?;
+    if let Some(saved) = context.shared {
+        trace_span!("shared expert_bwd")
+            .in_scope(|| shared_expert::backward(layer, &device, saved, &inputs, (d_y, d_x), &mut into))?;
     }
-    refuse_on_error(layer, group, Op::DispatchBwd, done)
+    Ok(router)
 }
 
 /// Checks that backward gets what forward had, and a gradient of the output's shape.

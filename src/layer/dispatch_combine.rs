@@ -344,9 +344,12 @@ impl Layer {
         trace_span!("dispatch_bwd").in_scope(|| group.dispatcher().dispatch_bwd(handle, grads))?;
         let (Some(weights), Some(scaled)) = (&context.weights, &scaled) else { return Ok(()) };
         let (weights, grad) = (weights.view(), Some(scaled.view()));
-        let scaled = RenormalizeKept { weights, kept: handle.kept_ids(), grad, out: into.weights.reborrow() };
-        let done = group.device().renormalize_kept(scaled);
-        refuse_on_error(self, group, Op::DispatchBwd, done)
+        group.device().renormalize_kept(RenormalizeKept {
+            weights,
+            kept: handle.kept_ids(),
+            grad,
+            out: into.weights.reborrow(),
+        })
     }
 
     /// The weights to send, where choices were dropped and the rest is to keep their sum.

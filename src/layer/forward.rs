@@ -168,12 +168,11 @@ fn forward_into<D: Kernels>(
     let (out, pre) = refuse_on_error(layer, group, Op::Combine, computed)?;
     trace_span!("combine").in_scope(|| group.dispatcher().combine(&handle, out.view(), y.reborrow()))?;
     drop(out);
-    let shared = pending.map_or_else(begin, Ok).and_then(|pending| {
-        trace_span!("shared expert")
-            .in_scope(|| shared_expert::finish(layer, &device, mode, pending, params, y.reborrow()))
-    });
-    // All rows have come: the others are told where they meet this rank next.
-    let shared = refuse_on_error(layer, group, Op::Combine, shared)?;
+    // What fails from here on the others do not hear of: they may be in a collective of another communicator next, where a
+    // refusal in this one would wait for them.
+    let pending = pending.map_or_else(begin, Ok)?;
+    let shared = trace_span!("shared expert")
+        .in_scope(|| shared_expert::finish(layer, &device, mode, pending, params, y.reborrow()))?;
 
     let routing = routed.routing(handle.load());
     let RouterOutput { logits, ids, weights } = routed;

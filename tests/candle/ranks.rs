@@ -139,7 +139,7 @@ fn fresh_variables_agree_where_ranks_share_them() -> AnyResult<()> {
     Ok(())
 }
 
-/// New experts are drawn by the router and their place: each another, and the same at every number of ranks.
+/// New experts of several ranks are drawn by the router and their place: each another, and the same of two ranks and of four.
 fn new_experts_are_those_of_their_place() -> AnyResult<()> {
     let run = |count: usize| -> AnyResult<Vec<Vec<Vec<f32>>>> {
         let results = ranks(count, Duration::from_secs(20), |group| {

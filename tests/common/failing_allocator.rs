@@ -5,7 +5,7 @@ use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
 
 thread_local! {
-    /// Bytes of the zeroed memory that the next request on this thread does not get; 0: it gets all.
+    /// Bytes of the zeroed memory that a request on this thread does not get; 0: it gets all.
     static REFUSED: Cell<usize> = const { Cell::new(0) };
     /// Sizes of the zeroed memory that this thread has asked for, and how many there are; no more than there is room for.
     static ASKED: Cell<([usize; MOST_ASKED], usize)> = const { Cell::new(([0; MOST_ASKED], MOST_ASKED)) };

@@ -113,7 +113,7 @@ fn load(vars: &VarMap, adam: &mut candle::AdamW, ranks: [usize; 3], dir: &Path, 
         var.set(&value.to_device(var.device())?)?;
     }
     adam.read_params()?;
-    adam.load_at(dir.join("optimizer"), steps)?; // and moe.with_noise(noise), as noise() was
+    adam.load_at(dir.join("optimizer"), steps)?; // jitter: moe.with_noise, of moe.noise() at the save
     Ok(())
 }
 

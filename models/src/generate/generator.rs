@@ -372,10 +372,9 @@ fn file<'s>(sequence: Sequence<'s>, done: &mut [Option<Sequence<'s>>]) {
 
 impl<'a> Sequence<'a> {
     fn new(request: usize, r: &'a Request, tokenizer: Option<&'a Tokenizer>, channels: Channels) -> Result<Self> {
-        // Special tokens are left out of the text, where a stop string would look for them in vain.
+        // Special tokens are left out of the text; spelled by other tokens it is found there.
         let special = |text: &String| tokenizer.and_then(|t| t.id(text).filter(|id| t.is_special(*id)));
         let stop_tokens = r.stop_tokens.iter().copied().chain(r.stop_strings.iter().filter_map(special)).collect();
-        let stop_strings: Vec<String> = r.stop_strings.iter().filter(|t| special(t).is_none()).cloned().collect();
         Ok(Self {
             request,
             prompt: &r.prompt,
@@ -383,7 +382,7 @@ impl<'a> Sequence<'a> {
             stop_tokens,
             sampler: Sampler::new(r.sampling, &r.prompt)?,
             stream: tokenizer.map(|t| t.channel_stream(&r.prompt, channels)),
-            stops: StopStrings::new(&stop_strings),
+            stops: StopStrings::new(&r.stop_strings),
             tokens: Vec::new(),
             text: String::new(),
             incomplete: false,

@@ -18,8 +18,8 @@ pub struct Request {
     pub max_tokens: usize,
     /// Tokens that end the text and are no part of it, such as [`Tokenizer::eos`](super::Tokenizer::eos).
     pub stop_tokens: Vec<u32>,
-    /// Texts that end the text and are no part of it. They need a tokenizer; the text of one of its special tokens, which is
-    /// in no text, is a stop token.
+    /// Texts that end the text and are no part of it. They need a tokenizer. Where one is the text of a special
+    /// token, which a text leaves out, that token ends it too.
     pub stop_strings: Vec<String>,
 }
 

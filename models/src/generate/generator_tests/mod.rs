@@ -214,14 +214,17 @@ fn the_caller_can_end_a_run() {
     assert!(outputs.iter().all(|o| o.finish == Finish::Caller && o.tokens.len() == 1));
 }
 
-/// Its text is in no text, where a stop string would be looked for.
+/// A text leaves it out, where a stop string would be looked for in vain.
 #[test]
-fn a_special_tokens_text_is_a_stop_token() {
+fn a_special_tokens_text_is_a_stop_token_too() {
     let tokenizer = bytes();
     let stop_strings = ["</s>", "</think>", "s"].map(str::to_string).to_vec();
     let request = Request { stop_tokens: vec![7], stop_strings, ..Request::new(vec![1], 1) };
-    let sequence = Sequence::new(0, &request, Some(&tokenizer), Channels::default()).expect("a sequence");
-    assert_eq!(sequence.stop_tokens, [7, 257]);
+    let sequence = || Sequence::new(0, &request, Some(&tokenizer), Channels::default()).expect("a sequence");
+    assert_eq!(sequence().stop_tokens, [7, 257]);
+    for text in ["</s>", "</think>", "s"] {
+        assert_eq!(sequence().stops.push(text).1.as_deref(), Some(text));
+    }
 }
 
 /// Whatever it was, the others' tokens stay what they are.
