@@ -45,14 +45,14 @@ pub struct Args {
     /// In what form shards travel; weights that the layers see are then what it stands for, in the dense reference model
     /// too.
     #[arg(long, value_enum, default_value = "plain", requires = "etp")]
-    pub shard_payload: Form,
+    pub shard_payload: PayloadArg,
     /// The GPUs' copy engines carry shards and their gradients, over NCCL 2.29 or later: with --device cuda, and --etp
     /// above 1.
     #[arg(long, requires = "etp")]
     pub copy_engines: bool,
     /// In what form tokens travel to their experts, which read what it stands for, in the dense reference model too.
     #[arg(long, value_enum, default_value = "plain")]
-    pub token_payload: Form,
+    pub token_payload: PayloadArg,
     /// Forwards and backwards a step; a rank's sequences are divided among them.
     #[arg(long, default_value_t = 1)]
     pub microbatches: usize,
@@ -128,7 +128,7 @@ pub enum Framework {
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-pub enum Form {
+pub enum PayloadArg {
     /// as they are
     Plain,
     /// quantized, 0.5625 bytes an element
@@ -154,12 +154,12 @@ impl LayerType {
     }
 }
 
-impl Form {
+impl PayloadArg {
     fn payload(self) -> Payload {
         match self {
-            Form::Plain => Payload::Plain,
-            Form::Nvfp4 => Payload::Nvfp4,
-            Form::Mxfp8 => Payload::Mxfp8,
+            PayloadArg::Plain => Payload::Plain,
+            PayloadArg::Nvfp4 => Payload::Nvfp4,
+            PayloadArg::Mxfp8 => Payload::Mxfp8,
         }
     }
 }

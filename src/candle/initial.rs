@@ -1,6 +1,7 @@
 //! Variables that are shards: those that there are, or new ones with the initial values of their place.
 
-use candle_core::{DType, Device, Result, Tensor, Var};
+use bytemuck::Zeroable;
+use candle_core::{DType, Device, Result, Tensor, Var, WithDType};
 use candle_nn::VarBuilder;
 use candle_nn::init::{Init, NormalOrUniform};
 
@@ -37,15 +38,14 @@ impl ShardInit<'_> {
     pub(super) fn tensor(self, vb: &VarBuilder<'_>) -> Result<Tensor> {
         let there = vb.contains_tensor(self.name);
         let t = vb.get_with_hints_dtype(self.shape.clone(), self.name, self.init, self.dtype)?;
-        match distribution(self.init, self.dims) {
-            Some(of) if !there && t.is_variable() => Var::from_tensor(&t)?.set(&self.draw(of, &t)?)?,
-            _ => {}
+        if !there {
+            self.redraw(&t)?;
         }
         Ok(t)
     }
 
     /// Gives a variable values by its place in the whole weight.
-    pub(super) fn redraw(self, t: &Tensor) -> Result<()> {
+    pub(super) fn redraw(&self, t: &Tensor) -> Result<()> {
         match distribution(self.init, self.dims) {
             Some(of) if t.is_variable() => Var::from_tensor(t)?.set(&self.draw(of, t)?),
             _ => Ok(()),
@@ -53,37 +53,37 @@ impl ShardInit<'_> {
     }
 
     fn draw(&self, of: Distribution, like: &Tensor) -> Result<Tensor> {
-        let ([_, width], rows) = (self.cut.shard_dims(), self.cut.rows_of(self.rank));
-        let (first, drawn) = (self.before + rows.start * width, rows.len() * width);
-        let (count, dims) = (like.elem_count(), like.dims());
-        let values = |from: usize, len: usize| initial_values(self.seed, &self.full_name, of, from..from + len);
-        // What lies behind the drawn values is padding.
         let t = match self.dtype {
-            DType::F64 => {
-                let mut all = zeroed::<f64>(CALL, self.name, count)?;
-                in_chunks(&mut all[..drawn], |at, chunk| {
-                    let drawn = values(first + at, chunk.len());
-                    chunk.iter_mut().zip(drawn).for_each(|(to, value)| *to = value);
-                });
-                Tensor::from_vec(all, dims, &Device::Cpu)?
-            }
-            _ => {
-                let mut all = zeroed::<f32>(CALL, self.name, count)?;
-                in_chunks(&mut all[..drawn], |at, chunk| {
-                    let drawn = values(first + at, chunk.len());
-                    chunk.iter_mut().zip(drawn).for_each(|(to, value)| *to = value as f32);
-                });
-                Tensor::from_vec(all, dims, &Device::Cpu)?
-            }
+            DType::F64 => self.draw_as(of, like, |value| value)?,
+            _ => self.draw_as(of, like, |value| value as f32)?,
         };
         t.to_dtype(like.dtype())?.to_device(like.device())
     }
+
+    /// The values on the host, drawn on all cores, with zeros behind them where a shard is padded.
+    fn draw_as<T: WithDType + Zeroable + Send>(
+        &self,
+        of: Distribution,
+        like: &Tensor,
+        convert: impl Fn(f64) -> T + Sync,
+    ) -> Result<Tensor> {
+        const CHUNK: usize = 1 << 16;
+        let ([_, width], rows) = (self.cut.shard_dims(), self.cut.rows_of(self.rank));
+        let (first, drawn) = (self.before + rows.start * width, rows.len() * width);
+        let mut all = zeroed::<T>(CALL, self.name, like.elem_count())?;
+        all[..drawn].par_chunks_mut(CHUNK).enumerate().for_each(|(number, chunk)| {
+            let at = first + number * CHUNK;
+            let values = initial_values(self.seed, &self.full_name, of, at..at + chunk.len());
+            chunk.iter_mut().zip(values).for_each(|(to, value)| *to = convert(value));
+        });
+        Tensor::from_vec(all, like.dims(), &Device::Cpu)
+    }
 }
 
-/// Runs `fill` on parts of a slice, on all cores; it is told where a part begins.
-fn in_chunks<T: Send>(all: &mut [T], fill: impl Fn(usize, &mut [T]) + Sync) {
-    const CHUNK: usize = 1 << 16;
-    all.par_chunks_mut(CHUNK).enumerate().for_each(|(number, chunk)| fill(number * CHUNK, chunk));
+/// Uniform in ±1/√fan-in: as candle-nn initializes a linear layer's bias, and experts their weights.
+pub(super) fn uniform(fan_in: usize) -> Init {
+    let bound = 1.0 / (fan_in as f64).sqrt();
+    Init::Uniform { lo: -bound, up: bound }
 }
 
 /// A weight's name behind a builder's path.
@@ -94,15 +94,15 @@ pub(super) fn full_name(vb: &VarBuilder<'_>, name: &str) -> String {
 
 /// The distribution that candle draws a weight of these sizes from; none of constants.
 fn distribution(init: Init, dims: &[usize]) -> Option<Distribution> {
-    let uniform = |low, high| Some(Distribution::Uniform { low, high });
+    let between = |low, high| Some(Distribution::Uniform { low, high });
     match init {
         Init::Const(_) => None,
-        Init::Uniform { lo, up } => uniform(lo, up),
+        Init::Uniform { lo, up } => between(lo, up),
         Init::Randn { mean, stdev } => Some(Distribution::Normal { mean, deviation: stdev }),
         Init::Kaiming { dist, fan, non_linearity } => {
             let deviation = non_linearity.gain() / (fan.for_shape(&dims.into()) as f64).sqrt();
             match dist {
-                NormalOrUniform::Uniform => uniform(-3f64.sqrt() * deviation, 3f64.sqrt() * deviation),
+                NormalOrUniform::Uniform => between(-3f64.sqrt() * deviation, 3f64.sqrt() * deviation),
                 NormalOrUniform::Normal => Some(Distribution::Normal { mean: 0.0, deviation }),
             }
         }

@@ -9,7 +9,7 @@ use super::dispatcher_state::DispatcherState;
 use super::packing::{
     MessageTypes, ReceivedRows, RowMover, RowParts, byte_rows, entries, flat, part_mut, total, unpack,
 };
-use super::row_transport::{HandleCall, ReturnRows, RowTransport, told};
+use super::row_transport::{HandleCall, ReturnRows, RowTransport};
 use super::{DispatchInputs, DispatcherKind, Handle, RowOrder};
 
 /// Dispatcher over any communicator, best where most tokens visit most ranks. Every call is one collective, but
@@ -59,7 +59,7 @@ impl<D: Kernels> AllGather<D> {
             return self.core.comm.reduce_scatter(tag, partial.view(), out);
         }
         let sums = Tensor::empty(&self.core.device, partial.dtype(), &[padded_tokens, width]);
-        let mut sums = told(&mut self.core, step, sums)?;
+        let mut sums = step.refuse_own_error(&mut self.core, sums)?;
         self.core.comm.reduce_scatter(tag, partial.view(), sums.view_mut())?;
         self.core.device.copy(byte_rows(sums.view(), 0..out.rows())?.data(), out.into_data())
     }
@@ -126,7 +126,7 @@ impl<D: Kernels> RowTransport<D> for AllGather<D> {
             let padded = shorter.then(|| self.pack(inputs, parts, padded_tokens, k)).transpose();
             let rows = Tensor::empty(&self.core.device, dtype, &[ranks * padded_tokens, width]);
             let buffers = padded.and_then(|padded| Ok((padded, rows?)));
-            let (padded, mut rows) = told(&mut self.core, step, buffers)?;
+            let (padded, mut rows) = step.refuse_own_error(&mut self.core, buffers)?;
             let own = match &padded {
                 Some(bytes) => TensorRef::new(bytes.view().data(), dtype, &[padded_tokens, width])?,
                 None => inputs.tokens.borrow(),
@@ -138,14 +138,14 @@ impl<D: Kernels> RowTransport<D> for AllGather<D> {
         let packed = self.pack(inputs, parts, padded_tokens, k);
         let buffer = Tensor::empty(&self.core.device, DType::U8, &[total(&messages)]);
         let buffers = packed.and_then(|packed| Ok((packed, buffer?)));
-        let (packed, mut buffer) = told(&mut self.core, step, buffers)?;
+        let (packed, mut buffer) = step.refuse_own_error(&mut self.core, buffers)?;
         self.core.comm.all_gather(tag, packed.view(), buffer.view_mut())?;
         let choices: Vec<usize> = handle.tokens.iter().map(|t| t * k).collect();
         let weight_dtype = inputs.weights.map_or(dtype.accumulator(), |w| w.dtype());
         let content = MessageTypes { dtype, width, weight_dtype };
         let received = (&handle.tokens[..], &choices[..]);
         let unpacked = unpack(&self.core.device, buffer.view(), &messages, received, parts, content);
-        told(&mut self.core, step, unpacked)
+        step.refuse_own_error(&mut self.core, unpacked)
     }
 
     fn return_sums(&mut self, step: &HandleCall<'_, D>, back: ReturnRows<'_, D>) -> Result<()> {
@@ -156,7 +156,7 @@ impl<D: Kernels> RowTransport<D> for AllGather<D> {
         let partial = self.partial(handle, (dtype, &[ranks, padded_tokens, width]), |map, out| {
             RowMover::of(&self.core.device, handle).reduce(back.rows.borrow(), map, out)
         });
-        let partial = told(&mut self.core, step, partial)?;
+        let partial = step.refuse_own_error(&mut self.core, partial)?;
         self.scatter(step, &partial, back.out)?;
         if !back.with_weights {
             return Ok(());
@@ -175,7 +175,7 @@ impl<D: Kernels> RowTransport<D> for AllGather<D> {
             None => Tensor::empty(&self.core.device, acc, &[handle.tokens(), k]).map(Some),
         };
         let buffers = partial.and_then(|partial| Ok((partial, unused?)));
-        let (partial, mut unused) = told(&mut self.core, step, buffers)?;
+        let (partial, mut unused) = step.refuse_own_error(&mut self.core, buffers)?;
         match (back.out_weights, &mut unused) {
             (Some(out), _) => self.scatter(step, &partial, out),
             (None, Some(unused)) => self.scatter(step, &partial, unused.view_mut()),

@@ -12,7 +12,7 @@ use super::dispatcher_state::DispatcherState;
 use super::packing::{
     MessageTypes, PeerMessage, ReceivedRows, RowMover, RowParts, elements, entries, flat_mut, part_mut, total, unpack,
 };
-use super::row_transport::{HandleCall, ReturnRows, RowTransport, told};
+use super::row_transport::{HandleCall, ReturnRows, RowTransport};
 use super::{DispatchInputs, DispatcherKind, MessageMaps, Plan, RowOrder};
 
 /// Dispatcher over any communicator. Every call is one all-to-all.
@@ -70,7 +70,7 @@ impl<D: Kernels> AllToAll<D> {
             };
             Ok((packed, rows, Tensor::empty(device, DType::U8, &[size])?))
         });
-        let (packed, mut rows, mut buffer) = told(&mut self.core, step, buffers)?;
+        let (packed, mut rows, mut buffer) = step.refuse_own_error(&mut self.core, buffers)?;
         let lengths = |messages: &[PeerMessage]| -> Vec<usize> { messages.iter().map(|m| m.bytes).collect() };
         let (send_bytes, recv_bytes) = (lengths(&send), lengths(&recv));
         let exchange = Exchange {
@@ -88,7 +88,7 @@ impl<D: Kernels> AllToAll<D> {
                 match step.op {
                     // The last movement of a forward or a backward.
                     Op::Combine | Op::DispatchBwd => unpacked,
-                    _ => told(&mut self.core, step, unpacked),
+                    _ => step.refuse_own_error(&mut self.core, unpacked),
                 }
             }
         }

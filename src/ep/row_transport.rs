@@ -25,6 +25,15 @@ pub(crate) struct HandleCall<'a, D: Kernels> {
     pub handle: &'a Handle<D>,
 }
 
+impl<D: Kernels> HandleCall<'_, D> {
+    /// Passes on what this rank makes of rows for a movement, or of those that have come and are to go back. The others hear of
+    /// an error where they meet this rank next. Behind a step's last movement nobody is told: the others may be in a
+    /// collective of another communicator next, where a refusal in this one would wait for them.
+    pub fn refuse_own_error<T>(&self, core: &mut DispatcherState<D>, result: Result<T>) -> Result<T> {
+        core.refuse_own_error(DispatcherState::tag(self.handle, self.op), result)
+    }
+}
+
 /// Arguments of the way back of rows, from slots to tokens.
 #[derive(Debug)]
 pub(crate) struct ReturnRows<'a, D: Kernels> {
@@ -127,17 +136,6 @@ fn checked<D: Kernels, C: RowTransport<D>>(
     core.check_in_step(DispatcherState::tag(step.handle, step.op), all)
 }
 
-/// The outcome of what this rank makes of rows for a movement, or of those that have come and are to go back: the others hear of
-/// an error where they meet this rank next. Behind a step's last movement nobody is told: the others may be in a collective of
-/// another communicator next, where a refusal in this one would wait for them.
-pub(super) fn told<D: Kernels, T>(
-    core: &mut DispatcherState<D>,
-    step: &HandleCall<'_, D>,
-    result: Result<T>,
-) -> Result<T> {
-    core.refuse_own_error(DispatcherState::tag(step.handle, step.op), result)
-}
-
 fn send_rows<D: Kernels, C: RowTransport<D>>(
     row_transport: &mut C,
     step: &HandleCall<'_, D>,
@@ -176,7 +174,7 @@ fn with_slot_weights<D: Kernels>(
     inputs: &DispatchInputs<'_, D>,
 ) -> Result<Received<D>> {
     let gathered = slot_weights(core, step.handle, weights_of(&received, inputs));
-    let weights = told(core, step, gathered)?;
+    let weights = step.refuse_own_error(core, gathered)?;
     Ok(Received { rows: received.rows, weights, scales: received.scales, map: None })
 }
 
@@ -245,7 +243,7 @@ impl<D: Kernels, C: RowTransport<D>> TokenDispatcher<D> for C {
         let filled = fill(Some(rows), handle.row_map(), Some(outputs.tokens))
             .and_then(|()| fill(weights_of(&received, &inputs)?, handle.plan.weight_map.view(), outputs.weights))
             .and_then(|()| fill(scales, handle.row_map(), outputs.scales));
-        told(core, &step, filled)
+        step.refuse_own_error(core, filled)
     }
 
     fn dispatch_rows(&mut self, handle: &Handle<D>, inputs: DispatchInputs<'_, D>) -> Result<Received<D>> {
@@ -309,7 +307,7 @@ impl<D: Kernels, C: RowTransport<D>> TokenDispatcher<D> for C {
         let mover = RowMover::of(&core.device, handle);
         let gathered = byte_rows_mut(grad_expert_out, 0..end)
             .and_then(|out| mover.gather(rows, entries(handle.row_map(), 0..end)?, out));
-        told(core, &step, gathered)
+        step.refuse_own_error(core, gathered)
     }
 
     fn combine_bwd_rows(&mut self, handle: &Handle<D>, grad: TensorRef<'_, D>) -> Result<Received<D>> {

@@ -16,7 +16,7 @@ use super::fields::{fields, group_fields};
 use super::gradient_presence::GradientPresence;
 use super::norm::{NormPlan, NormStep, OptimizerFields, RankRows, exchange, owners};
 use super::saved_state::{Counts, StateKind};
-use super::state_memory::{ParamState, StateMemory, settings};
+use super::state_memory::{ParamState, StateMemory, power, settings};
 use super::{AdamWOptions, GroupOptions, ParamSpec, StepDevice, StepStats};
 
 const CALL: &str = "AdamW";
@@ -282,8 +282,7 @@ impl<D: StepDevice> AdamW<D> {
                 let steps = numbers[state::STEP] as u64;
                 let powers = options.betas.map(|beta| power(beta, steps));
                 numbers[STATE_NUMBERS + GROUP_STATE * group..][..powers.len()].copy_from_slice(&powers);
-                let powers = self.device.write(&numbers, DType::F64, &[numbers.len()])?;
-                self.device.copy(powers.view().data(), self.state.view_mut().into_data())?;
+                self.write_numbers(&numbers)?;
             }
             self.device.copy(fresh.view().data(), self.settings.view_mut().into_data())?;
             // Only what the device has been given counts as set.
@@ -346,20 +345,6 @@ impl<D: StepDevice> AdamW<D> {
     }
 }
 
-/// The product of so many factors, as steps make it.
-fn power(beta: f64, steps: u64) -> f64 {
-    let mut power = 1.0;
-    for _ in 0..steps {
-        let next = power * beta;
-        // Near 0 a product rounds back to itself, and stays.
-        if next == power {
-            break;
-        }
-        power = next;
-    }
-    power
-}
-
 impl<D: StepDevice> AdamW<D> {
     /// The counts. Waits for the device.
     pub(crate) fn counts(&self) -> Result<Counts> {
@@ -404,7 +389,11 @@ impl<D: StepDevice> AdamW<D> {
         for group in &self.groups {
             numbers.extend(group.betas.map(|beta| power(beta, counts.steps)));
         }
-        let fresh = self.device.write(&numbers, DType::F64, &[numbers.len()])?;
+        self.write_numbers(&numbers)
+    }
+
+    fn write_numbers(&mut self, numbers: &[f64]) -> Result<()> {
+        let fresh = self.device.write(numbers, DType::F64, &[numbers.len()])?;
         self.device.copy(fresh.view().data(), self.state.view_mut().into_data())
     }
 

@@ -54,3 +54,17 @@ pub(super) fn settings<D: StepDevice>(device: &D, groups: &[GroupOptions]) -> Re
     let rows = groups.iter().flat_map(|g| [g.lr, g.betas[0], g.betas[1], g.eps, g.weight_decay]);
     device.write(&rows.collect::<Vec<_>>(), DType::F64, &[groups.len(), SETTINGS])
 }
+
+/// The product of so many factors, as steps make it.
+pub(super) fn power(beta: f64, steps: u64) -> f64 {
+    let mut power = 1.0;
+    for _ in 0..steps {
+        let next = power * beta;
+        // Near 0 a product rounds back to itself, and stays.
+        if next == power {
+            break;
+        }
+        power = next;
+    }
+    power
+}

@@ -118,7 +118,7 @@ const CASES: [Case; 34] = [
     }),
     ("another_number_of_microbatches_is_an_error_on_every_rank", other_microbatches),
     ("steps_have_the_same_bits_at_every_number_of_ranks", |ranks| {
-        main_gradients::optimizer::same_bits::<Gpu>(&[ranks])
+        main_gradients::optimizer::same_bits_over_ranks::<Gpu>(&[ranks])
     }),
     ("a_gradient_on_one_rank_alone_steps_nothing", |ranks| {
         main_gradients::optimizer::gradient_on_one_rank::<Gpu>(ranks)

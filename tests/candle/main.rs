@@ -20,6 +20,7 @@ mod gpus;
 #[cfg(feature = "nccl")]
 mod gpus_training;
 mod host_experts;
+mod initial;
 mod main_gradients;
 mod module;
 mod optimizer;
@@ -65,9 +66,12 @@ fn main() -> ExitCode {
     #[cfg(not(feature = "cuda"))]
     let device: Result<Device, &str> = Err("built without the feature `cuda`");
     let mut trials = Trials::new(device.as_ref().map(drop));
-    for (file, cases) in
-        [("ranks", ranks::cases()), ("rank_gradients", rank_gradients::cases()), ("reducer", reducer::cases())]
-    {
+    for (file, cases) in [
+        ("ranks", ranks::cases()),
+        ("initial", initial::cases()),
+        ("rank_gradients", rank_gradients::cases()),
+        ("reducer", reducer::cases()),
+    ] {
         for (name, body) in cases {
             trials.add(format!("{file}::{name}"), body);
         }

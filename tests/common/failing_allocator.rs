@@ -56,7 +56,7 @@ pub fn without<T>(bytes: usize, work: impl FnOnce() -> T) -> T {
 }
 
 /// Sizes of the tensors that `work` asks for on this thread, in their order; all of them, or a panic.
-pub fn asked(work: impl FnOnce()) -> Vec<usize> {
+pub fn zeroed_sizes(work: impl FnOnce()) -> Vec<usize> {
     ASKED.set(([0; MOST_ASKED], 0));
     work();
     let (sizes, count) = ASKED.replace(([0; MOST_ASKED], MOST_ASKED));

@@ -8,7 +8,7 @@ use moebius::layer::{Layer, Mode, Noise, Params};
 use moebius::optim::{AdamW, AdamWOptions, ParamShard, ParamSpec};
 use moebius::{CommError, DType, Error, Result, Tensor};
 
-use super::failing_allocator::{asked, without};
+use super::failing_allocator::{without, zeroed_sizes};
 use super::support::{
     AT_ONCE, CULPRIT, EXPERTS, HIDDEN, KINDS, RANKS, Rank, TIMEOUT, TOKENS, all_well, alone, config, on_ranks, params,
 };
@@ -108,7 +108,7 @@ fn sizes_of_a_step(kind: DispatcherKind) -> Vec<usize> {
         let mut rank = Rank::new(comm, kind);
         let (own, x) = (rank.own(&params(rank.rank, RANKS)), rank.put(&rank.x()));
         let views = own.views().expect("views");
-        asked(|| step(&mut rank, &x, &views.params()).expect("a step"))
+        zeroed_sizes(|| step(&mut rank, &x, &views.params()).expect("a step"))
     });
     let mut sizes = all_well("sizes", sizes).swap_remove(CULPRIT);
     // Others may be a kernel's own numbers, a few for each expert, or a product's scratch, without which a process ends.

@@ -156,7 +156,7 @@ impl ExpertParallelMoE {
     ) -> Result<Self> {
         let number = group.membership().number_layer(spec.number());
         let made = spec.layer(number).map_err(Into::into).and_then(|layer| {
-            let missing = missing_experts(&layer, &vb);
+            let missing = missing_experts(&vb);
             let (params, shards) = variables(call, &layer, &group, vb.clone(), chain)?;
             Ok((Self::of(layer, group.clone(), params), shards, missing))
         });

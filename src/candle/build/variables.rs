@@ -3,9 +3,9 @@
 use std::sync::Arc;
 
 use candle_core::{DType, Result, Tensor};
+use candle_nn::Init;
 
 use crate::adapter::{ErasedLayerShards, ErasedResidentWeight, NewExperts};
-use crate::config::MoeConfig;
 use crate::cpu::Cpu;
 use crate::error::Error;
 use crate::etp::{Chain, Payload, Shards};
@@ -16,7 +16,7 @@ use crate::layer::{Layer, ParamKind, PerParam};
 use crate::candle::device::CandleDevice;
 use crate::candle::etp::VarShard;
 use crate::candle::group::DeviceGroup;
-use crate::candle::initial::{ShardInit, full_name};
+use crate::candle::initial::{ShardInit, full_name, uniform};
 use crate::candle::sharded_weights::{LayerPlace, NewShardedTensor, ShardedTensor, ShardedWeights, check_shard};
 
 /// Where a layer's shards are: the chain that its experts are added to, and more.
@@ -49,7 +49,7 @@ pub(super) fn variables<'a, D: CandleDevice>(
     }
     let params = PerParam::try_from_fn(|kind| -> Result<Option<Tensor>> {
         let Some(dims) = kind.dims(config, local) else { return Ok(None) };
-        let init = initial(kind, config);
+        let init = kind.fan_in(config).map_or(Init::Const(0.0), uniform);
         let dtype = match (kind, vb.dtype()) {
             // Its small steps would be rounded away, as no other copy of it is kept.
             (ParamKind::SelectionBias, DType::BF16 | DType::F16) => DType::F32,
@@ -91,20 +91,10 @@ pub(super) fn variables<'a, D: CandleDevice>(
     Ok((params, shards))
 }
 
-fn initial(kind: ParamKind, config: &MoeConfig) -> candle_nn::Init {
-    match kind.fan_in(config) {
-        Some(n) => {
-            let bound = 1.0 / (n as f64).sqrt();
-            candle_nn::Init::Uniform { lo: -bound, up: bound }
-        }
-        None => candle_nn::Init::Const(0.0),
-    }
-}
-
-/// Experts that a builder has not, and will make.
-pub(super) fn missing_experts(layer: &Layer, vb: &candle_nn::VarBuilder<'_>) -> Vec<ParamKind> {
-    let missing = |kind: &ParamKind| !kind.is_replicated() && !vb.contains_tensor(kind.name());
-    ParamKind::ALL.into_iter().filter(|kind| kind.fan_in(layer.config()).is_some()).filter(missing).collect()
+/// Experts' weights that a builder has not, and will make.
+pub(super) fn missing_experts(vb: &candle_nn::VarBuilder<'_>) -> Vec<ParamKind> {
+    let missing = |kind: &ParamKind| is_expert_weight(*kind) && !vb.contains_tensor(kind.name());
+    ParamKind::ALL.into_iter().filter(missing).collect()
 }
 
 /// Draws experts that were made anew by their place among all ranks' experts. candle draws them on each rank by itself: on
@@ -128,7 +118,7 @@ pub(super) fn redraw_experts(
             rank: 0,
             shape: dims.clone(),
             before: group.rank() * dims.iter().product::<usize>(),
-            init: initial(kind, layer.config()),
+            init: kind.fan_in(layer.config()).map_or(Init::Const(0.0), uniform),
             dtype: t.dtype(),
             seed,
         };

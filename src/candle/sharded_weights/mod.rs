@@ -18,7 +18,7 @@ use crate::etp::Chain;
 
 use super::device::{CandleDevice, dtype_of};
 use super::etp::WeightVar;
-use super::initial::{ShardInit, full_name};
+use super::initial::{ShardInit, full_name, uniform};
 use super::module::part_of;
 use super::optimizer::AdamWParam;
 use super::options::{Parameters, place_in, tensor};
@@ -270,10 +270,4 @@ impl SimpleBackend for StoredShards<'_> {
     fn contains_tensor(&self, name: &str) -> bool {
         self.checkpoint.has(name)
     }
-}
-
-/// As candle-nn initializes a linear layer's bias.
-fn uniform(input: usize) -> Init {
-    let bound = 1.0 / (input as f64).sqrt();
-    Init::Uniform { lo: -bound, up: bound }
 }

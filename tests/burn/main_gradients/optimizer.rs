@@ -170,7 +170,7 @@ fn over_ranks<S: Meshed>(place: Place<S>, dtype: DType) -> (ExpertParallelMoE<Au
 
 /// Given the same gradients, the parameters are the same at every number of ranks, and a state that some ranks have
 /// saved is gone on from by others.
-pub fn same_bits<S: Meshed>(numbers: &[usize]) {
+pub fn same_bits_over_ranks<S: Meshed>(numbers: &[usize]) {
     let dir = tempfile::tempdir().unwrap();
     // A rank's parameters; `goes_on`: from the third step, of the folder's state.
     let run = |ranks: usize, dtype: DType, goes_on: bool| {
@@ -226,7 +226,7 @@ pub fn same_bits<S: Meshed>(numbers: &[usize]) {
 }
 
 fn steps_have_the_same_bits_at_every_number_of_ranks() {
-    same_bits::<Flex>(&[2, 4]);
+    same_bits_over_ranks::<Flex>(&[2, 4]);
 }
 
 fn parameters_of_another_module_are_refused() {
