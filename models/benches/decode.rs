@@ -18,7 +18,7 @@
 //! with `--features nccl`; on one machine's cores with `--cpu`). Sequences are dealt to the ranks in turn, a rank without
 //! any steps with the others, and a prefill is one of so many tokens on each rank. Each rank prints its own rows, with
 //! its number, its own memory and its own number of sequences; tokens a second are all ranks' together. Steps of several
-//! ranks are replayed from a graph where tokens travel by all-gather, as they do between two GPUs, or over NVLink.
+//! ranks are replayed from a graph where tokens travel over NVLink, as they do between two GPUs, or by all-gather.
 //!
 //! With `--experts-on-host` experts stay in page-locked memory of the host and come a layer ahead (no graph then). A line
 //! behind loading has the link's speed, measured by plain copies of a layer's experts from such memory; a phase's
@@ -147,7 +147,7 @@ impl Bench {
         let prompts = self.many().div_ceil(self.ranks) * self.past().div_ceil(8);
         let most = prompts.max(self.past()).max(self.prefill_tokens());
         let max_rows = self.ranks * self.many().div_ceil(self.ranks) * self.sizes.top_k;
-        let config = GroupConfig { max_rows, ..GroupConfig::new(self.sizes.experts, most) };
+        let config = GroupConfig { max_rows, forward_only: true, ..GroupConfig::new(self.sizes.experts, most) };
         let group = endpoint.group(config, &self.device)?;
         self.dispatcher = group.dispatcher_kind().name();
         let model = Model::load_on(&Checkpoint::open_config(dir.path())?, group, options)?;

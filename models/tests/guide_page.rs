@@ -40,7 +40,7 @@ mod from_a_program {
         Sizes { ranks, n, top_k, experts, longest_prefill, own, capacity }: Sizes,
         (prompts, tokens): (Tensor, usize),
     ) -> Result<(), Box<dyn Error>> {
-        let config = GroupConfig { max_rows: ranks * n * top_k, ..GroupConfig::new(experts, longest_prefill) };
+        let config = GroupConfig { max_rows: ranks * n * top_k, forward_only: true, ..GroupConfig::new(experts, longest_prefill) };
         let model = Model::load_on(&checkpoint, DeviceGroup::new(EpGroup::new(Group::new(cuda, comm, config)?), &device)?, options)?;
         let mut stepper = model.stepper(own, capacity)?;  // own: this rank's sequences, at most n
         stepper.feed(&prompts)?;

@@ -156,8 +156,8 @@ pub(super) const AHEAD_BLOCKS: usize = 15;
 
 // ------------------------------------------------------------------------------------------------ dispatchers
 
-/// Most tokens of a rank with which all-gather is within 3 % of the quickest, in graphs, on up to [`GPUS_OF_HOST`] ranks.
-/// `docs/benchmarks-gpus.md`.
+/// Most tokens of a rank that are few: all-gather is within 3 % of the quickest then, in graphs, on up to [`GPUS_OF_HOST`]
+/// ranks. `docs/benchmarks-gpus.md`.
 pub(super) const ALL_GATHER_TOKENS: usize = 512;
 
 /// Largest static capacity with which a group replays steps of few tokens, whatever else it has room for: as many rows as two

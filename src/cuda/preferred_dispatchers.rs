@@ -41,24 +41,28 @@ pub(crate) fn dispatcher_not_built(
     Ok(Err(Box::new((core, Error::invalid("Group::new", source, "one that this build has", found)))))
 }
 
-/// `Auto`'s table, from whole layers' times on H200s, two and four ranks, 128 and 4096 tokens and more
-/// (`docs/benchmarks-gpus.md`); up to a host's GPUs and to [`ALL_GATHER_TOKENS`] it goes on from these.
+/// `Auto`'s table, from whole layers' and decoders' times on H200s, two and four ranks, 1, 128, 512, 4096 tokens and more
+/// (`docs/benchmarks-gpus.md`); it goes on from these.
 ///
-/// - All-gather: few tokens, whose time is that of calls. It is within 3 % of the quickest in graphs, a decoder's captured
-///   steps among them. Launched one by one, NVLink's kernels take 5 to 8 % less of 128 tokens on two H100s and 10 to 26 %
-///   less on two H200s, which the table does not have yet.
-/// - NVLink: more tokens on two ranks that reach each other's memory. Where they do not, all-gather, as most tokens visit
-///   both.
+/// - NVLink with low latency: few tokens on two ranks that reach each other's memory, where nothing has a backward. A
+///   decoder's captured step takes 0.91 of all-gather's time for one sequence and 0.97 for 64.
+/// - NVLink: two such ranks otherwise. It is the quickest at every number of tokens that was measured, or within 1 % of it:
+///   at 128 tokens 0.71 to 0.87 of all-gather's time launched one by one, 0.98 to 1.00 in a graph (1.05 on two H100s).
+///   Where ranks do not reach each other's memory, all-gather, as most tokens visit both.
+/// - All-gather: few tokens on more ranks, whose time is that of calls. It is within 3 % of the quickest in graphs.
 /// - NCCL EP: more tokens on more ranks, as it sends each row once to the ranks that it visits. Windows are room for where
 ///   it is taken and change nothing here: with them it is no quicker than all-gather on two H200s (DeepSeek-V3's layer
 ///   within 2 %, qwen3's 26 % slower).
 /// - All-to-all: what remains beyond a host, where all-gather's rows grow with the ranks.
 pub(crate) fn preferred_dispatchers(config: &GroupConfig, ranks: usize) -> &'static [DispatcherKind] {
-    use DispatcherKind::{AllGather, AllToAll, NcclEp, NvLink};
+    use DispatcherKind::{AllGather, AllToAll, NcclEp, NvLink, NvLinkLowLatency};
     let few_tokens = config.max_tokens_per_rank <= ALL_GATHER_TOKENS || replays_few_tokens(config);
+    // What low latency cannot do.
+    let low_latency = config.forward_only && !config.in_k_order;
     match ranks {
-        ..=GPUS_OF_HOST if few_tokens => &[AllGather],
+        ..=2 if few_tokens && low_latency => &[NvLinkLowLatency, NvLink, AllGather],
         ..=2 => &[NvLink, AllGather],
+        3..=GPUS_OF_HOST if few_tokens => &[AllGather],
         3..=GPUS_OF_HOST => &[NcclEp, AllGather],
         _ => &[NcclEp, AllToAll],
     }
@@ -77,10 +81,10 @@ mod tests {
     #[test]
     fn auto_takes_what_was_measured_to_be_quickest() {
         let first = |ranks, tokens| preferred_dispatchers(&GroupConfig::new(256, tokens), ranks)[0];
-        assert_eq!([first(2, 128), first(2, 4096), first(2, 8192)], [AllGather, NvLink, NvLink]);
+        assert_eq!([first(2, 1), first(2, 128), first(2, 4096), first(2, 8192)], [NvLink; 4]);
         let fixed = |max_rows| preferred_dispatchers(&GroupConfig { max_rows, ..GroupConfig::new(256, 4096) }, 2)[0];
         // A decoder of 64 sequences, and a training step of 4096 tokens whose rows all go to one rank.
-        assert_eq!([fixed(1024), fixed(8192), fixed(8193), fixed(65536)], [AllGather, AllGather, NvLink, NvLink]);
+        assert_eq!([fixed(1024), fixed(8192), fixed(8193), fixed(65536)], [NvLink; 4]);
         assert_eq!([first(4, 128), first(4, 4096), first(4, 8192)], [AllGather, NcclEp, NcclEp]);
         // A decoder's steps are captured over all-gather on more GPUs, too.
         let decoder = GroupConfig { max_rows: 1024, ..GroupConfig::new(256, 4096) };
@@ -96,5 +100,15 @@ mod tests {
             }
         }
         assert_eq!(preferred_dispatchers(&GroupConfig::new(256, 4096), 16), [NcclEp, AllToAll]);
+        let forward = |ranks, max_tokens_per_rank, max_rows, in_k_order| {
+            let config =
+                GroupConfig { forward_only: true, max_rows, in_k_order, ..GroupConfig::new(256, max_tokens_per_rank) };
+            preferred_dispatchers(&config, ranks)
+        };
+        // What has no backward may be of low latency, where its tokens are few or a decoder's steps are captured.
+        let low_latency = [DispatcherKind::NvLinkLowLatency, NvLink, AllGather];
+        assert_eq!([forward(2, 512, 0, false), forward(2, 4096, 1024, false)], [low_latency; 2]);
+        assert_eq!([forward(2, 4096, 0, false), forward(2, 128, 0, true)], [[NvLink, AllGather]; 2]);
+        assert_eq!([forward(4, 128, 0, false)[0], forward(4, 4096, 0, false)[0]], [AllGather, NcclEp]);
     }
 }

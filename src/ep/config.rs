@@ -50,6 +50,9 @@ pub struct GroupConfig {
     /// eight choices. `None`: ranks meet in every call, and one that does not come is an error on all, as it is with every
     /// other dispatcher, which refuse a time here.
     pub patience: Option<Duration>,
+    /// No step has a backward, as where a model generates. [`DispatcherKind::Auto`] may then take low latency, which has none;
+    /// a step that asks for one all the same is refused where it has. Other dispatchers are not changed by it.
+    pub forward_only: bool,
     /// [`DispatcherKind::Auto`] times each dispatcher that every rank can have, but low latency, in steps of
     /// this shape, once, as the group is formed, and takes the quickest, the same on all ranks; `None`: it decides from
     /// its table. A dispatcher that is
@@ -173,10 +176,11 @@ impl DispatchShape {
 pub enum DispatcherKind {
     /// The dispatcher that `MOEBIUS_EP` names ([`DISPATCHER_VARIABLE`](super::DISPATCHER_VARIABLE)); where that is not
     /// set, local for one rank, the quickest where [`GroupConfig::measure`] asks for it, else all-to-all between CPU
-    /// ranks, and between GPUs what a table of measured times names for the number of ranks and of tokens: up to a host's
-    /// eight GPUs all-gather for few tokens and for few static rows ([`max_rows`](GroupConfig::max_rows)), as decoding has
-    /// them; else NVLink for two ranks that reach each other's memory, NCCL EP for more where it is built in and its checks
-    /// pass on every rank, else all-gather within a host, and all-to-all.
+    /// ranks, and between GPUs what a table of measured times names for the number of ranks and of tokens. Two ranks that
+    /// reach each other's memory: NVLink, and with low latency for few tokens or few static rows
+    /// ([`max_rows`](GroupConfig::max_rows)), as decoding has them, where all is [`forward_only`](GroupConfig::forward_only).
+    /// Three to a host's eight: all-gather for few tokens and few static rows, else NCCL EP where it is built in and its
+    /// checks pass on every rank. What is left: all-gather within a host, and all-to-all.
     #[default]
     Auto,
     /// One rank: tokens stay where they are.
@@ -198,8 +202,8 @@ pub enum DispatcherKind {
     /// The same for decoding, with low latency: few tokens a rank, forward only, sums per rank, at most 8 ranks and 24 choices
     /// of a token, not [`in_k_order`](GroupConfig::in_k_order). Each 16 bytes of a row carry the number of their call, by
     /// which the receiver knows that they have come. Every rank has memory for
-    /// [`max_tokens_per_rank`](GroupConfig::max_tokens_per_rank) T of R ranks: 2 · R · T rows and a third more. Never taken
-    /// by `Auto`.
+    /// [`max_tokens_per_rank`](GroupConfig::max_tokens_per_rank) T of R ranks: 2 · R · T rows and a third more. `Auto`
+    /// takes it where all is [`forward_only`](GroupConfig::forward_only).
     NvLinkLowLatency,
 }
 
@@ -268,6 +272,7 @@ impl GroupConfig {
             in_k_order: false,
             overlap: Overlap::default(),
             patience: None,
+            forward_only: false,
             measure: None,
         }
     }

@@ -76,7 +76,7 @@ impl GroupConfig {
         }
     }
 
-    fn fields(&self) -> [ComparedField; 16] {
+    fn fields(&self) -> [ComparedField; 17] {
         let field = |name, value: usize| ComparedField::number(name, value as u64);
         let shape = self.measure;
         let of_shape = |name, value: fn(DispatchShape) -> usize| field(name, shape.map_or(0, value));
@@ -99,6 +99,10 @@ impl GroupConfig {
                     "patience",
                     self.patience.map_or(0, |time| usize::try_from(time.as_nanos()).unwrap_or(usize::MAX)),
                 )
+            },
+            ComparedField {
+                text: |set| (set != 0).to_string(),
+                ..field("forward_only", usize::from(self.forward_only))
             },
             ComparedField {
                 text: |asked| if asked == 0 { "none" } else { "a shape" }.into(),

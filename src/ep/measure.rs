@@ -91,10 +91,10 @@ fn timed<D: LibraryDispatchers>(
     }
 }
 
-/// The device's preferred dispatchers, and the others behind them.
+/// The device's preferred dispatchers, and the others behind them; low latency aside, as shapes may have a backward.
 fn candidates(preferred: &[DispatcherKind]) -> Vec<DispatcherKind> {
     let others = OTHERS.into_iter().filter(|kind| !preferred.contains(kind));
-    preferred.iter().copied().chain(others).collect()
+    preferred.iter().copied().filter(|kind| *kind != DispatcherKind::NvLinkLowLatency).chain(others).collect()
 }
 
 /// A candidate's time for a step, that of its slowest rank.

@@ -79,7 +79,7 @@ pub(super) fn automatic<D: LibraryDispatchers>(
             Ok(dispatcher) => {
                 let reason = match (refusal, kind) {
                     (Some((better, refusal)), _) => format!("next to {better}, which cannot be had: {refusal}"),
-                    (None, DispatcherKind::NcclEp | DispatcherKind::NvLink) => {
+                    (None, DispatcherKind::NcclEp | DispatcherKind::NvLink | DispatcherKind::NvLinkLowLatency) => {
                         format!("{table}, and its checks pass on every rank")
                     }
                     (None, _) => table,

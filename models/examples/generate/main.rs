@@ -228,7 +228,7 @@ impl Job<'_> {
         let sequences = self.requests.len().div_ceil(ranks).clamp(1, MAX_SEQUENCES);
         let tokens = tokens.min(PREFILL_TOKENS);
         let max_rows = ranks * sequences * router.top_k;
-        Ok(GroupConfig { max_rows, ..GroupConfig::new(router.num_experts, tokens.max(1)) })
+        Ok(GroupConfig { max_rows, forward_only: true, ..GroupConfig::new(router.num_experts, tokens.max(1)) })
     }
 
     /// Loads this rank's part and runs every R-th request; gives the communicator back beside what came of them.
