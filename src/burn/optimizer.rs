@@ -88,7 +88,8 @@ impl<B: MoeBackend> ExpertParallelMoE<B> {
 /// # Ok(()) }
 /// ```
 ///
-/// A parameter without a gradient in a step stays as it is. Nothing of a step waits for a GPU. On a GPU a step writes in
+/// A parameter without a gradient in a step stays as it is. Nothing of a step waits for a GPU, but for the first of several
+/// ranks with a norm, which compare who has gradients. On a GPU a step writes in
 /// place the parameters that its module alone holds; one that somebody else holds too (a clone of the module, a graph, a
 /// chain) gets new memory of burn's, as those of the CPU do, and what else holds it is as it was.
 #[derive(Debug)]
@@ -303,7 +304,8 @@ impl<B: AutodiffBackend + MoeBackend> AdamW<B> {
     /// the model has taken, where it is known. Every rank calls it.
     ///
     /// # Errors
-    /// As [`optim::AdamW::load_at`](crate::optim::AdamW::load_at); a parameter that the module has not.
+    /// As [`optim::AdamW::load_at`](crate::optim::AdamW::load_at); a parameter that the module has not. The module is gone
+    /// then: load into one that can be made again, or into a clone.
     pub fn load<M: Module<B>>(&mut self, dir: impl AsRef<Path>, steps: impl Into<Option<u64>>, module: M) -> Result<M> {
         let (device, values) = (self.optimizer.device().clone(), values::<B, M>(&module));
         let absent = self.params.iter().find(|param| !values.contains_key(&param.id()));

@@ -160,6 +160,9 @@ pub(super) const AHEAD_BLOCKS: usize = 15;
 /// ranks. `docs/benchmarks-gpus.md`.
 pub(super) const ALL_GATHER_TOKENS: usize = 512;
 
+/// Most tokens of a rank with which low latency was timed. `docs/benchmarks-gpus.md`.
+pub(super) const LOW_LATENCY_TOKENS: usize = 128;
+
 /// Largest static capacity with which a group replays steps of few tokens, whatever else it has room for: as many rows as two
 /// ranks have of [`ALL_GATHER_TOKENS`] with eight choices each. `docs/benchmarks-gpus.md`.
 pub(super) const FEW_STATIC_ROWS: usize = 2 * ALL_GATHER_TOKENS * 8;

@@ -10,7 +10,7 @@ use crate::error::{Error, Result};
 
 #[cfg(not(feature = "nccl-ep"))]
 use super::device::Cuda;
-use super::heuristics::{ALL_GATHER_TOKENS, FEW_STATIC_ROWS, GPUS_OF_HOST};
+use super::heuristics::{ALL_GATHER_TOKENS, FEW_STATIC_ROWS, GPUS_OF_HOST, LOW_LATENCY_TOKENS};
 
 #[cfg(not(feature = "nccl"))]
 impl LibraryDispatchers for Cuda {
@@ -45,7 +45,8 @@ pub(crate) fn dispatcher_not_built(
 /// (`docs/benchmarks-gpus.md`); it goes on from these.
 ///
 /// - NVLink with low latency: few tokens on two ranks that reach each other's memory, where nothing has a backward. A
-///   decoder's captured step takes 0.91 of all-gather's time for one sequence and 0.97 for 64.
+///   decoder's captured step takes 0.91 of all-gather's time for one sequence and 0.97 for 64; its prompts of thousands of
+///   tokens take 1.1, which some 24 steps make up for.
 /// - NVLink: two such ranks otherwise. It is the quickest at every number of tokens that was measured, or within 1 % of it:
 ///   at 128 tokens 0.71 to 0.87 of all-gather's time launched one by one, 0.98 to 1.00 in a graph (1.05 on two H100s).
 ///   Where ranks do not reach each other's memory, all-gather, as most tokens visit both.
@@ -57,10 +58,11 @@ pub(crate) fn dispatcher_not_built(
 pub(crate) fn preferred_dispatchers(config: &GroupConfig, ranks: usize) -> &'static [DispatcherKind] {
     use DispatcherKind::{AllGather, AllToAll, NcclEp, NvLink, NvLinkLowLatency};
     let few_tokens = config.max_tokens_per_rank <= ALL_GATHER_TOKENS || replays_few_tokens(config);
-    // What low latency cannot do.
-    let low_latency = config.forward_only && !config.in_k_order;
+    let few_for_low_latency = config.max_tokens_per_rank <= LOW_LATENCY_TOKENS || replays_few_tokens(config);
+    // What it cannot do.
+    let low_latency = few_for_low_latency && config.forward_only && !config.in_k_order;
     match ranks {
-        ..=2 if few_tokens && low_latency => &[NvLinkLowLatency, NvLink, AllGather],
+        ..=2 if low_latency => &[NvLinkLowLatency, NvLink, AllGather],
         ..=2 => &[NvLink, AllGather],
         3..=GPUS_OF_HOST if few_tokens => &[AllGather],
         3..=GPUS_OF_HOST => &[NcclEp, AllGather],
@@ -107,8 +109,8 @@ mod tests {
         };
         // What has no backward may be of low latency, where its tokens are few or a decoder's steps are captured.
         let low_latency = [DispatcherKind::NvLinkLowLatency, NvLink, AllGather];
-        assert_eq!([forward(2, 512, 0, false), forward(2, 4096, 1024, false)], [low_latency; 2]);
-        assert_eq!([forward(2, 4096, 0, false), forward(2, 128, 0, true)], [[NvLink, AllGather]; 2]);
+        assert_eq!([forward(2, 128, 0, false), forward(2, 4096, 1024, false)], [low_latency; 2]);
+        assert_eq!([forward(2, 129, 0, false), forward(2, 128, 0, true)], [[NvLink, AllGather]; 2]);
         assert_eq!([forward(4, 128, 0, false)[0], forward(4, 4096, 0, false)[0]], [AllGather, NcclEp]);
     }
 }

@@ -51,6 +51,9 @@ impl<D: Kernels> DispatcherState<D> {
         if !spec.alignment.is_power_of_two() {
             return Err(Error::invalid(PREPARE, "spec.alignment", "a power of two", spec.alignment));
         }
+        if spec.backward && self.config.forward_only {
+            return Err(Error::invalid(PREPARE, "spec.backward", "false (the group is forward_only)", "true"));
+        }
         if let Some(tokens) = spec.max_tokens.filter(|_| !self.is_local())
             && !(1..=self.config.max_tokens_per_rank).contains(&tokens)
         {

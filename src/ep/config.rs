@@ -50,8 +50,8 @@ pub struct GroupConfig {
     /// eight choices. `None`: ranks meet in every call, and one that does not come is an error on all, as it is with every
     /// other dispatcher, which refuse a time here.
     pub patience: Option<Duration>,
-    /// No step has a backward, as where a model generates. [`DispatcherKind::Auto`] may then take low latency, which has none;
-    /// a step that asks for one all the same is refused where it has. Other dispatchers are not changed by it.
+    /// No step has a backward, as where a model generates: [`DispatcherKind::Auto`] may then take low latency, which has none.
+    /// A step that asks for one all the same is refused, whatever the dispatcher.
     pub forward_only: bool,
     /// [`DispatcherKind::Auto`] times each dispatcher that every rank can have, but low latency, in steps of
     /// this shape, once, as the group is formed, and takes the quickest, the same on all ranks; `None`: it decides from

@@ -91,7 +91,7 @@ fn timed<D: LibraryDispatchers>(
     }
 }
 
-/// The device's preferred dispatchers, and the others behind them; low latency aside, as shapes may have a backward.
+/// The device's preferred dispatchers, and the others behind them; low latency aside, which is never timed.
 fn candidates(preferred: &[DispatcherKind]) -> Vec<DispatcherKind> {
     let others = OTHERS.into_iter().filter(|kind| !preferred.contains(kind));
     preferred.iter().copied().filter(|kind| *kind != DispatcherKind::NvLinkLowLatency).chain(others).collect()

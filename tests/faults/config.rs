@@ -4,9 +4,9 @@ use moebius::comm::Communicator;
 use moebius::config::{Activation, ExpertCapacity, GroupLimit, GroupScore, MAX_EXPERTS, Renorm, Score, SharedConfig};
 use moebius::config::{BalanceKind, CapacityOrder};
 use moebius::cpu::Cpu;
-use moebius::ep::{Group, GroupConfig};
+use moebius::ep::{DispatchSpec, Group, GroupConfig};
 use moebius::layer::Layer;
-use moebius::{Error, MoeConfig};
+use moebius::{Error, MoeConfig, Tensor};
 
 use super::support::*;
 
@@ -80,19 +80,45 @@ fn experts_that_the_ranks_do_not_divide() {
 
 #[test]
 fn a_group_of_differing_configurations() {
+    let more_tokens = GroupConfig::new(EXPERTS, TOKENS + 1);
+    let forward_only = GroupConfig { forward_only: true, ..GroupConfig::new(EXPERTS, TOKENS) };
+    for (name, other) in [("max_tokens_per_rank", more_tokens), ("forward_only", forward_only)] {
+        let results = on_ranks(TIMEOUT, |comm| {
+            let rank = Communicator::<Cpu>::rank(&comm);
+            let config = if rank == CULPRIT { other.clone() } else { GroupConfig::new(EXPERTS, TOKENS) };
+            let error = Group::new(Cpu::new(), Box::new(comm), config).expect_err("differ");
+            match error {
+                Error::ConfigMismatch { call, field, rank: found, peer, .. } => {
+                    assert_eq!((call, &field[..], found), ("Group::new", name, rank));
+                    assert_eq!(peer, if rank == CULPRIT { 0 } else { CULPRIT });
+                }
+                other => panic!("{other:?}"),
+            }
+        });
+        all_well("differing configurations", results);
+    }
+}
+
+/// A group without backward refuses a step that has one, on every rank, and serves the next.
+#[test]
+fn a_backward_in_a_group_that_is_forward_only() {
     let results = on_ranks(TIMEOUT, |comm| {
-        let rank = Communicator::<Cpu>::rank(&comm);
-        let tokens = if rank == CULPRIT { TOKENS + 1 } else { TOKENS };
-        let error = Group::new(Cpu::new(), Box::new(comm), GroupConfig::new(EXPERTS, tokens)).expect_err("differ");
-        match error {
-            Error::ConfigMismatch { call, field, rank: found, peer, .. } => {
-                assert_eq!((call, &field[..], found), ("Group::new", "max_tokens_per_rank", rank));
-                assert_eq!(peer, if rank == CULPRIT { 0 } else { CULPRIT });
+        let config = GroupConfig { forward_only: true, ..GroupConfig::new(EXPERTS, TOKENS) };
+        let mut group = Group::new(Cpu::new(), Box::new(comm), config).expect("a group");
+        let ids = Tensor::from_vec(vec![0i64, 1], &[2, 1]).expect("ids");
+        let mut prepare = |backward| {
+            let spec = DispatchSpec { backward, ..DispatchSpec::new(0, 1) };
+            group.dispatcher().prepare(ids.view(), None, &spec)
+        };
+        match prepare(true) {
+            Err(Error::Invalid { name, expected, .. }) => {
+                assert!(name == "spec.backward" && expected.contains("forward_only"), "{name}: {expected}");
             }
             other => panic!("{other:?}"),
         }
+        assert!(prepare(false).is_ok());
     });
-    all_well("differing configurations", results);
+    all_well("a backward in a group that is forward only", results);
 }
 
 /// A layer of other experts than the group's, on one rank.

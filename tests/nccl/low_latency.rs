@@ -24,6 +24,7 @@ pub fn cases() -> Vec<(&'static str, Run)> {
         ("layers_are_the_same_as_on_cpu_ranks", |cuda, ranks| layers(cuda, ranks)),
         ("graphs_replay_the_bits_of_eager_steps", graphs_replay),
         ("what_it_does_not_do_is_refused", refused),
+        ("two_ranks_without_backward_take_it", taken_without_backward),
         ("tags_that_come_again_are_not_those_of_before", tags_come_again),
     ]
 }
@@ -186,6 +187,22 @@ fn refused(cuda: &Cuda, ranks: usize) {
             });
         }
     });
+}
+
+/// Nobody has named it: two ranks take it where the group is forward only, and NVLink where it is not.
+fn taken_without_backward(_: &Cuda, ranks: usize) {
+    for (forward_only, low_latency) in [(true, LOW_LATENCY), (false, DispatcherKind::NvLink)] {
+        std::thread::scope(|threads| {
+            for comm in gpus::communicators(ranks, MINUTE) {
+                threads.spawn(move || {
+                    let config = GroupConfig { forward_only, ..GroupConfig::new(8 * ranks, 4) };
+                    let group = Group::new(comm.cuda().clone(), Box::new(comm), config).expect("a group");
+                    let expected = if ranks == 2 { low_latency } else { DispatcherKind::AllGather };
+                    assert_eq!(group.dispatcher_kind(), expected);
+                });
+            }
+        });
+    }
 }
 
 /// Packets of a step lie in a bank, of rows that no step has for some calls: as many as there are tags, and 256, whose tags

@@ -121,7 +121,11 @@ pub(super) fn two_gpus(gpu: bool) -> Vec<Trial> {
         trials.push(Trial::test(name, run).with_ignored_flag(!two));
     };
     let low_latency = DispatcherKind::NvLinkLowLatency;
-    let kinds = [(DispatcherKind::Auto, ""), (DispatcherKind::NvLink, ", NVLink"), (low_latency, ", low latency")];
+    let kinds = [
+        (DispatcherKind::AllGather, ", all-gather"),
+        (DispatcherKind::NvLink, ", NVLink"),
+        (low_latency, ", low latency"),
+    ];
     for (dispatcher, over) in kinds {
         for (prompts, has_room) in [(1, false), (4, false), (1, true), (4, true)] {
             let captured = if has_room { ", captured" } else { "" };

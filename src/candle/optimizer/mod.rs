@@ -55,7 +55,7 @@ pub use param::AdamWParam;
 /// device.
 ///
 /// A variable that has no gradient in a step stays as it is in that step, as candle-nn's optimizers leave it. Nothing of
-/// a step waits for a GPU.
+/// a step waits for a GPU, but for the first of several ranks with a norm, which compare who has gradients.
 #[derive(Debug)]
 pub struct AdamW {
     inner: Box<dyn DeviceAdamW>,
