@@ -29,6 +29,9 @@ use moebius::candle::{DeviceGroup, ExpertParallelMoE, LoadAs, Parameters};
 use moebius::checkpoint::Checkpoint;
 use serde::Deserialize;
 
+/// Tokens by which a cache grows.
+const CACHE_TOKENS: usize = 512;
+
 /// The decoder's part of `config.json`; the expert layer reads its own part.
 #[derive(Debug, Clone, Deserialize)]
 pub struct Config {
@@ -38,8 +41,19 @@ pub struct Config {
     num_hidden_layers: usize,
     num_key_value_heads: usize,
     rms_norm_eps: f64,
-    rope_parameters: RopeParameters,
+    /// transformers 5 writes `rope_parameters`, what was published before `rope_theta`.
+    #[serde(default)]
+    rope_parameters: Option<RopeParameters>,
+    #[serde(default)]
+    rope_theta: Option<f32>,
     vocab_size: usize,
+}
+
+impl Config {
+    fn rope_theta(&self) -> Result<f32> {
+        let written = self.rope_parameters.as_ref().map(|p| p.rope_theta).or(self.rope_theta);
+        written.ok_or_else(|| candle_core::Error::Msg("config.json has neither rope_theta nor rope_parameters".into()))
+    }
 }
 
 /// `rope_parameters`.
@@ -58,7 +72,7 @@ struct Rotation {
 impl Rotation {
     fn new(config: &Config, device: &Device) -> Result<Self> {
         let (width, positions) = (config.hidden_size / config.num_attention_heads, config.max_position_embeddings);
-        let base = config.rope_parameters.rope_theta;
+        let base = config.rope_theta()?;
         let frequencies: Vec<f32> = (0..width).step_by(2).map(|i| base.powf(-(i as f32) / width as f32)).collect();
         let frequencies = Tensor::from_vec(frequencies, (1, width / 2), device)?;
         let angles = Tensor::arange(0f32, positions as f32, device)?.reshape((positions, 1))?.matmul(&frequencies)?;
@@ -95,7 +109,8 @@ impl Attention {
             o: linear_no_bias(hidden, hidden, vb.pp("o_proj"))?,
             heads,
             kv_heads,
-            cache: KvCache::new(2, config.max_position_embeddings),
+            // It grows by as many, so it does not begin with all that the model could take.
+            cache: KvCache::new(2, CACHE_TOKENS.min(config.max_position_embeddings)),
         })
     }
 

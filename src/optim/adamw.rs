@@ -276,7 +276,7 @@ impl<D: StepDevice> AdamW<D> {
         if own != options {
             let mut groups = self.groups.clone();
             groups[group] = options;
-            let fresh = settings(&self.device, &groups)?;
+            let fresh = settings(&self.device, &groups).map_err(between_replays)?;
             if own.betas != options.betas {
                 let mut numbers = self.device.read(self.state.view())?;
                 let steps = numbers[state::STEP] as u64;
@@ -462,6 +462,16 @@ fn check_specs(specs: &[ParamSpec], groups: usize) -> Result<()> {
         return Err(Error::invalid(CALL, "parameters", "fewer than 2^32", specs.len()));
     }
     Ok(())
+}
+
+/// Other options in captured calls are a copy from the host: says where to change them instead.
+fn between_replays(error: Error) -> Error {
+    const CHANGE: &str = "a change of a group's options, which is made between replays (AdamW::set_group; in candle \
+                          AdamW::write_options behind set_learning_rate)";
+    match error {
+        Error::NotCapturable { .. } => Error::not_capturable(CALL, CHANGE),
+        other => other,
+    }
 }
 
 /// Refuses a parameter of another type, or of fewer elements than this rank's part of it.

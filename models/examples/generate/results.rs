@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
+use moebius::CommError;
 use moebius::comm::{Communicator, Op, Tag};
 use moebius::kernels::Kernels;
 use moebius::metrics::Load;
@@ -46,9 +47,16 @@ impl From<Load> for ExpertChoices {
     }
 }
 
-/// Ranks' results as one; where some failed, the error of the first of them, which names the cause as the others' do.
+/// Ranks' results as one; where some failed, the error of the first of them. One that says no more than that another rank is
+/// gone comes last, as that rank's own has the cause.
 pub fn merge(outcomes: Vec<Result<Outcome, AnyError>>, requests: usize) -> Result<Outcome, AnyError> {
     let ranks = outcomes.len();
+    let failed =
+        |(_, outcome): &(usize, Result<Outcome, AnyError>)| outcome.as_ref().is_err_and(|e| !tells_of_one_gone(e));
+    let mut outcomes: Vec<_> = outcomes.into_iter().enumerate().collect();
+    if let Some(first) = outcomes.iter().position(|outcome| failed(outcome)) {
+        outcomes.swap(0, first);
+    }
     let mut places: Vec<Option<Output>> = vec![None; requests];
     let mut all = Outcome {
         outputs: Vec::new(),
@@ -59,7 +67,7 @@ pub fn merge(outcomes: Vec<Result<Outcome, AnyError>>, requests: usize) -> Resul
         gpu_memory: None,
         processes: 1,
     };
-    for (rank, outcome) in outcomes.into_iter().enumerate() {
+    for (rank, outcome) in outcomes {
         let own = outcome.map_err(|e| if ranks > 1 { format!("rank {rank}: {e}").into() } else { e })?;
         for (i, output) in own.outputs.into_iter().enumerate() {
             let place = places.get_mut(rank + i * ranks).ok_or("more outputs than requests")?;
@@ -82,6 +90,22 @@ pub fn merge(outcomes: Vec<Result<Outcome, AnyError>>, requests: usize) -> Resul
     }
     all.outputs = places.into_iter().flatten().collect();
     Ok(all)
+}
+
+/// Whether an error is that another rank has left.
+fn tells_of_one_gone(error: &AnyError) -> bool {
+    let mut cause: Option<&(dyn std::error::Error + 'static)> = Some(&**error);
+    while let Some(error) = cause {
+        let comm = error.downcast_ref::<moebius::Error>().and_then(|e| match e {
+            moebius::Error::Comm(comm) => Some(comm),
+            _ => None,
+        });
+        if matches!(comm.or(error.downcast_ref()), Some(CommError::PeerGone { .. })) {
+            return true;
+        }
+        cause = error.source();
+    }
+    false
 }
 
 fn add(all: &mut Stats, own: &Stats) {

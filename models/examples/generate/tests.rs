@@ -102,4 +102,9 @@ fn the_first_rank_that_failed_is_named() {
     let outcomes = vec![Ok(outcome(0, vec![])), Err("out of luck".into()), Err("too".into())];
     assert_eq!(merge(outcomes, 0).expect_err("an error").to_string(), "rank 1: out of luck");
     assert_eq!(merge(vec![Err("alone".into())], 0).expect_err("an error").to_string(), "alone");
+    // What a rank failed at goes before that others found it gone.
+    let tag = moebius::comm::Tag { layer: 0, op: moebius::comm::Op::User, sequence: 0 };
+    let gone = moebius::CommError::PeerGone { operation: "barrier", tag, rank: 0, peer: 1 };
+    let outcomes = vec![Err(moebius::Error::from(gone).into()), Err("out of memory".into())];
+    assert_eq!(merge(outcomes, 0).expect_err("an error").to_string(), "rank 1: out of memory");
 }
