@@ -54,7 +54,7 @@ pub fn merge(outcomes: Vec<Result<Outcome, AnyError>>, requests: usize) -> Resul
     let failed =
         |(_, outcome): &(usize, Result<Outcome, AnyError>)| outcome.as_ref().is_err_and(|e| !tells_of_one_gone(e));
     let mut outcomes: Vec<_> = outcomes.into_iter().enumerate().collect();
-    if let Some(first) = outcomes.iter().position(|outcome| failed(outcome)) {
+    if let Some(first) = outcomes.iter().position(failed) {
         outcomes.swap(0, first);
     }
     let mut places: Vec<Option<Output>> = vec![None; requests];
