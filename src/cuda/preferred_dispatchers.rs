@@ -57,22 +57,21 @@ pub(crate) fn dispatcher_not_built(
 /// - All-to-all: what remains beyond a host, where all-gather's rows grow with the ranks.
 pub(crate) fn preferred_dispatchers(config: &GroupConfig, ranks: usize) -> &'static [DispatcherKind] {
     use DispatcherKind::{AllGather, AllToAll, NcclEp, NvLink, NvLinkLowLatency};
-    let few_tokens = config.max_tokens_per_rank <= ALL_GATHER_TOKENS || replays_few_tokens(config);
-    let few_for_low_latency = config.max_tokens_per_rank <= LOW_LATENCY_TOKENS || replays_few_tokens(config);
-    // What it cannot do.
-    let low_latency = few_for_low_latency && config.forward_only && !config.in_k_order;
+    // Low latency has neither a backward nor the order of k.
+    let low_latency = has_few_tokens(config, LOW_LATENCY_TOKENS) && config.forward_only && !config.in_k_order;
     match ranks {
         ..=2 if low_latency => &[NvLinkLowLatency, NvLink, AllGather],
         ..=2 => &[NvLink, AllGather],
-        3..=GPUS_OF_HOST if few_tokens => &[AllGather],
+        3..=GPUS_OF_HOST if has_few_tokens(config, ALL_GATHER_TOKENS) => &[AllGather],
         3..=GPUS_OF_HOST => &[NcclEp, AllGather],
         _ => &[NcclEp, AllToAll],
     }
 }
 
-/// Whether a group has room for captured steps of few tokens alone, as decoders have, whose prompts are longer.
-fn replays_few_tokens(config: &GroupConfig) -> bool {
-    (1..=FEW_STATIC_ROWS).contains(&config.max_rows)
+/// Whether a group has room for at most so many tokens a rank, or for captured steps of few tokens alone, as decoders have,
+/// whose prompts are longer.
+fn has_few_tokens(config: &GroupConfig, most: usize) -> bool {
+    config.max_tokens_per_rank <= most || (1..=FEW_STATIC_ROWS).contains(&config.max_rows)
 }
 
 #[cfg(test)]

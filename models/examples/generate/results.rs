@@ -4,10 +4,12 @@ use std::collections::BTreeMap;
 use std::time::Duration;
 
 use moebius::CommError;
+use moebius::candle::error_of;
 use moebius::comm::{Communicator, Op, Tag};
 use moebius::kernels::Kernels;
 use moebius::metrics::Load;
-use moebius_models::generate::{Output, Stats};
+use moebius_models::Error as ModelError;
+use moebius_models::generate::{Error as TextError, Output, Stats};
 use serde::{Deserialize, Serialize};
 
 use crate::AnyError;
@@ -94,18 +96,18 @@ pub fn merge(outcomes: Vec<Result<Outcome, AnyError>>, requests: usize) -> Resul
 
 /// Whether an error is that another rank has left.
 fn tells_of_one_gone(error: &AnyError) -> bool {
-    let mut cause: Option<&(dyn std::error::Error + 'static)> = Some(&**error);
-    while let Some(error) = cause {
-        let comm = error.downcast_ref::<moebius::Error>().and_then(|e| match e {
-            moebius::Error::Comm(comm) => Some(comm),
-            _ => None,
-        });
-        if matches!(comm.or(error.downcast_ref()), Some(CommError::PeerGone { .. })) {
-            return true;
-        }
-        cause = error.source();
-    }
-    false
+    let error: &(dyn std::error::Error + 'static) = &**error;
+    let of_model: Option<&ModelError> = match error.downcast_ref() {
+        Some(TextError::Model(error)) => Some(error),
+        _ => error.downcast_ref(),
+    };
+    // Where a model's error is the layer's or candle's it names no source of its own.
+    let of_layer = match of_model {
+        Some(ModelError::Moebius(error)) => Some(error),
+        Some(ModelError::Candle(error)) => error_of(error),
+        _ => error_of(error),
+    };
+    matches!(of_layer, Some(moebius::Error::Comm(CommError::PeerGone { .. })))
 }
 
 fn add(all: &mut Stats, own: &Stats) {

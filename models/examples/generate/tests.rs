@@ -2,8 +2,10 @@ use std::collections::BTreeMap;
 use std::thread;
 use std::time::Duration;
 
+use moebius::CommError;
 use moebius::cpu::{Cpu, ThreadWorld};
-use moebius_models::generate::{Finish, Output, Stats};
+use moebius_models::Error as ModelError;
+use moebius_models::generate::{Error as TextError, Finish, Output, Stats};
 
 use crate::launch::command;
 use crate::results::{ExpertChoices, Outcome, exchange, merge};
@@ -104,7 +106,10 @@ fn the_first_rank_that_failed_is_named() {
     assert_eq!(merge(vec![Err("alone".into())], 0).expect_err("an error").to_string(), "alone");
     // What a rank failed at goes before that others found it gone.
     let tag = moebius::comm::Tag { layer: 0, op: moebius::comm::Op::User, sequence: 0 };
-    let gone = moebius::CommError::PeerGone { operation: "barrier", tag, rank: 0, peer: 1 };
-    let outcomes = vec![Err(moebius::Error::from(gone).into()), Err("out of memory".into())];
-    assert_eq!(merge(outcomes, 0).expect_err("an error").to_string(), "rank 1: out of memory");
+    let gone = || moebius::Error::from(CommError::PeerGone { operation: "barrier", tag, rank: 0, peer: 1 });
+    let found = [gone().into(), ModelError::from(gone()).into(), TextError::from(ModelError::from(gone())).into()];
+    for error in found {
+        let outcomes = vec![Err(error), Err("out of memory".into())];
+        assert_eq!(merge(outcomes, 0).expect_err("an error").to_string(), "rank 1: out of memory");
+    }
 }
