@@ -12,7 +12,9 @@
 // by a ticket, in one order: for each i, row i to every peer, then token i - lag. So what a token waits for has been taken
 // by some group of the peer before, if the peer has come as far as this rank: no wait is for a group that waits itself,
 // and no number of blocks has to run at once. A group has a warp more that plans the next piece beside the present one:
-// the ticket, the maps and the wait take as long as a short row.
+// the ticket, the maps and the wait take as long as a short row. One more warp of the block stores the words behind all
+// groups' rows: what orders a row before its word waits for all that the SM has under way, so it is done for the rows of many
+// groups together, and no group waits for it.
 //
 // Limited by the link's bytes; in memory each slot's row is read once, each sum that travels written and read once.
 //
@@ -185,6 +187,78 @@ __device__ __forceinline__ void copy_words(const W* from, W* to, int words) {
 // A group's workers have ended a piece, and its planner has made the next.
 __device__ __forceinline__ void meet(int group) { asm volatile("bar.sync %0, %1;\n" ::"r"(1 + group), "n"(GROUP + 32) : "memory"); }
 
+// Words that peers wait for, of rows that a group has stored: from its planner to the warp that stores them.
+struct RowWords {
+    static constexpr uint32_t PLACES = 8;
+    nvlink::Word* words[PLACES];
+    uint32_t put;   // words that have been put here
+    uint32_t told;  // of which so many have been stored at the peers
+    uint32_t ended; // no more will come
+};
+
+__device__ __forceinline__ uint32_t load_acquire_block(const uint32_t* at) {
+    uint32_t value;
+    asm volatile("ld.acquire.cta.shared.u32 %0, [%1];\n" : "=r"(value) : "r"(static_cast<uint32_t>(__cvta_generic_to_shared(at))) : "memory");
+    return value;
+}
+__device__ __forceinline__ void store_release_block(uint32_t* at, uint32_t value) {
+    asm volatile("st.release.cta.shared.u32 [%0], %1;\n" ::"r"(static_cast<uint32_t>(__cvta_generic_to_shared(at))), "r"(value) : "memory");
+}
+
+// Hands over the word of a row, by one thread, behind a barrier with those that have stored the row.
+__device__ __forceinline__ void put_word(RowWords& rows, nvlink::Word* word) {
+    while (rows.put - load_acquire_block(&rows.told) == RowWords::PLACES) __nanosleep(20);
+    rows.words[rows.put % RowWords::PLACES] = word;
+    store_release_block(&rows.put, rows.put + 1);
+}
+
+// Stores the words of all groups as they come, a lane a group, until all have ended. One fence orders what all groups have
+// stored so far before their words.
+__device__ __forceinline__ void tell_of_rows(const NvLinkCombineParams& p, const nvlink::Block& block, RowWords* groups) {
+    const int lane = threadIdx.x % 32;
+    const nvlink::Word epoch = block.epoch;
+    const bool has_group = lane < static_cast<int>(NVLINK_SUM_GROUPS);
+    RowWords& rows = groups[has_group ? lane : 0];
+    uint32_t told = 0;
+    for (;;) {
+        // In this order: a word that is put before the end is seen with it.
+        const bool ended = !has_group || load_acquire_block(&rows.ended) != 0;
+        const uint32_t put = has_group ? load_acquire_block(&rows.put) : told;
+        if (!__any_sync(~0u, put != told)) {
+            if (__all_sync(~0u, ended)) return;
+            __nanosleep(20);
+            continue;
+        }
+        nvlink::fence_system();
+        for (; told != put; told++) {
+            nvlink::Word* word = rows.words[told % RowWords::PLACES];
+            nvlink::delay(p.call, static_cast<uint32_t>(reinterpret_cast<uint64_t>(word) / sizeof(nvlink::Word)));
+            nvlink::store_relaxed(word, epoch << 32);
+        }
+        if (has_group) store_release_block(&rows.told, told);
+        __syncwarp();
+    }
+}
+
+// Pieces of work in their order, each to one group. The next is asked for as one is taken: a group that waits for what a piece
+// of this order brings holds none before that one, so none waits in a circle.
+struct Tickets {
+    nvlink::Word* counter;
+    nvlink::Word next;  // in the first lane
+
+    __device__ __forceinline__ explicit Tickets(nvlink::Word* counter) : counter(counter), next(0) { ask(); }
+
+    __device__ __forceinline__ void ask() {
+        if (threadIdx.x % 32 == 0) next = atomicAdd(counter, 1ull);
+    }
+
+    __device__ __forceinline__ nvlink::Word take() {
+        const nvlink::Word taken = __shfl_sync(~0u, next, 0);
+        ask();
+        return taken;
+    }
+};
+
 // Plans a group's pieces, by a warp, each while the one before is worked on.
 template <class T>
 struct Planner {
@@ -240,7 +314,7 @@ struct Planner {
             const nvlink::Word* word = nvlink::words_of(p.call, p.call.rank) + NVLINK_ROWS + row_of(lane, row);
             nvlink::Word met;
             if (patience) there = nvlink::wait_for(p.call, word, block.epoch, NVLINK_WAIT_ROW, lane, met);
-            else if ((there = nvlink::load_relaxed(word) >> 32 == block.epoch)) nvlink::fence_system();
+            else there = nvlink::load_acquire(word) >> 32 == block.epoch;
         }
         return __all_sync(~0u, there);
     }
@@ -279,13 +353,10 @@ struct Planner {
     // The next piece; `most`: numbers of rows and of tokens that are summed end before it. `owed`: the piece before is
     // one that a peer waits for, and is told to be there when the group meets next. A wait must not hold that up, as the
     // peer's own may be for it: then the token is kept in `waiting` (else -1), and no piece is made.
-    __device__ __forceinline__ void next(int64_t most, bool owed, int64_t& waiting) const {
+    __device__ __forceinline__ void next(int64_t most, bool owed, Tickets& tickets, int64_t& waiting) const {
         const int64_t ranks = p.call.ranks, rank = p.call.rank;
-        auto* ticket = nvlink::words_of(p.call, rank) + NVLINK_TICKET;
         while (waiting < 0) {
-            nvlink::Word taken = 0;
-            if (threadIdx.x % 32 == 0) taken = atomicAdd(ticket, 1ull);
-            taken = __shfl_sync(~0u, taken, 0);
+            const nvlink::Word taken = tickets.take();
             const int64_t i = static_cast<int64_t>(taken) / ranks, part = static_cast<int64_t>(taken) - i * ranks;
             if (i >= most) return describe(PIECE_END, 0, 0, 0, nullptr);
             if (part + 1 < ranks) {
@@ -301,25 +372,24 @@ struct Planner {
     }
 };
 
-// A group's planner: `pieces` is where two take turns. Tells peers of the rows that have been stored.
+// A group's planner: `pieces` is where two take turns. Hands over the words of rows that have been stored.
 template <class T>
-__device__ __forceinline__ void plan(const NvLinkCombineParams& p, const nvlink::Block& block, Piece<T>* pieces, int group) {
+__device__ __forceinline__ void plan(const NvLinkCombineParams& p, const nvlink::Block& block, Piece<T>* pieces, int group, RowWords& rows) {
     int64_t most = p.tokens + p.lag, waiting = -1;
     for (int64_t r = 0; r < p.call.ranks; r++) most = p.arrived[r] > most ? p.arrived[r] : most;
+    Tickets tickets(nvlink::words_of(p.call, p.call.rank) + NVLINK_TICKET);
+    const bool first = threadIdx.x % 32 == 0;
     bool owed = false;
     for (int n = 0;; n++) {
-        Planner<T>{p, block, pieces[n % 2]}.next(most, owed, waiting);
+        Planner<T>{p, block, pieces[n % 2]}.next(most, owed, tickets, waiting);
         __syncwarp();
         meet(group);
         nvlink::Word* arrived = n > 0 ? pieces[(n + 1) % 2].arrived : nullptr;
-        if (arrived != nullptr && threadIdx.x % 32 == 0) {
-            nvlink::delay(p.call, static_cast<uint32_t>(reinterpret_cast<uint64_t>(arrived) / sizeof(nvlink::Word)));
-            const nvlink::Word epoch = block.epoch;
-            nvlink::store_release(arrived, epoch << 32);
-        }
-        if (pieces[n % 2].kind == PIECE_END) return;
+        if (arrived != nullptr && first) put_word(rows, arrived);
+        if (pieces[n % 2].kind == PIECE_END) break;
         owed = pieces[n % 2].arrived != nullptr;
     }
+    if (first) store_release_block(&rows.ended, 1);
 }
 
 template <class T>
@@ -343,12 +413,19 @@ __device__ __forceinline__ void combine(const NvLinkCombineParams& p) {
     extern __shared__ uint4 ring[];
     __shared__ nvlink::Block block;
     __shared__ Piece<T> pieces[NVLINK_SUM_GROUPS][2];
+    __shared__ RowWords row_words[NVLINK_SUM_GROUPS];
     // All blocks are there: weight gradients may start on the SMs that they leave.
     asm volatile("griddepcontrol.launch_dependents;\n" ::: "memory");
+    if (threadIdx.x < NVLINK_SUM_GROUPS) {
+        RowWords& rows = row_words[threadIdx.x];
+        rows.put = rows.told = rows.ended = 0;
+    }
     nvlink::start(p.call, block);
-    if (!block.stopped && threadIdx.x >= NVLINK_SUM_WORKERS) {
-        const int group = (threadIdx.x - NVLINK_SUM_WORKERS) / 32;
-        plan(p, block, pieces[group], group);
+    const int planner = (static_cast<int>(threadIdx.x) - static_cast<int>(NVLINK_SUM_WORKERS)) / 32;
+    if (!block.stopped && planner == static_cast<int>(NVLINK_SUM_GROUPS)) {
+        tell_of_rows(p, block, row_words);
+    } else if (!block.stopped && threadIdx.x >= NVLINK_SUM_WORKERS) {
+        plan(p, block, pieces[planner], planner, row_words[planner]);
     } else if (!block.stopped) {
         const int group = threadIdx.x / GROUP;
         for (int n = 0;; n++) {

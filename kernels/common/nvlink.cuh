@@ -106,9 +106,11 @@ __device__ __noinline__ bool keep_waiting(const NvLinkCall& c, const Word* word,
 
 // The same, and acquires what was released with the word.
 __device__ __forceinline__ bool wait_for(const NvLinkCall& c, const Word* word, uint32_t epoch, NvLinkPhase phase, int64_t peer, Word& met) {
-    met = load_relaxed(word);
-    if (met >> 32 != epoch && !keep_waiting(c, word, epoch, phase, peer, &met)) return false;
-    fence_system();
+    met = load_acquire(word);
+    if (met >> 32 == epoch) return true;
+    if (!keep_waiting(c, word, epoch, phase, peer, &met)) return false;
+    // Its loads acquire nothing; the word stays.
+    met = load_acquire(word);
     return true;
 }
 

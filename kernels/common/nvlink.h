@@ -6,11 +6,12 @@
 // Ranks of one host that may form a group.
 constexpr uint32_t NVLINK_RANKS = 8;
 // Threads of a block of the kernels that send tokens and records. Of those that send sums: warps that work on the same
-// rows, groups of such warps, each with one more that plans their work; words of 16 bytes of a row that a thread loads
-// into a place of its ring, places, and bytes of all rings. Choices of a token at most.
+// rows, groups of such warps, each with one more that plans their work, and a last one that tells peers of all groups' rows;
+// words of 16 bytes of a row that a thread loads into a place of its ring, places, and bytes of all rings. Choices of a token
+// at most.
 constexpr uint32_t NVLINK_THREADS = 1024;
 constexpr uint32_t NVLINK_SUM_WARPS = 2, NVLINK_SUM_GROUPS = 7, NVLINK_SUM_WORKERS = NVLINK_SUM_GROUPS * NVLINK_SUM_WARPS * 32;
-constexpr uint32_t NVLINK_SUM_THREADS = NVLINK_SUM_WORKERS + NVLINK_SUM_GROUPS * 32, NVLINK_SUM_WORDS = 2, NVLINK_RING = 13;
+constexpr uint32_t NVLINK_SUM_THREADS = NVLINK_SUM_WORKERS + (NVLINK_SUM_GROUPS + 1) * 32, NVLINK_SUM_WORDS = 2, NVLINK_RING = 13;
 constexpr uint32_t NVLINK_SUM_SMEM = NVLINK_RING * NVLINK_SUM_WORDS * 16 * NVLINK_SUM_WORKERS;
 constexpr uint32_t NVLINK_TOP_K = 24;
 // Blocks and groups of experts of a dispatch that sends by groups at most, and its shared memory for lists of rows.

@@ -12,11 +12,15 @@ __device__ __forceinline__ Word load_relaxed(const Word* at) {
     asm volatile("ld.relaxed.sys.global.u64 %0, [%1];\n" : "=l"(value) : "l"(at) : "memory");
     return value;
 }
+// What was released with the value is there. Cheaper than a fence behind a relaxed load, which waits for all that the SM has
+// under way.
+__device__ __forceinline__ Word load_acquire(const Word* at) {
+    Word value;
+    asm volatile("ld.acquire.sys.global.u64 %0, [%1];\n" : "=l"(value) : "l"(at) : "memory");
+    return value;
+}
 __device__ __forceinline__ void store_relaxed(Word* at, Word value) {
     asm volatile("st.relaxed.sys.global.u64 [%0], %1;\n" ::"l"(at), "l"(value) : "memory");
-}
-__device__ __forceinline__ void store_release(Word* at, Word value) {
-    asm volatile("st.release.sys.global.u64 [%0], %1;\n" ::"l"(at), "l"(value) : "memory");
 }
 __device__ __forceinline__ void fence_system() { asm volatile("fence.acq_rel.sys;\n" ::: "memory"); }
 __device__ __forceinline__ Word nanoseconds() {

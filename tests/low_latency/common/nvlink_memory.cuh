@@ -10,8 +10,8 @@ inline Word load_relaxed(const Word* at) {
     emulated::yield();
     return *at;
 }
+inline Word load_acquire(const Word* at) { return load_relaxed(at); }
 inline void store_relaxed(Word* at, Word value) { *at = value; }
-inline void store_release(Word* at, Word value) { *at = value; }
 inline void fence_system() {}
 inline Word nanoseconds() { return emulated::clock(); }
 
