@@ -262,9 +262,10 @@ fn routing(router: &RouterConfig) -> String {
 fn name_of(form: Form) -> String {
     match form {
         Form::Plain(dtype) => dtype.to_string(),
-        Form::Fp8Block => "fp8: E4M3 with block scales (weight_scale_inv)".to_string(),
+        Form::Fp8Block => "fp8: E4M3 with a scale a block".to_string(),
         Form::Fp8Scaled => "fp8: E4M3 with a scale a tensor or row".to_string(),
         Form::Mxfp4 => "MXFP4: E2M1, blocks of 32, E8M0 scales".to_string(),
+        Form::Mxfp4CompressedTensors => "MXFP4 (compressed-tensors): E2M1, blocks of 32, E8M0 scales".to_string(),
         Form::Nvfp4ModelOpt => "NVFP4 (ModelOpt): E2M1, blocks of 16, E4M3 scales".to_string(),
         Form::Nvfp4CompressedTensors => "NVFP4 (compressed-tensors): E2M1, blocks of 16, E4M3 scales".to_string(),
         other => format!("{other:?}"),

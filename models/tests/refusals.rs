@@ -199,12 +199,16 @@ fn scales_of_a_quantized_attention_are_no_unread_tensors() {
     let model_opt: [(&str, DType, &[usize]); 3] =
         [("weight", codes, &[1, 2]), ("weight_scale", fp8, &[1, 16]), ("weight_scale_2", f32, &[1])];
     let blocks: [(&str, DType, &[usize]); 2] = [("weight", fp8, &[1, 1]), ("weight_scale_inv", f32, &[128, 128])];
+    let grid: [(&str, DType, &[usize]); 2] = [("weight", fp8, &[1, 1]), ("weight_scale", f32, &[128, 128])];
+    let powers: [(&str, DType, &[usize]); 2] = [("weight_packed", codes, &[1, 2]), ("weight_scale", codes, &[1, 32])];
     let scaled: [(&str, DType, &[usize]); 2] = [("weight", fp8, &[1, 1]), ("weight_scale", f32, &[1])];
     let cache = ["k_scale", "v_scale", "q_scale", "kv_scale", "prob_scale", "output_scale"];
     for (weight, scales) in [
         (&packed[..], &["input_global_scale"][..]),
         (&model_opt, &["input_scale"]),
         (&blocks, &["input_scale_inv"]),
+        (&grid, &["input_scale"]),
+        (&powers, &[]),
         (&scaled, &["input_scale", "input_scale_ub", "input_zero_point"]),
         (&scaled, &cache),
     ] {

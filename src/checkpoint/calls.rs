@@ -34,8 +34,8 @@ impl Checkpoint {
 
     /// Loads one rank's share of a block whose routed experts are quantized, and leaves them so.
     ///
-    /// NVFP4 (ModelOpt's, compressed-tensors'), MXFP4 and fp8 in blocks of 128×128 stay as they are; all else is as
-    /// [`load_block`](Self::load_block) has it.
+    /// NVFP4 (ModelOpt's, compressed-tensors'), MXFP4 (gpt-oss', compressed-tensors') and fp8 in blocks of 128×128 stay as
+    /// they are; all else is as [`load_block`](Self::load_block) has it.
     ///
     /// # Errors
     /// As [`load_block`](Self::load_block); experts that are stored otherwise.

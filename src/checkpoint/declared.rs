@@ -9,12 +9,14 @@ use serde_json::Value;
 
 use super::fields::{Fields, short};
 use super::json::{MAX_CONFIG, parse_value, read_limited};
-use super::stored::Form;
+use super::stored::{Form, Fp8Blocks};
 use crate::error::{CheckpointError, CheckpointResult};
 use crate::quant::{MXFP4_BLOCK, NVFP4_BLOCK};
 
 /// Largest group that a file may name.
 const MAX_GROUP: usize = 1 << 20;
+/// Most rows or columns of a block that a file may name.
+const MAX_BLOCK: usize = 1 << 16;
 
 /// One statement, and where it stands.
 #[derive(Debug, Clone)]
@@ -31,6 +33,8 @@ pub(super) struct Declared {
     algorithms: Vec<Declaration<String>>,
     /// Sizes, of which one must be right: groups of layers may differ.
     groups: Vec<Declaration<Vec<usize>>>,
+    /// Blocks of fp8, by which their scales are read.
+    pub fp8_blocks: Fp8Blocks,
 }
 
 impl Declared {
@@ -66,14 +70,43 @@ impl Declared {
         if !none(object) {
             sizes.extend(group(&fields)?);
         }
+        self.add_block(&fields, "weight_block_size")?;
         let layers = object.get("config_groups").and_then(Value::as_object);
         for weights in layers.into_iter().flat_map(|map| map.values()).filter_map(|group| group.get("weights")) {
-            if weights.is_object() && !none(weights) {
-                sizes.extend(group(&Fields::new(path, weights, None))?);
+            if weights.is_object() {
+                let fields = Fields::new(path, weights, None);
+                self.add_block(&fields, "block_structure")?;
+                if !none(weights) {
+                    sizes.extend(group(&fields)?);
+                }
             }
         }
         if !sizes.is_empty() {
             self.groups.push(Declaration { path: path.to_string(), field: "group_size", value: sizes });
+        }
+        Ok(())
+    }
+
+    /// Adds rows and columns of a block: two integers, or, as older files have it, a text like `128x128`.
+    fn add_block(&mut self, fields: &Fields<'_>, key: &str) -> CheckpointResult<()> {
+        let Some(value) = fields.get(key) else { return Ok(()) };
+        let sizes = match value.as_str() {
+            Some(text) => text.split('x').map(|size| size.parse().ok()).collect(),
+            None => fields.list(key, MAX_BLOCK)?,
+        };
+        let refuse = |expected: String| {
+            let found = sizes.as_ref().filter(|sizes| sizes.len() == 2);
+            Err(fields.error(key, expected, found.map_or_else(|| short(value), |sizes| format!("{sizes:?}"))))
+        };
+        let size = match sizes.as_deref() {
+            Some(&[rows, columns]) => [rows, columns],
+            _ => return refuse("two integers".to_string()),
+        };
+        if size.iter().any(|size| !(1..=MAX_BLOCK).contains(size)) {
+            return refuse(format!("two integers in 1..={MAX_BLOCK}"));
+        }
+        if !self.fp8_blocks.add(size) {
+            return refuse(format!("at most {} sizes of blocks", Fp8Blocks::MOST));
         }
         Ok(())
     }
@@ -95,6 +128,7 @@ impl Declared {
                 (&["fp8", "fbgemm_fp8", "modelopt", "compressed-tensors", "quark"], &["FP8"], None)
             }
             Form::Mxfp4 => (&["mxfp4", "modelopt", "quark"], &["MXFP4"], Some(MXFP4_BLOCK)),
+            Form::Mxfp4CompressedTensors => (&["compressed-tensors"], &["MXFP4"], Some(MXFP4_BLOCK)),
             Form::Nvfp4ModelOpt => (&["modelopt", "modelopt_fp4", "nvfp4"], &["NVFP4"], Some(NVFP4_BLOCK)),
             Form::Nvfp4CompressedTensors => (&["compressed-tensors"], &["NVFP4"], Some(NVFP4_BLOCK)),
         };

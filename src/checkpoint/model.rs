@@ -28,8 +28,6 @@ pub(super) struct Model {
     /// Layers with a block, and the block.
     pub blocks: Vec<(usize, MoeConfig)>,
     pub dtype: Option<DType>,
-    /// Rows and columns of a block of `weight_scale_inv`.
-    pub fp8_block: [usize; 2],
     /// How the weights are quantized, as it says.
     pub declared: Declared,
 }
@@ -67,10 +65,9 @@ impl Model {
         }
         let dtype = dtype(&fields)?.or(dtype(&outer)?);
         let quantized = if inner.get("quantization_config").is_some() { &inner } else { &outer };
-        let fp8_block = fp8_block(quantized)?;
         let declared = Declared::of_config(&name, quantized.get("quantization_config"))?;
         let (model_type, text) = (model_type.to_string(), json.to_vec());
-        Ok(Self { family, model_type, layers, blocks, dtype, fp8_block, declared, text, json: root })
+        Ok(Self { family, model_type, layers, blocks, dtype, declared, text, json: root })
     }
 }
 
@@ -92,16 +89,6 @@ fn dtype(fields: &Fields<'_>) -> CheckpointResult<Option<DType>> {
         "bfloat16" => Some(DType::BF16),
         _ => None,
     }))
-}
-
-fn fp8_block(fields: &Fields<'_>) -> CheckpointResult<[usize; 2]> {
-    let Some(quantized) = fields.get("quantization_config") else { return Ok([128; 2]) };
-    let inner = Fields::new("quantization_config", quantized, None);
-    match inner.list("weight_block_size", 1 << 16)?.as_deref() {
-        None => Ok([128; 2]),
-        Some(&[rows, columns]) if rows > 0 && columns > 0 => Ok([rows, columns]),
-        Some(other) => Err(fields.error("weight_block_size", "two integers of at least 1", format!("{other:?}"))),
-    }
 }
 
 fn moe_layers(rule: LayerRule, fields: &Fields<'_>, layers: usize) -> CheckpointResult<Vec<usize>> {

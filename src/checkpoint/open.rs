@@ -175,7 +175,7 @@ impl Checkpoint {
     }
 
     pub(super) fn stored(&self, name: &str) -> Result<Option<Stored<'_>>> {
-        Ok(Stored::find(&self.files, name, self.model.fp8_block)?)
+        Ok(Stored::find(&self.files, name, &self.declared.fp8_blocks)?)
     }
 }
 

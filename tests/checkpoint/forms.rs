@@ -242,46 +242,6 @@ fn element_types_convert() {
     }
 }
 
-/// E4M3 from its definition.
-fn e4m3(code: u8) -> f32 {
-    let (exponent, mantissa) = (i32::from(code >> 3 & 15), f32::from(code & 7));
-    let size = match exponent {
-        0 => mantissa / 8.0 * 2f32.powi(-6),
-        _ => (1.0 + mantissa / 8.0) * 2f32.powi(exponent - 7),
-    };
-    if code >> 7 == 1 { -size } else { size }
-}
-
-/// E2M1 from its definition.
-fn e2m1(code: u8) -> f32 {
-    let (exponent, mantissa) = (i32::from(code >> 1 & 3), f32::from(code & 1));
-    let size = match exponent {
-        0 => mantissa * 0.5,
-        _ => (1.0 + mantissa * 0.5) * 2f32.powi(exponent - 1),
-    };
-    if code >> 3 == 1 { -size } else { size }
-}
-
-/// Random bytes without the two NaNs of E4M3.
-fn codes(next: &mut impl FnMut() -> u64, count: usize) -> Vec<u8> {
-    (0..count).map(|_| next() as u8).map(|b| if b & 127 == 127 { 0 } else { b }).collect()
-}
-
-/// Random scales in E4M3: what a quantizer writes is not negative.
-fn scales(next: &mut impl FnMut() -> u64, count: usize) -> Vec<u8> {
-    codes(next, count).into_iter().map(|b| b & 127).collect()
-}
-
-fn expect(checkpoint: &Checkpoint, name: &str, dims: &[usize], value: impl Fn(usize, usize, usize) -> f32) {
-    let tensor = checkpoint.tensor(name, Some(DType::F32)).unwrap();
-    assert_eq!(tensor.dims(), dims, "{name}");
-    let [rows, columns] = [dims[dims.len() - 2], dims[dims.len() - 1]];
-    for (i, found) in tensor.as_slice::<f32>().unwrap().iter().enumerate() {
-        let expected = value(i / (rows * columns), i / columns % rows, i % columns);
-        assert_eq!(found.to_bits(), expected.to_bits(), "{name}[{i}]: {found} {expected}");
-    }
-}
-
 const QWEN: &str = r#"{"model_type": "qwen3_moe", "num_hidden_layers": 1, "hidden_size": 160, "num_experts": 2,
     "num_experts_per_tok": 1, "moe_intermediate_size": 144, "torch_dtype": "bfloat16"}"#;
 
@@ -289,7 +249,8 @@ const QWEN: &str = r#"{"model_type": "qwen3_moe", "num_hidden_layers": 1, "hidde
 #[test]
 fn fp8_block_fused() {
     let (e, i, h) = (2, 144, 160);
-    for scale in ["f32", "bf16", "u8", "f8_e8m0"] {
+    let forms = [("f32", "scale_inv"), ("bf16", "scale_inv"), ("u8", "scale_inv"), ("f8_e8m0", "scale_inv")];
+    for (scale, end) in forms.into_iter().chain([("f32", "scale"), ("bf16", "scale")]) {
         let mut next = random(3);
         let mut tensors = Tensors::new();
         let block = "model.layers.0.mlp";
@@ -316,7 +277,7 @@ fn fp8_block_fused() {
                 _ => (bytes.iter().map(|b| b % 32 + 110).collect(), bytes.iter().map(|b| exponent(*b)).collect()),
             };
             tensors.insert(name.clone(), Raw::new("f8_e4m3", &[e, rows, columns], q.clone()));
-            tensors.insert(format!("{name}_scale_inv"), Raw::new(scale, &[e, grid_rows, grid_columns], data));
+            tensors.insert(format!("{name}_{end}"), Raw::new(scale, &[e, grid_rows, grid_columns], data));
             let value = move |x: usize, r: usize, c: usize| {
                 let scale = scales[(x * grid_rows + r / 128) * grid_columns + c / 128];
                 e4m3(q[(x * rows + r) * columns + c]) * scale

@@ -1,5 +1,6 @@
 //! Checkpoints: every shipped folder, both on-disk forms, families without a folder, damaged files, and back to disk.
 
+mod compressed_tensors;
 mod damage;
 mod families;
 mod forms;

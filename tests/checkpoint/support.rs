@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 use moebius::DType;
-use moebius::checkpoint::{BlockParams, LoadOptions};
+use moebius::checkpoint::{BlockParams, Checkpoint, LoadOptions};
 use moebius::cpu::Cpu;
 use moebius::layer::ParamKind;
 use safetensors::Dtype;
@@ -135,4 +135,45 @@ pub fn assert_same(a: &BlockParams, b: &BlockParams, what: &str) {
         _ => panic!("{what}: {name} is there on one side only"),
     };
     ParamKind::ALL.into_iter().for_each(|kind| same(kind.name(), a.get(kind), b.get(kind)));
+}
+
+/// E4M3 from its definition.
+pub fn e4m3(code: u8) -> f32 {
+    let (exponent, mantissa) = (i32::from(code >> 3 & 15), f32::from(code & 7));
+    let size = match exponent {
+        0 => mantissa / 8.0 * 2f32.powi(-6),
+        _ => (1.0 + mantissa / 8.0) * 2f32.powi(exponent - 7),
+    };
+    if code >> 7 == 1 { -size } else { size }
+}
+
+/// E2M1 from its definition.
+pub fn e2m1(code: u8) -> f32 {
+    let (exponent, mantissa) = (i32::from(code >> 1 & 3), f32::from(code & 1));
+    let size = match exponent {
+        0 => mantissa * 0.5,
+        _ => (1.0 + mantissa * 0.5) * 2f32.powi(exponent - 1),
+    };
+    if code >> 3 == 1 { -size } else { size }
+}
+
+/// Random bytes without the two NaNs of E4M3.
+pub fn codes(next: &mut impl FnMut() -> u64, count: usize) -> Vec<u8> {
+    (0..count).map(|_| next() as u8).map(|b| if b & 127 == 127 { 0 } else { b }).collect()
+}
+
+/// Random scales in E4M3: what a quantizer writes is not negative.
+pub fn scales(next: &mut impl FnMut() -> u64, count: usize) -> Vec<u8> {
+    codes(next, count).into_iter().map(|b| b & 127).collect()
+}
+
+/// Holds a tensor's elements against `value(matrix, row, column)`, bit for bit.
+pub fn expect(checkpoint: &Checkpoint, name: &str, dims: &[usize], value: impl Fn(usize, usize, usize) -> f32) {
+    let tensor = checkpoint.tensor(name, Some(DType::F32)).unwrap();
+    assert_eq!(tensor.dims(), dims, "{name}");
+    let [rows, columns] = [dims[dims.len() - 2], dims[dims.len() - 1]];
+    for (i, found) in tensor.as_slice::<f32>().unwrap().iter().enumerate() {
+        let expected = value(i / (rows * columns), i / columns % rows, i % columns);
+        assert_eq!(found.to_bits(), expected.to_bits(), "{name}[{i}]: {found} {expected}");
+    }
 }

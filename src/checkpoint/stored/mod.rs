@@ -1,6 +1,7 @@
 //! How one tensor is stored: plain, or quantized with scales beside it. Finds what belongs to it and checks shapes and
 //! types against each other; its elements are read in a file of their own.
 
+mod blocks;
 mod read;
 
 use safetensors::Dtype;
@@ -10,7 +11,13 @@ use crate::dtype::DType;
 use crate::error::{CheckpointError, CheckpointResult};
 use crate::quant::{FP8_BLOCK, MXFP4_BLOCK, NVFP4_BLOCK, WeightFormat};
 
+pub(super) use blocks::Fp8Blocks;
 pub(super) use read::{Chunk, Scratch};
+
+/// Types of floating-point scales.
+const FLOATS: [Dtype; 3] = [Dtype::F32, Dtype::BF16, Dtype::F16];
+/// Types of scales that are powers of two.
+const E8M0: [Dtype; 2] = [Dtype::U8, Dtype::F8_E8M0];
 
 /// Form of a tensor on disk.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -18,12 +25,15 @@ pub(super) use read::{Chunk, Scratch};
 pub enum Form {
     /// Not quantized.
     Plain(DType),
-    /// E4M3 with a scale a block of `weight_block_size`, ragged at the edges (DeepSeek-V3).
+    /// E4M3 with a scale a block, ragged at the edges: of `weight_block_size` (DeepSeek-V3), or of `block_structure`
+    /// (compressed-tensors).
     Fp8Block,
     /// E4M3 with one scale a tensor or a row (ModelOpt, compressed-tensors).
     Fp8Scaled,
     /// E2M1 in blocks of 32 with an E8M0 scale each (gpt-oss).
     Mxfp4,
+    /// The same, a row an output in one tensor of bytes (compressed-tensors).
+    Mxfp4CompressedTensors,
     /// E2M1 in blocks of 16 with an E4M3 scale each, and a factor (ModelOpt).
     Nvfp4ModelOpt,
     /// E2M1 in blocks of 16 with an E4M3 scale each, and a divisor (compressed-tensors).
@@ -97,19 +107,22 @@ pub(super) fn sibling(name: &str, suffix: &str) -> String {
 
 impl<'a> Stored<'a> {
     /// Finds a tensor in whatever form it is there; `None` if there is none of this name.
-    pub fn find(files: &'a Files, name: &str, fp8_block: [usize; 2]) -> CheckpointResult<Option<Self>> {
+    pub fn find(files: &'a Files, name: &str, blocks: &Fp8Blocks) -> CheckpointResult<Option<Self>> {
         let get = |name: String| files.get(&name).map(|entry| (name, entry));
         let packed = get(sibling(name, "weight_packed")).or_else(|| get(sibling(name, "packed")));
         let mut stored = match (get(name.to_string()), packed, get(format!("{name}_blocks"))) {
-            (Some(data), ..) => Self::of_weight(files, name, data, fp8_block)?,
+            (Some(data), ..) => Self::of_weight(files, name, data)?,
             (None, Some(data), _) => {
                 let mut stored = Self::plain_of(files, data);
                 if stored.data.1.dtype == Dtype::I32 {
                     let expected = "U8, two FP4 codes a byte (the INT4 weights of pack-quantized are not read)";
                     return Err(stored.wrong(&stored.data, expected));
                 }
-                stored.form = Form::Nvfp4CompressedTensors;
                 stored.scales = get(sibling(name, "weight_scale"));
+                stored.form = match &stored.scales {
+                    Some((_, scales)) if E8M0.contains(&scales.dtype) => Form::Mxfp4CompressedTensors,
+                    _ => Form::Nvfp4CompressedTensors,
+                };
                 stored.global = get(sibling(name, "weight_global_scale"));
                 stored.unused = vec![sibling(name, "input_global_scale")];
                 stored
@@ -123,7 +136,7 @@ impl<'a> Stored<'a> {
             (None, None, None) => return Ok(None),
         };
         stored.unused.retain(|name| files.get(name).is_some());
-        stored.check(name)?;
+        stored.check(name, blocks)?;
         Ok(Some(stored))
     }
 
@@ -144,12 +157,7 @@ impl<'a> Stored<'a> {
         }
     }
 
-    fn of_weight(
-        files: &'a Files,
-        name: &str,
-        data: (String, &'a TensorEntry),
-        fp8_block: [usize; 2],
-    ) -> CheckpointResult<Self> {
+    fn of_weight(files: &'a Files, name: &str, data: (String, &'a TensorEntry)) -> CheckpointResult<Self> {
         let get = |name: String| files.get(&name).map(|entry| (name, entry));
         let mut stored = Self::plain_of(files, data);
         stored.unused = vec![sibling(name, "input_scale"), sibling(name, "input_scale_inv")];
@@ -157,14 +165,15 @@ impl<'a> Stored<'a> {
         match stored.data.1.dtype {
             Dtype::F8_E4M3 => {
                 if let Some(scales) = get(format!("{name}_scale_inv")) {
-                    (stored.form, stored.block, stored.scales) = (Form::Fp8Block, fp8_block, Some(scales));
+                    (stored.form, stored.scales) = (Form::Fp8Block, Some(scales));
                 } else if let Some(scales) = scale() {
+                    // Or blocks, where their shape says so.
                     (stored.form, stored.scales) = (Form::Fp8Scaled, Some(scales));
                 } else {
                     return Err(CheckpointError::Missing {
                         path: files.path_of(stored.data.1),
                         tensor: format!("{name}_scale_inv"),
-                        expected: format!("the scales of {name}, which is F8_E4M3"),
+                        expected: format!("the scales of {name}, which is F8_E4M3, here or in its weight_scale"),
                     });
                 }
             }
@@ -200,7 +209,7 @@ impl<'a> Stored<'a> {
     }
 
     /// Checks codes, scales and their shapes against each other, and settles `dims`.
-    fn check(&mut self, name: &str) -> CheckpointResult<()> {
+    fn check(&mut self, name: &str, blocks: &Fp8Blocks) -> CheckpointResult<()> {
         let missing = |tensor: String| CheckpointError::Missing {
             path: self.files.path_of(self.data.1),
             tensor,
@@ -221,29 +230,17 @@ impl<'a> Stored<'a> {
         match self.form {
             Form::Plain(_) => {}
             Form::Fp8Block => {
-                self.expect(&scales, &[Dtype::F32, Dtype::BF16, Dtype::F16, Dtype::U8, Dtype::F8_E8M0])?;
-                let mut grid = codes.clone();
-                grid[last - 1] = codes[last - 1].div_ceil(self.block[0]);
-                grid[last] = codes[last].div_ceil(self.block[1]);
-                self.expect_shape(&scales, &grid)?;
+                self.expect(&scales, &[FLOATS.as_slice(), &E8M0].concat())?;
+                self.block =
+                    blocks.of_grid(codes, &scales.1.shape).map_err(|expected| self.wrong(&scales, expected))?;
             }
             Form::Fp8Scaled => {
-                self.expect(&scales, &[Dtype::F32, Dtype::BF16, Dtype::F16])?;
-                let (rows, columns) = (codes[last - 1], codes[last]);
-                let found = scales.1.shape.as_slice();
-                let mut per_row = codes.clone();
-                per_row[last] = 1;
-                if found.iter().product::<usize>() == 1 {
-                    self.block = [usize::MAX, usize::MAX];
-                } else if found == per_row || (codes.len() == 2 && found == [rows]) {
-                    self.block = [1, columns.max(1)];
-                } else {
-                    return Err(self.wrong(&scales, format!("F32 [], [1] or {per_row:?}")));
-                }
+                self.expect(&scales, &FLOATS)?;
+                (self.form, self.block) = self.scaled_form(&scales, blocks)?;
             }
             Form::Mxfp4 => {
                 self.expect(&self.data, &[Dtype::U8])?;
-                self.expect(&scales, &[Dtype::U8, Dtype::F8_E8M0])?;
+                self.expect(&scales, &E8M0)?;
                 if codes.len() < 3 || codes[last] != MXFP4_BLOCK / 2 {
                     return Err(self.wrong(&self.data, "U8 [.., rows, blocks, 16]"));
                 }
@@ -255,10 +252,27 @@ impl<'a> Stored<'a> {
                 dims.extend([columns, rows]);
                 (self.dims, self.flipped, self.block) = (dims, true, [1, MXFP4_BLOCK]);
             }
-            Form::Nvfp4ModelOpt | Form::Nvfp4CompressedTensors => {
-                let global = self.global.clone().ok_or_else(|| missing(sibling(name, "weight_global_scale")))?;
+            Form::Mxfp4CompressedTensors => {
                 self.expect(&self.data, &[Dtype::U8])?;
+                if let Some(global) = &self.global {
+                    return Err(self.wrong(global, "nothing: with this NVFP4's block scales are F8_E4M3, not U8"));
+                }
+                if !codes[last].is_multiple_of(MXFP4_BLOCK / 2) {
+                    return Err(self.wrong(&self.data, "a multiple of 16 bytes in the last dimension"));
+                }
+                let mut expected = codes.clone();
+                expected[last] /= MXFP4_BLOCK / 2;
+                self.expect_shape(&scales, &expected)?;
+                self.dims[last] = self.columns(codes[last], 2)?;
+                self.block = [1, MXFP4_BLOCK];
+            }
+            Form::Nvfp4ModelOpt | Form::Nvfp4CompressedTensors => {
+                self.expect(&self.data, &[Dtype::U8])?;
+                if self.form == Form::Nvfp4CompressedTensors && scales.1.dtype != Dtype::F8_E4M3 {
+                    return Err(self.wrong(&scales, "F8_E4M3 (NVFP4), or U8 or F8_E8M0 (MXFP4)"));
+                }
                 self.expect(&scales, &[Dtype::F8_E4M3])?;
+                let global = self.global.clone().ok_or_else(|| missing(sibling(name, "weight_global_scale")))?;
                 self.expect(&global, &[Dtype::F32])?;
                 if global.1.shape.iter().product::<usize>() != 1 {
                     return Err(self.wrong(&global, "F32 [] or [1]"));
@@ -278,6 +292,29 @@ impl<'a> Stored<'a> {
             }
         }
         Ok(())
+    }
+
+    /// Form and block of codes in E4M3, by the shape of their scales. A shape that several forms have means the same in
+    /// each.
+    fn scaled_form(&self, scales: &(String, &TensorEntry), blocks: &Fp8Blocks) -> CheckpointResult<(Form, [usize; 2])> {
+        let (codes, found) = (self.data.1.shape.as_slice(), scales.1.shape.as_slice());
+        let last = codes.len() - 1;
+        let mut per_row = codes.to_vec();
+        per_row[last] = 1;
+        let one = found.iter().product::<usize>() == 1;
+        let whole = (Form::Fp8Scaled, [usize::MAX; 2]);
+        // One scale is a grid where the files speak of blocks: experts of whatever size then have one form.
+        if one && !blocks.are_named() {
+            return Ok(whole);
+        }
+        match blocks.of_grid(codes, found) {
+            Ok(block) => Ok((Form::Fp8Block, block)),
+            Err(_) if one => Ok(whole),
+            Err(_) if found == per_row || (codes.len() == 2 && found == [codes[0]]) => {
+                Ok((Form::Fp8Scaled, [1, codes[last].max(1)]))
+            }
+            Err(grid) => Err(self.wrong(scales, format!("one scale, one a row (shape {per_row:?}) or {grid}"))),
+        }
     }
 
     fn columns(&self, count: usize, each: usize) -> CheckpointResult<usize> {
@@ -330,7 +367,7 @@ impl<'a> Stored<'a> {
     pub fn weight_format(&self) -> Option<WeightFormat> {
         match self.form {
             Form::Nvfp4ModelOpt | Form::Nvfp4CompressedTensors if !self.packed_rows => Some(WeightFormat::Nvfp4),
-            Form::Mxfp4 => Some(WeightFormat::Mxfp4),
+            Form::Mxfp4 | Form::Mxfp4CompressedTensors => Some(WeightFormat::Mxfp4),
             Form::Fp8Block if self.block == [FP8_BLOCK, FP8_BLOCK] => Some(WeightFormat::Fp8Block),
             _ => None,
         }

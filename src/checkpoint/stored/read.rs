@@ -57,7 +57,7 @@ impl Stored<'_> {
             Form::Nvfp4ModelOpt | Form::Nvfp4CompressedTensors if self.packed_rows => {
                 self.read_packed_rows(rows, columns, scratch)?;
             }
-            Form::Mxfp4 | Form::Nvfp4ModelOpt | Form::Nvfp4CompressedTensors => {
+            Form::Mxfp4 | Form::Mxfp4CompressedTensors | Form::Nvfp4ModelOpt | Form::Nvfp4CompressedTensors => {
                 let block = self.block[1];
                 self.read_scales(rows.start * columns / block, count / block, scratch)?;
                 let codes = fill(&mut scratch.raw, count / 2);
@@ -178,7 +178,7 @@ impl Stored<'_> {
         }
         let Some((name, entry)) = &self.scales else { return Ok(()) };
         self.files.read(name, entry, first as u64, scales)?;
-        let value = |b: &u8| if self.form == Form::Mxfp4 { e8m0(*b) } else { E4M3[*b as usize] };
+        let value = |b: &u8| if entry.dtype == Dtype::F8_E4M3 { E4M3[*b as usize] } else { e8m0(*b) };
         self.check_scales(first, scales.iter().map(value))
     }
 
