@@ -95,7 +95,8 @@ impl<F: Fn(&[Tensor], &Tensor, &Tensor) -> Result<Gradients>> Computed<F> {
         let own = value.is_contiguous() && value.layout().start_offset() == 0;
         let value = if own { value } else { value.force_contiguous()? };
         let memory = Take::default();
-        value.inplace_op1(&memory)?;
+        // In one dimension: behind a dimension of 0 others have strides of 0, which candle takes for repeated elements.
+        value.flatten_all()?.inplace_op1(&memory)?;
         Ok((memory, value.shape().clone()))
     }
 
