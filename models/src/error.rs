@@ -93,3 +93,15 @@ impl Error {
         }
     }
 }
+
+/// For operations of this crate inside functions that return candle's errors. What was candle's, or the layer's, is as it
+/// was; all else is wrapped.
+impl From<Error> for candle_core::Error {
+    fn from(error: Error) -> Self {
+        match error {
+            Error::Candle(error) => error,
+            Error::Moebius(error) => error.into(),
+            other => Self::wrap(other),
+        }
+    }
+}

@@ -8,7 +8,7 @@ use crate::cache::LayerCache;
 use crate::decoder::{Mixer, Step};
 use crate::error::Result;
 use crate::norm::{Norm, NormSpec};
-use crate::ops::{AttentionOptions, attention, cache_attention};
+use crate::ops::{AttentionOptions, cache_attention, masked_attention};
 use crate::params::Loader;
 use crate::static_cache::{CachePositions, StaticShape};
 
@@ -177,13 +177,13 @@ impl Mixer for LatentAttention {
         let y = if absorbed {
             // One key head, the latent and the rotated key.
             let q = self.absorbed(&q, &q_rotated)?;
-            self.values_of(&attention(&q, &Tensor::cat(&[&c, &k], 3)?, &c, &options)?)?
+            self.values_of(&masked_attention(&q, &Tensor::cat(&[&c, &k], 3)?, &c, &options)?)?
         } else {
             let made = c.reshape((b * n, latent))?.matmul(&self.up.t()?)?;
             let made = made.reshape((b, n, heads, plain + value))?.transpose(1, 2)?;
             let keys = [made.narrow(3, 0, plain)?, k.broadcast_as((b, heads, n, rotated))?.contiguous()?];
             let q = Tensor::cat(&[q, q_rotated], 3)?;
-            attention(&q, &Tensor::cat(&keys, 3)?, &made.narrow(3, plain, value)?, &options)?
+            masked_attention(&q, &Tensor::cat(&keys, 3)?, &made.narrow(3, plain, value)?, &options)?
         };
         Ok(self.output.forward(&y.reshape((b * s, heads * value))?)?)
     }

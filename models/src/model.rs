@@ -195,10 +195,12 @@ impl Model {
         self.loss_of("Model::loss_tapped", ids, Some(tap))
     }
 
-    fn loss_of(&self, call: &'static str, ids: &Tensor, tap: Option<&mut Tap<'_>>) -> Result<Loss> {
-        let hidden = self.run(call, ids, None, tap)?;
-        let ids = ids.to_device(self.device())?;
-        Ok(loss::next_token(&hidden, &ids, &self.decoder.head())?)
+    fn loss_of(&self, call: &'static str, ids: &Tensor, mut tap: Option<&mut Tap<'_>>) -> Result<Loss> {
+        self.run_or_refuse(|at| {
+            let ids = self.checked(call, ids, 0, |_| Ok(()))?;
+            let hidden = self.decoder.hidden(&ids, None, &mut tap, at)?;
+            Ok(loss::next_token(&hidden, &ids, &self.decoder.head())?)
+        })
     }
 
     /// An empty cache for [`decode`](Self::decode).
@@ -339,8 +341,8 @@ impl Model {
         }
     }
 
-    /// The ids as U32 on the model's device, if the call can be made behind `past` tokens; `check` gets the number of
-    /// sequences.
+    /// The ids as U32 on the model's device, none on the CPU, if the call can be made behind `past` tokens; `check` gets the
+    /// number of sequences.
     pub(crate) fn checked(
         &self,
         call: &'static str,
@@ -368,14 +370,16 @@ impl Model {
             let most = self.context();
             return fail(format!("sequences of {past} cached and {len} new tokens; the context is {most}"));
         }
+        if ids.elem_count() == 0 {
+            // None are not copied or converted: a GPU has no memory of no bytes, and starts no kernel of no elements.
+            return Ok(Tensor::zeros((sequences, len), DType::U32, &Device::Cpu)?);
+        }
         let values = ids.flatten_all()?.to_dtype(DType::I64)?.to_vec1::<i64>()?;
         let vocabulary = self.vocabulary();
         if let Some(wrong) = values.iter().position(|id| !(0..vocabulary as i64).contains(id)) {
             let (row, position) = (wrong / len, wrong % len);
             return Err(Error::TokenId { call, row, position, id: values[wrong], vocabulary });
         }
-        let ids = ids.to_dtype(DType::U32)?;
-        // None are not copied: a GPU has no memory of no bytes.
-        if values.is_empty() { Ok(ids) } else { Ok(ids.to_device(self.device())?) }
+        Ok(ids.to_dtype(DType::U32)?.to_device(self.device())?)
     }
 }

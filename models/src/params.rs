@@ -15,7 +15,8 @@ use crate::config::ConfigFile;
 use crate::error::{Error, Result};
 use crate::random::RandomWeights;
 
-const CALL: &str = "Model::load";
+/// The call that loads, in errors.
+pub(crate) const CALL: &str = "Model::load";
 
 /// How to load a decoder.
 #[derive(Debug, Clone, Copy, Default)]
@@ -39,7 +40,8 @@ pub struct LoadOptions {
     pub experts_on_host: bool,
     /// Weights are random and depend on this seed; nothing is read but `config.json`. Matrices are uniform with variance
     /// 1 / fan-in, vectors ones, biases zeros, all in [`dtype`](Self::dtype), else in the type that `config.json` names,
-    /// else in f32. Another kind of device has other values.
+    /// else in f32. Another kind of device has other values. A tensor that the host has no memory for is an error that names
+    /// it and the keys of its sizes.
     pub random: Option<u64>,
 }
 
@@ -95,7 +97,7 @@ pub(crate) struct Loader<'a> {
     dtype: Option<moebius::DType>,
     /// The first matrix that was read, and its type.
     matrix_type: Option<(String, moebius::DType)>,
-    random: Option<RandomWeights>,
+    random: Option<RandomWeights<'a>>,
     /// Where the experts are, if on the host.
     host: Option<HostExperts>,
     vars: Vec<(String, Var)>,
@@ -128,6 +130,7 @@ impl<'a> Loader<'a> {
             seed,
             parameters: options.parameters,
             dtype: options.dtype.unwrap_or_else(named),
+            config: checkpoint.config(),
         });
         let on_gpu = !group.device().is_cpu();
         match &random {

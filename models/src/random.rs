@@ -10,24 +10,33 @@ use moebius::checkpoint::Checkpoint;
 use moebius::layer::{Layer, ParamKind};
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{RngCore, SeedableRng};
+use serde_json::Value;
 
-use crate::error::Result;
+use crate::config_entries::config_entries;
+use crate::error::{Error, Result};
+use crate::params::CALL;
+
+/// Bytes of an entry while it is drawn, beside those that it is kept in.
+const DRAWN_BYTES: usize = size_of::<f64>();
 
 /// Makes weights by name: matrices uniform with variance 1 / fan-in, vectors ones, biases zeros.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct RandomWeights {
+pub(crate) struct RandomWeights<'a> {
     pub seed: u64,
     pub parameters: Parameters,
     pub dtype: DType,
+    /// `config.json`, whose sizes the weights have.
+    pub config: &'a Value,
 }
 
-impl RandomWeights {
+impl RandomWeights<'_> {
     /// A tensor whose values depend on seed, name and sizes, and on the kind of device.
     pub fn tensor(&self, name: &str, dims: &[usize], device: &Device) -> Result<Tensor> {
         self.tensor_as(name, dims, (self.dtype, device))
     }
 
     fn tensor_as(&self, name: &str, dims: &[usize], (dtype, device): (DType, &Device)) -> Result<Tensor> {
+        self.check_memory(name, dims, (dtype, device))?;
         let t = match dims {
             [_] | [] if name.ends_with("bias") => Tensor::zeros(dims, dtype, device)?,
             [_] | [] => Tensor::ones(dims, dtype, device)?,
@@ -37,6 +46,38 @@ impl RandomWeights {
             }
         };
         self.param(t)
+    }
+
+    /// Refuses a tensor that the host has no memory for, with the sizes of `config.json` that it comes from: an allocation
+    /// that fails would end the process. A GPU's memory is its allocator's to refuse.
+    fn check_memory(&self, name: &str, dims: &[usize], (dtype, device): (DType, &Device)) -> Result<()> {
+        let bytes = dims.iter().try_fold(DRAWN_BYTES + dtype.size_in_bytes(), |bytes, size| bytes.checked_mul(*size));
+        let has_room = |bytes: usize| {
+            let mut room = Vec::<u8>::new();
+            let reserved = room.try_reserve_exact(bytes).is_ok();
+            // Unseen, the compiler takes memory that nobody uses for had, whatever its size.
+            std::hint::black_box(&room);
+            reserved
+        };
+        if bytes.is_some_and(|bytes| !device.is_cpu() || has_room(bytes)) {
+            return Ok(());
+        }
+        let bytes = bytes.map_or("more bytes than can be counted".to_string(), |bytes| format!("{bytes} bytes"));
+        let sizes = self.sizes_of(dims);
+        let problem =
+            format!("option random: tensor {name} of {dims:?}: no memory for {bytes}; config.json has {sizes}");
+        Err(Error::Usage { call: CALL, problem })
+    }
+
+    /// The largest sizes of the configuration that a tensor's are multiples of.
+    fn sizes_of(&self, dims: &[usize]) -> String {
+        let divides = |size: &usize| *size > 1 && dims.iter().any(|dim| dim.is_multiple_of(*size));
+        let number = |(key, text): (String, String)| Some((text.parse().ok().filter(divides)?, key));
+        let mut sizes: Vec<(usize, String)> = config_entries(self.config).into_iter().filter_map(number).collect();
+        sizes.sort_by(|a, b| b.cmp(a));
+        sizes.truncate(3);
+        let named: Vec<String> = sizes.into_iter().map(|(size, key)| format!("{key} {size}")).collect();
+        named.join(", ")
     }
 
     /// A variable where the model trains.
@@ -58,7 +99,10 @@ impl RandomWeights {
             let bias = kind.fan_in(&config).is_none();
             let dtype = if kind == ParamKind::SelectionBias { crate::ops::wide(self.dtype) } else { self.dtype };
             let t = match bias {
-                true => self.param(Tensor::zeros(dims, dtype, group.device())?)?,
+                true => {
+                    self.check_memory(&name, &dims, (dtype, group.device()))?;
+                    self.param(Tensor::zeros(dims, dtype, group.device())?)?
+                }
                 false => self.tensor_as(&name, &dims, (dtype, group.device()))?,
             };
             tensors.insert(kind.name().to_string(), t);

@@ -8,7 +8,7 @@ use crate::config::Heads;
 use crate::decoder::{Mixer, Step};
 use crate::error::Result;
 use crate::norm::{Norm, NormSpec, unit_rms};
-use crate::ops::{AttentionOptions, QkNormRope, attention, cache_attention, linear, sigmoid};
+use crate::ops::{AttentionOptions, QkNormRope, cache_attention, linear, masked_attention, sigmoid};
 use crate::params::Loader;
 use crate::static_cache::{CachePositions, StaticShape};
 
@@ -200,7 +200,7 @@ impl SelfAttention {
         }
         let [q, k, v] = heads.split(&qkv)?;
         let (k, v) = self.with_past([k, v], step, cache)?;
-        attention(&q, &k, &v, &self.options(step)).map(Some)
+        masked_attention(&q, &k, &v, &self.options(step)).map(Some)
     }
 
     fn options<'a>(&'a self, step: &'a Step<'_>) -> AttentionOptions<'a> {
@@ -336,7 +336,7 @@ impl Mixer for SelfAttention {
         }
         let (k, v) = self.with_past([k, v], step, &mut cache)?;
         let k = if late { self.turn(&k, Side::Key, step)? } else { k };
-        finish(attention(&q, &k, &v, &self.options(step))?)
+        finish(masked_attention(&q, &k, &v, &self.options(step))?)
     }
 }
 

@@ -414,6 +414,27 @@ fn gradients_of_replicated_parameters() {
     assert!(wrong.is_empty(), "{}", wrong.join("\n"));
 }
 
+/// A rank without a next token, of no sequences or of sequences of one token, adds a loss of 0, and its backward takes part
+/// in that of the layers, where the other rank waits.
+#[test]
+fn a_rank_without_next_tokens_takes_part_in_backward() {
+    let golden = Golden::named("qwen3_moe");
+    let expected = scalar(&golden.tensors["loss"]);
+    for dims in [(0, 5), (2, 1)] {
+        let none = Tensor::zeros(dims, DType::U32, &Device::Cpu).expect("ids");
+        on_ranks(2, &golden, |rank, group| {
+            let model = golden.load(&group, LoadOptions { parameters: Parameters::Trainable, ..golden.options() });
+            let loss = model.loss(if rank == 0 { golden.ids() } else { &none }).expect("a loss");
+            let gradients = loss.sum.backward().expect("gradients");
+            let experts = model.moe(golden.layer()).expect("experts").vars();
+            assert!(experts.iter().all(|var| gradients.get(var).is_some()), "rank {rank} of {dims:?}");
+            let mean = scalar(&loss.mean().expect("a mean"));
+            let error = if rank == 0 { (mean - expected).abs() / expected } else { mean };
+            assert!(error <= tolerance(&golden) && (rank == 0 || error == 0.0), "rank {rank} of {dims:?}: {mean}");
+        });
+    }
+}
+
 /// A folder of more token ids than the repository's have, most of them of one rank: they are checked as others are.
 #[test]
 fn folders_of_many_tokens_are_checked() {

@@ -1,8 +1,9 @@
 //! Memory of a step by the length of its sequences, counted at the allocator.
 
 use std::path::{Path, PathBuf};
+use std::sync::{Mutex, PoisonError};
 
-use candle_core::{Device, Tensor};
+use candle_core::{DType, Device, Tensor};
 use moebius::candle::Parameters;
 use moebius_models::{LoadOptions, Model};
 
@@ -11,13 +12,18 @@ mod counting_allocator;
 
 use counting_allocator::most_bytes;
 
-/// A checkpoint of the repository whose sequences may be longer.
-fn with_context(name: &str, context: usize, to: &Path) {
+/// What is allocated is counted for the process: one test at a time.
+static COUNTED: Mutex<()> = Mutex::new(());
+
+/// A checkpoint of the repository of other sizes.
+fn with_sizes(name: &str, sizes: &[(&str, usize)], to: &Path) {
     let from = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../tests/golden").join(name);
     std::fs::copy(from.join("model.safetensors"), to.join("model.safetensors")).expect("weights");
     let config = std::fs::read(from.join("config.json")).expect("a config");
     let mut config: serde_json::Value = serde_json::from_slice(&config).expect("JSON");
-    config["max_position_embeddings"] = context.into();
+    for (key, size) in sizes {
+        config[*key] = (*size).into();
+    }
     std::fs::write(to.join("config.json"), config.to_string()).expect("a config");
 }
 
@@ -32,12 +38,13 @@ fn of_step(model: &Model, tokens: usize) -> usize {
     most_bytes(step).1
 }
 
-/// No matrix of all scores, and no logits of all tokens: twice the tokens take twice the memory, where scores would take
-/// four times as much. Half as much again is room for what lists and pools grow by.
+/// No matrix of all scores: twice the tokens take twice the memory, where scores would take four times as much. Half as much
+/// again is room for what lists and pools grow by.
 #[test]
 fn memory_of_a_step_grows_as_its_tokens() {
+    let _one = COUNTED.lock().unwrap_or_else(PoisonError::into_inner);
     let folder = tempfile::tempdir().expect("a folder");
-    with_context("qwen3_moe", 4096, folder.path());
+    with_sizes("qwen3_moe", &[("max_position_embeddings", 4096)], folder.path());
     let options = LoadOptions { parameters: Parameters::Trainable, ..LoadOptions::default() };
     let model = Model::load(folder.path(), &Device::Cpu, options).expect("a model");
     of_step(&model, 64);
@@ -46,4 +53,23 @@ fn memory_of_a_step_grows_as_its_tokens() {
     assert!(2 * long <= 5 * short, "{short} and {long}");
     // Scores of one layer's four heads alone.
     assert!(long < 4 * 4096 * 4096 * size_of::<f32>(), "{long}");
+}
+
+/// No logits of all tokens: a step takes less than these alone, of a vocabulary beside which the rest of the model is
+/// small. A block of 512 tokens has an eighth of them.
+#[test]
+fn a_step_never_has_the_logits_of_all_tokens() {
+    const TOKENS: usize = 4096;
+    const VOCABULARY: usize = 32768;
+    let _one = COUNTED.lock().unwrap_or_else(PoisonError::into_inner);
+    let folder = tempfile::tempdir().expect("a folder");
+    with_sizes("qwen3_moe", &[("max_position_embeddings", TOKENS), ("vocab_size", VOCABULARY)], folder.path());
+    let parameters = Parameters::Trainable;
+    let options = LoadOptions { parameters, random: Some(1), dtype: Some(DType::F32), ..LoadOptions::default() };
+    let model = Model::load(folder.path(), &Device::Cpu, options).expect("a model");
+    assert_eq!(model.vocabulary(), VOCABULARY);
+    of_step(&model, 64);
+    let (most, logits) = (of_step(&model, TOKENS), TOKENS * VOCABULARY * size_of::<f32>());
+    println!("Most bytes of a step: {most}, of which all logits would be {logits}");
+    assert!(most < logits, "{most} bytes, of which all logits would be {logits}");
 }

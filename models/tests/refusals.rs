@@ -282,3 +282,72 @@ fn bad_folders_are_typed_errors() {
         assert!(typed && error.to_string().contains(field), "{field}: {error:?}");
     }
 }
+
+/// A folder of a configuration alone.
+fn config_alone(config: &serde_json::Value) -> tempfile::TempDir {
+    let dir = tempfile::tempdir().expect("a folder");
+    std::fs::write(dir.path().join("config.json"), config.to_string()).expect("a config");
+    dir
+}
+
+fn random(config: &serde_json::Value) -> moebius_models::Result<Model> {
+    let options = LoadOptions { random: Some(1), ..LoadOptions::default() };
+    Model::load(config_alone(config).path(), &Device::Cpu, options)
+}
+
+fn config_of(folder: &std::path::Path) -> serde_json::Value {
+    let text = std::fs::read(folder.join("config.json")).expect("a config");
+    serde_json::from_slice(&text).expect("JSON")
+}
+
+/// Nothing but `config.json` says how large random weights are. Each number of every family's, at 0 and far above what
+/// memory has, is an error that names its key, or none where the number is no size or may be any.
+#[test]
+fn numbers_of_random_models_are_checked_by_name() {
+    let folders =
+        std::fs::read_dir(shipped()).expect("the folder of folders").map(|entry| entry.expect("an entry").path());
+    let (mut families, mut refused, mut wrong) = (std::collections::HashSet::new(), 0, Vec::new());
+    for folder in folders.filter(|folder| folder.join("config.json").is_file()) {
+        let config = config_of(&folder);
+        let family = config["model_type"].as_str().unwrap_or_default().to_string();
+        if !moebius_models::families().any(|known| known == family) || !families.insert(family.clone()) {
+            continue;
+        }
+        random(&config).unwrap_or_else(|error| panic!("{family}: {error}"));
+        let inner = if config["text_config"].is_object() { &config["text_config"] } else { &config };
+        let numbers = inner.as_object().expect("an object").iter().filter(|(_, value)| value.is_u64());
+        for key in numbers.map(|(key, _)| key) {
+            for value in [0u64, 1 << 62] {
+                let mut changed = config.clone();
+                let of = if config["text_config"].is_object() { &mut changed["text_config"] } else { &mut changed };
+                of[key] = value.into();
+                if let Err(error) = random(&changed) {
+                    let typed = matches!(error, Error::Config { .. } | Error::Moebius(_));
+                    if !(typed && error.to_string().contains(key)) {
+                        wrong.push(format!("{family}, {key} {value}: {error:?}"));
+                    }
+                    refused += 1;
+                }
+            }
+        }
+    }
+    assert!(wrong.is_empty(), "{}", wrong.join("\n"));
+    assert!(families.len() > 10 && refused > 10 * families.len(), "{refused} of {families:?}");
+}
+
+/// Sizes that are each within bounds, of tensors that no memory holds: no allocation ends the process.
+#[test]
+fn random_weights_beyond_memory_are_refused_by_name() {
+    let cases: [(&[(&str, usize)], &str); 2] = [
+        (&[("vocab_size", 1 << 28), ("hidden_size", 1 << 20)], "embed_tokens"),
+        (&[("moe_intermediate_size", 1 << 22), ("num_experts", 1 << 16)], "experts"),
+    ];
+    for (sizes, tensor) in cases {
+        let mut config = config_of(&shipped().join("qwen3_moe"));
+        sizes.iter().for_each(|(key, size)| config[*key] = (*size).into());
+        let error = random(&config).expect_err(tensor);
+        let Error::Usage { call: "Model::load", problem } = &error else { panic!("{error:?}") };
+        let named = sizes.iter().all(|(key, size)| problem.contains(&format!("{key} {size}")));
+        assert!(named && problem.contains(tensor), "{problem}");
+    }
+}

@@ -2,7 +2,7 @@
 
 use serde::Deserialize;
 
-use crate::config::Base;
+use crate::config::{Base, ConfigFile};
 use crate::decoder::{DecoderSpec, DecoderStack, Names};
 use crate::error::Result;
 use crate::norm::{NormKind, NormSpec};
@@ -42,6 +42,20 @@ struct Attention {
 }
 
 impl Config {
+    /// Checks sizes by the names that they have here.
+    fn check(&self, file: &ConfigFile) -> Result<()> {
+        for (field, size) in [
+            ("d_model", self.d_model),
+            ("n_heads", self.n_heads),
+            ("n_layers", self.n_layers),
+            ("max_seq_len", self.max_seq_len),
+            ("attn_config.kv_n_heads", self.attn_config.kv_n_heads.unwrap_or(1)),
+        ] {
+            file.size(field, size)?;
+        }
+        Ok(())
+    }
+
     /// Under the names of the other families.
     fn base(&self) -> Base {
         Base {
@@ -67,6 +81,7 @@ impl Config {
 
 pub(super) fn load(p: &mut Loader<'_>) -> Result<DecoderStack> {
     let (config, file) = (p.config::<Config>()?, p.file());
+    config.check(&file)?;
     let base = config.base();
     base.check(&file)?;
     let heads = base.heads(&file)?;

@@ -58,6 +58,7 @@ pub(super) fn load(p: &mut Loader<'_>) -> Result<DecoderStack> {
     let (config, file) = (p.config::<Config>()?, p.file());
     config.base.check(&file)?;
     let heads = config.base.heads(&file)?;
+    let dense = Some(file.size("intermediate_size_mlp", config.intermediate_size_mlp)?);
     let layers = config.base.num_hidden_layers;
     let interval = file.size("no_rope_layer_interval", config.no_rope_layer_interval.unwrap_or(4))?;
     let listed = config.no_rope_layers.as_deref().filter(|list| !list.is_empty());
@@ -77,7 +78,7 @@ pub(super) fn load(p: &mut Loader<'_>) -> Result<DecoderStack> {
     let rotary = config.base.rotary(&file, heads.dim, 5e5)?.interleaved();
     let frame = DecoderSpec::of(&config.base);
     let names = crate::decoder::Names { dense: "feed_forward", ..frame.names };
-    DecoderSpec { names, dense: Some(config.intermediate_size_mlp), ..frame }.load(p, rotary, |p, prefix, layer| {
+    DecoderSpec { names, dense, ..frame }.load(p, rotary, |p, prefix, layer| {
         let attention = SelfAttention::load(p, &format!("{prefix}self_attn"), heads, biases)?;
         let rotary = rotated(layer);
         Ok(Box::new(SelfAttention {

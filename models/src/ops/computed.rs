@@ -35,6 +35,19 @@ pub(crate) fn with_backward(
     }
 }
 
+/// `value`, a tensor as [`with_backward`] takes it, as the result of an operation on one to three `inputs` on whose numbers
+/// it does not depend. Their gradients are zeros, so that backward goes on to what they were made of; nothing computes.
+///
+/// # Errors
+/// As [`with_backward`].
+pub(crate) fn with_zero_gradients(name: &'static str, inputs: &[&Tensor], value: Tensor) -> Result<Tensor> {
+    let asked: Vec<bool> = inputs.iter().map(|input| input.track_op()).collect();
+    with_backward(name, inputs, value, move |inputs, _, _| {
+        let gradient = |(input, asked): (&Tensor, &bool)| asked.then(|| input.zeros_like()).transpose();
+        inputs.iter().zip(&asked).map(gradient).collect()
+    })
+}
+
 struct Computed<F> {
     name: &'static str,
     /// Until candle's operation takes it.
@@ -82,7 +95,8 @@ impl<F: Fn(&[Tensor], &Tensor, &Tensor) -> Result<Gradients>> Computed<F> {
         let own = value.is_contiguous() && value.layout().start_offset() == 0;
         let value = if own { value } else { value.force_contiguous()? };
         let memory = Take::default();
-        value.inplace_op1(&memory)?;
+        // In one dimension: behind a dimension of 0 others have strides of 0, which candle takes for repeated elements.
+        value.flatten_all()?.inplace_op1(&memory)?;
         Ok((memory, value.shape().clone()))
     }
 

@@ -1,11 +1,100 @@
 //! Cross-entropy of tokens under an output layer, a block of tokens at a time.
 
-use candle_core::{D, DType, Result, Tensor};
+use candle_core::{D, DType, Device, Result, Tensor};
 
-use super::{softmax, wide, with_backward};
+use super::checks::Call;
+use super::{softmax, wide, with_backward, with_zero_gradients};
+use crate::error::{Error, Result as CheckedResult};
 
 /// Tokens whose logits are there at a time.
 const ROWS: usize = 512;
+
+/// What the output layer of a [`cross_entropy`] has beside its weight.
+#[derive(Debug, Clone, Copy)]
+#[non_exhaustive]
+pub struct CrossEntropyOptions<'a> {
+    /// `[V]`, added to the logits before their scale. None by default.
+    pub bias: Option<&'a Tensor>,
+    /// Factor of the logits. 1 by default.
+    pub scale: f64,
+}
+
+impl Default for CrossEntropyOptions<'_> {
+    fn default() -> Self {
+        Self { bias: None, scale: 1.0 }
+    }
+}
+
+impl<'a> CrossEntropyOptions<'a> {
+    /// With [`bias`](Self::bias).
+    pub fn with_bias(mut self, bias: &'a Tensor) -> Self {
+        self.bias = Some(bias);
+        self
+    }
+
+    /// With [`scale`](Self::scale).
+    pub fn with_scale(mut self, scale: f64) -> Self {
+        self.scale = scale;
+        self
+    }
+}
+
+/// Sum over tokens of the cross-entropy of their targets under an output layer, −ln softmax((h · weightᵀ + bias) · scale) at
+/// the target: of `hidden [T, H]`, `weight [V, H]` and `targets [T]`, ids in 0..V of type U8, U32 or I64 on any device. A
+/// scalar in f32 (f64 for f64); divide by T for the mean. Of no tokens it is 0.
+///
+/// Its backward gives gradients of hidden states, weight and bias. Neither forward nor backward, which makes logits again,
+/// has those of more than 512 tokens at a time, so that nothing of `[T, V]` is made. The targets are compared with the
+/// vocabulary on the host, which waits for a GPU that has them.
+///
+/// # Errors
+/// A typed error for other numbers of dimensions and sizes that do not match, an H or V of 0, types other than f64, f32, bf16
+/// and f16, a weight or bias of another type or device than the hidden states', targets of no integers, a scale that is not
+/// finite; [`Error::TokenId`](crate::Error::TokenId), whose position is the token's, for a target outside the vocabulary;
+/// candle's.
+pub fn cross_entropy(
+    hidden: &Tensor,
+    weight: &Tensor,
+    targets: &Tensor,
+    options: CrossEntropyOptions<'_>,
+) -> CheckedResult<Tensor> {
+    const CALL: Call = Call("ops::cross_entropy");
+    let CrossEntropyOptions { bias, scale } = options;
+    CALL.float("hidden", hidden)?;
+    CALL.finite("scale", scale)?;
+    let &[tokens, size] = hidden.dims() else { return CALL.refuse_shape("hidden", hidden, "[T, H]") };
+    let vocabulary = match *weight.dims() {
+        [vocabulary, inner] if inner == size && size > 0 && vocabulary > 0 => vocabulary,
+        _ => return CALL.refuse_shape("weight", weight, format!("[V, {size}] with V >= 1 and H >= 1")),
+    };
+    CALL.same_kind(("hidden", hidden), "weight", weight)?;
+    if let Some(bias) = bias {
+        CALL.shape("bias", bias, &[vocabulary])?;
+        CALL.same_kind(("hidden", hidden), "bias", bias)?;
+    }
+    CALL.shape("targets", targets, &[tokens])?;
+    let ids = checked_targets(CALL, targets, vocabulary)?;
+    let next = Tensor::from_vec(ids, tokens, &Device::Cpu)?;
+    // A GPU has no memory of no bytes.
+    let next = if tokens == 0 { next } else { next.to_device(hidden.device())? };
+    let head = Head { weight: weight.contiguous()?, bias: bias.cloned(), scale };
+    Ok(head_cross_entropy(&hidden.contiguous()?, &head, &next)?)
+}
+
+/// Targets on the host.
+fn checked_targets(call: Call, targets: &Tensor, vocabulary: usize) -> CheckedResult<Vec<u32>> {
+    if !matches!(targets.dtype(), DType::U8 | DType::U32 | DType::I64) {
+        return call.refuse(format!("tensor targets: expected integers, found {:?}", targets.dtype()));
+    }
+    if targets.elem_count() == 0 {
+        return Ok(Vec::new());
+    }
+    let id = |(position, &id): (usize, &i64)| match u32::try_from(id) {
+        Ok(inside) if (inside as usize) < vocabulary => Ok(inside),
+        _ => Err(Error::TokenId { call: call.0, row: 0, position, id, vocabulary }),
+    };
+    targets.to_device(&Device::Cpu)?.to_dtype(DType::I64)?.to_vec1::<i64>()?.iter().enumerate().map(id).collect()
+}
 
 /// The layer from hidden states to logits: `(x · weightᵀ + bias) · scale`.
 #[derive(Debug, Clone)]
@@ -30,9 +119,13 @@ impl Head {
     }
 }
 
-/// Sum over the tokens of `hidden [T, H]` of the cross-entropy of `next [T]` (U32), a scalar in f32 (f64 for f64). Neither
-/// forward nor backward, which makes logits again, has more than 512 tokens' at a time.
-pub(crate) fn cross_entropy(hidden: &Tensor, head: &Head, next: &Tensor) -> Result<Tensor> {
+/// As [`cross_entropy`] of `next [T]` (U32), which have been compared with the vocabulary.
+pub(crate) fn head_cross_entropy(hidden: &Tensor, head: &Head, next: &Tensor) -> Result<Tensor> {
+    if hidden.dim(0)? == 0 {
+        let inputs: Vec<&Tensor> = [hidden, &head.weight].into_iter().chain(&head.bias).collect();
+        let sum = Tensor::zeros((), wide(hidden.dtype()), hidden.device())?;
+        return with_zero_gradients("cross_entropy", &inputs, sum);
+    }
     let next = next.detach().flatten_all()?.unsqueeze(1)?;
     let detached = Head { weight: head.weight.detach(), bias: head.bias.as_ref().map(Tensor::detach), ..*head };
     let mut sum: Option<Tensor> = None;
@@ -45,10 +138,7 @@ pub(crate) fn cross_entropy(hidden: &Tensor, head: &Head, next: &Tensor) -> Resu
             None => part,
         });
     }
-    let sum = match sum {
-        Some(sum) => sum,
-        None => Tensor::zeros((), DType::F32, hidden.device())?,
-    };
+    let sum = sum.ok_or_else(|| candle_core::Error::msg("cross_entropy: no blocks of tokens"))?;
     let tracked = |t: &Tensor| t.track_op();
     let asked = [tracked(hidden), tracked(&head.weight), head.bias.as_ref().is_some_and(tracked)];
     let scale = head.scale;
@@ -100,11 +190,7 @@ fn gradients(
             d_weight = Some(added(d_weight, part)?);
         }
     }
-    let d_hidden = match (asked[0], &d_hidden[..]) {
-        (false, _) => None,
-        (true, []) => Some(hidden.zeros_like()?),
-        (true, blocks) => Some(Tensor::cat(blocks, 0)?),
-    };
+    let d_hidden = if asked[0] { Some(Tensor::cat(&d_hidden, 0)?) } else { None };
     let finished = |sum: Option<Tensor>, like: &Tensor| sum.map(|sum| sum.to_dtype(like.dtype())).transpose();
     let d_weight = finished(d_weight, &head.weight)?;
     Ok(match &head.bias {

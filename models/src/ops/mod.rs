@@ -1,11 +1,43 @@
 //! Operations with a backward of their own: fused, or in blocks that backward computes again, where candle's plain
-//! operations would keep what a whole forward made. The decoders are made of them; [`softmax`] is for others too.
+//! operations would keep what a whole forward made. The decoders are made of them, and other decoders on candle may be.
+//! They refuse what does not fit together with errors that name call, tensor, expected and found, and take part in candle's
+//! `backward` as its own operations do.
+//!
+//! ```
+//! use candle_core::{DType, Device, Tensor, Var};
+//! use moebius_models::ops::{
+//!     CausalOptions, CrossEntropyOptions, RopeLayout, attention, cross_entropy, rms_norm, rope, softmax,
+//! };
+//!
+//! # fn main() -> Result<(), Box<dyn std::error::Error>> {
+//! let device = Device::Cpu;
+//! let x = Var::randn(0f32, 1., (2, 4, 6, 8), &device)?; // [B, heads, S, D]
+//! let scale = Var::ones(8, DType::F32, &device)?;
+//! let normed = rms_norm(&x, &scale, 1e-6)?;
+//!
+//! let angles = Tensor::rand(0f32, 3., (6, 4), &device)?; // [S, D/2]
+//! let q = rope(&normed, [&angles.cos()?, &angles.sin()?], RopeLayout::Halves)?;
+//! let keys = q.narrow(1, 0, 2)?; // two key heads of two query heads each
+//! let y = attention(&q, &keys, &keys, CausalOptions::default().with_window(4))?; // [B, S, heads, D]
+//!
+//! let hidden = y.reshape((12, 32))?;
+//! let head = Var::randn(0f32, 1., (50, 32), &device)?; // [V, H]
+//! let targets = Tensor::arange(0u32, 12, &device)?;
+//! let loss = cross_entropy(&hidden, &head, &targets, CrossEntropyOptions::default())?; // a sum
+//! let gradients = (loss / 12.)?.backward()?;
+//! assert!([&x, &scale, &head].iter().all(|var| gradients.get(var).is_some()));
+//!
+//! let p = softmax(&hidden)?;
+//! assert_eq!(p.dims(), [12, 32]);
+//! # Ok(()) }
+//! ```
 
 #[cfg(feature = "cuda")]
 mod argmax_cuda;
 mod attention;
 #[cfg(feature = "cuda")]
 mod captured_results;
+mod checks;
 mod computed;
 mod cross_entropy;
 #[cfg(feature = "cuda")]
@@ -28,13 +60,19 @@ mod softmax;
 #[cfg(feature = "cuda")]
 mod softmax_cuda;
 
+pub use attention::{CausalOptions, attention};
+pub use cross_entropy::{CrossEntropyOptions, cross_entropy};
+pub use norm::{layer_norm, rms_norm};
+pub use rotate::{RopeLayout, rope};
 pub use softmax::softmax;
 
-pub(crate) use attention::{AttentionOptions, CacheAttentionOptions, CacheMask, MaskCache, attention, cache_attention};
+pub(crate) use attention::{
+    AttentionOptions, CacheAttentionOptions, CacheMask, MaskCache, cache_attention, masked_attention,
+};
 #[cfg(feature = "cuda")]
 pub(crate) use captured_results::{CapturedResults, release_late};
-pub(crate) use computed::with_backward;
-pub(crate) use cross_entropy::{Head, cross_entropy};
+pub(crate) use computed::{with_backward, with_zero_gradients};
+pub(crate) use cross_entropy::{Head, head_cross_entropy};
 pub(crate) use linear::linear;
 pub(crate) use norm::{NormOptions, NormWeights, add_norm, norm};
 pub(crate) use qk_norm_rope::QkNormRope;

@@ -2,7 +2,57 @@
 
 use candle_core::{D, DType, Result, Tensor};
 
-use super::{wide, with_backward};
+use super::checks::Call;
+use super::{wide, with_backward, with_zero_gradients};
+use crate::error::Result as CheckedResult;
+
+/// Root mean square norm over the last dimension: `x / √(mean x² + eps) · weight`, of `x [.., H]` and `weight [H]`, in x's
+/// shape and type. It is computed in f32 (f64 for f64). In 16 bits the result is rounded once on a GPU; on a CPU it is
+/// rounded before its product with the weight and behind it, as that of transformers is.
+///
+/// Unlike candle's fused norm it has a backward, which keeps x and the weight alone. On a GPU both are kernels in f32, bf16
+/// and f16. Of no rows the result is none, and the weight's gradient zeros.
+///
+/// # Errors
+/// A typed error for a tensor without dimensions or of rows without entries, types other than f64, f32, bf16 and f16, a
+/// weight of another size, type or device than x's, and an `eps` that is negative or not finite; candle's.
+pub fn rms_norm(x: &Tensor, weight: &Tensor, eps: f64) -> CheckedResult<Tensor> {
+    checked_norm(Call("ops::rms_norm"), x, NormWeights { weight, bias: None }, NormOptions::rms(eps))
+}
+
+/// Layer norm over the last dimension: `(x − mean x) / √(mean (x − mean x)² + eps) · weight + bias`, of `x [.., H]`,
+/// `weight [H]` and, where there is one, `bias [H]`, in x's shape and type. It is computed in f32 (f64 for f64) and rounded
+/// once, as torch's is.
+///
+/// Unlike candle's fused norm it has a backward, which keeps x, weight and bias alone. On a GPU both are kernels in f32,
+/// bf16 and f16. Of no rows the result is none, and the gradients of weight and bias are zeros.
+///
+/// # Errors
+/// As [`rms_norm`], of the bias too.
+pub fn layer_norm(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>, eps: f64) -> CheckedResult<Tensor> {
+    let options = NormOptions { centered: true, ..NormOptions::rms(eps) };
+    checked_norm(Call("ops::layer_norm"), x, NormWeights { weight, bias }, options)
+}
+
+/// A norm with a weight, of what others hand in.
+fn checked_norm(call: Call, x: &Tensor, weights: NormWeights<'_>, options: NormOptions) -> CheckedResult<Tensor> {
+    call.float("x", x)?;
+    call.eps(options.eps)?;
+    let Some(size) = x.dims().last().copied().filter(|size| *size > 0) else {
+        return call.refuse_shape("x", x, "[.., H] with H >= 1");
+    };
+    for (name, t) in ["weight", "bias"].into_iter().zip(weights.tensors()) {
+        call.shape(name, t, &[size])?;
+        call.same_kind(("x", x), name, t)?;
+    }
+    if x.elem_count() == 0 {
+        let inputs: Vec<&Tensor> = std::iter::once(x).chain(weights.tensors()).collect();
+        return Ok(with_zero_gradients("norm", &inputs, x.zeros_like()?)?);
+    }
+    let contiguous: Vec<Tensor> = weights.tensors().map(Tensor::contiguous).collect::<Result<_>>()?;
+    let weights = contiguous.first().map(|weight| NormWeights { weight, bias: contiguous.get(1) });
+    Ok(norm(&x.contiguous()?, weights, options)?)
+}
 
 /// A norm but for its weights.
 #[derive(Debug, Clone, Copy, PartialEq)]

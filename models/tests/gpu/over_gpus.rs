@@ -9,7 +9,7 @@ fn over_two_gpus(prompts: usize, has_room: bool, dispatcher: DispatcherKind) -> 
     use moebius::candle::{DeviceGroup, EpGroup};
     use moebius::checkpoint::Checkpoint;
     use moebius::comm::{Op, Tag};
-    use moebius::nccl::{NcclComm, NcclLibrary};
+    use moebius::nccl::NcclComm;
     use moebius_models::generate::OverRanks;
 
     let checkpoint = Checkpoint::open(concat!(env!("CARGO_MANIFEST_DIR"), "/small"))?;
@@ -38,6 +38,24 @@ fn over_two_gpus(prompts: usize, has_room: bool, dispatcher: DispatcherKind) -> 
         };
         [CacheKind::Static, CacheKind::Growing].into_iter().map(run).collect()
     };
+    for (rank, kinds) in on_gpus(&devices, rank)?.into_iter().enumerate() {
+        for tokens in kinds {
+            let own: Vec<_> = expected.iter().skip(rank).step_by(2).cloned().collect();
+            if tokens != own {
+                return Err(format!("rank {rank}: {tokens:?}, expected {own:?}").into());
+            }
+        }
+    }
+    Ok(())
+}
+
+/// What `rank` gives on each of these GPUs, whose ranks are threads.
+fn on_gpus<T: Send>(
+    devices: &[Device],
+    rank: impl Fn(usize, &Device, moebius::nccl::NcclComm) -> Result<T> + Sync,
+) -> Result<Vec<T>> {
+    use moebius::nccl::{NcclComm, NcclLibrary};
+
     let gpus = devices.iter().map(moebius::candle::cuda).collect::<moebius::Result<Vec<_>>>()?;
     let comms = NcclComm::threads(&NcclLibrary::open()?, &gpus, std::time::Duration::from_secs(120))?;
     let rank = &rank;
@@ -52,15 +70,54 @@ fn over_two_gpus(prompts: usize, has_room: bool, dispatcher: DispatcherKind) -> 
         };
         threads.into_iter().map(join).collect::<Vec<_>>()
     });
-    for (rank, kinds) in got.into_iter().enumerate() {
-        for tokens in kinds? {
-            let own: Vec<_> = expected.iter().skip(rank).step_by(2).cloned().collect();
-            if tokens != own {
-                return Err(format!("rank {rank}: {tokens:?}, expected {own:?}").into());
+    got.into_iter().map(|result| result.map_err(Into::into)).collect()
+}
+
+/// The loss of a rank without sequences, and of one whose sequences are of one token, is a 0 from which backward reaches
+/// every layer with experts, where the other rank waits. The other's is that of one GPU.
+fn loss_without_tokens(dtype: DType, dispatcher: DispatcherKind) -> Result<()> {
+    use moebius::candle::{DeviceGroup, EpGroup, Parameters};
+    use moebius::checkpoint::Checkpoint;
+    use moebius::nccl::NcclComm;
+
+    let checkpoint = Checkpoint::open(concat!(env!("CARGO_MANIFEST_DIR"), "/small"))?;
+    let options = LoadOptions { dtype: Some(dtype), parameters: Parameters::Trainable, ..LoadOptions::default() };
+    let ids = Tensor::from_vec((0..10u32).map(|i| 37 * i % 2048).collect(), (2, 5), &Device::Cpu)?;
+    let devices = (0..2).map(moebius::candle::device_for_capture).collect::<candle_core::Result<Vec<_>>>()?;
+    let alone = Model::load_on(&checkpoint, DeviceGroup::single(GroupConfig::one_rank(8), &devices[0])?, options)?;
+    let expected = alone.loss(&ids)?.sum.to_scalar::<f32>()?;
+    drop(alone);
+    let rank = |rank: usize, device: &Device, comm: NcclComm| -> Result<Vec<f32>> {
+        let config = GroupConfig { dispatcher, ..GroupConfig::new(8, 256) };
+        let group = Group::new(comm.cuda().clone(), Box::new(comm), config)?;
+        let model = Model::load_on(&checkpoint, DeviceGroup::new(EpGroup::new(group), device)?, options)?;
+        let mut sums = Vec::new();
+        for none in [[0, 5], [2, 1]] {
+            let none = Tensor::zeros(&none, DType::U32, &Device::Cpu)?;
+            let loss = model.loss(if rank == 0 { &ids } else { &none })?;
+            let gradients = moebius::candle::backward(&loss.mean()?)?;
+            for moe in (0..model.num_layers()).filter_map(|layer| model.moe(layer)) {
+                if moe.vars().iter().any(|var| gradients.get(var).is_none()) {
+                    return Err(format!("{none:?}: an expert without a gradient").into());
+                }
             }
+            sums.push(loss.sum.to_scalar::<f32>()?);
         }
+        Ok(sums)
+    };
+    let sums = on_gpus(&devices, rank)?;
+    // As in the steps: bf16 rounds on the way through the layers, on both sides.
+    let tolerance = if dtype == DType::F32 { F32 } else { 2e-2 };
+    let differs = |sum: &f32| {
+        let error = f64::from((sum - expected).abs() / expected);
+        error.is_nan() || error > tolerance
+    };
+    match &sums[..] {
+        [own, none] if own.iter().any(differs) || none.iter().any(|sum| *sum != 0.0) => {
+            Err(format!("losses {own:?}, expected {expected}; {none:?} of no tokens, expected 0").into())
+        }
+        _ => Ok(()),
     }
-    Ok(())
 }
 
 /// Steps of `own` sequences on this rank, and two at most on any, of the tokens that a cache which grows finds likeliest:
@@ -137,6 +194,14 @@ pub(super) fn two_gpus(gpu: bool) -> Vec<Trial> {
             let run = move || lost_in_a_replay(how, dispatcher);
             more(format!("a rank {what} a captured step, over two GPUs{over}"), Box::new(run));
         }
+    }
+    for (dtype, dispatcher) in [
+        (DType::F32, DispatcherKind::AllGather),
+        (DType::BF16, DispatcherKind::AllGather),
+        (DType::BF16, DispatcherKind::NvLink),
+    ] {
+        let run = move || loss_without_tokens(dtype, dispatcher);
+        more(format!("a loss without tokens over two GPUs, {dtype:?}, {dispatcher:?}"), Box::new(run));
     }
     let run = move || lost_in_a_replay(Lost::IsGoneOnWithout, low_latency);
     more("captured steps go on without a rank, over two GPUs".into(), Box::new(run));

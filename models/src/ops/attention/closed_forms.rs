@@ -73,7 +73,7 @@ fn is_attention_score_by_score() {
                     let masks = MaskCache::default();
                     let sinks = with_sinks.then_some(&inputs[3]);
                     let options = AttentionOptions { first, window, chunk, sinks, scale: 0.7, masks: &masks };
-                    let y = attention(&inputs[0], &inputs[1], &inputs[2], &options).expect("attention");
+                    let y = masked_attention(&inputs[0], &inputs[1], &inputs[2], &options).expect("attention");
                     let error = difference(&y, &sizes.plain(&inputs, &options));
                     assert!(error < TOLERANCE, "{sizes:?}, {options:?}: differs by {error:e}");
                 }
@@ -89,7 +89,7 @@ fn has_the_gradients_of_differences() {
         check_gradients(&sizes.inputs(), &|t| {
             let masks = MaskCache::default();
             let options = AttentionOptions { first: 0, window, chunk, sinks: Some(&t[3]), scale: 0.7, masks: &masks };
-            attention(&t[0], &t[1], &t[2], &options).expect("attention")
+            masked_attention(&t[0], &t[1], &t[2], &options).expect("attention")
         });
     }
 }

@@ -11,8 +11,8 @@ use crate::ops::cuda::is_half;
 /// Entries of the largest head that is taken: its kernels of larger ones need more shared memory than some GPUs have.
 const MOST_DIM: usize = 256;
 
-/// As [`attention`](super::attention). `None` where FlashAttention does not serve the operands: with sinks or chunks, and
-/// where a value has another size than a key.
+/// As [`masked_attention`](super::masked_attention). `None` where FlashAttention does not serve the operands: with sinks or
+/// chunks, and where a value has another size than a key.
 pub(super) fn forward([q, k, v]: [&Tensor; 3], options: &AttentionOptions<'_>) -> Result<Option<Tensor>> {
     let (sequences, heads, queries, dim) = q.dims4()?;
     let (_, key_heads, positions, _) = k.dims4()?;

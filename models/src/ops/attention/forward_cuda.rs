@@ -79,8 +79,8 @@ pub(super) fn fits(t: &Tensor, like: &Tensor) -> bool {
     t.dtype() == like.dtype() && t.device().same_device(like.device()) && entries == [1] && aligned
 }
 
-/// As [`attention`](super::attention), where there is a kernel for it; with the logarithms of the rows' sums where
-/// `log_sums`.
+/// As [`masked_attention`](super::masked_attention), where there is a kernel for it; with the logarithms of the rows' sums
+/// where `log_sums`.
 pub(super) fn forward(
     operands: [&Tensor; 3],
     options: &AttentionOptions<'_>,

@@ -53,7 +53,7 @@ fn kernel_equals_attention_with_all_scores() -> Result<()> {
             let error = relative(&kernel.y, &expected)?;
             assert!(error < 2.0 * eps, "y of {name}: {error:e}");
             let [q, k, v] = [Var::from_tensor(&q)?, Var::from_tensor(&k)?, Var::from_tensor(&v)?];
-            let y = attention(&q, &k, &v, &options)?;
+            let y = masked_attention(&q, &k, &v, &options)?;
             let bits = |t: &Tensor| t.to_dtype(DType::F32)?.flatten_all()?.to_vec1::<f32>();
             assert_eq!(bits(&y)?, bits(&kernel.y)?, "tracking changes {name}");
             let weights = random(5, y.dims()).to_dtype(dtype)?;

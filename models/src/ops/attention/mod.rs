@@ -6,6 +6,7 @@ mod backward_cuda;
 mod cache;
 #[cfg(feature = "cuda")]
 mod cache_cuda;
+mod causal;
 #[cfg(feature = "flash-attn")]
 mod flash;
 #[cfg(feature = "cuda")]
@@ -17,6 +18,7 @@ use candle_core::{D, DType, Device, Result, Tensor};
 use super::{softmax, wide};
 
 pub(crate) use cache::{CacheAttentionOptions, CacheMask, cache_attention};
+pub use causal::{CausalOptions, attention};
 pub(crate) use mask::{AttentionOptions, MaskCache};
 
 /// Queries handled at a time: scores of a block stay in a CPU's cache, and the half of the score matrix above the
@@ -25,11 +27,11 @@ fn block(device: &Device) -> usize {
     if device.is_cuda() { 512 } else { 64 }
 }
 
-/// Causal attention of `q [B, heads, S, D]` over `k [B, key heads, N, D]` and `v [B, key heads, N, V]`, of which the
+/// Causal attention whose masks a forward's layers share, of `q [B, heads, S, D]` over `k [B, key heads, N, D]` and `v [B, key heads, N, V]`, of which the
 /// last S are the queries' own positions and all are of positions one after the other. Query heads are groups of
 /// neighbors over a key head. Gives `[B, S, heads, V]`. Backward keeps what it was given, the result, and one number a
 /// query and head; it makes the scores of a block again.
-pub(crate) fn attention(q: &Tensor, k: &Tensor, v: &Tensor, options: &AttentionOptions<'_>) -> Result<Tensor> {
+pub(crate) fn masked_attention(q: &Tensor, k: &Tensor, v: &Tensor, options: &AttentionOptions<'_>) -> Result<Tensor> {
     let tracked = |t: &Tensor| t.track_op();
     if tracked(q) || tracked(k) || tracked(v) || options.sinks.is_some_and(tracked) {
         return backward::attention(q, k, v, options);

@@ -33,7 +33,7 @@ fn equals_attention_with_all_scores() -> Result<()> {
             let [q, k, v, sinks] = [of(1, &q)?, of(2, &k)?, of(3, &v)?, of(4, &sinks)?];
             let masks = MaskCache::default();
             let options = case.options(&sinks, 0.4, &masks);
-            let found = attention(&q, &k, &v, &options)?;
+            let found = masked_attention(&q, &k, &v, &options)?;
             let expected = dense([&q, &k, &v], &options)?;
             let tolerance = if dtype == DType::F64 { 1e-13 } else { 1e-5 };
             close(&found, &expected, tolerance, &format!("y of {case:?}"))?;
@@ -53,7 +53,7 @@ fn one_position_has_its_own_value() -> Result<()> {
     let (q, k, v) = (random(1, &[1, 2, 1, 4]), random(2, &[1, 2, 1, 4]), Var::from_tensor(&random(3, &[1, 2, 1, 4]))?);
     let masks = MaskCache::default();
     let options = AttentionOptions { first: 0, window: None, chunk: None, sinks: None, scale: 3.0, masks: &masks };
-    let y = attention(&q, &k, &v, &options)?;
+    let y = masked_attention(&q, &k, &v, &options)?;
     assert_eq!(y.flatten_all()?.to_vec1::<f64>()?, v.flatten_all()?.to_vec1::<f64>()?);
     let gradients = y.sum_all()?.backward()?;
     let of_v = gradients.get(&v).map(|t| t.flatten_all()?.to_vec1::<f64>()).transpose()?;
@@ -77,8 +77,8 @@ fn tracking_changes_no_bit() -> Result<()> {
             scale: 0.3,
             masks: &masks,
         };
-        let plain = attention(&q, &k, &v, &options)?;
-        let tracked = attention(Var::from_tensor(&q)?.as_tensor(), &k, &v, &options)?;
+        let plain = masked_attention(&q, &k, &v, &options)?;
+        let tracked = masked_attention(Var::from_tensor(&q)?.as_tensor(), &k, &v, &options)?;
         let bits = |t: &Tensor| t.to_dtype(DType::F32)?.flatten_all()?.to_vec1::<f32>();
         assert_eq!(bits(&plain)?, bits(&tracked)?);
     }
