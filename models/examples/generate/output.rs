@@ -99,6 +99,9 @@ pub fn report(outcome: &Outcome, channels: bool) {
         &format!("prefill: {} tokens, {seconds:.3} s, {:.1} tokens/s\n", stats.prefill_tokens, stats.prefill_rate());
     let seconds = stats.decode.as_secs_f64();
     lines += &format!("decode: {} tokens, {seconds:.3} s, {:.1} tokens/s\n", stats.decode_tokens, stats.decode_rate());
+    if stats.capture_steps > 0 {
+        lines += &format!("capture: {} steps, {:.3} s\n", stats.capture_steps, stats.capture.as_secs_f64());
+    }
     let (mib, several) = (|bytes: u64| bytes as f64 / f64::from(1 << 20), outcome.processes > 1);
     if let Some(bytes) = outcome.host_memory {
         let whose = if several { "a rank's" } else { "this" };

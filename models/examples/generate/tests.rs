@@ -27,6 +27,8 @@ fn outcome(rank: usize, outputs: Vec<Output>) -> Outcome {
             decode_steps: 20 - n,
             decode_tokens: 1000 * n,
             decode: Duration::from_nanos(1_234_567_891 - n as u64),
+            capture_steps: n,
+            capture: Duration::from_millis(30 - n as u64),
         },
         outputs,
         loading: Duration::from_secs(n as u64),
@@ -92,6 +94,7 @@ fn every_rank_gets_all_results_in_the_requests_order() {
         let sum = ranks * (ranks + 1) / 2;
         assert_eq!((all.stats.prompt_tokens, all.stats.decode_tokens), (sum, 1000 * sum));
         assert_eq!((all.stats.decode_steps, all.stats.decode), (19, Duration::from_nanos(1_234_567_890)));
+        assert_eq!((all.stats.capture_steps, all.stats.capture), (ranks, Duration::from_millis(29)));
         assert_eq!(all.loading, Duration::from_secs(ranks as u64));
         assert_eq!((all.host_memory, all.gpu_memory, all.processes), (Some(1 << 40), Some(17), ranks));
         let choices = ExpertChoices { tokens: vec![sum, 10 * sum], dropped: ranks * (ranks - 1) / 2 };
