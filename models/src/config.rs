@@ -42,6 +42,9 @@ pub(crate) struct Base {
     pub partial_rotary_factor: Option<f64>,
     #[serde(default)]
     pub original_max_position_embeddings: Option<usize>,
+    /// Each layer's kind of attention, of families whose layers differ in it.
+    #[serde(default)]
+    pub layer_types: Option<Vec<String>>,
 }
 
 /// Heads of an attention.
@@ -145,8 +148,10 @@ impl Base {
     pub fn rotary_config(&self, file: &ConfigFile, head_dim: usize, theta: f64) -> Result<RotaryConfig> {
         // A scaling that was added to a saved configuration counts, as in transformers, but not one without a key.
         let scaling = self.rope_scaling.as_ref().filter(|scaling| **scaling != RopeParameters::default());
-        let nested = scaling.or(self.rope_parameters.as_ref());
-        let part = nested.and_then(|r| r.partial_rotary_factor).or(self.partial_rotary_factor).unwrap_or(1.0);
+        let types = self.layer_types.as_deref().map(|types| &types[..types.len().min(self.num_hidden_layers)]);
+        let parameters = scaling.or(self.rope_parameters.as_ref()).map(|r| r.of_layers(file, types)).transpose()?;
+        let parameters = parameters.unwrap_or_default();
+        let part = parameters.partial_rotary_factor.or(self.partial_rotary_factor).unwrap_or(1.0);
         if !(part > 0.0 && part <= 1.0) {
             return file.refuse("partial_rotary_factor", "a number in (0, 1]", part);
         }
@@ -154,10 +159,15 @@ impl Base {
         if dim == 0 || !dim.is_multiple_of(2) {
             return file.refuse("head_dim", "an even number of rotated entries", dim);
         }
-        let parameters = nested.cloned().unwrap_or_default();
-        let beside = self.rope_parameters.as_ref().and_then(|r| r.rope_theta);
-        let theta = parameters.rope_theta.or(beside).or(self.rope_theta).unwrap_or(theta);
-        let theta = file.positive("rope_theta", theta)?;
+        // The scaling takes the place of all `rope_parameters`, in transformers of their base too, which nobody means.
+        let beside = scaling.and(self.rope_parameters.as_ref()).and_then(|r| r.rope_theta);
+        let outside = self.rope_theta.unwrap_or(theta);
+        if let (None, Some(beside)) = (parameters.rope_theta, beside.filter(|beside| *beside != outside)) {
+            let expected =
+                format!("a base, as rope_parameters has another ({beside}) than transformers takes ({outside})");
+            return file.refuse("rope_scaling.rope_theta", expected, "nothing");
+        }
+        let theta = file.positive("rope_theta", parameters.rope_theta.unwrap_or(outside))?;
         let original = self.original_max_position_embeddings.or(parameters.original_max_position_embeddings);
         let max_positions = self.max_position_embeddings;
         Ok(RotaryConfig { parameters, dim, theta, max_positions, original })

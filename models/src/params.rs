@@ -77,7 +77,8 @@ pub type ProgressFn<'a> = dyn FnMut(LoadProgress) + 'a;
 /// In which form the routed experts' weights are held. Quantized ones are frozen; gradients flow through them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum ExpertWeights {
-    /// In a floating type; quantized weights are de-quantized.
+    /// In a floating type; quantized weights are de-quantized, so that they train where parameters are trainable: 4 bits
+    /// become 16 or 32. The default; what is loaded to generate on a GPU had better stay [`AsStored`](Self::AsStored).
     #[default]
     Dequantized,
     /// NVFP4, MXFP4 and fp8 in blocks of 128x128 as they are stored, and multiplied so; weights that are not quantized as

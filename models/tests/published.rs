@@ -33,6 +33,50 @@ fn kimi_k2() {
     assert_eq!(relative(&found, &expected), EXACT);
 }
 
+/// Parameters of the rotation under the types of layers are those of the layers, and not ignored; of two bases, and of none
+/// where it should be, those that transformers 5.17 takes.
+#[test]
+fn rope_parameters_by_type_of_layer() {
+    let golden = Golden::named("gpt_oss");
+    let logits = |change: &dyn Fn(&mut Value)| logits(&golden, "gpt_oss", change);
+    let expected = logits(&|_| {});
+    let flat = golden.checkpoint.config()["rope_parameters"].clone();
+    let without = |key: &str| {
+        let mut parameters = flat.clone();
+        parameters.as_object_mut().expect("an object").remove(key);
+        parameters
+    };
+    let both = json!({"full_attention": flat, "sliding_attention": flat});
+    let beside = json!({"full_attention": without("rope_theta"), "sliding_attention": flat,
+        "rope_theta": flat["rope_theta"], "chunked_attention": {"rope_type": "default"}});
+    for parameters in [both, beside] {
+        assert_eq!(relative(&logits(&|c| c["rope_parameters"] = parameters.clone()), &expected), EXACT);
+    }
+    let other = logits(&|c| c["rope_parameters"]["rope_theta"] = json!(1e4));
+    assert!(relative(&other, &expected) > 1e-3, "another base rotates alike");
+    let of_types = |theta: f64| {
+        let mut parameters = flat.clone();
+        parameters["rope_theta"] = json!(theta);
+        json!({"full_attention": parameters, "sliding_attention": parameters})
+    };
+    assert_eq!(relative(&logits(&|c| c["rope_parameters"] = of_types(1e4)), &other), EXACT);
+    // The inner one counts before the one outside, which counts where the inner one is absent.
+    assert_eq!(relative(&logits(&|c| c["rope_theta"] = json!(1e4)), &expected), EXACT);
+    let outside = logits(&|c| {
+        (c["rope_theta"], c["rope_parameters"]) = (json!(1e4), without("rope_theta"));
+    });
+    assert_eq!(relative(&outside, &other), EXACT);
+    let scaled = |theta: Option<f64>| {
+        logits(&|c| {
+            (c["rope_theta"], c["rope_scaling"]) = (json!(1e4), without("rope_theta"));
+            theta.into_iter().for_each(|theta| c["rope_scaling"]["rope_theta"] = json!(theta));
+            c["rope_parameters"] = json!({"rope_type": "default", "rope_theta": 1e4});
+        })
+    };
+    assert_eq!(relative(&scaled(Some(1.5e5)), &expected), EXACT);
+    assert_eq!(relative(&scaled(None), &other), EXACT);
+}
+
 /// MiniMax's `rotary_dim`, entries of a head that are rotated, which transformers has as a part.
 #[test]
 fn rotary_dim_of_minimax_m2() {

@@ -254,7 +254,7 @@ fn bad_folders_are_typed_errors() {
     assert!(error.to_string().contains("layers.2."), "{error:?}");
 
     type Change = (&'static str, fn(&mut serde_json::Value), &'static str);
-    let changes: [Change; 16] = [
+    let changes: [Change; 22] = [
         ("mixtral", |c| c["vocab_size"] = 0.into(), "vocab_size"),
         ("mixtral", |c| c["num_attention_heads"] = 0.into(), "num_attention_heads"),
         ("mixtral", |c| c["num_key_value_heads"] = 3.into(), "num_key_value_heads"),
@@ -274,6 +274,39 @@ fn bad_folders_are_typed_errors() {
             "mixtral",
             |c| c["rope_scaling"] = serde_json::json!({"type": "yarn", "factor": 2, "attention_factor": -1}),
             "attention_factor",
+        ),
+        (
+            "gpt_oss",
+            |c| {
+                c["rope_parameters"] =
+                    serde_json::json!({"full_attention": {"rope_theta": 1e4}, "sliding_attention": {}})
+            },
+            "rope_parameters.full_attention",
+        ),
+        (
+            "gpt_oss",
+            |c| c["rope_parameters"] = serde_json::json!({"full_attention": {}, "sliding_attention": null}),
+            "rope_parameters.sliding_attention",
+        ),
+        (
+            "mixtral",
+            |c| c["rope_parameters"] = serde_json::json!({"full_attention": {"factor": "two"}}),
+            "rope_parameters.full_attention",
+        ),
+        (
+            "mixtral",
+            |c| c["rope_parameters"] = serde_json::json!({"full_attention": {}, "rope_type": "yarn", "factor": 2}),
+            "beside the parameters of types",
+        ),
+        ("mixtral", |c| c["rope_parameters"]["every_attention"] = serde_json::json!({}), "every_attention"),
+        // transformers takes the family's base, 1e4, then.
+        (
+            "qwen3_moe",
+            |c| {
+                c["rope_parameters"]["rope_theta"] = 2e4.into();
+                c["rope_scaling"] = serde_json::json!({"type": "linear", "factor": 2});
+            },
+            "rope_scaling.rope_theta",
         ),
     ];
     for (name, change, field) in changes {

@@ -40,7 +40,7 @@ use moebius::ep::{Group, GroupConfig};
 use moebius::kernels::Kernels;
 use moebius::ranks::Identity;
 use moebius_models::generate::{
-    self, CountChoices, Decoder, EndOf, Generator, Output, OverRanks, PREFILL_TOKENS, Request, Stats, Tokenizer,
+    self, CountChoices, Decoder, EndOf, Event, Generator, Output, OverRanks, PREFILL_TOKENS, Request, Stats, Tokenizer,
 };
 use moebius_models::{LoadOptions, Model};
 
@@ -48,9 +48,6 @@ use options::{Options, Place, ShownChannels, Type, Usage};
 use results::{ExpertChoices, Outcome, merge};
 
 type AnyError = Box<dyn Error + Send + Sync>;
-
-/// Most sequences of a rank in a batch.
-const MAX_SEQUENCES: usize = 64;
 
 /// Status 0 where all is well, 2 where the command line cannot be, 1 for other errors; where nobody reads the output any
 /// more (`| head`), that of a program which SIGPIPE ends, without a word.
@@ -111,15 +108,21 @@ fn run(options: &Options, me: Option<&Identity>) -> Result<(), AnyError> {
             Some(me) => process::run(&job, me, sender),
             None => job.over_ranks(sender).map(Some),
         });
-        let beginning = (speaks && requests.len() == 1).then_some(options.beginning().unwrap_or(""));
-        let shown = output::show(&receiver, beginning, tokenizer.is_some());
+        let beginning = (requests.len() == 1).then_some(options.beginning().unwrap_or(""));
+        let shown = match speaks {
+            true => output::show(&receiver, beginning, tokenizer.is_some()),
+            false => {
+                receiver.iter().for_each(drop);
+                Ok(0)
+            }
+        };
         // Where nobody reads the output, ranks end with their next token.
         drop(receiver);
         let outcome = work.join().unwrap_or_else(|_| Err("a rank panicked".into()));
-        shown.map_err(AnyError::from).and(outcome)
+        Ok::<_, AnyError>((shown?, outcome?))
     })?;
-    let Some(outcome) = outcome else { return Ok(()) };
-    output::print(&outcome.outputs, tokenizer.is_some())?;
+    let (written, Some(outcome)) = outcome else { return Ok(()) };
+    output::print(&outcome.outputs, written, tokenizer.is_some())?;
     let hides =
         matches!(options.channels, ShownChannels::Final) && tokenizer.as_ref().is_some_and(Tokenizer::has_channels);
     output::report(&outcome, hides);
@@ -130,8 +133,11 @@ fn run(options: &Options, me: Option<&Identity>) -> Result<(), AnyError> {
 
 /// A piece of a request's output.
 struct Piece {
+    /// Index among all prompts.
+    request: usize,
     token: u32,
     text: String,
+    is_last: bool,
 }
 
 /// The job of all ranks.
@@ -154,6 +160,11 @@ struct Member<K: Kernels> {
 }
 
 impl Job<'_> {
+    /// Most sequences of a rank in a batch.
+    fn max_sequences(&self) -> usize {
+        self.options.batch as usize
+    }
+
     /// Refuses numbers of ranks that cannot be, before anything is written.
     fn check(&self, me: Option<&Identity>) -> Result<(), AnyError> {
         let experts = self.router()?.num_experts;
@@ -224,8 +235,8 @@ impl Job<'_> {
         let router = self.router()?;
         let mut lengths: Vec<usize> = self.requests.iter().map(|request| request.prompt.len().max(1)).collect();
         lengths.sort_unstable_by(|a, b| b.cmp(a));
-        let tokens: usize = lengths.iter().take(MAX_SEQUENCES).sum();
-        let sequences = self.requests.len().div_ceil(ranks).clamp(1, MAX_SEQUENCES);
+        let tokens: usize = lengths.iter().take(self.max_sequences()).sum();
+        let sequences = self.requests.len().div_ceil(ranks).clamp(1, self.max_sequences());
         let tokens = tokens.min(PREFILL_TOKENS);
         let max_rows = ranks * sequences * router.top_k;
         Ok(GroupConfig { max_rows, forward_only: true, ..GroupConfig::new(router.num_experts, tokens.max(1)) })
@@ -266,15 +277,23 @@ impl Job<'_> {
         }
         let loading = start.elapsed();
         let own: Vec<Request> = self.requests.iter().skip(rank).step_by(ranks).cloned().collect();
+        let send = |event: Event<'_>| {
+            let (request, is_last) = (rank + event.request * ranks, event.finish.is_some());
+            // Nobody listens any more where the output is closed.
+            match sender.send(Piece { request, token: event.token, text: event.text.into(), is_last }) {
+                Ok(()) => ControlFlow::Continue(()),
+                Err(_) => ControlFlow::Break(EndOf::Run),
+            }
+        };
         let counter = self.options.expert_load.then(|| CountChoices::new(&model));
         let ((outputs, stats), between) = match &counter {
             Some(counter) => {
                 let decoder = OverRanks::on(counter, device, between);
-                (self.generate(&decoder, &own, sender)?, decoder.into_communicator())
+                (self.generate(&decoder, &own, send)?, decoder.into_communicator())
             }
             None => {
                 let decoder = OverRanks::on(&model, device, between);
-                (self.generate(&decoder, &own, sender)?, decoder.into_communicator())
+                (self.generate(&decoder, &own, send)?, decoder.into_communicator())
             }
         };
         let loads = counter.map(CountChoices::into_loads).unwrap_or_default();
@@ -287,20 +306,14 @@ impl Job<'_> {
         &self,
         decoder: D,
         requests: &[Request],
-        sender: Sender<Piece>,
+        send: impl FnMut(Event<'_>) -> ControlFlow<EndOf>,
     ) -> Result<(Vec<Output>, Stats), AnyError> {
         let generator = Generator::new(decoder, self.tokenizer)?;
         let generator = generator
-            .max_sequences(MAX_SEQUENCES)
+            .max_sequences(self.max_sequences())
+            .spread(self.options.spread)
             .cache(self.options.cache.into())
             .channels(self.options.channels.into());
-        let generated = generator.run(requests, |event| {
-            // Nobody listens any more where the output is closed.
-            match sender.send(Piece { token: event.token, text: event.text.into() }) {
-                Ok(()) => ControlFlow::Continue(()),
-                Err(_) => ControlFlow::Break(EndOf::Run),
-            }
-        })?;
-        Ok(generated)
+        Ok(generator.run(requests, send)?)
     }
 }

@@ -16,8 +16,8 @@ const SMALL: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/small");
 /// The prompt where none is given.
 const BEGINNING: &str = "A rank that fails";
 
-/// Continues prompts with the model of a published folder. One prompt's text appears as it comes, several prompts' when
-/// all have ended; without tokenizer.json prompts and output are ids. Counts and speeds go to standard error.
+/// Continues prompts with the model of a published folder. One prompt's text appears as it comes, of several prompts each
+/// text once it and those before it have ended; without tokenizer.json prompts and output are ids. Counts and speeds go to standard error.
 ///
 /// Options that are not given are the folder's own (generation_config.json): a model that samples by its publisher's
 /// advice does so here.
@@ -53,6 +53,13 @@ pub struct Options {
     /// Where the model runs [default: cpu; as one process of several, cuda, a GPU each]
     #[arg(long, value_enum)]
     pub device: Option<Place>,
+    /// Most sequences of a rank that are decoded together; more prompts come in batches, one behind another
+    #[arg(long, value_name = "N", default_value_t = 64, value_parser = clap::value_parser!(u32).range(1..))]
+    pub batch: u32,
+    /// Most tokens by which prompts of a batch differ in length; others come in batches of their own. Of longer prompts
+    /// what is behind the shortest one's length is read a token a step
+    #[arg(long, value_name = "N", default_value_t = 32)]
+    pub spread: usize,
     /// Keys and values in memory that stays, so that GPUs replay steps from a graph, or in memory that grows
     #[arg(long, value_enum, default_value_t = Cache::Static)]
     pub cache: Cache,

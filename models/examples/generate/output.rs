@@ -1,5 +1,6 @@
 //! Output of the program: texts or ids to standard output, counts and speeds to standard error.
 
+use std::collections::BTreeMap;
 use std::io::Write;
 use std::sync::mpsc::Receiver;
 
@@ -12,12 +13,13 @@ use moebius_models::generate::{Finish, Output};
 use crate::Piece;
 use crate::results::{ExpertChoices, Outcome};
 
-/// Writes one prompt's text as it comes, or its ids where there is no text, behind `beginning`; of several prompts,
-/// nothing.
-pub fn show(pieces: &Receiver<Piece>, beginning: Option<&str>, has_text: bool) -> std::io::Result<()> {
-    let mut before = beginning;
+/// Writes one prompt's text as it comes, or its ids where there is no text, behind `beginning`; of several prompts each
+/// answer once it and all before it have ended. Gives the number of answers that are written whole.
+pub fn show(pieces: &Receiver<Piece>, beginning: Option<&str>, has_text: bool) -> std::io::Result<usize> {
+    let (mut before, mut answers) = (beginning, Answers::new(has_text));
     for piece in pieces {
         if beginning.is_none() {
+            put(&answers.add(piece))?;
             continue;
         }
         put(before.take().unwrap_or(""))?;
@@ -26,27 +28,63 @@ pub fn show(pieces: &Receiver<Piece>, beginning: Option<&str>, has_text: bool) -
             false => put(&format!("{} ", piece.token))?,
         }
     }
-    Ok(())
+    Ok(answers.written)
+}
+
+/// Answers of several prompts, in the prompts' order.
+pub struct Answers {
+    has_text: bool,
+    /// What has come of those that are not written, and whether that is all.
+    waiting: BTreeMap<usize, (Vec<u32>, String, bool)>,
+    /// Those that are written, which are the first.
+    pub written: usize,
+}
+
+impl Answers {
+    pub fn new(has_text: bool) -> Self {
+        Self { has_text, waiting: BTreeMap::new(), written: 0 }
+    }
+
+    /// What can be written with this piece: nothing, or one answer or several.
+    pub fn add(&mut self, piece: Piece) -> String {
+        let (tokens, text, is_whole) = self.waiting.entry(piece.request).or_default();
+        tokens.push(piece.token);
+        text.push_str(&piece.text);
+        *is_whole = piece.is_last;
+        let mut out = String::new();
+        while let Some((tokens, text, true)) = self.waiting.get(&self.written) {
+            out += &answer(self.written, tokens, text, self.has_text);
+            self.waiting.remove(&self.written);
+            self.written += 1;
+        }
+        out
+    }
+}
+
+/// One of several prompts' text, or its ids, with a line before it.
+fn answer(prompt: usize, tokens: &[u32], text: &str, has_text: bool) -> String {
+    let ids = || tokens.iter().map(u32::to_string).collect::<Vec<_>>().join(" ");
+    let text = if has_text { text.to_string() } else { ids() };
+    format!("== {prompt}\n{text}\n")
 }
 
 /// Writes to standard output.
 pub fn put(text: &str) -> std::io::Result<()> {
+    if text.is_empty() {
+        return Ok(());
+    }
     let mut out = std::io::stdout().lock();
     out.write_all(text.as_bytes())?;
     out.flush()
 }
 
-/// Several prompts' texts, or ids, with a line before each; what is left to write of one.
-pub fn print(outputs: &[Output], has_text: bool) -> std::io::Result<()> {
+/// What is left to write: of one prompt the end of its line, of several all answers behind the first `written`.
+pub fn print(outputs: &[Output], written: usize, has_text: bool) -> std::io::Result<()> {
     if let [_] = outputs {
         return put("\n");
     }
-    for (i, output) in outputs.iter().enumerate() {
-        let ids = || output.tokens.iter().map(u32::to_string).collect::<Vec<_>>().join(" ");
-        let text = if has_text { output.text.clone() } else { ids() };
-        put(&format!("== {i}\n{text}\n"))?;
-    }
-    Ok(())
+    let rest = outputs.iter().enumerate().skip(written);
+    rest.into_iter().try_for_each(|(i, output)| put(&answer(i, &output.tokens, &output.text, has_text)))
 }
 
 /// A bar of the layers loaded, on standard error; none where that is no terminal.
@@ -99,6 +137,9 @@ pub fn report(outcome: &Outcome, channels: bool) {
         &format!("prefill: {} tokens, {seconds:.3} s, {:.1} tokens/s\n", stats.prefill_tokens, stats.prefill_rate());
     let seconds = stats.decode.as_secs_f64();
     lines += &format!("decode: {} tokens, {seconds:.3} s, {:.1} tokens/s\n", stats.decode_tokens, stats.decode_rate());
+    if stats.capture_steps > 0 {
+        lines += &format!("capture: {} steps, {:.3} s\n", stats.capture_steps, stats.capture.as_secs_f64());
+    }
     let (mib, several) = (|bytes: u64| bytes as f64 / f64::from(1 << 20), outcome.processes > 1);
     if let Some(bytes) = outcome.host_memory {
         let whose = if several { "a rank's" } else { "this" };

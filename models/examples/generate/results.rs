@@ -118,6 +118,8 @@ fn add(all: &mut Stats, own: &Stats) {
     all.decode_steps = all.decode_steps.max(own.decode_steps);
     all.prefill = all.prefill.max(own.prefill);
     all.decode = all.decode.max(own.decode);
+    all.capture_steps = all.capture_steps.max(own.capture_steps);
+    all.capture = all.capture.max(own.capture);
 }
 
 /// All ranks' results on every rank, in rank order. Collective.

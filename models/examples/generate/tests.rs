@@ -7,7 +7,9 @@ use moebius::cpu::{Cpu, ThreadWorld};
 use moebius_models::Error as ModelError;
 use moebius_models::generate::{Error as TextError, Finish, Output, Stats};
 
+use crate::Piece;
 use crate::launch::command;
+use crate::output::Answers;
 use crate::results::{ExpertChoices, Outcome, exchange, merge};
 
 fn output(text: &str, finish: Finish) -> Output {
@@ -27,6 +29,8 @@ fn outcome(rank: usize, outputs: Vec<Output>) -> Outcome {
             decode_steps: 20 - n,
             decode_tokens: 1000 * n,
             decode: Duration::from_nanos(1_234_567_891 - n as u64),
+            capture_steps: n,
+            capture: Duration::from_millis(30 - n as u64),
         },
         outputs,
         loading: Duration::from_secs(n as u64),
@@ -61,6 +65,25 @@ fn a_command_for_several_gpus_says_what_was_asked() {
     assert_eq!(of(&["a", "--ranks=2", "--cache=static"]), "moebius-run -n 2 a --cache=static");
 }
 
+/// An answer is written once it has ended and all before it are, whatever the order in which they end.
+#[test]
+fn answers_come_in_the_prompts_order_as_they_end() {
+    let mut answers = Answers::new(true);
+    let mut add = |request: usize, text: &str, is_last: bool| {
+        answers.add(Piece { request, token: 7, text: text.into(), is_last })
+    };
+    assert_eq!(add(1, "b", false), "");
+    assert_eq!(add(2, "c", true), "");
+    assert_eq!(add(0, "a", false), "");
+    assert_eq!(add(0, "a\n", true), "== 0\naa\n\n");
+    assert_eq!(add(1, "", true), "== 1\nb\n== 2\nc\n");
+    assert_eq!(add(3, "d", true), "== 3\nd\n");
+    assert_eq!(answers.written, 4);
+    let mut ids = Answers::new(false);
+    assert_eq!(ids.add(Piece { request: 0, token: 7, text: String::new(), is_last: false }), "");
+    assert_eq!(ids.add(Piece { request: 0, token: 8, text: String::new(), is_last: true }), "== 0\n7 8\n");
+}
+
 /// Three requests over two ranks, and over four, of which the last has none; texts of different lengths, with characters
 /// of several bytes.
 #[test]
@@ -92,6 +115,7 @@ fn every_rank_gets_all_results_in_the_requests_order() {
         let sum = ranks * (ranks + 1) / 2;
         assert_eq!((all.stats.prompt_tokens, all.stats.decode_tokens), (sum, 1000 * sum));
         assert_eq!((all.stats.decode_steps, all.stats.decode), (19, Duration::from_nanos(1_234_567_890)));
+        assert_eq!((all.stats.capture_steps, all.stats.capture), (ranks, Duration::from_millis(29)));
         assert_eq!(all.loading, Duration::from_secs(ranks as u64));
         assert_eq!((all.host_memory, all.gpu_memory, all.processes), (Some(1 << 40), Some(17), ranks));
         let choices = ExpertChoices { tokens: vec![sum, 10 * sum], dropped: ranks * (ranks - 1) / 2 };

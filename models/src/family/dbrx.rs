@@ -75,6 +75,7 @@ impl Config {
             rope_scaling: self.rope_scaling.clone(),
             partial_rotary_factor: None,
             original_max_position_embeddings: None,
+            layer_types: None,
         }
     }
 }

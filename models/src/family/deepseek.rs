@@ -53,11 +53,10 @@ pub(super) fn load(p: &mut Loader<'_>) -> Result<DecoderStack> {
     config.base.check(&file)?;
     let sizes = config.sizes(&file)?;
     // The part is that of a whole head's entries elsewhere; here the rotated ones are counted apart.
-    let whole = |r: &RopeParameters| RopeParameters { partial_rotary_factor: None, ..r.clone() };
     let base = Base {
         partial_rotary_factor: None,
-        rope_parameters: config.base.rope_parameters.as_ref().map(whole),
-        rope_scaling: config.base.rope_scaling.as_ref().map(whole),
+        rope_parameters: config.base.rope_parameters.as_ref().map(RopeParameters::whole),
+        rope_scaling: config.base.rope_scaling.as_ref().map(RopeParameters::whole),
         ..config.base.clone()
     };
     let rotary = base.rotary(&file, sizes.rotated, 1e4)?;

@@ -17,9 +17,6 @@ struct Config {
     attention_bias: Option<bool>,
     #[serde(default)]
     sliding_window: Option<usize>,
-    /// Even layers slide where it does not say.
-    #[serde(default)]
-    layer_types: Option<Vec<String>>,
 }
 
 pub(super) fn load(p: &mut Loader<'_>) -> Result<DecoderStack> {
@@ -37,8 +34,9 @@ pub(super) fn load(p: &mut Loader<'_>) -> Result<DecoderStack> {
     }
     let heads = config.base.heads(&file)?;
     let window = file.span("sliding_window", config.sliding_window)?;
-    let kinds = config.layer_types.as_deref();
+    let kinds = config.base.layer_types.as_deref();
     let kinds = file.layer_types(kinds, config.base.num_hidden_layers, ["full_attention", "sliding_attention"])?;
+    // Even layers slide where it does not say.
     let slides = |layer: usize| match kinds {
         Some(kinds) => kinds[layer] == "sliding_attention",
         None => layer.is_multiple_of(2),

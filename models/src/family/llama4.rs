@@ -26,9 +26,6 @@ struct Config {
     no_rope_layer_interval: Option<usize>,
     #[serde(default)]
     attention_chunk_size: Option<usize>,
-    /// Layers with rotation are chunked where it does not say.
-    #[serde(default)]
-    layer_types: Option<Vec<String>>,
     #[serde(default)]
     attn_temperature_tuning: Option<Switch>,
     #[serde(default)]
@@ -64,8 +61,9 @@ pub(super) fn load(p: &mut Loader<'_>) -> Result<DecoderStack> {
     let listed = config.no_rope_layers.as_deref().filter(|list| !list.is_empty());
     let listed = listed.map(|list| file.per_layer("no_rope_layers", list, layers)).transpose()?;
     let rotated = |layer: usize| listed.map_or(!(layer + 1).is_multiple_of(interval), |list| list[layer] != 0);
-    let kinds = config.layer_types.as_deref();
+    let kinds = config.base.layer_types.as_deref();
     let kinds = file.layer_types(kinds, layers, ["full_attention", "chunked_attention"])?;
+    // Layers with rotation are chunked where it does not say.
     let chunked = |layer: usize| kinds.map_or(rotated(layer), |kinds| kinds[layer] == "chunked_attention");
     let chunk = file.span("attention_chunk_size", config.attention_chunk_size)?;
     let temperature = Temperature {

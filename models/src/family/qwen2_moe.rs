@@ -22,8 +22,6 @@ struct Config {
     /// Of layers below it every other one has the window, where `layer_types` does not say.
     #[serde(default)]
     max_window_layers: Option<usize>,
-    #[serde(default)]
-    layer_types: Option<Vec<String>>,
 }
 
 pub(super) fn load(p: &mut Loader<'_>) -> Result<DecoderStack> {
@@ -32,7 +30,7 @@ pub(super) fn load(p: &mut Loader<'_>) -> Result<DecoderStack> {
     let heads = config.base.heads(&file)?;
     let slides = config.use_sliding_window.unwrap_or(false);
     let window = file.span("sliding_window", config.sliding_window.filter(|_| slides))?;
-    let kinds = config.layer_types.as_deref();
+    let kinds = config.base.layer_types.as_deref();
     let kinds = file.layer_types(kinds, config.base.num_hidden_layers, ["full_attention", "sliding_attention"])?;
     let below = config.max_window_layers.unwrap_or(28);
     let windowed = |layer: usize| match kinds {

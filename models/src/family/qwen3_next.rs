@@ -17,8 +17,6 @@ struct Config {
     base: Base,
     #[serde(default)]
     attention_bias: Option<bool>,
-    #[serde(default)]
-    layer_types: Option<Vec<String>>,
     /// Every so many layers one has attention, where `layer_types` does not say.
     #[serde(default)]
     full_attention_interval: Option<usize>,
@@ -66,7 +64,7 @@ fn load_with(p: &mut Loader<'_>, by_head: bool) -> Result<DecoderStack> {
     config.base.partial_rotary_factor.get_or_insert(0.25);
     let (heads, delta) = (config.base.heads(&file)?, config.delta(&file)?);
     let interval = file.size("full_attention_interval", config.full_attention_interval.unwrap_or(4))?;
-    let kinds = config.layer_types.as_deref();
+    let kinds = config.base.layer_types.as_deref();
     let kinds = file.layer_types(kinds, config.base.num_hidden_layers, ["full_attention", "linear_attention"])?;
     let recurrent = |layer: usize| match kinds {
         Some(kinds) => kinds[layer] == "linear_attention",

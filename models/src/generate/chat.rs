@@ -5,9 +5,7 @@
 //! given, `raise_exception`, `strftime_now`, `break` and `continue`, `{% generation %}`, methods of Python's strings and
 //! dictionaries. A template that does not end, or makes texts without bound, is an error: by its steps, and by its time
 //! where it has the engine compare what it has nested. One that has it write what it has nested ends by its steps before
-//! anything is written, but for two operators that the engine gives no hold on: where a list or dictionary stands beside
-//! `~`, or before `in` with a text behind it, its text is made before it is counted, and a thread that is left behind may go
-//! on making it.
+//! anything is written, beside `~` and before `in` too, whose operands go through a filter that counts.
 //!
 //! Known differences: a loop over `none` is empty where Python fails,
 //! there is no `%` between a text and values, and a field of `format` is at most 4096 wide.
@@ -30,6 +28,7 @@ use super::python;
 use super::python_budget::{Budget, shown, written};
 use super::python_filters;
 use super::template_files::{self, DEFAULT};
+use super::template_operands;
 
 /// Steps that a rendering may take; 64 bytes of text count as one. A published template takes some hundreds for a turn.
 const FUEL: u64 = 2_500_000;
@@ -353,6 +352,7 @@ impl ChatTemplate {
             }
         });
         python_filters::add(&mut environment);
+        template_operands::add(&mut environment);
         environment.add_filter("tojson", python::tojson);
         environment.add_filter("int", python::int);
         environment.add_filter("float", python::to_float);
@@ -377,6 +377,7 @@ impl ChatTemplate {
         if source.len() > LONGEST {
             return Err(problem(format!("expected at most {LONGEST} bytes, found {}", source.len())));
         }
+        let source = template_operands::with_counted_operands(&source).map_err(problem)?;
         // The engine's compiler goes as deep as the template.
         let environment = Arc::make_mut(&mut self.environment);
         std::thread::scope(|scope| {
@@ -413,7 +414,7 @@ fn failure(name: &str, error: &minijinja::Error) -> Error {
     }
     let mut problem = error.to_string();
     if error.kind() == ErrorKind::OutOfFuel {
-        problem.push_str("; it may not end, or take more steps than a rendering may");
+        problem.push_str("; it may not end, or take more steps than a rendering may, or make more than these pay for");
     }
     Error::Template { name: name.into(), problem }
 }

@@ -132,6 +132,13 @@ pub trait Decoder {
         Ok(false)
     }
 
+    /// Steps over this cache that were captured for later ones to replay, or that a capture was tried for: their time says
+    /// nothing of a step's.
+    fn captures<'d>(&'d self, cache: &Self::Cache<'d>) -> usize {
+        let _ = cache;
+        0
+    }
+
     /// This rank's plan of a step that continues each of the cache's sequences by `tokens` tokens.
     fn plan<'d>(&'d self, tokens: usize, cache: &Self::Cache<'d>) -> StepPlan {
         let _ = (tokens, cache);
@@ -190,6 +197,10 @@ impl<D: Decoder> Decoder for &D {
 
     fn keep<'d>(&'d self, rows: &[usize], cache: &mut Self::Cache<'d>) -> Result<bool> {
         (**self).keep(rows, cache)
+    }
+
+    fn captures<'d>(&'d self, cache: &Self::Cache<'d>) -> usize {
+        (**self).captures(cache)
     }
 
     fn plan<'d>(&'d self, tokens: usize, cache: &Self::Cache<'d>) -> StepPlan {
@@ -279,6 +290,10 @@ impl<D: Decoder, K: Kernels> Decoder for OverRanks<D, K> {
 
     fn keep<'d>(&'d self, rows: &[usize], cache: &mut Self::Cache<'d>) -> Result<bool> {
         self.decoder.keep(rows, cache)
+    }
+
+    fn captures<'d>(&'d self, cache: &Self::Cache<'d>) -> usize {
+        self.decoder.captures(cache)
     }
 
     fn plan<'d>(&'d self, tokens: usize, cache: &Self::Cache<'d>) -> StepPlan {

@@ -295,7 +295,7 @@ impl<'g, D: Decoder> Run<'g, '_, D> {
         while !self.broken && rows.iter().any(|row| row.finish.is_none()) {
             let plan = self.agree(StepPlan { goes_on: true, ..self.decoder().plan(next, &cache) })?;
             self.decoder().set_plan(plan, &mut cache);
-            let start = Instant::now();
+            let (start, captures) = (Instant::now(), self.decoder().captures(&cache));
             let ids: Vec<u32> = rows.iter().flat_map(|row| (len..len + next).map(|at| row.input(at))).collect();
             let logits = self.step(&ids, next, &mut cache)?;
             let is_prefill = len < first;
@@ -319,6 +319,9 @@ impl<'g, D: Decoder> Run<'g, '_, D> {
             if is_prefill {
                 self.stats.prefill_tokens += ids.len();
                 self.stats.prefill += start.elapsed();
+            } else if self.decoder().captures(&cache) > captures {
+                self.stats.capture_steps += 1;
+                self.stats.capture += start.elapsed();
             } else {
                 self.stats.decode_steps += 1;
                 self.stats.decode_tokens += chosen;

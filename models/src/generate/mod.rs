@@ -25,6 +25,7 @@ mod sampling;
 mod stop;
 mod stream;
 mod template_files;
+mod template_operands;
 mod tokenizer;
 
 pub use chat::{Chat, ChatTemplate};

@@ -96,6 +96,13 @@ impl Decoder for Model {
         }
     }
 
+    fn captures<'d>(&'d self, cache: &ModelCache<'d>) -> usize {
+        match &cache.0 {
+            Held::Growing(_) => 0,
+            Held::Static { stepper, .. } => stepper.captures(),
+        }
+    }
+
     fn plan<'d>(&'d self, tokens: usize, cache: &ModelCache<'d>) -> StepPlan {
         match &cache.0 {
             Held::Growing(_) => StepPlan::EAGER,

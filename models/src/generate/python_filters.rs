@@ -7,6 +7,9 @@ use minijinja::{Environment, Error, State, Value, filters, tests};
 use super::python;
 use super::python_budget::{Budget, shown, written};
 
+/// Bytes of a value in a list.
+const PIECE: usize = 32;
+
 /// Replaces them in an environment.
 pub(super) fn add(environment: &mut Environment<'_>) {
     for (name, filter) in [
@@ -40,6 +43,8 @@ pub(super) fn add(environment: &mut Environment<'_>) {
     environment.add_filter("format", format);
     environment.add_filter("indent", indent);
     environment.add_filter("replace", replace);
+    environment.add_filter("split", split);
+    environment.add_filter("lines", lines);
     // It writes all variables, and is none of Jinja's functions.
     environment.remove_global("debug");
 }
@@ -132,4 +137,32 @@ fn replace(state: &mut State<'_, '_>, args: Rest<ValueOrKwargs>) -> Result<Value
         Some((text, rest)) => python::replace(text.as_str().unwrap_or_default(), rest, budget),
         None => Err(Error::from(minijinja::ErrorKind::MissingArgument)),
     }
+}
+
+/// `split(separator=None, maxsplits=None)`: a piece is a value of some 32 bytes, be it as short as it may.
+fn split(state: &mut State<'_, '_>, args: Rest<ValueOrKwargs>) -> Result<Value, Error> {
+    let args = args.into_values();
+    let budget = Budget::of(state);
+    room(&args, budget)?;
+    if let Some(text) = args.first().and_then(Value::as_str) {
+        let pieces = match args.get(1).and_then(Value::as_str) {
+            Some("") => text.len().saturating_add(2),
+            Some(separator) => text.matches(separator).count(),
+            None => text.split_whitespace().count(),
+        };
+        let most = args.get(2).and_then(|most| usize::try_from(most.clone()).ok()).unwrap_or(usize::MAX);
+        budget.ensure(pieces.min(most).saturating_add(1).saturating_mul(PIECE))?;
+    }
+    Value::from_function(filters::split).call(state, &args)
+}
+
+/// `lines()`.
+fn lines(state: &mut State<'_, '_>, args: Rest<ValueOrKwargs>) -> Result<Value, Error> {
+    let args = args.into_values();
+    let budget = Budget::of(state);
+    room(&args, budget)?;
+    if let Some(text) = args.first().and_then(Value::as_str) {
+        budget.ensure(text.matches('\n').count().saturating_add(1).saturating_mul(PIECE))?;
+    }
+    Value::from_function(filters::lines).call(state, &args)
 }

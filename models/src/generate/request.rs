@@ -126,15 +126,19 @@ pub struct Stats {
     /// Prompts' tokens that batches began with, in one step or several. The rest of longer prompts came a token a step,
     /// beside others' decoding.
     pub prefill_tokens: usize,
-    /// Time of these first steps, with the making of caches, a capture of their step included, and the choice of the first
-    /// tokens.
+    /// Time of these first steps, with the making of caches and the choice of the first tokens.
     pub prefill: Duration,
-    /// Steps after these.
+    /// Steps after these, but for those that were [captured](super::Decoder::captures).
     pub decode_steps: usize,
     /// Tokens that were generated in these.
     pub decode_tokens: usize,
     /// Their time, with the choice of tokens and the caller's function.
     pub decode: Duration,
+    /// Steps after the first ones that were captured into a graph, which the others replay: on a GPU one a batch, and one
+    /// whenever its cache has moved to other memory. Their tokens count as generated, and in no rate.
+    pub capture_steps: usize,
+    /// Their time.
+    pub capture: Duration,
 }
 
 impl Stats {

@@ -1,52 +1,19 @@
 //! Rotary position embedding: frequencies with every scaling that published configurations name, whole heads or their
 //! first entries, halves or interleaved pairs.
 
+mod parameters;
 mod scaling;
 #[cfg(test)]
 mod tests;
 
 use candle_core::{DType, Device, Result as CandleResult, Tensor};
-use serde::Deserialize;
 
 use crate::config::ConfigFile;
 use crate::error::Result;
 use crate::ops::{rotate, wide};
 
+pub(crate) use parameters::RopeParameters;
 use scaling::{Frequencies, LlamaBands, Scaling, llama3, long, powers, yarn, yarn_growth};
-
-/// `rope_parameters`, or `rope_scaling`, as it stands in `config.json`.
-#[derive(Debug, Clone, Default, PartialEq, Deserialize)]
-pub(crate) struct RopeParameters {
-    pub rope_theta: Option<f64>,
-    pub rope_type: Option<String>,
-    /// The `rope_type` of older versions.
-    #[serde(rename = "type")]
-    pub old_type: Option<String>,
-    pub partial_rotary_factor: Option<f64>,
-    pub factor: Option<f64>,
-    pub original_max_position_embeddings: Option<usize>,
-    /// Hunyuan's.
-    pub alpha: Option<f64>,
-    pub attention_factor: Option<f64>,
-    pub beta_fast: Option<f64>,
-    pub beta_slow: Option<f64>,
-    pub mscale: Option<f64>,
-    pub mscale_all_dim: Option<f64>,
-    pub truncate: Option<bool>,
-    pub low_freq_factor: Option<f64>,
-    pub high_freq_factor: Option<f64>,
-    pub short_factor: Option<Vec<f64>>,
-    pub long_factor: Option<Vec<f64>>,
-    /// PhiMoE's alone, in the place of `attention_factor`.
-    pub short_mscale: Option<f64>,
-    pub long_mscale: Option<f64>,
-}
-
-impl RopeParameters {
-    fn kind(&self) -> &str {
-        self.rope_type.as_deref().or(self.old_type.as_deref()).unwrap_or("default")
-    }
-}
 
 /// The sizes and parameters of a rotary embedding.
 #[derive(Debug)]

@@ -27,6 +27,11 @@ impl Stepper<'_> {
         self.uncaptured.as_deref()
     }
 
+    /// Steps that were captured, or that a capture was tried for.
+    pub(crate) fn captures(&self) -> usize {
+        self.captures
+    }
+
     /// Has the next step of several ranks captured, and later ones replayed; whether that can be. `sequences` is the most
     /// that any rank has. Every rank calls this ahead of the same step and steps whenever the others do from then on,
     /// until all call it again, as they do once a rank has another stepper, has [resized](Self::resize) its own, or has
@@ -109,7 +114,9 @@ impl Stepper<'_> {
         }
         // One that cannot be captured is not tried again.
         self.eager = true;
-        match graph::Graph::capture(self.model, || self.work(), at)? {
+        let outcome = graph::Graph::capture(self.model, || self.work(), at)?;
+        self.captures += usize::from(!matches!(outcome, graph::CaptureOutcome::NotTried));
+        match outcome {
             graph::CaptureOutcome::NotTried => self.work().run(at),
             graph::CaptureOutcome::Failed { logits, why } => {
                 self.uncaptured = Some(why);

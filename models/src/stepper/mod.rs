@@ -57,6 +57,8 @@ pub struct Stepper<'m> {
     most: Option<usize>,
     /// Why the last capture failed; none is tried again.
     uncaptured: Option<String>,
+    /// Steps that were captured, or that a capture was tried for.
+    captures: usize,
     /// An error has left the cache as it may be.
     broken: bool,
 }
@@ -150,6 +152,7 @@ impl Model {
             logits: None,
             most: None,
             uncaptured: None,
+            captures: 0,
             broken: false,
         }))
     }

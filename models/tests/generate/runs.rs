@@ -51,6 +51,33 @@ fn the_program_samples_the_same_at_any_number_of_ranks() {
     assert_eq!(one.lines().nth(3), Some(alone.trim()), "{one}");
 }
 
+/// Prompts that are read together begin with as many tokens as the shortest has; the others are read apart.
+#[test]
+fn the_program_batches_as_it_is_told() {
+    let prompts = ["--prompt-ids", "5,17,3", "--prompt-ids", "8,1,2,3,4,5,6,7,8", "--prompt-ids", "9,9,9"];
+    let run = |more: &[&str]| {
+        let options = ["--max-tokens", "5", "--ignore-eos"];
+        let output = run(&golden_folder(), &[&prompts[..], &options, more].concat());
+        let report = String::from_utf8_lossy(&output.stderr).into_owned();
+        let prefill = report.lines().find_map(|line| line.strip_prefix("prefill: ")).expect("a count").to_string();
+        (text(&output), prefill.split(' ').next().and_then(|n| n.parse::<usize>().ok()).expect("a number"))
+    };
+    let (together, read) = run(&[]);
+    assert_eq!(read, 3 * 3);
+    for (more, expected) in [
+        (&["--spread", "6"][..], 9),
+        (&["--spread", "5"], 15),
+        (&["--batch", "1"], 15),
+        (&["--batch", "2"], 15),
+        (&["--batch", "2", "--ranks", "2"], 15),
+    ] {
+        let (shown, read) = run(more);
+        assert_eq!((shown, read), (together.clone(), expected), "{more:?}");
+    }
+    let refused = self::run(&golden_folder(), &[&prompts[..], &["--batch", "0"]].concat());
+    assert_eq!(refused.status.code(), Some(2));
+}
+
 #[test]
 fn the_program_takes_either_kind_of_cache() {
     let prompts = ["--prompt-ids", "5,17,3", "--prompt-ids", "8", "--max-tokens", "12", "--ignore-eos"];

@@ -90,6 +90,22 @@ fn batches_share_steps_and_what_has_ended_leaves() {
     assert_eq!(shapes(true, 0), (vec![(2, 2), (1, 1), (1, 3), (1, 1), (1, 1)], 7, 3, 3));
 }
 
+/// A step that is captured is slower by far than those that replay it, and is in no rate.
+#[test]
+fn captures_have_a_time_of_their_own() {
+    let time = std::time::Duration::from_millis(20);
+    let toy = Toy { can_keep: true, capture: Some(time), ..Toy::new() };
+    let generator = Generator::new(&toy, None).expect("a generator");
+    let requests = [Request::new(vec![1, 2], 4), Request::new(vec![3, 4], 9)];
+    let (_, stats) = generator.run(&requests, go).expect("outputs");
+    // Of three steps of both sequences, and of five that the second goes on alone, the first ones.
+    assert_eq!((stats.capture_steps, stats.decode_steps, stats.decode_tokens), (2, 6, 8));
+    assert_eq!(stats.generated_tokens, 13);
+    assert!(stats.capture >= 2 * time, "{stats:?}");
+    let (_, stats) = Generator::new(&Toy::new(), None).expect("a generator").run(&requests, go).expect("outputs");
+    assert_eq!((stats.capture_steps, stats.capture, stats.decode_steps), (0, std::time::Duration::ZERO, 8));
+}
+
 /// No forward has more tokens than were asked for, unless there are more sequences; the same tokens come of it.
 #[test]
 fn prompts_are_read_in_pieces() {

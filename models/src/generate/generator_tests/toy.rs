@@ -1,6 +1,7 @@
 //! A decoder without weights.
 
-use std::cell::RefCell;
+use std::cell::{Cell, RefCell};
+use std::time::Duration;
 
 use super::*;
 
@@ -23,6 +24,9 @@ pub(super) struct Toy {
     pub(super) likeliest: Option<u32>,
     /// So many more than there are rows.
     pub(super) extra: usize,
+    /// Steps of one token are captured anew where that before was of other sequences, which takes this long.
+    pub(super) capture: Option<Duration>,
+    pub(super) captures: Cell<usize>,
     pub(super) shapes: RefCell<Vec<(usize, usize)>>,
 }
 
@@ -37,6 +41,8 @@ impl Toy {
             lost: None,
             likeliest: None,
             extra: 0,
+            capture: None,
+            captures: Cell::new(0),
             shapes: RefCell::default(),
         }
     }
@@ -93,6 +99,10 @@ impl Decoder for Toy {
     fn step<'d>(&'d self, tokens: &Tensor, cache: &mut Self::Cache<'d>) -> crate::Result<Tensor> {
         let (b, s) = tokens.dims2()?;
         assert_eq!(b, cache.len(), "a row for each sequence of the cache");
+        if let Some(time) = self.capture.filter(|_| s == 1 && self.shapes.borrow().last() != Some(&(b, s))) {
+            std::thread::sleep(time);
+            self.captures.set(self.captures.get() + 1);
+        }
         self.shapes.borrow_mut().push((b, s));
         let mut logits: Vec<f32> = Vec::new();
         for (ids, new) in cache.iter_mut().zip(tokens.to_vec2::<u32>()?) {
@@ -118,6 +128,10 @@ impl Decoder for Toy {
             true => Err(crate::Error::Usage { call: "Toy::check", problem: "a toy is lost".into() }),
             false => Ok(()),
         }
+    }
+
+    fn captures<'d>(&'d self, _: &Self::Cache<'d>) -> usize {
+        self.captures.get()
     }
 
     fn keep<'d>(&'d self, rows: &[usize], cache: &mut Self::Cache<'d>) -> crate::Result<bool> {

@@ -54,8 +54,9 @@ pub(in crate::generate) fn tojson(
     if let Some(separators) = argument(2, "separators")? {
         let parts: Vec<Value> = separators.try_iter()?.collect();
         let [item, key] = &parts[..] else { return Err(invalid("tojson: separators: expected two strings")) };
-        dumps.item_separator = short("separators", item.to_string())?;
-        dumps.key_separator = short("separators", key.to_string())?;
+        let text = |part: &Value| part.as_str().map(String::from).ok_or_else(|| invalid("tojson: separators: no text"));
+        dumps.item_separator = short("separators", text(item)?)?;
+        dumps.key_separator = short("separators", text(key)?)?;
     }
     if let Some(sort) = argument(3, "sort_keys")? {
         dumps.sort_keys = sort.is_true();
