@@ -41,6 +41,17 @@ __device__ __forceinline__ void add(float (&sum)[N], const WordOf<T, N>& word) {
     for (int i = 0; i < N; i++) sum[i] += to_float(v[i]);
 }
 
+// The same of bf16 words, of which each element is the upper half of its f32: one instruction takes it apart.
+template <>
+__device__ __forceinline__ void add<bf16, 8>(float (&sum)[8], const uint4& word) {
+    const uint32_t pairs[4] = {word.x, word.y, word.z, word.w};
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        sum[2 * i] += __uint_as_float(pairs[i] << 16);
+        sum[2 * i + 1] += __uint_as_float(pairs[i] & 0xffff0000u);
+    }
+}
+
 template <class T, int N>
 __device__ __forceinline__ WordOf<T, N> rounded(const float (&sum)[N]) {
     T v[N];
@@ -90,59 +101,92 @@ __device__ __forceinline__ uint64_t read_once() {
     asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;\n" : "=l"(policy));
     return policy;
 }
-__device__ __forceinline__ void load_to_shared(uint4* to, const void* from, uint64_t policy) {
-    const auto at = static_cast<uint32_t>(__cvta_generic_to_shared(to));
-    asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;\n" ::"r"(at), "l"(from), "l"(policy) : "memory");
+__device__ __forceinline__ void load_to_shared(uint32_t to, const uint8_t* from, uint64_t policy) {
+    asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;\n" ::"r"(to), "l"(from), "l"(policy) : "memory");
+}
+__device__ __forceinline__ uint4 load_shared(uint32_t from) {
+    uint4 word;
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];\n" : "=r"(word.x), "=r"(word.y), "=r"(word.z), "=r"(word.w) : "r"(from) : "memory");
+    return word;
 }
 __device__ __forceinline__ void end_of_place() { asm volatile("cp.async.commit_group;\n" ::: "memory"); }
 // All but the last so many places have come.
 template <int PLACES>
 __device__ __forceinline__ void wait_for_place() { asm volatile("cp.async.wait_group %0;\n" ::"n"(PLACES) : "memory"); }
 
-// Adds rows of `width` elements into `out`. A thread's words come through a ring in shared memory of its own, so that
-// many are under way and none takes a register: place after place has words of a row, row after row, then the
-// next words. A thread reads what it has loaded itself, so no barrier is needed.
+// A thread's words of a piece's rows come through a ring in shared memory of its own, so that many are under way and none
+// takes a register: place after place has words of a row, row after row, then the next words. A thread reads what it has
+// loaded itself, so no barrier is needed. Offsets are in bytes.
 template <class T>
-__device__ __forceinline__ void add_rows_in_words(const Piece<T>& piece, int width, uint4* ring) {
-    constexpr int N = 16 / sizeof(T), NEXT = GROUP * N, STEP = NEXT * WORDS;
-    const int first = threadIdx.x % GROUP * N;
-    T* out = piece.to[0];
-    const uint64_t policy = read_once();
-    ring += threadIdx.x;
-    int load_row = 0, load_at = piece.count > 0 ? first : width, load_place = 0;
-    auto load = [&]() {
-        if (load_at < width) {
-            const T* from = piece.from[load_row] + load_at;
-            uint4* to = ring + load_place * (WORDS * NVLINK_SUM_WORKERS);
-#pragma unroll
-            for (int w = 0; w < WORDS; w++) {
-                if (load_at + NEXT * w < width) load_to_shared(to + NVLINK_SUM_WORKERS * w, from + NEXT * w, policy);
-            }
-        }
-        end_of_place();
-        if (++load_place == NVLINK_RING) load_place = 0;
-        if (++load_row == piece.count) load_row = 0, load_at += STEP;
-    };
+struct Ring {
+    static constexpr int N = 16 / sizeof(T), NEXT = GROUP * 16, STEP = NEXT * WORDS;
+    static constexpr uint32_t NEXT_WORD = NVLINK_SUM_WORKERS * 16, NEXT_PLACE = NEXT_WORD * WORDS;
+    const Piece<T>& piece;
+    const int bytes;
+    const uint64_t policy;
+    const uint8_t* from;  // the next row to load from: asked for a load ahead
+    int load_row = 0, load_at;
+    const uint32_t begin;
+    uint32_t load_to, next;  // places
+
+    __device__ __forceinline__ Ring(const Piece<T>& piece, int bytes, uint32_t ring)
+        : piece(piece), bytes(bytes), policy(read_once()), from(row(0)), load_at(piece.count > 0 ? first() : bytes),
+          begin(ring + threadIdx.x * 16), load_to(begin), next(begin) {
 #pragma unroll 1
-    for (uint32_t i = 0; i + 1 < NVLINK_RING; i++) load();
-    int place = 0;
-#pragma unroll 1
-    for (int at = first; at < width; at += STEP) {
-        Sum<T, N> sum;
-#pragma unroll 1
-        for (int row = 0; row < piece.count; row++) {
-            load();
-            wait_for_place<NVLINK_RING - 1>();
-            const uint4* from = ring + place * (WORDS * NVLINK_SUM_WORKERS);
-            uint4 words[WORDS];
-#pragma unroll
-            for (int w = 0; w < WORDS; w++) words[w] = from[NVLINK_SUM_WORKERS * w];
-            sum.take(piece, row, words);
-            if (++place == NVLINK_RING) place = 0;
-        }
+        for (uint32_t i = 0; i + 1 < NVLINK_RING; i++) load();
+    }
+
+    static __device__ __forceinline__ int first() { return static_cast<int>(threadIdx.x % GROUP) * 16; }
+    __device__ __forceinline__ uint32_t behind(uint32_t place) const {
+        return place == begin + NEXT_PLACE * (NVLINK_RING - 1) ? begin : place + NEXT_PLACE;
+    }
+    __device__ __forceinline__ const uint8_t* row(int i) const { return reinterpret_cast<const uint8_t*>(piece.from[i]); }
+
+    __device__ __forceinline__ void load() {
 #pragma unroll
         for (int w = 0; w < WORDS; w++) {
-            if (at + NEXT * w < width) *reinterpret_cast<uint4*>(out + at + NEXT * w) = rounded<T, N>(sum.all[w]);
+            if (load_at + NEXT * w < bytes) load_to_shared(load_to + NEXT_WORD * w, from + load_at + NEXT * w, policy);
+        }
+        end_of_place();
+        load_to = behind(load_to);
+        if (++load_row == piece.count) load_row = 0, load_at += STEP;
+        from = row(load_row);
+    }
+
+    // Adds the next `count` rows.
+    __device__ __forceinline__ void add_rows(int count, float (&sum)[WORDS][N]) {
+#pragma unroll 1
+        for (int i = 0; i < count; i++) {
+            load();
+            wait_for_place<NVLINK_RING - 1>();
+#pragma unroll
+            for (int w = 0; w < WORDS; w++) add<T, N>(sum[w], load_shared(next + NEXT_WORD * w));
+            next = behind(next);
+        }
+    }
+};
+
+// Adds a piece's rows of words.
+template <class T>
+__device__ __forceinline__ void add_rows_in_words(const Piece<T>& piece, int width, uint32_t ring_at) {
+    using Words = Ring<T>;
+    const int bytes = width * static_cast<int>(sizeof(T)), lower = piece.slots_from, slots = piece.slots;
+    auto* out = reinterpret_cast<uint8_t*>(piece.to[0]);
+    Words ring(piece, bytes, ring_at);
+#pragma unroll 1
+    for (int at = Words::first(); at < bytes; at += Words::STEP) {
+        float sum[WORDS][Words::N] = {};
+        ring.add_rows(lower, sum);
+        if (slots > 0) {
+            float here[WORDS][Words::N] = {};
+            ring.add_rows(slots, here);
+#pragma unroll
+            for (int w = 0; w < WORDS; w++) add<T, Words::N>(sum[w], rounded<T, Words::N>(here[w]));
+        }
+        ring.add_rows(piece.count - lower - slots, sum);
+#pragma unroll
+        for (int w = 0; w < WORDS; w++) {
+            if (at + Words::NEXT * w < bytes) *reinterpret_cast<uint4*>(out + at + Words::NEXT * w) = rounded<T, Words::N>(sum[w]);
         }
     }
     wait_for_place<0>();
@@ -393,7 +437,7 @@ __device__ __forceinline__ void plan(const NvLinkCombineParams& p, const nvlink:
 }
 
 template <class T>
-__device__ __forceinline__ void work(const NvLinkCombineParams& p, const Piece<T>& piece, uint4* ring) {
+__device__ __forceinline__ void work(const NvLinkCombineParams& p, const Piece<T>& piece, uint32_t ring) {
     const int width = static_cast<int>(p.width);
     const bool wide = p.word == 16;
     if (piece.kind == PIECE_NONE) return;
@@ -428,11 +472,12 @@ __device__ __forceinline__ void combine(const NvLinkCombineParams& p) {
         plan(p, block, pieces[planner], planner, row_words[planner]);
     } else if (!block.stopped) {
         const int group = threadIdx.x / GROUP;
+        const auto ring_at = static_cast<uint32_t>(__cvta_generic_to_shared(ring));
         for (int n = 0;; n++) {
             meet(group);
             const Piece<T>& piece = pieces[group][n % 2];
             if (piece.kind == PIECE_END) break;
-            work<T>(p, piece, ring);
+            work<T>(p, piece, ring_at);
         }
     }
     nvlink::end(p.call, block);
