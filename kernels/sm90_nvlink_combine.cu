@@ -284,25 +284,6 @@ __device__ __forceinline__ void tell_of_rows(const NvLinkCombineParams& p, const
     }
 }
 
-// Pieces of work in their order, each to one group. The next is asked for as one is taken: a group that waits for what a piece
-// of this order brings holds none before that one, so none waits in a circle.
-struct Tickets {
-    nvlink::Word* counter;
-    nvlink::Word next;  // in the first lane
-
-    __device__ __forceinline__ explicit Tickets(nvlink::Word* counter) : counter(counter), next(0) { ask(); }
-
-    __device__ __forceinline__ void ask() {
-        if (threadIdx.x % 32 == 0) next = atomicAdd(counter, 1ull);
-    }
-
-    __device__ __forceinline__ nvlink::Word take() {
-        const nvlink::Word taken = __shfl_sync(~0u, next, 0);
-        ask();
-        return taken;
-    }
-};
-
 // Plans a group's pieces, by a warp, each while the one before is worked on.
 template <class T>
 struct Planner {
@@ -397,10 +378,13 @@ struct Planner {
     // The next piece; `most`: numbers of rows and of tokens that are summed end before it. `owed`: the piece before is
     // one that a peer waits for, and is told to be there when the group meets next. A wait must not hold that up, as the
     // peer's own may be for it: then the token is kept in `waiting` (else -1), and no piece is made.
-    __device__ __forceinline__ void next(int64_t most, bool owed, Tickets& tickets, int64_t& waiting) const {
+    __device__ __forceinline__ void next(int64_t most, bool owed, int64_t& waiting) const {
         const int64_t ranks = p.call.ranks, rank = p.call.rank;
+        auto* ticket = nvlink::words_of(p.call, rank) + NVLINK_TICKET;
         while (waiting < 0) {
-            const nvlink::Word taken = tickets.take();
+            nvlink::Word taken = 0;
+            if (threadIdx.x % 32 == 0) taken = atomicAdd(ticket, 1ull);
+            taken = __shfl_sync(~0u, taken, 0);
             const int64_t i = static_cast<int64_t>(taken) / ranks, part = static_cast<int64_t>(taken) - i * ranks;
             if (i >= most) return describe(PIECE_END, 0, 0, 0, nullptr);
             if (part + 1 < ranks) {
@@ -421,11 +405,10 @@ template <class T>
 __device__ __forceinline__ void plan(const NvLinkCombineParams& p, const nvlink::Block& block, Piece<T>* pieces, int group, RowWords& rows) {
     int64_t most = p.tokens + p.lag, waiting = -1;
     for (int64_t r = 0; r < p.call.ranks; r++) most = p.arrived[r] > most ? p.arrived[r] : most;
-    Tickets tickets(nvlink::words_of(p.call, p.call.rank) + NVLINK_TICKET);
     const bool first = threadIdx.x % 32 == 0;
     bool owed = false;
     for (int n = 0;; n++) {
-        Planner<T>{p, block, pieces[n % 2]}.next(most, owed, tickets, waiting);
+        Planner<T>{p, block, pieces[n % 2]}.next(most, owed, waiting);
         __syncwarp();
         meet(group);
         nvlink::Word* arrived = n > 0 ? pieces[(n + 1) % 2].arrived : nullptr;

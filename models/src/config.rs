@@ -149,8 +149,8 @@ impl Base {
         // A scaling that was added to a saved configuration counts, as in transformers, but not one without a key.
         let scaling = self.rope_scaling.as_ref().filter(|scaling| **scaling != RopeParameters::default());
         let types = self.layer_types.as_deref().map(|types| &types[..types.len().min(self.num_hidden_layers)]);
-        let parameters = scaling.or(self.rope_parameters.as_ref()).map(|r| r.of_layers(file, types)).transpose()?;
-        let parameters = parameters.unwrap_or_default();
+        let given = scaling.or(self.rope_parameters.as_ref());
+        let parameters = given.map(|r| r.of_layers(file, types)).transpose()?.unwrap_or_default();
         let part = parameters.partial_rotary_factor.or(self.partial_rotary_factor).unwrap_or(1.0);
         if !(part > 0.0 && part <= 1.0) {
             return file.refuse("partial_rotary_factor", "a number in (0, 1]", part);
@@ -168,7 +168,8 @@ impl Base {
             return file.refuse("rope_scaling.rope_theta", expected, "nothing");
         }
         let theta = file.positive("rope_theta", parameters.rope_theta.unwrap_or(outside))?;
-        let original = self.original_max_position_embeddings.or(parameters.original_max_position_embeddings);
+        let outside = self.original_max_position_embeddings.filter(|_| !given.is_some_and(|r| r.is_by_type(types)));
+        let original = outside.or(parameters.original_max_position_embeddings);
         let max_positions = self.max_position_embeddings;
         Ok(RotaryConfig { parameters, dim, theta, max_positions, original })
     }

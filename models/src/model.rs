@@ -300,7 +300,8 @@ impl Model {
             let hidden = self.decoder.hidden(&ids, caches, &mut tap, at)?;
             if let Some(cache) = cache {
                 let (sequences, len) = ids.dims2()?;
-                cache.len += len;
+                // A rank without sequences takes part for as long as others have some: it holds nothing that could be full.
+                cache.len += if sequences > 0 { len } else { 0 };
                 cache.sequences = Some(sequences);
             }
             Ok(hidden)

@@ -18,7 +18,7 @@ use moebius_models::generate::{
 use moebius_models::{LoadOptions, Model};
 
 use checks::resizing;
-use support::{Golden, Rotation, on_ranks, tolerance};
+use support::{Golden, Rotation, on_ranks, shipped, tolerance};
 
 const KINDS: [CacheKind; 2] = [CacheKind::Static, CacheKind::Growing];
 
@@ -61,6 +61,21 @@ fn by_kinds(golden: &Golden, ranks: usize, requests: &[Request]) -> Vec<[Vec<Out
         };
         [run(0), run(1)]
     })
+}
+
+/// A rank without sequences takes part for as long as others have some, however long that is.
+#[test]
+fn a_cache_of_no_sequences_is_never_full() {
+    let model = Model::load(shipped().join("qwen3_moe"), &Device::Cpu, LoadOptions::default()).expect("a model");
+    let none = Tensor::zeros((0, 1), DType::U32, &Device::Cpu).expect("ids");
+    for kind in KINDS {
+        let request = CacheRequest { sequences: 0, prompt_tokens: 1, max_tokens: model.context(), kind };
+        let mut cache = Decoder::cache(&model, request).expect("a cache");
+        for step in 0..model.context() + 2 {
+            let logits = Decoder::step(&model, &none, &mut cache);
+            assert_eq!(logits.unwrap_or_else(|e| panic!("{kind:?}, step {step}: {e}")).dims()[0], 0);
+        }
+    }
 }
 
 /// Four ranks have one prompt or two each. Logits of the two kinds differ by rounding: those of tokens that are compared

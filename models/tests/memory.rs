@@ -55,8 +55,8 @@ fn memory_of_a_step_grows_as_its_tokens() {
     assert!(long < 4 * 4096 * 4096 * size_of::<f32>(), "{long}");
 }
 
-/// No logits of all tokens: a step takes less than these alone, of a vocabulary beside which the rest of the model is
-/// small. A block of 512 tokens has an eighth of them.
+/// No logits of all tokens: a step takes less than three quarters of these alone, of a vocabulary beside which the rest of
+/// the model is small. A block of 512 tokens has an eighth of them.
 #[test]
 fn a_step_never_has_the_logits_of_all_tokens() {
     const TOKENS: usize = 4096;
@@ -71,5 +71,5 @@ fn a_step_never_has_the_logits_of_all_tokens() {
     of_step(&model, 64);
     let (most, logits) = (of_step(&model, TOKENS), TOKENS * VOCABULARY * size_of::<f32>());
     println!("Most bytes of a step: {most}, of which all logits would be {logits}");
-    assert!(most < logits, "{most} bytes, of which all logits would be {logits}");
+    assert!(4 * most < 3 * logits, "{most} bytes, of which all logits would be {logits}");
 }

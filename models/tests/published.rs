@@ -49,6 +49,13 @@ fn rope_parameters_by_type_of_layer() {
     let both = json!({"full_attention": flat, "sliding_attention": flat});
     let beside = json!({"full_attention": without("rope_theta"), "sliding_attention": flat,
         "rope_theta": flat["rope_theta"], "chunked_attention": {"rope_type": "default"}});
+    // A key outside completes and replaces none of them.
+    let original = flat["original_max_position_embeddings"].as_u64().expect("a yarn rotation");
+    let with_original = logits(&|c| {
+        c["rope_parameters"] = both.clone();
+        c["original_max_position_embeddings"] = json!(2 * original);
+    });
+    assert_eq!(relative(&with_original, &expected), EXACT);
     for parameters in [both, beside] {
         assert_eq!(relative(&logits(&|c| c["rope_parameters"] = parameters.clone()), &expected), EXACT);
     }

@@ -254,7 +254,7 @@ fn bad_folders_are_typed_errors() {
     assert!(error.to_string().contains("layers.2."), "{error:?}");
 
     type Change = (&'static str, fn(&mut serde_json::Value), &'static str);
-    let changes: [Change; 22] = [
+    let changes: [Change; 23] = [
         ("mixtral", |c| c["vocab_size"] = 0.into(), "vocab_size"),
         ("mixtral", |c| c["num_attention_heads"] = 0.into(), "num_attention_heads"),
         ("mixtral", |c| c["num_key_value_heads"] = 3.into(), "num_key_value_heads"),
@@ -289,9 +289,18 @@ fn bad_folders_are_typed_errors() {
             "rope_parameters.sliding_attention",
         ),
         (
+            "gpt_oss",
+            |c| {
+                let two = serde_json::json!({"factor": "two"});
+                c["rope_parameters"] = serde_json::json!({"full_attention": two, "sliding_attention": two})
+            },
+            "rope_parameters.",
+        ),
+        // transformers has plain rotations then.
+        (
             "mixtral",
-            |c| c["rope_parameters"] = serde_json::json!({"full_attention": {"factor": "two"}}),
-            "rope_parameters.full_attention",
+            |c| c["rope_parameters"] = serde_json::json!({"full_attention": {"rope_type": "linear", "factor": 4}}),
+            "layer_types",
         ),
         (
             "mixtral",

@@ -31,7 +31,7 @@ pub(super) const DECODE_LINEAR_ROWS: usize = 64;
 /// A weight gradient that runs during the way back of rows (`nvlink_combine`) makes those of so many experts, over the
 /// rows of the gradient and the SMs of the other kernel, of all: as many as take it as long. What is left then has all
 /// SMs. Both times are as the rows' number and width. `notes/nvlink.md`.
-pub(super) const WGRAD_UNDER_RETURN: usize = 40_000;
+pub(super) const WGRAD_UNDER_RETURN: usize = 28_000;
 
 // ------------------------------------------------------------------------------------------------ quantized weights
 

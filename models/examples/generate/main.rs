@@ -45,6 +45,7 @@ use moebius_models::generate::{
 use moebius_models::{LoadOptions, Model};
 
 use options::{Options, Place, ShownChannels, Type, Usage};
+use output::Answers;
 use results::{ExpertChoices, Outcome, merge};
 
 type AnyError = Box<dyn Error + Send + Sync>;
@@ -113,13 +114,17 @@ fn run(options: &Options, me: Option<&Identity>) -> Result<(), AnyError> {
             true => output::show(&receiver, beginning, tokenizer.is_some()),
             false => {
                 receiver.iter().for_each(drop);
-                Ok(0)
+                Ok(Answers::new(false))
             }
         };
         // Where nobody reads the output, ranks end with their next token.
         drop(receiver);
         let outcome = work.join().unwrap_or_else(|_| Err("a rank panicked".into()));
-        Ok::<_, AnyError>((shown?, outcome?))
+        let answers = shown?;
+        if outcome.is_err() {
+            output::put(&answers.ended())?;
+        }
+        Ok::<_, AnyError>((answers.written, outcome?))
     })?;
     let (written, Some(outcome)) = outcome else { return Ok(()) };
     output::print(&outcome.outputs, written, tokenizer.is_some())?;
@@ -229,15 +234,15 @@ impl Job<'_> {
         Ok(self.checkpoint.block_config(*layer)?.router)
     }
 
-    /// No step has more tokens than [`PREFILL_TOKENS`], or than the longest prompts of a batch have together. In steps of
-    /// one token a sequence there is room for any choices.
+    /// No step has more tokens than [`PREFILL_TOKENS`], or than the longest prompts of a batch have together, but for one of
+    /// each sequence. In steps of one token a sequence there is room for any choices.
     fn group_config(&self, ranks: usize) -> Result<GroupConfig, AnyError> {
         let router = self.router()?;
         let mut lengths: Vec<usize> = self.requests.iter().map(|request| request.prompt.len().max(1)).collect();
         lengths.sort_unstable_by(|a, b| b.cmp(a));
         let tokens: usize = lengths.iter().take(self.max_sequences()).sum();
         let sequences = self.requests.len().div_ceil(ranks).clamp(1, self.max_sequences());
-        let tokens = tokens.min(PREFILL_TOKENS);
+        let tokens = tokens.min(PREFILL_TOKENS).max(sequences);
         let max_rows = ranks * sequences * router.top_k;
         Ok(GroupConfig { max_rows, forward_only: true, ..GroupConfig::new(router.num_experts, tokens.max(1)) })
     }

@@ -17,7 +17,8 @@ const SMALL: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/small");
 const BEGINNING: &str = "A rank that fails";
 
 /// Continues prompts with the model of a published folder. One prompt's text appears as it comes, of several prompts each
-/// text once it and those before it have ended; without tokenizer.json prompts and output are ids. Counts and speeds go to standard error.
+/// text once it and those before it have ended (of ranks that are processes all but the first prompt's once all have);
+/// without tokenizer.json prompts and output are ids. Counts and speeds go to standard error.
 ///
 /// Options that are not given are the folder's own (generation_config.json): a model that samples by its publisher's
 /// advice does so here.

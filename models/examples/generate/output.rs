@@ -14,8 +14,8 @@ use crate::Piece;
 use crate::results::{ExpertChoices, Outcome};
 
 /// Writes one prompt's text as it comes, or its ids where there is no text, behind `beginning`; of several prompts each
-/// answer once it and all before it have ended. Gives the number of answers that are written whole.
-pub fn show(pieces: &Receiver<Piece>, beginning: Option<&str>, has_text: bool) -> std::io::Result<usize> {
+/// answer once it and all before it have ended. Gives what is not written.
+pub fn show(pieces: &Receiver<Piece>, beginning: Option<&str>, has_text: bool) -> std::io::Result<Answers> {
     let (mut before, mut answers) = (beginning, Answers::new(has_text));
     for piece in pieces {
         if beginning.is_none() {
@@ -28,7 +28,7 @@ pub fn show(pieces: &Receiver<Piece>, beginning: Option<&str>, has_text: bool) -
             false => put(&format!("{} ", piece.token))?,
         }
     }
-    Ok(answers.written)
+    Ok(answers)
 }
 
 /// Answers of several prompts, in the prompts' order.
@@ -58,6 +58,12 @@ impl Answers {
             self.written += 1;
         }
         out
+    }
+
+    /// All that have ended and are not written: of a run that has failed, which makes no more of those before them.
+    pub fn ended(&self) -> String {
+        let ended = self.waiting.iter().filter(|(_, (.., is_whole))| *is_whole);
+        ended.map(|(prompt, (tokens, text, _))| answer(*prompt, tokens, text, self.has_text)).collect()
     }
 }
 

@@ -464,7 +464,11 @@ impl<'a> Sequence<'a> {
         self.show(&end.text, text);
         if !matches!(self.finish, Some(Finish::Text(_))) {
             self.incomplete = end.incomplete;
-            text.push_str(&self.stops.finish());
+            let (rest, stop) = self.stops.finish();
+            text.push_str(&rest);
+            if let Some(stop) = stop {
+                self.finish = Some(Finish::Text(stop));
+            }
         }
         Ok(())
     }

@@ -8,6 +8,9 @@ use minijinja::{Environment, Error, State, Value};
 
 use super::python_budget::{Budget, shown};
 
+/// Brackets in brackets, at most. The engine takes fewer.
+const DEEPEST: i64 = 500;
+
 /// The filter's name, which no template has by chance.
 const COUNTED: &str = "moebius_counted";
 
@@ -167,6 +170,10 @@ impl Tag {
         let mut depth = 0i64;
         for token in 0..self.tokens.len() {
             match self.tokens[token].kind {
+                // The operators of each bracket are looked for through all that it holds.
+                Kind::Open if depth >= DEEPEST => {
+                    return Err(format!("expected at most {DEEPEST} brackets in one another, found more"));
+                }
                 Kind::Open => depth += 1,
                 Kind::Close => depth -= 1,
                 Kind::Operator if self.text(source, token) == "~" => {
@@ -200,12 +207,17 @@ impl Tag {
 
     /// The first token of what stands before the operator `~`.
     fn left(&self, source: &str, operator: usize) -> usize {
-        self.begin(operator, |token| self.ends_concatenation(source, token))
+        self.behind_stars(source, operator, self.begin(operator, |token| self.ends_concatenation(source, token)))
     }
 
     /// The first token of what stands before the operator `in`.
     fn left_of_in(&self, source: &str, operator: usize) -> usize {
-        self.begin(operator, |token| self.ends_comparison(source, token))
+        self.behind_stars(source, operator, self.begin(operator, |token| self.ends_comparison(source, token)))
+    }
+
+    /// The first token but for a star that has a call take a list or a dictionary apart.
+    fn behind_stars(&self, source: &str, operator: usize, first: usize) -> usize {
+        first + usize::from(first < operator && ["*", "**"].contains(&self.text(source, first)))
     }
 
     fn begin(&self, operator: usize, ends: impl Fn(usize) -> bool) -> usize {

@@ -1,7 +1,8 @@
 //! Operations with a backward of their own: fused, or in blocks that backward computes again, where candle's plain
 //! operations would keep what a whole forward made. The decoders are made of them, and other decoders on candle may be.
 //! They refuse what does not fit together with errors that name call, tensor, expected and found, and take part in candle's
-//! `backward` as its own operations do.
+//! `backward` as its own operations do. Tensors of no elements are for a CPU: candle has no memory of no bytes on a GPU, and
+//! a call that would make one there ends with its error.
 //!
 //! ```
 //! use candle_core::{DType, Device, Tensor, Var};

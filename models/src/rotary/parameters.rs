@@ -57,13 +57,12 @@ impl RopeParameters {
     ///
     /// # Errors
     /// Layers of two types that rotate otherwise, which no family here has; a type without parameters; others that stand
-    /// beside the types.
+    /// beside the types; no `layer_types`.
     pub fn of_layers(&self, file: &ConfigFile, layer_types: Option<&[String]>) -> Result<Self> {
-        let listed = |name: &str| layer_types.is_some_and(|types| types.iter().any(|word| word == name));
-        let is_type = |name: &str| listed(name) || LAYER_TYPES.iter().any(|(word, _)| *word == name);
-        if !self.other.iter().any(|(name, value)| value.is_object() || is_type(name)) {
+        if !self.is_by_type(layer_types) {
             return Ok(self.clone());
         }
+        let is_type = |name: &str| is_layer_type(name, layer_types);
         if let Some((name, _)) = self.other.iter().find(|(name, value)| value.is_object() && !is_type(name)) {
             let known = LAYER_TYPES.map(|(word, _)| word).join(", ");
             return file.refuse("rope_parameters", format!("objects under types of layers ({known})"), name);
@@ -74,12 +73,16 @@ impl RopeParameters {
             let expected = "rope_theta and partial_rotary_factor alone beside the parameters of types of layers";
             return file.refuse("rope_parameters", expected, "others");
         }
-        let names: Vec<&str> = match layer_types {
-            Some(types) => types.iter().map(String::as_str).collect(),
-            None => self.other.keys().map(String::as_str).filter(|name| is_type(name)).collect(),
+        let Some(types) = layer_types else {
+            // transformers leaves such parameters out where its class has no types of layers.
+            return file.refuse(
+                "layer_types",
+                "each layer's type, as rope_parameters are by type of layers",
+                "nothing",
+            );
         };
         let mut of_all: Option<(&str, Self)> = None;
-        for name in names.into_iter().filter(|name| *name != RECURRENT) {
+        for name in types.iter().map(String::as_str).filter(|name| *name != RECURRENT) {
             let own = self.of_type(file, name)?;
             match &of_all {
                 Some((first, parameters)) if *parameters != own => {
@@ -91,6 +94,11 @@ impl RopeParameters {
             }
         }
         Ok(of_all.map_or(beside, |(_, parameters)| parameters))
+    }
+
+    /// Whether parameters stand by type of layers. Then no other key of `config.json` completes them.
+    pub fn is_by_type(&self, layer_types: Option<&[String]>) -> bool {
+        self.other.iter().any(|(name, value)| value.is_object() || is_layer_type(name, layer_types))
     }
 
     /// The parameters of one type of layers.
@@ -126,6 +134,12 @@ impl RopeParameters {
     pub(super) fn kind(&self) -> &str {
         self.rope_type.as_deref().or(self.old_type.as_deref()).unwrap_or("default")
     }
+}
+
+/// Whether this is a type of layers: one that `config.json` lists, or one that all know.
+fn is_layer_type(name: &str, layer_types: Option<&[String]>) -> bool {
+    let listed = layer_types.is_some_and(|types| types.iter().any(|word| word == name));
+    listed || LAYER_TYPES.iter().any(|(word, _)| *word == name)
 }
 
 /// How errors name the parameters of a type of layers.

@@ -55,7 +55,7 @@ impl<'a> CausalOptions<'a> {
 /// the scores of a block of queries again: a matrix of all scores is never there. On a GPU kernels do both for bf16 and f16,
 /// heads of 64, 128, 256, or 192 with values of 128, and 16 queries and more; everything else is candle's operations, a
 /// block of queries at a time, with softmax in f32 (f64 for f64). Without queries the result is none, and the gradients of
-/// keys and values are zeros.
+/// keys, values and sinks are zeros.
 ///
 /// # Errors
 /// A typed error for other numbers of dimensions and sizes that do not match, sizes of 0 but for B and S, query heads that
@@ -95,8 +95,12 @@ pub fn attention(q: &Tensor, k: &Tensor, v: &Tensor, options: CausalOptions<'_>)
     let scale = scale.unwrap_or_else(|| (dim as f64).powf(-0.5));
     call.finite("scale", scale)?;
     if sequences == 0 || queries == 0 {
-        let none = Tensor::zeros((sequences, queries, heads, value), q.dtype(), q.device())?;
-        return Ok(with_zero_gradients("attention", &[q, k, v], none)?);
+        let none = || Tensor::zeros((sequences, queries, heads, value), q.dtype(), q.device());
+        let of_rows = with_zero_gradients("attention", &[q, k, v], none()?)?;
+        return match sinks {
+            Some(sinks) => Ok(with_zero_gradients("attention", &[&of_rows, sinks], none()?)?),
+            None => Ok(of_rows),
+        };
     }
     let sinks = sinks.map(Tensor::contiguous).transpose()?;
     let masks = MaskCache::default();
