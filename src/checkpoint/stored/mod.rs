@@ -187,7 +187,9 @@ impl<'a> Stored<'a> {
                     return Err(CheckpointError::Missing {
                         path: files.path_of(stored.data.1),
                         tensor: sibling(name, "weight_scale_2"),
-                        expected: format!("the second-level scale of {name}, which is U8 and has scales"),
+                        expected: format!(
+                            "the second-level scale of {name}, which is U8 and has scales (NVFP4; MXFP4 of this name is not read)"
+                        ),
                     });
                 }
             }
