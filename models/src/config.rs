@@ -160,7 +160,8 @@ impl Base {
             return file.refuse("head_dim", "an even number of rotated entries", dim);
         }
         // The scaling takes the place of all `rope_parameters`, in transformers of their base too, which nobody means.
-        let beside = scaling.and(self.rope_parameters.as_ref()).and_then(|r| r.rope_theta);
+        let beside = scaling.and(self.rope_parameters.as_ref()).map(|r| r.of_layers(file, types)).transpose()?;
+        let beside = beside.and_then(|r| r.rope_theta);
         let outside = self.rope_theta.unwrap_or(theta);
         if let (None, Some(beside)) = (parameters.rope_theta, beside.filter(|beside| *beside != outside)) {
             let expected =

@@ -52,13 +52,6 @@ impl RandomWeights<'_> {
     /// that fails would end the process. A GPU's memory is its allocator's to refuse.
     fn check_memory(&self, name: &str, dims: &[usize], (dtype, device): (DType, &Device)) -> Result<()> {
         let bytes = dims.iter().try_fold(DRAWN_BYTES + dtype.size_in_bytes(), |bytes, size| bytes.checked_mul(*size));
-        let has_room = |bytes: usize| {
-            let mut room = Vec::<u8>::new();
-            let reserved = room.try_reserve_exact(bytes).is_ok();
-            // Unseen, the compiler takes memory that nobody uses for had, whatever its size.
-            std::hint::black_box(&room);
-            reserved
-        };
         if bytes.is_some_and(|bytes| !device.is_cpu() || has_room(bytes)) {
             return Ok(());
         }
@@ -128,4 +121,14 @@ fn uniform(seed: u64, bound: f64, dims: &[usize], device: &Device) -> Result<Ten
     let unit = |bits: u64| (bits >> 11) as f64 * (0.5f64).powi(53);
     let values: Vec<f64> = (0..dims.iter().product()).map(|_| bound * (2.0 * unit(rng.next_u64()) - 1.0)).collect();
     Ok(Tensor::from_vec(values, dims, device)?)
+}
+
+/// Whether the host has so much memory for one tensor. What is had already does not count, and a system that promises more
+/// than it has promises it here too.
+pub(crate) fn has_room(bytes: usize) -> bool {
+    let mut room = Vec::<u8>::new();
+    let reserved = room.try_reserve_exact(bytes).is_ok();
+    // Unseen, the compiler takes memory that nobody uses for had, whatever its size.
+    std::hint::black_box(&room);
+    reserved
 }

@@ -8,6 +8,7 @@ use candle_core::{DType, Device, Result, Tensor};
 
 use crate::cache::{LayerCache, write};
 use crate::ops::{CacheAttentionOptions, CacheMask, wide};
+use crate::random::has_room;
 use crate::rotary::Angles;
 
 /// Which tokens a layer's cache positions hold: that of position p of its sequence lies at cache position p mod
@@ -53,9 +54,10 @@ impl StaticShape<'_> {
     pub fn zeros(&self, dims: &[usize]) -> Result<Tensor> {
         if self.device.is_cpu() {
             let bytes = dims.iter().fold(self.dtype.size_in_bytes(), |bytes, dim| bytes.saturating_mul(*dim));
-            let name = "keys and values".to_string();
-            let none = |_| moebius::Error::OutOfMemory { call: "Stepper", name, bytes };
-            Vec::<u8>::new().try_reserve_exact(bytes).map_err(none)?;
+            if !has_room(bytes) {
+                let name = "keys and values".to_string();
+                return Err(moebius::Error::OutOfMemory { call: "Stepper", name, bytes }.into());
+            }
         }
         Tensor::zeros(dims, self.dtype, self.device)
     }

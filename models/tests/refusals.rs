@@ -254,7 +254,7 @@ fn bad_folders_are_typed_errors() {
     assert!(error.to_string().contains("layers.2."), "{error:?}");
 
     type Change = (&'static str, fn(&mut serde_json::Value), &'static str);
-    let changes: [Change; 23] = [
+    let changes: [Change; 24] = [
         ("mixtral", |c| c["vocab_size"] = 0.into(), "vocab_size"),
         ("mixtral", |c| c["num_attention_heads"] = 0.into(), "num_attention_heads"),
         ("mixtral", |c| c["num_key_value_heads"] = 3.into(), "num_key_value_heads"),
@@ -313,6 +313,16 @@ fn bad_folders_are_typed_errors() {
             "qwen3_moe",
             |c| {
                 c["rope_parameters"]["rope_theta"] = 2e4.into();
+                c["rope_scaling"] = serde_json::json!({"type": "linear", "factor": 2});
+            },
+            "rope_scaling.rope_theta",
+        ),
+        (
+            "gpt_oss",
+            |c| {
+                let flat = c["rope_parameters"].clone();
+                c["rope_parameters"] = serde_json::json!({"full_attention": flat, "sliding_attention": flat});
+                c["rope_theta"] = 1e4.into();
                 c["rope_scaling"] = serde_json::json!({"type": "linear", "factor": 2});
             },
             "rope_scaling.rope_theta",

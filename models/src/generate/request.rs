@@ -57,7 +57,8 @@ impl Request {
 pub enum Finish {
     /// With this token.
     Token(u32),
-    /// With this text, whose tokens are among the output's.
+    /// With this text, whose tokens are among the output's. Where a longer stop string that begins before it was possible, the
+    /// tokens until it was not are too, whatever has ended them.
     Text(String),
     /// It has as many tokens as were asked for.
     MaxTokens,

@@ -33,8 +33,9 @@ pub(super) fn with_counted_operands(source: &str) -> Result<String, String> {
     let mut at = 0;
     while let Some(open) = source[at..].find('{').map(|found| at + found) {
         let rest = &source[open..];
-        at = if rest.starts_with("{#") {
-            rest.find("#}").map_or(source.len(), |end| open + end + 2)
+        at = if let Some(comment) = rest.strip_prefix("{#") {
+            // `{#}` begins a comment and does not end it.
+            comment.find("#}").map_or(source.len(), |end| open + end + 4)
         } else if let Some(end) = raw_block(rest) {
             open + end
         } else if rest.starts_with("{{") || rest.starts_with("{%") {
@@ -158,11 +159,24 @@ impl Tag {
     /// A name that stands for itself: no attribute, and no filter's or test's name.
     fn word<'s>(&self, source: &'s str, token: usize) -> &'s str {
         let before = |back: usize| token.checked_sub(back).map_or("", |at| self.text(source, at));
-        let is_test = before(1) == "is" || before(1) == "not" && before(2) == "is";
+        let is_test =
+            self.is_test_operator(source, 1, token) || before(1) == "not" && self.is_test_operator(source, 2, token);
         match self.tokens.get(token).is_some_and(|token| token.kind == Kind::Name) {
             true if !is_test && ![".", "|"].contains(&before(1)) => self.text(source, token),
             _ => "",
         }
+    }
+
+    /// Whether the token that lies so many before this one is the operator `is`, and no attribute, filter or variable of that
+    /// name.
+    fn is_test_operator(&self, source: &str, back: usize, token: usize) -> bool {
+        let Some(at) = token.checked_sub(back).filter(|at| self.text(source, *at) == "is") else { return false };
+        let words = ["and", "or", "not", "if", "elif", "else", "in", "is", "set", "for"];
+        at.checked_sub(1).is_some_and(|before| match self.tokens[before].kind {
+            Kind::Name => !words.contains(&self.text(source, before)),
+            Kind::Literal | Kind::Close => true,
+            Kind::Open | Kind::Operator => false,
+        })
     }
 
     fn find_operands(&self, source: &str, operands: &mut Vec<Range<usize>>) -> Result<(), String> {
@@ -256,10 +270,12 @@ impl Tag {
 
     /// Whether an operand of a comparison ends at this token: it binds less.
     fn ends_comparison(&self, source: &str, token: usize) -> bool {
-        let words = ["and", "or", "not", "if", "else", "in", "recursive"];
+        let words = ["and", "or", "not", "if", "else", "in"];
+        // A name elsewhere.
+        let ends_loop = self.is_block && self.text(source, 0) == "for" && self.word(source, token) == "recursive";
         let operators = [",", ":", "=", "==", "!=", "<", "<=", ">", ">="];
         match self.tokens[token].kind {
-            Kind::Name => words.contains(&self.word(source, token)),
+            Kind::Name => ends_loop || words.contains(&self.word(source, token)),
             Kind::Operator => operators.contains(&self.text(source, token)),
             _ => false,
         }

@@ -26,6 +26,11 @@ fn operands_are_found_as_the_engine_binds_them() {
         ("{% for a, (b, c) in d ~ e if b in f %}", "{% for a, (b, c) in (d⟩ ~ (e⟩ if (b⟩ in f %}"),
         ("{% set ns.x = a ~ b %}{%- set y = c -%}", "{% set ns.x = (a⟩ ~ (b⟩ %}{%- set y = c -%}"),
         ("{%set a = '~ %}' ~ \"}}\\\"'\" %}", "{%set a = ('~ %}'⟩ ~ (\"}}\\\"'\"⟩ %}"),
+        ("{#}{{ '#}{{ a ~ b }}{#' }}#}", "{#}{{ '#}{{ (a⟩ ~ (b⟩ }}{#' }}#}"),
+        ("{{ is in a }}{{ b.is in a }}{{ b|is in a }}", "{{ (is⟩ in a }}{{ (b.is⟩ in a }}{{ (b|is⟩ in a }}"),
+        ("{{ is not in a and b is in }}", "{{ (is⟩ not in a and b is in }}"),
+        ("{{ recursive ~ f(*a ~ b, **c ~ d) }}", "{{ (recursive⟩ ~ (f(*(a⟩ ~ (b⟩, **(c⟩ ~ (d⟩)⟩ }}"),
+        ("{% for a in b ~ c recursive %}", "{% for a in (b⟩ ~ (c⟩ recursive %}"),
         ("{# a ~ b #}{{ 'é' ~ é }} c ~ d { ~ }", "{# a ~ b #}{{ ('é'⟩ ~ (é⟩ }} c ~ d { ~ }"),
         ("{% raw %}{{ a ~ b }}{%- endraw +%}{{ a ~ b }}", "{% raw %}{{ a ~ b }}{%- endraw +%}{{ (a⟩ ~ (b⟩ }}"),
         ("{%- macro m(a, b=c ~ d) %}", "{%- macro m(a, b=(c⟩ ~ (d⟩) %}"),
@@ -44,6 +49,10 @@ fn operands_are_found_as_the_engine_binds_them() {
         let error = with_counted_operands(source).expect_err(source);
         assert!(error.contains("an operator without an operand"), "{source}: {error}");
     }
+    let deep = |brackets: usize| format!("{{{{ {}a ~ b{} }}}}", "(".repeat(brackets), ")".repeat(brackets));
+    assert!(with_counted_operands(&deep(500)).is_ok());
+    let error = with_counted_operands(&deep(501)).expect_err("brackets");
+    assert!(error.contains("at most 500 brackets"), "{error}");
     // Whatever bytes there are, it ends.
     for source in
         ["{", "{{", "{%", "{#", "{{ 'a", "{{ \"\\", "{% raw %}", "{{ )", "{{ 1.", "{{ 0x", "{{ 1e", "{{ é", "{{-", "}}"]
