@@ -162,15 +162,16 @@ impl Base {
         // The scaling takes the place of all `rope_parameters`, in transformers of their base too, which nobody means.
         let beside = scaling.and(self.rope_parameters.as_ref()).map(|r| r.of_layers(file, types)).transpose()?;
         let beside = beside.and_then(|r| r.rope_theta);
-        let outside = self.rope_theta.unwrap_or(theta);
-        if let (None, Some(beside)) = (parameters.rope_theta, beside.filter(|beside| *beside != outside)) {
+        let theta = self.rope_theta.unwrap_or(theta);
+        if let (None, Some(beside)) = (parameters.rope_theta, beside.filter(|beside| *beside != theta)) {
             let expected =
-                format!("a base, as rope_parameters has another ({beside}) than transformers takes ({outside})");
+                format!("a base, as rope_parameters has another ({beside}) than transformers takes ({theta})");
             return file.refuse("rope_scaling.rope_theta", expected, "nothing");
         }
-        let theta = file.positive("rope_theta", parameters.rope_theta.unwrap_or(outside))?;
-        let outside = self.original_max_position_embeddings.filter(|_| !given.is_some_and(|r| r.is_by_type(types)));
-        let original = outside.or(parameters.original_max_position_embeddings);
+        let theta = file.positive("rope_theta", parameters.rope_theta.unwrap_or(theta))?;
+        let of_all_types =
+            self.original_max_position_embeddings.filter(|_| !given.is_some_and(|r| r.is_by_type(types)));
+        let original = of_all_types.or(parameters.original_max_position_embeddings);
         let max_positions = self.max_position_embeddings;
         Ok(RotaryConfig { parameters, dim, theta, max_positions, original })
     }

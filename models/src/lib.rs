@@ -20,6 +20,7 @@ mod decoder;
 mod error;
 mod family;
 mod gated_delta;
+mod host_memory;
 mod latent_attention;
 mod loss;
 mod mlp;

@@ -14,6 +14,7 @@ use serde_json::Value;
 
 use crate::config_entries::config_entries;
 use crate::error::{Error, Result};
+use crate::host_memory::has_host_memory;
 use crate::params::CALL;
 
 /// Bytes of an entry while it is drawn, beside those that it is kept in.
@@ -52,7 +53,7 @@ impl RandomWeights<'_> {
     /// that fails would end the process. A GPU's memory is its allocator's to refuse.
     fn check_memory(&self, name: &str, dims: &[usize], (dtype, device): (DType, &Device)) -> Result<()> {
         let bytes = dims.iter().try_fold(DRAWN_BYTES + dtype.size_in_bytes(), |bytes, size| bytes.checked_mul(*size));
-        if bytes.is_some_and(|bytes| !device.is_cpu() || has_room(bytes)) {
+        if bytes.is_some_and(|bytes| !device.is_cpu() || has_host_memory(bytes)) {
             return Ok(());
         }
         let bytes = bytes.map_or("more bytes than can be counted".to_string(), |bytes| format!("{bytes} bytes"));
@@ -121,14 +122,4 @@ fn uniform(seed: u64, bound: f64, dims: &[usize], device: &Device) -> Result<Ten
     let unit = |bits: u64| (bits >> 11) as f64 * (0.5f64).powi(53);
     let values: Vec<f64> = (0..dims.iter().product()).map(|_| bound * (2.0 * unit(rng.next_u64()) - 1.0)).collect();
     Ok(Tensor::from_vec(values, dims, device)?)
-}
-
-/// Whether the host has so much memory for one tensor. What is had already does not count, and a system that promises more
-/// than it has promises it here too.
-pub(crate) fn has_room(bytes: usize) -> bool {
-    let mut room = Vec::<u8>::new();
-    let reserved = room.try_reserve_exact(bytes).is_ok();
-    // Unseen, the compiler takes memory that nobody uses for had, whatever its size.
-    std::hint::black_box(&room);
-    reserved
 }

@@ -7,8 +7,8 @@ use std::sync::{Mutex, OnceLock, PoisonError};
 use candle_core::{DType, Device, Result, Tensor};
 
 use crate::cache::{LayerCache, write};
+use crate::host_memory::has_host_memory;
 use crate::ops::{CacheAttentionOptions, CacheMask, wide};
-use crate::random::has_room;
 use crate::rotary::Angles;
 
 /// Which tokens a layer's cache positions hold: that of position p of its sequence lies at cache position p mod
@@ -54,7 +54,7 @@ impl StaticShape<'_> {
     pub fn zeros(&self, dims: &[usize]) -> Result<Tensor> {
         if self.device.is_cpu() {
             let bytes = dims.iter().fold(self.dtype.size_in_bytes(), |bytes, dim| bytes.saturating_mul(*dim));
-            if !has_room(bytes) {
+            if !has_host_memory(bytes) {
                 let name = "keys and values".to_string();
                 return Err(moebius::Error::OutOfMemory { call: "Stepper", name, bytes }.into());
             }

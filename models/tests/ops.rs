@@ -76,7 +76,7 @@ fn rope_turns_pairs_of_either_layout() -> Result<()> {
         let (cos, sin) = (angles.cos()?.to_dtype(dtype)?, angles.sin()?.to_dtype(dtype)?);
         let halves = rope(&x, [&cos, &sin], RopeLayout::Halves)?;
         compare("halves", [&halves, &rope_slow(&x, &cos, &sin)?], &[&x], tolerance)?;
-        let pairs = rope(&x, [&cos, &sin], RopeLayout::Pairs)?;
+        let pairs = rope(&x, [&cos, &sin], RopeLayout::Interleaved)?;
         compare("pairs", [&pairs, &rope_i_slow(&x, &cos, &sin)?], &[&x], tolerance)?;
     }
     assert_eq!(RopeLayout::default(), RopeLayout::Halves);
@@ -199,7 +199,7 @@ fn operations_run_in_16_bits() -> Result<()> {
         let results = [
             rms_norm(&x, &w, 1e-6),
             layer_norm(&x, &w, Some(&w), 1e-6),
-            rope(&x, [&angles, &angles], RopeLayout::Pairs),
+            rope(&x, [&angles, &angles], RopeLayout::Interleaved),
             attention(&x, &x, &x, CausalOptions::default()),
         ];
         for y in results {

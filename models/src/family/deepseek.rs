@@ -55,8 +55,8 @@ pub(super) fn load(p: &mut Loader<'_>) -> Result<DecoderStack> {
     // The part is that of a whole head's entries elsewhere; here the rotated ones are counted apart.
     let base = Base {
         partial_rotary_factor: None,
-        rope_parameters: config.base.rope_parameters.as_ref().map(RopeParameters::whole),
-        rope_scaling: config.base.rope_scaling.as_ref().map(RopeParameters::whole),
+        rope_parameters: config.base.rope_parameters.as_ref().map(RopeParameters::without_partial_rotary_factor),
+        rope_scaling: config.base.rope_scaling.as_ref().map(RopeParameters::without_partial_rotary_factor),
         ..config.base.clone()
     };
     let rotary = base.rotary(&file, sizes.rotated, 1e4)?;

@@ -91,7 +91,7 @@ fn raw_block(text: &str) -> Option<usize> {
 
 /// What a token is to its neighbors.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Kind {
+enum TokenKind {
     Name,
     /// A number or a text.
     Literal,
@@ -101,7 +101,7 @@ enum Kind {
 }
 
 struct Token {
-    kind: Kind,
+    kind: TokenKind,
     place: Range<usize>,
 }
 
@@ -134,17 +134,17 @@ impl Tag {
             }
             let after_dot = source[..at].ends_with('.');
             let (kind, length) = match first {
-                '(' | '[' | '{' => (Kind::Open, 1),
-                ')' | ']' | '}' => (Kind::Close, 1),
-                '\'' | '"' => (Kind::Literal, text_length(rest)),
-                _ if first.is_ascii_digit() => (Kind::Literal, number_length(rest, after_dot)),
-                _ if is_of_name(first) => (Kind::Name, rest.find(|c| !is_of_name(c)).unwrap_or(rest.len())),
+                '(' | '[' | '{' => (TokenKind::Open, 1),
+                ')' | ']' | '}' => (TokenKind::Close, 1),
+                '\'' | '"' => (TokenKind::Literal, text_length(rest)),
+                _ if first.is_ascii_digit() => (TokenKind::Literal, number_length(rest, after_dot)),
+                _ if is_of_name(first) => (TokenKind::Name, rest.find(|c| !is_of_name(c)).unwrap_or(rest.len())),
                 _ if ["//", "**", "==", "!=", ">=", "<="].iter().any(|two| rest.starts_with(two)) => {
-                    (Kind::Operator, 2)
+                    (TokenKind::Operator, 2)
                 }
-                _ => (Kind::Operator, first.len_utf8()),
+                _ => (TokenKind::Operator, first.len_utf8()),
             };
-            depth += i64::from(kind == Kind::Open) - i64::from(kind == Kind::Close);
+            depth += i64::from(kind == TokenKind::Open) - i64::from(kind == TokenKind::Close);
             tokens.push(Token { kind, place: at..at + length });
             at += length;
         }
@@ -161,7 +161,7 @@ impl Tag {
         let before = |back: usize| token.checked_sub(back).map_or("", |at| self.text(source, at));
         let is_test =
             self.is_test_operator(source, 1, token) || before(1) == "not" && self.is_test_operator(source, 2, token);
-        match self.tokens.get(token).is_some_and(|token| token.kind == Kind::Name) {
+        match self.tokens.get(token).is_some_and(|token| token.kind == TokenKind::Name) {
             true if !is_test && ![".", "|"].contains(&before(1)) => self.text(source, token),
             _ => "",
         }
@@ -173,9 +173,9 @@ impl Tag {
         let Some(at) = token.checked_sub(back).filter(|at| self.text(source, *at) == "is") else { return false };
         let words = ["and", "or", "not", "if", "elif", "else", "in", "is", "set", "for"];
         at.checked_sub(1).is_some_and(|before| match self.tokens[before].kind {
-            Kind::Name => !words.contains(&self.text(source, before)),
-            Kind::Literal | Kind::Close => true,
-            Kind::Open | Kind::Operator => false,
+            TokenKind::Name => !words.contains(&self.text(source, before)),
+            TokenKind::Literal | TokenKind::Close => true,
+            TokenKind::Open | TokenKind::Operator => false,
         })
     }
 
@@ -185,18 +185,18 @@ impl Tag {
         for token in 0..self.tokens.len() {
             match self.tokens[token].kind {
                 // The operators of each bracket are looked for through all that it holds.
-                Kind::Open if depth >= DEEPEST => {
+                TokenKind::Open if depth >= DEEPEST => {
                     return Err(format!("expected at most {DEEPEST} brackets in one another, found more"));
                 }
-                Kind::Open => depth += 1,
-                Kind::Close => depth -= 1,
-                Kind::Operator if self.text(source, token) == "~" => {
+                TokenKind::Open => depth += 1,
+                TokenKind::Close => depth -= 1,
+                TokenKind::Operator if self.text(source, token) == "~" => {
                     operands.push(self.operand(source, self.left(source, token), token)?);
                     operands.push(self.operand(source, token + 1, self.right(source, token + 1))?);
                 }
                 // That of `for item in items` is no operator.
-                Kind::Name if self.word(source, token) == "in" && is_loop && depth == 0 => is_loop = false,
-                Kind::Name if self.word(source, token) == "in" => {
+                TokenKind::Name if self.word(source, token) == "in" && is_loop && depth == 0 => is_loop = false,
+                TokenKind::Name if self.word(source, token) == "in" => {
                     let is_negated = token > 0 && self.word(source, token - 1) == "not";
                     let operator = token - usize::from(is_negated);
                     operands.push(self.operand(source, self.left_of_in(source, operator), operator)?);
@@ -241,9 +241,9 @@ impl Tag {
         while first > least {
             let token = first - 1;
             match self.tokens[token].kind {
-                Kind::Close => depth += 1,
-                Kind::Open if depth == 0 => break,
-                Kind::Open => depth -= 1,
+                TokenKind::Close => depth += 1,
+                TokenKind::Open if depth == 0 => break,
+                TokenKind::Open => depth -= 1,
                 _ if depth == 0 && ends(token) => break,
                 _ => {}
             }
@@ -257,9 +257,9 @@ impl Tag {
         let (mut depth, mut end) = (0usize, first);
         while let Some(token) = self.tokens.get(end) {
             match token.kind {
-                Kind::Open => depth += 1,
-                Kind::Close if depth == 0 => break,
-                Kind::Close => depth -= 1,
+                TokenKind::Open => depth += 1,
+                TokenKind::Close if depth == 0 => break,
+                TokenKind::Close => depth -= 1,
                 _ if depth == 0 && self.ends_concatenation(source, end) => break,
                 _ => {}
             }
@@ -275,15 +275,16 @@ impl Tag {
         let ends_loop = self.is_block && self.text(source, 0) == "for" && self.word(source, token) == "recursive";
         let operators = [",", ":", "=", "==", "!=", "<", "<=", ">", ">="];
         match self.tokens[token].kind {
-            Kind::Name => ends_loop || words.contains(&self.word(source, token)),
-            Kind::Operator => operators.contains(&self.text(source, token)),
+            TokenKind::Name => ends_loop || words.contains(&self.word(source, token)),
+            TokenKind::Operator => operators.contains(&self.text(source, token)),
             _ => false,
         }
     }
 
     /// Whether an operand of `~` does.
     fn ends_concatenation(&self, source: &str, token: usize) -> bool {
-        let is_sum = self.tokens[token].kind == Kind::Operator && ["+", "-", "~"].contains(&self.text(source, token));
+        let is_sum =
+            self.tokens[token].kind == TokenKind::Operator && ["+", "-", "~"].contains(&self.text(source, token));
         self.ends_comparison(source, token) || is_sum && self.is_behind_operand(source, token)
     }
 
@@ -291,9 +292,11 @@ impl Tag {
     fn is_behind_operand(&self, source: &str, token: usize) -> bool {
         let Some(before) = token.checked_sub(1) else { return false };
         match self.tokens[before].kind {
-            Kind::Name => !["and", "or", "not", "if", "elif", "else", "in", "is"].contains(&self.word(source, before)),
-            Kind::Literal | Kind::Close => true,
-            Kind::Open | Kind::Operator => false,
+            TokenKind::Name => {
+                !["and", "or", "not", "if", "elif", "else", "in", "is"].contains(&self.word(source, before))
+            }
+            TokenKind::Literal | TokenKind::Close => true,
+            TokenKind::Open | TokenKind::Operator => false,
         }
     }
 }

@@ -2,7 +2,7 @@
 
 use candle_core::{D, DType, Device, Result, Tensor};
 
-use super::checks::Call;
+use super::argument_checks::Call;
 use super::{softmax, wide, with_backward, with_zero_gradients};
 use crate::error::{Error, Result as CheckedResult};
 
@@ -67,10 +67,10 @@ pub fn cross_entropy(
         [vocabulary, inner] if inner == size && size > 0 && vocabulary > 0 => vocabulary,
         _ => return CALL.refuse_shape("weight", weight, format!("[V, {size}] with V >= 1 and H >= 1")),
     };
-    CALL.same_kind(("hidden", hidden), "weight", weight)?;
+    CALL.same_dtype_and_device(("hidden", hidden), "weight", weight)?;
     if let Some(bias) = bias {
         CALL.shape("bias", bias, &[vocabulary])?;
-        CALL.same_kind(("hidden", hidden), "bias", bias)?;
+        CALL.same_dtype_and_device(("hidden", hidden), "bias", bias)?;
     }
     CALL.shape("targets", targets, &[tokens])?;
     let ids = checked_targets(CALL, targets, vocabulary)?;

@@ -35,10 +35,10 @@
 
 #[cfg(feature = "cuda")]
 mod argmax_cuda;
+mod argument_checks;
 mod attention;
 #[cfg(feature = "cuda")]
 mod captured_results;
-mod checks;
 mod computed;
 mod cross_entropy;
 #[cfg(feature = "cuda")]

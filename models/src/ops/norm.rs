@@ -2,7 +2,7 @@
 
 use candle_core::{D, DType, Result, Tensor};
 
-use super::checks::Call;
+use super::argument_checks::Call;
 use super::{wide, with_backward, with_zero_gradients};
 use crate::error::Result as CheckedResult;
 
@@ -43,7 +43,7 @@ fn checked_norm(call: Call, x: &Tensor, weights: NormWeights<'_>, options: NormO
     };
     for (name, t) in ["weight", "bias"].into_iter().zip(weights.tensors()) {
         call.shape(name, t, &[size])?;
-        call.same_kind(("x", x), name, t)?;
+        call.same_dtype_and_device(("x", x), name, t)?;
     }
     if x.elem_count() == 0 {
         let inputs: Vec<&Tensor> = std::iter::once(x).chain(weights.tensors()).collect();

@@ -3,7 +3,7 @@
 use candle_core::{Result, Tensor};
 use candle_nn::rotary_emb;
 
-use super::checks::Call;
+use super::argument_checks::Call;
 use super::{with_backward, with_zero_gradients};
 use crate::error::Result as CheckedResult;
 
@@ -15,7 +15,7 @@ pub enum RopeLayout {
     #[default]
     Halves,
     /// Neighbors, entries 2i and 2i + 1, as GPT-J's layout has it.
-    Pairs,
+    Interleaved,
 }
 
 /// Rotary embedding: the pairs of entries of `x [B, heads, S, D]` that `layout` names, (a, b), become
@@ -37,12 +37,12 @@ pub fn rope(x: &Tensor, [cos, sin]: [&Tensor; 2], layout: RopeLayout) -> Checked
     }
     for (name, t) in [("cos", cos), ("sin", sin)] {
         call.shape(name, t, &[positions, dim / 2])?;
-        call.same_kind(("x", x), name, t)?;
+        call.same_dtype_and_device(("x", x), name, t)?;
     }
     if x.elem_count() == 0 {
         return Ok(with_zero_gradients("rotate", &[x], x.zeros_like()?)?);
     }
-    Ok(rotate(x, [&cos.contiguous()?, &sin.contiguous()?], layout == RopeLayout::Pairs)?)
+    Ok(rotate(x, [&cos.contiguous()?, &sin.contiguous()?], layout == RopeLayout::Interleaved)?)
 }
 
 /// Rotates `x [B, heads, S, D]` by the angles of `cos` and `sin`, `[S, D/2]`: pairs of entries i and D/2 + i, or 2i and

@@ -122,8 +122,8 @@ impl RopeParameters {
         })
     }
 
-    /// Without the part of a head that is rotated.
-    pub fn whole(&self) -> Self {
+    /// The same of heads that are rotated whole.
+    pub fn without_partial_rotary_factor(&self) -> Self {
         let mut other = self.other.clone();
         for entry in other.values_mut().filter_map(Value::as_object_mut) {
             entry.remove("partial_rotary_factor");

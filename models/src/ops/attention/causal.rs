@@ -4,7 +4,7 @@ use candle_core::Tensor;
 
 use super::{AttentionOptions, MaskCache, masked_attention};
 use crate::error::Result;
-use crate::ops::checks::Call;
+use crate::ops::argument_checks::Call;
 use crate::ops::with_zero_gradients;
 
 /// Which keys a query of an [`attention`] sees beside the causal rule, and how scores are made.
@@ -84,11 +84,11 @@ pub fn attention(q: &Tensor, k: &Tensor, v: &Tensor, options: CausalOptions<'_>)
         [b, h, n, value] if (b, h, n) == (sequences, keys, positions) && value > 0 => value,
         _ => return call.refuse_shape("v", v, format!("[{sequences}, {keys}, {positions}, V] with V >= 1")),
     };
-    call.same_kind(("q", q), "k", k)?;
-    call.same_kind(("q", q), "v", v)?;
+    call.same_dtype_and_device(("q", q), "k", k)?;
+    call.same_dtype_and_device(("q", q), "v", v)?;
     if let Some(sinks) = sinks {
         call.shape("sinks", sinks, &[heads])?;
-        call.same_kind(("q", q), "sinks", sinks)?;
+        call.same_dtype_and_device(("q", q), "sinks", sinks)?;
     }
     call.span("window", window)?;
     call.span("chunk", chunk)?;

@@ -34,7 +34,7 @@ impl Call {
     }
 
     /// Refuses a tensor of another type or device than the first one.
-    pub fn same_kind(self, (first, like): (&str, &Tensor), tensor: &str, t: &Tensor) -> Result<()> {
+    pub fn same_dtype_and_device(self, (first, like): (&str, &Tensor), tensor: &str, t: &Tensor) -> Result<()> {
         let kind = |t: &Tensor| (t.dtype(), t.device().location());
         let (expected, found) = (kind(like), kind(t));
         if expected.0 == found.0 && like.device().same_device(t.device()) {
