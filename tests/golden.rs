@@ -25,6 +25,8 @@ use moebius::ep::DispatcherKind;
 
 cases!(every_folder_matches_its_golden, bf16_is_near_f64, a_clamp_that_roundings_cross);
 
+/// Dispatchers between CPU ranks.
+const KINDS: [DispatcherKind; 3] = [DispatcherKind::AllToAll, DispatcherKind::Hierarchical, DispatcherKind::AllGather];
 /// Tensors that a block alone cannot give.
 const WHOLE_MODEL: [&str; 3] = ["input_ids", "logits", "loss"];
 
@@ -318,8 +320,7 @@ fn check_folder<D: Target>(device: &D, dir: &Path) -> AnyResult<(String, Vec<Str
     let ranks: Vec<usize> = [1, 2, 4, 8].into_iter().filter(|r| *r == 1 || (on_cpu && e.is_multiple_of(*r))).collect();
     let mut compared = 0;
     for &r in &ranks {
-        let dispatchers: &[_] =
-            if r == 1 { &[DispatcherKind::Local] } else { &[DispatcherKind::AllToAll, DispatcherKind::AllGather] };
+        let dispatchers: &[_] = if r == 1 { &[DispatcherKind::Local] } else { &KINDS };
         for &dispatcher in dispatchers {
             let (main, aux) = suite.run(device, r, dispatcher)?;
             let lines = suite.compare(&suite.golden, &main, aux.as_ref())?;

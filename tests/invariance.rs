@@ -36,6 +36,8 @@ cases!(
 
 /// Tokens of all batches. Half of them choose an expert on average: more than one task of rows (`ROW_TILE`).
 const TOKENS: usize = 600;
+/// Dispatchers between CPU ranks.
+const KINDS: [DispatcherKind; 3] = [DispatcherKind::AllToAll, DispatcherKind::Hierarchical, DispatcherKind::AllGather];
 /// Random batches of each kind of layer, over all settings, unless [`BATCHES_VARIABLE`] says another number.
 const RANDOM_BATCHES: usize = 1000;
 /// Environment variable of that number.
@@ -160,7 +162,7 @@ fn hold<D: Target>(device: &D, kind: LayerKind) {
     let mut over = vec![(1, DispatcherKind::Local)];
     // Rank threads are the CPU's; several GPUs have a suite of their own.
     if D::has_f64() {
-        let several = [2, 4].into_iter().flat_map(|r| [(r, DispatcherKind::AllToAll), (r, DispatcherKind::AllGather)]);
+        let several = [2, 4].into_iter().flat_map(|r| KINDS.map(|kind| (r, kind)));
         over.extend(several);
     }
     // Each setting meets all of the kind's sizes or routers.

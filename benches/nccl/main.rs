@@ -119,6 +119,8 @@ impl Dispatcher {
             windows: self.windows,
             measure: self.measured.then_some(shape),
             overlap: self.overlap,
+            // Two hosts, imitated; read by dispatchers between hosts alone.
+            ranks_per_host: comm.inner.size() / 2,
             ..GroupConfig::new(w.experts, w.tokens)
         };
         if self.kind == DispatcherKind::Local {
@@ -156,6 +158,7 @@ const DISPATCHERS: &[Dispatcher] = &[
     Dispatcher { measured: true, ..Dispatcher::new("auto", "auto measured", DispatcherKind::Auto) },
     Dispatcher { measured: true, fixed: true, ..Dispatcher::new("auto", "auto measured static", DispatcherKind::Auto) },
     Dispatcher::new("all_to_all", "nccl", DispatcherKind::AllToAll),
+    Dispatcher::new("hierarchical", "two hosts", DispatcherKind::Hierarchical),
     Dispatcher::new("all_gather", "nccl", DispatcherKind::AllGather),
     Dispatcher::new("nvlink", "nvlink", DispatcherKind::NvLink),
     Dispatcher { fixed: true, ..Dispatcher::new("nvlink", "nvlink static", DispatcherKind::NvLink) },

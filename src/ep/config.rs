@@ -35,6 +35,9 @@ pub struct GroupConfig {
     /// and keep [`DispatcherKind::Auto`] from taking it. NVLink: blocks of its kernels at most; 0: one an SM, of
     /// prepare 64.
     pub max_sms: usize,
+    /// [`DispatcherKind::Hierarchical`]: ranks of each host, which divide the ranks and lie behind each other (ranks 0 to
+    /// L − 1 on the first host, …); 0: as the ranks find by asking each other for their hosts. Any divisor imitates hosts.
+    pub ranks_per_host: usize,
     /// NVLink: every slot's row returns by itself, and the token's rank adds them in the order of k. Results have the bits
     /// of [`AllToAll`](super::AllToAll), whatever the number of ranks, at the price of more bytes; otherwise each rank
     /// adds its own slots' first.
@@ -187,6 +190,10 @@ pub enum DispatcherKind {
     Local,
     /// Each (token, destination rank) travels once.
     AllToAll,
+    /// Between hosts: each (token, destination host) crosses once, and is passed on to the host's ranks; a host's outputs are
+    /// added there, and one row for each (token, host) returns. Over any communicator; both hops are its all-to-alls. Never
+    /// taken by `Auto`.
+    Hierarchical,
     /// Every rank gets all tokens, and sums are reduce-scattered.
     AllGather,
     /// NVIDIA's NCCL EP, high throughput (feature `nccl-ep`): each (token, destination rank) travels once, and rows
@@ -208,10 +215,11 @@ pub enum DispatcherKind {
 }
 
 impl DispatcherKind {
-    const ALL: [Self; 8] = [
+    const ALL: [Self; 9] = [
         Self::Auto,
         Self::Local,
         Self::AllToAll,
+        Self::Hierarchical,
         Self::AllGather,
         Self::NcclEp,
         Self::NcclEpLowLatency,
@@ -225,6 +233,7 @@ impl DispatcherKind {
             Self::Auto => "auto",
             Self::Local => "local",
             Self::AllToAll => "all_to_all",
+            Self::Hierarchical => "hierarchical",
             Self::AllGather => "all_gather",
             Self::NcclEp => "nccl_ep",
             Self::NcclEpLowLatency => "nccl_ep_ll",
@@ -269,6 +278,7 @@ impl GroupConfig {
             dispatcher,
             windows: 0,
             max_sms: 0,
+            ranks_per_host: 0,
             in_k_order: false,
             overlap: Overlap::default(),
             patience: None,

@@ -39,6 +39,11 @@ impl GroupConfig {
             let expected = format!("a dispatcher between the {ranks} ranks");
             return Err(Error::invalid(CALL, source, expected, "local, which is for one rank"));
         }
+        let between_hosts = self.dispatcher == DispatcherKind::Hierarchical && self.ranks_per_host != 0;
+        if between_hosts && !ranks.is_multiple_of(self.ranks_per_host) {
+            let expected = format!("a divisor of the {ranks} ranks, or 0");
+            return Err(Error::invalid(CALL, "ranks_per_host", expected, self.ranks_per_host));
+        }
         self.overlap.check(CALL)?;
         if self.patience.is_some_and(|time| time.is_zero()) {
             return Err(Error::invalid(CALL, "patience", "some time, or none", "0 ns"));
@@ -76,7 +81,7 @@ impl GroupConfig {
         }
     }
 
-    fn fields(&self) -> [ComparedField; 17] {
+    fn fields(&self) -> [ComparedField; 18] {
         let field = |name, value: usize| ComparedField::number(name, value as u64);
         let shape = self.measure;
         let of_shape = |name, value: fn(DispatchShape) -> usize| field(name, shape.map_or(0, value));
@@ -91,6 +96,7 @@ impl GroupConfig {
             ComparedField { text: DispatcherKind::name_of, ..field("dispatcher", self.dispatcher as usize) },
             field("windows", self.windows),
             field("max_sms", self.max_sms),
+            field("ranks_per_host", self.ranks_per_host),
             ComparedField { text: |set| (set != 0).to_string(), ..field("in_k_order", usize::from(self.in_k_order)) },
             ComparedField { text: Overlap::name_of, ..field("overlap", self.overlap.number()) },
             ComparedField {

@@ -12,6 +12,8 @@ use crate::plan::ZoneMaps;
 use crate::plan::{DispatchSpec, Plan, Stats};
 use crate::tensor::{Tensor, TensorRef};
 
+use super::hop_maps::HopMaps;
+
 /// Routing that prepare made: an owned value that backward needs again. Several may be in flight.
 #[derive(Debug)]
 pub struct Handle<D: Kernels> {
@@ -27,6 +29,8 @@ pub struct Handle<D: Kernels> {
     pub(super) tokens: Vec<usize>,
     /// Received rows lie in slots.
     pub(crate) in_slots: bool,
+    /// Maps of the two hops that rows take between hosts.
+    pub(super) hops: Option<HopMaps<D>>,
     /// What the dispatcher keeps of this routing, and finds again by `sequence`.
     pub(super) _kept_routing: Option<KeptRouting>,
 }

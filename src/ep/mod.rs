@@ -11,7 +11,8 @@
 //! dispatch_bwd  d recv [N, H], d recv_w [N] → d x [T, H], d w [T, K]   1 collective
 //! ```
 //!
-//! That is what [`AllToAll`] does; [`AllGather`] needs two collectives for dispatch_bwd, [`Local`] none for anything.
+//! That is what [`AllToAll`] does; [`AllGather`] needs two collectives for dispatch_bwd, [`Hierarchical`] two for each, and
+//! [`Local`] none for anything.
 //!
 //! Errors: a rank that finds one of its own (a bad id, a wrong shape) still takes part in the collective that the
 //! others wait in, as a failure. It returns its error, every other rank returns [`Error::Peer`]
@@ -19,8 +20,8 @@
 //! [`Communicator::refuse`].
 //!
 //! Bits: [`Local`] and [`AllToAll`] add a token's expert outputs in the order of k at the token's rank, so results do
-//! not depend on the number of ranks; [`AllGather`] adds per rank first and differs by rounding. All are the same in
-//! every run.
+//! not depend on the number of ranks; [`AllGather`] adds per rank first, [`Hierarchical`] per host, and they differ by
+//! rounding. All are the same in every run.
 //!
 //! Slot order inside a segment is (source rank, token, k) ascending in every dispatcher of this crate's own; NCCL EP
 //! has its library's. Pad rows are zero where a caller asks for the layout, and never read. Semantics follow
@@ -35,8 +36,11 @@ pub(crate) mod dispatcher_state;
 mod group;
 pub(crate) mod handle;
 mod heuristics;
+mod hierarchical;
+mod hop_maps;
 mod local;
 mod measure;
+mod messages;
 pub(crate) mod packing;
 mod prepare_on_device;
 #[cfg(feature = "nccl")]
@@ -52,6 +56,7 @@ pub(crate) use config::MovementSms;
 pub use config::{DispatchShape, DispatcherKind, GroupConfig, Overlap};
 pub use group::Group;
 pub use handle::{Agreement, Handle};
+pub use hierarchical::Hierarchical;
 pub use local::Local;
 pub use select::{DISPATCHER_VARIABLE, LibraryDispatchers};
 #[cfg(feature = "burn")]

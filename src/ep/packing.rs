@@ -108,7 +108,7 @@ pub(super) fn elements<D: Kernels>(t: TensorRef<'_, D>) -> Result<TensorRef<'_, 
     t.reshape(&[t.count()])
 }
 
-/// Bytes of one row, one weight and one row of scales; 0 where a message has none.
+/// Bytes of one row, one entry of weights (a weight, or all K of a token) and one row of scales; 0 where a message has none.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct RowParts {
     pub row: usize,
@@ -176,7 +176,7 @@ pub(super) struct MessageTypes {
     pub weight_dtype: DType,
 }
 
-/// Takes messages apart: `rows[p]` rows and `choices[p]` weights of each.
+/// Takes messages apart: `rows[p]` rows and `choices[p]` entries of weights of each, which become one list.
 pub(super) fn unpack<D: Kernels>(
     device: &D,
     buffer: TensorRef<'_, D>,
@@ -201,7 +201,9 @@ pub(super) fn unpack<D: Kernels>(
     collect(&mut all, rows, parts.row, &|m| m.start)?;
     let mut weights = None;
     if parts.weight > 0 {
-        let t = weights.insert(Tensor::empty(device, content.weight_dtype, &[choices.iter().sum()])?);
+        let each = parts.weight / content.weight_dtype.size();
+        let dims = [choices.iter().sum::<usize>() * each];
+        let t = weights.insert(Tensor::empty(device, content.weight_dtype, &dims)?);
         collect(t, choices, parts.weight, &|m| m.weights)?;
     }
     let mut scales = None;

@@ -64,6 +64,14 @@ pub(crate) trait RowTransport<D: Kernels>: fmt::Debug + Send {
     /// # Errors
     /// A collective's.
     fn into_core(self: Box<Self>) -> Result<DispatcherState<D>>;
+    /// What it needs of a routing beside the plan (collective where it asks the other ranks).
+    ///
+    /// # Errors
+    /// A collective's; no memory, which the others are told.
+    fn complete(&mut self, handle: &mut Handle<D>) -> Result<()> {
+        let _ = handle;
+        Ok(())
+    }
     /// Tells, once, of ranks that calls have gone on without.
     fn check_late(&mut self) -> Result<()> {
         Ok(())
@@ -207,7 +215,10 @@ impl<D: Kernels, C: RowTransport<D>> TokenDispatcher<D> for C {
     ) -> Result<Handle<D>> {
         let accepted = check_steps::<D, C>("prepare", spec.top_k, spec.backward);
         let accepted = accepted.and_then(|()| self.core().check_patience("prepare", spec));
-        self.core().prepare(TransportRules { row_order: C::ROW_ORDER, accepted }, ids, weights, spec)
+        let rules = TransportRules { row_order: C::ROW_ORDER, accepted };
+        let mut handle = self.core().prepare(rules, ids, weights, spec)?;
+        self.complete(&mut handle)?;
+        Ok(handle)
     }
 
     fn route_and_prepare(&mut self, call: RouteAndPlan<'_, D>) -> Result<Option<(Handle<D>, Tensor<D>)>> {

@@ -7,11 +7,11 @@ use crate::error::{Error, NcclEpError, Result};
 use crate::kernels::Kernels;
 
 use super::dispatcher_state::DispatcherState;
-use super::{AllGather, AllToAll, DispatcherKind, GroupConfig, Local, TokenDispatcher};
+use super::{AllGather, AllToAll, DispatcherKind, GroupConfig, Hierarchical, Local, TokenDispatcher};
 
-/// Names the dispatcher of groups that leave it to `Auto`: `auto`, `local`, `all_to_all`, `all_gather`, `nccl_ep`,
-/// `nccl_ep_ll` (low latency), `nvlink` or `nvlink_ll`; `-` counts as `_`. What cannot be had is an error then, as it is
-/// where the configuration names it. All ranks need the same value.
+/// Names the dispatcher of groups that leave it to `Auto`: `auto`, `local`, `all_to_all`, `hierarchical`, `all_gather`,
+/// `nccl_ep`, `nccl_ep_ll` (low latency), `nvlink` or `nvlink_ll`; `-` counts as `_`. What cannot be had is an error then,
+/// as it is where the configuration names it. All ranks need the same value.
 pub const DISPATCHER_VARIABLE: &str = "MOEBIUS_EP";
 
 const CALL: &str = "Group::new";
@@ -56,6 +56,7 @@ pub(super) fn of_kind<D: LibraryDispatchers>(
     Ok(Ok(match kind {
         DispatcherKind::Local => Box::new(Local { core }),
         DispatcherKind::AllGather => Box::new(AllGather { core }),
+        DispatcherKind::Hierarchical => Box::new(Hierarchical::join(core)?),
         DispatcherKind::NcclEp
         | DispatcherKind::NcclEpLowLatency
         | DispatcherKind::NvLink

@@ -79,6 +79,8 @@ impl StepSizes {
             _ if ranks <= 1 => 0,
             // Partial sums of all ranks' tokens, and as many received.
             DispatcherKind::AllGather => sum(&[slots, rows, rows]),
+            // Outputs of this host's ranks, packed and passed on; their sums, and those of this rank's tokens.
+            DispatcherKind::Hierarchical => sum(&[slots, slots, rows, rows]),
             // A sum of each rank for each token.
             DispatcherKind::NvLink | DispatcherKind::NvLinkLowLatency => sum(&[slots, rows]),
             // Packed at the experts' rank, and received at the tokens'.

@@ -183,6 +183,8 @@ pub fn run_rank<D: Target>(
     let most = setup.max_tokens_per_rank.unwrap_or(most);
     let mut config = GroupConfig::new(setup.config.router.num_experts, most);
     config.dispatcher = setup.dispatcher;
+    // Two hosts, for dispatchers that know any.
+    config.ranks_per_host = setup.split.len().div_ceil(2);
     // Where products can start before their rows have come, they do.
     config.overlap = Overlap::Sms(4);
     if let moebius::ep::Capacity::Static(rows) = setup.dispatch.capacity {

@@ -177,7 +177,7 @@ fn distinct(ids: &[i64]) -> Vec<i64> {
 }
 
 /// Sums run in the order of k at the token's owner, so the number of ranks does not change a bit. All-gather, NCCL EP
-/// and NVLink sum per rank first: |error| <= (K + R)·2⁻²⁴·Σ|terms|, terms below 8·½, K = 3, R <= 8.
+/// and NVLink sum per rank first, hierarchical dispatch per host: |error| <= (K + R)·2⁻²⁴·Σ|terms|, terms below 8·½, K = 3, R <= 8.
 fn same_bits_for_any_number_of_ranks<D: Target>(s: &Setup<D>) {
     let local = moebius::ep::DispatcherKind::Local;
     let one = step(&Setup { kind: local, ranks: 1, forward_only: false, ..s.clone() });
@@ -185,6 +185,7 @@ fn same_bits_for_any_number_of_ranks<D: Target>(s: &Setup<D>) {
     assert!(one.iter().any(|v| *v != 0.0));
     match s.kind {
         moebius::ep::DispatcherKind::AllGather
+        | moebius::ep::DispatcherKind::Hierarchical
         | moebius::ep::DispatcherKind::NcclEp
         | moebius::ep::DispatcherKind::NvLink
         | moebius::ep::DispatcherKind::NvLinkLowLatency => {

@@ -8,8 +8,13 @@ use super::devices::seed;
 use super::harness::*;
 
 /// The crate's own: other libraries have an order of slots, and ways to tell, of theirs.
-const OWN: &[DispatcherKind] =
-    &[DispatcherKind::Local, DispatcherKind::AllToAll, DispatcherKind::AllGather, DispatcherKind::NvLink];
+const OWN: &[DispatcherKind] = &[
+    DispatcherKind::Local,
+    DispatcherKind::AllToAll,
+    DispatcherKind::Hierarchical,
+    DispatcherKind::AllGather,
+    DispatcherKind::NvLink,
+];
 /// Whose prepare waits for nothing where the capacity is static.
 const WAITS_FOR_NOTHING: &[DispatcherKind] = &[DispatcherKind::AllGather, DispatcherKind::NvLink];
 

@@ -57,6 +57,8 @@ pub struct Setup<D: Target> {
     pub later: bool,
     /// No rank asks for backward.
     pub forward_only: bool,
+    /// Ranks of each imitated host, for dispatchers between hosts; 0: as they say.
+    pub ranks_per_host: usize,
 }
 
 impl<D: Target> Setup<D> {
@@ -82,7 +84,7 @@ impl<D: Target> Setup<D> {
 
     /// Joins a group.
     pub fn rank(&self, endpoint: Endpoint<D>, config: GroupConfig) -> Result<Rank<D>> {
-        let group = endpoint.join(config)?;
+        let group = endpoint.join(GroupConfig { ranks_per_host: self.ranks_per_host, ..config })?;
         let columns = match self.kind {
             DispatcherKind::NcclEp => 8,
             DispatcherKind::NcclEpLowLatency => 512,
@@ -110,6 +112,8 @@ impl<D: Target> Setup<D> {
             // Which GPUs they are, the same of these, memory that all reach (what is left, and a meeting), and what each
             // thinks of that.
             DispatcherKind::NvLink | DispatcherKind::NvLinkLowLatency => 6,
+            // Which hosts they are on.
+            DispatcherKind::Hierarchical if self.ranks_per_host == 0 => 2,
             _ => 1,
         }
     }
@@ -119,6 +123,8 @@ impl<D: Target> Setup<D> {
         match self.kind {
             DispatcherKind::Local => [0; 5],
             DispatcherKind::AllGather => [1, 1, 1, 1, 2],
+            // Counterparts tell each other their choices; then two hops.
+            DispatcherKind::Hierarchical => [2; 5],
             // The first dispatch also meets before it compares the rows' size, makes the library's group, and tells it
             // the routing.
             DispatcherKind::NcclEp | DispatcherKind::NcclEpLowLatency => [1, 5, 1, 1, 1],

@@ -66,7 +66,7 @@ pub fn windows<D: Target, C: moebius::comm::SymmetricMemory<D>>(comm: C, device:
 /// A dispatcher over some ranks.
 pub fn over<D: Target>(device: &D, kind: DispatcherKind, ranks: usize, name: &'static str) -> Setup<D> {
     let forward_only = matches!(kind, DispatcherKind::NcclEpLowLatency | DispatcherKind::NvLinkLowLatency);
-    Setup { device: device.clone(), kind, ranks, name, later: false, forward_only }
+    Setup { device: device.clone(), kind, ranks, name, later: false, forward_only, ranks_per_host: 0 }
 }
 
 /// The same with errors asked for after prepare.
@@ -87,19 +87,29 @@ pub fn alone<D: Target>(device: &D, name: &'static str) -> Setup<D> {
 
 /// Runs every case that applies at every number of ranks.
 fn suite(kind: DispatcherKind, ranks: &[usize], later: bool) {
+    suite_over_hosts(kind, &ranks.iter().map(|ranks| (*ranks, 0)).collect::<Vec<_>>(), later);
+}
+
+/// The same with so many ranks on each imitated host.
+fn suite_over_hosts(kind: DispatcherKind, ranks: &[(usize, usize)], later: bool) {
     let cases: Vec<Case<Cpu>> = cases().into_iter().map(|(_, case)| case).collect();
-    let (mut runs, most) = (0, ranks.iter().copied().max().unwrap_or(1));
+    let (mut runs, most) = (0, ranks.iter().map(|(ranks, _)| *ranks).max().unwrap_or(1));
     let applicable = cases.iter().filter(|c| c.is_for(kind, most)).count();
-    for &ranks in ranks {
+    for &(ranks, ranks_per_host) in ranks {
         for case in cases.iter().filter(|c| c.is_for(kind, ranks)) {
-            let setup = Setup { later, ..over(&Cpu::poisoning(), kind, ranks, case.name) };
+            let setup = Setup { later, ranks_per_host, ..over(&Cpu::poisoning(), kind, ranks, case.name) };
             (case.run)(&setup);
             runs += 1;
         }
     }
     // Straight to stderr: the count is to be seen without --nocapture.
     let reporting = if later { ", errors later" } else { "" };
-    let line = format!("conformance {kind:?}{reporting}: {applicable} cases, {runs} runs at R = {ranks:?}\n");
+    let over = ranks.iter().map(|(ranks, each)| match each {
+        0 => ranks.to_string(),
+        each => format!("{ranks} by {each}"),
+    });
+    let over = over.collect::<Vec<_>>().join(", ");
+    let line = format!("conformance {kind:?}{reporting}: {applicable} cases, {runs} runs at R = [{over}]\n");
     std::io::stderr().write_all(line.as_bytes()).expect("stderr");
 }
 
@@ -121,6 +131,18 @@ fn all_to_all() {
 #[test]
 fn all_gather() {
     suite(DispatcherKind::AllGather, &[1, 2, 4, 8], false);
+}
+
+/// One host, hosts of one rank, and both hops.
+#[test]
+fn hierarchical() {
+    let ranks = [(1, 1), (2, 0), (2, 1), (4, 2), (8, 2), (8, 4)];
+    suite_over_hosts(DispatcherKind::Hierarchical, &ranks, false);
+}
+
+#[test]
+fn hierarchical_errors_later() {
+    suite_over_hosts(DispatcherKind::Hierarchical, &[(2, 2), (4, 2)], true);
 }
 
 #[test]

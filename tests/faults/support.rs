@@ -23,7 +23,8 @@ pub const INNER: usize = 4;
 pub const TOKENS: usize = 3;
 /// The rank that every fault is on; a rank alone is its own.
 pub const CULPRIT: usize = 2;
-pub const KINDS: [DispatcherKind; 2] = [DispatcherKind::AllToAll, DispatcherKind::AllGather];
+pub const KINDS: [DispatcherKind; 3] =
+    [DispatcherKind::AllToAll, DispatcherKind::Hierarchical, DispatcherKind::AllGather];
 /// Long enough for a loaded machine; what is told at once is told well within it.
 pub const TIMEOUT: Duration = Duration::from_secs(60);
 pub const AT_ONCE: Duration = Duration::from_secs(30);
@@ -93,7 +94,9 @@ impl<D: Target> Rank<D> {
     }
 
     pub fn joined(device: &D, comm: ThreadComm, kind: DispatcherKind) -> Result<Self> {
-        let config = GroupConfig { dispatcher: kind, max_rows: 64, ..GroupConfig::new(EXPERTS, 4 * TOKENS) };
+        // Two hosts, for dispatchers that know any.
+        let new = GroupConfig::new(EXPERTS, 4 * TOKENS);
+        let config = GroupConfig { dispatcher: kind, max_rows: 64, ranks_per_host: RANKS / 2, ..new };
         let group = device.join(comm, config)?;
         Ok(Self { rank: group.rank(), group, layer: Layer::new(self::config(), 5)? })
     }

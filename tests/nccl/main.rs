@@ -49,7 +49,8 @@ use invariance::{LayerKind, RouterKind};
 use several::{Body, Case};
 
 /// Dispatchers of whole steps, forward and backward.
-const KINDS: [DispatcherKind; 3] = [DispatcherKind::AllToAll, DispatcherKind::AllGather, DispatcherKind::NvLink];
+const KINDS: [DispatcherKind; 4] =
+    [DispatcherKind::AllToAll, DispatcherKind::Hierarchical, DispatcherKind::AllGather, DispatcherKind::NvLink];
 
 /// Layers whose tokens keep their bits whatever else a call holds.
 const INVARIANT: [(&str, LayerKind); 11] = [
@@ -89,8 +90,11 @@ fn over_ranks(ranks: usize) -> Vec<(String, Body)> {
             }
             for (suite, setup) in [("conformance", over as Setup), ("conformance_later", later)] {
                 let (name, case) = (format!("{suite}::{kind:?}::{file}::{}", case.name), case.clone());
+                // Two hosts, imitated, and one where errors are told later.
+                let ranks_per_host =
+                    if kind == DispatcherKind::Hierarchical && suite == "conformance" { ranks / 2 } else { 0 };
                 let run = move |cuda: &Cuda| {
-                    let setup = setup(cuda, kind, ranks, case.name);
+                    let setup = conformance::Setup { ranks_per_host, ..setup(cuda, kind, ranks, case.name) };
                     if low {
                         return several::ignored_at_backward(ends_at_backward_as_known(&case, &setup));
                     }

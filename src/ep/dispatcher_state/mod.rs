@@ -224,6 +224,7 @@ impl<D: Kernels> DispatcherState<D> {
             group: Arc::clone(&self.identity),
             tokens,
             in_slots: false,
+            hops: None,
             _kept_routing: None,
         }
     }

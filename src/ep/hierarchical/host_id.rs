@@ -1,0 +1,66 @@
+//! How many ranks each host has.
+
+use std::collections::HashMap;
+use std::fs;
+
+use crate::comm::{Communicator, Op, Tag};
+use crate::compare::gather_numbers;
+use crate::error::{Error, Result};
+use crate::fnv1a::fnv1a;
+use crate::kernels::Kernels;
+
+const TAG: Tag = Tag { layer: 0, op: Op::Init, sequence: 0 };
+
+/// The same on all ranks of a host, and with all likelihood another on others: what `NCCL_HOSTID` says, which tells NCCL
+/// the same, or else this boot's number and the host's name.
+fn host_id() -> u64 {
+    let file = |path| fs::read_to_string(path).unwrap_or_default();
+    let told = std::env::var("NCCL_HOSTID").ok().filter(|told| !told.is_empty());
+    let own = || [file("/proc/sys/kernel/random/boot_id"), file("/proc/sys/kernel/hostname")].concat();
+    fnv1a(told.unwrap_or_else(own))
+}
+
+/// Asks all ranks for their hosts (collective).
+///
+/// # Errors
+/// The collective's; ranks that hosts have not as many of each, one host's behind another's.
+pub(super) fn ranks_per_host<D: Kernels>(
+    call: &'static str,
+    device: &D,
+    comm: &mut dyn Communicator<D>,
+) -> Result<usize> {
+    let hosts = gather_numbers(device, comm, TAG, &[host_id()])?;
+    even(&hosts).ok_or_else(|| {
+        // Numbered by their first rank, as their ids say nothing.
+        let mut names = HashMap::new();
+        let numbers: Vec<usize> = hosts
+            .iter()
+            .map(|id| {
+                let next = names.len();
+                *names.entry(*id).or_insert(next)
+            })
+            .collect();
+        let expected = "as many ranks on each host, one host's behind another's (or ranks_per_host)";
+        Error::invalid(call, "hosts of the ranks", expected, format!("{numbers:?}"))
+    })
+}
+
+/// Ranks of each host, where they are even and lie together.
+fn even(hosts: &[u64]) -> Option<usize> {
+    let runs: Vec<&[u64]> = hosts.chunk_by(|a, b| a == b).collect();
+    let each = runs.first()?.len();
+    let distinct: std::collections::HashSet<u64> = runs.iter().map(|run| run[0]).collect();
+    (runs.iter().all(|run| run.len() == each) && distinct.len() == runs.len()).then_some(each)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn hosts_are_even_and_lie_together_or_are_refused() {
+        assert_eq!([even(&[7, 7, 9, 9]), even(&[7, 7]), even(&[7, 9, 8])], [Some(2), Some(2), Some(1)]);
+        assert_eq!([even(&[7, 9, 7, 9]), even(&[7, 7, 9]), even(&[])], [None; 3]);
+        assert_eq!(host_id(), host_id());
+    }
+}

@@ -1,0 +1,181 @@
+//! Each token crosses once to every other host that has an expert of its, and there goes on to the ranks; sums return the
+//! same way.
+
+mod hops;
+mod host_id;
+mod lists;
+
+use crate::error::{Error, Result};
+use crate::kernels::Kernels;
+use crate::tensor::{Tensor, TensorRef};
+
+use super::all_to_all::message_maps;
+use super::dispatcher_state::DispatcherState;
+use super::hop_maps::HopMaps;
+use super::messages::{GatherSources, Movement, PeerCounts, exchange};
+use super::packing::{ReceivedRows, RowMover, RowParts};
+use super::row_transport::{HandleCall, ReturnRows, RowTransport};
+use super::{DispatchInputs, DispatcherKind, Handle, RowOrder};
+
+use hops::{exchange_choices, in_rank_order};
+use lists::Place;
+
+const CALL: &str = "Group::new";
+
+/// Dispatcher between hosts, over any communicator. Every call is two all-to-alls, in which most messages are empty: one
+/// between the ranks that have the same place in their hosts, and one between the ranks of a host.
+///
+/// Out, a token crosses once to each host that has an expert of its, with all its weights, and is passed on to the ranks.
+/// Back, a host's outputs are added in the order of k in f32 and rounded to the tokens' dtype, cross as one row, and are
+/// added over hosts in their order. So networks carry a row for each (token, host) both ways, where [`AllToAll`] has one for
+/// each (token, rank) out and for each choice back.
+///
+/// [`AllToAll`]: super::AllToAll
+#[derive(Debug)]
+pub struct Hierarchical<D: Kernels> {
+    core: DispatcherState<D>,
+    place: Place,
+}
+
+impl<D: Kernels> Hierarchical<D> {
+    /// Ranks by hosts as the group's configuration has them, or as they say (one collective).
+    pub(super) fn join(mut core: DispatcherState<D>) -> Result<Self> {
+        let ranks_per_host = match core.config.ranks_per_host {
+            0 => host_id::ranks_per_host(CALL, &core.device, &mut *core.comm)?,
+            given => given,
+        };
+        let place = Place::of(core.rank(), core.ranks(), ranks_per_host);
+        Ok(Self { core, place })
+    }
+}
+
+/// Counts of messages whose entries of weights are as many as their rows, or of other numbers.
+fn counts<'a>(rows: &'a [usize], weights: &'a [usize]) -> PeerCounts<'a> {
+    PeerCounts { rows, weights }
+}
+
+fn hops<'a, D: Kernels>(step: &HandleCall<'a, D>) -> Result<&'a HopMaps<D>> {
+    let missing = || Error::invalid(step.call, "handle", "one with the hops between hosts", "one without");
+    step.handle.hops.as_ref().ok_or_else(missing)
+}
+
+impl<D: Kernels> RowTransport<D> for Hierarchical<D> {
+    const KIND: DispatcherKind = DispatcherKind::Hierarchical;
+    const ROW_ORDER: RowOrder = RowOrder::UniqueRows;
+
+    fn core(&mut self) -> &mut DispatcherState<D> {
+        &mut self.core
+    }
+
+    fn into_core(self: Box<Self>) -> Result<DispatcherState<D>> {
+        Ok(self.core)
+    }
+
+    fn complete(&mut self, handle: &mut Handle<D>) -> Result<()> {
+        handle.hops = Some(exchange_choices(&mut self.core, "prepare", self.place, handle)?);
+        Ok(())
+    }
+
+    fn send(&mut self, step: &HandleCall<'_, D>, inputs: &DispatchInputs<'_, D>) -> Result<ReceivedRows<D>> {
+        let (maps, hops) = (message_maps(&step.handle.plan)?, hops(step)?);
+        let across = Movement {
+            // All weights of a token.
+            parts: RowParts { weight: inputs.weights.map_or(0, |w| w.row_bytes()), ..RowParts::of(inputs) },
+            send: counts(&hops.crossing, &hops.crossing),
+            recv: counts(&hops.arriving, &hops.arriving),
+            sources: GatherSources {
+                rows: inputs.tokens.borrow(),
+                row_map: hops.crossing_tokens.view(),
+                weights: inputs.weights.as_ref().map(TensorRef::borrow),
+                weight_map: hops.crossing_tokens.view(),
+                scales: inputs.scales.as_ref().map(TensorRef::borrow),
+            },
+            last: false,
+        };
+        let arrived = exchange(&mut self.core, step, &across)?;
+        let within = Movement {
+            parts: RowParts::of(inputs),
+            send: counts(&hops.forwarded, &hops.choices),
+            recv: counts(&hops.received, &hops.slots),
+            sources: GatherSources {
+                rows: arrived.rows.as_ref().map_or(inputs.tokens.borrow(), Tensor::view),
+                row_map: hops.forwarded_rows.view(),
+                weights: arrived.weights.as_ref().map(Tensor::view),
+                weight_map: hops.forwarded_choices.view(),
+                scales: arrived.scales.as_ref().map(Tensor::view),
+            },
+            last: false,
+        };
+        let received = exchange(&mut self.core, step, &within)?;
+        let ordered = in_rank_order(&self.core.device, self.place, maps, received);
+        step.refuse_own_error(&mut self.core, ordered)
+    }
+
+    fn return_sums(&mut self, step: &HandleCall<'_, D>, back: ReturnRows<'_, D>) -> Result<()> {
+        let hops = hops(step)?;
+        let weight = if back.with_weights { back.rows.dtype().accumulator().size() } else { 0 };
+        let parts = RowParts { row: back.rows.row_bytes(), weight, scale: 0 };
+        let slots = hops.return_slots.view();
+        let within = Movement {
+            parts,
+            send: counts(&hops.slots, &hops.slots),
+            recv: counts(&hops.choices, &hops.choices),
+            sources: GatherSources {
+                rows: back.rows.borrow(),
+                row_map: slots,
+                weights: back.weights.as_ref().map(TensorRef::borrow),
+                weight_map: slots,
+                scales: None,
+            },
+            last: false,
+        };
+        let outputs = exchange(&mut self.core, step, &within)?;
+        let sums = self.host_sums(step, hops, &outputs, back.rows.borrow());
+        let (sums, weights) = step.refuse_own_error(&mut self.core, sums)?;
+        let across = Movement {
+            parts: RowParts { weight: weight * step.handle.spec().top_k, ..parts },
+            send: counts(&hops.arriving, &hops.arriving),
+            recv: counts(&hops.crossing, &hops.crossing),
+            sources: GatherSources {
+                rows: sums.view(),
+                row_map: hops.arrived_rows.view(),
+                weights: weights.as_ref().map(Tensor::view),
+                weight_map: hops.arrived_rows.view(),
+                scales: None,
+            },
+            last: true,
+        };
+        let returned = exchange(&mut self.core, step, &across)?;
+        let mover = RowMover::of(&self.core.device, step.handle);
+        if let Some(rows) = &returned.rows {
+            mover.reduce(rows.view(), hops.row_of.view(), back.out)?;
+        }
+        if let (Some(out), Some(weights)) = (back.out_weights, &returned.weights) {
+            mover.gather_elements(weights.view(), hops.weight_of.view(), out)?;
+        }
+        Ok(())
+    }
+}
+
+impl<D: Kernels> Hierarchical<D> {
+    /// The outputs of this host's ranks added for each row that has arrived, and the K weights of each.
+    fn host_sums(
+        &self,
+        step: &HandleCall<'_, D>,
+        hops: &HopMaps<D>,
+        outputs: &ReceivedRows<D>,
+        like: TensorRef<'_, D>,
+    ) -> Result<(Tensor<D>, Option<Tensor<D>>)> {
+        let device = &self.core.device;
+        let mover = RowMover::of(device, step.handle);
+        let rows = hops.arrived_rows.view().count();
+        let mut sums = Tensor::empty(device, like.dtype(), &[rows, like.row_bytes() / like.dtype().size()])?;
+        if let Some(outputs) = &outputs.rows {
+            mover.reduce(outputs.view(), hops.choice_of.view(), sums.view_mut())?;
+        }
+        let Some(weights) = &outputs.weights else { return Ok((sums, None)) };
+        let mut by_row = Tensor::empty(device, weights.dtype(), &[rows, step.handle.spec().top_k])?;
+        mover.gather_elements(weights.view(), hops.choice_of.view(), by_row.view_mut())?;
+        Ok((sums, Some(by_row)))
+    }
+}
