@@ -12,7 +12,8 @@ use crate::kernels::Kernels;
 
 use super::dispatcher_state::DispatcherState;
 use super::{
-    Capacity, DispatchShape, DispatcherKind, GroupConfig, LibraryDispatchers, Overlap, TokenDispatcher, measure, select,
+    Capacity, DispatchShape, DispatcherKind, GroupConfig, LibraryDispatchers, Overlap, ReturnFormat, TokenDispatcher,
+    measure, select,
 };
 
 const CALL: &str = "Group::new";
@@ -40,6 +41,7 @@ impl GroupConfig {
             return Err(Error::invalid(CALL, source, expected, "local, which is for one rank"));
         }
         self.overlap.check(CALL)?;
+        self.return_format.check(CALL, self.dispatcher, self.in_k_order)?;
         if self.patience.is_some_and(|time| time.is_zero()) {
             return Err(Error::invalid(CALL, "patience", "some time, or none", "0 ns"));
         }
@@ -76,7 +78,7 @@ impl GroupConfig {
         }
     }
 
-    fn fields(&self) -> [ComparedField; 17] {
+    fn fields(&self) -> [ComparedField; 18] {
         let field = |name, value: usize| ComparedField::number(name, value as u64);
         let shape = self.measure;
         let of_shape = |name, value: fn(DispatchShape) -> usize| field(name, shape.map_or(0, value));
@@ -92,6 +94,7 @@ impl GroupConfig {
             field("windows", self.windows),
             field("max_sms", self.max_sms),
             ComparedField { text: |set| (set != 0).to_string(), ..field("in_k_order", usize::from(self.in_k_order)) },
+            ComparedField { text: ReturnFormat::name_of, ..field("return_format", self.return_format as usize) },
             ComparedField { text: Overlap::name_of, ..field("overlap", self.overlap.number()) },
             ComparedField {
                 text: |time| if time == 0 { "none".into() } else { format!("{time} ns") },
