@@ -12,6 +12,8 @@
 //! `--token-payload` and `--shard-payload` name forms, `plain`, `nvfp4` and `mxfp8`: those in which a layer's tokens
 //! travel (`plain` unless told), and those in which shards do (`plain` and `nvfp4`).
 //!
+//! `--mode "nvlink,nvlink mxfp8"` times combine with sums that return in the tokens' type and quantized, in one run.
+//!
 //! `--mode "auto measured"` and `--mode "auto measured static"` are groups that time their dispatchers and take the
 //! quickest, which they say on stderr.
 //!
@@ -37,7 +39,7 @@ use std::time::Duration;
 
 use moebius::comm::{Communicator, Solo};
 use moebius::cuda::Cuda;
-use moebius::ep::{Capacity, DispatchShape, DispatcherKind, Group, GroupConfig, Overlap};
+use moebius::ep::{Capacity, DispatchShape, DispatcherKind, Group, GroupConfig, Overlap, ReturnFormat};
 use moebius::etp::Payload;
 use moebius::nccl::{NcclComm, NcclLibrary, NcclWorld};
 use moebius::{DType, Error, Result};
@@ -100,11 +102,22 @@ struct Dispatcher {
     /// Times the dispatchers, and takes the quickest.
     measured: bool,
     overlap: Overlap,
+    return_format: ReturnFormat,
 }
 
 impl Dispatcher {
     const fn new(name: &'static str, mode: &'static str, kind: DispatcherKind) -> Self {
-        Self { name, mode, kind, fixed: false, windows: 0, decodes: None, measured: false, overlap: Overlap::Auto }
+        Self {
+            name,
+            mode,
+            kind,
+            fixed: false,
+            windows: 0,
+            decodes: None,
+            measured: false,
+            overlap: Overlap::Auto,
+            return_format: ReturnFormat::Tokens,
+        }
     }
 
     fn make(&self, comm: Timed, w: &Workload) -> Result<Group<Cuda>> {
@@ -121,6 +134,7 @@ impl Dispatcher {
             overlap: self.overlap,
             // Two hosts, imitated; read by dispatchers between hosts alone.
             ranks_per_host: comm.inner.size() / 2,
+            return_format: self.return_format,
             ..GroupConfig::new(w.experts, w.tokens)
         };
         if self.kind == DispatcherKind::Local {
@@ -147,6 +161,11 @@ impl Dispatcher {
     }
 }
 
+const fn quantized(mode: &'static str, fixed: bool) -> Dispatcher {
+    let nvlink = Dispatcher::new("nvlink", mode, DispatcherKind::NvLink);
+    Dispatcher { fixed, return_format: ReturnFormat::Mxfp8, ..nvlink }
+}
+
 const fn overlapped(mode: &'static str, overlap: Overlap) -> Dispatcher {
     Dispatcher { fixed: true, overlap, ..Dispatcher::new("nvlink", mode, DispatcherKind::NvLink) }
 }
@@ -162,6 +181,8 @@ const DISPATCHERS: &[Dispatcher] = &[
     Dispatcher::new("all_gather", "nccl", DispatcherKind::AllGather),
     Dispatcher::new("nvlink", "nvlink", DispatcherKind::NvLink),
     Dispatcher { fixed: true, ..Dispatcher::new("nvlink", "nvlink static", DispatcherKind::NvLink) },
+    quantized("nvlink mxfp8", false),
+    quantized("nvlink static mxfp8", true),
     Dispatcher { fixed: true, ..Dispatcher::new("local", "compute alone", DispatcherKind::Local) },
     Dispatcher {
         decodes: Some(256),

@@ -121,6 +121,8 @@ struct NvLinkCombineParams {
     int64_t max_tokens;
     int64_t top_k;
     int64_t lag;               // rows that are sent ahead of the tokens that are summed
+    int64_t scales_at;         // sums that travel quantized: where their scales lie in the zone, and bytes of a row's
+    int64_t scale_bytes;
 };
 
 // Calls of low latency (nvlink_low_latency.cuh): bytes of a packet and of what it carries, threads of a block, and blocks

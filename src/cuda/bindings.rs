@@ -266,10 +266,12 @@ pub struct NvLinkCombineParams {
     pub max_tokens: i64,
     pub top_k: i64,
     pub lag: i64,
+    pub scales_at: i64,
+    pub scale_bytes: i64,
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of NvLinkCombineParams"][::core::mem::size_of::<NvLinkCombineParams>() - 336usize];
+    ["Size of NvLinkCombineParams"][::core::mem::size_of::<NvLinkCombineParams>() - 352usize];
     ["Alignment of NvLinkCombineParams"][::core::mem::align_of::<NvLinkCombineParams>() - 8usize];
     ["Offset of field: NvLinkCombineParams::call"][::core::mem::offset_of!(NvLinkCombineParams, call) - 0usize];
     ["Offset of field: NvLinkCombineParams::rows"][::core::mem::offset_of!(NvLinkCombineParams, rows) - 192usize];
@@ -298,6 +300,10 @@ const _: () = {
         [::core::mem::offset_of!(NvLinkCombineParams, max_tokens) - 312usize];
     ["Offset of field: NvLinkCombineParams::top_k"][::core::mem::offset_of!(NvLinkCombineParams, top_k) - 320usize];
     ["Offset of field: NvLinkCombineParams::lag"][::core::mem::offset_of!(NvLinkCombineParams, lag) - 328usize];
+    ["Offset of field: NvLinkCombineParams::scales_at"]
+        [::core::mem::offset_of!(NvLinkCombineParams, scales_at) - 336usize];
+    ["Offset of field: NvLinkCombineParams::scale_bytes"]
+        [::core::mem::offset_of!(NvLinkCombineParams, scale_bytes) - 344usize];
 };
 pub const PACKET_BYTES: u32 = 16;
 pub const PACKET_PAYLOAD: u32 = 14;

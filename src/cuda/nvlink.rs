@@ -1,5 +1,6 @@
 //! Rows between the GPUs of a host by stores into each other's memory (`kernels/sm90_nvlink_dispatch.cu`,
-//! `sm90_nvlink_groups.cu`, `sm90_nvlink_combine.cu`; the protocol is described in `common/nvlink.cuh`).
+//! `sm90_nvlink_groups.cu`, `sm90_nvlink_combine.cu`, `sm90_nvlink_combine_mxfp8.cu`; the protocol is described in
+//! `common/nvlink.cuh`).
 
 use std::time::Duration;
 
@@ -7,6 +8,7 @@ use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::kernels::Origin;
 use crate::plan::ZoneMaps;
+use crate::quant::MX_BLOCK;
 use crate::tensor::{TensorMut, TensorRef};
 
 use super::buffer::DeviceMut;
@@ -44,6 +46,32 @@ impl ZoneLayout {
         let weights_at = rows.next_multiple_of(ZONE_UNIT);
         let scales_at = (weights_at + weights).next_multiple_of(ZONE_UNIT);
         Self { weights: weights_at, scales: scales_at, bytes: (scales_at + scales).next_multiple_of(ZONE_UNIT) }
+    }
+}
+
+/// Bytes of a row whose sum returns as MXFP8.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct QuantizedRow {
+    pub(crate) codes: usize,
+    pub(crate) scales: usize,
+}
+
+impl QuantizedRow {
+    /// What scales of a row are a multiple of: they are stored and loaded in words.
+    const SCALE_UNIT: usize = 16;
+
+    /// Of so many elements, a multiple of a block's.
+    pub(crate) fn of(width: usize) -> Self {
+        Self { codes: width, scales: width.div_ceil(MX_BLOCK).next_multiple_of(Self::SCALE_UNIT) }
+    }
+
+    /// Refuses rows whose sums cannot be quantized.
+    pub(crate) fn check_width(call: &'static str, width: usize) -> Result<()> {
+        if width.is_multiple_of(MX_BLOCK) {
+            return Ok(());
+        }
+        let expected = format!("rows of a multiple of {MX_BLOCK} elements, as they return as MXFP8 (return_format)");
+        Err(Error::invalid(call, "tensor expert_out", expected, width))
     }
 }
 
@@ -130,6 +158,8 @@ pub(crate) struct CombineCall<'a> {
     pub(crate) layout: ZoneLayout,
     /// Every slot's row travels, and the token's rank adds them in the order of k.
     pub(crate) in_k_order: bool,
+    /// Sums travel as these, and so are not in the order of k; their scales lie where the layout has them.
+    pub(crate) quantized: Option<QuantizedRow>,
 }
 
 impl PeerCall<'_> {
@@ -269,7 +299,7 @@ impl Cuda {
     /// Returns rows of slots to their tokens' ranks, and adds those of this rank's tokens.
     ///
     /// # Safety
-    /// As [`Cuda::nvlink_dispatch`]; rows are of a type that can be added.
+    /// As [`Cuda::nvlink_dispatch`]; rows are of a type that can be added, and of a width that can be quantized where they are.
     pub(crate) unsafe fn nvlink_combine(&self, peers: &PeerCall<'_>, back: CombineCall<'_>) -> Result<()> {
         let kernels = &self.kernels().sm90.as_ref().ok_or_else(|| absent(peers.call))?.nvlink;
         let (dtype, tokens) = (back.rows.dtype(), back.out.rows());
@@ -296,13 +326,16 @@ impl Cuda {
             max_tokens: maps.zone_rows as i64,
             top_k: back.kept.row_bytes() as i64 / DType::I32.size() as i64,
             lag: NVLINK_LAG.min(tokens) as i64,
+            scales_at: back.layout.scales as i64,
+            scale_bytes: back.quantized.map_or(0, |row| row.scales as i64),
         };
         let pieces = (peers.words.len() * maps.zone_rows.max(tokens)).div_ceil(params::NVLINK_SUM_GROUPS as usize);
         let blocks = peers.blocks(self, pieces);
         let pairs = peers.overlapped && blocks.is_multiple_of(2);
         let grid = Grid { shared: NVLINK_SUM_SMEM, pairs, ..Grid::new(blocks, params::NVLINK_SUM_THREADS) };
+        let combine = if back.quantized.is_some() { &kernels.combine_mxfp8 } else { &kernels.combine };
         // SAFETY: as in `nvlink_dispatch`.
-        unsafe { self.launch(peers.call, kernels.combine.of(dtype), grid, &p) }
+        unsafe { self.launch(peers.call, combine.of(dtype), grid, &p) }
     }
 }
 
@@ -316,5 +349,21 @@ mod tests {
         assert_eq!(layout, ZoneLayout { weights: 1024, scales: 1280, bytes: 1280 });
         assert_eq!(ZoneLayout::new(0, 0, 0).bytes, 0);
         assert_eq!([word(256, 48), word(256, 36), word(8, 48), word(256, 6), word(1, 16)], [16, 4, 4, 2, 1]);
+    }
+
+    #[test]
+    fn a_quantized_row_has_a_scale_for_each_block() {
+        let bytes = |width| {
+            let row = QuantizedRow::of(width);
+            [row.codes, row.scales]
+        };
+        assert_eq!([bytes(32), bytes(96), bytes(512), bytes(544)], [[32, 16], [96, 16], [512, 16], [544, 32]]);
+        assert_eq!([bytes(2048), bytes(7168)], [[2048, 64], [7168, 224]]);
+        assert!(QuantizedRow::check_width("combine", 96).is_ok());
+        for width in [1, 16, 48, 7169] {
+            let error = QuantizedRow::check_width("combine", width).expect_err("no whole blocks").to_string();
+            let parts = ["combine", "expert_out", "multiple of 32", &width.to_string()];
+            assert!(parts.iter().all(|part| error.contains(part)), "{error}");
+        }
     }
 }

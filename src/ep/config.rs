@@ -42,6 +42,10 @@ pub struct GroupConfig {
     /// of [`AllToAll`](super::AllToAll), whatever the number of ranks, at the price of more bytes; otherwise each rank
     /// adds its own slots' first.
     pub in_k_order: bool,
+    /// NVLink: the type in which a forward's sums return to their tokens' ranks. What is not the default is refused of every
+    /// other dispatcher, of [`DispatcherKind::Auto`] too, which may take one of them, and with
+    /// [`in_k_order`](Self::in_k_order), where no sums travel.
+    pub return_format: ReturnFormat,
     /// NVLink: whether products of a layer run while its rows travel. Results are the same to the bit.
     pub overlap: Overlap,
     /// NVLink with low latency: how long a step waits for a rank before it goes on without it, and without its experts' share.
@@ -63,6 +67,61 @@ pub struct GroupConfig {
     /// the dispatcher the order of sums: a run that is to go on with the same bits stores
     /// [`Group::dispatcher_kind`](super::Group::dispatcher_kind) and names it from then on.
     pub measure: Option<DispatchShape>,
+}
+
+/// The type of the sums that return in [`combine`](super::TokenDispatcher::combine): a rank adds its slots of a token in
+/// f32, in the order of k, and sends one row of H elements to the token's rank, which adds the ranks' rows in f32, in their
+/// order, and rounds to the tokens' type. Gradients that return
+/// ([`dispatch_bwd`](super::TokenDispatcher::dispatch_bwd)) are of the tokens' type in any case, and are those of sums that
+/// are not quantized.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum ReturnFormat {
+    /// Sums are rounded to the tokens' type: 2 H bytes a row of 16-bit tokens.
+    #[default]
+    Tokens,
+    /// Sums are quantized to MXFP8 in place of being rounded, also those of the tokens' own rank: E4M3 with an E8M0 scale
+    /// for each 32 columns, as [`Mxfp8::TE`](crate::quant::Mxfp8::TE) has it of the sums in f32. H bytes a row, and H / 32
+    /// rounded up to 16 beside them: 0.516 of the bytes of 16-bit tokens where H is a multiple of 512.
+    ///
+    /// A rank's finite sum v is off by at most |v| / 16, or by a / 229,376 where that is more, a being the largest
+    /// magnitude of its 32 columns, if that is at least 10⁻³⁵ (in the tokens' type by |v| / 256 in bf16, |v| / 2048 in
+    /// f16). A NaN stays one, and leaves its block's other columns alone; an infinity stays one, and what is below 10³⁵ in
+    /// its block is 0.
+    ///
+    /// `combine` refuses rows of an H that is no multiple of 32.
+    Mxfp8,
+}
+
+impl ReturnFormat {
+    const ALL: [Self; 2] = [Self::Tokens, Self::Mxfp8];
+
+    const fn name(self) -> &'static str {
+        match self {
+            Self::Tokens => "tokens",
+            Self::Mxfp8 => "mxfp8",
+        }
+    }
+
+    /// As ranks compare it.
+    pub(super) fn name_of(number: u64) -> String {
+        Self::ALL.iter().find(|f| **f as u64 == number).map_or_else(|| number.to_string(), |f| f.name().to_string())
+    }
+
+    /// Refuses groups whose sums do not return so.
+    pub(super) fn check(self, call: &'static str, dispatcher: DispatcherKind, in_k_order: bool) -> Result<(), Error> {
+        if self == Self::Tokens {
+            return Ok(());
+        }
+        if dispatcher != DispatcherKind::NvLink {
+            let found = format!("{}, with {dispatcher}", self.name());
+            return Err(Error::invalid(call, "return_format", "tokens: nvlink alone, named, has another", found));
+        }
+        if in_k_order {
+            let found = format!("{}, with in_k_order", self.name());
+            return Err(Error::invalid(call, "return_format", "tokens: in the order of k no sums travel", found));
+        }
+        Ok(())
+    }
 }
 
 /// Whether products of a layer run while its rows travel, and how many SMs the movements then take: up and down's gradient
@@ -280,6 +339,7 @@ impl GroupConfig {
             max_sms: 0,
             ranks_per_host: 0,
             in_k_order: false,
+            return_format: ReturnFormat::default(),
             overlap: Overlap::default(),
             patience: None,
             forward_only: false,
@@ -318,6 +378,26 @@ mod tests {
         }
         let error = "ncclep".parse::<DispatcherKind>().expect_err("no kind").to_string();
         assert!(error.contains("ncclep") && error.contains("nccl_ep_ll"), "{error}");
+    }
+
+    #[test]
+    fn quantized_sums_return_over_nvlink_alone() {
+        for kind in DispatcherKind::ALL {
+            assert!(ReturnFormat::Tokens.check("a test", kind, true).is_ok());
+            let checked = ReturnFormat::Mxfp8.check("a test", kind, false).map_err(|e| e.to_string());
+            match checked {
+                Ok(()) => assert_eq!(kind, DispatcherKind::NvLink),
+                Err(error) => {
+                    let parts = ["a test", "return_format", "mxfp8", kind.name()];
+                    assert!(kind != DispatcherKind::NvLink && parts.iter().all(|part| error.contains(part)), "{error}");
+                }
+            }
+        }
+        let error = ReturnFormat::Mxfp8.check("a test", DispatcherKind::NvLink, true).expect_err("no sums travel");
+        assert!(error.to_string().contains("in_k_order"), "{error}");
+        for format in ReturnFormat::ALL {
+            assert_eq!(ReturnFormat::name_of(format as u64), format.name());
+        }
     }
 
     #[test]

@@ -12,7 +12,8 @@ use crate::kernels::Kernels;
 
 use super::dispatcher_state::DispatcherState;
 use super::{
-    Capacity, DispatchShape, DispatcherKind, GroupConfig, LibraryDispatchers, Overlap, TokenDispatcher, measure, select,
+    Capacity, DispatchShape, DispatcherKind, GroupConfig, LibraryDispatchers, Overlap, ReturnFormat, TokenDispatcher,
+    measure, select,
 };
 
 const CALL: &str = "Group::new";
@@ -45,6 +46,7 @@ impl GroupConfig {
             return Err(Error::invalid(CALL, "ranks_per_host", expected, self.ranks_per_host));
         }
         self.overlap.check(CALL)?;
+        self.return_format.check(CALL, self.dispatcher, self.in_k_order)?;
         if self.patience.is_some_and(|time| time.is_zero()) {
             return Err(Error::invalid(CALL, "patience", "some time, or none", "0 ns"));
         }
@@ -81,7 +83,7 @@ impl GroupConfig {
         }
     }
 
-    fn fields(&self) -> [ComparedField; 18] {
+    fn fields(&self) -> [ComparedField; 19] {
         let field = |name, value: usize| ComparedField::number(name, value as u64);
         let shape = self.measure;
         let of_shape = |name, value: fn(DispatchShape) -> usize| field(name, shape.map_or(0, value));
@@ -98,6 +100,7 @@ impl GroupConfig {
             field("max_sms", self.max_sms),
             field("ranks_per_host", self.ranks_per_host),
             ComparedField { text: |set| (set != 0).to_string(), ..field("in_k_order", usize::from(self.in_k_order)) },
+            ComparedField { text: ReturnFormat::name_of, ..field("return_format", self.return_format as usize) },
             ComparedField { text: Overlap::name_of, ..field("overlap", self.overlap.number()) },
             ComparedField {
                 text: |time| if time == 0 { "none".into() } else { format!("{time} ns") },

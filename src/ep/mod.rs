@@ -53,7 +53,7 @@ pub use all_gather::AllGather;
 pub use all_to_all::AllToAll;
 #[cfg(feature = "nccl")]
 pub(crate) use config::MovementSms;
-pub use config::{DispatchShape, DispatcherKind, GroupConfig, Overlap};
+pub use config::{DispatchShape, DispatcherKind, GroupConfig, Overlap, ReturnFormat};
 pub use group::Group;
 pub use handle::{Agreement, Handle};
 pub use hierarchical::Hierarchical;

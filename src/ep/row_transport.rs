@@ -99,6 +99,11 @@ pub(crate) trait RowTransport<D: Kernels>: fmt::Debug + Send {
         product(&received, None);
         Ok(received)
     }
+    /// Refuses rows that a forward's way back does not take.
+    fn check_combine(&self, call: &'static str, expert_out: TensorRef<'_, D>) -> Result<()> {
+        let _ = (call, expert_out);
+        Ok(())
+    }
     /// Sums of the tokens' slots, and each slot's weight to its choice.
     fn return_sums(&mut self, step: &HandleCall<'_, D>, back: ReturnRows<'_, D>) -> Result<()>;
     /// The same, and `work`, which is enqueued behind it, runs meanwhile, and is told how many SMs that takes.
@@ -287,7 +292,8 @@ impl<D: Kernels, C: RowTransport<D>> TokenDispatcher<D> for C {
     fn combine(&mut self, handle: &Handle<D>, expert_out: TensorRef<'_, D>, mut out: TensorMut<'_, D>) -> Result<()> {
         let step = HandleCall { call: "combine", op: Op::Combine, handle };
         let arguments = check_slots(step.call, "expert_out", handle, expert_out)
-            .and_then(|()| check_tokens(step.call, "out", handle, expert_out, &out));
+            .and_then(|()| check_tokens(step.call, "out", handle, expert_out, &out))
+            .and_then(|()| self.check_combine(step.call, expert_out));
         checked(self, &step, arguments)?;
         let (rows, out) = (expert_out.borrow(), out.reborrow());
         let back = ReturnRows { rows, with_weights: false, weights: None, out, out_weights: None };

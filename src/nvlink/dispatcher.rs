@@ -2,17 +2,18 @@
 
 use std::sync::Arc;
 
+use crate::comm::Op;
 use crate::cuda::Cuda;
 use crate::cuda::nvlink::{
-    ARRIVED_AT, ByGroups, CombineCall, DispatchCall, MOST_CHOICES, PeerCall, ZoneLayout, few_rows, group_experts,
-    lists_rows,
+    ARRIVED_AT, ByGroups, CombineCall, DispatchCall, MOST_CHOICES, PeerCall, QuantizedRow, ZoneLayout, few_rows,
+    group_experts, lists_rows,
 };
 use crate::device::Device;
 use crate::dtype::DType;
 use crate::ep::dispatcher_state::DispatcherState;
 use crate::ep::packing::ReceivedRows;
 use crate::ep::row_transport::{HandleCall, ProductOfReceived, ReturnRows, RowTransport};
-use crate::ep::{DispatchInputs, DispatcherKind, GroupConfig, Handle, MovementSms, Overlap, RowOrder};
+use crate::ep::{DispatchInputs, DispatcherKind, GroupConfig, Handle, MovementSms, Overlap, ReturnFormat, RowOrder};
 use crate::error::{Error, Result};
 use crate::kernels::Arrivals;
 use crate::nccl::TravelingRow;
@@ -30,7 +31,7 @@ const OVERLAP_ROW_BYTES: usize = 8192;
 
 /// Dispatcher between the GPUs of a host. Rows arrive in zones, one for each source rank, and stay there as long as they
 /// are needed; a dispatch that finds no zone free copies them. A token's outputs are summed per rank in the tokens'
-/// dtype, then over ranks in f32.
+/// dtype, or in the group's [`ReturnFormat`], then over ranks in f32.
 #[derive(Debug)]
 pub(crate) struct NvLink {
     pub(super) core: DispatcherState<Cuda>,
@@ -56,6 +57,28 @@ impl NvLink {
         let k = step.handle.spec().top_k;
         let rows = if self.core.config.in_k_order { k } else { self.core.ranks() };
         ZoneLayout::new(tokens * rows * row, tokens * k * accumulator.size(), 0)
+    }
+
+    /// The same of sums that return quantized; a forward's, so that no weights do.
+    fn returning_quantized(&self, tokens: usize, row: QuantizedRow) -> ZoneLayout {
+        let rows = tokens * self.core.ranks();
+        ZoneLayout::new(rows * row.codes, 0, rows * row.scales)
+    }
+
+    /// Bytes for what returns of rows of so many bytes, whichever call it is of.
+    fn most_returning(&self, step: &HandleCall<'_, Cuda>, tokens: usize, row: usize, accumulator: DType) -> usize {
+        let plain = self.returning(step, tokens, row, accumulator).bytes;
+        match self.core.config.return_format {
+            ReturnFormat::Tokens => plain,
+            // Elements have two bytes at least.
+            ReturnFormat::Mxfp8 => plain.max(self.returning_quantized(tokens, QuantizedRow::of(row / 2)).bytes),
+        }
+    }
+
+    /// How sums of rows of so many elements travel where they are not of the rows' type.
+    fn quantized(&self, step: &HandleCall<'_, Cuda>, width: usize) -> Option<QuantizedRow> {
+        let mxfp8 = self.core.config.return_format == ReturnFormat::Mxfp8;
+        (mxfp8 && step.op == Op::Combine).then(|| QuantizedRow::of(width))
     }
 
     /// The zones, which a call has reserved.
@@ -130,9 +153,8 @@ impl NvLink {
         // And for the way back, so that it finds memory there.
         let row = tokens.row_bytes().max(step.handle.spec().returning_bytes());
         let accumulator = tokens.dtype().accumulator();
-        let returning = |zone_rows| self.returning(step, zone_rows, row, accumulator).bytes;
         let most = self.most_rows(step)?;
-        let bytes = arriving(most).layout().bytes.max(returning(most));
+        let bytes = arriving(most).layout().bytes.max(self.most_returning(step, most, row, accumulator));
         self.reserve(step, bytes)?;
         let arriving = arriving(maps.zone_rows);
         let arrival = self.place(step, &arriving);
@@ -266,6 +288,13 @@ impl RowTransport<Cuda> for NvLink {
         arrival.kept(&self.core.device)
     }
 
+    fn check_combine(&self, call: &'static str, expert_out: TensorRef<'_, Cuda>) -> Result<()> {
+        match self.core.config.return_format {
+            ReturnFormat::Tokens => Ok(()),
+            ReturnFormat::Mxfp8 => QuantizedRow::check_width(call, expert_out.row_bytes() / expert_out.dtype().size()),
+        }
+    }
+
     fn return_sums(&mut self, step: &HandleCall<'_, Cuda>, back: ReturnRows<'_, Cuda>) -> Result<()> {
         self.returned(step, back, None)
     }
@@ -293,12 +322,17 @@ impl NvLink {
         let rows = rows.borrow();
         let (row, accumulator) = (rows.row_bytes(), rows.dtype().accumulator());
         let most = self.most_rows(step)?;
-        self.reserve(step, self.returning(step, most, row, accumulator).bytes)?;
-        let layout = self.returning(step, maps.zone_rows, row, accumulator);
+        self.reserve(step, self.most_returning(step, most, row, accumulator))?;
+        let quantized = self.quantized(step, row / rows.dtype().size());
+        let layout = match quantized {
+            Some(row) => self.returning_quantized(maps.zone_rows, row),
+            None => self.returning(step, maps.zone_rows, row, accumulator),
+        };
         let zone = self.returning_zone(step, rows.dtype(), layout);
         let zone = self.ready(step, zone)?;
         let weight_bytes = if with_weights { step.handle.spec().top_k * accumulator.size() } else { 0 };
-        let row = TravelingRow { dtype: rows.dtype(), bytes: row, weights: weight_bytes, scales: 0 };
+        let scales = quantized.map_or(0, |row| row.scales);
+        let row = TravelingRow { dtype: rows.dtype(), bytes: row, weights: weight_bytes, scales };
         let returned = CombineCall {
             rows,
             weights: weights.as_ref().map(TensorRef::borrow),
@@ -309,11 +343,12 @@ impl NvLink {
             kept: step.handle.kept_ids(),
             layout,
             in_k_order: self.core.config.in_k_order,
+            quantized,
         };
         let sms = self.movement_sms.back;
         let meeting = Meeting { zone, overlapped_sms: work.is_some().then_some(sms) };
         self.meet(step, row, meeting, |device, peers| {
-            // SAFETY: as in `send`; rows of this type can be added.
+            // SAFETY: as in `send`; rows of this type can be added, and of this width quantized (`check_combine`).
             unsafe { device.nvlink_combine(peers, returned) }?;
             if let Some(work) = work {
                 work(sms);

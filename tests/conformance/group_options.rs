@@ -1,8 +1,8 @@
-//! Options of a group: timing dispatchers as it is formed, and what NCCL EP takes of a GPU.
+//! Options of a group: timing dispatchers as it is formed, what NCCL EP takes of a GPU, and in which type sums return.
 
 use std::time::Duration;
 
-use moebius::ep::{Capacity, DispatchShape, DispatcherKind, Group, GroupConfig};
+use moebius::ep::{Capacity, DispatchShape, DispatcherKind, Group, GroupConfig, ReturnFormat};
 use moebius::{CommError, DType, Error, Result};
 
 use super::devices::{Endpoint, Target};
@@ -29,6 +29,8 @@ pub fn cases<D: Target>() -> Vec<Case<D>> {
         case!(a_failure_while_dispatchers_are_timed, 2, KINDS),
         case!(a_capacity_that_random_choices_exceed, 2, KINDS),
         case!(a_bound_of_sms_changes_no_value, 2, KINDS),
+        case!(other_dispatchers_return_no_quantized_sums, 2, KINDS),
+        case!(return_formats_that_differ, 2, KINDS),
     ]
 }
 
@@ -208,6 +210,41 @@ fn a_capacity_that_random_choices_exceed<D: Target>(s: &Setup<D>) {
 fn a_bound_of_sms_changes_no_value<D: Target>(s: &Setup<D>) {
     let run = |max_sms| s.run(GroupConfig { max_sms, ..GroupConfig::new(s.experts(2), T) }, step);
     assert_eq!(run(8), run(0));
+}
+
+fn quantized<D: Target>(s: &Setup<D>, dispatcher: DispatcherKind) -> GroupConfig {
+    GroupConfig { dispatcher, return_format: ReturnFormat::Mxfp8, ..GroupConfig::new(s.experts(2), T) }
+}
+
+/// Nor does NVLink's where no sums travel.
+fn other_dispatchers_return_no_quantized_sums<D: Target>(s: &Setup<D>) {
+    let others = [DispatcherKind::Auto, s.kind, DispatcherKind::AllGather, DispatcherKind::NvLinkLowLatency];
+    let in_k_order = GroupConfig { in_k_order: true, ..quantized(s, DispatcherKind::NvLink) };
+    for config in others.map(|kind| quantized(s, kind)).into_iter().chain([in_k_order]) {
+        let reason = if config.in_k_order { "in_k_order".to_string() } else { config.dispatcher.to_string() };
+        on_ranks(s, |endpoint| match endpoint.join(config.clone()) {
+            Err(Error::Invalid { call, name, found, .. }) => {
+                assert_eq!((&call[..], &name[..]), ("Group::new", "return_format"));
+                assert!(found.contains("mxfp8") && found.contains(&reason), "{found}");
+            }
+            other => panic!("{reason}: {other:?}"),
+        });
+    }
+}
+
+fn return_formats_that_differ<D: Target>(s: &Setup<D>) {
+    on_ranks(s, |endpoint| {
+        let rank = endpoint.comm.rank();
+        let one = quantized(s, DispatcherKind::NvLink);
+        let config = if rank == 1 { one } else { GroupConfig { return_format: ReturnFormat::Tokens, ..one } };
+        match endpoint.join(config) {
+            Err(Error::ConfigMismatch { field, value, peer_value, .. }) => {
+                let values = if rank == 1 { ["mxfp8", "tokens"] } else { ["tokens", "mxfp8"] };
+                assert_eq!((&field[..], [&value[..], &peer_value[..]]), ("return_format", values));
+            }
+            other => panic!("{other:?}"),
+        }
+    });
 }
 
 /// Joins a group that is to time its dispatchers, and says how many collectives that took on which dispatcher.

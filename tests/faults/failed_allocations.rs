@@ -179,8 +179,8 @@ fn check_refused<T>(name: &str, bytes: usize, results: Vec<Result<T>>) {
 
 #[test]
 fn no_memory_to_compare_configurations() {
-    // Eighteen fields of eight bytes: this rank's, and all ranks'.
-    for bytes in [8 * 18, RANKS * 8 * 18] {
+    // Nineteen fields of eight bytes: this rank's, and all ranks'.
+    for bytes in [8 * 19, RANKS * 8 * 19] {
         let results = on_ranks(AT_ONCE, |comm| {
             without_memory(comm.rank(), bytes, || {
                 Group::new(Cpu::new(), Box::new(comm), GroupConfig::new(EXPERTS, TOKENS)).map(drop)

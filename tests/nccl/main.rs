@@ -31,6 +31,7 @@ mod overlap;
 mod overlap_waits;
 mod patience;
 mod processes;
+mod return_format;
 #[path = "../common/several.rs"]
 mod several;
 #[path = "../common/steps.rs"]
@@ -126,6 +127,7 @@ fn over_ranks(ranks: usize) -> Vec<(String, Body)> {
         ("overlap_waits", overlap_waits::cases()),
         ("patience", patience::cases()),
         ("processes", processes::cases()),
+        ("return_format", return_format::cases()),
         ("captured", captured::cases()),
         ("streams", streams::cases()),
     ];

@@ -30,10 +30,12 @@ pub fn cases() -> Vec<(&'static str, Run)> {
 }
 
 /// Choices of a token.
-const K: usize = 2;
+pub const K: usize = 2;
+/// Kinds of choices.
+pub const KINDS: usize = 5;
 
 /// Choices of one of these kinds: spread, one expert's, one rank's, none, some.
-fn choices(kind: usize, rank: usize, ranks: usize) -> Vec<i64> {
+pub fn choices(kind: usize, rank: usize, ranks: usize) -> Vec<i64> {
     let experts = 4 * ranks;
     let choice = |i: usize| {
         let (token, k) = (i / K, i % K);
@@ -50,7 +52,7 @@ fn choices(kind: usize, rank: usize, ranks: usize) -> Vec<i64> {
 }
 
 /// The rows in slots, and their sums: what a step of prepare, dispatch and combine comes to.
-fn step(
+pub fn step(
     group: &mut Group<Cuda>,
     cuda: &Cuda,
     (ids, x): (&Tensor<Cuda>, &Tensor<Cuda>),
@@ -73,7 +75,6 @@ fn step(
 /// come to the same bits, in a graph too, with steps outside of it in between.
 fn ten_thousand_replays(_: &Cuda, ranks: usize) {
     const REPLAYS: usize = 10_000;
-    const KINDS: usize = 5;
     each(ranks, MINUTE, |mut group, cuda, _| {
         let rank = group.rank();
         let ids = |kind| Tensor::from_vec(choices(kind, rank, ranks), &[MOST, K])?.to(cuda);

@@ -11,7 +11,7 @@ use super::find::{KernelSpec, Stage};
 use super::per_type::{Fp4Forward, Half, PerFormat, PerProduct, PerType, Product, TileShape};
 
 /// `sm90_nvlink_plan.cu`, `sm90_nvlink_dispatch.cu`, `sm90_nvlink_groups.cu`, `sm90_nvlink_combine.cu`,
-/// `sm90_nvlink_low_latency.cu`, `sm90_nvlink_low_latency_exchange.cu`.
+/// `sm90_nvlink_combine_mxfp8.cu`, `sm90_nvlink_low_latency.cu`, `sm90_nvlink_low_latency_exchange.cu`.
 #[derive(Debug)]
 #[cfg_attr(not(feature = "nccl"), expect(dead_code, reason = "only ranks on several GPUs have peers"))]
 pub(in crate::cuda) struct NvLinkKernels<K> {
@@ -20,6 +20,7 @@ pub(in crate::cuda) struct NvLinkKernels<K> {
     pub(in crate::cuda) dispatch: K,
     pub(in crate::cuda) groups: K,
     pub(in crate::cuda) combine: PerType<K>,
+    pub(in crate::cuda) combine_mxfp8: PerType<K>,
     pub(in crate::cuda) low_latency_exchange: K,
     pub(in crate::cuda) low_latency_dispatch: K,
     pub(in crate::cuda) low_latency_combine: PerType<K>,
@@ -98,6 +99,12 @@ pub(super) fn sm90<K>(find: &mut dyn FnMut(KernelSpec) -> Result<K>) -> Result<S
         f32: combine.asking("sm90_nvlink_combine_f32", NVLINK_SUM_SMEM)?,
         half: combine.half(["sm90_nvlink_combine_f16", "sm90_nvlink_combine_bf16"], NVLINK_SUM_SMEM)?,
     };
+    let mut combine_mxfp8 = Stage { stage: "sm90_nvlink_combine_mxfp8", find };
+    let quantized = ["sm90_nvlink_combine_mxfp8_f16", "sm90_nvlink_combine_mxfp8_bf16"];
+    let combine_mxfp8 = PerType {
+        f32: combine_mxfp8.asking("sm90_nvlink_combine_mxfp8_f32", NVLINK_SUM_SMEM)?,
+        half: combine_mxfp8.half(quantized, NVLINK_SUM_SMEM)?,
+    };
     let low_latency_exchange =
         Stage { stage: "sm90_nvlink_low_latency_exchange", find }.one("sm90_nvlink_low_latency_exchange")?;
     let mut low_latency = Stage { stage: "sm90_nvlink_low_latency", find };
@@ -112,6 +119,7 @@ pub(super) fn sm90<K>(find: &mut dyn FnMut(KernelSpec) -> Result<K>) -> Result<S
             dispatch,
             groups,
             combine,
+            combine_mxfp8,
             low_latency_exchange,
             low_latency_dispatch,
             low_latency_combine,
