@@ -26,10 +26,13 @@ mod invariance;
 mod launched;
 mod layer;
 mod library;
+#[path = "../common/limits.rs"]
+mod limits;
 mod lost;
 mod low_latency;
 mod nvlink;
 mod nvlink_graphs;
+mod nvlink_lost;
 mod overlap;
 mod overlap_waits;
 mod patience;
@@ -113,6 +116,7 @@ fn over_ranks(ranks: usize) -> Vec<(String, Body)> {
         }
     }
     all.extend(goldens(ranks));
+    all.extend(nvlink_lost::cases(ranks).into_iter().map(|(name, run)| (format!("nvlink_lost::{name}"), run)));
     for own in conformance::communicator_bodies().into_iter().filter(|own| (own.ranks)(ranks)) {
         all.push((format!("communicator::{}", own.name), body(move |cuda| (own.run)(cuda, ranks))));
     }
