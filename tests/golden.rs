@@ -18,6 +18,9 @@ use common::support::run_burn;
 #[cfg(feature = "candle")]
 use common::support::run_candle;
 use common::{Cotangent, Outcome, Setup};
+#[cfg(feature = "nccl")]
+#[allow(unused_imports, reason = "for suites over several GPUs")]
+pub use devices::gpus;
 use moebius::checkpoint::{BlockParams, Checkpoint, LoadOptions};
 use moebius::config::{Activation, BalanceKind, MoeConfig};
 use moebius::cpu::Cpu;
@@ -288,54 +291,104 @@ fn ids_of(t: &Tensor) -> Result<Vec<Vec<usize>>> {
 }
 
 /// Folders with a `config.json`, in order of name.
-fn folders() -> Vec<PathBuf> {
+///
+/// # Errors
+/// There are none.
+pub fn find_folders() -> std::result::Result<Vec<PathBuf>, String> {
     let root = devices::golden();
-    let entries = std::fs::read_dir(&root).unwrap_or_else(|e| panic!("{}: {e}", root.display()));
-    let mut found: Vec<PathBuf> =
-        entries.map(|e| e.unwrap().path()).filter(|p| p.join("config.json").is_file()).collect();
+    let entries = std::fs::read_dir(&root).map_err(|e| format!("{}: {e}", root.display()))?;
+    let all: std::io::Result<Vec<PathBuf>> = entries.map(|entry| Ok(entry?.path())).collect();
+    let mut found = all.map_err(|e| format!("{}: {e}", root.display()))?;
+    found.retain(|dir| dir.join("config.json").is_file());
     found.sort();
-    assert!(!found.is_empty(), "{}: no folder with a config.json", root.display());
-    found
+    if found.is_empty() {
+        return Err(format!("{}: no folder with a config.json", root.display()));
+    }
+    Ok(found)
+}
+
+/// What a check of a folder has found.
+struct Found {
+    forward: Difference,
+    backward: Difference,
+    /// Errors beyond the tolerance.
+    wrong: Vec<String>,
+    /// Tensors of the last comparison.
+    compared: usize,
+}
+
+impl Found {
+    fn nothing() -> Self {
+        Self { forward: Difference::NONE, backward: Difference::NONE, wrong: Vec::new(), compared: 0 }
+    }
+
+    fn take(&mut self, at: &str, lines: &[Line]) {
+        for line in lines {
+            let worst = if line.name.contains("grad") { &mut self.backward } else { &mut self.forward };
+            *worst = worst.worst(line.found);
+            if !line.ok() {
+                let Difference { max_abs, relative } = line.found;
+                let (name, tolerance) = (&line.name, line.tolerance);
+                let wrong = format!("{at}: {name}: relative {relative:.2e} > {tolerance:.0e}, max {max_abs:.2e}");
+                self.wrong.push(wrong);
+            }
+        }
+    }
+
+    /// Runs a folder's block over these ranks, and takes what differs from its golden.
+    fn check<D: Target>(
+        &mut self,
+        suite: &Suite,
+        device: &D,
+        ranks: usize,
+        dispatcher: DispatcherKind,
+    ) -> AnyResult<()> {
+        let (main, aux) = suite.run(device, ranks, dispatcher)?;
+        let lines = suite.compare(&suite.golden, &main, aux.as_ref())?;
+        self.compared = lines.len();
+        self.take(&format!("R = {ranks}, {dispatcher:?}"), &lines);
+        Ok(())
+    }
+}
+
+/// Holds one folder's block over these ranks to its golden. Returns why it cannot be over so many, if it cannot.
+pub fn hold_over<D: Target>(device: &D, dir: &Path, ranks: usize, dispatcher: DispatcherKind) -> Option<String> {
+    let suite = Suite::open(dir).unwrap_or_else(|e| panic!("{}: {e}", dir.display()));
+    let experts = suite.config.router.num_experts;
+    if !experts.is_multiple_of(ranks) {
+        return Some(format!("{experts} experts over {ranks} ranks"));
+    }
+    let mut found = Found::nothing();
+    found.check(&suite, device, ranks, dispatcher).unwrap_or_else(|e| panic!("{}: {e}", dir.display()));
+    let Found { forward, backward, wrong, compared } = found;
+    assert!(wrong.is_empty(), "{} failures:\n{}", wrong.len(), wrong.join("\n"));
+    assert!(compared > 0, "{}: nothing to compare with", dir.display());
+    println!("{compared} tensors, forward {:.1e}, gradients {:.1e}", forward.relative, backward.relative);
+    None
 }
 
 /// Checks one folder and describes what was found in a line; the errors are in the second part.
 fn check_folder<D: Target>(device: &D, dir: &Path) -> AnyResult<(String, Vec<String>)> {
     let suite = Suite::open(dir)?;
     let (e, k) = (suite.config.router.num_experts, suite.config.router.top_k);
-    let mut wrong = Vec::new();
-    let (mut forward, mut backward) = (Difference::NONE, Difference::NONE);
-    let mut check_lines = |at: &str, lines: &[Line]| {
-        for line in lines {
-            let worst = if line.name.contains("grad") { &mut backward } else { &mut forward };
-            *worst = worst.worst(line.found);
-            if !line.ok() {
-                let Difference { max_abs, relative } = line.found;
-                let tolerance = line.tolerance;
-                wrong
-                    .push(format!("{at}: {}: relative {relative:.2e} > {tolerance:.0e}, max {max_abs:.2e}", line.name));
-            }
-        }
-    };
+    let mut found = Found::nothing();
     let on_cpu = D::has_f64();
     let ranks: Vec<usize> = [1, 2, 4, 8].into_iter().filter(|r| *r == 1 || (on_cpu && e.is_multiple_of(*r))).collect();
-    let mut compared = 0;
     for &r in &ranks {
         let dispatchers: &[_] = if r == 1 { &[DispatcherKind::Local] } else { &KINDS };
         for &dispatcher in dispatchers {
-            let (main, aux) = suite.run(device, r, dispatcher)?;
-            let lines = suite.compare(&suite.golden, &main, aux.as_ref())?;
-            compared = lines.len();
-            check_lines(&format!("R = {r}, {dispatcher:?}"), &lines);
+            found.check(&suite, device, r, dispatcher)?;
         }
     }
     #[cfg(any(feature = "candle", feature = "burn"))]
     if on_cpu {
         let r = ranks.iter().copied().find(|r| *r == 2).unwrap_or(1);
         #[cfg(feature = "candle")]
-        check_lines(&format!("R = {r}"), &suite.compare_framework("candle", run_candle::run, r)?);
+        found.take(&format!("R = {r}"), &suite.compare_framework("candle", run_candle::run, r)?);
         #[cfg(feature = "burn")]
-        check_lines(&format!("R = {r}"), &suite.compare_framework("burn", run_burn::run, r)?);
+        found.take(&format!("R = {r}"), &suite.compare_framework("burn", run_burn::run, r)?);
     }
+    let Found { forward, backward, wrong, compared } = found;
     let whole: Vec<&str> = WHOLE_MODEL.into_iter().filter(|n| suite.golden.contains_key(*n)).collect();
     let name = dir.file_name().unwrap_or_default().to_string_lossy();
     let backward = if suite.golden.contains_key("grad_moe_output") {
@@ -448,7 +501,7 @@ fn in_f64(params: &BlockParams) -> BlockParams {
 /// Prints a line a folder and fails for all of them at the end.
 fn every_folder(check: impl Fn(&Path) -> AnyResult<(String, Vec<String>)>) {
     let mut failures = Vec::new();
-    for dir in folders() {
+    for dir in find_folders().unwrap_or_else(|e| panic!("{e}")) {
         match check(&dir) {
             Ok((line, wrong)) => {
                 say(&format!("{line}  {}", if wrong.is_empty() { "ok" } else { "FAIL" }));
@@ -490,4 +543,27 @@ fn a_wrong_golden_is_found() {
             assert!(suite.compare(&golden, &main, aux.as_ref()).is_err(), "{name}: {unknown} was passed over");
         }
     }
+}
+
+/// A folder over ranks by itself, as suites over several GPUs take it: one whose golden is wrong fails, and one whose experts
+/// cannot be over so many ranks says so.
+#[test]
+fn one_folder_over_ranks() {
+    let (cpu, from) = (Cpu::poisoning(), devices::golden_of("qwen3_moe"));
+    for dispatcher in [DispatcherKind::AllToAll, DispatcherKind::AllGather] {
+        assert_eq!(hold_over(&cpu, &from, 2, dispatcher), None);
+    }
+    assert!(hold_over(&cpu, &from, 3, DispatcherKind::AllToAll).is_some_and(|reason| reason.contains("over 3 ranks")));
+    let dir = tempfile::tempdir().unwrap();
+    for file in ["config.json", "model.safetensors"] {
+        std::fs::copy(from.join(file), dir.path().join(file)).unwrap();
+    }
+    let file = "golden.safetensors";
+    let mut wrong = candle_core::safetensors::load(from.join(file), &Device::Cpu).unwrap();
+    let moved = wrong["grad_moe_input"].affine(1.0 + 1e-4, 0.0).unwrap();
+    wrong.insert("grad_moe_input".to_string(), moved);
+    candle_core::safetensors::save(&wrong, dir.path().join(file)).unwrap();
+    let held = std::panic::catch_unwind(|| hold_over(&cpu, dir.path(), 2, DispatcherKind::AllGather));
+    let said = *held.unwrap_err().downcast::<String>().unwrap();
+    assert!(said.contains("1 failures") && said.contains("grad_moe_input"), "{said}");
 }

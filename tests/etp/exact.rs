@@ -32,7 +32,7 @@ fn sizes<D: Chained>(device: &D) -> Vec<usize> {
     [1, 2, 4].into_iter().filter(|n| *n <= device.most()).collect()
 }
 
-fn assert_same(left: &[Outcome], right: &[Outcome], what: &str) {
+pub fn assert_same(left: &[Outcome], right: &[Outcome], what: &str) {
     for (w, (a, b)) in left.iter().zip(right).enumerate() {
         assert!(!a.gradients.is_empty() && a.gradients.iter().flatten().any(|bits| *bits << 1 != 0), "{what}");
         assert_eq!(a.values, b.values, "{what}: outputs and gradients of x of rank {w}");
@@ -42,7 +42,7 @@ fn assert_same(left: &[Outcome], right: &[Outcome], what: &str) {
 }
 
 /// Whole weights, summed over the ranks as sharded ones are; and the run itself.
-fn check<D: Chained>(device: &D, run: &Run, what: &str) -> Vec<Outcome> {
+pub fn check<D: Chained>(device: &D, run: &Run, what: &str) -> Vec<Outcome> {
     let sharded = train(device, run, true);
     assert_same(&sharded, &train(device, run, false), what);
     sharded

@@ -17,6 +17,7 @@ mod dense_stored;
 mod dense_uses;
 #[path = "../devices/mod.rs"]
 mod devices;
+mod dispatchers;
 mod exact;
 mod faults;
 #[path = "../common/faulty_comm.rs"]
@@ -32,6 +33,7 @@ mod random;
 #[cfg(feature = "candle")]
 mod refused;
 mod replicas;
+mod same_ranks;
 mod stored;
 #[cfg(feature = "candle")]
 mod stored_module;
@@ -51,6 +53,7 @@ pub use test_ranks::{has_memory, with_memory};
 #[allow(clippy::type_complexity, reason = "numbers, names and functions, no more")]
 pub fn bodies<D: Chained>() -> Vec<(&'static str, usize, &'static str, fn(&D))> {
     let files = [
+        ("dispatchers", dispatchers::bodies()),
         ("exact", exact::bodies()),
         ("faults", faults::bodies()),
         ("quantized", quantized::bodies()),

@@ -7,6 +7,7 @@ use std::time::Duration;
 
 use moebius::comm::Communicator;
 use moebius::cpu::{Cpu, ThreadWorld};
+use moebius::ep::DispatcherKind;
 use moebius::etp::{
     Chain, Comms, EtpOptions, Phase, Reduction, Scale, Shard, ShardDevice, ShardSource, WeightId, WeightSpec,
 };
@@ -20,6 +21,9 @@ use super::faulty_comm::{Address, FaultyComm, Windows};
 
 /// A device whose ranks can share weights.
 pub trait Chained: Target + ShardDevice {
+    /// The dispatchers that tokens can travel by beside shared weights, but for all-to-all, which every device has.
+    const OTHER_DISPATCHERS: &'static [DispatcherKind];
+
     /// Most ranks that there can be.
     fn most(&self) -> usize;
 
@@ -71,6 +75,8 @@ pub fn has_memory() -> bool {
 }
 
 impl Chained for Cpu {
+    const OTHER_DISPATCHERS: &'static [DispatcherKind] = &[DispatcherKind::AllGather];
+
     fn most(&self) -> usize {
         8
     }
@@ -93,6 +99,8 @@ impl Chained for Cpu {
 
 #[cfg(feature = "nccl")]
 impl Chained for moebius::cuda::Cuda {
+    const OTHER_DISPATCHERS: &'static [DispatcherKind] = &[DispatcherKind::AllGather, DispatcherKind::NvLink];
+
     fn most(&self) -> usize {
         gpus::available().unwrap()
     }

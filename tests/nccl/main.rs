@@ -1,6 +1,6 @@
 //! Several GPUs over NCCL: the CPU ranks' conformance suite from the same source, the communicator's own bodies, whole
-//! layers against CPU ranks, lost ranks. Each test is there for every number of ranks and ignored where there are not
-//! as many GPUs; what needs no GPU (finding the library) runs everywhere.
+//! layers against CPU ranks and against the goldens of checkpoints, lost ranks. Each test is there for every number of
+//! ranks and ignored where there are not as many GPUs; what needs no GPU (finding the library) runs everywhere.
 #![allow(clippy::duplicate_mod, reason = "each shared suite brings its helpers")]
 
 #[path = "../common/mod.rs"]
@@ -14,6 +14,9 @@ mod captured;
 #[path = "../etp/main.rs"]
 #[allow(unused_imports, reason = "a suite has parts for the CPU alone")]
 mod etp;
+#[path = "../golden.rs"]
+#[allow(dead_code, unused_imports, reason = "a suite has parts for one device alone")]
+mod golden;
 mod graph;
 #[path = "../invariance.rs"]
 #[allow(dead_code, unused_imports, reason = "a suite has parts for one device alone")]
@@ -23,10 +26,13 @@ mod invariance;
 mod launched;
 mod layer;
 mod library;
+#[path = "../common/limits.rs"]
+mod limits;
 mod lost;
 mod low_latency;
 mod nvlink;
 mod nvlink_graphs;
+mod nvlink_lost;
 mod overlap;
 mod overlap_waits;
 mod patience;
@@ -38,6 +44,7 @@ mod several;
 mod steps;
 mod streams;
 
+use std::path::PathBuf;
 use std::process::ExitCode;
 
 use moebius::config::Payload;
@@ -113,6 +120,8 @@ fn over_ranks(ranks: usize) -> Vec<(String, Body)> {
             all.push((format!("invariance::{kind:?}::{name}"), body(run)));
         }
     }
+    all.extend(goldens(ranks));
+    all.extend(nvlink_lost::cases(ranks).into_iter().map(|(name, run)| (format!("nvlink_lost::{name}"), run)));
     for own in conformance::communicator_bodies().into_iter().filter(|own| (own.ranks)(ranks)) {
         all.push((format!("communicator::{}", own.name), body(move |cuda| (own.run)(cuda, ranks))));
     }
@@ -143,6 +152,24 @@ fn over_ranks(ranks: usize) -> Vec<(String, Body)> {
     all
 }
 
+/// The shipped goldens, or those of `MOEBIUS_GOLDEN`, over each dispatcher: a case for each folder.
+fn goldens(ranks: usize) -> Vec<(String, Body)> {
+    let folders = match golden::find_folders() {
+        Ok(folders) => folders,
+        Err(error) => return vec![("golden::folders".into(), body(move |_| panic!("{error}")))],
+    };
+    let over = |kind: DispatcherKind| {
+        let case = move |dir: &PathBuf| {
+            let name = dir.file_name().unwrap_or_default().to_string_lossy().into_owned();
+            let dir = dir.clone();
+            let run: Body = Box::new(move |cuda| golden::hold_over(cuda, &dir, ranks, kind));
+            (format!("golden::{kind:?}::{name}"), run)
+        };
+        folders.iter().map(case).collect::<Vec<_>>()
+    };
+    KINDS.into_iter().flat_map(over).collect()
+}
+
 /// Sharded weights, each case over as many of its four ranks as there are GPUs, and again by copy engines.
 fn sharded() -> Vec<Case> {
     let case = |(file, least, name, run): (&str, usize, &str, fn(&Cuda))| {
@@ -165,5 +192,6 @@ fn main() -> ExitCode {
     }
     let code = several::run(library::cases(), several::each(over_ranks).into_iter().chain(sharded()).collect());
     etp::gpus::close();
+    golden::gpus::close();
     code
 }

@@ -33,12 +33,14 @@ pub fn cases() -> Vec<(&'static str, Run)> {
 const MINUTE: Duration = Duration::from_secs(60);
 /// Tokens of a rank, their choices, experts of a rank, elements of a row and of an activation: rows enough for kernels
 /// that wait.
-const TOKENS: usize = 600;
-const TOP_K: usize = 4;
+pub const TOKENS: usize = 600;
+pub const TOP_K: usize = 4;
 const EXPERTS: usize = 16;
-const SIZES: [usize; 2] = [512, 256];
+pub const SIZES: [usize; 2] = [512, 256];
+/// The layer of all calls.
+pub const LAYER: u32 = 5;
 
-fn group_config(ranks: usize) -> GroupConfig {
+pub fn group_config(ranks: usize) -> GroupConfig {
     GroupConfig {
         dispatcher: DispatcherKind::NvLink,
         overlap: Overlap::Sms(4),
@@ -47,29 +49,31 @@ fn group_config(ranks: usize) -> GroupConfig {
 }
 
 /// A rank with an up product of rows that dispatch brings.
-struct Product {
-    cuda: Cuda,
-    group: Group<Cuda>,
-    handle: Handle<Cuda>,
-    x: Tensor<Cuda>,
-    weight: Tensor<Cuda>,
-    out: Tensor<Cuda>,
+pub struct Product {
+    pub cuda: Cuda,
+    pub group: Group<Cuda>,
+    pub handle: Handle<Cuda>,
+    pub ids: Tensor<Cuda>,
+    pub x: Tensor<Cuda>,
+    pub weight: Tensor<Cuda>,
+    pub out: Tensor<Cuda>,
 }
 
 impl Product {
-    fn new(cuda: Cuda, comm: NcclComm, config: GroupConfig) -> Result<Self> {
+    pub fn new(cuda: Cuda, comm: NcclComm, config: GroupConfig) -> Result<Self> {
         let (rank, ranks) = (comm.rank(), comm.size());
         let mut group = Group::new(cuda.clone(), Box::new(comm), config)?;
         let ids = (0..TOKENS * TOP_K).map(|i| ((i / TOP_K * 5 + i % TOP_K * 7 + rank) % (EXPERTS * ranks)) as i64);
         let ids = Tensor::from_vec(ids.collect(), &[TOKENS, TOP_K])?.to(&cuda)?;
-        let handle = group.dispatcher().prepare(ids.view(), None, &DispatchSpec::new(5, TOP_K))?;
+        let spec = DispatchSpec { backward: true, ..DispatchSpec::new(LAYER, TOP_K) };
+        let handle = group.dispatcher().prepare(ids.view(), None, &spec)?;
         let [hidden, inner] = SIZES;
         let put = |seed, dims: &[usize]| cuda.write(&numbers(seed, dims.iter().product(), 1.0), DType::BF16, dims);
         let weight = put(100 + rank as u64, &[EXPERTS, 2 * inner, hidden])?;
         let (x, out) = (put(7, &[TOKENS, hidden])?, put(0, &[handle.rows(), inner])?);
         cuda.list_tiles(handle.segments())?;
         assert!(group.dispatcher().overlaps_products(&handle, DType::BF16, hidden));
-        Ok(Self { cuda, group, handle, x, weight, out })
+        Ok(Self { cuda, group, handle, ids, x, weight, out })
     }
 
     /// Other tokens in the same memory.
@@ -89,8 +93,8 @@ impl Product {
     }
 
     /// The product of rows on their way; of what it waits for, `pretended`, if there is one.
-    fn overlapped(&mut self, pretended: Option<&Tensor<Cuda>>) -> Result<()> {
-        let Self { cuda, group, handle, x, weight, out } = self;
+    pub fn overlapped(&mut self, pretended: Option<&Tensor<Cuda>>) -> Result<()> {
+        let Self { cuda, group, handle, x, weight, out, .. } = self;
         let inputs = DispatchInputs { tokens: x.view(), weights: None, scales: None };
         let mut done = Ok(());
         let mut start = |arriving: ArrivingRows<'_, Cuda>| {
@@ -122,7 +126,7 @@ impl Product {
     }
 }
 
-fn up(
+pub fn up(
     cuda: &Cuda,
     (rows, handle): (RowSource<'_, Cuda>, &Handle<Cuda>),
     weight: &Tensor<Cuda>,
@@ -206,13 +210,13 @@ fn lost(_: &Cuda, ranks: usize) {
             let start = Instant::now();
             graph.replay()?;
             match product.cuda.check() {
-                Err(Error::LatePeer { rank: own, layer: 5, .. }) => assert_eq!(own, rank),
+                Err(Error::LatePeer { rank: own, layer: LAYER, .. }) => assert_eq!(own, rank),
                 other => panic!("{other:?}"),
             }
             assert!(start.elapsed() < LIMIT + Duration::from_secs(3));
         }
         together.wait();
-        told_of_the_lost(&mut graph, &product.cuda, (rank, ranks), 5);
+        told_of_the_lost(&mut graph, &product.cuda, (rank, ranks), LAYER);
         works_on(&mut product)?;
         together.wait();
         drop(graph);

@@ -17,7 +17,7 @@ use moebius::{CommError, DType, Error, Tensor};
 
 use crate::launched::{AT_ONCE, join, start, succeed, tag, word};
 use crate::layer::Problem;
-use crate::{KINDS, Run, lost, nvlink_graphs, patience};
+use crate::{KINDS, Run, lost, nvlink_graphs, nvlink_lost, patience};
 
 pub fn cases() -> Vec<(&'static str, Run)> {
     vec![
@@ -88,6 +88,7 @@ pub fn child(body: &str) {
         "killed_in_steps" => patience::killed(false),
         "killed_in_replays" => patience::killed(true),
         "not_replayed" => nvlink_graphs::not_replayed(),
+        "dies_at_a_call" => nvlink_lost::dies_at_a_call(),
         other => lost::child(other),
     }
 }

@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use moebius::comm::{Communicator, Op, Tag};
 use moebius::cpu::Cpu;
-use moebius::ep::{Group, GroupConfig};
+use moebius::ep::{DispatcherKind, Group, GroupConfig};
 use moebius::etp::{
     Chain, Comms, EtpOptions, Payload, Phase, Reduction, Scale, Shard, ShardSource, Shards, WeightId, WeightSpec,
 };
@@ -112,7 +112,7 @@ pub fn train<D: Chained>(device: &D, run: &Run, shard: bool) -> Vec<Outcome> {
                 scope.spawn(move || -> Result<Outcome> {
                     let e = run.config.router.num_experts;
                     let most = run.tokens(world);
-                    let group = Group::new(device.clone(), experts, GroupConfig::new(e, most))?;
+                    let group = Group::new(device.clone(), experts, run.group(most))?;
                     let weights = match shard {
                         true => sharded(&device, run, w % ep, Comms { gather, reduce })?,
                         false => {
@@ -122,7 +122,7 @@ pub fn train<D: Chained>(device: &D, run: &Run, shard: bool) -> Vec<Outcome> {
                     };
                     let layer = |l| Layer::new(run.config.clone(), l as u32);
                     let layers = (0..run.layers).map(layer).collect::<Result<_>>()?;
-                    let router = |l| device.host(&run.tensor([0, l, 0, 0], &[e, run.config.hidden], 1.0));
+                    let router = |l| device.host(&run.tensor([0, l, 0, 0], &[e, run.config.hidden], run.deviation));
                     let routers = (0..run.layers).map(router).collect();
                     Rank { run: run.clone(), w, device, group, layers, routers, weights, data, replicas }.train()
                 })

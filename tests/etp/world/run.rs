@@ -13,9 +13,14 @@ pub struct Run {
     pub steps: usize,
     pub microbatches: usize,
     pub dtype: DType,
+    /// Of first weights and routers.
+    pub deviation: f64,
     pub config: MoeConfig,
     pub options: EtpOptions,
     pub payload: Payload,
+    /// How tokens travel, and whether what returns of them is added in the order of k.
+    pub dispatcher: DispatcherKind,
+    pub in_k_order: bool,
 }
 
 impl Run {
@@ -25,14 +30,36 @@ impl Run {
         let config = MoeConfig::new(8, 6, 4, 2);
         let (dtype, payload) = (DType::F32, Payload::Plain);
         let world = device.up_to(4);
-        Self { world, ep, etp, layers: 3, steps: 2, microbatches: 1, dtype, config, options, payload }
+        let (dispatcher, in_k_order) = (DispatcherKind::Auto, false);
+        let (layers, steps, microbatches, deviation) = (3, 2, 1, 1.0);
+        Self {
+            world,
+            ep,
+            etp,
+            layers,
+            steps,
+            microbatches,
+            dtype,
+            deviation,
+            config,
+            options,
+            payload,
+            dispatcher,
+            in_k_order,
+        }
+    }
+
+    /// Of a rank's group, in which a rank has so many tokens at most.
+    pub fn group(&self, most: usize) -> GroupConfig {
+        let Self { dispatcher, in_k_order, .. } = *self;
+        GroupConfig { dispatcher, in_k_order, ..GroupConfig::new(self.config.router.num_experts, most) }
     }
 
     pub fn replicas(&self) -> usize {
         self.world / self.ep / self.etp
     }
 
-    pub(super) fn tokens(&self, rank: usize) -> usize {
+    pub fn tokens(&self, rank: usize) -> usize {
         5 + rank
     }
 
@@ -43,7 +70,7 @@ impl Run {
     }
 
     /// A tensor that depends on `what` alone.
-    pub(super) fn tensor(&self, what: [usize; 4], dims: &[usize], deviation: f64) -> Tensor {
+    pub fn tensor(&self, what: [usize; 4], dims: &[usize], deviation: f64) -> Tensor {
         let seed = what.iter().fold(7u64, |s, v| s.wrapping_mul(0x1000_0000_01b3).wrapping_add(*v as u64));
         let mut random = Random::new(super::super::devices::seed::seed(seed));
         let values = (0..dims.iter().product()).map(|_| (deviation * random.normal()) as f32).collect();
@@ -54,7 +81,7 @@ impl Run {
     pub fn weight(&self, p: usize, layer: usize, which: usize) -> Tensor {
         let dims = self.dims()[which];
         let (e, each) = (self.config.router.num_experts, dims[1] * dims[2]);
-        let all = self.tensor([1, layer, which, 0], &[e, dims[1], dims[2]], 1.0).to_f64();
+        let all = self.tensor([1, layer, which, 0], &[e, dims[1], dims[2]], self.deviation).to_f64();
         let own = &all[p * dims[0] * each..][..dims[0] * each];
         of_type(self.dtype, own.iter().map(|v| *v as f32).collect(), &dims)
     }
