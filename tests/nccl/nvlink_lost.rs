@@ -7,14 +7,14 @@ use std::time::{Duration, Instant};
 use moebius::comm::Communicator;
 use moebius::cuda::Cuda;
 use moebius::ep::{
-    ArrivingRows, Capacity, DispatchGrads, DispatchInputs, DispatchOutputs, DispatchSpec, GroupConfig, Reporting,
+    ArrivingRows, Capacity, DispatchGrads, DispatchInputs, DispatchOutputs, DispatchSpec, Group, GroupConfig, Reporting,
 };
 use moebius::kernels::{Kernels, RowSource};
 use moebius::nccl::NcclComm;
 use moebius::{CommError, DType, Error, Result, Tensor};
 
 use crate::conformance::gpus;
-use crate::launched::{AT_ONCE, join, start, succeed, tag};
+use crate::launched::{AT_ONCE, Said, join, start, succeed, tag};
 use crate::limits::Countdown;
 use crate::nvlink_graphs::told_of_the_lost;
 use crate::overlap_waits::{LAYER, Product, SIZES, TOKENS, TOP_K, group_config, up};
@@ -46,6 +46,9 @@ pub fn cases(ranks: usize) -> Vec<(String, Body)> {
         });
         all.push((name, body));
     };
+    for start in Start::ALL {
+        put(format!("a_process_dies_before_the_{}", start.name()), Box::new(move || dies_at(ranks, start)));
+    }
     for (name, call, captured) in CALLS {
         for moment in Moment::ALL.into_iter().filter(|moment| captured || *moment != Moment::InReplays) {
             let run = move || process_dies(ranks, moment, name);
@@ -82,6 +85,26 @@ impl Moment {
             Self::In => "in",
             Self::InReplays => "in_replays_of",
             Self::Behind => "behind",
+        }
+    }
+}
+
+/// What ranks make together before a first call's kernels.
+#[derive(Debug, Clone, Copy, PartialEq)]
+enum Start {
+    /// A group, with its control words.
+    Group,
+    /// Memory that rows arrive in.
+    Zones,
+}
+
+impl Start {
+    const ALL: [Self; 2] = [Self::Group, Self::Zones];
+
+    fn name(self) -> &'static str {
+        match self {
+            Self::Group => "group",
+            Self::Zones => "first_dispatch",
         }
     }
 }
@@ -216,12 +239,52 @@ fn grads<'a>(
 const CALL: &str = "MOEBIUS_TEST_CALL";
 const MOMENT: &str = "MOEBIUS_TEST_MOMENT";
 
-/// All but the last process end well.
 fn process_dies(ranks: usize, moment: Moment, name: &str) {
-    let said = start("dies_at_a_call", ranks, &[(CALL, name), (MOMENT, moment.name())]);
-    succeed(&said[..ranks - 1]);
-    let last = &said[ranks - 1];
+    lose_the_last(&start("dies_at_a_call", ranks, &[(CALL, name), (MOMENT, moment.name())]));
+}
+
+fn dies_at(ranks: usize, point: Start) {
+    lose_the_last(&start("dies_at_the_start", ranks, &[(MOMENT, point.name())]));
+}
+
+/// All but the last process have ended well.
+fn lose_the_last(said: &[Said]) {
+    let Some((last, others)) = said.split_last() else { panic!("no process") };
+    succeed(others);
     assert!(!last.ok && !last.killed, "the last was to die by itself: {}", last.text);
+}
+
+/// When the others wait for it.
+fn die_late() -> ! {
+    thread::sleep(Duration::from_millis(300));
+    std::process::abort();
+}
+
+/// Work of a child.
+pub fn dies_at_the_start() {
+    let point = std::env::var(MOMENT).expect("a case");
+    let point = Start::ALL.into_iter().find(|own| own.name() == point).expect("a point");
+    let comm = join(0);
+    let (cuda, ranks, dies) = (comm.cuda().clone(), comm.size(), comm.rank() + 1 == comm.size());
+    let began = Instant::now();
+    let told = match point {
+        Start::Group if dies => die_late(),
+        Start::Group => Group::new(cuda.clone(), Box::new(comm), group_config(ranks)).map(drop),
+        Start::Zones => {
+            let mut product = Product::new(cuda.clone(), comm, group_config(ranks)).expect("a rank");
+            product.group.dispatcher().communicator().barrier(tag(1)).expect("a barrier");
+            if dies {
+                die_late();
+            }
+            product.overlapped(None).and_then(|()| cuda.check())
+        }
+    };
+    assert!(matches!(told, Err(Error::Comm(CommError::PeerGone { .. }))), "{told:?}");
+    assert!(began.elapsed() < AT_ONCE, "{:?}", began.elapsed());
+    cuda.check().expect("without the group the GPU works");
+    let values = [1.5, -2.0];
+    let put = cuda.write(&values, DType::F32, &[2]).expect("a tensor");
+    assert_eq!(cuda.read(put.view()).expect("a read"), values);
 }
 
 /// Work of a child.
@@ -249,11 +312,7 @@ pub fn dies_at_a_call() {
             until_it_fails(&cuda, dies, || graph.replay())
         }
         Moment::Before | Moment::Behind if !dies => call(&mut calls).and_then(|()| calls.product.cuda.check()),
-        Moment::Before => {
-            // The others are in the call by then.
-            thread::sleep(Duration::from_millis(300));
-            std::process::abort();
-        }
+        Moment::Before => die_late(),
         Moment::Behind => std::process::abort(),
     };
     told_of_the_dead(calls, first, began);

@@ -89,6 +89,7 @@ pub fn child(body: &str) {
         "killed_in_replays" => patience::killed(true),
         "not_replayed" => nvlink_graphs::not_replayed(),
         "dies_at_a_call" => nvlink_lost::dies_at_a_call(),
+        "dies_at_the_start" => nvlink_lost::dies_at_the_start(),
         other => lost::child(other),
     }
 }
