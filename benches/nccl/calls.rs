@@ -144,7 +144,7 @@ fn measure(rank: &Rank<'_>, comm: Timed, what: (Workload, Dispatcher, &str)) -> 
     ];
     let behind = match dispatcher.name {
         "all_gather" => &later[..],
-        "all_to_all" => &later[..1],
+        "all_to_all" | "hierarchical" => &later[..1],
         _ => &[],
     };
     for (phase, spec, host) in behind.iter().copied() {
@@ -155,6 +155,7 @@ fn measure(rank: &Rank<'_>, comm: Timed, what: (Workload, Dispatcher, &str)) -> 
     if dispatcher.name == "nvlink" {
         // As a captured layer has it: the GPU's time alone.
         let dispatchers = &mut bench.group;
+        drop(dispatchers.dispatcher().prepare(ids.view(), None, &fixed)?);
         let mut graph = cuda.capture(|| {
             let prepare = |_| dispatchers.dispatcher().prepare(ids.view(), None, &fixed).map(drop);
             (0..CAPTURED_CALLS).try_for_each(prepare)

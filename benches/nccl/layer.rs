@@ -40,6 +40,7 @@ fn ways(d: Dispatcher) -> Vec<(Way, &'static str)> {
         (_, "nvlink static serial") => vec![(Way::Fixed, d.mode), (Way::Graph, "nvlink graph serial")],
         (_, "nvlink static 16 SMs") => vec![(Way::Graph, "nvlink graph 16 SMs")],
         (_, "nvlink static 8 SMs") => vec![(Way::Graph, "nvlink graph 8 SMs")],
+        (_, "nvlink static mxfp8") => vec![(Way::Fixed, d.mode), (Way::Graph, "nvlink graph mxfp8")],
         (_, "nvlink static") => vec![(Way::Fixed, d.mode), (Way::Graph, "nvlink graph")],
         (_, "ll") => vec![(Way::Open, d.mode), (Way::Graph, "ll graph")],
         (_, mode) => vec![(Way::Open, mode)],

@@ -224,7 +224,7 @@ fn other_dispatchers_return_no_quantized_sums<D: Target>(s: &Setup<D>) {
         let reason = if config.in_k_order { "in_k_order".to_string() } else { config.dispatcher.to_string() };
         on_ranks(s, |endpoint| match endpoint.join(config.clone()) {
             Err(Error::Invalid { call, name, found, .. }) => {
-                assert_eq!((&call[..], &name[..]), ("Group::new", "return_format"));
+                assert_eq!((call, &name[..]), ("Group::new", "return_format"));
                 assert!(found.contains("mxfp8") && found.contains(&reason), "{found}");
             }
             other => panic!("{reason}: {other:?}"),

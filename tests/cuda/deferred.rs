@@ -97,6 +97,7 @@ fn plans_are_the_cpus(cuda: &Cuda) -> Result<()> {
         (1000, 7, 300),
         (5000, 2, 1000),
         (9000, 6, 90),
+        (16_384, 8, 128),
         (70_000, 4, 64),
     ] {
         let ids = choices(&mut random, (tokens, k, experts));
@@ -123,6 +124,13 @@ fn bad_ids_are_masked_and_told_later(cuda: &Cuda) -> Result<()> {
     for bad in [vec![0i32, 1, 4, 2], vec![0, 1, -2, 3], vec![2, 2, 0, 1]] {
         let ids = Tensor::from_vec(bad, &[2, 2])?;
         same("a bad id", cuda, &ids, 4, &DispatchSpec::new(0, 2));
+    }
+    // Of as many choices as one cluster plans, and as several kernels do: the first of two that are wrong.
+    for tokens in [6000, 70_000] {
+        let mut ids = choices(&mut Random::new(6), (tokens, 2, 8));
+        (ids[9001], ids[11_998]) = (8, -5);
+        let ids = Tensor::from_vec(ids, &[tokens, 2])?;
+        same("bad ids of many", cuda, &ids, 8, &DispatchSpec::new(0, 2));
     }
     // Without a check in between, a later prepare tells, once the news has reached the host.
     let mut group = cuda.group(GroupConfig::new(4, 2))?;

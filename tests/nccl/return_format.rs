@@ -124,7 +124,9 @@ impl Problem {
                 // What the type has of these: in f16 infinities and zeros.
                 (Numbers::NotFinite, 3) => finite * 2f64.powi(118),
                 (Numbers::NotFinite, 4) => 2f64.powi(-130),
-                _ if matches!(self.numbers, Numbers::NotFinite) && block / 256 % 8 == 0 => finite * 2f64.powi(-122),
+                _ if matches!(self.numbers, Numbers::NotFinite) && (block / 256).is_multiple_of(8) => {
+                    finite * 2f64.powi(-122)
+                }
                 _ => finite,
             }
         };
@@ -434,7 +436,7 @@ fn refused(cuda: &Cuda, ranks: usize) {
         let slots = r.dispatch(&handle, rows, &[1.0; 2 * 48], None).expect("dispatch");
         match r.combine(&handle, rows, &slots.rows) {
             Err(Error::Invalid { call, name, expected, found }) => {
-                assert_eq!((&call[..], &name[..], &found[..]), ("combine", "tensor expert_out", "48"));
+                assert_eq!((call, &name[..], &found[..]), ("combine", "tensor expert_out", "48"));
                 assert!(expected.contains("multiple of 32") && expected.contains("return_format"), "{expected}");
             }
             other => panic!("{other:?}"),
