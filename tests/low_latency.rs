@@ -1,6 +1,7 @@
 //! Low latency over NVLink without a GPU: the kernels' sources as C++ (`tests/low_latency/`), each thread of a grid a fiber, two
 //! to four ranks beside each other, one of which is away for some calls. What each call has taken is compared with what was
-//! sent in it.
+//! sent in it. Stores are seen by others some time later, as memory of a GPU allows. `kernels/notes/nvlink.md` has the
+//! changes of a kernel by which each test fails.
 
 #![cfg(all(target_os = "linux", target_env = "gnu"))]
 
@@ -46,7 +47,8 @@ fn build() -> Option<Built> {
     // Hidden, so that each copy of the library has what it shares in a block.
     compile(&["-w", "-shared", "-fPIC", "-fvisibility=hidden", "kernels.cpp"], &built.kernels)?;
     // Fibers jump between stacks, which checked jumps refuse.
-    let flags = ["-U_FORTIFY_SOURCE", "-rdynamic", "main.cpp", "ranks.cpp", "fibers.cpp", "-ldl"];
+    let flags =
+        ["-U_FORTIFY_SOURCE", "-rdynamic", "main.cpp", "cases.cpp", "ranks.cpp", "fibers.cpp", "stores.cpp", "-ldl"];
     compile(&flags, &built.program)?;
     Some(built)
 }
@@ -95,4 +97,52 @@ fn nobody_waits_in_vain_for_a_rank_that_returns() {
 #[test]
 fn a_rank_that_was_away_is_back_among_kept_handles() {
     run("back_with_kept_handles");
+}
+
+/// Rows go every 85 steps, so that a combine receives where a dispatch of 256 calls before has left its packets.
+#[test]
+fn packets_are_told_apart_by_the_whole_of_their_tags() {
+    run("tags_of_one_half");
+}
+
+/// Each is slower than the others for some steps.
+#[test]
+fn a_rank_that_is_ahead_stores_to_the_other_bank() {
+    run("ranks_ahead");
+}
+
+/// In a dispatch without rows a rank waits for nothing else of those whose memory the next call stores to.
+#[test]
+fn a_call_without_rows_waits_for_headers() {
+    run("rows_of_one_batch");
+}
+
+/// What its packets were to be stored over is cleared by the bank's next call, whichever block has counted this one.
+#[test]
+fn a_call_that_loses_a_rank_does_not_count() {
+    run("lost_in_a_sweep");
+}
+
+/// It is in time for the next prepare.
+#[test]
+fn a_rank_that_is_late_to_one_call_is_noted() {
+    run("late_to_one_call");
+}
+
+/// What lies behind the rows that come back is cleared, however many tokens there are.
+#[test]
+fn a_combine_clears_behind_the_rows_that_come_back() {
+    run("few_rows_back");
+}
+
+/// It stalls while its packets are on their way.
+#[test]
+fn a_record_that_comes_in_part_is_not_taken() {
+    run("records_in_part");
+}
+
+/// For more than half of all numbers of calls: it is not counted on, nor waited for.
+#[test]
+fn a_rank_that_is_gone_for_good_is_not_ahead() {
+    run("gone_for_good");
 }

@@ -29,8 +29,17 @@ int meet_block(bool value);
 // The fibers of a warp meet; what each gave.
 const uint64_t* meet_warp(uint64_t value);
 uint64_t clock();
-// A packet's store, which others see some time later, in the order of this rank's stores.
+// A packet's store, which others see some time later, at the latest at the kernel's end.
 void store_later(void* at, uint4 packet);
+// A word's: other blocks of the rank do not see it at once either, unless the block that stores has a fence behind it.
+void store_word_later(uint64_t* at, uint64_t value);
+// A word as this block sees it.
+uint64_t load_word(const uint64_t* at);
+// What the threads of this block have stored in words is seen by all, as the fence of one is behind a barrier with the
+// others. Of packets it says nothing: for other GPUs a fence of this scope orders nothing.
+void fence();
+// An atomic operation on a word sees all of this rank's stores there.
+void settle(const void* at);
 }  // namespace emulated
 #pragma GCC visibility pop
 
@@ -53,7 +62,7 @@ T __shfl_down_sync(uint32_t, T value, uint32_t by) {
     const uint64_t* all = emulated::meet_warp(static_cast<uint64_t>(value));
     return static_cast<T>(all[lane + by < 32 ? lane + by : lane]);
 }
-inline void __threadfence() {}
+inline void __threadfence() { emulated::fence(); }
 inline void __nanosleep(uint32_t) { emulated::yield(); }
 inline int __ffs(uint32_t v) { return __builtin_ffs(static_cast<int>(v)); }
 inline int __clz(uint32_t v) { return v == 0 ? 32 : __builtin_clz(v); }
@@ -73,31 +82,37 @@ inline float __uint_as_float(uint32_t v) {
 
 using Bits = unsigned long long;
 inline Bits atomicOr(Bits* at, Bits v) {
+    emulated::settle(at);
     const Bits was = *at;
     *at = was | v;
     return was;
 }
 inline Bits atomicAdd(Bits* at, Bits v) {
+    emulated::settle(at);
     const Bits was = *at;
     *at = was + v;
     return was;
 }
 inline Bits atomicExch(Bits* at, Bits v) {
+    emulated::settle(at);
     const Bits was = *at;
     *at = v;
     return was;
 }
 inline uint32_t atomicAdd(uint32_t* at, uint32_t v) {
+    emulated::settle(at);
     const uint32_t was = *at;
     *at = was + v;
     return was;
 }
 inline Bits atomicCAS(Bits* at, Bits compare, Bits v) {
+    emulated::settle(at);
     const Bits was = *at;
     if (was == compare) *at = v;
     return was;
 }
 inline Bits atomicMax(Bits* at, Bits v) {
+    emulated::settle(at);
     const Bits was = *at;
     if (was < v) *at = v;
     return was;

@@ -90,7 +90,18 @@ namespace emulated {
 
 void yield() { leave(); }
 uint64_t clock() { return turns_so_far; }
-void store_later(void* at, uint4 packet) { current->gpu->store_later(at, packet); }
+void store_later(void* at, uint4 packet) {
+    current->gpu->packets_.push(at, &packet, sizeof packet, current->block);
+}
+void store_word_later(uint64_t* at, uint64_t value) {
+    current->gpu->words_.push(at, &value, sizeof value, current->block);
+}
+uint64_t load_word(const uint64_t* at) {
+    const void* own = current->gpu->words_.find(at, current->block);
+    return *static_cast<const uint64_t*>(own == nullptr ? at : own);
+}
+void fence() { current->gpu->words_.perform_of(current->block); }
+void settle(const void* at) { current->gpu->words_.perform_at(at); }
 
 int meet_block(bool value) {
     Fiber& fiber = *current;
@@ -126,7 +137,7 @@ Gpu::~Gpu() = default;
 
 void Gpu::launch(int blocks, std::function<void(int)> call) {
     call_ = std::move(call);
-    grid_ = blocks, turns_ = 0;
+    grid_ = blocks, turns_ = 0, begun_ = 0;
     launched++;
     blocks_.assign(BLOCKS, {}), warps_.assign(BLOCKS, {});
     for (int i = 0; i < blocks * THREADS; i++) {
@@ -144,17 +155,21 @@ void Gpu::host(std::function<void()> program) {
     host_->idle = false;
 }
 
-void Gpu::perform(size_t stores) {
-    for (; stores > 0 && !pending_.empty(); stores--) {
-        memcpy(pending_.front().at, &pending_.front().packet, sizeof(uint4));
-        pending_.pop_front();
+void Gpu::perform_all() {
+    packets_.perform_all();
+    words_.perform_all();
+}
+
+void Gpu::begin_blocks(std::mt19937& random) {
+    for (int block = 0; block < grid_; block++) {
+        if (block_delay == 1 || random() % block_delay == 0) begun_ |= 1u << block;
     }
 }
 
 void Gpu::go_on(std::mt19937& random) {
     if (stalled) return;
     if (running_ == 0) {
-        perform(pending_.size());
+        perform_all();
         if (!host_->idle) resume(*host_);
         return;
     }
@@ -162,16 +177,24 @@ void Gpu::go_on(std::mt19937& random) {
         stalled = true, stall_in = 0;
         return;
     }
-    perform(random() % 64);
+    packets_.perform(random() % 64, in_order, random);
+    words_.perform_one_in(word_delay, random);
+    begin_blocks(random);
     blockDim = {THREADS}, gridDim = {static_cast<uint32_t>(grid_)};
+    const uint64_t turns_before = turns_;
     const int fibers = grid_ * THREADS, first = static_cast<int>(random() % fibers);
     for (int i = 0; i < fibers; i++) {
         Fiber& fiber = *fibers_[(first + i) % fibers];
-        if (fiber.idle || (fiber.waits != nullptr && *fiber.waits == fiber.until)) continue;
+        const bool begun = begun_ >> fiber.block & 1;
+        if (fiber.idle || !begun || (fiber.waits != nullptr && *fiber.waits == fiber.until)) continue;
         fiber.waits = nullptr;
         resume(fiber);
         turns_++;
         if (fiber.idle) running_--;
     }
-    if (running_ == 0) perform(pending_.size());
+    // Nobody but threads of the same block or warp ends what they wait for.
+    if (turns_ == turns_before && begun_ + 1 == 1u << grid_) {
+        fail("threads wait for others of their block that wait elsewhere");
+    }
+    if (running_ == 0) perform_all();
 }

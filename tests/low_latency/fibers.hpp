@@ -1,9 +1,8 @@
-// Kernels of several ranks beside each other on one CPU: every thread of a grid is a fiber, one fiber runs at a time, and
-// which one is drawn from a seed.
+// Kernels of several ranks beside each other on one CPU: every thread of a grid is a fiber, one fiber runs at a time,
+// and which one is drawn from a seed.
 #pragma once
 #include <stdint.h>
 
-#include <deque>
 #include <functional>
 #include <memory>
 #include <random>
@@ -12,6 +11,7 @@
 
 #include "device.hpp"
 #include "kernels.hpp"
+#include "stores.hpp"
 
 // Says what does not hold, and ends the process.
 [[noreturn]] void fail(const std::string& what);
@@ -43,7 +43,11 @@ class Gpu {
     void go_on(std::mt19937& random);
     // Its host's program, which is a fiber too.
     void host(std::function<void()> program);
-    void store_later(void* at, uint4 packet) { pending_.push_back({at, packet}); }
+    // Whether others see packets in the order of this rank's stores, and after how many turns a word, on average.
+    bool in_order = true;
+    uint32_t word_delay = 1;
+    // The turns after which a block of a kernel begins, on average.
+    uint32_t block_delay = 1;
 
     bool stalled = false;
     // Stalls when its kernel of this number has run for so many turns, or in the next; 0: does not.
@@ -53,19 +57,22 @@ class Gpu {
   private:
     friend int emulated::meet_block(bool);
     friend const uint64_t* emulated::meet_warp(uint64_t);
-    struct Store {
-        void* at;
-        uint4 packet;
-    };
+    friend void emulated::store_later(void*, uint4);
+    friend void emulated::store_word_later(uint64_t*, uint64_t);
+    friend uint64_t emulated::load_word(const uint64_t*);
+    friend void emulated::fence();
+    friend void emulated::settle(const void*);
 
-    void perform(size_t stores);
+    void perform_all();
+    void begin_blocks(std::mt19937& random);
 
     std::vector<const Kernels*> kernels_;
     std::vector<std::unique_ptr<Fiber>> fibers_;
     std::unique_ptr<Fiber> host_;
     std::function<void(int)> call_;
     std::vector<Meetings> blocks_, warps_;
-    std::deque<Store> pending_;
+    Stores packets_, words_;  // that others do not see yet
+    uint32_t begun_ = 0;  // a bit for each block
     int running_ = 0;  // fibers that have not ended
     int grid_ = 0;     // blocks
     uint64_t turns_ = 0;

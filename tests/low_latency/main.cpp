@@ -4,6 +4,7 @@
 
 #include <algorithm>
 
+#include "cases.hpp"
 #include "ranks.hpp"
 
 namespace {
@@ -184,6 +185,14 @@ int main(int count, char** arguments) {
     else if (name == "back_behind_a_round") back_behind_a_round(library, seed);
     else if (name == "back_with_kept_handles") back_with_kept_handles(library, seed);
     else if (name == "back_among_slower") back_among_slower(library, seed);
+    else if (name == "tags_of_one_half") tags_of_one_half(library, seed);
+    else if (name == "ranks_ahead") ranks_ahead(library, seed);
+    else if (name == "rows_of_one_batch") rows_of_one_batch(library, seed);
+    else if (name == "lost_in_a_sweep") lost_in_a_sweep(library, seed);
+    else if (name == "late_to_one_call") late_to_one_call(library, seed);
+    else if (name == "few_rows_back") few_rows_back(library, seed);
+    else if (name == "records_in_part") records_in_part(library, seed);
+    else if (name == "gone_for_good") gone_for_good(library, seed);
     else if (name == "away" && count == 11) {
         int n[8];
         for (int i = 0; i < 8; i++) n[i] = atoi(arguments[3 + i]);

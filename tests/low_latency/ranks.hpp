@@ -1,6 +1,7 @@
 // Ranks that step: prepare, dispatch and combine of low latency over NVLink, each of whose results is compared with what was
 // sent in that call.
 #pragma once
+#include <functional>
 #include <unordered_map>
 #include <utility>
 
@@ -62,10 +63,22 @@ class Group {
     unsigned long long& word(int rank, int number) const;
     std::mt19937& random() { return random_; }
 
+    // Whether a packet of rows in a rank's memory is what another has sent in this call.
+    bool holds(int rank, int from, uint32_t epoch, int packet) const;
+
     std::string name = "ranks";
-    uint32_t uses = 1;  // dispatches and combines of a prepare
+    uint32_t uses = 1;     // dispatches and combines of a prepare
+    uint32_t batches = 1;  // prepares of a step; then come all of their dispatches, then all of their combines
+    // A bit for each rank that keeps a choice of a token, of a rank's prepare of this number.
+    std::function<uint32_t(int rank, uint32_t prepare, int token)> choices = [](int, uint32_t, int) { return ~0u; };
 
   private:
+    // What a prepare has told a rank: the tokens of each rank whose rows come here, in the order of the rows.
+    struct Handle {
+        uint32_t id;
+        std::vector<std::vector<int>> rows;
+        std::vector<int64_t> arrived;
+    };
     // What a rank has taken for another's part in a call.
     struct Taken {
         uint32_t epoch, id;
@@ -82,15 +95,20 @@ class Group {
         uint32_t slowness = 1;
         bool stepping = false;
         uint32_t shares = 0, told = 0;
+        uint32_t known = 0;  // of those whose share is missing, who its host was told of
         unsigned long long fault = 0;
     };
 
     void make_step(int rank);
     NvLinkCall call_of(int rank, bool records);
     LowLatencyCall low_latency(int rank, bool records);
-    std::vector<int64_t> exchange(int rank, uint32_t id, uint32_t layer);
-    std::vector<uint8_t> dispatch(int rank, uint32_t id, const std::vector<int64_t>& arrived);
-    uint32_t combine(int rank, uint32_t id, const std::vector<uint8_t>& arrived_rows, const std::vector<int64_t>& arrived);
+    Handle exchange(int rank, uint32_t id, uint32_t layer);
+    std::vector<uint8_t> dispatch(int rank, const Handle& handle);
+    uint32_t combine(int rank, const Handle& handle, const std::vector<uint8_t>& arrived_rows);
+    std::vector<int> rows_of(uint32_t id, int to) const;
+    std::vector<int32_t> token_rows_of(uint32_t id) const;
+    void take_rows(int rank, int from, const std::vector<int>& tokens, const uint8_t* rows);
+    void expect_noted(int rank, int missing, const char* what) const;
     void note(int rank, uint32_t id) { ranks_[rank]->sent[epoch(rank)] = id; }
 
     std::vector<std::unique_ptr<Rank>> ranks_;

@@ -8,11 +8,12 @@ using Word = unsigned long long;
 
 inline Word load_relaxed(const Word* at) {
     emulated::yield();
-    return *at;
+    return emulated::load_word(reinterpret_cast<const uint64_t*>(at));
 }
 inline Word load_acquire(const Word* at) { return load_relaxed(at); }
-inline void store_relaxed(Word* at, Word value) { *at = value; }
-inline void fence_system() {}
+inline void store_relaxed(Word* at, Word value) { emulated::store_word_later(reinterpret_cast<uint64_t*>(at), value); }
+// The kernels of low latency have none.
+void fence_system();
 inline Word nanoseconds() { return emulated::clock(); }
 
 inline void store_packet(void* at, uint4 v) { emulated::store_later(at, v); }
