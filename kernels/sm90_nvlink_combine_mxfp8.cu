@@ -68,7 +68,9 @@ __device__ __forceinline__ void add_codes(float (&sum)[N], const Codes<N>& codes
     }
 }
 
-// Through L1, which the wait for a row has emptied of what was there before it came.
+// Through L1: lines hold the scales of several rows, of which some may have come later than a line was read. What makes it
+// right is that a planner waits for each row with an acquire of the system, which empties L1, then meets its group, and only
+// then the group loads.
 template <int BYTES>
 __device__ __forceinline__ void load_few_to_shared(uint32_t to, const uint8_t* from, uint64_t policy) {
     asm volatile("cp.async.ca.shared.global.L2::cache_hint [%0], [%1], %2, %3;\n" ::"r"(to), "l"(from), "n"(BYTES), "l"(policy) : "memory");

@@ -58,8 +58,8 @@ struct PieceScales<true> {
 };
 
 // What a group works on, in shared memory. Rows that are added in order: some of lower ranks' sums, then this rank's
-// slots, whose sum is rounded before it counts, then higher ranks' sums; where one rounding is all, no slot counts as
-// such. Or rows that are copied.
+// slots, whose sum is rounded or quantized before it counts, then higher ranks' sums; where one rounding is all, no slot counts
+// as such, and of a quantized row that is sent all rows do. Or rows that are copied.
 template <class T, bool QUANTIZED>
 struct Piece : PieceScales<QUANTIZED> {
     const T* from[32];

@@ -22,7 +22,7 @@ pub struct AllToAll<D: Kernels> {
 
 /// The message maps that plans for this transport have.
 pub(super) fn message_maps<D: Kernels>(plan: &Plan<D>) -> Result<&MessageMaps<D>> {
-    let missing = || Error::invalid("all_to_all", "plan.messages", "those of RowOrder::UniqueRows", "none");
+    let missing = || Error::invalid("token dispatcher", "plan.messages", "those of RowOrder::UniqueRows", "none");
     plan.messages.as_ref().ok_or_else(missing)
 }
 

@@ -36,7 +36,7 @@ pub struct GroupConfig {
     /// prepare 64.
     pub max_sms: usize,
     /// [`DispatcherKind::Hierarchical`]: ranks of each host, which divide the ranks and lie behind each other (ranks 0 to
-    /// L − 1 on the first host, …); 0: as the ranks find by asking each other for their hosts. Any divisor imitates hosts.
+    /// L − 1 on the first host, …); 0: as the ranks find by asking each other for their hosts. Any divisor imitates hosts. Others do not read it.
     pub ranks_per_host: usize,
     /// NVLink: every slot's row returns by itself, and the token's rank adds them in the order of k. Results have the bits
     /// of [`AllToAll`](super::AllToAll), whatever the number of ranks, at the price of more bytes; otherwise each rank
@@ -60,7 +60,7 @@ pub struct GroupConfig {
     /// No step has a backward, as where a model generates: [`DispatcherKind::Auto`] may then take low latency, which has none.
     /// A step that asks for one all the same is refused, whatever the dispatcher.
     pub forward_only: bool,
-    /// [`DispatcherKind::Auto`] times each dispatcher that every rank can have, but low latency, in steps of
+    /// [`DispatcherKind::Auto`] times each dispatcher that every rank can have, but low latency and hierarchical, in steps of
     /// this shape, once, as the group is formed, and takes the quickest, the same on all ranks; `None`: it decides from
     /// its table. A dispatcher that is
     /// named, here or by `MOEBIUS_EP`, is not timed, nor is that of a rank alone. Times differ from run to run, and with

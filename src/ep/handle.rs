@@ -25,7 +25,7 @@ pub struct Handle<D: Kernels> {
     pub(super) plan: Plan<D>,
     /// The group that prepared it.
     pub(super) group: Arc<()>,
-    /// Rows of each rank where all tokens are gathered: its tokens, and padding where a device made the plan.
+    /// Tokens of each rank; where all are gathered and a device made the plan, with their padding.
     pub(super) tokens: Vec<usize>,
     /// Received rows lie in slots.
     pub(crate) in_slots: bool,

@@ -1,31 +1,57 @@
-//! The maps of a routing's two hops between hosts, which its handle holds.
+//! The maps of a routing's two hops between hosts, which its handle holds: the lists of `hierarchical/lists.rs` on the device.
 
+use std::ops::Range;
+
+use crate::dtype::DType;
+use crate::error::{Error, Result};
 use crate::kernels::Kernels;
-use crate::tensor::Tensor;
+use crate::tensor::{Tensor, TensorRef};
 
-/// Who sends what in each hop. Maps are `I32 [n]`, counts are of all ranks.
+/// Who sends what in each hop. Numbers of rows and choices are of messages to or from each rank.
 #[derive(Debug)]
 pub(crate) struct HopMaps<D: Kernels> {
+    /// All lists, `I32`, behind each other: one copy from the host.
+    pub(super) lists: Tensor<D>,
     /// Tokens to send across, by (host, token).
-    pub(super) crossing_tokens: Tensor<D>,
+    pub(super) crossing_tokens: Range<usize>,
     pub(super) crossing: Vec<usize>,
-    /// Rows that arrive so, by (source host, token), and their numbers.
+    /// The numbers 0, 1, … of the rows that arrive so, by (source host, token): messages are gathered by a map.
+    pub(super) arrived_rows: Range<usize>,
     pub(super) arriving: Vec<usize>,
-    pub(super) arrived_rows: Tensor<D>,
-    /// Arrived rows to pass on to each neighbor, and their choices, numbered in `[rows, K]` flattened.
-    pub(super) forwarded_rows: Tensor<D>,
+    /// Arrived rows to pass on, by (rank of this host, row).
+    pub(super) forwarded_rows: Range<usize>,
     pub(super) forwarded: Vec<usize>,
-    pub(super) forwarded_choices: Tensor<D>,
+    /// Their choices, numbered in `[rows, K]` flattened, by (rank of this host, row, k).
+    pub(super) forwarded_choices: Range<usize>,
     pub(super) choices: Vec<usize>,
-    /// For each (arrived row, k) its choice among these, `[rows, K]`; −1: none here.
-    pub(super) choice_of: Tensor<D>,
-    /// For each (token, host) its row among those that crossed, `[T, hosts]`; −1: none.
-    pub(super) row_of: Tensor<D>,
-    /// For each (token, k) its weight among the K of each of these rows, `[T, K]`; −1: a dropped choice.
-    pub(super) weight_of: Tensor<D>,
-    /// Rows and slots that come from each neighbor.
-    pub(super) received: Vec<usize>,
-    pub(super) slots: Vec<usize>,
-    /// These slots, by (neighbor, source host, token, k).
+    /// For each (arrived row, k) its choice among these; −1: none here.
+    pub(super) choice_of: Range<usize>,
+    /// For each (token, host) its row among those that crossed; −1: none.
+    pub(super) row_of: Range<usize>,
+    /// For each (token, k) its weight among the K of each of these rows; −1: a dropped choice.
+    pub(super) weight_of: Range<usize>,
+    /// Slots to return, by (rank of this host that passes them on, source host, token, k).
     pub(super) return_slots: Tensor<D>,
+    pub(super) slots: Vec<usize>,
+    /// Rows that come from each rank of this host.
+    pub(super) received: Vec<usize>,
+}
+
+impl<D: Kernels> HopMaps<D> {
+    /// One of the lists.
+    pub(super) fn list(&self, range: &Range<usize>) -> Result<TensorRef<'_, D>> {
+        self.rows(range, 1)?.reshape(&[range.len()])
+    }
+
+    /// One of the lists in rows of so many numbers.
+    pub(super) fn rows(&self, range: &Range<usize>, width: usize) -> Result<TensorRef<'_, D>> {
+        let (all, size) = (self.lists.view(), DType::I32.size());
+        if range.end > all.count() {
+            let expected = format!("a range within {} numbers", all.count());
+            return Err(Error::invalid("token dispatcher", "lists", expected, format!("{range:?}")));
+        }
+        let bytes = range.start * size..range.end * size;
+        let rows = range.len().checked_div(width).unwrap_or(0);
+        TensorRef::new(D::slice(all.data(), bytes), DType::I32, &[rows, width])
+    }
 }

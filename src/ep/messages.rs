@@ -59,9 +59,9 @@ pub(super) fn exchange<D: Kernels>(
     step: &HandleCall<'_, D>,
     movement: &Movement<'_, D>,
 ) -> Result<ReceivedRows<D>> {
-    let Movement { parts, recv: traffic, sources, .. } = movement;
+    let Movement { parts, recv: received, sources, .. } = movement;
     let send = parts.messages(movement.send.rows, movement.send.weights);
-    let recv = parts.messages(traffic.rows, traffic.weights);
+    let recv = parts.messages(received.rows, received.weights);
     let dtype = sources.rows.dtype();
     let content = MessageTypes {
         dtype,
@@ -71,7 +71,7 @@ pub(super) fn exchange<D: Kernels>(
     let buffers = pack(&core.device, step, movement, &send).and_then(|packed| {
         let (rows, size) = match parts.rows_only() {
             true => {
-                let dims = [traffic.rows.iter().sum(), content.width];
+                let dims = [received.rows.iter().sum(), content.width];
                 (Some(Tensor::empty(&core.device, dtype, &dims)?), 0)
             }
             false => (None, total(&recv)),
@@ -92,7 +92,7 @@ pub(super) fn exchange<D: Kernels>(
     match rows {
         Some(rows) => Ok(ReceivedRows { rows: Some(rows), weights: None, scales: None }),
         None => {
-            let counts = (traffic.rows, traffic.weights);
+            let counts = (received.rows, received.weights);
             let unpacked = unpack(&core.device, buffer.view(), &recv, counts, *parts, content);
             if movement.last { unpacked } else { step.refuse_own_error(core, unpacked) }
         }

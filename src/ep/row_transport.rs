@@ -222,7 +222,8 @@ impl<D: Kernels, C: RowTransport<D>> TokenDispatcher<D> for C {
         let accepted = accepted.and_then(|()| self.core().check_patience("prepare", spec));
         let rules = TransportRules { row_order: C::ROW_ORDER, accepted };
         let mut handle = self.core().prepare(rules, ids, weights, spec)?;
-        self.complete(&mut handle)?;
+        let completed = self.complete(&mut handle);
+        completed.map_err(|e| self.core().as_peer_error("prepare", e))?;
         Ok(handle)
     }
 

@@ -12,8 +12,8 @@ pub struct StepSizes {
     pub tokens: usize,
     /// Rows N of this rank's experts: choices of all ranks' tokens that fall on them, and segments' padding.
     pub slots: usize,
-    /// Rows that traveled here: each token that chose one of the experts once ([`DispatcherKind::AllToAll`]), all
-    /// ranks' tokens ([`DispatcherKind::AllGather`]), room for them ([`DispatcherKind::NvLink`]), none where the tokens
+    /// Rows that traveled here: each token that chose one of the experts once ([`DispatcherKind::AllToAll`],
+    /// [`DispatcherKind::Hierarchical`]), all ranks' tokens ([`DispatcherKind::AllGather`]), room for them ([`DispatcherKind::NvLink`]), none where the tokens
     /// are the rank's own.
     pub rows: usize,
     /// Ranks R.
@@ -72,8 +72,10 @@ impl StepSizes {
         let packet = config.payload.row_bytes(config.hidden).map_or(0, |bytes| sum(&bytes));
         let read = if packet > 0 && ranks <= 1 { tokens } else { rows };
         let received = sum(&[product(&[read, config.hidden, b]), product(&[slots, a])]);
-        // This rank's packets, those that leave, those that arrive, and these taken apart.
-        let packets = if ranks > 1 { sum(&[tokens, rows, rows, rows]) } else { tokens };
+        // This rank's packets, those that leave, those that arrive, and these taken apart; between hosts beside those that
+        // are passed on.
+        let passed_on = if kind == DispatcherKind::Hierarchical { rows } else { 0 };
+        let packets = if ranks > 1 { sum(&[tokens, passed_on, rows, rows, rows]) } else { tokens };
         let products = product(&[slots, sum(&[config.intermediate, config.hidden]), b]);
         let returning = match kind {
             _ if ranks <= 1 => 0,

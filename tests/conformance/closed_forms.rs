@@ -1,6 +1,6 @@
 //! Results that are known without computing them. All values are exact in their dtype, so comparisons are too.
 
-use moebius::ep::GroupConfig;
+use moebius::ep::{DispatcherKind, GroupConfig};
 
 use super::devices::seed;
 use super::harness::*;
@@ -177,22 +177,27 @@ fn distinct(ids: &[i64]) -> Vec<i64> {
 }
 
 /// Sums run in the order of k at the token's owner, so the number of ranks does not change a bit. All-gather, NCCL EP
-/// and NVLink sum per rank first, hierarchical dispatch per host: |error| <= (K + R)·2⁻²⁴·Σ|terms|, terms below 8·½, K = 3, R <= 8.
+/// and NVLink sum per rank first, hierarchical dispatch per host, so that one host has the bits of one rank, and hosts of one
+/// rank those of all-gather: |error| <= (K + R)·2⁻²⁴·Σ|terms|, terms below 8·½, K = 3, R <= 8.
 fn same_bits_for_any_number_of_ranks<D: Target>(s: &Setup<D>) {
-    let local = moebius::ep::DispatcherKind::Local;
-    let one = step(&Setup { kind: local, ranks: 1, forward_only: false, ..s.clone() });
-    let many = step(s);
+    let of = |kind, ranks| step(&Setup { kind, ranks, forward_only: false, ranks_per_host: 0, ..s.clone() });
+    let (one, many) = (of(DispatcherKind::Local, 1), step(s));
     assert!(one.iter().any(|v| *v != 0.0));
+    let one_host = [0, s.ranks].contains(&s.ranks_per_host);
     match s.kind {
-        moebius::ep::DispatcherKind::AllGather
-        | moebius::ep::DispatcherKind::Hierarchical
-        | moebius::ep::DispatcherKind::NcclEp
-        | moebius::ep::DispatcherKind::NvLink
-        | moebius::ep::DispatcherKind::NvLinkLowLatency => {
+        DispatcherKind::Hierarchical if one_host => assert_eq!(one, many),
+        DispatcherKind::AllGather
+        | DispatcherKind::Hierarchical
+        | DispatcherKind::NcclEp
+        | DispatcherKind::NvLink
+        | DispatcherKind::NvLinkLowLatency => {
             let bound = 11.0 * 2f64.powi(-24) * 3.0 * 4.05;
             assert!(one.iter().zip(&many).all(|(a, b)| (a - b).abs() <= bound));
         }
         _ => assert_eq!(one, many),
+    }
+    if s.kind == DispatcherKind::Hierarchical && s.ranks_per_host == 1 {
+        assert_eq!(of(DispatcherKind::AllGather, s.ranks), many);
     }
 }
 

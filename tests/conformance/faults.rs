@@ -220,6 +220,7 @@ fn configurations_that_differ<D: Target>(s: &Setup<D>) {
         ("windows", GroupConfig { windows: 2, ..good.clone() }),
         ("max_sms", GroupConfig { max_sms: 8, ..good.clone() }),
         ("overlap", GroupConfig { overlap: Overlap::Off, ..good.clone() }),
+        ("ranks_per_host", GroupConfig { ranks_per_host: 1, ..good.clone() }),
         ("dispatcher", GroupConfig { dispatcher: DispatcherKind::Auto, ..good.clone() }),
     ];
     for (name, odd_one) in &configs {
@@ -254,6 +255,9 @@ fn impossible_configurations<D: Target>(s: &Setup<D>) {
     if s.ranks > 1 {
         configs.push(("num_experts", GroupConfig { num_experts: s.ranks + 1, ..good.clone() }));
         configs.push(("dispatcher", GroupConfig { dispatcher: DispatcherKind::Local, ..good.clone() }));
+    }
+    if s.kind == DispatcherKind::Hierarchical {
+        configs.push(("ranks_per_host", GroupConfig { ranks_per_host: s.ranks + 1, ..good.clone() }));
     }
     for (name, config) in &configs {
         let results = s.on_threads(TIMEOUT, |endpoint| {

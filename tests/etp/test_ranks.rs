@@ -75,7 +75,7 @@ pub fn has_memory() -> bool {
 }
 
 impl Chained for Cpu {
-    const OTHER_DISPATCHERS: &'static [DispatcherKind] = &[DispatcherKind::AllGather];
+    const OTHER_DISPATCHERS: &'static [DispatcherKind] = &[DispatcherKind::Hierarchical, DispatcherKind::AllGather];
 
     fn most(&self) -> usize {
         8
@@ -99,7 +99,8 @@ impl Chained for Cpu {
 
 #[cfg(feature = "nccl")]
 impl Chained for moebius::cuda::Cuda {
-    const OTHER_DISPATCHERS: &'static [DispatcherKind] = &[DispatcherKind::AllGather, DispatcherKind::NvLink];
+    const OTHER_DISPATCHERS: &'static [DispatcherKind] =
+        &[DispatcherKind::Hierarchical, DispatcherKind::AllGather, DispatcherKind::NvLink];
 
     fn most(&self) -> usize {
         gpus::available().unwrap()

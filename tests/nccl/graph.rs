@@ -195,8 +195,8 @@ fn not_capturable(_: &Cuda, ranks: usize) {
     let waits = DispatchOptions { reporting: Some(Reporting::Immediate), ..fixed };
     let open = DispatchOptions { capacity: Capacity::Eager, ..fixed };
     let nvlink = DispatcherKind::NvLink;
-    for (kind, options) in
-        [(DispatcherKind::AllToAll, fixed), (GATHER, waits), (GATHER, open), (nvlink, waits), (nvlink, open)]
+    let waiting = [DispatcherKind::AllToAll, DispatcherKind::Hierarchical].map(|kind| (kind, fixed));
+    for (kind, options) in waiting.into_iter().chain([(GATHER, waits), (GATHER, open), (nvlink, waits), (nvlink, open)])
     {
         each(ranks, |comm, barrier| {
             let mut steps = steps(comm, &config, kind, options)?;

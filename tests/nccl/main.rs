@@ -98,9 +98,8 @@ fn over_ranks(ranks: usize) -> Vec<(String, Body)> {
             }
             for (suite, setup) in [("conformance", over as Setup), ("conformance_later", later)] {
                 let (name, case) = (format!("{suite}::{kind:?}::{file}::{}", case.name), case.clone());
-                // Two hosts, imitated, and one where errors are told later.
-                let ranks_per_host =
-                    if kind == DispatcherKind::Hierarchical && suite == "conformance" { ranks / 2 } else { 0 };
+                // Two hosts, imitated.
+                let ranks_per_host = if kind == DispatcherKind::Hierarchical { ranks / 2 } else { 0 };
                 let run = move |cuda: &Cuda| {
                     let setup = conformance::Setup { ranks_per_host, ..setup(cuda, kind, ranks, case.name) };
                     if low {

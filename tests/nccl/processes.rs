@@ -107,6 +107,14 @@ fn layers() {
             Problem::new(&config, &split, kind, dtype).as_one_rank(&format!("{kind:?}, {dtype}"), comm);
         }
     }
+    // Ranks find how many each host has.
+    let comm = join(round);
+    let (cuda, ranks) = (comm.cuda().clone(), comm.size());
+    let config = GroupConfig { dispatcher: DispatcherKind::Hierarchical, ..GroupConfig::of(&config, 128) };
+    let group = Group::new(cuda, Box::new(comm), config).expect("a group");
+    let each = format!("ranks_per_host: {}", if apart { ranks / 2 } else { ranks });
+    // The configuration has 0.
+    assert!(format!("{group:?}").contains(&each), "{group:?}");
 }
 
 /// The last rank dies; the others hear of it at once, from every call and every wait.

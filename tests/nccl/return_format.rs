@@ -4,7 +4,9 @@
 use half::{bf16, f16};
 use moebius::cpu::Cpu;
 use moebius::cuda::Cuda;
-use moebius::ep::{DispatchSpec, DispatcherKind, Group, GroupConfig, Handle, Reporting, ReturnFormat};
+use moebius::ep::{
+    Capacity, DispatchSpec, DispatcherKind, Group, GroupConfig, Handle, Overflow, Reporting, ReturnFormat,
+};
 use moebius::kernels::Kernels;
 use moebius::quant::{Codec, DequantizeMxfp8, Direction, Matrix, Mxfp8, Mxfp8Tensors, QuantizeMxfp8};
 use moebius::{DType, Device, Error, Result, Tensor, TensorMut, TensorRef};
@@ -20,6 +22,7 @@ pub fn cases() -> Vec<(&'static str, Run)> {
         ("bits_are_those_of_quantized_sums", same_bits),
         ("rows_of_any_number_of_blocks", widths),
         ("ragged_routings", ragged_routings),
+        ("dropped_choices", dropped_choices),
         ("one_token", one_token),
         ("sums_that_are_not_finite", not_finite),
         ("rows_that_begin_anywhere", begin_anywhere),
@@ -70,6 +73,8 @@ struct Problem {
     tokens: usize,
     routing: Routing,
     numbers: Numbers,
+    /// Rows that a rank has room for; choices past them are dropped. `None`: all.
+    capacity: Option<usize>,
 }
 
 /// A number that all of these decide.
@@ -83,7 +88,7 @@ fn mixed(what: [usize; 4]) -> usize {
 
 impl Problem {
     fn new(dtype: DType, hidden: usize, tokens: usize) -> Self {
-        Self { dtype, hidden, tokens, routing: Routing::Spread, numbers: Numbers::Finite }
+        Self { dtype, hidden, tokens, routing: Routing::Spread, numbers: Numbers::Finite, capacity: None }
     }
 
     fn tokens_of(&self, rank: usize, ranks: usize) -> usize {
@@ -142,13 +147,9 @@ impl Problem {
         }
     }
 
-    /// What each rank is to get.
-    fn expected(&self, ranks: usize) -> Vec<Vec<f64>> {
-        (0..ranks).map(|rank| self.expected_of(rank, ranks)).collect()
-    }
-
-    fn expected_of(&self, rank: usize, ranks: usize) -> Vec<f64> {
-        let (ids, tokens, hidden) = (self.ids(rank, ranks), self.tokens_of(rank, ranks), self.hidden);
+    /// What a rank is to get, from the choices of its tokens that were kept.
+    fn expected(&self, rank: usize, ranks: usize, ids: &[i64]) -> Vec<f64> {
+        let (tokens, hidden) = (self.tokens_of(rank, ranks), self.hidden);
         let (mut shares, mut sums) = (Vec::new(), vec![0.0f32; tokens * hidden]);
         let mut owners = Vec::new();
         for (token, choices) in ids.chunks(K).enumerate() {
@@ -170,7 +171,8 @@ impl Problem {
     }
 
     fn config(&self, ranks: usize) -> GroupConfig {
-        GroupConfig { return_format: ReturnFormat::Mxfp8, ..GroupConfig::new(LOCAL_EXPERTS * ranks, self.tokens) }
+        let new = GroupConfig::new(LOCAL_EXPERTS * ranks, self.tokens);
+        GroupConfig { return_format: ReturnFormat::Mxfp8, max_rows: self.capacity.unwrap_or(0), ..new }
     }
 
     /// Runs a step in groups of this configuration and compares what each rank gets. Rows and sums begin `shift` elements
@@ -180,7 +182,13 @@ impl Problem {
             let rows = crate::conformance::rows(self.dtype, self.hidden);
             let (ids, tokens) = (self.ids(r.rank, ranks), self.tokens_of(r.rank, ranks));
             let spec = DispatchSpec { alignment: 4, ..DispatchSpec::new(3, K) };
+            let spec = match self.capacity {
+                Some(rows) => DispatchSpec { capacity: Capacity::Static(rows), overflow: Overflow::Drop, ..spec },
+                None => spec,
+            };
             let handle = r.prepare(&ids, &spec).expect("prepare");
+            let kept = r.kept(&handle);
+            assert_eq!(kept == ids, self.capacity.is_none(), "choices are dropped where there is no room");
             // Rows say whose they are, in numbers that all types hold.
             let mut x = vec![0.0; tokens * self.hidden];
             x.chunks_mut(self.hidden).enumerate().for_each(|(token, row)| {
@@ -195,12 +203,14 @@ impl Problem {
                     outputs[row].copy_from_slice(&self.output([rank, token, r.rank * LOCAL_EXPERTS + expert]));
                 }
             }
-            match shift {
+            let sums = match shift {
                 0 => r.combine(&handle, rows, &outputs).expect("combine"),
                 _ => self.combine_shifted(&mut r.group, &handle, &outputs, shift).expect("combine"),
-            }
+            };
+            (kept, sums)
         });
-        for (rank, (found, expected)) in found.iter().zip(self.expected(ranks)).enumerate() {
+        for (rank, (kept, found)) in found.iter().enumerate() {
+            let expected = self.expected(rank, ranks, kept);
             assert_eq!(found.len(), expected.len());
             let differs = found.iter().zip(&expected).position(|(a, b)| !same(*a, *b));
             if let Some(i) = differs {
@@ -294,6 +304,16 @@ fn ragged_routings(cuda: &Cuda, ranks: usize) {
     for routing in routings {
         for (dtype, hidden) in [(DType::BF16, 544), (DType::F32, 96), (DType::F16, 2048)] {
             let problem = Problem { routing, ..Problem::new(dtype, hidden, 45) };
+            problem.check(cuda, ranks, problem.config(ranks), 0);
+        }
+    }
+}
+
+/// Some of a rank's slots are dropped, and of some rows all.
+fn dropped_choices(cuda: &Cuda, ranks: usize) {
+    for routing in [Routing::Spread, Routing::OneExpert] {
+        for (dtype, hidden) in [(DType::BF16, 544), (DType::F32, 96), (DType::F16, 2048)] {
+            let problem = Problem { routing, capacity: Some(40), ..Problem::new(dtype, hidden, 45) };
             problem.check(cuda, ranks, problem.config(ranks), 0);
         }
     }

@@ -2,7 +2,7 @@
 
 use crate::comm::{Exchange, Op};
 use crate::dtype::DType;
-use crate::error::{Error, Result};
+use crate::error::Result;
 use crate::kernels::Kernels;
 use crate::tensor::{Tensor, TensorRef};
 
@@ -19,13 +19,13 @@ use super::lists::{Choices, HopLists, Place};
 type Counts<'a> = &'a [usize];
 
 impl Place {
-    /// Ranks in the order in which what they have sent reaches this one: by neighbor, then source host.
+    /// Ranks in the order in which what they have sent reaches this one: by the rank of this host that passes it on, then source host.
     fn senders(self) -> impl Iterator<Item = usize> {
         let each = self.ranks_per_host;
         (0..each).flat_map(move |local| (0..self.hosts).map(move |host| host * each + local))
     }
 
-    /// For each neighbor, the sum over its counterparts, whose rows it passes on.
+    /// For each rank of this host, the sum over its counterparts, whose rows it passes on.
     fn passed_on(self, counts: Counts<'_>) -> Vec<usize> {
         let sum = |local| (0..self.hosts).map(|host| counts[host * self.ranks_per_host + local]).sum();
         self.within(&(0..self.ranks_per_host).map(sum).collect::<Vec<_>>())
@@ -35,7 +35,6 @@ impl Place {
 /// The maps of the choices that a prepare has kept, which counterparts tell each other (one collective).
 pub(super) fn exchange_choices<D: Kernels>(
     core: &mut DispatcherState<D>,
-    call: &'static str,
     place: Place,
     handle: &Handle<D>,
 ) -> Result<HopMaps<D>> {
@@ -67,38 +66,44 @@ pub(super) fn exchange_choices<D: Kernels>(
         let by_host: Vec<Vec<i32>> = ids.collect();
         let experts_per_rank = core.config.num_experts / place.ranks();
         let choices = Choices { top_k: handle.spec().top_k, experts_per_rank, by_host: &by_host };
-        on_device(&device, place, &HopLists::new(call, place, choices)?, handle)
+        on_device(&device, place, HopLists::new(place, choices), handle)
     });
     core.check_or_refuse(tag, made)
 }
 
-/// The lists as maps, and what comes from each neighbor.
-fn on_device<D: Kernels>(device: &D, place: Place, lists: &HopLists, handle: &Handle<D>) -> Result<HopMaps<D>> {
-    let k = handle.spec().top_k;
-    let put = |numbers: &[i32], dims: &[usize]| {
-        let mut there = Tensor::empty(device, DType::I32, dims)?;
-        device.upload(bytemuck::cast_slice(numbers), there.view_mut())?;
-        Ok::<_, Error>(there)
-    };
-    let list = |numbers: &[i32]| put(numbers, &[numbers.len()]);
-    let rows: usize = lists.arriving.iter().sum();
-    let numbers: Vec<i32> = (0..rows as i32).collect();
+/// The lists on the device, and what comes from each rank of this host.
+fn on_device<D: Kernels>(device: &D, place: Place, lists: HopLists, handle: &Handle<D>) -> Result<HopMaps<D>> {
     let maps = message_maps(&handle.plan)?;
+    let mut all: Vec<i32> = Vec::new();
+    let mut put = |numbers: Vec<i32>| {
+        let first = all.len();
+        all.extend(numbers);
+        first..all.len()
+    };
+    let rows: usize = lists.arriving.iter().sum();
+    let crossing_tokens = put(lists.crossing_tokens);
+    let arrived_rows = put((0..rows as i32).collect());
+    let forwarded_rows = put(lists.forwarded_rows);
+    let forwarded_choices = put(lists.forwarded_choices);
+    let (choice_of, row_of, weight_of) = (put(lists.choice_of), put(lists.row_of), put(lists.weight_of));
+    let mut there = Tensor::empty(device, DType::I32, &[all.len()])?;
+    device.upload(bytemuck::cast_slice(&all), there.view_mut())?;
     Ok(HopMaps {
-        crossing_tokens: list(&lists.crossing_tokens)?,
+        lists: there,
+        crossing_tokens,
         crossing: place.across(&lists.crossing),
+        arrived_rows,
         arriving: place.across(&lists.arriving),
-        arrived_rows: list(&numbers)?,
-        forwarded_rows: list(&lists.forwarded_rows)?,
+        forwarded_rows,
         forwarded: place.within(&lists.forwarded),
-        forwarded_choices: list(&lists.forwarded_choices)?,
+        forwarded_choices,
         choices: place.within(&lists.choices),
-        choice_of: put(&lists.choice_of, &[rows, k])?,
-        row_of: put(&lists.row_of, &[handle.tokens(), place.hosts])?,
-        weight_of: put(&lists.weight_of, &[handle.tokens(), k])?,
-        received: place.passed_on(&maps.recv_rows),
-        slots: place.passed_on(&maps.slots_from),
+        choice_of,
+        row_of,
+        weight_of,
         return_slots: by_sender(device, place, maps)?,
+        slots: place.passed_on(&maps.slots_from),
+        received: place.passed_on(&maps.recv_rows),
     })
 }
 

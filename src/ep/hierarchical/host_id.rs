@@ -13,9 +13,9 @@ const TAG: Tag = Tag { layer: 0, op: Op::Init, sequence: 0 };
 
 /// The same on all ranks of a host, and with all likelihood another on others: what `NCCL_HOSTID` says, which tells NCCL
 /// the same, or else this boot's number and the host's name.
-fn host_id() -> u64 {
+fn host_id(told: Option<String>) -> u64 {
     let file = |path| fs::read_to_string(path).unwrap_or_default();
-    let told = std::env::var("NCCL_HOSTID").ok().filter(|told| !told.is_empty());
+    let told = told.filter(|told| !told.is_empty());
     let own = || [file("/proc/sys/kernel/random/boot_id"), file("/proc/sys/kernel/hostname")].concat();
     fnv1a(told.unwrap_or_else(own))
 }
@@ -29,7 +29,7 @@ pub(super) fn ranks_per_host<D: Kernels>(
     device: &D,
     comm: &mut dyn Communicator<D>,
 ) -> Result<usize> {
-    let hosts = gather_numbers(device, comm, TAG, &[host_id()])?;
+    let hosts = gather_numbers(device, comm, TAG, &[host_id(std::env::var("NCCL_HOSTID").ok())])?;
     even(&hosts).ok_or_else(|| {
         // Numbered by their first rank, as their ids say nothing.
         let mut names = HashMap::new();
@@ -61,6 +61,8 @@ mod tests {
     fn hosts_are_even_and_lie_together_or_are_refused() {
         assert_eq!([even(&[7, 7, 9, 9]), even(&[7, 7]), even(&[7, 9, 8])], [Some(2), Some(2), Some(1)]);
         assert_eq!([even(&[7, 9, 7, 9]), even(&[7, 7, 9]), even(&[])], [None; 3]);
-        assert_eq!(host_id(), host_id());
+        let told = |told: &str| host_id(Some(told.into()));
+        assert_ne!(told("left"), told("right"));
+        assert_eq!((told("left"), told("")), (told("left"), host_id(None)));
     }
 }

@@ -59,6 +59,12 @@ fn hops<'a, D: Kernels>(step: &HandleCall<'a, D>) -> Result<&'a HopMaps<D>> {
     step.handle.hops.as_ref().ok_or_else(missing)
 }
 
+/// The rows of an exchange, which always has some.
+fn rows_of<'a, D: Kernels>(step: &HandleCall<'_, D>, moved: &'a ReceivedRows<D>) -> Result<TensorRef<'a, D>> {
+    let missing = || Error::invalid(step.call, "rows", "those of an exchange", "none");
+    moved.rows.as_ref().map(Tensor::view).ok_or_else(missing)
+}
+
 impl<D: Kernels> RowTransport<D> for Hierarchical<D> {
     const KIND: DispatcherKind = DispatcherKind::Hierarchical;
     const ROW_ORDER: RowOrder = RowOrder::UniqueRows;
@@ -72,7 +78,7 @@ impl<D: Kernels> RowTransport<D> for Hierarchical<D> {
     }
 
     fn complete(&mut self, handle: &mut Handle<D>) -> Result<()> {
-        handle.hops = Some(exchange_choices(&mut self.core, "prepare", self.place, handle)?);
+        handle.hops = Some(exchange_choices(&mut self.core, self.place, handle)?);
         Ok(())
     }
 
@@ -85,9 +91,9 @@ impl<D: Kernels> RowTransport<D> for Hierarchical<D> {
             recv: counts(&hops.arriving, &hops.arriving),
             sources: GatherSources {
                 rows: inputs.tokens.borrow(),
-                row_map: hops.crossing_tokens.view(),
+                row_map: hops.list(&hops.crossing_tokens)?,
                 weights: inputs.weights.as_ref().map(TensorRef::borrow),
-                weight_map: hops.crossing_tokens.view(),
+                weight_map: hops.list(&hops.crossing_tokens)?,
                 scales: inputs.scales.as_ref().map(TensorRef::borrow),
             },
             last: false,
@@ -98,10 +104,10 @@ impl<D: Kernels> RowTransport<D> for Hierarchical<D> {
             send: counts(&hops.forwarded, &hops.choices),
             recv: counts(&hops.received, &hops.slots),
             sources: GatherSources {
-                rows: arrived.rows.as_ref().map_or(inputs.tokens.borrow(), Tensor::view),
-                row_map: hops.forwarded_rows.view(),
+                rows: rows_of(step, &arrived)?,
+                row_map: hops.list(&hops.forwarded_rows)?,
                 weights: arrived.weights.as_ref().map(Tensor::view),
-                weight_map: hops.forwarded_choices.view(),
+                weight_map: hops.list(&hops.forwarded_choices)?,
                 scales: arrived.scales.as_ref().map(Tensor::view),
             },
             last: false,
@@ -138,20 +144,18 @@ impl<D: Kernels> RowTransport<D> for Hierarchical<D> {
             recv: counts(&hops.crossing, &hops.crossing),
             sources: GatherSources {
                 rows: sums.view(),
-                row_map: hops.arrived_rows.view(),
+                row_map: hops.list(&hops.arrived_rows)?,
                 weights: weights.as_ref().map(Tensor::view),
-                weight_map: hops.arrived_rows.view(),
+                weight_map: hops.list(&hops.arrived_rows)?,
                 scales: None,
             },
             last: true,
         };
         let returned = exchange(&mut self.core, step, &across)?;
         let mover = RowMover::of(&self.core.device, step.handle);
-        if let Some(rows) = &returned.rows {
-            mover.reduce(rows.view(), hops.row_of.view(), back.out)?;
-        }
+        mover.reduce(rows_of(step, &returned)?, hops.rows(&hops.row_of, self.place.hosts)?, back.out)?;
         if let (Some(out), Some(weights)) = (back.out_weights, &returned.weights) {
-            mover.gather_elements(weights.view(), hops.weight_of.view(), out)?;
+            mover.gather_elements(weights.view(), hops.list(&hops.weight_of)?, out)?;
         }
         Ok(())
     }
@@ -166,16 +170,14 @@ impl<D: Kernels> Hierarchical<D> {
         outputs: &ReceivedRows<D>,
         like: TensorRef<'_, D>,
     ) -> Result<(Tensor<D>, Option<Tensor<D>>)> {
-        let device = &self.core.device;
+        let (device, k) = (&self.core.device, step.handle.spec().top_k);
         let mover = RowMover::of(device, step.handle);
-        let rows = hops.arrived_rows.view().count();
+        let rows = hops.arrived_rows.len();
         let mut sums = Tensor::empty(device, like.dtype(), &[rows, like.row_bytes() / like.dtype().size()])?;
-        if let Some(outputs) = &outputs.rows {
-            mover.reduce(outputs.view(), hops.choice_of.view(), sums.view_mut())?;
-        }
+        mover.reduce(rows_of(step, outputs)?, hops.rows(&hops.choice_of, k)?, sums.view_mut())?;
         let Some(weights) = &outputs.weights else { return Ok((sums, None)) };
-        let mut by_row = Tensor::empty(device, weights.dtype(), &[rows, step.handle.spec().top_k])?;
-        mover.gather_elements(weights.view(), hops.choice_of.view(), by_row.view_mut())?;
+        let mut by_row = Tensor::empty(device, weights.dtype(), &[rows, k])?;
+        mover.gather_elements(weights.view(), hops.rows(&hops.choice_of, k)?, by_row.view_mut())?;
         Ok((sums, Some(by_row)))
     }
 }

@@ -52,7 +52,10 @@ impl Run {
     /// Of a rank's group, in which a rank has so many tokens at most.
     pub fn group(&self, most: usize) -> GroupConfig {
         let Self { dispatcher, in_k_order, .. } = *self;
-        GroupConfig { dispatcher, in_k_order, ..GroupConfig::new(self.config.router.num_experts, most) }
+        // Two hosts, for dispatchers that know any.
+        let ranks_per_host = self.ep.div_ceil(2);
+        let new = GroupConfig::new(self.config.router.num_experts, most);
+        GroupConfig { dispatcher, in_k_order, ranks_per_host, ..new }
     }
 
     pub fn replicas(&self) -> usize {
