@@ -111,11 +111,20 @@ fn pass_all(gates: &[Arc<dyn ReplayGate>], launch: &mut dyn FnMut() -> Result<()
 
 /// The sources that one stream's work depends on.
 #[derive(Default)]
-pub(super) struct FailureSources(Mutex<Vec<Weak<dyn FailureSource>>>);
+pub(super) struct FailureSources {
+    sources: Mutex<Vec<Weak<dyn FailureSource>>>,
+    /// One has been found to have failed since [`take_failed`](Self::take_failed).
+    failed: AtomicBool,
+}
 
 impl FailureSources {
     fn lock(&self) -> MutexGuard<'_, Vec<Weak<dyn FailureSource>>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.sources.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Whether one has been found to have failed, once: what kernels have found by then was in memory that nobody has written.
+    pub(super) fn take_failed(&self) -> bool {
+        self.failed.swap(false, Ordering::SeqCst)
     }
 
     pub(super) fn is_empty(&self) -> bool {
@@ -144,7 +153,10 @@ impl FailureSources {
     /// The error of the first source that has failed.
     pub(super) fn check(&self) -> Result<()> {
         let failure = self.lock().iter().filter_map(Weak::upgrade).find_map(|source| source.failure());
-        failure.map_or(Ok(()), Err)
+        failure.map_or(Ok(()), |failure| {
+            self.failed.store(true, Ordering::SeqCst);
+            Err(failure)
+        })
     }
 }
 
@@ -156,6 +168,25 @@ mod tests {
     use std::time::Duration;
 
     use super::*;
+
+    struct Failed;
+
+    impl FailureSource for Failed {
+        fn failure(&self) -> Option<Error> {
+            Some(Error::invalid("a test", "peer", "one that is there", "none"))
+        }
+    }
+
+    #[test]
+    fn a_failure_is_kept_while_its_source_lives_and_noted_once_behind_it() {
+        let sources = FailureSources::default();
+        let source: Arc<dyn FailureSource> = Arc::new(Failed);
+        sources.lock().push(Arc::downgrade(&source));
+        assert!(!sources.take_failed() && sources.check().is_err());
+        drop(source);
+        assert!(sources.check().is_ok());
+        assert_eq!([sources.take_failed(), sources.take_failed()], [true, false]);
+    }
 
     #[derive(Default)]
     struct Gate {

@@ -11,7 +11,7 @@ use moebius::layer::DispatchOptions;
 use moebius::nccl::NcclComm;
 use moebius::{CommError, Error, Result};
 
-use crate::steps::{Shape, Steps, each};
+use crate::steps::{Shape, Steps, each, each_apart};
 use crate::{KINDS, Run};
 
 pub fn cases() -> Vec<(&'static str, Run)> {
@@ -159,10 +159,10 @@ fn graphs_tell(_: &Cuda, ranks: usize) {
 }
 
 /// A rank's group goes while another thread of it replays, on each rank at a time of its own: replays end with an error, in
-/// time, and the GPU works on.
+/// time, and the GPU works on. What such a replay has computed, a plan's faults say, is told to nobody.
 fn dropped_beside_replays(_: &Cuda, ranks: usize) {
     let config = configs().swap_remove(0);
-    each(ranks, |comm, barrier| {
+    each_apart(ranks, |comm, barrier| {
         let mut steps = steps(comm, &config, GATHER, fixed(ranks, Reporting::Deferred))?;
         steps.over(0..1)?;
         let cuda = steps.cuda.clone();
