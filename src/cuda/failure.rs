@@ -122,6 +122,12 @@ impl FailureSources {
         self.sources.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// One that goes had failed.
+    #[cfg(feature = "nccl")]
+    pub(super) fn note_failed(&self) {
+        self.failed.store(true, Ordering::SeqCst);
+    }
+
     /// Whether one has been found to have failed, once: what kernels have found by then was in memory that nobody has written.
     pub(super) fn take_failed(&self) -> bool {
         self.failed.swap(false, Ordering::SeqCst)

@@ -53,6 +53,9 @@ impl Drop for NcclComm {
             let _ = self.cuda.finish("NcclComm");
         }
         self.session.close();
+        if self.failure().is_some() {
+            self.cuda.note_failed_source();
+        }
     }
 }
 
