@@ -49,7 +49,7 @@ impl<D: Kernels> Hierarchical<D> {
     }
 }
 
-/// Counts of messages whose entries of weights are as many as their rows, or of other numbers.
+/// Rows of each message, and its entries of weights.
 fn counts<'a>(rows: &'a [usize], weights: &'a [usize]) -> PeerCounts<'a> {
     PeerCounts { rows, weights }
 }
