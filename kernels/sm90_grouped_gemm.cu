@@ -7,8 +7,8 @@
 //   sm90_down_bwd    [T, H] behind a map or [N, H], [E, H, I], pre-activations -> their gradients [N, 2 I], activations
 //                    [N, I], parts of the rows' dots
 //   sm90_up_dgrad    [N, 2 I], [E, 2 I, H] -> [N, H]
-//   ..._wide         the same in wider tiles, for sums of 8192 and more
-//   ..._square       the same in tiles of fewer columns, for sums of less than 4096
+//   ..._wide         down and up_dgrad in wider tiles, for sums of 8192 and more
+//   ..._square       down_bwd in tiles of fewer columns, for sums of less than 4096 (src/cuda/heuristics.rs says where)
 //
 // The grid is a block an SM at most, in clusters of two; blocks walk through tiles. Limited by the tensor
 // core, down_bwd by its rows and its epilogue. sm90/grouped_gemm_mainloop.cuh has the tiles and the ring. Notes:

@@ -9,7 +9,8 @@
 //   warpgroup 0:    [ products ][ epilogue  ]   [ products ][ epilogue  ]
 //   warpgroup 1:                [ products ][ epilogue  ]   [ products ] ...
 //
-// The up projection, whose rows are gathered, is made otherwise: see COOPERATIVE.
+// The up projection, whose rows are gathered, is made otherwise, as are wide tiles of 128 x 256: see COOPERATIVE. Square tiles, of
+// 128 x 128, take turns in the same way.
 //
 // Two blocks make a cluster, which works on two row tiles, of one expert where the schedule could pair them. They share
 // the weights: each block asks for half of a stage's and TMA delivers it to both. Hence a stage is free

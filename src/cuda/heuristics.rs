@@ -18,7 +18,7 @@ pub(super) const WIDE_SUM: usize = 8192;
 
 /// Length of a sum below which the gradient through the activation may be made in square tiles, of which a warpgroup has
 /// registers left for its long epilogue: where they make an eighth fewer columns than tiles of 192 would, or where L2 is
-/// small. `notes/grouped_gemm.md`.
+/// small. The rows' dots, from which the weights' gradients are made, are then sums of other parts. `notes/grouped_gemm.md`.
 pub(super) const SQUARE_SUM: usize = 4096;
 
 /// Bytes below which L2 is small: an H100 has 50 MB, an H200 60.

@@ -1,5 +1,5 @@
-//! The layer at sizes small enough for any sanitizer: between them these reach every kernel, on both paths, in every
-//! type.
+//! The layer at sizes small enough for any sanitizer: between them these reach most kernels, on both paths, in every
+//! type: not the tiles of long sums, nor square ones (`down_bwd.rs`, `wide.rs`).
 
 use moebius::DType;
 use moebius::config::*;
