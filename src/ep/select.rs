@@ -155,6 +155,14 @@ mod tests {
     }
 
     #[test]
+    fn nvlink_is_named_by_the_variable_too_where_sums_return_quantized() {
+        let quantized = |kind: DispatcherKind| crate::ep::ReturnFormat::Mxfp8.check(CALL, kind, false).is_ok();
+        let by_variable = named(DispatcherKind::Auto, Some(OsStr::new("nvlink")));
+        assert!(by_variable.is_ok_and(quantized));
+        assert!(!quantized(DispatcherKind::Auto));
+    }
+
+    #[test]
     fn the_configuration_goes_before_the_variable_and_unknown_values_are_errors() {
         let kind = |config, value: &str| named(config, Some(OsStr::new(value))).map_err(|e| e.to_string());
         assert_eq!(kind(DispatcherKind::Auto, "nccl_ep"), Ok(DispatcherKind::NcclEp));
