@@ -85,14 +85,7 @@ struct Ring {
 
     // Adds the next `count` rows.
     __device__ __forceinline__ void add_rows(int count, float (&sum)[WORDS][N]) {
-#pragma unroll 1
-        for (int i = 0; i < count; i++) {
-            load();
-            wait_for_place<NVLINK_RING - 1>();
-#pragma unroll
-            for (int w = 0; w < WORDS; w++) add<T, N>(sum[w], load_shared(next + NEXT_WORD * w));
-            next = behind(next);
-        }
+        take_rows(*this, count, [&](int w, const uint4& word) { add<T, N>(sum[w], word); });
     }
 };
 

@@ -138,33 +138,18 @@ struct Ring {
 
     // Adds the next `count` rows, of slots.
     __device__ __forceinline__ void add_slots(int count, float (&sum)[WORDS][N]) {
-#pragma unroll 1
-        for (int i = 0; i < count; i++) {
-            load();
-            wait_for_place<NVLINK_RING - 1>();
-#pragma unroll
-            for (int w = 0; w < WORDS; w++) add<T, N>(sum[w], load_shared(next + NEXT_WORD * w));
-            next = behind(next);
-        }
+        take_rows(*this, count, [&](int w, const uint4& word) { add<T, N>(sum[w], word); });
     }
 
     // The same of other ranks' sums.
     __device__ __forceinline__ void add_sums(int count, float (&sum)[WORDS][N]) {
-#pragma unroll 1
-        for (int i = 0; i < count; i++) {
-            load();
-            wait_for_place<NVLINK_RING - 1>();
-#pragma unroll
-            for (int w = 0; w < WORDS; w++) {
-                const uint4 word = load_shared(next + NEXT_WORD * w);
-                Codes<N> codes;
-                codes.words[0] = word.x;
-                if constexpr (N == 8) codes.words[1] = word.y;
-                codes.scale = word.z >> scale_shift() & 0xff;
-                add_codes<N>(sum[w], codes);
-            }
-            next = behind(next);
-        }
+        take_rows(*this, count, [&](int w, const uint4& word) {
+            Codes<N> codes;
+            codes.words[0] = word.x;
+            if constexpr (N == 8) codes.words[1] = word.y;
+            codes.scale = word.z >> scale_shift() & 0xff;
+            add_codes<N>(sum[w], codes);
+        });
     }
 };
 

@@ -90,6 +90,19 @@ __device__ __forceinline__ void end_of_place() { asm volatile("cp.async.commit_g
 template <int PLACES>
 __device__ __forceinline__ void wait_for_place() { asm volatile("cp.async.wait_group %0;\n" ::"n"(PLACES) : "memory"); }
 
+// Hands over the words of the next `count` rows of a ring: each with its number among a place's.
+template <class Ring, class Take>
+__device__ __forceinline__ void take_rows(Ring& ring, int count, Take&& take) {
+#pragma unroll 1
+    for (int i = 0; i < count; i++) {
+        ring.load();
+        wait_for_place<NVLINK_RING - 1>();
+#pragma unroll
+        for (int w = 0; w < WORDS; w++) take(w, load_shared(ring.next + Ring::NEXT_WORD * w));
+        ring.next = ring.behind(ring.next);
+    }
+}
+
 // A group's workers have ended a piece, and its planner has made the next.
 __device__ __forceinline__ void meet(int group) { asm volatile("bar.sync %0, %1;\n" ::"r"(1 + group), "n"(GROUP + 32) : "memory"); }
 

@@ -49,8 +49,8 @@ impl<D: Kernels> RowTransport<D> for AllToAll<D> {
         };
         let movement = Movement {
             parts: RowParts::of(inputs),
-            send: PeerCounts { rows: &m.send_rows, weights: &m.slots_at },
-            recv: PeerCounts { rows: &m.recv_rows, weights: &m.slots_from },
+            send: PeerCounts::of(&m.send_rows, &m.slots_at),
+            recv: PeerCounts::of(&m.recv_rows, &m.slots_from),
             sources,
             last: false,
         };
@@ -71,8 +71,8 @@ impl<D: Kernels> RowTransport<D> for AllToAll<D> {
             weight_map: slots,
             scales: None,
         };
-        let counts = |slots| PeerCounts { rows: slots, weights: slots };
-        let (send, recv) = (counts(&m.slots_from), counts(&m.slots_at));
+        let send = PeerCounts::of(&m.slots_from, &m.slots_from);
+        let recv = PeerCounts::of(&m.slots_at, &m.slots_at);
         let received = exchange(&mut self.core, step, &Movement { parts, send, recv, sources, last: true })?;
         let mover = RowMover::of(&self.core.device, step.handle);
         let map = plan.return_map.view();

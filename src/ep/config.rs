@@ -36,7 +36,8 @@ pub struct GroupConfig {
     /// prepare 64.
     pub max_sms: usize,
     /// [`DispatcherKind::Hierarchical`]: ranks of each host, which divide the ranks and lie behind each other (ranks 0 to
-    /// L − 1 on the first host, …); 0: as the ranks find by asking each other for their hosts. Any divisor imitates hosts. Others do not read it.
+    /// L − 1 on the first host, …); 0: as the ranks find by asking each other for their hosts. Any divisor imitates hosts.
+    /// Others do not read it.
     pub ranks_per_host: usize,
     /// NVLink: every slot's row returns by itself, and the token's rank adds them in the order of k. Results have the bits
     /// of [`AllToAll`](super::AllToAll), whatever the number of ranks, at the price of more bytes; otherwise each rank

@@ -2,10 +2,8 @@
 
 use std::ops::Range;
 
-use crate::dtype::DType;
-use crate::error::{Error, Result};
 use crate::kernels::Kernels;
-use crate::tensor::{Tensor, TensorRef};
+use crate::tensor::Tensor;
 
 /// Who sends what in each hop. Numbers of rows and choices are of messages to or from each rank.
 #[derive(Debug)]
@@ -35,23 +33,4 @@ pub(crate) struct HopMaps<D: Kernels> {
     pub(super) slots: Vec<usize>,
     /// Rows that come from each rank of this host.
     pub(super) received: Vec<usize>,
-}
-
-impl<D: Kernels> HopMaps<D> {
-    /// One of the lists.
-    pub(super) fn list(&self, range: &Range<usize>) -> Result<TensorRef<'_, D>> {
-        self.rows(range, 1)?.reshape(&[range.len()])
-    }
-
-    /// One of the lists in rows of so many numbers.
-    pub(super) fn rows(&self, range: &Range<usize>, width: usize) -> Result<TensorRef<'_, D>> {
-        let (all, size) = (self.lists.view(), DType::I32.size());
-        if range.end > all.count() {
-            let expected = format!("a range within {} numbers", all.count());
-            return Err(Error::invalid("token dispatcher", "lists", expected, format!("{range:?}")));
-        }
-        let bytes = range.start * size..range.end * size;
-        let rows = range.len().checked_div(width).unwrap_or(0);
-        TensorRef::new(D::slice(all.data(), bytes), DType::I32, &[rows, width])
-    }
 }

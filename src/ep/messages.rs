@@ -44,8 +44,14 @@ pub(super) struct GatherSources<'a, D: Kernels> {
     pub scales: Option<TensorRef<'a, D>>,
 }
 
+impl<'a> PeerCounts<'a> {
+    pub fn of(rows: &'a [usize], weights: &'a [usize]) -> Self {
+        Self { rows, weights }
+    }
+}
+
 /// Where rank p's entries lie among all ranks'.
-fn range(counts: &[usize], p: usize) -> Range<usize> {
+pub(super) fn range(counts: &[usize], p: usize) -> Range<usize> {
     let start: usize = counts[..p].iter().sum();
     start..start + counts[p]
 }

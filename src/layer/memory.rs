@@ -13,8 +13,8 @@ pub struct StepSizes {
     /// Rows N of this rank's experts: choices of all ranks' tokens that fall on them, and segments' padding.
     pub slots: usize,
     /// Rows that traveled here: each token that chose one of the experts once ([`DispatcherKind::AllToAll`],
-    /// [`DispatcherKind::Hierarchical`]), all ranks' tokens ([`DispatcherKind::AllGather`]), room for them ([`DispatcherKind::NvLink`]), none where the tokens
-    /// are the rank's own.
+    /// [`DispatcherKind::Hierarchical`]), all ranks' tokens ([`DispatcherKind::AllGather`]), room for them
+    /// ([`DispatcherKind::NvLink`]), none where the tokens are the rank's own.
     pub rows: usize,
     /// Ranks R.
     pub ranks: usize,

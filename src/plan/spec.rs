@@ -97,9 +97,9 @@ pub enum Reporting {
     /// kept and returned by [`TokenDispatcher::check`](crate::ep::TokenDispatcher::check), or by a later prepare. With
     /// one rank nothing waits for the device.
     ///
-    /// All ranks get the same error. Where prepare waits for numbers of rows ([`AllToAll`](crate::ep::AllToAll) and [`Hierarchical`](crate::ep::Hierarchical) always,
-    /// others as [`Capacity`] says), prepare itself returns an error for a capacity that is too small and for ranks
-    /// that disagree or fail. Where prepare waits for nothing, these errors are kept too, and only
+    /// All ranks get the same error. Where prepare waits for numbers of rows ([`AllToAll`](crate::ep::AllToAll) and
+    /// [`Hierarchical`](crate::ep::Hierarchical) always, others as [`Capacity`] says), prepare itself returns an error for
+    /// a capacity that is too small and for ranks that disagree or fail. Where prepare waits for nothing, these errors are kept too, and only
     /// [`TokenDispatcher::check`](crate::ep::TokenDispatcher::check) returns them: at a later prepare the hosts of some
     /// ranks might know of them and others not yet. One disagreement is not found where prepare waits for nothing: that
     /// only some ranks will call backward. Those ranks then wait in backward for the others.

@@ -1,5 +1,7 @@
 //! The maps of a routing's two hops, made on the device.
 
+use std::ops::Range;
+
 use crate::comm::{Exchange, Op};
 use crate::dtype::DType;
 use crate::error::Result;
@@ -11,22 +13,33 @@ use crate::ep::all_to_all::message_maps;
 use crate::ep::dispatcher_state::DispatcherState;
 use crate::ep::handle::Handle;
 use crate::ep::hop_maps::HopMaps;
+use crate::ep::messages::range;
 use crate::ep::packing::{ReceivedRows, entries, flat, part_mut};
 
-use super::lists::{Choices, HopLists, Place};
+use super::lists::{Choices, HopLists, HostPlace};
 
-/// Numbers of a block for each rank, in the order of ranks.
-type Counts<'a> = &'a [usize];
+impl<D: Kernels> HopMaps<D> {
+    /// One of the lists.
+    pub(super) fn list(&self, range: &Range<usize>) -> Result<TensorRef<'_, D>> {
+        entries(self.lists.view(), range.clone())
+    }
 
-impl Place {
-    /// Ranks in the order in which what they have sent reaches this one: by the rank of this host that passes it on, then source host.
+    /// One of the lists in rows of so many numbers.
+    pub(super) fn rows(&self, range: &Range<usize>, width: usize) -> Result<TensorRef<'_, D>> {
+        self.list(range)?.reshape(&[range.len().checked_div(width).unwrap_or(0), width])
+    }
+}
+
+impl HostPlace {
+    /// Ranks in the order in which what they have sent reaches this one: by the rank of this host that passes it on, then
+    /// source host.
     fn senders(self) -> impl Iterator<Item = usize> {
         let each = self.ranks_per_host;
         (0..each).flat_map(move |local| (0..self.hosts).map(move |host| host * each + local))
     }
 
     /// For each rank of this host, the sum over its counterparts, whose rows it passes on.
-    fn passed_on(self, counts: Counts<'_>) -> Vec<usize> {
+    fn passed_on(self, counts: &[usize]) -> Vec<usize> {
         let sum = |local| (0..self.hosts).map(|host| counts[host * self.ranks_per_host + local]).sum();
         self.within(&(0..self.ranks_per_host).map(sum).collect::<Vec<_>>())
     }
@@ -35,7 +48,7 @@ impl Place {
 /// The maps of the choices that a prepare has kept, which counterparts tell each other (one collective).
 pub(super) fn exchange_choices<D: Kernels>(
     core: &mut DispatcherState<D>,
-    place: Place,
+    place: HostPlace,
     handle: &Handle<D>,
 ) -> Result<HopMaps<D>> {
     let tag = DispatcherState::tag(handle, Op::Prepare);
@@ -72,7 +85,7 @@ pub(super) fn exchange_choices<D: Kernels>(
 }
 
 /// The lists on the device, and what comes from each rank of this host.
-fn on_device<D: Kernels>(device: &D, place: Place, lists: HopLists, handle: &Handle<D>) -> Result<HopMaps<D>> {
+fn on_device<D: Kernels>(device: &D, place: HostPlace, lists: HopLists, handle: &Handle<D>) -> Result<HopMaps<D>> {
     let maps = message_maps(&handle.plan)?;
     let mut all: Vec<i32> = Vec::new();
     let mut put = |numbers: Vec<i32>| {
@@ -117,37 +130,26 @@ fn copies<D: Kernels>(device: &D, from: TensorRef<'_, D>, count: usize) -> Resul
     Ok(all)
 }
 
-/// The slots to return, in the order of [`Place::senders`].
-fn by_sender<D: Kernels>(device: &D, place: Place, maps: &MessageMaps<D>) -> Result<Tensor<D>> {
-    let starts = starts(&maps.slots_from);
-    let blocks = place.senders().map(|rank| (starts[rank], maps.slots_from[rank]));
+/// The slots to return, in the order of [`HostPlace::senders`].
+fn by_sender<D: Kernels>(device: &D, place: HostPlace, maps: &MessageMaps<D>) -> Result<Tensor<D>> {
+    let blocks = place.senders().map(|rank| range(&maps.slots_from, rank));
     reordered(device, maps.return_slots.view(), 1, blocks)
 }
 
-/// Where each rank's block begins.
-fn starts(counts: Counts<'_>) -> Vec<usize> {
-    let begin = |at: &mut usize, count: &usize| {
-        let start = *at;
-        *at += count;
-        Some(start)
-    };
-    counts.iter().scan(0, begin).collect()
-}
-
-/// Blocks of a list, each a start and a number of entries of `width` elements, behind each other.
+/// Blocks of a list, in entries of `width` elements, behind each other.
 fn reordered<D: Kernels>(
     device: &D,
     from: TensorRef<'_, D>,
     width: usize,
-    blocks: impl Iterator<Item = (usize, usize)>,
+    blocks: impl Iterator<Item = Range<usize>>,
 ) -> Result<Tensor<D>> {
     let list = from.reshape(&[from.count()])?;
     let mut all = Tensor::empty(device, list.dtype(), list.dims())?;
     let (size, mut at) = (width * list.dtype().size(), 0);
-    for (start, count) in blocks.filter(|(_, count)| *count > 0) {
-        let to = part_mut(all.view_mut(), at, count, size)?;
-        device.copy(entries(list, start * width..(start + count) * width)?.data(), to.into_data())?;
-        at += count * size;
+    for block in blocks.filter(|block| !block.is_empty()) {
+        let to = part_mut(all.view_mut(), at, block.len(), size)?;
+        device.copy(entries(list, block.start * width..block.end * width)?.data(), to.into_data())?;
+        at += block.len() * size;
     }
     Ok(all)
 }
@@ -155,28 +157,26 @@ fn reordered<D: Kernels>(
 /// What has come over both hops, in the order of the ranks that it is from.
 pub(super) fn in_rank_order<D: Kernels>(
     device: &D,
-    place: Place,
+    place: HostPlace,
     maps: &MessageMaps<D>,
     received: ReceivedRows<D>,
 ) -> Result<ReceivedRows<D>> {
     if place.hosts == 1 || place.ranks_per_host == 1 {
         return Ok(received);
     }
-    let ordered = |list: Option<Tensor<D>>, counts: Counts<'_>, dims: &dyn Fn(&Tensor<D>) -> Vec<usize>| {
+    let ordered = |list: Option<Tensor<D>>, counts: &[usize]| {
         let Some(list) = list else { return Ok(None) };
-        let total: usize = counts.iter().sum();
-        let width = list.view().count().checked_div(total).unwrap_or(0);
+        let width = list.view().count().checked_div(counts.iter().sum()).unwrap_or(0);
         // Where each rank's block lies among those of all senders.
         let arrived: Vec<usize> = place.senders().map(|rank| counts[rank]).collect();
-        let mut at = vec![0; counts.len()];
-        place.senders().zip(starts(&arrived)).for_each(|(rank, start)| at[rank] = start);
-        let all = reordered(device, list.view(), width, at.into_iter().zip(counts.iter().copied()))?;
-        all.reshape(&dims(&list)).map(Some)
+        let mut blocks = vec![0..0; counts.len()];
+        place.senders().enumerate().for_each(|(at, rank)| blocks[rank] = range(&arrived, at));
+        let all = reordered(device, list.view(), width, blocks.into_iter())?;
+        all.reshape(list.view().dims()).map(Some)
     };
-    let same = |list: &Tensor<D>| list.view().dims().to_vec();
     Ok(ReceivedRows {
-        rows: ordered(received.rows, &maps.recv_rows, &same)?,
-        weights: ordered(received.weights, &maps.slots_from, &same)?,
-        scales: ordered(received.scales, &maps.recv_rows, &same)?,
+        rows: ordered(received.rows, &maps.recv_rows)?,
+        weights: ordered(received.weights, &maps.slots_from)?,
+        scales: ordered(received.scales, &maps.recv_rows)?,
     })
 }

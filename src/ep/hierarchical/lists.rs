@@ -4,7 +4,7 @@ use std::ops::Range;
 
 /// A rank's place among hosts that have as many ranks each, one after the other: rank r is rank r mod L of host r / L.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Place {
+pub(super) struct HostPlace {
     /// This rank's host, and its place there.
     pub(super) host: usize,
     pub(super) local: usize,
@@ -13,7 +13,7 @@ pub(super) struct Place {
     pub(super) ranks_per_host: usize,
 }
 
-impl Place {
+impl HostPlace {
     pub(super) fn of(rank: usize, ranks: usize, ranks_per_host: usize) -> Self {
         let (host, local) = (rank / ranks_per_host, rank % ranks_per_host);
         Self { host, local, hosts: ranks / ranks_per_host, ranks_per_host }
@@ -75,7 +75,7 @@ pub(super) struct HopLists {
 }
 
 impl HopLists {
-    pub(super) fn new(place: Place, choices: Choices<'_>) -> Self {
+    pub(super) fn new(place: HostPlace, choices: Choices<'_>) -> Self {
         let Choices { top_k, experts_per_rank, by_host } = choices;
         // By expert: a division for each choice would take most of the time.
         let ranks: Vec<usize> = (0..place.ranks() * experts_per_rank).map(|expert| expert / experts_per_rank).collect();
@@ -160,8 +160,8 @@ mod tests {
     /// Two hosts of two ranks, one expert each; rank 2's lists by hand.
     #[test]
     fn lists_of_two_hosts() {
-        let place = Place::of(2, 4, 2);
-        assert_eq!(place, Place { host: 1, local: 0, hosts: 2, ranks_per_host: 2 });
+        let place = HostPlace::of(2, 4, 2);
+        assert_eq!(place, HostPlace { host: 1, local: 0, hosts: 2, ranks_per_host: 2 });
         assert_eq!((place.counterpart(0), place.within_host()), (0, 2..4));
         assert_eq!((place.across(&[5, 6]), place.within(&[7, 8])), (vec![5, 0, 6, 0], vec![0, 0, 7, 8]));
         // Rank 0's tokens choose experts 0 and 3, 2 and 3, 0 and 1; rank 2's 1 and 2, and only 3.

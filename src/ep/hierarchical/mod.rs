@@ -18,7 +18,7 @@ use super::row_transport::{HandleCall, ReturnRows, RowTransport};
 use super::{DispatchInputs, DispatcherKind, Handle, RowOrder};
 
 use hops::{exchange_choices, in_rank_order};
-use lists::Place;
+use lists::HostPlace;
 
 const CALL: &str = "Group::new";
 
@@ -34,7 +34,7 @@ const CALL: &str = "Group::new";
 #[derive(Debug)]
 pub struct Hierarchical<D: Kernels> {
     core: DispatcherState<D>,
-    place: Place,
+    place: HostPlace,
 }
 
 impl<D: Kernels> Hierarchical<D> {
@@ -44,14 +44,9 @@ impl<D: Kernels> Hierarchical<D> {
             0 => host_id::ranks_per_host(CALL, &core.device, &mut *core.comm)?,
             given => given,
         };
-        let place = Place::of(core.rank(), core.ranks(), ranks_per_host);
+        let place = HostPlace::of(core.rank(), core.ranks(), ranks_per_host);
         Ok(Self { core, place })
     }
-}
-
-/// Rows of each message, and its entries of weights.
-fn counts<'a>(rows: &'a [usize], weights: &'a [usize]) -> PeerCounts<'a> {
-    PeerCounts { rows, weights }
 }
 
 fn hops<'a, D: Kernels>(step: &HandleCall<'a, D>) -> Result<&'a HopMaps<D>> {
@@ -87,8 +82,8 @@ impl<D: Kernels> RowTransport<D> for Hierarchical<D> {
         let across = Movement {
             // All weights of a token.
             parts: RowParts { weight: inputs.weights.map_or(0, |w| w.row_bytes()), ..RowParts::of(inputs) },
-            send: counts(&hops.crossing, &hops.crossing),
-            recv: counts(&hops.arriving, &hops.arriving),
+            send: PeerCounts::of(&hops.crossing, &hops.crossing),
+            recv: PeerCounts::of(&hops.arriving, &hops.arriving),
             sources: GatherSources {
                 rows: inputs.tokens.borrow(),
                 row_map: hops.list(&hops.crossing_tokens)?,
@@ -101,8 +96,8 @@ impl<D: Kernels> RowTransport<D> for Hierarchical<D> {
         let arrived = exchange(&mut self.core, step, &across)?;
         let within = Movement {
             parts: RowParts::of(inputs),
-            send: counts(&hops.forwarded, &hops.choices),
-            recv: counts(&hops.received, &hops.slots),
+            send: PeerCounts::of(&hops.forwarded, &hops.choices),
+            recv: PeerCounts::of(&hops.received, &hops.slots),
             sources: GatherSources {
                 rows: rows_of(step, &arrived)?,
                 row_map: hops.list(&hops.forwarded_rows)?,
@@ -124,8 +119,8 @@ impl<D: Kernels> RowTransport<D> for Hierarchical<D> {
         let slots = hops.return_slots.view();
         let within = Movement {
             parts,
-            send: counts(&hops.slots, &hops.slots),
-            recv: counts(&hops.choices, &hops.choices),
+            send: PeerCounts::of(&hops.slots, &hops.slots),
+            recv: PeerCounts::of(&hops.choices, &hops.choices),
             sources: GatherSources {
                 rows: back.rows.borrow(),
                 row_map: slots,
@@ -140,8 +135,8 @@ impl<D: Kernels> RowTransport<D> for Hierarchical<D> {
         let (sums, weights) = step.refuse_own_error(&mut self.core, sums)?;
         let across = Movement {
             parts: RowParts { weight: weight * step.handle.spec().top_k, ..parts },
-            send: counts(&hops.arriving, &hops.arriving),
-            recv: counts(&hops.crossing, &hops.crossing),
+            send: PeerCounts::of(&hops.arriving, &hops.arriving),
+            recv: PeerCounts::of(&hops.crossing, &hops.crossing),
             sources: GatherSources {
                 rows: sums.view(),
                 row_map: hops.list(&hops.arrived_rows)?,
