@@ -109,26 +109,35 @@ fn pass_all(gates: &[Arc<dyn ReplayGate>], launch: &mut dyn FnMut() -> Result<()
     }
 }
 
+/// One of a stream's sources.
+#[derive(Clone)]
+struct Source {
+    source: Weak<dyn FailureSource>,
+    /// It is another stream's, whose faults its end clears, and not this one's.
+    adopted: bool,
+}
+
 /// The sources that one stream's work depends on.
 #[derive(Default)]
 pub(super) struct FailureSources {
-    sources: Mutex<Vec<Weak<dyn FailureSource>>>,
-    /// One has been found to have failed since [`take_failed`](Self::take_failed).
+    sources: Mutex<Vec<Source>>,
+    /// What kernels have found is not to be told ([`take_failed`](Self::take_failed)).
     failed: AtomicBool,
 }
 
 impl FailureSources {
-    fn lock(&self) -> MutexGuard<'_, Vec<Weak<dyn FailureSource>>> {
+    fn lock(&self) -> MutexGuard<'_, Vec<Source>> {
         self.sources.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// One that goes had failed.
+    /// One that goes had failed, and faults of before could not be cleared.
     #[cfg(feature = "nccl")]
     pub(super) fn note_failed(&self) {
         self.failed.store(true, Ordering::SeqCst);
     }
 
-    /// Whether one has been found to have failed, once: what kernels have found by then was in memory that nobody has written.
+    /// Once: whether what kernels have found by now was in memory that nobody has written. So it is behind an adopted source
+    /// that was found to have failed, and behind one of the stream's own whose end could not clear it.
     pub(super) fn take_failed(&self) -> bool {
         self.failed.swap(false, Ordering::SeqCst)
     }
@@ -141,8 +150,8 @@ impl FailureSources {
     #[cfg(feature = "nccl")]
     pub(super) fn add(&self, source: &Arc<dyn FailureSource>) {
         let mut sources = self.lock();
-        sources.retain(|source| source.strong_count() > 0);
-        sources.push(Arc::downgrade(source));
+        sources.retain(|known| known.source.strong_count() > 0);
+        sources.push(Source { source: Arc::downgrade(source), adopted: false });
     }
 
     /// Those of another stream too, whose results this one's work takes.
@@ -150,19 +159,24 @@ impl FailureSources {
         if !std::ptr::eq(self, other) {
             let theirs = other.lock().clone();
             let mut own = self.lock();
-            own.retain(|source| source.strong_count() > 0 && !theirs.iter().any(|other| source.ptr_eq(other)));
-            own.extend(theirs);
+            own.retain(|known| known.source.strong_count() > 0);
+            for Source { source, .. } in theirs {
+                if !own.iter().any(|known| known.source.ptr_eq(&source)) {
+                    own.push(Source { source, adopted: true });
+                }
+            }
         }
     }
 
     /// # Errors
     /// The error of the first source that has failed.
     pub(super) fn check(&self) -> Result<()> {
-        let failure = self.lock().iter().filter_map(Weak::upgrade).find_map(|source| source.failure());
-        failure.map_or(Ok(()), |failure| {
+        let failed = |known: &Source| Some((known.source.upgrade()?.failure()?, known.adopted));
+        let Some((failure, adopted)) = self.lock().iter().find_map(failed) else { return Ok(()) };
+        if adopted {
             self.failed.store(true, Ordering::SeqCst);
-            Err(failure)
-        })
+        }
+        Err(failure)
     }
 }
 
@@ -184,14 +198,16 @@ mod tests {
     }
 
     #[test]
-    fn a_failure_is_kept_while_its_source_lives_and_noted_once_behind_it() {
-        let sources = FailureSources::default();
+    fn a_failure_is_kept_while_its_source_lives_and_an_adopted_one_is_noted() {
+        let [own, adopting] = [FailureSources::default(), FailureSources::default()];
         let source: Arc<dyn FailureSource> = Arc::new(Failed);
-        sources.lock().push(Arc::downgrade(&source));
-        assert!(!sources.take_failed() && sources.check().is_err());
+        own.lock().push(Source { source: Arc::downgrade(&source), adopted: false });
+        adopting.adopt(&own);
+        assert!(own.check().is_err() && adopting.check().is_err());
         drop(source);
-        assert!(sources.check().is_ok());
-        assert_eq!([sources.take_failed(), sources.take_failed()], [true, false]);
+        assert!(own.check().is_ok() && adopting.check().is_ok());
+        assert!(!own.take_failed(), "its end clears what it has raised");
+        assert_eq!([adopting.take_failed(), adopting.take_failed()], [true, false]);
     }
 
     #[derive(Default)]

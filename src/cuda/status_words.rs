@@ -76,6 +76,16 @@ impl StatusWords {
         unsafe { &*self.mirror.add(i) }
     }
 
+    /// Has the stream clear the words when it gets there. The context is bound.
+    pub(super) fn clear_words(&self, call: &'static str) -> Result<()> {
+        let parts = [(self.words, 0, BYTES), (self.words + (NAN * size_of::<u64>()) as u64, 0xff, size_of::<u64>())];
+        parts.into_iter().try_for_each(|(at, byte, bytes)| {
+            // SAFETY: there are so many bytes of words behind the address, for as long as `self` lives.
+            unsafe { result::memset_d8_async(at, byte, bytes, self.stream.cu_stream()) }
+                .map_err(driver(call, "clear the status words"))
+        })
+    }
+
     pub(super) fn clear_mirror(&self) {
         CLEAR.iter().enumerate().for_each(|(i, v)| self.word(i).store(*v, Ordering::Relaxed));
     }

@@ -103,12 +103,6 @@ impl Cuda {
         self.inner.failure_sources.add(source);
     }
 
-    /// Has what kernels have found until the next wait told to nobody: a failure source that goes had failed.
-    #[cfg(feature = "nccl")]
-    pub(crate) fn note_failed_source(&self) {
-        self.inner.failure_sources.note_failed();
-    }
-
     /// Has replays of the graph that is being captured pass this.
     #[cfg(feature = "nccl")]
     pub(crate) fn gate_replays(&self, gate: std::sync::Weak<dyn super::failure::ReplayGate>) {

@@ -6,8 +6,10 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use moebius::comm::{Communicator, Op, SymmetricMemory, Tag};
+use moebius::config::RouterConfig;
 use moebius::cuda::Cuda;
-use moebius::kernels::Kernels;
+use moebius::ep::Reporting;
+use moebius::kernels::{Kernels, Origin, Route};
 use moebius::nccl::sys::{DataType, Status, WaitSignal};
 use moebius::nccl::{CommParts, NcclComm};
 use moebius::{CommError, DType, Error, Result, Tensor};
@@ -24,6 +26,7 @@ pub fn cases() -> Vec<(&'static str, Run)> {
         ("copy_engines_exchange", copy_engines_exchange),
         ("fails_inside", fails_inside),
         ("panics_inside", panics_inside),
+        ("faults_behind_a_lost_rank", faults_behind_a_lost_rank),
         ("splits", splits),
         ("windows", windows),
     ]
@@ -245,6 +248,66 @@ fn panics_inside(_: &Cuda, ranks: usize) {
     // Unwinds without the hook's noise.
     let panic = || -> Result<()> { std::panic::resume_unwind(Box::new("a rank's own trouble")) };
     told_at_once(ranks, panic, |e| matches!(e, Error::Comm(CommError::PeerGone { .. })));
+}
+
+/// What kernels find before a failed communicator goes may come of what nobody has written, and is told to nobody; what work
+/// enqueued behind it finds is told, though nobody has waited in between.
+fn faults_behind_a_lost_rank(_: &Cuda, ranks: usize) {
+    let gone = || Err(Error::Device { call: "test", operation: "fail".into(), message: "trouble of its own".into() });
+    for behind in [None, Some(3)] {
+        // Of their own, which nothing holds behind them.
+        let (library, cudas) = gpus::first(ranks);
+        let results = each(NcclComm::threads(&library, &cudas, TIMEOUT).expect("communicators"), |mut comm| {
+            let cuda = comm.cuda().clone();
+            let last = comm.rank() + 1 == comm.size();
+            let [before, later] = [0, 3].map(|token| NanLogits::new(&cuda, token));
+            let recv = half_entered(&mut comm, gone);
+            if last {
+                return;
+            }
+            let waited = recv.and_then(|recv| cuda.read(recv.view()));
+            assert!(waited.as_ref().is_err_and(|e| matches!(e, Error::Comm(_))), "{waited:?}");
+            before.route(&cuda, 7);
+            drop(comm);
+            if behind.is_some() {
+                later.route(&cuda, 9);
+            }
+            match (cuda.check(), behind) {
+                (Ok(()), None) => {}
+                (Err(Error::NanLogits { layer: 9, token, .. }), Some(expected)) if token == expected => {}
+                (told, _) => panic!("{told:?}, with a NaN of token {behind:?}"),
+            }
+            assert!(cuda.check().is_ok(), "told once");
+        });
+        assert!(results.iter().take(ranks - 1).all(Option::is_some));
+    }
+}
+
+/// Logits of four tokens and two experts, one of which is no number.
+struct NanLogits(Tensor<Cuda>);
+
+impl NanLogits {
+    fn new(cuda: &Cuda, token: usize) -> Self {
+        let logits: Vec<f64> = (0..8).map(|i| if i == 2 * token { f64::NAN } else { f64::from(i as u8) }).collect();
+        Self(cuda.write(&logits, DType::F32, &[4, 2]).expect("logits"))
+    }
+
+    /// Has a kernel find it, without waiting.
+    fn route(&self, cuda: &Cuda, layer: u32) {
+        let mut ids = Tensor::empty(cuda, DType::I32, &[4, 1]).expect("room");
+        let mut weights = Tensor::empty(cuda, DType::F32, &[4, 1]).expect("room");
+        let route = Route {
+            config: &RouterConfig::new(2, 1),
+            logits: self.0.view(),
+            selection_bias: None,
+            jitter: None,
+            origin: Origin { rank: 0, layer },
+            reporting: Reporting::Deferred,
+            ids: ids.view_mut(),
+            weights: weights.view_mut(),
+        };
+        cuda.route(route).expect("a launch");
+    }
 }
 
 /// Parts of a world: even and odd ranks, in falling order.

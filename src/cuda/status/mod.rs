@@ -66,9 +66,23 @@ impl Cuda {
         Ok(site(call, self.origin(call.name(), of)?, operand))
     }
 
+    /// Clears the words when the stream gets there.
     pub(super) fn reset_status(&self, call: &'static str) -> Result<()> {
-        let bytes: Vec<u8> = CLEAR.iter().flat_map(|w| w.to_ne_bytes()).collect();
-        self.write_bytes(call, self.inner.status, &bytes)
+        self.not_captured(call, "clear the status words")?;
+        self.bind(call)?;
+        self.inner.report.clear_words(call)
+    }
+
+    /// Has what kernels have found so far told to nobody: a failure source that goes had failed, and they went on with
+    /// memory that nobody had written. What work that follows finds is told.
+    #[cfg(feature = "nccl")]
+    pub(crate) fn forget_faults_of_failed_source(&self, call: &'static str) {
+        // Nothing may be enqueued behind what may never end.
+        let stuck = self.inner.functions.stuck.is();
+        if stuck || self.reset_status(call).is_err() {
+            // By the next wait then, which takes what work that follows has found for the same.
+            self.inner.failure_sources.note_failed();
+        }
     }
 
     /// Waits for the stream; returns and clears what kernels have found, the one error that is told of it.

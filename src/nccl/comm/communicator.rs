@@ -54,7 +54,7 @@ impl Drop for NcclComm {
         }
         self.session.close();
         if self.failure().is_some() {
-            self.cuda.note_failed_source();
+            self.cuda.forget_faults_of_failed_source("NcclComm");
         }
     }
 }
