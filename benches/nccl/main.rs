@@ -6,13 +6,15 @@
 //! cargo bench -p moebius --no-default-features --features nccl --bench nccl --
 //!     [--ranks N] [--tokens 128,4096] [--routing uniform] [--mode "ht windows,nvlink"] [--workload dsv3]
 //!     [--token-payload nvfp4] [--shard-payload nvfp4] [--ahead 0,2] [--reserved-sms 0,16] [--collective-threads 2,1]
-//!     [--copy-engines 0,1] [calls] [layer] [etp]
+//!     [--copy-engines 0,1] [--max-sms 32] [calls] [layer] [etp]
 //! ```
 //!
 //! `--token-payload` and `--shard-payload` name forms, `plain`, `nvfp4` and `mxfp8`: those in which a layer's tokens
 //! travel (`plain` unless told), and those in which shards do (`plain` and `nvfp4`).
 //!
 //! `--mode "nvlink,nvlink mxfp8"` times combine with sums that return in the tokens' type and quantized, in one run.
+//!
+//! `--max-sms` is how many SMs this crate's kernels that move rows may take; all unless told.
 //!
 //! `--mode "auto measured"` and `--mode "auto measured static"` are groups that time their dispatchers and take the
 //! quickest, which they say on stderr.
@@ -103,6 +105,8 @@ struct Dispatcher {
     measured: bool,
     overlap: Overlap,
     return_format: ReturnFormat,
+    /// SMs of the kernels that move rows; 0: all.
+    max_sms: usize,
 }
 
 impl Dispatcher {
@@ -117,6 +121,7 @@ impl Dispatcher {
             measured: false,
             overlap: Overlap::Auto,
             return_format: ReturnFormat::Tokens,
+            max_sms: 0,
         }
     }
 
@@ -135,6 +140,7 @@ impl Dispatcher {
             // Two hosts, imitated; read by dispatchers between hosts alone.
             ranks_per_host: comm.inner.size() / 2,
             return_format: self.return_format,
+            max_sms: self.max_sms,
             ..GroupConfig::new(w.experts, w.tokens)
         };
         if self.kind == DispatcherKind::Local {
@@ -270,7 +276,9 @@ fn main() -> Result<()> {
         let names: Vec<&str> = value(flag).map_or(default, String::as_str).split(',').collect();
         forms.into_iter().filter(|(name, _)| names.contains(name)).map(|(_, payload)| payload).collect()
     };
-    let dispatchers: Vec<Dispatcher> = DISPATCHERS.iter().copied().filter(|d| only("--mode", d.mode)).collect();
+    let max_sms = numbers("--max-sms").and_then(|n| n.first().copied()).unwrap_or(0);
+    let named = DISPATCHERS.iter().filter(|d| only("--mode", d.mode));
+    let dispatchers: Vec<Dispatcher> = named.map(|&d| Dispatcher { max_sms, ..d }).collect();
     for workload in workloads {
         let serving: Vec<Dispatcher> = dispatchers.iter().copied().filter(|d| d.serves(&workload)).collect();
         if asked("calls") {

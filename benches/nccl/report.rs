@@ -50,10 +50,11 @@ impl Report {
     pub fn line(&self, subject: Subject<'_>, phase: &str, time: Spread, rest: &str) {
         let Subject { workload: w, dispatcher: d, routing } = subject;
         let Self { gpu, date, ranks, nccl } = self;
+        let sms = if d.max_sms == 0 { String::new() } else { format!(",\"max_sms\":{}", d.max_sms) };
         say(format_args!(
             "{{\"impl\":\"moebius\",\"workload\":\"{}-t{}-{routing}\",\"phase\":\"{phase}\",\"ms\":{:.4},\"p99_ms\":{:.4},\
              \"ranks\":{ranks},\"dispatcher\":\"{}\",\"mode\":\"{}\",\"tokens\":{},\"hidden\":{},\"experts\":{},\
-             \"top_k\":{}{rest},\"nccl\":\"{nccl}\",\"gpu\":\"{gpu}\",\"date\":\"{date}\"}}",
+             \"top_k\":{}{sms}{rest},\"nccl\":\"{nccl}\",\"gpu\":\"{gpu}\",\"date\":\"{date}\"}}",
             w.name, w.tokens, time.median, time.p99, d.name, d.mode, w.tokens, w.hidden, w.experts, w.top_k
         ));
     }

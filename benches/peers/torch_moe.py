@@ -202,6 +202,8 @@ def products(s, module, sets):
         "wgrad2": (1, lambda ends: torch._grouped_mm(hidden.t(), rows, offs=ends)),
     }
     for phase, (part, call) in calls.items():
+        if not s.trains and phase not in ("gemm1", "gemm2"):
+            continue  # Decoding has no backward.
         with torch.no_grad():
             measured = measure(lambda number: call(sets[number].ends))
         report("torch-grouped-mm", s.name, phase, measured, part * s.flop_down)
