@@ -1,4 +1,5 @@
-//! Weight gradients by themselves: f32 sums of 16-bit rows, adding, and every place a segment can end at.
+//! Weight gradients by themselves: f32 sums of 16-bit rows, adding, every place a segment can end at, and sums that run
+//! beside a movement of rows.
 
 use std::ops::Range;
 
@@ -13,6 +14,7 @@ use crate::harness::{Random, distance, tests, tolerance};
 tests!(
     sums_end_where_segments_do_in_every_type,
     padding_of_two_operands_in_order_is_not_multiplied,
+    a_movement_beside_changes_no_bit,
     rows_in_order_are_there_when_they_are_multiplied,
 );
 
@@ -149,8 +151,8 @@ impl Operands {
         out
     }
 
-    /// The sums on a device.
-    fn sums(&self, device: &Cuda, s: &Setting) -> Result<Vec<f64>> {
+    /// The sums on a device; with a movement enqueued last before them, beside that.
+    fn sums(&self, device: &Cuda, s: &Setting, mut movement: Option<&mut Movement>) -> Result<Vec<f64>> {
         let mut out = self.before.to(device)?;
         let source = |side: Side| {
             let rows = self.rows[side as usize].view();
@@ -159,6 +161,7 @@ impl Operands {
                 false => RowSource::direct(rows),
             }
         };
+        let movement_sms = movement.as_deref_mut().map(|movement| movement.start(device)).transpose()?;
         device.wgrad(Wgrad {
             left: source(Side::Left),
             right: source(Side::Right),
@@ -167,8 +170,10 @@ impl Operands {
             out: out.view_mut(),
             bias: None,
             accumulate: s.accumulate,
-            movement_sms: None,
+            movement_sms,
         })?;
+        // Looked at first: while the sums travel to the host it may end.
+        movement.map_or(Ok(()), |movement| movement.must_have_ended(device))?;
         device.read(out.view())
     }
 }
@@ -178,7 +183,7 @@ fn check(cuda: &Cuda, s: &Setting, layout: Layout) -> Result<()> {
     let want = operands.expected(s);
     // With no more than two SMs one cluster walks over all tiles.
     for device in [cuda.clone(), cuda.reserving_sms(10_000), cuda.portable()] {
-        let off = distance(&operands.sums(&device, s)?, &want);
+        let off = distance(&operands.sums(&device, s, None)?, &want);
         // Rows are the same numbers on both sides, products exact in f32: only the sum's order and the result's type.
         assert!(off <= tolerance(s.out), "{s:?}, {} slots, {device:?}: off by {off:e}", operands.layout.slots);
     }
@@ -211,6 +216,75 @@ fn padding_of_two_operands_in_order_is_not_multiplied(cuda: &Cuda) -> Result<()>
                 for (m, n) in [(136, 72), (72, 264)] {
                     let s = Setting { dtype, out, mapped: None, accumulate, m, n };
                     check(cuda, &s, Layout::aligned(&COUNTS, alignment))?;
+                }
+            }
+        }
+    }
+    cuda.check()
+}
+
+/// Stands for a movement of rows: as many blocks as that has SMs, which let the next kernel start as soon as all of them
+/// run, and then add so many rows that they are likely to be at it when the first sums are done. Small integers, so that
+/// its own sums are exact.
+struct Movement {
+    sms: usize,
+    source: Tensor<Cuda>,
+    map: Tensor<Cuda>,
+    out: Tensor<Cuda>,
+}
+
+impl Movement {
+    const SOURCE_ROWS: usize = 16;
+    const ADDED_ROWS: usize = 4096;
+    const WIDTH: usize = 4096;
+
+    fn new(cuda: &Cuda, sms: usize) -> Result<Self> {
+        let values: Vec<f64> = (0..Self::SOURCE_ROWS * Self::WIDTH).map(|i| (i / Self::WIDTH) as f64).collect();
+        let map = (0..sms * Self::ADDED_ROWS).map(|i| (i % Self::SOURCE_ROWS) as i32).collect();
+        Ok(Self {
+            sms,
+            source: cuda.write(&values, DType::F32, &[Self::SOURCE_ROWS, Self::WIDTH])?,
+            map: Tensor::from_vec(map, &[sms, Self::ADDED_ROWS])?.to(cuda)?,
+            out: Tensor::empty(cuda, DType::F32, &[sms, Self::WIDTH])?,
+        })
+    }
+
+    /// Enqueues it, and says how many SMs it takes.
+    fn start(&mut self, cuda: &Cuda) -> Result<usize> {
+        let (source, map, out) = (self.source.view(), self.map.view(), self.out.view_mut());
+        cuda.reduce_rows(ReduceRows { source, map, origin: Origin::default(), out })?;
+        Ok(self.sms)
+    }
+
+    /// What follows in the stream is behind it, though a kernel between the two started early.
+    fn must_have_ended(&self, cuda: &Cuda) -> Result<()> {
+        let sum: usize = (0..Self::ADDED_ROWS).map(|i| i % Self::SOURCE_ROWS).sum();
+        let ended = cuda.read(self.out.view())?.iter().all(|v| *v == sum as f64);
+        assert!(ended, "what follows a movement on {} SMs did not wait for it", self.sms);
+        Ok(())
+    }
+}
+
+/// The sums then come from two launches, the first of which starts while the movement runs, on the SMs that it leaves,
+/// and ends behind it. Each tile is summed as ever.
+fn a_movement_beside_changes_no_bit(cuda: &Cuda) -> Result<()> {
+    // Of the 17 experts the first launch has all beside 2 SMs, 15 beside 16, and beside 32 eight, behind which comes
+    // one without slots; beside 130 two, of which one has none (`WGRAD_UNDER_RETURN` in `src/cuda/heuristics.rs`).
+    const SMS: [usize; 4] = [2, 16, 32, 130];
+    for (dtype, out) in [(DType::BF16, DType::BF16), (DType::F16, DType::F32)] {
+        for (mapped, accumulate) in [LEFT, RIGHT, None].into_iter().flat_map(|side| [(side, false), (side, true)]) {
+            let s = Setting { dtype, out, mapped, accumulate, m: 2056, n: 16 };
+            let operands = Operands::new(cuda, &s, Layout::padded())?;
+            let want = operands.expected(&s);
+            for device in [cuda.clone(), cuda.reserving_sms(10_000)] {
+                let alone = operands.sums(&device, &s, None)?;
+                // As in `check`.
+                let off = distance(&alone, &want);
+                assert!(off <= tolerance(out), "{s:?}: off by {off:e}");
+                for sms in SMS {
+                    let mut movement = Movement::new(cuda, sms)?;
+                    let beside = operands.sums(&device, &s, Some(&mut movement))?;
+                    assert!(beside == alone, "{s:?}: other bits beside {sms} SMs");
                 }
             }
         }
