@@ -179,7 +179,8 @@ pub fn hold_over<D: Target>(device: &D, kind: LayerKind, over: &[(usize, Dispatc
         None => settings.len() * share * kind.share(),
     };
     for (at, &(over, dtype)) in settings.iter().enumerate() {
-        let place = Place { at, round: at / dtypes.clone().count() };
+        let types = dtypes.clone().count();
+        let place = Place { at, round: at / types, of_type: at % types };
         let layer = LayerUnderTest::new(device, place, kind, dtype, over);
         let mut random = Random::new(seed::seed(700 + at as u64));
         let expected = layer.run(&Batch::even(over.0));
@@ -201,12 +202,15 @@ struct Place {
     at: usize,
     /// Settings of every type before it: another number of ranks, or another dispatcher.
     round: usize,
+    /// Number of its type.
+    of_type: usize,
 }
 
 impl Place {
-    /// Another turn for each round, so that every type meets everything.
+    /// Another turn for each type of a round, and the next one for each in the next round: so every type meets what
+    /// comes every second, third, fourth or fifth time, however many types there are.
     fn turn(self) -> usize {
-        self.at + self.round
+        self.round + self.of_type
     }
 }
 
