@@ -114,8 +114,16 @@ __device__ __forceinline__ void produce(const WeightGradParams& p, const CUtenso
                 for (int b = 0; b < BLOCK_M / 64 && !gathers; b++) tma_load(ring.at() + b * BLOCK_BYTES, narrow, full, t.narrow + b * 64, t.first + k);
             }
             if (gathers) gather.copy_rows(ring.at(), k);
-            // Without copies in flight, the first kind may come to pass before the announcement above, and end the
-            // phase.
+            // Behind copies, a thread's arrival comes to pass when all of them have landed, those that read nothing and
+            // bring zeros too: no row is multiplied before it is there. Without copies in flight it may come to pass
+            // before the announcement above, and end the phase, so threads that copy nothing arrive plainly.
+            //
+            // Beside gathered rows the announcing lane's own arrival keeps that from happening: it is taken to be lane 0
+            // (PTX leaves open which one is elected), whose copies begin with row k at the tile's first columns, and
+            // such a read takes longer than an announcement. In a tile outside, the second of the last pair where their
+            // number is odd, all copies bring zeros, and the phase may end early. That does no harm: the bytes count in
+            // the next phase, the tile's sums are stored nowhere, and nobody fills the stage before the other block's
+            // readers, who have waited for its bytes, have released it too.
             if (gathers) mbarrier_arrive_after_cp_async(full);
             else mbarrier_arrive(full);
             if (gathers) gather.next(k, t);

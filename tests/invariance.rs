@@ -58,7 +58,7 @@ const THRESHOLDS: [usize; 13] = [1, 2, 3, 4, 5, 6, 8, 12, 24, 32, 64, 128, 256];
 /// Layers under test.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum LayerKind {
-    /// Dense experts, of sizes that are no multiple of a register.
+    /// Dense experts, on the CPU of sizes that are no multiple of a register: see [`dense`].
     Dense,
     /// Dense experts, of sizes whose sums are cut into parts on the CPU, and that Hopper's kernels serve: see
     /// [`long_sums`].
@@ -98,10 +98,12 @@ impl LayerKind {
         !(matches!(self, LayerKind::Payload(_)) && dtype == DType::F64)
     }
 
-    /// Settings of every type that it takes for each to meet all of its sizes or routers.
-    pub fn rounds(self) -> usize {
+    /// Settings of every type that it takes for each to meet all of its sizes or routers. The CPU's sizes of `Dense` go
+    /// by the several numbers of ranks and dispatchers that it has anyway.
+    pub fn rounds(self, on_cpu: bool) -> usize {
         match self {
-            LayerKind::DenseOfLongSums => 2,
+            LayerKind::Dense if !on_cpu => DENSE_ON_GPU.len(),
+            LayerKind::DenseOfLongSums => long_sums(on_cpu).len(),
             LayerKind::Routed(kind) => routers(kind).len(),
             LayerKind::Dense | LayerKind::Quantized(_) | LayerKind::Payload(_) => 1,
         }
@@ -166,7 +168,7 @@ fn hold<D: Target>(device: &D, kind: LayerKind) {
         over.extend(several);
     }
     // Each setting meets all of the kind's sizes or routers.
-    let over: Vec<_> = over.into_iter().flat_map(|over| vec![over; kind.rounds()]).collect();
+    let over: Vec<_> = over.into_iter().flat_map(|over| vec![over; kind.rounds(D::has_f64())]).collect();
     hold_over(device, kind, &over, 1);
 }
 
@@ -179,7 +181,8 @@ pub fn hold_over<D: Target>(device: &D, kind: LayerKind, over: &[(usize, Dispatc
         None => settings.len() * share * kind.share(),
     };
     for (at, &(over, dtype)) in settings.iter().enumerate() {
-        let place = Place { at, round: at / dtypes.clone().count() };
+        let types = dtypes.clone().count();
+        let place = Place { at, round: at / types, of_type: at % types };
         let layer = LayerUnderTest::new(device, place, kind, dtype, over);
         let mut random = Random::new(seed::seed(700 + at as u64));
         let expected = layer.run(&Batch::even(over.0));
@@ -201,12 +204,15 @@ struct Place {
     at: usize,
     /// Settings of every type before it: another number of ranks, or another dispatcher.
     round: usize,
+    /// Number of its type.
+    of_type: usize,
 }
 
 impl Place {
-    /// Another turn for each round, so that every type meets everything.
+    /// Another turn for each type of a round, and the next one for each in the next round: so every type meets what
+    /// comes every second, third, fourth or fifth time, however many types there are.
     fn turn(self) -> usize {
-        self.at + self.round
+        self.round + self.of_type
     }
 }
 
@@ -332,29 +338,49 @@ impl<'a, D: Target> LayerUnderTest<'a, D> {
 
 /// Hidden and intermediate size.
 fn sizes<D: Target>(place: Place, kind: LayerKind) -> (usize, usize) {
-    let at = place.turn();
+    let (at, on_cpu) = (place.turn(), D::has_f64());
     match kind {
-        // Sizes that are no multiple of a register, and for x·w sums longer than a chunk (256, `AXPY_CHUNK`). Those of
-        // x·wᵀ stay within one (`DOT_REGISTERS`).
-        LayerKind::Dense => ([40, 72][at % 2], [36, 300][at / 2 % 2]),
+        LayerKind::Dense => dense(at, on_cpu),
         LayerKind::Routed(_) => ([40, 72][at % 2], 36),
-        LayerKind::DenseOfLongSums => long_sums(place.round, D::has_f64()),
+        LayerKind::DenseOfLongSums => {
+            let sizes = long_sums(on_cpu);
+            sizes[place.round % sizes.len()]
+        }
         // Whole blocks of 32, for fp8 one block and several, the last not full.
         LayerKind::Quantized(_) | LayerKind::Payload(_) => ([64, 320][at % 2], [96, 192][at / 2 % 2]),
     }
 }
 
+/// On the CPU sizes that are no multiple of a register, and for x·w sums longer than a chunk (256, `AXPY_CHUNK`). Those
+/// of x·wᵀ stay within one (`DOT_REGISTERS`).
+fn dense(turn: usize, on_cpu: bool) -> (usize, usize) {
+    match on_cpu {
+        true => ([40, 72][turn % 2], [36, 300][turn / 2 % 2]),
+        false => DENSE_ON_GPU[turn % DENSE_ON_GPU.len()],
+    }
+}
+
+/// On a GPU whole words of 16 bytes, so that in 16 bits Hopper's kernels serve the products of experts: sums shorter than
+/// a step of 64, and of several with a part of one; columns of part of a tile, and of one and part of the next. With 200
+/// of them down's gradient has square tiles on every GPU, with 72 where L2 is small (`SQUARE_SUM` in
+/// `src/cuda/heuristics.rs`). Of the last size, whose intermediate one is no whole words, the rows' gradient alone is
+/// Hopper's.
+const DENSE_ON_GPU: [(usize, usize); 5] = [(264, 72), (40, 72), (264, 200), (40, 200), (72, 300)];
+
 /// On the CPU x·wᵀ with sums of several chunks, of the hidden size (the router and up) or of the intermediate one (down),
 /// the last chunk not full. A chunk has 128 registers (`DOT_REGISTERS` in `src/cpu/heuristics.rs`), which hold 1024 f64
 /// at most.
 ///
-/// On a GPU whole words of 16 bytes, so that in 16 bits Hopper's kernels serve all products of experts; once with sums
+/// On a GPU whole words of 16 bytes, so that in 16 bits Hopper's kernels serve all products of experts. First sums
 /// and columns from which down and the rows' gradient have wider tiles, and rows behind a map are first brought into
-/// the order of slots (`WIDE_SUM` and `ORDER_ROWS_COLUMNS` in `src/cuda/heuristics.rs`: 8192 both).
-fn long_sums(round: usize, on_cpu: bool) -> (usize, usize) {
+/// the order of slots (`WIDE_SUM` and `ORDER_ROWS_COLUMNS` in `src/cuda/heuristics.rs`: 8192 both). Then short ones. Last
+/// a hidden size from which down's gradient has no square tiles and gathers its rows another way (`SQUARE_SUM`, and
+/// `LONG_SUM` in `kernels/sm90/grouped_gemm_kernel.cuh`: 4096 both), and the portable kernels cut logits into parts
+/// (`SPLIT_PARTS` of `SPLIT_HIDDEN`).
+fn long_sums(on_cpu: bool) -> &'static [(usize, usize)] {
     match on_cpu {
-        true => [(2 * 1024 + 40, 36), (40, 2 * 1024 + 40)][round % 2],
-        false => [(64, 8192), (128, 72)][round % 2],
+        true => &[(2 * 1024 + 40, 36), (40, 2 * 1024 + 40)],
+        false => &[(64, 8192), (128, 72), (4104, 72)],
     }
 }
 

@@ -107,6 +107,9 @@ __device__ __forceinline__ void run(const GemmParams& p, const CUtensorMap& a, c
         // A long epilogue beside short sums is held up by copies that come all at once (kernels/notes/grouped_gemm.md,
         // "Version 7").
         constexpr int LONG_SUM = 4096;
+        // Never reached in up_dgrad's kernels: the gathering producers, as gradients of pre-activations lie in slot order,
+        // and in `epilogue_plain` the scaling, as the portable kernel serves weights at the input (`up_dgrad` in
+        // src/cuda/experts.rs).
         if (p.a_map && KIND == DOWN_BWD && p.k < LONG_SUM) produce_gather<KIND, 1>(p, a, b, ring);
         else if (p.a_map) produce_gather<KIND, 4>(p, a, b, ring);
         else if (__shfl_sync(~0u, threadIdx.x % 128 / 32, 0) == 0) produce_tma<KIND>(p, a, b, ring);

@@ -156,8 +156,9 @@ fn what_a_map_holds_is_told_of_its_first_entry(cuda: &Cuda) {
 }
 
 /// A segment of a weight gradient, whose kernels walk segments themselves: of bf16 rows Hopper's, else the portable one.
+/// Beside a movement of 1000 SMs Hopper's takes two launches, and this expert is the second one's first.
 fn where_a_segment_lies_is_told(cuda: &Cuda) {
-    for dtype in [DType::BF16, DType::F32] {
+    for (dtype, movement_sms) in [(DType::BF16, None), (DType::BF16, Some(1000)), (DType::F32, None)] {
         let rows = Tensor::zeros(cuda, dtype, &[16, 64]).expect("rows");
         for (offset, count) in [(-1i64, 3i64), (14, 3), (1 << 40, 1), (3, -(1 << 33))] {
             let [offsets, counts] = [[0, offset], [2, count]].map(|list| tensor(cuda, list.to_vec(), &[2]));
@@ -171,12 +172,14 @@ fn where_a_segment_lies_is_told(cuda: &Cuda) {
                 out: out.view_mut(),
                 bias: None,
                 accumulate: false,
-                movement_sms: None,
+                movement_sms,
             };
+            cuda.stream().synchronize().expect("what the call reads is there");
             cuda.wgrad(call).expect("enqueued");
             let found = Some((offset, count));
             let expected = Error::Segment { call: "wgrad", rank: 2, layer: 9, segment: 1, found }.to_string();
-            assert_eq!(cuda.check().err().map(|e| e.to_string()), Some(expected), "{dtype:?}");
+            let told = cuda.check().err().map(|e| e.to_string());
+            assert_eq!(told, Some(expected), "{dtype:?}, beside {movement_sms:?}");
         }
     }
     cuda.check().expect("told once");

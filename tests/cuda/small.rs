@@ -1,5 +1,5 @@
 //! The layer at sizes small enough for any sanitizer: between them these reach most kernels, on both paths, in every
-//! type: not the tiles of long sums, nor square ones (`down_bwd.rs`, `wide.rs`).
+//! type, and on Hopper every shape of its tiles.
 
 use moebius::DType;
 use moebius::config::*;
@@ -10,7 +10,17 @@ use moebius::layer::{DispatchOptions, Noise};
 use crate::adamw::gives_the_cpus_bits;
 use crate::harness::{Case, compare, tests};
 
-tests!(plain, everything, dropped_and_recomputed, input_weights_and_groups, payloads, optimizer_steps);
+tests!(
+    plain,
+    everything,
+    square_tiles,
+    long_inner_sums,
+    long_hidden_sums,
+    dropped_and_recomputed,
+    input_weights_and_groups,
+    payloads,
+    optimizer_steps,
+);
 
 fn all_types(cuda: &Cuda, name: &str, case: &Case) {
     for dtype in [DType::BF16, DType::F16, DType::F32] {
@@ -30,6 +40,33 @@ fn everything(cuda: &Cuda) {
     (config.aux.balance, config.aux.z) = (0.1, 0.01);
     let noise = Some(Noise { seed: 5, step: 17 });
     all_types(cuda, "everything", &Case { noise, hot: 3.0, ..Case::new(config, 40, DType::F32) });
+}
+
+/// The types of Hopper's kernels, which alone have tiles of several shapes.
+fn half_types(cuda: &Cuda, name: &str, case: &Case) {
+    for dtype in [DType::BF16, DType::F16] {
+        compare(name, &Case { dtype, ..case.clone() }, cuda);
+    }
+}
+
+/// Square tiles of 128 columns make 256 of these 200, the usual ones 320: more than an eighth is saved, so that down's
+/// gradient has them on every GPU (`Product::shape` in `src/cuda/sm90_grouped_gemm.rs`).
+fn square_tiles(cuda: &Cuda) {
+    half_types(cuda, "square tiles", &Case::new(MoeConfig::new(72, 200, 3, 2), 100, DType::F32));
+}
+
+/// Down and the rows' gradient are sums of 8192 and more, which have wide tiles (`WIDE_SUM` in
+/// `src/cuda/heuristics.rs`); of as many columns, up, down's gradient and the weights' bring mapped rows into order
+/// first. `wide.rs` has the same with more columns.
+fn long_inner_sums(cuda: &Cuda) {
+    half_types(cuda, "inner 8200", &Case::new(MoeConfig::new(16, 8200, 3, 2), 40, DType::F32));
+}
+
+/// Sums of down's gradient over 4096 and more: its tiles are the usual ones, on a GPU of a small L2 too (`SQUARE_SUM`),
+/// and its producers bring four steps of a mapped row at a time (`LONG_SUM` in `kernels/sm90/grouped_gemm_kernel.cuh`).
+/// The portable kernels cut logits into parts (`SPLIT_PARTS`).
+fn long_hidden_sums(cuda: &Cuda) {
+    half_types(cuda, "hidden 4104", &Case::new(MoeConfig::new(4104, 24, 3, 2), 40, DType::F32));
 }
 
 fn payloads(cuda: &Cuda) {

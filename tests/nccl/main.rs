@@ -114,7 +114,7 @@ fn over_ranks(ranks: usize) -> Vec<(String, Body)> {
     }
     for kind in KINDS {
         for (name, layer) in INVARIANT {
-            let over = vec![(ranks, kind); layer.rounds()];
+            let over = vec![(ranks, kind); layer.rounds(false)];
             let run = move |cuda: &Cuda| invariance::hold_over(cuda, layer, &over, 4);
             all.push((format!("invariance::{kind:?}::{name}"), body(run)));
         }
