@@ -26,7 +26,8 @@ use crate::nccl::{NcclLibrary, NcclOptions};
 /// Collectives are enqueued; the host waits for a GPU only in [`barrier`](crate::comm::Communicator::barrier) and for
 /// what is summed on the host (see [`all_reduce`](crate::comm::Communicator::all_reduce) below). A failure is kept:
 /// every later call returns it, and so does every wait of the [`Cuda`] while this communicator lives. Then the
-/// communicator has been aborted, and what its collectives wrote is worth nothing.
+/// communicator has been aborted, and what its collectives wrote is worth nothing. What kernels found in it is told to nobody;
+/// what those find that are enqueued once it is dropped is told by the next wait.
 ///
 /// Sums keep the trait's promise: in rank order, in f32, the same bits on every rank and in every run. `F32`, `F16` and
 /// `BF16` are exchanged piece by piece and added by this crate's kernel, which moves as many bytes as NCCL's own ring;
