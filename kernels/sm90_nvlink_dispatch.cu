@@ -66,6 +66,8 @@ __device__ __forceinline__ void push_part(const NvLinkDispatchParams& p, const N
 extern "C" __global__ void __launch_bounds__(NVLINK_THREADS, 1) sm90_nvlink_dispatch(const __grid_constant__ NvLinkDispatchParams p) {
     __shared__ nvlink::Block block;
     __shared__ uint8_t* to[NVLINK_THREADS / 32][NVLINK_RANKS];
+    // A product of other rows may start on the SMs that this kernel leaves.
+    asm volatile("griddepcontrol.launch_dependents;\n" ::: "memory");
     nvlink::start(p.call, block);
     if (!block.stopped) {
         const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, ranks = static_cast<int>(p.call.ranks);

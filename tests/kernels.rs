@@ -101,6 +101,7 @@ impl<'a, D: Target> UpCase<'a, D> {
             activation: Activation::Relu2,
             pre: None,
             out: out.reborrow(),
+            movement_sms: None,
         };
         self.device.settled(self.device.up(call))
     }
@@ -278,6 +279,7 @@ fn weights_at_activation_and_output_agree_and_input_differs<D: Target>(device: &
             activation: Activation::Relu2,
             pre: None,
             out: RowDest::direct(hidden.view_mut()),
+            movement_sms: None,
         };
         device.up(up).unwrap();
         let down = Down {

@@ -134,6 +134,7 @@ impl Case {
             activation: self.activation,
             pre: Some(pre.view_mut()),
             out: RowDest::direct(hidden.view_mut()),
+            movement_sms: None,
         };
         device.up(call).unwrap();
         let call = Down {
@@ -271,6 +272,7 @@ impl Rows {
             activation: Activation::SiluGlu,
             pre: Some(pre.view_mut()),
             out: RowDest::direct(hidden.view_mut()),
+            movement_sms: None,
         };
         device.up(call).unwrap();
         let call = Down {

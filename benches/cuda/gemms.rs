@@ -95,6 +95,7 @@ impl<'a> Gemms<'a> {
                     activation: Activation::SiluGlu,
                     pre: keep.then(|| set.pre.view_mut()),
                     out: RowDest::direct(set.hidden.view_mut()),
+                    movement_sms: None,
                 };
                 cuda.up(call)
             })?;

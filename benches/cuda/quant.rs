@@ -161,6 +161,7 @@ pub fn products(cuda: &Cuda, report: &Report, w: &Workload) -> Result<()> {
                 activation: Activation::SiluGlu,
                 pre: None,
                 out: RowDest::direct(hidden.view_mut()),
+                movement_sms: None,
             };
             cuda.up(call)
         };

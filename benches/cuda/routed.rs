@@ -76,6 +76,7 @@ impl<'a> Routed<'a> {
             activation: Activation::SiluGlu,
             pre: pre.as_mut().map(Tensor::view_mut),
             out: RowDest::direct(hidden.view_mut()),
+            movement_sms: None,
         };
         cuda.up(up)?;
         let mut out = self.slots(w.hidden)?;

@@ -145,6 +145,7 @@ fn measure(rank: &Rank<'_>, comm: Timed, what: (Workload, Dispatcher, &str)) -> 
     let behind = match dispatcher.name {
         "all_gather" => &later[..],
         "all_to_all" | "hierarchical" => &later[..1],
+        "nvlink" if !dispatcher.fixed => &later[..1],
         _ => &[],
     };
     for (phase, spec, host) in behind.iter().copied() {
@@ -182,7 +183,7 @@ fn measure(rank: &Rank<'_>, comm: Timed, what: (Workload, Dispatcher, &str)) -> 
         group.dispatcher().combine(&handle, rows.view(), out.view_mut())
     })?;
     phases.push(("combine", times, collectives));
-    if dispatcher.decodes.is_some() {
+    if dispatcher.decodes.is_some() || (dispatcher.name == "nvlink" && dispatcher.fixed) {
         // As a captured step has them.
         let group = &mut bench.group;
         let mut dispatches = cuda.capture(|| {
@@ -198,6 +199,8 @@ fn measure(rank: &Rank<'_>, comm: Timed, what: (Workload, Dispatcher, &str)) -> 
             let (times, collectives) = bench.time(false, |_| graph.replay().map(drop))?;
             phases.push((phase, times.iter().map(|ms| ms / CAPTURED_CALLS as f64).collect(), collectives));
         }
+    }
+    if dispatcher.decodes.is_some() {
         return Ok(Part { phases, pairs, peak: cuda.memory().peak });
     }
     let (times, collectives) =

@@ -40,6 +40,7 @@ const DSV3_EP8: Workload = Workload {
     experts: 32,
     top_k: 8,
     routing: crate::UNIFORM,
+    shared: 0,
 };
 
 /// A measured configuration.

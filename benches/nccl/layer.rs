@@ -1,6 +1,6 @@
 //! The whole layer, and how much of its time its collectives take.
 
-use moebius::config::{MoeConfig, Payload};
+use moebius::config::{MoeConfig, Payload, SharedConfig};
 use moebius::cuda::Cuda;
 use moebius::ep::{Capacity, DispatcherKind, Group};
 use moebius::layer::{Cotangents, DispatchOptions, GradientsMut, Inputs, Layer, Mode, ParamKind, ParamViews, PerParam};
@@ -60,7 +60,8 @@ pub fn run(
         let dispatcher = Dispatcher { mode, ..dispatcher };
         let subject = Subject { workload, dispatcher, routing: "router" };
         let ranks = parts.len() as f64;
-        let forward = 6.0 * (workload.slots() * workload.hidden * workload.inner) as f64 * ranks;
+        let columns = workload.slots() * workload.inner + workload.tokens * workload.shared;
+        let forward = 6.0 * (columns * workload.hidden) as f64 * ranks;
         let all = [("fwd", 0, forward), ("fwd+bwd", 1, 3.0 * forward)];
         for (phase, i, flop) in all.into_iter().filter(|(_, i, _)| *i == 0 || dispatcher.decodes.is_none()) {
             let (time, collective) = (spread(&of(i)), spread(&of(i + 2)).median);
@@ -73,8 +74,9 @@ pub fn run(
                 false => String::new(),
             };
             let tflops = flop / ranks / time.median / 1e9;
-            let rest =
-                format!(",\"inner\":{},\"payload\":\"{payload:?}\"{parts},\"tflops\":{tflops:.1}", workload.inner);
+            let Workload { inner, shared, .. } = workload;
+            let shared = if shared == 0 { String::new() } else { format!(",\"shared\":{shared}") };
+            let rest = format!(",\"inner\":{inner}{shared},\"payload\":\"{payload:?}\"{parts},\"tflops\":{tflops:.1}");
             report.line(subject, phase, time, &rest);
         }
     }
@@ -85,6 +87,8 @@ struct Weights {
     router: Tensor<Cuda>,
     up: Tensor<Cuda>,
     down: Tensor<Cuda>,
+    /// Up and down of a shared expert.
+    shared: Option<[Tensor<Cuda>; 2]>,
 }
 
 fn measure(
@@ -107,16 +111,29 @@ fn measure(
         router,
         up: random.tensor(cuda, &[local, 2 * w.inner, w.hidden], scale(w.hidden))?,
         down: random.tensor(cuda, &[local, w.hidden, w.inner], scale(w.inner))?,
+        shared: match w.shared {
+            0 => None,
+            columns => Some([
+                random.tensor(cuda, &[2 * columns, w.hidden], scale(w.hidden))?,
+                random.tensor(cuda, &[w.hidden, columns], scale(columns))?,
+            ]),
+        },
     };
     let (x, d_y) = (random.tensor(cuda, &[w.tokens, w.hidden], 1.0)?, random.tensor(cuda, &[w.tokens, w.hidden], 1.0)?);
     let of = |t: &Tensor<Cuda>| Tensor::zeros(cuda, DType::BF16, t.dims());
     let (mut y, mut d_x) = (of(&x)?, of(&x)?);
     let (mut d_router, mut d_up, mut d_down) = (of(&weights.router)?, of(&weights.up)?, of(&weights.down)?);
+    let mut d_shared = match &weights.shared {
+        Some([up, down]) => Some([of(up)?, of(down)?]),
+        None => None,
+    };
     let params = ParamViews::collect(|kind| {
         Ok(match kind {
             ParamKind::Router => Some(weights.router.view()),
             ParamKind::Up => Some(weights.up.view()),
             ParamKind::Down => Some(weights.down.view()),
+            ParamKind::SharedUp => weights.shared.as_ref().map(|[up, _]| up.view()),
+            ParamKind::SharedDown => weights.shared.as_ref().map(|[_, down]| down.view()),
             _ => None,
         })
     })?;
@@ -127,6 +144,7 @@ fn measure(
     };
     let mut config = MoeConfig::new(w.hidden, w.inner, w.experts, w.top_k);
     config.payload = payload;
+    config.shared = (w.shared > 0).then_some(SharedConfig { intermediate: w.shared, gated: false, bias: false });
     let options = DispatchOptions { capacity, ..DispatchOptions::default() };
     let layer = Layer::new(config, 0)?.with_dispatch(options);
 
@@ -135,7 +153,10 @@ fn measure(
         let made = layer.forward_into(&mut group, mode, Inputs { x: x.view(), params: &params }, y.view_mut())?;
         let Some(context) = made.context else { return Ok(()) };
         let cotangents = Cotangents { y: Some(d_y.view()), aux: 0.0 };
-        let into = gradients(&mut d_x, &mut d_router, [d_up.view_mut(), d_down.view_mut()]);
+        let mut into = gradients(&mut d_x, &mut d_router, [d_up.view_mut(), d_down.view_mut()]);
+        if let Some([up, down]) = &mut d_shared {
+            (into.params.shared_up, into.params.shared_down) = (Some(up.view_mut()), Some(down.view_mut()));
+        }
         layer.backward_into(&mut group, context, Inputs { x: x.view(), params: &params }, cotangents, into)
     };
     let mut times: Times = Default::default();

@@ -6,13 +6,15 @@
 //! cargo bench -p moebius --no-default-features --features nccl --bench nccl --
 //!     [--ranks N] [--tokens 128,4096] [--routing uniform] [--mode "ht windows,nvlink"] [--workload dsv3]
 //!     [--token-payload nvfp4] [--shard-payload nvfp4] [--ahead 0,2] [--reserved-sms 0,16] [--collective-threads 2,1]
-//!     [--copy-engines 0,1] [--max-sms 32] [calls] [layer] [etp]
+//!     [--copy-engines 0,1] [--max-sms 32] [--shared 2048] [calls] [layer] [etp]
 //! ```
 //!
 //! `--token-payload` and `--shard-payload` name forms, `plain`, `nvfp4` and `mxfp8`: those in which a layer's tokens
 //! travel (`plain` unless told), and those in which shards do (`plain` and `nvfp4`).
 //!
 //! `--mode "nvlink,nvlink mxfp8"` times combine with sums that return in the tokens' type and quantized, in one run.
+//!
+//! `--shared` is the inner size of a shared expert of the layer; none unless told.
 //!
 //! `--max-sms` is how many SMs this crate's kernels that move rows may take; all unless told.
 //!
@@ -62,6 +64,8 @@ struct Workload {
     experts: usize,
     top_k: usize,
     routing: data::Routing,
+    /// Inner size of a shared expert; 0: none.
+    shared: usize,
 }
 
 impl Workload {
@@ -76,8 +80,16 @@ impl Workload {
 }
 
 /// DeepSeek-V3's sizes, of which the calls' times need no inner one.
-const DSV3: Workload =
-    Workload { name: "dsv3", tokens: 4096, hidden: 7168, inner: 2048, experts: 256, top_k: 8, routing: UNIFORM };
+const DSV3: Workload = Workload {
+    name: "dsv3",
+    tokens: 4096,
+    hidden: 7168,
+    inner: 2048,
+    experts: 256,
+    top_k: 8,
+    routing: UNIFORM,
+    shared: 0,
+};
 const QWEN3: Workload = Workload {
     name: "qwen3-30b-a3b",
     tokens: 4096,
@@ -86,6 +98,7 @@ const QWEN3: Workload = Workload {
     experts: 128,
     top_k: 8,
     routing: UNIFORM,
+    shared: 0,
 };
 const UNIFORM: data::Routing = data::Routing::Uniform;
 
@@ -107,6 +120,8 @@ struct Dispatcher {
     return_format: ReturnFormat,
     /// SMs of the kernels that move rows; 0: all.
     max_sms: usize,
+    /// A rank that does not come is left out.
+    patience: Option<Duration>,
 }
 
 impl Dispatcher {
@@ -122,6 +137,7 @@ impl Dispatcher {
             overlap: Overlap::Auto,
             return_format: ReturnFormat::Tokens,
             max_sms: 0,
+            patience: None,
         }
     }
 
@@ -141,6 +157,7 @@ impl Dispatcher {
             ranks_per_host: comm.inner.size() / 2,
             return_format: self.return_format,
             max_sms: self.max_sms,
+            patience: self.patience,
             ..GroupConfig::new(w.experts, w.tokens)
         };
         if self.kind == DispatcherKind::Local {
@@ -194,6 +211,12 @@ const DISPATCHERS: &[Dispatcher] = &[
         decodes: Some(256),
         fixed: true,
         ..Dispatcher::new("nvlink", "nvlink ll", DispatcherKind::NvLinkLowLatency)
+    },
+    Dispatcher {
+        decodes: Some(256),
+        fixed: true,
+        patience: Some(Duration::from_millis(100)),
+        ..Dispatcher::new("nvlink", "nvlink ll patience", DispatcherKind::NvLinkLowLatency)
     },
     overlapped("nvlink static serial", Overlap::Off),
     overlapped("nvlink static 16 SMs", Overlap::Sms(16)),
@@ -265,11 +288,12 @@ fn main() -> Result<()> {
     let world = NcclWorld::new(&library, &gpus[..ranks], TIMEOUT)?;
     let report = Report::new(&gpus[0], ranks, &library)?;
     report.memory("nccl", before.saturating_sub(free(&gpus[0])?));
+    let shared = numbers("--shared").and_then(|n| n.first().copied()).unwrap_or(0);
     let tokens = numbers("--tokens").unwrap_or_else(|| vec![128, 2048, 4096, 8192]);
     let only = |flag: &str, name: &str| value(flag).is_none_or(|only| only.split(',').any(|one| one == name));
     let mut workloads = Vec::new();
     for workload in [DSV3, QWEN3].into_iter().filter(|w| only("--workload", w.name)) {
-        workloads.extend(tokens.iter().map(|&tokens| Workload { tokens, ..workload }));
+        workloads.extend(tokens.iter().map(|&tokens| Workload { tokens, shared, ..workload }));
     }
     let forms = [("plain", Payload::Plain), ("nvfp4", Payload::Nvfp4), ("mxfp8", Payload::Mxfp8)];
     let payloads = |flag: &str, default: &str| -> Vec<Payload> {

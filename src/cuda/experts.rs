@@ -265,6 +265,14 @@ impl<'a> GroupedGemm<'a> {
         Ok(())
     }
 
+    /// Has the kernel start beside the movement that was enqueued last, where it is Hopper's and nothing else has been
+    /// enqueued for the product.
+    fn start_early(&self, choice: &mut KernelChoice<'_>, movement_sms: Option<usize>) {
+        if choice.sm90.is_some() && choice.dequantizing.is_none() && choice.tiles.is_planned() {
+            choice.movement_sms = choice.movement_sms.or(movement_sms);
+        }
+    }
+
     /// Describes weights on the activation that lie behind a map; false: they do not.
     fn mapped_weights(&self, weights: &Option<SlotWeights<'_, Cuda>>, p: &mut params::GemmParams) -> Result<bool> {
         let Some(SlotWeights { values, map: Some(map), at }) = weights else { return Ok(false) };
@@ -375,6 +383,7 @@ pub(super) fn up(device: &Cuda, call: Up<'_, Cuda>) -> Result<()> {
     let mut choice = gemm.choose(&mut p, (factor == 2).then_some(Product::Up), factor)?;
     let in_order = if choice.sm90.is_some() { gemm.in_order(&mut p)? } else { None };
     gemm.wait_in_kernel(&mut choice, &call.rows, &mut p)?;
+    gemm.start_early(&mut choice, call.movement_sms);
     let in_slots = if behind_map && choice.sm90.is_none() { Some(gemm.weights_in_slots(&mut p)?) } else { None };
     gemm.launch(Product::Up, &choice, &p)?;
     drop((in_order, in_slots));

@@ -265,7 +265,9 @@ impl Cuda {
         let tokens = sent.tokens.rows();
         let p = sent.params(self, peers)?;
         let warps = (params::NVLINK_THREADS / params::WARP_THREADS) as usize;
-        let grid = Grid::new(peers.blocks(self, tokens.div_ceil(warps)), params::NVLINK_THREADS);
+        let blocks = peers.blocks(self, tokens.div_ceil(warps));
+        let pairs = peers.overlapped && blocks.is_multiple_of(2);
+        let grid = Grid { pairs, ..Grid::new(blocks, params::NVLINK_THREADS) };
         // SAFETY: the maps have the sizes that `params.h` states; the rest is the caller's promise.
         unsafe { self.launch(peers.call, &kernels.dispatch, grid, &p) }
     }

@@ -83,12 +83,13 @@ pub(super) struct Sm90Launch<'a> {
     pub(super) movement_sms: Option<usize>,
 }
 
-/// Launches a kernel of blocks that stay, at most one an SM. Where rows are still coming (`p.arrived`), it starts while the
-/// kernel that brings them runs, on the SMs that this one leaves, and then on all; where the device reserves SMs, on those
-/// that are left beside both all along.
+/// Launches a kernel of blocks that stay, at most one an SM. Where a movement of rows was enqueued last, of those that it waits
+/// for (`p.arrived`) or of others, it starts while that runs, on the SMs that it leaves, and then on all; where the device
+/// reserves SMs, on those that are left beside both all along.
 ///
 /// # Safety
-/// As [`Cuda::launch`], for the kernel of `product`; where rows are still coming, what brings them was enqueued last.
+/// As [`Cuda::launch`], for the kernel of `product`; with `movement_sms` a movement was enqueued last, which writes nothing
+/// that the kernel reads but rows that it waits for.
 pub(super) unsafe fn launch(device: &Cuda, launch: Sm90Launch<'_>, p: &params::GemmParams) -> Result<()> {
     let Sm90Launch { call, kernel, product, dtype, blocks, movement_sms } = launch;
     if blocks == 0 {
@@ -119,7 +120,7 @@ pub(super) unsafe fn launch(device: &Cuda, launch: Sm90Launch<'_>, p: &params::G
         _ => device.usable_sms(),
     };
     let blocks = blocks.min(usable / 2 * 2).next_multiple_of(2);
-    let programmatic = p.arrived != 0;
+    let programmatic = movement_sms.is_some();
     let grid = Grid { shared: SM90_GROUPED_GEMM.shared, programmatic, ..Grid::new(blocks, SM90_GROUPED_GEMM.threads) };
     let [a, b, pre, gated, plain] = [&a, &b, &pre, &gated, &plain].map(argument);
     let mut arguments = [argument(p), a, b, pre, gated, plain];

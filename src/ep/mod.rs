@@ -173,7 +173,9 @@ pub trait TokenDispatcher<D: Kernels>: fmt::Debug + Send {
     /// As [`dispatch`](Self::dispatch).
     fn dispatch_rows(&mut self, handle: &Handle<D>, inputs: DispatchInputs<'_, D>) -> Result<Received<D>>;
     /// The same with other work of this rank beside it, which is enqueued while rows travel where the transport
-    /// [`overlaps`](Self::overlaps), and after them elsewhere.
+    /// [`overlaps`](Self::overlaps), and after them elsewhere. It is told how many SMs the movement takes while it runs, 0
+    /// where that has no bearing on it: then it begins with a product that may start early
+    /// ([`Up::movement_sms`](crate::kernels::Up::movement_sms)), and has taken what memory it needs before.
     ///
     /// # Errors
     /// As [`dispatch_rows`](Self::dispatch_rows); what `work` returns, when the rows have arrived.
@@ -181,13 +183,14 @@ pub trait TokenDispatcher<D: Kernels>: fmt::Debug + Send {
         &mut self,
         handle: &Handle<D>,
         inputs: DispatchInputs<'_, D>,
-        work: &mut dyn FnMut() -> Result<()>,
+        work: &mut dyn FnMut(usize) -> Result<()>,
     ) -> Result<Received<D>> {
         let received = self.dispatch_rows(handle, inputs)?;
-        work().map(|()| received)
+        work(0).map(|()| received)
     }
-    /// Whether a rank's own work can run while its rows travel.
-    fn overlaps(&self) -> bool {
+    /// Whether a rank's own work can run while rows of so many elements travel over such a handle; the same on all ranks.
+    fn overlaps(&self, handle: &Handle<D>, dtype: DType, width: usize) -> bool {
+        let _ = (handle, dtype, width);
         false
     }
     /// Whether products of some rows may run while they travel; the same on all ranks.

@@ -99,6 +99,23 @@ pub(crate) trait RowTransport<D: Kernels>: fmt::Debug + Send {
         product(&received, None);
         Ok(received)
     }
+    /// Whether a rank's own work can run while rows of so many bytes travel, over such a handle; the same on all ranks.
+    fn overlaps(&self, handle: &Handle<D>, row_bytes: usize) -> bool {
+        let _ = (handle, row_bytes);
+        false
+    }
+    /// The same as [`send`](Self::send), and `work`, which is enqueued behind it, may run meanwhile, and is told how many SMs
+    /// that takes.
+    fn send_beside(
+        &mut self,
+        step: &HandleCall<'_, D>,
+        inputs: &DispatchInputs<'_, D>,
+        work: &mut dyn FnMut(usize),
+    ) -> Result<ReceivedRows<D>> {
+        let received = self.send(step, inputs)?;
+        work(0);
+        Ok(received)
+    }
     /// Refuses rows that a forward's way back does not take.
     fn check_combine(&self, call: &'static str, expert_out: TensorRef<'_, D>) -> Result<()> {
         let _ = (call, expert_out);
@@ -268,6 +285,25 @@ impl<D: Kernels, C: RowTransport<D>> TokenDispatcher<D> for C {
         checked(self, &step, check_inputs(step.call, handle, &inputs))?;
         let received = send_rows(self, &step, &inputs)?;
         with_slot_weights(self.core(), &step, received, &inputs)
+    }
+
+    fn overlaps(&self, handle: &Handle<D>, dtype: DType, width: usize) -> bool {
+        RowTransport::overlaps(self, handle, width * dtype.size())
+    }
+
+    fn dispatch_rows_overlapped(
+        &mut self,
+        handle: &Handle<D>,
+        inputs: DispatchInputs<'_, D>,
+        work: &mut dyn FnMut(usize) -> Result<()>,
+    ) -> Result<Received<D>> {
+        let step = HandleCall { call: "dispatch_rows", op: Op::Dispatch, handle };
+        checked(self, &step, check_inputs(step.call, handle, &inputs))?;
+        let mut done = Ok(());
+        let received = self.send_beside(&step, &inputs, &mut |sms| done = work(sms));
+        let received = received.map_err(|e| self.core().as_peer_error(step.call, e))?;
+        let received = with_slot_weights(self.core(), &step, received, &inputs)?;
+        done.map(|()| received)
     }
 
     fn may_overlap_products(&self) -> bool {

@@ -72,6 +72,7 @@ impl<'a, 'p, D: Kernels> EarlyUp<'a, 'p, D> {
             activation: config.activation,
             pre: pre.as_mut().map(Tensor::view_mut),
             out: RowDest::direct(hidden.view_mut()),
+            movement_sms: None,
         })
     }
 

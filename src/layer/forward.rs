@@ -22,10 +22,11 @@ use super::definition::Layer;
 use super::early_up::{EarlyUp, UpOutputs};
 use super::mode::{Mode, Noise};
 use super::outputs::{Forward, ForwardInfo, Routing};
-use super::overlap::LayerOverlap;
+use super::overlap::{LayerOverlap, shared_beside_rows};
 use super::params::{Inputs, Params, borrow};
 use super::payload::{self, EncodedTokens};
 use super::refuse::refuse_on_error;
+use super::shared_expert::ReadySharedExpert;
 use super::{aux_losses, check, shared_expert};
 
 const CALL: &str = "Layer::forward";
@@ -133,17 +134,22 @@ fn forward_into<D: Kernels>(
     let keep = mode.backward && !layer.config.recompute;
     let overlapped =
         overlap == LayerOverlap::Yes && group.dispatcher().overlaps_products(&handle, x.dtype(), layer.config.hidden);
-    let early = overlapped.then(|| EarlyUp::new(layer, &device, &handle, params, (x.dtype(), keep))).transpose();
-    let mut early = refuse_on_error(layer, group, Op::Dispatch, early)?;
     // Where rows take their time, this rank's own tokens have theirs.
+    let beside = shared_beside_rows(layer, group, &handle, x.dtype());
+    let early = (overlapped && !beside).then(|| EarlyUp::new(layer, &device, &handle, params, (x.dtype(), keep)));
+    let shared = beside.then(|| ReadySharedExpert::new(layer, &device, mode, x.borrow(), params));
+    let ready = early.transpose().and_then(|early| Ok((early, shared.transpose()?.flatten())));
+    let (mut early, mut shared) = refuse_on_error(layer, group, Op::Dispatch, ready)?;
     let mut pending = None;
-    let received = trace_span!("dispatch").in_scope(|| match (&mut early, group.dispatcher().overlaps()) {
+    let received = trace_span!("dispatch").in_scope(|| match (&mut early, shared.is_some()) {
         (Some(up), _) => {
             group.dispatcher().dispatch_rows_with_product(&handle, inputs, &mut |rows| up.start(&device, rows))
         }
         (None, false) => group.dispatcher().dispatch_rows(&handle, inputs),
-        (None, true) => group.dispatcher().dispatch_rows_overlapped(&handle, inputs, &mut || {
-            pending = Some(begin());
+        (None, true) => group.dispatcher().dispatch_rows_overlapped(&handle, inputs, &mut |sms| {
+            let _span = trace_span!("shared expert").entered();
+            let start = |ready: ReadySharedExpert<'_, D>| ready.start(&device, x.borrow(), (sms > 0).then_some(sms));
+            pending = Some(shared.take().map(start).transpose());
             Ok(())
         }),
     })?;
@@ -366,6 +372,7 @@ impl<D: Kernels> RoutedExperts<'_, '_, D> {
             activation: self.layer.config.activation,
             pre: pre.as_mut().map(TensorMut::reborrow),
             out: RowDest::direct(hidden.view_mut()),
+            movement_sms: None,
         })?;
         Ok(hidden)
     }

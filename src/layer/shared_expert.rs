@@ -2,6 +2,8 @@
 //!
 //! It runs through the routed experts' kernels, as a layout of one segment; its gate is a routing weight.
 
+use std::sync::Arc;
+
 use crate::config::{SharedConfig, WeightAt};
 use crate::error::Result;
 use crate::kernels::{
@@ -63,27 +65,98 @@ impl<'a, D: Kernels> SharedParams<'a, D> {
         Ok(Some(Self { config, up, up_bias, down, down_bias }))
     }
 
-    /// Activations `[T, S]`, and pre-activations `[T, G·S]` if they are to be kept.
-    fn up(&self, layer: &Layer, device: &D, x: TensorRef<'_, D>, keep: bool) -> Result<(Tensor<D>, Option<Tensor<D>>)> {
-        let tokens = x.rows();
-        let segments = device.single_segment(tokens)?;
-        let mut pre = match keep {
-            true => Some(Tensor::empty(device, x.dtype(), &[tokens, self.up.dims()[1]])?),
-            false => None,
-        };
-        let mut hidden = Tensor::empty(device, x.dtype(), &[tokens, self.config.intermediate])?;
-        let call = Up {
+    /// Up of x, and what it writes.
+    fn up(
+        &self,
+        layer: &Layer,
+        device: &D,
+        x: TensorRef<'_, D>,
+        mut outputs: SharedUpOutputs<D>,
+        movement_sms: Option<usize>,
+    ) -> Result<SharedUpOutputs<D>> {
+        let SharedUpOutputs { segments, hidden, pre } = &mut outputs;
+        device.up(Up {
             rows: RowSource::direct(x.borrow()),
-            segments: &segments,
+            segments,
             weight: self.up.borrow().into(),
             bias: borrow(&self.up_bias),
             slot_weights: None,
             activation: layer.config.activation,
             pre: pre.as_mut().map(Tensor::view_mut),
             out: RowDest::direct(hidden.view_mut()),
+            movement_sms,
+        })?;
+        Ok(outputs)
+    }
+
+    /// Room for what up writes of x; `keep`: pre-activations too.
+    fn up_outputs(&self, device: &D, x: TensorRef<'_, D>, keep: bool) -> Result<SharedUpOutputs<D>> {
+        let (tokens, dtype) = (x.rows(), x.dtype());
+        let pre = keep.then(|| Tensor::empty(device, dtype, &[tokens, self.up.dims()[1]])).transpose()?;
+        let hidden = Tensor::empty(device, dtype, &[tokens, self.config.intermediate])?;
+        Ok(SharedUpOutputs { segments: device.single_segment(tokens)?, hidden, pre })
+    }
+}
+
+/// What up writes.
+#[derive(Debug)]
+struct SharedUpOutputs<D: Kernels> {
+    /// Of all tokens.
+    segments: Arc<Segments<D>>,
+    /// Activations `[T, S]`.
+    hidden: Tensor<D>,
+    /// Pre-activations `[T, G·S]`, if they are to be kept.
+    pre: Option<Tensor<D>>,
+}
+
+/// A shared expert before its first product: its memory is there and its tiles are listed, so that nothing stands between a
+/// movement of rows and up.
+pub(super) struct ReadySharedExpert<'a, D: Kernels> {
+    layer: &'a Layer,
+    params: SharedParams<'a, D>,
+    outputs: SharedUpOutputs<D>,
+    /// Weight of the gate `[1, H]`, and room for its logits and values.
+    gate: Option<(TensorRef<'a, D>, [Tensor<D>; 2])>,
+}
+
+impl<'a, D: Kernels> ReadySharedExpert<'a, D> {
+    /// `None` where the layer has none.
+    pub(super) fn new(
+        layer: &'a Layer,
+        device: &D,
+        mode: Mode,
+        x: TensorRef<'_, D>,
+        params: &'a Params<'_, D>,
+    ) -> Result<Option<Self>> {
+        let Some(shared) = SharedParams::of(layer, params)? else { return Ok(None) };
+        let outputs = shared.up_outputs(device, x.borrow(), mode.backward && !layer.config.recompute)?;
+        device.list_tiles(&outputs.segments)?;
+        let room = || Tensor::empty(device, x.dtype().accumulator(), &[x.rows(), 1]);
+        let gate = match &params.others.shared_gate {
+            Some(weight) => Some((weight.borrow(), [room()?, room()?])),
+            None => None,
         };
-        device.up(call)?;
-        Ok((hidden, pre))
+        Ok(Some(Self { layer, params: shared, outputs, gate }))
+    }
+
+    /// Enqueues up first, beside a movement on so many SMs where there is one, and then the gate.
+    pub(super) fn start(
+        self,
+        device: &D,
+        x: TensorRef<'_, D>,
+        movement_sms: Option<usize>,
+    ) -> Result<PendingSharedExpert<D>> {
+        let Self { layer, params, outputs, gate } = self;
+        let SharedUpOutputs { hidden, pre, .. } = params.up(layer, device, x.borrow(), outputs, movement_sms)?;
+        let gate = match gate {
+            None => None,
+            Some((weight, [mut logit, mut gate])) => {
+                device.linear(Linear { x: x.borrow(), weight: weight.borrow(), bias: None, out: logit.view_mut() })?;
+                device.sigmoid(Sigmoid { value: logit.view(), grad: None, out: gate.view_mut() })?;
+                Some(gate)
+            }
+        };
+        Ok(PendingSharedExpert { hidden, saved: SharedContext { pre, gate } })
     }
 }
 
@@ -103,21 +176,8 @@ pub(super) fn begin<D: Kernels>(
     x: TensorRef<'_, D>,
     params: &Params<'_, D>,
 ) -> Result<Option<PendingSharedExpert<D>>> {
-    let Some(shared) = SharedParams::of(layer, params)? else { return Ok(None) };
-    let tokens = x.rows();
-    let gate = match &params.others.shared_gate {
-        None => None,
-        Some(weight) => {
-            let mut logit = Tensor::empty(device, x.dtype().accumulator(), &[tokens, 1])?;
-            let linear = Linear { x: x.borrow(), weight: weight.borrow(), bias: None, out: logit.view_mut() };
-            device.linear(linear)?;
-            let mut gate = Tensor::empty(device, logit.dtype(), &[tokens, 1])?;
-            device.sigmoid(Sigmoid { value: logit.view(), grad: None, out: gate.view_mut() })?;
-            Some(gate)
-        }
-    };
-    let (hidden, pre) = shared.up(layer, device, x, mode.backward && !layer.config.recompute)?;
-    Ok(Some(PendingSharedExpert { hidden, saved: SharedContext { pre, gate } }))
+    let ready = ReadySharedExpert::new(layer, device, mode, x.borrow(), params)?;
+    ready.map(|ready| ready.start(device, x, None)).transpose()
 }
 
 /// Adds the shared expert's output to `y`.
@@ -162,7 +222,7 @@ pub(super) fn backward<D: Kernels>(
     let (s, up_rows, acc) = (shared.config.intermediate, shared.up.dims()[1], x.dtype().accumulator());
     let recomputed = match saved.pre {
         Some(_) => None,
-        None => shared.up(layer, device, x, true)?.1,
+        None => shared.up(layer, device, x, shared.up_outputs(device, x, true)?, None)?.pre,
     };
     let Some(pre) = saved.pre.as_ref().or(recomputed.as_ref()) else { return Ok(()) };
     let mut d_pre = Tensor::empty(device, x.dtype(), &[tokens, up_rows])?;

@@ -256,11 +256,39 @@ impl RowTransport<Cuda> for NvLink {
         RowTransport::may_overlap_products(self) && handle.zones(CALL).is_ok_and(|maps| gains(maps.zone_rows))
     }
 
+    fn overlaps(&self, handle: &Handle<Cuda>, _: usize) -> bool {
+        // Of the plan's sizes, which all ranks have alike.
+        let gains = |rows: usize| match self.core.config.overlap {
+            Overlap::Off => false,
+            Overlap::Auto => rows >= OVERLAP_TOKENS,
+            Overlap::Sms(_) => true,
+        };
+        self.movement_sms.dispatch > 0 && handle.zones(CALL).is_ok_and(|maps| gains(maps.zone_rows))
+    }
+
     fn send(&mut self, step: &HandleCall<'_, Cuda>, inputs: &DispatchInputs<'_, Cuda>) -> Result<ReceivedRows<Cuda>> {
         let (arrival, row, sent) = self.prepared(step, inputs)?;
         let zone = arrival.place.offset;
         // SAFETY: the memory is this group's alone, and all ranks have reserved room for this layout in each zone.
         self.meet(step, row, Meeting::alone(zone), |device, peers| unsafe { device.nvlink_dispatch(peers, sent) })?;
+        arrival.kept(&self.core.device)
+    }
+
+    fn send_beside(
+        &mut self,
+        step: &HandleCall<'_, Cuda>,
+        inputs: &DispatchInputs<'_, Cuda>,
+        work: &mut dyn FnMut(usize),
+    ) -> Result<ReceivedRows<Cuda>> {
+        let (arrival, row, sent) = self.prepared(step, inputs)?;
+        let sms = self.movement_sms.dispatch;
+        let meeting = Meeting { zone: arrival.place.offset, overlapped_sms: Some(sms) };
+        self.meet(step, row, meeting, |device, peers| {
+            // SAFETY: as in `send`.
+            unsafe { device.nvlink_dispatch(peers, sent) }?;
+            work(sms);
+            Ok(())
+        })?;
         arrival.kept(&self.core.device)
     }
 

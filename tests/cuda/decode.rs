@@ -83,6 +83,7 @@ fn products(cuda: &Cuda, s: Setting, rows: &Rows) -> Result<[Vec<f64>; 3]> {
         activation: s.activation,
         pre: Some(pre.view_mut()),
         out: RowDest::direct(out.view_mut()),
+        movement_sms: None,
     })?;
     cuda.down(Down {
         rows: RowSource::direct(hidden.view()),

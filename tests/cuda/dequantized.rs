@@ -108,6 +108,7 @@ impl Products {
             activation: Activation::SiluGlu,
             pre: Some(pre.view_mut()),
             out: RowDest::direct(hidden.view_mut()),
+            movement_sms: None,
         })?;
         cuda.down(Down {
             rows: RowSource::direct(self.hidden_given.view()),

@@ -125,6 +125,7 @@ fn made(cuda: &Cuda, s: &Setting, inputs: &Inputs, at_once: bool) -> Result<Made
         activation: moebius::config::Activation::SiluGlu,
         pre: None,
         out: RowDest::direct(hidden.view_mut()),
+        movement_sms: None,
     })?;
     let bytes = |t: &Tensor<Cuda>| cuda.download(t.view());
     let stats = plan.stats.get()?;

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use moebius::comm::Communicator;
-use moebius::config::{MoeConfig, WeightAt};
+use moebius::config::{MoeConfig, SharedConfig, WeightAt};
 use moebius::cuda::Cuda;
 use moebius::ep::{Capacity, DispatcherKind, Group, GroupConfig, Overflow, Overlap};
 use moebius::layer::{DispatchOptions, Layer, Mode, Params, PerParam};
@@ -29,6 +29,12 @@ fn config(hidden: usize, intermediate: usize, experts: usize, top_k: usize) -> M
     MoeConfig::new(hidden, intermediate, experts, top_k)
 }
 
+/// With a shared expert of columns enough to begin while rows travel.
+fn shared(mut config: MoeConfig, gated: bool) -> MoeConfig {
+    config.shared = Some(SharedConfig { intermediate: 1024, gated, bias: false });
+    config
+}
+
 /// Layers of Hopper's kernels for many rows, with usual tiles and square ones, and of kernels that wait for nothing.
 fn configs() -> Vec<(&'static str, MoeConfig, usize)> {
     let mut recomputed = config(512, 192, 64, 6);
@@ -38,6 +44,11 @@ fn configs() -> Vec<(&'static str, MoeConfig, usize)> {
     let mut at_input = config(256, 128, 32, 4);
     at_input.weight_at = WeightAt::Input;
     vec![
+        // Its up runs beside the rows, in place of the routed experts'; with a gate behind it, and of a type of sizes that
+        // no kernel of Hopper's serves.
+        ("a shared expert", shared(config(512, 128, 32, 4), true), 700),
+        ("a shared expert of long rows", shared(config(8192, 64, 8, 2), false), 300),
+        ("a shared expert of odd sizes", shared(config(72, 40, 16, 4), true), 300),
         ("many experts", config(1024, 256, 128, 8), 1500),
         ("few experts", config(2048, 512, 8, 2), 900),
         ("recomputed", recomputed, 600),
@@ -92,18 +103,20 @@ fn uneven(_: &Cuda, ranks: usize) {
 }
 
 fn graphs_replay(_: &Cuda, ranks: usize) {
-    let config = config(512, 256, 32, 4);
-    let run = |overlap| {
-        each(ranks, |comm, together| {
-            let mut steps = steps(comm, (&config, 700, 31), overlap)?;
-            let (graph, eager) = steps.replays()?;
-            // Before any rank leaves what it calls.
-            drop(graph);
-            together.wait();
-            Ok(eager)
-        })
-    };
-    assert!(run(Overlap::Sms(8)) == run(Overlap::Off));
+    let plain = config(512, 256, 32, 4);
+    for config in [shared(plain.clone(), true), plain] {
+        let run = |overlap| {
+            each(ranks, |comm, together| {
+                let mut steps = steps(comm, (&config, 700, 31), overlap)?;
+                let (graph, eager) = steps.replays()?;
+                // Before any rank leaves what it calls.
+                drop(graph);
+                together.wait();
+                Ok(eager)
+            })
+        };
+        assert!(run(Overlap::Sms(8)) == run(Overlap::Off));
+    }
 }
 
 fn no_sms(_: &Cuda, ranks: usize) {

@@ -141,6 +141,7 @@ pub fn up(
         activation: Activation::SiluGlu,
         pre: None,
         out: RowDest::direct(out.view_mut()),
+        movement_sms: None,
     })
 }
 

@@ -81,16 +81,16 @@ impl TokenDispatcher<Cuda> for NcclEp {
         &mut self,
         handle: &Handle<Cuda>,
         inputs: DispatchInputs<'_, Cuda>,
-        work: &mut dyn FnMut() -> Result<()>,
+        work: &mut dyn FnMut(usize) -> Result<()>,
     ) -> Result<Received<Cuda>> {
         const CALL: DispatcherCall = DispatcherCall { call: "dispatch_rows", op: Op::Dispatch };
         if self.mode == Algorithm::HighThroughput {
             let received = self.dispatch_rows(handle, inputs)?;
-            return work().map(|()| received);
+            return work(0).map(|()| received);
         }
         let checked = check_inputs(CALL.call, handle, &inputs).and_then(|()| self.check_sent(&inputs));
         self.check_or_refuse(CALL, handle, checked)?;
-        self.send_low(CALL, handle, &inputs, Some(work))
+        self.send_low(CALL, handle, &inputs, Some(&mut || work(0)))
     }
 
     fn place_for_return(&mut self, handle: &Handle<Cuda>, dtype: DType, width: usize) -> Result<Option<Tensor<Cuda>>> {
@@ -101,7 +101,7 @@ impl TokenDispatcher<Cuda> for NcclEp {
         self.windows.copies()
     }
 
-    fn overlaps(&self) -> bool {
+    fn overlaps(&self, _: &Handle<Cuda>, _: DType, _: usize) -> bool {
         self.mode == Algorithm::LowLatency
     }
 
