@@ -77,8 +77,8 @@ struct TileScheduler {
     }
 };
 
-// Stages in shared memory: `full` counts 128 producers and TMA's bytes, `empty` the 8 multiplying warps of
-// either block.
+// Stages in shared memory: `full` counts 128 producers, the announcement of TMA's bytes and these, `empty` the 8
+// multiplying warps of either block.
 struct Ring {
     uint32_t stages, full, empty;
     int stage = 0;
@@ -105,7 +105,7 @@ __device__ __forceinline__ void produce(const WeightGradParams& p, const CUtenso
             mbarrier_wait(ring.empty_barrier(), ring.parity ^ 1);
             const uint32_t full = ring.full_barrier();
             if (Gather::ELECTED ? orders && elect_one() : threadIdx.x % 128 == 0) {
-                mbarrier_expect_tx(full, B_BYTES + (gathers ? 0 : A_BYTES));
+                mbarrier_arrive_expect_tx(full, B_BYTES + (gathers ? 0 : A_BYTES));
 #pragma unroll
                 for (int i = 0; i < BLOCK_N / 128; i++) {
                     const int b = blockIdx.x % 2 * (BLOCK_N / 128) + i;
@@ -114,16 +114,10 @@ __device__ __forceinline__ void produce(const WeightGradParams& p, const CUtenso
                 for (int b = 0; b < BLOCK_M / 64 && !gathers; b++) tma_load(ring.at() + b * BLOCK_BYTES, narrow, full, t.narrow + b * 64, t.first + k);
             }
             if (gathers) gather.copy_rows(ring.at(), k);
-            // Behind copies, a thread's arrival comes to pass when all of them have landed, those that read nothing and
-            // bring zeros too: no row is multiplied before it is there. Without copies in flight it may come to pass
-            // before the announcement above, and end the phase, so threads that copy nothing arrive plainly.
-            //
-            // Beside gathered rows the announcing lane's own arrival keeps that from happening: it is taken to be lane 0
-            // (PTX leaves open which one is elected), whose copies begin with row k at the tile's first columns, and
-            // such a read takes longer than an announcement. In a tile outside, the second of the last pair where their
-            // number is odd, all copies bring zeros, and the phase may end early. That does no harm: the bytes count in
-            // the next phase, the tile's sums are stored nowhere, and nobody fills the stage before the other block's
-            // readers, who have waited for its bytes, have released it too.
+            // Behind copies, a thread's arrival comes to pass when all of them have landed: no row is multiplied before it is
+            // there. Without copies in flight, or of copies that read nothing, it may come to pass before the announcement
+            // above, though the thread made that first; the announcement is an arrival of its own, so that no phase ends
+            // without it.
             if (gathers) mbarrier_arrive_after_cp_async(full);
             else mbarrier_arrive(full);
             if (gathers) gather.next(k, t);
@@ -357,7 +351,7 @@ __device__ __forceinline__ void run(const WeightGradParams& p, const CUtensorMap
     const Ring ring{base, barriers, barriers + STAGES * 8};
     if (threadIdx.x == 0) {
         for (int s = 0; s < STAGES; s++) {
-            mbarrier_init(ring.full + s * 8, 128);
+            mbarrier_init(ring.full + s * 8, 129);
             mbarrier_init(ring.empty + s * 8, 16);
         }
         asm volatile("fence.mbarrier_init.release.cluster;\n" ::: "memory");
