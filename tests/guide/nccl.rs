@@ -53,17 +53,56 @@ fn budgets() -> super::Result<()> {
 }
 
 fn processes() -> super::Result<()> {
+    use moebius::MoeConfig; // …
     use moebius::comm::{Op, Tag}; // …
     use std::time::Duration; // …
     use moebius::cuda::Cuda; // …
+    use moebius::ep::{Group, GroupConfig}; // …
     use moebius::nccl::{NcclComm, NcclLibrary}; // …
     use moebius::ranks::{Axis, Bootstrap, Identity, Mesh}; // …
     let me = Identity::from_env()?;
     let job = Bootstrap::from_env(Duration::from_secs(120))?;
     let cuda = Cuda::new(me.local_rank)?;
     let mut world = NcclComm::join(&NcclLibrary::open()?, &job, &cuda)?;
-    let mesh = Mesh::new(me.world, &[Axis::Data.of_size(2), Axis::Expert.of_size(me.world / 2)])?;
+    let mesh = Mesh::new(me.world, &[Axis::Expert.of_size(me.world)])?; // the experts are divided among all ranks
     let tag = Tag { layer: 0, op: Op::User, sequence: 0 };   // names the call in errors
     let experts = world.group(tag, &mesh, Axis::Expert)?; // ncclCommSplit
+    let layer = MoeConfig::new(2048, 768, 128, 8); // hidden, intermediate, experts, top-k
+    let group = Group::new(cuda, Box::new(experts), GroupConfig::of(&layer, 4096))?; // at most 4096 tokens a rank
+    println!("rank {} of {}, over {}", group.rank(), group.ranks(), group.dispatcher_kind());
+    Ok(())
+}
+
+fn told(layer: moebius::MoeConfig) {
+    use moebius::ep::{DispatcherKind, GroupConfig, Overlap, ReturnFormat}; // …
+    let config = GroupConfig {
+        dispatcher: DispatcherKind::NvLink,  // one that cannot be had is an error; Auto, the default, chooses
+        overlap: Overlap::Sms(16),           // products run while tokens travel on 16 SMs; Auto, the default, or Off
+        max_sms: 64,                         // SMs that its kernels take at most; 0, the default: all
+        windows: 3,                          // zones in which rows arrive and stay; 0, the default: 2
+        return_format: ReturnFormat::Mxfp8,  // how a forward's sums return; Tokens, the default: in the tokens' type
+        ..GroupConfig::of(&layer, 4096)
+    };
+}
+
+fn served(cuda: moebius::cuda::Cuda, comm: Box<moebius::nccl::NcclComm>, layer: moebius::MoeConfig) -> super::Result<()> {
+    use std::time::Duration; // …
+    use moebius::Error; // …
+    use moebius::comm::Communicator; // …
+    use moebius::ep::{DispatcherKind, EpGroup, Group, GroupConfig}; // …
+    let (ranks, sequences) = (comm.size(), 64); // …
+    let (experts, top_k) = (layer.router.num_experts, layer.router.top_k); // …
+    let served = GroupConfig {
+        dispatcher: DispatcherKind::NvLinkLowLatency,  // to be named: patience is refused with Auto
+        forward_only: true,                            // no step has a backward
+        patience: Some(Duration::from_millis(100)),    // how long a step waits for a rank before it goes on without it
+        max_rows: ranks * sequences * top_k,           // of captured steps with so many sequences a rank
+        ..GroupConfig::new(experts, 3456 / top_k)      // tokens a rank brings to a call at most
+    };
+    let group = EpGroup::new(Group::new(cuda, comm, served)?);
+    match group.lock().dispatcher().check() {          // between steps, on each rank
+        Err(Error::LateRanks { late, .. }) => println!("went on without ranks {late:?}"),
+        other => other?,
+    }
     Ok(())
 }
