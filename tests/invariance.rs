@@ -44,6 +44,8 @@ const RANDOM_BATCHES: usize = 1000;
 const BATCHES_VARIABLE: &str = "MOEBIUS_INVARIANCE_BATCHES";
 /// Environment variable that has every setting run all batches, tokens alone and pairs, in place of its share.
 const ALL_VARIABLE: &str = "MOEBIUS_INVARIANCE_ALL";
+/// Rounds over which every type meets what comes every second, third, fourth or fifth time: see [`Place::turn`].
+const TURNS: usize = 5;
 /// Rows of a product at which something else takes over. They stand for constants that are private to the crate: who
 /// changes one changes it here.
 ///
@@ -98,15 +100,16 @@ impl LayerKind {
         !(matches!(self, LayerKind::Payload(_)) && dtype == DType::F64)
     }
 
-    /// Settings of every type that it takes for each to meet all of its sizes or routers. The CPU's sizes of `Dense` go
-    /// by the several numbers of ranks and dispatchers that it has anyway.
+    /// Settings of every type that it takes for each to meet all of its sizes or routers and, on a GPU, [`TURNS`]. The
+    /// CPU has more settings of each anyway, by its numbers of ranks and dispatchers, which the sizes of `Dense` go by.
     pub fn rounds(self, on_cpu: bool) -> usize {
-        match self {
+        let choices = match self {
             LayerKind::Dense if !on_cpu => DENSE_ON_GPU.len(),
             LayerKind::DenseOfLongSums => long_sums(on_cpu).len(),
             LayerKind::Routed(kind) => routers(kind).len(),
             LayerKind::Dense | LayerKind::Quantized(_) | LayerKind::Payload(_) => 1,
-        }
+        };
+        if on_cpu { choices } else { TURNS.next_multiple_of(choices) }
     }
 
     /// Of the random batches, and of tokens alone and in pairs, one in so many: the weights of long sums take longest.
@@ -209,8 +212,9 @@ struct Place {
 }
 
 impl Place {
-    /// Another turn for each type of a round, and the next one for each in the next round: so every type meets what
-    /// comes every second, third, fourth or fifth time, however many types there are.
+    /// Another turn for each type of a round, and the next one for each in the next round: so over [`TURNS`] rounds every
+    /// type meets what comes every second, third, fourth or fifth time, however many types there are. Over NCCL EP there
+    /// is one round, whose types have turns 0 to 2.
     fn turn(self) -> usize {
         self.round + self.of_type
     }

@@ -265,26 +265,31 @@ impl Movement {
     }
 }
 
-/// The sums then come from two launches, the first of which starts while the movement runs, on the SMs that it leaves,
-/// and ends behind it. Each tile is summed as ever.
+/// The sums then come from two launches, or from one that has all experts. The first starts while the movement runs, on
+/// the SMs that it leaves, and ends behind it. Each tile is summed as ever, however many SMs there are.
 fn a_movement_beside_changes_no_bit(cuda: &Cuda) -> Result<()> {
     // Of the 17 experts the first launch has all beside 2 SMs, 15 beside 16, and beside 32 eight, behind which comes
     // one without slots; beside 130 two, of which one has none (`WGRAD_UNDER_RETURN` in `src/cuda/heuristics.rs`).
     const SMS: [usize; 4] = [2, 16, 32, 130];
+    // Zeros have a sign.
+    let bits = |sums: Vec<f64>| sums.into_iter().map(f64::to_bits).collect::<Vec<_>>();
     for (dtype, out) in [(DType::BF16, DType::BF16), (DType::F16, DType::F32)] {
         for (mapped, accumulate) in [LEFT, RIGHT, None].into_iter().flat_map(|side| [(side, false), (side, true)]) {
             let s = Setting { dtype, out, mapped, accumulate, m: 2056, n: 16 };
             let operands = Operands::new(cuda, &s, Layout::padded())?;
             let want = operands.expected(&s);
-            for device in [cuda.clone(), cuda.reserving_sms(10_000)] {
-                let alone = operands.sums(&device, &s, None)?;
-                // As in `check`.
-                let off = distance(&alone, &want);
-                assert!(off <= tolerance(out), "{s:?}: off by {off:e}");
+            let alone = operands.sums(cuda, &s, None)?;
+            // As in `check`.
+            let off = distance(&alone, &want);
+            assert!(off <= tolerance(out), "{s:?}: off by {off:e}");
+            let alone = bits(alone);
+            let few = cuda.reserving_sms(10_000);
+            assert!(bits(operands.sums(&few, &s, None)?) == alone, "{s:?}: other bits on few SMs");
+            for device in [cuda, &few] {
                 for sms in SMS {
                     let mut movement = Movement::new(cuda, sms)?;
-                    let beside = operands.sums(&device, &s, Some(&mut movement))?;
-                    assert!(beside == alone, "{s:?}: other bits beside {sms} SMs");
+                    let beside = bits(operands.sums(device, &s, Some(&mut movement))?);
+                    assert!(beside == alone, "{s:?}, {device:?}: other bits beside {sms} SMs");
                 }
             }
         }
