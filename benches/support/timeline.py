@@ -3,7 +3,8 @@
     python3 benches/support/timeline.py OUT.svg [--gpu 0] TITLE=LINES.tsv [TITLE=LINES.tsv ...]
 
 A step is what runs between two times in which the GPU is idle for longer than IDLE; that of median length is drawn of
-those that hold a weight gradient, behind the first third (the warm-up). All steps of a picture have one scale.
+those that hold a weight gradient, behind the first two thirds: the warm-up, and steps that the host enqueues, behind which the bench replays
+captured ones. All steps of a picture have one scale.
 """
 import sys
 from xml.sax.saxutils import escape
@@ -40,7 +41,7 @@ def steps(spans):
 
 def chosen(spans):
     both = [step for step in steps(spans) if any("wgrad" in span[4] for span in step)]
-    both = sorted(both[len(both) // 3:], key=lambda step: max(span[1] for span in step) - step[0][0])
+    both = sorted(both[2 * len(both) // 3 :], key=lambda step: max(span[1] for span in step) - step[0][0])
     if not both:
         sys.exit("timeline.py: no step with a weight gradient")
     return both[len(both) // 2]
