@@ -73,15 +73,17 @@ impl Cuda {
         self.inner.report.clear_words(call)
     }
 
-    /// Has what kernels have found so far told to nobody: a failure source that goes had failed, and they went on with
-    /// memory that nobody had written. What work that follows finds is told.
+    /// Has what kernels of this stream have found so far told to nobody: a failure source of its own that goes had failed,
+    /// and they went on with memory that nobody had written. What work that follows finds is told. Streams that have adopted
+    /// the source forget what they have found by their next wait.
     #[cfg(feature = "nccl")]
     pub(crate) fn forget_faults_of_failed_source(&self, call: &'static str) {
+        self.inner.failure_sources.note_end_of_failed();
         // Nothing may be enqueued behind what may never end.
         let stuck = self.inner.functions.stuck.is();
         if stuck || self.reset_status(call).is_err() {
             // By the next wait then, which takes what work that follows has found for the same.
-            self.inner.failure_sources.note_failed();
+            self.inner.failure_sources.note_uncleared();
         }
     }
 
