@@ -5,7 +5,9 @@
 //   sm90_nvlink_low_latency_combine_*  rows [N, width] -> [T, width]
 //
 // A warp takes 32 neighboring packets of a row. It sends all of its share first, and then looks for what comes: a block
-// waits for no other of its grid, and as all blocks run at once, what a peer waits for is on its way. Sums are those of
+// waits for no other of its grid, and as all blocks run at once, what a peer waits for is on its way. They do as long as
+// nothing of another stream keeps some from starting, as the launch is not a cooperative one; then peers wait until that has
+// ended, or for as long as the call allows. Sums are those of
 // sm90_nvlink_combine.cu to the bit: of a row's slots here in f32, in the order of k, rounded; and of the ranks' sums in
 // their order, in f32, rounded.
 //

@@ -26,8 +26,9 @@
 // of the system; whoever waits acquires at that scope, before a barrier with the threads that read.
 //
 // No wait is endless. Whoever has waited for longer than the call allows writes down what for, tells all ranks to give
-// up, and goes on to the end of its kernel without moving anything. Every wait, and every later call, sees that, and
-// raises a fault on its own rank. Then the windows are of no use until the hosts have cleared all their words together. A
+// up, and goes on to the end of its kernel without what did not come. Blocks and warps that have nothing to wait for may go
+// on storing rows until they do, or end; nobody is to use those. Every wait, and every later call, sees that, and raises a
+// fault on its own rank. Then the windows are of no use until the hosts have cleared all their words together. A
 // host that is about to take peers' memory away ends its own rank's waits in the same way, by a word of its own. Behind that
 // word lies one in which kernels tell the host at once what they have raised: nobody waits for the replays of a graph who
 // would read the fault.
@@ -50,8 +51,12 @@ __device__ __forceinline__ void delay(const NvLinkCall& c, uint32_t who) {
     while (nanoseconds() < until) __nanosleep(200);
 }
 
-__device__ __forceinline__ void raise_peer(const NvLinkCall& c, NvLinkPhase phase, int64_t peer) {
-    const long long detail = (static_cast<long long>(phase) << NVLINK_PEER_BITS | peer) << ORIGIN_BITS | c.origin;
+// A fault's detail.
+__device__ __forceinline__ long long peer_detail(const NvLinkCall& c, NvLinkPhase phase, int64_t peer) {
+    return (static_cast<long long>(phase) << NVLINK_PEER_BITS | peer) << ORIGIN_BITS | c.origin;
+}
+
+__device__ __forceinline__ void raise_peer(const NvLinkCall& c, long long detail) {
     raise_fault(c.fault, FAULT_PEER, detail);
     if (c.stop == nullptr) return;
     // The second of the host's words, which kernels write: one of the first faults, as what follows comes of these.
@@ -62,18 +67,24 @@ __device__ __forceinline__ void raise_peer(const NvLinkCall& c, NvLinkPhase phas
 // Writes down what was waited for in vain, if it is the first here, and tells every rank.
 __device__ __noinline__ void give_up(const NvLinkCall& c, NvLinkPhase phase, int64_t peer, Word epoch, Word met) {
     Word* own = words_of(c, c.rank);
-    if (atomicCAS(own + NVLINK_ERROR, 0ull, static_cast<Word>(phase) << 32 | static_cast<Word>(peer)) == 0) {
+    const long long detail = peer_detail(c, phase, peer);
+    if (atomicCAS(own + NVLINK_ERROR, 0ull, static_cast<Word>(detail)) == 0) {
         store_relaxed(own + NVLINK_ERROR + 1, epoch);
         store_relaxed(own + NVLINK_ERROR + 2, met);
         store_relaxed(own + NVLINK_ERROR + 3, static_cast<Word>(c.timeout));
-        raise_peer(c, phase, peer);
+        raise_peer(c, detail);
     }
     for (int64_t r = 0; r < c.ranks; r++) store_relaxed(words_of(c, r) + NVLINK_ABORT, static_cast<Word>(c.rank) + 1);
 }
 
-// Raises the fault of a rank that stops as another has given up. That the host has its own know already.
+// Raises the fault of a rank that stops as another has given up; and as this one has, again the one that it raised then, which
+// names who did not come. That the host has its own know already.
 __device__ __noinline__ void raise_stopped(const NvLinkCall& c, Word by) {
-    if (by <= static_cast<Word>(c.ranks)) raise_peer(c, NVLINK_STOPPED, static_cast<int64_t>(by) - 1);
+    const bool own = by == static_cast<Word>(c.rank) + 1;
+    const Word first = own ? load_relaxed(words_of(c, c.rank) + NVLINK_ERROR) : 0;
+    // A block that starts late may see that this rank has given up in this call, and not yet in what.
+    if (own && first != 0) raise_peer(c, static_cast<long long>(first));
+    if (!own && by <= static_cast<Word>(c.ranks)) raise_peer(c, peer_detail(c, NVLINK_STOPPED, static_cast<int64_t>(by) - 1));
 }
 
 // Whether some rank has given up: what this one writes from here on is not to be used either.
@@ -84,7 +95,8 @@ __device__ __forceinline__ bool given_up(const NvLinkCall& c) {
     return by != 0;
 }
 
-// Whether the host wants no waits any more. Its word is behind PCIe, so it is looked at seldom, and told to the others here.
+// Whether the host wants no waits any more. Its word is behind PCIe, so waits look at it seldom (and the exchange of low
+// latency once a call), and it is told to the others here.
 __device__ __noinline__ bool host_stops(const NvLinkCall& c) {
     if (c.stop == nullptr || load_relaxed(c.stop) == 0) return false;
     atomicCAS(words_of(c, c.rank) + NVLINK_ABORT, 0ull, static_cast<Word>(NVLINK_HOST));

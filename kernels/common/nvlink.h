@@ -18,7 +18,7 @@ constexpr uint32_t NVLINK_TOP_K = 24;
 constexpr uint32_t NVLINK_MARK_BLOCKS = 16, NVLINK_GROUPS = 32, NVLINK_ITEMS_SMEM = 131072;
 // What an offset of a zone is a multiple of.
 constexpr uint32_t NVLINK_ZONE_UNIT = 256;
-// Who gave up first, where it was the host.
+// Who gave up, where it was the host.
 constexpr uint32_t NVLINK_HOST = 0xffffffff;
 
 // Control words of a rank, of 8 bytes, in lines of 128 bytes by who writes them; zeros at first. A word that ends a wait
@@ -27,10 +27,11 @@ enum NvLinkWord : int {
     NVLINK_EPOCH = 0,          // calls that this rank has ended, in 32 bits, without 0
     NVLINK_BLOCKS = 1,         // blocks of the present call that have ended
     NVLINK_TICKET = 2,         // pieces of work that warps of the present call have taken
-    NVLINK_ERROR = 3,          // what was given up: NvLinkPhase above the peer, and from the next word on the epoch, the
-                               // word that was met, and the ns that were waited
+    NVLINK_ERROR = 3,          // what this rank gave up first, as its fault's detail has it: NvLinkPhase above the peer, above
+                               // the origin; and from the next word on the epoch, the word that was met, and the ns that
+                               // were waited
     NVLINK_BARRIER = 7,        // where the blocks of a plan meet (32 bits): turns over each time that all have come
-    NVLINK_ABORT = 16,         // one more than the rank that gave up first, as far as this one knows, or NVLINK_HOST; 0: none
+    NVLINK_ABORT = 16,         // one more than a rank that gave up, the last of several to tell this one, or NVLINK_HOST; 0: none
     NVLINK_READY = 32,         // [R]: the zone that rank r may write to, in units, below the epoch
     NVLINK_DONE = 48,          // [R]: rank r has written all
     NVLINK_RECORDS = 64,       // [2, NVLINK_RANKS]: rank r has written its record into this bank
@@ -43,8 +44,9 @@ static_assert(NVLINK_BARRIER < NVLINK_ABORT && NVLINK_ABORT < NVLINK_READY);
 static_assert(NVLINK_READY + NVLINK_RANKS <= NVLINK_DONE && NVLINK_DONE + NVLINK_RANKS <= NVLINK_RECORDS);
 static_assert(NVLINK_RECORDS + 2 * NVLINK_RANKS <= NVLINK_MARKS && NVLINK_MARKS + NVLINK_RANKS * NVLINK_MARK_BLOCKS <= NVLINK_ARRIVED);
 static_assert(NVLINK_ARRIVED < NVLINK_ROWS);
-// What a rank waited for in vain; or that it came to a call, or was in one, when another, the peer, gave up.
-enum NvLinkPhase : int { NVLINK_WAIT_READY = 1, NVLINK_WAIT_DONE = 2, NVLINK_WAIT_ROW = 3, NVLINK_STOPPED = 4, NVLINK_WAIT_MARK = 5 };
+// What a rank waited for in vain; or that it came to a call, or was in one, when another, the peer, gave up. That is the last
+// of them, as of several faults the smallest is told: what a rank has met itself names who did not come.
+enum NvLinkPhase : int { NVLINK_WAIT_READY = 1, NVLINK_WAIT_DONE = 2, NVLINK_WAIT_ROW = 3, NVLINK_WAIT_MARK = 4, NVLINK_STOPPED = 5 };
 // Bits of a fault's detail that are the peer, above the origin; the phase lies above them.
 constexpr uint32_t NVLINK_PEER_BITS = 8;
 

@@ -126,8 +126,8 @@ pub type NvLinkWord = ::core::ffi::c_int;
 pub const NVLINK_WAIT_READY: NvLinkPhase = 1;
 pub const NVLINK_WAIT_DONE: NvLinkPhase = 2;
 pub const NVLINK_WAIT_ROW: NvLinkPhase = 3;
-pub const NVLINK_STOPPED: NvLinkPhase = 4;
-pub const NVLINK_WAIT_MARK: NvLinkPhase = 5;
+pub const NVLINK_WAIT_MARK: NvLinkPhase = 4;
+pub const NVLINK_STOPPED: NvLinkPhase = 5;
 pub type NvLinkPhase = ::core::ffi::c_int;
 pub const NVLINK_PEER_BITS: u32 = 8;
 #[repr(C)]

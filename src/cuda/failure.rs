@@ -115,14 +115,27 @@ struct Source {
     source: Weak<dyn FailureSource>,
     /// It is another stream's, whose faults its end clears, and not this one's.
     adopted: bool,
+    /// It had failed as it went. All streams that have the source share this.
+    ended_failed: Arc<AtomicBool>,
+}
+
+impl Source {
+    fn lives(&self) -> bool {
+        self.source.strong_count() > 0
+    }
+
+    /// It is gone, had failed, and what this stream's kernels found meanwhile has not been forgotten yet.
+    fn left_faults(&self) -> bool {
+        self.adopted && !self.lives() && self.ended_failed.load(Ordering::SeqCst)
+    }
 }
 
 /// The sources that one stream's work depends on.
 #[derive(Default)]
 pub(super) struct FailureSources {
     sources: Mutex<Vec<Source>>,
-    /// What kernels have found is not to be told ([`take_failed`](Self::take_failed)).
-    failed: AtomicBool,
+    /// One of the stream's own that went had failed, and faults of before could not be cleared.
+    uncleared: AtomicBool,
 }
 
 impl FailureSources {
@@ -130,16 +143,28 @@ impl FailureSources {
         self.sources.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// One that goes had failed, and faults of before could not be cleared.
-    #[cfg(feature = "nccl")]
-    pub(super) fn note_failed(&self) {
-        self.failed.store(true, Ordering::SeqCst);
+    /// One of the stream's own goes, and has failed: streams that have adopted it are to know. Called before it is gone.
+    #[cfg(any(test, feature = "nccl"))]
+    pub(super) fn note_end_of_failed(&self) {
+        let has_failed = |known: &&Source| known.source.upgrade().is_some_and(|source| source.failure().is_some());
+        let sources = self.lock();
+        sources.iter().filter(has_failed).for_each(|known| known.ended_failed.store(true, Ordering::SeqCst));
     }
 
-    /// Once: whether what kernels have found by now was in memory that nobody has written. So it is behind an adopted source
-    /// that was found to have failed, and behind one of the stream's own whose end could not clear it.
+    /// Faults of before the end of a source of the stream's own could not be cleared.
+    #[cfg(feature = "nccl")]
+    pub(super) fn note_uncleared(&self) {
+        self.uncleared.store(true, Ordering::SeqCst);
+    }
+
+    /// Whether what kernels have found by now may have been in memory that nobody has written: once for each adopted source
+    /// that is gone and had failed, waited for or not, and for one of the stream's own whose end could not clear it. What
+    /// this stream's work behind that end has found before this is asked cannot be told from the rest.
     pub(super) fn take_failed(&self) -> bool {
-        self.failed.swap(false, Ordering::SeqCst)
+        let mut sources = self.lock();
+        let before = sources.len();
+        sources.retain(|known| !known.left_faults());
+        self.uncleared.swap(false, Ordering::SeqCst) || sources.len() < before
     }
 
     pub(super) fn is_empty(&self) -> bool {
@@ -147,11 +172,11 @@ impl FailureSources {
     }
 
     /// One more, for as long as it lives.
-    #[cfg(feature = "nccl")]
+    #[cfg(any(test, feature = "nccl"))]
     pub(super) fn add(&self, source: &Arc<dyn FailureSource>) {
         let mut sources = self.lock();
-        sources.retain(|known| known.source.strong_count() > 0);
-        sources.push(Source { source: Arc::downgrade(source), adopted: false });
+        sources.retain(|known| known.lives() || known.left_faults());
+        sources.push(Source { source: Arc::downgrade(source), adopted: false, ended_failed: Arc::default() });
     }
 
     /// Those of another stream too, whose results this one's work takes.
@@ -159,10 +184,10 @@ impl FailureSources {
         if !std::ptr::eq(self, other) {
             let theirs = other.lock().clone();
             let mut own = self.lock();
-            own.retain(|known| known.source.strong_count() > 0);
-            for Source { source, .. } in theirs {
-                if !own.iter().any(|known| known.source.ptr_eq(&source)) {
-                    own.push(Source { source, adopted: true });
+            own.retain(|known| known.lives() || known.left_faults());
+            for source in theirs.into_iter().filter(Source::lives) {
+                if !own.iter().any(|known| known.source.ptr_eq(&source.source)) {
+                    own.push(Source { adopted: true, ..source });
                 }
             }
         }
@@ -171,12 +196,7 @@ impl FailureSources {
     /// # Errors
     /// The error of the first source that has failed.
     pub(super) fn check(&self) -> Result<()> {
-        let failed = |known: &Source| Some((known.source.upgrade()?.failure()?, known.adopted));
-        let Some((failure, adopted)) = self.lock().iter().find_map(failed) else { return Ok(()) };
-        if adopted {
-            self.failed.store(true, Ordering::SeqCst);
-        }
-        Err(failure)
+        self.lock().iter().find_map(|known| known.source.upgrade()?.failure()).map_or(Ok(()), Err)
     }
 }
 
@@ -197,17 +217,86 @@ mod tests {
         }
     }
 
-    #[test]
-    fn a_failure_is_kept_while_its_source_lives_and_an_adopted_one_is_noted() {
-        let [own, adopting] = [FailureSources::default(), FailureSources::default()];
-        let source: Arc<dyn FailureSource> = Arc::new(Failed);
-        own.lock().push(Source { source: Arc::downgrade(&source), adopted: false });
-        adopting.adopt(&own);
-        assert!(own.check().is_err() && adopting.check().is_err());
+    /// One that works.
+    struct Sound;
+
+    impl FailureSource for Sound {
+        fn failure(&self) -> Option<Error> {
+            None
+        }
+    }
+
+    /// As a communicator that is dropped.
+    fn end(source: Arc<dyn FailureSource>, own: &FailureSources) {
+        own.note_end_of_failed();
         drop(source);
-        assert!(own.check().is_ok() && adopting.check().is_ok());
-        assert!(!own.take_failed(), "its end clears what it has raised");
-        assert_eq!([adopting.take_failed(), adopting.take_failed()], [true, false]);
+    }
+
+    /// A stream, and two that have adopted its sources, the second from the first.
+    fn streams<const N: usize>(sources: [&Arc<dyn FailureSource>; N]) -> [FailureSources; 3] {
+        let streams: [FailureSources; 3] = Default::default();
+        sources.iter().for_each(|source| streams[0].add(source));
+        streams[1].adopt(&streams[0]);
+        streams[2].adopt(&streams[1]);
+        streams
+    }
+
+    #[test]
+    fn a_failure_is_kept_while_its_source_lives() {
+        let source: Arc<dyn FailureSource> = Arc::new(Failed);
+        let all = streams([&source]);
+        assert!(all.iter().all(|stream| stream.check().is_err() && !stream.take_failed()));
+        end(source, &all[0]);
+        assert!(all.iter().all(|stream| stream.check().is_ok()));
+        assert!(!all[0].take_failed(), "its end clears what it has raised");
+    }
+
+    /// Whether they have waited while it lived or not, and how often, the streams that had adopted it forget once what was
+    /// found.
+    #[test]
+    fn faults_of_before_the_end_of_a_failed_source_are_forgotten_once_where_it_was_adopted() {
+        for waits in [0, 1, 3] {
+            let source: Arc<dyn FailureSource> = Arc::new(Failed);
+            let all = streams([&source]);
+            (0..waits).for_each(|_| assert!(all[1].check().is_err()));
+            end(source, &all[0]);
+            // What is added or adopted in its place takes nothing of it away.
+            let next: Arc<dyn FailureSource> = Arc::new(Sound);
+            all[1].add(&next);
+            all[2].adopt(&all[0]);
+            for stream in &all[1..] {
+                assert_eq!([stream.take_failed(), stream.take_failed()], [true, false], "{waits} waits");
+            }
+        }
+    }
+
+    /// A failed one among the stream's own does not hide one that was adopted, nor the other way round.
+    #[test]
+    fn each_failed_source_is_known_by_itself() {
+        let [first, second]: [Arc<dyn FailureSource>; 2] = [Arc::new(Failed), Arc::new(Failed)];
+        let (one, other) = (FailureSources::default(), FailureSources::default());
+        one.add(&first);
+        other.add(&second);
+        one.adopt(&other);
+        assert!(one.check().is_err());
+        end(second, &other);
+        assert!(one.check().is_err(), "its own");
+        end(first, &one);
+        assert_eq!([one.take_failed(), one.take_failed()], [true, false]);
+        assert!(!other.take_failed());
+    }
+
+    #[test]
+    fn a_source_that_goes_without_a_failure_leaves_no_faults_untold() {
+        let [sound, failed]: [Arc<dyn FailureSource>; 2] = [Arc::new(Sound), Arc::new(Failed)];
+        let all = streams([&sound]);
+        end(sound, &all[0]);
+        assert!(!all.iter().any(FailureSources::take_failed));
+        // Nor has a stream that adopts when all is over read what the failed one left.
+        all[0].add(&failed);
+        end(failed, &all[0]);
+        all[1].adopt(&all[0]);
+        assert!(!all[1].take_failed());
     }
 
     #[derive(Default)]

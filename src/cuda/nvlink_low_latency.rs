@@ -40,6 +40,13 @@ pub(crate) fn most_sum_packets(bytes: usize) -> usize {
     bytes.div_ceil(PAYLOAD / DType::F32.size() * DType::F32.size())
 }
 
+/// Blocks of a call at most, whose kernels may take so many SMs. Where the group has bounded them it is one an SM, as
+/// blocks may each get an SM of their own.
+fn most_blocks(sms: usize, max_sms: usize) -> usize {
+    let blocks_of_sm = if max_sms == 0 { params::LOW_LATENCY_BLOCKS as usize } else { 1 };
+    sms * blocks_of_sm
+}
+
 /// A rank's part in a call of low latency.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct LowLatencyPeers<'a> {
@@ -64,10 +71,11 @@ impl LowLatencyPeers<'_> {
         })
     }
 
-    /// Blocks for so many packets of a rank, all of which run at once.
+    /// Blocks for so many packets of a rank. They run at once as long as nothing of another stream keeps some from starting:
+    /// unlike a cooperative launch, this one is not refused then, and ranks wait until that has ended, or for as long as the
+    /// call allows.
     fn grid(&self, device: &Cuda, packets: usize) -> Grid {
-        let blocks_of_sm = params::LOW_LATENCY_BLOCKS as usize;
-        let most = self.peers.blocks(device, usize::MAX) * blocks_of_sm;
+        let most = most_blocks(self.peers.blocks(device, usize::MAX), self.peers.max_sms);
         Grid::new(packets.div_ceil(WARP * WARPS).clamp(1, most), params::LOW_LATENCY_THREADS)
     }
 

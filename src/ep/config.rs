@@ -33,15 +33,16 @@ pub struct GroupConfig {
     /// NCCL EP: SMs that its kernels take at most; 0: as the library chooses. More than the GPU has, or for low latency
     /// fewer than one for 14 experts, are [`NcclEpError::Argument`](crate::NcclEpError::Argument) where NCCL EP is named,
     /// and keep [`DispatcherKind::Auto`] from taking it. NVLink: blocks of its kernels at most; 0: one an SM, of
-    /// prepare 64.
+    /// prepare 64, of low latency three an SM.
     pub max_sms: usize,
     /// [`DispatcherKind::Hierarchical`]: ranks of each host, which divide the ranks and lie behind each other (ranks 0 to
-    /// L − 1 on the first host, …); 0: as the ranks find by asking each other for their hosts. Any divisor imitates hosts.
-    /// Others do not read it.
+    /// L − 1 on the first host, …); 0: as the ranks find by asking each other for their hosts. Any divisor imitates hosts;
+    /// rank 0 warns where the ranks' own are others. Other dispatchers do not read it.
     pub ranks_per_host: usize,
-    /// NVLink: every slot's row returns by itself, and the token's rank adds them in the order of k. Results have the bits
-    /// of [`AllToAll`](super::AllToAll), whatever the number of ranks, at the price of more bytes; otherwise each rank
-    /// adds its own slots' first.
+    /// A token's rank adds its slots' rows in the order of k: results have the bits of [`AllToAll`](super::AllToAll), whatever
+    /// the number of ranks. All-to-all and local do so anyway; with NVLink every slot's row then returns by itself, at the
+    /// price of more bytes, where otherwise each rank adds its own slots' first. Every other dispatcher that is named refuses
+    /// it, and [`DispatcherKind::Auto`] takes none of those.
     pub in_k_order: bool,
     /// NVLink: the type in which a forward's sums return to their tokens' ranks. What is not the default is refused of every
     /// other dispatcher, of [`DispatcherKind::Auto`] too, which may take one of them, and with
@@ -70,6 +71,9 @@ pub struct GroupConfig {
     pub measure: Option<DispatchShape>,
 }
 
+/// Where a dispatcher is named, as messages have it.
+pub(super) const NAMED: &str = "named by GroupConfig::dispatcher or MOEBIUS_EP";
+
 /// The type of the sums that return in [`combine`](super::TokenDispatcher::combine): a rank adds its slots of a token in
 /// f32, in the order of k, and sends one row of H elements to the token's rank, which adds the ranks' rows in f32, in their
 /// order, and rounds to the tokens' type. Gradients that return
@@ -86,8 +90,8 @@ pub enum ReturnFormat {
     ///
     /// A rank's finite sum v is off by at most |v| / 16, or by a / 229,376 where that is more, a being the largest
     /// magnitude of its 32 columns, if that is at least 10⁻³⁵ (in the tokens' type by |v| / 256 in bf16, |v| / 2048 in
-    /// f16). A NaN stays one, and leaves its block's other columns alone; an infinity stays one, and what is below 10³⁵ in
-    /// its block is 0.
+    /// f16). Where |v| is 248 · 2¹²⁰ (3.296 · 10³⁸) or more, next to the largest that f32 has, it returns as an infinity. A NaN
+    /// stays one, and leaves its block's other columns alone; an infinity stays one, and what is below 10³⁵ in its block is 0.
     ///
     /// `combine` refuses rows of an H that is no multiple of 32.
     Mxfp8,
@@ -114,8 +118,9 @@ impl ReturnFormat {
             return Ok(());
         }
         if dispatcher != DispatcherKind::NvLink {
+            let expected = format!("tokens, or {} {NAMED}, which alone has another", DispatcherKind::NvLink);
             let found = format!("{}, with {dispatcher}", self.name());
-            return Err(Error::invalid(call, "return_format", "tokens: nvlink alone, named, has another", found));
+            return Err(Error::invalid(call, "return_format", expected, found));
         }
         if in_k_order {
             let found = format!("{}, with in_k_order", self.name());
@@ -129,8 +134,10 @@ impl ReturnFormat {
 /// start while the rows come that they read, and weight gradients run under the way back of the rows' gradient.
 ///
 /// It is for gated activations, weights that are not at the experts' input, tokens and experts' weights of 16 bits as they
-/// are multiplied, fewer than 8192 columns of gate and up, more rows than decoding has, and no shards of weights.
-/// Elsewhere one follows the other.
+/// are multiplied, fewer than 8192 columns of gate and up, more rows than decoding has, and no shards of weights; and for
+/// groups whose [`max_tokens_per_rank`](GroupConfig::max_tokens_per_rank), divided by the SMs that rows travel on to their
+/// experts, rounded up, and times the ranks, is at most 32,768, as each of these SMs lists the rows of its tokens: with 8
+/// ranks 65,536 tokens on 16 SMs, 8192 on 2. Elsewhere one follows the other, also where [`Overlap::Sms`] asks for SMs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Overlap {
     /// As measured: on 16 SMs (fewer where [`GroupConfig::max_sms`] or what a rank's device reserves leaves no 16), for
@@ -305,6 +312,22 @@ impl DispatcherKind {
     pub(super) fn name_of(number: u64) -> String {
         Self::ALL.iter().find(|k| **k as u64 == number).map_or_else(|| number.to_string(), |k| k.name().to_string())
     }
+
+    /// Whether a token's slots are added in the order of k where that is asked for
+    /// ([`in_k_order`](GroupConfig::in_k_order)), or a dispatcher is chosen that does so.
+    pub(super) const fn may_sum_in_k_order(self) -> bool {
+        matches!(self, Self::Auto | Self::Local | Self::AllToAll | Self::NvLink)
+    }
+
+    /// Refuses to be named where sums are to be in the order of k, and this one's are not.
+    pub(super) fn check_in_k_order(self, call: &'static str, in_k_order: bool) -> Result<(), Error> {
+        if !in_k_order || self.may_sum_in_k_order() {
+            return Ok(());
+        }
+        let others = Self::ALL.iter().filter(|kind| kind.may_sum_in_k_order()).map(|kind| kind.name());
+        let expected = format!("false, or one of {} {NAMED}", others.collect::<Vec<_>>().join(", "));
+        Err(Error::invalid(call, "in_k_order", expected, format!("true, with {self}")))
+    }
 }
 
 impl fmt::Display for DispatcherKind {
@@ -399,6 +422,22 @@ mod tests {
         for format in ReturnFormat::ALL {
             assert_eq!(ReturnFormat::name_of(format as u64), format.name());
         }
+    }
+
+    #[test]
+    fn sums_in_the_order_of_k_are_refused_of_dispatchers_that_add_otherwise() {
+        use DispatcherKind::{AllToAll, Auto, Local, NvLink};
+        for kind in DispatcherKind::ALL {
+            assert!(kind.check_in_k_order("a test", false).is_ok());
+            match kind.check_in_k_order("a test", true).map_err(|e| e.to_string()) {
+                Ok(()) => assert!([Auto, Local, AllToAll, NvLink].contains(&kind), "{kind}"),
+                Err(error) => {
+                    let parts = ["a test", "in_k_order", "all_to_all, nvlink", "MOEBIUS_EP", kind.name()];
+                    assert!(parts.iter().all(|part| error.contains(part)), "{error}");
+                }
+            }
+        }
+        assert!(!DispatcherKind::AllGather.may_sum_in_k_order());
     }
 
     #[test]

@@ -10,6 +10,7 @@ use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::kernels::Kernels;
 
+use super::config::NAMED;
 use super::dispatcher_state::DispatcherState;
 use super::{
     Capacity, DispatchShape, DispatcherKind, GroupConfig, LibraryDispatchers, Overlap, ReturnFormat, TokenDispatcher,
@@ -47,12 +48,15 @@ impl GroupConfig {
         }
         self.overlap.check(CALL)?;
         self.return_format.check(CALL, self.dispatcher, self.in_k_order)?;
+        self.dispatcher.check_in_k_order(CALL, self.in_k_order)?;
         if self.patience.is_some_and(|time| time.is_zero()) {
             return Err(Error::invalid(CALL, "patience", "some time, or none", "0 ns"));
         }
         if self.patience.is_some() && self.dispatcher != DispatcherKind::NvLinkLowLatency {
+            let alone = DispatcherKind::NvLinkLowLatency;
+            let expected = format!("none, or {alone} {NAMED}, which alone goes on without a rank");
             let found = format!("some time, with {}", self.dispatcher);
-            return Err(Error::invalid(CALL, "patience", "none: nvlink_ll alone goes on without a rank", found));
+            return Err(Error::invalid(CALL, "patience", expected, found));
         }
         self.measure.as_ref().map_or(Ok(()), |shape| self.validate_shape(shape))
     }
@@ -305,6 +309,35 @@ mod tests {
         }
     }
 
+    /// The lines that ranks as threads log as they form a group.
+    fn logged_by_ranks(ranks: usize, config: &GroupConfig) -> Vec<Vec<String>> {
+        let one = |comm| {
+            let config = config.clone();
+            std::thread::spawn(move || {
+                let log = Log::default();
+                tracing::subscriber::with_default(log.clone(), || {
+                    Group::new(Cpu::new(), Box::new(comm), config).expect("a group");
+                });
+                log.0.lock().expect("no panic").clone()
+            })
+        };
+        let ranks: Vec<_> = ThreadWorld::create(ranks, Duration::from_secs(60)).into_iter().map(one).collect();
+        ranks.into_iter().map(|rank| rank.join().expect("no panic")).collect()
+    }
+
+    #[test]
+    fn hosts_that_are_imitated_are_logged_by_one_rank() {
+        // Threads have one host.
+        for (ranks_per_host, lines_of_first) in [(1, 2), (2, 1), (0, 1)] {
+            let config =
+                GroupConfig { dispatcher: DispatcherKind::Hierarchical, ranks_per_host, ..GroupConfig::new(4, 8) };
+            let lines = logged_by_ranks(2, &config);
+            assert_eq!([lines[0].len(), lines[1].len()], [lines_of_first, 1], "{ranks_per_host}: {lines:?}");
+            let warns = lines[0].iter().any(|line| line.contains("ranks_per_host=1") && line.contains("hosts=[0, 0]"));
+            assert_eq!(warns, ranks_per_host == 1, "{lines:?}");
+        }
+    }
+
     #[test]
     fn times_of_all_candidates_are_the_reason_and_are_logged_once() {
         let shape = DispatchShape {
@@ -315,22 +348,16 @@ mod tests {
             capacity: Capacity::Eager,
             backward: true,
         };
-        let ranks = ThreadWorld::create(2, Duration::from_secs(60)).into_iter().map(|comm| {
-            std::thread::spawn(move || {
-                let log = Log::default();
-                tracing::subscriber::with_default(log.clone(), || {
-                    let config = GroupConfig { measure: Some(shape), ..GroupConfig::new(4, 8) };
-                    Group::new(Cpu::new(), Box::new(comm), config).expect("a group");
-                });
-                log.0.lock().expect("no panic").clone()
-            })
-        });
-        let ranks: Vec<_> = ranks.collect();
-        for lines in ranks.into_iter().map(|rank| rank.join().expect("no panic")) {
+        let config = GroupConfig { measure: Some(shape), ..GroupConfig::new(4, 8) };
+        for lines in logged_by_ranks(2, &config) {
             assert_eq!(lines.len(), 1, "{lines:?}");
             for part in ["timed, ms: all_to_all ", ", all_gather ", "nccl_ep cannot be had", "requested=auto"] {
                 assert!(lines[0].contains(part), "{part} is not in {}", lines[0]);
             }
+        }
+        // What adds otherwise is not timed.
+        for lines in logged_by_ranks(2, &GroupConfig { in_k_order: true, ..config }) {
+            assert!(lines[0].contains("timed, ms: all_to_all ") && !lines[0].contains("all_gather"), "{lines:?}");
         }
     }
 }

@@ -22,7 +22,7 @@ use crate::tensor::Tensor;
 use super::dispatcher_state::DispatcherState;
 use super::heuristics::{MARGIN, SAMPLES, STEPS, WARM_UP};
 use super::packing::byte_rows_mut;
-use super::select::{SelectedDispatcher, automatic, of_kind};
+use super::select::{self, SelectedDispatcher, automatic, of_kind};
 use super::{
     DispatchGrads, DispatchInputs, DispatchShape, DispatchSpec, DispatcherKind, Handle, LibraryDispatchers, Received,
     TokenDispatcher,
@@ -61,7 +61,8 @@ fn timed<D: LibraryDispatchers>(
     let sample = Sample::new(&device, shape, config.num_experts, rank);
     let mut sample = refuse_on_error(&mut *comm, TAG, sample)?;
     let (mut times, mut left_out) = (Vec::new(), String::new());
-    for kind in candidates(D::preferred_dispatchers(&config, comm.size())) {
+    let all = candidates(D::preferred_dispatchers(&config, comm.size()));
+    for kind in select::candidates(&all, config.in_k_order) {
         let mut dispatcher = match of_kind(kind, state(comm), source)? {
             Ok(dispatcher) => dispatcher,
             Err(refused) => {

@@ -75,7 +75,7 @@ pub(super) fn automatic<D: LibraryDispatchers>(
     let (ranks, tokens) = (core.ranks(), core.config.max_tokens_per_rank);
     let table = format!("preferred for {ranks} ranks of up to {tokens} tokens");
     let mut refusal: Option<(DispatcherKind, Error)> = None;
-    for kind in D::preferred_dispatchers(&core.config, ranks) {
+    for kind in &candidates(D::preferred_dispatchers(&core.config, ranks), core.config.in_k_order) {
         match of_kind(*kind, core, source)? {
             Ok(dispatcher) => {
                 let reason = match (refusal, kind) {
@@ -96,6 +96,11 @@ pub(super) fn automatic<D: LibraryDispatchers>(
     }
     // No table ends with a library's.
     Ok((Box::new(AllToAll { core }), table))
+}
+
+/// Those of a device's dispatchers whose sums are in the order that the group asks for.
+pub(super) fn candidates(of_device: &[DispatcherKind], in_k_order: bool) -> Vec<DispatcherKind> {
+    of_device.iter().copied().filter(|kind| !in_k_order || kind.may_sum_in_k_order()).collect()
 }
 
 /// A library's dispatcher, or the state it was to have and the reason why not, the same on all ranks.
@@ -160,6 +165,17 @@ mod tests {
         let by_variable = named(DispatcherKind::Auto, Some(OsStr::new("nvlink")));
         assert!(by_variable.is_ok_and(quantized));
         assert!(!quantized(DispatcherKind::Auto));
+    }
+
+    #[test]
+    fn auto_takes_what_adds_in_the_order_that_is_asked_for() {
+        use DispatcherKind::{AllGather, AllToAll, NcclEp, NvLink, NvLinkLowLatency};
+        for all in [&[NvLinkLowLatency, NvLink, AllGather][..], &[NcclEp, AllToAll], &[AllGather]] {
+            assert_eq!(candidates(all, false), all);
+        }
+        assert_eq!(candidates(&[NvLinkLowLatency, NvLink, AllGather], true), [NvLink]);
+        assert_eq!(candidates(&[NcclEp, AllToAll], true), [AllToAll]);
+        assert_eq!(candidates(&[NcclEp, AllGather], true), [], "all-to-all, which any group can have");
     }
 
     #[test]

@@ -189,7 +189,9 @@ pub enum Error {
     },
     /// A kernel has waited for a rank in vain, or a rank had given up before (seen by a kernel). The group's calls over
     /// NVLink move nothing any more: it has to be formed anew.
-    #[error("{call} on rank {rank}, layer {layer}: rank {peer} {problem} (seen by a kernel)")]
+    #[error(
+        "{call} on rank {rank}, layer {layer}: rank {peer} {problem} (seen by a kernel); the group moves nothing any more: form it anew"
+    )]
     LatePeer {
         /// The call that was told.
         call: &'static str,

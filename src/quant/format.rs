@@ -213,7 +213,8 @@ pub struct Nvfp4Sizes {
 /// How an MXFP8 scale follows from its block's largest magnitude.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum MxScale {
-    /// Rounded up, so that nothing saturates; NaN elements do not count (TransformerEngine).
+    /// Rounded up, so that nothing saturates; NaN elements do not count (TransformerEngine). A finite magnitude from
+    /// 248 · 2¹²⁰ on, next to the largest of f32, gets the code of 256 and the scale 2¹²⁰, which are read as an infinity.
     Ceil,
     /// Rounded down, as OCP MX 1.0 has it; elements up to twice the largest saturate.
     Floor,

@@ -31,6 +31,7 @@ pub fn cases<D: Target>() -> Vec<Case<D>> {
         case!(a_bound_of_sms_changes_no_value, 2, KINDS),
         case!(other_dispatchers_return_no_quantized_sums, 2, KINDS),
         case!(return_formats_that_differ, 2, KINDS),
+        case!(sums_in_the_order_of_k_are_not_taken_of_others, 2, KINDS),
     ]
 }
 
@@ -229,6 +230,28 @@ fn other_dispatchers_return_no_quantized_sums<D: Target>(s: &Setup<D>) {
             }
             other => panic!("{reason}: {other:?}"),
         });
+    }
+}
+
+/// `Auto` takes one whose sums are in this order.
+fn sums_in_the_order_of_k_are_not_taken_of_others<D: Target>(s: &Setup<D>) {
+    use DispatcherKind::{AllGather, AllToAll, Auto, Hierarchical, NcclEp, NcclEpLowLatency, NvLink, NvLinkLowLatency};
+    let config = |dispatcher| GroupConfig { dispatcher, in_k_order: true, ..GroupConfig::new(s.experts(2), T) };
+    for kind in [AllGather, Hierarchical, NcclEp, NcclEpLowLatency, NvLinkLowLatency] {
+        on_ranks(s, |endpoint| match endpoint.join(config(kind)) {
+            Err(Error::Invalid { call, name, expected, found }) => {
+                assert_eq!((call, &name[..]), ("Group::new", "in_k_order"));
+                assert!(expected.contains("all_to_all") && expected.contains("nvlink"), "{expected}");
+                assert!(found.contains(&kind.to_string()), "{found}");
+            }
+            other => panic!("{kind}: {other:?}"),
+        });
+    }
+    let timed = GroupConfig { measure: Some(shape::<D>()), ..config(Auto) };
+    for config in [config(Auto), config(AllToAll), timed] {
+        for taken in on_ranks(s, |endpoint| endpoint.join(config.clone()).map(|group| group.dispatcher_kind())) {
+            assert!(matches!(taken, Ok(AllToAll | NvLink)), "{taken:?}");
+        }
     }
 }
 

@@ -113,7 +113,7 @@ impl<D: Target> Setup<D> {
             // thinks of that.
             DispatcherKind::NvLink | DispatcherKind::NvLinkLowLatency => 6,
             // Which hosts they are on.
-            DispatcherKind::Hierarchical if self.ranks_per_host == 0 => 2,
+            DispatcherKind::Hierarchical => 2,
             _ => 1,
         }
     }

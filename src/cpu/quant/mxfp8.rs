@@ -109,3 +109,20 @@ fn dequantize_one(call: DequantizeMxfp8<'_, Cpu>, columns: usize) -> Result<()> 
         }
     })
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::quant::E4M3;
+
+    #[test]
+    fn magnitudes_next_to_the_largest_are_read_as_infinities() {
+        let read = |v: f32| {
+            let scale = scale_of(MxScale::Ceil, [v].into_iter());
+            E4M3[usize::from(code_of(MxScale::Ceil, v, scale))] * e8m0(scale)
+        };
+        let limit = 248.0 * 2f32.powi(120);
+        assert_eq!(read(limit.next_down()), 240.0 * 2f32.powi(120));
+        assert_eq!([read(limit), read(f32::MAX), read(-f32::MAX)], [f32::INFINITY, f32::INFINITY, f32::NEG_INFINITY]);
+    }
+}

@@ -3,11 +3,13 @@
 //! Where several are met before anybody asks, one is told, the same whatever the order of threads, blocks and kernels,
 //! and the others are forgotten with it, as most of them follow from it:
 //!
-//! 1. a NaN logit, the first by (token, expert);
-//! 2. else the fault of the largest code (`Fault` in `kernels/common/params.h`), so what is wrong with ranks' records
+//! 1. a rank that was waited for in vain: what follows has read rows that nobody had written, a router's among it;
+//! 2. else a NaN logit, the first by (token, expert);
+//! 3. else the fault of the largest code (`Fault` in `kernels/common/params.h`), so what is wrong with ranks' records
 //!    before a capacity, that before ids, and these before maps and segments, which are made from them;
-//! 3. of one code the smallest detail, which is the first in a tensor's order; of several capacities the one that would
-//!    have needed most rows, of these the smallest and the highest rank, with that rank's layer.
+//! 4. of one code the smallest detail, which is the first in a tensor's order; of ranks that were waited for, what this one
+//!    has waited for before what others have told it; of several capacities the one that would have needed most rows, of
+//!    these the smallest and the highest rank, with that rank's layer.
 
 #[cfg(test)]
 mod tests;
@@ -73,15 +75,17 @@ impl Cuda {
         self.inner.report.clear_words(call)
     }
 
-    /// Has what kernels have found so far told to nobody: a failure source that goes had failed, and they went on with
-    /// memory that nobody had written. What work that follows finds is told.
+    /// Has what kernels of this stream have found so far told to nobody: a failure source of its own that goes had failed,
+    /// and they went on with memory that nobody had written. What work that follows finds is told. Streams that have adopted
+    /// the source forget what they have found by their next wait.
     #[cfg(feature = "nccl")]
     pub(crate) fn forget_faults_of_failed_source(&self, call: &'static str) {
+        self.inner.failure_sources.note_end_of_failed();
         // Nothing may be enqueued behind what may never end.
         let stuck = self.inner.functions.stuck.is();
         if stuck || self.reset_status(call).is_err() {
             // By the next wait then, which takes what work that follows has found for the same.
-            self.inner.failure_sources.note_failed();
+            self.inner.failure_sources.note_uncleared();
         }
     }
 
@@ -149,20 +153,19 @@ impl Raised<'_> {
 
     /// The fault in the words, as the error that the CPU returns where it finds the same; `None`: nothing.
     fn error(&self) -> Option<Error> {
-        let nan = self.word(params::STATUS_NAN);
-        if nan != CLEAR[NAN] {
+        let (nan, fault) = (self.word(params::STATUS_NAN), self.word(params::STATUS_FAULT));
+        // The smallest detail of the largest code is what was raised first, in the order of the tensors.
+        let (code, detail) = (fault >> params::FAULT_DETAIL_BITS, DETAIL - (fault & DETAIL));
+        if nan != CLEAR[NAN] && code != params::FAULT_PEER {
             let Origin { rank, layer } = self.origin(nan % ORIGINS as u64);
             let place = nan >> params::ORIGIN_BITS;
             let token = (place >> params::NAN_EXPERT_BITS) as usize;
             let expert = (place & ((1 << params::NAN_EXPERT_BITS) - 1)) as usize;
             return Some(Error::NanLogits { call: "route", rank, layer, token, expert });
         }
-        let fault = self.word(params::STATUS_FAULT);
         if fault == CLEAR[FAULT] {
             return None;
         }
-        // The smallest detail of the largest code is what was raised first, in the order of the tensors.
-        let (code, detail) = (fault >> params::FAULT_DETAIL_BITS, DETAIL - (fault & DETAIL));
         Some(match code {
             params::FAULT_SEGMENT | params::FAULT_MAP => self.mapped(code, detail),
             params::FAULT_ID => self.routed_id(detail),
@@ -253,7 +256,7 @@ impl Raised<'_> {
             params::NVLINK_WAIT_DONE => "did not end the call in time",
             params::NVLINK_WAIT_ROW => "did not send a row in time",
             params::NVLINK_WAIT_MARK => "did not send an expert's rows in time",
-            _ => "had given up in an earlier call",
+            _ => "had given up, in this call or an earlier one",
         };
         Error::LatePeer { call: self.call, rank, layer, peer, problem }
     }

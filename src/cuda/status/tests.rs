@@ -353,11 +353,34 @@ fn what_is_told_of_several_does_not_depend_on_their_order() {
     assert!(met(&[entry(9), entry(0), entry(4)]).ends_with("map[0]: expected a row of its tensor, found 8"));
     let [bad, worse] = [8, 7].map(|choice| of(params::FAULT_CHOICE, choice << params::ORIGIN_BITS));
     assert!(met(&[of(params::FAULT_SEGMENT, 0), bad, entry(3), worse]).contains("choice 7"));
-    // A NaN goes before everything, the first of them.
+    // A NaN goes before everything but a lost rank, the first of them.
     let nans: [Raise; 2] = [Box::new(|words| nan(words, 6, 0, 0)), Box::new(|words| nan(words, 5, 9, 1))];
     let [later, first] = nans;
     let text = met(&[of(params::FAULT_RECORD, 1), later, of(params::FAULT_SUMS, 0), first]);
     assert_eq!(text, Error::NanLogits { call: "route", rank: 2, layer: 9, token: 5, expert: 9 }.to_string());
+}
+
+/// A lost rank goes before what comes of it: routers that read rows which nobody had written, and what other ranks say of
+/// it, whichever of a rank's waits it was.
+#[test]
+fn a_lost_rank_is_told_before_what_follows_from_it() {
+    let peer = |phase: params::NvLinkPhase, peer: u64| {
+        of(params::FAULT_PEER, ((phase as u64) << params::NVLINK_PEER_BITS | peer) << params::ORIGIN_BITS | 1)
+    };
+    let waits = [
+        (params::NVLINK_WAIT_READY, "did not come to the call in time"),
+        (params::NVLINK_WAIT_DONE, "did not end the call in time"),
+        (params::NVLINK_WAIT_ROW, "did not send a row in time"),
+        (params::NVLINK_WAIT_MARK, "did not send an expert's rows in time"),
+    ];
+    for (phase, problem) in waits {
+        let unread: Raise = Box::new(|words| nan(words, 0, 0, 0));
+        let text = met(&[unread, peer(params::NVLINK_STOPPED, 0), peer(phase, 3), of(params::FAULT_RECORD, 1)]);
+        assert_eq!(text, Error::LatePeer { call: "check", rank: 2, layer: 9, peer: 3, problem }.to_string());
+    }
+    let unread: Raise = Box::new(|words| nan(words, 0, 0, 0));
+    let text = met(&[peer(params::NVLINK_STOPPED, 3), unread]);
+    assert!(text.contains("rank 3 had given up"), "{text}");
 }
 
 #[test]

@@ -20,29 +20,43 @@ fn host_id(told: Option<String>) -> u64 {
     fnv1a(told.unwrap_or_else(own))
 }
 
-/// Asks all ranks for their hosts (collective).
-///
-/// # Errors
-/// The collective's; ranks that hosts have not as many of each, one host's behind another's.
-pub(super) fn ranks_per_host<D: Kernels>(
-    call: &'static str,
-    device: &D,
-    comm: &mut dyn Communicator<D>,
-) -> Result<usize> {
-    let hosts = gather_numbers(device, comm, TAG, &[host_id(std::env::var("NCCL_HOSTID").ok())])?;
-    even(&hosts).ok_or_else(|| {
-        // Numbered by their first rank, as their ids say nothing.
+/// The host of each rank, by its id.
+pub(super) struct Hosts(Vec<u64>);
+
+impl Hosts {
+    /// Asks all ranks for their hosts (collective).
+    ///
+    /// # Errors
+    /// The collective's.
+    pub(super) fn gather<D: Kernels>(device: &D, comm: &mut dyn Communicator<D>) -> Result<Self> {
+        gather_numbers(device, comm, TAG, &[host_id(std::env::var("NCCL_HOSTID").ok())]).map(Self)
+    }
+
+    /// How many ranks each host has.
+    ///
+    /// # Errors
+    /// They have not as many each, or not one host's behind another's.
+    pub(super) fn ranks_of_each(&self, call: &'static str) -> Result<usize> {
+        even(&self.0).ok_or_else(|| {
+            let expected = "as many ranks on each host, one host's behind another's (or ranks_per_host)";
+            Error::invalid(call, "hosts of the ranks", expected, format!("{:?}", self.numbers()))
+        })
+    }
+
+    /// Whether each has so many, one host's behind another's.
+    pub(super) fn have_each(&self, ranks: usize) -> bool {
+        even(&self.0) == Some(ranks)
+    }
+
+    /// The hosts numbered by their first rank, as their ids say nothing.
+    pub(super) fn numbers(&self) -> Vec<usize> {
         let mut names = HashMap::new();
-        let numbers: Vec<usize> = hosts
-            .iter()
-            .map(|id| {
-                let next = names.len();
-                *names.entry(*id).or_insert(next)
-            })
-            .collect();
-        let expected = "as many ranks on each host, one host's behind another's (or ranks_per_host)";
-        Error::invalid(call, "hosts of the ranks", expected, format!("{numbers:?}"))
-    })
+        let number = |id: &u64| {
+            let next = names.len();
+            *names.entry(*id).or_insert(next)
+        };
+        self.0.iter().map(number).collect()
+    }
 }
 
 /// Ranks of each host, where they are even and lie together.

@@ -18,6 +18,7 @@ use super::row_transport::{HandleCall, ReturnRows, RowTransport};
 use super::{DispatchInputs, DispatcherKind, Handle, RowOrder};
 
 use hops::{exchange_choices, in_rank_order};
+use host_id::Hosts;
 use lists::HostPlace;
 
 const CALL: &str = "Group::new";
@@ -38,11 +39,22 @@ pub struct Hierarchical<D: Kernels> {
 }
 
 impl<D: Kernels> Hierarchical<D> {
-    /// Ranks by hosts as the group's configuration has them, or as they say (one collective).
+    /// Ranks by hosts as the group's configuration has them, or as they say (one collective, also where the two are compared).
     pub(super) fn join(mut core: DispatcherState<D>) -> Result<Self> {
+        let hosts = Hosts::gather(&core.device, &mut *core.comm)?;
         let ranks_per_host = match core.config.ranks_per_host {
-            0 => host_id::ranks_per_host(CALL, &core.device, &mut *core.comm)?,
-            given => given,
+            0 => hosts.ranks_of_each(CALL)?,
+            given => {
+                // Imitated, as tests do, or a mistake that costs what the dispatcher is taken for.
+                if core.rank() == 0 && !hosts.have_each(given) {
+                    tracing::warn!(
+                        ranks_per_host = given,
+                        hosts = ?hosts.numbers(),
+                        "ranks_per_host does not agree with the hosts of the ranks"
+                    );
+                }
+                given
+            }
         };
         let place = HostPlace::of(core.rank(), core.ranks(), ranks_per_host);
         Ok(Self { core, place })

@@ -27,7 +27,9 @@ use crate::nccl::{NcclLibrary, NcclOptions};
 /// what is summed on the host (see [`all_reduce`](crate::comm::Communicator::all_reduce) below). A failure is kept:
 /// every later call returns it, and so does every wait of the [`Cuda`] while this communicator lives. Then the
 /// communicator has been aborted, and what its collectives wrote is worth nothing. What kernels found in it is told to nobody;
-/// what those find that are enqueued once it is dropped is told by the next wait.
+/// what those of its stream find that are enqueued once it is dropped is told by the next wait. Other streams that take its
+/// results, those of a chain of sharded weights, cannot tell both apart: what their kernels find before their first wait
+/// behind the drop is told to nobody, and what they find later is told.
 ///
 /// Sums keep the trait's promise: in rank order, in f32, the same bits on every rank and in every run. `F32`, `F16` and
 /// `BF16` are exchanged piece by piece and added by this crate's kernel, which moves as many bytes as NCCL's own ring;

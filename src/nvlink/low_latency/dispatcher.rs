@@ -43,11 +43,7 @@ impl NvLinkLowLatency {
     /// As [`join_words`].
     pub(crate) fn join(core: DispatcherState<Cuda>) -> Result<DispatcherOrReason<Cuda>> {
         let kind = DispatcherKind::NvLinkLowLatency;
-        let check = |config: &GroupConfig, _| match config.in_k_order {
-            false => Ok(()),
-            true => Err(Error::invalid("Group::new", "in_k_order", format!("false ({kind} adds per rank)"), "true")),
-        };
-        let joined = match join_words(core, kind, check)? {
+        let joined = match join_words(core, kind, |_, _| Ok(()))? {
             Ok(joined) => joined,
             Err(reason) => return Ok(Err(reason)),
         };
