@@ -19,6 +19,10 @@
 pub(crate) mod agree;
 #[cfg(all(test, loom))]
 mod nvlink_loom_tests;
+#[cfg(all(test, loom))]
+mod nvlink_overlap_loom_tests;
+#[cfg(all(test, loom))]
+mod nvlink_rows_loom_tests;
 pub(crate) mod refusal;
 pub(crate) mod rendezvous;
 mod solo;

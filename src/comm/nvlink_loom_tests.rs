@@ -1,15 +1,19 @@
 //! A model of the protocol of `kernels/common/nvlink.cuh` under loom: two ranks that call each other over windows, in
-//! every order of their steps. The kernels themselves run on no CPU; the orders of memory here are theirs, and what must
-//! not be left out is left out in turn, each of which the model must notice.
+//! every order of their steps. The kernels themselves run on no CPU; the orders of memory here are theirs, and what
+//! must not be left out is left out in turn, each of which the model must notice.
 //!
-//! A block is a thread. What a stream's next kernel sees of the one before, its end provides: a fence here. Rows and
-//! records are cells of which loom tells when they are read and written unordered.
+//! A block is a thread; `nvlink_rows_loom_tests` has the warps of a block that returns rows,
+//! `nvlink_overlap_loom_tests` the marks of groups. What a stream's next kernel sees of the one before, its end
+//! provides: a fence here. Rows and records are cells of which loom tells when they are read and written unordered.
+//!
+//! loom knows no scopes: it does not notice a fence of a block where one of the system is needed. And a thread's steps
+//! are made in their order, so it shows what is seen late but no store that is made early.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use loom::cell::UnsafeCell;
 use loom::sync::Arc;
-use loom::sync::atomic::Ordering::{AcqRel, Acquire, Relaxed, Release};
+use loom::sync::atomic::Ordering::{AcqRel, Acquire, Relaxed};
 use loom::sync::atomic::{AtomicU32, fence};
 use loom::thread;
 
@@ -22,11 +26,13 @@ enum Without {
     /// A rank's last word is not ordered behind the rows of its other blocks.
     FenceBeforeDone,
     /// The one that waits does not acquire.
-    FenceAfterWait,
+    AcquireOfWait,
+    /// It acquires only where the word is there at once, not behind polls.
+    AcquireBehindPolls,
     /// A block counts itself before its rows are ordered.
     FenceBeforeCount,
-    /// The word behind a row is no release.
-    ReleaseOfRow,
+    /// The word behind a row is not ordered behind it.
+    FenceBeforeRowsWord,
     /// All records go to one bank.
     SecondBank,
     /// A rank that gives up tells nobody.
@@ -73,12 +79,12 @@ impl Window {
     }
 }
 
-fn write(cell: &UnsafeCell<u32>, value: u32) {
+pub(super) fn write(cell: &UnsafeCell<u32>, value: u32) {
     // SAFETY: loom panics where another thread reads or writes it unordered.
     cell.with_mut(|at| unsafe { *at = value });
 }
 
-fn read(cell: &UnsafeCell<u32>) -> u32 {
+pub(super) fn read(cell: &UnsafeCell<u32>) -> u32 {
     // SAFETY: as above.
     cell.with(|at| unsafe { *at })
 }
@@ -112,6 +118,19 @@ impl Block {
 
     /// False: given up.
     fn wait_for(&self, word: &AtomicU32, epoch: u32) -> bool {
+        let acquire = if self.without == Without::AcquireOfWait { Relaxed } else { Acquire };
+        if word.load(acquire) == epoch {
+            return true;
+        }
+        let there = self.keep_waiting(word, epoch);
+        if there && self.without != Without::AcquireBehindPolls {
+            word.load(acquire);
+        }
+        there
+    }
+
+    /// Polls, which acquires nothing.
+    fn keep_waiting(&self, word: &AtomicU32, epoch: u32) -> bool {
         let mut polls = 0;
         while word.load(Relaxed) != epoch {
             if self.own().abort.load(Relaxed) != 0 {
@@ -126,9 +145,6 @@ impl Block {
             }
             polls += 1;
             thread::yield_now();
-        }
-        if self.without != Without::FenceAfterWait {
-            fence(Acquire);
         }
         true
     }
@@ -183,8 +199,10 @@ impl Block {
         }
         write(&self.peer().zone[self.block], value);
         if call == Call::Combine {
-            let order = if self.without == Without::ReleaseOfRow { Relaxed } else { Release };
-            self.peer().row.store(epoch, order);
+            if self.without != Without::FenceBeforeRowsWord {
+                fence(AcqRel);
+            }
+            self.peer().row.store(epoch, Relaxed);
             if !self.wait_for(&self.own().row, epoch) {
                 return false;
             }
@@ -227,8 +245,47 @@ fn explore(calls: &'static [Call], epoch: u32, without: Without) {
     });
 }
 
+/// Waits. Where more than two threads do, loom would follow two of them that poll by turns for ever. So a thread lets
+/// others go on once, and then leaves that order of steps: None. What is behind a wait is seen in the orders in which
+/// its word has come by then.
+pub(super) fn poll(mut there: impl FnMut() -> bool) -> Option<()> {
+    if there() {
+        return Some(());
+    }
+    thread::yield_now();
+    there().then_some(())
+}
+
+/// All orders of these threads in which they are interrupted so often at most, but where they wait. Whether some led
+/// all of them to their ends.
+pub(super) fn explore_threads<S: 'static>(
+    preemptions: usize,
+    state: impl Fn() -> S + Send + Sync + 'static,
+    threads: &'static [fn(&S) -> Option<()>],
+) -> bool {
+    let ended = std::sync::Arc::new(std::sync::atomic::AtomicBool::new(false));
+    let told = std::sync::Arc::clone(&ended);
+    let mut model = loom::model::Builder::new();
+    model.preemption_bound = Some(preemptions);
+    model.check(move || {
+        let state = Arc::new(state());
+        let (first, others) = threads.split_first().unwrap();
+        let spawn = |run: &fn(&S) -> Option<()>| {
+            let (run, state) = (*run, Arc::clone(&state));
+            thread::spawn(move || run(&state))
+        };
+        let others: Vec<_> = others.iter().map(spawn).collect();
+        let mut all = first(&state).is_some();
+        for other in others {
+            all &= other.join().unwrap().is_some();
+        }
+        told.fetch_or(all, std::sync::atomic::Ordering::Relaxed);
+    });
+    ended.load(std::sync::atomic::Ordering::Relaxed)
+}
+
 /// Whether the model notices.
-fn notices(explore: impl Fn()) -> bool {
+pub(super) fn notices<T>(explore: impl Fn() -> T) -> bool {
     catch_unwind(AssertUnwindSafe(explore)).is_err()
 }
 
@@ -237,7 +294,7 @@ const MIXED: [Call; 3] = [Call::Dispatch, Call::Records, Call::Combine];
 #[test]
 fn rows_are_read_when_all_have_come() {
     explore(&[Call::Dispatch; 2], 0, Without::Nothing);
-    for without in [Without::Ready, Without::FenceAfterWait] {
+    for without in [Without::Ready, Without::AcquireOfWait, Without::AcquireBehindPolls] {
         assert!(notices(|| explore(&[Call::Dispatch; 2], 0, without)), "{without:?}");
     }
 }
@@ -246,7 +303,7 @@ fn rows_are_read_when_all_have_come() {
 #[test]
 fn a_row_is_read_behind_its_word() {
     explore(&[Call::Combine; 2], 0, Without::Nothing);
-    for without in [Without::ReleaseOfRow, Without::FenceAfterWait] {
+    for without in [Without::FenceBeforeRowsWord, Without::AcquireOfWait, Without::AcquireBehindPolls] {
         assert!(notices(|| explore(&[Call::Combine; 2], 0, without)), "{without:?}");
     }
 }
@@ -289,7 +346,7 @@ fn explore_blocks(without: Without) {
 #[test]
 fn the_last_block_tells_of_the_rows_of_all() {
     explore_blocks(Without::Nothing);
-    for without in [Without::FenceBeforeCount, Without::FenceBeforeDone, Without::FenceAfterWait] {
+    for without in [Without::FenceBeforeCount, Without::FenceBeforeDone, Without::AcquireOfWait] {
         assert!(notices(|| explore_blocks(without)), "{without:?}");
     }
 }
