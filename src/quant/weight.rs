@@ -6,7 +6,8 @@ use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::tensor::{Tensor, TensorRef};
 
-/// Rows and columns that share a scale in [`WeightFormat::Fp8Block`].
+/// Columns that share a scale in fp8 blocks: of a row ([`QuantizeFp8Block`](super::QuantizeFp8Block)), or of as many rows
+/// ([`WeightFormat::Fp8Block`]).
 pub const FP8_BLOCK: usize = 128;
 
 /// How a stack of weight matrices `[L, out, in]` is quantized. Blocks run along `in`.
