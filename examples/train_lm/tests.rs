@@ -109,7 +109,7 @@ fn shards_that_are_sent_quantized() {
 /// that, nor does the form in which shards travel beside.
 #[test]
 fn tokens_that_are_sent_quantized() {
-    for tokens in [Payload::Nvfp4, Payload::Mxfp8] {
+    for tokens in [Payload::Nvfp4, Payload::Mxfp8, Payload::Fp8Block] {
         let run = |mesh: Settings| train(&Settings { token_payload: tokens, hidden: 32, ..mesh });
         let one = run(settings(1, Some(1)));
         for n in [2, 4] {

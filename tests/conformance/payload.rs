@@ -9,7 +9,8 @@ use moebius::config::{MoeConfig, Payload, SharedConfig, WeightAt};
 use moebius::ep::{Capacity, GroupConfig, Overflow, Reporting};
 use moebius::layer::{Cotangents, DispatchOptions, GradientMask, Inputs, Layer, Mode, ParamKind, ParamViews};
 use moebius::quant::{
-    DequantizeMxfp8, Direction, Matrix, Mxfp8, Mxfp8Tensors, Nvfp4, Nvfp4Tensors, Quantize, QuantizeMxfp8,
+    DequantizeMxfp8, Direction, Fp8BlockTensors, Matrix, Mxfp8, Mxfp8Tensors, Nvfp4, Nvfp4Tensors, Quantize,
+    QuantizeFp8Block, QuantizeMxfp8,
 };
 use moebius::{DType, Error, Result, Tensor};
 
@@ -28,7 +29,7 @@ pub fn cases<D: Target>() -> Vec<Case<D>> {
     ]
 }
 
-const PAYLOADS: [Payload; 2] = [Payload::Nvfp4, Payload::Mxfp8];
+const PAYLOADS: [Payload; 3] = [Payload::Nvfp4, Payload::Mxfp8, Payload::Fp8Block];
 /// Elements that both formats hold.
 const EXACT: usize = 32;
 const T: usize = 7;
@@ -122,6 +123,11 @@ fn rounded<D: Target>(r: &Rank<D>, payload: Payload, x: &Tensor<D>) -> Result<Te
             let call = Quantize { format: &format, matrix, rows: Some(cast.view_mut()), columns: None };
             device.quantize(call)?;
             device.dequantize(cast.dequantize(&format, back.view_mut()))?;
+        }
+        Payload::Fp8Block => {
+            let mut cast = Fp8BlockTensors::empty(&device, dims)?;
+            device.quantize_fp8_block(QuantizeFp8Block { matrix, rows: cast.view_mut() })?;
+            device.dequantize_fp8_block(cast.dequantize(back.view_mut()))?;
         }
         _ => {
             let mut cast = Mxfp8Tensors::empty(&device, dims, Direction::Rows)?;
@@ -339,14 +345,17 @@ fn attempt<D: Target>(s: &Setup<D>, r: &mut Rank<D>, payload: Payload, dtype: DT
 }
 
 fn ranks_that_disagree<D: Target>(s: &Setup<D>) {
-    let results = s.run(group(s), |r| {
-        let own = if r.rank == 1 { Payload::Mxfp8 } else { Payload::Nvfp4 };
-        let refused = attempt(s, r, own, D::FLOATS[1]).map(drop);
-        attempt(s, r, Payload::Nvfp4, D::FLOATS[1]).expect("a step after they have met");
-        refused
-    });
-    for result in results {
-        assert!(matches!(&result, Err(Error::ConfigMismatch { field, .. }) if field == "payload"), "{result:?}");
+    // Rows of the last two are of as many bytes, codes and scales.
+    for [first, other] in [[Payload::Nvfp4, Payload::Mxfp8], [Payload::Fp8Block, Payload::Mxfp8]] {
+        let results = s.run(group(s), |r| {
+            let own = if r.rank == 1 { other } else { first };
+            let refused = attempt(s, r, own, D::FLOATS[1]).map(drop);
+            attempt(s, r, first, D::FLOATS[1]).expect("a step after they have met");
+            refused
+        });
+        for result in results {
+            assert!(matches!(&result, Err(Error::ConfigMismatch { field, .. }) if field == "payload"), "{result:?}");
+        }
     }
 }
 
