@@ -101,8 +101,8 @@ pub struct DequantizeMxfp8<'a, D: Device> {
 /// The scale is `max|x| / 448` over the block, at least 2⁻¹²⁶ and at most 2¹²⁷; an element's code is E4M3 of `x / scale`,
 /// to nearest even. A value is off by a sixteenth at most, or by 2⁻¹⁰ of the scale where that is more. A block of
 /// zeros has the scale 2⁻¹²⁶ and codes of zero, which keep their signs; no scale is subnormal. NaN elements do not count in the scale and have the
-/// code of NaN. An infinity makes the scale 2¹²⁷ and has the code of 448, whose value is an infinity again; finite
-/// elements beside it stay finite.
+/// code of NaN. An infinity makes the scale 2¹²⁷ and has the code of 448, whose value is an infinity again; of finite
+/// elements beside it those from 1.9375·2¹²⁷ on become infinite too.
 #[derive(Debug)]
 pub struct QuantizeFp8Block<'a, D: Device> {
     /// The matrix.
