@@ -123,7 +123,7 @@ pub enum Payload {
     Fp8Block,
 }
 
-/// Rows that travel quantized are whole blocks, and codes that are whole words of 16 bytes.
+/// Rows that travel quantized are whole blocks (fp8 blocks: but for the last), and codes that are whole words of 16 bytes.
 const PAYLOAD_COLUMNS: usize = 32;
 /// Bytes of a row's amax.
 const AMAX: usize = size_of::<f32>();

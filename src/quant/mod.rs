@@ -37,7 +37,7 @@ pub(crate) mod philox;
 mod swizzle;
 mod weight;
 
-pub use block_sizes::{MX_BLOCK, MXFP4_BLOCK, NVFP4_BLOCK};
+pub use block_sizes::{FP8_BLOCK, MX_BLOCK, MXFP4_BLOCK, NVFP4_BLOCK};
 pub use calls::{
     Amax, Dequantize, DequantizeFp8Block, DequantizeMxfp8, Fp8BlockMut, Fp8BlockTensors, Mxfp8Mut, Mxfp8Tensors,
     Nvfp4Mut, Nvfp4Tensors, Quantize, QuantizeFp8Block, QuantizeMxfp8, Swizzle,
@@ -56,4 +56,4 @@ pub use matrix::{Layout, Matrix};
 pub(crate) use nvfp4::amax_of_cast;
 pub use philox::philox4x32;
 pub use swizzle::{TILE_COLUMNS, TILE_ROWS, swizzled_index, swizzled_len};
-pub use weight::{FP8_BLOCK, Quantized, QuantizedRef, QuantizedTensors, WeightFormat};
+pub use weight::{Quantized, QuantizedRef, QuantizedTensors, WeightFormat};

@@ -1,14 +1,10 @@
 //! Quantized expert weights: what a product reads in place of a floating-point stack of matrices.
 
-use super::{MXFP4_BLOCK, NVFP4_BLOCK};
+use super::{FP8_BLOCK, MXFP4_BLOCK, NVFP4_BLOCK};
 use crate::device::Device;
 use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::tensor::{Tensor, TensorRef};
-
-/// Columns that share a scale in fp8 blocks: of a row ([`QuantizeFp8Block`](super::QuantizeFp8Block)), or of as many rows
-/// ([`WeightFormat::Fp8Block`]).
-pub const FP8_BLOCK: usize = 128;
 
 /// How a stack of weight matrices `[L, out, in]` is quantized. Blocks run along `in`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
