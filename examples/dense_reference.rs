@@ -103,6 +103,8 @@ enum Form {
     Nvfp4,
     /// Quantized, 1.031 bytes an element
     Mxfp8,
+    /// Quantized in blocks of 128, 1.031 bytes an element
+    Fp8Block,
 }
 
 impl From<Form> for Payload {
@@ -111,6 +113,7 @@ impl From<Form> for Payload {
             Form::Plain => Payload::Plain,
             Form::Nvfp4 => Payload::Nvfp4,
             Form::Mxfp8 => Payload::Mxfp8,
+            Form::Fp8Block => Payload::Fp8Block,
         }
     }
 }
@@ -447,7 +450,7 @@ mod tests {
     #[test]
     fn tokens_that_are_sent_quantized() {
         for golden in ["qwen3_moe", "gpt_oss", "llama4"] {
-            for form in [Form::Nvfp4, Form::Mxfp8] {
+            for form in [Form::Nvfp4, Form::Mxfp8, Form::Fp8Block] {
                 assert_eq!(failed(golden, form, form), 0, "{golden}, {form:?}");
                 assert!(failed(golden, form, Form::Plain) > 0, "{golden}, {form:?}");
             }

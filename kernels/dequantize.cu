@@ -9,11 +9,6 @@ using namespace quant;
 // loads all that it takes before it computes.
 constexpr int THREADS = QUANT_THREADS, EACH = DEQUANTIZE_THREAD_EIGHTS, SPAN = DEQUANTIZE_SPAN;
 
-// Of 32 bits where that is enough: a division of 64 is a hundred instructions.
-__device__ __forceinline__ int64_t quotient(int64_t a, int64_t b) {
-    return (a | b) >> 32 ? a / b : static_cast<unsigned>(a) / static_cast<unsigned>(b);
-}
-
 // The job that this block belongs to.
 __device__ __forceinline__ const DequantizeJob& job_of(const DequantizeJobs& p) {
     int low = 0, high = static_cast<int>(p.count);
@@ -72,14 +67,41 @@ __device__ __forceinline__ void nvfp4_eight(const DequantizeJob& p, int64_t i) {
     for (int k = 0; k < 8; k++) if (k < left) store_any(p.out, p.out_type, line * p.len + half * 8 + k, v[k]);
 }
 
-__device__ __forceinline__ void mxfp8_eight(const DequantizeJob& p, int64_t i) {
+// Scales of blocks of E4M3 codes.
+struct Mxfp8Scales {
+    static constexpr int BLOCK = 32;
+    static constexpr bool COLUMNS = true;  // blocks may run along columns
+    static constexpr uintptr_t BYTES = 1;
+    using Stored = unsigned;
+    static __device__ __forceinline__ Stored load(const uint8_t* scales, int64_t i) { return scales[i]; }
+    static __device__ __forceinline__ Stored load_aligned(const uint8_t* scales, int64_t i) { return scales[i]; }
+    static __device__ __forceinline__ float value(Stored scale) { return e8m0_value(scale); }
+};
+struct Fp8BlockScales {
+    static constexpr int BLOCK = FP8_BLOCK_COLUMNS;
+    static constexpr bool COLUMNS = false;
+    static constexpr uintptr_t BYTES = 4;
+    using Stored = unsigned;
+    // From any address.
+    static __device__ __forceinline__ Stored load(const uint8_t* scales, int64_t i) {
+        Stored bits = 0;
+#pragma unroll
+        for (int k = 0; k < 4; k++) bits |= static_cast<Stored>(scales[i * 4 + k]) << 8 * k;
+        return bits;
+    }
+    static __device__ __forceinline__ Stored load_aligned(const uint8_t* scales, int64_t i) { return reinterpret_cast<const Stored*>(scales)[i]; }
+    static __device__ __forceinline__ float value(Stored scale) { return __uint_as_float(scale); }
+};
+
+template <class F>
+__device__ __forceinline__ void e4m3_eight(const DequantizeJob& p, int64_t i) {
     const int64_t wide = (p.len + 7) / 8;
     if (i >= p.lines * wide) return;
     const int64_t line = quotient(i, wide), column = (i - line * wide) * 8;
     for (int k = 0; k < 8 && column + k < p.len; k++) {
         const int64_t at = line * p.len + column + k;
-        const unsigned scale = p.by_line ? p.scales[line / 32 * p.len + column + k] : p.scales[line * p.blocks + column / 32];
-        store_any(p.out, p.out_type, at, __fmul_rn(e4m3_value(p.codes[at]), e8m0_value(scale)));
+        const int64_t scale = F::COLUMNS && p.by_line ? line / F::BLOCK * p.len + column + k : line * p.blocks + column / F::BLOCK;
+        store_any(p.out, p.out_type, at, __fmul_rn(e4m3_value(p.codes[at]), F::value(F::load(p.scales, scale))));
     }
 }
 
@@ -106,15 +128,15 @@ __device__ __forceinline__ void nvfp4(const DequantizeJob& p, unsigned first) {
     }
 }
 
-template <class T>
-__device__ __forceinline__ void mxfp8(const DequantizeJob& p, unsigned first) {
+template <class T, class F>
+__device__ __forceinline__ void e4m3(const DequantizeJob& p, unsigned first) {
     const unsigned all = static_cast<unsigned>(p.lines * (p.len / 8));
     uint2 codes[EACH];
-    unsigned scales[EACH];
+    typename F::Stored scales[EACH];
 #pragma unroll
     for (int j = 0; j < EACH; j++) {
         const unsigned i = min(first + j * THREADS, all - 1);
-        codes[j] = __ldcs(reinterpret_cast<const uint2*>(p.codes) + i), scales[j] = p.scales[i / 4];
+        codes[j] = __ldcs(reinterpret_cast<const uint2*>(p.codes) + i), scales[j] = F::load_aligned(p.scales, i / (F::BLOCK / 8));
     }
 #pragma unroll
     for (int j = 0; j < EACH; j++) {
@@ -127,11 +149,26 @@ __device__ __forceinline__ void mxfp8(const DequantizeJob& p, unsigned first) {
         if (i >= all) continue;
         float v[8];
         e4m3_values(codes[j], v);
-        const float factor = e8m0_value(scales[j]);
+        const float factor = F::value(scales[j]);
 #pragma unroll
         for (int k = 0; k < 8; k++) v[k] = __fmul_rn(v[k], factor);
         store<T>(p.out, i, v);
     }
+}
+
+// E4M3 codes of any matrix.
+template <class F>
+__device__ __forceinline__ void e4m3_dequantize(const DequantizeJobs& jobs) {
+    const DequantizeJob& p = job_of(jobs);
+    const int64_t start = (blockIdx.x - p.first_block) * SPAN + threadIdx.x;
+    if (p.by_line || !plain(p, 8, F::BLOCK) || reinterpret_cast<uintptr_t>(p.scales) % F::BYTES) {
+#pragma unroll 1
+        for (int j = 0; j < EACH; j++) e4m3_eight<F>(p, start + j * THREADS);
+        return;
+    }
+    if (p.out_type == TYPE_BF16) e4m3<bf16, F>(p, static_cast<unsigned>(start));
+    else if (p.out_type == TYPE_F16) e4m3<f16, F>(p, static_cast<unsigned>(start));
+    else e4m3<float, F>(p, static_cast<unsigned>(start));
 }
 
 }  // namespace
@@ -150,16 +187,11 @@ extern "C" __global__ void __launch_bounds__(THREADS) nvfp4_dequantize(const __g
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) mxfp8_dequantize(const __grid_constant__ DequantizeJobs jobs) {
-    const DequantizeJob& p = job_of(jobs);
-    const int64_t start = (blockIdx.x - p.first_block) * SPAN + threadIdx.x;
-    if (p.by_line || !plain(p, 8, 32)) {
-#pragma unroll 1
-        for (int j = 0; j < EACH; j++) mxfp8_eight(p, start + j * THREADS);
-        return;
-    }
-    if (p.out_type == TYPE_BF16) mxfp8<bf16>(p, static_cast<unsigned>(start));
-    else if (p.out_type == TYPE_F16) mxfp8<f16>(p, static_cast<unsigned>(start));
-    else mxfp8<float>(p, static_cast<unsigned>(start));
+    e4m3_dequantize<Mxfp8Scales>(jobs);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS) fp8_block_dequantize(const __grid_constant__ DequantizeJobs jobs) {
+    e4m3_dequantize<Fp8BlockScales>(jobs);
 }
 
 // Scales [lines, blocks] to tiles of 128 x 4, padded with zeros, or back. A thread four scales of a line.

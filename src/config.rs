@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::dtype::DType;
 use crate::error::{Error, Result};
-use crate::quant::{MX_BLOCK, NVFP4_BLOCK};
+use crate::quant::{MX_BLOCK, NVFP4_BLOCK, fp8_block_scale_dims};
 use crate::tensor::Shape;
 
 pub(crate) use field_values::FieldValues;
@@ -106,7 +106,8 @@ impl MoeConfig {
 }
 
 /// In which form rows travel between ranks: tokens to experts ([`MoeConfig::payload`]), or shards of a weight
-/// ([`WeightSpec::payload`](crate::etp::WeightSpec::payload)). Recipe `te` of `docs/quantization.md`, to nearest.
+/// ([`WeightSpec::payload`](crate::etp::WeightSpec::payload)). NVFP4 and MXFP8 have recipe `te` of `docs/quantization.md`;
+/// all are rounded to nearest.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
 #[non_exhaustive]
 pub enum Payload {
@@ -117,9 +118,12 @@ pub enum Payload {
     Nvfp4,
     /// In MXFP8, blocks of 1×32, scales rounded up, 1.03125 bytes an element.
     Mxfp8,
+    /// In fp8 blocks of 1×128 with an f32 scale each, as DeepSeek-V3 and DeepEP send tokens, 1.03125 bytes an element;
+    /// [`QuantizeFp8Block`](crate::quant::QuantizeFp8Block) has scales and codes. A last block of a row may be short.
+    Fp8Block,
 }
 
-/// Rows that travel quantized are whole blocks, and codes that are whole words of 16 bytes.
+/// Rows that travel quantized are whole blocks (fp8 blocks: but for the last), and codes that are whole words of 16 bytes.
 const PAYLOAD_COLUMNS: usize = 32;
 /// Bytes of a row's amax.
 const AMAX: usize = size_of::<f32>();
@@ -133,6 +137,7 @@ impl Payload {
             Payload::Plain => None,
             Payload::Nvfp4 => Some([words(hidden / 2), words(hidden / NVFP4_BLOCK + AMAX)]),
             Payload::Mxfp8 => Some([words(hidden), words(hidden / MX_BLOCK)]),
+            Payload::Fp8Block => Some([words(hidden), words(fp8_block_scale_dims([1, hidden])[1])]),
         }
     }
 
@@ -140,7 +145,9 @@ impl Payload {
     pub(crate) fn takes(self, dtype: DType) -> bool {
         match self {
             Payload::Plain => true,
-            Payload::Nvfp4 | Payload::Mxfp8 => matches!(dtype, DType::F32 | DType::BF16 | DType::F16),
+            Payload::Nvfp4 | Payload::Mxfp8 | Payload::Fp8Block => {
+                matches!(dtype, DType::F32 | DType::BF16 | DType::F16)
+            }
         }
     }
 }

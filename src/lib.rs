@@ -75,7 +75,7 @@
 //! | slot | a row of the expert-major layout, one for each choice that is kept | [`kernels`] |
 //! | layer | route, prepare, dispatch, up, down, combine, and their gradients | [`Layer`](crate::layer::Layer) |
 //! | checkpoint | a published folder of safetensors, of which a rank reads its own experts | [`Checkpoint`](crate::checkpoint::Checkpoint) |
-//! | quantized matrix | NVFP4, MXFP8 and the codecs of both | [`quant`] |
+//! | quantized matrix | NVFP4, MXFP8, fp8 blocks and the codecs of these | [`quant`] |
 //! | chain | weights sharded over ranks, gathered just before use | [`Chain`](crate::etp::Chain) |
 //! | optimizer | AdamW with main weights in f32, over whole parameters and parts of them | [`AdamW`](crate::optim::AdamW), [`ParamShard`](crate::optim::ParamShard) |
 //! | identity, mesh | which rank a process is, and how a world divides | [`ranks`] |

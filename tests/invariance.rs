@@ -32,6 +32,7 @@ cases!(
     routers_that_choose_by_logit,
     nvfp4_payload,
     mxfp8_payload,
+    fp8_block_payload,
 );
 
 /// Tokens of all batches. Half of them choose an expert on average: more than one task of rows (`ROW_TILE`).
@@ -160,6 +161,10 @@ fn nvfp4_payload<D: Target>(device: &D) {
 
 fn mxfp8_payload<D: Target>(device: &D) {
     hold(device, LayerKind::Payload(Payload::Mxfp8));
+}
+
+fn fp8_block_payload<D: Target>(device: &D) {
+    hold(device, LayerKind::Payload(Payload::Fp8Block));
 }
 
 /// Holds the promise for layers of one kind, in every type and over every number of ranks.

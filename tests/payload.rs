@@ -27,7 +27,7 @@ use moebius::kernels::Kernels;
 use moebius::layer::{Cotangents, GradientMask, Inputs, Layer, Mode, ParamKind, ParamViews, StepSizes};
 use moebius::{DType, MoeConfig};
 
-const PAYLOADS: [Payload; 2] = [Payload::Nvfp4, Payload::Mxfp8];
+const PAYLOADS: [Payload; 3] = [Payload::Nvfp4, Payload::Mxfp8, Payload::Fp8Block];
 const HIDDEN: usize = 64;
 const EXPERTS: usize = 8;
 const TOKENS: usize = 13;
@@ -152,7 +152,9 @@ fn as_a_dense_layer_over_rounded_rows() {
 /// two such sums, silu's slope at most 1.1: three times as far.
 #[test]
 fn results_move_no_further_than_the_formats_steps() {
-    for (payload, least, most) in [(Payload::Nvfp4, 0.05, 0.15), (Payload::Mxfp8, 0.01, 0.0625)] {
+    for (payload, least, most) in
+        [(Payload::Nvfp4, 0.05, 0.15), (Payload::Mxfp8, 0.01, 0.0625), (Payload::Fp8Block, 0.01, 0.0625)]
+    {
         let (params, x, d_y) = problem(&config(payload));
         let moved = difference(&rounded(payload, &x, DType::F32), &x).unwrap().relative;
         assert!((least..most).contains(&moved), "{payload:?}: rows move by {moved}");
@@ -256,6 +258,7 @@ fn bytes_a_token_and_rank() {
     assert_eq!(Payload::Plain.row_bytes(7168), None);
     assert_eq!(Payload::Nvfp4.row_bytes(7168), Some([3584, 464]));
     assert_eq!(Payload::Mxfp8.row_bytes(7168), Some([7168, 224]));
+    assert_eq!(Payload::Fp8Block.row_bytes(7168), Some([7168, 224]));
     const T: usize = 64;
     for hidden in [96, 512, 2880] {
         let config = |payload| {
@@ -265,11 +268,12 @@ fn bytes_a_token_and_rank() {
         };
         let of = |payload| counted(&config(payload), (2, DispatcherKind::AllToAll), DType::BF16, T);
         let plain = of(Payload::Plain);
-        for payload in [Payload::Plain, Payload::Nvfp4, Payload::Mxfp8] {
+        for payload in [Payload::Plain, Payload::Nvfp4, Payload::Mxfp8, Payload::Fp8Block] {
             let [row, scale] = match payload {
                 Payload::Plain => [2 * hidden, 0],
-                // By hand: codes of half a byte, a byte for 16, 4 for the row; codes of a byte, a byte for 32.
+                // By hand: codes of half a byte, a byte for 16, 4 for the row; codes of a byte, a byte for 32, or 4 for 128.
                 Payload::Nvfp4 => [hidden / 2, (hidden / 16 + 4).div_ceil(16) * 16],
+                Payload::Fp8Block => [hidden, (hidden.div_ceil(128) * 4).div_ceil(16) * 16],
                 _ => [hidden, (hidden / 32).div_ceil(16) * 16],
             };
             for (found, plain) in of(payload).iter().zip(&plain) {
@@ -301,7 +305,7 @@ fn bytes_of_an_all_gather() {
 
 #[test]
 fn what_is_kept_is_known_before() {
-    for payload in [Payload::Plain, Payload::Nvfp4, Payload::Mxfp8] {
+    for payload in [Payload::Plain, Payload::Nvfp4, Payload::Mxfp8, Payload::Fp8Block] {
         for (ranks, kind) in [(1, DispatcherKind::Local), (2, DispatcherKind::AllToAll), (4, DispatcherKind::AllGather)]
         {
             for recompute in [false, true] {

@@ -94,6 +94,13 @@ pub fn codec(cuda: &Cuda, report: &Report) -> Result<()> {
         cuda.dequantize_mxfp8(DequantizeMxfp8 { direction: Direction::Rows, codes, scales, out: back.view_mut() })
     })?;
     line("back-mxfp8", ms, WIDE + 33.0 / 32.0);
+    let mut made = Fp8BlockTensors::empty(cuda, dims)?;
+    let ms = report.time(|set| {
+        cuda.quantize_fp8_block(QuantizeFp8Block { matrix: Matrix::new(sets[set].view())?, rows: made.view_mut() })
+    })?;
+    line("cast-fp8-block", ms, WIDE + 33.0 / 32.0);
+    let ms = report.time(|_| cuda.dequantize_fp8_block(made.dequantize(back.view_mut())))?;
+    line("back-fp8-block", ms, WIDE + 33.0 / 32.0);
     cuda.check()
 }
 

@@ -9,7 +9,7 @@
 //!     [--copy-engines 0,1] [--max-sms 32] [--shared 2048] [calls] [layer] [etp]
 //! ```
 //!
-//! `--token-payload` and `--shard-payload` name forms, `plain`, `nvfp4` and `mxfp8`: those in which a layer's tokens
+//! `--token-payload` and `--shard-payload` name forms, `plain`, `nvfp4`, `mxfp8` and `fp8-block`: those in which a layer's tokens
 //! travel (`plain` unless told), and those in which shards do (`plain` and `nvfp4`).
 //!
 //! `--mode "nvlink,nvlink mxfp8"` times combine with sums that return in the tokens' type and quantized, in one run.
@@ -295,7 +295,12 @@ fn main() -> Result<()> {
     for workload in [DSV3, QWEN3].into_iter().filter(|w| only("--workload", w.name)) {
         workloads.extend(tokens.iter().map(|&tokens| Workload { tokens, shared, ..workload }));
     }
-    let forms = [("plain", Payload::Plain), ("nvfp4", Payload::Nvfp4), ("mxfp8", Payload::Mxfp8)];
+    let forms = [
+        ("plain", Payload::Plain),
+        ("nvfp4", Payload::Nvfp4),
+        ("mxfp8", Payload::Mxfp8),
+        ("fp8-block", Payload::Fp8Block),
+    ];
     let payloads = |flag: &str, default: &str| -> Vec<Payload> {
         let names: Vec<&str> = value(flag).map_or(default, String::as_str).split(',').collect();
         forms.into_iter().filter(|(name, _)| names.contains(name)).map(|(_, payload)| payload).collect()

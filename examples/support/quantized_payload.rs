@@ -4,7 +4,8 @@ use moebius::cpu::Cpu;
 use moebius::etp::Payload;
 use moebius::kernels::Kernels;
 use moebius::quant::{
-    Codec, DequantizeMxfp8, Direction, Matrix, Mxfp8, Mxfp8Tensors, Nvfp4, Nvfp4Tensors, Quantize, QuantizeMxfp8,
+    Codec, DequantizeMxfp8, Direction, Fp8BlockTensors, Matrix, Mxfp8, Mxfp8Tensors, Nvfp4, Nvfp4Tensors, Quantize,
+    QuantizeFp8Block, QuantizeMxfp8,
 };
 use moebius::{DType, Result, Tensor};
 
@@ -35,6 +36,11 @@ pub fn through(
             cpu.quantize_mxfp8(call)?;
             let (codes, scales, out) = (form.codes.view(), form.scales.view(), back.view_mut());
             cpu.dequantize_mxfp8(DequantizeMxfp8 { direction: Direction::Rows, codes, scales, out })?;
+        }
+        Payload::Fp8Block => {
+            let mut form = Fp8BlockTensors::empty(&cpu, dims)?;
+            cpu.quantize_fp8_block(QuantizeFp8Block { matrix, rows: form.view_mut() })?;
+            cpu.dequantize_fp8_block(form.dequantize(back.view_mut()))?;
         }
         _ => return Ok(values.to_vec()),
     }

@@ -135,6 +135,8 @@ pub enum PayloadArg {
     Nvfp4,
     /// quantized, 1.03125 bytes an element
     Mxfp8,
+    /// quantized in blocks of 128, 1.03125 bytes an element
+    Fp8Block,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
@@ -160,6 +162,7 @@ impl PayloadArg {
             PayloadArg::Plain => Payload::Plain,
             PayloadArg::Nvfp4 => Payload::Nvfp4,
             PayloadArg::Mxfp8 => Payload::Mxfp8,
+            PayloadArg::Fp8Block => Payload::Fp8Block,
         }
     }
 }

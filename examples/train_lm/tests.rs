@@ -93,7 +93,9 @@ fn losses_and_weights_do_not_depend_on_the_number_of_shards() {
 /// The twin computes with experts that were quantized whole.
 #[test]
 fn shards_that_are_sent_quantized() {
-    for (payload, [up, down]) in [(Payload::Nvfp4, [9.0, 12.0]), (Payload::Mxfp8, [17.0, 21.0])] {
+    for (payload, [up, down]) in
+        [(Payload::Nvfp4, [9.0, 12.0]), (Payload::Mxfp8, [17.0, 21.0]), (Payload::Fp8Block, [20.0, 24.0])]
+    {
         let runs = [1, 2, 4].map(|n| train(&Settings { shard_payload: payload, ..settings(1, Some(n)) }));
         assert_eq!(bits(&runs[0]), bits(&runs[1]), "{payload:?}");
         assert_eq!(bits(&runs[0]), bits(&runs[2]), "{payload:?}");
@@ -109,7 +111,7 @@ fn shards_that_are_sent_quantized() {
 /// that, nor does the form in which shards travel beside.
 #[test]
 fn tokens_that_are_sent_quantized() {
-    for tokens in [Payload::Nvfp4, Payload::Mxfp8] {
+    for tokens in [Payload::Nvfp4, Payload::Mxfp8, Payload::Fp8Block] {
         let run = |mesh: Settings| train(&Settings { token_payload: tokens, hidden: 32, ..mesh });
         let one = run(settings(1, Some(1)));
         for n in [2, 4] {

@@ -482,7 +482,8 @@ struct QuantSide {
     int64_t first_line;        // for random bits
     int64_t first_block;
 };
-// A matrix to NVFP4 (codes, scales and amax of each side) or to MXFP8 (codes and scales).
+// A matrix to NVFP4 (codes, scales and amax of each side), to MXFP8 (codes and scales) or to fp8 blocks (those of its
+// rows; f32 scales, at any address).
 struct QuantCastParams {
     StridedMatrix matrix;
     QuantSide rows;
@@ -497,7 +498,7 @@ struct QuantCastParams {
 // A quantized matrix back to floating point, one of many.
 struct DequantizeJob {
     const uint8_t* codes;
-    const uint8_t* scales;
+    const uint8_t* scales;     // fp8 blocks: f32, at any address
     const float* amax;
     void* out;
     int64_t out_type;

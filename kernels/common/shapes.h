@@ -45,11 +45,13 @@ constexpr uint32_t W4A16_BLOCK_M = 128, W4A16_BLOCK_N = 256, W4A16_THREADS = 512
 constexpr uint32_t DECODE_STEP = 256, DECODE_THREAD_STEP = 64, DECODE_WARP_COLUMNS = 32;
 constexpr uint32_t DECODE8_WARPS = 4, DECODE16_WARPS = 8;
 
-// Casts, amaxes and back (nvfp4_cast.cu, nvfp4_cast_aligned.cu, mxfp8_cast.cu, quant_amax.cu, dequantize.cu): threads
-// of a block.
+// Casts, amaxes and back (nvfp4_cast.cu, nvfp4_cast_aligned.cu, mxfp8_cast.cu, fp8_block_cast.cu, quant_amax.cu,
+// dequantize.cu): threads of a block.
 constexpr uint32_t QUANT_THREADS = 256;
 // Bytes of a matrix without gaps that a thread casts along rows; of 16 x 16 tiles to NVFP4, blocks that it takes.
 constexpr uint32_t CAST_THREAD_BYTES = 128, NVFP4_TILED_THREAD_BLOCKS = 2;
+// Fp8 blocks of rows (fp8_block_cast.cu, dequantize.cu): columns of one; those that a warp casts.
+constexpr uint32_t FP8_BLOCK_COLUMNS = 128, FP8_BLOCK_WARP_BLOCKS = 4;
 // Casts to NVFP4: shared memory without and with columns (nvfp4_cast.cu), of whole panels to nearest and stochastically
 // (nvfp4_cast_aligned.cu); rows and columns that a block of these takes, and what those of a matrix are multiples of.
 constexpr uint32_t NVFP4_CAST_SMEM = 35072, NVFP4_CAST_COLUMNS_SMEM = 46336;

@@ -10,6 +10,11 @@ namespace quant {
 
 constexpr float FMAX = 3.402823466e+38f, E2M1_MAX = 6.0f, E4M3_MAX = 448.0f, BOUND = 2688.0f;
 
+// Of 32 bits where that is enough: a division of 64 is a hundred instructions.
+__device__ __forceinline__ int64_t quotient(int64_t a, int64_t b) {
+    return (a | b) >> 32 ? a / b : static_cast<unsigned>(a) / static_cast<unsigned>(b);
+}
+
 // The lesser of value and cap; NaN stays NaN, which `fminf` would drop.
 __device__ __forceinline__ float cap(float value, float most) { return value > most ? most : value; }
 

@@ -6,10 +6,11 @@ use crate::error::Result;
 use crate::quant::check;
 use crate::quant::philox;
 use crate::quant::{
-    Amax, AmaxScope, Blocks, Codec, Dequantize, DequantizeMxfp8, Direction, MX_BLOCK, Matrix, MxScale, Mxfp8, Mxfp8Mut,
-    NVFP4_BLOCK, Nvfp4, Nvfp4Mut, Quantize, QuantizeMxfp8, Recipe, Rounding, Swizzle, TILE_ROWS,
+    Amax, AmaxScope, Blocks, Codec, Dequantize, DequantizeFp8Block, DequantizeMxfp8, Direction, FP8_BLOCK, MX_BLOCK,
+    Matrix, MxScale, Mxfp8, Mxfp8Mut, NVFP4_BLOCK, Nvfp4, Nvfp4Mut, Quantize, QuantizeFp8Block, QuantizeMxfp8, Recipe,
+    Rounding, Swizzle, TILE_ROWS,
 };
-use crate::tensor::{Tensor, TensorMut};
+use crate::tensor::{Tensor, TensorMut, TensorRef};
 
 use super::context_kernels::Kernel;
 use super::device::Cuda;
@@ -32,6 +33,9 @@ const CAST_SHARED: [u32; 2] = [params::NVFP4_CAST_SMEM, params::NVFP4_CAST_COLUM
 /// Rows and columns that a block takes of a matrix whose own are multiples of [`ALIGNED`]
 /// (`kernels/nvfp4_cast_aligned.cu`).
 const ALIGNED_BLOCK: [usize; 2] = [params::NVFP4_ALIGNED_ROWS as usize, params::NVFP4_ALIGNED_COLUMNS as usize];
+/// Blocks that a warp casts (`kernels/fp8_block_cast.cu`).
+const FP8_BLOCK_WARP_BLOCKS: usize = params::FP8_BLOCK_WARP_BLOCKS as usize;
+const _: () = assert!(params::FP8_BLOCK_COLUMNS as usize == FP8_BLOCK);
 const ALIGNED: usize = params::NVFP4_ALIGNED_MULTIPLE as usize;
 
 /// A matrix as kernels take it.
@@ -305,18 +309,30 @@ fn dequantize(device: &Cuda, call: &'static str, calls: Vec<Dequantize<'_, Cuda>
     )
 }
 
+/// E4M3 codes and their scales, so many a row, back to floating point; and the eights of elements.
+fn e4m3_job(
+    call: &'static str,
+    [codes, scales]: [TensorRef<'_, Cuda>; 2],
+    blocks: usize,
+    out: TensorMut<'_, Cuda>,
+    dims: [usize; 2],
+) -> Result<(params::DequantizeJob, usize)> {
+    let job = params::DequantizeJob {
+        codes: codes.data().ptr,
+        scales: scales.data().ptr,
+        code_bytes: dims[1] as i64,
+        blocks: blocks as i64,
+        ..output(call, out, dims)?
+    };
+    Ok((job, dims[0] * dims[1].div_ceil(8)))
+}
+
 fn dequantize_mxfp8(device: &Cuda, call: &'static str, calls: Vec<DequantizeMxfp8<'_, Cuda>>) -> Result<()> {
     let dims = calls.iter().map(|c| check::dequantize_mxfp8(call, c)).collect::<Result<Vec<_>>>()?;
     let job = |(c, dims): (DequantizeMxfp8<'_, Cuda>, [usize; 2])| {
-        let job = params::DequantizeJob {
-            codes: c.codes.data().ptr,
-            scales: c.scales.data().ptr,
-            code_bytes: dims[1] as i64,
-            blocks: Mxfp8::scale_dims(dims, Direction::Rows)[1] as i64,
-            by_line: i64::from(c.direction == Direction::Columns),
-            ..output(call, c.out, dims)?
-        };
-        Ok((job, dims[0] * dims[1].div_ceil(8)))
+        let blocks = Mxfp8::scale_dims(dims, Direction::Rows)[1];
+        let (job, eights) = e4m3_job(call, [c.codes, c.scales], blocks, c.out, dims)?;
+        Ok((params::DequantizeJob { by_line: i64::from(c.direction == Direction::Columns), ..job }, eights))
     };
     launch_dequantize(
         device,
@@ -324,6 +340,32 @@ fn dequantize_mxfp8(device: &Cuda, call: &'static str, calls: Vec<DequantizeMxfp
         &device.kernels().dequantize.mxfp8,
         &calls.into_iter().zip(dims).map(job).collect::<Result<Vec<_>>>()?,
     )
+}
+
+fn quantize_fp8_block(device: &Cuda, quantize: QuantizeFp8Block<'_, Cuda>) -> Result<()> {
+    const CALL: &str = "quantize_fp8_block";
+    check::quantize_fp8_block(CALL, &quantize)?;
+    let QuantizeFp8Block { matrix, rows } = quantize;
+    let [lines, len] = matrix.dims();
+    if lines == 0 || len == 0 {
+        return Ok(());
+    }
+    let [codes, scales] = [rows.codes, rows.scales].map(|t| t.into_data().ptr);
+    let rows = params::QuantSide { codes, scales, code_bytes: len as i64, ..Default::default() };
+    let p = params::QuantCastParams { matrix: strided(&matrix), rows, ..Default::default() };
+    let kernel = device.kernels().fp8_block_cast.of(matrix.dtype());
+    let warps = (lines * len.div_ceil(FP8_BLOCK)).div_ceil(FP8_BLOCK_WARP_BLOCKS);
+    // SAFETY: codes and scales have the sizes that the format gives for this matrix, as was checked.
+    unsafe { device.launch(CALL, kernel, Grid::warps_of(warps, THREADS), &p) }
+}
+
+fn dequantize_fp8_block(device: &Cuda, call: &'static str, calls: Vec<DequantizeFp8Block<'_, Cuda>>) -> Result<()> {
+    let dims = calls.iter().map(|c| check::dequantize_fp8_block(call, c)).collect::<Result<Vec<_>>>()?;
+    let job = |(c, dims): (DequantizeFp8Block<'_, Cuda>, [usize; 2])| {
+        e4m3_job(call, [c.codes, c.scales], dims[1].div_ceil(FP8_BLOCK), c.out, dims)
+    };
+    let jobs = calls.into_iter().zip(dims).map(job).collect::<Result<Vec<_>>>()?;
+    launch_dequantize(device, call, &device.kernels().dequantize.fp8_block, &jobs)
 }
 
 fn reorder(device: &Cuda, call: &'static str, swizzle: Swizzle<'_, Cuda>, back: bool) -> Result<()> {
@@ -400,6 +442,15 @@ impl Codec for Cuda {
     }
     fn multi_dequantize_mxfp8(&self, calls: Vec<DequantizeMxfp8<'_, Self>>) -> Result<()> {
         dequantize_mxfp8(self, "multi_dequantize_mxfp8", calls)
+    }
+    fn quantize_fp8_block(&self, call: QuantizeFp8Block<'_, Self>) -> Result<()> {
+        quantize_fp8_block(self, call)
+    }
+    fn dequantize_fp8_block(&self, call: DequantizeFp8Block<'_, Self>) -> Result<()> {
+        dequantize_fp8_block(self, "dequantize_fp8_block", vec![call])
+    }
+    fn multi_dequantize_fp8_block(&self, calls: Vec<DequantizeFp8Block<'_, Self>>) -> Result<()> {
+        dequantize_fp8_block(self, "multi_dequantize_fp8_block", calls)
     }
     fn swizzle(&self, call: Swizzle<'_, Self>) -> Result<()> {
         reorder(self, "swizzle", call, false)

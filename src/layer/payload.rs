@@ -12,7 +12,8 @@ use crate::ep::{DispatchInputs, DispatchOutputs, Received};
 use crate::error::{Error, Result};
 use crate::kernels::{ConcatRows, Kernels, SplitRows};
 use crate::quant::{
-    Dequantize, DequantizeMxfp8, Direction, Matrix, Mxfp8, Mxfp8Mut, Nvfp4, Nvfp4Mut, Quantize, QuantizeMxfp8,
+    Dequantize, DequantizeFp8Block, DequantizeMxfp8, Direction, Fp8BlockMut, Matrix, Mxfp8, Mxfp8Mut, Nvfp4, Nvfp4Mut,
+    Quantize, QuantizeFp8Block, QuantizeMxfp8, fp8_block_scale_dims,
 };
 use crate::tensor::{Tensor, TensorMut, TensorRef};
 
@@ -37,7 +38,7 @@ pub(super) fn returns(config: &MoeConfig, dtype: DType) -> Option<(DType, usize)
 pub(super) fn formula(fingerprint: Fingerprint, payload: Payload, dtype: DType) -> Fingerprint {
     match payload {
         Payload::Plain => fingerprint,
-        Payload::Nvfp4 | Payload::Mxfp8 => fingerprint.with_tokens(dtype),
+        Payload::Nvfp4 | Payload::Mxfp8 | Payload::Fp8Block => fingerprint.with_tokens(dtype),
     }
 }
 
@@ -73,6 +74,11 @@ impl<D: Kernels> EncodedTokens<D> {
             Payload::Mxfp8 => {
                 let rows = Mxfp8Mut { codes: codes.view_mut(), scales: blocks.view_mut() };
                 device.quantize_mxfp8(QuantizeMxfp8 { format: MXFP8, matrix, rows: Some(rows), columns: None })?;
+                None
+            }
+            Payload::Fp8Block => {
+                let rows = Fp8BlockMut { codes: codes.view_mut(), scales: blocks.view_mut() };
+                device.quantize_fp8_block(QuantizeFp8Block { matrix, rows })?;
                 None
             }
         };
@@ -125,9 +131,10 @@ impl<D: Kernels> EncodedTokens<D> {
                 device.dequantize(Dequantize { format: &NVFP4, codes, scales, amax: amax.view(), out })
             }
             (Payload::Mxfp8, _) => device.dequantize_mxfp8(DequantizeMxfp8 { direction: ROWS, codes, scales, out }),
+            (Payload::Fp8Block, _) => device.dequantize_fp8_block(DequantizeFp8Block { codes, scales, out }),
             (Payload::Nvfp4, None) | (Payload::Plain, _) => {
                 let found = format!("{:?}", self.payload);
-                Err(Error::invalid("unpack", "payload", "NVFP4 with amaxes, or MXFP8", found))
+                Err(Error::invalid("unpack", "payload", "NVFP4 with amaxes, MXFP8 or fp8 blocks", found))
             }
         }
     }
@@ -137,7 +144,7 @@ impl<D: Kernels> EncodedTokens<D> {
         let (n, width) = (scales.rows(), block_scales(self.payload, self.hidden)?);
         let mut amax = match self.payload {
             Payload::Nvfp4 => Some(Tensor::empty(device, DType::F32, &[n])?),
-            Payload::Plain | Payload::Mxfp8 => None,
+            Payload::Plain | Payload::Mxfp8 | Payload::Fp8Block => None,
         };
         if amax.is_none() && scales.dims()[1] == width {
             return Ok([None, None]);
@@ -166,12 +173,13 @@ impl<D: Kernels> EncodedSlots<D> {
     }
 }
 
-/// Block scales of a row, a byte each.
+/// Bytes of a row's block scales.
 fn block_scales(payload: Payload, hidden: usize) -> Result<usize> {
     match payload {
         Payload::Nvfp4 => Ok(NVFP4.sizes([1, hidden], ROWS)?.scales[1]),
         Payload::Plain => Ok(0),
         Payload::Mxfp8 => Ok(Mxfp8::scale_dims([1, hidden], ROWS)[1]),
+        Payload::Fp8Block => Ok(fp8_block_scale_dims([1, hidden])[1]),
     }
 }
 

@@ -1,6 +1,6 @@
 //! Descriptions of quantization calls, and memory for what they write.
 
-use super::format::{Direction, Mxfp8, Nvfp4};
+use super::format::{Direction, Mxfp8, Nvfp4, fp8_block_scale_dims};
 use super::matrix::Matrix;
 use crate::device::Device;
 use crate::dtype::DType;
@@ -95,6 +95,42 @@ pub struct DequantizeMxfp8<'a, D: Device> {
     pub out: TensorMut<'a, D>,
 }
 
+/// Rows of a matrix to fp8 blocks: E4M3 codes, and an f32 scale for each 128 columns of a row. A last block of a row may
+/// be short.
+///
+/// The scale is `max|x| / 448` over the block, at least 2⁻¹²⁶ and at most 2¹²⁷; an element's code is E4M3 of `x / scale`,
+/// to nearest even. A value is off by a sixteenth at most, or by 2⁻¹⁰ of the scale where that is more. A block of
+/// zeros has the scale 2⁻¹²⁶ and codes of zero, which keep their signs; no scale is subnormal. NaN elements do not count in the scale and have the
+/// code of NaN. An infinity makes the scale 2¹²⁷ and has the code of 448, whose value is an infinity again; of finite
+/// elements beside it those from 1.9375·2¹²⁷ on become infinite too.
+#[derive(Debug)]
+pub struct QuantizeFp8Block<'a, D: Device> {
+    /// The matrix.
+    pub matrix: Matrix<'a, D>,
+    /// Its rows.
+    pub rows: Fp8BlockMut<'a, D>,
+}
+
+/// Rows of fp8 blocks, to write.
+#[derive(Debug)]
+pub struct Fp8BlockMut<'a, D: Device> {
+    /// `U8`: E4M3, of the matrix's shape.
+    pub codes: TensorMut<'a, D>,
+    /// `U8`: the bytes of f32 scales, of [`fp8_block_scale_dims`]; aligned as bytes are.
+    pub scales: TensorMut<'a, D>,
+}
+
+/// Rows of fp8 blocks to floating point: `out = value(code) · scale of its block`.
+#[derive(Debug)]
+pub struct DequantizeFp8Block<'a, D: Device> {
+    /// As in [`Fp8BlockMut`].
+    pub codes: TensorRef<'a, D>,
+    /// As in [`Fp8BlockMut`].
+    pub scales: TensorRef<'a, D>,
+    /// F32, BF16 or F16, of the codes' shape.
+    pub out: TensorMut<'a, D>,
+}
+
 /// Block scales to the order in which tensor cores read them, or back.
 #[derive(Debug)]
 pub struct Swizzle<'a, D: Device> {
@@ -164,5 +200,37 @@ impl<D: Device> Mxfp8Tensors<D> {
     /// To write.
     pub fn view_mut(&mut self) -> Mxfp8Mut<'_, D> {
         Mxfp8Mut { codes: self.codes.view_mut(), scales: self.scales.view_mut() }
+    }
+}
+
+/// Owned memory of rows of fp8 blocks.
+#[derive(Debug)]
+pub struct Fp8BlockTensors<D: Device> {
+    /// `U8 [rows, columns]`, e4m3 bits.
+    pub codes: Tensor<D>,
+    /// `U8`, f32 scales as bytes, of [`fp8_block_scale_dims`].
+    pub scales: Tensor<D>,
+}
+
+impl<D: Device> Fp8BlockTensors<D> {
+    /// Memory for a `[rows, columns]` matrix, of unspecified content.
+    ///
+    /// # Errors
+    /// Where there is no memory.
+    pub fn empty(device: &D, dims: [usize; 2]) -> Result<Self> {
+        Ok(Self {
+            codes: Tensor::empty(device, DType::U8, &dims)?,
+            scales: Tensor::empty(device, DType::U8, &fp8_block_scale_dims(dims))?,
+        })
+    }
+
+    /// To write.
+    pub fn view_mut(&mut self) -> Fp8BlockMut<'_, D> {
+        Fp8BlockMut { codes: self.codes.view_mut(), scales: self.scales.view_mut() }
+    }
+
+    /// To de-quantize into `out`.
+    pub fn dequantize<'a>(&'a self, out: TensorMut<'a, D>) -> DequantizeFp8Block<'a, D> {
+        DequantizeFp8Block { codes: self.codes.view(), scales: self.scales.view(), out }
     }
 }

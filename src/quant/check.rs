@@ -1,7 +1,10 @@
 //! Checks that every device makes before it starts.
 
-use super::calls::{Amax, Dequantize, DequantizeMxfp8, Mxfp8Mut, Nvfp4Mut, Quantize, QuantizeMxfp8, Swizzle};
-use super::format::{AmaxScope, Direction, Mxfp8, Nvfp4, Recipe, Rounding};
+use super::calls::{
+    Amax, Dequantize, DequantizeFp8Block, DequantizeMxfp8, Mxfp8Mut, Nvfp4Mut, Quantize, QuantizeFp8Block,
+    QuantizeMxfp8, Swizzle,
+};
+use super::format::{AmaxScope, Direction, Mxfp8, Nvfp4, Recipe, Rounding, fp8_block_scale_dims};
 use super::nvfp4::Bits;
 use super::swizzle::swizzled_len;
 use super::{Matrix, NVFP4_BLOCK};
@@ -103,6 +106,23 @@ pub(crate) fn dequantize_mxfp8<D: Device>(
     tensor(call, "codes", dequantize.codes, (DType::U8, &dims))?;
     let scales = Mxfp8::scale_dims(dims, dequantize.direction);
     tensor(call, "scales", dequantize.scales, (DType::U8, &scales))?;
+    Ok(dims)
+}
+
+pub(crate) fn quantize_fp8_block<D: Device>(call: &'static str, quantize: &QuantizeFp8Block<'_, D>) -> Result<()> {
+    let (dims, rows) = (quantize.matrix.dims(), &quantize.rows);
+    tensor(call, "rows.codes", rows.codes.as_ref(), (DType::U8, &dims))?;
+    tensor(call, "rows.scales", rows.scales.as_ref(), (DType::U8, &fp8_block_scale_dims(dims)))
+}
+
+/// Returns the matrix's rows and columns.
+pub(crate) fn dequantize_fp8_block<D: Device>(
+    call: &'static str,
+    dequantize: &DequantizeFp8Block<'_, D>,
+) -> Result<[usize; 2]> {
+    let dims = floating(call, &dequantize.out)?;
+    tensor(call, "codes", dequantize.codes, (DType::U8, &dims))?;
+    tensor(call, "scales", dequantize.scales, (DType::U8, &fp8_block_scale_dims(dims)))?;
     Ok(dims)
 }
 

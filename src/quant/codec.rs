@@ -1,6 +1,8 @@
 //! Quantization as a device offers it.
 
-use super::calls::{Amax, Dequantize, DequantizeMxfp8, Quantize, QuantizeMxfp8, Swizzle};
+use super::calls::{
+    Amax, Dequantize, DequantizeFp8Block, DequantizeMxfp8, Quantize, QuantizeFp8Block, QuantizeMxfp8, Swizzle,
+};
 use super::check;
 use super::matrix::Matrix;
 use crate::device::Device;
@@ -71,6 +73,21 @@ pub trait Codec: Device {
     /// # Errors
     /// As [`compute_amax`](Self::compute_amax).
     fn multi_dequantize_mxfp8(&self, calls: Vec<DequantizeMxfp8<'_, Self>>) -> Result<()>;
+    /// [`QuantizeFp8Block`].
+    ///
+    /// # Errors
+    /// As [`compute_amax`](Self::compute_amax).
+    fn quantize_fp8_block(&self, call: QuantizeFp8Block<'_, Self>) -> Result<()>;
+    /// [`DequantizeFp8Block`].
+    ///
+    /// # Errors
+    /// As [`compute_amax`](Self::compute_amax).
+    fn dequantize_fp8_block(&self, call: DequantizeFp8Block<'_, Self>) -> Result<()>;
+    /// [`DequantizeFp8Block`] of many matrices at once. Nothing is written if any is refused.
+    ///
+    /// # Errors
+    /// As [`compute_amax`](Self::compute_amax).
+    fn multi_dequantize_fp8_block(&self, calls: Vec<DequantizeFp8Block<'_, Self>>) -> Result<()>;
     /// [`Swizzle`].
     ///
     /// # Errors

@@ -1,7 +1,7 @@
 //! Form of a quantized matrix: recipes, blocks, sizes.
 
 use super::element::{E2M1_MAX, E4M3_MAX};
-use super::{Hadamard, MX_BLOCK, NVFP4_BLOCK};
+use super::{FP8_BLOCK, Hadamard, MX_BLOCK, NVFP4_BLOCK};
 use crate::error::{Error, Result};
 
 /// 448 · 6: the largest value that an NVFP4 block of scale 448 holds.
@@ -240,4 +240,10 @@ impl Mxfp8 {
             Direction::Columns => [dims[0].div_ceil(MX_BLOCK), dims[1]],
         }
     }
+}
+
+/// Shape of the scales of a `[rows, columns]` matrix in fp8 blocks, in bytes: of each row, an f32 a block of
+/// [`FP8_BLOCK`].
+pub fn fp8_block_scale_dims(dims: [usize; 2]) -> [usize; 2] {
+    [dims[0], dims[1].div_ceil(FP8_BLOCK).saturating_mul(size_of::<f32>())]
 }

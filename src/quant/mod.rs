@@ -1,4 +1,4 @@
-//! Quantized formats: NVFP4, MXFP8, and the elements that checkpoints are made of.
+//! Quantized formats: NVFP4, MXFP8, fp8 blocks, and the elements that checkpoints are made of.
 //!
 //! [`Codec`] is what a device does: [`quantize`](Codec::quantize), or its two phases with an all-reduce between them,
 //! and back. A [`Matrix`] goes in; an [`Nvfp4`] says how. `docs/quantization.md` has the formulas, in the order in
@@ -37,9 +37,10 @@ pub(crate) mod philox;
 mod swizzle;
 mod weight;
 
-pub use block_sizes::{MX_BLOCK, MXFP4_BLOCK, NVFP4_BLOCK};
+pub use block_sizes::{FP8_BLOCK, MX_BLOCK, MXFP4_BLOCK, NVFP4_BLOCK};
 pub use calls::{
-    Amax, Dequantize, DequantizeMxfp8, Mxfp8Mut, Mxfp8Tensors, Nvfp4Mut, Nvfp4Tensors, Quantize, QuantizeMxfp8, Swizzle,
+    Amax, Dequantize, DequantizeFp8Block, DequantizeMxfp8, Fp8BlockMut, Fp8BlockTensors, Mxfp8Mut, Mxfp8Tensors,
+    Nvfp4Mut, Nvfp4Tensors, Quantize, QuantizeFp8Block, QuantizeMxfp8, Swizzle,
 };
 pub use codec::Codec;
 pub(crate) use element::decode_fp4;
@@ -47,10 +48,12 @@ pub use element::{
     E2M1, E2M1_MAX, E4M3, E4M3_MAX, E4M3_NAN, e2m1_nearest, e2m1_stochastic, e4m3_nearest, e4m3_stochastic, e8m0,
     e8m0_ceil, e8m0_floor,
 };
-pub use format::{AmaxScope, Blocks, Direction, MxScale, Mxfp8, Nvfp4, Nvfp4Sizes, Random, Recipe, Rounding};
+pub use format::{
+    AmaxScope, Blocks, Direction, MxScale, Mxfp8, Nvfp4, Nvfp4Sizes, Random, Recipe, Rounding, fp8_block_scale_dims,
+};
 pub use hadamard::Hadamard;
 pub use matrix::{Layout, Matrix};
 pub(crate) use nvfp4::amax_of_cast;
 pub use philox::philox4x32;
 pub use swizzle::{TILE_COLUMNS, TILE_ROWS, swizzled_index, swizzled_len};
-pub use weight::{FP8_BLOCK, Quantized, QuantizedRef, QuantizedTensors, WeightFormat};
+pub use weight::{Quantized, QuantizedRef, QuantizedTensors, WeightFormat};

@@ -1,13 +1,10 @@
 //! Quantized expert weights: what a product reads in place of a floating-point stack of matrices.
 
-use super::{MXFP4_BLOCK, NVFP4_BLOCK};
+use super::{FP8_BLOCK, MXFP4_BLOCK, NVFP4_BLOCK};
 use crate::device::Device;
 use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::tensor::{Tensor, TensorRef};
-
-/// Rows and columns that share a scale in [`WeightFormat::Fp8Block`].
-pub const FP8_BLOCK: usize = 128;
 
 /// How a stack of weight matrices `[L, out, in]` is quantized. Blocks run along `in`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]

@@ -21,7 +21,7 @@ fn results_are_the_cores_bit_for_bit() {
 }
 
 fn tokens_that_are_sent_quantized_are_the_cores() {
-    for payload in [Payload::Nvfp4, Payload::Mxfp8] {
+    for payload in [Payload::Nvfp4, Payload::Mxfp8, Payload::Fp8Block] {
         let mut wide = config().with_payload(payload);
         wide.hidden = 32;
         for dtype in [moebius::DType::F32, moebius::DType::BF16] {

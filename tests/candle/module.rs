@@ -139,16 +139,17 @@ fn half_types_stay_near_f32(device: &Device) -> AnyResult<()> {
 /// The layer's configuration says so, and the module knows nothing of it.
 fn tokens_may_be_sent_quantized(device: &Device) -> AnyResult<()> {
     const WIDE: usize = 64;
-    for (payload, most) in [(Payload::Nvfp4, 0.45), (Payload::Mxfp8, 0.19)] {
+    for (payload, most) in [(Payload::Nvfp4, 0.45), (Payload::Mxfp8, 0.19), (Payload::Fp8Block, 0.19)] {
         let mut config = moebius::MoeConfig::new(WIDE, 24, EXPERTS, 2);
         let plain = seeded(group(device)?, config.clone())?;
         config.payload = payload;
         let quantized = plain.clone().with_layer(Layer::new(config.clone(), 4)?);
-        // Both formats hold these; one element of every 16 is the row's largest.
-        let values: Vec<f32> = (0..9 * WIDE).map(|i| [6.0, -0.5, 1.0, 3.0, -4.0, 1.5, 2.0, 0.0][i % 8]).collect();
+        // The formats hold these; one element of every 16 is the row's largest, of which fp8 blocks make a scale.
+        let largest = if payload == Payload::Fp8Block { 7.0 } else { 6.0 };
+        let values: Vec<f32> = (0..9 * WIDE).map(|i| [largest, -0.5, 1.0, 3.0, -4.0, 1.5, 2.0, 0.0][i % 8]).collect();
         let exact = Tensor::from_vec(values, (9, WIDE), &Device::Cpu)?.to_device(device)?;
         assert_eq!(flat(&quantized.forward(&exact)?)?, flat(&plain.forward(&exact)?)?);
-        // Elements move by 0.15 and 0.0625 of their norm at most, outputs three times as far.
+        // Elements move by 0.15 (E2M1) and 0.0625 (E4M3) of their norm at most, outputs three times as far.
         let x = wide_tokens(0..9, WIDE, DType::F32, device)?;
         let (found, expected) = (quantized.forward(&x)?, flat(&plain.forward(&x)?)?);
         let moved = distance(&flat(&found)?, &expected);

@@ -9,7 +9,8 @@ use moebius::config::{MoeConfig, Payload, SharedConfig, WeightAt};
 use moebius::ep::{Capacity, GroupConfig, Overflow, Reporting};
 use moebius::layer::{Cotangents, DispatchOptions, GradientMask, Inputs, Layer, Mode, ParamKind, ParamViews};
 use moebius::quant::{
-    DequantizeMxfp8, Direction, Matrix, Mxfp8, Mxfp8Tensors, Nvfp4, Nvfp4Tensors, Quantize, QuantizeMxfp8,
+    DequantizeMxfp8, Direction, Fp8BlockTensors, Matrix, Mxfp8, Mxfp8Tensors, Nvfp4, Nvfp4Tensors, Quantize,
+    QuantizeFp8Block, QuantizeMxfp8,
 };
 use moebius::{DType, Error, Result, Tensor};
 
@@ -18,7 +19,7 @@ use super::harness::*;
 
 pub fn cases<D: Target>() -> Vec<Case<D>> {
     vec![
-        case!(tokens_that_both_formats_hold_pass_unchanged),
+        case!(tokens_that_the_formats_hold_pass_unchanged),
         case!(experts_read_what_codes_stand_for),
         case!(shared_experts_read_tokens_as_they_are),
         case!(static_capacities_and_alignment),
@@ -28,8 +29,8 @@ pub fn cases<D: Target>() -> Vec<Case<D>> {
     ]
 }
 
-const PAYLOADS: [Payload; 2] = [Payload::Nvfp4, Payload::Mxfp8];
-/// Elements that both formats hold.
+const PAYLOADS: [Payload; 3] = [Payload::Nvfp4, Payload::Mxfp8, Payload::Fp8Block];
+/// Elements that the formats hold.
 const EXACT: usize = 32;
 const T: usize = 7;
 const CODES: [f64; 8] = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0];
@@ -57,8 +58,14 @@ impl Random {
     }
 }
 
-/// Tokens whose first `exact` elements both formats hold; the others are smaller than their largest.
-fn tokens(random: &mut Random, tokens: usize, (hidden, exact): (usize, usize)) -> Vec<f64> {
+/// The largest of values that a payload's format holds, beside [`CODES`]: that of E2M1, or one of which fp8 blocks make a
+/// power of two as their scale, 448 / 64.
+fn largest(payload: Payload) -> f64 {
+    if payload == Payload::Fp8Block { 7.0 } else { 6.0 }
+}
+
+/// Tokens whose first `exact` elements the payload's format holds; the others are smaller than their largest.
+fn tokens(random: &mut Random, tokens: usize, (hidden, exact): (usize, usize), largest: f64) -> Vec<f64> {
     let mut all = Vec::with_capacity(tokens * hidden);
     for t in 0..tokens {
         let unit = [0.25, 0.5, 1.0][t % 3];
@@ -66,7 +73,7 @@ fn tokens(random: &mut Random, tokens: usize, (hidden, exact): (usize, usize)) -
             let sign = if random.next() < 0.0 { -1.0 } else { 1.0 };
             let value = match h {
                 _ if h >= exact => 11.9 * random.next(),
-                _ if h % 16 == t % 16 => sign * 6.0,
+                _ if h % 16 == t % 16 => sign * largest,
                 // Positive: −0 would come back as +0.
                 _ => match CODES[random.below(8)] {
                     0.0 => 0.0,
@@ -122,6 +129,11 @@ fn rounded<D: Target>(r: &Rank<D>, payload: Payload, x: &Tensor<D>) -> Result<Te
             let call = Quantize { format: &format, matrix, rows: Some(cast.view_mut()), columns: None };
             device.quantize(call)?;
             device.dequantize(cast.dequantize(&format, back.view_mut()))?;
+        }
+        Payload::Fp8Block => {
+            let mut cast = Fp8BlockTensors::empty(&device, dims)?;
+            device.quantize_fp8_block(QuantizeFp8Block { matrix, rows: cast.view_mut() })?;
+            device.dequantize_fp8_block(cast.dequantize(back.view_mut()))?;
         }
         _ => {
             let mut cast = Mxfp8Tensors::empty(&device, dims, Direction::Rows)?;
@@ -230,7 +242,7 @@ fn count(rank: usize) -> usize {
 /// This rank's tokens and its output's gradient.
 fn data<D: Target>(r: &Rank<D>, v: &Variant, exact: usize) -> (Tensor<D>, Tensor<D>) {
     let (mut random, n) = (Random::new(7 + r.rank as u64), count(r.rank));
-    let x = tokens(&mut random, n, (v.hidden, exact));
+    let x = tokens(&mut random, n, (v.hidden, exact), largest(v.payload));
     let d_y = random.numbers(n * v.hidden, 1.0);
     let dims = [n, v.hidden];
     (r.put(v.dtype, &x, &dims), r.put(v.dtype, &d_y, &dims))
@@ -240,7 +252,7 @@ fn bits<D: Target>(r: &Rank<D>, t: &Tensor<D>) -> Vec<u8> {
     r.group.device().download(t.view()).expect("a download")
 }
 
-fn tokens_that_both_formats_hold_pass_unchanged<D: Target>(s: &Setup<D>) {
+fn tokens_that_the_formats_hold_pass_unchanged<D: Target>(s: &Setup<D>) {
     s.run(group(s), |r| {
         for (number, v) in Variant::all(r).iter().enumerate() {
             let (config, (x, d_y)) = (v.config(s), data(r, v, v.hidden));
@@ -339,14 +351,17 @@ fn attempt<D: Target>(s: &Setup<D>, r: &mut Rank<D>, payload: Payload, dtype: DT
 }
 
 fn ranks_that_disagree<D: Target>(s: &Setup<D>) {
-    let results = s.run(group(s), |r| {
-        let own = if r.rank == 1 { Payload::Mxfp8 } else { Payload::Nvfp4 };
-        let refused = attempt(s, r, own, D::FLOATS[1]).map(drop);
-        attempt(s, r, Payload::Nvfp4, D::FLOATS[1]).expect("a step after they have met");
-        refused
-    });
-    for result in results {
-        assert!(matches!(&result, Err(Error::ConfigMismatch { field, .. }) if field == "payload"), "{result:?}");
+    // Rows of the last two are of as many bytes, codes and scales.
+    for [first, other] in [[Payload::Nvfp4, Payload::Mxfp8], [Payload::Fp8Block, Payload::Mxfp8]] {
+        let results = s.run(group(s), |r| {
+            let own = if r.rank == 1 { other } else { first };
+            let refused = attempt(s, r, own, D::FLOATS[1]).map(drop);
+            attempt(s, r, first, D::FLOATS[1]).expect("a step after they have met");
+            refused
+        });
+        for result in results {
+            assert!(matches!(&result, Err(Error::ConfigMismatch { field, .. }) if field == "payload"), "{result:?}");
+        }
     }
 }
 

@@ -262,6 +262,7 @@ fn layers() -> Vec<Case> {
     vec![
         Case::new(quantized(96, Payload::Nvfp4), 150, DType::BF16),
         Case::new(quantized(512, Payload::Mxfp8), 150, DType::BF16),
+        Case::new(quantized(512, Payload::Fp8Block), 150, DType::BF16),
         Case::new(MoeConfig::new(64, 40, 16, 4), 200, DType::F32),
         Case::new(with_aux, 333, DType::BF16),
         Case::new(shared, 500, DType::BF16),

@@ -104,8 +104,8 @@ fn weights_biases_and_recomputation(cuda: &Cuda) {
 
 /// Codes are the same on both, so tolerances are those of any layer.
 fn payloads(cuda: &Cuda) {
-    for payload in [Payload::Nvfp4, Payload::Mxfp8] {
-        // Scales that are filled up and, of 512 in MXFP8, that are not.
+    for payload in [Payload::Nvfp4, Payload::Mxfp8, Payload::Fp8Block] {
+        // Scales that are filled up and, of 512 but in NVFP4, that are not.
         for (hidden, tokens) in [(32, 0), (96, 150), (512, 65)] {
             let mut config = MoeConfig::new(hidden, 72, 6, 2);
             (config.payload, config.recompute) = (payload, hidden == 96);

@@ -70,7 +70,7 @@ fn long_hidden_sums(cuda: &Cuda) {
 }
 
 fn payloads(cuda: &Cuda) {
-    for payload in [Payload::Nvfp4, Payload::Mxfp8] {
+    for payload in [Payload::Nvfp4, Payload::Mxfp8, Payload::Fp8Block] {
         let mut config = MoeConfig::new(96, 24, 4, 2);
         config.payload = payload;
         all_types(cuda, &format!("{payload:?}"), &Case::new(config, 30, DType::F32));

@@ -76,6 +76,7 @@ fn every_dispatcher<D: Chained>(device: &D, n: usize) {
         (Payload::Plain, DType::BF16),
         (Payload::Nvfp4, DType::F32),
         (Payload::Mxfp8, DType::F32),
+        (Payload::Fp8Block, DType::F32),
     ];
     for (payload, dtype) in cases {
         let run = |dispatcher, in_k_order| {
@@ -112,7 +113,8 @@ fn every_dispatcher_beside_weights_over_the_same_ranks<D: Chained>(device: &D) {
     let many = Shape { config: MoeConfig::new(128, 64, 8, 4), tokens: 150, dtype: DType::BF16, ..few.clone() };
     let nvfp4 = Shape { payload: Payload::Nvfp4, ..few.clone() };
     let mxfp8 = Shape { payload: Payload::Mxfp8, ..few.clone() };
-    for shape in [few, many, nvfp4, mxfp8] {
+    let fp8_block = Shape { payload: Payload::Fp8Block, ..few.clone() };
+    for shape in [few, many, nvfp4, mxfp8, fp8_block] {
         let step = |over: (DispatcherKind, bool)| {
             let (whole, sharded) = (whole_step(device, &shape, over), sharded_step(device, &shape, over));
             assert!(whole == sharded, "{shape:?}, {over:?}: shards and whole weights");

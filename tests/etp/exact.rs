@@ -227,7 +227,7 @@ fn sums_in_pairs<D: Chained>(device: &D) {
 /// The layer on shards that are sent quantized is the layer on experts quantized whole, to the bit, in several
 /// microbatches and steps; the optimizer sees the weights themselves.
 fn quantized_gathers<D: Chained>(device: &D) {
-    for payload in [Payload::Nvfp4, Payload::Mxfp8] {
+    for payload in [Payload::Nvfp4, Payload::Mxfp8, Payload::Fp8Block] {
         let cases =
             [(1, 1, DType::F32), (1, 2, DType::F32), (1, 2, DType::BF16), (1, 4, DType::BF16), (2, 2, DType::F32)];
         for (ep, n, dtype) in cases.into_iter().filter(|(ep, n, _)| ep * n <= device.most()) {

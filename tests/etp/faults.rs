@@ -206,7 +206,8 @@ fn weights_of_a_layer_are_taken_together<D: Chained>(device: &D) {
 /// A rank that cannot cast a shard, the first or one that is gathered ahead, tells the others, in the amaxes'
 /// all-reduce or in the gather.
 fn shards_that_cannot_be_cast<D: Chained>(device: &D) {
-    for (payload, odd) in [(Payload::Nvfp4, 0), (Payload::Nvfp4, 1), (Payload::Mxfp8, 0), (Payload::Mxfp8, 1)] {
+    let payloads = [Payload::Nvfp4, Payload::Mxfp8, Payload::Fp8Block];
+    for (payload, odd) in payloads.into_iter().flat_map(|payload| [(payload, 0), (payload, 1)]) {
         let outcomes = ranks(device, 2, MINUTE, |rank, place| -> Result<()> {
             let device = place.device.clone();
             let chain = place.chain(EtpOptions::default())?;

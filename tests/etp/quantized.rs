@@ -19,11 +19,11 @@ bodies! {
     2 shards_of_odd_bytes,
 }
 
-/// Three rows of 48 are 81 bytes in NVFP4 and 150 in MXFP8, so without more behind them the second rank's codes would
+/// Three rows of 48 are 81 bytes in NVFP4, 150 in MXFP8 and 156 in fp8 blocks, so without more behind them the second rank's codes would
 /// lie where no word of them can be read.
 fn shards_of_odd_bytes<D: Chained>(device: &D) {
     const DIMS: [usize; 3] = [1, 6, 48];
-    for payload in [Payload::Nvfp4, Payload::Mxfp8] {
+    for payload in [Payload::Nvfp4, Payload::Mxfp8, Payload::Fp8Block] {
         ranks(device, 2, MINUTE, |_, place| {
             let own = place.device.clone();
             let chain = place.chain(EtpOptions { pad: 1, ..ON }).unwrap();
@@ -41,7 +41,7 @@ fn shards_of_odd_bytes<D: Chained>(device: &D) {
             assert_eq!(own.bytes(guard.tensor().unwrap()), expected.as_bytes(), "{payload:?}");
             drop(guard);
             chain.end().unwrap();
-            // 81 or 150 bytes of each rank, and what fills them up to 16.
+            // 81, 150 or 156 bytes of each rank, and what fills them up to 16.
             let each = if payload == Payload::Nvfp4 { 96 } else { 160 };
             assert_eq!(chain.traffic().gathered_bytes, 2 * each, "{payload:?}");
         });
@@ -108,11 +108,13 @@ fn draining_what_has_arrived<D: Chained>(device: &D) {
 }
 
 /// A step in bf16 moves 2 bytes of each element in forward, 2 in backward, and 2 of its gradient. Quantized, forward
-/// and backward move half a byte and a 16th, or a byte and a 32nd, of each.
+/// and backward move half a byte and a 16th, or a byte and a 32nd, of each (fp8 blocks: 4 bytes for 128).
 fn bytes_an_element_in_bf16<D: Chained>(device: &D) {
-    const DIMS: [usize; 3] = [2, 32, 64];
-    const COUNT: u64 = 2 * 32 * 64;
-    for (payload, expected) in [(Payload::Plain, 6.0), (Payload::Nvfp4, 3.125), (Payload::Mxfp8, 4.0625)] {
+    const DIMS: [usize; 3] = [2, 32, 128];
+    const COUNT: u64 = 2 * 32 * 128;
+    for (payload, expected) in
+        [(Payload::Plain, 6.0), (Payload::Nvfp4, 3.125), (Payload::Mxfp8, 4.0625), (Payload::Fp8Block, 4.0625)]
+    {
         ranks(device, 2, MINUTE, |_, place| {
             let own = place.device.clone();
             let chain = place.chain(EtpOptions { pad: 0, ..ON }).unwrap();
@@ -140,7 +142,7 @@ fn bytes_an_element_in_bf16<D: Chained>(device: &D) {
 /// A shard is cast when it has changed, and at no other time; in NVFP4 behind one all-reduce
 /// for all experts of the chain.
 fn one_cast_a_step<D: Chained>(device: &D) {
-    for payload in [Payload::Nvfp4, Payload::Mxfp8] {
+    for payload in [Payload::Nvfp4, Payload::Mxfp8, Payload::Fp8Block] {
         ranks(device, 2, MINUTE, |_, place| {
             let own = place.device.clone();
             let gather = FaultyComm::new(place.comms.gather);

@@ -215,6 +215,7 @@ fn a_step_has_eager_bits(_: &Cuda, n: usize) {
         on(Payload::Nvfp4, 1),
         on(Payload::Nvfp4, 2),
         on(Payload::Mxfp8, 1),
+        on(Payload::Fp8Block, 1),
         in_turn(plain),
         in_turn(on(Payload::Nvfp4, 2)),
         without(on(Payload::Nvfp4, 1)),
@@ -256,7 +257,7 @@ fn replicas_in_a_capture(_: &Cuda, n: usize) {
 
 /// A capture that never ran has cast nothing.
 fn a_capture_that_never_runs_leaves_nothing(_: &Cuda, n: usize) {
-    for payload in [Payload::Nvfp4, Payload::Mxfp8] {
+    for payload in [Payload::Nvfp4, Payload::Mxfp8, Payload::Fp8Block] {
         ranks(n, MINUTE, |rank, comms| {
             let mut rank = Rank::new((rank, n), comms, on(payload, 1));
             rank.eager(0, "before");

@@ -44,7 +44,14 @@ fn configs() -> Vec<MoeConfig> {
         config.payload = payload;
         config
     };
-    vec![plain, aux, limited, quantized(128, Payload::Nvfp4), quantized(512, Payload::Mxfp8)]
+    vec![
+        plain,
+        aux,
+        limited,
+        quantized(128, Payload::Nvfp4),
+        quantized(512, Payload::Mxfp8),
+        quantized(512, Payload::Fp8Block),
+    ]
 }
 
 fn steps(comm: NcclComm, config: &MoeConfig, kind: DispatcherKind, options: DispatchOptions) -> Result<Steps> {

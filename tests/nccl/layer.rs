@@ -26,6 +26,7 @@ pub fn cases() -> Vec<(&'static str, Run)> {
         ("an_expert_capacity_as_cpu_ranks", |cuda, ranks| same_as_cpu_ranks(cuda, ranks, "expert capacity")),
         ("tokens_in_nvfp4_as_cpu_ranks", |cuda, ranks| same_as_cpu_ranks(cuda, ranks, "nvfp4")),
         ("tokens_in_mxfp8_as_cpu_ranks", |cuda, ranks| same_as_cpu_ranks(cuda, ranks, "mxfp8")),
+        ("tokens_in_fp8_blocks_as_cpu_ranks", |cuda, ranks| same_as_cpu_ranks(cuda, ranks, "fp8 blocks")),
         ("same_bits_in_a_hundred_steps", same_bits_in_a_hundred_steps),
         ("a_capacity_too_small_is_told_everywhere", a_capacity_too_small_is_told_everywhere),
     ]
@@ -143,6 +144,7 @@ fn configs() -> Vec<(&'static str, MoeConfig)> {
         ("auxiliary losses", aux),
         ("nvfp4", quantized(Payload::Nvfp4)),
         ("mxfp8", quantized(Payload::Mxfp8)),
+        ("fp8 blocks", quantized(Payload::Fp8Block)),
         ("shared expert", shared),
         ("expert capacity", limited),
     ]

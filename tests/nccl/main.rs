@@ -61,7 +61,7 @@ const KINDS: [DispatcherKind; 4] =
     [DispatcherKind::AllToAll, DispatcherKind::Hierarchical, DispatcherKind::AllGather, DispatcherKind::NvLink];
 
 /// Layers whose tokens keep their bits whatever else a call holds.
-const INVARIANT: [(&str, LayerKind); 11] = [
+const INVARIANT: [(&str, LayerKind); 12] = [
     ("dense_experts", LayerKind::Dense),
     ("dense_experts_of_long_sums", LayerKind::DenseOfLongSums),
     ("nvfp4_experts", LayerKind::Quantized(WeightFormat::Nvfp4)),
@@ -73,6 +73,7 @@ const INVARIANT: [(&str, LayerKind); 11] = [
     ("routers_that_choose_by_logit", LayerKind::Routed(RouterKind::ByLogit)),
     ("nvfp4_payload", LayerKind::Payload(Payload::Nvfp4)),
     ("mxfp8_payload", LayerKind::Payload(Payload::Mxfp8)),
+    ("fp8_block_payload", LayerKind::Payload(Payload::Fp8Block)),
 ];
 
 /// A body for any number of ranks.

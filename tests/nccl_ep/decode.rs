@@ -16,7 +16,7 @@ pub fn cases() -> Vec<(&'static str, fn(usize))> {
         ("same_as_cpu_ranks", same_as_cpu_ranks),
         ("routing_on_the_gpu_is_the_hosts", routing_on_the_gpu_is_the_hosts),
         ("graphs_replay_the_bits_of_eager_steps", graphs_replay_the_bits_of_eager_steps),
-        ("tokens_in_nvfp4_and_mxfp8", tokens_that_are_sent_quantized),
+        ("tokens_that_are_sent_quantized", tokens_that_are_sent_quantized),
         ("no_room_for_the_number_is_refused", no_room_for_the_number),
     ]
 }
@@ -66,7 +66,7 @@ fn graphs_replay_the_bits_of_eager_steps(ranks: usize) {
 /// As on the CPU, in the first step of a group, whose rows come back wider than they went, and replayed.
 fn tokens_that_are_sent_quantized(ranks: usize) {
     let cuda: Cuda = crate::gpus::first(1).1.remove(0);
-    for payload in [Payload::Nvfp4, Payload::Mxfp8] {
+    for payload in [Payload::Nvfp4, Payload::Mxfp8, Payload::Fp8Block] {
         let mut shape = shape();
         shape.config.payload = payload;
         let problem = Problem::new(&shape.config, &vec![33; ranks], DispatcherKind::NcclEpLowLatency, DType::BF16);

@@ -13,7 +13,7 @@ pub fn cases() -> Vec<(&'static str, fn(usize))> {
     vec![
         ("routing_on_the_gpu_is_the_hosts", routing_on_the_gpu_is_the_hosts),
         ("graphs_replay_the_bits_of_eager_steps", graphs_replay_the_bits_of_eager_steps),
-        ("tokens_in_nvfp4_and_mxfp8", tokens_that_are_sent_quantized),
+        ("tokens_that_are_sent_quantized", tokens_that_are_sent_quantized),
         ("what_the_gpu_finds_is_told_later", what_the_gpu_finds_is_told_later),
     ]
 }
@@ -49,7 +49,7 @@ fn routing_on_the_gpu_is_the_hosts(ranks: usize) {
 }
 
 fn tokens_that_are_sent_quantized(ranks: usize) {
-    for payload in [Payload::Nvfp4, Payload::Mxfp8] {
+    for payload in [Payload::Nvfp4, Payload::Mxfp8, Payload::Fp8Block] {
         let mut shape = shape();
         shape.config.payload = payload;
         holds(ranks, &shape, 3);

@@ -71,10 +71,11 @@ const RULES: [&str; 9] = [
 const KEEPS_THE_RULES: &str = "random_steps";
 
 /// Layers whose tokens keep their bits whatever else a call holds.
-const INVARIANT: [(&str, LayerKind); 3] = [
+const INVARIANT: [(&str, LayerKind); 4] = [
     ("dense_experts", LayerKind::Dense),
     ("nvfp4_payload", LayerKind::Payload(Payload::Nvfp4)),
     ("mxfp8_payload", LayerKind::Payload(Payload::Mxfp8)),
+    ("fp8_block_payload", LayerKind::Payload(Payload::Fp8Block)),
 ];
 /// Of the batches of invariance, one in so many: each makes a group, and NCCL EP's take long to make.
 const INVARIANCE_SHARE: usize = 16;

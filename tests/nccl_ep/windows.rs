@@ -42,6 +42,7 @@ fn layers_have_the_bits_of_staged_rows(ranks: usize) {
 fn quantized(ranks: usize) {
     staged_and_not(ranks, Payload::Nvfp4);
     staged_and_not(ranks, Payload::Mxfp8);
+    staged_and_not(ranks, Payload::Fp8Block);
 }
 
 fn staged_and_not(ranks: usize, payload: Payload) {

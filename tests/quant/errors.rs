@@ -227,6 +227,37 @@ fn many_back_all_or_none() {
 }
 
 #[test]
+fn fp8_blocks() {
+    let cpu = Cpu::new();
+    let x = tensor(&[1.0; 2 * 130], DType::F32, &[2, 130]);
+    let quantize = |codes: (DType, [usize; 2]), scales: (DType, [usize; 2])| {
+        let [mut codes, mut scales] = [codes, scales].map(|(dtype, dims)| zeros(dtype, &dims));
+        let rows = Fp8BlockMut { codes: codes.view_mut(), scales: scales.view_mut() };
+        cpu.quantize_fp8_block(QuantizeFp8Block { matrix: Matrix::new(x.view()).unwrap(), rows })
+    };
+    let (right, bytes) = ((DType::U8, [2, 130]), (DType::U8, [2, 8]));
+    quantize(right, bytes).unwrap();
+    let found = message(quantize((DType::U8, [2, 128]), bytes));
+    assert_eq!(found, "quantize_fp8_block: tensor rows.codes: expected shape [2, 130], found [2, 128]");
+    let found = message(quantize(right, (DType::U8, [2, 2])));
+    assert_eq!(found, "quantize_fp8_block: tensor rows.scales: expected shape [2, 8], found [2, 2]");
+    let found = message(quantize(right, (DType::F32, [2, 2])));
+    assert_eq!(found, "quantize_fp8_block: tensor rows.scales: expected u8, found f32");
+
+    // Of many none is brought back if one is refused.
+    let made = Fp8BlockTensors::empty(&cpu, [2, 130]).unwrap();
+    let [mut good, mut bad] = [DType::F32, DType::F64].map(|dtype| zeros(dtype, &[2, 130]));
+    let calls = vec![made.dequantize(good.view_mut()), made.dequantize(bad.view_mut())];
+    let found = message(cpu.multi_dequantize_fp8_block(calls));
+    assert_eq!(found, "multi_dequantize_fp8_block: tensor out: expected f32, bf16 or f16, found f64");
+    let mut wide = zeros(DType::F32, &[2, 300]);
+    let found = message(cpu.dequantize_fp8_block(made.dequantize(wide.view_mut())));
+    assert_eq!(found, "dequantize_fp8_block: tensor codes: expected shape [2, 300], found [2, 130]");
+    assert!(good.to_f64().iter().all(|v| *v == 0.0));
+    assert_eq!(fp8_block_scale_dims([1, usize::MAX]), [1, usize::MAX.div_ceil(128) * 4]);
+}
+
+#[test]
 fn mxfp8_and_swizzle() {
     let cpu = Cpu::new();
     let x = tensor(&[1.0; 512], DType::F32, &[16, 32]);

@@ -4,6 +4,7 @@
 #[path = "../devices/mod.rs"]
 mod devices;
 mod errors;
+mod fp8_block;
 mod golden;
 mod properties;
 mod random;
@@ -12,5 +13,5 @@ mod support;
 
 /// Every body of the suite that is for any device.
 pub fn cases<D: devices::Target>() -> devices::Cases<D> {
-    [golden::cases(), random::cases(), properties::cases()].concat()
+    [golden::cases(), random::cases(), properties::cases(), fp8_block::cases()].concat()
 }

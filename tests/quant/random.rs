@@ -9,9 +9,17 @@ use rand::rngs::StdRng;
 
 use super::devices::{Target, cases};
 use super::reference::{self, Bits, Expected, Kind};
-use super::support::{CpuTensor, Side, bits, one_nan, quantize, quantize_mxfp8, same, tensor};
+use super::support::{CpuTensor, Side, bits, one_nan, quantize, quantize_fp8_block, quantize_mxfp8, same, tensor};
 
-cases!(nvfp4_to_nearest, nvfp4_stochastic, nvfp4_transformed, blocks_of_panels, mxfp8, leading_dimensions_are_rows);
+cases!(
+    nvfp4_to_nearest,
+    nvfp4_stochastic,
+    nvfp4_transformed,
+    blocks_of_panels,
+    mxfp8,
+    fp8_blocks,
+    leading_dimensions_are_rows
+);
 
 /// How a matrix's values are drawn.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -274,6 +282,17 @@ fn mxfp8<D: Target>(device: &D) {
                 same(&found.0, &codes, format!("{name} {scale:?} {blocks:?} {direction:?} codes"));
             }
         }
+    });
+}
+
+fn fp8_blocks<D: Target>(device: &D) {
+    each_case(6, |case, name| {
+        let (codes, scales) = quantize_fp8_block(device, case.matrix());
+        let expected: Vec<_> = case.rows.iter().flat_map(|row| row.chunks(128)).map(reference::fp8_block).collect();
+        let expected_scales: Vec<u32> = expected.iter().map(|(_, scale)| scale.to_bits()).collect();
+        same(&scales, &expected_scales, format!("{name} scales"));
+        let expected_codes: Vec<u8> = expected.into_iter().flat_map(|(codes, _)| codes).collect();
+        same(&codes, &expected_codes, format!("{name} codes"));
     });
 }
 

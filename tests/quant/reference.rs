@@ -196,6 +196,13 @@ pub fn hadamard(line: &[f32], signs: u16) -> Vec<f32> {
     out
 }
 
+/// Codes and scale of the elements of one fp8 block.
+pub fn fp8_block(block: &[f32]) -> (Vec<u8>, f32) {
+    let max = block.iter().filter(|v| !v.is_nan()).fold(0f64, |m, v| m.max(f64::from(*v).abs()));
+    let scale = f(max / 448.0).max(2f64.powi(-126)).min(2f64.powi(127));
+    (block.iter().map(|v| e4m3(f(f64::from(*v) / scale))).collect(), scale as f32)
+}
+
 /// Code and scale of MXFP8 elements `x` of one block.
 pub fn mxfp8(block: &[f32], floor: bool) -> (Vec<u8>, u8) {
     let code = |v: f64| e4m3(f(v));

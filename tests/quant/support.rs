@@ -94,6 +94,18 @@ pub fn quantize_mxfp8<D: Target>(
     (codes, device.to_cpu(&tensors.scales).as_bytes().to_vec())
 }
 
+/// Rows to fp8 blocks: codes, and the bits of scales.
+pub fn quantize_fp8_block<D: Target>(device: &D, from: Matrix<'_, Cpu>) -> (Vec<u8>, Vec<u32>) {
+    let base = there(device, from.base());
+    let matrix = matrix(&base, from);
+    let mut tensors = Fp8BlockTensors::empty(device, matrix.dims()).unwrap();
+    device.quantize_fp8_block(QuantizeFp8Block { matrix, rows: tensors.view_mut() }).unwrap();
+    let codes = device.to_cpu(&tensors.codes).as_bytes().iter().map(|b| one_nan(*b)).collect();
+    let scales = device.to_cpu(&tensors.scales);
+    let bits = |b: &[u8]| u32::from_ne_bytes(b.try_into().unwrap());
+    (codes, scales.as_bytes().chunks(4).map(bits).collect())
+}
+
 /// De-quantizes to F32 `[lines, len]`.
 pub fn dequantize<D: Target>(device: &D, format: &Nvfp4, side: &Side, [lines, len]: [usize; 2]) -> Vec<f32> {
     let amax: Vec<f32> = side.amax.iter().map(|b| f32::from_bits(*b)).collect();

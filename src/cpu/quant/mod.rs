@@ -1,6 +1,7 @@
 //! [`Codec`] of the CPU. Work is cut into panels of whole blocks, one task each; what a panel gives depends on nothing
 //! outside it, so results are the same on any number of threads.
 
+mod fp8_block;
 mod lines;
 mod mxfp8;
 mod nvfp4;
@@ -8,7 +9,10 @@ mod swizzle;
 mod weight;
 
 use crate::error::Result;
-use crate::quant::{Amax, Codec, Dequantize, DequantizeMxfp8, Matrix, Quantize, QuantizeMxfp8, Swizzle};
+use crate::quant::{
+    Amax, Codec, Dequantize, DequantizeFp8Block, DequantizeMxfp8, Matrix, Quantize, QuantizeFp8Block, QuantizeMxfp8,
+    Swizzle,
+};
 
 use super::Cpu;
 
@@ -36,6 +40,15 @@ impl Codec for Cpu {
     }
     fn multi_dequantize_mxfp8(&self, calls: Vec<DequantizeMxfp8<'_, Self>>) -> Result<()> {
         mxfp8::dequantize("multi_dequantize_mxfp8", calls)
+    }
+    fn quantize_fp8_block(&self, call: QuantizeFp8Block<'_, Self>) -> Result<()> {
+        fp8_block::quantize(call)
+    }
+    fn dequantize_fp8_block(&self, call: DequantizeFp8Block<'_, Self>) -> Result<()> {
+        fp8_block::dequantize("dequantize_fp8_block", vec![call])
+    }
+    fn multi_dequantize_fp8_block(&self, calls: Vec<DequantizeFp8Block<'_, Self>>) -> Result<()> {
+        fp8_block::dequantize("multi_dequantize_fp8_block", calls)
     }
     fn swizzle(&self, call: Swizzle<'_, Self>) -> Result<()> {
         swizzle::swizzle(call)

@@ -98,6 +98,7 @@ pub(in crate::cuda) struct QuantAmaxKernels<K> {
 pub(in crate::cuda) struct DequantizeKernels<K> {
     pub(in crate::cuda) nvfp4: K,
     pub(in crate::cuda) mxfp8: K,
+    pub(in crate::cuda) fp8_block: K,
     pub(in crate::cuda) swizzle: K,
 }
 
@@ -115,6 +116,11 @@ pub(super) fn mxfp8_cast<K>(mut stage: Stage<'_, K>) -> Result<Mxfp8CastKernels<
         tiled: stage.types(["mxfp8_tiled_f32", "mxfp8_tiled_f16", "mxfp8_tiled_bf16"], 0)?,
         any: stage.types(["mxfp8_f32", "mxfp8_f16", "mxfp8_bf16"], 0)?,
     })
+}
+
+/// `fp8_block_cast.cu`.
+pub(super) fn fp8_block_cast<K>(mut stage: Stage<'_, K>) -> Result<PerType<K>> {
+    stage.types(["fp8_block_f32", "fp8_block_f16", "fp8_block_bf16"], 0)
 }
 
 pub(super) fn nvfp4_cast<K>(mut stage: Stage<'_, K>) -> Result<Nvfp4CastKernels<K>> {
@@ -155,6 +161,7 @@ pub(super) fn dequantize<K>(mut stage: Stage<'_, K>) -> Result<DequantizeKernels
     Ok(DequantizeKernels {
         nvfp4: stage.one("nvfp4_dequantize")?,
         mxfp8: stage.one("mxfp8_dequantize")?,
+        fp8_block: stage.one("fp8_block_dequantize")?,
         swizzle: stage.one("swizzle")?,
     })
 }

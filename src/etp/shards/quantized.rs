@@ -17,7 +17,8 @@ use crate::device::Device;
 use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::quant::{
-    Amax, Dequantize, DequantizeMxfp8, Direction, Matrix, Mxfp8, Mxfp8Mut, Nvfp4, Nvfp4Mut, Quantize, QuantizeMxfp8,
+    Amax, Dequantize, DequantizeFp8Block, DequantizeMxfp8, Direction, Fp8BlockMut, Matrix, Mxfp8, Mxfp8Mut, Nvfp4,
+    Nvfp4Mut, Quantize, QuantizeFp8Block, QuantizeMxfp8, fp8_block_scale_dims,
 };
 use crate::tensor::{Tensor, TensorMut, TensorRef};
 
@@ -107,6 +108,7 @@ impl ShardForm {
                 Some([sizes.codes[1], sizes.scales[1]])
             }
             Payload::Mxfp8 => Some([width, Mxfp8::scale_dims([1, width], Direction::Rows)[1]]),
+            Payload::Fp8Block => Some([width, fp8_block_scale_dims([1, width])[1]]),
         };
         Ok(Self { payload, shards: Arc::new(shards), rank, row })
     }
@@ -152,7 +154,7 @@ impl<D: ShardDevice> QuantizedShard<D> {
         let experts: usize = dims[..dims.len() - 2].iter().product();
         let own = match payload {
             Payload::Nvfp4 => experts,
-            Payload::Plain | Payload::Mxfp8 => 0,
+            Payload::Plain | Payload::Mxfp8 | Payload::Fp8Block => 0,
         };
         let amaxes = joined..joined + own;
         let cast = RwLock::new(ShardCodes { epoch: None, bytes: None, streams: Arc::clone(streams) });
@@ -161,7 +163,7 @@ impl<D: ShardDevice> QuantizedShard<D> {
 
     fn without_amaxes(&self) -> Error {
         let found = format!("{:?} without amaxes", self.payload);
-        Error::invalid("etp gather", "payload", "NVFP4 with amaxes, or MXFP8", found)
+        Error::invalid("etp gather", "payload", "NVFP4 with amaxes, MXFP8 or fp8 blocks", found)
     }
 
     /// Bytes of a shard as it is sent: up to 15 at its tail keep each rank's codes where kernels read words of them.
@@ -321,6 +323,10 @@ impl<D: ShardDevice> QuantizedShard<D> {
                         let call = QuantizeMxfp8 { format: MXFP8, matrix, rows, columns: None };
                         device.quantize_mxfp8(call)?;
                     }
+                    (Payload::Fp8Block, _) => {
+                        let rows = Fp8BlockMut { codes, scales };
+                        device.quantize_fp8_block(QuantizeFp8Block { matrix, rows })?;
+                    }
                 }
             }
             Ok(())
@@ -337,7 +343,7 @@ impl<D: ShardDevice> QuantizedShard<D> {
     ) -> Result<()> {
         let ([shard_rows, width], dtype) = (self.shards.shard_dims(), into.dtype());
         let row_bytes = into.row_bytes();
-        let (mut nvfp4, mut mxfp8) = (Vec::new(), Vec::new());
+        let (mut nvfp4, mut mxfp8, mut fp8_block) = (Vec::new(), Vec::new(), Vec::new());
         let mut rest = into.reborrow().into_data();
         let mut at = 0;
         for rank in 0..self.shards.ranks() {
@@ -366,11 +372,13 @@ impl<D: ShardDevice> QuantizedShard<D> {
                     (Payload::Mxfp8, _) => {
                         mxfp8.push(DequantizeMxfp8 { direction: Direction::Rows, codes, scales, out });
                     }
+                    (Payload::Fp8Block, _) => fp8_block.push(DequantizeFp8Block { codes, scales, out }),
                 }
             }
         }
         match self.payload {
             Payload::Mxfp8 => device.multi_dequantize_mxfp8(mxfp8),
+            Payload::Fp8Block => device.multi_dequantize_fp8_block(fp8_block),
             Payload::Nvfp4 | Payload::Plain => device.multi_dequantize(nvfp4),
         }
     }

@@ -179,7 +179,7 @@ pub fn sent_quantized<S: Meshed>(numbers: &[usize]) {
         })
     };
     let plain = y(1, Payload::Plain);
-    for payload in [Payload::Nvfp4, Payload::Mxfp8] {
+    for payload in [Payload::Nvfp4, Payload::Mxfp8, Payload::Fp8Block] {
         let alone = y(1, payload);
         assert_ne!(alone[0], plain[0], "{payload:?} rounds");
         for &ranks in numbers {

@@ -14,7 +14,10 @@ use moebius::etp::{
     Chain, Comms, EtpOptions, Payload, Phase, Reduction, Scale, Shard, ShardSource, Shards, WeightId, WeightSpec,
 };
 use moebius::layer::{Context, Cotangents, GradientsMut, Inputs, Layer, Mode, Params, PerParam};
-use moebius::quant::{Codec, Direction, Matrix, Mxfp8, Mxfp8Tensors, Nvfp4, Nvfp4Tensors, Quantize, QuantizeMxfp8};
+use moebius::quant::{
+    Codec, Direction, Fp8BlockTensors, Matrix, Mxfp8, Mxfp8Tensors, Nvfp4, Nvfp4Tensors, Quantize, QuantizeFp8Block,
+    QuantizeMxfp8,
+};
 use moebius::weights::WeightSource;
 use moebius::{DType, MoeConfig, Result, TensorRef};
 

@@ -285,6 +285,7 @@ impl<D: Chained> Rank<D> {
         let row = |count: usize| match run.payload {
             Payload::Nvfp4 => count / 2 + count.div_ceil(16),
             Payload::Mxfp8 => count + count.div_ceil(32),
+            Payload::Fp8Block => count + 4 * count.div_ceil(128),
             _ => 0,
         };
         let [up, down] =

@@ -115,6 +115,11 @@ pub fn through(payload: Payload, whole: &Tensor) -> Tensor {
                 let call = moebius::quant::DequantizeMxfp8 { direction, codes, scales, out };
                 cpu.dequantize_mxfp8(call).unwrap();
             }
+            Payload::Fp8Block => {
+                let mut form = Fp8BlockTensors::empty(&cpu, dims).unwrap();
+                cpu.quantize_fp8_block(QuantizeFp8Block { matrix, rows: form.view_mut() }).unwrap();
+                cpu.dequantize_fp8_block(form.dequantize(out.view_mut())).unwrap();
+            }
             _ => return of_type(whole.dtype(), whole.to_f64().iter().map(|v| *v as f32).collect(), whole.dims()),
         }
         values.extend(out.to_f64().iter().map(|v| *v as f32));

@@ -163,7 +163,7 @@ type Values = Vec<Vec<u8>>;
 /// allocation, nothing under way at the end of any, and the same decisions in each.
 #[test]
 fn captured_passes_have_the_bits_of_eager_ones() {
-    for payload in [Payload::Plain, Payload::Nvfp4, Payload::Mxfp8] {
+    for payload in [Payload::Plain, Payload::Nvfp4, Payload::Mxfp8, Payload::Fp8Block] {
         for (ahead, prefetch) in [(1, true), (2, true), (1, false)] {
             let run = |captured: bool| {
                 ranks(2, |comms| -> Result<Vec<[Values; 2]>> {
@@ -401,7 +401,7 @@ fn a_buffer_that_one_rank_lacks_is_reported_in_its_turn() {
 /// Casts of a capture are made anew by the eager pass that follows: nobody says whether it has run.
 #[test]
 fn an_eager_pass_takes_nothing_of_a_captures_casts() {
-    for payload in [Payload::Nvfp4, Payload::Mxfp8] {
+    for payload in [Payload::Nvfp4, Payload::Mxfp8, Payload::Fp8Block] {
         ranks(2, |comms| {
             let rank = Rank::prepared(comms, options(1, true), payload);
             let whole = |seen: &[Vec<u8>]| -> Vec<f32> { bytemuck::pod_collect_to_vec(&seen.concat()) };

@@ -48,6 +48,7 @@ fn a_rank_without_memory_refuses_in_its_turn() {
     let cases = [
         (Payload::Plain, BufferUsage::GatheredWeight),
         (Payload::Mxfp8, BufferUsage::Arrived),
+        (Payload::Fp8Block, BufferUsage::Arrived),
         (Payload::Nvfp4, BufferUsage::Arrived),
         (Payload::Nvfp4, BufferUsage::Amaxes),
     ];
