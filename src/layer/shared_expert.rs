@@ -109,8 +109,7 @@ struct SharedUpOutputs<D: Kernels> {
     pre: Option<Tensor<D>>,
 }
 
-/// A shared expert before its first product: its memory is there and its tiles are listed, so that nothing stands between a
-/// movement of rows and up.
+/// A shared expert before its first product, for which it has taken the memory.
 pub(super) struct ReadySharedExpert<'a, D: Kernels> {
     layer: &'a Layer,
     params: SharedParams<'a, D>,
@@ -130,13 +129,25 @@ impl<'a, D: Kernels> ReadySharedExpert<'a, D> {
     ) -> Result<Option<Self>> {
         let Some(shared) = SharedParams::of(layer, params)? else { return Ok(None) };
         let outputs = shared.up_outputs(device, x.borrow(), mode.backward && !layer.config.recompute)?;
-        device.list_tiles(&outputs.segments)?;
         let room = || Tensor::empty(device, x.dtype().accumulator(), &[x.rows(), 1]);
         let gate = match &params.others.shared_gate {
             Some(weight) => Some((weight.borrow(), [room()?, room()?])),
             None => None,
         };
         Ok(Some(Self { layer, params: shared, outputs, gate }))
+    }
+
+    /// The same for a movement of rows to be enqueued next: its tiles are listed, so that nothing stands between that and up.
+    pub(super) fn beside_rows(
+        layer: &'a Layer,
+        device: &D,
+        mode: Mode,
+        x: TensorRef<'_, D>,
+        params: &'a Params<'_, D>,
+    ) -> Result<Option<Self>> {
+        let ready = Self::new(layer, device, mode, x, params)?;
+        ready.as_ref().map_or(Ok(()), |ready| device.list_tiles(&ready.outputs.segments))?;
+        Ok(ready)
     }
 
     /// Enqueues up first, beside a movement on so many SMs where there is one, and then the gate.
