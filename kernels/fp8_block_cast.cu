@@ -7,7 +7,7 @@ namespace {
 using namespace quant;
 
 constexpr int BLOCK = FP8_BLOCK_COLUMNS, EACH = FP8_BLOCK_WARP_BLOCKS, WARPS = QUANT_THREADS / 32;
-// No smaller scale is normal; 448 of a larger power of two would be too large for f32, as an infinity's value has to be.
+// No smaller scale is normal; the largest power of two stands for an infinite one, by which infinities and zeros would be divided to NaN.
 constexpr float LEAST_SCALE = 0x1p-126f, LARGEST_SCALE = 0x1p127f;
 
 // A lane's elements of a block: zeros past the row's end.

@@ -77,14 +77,13 @@ __device__ __noinline__ void give_up(const NvLinkCall& c, NvLinkPhase phase, int
     for (int64_t r = 0; r < c.ranks; r++) store_relaxed(words_of(c, r) + NVLINK_ABORT, static_cast<Word>(c.rank) + 1);
 }
 
-// Raises the fault of a rank that stops as another has given up; and as this one has, again the one that it raised then, which
-// names who did not come. That the host has its own know already.
+// Raises the fault of a rank that stops as another has given up; where this one has too, again the one that it raised then, which
+// names who did not come: the word that told it may be another's, who waited for the same. That the host has its own know already.
 __device__ __noinline__ void raise_stopped(const NvLinkCall& c, Word by) {
-    const bool own = by == static_cast<Word>(c.rank) + 1;
-    const Word first = own ? load_relaxed(words_of(c, c.rank) + NVLINK_ERROR) : 0;
+    const Word first = load_relaxed(words_of(c, c.rank) + NVLINK_ERROR);
+    if (first != 0) return raise_peer(c, static_cast<long long>(first));
     // A block that starts late may see that this rank has given up in this call, and not yet in what.
-    if (own && first != 0) raise_peer(c, static_cast<long long>(first));
-    if (!own && by <= static_cast<Word>(c.ranks)) raise_peer(c, peer_detail(c, NVLINK_STOPPED, static_cast<int64_t>(by) - 1));
+    if (by != static_cast<Word>(c.rank) + 1 && by <= static_cast<Word>(c.ranks)) raise_peer(c, peer_detail(c, NVLINK_STOPPED, static_cast<int64_t>(by) - 1));
 }
 
 // Whether some rank has given up: what this one writes from here on is not to be used either.

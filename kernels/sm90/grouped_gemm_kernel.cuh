@@ -120,7 +120,7 @@ __device__ __forceinline__ void run(const GemmParams& p, const CUtensorMap& a, c
         if constexpr (COOPERATIVE<KIND>) mma_cooperative<T, KIND>(p, maps, ring);
         else mma_pingpong<T, KIND>(p, maps, ring);
     }
-    // What started while the kernel before it ran (`p.arrived`) ends behind it.
+    // What started while the kernel before it ran ends behind it.
     if (threadIdx.x == 0) asm volatile("griddepcontrol.wait;\n" ::: "memory");
     // No block leaves while the other may still signal it.
     cluster_sync();

@@ -71,7 +71,7 @@ struct KernelChoice<'a> {
     tiles: Tiles,
     /// With quantized weights: a kernel that serves these best.
     tuned: Option<TunedKernel<'a>>,
-    /// Hopper's, where it waits for its rows: SMs of the kernel that brings them.
+    /// Hopper's, where it starts early: SMs of the kernel that brings its rows, or others.
     movement_sms: Option<usize>,
 }
 

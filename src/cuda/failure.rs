@@ -185,7 +185,8 @@ impl FailureSources {
             let theirs = other.lock().clone();
             let mut own = self.lock();
             own.retain(|known| known.lives() || known.left_faults());
-            for source in theirs.into_iter().filter(Source::lives) {
+            // What a failed one has left there may be read here.
+            for source in theirs.into_iter().filter(|theirs| theirs.lives() || theirs.left_faults()) {
                 if !own.iter().any(|known| known.source.ptr_eq(&source.source)) {
                     own.push(Source { adopted: true, ..source });
                 }

@@ -79,7 +79,7 @@ pub(super) struct Sm90Launch<'a> {
     pub(super) product: Product,
     pub(super) dtype: DType,
     pub(super) blocks: usize,
-    /// SMs of the kernel that is still bringing its rows.
+    /// SMs of the kernel that is still bringing its rows, or others.
     pub(super) movement_sms: Option<usize>,
 }
 

@@ -138,6 +138,9 @@ impl ReturnFormat {
 /// groups whose [`max_tokens_per_rank`](GroupConfig::max_tokens_per_rank), divided by the SMs that rows travel on to their
 /// experts, rounded up, and times the ranks, is at most 32,768, as each of these SMs lists the rows of its tokens: with 8
 /// ranks 65,536 tokens on 16 SMs, 8192 on 2. Elsewhere one follows the other, also where [`Overlap::Sms`] asks for SMs.
+///
+/// A shared expert of 1024 columns or more (gated, of 16 bits, sizes in eights) has its first product beside dispatch in place of the
+/// experts', in messages of any width.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Overlap {
     /// As measured: on 16 SMs (fewer where [`GroupConfig::max_sms`] or what a rank's device reserves leaves no 16), for
@@ -324,8 +327,9 @@ impl DispatcherKind {
         if !in_k_order || self.may_sum_in_k_order() {
             return Ok(());
         }
-        let others = Self::ALL.iter().filter(|kind| kind.may_sum_in_k_order()).map(|kind| kind.name());
-        let expected = format!("false, or one of {} {NAMED}", others.collect::<Vec<_>>().join(", "));
+        // Of several ranks, for which one is to be named.
+        let others = [Self::AllToAll, Self::NvLink].map(Self::name);
+        let expected = format!("false, or one of {} {NAMED}", others.join(", "));
         Err(Error::invalid(call, "in_k_order", expected, format!("true, with {self}")))
     }
 }

@@ -127,6 +127,18 @@ impl<D: Kernels> Received<D> {
     }
 }
 
+/// What of a rank's own work can run while its rows travel ([`TokenDispatcher::dispatch_rows_overlapped`]).
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum WorkBesideRows {
+    /// Nothing: it follows them.
+    None,
+    /// A product that may start early ([`Up::movement_sms`](crate::kernels::Up::movement_sms)), for which the movement leaves SMs,
+    /// and so takes longer.
+    EarlyProduct,
+    /// Any: the movement begins, and ends behind the work.
+    Any,
+}
+
 /// Moves tokens to experts and back. One object a rank; every method is a collective of all ranks of the group in
 /// the same order, except [`check`](Self::check).
 ///
@@ -172,8 +184,8 @@ pub trait TokenDispatcher<D: Kernels>: fmt::Debug + Send {
     /// # Errors
     /// As [`dispatch`](Self::dispatch).
     fn dispatch_rows(&mut self, handle: &Handle<D>, inputs: DispatchInputs<'_, D>) -> Result<Received<D>>;
-    /// The same with other work of this rank beside it, which is enqueued while rows travel where the transport
-    /// [`overlaps`](Self::overlaps), and after them elsewhere. It is told how many SMs the movement takes while it runs, 0
+    /// The same with other work of this rank beside it, which is enqueued while rows travel where
+    /// [`overlaps`](Self::overlaps) says so, and after them elsewhere. It is told how many SMs the movement takes while it runs, 0
     /// where that has no bearing on it: then it begins with a product that may start early
     /// ([`Up::movement_sms`](crate::kernels::Up::movement_sms)), and has taken what memory it needs before.
     ///
@@ -188,10 +200,10 @@ pub trait TokenDispatcher<D: Kernels>: fmt::Debug + Send {
         let received = self.dispatch_rows(handle, inputs)?;
         work(0).map(|()| received)
     }
-    /// Whether a rank's own work can run while rows of so many elements travel over such a handle; the same on all ranks.
-    fn overlaps(&self, handle: &Handle<D>, dtype: DType, width: usize) -> bool {
-        let _ = (handle, dtype, width);
-        false
+    /// What of a rank's own work can run while its rows travel over such a handle; the same on all ranks.
+    fn overlaps(&self, handle: &Handle<D>) -> WorkBesideRows {
+        let _ = handle;
+        WorkBesideRows::None
     }
     /// Whether products of some rows may run while they travel; the same on all ranks.
     fn may_overlap_products(&self) -> bool {

@@ -12,7 +12,7 @@ use super::dispatcher_state::{DispatcherState, TransportRules};
 use super::packing::{ReceivedRows, RowMover, byte_rows_mut, entries};
 use super::{
     ArrivingRows, DispatchGrads, DispatchInputs, DispatchOutputs, DispatchShape, DispatchSpec, DispatcherKind, Handle,
-    ProductOfRows, Received, RowOrder, Stats, TokenDispatcher,
+    ProductOfRows, Received, RowOrder, Stats, TokenDispatcher, WorkBesideRows,
 };
 
 use super::check_tensors::{check_float, check_grads, check_inputs, check_outputs, check_slots, check_tokens};
@@ -99,10 +99,10 @@ pub(crate) trait RowTransport<D: Kernels>: fmt::Debug + Send {
         product(&received, None);
         Ok(received)
     }
-    /// Whether a rank's own work can run while rows of so many bytes travel, over such a handle; the same on all ranks.
-    fn overlaps(&self, handle: &Handle<D>, row_bytes: usize) -> bool {
-        let _ = (handle, row_bytes);
-        false
+    /// What of a rank's own work can run while rows travel over such a handle; the same on all ranks.
+    fn overlaps(&self, handle: &Handle<D>) -> WorkBesideRows {
+        let _ = handle;
+        WorkBesideRows::None
     }
     /// The same as [`send`](Self::send), and `work`, which is enqueued behind it, may run meanwhile, and is told how many SMs
     /// that takes.
@@ -287,8 +287,8 @@ impl<D: Kernels, C: RowTransport<D>> TokenDispatcher<D> for C {
         with_slot_weights(self.core(), &step, received, &inputs)
     }
 
-    fn overlaps(&self, handle: &Handle<D>, dtype: DType, width: usize) -> bool {
-        RowTransport::overlaps(self, handle, width * dtype.size())
+    fn overlaps(&self, handle: &Handle<D>) -> WorkBesideRows {
+        RowTransport::overlaps(self, handle)
     }
 
     fn dispatch_rows_overlapped(

@@ -29,7 +29,7 @@ pub struct Up<'a, D: Device> {
     pub pre: Option<TensorMut<'a, D>>,
     /// h, `[N, I]`, times the weight at [`WeightAt::Activation`](crate::config::WeightAt::Activation).
     pub out: RowDest<'a, D>,
-    /// As [`Wgrad::movement_sms`], of rows that are all there; tiles are to be listed before ([`Kernels::list_tiles`]).
+    /// As [`Wgrad::movement_sms`], of rows that are all there, which nothing that was enqueued last writes; tiles are to be listed before ([`Kernels::list_tiles`]).
     ///
     /// [`Kernels::list_tiles`]: super::Kernels::list_tiles
     pub movement_sms: Option<usize>,

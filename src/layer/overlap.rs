@@ -2,7 +2,7 @@
 
 use crate::config::{Fingerprint, Payload, WeightAt};
 use crate::dtype::DType;
-use crate::ep::{Group, Handle};
+use crate::ep::{Group, Handle, WorkBesideRows};
 use crate::kernels::Kernels;
 
 use super::definition::Layer;
@@ -20,10 +20,19 @@ pub(super) fn shared_beside_rows<D: Kernels>(
     handle: &Handle<D>,
     dtype: DType,
 ) -> bool {
-    let Some(shared) = layer.config.shared else { return false };
-    // What moves rows without SMs of its own gains with any.
-    let lasts = !group.dispatcher().may_overlap_products() || shared.intermediate >= SHARED_BESIDE_ROWS;
-    lasts && group.dispatcher().overlaps(handle, dtype, layer.config.hidden)
+    let (config, Some(shared)) = (&layer.config, layer.config.shared) else { return false };
+    let sizes = [config.hidden, shared.intermediate];
+    match group.dispatcher().overlaps(handle) {
+        WorkBesideRows::None => false,
+        WorkBesideRows::Any => true,
+        // What starts early are gated products of whole words of 16 bits each.
+        WorkBesideRows::EarlyProduct => {
+            shared.intermediate >= SHARED_BESIDE_ROWS
+                && config.activation.gate_factor() == 2
+                && matches!(dtype, DType::BF16 | DType::F16)
+                && sizes.iter().all(|elements| elements.is_multiple_of(8))
+        }
+    }
 }
 
 /// What the ranks of a forward are to have alike. Rows that are to meet a waiting product are sent in another way, so a

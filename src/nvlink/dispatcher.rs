@@ -13,7 +13,9 @@ use crate::dtype::DType;
 use crate::ep::dispatcher_state::DispatcherState;
 use crate::ep::packing::ReceivedRows;
 use crate::ep::row_transport::{HandleCall, ProductOfReceived, ReturnRows, RowTransport};
-use crate::ep::{DispatchInputs, DispatcherKind, GroupConfig, Handle, MovementSms, Overlap, ReturnFormat, RowOrder};
+use crate::ep::{
+    DispatchInputs, DispatcherKind, GroupConfig, Handle, MovementSms, Overlap, ReturnFormat, RowOrder, WorkBesideRows,
+};
 use crate::error::{Error, Result};
 use crate::kernels::Arrivals;
 use crate::nccl::TravelingRow;
@@ -256,14 +258,17 @@ impl RowTransport<Cuda> for NvLink {
         RowTransport::may_overlap_products(self) && handle.zones(CALL).is_ok_and(|maps| gains(maps.zone_rows))
     }
 
-    fn overlaps(&self, handle: &Handle<Cuda>, _: usize) -> bool {
+    fn overlaps(&self, handle: &Handle<Cuda>) -> WorkBesideRows {
         // Of the plan's sizes, which all ranks have alike.
         let gains = |rows: usize| match self.core.config.overlap {
             Overlap::Off => false,
             Overlap::Auto => rows >= OVERLAP_TOKENS,
             Overlap::Sms(_) => true,
         };
-        self.movement_sms.dispatch > 0 && handle.zones(CALL).is_ok_and(|maps| gains(maps.zone_rows))
+        match self.movement_sms.dispatch > 0 && handle.zones(CALL).is_ok_and(|maps| gains(maps.zone_rows)) {
+            true => WorkBesideRows::EarlyProduct,
+            false => WorkBesideRows::None,
+        }
     }
 
     fn send(&mut self, step: &HandleCall<'_, Cuda>, inputs: &DispatchInputs<'_, Cuda>) -> Result<ReceivedRows<Cuda>> {

@@ -143,9 +143,11 @@ fn bytes_of_any_address<D: Target>(device: &D) {
     let expected = quantize_fp8_block(device, Matrix::new(x.view()).unwrap());
     let own = there(device, x.view());
     let sizes = [dims, scale_dims].map(|dims| dims[0] * dims[1]);
-    for at in [1, 2, 4] {
-        let [mut codes, mut scales] = sizes.map(|len| Tensor::empty(device, DType::U8, &[len + at]).unwrap());
-        let [to, beside] = [(&mut codes, dims), (&mut scales, scale_dims)].map(|(t, dims)| {
+    // Codes and scales each by themselves: whole words of one do not make those of the other.
+    for (at, scales_at) in [(1, 1), (2, 2), (4, 4), (0, 1), (8, 2), (0, 3), (1, 0), (4, 8)] {
+        let [mut codes, mut scales] = [(sizes[0], at), (sizes[1], scales_at)]
+            .map(|(len, at)| Tensor::empty(device, DType::U8, &[len + at]).unwrap());
+        let [to, beside] = [(&mut codes, dims, at), (&mut scales, scale_dims, scales_at)].map(|(t, dims, at)| {
             let data = D::slice_mut(t.view_mut().into_data(), at..at + dims[0] * dims[1]);
             TensorMut::new(data, DType::U8, &dims).unwrap()
         });
@@ -154,14 +156,18 @@ fn bytes_of_any_address<D: Target>(device: &D) {
         let found: Vec<u8> = device.to_cpu(&codes).as_bytes()[at..].iter().map(|b| one_nan(*b)).collect();
         same(&found, &expected.0, format!("codes at {at}"));
         let bytes: Vec<u8> = expected.1.iter().flat_map(|b| b.to_ne_bytes()).collect();
-        same(&device.to_cpu(&scales).as_bytes()[at..], &bytes, format!("scales at {at}"));
-        let [from, beside] = [(&codes, dims), (&scales, scale_dims)].map(|(t, dims)| {
+        same(&device.to_cpu(&scales).as_bytes()[scales_at..], &bytes, format!("scales at {scales_at}"));
+        let [from, beside] = [(&codes, dims, at), (&scales, scale_dims, scales_at)].map(|(t, dims, at)| {
             let data = D::slice(t.view().data(), at..at + dims[0] * dims[1]);
             TensorRef::new(data, DType::U8, &dims).unwrap()
         });
         let mut out = Tensor::empty(device, DType::F32, &dims).unwrap();
         device.dequantize_fp8_block(DequantizeFp8Block { codes: from, scales: beside, out: out.view_mut() }).unwrap();
-        assert_eq!(device.values(out.view()), back(device, &expected.0, &expected.1, dims, DType::F32), "at {at}");
+        assert_eq!(
+            device.values(out.view()),
+            back(device, &expected.0, &expected.1, dims, DType::F32),
+            "at {at}, {scales_at}"
+        );
     }
 }
 

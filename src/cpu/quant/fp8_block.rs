@@ -11,7 +11,8 @@ use crate::quant::{E4M3, E4M3_MAX, FP8_BLOCK, check, e4m3_nearest, fp8_block_sca
 
 /// Bytes of a scale.
 const SCALE: usize = size_of::<f32>();
-/// Least and largest scale: no smaller one is normal, and 448 of no larger power of two is an infinity's own value.
+/// Least and largest scale: no smaller one is normal, and the largest power of two stands for an infinite one, by which infinities
+/// and zeros would be divided to NaN.
 const SCALES: [f32; 2] = [f32::MIN_POSITIVE, f32::from_bits(254 << 23)];
 
 /// Scale of a block with these elements. `f32::max` skips NaN.

@@ -8,7 +8,7 @@ use crate::ep::check_tensors::{check_grads, check_inputs, check_outputs, check_s
 use crate::ep::dispatcher_state::TransportRules;
 use crate::ep::{
     DispatchGrads, DispatchInputs, DispatchOutputs, DispatchShape, DispatchSpec, DispatcherKind, Handle, Received,
-    RowOrder, TokenDispatcher,
+    RowOrder, TokenDispatcher, WorkBesideRows,
 };
 use crate::error::{Error, Result};
 use crate::nccl_ep::high_throughput::{CombineArgs, PassDirection};
@@ -101,8 +101,11 @@ impl TokenDispatcher<Cuda> for NcclEp {
         self.windows.copies()
     }
 
-    fn overlaps(&self, _: &Handle<Cuda>, _: DType, _: usize) -> bool {
-        self.mode == Algorithm::LowLatency
+    fn overlaps(&self, _: &Handle<Cuda>) -> WorkBesideRows {
+        match self.mode {
+            Algorithm::LowLatency => WorkBesideRows::Any,
+            _ => WorkBesideRows::None,
+        }
     }
 
     fn dispatch_rows(&mut self, handle: &Handle<Cuda>, inputs: DispatchInputs<'_, Cuda>) -> Result<Received<Cuda>> {
