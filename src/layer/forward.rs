@@ -137,8 +137,12 @@ fn forward_into<D: Kernels>(
     // Where rows take their time, this rank's own tokens have theirs.
     let beside = shared_beside_rows(layer, group, &handle, x.dtype());
     let early = (overlapped && !beside).then(|| EarlyUp::new(layer, &device, &handle, params, (x.dtype(), keep)));
-    let shared = beside.then(|| ReadySharedExpert::beside_rows(layer, &device, mode, x.borrow(), params));
-    let ready = early.transpose().and_then(|early| Ok((early, shared.transpose()?.flatten())));
+    let shared = beside.then(|| ReadySharedExpert::new(layer, &device, mode, x.borrow(), params));
+    let ready = early.transpose().and_then(|early| {
+        let shared = shared.transpose()?.flatten();
+        shared.iter().try_for_each(|ready| ready.list_tiles(&device))?;
+        Ok((early, shared))
+    });
     let (mut early, mut shared) = refuse_on_error(layer, group, Op::Dispatch, ready)?;
     let mut pending = None;
     let received = trace_span!("dispatch").in_scope(|| match (&mut early, shared.is_some()) {

@@ -137,17 +137,9 @@ impl<'a, D: Kernels> ReadySharedExpert<'a, D> {
         Ok(Some(Self { layer, params: shared, outputs, gate }))
     }
 
-    /// The same for a movement of rows to be enqueued next: its tiles are listed, so that nothing stands between that and up.
-    pub(super) fn beside_rows(
-        layer: &'a Layer,
-        device: &D,
-        mode: Mode,
-        x: TensorRef<'_, D>,
-        params: &'a Params<'_, D>,
-    ) -> Result<Option<Self>> {
-        let ready = Self::new(layer, device, mode, x, params)?;
-        ready.as_ref().map_or(Ok(()), |ready| device.list_tiles(&ready.outputs.segments))?;
-        Ok(ready)
+    /// Lists its tiles, so that nothing stands between a movement of rows, which is enqueued next, and up.
+    pub(super) fn list_tiles(&self, device: &D) -> Result<()> {
+        device.list_tiles(&self.outputs.segments)
     }
 
     /// Enqueues up first, beside a movement on so many SMs where there is one, and then the gate.
