@@ -3,11 +3,13 @@
 //!
 //! ```text
 //! cargo bench -p moebius --no-default-features --features cuda --bench cuda --
-//!     [--portable] [--energy] [--shapes] [--quant] [--dequantized] [--adamw] [--workloads] [WORKLOAD …]
+//!     [--portable] [--energy] [--shapes] [--reserved-sms=0,8,16] [--quant] [--dequantized] [--adamw] [--workloads]
+//!     [WORKLOAD …]
 //! ```
 //!
 //! `--energy` repeats each phase for a second or more and adds that loop's milliseconds and millijoules a call (NVML).
 //! `--shapes` measures the products alone, of other routings, numbers of tokens and sizes.
+//! `--reserved-sms` measures the products, and the layer unless `--shapes`, with so many SMs left to others; 0 unless told.
 //! `--quant` measures quantization and products with quantized weights, and nothing else.
 //! `--dequantized` measures products that de-quantize their weights first, beside those with bf16 weights, and nothing
 //! else.
@@ -126,6 +128,11 @@ fn main() -> Result<()> {
         }
     };
     let cuda = if asked("--portable") { cuda.portable() } else { cuda };
+    let reserved = arguments.iter().find_map(|a| a.strip_prefix("--reserved-sms=")).unwrap_or("0");
+    let Ok(reserved) = reserved.split(',').map(str::parse).collect::<std::result::Result<Vec<usize>, _>>() else {
+        complain(format_args!("--reserved-sms={reserved}: numbers with commas between them, as 0,8,16"));
+        std::process::exit(2);
+    };
     let report = Report::new(&cuda, asked("--energy"))?;
     copy_rate(&cuda, &report)?;
     if asked("--adamw") {
@@ -145,13 +152,15 @@ fn main() -> Result<()> {
             cuda.trim();
             continue;
         }
-        gemms::run(&cuda, &report, &workload)?;
-        if asked("--shapes") {
+        for &sms in &reserved {
+            let cuda = cuda.reserving_sms(sms);
+            report.reserving(sms);
+            gemms::run(&cuda, &report, &workload)?;
+            if !asked("--shapes") {
+                layer::run(&cuda, &report, &workload)?;
+            }
             cuda.trim();
-            continue;
         }
-        layer::run(&cuda, &report, &workload)?;
-        cuda.trim();
     }
     Ok(())
 }

@@ -41,6 +41,8 @@ pub struct Report {
     meter: Option<Meter>,
     /// Whether phases are repeated for their energy.
     energy: bool,
+    /// SMs that the measured products leave, as their lines say where there are any.
+    reserved_sms: Cell<usize>,
     /// What was measured beside the time of the phase that was timed last, as ends of its line.
     beside: Cell<Beside>,
 }
@@ -57,7 +59,13 @@ impl Report {
         let seconds = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |d| d.as_secs());
         let meter = Meter::new(cuda).map_err(|e| complain(format_args!("no clocks and no energy: {e}"))).ok();
         let (gpu, date) = (cuda.name()?, date(seconds / 86_400));
-        Ok(Self { cuda: cuda.clone(), gpu, date, energy, meter, beside: Cell::default() })
+        let reserved_sms = Cell::default();
+        Ok(Self { cuda: cuda.clone(), gpu, date, energy, reserved_sms, meter, beside: Cell::default() })
+    }
+
+    /// What is measured from here on leaves so many SMs.
+    pub fn reserving(&self, sms: usize) {
+        self.reserved_sms.set(sms);
     }
 
     /// Median milliseconds of a call, which is given the number of its input set. Calls are queued one behind the
@@ -143,10 +151,14 @@ impl Report {
         let Self { gpu, date, .. } = self;
         let Beside { sm_mhz, of_loop } = self.beside.take();
         let clock = sm_mhz.map_or(String::new(), |mhz| format!("\"sm_mhz\":{mhz},"));
+        let reserved = match self.reserved_sms.get() {
+            0 => String::new(),
+            sms => format!("\"reserved_sms\":{sms},"),
+        };
         let energy = of_loop.map_or(String::new(), |(ms, mj)| format!("\"loop_ms\":{ms:.4},\"mj\":{mj:.1},"));
         say(format_args!(
             "{{\"impl\":\"{name}\",\"workload\":\"{workload}\",\"phase\":\"{phase}\",\"ms\":{ms:.4},{rest},\
-             {clock}{energy}\"gpu\":\"{gpu}\",\"date\":\"{date}\"}}"
+             {reserved}{clock}{energy}\"gpu\":\"{gpu}\",\"date\":\"{date}\"}}"
         ));
     }
 }
