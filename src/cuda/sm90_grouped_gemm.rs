@@ -106,8 +106,9 @@ pub(super) unsafe fn launch(device: &Cuda, launch: Sm90Launch<'_>, p: &params::G
     // Tensor maps of the epilogues' reads and writes: gate and up are planes of a row, so that a box over the last
     // column of one does not reach into the other.
     let planes = |base, planes| {
-        let matrices = TensorMapSpec { call, dtype, base, sizes: &[n, planes, p.m as u64] };
-        if product == Product::DownBwd { matrices.plane_boxes() } else { matrices.wide_plane_boxes() }
+        // Of as many rows as the epilogue sends at a time.
+        let rows = if product == Product::DownBwd { 8 } else { 16 };
+        TensorMapSpec { call, dtype, base, sizes: &[n, planes, p.m as u64] }.plane_boxes(rows)
     };
     let or_none = |base: u64, count| if base == 0 { Ok(b) } else { planes(base, count) };
     let (pre, gated, plain) = match product {

@@ -23,14 +23,9 @@ impl TensorMapSpec<'_> {
         self.describe(|bytes| [128 / bytes, rows, 1], sys::CUtensorMapSwizzle::CU_TENSOR_MAP_SWIZZLE_128B)
     }
 
-    /// Boxes of 64 bytes of one row in each of 16 matrices, permuted likewise (swizzle of 64 bytes).
-    pub(super) fn plane_boxes(&self) -> Result<CUtensorMap> {
-        self.describe(|bytes| [64 / bytes, 1, 16], sys::CUtensorMapSwizzle::CU_TENSOR_MAP_SWIZZLE_64B)
-    }
-
-    /// The same of 128 bytes, permuted as those of `boxes`.
-    pub(super) fn wide_plane_boxes(&self) -> Result<CUtensorMap> {
-        self.describe(|bytes| [128 / bytes, 1, 16], sys::CUtensorMapSwizzle::CU_TENSOR_MAP_SWIZZLE_128B)
+    /// Boxes of 128 bytes of one row in each of so many matrices, permuted likewise.
+    pub(super) fn plane_boxes(&self, matrices: u32) -> Result<CUtensorMap> {
+        self.describe(|bytes| [128 / bytes, 1, matrices], sys::CUtensorMapSwizzle::CU_TENSOR_MAP_SWIZZLE_128B)
     }
 
     fn describe(&self, shape: impl Fn(u32) -> [u32; 3], swizzle: sys::CUtensorMapSwizzle) -> Result<CUtensorMap> {
