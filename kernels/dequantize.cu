@@ -128,7 +128,20 @@ __device__ __forceinline__ void nvfp4(const DequantizeJob& p, unsigned first) {
     }
 }
 
-template <class T, class F>
+// Scale of an eight. Where lines have whole blocks its place follows from the eight's number, else from line and column.
+template <class F, bool WHOLE>
+__device__ __forceinline__ typename F::Stored scale_of(const DequantizeJob& p, unsigned i) {
+    constexpr unsigned EIGHTS = F::BLOCK / 8;
+    if constexpr (WHOLE) {
+        return F::load_aligned(p.scales, i / EIGHTS);
+    } else {
+        const unsigned wide = static_cast<unsigned>(p.len / 8), line = i / wide;
+        return F::load_aligned(p.scales, line * p.blocks + (i - line * wide) / EIGHTS);
+    }
+}
+
+// Lines of a multiple of 16: eights that neighbors exchange are of one block, also of a line's last, which may be short.
+template <class T, class F, bool WHOLE>
 __device__ __forceinline__ void e4m3(const DequantizeJob& p, unsigned first) {
     const unsigned all = static_cast<unsigned>(p.lines * (p.len / 8));
     uint2 codes[EACH];
@@ -136,7 +149,7 @@ __device__ __forceinline__ void e4m3(const DequantizeJob& p, unsigned first) {
 #pragma unroll
     for (int j = 0; j < EACH; j++) {
         const unsigned i = min(first + j * THREADS, all - 1);
-        codes[j] = __ldcs(reinterpret_cast<const uint2*>(p.codes) + i), scales[j] = F::load_aligned(p.scales, i / (F::BLOCK / 8));
+        codes[j] = __ldcs(reinterpret_cast<const uint2*>(p.codes) + i), scales[j] = scale_of<F, WHOLE>(p, i);
     }
 #pragma unroll
     for (int j = 0; j < EACH; j++) {
@@ -156,19 +169,25 @@ __device__ __forceinline__ void e4m3(const DequantizeJob& p, unsigned first) {
     }
 }
 
+template <class F, bool WHOLE>
+__device__ __forceinline__ void e4m3_of_type(const DequantizeJob& p, unsigned first) {
+    if (p.out_type == TYPE_BF16) e4m3<bf16, F, WHOLE>(p, first);
+    else if (p.out_type == TYPE_F16) e4m3<f16, F, WHOLE>(p, first);
+    else e4m3<float, F, WHOLE>(p, first);
+}
+
 // E4M3 codes of any matrix.
 template <class F>
 __device__ __forceinline__ void e4m3_dequantize(const DequantizeJobs& jobs) {
     const DequantizeJob& p = job_of(jobs);
     const int64_t start = (blockIdx.x - p.first_block) * SPAN + threadIdx.x;
-    if (p.by_line || !plain(p, 8, F::BLOCK) || reinterpret_cast<uintptr_t>(p.scales) % F::BYTES) {
+    if (p.by_line || !plain(p, 8, 16) || reinterpret_cast<uintptr_t>(p.scales) % F::BYTES) {
 #pragma unroll 1
         for (int j = 0; j < EACH; j++) e4m3_eight<F>(p, start + j * THREADS);
         return;
     }
-    if (p.out_type == TYPE_BF16) e4m3<bf16, F>(p, static_cast<unsigned>(start));
-    else if (p.out_type == TYPE_F16) e4m3<f16, F>(p, static_cast<unsigned>(start));
-    else e4m3<float, F>(p, static_cast<unsigned>(start));
+    if (p.len % F::BLOCK == 0) e4m3_of_type<F, true>(p, static_cast<unsigned>(start));
+    else e4m3_of_type<F, false>(p, static_cast<unsigned>(start));
 }
 
 }  // namespace

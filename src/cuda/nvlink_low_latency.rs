@@ -40,10 +40,10 @@ pub(crate) fn most_sum_packets(bytes: usize) -> usize {
     bytes.div_ceil(PAYLOAD / DType::F32.size() * DType::F32.size())
 }
 
-/// Blocks of a call at most, whose kernels may take so many SMs. Where the group has bounded them it is one an SM, as
-/// blocks may each get an SM of their own.
-fn most_blocks(sms: usize, max_sms: usize) -> usize {
-    let blocks_of_sm = if max_sms == 0 { params::LOW_LATENCY_BLOCKS as usize } else { 1 };
+/// Blocks of a call at most, whose kernels may take so many SMs. Where that is a bound, of the group's or as the device
+/// reserves others, it is one an SM, as blocks may each get an SM of their own.
+fn most_blocks(sms: usize, bounded: bool) -> usize {
+    let blocks_of_sm = if bounded { 1 } else { params::LOW_LATENCY_BLOCKS as usize };
     sms * blocks_of_sm
 }
 
@@ -75,7 +75,8 @@ impl LowLatencyPeers<'_> {
     /// unlike a cooperative launch, this one is not refused then, and ranks wait until that has ended, or for as long as the
     /// call allows.
     fn grid(&self, device: &Cuda, packets: usize) -> Grid {
-        let most = most_blocks(self.peers.blocks(device, usize::MAX), self.peers.max_sms);
+        let bounded = self.peers.max_sms > 0 || device.reserves_sms();
+        let most = most_blocks(self.peers.blocks(device, usize::MAX), bounded);
         Grid::new(packets.div_ceil(WARP * WARPS).clamp(1, most), params::LOW_LATENCY_THREADS)
     }
 

@@ -300,7 +300,9 @@ pub struct WeightSpec {
     /// microbatches of a step, forward and backward; from [`Chain::prepare_capture`] on, one forward and its backward.
     /// It is de-quantized on arrival: the layer computes with what the quantized weight stands for. The shard itself
     /// stays as it is for the optimizer, and for [`Chain::whole`]. NVFP4 has an amax an expert (all of a chain joined
-    /// in one all-reduce), and rows of an even number of elements; weights are f32, bf16 or f16.
+    /// in one all-reduce), and rows of an even number of elements; weights are f32, bf16 or f16. Ranks compare it as the
+    /// first forward acquires the weight: another than this rank's is [`Error::ConfigMismatch`](crate::Error::ConfigMismatch)
+    /// on every rank, with the weight's name, before anything of it travels.
     pub payload: Payload,
 }
 

@@ -58,11 +58,21 @@ impl Steps {
     /// In a group of another configuration.
     pub fn in_group(
         comm: NcclComm,
+        what: (Shape, DispatchOptions),
+        change: impl FnOnce(GroupConfig) -> GroupConfig,
+    ) -> Result<Self> {
+        Self::on(comm.cuda().clone(), comm, what, change)
+    }
+
+    /// The same on a device that is the communicator's but for the SMs that it reserves.
+    pub fn on(
+        cuda: Cuda,
+        comm: NcclComm,
         (shape, options): (Shape, DispatchOptions),
         change: impl FnOnce(GroupConfig) -> GroupConfig,
     ) -> Result<Self> {
         let Shape { kind, config, tokens, fewer, backward, windows, overlap } = shape;
-        let (cuda, rank, ranks) = (comm.cuda().clone(), comm.rank(), comm.size());
+        let (rank, ranks) = (comm.rank(), comm.size());
         let experts = config.router.num_experts;
         let group = GroupConfig { dispatcher: kind, max_rows: 1 << 16, windows, ..GroupConfig::new(experts, tokens) };
         let group = change(GroupConfig { overlap, ..group });

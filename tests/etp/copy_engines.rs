@@ -46,8 +46,9 @@ fn a_rank_without_memory_is_told_to_the_others_and_all_recover() {
 /// that names it, and recovery says that there is nothing to go on with.
 #[test]
 fn copies_that_fail_end_the_chain_on_every_rank() {
-    // Comparison of options; for each of two weights of the first forward a comparison, memory and a gather.
-    for (purpose, at) in [("gather", 3), ("gather", 5), ("gather", 6), ("gather", 7), ("reduce", 2), ("reduce", 4)] {
+    // Comparison of options; for each of two weights of the first forward comparisons of payload and buffer, memory and a
+    // gather.
+    for (purpose, at) in [("gather", 4), ("gather", 7), ("gather", 8), ("gather", 9), ("reduce", 2), ("reduce", 4)] {
         ranks(&Cpu::new(), 2, MINUTE, |rank, own| {
             let with = |comm, name: &str| {
                 let fails_from = Some(at).filter(|_| rank == 1 && name == purpose);

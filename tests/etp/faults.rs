@@ -19,6 +19,7 @@ bodies! {
     2 shards_that_cannot_be_cast,
     2 shards_of_wrong_size,
     2 weights_that_differ_between_ranks,
+    2 payloads_that_differ_between_ranks,
     2 options_that_differ_between_ranks,
     2 a_shard_that_panics,
     2 weights_of_a_layer_are_taken_together,
@@ -285,6 +286,48 @@ fn weights_that_differ_between_ranks<D: Chained>(device: &D) {
     });
     for outcome in outcomes {
         assert!(matches!(outcome, Err(Error::Comm(CommError::SizeMismatch { .. }))), "{outcome:?}");
+    }
+}
+
+/// Rank 1 sends a weight's shards otherwise than the others: each rank hears of both payloads and gathers nothing. Rows of
+/// 128 elements have as many bytes in MXFP8 as in fp8 blocks, so no gather would find sizes that differ.
+fn payloads_that_differ_between_ranks<D: Chained>(device: &D) {
+    const DIMS: [usize; 3] = [2, 6, 128];
+    let pairs = [
+        (Payload::Mxfp8, Payload::Fp8Block),
+        (Payload::Fp8Block, Payload::Mxfp8),
+        (Payload::Mxfp8, Payload::Nvfp4),
+        (Payload::Plain, Payload::Mxfp8),
+    ];
+    for (payload, odd) in pairs {
+        let outcomes = ranks(device, device.up_to(3), MINUTE, |rank, place| -> Result<()> {
+            let own = place.device.clone();
+            let chain = place.chain(ON)?;
+            let add = |name: &str, payload| {
+                let shard = Tensor::zeros(&own, DType::F32, &chain.shards(&DIMS)?.shard_dims())?;
+                let mut spec = WeightSpec::new(name, 0, &DIMS, DType::F32);
+                spec.payload = payload;
+                chain.add(spec, Arc::new(Shard::new(shard)) as Arc<dyn ShardSource<D>>)
+            };
+            let ids = [add("up", payload)?, add("down", if rank == 1 { odd } else { payload })?];
+            chain.begin(Phase::Forward)?;
+            let acquired = |id| -> Result<()> { chain.source(id)?.acquire().map(drop) };
+            acquired(ids[0])?;
+            let outcome = acquired(ids[1]);
+            assert_eq!(chain.traffic().gathers, 1, "{outcome:?}");
+            // All meet there, as after any failed step.
+            chain.recover(outcome.as_ref().err().map(|error| error as _))?;
+            outcome
+        });
+        for (at, outcome) in outcomes.into_iter().enumerate() {
+            let Err(Error::ConfigMismatch { field, rank, value, peer, peer_value, .. }) = outcome else {
+                panic!("{payload:?}, {odd:?}: rank {at}: {outcome:?}")
+            };
+            let names = [&field[..], &value, &peer_value].map(str::to_string);
+            let [own, other] = if at == 1 { [odd, payload] } else { [payload, odd] };
+            assert_eq!(names, ["payload of down".to_string(), format!("{own:?}"), format!("{other:?}")]);
+            assert_eq!((rank, peer), (at, usize::from(at != 1)));
+        }
     }
 }
 

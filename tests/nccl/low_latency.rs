@@ -23,6 +23,7 @@ pub fn cases() -> Vec<(&'static str, Run)> {
         ("random_routings_have_the_bits_of_nvlink", random_routings),
         ("layers_are_the_same_as_on_cpu_ranks", |cuda, ranks| layers(cuda, ranks)),
         ("graphs_replay_the_bits_of_eager_steps", graphs_replay),
+        ("few_blocks_change_no_bits", few_blocks),
         ("what_it_does_not_do_is_refused", refused),
         ("two_ranks_without_backward_take_it", taken_without_backward),
         ("tags_that_come_again_are_not_those_of_before", tags_come_again),
@@ -164,6 +165,32 @@ fn graphs_replay(_: &Cuda, ranks: usize) {
         barrier.wait();
         Ok(())
     });
+}
+
+/// Calls that may take a block or a few, where they would take seven, have the bits of those that may take all: of groups
+/// that bound their SMs, and on devices that reserve all but two; eager and replayed, with patience and without.
+fn few_blocks(_: &Cuda, ranks: usize) {
+    /// So long that no rank is late, whatever keeps it.
+    const PATIENCE: Duration = Duration::from_secs(20);
+    let run = |max_sms: usize, reserved: usize, patience: Option<Duration>| {
+        each(ranks, |comm, barrier| {
+            let cuda = comm.cuda().reserving_sms(reserved);
+            let change = |config| GroupConfig { max_sms, patience, ..config };
+            let mut steps = Steps::on(cuda, comm, captured(ranks), change)?;
+            let (graph, eager) = steps.replays()?;
+            steps.group.dispatcher().check()?;
+            // Before the group that it calls.
+            drop(graph);
+            barrier.wait();
+            Ok(eager)
+        })
+    };
+    let all = run(0, 0, None);
+    for patience in [None, Some(PATIENCE)] {
+        for (max_sms, reserved) in [(1, 0), (2, 0), (3, 0), (5, 0), (0, usize::MAX), (3, usize::MAX)] {
+            assert!(run(max_sms, reserved, patience) == all, "{max_sms} SMs, {reserved} reserved, {patience:?}");
+        }
+    }
 }
 
 fn refused(cuda: &Cuda, ranks: usize) {

@@ -103,10 +103,15 @@ fn fp8_block_round_trip<D: Target>(device: &D) {
     }
 }
 
-/// Many calls bring back what the formula makes of each, in every type of output, of rows of whole blocks and others;
-/// more than a device may take in one launch.
+/// Many calls bring back what the formula makes of each, in every type of output, of rows of whole blocks, of whole words
+/// with a short last block, and others; more than a device may take in one launch.
 fn many_fp8_blocks_at_once<D: Target>(device: &D) {
-    let dims = |i: usize| [1 + i * 7 % 40, if i % 4 == 3 { 8 * i + 2 } else { 128 * (1 + i * 5 % 18) }];
+    let width = |i: usize| match i % 4 {
+        3 => 8 * i + 2,
+        2 => 16 * (1 + i),
+        _ => 128 * (1 + i * 5 % 18),
+    };
+    let dims = |i: usize| [1 + i * 7 % 40, width(i)];
     let dtype = |i: usize| [DType::BF16, DType::F32, DType::F16][i / 3 % 3];
     let mut cast = Vec::new();
     for i in 0..45 {

@@ -175,8 +175,14 @@ fn many_back_at_once<D: Target>(device: &D) {
     let formats = [Nvfp4::TE, Nvfp4::MODELOPT, Nvfp4::TE.row_scaled()];
     let matrices: Vec<Quantized> = (0..45)
         .map(|i| {
-            // Most have rows of whole blocks; some are of several thousand eights.
-            let dims = [1 + i * 7 % 40, if i % 4 == 3 { 8 * i + 2 } else { 32 * (1 + i * 5 % 70) }];
+            // Most have rows of whole blocks; some are of several thousand eights. Odd multiples of 16 are whole words of
+            // which MXFP8's last block is short.
+            let width = match i % 4 {
+                3 => 8 * i + 2,
+                2 => 16 * (1 + i),
+                _ => 32 * (1 + i * 5 % 70),
+            };
+            let dims = [1 + i * 7 % 40, width];
             let (format, x) = (formats[i % 3], normal(dims, i as u64, DType::F32));
             let matrix = Matrix::new(x.view()).unwrap();
             let side = quantize(device, &format, matrix, Direction::Rows);

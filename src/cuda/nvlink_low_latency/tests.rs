@@ -17,10 +17,10 @@ fn rows_fit_their_packets() {
 }
 
 #[test]
-fn blocks_keep_to_the_sms_of_the_group() {
+fn blocks_keep_to_sms_that_are_bounded() {
     let blocks_of_sm = params::LOW_LATENCY_BLOCKS as usize;
-    assert_eq!(most_blocks(132, 0), 132 * blocks_of_sm);
-    assert_eq!([most_blocks(16, 16), most_blocks(1, 1), most_blocks(130, 200)], [16, 1, 130]);
+    assert_eq!(most_blocks(132, false), 132 * blocks_of_sm);
+    assert_eq!([most_blocks(16, true), most_blocks(1, true)], [16, 1]);
 }
 
 const CALL: &str = "test";

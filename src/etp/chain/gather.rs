@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use crate::comm::{Op, Tag};
 use crate::dtype::DType;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::tensor::{Tensor, TensorRef};
 use crate::weights::{AcquiredWeight, WeightGuard, WeightSource};
 
@@ -18,7 +18,7 @@ use crate::etp::chain::{Chain, ChainState, UseState};
 use crate::etp::collective::{Collective, GatherInput};
 use crate::etp::shards::in_place;
 use crate::etp::shards::quantized::{GatheredShards, QuantizedShard};
-use crate::etp::{CALL, Phase, ShardDevice, Shards, WeightId};
+use crate::etp::{CALL, Payload, Phase, ShardDevice, Shards, WeightId};
 
 /// In place of a pass's number: no pass, but the whole weight.
 const NO_PASS: u64 = 0;
@@ -176,6 +176,7 @@ impl<D: ShardDevice> ChainState<D> {
             return Err(self.order_error(&name, "a pass", "none"));
         };
         if !self.has_order() {
+            self.compare_payload(id.0, active)?;
             let node = self.add_use(id.0, active)?;
             let buffer = self.gather_now(node, active)?;
             self.advance_pass(node, active, backward);
@@ -219,6 +220,35 @@ impl<D: ShardDevice> ChainState<D> {
         }
     }
 
+    /// Refuses, on every rank, a weight that ranks send in different payloads, before anything of it travels: two payloads
+    /// can have as many bytes, and codes of one would be read as the other's. In the first forward alone, which waits for
+    /// every gather anyway.
+    fn compare_payload(&self, weight: usize, active: ActivePass) -> Result<()> {
+        let ((rank, ranks), spec) = (self.gathers.rank, &self.weights[weight].spec);
+        if ranks == 1 {
+            return Ok(());
+        }
+        let own = spec.payload as u64;
+        let all = self.gathers.compare(self.first_use_tag(weight, active), own).map_err(other_passes)?;
+        let Some(peer) = all.iter().position(|other| *other != own) else { return Ok(()) };
+        let known = [Payload::Plain, Payload::Nvfp4, Payload::Mxfp8, Payload::Fp8Block];
+        let peer_value = known.into_iter().find(|payload| *payload as u64 == all[peer]);
+        Err(Error::ConfigMismatch {
+            call: CALL,
+            field: format!("payload of {}", spec.name),
+            rank,
+            value: format!("{:?}", spec.payload),
+            peer,
+            peer_value: peer_value.map_or_else(|| format!("number {}", all[peer]), |payload| format!("{payload:?}")),
+        })
+    }
+
+    /// Tag of what ranks compare before a use in the first forward.
+    fn first_use_tag(&self, weight: usize, active: ActivePass) -> Tag {
+        let sequence = active.number << 32 | self.uses.len() as u64;
+        Tag { layer: self.weights[weight].spec.layer, op: Op::Init, sequence }
+    }
+
     /// One more use in the first forward.
     fn add_use(&mut self, weight: usize, active: ActivePass) -> Result<usize> {
         let buffer_id = self.reserve_any(weight, active)?;
@@ -232,8 +262,7 @@ impl<D: ShardDevice> ChainState<D> {
     /// decide, and what a failed forward has left; where ranks write each other's memory they settle on one.
     fn reserve_any(&mut self, weight: usize, active: ActivePass) -> Result<BufferId> {
         let together = self.gathers.has_own_memory && self.weights[weight].quantized.is_none();
-        let layer = self.weights[weight].spec.layer;
-        let tag = Tag { layer, op: Op::Init, sequence: active.number << 32 | self.uses.len() as u64 };
+        let tag = self.first_use_tag(weight, active);
         let mut least = 0;
         loop {
             let (buffer_id, parity) = self.free_from(weight, least);
