@@ -1,6 +1,13 @@
-//! Times of the library's calls: through this crate's safe layer, and raw on the same handle in the same process, in
-//! turns. JSON lines on stdout. Bytes are counted once per (token, rank) and once per (token, expert), a rank's own
-//! apart.
+//! Times of the library's calls: through this crate's safe layer, which uses the expert-major layout; raw on the same
+//! handle (`raw`); and raw of the flat layout (`raw-flat`), which this crate does not use, on a group and a handle of
+//! its own. All in the same process, in turns, of the same tokens. JSON lines on stdout. Bytes are counted once per
+//! (token, rank) and once per (token, expert), a rank's own apart.
+//!
+//! Static capacities are those of the layout: flat's is all ranks' tokens. Every call of the flat layout is checked
+//! once before it is timed.
+//!
+//! Words behind `bench` choose steps by workload and tokens, each with an eager capacity:
+//! `nccl_ep bench dsv3:4096 qwen3-30b-a3b:8192`.
 
 use std::ffi::c_void;
 use std::sync::Barrier;
@@ -8,7 +15,9 @@ use std::time::Instant;
 
 use cudarc::driver::CudaEvent;
 use cudarc::driver::sys::CUevent_flags;
+use half::bf16;
 use moebius::comm::Communicator;
+use moebius::cpu::Cpu;
 use moebius::cuda::{Cuda, cudarc};
 use moebius::nccl_ep::{
     CombineArgs, DispatchArgs, HandleOptions, HighThroughputGroup, HighThroughputHandle, HighThroughputOptions,
@@ -17,6 +26,7 @@ use moebius::nccl_ep::{
 use moebius::{DType, Error, Result, Tensor};
 
 use crate::conformance::seed;
+use crate::flat::Flat;
 use crate::raw::{Endpoint, each};
 
 const WARM: usize = 5;
@@ -24,35 +34,83 @@ const ROUNDS: usize = 40;
 
 /// A layer's sizes.
 #[derive(Clone, Copy)]
-struct Shape {
+pub struct Shape {
     name: &'static str,
-    hidden: usize,
-    experts: usize,
-    k: usize,
+    pub hidden: usize,
+    pub experts: usize,
+    pub k: usize,
 }
 
 const DSV3: Shape = Shape { name: "dsv3", hidden: 7168, experts: 256, k: 8 };
 const QWEN3: Shape = Shape { name: "qwen3-30b-a3b", hidden: 2048, experts: 128, k: 8 };
 
 #[derive(Clone, Copy)]
-struct Run {
-    shape: Shape,
-    tokens: usize,
+pub struct Run {
+    pub shape: Shape,
+    pub tokens: usize,
     zipf: bool,
-    fixed: bool,
+    /// Whether receive buffers have a static capacity.
+    pub fixed: bool,
 }
 
-pub fn run(available: usize) {
+/// Runs what the words choose, or all without words.
+pub fn run(available: usize, words: &[String]) -> std::result::Result<(), String> {
+    let runs = if words.is_empty() {
+        all_runs()
+    } else {
+        words.iter().map(|w| chosen(w)).collect::<std::result::Result<_, _>>()?
+    };
+    // The other ranks would wait without end for one that panicked.
+    let told = std::panic::take_hook();
+    std::panic::set_hook(Box::new(move |info| {
+        told(info);
+        std::process::abort();
+    }));
     for ranks in [2, 4, 8].into_iter().filter(|r| *r <= available) {
-        let plain = |shape, tokens| Run { shape, tokens, zipf: false, fixed: true };
-        let mut runs: Vec<Run> = [128, 2048, 4096, 8192].map(|t| plain(DSV3, t)).to_vec();
-        runs.push(Run { fixed: false, ..plain(DSV3, 4096) });
-        runs.push(Run { zipf: true, ..plain(DSV3, 4096) });
-        runs.push(plain(QWEN3, 4096));
-        for run in runs {
-            each(ranks, |endpoint| measure(endpoint, &run));
+        for run in &runs {
+            each(ranks, |endpoint| {
+                let (rank, done) = (endpoint.comm.rank(), measure(endpoint, run));
+                assert!(done.is_ok(), "rank {rank}: {done:?}");
+                done
+            });
         }
     }
+    Ok(())
+}
+
+fn plain(shape: Shape, tokens: usize) -> Run {
+    Run { shape, tokens, zipf: false, fixed: true }
+}
+
+fn all_runs() -> Vec<Run> {
+    let mut runs: Vec<Run> = [128, 2048, 4096, 8192].map(|t| plain(DSV3, t)).to_vec();
+    runs.push(Run { fixed: false, ..plain(DSV3, 4096) });
+    runs.push(Run { zipf: true, ..plain(DSV3, 4096) });
+    runs.push(plain(QWEN3, 4096));
+    runs.push(Run { fixed: false, ..plain(QWEN3, 8192) });
+    runs
+}
+
+/// The eager run of a word, which is a workload and tokens.
+fn chosen(word: &str) -> std::result::Result<Run, String> {
+    let found = word.split_once(':').and_then(|(name, tokens)| {
+        let shape = [DSV3, QWEN3].into_iter().find(|shape| shape.name == name)?;
+        Some(Run { fixed: false, ..plain(shape, tokens.parse().ok()?) })
+    });
+    found.ok_or_else(|| format!("{word}: expected {}:TOKENS or {}:TOKENS", DSV3.name, QWEN3.name))
+}
+
+/// A token's row: whole numbers that bf16 has, as it has their sum over 8 ranks.
+pub fn value(rank: usize, token: usize, column: usize) -> f64 {
+    ((rank * 37 + token * 5 + column) % 61) as f64 - 30.0
+}
+
+/// A rank's rows and weights. Each weight is the number of its choice over all ranks, from 1, which f32 has exactly.
+fn sent(cuda: &Cuda, run: &Run, rank: usize) -> Result<[Tensor<Cuda>; 2]> {
+    let (t, h, k) = (run.tokens, run.shape.hidden, run.shape.k);
+    let x = (0..t * h).map(|i| bf16::from_f64(value(rank, i / h, i % h))).collect::<Vec<_>>();
+    let w = (0..t * k).map(|i| (rank * t * k + i + 1) as f32).collect::<Vec<_>>();
+    Ok([Tensor::<Cpu>::from_vec(x, &[t, h])?.to(cuda)?, Tensor::<Cpu>::from_vec(w, &[t, k])?.to(cuda)?])
 }
 
 /// Seeded choices; with `zipf`, expert e is chosen in proportion to 1 / (e + 1).
@@ -77,11 +135,11 @@ fn ids(run: &Run, rank: usize) -> Vec<i64> {
 }
 
 /// Tensors of a step.
-struct Step {
-    ids: Tensor<Cuda>,
+pub struct Step {
+    pub ids: Tensor<Cuda>,
     counters: [Tensor<Cuda>; 3],
-    x: Tensor<Cuda>,
-    w: Tensor<Cuda>,
+    pub x: Tensor<Cuda>,
+    pub w: Tensor<Cuda>,
     rows: Tensor<Cuda>,
     rows_w: Tensor<Cuda>,
     y: Tensor<Cuda>,
@@ -89,7 +147,7 @@ struct Step {
 }
 
 #[derive(Debug, Clone, Copy, PartialEq)]
-enum Phase {
+pub enum Phase {
     Prepare,
     Dispatch,
     Combine,
@@ -285,6 +343,11 @@ fn problem(message: &str) -> Error {
     Error::Device { call: "bench", operation: "event".into(), message: message.into() }
 }
 
+/// Free bytes of the GPU's memory.
+pub fn free(cuda: &Cuda) -> Result<usize> {
+    cuda.stream().context().mem_get_info().map(|(free, _)| free).map_err(|e| problem(&e.to_string()))
+}
+
 /// Rows by (token, rank) and (token, expert), to all ranks and to this one.
 fn traffic(run: &Run, rank: usize, ranks: usize) -> [usize; 4] {
     let local = run.shape.experts / ranks;
@@ -303,8 +366,7 @@ fn measure(endpoint: &mut Endpoint<'_>, run: &Run) -> Result<()> {
     let (rank, ranks) = (endpoint.comm.rank(), endpoint.comm.size());
     let Shape { name, hidden, experts, k } = run.shape;
     let (cuda, together) = (endpoint.cuda().clone(), endpoint.together);
-    let free = || cuda.stream().context().mem_get_info().map(|(free, _)| free).map_err(|e| problem(&e.to_string()));
-    let before = free()?;
+    let before = free(&cuda)?;
     let most = if run.zipf { ranks * run.tokens * k } else { ranks * run.tokens * k * 3 / 2 / ranks };
     let options = HighThroughputOptions {
         num_experts: experts,
@@ -317,15 +379,16 @@ fn measure(endpoint: &mut Endpoint<'_>, run: &Run) -> Result<()> {
     };
     let group = HighThroughputGroup::new(&endpoint.library, &endpoint.comm, options)?;
     let mut handle = HighThroughputHandle::new(&group, HandleOptions { top_k: k, alignment: 1 })?;
-    let held = before.saturating_sub(free()?);
+    let held = before.saturating_sub(free(&cuda)?);
     let of = |dtype, dims: &[usize]| Tensor::<Cuda>::empty(&cuda, dtype, dims);
     let local = experts / ranks;
-    let own = ids(run, rank);
+    let all: Vec<Vec<i64>> = (0..ranks).map(|r| ids(run, r)).collect();
+    let [x, w] = sent(&cuda, run, rank)?;
     let mut step = Step {
-        ids: endpoint.ids(DType::I64, &own, k)?,
+        ids: endpoint.ids(DType::I64, &all[rank], k)?,
         counters: [of(DType::I64, &[local])?, of(DType::I64, &[local])?, of(DType::I64, &[1])?],
-        x: Tensor::zeros(&cuda, DType::BF16, &[run.tokens, hidden])?,
-        w: Tensor::zeros(&cuda, DType::F32, &[run.tokens, k])?,
+        x,
+        w,
         rows: of(DType::BF16, &[0, hidden])?,
         rows_w: of(DType::F32, &[0])?,
         y: of(DType::BF16, &[run.tokens, hidden])?,
@@ -337,23 +400,27 @@ fn measure(endpoint: &mut Endpoint<'_>, run: &Run) -> Result<()> {
     assert!(total <= n, "{total} rows of {n}");
     (step.rows, step.rows_w) = (of(DType::BF16, &[n, hidden])?, of(DType::F32, &[n])?);
     let stream: sys::cudaStream_t = cuda.stream().cu_stream().cast();
+    let mut flat = Flat::new(endpoint, run, &step, &all)?;
+    flat.check(endpoint, &step, &all)?;
     let [rows, own_rows, choices, own_choices] = traffic(run, rank, ranks);
     for (phase, phase_name) in PHASES {
-        let mut times = [Times::default(), Times::default()];
-        for round in 0..2 * (WARM + ROUNDS) {
+        let mut times = [Times::default(), Times::default(), Times::default()];
+        for round in 0..3 * (WARM + ROUNDS) {
             // In turns, so that a drift is shared.
-            match round % 2 {
+            match round % 3 {
                 0 => times[0].of((&cuda, together), || step.safe(phase, &mut handle))?,
-                _ => times[1].of((&cuda, together), || {
+                1 => times[1].of((&cuda, together), || {
                     step.raw(phase, &handle, stream);
                     Ok(())
                 })?,
+                _ => times[2].of((&cuda, together), || flat.call(phase, &step))?,
             }
         }
         if rank > 0 {
             continue;
         }
-        for (times, who) in times.iter().zip(["moebius", "raw"]) {
+        let held = [("moebius", held), ("raw", held), ("raw-flat", flat.held)];
+        for (times, (who, held)) in times.iter().zip(held) {
             let (us, p99) = (Times::at(&times.gpu, 0.5), Times::at(&times.gpu, 0.99));
             let row = if phase == Phase::Prepare { 0 } else { 2 * hidden };
             println!(
@@ -373,5 +440,7 @@ fn measure(endpoint: &mut Endpoint<'_>, run: &Run) -> Result<()> {
             );
         }
     }
+    // A peer may still read what this rank has finished with.
+    together.wait();
     Ok(())
 }

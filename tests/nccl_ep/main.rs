@@ -1,6 +1,6 @@
 //! NCCL EP on several GPUs: the conformance suite and whole layers from the sources of the other dispatchers, and what
 //! is its own: routing on the GPU, opaque rows, refusals. Ignored where there are not as many GPUs; what needs no GPU
-//! (finding the library) runs everywhere. `bench`: times as JSON lines instead.
+//! (finding the library) runs everywhere. `bench`: times as JSON lines instead, of the steps that words behind it choose.
 #![allow(clippy::type_complexity, reason = "names and functions, no more")]
 #![allow(clippy::duplicate_mod, reason = "each shared suite brings its helpers")]
 
@@ -20,6 +20,8 @@ mod launched;
 
 mod bench;
 mod decode;
+mod flat;
+mod flat_checks;
 mod graph;
 mod handle_pool;
 #[path = "../invariance.rs"]
@@ -153,9 +155,16 @@ fn main() -> ExitCode {
         return ExitCode::SUCCESS;
     }
     if std::env::args().nth(1).as_deref() == Some("bench") {
-        bench::run(several::available().unwrap_or(0));
+        let words: Vec<String> = std::env::args().skip(2).collect();
+        let done = bench::run(several::available().unwrap_or(0), &words);
         several::close();
-        return ExitCode::SUCCESS;
+        return done.map_or_else(
+            |problem| {
+                eprintln!("{problem}");
+                ExitCode::FAILURE
+            },
+            |()| ExitCode::SUCCESS,
+        );
     }
     several::run(library::cases(), several::each(over_ranks))
 }
