@@ -24,7 +24,8 @@ use super::tile_config::NVFP4_ALIGNED_SMEM;
 const SPAN: usize = params::AMAX_SPAN as usize;
 /// Eights of elements that a block brings back to floating point (`kernels/dequantize.cu`).
 const DEQUANTIZE_SPAN: usize = params::DEQUANTIZE_SPAN as usize;
-/// Bytes of a matrix without gaps that a thread casts along rows (`kernels/nvfp4_cast.cu`, `kernels/mxfp8_cast.cu`).
+/// Bytes of a matrix without gaps that a thread casts along rows (`kernels/nvfp4_cast.cu`, `kernels/mxfp8_cast.cu`,
+/// `kernels/fp8_block_cast.cu`).
 const CAST_THREAD_BYTES: usize = params::CAST_THREAD_BYTES as usize;
 /// Rows of a panel, and bytes of one (`kernels/quant/quantize.cuh`).
 const PANEL: [usize; 2] = [params::PANEL_ROWS as usize, params::PANEL_BYTES as usize];
@@ -33,7 +34,7 @@ const CAST_SHARED: [u32; 2] = [params::NVFP4_CAST_SMEM, params::NVFP4_CAST_COLUM
 /// Rows and columns that a block takes of a matrix whose own are multiples of [`ALIGNED`]
 /// (`kernels/nvfp4_cast_aligned.cu`).
 const ALIGNED_BLOCK: [usize; 2] = [params::NVFP4_ALIGNED_ROWS as usize, params::NVFP4_ALIGNED_COLUMNS as usize];
-/// Blocks that a warp casts (`kernels/fp8_block_cast.cu`).
+/// Blocks that a warp casts of any matrix (`kernels/fp8_block_cast.cu`).
 const FP8_BLOCK_WARP_BLOCKS: usize = params::FP8_BLOCK_WARP_BLOCKS as usize;
 const _: () = assert!(params::FP8_BLOCK_COLUMNS as usize == FP8_BLOCK);
 const ALIGNED: usize = params::NVFP4_ALIGNED_MULTIPLE as usize;
@@ -353,10 +354,22 @@ fn quantize_fp8_block(device: &Cuda, quantize: QuantizeFp8Block<'_, Cuda>) -> Re
     let [codes, scales] = [rows.codes, rows.scales].map(|t| t.into_data().ptr);
     let rows = params::QuantSide { codes, scales, code_bytes: len as i64, ..Default::default() };
     let p = params::QuantCastParams { matrix: strided(&matrix), rows, ..Default::default() };
-    let kernel = device.kernels().fp8_block_cast.of(matrix.dtype());
-    let warps = (lines * len.div_ceil(FP8_BLOCK)).div_ceil(FP8_BLOCK_WARP_BLOCKS);
+    let kernels = &device.kernels().fp8_block_cast;
+    let dtype = matrix.dtype();
+    let plain = p.matrix.vector == 1
+        && (p.matrix.row_stride == p.matrix.columns || lines == 1)
+        && len.is_multiple_of(FP8_BLOCK)
+        && codes.is_multiple_of(16)
+        && scales.is_multiple_of(4);
+    let (kernel, grid) = if plain {
+        let of_block = THREADS as usize * CAST_THREAD_BYTES / dtype.size();
+        (kernels.rows.of(dtype), Grid::new((lines * len).div_ceil(of_block), THREADS))
+    } else {
+        let warps = (lines * len.div_ceil(FP8_BLOCK)).div_ceil(FP8_BLOCK_WARP_BLOCKS);
+        (kernels.any.of(dtype), Grid::warps_of(warps, THREADS))
+    };
     // SAFETY: codes and scales have the sizes that the format gives for this matrix, as was checked.
-    unsafe { device.launch(CALL, kernel, Grid::warps_of(warps, THREADS), &p) }
+    unsafe { device.launch(CALL, kernel, grid, &p) }
 }
 
 fn dequantize_fp8_block(device: &Cuda, call: &'static str, calls: Vec<DequantizeFp8Block<'_, Cuda>>) -> Result<()> {

@@ -18,6 +18,7 @@ cases!(
     blocks_of_panels,
     mxfp8,
     fp8_blocks,
+    fp8_blocks_of_every_scale,
     leading_dimensions_are_rows
 );
 
@@ -80,14 +81,21 @@ struct Case {
 }
 
 impl Case {
-    /// `form`: 0 dense, 1 a part of wider rows, 2 a transpose, 3 every third element of every second row.
     fn new(values: Values, dtype: DType, dims: [usize; 2], (form, rng): (usize, &mut StdRng)) -> Self {
+        Self::of(dtype, dims, form, |_, _| draw(values, dtype, rng))
+    }
+
+    /// `form`: 0 dense, 1 a part of wider rows, 2 a transpose, 3 every third element of every second row, 4 a part of rows
+    /// wider by whole words of 16 bytes, 5 dense at an odd place.
+    fn of(dtype: DType, dims: [usize; 2], form: usize, mut value: impl FnMut(usize, usize) -> f32) -> Self {
         let [m, n] = dims;
         let (offset, strides) = match form {
             0 => (0, [n, 1]),
             1 => (3, [n + 5, 1]),
             2 => (0, [1, m]),
-            _ => (7, [6 * n, 3]),
+            3 => (7, [6 * n, 3]),
+            4 => (0, [n + 16, 1]),
+            _ => (1, [n, 1]),
         };
         let layout = Layout { offset, dims, strides };
         let count = offset + (m - 1) * strides[0] + (n - 1) * strides[1] + 1;
@@ -96,7 +104,7 @@ impl Case {
         let place = |i: usize, j: usize| offset + i * strides[0] + j * strides[1];
         for i in 0..m {
             for j in 0..n {
-                all[place(i, j)] = draw(values, dtype, rng);
+                all[place(i, j)] = value(i, j);
             }
         }
         let base = tensor(&all, dtype, &[count]);
@@ -285,15 +293,56 @@ fn mxfp8<D: Target>(device: &D) {
     });
 }
 
+fn compare_fp8_blocks<D: Target>(device: &D, case: &Case, name: &str) {
+    let (codes, scales) = quantize_fp8_block(device, case.matrix());
+    let expected: Vec<_> = case.rows.iter().flat_map(|row| row.chunks(128)).map(reference::fp8_block).collect();
+    let expected_scales: Vec<u32> = expected.iter().map(|(_, scale)| scale.to_bits()).collect();
+    same(&scales, &expected_scales, format!("{name} scales"));
+    let expected_codes: Vec<u8> = expected.into_iter().flat_map(|(codes, _)| codes).collect();
+    same(&codes, &expected_codes, format!("{name} codes"));
+}
+
 fn fp8_blocks<D: Target>(device: &D) {
-    each_case(6, |case, name| {
-        let (codes, scales) = quantize_fp8_block(device, case.matrix());
-        let expected: Vec<_> = case.rows.iter().flat_map(|row| row.chunks(128)).map(reference::fp8_block).collect();
-        let expected_scales: Vec<u32> = expected.iter().map(|(_, scale)| scale.to_bits()).collect();
-        same(&scales, &expected_scales, format!("{name} scales"));
-        let expected_codes: Vec<u8> = expected.into_iter().flat_map(|(codes, _)| codes).collect();
-        same(&codes, &expected_codes, format!("{name} codes"));
-    });
+    each_case(6, |case, name| compare_fp8_blocks(device, case, name));
+}
+
+/// Blocks of any largest magnitude, zero and infinity too, whose elements are beside the middles between two codes times
+/// the scale: a quotient that is not rounded right has another code there. Rows of whole blocks and others.
+fn fp8_blocks_of_every_scale<D: Target>(device: &D) {
+    let mut rng = super::devices::seed::generator(7);
+    for dtype in DTYPES {
+        // From the least subnormal to the largest power of two.
+        let exponents = if dtype == DType::F16 { -24..=15 } else { -149..=127 };
+        for (dims, form) in
+            [[37usize, 384], [40, 130]].into_iter().flat_map(|dims| (0..6).map(move |form| (dims, form)))
+        {
+            let wide = dims[1].div_ceil(128);
+            let amaxes: Vec<f32> = (0..dims[0] * wide)
+                .map(|i| match i % 16 {
+                    0 => 0.0,
+                    1 => f32::INFINITY,
+                    _ => (rng.random_range(1.0..2.0) * 2f64.powi(rng.random_range(exponents.clone()))) as f32,
+                })
+                .collect();
+            let amaxes = tensor(&amaxes, dtype, &[amaxes.len()]).to_f64();
+            let case = Case::of(dtype, dims, form, |i, j| {
+                let amax = amaxes[i * wide + j / 128] as f32;
+                let scale = (amax / 448.0).clamp(f32::MIN_POSITIVE, f32::from_bits(254 << 23));
+                let code = rng.random_range(0..0x7E);
+                let middle = (E4M3[code] + E4M3[code + 1]) / 2.0 * scale;
+                let v = match rng.random_range(0..16) {
+                    0 => amax,
+                    1 => 0.0,
+                    2 => f32::from_bits(1),
+                    3 => f32::NAN,
+                    // Up to two floats off.
+                    _ => f32::from_bits((middle.to_bits() + rng.random_range(0..5)).saturating_sub(2)).min(amax),
+                };
+                if rng.random() { -v } else { v }
+            });
+            compare_fp8_blocks(device, &case, &format!("{dims:?} {dtype} every scale form {form}"));
+        }
+    }
 }
 
 /// A leading dimension more is the same matrix.

@@ -14,7 +14,8 @@ use crate::error::Result;
 use find::Stage;
 use per_type::{PerFormat, PerProduct, PerType};
 use quant_stages::{
-    DecodeKernels, DequantizeKernels, Mxfp8CastKernels, Nvfp4AlignedKernels, Nvfp4CastKernels, QuantAmaxKernels,
+    DecodeKernels, DequantizeKernels, Fp8BlockCastKernels, Mxfp8CastKernels, Nvfp4AlignedKernels, Nvfp4CastKernels,
+    QuantAmaxKernels,
 };
 use stages::{
     AdamWKernels, AllToAllPlanKernels, AuxLossKernels, LinearKernels, PermuteKernels, PlanKernels, RouterKernels,
@@ -36,7 +37,7 @@ pub(super) struct Table<K> {
     pub(super) linear: LinearKernels<K>,
     pub(super) all_to_all_plan: AllToAllPlanKernels<K>,
     pub(super) mxfp8_cast: Mxfp8CastKernels<K>,
-    pub(super) fp8_block_cast: PerType<K>,
+    pub(super) fp8_block_cast: Fp8BlockCastKernels<K>,
     pub(super) nvfp4_cast: Nvfp4CastKernels<K>,
     pub(super) nvfp4_aligned: Nvfp4AlignedKernels<K>,
     pub(super) permute: PermuteKernels<K>,

@@ -17,6 +17,13 @@ pub(in crate::cuda) struct Mxfp8CastKernels<K> {
     pub(in crate::cuda) any: PerType<K>,
 }
 
+/// `fp8_block_cast.cu`: of whole blocks without gaps, of anything.
+#[derive(Debug)]
+pub(in crate::cuda) struct Fp8BlockCastKernels<K> {
+    pub(in crate::cuda) rows: PerType<K>,
+    pub(in crate::cuda) any: PerType<K>,
+}
+
 /// How a cast to NVFP4 rounds and scales.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(in crate::cuda) enum Nvfp4Mode {
@@ -118,9 +125,11 @@ pub(super) fn mxfp8_cast<K>(mut stage: Stage<'_, K>) -> Result<Mxfp8CastKernels<
     })
 }
 
-/// `fp8_block_cast.cu`.
-pub(super) fn fp8_block_cast<K>(mut stage: Stage<'_, K>) -> Result<PerType<K>> {
-    stage.types(["fp8_block_f32", "fp8_block_f16", "fp8_block_bf16"], 0)
+pub(super) fn fp8_block_cast<K>(mut stage: Stage<'_, K>) -> Result<Fp8BlockCastKernels<K>> {
+    Ok(Fp8BlockCastKernels {
+        rows: stage.types(["fp8_block_rows_f32", "fp8_block_rows_f16", "fp8_block_rows_bf16"], 0)?,
+        any: stage.types(["fp8_block_f32", "fp8_block_f16", "fp8_block_bf16"], 0)?,
+    })
 }
 
 pub(super) fn nvfp4_cast<K>(mut stage: Stage<'_, K>) -> Result<Nvfp4CastKernels<K>> {
