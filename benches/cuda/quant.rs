@@ -16,6 +16,8 @@ use crate::report::{Report, SETS};
 const ROWS: usize = 1 << 17;
 const COLUMNS: usize = 1 << 11;
 const MATRICES: usize = 64;
+/// Columns whose last block of 128 is short, as those of gpt-oss are.
+const SHORT_BLOCKS: usize = 2880;
 
 /// Bytes of a bf16 element, and of one in NVFP4, in MXFP4 and in an fp8 block of 128 x 128 with its share of a scale.
 const WIDE: f64 = 2.0;
@@ -94,14 +96,30 @@ pub fn codec(cuda: &Cuda, report: &Report) -> Result<()> {
         cuda.dequantize_mxfp8(DequantizeMxfp8 { direction: Direction::Rows, codes, scales, out: back.view_mut() })
     })?;
     line("back-mxfp8", ms, WIDE + 33.0 / 32.0);
-    let mut made = Fp8BlockTensors::empty(cuda, dims)?;
-    let ms = report.time(|set| {
-        cuda.quantize_fp8_block(QuantizeFp8Block { matrix: Matrix::new(sets[set].view())?, rows: made.view_mut() })
-    })?;
-    line("cast-fp8-block", ms, WIDE + 33.0 / 32.0);
-    let ms = report.time(|_| cuda.dequantize_fp8_block(made.dequantize(back.view_mut())))?;
-    line("back-fp8-block", ms, WIDE + 33.0 / 32.0);
+    fp8_blocks(cuda, report, &sets, COLUMNS)?;
+    fp8_blocks(cuda, report, &sets, SHORT_BLOCKS)?;
     cuda.check()
+}
+
+/// Rows of so many columns, in the same memory, to fp8 blocks and back.
+fn fp8_blocks(cuda: &Cuda, report: &Report, sets: &[Tensor<Cuda>], columns: usize) -> Result<()> {
+    let dims = [ROWS * COLUMNS / columns, columns];
+    let bytes = (dims[0] * (columns * 3 + columns.div_ceil(128) * 4)) as f64;
+    let line = |phase: &str, ms: f64| {
+        let width = if columns == COLUMNS { String::new() } else { format!("-{columns}") };
+        report.bytes("512MB", &format!("{phase}-fp8-block{width}"), ms, bytes);
+    };
+    let mut made = Fp8BlockTensors::empty(cuda, dims)?;
+    let layout = Layout { offset: 0, dims, strides: [columns, 1] };
+    let ms = report.time(|set| {
+        let matrix = Matrix::strided(sets[set].view(), layout)?;
+        cuda.quantize_fp8_block(QuantizeFp8Block { matrix, rows: made.view_mut() })
+    })?;
+    line("cast", ms);
+    let mut back = Tensor::empty(cuda, DType::BF16, &dims)?;
+    let ms = report.time(|_| cuda.dequantize_fp8_block(made.dequantize(back.view_mut())))?;
+    line("back", ms);
+    Ok(())
 }
 
 /// A stack in NVFP4 by the codec, one factor for all.
