@@ -1,5 +1,6 @@
 // Rows of a matrix to fp8 blocks: matrix [rows, columns] -> E4M3 codes [rows, columns] and f32 scales
-// [rows, ceil(columns / 128)], one for each 128 columns of a row. A last block of a row may be short. Limited by bytes.
+// [rows, ceil(columns / 128)], one for each 128 columns of a row. A last block of a row may be short. Rows of whole
+// blocks are limited by bytes.
 #include "quant/mxfp8.cuh"
 
 namespace {

@@ -16,6 +16,8 @@ constexpr uint32_t TF32_TILE = 128, TF32_THREADS = 256, TF32_SMEM = 87552;
 // together, of others, of the wider tiles of long sums, and of the square ones of short sums with a long epilogue.
 constexpr uint32_t GROUPED_GEMM_TILE = 128, GROUPED_GEMM_THREADS = 384, GROUPED_GEMM_SMEM = 231616;
 constexpr uint32_t GROUPED_GEMM_UP_COLUMNS = 256, GROUPED_GEMM_COLUMNS = 192, GROUPED_GEMM_WIDE_COLUMNS = 256, GROUPED_GEMM_SQUARE_COLUMNS = 128;
+// Rows of a box that leaves an epilogue, of 64 columns; of one that comes to or leaves down's gradient's.
+constexpr uint32_t GROUPED_GEMM_BOX_ROWS = 16, GROUPED_GEMM_BWD_BOX_ROWS = 8;
 
 // Hopper's products of few rows (sm90_decode.cu): warps of a block, rows of a tile, weight rows of a block.
 constexpr uint32_t SM90_DECODE_WARPS = 2, SM90_DECODE_ROWS = 8, SM90_DECODE_COLUMNS = 32, SM90_DECODE_SMEM = 49152;

@@ -1,6 +1,6 @@
 // Epilogue of `sm90/grouped_gemm_mainloop.cuh`: the work on a tile of sums before it leaves the chip. A warp owns 16
 // rows of each half of the tile, and works on its own: results are gathered in its staging buffers and leave them in
-// boxes of 16 rows of 64 columns by TMA, or row by row where some of the 16 must not be written. Where an option is not used
+// boxes of 16 rows of 64 columns by TMA (8 rows for DOWN_BWD), or row by row where some of these must not be written. Where an option is not used
 // (bias, weights, adding), its code is jumped over as one piece: code that is not fetched costs nothing.
 #pragma once
 #include "sm90/grouped_gemm_mainloop.cuh"
@@ -45,7 +45,7 @@ struct WarpRows {
     }
 };
 
-// Where results go: [rows, planes, n], in boxes of 16 rows of one plane (see STORE_COLUMNS; 32 columns for DOWN_BWD).
+// Where results go: [rows, planes, n], in boxes of 16 rows (8 for DOWN_BWD) of STORE_COLUMNS columns of one plane.
 struct OutputMaps {
     const CUtensorMap &pre, &gated, &plain;  // pre-activations, results of gate and up, of one plane
 };

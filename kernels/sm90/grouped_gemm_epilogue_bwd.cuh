@@ -12,7 +12,7 @@ namespace grouped_gemm {
 template <class T, int KIND>
 struct EpilogueChunks {
     // Three buffers of gate and up, then two of the activation.
-    static constexpr int BUFFER = 1024, AHEAD = 3;
+    static constexpr int ROWS = GROUPED_GEMM_BWD_BOX_ROWS, BUFFER = ROWS * STORE_COLUMNS * sizeof(T), AHEAD = 3;
     // Chunks that are asked for before their turn. Square tiles, which take a chunk as a whole, ask at its start, where the
     // buffer of the one before it is still being read.
     static constexpr int LOADED_AHEAD = SQUARE<KIND> ? 1 : 2;
@@ -26,17 +26,17 @@ struct EpilogueChunks {
     // Buffers of the `number`-th chunk of the warp.
     __device__ __forceinline__ uint32_t gate(uint32_t number) const { return rows.staging + number % AHEAD * 2 * BUFFER; }
     __device__ __forceinline__ uint32_t hidden(uint32_t number) const { return rows.staging + (2 * AHEAD + number % 2) * BUFFER; }
-    // Chunks of a half of the tile: two for every 64 columns that exist, the warp's first eight rows and the others.
+    // Chunks of a half of the tile: two for every 64 columns that exist, the warp's first eight rows and its second.
     __device__ __forceinline__ int per_half() const {
-        return static_cast<int>(min(static_cast<int64_t>(COLUMNS<KIND>), p.n - column) + 63) / 64 * 2;
+        return static_cast<int>(min(static_cast<int64_t>(COLUMNS<KIND>), p.n - column) + STORE_COLUMNS - 1) / STORE_COLUMNS * 2;
     }
     // Those of its tile: none for a half without rows.
     __device__ __forceinline__ int count() const {
         return per_half() * (64 + rows.first < rows.live ? 2 : rows.first < rows.live ? 1 : 0);
     }
     // Chunk q is of the first half, or of the second behind it.
-    __device__ __forceinline__ int first_column(int q) const { return column + (q < per_half() ? q : q - per_half()) / 2 * 64; }
-    __device__ __forceinline__ int first_row(int q) const { return rows.slot + (q < per_half() ? 0 : 64) + rows.first + q % 2 * 8; }
+    __device__ __forceinline__ int first_column(int q) const { return column + (q < per_half() ? q : q - per_half()) / 2 * STORE_COLUMNS; }
+    __device__ __forceinline__ int first_row(int q) const { return rows.slot + (q < per_half() ? 0 : 64) + rows.first + q % 2 * ROWS; }
     // By one lane; the `number`-th chunk of the warp goes by way of barrier `number` % AHEAD.
     __device__ __forceinline__ void load(int q, uint32_t number) const {
         const uint32_t bar = barriers + number % AHEAD * 8;
@@ -45,11 +45,11 @@ struct EpilogueChunks {
         tma_load_evict_first(gate(number) + BUFFER, maps.pre, bar, first_column(q), 1, first_row(q));
     }
     __device__ __forceinline__ void wait(uint32_t number) const { mbarrier_wait(barriers + number % AHEAD * 8, number / AHEAD & 1); }
-    // Sends gate, up and the activation. Boxes would run over the last row of a tile: that warp's go word by word.
+    // Sends gate, up and the activation. A box that would run over the tile's last row goes word by word.
     __device__ __forceinline__ void store(int q, uint32_t number) const {
         fence_proxy_async();
         __syncwarp();
-        if (first_row(q) - rows.slot + 8 <= rows.live) {
+        if (first_row(q) - rows.slot + ROWS <= rows.live) {
             if (rows.lane == 0) {
                 tma_store(maps.gated, gate(number), first_column(q), 0, first_row(q));
                 tma_store(maps.gated, gate(number) + BUFFER, first_column(q), 1, first_row(q));
@@ -79,8 +79,8 @@ struct EpilogueChunks {
     __device__ __forceinline__ uint32_t matrices(int block) const { return rows.lane / 16 * BUFFER + swizzled(rows.lane % 8, block + rows.lane / 8 % 2); }
 };
 
-// Accumulators of eight rows of two blocks of eight columns: those of blocks 2 c / 2 and the next, of the warp's first eight rows
-// where c is even. A loop over c in place of as many copies of its body, which would not fit the instruction cache. The moves
+// Accumulators of eight rows of two blocks of eight columns: of blocks c / 2 * 2 and the next, and of the warp's first eight rows
+// where c is even, else of its second. A loop over c in place of as many copies of its body, which would not fit the instruction cache. The moves
 // are in assembly, as the compiler would put the array into memory.
 template <int FIRST, int COUNT, int SIZE>
 __device__ __forceinline__ void select_accumulators(const float (&acc)[SIZE], int c, float (&d)[4]) {
@@ -156,22 +156,23 @@ __device__ __forceinline__ void epilogue_half(TileHalf<T, KIND>& half, const flo
     const EpilogueChunks<T, KIND>& chunks = half.chunks;
     const GemmParams& p = chunks.p;
     const float alpha = static_cast<float>(p.alpha), limit = static_cast<float>(p.limit);
-    const int blocks = static_cast<int>(p.n - chunks.column) / 8, all = chunks.per_half() * 4;  // of columns; pairs of them
+    const int blocks = static_cast<int>(p.n - chunks.column) / 8;  // of eight columns
+    const int all = chunks.per_half() * 4;  // pairs of blocks, of eight rows each
 #pragma unroll 1
     for (int c = 0; c < all; c++) {
-        // Four pairs of blocks a chunk; chunks of the first eight rows and of the others in turn.
-        const int q = half.first + c / 4, other = c / 4 % 2, pair = c / 8 * 4 + c % 4;
+        // Four pairs of blocks a chunk; chunks of the first eight rows and of the second in turn.
+        const int q = half.first + c / 4, second = c / 4 % 2, pair = c / 8 * 4 + c % 4;
         if (c % 4 == 0) chunks.wait(number);
         if (c % 4 == (SQUARE<KIND> ? 0 : 2)) half.load_ahead(q, number);
         const uint32_t at = chunks.gate(number) + chunks.matrices(c % 4 * 2);
         uint32_t v[4], h[2];
         ldmatrix(at, v);
         float d[4];
-        select_accumulators<0, BLOCK_N<KIND> / 8>(acc, pair * 2 + other, d);
-        const float factor = other ? half.factor[1] : half.factor[0];
+        select_accumulators<0, BLOCK_N<KIND> / 8>(acc, pair * 2 + second, d);
+        const float factor = second ? half.factor[1] : half.factor[0];
         float dot = 0.0f;
         with_gate(static_cast<int>(p.activation), [&](auto kind) { activation_bwd<T, kind.value>(alpha, limit, d, factor, blocks - pair * 2, v, h, dot); });
-        half.dot[0] += other ? 0.0f : dot, half.dot[1] += other ? dot : 0.0f;
+        half.dot[0] += second ? 0.0f : dot, half.dot[1] += second ? dot : 0.0f;
         stmatrix(at, v);
         stmatrix(chunks.hidden(number) + EpilogueChunks<T, KIND>::swizzled(chunks.rows.lane % 8, c % 4 * 2 + chunks.rows.lane / 8 % 2), h);
         if (c % 4 == 3) chunks.store(q, number), number++;

@@ -56,8 +56,8 @@ constexpr int PAIRS = BLOCK_N<KIND> / 64;
 // Tiles described ahead. The producer is at most a ring, so as many tiles, ahead.
 constexpr int QUEUED_TILES = 8;
 
-// Results leave in boxes of 16 rows of 64 columns.
-constexpr int STORE_COLUMNS = 64, STORE_BOX_BYTES = 16 * STORE_COLUMNS * 2;
+// Results leave in boxes of 16 rows of 64 columns; DOWN_BWD's of 8.
+constexpr int STORE_COLUMNS = 64, STORE_BOX_BYTES = GROUPED_GEMM_BOX_ROWS * STORE_COLUMNS * 2;
 
 // Shared memory: the ring, two or three boxes a warp for results on their way out, descriptions of tiles, barriers. The
 // gradient through the activation needs more room for its epilogue.

@@ -303,7 +303,7 @@ fn waits_for_ever<T>(explore: impl Fn() -> T) -> bool {
     panics_with(&["Model exceeded maximum number of branches"], explore)
 }
 
-/// Whether there is a panic that begins so. Any other is an error of the model itself, which goes on.
+/// Whether there is a panic that begins so. Any other is an error of the model itself, and is passed on.
 fn panics_with<T>(beginnings: &[&str], explore: impl Fn() -> T) -> bool {
     let Err(panic) = catch_unwind(AssertUnwindSafe(explore)) else { return false };
     let text = panic.downcast_ref::<String>().map(String::as_str).or(panic.downcast_ref::<&str>().copied());

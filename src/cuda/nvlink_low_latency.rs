@@ -40,8 +40,8 @@ pub(crate) fn most_sum_packets(bytes: usize) -> usize {
     bytes.div_ceil(PAYLOAD / DType::F32.size() * DType::F32.size())
 }
 
-/// Blocks of a call at most, whose kernels may take so many SMs. Where that is a bound, of the group's or as the device
-/// reserves others, it is one an SM, as blocks may each get an SM of their own.
+/// Blocks of a call at most, whose kernels may take so many SMs. Where the group bounds its SMs or the device reserves some,
+/// one an SM: each block may get an SM of its own.
 fn most_blocks(sms: usize, bounded: bool) -> usize {
     let blocks_of_sm = if bounded { 1 } else { params::LOW_LATENCY_BLOCKS as usize };
     sms * blocks_of_sm

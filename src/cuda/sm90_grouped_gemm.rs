@@ -107,7 +107,10 @@ pub(super) unsafe fn launch(device: &Cuda, launch: Sm90Launch<'_>, p: &params::G
     // column of one does not reach into the other.
     let planes = |base, planes| {
         // Of as many rows as the epilogue sends at a time.
-        let rows = if product == Product::DownBwd { 8 } else { 16 };
+        let rows = match product {
+            Product::DownBwd => params::GROUPED_GEMM_BWD_BOX_ROWS,
+            _ => params::GROUPED_GEMM_BOX_ROWS,
+        };
         TensorMapSpec { call, dtype, base, sizes: &[n, planes, p.m as u64] }.plane_boxes(rows)
     };
     let or_none = |base: u64, count| if base == 0 { Ok(b) } else { planes(base, count) };

@@ -20,15 +20,15 @@ impl TensorMapSpec<'_> {
     /// Boxes of 128 bytes by `rows`, with the chunks of 16 bytes of a row permuted in shared memory (swizzle of 128
     /// bytes). What lies outside the matrix is read as zeros and not written.
     pub(super) fn boxes(&self, rows: u32) -> Result<CUtensorMap> {
-        self.describe(|bytes| [128 / bytes, rows, 1], sys::CUtensorMapSwizzle::CU_TENSOR_MAP_SWIZZLE_128B)
+        self.describe(|bytes| [128 / bytes, rows, 1])
     }
 
     /// Boxes of 128 bytes of one row in each of so many matrices, permuted likewise.
     pub(super) fn plane_boxes(&self, matrices: u32) -> Result<CUtensorMap> {
-        self.describe(|bytes| [128 / bytes, 1, matrices], sys::CUtensorMapSwizzle::CU_TENSOR_MAP_SWIZZLE_128B)
+        self.describe(|bytes| [128 / bytes, 1, matrices])
     }
 
-    fn describe(&self, shape: impl Fn(u32) -> [u32; 3], swizzle: sys::CUtensorMapSwizzle) -> Result<CUtensorMap> {
+    fn describe(&self, shape: impl Fn(u32) -> [u32; 3]) -> Result<CUtensorMap> {
         use sys::CUtensorMapDataType as Kind;
         let (kind, bytes) = match self.dtype {
             DType::BF16 => (Kind::CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2),
@@ -55,7 +55,7 @@ impl TensorMapSpec<'_> {
                 shape.as_ptr(),
                 steps.as_ptr(),
                 sys::CUtensorMapInterleave::CU_TENSOR_MAP_INTERLEAVE_NONE,
-                swizzle,
+                sys::CUtensorMapSwizzle::CU_TENSOR_MAP_SWIZZLE_128B,
                 sys::CUtensorMapL2promotion::CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
                 sys::CUtensorMapFloatOOBfill::CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
             )
