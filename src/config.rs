@@ -4,6 +4,8 @@ mod build;
 mod field_values;
 mod fingerprint;
 
+use serde::de::IntoDeserializer;
+use serde::de::value::{Error as ValueError, U32Deserializer};
 use serde::{Deserialize, Serialize};
 
 use crate::dtype::DType;
@@ -129,6 +131,18 @@ const PAYLOAD_COLUMNS: usize = 32;
 const AMAX: usize = size_of::<f32>();
 
 impl Payload {
+    /// The number by which ranks compare it.
+    pub(crate) fn number(self) -> u64 {
+        self as u64
+    }
+
+    /// The payload of a [number](Self::number), if there is one. Deserialized, as serde numbers every variant in the order
+    /// of the enum: there is no list to keep.
+    pub(crate) fn of_number(number: u64) -> Option<Self> {
+        let number: U32Deserializer<ValueError> = u32::try_from(number).ok()?.into_deserializer();
+        Self::deserialize(number).ok()
+    }
+
     /// Bytes that a token of `hidden` elements takes on its way to an expert's rank, of codes and of scales (NVFP4:
     /// with the row's amax), each filled up to 16; `None`: as many as its elements have.
     pub fn row_bytes(self, hidden: usize) -> Option<[usize; 2]> {
@@ -446,4 +460,19 @@ pub enum BalanceKind {
         /// Tokens per sequence.
         length: usize,
     },
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_payload_has_a_number_that_gives_it() {
+        let all: Vec<Payload> = (0..).map_while(Payload::of_number).collect();
+        assert!(all.starts_with(&[Payload::Plain, Payload::Nvfp4, Payload::Mxfp8, Payload::Fp8Block]));
+        for (number, payload) in all.iter().enumerate() {
+            assert_eq!(payload.number(), number as u64, "{payload:?}");
+        }
+        assert_eq!(Payload::of_number(u64::MAX), None);
+    }
 }

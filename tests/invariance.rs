@@ -170,7 +170,8 @@ fn fp8_block_payload<D: Target>(device: &D) {
 /// Holds the promise for layers of one kind, in every type and over every number of ranks.
 fn hold<D: Target>(device: &D, kind: LayerKind) {
     let mut over = vec![(1, DispatcherKind::Local)];
-    // Rank threads are the CPU's; several GPUs have a suite of their own.
+    // Rank threads are the CPU's, up to 4 as 8 of each dispatcher take much time; several GPUs, up to 8, have suites of
+    // their own.
     if D::has_f64() {
         let several = [2, 4].into_iter().flat_map(|r| KINDS.map(|kind| (r, kind)));
         over.extend(several);

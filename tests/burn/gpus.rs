@@ -23,7 +23,7 @@ use super::{
     dense, dispatch, faults, gradients, main_gradients, nccl_gpus, quantized_shards, reduce, sharded, sharded_dense,
     sharded_model,
 };
-use crate::trials::Trials;
+use crate::trials::{GPUS, Trials};
 
 /// Runs `rank` on a thread and a GPU for each rank.
 pub fn on_ranks<T: Send>(ranks: usize, rank: impl Fn(usize, DeviceGroup) -> T + Sync) -> Vec<T> {
@@ -329,7 +329,7 @@ fn elsewhere(ranks: usize) {
 /// Adds them all.
 pub fn add(trials: &mut Trials) {
     let found = nccl_gpus::available().unwrap_or(0);
-    for ranks in [2, 4] {
+    for ranks in GPUS {
         for (name, run) in CASES {
             trials.add_gpus(format!("nccl::r{ranks}::{name}"), (ranks, found), move || {
                 let _alone = gpu();

@@ -55,7 +55,7 @@ pub const E: usize = 8;
 pub const K: usize = 3;
 
 /// Tokens of each rank; see [`token_counts`].
-const TOKENS: [usize; 4] = [5, 3, 0, 6];
+const TOKENS: [usize; 8] = [5, 3, 0, 6, 2, 4, 1, 7];
 
 /// Sums of at most a few hundred f32 products of values below 4: a few units of 2⁻²⁴ relative to the result's norm.
 pub const FORWARD: f64 = 2e-6;
@@ -70,7 +70,7 @@ thread_local! {
 }
 
 /// Tokens of each rank. Rank 2 has none but where this thread's test has said that [all have some](set_all_have_tokens).
-pub fn token_counts() -> [usize; 4] {
+pub fn token_counts() -> [usize; 8] {
     if ALL_HAVE_TOKENS.get() { TOKENS.map(|count| count.max(1)) } else { TOKENS }
 }
 

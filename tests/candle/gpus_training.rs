@@ -72,12 +72,14 @@ impl HostGather {
         all
     }
 
-    /// ((0 + 1) + (2 + 3)).
+    /// ((0 + 1) + (2 + 3)) + ((4 + 5) + (6 + 7)), of as many ranks as there are, a power of two.
     fn sum(&self, rank: usize, own: Vec<f32>) -> Vec<f32> {
-        let all = self.all(rank, own);
-        let add = |a: Vec<f32>, b: &[f32]| a.iter().zip(b).map(|(a, b)| a + b).collect::<Vec<f32>>();
-        let pairs: Vec<_> = all.chunks(2).map(|pair| add(pair[0].clone(), &pair[1])).collect();
-        pairs[1..].iter().fold(pairs[0].clone(), |sum, pair| add(sum, pair))
+        let mut sums = self.all(rank, own);
+        let add = |pair: &[Vec<f32>]| pair[0].iter().zip(&pair[1]).map(|(a, b)| a + b).collect();
+        while sums.len() > 1 {
+            sums = sums.chunks(2).map(add).collect();
+        }
+        sums.swap_remove(0)
     }
 }
 

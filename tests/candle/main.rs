@@ -40,6 +40,8 @@ use std::sync::{PoisonError, RwLock};
 
 use candle_core::Device;
 use dispatch::Place;
+#[cfg(feature = "nccl")]
+use trials::GPUS;
 use trials::Trials;
 
 /// Held by every test of the GPU; alone by one that captures, or that measures what the host waits for.
@@ -98,7 +100,7 @@ fn main() -> ExitCode {
             body(&Place::Gpu(Device::new_cuda_with_stream(0)?))
         });
         #[cfg(feature = "nccl")]
-        for ranks in [2, 4] {
+        for ranks in GPUS {
             trials.add_gpus(format!("{file}::{name}, {ranks} GPUs"), (ranks, found), move || {
                 let _alone = CONTEXT.write().unwrap_or_else(PoisonError::into_inner);
                 body(&Place::Gpus(ranks))
@@ -109,7 +111,7 @@ fn main() -> ExitCode {
     for (file, cases) in
         [("gpus_training", gpus_training::cases().to_vec()), ("sharded", sharded::gpus_cases().to_vec())]
     {
-        for ((name, body), ranks) in cases.into_iter().flat_map(|case| [2, 4].map(|ranks| (case, ranks))) {
+        for ((name, body), ranks) in cases.into_iter().flat_map(|case| GPUS.map(|ranks| (case, ranks))) {
             trials.add_gpus(format!("{file}::{name}, {ranks} GPUs"), (ranks, found), move || {
                 let _alone = CONTEXT.write().unwrap_or_else(PoisonError::into_inner);
                 body(ranks)

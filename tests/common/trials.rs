@@ -9,6 +9,10 @@ use libtest_mimic::{Arguments, Completion, Trial};
 #[path = "seed.rs"]
 pub mod seed;
 
+/// Numbers of GPUs that a suite's tests are over: each is there, and ignored where there are not as many.
+#[allow(dead_code, reason = "not every suite has such tests")]
+pub const GPUS: [usize; 3] = [2, 4, 8];
+
 /// Result of a test.
 pub trait Outcome {
     fn result(self) -> Result<(), String>;

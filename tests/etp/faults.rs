@@ -289,45 +289,66 @@ fn weights_that_differ_between_ranks<D: Chained>(device: &D) {
     }
 }
 
-/// Rank 1 sends a weight's shards otherwise than the others: each rank hears of both payloads and gathers nothing. Rows of
-/// 128 elements have as many bytes in MXFP8 as in fp8 blocks, so no gather would find sizes that differ.
+/// Rank 1 sends a weight's shards otherwise than the others, or acquires another weight: each rank hears of both and gathers
+/// nothing of them. Rows of 128 elements have as many bytes in MXFP8 as in fp8 blocks, and both weights are of one layer, so
+/// no gather would find sizes or tags that differ.
 fn payloads_that_differ_between_ranks<D: Chained>(device: &D) {
+    use Payload::{Fp8Block, Mxfp8, Nvfp4, Plain};
+    for (payload, odd) in [(Mxfp8, Fp8Block), (Fp8Block, Mxfp8), (Mxfp8, Nvfp4), (Plain, Mxfp8)] {
+        let other = FirstForward { payloads: [payload, odd], order: [0, 1] };
+        let all = FirstForward { payloads: [payload; 2], ..other };
+        differ_in(device, all, other, "payload of down", [payload, odd].map(|payload| format!("{payload:?}")), 1);
+    }
+    // The turns of different weights, whose payloads may be the same, or differ without being one weight's.
+    for payloads in [[Plain; 2], [Mxfp8; 2], [Mxfp8, Fp8Block]] {
+        let all = FirstForward { payloads, order: [0, 1] };
+        let other = FirstForward { order: [1, 0], ..all };
+        differ_in(device, all, other, "weight whose turn it is", ["up", "down"].map(str::to_string), 0);
+    }
+}
+
+/// What a rank has of two weights, of one layer and as large as each other, and in which order it acquires them.
+#[derive(Debug, Clone, Copy)]
+struct FirstForward {
+    payloads: [Payload; 2],
+    order: [usize; 2],
+}
+
+/// Rank 1 does a first forward other than all others': each rank is told of the field, after so many gathers.
+fn differ_in<D: Chained>(
+    device: &D,
+    all: FirstForward,
+    other: FirstForward,
+    field: &str,
+    [value, odd]: [String; 2],
+    gathers: u64,
+) {
     const DIMS: [usize; 3] = [2, 6, 128];
-    let pairs = [
-        (Payload::Mxfp8, Payload::Fp8Block),
-        (Payload::Fp8Block, Payload::Mxfp8),
-        (Payload::Mxfp8, Payload::Nvfp4),
-        (Payload::Plain, Payload::Mxfp8),
-    ];
-    for (payload, odd) in pairs {
-        let outcomes = ranks(device, device.up_to(3), MINUTE, |rank, place| -> Result<()> {
-            let own = place.device.clone();
-            let chain = place.chain(ON)?;
-            let add = |name: &str, payload| {
-                let shard = Tensor::zeros(&own, DType::F32, &chain.shards(&DIMS)?.shard_dims())?;
-                let mut spec = WeightSpec::new(name, 0, &DIMS, DType::F32);
-                spec.payload = payload;
-                chain.add(spec, Arc::new(Shard::new(shard)) as Arc<dyn ShardSource<D>>)
-            };
-            let ids = [add("up", payload)?, add("down", if rank == 1 { odd } else { payload })?];
-            chain.begin(Phase::Forward)?;
-            let acquired = |id| -> Result<()> { chain.source(id)?.acquire().map(drop) };
-            acquired(ids[0])?;
-            let outcome = acquired(ids[1]);
-            assert_eq!(chain.traffic().gathers, 1, "{outcome:?}");
-            // All meet there, as after any failed step.
-            chain.recover(outcome.as_ref().err().map(|error| error as _))?;
-            outcome
-        });
-        for (at, outcome) in outcomes.into_iter().enumerate() {
-            let Err(Error::ConfigMismatch { field, rank, value, peer, peer_value, .. }) = outcome else {
-                panic!("{payload:?}, {odd:?}: rank {at}: {outcome:?}")
-            };
-            let names = [&field[..], &value, &peer_value].map(str::to_string);
-            let [own, other] = if at == 1 { [odd, payload] } else { [payload, odd] };
-            assert_eq!(names, ["payload of down".to_string(), format!("{own:?}"), format!("{other:?}")]);
-            assert_eq!((rank, peer), (at, usize::from(at != 1)));
-        }
+    let outcomes = ranks(device, device.up_to(3), MINUTE, |rank, place| -> Result<()> {
+        let own = place.device.clone();
+        let chain = place.chain(ON)?;
+        let FirstForward { payloads, order } = if rank == 1 { other } else { all };
+        let add = |name: &str, payload| {
+            let shard = Tensor::zeros(&own, DType::F32, &chain.shards(&DIMS)?.shard_dims())?;
+            let mut spec = WeightSpec::new(name, 0, &DIMS, DType::F32);
+            spec.payload = payload;
+            chain.add(spec, Arc::new(Shard::new(shard)) as Arc<dyn ShardSource<D>>)
+        };
+        let ids = [add("up", payloads[0])?, add("down", payloads[1])?];
+        chain.begin(Phase::Forward)?;
+        let outcome = order.into_iter().try_for_each(|i| chain.source(ids[i])?.acquire().map(drop));
+        assert_eq!(chain.traffic().gathers, gathers, "{outcome:?}");
+        // All meet there, as after any failed step.
+        chain.recover(outcome.as_ref().err().map(|error| error as _))?;
+        outcome
+    });
+    for (at, outcome) in outcomes.into_iter().enumerate() {
+        let Err(Error::ConfigMismatch { field: found, rank, value: own, peer, peer_value, .. }) = outcome else {
+            panic!("{all:?}, {other:?}: rank {at}: {outcome:?}")
+        };
+        let values = if at == 1 { [&odd, &value] } else { [&value, &odd] };
+        assert_eq!((&found[..], [&own, &peer_value]), (field, values));
+        assert_eq!((rank, peer), (at, usize::from(at != 1)));
     }
 }
 

@@ -155,6 +155,9 @@ impl<D: ShardDevice> Chain<D> {
     }
 }
 
+/// Bits of a payload's number where ranks compare it, below the weight's.
+const PAYLOAD_BITS: u32 = 8;
+
 /// A weight's gather, before it is started.
 #[derive(Debug, Clone, Copy)]
 struct WeightGather {
@@ -176,7 +179,7 @@ impl<D: ShardDevice> ChainState<D> {
             return Err(self.order_error(&name, "a pass", "none"));
         };
         if !self.has_order() {
-            self.compare_payload(id.0, active)?;
+            self.compare_first_use(id.0, active)?;
             let node = self.add_use(id.0, active)?;
             let buffer = self.gather_now(node, active)?;
             self.advance_pass(node, active, backward);
@@ -220,27 +223,31 @@ impl<D: ShardDevice> ChainState<D> {
         }
     }
 
-    /// Refuses, on every rank, a weight that ranks send in different payloads, before anything of it travels: two payloads
-    /// can have as many bytes, and codes of one would be read as the other's. In the first forward alone, which waits for
-    /// every gather anyway.
-    fn compare_payload(&self, weight: usize, active: ActivePass) -> Result<()> {
+    /// Refuses, on every rank, another weight than the other ranks acquire, and one that ranks send in different payloads,
+    /// before anything of it travels: two of either can have as many bytes, and codes of one would be read as the other's.
+    /// In the first forward alone, which waits for every gather anyway.
+    fn compare_first_use(&self, weight: usize, active: ActivePass) -> Result<()> {
         let ((rank, ranks), spec) = (self.gathers.rank, &self.weights[weight].spec);
         if ranks == 1 {
             return Ok(());
         }
-        let own = spec.payload as u64;
+        let own = (weight as u64) << PAYLOAD_BITS | spec.payload.number();
         let all = self.gathers.compare(self.first_use_tag(weight, active), own).map_err(other_passes)?;
-        let Some(peer) = all.iter().position(|other| *other != own) else { return Ok(()) };
-        let known = [Payload::Plain, Payload::Nvfp4, Payload::Mxfp8, Payload::Fp8Block];
-        let peer_value = known.into_iter().find(|payload| *payload as u64 == all[peer]);
-        Err(Error::ConfigMismatch {
-            call: CALL,
-            field: format!("payload of {}", spec.name),
-            rank,
-            value: format!("{:?}", spec.payload),
-            peer,
-            peer_value: peer_value.map_or_else(|| format!("number {}", all[peer]), |payload| format!("{payload:?}")),
-        })
+        // Payloads of different weights tell nothing.
+        let differs = |shift: u32| all.iter().position(|other| other >> shift != own >> shift);
+        if let Some(peer) = differs(PAYLOAD_BITS) {
+            let (field, value) = ("weight whose turn it is".to_string(), spec.name.clone());
+            let number = all[peer] >> PAYLOAD_BITS;
+            let theirs = usize::try_from(number).ok().and_then(|number| self.weights.get(number));
+            let peer_value = theirs.map_or_else(|| format!("number {number}"), |weight| weight.spec.name.clone());
+            return Err(Error::ConfigMismatch { call: CALL, field, rank, value, peer, peer_value });
+        }
+        let Some(peer) = differs(0) else { return Ok(()) };
+        let (field, value) = (format!("payload of {}", spec.name), format!("{:?}", spec.payload));
+        let number = all[peer] & ((1 << PAYLOAD_BITS) - 1);
+        let theirs = Payload::of_number(number);
+        let peer_value = theirs.map_or_else(|| format!("number {number}"), |payload| format!("{payload:?}"));
+        Err(Error::ConfigMismatch { call: CALL, field, rank, value, peer, peer_value })
     }
 
     /// Tag of what ranks compare before a use in the first forward.
