@@ -9,7 +9,8 @@
 //!
 //! `--energy` repeats each phase for a second or more and adds that loop's milliseconds and millijoules a call (NVML).
 //! `--shapes` measures the products alone, of other routings, numbers of tokens and sizes.
-//! `--reserved-sms` measures the products, and the layer unless `--shapes`, with so many SMs left to others; 0 unless told.
+//! `--reserved-sms` measures the products, and the layer unless `--shapes`, once for each of these numbers of SMs left to
+//! others; 0 unless told, and for all that is not products or the layer.
 //! `--quant` measures quantization and products with quantized weights, and nothing else.
 //! `--dequantized` measures products that de-quantize their weights first, beside those with bf16 weights, and nothing
 //! else.
