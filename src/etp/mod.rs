@@ -301,7 +301,7 @@ pub struct WeightSpec {
     /// It is de-quantized on arrival: the layer computes with what the quantized weight stands for. The shard itself
     /// stays as it is for the optimizer, and for [`Chain::whole`]. NVFP4 has an amax an expert (all of a chain joined
     /// in one all-reduce), and rows of an even number of elements; weights are f32, bf16 or f16. Ranks compare it as the
-    /// first forward acquires the weight: another than this rank's is [`Error::ConfigMismatch`](crate::Error::ConfigMismatch)
+    /// first forward acquires the weight: another than this rank's is [`Error::ConfigMismatch`]
     /// on every rank, with the weight's name, before anything of it travels. So is another weight than this rank acquires.
     pub payload: Payload,
 }
