@@ -2,7 +2,7 @@
 // weight. Everything else, and every other architecture, takes `linear.cu`. Empty where the architecture is another.
 //
 //   sm90_linear_*           x [T, H], weight [E, H] -> logits f32 [T, E]; a block 64 tokens x 64 experts
-//   sm90_linear_d_x         logits' gradients f32 [T, E], weight -> added to [T, H]; at most 128 experts
+//   sm90_linear_d_x         logits' gradients f32 [T, E], weight -> added to [T, H]; at most 256 experts
 //   sm90_linear_d_weight    those gradients, x -> f32 parts [parts, E, H]; a block 64 experts x 128 columns of a part
 //
 // These products are small: a tile is 64 rows, so that few tokens or few experts still fill the GPU, and two blocks
@@ -21,14 +21,15 @@ using namespace ptx;
 // A ring of stages of 16 KiB, twice that for the weight's gradient; one warp has them filled, four multiply.
 constexpr int BLOCK_K = 64, STAGES = 6, STAGE_BYTES = 16384, DW_STAGES = STAGES / 2, DW_STAGE_BYTES = 2 * STAGE_BYTES, THREADS = 160;
 constexpr int SMEM_BYTES = 1024 + STAGES * STAGE_BYTES + 2 * STAGES * 8;
-// The tokens' gradient: two warpgroups with 512 columns of the weight between them, 128 at a time, each with three
-// tiles of what is added to: one comes, one is added to, one leaves.
-constexpr int DX_PARTS = 4, DX_COLUMNS = DX_PARTS * 128, DX_EXPERTS = 128, DX_THREADS = 256, DX_TILES = 3, DX_TILE_BYTES = 64 * 256;
-constexpr int DX_WEIGHT_BYTES = DX_COLUMNS * DX_EXPERTS * 2;
+// The tokens' gradient: two warpgroups with 512 columns of the weight between them, or 256 where there are more than 128
+// experts. They take 128 at a time, each with three tiles of what is added to: one comes, one is added to, one leaves.
+constexpr int DX_THREADS = 256, DX_TILES = 3, DX_TILE_BYTES = 64 * 256, DX_WEIGHT_BYTES = SM90_LINEAR_DX_NUMBERS * 2;
+template <int STEPS>
+constexpr int DX_PARTS = STEPS > 8 ? 2 : 4;
+static_assert(DX_PARTS<8> * 128 == SM90_LINEAR_DX_COLUMNS && SM90_LINEAR_DX_COLUMNS * 128 == SM90_LINEAR_DX_NUMBERS && DX_PARTS<16> * 128 * SM90_LINEAR_DX_EXPERTS == SM90_LINEAR_DX_NUMBERS, "a block has other columns");
 constexpr int DX_SMEM_BYTES = 1024 + DX_WEIGHT_BYTES + 2 * DX_TILES * DX_TILE_BYTES + (2 * DX_TILES + 1) * 8;
 static_assert(THREADS == SM90_LINEAR_THREADS && SMEM_BYTES == SM90_LINEAR_SMEM && BLOCK_K == SM90_LINEAR_TILE, "common/shapes.h has others");
 static_assert(DX_THREADS == SM90_LINEAR_DX_THREADS && DX_SMEM_BYTES == SM90_LINEAR_DX_SMEM, "common/shapes.h has others");
-static_assert(DX_COLUMNS == SM90_LINEAR_DX_COLUMNS && DX_EXPERTS == SM90_LINEAR_DX_EXPERTS, "common/shapes.h has others");
 
 template <int COUNT, int BYTES>
 struct Ring {
@@ -129,15 +130,15 @@ __device__ void forward(const GemmParams& p, const CUtensorMap& x, const CUtenso
     }
 }
 
-// Adds to the tokens' gradient: blocks that stay, each with its 512 columns of the weight, which are read once. STEPS
+// Adds to the tokens' gradient: blocks that stay, each with its columns of the weight, which are read once. STEPS
 // of 16 experts. What is there comes and the sum leaves by TMA.
 template <int STEPS>
 __device__ __forceinline__ void gradient_of_x(const GemmParams& p, const CUtensorMap& weight, const CUtensorMap& out) {
-    constexpr int BLOCK_BYTES = STEPS * 16 * 128;
+    constexpr int BLOCK_BYTES = STEPS * 16 * 128, PARTS = DX_PARTS<STEPS>;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4, group = threadIdx.x / 128;
     const uint32_t base = aligned_base(), barriers = base + DX_WEIGHT_BYTES + 2 * DX_TILES * DX_TILE_BYTES, arrived = barriers + 2 * DX_TILES * 8;
-    const int slabs = static_cast<int>(p.n_tiles), column = static_cast<int>(blockIdx.x) % slabs * DX_COLUMNS;
-    const int parts = static_cast<int>(min(static_cast<int64_t>(DX_PARTS), (p.n - column + 127) / 128));
+    const int slabs = static_cast<int>(p.n_tiles), column = static_cast<int>(blockIdx.x) % slabs * (PARTS * 128);
+    const int parts = static_cast<int>(min(static_cast<int64_t>(PARTS), (p.n - column + 127) / 128));
     // This warpgroup's row tiles, and its units of work: parts of these.
     const int first = static_cast<int>(blockIdx.x) / slabs * 2 + group, stride = static_cast<int>(gridDim.x) / slabs * 2;
     const int tiles = static_cast<int>(p.m_tiles), units = first < tiles ? (tiles - first + stride - 1) / stride * parts : 0;
@@ -320,7 +321,8 @@ extern "C" __global__ void __launch_bounds__(DX_THREADS, 1)
     if (p.k <= 16) gradient_of_x<1>(p, weight, out);
     else if (p.k <= 32) gradient_of_x<2>(p, weight, out);
     else if (p.k <= 64) gradient_of_x<4>(p, weight, out);
-    else gradient_of_x<DX_EXPERTS / 16>(p, weight, out);
+    else if (p.k <= 128) gradient_of_x<8>(p, weight, out);
+    else gradient_of_x<SM90_LINEAR_DX_EXPERTS / 16>(p, weight, out);
 }
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
     sm90_linear_d_weight(const __grid_constant__ GemmParams p, const __grid_constant__ CUtensorMap x,

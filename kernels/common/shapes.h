@@ -38,7 +38,8 @@ constexpr uint32_t WGRAD_BLOCK_M = 128, WGRAD_BLOCK_N = 256, WGRAD_THREADS = 384
 constexpr uint32_t SM90_LINEAR_TILE = 64, SM90_LINEAR_THREADS = 160, SM90_LINEAR_SMEM = 99424;
 constexpr uint32_t SM90_LINEAR_DW_COLUMNS = 128;
 constexpr uint32_t SM90_LINEAR_DX_TILE = 64, SM90_LINEAR_DX_THREADS = 256, SM90_LINEAR_DX_SMEM = 230456;
-constexpr uint32_t SM90_LINEAR_DX_COLUMNS = 512, SM90_LINEAR_DX_EXPERTS = 128;
+// A block of the tokens' gradient has so many of the weight's numbers at most: 512 columns of 128 experts, or 256 of 256.
+constexpr uint32_t SM90_LINEAR_DX_NUMBERS = 65536, SM90_LINEAR_DX_COLUMNS = 512, SM90_LINEAR_DX_EXPERTS = 256;
 
 // Hopper's products of many rows with 4-bit weights (sm90/w4a16_pipeline.cuh): weight rows and rows of a tile.
 constexpr uint32_t W4A16_BLOCK_M = 128, W4A16_BLOCK_N = 256, W4A16_THREADS = 512, W4A16_SMEM = 231040;

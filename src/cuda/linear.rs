@@ -18,11 +18,16 @@ use super::sm90_decode;
 use super::tensor_map::TensorMapSpec;
 use super::tile_config::{MMA_SYNC, SIMT, SM90_LINEAR, SM90_LINEAR_D_X, TF32, TileConfig};
 
-/// Experts of which Hopper's kernel makes the tokens' gradient at most, and columns of the weight that a block keeps;
-/// columns of a tile of the weight's gradient.
+/// Experts of which Hopper's kernel makes the tokens' gradient at most.
 const SM90_EXPERTS: usize = params::SM90_LINEAR_DX_EXPERTS as usize;
-const SM90_COLUMNS: usize = params::SM90_LINEAR_DX_COLUMNS as usize;
+/// Columns of a tile of the weight's gradient.
 const SM90_WEIGHT_COLUMNS: usize = params::SM90_LINEAR_DW_COLUMNS as usize;
+
+/// Columns of the weight that a block of the tokens' gradient keeps.
+fn sm90_columns(experts: usize) -> usize {
+    let most = params::SM90_LINEAR_DX_NUMBERS as usize / experts.next_power_of_two();
+    most.min(params::SM90_LINEAR_DX_COLUMNS as usize)
+}
 
 /// A tensor of any type that kernels compute in.
 pub(super) fn any(call: &'static str, name: &str, t: TensorRef<'_, Cuda>, dims: &[usize]) -> Result<(u64, i64)> {
@@ -168,7 +173,7 @@ pub(super) fn linear_bwd(device: &Cuda, call: LinearBwd<'_, Cuda>) -> Result<()>
         let sm90 = sm90.filter(|_| e <= SM90_EXPERTS && out.is_multiple_of(16));
         let (kernel, shape) = choose(&kernels.linear.d_x);
         let (m_tiles, n_tiles) = match sm90 {
-            Some(_) => (t.div_ceil(SM90_LINEAR_D_X.tile), h.div_ceil(SM90_COLUMNS)),
+            Some(_) => (t.div_ceil(SM90_LINEAR_D_X.tile), h.div_ceil(sm90_columns(e))),
             None => (t.div_ceil(shape.tile), h.div_ceil(shape.tile)),
         };
         let p = params::GemmParams {

@@ -47,6 +47,7 @@ mod gathered_rows;
 mod harness;
 mod large;
 mod layer;
+mod linear_bwd;
 mod memory;
 mod page_locked;
 mod refused;
@@ -85,6 +86,7 @@ fn tests() -> Vec<(String, Test)> {
     shared("decode", decode::cases());
     shared("down_bwd", down_bwd::cases());
     shared("few_sms", few_sms::cases());
+    shared("linear_bwd", linear_bwd::cases());
     shared("deferred", deferred::cases());
     shared("dequantized", dequantized::cases());
     shared("refused", refused::cases());
