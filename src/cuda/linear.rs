@@ -192,7 +192,7 @@ pub(super) fn linear_bwd(device: &Cuda, call: LinearBwd<'_, Cuda>) -> Result<()>
         let blocks = m_tiles.saturating_mul(n_tiles);
         // SAFETY, both: all tensors were checked against the sizes in `p`.
         if let Some(sm90) = sm90 {
-            // Blocks stay, two row tiles at a time.
+            // Blocks stay, two row tiles at a time. Each slab of columns has one at least, whatever SMs are reserved.
             let most = (device.usable_sms() / n_tiles.max(1)).min(m_tiles.div_ceil(2)).max(1) * n_tiles;
             let maps = [map(weight, e, e.next_power_of_two().max(16))?, stack(out, t)?];
             let grid = grid(SM90_LINEAR_D_X, most);
