@@ -17,6 +17,17 @@ def read(path, gpu):
                 yield int(start), int(end), int(stream), int(size), name
 
 
+def kept(path, step, gpu):
+    """The same of a step in a file of steps that were kept: microseconds by name, the step's first, under a line of names."""
+    with open(path) as lines:
+        names = next(lines).rstrip("\n").split("\t")
+        for line in lines:
+            span = dict(zip(names, line.rstrip("\n").split("\t")))
+            if span["step"] == step and int(span.get("gpu", gpu)) == gpu:
+                start, end = (round(float(span[of]) * 1e3) for of in ("start_us", "end_us"))
+                yield start, end, int(span["stream"]), int(span["blocks"]), span["kernel"]
+
+
 def main():
     gpu = int(sys.argv[2]) if len(sys.argv) > 2 else 0
     spans = {}

@@ -1,15 +1,16 @@
 """Draws what kernels.cpp wrote: a GPU's kernels, copies and fills of one step, a row a stream.
 
-    python3 benches/support/timeline.py OUT.svg [--gpu 0] TITLE=LINES.tsv [TITLE=LINES.tsv ...]
+    python3 benches/support/timeline.py OUT.svg [--gpu 0] TITLE=LINES.tsv[#STEP] [TITLE=LINES.tsv[#STEP] ...]
 
 A step is what runs between two times in which the GPU is idle for longer than IDLE; that of median length is drawn of
 those that hold a weight gradient, behind the first two thirds: the warm-up, and steps that the host enqueues, behind which the bench replays
-captured ones. All steps of a picture have one scale.
+captured ones. With STEP the file is one of steps that were kept (benches/results/*timeline.tsv), and that one is drawn.
+All steps of a picture have one scale.
 """
 import sys
 from xml.sax.saxutils import escape
 
-from kernels import read
+from kernels import kept, read
 
 IDLE = 40_000  # Nanoseconds
 LEFT, WIDTH, ROW, TOP = 70, 1130, 22, 26
@@ -76,7 +77,12 @@ def main():
         gpu = int(arguments[at + 1])
         del arguments[at:at + 2]
     out, *inputs = arguments
-    drawn = [(title, chosen(sorted(read(path, gpu)))) for title, path in (one.split("=", 1) for one in inputs)]
+    drawn = []
+    for title, lines in (one.split("=", 1) for one in inputs):
+        path, _, step = lines.partition("#")
+        drawn.append((title, sorted(kept(path, step, gpu)) if step else chosen(sorted(read(path, gpu)))))
+        if not drawn[-1][1]:
+            sys.exit(f"timeline.py: {path} has no step {step!r} of GPU {gpu}")
     longest = max(max(span[1] for span in step) - step[0][0] for _, step in drawn)
     scale, y, body = WIDTH / longest, 34, []
     x = LEFT
