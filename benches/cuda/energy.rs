@@ -1,5 +1,9 @@
 //! A GPU's clock and energy, by NVIDIA's management library.
 
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread;
+use std::time::{Duration, Instant};
+
 use moebius::cuda::Cuda;
 use nvml_wrapper::enum_wrappers::device::Clock;
 use nvml_wrapper::{Device, Nvml};
@@ -36,7 +40,36 @@ impl Meter {
     }
 
     /// What the GPU has taken since its driver was loaded.
-    pub fn millijoules(&self) -> Option<u64> {
+    fn millijoules(&self) -> Option<u64> {
         self.device()?.total_energy_consumption().ok()
+    }
+
+    /// The power, in watts, while `work` runs. The counter moves every 20 to 100 ms, so that what it has at `work`'s own ends is
+    /// off by up to a move: the power is that between its first and its last move meanwhile. `None` where it moves less than twice.
+    pub fn watts_of<T>(&self, work: impl FnOnce() -> T) -> (T, Option<f64>) {
+        let running = AtomicBool::new(true);
+        thread::scope(|scope| {
+            let watts = scope.spawn(|| self.watts_while(&running));
+            let done = work();
+            running.store(false, Ordering::Relaxed);
+            (done, watts.join().ok().flatten())
+        })
+    }
+
+    fn watts_while(&self, running: &AtomicBool) -> Option<f64> {
+        let mut counter = self.millijoules()?;
+        let (mut first, mut last) = (None, None);
+        while running.load(Ordering::Relaxed) {
+            thread::sleep(Duration::from_millis(1));
+            let now = self.millijoules()?;
+            if now != counter {
+                counter = now;
+                last = Some((Instant::now(), now));
+                first = first.or(last);
+            }
+        }
+        let ((began, from), (ended, to)) = first.zip(last)?;
+        let seconds = ended.duration_since(began).as_secs_f64();
+        (seconds > 0.0).then(|| to.wrapping_sub(from) as f64 / 1e3 / seconds)
     }
 }

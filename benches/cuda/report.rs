@@ -31,7 +31,7 @@ pub const LONG: Burst = Burst { warm_up: 60, repeats: 20 };
 /// Input sets, taken in turn.
 pub const SETS: usize = 3;
 
-/// How long a loop lasts whose energy is taken: the GPU's counter moves every 20 to 100 ms.
+/// How long a loop lasts whose energy is taken: many moves of the GPU's counter.
 const LOOP: Duration = Duration::from_millis(1200);
 
 pub struct Report {
@@ -109,17 +109,19 @@ impl Report {
         let Some(meter) = &self.meter else { return Ok(None) };
         // Queued in parts, so that the host does not run a second ahead.
         let part = (50.0 / ms).ceil() as usize;
-        let Some(before) = meter.millijoules() else { return Ok(None) };
-        let (start, mut calls) = (Instant::now(), 0);
-        while start.elapsed() < LOOP {
-            for _ in 0..part {
-                call(calls % SETS)?;
-                calls += 1;
+        let (ms, watts) = meter.watts_of(|| -> Result<f64> {
+            let (start, mut calls) = (Instant::now(), 0);
+            while start.elapsed() < LOOP {
+                for _ in 0..part {
+                    call(calls % SETS)?;
+                    calls += 1;
+                }
+                self.cuda.check()?;
             }
-            self.cuda.check()?;
-        }
-        let (took, Some(after)) = (start.elapsed(), meter.millijoules()) else { return Ok(None) };
-        Ok(Some((took.as_secs_f64() * 1e3 / calls as f64, (after - before) as f64 / calls as f64)))
+            Ok(start.elapsed().as_secs_f64() * 1e3 / calls as f64)
+        });
+        let ms = ms?;
+        Ok(watts.map(|watts| (ms, watts * ms)))
     }
 
     pub fn line(&self, workload: &Workload, phase: &str, ms: f64, flop: f64) {

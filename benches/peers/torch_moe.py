@@ -8,7 +8,8 @@ an error, told at the end.
 Timed as ours is: 400 ms idle, 5 calls to warm up, then 20 calls queued one behind the other, each between two events,
 three input sets in turn, the median; for a forward and backward 3 and 10 calls. (A longer
 burst reads the power limit: after 100 ms the dense rate falls by a tenth. The dense rate at that limit is `gemm-long`.)
-With --energy each phase is repeated for a second more: milliseconds and millijoules a call of that loop (NVML).
+With --energy each phase is repeated for a second more: milliseconds a call of that loop, and millijoules by the power between
+the moves of the GPU's counter meanwhile (NVML).
 With --shapes the grouped products alone.
 """
 import argparse
@@ -16,13 +17,14 @@ import json
 import math
 import statistics
 import sys
+import threading
 import time
 
 import torch
 import torch.nn.functional as F
 
 SETS, PAUSE = 3, 0.4
-# Seconds of a loop whose energy is taken: the GPU's counter moves every 20 to 100 ms.
+# Seconds of a loop whose energy is taken: many moves of the GPU's counter, which come every 20 to 100 ms.
 LOOP = 1.2
 # Calls to warm up, and those that count: of a forward or a product, of a forward and backward, at the power limit.
 # (a forward and backward, a dense product).
@@ -46,6 +48,41 @@ class Meter:
 
     def millijoules(self):
         return self.nvml.nvmlDeviceGetTotalEnergyConsumption(self.gpu)
+
+    def power(self):
+        return Power(self.millijoules)
+
+
+class Power:
+    """The power while a block runs, between the first and the last move of the GPU's counter meanwhile."""
+
+    def __init__(self, millijoules):
+        self.millijoules, self.moves, self.running = millijoules, [], True
+        self.thread = threading.Thread(target=self.watch)
+
+    def __enter__(self):
+        self.thread.start()
+        return self
+
+    def __exit__(self, *_):
+        self.running = False
+        self.thread.join()
+
+    def watch(self):
+        counter = self.millijoules()
+        while self.running:
+            time.sleep(0.001)
+            now = self.millijoules()
+            if now != counter:
+                counter = now
+                self.moves.append((time.monotonic(), now))
+
+    def watts(self):
+        """None where the counter has moved less than twice."""
+        if len(self.moves) < 2:
+            return None
+        (began, first), (ended, last) = self.moves[0], self.moves[-1]
+        return (last - first) / 1e3 / (ended - began)
 
 
 class Measured:
@@ -90,14 +127,15 @@ def measure(call, burst=CALLS):
 def loop(call, ms):
     """Milliseconds and millijoules of a call in a loop, queued 50 ms at a time."""
     part, calls = math.ceil(50 / ms), 0
-    before, start = METER.millijoules(), time.monotonic()
-    while time.monotonic() < start + LOOP:
-        for _ in range(part):
-            call(calls % SETS)
-            calls += 1
-        torch.cuda.synchronize()
-    seconds = time.monotonic() - start
-    return {"loop_ms": round(seconds * 1e3 / calls, 4), "mj": round((METER.millijoules() - before) / calls, 1)}
+    with METER.power() as power:
+        start = time.monotonic()
+        while time.monotonic() < start + LOOP:
+            for _ in range(part):
+                call(calls % SETS)
+                calls += 1
+            torch.cuda.synchronize()
+        ms = (time.monotonic() - start) * 1e3 / calls
+    return {"loop_ms": round(ms, 4), "mj": round(power.watts() * ms, 1)} if power.watts() else {"loop_ms": round(ms, 4)}
 
 
 def report(impl, workload, phase, measured, flop):
